@@ -1,0 +1,35 @@
+"""The errors that callers catch.
+
+    QwenL40SError
+    +-- CheckpointError   (also ValueError)    a file or folder is not what it must be
+    +-- SettingError      (also ValueError)    an argument breaks its rule
+    +-- UnavailableError  (also RuntimeError)  the machine lacks a package, a card, memory or disk
+
+Every message is one sentence for the person who typed the command: what is wrong (the file or the
+value), the rule, the remedy. The command line prints it and exits with code 2.
+"""
+
+from __future__ import annotations
+
+
+class QwenL40SError(Exception):
+    """Base of every error this package raises on purpose.
+
+    Example:
+        try:
+            pipeline = load_pipeline("models/Qwen-Image")
+        except qwen_l40s.QwenL40SError as error:
+            print(error)
+    """
+
+
+class CheckpointError(QwenL40SError, ValueError):
+    """A file or folder cannot be read as the checkpoint it has to be."""
+
+
+class SettingError(QwenL40SError, ValueError):
+    """An argument is outside its rule, such as a size that is not divisible by 16."""
+
+
+class UnavailableError(QwenL40SError, RuntimeError):
+    """The machine lacks what the request needs: a package, a card, memory or disk space."""

@@ -1,0 +1,23 @@
+"""Makes the package importable as `qwen_l40s` from a clone of any folder name, installed or not."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# `python -m pytest` puts the root on sys.path, where our `cli` and `tools` would shadow other
+# people's modules.
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+
+if importlib.util.find_spec("qwen_l40s") is None:
+    spec = importlib.util.spec_from_file_location(
+        "qwen_l40s", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["qwen_l40s"] = module
+    spec.loader.exec_module(module)
+
+# The fixtures of tests/tiny_model.py: toy and real-width Qwen-Image folders.
+sys.path.append(str(ROOT / "tests"))
+pytest_plugins = ["tiny_model"]
