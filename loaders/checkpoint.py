@@ -1,0 +1,301 @@
+"""Says what a checkpoint is from its headers: milliseconds for 40 GB, nothing loaded, nothing
+unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from ..errors import CheckpointError
+from .component_config import contradictions
+from .families import Slice, file_name_hint, identify, split_parts
+from .identity import Identity, Tensors
+from .quantization import (
+    MAX_COMFY_QUANT_BYTES,
+    Quantization,
+    count_parameters,
+    find_quantization,
+)
+from .safetensors_header import Header, open_regular
+from .shards import NUMBERED, Shards, read_shards
+from .strict_json import parse_object, read_object
+
+PIPELINES = {
+    "QwenImagePipeline": "Qwen-Image or 2512",
+    "QwenImageEditPipeline": "Qwen-Image-Edit",
+    "QwenImageEditPlusPipeline": "Qwen-Image-Edit-2509",
+    "QwenImageLayeredPipeline": "Qwen-Image-Layered",
+}
+# Ends of the class names of components without weights
+WEIGHTLESS = ("Scheduler", "Tokenizer", "TokenizerFast", "Processor", "FeatureExtractor")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One model in a checkpoint: a whole file, one prefix of a full checkpoint, or one folder of a
+    diffusers folder.
+
+    Args:
+        name: the component folder, or "diffusion model", "vae", "text encoder", "weights" in a
+            file.
+        dtypes: {dtype: {"tensors": count, "bytes": bytes}}
+        folder: where it belongs, under ComfyUI's `models/` or inside a diffusers folder; None when
+            it does not.
+        cannot_run: sentences about what in it this package cannot run.
+        errors: sentences about what contradicts itself in it.
+    """
+
+    name: str
+    family: str
+    role: str
+    variant: str | None
+    hint: str | None
+    dims: Mapping[str, int | str]
+    blocks: int | None
+    parameters: int
+    tensors: int
+    bytes: int
+    dtypes: Mapping[str, Mapping[str, int]]
+    quantization: Quantization
+    folder: str | None
+    cannot_run: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**vars(self), "quantization": self.quantization.as_dict()}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `inspect_checkpoint` found; `kind` is "file", "sharded" or "diffusers folder"."""
+
+    path: Path
+    kind: str
+    pipeline: str | None
+    parts: tuple[Part, ...]
+    file_bytes: int
+
+    @property
+    def parameters(self) -> int:
+        return sum(part.parameters for part in self.parts)
+
+    @property
+    def cannot_run(self) -> tuple[str, ...]:
+        return tuple(
+            f"{part.name}: {sentence}" for part in self.parts for sentence in part.cannot_run
+        )
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        return tuple(f"{part.name}: {sentence}" for part in self.parts for sentence in part.errors)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns only what `json.dumps` takes."""
+        return {
+            "path": str(self.path),
+            "kind": self.kind,
+            "pipeline": self.pipeline,
+            "parameters": self.parameters,
+            "file_bytes": self.file_bytes,
+            "cannot_run": list(self.cannot_run),
+            "errors": list(self.errors),
+            "parts": [part.as_dict() for part in self.parts],
+        }
+
+
+def inspect_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Reads the headers of a safetensors file, a sharded set, a component folder or a diffusers
+    folder.
+
+    Of the weights it reads only `.comfy_quant` tensors, which are short JSON texts that name a
+    quantization format.
+
+    Raises:
+        CheckpointError: the path cannot be read as any of these; the message names the file, the
+            rule and the remedy.
+    """
+    path = Path(path)
+    if os.path.isfile(path / "model_index.json"):
+        return _diffusers_folder(path)
+    shards = read_shards(path)
+    config = _config_of(path if shards.index is None else shards.index.parent)
+    parts = tuple(_part(part.name, part, shards, config) for part in split_parts(shards.tensors))
+    return Checkpoint(
+        path, "file" if shards.index is None else "sharded", None, parts, shards.file_bytes
+    )
+
+
+def _diffusers_folder(path: Path) -> Checkpoint:
+    index = read_object(path / "model_index.json", "the index of a diffusers folder")
+    pipeline = index.get("_class_name")
+    if not isinstance(pipeline, str):
+        raise CheckpointError(
+            f"{path / 'model_index.json'} does not name its pipeline in _class_name as a diffusers "
+            "folder must: get the index from the model's own source."
+        )
+    parts: list[Part] = []
+    file_bytes = 0
+    for name in _components(path, index):
+        shards = read_shards(path / name)
+        part = _part(name, Slice(name, "", shards.tensors), shards, _config_of(path / name))
+        parts.append(replace(part, folder=f"diffusers folder: {name}/"))
+        file_bytes += shards.file_bytes
+    parts = [_named_by_pipeline(part, pipeline) for part in parts]
+    return Checkpoint(
+        path, "diffusers folder", pipeline, tuple(_with_matching_widths(parts)), file_bytes
+    )
+
+
+def _components(path: Path, index: Mapping[str, Any]) -> list[str]:
+    """Returns the components that have weights, after checking that every component is there."""
+    weighted = []
+    for name, value in index.items():
+        if name.startswith("_") or not isinstance(value, list) or value[:1] in ([], [None]):
+            continue
+        plain = name == PurePosixPath(name).name == PureWindowsPath(name).name
+        if not plain or name == "..":
+            raise CheckpointError(
+                f"{path / 'model_index.json'} names the component {name!r}, which is outside the "
+                "folder: get the index from the model's own source."
+            )
+        if not os.path.isdir(path / name):
+            raise CheckpointError(
+                f"{path / name} is missing although model_index.json lists it: a diffusers folder "
+                "needs every component, so finish the download."
+            )
+        if not str(value[-1]).endswith(WEIGHTLESS):
+            weighted.append(name)
+    return weighted
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    config = folder / "config.json"
+    return (
+        read_object(config, "the settings of the weights beside it")
+        if os.path.isfile(config)
+        else {}
+    )
+
+
+def _part(name: str, part: Slice, shards: Shards, config: Mapping[str, Any]) -> Part:
+    tensors = part.tensors
+    identity = _told_by_config(identify(tensors), config)
+    quantization = find_quantization(
+        tensors,
+        _metadata_layers(shards, part.prefix),
+        lambda tensor: _comfy_quant(shards, part.prefix + tensor),
+    )
+    return Part(
+        name=name,
+        family=identity.family,
+        role=identity.role,
+        variant=identity.variant,
+        hint=_hint(shards),
+        dims=identity.dims,
+        blocks=identity.blocks,
+        parameters=count_parameters(tensors, quantization),
+        tensors=len(tensors),
+        bytes=sum(info.nbytes for info in tensors.values()),
+        dtypes=_dtypes(tensors),
+        quantization=quantization,
+        folder=identity.folder,
+        cannot_run=(*identity.cannot_run, *quantization.cannot_run()),
+        errors=tuple(contradictions(identity, config, tensors)),
+    )
+
+
+def _told_by_config(identity: Identity, config: Mapping[str, Any]) -> Identity:
+    """Edit-2511 differs from Edit-2509 by one setting, which diffusers keeps in config.json and
+    ComfyUI in a marker.
+    """
+    if identity.family == "Qwen-Image" and config.get("zero_cond_t") is True:
+        return replace(identity, family="Qwen-Image-Edit-2511", variant=None)
+    return identity
+
+
+def _named_by_pipeline(part: Part, pipeline: str) -> Part:
+    """Qwen-Image, Edit and Edit-2509 have the same tensors; the pipeline class tells them apart."""
+    if part.family != "Qwen-Image" or pipeline not in PIPELINES:
+        return part
+    return replace(part, family=PIPELINES[pipeline], variant=f"by the pipeline class {pipeline}")
+
+
+def _with_matching_widths(parts: list[Part]) -> list[Part]:
+    encoders = [part for part in parts if part.role == "text_encoder" and "hidden" in part.dims]
+    checked = []
+    for part in parts:
+        for encoder in encoders:
+            width, hidden = part.dims.get("joint_dim"), encoder.dims["hidden"]
+            if part.role == "transformer" and width != hidden:
+                sentence = (
+                    f"the transformer takes text {width} wide but {encoder.name} gives {hidden}: "
+                    "take both from one model."
+                )
+                part = replace(part, errors=(*part.errors, sentence))
+        checked.append(part)
+    return checked
+
+
+def _hint(shards: Shards) -> str | None:
+    hints = [file_name_hint(shards.path.name.partition(".safetensors")[0])]
+    if shards.index is None and NUMBERED.search(shards.headers[0].path.name):
+        hints.append(
+            "one shard of several, so its counts are partial: name the folder or the index for all"
+        )
+    return "; ".join(hint for hint in hints if hint) or None
+
+
+def _dtypes(tensors: Tensors) -> dict[str, dict[str, int]]:
+    dtypes: dict[str, dict[str, int]] = {}
+    for info in tensors.values():
+        entry = dtypes.setdefault(info.dtype, {"tensors": 0, "bytes": 0})
+        entry["tensors"] += 1
+        entry["bytes"] += info.nbytes
+    return dtypes
+
+
+def _metadata_layers(shards: Shards, prefix: str) -> dict[str, dict[str, Any]]:
+    """Returns {layer without prefix: settings} from ComfyUI's `_quantization_metadata`."""
+    found: dict[str, dict[str, Any]] = {}
+    for header in shards.headers:
+        if "_quantization_metadata" in header.metadata:
+            found |= _declared_layers(header)
+    return {
+        name.removeprefix(prefix): entry for name, entry in found.items() if name.startswith(prefix)
+    }
+
+
+def _declared_layers(header: Header) -> dict[str, dict[str, Any]]:
+    try:
+        layers = parse_object(header.metadata["_quantization_metadata"].encode()).get("layers")
+        if not isinstance(layers, dict) or not all(
+            isinstance(entry, dict) for entry in layers.values()
+        ):
+            raise ValueError("layers must map every layer to an object")
+    except ValueError as error:
+        raise CheckpointError(
+            f"{header.path} has broken _quantization_metadata ({error}), which must be the JSON "
+            "that ComfyUI writes: save or download the file again."
+        ) from error
+    return layers
+
+
+def _comfy_quant(shards: Shards, tensor: str) -> dict[str, Any]:
+    header = shards.header_of(tensor)
+    info = header.tensors[tensor]
+    try:
+        if info.dtype != "U8" or info.nbytes > MAX_COMFY_QUANT_BYTES:
+            raise ValueError(f"it is {info.nbytes:,} bytes of {info.dtype}")
+        with open_regular(header.path) as file:
+            file.seek(header.data_start + info.start)
+            return parse_object(file.read(info.nbytes))
+    except ValueError as error:
+        raise CheckpointError(
+            f"{header.path} has a broken tensor {tensor!r}, which must hold at most "
+            f"{MAX_COMFY_QUANT_BYTES} bytes of U8 with a JSON object ({error}): save or download "
+            "the file again."
+        ) from error

@@ -1,0 +1,231 @@
+"""Recognizes how weights are quantized, and how finely they are scaled.
+
+The names are those that ComfyUI 0.33 reads (`.comfy_quant`, `_quantization_metadata`, `scaled_fp8`
+with `.scale_weight`, `.weight_scale`), and those of nunchaku (`.qweight`, `.wscales`), bitsandbytes
+(`.absmax`, `.quant_map`) and the block-scaled fp8 that transformers writes (`.weight_scale_inv`). A
+`.comfy_quant` tensor is a short JSON text that is stored among the weights; those few bytes are the
+only ones outside the header that this package reads to inspect a file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .identity import Tensors
+from .safetensors_header import TensorInfo
+
+MAX_COMFY_QUANT_BYTES = 4096  # the longest that ComfyUI 0.33 writes is under 200
+
+FP8_NAMES = {
+    "F8_E4M3": "fp8 e4m3",
+    "F8_E5M2": "fp8 e5m2",
+    "F8_E4M3FNUZ": "fp8 e4m3fnuz",
+    "F8_E5M2FNUZ": "fp8 e5m2fnuz",
+}
+COMFY_FORMATS = {
+    "float8_e4m3fn": "fp8 e4m3, scaled",
+    "float8_e5m2": "fp8 e5m2, scaled",
+    "int8_tensorwise": "int8",
+    "nvfp4": "nvfp4",
+    "mxfp8": "mxfp8",
+    "convrot_w4a4": "int4 ConvRot (w4a4)",
+    "asym_w4a8_int8": "int4 asymmetric (w4a8)",
+}
+FUTURE = "format from the future: "
+
+# Suffixes of tensors that describe a quantized weight and hold no weights themselves.
+AUXILIARY = re.compile(
+    r"\.(comfy_quant|weight_scale(_2|_inv)?|scale_weight|scale_input|input_scale|pre_quant_scale"
+    r"|weight_s_rel|weight_s_channel|weight_codebook"
+    r"|wscales|wzeros|wcscales|wtscale|smooth_factor(_orig)?|proj_down|proj_up|SCB"
+    r"|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*))$|(^|\.)scaled_fp8$"
+)
+# Formats that store two 4-bit weights in a byte, or eight in an int32.
+PACKED = frozenset(
+    {
+        "nvfp4",
+        "int4 ConvRot (w4a4)",
+        "int4 asymmetric (w4a8)",
+        "SVDQuant (nunchaku)",
+        "AWQ int4 (nunchaku)",
+        "bitsandbytes nf4",
+        "bitsandbytes 4-bit",
+    }
+)
+WEIGHTS_PER_ELEMENT = {"I8": 2, "U8": 2, "I32": 8}
+# What the package computes with, or, for e5m2, converts to bf16 first.
+RUNNABLE = frozenset({"fp8 e4m3, scaled", "fp8 e4m3, unscaled", "int8", "int8 ConvRot"})
+STORAGE_ONLY = frozenset({"fp8 e5m2, scaled", "fp8 e5m2, unscaled"})
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the weights of one part are stored.
+
+    Args:
+        layers: {layer: format}; empty when nothing is quantized.
+        granularity: {what one scale covers: number of layers}.
+        quantized: {layer name with block numbers as `*`: number of layers}.
+        kept: the same for the weight matrices that are not quantized, when others are.
+    """
+
+    layers: Mapping[str, str] = field(default_factory=dict)
+    granularity: Mapping[str, int] = field(default_factory=dict)
+    quantized: Mapping[str, int] = field(default_factory=dict)
+    kept: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def formats(self) -> dict[str, int]:
+        """{format: number of layers}"""
+        return dict(Counter(self.layers.values()))
+
+    def cannot_run(self) -> list[str]:
+        """One sentence for every format that this package does not compute with."""
+        sentences = []
+        for name in sorted(self.formats):
+            if name in STORAGE_ONLY:
+                sentences.append(
+                    f"{name} weights are storage only: they are converted to bf16 to compute."
+                )
+            elif name not in RUNNABLE:
+                sentences.append(
+                    f"{name} weights are not run by this package, which computes in bf16, fp8 e4m3 "
+                    "and int8: get the model in one of these."
+                )
+        return sentences
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "formats": self.formats,
+            "granularity": dict(self.granularity),
+            "quantized": dict(self.quantized),
+            "kept": dict(self.kept),
+        }
+
+
+def find_quantization(
+    tensors: Tensors,
+    metadata_layers: Mapping[str, Any],
+    read_comfy_quant: Callable[[str], Mapping[str, Any]],
+) -> Quantization:
+    """Looks at every layer of one part.
+
+    Args:
+        tensors: the part's tensors, without prefix.
+        metadata_layers: {layer: settings} from `_quantization_metadata`, without prefix.
+        read_comfy_quant: returns the settings in the `.comfy_quant` tensor of that name.
+    """
+    formats: dict[str, str] = {}
+    scales: Counter[str] = Counter()
+    for layer, weight in _layers(tensors):
+        settings = metadata_layers.get(layer)
+        if f"{layer}.comfy_quant" in tensors:
+            settings = read_comfy_quant(f"{layer}.comfy_quant")
+        found = _comfy_format(settings) if settings is not None else _format(tensors, layer, weight)
+        if found is not None:
+            formats[layer] = found
+            scales[_granularity(tensors, layer, weight)] += 1
+    matrices = [
+        layer
+        for layer, weight in _layers(tensors)
+        if len(weight.shape) == 2 and layer not in formats
+    ]
+    return Quantization(
+        layers=formats,
+        granularity=dict(scales),
+        quantized=_patterns(formats),
+        kept=_patterns(matrices) if formats else {},
+    )
+
+
+def count_parameters(tensors: Tensors, quantization: Quantization) -> int:
+    """Counts weights: scales and other descriptions are left out, 4-bit weights that share a byte
+    are counted one by one.
+    """
+    packed = {
+        f"{layer}.{suffix}"
+        for layer, name in quantization.layers.items()
+        if name in PACKED
+        for suffix in ("weight", "qweight")
+    }
+    return sum(
+        info.elements * (WEIGHTS_PER_ELEMENT.get(info.dtype, 1) if name in packed else 1)
+        for name, info in tensors.items()
+        if not AUXILIARY.search(name)
+    )
+
+
+def _layers(tensors: Tensors) -> Iterable[tuple[str, TensorInfo]]:
+    for name, info in tensors.items():
+        for suffix in (".weight", ".qweight"):
+            if name.endswith(suffix):
+                yield name.removesuffix(suffix), info
+
+
+def _comfy_format(settings: Mapping[str, Any]) -> str:
+    name = settings.get("format")
+    if not isinstance(name, str) or name not in COMFY_FORMATS:
+        return f"{FUTURE}{name}"
+    params = settings.get("params")
+    rotated = settings.get("convrot", params.get("convrot") if isinstance(params, dict) else False)
+    return "int8 ConvRot" if name == "int8_tensorwise" and rotated else COMFY_FORMATS[name]
+
+
+def _format(tensors: Tensors, layer: str, weight: TensorInfo) -> str | None:
+    def has(*suffixes: str) -> bool:
+        return all(f"{layer}.{suffix}" in tensors for suffix in suffixes)
+
+    if has("qweight", "wscales"):
+        return "SVDQuant (nunchaku)" if has("proj_down") else "AWQ int4 (nunchaku)"
+    if has("weight.absmax", "weight.quant_map"):
+        return f"bitsandbytes {'nf4' if has('weight.quant_state.bitsandbytes__nf4') else '4-bit'}"
+    if has("SCB"):
+        return "bitsandbytes int8"
+    if weight.dtype in FP8_NAMES:
+        if has("weight_scale_inv"):
+            return f"{FP8_NAMES[weight.dtype]}, block-scaled"
+        scaled = has("weight_scale") or has("scale_weight")
+        return f"{FP8_NAMES[weight.dtype]}, {'scaled' if scaled else 'unscaled'}"
+    if weight.dtype in ("I8", "U8") and has("weight_scale"):
+        return "int8" if weight.dtype == "I8" else "packed 4-bit or 8-bit of an unnamed format"
+    return None
+
+
+def _granularity(tensors: Tensors, layer: str, weight: TensorInfo) -> str:
+    names = (
+        "weight_scale",
+        "scale_weight",
+        "weight_scale_inv",
+        "weight_s_rel",
+        "wscales",
+        "weight.absmax",
+        "SCB",
+    )
+    name = next((name for name in names if f"{layer}.{name}" in tensors), None)
+    if name is None:
+        return "no scale"
+    scale = tensors[f"{layer}.{name}"]
+    rows = weight.shape[0] if weight.shape else 1
+    if name == "wscales":  # (groups, rows)
+        return f"{scale.shape[0] if scale.shape else 1} groups a row"
+    if name == "weight.absmax":
+        values = weight.elements * WEIGHTS_PER_ELEMENT.get(weight.dtype, 1)
+        return f"blocks of {values // max(scale.elements, 1)}"
+    if name == "weight_scale_inv" and len(scale.shape) == 2 and len(weight.shape) == 2:
+        sides = (
+            -(-full // max(part, 1)) for full, part in zip(weight.shape, scale.shape, strict=True)
+        )
+        return "blocks of {} x {}".format(*sides)
+    if scale.elements == 1:
+        return "per tensor"
+    if scale.elements == rows:
+        return "per row"
+    return f"{scale.elements / max(rows, 1):g} groups a row"
+
+
+def _patterns(layers: Iterable[str]) -> dict[str, int]:
+    return dict(Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", layer, count=1) for layer in layers))

@@ -1,0 +1,66 @@
+"""JSON from files we did not write: duplicate keys, NaN, lone surrogates and bottomless nesting are
+errors, not surprises.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..errors import CheckpointError
+
+MAX_JSON_BYTES = 100_000_000  # what the safetensors format allows for its own header
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {repeated!r} occurs twice")
+    return result
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Parses one UTF-8 JSON object.
+
+    Raises:
+        ValueError: with the reason, when `data` is anything else or an object in it repeats a key.
+    """
+    try:
+        text = data.decode("utf-8")
+        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        if (
+            "\\u" in text
+        ):  # only an escape can smuggle in half a surrogate pair, which no terminal can print
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeError:
+        raise ValueError("it is not valid UTF-8") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"it is a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """Reads the JSON object in the file `path`; `what` names its purpose in the error.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable, larger than 100 MB or not a JSON object.
+    """
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError("it is larger than 100 MB")
+        return parse_object(path.read_bytes())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(
+            f"{path}, {what}, must be one JSON object but cannot be read ({reason}): download the "
+            "file again."
+        ) from error

@@ -1,0 +1,920 @@
+"""What `inspect_checkpoint` says of headers with the real names and shapes, made sparse: 40 GB cost
+nothing here.
+"""
+
+import json
+import math
+import os
+from itertools import pairwise
+
+import pytest
+import torch
+from accelerate import init_empty_weights
+from diffusers import (
+    AutoencoderKLQwenImage,
+    AutoencoderKLQwenImage21,
+    AutoencoderTiny,
+    FluxTransformer2DModel,
+    QwenImage21Transformer2DModel,
+    QwenImageControlNetModel,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    WanTransformer3DModel,
+    ZImageTransformer2DModel,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from qwen_l40s.errors import CheckpointError
+from qwen_l40s.loaders.checkpoint import inspect_checkpoint
+from qwen_l40s.loaders.other_models import SIGNS
+from qwen_l40s.loaders.safetensors_header import DTYPE_BITS
+from qwen_l40s.loaders.shards import read_shards
+
+MICRO = {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 24}
+MICRO_ROPE = {"axes_dims_rope": (4, 6, 6)}
+
+
+def write(path, specs, metadata=None, contents=None):
+    """Writes a sparse safetensors file of {name: (dtype, shape)} with real bytes only for
+    `contents`.
+    """
+    header = {"__metadata__": metadata} if metadata else {}
+    position = 0
+    for name, (dtype, shape) in specs.items():
+        end = position + math.prod(shape) * DTYPE_BITS[dtype] // 8
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, data in (contents or {}).items():
+            file.seek(8 + len(text) + header[name]["data_offsets"][0])
+            file.write(data)
+    os.truncate(path, 8 + len(text) + position)
+    return path
+
+
+def specs_of(model, dtype="BF16", prefix=""):
+    return {f"{prefix}{name}": (dtype, tuple(t.shape)) for name, t in model.state_dict().items()}
+
+
+def empty(model_class, *args, **kwargs):
+    with init_empty_weights(include_buffers=True):
+        return model_class(*args, **kwargs)
+
+
+def micro_transformer(**kwargs):
+    return specs_of(
+        empty(QwenImageTransformer2DModel, num_layers=3, **MICRO, **MICRO_ROPE, **kwargs)
+    )
+
+
+@pytest.fixture(scope="module")
+def full_transformer():
+    return specs_of(empty(QwenImageTransformer2DModel))
+
+
+def only(checkpoint):
+    assert len(checkpoint.parts) == 1
+    assert checkpoint.errors == ()
+    json.dumps(checkpoint.as_dict())
+    return checkpoint.parts[0]
+
+
+def inspect_specs(tmp_path, specs, name="file.safetensors", **kwargs):
+    return only(inspect_checkpoint(write(tmp_path / name, specs, **kwargs)))
+
+
+def native_vae(dim=96, channels=3, latent=16):
+    """The tensors of ComfyUI's and Wan's VAE class, listed from its structure: dims [1, 2, 4, 4],
+    two residual blocks.
+    """
+    specs = {}
+
+    def conv(name, out, inside, *kernel):
+        specs[f"{name}.weight"] = ("BF16", (out, inside, *kernel))
+        specs[f"{name}.bias"] = ("BF16", (out,))
+
+    def residual(name, inside, out):
+        specs[f"{name}.residual.0.gamma"] = ("BF16", (inside, 1, 1, 1))
+        conv(f"{name}.residual.2", out, inside, 3, 3, 3)
+        specs[f"{name}.residual.3.gamma"] = ("BF16", (out, 1, 1, 1))
+        conv(f"{name}.residual.6", out, out, 3, 3, 3)
+        if inside != out:
+            conv(f"{name}.shortcut", out, inside, 1, 1, 1)
+
+    def middle(name, width):
+        residual(f"{name}.0", width, width)
+        specs[f"{name}.1.norm.gamma"] = ("BF16", (width, 1, 1))
+        conv(f"{name}.1.to_qkv", 3 * width, width, 1, 1)
+        conv(f"{name}.1.proj", width, width, 1, 1)
+        residual(f"{name}.2", width, width)
+
+    widths = [dim, dim, 2 * dim, 4 * dim, 4 * dim]
+    conv("encoder.conv1", dim, channels, 3, 3, 3)
+    place = 0
+    for level, (inside, out) in enumerate(pairwise(widths)):
+        for block in range(2):
+            residual(f"encoder.downsamples.{place}", inside if block == 0 else out, out)
+            place += 1
+        if level < 3:
+            conv(f"encoder.downsamples.{place}.resample.1", out, out, 3, 3)
+            if level > 0:
+                conv(f"encoder.downsamples.{place}.time_conv", out, out, 3, 1, 1)
+            place += 1
+    middle("encoder.middle", 4 * dim)
+    specs["encoder.head.0.gamma"] = ("BF16", (4 * dim, 1, 1, 1))
+    conv("encoder.head.2", 2 * latent, 4 * dim, 3, 3, 3)
+    conv("conv1", 2 * latent, 2 * latent, 1, 1, 1)
+    conv("conv2", latent, latent, 1, 1, 1)
+    conv("decoder.conv1", 4 * dim, latent, 3, 3, 3)
+    middle("decoder.middle", 4 * dim)
+    widths = [4 * dim, 4 * dim, 4 * dim, 2 * dim, dim]
+    place = 0
+    for level, (inside, out) in enumerate(pairwise(widths)):
+        inside = inside // 2 if level else inside  # an upsampler halves the channels
+        for block in range(3):
+            residual(f"decoder.upsamples.{place}", inside if block == 0 else out, out)
+            place += 1
+        if level < 3:
+            conv(f"decoder.upsamples.{place}.resample.1", out // 2, out, 3, 3)
+            if level < 2:
+                conv(f"decoder.upsamples.{place}.time_conv", 2 * out, out, 3, 1, 1)
+            place += 1
+    specs["decoder.head.0.gamma"] = ("BF16", (dim, 1, 1, 1))
+    conv("decoder.head.2", channels, dim, 3, 3, 3)
+    return specs
+
+
+# --- transformers
+
+
+def test_the_full_size_qwen_image(tmp_path, full_transformer):
+    part = inspect_specs(tmp_path, full_transformer)
+    assert part.family == "Qwen-Image"
+    assert "the header cannot tell" in part.variant
+    assert part.parameters == 20_430_401_088
+    assert part.dims == {
+        "dim": 3072,
+        "heads": 24,
+        "head_dim": 128,
+        "joint_dim": 3584,
+        "in_channels": 64,
+        "out_channels": 64,
+    }
+    assert (part.blocks, part.folder, part.tensors) == (60, "diffusion_models", 1933)
+    assert part.dtypes == {"BF16": {"tensors": 1933, "bytes": 40_860_802_176}}
+    assert part.quantization.formats == {}
+    assert part.cannot_run == ()
+
+
+@pytest.mark.parametrize(
+    "prefix", ["", "model.diffusion_model.", "diffusion_model.", "transformer."]
+)
+def test_micro_dims_come_from_the_tensors_under_every_prefix(tmp_path, prefix):
+    specs = {f"{prefix}{name}": value for name, value in micro_transformer().items()}
+    part = inspect_specs(tmp_path, specs)
+    assert part.family == "Qwen-Image"
+    assert part.blocks == 3
+    assert (part.dims["dim"], part.dims["heads"]) == (32, 2)
+    assert (part.dims["head_dim"], part.dims["joint_dim"]) == (16, 24)
+
+
+def test_edit_2511_by_its_marker_and_layered_by_its_embedding(tmp_path):
+    marked = {**micro_transformer(), "__index_timestep_zero__": ("F32", (0,))}
+    assert inspect_specs(tmp_path, marked).family == "Qwen-Image-Edit-2511"
+    layered = micro_transformer(use_additional_t_cond=True)
+    assert inspect_specs(tmp_path, layered).family == "Qwen-Image-Layered"
+
+
+def test_a_file_name_is_a_hint_and_no_evidence(tmp_path):
+    part = inspect_specs(
+        tmp_path, micro_transformer(), name="qwen_image_edit_2509_bf16.safetensors"
+    )
+    assert part.family == "Qwen-Image"
+    assert part.hint == "the file name says 2509 edit, which nothing in the file confirms"
+
+
+def test_qwen_image_21_is_recognized_and_not_run(tmp_path):
+    part = inspect_specs(tmp_path, specs_of(empty(QwenImage21Transformer2DModel)))
+    assert (part.family, part.parameters, part.blocks) == ("Qwen-Image-2.1", 7_115_124_736, 32)
+    assert "does not run" in part.cannot_run[0]
+    vae = inspect_specs(tmp_path, specs_of(empty(AutoencoderKLQwenImage21)))
+    assert vae.family == "Qwen-Image-2.1 VAE"
+    assert vae.cannot_run
+
+
+def test_a_full_checkpoint_is_reported_as_its_parts(tmp_path):
+    specs = {f"model.diffusion_model.{name}": value for name, value in micro_transformer().items()}
+    specs |= {f"vae.{name}": value for name, value in native_vae(dim=8).items()}
+    specs |= {
+        f"text_encoders.qwen25_7b.transformer.{name}": value
+        for name, value in qwen25(512, 2).items()
+    }
+    checkpoint = inspect_checkpoint(write(tmp_path / "all.safetensors", specs))
+    assert [(part.name, part.family) for part in checkpoint.parts] == [
+        ("diffusion model", "Qwen-Image"),
+        ("vae", "Qwen-Image VAE"),
+        ("text encoder", "Qwen2.5-VL text encoder"),
+    ]
+    assert sum(part.tensors for part in checkpoint.parts) == len(specs)
+
+
+# --- text encoders
+
+
+def qwen25(hidden, layers, language="model.", kv=512, bias=True):
+    specs = {f"{language}embed_tokens.weight": ("BF16", (1000, hidden))}
+    for layer in range(layers):
+        prefix = f"{language}layers.{layer}"
+        for name, out in (("q", hidden), ("k", kv), ("v", kv)):
+            specs[f"{prefix}.self_attn.{name}_proj.weight"] = ("BF16", (out, hidden))
+            if bias:
+                specs[f"{prefix}.self_attn.{name}_proj.bias"] = ("BF16", (out,))
+        specs[f"{prefix}.input_layernorm.weight"] = ("BF16", (hidden,))
+    return specs | {f"{language}norm.weight": ("BF16", (hidden,))}
+
+
+@pytest.fixture(scope="module")
+def full_text_encoder():
+    config = Qwen2_5_VLConfig()
+    for name, value in {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+    }.items():
+        setattr(config.text_config, name, value)
+    config.vision_config.hidden_size, config.vision_config.out_hidden_size = 1280, 3584
+    config.text_config.layer_types = config.text_config.layer_types[:28]
+    return specs_of(empty(Qwen2_5_VLForConditionalGeneration, config))
+
+
+def flat(specs):
+    return {
+        name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): value
+        for name, value in specs.items()
+    }
+
+
+@pytest.mark.parametrize("rename", [dict, flat])
+def test_the_full_size_text_encoder_in_both_styles(tmp_path, full_text_encoder, rename):
+    part = inspect_specs(tmp_path, rename(full_text_encoder))
+    assert (part.family, part.role) == ("Qwen2.5-VL text encoder", "text_encoder")
+    assert part.variant.startswith("7B, with its vision tower, with lm_head, ")
+    assert ("transformers 5" in part.variant) == (rename is dict)
+    assert part.parameters == 8_292_166_656
+    assert (part.blocks, part.dims["hidden"], part.dims["kv_dim"]) == (28, 3584, 512)
+    assert (part.dims["vision_blocks"], part.dims["vision_dim"]) == (32, 1280)
+    assert part.folder == "text_encoders"
+
+
+def test_a_text_encoder_without_its_vision_tower_and_head(tmp_path, full_text_encoder):
+    specs = {name: s for name, s in flat(full_text_encoder).items() if name.startswith("model.")}
+    part = inspect_specs(tmp_path, specs)
+    assert "without a vision tower" in part.variant and "without lm_head" in part.variant
+
+
+def test_a_vision_tower_alone_is_an_mmproj(tmp_path, full_text_encoder):
+    specs = {name: s for name, s in flat(full_text_encoder).items() if name.startswith("visual.")}
+    part = inspect_specs(tmp_path, specs)
+    assert (part.role, part.blocks) == ("vision_tower", 32)
+    part = inspect_specs(tmp_path, {"v.blk.0.attn_q.weight": ("F16", (8, 8))})
+    assert part.family.startswith("mmproj")
+
+
+def test_other_language_models_are_not_taken_for_it(tmp_path):
+    qwen3 = qwen25(4096, 2, bias=False) | {
+        "model.layers.0.self_attn.q_norm.weight": ("BF16", (128,))
+    }
+    assert (
+        inspect_specs(tmp_path, qwen3).family == "not Qwen-Image: looks like a Qwen3 text encoder"
+    )
+    visual = {"visual.deepstack_merger_list.0.norm.weight": ("BF16", (4608,))}
+    part = inspect_specs(tmp_path, qwen3 | visual)
+    assert part.family.startswith("Qwen3-VL") and part.cannot_run and part.dims["hidden"] == 4096
+
+
+# --- VAEs
+
+
+def test_both_forms_of_the_vae_hold_the_same_weights(tmp_path):
+    diffusers = inspect_specs(tmp_path, specs_of(empty(AutoencoderKLQwenImage)))
+    native = inspect_specs(tmp_path, native_vae())
+    assert diffusers.family == native.family == "Qwen-Image VAE"
+    assert diffusers.parameters == native.parameters == 126_892_531
+    assert diffusers.dims == native.dims == {"dim": 96, "latent_channels": 16, "image_channels": 3}
+    assert "diffusers" in diffusers.variant and "native" in native.variant
+    assert diffusers.folder == "vae"
+
+
+def test_the_layered_vae_is_rgba(tmp_path):
+    for specs in (
+        specs_of(empty(AutoencoderKLQwenImage, input_channels=4)),
+        native_vae(channels=4),
+    ):
+        part = inspect_specs(tmp_path, specs)
+        assert part.dims["image_channels"] == 4
+        assert part.variant.startswith("RGBA, as Qwen-Image-Layered has it")
+
+
+def test_wan_22_vae_is_not_taken_for_it(tmp_path):
+    specs = native_vae() | {"decoder.upsamples.0.upsamples.0.residual.2.weight": ("F32", (1,))}
+    assert inspect_specs(tmp_path, specs).family == "not Qwen-Image: looks like the Wan 2.2 VAE"
+
+
+def test_tiny_vaes(tmp_path):
+    taehv = {"decoder.1.weight": ("F16", (256, 16, 3, 3)), "decoder.22.bias": ("F16", (3,))}
+    part = inspect_specs(tmp_path, taehv)
+    assert (part.family, part.folder, part.dims) == (
+        "tiny VAE",
+        "vae_approx",
+        {"latent_channels": 16},
+    )
+    taesd = specs_of(empty(AutoencoderTiny, latent_channels=4))
+    assert inspect_specs(tmp_path, taesd).family.startswith("not Qwen-Image: looks like a tiny VAE")
+    sequential = {
+        "decoder.1.weight": ("F16", (64, 16, 3, 3)),
+        "decoder.3.conv.0.weight": ("F16", (1,)),
+    }
+    assert inspect_specs(tmp_path, sequential).family == "tiny VAE"
+
+
+# --- what sits beside the transformer
+
+
+LORA_FORMS = {
+    "diffusers (transformer.)": (
+        "transformer.{}.lora_A.weight",
+        "transformer.{}.lora_B.weight",
+        False,
+    ),
+    "bare (transformer_blocks.)": ("{}.lora_down.weight", "{}.lora_up.weight", False),
+    "ComfyUI (diffusion_model.)": (
+        "diffusion_model.{}.lora_A.weight",
+        "diffusion_model.{}.lora_B.weight",
+        0,
+    ),
+    "kohya (lora_unet_)": ("lora_unet_{}.lora_down.weight", "lora_unet_{}.lora_up.weight", True),
+    "PEFT (base_model.model.)": (
+        "base_model.model.{}.lora_A.default.weight",
+        "base_model.model.{}.lora_B.default.weight",
+        False,
+    ),
+}
+
+
+def lora_specs(style, targets, blocks=2, rank=16, alpha=True):
+    down, up, underscored = LORA_FORMS[style]
+    specs = {}
+    for block in range(blocks):
+        for target in targets:
+            module = f"transformer_blocks.{block}.{target}"
+            module = module.replace(".", "_") if underscored else module
+            specs[down.format(module)] = ("BF16", (rank, 3072))
+            specs[up.format(module)] = ("BF16", (3072, rank))
+            if alpha:
+                specs[down.format(module).partition(".lora")[0] + ".alpha"] = ("F32", ())
+    return specs
+
+
+@pytest.mark.parametrize("style", LORA_FORMS)
+def test_a_lora_in_every_key_style(tmp_path, style):
+    part = inspect_specs(tmp_path, lora_specs(style, ["attn.to_out.0", "img_mlp.net.0.proj"]))
+    assert (part.family, part.role, part.folder) == ("LoRA for Qwen-Image", "lora", "loras")
+    assert part.variant == f"{style} keys, with alpha"
+    assert part.dims == {"rank": 16, "modules": 4, "targets": "attn.to_out.0, img_mlp.net.0.proj"}
+    assert part.blocks == 2
+
+
+def test_lora_ranks_and_missing_alpha(tmp_path):
+    style = "bare (transformer_blocks.)"
+    specs = lora_specs(style, ["txt_mod.1"], alpha=False) | lora_specs(
+        style, ["attn.to_q"], rank=64, alpha=False
+    )
+    part = inspect_specs(tmp_path, specs)
+    assert (part.dims["rank"], part.dims["largest_rank"]) == (16, 64)
+    assert part.variant.endswith("without alpha")
+
+
+def test_lora_that_only_shares_names_is_not_claimed(tmp_path):
+    style = "diffusers (transformer.)"
+    shared = inspect_specs(tmp_path, lora_specs(style, ["attn.to_q"]))
+    assert shared.family.startswith("LoRA for Qwen-Image, FLUX or SD 3")
+    deep = inspect_specs(tmp_path, lora_specs(style, ["attn.to_q"], blocks=60))
+    assert deep.family == "LoRA for Qwen-Image"
+    flux = lora_specs(style, ["attn.to_q"]) | {
+        "transformer.single_transformer_blocks.0.attn.to_q.lora_A.weight": ("BF16", (16, 3072))
+    }
+    assert inspect_specs(tmp_path, flux).family == "not Qwen-Image: a LoRA for another model"
+    sd15 = {
+        "lora_unet_down_blocks_0_attentions_0_proj_in.lora_down.weight": ("F16", (4, 320, 1, 1))
+    }
+    assert inspect_specs(tmp_path, sd15).family == "not Qwen-Image: a LoRA for another model"
+
+
+def test_lokr_and_loha(tmp_path):
+    module = "lycoris_transformer_blocks_0_img_mlp_net_2"
+    lokr = {f"{module}.lokr_w1": ("BF16", (8, 8)), f"{module}.lokr_w2_a": ("BF16", (384, 4))}
+    part = inspect_specs(tmp_path, lokr | {f"{module}.lokr_w2_b": ("BF16", (4, 1536))})
+    assert (part.family, part.dims["rank"]) == ("LoKr for Qwen-Image", 4)
+    loha = {f"{module}.hada_w1_a": ("BF16", (3072, 8)), f"{module}.hada_w1_b": ("BF16", (8, 12288))}
+    part = inspect_specs(tmp_path, loha)
+    assert (part.family, part.dims["rank"]) == ("LoHa for Qwen-Image", 8)
+    assert part.dims["targets"] == "img_mlp.net.2"
+
+
+def test_controlnets_and_model_patch(tmp_path):
+    specs = specs_of(empty(QwenImageControlNetModel, num_layers=2, **MICRO, **MICRO_ROPE))
+    part = inspect_specs(tmp_path, specs)
+    assert (part.family, part.folder, part.blocks) == ("ControlNet for Qwen-Image", "controlnet", 2)
+    fun = {
+        "control_img_in.weight": ("BF16", (3072, 132)),
+        "control_blocks.0.after_proj.weight": ("BF16", (3072, 3072)),
+    }
+    assert inspect_specs(tmp_path, fun).variant == "Fun layout"
+    patch = {
+        "controlnet_blocks.0.y_rms.weight": ("BF16", (3072,)),
+        "img_in.weight": ("BF16", (3072, 64)),
+    }
+    assert inspect_specs(tmp_path, patch).folder == "model_patches"
+
+
+OTHERS = {
+    "FLUX or a FLUX ControlNet in diffusers names": (
+        FluxTransformer2DModel,
+        {"num_single_layers": 1},
+    ),
+    "Stable Diffusion 3 in diffusers names": (SD3Transformer2DModel, {}),
+    "Wan in diffusers names": (WanTransformer3DModel, {}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_by_their_diffusers_classes(tmp_path, name):
+    model_class, kwargs = OTHERS[name]
+    part = inspect_specs(tmp_path, specs_of(empty(model_class, num_layers=1, **kwargs)))
+    assert (part.family, part.folder) == (f"not Qwen-Image: looks like {name}", None)
+
+
+def test_other_models_by_well_known_names(tmp_path):
+    for name, tensors in {
+        "Z-Image in diffusers names": list(specs_of(empty(ZImageTransformer2DModel, n_layers=1))),
+        "FLUX": [
+            "double_blocks.0.img_attn.qkv.weight",
+            "img_in.weight",
+            "single_blocks.0.linear1.weight",
+        ],
+        "Wan": ["head.modulation", "patch_embedding.weight", "blocks.0.self_attn.q.weight"],
+        "SDXL": [
+            f"model.diffusion_model.{n}"
+            for n in ("input_blocks.0.0.weight", "label_emb.0.0.weight")
+        ],
+        "Stable Diffusion 1 or 2": ["input_blocks.0.0.weight", "time_embed.0.weight"],
+        "a T5 text encoder": ["encoder.block.0.layer.0.SelfAttention.k.weight"],
+    }.items():
+        part = inspect_specs(tmp_path, dict.fromkeys(tensors, ("F16", (2, 2))))
+        assert part.family == f"not Qwen-Image: looks like {name}"
+    mage = micro_transformer() | {
+        "txt_norm.weight": ("BF16", (2560,)),
+        "proj_out.weight": ("BF16", (128, 32)),
+    }
+    assert inspect_specs(tmp_path, mage).family == "not Qwen-Image: looks like Mage-Flow"
+    assert inspect_specs(tmp_path, {}).family == "not Qwen-Image: it holds no tensors"
+    unknown = inspect_specs(tmp_path, {"x": ("F16", (2,))})
+    assert unknown.family == "not Qwen-Image: no known model has these tensors"
+
+
+# --- quantization
+
+
+def quantized(dtype, extra=()):
+    """The micro transformer with the matrices of its blocks in `dtype`; `extra` lists what stands
+    beside each: (suffix, (dtype, shape as a function of rows and columns)).
+    """
+    specs = {}
+    for name, (_, shape) in micro_transformer().items():
+        block = (
+            name.startswith("transformer_blocks") and name.endswith(".weight") and len(shape) == 2
+        )
+        specs[name] = (dtype if block else "BF16", shape)
+        if block:
+            for suffix, (scale_dtype, scale_shape) in extra:
+                scale = scale_shape(*shape)
+                specs[f"{name.removesuffix('.weight')}.{suffix}"] = (scale_dtype, scale)
+    return specs
+
+
+MATRICES = 14 * 3  # in a block, times blocks
+SCALE_SHAPES = {
+    "per tensor": lambda rows, columns: (),
+    "per row": lambda rows, columns: (rows, 1),
+    "2 groups a row": lambda rows, columns: (rows, 2),
+}
+
+
+@pytest.mark.parametrize("granularity", SCALE_SHAPES)
+@pytest.mark.parametrize("suffix", ["weight_scale", "scale_weight"])
+def test_scaled_fp8_and_its_granularity(tmp_path, suffix, granularity):
+    specs = quantized("F8_E4M3", extra=[(suffix, ("F32", SCALE_SHAPES[granularity]))])
+    part = inspect_specs(tmp_path, specs | {"scaled_fp8": ("F8_E4M3", (2,))})
+    assert part.quantization.formats == {"fp8 e4m3, scaled": MATRICES}
+    assert part.quantization.granularity == {granularity: MATRICES}
+    assert part.quantization.quantized["transformer_blocks.*.attn.to_q"] == 3
+    assert part.quantization.kept["img_in"] == 1
+    assert part.cannot_run == ()
+    assert part.parameters == inspect_specs(tmp_path, micro_transformer()).parameters
+
+
+def test_unscaled_fp8_and_e5m2(tmp_path):
+    part = inspect_specs(tmp_path, quantized("F8_E4M3"))
+    assert part.quantization.formats == {"fp8 e4m3, unscaled": MATRICES}
+    assert part.quantization.granularity == {"no scale": MATRICES}
+    part = inspect_specs(tmp_path, quantized("F8_E5M2"))
+    assert "storage only" in part.cannot_run[0]
+    assert len(part.cannot_run) == 1
+
+
+def comfy_quant(tmp_path, layer_settings, dtype="I8"):
+    text = (
+        layer_settings if isinstance(layer_settings, bytes) else json.dumps(layer_settings).encode()
+    )
+    extra = [
+        ("weight_scale", ("F32", lambda r, c: (r, 1))),
+        ("comfy_quant", ("U8", lambda r, c: (len(text),))),
+    ]
+    specs = quantized(dtype, extra=extra)
+    contents = {name: text for name in specs if name.endswith(".comfy_quant")}
+    return write(tmp_path / "quant.safetensors", specs, contents=contents)
+
+
+def test_comfy_quant_tensors_are_read(tmp_path):
+    for layer_settings, name in (
+        ({"format": "int8_tensorwise"}, "int8"),
+        ({"format": "int8_tensorwise", "convrot": True}, "int8 ConvRot"),
+        ({"format": "int8_tensorwise", "params": {"convrot": True}}, "int8 ConvRot"),
+    ):
+        part = only(inspect_checkpoint(comfy_quant(tmp_path, layer_settings)))
+        assert part.quantization.formats == {name: MATRICES}
+        assert part.quantization.granularity == {"per row": MATRICES}
+        assert part.cannot_run == ()
+
+
+def test_a_format_from_the_future_is_reported_by_name(tmp_path):
+    part = only(inspect_checkpoint(comfy_quant(tmp_path, {"format": "fp3_spiral"})))
+    assert part.quantization.formats == {"format from the future: fp3_spiral": MATRICES}
+    assert "fp3_spiral" in part.cannot_run[0]
+
+
+@pytest.mark.parametrize(
+    "content", [b"\0" * 20, b"[1]", b'{"format": "int8_tensorwise"}' + b" " * 4096]
+)
+def test_a_broken_comfy_quant_tensor(tmp_path, content):
+    with pytest.raises(
+        CheckpointError, match=r"quant\.safetensors has a broken tensor .* download"
+    ):
+        inspect_checkpoint(comfy_quant(tmp_path, content))
+
+
+def test_quantization_metadata(tmp_path):
+    specs = {f"model.diffusion_model.{name}": value for name, value in quantized("F8_E4M3").items()}
+    layer = "model.diffusion_model.transformer_blocks.0.attn.to_q"
+    layers = {"format_version": "1.0", "layers": {layer: {"format": "mxfp8"}}}
+    metadata = {"_quantization_metadata": json.dumps(layers)}
+    part = inspect_specs(tmp_path, specs, metadata=metadata)
+    assert part.quantization.formats == {"mxfp8": 1, "fp8 e4m3, unscaled": MATRICES - 1}
+    with pytest.raises(CheckpointError, match=r"broken _quantization_metadata"):
+        inspect_specs(tmp_path, specs, metadata={"_quantization_metadata": '{"layers": 3}'})
+
+
+def test_nunchaku_and_bitsandbytes_are_named_and_not_run(tmp_path):
+    specs = {
+        "txt_norm.weight": ("BF16", (3584,)),
+        "transformer_blocks.0.attn.norm_added_q.weight": ("BF16", (128,)),
+        "transformer_blocks.0.attn.to_qkv.qweight": ("I8", (96, 16)),
+        "transformer_blocks.0.attn.to_qkv.wscales": ("BF16", (2, 96)),
+        "transformer_blocks.0.attn.to_qkv.proj_down": ("BF16", (32, 8)),
+        "transformer_blocks.0.attn.to_qkv.proj_up": ("BF16", (96, 8)),
+    }
+    part = inspect_specs(tmp_path, specs)
+    assert (part.family, part.quantization.formats) == ("Qwen-Image", {"SVDQuant (nunchaku)": 1})
+    assert part.parameters == 3584 + 128 + 96 * 32
+    assert part.cannot_run
+
+    layer = "transformer_blocks.0.attn.to_q.weight"
+    full = micro_transformer()
+    packed = full | {
+        layer: ("U8", (32 * 32 // 2, 1)),
+        f"{layer}.absmax": ("F32", (16,)),
+        f"{layer}.quant_map": ("F32", (16,)),
+        f"{layer}.quant_state.bitsandbytes__nf4": ("U8", (80,)),
+    }
+    part = inspect_specs(tmp_path, packed)
+    assert part.quantization.formats == {"bitsandbytes nf4": 1}
+    assert part.quantization.granularity == {"blocks of 64": 1}
+    assert part.parameters == inspect_specs(tmp_path, full).parameters
+    assert "nf4" in part.cannot_run[0]
+
+
+# --- anything
+
+
+POOL = sorted(
+    {
+        *(sign for signs in SIGNS.values() for sign in signs),
+        *micro_transformer(use_additional_t_cond=True),
+        *native_vae(dim=8),
+        *(f"visual.{name}" for name in ("blocks.0.x", "deepstack_merger_list.0.norm.weight")),
+        *(f"model.layers.0.self_attn.k_proj.{end}" for end in ("bias", "weight", "weight.absmax")),
+        *(f"img_in.{end}" for end in ("weight_scale", "scale_weight", "weight_scale_inv", "SCB")),
+        *(f"txt_in.{end}" for end in ("qweight", "wscales", "weight.absmax", "weight.quant_map")),
+        *(f"{name}.lora_down.weight" for name in ("a", f"transformer_blocks.{'9' * 5000}.img_mlp")),
+        *(
+            "decoder.1.weight",
+            "decoder.22.bias",
+            "control_img_in.weight",
+            "txt_norm.weight",
+            "vae.",
+        ),
+    }
+)
+
+
+@settings(
+    deadline=None,
+    max_examples=300,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    specs=st.dictionaries(
+        st.sampled_from(POOL) | st.text(max_size=5).filter(lambda name: name != "__metadata__"),
+        st.tuples(
+            st.sampled_from(["BF16", "I8", "U8", "I32", "F8_E4M3"]),
+            st.lists(st.integers(0, 3), max_size=5).map(tuple),
+        ),
+        max_size=12,
+    ),
+    prefix=st.sampled_from(["", "model.diffusion_model.", "vae."]),
+)
+def test_known_names_with_nonsense_shapes_never_break_the_inspection(tmp_path, specs, prefix):
+    path = write(
+        tmp_path / "any.safetensors", {prefix + name: spec for name, spec in specs.items()}
+    )
+    checkpoint = inspect_checkpoint(path)
+    json.dumps(checkpoint.as_dict())
+    assert sum(part.tensors for part in checkpoint.parts) == len(specs)
+
+
+def test_paths_that_the_system_refuses(tmp_path):
+    with pytest.raises(CheckpointError, match="cannot be opened"):
+        inspect_checkpoint(tmp_path / ("x" * 300))
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(CheckpointError, match="cannot be opened"):
+        inspect_checkpoint(tmp_path / "loop")
+
+
+# --- shards and folders
+
+
+def write_sharded(folder, specs, shards=2, stem="diffusion_pytorch_model"):
+    weight_map = {}
+    items = list(specs.items())
+    for number in range(shards):
+        name = f"{stem}-{number + 1:05d}-of-{shards:05d}.safetensors"
+        own = dict(items[number::shards])
+        write(folder / name, own)
+        weight_map |= dict.fromkeys(own, name)
+    index = folder / f"{stem}.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    return index
+
+
+def test_a_sharded_set_by_folder_and_by_index(tmp_path):
+    specs = micro_transformer()
+    index = write_sharded(tmp_path / "transformer", specs)
+    whole = inspect_specs(tmp_path, specs)
+    for path in (index, index.parent):
+        checkpoint = inspect_checkpoint(path)
+        part = only(checkpoint)
+        assert checkpoint.kind == "sharded"
+        assert (part.family, part.parameters, part.dims) == (
+            whole.family,
+            whole.parameters,
+            whole.dims,
+        )
+
+
+def test_one_shard_alone_says_that_it_is_partial(tmp_path):
+    index = write_sharded(tmp_path, micro_transformer())
+    part = only(inspect_checkpoint(sorted(index.parent.glob("*.safetensors"))[0]))
+    assert "one shard of several" in part.hint
+
+
+def test_symbolic_links_of_a_hub_cache_are_fine(tmp_path):
+    index = write_sharded(tmp_path / "snapshots" / "1", micro_transformer())
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    for shard in list(index.parent.glob("*.safetensors")):
+        blob = shard.rename(blobs / f"{abs(hash(shard.name)):x}")
+        shard.symlink_to(blob)
+    assert only(inspect_checkpoint(index)).family == "Qwen-Image"
+
+
+@pytest.mark.parametrize(
+    "name", ["diffusion_pytorch_model.fp16.safetensors", "anything.safetensors"]
+)
+def test_a_folder_with_one_file(tmp_path, name):
+    write(tmp_path / name, micro_transformer())
+    assert only(inspect_checkpoint(tmp_path)).family == "Qwen-Image"
+
+
+def test_a_variant_index_alone(tmp_path):
+    index = write_sharded(tmp_path, micro_transformer())
+    index.rename(tmp_path / "diffusion_pytorch_model.safetensors.index.fp16.json")
+    assert read_shards(tmp_path).index is not None
+
+
+def refused(path, rule, remedy):
+    with pytest.raises(CheckpointError) as error:
+        inspect_checkpoint(path)
+    message = str(error.value)
+    assert message.startswith(str(path)) or str(path.parent) in message
+    assert rule in message
+    assert remedy in message
+    assert message.endswith(".") and "\n" not in message
+
+
+def test_folders_that_cannot_be_read(tmp_path):
+    refused(tmp_path, "holds neither", "name a folder or file with weights")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    refused(tmp_path, "holds pickled weights only", "get the safetensors version")
+    write(tmp_path / "one.safetensors", {"a": ("F16", (1,))})
+    write(tmp_path / "two.safetensors", {"a": ("F16", (1,))})
+    refused(tmp_path, "holds 2 safetensors files and no index", "name the one to read")
+
+
+def test_shards_without_index(tmp_path):
+    write_sharded(tmp_path, micro_transformer()).unlink()
+    refused(tmp_path, "numbered shards but no index", "download the *.safetensors.index.json")
+
+
+def test_a_missing_shard(tmp_path):
+    index = write_sharded(tmp_path, micro_transformer())
+    next(tmp_path.glob("*00002-of*")).unlink()
+    refused(index, "00002-of-00002.safetensors is missing", "finish the download")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../x.safetensors",
+        "/etc/x.safetensors",
+        "a/b.safetensors",
+        "a\\b.safetensors",
+        "C:x.safetensors",
+    ],
+)
+def test_an_index_that_points_outside_its_folder(tmp_path, name):
+    index = tmp_path / "model.safetensors.index.json"
+    write(tmp_path.parent / "x.safetensors", {"a": ("F16", (1,))})
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    refused(index, "is outside its folder", "from the model's own source")
+
+
+def test_indexes_that_are_none(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    for text, rule, remedy in (
+        ("[]", "must be one JSON object", "download the file again"),
+        ("{", "must be one JSON object", "download the file again"),
+        ("{}", "is not a shard index", "download it again"),
+        ('{"weight_map": {"a": 3}}', "is not a shard index", "download it again"),
+        (
+            '{"weight_map": {"a": "x.bin"}}',
+            "only .safetensors files are read",
+            "safetensors version",
+        ),
+    ):
+        index.write_text(text)
+        refused(index, rule, remedy)
+    refused(tmp_path / "no.safetensors.index.json", "No such file", "download the file again")
+
+
+def test_an_index_and_shards_that_disagree(tmp_path):
+    index = write_sharded(tmp_path, micro_transformer())
+    content = json.loads(index.read_text())
+    content["weight_map"]["ghost"] = content["weight_map"]["img_in.weight"]
+    index.write_text(json.dumps(content))
+    refused(index, "lacks the tensor 'ghost'", "download index and shards again")
+    del content["weight_map"]["ghost"], content["weight_map"]["img_in.weight"]
+    index.write_text(json.dumps(content))
+    refused(index, "holds the tensor 'img_in.weight'", "download index and shards again")
+
+
+# --- diffusers folders
+
+
+def write_folder(path, pipeline="QwenImagePipeline", config=None, hidden=24, **kwargs):
+    """A diffusers folder with a micro transformer, text encoder and VAE."""
+    (path / "scheduler").mkdir(parents=True)
+    (path / "tokenizer").mkdir()
+    model_index = {
+        "_class_name": pipeline,
+        "_diffusers_version": "0.36.0",
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+        "text_encoder": ["transformers", "Qwen2_5_VLForConditionalGeneration"],
+        "tokenizer": ["transformers", "Qwen2Tokenizer"],
+        "transformer": ["diffusers", "QwenImageTransformer2DModel"],
+        "vae": ["diffusers", "AutoencoderKLQwenImage"],
+        "image_encoder": [None, None],
+    }
+    (path / "model_index.json").write_text(json.dumps(model_index))
+    write_sharded(path / "transformer", micro_transformer(**kwargs))
+    values = {"num_layers": 3, "in_channels": 64, **MICRO, **kwargs, **(config or {})}
+    (path / "transformer" / "config.json").write_text(json.dumps(values))
+    write(path / "text_encoder" / "model.safetensors", qwen25(hidden, 2))
+    text_config = {"text_config": {"hidden_size": hidden, "num_hidden_layers": 2}}
+    (path / "text_encoder" / "config.json").write_text(json.dumps(text_config))
+    vae = specs_of(empty(AutoencoderKLQwenImage, base_dim=8))
+    write(path / "vae" / "diffusion_pytorch_model.safetensors", vae)
+    (path / "vae" / "config.json").write_text(json.dumps({"base_dim": 8, "z_dim": 16}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "kwargs", "family"),
+    [
+        ("QwenImagePipeline", {}, "Qwen-Image or 2512"),
+        ("QwenImageEditPipeline", {}, "Qwen-Image-Edit"),
+        ("QwenImageEditPlusPipeline", {}, "Qwen-Image-Edit-2509"),
+        ("QwenImageEditPlusPipeline", {"zero_cond_t": True}, "Qwen-Image-Edit-2511"),
+        ("QwenImageLayeredPipeline", {"use_additional_t_cond": True}, "Qwen-Image-Layered"),
+    ],
+)
+def test_a_diffusers_folder_tells_the_family_member(tmp_path, pipeline, kwargs, family):
+    checkpoint = inspect_checkpoint(write_folder(tmp_path / "model", pipeline, **kwargs))
+    assert (checkpoint.kind, checkpoint.pipeline) == ("diffusers folder", pipeline)
+    assert checkpoint.errors == ()
+    parts = {part.name: part for part in checkpoint.parts}
+    assert parts.keys() == {"transformer", "text_encoder", "vae"}
+    assert parts["transformer"].family == family
+    assert parts["transformer"].folder == "diffusers folder: transformer/"
+    assert parts["vae"].family == "Qwen-Image VAE"
+    assert checkpoint.parameters == sum(part.parameters for part in checkpoint.parts)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"num_layers": 60}, "num_layers is 60 but the tensors say 3"),
+        ({"attention_head_dim": 128}, "attention_head_dim is 128 but the tensors say 16"),
+        ({"use_additional_t_cond": True}, "use_additional_t_cond is True"),
+    ],
+)
+def test_a_config_that_contradicts_its_tensors_is_an_error_of_the_part(tmp_path, config, sentence):
+    checkpoint = inspect_checkpoint(write_folder(tmp_path / "model", config=config))
+    assert len(checkpoint.errors) == 1
+    assert checkpoint.errors[0].startswith("transformer: ")
+    assert sentence in checkpoint.errors[0] and "from one source" in checkpoint.errors[0]
+
+
+def test_a_text_encoder_of_another_width_is_an_error(tmp_path):
+    checkpoint = inspect_checkpoint(write_folder(tmp_path / "model", hidden=32))
+    assert checkpoint.errors == (
+        "transformer: the transformer takes text 24 wide but text_encoder gives 32: take both from "
+        "one model.",
+    )
+
+
+def test_a_diffusers_folder_with_a_missing_component(tmp_path):
+    folder = write_folder(tmp_path / "model")
+    (folder / "tokenizer").rmdir()
+    refused(
+        folder, "tokenizer is missing although model_index.json lists it", "finish the download"
+    )
+
+
+def test_a_model_index_that_is_none_or_points_outside(tmp_path):
+    folder = write_folder(tmp_path / "model")
+    (folder / "model_index.json").write_text("[1]")
+    refused(folder, "must be one JSON object", "download the file again")
+    remedy = "from the model's own source"
+    (folder / "model_index.json").write_text('{"_class_name": ["QwenImagePipeline"]}')
+    refused(folder, "does not name its pipeline", remedy)
+    for name in ("../vae", "..", "a/b"):
+        model_index = {"_class_name": "A", name: ["diffusers", "B"]}
+        (folder / "model_index.json").write_text(json.dumps(model_index))
+        refused(folder, "is outside the folder", remedy)
+
+
+def test_a_folder_that_diffusers_itself_wrote(tmp_path):
+    torch.manual_seed(0)
+    model = QwenImageTransformer2DModel(num_layers=2, **MICRO, **MICRO_ROPE)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "transformer", max_shard_size="20KB")
+    part = only(inspect_checkpoint(tmp_path / "transformer"))
+    assert part.parameters == sum(p.numel() for p in model.parameters())
+    assert (part.blocks, list(part.dtypes)) == (2, ["BF16"])
