@@ -1,0 +1,231 @@
+"""The cards of this machine and what their tensor cores can do, each with the reason.
+
+Facts come from torch when it works, because torch decides which cards a run can see, and from
+`nvidia-smi` otherwise. Importing this module touches no GPU; only `read_cards` does.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import subprocess
+import warnings
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+MIB = 2**20
+GIB = 2**30
+
+# The oldest driver that runs a CUDA major version: NVIDIA, "CUDA Compatibility", minor versions.
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+
+# name, oldest compute capability, what holds below it
+TENSOR_CORES = (
+    ("fp8 tensor cores", (8, 9), "fp8 weights save memory there, not time"),
+    ("int8 tensor cores", (8, 0), "this package multiplies int8 from Ampere on"),
+    ("bf16 tensor cores", (8, 0), "bf16 is emulated, so that a run is slow"),
+)
+
+
+class State(str, enum.Enum):
+    """What can be done with a part of the machine."""
+
+    USABLE = "usable"
+    LIMITED = "limited"
+    NOT_USABLE = "not usable"
+
+
+@dataclass(frozen=True)
+class Capability:
+    """One thing that the machine or its software can or cannot do.
+
+    Attributes:
+        name: What it is, as a table's row label.
+        state: `State.LIMITED` means that it works with the restriction that `reason` tells.
+        reason: Why, in one clause; never empty.
+        remedy: What changes the state; empty when nothing does or nothing has to.
+    """
+
+    name: str
+    state: State
+    reason: str
+    remedy: str = ""
+
+    @property
+    def usable(self) -> bool:
+        """Whether it works at all, with or without restriction."""
+        return self.state is not State.NOT_USABLE
+
+
+@dataclass(frozen=True)
+class Card:
+    """One NVIDIA GPU.
+
+    Attributes:
+        name: As the driver calls it, such as "NVIDIA L40S".
+        sm: Compute capability, (8, 9) on an L40S.
+        memory_bytes: What programs can allocate together. ECC has taken its share already: of an
+            L40S's 48 GiB, 46,068 MiB.
+        uuid: The driver's identifier without "GPU-"; empty when torch is too old to tell.
+        ecc: Whether error correction is on; None when unknown or absent.
+    """
+
+    name: str
+    sm: tuple[int, int]
+    memory_bytes: int
+    uuid: str = ""
+    ecc: bool | None = None
+
+    def __str__(self) -> str:
+        ecc = {True: ", ECC on", False: ", ECC off", None: ""}[self.ecc]
+        memory = f"{self.memory_bytes // MIB} MiB ({self.memory_bytes / GIB:.1f} GiB) visible"
+        return f"{self.name}, sm_{self.sm[0]}{self.sm[1]}, {memory}{ecc}"
+
+
+@dataclass(frozen=True)
+class Cards:
+    """The cards a run can use and, when there are none, the reason.
+
+    Attributes:
+        usable: What torch can run on, in torch's order.
+        driver: The NVIDIA driver's version; empty when no driver answers.
+        reason: Why `usable` is empty or, when it is not, what torch warns of, such as a card
+            that it has no kernels for.
+        remedy: What would change that.
+    """
+
+    usable: tuple[Card, ...] = ()
+    driver: str = ""
+    reason: str = ""
+    remedy: str = ""
+
+
+def read_cards(torch: ModuleType | None) -> Cards:
+    """Asks the driver, then torch, for the cards.
+
+    Args:
+        torch: The imported module; None when it is not installed or broken.
+    """
+    driver, listed = _ask_nvidia_smi()
+    if torch is None:
+        reason = "torch is missing" if listed else "no NVIDIA driver answers"
+        remedy = "install torch" if listed else ""
+        return Cards(driver=driver, reason=_join(listed, reason), remedy=remedy)
+    if torch.version.cuda is None:
+        if not listed:
+            return Cards(reason="no NVIDIA driver answers and torch is a CPU build")
+        remedy = "install a torch built for CUDA (https://pytorch.org/get-started/locally)"
+        reason = f"torch {torch.__version__} is built without CUDA"
+        return Cards(driver=driver, reason=_join(listed, reason), remedy=remedy)
+    return _ask_torch(torch, driver, listed)
+
+
+def tensor_cores(card: Card | None) -> tuple[Capability, ...]:
+    """What the card's tensor cores multiply; everything is NOT_USABLE without a card."""
+    if card is None:
+        return tuple(
+            Capability(name, State.NOT_USABLE, "there is no usable card")
+            for name, _, _ in TENSOR_CORES
+        )
+    found = []
+    for name, (major, minor), loss in TENSOR_CORES:
+        rule = f"sm_{card.sm[0]}{card.sm[1]}, needs sm_{major}{minor} or newer"
+        if card.sm >= (major, minor):
+            found.append(Capability(name, State.USABLE, rule))
+        else:
+            found.append(Capability(name, State.NOT_USABLE, f"{rule}: {loss}"))
+    return tuple(found)
+
+
+def driver_capability(cards: Cards, cuda: str | None) -> Capability:
+    """Whether the NVIDIA driver serves the CUDA version torch is built for.
+
+    Args:
+        cuda: `torch.version.cuda`, such as "13.0"; None for a CPU build or without torch.
+    """
+    if not cards.driver and cards.usable:
+        reason = "torch reaches the card; nvidia-smi, which tells the version, is not installed"
+        return Capability("driver", State.USABLE, reason)
+    if not cards.driver:
+        remedy = "with an NVIDIA card: install its driver"
+        return Capability("driver", State.NOT_USABLE, "no NVIDIA driver answers", remedy)
+    oldest = OLDEST_DRIVER.get(int(cuda.split(".")[0])) if cuda else None
+    if oldest is None or cards.usable or int(cards.driver.split(".")[0]) >= oldest:
+        # torch's word counts: NVIDIA's cuda-compat package runs newer CUDA on an older driver.
+        return Capability("driver", State.USABLE, cards.driver)
+    reason = f"{cards.driver}: CUDA {cuda}, which torch is built for, needs {oldest} or newer"
+    remedy = "update the driver or install a torch built for an older CUDA"
+    return Capability("driver", State.NOT_USABLE, reason, remedy)
+
+
+def _ask_torch(torch: Any, driver: str, listed: tuple[Card, ...]) -> Cards:
+    ecc = {card.uuid: card.ecc for card in listed}
+    cards = []
+    # torch tells in a warning what is wrong with a driver, such as its age, and counts no cards.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            if torch.cuda.is_available():
+                for index in range(torch.cuda.device_count()):
+                    properties = torch.cuda.get_device_properties(index)
+                    uuid = str(getattr(properties, "uuid", ""))
+                    sm = (properties.major, properties.minor)
+                    cards.append(
+                        Card(properties.name, sm, properties.total_memory, uuid, ecc.get(uuid))
+                    )
+        except RuntimeError as error:  # the card is out of memory, or has failed
+            remedy = "free the card or restart the machine"
+            return Cards(driver=driver, reason=_join(listed, first_line(error)), remedy=remedy)
+    warned = [first_line(entry.message) for entry in caught if entry.category is UserWarning]
+    if cards:
+        remedy = "install a torch that supports the card" if warned else ""
+        return Cards(usable=tuple(cards), driver=driver, reason="; ".join(warned), remedy=remedy)
+    if not listed and not warned:
+        return Cards(driver=driver, reason="no NVIDIA driver answers")
+    reason = warned[0] if warned else "torch does not see it"
+    remedy = "check CUDA_VISIBLE_DEVICES and the driver"
+    return Cards(driver=driver, reason=_join(listed, reason), remedy=remedy)
+
+
+def _ask_nvidia_smi() -> tuple[str, tuple[Card, ...]]:
+    """The driver's version and its cards; ("", ()) when there is no driver."""
+    command = ["nvidia-smi", "--format=csv,noheader,nounits"]
+    command.append("--query-gpu=driver_version,name,compute_cap,memory.total,uuid,ecc.mode.current")
+    try:
+        # A card in trouble can hold nvidia-smi for minutes.
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "", ()
+    rows = [
+        [field.strip() for field in line.split(",")]
+        for line in done.stdout.splitlines()
+        if line.strip()
+    ]
+    cards = []
+    for row in rows:
+        try:
+            cards.append(_card(row))
+        except ValueError:  # "[N/A]": a card that shares the host's memory, or one in trouble
+            logger.info("nvidia-smi does not tell enough of %s", row)
+    return (rows[0][0] if rows else ""), tuple(cards)
+
+
+def _card(row: list[str]) -> Card:
+    _, name, sm, memory_mib, uuid, ecc = row
+    major, _, minor = sm.partition(".")
+    enabled = {"Enabled": True, "Disabled": False}.get(ecc)  # "[N/A]" on cards without it
+    return Card(
+        name, (int(major), int(minor)), int(memory_mib) * MIB, uuid.removeprefix("GPU-"), enabled
+    )
+
+
+def _join(listed: tuple[Card, ...], reason: str) -> str:
+    return f"{'; '.join(map(str, listed))}: {reason}" if listed else reason
+
+
+def first_line(error: object) -> str:
+    """The first line of an exception's or warning's text; its class when the text is empty."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,0 +1,147 @@
+"""What is said of cards, drivers and tensor cores, on machines that this test is not on."""
+
+import os
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from qwen_l40s.optimizations import hardware
+from qwen_l40s.optimizations.hardware import GIB, MIB, Card, Cards, State
+
+L40S = Card("NVIDIA L40S", (8, 9), 46068 * MIB, "aa-bb", True)
+SMI_L40S = "550.54.15, NVIDIA L40S, 8.9, 46068, GPU-aa-bb, Enabled"
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """Puts an nvidia-smi first on PATH; gives the function that sets what it prints."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    def says(text: str, code: int = 0) -> None:
+        (folder / "answer").write_text(text + "\n")
+        program = folder / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\ncat '{folder}/answer'\nexit {code}\n")
+        program.chmod(0o755)
+
+    return says
+
+
+def cuda_torch(cards=(L40S,), *, version="2.11.0+cu130", cuda="13.0", warn=None, fail=None):
+    """What the checks ask of a torch built for CUDA, on a machine that this test is not on."""
+
+    def is_available():
+        if warn:
+            warnings.warn(warn, UserWarning, stacklevel=1)
+        return bool(cards)
+
+    def properties(index):
+        if fail:
+            raise RuntimeError(fail)
+        card = cards[index]
+        major, minor = card.sm
+        return SimpleNamespace(
+            name=card.name, major=major, minor=minor, total_memory=card.memory_bytes, uuid=card.uuid
+        )
+
+    return SimpleNamespace(
+        __version__=version,
+        version=SimpleNamespace(cuda=cuda),
+        cuda=SimpleNamespace(
+            is_available=is_available,
+            device_count=lambda: len(cards),
+            get_device_properties=properties,
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("sm", "usable"),
+    [
+        ((7, 5), []),
+        ((8, 0), ["int8", "bf16"]),
+        ((8, 6), ["int8", "bf16"]),
+        ((8, 9), ["fp8", "int8", "bf16"]),
+        ((12, 0), ["fp8", "int8", "bf16"]),
+    ],
+)
+def test_tensor_cores_follow_the_compute_capability(sm, usable):
+    found = hardware.tensor_cores(Card("card", sm, 48 * GIB))
+    assert [check.name.split()[0] for check in found if check.usable] == usable
+    assert all(f"sm_{sm[0]}{sm[1]}" in check.reason for check in found)
+
+
+def test_no_tensor_cores_without_a_card():
+    assert not any(check.usable for check in hardware.tensor_cores(None))
+
+
+def test_cards_come_from_torch_and_their_ecc_from_nvidia_smi(nvidia_smi):
+    nvidia_smi(SMI_L40S)
+    cards = hardware.read_cards(cuda_torch())
+    assert cards == Cards(usable=(L40S,), driver="550.54.15")
+    assert str(cards.usable[0]) == "NVIDIA L40S, sm_89, 46068 MiB (45.0 GiB) visible, ECC on"
+
+
+def test_a_card_is_named_even_when_torch_is_missing_or_a_cpu_build(nvidia_smi):
+    nvidia_smi(SMI_L40S)
+    missing = hardware.read_cards(None)
+    assert (missing.usable, missing.driver) == ((), "550.54.15")
+    assert "NVIDIA L40S" in missing.reason
+    assert "torch is missing" in missing.reason
+    cpu = hardware.read_cards(cuda_torch(version="2.13.0+cpu", cuda=None))
+    assert cpu.usable == ()
+    assert "2.13.0+cpu is built without CUDA" in cpu.reason
+    assert cpu.remedy
+
+
+def test_what_torch_says_of_the_driver_or_the_card_is_the_reason(nvidia_smi):
+    nvidia_smi(SMI_L40S)
+    old = hardware.read_cards(cuda_torch((), warn="CUDA initialization: driver too old\nmore"))
+    assert old.usable == ()
+    assert old.reason.endswith("CUDA initialization: driver too old")
+    held = hardware.read_cards(cuda_torch(fail="CUDA error: out of memory\nmore"))
+    assert held.usable == ()
+    assert held.reason.endswith("CUDA error: out of memory")
+    unsupported = hardware.read_cards(cuda_torch(warn="no kernels for this card"))
+    assert unsupported.usable == (L40S,)
+    assert unsupported.reason == "no kernels for this card"
+
+
+@pytest.mark.parametrize("answer", [("", 9), ("560.1, NVIDIA GB10, 12.1, [N/A], GPU-cc, [N/A]", 0)])
+def test_an_nvidia_smi_that_fails_or_tells_too_little_lists_no_card(nvidia_smi, answer):
+    nvidia_smi(*answer)
+    cards = hardware.read_cards(None)
+    assert cards.usable == ()
+    assert cards.reason == "no NVIDIA driver answers"
+
+
+@pytest.mark.parametrize(
+    ("cards", "cuda", "state"),
+    [
+        (Cards(), "13.0", State.NOT_USABLE),
+        (Cards(usable=(L40S,), driver="550.54"), "13.0", State.USABLE),
+        (Cards(driver="550.54"), "13.0", State.NOT_USABLE),
+        (Cards(driver="550.54"), "12.8", State.USABLE),
+        (Cards(driver="550.54"), None, State.USABLE),
+        (Cards(usable=(L40S,)), "12.8", State.USABLE),
+    ],
+)
+def test_the_driver_must_serve_the_cuda_of_torch(cards, cuda, state):
+    check = hardware.driver_capability(cards, cuda)
+    assert check.state is state
+    assert check.reason
+    assert bool(check.remedy) is (state is State.NOT_USABLE)
+
+
+@pytest.mark.cuda
+def test_the_real_card_is_read():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA card")
+    cards = hardware.read_cards(torch)
+    assert cards.usable[0].name == torch.cuda.get_device_name(0)
+    assert cards.usable[0].sm == torch.cuda.get_device_capability(0)
+    assert cards.usable[0].memory_bytes > GIB
+    assert cards.driver

@@ -1,0 +1,77 @@
+"""Host memory and disk: what counts, and against which need."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from qwen_l40s.optimizations import resources
+from qwen_l40s.optimizations.hardware import GIB, State
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "limit"),
+    [
+        ("0::/\n", {"memory.max": "max"}, None),
+        ("0::/\n", {"memory.max": "1000"}, 1000),
+        ("0::/a/b\n", {"memory.max": "max", "a/memory.max": "500", "a/b/memory.max": "700"}, 500),
+        ("0::/not/mounted/here\n", {"memory.max": "900"}, 900),
+        ("4:cpu,memory:/job\n0::/\n", {"memory/job/memory.limit_in_bytes": "300"}, 300),
+    ],
+)
+def test_the_smallest_limit_of_the_control_groups_counts(tmp_path, membership, files, limit):
+    for name, text in files.items():
+        file = tmp_path / "cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    (tmp_path / "membership").write_text(membership)
+    assert resources.cgroup_limit(tmp_path / "cgroup", tmp_path / "membership") == limit
+
+
+def test_memory_is_the_containers_where_that_is_less(monkeypatch):
+    monkeypatch.setattr(resources, "physical_memory", lambda: 256 * GIB)
+    monkeypatch.setattr(resources, "cgroup_limit", lambda: 16 * GIB)
+    check = resources.check_memory()
+    assert check.state is State.LIMITED
+    assert check.reason.startswith("16.0 GiB, the container's limit")
+    monkeypatch.setattr(resources, "cgroup_limit", lambda: None)
+    assert resources.check_memory().state is State.USABLE
+
+
+@pytest.mark.parametrize(
+    ("free", "there", "state"),
+    [
+        (100, 0, State.USABLE),
+        (20, 60, State.USABLE),
+        (50, 0, State.LIMITED),
+        (10, 0, State.NOT_USABLE),
+    ],
+)
+def test_model_disk_counts_what_is_free_and_what_is_there(
+    tmp_path, monkeypatch, free, there, state
+):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free * 10**9))
+    folder = tmp_path / "models"
+    if there:
+        weights = folder / "diffusion_models" / "Qwen_image_bf16.safetensors"
+        weights.parent.mkdir(parents=True)
+        with weights.open("wb") as file:
+            file.truncate(there * 10**9)  # sparse: takes no disk
+        (folder / "link-to-qwen").symlink_to(weights)
+        with (folder / "other.safetensors").open("wb") as file:
+            file.truncate(90 * 10**9)
+    check = resources.check_model_disk(folder)
+    assert check.state is state
+    assert f"{there} GB of Qwen files" in check.reason
+
+
+def test_the_hugging_face_cache_is_where_its_variables_say(monkeypatch, tmp_path):
+    for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resources.hugging_face_cache() == tmp_path / ".cache" / "huggingface" / "hub"
+    monkeypatch.setenv("HF_HOME", "/data/hf")
+    assert resources.hugging_face_cache() == Path("/data/hf/hub")
+    monkeypatch.setenv("HF_HUB_CACHE", "/data/hub")
+    assert resources.hugging_face_cache() == Path("/data/hub")

@@ -1,0 +1,142 @@
+"""What is said of packages that are missing, old, broken or of no use here."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from qwen_l40s.optimizations import software
+from qwen_l40s.optimizations.hardware import Cards, State
+
+
+@pytest.mark.parametrize(
+    ("version", "cudnn", "state"),
+    [
+        ("2.9.1+cu128", 91002, State.LIMITED),
+        ("2.9.1+cu128", 91500, State.USABLE),
+        ("2.8.0+cu128", 91002, State.USABLE),
+        ("2.10.0+cu128", 91002, State.USABLE),
+    ],
+)
+def test_torch_2_9_with_an_old_cudnn_is_limited(version, cudnn, state):
+    torch = SimpleNamespace(
+        __version__=version,
+        version=SimpleNamespace(cuda="12.8"),
+        backends=SimpleNamespace(cudnn=SimpleNamespace(version=lambda: cudnn)),
+    )
+    check = software.torch_capability(torch)
+    assert check.state is state
+    assert ("nvidia-cudnn-cu12" in check.remedy) is (state is State.LIMITED)
+
+
+def test_a_foreign_cudnn_limits_torch_and_does_not_stop_the_check():
+    def version():
+        raise RuntimeError("cuDNN version incompatibility\nmore")
+
+    torch = SimpleNamespace(
+        __version__="2.11.0+cu130",
+        version=SimpleNamespace(cuda="13.0"),
+        backends=SimpleNamespace(cudnn=SimpleNamespace(version=version)),
+    )
+    check = software.torch_capability(torch)
+    assert check.state is State.LIMITED
+    assert check.reason.endswith("; cuDNN version incompatibility")
+
+
+@pytest.fixture
+def package_folder(tmp_path, monkeypatch):
+    """A folder on sys.path; gives the function that puts a package into it."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(name: str, source: str, version: str | None = None) -> None:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(source)
+        if version:
+            info = tmp_path / f"{name}-{version}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+
+    yield write
+    for name in [name for name in sys.modules if name.startswith("qwen_probe_")]:
+        del sys.modules[name]
+
+
+def test_a_package_that_is_not_there_is_named_with_its_requirement():
+    check, module = software.check_package(software.Package("qwen-none", "qwen_none", "1.2"))
+    assert module is None
+    assert check.state is State.NOT_USABLE
+    assert check.remedy == 'pip install "qwen-none>=1.2"'
+
+
+def test_a_package_broken_at_import_gives_the_first_line_of_its_error(package_folder):
+    package_folder("qwen_probe_broken", "raise OSError('undefined symbol: x\\nmore')", "1.0")
+    check, module = software.check_package(
+        software.Package("qwen_probe_broken", "qwen_probe_broken")
+    )
+    assert module is None
+    assert check.state is State.NOT_USABLE
+    assert check.reason == "1.0, but its import fails: undefined symbol: x"
+
+
+def test_a_lazy_package_is_broken_when_what_a_run_needs_is(package_folder):
+    source = "def __getattr__(name):\n    raise RuntimeError('Failed to import ' + name)\n"
+    package_folder("qwen_probe_lazy", source, "1.0")
+    lazy = software.Package("qwen_probe_lazy", "qwen_probe_lazy", "", "Pipeline")
+    check, _ = software.check_package(lazy)
+    assert check.reason == "1.0, but its import fails: Failed to import Pipeline"
+
+
+def test_a_package_that_is_too_old_is_not_imported(package_folder):
+    package_folder("qwen_probe_old", "raise AssertionError('imported')", "0.9.12")
+    check, _ = software.check_package(software.Package("qwen_probe_old", "qwen_probe_old", "0.10"))
+    assert check.reason == "0.9.12, needs 0.10 or newer"
+
+
+def test_a_package_of_unknown_version_is_not_called_old(package_folder):
+    package_folder("qwen_probe_bare", "")
+    check, _ = software.check_package(software.Package("qwen_probe_bare", "qwen_probe_bare", "1.0"))
+    assert check.state is State.USABLE
+
+
+def test_nothing_that_needs_a_card_is_imported_without_one(package_folder):
+    for name in ("triton", "flash_attn", "sageattention"):
+        package_folder(name, "raise AssertionError('imported')", "1.0")
+    checks = [software.check_triton(Cards()), *software.check_attention(Cards())]
+    assert [check.usable for check in checks] == [False] * 3
+    assert all("there is no usable card" in check.reason for check in checks)
+
+
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        ('__version__ = "0.33.0"\n', State.USABLE),
+        ("# made by the build\n__version__ = '0.100.1'\n", State.USABLE),
+        ('__version__ = "0.32.9"\n', State.NOT_USABLE),
+        ("raise AssertionError('imported')\n", State.NOT_USABLE),
+    ],
+)
+def test_comfyui_is_read_as_text_and_has_a_floor(tmp_path, text, state):
+    (tmp_path / "comfyui_version.py").write_text(text)
+    check = software.check_comfyui(tmp_path)
+    assert check.state is state
+    assert str(tmp_path) in check.reason
+
+
+def test_a_comfyui_path_that_holds_none_is_not_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
+    check = software.check_comfyui(software.find_comfyui())
+    assert check.state is State.NOT_USABLE
+    assert str(tmp_path) in check.reason
+
+
+def test_comfyui_is_the_one_around_a_custom_node(tmp_path, monkeypatch):
+    monkeypatch.delenv("COMFYUI_PATH", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert software.find_comfyui() is None
+    (tmp_path / "ComfyUI").mkdir()
+    assert software.find_comfyui() == tmp_path / "ComfyUI"
+    inside = (
+        tmp_path / "elsewhere" / "custom_nodes" / "my-pack.v2" / "optimizations" / "software.py"
+    )
+    monkeypatch.setattr(software, "__file__", str(inside))
+    assert software.find_comfyui() == tmp_path / "elsewhere"
