@@ -1,0 +1,172 @@
+"""Loads a Qwen-Image diffusers folder: our streaming where it can be, theirs elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import (
+    AutoencoderKLQwenImage,
+    ConfigMixin,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+
+from ...errors import CheckpointError, SettingError, UnavailableError
+from ...loaders.precision import (
+    BYTES_PER_WEIGHT,
+    PrecisionChoice,
+    choose_precision,
+    format_bytes,
+)
+from ...loaders.shards import Shards, read_shards
+from ...loaders.strict_json import read_object
+from .device import available_bytes, choose_device
+from .text_encoder import load_text_encoder, load_tokenizer
+from .weights import build_empty, check_dtypes, check_fits, fill, stream_tensors
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+MODEL_CLASSES = {"transformer": QwenImageTransformer2DModel, "vae": AutoencoderKLQwenImage}
+WEIGHT_FOLDERS = (*MODEL_CLASSES, "text_encoder")
+PIPELINE_CLASS = "QwenImagePipeline"
+
+
+@dataclass(frozen=True)
+class LoadedPipeline:
+    """The parts of a Qwen-Image folder on one device, ready to sample; one run at a time."""
+
+    folder: Path
+    transformer: QwenImageTransformer2DModel
+    vae: AutoencoderKLQwenImage
+    text_encoder: Qwen2_5_VLForConditionalGeneration
+    tokenizer: Qwen2Tokenizer
+    scheduler: FlowMatchEulerDiscreteScheduler
+    device: str
+    precision: PrecisionChoice
+
+    def to_diffusers(
+        self, scheduler: FlowMatchEulerDiscreteScheduler | None = None
+    ) -> QwenImagePipeline:
+        """diffusers' pipeline over these parts; its scheduler, which has state, is its own."""
+        return QwenImagePipeline(
+            transformer=self.transformer,
+            vae=self.vae,
+            text_encoder=self.text_encoder,
+            tokenizer=self.tokenizer,
+            scheduler=scheduler
+            or FlowMatchEulerDiscreteScheduler.from_config(self.scheduler.config),
+        )
+
+
+def bundled_micro_folder() -> Path:
+    """The micro Qwen-Image that comes with the package."""
+    return Path(__file__).resolve().parents[2] / "models" / "micro"
+
+
+def load_pipeline(
+    folder: str | os.PathLike[str], *, precision: str = "auto", device: str = "auto"
+) -> LoadedPipeline:
+    """Loads a text-to-image Qwen-Image folder; all file headers are checked before any weight.
+
+    Args:
+        folder: a diffusers folder (`model_index.json`, `transformer/`, `vae/`, ...), weights single
+            or sharded.
+        precision: `auto`, `bf16` or `fp32`.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or of another model.
+        SettingError: the precision or the device is unknown or cannot be had here.
+        UnavailableError: the card is not there, or the weights do not fit in its memory.
+    """
+    folder = Path(folder)
+    _check_pipeline_class(folder)
+    shards = {part: read_shards(folder / part) for part in WEIGHT_FOLDERS}
+    where = choose_device(device)
+    parameters = sum(info.elements for part in shards.values() for info in part.tensors.values())
+    free = available_bytes(where)
+    choice = choose_precision(precision, where, parameters=parameters, available_bytes=free)
+    if choice.name not in DTYPES:
+        raise SettingError(
+            f"precision {choice.name!r} is not available with diffusers loading yet: choose auto, "
+            f"{', '.join(DTYPES)}."
+        )
+    _check_memory(folder, parameters, choice, where, free)
+    return _load_parts(folder, shards, choice, where)
+
+
+def _load_parts(
+    folder: Path, shards: Mapping[str, Shards], choice: PrecisionChoice, device: str
+) -> LoadedPipeline:
+    dtype = DTYPES[choice.name]
+    # What is cheap to check comes first: a wrong folder is then refused before minutes of reading.
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    scheduler_config = _config(folder, "scheduler", FlowMatchEulerDiscreteScheduler)
+    models = {
+        part: build_empty(model_class, _config(folder, part, model_class))
+        for part, model_class in MODEL_CLASSES.items()
+    }
+    for part in shards.values():
+        check_dtypes(part)
+    for part, model in models.items():
+        check_fits(model, shards[part])
+    text_encoder = load_text_encoder(folder / "text_encoder", dtype=dtype, device=device)
+    for part, model in models.items():
+        fill(model, stream_tensors(shards[part]), dtype=dtype, device=device)
+    return LoadedPipeline(
+        folder=folder,
+        transformer=models["transformer"].eval(),
+        vae=models["vae"].eval(),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        scheduler=FlowMatchEulerDiscreteScheduler.from_config(scheduler_config),
+        device=device,
+        precision=choice,
+    )
+
+
+def _config(folder: Path, part: str, expected: type[ConfigMixin]) -> dict[str, object]:
+    path = folder / part / expected.config_name
+    config = read_object(path, f"the {part} config")
+    if config.get("_class_name") != expected.__name__:
+        raise CheckpointError(
+            f"{path} describes a {config.get('_class_name')} and a {expected.__name__} must be "
+            "there: use a Qwen-Image folder."
+        )
+    return config
+
+
+def _check_pipeline_class(folder: Path) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is not a folder: name a diffusers folder, with model_index.json in it."
+        )
+    path = folder / "model_index.json"
+    name = str(read_object(path, "the list of a diffusers folder's parts").get("_class_name"))
+    if name == PIPELINE_CLASS:
+        return
+    if name.startswith(("QwenImageEdit", "QwenImageLayered")):
+        raise CheckpointError(
+            f"{path} is of a {name}, and only text-to-image ({PIPELINE_CLASS}) is loaded so far: "
+            "use a Qwen-Image or Qwen-Image-2512 folder."
+        )
+    raise CheckpointError(
+        f"{path} is of a {name}, not of a {PIPELINE_CLASS}: use a Qwen-Image folder."
+    )
+
+
+def _check_memory(
+    folder: Path, parameters: int, choice: PrecisionChoice, device: str, free: int
+) -> None:
+    needed = parameters * BYTES_PER_WEIGHT[choice.name]
+    if needed > free:
+        raise UnavailableError(
+            f"{folder} needs {format_bytes(needed)} in {choice.name} for its weights alone and "
+            f"{device} has {format_bytes(free)} free: free memory, or choose another --device or "
+            "--precision."
+        )

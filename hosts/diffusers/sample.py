@@ -1,0 +1,144 @@
+"""Prompt to latents with diffusers' own sampler, then to images."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
+from PIL import Image
+
+from ...errors import CheckpointError, UnavailableError
+from .decode import decode
+from .load import LoadedPipeline
+from .settings import Settings
+
+logger = logging.getLogger(__name__)
+
+MAX_PROMPT_TOKENS = 512  # the pipeline's default
+StepCallback = Callable[[int, int, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a run made: image i comes from seed `settings.seed + i`."""
+
+    images: list[Image.Image]
+    settings: Settings
+    sample_seconds: float
+    decode_seconds: float
+
+
+def generate(
+    pipeline: LoadedPipeline,
+    prompt: str,
+    *,
+    negative_prompt: str = " ",
+    width: int,
+    height: int,
+    steps: int = 20,
+    cfg: float = 4.0,
+    seed: int = 0,
+    batch: int = 1,
+    progress: bool = True,
+    callback: StepCallback | None = None,
+) -> Generation:
+    """Makes `batch` images of one prompt; `Settings` says what each setting means.
+
+    Args:
+        progress: show diffusers' bar on stderr.
+        callback: called after every step with (steps done, steps in all, packed latents); what it
+            raises stops the run.
+
+    Raises:
+        SettingError: a setting breaks its rule.
+        CheckpointError: the model returned NaN or infinity.
+        UnavailableError: the card ran out of memory.
+    """
+    settings = Settings(
+        prompt=prompt,
+        negative_prompt=negative_prompt,
+        width=width,
+        height=height,
+        steps=steps,
+        cfg=cfg,
+        seed=seed,
+        batch=batch,
+    )
+    start = time.perf_counter()
+    try:
+        latents = sample(pipeline, settings, progress=progress, callback=callback)
+        sampled = time.perf_counter()
+        images = decode(pipeline, latents, height, width)
+    except torch.cuda.OutOfMemoryError as error:
+        raise UnavailableError(
+            f"{width}x{height} in a batch of {batch} does not fit in the memory of "
+            f"{pipeline.device}: use a smaller size or batch."
+        ) from error
+    return Generation(images, settings, sampled - start, time.perf_counter() - sampled)
+
+
+def sample(
+    pipeline: LoadedPipeline,
+    settings: Settings,
+    *,
+    progress: bool = True,
+    callback: StepCallback | None = None,
+) -> torch.Tensor:
+    """Denoises; arguments and errors as in `generate`.
+
+    Noise comes from one CPU generator for each image, so that it depends neither on the device nor
+    on the batch.
+
+    Returns:
+        Packed latents (batch, height/16 * width/16, 64).
+    """
+    pipe = pipeline.to_diffusers(_scheduler(pipeline, settings.steps))
+    pipe.set_progress_bar_config(disable=not progress)
+    _warn_if_cut(pipe, settings.prompt)
+
+    def on_step_end(
+        _pipe: QwenImagePipeline, step: int, _time: torch.Tensor, tensors: dict
+    ) -> dict:
+        callback(step + 1, settings.steps, tensors["latents"])
+        return {}
+
+    latents = pipe(
+        prompt=settings.prompt,
+        negative_prompt=settings.negative_prompt if settings.cfg > 1 else None,
+        true_cfg_scale=settings.cfg,
+        width=settings.width,
+        height=settings.height,
+        num_inference_steps=settings.steps,
+        num_images_per_prompt=settings.batch,
+        generator=[torch.Generator().manual_seed(settings.seed + i) for i in range(settings.batch)],
+        callback_on_step_end=on_step_end if callback else None,
+        max_sequence_length=MAX_PROMPT_TOKENS,
+        output_type="latent",
+    ).images
+    if not torch.isfinite(latents).all():
+        raise CheckpointError(
+            f"{pipeline.folder} gave NaN or infinity in {pipeline.precision.name} though its "
+            "weights are finite: try --precision fp32, or download the folder again."
+        )
+    return latents
+
+
+def _scheduler(pipeline: LoadedPipeline, steps: int) -> FlowMatchEulerDiscreteScheduler:
+    # Stretching the schedule to `shift_terminal` divides 0 by 0 when its only sigma is 1, and the
+    # image would be NaN.
+    changes = {"shift_terminal": None} if steps == 1 else {}
+    return FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config, **changes)
+
+
+def _warn_if_cut(pipe: QwenImagePipeline, prompt: str) -> None:
+    count = len(pipe.tokenizer(prompt).input_ids)
+    if count > MAX_PROMPT_TOKENS:
+        logger.warning(
+            "the prompt has %d tokens and the model reads %d: its end is cut off",
+            count,
+            MAX_PROMPT_TOKENS,
+        )

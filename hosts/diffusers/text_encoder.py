@@ -1,0 +1,102 @@
+"""Loads the prompt side: the Qwen2.5-VL text encoder through transformers, and its tokenizer.
+
+transformers fills what a checkpoint lacks with random numbers and a tokenizer folder without files
+with an empty vocabulary, and only logs it. Both would paint a wrong image, so both are errors here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+
+from ...errors import CheckpointError
+from .weights import check_finite
+
+# The start of `QwenImagePipeline.prompt_template_encode` and its
+# `prompt_template_encode_start_idx`; a test compares them.
+TEMPLATE_PREFIX = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, "
+    "quantity, text, spatial relationships of the objects and background:<|im_end|>\n"
+    "<|im_start|>user\n"
+)
+TEMPLATE_PREFIX_TOKENS = 34
+
+
+def load_text_encoder(
+    folder: Path, *, dtype: torch.dtype, device: str
+) -> Qwen2_5_VLForConditionalGeneration:
+    """Loads the safetensors in `folder` in evaluation mode.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected, not finite, or of another shape than
+            config.json asks for.
+    """
+    with _quiet_report():
+        model, report = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+            folder,
+            dtype=dtype,
+            device_map=device,
+            local_files_only=True,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # so that the report has them
+            output_loading_info=True,
+        )
+    mismatched = {name for name, *_ in report["mismatched_keys"]}
+    faults = (
+        ("lacks the tensor", report["missing_keys"]),
+        ("holds a tensor that its config.json has no place for,", report["unexpected_keys"]),
+        ("has another shape than its config.json asks for in", mismatched),
+    )
+    for fault, names in faults:
+        if names:
+            raise CheckpointError(
+                f"{folder} {fault} {min(names)!r} ({len(names)} in all): download the folder "
+                "again, unquantized."
+            )
+    for name, weight in model.named_parameters():
+        check_finite(folder, name, weight)
+    return model
+
+
+@contextmanager
+def _quiet_report() -> Iterator[None]:
+    """Holds back transformers' table of missing tensors: the same facts become our one sentence."""
+    theirs = logging.getLogger("transformers.modeling_utils")
+    theirs.addFilter(_is_no_report)
+    try:
+        yield
+    finally:
+        theirs.removeFilter(_is_no_report)
+
+
+def _is_no_report(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return "LOAD REPORT" not in message and "checkpoint seem corrupted" not in message
+
+
+def load_tokenizer(folder: Path) -> Qwen2Tokenizer:
+    """Loads tokenizer.json, or vocab.json with merges.txt.
+
+    Raises:
+        CheckpointError: neither is there, or Qwen-Image's chat template before the prompt is not 34
+            tokens long, which is what the pipeline cuts off.
+    """
+    layouts = (("tokenizer.json",), ("vocab.json", "merges.txt"))
+    if not any(all((folder / name).is_file() for name in names) for names in layouts):
+        raise CheckpointError(
+            f"{folder} holds neither tokenizer.json nor vocab.json with merges.txt: download the "
+            "folder again."
+        )
+    tokenizer = Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
+    count = len(tokenizer(TEMPLATE_PREFIX).input_ids)
+    if count != TEMPLATE_PREFIX_TOKENS:
+        raise CheckpointError(
+            f"{folder} encodes Qwen-Image's chat template in {count} tokens and it must be "
+            f"{TEMPLATE_PREFIX_TOKENS}: use the tokenizer folder of Qwen-Image."
+        )
+    return tokenizer

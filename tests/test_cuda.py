@@ -1,0 +1,39 @@
+"""The micro model on a CUDA card, against the same run on the CPU."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from qwen_l40s.hosts.diffusers.load import bundled_micro_folder, load_pipeline  # noqa: E402
+from qwen_l40s.hosts.diffusers.sample import generate, sample  # noqa: E402
+from qwen_l40s.hosts.diffusers.settings import Settings  # noqa: E402
+from qwen_l40s.tools.micro.adherence import adherence  # noqa: E402
+from qwen_l40s.tools.micro.grammar import parse_prompt  # noqa: E402
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA card"),
+]
+
+PROMPT = "a large green circle at the bottom right on a white background"
+
+
+def test_card_follows_the_cpu_in_fp32():
+    settings = Settings(prompt=PROMPT, width=256, height=256, steps=4)
+    runs = [
+        sample(
+            load_pipeline(bundled_micro_folder(), precision="fp32", device=device),
+            settings,
+            progress=False,
+        ).cpu()
+        for device in ("cpu", "cuda")
+    ]
+    assert (runs[1] - runs[0]).norm() / runs[0].norm() < 1e-3
+
+
+def test_auto_is_bf16_on_the_card_and_paints_the_prompt():
+    pipeline = load_pipeline(bundled_micro_folder())
+    assert pipeline.device.startswith("cuda")
+    assert pipeline.precision.name == "bf16"
+    image = generate(pipeline, PROMPT, width=256, height=256, progress=False).images[0]
+    assert adherence(image, parse_prompt(PROMPT)).score == 1

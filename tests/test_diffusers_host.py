@@ -1,0 +1,396 @@
+"""The diffusers host against diffusers itself, and against folders that are damaged."""
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from safetensors.torch import load_file, save_file
+
+from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
+from qwen_l40s.hosts.diffusers.decode import decode
+from qwen_l40s.hosts.diffusers.device import cgroup_available_bytes, choose_device
+from qwen_l40s.hosts.diffusers.load import DTYPES, LoadedPipeline, load_pipeline
+from qwen_l40s.hosts.diffusers.sample import generate, sample
+from qwen_l40s.hosts.diffusers.settings import Settings
+from qwen_l40s.hosts.diffusers.text_encoder import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
+from qwen_l40s.loaders.precision import choose_precision
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def pipeline(tiny_folder: Path) -> LoadedPipeline:
+    return load_pipeline(tiny_folder, precision="fp32", device="cpu")
+
+
+@pytest.fixture
+def own_folder(tiny_folder: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_folder, tmp_path / "model")
+
+
+def settings(**changes) -> Settings:
+    values = {"prompt": "a red star", "width": 64, "height": 48, "steps": 3, "seed": 7}
+    return Settings(**values | changes)
+
+
+# --- the same as diffusers ---
+
+
+@pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated")  # its successor is not in 0.36
+@pytest.mark.parametrize("cfg", [1.0, 4.0])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_latents_and_image_are_bit_identical_to_diffusers(tiny_folder, precision, cfg):
+    stock = QwenImagePipeline.from_pretrained(
+        tiny_folder, torch_dtype=DTYPES[precision], local_files_only=True
+    )
+
+    def run_stock(output_type):
+        return stock(
+            "a red star",
+            negative_prompt=" " if cfg > 1 else None,
+            true_cfg_scale=cfg,
+            width=64,
+            height=48,
+            num_inference_steps=3,
+            generator=torch.Generator().manual_seed(7),
+            output_type=output_type,
+        ).images
+
+    ours = load_pipeline(tiny_folder, precision=precision, device="cpu")
+    latents = sample(ours, settings(cfg=cfg), progress=False)
+    assert latents.dtype == DTYPES[precision]
+    assert torch.equal(latents, run_stock("latent"))
+    [image] = decode(ours, latents, 48, 64)
+    [expected] = run_stock("pil")
+    assert image.size == (64, 48)
+    assert np.array_equal(np.asarray(image), np.asarray(expected))
+
+
+def test_image_of_a_batch_is_the_image_of_its_own_seed(pipeline):
+    batch = sample(pipeline, settings(batch=3), progress=False)
+    for i in range(3):
+        single = sample(pipeline, settings(seed=7 + i), progress=False)
+        torch.testing.assert_close(batch[i : i + 1], single, atol=1e-4, rtol=1e-4)
+    assert (batch[0] - batch[1]).abs().max() > 0.1
+
+
+def test_sharded_folder_gives_the_same_latents(pipeline, own_folder):
+    model = QwenImagePipeline.from_pretrained(own_folder, local_files_only=True).transformer
+    shutil.rmtree(own_folder / "transformer")
+    model.save_pretrained(own_folder / "transformer", max_shard_size="2MB")
+    assert len(list((own_folder / "transformer").glob("*.safetensors"))) > 1
+    sharded = load_pipeline(own_folder, precision="fp32", device="cpu")
+    expected = sample(pipeline, settings(), progress=False)
+    assert torch.equal(sample(sharded, settings(), progress=False), expected)
+
+
+def test_one_step_is_finite_where_the_stock_schedule_divides_zero_by_zero(pipeline):
+    assert torch.isfinite(sample(pipeline, settings(steps=1), progress=False)).all()
+
+
+def test_runs_leave_no_state_for_the_next_run(pipeline):
+    first = sample(pipeline, settings(), progress=False)
+    sample(pipeline, settings(steps=1, width=128, batch=2), progress=False)
+    assert torch.equal(sample(pipeline, settings(), progress=False), first)
+
+
+def test_nothing_is_asked_of_the_network(tiny_folder, monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("a connection was attempted")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    load_pipeline(tiny_folder, device="cpu")
+
+
+def test_template_prefix_is_that_of_diffusers(pipeline):
+    pipe = pipeline.to_diffusers()
+    assert pipe.prompt_template_encode.startswith(TEMPLATE_PREFIX + "{}")
+    assert pipe.prompt_template_encode_start_idx == TEMPLATE_PREFIX_TOKENS
+
+
+# --- running ---
+
+
+def test_callback_sees_every_step(pipeline):
+    calls = []
+    generate(
+        pipeline,
+        "a star",
+        width=32,
+        height=32,
+        steps=2,
+        progress=False,
+        callback=lambda *call: calls.append(call),
+    )
+    assert [call[:2] for call in calls] == [(1, 2), (2, 2)]
+    assert calls[0][2].shape == (1, 4, 64)
+
+
+def test_what_the_callback_raises_stops_the_run(pipeline):
+    calls = []
+
+    def stop(step, _total, _latents):
+        calls.append(step)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sample(pipeline, settings(), progress=False, callback=stop)
+    assert calls == [1]
+
+
+def test_card_that_runs_out_of_memory_is_one_sentence(pipeline):
+    def run_out(*_call):
+        raise torch.cuda.OutOfMemoryError("tried to allocate")
+
+    with pytest.raises(UnavailableError, match="32x32 in a batch of 2 does not fit"):
+        generate(pipeline, "a star", width=32, height=32, batch=2, progress=False, callback=run_out)
+
+
+def test_long_prompt_is_cut_with_a_warning(pipeline, caplog):
+    sample(pipeline, settings(prompt="shape " * 400, steps=1), progress=False)
+    assert not caplog.records
+    sample(pipeline, settings(prompt="shape " * 600, steps=1), progress=False)
+    assert "its end is cut off" in caplog.text
+
+
+def test_empty_prompt_is_allowed(pipeline):
+    assert sample(pipeline, settings(prompt="", steps=1), progress=False).shape == (1, 12, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"width": 1000}, "width .* divisible by 16.*got 1000: use 992"),
+        ({"height": 8}, "height .* at least 16, got 8: use 16"),
+        ({"height": 64.0}, "height .*got 64.0"),
+        ({"steps": 0}, "steps .* at least 1, got 0"),
+        ({"batch": 0}, "batch .* at least 1, got 0"),
+        ({"cfg": float("nan")}, "cfg .* finite"),
+        ({"cfg": -1.0}, "cfg .* at least 0, got -1.0"),
+        ({"seed": -1}, "seed .* got -1"),
+        ({"seed": 2**63}, "seed .* 2\\*\\*63 - 1"),
+        ({"prompt": ["a", "b"]}, "prompt must be one string"),
+        ({"prompt": "\udcff"}, "prompt is not valid Unicode"),
+    ],
+)
+def test_setting_outside_its_rule(changes, message):
+    with pytest.raises(SettingError, match=message):
+        settings(**changes)
+
+
+# --- folders that are not what they must be ---
+
+
+def edit_json(path: Path, **changes) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_weights(path: Path, change) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("pipeline_class", "message"),
+    [
+        ("QwenImageEditPipeline", "only text-to-image"),
+        ("QwenImageEditPlusPipeline", "only text-to-image"),
+        ("QwenImageLayeredPipeline", "only text-to-image"),
+        ("FluxPipeline", "is of a FluxPipeline, not"),
+    ],
+)
+def test_other_pipelines_are_refused(own_folder, pipeline_class, message):
+    edit_json(own_folder / "model_index.json", _class_name=pipeline_class)
+    with pytest.raises(CheckpointError, match=message):
+        load_pipeline(own_folder)
+
+
+def swap_vae_in(folder: Path) -> None:
+    shutil.copy(folder / "vae" / WEIGHTS, folder / "transformer" / WEIGHTS)
+
+
+def swap_config(folder: Path) -> None:
+    shutil.copy(folder / "vae" / "config.json", folder / "transformer" / "config.json")
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "vae" / WEIGHTS
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def quantize(folder: Path) -> None:
+    def change(tensors):
+        tensors["img_in.weight"] = tensors["img_in.weight"].to(torch.float8_e4m3fn)
+
+    edit_weights(folder / "transformer" / WEIGHTS, change)
+
+
+def drop(folder: Path) -> None:
+    edit_weights(folder / "transformer" / WEIGHTS, lambda tensors: tensors.pop("img_in.weight"))
+
+
+def add(folder: Path) -> None:
+    edit_weights(folder / "vae" / WEIGHTS, lambda tensors: tensors.update(more=torch.zeros(1)))
+
+
+def drop_text(folder: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit_weights(folder / "text_encoder" / "model.safetensors", lambda tensors: tensors.pop(name))
+
+
+def shrink_text(folder: Path) -> None:
+    def change(tensors):
+        tensors["model.norm.weight"] = torch.ones(3)
+
+    edit_weights(folder / "text_encoder" / "model.safetensors", change)
+
+
+def scale_text(folder: Path) -> None:
+    path = folder / "text_encoder" / "model.safetensors"
+    edit_weights(path, lambda tensors: tensors.update({"model.norm.weight_scale": torch.ones(1)}))
+
+
+def quantize_text(folder: Path) -> None:
+    def change(tensors):
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
+
+    edit_weights(folder / "text_encoder" / "model.safetensors", change)
+
+
+def empty_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer" / "merges.txt").unlink()
+
+
+def other_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer" / "merges.txt").write_text("#version: 0.2\n")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: shutil.rmtree(folder / "vae"), "vae does not exist"),
+        (lambda folder: (folder / "model_index.json").unlink(), "model_index.json, the list"),
+        (swap_vae_in, "transformer lacks the tensor"),
+        (swap_config, "describes a AutoencoderKLQwenImage"),
+        (truncate, "is truncated"),
+        (quantize, "'img_in.weight' as F8_E4M3"),
+        (drop, r"lacks the tensor 'img_in.weight' \(1 in all\)"),
+        (add, r"vae holds the tensor 'more' \(1 in all\)"),
+        (
+            lambda folder: edit_json(folder / "transformer" / "config.json", in_channels=32),
+            r"'img_in.weight' with shape \(128, 64\) and config.json asks for \(128, 32\)",
+        ),
+        (drop_text, "text_encoder lacks the tensor .*up_proj"),
+        (shrink_text, "text_encoder has another shape .*norm.weight"),
+        (scale_text, "text_encoder holds a tensor .*weight_scale"),
+        (quantize_text, "'model.norm.weight' as F8_E4M3"),
+        (empty_tokenizer, "neither tokenizer.json nor"),
+        (other_tokenizer, "chat template in .* tokens and it must be 34"),
+        (lambda folder: (folder / "scheduler" / "scheduler_config.json").unlink(), "scheduler"),
+    ],
+)
+def test_damaged_folder(own_folder, damage, message):
+    damage(own_folder)
+    with pytest.raises(CheckpointError, match=message):
+        load_pipeline(own_folder, device="cpu")
+
+
+def test_path_that_is_no_folder(own_folder):
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        load_pipeline(own_folder / "model_index.json")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_weight_that_is_not_finite_is_named(own_folder, dtype, value):
+    name = "transformer_blocks.1.attn.to_q.weight"
+
+    def change(tensors):
+        tensors[name] = tensors[name].to(dtype)
+        tensors[name][3, 5] = value
+
+    edit_weights(own_folder / "transformer" / WEIGHTS, change)
+    with pytest.raises(CheckpointError, match=f"{WEIGHTS} holds NaN or infinity .*{name}"):
+        load_pipeline(own_folder, device="cpu")
+
+
+def test_text_encoder_weight_that_is_not_finite_is_named(own_folder):
+    def change(tensors):
+        tensors["model.norm.weight"][0] = torch.nan
+
+    edit_weights(own_folder / "text_encoder" / "model.safetensors", change)
+    with pytest.raises(CheckpointError, match=r"text_encoder holds NaN .*norm\.weight"):
+        load_pipeline(own_folder, device="cpu")
+
+
+def test_overflow_is_an_error_instead_of_a_black_image(own_folder):
+    def change(tensors):
+        tensors["proj_out.weight"] *= 1e38
+
+    edit_weights(own_folder / "transformer" / WEIGHTS, change)
+    huge = load_pipeline(own_folder, device="cpu")
+    with pytest.raises(CheckpointError, match="gave NaN or infinity in fp32"):
+        generate(huge, "a star", width=32, height=32, steps=2, progress=False)
+
+
+# --- precision, device, memory ---
+
+
+@pytest.mark.parametrize(
+    ("requested", "device", "available", "name", "reason"),
+    [
+        ("auto", "cuda:0", 1, "bf16", "auto on cuda:0"),
+        ("auto", "cpu", 8000, "fp32", "fits in half"),
+        ("auto", "cpu", 7999, "bf16", "more than half"),
+        ("fp32", "cpu", 1, "fp32", "requested"),
+        ("int8", "cpu", 1, "int8", "requested"),
+    ],
+)
+def test_precision_choice(requested, device, available, name, reason):
+    choice = choose_precision(requested, device, parameters=1000, available_bytes=available)
+    assert choice.name == name
+    assert reason in choice.reason
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_quantized_precisions_are_not_here_yet(tiny_folder, precision):
+    with pytest.raises(SettingError, match=f"'{precision}' is not available.*auto, bf16, fp32"):
+        load_pipeline(tiny_folder, precision=precision, device="cpu")
+
+
+def test_unknown_precision_names_the_choices(tiny_folder):
+    with pytest.raises(SettingError, match="'fp16' is unknown: choose auto, bf16, fp32, fp8, int8"):
+        load_pipeline(tiny_folder, precision="fp16", device="cpu")
+
+
+def test_unknown_device():
+    with pytest.raises(SettingError, match="choose auto, cpu, cuda or cuda:N"):
+        choose_device("tpu")
+
+
+def test_card_that_is_not_there():
+    with pytest.raises(UnavailableError, match="cuda:99"):
+        choose_device("cuda:99")
+
+
+def test_model_larger_than_memory_is_refused_before_loading(tiny_folder, monkeypatch):
+    monkeypatch.setattr("qwen_l40s.hosts.diffusers.load.available_bytes", lambda _device: 1_000_000)
+    with pytest.raises(UnavailableError, match=r"MB in bf16 .* cpu has 1 MB"):
+        load_pipeline(tiny_folder, device="cpu")
+
+
+def test_container_limit_counts_page_cache_as_available(tmp_path):
+    (tmp_path / "memory.max").write_text("8000\n")
+    (tmp_path / "memory.current").write_text("5000\n")
+    (tmp_path / "memory.stat").write_text("anon 3000\ninactive_file 1500\n")
+    assert cgroup_available_bytes(tmp_path) == 4500
+    (tmp_path / "memory.max").write_text("max\n")
+    assert cgroup_available_bytes(tmp_path) is None
+    assert cgroup_available_bytes(tmp_path / "none") is None
