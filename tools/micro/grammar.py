@@ -1,0 +1,182 @@
+"""English prompts for scenes, and back.
+
+`describe` words a scene in one of many ways, `parse_prompt` reads any of them (and some freer ones)
+back. Left out in a prompt, a size means medium, a place means the center, a background means white.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+
+from .scene import (
+    BACKGROUNDS,
+    COLOURS,
+    HELD_OUT_PAIRS,
+    POSITIONS,
+    SHAPES,
+    SIZES,
+    Scene,
+    SceneObject,
+    random_scene,
+)
+
+SIZE_WORDS = {
+    "small": ("small", "tiny", "little"),
+    "medium": ("medium", "medium-sized"),
+    "large": ("large", "big", "huge"),
+}
+COLOUR_WORDS = {"gray": ("gray", "grey")}
+BACKGROUND_NOUNS = ("background", "backdrop")
+LEADS = ("",) * 3 + (
+    *("an image of ", "a picture of ", "a drawing of "),
+    *("draw ", "paint ", "show ", "there is "),
+)
+
+_SYNONYMS = {word: size for size, words in SIZE_WORDS.items() for word in words}
+_SYNONYMS |= {
+    "grey": "gray",
+    "upper": "top",
+    "lower": "bottom",
+    "middle": "center",
+    "centre": "center",
+}
+_SYNONYMS |= {"violet": "purple", "disc": "circle", "disk": "circle", "backdrop": "background"}
+_FILLERS = {
+    *("a", "an", "the", "of", "with", "and", "at", "in", "on", "to", "is", "are", "there"),
+    *("image", "picture", "drawing", "illustration", "photo", "draw", "paint", "show"),
+    *("corner", "side", "edge", "it", "its", "placed", "located", "sitting"),
+    *("please", "one", "two", "plain", "solid", "colored", "coloured"),
+}
+_PLACE_WORDS = {"top", "bottom", "left", "right", "center"}
+
+
+def place_phrases(position: str) -> tuple[str, ...]:
+    """The ways to say a place, each complete with its preposition."""
+    if position == "center":
+        return ("in the center", "at the center", "in the middle", "in the centre")
+    if " " in position:
+        other = position.replace("top", "upper").replace("bottom", "lower")
+        return (
+            f"at the {position}",
+            f"in the {position}",
+            f"in the {position} corner",
+            f"at the {other}",
+            f"in the {other} corner",
+        )
+    if position in ("left", "right"):
+        return (f"at the {position}", f"on the {position}", f"on the {position} side")
+    return (
+        f"at the {position}",
+        f"on the {position}" if position == "bottom" else f"near the {position}",
+    )
+
+
+def describe(scene: Scene, rng: random.Random) -> str:
+    """Words a scene in one of the grammar's ways."""
+    order = list(scene.objects)
+    rng.shuffle(order)
+    things = " and ".join(_describe_object(thing, rng) for thing in order)
+    noun = rng.choice(BACKGROUND_NOUNS) if rng.random() < 0.2 else BACKGROUND_NOUNS[0]
+    background = f"{rng.choice(COLOUR_WORDS.get(scene.background, (scene.background,)))} {noun}"
+    style = rng.random()
+    if scene.background == "white" and style < 0.1:
+        text = rng.choice(LEADS) + things
+    elif style < 0.65:
+        text = f"{rng.choice(LEADS)}{things} on a {background}"
+    elif style < 0.85:
+        text = f"a {background} with {things}"
+    else:
+        text = f"{things}, {background}"
+    if rng.random() < 0.25:
+        text = text[0].upper() + text[1:]
+    return text + ("." if rng.random() < 0.15 else "")
+
+
+def _describe_object(thing: SceneObject, rng: random.Random) -> str:
+    words = [thing.colour, thing.shape]
+    if not (thing.size == "medium" and rng.random() < 0.7):
+        words.insert(0, rng.choice(SIZE_WORDS[thing.size]))
+    article = "an" if words[0][0] in "aeiou" else "a"
+    text = f"{article} {' '.join(words)}"
+    if thing.position == "center" and rng.random() < 0.3:
+        return text
+    return f"{text} {rng.choice(place_phrases(thing.position))}"
+
+
+def parse_prompt(prompt: str) -> Scene | None:
+    """Reads a prompt of the grammar.
+
+    Returns:
+        The scene, or None when a word is not of the grammar or the scene cannot be painted (see
+        `Scene.problem`).
+    """
+    words = [
+        _SYNONYMS.get(word, word) for word in re.findall(r"[a-z]+(?:-[a-z]+)?", prompt.lower())
+    ]
+    background, words = _take_background(words)
+    objects: list[dict[str, str]] = []
+    pending: dict[str, str] = {}
+    places: list[set[str]] = []
+    for word in words:
+        if word in SIZES:
+            pending["size"] = word
+        elif word in COLOURS:
+            pending["colour"] = word
+        elif word in SHAPES:
+            if "colour" not in pending:
+                return None
+            objects.append({"shape": word, **pending})
+            places.append(set())
+            pending = {}
+        elif word in _PLACE_WORDS:
+            if not objects or pending:
+                return None
+            places[-1].add(word)
+        elif word not in _FILLERS and word != "near":
+            return None
+    positions = [_position(words) for words in places]
+    if pending or background is None or not objects or None in positions:
+        return None
+    placed = zip(objects, positions, strict=True)
+    scene = Scene(
+        tuple(SceneObject(**thing, position=place) for thing, place in placed), background
+    )
+    return scene if scene.problem() is None else None
+
+
+def _take_background(words: list[str]) -> tuple[str | None, list[str]]:
+    """The background's colour and the other words.
+
+    The colour is white when none is named, and None when it is not one of ours.
+    """
+    if "background" not in words:
+        return "white", words
+    at = words.index("background")
+    if at == 0 or words[at - 1] not in BACKGROUNDS or "background" in words[at + 1 :]:
+        return None, words
+    return words[at - 1], words[: at - 1] + words[at + 1 :]
+
+
+def _position(words: set[str]) -> str | None:
+    """The place that a set of place words names; "top center" is the top."""
+    if len(words) > 1:
+        words = words - {"center"}
+    if not words:
+        return "center"
+    return next((name for name in POSITIONS if set(name.split()) == words), None)
+
+
+def sample_prompts(
+    count: int, seed: int, pairs: Sequence[tuple[str, str]] = tuple(HELD_OUT_PAIRS)
+) -> list[tuple[str, Scene]]:
+    """Draws prompts and their scenes, by default of the pairs that training never showed."""
+    rng = random.Random(seed)
+    scenes = [random_scene(rng, pairs) for _ in range(count)]
+    return [(describe(scene, rng), scene) for scene in scenes]
+
+
+def gallery_prompts(count: int, seed: int = 0) -> list[str]:
+    """Different prompts of held-out pairs, for a contact sheet."""
+    return [prompt for prompt, _ in sample_prompts(count, seed)]
