@@ -1,0 +1,157 @@
+"""`qwen-l40s doctor`: what of this machine can be used, and why not."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import SettingError
+from ..optimizations import resources, software
+from ..optimizations.hardware import (
+    Capability,
+    Cards,
+    State,
+    driver_capability,
+    read_cards,
+    tensor_cores,
+)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Every check, and whether `qwen-l40s generate` can run.
+
+    Attributes:
+        checks: One capability a line, in the order they are shown.
+        device: "cuda" or "cpu"; None when generation cannot run.
+        remedy: What makes generation possible; empty when it is.
+    """
+
+    checks: tuple[Capability, ...]
+    device: str | None
+    remedy: str
+
+
+def add_parser(subparsers: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
+    text = "say what of this machine can be used, and why not"
+    parser = subparsers.add_parser(
+        "doctor", parents=[common], help=text, description=f"{text}; exits 1 when nothing can run"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument(
+        "--models", type=Path, metavar="DIR", help="the folder whose disk is to hold the models"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the diagnosis.
+
+    Returns:
+        0 when generation can run on this machine, on the CPU at least; 1 when it cannot.
+    """
+    if args.models is not None and not args.models.is_dir():
+        raise SettingError(
+            f"--models {args.models} is not a folder; create it or name the one with the models"
+        )
+    # Some packages greet on stdout when imported, which would spoil --json.
+    with contextlib.redirect_stdout(sys.stderr):
+        diagnosis = diagnose(args.models)
+    print(_as_json(diagnosis) if args.json else _as_table(diagnosis))
+    return 0 if diagnosis.device else 1
+
+
+def diagnose(models: Path | None = None) -> Diagnosis:
+    """Looks at the machine; imports torch, diffusers and transformers where they are installed.
+
+    Args:
+        models: The folder whose disk is to hold the models; None for ComfyUI's and the HF cache.
+    """
+    torch_check, torch = software.check_torch()
+    cards = read_cards(torch)
+    load = torch is not None
+    others = [software.check_package(package, load=load)[0] for package in software.STANDALONE]
+    needed = [torch_check, *others]
+    comfyui = software.find_comfyui()
+    comfyui_check = software.check_comfyui(comfyui)
+    if models is not None:
+        folders = [models]
+    else:
+        folders = [comfyui / "models"] if comfyui_check.usable else []
+        folders.append(resources.hugging_face_cache())
+    python = f"{platform.python_version()}, {platform.platform(terse=True)}"
+    checks = (
+        Capability("Python", State.USABLE, python),
+        *_card_checks(cards),
+        driver_capability(cards, torch.version.cuda if torch else None),
+        *tensor_cores(cards.usable[0] if cards.usable else None),
+        *needed,
+        software.check_triton(cards),
+        *software.check_attention(cards),
+        software.check_kitchen(torch),
+        comfyui_check,
+        resources.check_memory(),
+        resources.check_system_disk(),
+        *map(resources.check_model_disk, folders),
+    )
+    remedies = [check.remedy for check in needed if not check.usable]
+    device = None if remedies else "cuda" if cards.usable else "cpu"
+    return Diagnosis(checks, device, _one_remedy(remedies))
+
+
+def _card_checks(cards: Cards) -> tuple[Capability, ...]:
+    if not cards.usable:
+        return (Capability("card", State.NOT_USABLE, cards.reason, cards.remedy),)
+    state, warned = (State.LIMITED, f"; {cards.reason}") if cards.reason else (State.USABLE, "")
+    return tuple(
+        Capability(f"card {index}", state, f"{card}{warned}", cards.remedy)
+        for index, card in enumerate(cards.usable)
+    )
+
+
+def _one_remedy(remedies: list[str]) -> str:
+    """The remedies in one line, with one `pip install` for everything that is plainly missing."""
+    plain = [
+        text.removeprefix("pip install ") for text in remedies if text.startswith('pip install "')
+    ]
+    others = [text for text in remedies if not text.startswith('pip install "')]
+    return "; ".join(([f"pip install {' '.join(plain)}"] if plain else []) + others)
+
+
+def _as_table(diagnosis: Diagnosis) -> str:
+    width = max(len(state.value) for state in State)
+    rows = []
+    for check in diagnosis.checks:
+        rows.append(f"{check.state.value:{width}}  {check.name}: {check.reason}")
+        if check.remedy:
+            rows.append(f"{'':{width}}  -> {check.remedy}")
+    verdict = {
+        "cuda": "Generation can run here, on the card.",
+        "cpu": "Generation can run here, on the CPU: the bundled micro model in seconds, "
+        "the full model very slowly.",
+        None: f"Generation cannot run here. Remedy: {diagnosis.remedy}",
+    }
+    return "\n".join([*rows, "", verdict[diagnosis.device]])
+
+
+def _as_json(diagnosis: Diagnosis) -> str:
+    checks = [
+        {
+            "name": check.name,
+            "state": check.state.value,
+            "reason": check.reason,
+            "remedy": check.remedy,
+        }
+        for check in diagnosis.checks
+    ]
+    found = {
+        "can_generate": diagnosis.device is not None,
+        "device": diagnosis.device,
+        "remedy": diagnosis.remedy,
+    }
+    return json.dumps({**found, "checks": checks}, indent=2)

@@ -1,0 +1,174 @@
+"""`qwen-l40s generate`: a prompt to images, with any Qwen-Image diffusers folder."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__
+from ..errors import UnavailableError
+from ..hosts.diffusers.settings import Settings
+from ..loaders.precision import PRECISIONS
+from .contact_sheet import check_sheet_path, write_sheet
+from .images import ImageTarget, png_bytes, write_whole
+
+if TYPE_CHECKING:
+    from ..hosts.diffusers.load import LoadedPipeline
+    from ..hosts.diffusers.sample import Generation
+
+PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "PIL", "psutil")
+
+
+def add_parser(subparsers: Any, common: argparse.ArgumentParser) -> None:
+    parser = subparsers.add_parser(
+        "generate",
+        parents=[common],
+        help="make images from a prompt with a Qwen-Image diffusers folder",
+    )
+    parser.add_argument(
+        "--model", required=True, metavar="DIR", help="a Qwen-Image diffusers folder"
+    )
+    parser.add_argument("--prompt", required=True, metavar="TEXT")
+    parser.add_argument("--negative-prompt", default=" ", metavar="TEXT", help="default: a space")
+    parser.add_argument(
+        "--size", type=_size, default=(1328, 1328), metavar="WxH", help="pixels, default 1328x1328"
+    )
+    parser.add_argument(
+        "--width", type=int, metavar="PIXELS", help="instead of the width in --size"
+    )
+    parser.add_argument(
+        "--height", type=int, metavar="PIXELS", help="instead of the height in --size"
+    )
+    parser.add_argument("--batch", type=int, default=1, help="images, from seed, seed + 1, ...")
+    add_run_arguments(parser, output_help="default: the next free image_00001.png here")
+    parser.add_argument("--grid", metavar="FILE", help="also a contact sheet, .png or .html")
+    parser.set_defaults(run=run)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> None:
+    """The arguments that `generate` and `demo` share."""
+    parser.add_argument("--steps", type=int, default=20, help="default: 20")
+    parser.add_argument(
+        "--cfg", type=float, default=4.0, help="guidance, default 4; 1 switches it off"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--precision", default="auto", help=f"one of {', '.join(PRECISIONS)}")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument(
+        "--output",
+        metavar="PATH",
+        help=f"a .png, replaced when it exists, or a folder, numbered in it; {output_help}",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    width, height = args.size
+    settings = Settings(
+        prompt=args.prompt,
+        negative_prompt=args.negative_prompt,
+        width=width if args.width is None else args.width,
+        height=height if args.height is None else args.height,
+        steps=args.steps,
+        cfg=args.cfg,
+        seed=args.seed,
+        batch=args.batch,
+    )
+    target = ImageTarget(args.output)
+    grid = Path(args.grid) if args.grid else None
+    if grid:
+        check_sheet_path(grid)
+    require_packages()
+    pipeline, load_seconds = load(args.model, args)
+    result, seconds = make(pipeline, settings)
+    paths = write_images(target, pipeline, result)
+    if grid:
+        captions = [f"seed {settings.seed + i}" for i in range(settings.batch)]
+        write_sheet(grid, result.images, captions, title=settings.prompt)
+    report = {
+        "prompt": settings.prompt,
+        "image": str(paths[0]),
+        "images": [str(path) for path in paths],
+        **({"grid": str(grid)} if grid else {}),
+        "seconds": seconds,
+        "load_seconds": load_seconds,
+        **run_facts(pipeline, settings),
+    }
+    print(json.dumps(report))
+    return 0
+
+
+def require_packages(*more: str) -> None:
+    """Says what to install before an import fails.
+
+    Raises:
+        UnavailableError: a package of the `standalone` extra is missing.
+    """
+    missing = [name for name in (*PACKAGES, *more) if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UnavailableError(
+            f"making images needs {', '.join(missing)}, not installed here: run "
+            "`pip install 'comfyui-qwen-image-l40s[standalone]'`, or `make demo` in a clone."
+        )
+
+
+def load(folder: str | Path, args: argparse.Namespace) -> tuple[LoadedPipeline, float]:
+    """Loads the folder as `--precision` and `--device` say; returns it and the seconds it took."""
+    from ..hosts.diffusers.load import load_pipeline
+
+    start = time.perf_counter()
+    pipeline = load_pipeline(folder, precision=args.precision, device=args.device)
+    return pipeline, round(time.perf_counter() - start, 3)
+
+
+def make(
+    pipeline: LoadedPipeline, settings: Settings, *, progress: bool = True
+) -> tuple[Generation, float]:
+    """Returns the images and the seconds that sampling and decoding took."""
+    from ..hosts.diffusers.sample import generate
+
+    result = generate(pipeline, **vars(settings), progress=progress)
+    return result, round(result.sample_seconds + result.decode_seconds, 3)
+
+
+def write_images(target: ImageTarget, pipeline: LoadedPipeline, result: Generation) -> list[Path]:
+    """Writes every image with the settings that make it again, as a batch of one, inside."""
+    paths = target.paths(len(result.images))
+    for i, (path, image) in enumerate(zip(paths, result.images, strict=True)):
+        settings = vars(result.settings) | {"seed": result.settings.seed + i, "batch": 1}
+        versions = {name: version(name) for name in ("torch", "diffusers", "transformers")}
+        metadata = {
+            **settings,
+            **_where(pipeline),
+            "versions": {"qwen_l40s": __version__, **versions},
+        }
+        write_whole(path, png_bytes(image, metadata))
+    return paths
+
+
+def run_facts(pipeline: LoadedPipeline, settings: Settings) -> Mapping[str, Any]:
+    """What the last line of output says of every run."""
+    facts = vars(settings) | _where(pipeline) | {"precision_reason": pipeline.precision.reason}
+    return {name: value for name, value in facts.items() if name != "prompt"}
+
+
+def _where(pipeline: LoadedPipeline) -> dict[str, str]:
+    return {
+        "model": str(pipeline.folder),
+        "device": pipeline.device,
+        "precision": pipeline.precision.name,
+    }
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, cross, height = text.lower().partition("x")
+    if not (cross and width.isdecimal() and height.isdecimal()):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be WIDTHxHEIGHT in pixels, such as 1328x1328"
+        )
+    return int(width), int(height)

@@ -1,0 +1,115 @@
+"""`qwen-l40s inspect PATH`: what a checkpoint is, from its header alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+
+from ..loaders.checkpoint import Checkpoint, Part, inspect_checkpoint
+
+
+def add_parser(subparsers: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
+    parser = subparsers.add_parser(
+        "inspect",
+        parents=[common],
+        help="say what a checkpoint is, without loading it",
+        description="Reads the header of a safetensors file, a sharded set or a diffusers folder, "
+        "never the weights, and says what it is and where it belongs. Exit code 1 when parts of "
+        "it contradict each other, 2 when it cannot be read.",
+    )
+    parser.add_argument(
+        "path", metavar="PATH", help="a .safetensors file, a shard index or a folder"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the table"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    checkpoint = inspect_checkpoint(args.path)
+    if args.json:
+        print(json.dumps(checkpoint.as_dict()))
+    else:
+        _print_table(checkpoint)
+    return 1 if checkpoint.errors else 0
+
+
+def _print_table(checkpoint: Checkpoint) -> None:
+    rows = [("path", str(checkpoint.path)), ("kind", checkpoint.kind)]
+    if checkpoint.pipeline:
+        rows.append(("pipeline", checkpoint.pipeline))
+    rows.append(("on disk", _bytes(checkpoint.file_bytes)))
+    _print_rows(rows)
+    for part in checkpoint.parts:
+        print()
+        _print_rows(
+            [(part.name, part.family), *((f"  {name}", text) for name, text in _part_rows(part))]
+        )
+
+
+def _part_rows(part: Part) -> Iterator[tuple[str, str]]:
+    if part.variant:
+        yield "variant", part.variant
+    if part.hint:
+        yield "hint", part.hint
+    if part.dims:
+        yield "dims", ", ".join(f"{name} {value}" for name, value in part.dims.items())
+    if part.blocks is not None:
+        yield "blocks", str(part.blocks)
+    yield "parameters", f"{_count(part.parameters)} in {part.tensors} tensors"
+    if part.dtypes:
+        yield (
+            "dtypes",
+            ", ".join(
+                f"{dtype} {_bytes(entry['bytes'])} ({entry['tensors']})"
+                for dtype, entry in part.dtypes.items()
+            ),
+        )
+    quantization = part.quantization
+    yield "quantized", _counts(quantization.formats) or "no"
+    if quantization.formats:
+        yield "scales", _counts(quantization.granularity)
+        yield from _list("layers", quantization.quantized)
+        yield from _list("kept", quantization.kept)
+    if part.folder:
+        inside = part.folder.startswith("diffusers folder")
+        yield "belongs in", part.folder if inside else f"ComfyUI/models/{part.folder}/"
+    for sentence in part.cannot_run:
+        yield "cannot run", sentence
+    for sentence in part.errors:
+        yield "error", sentence
+
+
+def _print_rows(rows: list[tuple[str, str]]) -> None:
+    # File and tensor names come from strangers: escape what would steer the terminal or what its
+    # encoding lacks.
+    encoding = sys.stdout.encoding or "utf-8"
+    for name, text in rows:
+        line = f"{name:<15} {text if text.isprintable() else ascii(text)[1:-1]}"
+        print(line.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _list(title: str, counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    for place, (name, count) in enumerate(counts.items()):
+        yield "" if place else title, f"{name} ({count})"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} ({count})" for name, count in counts.items())
+
+
+def _count(number: int) -> str:
+    for unit, suffix in ((10**9, " B"), (10**6, " M"), (10**3, " k")):
+        if number >= unit:
+            return f"{number / unit:.3f}{suffix}"
+    return str(number)
+
+
+def _bytes(number: int) -> str:
+    for unit, suffix in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if number >= unit:
+            return f"{number / unit:.2f} {suffix}"
+    return f"{number} B"
