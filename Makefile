@@ -1,0 +1,70 @@
+# `make demo` and `make test` do everything from a fresh clone: .venv is built when it is missing, when pyproject.toml has
+# changed, when the folder has moved, and when PYTHON or TORCH differ from the last time.
+
+# Which Python builds .venv, and which torch goes into it: a requirement, a path or any arguments of
+# `pip install`, such as TORCH="torch --index-url ADDRESS" for a CPU build.
+PYTHON ?= python3
+TORCH ?= torch
+# Further arguments for the command, as in: make demo ARGS='--prompt "a blue ring on a white background"'
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/built-for
+
+export VENV_FOR := $(CURDIR) $(PYTHON)
+export TORCH_FOR := $(TORCH)
+
+.PHONY: help demo test lint micro-quality format clean rebuild
+
+help:
+	@echo "make demo           paint the default prompt with the bundled micro model into out/"
+	@echo "make test           run the tests (CPU)"
+	@echo "make lint           check style"
+	@echo "make micro-quality  measure how well the micro model follows held-out prompts"
+	@echo "make format         correct style"
+	@echo "make clean          remove everything that make and the tests made"
+
+demo: $(STAMP)
+	@mkdir -p out
+	@$(BIN)/qwen-l40s demo --output out/demo.png $(ARGS)
+
+test: $(STAMP)
+	@$(BIN)/pytest $(ARGS)
+
+lint: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+micro-quality: $(STAMP)
+	@$(BIN)/python -m qwen_l40s.tools.micro.quality $(ARGS)
+
+format: $(STAMP)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An empty prerequisite that is never up to date.
+rebuild:
+
+ifneq "$(shell cat $(STAMP) 2>/dev/null)" "$(VENV_FOR) $(TORCH_FOR)"
+$(STAMP): rebuild
+endif
+
+# torch goes in first, so that what depends on it takes the build that was asked for.
+$(STAMP): pyproject.toml
+	@command -v "$(PYTHON)" >/dev/null || \
+		{ echo "make: there is no $(PYTHON): install Python 3.10 or newer, or name one with PYTHON=" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "make: $$("$(PYTHON)" --version 2>&1) is too old: name Python 3.10 or newer with PYTHON=" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "make: $(PYTHON) cannot build a virtual environment: install python3-venv, or name another with PYTHON=" >&2; exit 1; }
+	@test "$$(head -n 1 $@ 2>/dev/null)" = "$$VENV_FOR" || "$(PYTHON)" -m venv --clear $(VENV)
+	@rm -f $@
+	@echo "make: installing $(TORCH) and the packages of pyproject.toml into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@printf '%s\n' "$$VENV_FOR" "$$TORCH_FOR" > $@
