@@ -42,8 +42,8 @@ def transformer(tensors: Tensors) -> Identity | None:
 
 
 def transformer_dims(tensors: Tensors) -> dict[str, int | str]:
-    """Returns dim, heads, head_dim, joint_dim, in_channels and out_channels as far as the tensors
-    tell them.
+    """Returns dim, heads, head_dim, joint_dim, in_channels and packed_out_channels as far as the
+    tensors tell them. Packed: a 2 x 2 patch of every latent channel.
     """
     dim = size(tensors, "img_in.bias") or size(tensors, "img_in.weight")
     head_dim = size(tensors, "transformer_blocks.0.attn.norm_q.weight")
@@ -54,7 +54,7 @@ def transformer_dims(tensors: Tensors) -> dict[str, int | str]:
         head_dim=head_dim,
         joint_dim=size(tensors, "txt_norm.weight"),
         in_channels=None if packed else size(tensors, "img_in.weight", 1),
-        out_channels=size(tensors, "proj_out.bias") or size(tensors, "proj_out.weight"),
+        packed_out_channels=size(tensors, "proj_out.bias") or size(tensors, "proj_out.weight"),
     )
 
 

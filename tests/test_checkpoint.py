@@ -163,7 +163,7 @@ def test_the_full_size_qwen_image(tmp_path, full_transformer):
         "head_dim": 128,
         "joint_dim": 3584,
         "in_channels": 64,
-        "out_channels": 64,
+        "packed_out_channels": 64,
     }
     assert (part.blocks, part.folder, part.tensors) == (60, "diffusion_models", 1933)
     assert part.dtypes == {"BF16": {"tensors": 1933, "bytes": 40_860_802_176}}
