@@ -1,7 +1,8 @@
 """The training stages on the CPU, tiny: shortcuts equal the stock computation, and they learn."""
 
+import math
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -120,17 +121,17 @@ def test_fitting_the_statistics_moves_latents_and_leaves_images():
     vae, pixels = new_vae(), painted(32)
     mean, std = train_vae.latent_statistics(vae, CPU)
     z = vae.encode(pixels[:, :, None] / 127.5 - 1).latent_dist
-    before, deviation = vae.decode(z.mean).sample, z.logvar / 2
+    before, old = vae.decode(z.mean).sample, z
     train_vae._fit_statistics(vae, pixels)
     z = vae.encode(pixels[:, :, None] / 127.5 - 1).latent_dist
     torch.testing.assert_close(vae.decode(z.mean).sample, before, atol=1e-4, rtol=1e-4)
     normal = (z.mean - mean) / std
     torch.testing.assert_close(normal.mean((0, 2, 3, 4)), torch.zeros(16), atol=1e-4, rtol=0)
     torch.testing.assert_close(normal.std((0, 2, 3, 4)), torch.ones(16), atol=1e-4, rtol=0)
-    # The posterior's width moves with the latents, by one factor for each channel.
-    factor = z.logvar / 2 - deviation
-    spread = factor.amax((0, 2, 3, 4)) - factor.amin((0, 2, 3, 4))
-    assert spread.max() < 1e-3
+    # The posterior's width grows by the same factor in each channel as the latents do.
+    factor = (z.mean.std((0, 2, 3, 4)) / old.mean.std((0, 2, 3, 4))).view(1, 16, 1, 1, 1)
+    torch.testing.assert_close(z.std, old.std * factor, atol=1e-4, rtol=1e-3)
+    assert (factor.log().abs() > 0.1).any()
 
 
 @pytest.fixture
@@ -229,6 +230,31 @@ def test_a_tenth_of_the_prompts_is_unconditional(untrained):
 def test_a_fresh_transformer_starts_at_zero(untrained):
     train_transformer.prepare_for_training(untrained, fresh=True, compile_blocks=False)
     assert untrained.transformer(**transformer_inputs())[0].abs().max() == 0
+
+
+@torch.no_grad()
+def test_the_loss_is_zero_for_the_velocity_that_the_scheduler_integrates(untrained):
+    clean, seen = torch.randn(64, 256, 64, generator=generator(52)), {}
+
+    def perfect(hidden_states, timestep, **_):
+        velocity = (hidden_states - clean) / timestep[:, None, None]
+        seen.update(x=hidden_states, velocity=velocity, sigma=timestep)
+        return (velocity,)
+
+    model = replace(untrained, transformer=perfect)
+    prompts = train_transformer.Prompts(model, ["a red star"] * train_transformer.WORDINGS, CPU)
+    prompt = prompts.draw(torch.zeros(64, dtype=torch.int64), generator(53))
+    shift = math.exp(model.scheduler.config.base_shift)
+    assert train_transformer._loss(model, clean, prompt, shift, generator(54)) < 1e-4
+    # One step of the scheduler along it, from a sigma of its own to 0, ends at the clean image.
+    scheduler = model.scheduler
+    scheduler.set_timesteps(sigmas=[0.5], mu=0.0)
+    scheduler.sigmas = torch.tensor([seen["sigma"][5], 0.0])
+    end = scheduler.step(seen["velocity"][5], scheduler.timesteps[0], seen["x"][5]).prev_sample
+    torch.testing.assert_close(end, clean[5], atol=1e-4, rtol=1e-4)
+    # The sigmas are the scheduler's at 256 x 256: spread over 0 to 1, shifted by exp(0.5).
+    assert seen["sigma"].min() > 0 and seen["sigma"].max() < 1
+    assert seen["sigma"].median() == pytest.approx(shift / (1 + shift), abs=0.02)
 
 
 def test_the_transformer_learns(untrained):

@@ -47,7 +47,7 @@ _FILLERS = {
     *("a", "an", "the", "of", "with", "and", "at", "in", "on", "to", "is", "are", "there"),
     *("image", "picture", "drawing", "illustration", "photo", "draw", "paint", "show"),
     *("corner", "side", "edge", "it", "its", "placed", "located", "sitting"),
-    *("please", "one", "two", "plain", "solid", "colored", "coloured"),
+    *("please", "plain", "solid", "colored", "coloured"),
 }
 _PLACE_WORDS = {"top", "bottom", "left", "right", "center"}
 
@@ -112,6 +112,8 @@ def parse_prompt(prompt: str) -> Scene | None:
         The scene, or None when a word is not of the grammar or the scene cannot be painted (see
         `Scene.problem`).
     """
+    if not re.fullmatch(r"[a-z\s.,-]+", prompt.lower()):
+        return None
     words = [
         _SYNONYMS.get(word, word) for word in re.findall(r"[a-z]+(?:-[a-z]+)?", prompt.lower())
     ]
@@ -120,10 +122,11 @@ def parse_prompt(prompt: str) -> Scene | None:
     pending: dict[str, str] = {}
     places: list[set[str]] = []
     for word in words:
-        if word in SIZES:
-            pending["size"] = word
-        elif word in COLOURS:
-            pending["colour"] = word
+        if word in SIZES or word in COLOURS:
+            kind = "size" if word in SIZES else "colour"
+            if kind in pending:  # a red blue star
+                return None
+            pending[kind] = word
         elif word in SHAPES:
             if "colour" not in pending:
                 return None

@@ -145,7 +145,5 @@ def _half_copy(part: torch.nn.Module) -> torch.nn.Module:
 
 def load(folder: Path) -> MicroModel:
     """Reads a folder that `MicroModel.save` wrote, in fp32, to train on."""
-    pipeline = QwenImagePipeline.from_pretrained(
-        folder, torch_dtype=torch.float32, local_files_only=True
-    )
+    pipeline = QwenImagePipeline.from_pretrained(folder, local_files_only=True).to(torch.float32)
     return MicroModel(**{name: getattr(pipeline, name) for name in MicroModel.__dataclass_fields__})

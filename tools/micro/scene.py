@@ -35,7 +35,7 @@ BACKGROUNDS = {
     "purple": COLOURS["purple"],
 }
 
-# Centre (x, y) of each place. 0.23 keeps a large object inside the image.
+# Centre (x, y) of each place. 0.23 keeps a large object inside the image but for 2 pixels of a tip.
 POSITIONS = {
     "top left": (0.23, 0.23),
     "top": (0.5, 0.23),

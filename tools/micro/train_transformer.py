@@ -100,7 +100,8 @@ def text_features(
 def prepare_for_training(model: MicroModel, *, fresh: bool, compile_blocks: bool) -> None:
     """Starts as adaLN-zero when fresh; runs the blocks in bf16 autocast, compiled where asked.
 
-    The residual stream stays fp32.
+    The residual stream stays fp32. Patches diffusers' rotary embedding for the whole process, so
+    train in a process of its own.
     """
     transformer = model.transformer
     if fresh:
