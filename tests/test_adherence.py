@@ -289,7 +289,7 @@ def test_lumpy_blobs_are_no_shape():
     rng = np.random.default_rng(25)
     x, y = plane()
     angle, taken = np.arctan2(y, x), 0
-    for _ in range(60):
+    for _ in range(25):
         outline = 0.7 + sum(
             0.25 * rng.normal() * np.cos(k * angle + rng.uniform(0, 2 * np.pi)) for k in (2, 3, 5)
         )

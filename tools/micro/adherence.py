@@ -8,6 +8,7 @@ the shape whose outline, fitted to its bounding box, its edge follows best.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import permutations
@@ -159,18 +160,21 @@ def _palette_name(rgb: np.ndarray) -> str:
 
 def _shape(mask: np.ndarray) -> str | None:
     """The shape that a blob's mask follows best, or None when it follows none well enough."""
-    deviations = {shape: _edge_deviation(mask, shape) for shape in OUTLINES}
-    name = min(deviations, key=deviations.__getitem__)
-    return name if deviations[name] <= EDGE_DEVIATION else None
+    for tilts in ((0,), TILTS):  # upright first: it is what most are, and a fifth of the work
+        deviations = {shape: _edge_deviation(mask, shape, tilts) for shape in OUTLINES}
+        name = min(deviations, key=deviations.__getitem__)
+        if deviations[name] <= EDGE_DEVIATION:
+            return name
+    return None
 
 
-def _edge_deviation(mask: np.ndarray, shape: str) -> float:
-    """How far the mask's edge is from the shape's on average, in radii.
+def _edge_deviation(mask: np.ndarray, shape: str, tilts: Sequence[int]) -> float:
+    """How far the mask's edge is from the shape's on average, in radii, at the best of the tilts.
 
     An edge that is off by d over the length P costs d P of the area A, so the overlap falls to
     about 1 - d P / A: thin shapes lose more by the same d.
     """
-    overlap = max(_tilted_overlap(mask, shape, tilt) for tilt in TILTS)
+    overlap = max(_tilted_overlap(mask, shape, tilt) for tilt in tilts)
     return (1 - overlap) / _edge_per_area(shape)
 
 
