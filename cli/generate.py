@@ -145,6 +145,8 @@ def write_images(target: ImageTarget, pipeline: LoadedPipeline, result: Generati
         metadata = {
             **settings,
             **_where(pipeline),
+            # The name alone: images are shared, and a path tells about the machine.
+            "model": pipeline.folder.resolve().name,
             "versions": {"qwen_l40s": __version__, **versions},
         }
         write_whole(path, png_bytes(image, metadata))

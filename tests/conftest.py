@@ -4,6 +4,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # `python -m pytest` puts the root on sys.path, where our `cli` and `tools` would shadow other
@@ -21,3 +23,13 @@ if importlib.util.find_spec("qwen_l40s") is None:
 # The fixtures of tests/tiny_model.py: toy and real-width Qwen-Image folders.
 sys.path.append(str(ROOT / "tests"))
 pytest_plugins = ["tiny_model"]
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Torch's threads wait for one another: on a busy machine small work takes 20 times as long."""
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -30,13 +30,7 @@ STAR_AND_CIRCLE = Scene(
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Torch's threads wait for one another: on a busy machine these tests take 20 times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def painted(scenes, seed=0, side=256):

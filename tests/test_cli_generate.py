@@ -60,7 +60,7 @@ def test_image_and_report(generate, tmp_path, capsys, tiny_folder):
     with Image.open("star.png") as image:
         assert (image.format, image.mode, image.size) == ("PNG", "RGB", (64, 48))
         metadata = json.loads(image.text["qwen_l40s"])
-    assert metadata["model"] == str(tiny_folder)
+    assert metadata["model"] == tiny_folder.name
     assert metadata["versions"].keys() == {"qwen_l40s", "torch", "diffusers", "transformers"}
 
 

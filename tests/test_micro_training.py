@@ -19,13 +19,7 @@ CPU = torch.device("cpu")
 WEIGHTED = ("transformer", "vae", "text_encoder")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Torch's threads wait for one another: on a busy machine these tests take 20 times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def generator(seed=0):
