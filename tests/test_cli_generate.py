@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -17,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from qwen_l40s.cli import main
 from qwen_l40s.cli.contact_sheet import write_sheet
 from qwen_l40s.cli.images import ImageTarget, write_whole
-from qwen_l40s.errors import UnavailableError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -207,19 +207,36 @@ def test_help_needs_no_package_at_all():
 # --- a disk that fills up, a run that is stopped ---
 
 
-@pytest.fixture
-def small_files():
-    """No file of this process may grow beyond 4 kB: a write fails half way, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_failed_write_keeps_the_old_file_and_leaves_no_part(tmp_path, small_files):
+def test_failed_write_keeps_the_old_file_and_leaves_no_part(tiny_folder, tmp_path):
     (tmp_path / "a.png").write_bytes(b"old")
-    with pytest.raises(UnavailableError, match=r"cannot write .*a\.png .*free disk space"):
-        write_whole(tmp_path / "a.png", bytes(100_000))
+    command = [sys.executable, "-B", str(ROOT), "generate", "--model", str(tiny_folder)]
+    options = [
+        "--prompt",
+        "x",
+        "--size",
+        "128x128",
+        "--steps",
+        "1",
+        "--cfg",
+        "1",
+        "--device",
+        "cpu",
+        "--output",
+    ]
+
+    def small_files():
+        """No file of the command may grow beyond 4 kB: its write fails half way, as on a full disk.
+        Not in this process, whose own output may be a file."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+    done = subprocess.run(
+        [*command, *options, str(tmp_path / "a.png")],
+        capture_output=True,
+        text=True,
+        preexec_fn=small_files,
+    )
+    assert done.returncode == 2
+    assert re.search(r"cannot write .*a\.png .*free disk space", done.stderr)
     assert (tmp_path / "a.png").read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a.png"]
 
