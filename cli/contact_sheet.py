@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import SettingError
-from .images import check_writable, write_whole
+from .images import check_writable, png_bytes, write_whole
 
 if TYPE_CHECKING:
     from PIL import Image, ImageFont
@@ -60,7 +59,7 @@ def write_sheet(
 def _html(pairs: Sequence[tuple[Image.Image, str]], title: str) -> bytes:
     figures = "\n".join(
         f'<figure><img alt="{html.escape(caption)}" src="data:image/png;base64,'
-        f'{base64.b64encode(_encode(image)).decode()}"><figcaption>{html.escape(caption)}</figcaption></figure>'
+        f'{base64.b64encode(png_bytes(image)).decode()}"><figcaption>{html.escape(caption)}</figcaption></figure>'
         for image, caption in pairs
     )
     return PAGE.format(title=html.escape(title), figures=figures).encode()
@@ -84,7 +83,7 @@ def _png(pairs: Sequence[tuple[Image.Image, str]]) -> bytes:
         sheet.paste(image, (x, y))
         for number, line in enumerate(lines):
             draw.text((x, y + height + 2 + number * LINE_HEIGHT), line, fill="black", font=font)
-    return _encode(sheet)
+    return png_bytes(sheet)
 
 
 def _wrap(caption: str, width: int, font: ImageFont.FreeTypeFont) -> list[str]:
@@ -96,9 +95,3 @@ def _wrap(caption: str, width: int, font: ImageFont.FreeTypeFont) -> list[str]:
         else:
             lines.append(word)
     return lines
-
-
-def _encode(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()

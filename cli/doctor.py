@@ -7,7 +7,7 @@ import contextlib
 import json
 import platform
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import SettingError
@@ -140,18 +140,9 @@ def _as_table(diagnosis: Diagnosis) -> str:
 
 
 def _as_json(diagnosis: Diagnosis) -> str:
-    checks = [
-        {
-            "name": check.name,
-            "state": check.state.value,
-            "reason": check.reason,
-            "remedy": check.remedy,
-        }
-        for check in diagnosis.checks
-    ]
     found = {
         "can_generate": diagnosis.device is not None,
         "device": diagnosis.device,
         "remedy": diagnosis.remedy,
     }
-    return json.dumps({**found, "checks": checks}, indent=2)
+    return json.dumps({**found, "checks": [asdict(check) for check in diagnosis.checks]}, indent=2)

@@ -73,12 +73,13 @@ def write_whole(path: Path, data: bytes) -> None:
             part.unlink(missing_ok=True)
 
 
-def png_bytes(image: Image.Image, metadata: Mapping[str, Any]) -> bytes:
-    """Encodes a PNG that carries `metadata` as JSON in its text chunk `qwen_l40s`."""
+def png_bytes(image: Image.Image, metadata: Mapping[str, Any] | None = None) -> bytes:
+    """Encodes a PNG that carries `metadata`, if any, as JSON in its text chunk `qwen_l40s`."""
     from PIL.PngImagePlugin import PngInfo
 
     text = PngInfo()
-    text.add_text(METADATA_KEY, json.dumps(metadata))
+    if metadata is not None:
+        text.add_text(METADATA_KEY, json.dumps(metadata))
     buffer = io.BytesIO()
     image.save(buffer, "PNG", pnginfo=text)
     return buffer.getvalue()

@@ -19,9 +19,8 @@ from .foreign_files import PICKLE_SUFFIXES
 from .safetensors_header import Header, TensorInfo, read_header
 from .strict_json import read_object
 
-INDEX_NAME = re.compile(
-    r"\.safetensors\.index(\.[\w-]+)?\.json$"
-)  # `...index.fp16.json` for a variant
+# `...index.fp16.json` for a variant
+INDEX_NAME = re.compile(r"\.safetensors\.index(\.[\w-]+)?\.json$")
 NUMBERED = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
 STEMS = ("diffusion_pytorch_model", "model")
 

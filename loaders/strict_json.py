@@ -35,9 +35,8 @@ def parse_object(data: bytes) -> dict[str, Any]:
     try:
         text = data.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
-        if (
-            "\\u" in text
-        ):  # only an escape can smuggle in half a surrogate pair, which no terminal can print
+        # Only an escape can smuggle in half a surrogate pair, which no terminal can print.
+        if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

@@ -102,9 +102,8 @@ def _limits(files: Iterable[Path]) -> list[int]:
             text = file.read_text().strip()
         except OSError:
             continue
-        if (
-            text.isdigit()
-        ):  # version 2 writes "max" for no limit, version 1 a number beyond any machine
+        # Version 2 writes "max" for no limit, version 1 a number beyond any machine.
+        if text.isdigit():
             found.append(int(text))
     return found
 

@@ -1,11 +1,10 @@
 """Both hosts compute the same from the micro model: ComfyUI's classes against diffusers', in fp32.
 
-Needs a ComfyUI: the folder that COMFYUI_PATH names, else ~/ComfyUI. Its own .venv runs it where it
-has one, else this Python, which then needs ComfyUI's requirements.
+Needs a ComfyUI: the one that `qwen-l40s doctor` finds, through COMFYUI_PATH or in ~/ComfyUI. Its
+own .venv runs it where it has one, else this Python, which then needs ComfyUI's requirements.
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from diffusers import QwenImagePipeline
 from safetensors.torch import save_file
 
 from qwen_l40s.loaders.convert import vae_name_to_native
+from qwen_l40s.optimizations.software import find_comfyui
 
 TESTS = Path(__file__).resolve().parent
 FOLDER = TESTS.parent / "models" / "micro"
@@ -25,7 +25,7 @@ TOLERANCE = 1e-4
 
 def comfyui() -> Path:
     """ComfyUI's folder; skips the test where there is none."""
-    folder = Path(os.environ.get("COMFYUI_PATH") or Path.home() / "ComfyUI").expanduser()
+    folder = find_comfyui() or Path.home() / "ComfyUI"
     if not (folder / "comfy" / "sd.py").is_file():
         pytest.skip(f"no ComfyUI in {folder}: name one with COMFYUI_PATH")
     return folder

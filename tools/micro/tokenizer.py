@@ -24,15 +24,11 @@ from tokenizers import (
 )
 from transformers import Qwen2TokenizerFast
 
+from ...hosts.diffusers.text_encoder import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
 from .grammar import describe
 from .scene import PAIRS, random_scene
 
-# The hosts' templates: prompt_template_encode of QwenImagePipeline and QwenImageEditPipeline.
-TEXT_TO_IMAGE_PREFIX = (
-    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, "
-    "quantity, text, spatial relationships of the objects and background:<|im_end|>\n"
-    "<|im_start|>user\n"
-)
+# The start of `QwenImageEditPipeline.prompt_template_encode`, and the end of both templates.
 EDIT_PREFIX = (
     "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, "
     "texture, objects, background), then explain how the user's text instruction should alter or "
@@ -41,7 +37,7 @@ EDIT_PREFIX = (
     "<|im_start|>user\n"
 )
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
-PREFIX_TOKENS = {TEXT_TO_IMAGE_PREFIX: 34, EDIT_PREFIX: 64}
+PREFIX_TOKENS = {TEMPLATE_PREFIX: TEMPLATE_PREFIX_TOKENS, EDIT_PREFIX: 64}
 
 # The Qwen2.5-VL special tokens, in the order of their real ids.
 SPECIAL_TOKENS = (

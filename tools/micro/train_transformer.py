@@ -19,12 +19,13 @@ import torch.nn.functional as F
 from diffusers import QwenImagePipeline
 from diffusers.models.transformers import transformer_qwenimage
 
+from ...hosts.diffusers.text_encoder import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
 from .grammar import describe
 from .model import MicroModel
 from .muon import BatchedMuon
 from .painter import IMAGE_SIDE, encode_scenes, paint
 from .scene import SEEN_PAIRS, random_scene
-from .tokenizer import PREFIX_TOKENS, SUFFIX, TEXT_TO_IMAGE_PREFIX
+from .tokenizer import SUFFIX
 from .train_vae import encode, image_convolutions
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class Prompts:
     """Prompts in the template, on the device, padded to one length: `ids`, `mask` (N, length)."""
 
     def __init__(self, model: MicroModel, texts: list[str], device: torch.device) -> None:
-        texts = [TEXT_TO_IMAGE_PREFIX + text + SUFFIX for text in (*texts, *UNCONDITIONAL)]
+        texts = [TEMPLATE_PREFIX + text + SUFFIX for text in (*texts, *UNCONDITIONAL)]
         encoded = model.tokenizer(texts, padding=True, pad_to_multiple_of=8, return_tensors="pt")
         self.ids, self.mask = encoded.input_ids.to(device), encoded.attention_mask.to(device)
         self.conditional = len(texts) - len(UNCONDITIONAL)
@@ -93,7 +94,7 @@ def text_features(
     """What the pipeline's encode_prompt gives: hidden states after the prefix, and their mask."""
     language_model = model.text_encoder.model.language_model
     hidden = language_model(input_ids=ids, attention_mask=mask).last_hidden_state
-    start = PREFIX_TOKENS[TEXT_TO_IMAGE_PREFIX]
+    start = TEMPLATE_PREFIX_TOKENS
     return hidden[:, start:].float(), mask[:, start:].bool()
 
 
