@@ -47,6 +47,7 @@ class Part:
             it does not.
         cannot_run: sentences about what in it this package cannot run.
         errors: sentences about what contradicts itself in it.
+        prefix: what stands before its tensors' names in the file.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Part:
     folder: str | None
     cannot_run: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
+    prefix: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return {**vars(self), "quantization": self.quantization.as_dict()}
@@ -205,6 +207,7 @@ def _part(name: str, part: Slice, shards: Shards, config: Mapping[str, Any]) -> 
         folder=identity.folder,
         cannot_run=(*identity.cannot_run, *quantization.cannot_run()),
         errors=tuple(contradictions(identity, config, tensors)),
+        prefix=part.prefix,
     )
 
 

@@ -95,6 +95,30 @@ def cgroup_limit(
     return min(limits, default=None)
 
 
+def available_memory() -> int:
+    """Host memory in bytes that can be had now: the machine's, or what a container's limit leaves.
+
+    psutil, which both hosts bring, reports the memory of the machine, inside a container too.
+    """
+    import psutil
+
+    available = psutil.virtual_memory().available
+    left = cgroup_available()
+    return available if left is None else min(available, left)
+
+
+def cgroup_available(group: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What a container's limit (cgroup version 2) leaves; None where there is no limit."""
+    try:
+        limit = int((group / "memory.max").read_text())
+    except (OSError, ValueError):  # no such file, or the word "max"
+        return None
+    used = int((group / "memory.current").read_text())
+    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    # Page cache counts as used, and the kernel gives it back on demand.
+    return limit - used + int(stat["inactive_file"])
+
+
 def _limits(files: Iterable[Path]) -> list[int]:
     found = []
     for file in files:

@@ -1,4 +1,6 @@
-"""Names of the VAE's tensors: every diffusers name has its own native one, and nothing else has."""
+"""Names of the VAE's and the text encoder's tensors: every name has its own native one, and nothing
+else has.
+"""
 
 import contextlib
 
@@ -7,10 +9,11 @@ from accelerate import init_empty_weights
 from diffusers import AutoencoderKLQwenImage
 from hypothesis import given
 from hypothesis import strategies as st
-from test_checkpoint import native_vae
+from test_checkpoint import flat, native_vae
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from qwen_l40s.errors import CheckpointError
-from qwen_l40s.loaders.convert import vae_name_to_native
+from qwen_l40s.loaders.convert import text_encoder_name_to_native, vae_name_to_native
 
 
 def diffusers_vae(base_dim):
@@ -55,3 +58,70 @@ def test_a_name_of_something_else_is_refused(name):
 def test_any_text_is_a_name_or_refused(name):
     with contextlib.suppress(CheckpointError):
         assert vae_name_to_native(name)
+
+
+def nested_text_encoder():
+    """Names of every tensor of transformers' class, in the form that transformers 5 has inside."""
+    config = Qwen2_5_VLConfig()
+    config.text_config.num_hidden_layers = config.vision_config.depth = 2
+    config.text_config.layer_types = config.text_config.layer_types[:2]
+    with init_empty_weights(include_buffers=True):
+        model = Qwen2_5_VLForConditionalGeneration(config)
+    return dict.fromkeys(model.state_dict())
+
+
+def test_both_forms_of_the_text_encoder_become_the_same_native_names():
+    nested = nested_text_encoder()
+    native = [text_encoder_name_to_native(name) for name in nested]
+    assert len(set(native)) == len(nested) == 57
+    assert native == [text_encoder_name_to_native(name) for name in flat(nested)]
+    # ComfyUI's names are flat; only the head, which it does not use, is inside the model.
+    assert set(native) == set(flat(nested)) - {"lm_head.weight"} | {"model.lm_head.weight"}
+    assert native == [text_encoder_name_to_native(name) for name in native]
+
+
+@pytest.mark.parametrize(
+    ("name", "native"),
+    [
+        ("model.language_model.norm.weight", "model.norm.weight"),
+        (
+            "model.language_model.layers.3.mlp.up_proj.comfy_quant",
+            "model.layers.3.mlp.up_proj.comfy_quant",
+        ),
+        ("model.visual.blocks.0.attn.qkv.weight", "visual.blocks.0.attn.qkv.weight"),
+        ("lm_head.weight_scale", "model.lm_head.weight_scale"),
+        ("scaled_fp8", "scaled_fp8"),
+    ],
+)
+def test_a_scale_goes_with_its_layer(name, native):
+    assert text_encoder_name_to_native(name) == native
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "model",
+        "model.",
+        "model.visual.",
+        "lm_head",
+        "transformer.model.norm.weight",
+        "vision_model.embeddings.patch_embedding.weight",
+        "transformer_blocks.0.attn.to_q.weight",
+        "scaled_fp8.weight",
+    ],
+)
+def test_a_name_that_is_not_the_text_encoders_is_refused(name):
+    with pytest.raises(CheckpointError, match="not one of a Qwen2") as error:
+        text_encoder_name_to_native(name)
+    assert repr(name) in str(error.value)
+
+
+WORDS = ("model", "language_model", "visual", "lm_head", "scaled_fp8", "layers", "0", "weight", "")
+
+
+@given(st.text() | st.lists(st.sampled_from(WORDS)).map(".".join))
+def test_any_text_is_a_text_encoders_name_or_refused(name):
+    with contextlib.suppress(CheckpointError):
+        native = text_encoder_name_to_native(name)
+        assert native == "scaled_fp8" or native.startswith(("model.", "visual."))

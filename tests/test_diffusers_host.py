@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.hosts.diffusers.decode import decode
-from qwen_l40s.hosts.diffusers.device import cgroup_available_bytes, choose_device
+from qwen_l40s.hosts.diffusers.device import choose_device
 from qwen_l40s.hosts.diffusers.load import DTYPES, LoadedPipeline, load_pipeline
 from qwen_l40s.hosts.diffusers.sample import generate, sample
 from qwen_l40s.hosts.diffusers.settings import Settings
-from qwen_l40s.hosts.diffusers.text_encoder import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
 from qwen_l40s.loaders.precision import choose_precision
+from qwen_l40s.loaders.prompt_template import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -384,13 +384,3 @@ def test_model_larger_than_memory_is_refused_before_loading(tiny_folder, monkeyp
     monkeypatch.setattr("qwen_l40s.hosts.diffusers.load.available_bytes", lambda _device: 1_000_000)
     with pytest.raises(UnavailableError, match=r"MB in bf16 .* cpu has 1 MB"):
         load_pipeline(tiny_folder, device="cpu")
-
-
-def test_container_limit_counts_page_cache_as_available(tmp_path):
-    (tmp_path / "memory.max").write_text("8000\n")
-    (tmp_path / "memory.current").write_text("5000\n")
-    (tmp_path / "memory.stat").write_text("anon 3000\ninactive_file 1500\n")
-    assert cgroup_available_bytes(tmp_path) == 4500
-    (tmp_path / "memory.max").write_text("max\n")
-    assert cgroup_available_bytes(tmp_path) is None
-    assert cgroup_available_bytes(tmp_path / "none") is None

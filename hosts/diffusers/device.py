@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-import psutil
 import torch
 
 from ...errors import SettingError, UnavailableError
+from ...optimizations.resources import available_memory
 
 
 def choose_device(requested: str) -> str:
@@ -39,23 +38,4 @@ def choose_device(requested: str) -> str:
 
 def available_bytes(device: str) -> int:
     """Memory that can be had on the device now, in bytes."""
-    if device != "cpu":
-        return torch.cuda.mem_get_info(device)[0]
-    available = psutil.virtual_memory().available
-    left = cgroup_available_bytes(Path("/sys/fs/cgroup"))
-    return available if left is None else min(available, left)
-
-
-def cgroup_available_bytes(group: Path) -> int | None:
-    """What a container's limit (cgroup version 2) leaves; None where there is no limit.
-
-    psutil reports the memory of the host, inside a container too.
-    """
-    try:
-        limit = int((group / "memory.max").read_text())
-    except (OSError, ValueError):  # no such file, or the word "max"
-        return None
-    used = int((group / "memory.current").read_text())
-    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    # Page cache counts as used, and the kernel gives it back on demand.
-    return limit - used + int(stat["inactive_file"])
+    return available_memory() if device == "cpu" else torch.cuda.mem_get_info(device)[0]

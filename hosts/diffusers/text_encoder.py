@@ -15,16 +15,8 @@ import torch
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from ...errors import CheckpointError
-from .weights import check_finite
-
-# The start of `QwenImagePipeline.prompt_template_encode` and its
-# `prompt_template_encode_start_idx`; a test compares them.
-TEMPLATE_PREFIX = (
-    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, "
-    "quantity, text, spatial relationships of the objects and background:<|im_end|>\n"
-    "<|im_start|>user\n"
-)
-TEMPLATE_PREFIX_TOKENS = 34
+from ...loaders.prompt_template import TEMPLATE_PREFIX, check_prefix, holds_tokenizer
+from ...loaders.tensor_checks import check_finite
 
 
 def load_text_encoder(
@@ -86,17 +78,11 @@ def load_tokenizer(folder: Path) -> Qwen2Tokenizer:
         CheckpointError: neither is there, or Qwen-Image's chat template before the prompt is not 34
             tokens long, which is what the pipeline cuts off.
     """
-    layouts = (("tokenizer.json",), ("vocab.json", "merges.txt"))
-    if not any(all((folder / name).is_file() for name in names) for names in layouts):
+    if not holds_tokenizer(folder):
         raise CheckpointError(
             f"{folder} holds neither tokenizer.json nor vocab.json with merges.txt: download the "
             "folder again."
         )
     tokenizer = Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
-    count = len(tokenizer(TEMPLATE_PREFIX).input_ids)
-    if count != TEMPLATE_PREFIX_TOKENS:
-        raise CheckpointError(
-            f"{folder} encodes Qwen-Image's chat template in {count} tokens and it must be "
-            f"{TEMPLATE_PREFIX_TOKENS}: use the tokenizer folder of Qwen-Image."
-        )
+    check_prefix(folder, len(tokenizer(TEMPLATE_PREFIX).input_ids))
     return tokenizer

@@ -7,7 +7,6 @@ refused in milliseconds; then host memory never holds more than the model itself
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from safetensors import safe_open
 
 from ...errors import CheckpointError
 from ...loaders.shards import Shards
+from ...loaders.tensor_checks import check_finite
 
 # Other dtypes are quantized: without their scales a cast would give a wrong image and no error.
 PLAIN_DTYPES = ("F32", "F16", "BF16")
@@ -80,18 +80,6 @@ def stream_tensors(shards: Shards) -> Iterator[tuple[str, torch.Tensor]]:
                 tensor = file.get_tensor(name)
                 check_finite(header.path, name, tensor)
                 yield name, tensor
-
-
-def check_finite(source: Path, name: str, tensor: torch.Tensor) -> None:
-    """Raises CheckpointError when the tensor holds NaN or infinity.
-
-    Attention can swallow NaN and paint a plausible wrong image, so the image does not show it.
-    `aminmax` passes NaN on and reads 38 GB/s on two CPU cores, where `isfinite` reads 0.7 (bf16).
-    """
-    if not torch.stack(torch.aminmax(tensor)).isfinite().all():
-        raise CheckpointError(
-            f"{source} holds NaN or infinity in the tensor {name!r}: download the folder again."
-        )
 
 
 def fill(

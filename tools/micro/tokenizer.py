@@ -24,7 +24,7 @@ from tokenizers import (
 )
 from transformers import Qwen2TokenizerFast
 
-from ...hosts.diffusers.text_encoder import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
+from ...loaders.prompt_template import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
 from .grammar import describe
 from .scene import PAIRS, random_scene
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from diffusers import QwenImagePipeline
 from diffusers.models.transformers import transformer_qwenimage
 
-from ...hosts.diffusers.text_encoder import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
+from ...loaders.prompt_template import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
 from .grammar import describe
 from .model import MicroModel
 from .muon import BatchedMuon

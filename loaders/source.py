@@ -1,0 +1,143 @@
+"""Finds the one part of a model that somebody asked for, and refuses everything else by its name.
+
+A choice may be a single file, a full checkpoint, a sharded folder, a component folder, or a
+diffusers folder with all of them. Only headers are read here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from .checkpoint import PIPELINES, Part, inspect_checkpoint
+from .shards import Shards, read_shards
+from .strict_json import parse_object, read_object
+
+# What people call a part, and where ComfyUI keeps it.
+PLACES = {
+    "transformer": ("the Qwen-Image transformer", "models/diffusion_models"),
+    "text_encoder": ("the Qwen2.5-VL text encoder", "models/text_encoders"),
+    "vae": ("the Qwen-Image VAE", "models/vae"),
+}
+INDEX = "model_index.json"
+# What this package writes into the header of a file: JSON, with the settings that no tensor tells.
+METADATA_KEY = "qwen_l40s"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One part of a model on disk.
+
+    Args:
+        path: what was chosen, or the component folder inside it.
+        role: transformer, text_encoder or vae.
+        part: what its header says; `part.prefix` stands before its tensors' names in the files.
+        shards: the files and their headers.
+        config: the config.json beside the weights, or what a file of this package's own says
+            instead; empty when there is neither.
+    """
+
+    path: Path
+    role: str
+    part: Part
+    shards: Shards
+    config: Mapping[str, Any]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The safetensors files, in the order of their names."""
+        return tuple(header.path for header in self.shards.headers)
+
+
+def open_source(path: str | os.PathLike[str], role: str) -> Source:
+    """Reads the headers behind `path` and returns its part of that role.
+
+    Raises:
+        CheckpointError: there is no such part, it contradicts itself, or this package cannot run
+            it; the message says what the file is instead and what to choose.
+    """
+    path = Path(path)
+    index = path / INDEX
+    if not index.is_file():
+        return _source(path, role)
+    pipeline = read_object(index, "the index of a diffusers folder").get("_class_name")
+    if not (path / role).is_dir():
+        raise CheckpointError(
+            f"{path} has no {role}/ folder, which holds {PLACES[role][0]}: finish the download."
+        )
+    source = _source(path / role, role)
+    if source.part.family == "Qwen-Image" and pipeline in PIPELINES:
+        source = replace(source, part=replace(source.part, family=PIPELINES[pipeline]))
+    return source
+
+
+def _source(path: Path, role: str) -> Source:
+    checkpoint = inspect_checkpoint(path)
+    parts = [part for part in checkpoint.parts if part.role == role]
+    if len(parts) != 1:
+        raise CheckpointError(_wrong(path, role, checkpoint.parts, len(parts)))
+    (part,) = parts
+    faults = [*part.errors, *_cannot_run(part)]
+    if faults:
+        raise CheckpointError(f"{path}: {faults[0]}")
+    shards = read_shards(path)
+    return Source(path, role, part, shards, _settings(path, shards))
+
+
+def _settings(path: Path, shards: Shards) -> dict[str, Any]:
+    """The config.json beside the weights, else what this package wrote into a file of its own."""
+    folder = path if shards.index is None and path.is_dir() else (shards.index or path).parent
+    config = folder / "config.json"
+    if config.is_file():
+        return read_object(config, "the settings of the weights")
+    written = shards.headers[0].metadata.get(METADATA_KEY)
+    if written is None:
+        return {}
+    try:
+        settings = parse_object(written.encode()).get("config", {})
+        if not isinstance(settings, dict):
+            raise ValueError("config must be an object")
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} has broken {METADATA_KEY} metadata ({error}): write the file again."
+        ) from error
+    return settings
+
+
+def _cannot_run(part: Part) -> list[str]:
+    # Storage formats are converted, and say so; the rest would compute nonsense.
+    return [sentence for sentence in part.cannot_run if "storage only" not in sentence]
+
+
+def _wrong(path: Path, role: str, parts: tuple[Part, ...], count: int) -> str:
+    wanted, place = PLACES[role]
+    if count:
+        return f"{path} holds {count} parts that could be {wanted}: choose a file with one."
+    found = parts[0] if parts else None
+    what = "holds no tensors" if found is None else f"is {_described(found)}"
+    remedy = f"choose {wanted}, which ComfyUI keeps in {place}"
+    if found is not None and found.role in PLACES:
+        remedy += f"; this file belongs into {PLACES[found.role][1]}"
+    elif found is not None and found.role == "lora":
+        remedy += "; a LoRA goes into a LoRA loader after the model"
+    return f"{path} {what} where {wanted} is needed: {remedy}."
+
+
+def _described(part: Part) -> str:
+    if part.family.startswith(("not Qwen-Image", "mmproj", "tiny VAE")):
+        return part.family
+    name = PLACES[part.role][0].removeprefix("the ") if part.role in PLACES else part.family
+    return f"a {name}" if name == part.family else f"a {name} ({part.family})"
+
+
+def fingerprint(source_files: tuple[Path, ...]) -> tuple[tuple[str, int, int], ...]:
+    """(path, modification time in ns, bytes) of every file: changes when a file is replaced."""
+    found = []
+    for path in source_files:
+        stat = path.stat()
+        found.append((str(path), stat.st_mtime_ns, stat.st_size))
+    return tuple(found)
