@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import QwenL40SError
-from . import demo, doctor, generate, inspect
+from . import demo, doctor, generate, inspect, quantize
 
-COMMANDS = (demo, generate, inspect, doctor)
+COMMANDS = (demo, generate, inspect, quantize, doctor)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -21,8 +21,8 @@ def build_parser() -> argparse.ArgumentParser:
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser = argparse.ArgumentParser(
         prog="qwen-l40s",
-        description="Qwen-Image on an NVIDIA L40S: generate, inspect checkpoints, "
-        "check the machine.",
+        description="Qwen-Image on an NVIDIA L40S: generate, inspect and quantize "
+        "checkpoints, check the machine.",
     )
     parser.add_argument("--version", action="version", version=f"qwen-l40s {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

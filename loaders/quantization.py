@@ -1,10 +1,11 @@
 """Recognizes how weights are quantized, and how finely they are scaled.
 
 The names are those that ComfyUI 0.33 reads (`.comfy_quant`, `_quantization_metadata`, `scaled_fp8`
-with `.scale_weight`, `.weight_scale`), and those of nunchaku (`.qweight`, `.wscales`), bitsandbytes
-(`.absmax`, `.quant_map`) and the block-scaled fp8 that transformers writes (`.weight_scale_inv`). A
-`.comfy_quant` tensor is a short JSON text that is stored among the weights; those few bytes are the
-only ones outside the header that this package reads to inspect a file.
+with `.scale_weight`, `.weight_scale`), the package's own `float8_e4m3fn_rowwise`, and those of
+nunchaku (`.qweight`, `.wscales`), bitsandbytes (`.absmax`, `.quant_map`) and the block-scaled fp8
+that transformers writes (`.weight_scale_inv`). A `.comfy_quant` tensor is a short JSON text that is
+stored among the weights; those few bytes are the only ones outside the header that this package
+reads to inspect a file.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ FP8_NAMES = {
 }
 COMFY_FORMATS = {
     "float8_e4m3fn": "fp8 e4m3, scaled",
+    "float8_e4m3fn_rowwise": "fp8 e4m3, scaled per row",
     "float8_e5m2": "fp8 e5m2, scaled",
     "int8_tensorwise": "int8",
     "nvfp4": "nvfp4",
@@ -58,7 +60,15 @@ PACKED = frozenset(
 )
 WEIGHTS_PER_ELEMENT = {"I8": 2, "U8": 2, "I32": 8}
 # What the package computes with, or, for e5m2, converts to bf16 first.
-RUNNABLE = frozenset({"fp8 e4m3, scaled", "fp8 e4m3, unscaled", "int8", "int8 ConvRot"})
+RUNNABLE = frozenset(
+    {
+        "fp8 e4m3, scaled",
+        "fp8 e4m3, scaled per row",
+        "fp8 e4m3, unscaled",
+        "int8",
+        "int8 ConvRot",
+    }
+)
 STORAGE_ONLY = frozenset({"fp8 e5m2, scaled", "fp8 e5m2, unscaled"})
 
 
@@ -71,12 +81,14 @@ class Quantization:
         granularity: {what one scale covers: number of layers}.
         quantized: {layer name with block numbers as `*`: number of layers}.
         kept: the same for the weight matrices that are not quantized, when others are.
+        settings: {layer: what `.comfy_quant` or `_quantization_metadata` says of it}.
     """
 
     layers: Mapping[str, str] = field(default_factory=dict)
     granularity: Mapping[str, int] = field(default_factory=dict)
     quantized: Mapping[str, int] = field(default_factory=dict)
     kept: Mapping[str, int] = field(default_factory=dict)
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def formats(self) -> dict[str, int]:
@@ -121,11 +133,16 @@ def find_quantization(
     """
     formats: dict[str, str] = {}
     scales: Counter[str] = Counter()
+    declared: dict[str, Mapping[str, Any]] = {}
     for layer, weight in _layers(tensors):
-        settings = metadata_layers.get(layer)
         if f"{layer}.comfy_quant" in tensors:
-            settings = read_comfy_quant(f"{layer}.comfy_quant")
-        found = _comfy_format(settings) if settings is not None else _format(tensors, layer, weight)
+            declared[layer] = read_comfy_quant(f"{layer}.comfy_quant")
+        elif layer in metadata_layers:
+            declared[layer] = metadata_layers[layer]
+        if layer in declared:
+            found = _comfy_format(declared[layer])
+        else:
+            found = _format(tensors, layer, weight)
         if found is not None:
             formats[layer] = found
             scales[_granularity(tensors, layer, weight)] += 1
@@ -139,6 +156,7 @@ def find_quantization(
         granularity=dict(scales),
         quantized=_patterns(formats),
         kept=_patterns(matrices) if formats else {},
+        settings=declared,
     )
 
 

@@ -565,6 +565,24 @@ def test_comfy_quant_tensors_are_read(tmp_path):
         assert part.cannot_run == ()
 
 
+def test_fp8_with_one_scale_a_row(tmp_path):
+    """The package's own format, which `qwen-l40s quantize` writes."""
+    settings = {"format": "float8_e4m3fn_rowwise"}
+    part = only(inspect_checkpoint(comfy_quant(tmp_path, settings, dtype="F8_E4M3")))
+    assert part.quantization.formats == {"fp8 e4m3, scaled per row": MATRICES}
+    assert part.quantization.granularity == {"per row": MATRICES}
+    assert part.cannot_run == ()
+
+
+def test_what_a_file_says_of_its_layers_is_at_hand(tmp_path):
+    settings = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 64}
+    quantization = only(inspect_checkpoint(comfy_quant(tmp_path, settings))).quantization
+    assert set(quantization.settings) == set(quantization.layers)
+    assert quantization.settings["transformer_blocks.0.attn.to_q"] == settings
+    quantization = inspect_specs(tmp_path, quantized("F8_E4M3")).quantization
+    assert quantization.settings == {}
+
+
 def test_a_format_from_the_future_is_reported_by_name(tmp_path):
     part = only(inspect_checkpoint(comfy_quant(tmp_path, {"format": "fp3_spiral"})))
     assert part.quantization.formats == {"format from the future: fp3_spiral": MATRICES}

@@ -1,0 +1,72 @@
+"""`qwen-l40s quantize SRC DST`: a transformer in fp8 or int8, written once."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..errors import UnavailableError
+
+PACKAGES = ("torch", "safetensors", "numpy", "psutil")
+
+
+def add_parser(subparsers: Any, common: argparse.ArgumentParser) -> None:
+    parser = subparsers.add_parser(
+        "quantize",
+        parents=[common],
+        help="write a transformer in fp8 or int8, with one scale for each row",
+        description="Rounds the attention and MLP weights of a Qwen-Image transformer and writes "
+        "one .safetensors file of about half the bytes, one tensor at a time. int8 is read by "
+        "ComfyUI itself too, fp8 by this package only.",
+    )
+    parser.add_argument(
+        "source",
+        metavar="SRC",
+        help="a transformer in bf16, fp16 or fp32: a .safetensors file, a sharded folder or a "
+        "diffusers folder",
+    )
+    parser.add_argument("destination", metavar="DST", help="the .safetensors file to write")
+    parser.add_argument("--precision", required=True, help="fp8 or int8")
+    parser.add_argument(
+        "--keep",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PATTERN",
+        help="layers that stay in bf16, such as 'transformer_blocks.0.*' '*.img_mlp.net.2'",
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--overwrite", action="store_true", help="replace DST when it exists")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UnavailableError(
+            f"quantizing needs {', '.join(missing)}, not installed here: run "
+            "`pip install 'comfyui-qwen-image-l40s[standalone]'`."
+        )
+    from ..hosts.diffusers.device import choose_device
+    from ..loaders.quantized_file import write_quantized
+    from ..loaders.quantized_plan import plan_quantized
+
+    written = write_quantized(
+        plan_quantized(args.source, args.precision, args.keep),
+        Path(args.destination),
+        device=choose_device(args.device),
+        overwrite=args.overwrite,
+        progress=_show_progress if sys.stderr.isatty() else None,
+    )
+    print(json.dumps(written.as_dict()))
+    return 0
+
+
+def _show_progress(done: int, total: int) -> None:
+    end = "\n" if done == total else ""
+    text = f"\rquantize: {done / 1e9:.1f} of {total / 1e9:.1f} GB"
+    print(text, end=end, file=sys.stderr, flush=True)
