@@ -81,7 +81,7 @@ def check_package(package: Package, *, load: bool = True) -> tuple[Capability, M
     if find_spec(package.module) is None:
         return Capability(name, State.NOT_USABLE, "not installed", install), None
     found = installed_version(name)
-    if () < _release(found) < _release(package.floor):
+    if () < release(found) < release(package.floor):
         reason = f"{found}, needs {package.floor} or newer"
         return Capability(name, State.NOT_USABLE, reason, install), None
     if not load:
@@ -117,10 +117,10 @@ def torch_capability(torch: Any) -> Capability:
             remedy = "take the other cuDNN out of LD_LIBRARY_PATH"
             return Capability("torch", State.LIMITED, f"{reason}; {first_line(error)}", remedy)
         reason += f", cuDNN {cudnn}"
-        if _release(torch.__version__)[:2] == (2, 9) and cudnn < CUDNN_FLOOR:
+        if release(torch.__version__)[:2] == (2, 9) and cudnn < CUDNN_FLOOR:
             # https://github.com/pytorch/pytorch/issues/166643
             reason += ": the VAE's bf16 convolutions take about 3 times the memory"
-            cudnn_package = f"nvidia-cudnn-cu{_release(torch.version.cuda)[0]}>=9.15"
+            cudnn_package = f"nvidia-cudnn-cu{release(torch.version.cuda)[0]}>=9.15"
             remedy = f'pip install "{cudnn_package}" or use another torch than 2.9'
             return Capability("torch", State.LIMITED, reason, remedy)
     return Capability("torch", State.USABLE, reason)
@@ -177,7 +177,7 @@ def check_kitchen(torch: ModuleType | None) -> Capability:
         )
     # ROCm is not what this package is for.
     backends = {key: entry for key, entry in kitchen.list_backends().items() if key != "hip"}
-    if torch.version.cuda and _release(torch.version.cuda) < (13,):
+    if torch.version.cuda and release(torch.version.cuda) < (13,):
         # What ComfyUI itself does (comfy/quant_ops.py).
         older = f"ComfyUI turns it off under CUDA 13, torch is built for {torch.version.cuda}"
         backends["cuda"] = {
@@ -227,7 +227,7 @@ def check_comfyui(folder: Path | None) -> Capability:
     match = re.search(r'^__version__\s*=\s*["\']([^"\']+)', text, re.MULTILINE)
     found = match.group(1) if match else "of unknown version"
     reason = f"{found} in {folder}"
-    if _release(found) < COMFYUI_FLOOR:
+    if release(found) < COMFYUI_FLOOR:
         floor = ".".join(map(str, COMFYUI_FLOOR))
         return Capability(
             "ComfyUI", State.NOT_USABLE, f"{reason}, needs {floor} or newer", "update ComfyUI"
@@ -248,7 +248,7 @@ def _without_card(name: str, module: str) -> Capability:
     return Capability(name, State.NOT_USABLE, f"{found} there is no usable card")
 
 
-def _release(text: str) -> tuple[int, ...]:
+def release(text: str) -> tuple[int, ...]:
     """(2, 13, 0) of "2.13.0+cpu"; () of anything that does not start with a number."""
     match = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, match.group().split("."))) if match else ()

@@ -1,0 +1,31 @@
+"""Triton kernels, one per file; `reference.py` has the plain-torch twin of each.
+
+Triton is optional: import a kernel's module only where `missing()` is empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+
+import torch
+
+from ..software import Package, check_package
+
+
+@functools.cache
+def missing() -> str:
+    """Why the kernels cannot be imported, in one clause; empty when they can."""
+    capability, module = check_package(Package("triton", "triton"))
+    return "" if module is not None else f"triton: {capability.reason}"
+
+
+def interpreted() -> bool:
+    """Whether the kernels run on the CPU, in the interpreter that TRITON_INTERPRET=1 asks for."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def launch_beside(x: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Makes the card that holds `x` the current one: Triton and comfy-kitchen launch on no other."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

@@ -1,0 +1,327 @@
+"""Linear layers with fp8 or int8 weights: which GEMM runs them, why, and the call itself.
+
+A weight has one scale per output row. The tensor-core backends quantize the activations too, one
+dynamic scale per token; `dequantize` expands the weight instead and runs on any device.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import SettingError, UnavailableError
+from . import kernels, reference
+from .hardware import State, first_line
+from .software import check_kitchen
+
+# The backends, and the multiple that N and K must be of: other layers fall to `dequantize`.
+BACKENDS = {
+    "fp8": {"scaled_mm": 16, "triton": 1, "dequantize": 1},
+    "int8": {"kitchen": 16, "triton": 1, "int_mm": 8, "dequantize": 1},
+}
+
+# The oldest compute capability whose tensor cores multiply the format.
+OLDEST_SM = {"fp8": (8, 9), "int8": (8, 0)}
+
+# So few rows that a bias added apart costs nothing.
+FEW_ROWS = 64
+
+# In which order auto tries them, and on what ground; None: every card that is not named.
+# sm_90: benchmarks/linear.py on an H200, torch 2.11+cu130, triton 3.6, comfy-kitchen 0.2.40, from
+# bf16 to bf16 at M = 4296 for (K, N) = 3072x3072, 3072x12288, 12288x3072, in ms: bf16 0.110, 0.402,
+# 0.398; fp8 scaled_mm 0.090, 0.271, 0.300, triton 0.096, 0.287, 0.321; int8 triton 0.118, 0.345,
+# 0.401, kitchen 0.150, 0.428, 0.479, int_mm 0.311, 1.109, 0.648.
+# sm_89: no such card has run it. Rowwise _scaled_mm and comfy-kitchen's int8 both go through
+# CUTLASS 2.x there, which was written for that generation.
+PREFERENCE: dict[tuple[str, tuple[int, int] | None], tuple[tuple[str, ...], str]] = {
+    ("fp8", (9, 0)): (("scaled_mm", "triton"), "measured"),
+    ("fp8", None): (("scaled_mm", "triton"), "predicted"),
+    ("int8", (9, 0)): (("triton", "kitchen", "int_mm"), "measured"),
+    ("int8", None): (("kitchen", "triton", "int_mm"), "predicted"),
+}
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """How linear layers of one format are computed on one device.
+
+    Attributes:
+        format: "fp8" (float8_e4m3fn weights) or "int8".
+        backend: A key of `BACKENDS[format]`.
+        reason: Why this one, and why not those that would be faster.
+        row_quantizer: "triton" or "torch": what quantizes the activations.
+    """
+
+    format: str
+    backend: str
+    reason: str
+    row_quantizer: str = "torch"
+
+    def __str__(self) -> str:
+        return f"{self.format} through {self.backend}: {self.reason}"
+
+    @property
+    def weight_only(self) -> bool:
+        """Whether activations keep their precision: the format then saves memory, not time."""
+        return self.backend == "dequantize"
+
+    def takes(self, n: int, k: int) -> bool:
+        """Whether the backend multiplies an (N, K) weight; else it is expanded."""
+        multiple = BACKENDS[self.format][self.backend]
+        return n % multiple == 0 and k % multiple == 0
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x @ (weight * scale).T + bias.
+
+        Args:
+            x: (..., K), bf16, fp16 or fp32, of any strides.
+            weight: (N, K), contiguous, float8_e4m3fn or int8.
+            scale: (N, 1), fp32, contiguous.
+            bias: (N,) of any float dtype, or None.
+
+        Returns:
+            (..., N) in x's dtype.
+        """
+        n, k = weight.shape
+        if x.numel() == 0:  # which not every backend takes
+            return x.new_empty((*x.shape[:-1], n))
+        if self.backend == "dequantize" or not self.takes(n, k):
+            return _expanded(x, weight, scale, bias)
+        if self.backend == "kitchen":
+            return _kitchen(x, weight, scale, bias)
+        q, x_scale = self.quantize(x.reshape(-1, k))
+        out = self.linear_quantized(q, x_scale, weight, scale, bias, x.dtype)
+        return out.view(*x.shape[:-1], n)
+
+    def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows for `linear_quantized`, once for all layers that read them.
+
+        Args:
+            x: (M, K), bf16, fp16 or fp32.
+
+        Returns:
+            (M, K) in the format's dtype and the rows' scales, (M, 1), fp32.
+        """
+        if self.row_quantizer == "triton":
+            from .kernels import row_quantize
+
+            if x.shape[1] <= row_quantize.WIDEST_ROW:
+                return row_quantize.row_quantize(x, self.format)
+        return reference.row_quantize(x, self.format)
+
+    def linear_quantized(
+        self,
+        xq: torch.Tensor,
+        x_scale: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """As `linear`, of rows that are quantized already.
+
+        comfy-kitchen has no public call for such rows: Triton or `_int_mm` stands in for it.
+
+        Args:
+            xq: (M, K) of weight's dtype, contiguous.
+            x_scale: (M, 1), fp32.
+            out_dtype: bf16, fp16 or fp32.
+
+        Returns:
+            (M, N) in `out_dtype`.
+        """
+        backend = self.backend
+        if backend == "kitchen":
+            backend = "triton" if self.row_quantizer == "triton" else "int_mm"
+        if backend == "dequantize" or not self.takes(*weight.shape):
+            return _expanded(_expand(xq, x_scale, out_dtype), weight, scale, bias)
+        if backend == "triton":
+            from .kernels.scaled_gemm import scaled_gemm
+
+            return scaled_gemm(xq, weight, x_scale, scale, bias, out_dtype)
+        multiply = _scaled_mm if backend == "scaled_mm" else _int_mm
+        return multiply(xq, x_scale, weight, scale, bias, out_dtype)
+
+
+@torch.library.custom_op("qwen_l40s::quantized_linear", mutates_args=())
+def quantized_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    format: str,
+) -> torch.Tensor:
+    """`Gemm.linear` of the GEMM that is chosen for x's device, as one operator.
+
+    torch.compile does not look into it: neither the choice nor the launches can be traced. Eager
+    code calls `Gemm.linear` itself, which costs less Python.
+    """
+    return choose_gemm(format, x.device).linear(x, weight, scale, bias)
+
+
+@quantized_linear.register_fake
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    format: str,
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def choose_gemm(format: str, device: torch.device, *, backend: str | None = None) -> Gemm:
+    """The GEMM for a format on a device.
+
+    Args:
+        format: "fp8" or "int8".
+        backend: A key of `BACKENDS[format]`, which has to run here. Without it the environment's
+            QWEN_L40S_GEMM_FP8 or QWEN_L40S_GEMM_INT8 counts, and without that the first backend
+            of `PREFERENCE` that runs, `dequantize` after all others.
+
+    Raises:
+        SettingError: There is no such format or backend.
+        UnavailableError: The backend that was asked for cannot run on this device.
+    """
+    reference.largest_of(format)
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    variable = f"QWEN_L40S_GEMM_{format.upper()}"
+    asked = backend or os.environ.get(variable)
+    if asked:
+        _check_asked(asked, format, device)
+        reason = "asked for" if backend else f"asked for by {variable}"
+        return _gemm(asked, format, device, reason)
+    if device.type == "cpu":
+        return Gemm(format, "dequantize", f"no card: {format} saves memory here, not time")
+    order, ground = PREFERENCE.get((format, _sm(device)), PREFERENCE[format, None])
+    refused = []
+    for name in order:
+        refusal = _refusal(name, format, device)
+        if not refusal:
+            reason = "; ".join([f"{ground} to be the fastest that runs here", *refused])
+            return _gemm(name, format, device, reason)
+        refused.append(f"not {name}: {refusal}")
+    return Gemm(format, "dequantize", "; ".join(refused))
+
+
+def _check_asked(asked: str, format: str, device: torch.device) -> None:
+    names = BACKENDS[format]
+    if asked not in names:
+        raise SettingError(f"there is no {format} GEMM {asked!r}: use {' or '.join(names)}")
+    refusal = _refusal(asked, format, device)
+    if refusal:
+        others = {name: _refusal(name, format, device) for name in names if name != asked}
+        clauses = [f"the {format} GEMM {asked} cannot run on {device}: {refusal}"]
+        clauses.append(f"use {' or '.join(name for name, text in others.items() if not text)}")
+        clauses += [f"not {name}: {text}" for name, text in others.items() if text]
+        raise UnavailableError("; ".join(clauses))
+
+
+def _sm(device: torch.device) -> tuple[int, int] | None:
+    usable = device.type == "cuda" and torch.cuda.is_available() and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if usable else None
+
+
+def _gemm(backend: str, format: str, device: torch.device, reason: str) -> Gemm:
+    without_triton = backend == "dequantize" or _refusal("triton", format, device)
+    return Gemm(format, backend, reason, "torch" if without_triton else "triton")
+
+
+@functools.cache
+def _refusal(backend: str, format: str, device: torch.device) -> str:
+    """Why a backend does not run on a device, in one clause; empty when it does."""
+    if backend == "dequantize":
+        return ""
+    sm, oldest = _sm(device), OLDEST_SM[format]
+    if sm is None and device.type != "cpu":
+        return f"{device} is no NVIDIA card that torch reaches"
+    if sm is not None and sm < oldest:
+        return f"sm_{sm[0]}{sm[1]}, needs sm_{oldest[0]}{oldest[1]} or newer"
+    interpreted = backend == "triton" and kernels.interpreted()
+    if sm is None and backend in ("triton", "kitchen") and not interpreted:
+        return "needs an NVIDIA card"
+    if backend == "triton" and kernels.missing():
+        return kernels.missing()
+    if backend == "kitchen":
+        capability = check_kitchen(torch)
+        if capability.state is not State.USABLE:
+            return f"comfy-kitchen {capability.reason}"
+    return _trial(Gemm(format, backend, "", "triton" if backend == "triton" else "torch"), device)
+
+
+def _trial(gemm: Gemm, device: torch.device) -> str:
+    """Multiplies once: which builds of torch, compilers and drivers can is declared nowhere."""
+    try:
+        x = torch.ones(32, 64, dtype=torch.bfloat16, device=device)
+        weight = torch.ones(32, 64, device=device).to(reference.STORAGE[gemm.format])
+        scale = torch.full((32, 1), 0.5, device=device)
+        right = bool((gemm.linear(x, weight, scale, x[0, :32]) == 33).all())
+    except Exception as error:  # torch, Triton and C compilers raise anything
+        return f"a trial failed: {first_line(error)}"
+    return "" if right else "a trial gave a wrong result"
+
+
+def _expand(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """values * scale in one temporary; the product is rounded once."""
+    return values.to(dtype).mul_(scale)
+
+
+def _expanded(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    bias = None if bias is None else bias.to(x.dtype)
+    return F.linear(x, _expand(weight, scale, x.dtype), bias)
+
+
+def _scaled_mm(xq, x_scale, weight, scale, bias, out_dtype):
+    """Arguments and result of `Gemm.linear_quantized`."""
+    rows = len(xq)
+    if rows == 1:  # its only scale would be taken for one of the whole matrix
+        xq, x_scale = F.pad(xq, (0, 0, 0, 15)), x_scale.expand(16, 1).contiguous()
+    # Up to 42 rows cuBLASLt has no kernel for K = 12288 with a bias (H200, torch 2.11).
+    fused = bias is not None and rows > FEW_ROWS
+    # With a scale for each row CUDA writes bf16 only. Fast accumulation keeps so few bits of a sum
+    # on Hopper that 12288 products of one sign come out 23 % too small, 3072 of them 5 %; without
+    # it the error is 0.15 % and the product takes 9 to 18 % longer (H200, M = 4296).
+    out = torch._scaled_mm(
+        xq,
+        weight.t(),
+        scale_a=x_scale,
+        scale_b=scale.t(),
+        bias=bias.to(torch.bfloat16) if fused else None,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=False,
+    )[:rows].to(out_dtype)
+    return out if fused or bias is None else out.add_(bias)
+
+
+def _int_mm(xq, x_scale, weight, scale, bias, out_dtype):
+    """Arguments and result of `Gemm.linear_quantized`."""
+    rows = xq.shape[0]
+    if rows <= 16:  # CUDA refuses them
+        xq = F.pad(xq, (0, 0, 0, 32 - rows))
+    out = (torch._int_mm(xq, weight.t())[:rows] * x_scale).mul_(scale.t())
+    if bias is not None:
+        out.add_(bias)
+    return out.to(out_dtype)
+
+
+def _kitchen(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    # Past the registry and the operator, whose Python costs more than the launch.
+    from comfy_kitchen.backends.cuda import int8_linear
+
+    with kernels.launch_beside(x):
+        return int8_linear(x, weight, scale, bias, x.dtype)

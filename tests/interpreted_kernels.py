@@ -1,0 +1,158 @@
+"""The Triton kernels in Triton's CPU interpreter, against their twins and float64.
+
+tests/test_kernels.py runs this file in a process of its own: TRITON_INTERPRET=1 has to be set
+before Triton is imported, and nothing can be compiled after that.
+"""
+
+import pytest
+import torch
+
+from qwen_l40s.optimizations import kernels, reference
+from qwen_l40s.optimizations.kernels.row_quantize import WIDEST_ROW, row_quantize
+from qwen_l40s.optimizations.kernels.scaled_gemm import TILES, TILES_SM90, Tile, scaled_gemm
+from qwen_l40s.optimizations.linear import choose_gemm
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FORMATS = ("fp8", "int8")
+CPU = torch.device("cpu")
+ROWS = {"model width": (3, 3072), "odd": (5, 123), "one element": (2, 1), "one row": (1, 256)}
+# M, N, K
+SHAPES = {
+    "one token": (1, 64, 64),
+    "17 tokens": (17, 48, 80),
+    "odd": (5, 24, 123),
+    "several tiles": (131, 272, 336),
+}
+
+
+def operands(m, n, k, format):
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(m, k, generator=generator)
+    b = torch.randn(n, k, generator=generator)
+    bias = torch.randn(n, generator=generator).to(torch.bfloat16)
+    return *reference.row_quantize(a, format), *reference.row_quantize(b, format), bias
+
+
+def test_it_is_the_interpreter():
+    assert kernels.interpreted()
+    assert kernels.missing() == ""
+
+
+@pytest.mark.parametrize("shape", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_row_quantize_is_its_twin(dtype, format, shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    check_row_quantize(x, format)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_row_quantize_of_every_number_that_is_rounded(format):
+    """Each e4m3 number or integer, each middle of two, and the fp32 numbers beside the middles."""
+    largest = reference.LARGEST[format]
+    if format == "int8":
+        held = torch.arange(128.0)
+    else:
+        held = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (held[1:] + held[:-1]) / 2
+    above = torch.nextafter(middles, torch.tensor(1e9))
+    below = torch.nextafter(middles, torch.tensor(-1e9))
+    x = torch.cat([held, middles, above, below])
+    x = torch.stack([x, -x])
+    assert x.amax() == largest  # the scale is one
+    check_row_quantize(x, format)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, of inf * 0
+@pytest.mark.parametrize("format", FORMATS)
+def test_row_quantize_of_strange_rows(format):
+    x = torch.randn(6, 96, generator=torch.Generator().manual_seed(0))
+    x[0] = 0
+    x[1] = 1e-38
+    x[2] = torch.arange(96) - 47.5  # halves: ties, whose rounding has to be the twin's
+    x[2, 0] = 127
+    x[3] = 2.0 ** torch.arange(-80, 16)  # down to the subnormals of e4m3, and below
+    scale = check_row_quantize(x, format)
+    assert scale[0] == scale[1] == 1
+    x[4, 7] = torch.nan
+    x[5, 7] = -torch.inf
+    _, scale = row_quantize(x, format)
+    assert scale[4].isnan()
+    assert scale[5].isinf()
+
+
+def test_row_quantize_of_rows_apart():
+    wide = torch.randn(4, 3, 40, generator=torch.Generator().manual_seed(0))
+    check_row_quantize(wide[:, 1], "int8")
+    check_row_quantize(wide[0].t(), "fp8")
+
+
+def test_row_quantize_refuses_rows_that_it_cannot_hold():
+    with pytest.raises(ValueError, match=str(WIDEST_ROW)):
+        row_quantize(torch.zeros(1, WIDEST_ROW + 1), "int8")
+
+
+def check_row_quantize(x, format):
+    q, scale = row_quantize(x, format)
+    twin_q, twin_scale = reference.row_quantize(x, format)
+    assert (q.dtype, scale.dtype) == (twin_q.dtype, torch.float32)
+    assert torch.equal(scale, twin_scale)
+    assert torch.equal(q.float(), twin_q.float())
+    return scale
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_scaled_gemm_is_its_twin_and_float64(format, shape):
+    a, scale_a, b, scale_b, bias = operands(*shape, format)
+    exact = (a.double() * scale_a) @ (b.double() * scale_b).t()
+    for added in (None, bias):
+        out = scaled_gemm(a, b, scale_a, scale_b, added, torch.float32)
+        twin = reference.scaled_gemm(a, b, scale_a, scale_b, added, torch.float32)
+        torch.testing.assert_close(out, twin, rtol=1e-6, atol=1e-5)
+        truth = exact if added is None else exact + added.double()
+        assert (out - truth).norm() < 1e-6 * truth.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scaled_gemm_writes_the_dtype_that_is_asked_for(dtype):
+    a, scale_a, b, scale_b, bias = operands(17, 48, 80, "int8")
+    out = scaled_gemm(a, b, scale_a, scale_b, bias, dtype)
+    twin = reference.scaled_gemm(a, b, scale_a, scale_b, bias, dtype)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, twin)
+
+
+# The last one is for many tiles of few rows: three groups, the last of them not full.
+EVERY_TILE = [*(tile for _, tile in (*TILES, *TILES_SM90)), Tile(16, 32, 32, 4, 2, 1)]
+
+
+@pytest.mark.parametrize("tile", EVERY_TILE, ids=str)
+def test_every_tile_computes_the_same(tile):
+    a, scale_a, b, scale_b, bias = operands(275, 80, 144, "int8")
+    out = scaled_gemm(a, b, scale_a, scale_b, bias, torch.float32, tile=tile)
+    twin = reference.scaled_gemm(a, b, scale_a, scale_b, bias, torch.float32)
+    torch.testing.assert_close(out, twin, rtol=1e-6, atol=1e-5)
+
+
+def test_scaled_gemm_refuses_operands_that_do_not_fit():
+    a, scale_a, b, scale_b, _ = operands(4, 16, 32, "int8")
+    with pytest.raises(ValueError, match=r"\(4, 32\), \(16, 16\)"):
+        scaled_gemm(a, b[:, :16], scale_a, scale_b, None, torch.float32)
+    with pytest.raises(ValueError, match="1 scales"):
+        scaled_gemm(a, b, scale_a, scale_b[:1], None, torch.float32)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_linear_through_triton(format):
+    gemm = choose_gemm(format, CPU, backend="triton")
+    assert gemm.row_quantizer == "triton"
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 9, 2, 80, generator=generator)[:, :, 1].to(torch.bfloat16)
+    weight, scale = reference.row_quantize(torch.randn(48, 80, generator=generator), format)
+    out = gemm.linear(x, weight, scale)
+    q, x_scale = reference.row_quantize(x.reshape(18, 80), format)
+    twin = reference.scaled_gemm(q, weight, x_scale, scale, None, torch.bfloat16)
+    assert out.shape == (2, 9, 48)
+    torch.testing.assert_close(out.reshape(18, 48), twin)
+    assert gemm.linear(x[:, :0], weight, scale).shape == (2, 0, 48)

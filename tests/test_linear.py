@@ -1,0 +1,314 @@
+"""Quantized linear layers: the numbers of every backend, and which backend is chosen and why."""
+
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from qwen_l40s import SettingError, UnavailableError  # noqa: E402
+from qwen_l40s.optimizations import linear, reference  # noqa: E402
+from qwen_l40s.optimizations.hardware import Capability, State  # noqa: E402
+from qwen_l40s.optimizations.linear import BACKENDS, Gemm, choose_gemm  # noqa: E402
+
+CPU = torch.device("cpu")
+CARD = torch.device("cuda", 0)
+PAIRS = [(format, backend) for format, names in BACKENDS.items() for backend in names]
+# What rounding the result leaves of it; rowwise scaled_mm writes bf16 whatever is asked for.
+ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-6}
+on_card = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA card"),
+    # Triton 3.9 announces another default with every kernel.
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
+]
+# Triton and comfy-kitchen need a card; tests/interpreted_kernels.py has Triton without one.
+CASES = [pytest.param(*pair, CPU) for pair in PAIRS if pair[1] not in ("triton", "kitchen")]
+CASES += [pytest.param(*pair, CARD, marks=on_card) for pair in PAIRS]
+on_each = pytest.mark.parametrize(("format", "backend", "device"), CASES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch):
+    monkeypatch.delenv("QWEN_L40S_GEMM_FP8", raising=False)
+    monkeypatch.delenv("QWEN_L40S_GEMM_INT8", raising=False)
+    linear._refusal.cache_clear()
+    yield
+    linear._refusal.cache_clear()
+
+
+def random(*shape, device=CPU):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(device)
+
+
+def runnable(format, backend, device):
+    """The GEMM, or a visible skip with the reason why this machine cannot."""
+    try:
+        return choose_gemm(format, device, backend=backend)
+    except UnavailableError as error:
+        pytest.skip(str(error))
+
+
+def layer(n, k, format, device):
+    weight, scale = reference.row_quantize(random(n, k, device=device), format)
+    return weight, scale, random(n, device=device).to(torch.bfloat16)
+
+
+def distance(out, exact):
+    return ((out.double() - exact).norm() / exact.norm()).item()
+
+
+# ----------------------------------------------------------------------------------------- numerics
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@on_each
+def test_layer_is_the_product_of_what_it_holds(format, backend, dtype, device):
+    gemm = runnable(format, backend, device)
+    weight, scale, bias = layer(96, 256, format, device)
+    x = random(40, 256, device=device).to(dtype)
+    meant = x.double()
+    if not gemm.weight_only:
+        q, x_scale = reference.row_quantize(x, format)
+        meant = q.double() * x_scale
+    exact = meant @ (weight.double() * scale).t()
+    out = gemm.linear(x, weight, scale, bias)
+    assert (out.dtype, out.shape) == (dtype, (40, 96))
+    # scaled_mm writes bf16, and Hopper adds e4m3 products with fewer bits than fp32.
+    coarse = backend == "scaled_mm" or (format, backend, device.type) == ("fp8", "triton", "cuda")
+    most = 4e-3 if coarse else 4 * ROUNDING[dtype]
+    assert distance(out, exact + bias.double()) < most
+    assert distance(gemm.linear(x, weight, scale), exact) < most
+
+
+@on_each
+def test_error_against_the_layer_before_quantization(format, backend, device):
+    """The formats' own errors: a token or a channel scaled wrongly would be far beyond them."""
+    gemm = runnable(format, backend, device)
+    weight = random(64, 512, device=device)
+    x = random(33, 512, device=device) * torch.logspace(-2, 2, 33, device=device)[:, None]
+    exact = x.double() @ weight.double().t()
+    out = gemm.linear(x.to(torch.bfloat16), *reference.row_quantize(weight, format))
+    rows = (out.double() - exact).norm(dim=1) / exact.norm(dim=1)
+    assert rows.max() < {"fp8": 0.05, "int8": 0.015}[format]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (17,), (2, 3), (0,), (2, 0)], ids=str)
+@on_each
+def test_any_leading_shape(format, backend, shape, device):
+    gemm = runnable(format, backend, device)
+    weight, scale, bias = layer(32, 64, format, device)
+    x = random(*shape, 64, device=device)
+    out = gemm.linear(x, weight, scale, bias)
+    assert out.shape == (*shape, 32)
+    rows = [gemm.linear(row[None], weight, scale, bias)[0] for row in x.reshape(-1, 64)]
+    if rows:
+        torch.testing.assert_close(out.reshape(-1, 32), torch.stack(rows), rtol=1e-2, atol=1e-2)
+
+
+@on_each
+def test_strides_do_not_matter(format, backend, device):
+    gemm = runnable(format, backend, device)
+    weight, scale, bias = layer(32, 64, format, device)
+    joint = random(2, 50, 192, device=device).to(torch.bfloat16)
+    for x in (joint[:, 10:, 64:128], joint[..., :64].transpose(0, 1), joint[:, ::2, ::3]):
+        out = gemm.linear(x, weight, scale, bias)
+        packed = gemm.linear(x.contiguous(), weight, scale, bias)
+        torch.testing.assert_close(out, packed, rtol=1e-2, atol=1e-2)
+
+
+@on_each
+def test_shapes_that_the_instruction_does_not_take(format, backend, device):
+    gemm = runnable(format, backend, device)
+    weight, scale, bias = layer(33, 70, format, device)
+    x = random(20, 70, device=device)
+    exact = x.double() @ (weight.double() * scale).t() + bias
+    assert gemm.takes(33, 70) is (backend in ("triton", "dequantize"))
+    assert distance(gemm.linear(x, weight, scale, bias), exact) < 0.05
+    rows = gemm.quantize(x)
+    out = gemm.linear_quantized(*rows, weight, scale, bias, torch.float32)
+    assert distance(out, exact) < 0.05
+
+
+@on_each
+def test_rows_quantized_once_give_the_same(format, backend, device):
+    gemm = runnable(format, backend, device)
+    weight, scale, bias = layer(48, 128, format, device)
+    x = random(37, 128, device=device).to(torch.bfloat16)
+    xq, x_scale = gemm.quantize(x)
+    assert (xq.dtype, x_scale.shape) == (weight.dtype, (37, 1))
+    out = gemm.linear_quantized(xq, x_scale, weight, scale, bias, torch.bfloat16)
+    if gemm.weight_only:  # `linear` leaves rows as they are
+        x = (xq.float() * x_scale).to(torch.bfloat16)
+    whole = gemm.linear(x, weight, scale, bias)
+    if backend == "kitchen":  # its own row quantizer rounds in bf16 first
+        assert distance(out, whole) < 0.02
+    else:
+        torch.testing.assert_close(out, whole, rtol=2e-2, atol=2e-2)
+
+
+@on_each
+def test_nan_is_not_hidden(format, backend, device):
+    """A broken activation must not become a plausible image."""
+    if backend == "kitchen":
+        pytest.skip("comfy-kitchen has a row quantizer of its own")
+    gemm = runnable(format, backend, device)
+    weight, scale, bias = layer(32, 64, format, device)
+    x = random(20, 64, device=device)
+    x[3, 5] = torch.nan
+    out = gemm.linear(x, weight, scale, bias)
+    assert out[3].isnan().all()
+    assert out[:3].isfinite().all()
+    assert out[4:].isfinite().all()
+
+
+@pytest.mark.parametrize("format", BACKENDS)
+@pytest.mark.parametrize("device", [CPU, pytest.param(CARD, marks=on_card)], ids=str)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own imports
+def test_torch_compile_takes_it_whole(format, device):
+    weight, scale, bias = layer(32, 64, format, device)
+    x = random(20, 64, device=device).to(torch.bfloat16)
+    # The graph alone on the processor: no C++ compiler is needed.
+    how = "inductor" if device.type == "cuda" else "eager"
+    torch.compiler.reset()
+    whole = torch.compile(linear.quantized_linear, fullgraph=True, backend=how)
+    out = whole(x, weight, scale, bias, format)
+    exact = choose_gemm(format, device).linear(x, weight, scale, bias)
+    torch.testing.assert_close(out, exact, rtol=0, atol=0)
+
+
+# ------------------------------------------------------------------------------------------- choice
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Sets up a card that is not there: its compute capability, and what fails its trial."""
+
+    def set_up(sm, failing=(), kitchen=True):
+        monkeypatch.setattr(linear, "_sm", lambda device: sm if device.type == "cuda" else None)
+        monkeypatch.setattr(linear.kernels, "missing", lambda: "")
+        monkeypatch.setattr(linear.kernels, "interpreted", lambda: False)
+        state = State.USABLE if kitchen else State.NOT_USABLE
+        capability = Capability("comfy-kitchen", state, "0.2" if kitchen else "not installed")
+        monkeypatch.setattr(linear, "check_kitchen", lambda torch: capability)
+
+        def trial(gemm, device):
+            return "a trial failed: no kernel image" if gemm.backend in failing else ""
+
+        monkeypatch.setattr(linear, "_trial", trial)
+        linear._refusal.cache_clear()
+
+    return set_up
+
+
+@pytest.mark.parametrize("format", BACKENDS)
+def test_without_a_card_the_weights_are_expanded(format):
+    gemm = choose_gemm(format, CPU)
+    assert gemm.backend == "dequantize"
+    assert gemm.weight_only
+    assert gemm.reason == f"no card: {format} saves memory here, not time"
+
+
+@pytest.mark.parametrize(
+    ("sm", "format", "backend", "quantizer"),
+    [
+        ((8, 9), "fp8", "scaled_mm", "triton"),
+        ((8, 9), "int8", "kitchen", "triton"),
+        ((9, 0), "fp8", "scaled_mm", "triton"),
+        ((12, 0), "fp8", "scaled_mm", "triton"),
+        ((8, 6), "fp8", "dequantize", "torch"),
+        ((8, 6), "int8", "kitchen", "triton"),
+        ((7, 5), "int8", "dequantize", "torch"),
+    ],
+    ids=str,
+)
+def test_choice_by_card(card, sm, format, backend, quantizer):
+    card(sm)
+    gemm = choose_gemm(format, CARD)
+    assert (gemm.backend, gemm.row_quantizer) == (backend, quantizer)
+
+
+def test_every_preference_ends_at_what_a_card_without_extras_has(card):
+    for format, names in BACKENDS.items():
+        for order, _ in (linear.PREFERENCE[format, None], linear.PREFERENCE[format, (9, 0)]):
+            assert sorted([*order, "dequantize"]) == sorted(names)
+
+
+def test_reason_tells_what_was_passed_over(card):
+    card((8, 9), failing=("scaled_mm",))
+    gemm = choose_gemm("fp8", CARD)
+    assert gemm.backend == "triton"
+    assert gemm.reason.endswith("; not scaled_mm: a trial failed: no kernel image")
+    card((8, 9), failing=("triton",), kitchen=False)
+    gemm = choose_gemm("int8", CARD)
+    assert (gemm.backend, gemm.row_quantizer) == ("int_mm", "torch")
+    assert "; not kitchen: comfy-kitchen not installed; not triton: " in gemm.reason
+    card((8, 6))
+    gemm = choose_gemm("fp8", CARD)
+    assert gemm.reason.startswith("not scaled_mm: sm_86, needs sm_89 or newer; not triton: ")
+    assert str(gemm) == f"fp8 through dequantize: {gemm.reason}"
+
+
+def test_a_backend_that_is_asked_for_runs_or_raises(card):
+    card((8, 9), failing=("triton",))
+    assert choose_gemm("int8", CARD, backend="int_mm") == Gemm("int8", "int_mm", "asked for")
+    with pytest.raises(UnavailableError) as caught:
+        choose_gemm("int8", CARD, backend="triton")
+    assert str(caught.value) == (
+        "the int8 GEMM triton cannot run on cuda:0: a trial failed: no kernel image; "
+        "use kitchen or int_mm or dequantize"
+    )
+    with pytest.raises(UnavailableError, match=r"needs an NVIDIA card; use .*dequantize"):
+        choose_gemm("int8", CPU, backend="kitchen")
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "mps"])
+def test_a_device_that_torch_does_not_reach(monkeypatch, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    gemm = choose_gemm("fp8", torch.device(device))
+    assert gemm.backend == "dequantize"
+    assert f"{device} is no NVIDIA card that torch reaches" in gemm.reason
+
+
+def test_environment_asks_unless_the_caller_does(monkeypatch, card):
+    card((8, 9))
+    monkeypatch.setenv("QWEN_L40S_GEMM_INT8", "triton")
+    gemm = choose_gemm("int8", CARD)
+    assert (gemm.backend, gemm.reason) == ("triton", "asked for by QWEN_L40S_GEMM_INT8")
+    assert choose_gemm("int8", CARD, backend="int_mm").backend == "int_mm"
+    assert choose_gemm("fp8", CARD).backend == "scaled_mm"
+
+
+def test_names_that_are_none():
+    with pytest.raises(SettingError, match="'nf4': use fp8 or int8"):
+        choose_gemm("nf4", CPU)
+    with pytest.raises(SettingError, match="'int_mm': use scaled_mm or triton or dequantize"):
+        choose_gemm("fp8", CPU, backend="int_mm")
+
+
+def test_a_trial_is_made_once(monkeypatch):
+    calls = []
+    multiply = torch._int_mm
+    monkeypatch.setattr(torch, "_int_mm", lambda *args: calls.append(1) or multiply(*args))
+    for _ in range(3):
+        choose_gemm("int8", CPU, backend="int_mm")
+    assert len(calls) == 1
+
+
+def test_a_trial_that_goes_wrong_is_told(monkeypatch):
+    def fails(*_, **__):
+        raise NotImplementedError("not compiled for this card\nstack")
+
+    monkeypatch.setattr(torch, "_int_mm", fails)
+    with pytest.raises(UnavailableError, match="trial failed: not compiled for this card; use"):
+        choose_gemm("int8", CPU, backend="int_mm")
+    linear._refusal.cache_clear()
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b: torch.zeros(32, 32, dtype=torch.int32))
+    with pytest.raises(UnavailableError, match="wrong result"):
+        choose_gemm("int8", CPU, backend="int_mm")
+
+
+def test_a_gemm_is_plain_data():
+    """Hosts copy and send models: nothing in it belongs to a device or a process."""
+    gemm = choose_gemm("fp8", CPU)
+    assert pickle.loads(pickle.dumps(gemm)) == gemm
