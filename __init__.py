@@ -2,11 +2,17 @@
 
 The repository root is this package, so that one folder serves as a ComfyUI custom node pack and as
 an installed distribution. Importing it defines names only: it reads no file, touches no GPU and
-imports neither torch nor a host.
+imports neither torch nor a host. Inside ComfyUI, which has imported `folder_paths` by then, the
+nodes are defined too.
 """
+
+import sys
 
 from .errors import CheckpointError, QwenL40SError, SettingError, UnavailableError
 
 __version__ = "0.1.0"
 
 __all__ = ["CheckpointError", "QwenL40SError", "SettingError", "UnavailableError", "__version__"]
+
+if "folder_paths" in sys.modules:
+    from .nodes import comfy_entrypoint  # noqa: F401

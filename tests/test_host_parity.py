@@ -5,45 +5,17 @@ own .venv runs it where it has one, else this Python, which then needs ComfyUI's
 """
 
 import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 import torch
+from comfyui_host import comfyui_folder, run_in_comfyui
 from diffusers import QwenImagePipeline
 from safetensors.torch import save_file
 
 from qwen_l40s.loaders.convert import vae_name_to_native
-from qwen_l40s.optimizations.software import find_comfyui
 
-TESTS = Path(__file__).resolve().parent
-FOLDER = TESTS.parent / "models" / "micro"
+FOLDER = Path(__file__).resolve().parent.parent / "models" / "micro"
 TOLERANCE = 1e-4
-
-
-def comfyui() -> Path:
-    """ComfyUI's folder; skips the test where there is none."""
-    folder = find_comfyui() or Path.home() / "ComfyUI"
-    if not (folder / "comfy" / "sd.py").is_file():
-        pytest.skip(f"no ComfyUI in {folder}: name one with COMFYUI_PATH")
-    return folder
-
-
-def run_in_comfyui(*arguments: Path) -> dict[str, float]:
-    """What comfyui_parity.py prints; skips the test where ComfyUI's requirements are missing."""
-    folder = comfyui()
-    own = folder / ".venv" / "bin" / "python"
-    command = [own if own.exists() else sys.executable, TESTS / "comfyui_parity.py", folder]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
-    missing = re.search(
-        r"ModuleNotFoundError: No module named '(?!comfy[.'])([\w.]+)'", done.stderr
-    )
-    if missing:
-        pytest.skip(f"{command[0]} cannot run the ComfyUI in {folder}: it has no {missing[1]}")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @torch.inference_mode()
@@ -82,7 +54,7 @@ def reference(pipeline: QwenImagePipeline) -> dict[str, torch.Tensor]:
 
 
 def test_comfyui_computes_what_diffusers_computes(tmp_path):
-    comfyui()
+    comfyui_folder()
     pipeline = QwenImagePipeline.from_pretrained(FOLDER, local_files_only=True).to(torch.float32)
     known = reference(pipeline)
     for name in ("embeddings", "velocity", "decoded", "encoded"):
@@ -91,6 +63,7 @@ def test_comfyui_computes_what_diffusers_computes(tmp_path):
     save_file(known, expected)
     native = {vae_name_to_native(name): w for name, w in pipeline.vae.state_dict().items()}
     save_file(native, vae)
-    differences = run_in_comfyui(expected, FOLDER, vae)
+    printed = run_in_comfyui("comfyui_parity.py", expected, FOLDER, vae)
+    differences = json.loads(printed.splitlines()[-1])
     assert len(differences) == 6
     assert {part: d for part, d in differences.items() if not d <= TOLERANCE} == {}

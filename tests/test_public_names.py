@@ -13,7 +13,10 @@ import qwen_l40s
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_PACKAGE = {"tests", "benchmarks", "docs", "build", "dist", "out"}
-HEAVY = ("torch", "diffusers", "transformers", "numpy", "PIL", "scipy", "safetensors")
+HEAVY = (
+    *("torch", "diffusers", "transformers", "numpy", "PIL", "scipy", "safetensors", "triton"),
+    *("comfy", "comfy_api", "comfy_kitchen", "folder_paths"),  # ComfyUI's own
+)
 
 
 def module_names():

@@ -1,0 +1,145 @@
+"""Runs a LoRA beside the layers that it changes and leaves their weights as they are.
+
+Core has this as "bypass". It is not used, because in ComfyUI 0.33 a second LoRA takes the first
+one's place, or with a key of its own recurses without end after a reload (injections are removed in
+the order in which they were made); it stays with the modules of the first model when `clone` makes
+another one (torch.compile under dynamic VRAM, MultiGPU); it ignores `dora_scale`; and its copies on
+the card are not counted as memory.
+
+Here the small matrices are an additional model, which the host counts, loads, moves and frees, and
+an APPLY_MODEL wrapper wraps the layers' `forward` for the length of one call only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import comfy.ops
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
+from comfy.weight_adapter import LoKrAdapter, LoRAAdapter, WeightAdapterBase
+
+KEY = "qwen_l40s_lora"
+
+
+class LowRank(torch.nn.Module):
+    """y + scale * up(down(x)), for x [..., K] and y [..., N]."""
+
+    def __init__(self, up: torch.Tensor, down: torch.Tensor, scale: float) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = _linear(up), _linear(down), scale
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.add(y, self.up(self.down(x)), alpha=self.scale)
+
+
+class Kronecker(torch.nn.Module):
+    """y + scale * (outer (x) inner) x, for outer [N1, K1], inner [N2, K2] and x [..., K1 * K2]."""
+
+    def __init__(self, outer: torch.Tensor, inner: torch.Tensor, scale: float) -> None:
+        super().__init__()
+        self.outer, self.inner, self.scale = _linear(outer), _linear(inner), scale
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        halves = self.inner(x.unflatten(-1, (self.outer.in_features, -1))).transpose(-1, -2)
+        return torch.add(y, self.outer(halves).transpose(-1, -2).flatten(-2), alpha=self.scale)
+
+
+def change_beside(
+    adapter: WeightAdapterBase, strength: float, dtype: torch.dtype
+) -> torch.nn.Module | None:
+    """The adapter as a module in `dtype`; None for a kind that must be merged (LoHa, DoRA, and
+    everything that is made for a convolution).
+    """
+    weights = adapter.weights
+    if isinstance(adapter, LoRAAdapter):
+        up, down, alpha, *others = weights
+        if any(other is not None for other in others):
+            return None
+        scale = 1.0 if alpha is None else alpha / len(down)
+        return LowRank(up.flatten(1).to(dtype), down.flatten(1).to(dtype), strength * scale)
+    if isinstance(adapter, LoKrAdapter):
+        outer, inner, alpha, outer_a, outer_b, inner_a, inner_b, *others = weights
+        if any(other is not None for other in others):
+            return None
+        # Core divides alpha by the inner rank where both factors have one.
+        rank = next((len(factor) for factor in (inner_b, outer_b) if factor is not None), None)
+        scale = 1.0 if alpha is None or rank is None else alpha / rank
+        outer = outer_a.float() @ outer_b.float() if outer is None else outer
+        inner = inner_a.float() @ inner_b.float() if inner is None else inner
+        return Kronecker(outer.to(dtype), inner.to(dtype), strength * scale)
+    return None
+
+
+def add_beside(patcher: ModelPatcher, changes: Mapping[str, torch.nn.Module]) -> None:
+    """Adds changes, by the dotted name of their layer in the model, to those that are there."""
+    layers = Layers(changes)
+    beside = _patcher(layers, patcher.load_device, patcher.offload_device)
+    others = patcher.get_additional_models_with_key(KEY)
+    patcher.set_additional_models(KEY, [*others, beside])
+    if not patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY):
+        patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, run_beside)
+
+
+class Layers(torch.nn.Module):
+    """Holds the changes of one LoRA; a ModuleDict takes no names with dots."""
+
+    def __init__(self, changes: Mapping[str, torch.nn.Module]) -> None:
+        super().__init__()
+        self.names = tuple(changes)
+        self.changes = torch.nn.ModuleList(changes.values())
+
+
+def run_beside(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """APPLY_MODEL wrapper: one forward with every change of the patcher that samples."""
+    model = executor.class_obj
+    wrapped: list[tuple[torch.nn.Module, Any]] = []
+    try:
+        for beside in model.current_patcher.get_additional_models_with_key(KEY):
+            for name, change in zip(beside.model.names, beside.model.changes, strict=True):
+                layer = model.get_submodule(name)
+                wrapped.append((layer, layer.__dict__.get("forward")))
+                layer.forward = _with_change(layer.forward, change)
+        return executor(*args, **kwargs)
+    finally:
+        for layer, forward in reversed(wrapped):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+
+
+def _with_change(forward: Callable[..., torch.Tensor], change: torch.nn.Module) -> Callable:
+    def changed_forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return change(x, forward(x, *args, **kwargs))
+
+    return changed_forward
+
+
+def _patcher(
+    layers: Layers, load_device: torch.device, offload_device: torch.device
+) -> ModelPatcher:
+    # Never the dynamic class: torch.compile cannot trace a weight that is faulted in.
+    patcher = ModelPatcher(layers, load_device=load_device, offload_device=offload_device)
+    # For MultiGPU, which loads every model once more.
+    patcher.cached_patcher_init = (_second_patcher, (layers, load_device, offload_device))
+    return patcher
+
+
+def _second_patcher(
+    layers: Layers,
+    load_device: torch.device,
+    offload_device: torch.device,
+    disable_dynamic: bool = True,  # ComfyUI passes it; there is no other kind
+) -> ModelPatcher:
+    return _patcher(copy.deepcopy(layers), load_device, offload_device)
+
+
+def _linear(weight: torch.Tensor) -> torch.nn.Linear:
+    rows, columns = weight.shape
+    linear = comfy.ops.manual_cast.Linear(columns, rows, bias=False, device="meta")
+    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return linear

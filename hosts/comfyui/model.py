@@ -1,0 +1,161 @@
+"""Loads a Qwen-Image transformer into a ComfyUI MODEL.
+
+The module is ComfyUI's own, built from the sizes in the file instead of from constants, so that
+models of other widths load too. Without quantized layers it runs with ComfyUI's own operations and
+gives bit for bit what ComfyUI's own loader gives.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import comfy.model_detection
+import comfy.model_management
+import comfy.model_patcher
+import comfy.supported_models
+import comfy.utils
+import torch
+
+from ...errors import CheckpointError
+from ...loaders.source import Source, open_source
+from ...loaders.transformer_tensors import check_complete
+from ...optimizations.linear import choose_gemm
+from ...planning.memory import QUANTIZED, TransformerShape
+from .finite import check_first_step
+from .operations import quantized_operations
+from .precision import choose
+from .report import LoadReport
+from .tensors import map_tensors
+from .weights import prepare
+
+KEEP_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def load_model(
+    path: str | os.PathLike[str], precision: str = "auto", keep: Sequence[str] = ()
+) -> tuple[comfy.model_patcher.ModelPatcher, LoadReport]:
+    """Loads the transformer behind `path`, with a report of what was done and why.
+
+    Args:
+        path: a safetensors file, a sharded or component folder, or a diffusers folder.
+        precision: auto, bf16, fp8, int8 or "as stored".
+        keep: shell patterns of layers that stay in bf16 when the others are quantized.
+
+    Raises:
+        CheckpointError: the file is not a Qwen-Image transformer, or is damaged.
+        SettingError: the precision is unknown, or a pattern matches no layer.
+        UnavailableError: the precision cannot be had on this card, or memory does not suffice.
+    """
+    source = open_source(path, "transformer")
+    shape = check_complete(source)
+    choice = choose(source, shape, precision, keep)
+    patcher, notes = _load(source, shape, choice.name, tuple(keep))
+    if choice.name in QUANTIZED:
+        notes.append(f"{choose_gemm(choice.name, patcher.load_device)}.")
+    patcher.cached_patcher_init = (load_patcher, (os.fspath(path), choice.name, tuple(keep)))
+    report = LoadReport(
+        what="transformer",
+        path=source.path,
+        family=source.part.family,
+        precision=choice.name,
+        reason=choice.reason,
+        bytes=patcher.model_size(),
+        notes=tuple(notes),
+    )
+    return patcher, report
+
+
+def load_patcher(
+    path: str, precision: str, keep: Sequence[str] = (), disable_dynamic: bool = False
+) -> comfy.model_patcher.ModelPatcher:
+    """Loads the same model once more: ComfyUI calls it for MultiGPU clones, and without dynamic
+    VRAM for torch.compile and hooks.
+    """
+    source = open_source(path, "transformer")
+    shape = check_complete(source)
+    patcher, _ = _load(source, shape, precision, tuple(keep), disable_dynamic)
+    patcher.cached_patcher_init = (load_patcher, (path, precision, tuple(keep)))
+    return patcher
+
+
+def _load(
+    source: Source,
+    shape: TransformerShape,
+    precision: str,
+    keep: tuple[str, ...],
+    disable_dynamic: bool = False,
+) -> tuple[comfy.model_patcher.ModelPatcher, list[str]]:
+    load_device = comfy.model_management.get_torch_device()
+    offload_device = comfy.model_management.unet_offload_device()
+    tensors, notes = prepare(source, map_tensors(source), precision, keep, load_device)
+    config = _model_config(source, shape, tensors, precision, load_device)
+    model = config.get_model(tensors, "")
+    patcher_class = (
+        comfy.model_patcher.ModelPatcher
+        if disable_dynamic
+        else comfy.model_patcher.CoreModelPatcher
+    )
+    patcher = patcher_class(model, load_device=load_device, offload_device=offload_device)
+    if not comfy.model_management.is_device_cpu(offload_device):
+        model.to(offload_device)
+    model.load_model_weights(tensors, "", assign=patcher.is_dynamic())
+    check_first_step(patcher, source.path)
+    return patcher, notes
+
+
+def _model_config(
+    source: Source,
+    shape: TransformerShape,
+    tensors: dict[str, torch.Tensor],
+    precision: str,
+    device: torch.device,
+) -> comfy.supported_models.QwenImage:
+    """ComfyUI's configuration of the model, with the dtypes that its own loader would choose."""
+    config = comfy.supported_models.QwenImage(_unet_config(source, shape, tensors))
+    supported = config.supported_inference_dtypes
+    quantized = any(name.endswith(".comfy_quant") for name in tensors)
+    dtype = KEEP_DTYPE.get(precision)
+    if dtype is None or quantized:
+        parameters = comfy.utils.calculate_parameters(tensors)
+        stored = None if quantized else comfy.utils.weight_dtype(tensors)
+        dtype = comfy.model_management.unet_dtype(
+            model_params=parameters, supported_dtypes=supported, weight_dtype=stored
+        )
+    cast = comfy.model_management.unet_manual_cast(None if quantized else dtype, device, supported)
+    config.set_inference_dtype(dtype, cast, device=device)
+    if quantized:
+        config.custom_operations = quantized_operations(cast or dtype)
+    return config
+
+
+def _unet_config(
+    source: Source, shape: TransformerShape, tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """What ComfyUI detects itself, completed by the sizes that it takes for granted."""
+    config = comfy.model_detection.detect_unet_config(tensors, "")
+    config.update(
+        num_attention_heads=shape.heads,
+        attention_head_dim=shape.head_dim,
+        joint_attention_dim=shape.joint_dim,
+        out_channels=shape.packed_out_channels // 4,
+        **_rope_axes(source, shape.head_dim),
+    )
+    if source.config.get("zero_cond_t") is True:
+        config["default_ref_method"] = "index_timestep_zero"
+    return config
+
+
+def _rope_axes(source: Source, head_dim: int) -> dict[str, tuple[int, ...]]:
+    """The split of a head over time, height and width, which no tensor tells."""
+    axes = source.config.get("axes_dims_rope")
+    if axes is None and head_dim == 128:
+        return {}  # the published models: ComfyUI's default
+    if not isinstance(axes, list) or len(axes) != 3 or sum(axes) != head_dim:
+        raise CheckpointError(
+            f"{source.path} has heads of {head_dim} and its config.json says axes_dims_rope "
+            f"{axes}: three numbers that add up to {head_dim} are needed, so put the config.json "
+            "of the model beside its weights."
+        )
+    return {"axes_dims_rope": tuple(axes)}

@@ -1,0 +1,100 @@
+"""Chooses a transformer's precision from its header, the card and the memory, before reading it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import comfy.memory_management
+import comfy.model_management
+import torch
+
+from ...errors import UnavailableError
+from ...loaders.precision import PrecisionChoice, check_host_memory, choose_transformer_precision
+from ...loaders.quantize import layers_to_quantize
+from ...loaders.source import Source
+from ...optimizations.resources import available_memory
+from ...planning.memory import (
+    GIB,
+    QUANTIZED,
+    USUAL_SIDE,
+    CardFacts,
+    TransformerShape,
+    format_gib,
+    step_activation_bytes,
+    weights_by_precision,
+)
+
+STORED = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+# What the loading itself takes beside the result: the largest layers that are in work.
+STAGING_BYTES = 2 * GIB
+
+
+def stored_precision(source: Source) -> str:
+    """The precision that most of the weights are stored in."""
+    formats = Counter(source.part.quantization.layers.values())
+    for name, _ in formats.most_common():
+        if name.startswith("int8"):
+            return "int8"
+        if name.startswith("fp8 e4m3"):
+            return "fp8"
+    plain = {name: entry["bytes"] for name, entry in source.part.dtypes.items() if name in STORED}
+    return STORED[max(plain, key=plain.__getitem__)] if plain else "bf16"
+
+
+def choose(
+    source: Source, shape: TransformerShape, requested: str, keep: Sequence[str]
+) -> PrecisionChoice:
+    """Resolves the precision, and refuses what memory cannot hold.
+
+    Raises:
+        SettingError: the precision is unknown, or a pattern in `keep` matches no layer.
+        UnavailableError: the card cannot compute it, or memory does not suffice.
+    """
+    layers = shape.quantizable_layers()
+    kept = frozenset(layers) - layers_to_quantize(layers, keep)
+    weights = weights_by_precision(shape, kept)
+    stored = stored_precision(source)
+    card = card_facts(comfy.model_management.get_torch_device())
+    activations = step_activation_bytes(shape, width=USUAL_SIDE, height=USUAL_SIDE)
+    choice = choose_transformer_precision(
+        requested, stored=stored, weights=weights, activations=activations, card=card
+    )
+    if card is not None:
+        _check_card(source, choice.name, weights[choice.name], activations, card)
+    check_host_memory(
+        _host_bytes(stored, choice.name, weights, card),
+        available_memory(),
+        f"{source.path.name} in {choice.name}",
+    )
+    return choice
+
+
+def card_facts(device: torch.device) -> CardFacts | None:
+    """The card that a MODEL is loaded for; None for the CPU."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return CardFacts(properties.name, properties.total_memory, (properties.major, properties.minor))
+
+
+def _check_card(source: Source, name: str, weights: int, activations: int, card: CardFacts) -> None:
+    """Elsewhere the host offloads what does not fit; with --gpu-only or --highvram it cannot."""
+    state = comfy.model_management.vram_state
+    stays = state == comfy.model_management.VRAMState.HIGH_VRAM
+    if stays and weights > card.weight_budget(activations):
+        raise UnavailableError(
+            f"{source.path.name} in {name} needs {format_gib(weights + activations)} and "
+            f"{card.name} has {format_gib(card.weight_budget(0))}: start ComfyUI without "
+            "--highvram and --gpu-only so that it can offload, or choose int8."
+        )
+
+
+def _host_bytes(stored: str, name: str, weights: dict[str, int], card: CardFacts | None) -> int:
+    """Peak of host memory that is no mapped file."""
+    if name == stored:
+        # Under dynamic VRAM the mapped file itself is the model; else the host copies what is
+        # not quantized.
+        copies = card is None or not comfy.memory_management.aimdo_enabled
+        return weights[name] if copies and name not in QUANTIZED else 0
+    return weights[name] + STAGING_BYTES

@@ -1,0 +1,218 @@
+"""Which of ComfyUI's Qwen2.5-VL classes a file fits, and the class for a language model alone.
+
+ComfyUI's class is the published 7B. Its sizes can be set; the vision tower, 1280 wide with 32
+blocks, is always built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import comfy.sd1_clip
+import torch
+from comfy.text_encoders.llama import BaseLlama, Llama2_, Qwen25_7BVLI, Qwen25_7BVLI_Config
+
+from ...errors import CheckpointError, UnavailableError
+from ...loaders.convert import text_encoder_name_to_native
+from ...loaders.quantization import AUXILIARY
+from ...loaders.safetensors_header import TensorInfo
+from ...loaders.source import Source
+from ...loaders.tensor_checks import check_names, shapes_of
+from ...loaders.text_encoders import SIZES
+
+HEAD_DIM = 128  # fixed in ComfyUI's class
+VISION_DIM = 1280
+HEAD = "model.lm_head."
+VISION = "visual."
+# Scales and markers that ComfyUI's formats for this encoder have.
+ACCOMPANYING = (".comfy_quant", ".weight_scale", ".scale_weight", ".input_scale", ".scale_input")
+MARKER = "scaled_fp8"
+ONLY_7B = "Qwen-Image needs the 7B, which is 3584 wide: get the model's own text encoder."
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a file fits ComfyUI's class.
+
+    Args:
+        names: {native name: name in the file, less its prefix} of what is loaded.
+        infos: {native name: header entry} of the same.
+        config: the sizes that differ from the published 7B.
+        vision: whether the vision tower is loaded.
+        vocabulary: rows of the embedding.
+        notes: sentences about what is left out.
+    """
+
+    names: Mapping[str, str]
+    infos: Mapping[str, TensorInfo]
+    config: Mapping[str, Any]
+    vision: bool
+    vocabulary: int
+    notes: tuple[str, ...]
+
+
+def read_layout(source: Source) -> Layout:
+    """Reads names and shapes from the headers.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected, or of a shape that ComfyUI cannot compute;
+            or the file is another size of Qwen2.5-VL.
+    """
+    dims = source.part.dims
+    other = SIZES.get((dims.get("hidden"), source.part.blocks))
+    if other not in (None, "7B"):
+        raise CheckpointError(f"{source.path} is the {other} of Qwen2.5-VL: {ONLY_7B}")
+    config = _model_config(source)
+    names, infos = _native_names(source)
+    notes = []
+    if any(name.startswith(HEAD) for name in names):
+        notes.append("lm_head left out: prompts are encoded, not continued")
+    vision = dims.get("vision_dim") == VISION_DIM
+    if not vision:
+        found = dims.get("vision_dim")
+        notes.append(
+            "no vision tower in it: encoders for Edit that take images will not work"
+            if found is None
+            else f"vision tower left out: it is {found} wide and ComfyUI's class has "
+            f"{VISION_DIM}, so encoders for Edit that take images will not work"
+        )
+    loaded = {
+        native: name
+        for native, name in names.items()
+        if not native.startswith(HEAD) and (vision or not native.startswith(VISION))
+    }
+    model = (Qwen25_7BVLI if vision else TextOnlyQwen25)(config, torch.bfloat16, "meta", torch.nn)
+    shapes = {name: infos[name].shape for name in loaded if not _accompanies(name)}
+    check_names(source.path, shapes, shapes_of(model), "ComfyUI's Qwen2.5-VL")
+    return Layout(
+        names=loaded,
+        infos={name: infos[name] for name in loaded},
+        config=config,
+        vision=vision,
+        vocabulary=int(dims["vocabulary"]),
+        notes=tuple(notes),
+    )
+
+
+def _native_names(source: Source) -> tuple[dict[str, str], dict[str, TensorInfo]]:
+    names: dict[str, str] = {}
+    infos: dict[str, TensorInfo] = {}
+    for full, info in source.shards.tensors.items():
+        if not full.startswith(source.part.prefix):
+            continue
+        name = full.removeprefix(source.part.prefix)
+        native = text_encoder_name_to_native(name)
+        if native in names:
+            raise CheckpointError(
+                f"{source.path} holds {native!r} twice, as {names[native]!r} and as {name!r}: get "
+                "the file from the model's own source."
+            )
+        names[native], infos[native] = name, info
+    return names, infos
+
+
+def _accompanies(name: str) -> bool:
+    return name == MARKER or bool(AUXILIARY.search(name) and name.endswith(ACCOMPANYING))
+
+
+def _model_config(source: Source) -> dict[str, Any]:
+    """The sizes from the tensors, and from config.json what no tensor tells."""
+    dims = source.part.dims
+    nested = source.config.get("text_config")
+    settings = {**source.config, **nested} if isinstance(nested, dict) else dict(source.config)
+    found = {
+        "vocab_size": dims.get("vocabulary"),
+        "hidden_size": dims.get("hidden"),
+        "intermediate_size": dims.get("intermediate"),
+        "num_hidden_layers": source.part.blocks,
+        "num_attention_heads": _heads(source, "q_dim", settings.get("num_attention_heads")),
+        "num_key_value_heads": _heads(source, "kv_dim", settings.get("num_key_value_heads")),
+        "rms_norm_eps": settings.get("rms_norm_eps"),
+        "rope_theta": _rope_theta(settings),
+    }
+    missing = [
+        name for name in ("vocab_size", "hidden_size", "intermediate_size") if not found[name]
+    ]
+    if missing:
+        raise CheckpointError(
+            f"{source.path} lacks the tensors that tell its {missing[0]}: download it again."
+        )
+    published = Qwen25_7BVLI_Config()
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not None and value != getattr(published, name)
+    }
+
+
+def _heads(source: Source, dim: str, declared: object) -> int:
+    width = int(source.part.dims.get(dim, 0))
+    heads, rest = divmod(width, HEAD_DIM)
+    if rest or not heads or declared not in (None, heads):
+        raise CheckpointError(
+            f"{source.path} projects to {width} in {declared or 'an unknown number of'} heads and "
+            f"ComfyUI computes this encoder with heads of {HEAD_DIM}: {ONLY_7B}"
+        )
+    return heads
+
+
+def _rope_theta(settings: Mapping[str, Any]) -> float | None:
+    nested = settings.get("rope_parameters")
+    inner = nested.get("rope_theta") if isinstance(nested, dict) else None
+    return settings.get("rope_theta", inner)
+
+
+class TextOnlyQwen25(BaseLlama, torch.nn.Module):
+    """The language model as ComfyUI's `Qwen25_7BVLI` has it, without the vision tower."""
+
+    def __init__(
+        self,
+        config_dict: Mapping[str, Any],
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        operations: Any,
+    ) -> None:
+        super().__init__()
+        config = Qwen25_7BVLI_Config(**config_dict)
+        self.num_layers = config.num_hidden_layers
+        self.model = Llama2_(config, device=device, dtype=dtype, ops=operations)
+        self.dtype = dtype
+
+    def preprocess_embed(self, embed: Mapping[str, Any], device: torch.device) -> None:
+        """Refuses images, which the host would leave out of the prompt without a word."""
+        refuse_images()
+
+
+def refuse_images() -> None:
+    """Raises UnavailableError: the prompt has an image and nothing here can see it."""
+    raise UnavailableError(
+        "this text encoder was loaded without a vision tower, which the image in the prompt needs: "
+        "load the text encoder of a Qwen-Image-Edit model, or encode without an image."
+    )
+
+
+def text_only_class(pad: int) -> type[comfy.sd1_clip.SDClipModel]:
+    """The class that replaces ComfyUI's `Qwen25_7BVLIModel`; `pad` is its tokenizer's padding."""
+
+    class TextOnlyModel(comfy.sd1_clip.SDClipModel):
+        def __init__(
+            self,
+            device: torch.device | str = "cpu",
+            dtype: torch.dtype | None = None,
+            model_options: Mapping[str, Any] | None = None,
+        ) -> None:
+            super().__init__(
+                device=device,
+                textmodel_json_config={},
+                dtype=dtype,
+                special_tokens={"pad": pad},
+                layer_norm_hidden_state=False,
+                model_class=TextOnlyQwen25,
+                enable_attention_masks=True,
+                return_attention_masks=True,
+                model_options=model_options or {},
+            )
+
+    return TextOnlyModel

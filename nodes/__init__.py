@@ -1,0 +1,45 @@
+"""The nodes of Qwen-Image L40S: one explicit list, registered through ComfyUI's V3 interface."""
+
+from __future__ import annotations
+
+import logging
+
+from comfy_api.latest import ComfyExtension, io
+
+from ..hosts.comfyui.compatibility import what_is_off
+from .loaders import (
+    QwenL40SLoad,
+    QwenL40SLoadModel,
+    QwenL40SLoadTextEncoder,
+    QwenL40SLoadVAE,
+)
+from .lora import QwenL40SLoadLora
+from .quantize import QwenL40SSaveQuantized
+
+logger = logging.getLogger(__name__)
+
+NODES: list[type[io.ComfyNode]] = [
+    QwenL40SLoad,
+    QwenL40SLoadModel,
+    QwenL40SLoadTextEncoder,
+    QwenL40SLoadVAE,
+    QwenL40SLoadLora,
+    QwenL40SSaveQuantized,
+]
+
+
+class QwenL40SExtension(ComfyExtension):
+    """Registers every node, whatever the host's version: a node that cannot run says why."""
+
+    async def on_load(self) -> None:
+        sentence = what_is_off()
+        if sentence:
+            logger.warning(sentence)
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return NODES
+
+
+async def comfy_entrypoint() -> ComfyExtension:
+    """What ComfyUI calls."""
+    return QwenL40SExtension()

@@ -1,0 +1,272 @@
+"""The loader nodes: a file or a folder becomes MODEL, CLIP and VAE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..errors import QwenL40SError
+from ..hosts.comfyui.choices import AUTOMATIC, choices, find_companion, resolve
+from ..loaders.source import Source, fingerprint, open_source
+from .host import CATEGORY, require_host, with_report
+
+PRECISIONS = ["auto", "bf16", "fp8", "int8", "as stored"]
+VAE_PRECISIONS = ["auto", "bf16", "fp32"]
+KEEP_TOOLTIP = (
+    "Layers that stay in bf16 when the rest is quantized: shell patterns separated by commas or "
+    "lines, such as transformer_blocks.0.*, *.img_mlp.net.2. A kept layer takes twice the memory."
+)
+
+
+def keep_patterns(text: str) -> tuple[str, ...]:
+    """Splits what the widget holds at commas and line ends."""
+    return tuple(part.strip() for part in text.replace("\n", ",").split(",") if part.strip())
+
+
+def checked(name: str | None, role: str) -> bool | str:
+    """True, or the sentence that says what is wrong with a choice, from file headers alone."""
+    if name is None:  # a linked input is known only when it runs
+        return True
+    try:
+        open_source(resolve(name, role), role)
+    except QwenL40SError as error:
+        return str(error)
+    return True
+
+
+def files_behind(name: str, role: str) -> Any:
+    """Changes when a file behind the choice is replaced, so that it is loaded again."""
+    return fingerprint(open_source(resolve(name, role), role).files)
+
+
+def _model_input() -> io.Combo.Input:
+    return io.Combo.Input(
+        "model",
+        options=choices("transformer"),
+        tooltip="A file in models/diffusion_models, a diffusers folder (its name ends with /), or "
+        "the small model that comes with this pack and needs no download.",
+    )
+
+
+def _precision_input() -> io.Combo.Input:
+    return io.Combo.Input(
+        "precision",
+        options=PRECISIONS,
+        default="auto",
+        tooltip="auto: the most faithful that stays on the card. bf16: 38 GiB. int8 and fp8: 25 "
+        "GiB; int8 is closer to bf16, fp8 needs an Ada card or newer. as stored: the file's own.",
+    )
+
+
+def _keep_input() -> io.String.Input:
+    return io.String.Input(
+        "keep_in_bf16", default="", multiline=True, advanced=True, tooltip=KEEP_TOOLTIP
+    )
+
+
+def _report_output() -> io.String.Output:
+    return io.String.Output(
+        "report", tooltip="What was loaded, from what, in which precision and why."
+    )
+
+
+class QwenL40SLoadModel(io.ComfyNode):
+    """Loads the transformer."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="QwenL40S_LoadModel",
+            display_name="Load Qwen-Image Model (L40S)",
+            category=CATEGORY,
+            description="Loads a Qwen-Image transformer: text to image, 2512, Edit or Layered; "
+            "bf16, fp8 or int8 files, or a diffusers folder.",
+            search_aliases=["qwen image", "unet loader", "diffusion model loader", "qwen edit"],
+            inputs=[_model_input(), _precision_input(), _keep_input()],
+            outputs=[io.Model.Output(), _report_output()],
+        )
+
+    @classmethod
+    def validate_inputs(cls, model: str) -> bool | str:
+        return checked(model, "transformer")
+
+    @classmethod
+    def fingerprint_inputs(cls, model: str, **settings: Any) -> Any:
+        return files_behind(model, "transformer")
+
+    @classmethod
+    def execute(cls, model: str, precision: str, keep_in_bf16: str = "") -> io.NodeOutput:
+        require_host()
+        from ..hosts.comfyui.model import load_model
+
+        patcher, report = load_model(
+            resolve(model, "transformer"), precision, keep_patterns(keep_in_bf16)
+        )
+        return with_report(patcher, report=report.text())
+
+
+class QwenL40SLoadTextEncoder(io.ComfyNode):
+    """Loads the text encoder."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="QwenL40S_LoadTextEncoder",
+            display_name="Load Qwen-Image Text Encoder (L40S)",
+            category=CATEGORY,
+            description="Loads Qwen2.5-VL, which turns prompts (and in Edit, images) into "
+            "conditioning.",
+            search_aliases=["clip loader", "qwen 2.5 vl"],
+            inputs=[
+                io.Combo.Input(
+                    "text_encoder",
+                    options=choices("text_encoder"),
+                    tooltip="A file in models/text_encoders, a diffusers folder, or the bundled "
+                    "micro model's.",
+                ),
+                io.Combo.Input(
+                    "precision",
+                    options=PRECISIONS,
+                    default="auto",
+                    tooltip="How the weights are stored; ComfyUI computes this model in fp32 "
+                    "whatever it is. bf16: 15 GiB, fp8 and int8: about 9 GiB.",
+                ),
+            ],
+            outputs=[io.Clip.Output(), _report_output()],
+        )
+
+    @classmethod
+    def validate_inputs(cls, text_encoder: str) -> bool | str:
+        return checked(text_encoder, "text_encoder")
+
+    @classmethod
+    def fingerprint_inputs(cls, text_encoder: str, **settings: Any) -> Any:
+        return files_behind(text_encoder, "text_encoder")
+
+    @classmethod
+    def execute(cls, text_encoder: str, precision: str) -> io.NodeOutput:
+        require_host()
+        from ..hosts.comfyui.text_encoder import load_text_encoder
+
+        clip, report = load_text_encoder(resolve(text_encoder, "text_encoder"), precision)
+        return with_report(clip, report=report.text())
+
+
+class QwenL40SLoadVAE(io.ComfyNode):
+    """Loads the VAE."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="QwenL40S_LoadVAE",
+            display_name="Load Qwen-Image VAE (L40S)",
+            category=CATEGORY,
+            description="Loads the VAE of Qwen-Image, in ComfyUI's or in diffusers' names.",
+            search_aliases=["vae loader"],
+            inputs=[
+                io.Combo.Input(
+                    "vae",
+                    options=choices("vae"),
+                    tooltip="A file in models/vae, a diffusers folder, or the bundled model's.",
+                ),
+                io.Combo.Input(
+                    "precision",
+                    options=VAE_PRECISIONS,
+                    default="auto",
+                    tooltip="auto: what ComfyUI chooses for the card. fp32 takes twice the memory.",
+                ),
+            ],
+            outputs=[io.Vae.Output(), _report_output()],
+        )
+
+    @classmethod
+    def validate_inputs(cls, vae: str) -> bool | str:
+        return checked(vae, "vae")
+
+    @classmethod
+    def fingerprint_inputs(cls, vae: str, **settings: Any) -> Any:
+        return files_behind(vae, "vae")
+
+    @classmethod
+    def execute(cls, vae: str, precision: str) -> io.NodeOutput:
+        require_host()
+        from ..hosts.comfyui.vae import load_vae
+
+        loaded, report = load_vae(resolve(vae, "vae"), precision)
+        return with_report(loaded, report=report.text())
+
+
+class QwenL40SLoad(io.ComfyNode):
+    """Loads all three parts from one choice."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="QwenL40S_Load",
+            display_name="Load Qwen-Image (L40S)",
+            category=CATEGORY,
+            description="Loads transformer, text encoder and VAE from one choice: a diffusers "
+            "folder, the bundled micro model, or a file whose text encoder and VAE are found in "
+            "their folders.",
+            search_aliases=["qwen image", "checkpoint loader", "load checkpoint"],
+            inputs=[
+                _model_input(),
+                _precision_input(),
+                io.Combo.Input(
+                    "text_encoder",
+                    options=[AUTOMATIC, *choices("text_encoder")],
+                    default=AUTOMATIC,
+                    tooltip="automatic: from the same folder, or the file in models/text_encoders "
+                    "whose width fits the model.",
+                ),
+                io.Combo.Input(
+                    "vae",
+                    options=[AUTOMATIC, *choices("vae")],
+                    default=AUTOMATIC,
+                    tooltip="automatic: from the same folder, or the file in models/vae that fits.",
+                ),
+                _keep_input(),
+            ],
+            outputs=[io.Model.Output(), io.Clip.Output(), io.Vae.Output(), _report_output()],
+        )
+
+    @classmethod
+    def _sources(cls, model: str, text_encoder: str, vae: str) -> list[Source]:
+        """The three parts, in the order of the outputs."""
+        path = resolve(model, "transformer")
+        sources = [open_source(path, "transformer")]
+        for name, role in ((text_encoder, "text_encoder"), (vae, "vae")):
+            found = find_companion(sources[0], role) if name == AUTOMATIC else resolve(name, role)
+            sources.append(open_source(found, role))
+        return sources
+
+    @classmethod
+    def validate_inputs(cls, model: str) -> bool | str:
+        # Only the one input: ComfyUI repeats the sentence for each that is named here.
+        return checked(model, "transformer")
+
+    @classmethod
+    def fingerprint_inputs(cls, model: str, text_encoder: str, vae: str, **settings: Any) -> Any:
+        sources = cls._sources(model, text_encoder, vae)
+        return tuple(fingerprint(source.files) for source in sources)
+
+    @classmethod
+    def execute(
+        cls, model: str, precision: str, text_encoder: str, vae: str, keep_in_bf16: str = ""
+    ) -> io.NodeOutput:
+        require_host()
+        from ..hosts.comfyui.model import load_model
+        from ..hosts.comfyui.text_encoder import load_text_encoder
+        from ..hosts.comfyui.vae import load_vae
+
+        sources = cls._sources(model, text_encoder, vae)
+        patcher, model_report = load_model(
+            resolve(model, "transformer"), precision, keep_patterns(keep_in_bf16)
+        )
+        clip, clip_report = load_text_encoder(sources[1].path, "auto")
+        decoder, vae_report = load_vae(sources[2].path, "auto")
+        reports = (model_report, clip_report, vae_report)
+        return with_report(
+            patcher, clip, decoder, report="\n\n".join(report.text() for report in reports)
+        )

@@ -1,0 +1,77 @@
+"""The LoRA node: ComfyUI's own protocol, with a count of what was applied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import folder_paths
+from comfy_api.latest import io
+
+from ..errors import SettingError
+from ..loaders.source import fingerprint
+from .host import CATEGORY, require_host, with_report
+
+
+def _path(name: str) -> Path:
+    found = folder_paths.get_full_path("loras", name)
+    if found is None:
+        raise SettingError(
+            f"{name!r} is not in models/loras: put the file there and press R to refresh."
+        )
+    return Path(found)
+
+
+class QwenL40SLoadLora(io.ComfyNode):
+    """Applies a LoRA to a MODEL."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="QwenL40S_LoadLora",
+            display_name="Load Qwen-Image LoRA (L40S)",
+            category=CATEGORY,
+            description="Applies a LoRA of any key style to a bf16, fp8 or int8 model, and says "
+            "how many of its keys were applied.",
+            search_aliases=["lora loader", "lightning", "lycoris"],
+            inputs=[
+                io.Model.Input("model", tooltip="From any loader; LoRAs may follow one another."),
+                io.Combo.Input(
+                    "lora",
+                    options=folder_paths.get_filename_list("loras"),
+                    tooltip="A file in models/loras.",
+                ),
+                io.Float.Input(
+                    "strength",
+                    default=1.0,
+                    min=-10.0,
+                    max=10.0,
+                    step=0.05,
+                    tooltip="1 as trained, 0 off, negative reverses it.",
+                ),
+                io.Combo.Input(
+                    "how",
+                    options=["merge", "beside"],
+                    default="merge",
+                    tooltip="merge: into the weights; costs no time a step, and fp8 or int8 "
+                    "weights are rounded once more. beside: in bf16 next to them; exact, and each "
+                    "step takes longer.",
+                ),
+            ],
+            outputs=[
+                io.Model.Output(),
+                io.String.Output("report", tooltip="How many of the LoRA's keys were applied."),
+            ],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, lora: str, **settings: Any) -> Any:
+        return fingerprint((_path(lora),))
+
+    @classmethod
+    def execute(cls, model: io.Model.Type, lora: str, strength: float, how: str) -> io.NodeOutput:
+        require_host()
+        from ..hosts.comfyui.lora import apply_lora
+
+        patched, report = apply_lora(model, _path(lora), strength, how=how)
+        return with_report(patched, report=report.text())

@@ -1,0 +1,96 @@
+"""The node that writes a quantized model, so that the next start reads half the bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+import comfy.utils
+import folder_paths
+from comfy_api.latest import io, ui
+
+from ..errors import SettingError
+from .host import CATEGORY, require_host
+from .loaders import KEEP_TOOLTIP, keep_patterns
+
+
+def _destination(filename: str) -> Path:
+    """A path inside models/diffusion_models; a name cannot leave it."""
+    name = PurePosixPath(filename.strip())
+    outside = name.is_absolute() or ".." in name.parts or "\\" in filename or ":" in filename
+    if outside or name.name in ("", ".safetensors"):
+        raise SettingError(
+            f"filename {filename!r} must be a name inside models/diffusion_models, such as "
+            "qwen_image_int8.safetensors."
+        )
+    if name.suffix != ".safetensors":
+        name = name.with_name(f"{name.name}.safetensors")
+    folders = [Path(folder) for folder in folder_paths.get_folder_paths("diffusion_models")]
+    # ComfyUI lists its older models/unet first.
+    own = [folder for folder in folders if folder.name == "diffusion_models"]
+    return (own or folders)[0] / name
+
+
+class QwenL40SSaveQuantized(io.ComfyNode):
+    """Writes a MODEL in fp8 or int8."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="QwenL40S_SaveQuantized",
+            display_name="Save Quantized Qwen-Image (L40S)",
+            category=CATEGORY,
+            description="Writes the model with its merged LoRAs into models/diffusion_models, in "
+            "half the bytes of bf16. int8 files also load with ComfyUI's own loader; fp8 files, "
+            "with one scale for each row, load with this pack.",
+            search_aliases=["quantize", "model save", "convert fp8", "convert int8"],
+            is_output_node=True,
+            inputs=[
+                io.Model.Input(
+                    "model", tooltip="Best loaded in bf16: then every weight is rounded once."
+                ),
+                io.Combo.Input(
+                    "precision",
+                    options=["int8", "fp8"],
+                    default="int8",
+                    tooltip="int8 is closer to bf16 and readable by ComfyUI itself; fp8 needs an "
+                    "Ada card or newer to be fast.",
+                ),
+                io.String.Input(
+                    "filename",
+                    default="qwen_image_int8.safetensors",
+                    tooltip="Inside models/diffusion_models.",
+                ),
+                io.Boolean.Input(
+                    "overwrite", default=False, tooltip="Replace the file when it is there."
+                ),
+                io.String.Input(
+                    "keep_in_bf16", default="", multiline=True, advanced=True, tooltip=KEEP_TOOLTIP
+                ),
+            ],
+            outputs=[io.String.Output("report", tooltip="What was written, and who reads it.")],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: io.Model.Type,
+        precision: str,
+        filename: str,
+        overwrite: bool,
+        keep_in_bf16: str = "",
+    ) -> io.NodeOutput:
+        require_host()
+        from ..hosts.comfyui.save import save_quantized
+
+        destination = _destination(filename)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        bar = comfy.utils.ProgressBar(1)
+        saved = save_quantized(
+            model,
+            destination,
+            precision,
+            keep_patterns(keep_in_bf16),
+            overwrite=overwrite,
+            progress=lambda done, total: bar.update_absolute(done, total),
+        )
+        return io.NodeOutput(saved.text(), ui=ui.PreviewText(saved.text()))

@@ -1,0 +1,113 @@
+"""Runs in ComfyUI's own Python: this package's loader beside ComfyUI's own.
+
+    python comfyui_loader.py COMFYUI PACKAGE FOLDER
+
+FOLDER holds one-block transformers of the real width. Prints one JSON object {check: figure}.
+"""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+COMFYUI, PACKAGE, FOLDER = map(Path, sys.argv[1:])
+sys.argv = [sys.argv[0], "--cpu"]
+sys.path.insert(0, str(COMFYUI))
+
+import comfy.options  # noqa: E402
+
+comfy.options.enable_args_parsing()
+
+import comfy.model_management  # noqa: E402
+import comfy.sample  # noqa: E402
+import comfy.samplers  # noqa: E402
+import comfy.sd  # noqa: E402
+import folder_paths  # noqa: E402, F401
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+spec = importlib.util.spec_from_file_location(
+    "qwen_l40s", PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
+)
+module = importlib.util.module_from_spec(spec)
+sys.modules["qwen_l40s"] = module
+spec.loader.exec_module(module)
+
+from qwen_l40s.hosts.comfyui.model import load_model  # noqa: E402
+
+
+def sample(model) -> torch.Tensor:
+    """Two Euler steps with guidance at 64 x 64, from fixed noise and text."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(1, 16, 1, 8, 8, generator=generator)
+    positive, negative = torch.randn(2, 1, 6, 3584, generator=generator)
+    return comfy.sample.sample(
+        model,
+        noise,
+        2,
+        2.5,
+        "euler",
+        "simple",
+        [[positive, {}]],
+        [[negative, {}]],
+        torch.zeros_like(noise),
+        disable_pbar=True,
+        seed=0,
+    )
+
+
+def loaded(name: str, precision: str = "auto", **settings) -> torch.Tensor:
+    return sample(load_model(FOLDER / name, precision, **settings)[0])
+
+
+def stock(name: str) -> torch.Tensor:
+    return sample(comfy.sd.load_diffusion_model(str(FOLDER / name)))
+
+
+def difference(found: torch.Tensor, known: torch.Tensor) -> float:
+    return float((found - known).norm() / known.norm())
+
+
+@torch.inference_mode()
+def main() -> None:
+    torch.set_num_threads(1)
+    known = stock("bf16.safetensors")
+    ours, _ = load_model(FOLDER / "bf16.safetensors")
+    figures = {"identical in bf16": float(torch.equal(sample(ours), known))}
+    copy = ours.clone(force_deepcopy=True)
+    figures["identical after cached_patcher_init"] = float(torch.equal(sample(copy), known))
+    figures["identical from shards"] = float(torch.equal(loaded("sharded"), known))
+    figures["identical from a checkpoint with a prefix"] = float(
+        torch.equal(loaded("prefixed.safetensors"), known)
+    )
+    for precision in ("int8", "fp8"):
+        on_load = loaded("bf16.safetensors", precision)
+        figures[f"{precision} against bf16"] = difference(on_load, known)
+        file = loaded(f"{precision}.safetensors")
+        figures[f"{precision} file is as {precision} on load"] = float(torch.equal(file, on_load))
+        back = loaded(f"{precision}.safetensors", "bf16")
+        figures[f"{precision} dequantized against itself"] = difference(back, on_load)
+    figures["int8 file in ComfyUI's own loader against ours"] = difference(
+        stock("int8.safetensors"), loaded("int8.safetensors")
+    )
+    everything = loaded("bf16.safetensors", "int8", keep=["*"])
+    figures["identical when every layer is kept"] = float(torch.equal(everything, known))
+    for name in ("scaled_fp8", "fp8_marker", "convrot"):
+        stored = loaded(f"{name}.safetensors")
+        figures[f"{name} against bf16"] = difference(stored, known)
+        figures[f"{name} against ComfyUI's own loader"] = difference(
+            stored, stock(f"{name}.safetensors")
+        )
+    unscaled = loaded("unscaled_fp8.safetensors")
+    # The same values in bf16, which is exact.
+    rounded = load_file(FOLDER / "unscaled_fp8.safetensors")
+    figures["unscaled fp8 holds fp8 values"] = float(
+        all(weight.dtype == torch.float8_e4m3fn for weight in rounded.values())
+    )
+    figures["unscaled fp8 against its values in bf16"] = difference(
+        unscaled, loaded("unscaled_in_bf16.safetensors")
+    )
+    print(json.dumps(figures))
+
+
+main()

@@ -1,0 +1,99 @@
+"""Runs in ComfyUI's own Python: samples the micro model that this package loaded.
+
+    python comfyui_sampling.py COMFYUI PACKAGE REFERENCE.safetensors
+
+Prints one JSON object: relative differences from what diffusers made of the same noise, sigmas and
+text embeddings.
+"""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+COMFYUI, PACKAGE, REFERENCE = map(Path, sys.argv[1:])
+sys.argv = [sys.argv[0], "--cpu"]
+sys.path.insert(0, str(COMFYUI))
+
+import comfy.options  # noqa: E402
+
+comfy.options.enable_args_parsing()
+
+import comfy.model_management  # noqa: E402
+import comfy.sample  # noqa: E402
+import comfy.samplers  # noqa: E402
+import folder_paths  # noqa: E402, F401
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+spec = importlib.util.spec_from_file_location(
+    "qwen_l40s", PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
+)
+module = importlib.util.module_from_spec(spec)
+sys.modules["qwen_l40s"] = module
+spec.loader.exec_module(module)
+
+from comfy_extras.nodes_cfg import CFGNorm  # noqa: E402
+
+from qwen_l40s.hosts.comfyui.model import load_model  # noqa: E402
+
+
+def difference(found: torch.Tensor, known: torch.Tensor) -> float:
+    return float((found - known).norm() / known.norm())
+
+
+def per_token(arguments: dict) -> torch.Tensor:
+    """diffusers' rescaling: by the norms of whole tokens, 2 x 2 patches of 16 channels."""
+    cond, uncond = arguments["cond"], arguments["uncond"]
+    combined = uncond + arguments["cond_scale"] * (cond - uncond)
+
+    def norms(latent: torch.Tensor) -> torch.Tensor:
+        squares = latent.square().sum(dim=1, keepdim=True)
+        patches = torch.nn.functional.avg_pool2d(squares.flatten(0, 1), 2) * 4
+        spread = patches.repeat_interleave(2, -1).repeat_interleave(2, -2)
+        return spread.sqrt().view_as(squares)
+
+    return combined * (norms(cond) / norms(combined))
+
+
+@torch.inference_mode()
+def main() -> None:
+    torch.set_num_threads(1)
+    known = load_file(REFERENCE)
+    model, _ = load_model(PACKAGE / "models" / "micro")
+    comfy.model_management.load_models_gpu([model])
+    velocity = model.model.diffusion_model(
+        known["noise"], known["sigma"], known["positive"], transformer_options={}
+    )
+
+    def sample(patched, cfg):
+        latents = comfy.sample.sample_custom(
+            patched,
+            known["noise"],
+            cfg,
+            comfy.samplers.sampler_object("euler"),
+            known["sigmas"],
+            [[known["positive"], {}]],
+            [[known["negative"], {}]],
+            torch.zeros_like(known["noise"]),
+            disable_pbar=True,
+        )
+        return model.model.process_latent_in(latents)
+
+    normed = CFGNorm.execute(model, 1.0, pre_cfg=True).result[0]
+    exact = model.clone()
+    exact.set_model_sampler_cfg_function(per_token)
+    print(
+        json.dumps(
+            {
+                "velocity": difference(velocity, known["velocity"]),
+                "cfg 1": difference(sample(model, 1.0), known["cfg 1"]),
+                "cfg 4, rescaled by token": difference(sample(exact, 4.0), known["cfg 4"]),
+                "cfg 4, CFGNorm": difference(sample(normed, 4.0), known["cfg 4"]),
+                "cfg 4, not rescaled": difference(sample(model, 4.0), known["cfg 4"]),
+            }
+        )
+    )
+
+
+main()

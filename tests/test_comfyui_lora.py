@@ -1,0 +1,95 @@
+"""LoRAs in the real ComfyUI: what tests/comfyui_lora.py checks there, one test for each check; and
+the names of their tensors.
+
+Needs a ComfyUI: the one that `qwen-l40s doctor` finds, through COMFYUI_PATH or in ~/ComfyUI. Its
+own .venv runs it where it has one, else this Python, which then needs ComfyUI's requirements.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qwen_l40s.hosts.comfyui.lora_names import normalize_name
+from qwen_l40s.loaders.lora import PREFIXES, SUFFIX, TARGETS
+from qwen_l40s.optimizations.software import find_comfyui
+
+SCRIPT = Path(__file__).resolve().parent / "comfyui_lora.py"
+CHECKS = re.findall(r"^def (check_\w+)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, str | None]:
+    """{check: None or its traceback}; skips where there is no ComfyUI that can run."""
+    folder = find_comfyui() or Path.home() / "ComfyUI"
+    if not (folder / "comfy" / "sd.py").is_file():
+        pytest.skip(f"no ComfyUI in {folder}: name one with COMFYUI_PATH")
+    own = folder / ".venv" / "bin" / "python"
+    command = [
+        own if own.exists() else sys.executable,
+        SCRIPT,
+        folder,
+        tmp_path_factory.mktemp("l"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    missing = re.search(
+        r"ModuleNotFoundError: No module named '(?!comfy[.'])([\w.]+)'", done.stderr
+    )
+    if missing:
+        pytest.skip(f"{command[0]} cannot run the ComfyUI in {folder}: it has no {missing[1]}")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_in_comfyui(results, check):
+    assert results[check] is None, results[check]
+
+
+def test_every_check_ran(results):
+    assert list(results) == CHECKS
+
+
+PREFIX = st.sampled_from(
+    ["", "base_model.model.", "pipe.dit.", "dit.", "_orig_mod.", *PREFIXES, "lora_transformer_"]
+)
+MODULE = st.builds("transformer_blocks.{}.{}".format, st.integers(0, 59), st.sampled_from(TARGETS))
+PAIRS = ["lora_A.weight", "lora_B.default.weight", "lora_down.weight", "lora_up.weight", "alpha"]
+
+
+@given(st.one_of(st.text(), st.lists(st.one_of(PREFIX, MODULE, st.text("._AB"))).map("".join)))
+def test_a_normalized_name_stays_as_it_is(name):
+    once = normalize_name(name)
+    assert normalize_name(once) == once
+
+
+@given(st.lists(st.sampled_from(["base_model.model.", "transformer.", "pipe.dit."])), MODULE)
+def test_the_module_is_what_remains(prefixes, module):
+    assert normalize_name(f"{''.join(prefixes)}{module}.lora_A.my-style.weight") == (
+        f"{module}.lora_A.weight"
+    )
+    flat = module.replace(".", "_")
+    for prefix in ("lycoris_", "lora_transformer_", "lora_unet_"):
+        name = f"{''.join(prefixes)}{prefix}{flat}.lokr_w1"
+        assert normalize_name(name) == f"lora_unet_{flat}.lokr_w1"
+
+
+@given(PREFIX, MODULE, st.sampled_from(PAIRS))
+def test_the_kind_of_tensor_stays(prefix, module, pair):
+    name = f"{prefix}{module}.{pair}"
+    kinds = [SUFFIX.search(text)["kind"] for text in (name, normalize_name(name))]
+    assert kinds[0] == kinds[1]
+
+
+def test_names_of_other_models_stay():
+    for name in (
+        "text_encoder.layers.0.self_attn.q_proj.lora_A.weight",
+        "lora_te1_layers_0_q.lora_down.weight",
+        "single_blocks.0.linear1.lora_up.weight",
+    ):
+        assert normalize_name(name) == name
