@@ -8,6 +8,7 @@ import json
 import platform
 import sys
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import SettingError
@@ -24,17 +25,19 @@ from ..optimizations.hardware import (
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Every check, and whether `qwen-l40s generate` can run.
+    """Every check, and whether `qwen-l40s generate` and the ComfyUI nodes can run.
 
     Attributes:
         checks: One capability a line, in the order they are shown.
         device: "cuda" or "cpu"; None when generation cannot run.
         remedy: What makes generation possible; empty when it is.
+        nodes: Whether the nodes can run: ComfyUI is there, new enough, and this is its Python.
     """
 
     checks: tuple[Capability, ...]
     device: str | None
     remedy: str
+    nodes: bool
 
 
 def add_parser(subparsers: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
@@ -53,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints the diagnosis.
 
     Returns:
-        0 when generation can run on this machine, on the CPU at least; 1 when it cannot.
+        0 when generation or the nodes can run on this machine, on the CPU at least; 1 when neither
+        can.
     """
     if args.models is not None and not args.models.is_dir():
         raise SettingError(
@@ -63,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         diagnosis = diagnose(args.models)
     print(_as_json(diagnosis) if args.json else _as_table(diagnosis))
-    return 0 if diagnosis.device else 1
+    return 0 if diagnosis.device or diagnosis.nodes else 1
 
 
 def diagnose(models: Path | None = None) -> Diagnosis:
@@ -101,7 +105,9 @@ def diagnose(models: Path | None = None) -> Diagnosis:
     )
     remedies = [check.remedy for check in needed if not check.usable]
     device = None if remedies else "cuda" if cards.usable else "cpu"
-    return Diagnosis(checks, device, _one_remedy(remedies))
+    kitchen = find_spec(software.KITCHEN.module) is not None  # ComfyUI's Python has it
+    nodes = comfyui_check.usable and torch_check.usable and kitchen
+    return Diagnosis(checks, device, _one_remedy(remedies), nodes)
 
 
 def _card_checks(cards: Cards) -> tuple[Capability, ...]:
@@ -136,7 +142,8 @@ def _as_table(diagnosis: Diagnosis) -> str:
         "the full model very slowly.",
         None: f"Generation cannot run here. Remedy: {diagnosis.remedy}",
     }
-    return "\n".join([*rows, "", verdict[diagnosis.device]])
+    nodes = ["The ComfyUI nodes can run here."] if diagnosis.nodes else []
+    return "\n".join([*rows, "", *nodes, verdict[diagnosis.device]])
 
 
 def _as_json(diagnosis: Diagnosis) -> str:
@@ -144,5 +151,6 @@ def _as_json(diagnosis: Diagnosis) -> str:
         "can_generate": diagnosis.device is not None,
         "device": diagnosis.device,
         "remedy": diagnosis.remedy,
+        "can_run_nodes": diagnosis.nodes,
     }
     return json.dumps({**found, "checks": [asdict(check) for check in diagnosis.checks]}, indent=2)

@@ -1,4 +1,4 @@
-"""The node that writes a quantized model, so that the next start reads half the bytes."""
+"""The node that writes a quantized model, so that the next start reads two thirds of the bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class QwenL40SSaveQuantized(io.ComfyNode):
             display_name="Save Quantized Qwen-Image (L40S)",
             category=CATEGORY,
             description="Writes the model with its merged LoRAs into models/diffusion_models, in "
-            "half the bytes of bf16. int8 files also load with ComfyUI's own loader; fp8 files, "
+            "two thirds of the bytes of bf16. int8 files also load with ComfyUI's own loader; fp8 files, "
             "with one scale for each row, load with this pack.",
             search_aliases=["quantize", "model save", "convert fp8", "convert int8"],
             is_output_node=True,

@@ -27,5 +27,5 @@ def interpreted() -> bool:
 
 
 def launch_beside(x: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Makes the card that holds `x` the current one: Triton and comfy-kitchen launch on no other."""
+    """Makes the card that holds `x` the current one: kernels launch on that one alone."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
