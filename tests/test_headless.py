@@ -6,6 +6,7 @@ Needs a ComfyUI that COMFYUI_PATH names, or one in ~/ComfyUI; without one these 
 from __future__ import annotations
 
 import io
+import json
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from qwen_l40s.tools.micro.adherence import adherence
 from qwen_l40s.tools.micro.grammar import parse_prompt
 
 MICRO = "micro (bundled)"
+WORKFLOW = ROOT / "workflows" / "api" / "micro_text_to_image.json"
 PROMPT = "a large green circle at the bottom right on a white background"
 pytestmark = pytest.mark.timeout(300)
 
@@ -36,49 +38,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def graph(prompt: str = PROMPT, *, seed: int = 1, steps: int = 20, **load: Any) -> dict[str, Any]:
-    """Text to image in ComfyUI's API form; `load` changes the loader's inputs."""
-    inputs = {
-        "model": MICRO,
-        "precision": "auto",
-        "text_encoder": "automatic",
-        "vae": "automatic",
-        "keep_in_bf16": "",
-    }
-    return {
-        "load": {"class_type": "QwenL40S_Load", "inputs": inputs | load},
-        "positive": {
-            "class_type": "CLIPTextEncode",
-            "inputs": {"text": prompt, "clip": ["load", 1]},
-        },
-        "negative": {"class_type": "CLIPTextEncode", "inputs": {"text": " ", "clip": ["load", 1]}},
-        "empty": {
-            "class_type": "EmptySD3LatentImage",
-            "inputs": {"width": 256, "height": 256, "batch_size": 1},
-        },
-        "sample": {
-            "class_type": "KSampler",
-            "inputs": {
-                "model": ["load", 0],
-                "positive": ["positive", 0],
-                "negative": ["negative", 0],
-                "latent_image": ["empty", 0],
-                "seed": seed,
-                "steps": steps,
-                "cfg": 4.0,
-                "sampler_name": "euler",
-                "scheduler": "simple",
-                "denoise": 1.0,
-            },
-        },
-        "decode": {
-            "class_type": "VAEDecode",
-            "inputs": {"samples": ["sample", 0], "vae": ["load", 2]},
-        },
-        "save": {
-            "class_type": "SaveImage",
-            "inputs": {"images": ["decode", 0], "filename_prefix": "micro"},
-        },
-    }
+    """The shared workflow with other inputs; `load` are those of the loader."""
+    nodes = json.loads(WORKFLOW.read_text(encoding="utf-8"))
+    nodes["positive"]["inputs"]["text"] = prompt
+    nodes["sample"]["inputs"] |= {"seed": seed, "steps": steps}
+    nodes["load"]["inputs"] |= load
+    return nodes
 
 
 def pixels(data: bytes) -> np.ndarray:

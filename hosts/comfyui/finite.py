@@ -38,8 +38,9 @@ def check_first_step(patcher: ModelPatcher, path: Path) -> None:
 
 def _refuse(module: torch.nn.Module, path: Path) -> None:
     for name, weight in module.named_parameters():
-        stored = weight._params.scale if isinstance(weight, QuantizedTensor) else weight
-        if not is_finite(stored.detach()):
+        quantized = isinstance(weight, QuantizedTensor)
+        held = (weight._qdata, weight._params.scale) if quantized else (weight.detach(),)
+        if not all(map(is_finite, held)):
             raise CheckpointError(
                 f"{path} holds NaN or infinity in the tensor {name!r}: download the file again."
             )

@@ -20,7 +20,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 
 from ... import __version__
-from ...errors import CheckpointError, SettingError
+from ...errors import CheckpointError, SettingError, UnavailableError
 from ...loaders.precision import format_bytes
 from ...loaders.quantization import AUXILIARY
 from ...loaders.quantize import (
@@ -106,7 +106,7 @@ def save_quantized(
         SettingError: the precision, a pattern or the destination cannot be used, or the model has a
             LoRA beside its weights.
         CheckpointError: the model is not a Qwen-Image transformer, or a weight is not finite.
-        UnavailableError: the disk has too little space.
+        UnavailableError: the disk does not take the file.
     """
     if precision not in FORMATS:
         raise SettingError(f"precision {precision!r} is unknown: choose {' or '.join(FORMATS)}.")
@@ -131,7 +131,7 @@ def save_quantized(
     layout = SafetensorsLayout(
         _specs(weights, quantized, taken_over, precision), _metadata(model, precision, keep)
     )
-    destination.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(destination.parent)
     with write_safetensors(destination, layout) as file:
         for done, (name, weight) in enumerate(weights.items(), start=1):
             layer = name.removesuffix(".weight")
@@ -168,6 +168,15 @@ def _check_destination(destination: Path, *, overwrite: bool) -> None:
         raise SettingError(
             f"{destination.name} exists: choose another name, or switch overwrite on."
         )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UnavailableError(
+            f"cannot create the folder {folder} ({error.strerror}): choose another name."
+        ) from error
 
 
 def _weights(model: ModelPatcher) -> Tensors:
@@ -230,14 +239,14 @@ def _rounded(
     patched = PREFIX + name in model.patches
     if precision == "fp8" and weight.dtype == torch.float8_e4m3fn and not patched:
         return StoredLayer(*rescale_rows_exactly(weight.to(device)), precision)
-    weight = _with_patches(model, name, weight, device)
+    weight = _with_patches(model, name, weight, device).to(device, torch.float32)
     return StoredLayer(*quantize_rows(weight, precision), precision)
 
 
 def _with_patches(
     model: ModelPatcher, name: str, weight: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
-    """The weight plus its LoRAs; on `device` and in float32 where anything is computed."""
+    """The weight plus its LoRAs: on `device` and in float32, unless it is as it was loaded."""
     patches = model.patches.get(PREFIX + name)
     if isinstance(weight, QuantizedTensor):
         weight = weight.to(device)
