@@ -25,6 +25,16 @@ sys.path.append(str(ROOT / "tests"))
 pytest_plugins = ["tiny_model"]
 
 
+def pytest_report_header() -> str:
+    """One line above the tests: which ComfyUI they are compared with, or that there is none."""
+    from qwen_l40s.optimizations.software import check_comfyui, find_comfyui
+
+    found = check_comfyui(find_comfyui())
+    if found.usable:
+        return f"ComfyUI: {found.reason}"
+    return f"ComfyUI: {found.reason}; tests against it are skipped: {found.remedy}"
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """Torch's threads wait for one another: on a busy machine small work takes 20 times as long."""

@@ -5,7 +5,6 @@ The ComfyUI is the one that `qwen-l40s doctor` finds, through COMFYUI_PATH or in
 """
 
 import json
-import re
 import resource
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from comfyui_host import run_in_comfyui
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -35,7 +35,6 @@ from qwen_l40s.loaders.quantized_file import write_quantized
 from qwen_l40s.loaders.quantized_plan import plan_quantized
 from qwen_l40s.loaders.safetensors_header import DTYPE_BITS, read_header
 from qwen_l40s.loaders.source import open_source
-from qwen_l40s.optimizations.software import find_comfyui
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -372,31 +371,15 @@ def test_a_destination_is_checked_by_the_library_too(tmp_path):
 # --- ComfyUI
 
 
-def comfyui():
-    """ComfyUI's folder; skips the test where there is none."""
-    folder = find_comfyui() or Path.home() / "ComfyUI"
-    if not (folder / "comfy" / "sd.py").is_file():
-        pytest.skip(f"no ComfyUI in {folder}: name one with COMFYUI_PATH")
-    return folder
-
-
 def test_comfyui_reads_int8_as_we_do_and_refuses_our_fp8(tmp_path, files, one_thread):
-    folder = comfyui()
-    own = folder / ".venv" / "bin" / "python"
     matrix = torch.randn(50, 192, generator=torch.Generator().manual_seed(0))
     matrix[7] = 0
     inputs, output = tmp_path / "inputs.safetensors", tmp_path / "output.safetensors"
     save_file({"matrix": matrix}, inputs)
-    command = [own if own.exists() else sys.executable, TESTS / "comfyui_quantized.py", folder]
-    command += [files["int8"], files["fp8"], CONFIG, inputs, output]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    missing = re.search(
-        r"ModuleNotFoundError: No module named '(?!comfy[.'])([\w.]+)'", done.stderr
+    printed = run_in_comfyui(
+        "comfyui_quantized.py", files["int8"], files["fp8"], CONFIG, inputs, output
     )
-    if missing:
-        pytest.skip(f"{command[0]} cannot run the ComfyUI in {folder}: it has no {missing[1]}")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
+    report = json.loads(printed.splitlines()[-1])
     assert report["warnings"] == []
     assert report["left_over"] == []
     assert "float8_e4m3fn_rowwise" in report["fp8"]

@@ -1,23 +1,20 @@
 """LoRAs in the real ComfyUI: what tests/comfyui_lora.py checks there, one test for each check; and
 the names of their tensors.
 
-Needs a ComfyUI: the one that `qwen-l40s doctor` finds, through COMFYUI_PATH or in ~/ComfyUI. Its
-own .venv runs it where it has one, else this Python, which then needs ComfyUI's requirements.
+Needs a ComfyUI that COMFYUI_PATH names, or one in ~/ComfyUI; without one these tests say so.
 """
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from comfyui_host import run_in_comfyui
 from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_l40s.hosts.comfyui.lora_names import normalize_name
 from qwen_l40s.loaders.lora import PREFIXES, SUFFIX, TARGETS
-from qwen_l40s.optimizations.software import find_comfyui
 
 SCRIPT = Path(__file__).resolve().parent / "comfyui_lora.py"
 CHECKS = re.findall(r"^def (check_\w+)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
@@ -26,24 +23,8 @@ CHECKS = re.findall(r"^def (check_\w+)", SCRIPT.read_text(encoding="utf-8"), re.
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, str | None]:
     """{check: None or its traceback}; skips where there is no ComfyUI that can run."""
-    folder = find_comfyui() or Path.home() / "ComfyUI"
-    if not (folder / "comfy" / "sd.py").is_file():
-        pytest.skip(f"no ComfyUI in {folder}: name one with COMFYUI_PATH")
-    own = folder / ".venv" / "bin" / "python"
-    command = [
-        own if own.exists() else sys.executable,
-        SCRIPT,
-        folder,
-        tmp_path_factory.mktemp("l"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    missing = re.search(
-        r"ModuleNotFoundError: No module named '(?!comfy[.'])([\w.]+)'", done.stderr
-    )
-    if missing:
-        pytest.skip(f"{command[0]} cannot run the ComfyUI in {folder}: it has no {missing[1]}")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    printed = run_in_comfyui(SCRIPT.name, tmp_path_factory.mktemp("l"))
+    return json.loads(printed.splitlines()[-1])
 
 
 @pytest.mark.parametrize("check", CHECKS)
