@@ -64,6 +64,22 @@ def stock(name: str) -> torch.Tensor:
     return sample(comfy.sd.load_diffusion_model(str(FOLDER / name)))
 
 
+def edited(model, **settings) -> torch.Tensor:
+    """One forward with a reference image beside the noise, as Edit and Layered are run."""
+    comfy.model_management.load_models_gpu([model])
+    generator = torch.Generator().manual_seed(1)
+    noise, reference = torch.randn(2, 1, 16, 1, 8, 8, generator=generator)
+    text = torch.randn(1, 6, 3584, generator=generator)
+    return model.model.diffusion_model(
+        noise,
+        torch.tensor([0.7]),
+        text,
+        ref_latents=[reference],
+        transformer_options={},
+        **settings,
+    )
+
+
 def difference(found: torch.Tensor, known: torch.Tensor) -> float:
     return float((found - known).norm() / known.norm())
 
@@ -80,6 +96,15 @@ def main() -> None:
     figures["identical from a checkpoint with a prefix"] = float(
         torch.equal(loaded("prefixed.safetensors"), known)
     )
+    for name, settings in (
+        ("edit_2511", {}),
+        ("layered", {"additional_t_cond": torch.tensor([0])}),
+    ):
+        theirs = edited(
+            comfy.sd.load_diffusion_model(str(FOLDER / f"{name}.safetensors")), **settings
+        )
+        mine = edited(load_model(FOLDER / f"{name}.safetensors")[0], **settings)
+        figures[f"identical for {name}"] = float(torch.equal(mine, theirs))
     for precision in ("int8", "fp8"):
         on_load = loaded("bf16.safetensors", precision)
         figures[f"{precision} against bf16"] = difference(on_load, known)

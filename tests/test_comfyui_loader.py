@@ -75,6 +75,11 @@ def write_files(folder: Path) -> None:
     weights = random_weights()
     layers = layers_to_quantize(name.removesuffix(".weight") for name in weights)
     save_file(weights, folder / "bf16.safetensors")
+    marker = {"__index_timestep_zero__": torch.zeros(0)}
+    save_file(weights | marker, folder / "edit_2511.safetensors")
+    condition = {"time_text_embed.addition_t_embedding.weight": weights["img_in.weight"][:, :2].t()}
+    layered = {name: weight.contiguous() for name, weight in (weights | condition).items()}
+    save_file(layered, folder / "layered.safetensors")
     prefixed = {f"model.diffusion_model.{name}": weight for name, weight in weights.items()}
     save_file(prefixed, folder / "prefixed.safetensors")
     sharded = folder / "sharded"
@@ -111,7 +116,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> dict[
 
 def test_bf16_is_bit_for_bit_what_comfyui_s_own_loader_gives(figures):
     same = {name: value for name, value in figures.items() if name.startswith("identical")}
-    assert len(same) == 5
+    assert len(same) == 7
     assert {name for name, value in same.items() if value != 1.0} == set()
 
 
