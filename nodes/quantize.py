@@ -40,8 +40,8 @@ class QwenL40SSaveQuantized(io.ComfyNode):
             display_name="Save Quantized Qwen-Image (L40S)",
             category=CATEGORY,
             description="Writes the model with its merged LoRAs into models/diffusion_models, in "
-            "two thirds of the bytes of bf16. int8 files also load with ComfyUI's own loader; fp8 files, "
-            "with one scale for each row, load with this pack.",
+            "two thirds of the bytes of bf16. int8 files also load with ComfyUI's own loader; fp8 "
+            "files, with one scale for each row, load with this pack.",
             search_aliases=["quantize", "model save", "convert fp8", "convert int8"],
             is_output_node=True,
             inputs=[
@@ -64,7 +64,12 @@ class QwenL40SSaveQuantized(io.ComfyNode):
                     "overwrite", default=False, tooltip="Replace the file when it is there."
                 ),
                 io.String.Input(
-                    "keep_in_bf16", default="", multiline=True, advanced=True, tooltip=KEEP_TOOLTIP
+                    "keep_in_bf16",
+                    default="",
+                    multiline=True,
+                    optional=True,
+                    advanced=True,
+                    tooltip=KEEP_TOOLTIP,
                 ),
             ],
             outputs=[io.String.Output("report", tooltip="What was written, and who reads it.")],
@@ -83,7 +88,6 @@ class QwenL40SSaveQuantized(io.ComfyNode):
         from ..hosts.comfyui.save import save_quantized
 
         destination = _destination(filename)
-        destination.parent.mkdir(parents=True, exist_ok=True)
         bar = comfy.utils.ProgressBar(1)
         saved = save_quantized(
             model,

@@ -9,20 +9,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import comfy.lora
 import comfy.model_management
 import torch
-from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 
 from ... import __version__
 from ...errors import CheckpointError, SettingError, UnavailableError
 from ...loaders.precision import format_bytes
-from ...loaders.quantization import AUXILIARY
 from ...loaders.quantize import (
     COMFY_QUANT,
     DTYPES,
@@ -37,15 +34,10 @@ from ...loaders.safetensors_writer import SafetensorsLayout, write_safetensors
 from ...loaders.source import METADATA_KEY
 from ...loaders.stored_weights import StoredLayer
 from ...loaders.tensor_checks import is_finite
-from .beside import KEY as BESIDE
-from .operations import FORMAT_OF_LAYOUT
+from .held_weights import PREFIX, Tensors, layer_as_held, loaded_weights, with_patches
 from .precision import STAGING_BYTES
 
-PREFIX = "diffusion_model."
-# ComfyUI's own fp8 has one scale for a weight, which is that of every row too.
-FORMATS_HELD = {**FORMAT_OF_LAYOUT, "TensorCoreFP8E4M3Layout": "fp8"}
 DTYPE_NAMES = {dtype: name for name, dtype in FILE_DTYPES.items()}
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -113,10 +105,7 @@ def save_quantized(
     _check_destination(destination, overwrite=overwrite)
     device = comfy.model_management.get_torch_device()
     comfy.model_management.free_memory(STAGING_BYTES, device)
-    # torch.compile and others put modules of their own into a model while it is loaded, and do so
-    # again when it samples.
-    model.unpatch_model(unpatch_weights=False)
-    weights = _weights(model)
+    weights = loaded_weights(model)
     layers = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
     chosen = layers_to_quantize(layers, keep)
     if not chosen:
@@ -125,7 +114,7 @@ def save_quantized(
     taken_over = {
         layer: entry
         for layer in layers
-        if layer not in kept and (entry := _taken_over(model, layer, weights, precision))
+        if layer not in kept and (entry := layer_as_held(model, layer, weights, precision))
     }
     quantized = chosen | taken_over.keys()
     layout = SafetensorsLayout(
@@ -141,7 +130,7 @@ def save_quantized(
                 parts = _rounded(model, name, weight, precision, device).tensors(layer)
             else:
                 dtype = FILE_DTYPES[layout.tensors[name].dtype]
-                parts = {name: _with_patches(model, name, weight, device).to(dtype)}
+                parts = {name: with_patches(model, name, weight, device).to(dtype)}
             for part, value in parts.items():
                 if not is_finite(value):
                     raise CheckpointError(
@@ -179,84 +168,14 @@ def _make_folder(folder: Path) -> None:
         ) from error
 
 
-def _weights(model: ModelPatcher) -> Tensors:
-    """{name: tensor as it was loaded}
-
-    While a model is on the card its weights may hold the LoRAs of any of its clones; the loaded
-    ones are then in the backup, which all of them share.
-    """
-    module = model.model.diffusion_model
-    if not isinstance(module, QwenImageTransformer2DModel):
-        raise CheckpointError(
-            f"the model is a {type(module).__name__} and only Qwen-Image transformers are written: "
-            "connect a Qwen-Image MODEL."
-        )
-    if model.get_additional_models_with_key(BESIDE) or model.get_injections("bypass_lora"):
-        raise SettingError(
-            "the model has a LoRA beside its weights, which a file cannot hold: merge it, or leave "
-            "it out."
-        )
-    found = {}
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if name.endswith(".input_scale"):
-            continue  # activations are scaled for each token as they come
-        backup = model.backup.get(PREFIX + name)
-        weight = tensor if backup is None else backup.weight
-        if AUXILIARY.search(name) or not weight.is_floating_point():
-            raise CheckpointError(
-                f"{name!r} of the model is stored in a way that is not written ({weight.dtype}): "
-                "load a bf16, fp8 or int8 safetensors file."
-            )
-        found[name] = weight
-    return found
-
-
-def _taken_over(
-    model: ModelPatcher, layer: str, weights: Tensors, precision: str
-) -> StoredLayer | None:
-    """The layer as the model holds it, if it is in `precision` and no patch changes it."""
-    name = f"{layer}.weight"
-    weight = weights[name]
-    if not isinstance(weight, QuantizedTensor) or PREFIX + name in model.patches:
-        return None
-    if FORMATS_HELD.get(weight._layout_cls) != precision:
-        return None
-    values, params = weight._qdata, weight._params
-    rotated = getattr(params, "convrot", False)
-    module = model.model.diffusion_model.get_submodule(layer)
-    return StoredLayer(
-        weight=values,
-        scale=params.scale.float().reshape(-1, 1).expand(len(values), 1).contiguous(),
-        format="int8 ConvRot" if rotated else precision,
-        convrot_groupsize=params.convrot_groupsize if rotated else None,
-        full_precision=module._full_precision_mm_config,
-    )
-
-
 def _rounded(
     model: ModelPatcher, name: str, weight: torch.Tensor, precision: str, device: torch.device
 ) -> StoredLayer:
     patched = PREFIX + name in model.patches
     if precision == "fp8" and weight.dtype == torch.float8_e4m3fn and not patched:
         return StoredLayer(*rescale_rows_exactly(weight.to(device)), precision)
-    weight = _with_patches(model, name, weight, device).to(device, torch.float32)
+    weight = with_patches(model, name, weight, device).to(device, torch.float32)
     return StoredLayer(*quantize_rows(weight, precision), precision)
-
-
-def _with_patches(
-    model: ModelPatcher, name: str, weight: torch.Tensor, device: torch.device
-) -> torch.Tensor:
-    """The weight plus its LoRAs: on `device` and in float32, unless it is as it was loaded."""
-    patches = model.patches.get(PREFIX + name)
-    if isinstance(weight, QuantizedTensor):
-        weight = weight.to(device)
-        # In the dtype that it stands for, it would be rounded to bf16 first.
-        params = replace(weight._params, orig_dtype=torch.float32)
-        weight = QuantizedTensor(weight._qdata, weight._layout_cls, params).dequantize()
-    if patches is None:
-        return weight
-    weight = weight.to(device, torch.float32, copy=True)
-    return comfy.lora.calculate_weight(patches, weight, PREFIX + name)
 
 
 def _specs(

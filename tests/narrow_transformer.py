@@ -1,0 +1,90 @@
+"""Writes a Qwen-Image transformer that is 128 wide, in the forms people have.
+
+Used inside ComfyUI's Python too; the package must be importable before this module is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from qwen_l40s.loaders.quantize import layers_to_quantize
+from qwen_l40s.loaders.transformer_tensors import expected_tensors
+from qwen_l40s.planning.memory import TransformerShape
+
+SHAPE = TransformerShape(
+    blocks=2, dim=128, heads=4, head_dim=32, joint_dim=64, in_channels=64, packed_out_channels=64
+)
+AXES = [8, 12, 12]
+# What ComfyUI's class is told; its own loader takes the published sizes for granted.
+CONFIG = {
+    "image_model": "qwen_image",
+    "in_channels": 64,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "attention_head_dim": 32,
+    "joint_attention_dim": 64,
+    "axes_dims_rope": tuple(AXES),
+}
+LAYER = "transformer_blocks.1.attn.to_q"
+MODULATION = "transformer_blocks.0.img_mod.1"
+MARKER_2511 = "__index_timestep_zero__"
+Tensors = dict[str, torch.Tensor]
+
+
+def weights(shape: TransformerShape = SHAPE) -> Tensors:
+    """Random bf16 weights of a size at which activations stay around 1."""
+    generator = torch.Generator().manual_seed(0)
+    found: Tensors = {}
+    for name, size in expected_tensors(shape).items():
+        weight = torch.randn(size, generator=generator)
+        weight *= 0.5 / size[1] ** 0.5 if len(size) == 2 else 0.02
+        found[name] = (weight + (len(size) == 1 and "norm" in name)).bfloat16()
+    return found
+
+
+def layers(tensors: Tensors) -> list[str]:
+    """The layers that are quantized when others are."""
+    return sorted(layers_to_quantize(name.removesuffix(".weight") for name in tensors))
+
+
+def write(path: Path, tensors: Tensors, config: Mapping[str, Any] | None = None) -> Path:
+    """Writes one file whose own header says how a head is split, which no tensor does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entry = {"config": {"axes_dims_rope": AXES, **(config or {})}}
+    save_file(tensors, path, {"qwen_l40s": json.dumps(entry)})
+    return path
+
+
+def quantized(
+    tensors: Tensors,
+    change: Callable[[torch.Tensor], Tensors],
+    marker: Mapping[str, Any] | None = None,
+    only: list[str] | None = None,
+) -> Tensors:
+    """The tensors with layers replaced by what `change(weight)` returns by suffix.
+
+    Args:
+        marker: what the layers' `.comfy_quant` says; none is written without it.
+        only: the layers; all that are quantized usually, if not given.
+    """
+    found = dict(tensors)
+    for layer in layers(tensors) if only is None else only:
+        weight = found.pop(f"{layer}.weight")
+        found |= {f"{layer}.{end}": tensor for end, tensor in change(weight).items()}
+        if marker is not None:
+            text = json.dumps(marker).encode()
+            found[f"{layer}.comfy_quant"] = torch.tensor(list(text), dtype=torch.uint8)
+    return found
+
+
+def fp8_of_one_scale(weight: torch.Tensor) -> Tensors:
+    """As the published scaled fp8 files have it, with a scale for the activations too."""
+    scale = weight.abs().max().float() / 448
+    values = (weight.float() / scale).to(torch.float8_e4m3fn)
+    return {"weight": values, "weight_scale": scale, "input_scale": torch.tensor(0.02)}
