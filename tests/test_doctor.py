@@ -5,10 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from qwen_l40s.cli import main
+from qwen_l40s.cli import doctor, main
+from qwen_l40s.optimizations import software
+from qwen_l40s.optimizations.hardware import Capability, State
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -83,3 +86,88 @@ def test_a_models_folder_that_is_not_there_is_refused(tmp_path, capsys):
     message = capsys.readouterr().err
     assert str(tmp_path / "none") in message
     assert "Traceback" not in message
+
+
+# --- the verdict on ComfyUI's nodes
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Changes what is found; a Python of a usable ComfyUI without the packages for generation."""
+    pytest.importorskip("torch")
+    present = {software.KITCHEN.module}
+    find_spec = doctor.find_spec
+
+    def found(module):
+        return present if module in present else None if "kitchen" in module else find_spec(module)
+
+    def version(text):
+        (tmp_path / "comfyui_version.py").write_text(f'__version__ = "{text}"\n')
+
+    missing = software.Package("qwen-nowhere", "qwen_nowhere", "1.0", "")
+    monkeypatch.setattr(software, "STANDALONE", (missing,))
+    monkeypatch.setattr(doctor, "find_spec", found)
+    monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
+    version("0.33.0")
+    return SimpleNamespace(present=present, version=version, folder=tmp_path)
+
+
+def verdict(capsys):
+    """Exit code, the JSON of it, and the last lines of the table."""
+    code = main(["doctor", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert main(["doctor"]) == code
+    table = capsys.readouterr().out
+    return code, found, table.rpartition("\n\n")[2].splitlines()
+
+
+def test_the_nodes_alone_can_run(machine, capsys):
+    code, found, lines = verdict(capsys)
+    assert code == 0
+    assert (found["can_run_nodes"], found["can_generate"], found["device"]) == (True, False, None)
+    assert "qwen-nowhere" in found["remedy"]
+    assert lines[0] == "The ComfyUI nodes can run here."
+    assert lines[1].startswith("Generation cannot run here. Remedy: ")
+    assert "qwen-nowhere" in lines[1]
+
+
+def test_neither_can_run(machine, capsys, monkeypatch):
+    def without_kitchen():
+        machine.present.clear()
+
+    def old():
+        machine.version("0.32.9")
+
+    def gone():
+        monkeypatch.setenv("COMFYUI_PATH", "/nowhere")
+
+    def without_torch():
+        missing = Capability("torch", State.NOT_USABLE, "not installed", 'pip install "torch"')
+        monkeypatch.setattr(software, "check_torch", lambda: (missing, None))
+
+    for change in (without_kitchen, old, gone, without_torch):
+        machine.present.add(software.KITCHEN.module)
+        machine.version("0.33.0")
+        monkeypatch.setenv("COMFYUI_PATH", str(machine.folder))
+        change()
+        code, found, lines = verdict(capsys)
+        assert (code, found["can_run_nodes"], found["can_generate"]) == (1, False, False), change
+        (line,) = lines
+        assert line.startswith("Generation cannot run here. Remedy: "), change
+
+
+def test_both_can_run(machine, capsys, monkeypatch):
+    monkeypatch.setattr(software, "STANDALONE", ())
+    code, found, lines = verdict(capsys)
+    assert (code, found["can_run_nodes"], found["can_generate"]) == (0, True, True)
+    assert found["remedy"] == ""
+    assert lines[0] == "The ComfyUI nodes can run here."
+    assert lines[1].startswith("Generation can run here, on the ")
+
+
+def test_generation_alone_can_run(machine, capsys, monkeypatch):
+    monkeypatch.setattr(software, "STANDALONE", ())
+    machine.present.clear()
+    code, found, lines = verdict(capsys)
+    assert (code, found["can_run_nodes"], found["can_generate"]) == (0, False, True)
+    assert len(lines) == 1 and lines[0].startswith("Generation can run here, on the ")

@@ -8,41 +8,189 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Mapping
 from functools import lru_cache
 
 from ...optimizations.software import COMFYUI_FLOOR, release
 
-# (module, name, parameters that are passed); an empty set asks only that the name is there.
-CALLED: tuple[tuple[str, str, frozenset[str]], ...] = (
-    ("comfy.ops", "mixed_precision_ops", frozenset({"quant_config", "compute_dtype"})),
-    (
-        "comfy.ops",
-        "cast_bias_weight",
-        frozenset({"s", "input", "offloadable", "compute_dtype", "want_requant"}),
-    ),
-    ("comfy.ops", "CastBiasWeightContext", frozenset()),
-    ("comfy.ops", "run_every_op", frozenset()),
-    ("comfy.quant_ops", "QuantizedLayout", frozenset()),
-    ("comfy.quant_ops", "register_layout_class", frozenset({"name", "cls"})),
-    ("comfy.supported_models", "QwenImage", frozenset({"unet_config"})),
-    (
-        "comfy.model_base",
-        "BaseModel.load_model_weights",
-        frozenset({"sd", "unet_prefix", "assign"}),
-    ),
-    ("comfy.model_detection", "detect_unet_config", frozenset({"state_dict", "key_prefix"})),
-    (
-        "comfy.model_management",
-        "unet_dtype",
-        frozenset({"model_params", "supported_dtypes", "weight_dtype"}),
-    ),
-    ("comfy.model_management", "unet_manual_cast", frozenset()),
-    ("comfy.model_patcher", "CoreModelPatcher", frozenset({"load_device", "offload_device"})),
-    ("comfy.patcher_extension", "WrappersMP.APPLY_MODEL", frozenset()),
-    ("comfy.utils", "load_torch_file", frozenset({"ckpt"})),
-    ("comfy.sd", "VAE", frozenset({"sd", "dtype"})),
-    ("comfy.sd", "CLIP", frozenset({"target", "tokenizer_data", "model_options"})),
-)
+# {module: {name: parameters that are passed}}; without parameters only the name must be there.
+CALLED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "comfy.ops": {
+        "mixed_precision_ops": ("quant_config", "compute_dtype"),
+        "CastBiasWeightContext": (),
+        # What that passes its arguments on to.
+        "cast_bias_weight": ("s", "input", "offloadable", "compute_dtype", "want_requant"),
+        "run_every_op": (),
+        "manual_cast.Linear": ("in_features", "out_features", "bias", "device"),
+    },
+    "comfy.quant_ops": {
+        "QuantizedTensor": ("qdata", "layout_cls", "params"),
+        "QuantizedLayout": (),
+        "register_layout_class": ("name", "cls"),
+    },
+    "comfy_kitchen.tensor.base": {"BaseLayoutParams": ("scale", "orig_dtype", "orig_shape")},
+    "comfy.supported_models": {
+        "QwenImage": ("unet_config",),
+        "QwenImage.get_model": ("state_dict", "prefix"),
+        "QwenImage.set_inference_dtype": ("dtype", "manual_cast_dtype", "device"),
+    },
+    "comfy.model_base": {
+        "BaseModel.load_model_weights": ("sd", "unet_prefix", "assign"),
+        "BaseModel.get_dtype_inference": (),
+    },
+    "comfy.model_detection": {"detect_unet_config": ("state_dict", "key_prefix")},
+    "comfy.model_management": {
+        "get_torch_device": (),
+        "unet_offload_device": (),
+        "is_device_cpu": ("device",),
+        "unet_dtype": ("model_params", "supported_dtypes", "weight_dtype"),
+        "unet_manual_cast": ("weight_dtype", "inference_device", "supported_dtypes"),
+        "free_memory": ("memory_required", "device"),
+        "vram_state": (),
+        "VRAMState.HIGH_VRAM": (),
+    },
+    "comfy.memory_management": {"aimdo_enabled": ()},
+    "comfy.model_patcher": {
+        "CoreModelPatcher": ("model", "load_device", "offload_device"),
+        "ModelPatcher": ("model", "load_device", "offload_device"),
+        "ModelPatcher.add_patches": ("patches", "strength_patch"),
+        "ModelPatcher.add_wrapper_with_key": ("wrapper_type", "key", "wrapper"),
+        "ModelPatcher.clone": (),
+        "ModelPatcher.get_additional_models_with_key": ("key",),
+        "ModelPatcher.get_injections": ("key",),
+        "ModelPatcher.get_wrappers": ("wrapper_type", "key"),
+        "ModelPatcher.is_dynamic": (),
+        "ModelPatcher.model_size": (),
+        "ModelPatcher.set_additional_models": ("key", "models"),
+        "ModelPatcher.set_attachments": ("key", "attachment"),
+        "ModelPatcher.unpatch_model": ("unpatch_weights",),
+    },
+    "comfy.patcher_extension": {"WrappersMP.APPLY_MODEL": ()},
+    "comfy.lora": {
+        "load_lora": ("lora", "to_load", "log_missing"),
+        "model_lora_keys_unet": ("model", "key_map"),
+        "calculate_weight": ("patches", "weight", "key"),
+    },
+    "comfy.lora_convert": {"convert_lora": ("sd",)},
+    "comfy.weight_adapter": {
+        "WeightAdapterBase": (),
+        "LoRAAdapter": (),
+        "LoHaAdapter": (),
+        "LoKrAdapter": (),
+    },
+    "comfy.sd": {
+        "VAE": ("sd", "dtype"),
+        "CLIP": (
+            "target",
+            "embedding_directory",
+            "parameters",
+            "state_dict",
+            "model_options",
+            "disable_dynamic",
+        ),
+        "load_text_encoder_state_dicts": (
+            "state_dicts",
+            "embedding_directory",
+            "clip_type",
+            "model_options",
+            "disable_dynamic",
+        ),
+        "CLIPType.QWEN_IMAGE": (),
+        "TEModel.QWEN25_7B": (),
+        "detect_te_model": ("sd",),
+        "llama_detect": ("clip_data",),
+    },
+    "comfy.sd1_clip": {
+        "SDClipModel": (
+            "device",
+            "dtype",
+            "textmodel_json_config",
+            "special_tokens",
+            "layer_norm_hidden_state",
+            "model_class",
+            "enable_attention_masks",
+            "return_attention_masks",
+            "model_options",
+        ),
+        "SDTokenizer": (
+            "tokenizer_path",
+            "pad_with_end",
+            "embedding_size",
+            "embedding_key",
+            "tokenizer_class",
+            "has_start_token",
+            "has_end_token",
+            "pad_to_max_length",
+            "max_length",
+            "min_length",
+            "pad_token",
+            "tokenizer_data",
+            "tokenizer_args",
+        ),
+    },
+    "comfy.text_encoders.llama": {
+        "BaseLlama": (),
+        "Llama2_": ("config", "device", "dtype", "ops"),
+        "Qwen25_7BVLI": ("config_dict", "dtype", "device", "operations"),
+        "Qwen25_7BVLI_Config": (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "rms_norm_eps",
+            "rope_theta",
+        ),
+    },
+    "comfy.text_encoders.qwen_image": {
+        "te": ("dtype_llama", "llama_quantization_metadata"),
+        "QwenImageTEModel": (),
+        "QwenImageTEModel.encode_token_weights": ("token_weight_pairs", "template_end"),
+        "QwenImageTokenizer": ("embedding_directory", "tokenizer_data"),
+        "QwenImageTokenizer.tokenize_with_weights": ("text", "return_word_ids"),
+    },
+    "comfy.ldm.qwen_image.model": {
+        "QwenImageTransformer2DModel": (
+            "in_channels",
+            "out_channels",
+            "num_layers",
+            "attention_head_dim",
+            "num_attention_heads",
+            "joint_attention_dim",
+            "axes_dims_rope",
+            "default_ref_method",
+            "use_additional_t_cond",
+        ),
+    },
+    "comfy.ldm.wan.vae": {
+        "WanVAE": (
+            "dim",
+            "z_dim",
+            "dim_mult",
+            "num_res_blocks",
+            "attn_scales",
+            "temperal_downsample",
+            "image_channels",
+            "conv_out_channels",
+        ),
+    },
+    "comfy.utils": {
+        "load_torch_file": ("ckpt", "safe_load", "return_metadata"),
+        "calculate_parameters": ("sd",),
+        "weight_dtype": ("sd",),
+        "get_attr": ("obj", "attr"),
+        "ProgressBar": ("total",),
+        "ProgressBar.update": ("value",),
+        "ProgressBar.update_absolute": ("value", "total"),
+    },
+    "folder_paths": {
+        "get_filename_list": ("folder_name",),
+        "get_full_path": ("folder_name", "filename"),
+        "get_folder_paths": ("folder_name",),
+        "folder_names_and_paths": (),
+    },
+}
 
 
 @lru_cache(maxsize=1)
@@ -55,17 +203,17 @@ def what_is_off() -> str | None:
         return f"this ComfyUI does not tell its version: Qwen-Image L40S needs {floor} or newer."
     if release(found) < COMFYUI_FLOOR:
         return f"ComfyUI is {found} and Qwen-Image L40S needs {floor} or newer: update ComfyUI."
-    for module, name, parameters in CALLED:
-        fault = _fault(module, name, parameters)
-        if fault:
-            return (
-                f"ComfyUI {found} {fault}, which Qwen-Image L40S calls: update Qwen-Image L40S, "
-                "and until then use ComfyUI's own loaders."
-            )
+    for module, names in CALLED.items():
+        for name, parameters in names.items():
+            if fault := _fault(module, name, parameters):
+                return (
+                    f"ComfyUI {found} {fault}, which Qwen-Image L40S calls: update Qwen-Image "
+                    "L40S, and until then use ComfyUI's own loaders."
+                )
     return None
 
 
-def _fault(module: str, name: str, parameters: frozenset[str]) -> str | None:
+def _fault(module: str, name: str, parameters: tuple[str, ...]) -> str | None:
     try:
         target = importlib.import_module(module)
         for part in name.split("."):
@@ -74,6 +222,10 @@ def _fault(module: str, name: str, parameters: frozenset[str]) -> str | None:
         return f"has no {module}.{name}"
     if not parameters:
         return None
+    if not callable(target):
+        return f"has {module}.{name} as a {type(target).__name__}"
     known = inspect.signature(target).parameters
-    missing = sorted(parameters - known.keys())
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return None
+    missing = [parameter for parameter in parameters if parameter not in known]
     return f"has no parameter {missing[0]!r} in {module}.{name}" if missing else None
