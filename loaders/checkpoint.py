@@ -132,13 +132,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _diffusers_folder(path: Path) -> Checkpoint:
-    index = read_object(path / "model_index.json", "the index of a diffusers folder")
-    pipeline = index.get("_class_name")
-    if not isinstance(pipeline, str):
-        raise CheckpointError(
-            f"{path / 'model_index.json'} does not name its pipeline in _class_name as a diffusers "
-            "folder must: get the index from the model's own source."
-        )
+    index, pipeline = read_index(path)
     parts: list[Part] = []
     file_bytes = 0
     for name in _components(path, index):
@@ -150,6 +144,22 @@ def _diffusers_folder(path: Path) -> Checkpoint:
     return Checkpoint(
         path, "diffusers folder", pipeline, tuple(_with_matching_widths(parts)), file_bytes
     )
+
+
+def read_index(folder: Path) -> tuple[dict[str, Any], str]:
+    """Returns what model_index.json says, and the pipeline's class name in it.
+
+    Raises:
+        CheckpointError: the file is broken.
+    """
+    index = read_object(folder / "model_index.json", "the index of a diffusers folder")
+    pipeline = index.get("_class_name")
+    if not isinstance(pipeline, str):
+        raise CheckpointError(
+            f"{folder / 'model_index.json'} does not name its pipeline in _class_name as a "
+            "diffusers folder must: get the index from the model's own source."
+        )
+    return index, pipeline
 
 
 def _components(path: Path, index: Mapping[str, Any]) -> list[str]:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .checkpoint import PIPELINES, Part, inspect_checkpoint
-from .shards import Shards, read_shards
+from .checkpoint import PIPELINES, Part, inspect_checkpoint, read_index
+from .shards import NUMBERED, STEMS, Shards, read_shards
 from .strict_json import parse_object, read_object
 
 # What people call a part, and where ComfyUI keeps it.
@@ -37,7 +37,7 @@ class Source:
         role: transformer, text_encoder or vae.
         part: what its header says; `part.prefix` stands before its tensors' names in the files.
         shards: the files and their headers.
-        config: the config.json beside the weights, or what a file of this package's own says
+        config: the config.json of a component folder, or what a file of this package's own says
             instead; empty when there is neither.
     """
 
@@ -61,11 +61,10 @@ def open_source(path: str | os.PathLike[str], role: str) -> Source:
             it; the message says what the file is instead and what to choose.
     """
     path = Path(path)
-    index = path / INDEX
-    if not index.is_file():
+    if not os.path.isfile(path / INDEX):
         return _source(path, role)
-    pipeline = read_object(index, "the index of a diffusers folder").get("_class_name")
-    if not (path / role).is_dir():
+    _, pipeline = read_index(path)
+    if not os.path.isdir(path / role):
         raise CheckpointError(
             f"{path} has no {role}/ folder, which holds {PLACES[role][0]}: finish the download."
         )
@@ -76,6 +75,10 @@ def open_source(path: str | os.PathLike[str], role: str) -> Source:
 
 
 def _source(path: Path, role: str) -> Source:
+    if NUMBERED.search(path.name):
+        raise CheckpointError(
+            f"{path} is one shard of several: choose the folder or the index that names them all."
+        )
     checkpoint = inspect_checkpoint(path)
     parts = [part for part in checkpoint.parts if part.role == role]
     if len(parts) != 1:
@@ -89,10 +92,14 @@ def _source(path: Path, role: str) -> Source:
 
 
 def _settings(path: Path, shards: Shards) -> dict[str, Any]:
-    """The config.json beside the weights, else what this package wrote into a file of its own."""
-    folder = path if shards.index is None and path.is_dir() else (shards.index or path).parent
-    config = folder / "config.json"
-    if config.is_file():
+    """The config.json of a component folder, else what this package wrote into its own file.
+
+    Beside a file of any other name a config.json may be another model's.
+    """
+    weights = shards.index or shards.headers[0].path
+    in_folder = path.is_dir() or shards.index is not None or weights.stem in STEMS
+    config = weights.parent / "config.json"
+    if in_folder and os.path.isfile(config):
         return read_object(config, "the settings of the weights")
     written = shards.headers[0].metadata.get(METADATA_KEY)
     if written is None:
@@ -117,18 +124,17 @@ def _wrong(path: Path, role: str, parts: tuple[Part, ...], count: int) -> str:
     wanted, place = PLACES[role]
     if count:
         return f"{path} holds {count} parts that could be {wanted}: choose a file with one."
-    found = parts[0] if parts else None
-    what = "holds no tensors" if found is None else f"is {_described(found)}"
+    found = parts[0]
     remedy = f"choose {wanted}, which ComfyUI keeps in {place}"
-    if found is not None and found.role in PLACES:
+    if found.role in PLACES:
         remedy += f"; this file belongs into {PLACES[found.role][1]}"
-    elif found is not None and found.role == "lora":
+    elif found.role == "lora":
         remedy += "; a LoRA goes into a LoRA loader after the model"
-    return f"{path} {what} where {wanted} is needed: {remedy}."
+    return f"{path} is {_described(found)} where {wanted} is needed: {remedy}."
 
 
 def _described(part: Part) -> str:
-    if part.family.startswith(("not Qwen-Image", "mmproj", "tiny VAE")):
+    if part.family.startswith(("not Qwen-Image", "mmproj")):
         return part.family
     name = PLACES[part.role][0].removeprefix("the ") if part.role in PLACES else part.family
     return f"a {name}" if name == part.family else f"a {name} ({part.family})"

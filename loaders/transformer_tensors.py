@@ -5,6 +5,7 @@ The names and shapes are those of diffusers' `QwenImageTransformer2DModel`, whic
 
 from __future__ import annotations
 
+from ..errors import CheckpointError
 from ..planning.memory import BLOCK_GEMMS, TIME_CHANNELS, TransformerShape
 from .source import Source
 from .tensor_checks import check_names
@@ -45,7 +46,10 @@ def check_complete(source: Source) -> TransformerShape:
             run on random memory.
     """
     part = source.part
-    shape = TransformerShape.from_dims(part.dims, part.blocks, part.family)
+    try:
+        shape = TransformerShape.from_dims(part.dims, part.blocks, part.family)
+    except CheckpointError as error:
+        raise CheckpointError(f"{source.path}: {error}") from error
     found = {
         name.removeprefix(part.prefix): info.shape
         for name, info in source.shards.tensors.items()

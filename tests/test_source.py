@@ -1,0 +1,438 @@
+"""What `open_source` finds in every form of a model, and how it refuses everything else.
+
+Headers only, as in test_checkpoint.py: real names, small shapes, no weights.
+"""
+
+import json
+import os
+
+import pytest
+from diffusers import QwenImage21Transformer2DModel
+from test_checkpoint import (
+    LORA_FORMS,
+    comfy_quant,
+    empty,
+    lora_specs,
+    micro_transformer,
+    native_vae,
+    quantized,
+    qwen25,
+    specs_of,
+    write,
+    write_folder,
+    write_sharded,
+)
+
+from qwen_l40s.errors import CheckpointError
+from qwen_l40s.loaders.source import METADATA_KEY, PLACES, fingerprint, open_source
+
+ROLES = tuple(PLACES)
+FAMILIES = {
+    "transformer": "Qwen-Image",
+    "text_encoder": "Qwen2.5-VL text encoder",
+    "vae": "Qwen-Image VAE",
+}
+PREFIXES = {
+    "transformer": "model.diffusion_model.",
+    "text_encoder": "text_encoders.qwen25_7b.transformer.",
+    "vae": "vae.",
+}
+MMPROJ = {"visual.blocks.0.attn.qkv.weight": ("BF16", (24, 8))}
+FLUX = {
+    "double_blocks.0.img_attn.qkv.weight": ("BF16", (24, 8)),
+    "img_in.weight": ("BF16", (8, 64)),
+}
+
+
+@pytest.fixture(scope="module")
+def specs():
+    """{role: the tensors of a small model}"""
+    return {
+        "transformer": micro_transformer(),
+        "text_encoder": qwen25(24, 2),
+        "vae": native_vae(dim=8),
+    }
+
+
+def prefixed(specs, role):
+    return {f"{PREFIXES[role]}{name}": spec for name, spec in specs.items()}
+
+
+# --- every form
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_single_file(tmp_path, specs, role):
+    path = write(tmp_path / "any name.safetensors", specs[role])
+    for given in (path, str(path)):
+        source = open_source(given, role)
+        assert (source.path, source.role, source.files) == (path, role, (path,))
+        assert (source.part.family, source.part.prefix) == (FAMILIES[role], "")
+        assert source.part.tensors == len(source.shards.tensors) == len(specs[role])
+        assert source.config == {}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_one_part_under_its_prefix(tmp_path, specs, role):
+    path = write(tmp_path / "file.safetensors", prefixed(specs[role], role))
+    source = open_source(path, role)
+    assert (source.part.family, source.part.prefix) == (FAMILIES[role], PREFIXES[role])
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_its_part_of_a_full_checkpoint(tmp_path, specs, role):
+    everything = {name: spec for one in ROLES for name, spec in prefixed(specs[one], one).items()}
+    path = write(tmp_path / "all.safetensors", everything)
+    source = open_source(path, role)
+    assert (source.part.family, source.part.prefix) == (FAMILIES[role], PREFIXES[role])
+    assert source.part.tensors == len(specs[role])
+    own = {name for name in source.shards.tensors if name.startswith(source.part.prefix)}
+    assert own == set(prefixed(specs[role], role))
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_sharded_folder_and_its_index(tmp_path, specs, role):
+    index = write_sharded(tmp_path / "sharded", specs[role], shards=3)
+    for path in (index, index.parent):
+        source = open_source(path, role)
+        assert source.part.family == FAMILIES[role]
+        assert source.part.tensors == len(specs[role])
+        assert source.files == tuple(sorted(index.parent.glob("*.safetensors")))
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_component_folder_with_its_config(tmp_path, role):
+    folder = write_folder(tmp_path / "model") / role
+    for path in (folder, *folder.glob("*.index.json"), *folder.glob("model.safetensors")):
+        source = open_source(path, role)
+        assert source.part.family == FAMILIES[role]
+        assert source.config == json.loads((folder / "config.json").read_text())
+        assert {file.parent for file in source.files} == {folder}
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize(
+    ("pipeline", "kwargs", "family"),
+    [
+        ("QwenImagePipeline", {}, "Qwen-Image or 2512"),
+        ("QwenImageEditPipeline", {}, "Qwen-Image-Edit"),
+        ("QwenImageEditPlusPipeline", {}, "Qwen-Image-Edit-2509"),
+        ("QwenImageEditPlusPipeline", {"zero_cond_t": True}, "Qwen-Image-Edit-2511"),
+        ("QwenImageLayeredPipeline", {"use_additional_t_cond": True}, "Qwen-Image-Layered"),
+        ("SomebodysPipeline", {}, "Qwen-Image"),
+    ],
+)
+def test_a_diffusers_folder_names_the_family(tmp_path, role, pipeline, kwargs, family):
+    folder = write_folder(tmp_path / "model", pipeline, **kwargs)
+    source = open_source(folder, role)
+    assert source.path == folder / role
+    assert source.part.family == (family if role == "transformer" else FAMILIES[role])
+    assert source.config == json.loads((folder / role / "config.json").read_text())
+
+
+def test_2511_by_its_marker_or_by_its_folder_s_config(tmp_path, specs):
+    marked = specs["transformer"] | {"__index_timestep_zero__": ("F32", (0,))}
+    path = write(tmp_path / "marked.safetensors", marked)
+    assert open_source(path, "transformer").part.family == "Qwen-Image-Edit-2511"
+    path = write(tmp_path / "told" / "file.safetensors", specs["transformer"])
+    (path.parent / "config.json").write_text('{"zero_cond_t": true}')
+    source = open_source(path.parent, "transformer")
+    assert source.part.family == "Qwen-Image-Edit-2511"
+    assert source.config == {"zero_cond_t": True}
+    # By its name, the file may be one of many that have nothing to do with that config.json.
+    source = open_source(path, "transformer")
+    assert (source.part.family, source.config) == ("Qwen-Image", {})
+
+
+def test_what_this_package_wrote_into_a_file_of_its_own(tmp_path, specs):
+    config = {"axes_dims_rope": [4, 6, 6]}
+    metadata = {METADATA_KEY: json.dumps({"config": config, "precision": "int8"})}
+    path = write(tmp_path / "own.safetensors", specs["transformer"], metadata)
+    assert open_source(path, "transformer").config == config
+    # Another model's config.json in the same folder is not about this file.
+    (tmp_path / "config.json").write_text('{"axes_dims_rope": [8, 12, 12], "zero_cond_t": true}')
+    assert open_source(path, "transformer").config == config
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"config": 3}', '{"config": [1]}'])
+def test_broken_metadata_of_our_own(tmp_path, specs, text):
+    path = write(tmp_path / "own.safetensors", specs["transformer"], {METADATA_KEY: text})
+    refused(path, "transformer", "has broken qwen_l40s metadata (", "): write the file again")
+
+
+def test_metadata_without_settings_is_fine(tmp_path, specs):
+    path = write(tmp_path / "own.safetensors", specs["transformer"], {METADATA_KEY: "{}"})
+    assert open_source(path, "transformer").config == {}
+
+
+# --- what is converted, and so no reason to refuse
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2"])
+def test_fp8_without_scales(tmp_path, dtype):
+    path = write(tmp_path / "file.safetensors", quantized(dtype))
+    assert len(open_source(path, "transformer").part.quantization.layers) == 42
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e4m3fn_rowwise", "float8_e5m2"])
+def test_scaled_fp8(tmp_path, name):
+    dtype = "F8_E5M2" if "e5m2" in name else "F8_E4M3"
+    path = comfy_quant(tmp_path, {"format": name}, dtype)
+    assert len(open_source(path, "transformer").part.quantization.layers) == 42
+
+
+# --- the wrong file in a slot
+
+
+def refused(path, role, *fragments):
+    """The one sentence with which a path is refused: what, rule and remedy in this order."""
+    with pytest.raises(CheckpointError) as error:
+        open_source(path, role)
+    message = str(error.value)
+    assert str(path) in message, message
+    assert message.endswith(".") and "\n" not in message, message
+    position = 0
+    for fragment in fragments:
+        assert fragment in message[position:], f"{fragment!r} is missing, or late: {message}"
+        position = message.index(fragment, position) + len(fragment)
+    return message
+
+
+TRANSFORMER = "where the Qwen-Image transformer is needed: choose the Qwen-Image transformer"
+TEXT_ENCODER = "where the Qwen2.5-VL text encoder is needed: choose the Qwen2.5-VL text encoder"
+VAE = "where the Qwen-Image VAE is needed: choose the Qwen-Image VAE"
+SD_VAE = ("decoder.conv_in.weight", "decoder.mid.block_1.norm1.weight")
+LORA_STYLE = "diffusers (transformer.)"
+WRONG = {
+    "a VAE as model": (
+        native_vae(dim=8),
+        "transformer",
+        ("is a Qwen-Image VAE ", TRANSFORMER, "keeps in models/diffusion_models; ", "models/vae"),
+    ),
+    "a text encoder as model": (
+        qwen25(24, 2),
+        "transformer",
+        ("is a Qwen2.5-VL text encoder ", TRANSFORMER, "; this file belongs into models/text_enc"),
+    ),
+    "a model as text encoder": (
+        micro_transformer(),
+        "text_encoder",
+        ("is a Qwen-Image transformer (Qwen-Image) ", TEXT_ENCODER, "models/text_encoders; "),
+    ),
+    "a model as VAE": (
+        micro_transformer(use_additional_t_cond=True),
+        "vae",
+        ("is a Qwen-Image transformer (Qwen-Image-Layered) ", VAE, "models/vae; this file belongs"),
+    ),
+    "an mmproj as text encoder": (
+        MMPROJ,
+        "text_encoder",
+        ("is mmproj: a vision tower of Qwen-VL without its language model ", TEXT_ENCODER),
+    ),
+    "a FLUX checkpoint": (
+        {f"model.diffusion_model.{name}": spec for name, spec in FLUX.items()},
+        "transformer",
+        ("is not Qwen-Image: looks like FLUX ", TRANSFORMER, "models/diffusion_models."),
+    ),
+    "a LoRA as model": (
+        lora_specs(LORA_STYLE, ["img_mlp.net.2"]),
+        "transformer",
+        ("is a LoRA for Qwen-Image ", TRANSFORMER, "a LoRA goes into a LoRA loader after"),
+    ),
+    "a FLUX LoRA as model": (
+        {"lora_unet_single_blocks_0_linear1.lora_down.weight": ("BF16", (4, 8))},
+        "transformer",
+        ("is not Qwen-Image: a LoRA for another model ", TRANSFORMER, "a LoRA goes into a LoRA"),
+    ),
+    "another VAE": (
+        dict.fromkeys(SD_VAE, ("F16", (1,))),
+        "vae",
+        ("is not Qwen-Image: looks like a FLUX or Stable Diffusion VAE ", VAE),
+    ),
+    "a tiny VAE": (
+        {"decoder.1.weight": ("F16", (256, 16, 3, 3)), "decoder.22.bias": ("F16", (3,))},
+        "vae",
+        ("is a tiny VAE ", VAE),
+    ),
+    "no tensors": ({}, "transformer", ("holds no tensors ", TRANSFORMER)),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_the_wrong_file_in_a_slot(tmp_path, case):
+    specs, role, fragments = WRONG[case]
+    refused(write(tmp_path / "file.safetensors", specs), role, *fragments)
+
+
+@pytest.mark.parametrize("style", LORA_FORMS)
+def test_a_lora_of_every_style_is_no_model(tmp_path, style):
+    path = write(tmp_path / "file.safetensors", lora_specs(style, ["img_mlp.net.2"]))
+    refused(path, "transformer", "is a LoRA for Qwen-Image where", "LoRA loader")
+
+
+def test_a_component_folder_in_the_wrong_slot(tmp_path):
+    folder = write_folder(tmp_path / "model")
+    refused(folder / "vae", "transformer", "is a Qwen-Image VAE where", "models/vae.")
+    refused(folder / "transformer", "vae", "is a Qwen-Image transformer (Qwen-Image) where")
+
+
+def test_two_transformers_in_one_file(tmp_path, specs):
+    both = {
+        f"{prefix}{name}": spec
+        for name, spec in specs["transformer"].items()
+        for prefix in ("model.diffusion_model.", "transformer.")
+    }
+    path = write(tmp_path / "file.safetensors", both)
+    refused(
+        path, "transformer", "holds 2 parts that could be the Qwen-Image transformer", "with one"
+    )
+
+
+# --- what this package does not run
+
+
+def test_qwen_image_21(tmp_path):
+    specs = specs_of(empty(QwenImage21Transformer2DModel))
+    path = write(tmp_path / "file.safetensors", specs)
+    words = ("Qwen-Image-2.1 is another", "does not run", "ComfyUI's own nodes")
+    refused(path, "transformer", *words)
+
+
+def test_the_text_encoder_of_qwen_image_21(tmp_path):
+    specs = qwen25(32, 2, bias=False) | {
+        "model.layers.0.self_attn.q_norm.weight": ("BF16", (128,)),
+        "visual.deepstack_merger_list.0.norm.weight": ("BF16", (8,)),
+    }
+    path = write(tmp_path / "file.safetensors", specs)
+    refused(path, "text_encoder", "Qwen3-VL belongs to models", "Qwen-Image needs Qwen2.5-VL 7B")
+
+
+RULE = "which computes in bf16, fp8 e4m3 and int8: get the model in one of these"
+
+
+@pytest.mark.parametrize("name", ["fp3_spiral", "nvfp4", "mxfp8", "convrot_w4a4"])
+def test_a_quantization_that_is_not_run(tmp_path, name):
+    path = comfy_quant(tmp_path, {"format": name})
+    found = refused(path, "transformer", "weights are not run by this package", RULE)
+    future = f"format from the future: {name}" in found
+    assert future == (name == "fp3_spiral")
+
+
+def test_nunchaku(tmp_path, specs):
+    tensors = specs["transformer"] | {
+        "transformer_blocks.0.attn.to_qkv.qweight": ("I8", (96, 16)),
+        "transformer_blocks.0.attn.to_qkv.wscales": ("BF16", (2, 96)),
+        "transformer_blocks.0.attn.to_qkv.proj_down": ("BF16", (32, 8)),
+    }
+    path = write(tmp_path / "file.safetensors", tensors)
+    refused(path, "transformer", "SVDQuant (nunchaku) weights are not run", RULE)
+
+
+def test_bitsandbytes(tmp_path, specs):
+    layer = "transformer_blocks.0.attn.to_q.weight"
+    tensors = specs["transformer"] | {
+        layer: ("U8", (512, 1)),
+        f"{layer}.absmax": ("F32", (16,)),
+        f"{layer}.quant_map": ("F32", (16,)),
+        f"{layer}.quant_state.bitsandbytes__nf4": ("U8", (80,)),
+    }
+    path = write(tmp_path / "file.safetensors", tensors)
+    refused(path, "transformer", "bitsandbytes nf4 weights are not run", RULE)
+
+
+# --- files that are none, or not whole
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize(
+    ("name", "content", "fragments"),
+    [
+        (
+            "file.gguf",
+            b"GGUF" + bytes(40),
+            ("is a GGUF file", "safetensors only", "GGUF node pack"),
+        ),
+        ("file.pth", b"x" * 40, ("is a pickle (by its suffix .pth)", "get the same weights as")),
+        ("file.safetensors", b"\x80\x02" + bytes(40), ("is a pickle", "never opened", "get the")),
+        ("file.safetensors", b"PK\x03\x04" + bytes(40), ("is a pickle (a zip", "get the same")),
+        ("file.safetensors", b"", ("is empty (0 bytes)", "download it again")),
+        ("file.safetensors", bytes(8), ("is not a safetensors file", "saved as safetensors")),
+    ],
+)
+def test_files_that_are_no_safetensors(tmp_path, role, name, content, fragments):
+    path = tmp_path / name
+    path.write_bytes(content)
+    refused(path, role, *fragments)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_truncated_file_and_a_truncated_shard(tmp_path, specs, role):
+    path = write(tmp_path / "file.safetensors", specs[role])
+    os.truncate(path, path.stat().st_size - 1)
+    refused(path, role, "is truncated", "bytes of weights and the file holds", "download it again")
+    index = write_sharded(tmp_path / "sharded", specs[role])
+    shard = sorted(index.parent.glob("*.safetensors"))[1]
+    os.truncate(shard, 100)
+    with pytest.raises(CheckpointError, match=r"00002-of-00002.* is truncated: .* download"):
+        open_source(index.parent, role)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_one_shard_of_several(tmp_path, specs, role):
+    write_sharded(tmp_path, specs[role])
+    for path in tmp_path.glob("*.safetensors"):
+        refused(path, role, "is one shard of several: choose the folder or the index")
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_missing_shard(tmp_path, specs, role):
+    index = write_sharded(tmp_path, specs[role])
+    sorted(tmp_path.glob("*.safetensors"))[0].unlink()
+    for path in (tmp_path, index):
+        with pytest.raises(CheckpointError, match=r"is missing although .*: .*, so finish the"):
+            open_source(path, role)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_missing_component(tmp_path, role):
+    folder = write_folder(tmp_path / "model")
+    (folder / role).rename(folder / "elsewhere")
+    refused(folder, role, f"has no {role}/ folder, which holds", PLACES[role][0], "finish the down")
+    for other in ROLES:
+        if other != role:
+            open_source(folder, other)
+
+
+def test_nothing_at_all(tmp_path):
+    refused(tmp_path / "missing.safetensors", "vae", "does not exist", "check the path")
+    refused(tmp_path, "vae", "holds neither", "name a folder or file with weights")
+
+
+def test_a_config_of_another_model(tmp_path):
+    folder = write_folder(tmp_path / "model", config={"num_layers": 60})
+    with pytest.raises(CheckpointError, match=r"num_layers is 60 but the tensors say 3: take"):
+        open_source(folder, "transformer")
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"_class_name": ["QwenImagePipeline"]}'])
+def test_a_broken_index_of_a_diffusers_folder(tmp_path, text):
+    folder = write_folder(tmp_path / "model")
+    (folder / "model_index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"model_index\.json.* (must|as) .*: .*\."):
+        open_source(folder, "transformer")
+
+
+# --- what changes when a file is replaced
+
+
+def test_the_fingerprint_of_files(tmp_path, specs):
+    path = write(tmp_path / "file.safetensors", specs["vae"])
+    files = open_source(path, "vae").files
+    first = fingerprint(files)
+    assert first == fingerprint(files) and hash(first)
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    touched = fingerprint(files)
+    assert touched != first
+    write(path, {name: ("F32", shape) for name, (_, shape) in specs["vae"].items()})
+    os.utime(path, ns=(0, touched[0][1]))
+    assert fingerprint(files) != touched
