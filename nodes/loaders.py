@@ -7,7 +7,13 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..errors import QwenL40SError
-from ..hosts.comfyui.choices import AUTOMATIC, choices, find_companion, resolve
+from ..hosts.comfyui.choices import (
+    AUTOMATIC,
+    check_text_width,
+    choices,
+    find_companion,
+    resolve,
+)
 from ..loaders.source import Source, fingerprint, open_source
 from .host import CATEGORY, require_host, with_report
 
@@ -26,7 +32,7 @@ def keep_patterns(text: str) -> tuple[str, ...]:
 
 def checked(name: str | None, role: str) -> bool | str:
     """True, or the sentence that says what is wrong with a choice, from file headers alone."""
-    if name is None:  # a linked input is known only when it runs
+    if not isinstance(name, str):  # a linked input is known only when it runs
         return True
     try:
         open_source(resolve(name, role), role)
@@ -35,8 +41,10 @@ def checked(name: str | None, role: str) -> bool | str:
     return True
 
 
-def files_behind(name: str, role: str) -> Any:
+def files_behind(name: str | None, role: str) -> Any:
     """Changes when a file behind the choice is replaced, so that it is loaded again."""
+    if not isinstance(name, str):  # a linked input is known only when it runs
+        return None
     return fingerprint(open_source(resolve(name, role), role).files)
 
 
@@ -61,7 +69,12 @@ def _precision_input() -> io.Combo.Input:
 
 def _keep_input() -> io.String.Input:
     return io.String.Input(
-        "keep_in_bf16", default="", multiline=True, advanced=True, tooltip=KEEP_TOOLTIP
+        "keep_in_bf16",
+        default="",
+        multiline=True,
+        optional=True,
+        advanced=True,
+        tooltip=KEEP_TOOLTIP,
     )
 
 
@@ -239,6 +252,7 @@ class QwenL40SLoad(io.ComfyNode):
         for name, role in ((text_encoder, "text_encoder"), (vae, "vae")):
             found = find_companion(sources[0], role) if name == AUTOMATIC else resolve(name, role)
             sources.append(open_source(found, role))
+        check_text_width(*sources[:2])
         return sources
 
     @classmethod
@@ -248,6 +262,8 @@ class QwenL40SLoad(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, model: str, text_encoder: str, vae: str, **settings: Any) -> Any:
+        if not all(isinstance(name, str) for name in (model, text_encoder, vae)):
+            return None  # a linked input is known only when it runs
         sources = cls._sources(model, text_encoder, vae)
         return tuple(fingerprint(source.files) for source in sources)
 
@@ -261,11 +277,12 @@ class QwenL40SLoad(io.ComfyNode):
         from ..hosts.comfyui.vae import load_vae
 
         sources = cls._sources(model, text_encoder, vae)
+        # The largest comes last: what is wrong with the others is said before it is read.
+        decoder, vae_report = load_vae(sources[2].path, "auto")
+        clip, clip_report = load_text_encoder(sources[1].path, "auto")
         patcher, model_report = load_model(
             resolve(model, "transformer"), precision, keep_patterns(keep_in_bf16)
         )
-        clip, clip_report = load_text_encoder(sources[1].path, "auto")
-        decoder, vae_report = load_vae(sources[2].path, "auto")
         reports = (model_report, clip_report, vae_report)
         return with_report(
             patcher, clip, decoder, report="\n\n".join(report.text() for report in reports)

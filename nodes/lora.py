@@ -66,7 +66,8 @@ class QwenL40SLoadLora(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, lora: str, **settings: Any) -> Any:
-        return fingerprint((_path(lora),))
+        # A linked input is known only when it runs.
+        return fingerprint((_path(lora),)) if isinstance(lora, str) else None
 
     @classmethod
     def execute(cls, model: io.Model.Type, lora: str, strength: float, how: str) -> io.NodeOutput:

@@ -17,11 +17,12 @@ from ...loaders.source import INDEX, PLACES, Source, open_source
 
 MICRO = "micro (bundled)"
 AUTOMATIC = "automatic"
-# Where ComfyUI keeps each part; whole folders of a model lie in `diffusers`.
+# Where ComfyUI keeps each part, alone or in a full checkpoint; folders of a whole model lie in
+# `diffusers`.
 FOLDERS = {
-    "transformer": ("diffusion_models",),
-    "text_encoder": ("text_encoders",),
-    "vae": ("vae",),
+    "transformer": ("diffusion_models", "checkpoints"),
+    "text_encoder": ("text_encoders", "checkpoints"),
+    "vae": ("vae", "checkpoints"),
 }
 DEPTH = 2  # models/diffusers/<owner>/<name>
 
@@ -61,16 +62,21 @@ def resolve(name: str, role: str) -> Path:
 
 
 def find_companion(model: Source, role: str) -> Path:
-    """The text encoder or VAE that belongs to a model in a single file.
+    """The text encoder or VAE that belongs to a model: from the same folder or checkpoint, else the
+    file whose header fits.
 
-    Of the files whose header fits, the first in ComfyUI's order that is not quantized, else the
-    first.
+    Of several, one that is named after Qwen comes first (Wan 2.1's VAE has the same tensors), then
+    a text encoder with its vision tower, then what is not quantized, then ComfyUI's order.
 
     Raises:
         CheckpointError: none fits; the message says what to download to where.
     """
-    if model.path.name == "transformer" and (model.path.parent / INDEX).is_file():
-        return model.path.parent
+    whole = model.path.parent if os.path.isfile(model.path.parent / INDEX) else model.path
+    try:
+        return open_source(whole, role).path
+    except CheckpointError:
+        if whole != model.path:  # a diffusers folder says what is wrong with it
+            raise
     fitting = [source for source in _sources(role) if _fits(model, source)]
     if not fitting:
         wanted, place = PLACES[role]
@@ -78,7 +84,24 @@ def find_companion(model: Source, role: str) -> Path:
             f"no file in {place} is {wanted} that {model.path.name} needs: download one from "
             "huggingface.co/Comfy-Org/Qwen-Image_ComfyUI into it, or choose it by name."
         )
-    return min(fitting, key=lambda source: bool(source.part.quantization.layers)).path
+    return min(fitting, key=_rank).path
+
+
+def check_text_width(model: Source, text_encoder: Source) -> None:
+    """Raises CheckpointError when the two are of different models: sampling would fail late."""
+    takes, gives = model.part.dims.get("joint_dim"), text_encoder.part.dims.get("hidden")
+    if takes != gives:
+        raise CheckpointError(
+            f"{model.path} takes text {takes} wide and {text_encoder.path} gives {gives}: choose "
+            "the text encoder that belongs to the model."
+        )
+
+
+def _rank(source: Source) -> tuple[bool, bool, bool]:
+    # Of a component folder the name above it counts; a path's beginning says nothing of the model.
+    name = f"{source.path.parent.name}/{source.path.name}".lower()
+    blind = source.role == "text_encoder" and "vision_dim" not in source.part.dims
+    return "qwen" not in name, blind, bool(source.part.quantization.layers)
 
 
 def _fits(model: Source, source: Source) -> bool:
@@ -116,15 +139,16 @@ def _roots(*names: str) -> Iterator[Path]:
 def _subfolders(root: Path, depth: int) -> Iterator[Path]:
     try:
         with os.scandir(root) as entries:
-            folders = [Path(entry.path) for entry in entries if entry.is_dir()]
+            folders = [Path(entry.path) for entry in entries if os.path.isdir(entry.path)]
     except OSError:  # a configured folder that does not exist
         return
     for folder in folders:
         yield folder
         # Parts of a diffusers folder are no choices of their own.
-        if depth > 1 and not (folder / INDEX).is_file():
+        if depth > 1 and not os.path.isfile(folder / INDEX):
             yield from _subfolders(folder, depth - 1)
 
 
 def _is_model_folder(path: Path) -> bool:
-    return (path / INDEX).is_file() or any(path.glob("*.safetensors.index*.json"))
+    # os.path says no where a folder may not be read, or a link goes round in circles.
+    return os.path.isfile(path / INDEX) or any(path.glob("*.safetensors.index*.json"))

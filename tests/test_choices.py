@@ -1,0 +1,139 @@
+"""What the loader nodes offer and find, with a stand-in for ComfyUI's `folder_paths`."""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from test_checkpoint import micro_transformer, native_vae, qwen25, write, write_folder
+
+from qwen_l40s.errors import CheckpointError, SettingError
+
+EXTENSIONS = (".safetensors", ".ckpt")
+
+
+class FolderPaths(ModuleType):
+    """The part of `folder_paths` that is used: models/<folder> below one base."""
+
+    def __init__(self, base: Path) -> None:
+        super().__init__("folder_paths")
+        self.base = base
+        names = ("diffusion_models", "checkpoints", "text_encoders", "vae", "diffusers")
+        self.folder_names_and_paths = dict.fromkeys(names)
+        for name in names:
+            (base / name).mkdir()
+
+    def get_folder_paths(self, name: str) -> list[str]:
+        return [str(self.base / "missing"), str(self.base / name)]
+
+    def get_filename_list(self, name: str) -> list[str]:
+        files = (self.base / name).rglob("*")
+        names = (f.relative_to(self.base / name).as_posix() for f in files if f.is_file())
+        return sorted(entry for entry in names if entry.endswith(EXTENSIONS))
+
+    def get_full_path(self, name: str, entry: str) -> str | None:
+        path = self.base / name / entry
+        return str(path) if path.is_file() else None
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    """The models folder."""
+    monkeypatch.setitem(sys.modules, "folder_paths", FolderPaths(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def choices(models, monkeypatch):
+    """The module, which imports `folder_paths`."""
+    monkeypatch.delitem(sys.modules, "qwen_l40s.hosts.comfyui.choices", raising=False)
+    module = importlib.import_module("qwen_l40s.hosts.comfyui.choices")
+    monkeypatch.delitem(sys.modules, "qwen_l40s.hosts.comfyui.choices")
+    return module
+
+
+def test_files_come_first_then_folders_then_the_micro_model(choices, models):
+    write(models / "diffusion_models" / "sub" / "b.safetensors", micro_transformer())
+    write(models / "checkpoints" / "all.safetensors", micro_transformer())
+    write_folder(models / "diffusers" / "owner" / "name")
+    write_folder(models / "diffusers" / "alone")
+    assert choices.choices("transformer") == [
+        "sub/b.safetensors",
+        "all.safetensors",
+        "alone/",
+        "owner/name/",
+        choices.MICRO,
+    ]
+
+
+def test_a_choice_is_found_again(choices, models):
+    file = write(models / "checkpoints" / "all.safetensors", micro_transformer())
+    folder = write_folder(models / "diffusers" / "owner" / "name")
+    assert choices.resolve("all.safetensors", "vae") == file
+    assert choices.resolve("owner/name/", "text_encoder") == folder
+    assert (choices.resolve(choices.MICRO, "vae") / "model_index.json").is_file()
+    for gone in ("no.safetensors", "no/", "../all.safetensors"):
+        with pytest.raises(SettingError, match=r"is not among the files .* press R to refresh"):
+            choices.resolve(gone, "transformer")
+
+
+def test_folders_that_cannot_be_read_hide_nothing(choices, models):
+    write_folder(models / "diffusers" / "good")
+    (models / "diffusers" / "loop").symlink_to("loop")
+    locked = models / "diffusers" / "locked"
+    locked.mkdir(mode=0o000)
+    try:
+        assert choices.choices("vae") == ["good/", choices.MICRO]
+    finally:
+        locked.chmod(0o700)
+
+
+def test_a_linked_folder_is_a_choice(choices, models, tmp_path_factory):
+    elsewhere = write_folder(tmp_path_factory.mktemp("cache") / "snapshot")
+    os.symlink(elsewhere, models / "diffusers" / "linked")
+    assert "linked/" in choices.choices("transformer")
+
+
+def source(choices, path, role="transformer"):
+    return choices.open_source(path, role)
+
+
+def transformer_file(models):
+    specs = micro_transformer()
+    return write(models / "diffusion_models" / "model.safetensors", specs)
+
+
+def test_the_vae_named_after_qwen_wins_over_wans(choices, models):
+    model = source(choices, transformer_file(models))
+    wan = write(models / "vae" / "Wan2_1_VAE.safetensors", native_vae(dim=8))
+    assert choices.find_companion(model, "vae") == wan
+    own = write(models / "vae" / "qwen_image_vae.safetensors", native_vae(dim=8))
+    assert choices.find_companion(model, "vae") == own
+
+
+def test_a_text_encoder_of_another_width_is_passed_over(choices, models):
+    model = source(choices, transformer_file(models))
+    width = model.part.dims["joint_dim"]
+    write(models / "text_encoders" / "a_qwen_other.safetensors", qwen25(2 * width, 2))
+    (models / "text_encoders" / "broken.safetensors").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"no file in models/text_encoders .* download"):
+        choices.find_companion(model, "text_encoder")
+    fits = write(models / "text_encoders" / "b_qwen.safetensors", qwen25(width, 2))
+    assert choices.find_companion(model, "text_encoder") == fits
+
+
+def test_a_full_checkpoint_brings_its_own(choices, models):
+    parts = {
+        f"model.diffusion_model.{name}": spec for name, spec in micro_transformer().items()
+    } | {f"vae.{name}": spec for name, spec in native_vae(dim=8).items()}
+    write(models / "vae" / "qwen_image_vae.safetensors", native_vae(dim=8))
+    path = write(models / "checkpoints" / "all.safetensors", parts)
+    assert choices.find_companion(source(choices, path), "vae") == path
+
+
+def test_a_diffusers_folder_brings_its_own(choices, models):
+    folder = write_folder(models / "diffusers" / "whole")
+    model = source(choices, folder)
+    assert choices.find_companion(model, "vae") == folder / "vae"
