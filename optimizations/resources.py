@@ -115,8 +115,8 @@ def cgroup_available(group: Path = Path("/sys/fs/cgroup")) -> int | None:
         return None
     used = int((group / "memory.current").read_text())
     stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    # Page cache counts as used, and the kernel gives it back on demand.
-    return limit - used + int(stat["inactive_file"])
+    # Page cache counts as used, and the kernel gives it back on demand, recently read or not.
+    return limit - used + int(stat["inactive_file"]) + int(stat["active_file"])
 
 
 def _limits(files: Iterable[Path]) -> list[int]:

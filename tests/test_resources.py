@@ -80,8 +80,9 @@ def test_the_hugging_face_cache_is_where_its_variables_say(monkeypatch, tmp_path
 def test_container_limit_counts_page_cache_as_available(tmp_path):
     (tmp_path / "memory.max").write_text("8000\n")
     (tmp_path / "memory.current").write_text("5000\n")
-    (tmp_path / "memory.stat").write_text("anon 3000\ninactive_file 1500\n")
-    assert resources.cgroup_available(tmp_path) == 4500
+    stat = "anon 3000\ninactive_file 1500\nactive_file 400\n"
+    (tmp_path / "memory.stat").write_text(stat)
+    assert resources.cgroup_available(tmp_path) == 4900
     (tmp_path / "memory.max").write_text("max\n")
     assert resources.cgroup_available(tmp_path) is None
     assert resources.cgroup_available(tmp_path / "none") is None

@@ -19,6 +19,7 @@ import comfy.utils
 import torch
 
 from ...errors import CheckpointError
+from ...loaders.quantized_plan import MARKER_2511
 from ...loaders.source import Source, open_source
 from ...loaders.transformer_tensors import check_complete
 from ...optimizations.linear import choose_gemm
@@ -51,15 +52,17 @@ def load_model(
     source = open_source(path, "transformer")
     shape = check_complete(source)
     choice = choose(source, shape, precision, keep)
-    patcher, notes = _load(source, shape, choice.name, tuple(keep))
+    named = precision in QUANTIZED
+    patcher, notes = _load(source, shape, choice.name, tuple(keep), named)
     if choice.name in QUANTIZED:
         notes.append(f"{choose_gemm(choice.name, patcher.load_device)}.")
-    patcher.cached_patcher_init = (load_patcher, (os.fspath(path), choice.name, tuple(keep)))
+    settings = (os.fspath(path), choice.name, tuple(keep), named)
+    patcher.cached_patcher_init = (load_patcher, settings)
     report = LoadReport(
         what="transformer",
         path=source.path,
         family=source.part.family,
-        precision=choice.name,
+        precision=_held_in(patcher, choice.name),
         reason=choice.reason,
         bytes=patcher.model_size(),
         notes=tuple(notes),
@@ -68,15 +71,15 @@ def load_model(
 
 
 def load_patcher(
-    path: str, precision: str, keep: Sequence[str] = (), disable_dynamic: bool = False
+    path: str, precision: str, keep: Sequence[str], named: bool, disable_dynamic: bool = False
 ) -> comfy.model_patcher.ModelPatcher:
     """Loads the same model once more: ComfyUI calls it for MultiGPU clones, and without dynamic
     VRAM for torch.compile and hooks.
     """
     source = open_source(path, "transformer")
     shape = check_complete(source)
-    patcher, _ = _load(source, shape, precision, tuple(keep), disable_dynamic)
-    patcher.cached_patcher_init = (load_patcher, (path, precision, tuple(keep)))
+    patcher, _ = _load(source, shape, precision, tuple(keep), named, disable_dynamic)
+    patcher.cached_patcher_init = (load_patcher, (path, precision, tuple(keep), named))
     return patcher
 
 
@@ -85,11 +88,18 @@ def _load(
     shape: TransformerShape,
     precision: str,
     keep: tuple[str, ...],
+    named: bool,
     disable_dynamic: bool = False,
 ) -> tuple[comfy.model_patcher.ModelPatcher, list[str]]:
     load_device = comfy.model_management.get_torch_device()
     offload_device = comfy.model_management.unet_offload_device()
-    tensors, notes = prepare(source, map_tensors(source), precision, keep, load_device)
+    mapped = map_tensors(source)
+    try:
+        tensors, notes = prepare(source, mapped, precision, keep, load_device, named=named)
+    except CheckpointError as error:
+        raise CheckpointError(f"{source.path}: {error}") from error
+    if source.config.get("zero_cond_t") is True:  # as ComfyUI's own files say it
+        tensors.setdefault(MARKER_2511, torch.empty(0))
     config = _model_config(source, shape, tensors, precision, load_device)
     model = config.get_model(tensors, "")
     patcher_class = (
@@ -100,9 +110,26 @@ def _load(
     patcher = patcher_class(model, load_device=load_device, offload_device=offload_device)
     if not comfy.model_management.is_device_cpu(offload_device):
         model.to(offload_device)
-    model.load_model_weights(tensors, "", assign=patcher.is_dynamic())
+    assign = patcher.is_dynamic()
+    if not assign and precision not in QUANTIZED and source.part.quantization.layers:
+        # What was dequantized is taken over; copied, as mapped tensors are, it would be held twice.
+        tensors = {name: _in_dtype_of(model, tensor) for name, tensor in tensors.items()}
+        assign = True
+    model.load_model_weights(tensors, "", assign=assign)
     check_first_step(patcher, source.path)
     return patcher, notes
+
+
+def _in_dtype_of(model: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(model.get_dtype()) if tensor.is_floating_point() else tensor
+
+
+def _held_in(patcher: comfy.model_patcher.ModelPatcher, precision: str) -> str:
+    """The precision that the weights ended up in: ComfyUI has none of fp16 for this model."""
+    if precision in QUANTIZED:
+        return precision
+    names = {dtype: name for name, dtype in KEEP_DTYPE.items()}
+    return names.get(patcher.model.get_dtype(), precision)
 
 
 def _model_config(
@@ -142,8 +169,6 @@ def _unet_config(
         out_channels=shape.packed_out_channels // 4,
         **_rope_axes(source, shape.head_dim),
     )
-    if source.config.get("zero_cond_t") is True:
-        config["default_ref_method"] = "index_timestep_zero"
     return config
 
 

@@ -11,6 +11,7 @@ import torch
 
 from ...errors import UnavailableError
 from ...loaders.precision import PrecisionChoice, check_host_memory, choose_transformer_precision
+from ...loaders.quantization import STORAGE_ONLY
 from ...loaders.quantize import layers_to_quantize
 from ...loaders.source import Source
 from ...optimizations.resources import available_memory
@@ -32,12 +33,15 @@ STAGING_BYTES = 2 * GIB
 
 def stored_precision(source: Source) -> str:
     """The precision that most of the weights are stored in."""
-    formats = Counter(source.part.quantization.layers.values())
+    layers = source.part.quantization.layers
+    formats = Counter(layers[layer] for layer in layers_to_quantize(layers))
     for name, _ in formats.most_common():
         if name.startswith("int8"):
             return "int8"
         if name.startswith("fp8 e4m3"):
             return "fp8"
+    if formats:  # e5m2, which is converted
+        return "bf16"
     plain = {name: entry["bytes"] for name, entry in source.part.dtypes.items() if name in STORED}
     return STORED[max(plain, key=plain.__getitem__)] if plain else "bf16"
 
@@ -55,6 +59,8 @@ def choose(
     kept = frozenset(layers) - layers_to_quantize(layers, keep)
     weights = weights_by_precision(shape, kept)
     stored = stored_precision(source)
+    if stored in QUANTIZED and not keep:
+        weights[stored] = source.part.bytes  # taken over as it lies in the file
     card = card_facts(comfy.model_management.get_torch_device())
     activations = step_activation_bytes(shape, width=USUAL_SIDE, height=USUAL_SIDE)
     choice = choose_transformer_precision(
@@ -63,7 +69,7 @@ def choose(
     if card is not None:
         _check_card(source, choice.name, weights[choice.name], activations, card)
     check_host_memory(
-        _host_bytes(stored, choice.name, weights, card),
+        _host_bytes(source, stored, choice.name, weights, card),
         available_memory(),
         f"{source.path.name} in {choice.name}",
     )
@@ -71,8 +77,8 @@ def choose(
 
 
 def card_facts(device: torch.device) -> CardFacts | None:
-    """The card that a MODEL is loaded for; None for the CPU."""
-    if device.type != "cuda":
+    """The NVIDIA card that a MODEL is loaded for; None for everything else."""
+    if device.type != "cuda" or torch.version.hip is not None:
         return None
     properties = torch.cuda.get_device_properties(device)
     return CardFacts(properties.name, properties.total_memory, (properties.major, properties.minor))
@@ -86,13 +92,18 @@ def _check_card(source: Source, name: str, weights: int, activations: int, card:
         raise UnavailableError(
             f"{source.path.name} in {name} needs {format_gib(weights + activations)} and "
             f"{card.name} has {format_gib(card.weight_budget(0))}: start ComfyUI without "
-            "--highvram and --gpu-only so that it can offload, or choose int8."
+            "--highvram and --gpu-only so that it can offload"
+            + (", or choose int8." if name not in QUANTIZED else ".")
         )
 
 
-def _host_bytes(stored: str, name: str, weights: dict[str, int], card: CardFacts | None) -> int:
+def _host_bytes(
+    source: Source, stored: str, name: str, weights: dict[str, int], card: CardFacts | None
+) -> int:
     """Peak of host memory that is no mapped file."""
-    if name == stored:
+    # Unscaled fp8 gets one scale for each row, and new values with it.
+    converted = {"fp8 e4m3, unscaled", *STORAGE_ONLY} & source.part.quantization.formats.keys()
+    if name == stored and not converted:
         # Under dynamic VRAM the mapped file itself is the model; else the host copies what is
         # not quantized.
         copies = card is None or not comfy.memory_management.aimdo_enabled

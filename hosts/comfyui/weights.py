@@ -31,6 +31,8 @@ def prepare(
     precision: str,
     keep: Sequence[str],
     device: torch.device,
+    *,
+    named: bool,
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Returns the state dict to load, and sentences about what was changed on the way.
 
@@ -39,6 +41,8 @@ def prepare(
         precision: bf16, fp16, fp32, fp8 or int8.
         keep: patterns of layers that stay in bf16.
         device: where weights are rounded.
+        named: whether the user named the precision: only then one quantized format is converted
+            into another, in files that hold both as well.
 
     Raises:
         CheckpointError: a weight or a scale cannot be used; the message names it.
@@ -52,16 +56,21 @@ def prepare(
             stored[name] = entry
         else:
             ready[name] = entry
-    # What the author of a quantized file left in bf16 stays so.
-    linear = stored or [_layer(name) for name, tensor in ready.items() if _is_weight(name, tensor)]
-    chosen = layers_to_quantize(linear, keep)
-    kept = layers_to_quantize(linear) - chosen
+    linear = [
+        *stored,
+        *(_layer(name) for name, tensor in ready.items() if _is_weight(name, tensor)),
+    ]
+    quantizable = layers_to_quantize(linear)
+    kept = quantizable - layers_to_quantize(linear, keep)
 
-    to_round = [] if stored or precision not in FORMATS else sorted(chosen)
+    to_round = []
+    # What the author of a quantized file left in bf16 stays so.
+    if precision in FORMATS and not quantizable & stored.keys():
+        to_round = sorted(quantizable - kept)
     for layer, entry in stored.items():
         if precision not in FORMATS or layer in kept:
             ready[f"{layer}.weight"] = _dequantized(entry)
-        elif layer in chosen and entry.format.split()[0] != precision:
+        elif named and layer in quantizable and entry.format.split()[0] != precision:
             to_round.append(layer)
         else:
             ready |= entry.tensors(layer)
@@ -109,9 +118,8 @@ def _what_was_stored(source: Source) -> list[str]:
     for name, count in formats.most_common():
         if name == "fp8 e4m3, unscaled":
             notes.append(
-                f"{count} layers were stored in e4m3 without scales, which loses quality in an "
-                "fp8 GEMM: each row got a power of two as its scale, which changes no value, and "
-                "activations are scaled for each token."
+                f"{count} layers are stored in e4m3 without scales, which an fp8 GEMM with a fixed "
+                "scale for activations spoils: here they are scaled for each token."
             )
         elif name == "fp8 e4m3, scaled":
             notes.append(
