@@ -1,0 +1,147 @@
+"""Runs in ComfyUI's own Python: our loaded MODEL under what ComfyUI does to models.
+
+    python comfyui_interplay.py COMFYUI FOLDER cpu|card|dynamic
+
+LoRAs merged into quantized weights, torch.compile, deep copies, partial loading, two cards; on the
+processor, on a card, and on a card with dynamic VRAM. Prints one JSON object {check: figure}.
+"""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+COMFYUI, FOLDER = map(Path, sys.argv[1:3])
+MODE = sys.argv[3]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(COMFYUI))
+sys.argv[1:] = ["--cpu"] if MODE == "cpu" else []
+
+import comfy.options  # noqa: E402
+
+comfy.options.enable_args_parsing()
+
+if MODE == "dynamic":  # as ComfyUI's main.py does before torch is imported
+    import comfy_aimdo.control
+
+    comfy_aimdo.control.init()
+
+import comfy.memory_management  # noqa: E402
+import comfy.model_management  # noqa: E402
+import comfy.model_patcher  # noqa: E402
+import comfy.sample  # noqa: E402
+import comfy.sd  # noqa: E402
+import folder_paths  # noqa: E402, F401
+import torch  # noqa: E402
+from comfy_api.torch_helpers import set_torch_compile_wrapper  # noqa: E402
+
+if MODE == "dynamic":
+    devices = comfy.model_management.get_all_torch_devices()
+    assert comfy_aimdo.control.init_devices((device.index, 0) for device in devices)
+    comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
+    comfy.memory_management.aimdo_enabled = True
+
+spec = importlib.util.spec_from_file_location(
+    "qwen_l40s", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+)
+package = importlib.util.module_from_spec(spec)
+sys.modules["qwen_l40s"] = package
+spec.loader.exec_module(package)
+
+import narrow_transformer as narrow  # noqa: E402
+
+from qwen_l40s.hosts.comfyui.model import load_model  # noqa: E402
+
+WEIGHTS = narrow.weights()
+PATH = narrow.write(FOLDER / "bf16.safetensors", WEIGHTS)
+
+
+def lora() -> dict[str, torch.Tensor]:
+    """Rank 4 on every layer that is quantized."""
+    generator = torch.Generator().manual_seed(1)
+    found = {}
+    for layer in narrow.layers(WEIGHTS):
+        rows, columns = WEIGHTS[f"{layer}.weight"].shape
+        found[f"{layer}.lora_down.weight"] = torch.randn(4, columns, generator=generator) / 10
+        found[f"{layer}.lora_up.weight"] = torch.randn(rows, 4, generator=generator) / 10
+    return found
+
+
+def sample(model: comfy.model_patcher.ModelPatcher, cfg: float = 1.0) -> torch.Tensor:
+    """Two Euler steps at 64 x 64 from fixed noise; prompts of different lengths never batch."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(1, 16, 1, 8, 8, generator=generator)
+    positive = torch.randn(1, 20, narrow.SHAPE.joint_dim, generator=generator)
+    negative = torch.randn(1, 7, narrow.SHAPE.joint_dim, generator=generator)
+    steps = (2, cfg, "euler", "simple", [[positive, {}]], [[negative, {}]])
+    latent = torch.zeros_like(noise)
+    return comfy.sample.sample(model, noise, *steps, latent, disable_pbar=True, seed=0).float()
+
+
+def difference(found: torch.Tensor, known: torch.Tensor) -> float:
+    return float((found - known).norm() / known.norm())
+
+
+def with_lora(model: comfy.model_patcher.ModelPatcher) -> comfy.model_patcher.ModelPatcher:
+    return comfy.sd.load_lora_for_models(model, None, lora(), 1.0, 0)[0]
+
+
+def compiled(model: comfy.model_patcher.ModelPatcher) -> comfy.model_patcher.ModelPatcher:
+    """One block through torch.compile; on a processor the graph alone, without a C++ compiler."""
+    clone = model.clone(disable_dynamic=True)
+    key = "diffusion_model.transformer_blocks.1"
+    backend = "eager" if MODE == "cpu" else "inductor"
+    set_torch_compile_wrapper(clone, backend=backend, keys=[key])
+    return clone
+
+
+def partly_loaded(form: str) -> float:
+    """One forward with most weights left in host memory, against all on the card."""
+    device = comfy.model_management.get_torch_device()
+    noise = torch.ones(1, 16, 1, 8, 8, device=device, dtype=torch.bfloat16)
+    text = torch.ones(1, 7, narrow.SHAPE.joint_dim, device=device, dtype=torch.bfloat16)
+    outputs = []
+    for budget in (400_000, 10**9):
+        comfy.model_management.unload_all_models()
+        model = load_model(PATH, form)[0]
+        model.load(device, lowvram_model_memory=budget)
+        places = {str(weight.device) for weight in model.model.diffusion_model.parameters()}
+        assert ("cpu" in places) == (budget == 400_000), places
+        sigma = torch.full((1,), 0.7, device=device)
+        outputs.append(model.model.apply_model(noise, sigma, c_crossattn=text))
+        model.detach()
+    return difference(*outputs)
+
+
+def on_two_cards(model: comfy.model_patcher.ModelPatcher) -> float:
+    from comfy_extras.nodes_multigpu import MultiGPUCFGSplitNode
+
+    split = MultiGPUCFGSplitNode.execute(model, 2).result[0]
+    return difference(sample(split, 2.5), sample(model, 2.5))
+
+
+@torch.inference_mode()
+def main() -> None:
+    torch.set_num_threads(1)
+    sample(load_model(PATH, "bf16")[0])  # a card's first products may differ in the last bit
+    bf16 = load_model(PATH, "bf16")[0]
+    plain, patched = sample(bf16), sample(with_lora(bf16))
+    figures = {"effect of the LoRA": difference(patched, plain)}
+    for form in ("int8", "fp8"):
+        model = load_model(PATH, form)[0]
+        own = sample(model)
+        figures[f"{form}: against bf16"] = difference(own, plain)
+        figures[f"{form}: LoRA against bf16 with it"] = difference(
+            sample(with_lora(model)), patched
+        )
+        figures[f"{form}: without the LoRA again"] = difference(sample(model), own)
+        figures[f"{form}: compiled"] = difference(sample(compiled(model)), own)
+        figures[f"{form}: deep copy"] = difference(sample(model.clone(force_deepcopy=True)), own)
+        if MODE == "card":
+            figures[f"{form}: partly loaded"] = partly_loaded(form)
+        if torch.cuda.device_count() > 1:
+            figures[f"{form}: on two cards"] = on_two_cards(model)
+    print(json.dumps(figures))
+
+
+main()
