@@ -20,8 +20,8 @@ def add_parser(subparsers: Any, common: argparse.ArgumentParser) -> None:
         parents=[common],
         help="write a transformer in fp8 or int8, with one scale for each row",
         description="Rounds the attention and MLP weights of a Qwen-Image transformer and writes "
-        "one .safetensors file of about two thirds of the bytes, one tensor at a time. int8 is read by "
-        "ComfyUI itself too, fp8 by this package only.",
+        "one .safetensors file of about two thirds of the bytes, one tensor at a time. int8 is "
+        "read by ComfyUI itself too, fp8 by this package only.",
     )
     parser.add_argument(
         "source",
