@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import SettingError
-from .e4m3_bits import LARGEST, NAN_AS_HALF, e4m3_as_float, e4m3_as_half, half_as_e4m3
+from .e4m3_bits import e4m3_as_float, e5m2_as_half
 
 FORMATS = ("fp8", "int8")
 DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -90,7 +90,11 @@ def quantize_rows(
 
 
 def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns values [N, K] * scale [N, 1], computed in float32, as [N, K] of `dtype`."""
+    """Returns values [N, K] * scale [N, 1], computed in float32, as [N, K] of `dtype`.
+
+    Args:
+        values: float8_e4m3fn, float8_e5m2 or int8.
+    """
     weight = torch.empty(values.shape, dtype=dtype, device=values.device)
     for rows in _pieces(values):
         weight[rows] = _as_float(values[rows]) * scale[rows]
@@ -107,35 +111,6 @@ def relative_error(weight: torch.Tensor, values: torch.Tensor, scale: torch.Tens
         lost += torch.linalg.vector_norm(rounded.sub_(exact)).double() ** 2
         whole += torch.linalg.vector_norm(exact).double() ** 2
     return float((lost / whole).sqrt().nan_to_num_(0.0))
-
-
-def rescale_rows_exactly(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gives an unscaled e4m3 weight one scale for each row without changing any value.
-
-    Every row is multiplied by the largest power of two that keeps it within 448. e4m3 has four
-    significant bits at most, so the products are e4m3 numbers too; subnormal ones become normal.
-
-    Args:
-        weight: [N, K] float8_e4m3fn.
-
-    Returns:
-        values [N, K] of float8_e4m3fn and scales [N, 1] of float32, powers of two; values * scales
-        is the weight. NaN stays NaN.
-    """
-    values = torch.empty_like(weight)
-    scale = torch.ones((len(weight), 1), device=weight.device)
-    # From a table, because exp2 need not be exact.
-    powers = torch.tensor(_POWERS, device=weight.device)
-    for rows in _pieces(weight):
-        part = weight[rows]
-        # Magnitudes are ordered as their bytes are. One more each, and NaN wraps around to 0.
-        after = (part.view(torch.uint8) & 0x7F).add_(1).bitwise_and_(0x7F)
-        half, other_half, inverse = powers[after.amax(dim=1).int()].split(1, dim=1)
-        # In two steps, because 2^17 is no float16 number. NaN grows or stays, and is cut back.
-        halves = e4m3_as_half(part).mul_(half.half()).mul_(other_half.half())
-        values[rows] = half_as_e4m3(halves.clamp_(-NAN_AS_HALF, NAN_AS_HALF))
-        scale[rows] = inverse
-    return values, scale
 
 
 def layers_to_quantize(layers: Iterable[str], keep: Sequence[str] = ()) -> frozenset[str]:
@@ -193,7 +168,9 @@ def _pieces(matrix: torch.Tensor) -> Iterator[slice]:
 
 
 def _as_float(values: torch.Tensor) -> torch.Tensor:
-    return e4m3_as_float(values) if values.dtype == torch.float8_e4m3fn else values.float()
+    if values.dtype == torch.float8_e4m3fn:
+        return e4m3_as_float(values)
+    return (e5m2_as_half(values) if values.dtype == torch.float8_e5m2 else values).float()
 
 
 def _dither(scaled: torch.Tensor, format: str, generator: torch.Generator) -> None:
@@ -206,23 +183,3 @@ def _dither(scaled: torch.Tensor, format: str, generator: torch.Generator) -> No
     power = (scaled.view(torch.int32) & 0x7F800000).view(torch.float32)
     step = power.clamp_(min=2.0**-6).mul_(2.0**-3)
     scaled.div_(step).add_(noise).floor_().mul_(step)
-
-
-def _shift(byte: int) -> int:
-    """The largest k for which the e4m3 magnitude of this byte times 2^k is at most 448."""
-    exponent, mantissa = byte >> 3, byte & 7
-    if exponent == 0:
-        if mantissa == 0:
-            return 0
-        # mantissa * 2^-9; no subnormal number has the mantissa 1.875 that 15 cannot carry.
-        return 18 - mantissa.bit_length()
-    return 15 - exponent - (mantissa == 7)
-
-
-def _powers(shift: int) -> tuple[float, float, float]:
-    """Two powers of two whose product is 2^shift, and the inverse of that."""
-    return 2.0 ** (shift // 2), 2.0 ** (shift - shift // 2), 2.0**-shift
-
-
-# By one more than the byte; the first is for rows of NaN alone.
-_POWERS = tuple(map(_powers, (0, *map(_shift, range(LARGEST + 1)))))

@@ -19,8 +19,9 @@ from .quantize import DTYPES, quantize_rows
 # One thread spends its time reading the file and copying, so several keep a card's bus busy. On a
 # CPU torch's own threads share the work of one layer.
 WORKERS_OF_A_CARD = 8
-# Pinned memory, from which and to which a card copies 3 times as fast: so much for each worker.
-SLAB_BYTES = 16 * 2**20
+# Pinned memory, from which and to which a card copies 3 times as fast: so much for each worker and
+# each way. torch keeps these 128 MiB for its next pinned tensors.
+SLAB_BYTES = 8 * 2**20
 
 
 def quantize_layers(
@@ -69,20 +70,22 @@ def quantize_layers(
 class _Staging(threading.local):
     """What each worker has for itself: a stream of the card, and pinned memory on both ways."""
 
+    _stream: torch.cuda.Stream | None = None
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
-            self._up = torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=True)
-            self._down = torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=True)
 
     def quantize(
         self, layer: str, weight_of: Callable[[str], torch.Tensor], format: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         weight = weight_of(layer)
-        rows = SLAB_BYTES // max(1, weight.shape[1] * weight.itemsize)
         if self._device.type != "cuda":
             return quantize_rows(weight, format)
+        if self._stream is None:  # `__init__` also runs in the thread that hands out the work
+            self._stream = torch.cuda.Stream(self._device)
+            self._up = torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=True)
+            self._down = torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=True)
+        rows = SLAB_BYTES // max(1, weight.shape[1] * weight.itemsize)
         with torch.cuda.stream(self._stream):
             if rows == 0 or weight.device.type != "cpu":
                 values, scale = quantize_rows(weight.to(self._device), format)

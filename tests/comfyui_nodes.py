@@ -140,9 +140,9 @@ def check_too_little_host_memory_is_refused_before_anything_is_mapped():
 
 
 def check_values_that_are_converted_take_host_memory_too():
-    """Each row of unscaled fp8 gets its power of two, which makes new values of all of them."""
-    tensors = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in WEIGHTS.items()}
-    name = written("unscaled", tensors)
+    """e5m2 becomes bf16; e4m3 stays as it is mapped."""
+    tensors = {name: tensor.to(torch.float8_e5m2) for name, tensor in WEIGHTS.items()}
+    name = written("e5m2", tensors)
     with mock.patch.object(precision, "available_memory", return_value=1000), nothing_mapped():
         refused(UnavailableError, "of host memory", run=lambda: load(name))
 

@@ -15,9 +15,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 
 from ...errors import CheckpointError, SettingError
-from ...loaders.convrot import rotate
 from ...loaders.quantization import AUXILIARY
-from ...loaders.quantize import dequantize_rows
 from ...loaders.stored_weights import StoredLayer
 from .beside import KEY as BESIDE
 from .operations import FORMAT_OF_LAYOUT
@@ -106,9 +104,9 @@ def _dequantized(weight: QuantizedTensor) -> torch.Tensor:
     """In float32: the host rounds to the dtype that the weight stands for, and rotates in it."""
     if weight._layout_cls not in FORMATS:
         return weight.dequantize()
-    exact = dequantize_rows(weight._qdata, _row_scales(weight), torch.float32)
-    group = _rotated_in(weight)
-    return rotate(exact, group) if group else exact
+    form = FORMATS[weight._layout_cls]
+    held = StoredLayer(weight._qdata, _row_scales(weight), form, _rotated_in(weight))
+    return held.dequantized(torch.float32)
 
 
 def _row_scales(weight: QuantizedTensor) -> torch.Tensor:

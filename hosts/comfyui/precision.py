@@ -101,8 +101,7 @@ def _host_bytes(
     source: Source, stored: str, name: str, weights: dict[str, int], card: CardFacts | None
 ) -> int:
     """Peak of host memory that is no mapped file."""
-    # Unscaled fp8 gets one scale for each row, and new values with it.
-    converted = {"fp8 e4m3, unscaled", *STORAGE_ONLY} & source.part.quantization.formats.keys()
+    converted = STORAGE_ONLY & source.part.quantization.formats.keys()
     if name == stored and not converted:
         # Under dynamic VRAM the mapped file itself is the model; else the host copies what is
         # not quantized.

@@ -16,9 +16,9 @@ from comfy.text_encoders.llama import BaseLlama, Llama2_, Qwen25_7BVLI, Qwen25_7
 
 from ...errors import CheckpointError, UnavailableError
 from ...loaders.convert import text_encoder_name_to_native
-from ...loaders.quantization import AUXILIARY
 from ...loaders.safetensors_header import TensorInfo
 from ...loaders.source import Source
+from ...loaders.stored_weights import accompanies
 from ...loaders.tensor_checks import check_names, shapes_of
 from ...loaders.text_encoders import SIZES
 
@@ -26,9 +26,6 @@ HEAD_DIM = 128  # fixed in ComfyUI's class
 VISION_DIM = 1280
 HEAD = "model.lm_head."
 VISION = "visual."
-# Scales and markers that ComfyUI's formats for this encoder have.
-ACCOMPANYING = (".comfy_quant", ".weight_scale", ".scale_weight", ".input_scale", ".scale_input")
-MARKER = "scaled_fp8"
 ONLY_7B = "Qwen-Image needs the 7B, which is 3584 wide: get the model's own text encoder."
 
 
@@ -84,7 +81,7 @@ def read_layout(source: Source) -> Layout:
         if not native.startswith(HEAD) and (vision or not native.startswith(VISION))
     }
     model = (Qwen25_7BVLI if vision else TextOnlyQwen25)(config, torch.bfloat16, "meta", torch.nn)
-    shapes = {name: infos[name].shape for name in loaded if not _accompanies(name)}
+    shapes = {name: infos[name].shape for name in loaded if not accompanies(name)}
     check_names(source.path, shapes, shapes_of(model), "ComfyUI's Qwen2.5-VL")
     return Layout(
         names=loaded,
@@ -111,10 +108,6 @@ def _native_names(source: Source) -> tuple[dict[str, str], dict[str, TensorInfo]
             )
         names[native], infos[native] = name, info
     return names, infos
-
-
-def _accompanies(name: str) -> bool:
-    return name == MARKER or bool(AUXILIARY.search(name) and name.endswith(ACCOMPANYING))
 
 
 def _model_config(source: Source) -> dict[str, Any]:

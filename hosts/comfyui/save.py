@@ -26,7 +26,6 @@ from ...loaders.quantize import (
     FORMATS,
     layers_to_quantize,
     quantize_rows,
-    rescale_rows_exactly,
 )
 from ...loaders.quantized_file import READERS
 from ...loaders.safetensors_writer import DTYPES as FILE_DTYPES
@@ -173,7 +172,7 @@ def _rounded(
 ) -> StoredLayer:
     patched = PREFIX + name in model.patches
     if precision == "fp8" and weight.dtype == torch.float8_e4m3fn and not patched:
-        return StoredLayer(*rescale_rows_exactly(weight.to(device)), precision)
+        return StoredLayer(weight, torch.ones((len(weight), 1)), precision)
     weight = with_patches(model, name, weight, device).to(device, torch.float32)
     return StoredLayer(*quantize_rows(weight, precision), precision)
 

@@ -19,10 +19,10 @@ import torch
 from ...errors import CheckpointError
 from ...loaders.quantize_stream import quantize_layers
 from ...loaders.source import Source
+from ...loaders.stored_weights import KINDS, StoredLayer, accompanies, stored_layers
 from ...loaders.tensor_checks import check_finite
-from .core_formats import KINDS, StoredWeight, stored_weights
 from .precision import STAGING_BYTES
-from .qwen25 import ACCOMPANYING, MARKER, Layout
+from .qwen25 import Layout
 
 LANGUAGE_LINEAR = re.compile(
     r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight"
@@ -61,26 +61,26 @@ def prepare(
         CheckpointError: a weight or a scale cannot be used; the message names it.
     """
     target = precision if precision in ("bf16", "fp8", "int8") else None
-    settings = source.part.quantization.settings
-    stored = stored_weights(source.path, layout.names, mapped, settings)
+    tensors = {native: mapped[name] for native, name in layout.names.items()}
+    stored = _stored(source, layout, tensors)
     ready: dict[str, torch.Tensor] = {}
     to_round: list[str] = []
     converted = False
-    for native, name in layout.names.items():
-        if native == MARKER or native.endswith(ACCOMPANYING):
+    for native, tensor in tensors.items():
+        if accompanies(native):
             continue
-        layer, tensor = native.removesuffix(".weight"), mapped[name]
+        layer = native.removesuffix(".weight")
         entry = stored.get(layer)
-        fits = entry is not None and entry.fits_core
+        fits = entry is not None and _fits_core(entry)
         if target in ("fp8", "int8") and LANGUAGE_LINEAR.fullmatch(native):
-            if fits and entry.kind == target:
+            if fits and KINDS[tensor.dtype] == target:
                 ready |= entry.tensors(layer)
             else:
                 to_round.append(layer)
         elif fits and target != "bf16":
             ready |= entry.tensors(layer)
         else:
-            plain = entry.dequantized().bfloat16() if entry else _plain(tensor, target)
+            plain = entry.dequantized() if entry else _plain(tensor, target)
             if plain is not tensor or tensor.dim() < 2:
                 check_finite(source.path, native, plain)
             converted |= plain is not tensor
@@ -88,7 +88,7 @@ def prepare(
 
     def weight_of(layer: str) -> torch.Tensor:
         entry = stored.get(layer)
-        return entry.dequantized() if entry else mapped[layout.names[f"{layer}.weight"]]
+        return entry.dequantized(torch.float32) if entry else tensors[f"{layer}.weight"]
 
     if to_round:
         ready |= _rounded(source.path, to_round, weight_of, target)
@@ -98,6 +98,25 @@ def prepare(
         precision=_precision(ready),
         notes=tuple(_notes(stored, to_round, target)),
     )
+
+
+def _stored(
+    source: Source, layout: Layout, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, StoredLayer]:
+    declared = source.part.quantization.settings
+    settings = {
+        native.removesuffix(".weight"): declared.get(name.removesuffix(".weight"), {})
+        for native, name in layout.names.items()
+    }
+    try:
+        return stored_layers(tensors, settings)
+    except CheckpointError as error:
+        raise CheckpointError(f"{source.path}: {error}") from error
+
+
+def _fits_core(entry: StoredLayer) -> bool:
+    """Whether ComfyUI's own layers take it: their fp8 has one scale for the weight."""
+    return entry.weight.dtype == torch.int8 or entry.scale.dim() == 0
 
 
 def _plain(tensor: torch.Tensor, target: str | None) -> torch.Tensor:
@@ -129,7 +148,7 @@ def _rounded(
     ready: dict[str, torch.Tensor] = {}
     for layer, (values, scale) in rounded.items():
         scale = scale.reshape(()) if target == "fp8" else scale
-        ready |= StoredWeight(values.reshape(shapes[layer]), scale, None).tensors(layer)
+        ready |= StoredLayer(values.reshape(shapes[layer]), scale, target).tensors(layer)
     return ready
 
 
@@ -141,7 +160,7 @@ def _precision(tensors: Mapping[str, torch.Tensor]) -> str:
     return " and ".join(sorted(found))
 
 
-def _notes(stored: Mapping[str, StoredWeight], rounded: list[str], target: str | None) -> list[str]:
+def _notes(stored: Mapping[str, StoredLayer], rounded: list[str], target: str | None) -> list[str]:
     notes = []
     if rounded:
         scales = "one scale for each " + ("weight" if target == "fp8" else "row")
@@ -153,7 +172,7 @@ def _notes(stored: Mapping[str, StoredWeight], rounded: list[str], target: str |
         notes.append(f"{twice} of them were quantized in the file: both errors add up")
     if stored and target == "bf16":
         notes.append("dequantized, which does not bring back what the file's format lost")
-    elif odd := sum(not entry.fits_core for layer, entry in stored.items() if layer not in rounded):
+    elif odd := sum(not _fits_core(stored[layer]) for layer in stored.keys() - set(rounded)):
         notes.append(
             f"{odd} layers in fp8 with one scale for each row became bf16: ComfyUI's layers take "
             "one for the weight"
@@ -166,5 +185,5 @@ def _notes(stored: Mapping[str, StoredWeight], rounded: list[str], target: str |
     return notes
 
 
-def _is_unscaled(entry: StoredWeight) -> bool:
-    return entry.kind == "fp8" and entry.scale.numel() == 1 and float(entry.scale) == 1.0
+def _is_unscaled(entry: StoredLayer) -> bool:
+    return entry.format == "fp8" and entry.scale.dim() == 0 and float(entry.scale) == 1.0

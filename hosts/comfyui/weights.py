@@ -9,12 +9,10 @@ import comfy.model_management
 import comfy.utils
 import torch
 
-from ...loaders.convrot import rotate
 from ...loaders.precision import format_bytes
 from ...loaders.quantize import (
     FORMATS,
     comfy_quant_tensor,
-    dequantize_rows,
     layers_to_quantize,
 )
 from ...loaders.quantize_stream import quantize_layers
@@ -69,7 +67,7 @@ def prepare(
         to_round = sorted(quantizable - kept)
     for layer, entry in stored.items():
         if precision not in FORMATS or layer in kept:
-            ready[f"{layer}.weight"] = _dequantized(entry)
+            ready[f"{layer}.weight"] = entry.dequantized()
         elif named and layer in quantizable and entry.format.split()[0] != precision:
             to_round.append(layer)
         else:
@@ -77,7 +75,7 @@ def prepare(
 
     def weight_of(layer: str) -> torch.Tensor:
         entry = stored.get(layer)
-        return ready[f"{layer}.weight"] if entry is None else _dequantized(entry)
+        return ready[f"{layer}.weight"] if entry is None else entry.dequantized()
 
     if to_round:
         comfy.model_management.free_memory(STAGING_BYTES, device)
@@ -103,13 +101,6 @@ def _is_weight(name: str, tensor: torch.Tensor) -> bool:
 
 def _layer(name: str) -> str:
     return name.removesuffix(".weight")
-
-
-def _dequantized(entry: StoredLayer) -> torch.Tensor:
-    if entry.convrot_groupsize is None:
-        return dequantize_rows(entry.weight, entry.scale, torch.bfloat16)
-    weight = dequantize_rows(entry.weight, entry.scale, torch.float32)
-    return rotate(weight, entry.convrot_groupsize).bfloat16()
 
 
 def _what_was_stored(source: Source) -> list[str]:
