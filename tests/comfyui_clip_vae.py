@@ -7,32 +7,16 @@ FOLDER holds what test_comfyui_clip_vae.py wrote there, and takes more. Every fu
 """
 
 import functools
-import importlib.util
 import json
 import math
 import os
 import shutil
-import sys
-import traceback
-from pathlib import Path
 from unittest import mock
 
-COMFYUI, FOLDER = (Path(argument) for argument in sys.argv[1:3])
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(COMFYUI))
-sys.argv[1:] = ["--cpu"]  # ComfyUI reads it at import
+import comfyui_boot
 
-# As tests/conftest.py does: the package by its own name, from a clone of any folder name.
-spec = importlib.util.spec_from_file_location(
-    "qwen_l40s", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
-)
-package = importlib.util.module_from_spec(spec)
-sys.modules["qwen_l40s"] = package
-spec.loader.exec_module(package)
-
-import comfy.options  # noqa: E402
-
-comfy.options.enable_args_parsing()
+(FOLDER,) = comfyui_boot.ARGUMENTS
+comfyui_boot.start("--cpu")
 
 import comfy.sd  # noqa: E402
 import narrow_text_encoder as narrow  # noqa: E402
@@ -49,7 +33,7 @@ from qwen_l40s.hosts.comfyui.text_encoder_weights import prepare  # noqa: E402
 from qwen_l40s.hosts.comfyui.vae import load_vae  # noqa: E402
 from qwen_l40s.loaders.source import open_source  # noqa: E402
 
-MICRO = ROOT / "models" / "micro"
+MICRO = comfyui_boot.ROOT / "models" / "micro"
 PROMPT = "a small red star at the top left"
 KNOWN = load_file(FOLDER / "reference.safetensors")
 PROMPTS = json.loads((FOLDER / "prompts.json").read_text(encoding="utf-8"))
@@ -417,16 +401,8 @@ def published_tokenizer_once():
 
 
 def main():
-    results = {}
     with torch.inference_mode(), published_tokenizer_once():
-        for name, check in list(globals().items()):
-            if name.startswith("check_"):
-                results[name] = None
-                try:
-                    check()
-                except Exception:
-                    results[name] = traceback.format_exc()
-    print(json.dumps(results))
+        comfyui_boot.run_checks(globals())
 
 
 if __name__ == "__main__":

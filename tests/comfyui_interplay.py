@@ -6,32 +6,22 @@ LoRAs merged into quantized weights, torch.compile, deep copies, partial loading
 processor, on a card, and on a card with dynamic VRAM. Prints one JSON object {check: figure}.
 """
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
-COMFYUI, FOLDER = map(Path, sys.argv[1:3])
-MODE = sys.argv[3]
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(COMFYUI))
-sys.argv[1:] = ["--cpu"] if MODE == "cpu" else []
+import comfyui_boot
 
-import comfy.options  # noqa: E402
-
-comfy.options.enable_args_parsing()
-
+FOLDER, MODE = comfyui_boot.ARGUMENTS[0], str(comfyui_boot.ARGUMENTS[1])
 if MODE == "dynamic":  # as ComfyUI's main.py does before torch is imported
     import comfy_aimdo.control
 
     comfy_aimdo.control.init()
+comfyui_boot.start(*(["--cpu"] if MODE == "cpu" else []))
 
 import comfy.memory_management  # noqa: E402
 import comfy.model_management  # noqa: E402
 import comfy.model_patcher  # noqa: E402
 import comfy.sample  # noqa: E402
 import comfy.sd  # noqa: E402
-import folder_paths  # noqa: E402, F401
 import torch  # noqa: E402
 from comfy_api.torch_helpers import set_torch_compile_wrapper  # noqa: E402
 
@@ -40,13 +30,6 @@ if MODE == "dynamic":
     assert comfy_aimdo.control.init_devices((device.index, 0) for device in devices)
     comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
     comfy.memory_management.aimdo_enabled = True
-
-spec = importlib.util.spec_from_file_location(
-    "qwen_l40s", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
-)
-package = importlib.util.module_from_spec(spec)
-sys.modules["qwen_l40s"] = package
-spec.loader.exec_module(package)
 
 import narrow_transformer as narrow  # noqa: E402
 

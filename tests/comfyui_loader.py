@@ -1,37 +1,23 @@
 """Runs in ComfyUI's own Python: this package's loader beside ComfyUI's own.
 
-    python comfyui_loader.py COMFYUI PACKAGE FOLDER
+    python comfyui_loader.py COMFYUI FOLDER
 
 FOLDER holds one-block transformers of the real width. Prints one JSON object {check: figure}.
 """
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
-COMFYUI, PACKAGE, FOLDER = map(Path, sys.argv[1:])
-sys.argv = [sys.argv[0], "--cpu"]
-sys.path.insert(0, str(COMFYUI))
+import comfyui_boot
 
-import comfy.options  # noqa: E402
-
-comfy.options.enable_args_parsing()
+(FOLDER,) = comfyui_boot.ARGUMENTS
+comfyui_boot.start("--cpu")
 
 import comfy.model_management  # noqa: E402
 import comfy.sample  # noqa: E402
 import comfy.samplers  # noqa: E402
 import comfy.sd  # noqa: E402
-import folder_paths  # noqa: E402, F401
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-
-spec = importlib.util.spec_from_file_location(
-    "qwen_l40s", PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
-)
-module = importlib.util.module_from_spec(spec)
-sys.modules["qwen_l40s"] = module
-spec.loader.exec_module(module)
 
 from qwen_l40s.hosts.comfyui.model import load_model  # noqa: E402
 

@@ -8,22 +8,13 @@ FOLDER is empty and writable. Every function named `check_...` is one check; pri
 
 import contextlib
 import functools
-import importlib.util
-import inspect
 import json
-import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 
-COMFYUI, FOLDER = (Path(argument) for argument in sys.argv[1:3])
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(COMFYUI))
-sys.argv[1:] = ["--cpu"]  # ComfyUI reads it at import
+import comfyui_boot
 
-import comfy.options  # noqa: E402
-
-comfy.options.enable_args_parsing()
+(FOLDER,) = comfyui_boot.ARGUMENTS
+comfyui_boot.start("--cpu")
 
 import comfy.model_management  # noqa: E402
 import comfy.model_patcher  # noqa: E402
@@ -37,14 +28,6 @@ from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel  # noqa: E402
 from comfy.patcher_extension import WrappersMP  # noqa: E402
 from comfy_api.torch_helpers import set_torch_compile_wrapper  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
-
-# As tests/conftest.py does: the package by its own name, from a clone of any folder name.
-spec = importlib.util.spec_from_file_location(
-    "qwen_l40s", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
-)
-package = importlib.util.module_from_spec(spec)
-sys.modules["qwen_l40s"] = package
-spec.loader.exec_module(package)
 
 from qwen_l40s.errors import CheckpointError, SettingError  # noqa: E402
 from qwen_l40s.hosts.comfyui.lora import LoraReport, apply_lora  # noqa: E402
@@ -561,27 +544,7 @@ def check_fp8_and_bf16_files() -> None:
             assert distance(sample(applied(base, tensors, how=how)), expected) < 1e-5, (dtype, how)
 
 
-@torch.inference_mode()
-def run() -> dict[str, str | None]:
-    torch.set_num_threads(1)
-    results: dict[str, str | None] = {}
-    checks: dict[str, Callable[[], None]] = {
-        name: value
-        for name, value in globals().items()
-        if name.startswith("check_") and inspect.isfunction(value)
-    }
-    for name, check in checks.items():
-        import time
-
-        t0 = time.time()
-        try:
-            check()
-            results[name] = None
-            print(name, time.time() - t0, file=sys.stderr)
-        except Exception:
-            results[name] = traceback.format_exc()
-    return results
-
-
 if __name__ == "__main__":
-    print(json.dumps(run()))
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        comfyui_boot.run_checks(globals())

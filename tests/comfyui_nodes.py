@@ -9,40 +9,23 @@ prints one JSON object, {check: None or its traceback}.
 import asyncio
 import contextlib
 import gc
-import importlib.util
-import json
 import sys
 import threading
-import traceback
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-COMFYUI, FOLDER = (Path(argument) for argument in sys.argv[1:3])
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(COMFYUI))
-sys.argv[1:] = ["--cpu", "--base-directory", str(FOLDER)]  # ComfyUI reads it at import
+import comfyui_boot
 
-import comfy.options  # noqa: E402
-
-comfy.options.enable_args_parsing()
+(FOLDER,) = comfyui_boot.ARGUMENTS
+comfyui_boot.start("--cpu", "--base-directory", str(FOLDER))
 
 import comfy.model_management  # noqa: E402
 import comfy.utils  # noqa: E402
-import folder_paths  # noqa: E402, F401
+import narrow_transformer as narrow  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-# As tests/conftest.py does: the package by its own name, from a clone of any folder name.
-spec = importlib.util.spec_from_file_location(
-    "qwen_l40s", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
-)
-package = importlib.util.module_from_spec(spec)
-sys.modules["qwen_l40s"] = package
-spec.loader.exec_module(package)
-
-import narrow_transformer as narrow  # noqa: E402
-
+import qwen_l40s  # noqa: E402
 from qwen_l40s import nodes  # noqa: E402
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError  # noqa: E402
 from qwen_l40s.hosts.comfyui import compatibility, model, precision  # noqa: E402
@@ -176,7 +159,7 @@ def check_nodes_of_a_host_that_is_off_are_there_and_say_why():
     compatibility.what_is_off.cache_clear()
     try:
         with mock.patch.dict(sys.modules, {"comfyui_version": off}), nothing_mapped():
-            extension = asyncio.run(package.comfy_entrypoint())
+            extension = asyncio.run(qwen_l40s.comfy_entrypoint())
             with mock.patch.object(nodes.logger, "warning") as warning:
                 asyncio.run(extension.on_load())
             words = ("ComfyUI is 0.32.1", "needs 0.33.0 or newer", "update ComfyUI")
@@ -301,16 +284,8 @@ def check_kept_layers_are_what_the_file_holds():
 
 def main():
     torch.set_num_threads(1)
-    results = {}
     with torch.inference_mode():
-        for name, check in list(globals().items()):
-            if name.startswith("check_"):
-                results[name] = None
-                try:
-                    check()
-                except Exception:
-                    results[name] = traceback.format_exc()
-    print(json.dumps(results))
+        comfyui_boot.run_checks(globals())
 
 
 if __name__ == "__main__":

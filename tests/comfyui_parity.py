@@ -8,16 +8,11 @@ absolute difference of each part, all in fp32 on the CPU.
 """
 
 import json
-import sys
-from pathlib import Path
 
-COMFYUI, REFERENCE, FOLDER, NATIVE_VAE = (Path(argument) for argument in sys.argv[1:5])
-sys.path.insert(0, str(COMFYUI))
-sys.argv[1:] = ["--cpu"]  # ComfyUI reads it at import
+import comfyui_boot
 
-import comfy.options  # noqa: E402
-
-comfy.options.enable_args_parsing()
+REFERENCE, FOLDER, NATIVE_VAE = comfyui_boot.ARGUMENTS
+comfyui_boot.start("--cpu")
 
 import comfy.latent_formats  # noqa: E402
 import comfy.ops  # noqa: E402

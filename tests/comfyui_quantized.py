@@ -10,16 +10,12 @@ no place, and the error that loading FP8 raised.
 
 import json
 import logging
-import sys
 from pathlib import Path
 
-COMFYUI, INT8, FP8, CONFIG, INPUTS, OUT = (Path(argument) for argument in sys.argv[1:7])
-sys.path.insert(0, str(COMFYUI))
-sys.argv[1:] = ["--cpu"]  # ComfyUI reads it at import
+import comfyui_boot
 
-import comfy.options  # noqa: E402
-
-comfy.options.enable_args_parsing()
+INT8, FP8, CONFIG, INPUTS, OUT = comfyui_boot.ARGUMENTS
+comfyui_boot.start("--cpu")
 
 import comfy.model_management  # noqa: E402
 import comfy.model_patcher  # noqa: E402

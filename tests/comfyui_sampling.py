@@ -1,39 +1,24 @@
 """Runs in ComfyUI's own Python: samples the micro model that this package loaded.
 
-    python comfyui_sampling.py COMFYUI PACKAGE REFERENCE.safetensors
+    python comfyui_sampling.py COMFYUI REFERENCE.safetensors
 
 Prints one JSON object: relative differences from what diffusers made of the same noise, sigmas and
 text embeddings.
 """
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
-COMFYUI, PACKAGE, REFERENCE = map(Path, sys.argv[1:])
-sys.argv = [sys.argv[0], "--cpu"]
-sys.path.insert(0, str(COMFYUI))
+import comfyui_boot
 
-import comfy.options  # noqa: E402
-
-comfy.options.enable_args_parsing()
+(REFERENCE,) = comfyui_boot.ARGUMENTS
+comfyui_boot.start("--cpu")
 
 import comfy.model_management  # noqa: E402
 import comfy.sample  # noqa: E402
 import comfy.samplers  # noqa: E402
-import folder_paths  # noqa: E402, F401
 import torch  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-
-spec = importlib.util.spec_from_file_location(
-    "qwen_l40s", PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
-)
-module = importlib.util.module_from_spec(spec)
-sys.modules["qwen_l40s"] = module
-spec.loader.exec_module(module)
-
 from comfy_extras.nodes_cfg import CFGNorm  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 
 from qwen_l40s.hosts.comfyui.model import load_model  # noqa: E402
 
@@ -60,7 +45,7 @@ def per_token(arguments: dict) -> torch.Tensor:
 def main() -> None:
     torch.set_num_threads(1)
     known = load_file(REFERENCE)
-    model, _ = load_model(PACKAGE / "models" / "micro")
+    model, _ = load_model(comfyui_boot.ROOT / "models" / "micro")
     comfy.model_management.load_models_gpu([model])
     velocity = model.model.diffusion_model(
         known["noise"], known["sigma"], known["positive"], transformer_options={}

@@ -7,41 +7,23 @@ prints one JSON object, {check: None or its traceback}.
 """
 
 import functools
-import importlib.util
 import json
-import sys
-import traceback
 from dataclasses import replace
-from pathlib import Path
 
-COMFYUI, FOLDER = (Path(argument) for argument in sys.argv[1:3])
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(COMFYUI))
-sys.argv[1:] = ["--cpu", "--base-directory", str(FOLDER)]  # ComfyUI reads it at import
+import comfyui_boot
 
-import comfy.options  # noqa: E402
-
-comfy.options.enable_args_parsing()
+(FOLDER,) = comfyui_boot.ARGUMENTS
+comfyui_boot.start("--cpu", "--base-directory", str(FOLDER))
 
 import comfy.model_management  # noqa: E402
 import comfy.model_patcher  # noqa: E402
 import comfy.sd  # noqa: E402
 import comfy.supported_models  # noqa: E402
 import comfy.utils  # noqa: E402
-import folder_paths  # noqa: E402, F401
+import narrow_transformer as narrow  # noqa: E402
 import torch  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-
-# As tests/conftest.py does: the package by its own name, from a clone of any folder name.
-spec = importlib.util.spec_from_file_location(
-    "qwen_l40s", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
-)
-package = importlib.util.module_from_spec(spec)
-sys.modules["qwen_l40s"] = package
-spec.loader.exec_module(package)
-
-import narrow_transformer as narrow  # noqa: E402
 
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError  # noqa: E402
 from qwen_l40s.hosts.comfyui.model import load_model  # noqa: E402
@@ -513,16 +495,8 @@ def check_a_failure_leaves_what_was_there():
 
 def main():
     torch.set_num_threads(1)
-    results = {}
     with torch.inference_mode():
-        for name, check in list(globals().items()):
-            if name.startswith("check_"):
-                results[name] = None
-                try:
-                    check()
-                except Exception:
-                    results[name] = traceback.format_exc()
-    print(json.dumps(results))
+        comfyui_boot.run_checks(globals())
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> dict[
     comfyui_folder()
     folder = tmp_path_factory.mktemp("one-block")
     write_files(folder)
-    return json.loads(run_in_comfyui("comfyui_loader.py", ROOT, folder).splitlines()[-1])
+    return json.loads(run_in_comfyui("comfyui_loader.py", folder).splitlines()[-1])
 
 
 def test_bf16_is_bit_for_bit_what_comfyui_s_own_loader_gives(figures):

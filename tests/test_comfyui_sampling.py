@@ -65,7 +65,7 @@ def reference(folder: Path) -> dict[str, torch.Tensor]:
 def differences(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> dict[str, float]:
     file = tmp_path_factory.mktemp("sampling") / "reference.safetensors"
     save_file(reference(ROOT / "models" / "micro"), file)
-    return json.loads(run_in_comfyui("comfyui_sampling.py", ROOT, file).splitlines()[-1])
+    return json.loads(run_in_comfyui("comfyui_sampling.py", file).splitlines()[-1])
 
 
 def test_one_forward_is_the_same(differences):
