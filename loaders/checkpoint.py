@@ -123,7 +123,12 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     path = Path(path)
     if os.path.isfile(path / "model_index.json"):
         return _diffusers_folder(path)
-    shards = read_shards(path)
+    return inspect_shards(read_shards(path))
+
+
+def inspect_shards(shards: Shards) -> Checkpoint:
+    """As `inspect_checkpoint`, of headers that are read already."""
+    path = shards.path
     config = _config_of(path if shards.index is None else shards.index.parent)
     parts = tuple(_part(part.name, part, shards, config) for part in split_parts(shards.tensors))
     return Checkpoint(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .checkpoint import PIPELINES, Part, inspect_checkpoint, read_index
+from .checkpoint import PIPELINES, Part, inspect_shards, read_index
 from .shards import NUMBERED, STEMS, Shards, read_shards
 from .strict_json import parse_object, read_object
 
@@ -79,7 +79,8 @@ def _source(path: Path, role: str) -> Source:
         raise CheckpointError(
             f"{path} is one shard of several: choose the folder or the index that names them all."
         )
-    checkpoint = inspect_checkpoint(path)
+    shards = read_shards(path)
+    checkpoint = inspect_shards(shards)
     parts = [part for part in checkpoint.parts if part.role == role]
     if len(parts) != 1:
         raise CheckpointError(_wrong(path, role, checkpoint.parts, len(parts)))
@@ -87,7 +88,6 @@ def _source(path: Path, role: str) -> Source:
     faults = [*part.errors, *_cannot_run(part)]
     if faults:
         raise CheckpointError(f"{path}: {faults[0]}")
-    shards = read_shards(path)
     return Source(path, role, part, shards, _settings(path, shards))
 
 
