@@ -7,6 +7,7 @@ import logging
 from comfy_api.latest import ComfyExtension, io
 
 from ..hosts.comfyui.compatibility import what_is_off
+from .guidance import QwenL40SCFGNorm
 from .loaders import (
     QwenL40SLoad,
     QwenL40SLoadModel,
@@ -24,6 +25,7 @@ NODES: list[type[io.ComfyNode]] = [
     QwenL40SLoadTextEncoder,
     QwenL40SLoadVAE,
     QwenL40SLoadLora,
+    QwenL40SCFGNorm,
     QwenL40SSaveQuantized,
 ]
 

@@ -20,25 +20,13 @@ import torch  # noqa: E402
 from comfy_extras.nodes_cfg import CFGNorm  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
+from qwen_l40s.hosts.comfyui.guidance import token_norms  # noqa: E402
 from qwen_l40s.hosts.comfyui.model import load_model  # noqa: E402
+from qwen_l40s.nodes.guidance import QwenL40SCFGNorm  # noqa: E402
 
 
 def difference(found: torch.Tensor, known: torch.Tensor) -> float:
     return float((found - known).norm() / known.norm())
-
-
-def per_token(arguments: dict) -> torch.Tensor:
-    """diffusers' rescaling: by the norms of whole tokens, 2 x 2 patches of 16 channels."""
-    cond, uncond = arguments["cond"], arguments["uncond"]
-    combined = uncond + arguments["cond_scale"] * (cond - uncond)
-
-    def norms(latent: torch.Tensor) -> torch.Tensor:
-        squares = latent.square().sum(dim=1, keepdim=True)
-        patches = torch.nn.functional.avg_pool2d(squares.flatten(0, 1), 2) * 4
-        spread = patches.repeat_interleave(2, -1).repeat_interleave(2, -2)
-        return spread.sqrt().view_as(squares)
-
-    return combined * (norms(cond) / norms(combined))
 
 
 @torch.inference_mode()
@@ -65,16 +53,21 @@ def main() -> None:
         )
         return model.model.process_latent_in(latents)
 
+    odd = torch.randn(2, 16, 1, 5, 7, generator=torch.Generator().manual_seed(1))
+    tokens = torch.nn.functional.pad(odd, (0, 1, 0, 1)).unfold(3, 2, 2).unfold(4, 2, 2)
+    norms = tokens.square().sum(dim=(1, -1, -2)).sqrt()[:, None]
+    spread = norms.repeat_interleave(2, -1).repeat_interleave(2, -2)[..., :5, :7]
+
     normed = CFGNorm.execute(model, 1.0, pre_cfg=True).result[0]
-    exact = model.clone()
-    exact.set_model_sampler_cfg_function(per_token)
+    exact = QwenL40SCFGNorm.execute(model).result[0]
     print(
         json.dumps(
             {
+                "token norms at odd sides": difference(token_norms(odd), spread),
                 "velocity": difference(velocity, known["velocity"]),
                 "cfg 1": difference(sample(model, 1.0), known["cfg 1"]),
-                "cfg 4, rescaled by token": difference(sample(exact, 4.0), known["cfg 4"]),
-                "cfg 4, CFGNorm": difference(sample(normed, 4.0), known["cfg 4"]),
+                "cfg 4, our CFGNorm": difference(sample(exact, 4.0), known["cfg 4"]),
+                "cfg 4, ComfyUI's CFGNorm": difference(sample(normed, 4.0), known["cfg 4"]),
                 "cfg 4, not rescaled": difference(sample(model, 4.0), known["cfg 4"]),
             }
         )

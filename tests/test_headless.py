@@ -56,6 +56,7 @@ def test_the_pack_is_imported_under_a_name_with_a_dash_and_a_dot(server: Server)
     assert "IMPORT FAILED" not in log
     nodes = server.client.get("/object_info").json()
     assert sorted(name for name in nodes if name.startswith("QwenL40S_")) == [
+        "QwenL40S_CFGNorm",
         "QwenL40S_Load",
         "QwenL40S_LoadLora",
         "QwenL40S_LoadModel",

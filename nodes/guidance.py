@@ -1,0 +1,32 @@
+"""The node for guidance as diffusers computes it."""
+
+from __future__ import annotations
+
+from comfy_api.latest import io
+
+from .host import CATEGORY, require_host
+
+
+class QwenL40SCFGNorm(io.ComfyNode):
+    """Makes KSampler guide a MODEL the way diffusers does."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="QwenL40S_CFGNorm",
+            display_name="CFG Norm as in Diffusers (L40S)",
+            category=CATEGORY,
+            description="With CFG above 1, gives every token of the guided prediction the norm "
+            "that the positive prompt's has, as diffusers does for Qwen-Image and a sampler here "
+            "does not. No effect at CFG 1.",
+            search_aliases=["cfg norm", "cfg rescale", "true cfg"],
+            inputs=[io.Model.Input("model", tooltip="Connect the result to the sampler.")],
+            outputs=[io.Model.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model: io.Model.Type) -> io.NodeOutput:
+        require_host()
+        from ..hosts.comfyui.guidance import rescale_by_token
+
+        return io.NodeOutput(rescale_by_token(model))
