@@ -165,7 +165,7 @@ def check_nodes_of_a_host_that_is_off_are_there_and_say_why():
             words = ("ComfyUI is 0.32.1", "needs 0.33.0 or newer", "update ComfyUI")
             assert all(word in warning.call_args.args[0] for word in words)
             registered = asyncio.run(extension.get_node_list())
-            assert len(registered) == 6
+            assert len(registered) == 7
             for node in registered:
                 node.GET_SCHEMA()
             settings = {"precision": "auto", "text_encoder": MICRO, "vae": MICRO}
