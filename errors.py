@@ -11,6 +11,10 @@ value), the rule, the remedy. The command line prints it and exits with code 2.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class QwenL40SError(Exception):
     """Base of every error this package raises on purpose.
@@ -33,3 +37,15 @@ class SettingError(QwenL40SError, ValueError):
 
 class UnavailableError(QwenL40SError, RuntimeError):
     """The machine lacks what the request needs: a package, a card, memory or disk space."""
+
+
+@contextmanager
+def plain_write_errors(path: Path) -> Iterator[None]:
+    """Turns what the system says of writing `path` into an UnavailableError."""
+    try:
+        yield
+    except OSError as error:
+        raise UnavailableError(
+            f"cannot write {path} ({error.strerror}): create the folder, free disk space or choose "
+            "another place."
+        ) from error

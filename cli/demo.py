@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if grid:
         check_sheet_path(grid)
     require_packages("scipy", "tqdm")
-    from ..hosts.diffusers.load import bundled_micro_folder
+    from ..loaders.bundled import bundled_micro_folder
 
     pipeline, load_seconds = load(bundled_micro_folder(), args)
     result, seconds = make(pipeline, settings)

@@ -6,13 +6,12 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SettingError, UnavailableError
+from ..errors import SettingError, plain_write_errors
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -51,7 +50,7 @@ def check_writable(folder: Path) -> None:
     Raises:
         UnavailableError: no file can be written in `folder`.
     """
-    with _plain_errors(folder), tempfile.TemporaryFile(dir=folder) as file:
+    with plain_write_errors(folder), tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"\0")
 
 
@@ -62,7 +61,7 @@ def write_whole(path: Path, data: bytes) -> None:
         UnavailableError: the folder is not writable or the disk is full.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with _plain_errors(path):
+    with plain_write_errors(path):
         try:
             with part.open("wb") as file:
                 file.write(data)
@@ -83,14 +82,3 @@ def png_bytes(image: Image.Image, metadata: Mapping[str, Any] | None = None) -> 
     buffer = io.BytesIO()
     image.save(buffer, "PNG", pnginfo=text)
     return buffer.getvalue()
-
-
-@contextmanager
-def _plain_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UnavailableError(
-            f"cannot write {path} ({error.strerror}): create the folder, free disk space or choose "
-            "another place."
-        ) from error

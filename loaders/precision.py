@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import CheckpointError, SettingError, UnavailableError
+from ..planning.formats import OLDEST_CAPABILITY
 from ..planning.memory import (
     BYTES_PER_WEIGHT,
     QUANTIZED,
@@ -18,8 +19,6 @@ from ..planning.memory import (
 PRECISIONS = ("auto", "bf16", "fp32", "fp8", "int8")
 AS_STORED = "as stored"
 TRANSFORMER_PRECISIONS = ("auto", "bf16", "fp8", "int8", AS_STORED)
-# The oldest compute capability whose tensor cores multiply it.
-OLDEST_CAPABILITY = {"fp8": (8, 9), "int8": (8, 0)}
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from ..errors import SettingError
+from ..planning.formats import LARGEST
 from .e4m3_bits import e4m3_as_float, e5m2_as_half
 
 FORMATS = ("fp8", "int8")
 DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-LIMITS = {"fp8": 448.0, "int8": 127.0}
 # What `.comfy_quant` calls them. Core ComfyUI has no fp8 with one scale a row: it refuses our name
 # instead of computing with one scale.
 COMFY_QUANT = {"fp8": "float8_e4m3fn_rowwise", "int8": "int8_tensorwise"}
@@ -43,7 +43,7 @@ def row_scales(weight: torch.Tensor, format: str) -> torch.Tensor:
     """
     # Divided by a tensor: by a number, a card multiplies with the reciprocal, and its scales would
     # differ from the processor's in the last bit.
-    limit = torch.full((), LIMITS[_known(format)], device=weight.device)
+    limit = torch.full((), LARGEST[_known(format)], device=weight.device)
     scale = torch.ones((len(weight), 1), device=weight.device)
     for rows in _pieces(weight):
         amax = weight[rows].abs().amax(dim=1, keepdim=True).float()
@@ -74,7 +74,7 @@ def quantize_rows(
         SettingError: the format is not in `FORMATS`.
     """
     scale = row_scales(weight, format)
-    limit = LIMITS[format]
+    limit = LARGEST[format]
     values = torch.empty(weight.shape, dtype=DTYPES[format], device=weight.device)
     generator = None
     if seed is not None:

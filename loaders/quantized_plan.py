@@ -68,12 +68,7 @@ def plan_quantized(
     source = open_source(path, "transformer")
     _refuse_quantized(source, precision)
     check_complete(source)
-    prefix = source.part.prefix
-    tensors = {
-        name.removeprefix(prefix): info
-        for name, info in source.shards.tensors.items()
-        if name.startswith(prefix)
-    }
+    tensors = source.tensors
     layers = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
     quantized = layers_to_quantize(layers, keep)
     if not quantized:

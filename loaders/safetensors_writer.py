@@ -19,7 +19,7 @@ from uuid import uuid4
 
 import torch
 
-from ..errors import UnavailableError
+from ..errors import UnavailableError, plain_write_errors
 from .precision import format_bytes
 from .safetensors_header import DTYPE_BITS, TensorInfo
 
@@ -79,7 +79,7 @@ class TensorFile:
     def __init__(self, file: BinaryIO, path: Path, layout: SafetensorsLayout) -> None:
         self._file, self._path, self._layout = file, path, layout
         self._missing = set(layout.tensors)
-        with _plain_errors(path):
+        with plain_write_errors(path):
             file.write(layout.header)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
@@ -93,7 +93,7 @@ class TensorFile:
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, planned: {info}")
         self._missing.remove(name)
         if tensor.numel():
-            with _plain_errors(self._path):
+            with plain_write_errors(self._path):
                 self._file.seek(len(self._layout.header) + info.start)
                 self._file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
@@ -101,7 +101,7 @@ class TensorFile:
         """Sees to it that every byte is on the disk."""
         if self._missing:
             raise ValueError(f"{min(self._missing)} was never written")
-        with _plain_errors(self._path):
+        with plain_write_errors(self._path):
             self._file.flush()
             os.fsync(self._file.fileno())
 
@@ -118,13 +118,13 @@ def write_safetensors(path: Path, layout: SafetensorsLayout) -> Iterator[TensorF
     _check_space(path.parent, layout.file_bytes)
     # A name of its own for every run, so that no run removes the file of another.
     part = path.with_name(f".{path.name}.{uuid4().hex[:8]}.part")
-    with _plain_errors(path):
+    with plain_write_errors(path):
         file = part.open("xb")
     try:
         tensors = TensorFile(file, path, layout)
         yield tensors
         tensors.finish()
-        with _plain_errors(path):
+        with plain_write_errors(path):
             file.close()
             part.replace(path)
     finally:
@@ -134,21 +134,10 @@ def write_safetensors(path: Path, layout: SafetensorsLayout) -> Iterator[TensorF
 
 
 def _check_space(folder: Path, needed: int) -> None:
-    with _plain_errors(folder):
+    with plain_write_errors(folder):
         free = shutil.disk_usage(folder).free
     if free < needed:
         raise UnavailableError(
             f"{folder} has {format_bytes(free)} free and the file takes {format_bytes(needed)}: "
             "free disk space or choose another disk."
         )
-
-
-@contextmanager
-def _plain_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UnavailableError(
-            f"cannot write {path} ({error.strerror}): create the folder, free disk space or choose "
-            "another place."
-        ) from error

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .checkpoint import PIPELINES, Part, inspect_shards, read_index
+from .safetensors_header import TensorInfo
 from .shards import NUMBERED, STEMS, Shards, read_shards
 from .strict_json import parse_object, read_object
 
@@ -46,6 +47,16 @@ class Source:
     part: Part
     shards: Shards
     config: Mapping[str, Any]
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """{name less the part's prefix: what the header says of it}"""
+        prefix = self.part.prefix
+        return {
+            name.removeprefix(prefix): info
+            for name, info in self.shards.tensors.items()
+            if name.startswith(prefix)
+        }
 
     @property
     def files(self) -> tuple[Path, ...]:

@@ -22,6 +22,7 @@ from ..errors import CheckpointError
 from .convrot import DEFAULT_GROUP, is_group_size, rotate
 from .quantization import AUXILIARY, RUNNABLE, STORAGE_ONLY, Quantization
 from .quantize import comfy_quant_tensor, dequantize_rows, is_modulation, layers_to_quantize
+from .tensor_checks import is_finite
 
 SCALES = (".weight_scale", ".scale_weight")
 # Activations are scaled for each token as they come: a stored scale for them is not used.
@@ -262,7 +263,7 @@ def _in_bf16(name: str, entry: StoredLayer) -> torch.Tensor:
         return values.to(torch.bfloat16)
     rows = values.reshape(values.shape[0] if values.dim() else 1, -1)
     weight = replace(entry, weight=rows).dequantized()
-    if not torch.stack(torch.aminmax(weight)).isfinite().all():
+    if not is_finite(weight):
         _refuse(name, "holds NaN or infinity", "a weight must be finite")
     return weight.reshape(values.shape)
 

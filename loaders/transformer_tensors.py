@@ -50,11 +50,7 @@ def check_complete(source: Source) -> TransformerShape:
         shape = TransformerShape.from_dims(part.dims, part.blocks, part.family)
     except CheckpointError as error:
         raise CheckpointError(f"{source.path}: {error}") from error
-    found = {
-        name.removeprefix(part.prefix): info.shape
-        for name, info in source.shards.tensors.items()
-        if name.startswith(part.prefix)
-    }
+    found = {name: info.shape for name, info in source.tensors.items()}
     expected = expected_tensors(shape)
     # What else a file holds, such as scales and markers, is for others to judge.
     known = {name: sizes for name, sizes in found.items() if name in expected}

@@ -67,7 +67,8 @@ def _precision_input() -> io.Combo.Input:
     )
 
 
-def _keep_input() -> io.String.Input:
+def keep_input() -> io.String.Input:
+    """Layers that stay in bf16; `keep_patterns` reads what it holds."""
     return io.String.Input(
         "keep_in_bf16",
         default="",
@@ -96,7 +97,7 @@ class QwenL40SLoadModel(io.ComfyNode):
             description="Loads a Qwen-Image transformer: text to image, 2512, Edit or Layered; "
             "bf16, fp8 or int8 files, or a diffusers folder.",
             search_aliases=["qwen image", "unet loader", "diffusion model loader", "qwen edit"],
-            inputs=[_model_input(), _precision_input(), _keep_input()],
+            inputs=[_model_input(), _precision_input(), keep_input()],
             outputs=[io.Model.Output(), _report_output()],
         )
 
@@ -239,7 +240,7 @@ class QwenL40SLoad(io.ComfyNode):
                     default=AUTOMATIC,
                     tooltip="automatic: from the same folder, or the file in models/vae that fits.",
                 ),
-                _keep_input(),
+                keep_input(),
             ],
             outputs=[io.Model.Output(), io.Clip.Output(), io.Vae.Output(), _report_output()],
         )

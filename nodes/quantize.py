@@ -6,11 +6,11 @@ from pathlib import Path, PurePosixPath
 
 import comfy.utils
 import folder_paths
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..errors import SettingError
-from .host import CATEGORY, require_host
-from .loaders import KEEP_TOOLTIP, keep_patterns
+from .host import CATEGORY, require_host, with_report
+from .loaders import keep_input, keep_patterns
 
 
 def _destination(filename: str) -> Path:
@@ -63,14 +63,7 @@ class QwenL40SSaveQuantized(io.ComfyNode):
                 io.Boolean.Input(
                     "overwrite", default=False, tooltip="Replace the file when it is there."
                 ),
-                io.String.Input(
-                    "keep_in_bf16",
-                    default="",
-                    multiline=True,
-                    optional=True,
-                    advanced=True,
-                    tooltip=KEEP_TOOLTIP,
-                ),
+                keep_input(),
             ],
             outputs=[io.String.Output("report", tooltip="What was written, and who reads it.")],
         )
@@ -97,4 +90,4 @@ class QwenL40SSaveQuantized(io.ComfyNode):
             overwrite=overwrite,
             progress=lambda done, total: bar.update_absolute(done, total),
         )
-        return io.NodeOutput(saved.text(), ui=ui.PreviewText(saved.text()))
+        return with_report(report=saved.text())

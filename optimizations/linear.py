@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import SettingError, UnavailableError
+from ..planning.formats import OLDEST_CAPABILITY
 from . import kernels, reference
 from .hardware import State, first_line
 from .software import check_kitchen
@@ -23,9 +24,6 @@ BACKENDS = {
     "fp8": {"scaled_mm": 16, "triton": 1, "dequantize": 1},
     "int8": {"kitchen": 16, "triton": 1, "int_mm": 8, "dequantize": 1},
 }
-
-# The oldest compute capability whose tensor cores multiply the format.
-OLDEST_SM = {"fp8": (8, 9), "int8": (8, 0)}
 
 # So few rows that a bias added apart costs nothing.
 FEW_ROWS = 64
@@ -243,7 +241,7 @@ def _refusal(backend: str, format: str, device: torch.device) -> str:
     """Why a backend does not run on a device, in one clause; empty when it does."""
     if backend == "dequantize":
         return ""
-    sm, oldest = _sm(device), OLDEST_SM[format]
+    sm, oldest = _sm(device), OLDEST_CAPABILITY[format]
     if sm is None and device.type != "cpu":
         return f"{device} is no NVIDIA card that torch reaches"
     if sm is not None and sm < oldest:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 from ..errors import SettingError
+from ..planning.formats import LARGEST
 
-# Largest magnitude that a format stores, and its dtype.
-LARGEST = {"fp8": 448.0, "int8": 127.0}
+# What a format is stored as.
 STORAGE = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 # A row that holds nothing larger counts as zero: the reciprocal of its scale would overflow.

@@ -13,6 +13,7 @@ from pathlib import Path
 import folder_paths
 
 from ...errors import CheckpointError, SettingError
+from ...loaders.bundled import bundled_micro_folder
 from ...loaders.source import INDEX, PLACES, Source, open_source
 
 MICRO = "micro (bundled)"
@@ -25,11 +26,6 @@ FOLDERS = {
     "vae": ("vae", "checkpoints"),
 }
 DEPTH = 2  # models/diffusers/<owner>/<name>
-
-
-def bundled_micro_folder() -> Path:
-    """The micro Qwen-Image that comes with the package."""
-    return Path(__file__).resolve().parents[2] / "models" / "micro"
 
 
 def choices(role: str) -> list[str]:

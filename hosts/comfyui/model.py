@@ -53,11 +53,9 @@ def load_model(
     shape = check_complete(source)
     choice = choose(source, shape, precision, keep)
     named = precision in QUANTIZED
-    patcher, notes = _load(source, shape, choice.name, tuple(keep), named)
+    patcher, notes = _load(path, source, shape, choice.name, tuple(keep), named)
     if choice.name in QUANTIZED:
         notes.append(f"{choose_gemm(choice.name, patcher.load_device)}.")
-    settings = (os.fspath(path), choice.name, tuple(keep), named)
-    patcher.cached_patcher_init = (load_patcher, settings)
     report = LoadReport(
         what="transformer",
         path=source.path,
@@ -78,12 +76,11 @@ def load_patcher(
     """
     source = open_source(path, "transformer")
     shape = check_complete(source)
-    patcher, _ = _load(source, shape, precision, tuple(keep), named, disable_dynamic)
-    patcher.cached_patcher_init = (load_patcher, (path, precision, tuple(keep), named))
-    return patcher
+    return _load(path, source, shape, precision, tuple(keep), named, disable_dynamic)[0]
 
 
 def _load(
+    path: str | os.PathLike[str],
     source: Source,
     shape: TransformerShape,
     precision: str,
@@ -117,6 +114,7 @@ def _load(
         assign = True
     model.load_model_weights(tensors, "", assign=assign)
     check_first_step(patcher, source.path)
+    patcher.cached_patcher_init = (load_patcher, (os.fspath(path), precision, keep, named))
     return patcher, notes
 
 

@@ -96,10 +96,7 @@ def read_layout(source: Source) -> Layout:
 def _native_names(source: Source) -> tuple[dict[str, str], dict[str, TensorInfo]]:
     names: dict[str, str] = {}
     infos: dict[str, TensorInfo] = {}
-    for full, info in source.shards.tensors.items():
-        if not full.startswith(source.part.prefix):
-            continue
-        name = full.removeprefix(source.part.prefix)
+    for name, info in source.tensors.items():
         native = text_encoder_name_to_native(name)
         if native in names:
             raise CheckpointError(

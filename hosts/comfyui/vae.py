@@ -73,8 +73,7 @@ def load_vae_patcher(
 
 def _native_names(source: Source) -> dict[str, str]:
     """{name in the file, less its prefix: native name}"""
-    prefix = source.part.prefix
-    names = [name.removeprefix(prefix) for name in source.shards.tensors if name.startswith(prefix)]
+    names = list(source.tensors)
     if NATIVE in names:
         return {name: name for name in names}
     return {name: vae_name_to_native(name) for name in names}
@@ -82,9 +81,8 @@ def _native_names(source: Source) -> dict[str, str]:
 
 def _check(source: Source, names: dict[str, str]) -> None:
     """Compares names, shapes and dtypes in the header with ComfyUI's class."""
-    infos = {
-        native: source.shards.tensors[source.part.prefix + name] for name, native in names.items()
-    }
+    tensors = source.tensors
+    infos = {native: tensors[name] for name, native in names.items()}
     for name, info in infos.items():
         if info.dtype not in PLAIN_DTYPES:
             raise CheckpointError(

@@ -63,11 +63,6 @@ class LoadedPipeline:
         )
 
 
-def bundled_micro_folder() -> Path:
-    """The micro Qwen-Image that comes with the package."""
-    return Path(__file__).resolve().parents[2] / "models" / "micro"
-
-
 def load_pipeline(
     folder: str | os.PathLike[str], *, precision: str = "auto", device: str = "auto"
 ) -> LoadedPipeline:

@@ -15,8 +15,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ...hosts.diffusers.load import bundled_micro_folder, load_pipeline
+from ...hosts.diffusers.load import load_pipeline
 from ...hosts.diffusers.sample import generate
+from ...loaders.bundled import bundled_micro_folder
 from .adherence import Adherence, adherence
 from .grammar import sample_prompts
 from .painter import IMAGE_SIDE
