@@ -21,9 +21,14 @@ from .software import check_kitchen
 
 # The backends, and the multiple that N and K must be of: other layers fall to `dequantize`.
 BACKENDS = {
-    "fp8": {"scaled_mm": 16, "triton": 1, "dequantize": 1},
+    "fp8": {"scaled_mm": 16, "scaled_mm_fast": 16, "triton": 1, "dequantize": 1},
     "int8": {"kitchen": 16, "triton": 1, "int_mm": 8, "dequantize": 1},
 }
+
+# `scaled_mm` with fast accumulation, for those who ask for it. On Hopper it keeps so few bits of a
+# sum that 12288 products of one sign come out 23 % too small, 3072 of them 5 %; without it the
+# error is 0.15 % and the product takes 9 to 18 % longer (H200, M = 4296).
+FAST = "scaled_mm_fast"
 
 # So few rows that a bias added apart costs nothing.
 FEW_ROWS = 64
@@ -125,6 +130,7 @@ class Gemm:
         scale: torch.Tensor,
         bias: torch.Tensor | None,
         out_dtype: torch.dtype,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `linear`, of rows that are quantized already.
 
@@ -134,21 +140,59 @@ class Gemm:
             xq: (M, K) of weight's dtype, contiguous.
             x_scale: (M, 1), fp32.
             out_dtype: bf16, fp16 or fp32.
+            out: Where to write, (M, N), contiguous, in `out_dtype`; None for a new tensor.
 
         Returns:
-            (M, N) in `out_dtype`.
+            (M, N) in `out_dtype`; `out` where it was given.
         """
         backend = self.backend
         if backend == "kitchen":
             backend = "triton" if self.row_quantizer == "triton" else "int_mm"
         if backend == "dequantize" or not self.takes(*weight.shape):
-            return _expanded(_expand(xq, x_scale, out_dtype), weight, scale, bias)
+            x = _expand(xq, x_scale, out_dtype)
+            return dense_linear(x, _expand(weight, scale, out_dtype), bias, out=out)
         if backend == "triton":
             from .kernels.scaled_gemm import scaled_gemm
 
-            return scaled_gemm(xq, weight, x_scale, scale, bias, out_dtype)
-        multiply = _scaled_mm if backend == "scaled_mm" else _int_mm
-        return multiply(xq, x_scale, weight, scale, bias, out_dtype)
+            return scaled_gemm(xq, weight, x_scale, scale, bias, out_dtype, out=out)
+        if backend == "int_mm":
+            return _int_mm(xq, x_scale, weight, scale, bias, out_dtype, out)
+        fast = backend == FAST
+        return _scaled_mm(xq, x_scale, weight, scale, bias, out_dtype, out, fast)
+
+
+def dense_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    gelu: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x @ weight.T + bias, with a tanh GELU in the GEMM's epilogue where the card has one.
+
+    cuBLASLt's GELU is the tanh form. The same call on a CPU computes the erf form, so that there a
+    GELU of its own follows.
+
+    Args:
+        x: (M, K), bf16, fp16 or fp32.
+        weight: (N, K) in x's dtype.
+        bias: (N,), or None.
+        gelu: Whether the GELU is applied.
+        out: Where to write, (M, N), contiguous, in x's dtype; None for a new tensor.
+
+    Returns:
+        (M, N) in x's dtype; `out` where it was given.
+    """
+    if bias is not None and bias.dtype != x.dtype:
+        bias = bias.to(x.dtype)
+    if bias is None:
+        result = torch.mm(x, weight.t(), out=out)
+    elif gelu and x.is_cuda:
+        return torch._addmm_activation(bias, x, weight.t(), use_gelu=True, out=out)
+    else:
+        result = torch.addmm(bias, x, weight.t(), out=out)
+    return torch.ops.aten.gelu_(result, approximate="tanh") if gelu else result
 
 
 @torch.library.custom_op("qwen_l40s::quantized_linear", mutates_args=())
@@ -282,37 +326,47 @@ def _expanded(
     return F.linear(x, _expand(weight, scale, x.dtype), bias)
 
 
-def _scaled_mm(xq, x_scale, weight, scale, bias, out_dtype):
-    """Arguments and result of `Gemm.linear_quantized`."""
+def _scaled_mm(xq, x_scale, weight, scale, bias, out_dtype, out, fast):
+    """Arguments and result of `Gemm.linear_quantized`, and whether sums may be rough."""
     rows = len(xq)
     if rows == 1:  # its only scale would be taken for one of the whole matrix
         xq, x_scale = F.pad(xq, (0, 0, 0, 15)), x_scale.expand(16, 1).contiguous()
+    if x_scale.data_ptr() % 16:  # cuBLASLt takes no such address
+        x_scale = x_scale.clone()
     # Up to 42 rows cuBLASLt has no kernel for K = 12288 with a bias (H200, torch 2.11).
     fused = bias is not None and rows > FEW_ROWS
-    # With a scale for each row CUDA writes bf16 only. Fast accumulation keeps so few bits of a sum
-    # on Hopper that 12288 products of one sign come out 23 % too small, 3072 of them 5 %; without
-    # it the error is 0.15 % and the product takes 9 to 18 % longer (H200, M = 4296).
-    out = torch._scaled_mm(
+    direct = out is not None and rows > 1 and out.dtype == torch.bfloat16
+    # With a scale for each row CUDA writes bf16 only.
+    result = torch._scaled_mm(
         xq,
         weight.t(),
         scale_a=x_scale,
         scale_b=scale.t(),
         bias=bias.to(torch.bfloat16) if fused else None,
         out_dtype=torch.bfloat16,
-        use_fast_accum=False,
-    )[:rows].to(out_dtype)
-    return out if fused or bias is None else out.add_(bias)
+        use_fast_accum=fast,
+        **({"out": out} if direct else {}),
+    )[:rows]
+    if not direct:
+        result = _deliver(result, out_dtype, out)
+    return result if fused or bias is None else result.add_(bias)
 
 
-def _int_mm(xq, x_scale, weight, scale, bias, out_dtype):
+def _int_mm(xq, x_scale, weight, scale, bias, out_dtype, out):
     """Arguments and result of `Gemm.linear_quantized`."""
     rows = xq.shape[0]
     if rows <= 16:  # CUDA refuses them
         xq = F.pad(xq, (0, 0, 0, 32 - rows))
-    out = (torch._int_mm(xq, weight.t())[:rows] * x_scale).mul_(scale.t())
+    result = (torch._int_mm(xq, weight.t())[:rows] * x_scale).mul_(scale.t())
     if bias is not None:
-        out.add_(bias)
-    return out.to(out_dtype)
+        result.add_(bias)
+    return _deliver(result, out_dtype, out)
+
+
+def _deliver(
+    result: torch.Tensor, out_dtype: torch.dtype, out: torch.Tensor | None
+) -> torch.Tensor:
+    return result.to(out_dtype) if out is None else out.copy_(result)
 
 
 def _kitchen(

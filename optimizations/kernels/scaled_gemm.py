@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -129,6 +130,12 @@ def choose_tile(rows: int, sm: tuple[int, int]) -> Tile:
     return table[-1][1]
 
 
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    """The compute capability of a card by its index; (0, 0) for the CPU, which is -1."""
+    return (0, 0) if index < 0 else torch.cuda.get_device_capability(index)
+
+
 def scaled_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -137,9 +144,15 @@ def scaled_gemm(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     *,
+    out: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """As `reference.scaled_gemm`; `tile` overrides the choice, for measurements."""
+    """As `reference.scaled_gemm`.
+
+    Args:
+        out: Where to write, (M, N), contiguous, in `out_dtype`.
+        tile: Overrides the choice, for measurements.
+    """
     m, k = a.shape
     n = b.shape[0]
     if b.shape[1] != k or scale_a.numel() != m or scale_b.numel() != n:
@@ -148,11 +161,13 @@ def scaled_gemm(
             f"{tuple(b.shape)}, {scale_a.numel()} and {scale_b.numel()} scales"
         )
     if tile is None:
-        sm = torch.cuda.get_device_capability(a.device) if a.is_cuda else (0, 0)
-        tile = choose_tile(m, sm)
-    out = torch.empty((m, n), dtype=out_dtype, device=a.device)
+        tile = choose_tile(m, _capability(a.get_device()))
+    if out is None:
+        out = a.new_empty(m, n, dtype=out_dtype)
+    # Rounded up; triton.cdiv takes 2 us of a launch for each of the two.
+    tiles = -(-m // tile.m) * -(-n // tile.n)
     with launch_beside(a):
-        _scaled_gemm_kernel[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)](
+        _scaled_gemm_kernel[(tiles,)](
             a.contiguous(),
             b.contiguous(),
             out,
