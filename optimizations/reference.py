@@ -5,10 +5,14 @@ Every function has the name and the signature of the Triton kernel in `kernels/<
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+import torch.nn.functional as F
 
 from ..errors import SettingError
 from ..planning.formats import LARGEST
+from .streams import Modulation, QKNorm, Rotary, Tokens
 
 # What a format is stored as.
 STORAGE = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -43,6 +47,103 @@ def row_quantize(x: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tens
     if format == "int8":
         steps.round_()
     return steps.to(STORAGE[format]), scale
+
+
+def residual_norm(
+    x: torch.Tensor,
+    branch: torch.Tensor | None,
+    gates: Modulation | None,
+    norms: Modulation | None,
+    tokens: Tokens,
+    eps: float,
+    format: str | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Ends one half of a block and begins the next: residual, LayerNorm, modulation.
+
+        x = x + gate * branch;  h = (x - mean) / sqrt(variance + eps) * (1 + scale) + shift
+
+    Mean and variance are those of the row of x as it is stored, and the variance is the biased one.
+    Everything between two roundings to x's dtype is fp32, or float64 for a float64 x.
+
+    Args:
+        x: Both residual streams in stream order, (rows, D), changed in place.
+        branch: What attention or MLP gives, (rows, D); None changes nothing in x.
+        gates: Whose gate multiplies the branch; None without a branch.
+        norms: Whose shift and scale modulate the norm; None computes the residual alone.
+        tokens: Which rows belong to which stream and item.
+        eps: Added to the variance.
+        format: None, or "fp8" or "int8" for an h that is quantized by rows, as `row_quantize` does.
+
+    Returns:
+        h, (rows, D): in x's dtype, or quantized; None without `norms`.
+        Its scale, (rows, 1), fp32; None where h is not quantized.
+    """
+    wide = _wide(x)
+    width = x.shape[1]
+    h = scale = None
+    if norms is not None:
+        h = torch.empty(x.shape, dtype=STORAGE.get(format, x.dtype), device=x.device)
+    if norms is not None and format is not None:
+        largest_of(format)
+        scale = torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
+    for rows, stream, item in _segments(tokens):
+        part = x[rows].to(wide)
+        if branch is not None:
+            gate = getattr(gates, stream)[item, 2 * width :].to(wide)
+            x[rows] = torch.addcmul(part, branch[rows].to(wide), gate)
+            part = x[rows].to(wide)
+        if norms is None:
+            continue
+        modulation = getattr(norms, stream)[item].to(wide)
+        part = F.layer_norm(part, (width,), eps=eps)
+        part = torch.addcmul(modulation[:width], part, 1 + modulation[width : 2 * width])
+        if format is None:
+            h[rows] = part
+        else:
+            h[rows], scale[rows] = row_quantize(part, format)
+    return h, scale
+
+
+def qk_norm_rope(
+    q: torch.Tensor, k: torch.Tensor, norm: QKNorm, rotary: Rotary, tokens: Tokens, eps: float
+) -> None:
+    """Normalizes the heads of queries and keys and turns them by their position, in place.
+
+        n = x / sqrt(mean(x * x) + eps) * weight;  (a, b) = (a cos - b sin, a sin + b cos)
+
+    with a and b the elements 2 i and 2 i + 1 of a head. Computed in fp32, or float64 for a float64
+    q, and rounded once.
+
+    Args:
+        q, k: (B, joint, heads, head_dim) in joint order; batch and tokens with any stride.
+        norm: Weights of both streams.
+        rotary: Cosines and sines of every token.
+        tokens: How many of the tokens are text.
+        eps: Added to the mean square.
+    """
+    wide = _wide(q)
+    cos, sin = (part.to(wide).unsqueeze(2) for part in rotary)
+    text, image = slice(0, tokens.text), slice(tokens.text, tokens.joint)
+    for x, weights in ((q, (norm.text_query, norm.query)), (k, (norm.text_key, norm.key))):
+        for here, weight in zip((text, image), weights, strict=True):
+            part = x[:, here].to(wide)
+            part = part * (part.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(wide)
+            a, b = part.unflatten(-1, (-1, 2)).unbind(-1)
+            c, s = cos[:, here], sin[:, here]
+            x[:, here] = torch.stack((a * c - b * s, a * s + b * c), dim=-1).flatten(-2)
+
+
+def gelu_quantize(x: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantizes the GELU of each row, in its tanh form, as `row_quantize` does.
+
+    Args:
+        x: Rows, (M, K), of any float dtype; the GELU is computed in fp32, or float64 for float64.
+        format: "fp8" or "int8".
+
+    Returns:
+        q, (M, K), and scale, (M, 1), as of `row_quantize`.
+    """
+    return row_quantize(F.gelu(x.to(_wide(x)), approximate="tanh"), format)
 
 
 def scaled_gemm(
@@ -84,3 +185,22 @@ def largest_of(format: str) -> float:
     if format not in LARGEST:
         raise SettingError(f"there is no quantized format {format!r}: use {' or '.join(LARGEST)}")
     return LARGEST[format]
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    """What is computed in: float64 of a float64 `x`, else fp32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _segments(tokens: Tokens) -> Iterator[tuple[slice, str, int]]:
+    """Rows that share a modulation: their place, their stream, and which row of its modulation."""
+    begin = 0
+    for item in range(tokens.batch):
+        yield slice(begin, begin + tokens.text), "text", item
+        begin += tokens.text
+    for item in range(tokens.batch):
+        zero = begin + tokens.zero_from
+        yield slice(begin, zero), "image", item
+        begin += tokens.image
+        if zero < begin:
+            yield slice(zero, begin), "image", tokens.batch + item

@@ -10,12 +10,15 @@ import torch
 from qwen_l40s.optimizations import kernels, reference
 from qwen_l40s.optimizations.kernels.row_quantize import WIDEST_ROW, row_quantize
 from qwen_l40s.optimizations.kernels.scaled_gemm import TILES, TILES_SM90, Tile, scaled_gemm
+from qwen_l40s.optimizations.kernels.whole_row import launch_shape
 from qwen_l40s.optimizations.linear import choose_gemm
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMATS = ("fp8", "int8")
 CPU = torch.device("cpu")
-ROWS = {"model width": (3, 3072), "odd": (5, 123), "one element": (2, 1), "one row": (1, 256)}
+# The first three are held in three parts, the others in one.
+ROWS = {"model width": (3, 3072), "inner width": (2, 12288), "narrow parts": (2, 768)}
+ROWS |= {"a power of two": (2, 4096), "odd": (5, 123), "one element": (2, 1), "one row": (1, 256)}
 # M, N, K
 SHAPES = {
     "one token": (1, 64, 64),
@@ -63,22 +66,45 @@ def test_row_quantize_of_every_number_that_is_rounded(format):
     check_row_quantize(x, format)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, of inf * 0
+@pytest.mark.parametrize("width", [96, 768], ids=["one part", "three parts"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_row_quantize_of_strange_rows(format):
-    x = torch.randn(6, 96, generator=torch.Generator().manual_seed(0))
+def test_row_quantize_of_strange_rows(format, width):
+    x = torch.randn(4, width, generator=torch.Generator().manual_seed(0))
     x[0] = 0
     x[1] = 1e-38
-    x[2] = torch.arange(96) - 47.5  # halves: ties, whose rounding has to be the twin's
-    x[2, 0] = 127
-    x[3] = 2.0 ** torch.arange(-80, 16)  # down to the subnormals of e4m3, and below
+    x[2, :96] = torch.arange(96) - 47.5  # halves: ties, whose rounding has to be the twin's
+    x[2, -1] = 127
+    x[3, -96:] = 2.0 ** torch.arange(-80, 16)  # down to the subnormals of e4m3, and below
     scale = check_row_quantize(x, format)
     assert scale[0] == scale[1] == 1
-    x[4, 7] = torch.nan
-    x[5, 7] = -torch.inf
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, of inf * 0
+@pytest.mark.parametrize("width", [96, 768], ids=["one part", "three parts"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_not_finite_shows_in_the_scale_from_every_part(format, width):
+    x = torch.randn(7, width, generator=torch.Generator().manual_seed(0))
+    for row, column in enumerate((0, width // 2, width - 1)):
+        x[row, column], x[row + 3, column] = torch.nan, -torch.inf
+    x[3, width // 2] = torch.nan  # beside an infinity
     _, scale = row_quantize(x, format)
-    assert scale[4].isnan()
-    assert scale[5].isinf()
+    assert scale.isnan().flatten().tolist() == [True] * 4 + [False] * 3
+    assert scale.isinf().flatten().tolist() == [False] * 4 + [True] * 2 + [False]
+
+
+def test_three_parts_are_for_rows_that_they_fit():
+    shapes = {k: launch_shape(k) for k in (1, 123, 384, 768, 3072, 3073, 4096, 12288, 16384)}
+    assert shapes == {
+        1: (256, 1, 1),
+        123: (256, 1, 1),
+        384: (512, 1, 1),
+        768: (256, 3, 1),
+        3072: (1024, 3, 4),
+        3073: (4096, 1, 4),
+        4096: (4096, 1, 4),
+        12288: (4096, 3, 16),
+        16384: (16384, 1, 16),
+    }
 
 
 def test_row_quantize_of_rows_apart():

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # M, N, K: image and text tokens of the real model, then what no tile divides.
 SHAPES = [(4296, 3072, 12288), (256, 12288, 3072), (17, 3072, 3072), (1, 3072, 3072)]
 SHAPES += [(130, 272, 336), (600, 48, 80), (37, 24, 123)]
+# Rows that are held in three parts, then in one.
+ROWS = [(4296, 3072), (17, 12288), (9, 768), (7, 4096), (5, 123), (3, 16384)]
 with_triton = pytest.mark.skipif(bool(kernels.missing()), reason=kernels.missing() or "-")
 on_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA card")
 # Triton 3.9 announces another default with every kernel.
@@ -94,12 +97,29 @@ def test_int8_sums_are_exact():
     assert abs(total) < 2**24 < 127 * 127 * 6000
 
 
+# ----------------------------------------------------------------------------------------- launches
+
+
+def test_a_launch_switches_the_card_only_where_another_one_is_current(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: f"card {index}")
+
+    def beside(index):
+        return kernels.launch_beside(SimpleNamespace(get_device=lambda: index))
+
+    assert beside(0) == "card 0"
+    assert beside(2) == "card 2"
+    with beside(1), beside(1), kernels.launch_beside(torch.ones(1)) as switched:
+        assert switched is None
+
+
 # -------------------------------------------------------------------------------------- interpreted
 
 
 @with_triton
-def test_kernels_in_the_interpreter():
-    file = Path(__file__).with_name("interpreted_kernels.py")
+@pytest.mark.parametrize("name", ["interpreted_kernels.py", "interpreted_block_kernels.py"])
+def test_kernels_in_the_interpreter(name):
+    file = Path(__file__).with_name(name)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
     command += ["-W", "ignore::pytest.PytestConfigWarning"]  # where pytest-timeout is missing
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -143,7 +163,7 @@ def runnable(format):
 @with_triton
 @quiet
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("shape", [(4296, 3072), (17, 12288), (5, 123)], ids=str)
+@pytest.mark.parametrize("shape", ROWS, ids=str)
 def test_row_quantize_on_the_card_is_its_twin(shape, format):
     from qwen_l40s.optimizations.kernels.row_quantize import row_quantize
 

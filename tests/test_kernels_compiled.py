@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ pytestmark = [
 ]
 
 FORMATS = ("fp8", "int8")
+OPERAND = {"fp8": "fp8e4nv", "int8": "i8"}
+STREAMS = ("text", "image")
+COUNTS = ("batch", "text", "image", "zero_from")
 KIB = 1024
 # Shared memory that one block can have: CUDA C++ Programming Guide, compute capabilities.
 SHARED = {80: 163 * KIB, 89: 99 * KIB, 90: 227 * KIB}
@@ -92,24 +96,142 @@ def test_scaled_gemm_fits_the_card_and_uses_its_tensor_cores(compile_kernel, sm,
     assert "cp.async.cg.shared.global" in ptx  # 16 bytes at a time, loaded ahead
 
 
+# Compute capability, format and width of a row: in three parts, in one that fits, in one that is
+# masked.
+ROWS = [(89, "fp8", 12288), (89, "int8", 768), (89, "fp8", 4096), (89, "int8", 16384)]
+ROWS += [(89, "fp8", 12000), (80, "int8", 12288), (90, "fp8", 12288)]
+
+
+@pytest.mark.parametrize("name", ["row_quantize", "gelu_quantize"])
+@pytest.mark.parametrize(("sm", "format", "k"), ROWS, ids=str)
+def test_quantization_holds_a_row_in_registers(compile_kernel, name, sm, format, k):
+    module = import_module(f"qwen_l40s.optimizations.kernels.{name}")
+    part, parts, warps = module.launch_shape(k)
+    pointers = {"x_ptr": "bf16", "q_ptr": OPERAND[format], "scale_ptr": "fp32"}
+    constants = {"k": k, "part": part, "parts": parts, **quantization(format)}
+    kernel, numbers = getattr(module, f"_{name}_kernel"), {"x_stride": True}
+    ptx = compile_kernel(kernel, sm, pointers, numbers, constants, warps)
+    assert_wide(ptx, format, masked_at=None if part * parts == k else k)
+
+
+# sm_80 has nothing that converts to e4m3.
+FORMS = [(sm, format) for sm in (89, 80, 90) for format in (None, *FORMATS)]
+FORMS.remove((80, "fp8"))
+
+
+@pytest.mark.parametrize(("sm", "format"), FORMS, ids=str)
+def test_residual_norm_holds_a_row_in_registers(compile_kernel, sm, format):
+    ptx = compile_kernel(*residual_norm_of(sm, 3072, "bf16", format, "residual and norm"))
+    assert_wide(ptx, format)
+
+
 @pytest.mark.parametrize(
-    ("sm", "format", "k"),
-    [(89, "fp8", 3072), (89, "fp8", 12288), (89, "int8", 12288), (90, "fp8", 12288)],
+    ("width", "dtype", "format", "steps"),
+    [
+        (3072, "bf16", None, "residual"),
+        (3072, "bf16", None, "norm"),
+        (3072, "bf16", "fp8", "norm"),
+        (3072, "bf16", "int8", "norm"),
+        (3072, "fp32", None, "residual and norm"),
+        (3072, "fp32", "fp8", "residual and norm"),
+        (4096, "bf16", "fp8", "residual and norm"),
+        (16384, "bf16", "fp8", "residual and norm"),
+        (16384, "fp32", None, "residual and norm"),
+    ],
     ids=str,
 )
-def test_row_quantize_holds_a_row_in_registers(compile_kernel, sm, format, k):
-    from qwen_l40s.optimizations.kernels.row_quantize import _row_quantize_kernel, launch_shape
+def test_other_forms_of_residual_norm_fit_an_l40s(compile_kernel, width, dtype, format, steps):
+    ptx = compile_kernel(*residual_norm_of(89, width, dtype, format, steps))
+    assert_wide(ptx, format)
 
-    block, warps = launch_shape(k)
-    pointers = {"x_ptr": "bf16", "scale_ptr": "fp32"}
-    pointers["q_ptr"] = {"fp8": "fp8e4nv", "int8": "i8"}[format]
-    constants = {"block_k": block, "to_integer": format == "int8"}
-    constants |= {"largest": reference.LARGEST[format], "smallest_row": reference.SMALLEST_ROW}
-    numbers = {"x_stride": True, "k": True}
-    ptx = compile_kernel(_row_quantize_kernel, sm, pointers, numbers, constants, warps)
-    assert "ld.global.v4.b32" in ptx  # 8 bf16 at a time
+
+def residual_norm_of(sm, width, dtype, format, steps):
+    """What `compile_kernel` takes; `steps` are those that the launch asks for."""
+    from qwen_l40s.optimizations.kernels.residual_norm import _residual_norm_kernel
+    from qwen_l40s.optimizations.kernels.whole_row import launch_shape
+
+    part, parts, warps = launch_shape(width)
+    pointers = {"x_ptr": dtype}
+    constants = {"width": width, "eps": 1e-6, "part": part, "parts": parts, **quantization(format)}
+    residual = ("branch_ptr", "text_gate_ptr", "image_gate_ptr")
+    norm = ("text_norm_ptr", "image_norm_ptr", "h_ptr")
+    pointers |= dict.fromkeys(residual if "residual" in steps else (), dtype)
+    pointers |= dict.fromkeys(norm if "norm" in steps else (), dtype)
+    if format is not None:
+        pointers |= {"h_ptr": OPERAND[format], "scale_ptr": "fp32"}
+    constants |= dict.fromkeys({*residual, *norm, "scale_ptr"} - {*pointers})
+    strides = [f"{stream}_{step}_stride" for stream in STREAMS for step in ("gate", "norm")]
+    numbers = dict.fromkeys(strides, True) | dict.fromkeys(COUNTS, False)
+    return _residual_norm_kernel, sm, pointers, numbers, constants, warps
+
+
+@pytest.mark.parametrize(
+    ("sm", "heads", "head_dim", "dtype"),
+    [
+        (89, 24, 128, "bf16"),
+        (80, 24, 128, "bf16"),
+        (90, 24, 128, "bf16"),
+        (89, 24, 128, "fp32"),
+        (89, 24, 256, "fp32"),
+        (89, 16, 64, "fp16"),
+        (89, 3, 16, "bf16"),
+    ],
+    ids=str,
+)
+def test_qk_norm_rope_moves_whole_heads(compile_kernel, sm, heads, head_dim, dtype):
+    from qwen_l40s.optimizations.kernels.qk_norm_rope import _qk_norm_rope_kernel, launch_shape
+
+    together, warps = launch_shape(heads, head_dim)
+    names = _qk_norm_rope_kernel.arg_names
+    pointers = {name: dtype for name in names if name.endswith("_ptr")}
+    pointers |= {"cos_ptr": "fp32", "sin_ptr": "fp32"}
+    numbers = {name: True for name in names if name.endswith("_stride")}
+    numbers |= {"joint": False, "text": False}
+    constants = {"heads": heads, "head_dim": head_dim, "block_heads": together}
+    constants |= {"eps": 1e-6, "one_rotation": True}
+    ptx = compile_kernel(_qk_norm_rope_kernel, sm, pointers, numbers, constants, warps)
+    if together > 1:  # a program of one narrow head has fewer bytes than that for a thread
+        assert "ld.global.v4.b32" in ptx
+        assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32"}
+
+
+def quantization(format):
+    """The constants of a kernel that quantizes; `format` may be None."""
+    return {
+        "largest": reference.LARGEST.get(format),
+        "smallest_row": reference.SMALLEST_ROW,
+        "to_integer": format == "int8",
+    }
+
+
+def assert_wide(ptx, format, masked_at=None):
+    """Rows are read 16 bytes at a time and written 8 or more elements at a time.
+
+    8 quantized elements are 8 bytes; only the scale is alone. An instruction makes two e4m3, and
+    only rows that are `masked_at` their end look where that is.
+    """
+    assert set(re.findall(r"ld\.global\S*", ptx)) == {"ld.global.v4.b32"}
+    stores = re.findall(r"st\.global\S*", ptx)
+    alone = stores.count("st.global.b32")
+    assert alone == (format is not None)
+    quantized = {"st.global.v2.b32"} if format is not None else set()
+    assert {*stores} - {"st.global.b32"} <= {"st.global.v4.b32", *quantized}
     if format == "fp8":
         assert "cvt.rn.satfinite.e4m3x2" in ptx
+    ends = re.findall(r"setp\.lt\S*\s.*, (\d{3,});", ptx)
+    assert {*map(int, ends)} == ({masked_at} if masked_at else set())
+
+
+def test_numbers_of_tokens_make_no_kernels_of_their_own():
+    """Triton compiles again where a number turns 1 or a multiple of 16, if it is not told."""
+    from qwen_l40s.optimizations.kernels.qk_norm_rope import _qk_norm_rope_kernel
+    from qwen_l40s.optimizations.kernels.residual_norm import _residual_norm_kernel
+
+    def free(kernel):
+        return {param.name for param in kernel.params if param.do_not_specialize}
+
+    assert free(_residual_norm_kernel) == set(COUNTS)
+    assert free(_qk_norm_rope_kernel) == {"joint", "text"}
 
 
 def test_tile_by_rows():

@@ -13,6 +13,9 @@ import torch
 
 from ..software import Package, check_package
 
+# For the launches that need no other card, which are nearly all; it can be entered again and again.
+_NOTHING = contextlib.nullcontext()
+
 
 @functools.cache
 def missing() -> str:
@@ -28,4 +31,7 @@ def interpreted() -> bool:
 
 def launch_beside(x: torch.Tensor) -> contextlib.AbstractContextManager:
     """Makes the card that holds `x` the current one: kernels launch on that one alone."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    index = x.get_device()  # -1 on the CPU
+    if index < 0 or index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(index)

@@ -1,0 +1,164 @@
+"""Operands of the kernels between the GEMMs of a block, and what their results have to be.
+
+The same checks are for the plain-torch twins, for Triton's interpreter and for a card. The truth is
+the twin in float64, which tests/test_block_kernels.py compares with published code.
+"""
+
+import torch
+
+from qwen_l40s.optimizations import reference
+from qwen_l40s.optimizations.streams import Modulation, QKNorm, Rotary, Tokens
+
+EPS = 1e-6
+FORMATS = ("fp8", "int8")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# batch, text, image, zero_from
+TOKENS = {
+    "one item": Tokens(1, 3, 5, 5),
+    "a reference image at timestep zero": Tokens(1, 3, 5, 2),
+    "all of the image at timestep zero": Tokens(2, 1, 2, 0),
+    "batch of two with a reference": Tokens(2, 2, 3, 2),
+    "batch of five": Tokens(5, 2, 1, 1),
+    "one text token": Tokens(1, 1, 5, 5),
+    "one image token": Tokens(2, 3, 1, 1),
+}
+# heads, head_dim
+HEADS = {
+    "the model's heads": (24, 128),
+    "one head": (1, 64),
+    "three heads": (3, 32),
+    "wide heads": (2, 256),
+    "narrow heads": (5, 16),
+}
+# Half of the distance between two numbers, relative.
+HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+# Lies around and between what a kernel may write.
+UNTOUCHED = 7.0
+
+
+def random(*shape, dtype=torch.float32, device="cpu", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+def assert_rounded(out, exact, noise, *, truncated=False):
+    """`out` is `exact`, rounded once to its dtype; `noise` is what fp32 adds before that."""
+    steps = 2 if truncated and out.dtype == torch.bfloat16 else 1
+    error = (out.double() - exact).abs() - exact.abs() * HALF_STEP[out.dtype] * steps
+    assert (error <= noise).all(), f"off by {error.max().item():.3g}"
+
+
+def assert_quantized(q, scale, twin_q, twin_scale):
+    """Equal but for numbers that fp32 put on the other side of the middle of two steps.
+
+    Sums of a row in another order change the last bits of each number, about 1e-7 of it; a step is
+    6 % of an fp8 number, so that one number in some hundred thousand ends a step apart.
+    """
+    assert (q.dtype, q.shape) == (twin_q.dtype, twin_q.shape)
+    assert (scale.dtype, scale.shape) == (torch.float32, (len(q), 1))
+    torch.testing.assert_close(scale, twin_scale, rtol=2e-6, atol=0)
+    apart = (_steps(q) - _steps(twin_q)).abs()
+    assert apart.max() <= 1
+    assert apart.sum() <= max(1, q.numel() // 1000)
+
+
+def _steps(q):
+    """Numbers the values of a format from the smallest to the largest."""
+    if q.dtype == torch.int8:
+        return q.int()
+    bits = q.view(torch.uint8).int()
+    return torch.where(bits < 128, bits, 128 - bits)
+
+
+def surrounded(*shape, dtype, device):
+    """Zeros of a shape, and the buffer around them: rows before and after that are UNTOUCHED."""
+    buffer = torch.full((shape[0] + 2, *shape[1:]), UNTOUCHED, dtype=dtype, device=device)
+    return buffer[1:-1].zero_(), buffer
+
+
+def assert_surrounded(buffer):
+    assert (buffer[0] == UNTOUCHED).all()
+    assert (buffer[-1] == UNTOUCHED).all()
+
+
+def halves(tokens, width, dtype=torch.float32, device="cpu", seed=0):
+    """Modulation of attention and of the MLP, side by side as the model computes them."""
+    entries = tokens.batch * (2 if tokens.zero_from < tokens.image else 1)
+    text = random(tokens.batch, 6 * width, dtype=dtype, device=device, seed=seed)
+    image = random(entries, 6 * width, dtype=dtype, device=device, seed=seed + 1)
+    cut = 3 * width
+    return Modulation(text[:, :cut], image[:, :cut]), Modulation(text[:, cut:], image[:, cut:])
+
+
+def doubled(values):
+    """A named tuple of tensors in float64."""
+    return type(values)(*(value.double() for value in values))
+
+
+def check_residual_norm(function, tokens, width, dtype, *, device="cpu", truncated=False):
+    """Every form of the kernel, of one size; `truncated` where casts to bf16 truncate."""
+    gates, norms = halves(tokens, width, dtype, device)
+    branch = random(tokens.rows, width, dtype=dtype, device=device, seed=2)
+    before = random(tokens.rows, width, dtype=dtype, device=device, seed=3)
+    x, buffer = surrounded(tokens.rows, width, dtype=dtype, device=device)
+
+    x.copy_(before)
+    exact = before.double()
+    reference.residual_norm(exact, branch.double(), doubled(gates), None, tokens, EPS)
+    assert function(x, branch, gates, None, tokens, EPS) == (None, None)
+    assert_rounded(x, exact, 4e-6, truncated=truncated)
+    after = x.clone()
+
+    # The norm is that of the rounded row.
+    exact, _ = reference.residual_norm(after.double(), None, None, doubled(norms), tokens, EPS)
+    x.copy_(before)
+    h, scale = function(x, branch, gates, norms, tokens, EPS)
+    assert torch.equal(x, after)
+    assert (h.dtype, scale) == (dtype, None)
+    assert_rounded(h, exact, 3e-5, truncated=truncated)
+    alone, _ = function(x, None, None, norms, tokens, EPS)
+    assert torch.equal(x, after)
+    assert torch.equal(alone, h)
+
+    for format in FORMATS:
+        twin = reference.row_quantize(exact, format)
+        x.copy_(before)
+        assert_quantized(*function(x, branch, gates, norms, tokens, EPS, format), *twin)
+        assert torch.equal(x, after)
+        assert_quantized(*function(x, None, None, norms, tokens, EPS, format), *twin)
+    assert_surrounded(buffer)
+
+
+def rotation(items, joint, head_dim, dtype=torch.float32, device="cpu"):
+    angle = random(items, joint, head_dim // 2, seed=4) * 3
+    return Rotary(angle.cos().to(device, dtype), angle.sin().to(device, dtype))
+
+
+def norm_weights(head_dim, dtype=torch.float32, device="cpu"):
+    return QKNorm(*random(4, head_dim, dtype=dtype, device=device, seed=5).abs_())
+
+
+def check_qk_norm_rope(
+    function, tokens, heads, head_dim, dtype, *, items=1, angles=None, device="cpu", truncated=False
+):
+    """Queries and keys of a joint buffer that holds the values as well."""
+    shape = tokens.joint, 3, heads, head_dim
+    _, buffer = surrounded(tokens.batch, *shape, dtype=dtype, device=device)
+    q, k, v = (buffer[1:-1, :, part] for part in range(3))
+    for part, seed in ((q, 6), (k, 7), (v, 8)):
+        part.copy_(random(*q.shape, seed=seed))
+    rotary = rotation(items, tokens.joint, head_dim, angles or torch.float32, device)
+    norm = norm_weights(head_dim, dtype, device)
+    exact_q, exact_k, values = q.double(), k.double(), v.clone()
+    reference.qk_norm_rope(exact_q, exact_k, doubled(norm), doubled(rotary), tokens, EPS)
+    assert function(q, k, norm, rotary, tokens, EPS) is None
+    assert_rounded(q, exact_q, 1e-5, truncated=truncated)
+    assert_rounded(k, exact_k, 1e-5, truncated=truncated)
+    assert torch.equal(v, values)
+    assert_surrounded(buffer)
+
+
+def check_gelu_quantize(function, x):
+    for format in FORMATS:
+        q, scale = function(x, format)
+        assert_quantized(q, scale, *reference.gelu_quantize(x.double(), format))

@@ -1,0 +1,186 @@
+"""The Triton kernels between a block's GEMMs in Triton's CPU interpreter, against float64.
+
+tests/test_kernels.py runs this file in a process of its own: TRITON_INTERPRET=1 has to be set
+before Triton is imported, and nothing can be compiled after that.
+"""
+
+import block_kernel_cases as cases
+import pytest
+import torch
+
+from qwen_l40s.optimizations import reference
+from qwen_l40s.optimizations.kernels.gelu_quantize import gelu_quantize
+from qwen_l40s.optimizations.kernels.qk_norm_rope import launch_shape, qk_norm_rope
+from qwen_l40s.optimizations.kernels.residual_norm import residual_norm
+from qwen_l40s.optimizations.kernels.whole_row import WIDEST_ROW
+from qwen_l40s.optimizations.streams import QKNorm, Tokens
+
+FEW = cases.TOKENS["batch of two with a reference"]
+# The first two are held in three parts, the others in one.
+WIDTHS = {"model width": 3072, "narrow parts": 768, "a power of two": 256, "odd": 123}
+WIDTHS |= {"one element": 1}
+# The interpreter casts to bf16 without rounding; ptxas' and every card's cast rounds.
+IN_INTERPRETER = {"truncated": True}
+# numpy: exp of what is far below zero, and the arithmetic of NaN and inf.
+quiet = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+
+
+@pytest.mark.parametrize("tokens", cases.TOKENS.values(), ids=cases.TOKENS)
+def test_residual_norm_of_every_kind_of_batch(tokens):
+    cases.check_residual_norm(residual_norm, tokens, 96, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+def test_residual_norm_of_every_dtype(width, dtype):
+    cases.check_residual_norm(residual_norm, FEW, width, dtype, **IN_INTERPRETER)
+
+
+def test_residual_norm_of_a_modulation_wider_than_the_stream():
+    x = cases.random(FEW.rows, 96).to(torch.bfloat16)
+    _, norms = cases.halves(FEW, 96)
+    h, _ = residual_norm(x, None, None, norms, FEW, cases.EPS)
+    exact, _ = reference.residual_norm(x.double(), None, None, cases.doubled(norms), FEW, cases.EPS)
+    cases.assert_rounded(h, exact, 3e-5, **IN_INTERPRETER)
+
+
+def test_residual_norm_of_rows_far_from_zero():
+    """mean(x * x) - mean**2 would leave nothing of this variance in fp32."""
+    x = cases.random(FEW.rows, 3072) + 3000
+    _, norms = cases.halves(FEW, 3072)
+    h, _ = residual_norm(x, None, None, norms, FEW, cases.EPS)
+    exact, _ = reference.residual_norm(x.double(), None, None, cases.doubled(norms), FEW, cases.EPS)
+    # The mean itself is rounded to 2**-13.
+    cases.assert_rounded(h, exact, 2e-3)
+
+
+def test_residual_norm_takes_a_branch_of_any_strides():
+    gates, norms = cases.halves(FEW, 40)
+    x = cases.random(FEW.rows, 40)
+    twin, branch = x.clone(), cases.random(40, FEW.rows, seed=9).t()
+    h, _ = residual_norm(x, branch, gates, norms, FEW, cases.EPS)
+    twin_h, _ = reference.residual_norm(twin, branch, gates, norms, FEW, cases.EPS)
+    torch.testing.assert_close(x, twin)
+    torch.testing.assert_close(h, twin_h)
+
+
+@quiet
+@pytest.mark.parametrize("width", [96, 768], ids=["one part", "three parts"])
+@pytest.mark.parametrize("format", cases.FORMATS)
+def test_what_is_not_finite_shows_in_the_scale(format, width):
+    _, norms = cases.halves(FEW, width)
+    x = cases.random(FEW.rows, width)
+    x[3, 5], x[4, -5], x[5, width // 2] = torch.nan, torch.inf, torch.nan
+    _, scale = residual_norm(x, None, None, norms, FEW, cases.EPS, format)
+    assert scale.flatten().isfinite().tolist() == [True] * 3 + [False] * 3 + [True] * 4
+    x = cases.random(4, width)
+    x[0, 5], x[1, -5], x[2, width // 2] = torch.nan, torch.inf, -torch.inf
+    _, scale = gelu_quantize(x, format)
+    assert scale[0].isnan()
+    assert scale[1].isinf()
+    assert scale[2].isnan()
+    assert scale[3].isfinite()
+
+
+def test_residual_norm_refuses_what_does_not_fit():
+    x = torch.zeros(FEW.rows, 16)
+    gates, norms = cases.halves(FEW, 16)
+
+    def call(x=x, branch=x, gates=gates, norms=norms, tokens=FEW):
+        residual_norm(x, branch, gates, norms, tokens, cases.EPS)
+
+    with pytest.raises(ValueError, match=r"\(9, 16\)"):
+        call(x=x[1:])
+    with pytest.raises(ValueError, match="contiguous"):
+        call(x=torch.zeros(16, FEW.rows).t())
+    with pytest.raises(ValueError, match=str(WIDEST_ROW)):
+        call(x=torch.zeros(FEW.rows, WIDEST_ROW + 1))
+    with pytest.raises(ValueError, match=r"adds \(9, 16\) to \(10, 16\)"):
+        call(branch=x[1:])
+    with pytest.raises(ValueError, match="4 x 48 for images"):
+        call(norms=norms._replace(image=norms.image[:2]))
+    with pytest.raises(ValueError, match="2 x 48 for text"):
+        call(gates=gates._replace(text=gates.text[:, :32]))
+    with pytest.raises(ValueError, match=r"torch\.float16"):
+        call(gates=gates._replace(text=gates.text.half()))
+
+
+@pytest.mark.parametrize("tokens", cases.TOKENS.values(), ids=cases.TOKENS)
+def test_qk_norm_rope_of_every_kind_of_batch(tokens):
+    cases.check_qk_norm_rope(qk_norm_rope, tokens, 3, 32, torch.float32)
+
+
+@pytest.mark.parametrize("heads", cases.HEADS.values(), ids=cases.HEADS)
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+def test_qk_norm_rope_of_every_dtype(dtype, heads):
+    cases.check_qk_norm_rope(qk_norm_rope, FEW, *heads, dtype, **IN_INTERPRETER)
+
+
+def test_qk_norm_rope_with_a_rotation_for_each_item():
+    cases.check_qk_norm_rope(qk_norm_rope, FEW, 3, 64, torch.float32, items=2)
+
+
+def test_qk_norm_rope_with_a_rotation_in_bf16():
+    half = torch.bfloat16
+    cases.check_qk_norm_rope(qk_norm_rope, FEW, 3, 64, half, angles=half, **IN_INTERPRETER)
+
+
+def test_heads_of_one_program_divide_the_heads():
+    assert launch_shape(24, 128) == (8, 4)
+    assert launch_shape(24, 256) == (8, 8)
+    assert launch_shape(64, 128) == (16, 8)
+    assert launch_shape(3, 32) == (1, 1)
+
+
+def test_qk_norm_rope_refuses_what_does_not_fit():
+    tokens = Tokens(1, 3, 5, 5)
+    q = torch.zeros(1, 8, 2, 32)
+    weights, rotary = cases.norm_weights(32), cases.rotation(1, 8, 32)
+
+    def call(q=q, k=q, norm=weights, rotary=rotary):
+        qk_norm_rope(q, k, norm, rotary, tokens, cases.EPS)
+
+    with pytest.raises(ValueError, match="got 48"):
+        call(q=torch.zeros(1, 8, 2, 48))
+    with pytest.raises(ValueError, match=r"\(1, 8, 1, 32\)"):
+        call(k=q[:, :, :1])
+    with pytest.raises(ValueError, match=r"1 x 8 tokens, got \(2, 8"):
+        call(q=q.expand(2, -1, -1, -1), k=q.expand(2, -1, -1, -1))
+    with pytest.raises(ValueError, match=r"strides \(512, 32, 256, 1\)"):
+        call(q=torch.zeros(1, 2, 8, 32).transpose(1, 2))
+    with pytest.raises(ValueError, match=r"1 x 8 x 16, got \(1, 7, 16\)"):
+        call(rotary=cases.rotation(1, 7, 32))
+    with pytest.raises(ValueError, match=r"\(16,\)"):
+        call(norm=QKNorm(*weights[:3], weights.key[:16]))
+
+
+@quiet
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 12288), (2, 3072), (2, 4096), (5, 123), (2, 1)], ids=str)
+def test_gelu_quantize_of_every_dtype(shape, dtype):
+    cases.check_gelu_quantize(gelu_quantize, cases.random(*shape, dtype=dtype) * 3)
+
+
+@quiet
+def test_gelu_quantize_where_the_curve_is_flat():
+    """Far out on both sides, and numbers whose cube exceeds fp32."""
+    x = torch.linspace(-12, 12, 4096).reshape(512, 8).t()
+    cases.check_gelu_quantize(gelu_quantize, x)
+    x = cases.random(4, 96)
+    x[0, :2] = torch.tensor([-3e38, -1e20])
+    x[1] = -20
+    x[2, 7] = 1e30
+    x[3] = 0
+    cases.check_gelu_quantize(gelu_quantize, x)
+
+
+def test_gelu_quantize_of_rows_apart():
+    wide = cases.random(4, 3, 768)
+    cases.check_gelu_quantize(gelu_quantize, wide[:, 1])
+    cases.check_gelu_quantize(gelu_quantize, wide[:, 1, :40])
+    cases.check_gelu_quantize(gelu_quantize, wide[0, :, :40].t())
+
+
+def test_gelu_quantize_refuses_rows_that_it_cannot_hold():
+    with pytest.raises(ValueError, match=str(WIDEST_ROW)):
+        gelu_quantize(torch.zeros(1, WIDEST_ROW + 1), "int8")
