@@ -96,7 +96,7 @@ def diagnose(models: Path | None = None) -> Diagnosis:
         *tensor_cores(cards.usable[0] if cards.usable else None),
         *needed,
         software.check_triton(cards),
-        *software.check_attention(cards),
+        *_attention_checks(cards, torch_check),
         software.check_kitchen(torch),
         comfyui_check,
         resources.check_memory(),
@@ -118,6 +118,15 @@ def _card_checks(cards: Cards) -> tuple[Capability, ...]:
         Capability(f"card {index}", state, f"{card}{warned}", cards.remedy)
         for index, card in enumerate(cards.usable)
     )
+
+
+def _attention_checks(cards: Cards, torch_check: Capability) -> tuple[Capability, ...]:
+    """One line for each attention backend; on a card each runs once, on a small input."""
+    if not torch_check.usable:
+        return (Capability("attention", State.NOT_USABLE, "it needs torch"),)
+    from ..optimizations.attention import check_backends
+
+    return check_backends(cards)
 
 
 def _one_remedy(remedies: list[str]) -> str:

@@ -62,8 +62,11 @@ STANDALONE = (
     Package("tqdm", "tqdm"),
     Package("psutil", "psutil"),
 )
-# What makes attention faster on a card.
-ATTENTION = (Package("flash-attn", "flash_attn"), Package("sageattention", "sageattention"))
+# What can make attention faster on a card. Built from source against one torch and one CUDA: no
+# single pip command is right everywhere.
+FLASH_ATTENTION_2 = Package("flash-attn", "flash_attn", "2.0", "flash_attn_func")
+FLASH_ATTENTION_3 = Package("flash-attn-3", "flash_attn_interface", "", "flash_attn_func")
+SAGE_ATTENTION = Package("sageattention", "sageattention", "2.0")
 KITCHEN = Package("comfy-kitchen", "comfy_kitchen", "", "list_backends")
 
 
@@ -147,19 +150,6 @@ def check_triton(cards: Cards) -> Capability:
                 "install Python's development headers (python3-dev)",
             )
     return capability
-
-
-def check_attention(cards: Cards) -> tuple[Capability, ...]:
-    """flash-attn and SageAttention; PyTorch's own attention serves when they are not there."""
-    if not cards.usable:
-        return tuple(_without_card(package.distribution, package.module) for package in ATTENTION)
-    found = []
-    for package in ATTENTION:
-        capability, _ = check_package(package)
-        # Built against one torch and one CUDA: no single pip command is right everywhere.
-        remedy = "" if capability.usable else "optional: PyTorch's own attention is used"
-        found.append(Capability(capability.name, capability.state, capability.reason, remedy))
-    return tuple(found)
 
 
 def check_kitchen(torch: ModuleType | None) -> Capability:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,9 @@ def test_json_gives_a_state_and_a_reason_for_every_check(capsys):
         "fp8 tensor cores",
         "torch",
         "triton",
+        "attention sdpa_flash",
+        "attention sage_2",
+        "attention sliced",
         "comfy-kitchen",
         "ComfyUI",
     ):
@@ -56,6 +60,16 @@ def test_without_any_package_it_says_what_to_install_and_exits_1():
     assert found["can_generate"] is False
     assert found["device"] is None
     assert found["remedy"].startswith('pip install "torch>=2.4" "diffusers>=0.36" "transformers>=')
+    (attention,) = (check for check in found["checks"] if check["name"].startswith("attention"))
+    assert (attention["state"], attention["reason"]) == ("not usable", "it needs torch")
+
+
+def test_what_no_machine_of_this_project_has_run_is_marked(capsys):
+    pytest.importorskip("diffusers")
+    assert main(["doctor"]) == 0
+    table = capsys.readouterr().out
+    marked = re.findall(r"  attention (\w+): .*; not run by us", table)
+    assert marked == ["flash_attn_2", "flash_attn_3", "sage_2"]
 
 
 def test_cuda_is_not_started_on_a_machine_without_a_card():

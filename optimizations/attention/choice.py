@@ -1,0 +1,231 @@
+"""Which attention backend computes a request, and why."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from ...errors import SettingError, UnavailableError
+from ..hardware import read_cards
+from .cache import Cache, Measurement, default_cache
+from .measure import measure
+from .registry import BACKENDS, limits_of, refusal
+from .request import Request, dtype_name, sm_of
+
+VARIABLE = "QWEN_L40S_ATTENTION"
+# From the fastest on: those that are not named come last. sm_90: measured on an H200 in bf16 with
+# 24 heads x 128 at 4296 tokens: cuDNN 0.454 ms, flash 0.800, efficient 1.407. Elsewhere predicted.
+ORDER: dict[tuple[int, int] | None, tuple[str, ...]] = {
+    (9, 0): ("sdpa_cudnn", "flash_attn_3", "sdpa_flash", "flash_attn_2", "sdpa_efficient"),
+    None: ("sdpa_flash", "flash_attn_2", "sdpa_cudnn", "sdpa_efficient"),
+}
+# What is measured for one length serves all that round up to the same multiple.
+BUCKET = 512
+
+_measured: dict[str, Measurement] = {}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """How a block's attention is computed.
+
+    Attributes:
+        name: A key of `BACKENDS`.
+        reason: Why this one, in one clause, with the milliseconds where it was measured.
+        exact: Whether nothing is quantized.
+        masked: Whether it was chosen for requests with a mask.
+    """
+
+    name: str
+    reason: str
+    exact: bool
+    masked: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """softmax(q @ k.T / sqrt(head_dim) + mask) @ v.
+
+        Args:
+            q: (B, tokens, heads, head_dim) as in the request it was chosen for, with any strides
+                but a contiguous last dimension; k and v likewise.
+            mask: (B, 1, 1, tokens) in q's dtype, added to the scores.
+
+        Returns:
+            (B, tokens, heads * head_dim), contiguous.
+
+        Raises:
+            SettingError: There is a mask, and the choice was made for requests without.
+        """
+        if mask is not None and not self.masked:
+            raise SettingError(
+                f"attention {self.name} was chosen for requests without a mask: "
+                "choose it anew with masked=True"
+            )
+        return BACKENDS[self.name].attend(q, k, v, mask)
+
+
+def choose_attention(
+    request: Request, name: str = "auto", *, cache: Cache | None = None
+) -> Attention:
+    """The backend for a request.
+
+    "auto" takes the exact backend that is the fastest, on a card by a measurement that is kept on
+    disk: under two seconds for a card, driver, torch and shape that are new. Quantized backends
+    run only when they are named.
+
+    Args:
+        name: A key of `BACKENDS`, which has to run here, or "auto": then the environment's
+            QWEN_L40S_ATTENTION counts as if it were named.
+        cache: Where measurements are kept; the user's cache folder by default.
+
+    Raises:
+        SettingError: There is no such backend.
+        UnavailableError: The backend that was asked for cannot run the request.
+    """
+    device = request.device
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        request = replace(request, device=torch.device("cuda", torch.cuda.current_device()))
+    sm = sm_of(request.device)
+    launches = _may_launch(sm, request.device)
+    refuse = refusal if launches else _declared_refusal
+    asked = os.environ.get(VARIABLE, "auto") if name == "auto" else name
+    if asked != "auto":
+        _check_asked(asked, request, refuse)
+        by = f" by {VARIABLE}" if name == "auto" else ""
+        return _attention(asked, f"asked for{by}", request)
+    order = _order(sm)
+    if not launches:
+        runs = [key for key in order if not refuse(key, request) and not BACKENDS[key].package]
+        reason = "predicted: nothing is measured while torch compiles or captures a graph"
+        return _attention(runs[0], reason, request)
+    refusals = {key: refusal(key, request) for key in order}
+    runs = [key for key, reason in refusals.items() if not reason]
+    not_here = [
+        f"not {key}: {reason}"
+        for key, reason in refusals.items()
+        if reason and BACKENDS[key].package is None
+    ]
+    quick = [key for key in runs if not BACKENDS[key].whole_scores]
+    if not runs:
+        raise UnavailableError(f"no attention runs on {request.device}: {'; '.join(not_here)}")
+    if sm is None:
+        return _attention(runs[0], "no card: the first that runs, nothing is measured", request)
+    if len(quick) < 2:
+        only = "the only one that runs here without all scores in memory"
+        reason = only if quick else "nothing runs here that keeps the scores out of memory"
+        return _attention(runs[0], "; ".join([reason, *not_here]), request)
+    measurement, without = _measurement(request, quick, cache or default_cache())
+    if measurement is None:
+        return _attention(quick[0], "; ".join(["predicted", *without, *not_here]), request)
+    return _attention(
+        measurement.fastest, "; ".join([_told(measurement), *without, *not_here]), request
+    )
+
+
+def _measurement(
+    request: Request, quick: list[str], cache: Cache
+) -> tuple[Measurement | None, list[str]]:
+    """The times of the backends that run: known, read, or measured now."""
+    key = measurement_key(request)
+    known = _measured.get(key) or cache.get(key)
+    without: list[str] = []
+    if known is None or known.fastest not in quick:
+        known, without = measure(quick, request)
+        if known is None:
+            return None, without
+        cache.put(key, known)
+    _measured[key] = known
+    return known, without
+
+
+def measurement_key(request: Request) -> str:
+    """What a measurement holds for: card, software and shape."""
+    bucket = -(-request.tokens // BUCKET) * BUCKET
+    shape = f"{request.batch}x{bucket}x{request.heads}x{request.head_dim}"
+    masked = "masked" if request.masked else "unmasked"
+    return "|".join((_machine(request.device), dtype_name(request.dtype), shape, masked))
+
+
+@functools.cache
+def _machine(device: torch.device) -> str:
+    sm = torch.cuda.get_device_capability(device)
+    packages = [
+        f"{package.distribution} {_version(package.distribution)}"
+        for package in (backend.package for backend in BACKENDS.values() if backend.exact)
+        if package is not None
+    ]
+    return "|".join(
+        (
+            torch.cuda.get_device_name(device),
+            f"sm_{sm[0]}{sm[1]}",
+            f"driver {read_cards(torch).driver}",
+            f"torch {torch.__version__}",
+            f"cuDNN {_cudnn()}",
+            *packages,
+        )
+    )
+
+
+def _cudnn() -> int | None:
+    try:
+        return torch.backends.cudnn.version()
+    except RuntimeError:  # another cuDNN than torch's own is found first
+        return None
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _told(measurement: Measurement) -> str:
+    (_, best), *others = measurement.ms.items()
+    times = "".join(f", {name} {ms:.2f}" for name, ms in others)
+    count = f"fastest exact of {len(others) + 1}" if others else "the only exact one measured"
+    return f"{count} on this card at {measurement.tokens} tokens: {best:.2f} ms{times}"
+
+
+def _order(sm: tuple[int, int] | None) -> list[str]:
+    """Every exact backend, the one that is expected to be the fastest first."""
+    exact = [name for name, backend in BACKENDS.items() if backend.exact]
+    named = ORDER.get(sm, ORDER[None])
+    return [*named, *(name for name in exact if name not in named)]
+
+
+def _may_launch(sm: tuple[int, int] | None, device: torch.device) -> bool:
+    """Whether trials and timings can run now: not while code is traced or a CUDA graph captured."""
+    if torch.compiler.is_compiling():
+        return False
+    on_card = sm is not None and device.type == "cuda"
+    return not (on_card and torch.cuda.is_current_stream_capturing())
+
+
+def _declared_refusal(name: str, request: Request) -> str:
+    return limits_of(BACKENDS[name], request)
+
+
+def _attention(name: str, reason: str, request: Request) -> Attention:
+    return Attention(name, reason, BACKENDS[name].exact, request.masked)
+
+
+def _check_asked(asked: str, request: Request, refuse: Callable[[str, Request], str]) -> None:
+    if asked not in BACKENDS:
+        raise SettingError(f"there is no attention {asked!r}: use auto or {' or '.join(BACKENDS)}")
+    reason = refuse(asked, request)
+    if reason:
+        others = {name: refuse(name, request) for name in BACKENDS if name != asked}
+        clauses = [f"attention {asked} cannot run on {request.device}: {reason}"]
+        clauses.append(f"use auto or {' or '.join(name for name, no in others.items() if not no)}")
+        clauses += [f"not {name}: {no}" for name, no in others.items() if no]
+        raise UnavailableError("; ".join(clauses))

@@ -1,0 +1,162 @@
+"""Every attention backend, why one cannot run, and what all of them are for the doctor."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+
+from ..hardware import Capability, Cards, State, first_line
+from ..software import Package, check_package
+from .flash_attention import FLASH_ATTN_2, FLASH_ATTN_3
+from .kitchen import KITCHEN_INT8, missing_on
+from .request import Backend, Limits, Request, sm_of
+from .sage import SAGE_2
+from .sdpa import MATH, SDPA_CUDNN, SDPA_EFFICIENT, SDPA_FLASH
+from .sliced import SLICED
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        *(SDPA_FLASH, SDPA_CUDNN, SDPA_EFFICIENT, FLASH_ATTN_2, FLASH_ATTN_3),
+        *(SAGE_2, KITCHEN_INT8, SLICED, MATH),
+    )
+}
+
+# No multiple of a tile, and more than two of the largest.
+TRIAL_TOKENS = 333
+# How far from the result in float64, relative. PyTorch's CPU kernels come to 0.0022, 0.0003 and
+# 5e-7 on the trial's inputs; a card may compute fp32 in TF32.
+EXACT_ERROR = {torch.bfloat16: 0.01, torch.float16: 0.002, torch.float32: 0.002}
+# comfy-kitchen's int8 is off by 0.016 on an H200. A tail of 77 in 333 keys that is left out or
+# counted twice is off by 0.3 and more.
+LOSSY_ERROR = 0.08
+
+
+def limits_of(backend: Backend, request: Request) -> str:
+    """Why the request is outside the backend's limits, in one clause; launches nothing."""
+    sm = sm_of(request.device)
+    limits = _limits_on(backend, request.device, sm)
+    if limits is None:
+        on_cpu = request.device.type == "cpu"
+        other = f"{request.device} is no NVIDIA card that torch reaches"
+        return "needs an NVIDIA card" if on_cpu else other
+    return limits.refusal(request, sm)
+
+
+def refusal(name: str, request: Request) -> str:
+    """Why a backend cannot run a request, in one clause; empty when it can.
+
+    The last thing asked is a trial against float64, once per card, dtype, head and mask: which
+    builds, compilers and drivers can, and which packages work, is declared nowhere.
+    """
+    backend = BACKENDS[name]
+    reason = limits_of(backend, request)
+    if not reason and backend.package is not None:
+        reason = _missing(backend.package)
+    if not reason and backend.further is not None:
+        reason = backend.further(request)
+    if reason:
+        return reason
+    try:
+        return _trial(name, request.device, request.dtype, request.head_dim, request.masked)
+    except torch.cuda.OutOfMemoryError:  # which may not last: nothing is remembered
+        return "no memory is free for a trial"
+
+
+def forget() -> None:
+    """Asks everything anew, as after a package was installed."""
+    for remembered in (_missing, _trial, missing_on):
+        remembered.cache_clear()
+
+
+def check_backends(cards: Cards) -> tuple[Capability, ...]:
+    """What can be done with each backend on the first card, or on the processor without one.
+
+    Asked for Qwen-Image's heads in bf16.
+    """
+    device = torch.device("cuda", 0) if cards.usable else torch.device("cpu")
+    return tuple(_capability(backend, device) for backend in BACKENDS.values())
+
+
+def _capability(backend: Backend, device: torch.device) -> Capability:
+    name = f"attention {backend.name}"
+    request = Request(device, torch.bfloat16, 1, 24, 128, 4096)
+    reason = refusal(backend.name, request)
+    if reason:
+        unproven = f"; {backend.unproven}" if backend.unproven else ""
+        return Capability(name, State.NOT_USABLE, f"{reason}{unproven}")
+    masked = refusal(backend.name, Request(device, torch.bfloat16, 1, 24, 128, 4096, masked=True))
+    clauses = ["exact" if backend.exact else "quantized, only when it is asked for"]
+    clauses.append(f"not with a mask: {masked}" if masked else "with and without a mask")
+    if backend.package is not None:
+        clauses.insert(0, check_package(backend.package)[0].reason)
+    if backend.unproven:
+        clauses.append(f"{backend.unproven}, agrees here with PyTorch in a trial")
+    return Capability(name, State.LIMITED if masked else State.USABLE, "; ".join(clauses))
+
+
+def _limits_on(backend: Backend, device: torch.device, sm: tuple[int, int] | None) -> Limits | None:
+    if sm is not None:
+        return backend.card
+    return backend.cpu if device.type == "cpu" else backend.other
+
+
+@functools.cache
+def _missing(package: Package) -> str:
+    capability, module = check_package(package)
+    return "" if module is not None else f"{package.distribution} {capability.reason}"
+
+
+@functools.cache
+def _trial(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str:
+    """Runs the backend once on a small random input and compares with float64."""
+    backend = BACKENDS[name]
+    q, k, v, mask = trial_inputs(dtype, head_dim, masked)
+    expected = attend_float64(q, k, v, mask)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # PyTorch tells with several what its error says
+            # Views of one tensor, as the blocks have them.
+            q, k, v = torch.stack((q, k, v), dim=2).to(device).unbind(2)
+            mask = None if mask is None else mask.to(device)
+            out = backend.attend(q, k, v, mask)
+            if out.dtype != dtype or out.shape != expected.shape:
+                return f"a trial gave {tuple(out.shape)} in {out.dtype}"
+            out = out.cpu().double()
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as error:  # packages, compilers and torch raise anything
+        return f"a trial failed: {first_line(error)}"
+    if not out.isfinite().all():
+        return "a trial gave values that are not finite"
+    error = ((out - expected).norm() / expected.norm()).item()
+    most = EXACT_ERROR[dtype] if backend.exact else LOSSY_ERROR
+    return "" if error <= most else f"a trial was off by {error:.2g} of the result"
+
+
+def trial_inputs(
+    dtype: torch.dtype, head_dim: int, masked: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """q, k, v and the mask of a batch of two with two heads, on the CPU, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (3, 2, TRIAL_TOKENS, 2, head_dim)
+    q, k, v = torch.randn(shape, generator=generator).to(dtype)
+    if not masked:
+        return q, k, v, None
+    mask = torch.zeros(2, 1, 1, TRIAL_TOKENS, dtype=dtype)
+    mask[0, ..., ::3] = -1
+    mask[1, ..., 20:60] = -torch.inf  # as the text padding of the shorter prompt
+    return q, k, v, mask
+
+
+def attend_float64(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """What every backend computes, (B, tokens, heads * head_dim), written down plainly."""
+    q, k, v = (x.transpose(1, 2).double() for x in (q, k, v))
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores + mask.double()
+    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)

@@ -1,0 +1,338 @@
+"""Attention backends: their numbers, layouts and limits."""
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from qwen_l40s import SettingError, UnavailableError  # noqa: E402
+from qwen_l40s.optimizations.attention import (  # noqa: E402
+    BACKENDS,
+    Request,
+    aligned_mask,
+    choose_attention,
+    registry,
+    sliced,
+)
+from qwen_l40s.optimizations.attention.request import FLOATS, HALVES, Limits  # noqa: E402
+
+CPU = torch.device("cpu")
+CARD = torch.device("cuda", 0)
+on_card = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA card"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # torch tells which kernels it passes over
+]
+CASES = [pytest.param(name, CPU) for name, backend in BACKENDS.items() if backend.cpu]
+CASES += [pytest.param(name, CARD, marks=on_card) for name in BACKENDS]
+on_each = pytest.mark.parametrize(("name", "device"), CASES, ids=str)
+EXACT = {torch.bfloat16: 8e-3, torch.float16: 1.5e-3, torch.float32: 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch):
+    monkeypatch.delenv("QWEN_L40S_ATTENTION", raising=False)
+    registry.forget()
+    yield
+    registry.forget()
+
+
+def chosen(name, device, dtype=torch.bfloat16, *, shape, masked=False):
+    """The backend, or a visible skip with the reason why this machine cannot."""
+    batch, tokens, heads, head_dim = shape
+    request = Request(device, dtype, batch, heads, head_dim, tokens, masked)
+    try:
+        return choose_attention(request, name)
+    except UnavailableError as error:
+        pytest.skip(str(error).partition("; use")[0])
+
+
+def random(*shape, device=CPU, dtype=torch.bfloat16):
+    """q, k and v as views of one tensor."""
+    batch, tokens, heads, head_dim = shape
+    joint = torch.randn(
+        (batch, tokens, 3, heads, head_dim), generator=torch.Generator().manual_seed(tokens)
+    )
+    return joint.to(device, dtype).unbind(2)
+
+
+def padding(batch, tokens, padded, device=CPU, dtype=torch.bfloat16):
+    """The additive mask that leaves the last `padded` tokens of the last item out."""
+    mask = torch.zeros(batch, 1, 1, tokens, device=device, dtype=dtype)
+    mask[-1, ..., tokens - padded :] = -torch.inf
+    return mask
+
+
+def distance(out, q, k, v, mask=None):
+    expected = registry.attend_float64(q, k, v, mask)
+    return ((out.double() - expected).norm() / expected.norm()).item()
+
+
+def most(attention, dtype=torch.bfloat16):
+    return EXACT[dtype] if attention.exact else registry.LOSSY_ERROR
+
+
+# ----------------------------------------------------------------------------------------- numerics
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
+@pytest.mark.parametrize("dtype", sorted(FLOATS, key=str), ids=str)
+@on_each
+def test_result_is_the_softmax_of_the_scores_times_the_values(name, device, dtype, masked):
+    shape = (2, 300, 3, 64)
+    attention = chosen(name, device, dtype, shape=shape, masked=masked)
+    q, k, v = random(*shape, device=device, dtype=dtype)
+    mask = padding(2, 300, 45, device, dtype) if masked else None
+    out = attention(q, k, v, mask)
+    assert (out.shape, out.dtype) == ((2, 300, 3 * 64), dtype)
+    assert distance(out, q, k, v, mask) < most(attention, dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 17, 127, 128, 129, 400, 640])
+@on_each
+def test_any_number_of_tokens(name, device, tokens):
+    shape = (1, tokens, 2, 128)
+    attention = chosen(name, device, shape=shape)
+    q, k, v = random(*shape, device=device)
+    assert distance(attention(q, k, v), q, k, v) < most(attention)
+
+
+@pytest.mark.parametrize("head_dim", [8, 20, 96, 128, 256])
+@on_each
+def test_any_width_of_head_that_the_backend_declares(name, device, head_dim):
+    shape = (1, 150, 2, head_dim)
+    attention = chosen(name, device, shape=shape)
+    q, k, v = random(*shape, device=device)
+    assert distance(attention(q, k, v), q, k, v) < most(attention)
+
+
+@on_each
+def test_items_of_a_batch_do_not_mix(name, device):
+    shape = (5, 200, 2, 64)
+    attention = chosen(name, device, shape=shape)
+    one = chosen(name, device, shape=(1, 200, 2, 64))
+    q, k, v = random(*shape, device=device)
+    out = attention(q, k, v)
+    for item in range(5):
+        alone = one(*(x[item : item + 1] for x in (q, k, v)))
+        torch.testing.assert_close(out[item : item + 1], alone, rtol=2e-2, atol=2e-2)
+
+
+@on_each
+def test_masked_tokens_have_no_part_in_the_result(name, device):
+    shape = (2, 160, 2, 64)
+    attention = chosen(name, device, shape=shape, masked=True)
+    q, k, v = random(*shape, device=device)
+    mask = padding(2, 160, 30, device)
+    out = attention(q, k, v, mask)
+    k, v = k.clone(), v.clone()
+    k[1, 130:], v[1, 130:] = 7, -50
+    again = attention(q, k, v, mask)
+    # comfy-kitchen chooses its scales over all keys.
+    rough = 0 if attention.exact else 0.2
+    torch.testing.assert_close(again[1, :130], out[1, :130], rtol=rough, atol=rough)
+
+
+@on_each
+def test_strides_do_not_matter(name, device):
+    shape = (2, 256, 2, 64)
+    attention = chosen(name, device, shape=shape)
+    q, k, v = random(*shape, device=device)
+    packed = attention(*(x.contiguous() for x in (q, k, v)))
+    longer = torch.zeros(2, 300, 3, 2, 64, device=device, dtype=torch.bfloat16)
+    longer[:, 20:276] = torch.stack((q, k, v), dim=2)
+    views = [
+        (q, k, v),
+        [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)],
+        longer[:, 20:276].unbind(2),
+    ]
+    for view in views:
+        torch.testing.assert_close(attention(*view), packed, rtol=1e-2, atol=1e-2)
+
+
+@on_each
+def test_inputs_are_left_as_they_are(name, device):
+    shape = (1, 200, 2, 64)
+    attention = chosen(name, device, shape=shape)
+    q, k, v = random(*shape, device=device)
+    before = [x.clone() for x in (q, k, v)]
+    attention(q, k, v)
+    assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
+
+
+class Copies(TorchDispatchMode):
+    """Counts what copies a whole tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        copies = ("clone", "copy_", "_to_copy", "contiguous", "cat", "constant_pad_nd")
+        self.count += function.overloadpacket.__name__ in copies
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        pytest.param("sdpa_flash", CPU),
+        *(
+            pytest.param(name, CARD, marks=on_card)
+            for name in ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
+        ),
+    ],
+    ids=str,
+)
+def test_the_result_is_a_view_and_nothing_is_copied(name, device):
+    shape = (2, 256, 4, 64)
+    attention = chosen(name, device, shape=shape)
+    q, k, v = random(*shape, device=device)
+    with Copies() as copies:
+        out = attention(q, k, v)
+    assert copies.count == 0
+    assert out.is_contiguous()
+
+
+@on_each
+def test_result_is_contiguous(name, device):
+    shape = (2, 256, 4, 64)
+    attention = chosen(name, device, shape=shape)
+    assert attention(*random(*shape, device=device)).is_contiguous()
+
+
+# ---------------------------------------------------------------------------------- sliced and mask
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "score_bytes", "expected"),
+    [
+        (24, 4296, 2**28, (3, 4296)),
+        (24, 300, 2**28, (24, 300)),
+        (24, 40000, 2**28, (1, 1677)),
+        (2, 1000, 4000, (1, 1)),
+        (2, 1000, 100, (1, 1)),
+    ],
+)
+def test_slices_keep_the_scores_below_the_bound(heads, tokens, score_bytes, expected):
+    found = sliced.slices(heads, tokens, score_bytes)
+    assert found == expected
+    assert found[0] * found[1] * tokens * 4 <= score_bytes or found == (1, 1)
+
+
+@pytest.mark.parametrize("score_bytes", [4 * 90 * 90 * 2, 4 * 90 * 7, 1])
+def test_slices_of_any_size_give_the_same(monkeypatch, score_bytes):
+    q, k, v = random(2, 90, 3, 32, dtype=torch.float32)
+    mask = padding(2, 90, 11, dtype=torch.float32)
+    whole = sliced.sliced(q, k, v, mask)
+    monkeypatch.setattr(sliced.slices, "__defaults__", (score_bytes,))
+    torch.testing.assert_close(sliced.sliced(q, k, v, mask), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_mask_is_aligned_once():
+    mask = torch.arange(2 * 333.0).view(2, 1, 1, 333).to(torch.bfloat16)
+    aligned = aligned_mask(mask)
+    assert torch.equal(aligned, mask)
+    assert aligned.stride() == (336, 336, 336, 1)
+    assert aligned_mask(aligned) is aligned
+    even = torch.zeros(2, 1, 1, 64)
+    assert aligned_mask(even) is even
+
+
+def test_a_mask_is_never_dropped():
+    attention = chosen("sdpa_flash", CPU, shape=(1, 50, 2, 32))
+    with pytest.raises(SettingError, match="chosen for requests without a mask"):
+        attention(*random(1, 50, 2, 32), padding(1, 50, 5))
+
+
+# ------------------------------------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize(
+    ("limits", "request_", "sm", "expected"),
+    [
+        ({"oldest": (8, 0)}, {}, (7, 5), "sm_75, needs sm_80 or newer"),
+        ({"oldest": (8, 0)}, {}, (12, 0), ""),
+        ({"cards": ((9, 0),)}, {}, (8, 9), "sm_89, has code for sm_90"),
+        ({"dtypes": HALVES}, {"dtype": torch.float32}, None, "takes bfloat16 and float16, not"),
+        ({"widest": 128}, {"head_dim": 256}, None, "takes heads of at most 128, not 256"),
+        ({"head_bytes": 16}, {"head_dim": 20}, None, "takes heads of a multiple of 8, not 20"),
+        ({"head_bytes": 16}, {"head_dim": 20, "dtype": torch.float32}, None, ""),
+        ({"masks": False}, {"masked": True}, None, "takes no mask"),
+        ({}, {"masked": True}, (7, 0), ""),
+    ],
+)
+def test_limits_are_told_in_one_clause(limits, request_, sm, expected):
+    about = {"dtype": torch.bfloat16, "batch": 1, "heads": 2, "head_dim": 128, "tokens": 9}
+    found = Limits(**limits).refusal(Request(CPU, **{**about, **request_}), sm)
+    assert found.startswith(expected) and bool(found) is bool(expected)
+
+
+def test_the_trial_finds_every_kind_of_fault(monkeypatch):
+    request = Request(CPU, torch.bfloat16, 1, 2, 64, 100, True)
+    attend = BACKENDS["sliced"].attend
+
+    def no_image(*_):
+        raise RuntimeError("no kernel image\nstack")
+
+    faults = {
+        "a trial failed: no kernel image": no_image,
+        "a trial gave values that are not finite": lambda *x: attend(*x) * torch.nan,
+        "a trial was off by": lambda *x: attend(*x) * 1.02,
+        "a trial gave (2, 333, 2, 64)": lambda *x: attend(*x).unflatten(2, (2, 64)),
+        "a trial gave (2, 333, 128) in torch.float32": lambda *x: attend(*x).float(),
+    }
+    for expected, faulty in faults.items():
+        monkeypatch.setitem(BACKENDS, "sliced", replace(BACKENDS["sliced"], attend=faulty))
+        registry.forget()
+        assert registry.refusal("sliced", request).startswith(expected)
+
+
+def test_a_trial_is_made_once_per_kind_of_request(monkeypatch):
+    calls = []
+    attend = BACKENDS["sliced"].attend
+    counted = replace(BACKENDS["sliced"], attend=lambda *x: calls.append(1) or attend(*x))
+    monkeypatch.setitem(BACKENDS, "sliced", counted)
+    for tokens in (100, 200, 300):
+        assert registry.refusal("sliced", Request(CPU, torch.bfloat16, 1, 2, 64, tokens)) == ""
+    assert len(calls) == 1
+    assert registry.refusal("sliced", Request(CPU, torch.bfloat16, 1, 2, 64, 300, True)) == ""
+    assert len(calls) == 2
+
+
+def test_a_trial_that_found_no_memory_is_made_again(monkeypatch):
+    def full(*_):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    request = Request(CPU, torch.bfloat16, 1, 2, 64, 100)
+    with monkeypatch.context() as short:
+        short.setitem(BACKENDS, "sliced", replace(BACKENDS["sliced"], attend=full))
+        assert registry.refusal("sliced", request) == "no memory is free for a trial"
+    assert registry.refusal("sliced", request) == ""
+
+
+def test_a_trial_leaves_the_random_numbers_of_a_seed_alone():
+    torch.manual_seed(5)
+    expected = torch.randn(4)
+    torch.manual_seed(5)
+    for name in BACKENDS:
+        registry.refusal(name, Request(CPU, torch.bfloat16, 1, 2, 64, 100))
+    assert torch.equal(torch.randn(4), expected)
+
+
+def test_every_backend_says_what_it_is():
+    for name, backend in BACKENDS.items():
+        assert backend.name == name
+        assert backend.card is not None
+    assert {name for name, backend in BACKENDS.items() if not backend.exact} == {
+        "sage_2",
+        "kitchen_int8",
+    }
+    assert {name for name, backend in BACKENDS.items() if backend.unproven} == {
+        "flash_attn_2",
+        "flash_attn_3",
+        "sage_2",
+    }

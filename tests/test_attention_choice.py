@@ -1,0 +1,474 @@
+"""Which attention backend is chosen, by what measurement, and what is remembered of it."""
+
+import json
+import logging
+import os
+import pickle
+import threading
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from qwen_l40s import SettingError, UnavailableError  # noqa: E402
+from qwen_l40s.optimizations.attention import (  # noqa: E402
+    BACKENDS,
+    Attention,
+    Request,
+    cache,
+    choice,
+    choose_attention,
+    measure,
+    registry,
+)
+from qwen_l40s.optimizations.attention.cache import Cache, Measurement, default_cache  # noqa: E402
+
+CPU = torch.device("cpu")
+CARD = torch.device("cuda", 0)
+on_card = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA card"),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch, tmp_path):
+    monkeypatch.delenv("QWEN_L40S_ATTENTION", raising=False)
+    monkeypatch.setenv("QWEN_L40S_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(choice, "_measured", {})
+    monkeypatch.setattr(cache, "_told", set())
+    registry.forget()
+    yield
+    registry.forget()
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Sets up a card that is not there: what runs on it, and how many milliseconds each takes.
+
+    Gives the list of the backends that are timed, in order.
+    """
+    timed = []
+
+    def set_up(ms, sm=(8, 9), refused=None, name="NVIDIA L40S"):
+        refused = refused or {}
+
+        def refuse(key, request):
+            declared = registry.limits_of(BACKENDS[key], request)
+            return declared or ("" if key in ms else refused.get(key, "not installed"))
+
+        def timed_ms(call, *_):
+            (key,) = (key for key, backend in BACKENDS.items() if backend.attend is call)
+            timed.append(key)
+            taken = ms[key]
+            if isinstance(taken, Exception):
+                raise taken
+            return taken.pop(0) if isinstance(taken, list) else taken
+
+        for module in (registry, choice):
+            monkeypatch.setattr(module, "sm_of", lambda device: sm)
+        monkeypatch.setattr(choice, "refusal", refuse)
+        monkeypatch.setattr(choice, "_machine", lambda device: name)
+        monkeypatch.setattr(measure, "timed_ms", timed_ms)
+        for key in ms:  # the call that is not timed
+            backend = BACKENDS[key]
+            monkeypatch.setitem(BACKENDS, key, replace(backend, attend=lambda *x, key=key: key))
+        timed.clear()
+        return timed
+
+    return set_up
+
+
+def request(tokens=400, **about):
+    shape = {"dtype": torch.bfloat16, "batch": 1, "heads": 2, "head_dim": 64, "tokens": tokens}
+    return Request(CPU, **{**shape, **about})
+
+
+SDPA = {"sdpa_flash": 0.8, "sdpa_cudnn": 0.454, "sdpa_efficient": 1.407, "sliced": 9, "math": 9}
+
+# ------------------------------------------------------------------------------------ without cards
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_without_a_card_the_first_that_runs_is_taken(monkeypatch, dtype, masked):
+    monkeypatch.setattr(choice, "measure", None)
+    attention = choose_attention(request(dtype=dtype, masked=masked))
+    assert attention == Attention(
+        "sdpa_flash", "no card: the first that runs, nothing is measured", True, masked
+    )
+    assert not os.path.exists(os.environ["QWEN_L40S_CACHE"])
+
+
+def test_a_device_that_torch_does_not_reach(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnavailableError, match="cuda:7 is no NVIDIA card that torch reaches"):
+        choose_attention(Request(torch.device("cuda", 7), torch.bfloat16, 1, 2, 64, 400))
+
+
+def test_names_that_are_none():
+    with pytest.raises(SettingError, match="no attention 'xformers': use auto or sdpa_flash or "):
+        choose_attention(request(), "xformers")
+
+
+def test_a_backend_that_is_asked_for_runs_or_raises():
+    assert choose_attention(request(), "sliced") == Attention("sliced", "asked for", True)
+    with pytest.raises(UnavailableError) as caught:
+        choose_attention(request(), "sdpa_cudnn")
+    assert str(caught.value).startswith(
+        "attention sdpa_cudnn cannot run on cpu: needs an NVIDIA card; "
+        "use auto or sdpa_flash or sliced or math; not sdpa_efficient: needs an NVIDIA card; "
+    )
+
+
+def test_environment_asks_unless_the_caller_does(monkeypatch):
+    monkeypatch.setenv("QWEN_L40S_ATTENTION", "sliced")
+    attention = choose_attention(request())
+    assert (attention.name, attention.reason) == ("sliced", "asked for by QWEN_L40S_ATTENTION")
+    assert choose_attention(request(), "math").name == "math"
+    monkeypatch.setenv("QWEN_L40S_ATTENTION", "auto")
+    assert choose_attention(request()).name == "sdpa_flash"
+
+
+def test_a_choice_is_plain_data():
+    """Hosts copy and send models: nothing in it belongs to a device or a process."""
+    attention = choose_attention(request())
+    assert pickle.loads(pickle.dumps(attention)) == attention
+    assert str(attention) == f"sdpa_flash: {attention.reason}"
+
+
+def test_a_choice_can_be_called_in_compiled_code():
+    attention = choose_attention(request(50))
+    q, k, v = torch.randn(3, 1, 50, 2, 64).to(torch.bfloat16)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *x: attention(*x) + 1, backend="eager")
+    torch.testing.assert_close(compiled(q, k, v), attention(q, k, v) + 1)
+
+
+# ---------------------------------------------------------------------------------- the measurement
+
+
+def test_the_fastest_exact_one_is_taken_and_told_with_its_times(card):
+    card(SDPA)
+    attention = choose_attention(request(400))
+    assert attention.name == "sdpa_cudnn"
+    assert attention.reason == (
+        "fastest exact of 3 on this card at 400 tokens: 0.45 ms, "
+        "sdpa_flash 0.80, sdpa_efficient 1.41"
+    )
+
+
+def test_quantized_ones_are_never_measured_nor_taken(card):
+    timed = card({**SDPA, "sage_2": 0.1, "kitchen_int8": 0.1})
+    assert choose_attention(request()).name == "sdpa_cudnn"
+    assert {"sage_2", "kitchen_int8", "sliced", "math"}.isdisjoint(timed)
+
+
+def test_a_package_is_taken_once_it_has_passed_its_trial(card):
+    card({**SDPA, "flash_attn_2": 0.3})
+    assert choose_attention(request()).name == "flash_attn_2"
+    card(SDPA, name="the same without")
+    assert choose_attention(request()).name == "sdpa_cudnn"
+
+
+def test_what_is_three_times_slower_is_run_once(card):
+    timed = card({**SDPA, "sdpa_efficient": 3.0}, sm=(9, 0))
+    choose_attention(request())
+    assert timed.count("sdpa_efficient") == 1
+    assert timed.count("sdpa_cudnn") == timed.count("sdpa_flash") == 1 + measure.REPEATS
+
+
+def test_long_runs_are_repeated_less(card):
+    timed = card({"sdpa_flash": 90, "sdpa_cudnn": 150, "sdpa_efficient": 250})
+    choose_attention(request())
+    assert [timed.count(name) for name in ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient")] == [
+        3,
+        2,
+        1,
+    ]
+
+
+def test_one_slow_run_does_not_decide(card):
+    card({"sdpa_flash": 0.5, "sdpa_cudnn": [0.3, 9, 0.3, 0.3, 8, 0.3, 0.3], "sdpa_efficient": 2})
+    assert choose_attention(request()).name == "sdpa_cudnn"
+
+
+def test_no_backend_is_begun_when_the_time_is_up(card, monkeypatch):
+    timed = card(SDPA, sm=(9, 0))
+    now = iter(range(0, 100, 2))
+    monkeypatch.setattr(measure.time, "monotonic", lambda: next(now))
+    attention = choose_attention(request())
+    assert set(timed) == {"sdpa_cudnn"}
+    assert attention.name == "sdpa_cudnn"
+    assert attention.reason == (
+        "the only exact one measured on this card at 400 tokens: 0.45 ms; "
+        "not sdpa_flash: the time to measure was up; "
+        "not sdpa_efficient: the time to measure was up"
+    )
+
+
+def test_a_backend_that_fails_at_the_shape_is_passed_over(card):
+    card({**SDPA, "sdpa_cudnn": RuntimeError("no plan for this shape\nstack")})
+    attention = choose_attention(request())
+    assert attention.name == "sdpa_flash"
+    assert attention.reason.endswith("; not sdpa_cudnn: no plan for this shape")
+
+
+def test_without_any_measurement_the_order_decides(card):
+    card({name: torch.cuda.OutOfMemoryError("CUDA out of memory") for name in SDPA})
+    attention = choose_attention(request())
+    assert attention.name == "sdpa_flash"
+    assert attention.reason.startswith("predicted; not sdpa_flash: CUDA out of memory")
+    assert not os.path.exists(os.environ["QWEN_L40S_CACHE"])
+
+
+def test_what_was_passed_over_is_told(card):
+    ms = {name: SDPA[name] for name in ("sdpa_flash", "sdpa_efficient", "sliced", "math")}
+    card(ms, refused={"sdpa_cudnn": "a trial was off by 0.4 of the result"})
+    attention = choose_attention(request())
+    assert attention.reason.endswith("; not sdpa_cudnn: a trial was off by 0.4 of the result")
+
+
+def test_a_mask_leaves_what_takes_one(card):
+    card(SDPA)
+    attention = choose_attention(request(masked=True))
+    assert attention.masked and attention.name == "sdpa_cudnn"
+    assert attention.reason.endswith("sdpa_efficient 1.41; not sdpa_flash: takes no mask")
+
+
+@pytest.mark.parametrize(
+    ("sm", "dtype", "name", "reason"),
+    [
+        ((7, 5), torch.float16, "sdpa_efficient", "the only one that runs here without all scores"),
+        ((8, 9), torch.float32, "sdpa_efficient", "the only one that runs here without all scores"),
+        ((3, 7), torch.float32, "sliced", "nothing runs here that keeps the scores out of memory"),
+    ],
+)
+def test_a_single_one_is_not_measured(card, sm, dtype, name, reason):
+    timed = card(SDPA, sm=sm)
+    attention = choose_attention(request(dtype=dtype))
+    assert (attention.name, timed) == (name, [])
+    assert attention.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("state", ["compiles", "captures"])
+def test_nothing_is_launched_while_torch_compiles_or_captures(card, monkeypatch, state):
+    timed = card(SDPA, sm=(9, 0))
+    if state == "compiles":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        device = CPU
+    else:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        device = CARD
+    monkeypatch.setattr(choice, "refusal", None)
+    asked = replace(request(), device=device)
+    attention = choose_attention(asked)
+    assert (attention.name, timed) == ("sdpa_cudnn", [])
+    assert attention.reason.startswith("predicted: nothing is measured while torch compiles")
+    assert choose_attention(asked, "sdpa_flash").name == "sdpa_flash"
+
+
+@pytest.mark.parametrize(
+    ("about", "expected"),
+    [
+        ((1, 24, 4296), (1, 24)),
+        ((2, 24, 8392), (2, 24)),
+        ((2, 24, 16384), (1, 24)),
+        ((5, 24, 40000), (1, 4)),
+        ((1, 24, 200000), (1, 1)),
+    ],
+)
+def test_work_is_cut_to_what_fits_the_time(about, expected):
+    batch, heads, tokens = about
+    asked = Request(CPU, torch.bfloat16, batch, heads, 128, tokens)
+    found = measure.cut(asked)
+    assert (found.batch, found.heads, found.tokens) == (*expected, tokens)
+
+
+# ------------------------------------------------------------------------------------ what is kept
+
+
+def kept():
+    return json.loads((default_cache().path).read_text())["measured"]
+
+
+def test_a_measurement_is_made_once_in_a_process_and_once_on_a_machine(card, monkeypatch):
+    timed = card(SDPA)
+    first = choose_attention(request(400))
+    assert timed
+    timed.clear()
+    assert choose_attention(request(400)) == first
+    monkeypatch.setattr(choice, "_measured", {})
+    assert choose_attention(request(400)) == first
+    assert choose_attention(request(512)) == first  # rounds up to the same
+    assert timed == []
+    (key,) = kept()
+    assert key == "NVIDIA L40S|bfloat16|1x512x2x64|unmasked"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"tokens": 513},
+        {"batch": 2},
+        {"heads": 3},
+        {"head_dim": 128},
+        {"dtype": torch.float16},
+        {"masked": True},
+    ],
+)
+def test_another_shape_is_measured_for_itself(card, other):
+    timed = card(SDPA)
+    choose_attention(request())
+    timed.clear()
+    choose_attention(request(**other))
+    assert timed
+    assert len(kept()) == 2
+
+
+def test_another_card_or_driver_is_measured_for_itself(card):
+    card(SDPA)
+    choose_attention(request())
+    timed = card({**SDPA, "sdpa_flash": 0.1}, name="NVIDIA L40S, newer driver")
+    assert choose_attention(request()).name == "sdpa_flash"
+    assert timed
+
+
+def test_a_kept_choice_that_no_longer_runs_is_measured_anew(card, monkeypatch):
+    card(SDPA)
+    assert choose_attention(request()).name == "sdpa_cudnn"
+    monkeypatch.setattr(choice, "_measured", {})
+    timed = card({name: ms for name, ms in SDPA.items() if name != "sdpa_cudnn"})
+    assert choose_attention(request()).name == "sdpa_flash"
+    assert timed
+    assert list(kept().values()) == [
+        {"tokens": 400, "ms": {"sdpa_flash": 0.8, "sdpa_efficient": 1.407}}
+    ]
+
+
+def test_a_kept_name_that_is_no_backend_is_measured_anew(card):
+    card(SDPA)
+    default_cache().put(choice.measurement_key(request()), Measurement(400, {"warp_drive": 0.01}))
+    assert choose_attention(request()).name == "sdpa_cudnn"
+
+
+DAMAGED = {
+    "empty": "",
+    "half": '{"version": 1, "measured": {"a": {"tok',
+    "list": "[]",
+    "binary": b"\x00\xff\xfe\x80",
+    "deep": "[" * 100_000,
+    "other version": '{"version": 99, "measured": {"KEY": {"tokens": 1, "ms": {"math": 1}}}}',
+    "entry": '{"version": 1, "measured": {"KEY": 7}}',
+    "no times": '{"version": 1, "measured": {"KEY": {"tokens": 5, "ms": {}}}}',
+    "words": '{"version": 1, "measured": {"KEY": {"tokens": 5, "ms": {"math": "fast"}}}}',
+    "nan": '{"version": 1, "measured": {"KEY": {"tokens": 5, "ms": {"math": NaN}}}}',
+    "negative": '{"version": 1, "measured": {"KEY": {"tokens": 5, "ms": {"math": -1}}}}',
+    "table": '{"version": 1, "measured": []}',
+}
+
+
+@pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_file_is_measured_over(card, text):
+    card(SDPA)
+    path = default_cache().path
+    path.parent.mkdir()
+    key = choice.measurement_key(request())
+    path.write_bytes(text if isinstance(text, bytes) else text.replace("KEY", key).encode())
+    assert choose_attention(request()).name == "sdpa_cudnn"
+    assert key in kept()
+
+
+def test_a_damaged_file_is_told_once(card, caplog):
+    card(SDPA)
+    path = default_cache().path
+    path.parent.mkdir()
+    path.write_text("{")
+    with caplog.at_level(logging.WARNING):
+        assert default_cache().get("a") is None
+        assert default_cache().get("b") is None
+    (record,) = caplog.records
+    assert str(path) in record.message and "measured again" in record.message
+
+
+def test_a_file_that_cannot_be_written_is_told_once_and_does_no_harm(card, caplog, tmp_path):
+    card(SDPA)
+    (tmp_path / "cache").write_text("a file where the folder would be")
+    with caplog.at_level(logging.WARNING):
+        assert choose_attention(request(400)).name == "sdpa_cudnn"
+        assert choose_attention(request(4000)).name == "sdpa_cudnn"
+    assert sum("cannot be written" in record.message for record in caplog.records) == 1
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_litter(monkeypatch):
+    kept_one = Cache(default_cache().path)
+    kept_one.put("a", Measurement(1, {"math": 1.0}))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache.os, "replace", full)
+    kept_one.put("b", Measurement(1, {"math": 2.0}))
+    assert list(kept()) == ["a"]
+    assert [path.name for path in kept_one.path.parent.iterdir()] == ["attention.json"]
+
+
+def test_the_file_lies_in_the_users_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("QWEN_L40S_CACHE", "~/kept")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_cache().path == tmp_path / "kept" / "attention.json"
+    monkeypatch.delenv("QWEN_L40S_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert default_cache().path == tmp_path / "xdg" / "qwen-l40s" / "attention.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_cache().path == tmp_path / ".cache" / "qwen-l40s" / "attention.json"
+
+
+def test_many_writers_at_once_never_leave_a_broken_file():
+    path = default_cache().path
+    seen = []
+
+    def write(writer):
+        for turn in range(25):
+            Cache(path).put(f"{writer} {turn}", Measurement(turn, {"math": 1.0 + turn}))
+
+    writers = [threading.Thread(target=write, args=(writer,)) for writer in range(4)]
+    for thread in writers:
+        thread.start()
+    while any(thread.is_alive() for thread in writers):
+        if path.exists():
+            seen.append(len(kept()))  # raises when it is no JSON
+    for thread in writers:
+        thread.join()
+    assert seen
+    assert 1 <= len(kept()) <= 100
+    assert [file.name for file in path.parent.iterdir()] == ["attention.json"]
+
+
+# ---------------------------------------------------------------------------------- on a true card
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA card")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_card_is_measured_in_under_two_seconds(masked):
+    import time
+
+    torch.zeros(1, device=CARD)
+    asked = Request(CARD, torch.bfloat16, 1, 24, 128, 4296, masked)
+    names = [name for name in choice._order(None) if not registry.refusal(name, asked)]
+    quick = [name for name in names if not BACKENDS[name].whole_scores]
+    torch.cuda.synchronize()
+    begin = time.monotonic()
+    measurement, without = measure.measure(quick, asked)
+    assert time.monotonic() - begin < 2
+    assert without == [] and set(measurement.ms) == set(quick)
+    begin = time.monotonic()
+    attention = choose_attention(asked)
+    print(attention)
+    assert attention.exact and not BACKENDS[attention.name].unproven
+    assert choose_attention(asked) == attention
+    (key,) = kept()
+    assert torch.cuda.get_device_name(CARD) in key and torch.__version__ in key
