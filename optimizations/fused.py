@@ -1,0 +1,107 @@
+"""The fused kernels of a block, as one choice: Triton on a card, plain torch without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from . import kernels, reference
+from .hardware import first_line
+from .streams import Modulation, QKNorm, Rotary, Tokens
+
+# What the Triton kernels hold in registers, and how `tl.split` pairs a head.
+WIDEST = 16384
+HEAD_DIMS = (16, 32, 64, 128, 256)
+
+
+class Ops(NamedTuple):
+    """The kernels; `reference.py` says what each computes."""
+
+    name: str
+    residual_norm: Callable[..., tuple[torch.Tensor | None, torch.Tensor | None]]
+    qk_norm_rope: Callable[..., None]
+    gelu_quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    row_quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+TORCH = Ops(
+    "plain torch",
+    reference.residual_norm,
+    reference.qk_norm_rope,
+    reference.gelu_quantize,
+    reference.row_quantize,
+)
+
+
+def choose_ops(device: torch.device) -> tuple[Ops | None, str]:
+    """The kernels for a device, or None, with the reason in one clause."""
+    if device.type == "cpu" and not kernels.interpreted():
+        return TORCH, "plain torch: no card"
+    if device.type != "cpu" and (device.type != "cuda" or torch.version.hip is not None):
+        return None, f"{device.type} is no NVIDIA card"
+    if kernels.missing():
+        return None, kernels.missing()
+    ops = _triton()
+    refusal = _trial(ops, device)
+    return (None, f"Triton failed a trial: {refusal}") if refusal else (ops, "Triton")
+
+
+def refusal(dim: int, head_dim: int, dtype: torch.dtype) -> str:
+    """Why the kernels do not take a model, in one clause; empty when they do."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        # Residuals of Qwen-Image exceed what fp16 holds: both hosts clip or refuse it.
+        return f"{dtype}: the fused blocks take bf16 and fp32"
+    if dim > WIDEST:
+        return f"a width of {dim}, more than {WIDEST}"
+    if head_dim not in HEAD_DIMS:
+        return f"heads of {head_dim}, not {', '.join(map(str, HEAD_DIMS))}"
+    return ""
+
+
+def _triton() -> Ops:
+    from .kernels.gelu_quantize import gelu_quantize
+    from .kernels.qk_norm_rope import qk_norm_rope
+    from .kernels.residual_norm import residual_norm
+    from .kernels.row_quantize import row_quantize
+
+    return Ops("Triton", residual_norm, qk_norm_rope, gelu_quantize, row_quantize)
+
+
+_TRIED: dict[torch.device, str] = {}
+
+
+def _trial(ops: Ops, device: torch.device) -> str:
+    """Runs the two kernels of every block once: compilers and drivers fail in ways that nobody
+    declares.
+    """
+    if device not in _TRIED:
+        try:
+            _TRIED[device] = _compare(ops, device)
+        except Exception as error:  # Triton and C compilers raise anything
+            _TRIED[device] = first_line(error)
+    return _TRIED[device]
+
+
+def _compare(ops: Ops, device: torch.device) -> str:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    tokens = Tokens(1, 3, 5, 4)
+    x, branch = random(8, 64), random(8, 64)
+    halves = Modulation(random(1, 192), random(2, 192))
+    twin = x.clone()
+    h, _ = ops.residual_norm(x, branch, halves, halves, tokens, 1e-6)
+    expected, _ = reference.residual_norm(twin, branch, halves, halves, tokens, 1e-6)
+    q, k = random(1, 8, 2, 32), random(1, 8, 2, 32)
+    weights = QKNorm(random(32), random(32), random(32), random(32))
+    rotary = Rotary(random(1, 8, 16), random(1, 8, 16))
+    twins = q.clone(), k.clone()
+    ops.qk_norm_rope(q, k, weights, rotary, tokens, 1e-6)
+    reference.qk_norm_rope(*twins, weights, rotary, tokens, 1e-6)
+    pairs = ((x, twin), (h, expected), (q, twins[0]), (k, twins[1]))
+    right = all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in pairs)
+    return "" if right else "a wrong result"

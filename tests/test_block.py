@@ -1,0 +1,617 @@
+"""The block executor against diffusers' own block and against plain arithmetic; the tables."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("diffusers")
+
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
+
+from qwen_l40s.optimizations import reference
+from qwen_l40s.optimizations.block import DENSE, BlockExecutor, Held, Step
+from qwen_l40s.optimizations.block_form import misfit
+from qwen_l40s.optimizations.fused import TORCH
+from qwen_l40s.optimizations.modulation import ModulationTable, compute_entry
+from qwen_l40s.optimizations.streams import Rotary, Tokens
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HEADS, HEAD_DIM = 2, 32
+DIM = HEADS * HEAD_DIM
+ONE, TWO, FIVE = Tokens(1, 3, 10, 10), Tokens(2, 3, 10, 10), Tokens(5, 2, 6, 6)
+SHAPES = {
+    "one item": ONE,
+    "two items": TWO,
+    "five items": FIVE,
+    "one text token": Tokens(1, 1, 10, 10),
+    "one text token of each of two items": Tokens(2, 1, 7, 7),
+    "one token of each": Tokens(1, 1, 1, 1),
+    "a reference image": Tokens(1, 3, 10, 6),
+    "a reference image, two items": Tokens(2, 3, 10, 6),
+    "the whole image at timestep zero": Tokens(2, 3, 10, 0),
+}
+LAYERS = {
+    "text q": "attn.add_q_proj",
+    "text k": "attn.add_k_proj",
+    "text v": "attn.add_v_proj",
+    "image q": "attn.to_q",
+    "image k": "attn.to_k",
+    "image v": "attn.to_v",
+    "text out": "attn.to_add_out",
+    "image out": "attn.to_out.0",
+    "text inner": "txt_mlp.net.0.proj",
+    "image inner": "img_mlp.net.0.proj",
+    "text outer": "txt_mlp.net.2",
+    "image outer": "img_mlp.net.2",
+}
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.inference_mode():
+        yield
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def new_block(seed=0, dtype=torch.float32, zero_cond_t=False):
+    """diffusers' block with weights at which activations stay around 1 and every part shows."""
+    block = QwenImageTransformerBlock(DIM, HEADS, HEAD_DIM, zero_cond_t=zero_cond_t)
+    for i, weight in enumerate(block.parameters()):
+        scale = weight.shape[1] ** -0.5 if weight.dim() == 2 else 0.2
+        weight.copy_(random(*weight.shape, seed=1000 * seed + i) * scale)
+    for name, weight in block.named_parameters():
+        if "norm" in name:
+            weight += 1
+    return block.eval().to(dtype)
+
+
+class Case:
+    """Operands of one block, for diffusers' block and for the executor."""
+
+    def __init__(self, tokens, *, masked=False, dtype=torch.float32):
+        self.tokens = tokens
+        self.zero = tokens.zero_from < tokens.image
+        self.text = random(tokens.batch, tokens.text, DIM, seed=1, dtype=dtype)
+        self.image = random(tokens.batch, tokens.image, DIM, seed=2, dtype=dtype)
+        rows = tokens.batch * (1 + self.zero)
+        self.temb = random(rows, DIM, seed=3, dtype=dtype)
+        angles = random(tokens.joint, HEAD_DIM // 2, seed=4)
+        self.rotation = torch.polar(torch.ones_like(angles), angles)
+        self.text_mask = None
+        mask = None
+        if masked:
+            # Every item loses its last text token, the first one all but one.
+            self.text_mask = torch.ones(tokens.batch, tokens.text, dtype=torch.bool)
+            self.text_mask[:, tokens.text - 1 :] = False
+            self.text_mask[0, 1:] = False
+            mask = torch.zeros(tokens.batch, 1, 1, tokens.joint, dtype=dtype)
+            mask[:, 0, 0, : tokens.text].masked_fill_(~self.text_mask, float("-inf"))
+        rotary = Rotary(
+            self.rotation.real[None].contiguous(), self.rotation.imag[None].contiguous()
+        )
+        self.step = Step(tokens, rotary, mask)
+
+    def host(self, block, text=None, image=None):
+        index = None
+        if self.zero:
+            index = (torch.arange(self.tokens.image) >= self.tokens.zero_from).int()
+            index = index.expand(self.tokens.batch, -1)
+        return block(
+            hidden_states=self.image if image is None else image,
+            encoder_hidden_states=self.text if text is None else text,
+            encoder_hidden_states_mask=self.text_mask,
+            temb=self.temb,
+            image_rotary_emb=(
+                self.rotation[self.tokens.text :],
+                self.rotation[: self.tokens.text],
+            ),
+            modulate_index=index,
+        )
+
+    def entry(self, *blocks):
+        return compute_entry(blocks, self.temb, self.tokens.batch)
+
+
+def attend(q, k, v, mask):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+class Gemm:
+    """A GEMM of 8-bit rows and weights that adds up as a tensor core does."""
+
+    def __init__(self, format, weight_only=False):
+        self.format, self.weight_only = format, weight_only
+
+    def takes(self, n, k):
+        return True
+
+    def linear(self, x, weight, scale, bias):
+        assert self.weight_only, "rows were to be quantized"
+        return F.linear(x, weight.to(x.dtype) * scale.to(x.dtype), bias)
+
+    def linear_quantized(self, xq, x_scale, weight, scale, bias, out_dtype, out=None):
+        assert not self.weight_only
+        assert xq.dtype == weight.dtype == reference.STORAGE[self.format]
+        return out.copy_(reference.scaled_gemm(xq, weight, x_scale, scale, bias, out_dtype))
+
+
+class Layers:
+    """Layers held as `kinds` says, by a layer's name; "opaque" is a layer that runs itself."""
+
+    def __init__(self, block, kinds=None, weight_only=()):
+        kinds = kinds or {}
+        self.kinds = {
+            block.get_submodule(name): kinds.get(place, DENSE) for place, name in LAYERS.items()
+        }
+        self.weights = {
+            layer: reference.row_quantize(layer.weight, kind)
+            for layer, kind in self.kinds.items()
+            if kind in reference.STORAGE
+        }
+        self.gemms = {format: Gemm(format, format in weight_only) for format in reference.STORAGE}
+
+    def kind(self, layer):
+        kind = self.kinds.get(layer, DENSE)
+        return None if kind == "opaque" else kind
+
+    def held(self, layer, like):
+        if self.kind(layer) is None:
+            raise AssertionError("a layer that runs itself was read")
+        return nullcontext(Held(*self.weights.get(layer, (layer.weight, None)), layer.bias))
+
+    def norm_weight(self, norm, like):
+        return norm.weight
+
+    def gemm(self, format, device):
+        return self.gemms[format]
+
+    def apply(self, layer, x):
+        """The same layer in plain arithmetic."""
+        kind = self.kinds[layer]
+        if kind in (DENSE, "opaque"):
+            return layer(x)
+        weight, scale = self.weights[layer]
+        if self.gemms[kind].weight_only:
+            return F.linear(x, weight.to(x.dtype) * scale, layer.bias)
+        q, x_scale = reference.row_quantize(x.reshape(-1, x.shape[-1]), kind)
+        out = reference.scaled_gemm(q, weight, x_scale, scale, layer.bias, x.dtype)
+        return out.view(*x.shape[:-1], -1)
+
+
+def run(block, case, layers=None, ops=TORCH, text=None, image=None):
+    executor = BlockExecutor(layers or Layers(block), ops, attend)
+    text = case.text if text is None else text
+    image = case.image if image is None else image
+    return executor.run(block, text, image, case.step, case.entry(block).of(0))
+
+
+def relative(ours, theirs):
+    """Of both streams together."""
+    ours, theirs = (torch.cat([x.double().flatten() for x in pair]) for pair in (ours, theirs))
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+def in_plain_arithmetic(block, case, layers):
+    """The block item by item and stream by stream, from its definition."""
+    tokens, attn = case.tokens, block.attn
+    image_mod, text_mod = block.img_mod(case.temb), block.txt_mod(case.temb[: tokens.batch])
+    results = []
+    for item in range(tokens.batch):
+        text, image = case.text[item], case.image[item]
+        rows = [item if i < tokens.zero_from else tokens.batch + item for i in range(tokens.image)]
+        halves = text_mod[item].expand(tokens.text, -1), image_mod[rows]
+        parts = [half.chunk(6, dim=-1) for half in halves]
+
+        def normed(x, shift, scale):
+            return F.layer_norm(x, (DIM,), eps=1e-6) * (1 + scale) + shift
+
+        def heads(layers_, norms, x, rotation):
+            found = []
+            for layer, norm in zip(layers_, norms, strict=True):
+                part = layers.apply(layer, x).unflatten(-1, (HEADS, HEAD_DIM))
+                if norm is not None:
+                    part = part * (part.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+                    pairs = torch.view_as_complex((part * norm.weight).unflatten(-1, (-1, 2)))
+                    part = torch.view_as_real(pairs * rotation[:, None]).flatten(-2)
+                found.append(part)
+            return found
+
+        rotations = case.rotation[: tokens.text], case.rotation[tokens.text :]
+        of_text = heads(
+            (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
+            (attn.norm_added_q, attn.norm_added_k, None),
+            normed(text, *parts[0][:2]),
+            rotations[0],
+        )
+        of_image = heads(
+            (attn.to_q, attn.to_k, attn.to_v),
+            (attn.norm_q, attn.norm_k, None),
+            normed(image, *parts[1][:2]),
+            rotations[1],
+        )
+        q, k, v = (torch.cat(pair) for pair in zip(of_text, of_image, strict=True))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
+        if case.step.mask is not None:
+            scores = scores + case.step.mask[item, 0]
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+        outs = attn.to_add_out, attn.to_out[0]
+        mixed = mixed[: tokens.text], mixed[tokens.text :]
+        streams = []
+        mlps = block.txt_mlp, block.img_mlp
+        for x, part, out, branch, mlp in zip((text, image), parts, outs, mixed, mlps, strict=True):
+            x = x + part[2] * layers.apply(out, branch)
+            hidden = layers.apply(mlp.net[0].proj, normed(x, *part[3:5]))
+            hidden = F.gelu(hidden, approximate="tanh")
+            streams.append(x + part[5] * layers.apply(mlp.net[2], hidden))
+        results.append(streams)
+    return tuple(torch.stack(stream) for stream in zip(*results, strict=True))
+
+
+# --- against diffusers' own block ---
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_fp32_block_is_that_of_diffusers(name, masked):
+    case = Case(SHAPES[name], masked=masked)
+    block = new_block(zero_cond_t=case.zero)
+    assert relative(run(block, case), case.host(block)) <= 1e-6
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_bf16_block_is_nearer_to_the_truth_than_that_of_diffusers(name):
+    case, truth = (Case(SHAPES[name], dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    block = new_block(dtype=torch.bfloat16, zero_cond_t=case.zero)
+    exact = new_block(zero_cond_t=case.zero)
+    exact.load_state_dict(block.state_dict())
+    for field in ("text", "image", "temb"):
+        setattr(truth, field, getattr(case, field).float())
+    expected = truth.host(exact)
+    ours, host = relative(run(block, case), expected), relative(case.host(block), expected)
+    assert ours < 0.01
+    assert ours < 1.2 * host
+
+
+def test_plain_arithmetic_of_these_tests_is_that_of_diffusers():
+    for name, tokens in SHAPES.items():
+        case = Case(tokens, masked=True)
+        block = new_block(zero_cond_t=case.zero)
+        assert relative(in_plain_arithmetic(block, case, Layers(block)), case.host(block)) < 1e-6, (
+            name
+        )
+
+
+def test_inputs_of_any_strides():
+    case, block = Case(TWO), new_block()
+    text = torch.empty(DIM, TWO.batch, TWO.text).permute(1, 2, 0).copy_(case.text)
+    image = torch.empty(TWO.batch, 2 * TWO.image, DIM)[:, ::2].copy_(case.image)
+    assert not text.is_contiguous() and not image.is_contiguous()
+    assert relative(run(block, case, text=text, image=image), run(block, case)) == 0
+
+
+# --- quantized layers, and layers that run themselves ---
+
+TEXT = tuple(place for place in LAYERS if place.startswith("text"))
+IMAGE = tuple(place for place in LAYERS if place.startswith("image"))
+MIXES = {
+    "all fp8": dict.fromkeys(LAYERS, "fp8"),
+    "all int8": dict.fromkeys(LAYERS, "int8"),
+    "dense text, fp8 image": dict.fromkeys(IMAGE, "fp8"),
+    "int8 text, dense image": dict.fromkeys(TEXT, "int8"),
+    "fp8 text, int8 image": dict.fromkeys(TEXT, "fp8") | dict.fromkeys(IMAGE, "int8"),
+    "int8 inner, dense outer": {"text inner": "int8", "image inner": "int8"},
+    "dense inner, int8 outer": {"text outer": "int8", "image outer": "int8"},
+    "fp8 inner, int8 outer": {
+        "text inner": "fp8", "image inner": "fp8", "text outer": "int8", "image outer": "int8",
+    },
+    "inner quantized in the text alone": {"text inner": "int8", "image outer": "int8"},
+    "inner quantized in the image alone": {"image inner": "fp8", "text outer": "fp8"},
+    "k alone quantized": {"image k": "int8", "text k": "fp8"},
+    "out of the image alone": {"image out": "int8"},
+    "outs in two formats": {"image out": "int8", "text out": "fp8"},
+    "all opaque": dict.fromkeys(LAYERS, "opaque"),
+    "opaque among fp8": dict.fromkeys(LAYERS, "fp8") | {"image q": "opaque", "text v": "opaque"},
+    "opaque inner of fp8": dict.fromkeys(LAYERS, "fp8") | {"image inner": "opaque"},
+    "opaque outer of int8": dict.fromkeys(LAYERS, "int8") | {"text outer": "opaque"},
+    "opaque out of int8": dict.fromkeys(LAYERS, "int8") | {"image out": "opaque"},
+}  # fmt: skip
+MIX_SHAPES = {name: SHAPES[name] for name in ("one item", "two items", "five items")} | {
+    "one text token": SHAPES["one text token"],
+    "one text token of each of two items": SHAPES["one text token of each of two items"],
+}
+
+
+@pytest.mark.parametrize("shape", MIX_SHAPES)
+@pytest.mark.parametrize("mix", MIXES)
+def test_layers_of_any_kinds_beside_each_other(mix, shape):
+    case, block = Case(MIX_SHAPES[shape]), new_block()
+    layers = Layers(block, MIXES[mix])
+    error = relative(run(block, case, layers), in_plain_arithmetic(block, case, layers))
+    # Another order of sums puts a number on the other side of the middle of two steps now and then.
+    assert error < 1e-3
+    if set(MIXES[mix].values()) != {"opaque"}:
+        assert relative(run(block, case, layers), case.host(block)) > 1e-3
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_layers_of_kinds_drawn_at_random(seed):
+    generator = torch.Generator().manual_seed(seed)
+    names = (DENSE, "fp8", "int8", "opaque")
+    drawn = torch.randint(4, (len(LAYERS),), generator=generator).tolist()
+    kinds = {place: names[i] for place, i in zip(LAYERS, drawn, strict=True)}
+    tokens = list(SHAPES.values())[seed % len(SHAPES)]
+    case = Case(tokens, masked=seed % 2 == 0)
+    block = new_block(seed, zero_cond_t=case.zero)
+    layers = Layers(block, kinds, weight_only=("fp8",) if seed % 3 == 0 else ())
+    assert relative(run(block, case, layers), in_plain_arithmetic(block, case, layers)) < 1e-3
+
+
+@pytest.mark.parametrize("mix", ["all fp8", "dense text, fp8 image", "opaque inner of fp8"])
+def test_weights_that_are_expanded_leave_activations_as_they_are(mix):
+    case, block = Case(TWO), new_block()
+    layers = Layers(block, MIXES[mix], weight_only=("fp8", "int8"))
+    assert relative(run(block, case, layers), in_plain_arithmetic(block, case, layers)) < 1e-6
+
+
+def test_layer_that_turns_out_dense_reads_the_quantized_rows_back():
+    """As ComfyUI's fp8 layers do where a LoRA was merged into the weight on its way."""
+    case, block = Case(TWO), new_block()
+
+    class Merged(Layers):
+        def held(self, layer, like):
+            return nullcontext(Held(layer.weight, None, layer.bias))
+
+        def apply(self, layer, x):
+            if layer in (block.attn.to_add_out, block.attn.to_out[0]):
+                return layer(x)  # what attention gives is there unrounded too
+            q, scale = reference.row_quantize(x.reshape(-1, x.shape[-1]), "fp8")
+            return F.linear((q.float() * scale).view(x.shape), layer.weight, layer.bias)
+
+    layers = Merged(block, MIXES["all fp8"])
+    assert relative(run(block, case, layers), in_plain_arithmetic(block, case, layers)) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("mix", "expected"),
+    [
+        ("all fp8", "norm:fp8 rope row norm:fp8 gelu norm"),
+        ("fp8 text, int8 image", "norm row row rope row row norm row row gelu gelu norm"),
+        ("dense inner, int8 outer", "norm rope norm row norm"),
+        ("outs in two formats", "norm rope row row norm norm"),
+        ("all dense", "norm rope norm norm"),
+    ],
+)
+def test_each_activation_is_quantized_once(mix, expected):
+    case, block = Case(ONE), new_block()
+    names = {"residual_norm": "norm", "qk_norm_rope": "rope"}
+    names |= {"row_quantize": "row", "gelu_quantize": "gelu"}
+    calls = []
+
+    def counted(field):
+        def call(*args):
+            fused = field == "residual_norm" and args[-1] in reference.STORAGE
+            calls.append(names[field] + (f":{args[-1]}" if fused else ""))
+            return getattr(TORCH, field)(*args)
+
+        return call
+
+    run(
+        block, case, Layers(block, MIXES.get(mix)), TORCH._replace(**{n: counted(n) for n in names})
+    )
+    assert " ".join(calls) == expected
+
+
+# --- from block to block ---
+
+
+def chain(blocks, case, executor, *, across, exchange=None):
+    entry = case.entry(*blocks)
+    text, image = case.text, case.image
+    for index, block in enumerate(blocks):
+        following = None
+        if across and index + 1 < len(blocks):
+            following = blocks[index + 1], entry.of(index + 1)[0]
+        text, image = executor.run(block, text, image, case.step, entry.of(index), following)
+        if exchange is not None:
+            text, image = exchange(text, image)
+    return text, image
+
+
+@pytest.mark.parametrize(
+    "mix", ["all dense", "all fp8", "opaque among fp8", "fp8 text, int8 image"]
+)
+def test_across_the_border_of_two_blocks_the_result_is_the_same(mix):
+    case, blocks = Case(TWO), [new_block(seed) for seed in range(3)]
+    layers = Layers(blocks[0], MIXES.get(mix))
+    for block in blocks[1:]:
+        more = Layers(block, MIXES.get(mix))
+        layers.kinds |= more.kinds
+        layers.weights |= more.weights
+    one_by_one = chain(blocks, case, BlockExecutor(layers, TORCH, attend), across=False)
+    together = chain(blocks, case, BlockExecutor(layers, TORCH, attend), across=True)
+    assert relative(together, one_by_one) == 0
+
+
+@pytest.mark.parametrize("which", ["text", "image"])
+def test_streams_that_are_exchanged_between_blocks_count(which):
+    """As ControlNet does, were the border crossed all the same."""
+    case, blocks = Case(TWO), [new_block(seed) for seed in range(3)]
+
+    def exchange(text, image):
+        return (text + 0.5, image) if which == "text" else (text, image + 0.5)
+
+    text, image = case.text, case.image
+    for block in blocks:
+        text, image = exchange(*case.host(block, text, image))
+    executor = BlockExecutor(Layers(blocks[0]), TORCH, attend)
+    ours = chain(blocks, case, executor, across=True, exchange=exchange)
+    assert relative(ours, (text, image)) <= 1e-6
+
+
+def test_modulation_that_is_exchanged_between_blocks_counts():
+    """As when another extension changes the timestep embedding on the way to a block."""
+    case, blocks = Case(TWO), [new_block(seed) for seed in range(2)]
+    executor = BlockExecutor(Layers(blocks[0]), TORCH, attend)
+    announced, other = (
+        compute_entry(blocks, case.temb * factor, case.tokens.batch) for factor in (1.0, 1.5)
+    )
+    first = case.text, case.image, case.step, announced.of(0)
+    streams = executor.run(blocks[0], *first, (blocks[1], announced.of(1)[0]))
+    ours = executor.run(blocks[1], *streams, case.step, other.of(1))
+    executor = BlockExecutor(Layers(blocks[0]), TORCH, attend)
+    streams = executor.run(blocks[0], *first)
+    theirs = executor.run(blocks[1], *streams, case.step, other.of(1))
+    assert relative(ours, theirs) <= 1e-6
+
+
+def test_inputs_are_never_written_to():
+    for tokens in (ONE, TWO, SHAPES["one token of each"]):
+        case, blocks = Case(tokens), [new_block(seed) for seed in range(2)]
+        held = case.text, case.image, case.temb, *case.step.rotary
+        copies = [tensor.clone() for tensor in held]
+        executor = BlockExecutor(Layers(blocks[0]), TORCH, attend)
+        chain(blocks, case, executor, across=True)
+        for tensor, copy in zip(held, copies, strict=True):
+            assert torch.equal(tensor, copy)
+
+
+def test_results_without_a_following_block_stay_as_they_are():
+    case, blocks = Case(TWO), [new_block(seed) for seed in range(2)]
+    executor = BlockExecutor(Layers(blocks[0]), TORCH, attend)
+    entry = case.entry(*blocks)
+    first = executor.run(blocks[0], case.text, case.image, case.step, entry.of(0))
+    copies = [tensor.clone() for tensor in first]
+    executor.run(blocks[1], *first, case.step, entry.of(1))
+    for tensor, copy in zip(first, copies, strict=True):
+        assert torch.equal(tensor, copy)
+
+
+# --- which blocks ---
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda block: setattr(block.img_norm1, "forward", print), "img_norm1 has been changed"),
+        (lambda block: block.txt_norm2.register_forward_hook(print), "txt_norm2 has been changed"),
+        (lambda block: setattr(block, "img_norm1", torch.nn.LayerNorm(DIM)), "have weights"),
+        (lambda block: setattr(block.img_norm2, "eps", 1e-5), "differ in form"),
+        (lambda block: setattr(block.txt_mlp.net[0], "approximate", "none"), "not the tanh form"),
+        (lambda block: setattr(block.attn, "norm_k", None), "its form is unknown"),
+        (lambda block: setattr(block.attn, "heads", 3), "heads of 21, not 16"),
+        (lambda block: delattr(block, "txt_mlp"), "its form is unknown"),
+    ],
+)
+def test_block_of_another_form_is_told(change, reason):
+    block = new_block()
+    assert misfit(block, torch.float32) == ""
+    change(block)
+    assert reason in misfit(block, torch.float32)
+
+
+def test_fp16_is_told():
+    assert "take bf16 and fp32" in misfit(new_block(), torch.float16)
+
+
+# --- the modulation table ---
+
+
+def embeddings(count, rows, dtype):
+    return [random(rows, DIM, seed=50 + i, dtype=dtype) for i in range(count)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("batch", "rows"), [(1, 1), (1, 2), (2, 2), (2, 4), (5, 5)])
+def test_table_holds_what_the_modules_give_bit_for_bit(batch, rows, dtype):
+    blocks = [new_block(seed, dtype) for seed in range(3)]
+    table = ModulationTable(blocks)
+    for embedding in embeddings(3, rows, dtype):
+        for _ in range(2):
+            entry = table.entry(embedding, batch)
+            for index, block in enumerate(blocks):
+                attention, mlp = entry.of(index)
+                image, text = block.img_mod(embedding), block.txt_mod(embedding[:batch])
+                assert torch.equal(torch.cat([attention.image, mlp.image], dim=1), image)
+                assert torch.equal(torch.cat([attention.text, mlp.text], dim=1), text)
+    assert (len(table), table.hits) == (3, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("batch", "rows"), [(1, 1), (2, 4), (5, 5)])
+def test_schedule_at_once_gives_the_bits_of_one_timestep_at_a_time(batch, rows, dtype):
+    blocks = [new_block(seed, dtype) for seed in range(3)]
+    schedule = embeddings(20, rows, dtype)
+    at_once, one_by_one = ModulationTable(blocks), ModulationTable(blocks)
+    at_once.entry(schedule[3], batch)
+    at_once.fill(schedule, batch)
+    assert len(at_once) == 20
+    for embedding in schedule:
+        ours, alone = at_once.entry(embedding, batch), one_by_one.entry(embedding, batch)
+        assert torch.equal(ours.image, alone.image) and torch.equal(ours.text, alone.text)
+    assert (at_once.hits, one_by_one.hits) == (20, 0)
+    assert at_once.bytes == one_by_one.bytes
+
+
+def test_rows_that_a_larger_batch_changes_go_alone():
+    """A GEMM may add up in another order for more rows."""
+    blocks = [new_block(seed) for seed in range(3)]
+
+    class Batched(torch.nn.Module):
+        def __init__(self, part):
+            super().__init__()
+            self.part, self.rows = part, []
+
+        def forward(self, x):
+            self.rows.append(len(x))
+            return self.part(x) + 1e-6 * len(x)
+
+    for block in blocks:
+        block.img_mod = Batched(block.img_mod)
+    schedule = embeddings(4, 1, torch.float32)
+    table = ModulationTable(blocks)
+    table.fill(schedule, 1)
+    for embedding in schedule:
+        entry = table.entry(embedding, 1)
+        for index, block in enumerate(blocks):
+            assert torch.equal(entry.image[index], block.img_mod(embedding))
+    assert blocks[1].img_mod.rows[:4] == [1] * 4
+
+
+def test_table_is_bounded_and_the_oldest_entries_leave():
+    blocks = [new_block()]
+    schedule = embeddings(6, 1, torch.float32)
+    size = ModulationTable(blocks).entry(schedule[0], 1).bytes
+    table = ModulationTable(blocks, most_bytes=3 * size)
+    for embedding in schedule:
+        table.entry(embedding, 1)
+        assert table.bytes <= 3 * size
+    assert len(table) == 3
+    table.entry(schedule[5], 1)
+    assert table.hits == 1
+    table.entry(schedule[0], 1)
+    assert table.hits == 1
+    table.fill(schedule, 1)  # does not fit as a whole
+    assert len(table) == 3
+
+
+def test_entries_of_another_dtype_or_batch_are_others():
+    blocks = [new_block()]
+    table = ModulationTable(blocks)
+    zeros = torch.zeros(2, DIM)
+    table.entry(zeros, 2)
+    table.entry(zeros, 1)  # its second row is for timestep 0
+    table.entry(torch.zeros(1, DIM), 1)
+    table.entry(-zeros, 2)  # other bits, the same number
+    assert (len(table), table.hits) == (4, 0)
+    assert table.entry(zeros, 2).text.shape == (1, 2, 6 * DIM)
+    assert table.entry(zeros, 1).text.shape == (1, 1, 6 * DIM)
+    blocks[0].bfloat16()
+    table.entry(zeros.bfloat16(), 2)
+    assert (len(table), table.hits) == (5, 2)
