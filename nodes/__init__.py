@@ -15,6 +15,7 @@ from .loaders import (
     QwenL40SLoadVAE,
 )
 from .lora import QwenL40SLoadLora
+from .optimize import QwenL40SOptimize
 from .quantize import QwenL40SSaveQuantized
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ NODES: list[type[io.ComfyNode]] = [
     QwenL40SLoadTextEncoder,
     QwenL40SLoadVAE,
     QwenL40SLoadLora,
+    QwenL40SOptimize,
     QwenL40SCFGNorm,
     QwenL40SSaveQuantized,
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -62,6 +63,7 @@ def test_the_pack_is_imported_under_a_name_with_a_dash_and_a_dot(server: Server)
         "QwenL40S_LoadModel",
         "QwenL40S_LoadTextEncoder",
         "QwenL40S_LoadVAE",
+        "QwenL40S_Optimize",
         "QwenL40S_SaveQuantized",
     ]
 
@@ -79,6 +81,27 @@ def test_a_prompt_becomes_the_image_that_it_describes(server: Server):
     assert "transformer: Qwen-Image or 2512" in report
     assert "auto on the CPU: as the file holds it, bf16" in report
     assert "text encoder" in report and "VAE" in report
+
+
+def test_the_optimized_model_paints_the_same_image(server: Server):
+    plain = graph()
+    nodes = graph()
+    optimize = {"model": ["load", 0], "attention": "auto", "fused_blocks": True}
+    nodes["optimize"] = {
+        "class_type": "QwenL40S_Optimize",
+        "inputs": {**optimize, "cfg_batching": "off", "tf32": False, "cudnn_benchmark": False},
+    }
+    nodes["sample"]["inputs"]["model"] = ["optimize", 0]
+    run = server.run(nodes)
+    assert run.status == "success"
+    assert "fused; the first step compares" in run.text("optimize")
+    image = server.image(run, "save")
+    assert shows(image)
+    difference = np.abs(pixels(image).astype(int) - pixels(server.image(server.run(plain), "save")))
+    assert difference.max() <= 8, difference.max()
+    log = server.log.read_text()
+    assert re.search(r"blocks: fused, (\d+) of \1 in 40 forward passes", log)
+    assert "modulation: 20 timesteps in a table" in log
 
 
 def test_a_second_prompt_reuses_what_is_loaded(server: Server):

@@ -1,0 +1,176 @@
+"""The state of one optimized MODEL, and what it does in each run and in each forward pass."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from comfy.model_patcher import ModelPatcher
+
+from ...loaders.tensor_checks import is_finite
+from ...optimizations.block import Attend
+from ...optimizations.block_form import is_changed
+from .attention import SLOT, ChosenAttention, host_attention
+from .cfg_batching import COMPILED, CfgBatching
+from .flags import flags_for_a_run
+from .forward import ForwardPass
+from .prepared import Prepared, blocks_of
+
+logger = logging.getLogger(__name__)
+
+KEY = "qwen_l40s_optimize"
+# Where an APPLY_MODEL wrapper finds them behind x and t.
+CONTROL, OPTIONS = 2, 3
+
+
+class Optimization:
+    """What `optimize` hangs on a patcher; clones of the patcher share it.
+
+    What depends on weights is kept for each model and each set of patches: clones can carry other
+    LoRAs, and with several cards each has a model of its own.
+
+    Args:
+        blocks: Whether the executor runs the blocks.
+        attention: The attention that fills ComfyUI's slot, or None for the host's.
+        tf32, cudnn_benchmark: Switches during a run.
+    """
+
+    def __init__(
+        self,
+        blocks: bool,
+        attention: ChosenAttention | None,
+        batching: CfgBatching,
+        tf32: bool = False,
+        cudnn_benchmark: bool = False,
+    ) -> None:
+        self.attention = attention
+        self._batching = batching
+        self._blocks = blocks
+        self._flags = tf32, cudnn_benchmark
+        self._known: WeakKeyDictionary[Any, dict[Any, Prepared]] = WeakKeyDictionary()
+        self._last: Prepared | None = None
+        self._aside = ""
+
+    def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """OUTER_SAMPLE wrapper: one run."""
+        if self.attention is not None:
+            self.attention.start_run()
+        for prepared in self._all():
+            prepared.start_run()
+        self._batching.start_run()
+        with flags_for_a_run(*self._flags):
+            output = executor(*args, **kwargs)
+        self._batching.finish_run()
+        logger.info("Qwen-Image L40S\n%s", self.report())
+        return output
+
+    def clean_up(self, patcher: ModelPatcher) -> None:
+        """ON_CLEANUP callback: no table outlives its run."""
+        for prepared in self._all():
+            prepared.drop_table()
+
+    def apply_model(
+        self, executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """APPLY_MODEL wrapper: one forward pass."""
+        prepared = self._prepare(executor.class_obj)
+        output = self._forward(prepared, executor, x, t, args, kwargs)
+        attention = self._attention_in(args[OPTIONS])
+        if attention is None or attention.broken or not (prepared.passes <= 1 or attention.lossy):
+            return output
+        if is_finite(output) or not is_finite(x):
+            return output
+        attention.give_up()
+        return self._forward(prepared, executor, x, t, args, kwargs)
+
+    def report(self) -> str:
+        """Which path every part took, a line each."""
+        last = self._last
+        if not self._blocks:
+            lines = ["blocks: ComfyUI's own, as asked for"]
+        elif last is None:
+            lines = ["blocks: fused; the first step compares one with ComfyUI's own"]
+        elif self._aside or last.check.failed:
+            lines = [f"blocks: ComfyUI's own: {self._aside or last.check.failed}"]
+        else:
+            lines = last.lines()
+        if self.attention is None:
+            lines.append("attention: ComfyUI's own, or what another node has set")
+        else:
+            lines += self.attention.lines()
+        lines += self._batching.lines()
+        return "\n".join(lines)
+
+    def _forward(
+        self,
+        prepared: Prepared,
+        executor: Any,
+        x: torch.Tensor,
+        t: torch.Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
+        model, options = executor.class_obj, args[OPTIONS]
+        self._aside = self._why_aside(prepared, model, options)
+        if self._aside:
+            return executor(x, t, *args, **kwargs)
+        attend, instead = host_attention(options), _nothing
+        attention = self._attention_in(options)
+        if attention is not None and not attention.broken:
+
+            def instead(own: Attend = attend) -> Attend:
+                attention.give_up()
+                return own
+
+            attend = attention.attend
+        replaced = options.get("patches_replace", {}).get("dit")
+        patched = options.get("patches", {}).get("double_block")
+        forward_pass = ForwardPass(
+            blocks_of(model),
+            prepared.ops,
+            attend,
+            instead,
+            prepared.table(model),
+            prepared.check,
+            across_borders=args[CONTROL] is None and not replaced and not patched,
+            schedule=prepared.schedule(model, t, options, kwargs),
+        )
+        with forward_pass.installed():
+            output = executor(x, t, *args, **kwargs)
+        prepared.count(forward_pass)
+        return output
+
+    def _why_aside(self, prepared: Prepared, model: Any, options: dict[str, Any]) -> str:
+        if not self._blocks:
+            return "as asked for"
+        if prepared.misfit:
+            return prepared.misfit
+        if options.get("wrappers", {}).get("apply_model", {}).get(COMPILED):
+            return "torch.compile runs the model; without it the fused blocks would"
+        if options.get("patches", {}).get("attn1_patch"):
+            return "another node changes what attention reads (attn1_patch)"
+        if any(map(is_changed, blocks_of(model))):
+            return "another extension has changed the blocks"
+        return ""
+
+    def _attention_in(self, options: dict[str, Any]) -> ChosenAttention | None:
+        """This optimization's attention where the slot still holds it."""
+        held = options.get(SLOT)
+        return held if held is not None and held is self.attention else None
+
+    def _prepare(self, model: Any) -> Prepared:
+        patches = getattr(model.current_patcher, "patches_uuid", None)
+        known = self._known.setdefault(model, {})
+        if patches not in known:
+            known[patches] = Prepared(model, self.attention is not None and self.attention.lossy)
+        self._last = known[patches]
+        return known[patches]
+
+    def _all(self) -> list[Prepared]:
+        return [prepared for known in self._known.values() for prepared in known.values()]
+
+
+def _nothing() -> None:
+    return None

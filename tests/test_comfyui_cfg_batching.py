@@ -1,0 +1,37 @@
+"""Prompts of different lengths in one forward pass, in the real ComfyUI:
+tests/comfyui_cfg_batching.py, one test for each check, on the processor and, where there is one,
+on a card.
+
+Needs a ComfyUI that COMFYUI_PATH names, or one in ~/ComfyUI.
+"""
+
+import json
+import re
+
+import pytest
+import torch
+from comfyui_host import TESTS, run_in_comfyui
+
+SCRIPT = "comfyui_cfg_batching.py"
+CHECKS = re.findall(r"^def (check_\w+)\(\)", (TESTS / SCRIPT).read_text(encoding="utf-8"), re.M)
+on_card = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA card"),
+]
+MODES = ["cpu", pytest.param("card", marks=on_card), pytest.param("dynamic", marks=on_card)]
+
+
+@pytest.fixture(scope="module", params=MODES)
+def results(request, tmp_path_factory) -> dict[str, str | None]:
+    """{check: None or its traceback}"""
+    printed = run_in_comfyui(SCRIPT, tmp_path_factory.mktemp("cfg_batching"), request.param)
+    return json.loads(printed.splitlines()[-1])
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_in_comfyui(results, check):
+    assert results[check] is None, results[check]
+
+
+def test_every_check_ran(results):
+    assert set(results) >= set(CHECKS)
