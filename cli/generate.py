@@ -37,7 +37,11 @@ def add_parser(subparsers: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", required=True, metavar="TEXT")
     parser.add_argument("--negative-prompt", default=" ", metavar="TEXT", help="default: a space")
     parser.add_argument(
-        "--size", type=_size, default=(1328, 1328), metavar="WxH", help="pixels, default 1328x1328"
+        "--size",
+        type=parse_size,
+        default=(1328, 1328),
+        metavar="WxH",
+        help="pixels, default 1328x1328",
     )
     parser.add_argument(
         "--width", type=int, metavar="PIXELS", help="instead of the width in --size"
@@ -60,6 +64,18 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> N
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument("--precision", default="auto", help=f"one of {', '.join(PRECISIONS)}")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument(
+        "--optimize",
+        action=argparse.BooleanOptionalAction,
+        help="the fused blocks and the fastest exact attention, or diffusers' own code; default: "
+        "on where there is a card",
+    )
+    parser.add_argument(
+        "--attention",
+        metavar="NAME",
+        help="of the optimized transformer: auto, diffusers, or one that `qwen-l40s doctor` lists; "
+        "default: auto",
+    )
     parser.add_argument(
         "--output",
         metavar="PATH",
@@ -118,11 +134,17 @@ def require_packages(*more: str) -> None:
 
 
 def load(folder: str | Path, args: argparse.Namespace) -> tuple[LoadedPipeline, float]:
-    """Loads the folder as `--precision` and `--device` say; returns it and the seconds it took."""
+    """Loads the folder as the arguments say; returns it and the seconds it took."""
     from ..hosts.diffusers.load import load_pipeline
 
     start = time.perf_counter()
-    pipeline = load_pipeline(folder, precision=args.precision, device=args.device)
+    pipeline = load_pipeline(
+        folder,
+        precision=args.precision,
+        device=args.device,
+        optimized=args.optimize,
+        attention=args.attention,
+    )
     return pipeline, round(time.perf_counter() - start, 3)
 
 
@@ -159,15 +181,20 @@ def run_facts(pipeline: LoadedPipeline, settings: Settings) -> Mapping[str, Any]
     return {name: value for name, value in facts.items() if name != "prompt"}
 
 
-def _where(pipeline: LoadedPipeline) -> dict[str, str]:
+def _where(pipeline: LoadedPipeline) -> dict[str, Any]:
+    optimized = pipeline.optimized
     return {
         "model": str(pipeline.folder),
         "device": pipeline.device,
         "precision": pipeline.precision.name,
+        "optimized": optimized is not None,
+        # The path of every part that ran.
+        "ran": ["diffusers' own code"] if optimized is None else optimized.report().splitlines(),
     }
 
 
-def _size(text: str) -> tuple[int, int]:
+def parse_size(text: str) -> tuple[int, int]:
+    """Width and height of "1328x1328", as argparse calls it."""
     width, cross, height = text.lower().partition("x")
     if not (cross and width.isdecimal() and height.isdecimal()):
         raise argparse.ArgumentTypeError(

@@ -27,6 +27,7 @@ from ...loaders.precision import (
 from ...loaders.shards import Shards, read_shards
 from ...loaders.strict_json import read_object
 from .device import available_bytes, choose_device
+from .patch import Optimized, check_attention, optimize
 from .text_encoder import load_text_encoder, load_tokenizer
 from .weights import build_empty, check_dtypes, check_fits, fill, stream_tensors
 
@@ -38,7 +39,11 @@ PIPELINE_CLASS = "QwenImagePipeline"
 
 @dataclass(frozen=True)
 class LoadedPipeline:
-    """The parts of a Qwen-Image folder on one device, ready to sample; one run at a time."""
+    """The parts of a Qwen-Image folder on one device, ready to sample; one run at a time.
+
+    Attributes:
+        optimized: What makes the transformer fast; None where diffusers' own code runs.
+    """
 
     folder: Path
     transformer: QwenImageTransformer2DModel
@@ -48,6 +53,7 @@ class LoadedPipeline:
     scheduler: FlowMatchEulerDiscreteScheduler
     device: str
     precision: PrecisionChoice
+    optimized: Optimized | None = None
 
     def to_diffusers(
         self, scheduler: FlowMatchEulerDiscreteScheduler | None = None
@@ -64,7 +70,12 @@ class LoadedPipeline:
 
 
 def load_pipeline(
-    folder: str | os.PathLike[str], *, precision: str = "auto", device: str = "auto"
+    folder: str | os.PathLike[str],
+    *,
+    precision: str = "auto",
+    device: str = "auto",
+    optimized: bool | None = False,
+    attention: str | None = None,
 ) -> LoadedPipeline:
     """Loads a text-to-image Qwen-Image folder; all file headers are checked before any weight.
 
@@ -73,12 +84,21 @@ def load_pipeline(
             or sharded.
         precision: `auto`, `bf16` or `fp32`.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        optimized: whether `patch.optimize` makes the transformer fast; None on a card, or where an
+            attention is named.
+        attention: of the optimized transformer, as `patch.optimize` takes it; None for `auto`.
 
     Raises:
         CheckpointError: a file is missing, damaged, or of another model.
-        SettingError: the precision or the device is unknown or cannot be had here.
-        UnavailableError: the card is not there, or the weights do not fit in its memory.
+        SettingError: the precision, the device or the attention is unknown or cannot be had here.
+        UnavailableError: the card is not there, the weights do not fit in its memory, or the
+            attention cannot run there.
     """
+    if attention is not None and optimized is False:
+        raise SettingError(
+            f"attention {attention!r} is one of the optimized transformer's, which is off: switch "
+            "it on, or name no attention."
+        )
     folder = Path(folder)
     _check_pipeline_class(folder)
     shards = {part: read_shards(folder / part) for part in WEIGHT_FOLDERS}
@@ -92,12 +112,19 @@ def load_pipeline(
             f"{', '.join(DTYPES)}."
         )
     _check_memory(folder, parameters, choice, where, free)
-    return _load_parts(folder, shards, choice, where)
+    if optimized is None:
+        optimized = where != "cpu" or attention is not None
+    return _load_parts(folder, shards, choice, where, (attention or "auto") if optimized else None)
 
 
 def _load_parts(
-    folder: Path, shards: Mapping[str, Shards], choice: PrecisionChoice, device: str
+    folder: Path,
+    shards: Mapping[str, Shards],
+    choice: PrecisionChoice,
+    device: str,
+    attention: str | None,
 ) -> LoadedPipeline:
+    """Reads what `load_pipeline` has checked; without an attention nothing is optimized."""
     dtype = DTYPES[choice.name]
     # What is cheap to check comes first: a wrong folder is then refused before minutes of reading.
     tokenizer = load_tokenizer(folder / "tokenizer")
@@ -110,18 +137,22 @@ def _load_parts(
         check_dtypes(part)
     for part, model in models.items():
         check_fits(model, shards[part])
+    if attention is not None:
+        check_attention(models["transformer"], attention, torch.device(device), dtype)
     text_encoder = load_text_encoder(folder / "text_encoder", dtype=dtype, device=device)
     for part, model in models.items():
         fill(model, stream_tensors(shards[part]), dtype=dtype, device=device)
+    transformer = models["transformer"].eval()
     return LoadedPipeline(
         folder=folder,
-        transformer=models["transformer"].eval(),
+        transformer=transformer,
         vae=models["vae"].eval(),
         text_encoder=text_encoder,
         tokenizer=tokenizer,
         scheduler=FlowMatchEulerDiscreteScheduler.from_config(scheduler_config),
         device=device,
         precision=choice,
+        optimized=None if attention is None else optimize(transformer, attention=attention),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -106,19 +107,24 @@ def sample(
         callback(step + 1, settings.steps, tensors["latents"])
         return {}
 
-    latents = pipe(
-        prompt=settings.prompt,
-        negative_prompt=settings.negative_prompt if settings.cfg > 1 else None,
-        true_cfg_scale=settings.cfg,
-        width=settings.width,
-        height=settings.height,
-        num_inference_steps=settings.steps,
-        num_images_per_prompt=settings.batch,
-        generator=[torch.Generator().manual_seed(settings.seed + i) for i in range(settings.batch)],
-        callback_on_step_end=on_step_end if callback else None,
-        max_sequence_length=MAX_PROMPT_TOKENS,
-        output_type="latent",
-    ).images
+    optimized = pipeline.optimized
+    run = optimized.run(lambda: pipe.scheduler.timesteps) if optimized else nullcontext()
+    with run:
+        latents = pipe(
+            prompt=settings.prompt,
+            negative_prompt=settings.negative_prompt if settings.cfg > 1 else None,
+            true_cfg_scale=settings.cfg,
+            width=settings.width,
+            height=settings.height,
+            num_inference_steps=settings.steps,
+            num_images_per_prompt=settings.batch,
+            generator=[
+                torch.Generator().manual_seed(settings.seed + i) for i in range(settings.batch)
+            ],
+            callback_on_step_end=on_step_end if callback else None,
+            max_sequence_length=MAX_PROMPT_TOKENS,
+            output_type="latent",
+        ).images
     if not torch.isfinite(latents).all():
         raise CheckpointError(
             f"{pipeline.folder} gave NaN or infinity in {pipeline.precision.name} though its "

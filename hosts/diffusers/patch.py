@@ -1,0 +1,200 @@
+"""Makes a diffusers transformer of Qwen-Image fast: fused blocks, modulation tables, attention.
+
+What hangs on the transformer is one `forward` of its own, as accelerate and diffusers' own hooks
+put theirs. Without it diffusers' code runs, bit for bit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from diffusers import QwenImageTransformer2DModel
+
+from ...optimizations.attention import Request, choose_attention
+from ...optimizations.attention.choice import VARIABLE
+from .attention import HOST_ATTENTION, ChosenAttention
+from .optimization import Optimization, Timesteps
+
+# Where a module's `forward` is found: accelerate keeps the one that it wraps, and puts it back
+# after every image.
+SLOTS = ("_old_forward", "forward")
+
+
+def optimize(transformer: QwenImageTransformer2DModel, *, attention: str = "auto") -> Optimized:
+    """Makes a transformer run fast; a model that is not Qwen-Image 1.x stays as it is.
+
+    Optimizing a second time replaces what the first time did.
+
+    Args:
+        transformer: Such as `pipeline.transformer`; of any pipeline for Qwen-Image.
+        attention: "auto" for the fastest exact backend, the name of one, or "diffusers".
+
+    Raises:
+        SettingError: There is no attention backend of that name.
+        UnavailableError: The attention that was asked for by name cannot run here.
+
+    Example:
+        with optimize(pipeline.transformer) as optimized:
+            image = pipeline("a red star").images[0]
+        print(optimized.report())
+    """
+    if why_not(transformer):
+        return Optimized(None, why_not(transformer))
+    parameter = next(transformer.parameters())
+    device = parameter.device
+    if device.type == "cpu" and torch.cuda.is_available():
+        device = torch.device("cuda")  # where it will run: not moved yet, or offloaded between runs
+    exact = check_attention(transformer, attention, device, parameter.dtype)
+    before = _installed(transformer)
+    if before is not None and before.optimization is not None:
+        before.optimization.close()
+        before.remove()
+    optimization = Optimization(transformer, ChosenAttention(attention, lossy=not exact))
+    forward = _Forward(transformer, optimization)
+    forward.install()
+    return Optimized(forward, "")
+
+
+def check_attention(
+    transformer: QwenImageTransformer2DModel, name: str, device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Whether an attention is exact; what a 1024x1024 image asks of it has to run.
+
+    Raises:
+        SettingError, UnavailableError: As `optimize`.
+    """
+    asked = os.environ.get(VARIABLE, name) if name == "auto" else name
+    if asked in ("auto", HOST_ATTENTION):
+        return True
+    config = transformer.config
+    heads, head_dim = config.num_attention_heads, config.attention_head_dim
+    request = Request(device, dtype, 1, heads, head_dim, 4096 + 200)
+    return choose_attention(request, name).exact
+
+
+def why_not(transformer: object) -> str:
+    """One sentence when a model is none that is optimized here; empty when it is."""
+    if type(transformer) is QwenImageTransformer2DModel and len(transformer.transformer_blocks):
+        return ""
+    return (
+        f"The model is {type(transformer).__name__}, not the transformer of Qwen-Image 1.x "
+        "(QwenImageTransformer2DModel): it stays as it is."
+    )
+
+
+class Optimized:
+    """What `optimize` has done to a transformer; as a context manager, until its end.
+
+    Args:
+        forward: What hangs on the transformer; None where nothing does.
+        refusal: Why nothing does, in one sentence.
+    """
+
+    def __init__(self, forward: _Forward | None, refusal: str) -> None:
+        self._forward = forward
+        self._optimization = None if forward is None else forward.optimization
+        self._refusal = refusal
+
+    def report(self) -> str:
+        """Lines that say which path every part took in the last run."""
+        return self._refusal if self._optimization is None else self._optimization.report()
+
+    def run(self, timesteps: Timesteps | None = None) -> AbstractContextManager[None]:
+        """Marks one sampling run. Without it a run is known by its first step, whose time is later
+        than that of the step before.
+
+        Args:
+            timesteps: Gives the scheduler's timesteps, from 1000 to 0, when the first step asks for
+                them: the modulation of all steps is then computed in one pass over its weights.
+        """
+        return self._optimization.run(timesteps) if self._optimization else nullcontext()
+
+    def restore(self) -> None:
+        """Takes everything off again; frees the table. A second time does nothing."""
+        if self._forward is not None and self._forward.optimization is not None:
+            self._forward.remove()
+            self._optimization.close()
+
+    def __enter__(self) -> Optimized:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
+
+
+class _Forward:
+    """Stands for a transformer's `forward`.
+
+    Without a `__dict__`: accelerate and diffusers copy that of what they wrap.
+
+    Args:
+        transformer: Held weakly.
+        optimization: What runs; None for the transformer's own forward.
+
+    Attributes:
+        before: What was in its place, of another extension; None for the class's own.
+    """
+
+    __slots__ = ("__signature__", "_transformer", "before", "optimization")
+
+    def __init__(
+        self, transformer: QwenImageTransformer2DModel, optimization: Optimization | None
+    ) -> None:
+        self.optimization = optimization
+        self.before: Callable[..., Any] | None = None
+        self._transformer = weakref.ref(transformer)
+        self.__signature__ = inspect.signature(type(transformer).forward.__get__(transformer))
+
+    def install(self) -> None:
+        """Takes the innermost place there is."""
+        own = self._transformer().__dict__
+        slot = next((slot for slot in SLOTS if slot in own), "forward")
+        self.before = own.get(slot)
+        own[slot] = self
+
+    def remove(self) -> None:
+        """Puts back what was there; somebody who has wrapped this one since calls through it."""
+        self.optimization = None
+        transformer = self._transformer()
+        own = {} if transformer is None else transformer.__dict__
+        for slot in SLOTS:
+            if own.get(slot) is not self:
+                continue
+            if self.before is None and slot == "forward":
+                del own[slot]
+            else:
+                own[slot] = self.before or type(transformer).forward.__get__(transformer)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Neither the choices nor the launches can be traced.
+        if self.optimization is None or torch.compiler.is_compiling():
+            return self._own(*args, **kwargs)
+        return self.optimization.forward(self._own, args, kwargs)
+
+    def _own(self, *args: Any, **kwargs: Any) -> Any:
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        transformer = self._transformer()
+        return type(transformer).forward(transformer, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+        """A copy of the transformer runs diffusers' own forward."""
+        transformer = self._transformer()
+        return _Forward(memo.get(id(transformer), transformer), None)
+
+
+def _installed(transformer: QwenImageTransformer2DModel) -> _Forward | None:
+    """What an earlier `optimize` hung on a transformer, wherever others have wrapped it."""
+    for slot in SLOTS:
+        forward = transformer.__dict__.get(slot)
+        while forward is not None:
+            if isinstance(forward, _Forward):
+                return forward
+            forward = getattr(forward, "__wrapped__", None)
+    return None

@@ -1,0 +1,1227 @@
+"""A diffusers transformer that `optimize` has made fast, against itself without it."""
+
+import copy
+import gc
+import inspect
+import json
+import logging
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip("diffusers")
+
+import diffusers
+from diffusers import QwenImageTransformer2DModel
+from diffusers.models.transformers.transformer_qwenimage import (
+    QwenDoubleStreamAttnProcessor2_0 as Double,
+)
+
+from qwen_l40s.cli import main
+from qwen_l40s.errors import SettingError, UnavailableError
+from qwen_l40s.hosts.diffusers import attention, forward, optimization, prepared
+from qwen_l40s.hosts.diffusers.load import load_pipeline
+from qwen_l40s.hosts.diffusers.patch import Optimized, optimize
+from qwen_l40s.hosts.diffusers.quantized import quantize_transformer
+from qwen_l40s.hosts.diffusers.sample import sample
+from qwen_l40s.hosts.diffusers.settings import Settings
+from qwen_l40s.optimizations.attention import sdpa
+from qwen_l40s.optimizations.block import BlockExecutor
+from qwen_l40s.optimizations.fused import TORCH
+from qwen_l40s.optimizations.linear import choose_gemm
+from qwen_l40s.optimizations.modulation import ModulationTable
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BLOCKS, HEADS, HEAD_DIM, TEXT_DIM, CHANNELS = 3, 2, 32, 24, 16
+GRID = (1, 3, 4)
+TOKENS = 12
+LOGGER = "qwen_l40s.hosts.diffusers"
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def fused(monkeypatch):
+    """Counts the blocks that the executor runs, and whether they go on into the next."""
+    calls = []
+    run = BlockExecutor.run
+
+    def counted(self, block, text, image, step, halves, following=None):
+        calls.append(following is not None)
+        return run(self, block, text, image, step, halves, following)
+
+    monkeypatch.setattr(BlockExecutor, "run", counted)
+    return calls
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def new_model(dtype=torch.float32, blocks=BLOCKS, head_dim=HEAD_DIM, **options):
+    axes = (head_dim - 2 * (head_dim // 8 * 2 + 4), head_dim // 8 * 2 + 4, head_dim // 8 * 2 + 4)
+    model = QwenImageTransformer2DModel(
+        in_channels=CHANNELS,
+        out_channels=CHANNELS // 4,
+        num_layers=blocks,
+        attention_head_dim=head_dim,
+        num_attention_heads=HEADS,
+        joint_attention_dim=TEXT_DIM,
+        axes_dims_rope=axes,
+        **options,
+    )
+    with torch.no_grad():
+        for i, weight in enumerate(model.parameters()):
+            scale = weight.shape[1] ** -0.5 if weight.dim() == 2 else 0.2
+            weight.copy_(random(*weight.shape, seed=i) * scale + (weight.dim() == 1) * 0.5)
+    model = model.eval()
+    for weight in model.parameters():  # `to` warns of a list that is empty here
+        weight.data = weight.data.to(dtype)
+    return model
+
+
+def inputs(batch=1, text=5, time=0.7, dtype=torch.float32, seed=0, grid=None, **more):
+    shapes = [[GRID] if grid is None else grid] * batch
+    tokens = sum(frames * height * width for frames, height, width in shapes[0])
+    return {
+        "hidden_states": random(batch, tokens, CHANNELS, seed=seed, dtype=dtype),
+        "encoder_hidden_states": random(batch, text, TEXT_DIM, seed=seed + 1, dtype=dtype),
+        "timestep": torch.full((batch,), time, dtype=dtype),
+        "img_shapes": shapes,
+        "return_dict": False,
+        **more,
+    }
+
+
+def text_mask(*lengths, text=5):
+    return torch.arange(text)[None] < torch.tensor(lengths)[:, None]
+
+
+def relative(ours, theirs):
+    return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
+
+
+def assert_fused(model, given, fused, most=1e-6, *, across=True, **options):
+    """The optimized model ran all blocks by the executor and gives what the host gives."""
+    expected = model(**given)[0]
+    del fused[:]
+    with optimize(model, **options) as optimized:
+        ours = model(**given)[0]
+    assert len(fused) == BLOCKS
+    assert fused[:-1] == [across] * (BLOCKS - 1)
+    assert f"blocks: fused, {BLOCKS} of {BLOCKS} in 1 forward passes" in optimized.report()
+    assert relative(ours, expected) <= most
+    assert torch.equal(model(**given)[0], expected)
+    return optimized
+
+
+def assert_host(model, given, fused, reason, blocks=BLOCKS, **options):
+    """So many blocks ran diffusers' own way, for that reason; with all, bit for bit."""
+    expected = model(**given)[0]
+    del fused[:]
+    optimized = optimize(model, **options)
+    ours = model(**given)[0]
+    assert f"blocks: diffusers' own, {blocks} of {BLOCKS}: " in optimized.report()
+    assert reason in optimized.report()
+    assert len(fused) == BLOCKS - blocks
+    if blocks == BLOCKS:
+        assert torch.equal(ours, expected)
+    else:
+        assert relative(ours, expected) <= 1e-6
+    optimized.restore()
+    return optimized
+
+
+# --- the same picture ---
+
+CASES = {
+    "one item": {},
+    "two items": {"batch": 2},
+    "five items": {"batch": 5},
+    "one text token": {"text": 1},
+    "a mask": {"batch": 2, "encoder_hidden_states_mask": text_mask(5, 3)},
+    "a mask of numbers": {"batch": 2, "encoder_hidden_states_mask": text_mask(5, 3).long()},
+    "a mask with holes": {
+        "encoder_hidden_states_mask": torch.tensor([[True, False, True, False, True]])
+    },
+    "a mask of nothing": {"encoder_hidden_states_mask": text_mask(5)},
+    "an empty prompt": {"batch": 2, "encoder_hidden_states_mask": text_mask(5, 0)},
+    "attention arguments of a LoRA's scale alone": {"attention_kwargs": {"scale": 0.5}},
+    "no attention arguments": {"attention_kwargs": {}},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fp32_prediction_is_that_of_diffusers(name, fused):
+    assert_fused(new_model(), inputs(**CASES[name]), fused)
+
+
+@pytest.mark.parametrize("name", ["one item", "five items", "a mask"])
+def test_bf16_prediction_is_nearer_to_the_truth_than_that_of_diffusers(name, fused):
+    model, given = new_model(torch.bfloat16), inputs(**CASES[name], dtype=torch.bfloat16)
+    exact = new_model()
+    exact.load_state_dict(model.state_dict())
+    wide = {
+        key: value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
+        else value
+        for key, value in given.items()
+    }  # fmt: skip
+    # The embedding of the time is computed in the dtype of the model: its error is no block's.
+    truth, host = exact(**wide)[0], model(**given)[0]
+    optimize(model)
+    ours = model(**given)[0]
+    assert len(fused) == BLOCKS
+    assert relative(ours, host) < 0.02
+    assert relative(ours, truth) < 1.2 * relative(host, truth)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("masked", [False, True])
+def test_reference_images_at_timestep_zero(batch, masked, fused):
+    model = new_model(zero_cond_t=True)
+    mask = {"encoder_hidden_states_mask": text_mask(*[4, 2][:batch])} if masked else {}
+    given = inputs(batch, grid=[GRID, (1, 2, 2), (1, 2, 3)], **mask)
+    assert_fused(model, given, fused)
+
+
+def test_edit_model_without_a_reference_image(fused):
+    assert_fused(new_model(zero_cond_t=True), inputs(2), fused)
+
+
+def test_items_whose_references_begin_elsewhere_run_diffusers_way(fused):
+    given = inputs(2, grid=[GRID, (1, 2, 3)])
+    given["img_shapes"][1] = [(1, 2, 3), GRID]
+    given["img_shapes"] = [[GRID, (1, 2, 3)], [(1, 2, 3), GRID]]
+    assert_host(new_model(zero_cond_t=True), given, fused, "its references after it")
+
+
+@pytest.mark.parametrize("condition", [0, 1])
+def test_layered_model(condition, fused):
+    model = new_model(use_additional_t_cond=True, use_layer3d_rope=True)
+    given = inputs(grid=[GRID] * 3, additional_t_cond=torch.tensor([condition]))
+    assert_fused(model, given, fused)
+    other = model(**{**given, "additional_t_cond": torch.tensor([1 - condition])})[0]
+    assert relative(other, model(**given)[0]) > 1e-3
+
+
+@pytest.mark.parametrize("count", [1, 2, BLOCKS])
+def test_controlnet_residuals_are_added_between_the_blocks(count, fused):
+    model, given = new_model(), inputs(2)
+    width = HEADS * HEAD_DIM
+    samples = [random(2, TOKENS, width, seed=40 + i) for i in range(count)]
+    without = model(**given)[0]
+    given["controlnet_block_samples"] = samples
+    assert relative(without, model(**given)[0]) > 0.1
+    assert_fused(model, given, fused, across=False)
+
+
+def test_positional_arguments_count_too(fused):
+    model, given = new_model(), inputs()
+    samples = [random(1, TOKENS, HEADS * HEAD_DIM)]
+    order = list(inspect.signature(model.forward).parameters)
+    order = order[: order.index("controlnet_block_samples") + 1]
+    given["controlnet_block_samples"] = samples
+    positional = [given.get(name) for name in order]
+    expected = model(*positional, return_dict=False)[0]
+    optimize(model)
+    assert relative(model(*positional, return_dict=False)[0], expected) <= 1e-6
+    assert fused == [False] * BLOCKS
+
+
+def test_mask_among_the_arguments_of_attention(fused):
+    """As diffusers 0.37 and 0.38 pass it to the blocks."""
+    if diffusers.__version__ < "0.39":
+        pytest.skip(f"diffusers {diffusers.__version__} does so in every test of a mask")
+    model, given = new_model(), inputs(2)
+    mask = torch.cat([text_mask(5, 2), torch.ones(2, TOKENS, dtype=torch.bool)], dim=1)
+    expected = model(**given, encoder_hidden_states_mask=text_mask(5, 2))[0]
+
+    class Older(Double):
+        def __call__(self, attn, hidden_states, attention_mask=None, **others):
+            text = None if attention_mask is None else attention_mask[:, :5]
+            others["encoder_hidden_states_mask"] = text
+            return super().__call__(attn, hidden_states, **others)
+
+    Older.__call__.__signature__ = inspect.signature(Double.__call__)
+    for block in model.transformer_blocks:
+        block.attn.processor = Older()
+    given["attention_kwargs"] = {"attention_mask": mask}
+    assert torch.equal(model(**given)[0], expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepared, "QwenDoubleStreamAttnProcessor2_0", Older)
+        assert_fused(model, given, fused)
+
+
+def test_whole_pipeline_of_every_kind_of_run(tiny_folder, fused):
+    settings = {"prompt": "a red star", "width": 64, "height": 48, "steps": 4}
+    runs = [Settings(**settings, cfg=cfg, batch=batch) for cfg in (1.0, 4.0) for batch in (1, 2)]
+    host = load_pipeline(tiny_folder, precision="fp32", device="cpu")
+    ours = load_pipeline(tiny_folder, precision="fp32", device="cpu", optimized=True)
+    assert host.optimized is None
+    for run, timesteps, reads in zip(runs, (4, 8, 8, 8), (4, 8, 16, 24), strict=True):
+        expected = sample(host, run, progress=False)
+        assert not fused
+        assert relative(sample(ours, run, progress=False), expected) < 1e-5
+        passes = run.steps * (2 if run.cfg > 1 else 1)
+        assert len(fused) == 2 * passes
+        assert f"in {passes} forward passes" in ours.optimized.report()
+        # A first pass fills in the table for the whole schedule; another batch is another key.
+        assert f"modulation: {timesteps} timesteps in a table" in ours.optimized.report()
+        assert f"read {reads} times" in ours.optimized.report()
+        del fused[:]
+
+
+# --- off ---
+
+
+def test_restored_transformer_is_as_it_was(fused):
+    model, given = new_model(), inputs()
+    expected, before = model(**given)[0], dict(model.__dict__)
+    optimized = optimize(model)
+    assert "forward" in model.__dict__
+    model(**given)
+    report = optimized.report()
+    optimized.restore()
+    assert model.__dict__ == before
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert torch.equal(model(**given)[0], expected)
+    assert len(fused) == BLOCKS
+    assert optimized.report() == report
+    optimized.restore()  # a second time does nothing
+
+
+def test_restoring_frees_the_table(monkeypatch):
+    tables = weakref.WeakSet()
+
+    class Noted(ModulationTable):
+        def __init__(self, *args):
+            super().__init__(*args)
+            tables.add(self)
+
+    monkeypatch.setattr(prepared, "ModulationTable", Noted)
+    model = new_model()
+    optimized = optimize(model)
+    model(**inputs())
+    assert len(tables) == 1
+    optimized.restore()
+    assert not tables
+    assert optimize(model) and not tables
+
+
+def test_optimizing_again_replaces_the_first_time(fused):
+    model, given = new_model(), inputs()
+    first = optimize(model)
+    second = optimize(model, attention="math")
+    model(**given)
+    assert len(fused) == BLOCKS
+    assert "attention: math: asked for" in second.report()
+    first.restore()
+    model(**given)
+    assert len(fused) == 2 * BLOCKS
+    second.restore()
+    assert "forward" not in model.__dict__
+
+
+def test_signature_stays_for_those_who_read_it():
+    model = new_model()
+    before = inspect.signature(model.forward)
+    optimize(model)
+    assert inspect.signature(model.forward) == before
+
+
+def test_deleted_transformer_frees_its_memory_at_once():
+    model = new_model()
+    optimized = optimize(model)
+    model(**inputs())
+    alive = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert alive() is None
+    finally:
+        gc.enable()
+    optimized.restore()
+
+
+def test_copy_runs_diffusers_own_code(fused):
+    model, given = new_model(), inputs()
+    expected = model(**given)[0]
+    optimize(model)
+    copied = copy.deepcopy(model)
+    for weight in copied.parameters():
+        weight.mul_(2)
+    model(**given)
+    assert len(fused) == BLOCKS
+    doubled = copied(**given)[0]
+    assert len(fused) == BLOCKS
+    assert relative(doubled, expected) > 0.1
+    optimize(copied)
+    assert relative(copied(**given)[0], doubled) <= 1e-6
+    assert len(fused) == 2 * BLOCKS
+
+
+def test_state_dict_is_that_of_the_model():
+    model = new_model()
+    before = model.state_dict().keys()
+    optimize(model)
+    model(**inputs())
+    assert model.state_dict().keys() == before
+
+
+@pytest.mark.parametrize("other", [torch.nn.Linear(2, 2), "a string"])
+def test_other_models_pass_through_with_a_sentence(other):
+    optimized = optimize(other)
+    assert f"The model is {type(other).__name__}, not the transformer" in optimized.report()
+    with optimized, optimized.run():
+        pass
+
+
+# --- what another extension has done ---
+
+
+def test_error_in_a_block_leaves_the_model_as_it_was(fused, monkeypatch):
+    model, given = new_model(), inputs()
+    expected = model(**given)[0]
+    optimize(model)
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepared.Prepared, "entry", stop)
+        with pytest.raises(KeyboardInterrupt):
+            model(**given)
+    assert not any("forward" in block.__dict__ for block in model.transformer_blocks)
+    assert relative(model(**given)[0], expected) <= 1e-6
+    assert len(fused) == BLOCKS
+
+
+def test_arguments_that_diffusers_refuses_are_refused_by_diffusers():
+    model = new_model()
+    optimize(model)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        model(**inputs(), colour="red")
+
+
+def test_two_threads_run_one_after_the_other(fused):
+    model = new_model()
+    batches = [inputs(seed=seed, time=0.1 + 0.1 * seed) for seed in range(4)]
+    expected = [model(**given)[0] for given in batches]
+    optimize(model)
+    results = [None] * len(batches)
+
+    def work(index):
+        with torch.no_grad():
+            for _ in range(3):
+                results[index] = model(**batches[index])[0]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for ours, theirs in zip(results, expected, strict=True):
+        assert relative(ours, theirs) <= 1e-6
+    assert len(fused) == 12 * BLOCKS
+
+
+class Scaled(Double):
+    def __call__(self, *args, **kwargs):
+        return tuple(2 * part for part in super().__call__(*args, **kwargs))
+
+
+# diffusers drops the arguments that it does not find there.
+Scaled.__call__.__signature__ = inspect.signature(Double.__call__)
+
+
+def test_attention_processor_of_the_user_is_called(fused):
+    model, given = new_model(), inputs()
+    plain = model(**given)[0]
+    for block in model.transformer_blocks:
+        block.attn.set_processor(Scaled())
+    assert relative(model(**given)[0], plain) > 1e-2
+    assert_host(model, given, fused, "its attention processor is Scaled")
+
+
+def test_processor_of_one_block_alone(fused):
+    model = new_model()
+    model.transformer_blocks[1].attn.set_processor(Scaled())
+    assert_host(model, inputs(), fused, "its attention processor is Scaled", blocks=1)
+    # The border into that block is not crossed, nor is the one out of it.
+    assert fused == [False, False]
+
+
+@pytest.fixture
+def backends(monkeypatch):
+    """Counts the calls of diffusers' attention backends, and puts back which one is chosen."""
+    calls = []
+    dispatch = attention.attention_dispatch.dispatch_attention_fn
+    registry = attention.attention_dispatch._AttentionBackendRegistry
+    monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
+
+    def counted(*args, backend=None, **kwargs):
+        calls.append(getattr(backend, "value", backend))
+        return dispatch(*args, backend=backend, **kwargs)
+
+    monkeypatch.setattr(attention.attention_dispatch, "dispatch_attention_fn", counted)
+    return calls
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_backend_of_the_user_runs_in_the_fused_blocks(masked, fused, backends):
+    model = new_model()
+    model.set_attention_backend("_native_math")
+    mask = {"encoder_hidden_states_mask": text_mask(3)} if masked else {}
+    optimized = assert_fused(model, inputs(**mask), fused)
+    assert backends == ["_native_math"] * BLOCKS
+    assert "attention: diffusers' own, _native_math: chosen there" in optimized.report()
+
+
+def test_attention_backend_chosen_for_all_models(fused, backends):
+    with attention.attention_dispatch.attention_backend("_native_math"):
+        optimized = assert_fused(new_model(), inputs(), fused)
+    assert backends == [None] * BLOCKS
+    assert "attention: diffusers' own, _native_math: chosen there" in optimized.report()
+    optimized = assert_fused(new_model(), inputs(), fused)
+    assert len(backends) == BLOCKS
+    assert "attention: sdpa_flash: no card" in optimized.report()
+
+
+def test_attention_that_is_named_comes_before_a_backend_of_diffusers(fused, backends):
+    model = new_model()
+    model.set_attention_backend("_native_math")
+    optimized = assert_fused(model, inputs(), fused, attention="sliced")
+    assert backends == []
+    assert "attention: sliced: asked for" in optimized.report()
+
+
+def test_attention_of_diffusers_can_be_asked_for(fused, backends):
+    optimized = assert_fused(new_model(), inputs(), fused, attention="diffusers")
+    assert backends == [None] * BLOCKS
+    assert "attention: diffusers' own, native: asked for" in optimized.report()
+
+
+def test_attention_that_there_is_not():
+    with pytest.raises(SettingError, match="no attention 'flashy': use auto or"):
+        optimize(new_model(), attention="flashy")
+    with pytest.raises(UnavailableError, match="sage_2 cannot run on cpu"):
+        optimize(new_model(), attention="sage_2")
+
+
+def test_attention_that_the_environment_names(fused, monkeypatch):
+    monkeypatch.setenv("QWEN_L40S_ATTENTION", "sliced")
+    optimized = assert_fused(new_model(), inputs(), fused)
+    assert "attention: sliced: asked for by QWEN_L40S_ATTENTION" in optimized.report()
+    monkeypatch.setenv("QWEN_L40S_ATTENTION", "sage_2")
+    with pytest.raises(UnavailableError, match="sage_2 cannot run on cpu"):
+        optimize(new_model())
+
+
+def test_named_attention_that_takes_no_mask_leaves_masked_passes_to_another(fused, monkeypatch):
+    limits = sdpa.Limits(masks=False)
+    without_masks = sdpa.Backend("maskless", sdpa.MATH.attend, cpu=limits)
+    monkeypatch.setitem(
+        attention.choose_attention.__globals__["BACKENDS"], "maskless", without_masks
+    )
+    model = new_model()
+    optimized = assert_fused(model, inputs(), fused, attention="maskless")
+    assert "attention: maskless: asked for" in optimized.report()
+    given = inputs(encoder_hidden_states_mask=text_mask(3))
+    optimized = assert_fused(model, given, fused, attention="maskless")
+    assert "attention maskless cannot run on cpu: takes no mask" in optimized.report()
+
+
+@pytest.mark.parametrize("lossy", [False, True])
+def test_attention_that_gives_nan_is_given_up(lossy, fused, monkeypatch, caplog):
+    def attend(q, k, v, mask=None):
+        worn = q.shape[1] == TOKENS + 5  # in the trial of the backend there are others
+        return sdpa.MATH.attend(q, k, v, mask) * (torch.nan if worn else 1)
+
+    broken = sdpa.Backend("broken", attend, not lossy, cpu=sdpa.ANY)
+    monkeypatch.setitem(attention.choose_attention.__globals__["BACKENDS"], "broken", broken)
+    model, given = new_model(), inputs()
+    expected = model(**given)[0]
+    optimized = optimize(model, attention="broken")
+    for _ in range(2):
+        assert relative(model(**given)[0], expected) <= 1e-6
+    assert optimized.report().splitlines()[-1] == (
+        "attention: diffusers' own: broken gave NaN or infinity"
+    )
+    assert "blocks: fused, 6 of 6" in optimized.report()
+    assert [record.getMessage() for record in caplog.records] == [
+        "Qwen-Image L40S: attention: broken gave NaN or infinity: diffusers' own from here."
+    ]
+
+
+def test_lossy_attention_that_gives_nan_later_in_the_run(fused, monkeypatch):
+    calls = []
+
+    def attend(q, k, v, mask=None):
+        calls.append(0)
+        late = len(calls) > 1 + BLOCKS + 1  # after its trial and a first step
+        return sdpa.MATH.attend(q, k, v, mask) * (torch.nan if late else 1)
+
+    backend = sdpa.Backend("tiring", attend, False, cpu=sdpa.ANY)
+    monkeypatch.setitem(attention.choose_attention.__globals__["BACKENDS"], "tiring", backend)
+    model = new_model()
+    steps = [inputs(time=time, seed=9) for time in (0.9, 0.6, 0.3)]
+    expected = [model(**given)[0] for given in steps]
+    optimized = optimize(model, attention="tiring")
+    for given, theirs in zip(steps, expected, strict=True):
+        assert relative(model(**given)[0], theirs) <= 1e-6
+    assert "tiring gave NaN or infinity" in optimized.report()
+    assert len(calls) == 1 + 2 * BLOCKS
+
+
+def wrap_lora(model, name, scale=1.0):
+    """What PEFT makes of a layer: a module of its own with the layer inside."""
+
+    class Lora(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.base_layer, self.scale = layer, scale
+            self.in_features, self.out_features = layer.in_features, layer.out_features
+            self.down = random(4, layer.in_features, seed=7) * 0.3
+            self.up = random(layer.out_features, 4, seed=8) * 0.3
+
+        @property
+        def weight(self):
+            return self.base_layer.weight
+
+        @property
+        def bias(self):
+            return self.base_layer.bias
+
+        def forward(self, x):
+            return self.base_layer(x) + x @ self.down.T @ self.up.T * self.scale
+
+    parent, _, leaf = name.rpartition(".")
+    lora = Lora(model.get_submodule(name))
+    model.get_submodule(parent)._modules[leaf] = lora
+    return lora
+
+
+LORA_LAYERS = [
+    "attn.to_q", "attn.add_v_proj", "attn.to_out.0", "attn.to_add_out",
+    "img_mlp.net.0.proj", "txt_mlp.net.2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_layers_with_a_lora_run_themselves(batch, fused):
+    model, given = new_model(), inputs(batch)
+    without = model(**given)[0]
+    for name in LORA_LAYERS:
+        wrap_lora(model, f"transformer_blocks.1.{name}")
+    assert relative(model(**given)[0], without) > 1e-2
+    optimized = assert_fused(model, given, fused)
+    assert "layers: 6 of 36 run diffusers' own way" in optimized.report()
+
+
+def test_lora_that_comes_and_goes_between_runs(fused):
+    model, given = new_model(), inputs()
+    optimize(model)
+    without = model(**given)[0]
+    name = "transformer_blocks.0.attn.to_k"
+    lora = wrap_lora(model, name)
+    expected = type(model).forward(model, **given)[0]
+    assert relative(model(**given)[0], expected) <= 1e-6
+    assert relative(expected, without) > 1e-3
+    model.transformer_blocks[0].attn.to_k = lora.base_layer
+    assert relative(model(**given)[0], without) <= 1e-6
+    assert len(fused) == 3 * BLOCKS
+
+
+@pytest.mark.parametrize("place", ["img_mod.1", "txt_mod.1"])
+def test_lora_of_the_modulation_is_computed_in_every_pass(place, fused):
+    model, given = new_model(), inputs()
+    optimized = optimize(model)
+    for _ in range(2):
+        model(**given)
+    lora = wrap_lora(model, f"transformer_blocks.1.{place}")
+    for scale in (1.0, 0.3):
+        lora.scale = scale
+        expected = type(model).forward(model, **given)[0]
+        again = {**given, "hidden_states": given["hidden_states"].clone()}
+        assert relative(model(**again)[0], expected) <= 1e-6
+    assert "modulation: computed in each forward pass" in optimized.report()
+    assert len(fused) == 4 * BLOCKS
+
+
+@pytest.mark.parametrize("time", [0.7, 0.9])
+def test_weights_of_the_modulation_that_change_between_runs(time, fused):
+    """`Parameter.data` leaves no trace: neither the address nor the version counter changes."""
+    model = new_model()
+    optimized = optimize(model)
+    for step in (time, 0.4):
+        model(**inputs(time=step))
+    weight = model.transformer_blocks[2].txt_mod[1].weight
+    version, address = weight._version, weight.data_ptr()
+    weight.data += 0.1
+    assert (weight._version, weight.data_ptr()) == (version, address)
+    given = inputs(time=time)
+    expected = type(model).forward(model, **given)[0]
+    assert relative(model(**given)[0], expected) <= 1e-6
+    assert "modulation: 1 timesteps in a table" in optimized.report()
+
+
+def test_weights_that_change_between_runs_of_a_single_step(fused):
+    model = new_model()
+    optimize(model)
+    model(**inputs())
+    model.transformer_blocks[0].img_mod[1].bias.data += 0.1
+    given = inputs(seed=3)
+    expected = type(model).forward(model, **given)[0]
+    assert relative(model(**given)[0], expected) <= 1e-6
+
+
+def test_weights_are_read_through_once_a_run(monkeypatch):
+    model = new_model()
+    sums = []
+    monkeypatch.setattr(prepared, "_sums", lambda blocks: sums.append(0) or [len(blocks)])
+    optimized = optimize(model)
+    for _ in range(2):
+        for time in (0.9, 0.5, 0.1):
+            latents = random(1, TOKENS, CHANNELS)
+            for seed in (1, 2):  # both halves of guidance have the same latents
+                model(**inputs(time=time, seed=seed) | {"hidden_states": latents})
+    assert len(sums) == 2
+    assert "modulation: 3 timesteps in a table of 0 MiB, read 9 times" in optimized.report()
+    assert "18 of 18 in 6 forward passes" in optimized.report()
+
+
+def test_run_that_is_marked_is_one_run():
+    model = new_model()
+    optimized = optimize(model)
+    with optimized.run():
+        for time in (0.9, 0.5, 0.9):
+            model(**inputs(time=time))
+    assert "9 of 9 in 3 forward passes" in optimized.report()
+    with optimized.run():
+        model(**inputs())
+    assert "3 of 3 in 1 forward passes" in optimized.report()
+
+
+@pytest.mark.parametrize("zero_cond_t", [False, True])
+def test_schedule_of_a_marked_run_fills_the_table_at_once(zero_cond_t):
+    model = new_model(torch.bfloat16, zero_cond_t=zero_cond_t)
+    optimized = optimize(model)
+    schedule = torch.tensor([900.0, 612.3, 250.0, 33.3])
+
+    def step(time, batch=2):
+        return inputs(batch, dtype=torch.bfloat16) | {
+            "timestep": time.expand(batch).to(torch.bfloat16) / 1000
+        }
+
+    with optimized.run(lambda: schedule):
+        for count, time in enumerate(schedule, start=1):
+            model(**step(time))
+            assert f"4 timesteps in a table of 0 MiB, read {count} times" in optimized.report()
+    with optimized.run(lambda: schedule / 2):  # not this run's: no table is filled for it
+        model(**step(schedule[0]))
+    assert "4 timesteps in a table of 0 MiB, read 5 times" in optimized.report()
+
+
+def quantized_model(precision, **options):
+    model = new_model()
+    quantize_transformer(model, precision, **options)
+    return model
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_quantized_layers(precision, fused):
+    """On a processor fp8 layers run themselves; int8 has a GEMM there."""
+    optimized = assert_fused(quantized_model(precision), inputs(2), fused, most=0.02)
+    if precision == "int8":
+        assert "layers: int8 through int_mm" in optimized.report()
+        assert "run diffusers' own way" not in optimized.report()
+    else:
+        assert "layers: 36 of 36 run diffusers' own way" in optimized.report()
+
+
+def test_quantized_layers_with_two_gemms_of_one_format(fused):
+    model = quantized_model("int8")
+    layer = model.transformer_blocks[2].attn.to_q
+    layer.product = choose_gemm("int8", torch.device("cpu"), backend="dequantize")
+    optimized = assert_fused(model, inputs(), fused, most=0.02)
+    assert "layers: 1 of 36 run diffusers' own way" in optimized.report()
+
+
+def test_layers_with_weights_of_another_class_run_themselves(fused):
+    """As torchao's and those of tensor parallelism."""
+
+    class Packed(torch.nn.Parameter):
+        pass
+
+    model = new_model()
+    layer = model.transformer_blocks[0].attn.to_q
+    layer.weight = Packed(layer.weight.data)
+    optimized = assert_fused(model, inputs(), fused)
+    assert "layers: 1 of 36 run diffusers' own way" in optimized.report()
+
+
+def test_hook_on_a_layer_is_called(fused):
+    model = new_model()
+    seen = []
+    layer = model.transformer_blocks[1].img_mlp.net[2]
+    layer.register_forward_hook(lambda *call: seen.append(call[2].shape))
+    assert_fused(model, inputs(), fused)
+    assert seen == [(1, TOKENS, HEADS * HEAD_DIM)] * 3  # before, optimized, restored
+
+
+@pytest.mark.parametrize("place", ["img_norm1", "attn", "txt_mlp", "attn.norm_added_k"])
+def test_hook_on_what_is_read_sends_the_block_to_diffusers(place, fused):
+    model = new_model()
+    optimized = optimize(model)
+    model(**inputs())
+    assert len(fused) == BLOCKS
+    module = model.transformer_blocks[1].get_submodule(place)
+    handle = module.register_forward_hook(lambda module, args, output: None)
+    model(**inputs())
+    assert f"blocks: fused, {BLOCKS - 1} of {BLOCKS}" in optimized.report()
+    assert "been changed by another extension" in optimized.report()
+    optimized.restore()
+    assert_host(model, inputs(), fused, "been changed by another extension", blocks=1)
+    handle.remove()
+    assert_fused(model, inputs(), fused)
+
+
+def test_module_that_is_exchanged_after_the_first_pass(fused):
+    model, given = new_model(), inputs()
+    optimized = optimize(model)
+    model(**given)
+    block = model.transformer_blocks[0]
+    block.img_norm2 = torch.nn.LayerNorm(HEADS * HEAD_DIM, eps=1e-6)  # it has weights
+    expected = type(model).forward(model, **given)[0]
+    assert relative(model(**given)[0], expected) <= 1e-6
+    assert "1 of 6: its LayerNorms have weights" in optimized.report()
+
+
+def test_attention_of_another_class_runs_diffusers_way(fused):
+    class Own(torch.nn.Module):
+        def forward(self, hidden_states, encoder_hidden_states, **others):
+            return hidden_states * 0.5, encoder_hidden_states * 0.25
+
+    model = new_model()
+    model.transformer_blocks[0].attn = Own()
+    assert_host(model, inputs(), fused, "its form is unknown", blocks=1)
+
+
+def test_blocks_that_are_exchanged_or_left_out(fused):
+    model, given = new_model(), inputs()
+    optimized = optimize(model)
+    model(**given)
+    other = new_model()
+    for weight in other.parameters():
+        weight.mul_(0.7)
+    model.transformer_blocks[1] = other.transformer_blocks[1]
+    for blocks in (BLOCKS, BLOCKS - 1):
+        expected = type(model).forward(model, **given)[0]
+        del fused[:]
+        assert relative(model(**given)[0], expected) <= 1e-6
+        assert len(fused) == blocks
+        del model.transformer_blocks[0]
+    assert "modulation: 1 timesteps" in optimized.report()
+
+
+def test_hook_on_a_block_sends_all_to_diffusers(fused):
+    model = new_model()
+    seen = []
+    model.transformer_blocks[2].register_forward_hook(lambda *call: seen.append(0))
+    assert_host(model, inputs(), fused, "another extension has changed the blocks")
+    assert len(seen) == 2
+
+
+def test_first_block_cache(fused):
+    from diffusers import FirstBlockCacheConfig
+
+    model = new_model()
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+    optimized = optimize(model)
+    with model.cache_context("a run"):
+        first, second = (model(**inputs())[0] for _ in range(2))
+    assert relative(second, first) <= 1e-6  # what was cached is added again
+    assert "another extension has changed the blocks" in optimized.report()
+    assert not fused
+    model.disable_cache()
+    assert relative(model(**inputs())[0], first) <= 1e-6
+    assert len(fused) == BLOCKS
+
+
+def test_layers_that_are_stored_in_fewer_bits_run_themselves(fused):
+    model = new_model()
+    model.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
+    optimized = assert_fused(model, inputs(), fused)
+    assert "layers: 36 of 36 run diffusers' own way" in optimized.report()
+    assert "modulation: computed in each forward pass" in optimized.report()
+
+
+def test_blocks_that_accelerate_moves_run_diffusers_way(fused):
+    from accelerate import cpu_offload
+
+    model = new_model()
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert_host(model, inputs(), fused, "changed by another extension")
+
+
+def test_whole_model_offload_keeps_the_fast_path(fused):
+    """Which takes its hook off after every image, and with it what stands in its place."""
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    model, given = new_model(), inputs()
+    expected = model(**given)[0]
+    for first in (True, False):
+        if first:
+            add_hook_to_module(model, ModelHook())
+        optimize(model)
+        if not first:
+            add_hook_to_module(model, ModelHook())
+        for _ in range(2):
+            assert relative(model(**given)[0], expected) <= 1e-6
+            remove_hook_from_module(model, recurse=True)
+            add_hook_to_module(model, ModelHook())
+        assert len(fused) == 2 * BLOCKS
+        assert optimize(model).report()  # finds the first one under the hook
+        optimize(model).restore()
+        assert torch.equal(model(**given)[0], expected)
+        remove_hook_from_module(model)
+        assert torch.equal(model(**given)[0], expected)
+        assert len(fused) == 2 * BLOCKS
+        del fused[:]
+
+
+def test_hooks_of_diffusers_around_the_model_stay(fused):
+    from diffusers.hooks import HookRegistry, ModelHook
+
+    class Counting(ModelHook):
+        calls = 0
+
+        def pre_forward(self, module, *args, **kwargs):
+            self.calls += 1
+            return args, kwargs
+
+    model, given = new_model(), inputs()
+    expected = model(**given)[0]
+    optimized, hook = optimize(model), Counting()
+    HookRegistry.check_if_exists_or_initialize(model).register_hook(hook, "counting")
+    assert relative(model(**given)[0], expected) <= 1e-6
+    optimized.restore()
+    assert torch.equal(model(**given)[0], expected)
+    assert (hook.calls, len(fused)) == (2, BLOCKS)
+    again = optimize(model)
+    assert relative(model(**given)[0], expected) <= 1e-6
+    again.restore()
+    assert (hook.calls, len(fused)) == (3, 2 * BLOCKS)
+
+
+def test_compiled_blocks_run_as_they_are(fused):
+    model = new_model(blocks=1)
+    expected = model(**inputs())[0]
+    model.compile_repeated_blocks(backend="eager")
+    optimized = optimize(model)
+    assert relative(model(**inputs())[0], expected) <= 1e-6
+    assert "diffusers' own, 1 of 1: torch.compile runs the blocks" in optimized.report()
+    assert not fused
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_compiled_model_runs_diffusers_way_in_one_graph(in_place, fused):
+    model, given = new_model(blocks=1), inputs()
+    expected = model(**given)[0]
+    optimize(model)
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = model
+    if in_place:
+        model.compile(backend=backend, fullgraph=True)
+    else:
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for _ in range(2):
+        assert relative(compiled(**given)[0], expected) <= 1e-6
+    assert (len(graphs), len(fused)) == (1, 0)
+    torch.compiler.reset()
+
+
+def test_gradients_flow_through_diffusers_own_blocks(fused):
+    model, given = new_model(), inputs()
+    optimized = optimize(model)
+    with torch.enable_grad():
+        model(**given)[0].sum().backward()
+    assert model.transformer_blocks[0].attn.to_q.weight.grad.abs().sum() > 0
+    assert "gradients are recorded" in optimized.report()
+    assert not fused
+    model(**given)
+    assert len(fused) == BLOCKS
+
+
+def test_training_mode_runs_diffusers_way(fused):
+    assert_host(new_model().train(), inputs(), fused, "the transformer is in training mode")
+
+
+def test_autocast_runs_diffusers_way(fused):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_host(new_model(), inputs(), fused, "autocast is on")
+
+
+def test_inference_mode_and_no_grad_share_a_table(fused):
+    model, given = new_model(), inputs()
+    expected = model(**given)[0]
+    optimize(model)
+    with torch.inference_mode():
+        model(**given)
+    assert relative(model(**given)[0], expected) <= 1e-6
+    assert len(fused) == 2 * BLOCKS
+
+
+# --- models that the kernels do not take ---
+
+
+def test_fp16_runs_diffusers_way(fused):
+    given = inputs(dtype=torch.float16)
+    assert_host(new_model(torch.float16), given, fused, "the fused blocks take bf16 and fp32")
+
+
+def test_heads_that_no_kernel_takes(fused):
+    assert_host(new_model(head_dim=24), inputs(), fused, "heads of 24, not 16, 32, 64, 128, 256")
+
+
+def test_device_without_kernels(fused, monkeypatch):
+    monkeypatch.setattr(optimization, "choose_ops", lambda device: (None, "Triton is missing"))
+    assert_host(new_model(), inputs(), fused, "Triton is missing")
+
+
+def test_model_that_is_cast_after_its_first_run(fused):
+    model = new_model()
+    optimized = optimize(model)
+    model(**inputs())
+    for weight in model.parameters():
+        weight.data = weight.data.to(torch.bfloat16)
+    given = inputs(dtype=torch.bfloat16)
+    expected = type(model).forward(model, **given)[0]
+    assert relative(model(**given)[0], expected) < 0.02
+    for weight in model.parameters():
+        weight.data = weight.data.to(torch.float16)
+    given = inputs(dtype=torch.float16)
+    assert torch.equal(model(**given)[0], type(model).forward(model, **given)[0])
+    assert "the fused blocks take bf16 and fp32" in optimized.report()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            {"joint_attention_kwargs": {"ip_adapter_masks": 1}},
+            "attention is passed ip_adapter_masks, not known here",
+        ),
+        ({"temb": "one row"}, "1 timestep embeddings where 2 belong"),
+        ({"image_rotary_emb": "none"}, "its rotary embedding is not the complex one"),
+        ({"image_rotary_emb": "real"}, "its rotary embedding is not the complex one"),
+        ({"colour": 1}, "its argument colour is not known here"),
+    ],
+)
+def test_block_arguments_that_are_not_known(change, reason, fused, monkeypatch):
+    """A later diffusers, or another node's loop over the blocks."""
+    model, given = new_model(), inputs(2)
+    block_class = type(model.transformer_blocks[0])
+    original = block_class.forward
+
+    def tolerant(self, *args, colour=None, joint_attention_kwargs=None, **kwargs):
+        if "image_rotary_emb" in change:
+            kwargs["image_rotary_emb"] = None
+        return original(self, *args, **kwargs)
+
+    def change_arguments(module, args, kwargs):
+        if "temb" in change:
+            return args, kwargs | {"temb": kwargs["temb"][:1]}
+        if change.get("image_rotary_emb") == "real":
+            real = tuple(part.real for part in kwargs["image_rotary_emb"])
+            return args, kwargs | {"image_rotary_emb": real}
+        return args, kwargs | change
+
+    monkeypatch.setattr(block_class, "forward", tolerant)
+    for block in model.transformer_blocks:
+        block.register_forward_pre_hook(change_arguments, with_kwargs=True)
+    monkeypatch.setattr(optimization, "is_changed", lambda module: False)
+    assert_host(model, given, fused, reason)
+
+
+def test_embedding_that_is_changed_for_one_block_counts(fused, monkeypatch):
+    model, given = new_model(), inputs()
+
+    def change(module, args, kwargs):
+        return args, kwargs | {"temb": kwargs["temb"] * 0.5}
+
+    model.transformer_blocks[1].register_forward_pre_hook(change, with_kwargs=True)
+    expected = model(**given)[0]
+    monkeypatch.setattr(optimization, "is_changed", lambda module: False)
+    optimize(model)
+    # The first block's last kernel has applied the table's row to what the second one reads.
+    assert relative(model(**given)[0], expected) <= 1e-6
+
+
+# --- the first step's check ---
+
+
+def sabotaged(monkeypatch, **changes):
+    ops = TORCH._replace(**changes)
+    monkeypatch.setattr(optimization, "choose_ops", lambda device: (ops, "sabotaged"))
+
+
+def wrong_gate(x, branch, gates, *others):
+    gates = gates and gates._replace(image=gates.image * 1.5)
+    return TORCH.residual_norm(x, branch, gates, *others)
+
+
+def wrong_rotation(q, k, norm, rotary, *others):
+    TORCH.qk_norm_rope(q, k, norm, rotary._replace(sin=-rotary.sin), *others)
+
+
+def not_a_number(x, *others):
+    x.fill_(torch.nan)
+    return TORCH.residual_norm(x, *others)
+
+
+def raises(*args):
+    raise RuntimeError("no kernel image is available\nfor execution")
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "reason"),
+    [
+        ("residual_norm", wrong_gate, "the fused block's image stream differs by"),
+        ("qk_norm_rope", wrong_rotation, "stream differs by"),
+        ("residual_norm", not_a_number, "stream differs by nan"),
+        ("qk_norm_rope", raises, "the fused block raised no kernel image is available"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wrong_kernel_is_found_in_the_first_step(
+    name, function, reason, dtype, fused, monkeypatch, caplog
+):
+    sabotaged(monkeypatch, **{name: function})
+    model, given = new_model(dtype), inputs(dtype=dtype)
+    expected = model(**given)[0]
+    optimized = optimize(model)
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            assert torch.equal(model(**given)[0], expected)
+            assert reason in optimized.report() and "blocks: fused" not in optimized.report()
+    assert len(fused) <= 2  # with NaN, the other attention is tried
+    [record] = [record for record in caplog.records if record.name.startswith("qwen_l40s")]
+    assert reason in record.getMessage() and record.levelno == logging.WARNING
+
+
+def test_new_shapes_are_checked_again(fused, monkeypatch):
+    calls = []
+    host = forward.host_forward
+    monkeypatch.setattr(forward, "host_forward", lambda *args: calls.append(0) or host(*args))
+    model = new_model()
+    optimize(model)
+    for given in (inputs(), inputs(), inputs(text=4), inputs(text=4), inputs(2), inputs()):
+        model(**given)
+    assert len(calls) == 3
+    model(**inputs(encoder_hidden_states_mask=text_mask(3)))
+    assert len(calls) == 4
+    wrap_lora(model, "transformer_blocks.0.attn.to_q")
+    model(**inputs())
+    assert len(calls) == 5
+
+
+def test_reason_is_logged_once(fused, caplog):
+    model = new_model(torch.float16)
+    optimize(model)
+    for _ in range(3):
+        model(**inputs(dtype=torch.float16))
+    [record] = caplog.records
+    assert record.getMessage() == (
+        "Qwen-Image L40S: torch.float16: the fused blocks take bf16 and fp32: diffusers' own "
+        "blocks run."
+    )
+
+
+def test_out_of_memory_in_the_first_step_is_raised(monkeypatch):
+    def run_out(*args):
+        raise torch.cuda.OutOfMemoryError("tried to allocate")
+
+    sabotaged(monkeypatch, qk_norm_rope=run_out)
+    model = new_model()
+    optimized = optimize(model)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        model(**inputs())
+    assert not any("forward" in block.__dict__ for block in model.transformer_blocks)
+    assert isinstance(optimized, Optimized)
+
+
+# --- the command ---
+
+
+@pytest.fixture
+def generate(tiny_folder, tmp_path, monkeypatch, capsys):
+    """Runs the command; returns the exit code, the report and what the image says of itself."""
+    monkeypatch.chdir(tmp_path)
+    fixed = ["--prompt", "a red star", "--size", "64x48", "--steps", "2", "--device", "cpu"]
+    fixed += ["--precision", "fp32", "--output", "a.png", "--model", str(tiny_folder)]
+
+    def run(*arguments):
+        code = main(["generate", *fixed, *arguments])
+        out, err = capsys.readouterr()
+        if code:
+            return code, err, None
+        with Image.open("a.png") as image:
+            return json.loads(out), json.loads(image.text["qwen_l40s"]), np.asarray(image)
+
+    return run
+
+
+def test_command_runs_diffusers_own_code_on_a_processor(generate, fused):
+    report, metadata, _ = generate()
+    for facts in (report, metadata):
+        assert (facts["optimized"], facts["ran"]) == (False, ["diffusers' own code"])
+    assert not fused
+
+
+def test_command_says_what_ran_and_paints_the_same(generate, fused):
+    *_, plain = generate("--no-optimize")
+    report, metadata, ours = generate("--optimize")
+    for facts in (report, metadata):
+        assert facts["optimized"] is True
+        assert facts["ran"][0].startswith("blocks: fused, 8 of 8 in 4 forward passes")
+        assert facts["ran"][-1].startswith("attention: sdpa_flash")
+    assert len(fused) == 8
+    assert np.abs(ours.astype(int) - plain).max() <= 1
+
+
+def test_naming_an_attention_switches_the_fast_path_on(generate, fused):
+    report, *_ = generate("--attention", "sliced")
+    assert report["ran"][-1] == "attention: sliced: asked for"
+    assert len(fused) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--no-optimize", "--attention", "math"], "'math' is one of the optimized transformer's"),
+        (["--attention", "flashy"], "no attention 'flashy': use auto or"),
+        (["--attention", "sdpa_cudnn"], "sdpa_cudnn cannot run on cpu: needs an NVIDIA card"),
+    ],
+)
+def test_attention_that_cannot_be_had_is_told_before_weights_are_read(
+    arguments, message, generate, monkeypatch
+):
+    monkeypatch.setattr("qwen_l40s.hosts.diffusers.load.load_text_encoder", None)
+    code, error, _ = generate(*arguments)
+    assert code == 2
+    assert message in error and error.count("\n") == 1
