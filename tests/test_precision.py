@@ -55,7 +55,7 @@ def choose(requested, stored, card, weights=WEIGHTS, activations=STEP):
         (L40S, "fp32", "bf16", "the file's fp32 is rounded to bf16"),
         (L40S, "fp16", "bf16", "the file's fp16 is rounded to bf16"),
         (A100, "bf16", "bf16", "stay on NVIDIA A100 (80.0 GiB less 1.2 GiB in reserve"),
-        (A100_40, "bf16", "int8", "0.0076 against 0.0100); 25.4 GiB of weights stay on"),
+        (A100_40, "bf16", "int8", "tells for yours); 25.4 GiB of weights stay on"),
         (RTX_5090, "bf16", "int8", "bf16 with 38.0 GiB of weights does not stay on the card"),
         (RTX_4090, "bf16", "int8", "the host moves 4.3 GiB to it in every step"),
         (T4, "bf16", "int8", "sm_75 does not multiply int8, which needs sm_80"),

@@ -1,0 +1,128 @@
+"""A diffusers transformer whose block layers hold fp8 or int8 weights.
+
+The layers are replaced one by one in the model that is there, so that its bf16 weights go as the
+quantized ones come: both never stand in memory together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from ...errors import SettingError
+from ...loaders.quantize import FORMATS, layers_to_quantize, quantize_rows
+from ...optimizations.w8a8 import Product, tensor_core_product
+
+
+class QuantizedLinear(torch.nn.Module):
+    """A linear layer of 8-bit values and a scale for each output row.
+
+    Attributes:
+        weight: (N, K), float8_e4m3fn or int8.
+        weight_scale: (N, 1), fp32.
+        bias: (N,) in the dtype of the layer that it was, or None.
+    """
+
+    def __init__(self, layer: torch.nn.Linear, product: Product) -> None:
+        """Rounds a layer's weight on its device.
+
+        Args:
+            product: what multiplies, in its format.
+        """
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        values, scale = quantize_rows(layer.weight.detach(), product.format)
+        self.register_buffer("weight", values)
+        self.register_buffer("weight_scale", scale)
+        self.bias = layer.bias
+        self.product = product
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., K) to (..., N) in x's dtype."""
+        return self.product.linear(x, self.weight, self.weight_scale, self.bias)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> QuantizedLinear:
+        # `.to(dtype)` of a whole model means its other tensors: cast, the values would be numbers
+        # of another format. They still move with it.
+        held = {"weight": self.weight, "weight_scale": self.weight_scale}
+        super()._apply(fn, recurse)
+        for name, tensor in held.items():
+            moved = getattr(self, name)
+            if moved.dtype != tensor.dtype:
+                setattr(self, name, tensor.to(moved.device))
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.product}"
+
+
+def chosen_layers(names: Iterable[str], keep: Sequence[str] = ()) -> list[str]:
+    """Which of these layers are quantized, in their order.
+
+    Raises:
+        SettingError: a pattern in `keep` matches no layer, or the patterns leave none.
+    """
+    names = list(names)
+    chosen = layers_to_quantize(names, keep)
+    if not chosen:
+        raise SettingError("the keep patterns leave no layer to quantize: name fewer layers.")
+    return [name for name in names if name in chosen]
+
+
+def quantizable(transformer: torch.nn.Module, keep: Sequence[str] = ()) -> list[str]:
+    """Names of the layers that are quantized, in the model's order.
+
+    Args:
+        keep: shell patterns of layers that stay as they are, such as `*.img_mlp.net.2`.
+
+    Raises:
+        SettingError: a pattern matches no layer, the patterns leave none, or a layer is not a plain
+            linear layer.
+    """
+    modules = dict(transformer.named_modules())
+    layers = chosen_layers(modules, keep)
+    for name in layers:
+        if not isinstance(modules[name], torch.nn.Linear):
+            raise SettingError(
+                f"{name} is a {type(modules[name]).__name__}, and only linear layers with plain "
+                "weights are quantized: load the bf16 folder anew, with LoRAs merged."
+            )
+    return layers
+
+
+def quantize_transformer(
+    transformer: torch.nn.Module,
+    precision: str,
+    keep: Sequence[str] = (),
+    product: Product | None = None,
+) -> list[str]:
+    """Quantizes attention and MLP of the blocks in place, on the device where they are.
+
+    Args:
+        transformer: diffusers' `QwenImageTransformer2DModel`.
+        precision: "fp8" or "int8".
+        keep: as in `quantizable`.
+        product: what multiplies; without it a card's tensor cores, or the same numbers in plain
+            torch. Either way the activations are rounded too.
+
+    Returns:
+        The names of the quantized layers.
+
+    Raises:
+        SettingError: the precision is unknown, or as in `quantizable`; nothing has changed then.
+    """
+    if precision not in FORMATS:
+        raise SettingError(f"precision {precision!r} is unknown: choose {' or '.join(FORMATS)}.")
+    layers = quantizable(transformer, keep)
+    for name in layers:
+        layer = transformer.get_submodule(name)
+        chosen = product or tensor_core_product(precision, layer.weight.device)
+        replace_layer(transformer, name, QuantizedLinear(layer, chosen))
+    return layers
+
+
+def replace_layer(model: torch.nn.Module, name: str, layer: torch.nn.Module) -> None:
+    """Puts a module into a model at a dotted name."""
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, layer)

@@ -1,0 +1,333 @@
+"""Measures of lossy settings: the arithmetic, planted outliers, and what to keep in bf16."""
+
+import math
+import random
+import sys
+import types
+
+import pytest
+
+np = pytest.importorskip("numpy")
+torch = pytest.importorskip("torch")
+
+from qwen_l40s.loaders.quantize import layers_to_quantize  # noqa: E402
+from qwen_l40s.optimizations import reference  # noqa: E402
+from qwen_l40s.optimizations.fidelity import (  # noqa: E402
+    OUTLIER_FACTORS,
+    PLACES,
+    ErrorSum,
+    outlier_channels,
+    plant,
+    planted_operands,
+    psnr,
+    relative_error,
+)
+from qwen_l40s.optimizations.linear import Gemm  # noqa: E402
+from qwen_l40s.optimizations.perceptual import load_lpips  # noqa: E402
+from qwen_l40s.optimizations.w8a8 import W8A8, plain_product, tensor_core_product  # noqa: E402
+from qwen_l40s.planning.keep import (  # noqa: E402
+    LayerCost,
+    bytes_to_keep,
+    keep_patterns,
+    kind_of,
+    propose_keep,
+    summed_error,
+)
+from qwen_l40s.planning.memory import BLOCK_GEMMS  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+LAYERS = [f"transformer_blocks.{block}.{kind}" for block in range(11) for kind in BLOCK_GEMMS]
+
+
+def random_tensor(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+# --- errors
+
+
+def test_relative_error_is_the_frobenius_norm_of_what_is_lost():
+    exact = random_tensor(30, 7)
+    assert relative_error(exact, exact) == 0
+    assert relative_error(1.25 * exact, exact) == pytest.approx(0.25)
+    found = exact.clone()
+    found[3, 2] += 2
+    assert relative_error(found, exact) == pytest.approx(2 / exact.norm().item())
+
+
+def test_pieces_count_by_their_norms():
+    found, exact = random_tensor(40, 5), random_tensor(40, 6)[:, :5]
+    total = ErrorSum()
+    for rows in (slice(0, 3), slice(3, 40)):
+        total.add(found[rows], exact[rows])
+    assert total.error == pytest.approx(relative_error(found, exact))
+    total = ErrorSum()
+    total.add(1.1 * exact, exact, weight=3)
+    total.add(exact, exact, weight=4)
+    assert total.error == pytest.approx(0.1 * 3 / 5)
+
+
+def test_errors_of_nothing_zeros_and_nan():
+    assert ErrorSum().error == 0
+    zeros = torch.zeros(3)
+    assert relative_error(zeros, zeros) == 0
+    assert relative_error(zeros + 1, zeros) == math.inf
+    assert math.isnan(relative_error(zeros * math.nan, zeros + 1))
+
+
+def test_psnr_of_known_differences():
+    exact = np.full((4, 4, 3), 100, np.uint8)
+    assert psnr(exact, exact) == math.inf
+    assert psnr(exact + np.uint8(1), exact) == pytest.approx(20 * math.log10(255))
+    # in uint8 the difference would wrap around
+    assert psnr(np.zeros((4, 4, 3), np.uint8), exact + np.uint8(155)) == 0
+
+
+# --- outliers
+
+
+def test_a_tenth_of_a_percent_of_the_channels_is_planted():
+    generator = torch.Generator().manual_seed(0)
+    assert len(outlier_channels(3072, generator)) == 3
+    assert len(outlier_channels(12288, generator)) == 12
+    assert len(outlier_channels(128, generator)) == 1
+    x = random_tensor(5, 64).bfloat16()
+    channels = torch.tensor([2, 9])
+    planted = plant(x, channels, 30)
+    assert planted.dtype == x.dtype
+    assert torch.equal(planted[:, channels], (x[:, channels].float() * 30).bfloat16())
+    others = [c for c in range(64) if c not in (2, 9)]
+    assert torch.equal(planted[:, others], x[:, others])
+    assert torch.equal(plant(x, channels[:1], 30, dim=0)[2], x[2] * 30)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_operands_differ_from_the_plain_ones_in_their_outliers_only(place):
+    plain = planted_operands(16, 512, 512)
+    planted = planted_operands(16, 512, 512, place, 100.0)
+    expected = PLACES[place]
+    x, weight = (here / there for here, there in zip(planted, plain, strict=True))
+    grown = [(t.nan_to_num(1) > 50).all(dim) for t, dim in ((x, 0), (weight, 0), (weight, 1))]
+    assert tuple(bool(g.any()) for g in grown) == expected
+    assert all(g.sum() <= 1 for g in grown)
+    if expected[0] and expected[1]:
+        assert not (grown[0] & grown[1]).any()  # in other channels
+
+
+@pytest.fixture(scope="module")
+def errors():
+    """{(setting, place, factor): relative error of a layer of 96 tokens, 1024 x 1024}"""
+    found = {}
+    for place, factor in [("", 1.0), *((p, f) for p in PLACES for f in OUTLIER_FACTORS)]:
+        x, weight = planted_operands(96, 1024, 1024, place, factor)
+        exact = x.double() @ weight.double().t()
+        for format in ("fp8", "int8"):
+            for scales in ("rows", "tensor"):
+                setting = W8A8(format, scales, scales)
+                out = setting.linear(x, *setting.quantize_weight(weight))
+                found[format, scales, place, factor] = relative_error(out, exact)
+    return found
+
+
+def test_errors_without_outliers_are_those_of_the_formats(errors):
+    # fp8: a mantissa of 3 bits, 0.0265 for each operand; int8: steps of the row's largest / 127,
+    # of which a Gaussian row of 1024 has about 3.2.
+    assert errors["fp8", "rows", "", 1.0] == pytest.approx(0.0373, abs=0.001)
+    assert errors["int8", "rows", "", 1.0] == pytest.approx(0.0107, abs=0.001)
+    assert errors["int8", "tensor", "", 1.0] > 1.2 * errors["int8", "rows", "", 1.0]
+
+
+def test_outliers_leave_fp8_as_it_is_and_spoil_int8(errors):
+    """fp8 has an exponent for each value; int8 has one step for a row, which an outlier sets."""
+    for (format, scales, place, factor), error in errors.items():
+        if format == "fp8":
+            assert 0.025 < error < 0.042, (scales, place, factor)
+    for place in ("activations", "weight columns"):
+        small, large = (errors["int8", "rows", place, factor] for factor in OUTLIER_FACTORS)
+        assert 0.04 < small < large < 0.2
+    assert errors["int8", "rows", "activations and weight columns", 100.0] > 0.2
+    # an output channel of its own scale costs nothing
+    assert errors["int8", "rows", "weight rows", 100.0] < 0.013
+
+
+def test_scales_by_rows_beat_one_scale(errors):
+    for (format, scales, place, factor), error in errors.items():
+        if scales == "rows" and format == "int8" and place:
+            assert 1.4 * error < errors[format, "tensor", place, factor], place
+        elif scales == "rows":
+            assert error < 1.02 * errors[format, "tensor", place, factor], place
+    both = "fp8", "rows", "activations", 100.0
+    assert 1.1 * errors[both] < errors["fp8", "tensor", "activations", 100.0]
+
+
+def test_activations_without_a_scale_are_cut_off_at_the_largest_value():
+    """What ComfyUI's core does with fp8 files that bring no scale for activations."""
+    x, weight = planted_operands(96, 256, 256)
+    core = W8A8("fp8", "tensor", "unit")
+    held = core.quantize_weight(weight)
+    for scale, low, high in ((1, 0.03, 0.045), (400, 0.1, 1), (0.001, 0.2, 1)):
+        exact = (scale * x).double() @ weight.double().t()
+        assert low < relative_error(core.linear(scale * x, *held), exact) < high
+    rows = W8A8("fp8")
+    held = rows.quantize_weight(weight)
+    for scale in (400, 0.001):
+        exact = (scale * x).double() @ weight.double().t()
+        assert relative_error(rows.linear(scale * x, *held), exact) < 0.04
+
+
+# --- what multiplies
+
+
+@pytest.mark.parametrize("format", ["fp8", "int8"])
+def test_on_a_cpu_activations_are_rounded_too(format):
+    product = tensor_core_product(format, CPU)
+    x, weight = planted_operands(20, 64, 128)
+    bias = random_tensor(64)
+    values, scale = reference.row_quantize(weight, format)
+    q, x_scale = reference.row_quantize(x, format)
+    exact = (q.double() * x_scale) @ (values.double() * scale).t() + bias
+    out = product.linear(x.view(4, 5, 128), values, scale, bias)
+    assert out.shape == (4, 5, 64)
+    assert relative_error(out.view(20, 64), exact) < 1e-6
+    assert product.format == format
+
+
+def test_the_reference_stands_in_where_torch_has_no_integer_product(monkeypatch):
+    from qwen_l40s.optimizations import w8a8
+    from qwen_l40s.optimizations.linear import UnavailableError
+
+    def refuse(*args, **kwargs):
+        raise UnavailableError("no _int_mm")
+
+    monkeypatch.setattr(w8a8, "choose_gemm", refuse)
+    assert plain_product("int8", CPU) == W8A8("int8")
+
+
+def test_a_card_without_the_format_is_measured_in_plain_torch(monkeypatch):
+    from qwen_l40s.optimizations import w8a8
+
+    weight_only = Gemm("fp8", "dequantize", "sm_80")
+    monkeypatch.setattr(w8a8, "choose_gemm", lambda format, device: weight_only)
+    assert tensor_core_product("fp8", CPU) == W8A8("fp8")
+
+
+# --- LPIPS
+
+
+def stand_in(monkeypatch, tmp_path, *, backbone):
+    """A `lpips` that measures the mean difference, and a torchvision that names the backbone."""
+
+    class LPIPS(torch.nn.Module):
+        def __init__(self, net, verbose):
+            super().__init__()
+            assert (net, verbose) == ("alex", False)
+
+        def forward(self, found, exact, normalize):
+            assert normalize and found.shape == exact.shape == (1, 3, 8, 6)
+            assert found.min() >= 0 and found.max() <= 1
+            return (found - exact).abs().mean()
+
+    models = types.ModuleType("torchvision.models")
+    address = types.SimpleNamespace(url="https://x.invalid/models/backbone.pth")
+    models.AlexNet_Weights = types.SimpleNamespace(IMAGENET1K_V1=address)
+    package = types.ModuleType("lpips")
+    package.LPIPS = LPIPS
+    found = {"lpips": package, "torchvision": types.ModuleType("torchvision")}
+    for name, module in {**found, "torchvision.models": models}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("qwen_l40s.optimizations.perceptual.find_spec", found.get)
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    if backbone:
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints" / "backbone.pth").touch()
+    return package
+
+
+def test_lpips_runs_where_package_and_backbone_are_there(monkeypatch, tmp_path):
+    stand_in(monkeypatch, tmp_path, backbone=True)
+    distance, by = load_lpips()
+    assert by == "lpips, AlexNet"
+    image = np.full((8, 6, 3), 51, np.uint8)
+    assert distance(image, image) == 0
+    assert distance(image, 0 * image) == pytest.approx(0.2)
+
+
+def test_lpips_without_its_backbone_is_never_built(monkeypatch, tmp_path):
+    package = stand_in(monkeypatch, tmp_path, backbone=False)
+    package.LPIPS = None  # calling it would be an error
+    distance, why = load_lpips()
+    assert distance is None
+    assert "backbone.pth of torchvision's AlexNet, are not downloaded by this command" in why
+    assert str(tmp_path / "checkpoints") in why
+
+
+def test_lpips_that_is_not_installed_or_broken(monkeypatch, tmp_path):
+    package = stand_in(monkeypatch, tmp_path, backbone=True)
+    del package.LPIPS
+    distance, why = load_lpips()
+    assert distance is None
+    assert "lpips is installed and fails: cannot import name 'LPIPS'" in why
+    monkeypatch.setattr("qwen_l40s.optimizations.perceptual.find_spec", lambda name: None)
+    distance, why = load_lpips()
+    assert distance is None
+    assert "pip install lpips torchvision" in why
+
+
+# --- what to keep
+
+
+def test_patterns_match_the_kept_layers_and_no_others():
+    numbers = random.Random(0)
+    for _ in range(200):
+        share = numbers.choice((0.02, 0.3, 0.9))
+        kept = {layer for layer in LAYERS if numbers.random() < share}
+        kinds = numbers.sample(sorted(BLOCK_GEMMS), numbers.randrange(3))
+        kept |= {layer for layer in LAYERS if kind_of(layer) in kinds}
+        block = f"transformer_blocks.{numbers.randrange(11)}."
+        kept |= {layer for layer in LAYERS if layer.startswith(block)}
+        patterns = keep_patterns(kept, LAYERS)
+        assert layers_to_quantize(LAYERS, patterns) == set(LAYERS) - kept
+        assert {f"*.{kind}" for kind in kinds} <= set(patterns)
+        assert len(patterns) <= len(kept)
+
+
+def test_patterns_of_nothing_and_of_everything():
+    assert keep_patterns([], LAYERS) == ()
+    assert keep_patterns(LAYERS, LAYERS) == tuple(f"*.{kind}" for kind in BLOCK_GEMMS)
+
+
+def test_the_proposal_is_the_worst_layers_when_all_are_of_one_size():
+    costs = [LayerCost(layer, i / 100, 1000) for i, layer in enumerate(LAYERS)]
+    total = summed_error(cost.error for cost in costs)
+    keep = propose_keep(costs, 0.5 * total)
+    count = len(keep.layers)
+    assert set(keep.layers) == {cost.layer for cost in costs[-count:]}
+    assert keep.bytes == 1000 * count
+    assert keep.error == pytest.approx(summed_error(cost.error for cost in costs[:-count]))
+    assert keep.error <= 0.5 * total < summed_error(c.error for c in costs[: -count + 1])
+
+
+def test_the_proposal_takes_small_layers_before_large_ones_of_the_same_error():
+    large = LayerCost("transformer_blocks.0.img_mlp.net.2", 3.0, 4000)
+    small = LayerCost("transformer_blocks.0.attn.to_q", 3.0, 1000)
+    rest = LayerCost("transformer_blocks.1.attn.to_q", 1.0, 1000)
+    keep = propose_keep([large, rest, small], 3.5)
+    assert keep.layers == (small.layer,)
+    assert keep.patterns == ("transformer_blocks.0.attn.to_q",)
+    assert propose_keep([large, rest, small], 5).layers == ()
+    assert set(propose_keep([large, rest, small], 0).layers) == {
+        cost.layer for cost in (large, small, rest)
+    }
+
+
+def test_a_layer_that_a_later_one_made_needless_is_given_back():
+    first = LayerCost("transformer_blocks.0.attn.to_q", 1.0, 1)
+    second = LayerCost("transformer_blocks.1.attn.to_q", 10.0, 1000)
+    assert propose_keep([first, second], 1.5).layers == (second.layer,)
+
+
+def test_bytes_of_a_layer_in_bf16():
+    # two bytes for each value, against one and four for each row
+    assert bytes_to_keep(12288, 3072) == 12288 * 3072 - 4 * 12288

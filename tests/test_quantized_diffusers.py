@@ -1,0 +1,365 @@
+"""A diffusers transformer with fp8 or int8 layers: what is replaced, painted and lost."""
+
+import copy
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from qwen_l40s.errors import CheckpointError, SettingError
+from qwen_l40s.hosts.diffusers import layer_errors
+from qwen_l40s.hosts.diffusers.layer_errors import (
+    effects,
+    file_errors,
+    measured_layers,
+    recorded_probes,
+    sampled_errors,
+)
+from qwen_l40s.hosts.diffusers.load import load_pipeline
+from qwen_l40s.hosts.diffusers.quantized import (
+    QuantizedLinear,
+    quantizable,
+    quantize_transformer,
+)
+from qwen_l40s.hosts.diffusers.sample import generate, sample
+from qwen_l40s.hosts.diffusers.settings import Settings
+from qwen_l40s.loaders.bundled import bundled_micro_folder
+from qwen_l40s.loaders.quantize import FORMATS, layers_to_quantize, quantize_rows
+from qwen_l40s.loaders.quantize import relative_error as weight_error
+from qwen_l40s.loaders.source import open_source
+from qwen_l40s.optimizations import reference
+from qwen_l40s.optimizations.fidelity import relative_error
+from qwen_l40s.optimizations.linear import choose_gemm
+from qwen_l40s.optimizations.w8a8 import W8A8
+from qwen_l40s.planning.keep import summed_error
+from qwen_l40s.tools.micro import quality
+from qwen_l40s.tools.micro.grammar import parse_prompt
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MICRO = bundled_micro_folder()
+LAYER = "transformer_blocks.3.img_mlp.net.2"
+PROMPT = "a large green circle at the bottom right on a white background"
+OTHER = "a small red star at the top left on a blue background"
+QUICK = Settings(prompt=PROMPT, width=64, height=64, steps=3, cfg=4.0, seed=1)
+in_each = pytest.mark.parametrize("format", FORMATS)
+
+
+@pytest.fixture(scope="module")
+def bf16():
+    """The micro model in bf16; whoever changes its transformer works on a copy."""
+    return load_pipeline(MICRO, precision="bf16", device="cpu")
+
+
+@pytest.fixture
+def transformer(bf16):
+    return copy.deepcopy(bf16.transformer)
+
+
+def linear_layers(transformer):
+    modules = transformer.named_modules()
+    return {name: layer for name, layer in modules if isinstance(layer, torch.nn.Linear)}
+
+
+# --- the layer
+
+
+@in_each
+def test_a_layer_multiplies_rounded_activations_with_rounded_weights(format):
+    layer = torch.nn.Linear(64, 48)
+    quantized = QuantizedLinear(layer, W8A8(format))
+    x = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(0))
+    values, scale = quantize_rows(layer.weight.detach(), format)
+    rows, x_scale = reference.row_quantize(x.reshape(-1, 64), format)
+    exact = (rows.double() * x_scale) @ (values.double() * scale).t() + layer.bias.double()
+    out = quantized(x)
+    assert (out.shape, out.dtype) == ((2, 9, 48), torch.float32)
+    assert relative_error(out.view(-1, 48), exact.detach()) < 1e-6
+    assert quantized(x.bfloat16()).dtype == torch.bfloat16
+    assert (quantized.in_features, quantized.out_features) == (64, 48)
+
+
+@in_each
+def test_casting_a_model_leaves_values_and_scales_as_they_are(format):
+    quantized = QuantizedLinear(torch.nn.Linear(32, 16), W8A8(format))
+    values, scale = quantized.weight, quantized.weight_scale
+    model = torch.nn.Sequential(quantized).to(torch.bfloat16)
+    assert (quantized.weight.dtype, quantized.weight_scale.dtype) == (values.dtype, torch.float32)
+    assert torch.equal(quantized.weight.float(), values.float())
+    assert torch.equal(quantized.weight_scale, scale)
+    assert quantized.bias.dtype == torch.bfloat16
+    assert model(torch.ones(3, 32).bfloat16()).shape == (3, 16)
+    model.to("meta")
+    assert quantized.weight.is_meta and quantized.weight.dtype == values.dtype
+
+
+# --- the transformer
+
+
+@in_each
+def test_attention_and_mlp_of_the_blocks_are_replaced_and_nothing_else(transformer, format):
+    before = linear_layers(transformer)
+    weights = {name: tensor.clone() for name, tensor in transformer.state_dict().items()}
+    layers = quantize_transformer(transformer, format)
+    assert set(layers) == layers_to_quantize(before)
+    assert len(layers) == 72
+    assert set(linear_layers(transformer)) == set(before) - set(layers)
+    for name in layers:
+        layer = transformer.get_submodule(name)
+        values, scale = quantize_rows(weights[f"{name}.weight"], format)
+        assert torch.equal(layer.weight.float(), values.float())
+        assert torch.equal(layer.weight_scale, scale)
+    for name, tensor in transformer.state_dict().items():
+        if name in weights and name.removesuffix(".weight") not in layers:
+            assert torch.equal(tensor, weights[name]), name
+    held = sum(tensor.nbytes for tensor in transformer.state_dict().values())
+    assert held < 0.75 * sum(tensor.nbytes for tensor in weights.values())
+
+
+def test_kept_layers_stay_the_modules_that_they_were(transformer):
+    before = linear_layers(transformer)
+    quantize_transformer(transformer, "fp8", ["transformer_blocks.0.*", "*.img_mlp.net.2"])
+    after = linear_layers(transformer)
+    kept = {name for name in before if name.endswith("img_mlp.net.2")}
+    kept |= {name for name in before if name.startswith("transformer_blocks.0.")}
+    for name in kept:
+        assert after[name] is before[name]
+    assert LAYER in kept
+    assert "transformer_blocks.1.attn.to_q" not in after
+
+
+@in_each
+def test_the_prediction_is_off_by_what_the_format_loses(transformer, bf16, format):
+    """In fp32, so that nothing else differs; with the weights alone rounded it is less."""
+    exact = transformer.float()
+    found = copy.deepcopy(exact)
+    quantize_transformer(found, format)
+    weights_only = copy.deepcopy(exact)
+    dequantize = choose_gemm(format, torch.device("cpu"), backend="dequantize")
+    quantize_transformer(weights_only, format, product=dequantize)
+    generator = torch.Generator().manual_seed(0)
+    inputs = {
+        "hidden_states": torch.randn(1, 64, 64, generator=generator),
+        "encoder_hidden_states": torch.randn(1, 20, 512, generator=generator),
+        "timestep": torch.tensor([0.5]),
+        "img_shapes": [[(1, 8, 8)]],
+        "return_dict": False,
+    }
+    with torch.inference_mode():
+        plain, lossy, half = (m(**inputs)[0] for m in (exact, found, weights_only))
+    error = relative_error(lossy, plain)
+    low, high = {"fp8": (0.01, 0.2), "int8": (0.003, 0.06)}[format]
+    assert low < error < high
+    assert relative_error(half, plain) < 0.9 * error
+
+
+def test_what_cannot_be_quantized_is_refused_and_left_alone(transformer):
+    before = linear_layers(transformer)
+    for arguments, rule in (
+        (("bf16",), "precision 'bf16' is unknown: choose fp8 or int8"),
+        (("fp8", ["blocks.*"]), "'blocks.*' matches no layer"),
+        (("fp8", ["*"]), "leave no layer to quantize"),
+    ):
+        with pytest.raises(SettingError) as error:
+            quantize_transformer(transformer, *arguments)
+        assert rule in str(error.value)
+    assert linear_layers(transformer) == before
+    quantize_transformer(transformer, "fp8", ["transformer_blocks.0.*"])
+    with pytest.raises(SettingError, match="is a QuantizedLinear, and only linear layers with"):
+        quantize_transformer(transformer, "int8", ["transformer_blocks.0.*"])
+
+
+# --- images
+
+
+def test_the_micro_model_paints_the_same_in_fp8_and_int8(bf16):
+    """`make micro-quality ARGS="--precision fp8"` does so with 200 prompts and 20 steps."""
+    prompts = [(prompt, parse_prompt(prompt)) for prompt in (PROMPT, OTHER)]
+    least = {}
+    for format in FORMATS:
+        pipeline = replace(bf16, transformer=copy.deepcopy(bf16.transformer))
+        found = quality.compare(pipeline, prompts, format, [], steps=10)
+        least[format] = found["psnr"]["least"]
+        assert found["all"] == found["bf16"]["all"] == 1
+        assert quality.passes(found)
+    assert 20 < least["fp8"] < 60
+    assert least["fp8"] < least["int8"] < 80
+
+
+def test_a_drop_of_more_than_two_points_does_not_pass():
+    shares = {"colours_and_position": 0.98, "shape": 0.97, "all": 0.96, "size": 0.99}
+    assert quality.passes({**shares, "bf16": shares})
+    assert quality.passes({**shares, "bf16": {**shares, "shape": 0.99}})
+    assert not quality.passes({**shares, "bf16": {**shares, "all": 0.985}})
+    assert not quality.passes({**shares, "shape": 0.89})
+
+
+def test_psnr_of_equal_images_is_none_and_not_infinite():
+    image = np.zeros((4, 4, 3), np.uint8)
+    assert quality.psnr_summary([image], [image])["mean"] is None
+    found = quality.psnr_summary([image, image + 1, image + 4], [image, image, image])
+    assert json.loads(json.dumps(found)) == {"mean": 42.11, "median": 48.13, "least": 36.09}
+
+
+# --- errors of layers
+
+
+def test_measuring_changes_no_image_and_finds_the_error_of_every_activation(bf16):
+    plain = generate(bf16, **vars(QUICK), progress=False).images[0]
+    seen = []
+    layer = bf16.transformer.get_submodule(LAYER)
+    record = layer.register_forward_hook(lambda _, x, y: seen.append((x[0], y)))
+    with measured_layers(bf16.transformer, "fp8", ["transformer_blocks.0.*"]) as sums:
+        measured = generate(bf16, **vars(QUICK), progress=False).images[0]
+    record.remove()
+    assert np.array_equal(np.asarray(plain), np.asarray(measured))
+    assert len(sums) == 60
+    assert len(seen) == 2 * QUICK.steps
+    assert not any(module._forward_hooks for module in bf16.transformer.modules())
+    x, exact = (torch.cat([pair[i] for pair in seen]) for i in (0, 1))
+    out = QuantizedLinear(layer, W8A8("fp8"))(x)
+    assert sums[LAYER].error == pytest.approx(relative_error(out, exact), rel=1e-3)
+    errors = sampled_errors(bf16.transformer, sums, "fp8", None)
+    assert [entry.layer for entry in errors] == quantizable(
+        bf16.transformer, ["transformer_blocks.0.*"]
+    )
+    for entry in errors:
+        weight = bf16.transformer.get_submodule(entry.layer).weight.detach()
+        assert entry.weight_error == weight_error(weight, *quantize_rows(weight, "fp8"))
+        assert 0.015 < entry.error < 0.1
+        assert entry.effect is None
+        assert entry.bytes == weight.numel() - 4 * len(weight)
+
+
+@pytest.mark.parametrize("cfg", [1.0, 4.0])
+@pytest.mark.parametrize(("steps", "chosen"), [(1, [0]), (2, [0, 1]), (6, [0, 2, 5])])
+def test_probes_are_steps_of_the_run_with_their_lengths(bf16, cfg, steps, chosen):
+    settings = Settings(prompt=PROMPT, width=64, height=64, steps=steps, cfg=cfg)
+    calls = []
+    handle = bf16.transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True
+    )
+    with recorded_probes(bf16.transformer) as probes:
+        sample(bf16, settings, progress=False)
+    handle.remove()
+    with_prompt = calls[:: 1 if cfg == 1 else 2]
+    assert len(with_prompt) == steps
+    times = [float(call["timestep"]) for call in with_prompt] + [0.0]
+    assert len(probes) == len(chosen)
+    for probe, step in zip(probes, chosen, strict=True):
+        assert probe.arguments["hidden_states"] is with_prompt[step]["hidden_states"]
+        assert (
+            probe.arguments["encoder_hidden_states"] is with_prompt[step]["encoder_hidden_states"]
+        )
+        assert probe.weight == times[step] - times[step + 1] > 0
+
+
+@in_each
+def test_effects_of_single_layers_add_up_in_squares(bf16, transformer, format):
+    with recorded_probes(bf16.transformer) as probes:
+        sample(bf16, QUICK, progress=False)
+    before = {name: tensor.clone() for name, tensor in bf16.transformer.state_dict().items()}
+    seen = []
+    keep = ["*.txt_mlp.*"]
+    alone, together = effects(
+        bf16.transformer, probes[1:2], format, keep, lambda *counts: seen.append(counts)
+    )
+    assert seen == [(i + 1, 60) for i in range(60)]
+    assert list(alone) == quantizable(bf16.transformer, keep)
+    after = bf16.transformer.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert 0.7 * together < summed_error(alone.values()) < 1.4 * together
+    # The worst is one of the image stream, whose output is the prediction.
+    assert max(alone, key=alone.get).split(".")[2] in ("attn", "img_mlp")
+    # Alone it does what the same layer does in a model that is quantized but for the others.
+    others = [name for name in quantizable(transformer) if name != LAYER]
+    exact = copy.deepcopy(transformer).float()
+    found = transformer.float()
+    quantize_transformer(found, format, others)
+    run = {
+        name: value.float() if isinstance(value, torch.Tensor) else value
+        for name, value in probes[1].arguments.items()
+    }
+    with torch.inference_mode():
+        error = relative_error(found(**run)[0], exact(**run)[0])
+    assert alone[LAYER] == pytest.approx(error, rel=1e-3)
+
+
+def test_effects_are_left_out_where_an_fp32_copy_has_no_room(bf16, monkeypatch):
+    size = 4 * sum(parameter.numel() for parameter in bf16.transformer.parameters())
+    monkeypatch.setattr(layer_errors, "available_bytes", lambda device: 2 * size - 1)
+    assert effects(bf16.transformer, [], "fp8") is None
+
+
+# --- errors from a file
+
+
+@in_each
+def test_layers_of_a_file_on_gaussian_activations(tmp_path, format):
+    source = open_source(MICRO, "transformer")
+    seen = []
+    found = file_errors(
+        source, format, ["*.attn.to_k"], progress=lambda *counts: seen.append(counts)
+    )
+    assert seen == [(i + 1, 66) for i in range(66)]
+    weights = load_file(source.files[0])
+    assert {entry.layer for entry in found} == layers_to_quantize(
+        [name.removesuffix(".weight") for name in weights], ["*.attn.to_k"]
+    )
+    for entry in found:
+        weight = weights[f"{entry.layer}.weight"]
+        assert entry.weight_error == weight_error(weight, *quantize_rows(weight, format))
+        # Both operands lose about as much, independently.
+        assert 1.2 * entry.weight_error < entry.error < 2.5 * entry.weight_error
+        assert entry.effect is None
+    # The same weights inside a whole checkpoint, in fp32.
+    prefixed = {f"model.diffusion_model.{name}": w.float() for name, w in weights.items()}
+    prefixed["vae.decoder.middle.0.residual.0.gamma"] = torch.ones(3)
+    save_file(prefixed, tmp_path / "full.safetensors")
+    again = file_errors(open_source(tmp_path / "full.safetensors", "transformer"), format)
+    by_layer = {entry.layer: entry for entry in again}
+    assert len(by_layer) == 72
+    for entry in found:
+        assert by_layer[entry.layer].weight_error == entry.weight_error
+
+
+def test_a_planted_outlier_in_a_weight_is_the_worst_layer_in_int8(tmp_path):
+    weights = load_file(open_source(MICRO, "transformer").files[0])
+    weights[f"{LAYER}.weight"][:, 7] *= 100
+    save_file(weights, tmp_path / "outlier.safetensors")
+    source = open_source(tmp_path / "outlier.safetensors", "transformer")
+    int8, fp8 = (
+        sorted(file_errors(source, format), key=lambda entry: -entry.error)
+        for format in ("int8", "fp8")
+    )
+    assert int8[0].layer == LAYER
+    assert int8[0].error > 3 * int8[1].error
+    assert fp8[0].error < 0.045
+
+
+def test_a_file_with_nan_is_refused(tmp_path):
+    weights = load_file(open_source(MICRO, "transformer").files[0])
+    weights[f"{LAYER}.weight"][1, 7] = float("nan")
+    save_file(weights, tmp_path / "nan.safetensors")
+    with pytest.raises(CheckpointError, match=f"holds NaN or infinity in the tensor '{LAYER}"):
+        file_errors(open_source(tmp_path / "nan.safetensors", "transformer"), "fp8")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA card")
+@in_each
+def test_a_card_loses_what_the_reference_says(transformer, format):
+    model = transformer.to("cuda")
+    plain = copy.deepcopy(model)
+    quantize_transformer(model, format)
+    quantize_transformer(plain, format, product=W8A8(format))
+    layer, twin = model.get_submodule(LAYER), plain.get_submodule(LAYER)
+    assert layer.weight.is_cuda and not isinstance(layer.product, W8A8)
+    x = torch.randn(300, layer.in_features, device="cuda").bfloat16()
+    exact = F.linear(x.float(), twin.weight.float() * twin.weight_scale, twin.bias.float())
+    errors = [relative_error(m(x), exact) for m in (layer, twin)]
+    assert errors[0] == pytest.approx(errors[1], rel=0.1)
