@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import QwenL40SError
-from . import demo, doctor, generate, inspect, quantize
+from . import audit, bench, demo, doctor, generate, inspect, quantize
 
-COMMANDS = (demo, generate, inspect, quantize, doctor)
+# In the order of `--help`.
+COMMANDS = (demo, generate, inspect, quantize, audit, bench, doctor)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -22,7 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="qwen-l40s",
         description="Qwen-Image on an NVIDIA L40S: generate, inspect and quantize "
-        "checkpoints, check the machine.",
+        "checkpoints, measure and check the machine.",
     )
     parser.add_argument("--version", action="version", version=f"qwen-l40s {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
