@@ -79,6 +79,8 @@ def _trial(ops: Ops, device: torch.device) -> str:
     if device not in _TRIED:
         try:
             _TRIED[device] = _compare(ops, device)
+        except torch.OutOfMemoryError:
+            return "the card is full"  # which another time it is not
         except Exception as error:  # Triton and C compilers raise anything
             _TRIED[device] = first_line(error)
     return _TRIED[device]

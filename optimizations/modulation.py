@@ -112,8 +112,9 @@ class ModulationTable:
         together = torch.cat(list(new.values()))
         texts = torch.cat([embedding[:batch] for embedding in new.values()])
         exact = None
+        first = _form(self._blocks[0])
         for index, block in enumerate(self._blocks):
-            if exact:
+            if exact and _form(block) == first:
                 images = block.img_mod(together).split(rows)
                 batches = block.txt_mod(texts).split(batch)
                 for entry, image, text in zip(entries, images, batches, strict=True):
@@ -147,6 +148,16 @@ def compute_entry(blocks: Sequence[torch.nn.Module], embedding: torch.Tensor, ba
     for index, block in enumerate(blocks):
         _fill_block(block, index, embedding, batch, entry)
     return entry
+
+
+def _form(block: torch.nn.Module) -> list[tuple]:
+    """How the modulation layers are held: what one block shows holds for those held alike."""
+    modules = (*block.img_mod.modules(), *block.txt_mod.modules())
+    return [
+        (type(module), getattr(module, "layout_type", None), weight.dtype)
+        for module in modules
+        for weight in module.parameters(recurse=False)
+    ]
 
 
 def _fill_block(

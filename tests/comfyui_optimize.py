@@ -180,8 +180,8 @@ def check_sampling_with_guidance():
     assert_same(sample(model, 2.5, 3), sample(clone, 2.5, 3))
     assert "3 timesteps in a table" in report_of(clone), report_of(clone)
     assert "12 of 12 in 6 forward passes" in report_of(clone), report_of(clone)
-    (prepared,) = clone.get_attachment(KEY)._all()
-    assert prepared._table is None, "the table has outlived its run"
+    (known,) = clone.get_attachment(KEY)._known.values()
+    assert [prepared._table for prepared in known.values()] == [None]  # none outlives its run
 
 
 def check_quantized_weights():
@@ -339,6 +339,83 @@ def check_another_extension_that_has_wrapped_a_block():
         assert block.forward is doubled
     finally:
         del block.forward
+
+
+def check_an_object_patch_that_comes_after_a_run():
+    model = stock()
+    clone = optimize(model, HOST_ATTENTION)
+    plain = sample(clone)
+    attention = model.model.diffusion_model.transformer_blocks[1].attn
+
+    def halved(*arguments, **options):
+        image, text = type(attention).forward(attention, *arguments, **options)
+        return image * 0.5, text
+
+    name = "diffusion_model.transformer_blocks.1.attn.forward"
+    theirs, behind = model.clone(), clone.clone()
+    for patched in (theirs, behind):
+        patched.add_object_patch(name, halved)
+    known = sample(theirs)
+    assert difference(known, plain) > 1e-4
+    assert_same(known, sample(behind))
+    assert "attn has been changed" in report_of(behind), report_of(behind)
+    assert_same(plain, sample(clone))
+    assert fused_in(clone)
+
+
+def check_an_attention_that_asks_which_block_it_is_in():
+    def by_block(func, *arguments, transformer_options=None, **options):
+        out = func(*arguments, transformer_options=transformer_options, **options)
+        return out * (0.5 + transformer_options["block_index"])
+
+    model = stock().clone()
+    plain = forward(model)
+    model.model_options["transformer_options"][SLOT] = by_block
+    clone = compare(model)
+    references = {"ref_latents": [random(1, 16, 1, 8, 8, seed=3)]}
+    compare(model, **references)
+    assert difference(forward(clone), plain) > 1e-3
+
+
+def check_patches_that_a_wrapper_inside_adds():
+    def on_input(q, k, v, pe=None, attn_mask=None, extra_options=None):
+        return {"q": q * (1 + extra_options["block_index"]), "k": k, "v": v, "pe": pe}
+
+    def in_place(arguments):
+        arguments["img"] *= 1.5
+        return arguments
+
+    for kind, patch in (("attn1_patch", on_input), ("double_block", in_place)):
+
+        def wrapper(executor, *arguments, kind=kind, patch=patch, **options):
+            given = {**arguments[6], "patches": {kind: [patch]}}
+            return executor(*arguments[:6], given, **options)
+
+        model = stock().clone()
+        plain = forward(model)
+        model.add_wrapper(WrappersMP.DIFFUSION_MODEL, wrapper)
+        known = forward(model)
+        assert difference(known, plain) > 1e-4
+        assert_same(known, forward(optimize(model, HOST_ATTENTION)))
+
+
+def check_a_call_without_a_sampler_keeps_no_table():
+    model = optimize(stock(), HOST_ATTENTION)
+    known = forward(model)
+    model.model.current_patcher = None
+    with mock.patch.object(type(model), "pre_run", lambda self: None):
+        assert_same(known, forward(model))
+        assert "computed in each forward pass" in report_of(model)
+
+
+def check_gradients_leave_the_blocks_to_comfyui():
+    model = stock()
+    clone = optimize(model, HOST_ATTENTION)
+    forward(clone)
+    with mock.patch.object(torch, "inference_mode", torch.enable_grad):
+        known, found = forward(model), forward(clone)
+    assert torch.equal(found, known)
+    assert "gradients" in report_of(clone)
 
 
 def check_torch_compile_runs_comfyuis_own_blocks():

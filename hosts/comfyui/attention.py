@@ -40,7 +40,8 @@ class ChosenAttention:
         self.broken = ""
 
     def start_run(self) -> None:
-        """Forgets what went wrong in the last run."""
+        """Forgets the last run: what was chosen, and what went wrong."""
+        self._chosen.clear()
         self.broken = ""
 
     def give_up(self) -> None:
@@ -128,21 +129,25 @@ def without_choice(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def host_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
     options: dict[str, Any],
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:
-    """ComfyUI's own attention with what other nodes have put into the slot, in this form:
-    (batch, joint, heads, head_dim) to (batch, joint, heads * head_dim).
+) -> torch.Tensor:
+    """ComfyUI's own attention, with what other nodes have put into the slot.
+
+    Args:
+        q, k, v: (batch, joint, heads, head_dim).
+        mask: (batch, 1, 1, joint), or None.
+        options: The transformer_options of the block, which tell others where they are.
+
+    Returns:
+        (batch, joint, heads * head_dim).
     """
-    options = without_choice(options)
-
-    def attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        heads = q.shape[2]
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        mask = None if mask is None else mask.squeeze(1)
-        return optimized_attention_masked(
-            q, k, v, heads, mask, transformer_options=options, skip_reshape=True
-        )
-
-    return attend
+    heads, options = q.shape[2], without_choice(options)
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    mask = None if mask is None else mask.squeeze(1)
+    return optimized_attention_masked(
+        q, k, v, heads, mask, transformer_options=options, skip_reshape=True
+    )

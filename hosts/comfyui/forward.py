@@ -15,13 +15,13 @@ import comfy.ops
 import torch
 
 from ...loaders.tensor_checks import is_finite
-from ...optimizations.block import Attend, BlockExecutor, Step
+from ...optimizations.block import BlockExecutor, Step
 from ...optimizations.fused import Ops
 from ...optimizations.hardware import first_line
 from ...optimizations.modulation import Entry, ModulationTable, compute_entry
 from ...optimizations.self_check import Check
 from ...optimizations.streams import Modulation, Rotary, Tokens
-from .attention import without_choice
+from .attention import SLOT, ChosenAttention, host_attention, without_choice
 from .layers import ComfyLayers
 
 Streams = tuple[torch.Tensor, torch.Tensor]
@@ -43,12 +43,10 @@ class ForwardPass:
     Args:
         blocks: ComfyUI's blocks, in order.
         ops: The kernels.
-        attend: The attention.
-        instead: Called where the first block shows that attention gives NaN: returns another one,
-            or None.
+        attention: What computes attention as long as it is in ComfyUI's slot; None for whatever is.
         table: The modulation of this model's weights; None computes it for this call alone.
         check: Compares the first block with the host's own.
-        across_borders: Whether nothing but the loop itself stands between two blocks.
+        across_borders: Whether the caller puts nothing between two blocks; patches are looked for.
         schedule: Called with the first block's arguments and the table, before its first entry is
             read: fills in the other timesteps of the run where they are known.
     """
@@ -57,17 +55,16 @@ class ForwardPass:
         self,
         blocks: Sequence[torch.nn.Module],
         ops: Ops,
-        attend: Attend,
-        instead: Callable[[], Attend | None],
+        attention: ChosenAttention | None,
         table: ModulationTable | None,
         check: Check,
         across_borders: bool,
         schedule: Callable[[dict[str, Any], ModulationTable], None],
     ) -> None:
         self._blocks = blocks
-        self._ops = ops
-        self._executor = BlockExecutor(ComfyLayers(), ops, attend)
-        self._instead = instead
+        self._executor = BlockExecutor(ComfyLayers(), ops, self._attend)
+        self._attention = attention
+        self._options: dict[str, Any] = {}  # of the block that runs
         self._table = table
         self._check = check
         self._across_borders = across_borders
@@ -92,7 +89,9 @@ class ForwardPass:
 
     def run(self, index: int, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
         """One block; arguments and result are those of ComfyUI's block."""
-        if self._check.failed:
+        self._options = options = arguments["transformer_options"]
+        patches = options.get("patches", {})
+        if self._check.failed or patches.get("attn1_patch"):
             return host_forward(block, arguments)
         image, text = arguments["hidden_states"], arguments["encoder_hidden_states"]
         embedding, zero = arguments["temb"], arguments["timestep_zero_index"]
@@ -101,7 +100,8 @@ class ForwardPass:
         tokens = Tokens(batch, text.shape[1], image.shape[1], zero_from)
         halves = self._halves(index, block, embedding, batch, arguments)
         following = None
-        if self._across_borders and index + 1 < len(self._blocks):
+        watched = patches.get("double_block") or options.get("patches_replace", {}).get("dit")
+        if self._across_borders and not watched and index + 1 < len(self._blocks):
             after = self._blocks[index + 1]
             following = after, self._entry.of(index + 1)[0]
         mask = self._mask(arguments["encoder_hidden_states_mask"], tokens, image.dtype)
@@ -111,7 +111,7 @@ class ForwardPass:
         masked = mask is not None
         if index > 0 or not self._check.wanted(tokens, masked):
             return self._executor.run(block, text, image, step, halves, following)
-        own = without_choice(arguments["transformer_options"])
+        own = without_choice(options)
         expected = host_forward(block, {**arguments, "transformer_options": own})
         try:
             result = self._first(block, text, image, step, halves, following)
@@ -128,11 +128,23 @@ class ForwardPass:
     def _first(self, *operands: Any) -> Streams:
         """The block that is compared, once more with another attention where it gives NaN."""
         result = self._executor.run(*operands)
-        attend = None if all(map(is_finite, result)) else self._instead()
-        if attend is None:
+        if all(map(is_finite, result)) or not self._chosen:
             return result
-        self._executor = BlockExecutor(ComfyLayers(), self._ops, attend)
+        self._attention.give_up()
         return self._executor.run(*operands)
+
+    @property
+    def _chosen(self) -> bool:
+        """Whether ComfyUI's slot holds this package's attention, and it works."""
+        held = self._options.get(SLOT)
+        return held is not None and held is self._attention and not held.broken
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        if self._chosen:
+            return self._attention.attend(q, k, v, mask)
+        return host_attention(q, k, v, mask, self._options)
 
     def _halves(
         self,

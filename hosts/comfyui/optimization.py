@@ -10,9 +10,8 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ...loaders.tensor_checks import is_finite
-from ...optimizations.block import Attend
 from ...optimizations.block_form import is_changed
-from .attention import SLOT, ChosenAttention, host_attention
+from .attention import SLOT, ChosenAttention
 from .cfg_batching import COMPILED, CfgBatching
 from .flags import flags_for_a_run
 from .forward import ForwardPass
@@ -28,8 +27,9 @@ CONTROL, OPTIONS = 2, 3
 class Optimization:
     """What `optimize` hangs on a patcher; clones of the patcher share it.
 
-    What depends on weights is kept for each model and each set of patches: clones can carry other
-    LoRAs, and with several cards each has a model of its own.
+    What is known of a model is found out anew in each run, whose patches are in place by its first
+    forward pass, and kept for each model and each set of patches: clones can carry other LoRAs, and
+    with several cards each has a model of its own.
 
     Args:
         blocks: Whether the executor runs the blocks.
@@ -57,8 +57,7 @@ class Optimization:
         """OUTER_SAMPLE wrapper: one run."""
         if self.attention is not None:
             self.attention.start_run()
-        for prepared in self._all():
-            prepared.start_run()
+        self._known = WeakKeyDictionary()
         self._batching.start_run()
         with flags_for_a_run(*self._flags):
             output = executor(*args, **kwargs)
@@ -68,14 +67,16 @@ class Optimization:
 
     def clean_up(self, patcher: ModelPatcher) -> None:
         """ON_CLEANUP callback: no table outlives its run."""
-        for prepared in self._all():
-            prepared.drop_table()
+        for known in self._known.values():
+            for prepared in known.values():
+                prepared.drop_table()
 
     def apply_model(
         self, executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """APPLY_MODEL wrapper: one forward pass."""
         prepared = self._prepare(executor.class_obj)
+        prepared.passes += 1
         output = self._forward(prepared, executor, x, t, args, kwargs)
         attention = self._attention_in(args[OPTIONS])
         if attention is None or attention.broken or not (prepared.passes <= 1 or attention.lossy):
@@ -113,28 +114,17 @@ class Optimization:
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
         model, options = executor.class_obj, args[OPTIONS]
-        self._aside = self._why_aside(prepared, model, options)
-        if self._aside:
+        # Local as well: with several cards another thread writes it.
+        self._aside = aside = self._why_aside(prepared, model, options)
+        if aside:
             return executor(x, t, *args, **kwargs)
-        attend, instead = host_attention(options), _nothing
-        attention = self._attention_in(options)
-        if attention is not None and not attention.broken:
-
-            def instead(own: Attend = attend) -> Attend:
-                attention.give_up()
-                return own
-
-            attend = attention.attend
-        replaced = options.get("patches_replace", {}).get("dit")
-        patched = options.get("patches", {}).get("double_block")
         forward_pass = ForwardPass(
             blocks_of(model),
             prepared.ops,
-            attend,
-            instead,
+            self.attention,
             prepared.table(model),
             prepared.check,
-            across_borders=args[CONTROL] is None and not replaced and not patched,
+            across_borders=args[CONTROL] is None,
             schedule=prepared.schedule(model, t, options, kwargs),
         )
         with forward_pass.installed():
@@ -153,6 +143,8 @@ class Optimization:
             return "another node changes what attention reads (attn1_patch)"
         if any(map(is_changed, blocks_of(model))):
             return "another extension has changed the blocks"
+        if torch.is_grad_enabled():
+            return "gradients are recorded, which the kernels do not"
         return ""
 
     def _attention_in(self, options: dict[str, Any]) -> ChosenAttention | None:
@@ -167,10 +159,3 @@ class Optimization:
             known[patches] = Prepared(model, self.attention is not None and self.attention.lossy)
         self._last = known[patches]
         return known[patches]
-
-    def _all(self) -> list[Prepared]:
-        return [prepared for known in self._known.values() for prepared in known.values()]
-
-
-def _nothing() -> None:
-    return None

@@ -20,7 +20,7 @@ LONGEST_SCHEDULE = 64
 
 
 class Prepared:
-    """Kernels, check and table for one model; it holds none of the model's modules between runs.
+    """Kernels, check and table for one model in one run; between runs it holds no module of it.
 
     Args:
         model: ComfyUI's BaseModel.
@@ -41,17 +41,12 @@ class Prepared:
         self._opaque, self._layers = kinds.count(None), len(kinds)
         self.check = Check(quantized=bool(formats) or lossy_attention)
         self._table: ModulationTable | None = None
-        self._filled: list[tuple[torch.Tensor, int, bool]] = []
+        self._filled: set[tuple[int, int, bool]] = set()
         self._totals = "", 0, 0
-        self.start_run()
-
-    def start_run(self) -> None:
-        """Counts from zero."""
         self.passes = self._fused = self._blocks = 0
 
     def count(self, forward_pass: ForwardPass) -> None:
-        """Notes what a forward pass did."""
-        self.passes += 1
+        """Notes what the executor did in a forward pass."""
         self._fused += forward_pass.fused
         self._blocks += forward_pass.blocks
         if self._table is not None:
@@ -62,8 +57,9 @@ class Prepared:
         """The modulation table; None where something else than the timestep changes its rows."""
         blocks = blocks_of(model)
         linears = (linear for block in blocks for linear in (block.img_mod[1], block.txt_mod[1]))
-        hooks = getattr(model.current_patcher, "current_hooks", None)
-        if hooks or any(map(is_changed, linears)):
+        patcher = model.current_patcher
+        # Without a patcher nobody says when weights change, nor when the table may go.
+        if patcher is None or patcher.current_hooks or any(map(is_changed, linears)):
             return None
         if self._table is None:
             self._table = ModulationTable(blocks)
@@ -90,9 +86,11 @@ class Prepared:
             if sigmas is None or not 1 < len(sigmas) <= LONGEST_SCHEDULE + 1:
                 return
             batch, zero = len(t), arguments["timestep_zero_index"] is not None
-            if any(s is sigmas and (b, z) == (batch, zero) for s, b, z in self._filled):
+            # Of the schedule's length: the tensor itself is another one on every second card.
+            kind = len(sigmas), batch, zero
+            if kind in self._filled:
                 return
-            self._filled.append((sigmas, batch, zero))
+            self._filled.add(kind)
             hidden, additional = arguments["hidden_states"], extra.get("additional_t_cond")
             if additional is not None:
                 additional = additional.to(hidden.device)
