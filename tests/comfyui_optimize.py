@@ -37,7 +37,7 @@ if MODE == "dynamic":
     comfy.memory_management.aimdo_enabled = True
 
 from qwen_l40s.errors import SettingError  # noqa: E402
-from qwen_l40s.hosts.comfyui.attention import SLOT, ChosenAttention  # noqa: E402
+from qwen_l40s.hosts.comfyui.attention import SLOT, SlotAttention  # noqa: E402
 from qwen_l40s.hosts.comfyui.lora import apply_lora  # noqa: E402
 from qwen_l40s.hosts.comfyui.model import load_model  # noqa: E402
 from qwen_l40s.hosts.comfyui.optimization import KEY  # noqa: E402
@@ -483,7 +483,7 @@ def check_nothing_is_left_on_the_model():
     before = {name: set(module.__dict__) for name, module in model.model.named_modules()}
     clone = optimize(model)
     forward(clone)
-    with mock.patch.object(ChosenAttention, "attend", side_effect=InterruptedError):
+    with mock.patch.object(SlotAttention, "attend", side_effect=InterruptedError):
         try:
             forward(clone)
         except InterruptedError:
@@ -547,7 +547,7 @@ def check_attention_that_gives_nan_is_replaced_for_the_run():
     def nan(self, q, k, v, mask):
         return torch.full((*q.shape[:2], q.shape[2] * q.shape[3]), torch.nan, dtype=q.dtype).to(q)
 
-    with mock.patch.object(ChosenAttention, "attend", nan):
+    with mock.patch.object(SlotAttention, "attend", nan):
         found = sample(clone)
         assert "ComfyUI's own: auto gave NaN" in report_of(clone), report_of(clone)
         assert fused_in(clone)

@@ -29,7 +29,7 @@ from qwen_l40s.hosts.diffusers.patch import Optimized, optimize
 from qwen_l40s.hosts.diffusers.quantized import quantize_transformer
 from qwen_l40s.hosts.diffusers.sample import sample
 from qwen_l40s.hosts.diffusers.settings import Settings
-from qwen_l40s.optimizations.attention import sdpa
+from qwen_l40s.optimizations.attention import BACKENDS, sdpa
 from qwen_l40s.optimizations.block import BlockExecutor
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.linear import choose_gemm
@@ -40,7 +40,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCKS, HEADS, HEAD_DIM, TEXT_DIM, CHANNELS = 3, 2, 32, 24, 16
 GRID = (1, 3, 4)
 TOKENS = 12
-LOGGER = "qwen_l40s.hosts.diffusers"
 
 
 @pytest.fixture(autouse=True)
@@ -529,9 +528,7 @@ def test_attention_that_the_environment_names(fused, monkeypatch):
 def test_named_attention_that_takes_no_mask_leaves_masked_passes_to_another(fused, monkeypatch):
     limits = sdpa.Limits(masks=False)
     without_masks = sdpa.Backend("maskless", sdpa.MATH.attend, cpu=limits)
-    monkeypatch.setitem(
-        attention.choose_attention.__globals__["BACKENDS"], "maskless", without_masks
-    )
+    monkeypatch.setitem(BACKENDS, "maskless", without_masks)
     model = new_model()
     optimized = assert_fused(model, inputs(), fused, attention="maskless")
     assert "attention: maskless: asked for" in optimized.report()
@@ -547,7 +544,7 @@ def test_attention_that_gives_nan_is_given_up(lossy, fused, monkeypatch, caplog)
         return sdpa.MATH.attend(q, k, v, mask) * (torch.nan if worn else 1)
 
     broken = sdpa.Backend("broken", attend, not lossy, cpu=sdpa.ANY)
-    monkeypatch.setitem(attention.choose_attention.__globals__["BACKENDS"], "broken", broken)
+    monkeypatch.setitem(BACKENDS, "broken", broken)
     model, given = new_model(), inputs()
     expected = model(**given)[0]
     optimized = optimize(model, attention="broken")
@@ -571,7 +568,7 @@ def test_lossy_attention_that_gives_nan_later_in_the_run(fused, monkeypatch):
         return sdpa.MATH.attend(q, k, v, mask) * (torch.nan if late else 1)
 
     backend = sdpa.Backend("tiring", attend, False, cpu=sdpa.ANY)
-    monkeypatch.setitem(attention.choose_attention.__globals__["BACKENDS"], "tiring", backend)
+    monkeypatch.setitem(BACKENDS, "tiring", backend)
     model = new_model()
     steps = [inputs(time=time, seed=9) for time in (0.9, 0.6, 0.3)]
     expected = [model(**given)[0] for given in steps]

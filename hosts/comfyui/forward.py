@@ -21,7 +21,7 @@ from ...optimizations.hardware import first_line
 from ...optimizations.modulation import Entry, ModulationTable, compute_entry
 from ...optimizations.self_check import Check
 from ...optimizations.streams import Modulation, Rotary, Tokens
-from .attention import SLOT, ChosenAttention, host_attention, without_choice
+from .attention import SLOT, SlotAttention, host_attention, without_choice
 from .layers import ComfyLayers
 
 Streams = tuple[torch.Tensor, torch.Tensor]
@@ -55,7 +55,7 @@ class ForwardPass:
         self,
         blocks: Sequence[torch.nn.Module],
         ops: Ops,
-        attention: ChosenAttention | None,
+        attention: SlotAttention | None,
         table: ModulationTable | None,
         check: Check,
         across_borders: bool,

@@ -11,7 +11,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ...loaders.tensor_checks import is_finite
 from ...optimizations.block_form import is_changed
-from .attention import SLOT, ChosenAttention
+from .attention import SLOT, SlotAttention
 from .cfg_batching import COMPILED, CfgBatching
 from .flags import flags_for_a_run
 from .forward import ForwardPass
@@ -40,7 +40,7 @@ class Optimization:
     def __init__(
         self,
         blocks: bool,
-        attention: ChosenAttention | None,
+        attention: SlotAttention | None,
         batching: CfgBatching,
         tf32: bool = False,
         cudnn_benchmark: bool = False,
@@ -147,7 +147,7 @@ class Optimization:
             return "gradients are recorded, which the kernels do not"
         return ""
 
-    def _attention_in(self, options: dict[str, Any]) -> ChosenAttention | None:
+    def _attention_in(self, options: dict[str, Any]) -> SlotAttention | None:
         """This optimization's attention where the slot still holds it."""
         held = options.get(SLOT)
         return held if held is not None and held is self.attention else None

@@ -17,7 +17,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ...optimizations.attention import Request, choose_attention
 from ...optimizations.attention.choice import VARIABLE
-from .attention import SLOT, ChosenAttention
+from .attention import SLOT, SlotAttention
 from .cfg_batching import CfgBatching
 from .optimization import KEY, Optimization
 
@@ -64,7 +64,7 @@ def optimize(model: ModelPatcher, settings: Settings | None = None) -> ModelPatc
     if settings.attention != HOST_ATTENTION and not (others and settings.attention == "auto"):
         named = settings.attention != "auto" or VARIABLE in os.environ
         lossy = named and not choose_attention(_likely_request(clone), settings.attention).exact
-        attention = options[SLOT] = ChosenAttention(settings.attention, lossy, others)
+        attention = options[SLOT] = SlotAttention(settings.attention, lossy, others)
     path = f"{'fused' if settings.blocks else 'host'} blocks, {settings.attention} attention"
     batching = CfgBatching(settings.cfg_batching, path)
     optimization = Optimization(
@@ -90,7 +90,7 @@ def restore(model: ModelPatcher) -> ModelPatcher:
     clone.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
     clone.remove_attachments(KEY)
     options = clone.model_options["transformer_options"]
-    if isinstance(options.get(SLOT), ChosenAttention):
+    if isinstance(options.get(SLOT), SlotAttention):
         before = options.pop(SLOT).before
         if before is not None:
             options[SLOT] = before

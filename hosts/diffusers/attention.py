@@ -7,41 +7,26 @@ that backend.
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
 from typing import Any
 
 import torch
 from diffusers.models import attention_dispatch
 
-from ...errors import UnavailableError
-from ...optimizations.attention import Attention, Request, choose_attention
+from ...optimizations.attention import ChosenAttention
 from ...optimizations.block import Attend
-
-logger = logging.getLogger(__name__)
 
 # diffusers' own attention, whatever is chosen there.
 HOST_ATTENTION = "diffusers"
 
 
-class ChosenAttention:
-    """Attention by the backend that is chosen for the shapes at hand.
+class TransformerAttention(ChosenAttention):
+    """Attention by the backend that is chosen for the shapes at hand; name may be "diffusers"."""
 
-    Args:
-        name: "auto", the name of a backend, or "diffusers".
-        lossy: Whether that backend differs from exact attention by more than rounding.
-    """
+    host = "diffusers'"
 
     def __init__(self, name: str, lossy: bool = False) -> None:
-        self.name = name
-        self.lossy = lossy
-        self.broken = ""
-        self._chosen: dict[Request, Attention] = {}
-        self._host = ""
-
-    def start_run(self) -> None:
-        """Forgets what went wrong in the last run."""
-        self.broken = ""
+        super().__init__(name, lossy)
+        self._host = ""  # why diffusers' own computes this pass
 
     def for_pass(self, processor: object, host: HostAttention) -> Attend:
         """What computes the attention of one forward pass.
@@ -69,22 +54,6 @@ class ChosenAttention:
 
         return attend
 
-    def _choose(self, request: Request) -> Attention:
-        try:
-            return choose_attention(request, self.name)
-        except UnavailableError as error:
-            if self.name == "auto":
-                raise
-            # What was asked for runs here, but not with this mask or length.
-            chosen = choose_attention(request)
-            return replace(chosen, reason=f"{chosen.reason}; {error}")
-
-    def give_up(self) -> None:
-        """Leaves the rest of the run to diffusers' own attention, after NaN or infinity."""
-        names = " and ".join(sorted({attention.name for attention in self._chosen.values()}))
-        self.broken = f"{names} gave NaN or infinity"
-        logger.warning("Qwen-Image L40S: attention: %s: diffusers' own from here.", self.broken)
-
     @property
     def may_be_wrong(self) -> bool:
         """Whether the last pass ran a backend of this package."""
@@ -92,20 +61,7 @@ class ChosenAttention:
 
     def lines(self) -> list[str]:
         """What was chosen and why, a line each."""
-        if self._host or self.broken:
-            return [self._host or f"attention: diffusers' own: {self.broken}"]
-        found = {f"attention: {chosen.name}: {chosen.reason}" for chosen in self._chosen.values()}
-        return sorted(found) or [f"attention: {self.name}, chosen in the first step"]
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Attention of (batch, joint, heads, head_dim); see `optimizations.attention`."""
-        batch, joint, heads, head_dim = q.shape
-        request = Request(q.device, q.dtype, batch, heads, head_dim, joint, mask is not None)
-        if request not in self._chosen:
-            self._chosen[request] = self._choose(request)
-        return self._chosen[request](q, k, v, mask)
+        return [self._host] if self._host else super().lines()
 
 
 class HostAttention:
@@ -123,7 +79,7 @@ class HostAttention:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """As `ChosenAttention.attend`; the mask is the one that diffusers would pass."""
+        """As `TransformerAttention.attend`; the mask is the one that diffusers would pass."""
         out = attention_dispatch.dispatch_attention_fn(
             q, k, v, attn_mask=self.mask, backend=backend_of(self.processor)
         )

@@ -22,7 +22,7 @@ from ...optimizations.hardware import first_line
 from ...optimizations.modulation import Entry
 from ...optimizations.streams import Tokens
 from .arguments import SHARED, STREAMS, UnfitError, joint_mask_of, rotary_of, zero_from_of
-from .attention import ChosenAttention, HostAttention, backend_of
+from .attention import HostAttention, TransformerAttention, backend_of
 from .layers import DiffusersLayers
 from .prepared import Call, Prepared, processor_of
 
@@ -64,7 +64,7 @@ class ForwardPass:
         self,
         prepared: Prepared,
         ops: Ops,
-        attention: ChosenAttention,
+        attention: TransformerAttention,
         call: Call,
         begin: Callable[[Call, dict[str, Any]], None],
         across_borders: bool,

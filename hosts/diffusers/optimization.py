@@ -19,7 +19,7 @@ from ...loaders.tensor_checks import is_finite
 from ...optimizations.block_form import is_changed
 from ...optimizations.fused import Ops, choose_ops
 from ...planning.memory import format_gib
-from .attention import ChosenAttention
+from .attention import TransformerAttention
 from .forward import ForwardPass
 from .layers import DiffusersLayers
 from .prepared import Call, Prepared
@@ -40,7 +40,7 @@ class Optimization:
     """
 
     def __init__(
-        self, transformer: QwenImageTransformer2DModel, attention: ChosenAttention
+        self, transformer: QwenImageTransformer2DModel, attention: TransformerAttention
     ) -> None:
         self._transformer = weakref.ref(transformer)
         self._attention = attention

@@ -18,7 +18,7 @@ from diffusers import QwenImageTransformer2DModel
 
 from ...optimizations.attention import Request, choose_attention
 from ...optimizations.attention.choice import VARIABLE
-from .attention import HOST_ATTENTION, ChosenAttention
+from .attention import HOST_ATTENTION, TransformerAttention
 from .optimization import Optimization, Timesteps
 
 # Where a module's `forward` is found: accelerate keeps the one that it wraps, and puts it back
@@ -55,7 +55,7 @@ def optimize(transformer: QwenImageTransformer2DModel, *, attention: str = "auto
     if before is not None and before.optimization is not None:
         before.optimization.close()
         before.remove()
-    optimization = Optimization(transformer, ChosenAttention(attention, lossy=not exact))
+    optimization = Optimization(transformer, TransformerAttention(attention, lossy=not exact))
     forward = _Forward(transformer, optimization)
     forward.install()
     return Optimized(forward, "")

@@ -4,6 +4,7 @@ One file per way; `registry` lists them and says why one cannot run, `choice` pi
 """
 
 from .choice import Attention, choose_attention
+from .chosen import ChosenAttention
 from .registry import BACKENDS, check_backends, refusal
 from .request import Request
 from .sdpa import aligned_mask
@@ -11,6 +12,7 @@ from .sdpa import aligned_mask
 __all__ = [
     "BACKENDS",
     "Attention",
+    "ChosenAttention",
     "Request",
     "aligned_mask",
     "check_backends",
