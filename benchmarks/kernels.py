@@ -286,9 +286,10 @@ def sweep(tokens: Tokens) -> list[dict]:
 
 
 def launch_shapes(task: str) -> tuple[ModuleType, tuple[int, ...], list[tuple[int, ...]]]:
-    """The kernel of a task, what its `launch_shape` takes, and what that could give instead."""
+    """Where a task's `launch_shape` is found, what it takes, and what it could give instead."""
     kernel = "residual_norm" if task.startswith("norm") else task.split()[0]
-    module = import_module(f"qwen_l40s.optimizations.kernels.{kernel}")
+    holder = "whole_row" if kernel.endswith("_quantize") else kernel
+    module = import_module(f"qwen_l40s.optimizations.kernels.{holder}")
     if kernel == "qk_norm_rope":
         return module, (HEADS, HEAD_DIM), list(product((1, 2, 4, 8), (1, 2, 4, 8)))
     wide = kernel == "gelu_quantize" or task.endswith(str(INNER))

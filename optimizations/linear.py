@@ -116,10 +116,11 @@ class Gemm:
             (M, K) in the format's dtype and the rows' scales, (M, 1), fp32.
         """
         if self.row_quantizer == "triton":
-            from .kernels import row_quantize
+            from .kernels.row_quantize import row_quantize
+            from .kernels.whole_row import WIDEST_ROW
 
-            if x.shape[1] <= row_quantize.WIDEST_ROW:
-                return row_quantize.row_quantize(x, self.format)
+            if x.shape[1] <= WIDEST_ROW:
+                return row_quantize(x, self.format)
         return reference.row_quantize(x, self.format)
 
     def linear_quantized(

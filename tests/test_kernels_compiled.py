@@ -105,8 +105,10 @@ ROWS += [(89, "fp8", 12000), (80, "int8", 12288), (90, "fp8", 12288)]
 @pytest.mark.parametrize("name", ["row_quantize", "gelu_quantize"])
 @pytest.mark.parametrize(("sm", "format", "k"), ROWS, ids=str)
 def test_quantization_holds_a_row_in_registers(compile_kernel, name, sm, format, k):
+    from qwen_l40s.optimizations.kernels.whole_row import launch_shape
+
     module = import_module(f"qwen_l40s.optimizations.kernels.{name}")
-    part, parts, warps = module.launch_shape(k)
+    part, parts, warps = launch_shape(k)
     pointers = {"x_ptr": "bf16", "q_ptr": OPERAND[format], "scale_ptr": "fp32"}
     constants = {"k": k, "part": part, "parts": parts, **quantization(format)}
     kernel, numbers = getattr(module, f"_{name}_kernel"), {"x_stride": True}

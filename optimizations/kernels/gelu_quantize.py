@@ -6,9 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference import SMALLEST_ROW, STORAGE, largest_of
-from . import launch_beside
-from .whole_row import WIDEST_ROW, launch_shape, load_row, quantize_row, store_row
+from .whole_row import launch_row_quantizer, load_row, quantize_row, store_row
 
 
 @triton.jit
@@ -44,27 +42,4 @@ def _gelu(x):
 
 def gelu_quantize(x: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
     """As `reference.gelu_quantize`; x (M, K) may have any row stride, K is at most `WIDEST_ROW`."""
-    rows, k = x.shape
-    if k > WIDEST_ROW:
-        raise ValueError(f"gelu_quantize takes rows of at most {WIDEST_ROW} elements, got {k}")
-    largest = largest_of(format)
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    q = x.new_empty(rows, k, dtype=STORAGE[format])
-    scale = x.new_empty(rows, 1, dtype=torch.float32)
-    part, parts, warps = launch_shape(k)
-    with launch_beside(x):
-        _gelu_quantize_kernel[(rows,)](
-            x,
-            q,
-            scale,
-            x.stride(0),
-            k=k,
-            largest=largest,
-            smallest_row=SMALLEST_ROW,
-            to_integer=format == "int8",
-            part=part,
-            parts=parts,
-            num_warps=warps,
-        )
-    return q, scale
+    return launch_row_quantizer(_gelu_quantize_kernel, x, format)

@@ -12,8 +12,12 @@ from __future__ import annotations
 
 import functools
 
+import torch
 import triton
 import triton.language as tl
+
+from ..reference import SMALLEST_ROW, STORAGE, largest_of
+from . import launch_beside
 
 # Wider rows would spill.
 WIDEST_ROW = 16384
@@ -108,3 +112,42 @@ def _round_to_step(x, largest: tl.constexpr, to_integer: tl.constexpr):
         exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, (127 - 6) << 23)
         shift = (exponent + ((20 << 23) | (1 << 22))).to(tl.float32, bitcast=True)
         return (x + shift) - shift
+
+
+def launch_row_quantizer(
+    kernel: triton.JITFunction, x: torch.Tensor, format: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launches a kernel that quantizes each row by its own magnitude, one program a row.
+
+    Args:
+        kernel: `_row_quantize_kernel`, or one with the same parameters.
+        x: Rows, (M, K), with any row stride; K is at most `WIDEST_ROW`.
+        format: "fp8" or "int8".
+
+    Returns:
+        q and scale, as of `reference.row_quantize`.
+    """
+    rows, k = x.shape
+    if k > WIDEST_ROW:
+        raise ValueError(f"rows of at most {WIDEST_ROW} elements can be quantized, got {k}")
+    largest = largest_of(format)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    q = x.new_empty(rows, k, dtype=STORAGE[format])
+    scale = x.new_empty(rows, 1, dtype=torch.float32)
+    part, parts, warps = launch_shape(k)
+    with launch_beside(x):
+        kernel[(rows,)](
+            x,
+            q,
+            scale,
+            x.stride(0),
+            k=k,
+            largest=largest,
+            smallest_row=SMALLEST_ROW,
+            to_integer=format == "int8",
+            part=part,
+            parts=parts,
+            num_warps=warps,
+        )
+    return q, scale
