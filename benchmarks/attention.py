@@ -13,23 +13,14 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import json
 import sys
 import tempfile
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-
-if importlib.util.find_spec("qwen_l40s") is None:
-    root = Path(__file__).resolve().parent.parent
-    spec = importlib.util.spec_from_file_location(
-        "qwen_l40s", root / "__init__.py", submodule_search_locations=[str(root)]
-    )
-    sys.modules["qwen_l40s"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["qwen_l40s"])
+from linear import host_us, installed, median_ms
 
 from qwen_l40s.errors import UnavailableError
 from qwen_l40s.optimizations.attention import BACKENDS, Request, aligned_mask, choose_attention
@@ -41,35 +32,8 @@ TOKENS = (4296, 7089, 8392)
 BATCHES = (1, 2)
 # Text tokens of the shorter prompt that the mask leaves out.
 PADDED = 96
-WARM_UP, REPEATS = 3, 20
-# More than any L2 cache; writing it also takes longer than launching what is timed after it.
-FLUSHED = 2**30
-
-
-def median_ms(call) -> float:
-    """The card's time for one call, in milliseconds."""
-    cache = torch.empty(FLUSHED, dtype=torch.int8, device="cuda")
-    times = []
-    for _ in range(WARM_UP + REPEATS):
-        cache.zero_()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        times.append((begin, end))
-    torch.cuda.synchronize()
-    return sorted(begin.elapsed_time(end) for begin, end in times[WARM_UP:])[REPEATS // 2]
-
-
-def host_us(call) -> float:
-    """The processor's time to launch one call, in microseconds."""
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(20):
-        call()
-    elapsed = time.perf_counter() - begin
-    torch.cuda.synchronize()
-    return elapsed * 1e6 / 20
+# Some take 30 ms.
+HOST_CALLS = 20
 
 
 def operands(request: Request) -> tuple:
@@ -94,7 +58,7 @@ def rows_of(request: Request) -> list[dict]:
             attention = choose_attention(request, name)
             error = (attention(q, k, v, mask).float() - exact).norm() / exact.norm()
             ms = median_ms(lambda attention=attention: attention(q, k, v, mask))
-            host = host_us(lambda attention=attention: attention(q, k, v, mask))
+            host = host_us(lambda attention=attention: attention(q, k, v, mask), HOST_CALLS)
         except UnavailableError as refused:
             tell(f"# {str(refused).partition('; use ')[0]}")
             continue
@@ -131,13 +95,6 @@ def chosen(request: Request, folder: str) -> dict:
     seconds = time.perf_counter() - begin
     print(f"auto {attention} (chosen in {seconds:.2f} s)")
     return {"auto": attention.name, "reason": attention.reason, "seconds": seconds}
-
-
-def installed(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def main() -> int:

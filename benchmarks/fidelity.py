@@ -13,23 +13,14 @@ run come beside them. Errors are relative, in Frobenius norms; the last line is 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
+import package  # noqa: F401, by which the next imports find qwen_l40s
 import torch
 import torch.nn.functional as F
-
-if importlib.util.find_spec("qwen_l40s") is None:
-    root = Path(__file__).resolve().parent.parent
-    spec = importlib.util.spec_from_file_location(
-        "qwen_l40s", root / "__init__.py", submodule_search_locations=[str(root)]
-    )
-    sys.modules["qwen_l40s"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["qwen_l40s"])
 
 from qwen_l40s.loaders.convrot import DEFAULT_GROUP, rotate
 from qwen_l40s.optimizations.fidelity import (

@@ -12,27 +12,19 @@ these numbers.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
+import package  # noqa: F401, by which the next imports find qwen_l40s
 import torch
 import torch.nn.functional as F
-
-if importlib.util.find_spec("qwen_l40s") is None:
-    root = Path(__file__).resolve().parent.parent
-    spec = importlib.util.spec_from_file_location(
-        "qwen_l40s", root / "__init__.py", submodule_search_locations=[str(root)]
-    )
-    sys.modules["qwen_l40s"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["qwen_l40s"])
 
 from qwen_l40s.errors import UnavailableError
 from qwen_l40s.optimizations import kernels, reference
 from qwen_l40s.optimizations.linear import BACKENDS, choose_gemm
+from qwen_l40s.optimizations.measure import time_cold
 
 # Image and text tokens of one 1024x1024 image, text alone, one token, few, and a batch of two.
 ROWS = (4296, 256, 1, 17, 8192)
@@ -45,29 +37,19 @@ FLUSHED = 2**30
 
 def median_ms(call) -> float:
     """The card's time for one call, in milliseconds."""
-    cache = torch.empty(FLUSHED, dtype=torch.int8, device="cuda")
-    times = []
-    for _ in range(WARM_UP + REPEATS):
-        cache.zero_()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        times.append((begin, end))
-    torch.cuda.synchronize()
-    return sorted(begin.elapsed_time(end) for begin, end in times[WARM_UP:])[REPEATS // 2]
+    return time_cold(call, torch.device("cuda"), WARM_UP, REPEATS, FLUSHED).median
 
 
-def host_us(call) -> float:
+def host_us(call, calls: int = 100) -> float:
     """The processor's time to launch one call, in microseconds."""
     call()
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    for _ in range(100):
+    for _ in range(calls):
         call()
     elapsed = time.perf_counter() - begin
     torch.cuda.synchronize()
-    return elapsed * 1e4
+    return elapsed * 1e6 / calls
 
 
 def usable_gemms(device: torch.device) -> list:

@@ -90,7 +90,11 @@ def time_calls(call: Callable[[], Any], device: torch.device, repeats: int) -> T
 
 
 def time_cold(
-    call: Callable[[], Any], device: torch.device, warmup: int = 3, repeats: int = 20
+    call: Callable[[], Any],
+    device: torch.device,
+    warmup: int = 3,
+    repeats: int = 20,
+    flushed: int = FLUSHED_BYTES,
 ) -> Timing:
     """Times a call that is as short as its launch: the card's L2 cache is emptied before each
     repetition, which also hides the launch. `wall` and `host` are of all repetitions together, per
@@ -100,7 +104,7 @@ def time_cold(
         for _ in range(warmup):
             call()
         return time_calls(call, device, repeats)
-    cache = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device=device)
+    cache = torch.empty(flushed, dtype=torch.int8, device=device)
     pairs = []
     for _ in range(warmup):
         call()
