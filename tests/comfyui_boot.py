@@ -38,6 +38,26 @@ def start(*flags: str) -> None:
     spec.loader.exec_module(package)
 
 
+def start_on(mode: str) -> None:
+    """As `start`, on the processor ("cpu"), on a card ("card"), or on a card with dynamic VRAM
+    ("dynamic"), which ComfyUI's main.py switches on before torch is imported.
+    """
+    if mode == "dynamic":
+        import comfy_aimdo.control
+
+        comfy_aimdo.control.init()
+    start(*(["--cpu"] if mode == "cpu" else []))
+    if mode == "dynamic":
+        import comfy.memory_management
+        import comfy.model_management
+        import comfy.model_patcher
+
+        devices = comfy.model_management.get_all_torch_devices()
+        assert comfy_aimdo.control.init_devices((device.index, 0) for device in devices)
+        comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
+        comfy.memory_management.aimdo_enabled = True
+
+
 def run_checks(namespace: Mapping[str, Any]) -> None:
     """Calls every function named `check_...` and prints {name: None or its traceback} as JSON."""
     results: dict[str, str | None] = {}

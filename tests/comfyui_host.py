@@ -7,10 +7,22 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from qwen_l40s.optimizations.software import find_comfyui
 
 TESTS = Path(__file__).resolve().parent
+on_card = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA card"),
+]
+# Where scripts run that call `comfyui_boot.start_on`.
+MODES = ["cpu", pytest.param("card", marks=on_card), pytest.param("dynamic", marks=on_card)]
+
+
+def checks_in(script: str) -> list[str]:
+    """The functions of a script that `comfyui_boot.run_checks` calls."""
+    return re.findall(r"^def (check_\w+)", (TESTS / script).read_text(encoding="utf-8"), re.M)
 
 
 def comfyui_folder() -> Path:

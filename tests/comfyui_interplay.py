@@ -11,27 +11,15 @@ import json
 import comfyui_boot
 
 FOLDER, MODE = comfyui_boot.ARGUMENTS[0], str(comfyui_boot.ARGUMENTS[1])
-if MODE == "dynamic":  # as ComfyUI's main.py does before torch is imported
-    import comfy_aimdo.control
+comfyui_boot.start_on(MODE)
 
-    comfy_aimdo.control.init()
-comfyui_boot.start(*(["--cpu"] if MODE == "cpu" else []))
-
-import comfy.memory_management  # noqa: E402
 import comfy.model_management  # noqa: E402
 import comfy.model_patcher  # noqa: E402
 import comfy.sample  # noqa: E402
 import comfy.sd  # noqa: E402
+import narrow_transformer as narrow  # noqa: E402
 import torch  # noqa: E402
 from comfy_api.torch_helpers import set_torch_compile_wrapper  # noqa: E402
-
-if MODE == "dynamic":
-    devices = comfy.model_management.get_all_torch_devices()
-    assert comfy_aimdo.control.init_devices((device.index, 0) for device in devices)
-    comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
-    comfy.memory_management.aimdo_enabled = True
-
-import narrow_transformer as narrow  # noqa: E402
 
 from qwen_l40s.hosts.comfyui.model import load_model  # noqa: E402
 

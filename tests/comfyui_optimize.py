@@ -13,13 +13,8 @@ from unittest import mock
 import comfyui_boot
 
 FOLDER, MODE = comfyui_boot.ARGUMENTS[0], str(comfyui_boot.ARGUMENTS[1])
-if MODE == "dynamic":  # as ComfyUI's main.py does before torch is imported
-    import comfy_aimdo.control
+comfyui_boot.start_on(MODE)
 
-    comfy_aimdo.control.init()
-comfyui_boot.start(*(["--cpu"] if MODE == "cpu" else []))
-
-import comfy.memory_management  # noqa: E402
 import comfy.model_base  # noqa: E402
 import comfy.model_management  # noqa: E402
 import comfy.model_patcher  # noqa: E402
@@ -29,12 +24,6 @@ import comfy.sd  # noqa: E402
 import narrow_transformer as narrow  # noqa: E402
 import torch  # noqa: E402
 from comfy.patcher_extension import CallbacksMP, WrappersMP  # noqa: E402
-
-if MODE == "dynamic":
-    devices = comfy.model_management.get_all_torch_devices()
-    assert comfy_aimdo.control.init_devices((device.index, 0) for device in devices)
-    comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
-    comfy.memory_management.aimdo_enabled = True
 
 from qwen_l40s.errors import SettingError  # noqa: E402
 from qwen_l40s.hosts.comfyui.attention import SLOT, SlotAttention  # noqa: E402

@@ -5,13 +5,12 @@ Needs a ComfyUI: the one that `qwen-l40s doctor` finds, through COMFYUI_PATH or 
 """
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import init_empty_weights
-from comfyui_host import TESTS, comfyui_folder, run_in_comfyui
+from comfyui_host import TESTS, checks_in, comfyui_folder, run_in_comfyui
 from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
 from safetensors.torch import save_file
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
@@ -19,7 +18,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from qwen_l40s.loaders.convert import vae_name_to_native
 
 SCRIPT = "comfyui_clip_vae.py"
-CHECKS = re.findall(r"^def (check_\w+)", (TESTS / SCRIPT).read_text(encoding="utf-8"), re.MULTILINE)
+CHECKS = checks_in(SCRIPT)
 MICRO = TESTS.parent / "models" / "micro"
 PROMPTS = [
     "a small red star at the top left",

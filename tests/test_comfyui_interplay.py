@@ -6,14 +6,8 @@ Needs a ComfyUI that COMFYUI_PATH names, or one in ~/ComfyUI; the cases on a car
 import json
 
 import pytest
-import torch
-from comfyui_host import run_in_comfyui
+from comfyui_host import MODES, run_in_comfyui
 
-on_card = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA card"),
-]
-MODES = ["cpu", pytest.param("card", marks=on_card), pytest.param("dynamic", marks=on_card)]
 # Of the latent after two steps, mostly noise: the weights' errors on a CPU, which computes in fp32;
 # on a card bf16 activations add theirs.
 ERRORS = {"int8": 5e-4, "fp8": 2e-3}

@@ -5,25 +5,23 @@ Needs a ComfyUI that COMFYUI_PATH names, or one in ~/ComfyUI; without one these 
 """
 
 import json
-import re
-from pathlib import Path
 
 import pytest
-from comfyui_host import run_in_comfyui
+from comfyui_host import checks_in, run_in_comfyui
 from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_l40s.hosts.comfyui.lora_names import normalize_name
 from qwen_l40s.loaders.lora import PREFIXES, SUFFIX, TARGETS
 
-SCRIPT = Path(__file__).resolve().parent / "comfyui_lora.py"
-CHECKS = re.findall(r"^def (check_\w+)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
+SCRIPT = "comfyui_lora.py"
+CHECKS = checks_in(SCRIPT)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, str | None]:
     """{check: None or its traceback}; skips where there is no ComfyUI that can run."""
-    printed = run_in_comfyui(SCRIPT.name, tmp_path_factory.mktemp("l"))
+    printed = run_in_comfyui(SCRIPT, tmp_path_factory.mktemp("l"))
     return json.loads(printed.splitlines()[-1])
 
 

@@ -5,16 +5,12 @@ Needs a ComfyUI: the one that `qwen-l40s doctor` finds, through COMFYUI_PATH or 
 """
 
 import json
-import re
 
 import pytest
-from comfyui_host import TESTS, run_in_comfyui
+from comfyui_host import checks_in, run_in_comfyui
 
 SCRIPTS = ("comfyui_nodes.py", "comfyui_save.py")
-CHECKS = {
-    script: re.findall(r"^def (check_\w+)", (TESTS / script).read_text(encoding="utf-8"), re.M)
-    for script in SCRIPTS
-}
+CHECKS = {script: checks_in(script) for script in SCRIPTS}
 
 
 @pytest.fixture(scope="module")

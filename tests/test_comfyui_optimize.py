@@ -5,19 +5,12 @@ Needs a ComfyUI that COMFYUI_PATH names, or one in ~/ComfyUI.
 """
 
 import json
-import re
 
 import pytest
-import torch
-from comfyui_host import TESTS, run_in_comfyui
+from comfyui_host import MODES, checks_in, run_in_comfyui
 
 SCRIPT = "comfyui_optimize.py"
-CHECKS = re.findall(r"^def (check_\w+)\(\)", (TESTS / SCRIPT).read_text(encoding="utf-8"), re.M)
-on_card = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA card"),
-]
-MODES = ["cpu", pytest.param("card", marks=on_card), pytest.param("dynamic", marks=on_card)]
+CHECKS = checks_in(SCRIPT)
 
 
 @pytest.fixture(scope="module", params=MODES)
