@@ -9,7 +9,6 @@ from .bench_rows import BASELINE, FORWARD
 
 Fields = dict[str, Any]
 NAME_WIDTH, WIDTH = 38, 10
-LONGEST_NAME = 88  # of a kernel: C++ templates fill pages
 # (heading, field, digits)
 COLUMNS = (
     ("ms", "ms", 3),

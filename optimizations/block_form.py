@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..planning.memory import BLOCK_GEMMS
 from . import fused
 
 # Every submodule that the executor reads instead of calling, so that a change to one would be lost.
@@ -55,6 +56,14 @@ def misfit(block: torch.nn.Module, dtype: torch.dtype) -> str:
     if approximate != {"tanh"}:
         return "its GELU is not the tanh form"
     return fused.refusal(dim, dim // heads, dtype)
+
+
+def token_layers(block: torch.nn.Module) -> list[torch.nn.Module]:
+    """The linear layers of a block that see tokens; none of a block of another form."""
+    try:
+        return [block.get_submodule(name) for name in BLOCK_GEMMS]
+    except AttributeError:
+        return []
 
 
 def is_changed(module: torch.nn.Module) -> bool:

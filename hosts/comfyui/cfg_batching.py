@@ -28,6 +28,7 @@ from .cfg_trial import (
     key_of,
     why_not_measured,
 )
+from .wrapped_call import OPTIONS, is_compiled
 
 SETTINGS = ("off", "on", "auto")
 # The part of the time that a batched pass has to save.
@@ -35,10 +36,7 @@ LEAST_GAIN = 0.03
 # Steps of one kind that differ by more are no measurement: something else used the card, or another
 # node left out a forward pass.
 MOST_SPREAD = 0.05
-COMPILED = "torch.compile"  # the key of comfy_api.torch_helpers
 OWN = "cfg: ComfyUI's own forward passes"
-# Where an APPLY_MODEL wrapper finds them behind x and t.
-OPTIONS = 3
 
 Run = Callable[[Conds], list[torch.Tensor]]
 
@@ -151,7 +149,7 @@ class CfgBatching:
         if self._setting == "on":
             return _Case("cfg: one batched pass, as asked for; not bit-identical", batched=True)
         reason = why_not_measured(device)
-        if options.get("wrappers", {}).get("apply_model", {}).get(COMPILED):
+        if is_compiled(options):
             reason = "torch.compile would compile the model once more for the batch"
         if reason:
             return _Case(f"{OWN}: {reason}")

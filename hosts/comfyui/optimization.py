@@ -12,16 +12,15 @@ from comfy.model_patcher import ModelPatcher
 from ...loaders.tensor_checks import is_finite
 from ...optimizations.block_form import is_changed
 from .attention import SLOT, SlotAttention
-from .cfg_batching import COMPILED, CfgBatching
+from .cfg_batching import CfgBatching
 from .flags import flags_for_a_run
 from .forward import ForwardPass
 from .prepared import Prepared, blocks_of
+from .wrapped_call import CONTROL, OPTIONS, is_compiled
 
 logger = logging.getLogger(__name__)
 
 KEY = "qwen_l40s_optimize"
-# Where an APPLY_MODEL wrapper finds them behind x and t.
-CONTROL, OPTIONS = 2, 3
 
 
 class Optimization:
@@ -137,7 +136,7 @@ class Optimization:
             return "as asked for"
         if prepared.misfit:
             return prepared.misfit
-        if options.get("wrappers", {}).get("apply_model", {}).get(COMPILED):
+        if is_compiled(options):
             return "torch.compile runs the model; without it the fused blocks would"
         if options.get("patches", {}).get("attn1_patch"):
             return "another node changes what attention reads (attn1_patch)"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ...optimizations.block_form import is_changed, misfit
+from ...optimizations.block_form import is_changed, misfit, token_layers
 from ...optimizations.fused import choose_ops
 from ...optimizations.modulation import ModulationTable
 from ...optimizations.self_check import Check
-from ...planning.memory import format_gib
+from ...planning.memory import QUANTIZED, format_gib
 from .forward import ForwardPass
 from .layers import ComfyLayers
 
@@ -35,8 +35,9 @@ class Prepared:
         self.ops = ops
         faults = (misfit(block, dtype) for block in blocks)
         self.misfit = self._ops_reason if ops is None else next(filter(None, faults), "")
-        kinds = [] if self.misfit else [layers.kind(layer) for layer in _token_layers(blocks)]
-        formats = sorted({kind for kind in kinds if kind in ("fp8", "int8")})
+        read = [] if self.misfit else [layer for block in blocks for layer in token_layers(block)]
+        kinds = list(map(layers.kind, read))
+        formats = sorted(set(kinds) & set(QUANTIZED))
         self._gemms = [str(layers.gemm(format, device)) for format in formats]
         self._opaque, self._layers = kinds.count(None), len(kinds)
         self.check = Check(quantized=bool(formats) or lossy_attention)
@@ -130,12 +131,3 @@ def blocks_of(model: Any) -> Sequence[torch.nn.Module]:
 def _device(model: Any) -> torch.device:
     patcher = model.current_patcher
     return next(model.parameters()).device if patcher is None else patcher.load_device
-
-
-def _token_layers(blocks: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Module]:
-    for block in blocks:
-        attn = block.attn
-        yield from (attn.to_q, attn.to_k, attn.to_v, attn.to_out[0])
-        yield from (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.to_add_out)
-        for mlp in (block.img_mlp, block.txt_mlp):
-            yield from (mlp.net[0].proj, mlp.net[2])

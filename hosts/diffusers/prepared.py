@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 
-from ...optimizations.block_form import READ, is_changed, misfit
+from ...optimizations.block_form import READ, is_changed, misfit, token_layers
 from ...optimizations.modulation import Entry, ModulationTable, compute_entry
 from ...optimizations.self_check import Check
 from .layers import is_plain, kind_of, rounds
@@ -165,19 +165,6 @@ class Prepared:
     def _new_check(self) -> Check:
         layers = token_layers(self.blocks[0])
         return Check(quantized=self._lossy or any(map(rounds, layers)))
-
-
-def token_layers(block: torch.nn.Module) -> list[torch.nn.Module]:
-    """The linear layers of a block that see tokens; none of a block of another form."""
-    try:
-        attn = block.attn
-        layers = [attn.to_q, attn.to_k, attn.to_v, attn.to_out[0]]
-        layers += [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj, attn.to_add_out]
-        for mlp in (block.img_mlp, block.txt_mlp):
-            layers += [mlp.net[0].proj, mlp.net[2]]
-    except AttributeError:
-        return []
-    return layers
 
 
 def processor_of(block: torch.nn.Module) -> object:
