@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..errors import UnavailableError
+from ..hosts.diffusers.offload import OFFLOADS
 from ..hosts.diffusers.settings import Settings
 from ..loaders.precision import PRECISIONS
 from .contact_sheet import check_sheet_path, write_sheet
@@ -65,6 +66,12 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> N
     parser.add_argument("--precision", default="auto", help=f"one of {', '.join(PRECISIONS)}")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument(
+        "--offload",
+        default="auto",
+        help=f"one of {', '.join(OFFLOADS)}: what waits in host memory while the rest runs, the "
+        "text encoder or each part until its turn; default: auto, the first that fits the card",
+    )
+    parser.add_argument(
         "--optimize",
         action=argparse.BooleanOptionalAction,
         help="the fused blocks and the fastest exact attention, or diffusers' own code; default: "
@@ -100,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     if grid:
         check_sheet_path(grid)
     require_packages()
-    pipeline, load_seconds = load(args.model, args)
+    pipeline, load_seconds = load(args.model, args, settings)
     result, seconds = make(pipeline, settings)
     paths = write_images(target, pipeline, result)
     if grid:
@@ -133,8 +140,14 @@ def require_packages(*more: str) -> None:
         )
 
 
-def load(folder: str | Path, args: argparse.Namespace) -> tuple[LoadedPipeline, float]:
-    """Loads the folder as the arguments say; returns it and the seconds it took."""
+def load(
+    folder: str | Path, args: argparse.Namespace, settings: Settings | None = None
+) -> tuple[LoadedPipeline, float]:
+    """Loads the folder as the arguments say; returns it and the seconds it took.
+
+    Args:
+        settings: of the run, which an automatic offload leaves room for.
+    """
     from ..hosts.diffusers.load import load_pipeline
 
     start = time.perf_counter()
@@ -144,6 +157,8 @@ def load(folder: str | Path, args: argparse.Namespace) -> tuple[LoadedPipeline, 
         device=args.device,
         optimized=args.optimize,
         attention=args.attention,
+        offload=args.offload,
+        settings=settings,
     )
     return pipeline, round(time.perf_counter() - start, 3)
 
@@ -177,7 +192,11 @@ def write_images(target: ImageTarget, pipeline: LoadedPipeline, result: Generati
 
 def run_facts(pipeline: LoadedPipeline, settings: Settings) -> Mapping[str, Any]:
     """What the last line of output says of every run."""
-    facts = vars(settings) | _where(pipeline) | {"precision_reason": pipeline.precision.reason}
+    reasons = {
+        "precision_reason": pipeline.precision.reason,
+        "offload_reason": pipeline.placement.choice.reason,
+    }
+    facts = vars(settings) | _where(pipeline) | reasons
     return {name: value for name, value in facts.items() if name != "prompt"}
 
 
@@ -187,6 +206,7 @@ def _where(pipeline: LoadedPipeline) -> dict[str, Any]:
         "model": str(pipeline.folder),
         "device": pipeline.device,
         "precision": pipeline.precision.name,
+        "offload": pipeline.placement.choice.name,
         "optimized": optimized is not None,
         # The path of every part that ran.
         "ran": ["diffusers' own code"] if optimized is None else optimized.report().splitlines(),

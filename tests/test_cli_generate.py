@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from qwen_l40s.cli import main
 from qwen_l40s.cli.contact_sheet import write_sheet
 from qwen_l40s.cli.images import ImageTarget, write_whole
+from qwen_l40s.hosts.diffusers.offload import OffloadChoice
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -55,6 +56,8 @@ def test_image_and_report(generate, tmp_path, capsys, tiny_folder):
         "fp32",
         "requested",
     )
+    assert report["offload"] == "none"
+    assert report["offload_reason"] == "everything runs on the processor"
     assert report["seconds"] > 0 and report["load_seconds"] > 0
     assert os.listdir(tmp_path) == ["star.png"]
     with Image.open("star.png") as image:
@@ -82,6 +85,29 @@ def test_width_and_height_replace_those_of_size(generate):
     assert generate("--width", "32", "--height", "80", "--output", "a.png") == 0
     with Image.open("a.png") as image:
         assert image.size == (32, 80)
+
+
+@pytest.mark.parametrize("way", ["text-encoder", "model"])
+def test_offload_on_the_processor_says_that_nothing_moves(generate, capsys, way):
+    assert generate("--offload", way, "--output", "a.png") == 0
+    report = last_line(capsys)
+    assert report["offload"] == "none"
+    assert report["offload_reason"].startswith(f"{way} was asked for, and everything runs")
+    with Image.open("a.png") as image:
+        assert json.loads(image.text["qwen_l40s"])["offload"] == "none"
+
+
+def test_offload_leaves_room_for_the_size_that_was_asked_for(generate, monkeypatch):
+    seen = []
+
+    def look(requested, **facts):
+        seen.append((requested, facts["activations"]["vae"]))
+        return OffloadChoice("none", "seen")
+
+    monkeypatch.setattr("qwen_l40s.hosts.diffusers.load.choose_offload", look)
+    assert generate("--output", "a.png") == 0
+    assert generate("--size", "128x96", "--output", "a.png") == 0
+    assert seen[0][0] == "auto" and seen[1][1] == 4 * seen[0][1]
 
 
 def test_without_output_nothing_is_overwritten(generate, tmp_path, capsys):
@@ -144,6 +170,7 @@ def test_captions_stay_under_their_images(tmp_path, letter):
         (("--precision", "fp9"), "precision 'fp9' is unknown"),
         (("--precision", "fp8"), "precision 'fp8' is not available"),
         (("--device", "tpu"), "device 'tpu' is unknown"),
+        (("--offload", "disk"), "offload 'disk' is unknown: choose auto, none, text-encoder"),
         (("--model", "nowhere"), "nowhere is not a folder"),
         (("--output", "a.jpg"), "must end in .png"),
         (("--grid", "a.pdf"), "must end in .png or .html"),

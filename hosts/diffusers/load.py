@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,19 +18,22 @@ from diffusers import (
 )
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from ...errors import CheckpointError, SettingError, UnavailableError
-from ...loaders.precision import (
-    BYTES_PER_WEIGHT,
-    PrecisionChoice,
-    choose_precision,
-    format_bytes,
-)
+from ...errors import CheckpointError, SettingError
+from ...loaders.precision import BYTES_PER_WEIGHT, PrecisionChoice, choose_precision
 from ...loaders.shards import Shards, read_shards
 from ...loaders.strict_json import read_object
+from ...optimizations.embedding_cache import EmbeddingCache
+from ...optimizations.resources import available_memory
+from ...planning.memory import USUAL_SIDE
 from .device import available_bytes, choose_device
+from .offload import NONE, OffloadChoice, choose_offload, part_activations, transformer_shape
 from .patch import Optimized, check_attention, optimize
+from .placement import PlacedPipeline, Placement, device_of
+from .settings import Settings
 from .text_encoder import load_text_encoder, load_tokenizer
 from .weights import build_empty, check_dtypes, check_fits, fill, stream_tensors
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MODEL_CLASSES = {"transformer": QwenImageTransformer2DModel, "vae": AutoencoderKLQwenImage}
@@ -39,10 +43,13 @@ PIPELINE_CLASS = "QwenImagePipeline"
 
 @dataclass(frozen=True)
 class LoadedPipeline:
-    """The parts of a Qwen-Image folder on one device, ready to sample; one run at a time.
+    """The parts of a Qwen-Image folder, ready to sample; one run at a time.
 
     Attributes:
+        device: Where the parts run.
+        placement: Where they are, and whose turn it is.
         optimized: What makes the transformer fast; None where diffusers' own code runs.
+        embeddings: Of the last prompts. Who changes the text encoder's weights clears them.
     """
 
     folder: Path
@@ -53,13 +60,19 @@ class LoadedPipeline:
     scheduler: FlowMatchEulerDiscreteScheduler
     device: str
     precision: PrecisionChoice
+    placement: Placement
     optimized: Optimized | None = None
+    embeddings: EmbeddingCache = field(default_factory=EmbeddingCache)
 
     def to_diffusers(
         self, scheduler: FlowMatchEulerDiscreteScheduler | None = None
     ) -> QwenImagePipeline:
-        """diffusers' pipeline over these parts; its scheduler, which has state, is its own."""
-        return QwenImagePipeline(
+        """diffusers' pipeline over these parts; its scheduler, which has state, is its own.
+
+        It moves no part: with an offload only `sample.generate` runs all of it.
+        """
+        offloaded = self.placement.choice.name != NONE
+        pipeline = (PlacedPipeline if offloaded else QwenImagePipeline)(
             transformer=self.transformer,
             vae=self.vae,
             text_encoder=self.text_encoder,
@@ -67,6 +80,9 @@ class LoadedPipeline:
             scheduler=scheduler
             or FlowMatchEulerDiscreteScheduler.from_config(self.scheduler.config),
         )
+        if offloaded:
+            pipeline.run_device = torch.device(self.device)
+        return pipeline
 
 
 def load_pipeline(
@@ -76,6 +92,8 @@ def load_pipeline(
     device: str = "auto",
     optimized: bool | None = False,
     attention: str | None = None,
+    offload: str = NONE,
+    settings: Settings | None = None,
 ) -> LoadedPipeline:
     """Loads a text-to-image Qwen-Image folder; all file headers are checked before any weight.
 
@@ -87,12 +105,16 @@ def load_pipeline(
         optimized: whether `patch.optimize` makes the transformer fast; None on a card, or where an
             attention is named.
         attention: of the optimized transformer, as `patch.optimize` takes it; None for `auto`.
+        offload: which parts wait in host memory while another runs: `none`, `text-encoder`,
+            `model`, or `auto` for the first of them that fits.
+        settings: of the largest run that `auto` leaves room for; None for an image of 1328x1328.
 
     Raises:
         CheckpointError: a file is missing, damaged, or of another model.
-        SettingError: the precision, the device or the attention is unknown or cannot be had here.
-        UnavailableError: the card is not there, the weights do not fit in its memory, or the
-            attention cannot run there.
+        SettingError: the precision, the device, the attention or the offload is unknown or cannot
+            be had here.
+        UnavailableError: the card is not there, the weights do not fit in its memory or the host's,
+            or the attention cannot run there.
     """
     if attention is not None and optimized is False:
         raise SettingError(
@@ -103,18 +125,42 @@ def load_pipeline(
     _check_pipeline_class(folder)
     shards = {part: read_shards(folder / part) for part in WEIGHT_FOLDERS}
     where = choose_device(device)
-    parameters = sum(info.elements for part in shards.values() for info in part.tensors.values())
+    parameters = {
+        part: sum(info.elements for info in found.tensors.values())
+        for part, found in shards.items()
+    }
     free = available_bytes(where)
-    choice = choose_precision(precision, where, parameters=parameters, available_bytes=free)
+    choice = choose_precision(
+        precision, where, parameters=sum(parameters.values()), available_bytes=free
+    )
     if choice.name not in DTYPES:
         raise SettingError(
             f"precision {choice.name!r} is not available with diffusers loading yet: choose auto, "
             f"{', '.join(DTYPES)}."
         )
-    _check_memory(folder, parameters, choice, where, free)
+    size = BYTES_PER_WEIGHT[choice.name]
+
+    def place(transformer: QwenImageTransformer2DModel) -> OffloadChoice:
+        return choose_offload(
+            offload,
+            what=f"{folder} in {choice.name}",
+            device=where,
+            weights={part: count * size for part, count in parameters.items()},
+            activations=part_activations(
+                transformer_shape(transformer.config),
+                width=settings.width if settings else USUAL_SIDE,
+                height=settings.height if settings else USUAL_SIDE,
+                batch=settings.batch if settings else 1,
+                itemsize=size,
+            ),
+            free=free,
+            host_free=available_memory(),
+        )
+
     if optimized is None:
         optimized = where != "cpu" or attention is not None
-    return _load_parts(folder, shards, choice, where, (attention or "auto") if optimized else None)
+    attention = (attention or "auto") if optimized else None
+    return _load_parts(folder, shards, choice, where, attention, place)
 
 
 def _load_parts(
@@ -123,6 +169,7 @@ def _load_parts(
     choice: PrecisionChoice,
     device: str,
     attention: str | None,
+    place: Callable[[QwenImageTransformer2DModel], OffloadChoice],
 ) -> LoadedPipeline:
     """Reads what `load_pipeline` has checked; without an attention nothing is optimized."""
     dtype = DTYPES[choice.name]
@@ -139,19 +186,25 @@ def _load_parts(
         check_fits(model, shards[part])
     if attention is not None:
         check_attention(models["transformer"], attention, torch.device(device), dtype)
-    text_encoder = load_text_encoder(folder / "text_encoder", dtype=dtype, device=device)
+    offload = place(models["transformer"])
+    logger.info("offload %s: %s", offload.name, offload.reason)
+    text_encoder = load_text_encoder(
+        folder / "text_encoder", dtype=dtype, device=device_of("text_encoder", offload, device)
+    )
     for part, model in models.items():
-        fill(model, stream_tensors(shards[part]), dtype=dtype, device=device)
-    transformer = models["transformer"].eval()
+        there = device_of(part, offload, device)
+        fill(model, stream_tensors(shards[part]), dtype=dtype, device=there)
+        model.eval()
+    transformer = models["transformer"]
     return LoadedPipeline(
         folder=folder,
-        transformer=transformer,
-        vae=models["vae"].eval(),
+        **models,
         text_encoder=text_encoder,
         tokenizer=tokenizer,
         scheduler=FlowMatchEulerDiscreteScheduler.from_config(scheduler_config),
         device=device,
         precision=choice,
+        placement=Placement({**models, "text_encoder": text_encoder}, offload, device),
         optimized=None if attention is None else optimize(transformer, attention=attention),
     )
 
@@ -184,15 +237,3 @@ def _check_pipeline_class(folder: Path) -> None:
     raise CheckpointError(
         f"{path} is of a {name}, not of a {PIPELINE_CLASS}: use a Qwen-Image folder."
     )
-
-
-def _check_memory(
-    folder: Path, parameters: int, choice: PrecisionChoice, device: str, free: int
-) -> None:
-    needed = parameters * BYTES_PER_WEIGHT[choice.name]
-    if needed > free:
-        raise UnavailableError(
-            f"{folder} needs {format_bytes(needed)} in {choice.name} for its weights alone and "
-            f"{device} has {format_bytes(free)} free: free memory, or choose another --device or "
-            "--precision."
-        )

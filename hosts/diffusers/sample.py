@@ -13,13 +13,15 @@ from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
 from PIL import Image
 
 from ...errors import CheckpointError, UnavailableError
+from ...loaders.precision import BYTES_PER_WEIGHT
 from .decode import decode
+from .embeddings import MAX_PROMPT_TOKENS, embed
 from .load import LoadedPipeline
+from .offload import MODEL, part_activations, transformer_shape
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
 
-MAX_PROMPT_TOKENS = 512  # the pipeline's default
 StepCallback = Callable[[int, int, torch.Tensor], None]
 
 
@@ -73,11 +75,13 @@ def generate(
     try:
         latents = sample(pipeline, settings, progress=progress, callback=callback)
         sampled = time.perf_counter()
-        images = decode(pipeline, latents, height, width)
+        with pipeline.placement.turn("vae", _activations(pipeline, settings)["vae"]):
+            images = decode(pipeline, latents, height, width)
     except torch.cuda.OutOfMemoryError as error:
+        other = "" if pipeline.placement.choice.name == MODEL else f", or --offload {MODEL}"
         raise UnavailableError(
             f"{width}x{height} in a batch of {batch} does not fit in the memory of "
-            f"{pipeline.device}: use a smaller size or batch."
+            f"{pipeline.device}: use a smaller size or batch{other}."
         ) from error
     return Generation(images, settings, sampled - start, time.perf_counter() - sampled)
 
@@ -107,12 +111,13 @@ def sample(
         callback(step + 1, settings.steps, tensors["latents"])
         return {}
 
+    activations = _activations(pipeline, settings)
+    embedded = embed(pipeline, settings, activations["text_encoder"])
     optimized = pipeline.optimized
     run = optimized.run(lambda: pipe.scheduler.timesteps) if optimized else nullcontext()
-    with run:
+    with pipeline.placement.turn("transformer", activations["transformer"]), run:
         latents = pipe(
-            prompt=settings.prompt,
-            negative_prompt=settings.negative_prompt if settings.cfg > 1 else None,
+            **embedded,
             true_cfg_scale=settings.cfg,
             width=settings.width,
             height=settings.height,
@@ -131,6 +136,16 @@ def sample(
             "weights are finite: try --precision fp32, or download the folder again."
         )
     return latents
+
+
+def _activations(pipeline: LoadedPipeline, settings: Settings) -> dict[str, int]:
+    return part_activations(
+        transformer_shape(pipeline.transformer.config),
+        width=settings.width,
+        height=settings.height,
+        batch=settings.batch,
+        itemsize=BYTES_PER_WEIGHT[pipeline.precision.name],
+    )
 
 
 def _scheduler(pipeline: LoadedPipeline, steps: int) -> FlowMatchEulerDiscreteScheduler:
