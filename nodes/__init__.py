@@ -17,6 +17,7 @@ from .loaders import (
 from .lora import QwenL40SLoadLora
 from .optimize import QwenL40SOptimize
 from .quantize import QwenL40SSaveQuantized
+from .vae import QwenL40SVAEDecode, QwenL40SVAEEncode
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ NODES: list[type[io.ComfyNode]] = [
     QwenL40SLoadLora,
     QwenL40SOptimize,
     QwenL40SCFGNorm,
+    QwenL40SVAEDecode,
+    QwenL40SVAEEncode,
     QwenL40SSaveQuantized,
 ]
 

@@ -39,6 +39,7 @@ from qwen_l40s.nodes.loaders import (  # noqa: E402
 from qwen_l40s.nodes.lora import QwenL40SLoadLora  # noqa: E402
 from qwen_l40s.nodes.optimize import QwenL40SOptimize  # noqa: E402
 from qwen_l40s.nodes.quantize import QwenL40SSaveQuantized  # noqa: E402
+from qwen_l40s.nodes.vae import QwenL40SVAEDecode, QwenL40SVAEEncode  # noqa: E402
 from qwen_l40s.planning.memory import CardFacts  # noqa: E402
 
 MICRO = "micro (bundled)"
@@ -166,7 +167,7 @@ def check_nodes_of_a_host_that_is_off_are_there_and_say_why():
             words = ("ComfyUI is 0.32.1", "needs 0.33.0 or newer", "update ComfyUI")
             assert all(word in warning.call_args.args[0] for word in words)
             registered = asyncio.run(extension.get_node_list())
-            assert len(registered) == 8
+            assert len(registered) == 10
             for node in registered:
                 node.GET_SCHEMA()
             settings = {"precision": "auto", "text_encoder": MICRO, "vae": MICRO}
@@ -178,6 +179,8 @@ def check_nodes_of_a_host_that_is_off_are_there_and_say_why():
                 lambda: QwenL40SLoadLora.execute(None, "x", 1.0, "merge"),
                 lambda: QwenL40SOptimize.execute(None, "auto", True),
                 lambda: QwenL40SSaveQuantized.execute(None, "int8", "x", False),
+                lambda: QwenL40SVAEDecode.execute({"samples": None}, None),
+                lambda: QwenL40SVAEEncode.execute(None, None),
             ):
                 refused(UnavailableError, *words, run=run)
     finally:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from diffusers import QwenImagePipeline
 from PIL import Image
 
+from ...optimizations import vae as planned
+from ...planning.vae import VaePlan, plan_decode
 from .load import LoadedPipeline
+from .vae_stages import decoder_stages
+
+logger = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
@@ -16,14 +23,19 @@ def decode(
     """Decodes packed latents, one image at a time so that peak memory does not grow with the batch.
 
     The arithmetic and its dtype are those of `QwenImagePipeline.__call__`, so that the images are
-    bit-identical to it.
+    bit-identical to it where they fit whole. Where they do not, exact tiles give them up to
+    rounding.
 
     Args:
         latents: (B, height/16 * width/16, 64), as the sampler leaves them.
         height, width: pixels of the image.
 
     Returns:
-        B images in RGB.
+        B images in RGB, or in RGBA from the VAE of Qwen-Image-Layered.
+
+    Raises:
+        UnavailableError: not even the smallest tile fits in what is free on the card.
+        torch.cuda.OutOfMemoryError: the card ran out of memory twice.
     """
     pipe = pipeline.to_diffusers()
     vae = pipeline.vae
@@ -36,6 +48,54 @@ def decode(
     latents = latents / (1.0 / std) + mean
     images = []
     for latent in latents.split(1):
-        pixels = vae.decode(latent, return_dict=False)[0][:, :, 0]
+        pixels = decode_latent(vae, latent)[:, :, 0]
         images += pipe.image_processor.postprocess(pixels, output_type="pil")
     return images
+
+
+def decode_latent(vae: torch.nn.Module, latent: torch.Tensor) -> torch.Tensor:
+    """Decodes one item as `vae.decode` does, in the memory that is free.
+
+    Args:
+        vae: diffusers' AutoencoderKLQwenImage.
+        latent: (1, 16, 1, h, w), denormalized, on the VAE's device and in its dtype.
+
+    Returns:
+        (1, channels, 1, 8h, 8w) from -1 to 1.
+
+    Raises:
+        UnavailableError: not even the smallest tile fits in what is free on the card.
+        torch.cuda.OutOfMemoryError: the card ran out of memory twice.
+    """
+    stages = decoder_stages(vae)
+    free = free_bytes(latent.device)
+
+    def plan(budget: int | None) -> VaePlan:
+        height, width = latent.shape[-2:]
+        return plan_decode(
+            stages.shape, height, width, itemsize=latent.element_size(), budget=budget
+        )
+
+    chosen = plan(free)
+    try:
+        return planned.decode(stages, latent, chosen).clamp(-1, 1)
+    except torch.cuda.OutOfMemoryError:
+        if free is None:
+            raise
+    # Only here, where the exception with all its tensors is gone.
+    torch.cuda.empty_cache()
+    smaller = plan(min(free, chosen.peak_bytes) // 2)
+    logger.warning(
+        "The card ran out of memory while decoding (%s): decoding again in half of it, %s.",
+        chosen.reason,
+        smaller.reason,
+    )
+    return planned.decode(stages, latent, smaller).clamp(-1, 1)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What tensors can still take: free on the card, or held by torch and unused; None off it."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused

@@ -1,0 +1,168 @@
+"""Decodes and encodes images through ComfyUI's VAE in the memory that is free.
+
+What comes out is what the host's own VAEDecode and VAEEncode give: bit for bit where the plan is
+whole, and up to rounding in exact tiles. Other VAEs and videos go the host's own way.
+"""
+
+from __future__ import annotations
+
+import comfy.ldm.wan.vae
+import comfy.sd
+import torch
+
+from ...errors import SettingError
+from ...optimizations import vae as pieces
+from ...optimizations.vae import Progress
+from ...planning.vae import VaePlan, plan_decode, plan_encode
+from ...planning.vae_steps import PIXELS_PER_LATENT
+from .vae_batch import WHOLE, Batch
+from .vae_stages import decoder_stages, encoder_stages, vae_shape
+
+# Images that are decoded together: a bound on what a large batch of small ones asks for at once.
+MOST_TOGETHER = 16
+
+
+def decode(vae: comfy.sd.VAE, samples: torch.Tensor, tiles: int = 0) -> tuple[torch.Tensor, str]:
+    """Decodes latents.
+
+    Args:
+        samples: (B, 16, h, w) or (B, 16, 1, h, w), as a LATENT holds them; left as they are.
+        tiles: 0 takes the fewest that fit what is free, 1 none at all, more at least so many.
+
+    Returns:
+        Images (B, 8h, 8w, 3), or 4 channels of a Layered VAE, in ComfyUI's dtype for images, from 0
+        to 1; and the report.
+
+    Raises:
+        SettingError: the latents are no Qwen-Image latents, or `tiles` is out of range.
+        UnavailableError: the card's or the host's memory cannot hold it, or ran out twice.
+    """
+    latents = samples.unbind()[0] if samples.is_nested else samples
+    other = _other_vae(vae)
+    if not other and latents.ndim == 5 and latents.shape[2] > 1:
+        other = f"the latent has {latents.shape[2]} frames, as a video or layers have"
+    if other:
+        images, report = vae.decode(latents), f"decode: ComfyUI's own, because {other}"
+    else:
+        images, report = _decode_images(vae, latents, tiles)
+    # As the host's node does with videos.
+    return images.flatten(0, 1) if images.ndim == 5 else images, report
+
+
+def encode(vae: comfy.sd.VAE, pixels: torch.Tensor, tiles: int = 0) -> tuple[torch.Tensor, str]:
+    """Encodes images, each on its own: the host takes a batch as the frames of one video.
+
+    Args:
+        pixels: (B, H, W, C) from 0 to 1, as an IMAGE holds them; sides are cut to multiples of 8
+            and channels added or dropped as the host does.
+        tiles: as in `decode`.
+
+    Returns:
+        Latents (B, 16, 1, H / 8, W / 8) in ComfyUI's dtype for latents; and the report.
+
+    Raises:
+        SettingError: the images are no images, or `tiles` is out of range.
+        UnavailableError: the card's or the host's memory cannot hold it, or ran out twice.
+    """
+    other = _other_vae(vae)
+    if not other and pixels.ndim == 5:
+        other = "the pixels are a video"
+    if other:
+        return vae.encode(pixels), f"encode: ComfyUI's own, because {other}"
+    return _encode_images(vae, pixels, tiles)
+
+
+def _other_vae(vae: comfy.sd.VAE) -> str | None:
+    """Why a VAE goes the host's own way; None for Qwen-Image's."""
+    for name in ("decode", "encode"):
+        if getattr(getattr(vae, name), "__func__", None) is not getattr(comfy.sd.VAE, name):
+            return f"the VAE, a {type(vae).__name__}, has its own way to {name}"
+    model = vae.first_stage_model
+    if type(model) is not comfy.ldm.wan.vae.WanVAE:
+        return f"the VAE is a {type(model).__name__} and not Qwen-Image's"
+    try:
+        channels = vae_shape(model).image_channels
+    except SettingError:
+        return "the VAE is a WanVAE of other layers than Qwen-Image's"
+    if channels != vae.output_channels:
+        return f"the VAE takes {vae.output_channels} channels and gives {channels}"
+    return None
+
+
+def _decode_images(
+    vae: comfy.sd.VAE, latents: torch.Tensor, tiles: int
+) -> tuple[torch.Tensor, str]:
+    shape = vae_shape(vae.first_stage_model)
+    if latents.ndim not in (4, 5) or latents.shape[1] != shape.latent_channels:
+        raise SettingError(
+            f"the latents are {tuple(latents.shape)} and the VAE takes (batch, "
+            f"{shape.latent_channels}, height, width): connect latents of a Qwen-Image model."
+        )
+    latents = latents.unsqueeze(2) if latents.ndim == 4 else latents
+    stages = decoder_stages(vae.first_stage_model)
+    together = 1 if tiles == WHOLE else min(len(latents), MOST_TOGETHER)
+
+    def plan(budget: int | None) -> VaePlan:
+        return plan_decode(
+            shape,
+            *latents.shape[-2:],
+            batch=together,
+            itemsize=vae.vae_dtype.itemsize,
+            budget=budget,
+            tiles=tiles,
+            image_on_card=False,
+        )
+
+    def compute(plan: VaePlan, items: slice, out: torch.Tensor, progress: Progress) -> None:
+        part = latents[items].to(device=vae.device, dtype=vae.vae_dtype)
+        pieces.decode(stages, part, plan, out=out, progress=progress)
+        vae.process_output(out)
+
+    height, width = (PIXELS_PER_LATENT * side for side in latents.shape[-2:])
+    images, report = Batch(
+        vae=vae,
+        what=f"decode {_count(len(latents))} of {width}x{height}",
+        size=(len(latents), shape.image_channels, 1, height, width),
+        tiles=tiles,
+        plan=plan,
+        compute=compute,
+    ).run()
+    return images.movedim(1, -1), report
+
+
+def _encode_images(vae: comfy.sd.VAE, pixels: torch.Tensor, tiles: int) -> tuple[torch.Tensor, str]:
+    shape = vae_shape(vae.first_stage_model)
+    if pixels.ndim != 4:
+        raise SettingError(
+            f"the pixels are {tuple(pixels.shape)} and images are (batch, height, width, channels):"
+            " connect an IMAGE."
+        )
+    pixels = vae.vae_encode_crop_pixels(pixels).movedim(-1, 1)
+    height, width = pixels.shape[-2:]
+    latent = height // PIXELS_PER_LATENT, width // PIXELS_PER_LATENT
+    stages = encoder_stages(vae.first_stage_model)
+
+    def plan(budget: int | None) -> VaePlan:
+        itemsize = vae.vae_dtype.itemsize
+        return plan_encode(shape, *latent, itemsize=itemsize, budget=budget, tiles=tiles)
+
+    def compute(plan: VaePlan, items: slice, out: torch.Tensor, progress: Progress) -> None:
+        # With the strides of the host's video of one frame, which decide what kernels run.
+        image = vae.process_input(pixels[items].movedim(1, 0).unsqueeze(0))
+        out[:] = pieces.encode(
+            stages, image, plan, device=vae.device, dtype=vae.vae_dtype, progress=progress
+        )
+
+    return Batch(
+        vae=vae,
+        what=f"encode {_count(len(pixels))} of {width}x{height}",
+        size=(len(pixels), shape.latent_channels, 1, *latent),
+        tiles=tiles,
+        plan=plan,
+        compute=compute,
+        host_bytes=2 * pixels[:1].nbytes,  # `process_input` copies twice
+    ).run()
+
+
+def _count(images: int) -> str:
+    return f"{images} image{'s' * (images != 1)}"
