@@ -77,8 +77,8 @@ def choose_transformer_precision(
     Args:
         requested: one of `TRANSFORMER_PRECISIONS`.
         stored: what the file holds, a key of `BYTES_PER_WEIGHT`.
-        weights: bytes of the loaded transformer in bf16, fp8, int8 and `stored`, such as
-            `planning.memory.weights_by_precision` gives.
+        weights: bytes that have to be on the card in bf16, fp8, int8 and `stored`: what
+            `planning.memory.weights_by_precision` gives, less modulation that waits elsewhere.
         activations: bytes of one step at 1328x1328, from `planning.memory.step_activation_bytes`.
         card: where the transformer runs; None for the CPU.
 

@@ -15,10 +15,12 @@ from ..hosts.comfyui.choices import (
     resolve,
 )
 from ..loaders.source import Source, fingerprint, open_source
+from ..planning.placement import PLACES
 from .host import CATEGORY, require_host, with_report
 
 PRECISIONS = ["auto", "bf16", "fp8", "int8", "as stored"]
 VAE_PRECISIONS = ["auto", "bf16", "fp32"]
+TEXT_ENCODER_PLACEMENTS = ["auto", "cpu", "drop after encoding"]
 KEEP_TOOLTIP = (
     "Layers that stay in bf16 when the rest is quantized: shell patterns separated by commas or "
     "lines, such as transformer_blocks.0.*, *.img_mlp.net.2. A kept layer takes twice the memory."
@@ -62,8 +64,24 @@ def _precision_input() -> io.Combo.Input:
         "precision",
         options=PRECISIONS,
         default="auto",
-        tooltip="auto: the most faithful that stays on the card. bf16: 38 GiB. int8 and fp8: 25 "
-        "GiB; int8 is closer to bf16, fp8 needs an Ada card or newer. as stored: the file's own.",
+        tooltip="auto: the most faithful that stays on the card. bf16: 25 GiB on the card with the "
+        "modulation off it, else 38. int8 and fp8: 13, else 25; int8 is closer to bf16, fp8 needs "
+        "an Ada card or newer. as stored: the file's own.",
+    )
+
+
+def _modulation_input() -> io.Combo.Input:
+    return io.Combo.Input(
+        "modulation",
+        options=list(PLACES),
+        default="auto",
+        optional=True,
+        advanced=True,
+        tooltip="A third of the weights sees only the timestep: 12.7 GiB in bf16. off card: they "
+        "stay in host memory and a small table of their results is on the card; each new schedule "
+        "brings them there once, and a sampler that asks for timesteps beside its schedule does so "
+        "at each of these. auto: off the card where transformer and text encoder would not both "
+        "fit it.",
     )
 
 
@@ -97,7 +115,7 @@ class QwenL40SLoadModel(io.ComfyNode):
             description="Loads a Qwen-Image transformer: text to image, 2512, Edit or Layered; "
             "bf16, fp8 or int8 files, or a diffusers folder.",
             search_aliases=["qwen image", "unet loader", "diffusion model loader", "qwen edit"],
-            inputs=[_model_input(), _precision_input(), keep_input()],
+            inputs=[_model_input(), _precision_input(), keep_input(), _modulation_input()],
             outputs=[io.Model.Output(), _report_output()],
         )
 
@@ -110,12 +128,14 @@ class QwenL40SLoadModel(io.ComfyNode):
         return files_behind(model, "transformer")
 
     @classmethod
-    def execute(cls, model: str, precision: str, keep_in_bf16: str = "") -> io.NodeOutput:
+    def execute(
+        cls, model: str, precision: str, keep_in_bf16: str = "", modulation: str = "auto"
+    ) -> io.NodeOutput:
         require_host()
         from ..hosts.comfyui.model import load_model
 
         patcher, report = load_model(
-            resolve(model, "transformer"), precision, keep_patterns(keep_in_bf16)
+            resolve(model, "transformer"), precision, keep_patterns(keep_in_bf16), modulation
         )
         return with_report(patcher, report=report.text())
 
@@ -146,6 +166,16 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
                     tooltip="How the weights are stored; ComfyUI computes this model in fp32 "
                     "whatever it is. bf16: 15 GiB, fp8 and int8: about 9 GiB.",
                 ),
+                io.Combo.Input(
+                    "placement",
+                    options=TEXT_ENCODER_PLACEMENTS,
+                    default="auto",
+                    optional=True,
+                    tooltip="auto: on the card while there is room. cpu: computes on the "
+                    "processor, slowly, and takes no room on the card. drop after encoding: leaves "
+                    "the card at once, so that the transformer need not share it. An unchanged "
+                    "prompt is not encoded again, whatever this is.",
+                ),
             ],
             outputs=[io.Clip.Output(), _report_output()],
         )
@@ -159,11 +189,12 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
         return files_behind(text_encoder, "text_encoder")
 
     @classmethod
-    def execute(cls, text_encoder: str, precision: str) -> io.NodeOutput:
+    def execute(cls, text_encoder: str, precision: str, placement: str = "auto") -> io.NodeOutput:
         require_host()
         from ..hosts.comfyui.text_encoder import load_text_encoder
 
-        clip, report = load_text_encoder(resolve(text_encoder, "text_encoder"), precision)
+        path = resolve(text_encoder, "text_encoder")
+        clip, report = load_text_encoder(path, precision, placement)
         return with_report(clip, report=report.text())
 
 
@@ -241,6 +272,7 @@ class QwenL40SLoad(io.ComfyNode):
                     tooltip="automatic: from the same folder, or the file in models/vae that fits.",
                 ),
                 keep_input(),
+                _modulation_input(),
             ],
             outputs=[io.Model.Output(), io.Clip.Output(), io.Vae.Output(), _report_output()],
         )
@@ -270,7 +302,13 @@ class QwenL40SLoad(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, model: str, precision: str, text_encoder: str, vae: str, keep_in_bf16: str = ""
+        cls,
+        model: str,
+        precision: str,
+        text_encoder: str,
+        vae: str,
+        keep_in_bf16: str = "",
+        modulation: str = "auto",
     ) -> io.NodeOutput:
         require_host()
         from ..hosts.comfyui.model import load_model
@@ -282,7 +320,7 @@ class QwenL40SLoad(io.ComfyNode):
         decoder, vae_report = load_vae(sources[2].path, "auto")
         clip, clip_report = load_text_encoder(sources[1].path, "auto")
         patcher, model_report = load_model(
-            resolve(model, "transformer"), precision, keep_patterns(keep_in_bf16)
+            resolve(model, "transformer"), precision, keep_patterns(keep_in_bf16), modulation
         )
         reports = (model_report, clip_report, vae_report)
         return with_report(

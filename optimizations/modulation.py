@@ -11,8 +11,10 @@ person's patch does to the timestep is in there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -21,6 +23,14 @@ from .streams import Modulation
 # What the entries of one table may take; the oldest leave. 120 timesteps of the full-size model, or
 # 60 of a batch of two.
 MOST_BYTES = 512 * 2**20
+
+
+class Layer(NamedTuple):
+    """One modulation layer: of which block, of which stream, and the host's module."""
+
+    block: int
+    stream: Literal["image", "text"]
+    module: torch.nn.Module
 
 
 class Entry(NamedTuple):
@@ -49,19 +59,26 @@ class Entry(NamedTuple):
 
 
 class ModulationTable:
-    """Entries of one set of weights, filled as timesteps come.
+    """Entries of one model, filled as timesteps come.
 
     Args:
-        blocks: The host's blocks, with `img_mod` and `txt_mod`. The table has to be dropped when
-            their weights change.
+        blocks: The host's blocks, with `img_mod` and `txt_mod`.
         most_bytes: What the entries may take.
+        compute: What gives the entries of embeddings for a batch; by default `compute_entries`,
+            from weights that are where the embeddings are.
     """
 
-    def __init__(self, blocks: Sequence[torch.nn.Module], most_bytes: int = MOST_BYTES) -> None:
-        self._blocks = blocks
+    def __init__(
+        self,
+        blocks: Sequence[torch.nn.Module],
+        most_bytes: int = MOST_BYTES,
+        compute: Callable[[Sequence[torch.Tensor], int], list[Entry]] | None = None,
+    ) -> None:
+        self._count = len(blocks)
+        self._compute = compute or partial(compute_entries, blocks)
         self._most_bytes = most_bytes
         self._entries: dict[tuple, Entry] = {}
-        self.hits = 0
+        self.hits = self.filled = self.passes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -71,7 +88,13 @@ class ModulationTable:
         """What the entries take on the card."""
         return sum(entry.bytes for entry in self._entries.values())
 
-    def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
+    def entry(
+        self,
+        embedding: torch.Tensor,
+        batch: int,
+        state: Hashable = None,
+        following: Callable[[], Sequence[torch.Tensor]] = tuple,
+    ) -> Entry:
         """The entry of a timestep embedding; computed when it is not there.
 
         Reading the key waits for the card once, which costs some microseconds of a forward pass.
@@ -80,92 +103,117 @@ class ModulationTable:
             embedding: (batch, D), or (2 batch, D) where the second half is for timestep 0: the
                 image stream is modulated by all rows and the text stream by the first half.
             batch: Items of the batch.
+            state: What the weights are; entries are found again under the same state only.
+            following: Asked where the entry is not there: the embeddings of the run's schedule, in
+                order. Those from this one on are computed in the same pass over the weights.
         """
-        key = self._key(embedding, batch)
+        (key,) = _keys([embedding], batch, state)
         found = self._entries.get(key)
-        if found is None:
-            found = compute_entry(self._blocks, embedding, batch)
-            self._add(key, found)
-        else:
+        if found is not None:
             self.hits += 1
-        return found
+            return found
+        keys = dict(zip(_keys(schedule := following(), batch, state), schedule, strict=True))
+        later = list(keys)[list(keys).index(key) :] if key in keys else []
+        self._fill({key: embedding, **{other: keys[other] for other in later}}, batch)
+        return self._entries[key]
 
-    def fill(self, embeddings: Sequence[torch.Tensor], batch: int) -> None:
-        """Adds the entries of a schedule in one pass over the weights.
-
-        All rows go through a linear at once where that gives the same bits as one embedding at a
-        time, which the first block shows; else each embedding goes alone.
+    def fill(self, embeddings: Sequence[torch.Tensor], batch: int, state: Hashable = None) -> None:
+        """Adds the entries of a schedule in one pass over the weights, as many as it may hold.
 
         Args:
             embeddings: As `entry` takes them, all of one shape.
             batch: Items of the batch.
+            state: As `entry` takes it.
         """
-        keys = {self._key(embedding, batch): embedding for embedding in embeddings}
-        new = {key: embedding for key, embedding in keys.items() if key not in self._entries}
+        self._fill(dict(zip(_keys(embeddings, batch, state), embeddings, strict=True)), batch)
+
+    def drop(self) -> None:
+        """Frees all entries."""
+        self._entries.clear()
+
+    def _fill(self, wanted: dict[tuple, torch.Tensor], batch: int) -> None:
+        new = {key: embedding for key, embedding in wanted.items() if key not in self._entries}
         if not new:
             return
-        rows = len(embeddings[0])
-        size = _entry_bytes(self._blocks, embeddings[0], batch)
-        if size * len(new) > self._most_bytes:  # a long schedule: as its timesteps come
-            return
-        entries = [_empty_entry(self._blocks, embedding, batch) for embedding in new.values()]
-        together = torch.cat(list(new.values()))
-        texts = torch.cat([embedding[:batch] for embedding in new.values()])
-        exact = None
-        first = _form(self._blocks[0])
-        for index, block in enumerate(self._blocks):
-            if exact and _form(block) == first:
-                images = block.img_mod(together).split(rows)
-                batches = block.txt_mod(texts).split(batch)
-                for entry, image, text in zip(entries, images, batches, strict=True):
-                    entry.image[index].copy_(image)
-                    entry.text[index].copy_(text)
-                continue
-            for embedding, entry in zip(new.values(), entries, strict=True):
-                _fill_block(block, index, embedding, batch, entry)
-            if exact is None:
-                alone = torch.cat([entry.image[0] for entry in entries])
-                alone_text = torch.cat([entry.text[0] for entry in entries])
-                exact = torch.equal(block.img_mod(together), alone) and torch.equal(
-                    block.txt_mod(texts), alone_text
-                )
-        for key, entry in zip(new, entries, strict=True):
-            self._add(key, entry)
-
-    def _key(self, embedding: torch.Tensor, batch: int) -> tuple:
-        bits = embedding.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        return batch, tuple(embedding.shape), embedding.dtype, bits
-
-    def _add(self, key: tuple, entry: Entry) -> None:
-        self._entries[key] = entry
-        while len(self._entries) > 1 and self.bytes > self._most_bytes:
+        size = _entry_bytes(self._count, next(iter(new.values())), batch)
+        room = max(1, self._most_bytes // size)
+        new = dict(list(new.items())[:room])
+        # The oldest leave before there are more: both together might not fit the card.
+        while self._entries and self.bytes + size * len(new) > self._most_bytes:
             del self._entries[next(iter(self._entries))]
+        entries = self._compute(list(new.values()), batch)
+        self._entries.update(zip(new, entries, strict=True))
+        self.filled += len(new)
+        self.passes += 1
+
+
+def compute_entries(
+    blocks: Sequence[torch.nn.Module],
+    embeddings: Sequence[torch.Tensor],
+    batch: int,
+    layers: Iterator[Layer] | None = None,
+) -> list[Entry]:
+    """What the modules give for several embeddings of one shape, in one pass over the weights.
+
+    All rows go through a layer at once where that gives the same bits as one embedding at a time,
+    which the first block shows; else each embedding goes alone.
+
+    Args:
+        embeddings: As of `ModulationTable.entry`.
+        batch: Items of the batch.
+        layers: The modulation layers of the blocks, in order; a host whose weights are elsewhere
+            brings each to the embeddings while it is had from this iterator.
+    """
+    entries = [_empty_entry(blocks, embedding, batch) for embedding in embeddings]
+    # As the hosts do: a half of the rows is a tensor of its own only where there are two.
+    rows = {"image": list(embeddings), "text": [embedding[:batch] for embedding in embeddings]}
+    together = {stream: torch.cat(parts) for stream, parts in rows.items()}
+    exact: dict[str, list[tuple] | None] = {}  # how a layer is held whose bits were equal
+    with closing(layers or _layers_of(blocks)) as walked:
+        for index, stream, module in walked:
+            parts = rows[stream]
+            if exact.get(stream) == _form(module):
+                values = module(together[stream]).split(len(parts[0]))
+            else:
+                values = [module(part) for part in parts]
+            if stream not in exact:
+                shown = len(parts) > 1 and torch.equal(module(together[stream]), torch.cat(values))
+                exact[stream] = _form(module) if shown else None
+            for entry, value in zip(entries, values, strict=True):
+                getattr(entry, stream)[index].copy_(value)
+    return entries
 
 
 def compute_entry(blocks: Sequence[torch.nn.Module], embedding: torch.Tensor, batch: int) -> Entry:
     """What the modules of some blocks give; arguments as of `ModulationTable.entry`."""
-    entry = _empty_entry(blocks, embedding, batch)
+    return compute_entries(blocks, [embedding], batch)[0]
+
+
+def _layers_of(blocks: Sequence[torch.nn.Module]) -> Iterator[Layer]:
     for index, block in enumerate(blocks):
-        _fill_block(block, index, embedding, batch, entry)
-    return entry
+        yield Layer(index, "image", block.img_mod)
+        yield Layer(index, "text", block.txt_mod)
 
 
-def _form(block: torch.nn.Module) -> list[tuple]:
-    """How the modulation layers are held: what one block shows holds for those held alike."""
-    modules = (*block.img_mod.modules(), *block.txt_mod.modules())
+def _keys(
+    embeddings: Sequence[torch.Tensor], batch: int, state: Hashable
+) -> list[tuple[Hashable, ...]]:
+    """One key for each embedding; the card is waited for once."""
+    if not embeddings:
+        return []
+    bits = torch.stack(list(embeddings)).detach().cpu().view(torch.uint8).numpy()
+    form = state, batch, tuple(embeddings[0].shape), embeddings[0].dtype
+    return [(*form, row.tobytes()) for row in bits]
+
+
+def _form(module: torch.nn.Module) -> list[tuple]:
+    """How a modulation layer is held: what one shows holds for those that are held alike."""
+    weights = [(part, getattr(part, "weight", None)) for part in module.modules()]
     return [
-        (type(module), getattr(module, "layout_type", None), weight.dtype)
-        for module in modules
-        for weight in module.parameters(recurse=False)
+        (type(part), getattr(part, "layout_type", None), weight.dtype)
+        for part, weight in weights
+        if weight is not None
     ]
-
-
-def _fill_block(
-    block: torch.nn.Module, index: int, embedding: torch.Tensor, batch: int, entry: Entry
-) -> None:
-    entry.image[index].copy_(block.img_mod(embedding))
-    # As the hosts do: a half of the rows is a tensor of its own only where there are two.
-    entry.text[index].copy_(block.txt_mod(embedding[:batch]))
 
 
 def _empty_entry(blocks: Sequence[torch.nn.Module], embedding: torch.Tensor, batch: int) -> Entry:
@@ -176,6 +224,6 @@ def _empty_entry(blocks: Sequence[torch.nn.Module], embedding: torch.Tensor, bat
     )
 
 
-def _entry_bytes(blocks: Sequence[torch.nn.Module], embedding: torch.Tensor, batch: int) -> int:
+def _entry_bytes(blocks: int, embedding: torch.Tensor, batch: int) -> int:
     rows, dim = embedding.shape
-    return len(blocks) * (rows + batch) * 6 * dim * embedding.element_size()
+    return blocks * (rows + batch) * 6 * dim * embedding.element_size()

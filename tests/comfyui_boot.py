@@ -6,6 +6,7 @@ nothing of either before `start`.
 
 import importlib.util
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -70,4 +71,7 @@ def run_checks(namespace: Mapping[str, Any]) -> None:
             check()
         except Exception:
             results[name] = traceback.format_exc()
-    print(json.dumps(results))
+    print(json.dumps(results), flush=True)
+    if "comfy_aimdo.control" in sys.modules:
+        # comfy_aimdo 0.4.13 crashes as the interpreter ends after some of ComfyUI's samplers.
+        os._exit(0)

@@ -29,6 +29,7 @@ from qwen_l40s.errors import SettingError  # noqa: E402
 from qwen_l40s.hosts.comfyui.attention import SLOT, SlotAttention  # noqa: E402
 from qwen_l40s.hosts.comfyui.lora import apply_lora  # noqa: E402
 from qwen_l40s.hosts.comfyui.model import load_model  # noqa: E402
+from qwen_l40s.hosts.comfyui.modulation import ModelModulation  # noqa: E402
 from qwen_l40s.hosts.comfyui.optimization import KEY  # noqa: E402
 from qwen_l40s.hosts.comfyui.patch import Settings, optimize, report_of, restore  # noqa: E402
 from qwen_l40s.nodes.optimize import QwenL40SOptimize  # noqa: E402
@@ -169,8 +170,12 @@ def check_sampling_with_guidance():
     assert_same(sample(model, 2.5, 3), sample(clone, 2.5, 3))
     assert "3 timesteps in a table" in report_of(clone), report_of(clone)
     assert "12 of 12 in 6 forward passes" in report_of(clone), report_of(clone)
-    (known,) = clone.get_attachment(KEY)._known.values()
-    assert [prepared._table for prepared in known.values()] == [None]  # none outlives its run
+    table = ModelModulation.of(model.model).table
+    assert (len(table), table.passes) == (3, 1)
+    assert_same(sample(model, 2.5, 3), sample(clone, 2.5, 3))
+    assert table.passes == 1, "a second image of the same schedule computes nothing"
+    comfy.model_management.unload_all_models()
+    assert len(table) == 0
 
 
 def check_quantized_weights():
@@ -215,7 +220,6 @@ def check_a_merged_lora_and_one_beside():
         assert_same(sample(model, 2.0), sample(clone, 2.0))
         if mode == "beside":
             assert "run ComfyUI's own way" in report_of(clone)
-            assert "computed in each forward pass" in report_of(clone)
     # The LoRA behind the node, and none beside it, on the same optimized MODEL.
     clone = optimize(plain, HOST_ATTENTION)
     assert_same(known, forward(clone))
@@ -394,7 +398,7 @@ def check_a_call_without_a_sampler_keeps_no_table():
     model.model.current_patcher = None
     with mock.patch.object(type(model), "pre_run", lambda self: None):
         assert_same(known, forward(model))
-        assert "computed in each forward pass" in report_of(model)
+        assert "without a table in 1 forward passes, because no ComfyUI" in report_of(model)
 
 
 def check_gradients_leave_the_blocks_to_comfyui():
@@ -469,6 +473,7 @@ def check_off_is_bit_identical():
 def check_nothing_is_left_on_the_model():
     model = stock()
     forward(model)
+    ModelModulation.of(model.model)  # which stays with the model, and with it the table
     before = {name: set(module.__dict__) for name, module in model.model.named_modules()}
     clone = optimize(model)
     forward(clone)
@@ -583,7 +588,7 @@ def check_the_node():
     twice = QwenL40SOptimize.execute(optimized, "comfyui", False).args[0]
     assert torch.equal(forward(twice), forward(model))
     assert not twice.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
-    assert len(twice.callbacks[CallbacksMP.ON_CLEANUP][KEY]) == 1
+    assert len(twice.callbacks[CallbacksMP.ON_DETACH][KEY]) == 1
     try:
         QwenL40SOptimize.execute(model, "flash", True)
     except SettingError as error:

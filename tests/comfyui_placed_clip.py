@@ -350,7 +350,9 @@ def check_dropped_after_each_encoding():
         clone.add_patches({WEIGHT: ("diff", (torch.ones(shape),))}, 0.1)
         assert not torch.equal(encode(clone), exact)
         assert not is_loaded(clip) and not is_loaded(clone)
-        weights = {parameter.device.type for parameter in clip.cond_stage_model.parameters()}
+        # Single numbers of modules that have children stay where dynamic VRAM has put them.
+        parameters = clip.cond_stage_model.parameters()
+        weights = {weight.device.type for weight in parameters if weight.numel() > 1}
         assert weights == {"cpu"}
         assert torch.equal(encode(clip), exact)
 

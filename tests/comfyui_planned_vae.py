@@ -34,6 +34,8 @@ from qwen_l40s.planning.memory import GIB, MIB  # noqa: E402
 
 torch.set_num_threads(1)
 torch.set_grad_enabled(False)
+# Else a card rounds fp32 convolutions to ten bits, and to others for another batch.
+torch.backends.cudnn.allow_tf32 = False
 MICRO = comfyui_boot.ROOT / "models" / "micro"
 CARD = MODE != "cpu"
 

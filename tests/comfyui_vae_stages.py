@@ -67,7 +67,7 @@ def filled(model, dtype=torch.float32):
 
 def models():
     """The bundled VAE, a random one, and one with an alpha channel."""
-    bundled = load_vae(MICRO, "fp32")[0].first_stage_model.to(DEVICE)
+    bundled = load_vae(MICRO, "fp32")[0].first_stage_model.to(DEVICE, torch.float32)
     return [bundled, filled(wan(dim=16)), filled(wan(channels=4))]
 
 

@@ -102,7 +102,7 @@ def run_beside(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             for name, change in zip(beside.model.names, beside.model.changes, strict=True):
                 layer = model.get_submodule(name)
                 wrapped.append((layer, layer.__dict__.get("forward")))
-                layer.forward = _with_change(layer.forward, change)
+                layer.forward = Beside(layer.forward, change)
         return executor(*args, **kwargs)
     finally:
         for layer, forward in reversed(wrapped):
@@ -112,11 +112,19 @@ def run_beside(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
                 layer.forward = forward
 
 
-def _with_change(forward: Callable[..., torch.Tensor], change: torch.nn.Module) -> Callable:
-    def changed_forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return change(x, forward(x, *args, **kwargs))
+class Beside:
+    """The `forward` of a layer with a change beside it.
 
-    return changed_forward
+    Attributes:
+        forward: What it was before.
+    """
+
+    def __init__(self, forward: Callable[..., torch.Tensor], change: torch.nn.Module) -> None:
+        self.forward = forward
+        self._change = change
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._change(x, self.forward(x, *args, **kwargs))
 
 
 def _patcher(

@@ -16,6 +16,7 @@ from comfy.quant_ops import QuantizedTensor
 
 from ...errors import CheckpointError, UnavailableError
 from ...loaders.tensor_checks import is_finite
+from .off_card import named_weights
 
 KEY = "qwen_l40s_finite"
 
@@ -37,7 +38,7 @@ def check_first_step(patcher: ModelPatcher, path: Path) -> None:
 
 
 def _refuse(module: torch.nn.Module, path: Path) -> None:
-    for name, weight in module.named_parameters():
+    for name, weight in named_weights(module):
         quantized = isinstance(weight, QuantizedTensor)
         held = (weight._qdata, weight._params.scale) if quantized else (weight.detach(),)
         if not all(map(is_finite, held)):

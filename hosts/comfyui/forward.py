@@ -18,7 +18,7 @@ from ...loaders.tensor_checks import is_finite
 from ...optimizations.block import BlockExecutor, Step
 from ...optimizations.fused import Ops
 from ...optimizations.hardware import first_line
-from ...optimizations.modulation import Entry, ModulationTable, compute_entry
+from ...optimizations.modulation import Entry, compute_entry
 from ...optimizations.self_check import Check
 from ...optimizations.streams import Modulation, Rotary, Tokens
 from .attention import SLOT, SlotAttention, host_attention, without_choice
@@ -44,11 +44,9 @@ class ForwardPass:
         blocks: ComfyUI's blocks, in order.
         ops: The kernels.
         attention: What computes attention as long as it is in ComfyUI's slot; None for whatever is.
-        table: The modulation of this model's weights; None computes it for this call alone.
+        modulation: Gives the modulation of all blocks for a timestep embedding.
         check: Compares the first block with the host's own.
         across_borders: Whether the caller puts nothing between two blocks; patches are looked for.
-        schedule: Called with the first block's arguments and the table, before its first entry is
-            read: fills in the other timesteps of the run where they are known.
     """
 
     def __init__(
@@ -56,19 +54,17 @@ class ForwardPass:
         blocks: Sequence[torch.nn.Module],
         ops: Ops,
         attention: SlotAttention | None,
-        table: ModulationTable | None,
+        modulation: Callable[[torch.Tensor], Entry],
         check: Check,
         across_borders: bool,
-        schedule: Callable[[dict[str, Any], ModulationTable], None],
     ) -> None:
         self._blocks = blocks
         self._executor = BlockExecutor(ComfyLayers(), ops, self._attend)
         self._attention = attention
         self._options: dict[str, Any] = {}  # of the block that runs
-        self._table = table
+        self._modulation = modulation
         self._check = check
         self._across_borders = across_borders
-        self._schedule = schedule
         self._entry: Entry | None = None
         self._embedding: torch.Tensor | None = None
         self._rotation: tuple[torch.Tensor, Rotary] | None = None
@@ -98,7 +94,7 @@ class ForwardPass:
         batch = len(image)
         zero_from = image.shape[1] if zero is None else zero
         tokens = Tokens(batch, text.shape[1], image.shape[1], zero_from)
-        halves = self._halves(index, block, embedding, batch, arguments)
+        halves = self._halves(index, block, embedding, batch)
         following = None
         watched = patches.get("double_block") or options.get("patches_replace", {}).get("dit")
         if self._across_borders and not watched and index + 1 < len(self._blocks):
@@ -152,15 +148,10 @@ class ForwardPass:
         block: torch.nn.Module,
         embedding: torch.Tensor,
         batch: int,
-        arguments: dict[str, Any],
     ) -> tuple[Modulation, Modulation]:
         if self._entry is None:
             self._embedding = embedding
-            if self._table is None:
-                self._entry = compute_entry(self._blocks, embedding, batch)
-            else:
-                self._schedule(arguments, self._table)
-                self._entry = self._table.entry(embedding, batch)
+            self._entry = self._modulation(embedding)
         if embedding is not self._embedding:  # another node has changed it for this block
             return compute_entry((block,), embedding, batch).of(0)
         return self._entry.of(index)

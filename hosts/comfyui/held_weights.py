@@ -18,6 +18,7 @@ from ...errors import CheckpointError, SettingError
 from ...loaders.quantization import AUXILIARY
 from ...loaders.stored_weights import StoredLayer
 from .beside import KEY as BESIDE
+from .off_card import named_weights
 from .operations import FORMAT_OF_LAYOUT
 
 PREFIX = "diffusion_model."
@@ -48,7 +49,7 @@ def loaded_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
             "it out."
         )
     found = {}
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+    for name, tensor in (*named_weights(module), *module.named_buffers()):
         if name.endswith(".input_scale"):
             continue  # activations are scaled for each token as they come
         backup = model.backup.get(PREFIX + name)

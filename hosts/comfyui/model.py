@@ -11,20 +11,26 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import comfy.memory_management
 import comfy.model_detection
 import comfy.model_management
 import comfy.model_patcher
 import comfy.supported_models
 import comfy.utils
 import torch
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ...errors import CheckpointError
 from ...loaders.quantized_plan import MARKER_2511
 from ...loaders.source import Source, open_source
 from ...loaders.transformer_tensors import check_complete
 from ...optimizations.linear import choose_gemm
+from ...optimizations.weight_stream import reserve_ring
 from ...planning.memory import QUANTIZED, TransformerShape
+from .booking import book_what_is_needed
 from .finite import check_first_step
+from .modulation import KEY, ModelModulation
+from .off_card import OffCardDynamicPatcher, OffCardPatcher, off_card_layers, take_off_card
 from .operations import quantized_operations
 from .precision import choose
 from .report import LoadReport
@@ -35,7 +41,10 @@ KEEP_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def load_model(
-    path: str | os.PathLike[str], precision: str = "auto", keep: Sequence[str] = ()
+    path: str | os.PathLike[str],
+    precision: str = "auto",
+    keep: Sequence[str] = (),
+    modulation: str = "auto",
 ) -> tuple[comfy.model_patcher.ModelPatcher, LoadReport]:
     """Loads the transformer behind `path`, with a report of what was done and why.
 
@@ -43,17 +52,20 @@ def load_model(
         path: a safetensors file, a sharded or component folder, or a diffusers folder.
         precision: auto, bf16, fp8, int8 or "as stored".
         keep: shell patterns of layers that stay in bf16 when the others are quantized.
+        modulation: where a third of the weights waits, one of `planning.placement.PLACES`.
 
     Raises:
         CheckpointError: the file is not a Qwen-Image transformer, or is damaged.
-        SettingError: the precision is unknown, or a pattern matches no layer.
+        SettingError: the precision or the place is unknown, or a pattern matches no layer.
         UnavailableError: the precision cannot be had on this card, or memory does not suffice.
     """
     source = open_source(path, "transformer")
     shape = check_complete(source)
-    choice = choose(source, shape, precision, keep)
-    named = precision in QUANTIZED
-    patcher, notes = _load(path, source, shape, choice.name, tuple(keep), named)
+    choice, place = choose(source, shape, precision, keep, modulation)
+    settings = (choice.name, tuple(keep), precision in QUANTIZED, place.off_card)
+    patcher, notes = _load(path, source, shape, *settings)
+    if place.reason:
+        notes.append(f"{place.reason[0].upper()}{place.reason[1:]}.")
     if choice.name in QUANTIZED:
         notes.append(f"{choose_gemm(choice.name, patcher.load_device)}.")
     report = LoadReport(
@@ -69,14 +81,20 @@ def load_model(
 
 
 def load_patcher(
-    path: str, precision: str, keep: Sequence[str], named: bool, disable_dynamic: bool = False
+    path: str,
+    precision: str,
+    keep: Sequence[str],
+    named: bool,
+    off_card: bool,
+    disable_dynamic: bool = False,
 ) -> comfy.model_patcher.ModelPatcher:
     """Loads the same model once more: ComfyUI calls it for MultiGPU clones, and without dynamic
     VRAM for torch.compile and hooks.
     """
     source = open_source(path, "transformer")
     shape = check_complete(source)
-    return _load(path, source, shape, precision, tuple(keep), named, disable_dynamic)[0]
+    settings = (precision, tuple(keep), named, off_card, disable_dynamic)
+    return _load(path, source, shape, *settings)[0]
 
 
 def _load(
@@ -86,6 +104,7 @@ def _load(
     precision: str,
     keep: tuple[str, ...],
     named: bool,
+    off_card: bool,
     disable_dynamic: bool = False,
 ) -> tuple[comfy.model_patcher.ModelPatcher, list[str]]:
     load_device = comfy.model_management.get_torch_device()
@@ -99,11 +118,14 @@ def _load(
         tensors.setdefault(MARKER_2511, torch.empty(0))
     config = _model_config(source, shape, tensors, precision, load_device)
     model = config.get_model(tensors, "")
-    patcher_class = (
-        comfy.model_patcher.ModelPatcher
-        if disable_dynamic
-        else comfy.model_patcher.CoreModelPatcher
-    )
+    dynamic = not disable_dynamic and comfy.memory_management.aimdo_enabled
+    if off_card:
+        take_off_card(model)
+        patcher_class = OffCardDynamicPatcher if dynamic else OffCardPatcher
+    elif dynamic:
+        patcher_class = comfy.model_patcher.CoreModelPatcher
+    else:
+        patcher_class = comfy.model_patcher.ModelPatcher
     patcher = patcher_class(model, load_device=load_device, offload_device=offload_device)
     if not comfy.model_management.is_device_cpu(offload_device):
         model.to(offload_device)
@@ -113,9 +135,24 @@ def _load(
         tensors = {name: _in_dtype_of(model, tensor) for name, tensor in tensors.items()}
         assign = True
     model.load_model_weights(tensors, "", assign=assign)
+    if off_card:
+        if load_device.type == "cuda":
+            reserve_ring()
+        patcher.size = _bytes_on_card(model)
+        if not patcher.is_dynamic() and precision not in QUANTIZED:
+            book_what_is_needed(model, patcher.size, load_device)
+        patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, ModelModulation.apply_model)
+        patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, ModelModulation.outer_sample)
+        patcher.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, ModelModulation.on_detach)
     check_first_step(patcher, source.path)
-    patcher.cached_patcher_init = (load_patcher, (os.fspath(path), precision, keep, named))
+    settings = (os.fspath(path), precision, keep, named, off_card)
+    patcher.cached_patcher_init = (load_patcher, settings)
     return patcher, notes
+
+
+def _bytes_on_card(model: torch.nn.Module) -> int:
+    off_card = sum(layer.nbytes for layer in off_card_layers(model))
+    return comfy.model_management.module_size(model) - off_card
 
 
 def _in_dtype_of(model: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:

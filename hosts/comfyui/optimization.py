@@ -7,7 +7,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from comfy.model_patcher import ModelPatcher
 
 from ...loaders.tensor_checks import is_finite
 from ...optimizations.block_form import is_changed
@@ -15,6 +14,7 @@ from .attention import SLOT, SlotAttention
 from .cfg_batching import CfgBatching
 from .flags import flags_for_a_run
 from .forward import ForwardPass
+from .modulation import Call, ModelModulation
 from .prepared import Prepared, blocks_of
 from .wrapped_call import CONTROL, OPTIONS, is_compiled
 
@@ -64,12 +64,6 @@ class Optimization:
         logger.info("Qwen-Image L40S\n%s", self.report())
         return output
 
-    def clean_up(self, patcher: ModelPatcher) -> None:
-        """ON_CLEANUP callback: no table outlives its run."""
-        for known in self._known.values():
-            for prepared in known.values():
-                prepared.drop_table()
-
     def apply_model(
         self, executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
@@ -117,16 +111,16 @@ class Optimization:
         self._aside = aside = self._why_aside(prepared, model, options)
         if aside:
             return executor(x, t, *args, **kwargs)
+        modulation = prepared.modulation
         forward_pass = ForwardPass(
             blocks_of(model),
             prepared.ops,
             self.attention,
-            prepared.table(model),
+            modulation.entry,
             prepared.check,
             across_borders=args[CONTROL] is None,
-            schedule=prepared.schedule(model, t, options, kwargs),
         )
-        with forward_pass.installed():
+        with modulation.during(Call(t, options, kwargs)), forward_pass.installed():
             output = executor(x, t, *args, **kwargs)
         prepared.count(forward_pass)
         return output
@@ -153,6 +147,8 @@ class Optimization:
 
     def _prepare(self, model: Any) -> Prepared:
         patches = getattr(model.current_patcher, "patches_uuid", None)
+        if model not in self._known:
+            ModelModulation.of(model).start_run()
         known = self._known.setdefault(model, {})
         if patches not in known:
             known[patches] = Prepared(model, self.attention is not None and self.attention.lossy)

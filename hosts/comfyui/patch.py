@@ -19,6 +19,7 @@ from ...optimizations.attention import Request, choose_attention
 from ...optimizations.attention.choice import VARIABLE
 from .attention import SLOT, SlotAttention
 from .cfg_batching import CfgBatching
+from .modulation import ModelModulation
 from .optimization import KEY, Optimization
 
 # ComfyUI's own attention, and with it whatever another node has put into the slot.
@@ -77,7 +78,7 @@ def optimize(model: ModelPatcher, settings: Settings | None = None) -> ModelPatc
     if settings.blocks or attention is not None:
         clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, optimization.apply_model)
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, optimization.outer_sample)
-    clone.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, optimization.clean_up)
+    clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, ModelModulation.on_detach)
     return clone
 
 
@@ -87,7 +88,7 @@ def restore(model: ModelPatcher) -> ModelPatcher:
     clone.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, KEY)
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
-    clone.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
+    clone.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
     clone.remove_attachments(KEY)
     options = clone.model_options["transformer_options"]
     if isinstance(options.get(SLOT), SlotAttention):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -23,9 +24,12 @@ from ...planning.memory import (
     TransformerShape,
     format_gib,
     step_activation_bytes,
+    weight_bytes,
     weights_by_precision,
 )
+from ...planning.placement import ON_CARD, ModulationPlace, place_modulation
 
+MODULATION_LAYER = re.compile(r"\.(img|txt)_mod\.1\.")
 STORED = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 # What the loading itself takes beside the result: the largest layers that are in work.
 STAGING_BYTES = 2 * GIB
@@ -47,33 +51,62 @@ def stored_precision(source: Source) -> str:
 
 
 def choose(
-    source: Source, shape: TransformerShape, requested: str, keep: Sequence[str]
-) -> PrecisionChoice:
-    """Resolves the precision, and refuses what memory cannot hold.
+    source: Source,
+    shape: TransformerShape,
+    requested: str,
+    keep: Sequence[str],
+    modulation: str = "auto",
+) -> tuple[PrecisionChoice, ModulationPlace]:
+    """Resolves the precision and the place of the modulation, and refuses what memory cannot hold.
+
+    Args:
+        modulation: one of `planning.placement.PLACES`.
 
     Raises:
-        SettingError: the precision is unknown, or a pattern in `keep` matches no layer.
+        SettingError: the precision or the place is unknown, or a pattern in `keep` matches no
+            layer.
         UnavailableError: the card cannot compute it, or memory does not suffice.
     """
     layers = shape.quantizable_layers()
     kept = frozenset(layers) - layers_to_quantize(layers, keep)
     weights = weights_by_precision(shape, kept)
+    modulations = {name: weight_bytes(shape, name).modulation for name in weights}
     stored = stored_precision(source)
     if stored in QUANTIZED and not keep:
         weights[stored] = source.part.bytes  # taken over as it lies in the file
+        modulations[stored] = _modulation_bytes(source)
     card = card_facts(comfy.model_management.get_torch_device())
     activations = step_activation_bytes(shape, width=USUAL_SIDE, height=USUAL_SIDE)
+    fewest = weights
+    if card is not None and modulation != ON_CARD:
+        fewest = {name: size - modulations[name] for name, size in weights.items()}
     choice = choose_transformer_precision(
-        requested, stored=stored, weights=weights, activations=activations, card=card
+        requested, stored=stored, weights=fewest, activations=activations, card=card
     )
+    place = place_modulation(
+        modulation,
+        weights=weights[choice.name],
+        modulation=modulations[choice.name],
+        activations=activations,
+        card=card,
+    )
+    resident = fewest if place.off_card else weights
+    # What is converted on load is no part of the mapped file any more, wherever it waits.
+    copied = weights if stored in ("fp16", "fp32") and choice.name != stored else resident
     if card is not None:
-        _check_card(source, choice.name, weights[choice.name], activations, card)
+        _check_card(source, choice.name, resident[choice.name], activations, card)
     check_host_memory(
-        _host_bytes(source, stored, choice.name, weights, card),
+        _host_bytes(source, stored, choice.name, copied, card),
         available_memory(),
         f"{source.path.name} in {choice.name}",
     )
-    return choice
+    return choice, place
+
+
+def _modulation_bytes(source: Source) -> int:
+    """Of a file that is taken over as it is."""
+    tensors = source.tensors.items()
+    return sum(info.nbytes for name, info in tensors if MODULATION_LAYER.search(name))
 
 
 def card_facts(device: torch.device) -> CardFacts | None:

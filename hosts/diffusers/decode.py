@@ -9,6 +9,7 @@ from diffusers import QwenImagePipeline
 from PIL import Image
 
 from ...optimizations import vae as planned
+from ...optimizations.resources import available_memory
 from ...planning.vae import VaePlan, plan_decode
 from .load import LoadedPipeline
 from .vae_stages import decoder_stages
@@ -70,7 +71,7 @@ def decode_latent(vae: torch.nn.Module, latent: torch.Tensor) -> torch.Tensor:
     stages = decoder_stages(vae)
     free = free_bytes(latent.device)
 
-    def plan(budget: int | None) -> VaePlan:
+    def plan(budget: int) -> VaePlan:
         height, width = latent.shape[-2:]
         return plan_decode(
             stages.shape, height, width, itemsize=latent.element_size(), budget=budget
@@ -80,8 +81,7 @@ def decode_latent(vae: torch.nn.Module, latent: torch.Tensor) -> torch.Tensor:
     try:
         return planned.decode(stages, latent, chosen).clamp(-1, 1)
     except torch.cuda.OutOfMemoryError:
-        if free is None:
-            raise
+        pass
     # Only here, where the exception with all its tensors is gone.
     torch.cuda.empty_cache()
     smaller = plan(min(free, chosen.peak_bytes) // 2)
@@ -93,9 +93,9 @@ def decode_latent(vae: torch.nn.Module, latent: torch.Tensor) -> torch.Tensor:
     return planned.decode(stages, latent, smaller).clamp(-1, 1)
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """What tensors can still take: free on the card, or held by torch and unused; None off it."""
+def free_bytes(device: torch.device) -> int:
+    """What tensors can take: host memory; on a card what is free, or held by torch and unused."""
     if device.type != "cuda":
-        return None
+        return available_memory()
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused

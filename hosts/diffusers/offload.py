@@ -96,7 +96,12 @@ def choose_offload(
     if requested not in OFFLOADS:
         raise SettingError(f"offload {requested!r} is unknown: choose {', '.join(OFFLOADS)}.")
     if device == "cpu":
-        _check_fit(what, "its weights alone", NONE, sum(weights.values()), device, free)
+        total = sum(weights.values())
+        _check_fit(what, "its weights alone", NONE, total, device, free)
+        # The VAE decodes in tiles where it has to.
+        _check_fit(
+            what, "its weights and a step", NONE, total + activations["transformer"], device, free
+        )
         asked = "" if requested in ("auto", NONE) else f"{requested} was asked for, and "
         return OffloadChoice(NONE, f"{asked}everything runs on the processor")
     if requested != "auto":

@@ -1,0 +1,227 @@
+"""Modulation layers whose weights stay in host memory while the model runs.
+
+They hold a third of the parameters and see nothing but the timestep, so that a table of their
+outputs stands in for them on the card. ComfyUI moves and counts what a module has as parameters:
+these are none. They are in `state_dict()`, by which LoRA keys map and files are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
+
+import comfy.model_management
+import torch
+from comfy.model_patcher import ModelPatcher, ModelPatcherDynamic
+from comfy.quant_ops import QuantizedTensor
+
+HELD = ("weight", "bias")
+
+
+class OffCardLinear(torch.nn.Module):
+    """Stands in the place of one of the host's Linear layers and runs it.
+
+    Args:
+        linear: The host's layer, not loaded yet.
+        key: Its name in the BaseModel, by which patches are found.
+    """
+
+    # By this ComfyUI knows that it has to merge patches while it saves.
+    comfy_cast_weights = True
+
+    def __init__(self, linear: torch.nn.Module, key: str) -> None:
+        super().__init__()
+        # Past Module.__setattr__, which would make it a submodule with parameters.
+        self.__dict__["_linear"] = linear
+        # As ComfyUI sets it where a layer may be in another dtype than what it is given.
+        linear.comfy_cast_weights = True
+        self.key = key
+        self.is_on_card = False
+        self.__dict__["modulation"] = lambda: None  # weakly, what has the table
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Hands weights on: ComfyUI sets them when it takes a patch back."""
+        if name in HELD:
+            setattr(self._linear, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        # What ComfyUI reads of a layer by its key: the weights, and how a quantized one is patched.
+        if name in (*HELD, "in_features", "out_features", "layout_type") or (
+            name.startswith(("set_", "convert_"))
+        ):
+            return getattr(self.__dict__["_linear"], name)
+        return super().__getattr__(name)
+
+    def parts(self) -> list[torch.Tensor]:
+        """The plain tensors of weight and bias, where they are."""
+        return [part for tensor in self._tensors() for part in _parts(tensor)]
+
+    @property
+    def nbytes(self) -> int:
+        """What the weights take in host memory."""
+        return sum(part.nbytes for part in self.parts())
+
+    @contextmanager
+    def on_card(self, parts: list[torch.Tensor], patcher: ModelPatcher | None) -> Iterator[None]:
+        """Runs with copies of its tensors, and with the patches that are on them.
+
+        Args:
+            parts: Copies of `parts()` on one device.
+            patcher: Whose patches; None for none.
+        """
+        held = self._linear.__dict__["_parameters"]
+        kept, iterator = dict(held), iter(parts)
+        self.is_on_card = True
+        try:
+            held.update(
+                {name: _rebuilt(held[name], iterator) for name in HELD if held[name] is not None}
+            )
+            for name in HELD if patcher is not None else ():
+                held[name] = _patched(patcher, f"{self.key}.{name}", held[name])
+            yield
+        finally:
+            self.is_on_card = False
+            held.update(kept)
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.is_on_card:
+            return self._linear(x, *args, **kwargs)
+        modulation = self.modulation()
+        patcher = None if modulation is None else modulation.patcher
+        with self.on_card([part.to(x.device) for part in self.parts()], patcher):
+            return self._linear(x, *args, **kwargs)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        held = (getattr(self._linear, name) for name in HELD)
+        return [tensor for tensor in held if tensor is not None]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """That of the host's layer, which names the parts of a quantized weight."""
+        return self._linear.state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        linear = self._linear
+        if "weight" not in linear._parameters:
+            # A layer of a quantized model, or any under dynamic VRAM, which loads itself. The model
+            # that ComfyUI loads without dynamic VRAM beside takes copies so: its hooks write into
+            # weights, and the mapping of a file may then only be read.
+            linear._load_from_state_dict(state_dict, prefix, *rest)
+            return
+        missing = rest[2]
+        for name in HELD:
+            tensor = state_dict.get(f"{prefix}{name}")
+            if tensor is None:
+                missing.append(f"{prefix}{name}")
+                continue
+            # Taken over as it is mapped; only another dtype is copied, as the host's loading does.
+            own = getattr(linear, name)
+            dtype = getattr(linear, f"{name}_comfy_model_dtype", None) if own is None else own.dtype
+            tensor = tensor.to(dtype or tensor.dtype)
+            setattr(linear, name, torch.nn.Parameter(tensor, requires_grad=False))
+
+
+class OffCardModulation(torch.nn.Sequential):
+    """A block's `img_mod` or `txt_mod`: SiLU and an OffCardLinear, or the rows of the table."""
+
+    # What the table holds changes from one step to the next.
+    @torch.compiler.disable
+    def forward(self, embedding: torch.Tensor) -> torch.Tensor:
+        linear = self[1]
+        table = None if linear.is_on_card else linear.modulation()
+        rows = None if table is None else table.rows(linear, embedding)
+        return super().forward(embedding) if rows is None else rows
+
+
+class _OffCard:
+    """What a patcher of a model with OffCardLinear layers does otherwise than ComfyUI's."""
+
+    def _load_list(self, *args: Any, **kwargs: Any) -> list[tuple[Any, ...]]:
+        """What ComfyUI moves, less the layers that it shall not."""
+        found = super()._load_list(*args, **kwargs)
+        return [entry for entry in found if not any(isinstance(x, OffCardLinear) for x in entry)]
+
+    def clone(self, *args: Any, **kwargs: Any) -> ModelPatcher:
+        """A clone without dynamic VRAM, for torch.compile or hooks, is one of these too."""
+        made = super().clone(*args, **kwargs)
+        if type(made) is ModelPatcher:
+            made.__class__ = OffCardPatcher
+        return made
+
+
+class OffCardPatcher(_OffCard, ModelPatcher):
+    """ComfyUI's ModelPatcher of a model with OffCardLinear layers."""
+
+
+class OffCardDynamicPatcher(_OffCard, ModelPatcherDynamic):
+    """The same under dynamic VRAM."""
+
+    def __new__(cls, model: Any = None, load_device: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # ComfyUI has no dynamic VRAM on the processor.
+        if load_device is not None and comfy.model_management.is_device_cpu(load_device):
+            return OffCardPatcher(model, load_device, *args, **kwargs)
+        return super().__new__(cls, model, load_device, *args, **kwargs)
+
+
+def take_off_card(model: Any) -> None:
+    """Puts OffCardLinear layers into a BaseModel that has no weights yet."""
+    for index, block in enumerate(model.diffusion_model.transformer_blocks):
+        for name in ("img_mod", "txt_mod"):
+            activation, linear = getattr(block, name)
+            key = f"diffusion_model.transformer_blocks.{index}.{name}.1"
+            setattr(block, name, OffCardModulation(activation, OffCardLinear(linear, key)))
+
+
+def off_card_layers(model: torch.nn.Module) -> list[OffCardLinear]:
+    """The OffCardLinear layers of a BaseModel or a transformer, in the order of its blocks."""
+    return [module for module in model.modules() if isinstance(module, OffCardLinear)]
+
+
+def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """`named_parameters`, with the weights that are off the card."""
+    yield from module.named_parameters()
+    for name, layer in module.named_modules():
+        if isinstance(layer, OffCardLinear):
+            for held in HELD:
+                tensor = getattr(layer, held)
+                if tensor is not None:
+                    yield f"{name}.{held}", tensor
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if not isinstance(tensor, QuantizedTensor):
+        return [tensor.detach()]
+    return [tensor._qdata, *(getattr(tensor._params, name) for name in _scales(tensor))]
+
+
+def _rebuilt(tensor: torch.Tensor, parts: Iterator[torch.Tensor]) -> torch.Tensor:
+    """A tensor like another one from copies of its parts."""
+    if not isinstance(tensor, QuantizedTensor):
+        return next(parts)
+    values = next(parts)
+    scales = {name: next(parts) for name in _scales(tensor)}
+    return QuantizedTensor(values, tensor._layout_cls, replace(tensor._params, **scales))
+
+
+def _scales(tensor: QuantizedTensor) -> list[str]:
+    params = tensor._params
+    return [
+        field.name
+        for field in fields(params)
+        if isinstance(getattr(params, field.name), torch.Tensor)
+    ]
+
+
+def _patched(patcher: ModelPatcher, key: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """As ComfyUI patches a weight that it loads to a card, bit for bit."""
+    if tensor is None:
+        return None
+    # The patches of hooks are in the weight already.
+    if key in patcher.patches:
+        tensor = patcher.patch_weight_to_device(key, device_to=tensor.device, return_weight=True)
+    for function in patcher.weight_wrapper_patches.get(key, ()):
+        tensor = function(tensor)
+    return tensor
