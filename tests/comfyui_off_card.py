@@ -345,6 +345,7 @@ def check_a_lora_beside_the_modulation():
 
 def check_hooks():
     """A LoRA that ComfyUI switches on for one prompt alone."""
+    stored = PATH.read_bytes()
     if MODE == "dynamic":
         known, model = (load(off_card=off, disable_dynamic=True) for off in (False, True))
     else:
@@ -358,6 +359,7 @@ def check_hooks():
     assert difference(outputs[0], plain) > 1e-3
     assert difference(outputs[1], outputs[0]) < 1e-5, difference(outputs[1], outputs[0])
     same_off_card(known, model, cfg=2.5)
+    assert PATH.read_bytes() == stored, "ComfyUI writes into weights, which are mapped"
 
 
 def check_quantized_models():
