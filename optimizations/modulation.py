@@ -112,9 +112,11 @@ class ModulationTable:
         if found is not None:
             self.hits += 1
             return found
-        keys = dict(zip(_keys(schedule := following(), batch, state), schedule, strict=True))
-        later = list(keys)[list(keys).index(key) :] if key in keys else []
-        self._fill({key: embedding, **{other: keys[other] for other in later}}, batch)
+        schedule = following()
+        keys = _keys(schedule, batch, state)
+        place = keys.index(key) if key in keys else len(keys)
+        later = dict(zip(keys[place:], schedule[place:], strict=True))
+        self._fill({key: embedding, **later}, batch)
         return self._entries[key]
 
     def fill(self, embeddings: Sequence[torch.Tensor], batch: int, state: Hashable = None) -> None:
@@ -202,7 +204,8 @@ def _keys(
     if not embeddings:
         return []
     bits = torch.stack(list(embeddings)).detach().cpu().view(torch.uint8).numpy()
-    form = state, batch, tuple(embeddings[0].shape), embeddings[0].dtype
+    first = embeddings[0]
+    form = state, batch, first.device, tuple(first.shape), first.dtype
     return [(*form, row.tobytes()) for row in bits]
 
 
