@@ -51,6 +51,7 @@ class QwenL40SOptimize(io.ComfyNode):
                 io.Boolean.Input(
                     "tf32",
                     default=False,
+                    optional=True,
                     advanced=True,
                     tooltip="Rounds fp32 products to TF32 during the run. A bf16 model has next "
                     "to none.",
@@ -58,6 +59,7 @@ class QwenL40SOptimize(io.ComfyNode):
                 io.Boolean.Input(
                     "cudnn_benchmark",
                     default=False,
+                    optional=True,
                     advanced=True,
                     tooltip="Lets cuDNN try out convolutions during the run. The transformer has "
                     "none; a ControlNet may.",
