@@ -93,7 +93,7 @@ class ModulationTable:
         embedding: torch.Tensor,
         batch: int,
         state: Hashable = None,
-        following: Callable[[], Sequence[torch.Tensor]] = tuple,
+        schedule: Callable[[], Sequence[torch.Tensor]] = tuple,
     ) -> Entry:
         """The entry of a timestep embedding; computed when it is not there.
 
@@ -104,19 +104,23 @@ class ModulationTable:
                 image stream is modulated by all rows and the text stream by the first half.
             batch: Items of the batch.
             state: What the weights are; entries are found again under the same state only.
-            following: Asked where the entry is not there: the embeddings of the run's schedule, in
-                order. Those from this one on are computed in the same pass over the weights.
+            schedule: Asked where the entry is not there: the embeddings of the run's schedule, in
+                order. Where this one is among them, all are computed in one pass over the weights.
         """
         (key,) = _keys([embedding], batch, state)
         found = self._entries.get(key)
         if found is not None:
             self.hits += 1
             return found
-        schedule = following()
-        keys = _keys(schedule, batch, state)
-        place = keys.index(key) if key in keys else len(keys)
-        later = dict(zip(keys[place:], schedule[place:], strict=True))
-        self._fill({key: embedding, **later}, batch)
+        embeddings = schedule()
+        keys = _keys(embeddings, batch, state)
+        wanted = {key: embedding}
+        if key in keys:
+            # What comes next first: there may not be room for all.
+            place = keys.index(key)
+            pairs = list(zip(keys, embeddings, strict=True))
+            wanted |= dict(pairs[place:] + pairs[:place])
+        self._fill(wanted, batch)
         return self._entries[key]
 
     def fill(self, embeddings: Sequence[torch.Tensor], batch: int, state: Hashable = None) -> None:

@@ -98,9 +98,12 @@ def test_ours_ran_fused_with_and_without_tables(in_comfyui):
     for name in ("ours bf16", "ours bf16 blocks", "ours fp8", "ours int8"):
         # First call, two repetitions, and the call whose output is compared.
         assert "blocks: fused, 8 of 8 in 4 forward passes" in rows[name]["paths"]
-    for name in ("ours bf16", "ours bf16 in diffusers"):
-        assert "modulation: 20 timesteps" in rows[name]["paths"]
-    assert "modulation: 4 timesteps" in rows["ours bf16 blocks"]["paths"]
+    assert "modulation: 20 timesteps" in rows["ours bf16 in diffusers"]["paths"]
+    # In ComfyUI the table outlives a run: of 20 timesteps one was there, for another row.
+    table = r"modulation: (\d+) timesteps in a table .*, (\d+) computed in this run"
+    known, computed = map(int, re.search(table, rows["ours bf16"]["paths"]).groups())
+    assert known >= 20 and computed >= 19
+    assert re.search(table, rows["ours bf16 blocks"]["paths"])[2] == "4"
     assert "blocks: ComfyUI's own" in rows["ours bf16 attention"]["paths"]
     assert "paths" not in rows["comfyui bf16"]
     assert rows[TABLE]["steps"] == 20
