@@ -14,7 +14,8 @@ import argparse
 import json
 import subprocess
 import sys
-from types import TracebackType
+
+from child_process import ChildProcess, wait_or_kill
 
 GIB = 2**30
 CHUNK = GIB
@@ -22,7 +23,7 @@ CHUNK = GIB
 STEP = 2**21
 
 
-class Ballast:
+class Ballast(ChildProcess):
     """The process that holds the memory, for the one that wants it held.
 
     Args:
@@ -55,24 +56,9 @@ class Ballast:
     def close(self) -> None:
         """Gives the memory back."""
         self._process.stdin.close()
-        try:
-            self._process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, 30)
         self._process.stdout.close()
         self._process.stderr.close()
-
-    def __enter__(self) -> Ballast:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def hold(target: int) -> list:

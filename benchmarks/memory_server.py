@@ -11,7 +11,8 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+
+from child_process import ChildProcess, wait_or_kill
 
 ROOT = Path(__file__).resolve().parent.parent
 PACK = "comfyui-qwen-image-l40s.main"
@@ -57,7 +58,7 @@ class Answer:
         }
 
 
-class Server:
+class Server(ChildProcess):
     """Starts ComfyUI on a free port with the pack and the probe, and waits until it answers.
 
     Args:
@@ -188,22 +189,7 @@ class Server:
 
     def close(self) -> None:
         self._process.terminate()
-        try:
-            self._process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+        wait_or_kill(self._process, 20)
 
 
 def _fill(base: Path) -> None:
