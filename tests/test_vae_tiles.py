@@ -314,7 +314,7 @@ def test_the_host_tries_once_more_in_half_the_memory(micro, monkeypatch, caplog)
 
 
 def test_what_is_free_is_asked_of_the_card(monkeypatch):
-    monkeypatch.setattr(host, "available_memory", lambda: 300)
+    monkeypatch.setattr("qwen_l40s.hosts.diffusers.device.available_memory", lambda: 300)
     assert host.free_bytes(torch.device("cpu")) == 300
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)

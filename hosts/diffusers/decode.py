@@ -9,8 +9,8 @@ from diffusers import QwenImagePipeline
 from PIL import Image
 
 from ...optimizations import vae as planned
-from ...optimizations.resources import available_memory
 from ...planning.vae import VaePlan, plan_decode
+from .device import available_bytes
 from .load import LoadedPipeline
 from .vae_stages import decoder_stages
 
@@ -95,7 +95,8 @@ def decode_latent(vae: torch.nn.Module, latent: torch.Tensor) -> torch.Tensor:
 
 def free_bytes(device: torch.device) -> int:
     """What tensors can take: host memory; on a card what is free, or held by torch and unused."""
+    free = available_bytes(str(device))
     if device.type != "cuda":
-        return available_memory()
+        return free
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+    return free + unused
