@@ -175,7 +175,7 @@ def compute_entries(
     rows = {"image": list(embeddings), "text": [embedding[:batch] for embedding in embeddings]}
     together = {stream: torch.cat(parts) for stream, parts in rows.items()}
     exact: dict[str, list[tuple] | None] = {}  # how a layer is held whose bits were equal
-    with closing(layers or _layers_of(blocks)) as walked:
+    with closing(layers or layers_of(blocks)) as walked:
         for index, stream, module in walked:
             parts = rows[stream]
             if exact.get(stream) == _form(module):
@@ -195,7 +195,8 @@ def compute_entry(blocks: Sequence[torch.nn.Module], embedding: torch.Tensor, ba
     return compute_entries(blocks, [embedding], batch)[0]
 
 
-def _layers_of(blocks: Sequence[torch.nn.Module]) -> Iterator[Layer]:
+def layers_of(blocks: Sequence[torch.nn.Module]) -> Iterator[Layer]:
+    """The modulation layers of some blocks, in order."""
     for index, block in enumerate(blocks):
         yield Layer(index, "image", block.img_mod)
         yield Layer(index, "text", block.txt_mod)

@@ -21,10 +21,12 @@ from ...planning.memory import format_gib
 from .beside import KEY as BESIDE
 from .beside import Beside
 from .off_card import OffCardLinear, off_card_layers
-from .off_card_pass import STREAMS, PassFigures, compute_off_card
+from .off_card_pass import PassFigures, compute_off_card
 from .wrapped_call import OPTIONS
 
 KEY = "qwen_l40s_modulation"
+# The parts of an entry by the modules that give them.
+STREAMS = {"img_mod": "image", "txt_mod": "text"}
 
 
 class Call(NamedTuple):
@@ -164,10 +166,6 @@ class ModelModulation:
             same = same and torch.equal(embedding, self._copy[: len(embedding)])
         return rows if same and len(rows) == len(embedding) else None
 
-    def drop(self) -> None:
-        """Frees the table."""
-        self.table.drop()
-
     @staticmethod
     def apply_model(
         executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
@@ -186,7 +184,7 @@ class ModelModulation:
     def on_detach(patcher: ModelPatcher, unpatch_all: bool) -> None:
         """ON_DETACH callback: the table leaves the card with the model."""
         if unpatch_all:
-            ModelModulation.of(patcher.model).drop()
+            ModelModulation.of(patcher.model).table.drop()
 
     def lines(self) -> list[str]:
         """What came of the run, a line each."""

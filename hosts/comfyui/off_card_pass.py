@@ -11,7 +11,7 @@ import comfy.model_management
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from ...optimizations.modulation import Entry, Layer, compute_entries
+from ...optimizations.modulation import Entry, Layer, compute_entries, layers_of
 from ...optimizations.weight_stream import WeightStream
 from ...planning.memory import format_gib
 from .off_card import OffCardLinear
@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 # The card holds the layer that is computed and one that is on its way; more made a pass no faster.
 LAYERS_ON_CARD = 2
-STREAMS = {"img_mod": "image", "txt_mod": "text"}
 
 
 @dataclass
@@ -62,7 +61,7 @@ def compute_off_card(
         figures: Is added to.
     """
     figures.passes += 1
-    layers = [getattr(block, name)[1] for block in blocks for name in STREAMS]
+    layers = [layer.module[1] for layer in layers_of(blocks)]
     device = embeddings[0].device
     try:
         return _streamed(blocks, layers, embeddings, batch, patcher, figures)
@@ -121,13 +120,8 @@ def _walk(
     blocks: Sequence[torch.nn.Module], stream: WeightStream, patcher: ModelPatcher | None
 ) -> Iterator[Layer]:
     """The layers in order, each with its weights on the device while it is had."""
-    walked = [
-        Layer(index, stream_name, getattr(block, name))
-        for index, block in enumerate(blocks)
-        for name, stream_name in STREAMS.items()
-    ]
     with stream:
-        for layer, parts in zip(walked, stream, strict=True):
+        for layer, parts in zip(layers_of(blocks), stream, strict=True):
             with layer.module[1].on_card(parts, patcher):
                 yield layer
 
