@@ -1,0 +1,215 @@
+"""Reads a list of cards: strict JSON, every field checked, and file, card and field in each error.
+
+The form is {"notes": {topic: text}, "cards": {name: {field: value}}}, with the fields of `FIELDS`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import reprlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import SettingError
+
+PRECISIONS = ("bf16", "fp8", "int8", "fp32")
+ALWAYS = ("bf16", "fp32")  # every card that is worth listing has them
+KINDS = ("on demand", "spot", "serverless", "community")
+PCIE_GENERATIONS = (3, 4, 5, 6)
+MOST_BYTES = 2**20
+LONGEST_TEXT = 2000
+LARGEST = 1e9  # above every figure in its unit, and below what overflows a product of two
+DATE = re.compile(r"20\d\d-(0[1-9]|1[0-2])(-(0[1-9]|[12]\d|3[01]))?|undated")
+# What a price of the user's own may leave out.
+OWN_PRICE = {"provider": "your own", "kind": "on demand", "date": "undated", "source": "your list"}
+
+
+@dataclass(frozen=True)
+class CardList:
+    """What a file says: its notes, and the checked fields of each card by name."""
+
+    notes: Mapping[str, str] = field(default_factory=dict)
+    cards: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < LARGEST
+
+
+def _whole(value: Any) -> bool:
+    return _number(value) and isinstance(value, int)
+
+
+def _text(value: Any) -> bool:
+    plain = isinstance(value, str) and value.isprintable()  # no half of a surrogate pair either
+    return plain and bool(value.strip()) and len(value) <= LONGEST_TEXT
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_text, value))
+
+
+def _capability(value: Any) -> bool:
+    pair = isinstance(value, list) and len(value) == 2
+    return pair and _whole(value[0]) and (_whole(value[1]) or value[1] == 0)
+
+
+def _peaks(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and set(ALWAYS) <= set(value) <= set(PRECISIONS)
+        and all(map(_number, value.values()))
+    )
+
+
+def _one_of(known: Collection[Any]) -> Callable[[Any], bool]:
+    return lambda value: (_whole(value) or _text(value)) and value in known
+
+
+# {field: (whether a value may stand there, the rule)}
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "also": (_texts, "a list of the driver's and other names, which may be empty"),
+    "architecture": (_text, "a text such as 'Ada Lovelace'"),
+    "capability": (_capability, "the compute capability as two whole numbers, such as [8, 9]"),
+    "memory_mib": (_whole, "the MiB that torch's total_memory shows, a whole number above 0"),
+    "bandwidth_gb_per_second": (_number, "the memory's GB/s, a number above 0"),
+    "l2_mib": (_whole, "the L2 cache's MiB, a whole number above 0"),
+    "dense_tflops": (
+        _peaks,
+        "peaks without sparsity above 0 for bf16 and fp32, and for fp8 and int8 where it has them",
+    ),
+    "pcie_generation": (_one_of(PCIE_GENERATIONS), "a whole number from 3 to 6"),
+    "pcie_lanes": (_one_of((1, 2, 4, 8, 16)), "1, 2, 4, 8 or 16"),
+    "tdp_watts": (_whole, "a whole number of watts above 0"),
+    "source": (_text, "a text that says where the figures are from"),
+    "prices": (lambda value: isinstance(value, list), "a list of prices, which may be empty"),
+}
+PRICE_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "usd_per_hour": (_number, "US dollars for an hour of one card, a number above 0"),
+    "provider": (_text, "a text"),
+    "kind": (_one_of(KINDS), f"one of {', '.join(KINDS)}"),
+    "date": (
+        lambda value: isinstance(value, str) and DATE.fullmatch(value) is not None,
+        "a date such as 2026-03-15, or 'undated'",
+    ),
+    "source": (_text, "a text that says where it was published"),
+}
+
+
+def read_cards(
+    path: Path, below: CardList, canonical: Callable[[str], str] = lambda name: name
+) -> CardList:
+    """Reads a list of cards over another; a card that is known needs only the fields that differ.
+
+    Args:
+        below: the list whose cards and fields stay where the file says nothing.
+        canonical: gives the known name of a card for another of its names.
+
+    Raises:
+        SettingError: there is no such file, or it breaks the form; the message names file, card
+            and field, the rule and the remedy.
+    """
+    content = _parse(path)
+    _refuse_unknown(content, ("notes", "cards"), str(path))
+    notes, listed = content.get("notes", {}), content.get("cards")
+    if not isinstance(notes, dict) or not all(map(_text, notes.values())):
+        raise SettingError(f"{path}: 'notes' must be an object of texts: correct or remove it.")
+    if not isinstance(listed, dict):
+        raise SettingError(
+            f"{path} has no object 'cards': give the cards by name, as in "
+            '{"cards": {"L40S": {"prices": [{"usd_per_hour": 0.9}]}}}.'
+        )
+    cards = dict(below.cards)
+    seen: dict[str, str] = {}
+    for given, entry in listed.items():
+        if not _text(given):
+            raise SettingError(
+                f"{path}: {reprlib.repr(given)} is no name of a card: give its name, such as L40S."
+            )
+        name = canonical(given)
+        if name in seen:
+            raise SettingError(
+                f"{path}: {seen[name]!r} and {given!r} are the same card: name it once."
+            )
+        seen[name] = given
+        cards[name] = {**cards.get(name, {}), **_checked(entry, f"{path}, card {given!r}")}
+        _refuse_missing(cards[name], FIELDS, f"{path}, card {given!r}")
+    return CardList({**below.notes, **notes}, cards)
+
+
+def _checked(entry: Any, where: str) -> dict[str, Any]:
+    _check(entry, FIELDS, where)
+    if "prices" not in entry:
+        return entry
+    prices = []
+    for number, price in enumerate(entry["prices"], 1):
+        place = f"{where}, prices, entry {number}"
+        _check(price, PRICE_FIELDS, place)
+        _refuse_missing({**OWN_PRICE, **price}, PRICE_FIELDS, place)
+        prices.append({**OWN_PRICE, **price})
+    return {**entry, "prices": prices}
+
+
+def _check(entry: Any, fields: Mapping, where: str) -> None:
+    if not isinstance(entry, dict):
+        raise SettingError(f"{where} is {reprlib.repr(entry)}: give an object with its fields.")
+    _refuse_unknown(entry, fields, where)
+    for name, value in entry.items():
+        allows, rule = fields[name]
+        if not allows(value):
+            raise SettingError(
+                f"{where}: {name!r} is {reprlib.repr(value)}, but must be {rule}: correct it."
+            )
+
+
+def _refuse_unknown(entry: Mapping, known: Collection[str], where: str) -> None:
+    for name in entry:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            hint = f"write {near[0]!r}" if near else f"choose from {', '.join(known)}"
+            raise SettingError(f"{where}: {reprlib.repr(name)} is no field of the list: {hint}.")
+
+
+def _refuse_missing(entry: Mapping, fields: Mapping, where: str) -> None:
+    for name, (_, rule) in fields.items():
+        if name not in entry:
+            raise SettingError(
+                f"{where}: {name!r} is missing, which a card that is not in the bundled list "
+                f"needs: give {rule}."
+                if fields is FIELDS
+                else f"{where}: {name!r} is missing, which every price needs: give {rule}."
+            )
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise ValueError("it is larger than 1 MiB")
+        content = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_unique)
+        if not isinstance(content, dict):
+            raise ValueError(f"it is {reprlib.repr(content)}, no object")
+    except OSError as error:
+        raise SettingError(
+            f"cannot read the list of cards {path} ({error.strerror}): give a JSON file."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        reason = error if isinstance(error, ValueError) else "it is nested too deeply"
+        raise SettingError(
+            f"the list of cards {path} must be one JSON object ({reason}): correct the file."
+        ) from error
+    return content
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {reprlib.repr(name)} occurs twice")
+        found[name] = value
+    return found

@@ -1,0 +1,316 @@
+"""The list of cards: what the bundled one says, how names are found, and what a file may not be."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from qwen_l40s.errors import SettingError
+from qwen_l40s.planning import card_file
+from qwen_l40s.planning.card_file import FIELDS, PRICE_FIELDS
+from qwen_l40s.planning.cards import (
+    BUNDLED,
+    Price,
+    card_notes,
+    find_card,
+    known_cards,
+    with_memory,
+)
+from qwen_l40s.planning.memory import GIB, MIB
+
+CARDS = known_cards()
+LISTED = json.loads(BUNDLED.read_text(encoding="utf-8"))
+L40S = LISTED["cards"]["L40S"]
+PRICE = {
+    "usd_per_hour": 0.9,
+    "provider": "Somebody",
+    "kind": "spot",
+    "date": "2026-01",
+    "source": "x",
+}
+NAMES = [
+    ("NVIDIA L40S", "L40S"),
+    ("l40s", "L40S"),
+    ("  L 40 S ", "L40S"),
+    ("NVIDIA L40", "L40"),
+    ("NVIDIA A100-SXM4-40GB", "A100 40GB SXM"),
+    ("NVIDIA A100-PCIE-40GB", "A100 40GB PCIe"),
+    ("NVIDIA A100-SXM4-80GB", "A100 80GB SXM"),
+    ("NVIDIA A100 80GB PCIe", "A100 80GB PCIe"),
+    ("a100 sxm 80gb", "A100 80GB SXM"),
+    ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+    ("NVIDIA H100 PCIe", "H100 PCIe"),
+    ("NVIDIA H200", "H200"),
+    ("NVIDIA RTX A6000", "RTX A6000"),
+    ("A6000", "RTX A6000"),
+    ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+    ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+    ("rtx4090", "RTX 4090"),
+    ("5090", "RTX 5090"),
+    ("GeForce RTX 3090", "RTX 3090"),
+]
+
+
+def write(folder, content):
+    path = folder / "my cards.json"
+    text = content if isinstance(content, str) else json.dumps(content)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def changed(**fields):
+    """A card of a new name, with some fields of the L40S's changed; ... removes one."""
+    entry = {**L40S, "also": [], **fields}
+    return {"cards": {"Mine": {name: value for name, value in entry.items() if value is not ...}}}
+
+
+def test_every_card_that_people_ask_about_is_listed():
+    assert {name for _, name in NAMES} == set(CARDS)
+
+
+def test_bundled_file_says_every_field_of_every_card_and_price_itself():
+    for entry in LISTED["cards"].values():
+        assert set(entry) == set(FIELDS)
+        for price in entry["prices"]:
+            assert set(price) == set(PRICE_FIELDS)
+
+
+def test_the_l40s():
+    card = CARDS["L40S"]
+    assert card.capability == (8, 9)
+    assert card.memory_bytes == 45373 * MIB < 46068 * MIB  # nvidia-smi's figure
+    assert card.bandwidth == 864e9
+    assert card.l2_bytes == 96 * MIB
+    assert card.dense_flops == {"bf16": 362.05e12, "fp8": 733e12, "int8": 733e12, "fp32": 91.6e12}
+    assert card.pcie_bytes_per_second == 32e9
+    assert card.tdp_watts == 350
+    assert (card.price().usd_per_hour, card.price().provider) == (0.72, "Spheron")
+    kinds = {(price.provider, price.kind): price.usd_per_hour for price in card.prices}
+    assert kinds["Modal", "serverless"] == 1.95
+    assert kinds["Vast.ai", "spot"] == 0.31
+    assert kinds["RunPod", "community"] == 0.79
+
+
+def test_notes_say_why_the_sparse_peak_is_of_no_use():
+    text = card_notes()["peaks"]
+    assert "1,466" in text
+    assert "2:4" in text
+    assert "733" in text
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+def test_figures_are_plausible(card):
+    """Catches a slip of a digit or a sparse peak: what no such card leaves."""
+    peaks = card.dense_flops
+    assert 20 * GIB < card.memory_bytes < 145 * GIB
+    assert 7e11 < card.bandwidth < 5e12
+    assert 1.99 <= peaks["int8"] / peaks["bf16"] <= 4
+    assert card.multiplies("fp8") == (card.capability >= (8, 9))
+    assert not card.multiplies("int4")
+    if "fp8" in peaks:
+        assert peaks["fp8"] / peaks["bf16"] == pytest.approx(2, rel=0.02)
+    assert 70 < peaks["bf16"] / card.bandwidth < 450  # FLOP a byte
+    assert card.facts().total_bytes == card.memory_bytes
+    assert card.facts().capability == card.capability
+    assert card.facts().name == card.name
+
+
+@pytest.mark.parametrize(("name", "expected"), NAMES)
+def test_names_are_found(name, expected):
+    assert find_card(name, CARDS).name == expected
+
+
+@pytest.mark.parametrize("name", ["A100", "h100", "NVIDIA A100 80GB", "RTX 6000"])
+def test_name_of_several_cards_is_refused_with_those(name):
+    with pytest.raises(SettingError, match=r"may be several cards: choose .*, "):
+        find_card(name, CARDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("L50S", "L40S"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090"),
+        ("NVIDIA H100 NVL", "H100 SXM|H100 PCIe"),
+        ("RTX 3O90", "RTX 3090"),
+    ],
+)
+def test_unknown_card_is_refused_with_the_nearest(name, nearest):
+    with pytest.raises(SettingError, match=f"nearest is '({nearest})': choose L40S, "):
+        find_card(name, CARDS)
+
+
+@pytest.mark.parametrize("name", ["", "NVIDIA", "s", "ada", "Radeon", "\ud800"])
+def test_what_names_no_card_is_refused(name):
+    with pytest.raises(SettingError, match="no card is known as"):
+        find_card(name, CARDS)
+
+
+def test_lowest_price_on_demand_counts():
+    offers = [(3.0, "on demand"), (2.0, "on demand"), (1.0, "spot"), (1.5, "serverless")]
+    prices = tuple(Price(usd, "x", kind, "undated", "x") for usd, kind in offers)
+    assert replace(CARDS["L40S"], prices=prices).price() is prices[1]
+    assert replace(CARDS["L40S"], prices=prices[2:]).price() is None
+
+
+def test_part_of_a_memory():
+    card = with_memory(CARDS["L40S"], 20 * GIB)
+    assert card == replace(CARDS["L40S"], memory_bytes=20 * GIB)
+    assert with_memory(card, MIB).memory_bytes == MIB
+
+
+@pytest.mark.parametrize("size", [0, -1, MIB - 1, 2.5 * GIB, math.nan, math.inf, True, "4", None])
+def test_no_memory_is_refused(size):
+    with pytest.raises(SettingError, match="at least 1048576"):
+        with_memory(CARDS["L40S"], size)
+
+
+@pytest.mark.parametrize("name", ["L40S", "l40s", "NVIDIA L40S"])
+def test_own_price_of_a_known_card(tmp_path, name):
+    path = write(tmp_path, {"cards": {name: {"prices": [{"usd_per_hour": 0.9}]}}})
+    cards = known_cards(path)
+    price = Price(0.9, "your own", "on demand", "undated", "your list")
+    assert cards == {**CARDS, "L40S": replace(CARDS["L40S"], prices=(price,))}
+
+
+def test_own_card(tmp_path):
+    peaks = {"bf16": 100, "fp32": 50.5}
+    path = write(tmp_path, changed(dense_tflops=peaks, memory_mib=4096, prices=[PRICE]))
+    card = known_cards(str(path))["Mine"]
+    assert card.memory_bytes == 4 * GIB
+    assert card.dense_flops == {"bf16": 100e12, "fp32": 50.5e12}
+    assert card.prices == (Price(**PRICE),)
+    assert find_card("mine", known_cards(path)) == card
+
+
+def test_own_list_may_have_a_byte_order_mark_and_notes(tmp_path):
+    path = write(tmp_path, "\ufeff" + json.dumps({"notes": {"mine": "text"}, "cards": {}}))
+    assert known_cards(path) == CARDS
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_missing_field_is_named(tmp_path, field):
+    path = write(tmp_path, changed(**{field: ...}))
+    with pytest.raises(SettingError) as caught:
+        known_cards(path)
+    for part in (str(path), "'Mine'", repr(field), "is missing", FIELDS[field][1]):
+        assert part in str(caught.value)
+
+
+NUMBERS = [
+    "memory_mib",
+    "bandwidth_gb_per_second",
+    "l2_mib",
+    "pcie_generation",
+    "pcie_lanes",
+    "tdp_watts",
+]
+NO_NUMBERS = ["0", "-1", "NaN", "Infinity", "-Infinity", "1e999", "9" * 400, "true", '"8"', "null"]
+WRONG = [
+    *(f'"{field}": {value}' for field in NUMBERS for value in [*NO_NUMBERS, "[1]"]),
+    *(f'"dense_tflops": {{"bf16": {value}, "fp32": 1}}' for value in NO_NUMBERS),
+    '"dense_tflops": {"bf16": 1}',
+    '"dense_tflops": {"bf16": 1, "fp32": 1, "fp4": 1}',
+    '"dense_tflops": [1, 2]',
+    '"memory_mib": 24081.5',
+    '"capability": [8]',
+    '"capability": [8, -1]',
+    '"capability": [true, 9]',
+    '"capability": "8.9"',
+    '"pcie_generation": 7',
+    '"pcie_lanes": 3',
+    '"pcie_lanes": 16.0',
+    '"also": "L40S"',
+    '"also": [1]',
+    '"architecture": ""',
+    '"architecture": "\\ud800"',
+    '"source": "  "',
+    '"source": ["data sheet"]',
+    f'"source": "{"x" * 3000}"',
+    '"prices": {}',
+    '"prices": null',
+]
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_wrong_value_is_named(tmp_path, field):
+    path = write(tmp_path, f'{{"cards": {{"L40S": {{{field}}}}}}}')
+    name = field.partition(":")[0].strip('"')
+    with pytest.raises(SettingError) as caught:
+        known_cards(path)
+    text = str(caught.value)
+    for part in (str(path), "'L40S'", repr(name), "but must be", FIELDS[name][1]):
+        assert part in text
+    assert len(text) < 500
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("usd_per_hour", value) for value in NO_NUMBERS),
+        ("usd_per_hour", "-0.72"),
+        ("kind", '"monthly"'),
+        ("kind", "1"),
+        ("date", '"yesterday"'),
+        ("date", '"2026-13"'),
+        ("date", "2026"),
+        ("provider", '""'),
+        ("source", "[]"),
+    ],
+)
+def test_wrong_price_is_named(tmp_path, field, value):
+    good = ", ".join(
+        f"{json.dumps(name)}: {json.dumps(good)}" for name, good in PRICE.items() if name != field
+    )
+    prices = f'[{json.dumps(PRICE)}, {{{good}, "{field}": {value}}}]'
+    path = write(tmp_path, f'{{"cards": {{"H200": {{"prices": {prices}}}}}}}')
+    with pytest.raises(SettingError) as caught:
+        known_cards(path)
+    for part in (str(path), "'H200'", "entry 2", repr(field), PRICE_FIELDS[field][1]):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "must be one JSON object"),
+        ("{", "must be one JSON object"),
+        ("[]", "no object"),
+        ("[" * 100_000, "nested too deeply|JSON object"),
+        ('{"cards": {}, "cards": {}}', "'cards' occurs twice"),
+        ("{}", "no object 'cards'"),
+        ('{"cards": [1]}', "no object 'cards'"),
+        ('{"card": {}}', "'card' is no field of the list: write 'cards'"),
+        ('{"cards": {}, "notes": [1]}', "'notes' must be an object of texts"),
+        ('{"cards": {"L40S": 0.72}}', "'L40S' is 0.72: give an object"),
+        ('{"cards": {"L40S": {"price": []}}}', "'price' is no field of the list: write 'prices'"),
+        ('{"cards": {"L40S": {"zzz": 1}}}', "'zzz' is no field of the list: choose from also, "),
+        ('{"cards": {"L40S": {"prices": [0.7]}}}', "entry 1 is 0.7: give an object"),
+        ('{"cards": {"L40S": {"prices": [{}]}}}', "'usd_per_hour' is missing, which every price"),
+        ('{"cards": {"L40S": {"prices": [{"usd": 1}]}}}', "'usd' is no field of the list: write"),
+        ('{"cards": {"L40S": {}, "l40s": {}}}', "'L40S' and 'l40s' are the same card"),
+        ('{"cards": {"": {}}}', "is no name of a card"),
+        ('{"cards": {"\\ud800": {}}}', "is no name of a card"),
+        ('{"cards": {"L40S": {"also": ["NVIDIA L40"]}}}', "'L40S' and 'L40' are both named"),
+    ],
+)
+def test_file_that_breaks_the_form_is_refused(tmp_path, content, message):
+    path = write(tmp_path, content)
+    with pytest.raises(SettingError, match=message) as caught:
+        known_cards(path)
+    assert str(path) in str(caught.value)
+
+
+def test_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(SettingError, match=r"none\.json \(No such file"):
+        known_cards(tmp_path / "none.json")
+    with pytest.raises(SettingError, match="give a JSON file"):
+        known_cards(tmp_path)
+    path = tmp_path / "latin.json"
+    path.write_bytes(b'{"cards": {"\xe9": {}}}')
+    with pytest.raises(SettingError, match="must be one JSON object"):
+        known_cards(path)
+    monkeypatch.setattr(card_file, "MOST_BYTES", 100_000)
+    with pytest.raises(SettingError, match="larger than 1 MiB"):
+        known_cards(write(tmp_path, " " * 100_001))
