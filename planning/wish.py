@@ -1,0 +1,204 @@
+"""What somebody wants to run: the settings that memory, time and cost follow from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..errors import SettingError
+from .families import Family, find_family
+from .memory import PIXELS_PER_TOKEN_SIDE, TransformerShape
+from .placement import PLACES
+from .vae_steps import VaeShape
+
+PRECISIONS = ("auto", "bf16", "fp8", "int8")
+TEXT_ENCODER_PRECISIONS = ("auto", "bf16", "fp8", "int8")
+TEXT_ENCODER_PLACES = ("auto", "on card", "drop after encoding", "cpu")
+# "off" is CFG 1: one forward pass a step. Prompts of different lengths take two passes in ComfyUI;
+# "one pass" computes both at once, as CFG batching does.
+CFG_MODES = ("two passes", "one pass", "off")
+LORA_MODES = ("merged", "beside")
+MOST_TOKENS = 2**20
+
+
+@dataclass(frozen=True)
+class Loras:
+    """LoRAs on a transformer.
+
+    Args:
+        count: how many.
+        rank: of each.
+        mode: "merged" into the weights, or computed "beside" them in each step.
+    """
+
+    count: int = 0
+    rank: int = 32
+    mode: str = "merged"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The true sizes of parts that are at hand; None is what the published model has.
+
+    Args:
+        transformer: its shape.
+        transformer_bytes: of all its weights as they are held, modulation among them.
+        modulation_bytes: of its modulation as held.
+        text_encoder_bytes: of the text encoder as held.
+        vae: its shape.
+        vae_bytes: of its weights as held.
+    """
+
+    transformer: TransformerShape | None = None
+    transformer_bytes: int | None = None
+    modulation_bytes: int | None = None
+    text_encoder_bytes: int | None = None
+    vae: VaeShape | None = None
+    vae_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What to run. "auto" and 0 tiles leave a choice to the plan.
+
+    Args:
+        family: a name in `planning.families.FAMILIES`.
+        precision: of the transformer, one of `PRECISIONS`.
+        width, height: pixels, divisible by 16.
+        batch: images that are sampled together.
+        steps: of the sampler, each with one forward pass, or two with `cfg`.
+        cfg: one of `CFG_MODES`.
+        references: reference images, of one megapixel each.
+        layers: that Layered paints beside the whole image; 0 elsewhere.
+        text_tokens: of the longest prompt, without what references add.
+        modulation: where a third of the transformer waits, one of `planning.placement.PLACES`.
+        text_encoder: its precision, one of `TEXT_ENCODER_PRECISIONS`; "auto" is bf16.
+        text_encoder_place: one of `TEXT_ENCODER_PLACES`; "auto" leaves it on the card where all
+            fits.
+        loras: on the transformer.
+        controlnet_bytes: of the weights of a ControlNet that runs in each step; 0 for none.
+        tiles: of the VAE: 0 leaves it to the plan, 1 is whole, more are at least so many.
+        parts: true sizes of what is at hand.
+
+    Raises:
+        SettingError: a setting breaks its rule or contradicts another; the message names both.
+    """
+
+    family: str = "qwen-image"
+    precision: str = "auto"
+    width: int = 1328
+    height: int = 1328
+    batch: int = 1
+    steps: int = 20
+    cfg: str = "two passes"
+    references: int = 0
+    layers: int = 0
+    text_tokens: int = 200
+    modulation: str = "auto"
+    text_encoder: str = "auto"
+    text_encoder_place: str = "auto"
+    loras: Loras = Loras()
+    controlnet_bytes: int = 0
+    tiles: int = 0
+    parts: Parts = field(default_factory=Parts)
+
+    def __post_init__(self) -> None:
+        family = find_family(self.family)
+        self._check_choices()
+        self._check_numbers()
+        self._check_family(family)
+
+    @property
+    def member(self) -> Family:
+        """The published model of the family's name."""
+        return find_family(self.family)
+
+    @property
+    def transformer(self) -> TransformerShape:
+        """The transformer's shape: the true one, or the published."""
+        return self.parts.transformer or self.member.transformer
+
+    @property
+    def vae(self) -> VaeShape:
+        """The VAE's shape: the true one, or the published."""
+        return self.parts.vae or self.member.vae
+
+    @property
+    def frames(self) -> int:
+        """Latent frames that are denoised together."""
+        return self.layers + 1
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Text tokens with those that reference images add to the prompt."""
+        return self.text_tokens + self.references * self.member.vision_tokens
+
+    @property
+    def passes(self) -> int:
+        """Forward passes in each step."""
+        return 2 if self.cfg == "two passes" else 1
+
+    @property
+    def items(self) -> int:
+        """Images in one forward pass."""
+        return 2 * self.batch if self.cfg == "one pass" else self.batch
+
+    def _check_choices(self) -> None:
+        for name, value, allowed in (
+            ("precision", self.precision, PRECISIONS),
+            ("cfg", self.cfg, CFG_MODES),
+            ("modulation", self.modulation, PLACES),
+            ("text encoder precision", self.text_encoder, TEXT_ENCODER_PRECISIONS),
+            ("text encoder place", self.text_encoder_place, TEXT_ENCODER_PLACES),
+            ("LoRA mode", self.loras.mode, LORA_MODES),
+        ):
+            if value not in allowed:
+                raise SettingError(f"{name} {value!r} is unknown: choose {', '.join(allowed)}.")
+
+    def _check_numbers(self) -> None:
+        for name, value, least in (
+            ("width", self.width, PIXELS_PER_TOKEN_SIDE),
+            ("height", self.height, PIXELS_PER_TOKEN_SIDE),
+            ("batch", self.batch, 1),
+            ("steps", self.steps, 1),
+            ("references", self.references, 0),
+            ("layers", self.layers, 0),
+            ("text tokens", self.text_tokens, 1),
+            ("tiles", self.tiles, 0),
+            ("LoRAs", self.loras.count, 0),
+            ("LoRA rank", self.loras.rank, 1),
+            ("ControlNet bytes", self.controlnet_bytes, 0),
+        ):
+            if value < least:
+                raise SettingError(f"{name} must be at least {least}, got {value}.")
+        side = PIXELS_PER_TOKEN_SIDE
+        if self.width % side or self.height % side:
+            nearest = (max(side, side * round(edge / side)) for edge in (self.width, self.height))
+            raise SettingError(
+                f"{self.width}x{self.height}: both sides must be divisible by {side}: use "
+                f"{'x'.join(map(str, nearest))}."
+            )
+        tokens = self.width // side * (self.height // side) * self.frames * self.batch
+        if tokens > MOST_TOKENS:
+            raise SettingError(
+                f"{self.batch} of {self.width}x{self.height} are {tokens:,} tokens, and an "
+                f"estimate takes at most {MOST_TOKENS:,}: choose a smaller size or batch."
+            )
+
+    def _check_family(self, family: Family) -> None:
+        if self.references > family.most_references:
+            takes = f"{family.most_references or 'no'} reference image"
+            takes += "s" * (family.most_references != 1)
+            raise SettingError(
+                f"{self.references} references and family {family.name!r}, which takes {takes}: "
+                "choose qwen-image-edit-2511 for up to 3, or fewer references."
+            )
+        if self.layers and not family.layers:
+            raise SettingError(
+                f"{self.layers} layers and family {family.name!r}, which paints one image: choose "
+                "qwen-image-layered, or 0 layers."
+            )
+
+
+def precision_of_text_encoder(wish: Wish) -> str:
+    """The precision that a text encoder is held in."""
+    return "bf16" if wish.text_encoder == "auto" else wish.text_encoder
