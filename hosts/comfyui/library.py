@@ -15,14 +15,15 @@ from ...optimizations.hardware import first_line
 from ...optimizations.software import check_comfyui, find_comfyui
 
 
-def import_comfyui(*, cpu: bool) -> str:
+def import_comfyui(*, cpu: bool, keep_on_card: bool = True) -> str:
     """Imports ComfyUI: one that is importable already, else the one that `doctor` finds.
 
-    As a library it has no dynamic VRAM and reads no command line. Models are told to stay where
-    they are (its `--highvram`), which changes no computation.
+    As a library it has no dynamic VRAM and reads no command line.
 
     Args:
         cpu: Whether it is to run on the processor.
+        keep_on_card: Whether models are told to stay where they are (its `--highvram`), which
+            changes no computation.
 
     Returns:
         Its version.
@@ -42,7 +43,7 @@ def import_comfyui(*, cpu: bool) -> str:
     try:
         if not started:
             arguments = importlib.import_module("comfy.cli_args").args
-            arguments.cpu, arguments.highvram = cpu, not cpu
+            arguments.cpu, arguments.highvram = cpu, keep_on_card and not cpu
         importlib.import_module("comfy.sample")  # which imports all that a run needs
         compatibility = importlib.import_module(".compatibility", __package__)
         version = str(importlib.import_module("comfyui_version").__version__)
