@@ -1,0 +1,133 @@
+"""What a run takes of a disk: model files on the volume, software on the container.
+
+Sizes are decimal, GB, as disks and downloads are sold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .memory import QUANTIZED, weight_bytes
+from .phases import transformer_bytes, vae_bytes
+from .setting import Setting
+from .text_encoder import text_encoder_bytes
+from .wish import Wish
+
+GB = 10**9
+LM_HEAD_BYTES = 2 * 152_064 * 3584  # in the published text encoder; encoding never reads it
+# Software, predicted: torch's wheels for CUDA with their libraries unpack to 6 to 7 GB.
+CONTAINER = {
+    "operating system and CUDA base image": 4 * GB,
+    "Python, torch and its CUDA libraries": 8 * GB,
+    "ComfyUI and its packages": 2 * GB,
+    "package caches while installing": 4 * GB,
+    "outputs, logs and compiled kernels": 2 * GB,
+}
+
+
+class Advice(NamedTuple):
+    """A figure that guides for rented machines give, beside what is needed."""
+
+    what: str
+    advised_bytes: int
+    needed_bytes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Disk:
+    """What a disk holds for a run, in bytes.
+
+    Attributes:
+        files: The model files that a run reads.
+        container: Software, and what a run writes.
+        once: Files that are there only until the first run is prepared.
+    """
+
+    files: Mapping[str, int]
+    container: Mapping[str, int]
+    once: Mapping[str, int]
+
+    @property
+    def files_bytes(self) -> int:
+        return sum(self.files.values())
+
+    @property
+    def container_bytes(self) -> int:
+        return sum(self.container.values())
+
+    @property
+    def total_bytes(self) -> int:
+        """Of every run; what is there once comes on top, the first time."""
+        return self.files_bytes + self.container_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """With what is there once."""
+        return self.total_bytes + sum(self.once.values())
+
+
+def disk(wish: Wish, setting: Setting, *, quantized_file: bool = False) -> Disk:
+    """What a run needs on disk.
+
+    Args:
+        quantized_file: whether fp8 and int8 come from a file that SaveQuantized or
+            `qwen-l40s quantize` has written, for which the bf16 file is there once; else the bf16
+            file is read and quantized on each load.
+    """
+    bf16 = weight_bytes(wish.transformer, "bf16").total
+    source = {f"{wish.family} transformer, bf16": bf16}
+    files, once = source, {}
+    if wish.parts.transformer_bytes is not None:
+        files = {f"{wish.family} transformer": wish.parts.transformer_bytes}
+    elif setting.precision in QUANTIZED and quantized_file:
+        name = f"{wish.family} transformer, {setting.precision}, written once"
+        files, once = {name: transformer_bytes(wish, setting).total}, source
+    # As published, with lm_head; quantized on load from it.
+    text = wish.parts.text_encoder_bytes or text_encoder_bytes(wish, "bf16") + LM_HEAD_BYTES
+    files = {**files, "text encoder": text, "VAE": vae_bytes(wish)}
+    if wish.controlnet_bytes:
+        files["ControlNet"] = wish.controlnet_bytes
+    if loras := _lora_files(wish):
+        files["LoRAs"] = loras
+    return Disk(files, CONTAINER, once)
+
+
+def against_guides(found: Disk, setting: Setting, card_bytes: int) -> tuple[Advice, ...]:
+    """What guides for rented machines advise, and what is needed.
+
+    They add up a container of 40 GB, a volume of 80 GB, and 88 GB of card memory for bf16 or 44 GB
+    for 8 bits: 8 to 18 GB of it activations, of which a step takes half a gigabyte.
+
+    Args:
+        card_bytes: of the worst phase, with everything that is on the card.
+    """
+    quantized = setting.precision in QUANTIZED
+    return (
+        Advice(
+            "container",
+            40 * GB,
+            found.container_bytes,
+            "torch's libraries are counted once, and installing leaves no gigabytes behind",
+        ),
+        Advice(
+            "volume",
+            80 * GB,
+            found.files_bytes,
+            "model files are read where they lie: no second cache, and no activations on disk",
+        ),
+        Advice(
+            "card memory",
+            44 * GB if quantized else 88 * GB,
+            card_bytes,
+            "activations are counted and measured, and the modulation can wait in host memory",
+        ),
+    )
+
+
+def _lora_files(wish: Wish) -> int:
+    """Of rank x (K + N) in bf16 for every layer that can have one, whether merged or beside."""
+    layers = wish.transformer.quantizable_layers().values()
+    return 2 * wish.loras.count * wish.loras.rank * sum(map(sum, layers))

@@ -1,0 +1,252 @@
+"""What a card holds at the worst moment of each phase of a run.
+
+Counted for ComfyUI from the second image on, when every part that is to stay on the card is there.
+The workspace and the CUDA context are the two figures that are measured and not counted.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..errors import UnavailableError
+from .activations import (
+    MODULATION_ROWS,
+    embedding_rows,
+    input_bytes,
+    lora_bytes,
+    step_bytes,
+    table_bytes,
+)
+from .constants import constants
+from .decoding import decode_plan
+from .estimate import Phase
+from .memory import GIB, MIB, format_gib, weight_bytes
+from .placement import ON_CARD
+from .setting import DROPPED, ON_PROCESSOR, Setting
+from .text_encoder import encoding_bytes, text_encoder_bytes
+from .vae import encode_peak_bytes
+from .vae_steps import PIXELS_PER_LATENT
+from .wish import Wish
+from .work import REFERENCE_SIDE
+
+__all__ = ["Setting", "decode_plan", "phases", "transformer_bytes", "vae_bytes"]
+
+# Where `measured.json` gives none, on which the loaders' choice shall not depend: an H200's.
+WORKSPACE_BYTES, CONTEXT_BYTES = 0.05 * GIB, 0.74 * GIB
+# What ComfyUI leaves free on Linux (comfy.model_management.EXTRA_RESERVED_VRAM); Windows: 600 MiB.
+KEPT_FREE_BYTES = 400 * MIB
+# Modulation layers on the card while their weights pass it: one computes, one is on its way.
+LAYERS_ON_CARD = 2
+# The published VAE in bf16, 126.9 M parameters.
+VAE_BYTES = 2 * 126_892_531
+BF16 = 2
+
+
+class Beside(NamedTuple):
+    """What is not counted: bytes of workspaces while sampling, and of the CUDA context."""
+
+    workspace: int
+    context: int
+
+
+class TransformerBytes(NamedTuple):
+    """A transformer's weights as held: all of them, and those of its modulation."""
+
+    total: int
+    modulation: int
+
+
+def phases(wish: Wish, setting: Setting, card_bytes: int | None = None) -> dict[str, Phase]:
+    """Every phase of a run by name, in order; their `seconds` are left open.
+
+    Args:
+        wish: what is run.
+        setting: how.
+        card_bytes: what CUDA shows of the card; by it the decoder plans its tiles, and what is
+            moved in each step stays off the card. None where memory is no concern.
+
+    Raises:
+        UnavailableError: the image does not decode on the card even alone.
+    """
+    beside = _beside()
+    weights = transformer_bytes(wish, setting)
+    on_card = weights.total - (weights.modulation if setting.off_card else 0)
+    text = text_encoder_bytes(wish, setting.text_encoder)
+    table, vae = table_bytes(wish), vae_bytes(wish)
+    activations = step_bytes(wish, setting).most
+    extras = _present({"ControlNet": wish.controlnet_bytes, "LoRAs": lora_bytes(wish)})
+    stays = _present({"VAE": vae, "modulation table": table}) | extras
+    if setting.resident and setting.text_encoder_place == ON_CARD:
+        stays["text encoder"] = text
+    sampled = on_card
+    if card_bytes is not None and not setting.resident:
+        taken = activations + sum(beside) + sum(stays.values())
+        sampled = min(on_card, max(0, card_bytes - taken))
+    return {
+        "load": _load(wish, setting, sampled, stays, beside),
+        "text": _text(wish, setting, text, sampled, stays, beside),
+        "tables": _tables(wish, setting, weights, sampled, stays, beside),
+        "sampling": Phase(
+            "sampling",
+            weights=sampled,
+            activations=activations,
+            workspace=beside.workspace,
+            context=beside.context,
+            resident=stays,
+            note=_sampling_note(setting, weights, on_card - sampled),
+        ),
+        "decode": _decode(wish, {**stays, "transformer": sampled}, vae, card_bytes, beside),
+    }
+
+
+def transformer_bytes(wish: Wish, setting: Setting) -> TransformerBytes:
+    """The transformer's weights in the setting's precision; true sizes in `wish.parts` stand above
+    what its shape tells.
+    """
+    counted, parts = weight_bytes(wish.transformer, setting.precision), wish.parts
+    total = counted.total if parts.transformer_bytes is None else parts.transformer_bytes
+    modulation = counted.modulation if parts.modulation_bytes is None else parts.modulation_bytes
+    return TransformerBytes(total, min(total, modulation))
+
+
+def vae_bytes(wish: Wish) -> int:
+    """The VAE's weights as held."""
+    return VAE_BYTES if wish.parts.vae_bytes is None else wish.parts.vae_bytes
+
+
+def _load(
+    wish: Wish, setting: Setting, weights: int, stays: dict[str, int], beside: Beside
+) -> Phase:
+    resident = {name: count for name, count in stays.items() if name != "modulation table"}
+    note = "weights go to the card as they are held"
+    if setting.off_card:
+        note += ", those of the modulation stay in host memory"
+    return Phase("load", weights, 0, 0, beside.context, resident, note=note)
+
+
+def _text(
+    wish: Wish,
+    setting: Setting,
+    encoder: int,
+    transformer: int,
+    stays: dict[str, int],
+    beside: Beside,
+) -> Phase:
+    resident = {name: count for name, count in stays.items() if name != "text encoder"}
+    activations = encoding_bytes(wish)
+    notes = ["computed in fp32, one layer's weights cast at a time"]
+    if setting.text_encoder_place == ON_PROCESSOR:
+        encoder = activations = 0
+        notes = ["on the processor"]
+    if encoder and not (setting.resident and setting.text_encoder_place == ON_CARD):
+        # The transformer's turn is over, or has not come yet.
+        resident = {"VAE": stays["VAE"]} if "VAE" in stays else {}
+        notes.append("alone on the card, from which ComfyUI moves what is in its way")
+    else:
+        resident["transformer"] = transformer
+    if setting.text_encoder_place == DROPPED:
+        notes.append("leaves the card when the prompt is encoded")
+    if wish.references:
+        side = REFERENCE_SIDE // PIXELS_PER_LATENT
+        encoded = encode_peak_bytes(wish.vae, side, side, BF16)
+        activations = max(activations, encoded)
+        notes.append(
+            f"the VAE encodes each reference image at one megapixel, in {format_gib(encoded)}"
+        )
+    workspace = beside.workspace if activations else 0
+    return Phase(
+        "text", encoder, activations, workspace, beside.context, resident, note="; ".join(notes)
+    )
+
+
+def _tables(
+    wish: Wish,
+    setting: Setting,
+    weights: TransformerBytes,
+    sampled: int,
+    stays: dict[str, int],
+    beside: Beside,
+) -> Phase:
+    """The first step waits for it: the input of its first block is there."""
+    dim, steps = wish.transformer.dim, wish.steps
+    # All rows at once through a layer, and once more for the first layer's proof.
+    rows = steps * sum(embedding_rows(wish))
+    activations = input_bytes(wish) + BF16 * rows * dim * (1 + 3 * MODULATION_ROWS)
+    if setting.off_card:
+        layer = MODULATION_ROWS * dim * (dim + 1) * BF16
+        passing, rest = min(weights.modulation, LAYERS_ON_CARD * layer), sampled
+        note = (
+            f"{format_gib(weights.modulation)} of weights pass the card once for a new schedule, "
+            "layer by layer"
+        )
+    else:
+        passing = min(weights.modulation, sampled)
+        rest, note = sampled - passing, "from the weights on the card, once for a new schedule"
+    resident = {**stays, "transformer": rest}
+    return Phase(
+        "tables",
+        weights=passing,
+        activations=activations,
+        workspace=beside.workspace,
+        context=beside.context,
+        resident=resident,
+        note=note,
+    )
+
+
+def _decode(
+    wish: Wish,
+    others: dict[str, int],
+    vae: int,
+    card_bytes: int | None,
+    beside: Beside,
+) -> Phase:
+    resident = {name: count for name, count in others.items() if name != "VAE"}
+    free = None
+    movable = {name: resident[name] for name in ("text encoder", "transformer") if name in resident}
+    if card_bytes is not None:
+        free = card_bytes - KEPT_FREE_BYTES - beside.context - vae - sum(resident.values())
+    # Room that is short leaves less of the others there.
+    short = max(0, -(free or 0))
+    plan = decode_plan(wish, free, max(0, sum(movable.values()) - short))
+    note = plan.reason
+    if free is not None and plan.peak_bytes > free:
+        moved = min(sum(movable.values()), plan.peak_bytes - free)
+        note += f"; ComfyUI moves {format_gib(moved)} of other models off the card first"
+        for name, count in movable.items():
+            leaves = min(count, moved)
+            resident[name], moved = count - leaves, moved - leaves
+    return Phase(
+        "decode",
+        weights=vae,
+        activations=plan.peak_bytes,
+        workspace=0,  # the convolutions' are in the plan
+        context=beside.context,
+        resident=_present(resident),
+        note=note,
+    )
+
+
+def _sampling_note(setting: Setting, weights: TransformerBytes, moved: int) -> str:
+    notes = []
+    if setting.off_card:
+        notes.append(f"{format_gib(weights.modulation)} of modulation wait in host memory")
+    if not setting.resident:
+        notes.append(
+            f"{format_gib(moved)} of weights are moved to the card in every step"
+            if moved
+            else "the host moves weights to the card in every step"
+        )
+    return "; ".join(notes) or "all weights stay on the card"
+
+
+def _beside() -> Beside:
+    try:
+        found = constants()
+    except UnavailableError:
+        return Beside(int(WORKSPACE_BYTES), int(CONTEXT_BYTES))
+    return Beside(int(found.workspace), int(found.context))
+
+
+def _present(parts: dict[str, int]) -> dict[str, int]:
+    return {name: count for name, count in parts.items() if count}

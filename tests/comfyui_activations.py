@@ -1,0 +1,305 @@
+"""Runs in ComfyUI's own Python: what a forward pass holds against what planning counts.
+
+    python comfyui_activations.py COMFYUI
+
+Allocations are followed through ComfyUI's own model with the fused blocks in it. The kernels and
+attention give what they give on a card: their results, without the temporaries of plain torch.
+Every function named `check_...` is one check; prints {check: None or its traceback} as JSON.
+"""
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from unittest import mock
+
+import comfyui_boot
+
+comfyui_boot.start_on("cpu")
+
+import comfy.ldm.qwen_image.controlnet as controlnet  # noqa: E402
+import comfy.ldm.qwen_image.model as qwen  # noqa: E402
+import comfy.ops  # noqa: E402
+import comfy.text_encoders.llama as llama  # noqa: E402
+import torch  # noqa: E402
+from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
+from tracked_allocations import Allocations  # noqa: E402
+
+from qwen_l40s.hosts.comfyui import attention, forward  # noqa: E402
+from qwen_l40s.hosts.comfyui.beside import Beside, LowRank  # noqa: E402
+from qwen_l40s.optimizations import linear, reference  # noqa: E402
+from qwen_l40s.optimizations.block import Held  # noqa: E402
+from qwen_l40s.optimizations.fused import TORCH, Ops  # noqa: E402
+from qwen_l40s.optimizations.modulation import compute_entry  # noqa: E402
+from qwen_l40s.optimizations.self_check import Check  # noqa: E402
+from qwen_l40s.planning import text_encoder  # noqa: E402
+from qwen_l40s.planning.activations import (  # noqa: E402
+    FP32,
+    SAMPLER_LATENTS,
+    Rows,
+    control_bytes,
+    step_bytes,
+)
+from qwen_l40s.planning.memory import TransformerShape  # noqa: E402
+from qwen_l40s.planning.setting import Setting  # noqa: E402
+from qwen_l40s.planning.wish import Loras, Parts, Wish  # noqa: E402
+
+torch.set_num_threads(1)
+SHAPE = TransformerShape(
+    blocks=3, dim=256, heads=2, head_dim=128, joint_dim=64, in_channels=64, packed_out_channels=64
+)
+BF16 = torch.bfloat16
+
+
+def untracked(compute):
+    """What `compute` gives, with nothing counted but its results, as of one kernel."""
+
+    def call(*args, **options):
+        with _disable_current_modes():
+            found = compute(*args, **options)
+        copies = [part.clone() if torch.is_tensor(part) else part for part in _listed(found)]
+        return tuple(copies) if isinstance(found, tuple) else copies[0]
+
+    return call
+
+
+def in_place(compute):
+    """As `untracked`, of a kernel that gives nothing."""
+
+    def call(*args, **options):
+        with _disable_current_modes():
+            compute(*args, **options)
+
+    return call
+
+
+def _listed(found):
+    return found if isinstance(found, tuple) else (found,)
+
+
+KERNELS = Ops(
+    "one kernel each",
+    untracked(TORCH.residual_norm),
+    in_place(TORCH.qk_norm_rope),
+    untracked(TORCH.gelu_quantize),
+    untracked(TORCH.row_quantize),
+)
+host_attention = untracked(qwen.optimized_attention_masked)
+rotate = untracked(qwen.apply_rope1)
+
+
+class Int8Layers:
+    """Dense layers of a model as int8 ones, with a fused GEMM or without any."""
+
+    def __init__(self, weight_only):
+        self.weight_only, self._held = weight_only, {}
+
+    def kind(self, layer):
+        return "int8"
+
+    def held(self, layer, like):
+        if layer not in self._held:
+            with _disable_current_modes():
+                self._held[layer] = reference.row_quantize(layer.weight, "int8")
+        return nullcontext(Held(*self._held[layer], layer.bias))
+
+    def norm_weight(self, norm, like):
+        return norm.weight
+
+    def gemm(self, format, device):
+        return self
+
+    def takes(self, n, k):
+        return True
+
+    def linear(self, x, weight, scale, bias):
+        return linear.Gemm("int8", "dequantize", "").linear(x, weight, scale, bias)
+
+    def linear_quantized(self, xq, x_scale, weight, scale, bias, out_dtype, out):
+        with _disable_current_modes():
+            out.copy_(reference.scaled_gemm(xq, weight, x_scale, scale, bias, out_dtype))
+
+
+def model(shape=SHAPE):
+    return filled(
+        qwen.QwenImageTransformer2DModel(
+            num_layers=shape.blocks,
+            attention_head_dim=shape.head_dim,
+            num_attention_heads=shape.heads,
+            joint_attention_dim=shape.joint_dim,
+            dtype=BF16,
+            device="cpu",
+            operations=comfy.ops.disable_weight_init,
+        )
+    )
+
+
+def filled(made):
+    """Weights at which activations stay around 1; ComfyUI leaves them as they lie in memory."""
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in made.named_parameters():
+        width = weight.shape[-1] if weight.ndim > 1 else 2500
+        values = torch.randn(weight.shape, generator=generator) / width**0.5
+        weight.data = (values + ("norm" in name and weight.ndim == 1)).to(BF16)
+    return made.eval()
+
+
+@contextmanager
+def stand_ins():
+    """ComfyUI's attention and rotation as one kernel each."""
+    with (
+        mock.patch.object(qwen, "optimized_attention_masked", host_attention),
+        mock.patch.object(attention, "optimized_attention_masked", host_attention),
+        mock.patch.object(qwen, "apply_rope1", rotate),
+    ):
+        yield
+
+
+def given_bytes(wish):
+    """What is there before a pass begins, of all that is counted."""
+    rows = Rows.of(wish)
+    sampler = SAMPLER_LATENTS * FP32 * 64 * wish.batch * rows.painted // rows.items
+    return sampler + 2 * 64 * rows.image + 2 * SHAPE.joint_dim * rows.text
+
+
+def add_loras(transformer, loras):
+    """As `beside.run_beside` for the length of a forward pass."""
+    for name, (rows, columns) in SHAPE.quantizable_layers().items():
+        layer = transformer.get_submodule(name)
+        for _ in range(loras.count):
+            up, down = torch.zeros(rows, loras.rank), torch.zeros(loras.rank, columns)
+            layer.forward = Beside(layer.forward, LowRank(up.to(BF16), down.to(BF16), 1.0))
+
+
+def followed(wish, setting):
+    """(bytes at the worst moment of the first pass, of the second)"""
+    transformer = model()
+    if wish.loras.count:
+        add_loras(transformer, wish.loras)
+    blocks, rows = tuple(transformer.transformer_blocks), Rows.of(wish)
+    side = wish.height // 8, wish.width // 8
+    x = torch.randn(rows.items, 16, 1, *side).to(BF16)
+    text = torch.randn(rows.items, wish.prompt_tokens, SHAPE.joint_dim).to(BF16)
+    references = [torch.randn(rows.items, 16, 1, 128, 128).to(BF16)] * wish.references
+    timestep = torch.full((rows.items,), 0.5)
+    quantized = setting.precision == "int8"
+    check, peaks = Check(quantized), []
+    # The modulation is in its table.
+    entries = {}
+
+    def modulation(embedding):
+        key = tuple(embedding.shape)
+        if key not in entries:
+            with _disable_current_modes():
+                entries[key] = compute_entry(blocks, embedding, rows.items)
+        return entries[key]
+
+    options = {"ref_latents_method": "index_timestep_zero"} if wish.member.timestep_zero else {}
+    with torch.inference_mode(), stand_ins():
+        for _ in range(2):
+            running = forward.ForwardPass(blocks, KERNELS, None, modulation, check, True)
+            if quantized:
+                running._executor._layers = Int8Layers(setting.weight_only)
+            with running.installed(), Allocations(0) as seen:
+                transformer(
+                    x,
+                    timestep,
+                    text,
+                    ref_latents=references or None,
+                    transformer_options={},
+                    **options,
+                )
+            peaks.append(seen.peak)
+            assert not check.failed, check.failed
+            assert running.fused == len(blocks)
+    return peaks
+
+
+def agrees(wish, setting, tolerance=0.001):
+    first, later = followed(wish, setting)
+    counted, given = step_bytes(wish, setting), given_bytes(wish)
+    for found, expected in ((first, counted.first), (later, counted.later)):
+        off = (expected - given) / found - 1
+        assert abs(off) <= tolerance, (wish, setting.precision, found, expected - given, off)
+
+
+def wishes():
+    narrow = {"width": 512, "parts": Parts(transformer=SHAPE)}
+    yield Wish(height=512, **narrow)
+    yield Wish(height=256, text_tokens=700, **narrow)
+    yield Wish(height=512, batch=2, cfg="one pass", **narrow)
+    yield Wish(height=256, family="qwen-image-edit-2511", references=1, **narrow)
+
+
+def check_bf16():
+    for wish in wishes():
+        agrees(wish, Setting())
+
+
+def check_int8():
+    for wish in wishes():
+        agrees(wish, Setting(precision="int8"))
+
+
+def check_int8_that_is_expanded():
+    for wish in wishes():
+        agrees(wish, Setting(precision="int8", weight_only=True))
+
+
+def check_loras_beside():
+    for wish in wishes():
+        for count in (1, 2):
+            agrees(replace(wish, loras=Loras(count, 32, "beside")), Setting())
+
+
+def check_a_controlnet():
+    """Its own pass; what it adds is held through the transformer's, which nothing else changes."""
+    blocks = 2
+    net = filled(
+        controlnet.QwenImageControlNetModel(
+            num_layers=blocks,
+            attention_head_dim=SHAPE.head_dim,
+            num_attention_heads=SHAPE.heads,
+            joint_attention_dim=SHAPE.joint_dim,
+            dtype=BF16,
+            device="cpu",
+            operations=comfy.ops.disable_weight_init,
+        )
+    )
+    held = sum(weight.nbytes for weight in net.parameters())
+    wish = Wish(width=512, height=512, parts=Parts(transformer=SHAPE), controlnet_bytes=held)
+    rows = Rows.of(wish)
+    assert control_bytes(wish)[0] == blocks * 2 * SHAPE.dim * rows.painted
+    x, hint = (torch.randn(1, 16, 1, 64, 64).to(BF16) for _ in range(2))
+    text = torch.randn(1, wish.prompt_tokens, SHAPE.joint_dim).to(BF16)
+    with torch.inference_mode(), stand_ins(), Allocations(0) as seen:
+        given = net(x, torch.full((1,), 0.5), text, hint=hint)["input"]
+    assert len({part.data_ptr() for part in given}) == blocks
+    off = (control_bytes(wish)[1] - given_bytes(wish)) / seen.peak - 1
+    assert abs(off) <= 0.1, (seen.peak, control_bytes(wish), off)
+
+
+def check_the_text_encoder():
+    """Full width, two layers: they come and go one after the other."""
+    encoder = llama.Qwen25_7BVLI({"num_hidden_layers": 2}, BF16, "meta", comfy.ops.manual_cast)
+    assert sum(weight.numel() for weight in encoder.visual.parameters()) == text_encoder.VISION
+    for tokens in (100, 264, 1633):
+        embeds = torch.empty(1, tokens, text_encoder.HIDDEN, device="meta")
+        mask = torch.ones(1, tokens, dtype=torch.long, device="meta")
+        with torch.inference_mode(), Allocations(0) as seen:
+            encoder(None, attention_mask=mask, embeds=embeds, dtype=torch.float32)
+        wish = Wish(text_tokens=tokens - text_encoder.TEMPLATE_TOKENS)
+        off = text_encoder.encoding_bytes(wish) / seen.peak - 1
+        assert abs(off) <= 0.03, (tokens, seen.peak, off)
+    tower = encoder.visual
+    tower.blocks = tower.blocks[:2]
+    tower.to_empty(device="cpu")
+    for weight in tower.parameters():
+        weight.data.fill_(0.01)
+    for side in (28, 50):
+        pixels = torch.zeros(side**2, text_encoder.VISION_PATCH)
+        with torch.inference_mode(), Allocations(0) as seen:
+            tower(pixels, torch.tensor([[1, side, side]]))
+        off = text_encoder.vision_bytes(side**2) / seen.peak - 1
+        assert abs(off) <= 0.05, (side, seen.peak, off)
+
+
+comfyui_boot.run_checks(globals())

@@ -1,0 +1,93 @@
+"""What can be wished for, and what is refused with the remedy."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qwen_l40s.errors import SettingError
+from qwen_l40s.planning.families import FAMILIES, find_family
+from qwen_l40s.planning.memory import TransformerShape
+from qwen_l40s.planning.wish import (
+    MOST_TOKENS,
+    Loras,
+    Parts,
+    Wish,
+    precision_of_text_encoder,
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule", "remedy"),
+    [
+        ({"family": "flux"}, "'flux' is unknown", "choose qwen-image"),
+        ({"precision": "fp4"}, "precision 'fp4'", "choose auto, bf16"),
+        ({"cfg": "twice"}, "cfg 'twice'", "choose two passes"),
+        ({"modulation": "disk"}, "modulation 'disk'", "choose auto"),
+        ({"text_encoder": "fp4"}, "text encoder precision 'fp4'", "choose auto"),
+        ({"text_encoder_place": "disk"}, "text encoder place 'disk'", "choose auto"),
+        ({"loras": Loras(1, 8, "above")}, "LoRA mode 'above'", "choose merged"),
+        ({"loras": Loras(-1)}, "LoRAs must be at least 0", "got -1"),
+        ({"loras": Loras(1, 0)}, "LoRA rank must be at least 1", "got 0"),
+        ({"width": 0}, "width must be at least 16", "got 0"),
+        ({"height": 1000}, "divisible by 16", "1328x992"),
+        ({"batch": 0}, "batch must be at least 1", "got 0"),
+        ({"steps": 0}, "steps must be at least 1", "got 0"),
+        ({"text_tokens": 0}, "text tokens must be at least 1", "got 0"),
+        ({"tiles": -1}, "tiles must be at least 0", "got -1"),
+        ({"controlnet_bytes": -1}, "ControlNet bytes must be at least 0", "got -1"),
+        ({"references": 1}, "takes no reference images", "choose qwen-image-edit-2511"),
+        (
+            {"family": "qwen-image-edit", "references": 2},
+            "takes 1 reference image:",
+            "fewer references",
+        ),
+        ({"layers": 3}, "paints one image", "choose qwen-image-layered"),
+        ({"width": 32768, "height": 16384}, "tokens", "smaller size or batch"),
+    ],
+)
+def test_what_breaks_a_rule_is_refused_with_the_remedy(arguments, rule, remedy):
+    with pytest.raises(SettingError) as raised:
+        Wish(**arguments)
+    assert rule in str(raised.value) and remedy in str(raised.value)
+
+
+@given(
+    family=st.sampled_from(sorted(FAMILIES)),
+    batch=st.integers(1, 4),
+    cfg=st.sampled_from(["two passes", "one pass", "off"]),
+    references=st.integers(0, 3),
+    layers=st.integers(0, 5),
+)
+def test_passes_and_items_make_up_every_prompt(family, batch, cfg, references, layers):
+    member = FAMILIES[family]
+    wish = Wish(
+        family=family,
+        batch=batch,
+        cfg=cfg,
+        references=min(references, member.most_references),
+        layers=layers if member.layers else 0,
+    )
+    assert wish.passes * wish.items == batch * (1 if cfg == "off" else 2)
+    assert wish.frames == wish.layers + 1
+    assert wish.prompt_tokens >= wish.text_tokens
+    assert (wish.prompt_tokens > wish.text_tokens) == bool(wish.references and member.vision_tokens)
+    assert wish.member is find_family(family)
+
+
+def test_the_largest_wish_is_as_large_as_the_rule_says():
+    side = 16 * int(MOST_TOKENS**0.5)
+    assert Wish(width=side, height=side).width == side
+    with pytest.raises(SettingError, match=r"smaller size or batch"):
+        Wish(width=side, height=side, batch=2)
+
+
+def test_true_shapes_stand_above_published_ones():
+    shape = TransformerShape(2, 128, 4, 32, 64, 64, 64)
+    assert Wish(parts=Parts(transformer=shape)).transformer == shape
+    layered = Wish(family="qwen-image-layered")
+    assert layered.transformer.addition_t_cond and layered.vae.image_channels == 4
+
+
+def test_a_text_encoder_is_bf16_unless_named():
+    assert precision_of_text_encoder(Wish()) == "bf16"
+    assert precision_of_text_encoder(Wish(text_encoder="int8")) == "int8"
