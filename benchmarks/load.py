@@ -27,6 +27,7 @@ from memory_weights import write
 from qwen_l40s.hosts.comfyui.library import import_comfyui
 
 WHAT = ("bf16", "int8")
+SOURCES = ("disk", "page cache", "ram disk")
 BLOCK = 2**24
 CARD = torch.device("cuda")
 
@@ -127,18 +128,17 @@ def main() -> None:
     first = files["bf16"]
     read(first)
     load(first)  # the first load of a process also starts CUDA's libraries
-    rows = [
-        measure(what, source, path)
-        for what, path in files.items()
-        for source in ("disk", "page cache")
-    ]
-    if args.ram_disk:
-        for what, path in files.items():
-            copy = args.ram_disk / path.name
-            shutil.copyfile(path, copy)
-            rows.append(measure(what, "ram disk", copy))
-            copy.unlink()
-    args.json.write_text(json.dumps({"loads": rows}, indent=1) + "\n", encoding="utf-8")
+    rows = []
+    for what, path in files.items():
+        for source in SOURCES:
+            if source == "ram disk":
+                if not args.ram_disk:
+                    continue
+                path = Path(shutil.copy(path, args.ram_disk))
+            rows.append(measure(what, source, path))
+            args.json.write_text(json.dumps({"loads": rows}, indent=1) + "\n", encoding="utf-8")
+        if args.ram_disk:
+            path.unlink()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Measures what the estimator predicts: weights, peaks and times of many settings on one card.
 
     python benchmarks/matrix.py --models FOLDER --json FILE [--kinds vae,text,sampling]
-        [--seconds 500] [--precisions bf16,fp8]
+        [--seconds 500] [--precisions bf16,fp8] [--few]
 
 FOLDER holds what benchmarks/memory_weights.py writes. Each model is loaded by this package's loader
 and optimized by its node; then real sampling runs (euler, simple) of every case, decoding and
@@ -40,7 +40,9 @@ SPREAD = 1.25
 NEGATIVE_TOKENS = 20
 CFG = 4.0
 REFERENCE_LATENT = 128
-NEW_MODEL_SECONDS = 20
+NEW_MODEL_SECONDS = 30
+# Steps in the first seconds after a load took a seventh longer where the processor is the limit.
+WARM_SECONDS = 10
 KINDS = ("vae", "text", "sampling")
 
 
@@ -174,16 +176,21 @@ def sample(patcher: Any, case: Case, card: Card) -> dict[str, Any]:
 
 @torch.inference_mode()  # as execution.py runs every prompt
 def measure_sampling(
-    folder: Path, precisions: list[str], record: Record, card: Card, left: Callable[[], float]
+    folder: Path,
+    precisions: list[str],
+    few: bool,
+    record: Record,
+    card: Card,
+    left: Callable[[], float],
 ) -> None:
-    """Every case of every model that there is time for."""
+    """Every case of every model that there is time for; where it is to be few, only the plain."""
     import comfy.model_management
 
     from qwen_l40s.hosts.comfyui.model import load_model
     from qwen_l40s.hosts.comfyui.patch import Settings, optimize, report_of
 
     for precision, place, cases in models():
-        cases = [case for case in cases if not record.has(case)]
+        cases = [case for case in cases if not record.has(case) and (case.plain or not few)]
         if precision not in precisions or not cases or left() < NEW_MODEL_SECONDS:
             continue
         begin = time.perf_counter()
@@ -191,8 +198,9 @@ def measure_sampling(
         optimized = optimize(patcher, Settings())
         comfy.model_management.load_models_gpu([optimized])
         print(f"{precision} {place}: loaded in {time.perf_counter() - begin:.1f} s", flush=True)
-        warm = cases[0]
-        sample(optimized, warm, card)
+        warm_until = time.perf_counter() + WARM_SECONDS
+        while time.perf_counter() < warm_until:
+            sample(optimized, cases[0], card)
         for case in cases:
             if left() < 0:
                 break
@@ -296,6 +304,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--seconds", type=float, default=500, help="after which no run starts")
     parser.add_argument("--precisions", default=",".join(PRECISIONS))
+    parser.add_argument("--few", action="store_true", help="sampling of one image, modulation off")
     args = parser.parse_args()
     begin = time.perf_counter()
     card = Card()
@@ -326,7 +335,8 @@ def main() -> None:
         return args.seconds - (time.perf_counter() - begin)
 
     if "sampling" in kinds:
-        measure_sampling(args.models, args.precisions.split(","), record, card, left)
+        precisions = args.precisions.split(",")
+        measure_sampling(args.models, precisions, args.few, record, card, left)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,11 @@ class Case(NamedTuple):
         return width // 16 * (height // 16) + self.references * 4096
 
     @property
+    def plain(self) -> bool:
+        """Whether it is one image of at most one reference, the modulation off the card."""
+        return self.modulation == "off card" and self.batch == 1 and self.references < 2
+
+    @property
     def family(self) -> str:
         return "qwen-image-edit-2511" if self.references else "qwen-image"
 

@@ -1,0 +1,131 @@
+"""How fast a card computes and moves bytes here: measured on it, or a range from its data sheet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .constants import Constants, constants, measured
+
+if TYPE_CHECKING:
+    from .cards import Card
+
+# Of a card that was not measured, as shares of its dense peaks: what programs of this kind reach.
+GEMM = (0.45, 0.75)
+ATTENTION = (0.30, 0.60)
+BANDWIDTH = (0.70, 0.90)
+# The VAE's and the link's, around what was measured on one card.
+CONVOLUTION = (0.6, 1.1)
+LINK = (0.75, 0.95)
+# Of the fp32 peak. Not fitted: the middle stands for the measured card too, whose prompts take
+# within a few percent of that (`measured.json`).
+ENCODER = (0.4, 0.6)
+# Pinned memory to an H200: 55.3 of the 64 GB/s of 16 lanes of PCIe 5 (benchmarks/weight_stream.py).
+MEASURED_LINK = 0.864
+PRECISIONS = ("bf16", "fp8", "int8")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a card really does in a second.
+
+    Attributes:
+        gemm: FLOP/s of the transformer's matrix products, by the precision of both operands; a
+            precision that the card's tensor cores do not multiply is absent.
+        attention: FLOP/s in bf16.
+        bandwidth: Bytes/s of its memory.
+        convolution: FLOP/s of the VAE's convolutions in bf16.
+        encoder: FLOP/s of matrix products in fp32, in which ComfyUI computes the text encoder.
+        pcie: Bytes/s from pinned host memory.
+        disk: Bytes/s of the disk that the weights are on; None where nothing says.
+    """
+
+    gemm: Mapping[str, float]
+    attention: float
+    bandwidth: float
+    convolution: float
+    encoder: float
+    pcie: float
+    disk: float | None = None
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What times rest on.
+
+    Attributes:
+        kind: "measured" on this card, or "predicted".
+        text: For the user.
+    """
+
+    kind: str
+    text: str
+
+
+def rates_of(card: Card, calibration: Rates | None = None) -> tuple[Rates, Rates, Basis]:
+    """The slowest and the fastest that a card is to be expected; equal where it was measured.
+
+    Args:
+        calibration: What `qwen-l40s bench --calibrate` measured on the user's card of this name.
+
+    Raises:
+        UnavailableError: `measured.json` is damaged.
+    """
+    if calibration is not None:
+        text = f"measured on this {card.name} by `qwen-l40s bench --calibrate`"
+        return calibration, calibration, Basis("measured", text)
+    found = constants()
+    conditions = measured()["conditions"]
+    if is_named(card, conditions["card"]):
+        rates = rates_by(found, card)
+        text = f"measured on an {conditions['card']} on {conditions['date']}{_accuracy()}"
+        return rates, rates, Basis("measured", text)
+    slow, fast = (_predicted(card, found, end) for end in (0, 1))
+    text = (
+        f"predicted: no {card.name} was measured; GEMM at {GEMM[0]:.0%} to {GEMM[1]:.0%} of its "
+        f"dense peak, attention at {ATTENTION[0]:.0%} to {ATTENTION[1]:.0%}, memory at "
+        f"{BANDWIDTH[0]:.0%} to {BANDWIDTH[1]:.0%}; `qwen-l40s bench --calibrate` measures yours"
+    )
+    return slow, fast, Basis("predicted", text)
+
+
+def rates_by(found: Constants, card: Card) -> Rates:
+    """The rates of the card that constants were fitted on."""
+    peaks = card.dense_flops
+    return Rates(
+        gemm={name: found.gemm(name) * peaks[name] for name in PRECISIONS if name in peaks},
+        attention=found.attention * peaks["bf16"],
+        bandwidth=found.bandwidth * card.bandwidth,
+        convolution=found.convolution * peaks["bf16"],
+        encoder=sum(ENCODER) / 2 * peaks["fp32"],
+        pcie=MEASURED_LINK * card.pcie_bytes_per_second,
+    )
+
+
+def is_named(card: Card, name: str) -> bool:
+    """Whether a card is the one of a driver's name, whatever case and vendor stand there."""
+    return plain_name(name) in {plain_name(known) for known in (card.name, *card.also)}
+
+
+def plain_name(card: str) -> str:
+    """A card's name without case, spaces and vendor."""
+    return "".join(card.lower().replace("nvidia", "").split())
+
+
+def _predicted(card: Card, found: Constants, end: int) -> Rates:
+    peaks = card.dense_flops
+    return Rates(
+        gemm={name: GEMM[end] * peaks[name] for name in PRECISIONS if name in peaks},
+        attention=ATTENTION[end] * peaks["bf16"],
+        bandwidth=BANDWIDTH[end] * card.bandwidth,
+        convolution=CONVOLUTION[end] * found.convolution * peaks["bf16"],
+        encoder=ENCODER[end] * peaks["fp32"],
+        pcie=LINK[end] * card.pcie_bytes_per_second,
+    )
+
+
+def _accuracy() -> str:
+    """How far the runs that were not fitted are from the arithmetic, in words."""
+    error = measured().get("fit", {}).get("test", {}).get("step_worst")
+    return "" if error is None else f"; steps of the runs not fitted on within {error:.1%}"

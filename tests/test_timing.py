@@ -1,0 +1,316 @@
+"""Times from counted work: properties, and what an H200 measured of single kernels and forwards."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qwen_l40s import SettingError
+from qwen_l40s.planning.constants import measured
+from qwen_l40s.planning.encoder_timing import prompt_seconds
+from qwen_l40s.planning.load_time import SOURCES, START, cold_start_seconds, load_seconds
+from qwen_l40s.planning.memory import BLOCK_GEMMS, MIB
+from qwen_l40s.planning.rates import Rates
+from qwen_l40s.planning.timing import (
+    Pass,
+    attention_seconds,
+    decode_seconds,
+    encode_image_seconds,
+    encode_text_seconds,
+    forward_seconds,
+    pass_seconds,
+    product_seconds,
+    sampling_seconds,
+    table_seconds,
+)
+from qwen_l40s.planning.traffic import block_bytes
+from qwen_l40s.planning.vae_steps import VaeShape, through_attention
+from qwen_l40s.planning.vae_timing import step_work, vae_seconds
+from qwen_l40s.planning.wish import Loras, Wish
+from qwen_l40s.planning.work import FULL_SIZE, Inputs, forward_work
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+# Of the order of an H200's.
+H200 = Rates(
+    gemm={"bf16": 600e12, "fp8": 900e12, "int8": 850e12},
+    attention=600e12,
+    bandwidth=3.4e12,
+    convolution=190e12,
+    encoder=40e12,
+    pcie=55e9,
+)
+AMPERE = replace(H200, gemm={"bf16": 600e12, "int8": 850e12})
+FREE = replace(H200, bandwidth=1e30)
+PRECISIONS = ("bf16", "fp8", "int8")
+sizes = st.integers(1, 128).map(lambda side: 16 * side)
+
+
+@pytest.fixture
+def kernels():
+    return json.loads((RESULTS / "kernels-h200.json").read_text())["rows"]
+
+
+def slower(rates, factor):
+    figures = {name: getattr(rates, name) / factor for name in ("attention", "bandwidth")}
+    gemm = {name: rate / factor for name, rate in rates.gemm.items()}
+    return replace(rates, gemm=gemm, **figures)
+
+
+# --- the forward pass
+
+
+def test_arithmetic_is_what_a_forward_pass_is_counted_to_have():
+    """With memory and launches free, only products and attention are left."""
+    rates = replace(FREE, gemm={"bf16": 1e12}, attention=1e12)
+    flops = forward_work(FULL_SIZE, Inputs(1024, 1024)).flops
+    work = Pass(FULL_SIZE, 1, 200, 4096)
+    found = pass_seconds(work, "bf16", rates) * 1e12
+    assert flops < found < 1.001 * flops  # the layers around the blocks
+
+
+def test_the_kernels_between_products_are_counted_as_their_benchmark_counts_them(kernels):
+    """benchmarks/kernels.py counts each kernel's bytes by itself, at 1024x1024."""
+    moved = {
+        row["task"]: row["gb_s"] * row["ms"] * 1e6
+        for row in kernels
+        if row["way"] == "ours" and row["size"] == "1024x1024"
+    }
+    work = Pass(FULL_SIZE, 1, 200, 4096)
+    bf16 = 2 * moved["residual_norm bf16"] + moved["qk_norm_rope bf16"]
+    assert block_bytes(work, "bf16") == pytest.approx(bf16, rel=0.03)
+    for precision in ("fp8", "int8"):
+        narrow = 2 * moved[f"residual_norm {precision}"] + moved["qk_norm_rope bf16"]
+        narrow += moved[f"row_quantize {precision} of 3072"]
+        narrow += moved[f"gelu_quantize {precision}"]
+        assert block_bytes(work, precision) == pytest.approx(narrow, rel=0.03)
+
+
+@given(width=sizes, height=sizes, batch=st.integers(1, 3), precision=st.sampled_from(PRECISIONS))
+def test_more_work_takes_longer_and_a_slower_card_too(width, height, batch, precision):
+    wish = Wish(width=width, height=height, batch=batch)
+    seconds = forward_seconds(wish, precision, H200)
+    for other in (
+        replace(wish, width=width + 512),
+        replace(wish, batch=batch + 1),
+        replace(wish, text_tokens=800),
+        replace(wish, family="qwen-image-edit-2511", references=1),
+        replace(wish, loras=Loras(1, 32, "beside")),
+        replace(wish, controlnet_bytes=3 * 10**9),
+    ):
+        assert forward_seconds(other, precision, H200) >= seconds
+    assert seconds <= forward_seconds(wish, precision, slower(H200, 2)) <= 2.01 * seconds
+
+
+def test_a_small_image_waits_for_the_processor():
+    tiny = Wish(width=256, height=256)
+    assert forward_seconds(tiny, "bf16", FREE) == forward_seconds(tiny, "bf16", H200)
+    assert forward_seconds(tiny, "fp8", H200) > forward_seconds(tiny, "bf16", H200)
+
+
+def test_eight_bits_are_faster_where_the_card_multiplies_them_and_slower_where_not():
+    wish = Wish()
+    bf16 = forward_seconds(wish, "bf16", AMPERE)
+    assert forward_seconds(wish, "int8", AMPERE) < bf16
+    expanded = forward_seconds(wish, "fp8", AMPERE)
+    # Weights are read once and written twice more, 13.6e9 of them.
+    assert expanded > bf16 + 13.5e9 * 7 / AMPERE.bandwidth
+
+
+def test_merged_loras_cost_nothing_and_others_each():
+    merged, one, two = (
+        forward_seconds(Wish(loras=Loras(count, 32, mode)), "bf16", H200)
+        for count, mode in ((2, "merged"), (1, "beside"), (2, "beside"))
+    )
+    assert merged == forward_seconds(Wish(), "bf16", H200)
+    assert two - one == pytest.approx(one - merged)
+
+
+def test_weights_that_move_in_each_step_take_the_link():
+    wish = Wish()
+    more = forward_seconds(wish, "bf16", H200, moved_bytes=11 * 10**9)
+    assert more - forward_seconds(wish, "bf16", H200) == pytest.approx(0.2)
+
+
+def test_a_step_has_as_many_passes_as_guidance_takes():
+    guided, single = Wish(steps=10), Wish(steps=10, cfg="off")
+    assert sampling_seconds(guided, "bf16", H200) == pytest.approx(
+        20 * forward_seconds(guided, "bf16", H200)
+    )
+    assert sampling_seconds(single, "bf16", H200) == pytest.approx(
+        10 * forward_seconds(single, "bf16", H200)
+    )
+    together = replace(guided, cfg="one pass")
+    assert Pass.of(together).items == 2
+
+
+def test_tokens_are_those_of_image_layers_references_and_prompt():
+    edit = Wish(family="qwen-image-edit-2511", width=1024, height=512, references=3)
+    assert Pass.of(edit) == Pass(FULL_SIZE, 1, 200 + 3 * 196, 2048 + 3 * 4096)
+    layered = Wish(family="qwen-image-layered", width=640, height=640, layers=4)
+    assert Pass.of(layered).image == 5 * 1600
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_products_cover_all_rows(batch):
+    work = Pass(FULL_SIZE, batch, 200, 4096)
+    for layer in BLOCK_GEMMS:
+        count, rows = work.products(layer)
+        assert count * rows == batch * (200 if "add" in layer or "txt" in layer else 4096)
+
+
+def test_a_product_is_bound_by_its_arithmetic_or_by_its_weights():
+    large = product_seconds(4096, 12288, 3072, "bf16", H200)
+    assert large == pytest.approx(2 * 4096 * 12288 * 3072 / 600e12)
+    thin = product_seconds(1, 12288, 3072, "bf16", H200)
+    assert thin == pytest.approx(2 * 12288 * 3072 / H200.bandwidth, rel=0.01)
+    assert product_seconds(7, 8, 9, "fp8", H200, 3) == 3 * product_seconds(7, 8, 9, "fp8", H200)
+
+
+def test_attention_grows_with_the_square_of_an_item_and_with_the_items():
+    one, two = (attention_seconds(Pass(FULL_SIZE, count, 200, 4096), H200) for count in (1, 2))
+    assert two == pytest.approx(2 * one)
+    double = attention_seconds(Pass(FULL_SIZE, 1, 400, 8192), H200)
+    assert double == pytest.approx(4 * one)
+
+
+# --- the modulation's table
+
+
+def test_a_table_takes_the_link_where_its_weights_are_off_the_card():
+    off, on = (table_seconds(Wish(), H200, place) for place in ("off card", "on card"))
+    assert off == pytest.approx(0.26, rel=0.05)  # an H200, from the page cache
+    assert on == pytest.approx(0.036, rel=0.05)  # there the processor
+    wish = Wish(parts=replace(Wish().parts, modulation_bytes=55 * 10**9))
+    assert table_seconds(wish, H200, "off card") == pytest.approx(1.05)
+
+
+# --- the VAE
+
+
+@pytest.mark.parametrize(("direction", "ms"), [("decode", 37.3), ("encode", 22.6)])
+def test_the_vae_takes_what_an_h200_measured(direction, ms):
+    """At 1024x1024, on the card alone; the nodes bring 12.6 MB from or to host memory too."""
+    seconds = vae_seconds(direction, VaeShape(), (128, 128), 1, H200)
+    copied = 4 * 3 * 1024**2 / 5.3e9
+    assert (seconds - copied) * 1e3 == pytest.approx(ms, rel=0.1)
+
+
+@given(tiles=st.tuples(st.integers(1, 4), st.integers(1, 4)), sides=st.tuples(sizes, sizes))
+def test_tiles_cost_their_margins(tiles, sides):
+    shape, latent = VaeShape(), tuple(max(4, side // 8) for side in sides)
+    for direction in ("decode", "encode"):
+        whole = vae_seconds(direction, shape, latent, 1, H200)
+        tiled = vae_seconds(direction, shape, latent, tiles, H200)
+        assert tiled >= whole
+        assert vae_seconds(direction, shape, latent, (1, 1), H200) == whole
+
+
+def test_few_tiles_of_a_usual_size_cost_little():
+    """Of 1328x1328 in two tiles an H200 took 1.07 times the whole's time, in four 1.15."""
+    whole, two, four = (
+        vae_seconds("decode", VaeShape(), (166, 166), tiles, H200) for tiles in (1, 2, 4)
+    )
+    assert 1.02 < two / whole < 1.12
+    assert two < four < 1.25 * whole
+
+
+def test_images_decode_one_after_another_and_references_are_encoded():
+    assert decode_seconds(Wish(batch=3), 1, H200) == pytest.approx(
+        3 * decode_seconds(Wish(), 1, H200)
+    )
+    edit = Wish(family="qwen-image-edit-2511", references=2)
+    one = vae_seconds("encode", VaeShape(), (128, 128), 1, H200)
+    assert encode_image_seconds(edit, H200) == pytest.approx(2 * one)
+    assert encode_image_seconds(Wish(), H200) == 0
+
+
+@pytest.mark.parametrize("direction", ["decode", "encode"])
+def test_convolutions_are_counted_as_torch_counts_them(direction):
+    """The published layers' operations, against torch's own counter on the meta device."""
+    torch = pytest.importorskip("torch")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    for step in through_attention(VaeShape(), direction):
+        rows, columns = 8, 12
+        x = torch.empty(1, step.channels_in, rows, columns, device="meta")
+        with FlopCounterMode(display=False) as counter:
+            _run(torch, step, x)
+        assert step_work(step, rows, columns).flops == counter.get_total_flops(), step
+
+
+def _run(torch, step, x):
+    functional = torch.nn.functional
+    given, made = step.channels_in, step.channels_out
+
+    def convolve(x, channels, side=3, stride=1):
+        weight = torch.empty(channels, x.shape[1], side, side, device="meta")
+        return functional.conv2d(x, weight, stride=stride, padding=side // 2)
+
+    if step.kind == "attention":
+        q, k, v = convolve(x, 3 * given, 1).flatten(2).chunk(3, 1)
+        scores = q.transpose(1, 2) @ k
+        convolve((v @ scores).view_as(x), given, 1)
+    elif step.kind == "residual":
+        convolve(convolve(x, made), made)
+        if given != made:
+            convolve(x, made, 1)
+    elif step.kind == "up":
+        convolve(functional.interpolate(x, scale_factor=2), made)
+    elif step.kind == "down":
+        convolve(x, made, stride=2)
+    else:
+        convolve(x, made)
+
+
+# --- the text encoder
+
+
+def test_prompts_are_encoded_in_fp32_each_by_itself():
+    one, two = (encode_text_seconds(Wish(cfg=cfg), H200) for cfg in ("off", "two passes"))
+    assert two == pytest.approx(2 * one)
+    flops = 2 * 6.53e9 * (200 + 64)
+    assert one > flops / H200.encoder
+    edit = Wish(family="qwen-image-edit", references=1, cfg="off")
+    assert encode_text_seconds(edit, H200) > 5 * one
+    assert encode_text_seconds(Wish(), H200, "cpu") > encode_text_seconds(Wish(), H200)
+    assert prompt_seconds(100, H200) < prompt_seconds(200, H200)
+
+
+# --- loading
+
+
+@given(count=st.integers(MIB, 2**37))
+def test_slower_sources_take_longer(count):
+    seconds = [load_seconds(count, H200, source).seconds for source in SOURCES]
+    cache, _, nvme, network = seconds
+    for low, high in seconds:
+        assert 0 < low <= high
+    assert nvme.high > cache.high and network.low > nvme.high
+    assert network.low >= count / 0.4e9
+    start = cold_start_seconds(count, H200, "NVMe").seconds
+    assert start == (nvme.low + START.low, nvme.high + START.high)
+
+
+def test_a_disk_that_was_measured_stands_in_for_the_usual_one():
+    fast = replace(H200, disk=6e9)
+    assert (
+        load_seconds(10**11, fast, "NVMe").seconds.low
+        < load_seconds(10**11, H200, "NVMe").seconds.low
+    )
+    assert load_seconds(10**9, H200, "network volume").kind == "predicted"
+
+
+@pytest.mark.parametrize("load", measured()["loads"], ids=lambda load: f"{load['what']}")
+def test_measured_loads_are_within_the_range(load):
+    source = {"disk": "NVMe", "page cache": "page cache", "ram disk": "RAM disk"}[load["source"]]
+    rates = replace(H200, disk=load.get("disk_bytes_per_second"))
+    low, high = load_seconds(load["bytes"], rates, source).seconds
+    assert 0.95 * low <= load["load_seconds"] + load["to_card_seconds"] <= 1.05 * high
+
+
+def test_an_unknown_source_is_refused():
+    with pytest.raises(SettingError, match="'tape' of the files is unknown: choose page cache"):
+        load_seconds(1, H200, "tape")
