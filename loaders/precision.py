@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..errors import CheckpointError, SettingError, UnavailableError
-from ..planning.formats import OLDEST_CAPABILITY
+from ..errors import SettingError, UnavailableError
 from ..planning.memory import (
     BYTES_PER_WEIGHT,
     QUANTIZED,
-    RESERVE_BYTES,
     USUAL_SIDE,
     CardFacts,
+    TransformerShape,
     format_gib,
+    weight_bytes,
 )
+from ..planning.placement import OFF_CARD, ModulationPlace
+from ..planning.plan import Held, Option, check_stored, plan
+from ..planning.plan_words import (
+    check_tensor_cores,
+    kept_precision,
+    requested_precision,
+    weight_only,
+)
+from ..planning.wish import Parts, Wish
 
 PRECISIONS = ("auto", "bf16", "fp32", "fp8", "int8")
 AS_STORED = "as stored"
 TRANSFORMER_PRECISIONS = ("auto", "bf16", "fp8", "int8", AS_STORED)
+# Where a card is too small for an image of the usual side, its loader decides for one of this.
+LEAST_SIDE = 256
 
 
 @dataclass(frozen=True)
@@ -27,6 +38,17 @@ class PrecisionChoice:
 
     name: str
     reason: str
+
+
+@dataclass(frozen=True)
+class TransformerChoice:
+    """How a transformer is held, where its modulation waits, and the plan's option behind both;
+    None on the CPU.
+    """
+
+    precision: PrecisionChoice
+    modulation: ModulationPlace
+    option: Option | None = None
 
 
 def choose_precision(
@@ -60,51 +82,61 @@ def choose_precision(
     )
 
 
-def choose_transformer_precision(
+def choose_transformer(
     requested: str,
+    modulation: str = "auto",
     *,
     stored: str,
-    weights: Mapping[str, int],
-    activations: int,
+    shape: TransformerShape,
     card: CardFacts | None,
-) -> PrecisionChoice:
+    held: Mapping[str, Held] | None = None,
+) -> TransformerChoice:
     """Decides how a transformer's weights are held, before they are read.
 
-    `auto` leaves a quantized file as it is, and takes of the others the most faithful precision
-    that stays on the card: bf16, else int8. Weights that do not stay are no error, because the
-    host moves them to the card in every step; the reason then says so.
+    `auto` is what `planning.plan.plan` recommends for one image of 1328x1328 beside a text encoder
+    in bf16. Weights that do not stay on the card are no error, because the host moves them to it
+    in every step; the reason then says so.
 
     Args:
         requested: one of `TRANSFORMER_PRECISIONS`.
+        modulation: one of `planning.placement.PLACES`.
         stored: what the file holds, a key of `BYTES_PER_WEIGHT`.
-        weights: bytes that have to be on the card in bf16, fp8, int8 and `stored`: what
-            `planning.memory.weights_by_precision` gives, less modulation that waits elsewhere.
-        activations: bytes of one step at 1328x1328, from `planning.memory.step_activation_bytes`.
         card: where the transformer runs; None for the CPU.
+        held: {precision: bytes} where shape and precision do not tell them.
 
     Raises:
-        SettingError: `requested` is no known name.
+        SettingError: the precision or the place is unknown.
         CheckpointError: `stored` is no precision that this package computes with.
-        UnavailableError: fp8 or int8 was demanded by name of a card that does not multiply it.
+        UnavailableError: fp8 or int8 was demanded by name of a card that does not multiply it, or
+            the card is too small even for a small image.
     """
     if requested not in TRANSFORMER_PRECISIONS:
         raise SettingError(
             f"precision {requested!r} is unknown: choose {', '.join(TRANSFORMER_PRECISIONS)}."
         )
-    if stored not in BYTES_PER_WEIGHT:
-        raise CheckpointError(
-            f"the file stores its weights as {stored!r}: this package computes with "
-            f"{', '.join(BYTES_PER_WEIGHT)}, so get the model in one of these."
-        )
-    if requested == AS_STORED:
-        name, why = stored, f"as stored: the file holds {stored}"
-    elif requested == "auto":
-        name, why = _automatic(stored, weights, activations, card)
-    else:
-        _check_tensor_cores(requested, card)
-        name, why = requested, f"requested: {_conversion(stored, requested)}"
-    clauses = (why, _weight_only(name, card), _place(weights[name], activations, card))
-    return PrecisionChoice(name, "; ".join(clause for clause in clauses if clause))
+    check_stored(stored)
+    as_stored = requested == AS_STORED
+    wish = Wish(
+        precision="auto" if as_stored else requested,
+        width=USUAL_SIDE,
+        height=USUAL_SIDE,
+        modulation=modulation,
+        parts=Parts(transformer=shape),
+    )
+    held = dict(held or {})
+    if card is None:
+        return _on_processor(requested, modulation, stored, shape, held)
+    if not as_stored:
+        check_tensor_cores(requested, card, TRANSFORMER_PRECISIONS)
+    name = stored if as_stored else None
+    if as_stored and stored not in QUANTIZED:
+        held["bf16"] = held.get(stored) or _held(shape, stored)
+    option = _recommended(card, wish, stored, as_stored, held)
+    reasons = {**option.reasons}
+    place = ModulationPlace(option.setting.off_card, reasons.pop("modulation"))
+    reasons.pop("text encoder", None)  # its own loader says where it is
+    choice = PrecisionChoice(name or option.setting.precision, "; ".join(reasons.values()))
+    return TransformerChoice(choice, place, option)
 
 
 def check_host_memory(needed_bytes: int, available_bytes: int, what: str) -> None:
@@ -131,85 +163,42 @@ def format_bytes(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
-def _automatic(
-    stored: str, weights: Mapping[str, int], activations: int, card: CardFacts | None
-) -> tuple[str, str]:
-    if stored in QUANTIZED:
-        return stored, f"auto: the file holds {stored}, and dequantizing it would gain nothing"
-    if card is None:
-        return stored, f"auto on the CPU: as the file holds it, {stored}"
-    if weights["bf16"] <= card.weight_budget(activations):
-        rounded = "" if stored == "bf16" else f" ({_conversion(stored, 'bf16')})"
-        return "bf16", f"auto: bf16{rounded} is what the model was trained in, and it fits"
-    # Measured after 60 blocks at 1024x1024 on random weights, relative to bf16. Channels 100 times
-    # as large as others turn it round (benchmarks/results/fidelity-planted.json).
-    return "int8", (
-        f"auto: bf16 with {format_gib(weights['bf16'])} of weights does not stay on the card, and "
-        "int8 is as small as fp8 and closer to bf16 on weights without outliers (relative error "
-        "0.0076 against 0.0100; `qwen-l40s audit` tells for yours)"
-    )
+def _recommended(
+    card: CardFacts, wish: Wish, stored: str, as_stored: bool, held: Mapping[str, Held]
+) -> Option:
+    try:
+        return plan(card, wish, stored, as_stored=as_stored, held=held)[0]
+    except UnavailableError:  # the image may be a smaller one
+        least = replace(wish, width=LEAST_SIDE, height=LEAST_SIDE)
+        return plan(card, least, stored, as_stored=as_stored, held=held)[0]
 
 
-def _conversion(stored: str, name: str) -> str:
-    if stored == name:
-        return f"the file holds {name}"
-    if name in QUANTIZED and stored in QUANTIZED:
-        return (
-            f"the file's {stored} is quantized a second time to {name}, so that both errors add up"
+def _on_processor(
+    requested: str,
+    modulation: str,
+    stored: str,
+    shape: TransformerShape,
+    held: Mapping[str, Held],
+) -> TransformerChoice:
+    """There is no card to leave, and no room to be short of."""
+    name = stored if requested in ("auto", AS_STORED) else requested
+    if requested == "auto":
+        why = (
+            kept_precision(stored)
+            if stored in QUANTIZED
+            else f"auto on the CPU: as the file holds it, {stored}"
         )
-    if name in QUANTIZED:
-        return f"the file's {stored} is quantized to {name} on load"
-    if stored in QUANTIZED:
-        return f"the file's {stored} is dequantized, which does not bring back what {stored} lost"
-    return f"the file's {stored} is rounded to {name}"
-
-
-def _check_tensor_cores(name: str, card: CardFacts | None) -> None:
-    """Only demands are refused: weights that are quantized already save memory on any card."""
-    if card is None or not _lacks(name, card):
-        return
-    others = [
-        other for other in TRANSFORMER_PRECISIONS if other != name and not _lacks(other, card)
-    ]
-    raise UnavailableError(
-        f"{name} was demanded and {card.name} is {_sm(card.capability)}: {name} is multiplied by "
-        f"cards from {_sm(OLDEST_CAPABILITY[name])} on, so choose {', '.join(others)}."
+    else:
+        why = requested_precision(name, stored, requested == AS_STORED)
+    size = (held.get(name) or _held(shape, name)).total
+    clauses = (why, weight_only(name, None), f"{format_gib(size)} of weights in host memory")
+    place = "modulation: stays with the rest, because only an NVIDIA card has an off card"
+    return TransformerChoice(
+        PrecisionChoice(name, "; ".join(filter(None, clauses))),
+        ModulationPlace(False, place if modulation == OFF_CARD else ""),
     )
 
 
-def _lacks(name: str, card: CardFacts) -> bool:
-    return name in OLDEST_CAPABILITY and card.capability < OLDEST_CAPABILITY[name]
-
-
-def _weight_only(name: str, card: CardFacts | None) -> str:
-    if name not in QUANTIZED:
-        return ""
-    if card is None:
-        return f"the CPU computes in full precision from the {name} weights"
-    if not _lacks(name, card):
-        return ""
-    return (
-        f"{_sm(card.capability)} does not multiply {name}, which needs "
-        f"{_sm(OLDEST_CAPABILITY[name])}, so the {name} weights are computed in bf16 and save "
-        "memory, not time"
-    )
-
-
-def _place(size: int, activations: int, card: CardFacts | None) -> str:
-    if card is None:
-        return f"{format_gib(size)} of weights in host memory"
-    room = card.weight_budget(activations)
-    facts = (
-        f"{format_gib(card.total_bytes)} less {format_gib(RESERVE_BYTES)} in reserve and "
-        f"{format_gib(activations)} for a step at {USUAL_SIDE}x{USUAL_SIDE}"
-    )
-    if size <= room:
-        return f"{format_gib(size)} of weights stay on {card.name} ({facts})"
-    return (
-        f"of {format_gib(size)} of weights {format_gib(room)} stay on {card.name} ({facts}): the "
-        f"host moves {format_gib(size - room)} to it in every step"
-    )
-
-
-def _sm(capability: tuple[int, int]) -> str:
-    return f"sm_{capability[0]}{capability[1]}"
+def _held(shape: TransformerShape, precision: str) -> Held:
+    counted = weight_bytes(shape, precision)
+    return Held(counted.total, counted.modulation)

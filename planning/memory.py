@@ -18,8 +18,6 @@ BYTES_PER_WEIGHT = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1, "int8": 1}
 QUANTIZED = ("fp8", "int8")
 BYTES_PER_SCALE = 4  # fp32, one for each output row
 
-# What the CUDA context, the driver and other programs' windows take of a card.
-RESERVE_BYTES = int(1.2 * GIB)
 # The area that Qwen-Image is trained at; the choice of a precision leaves room for one step of it.
 USUAL_SIDE = 1328
 
@@ -52,10 +50,6 @@ class CardFacts:
     name: str
     total_bytes: int
     capability: tuple[int, int]
-
-    def weight_budget(self, activations: int) -> int:
-        """The bytes of weights that stay on the card beside one step's `activations`."""
-        return max(0, self.total_bytes - RESERVE_BYTES - activations)
 
 
 @dataclass(frozen=True)

@@ -1,39 +1,26 @@
-"""Where the modulation weights wait."""
+"""Where the modulation weights wait, as the loaders decide it."""
 
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_l40s.errors import SettingError
-from qwen_l40s.planning.memory import (
-    GIB,
-    MIB,
-    RESERVE_BYTES,
-    USUAL_SIDE,
-    CardFacts,
-    TransformerShape,
-    step_activation_bytes,
-    weight_bytes,
-)
-from qwen_l40s.planning.placement import PLACES, TEXT_ENCODER_BYTES, place_modulation
+from qwen_l40s.loaders.precision import choose_transformer
+from qwen_l40s.planning.memory import GIB, MIB, CardFacts
+from qwen_l40s.planning.phases import KEPT_FREE_BYTES, Setting, phases
+from qwen_l40s.planning.placement import PLACES
+from qwen_l40s.planning.wish import Wish
+from qwen_l40s.planning.work import FULL_SIZE
 
-REAL = TransformerShape(60, 3072, 24, 128, 3584, 64, 64)
-STEP = step_activation_bytes(REAL, width=USUAL_SIDE, height=USUAL_SIDE)
 L40S = CardFacts("NVIDIA L40S", 46_068 * MIB, (8, 9))
 H100 = CardFacts("NVIDIA H100", 80 * GIB, (9, 0))
 
 
 def place(requested, precision, card):
-    weights = weight_bytes(REAL, precision)
-    return place_modulation(
-        requested,
-        weights=weights.total,
-        modulation=weights.modulation,
-        activations=STEP,
-        card=card,
-    )
+    found = choose_transformer(precision, requested, stored="bf16", shape=FULL_SIZE, card=card)
+    return found.modulation
 
 
 @pytest.mark.parametrize(
@@ -47,7 +34,7 @@ def test_auto_on_known_cards(precision, card, off_card):
 def test_the_reason_has_the_sizes():
     reason = place("auto", "bf16", L40S).reason
     assert reason.startswith("modulation: 12.7 GiB stays in host memory, because 38.1 GiB of")
-    assert "14.4 GiB of bf16 text encoder do not fit NVIDIA L40S together" in reason
+    assert "14.4 GiB of text encoder do not fit NVIDIA L40S together" in reason
     assert "12.7 GiB stays on the card, where" in place("auto", "bf16", H100).reason
 
 
@@ -65,17 +52,26 @@ def test_on_the_processor_there_is_no_card_to_leave():
     assert place("auto", "bf16", None).reason == ""
 
 
-@given(weights=st.integers(0, 100 * GIB), total=st.integers(GIB, 200 * GIB))
-def test_auto_leaves_them_exactly_where_all_fits(weights, total):
+@given(
+    precision=st.sampled_from(["bf16", "int8", "fp8"]),
+    total=st.one_of(st.integers(4 * GIB, 120 * GIB), st.integers(54 * GIB, 57 * GIB)),
+)
+@settings(max_examples=25, deadline=None)
+def test_auto_leaves_them_exactly_where_all_fits(precision, total):
     card = CardFacts("card", total, (8, 9))
-    found = place_modulation(
-        "auto", weights=weights, modulation=weights // 3, activations=STEP, card=card
-    )
-    fits = weights + TEXT_ENCODER_BYTES <= max(0, total - RESERVE_BYTES - STEP)
-    assert found.off_card == (not fits)
+    setting = Setting(precision)
+    most = max(phase.card_bytes for phase in phases(Wish(), setting, total).values())
+    sampled = phases(Wish(), setting, total)["decode"].resident
+    # The decoder must not need the room of the others.
+    fits = most <= total - KEPT_FREE_BYTES and {"transformer", "text encoder"} <= sampled.keys()
+    everything = phases(Wish(), setting)["sampling"]
+    fits = fits and sampled["transformer"] == everything.weights
+    fits = fits and sampled["text encoder"] == everything.resident["text encoder"]
+    assert place("auto", precision, card).off_card == (not fits)
 
 
-def test_unknown_place():
-    message = "the place of the modulation 'gpu' is unknown: choose auto, on card, off card."
+@pytest.mark.parametrize("card", [L40S, None])
+def test_unknown_place(card):
+    message = "modulation 'gpu' is unknown: choose auto, on card, off card."
     with pytest.raises(SettingError, match=re.escape(message)):
-        place("gpu", "bf16", L40S)
+        place("gpu", "bf16", card)

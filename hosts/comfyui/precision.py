@@ -11,7 +11,7 @@ import comfy.model_management
 import torch
 
 from ...errors import UnavailableError
-from ...loaders.precision import PrecisionChoice, check_host_memory, choose_transformer_precision
+from ...loaders.precision import PrecisionChoice, check_host_memory, choose_transformer
 from ...loaders.quantization import STORAGE_ONLY
 from ...loaders.quantize import layers_to_quantize
 from ...loaders.source import Source
@@ -19,15 +19,15 @@ from ...optimizations.resources import available_memory
 from ...planning.memory import (
     GIB,
     QUANTIZED,
-    USUAL_SIDE,
     CardFacts,
     TransformerShape,
     format_gib,
-    step_activation_bytes,
     weight_bytes,
     weights_by_precision,
 )
-from ...planning.placement import ON_CARD, ModulationPlace, place_modulation
+from ...planning.phases import KEPT_FREE_BYTES
+from ...planning.placement import ModulationPlace
+from ...planning.plan import Held, Option
 
 MODULATION_LAYER = re.compile(r"\.(img|txt)_mod\.1\.")
 STORED = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
@@ -69,32 +69,26 @@ def choose(
     """
     layers = shape.quantizable_layers()
     kept = frozenset(layers) - layers_to_quantize(layers, keep)
-    weights = weights_by_precision(shape, kept)
-    modulations = {name: weight_bytes(shape, name).modulation for name in weights}
+    held = {
+        name: Held(total, weight_bytes(shape, name).modulation)
+        for name, total in weights_by_precision(shape, kept).items()
+    }
     stored = stored_precision(source)
-    if stored in QUANTIZED and not keep:
-        weights[stored] = source.part.bytes  # taken over as it lies in the file
-        modulations[stored] = _modulation_bytes(source)
+    if stored in QUANTIZED and not keep:  # taken over as it lies in the file
+        held[stored] = Held(source.part.bytes, _modulation_bytes(source))
     card = card_facts(comfy.model_management.get_torch_device())
-    activations = step_activation_bytes(shape, width=USUAL_SIDE, height=USUAL_SIDE)
-    fewest = weights
-    if card is not None and modulation != ON_CARD:
-        fewest = {name: size - modulations[name] for name, size in weights.items()}
-    choice = choose_transformer_precision(
-        requested, stored=stored, weights=fewest, activations=activations, card=card
+    found = choose_transformer(
+        requested, modulation, stored=stored, shape=shape, card=card, held=held
     )
-    place = place_modulation(
-        modulation,
-        weights=weights[choice.name],
-        modulation=modulations[choice.name],
-        activations=activations,
-        card=card,
-    )
-    resident = fewest if place.off_card else weights
+    choice, place = found.precision, found.modulation
+    weights = {name: sizes.total for name, sizes in held.items()}
+    resident = weights
+    if place.off_card:
+        resident = {name: sizes.total - sizes.modulation for name, sizes in held.items()}
     # What is converted on load is no part of the mapped file any more, wherever it waits.
     copied = weights if stored in ("fp16", "fp32") and choice.name != stored else resident
-    if card is not None:
-        _check_card(source, choice.name, resident[choice.name], activations, card)
+    if card is not None and found.option is not None:
+        _check_card(source, choice.name, found.option, card)
     check_host_memory(
         _host_bytes(source, stored, choice.name, copied, card),
         available_memory(),
@@ -117,14 +111,15 @@ def card_facts(device: torch.device) -> CardFacts | None:
     return CardFacts(properties.name, properties.total_memory, (properties.major, properties.minor))
 
 
-def _check_card(source: Source, name: str, weights: int, activations: int, card: CardFacts) -> None:
+def _check_card(source: Source, name: str, option: Option, card: CardFacts) -> None:
     """Elsewhere the host offloads what does not fit; with --gpu-only or --highvram it cannot."""
     state = comfy.model_management.vram_state
     stays = state == comfy.model_management.VRAMState.HIGH_VRAM
-    if stays and weights > card.weight_budget(activations):
+    if stays and option.moved_bytes:
+        needed = option.phases["sampling"].card_bytes
         raise UnavailableError(
-            f"{source.path.name} in {name} needs {format_gib(weights + activations)} and "
-            f"{card.name} has {format_gib(card.weight_budget(0))}: start ComfyUI without "
+            f"{source.path.name} in {name} needs {format_gib(needed)} and {card.name} has "
+            f"{format_gib(max(0, card.total_bytes - KEPT_FREE_BYTES))}: start ComfyUI without "
             "--highvram and --gpu-only so that it can offload"
             + (", or choose int8." if name not in QUANTIZED else ".")
         )

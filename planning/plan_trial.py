@@ -1,0 +1,153 @@
+"""One setting tried on one card: what each phase needs there, and whether that stays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from .decoding import decode_plan
+from .estimate import Phase
+from .memory import CardFacts
+from .phases import KEPT_FREE_BYTES, phases, transformer_bytes
+from .plan_words import Need
+from .setting import Setting
+from .text_encoder import text_encoder_bytes
+from .wish import Wish
+
+# Where the host moves weights, the block that computes and the next one are on the card at least.
+BLOCKS_AT_ONCE = 2
+
+
+@dataclass(frozen=True)
+class Held:
+    """A transformer's weights in one precision, where its shape alone does not tell them.
+
+    Args:
+        total: bytes of all.
+        modulation: bytes of them in the modulation layers.
+    """
+
+    total: int
+    modulation: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A setting on a card, counted as if everything stayed that is to.
+
+    Attributes:
+        wish: With the sizes of the setting's precision.
+        setting: One that is resident.
+        moved: Whether the host has to move what does not stay.
+    """
+
+    card: CardFacts
+    wish: Wish
+    setting: Setting
+    moved: bool = False
+
+    @property
+    def settled(self) -> Setting:
+        """The setting with what came of it."""
+        return replace(self.setting, resident=not self.moved)
+
+    @cached_property
+    def phases(self) -> Mapping[str, Phase]:
+        """What each phase takes.
+
+        Raises:
+            UnavailableError: the image does not decode on the card even alone.
+        """
+        return phases(self.wish, self.setting, self.card.total_bytes)
+
+    @cached_property
+    def before_decoding(self) -> Mapping[str, Phase]:
+        """The same of every phase that does not depend on the card: no tiles are planned."""
+        found = phases(self.wish, self.setting)
+        return {name: phase for name, phase in found.items() if name != "decode"}
+
+    @property
+    def sampling(self) -> Phase:
+        return self.before_decoding["sampling"]
+
+    def need(self, name: str) -> Need:
+        """Of a phase; the decoder's holds what had to leave the card for it, too."""
+        if name != "decode":
+            return Need(name, self.before_decoding[name].card_bytes)
+        decode, resident = self.phases["decode"], self.sampling.resident
+        there = self.on_card + resident.get("text encoder", 0)
+        left = sum(decode.resident.get(part, 0) for part in ("transformer", "text encoder"))
+        return Need(name, decode.card_bytes + there - left)
+
+    @property
+    def worst(self) -> Need:
+        needs = map(self.need, (*self.before_decoding, "decode"))
+        return max(needs, key=lambda need: need.bytes)
+
+    @property
+    def fits(self) -> bool:
+        # Planning the decoder's tiles takes the longest, so it comes last.
+        names = (*self.before_decoding, "decode")
+        return all(self.need(name).spare(self.card) >= 0 for name in names)
+
+    @property
+    def short(self) -> Need:
+        """What does not fit: sampling, where it does not, because that counts in every step."""
+        sampling = self.need("sampling")
+        return sampling if sampling.spare(self.card) < 0 else self.worst
+
+    @property
+    def on_card(self) -> int:
+        """Bytes of the transformer that steps read."""
+        return self.sampling.weights
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of these, what does not stay, and has to be moved in each forward pass."""
+        return min(self.on_card, max(0, -self.need("sampling").spare(self.card)))
+
+    @property
+    def least_bytes(self) -> int:
+        """The smallest card on which a forward pass runs, with all weights moved that can be."""
+        sampling = self.sampling
+        block = -(-sampling.weights // self.wish.transformer.blocks)
+        some = min(sampling.weights, BLOCKS_AT_ONCE * block)
+        text = sampling.resident.get("text encoder", 0)
+        return sampling.card_bytes - sampling.weights - text + some + KEPT_FREE_BYTES
+
+    @property
+    def tiles(self) -> int:
+        """Of each image that is decoded."""
+        decode = self.phases["decode"]
+        free = self.card.total_bytes - KEPT_FREE_BYTES - decode.card_bytes + decode.activations
+        return decode_plan(self.wish, max(free, decode.activations)).count
+
+    @property
+    def transformer(self) -> Held:
+        """Its weights as held, wherever they wait."""
+        return Held(*transformer_bytes(self.wish, self.setting))
+
+    @property
+    def text_encoder(self) -> int:
+        """Its weights as held."""
+        return text_encoder_bytes(self.wish, self.setting.text_encoder)
+
+
+def sized(
+    wish: Wish, precision: str, stored: str | None = None, held: Mapping[str, Held] | None = None
+) -> Wish:
+    """A wish whose parts have the transformer's sizes in a precision.
+
+    Args:
+        stored: the precision that the sizes in `wish.parts` are of; None for the wish's.
+        held: {precision: sizes} that stand above these.
+    """
+    known = (held or {}).get(precision)
+    if known is not None:
+        sizes = {"transformer_bytes": known.total, "modulation_bytes": known.modulation}
+    elif precision != (stored or wish.precision):
+        sizes = {"transformer_bytes": None, "modulation_bytes": None}
+    else:
+        return wish
+    return replace(wish, parts=replace(wish.parts, **sizes))
