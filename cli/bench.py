@@ -42,9 +42,15 @@ def add_parser(subparsers: Any, common: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "what",
+        nargs="?",
         choices=WHAT,
         metavar="WHAT",
         help="; ".join(f"{name}: {text}" for name, text in WHAT.items()),
+    )
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure this card for `qwen-l40s estimate` instead, in under a minute",
     )
     parser.add_argument(
         "--size",
@@ -91,6 +97,10 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0, or 1 when a row failed.
     """
+    if args.calibrate:
+        return _calibrate(args)
+    if args.what is None:
+        raise SettingError(f"bench needs WHAT, {', '.join(WHAT)}, or --calibrate.")
     setup = _setup(args)
     from .bench_conditions import by_reason, conditions, runnable
     from .bench_report import Report
@@ -119,6 +129,16 @@ def run(args: argparse.Namespace) -> int:
     return 1 if report.failed else 0
 
 
+def _calibrate(args: argparse.Namespace) -> int:
+    from . import bench_calibrate
+
+    bench_calibrate.check(args)
+    _check_width(args.width)
+    _check_target("--json", args.json)
+    _check_packages(torch=True)
+    return bench_calibrate.run(args, _device(args.device, "--calibrate --device cpu --width small"))
+
+
 def _setup(args: argparse.Namespace) -> Setup:
     """Everything that can be wrong is found here, before anything is built.
 
@@ -126,8 +146,7 @@ def _setup(args: argparse.Namespace) -> Setup:
         SettingError: an argument breaks its rule.
         UnavailableError: a package or a card is missing, or a file cannot be written.
     """
-    if args.width not in SHAPES:
-        raise SettingError(f"--width {args.width!r} is unknown: choose {' or '.join(SHAPES)}.")
+    _check_width(args.width)
     least = 2 if args.what == "block" else 1
     layers = args.layers
     if layers is None:
@@ -159,18 +178,12 @@ def _setup(args: argparse.Namespace) -> Setup:
         _check_target(f"--{name}", getattr(args, name))
     if args.plot and not args.plot.lower().endswith(".png"):
         raise SettingError(f"--plot {args.plot!r} must end in .png.")
-    needed = {"torch": True, "psutil": args.device == "cpu", "PIL": bool(args.plot)}
-    missing = [name for name, wanted in needed.items() if wanted and not find_spec(name)]
-    if missing:
-        raise UnavailableError(
-            f"bench needs {', '.join(missing)}, not installed here: run "
-            "`pip install 'comfyui-qwen-image-l40s[standalone]'`."
-        )
+    _check_packages(torch=True, psutil=args.device == "cpu", PIL=bool(args.plot))
     from ..optimizations.measure_forward import Repeats
     from .bench_run import Setup
 
     return Setup(
-        device=_device(args.device),
+        device=_device(args.device, "--device cpu --width small --layers 1"),
         shape=replace(SHAPES[args.width], blocks=layers),
         rows=rows,
         inputs=inputs,
@@ -204,7 +217,22 @@ def _check_target(option: str, text: str | None) -> None:
     check_writable(Path(text).parent)
 
 
-def _device(name: str) -> Any:
+def _check_width(name: str) -> None:
+    if name not in SHAPES:
+        raise SettingError(f"--width {name!r} is unknown: choose {' or '.join(SHAPES)}.")
+
+
+def _check_packages(**needed: bool) -> None:
+    missing = [name for name, wanted in needed.items() if wanted and not find_spec(name)]
+    if missing:
+        raise UnavailableError(
+            f"bench needs {', '.join(missing)}, not installed here: run "
+            "`pip install 'comfyui-qwen-image-l40s[standalone]'`."
+        )
+
+
+def _device(name: str, small: str) -> Any:
+    """A torch.device; `small` are the arguments by which it can be tried on a CPU."""
     import torch
 
     from ..hosts.diffusers.device import choose_device
@@ -213,7 +241,7 @@ def _device(name: str) -> Any:
     if chosen == "cpu" and name == "auto":
         raise UnavailableError(
             "bench measures a CUDA card and torch sees none: see `qwen-l40s doctor`, or try it "
-            "with --device cpu --width small --layers 1."
+            f"with {small}."
         )
     device = torch.device(chosen)
     if device.type == "cuda":

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...planning.calibration import cache_folder
+
 logger = logging.getLogger(__name__)
 
 VERSION = 1
@@ -99,12 +101,8 @@ class Cache:
 
 
 def default_cache() -> Cache:
-    """attention.json in QWEN_L40S_CACHE, else in qwen-l40s of the user's cache folder."""
-    named = os.environ.get("QWEN_L40S_CACHE")
-    if named:
-        return Cache(Path(os.path.expanduser(named), "attention.json"))
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Cache(Path(base, "qwen-l40s", "attention.json"))
+    """attention.json in the package's cache folder."""
+    return Cache(cache_folder() / "attention.json")
 
 
 def _ms(entry: tuple[str, float]) -> float:
