@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import QwenL40SError
-from . import audit, bench, demo, doctor, generate, inspect, quantize
+from . import advise, audit, bench, demo, doctor, estimate, generate, inspect, quantize
 
 # In the order of `--help`.
-COMMANDS = (demo, generate, inspect, quantize, audit, bench, doctor)
+COMMANDS = (demo, generate, estimate, advise, inspect, quantize, audit, bench, doctor)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -22,7 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser = argparse.ArgumentParser(
         prog="qwen-l40s",
-        description="Qwen-Image on an NVIDIA L40S: generate, inspect and quantize "
+        description="Qwen-Image on an NVIDIA L40S: estimate and generate, inspect and quantize "
         "checkpoints, measure and check the machine.",
     )
     parser.add_argument("--version", action="version", version=f"qwen-l40s {__version__}")

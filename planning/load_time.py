@@ -20,8 +20,8 @@ MAPPED = 1.3
 # RAM disk took 2.0 s to load and 5.2 s onto an H200, 27.3 GB in int8 0.3 s and 4.2 s. Pages are
 # mapped and copied one by one: the link is not what limits it.
 IN_MEMORY = (27.3e9 / 4.5, 40.9e9 / 7.2)
-# ComfyUI until it answers: interpreter, torch, its nodes and this package (eight starts on an H200's
-# host, files in its page cache).
+# ComfyUI until it answers: interpreter, torch, its nodes and this package (eight starts on the
+# host of an H200, files in its page cache).
 START = Range(12.6, 17.4)
 
 

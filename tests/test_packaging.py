@@ -110,11 +110,16 @@ def test_wheel_holds_the_package_the_micro_model_and_nothing_else(wheel, source)
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     expected = {
         f"qwen_l40s/{file.relative_to(source).as_posix()}"
-        for file in [*source.rglob("*.py"), *(source / "models" / "micro").rglob("*")]
+        for file in [
+            *source.rglob("*.py"),
+            *(source / "models" / "micro").rglob("*"),
+            *(source / "planning").glob("*.json"),
+        ]
         if file.is_file() and file.relative_to(source).parts[0] not in NOT_PACKAGES
     }
     assert names == expected
     assert "qwen_l40s/models/micro/model_index.json" in names
+    assert "qwen_l40s/planning/gpus.json" in names
 
 
 def test_wheel_metadata(wheel):

@@ -18,9 +18,10 @@ UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "
 NETWORK = {"urllib.request", "http.client", "requests", "httpx", "socket", "ftplib"}
 # Imports point one way: each layer may import the ones that are listed for it, and itself.
 MAY_IMPORT = {
-    "cli": {"hosts", "loaders", "optimizations", "planning", "tools"},
-    "nodes": {"hosts", "loaders", "optimizations", "planning"},
-    "hosts": {"loaders", "optimizations", "planning"},
+    "cli": {"charts", "hosts", "loaders", "optimizations", "planning", "tools"},
+    "nodes": {"charts", "hosts", "loaders", "optimizations", "planning"},
+    "hosts": {"charts", "loaders", "optimizations", "planning"},
+    "charts": {"planning"},
     "loaders": {"planning"},
     "optimizations": {"planning"},
     "planning": set(),

@@ -1,0 +1,66 @@
+"""Figures as people read them: units, ranges, columns and lines."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+
+from ..planning.estimate import Range
+
+LINE = 110  # characters
+
+
+def duration(seconds: Range) -> str:
+    """`12 ms`, `280 to 470 ms`, `1.2 to 1.9 s`, `3.1 min`: three digits, the larger end's unit."""
+    for unit, name in ((3600.0, "h"), (60.0, "min"), (1.0, "s")):
+        # 90 seconds and minutes are read more easily than 1.5 of the next unit.
+        if seconds.high >= (unit if unit == 1 else 1.5 * unit):
+            return between(seconds.times(1 / unit), significant, name)
+    return between(seconds.times(1000), significant, "ms")
+
+
+def usd(cost: Range) -> str:
+    """`$0.0028 to 0.0047`."""
+    return f"${between(cost, dollars)}"
+
+
+def between(values: Range, form: Callable[[float], str], unit: str = "") -> str:
+    """One figure where both ends read the same, else both."""
+    low, high = form(values.low), form(values.high)
+    return f"{low if low == high else f'{low} to {high}'} {unit}".strip()
+
+
+def significant(value: float) -> str:
+    """Two digits below 10, else whole: `0.84`, `8.4`, `84`, `840`."""
+    if value >= 10:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
+def dollars(value: float) -> str:
+    """Cents from one dollar on; below it two digits that say something: `0.0028`."""
+    if value >= 1 or value == 0:
+        return f"{value:,.2f}"
+    places = 2
+    while places < 9 and value * 10**places < 10:
+        places += 1
+    return f"{value:.{places}f}"
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Lines of columns as wide as their longest entry; those in `right` end flush."""
+    if not rows:
+        return []
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            entry.rjust(width) if column in right else entry.ljust(width)
+            for column, (entry, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def folded(text: str, indent: str) -> list[str]:
+    """Lines that a terminal shows whole."""
+    return textwrap.wrap(text, LINE, initial_indent=indent, subsequent_indent=f"{indent}  ")

@@ -1,0 +1,149 @@
+"""`qwen-l40s advise`: which card paints a load of images for the least."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SettingError
+from .picture import check_plot, write_plot
+from .printed import print_text
+from .wish_options import add_wish_arguments, wish_of
+
+if TYPE_CHECKING:
+    from ..planning.advise import Advice
+    from ..planning.cards import Card
+    from ..planning.crossover import Comparison
+    from ..planning.offers import Market
+    from ..planning.wish import Wish
+
+
+def add_parser(subparsers: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
+    parser = subparsers.add_parser(
+        "advise",
+        parents=[common],
+        help="say which card paints so many images an hour for the least",
+        description="Ranks cards by the cost of an image at a load, each in the setting that suits "
+        "it, and says at which loads the L40S is cheaper than the A100 and the H100. Exit code 1 "
+        "when no card with a price holds it.",
+    )
+    parser.add_argument(
+        "--images-per-hour", type=float, required=True, metavar="N", help="the load, all day"
+    )
+    parser.add_argument(
+        "--price",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="CARD=USD",
+        help="of a card for an hour, instead of the list's cheapest on demand",
+    )
+    parser.add_argument("--cards", type=Path, metavar="FILE", help="cards of your own, as JSON")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        action="extend",
+        metavar="CARD",
+        help="these cards; the first is "
+        "compared with the others; default: all, the L40S with the A100 and the H100",
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw cost against load, as .png")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_wish_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the advice.
+
+    Returns:
+        0, or 1 when no card with a price holds what is to run.
+    """
+    from ..charts.words import advise_text
+    from ..planning.advise import advise
+    from ..planning.calibration import load_calibration
+    from ..planning.cards import known_cards
+    from ..planning.cost import check_positive
+    from ..planning.crossover import compare
+    from ..planning.offers import RIVALS, SUBJECT, market
+    from ..planning.own_prices import read_prices
+
+    check_positive("--images-per-hour", args.images_per_hour)
+    if args.plot:
+        check_plot(args.plot)
+    cards = known_cards(args.cards)
+    prices = read_prices("\n".join(args.price), cards)
+    chosen = _chosen(args.only, cards)
+    wish = wish_of(args)
+    found = market(wish, chosen, prices, load_calibration)
+    advices = advise(args.images_per_hour, found.offers)
+    names = [card.name for card in chosen] if args.only else [SUBJECT, *RIVALS]
+    offers = [offer for name in names if (offer := found.offer(name)) and offer.fits]
+    comparisons = [compare(offers[0], other) for other in offers[1:]]
+    fits = any(advice.offer.fits for advice in advices)
+    if args.plot:
+        _plot(args.plot, advices, comparisons, wish)
+    if args.json:
+        print(json.dumps(_as_dict(args.images_per_hour, found, advices, comparisons)))
+    else:
+        print_text(advise_text(found, advices, comparisons))
+    return 0 if fits else 1
+
+
+def _chosen(only: Sequence[str] | None, cards: Mapping[str, Card]) -> list[Card]:
+    from ..planning.cards import find_card
+
+    if only is None:
+        return list(cards.values())
+    return list({(card := find_card(name, cards)).name: card for name in only}.values())
+
+
+def _plot(
+    path: str, advices: Sequence[Advice], comparisons: Sequence[Comparison], wish: Wish
+) -> None:
+    from ..charts.cost_chart import cost_chart
+
+    if not any(advice.offer.fits and advice.offer.usd_per_hour for advice in advices):
+        raise SettingError(
+            "--plot draws cards that it fits on at a price above 0, and there is none here: give "
+            "prices with --price, or leave --plot out."
+        )
+    write_plot(cost_chart(advices, comparisons, wish), path)
+
+
+def _as_dict(
+    load: float, found: Market, advices: Sequence[Advice], comparisons: Sequence[Comparison]
+) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        "images_per_hour": load,
+        "advices": [
+            {
+                **advice.as_dict(),
+                "price_source": found.prices[advice.offer.card.name],
+                "basis": found.estimates[advice.offer.card.name].basis.kind,
+            }
+            for advice in advices
+        ],
+        "comparisons": [
+            {
+                "cards": [comparison.first.card.name, comparison.second.card.name],
+                "sentence": comparison.sentence,
+                "certain": comparison.certain,
+                "stretches": [
+                    {
+                        "low": stretch.low,
+                        "high": None if stretch.high == float("inf") else stretch.high,
+                        "cheaper": stretch.cheaper and stretch.cheaper.card.name,
+                    }
+                    for stretch in comparison.stretches
+                ],
+            }
+            for comparison in comparisons
+        ],
+        "unpriced": list(found.unpriced),
+        "refused": dict(found.refused),
+    }

@@ -1,0 +1,167 @@
+"""What the parts of a checkpoint take in memory, told by its headers: for estimates of it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from ..errors import CheckpointError, SettingError
+from ..planning.memory import QUANTIZED, TransformerShape, part_bytes
+from ..planning.vae_steps import VaeShape
+from ..planning.wish import Parts
+from .checkpoint import Part, inspect_checkpoint
+from .source import Source, open_source
+
+MODULATION = re.compile(r"\.(img|txt)_mod\.1\.")
+LAYERED, EDIT_2511 = "qwen-image-layered", "qwen-image-edit-2511"
+# What a header or a pipeline class tells; "Qwen-Image" alone may also be 2512, Edit or Edit-2509.
+FAMILIES = {
+    "Qwen-Image-Layered": LAYERED,
+    "Qwen-Image-Edit-2511": EDIT_2511,
+    "Qwen-Image-Edit-2509": "qwen-image-edit-2509",
+    "Qwen-Image-Edit": "qwen-image-edit",
+}
+# Their tensors, or the marker among them, tell these from the rest of the family.
+TOLD_BY_TENSORS = (LAYERED, EDIT_2511)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What headers tell of a model.
+
+    Attributes:
+        path: As it was named.
+        family: A name in `planning.families.FAMILIES`; None where the tensors leave it open.
+        shape: Of the transformer.
+        transformer: What its header says.
+        modulation_bytes: Of the transformer's modulation as stored.
+        text_encoder: None where the checkpoint has none, as `vae`.
+    """
+
+    path: str
+    family: str | None
+    shape: TransformerShape
+    transformer: Part
+    modulation_bytes: int
+    text_encoder: Part | None
+    vae: Part | None
+
+    def family_for(self, requested: str | None) -> str:
+        """The family of an estimate.
+
+        Raises:
+            SettingError: another one was asked for than the tensors tell.
+        """
+        if requested is None:
+            return self.family or "qwen-image"
+        told = self.family or "qwen-image"
+        if requested != told and (LAYERED in (requested, told) or told in TOLD_BY_TENSORS):
+            raise SettingError(
+                f"family {requested!r} and {self.path}, whose tensors are those of {told}: leave "
+                "--family out, or name a file of that family."
+            )
+        return requested
+
+    def settled(self, precision: str, text_encoder: str) -> tuple[str, str, Parts]:
+        """Precisions as the loaders take them, and the bytes that follow.
+
+        A file that is quantized stays as it is unless another precision is named.
+
+        Args:
+            precision: of the transformer, one of `planning.wish.PRECISIONS`.
+            text_encoder: one of `planning.wish.TEXT_ENCODER_PRECISIONS`.
+        """
+        parts = Parts(transformer=self.shape)
+        stored = stored_precision(self.transformer)
+        if stored in QUANTIZED and precision in ("auto", stored):
+            precision = stored
+            parts = replace(
+                parts,
+                transformer_bytes=self.transformer.bytes,
+                modulation_bytes=self.modulation_bytes,
+            )
+        if self.text_encoder is not None:
+            text_encoder, count = _text_encoder(self.text_encoder, text_encoder)
+            parts = replace(parts, text_encoder_bytes=count)
+        if self.vae is not None:
+            parts = replace(
+                parts, vae=vae_shape(self.vae), vae_bytes=part_bytes(self.vae.parameters, "bf16")
+            )
+        return precision, text_encoder, parts
+
+
+def read_sizes(path: str | os.PathLike[str]) -> Sizes:
+    """Reads the headers of a transformer, a full checkpoint or a diffusers folder.
+
+    Raises:
+        CheckpointError: there is no Qwen-Image transformer in it that this package runs; the
+            message says what it is instead.
+    """
+    transformer = open_source(path, "transformer")
+    part = transformer.part
+    try:
+        shape = TransformerShape.from_dims(part.dims, part.blocks, part.family)
+    except CheckpointError as error:
+        raise CheckpointError(f"{transformer.path}: {error}") from error
+    roles = {other.role for other in inspect_checkpoint(path).parts}
+    others = {
+        role: open_source(path, role).part if role in roles else None
+        for role in ("text_encoder", "vae")
+    }
+    return Sizes(
+        path=str(path),
+        family=FAMILIES.get(part.family),
+        shape=shape,
+        transformer=part,
+        modulation_bytes=_modulation_bytes(transformer),
+        **others,
+    )
+
+
+def stored_precision(part: Part) -> str:
+    """The precision that most of a part's weights are held in once they are loaded: bf16, fp8 or
+    int8; fp16 and fp32 are rounded to bf16, and e5m2 is converted to it.
+    """
+    for name, _ in Counter(part.quantization.layers.values()).most_common():
+        if name.startswith("int8"):
+            return "int8"
+        if name.startswith("fp8 e4m3"):
+            return "fp8"
+    return "bf16"
+
+
+def vae_shape(part: Part) -> VaeShape:
+    """The sizes that fix a VAE's activations.
+
+    Raises:
+        CheckpointError: the tensors leave one open.
+    """
+    sizes = [part.dims.get(name) for name in ("dim", "latent_channels", "image_channels")]
+    numbers = [size for size in sizes if isinstance(size, int)]
+    if len(numbers) < len(sizes):
+        raise CheckpointError(
+            f"{part.name}: the tensors do not tell the VAE's sizes: get it from the model's own "
+            "source."
+        )
+    return VaeShape(*numbers)
+
+
+def _text_encoder(part: Part, requested: str) -> tuple[str, int]:
+    """(precision, bytes) of a text encoder, without the lm_head, which is not loaded."""
+    stored = stored_precision(part)
+    if requested in ("auto", stored) and stored in QUANTIZED:
+        return stored, part.bytes
+    precision = "bf16" if requested == "auto" else requested
+    parameters = part.parameters
+    if part.variant and ", with lm_head" in part.variant:
+        vocabulary, hidden = part.dims.get("vocabulary"), part.dims.get("hidden")
+        if isinstance(vocabulary, int) and isinstance(hidden, int):
+            parameters -= vocabulary * hidden
+    return precision, part_bytes(parameters, precision)
+
+
+def _modulation_bytes(source: Source) -> int:
+    tensors = source.tensors.items()
+    return sum(info.nbytes for name, info in tensors if MODULATION.search(name))

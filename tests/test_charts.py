@@ -1,0 +1,303 @@
+"""The pictures and words of estimates: nothing is cut off, and what does not fit is red."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qwen_l40s.charts import canvas, figures, words
+from qwen_l40s.charts.cost_chart import cost_chart
+from qwen_l40s.charts.memory_chart import memory_chart
+from qwen_l40s.planning.advise import Offer, advise
+from qwen_l40s.planning.cards import known_cards
+from qwen_l40s.planning.crossover import compare
+from qwen_l40s.planning.disk import Disk
+from qwen_l40s.planning.estimate import PHASES, Phase, Range
+from qwen_l40s.planning.memory import GIB
+from qwen_l40s.planning.phases import KEPT_FREE_BYTES
+from qwen_l40s.planning.rates import Basis
+from qwen_l40s.planning.wish import Loras, Wish
+
+Image = pytest.importorskip("PIL.Image")
+BAD = (0xC8, 0x10, 0x2E)
+LONG = "a card of somebody's own with a name that goes on and on " * 3
+
+
+def phase(name, weights, activations=0.1, resident=None):
+    return Phase(
+        name,
+        round(weights * GIB),
+        round(activations * GIB),
+        round(0.1 * GIB),
+        round(0.5 * GIB),
+        {part: round(size * GIB) for part, size in (resident or {}).items()},
+        Range(0.3, 0.5),
+    )
+
+
+def estimate_of(memory_gib, scale=1.0, *, name="L40S", wish=None, resident=None):
+    """An estimate of made-up sizes: `scale` 1 takes 41.5 GiB while sampling."""
+    beside = {"text encoder": 14.4 * scale, "VAE": 0.24 * scale, **(resident or {})}
+    phases = {
+        "load": phase("load", 25.4 * scale, resident=beside),
+        "text": phase("text", 14.4 * scale, resident={"transformer": 25.4 * scale}),
+        "tables": phase("tables", 0.1 * scale, resident=beside),
+        "sampling": phase("sampling", 25.4 * scale, resident=beside),
+        "decode": phase("decode", 0.2 * scale, 2.1 * scale, beside | {"transformer": 25 * scale}),
+    }
+    memory = round(memory_gib * GIB)
+    most = max(value.card_bytes for value in phases.values())
+    spare = memory - KEPT_FREE_BYTES - most
+    setting = SimpleNamespace(
+        precision="bf16",
+        modulation="off card",
+        text_encoder="bf16",
+        text_encoder_place="on card",
+    )
+    option = SimpleNamespace(
+        setting=setting,
+        tiles=1,
+        resident=spare >= 0,
+        peak_bytes=most,
+        headroom_bytes=spare,
+        moved_bytes=0,
+        reasons={"precision": "the most faithful that stays", "room": "1.4 GiB to spare"},
+    )
+    return SimpleNamespace(
+        card=SimpleNamespace(name=name, memory_bytes=memory),
+        wish=wish or Wish(),
+        option=option,
+        options=(option,),
+        phases=phases,
+        fits=spare >= 0,
+        headroom_bytes=spare,
+        step_seconds=Range(0.28, 0.47),
+        image_seconds=Range(11.5, 19.4),
+        usd_per_image=Range(0.0023, 0.0038),
+        disk=Disk({"transformer": 40_900_000_000}, {"software": 20_000_000_000}, {}),
+        host_ram_bytes=20 * GIB,
+        basis=Basis("predicted", "predicted: no L40S was measured"),
+        notes=("a note",),
+    )
+
+
+def colours_of(picture):
+    return {colour for _, colour in picture.getcolors(picture.width * picture.height)}
+
+
+@pytest.fixture
+def texts(monkeypatch):
+    """[(text, its box, the drawing's size)] of everything that is written."""
+    from PIL import ImageDraw
+
+    written = []
+    original = ImageDraw.ImageDraw.text
+
+    def text(self, xy, text, **options):
+        box = self.textbbox(xy, text, font=options["font"], anchor=options.get("anchor"))
+        written.append((text, box, options["font"].size))
+        return original(self, xy, text, **options)
+
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", text)
+    return written
+
+
+def check_texts(written, picture):
+    """Everything is inside, large enough, and on nothing else."""
+    assert picture.mode == "RGB"
+    assert picture.width == canvas.WIDTH
+    for text, (left, top, right, bottom), size in written:
+        inside = min(left, top) >= 0 and right <= picture.width and bottom <= picture.height
+        assert inside, f"{text!r} is cut off"
+        assert size >= 15
+        assert text.isascii()
+    for place, (text, box, _) in enumerate(written):
+        for other, another, _ in written[:place]:
+            apart = (
+                box[2] <= another[0]
+                or another[2] <= box[0]
+                or box[3] <= another[1]
+                or another[3] <= box[1]
+            )
+            assert apart, f"{text!r} lies on {other!r}"
+
+
+@pytest.mark.parametrize(
+    "estimate",
+    [
+        estimate_of(44.3),
+        estimate_of(4),
+        estimate_of(0.3),
+        estimate_of(44.3, 0.995),
+        estimate_of(139.8),
+        estimate_of(139.8, 0.0001),
+        estimate_of(31.4, 40),
+        estimate_of(
+            47.4,
+            name=LONG,
+            wish=Wish(
+                family="qwen-image-edit-2511",
+                width=2048,
+                height=2048,
+                batch=4,
+                references=3,
+                loras=Loras(12, 256, "beside"),
+                controlnet_bytes=3 * GIB,
+            ),
+            resident={"LoRAs": 0.8, "ControlNet": 2.8, "modulation table": 0.1, LONG[:90]: 0.2},
+        ),
+        estimate_of(24, name="显卡 RTX™ — 24\nGB"),
+    ],
+    ids=lambda estimate: f"{estimate.card.name[:12]} {estimate.card.memory_bytes / GIB:g}",
+)
+def test_the_memory_chart_is_whole_and_legible(texts, estimate):
+    check_texts(texts, picture := memory_chart(estimate))
+    assert (BAD in colours_of(picture)) == (not estimate.fits)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    memory=st.floats(0.1, 300),
+    sizes=st.lists(st.floats(0, 200), min_size=10, max_size=10),
+)
+def test_any_sizes_give_a_legible_memory_chart(memory, sizes):
+    estimate = estimate_of(memory)
+    estimate.phases = {
+        name: phase(name, sizes[2 * place], sizes[2 * place + 1] / 20, {"VAE": sizes[-place] / 9})
+        for place, name in enumerate(PHASES)
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        written = []
+        original = canvas.Page.text
+
+        def text(self, place, text, **options):
+            font = canvas.font(options.get("size", canvas.TEXT))
+            anchor = options.get("anchor", "lm")
+            box = self.draw.textbbox(place, text, font=font, anchor=anchor)
+            written.append((text, box, font.size))
+            original(self, place, text, **options)
+
+        patch.setattr(canvas.Page, "text", text)
+        check_texts(written, memory_chart(estimate))
+
+
+def test_the_part_of_a_bar_beyond_the_card_is_red():
+    """Red from the capacity on: the same share of the bar's pixels as of its bytes."""
+    estimate = estimate_of(20)
+    picture = memory_chart(estimate)
+    widest = 0
+    for y in range(picture.height):
+        row = [picture.getpixel((x, y)) for x in range(picture.width)]
+        widest = max(widest, row.count(BAD))
+    most = max(value.card_bytes for value in estimate.phases.values())
+    full = (canvas.WIDTH - 2 * canvas.MARGIN - 400) / 1.02  # less labels and values
+    assert widest == pytest.approx(
+        full / 1.02 * (1 - (20 * GIB - KEPT_FREE_BYTES) / most), rel=0.15
+    )
+
+
+def offers_of(*fields):
+    cards = known_cards()
+    return [Offer(cards[name], Range(low, high), usd) for name, low, high, usd in fields]
+
+
+USUAL = (
+    ("L40S", 12, 20, 0.72),
+    ("A100 80GB SXM", 13, 22, 1.64),
+    ("H100 SXM", 5, 8, 1.33),
+)
+
+
+@pytest.mark.parametrize(
+    "load, offers",
+    [
+        (120, offers_of(*USUAL)),
+        (1, offers_of(*USUAL)),
+        (0.01, offers_of(*USUAL)),
+        (1e7, offers_of(*USUAL)),
+        (120, offers_of(*USUAL[:1])),
+        (120, offers_of(("L40S", 10, 10, 0.5), ("L40S", 10, 10, 0.5), ("L40S", 1e-3, 10, 1e-6))),
+        (99, offers_of(*((name, 9, 14, 0.5 + len(name) / 9) for name in known_cards()))),
+    ],
+    ids=["usual", "one image", "hardly any", "millions", "alone", "the same", "all cards"],
+)
+def test_the_cost_chart_is_whole_and_legible(texts, load, offers):
+    comparisons = [compare(offers[0], other) for other in offers[1:3]]
+    wish = Wish(loras=Loras(3))
+    check_texts(texts, cost_chart(advise(load, offers), comparisons, wish))
+    written = " ".join(text for text, *_ in texts)
+    for comparison in comparisons:
+        assert words.comparison_text(comparison).split()[-1] in written
+    assert f"{load:,.10g} images an hour" in written
+
+
+def test_what_does_not_fit_or_costs_nothing_has_no_line(texts):
+    free, fits = offers_of(("H200", 3, 5, 0), ("L40S", 12, 20, 0.72))
+    cards = known_cards()
+    not_fitting = Offer(cards["RTX 3090"], Range(30, 60), 0.3, fits=False)
+    cost_chart(advise(9, [free, fits, not_fitting]), [], Wish())
+    legend = {text for text, *_ in texts}
+    cost_chart(advise(9, [free, fits]), [compare(free, fits), compare(fits, free)], Wish())
+    assert "L40S, $0.72/h" in legend
+    assert not any(text.startswith(("H200", "RTX 3090")) for text in legend)
+
+
+@given(st.text(max_size=60), st.sampled_from([15, 18, 26]), st.integers(40, 900))
+def test_wrapped_lines_are_never_wider(text, size, width):
+    lines = canvas.wrapped(text, size, width)
+    assert all(canvas.text_width(line, size) <= width for line in lines)
+    assert "".join(lines).replace(" ", "") == canvas.plain(text).replace(" ", "")
+
+
+@given(st.floats(1e-6, 1e6))
+def test_ticks_are_round_few_and_inside(highest):
+    found = canvas.ticks(highest)
+    assert found[0] == 0
+    assert 2 <= len(found) <= 9
+    assert found[-1] <= highest * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "low, high, text",
+    [
+        (0.28, 0.47, "280 to 470 ms"),
+        (0.0123, 0.0123, "12 ms"),
+        (0.0004, 0.0004, "0.4 ms"),
+        (11.5, 19.4, "12 to 19 s"),
+        (0.9, 1.9, "0.9 to 1.9 s"),
+        (1.04, 1.04, "1.0 s"),
+        (80, 89, "80 to 89 s"),
+        (60, 200, "1.0 to 3.3 min"),
+        (7200, 9000, "2.0 to 2.5 h"),
+        (0, 0, "0 ms"),
+    ],
+)
+def test_durations(low, high, text):
+    assert figures.duration(Range(low, high)) == text
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [(0, "0.00"), (12.5, "12.50"), (0.72, "0.72"), (0.0028, "0.0028"), (0.00004, "0.000040")],
+)
+def test_dollars(value, text):
+    assert figures.dollars(value) == text
+
+
+def test_the_text_says_first_whether_it_fits():
+    lines = words.estimate_text(estimate_of(44.3)).splitlines()
+    assert lines[0].startswith("Fits: 42.5 GiB of 43.9 GiB to use, in decode; 1.4 GiB")
+    assert "L40S: qwen-image, bf16, 1328x1328" in lines[1]
+    text = "\n".join(lines)
+    assert "280 to 470 ms, predicted" in text
+    assert "$0.0023 to 0.0038 an image" in text
+    assert "note: a note" in lines
+    lines = words.estimate_text(estimate_of(24)).splitlines()
+    assert lines[0].startswith("Does not fit: 42.5 GiB of 23.6 GiB to use, in decode")
+
+
+def test_without_a_price_the_text_says_how_to_give_one():
+    estimate = estimate_of(44.3)
+    estimate.usd_per_image = None
+    assert "no price is known" in words.estimate_text(estimate)
