@@ -1,0 +1,92 @@
+"""The node that says which card paints a load of images for the least."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..errors import QwenL40SError
+from ..hosts.comfyui.card_choices import measured_at
+from ..planning.cards import known_cards
+from ..planning.own_prices import EXAMPLE, read_prices
+from .host import CATEGORY, require_host
+from .picture import with_picture
+from .wish_inputs import wish_inputs
+
+
+class QwenL40SAdviseGPU(io.ComfyNode):
+    """Ranks rented cards by what an image costs at a load."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="QwenL40S_AdviseGPU",
+            display_name="Advise GPU for Qwen-Image (L40S)",
+            category=CATEGORY,
+            description="Ranks the cards of the list by what an image costs at so many images an "
+            "hour, each in the settings that suit it, and says from which load on another card is "
+            "cheaper. Needs no card and no model.",
+            search_aliases=["gpu cost", "cheapest gpu", "cost per image", "rent gpu", "crossover"],
+            is_output_node=True,
+            inputs=[
+                io.Float.Input(
+                    "images_per_hour",
+                    default=100.0,
+                    min=0.01,
+                    max=1e9,
+                    step=1.0,
+                    tooltip="The load, all day: a card that is rented and idle costs the same.",
+                ),
+                *wish_inputs(),
+                io.String.Input(
+                    "prices",
+                    default="",
+                    multiline=True,
+                    optional=True,
+                    tooltip=f"Your own prices, a line for each card: {EXAMPLE}, in USD for an "
+                    "hour. Other cards cost what the list says, with its date.",
+                ),
+            ],
+            outputs=[
+                io.Image.Output(
+                    display_name="chart",
+                    tooltip="USD for an image at each load, a line for each card.",
+                ),
+                io.String.Output(
+                    display_name="report",
+                    tooltip="The ranking at this load, and where cards cross.",
+                ),
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(cls, prices: str = "") -> bool | str:
+        # Only the one input: ComfyUI repeats the sentence for each that is named here.
+        if not isinstance(prices, str):  # a linked input is known only when it runs
+            return True
+        try:
+            read_prices(prices, known_cards())
+        except QwenL40SError as error:
+            return str(error)
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> Any:
+        return measured_at()
+
+    @classmethod
+    def execute(cls, images_per_hour: float, prices: str = "", **settings: Any) -> io.NodeOutput:
+        require_host()
+        from ..charts.cost_chart import cost_chart
+        from ..charts.words import advise_text
+        from ..hosts.comfyui.wired_estimate import advise_on
+        from ..hosts.comfyui.wired_wish import wish_from, wish_settings
+
+        wish = wish_from(wish_settings(**settings)).wish
+        found = advise_on(wish, images_per_hour, read_prices(prices, known_cards()))
+        return with_picture(
+            cls,
+            cost_chart(found.advices, found.comparisons, wish),
+            advise_text(found.market, found.advices, found.comparisons),
+        )

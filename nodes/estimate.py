@@ -1,0 +1,163 @@
+"""The node that says beforehand what a run takes on a card."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..errors import QwenL40SError
+from ..hosts.comfyui.card_choices import THIS_CARD, card_choices, measured_at
+from .host import CATEGORY, require_host
+from .picture import with_picture
+from .wish_inputs import rare_wish_inputs, wish_inputs
+
+WIRES = ("model", "clip", "vae", "latent")
+
+
+class QwenL40SEstimateVRAM(io.ComfyNode):
+    """Says whether a run fits a card, how long it takes and what it costs."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="QwenL40S_EstimateVRAM",
+            display_name="Estimate VRAM of Qwen-Image (L40S)",
+            category=CATEGORY,
+            description="Says before a run whether it fits a card, what each phase takes, how long "
+            "it lasts and what it costs, and recommends settings. Works alone; with MODEL, CLIP, "
+            "VAE or LATENT wired in it takes their true sizes. Loads and moves nothing itself.",
+            search_aliases=[
+                "vram",
+                "memory estimate",
+                "does it fit",
+                "out of memory",
+                "oom",
+                "gpu cost",
+                "time estimate",
+            ],
+            is_output_node=True,
+            inputs=[
+                io.Combo.Input(
+                    "card",
+                    options=card_choices(),
+                    default=THIS_CARD,
+                    tooltip="this card: the one that ComfyUI runs on, with the memory it really "
+                    "has; an L40S where there is none. Any other: what its data sheet says.",
+                ),
+                *wish_inputs(),
+                io.Model.Input(
+                    "model",
+                    optional=True,
+                    lazy=True,
+                    tooltip="Of Qwen-Image, from any loader: shape, precision, bytes as held and "
+                    "LoRAs are taken from it. It is not moved.",
+                ),
+                io.Clip.Input(
+                    "clip",
+                    optional=True,
+                    lazy=True,
+                    tooltip="Of Qwen-Image: bytes, precision and placement are taken from it.",
+                ),
+                io.Vae.Input(
+                    "vae",
+                    optional=True,
+                    lazy=True,
+                    tooltip="Of Qwen-Image: shape and bytes are taken from it.",
+                ),
+                io.Latent.Input(
+                    "latent",
+                    optional=True,
+                    lazy=True,
+                    tooltip="What would be sampled: width, height, batch and layers are taken from "
+                    "it instead of from the widgets.",
+                ),
+                io.Float.Input(
+                    "price_per_hour",
+                    default=0.0,
+                    min=0.0,
+                    max=10_000.0,
+                    step=0.01,
+                    optional=True,
+                    advanced=True,
+                    tooltip="USD for an hour of the card. 0: the lowest on-demand price in the "
+                    "list, which has a date.",
+                ),
+                *rare_wish_inputs(),
+            ],
+            outputs=[
+                io.Image.Output(
+                    display_name="chart",
+                    tooltip="What is on the card in each phase, against what the card has.",
+                ),
+                io.String.Output(
+                    display_name="report",
+                    tooltip="The answer in words: fits or not, each phase, times, cost, the plan.",
+                ),
+                io.Boolean.Output(
+                    display_name="fits",
+                    tooltip="Whether all that works together stays on the card.",
+                ),
+                io.String.Output(
+                    display_name="json",
+                    tooltip="The same figures as `qwen-l40s estimate --json` prints.",
+                ),
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(cls, card: str) -> bool | str:
+        # Only the one input: ComfyUI repeats the sentence for each that is named here.
+        if not isinstance(card, str):  # a linked input is known only when it runs
+            return True
+        try:
+            require_host()
+            from ..hosts.comfyui.this_card import card_of
+
+            card_of(card)
+        except QwenL40SError as error:
+            return str(error)
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> Any:
+        return measured_at()
+
+    @classmethod
+    def check_lazy_status(cls, card: str, price_per_hour: float = 0.0, **inputs: Any) -> list[str]:
+        """Refuses settings that contradict each other before anything is loaded."""
+        require_host()
+        from ..hosts.comfyui.wired_wish import wish_from, wish_settings
+
+        settings = {name: value for name, value in inputs.items() if name not in WIRES}
+        wish_from(wish_settings(**settings))
+        return [name for name in WIRES if name in inputs and inputs[name] is None]
+
+    @classmethod
+    def execute(
+        cls,
+        card: str,
+        price_per_hour: float = 0.0,
+        model: io.Model.Type | None = None,
+        clip: io.Clip.Type | None = None,
+        vae: io.Vae.Type | None = None,
+        latent: io.Latent.Type | None = None,
+        **settings: Any,
+    ) -> io.NodeOutput:
+        require_host()
+        from ..charts.memory_chart import memory_chart
+        from ..charts.words import estimate_text
+        from ..hosts.comfyui.this_card import card_of
+        from ..hosts.comfyui.wired_estimate import estimate_on
+        from ..hosts.comfyui.wired_wish import wish_from, wish_settings
+
+        wired = wish_from(wish_settings(**settings), model=model, clip=clip, vae=vae, latent=latent)
+        found = estimate_on(card_of(card), wired, price_per_hour or None)
+        return with_picture(
+            cls,
+            memory_chart(found),
+            estimate_text(found),
+            found.fits,
+            json.dumps(found.as_dict(), indent=2),
+        )

@@ -1,0 +1,283 @@
+"""Runs in ComfyUI's own Python: the estimator's nodes, executed as ComfyUI executes them.
+
+    python comfyui_estimate.py COMFYUI FOLDER
+
+FOLDER is empty and becomes ComfyUI's base folder. Every function named `check_...` is one check;
+prints one JSON object, {check: None or its traceback}.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import comfyui_boot
+
+(FOLDER,) = comfyui_boot.ARGUMENTS
+comfyui_boot.start("--cpu", "--base-directory", str(FOLDER))
+os.environ["QWEN_L40S_CACHE"] = str(FOLDER / "cache")
+
+import comfy.model_management as management  # noqa: E402
+import folder_paths  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from PIL import Image  # noqa: E402
+
+from qwen_l40s.errors import SettingError, UnavailableError  # noqa: E402
+from qwen_l40s.hosts.comfyui import this_card  # noqa: E402
+from qwen_l40s.hosts.comfyui.model import load_model  # noqa: E402
+from qwen_l40s.hosts.comfyui.text_encoder import load_text_encoder  # noqa: E402
+from qwen_l40s.hosts.comfyui.vae import load_vae  # noqa: E402
+from qwen_l40s.nodes.advise import QwenL40SAdviseGPU  # noqa: E402
+from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM  # noqa: E402
+from qwen_l40s.planning.calibration import NAME  # noqa: E402
+from qwen_l40s.planning.cards import known_cards  # noqa: E402
+from qwen_l40s.planning.estimator import estimate  # noqa: E402
+from qwen_l40s.planning.memory import GIB, CardFacts  # noqa: E402
+from qwen_l40s.planning.placement import PLACES  # noqa: E402
+from qwen_l40s.planning.wish import Wish  # noqa: E402
+
+torch.set_num_threads(1)
+MICRO = comfyui_boot.ROOT / "models" / "micro"
+NODES = (QwenL40SEstimateVRAM, QwenL40SAdviseGPU)
+
+
+def defaults(node):
+    """What the page sends of a node that was just added."""
+    return {
+        value.id: value.default if value.default is not None else value.options[0]
+        for value in node.GET_SCHEMA().inputs
+        if hasattr(value, "default")
+    }
+
+
+def run(**changed):
+    """Image, report, whether it fits, and the figures."""
+    inputs = {**defaults(QwenL40SEstimateVRAM), **changed}
+    image, report, fits, text = QwenL40SEstimateVRAM.execute(**inputs).args
+    return image, report, fits, json.loads(text)
+
+
+def advice(**changed):
+    return QwenL40SAdviseGPU.execute(**{**defaults(QwenL40SAdviseGPU), **changed})
+
+
+def refused(error, *words, run):
+    try:
+        run()
+    except error as caught:
+        text = str(caught)
+        assert all(word in text for word in words), text
+        assert text.endswith(".") and "\n" not in text, text
+    else:
+        raise AssertionError(f"nothing was wrong, although {words} is")
+
+
+def shown(output):
+    """The report and the picture that the page gets; the picture is what the node gives."""
+    image, report = output.args[:2]
+    assert output.ui["text"] == (report,)
+    (entry,) = output.ui["images"]
+    assert entry["type"] == "temp"
+    folder = Path(folder_paths.get_temp_directory()) / entry["subfolder"]
+    written = np.asarray(Image.open(folder / entry["filename"]).convert("RGB"))
+    assert image.dtype == torch.float32 and image.shape == (1, *written.shape)
+    assert 0 <= image.min() < image.max() <= 1
+    assert np.abs(image[0].numpy() * 255 - written).max() <= 1
+    return report
+
+
+# --- the nodes
+
+
+def check_everything_is_described():
+    for node in NODES:
+        schema = node.GET_SCHEMA()
+        assert schema.is_output_node and schema.category == "Qwen-Image/L40S"
+        assert schema.description and schema.search_aliases
+        for part in (*schema.inputs, *schema.outputs):
+            assert part.tooltip and part.tooltip.endswith("."), part.id
+        for part in schema.inputs:
+            assert not (part.advanced and not part.optional), part.id
+    known = ["this card", *known_cards()]
+    (card,) = (part for part in QwenL40SEstimateVRAM.GET_SCHEMA().inputs if part.id == "card")
+    assert card.options == known and card.default == "this card"
+
+
+def check_an_estimate_without_wires_is_the_planners_own():
+    image, report, fits, found = run(card="L40S", width=1024, height=1024, steps=8)
+    expected = estimate(
+        Wish(width=1024, height=1024, steps=8), known_cards()["L40S"], calibration=None
+    )
+    assert found == json.loads(json.dumps(expected.as_dict()))
+    assert fits is expected.fits is True
+    assert list(found["phases"]) == ["load", "text", "tables", "sampling", "decode"]
+    assert shown(QwenL40SEstimateVRAM.execute(card="L40S", width=1024, height=1024, steps=8))
+    assert "L40S" in report and image.shape[0] == 1
+
+
+def check_it_takes_less_than_a_second():
+    run()
+    begin = time.perf_counter()
+    run(width=2048, height=2048, batch=4)
+    assert time.perf_counter() - begin < 1
+
+
+def check_the_price_is_the_users_own_or_the_lists():
+    listed, dear = (run(card="L40S", price_per_hour=price)[3] for price in (0, 7200))
+    assert dear["usd_per_image"] > 1000 * listed["usd_per_image"] > 0
+    refused(SettingError, "-1", run=lambda: run(price_per_hour=-1.0))
+
+
+def check_tables_say_where_the_modulation_waits():
+    plans = {tables: run(card="H200", tables=tables)[3]["plan"][0] for tables in ("on", "off")}
+    assert plans["on"]["modulation"] == PLACES[2] and plans["off"]["modulation"] == PLACES[1]
+
+
+# --- this card
+
+
+def check_without_a_card_it_is_about_an_l40s_and_says_so():
+    _, report, _, found = run()
+    assert found["card"] == "L40S"
+    assert any("runs on the processor" in note for note in found["notes"]), found["notes"]
+    assert "about one L40S" in report
+
+
+def check_this_card_has_the_memory_that_it_shows():
+    for name, memory, listed in (
+        ("NVIDIA GeForce RTX 4090", 23 * GIB, "RTX 4090"),
+        ("NVIDIA H100 80GB HBM3", 79 * GIB, "H100 SXM"),
+    ):
+        facts = CardFacts(name, memory, (8, 9))
+        with mock.patch.object(this_card, "card_facts", return_value=facts):
+            chosen = this_card.card_of("this card")
+            assert (chosen.card.name, chosen.card.memory_bytes) == (listed, memory), chosen
+            assert not chosen.note
+            assert run()[3]["card"] == listed
+
+
+def check_a_card_that_nobody_knows_is_refused():
+    facts = CardFacts("NVIDIA Quadro P4000", 8 * GIB, (6, 1))
+    with mock.patch.object(this_card, "card_facts", return_value=facts):
+        words = ("this machine's NVIDIA Quadro P4000", "not in the list", "choose one", "L40S")
+        refused(SettingError, *words, run=run)
+        assert "Quadro" in QwenL40SEstimateVRAM.validate_inputs(card="this card")
+
+
+def check_a_card_that_is_too_small_is_answered():
+    facts = CardFacts("NVIDIA L40S", 4 * GIB, (8, 9))
+    with mock.patch.object(this_card, "card_facts", return_value=facts):
+        try:
+            _, report, fits, _ = run()
+        except UnavailableError as error:
+            assert "4.0 GiB" in str(error) and str(error).endswith(".")
+        else:
+            assert not fits and "fit" in report
+
+
+# --- what is refused before anything is loaded
+
+
+def check_an_unknown_card_is_refused_with_the_nearest():
+    validate = QwenL40SEstimateVRAM.validate_inputs
+    assert (
+        validate(card="this card") is validate(card="L40S") is validate(card="nvidia l40s") is True
+    )
+    assert validate(card=None) is True  # a link is known when it runs
+    sentence = validate(card="L41S")
+    assert "'L41S'" in sentence and "nearest is 'L40" in sentence and sentence.endswith(".")
+
+
+def check_contradictions_are_refused_before_wires_are_followed():
+    lazy, wires = QwenL40SEstimateVRAM.check_lazy_status, ("model", "clip", "vae", "latent")
+    inputs = defaults(QwenL40SEstimateVRAM)
+    assert lazy(**inputs) == []
+    assert lazy(**inputs, **dict.fromkeys(wires)) == list(wires)
+    assert lazy(**inputs, model=object(), latent=None) == ["latent"]
+    for changed, words in (
+        ({"width": 1000}, ("1000x1328", "divisible by 16", "992x1328")),
+        ({"references": 1, "family": "qwen-image"}, ("1 references", "'qwen-image'")),
+        ({"layers": 2, "family": "qwen-image-2512"}, ("2 layers", "qwen-image-layered")),
+        ({"precision": "nvfp4"}, ("'nvfp4'", "int8")),
+        ({"batch": 4096}, ("tokens", "smaller size or batch")),
+    ):
+        for call in (lazy, QwenL40SEstimateVRAM.execute):
+            refused(
+                SettingError, *words, run=lambda call=call, new=changed: call(**{**inputs, **new})
+            )
+
+
+# --- wires
+
+
+def check_wires_replace_the_settings():
+    with torch.inference_mode():  # as loader nodes run
+        model = load_model(MICRO, "int8")[0]
+    clip, vae = load_text_encoder(MICRO, placement="cpu")[0], load_vae(MICRO)[0]
+    latent = {"samples": torch.zeros(2, 16, 1, 64, 96)}
+    before = list(management.current_loaded_models)
+    parts = {"model": model, "clip": clip, "vae": vae, "latent": latent}
+    _, report, fits, found = run(card="L40S", **parts)
+    assert fits and "768x512" in report and "batch 2" in report, report
+    assert "Sizes are those of what is wired in: MODEL, CLIP, VAE, LATENT." in found["notes"]
+    plan = found["plan"][0]
+    assert (plan["precision"], plan["text_encoder_place"]) == ("int8", "cpu")
+    assert found["phases"]["sampling"]["parts"]["weights"] < 0.1
+    assert found["phases"]["decode"]["parts"]["weights"] < 0.1
+    assert management.current_loaded_models == before
+    words = ("precision 'bf16' contradicts the MODEL", "has 'int8'")
+    refused(SettingError, *words, run=lambda: run(**parts, precision="bf16"))
+    other = SimpleNamespace(model=SimpleNamespace(diffusion_model=torch.nn.Linear(2, 2)))
+    refused(SettingError, "Qwen-Image 1.x alone", run=lambda: run(model=other))
+
+
+def check_nothing_that_was_measured_since_is_cached():
+    fingerprint = QwenL40SEstimateVRAM.fingerprint_inputs
+    before = fingerprint(card="this card", model=None)
+    assert before == fingerprint(card="L40S")
+    path = FOLDER / "cache" / NAME
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{}", encoding="utf-8")
+    assert fingerprint(card="this card") != before
+    path.unlink()
+
+
+# --- advice
+
+
+def check_advice_ranks_the_cards_and_draws_them():
+    report = shown(advice(images_per_hour=50.0, width=1024, height=1024))
+    assert "50 images an hour" in report.splitlines()[0], report
+    for card in ("L40S", "H100 SXM", "A100 80GB SXM"):
+        assert card in report, report
+    assert "L40S against H100 SXM" in report
+
+
+def check_own_prices_stand_over_the_list():
+    report = shown(advice(prices="H200 = 0.01\nL40S = 40"))
+    assert "1 H200 at $0.01" in report.splitlines()[0], report
+    assert "your own" in report
+    validate = QwenL40SAdviseGPU.validate_inputs
+    assert validate() is validate(prices="L40S = 0.79") is validate(prices=None) is True
+    assert validate(prices="L40S = 0.79\nL40S = 1").startswith("prices, line 2: ")
+
+
+def check_advice_refuses_what_has_no_answer():
+    words = ("no card of the list that costs something holds this", "price above 0")
+    refused(UnavailableError, *words, run=lambda: advice(width=16384, height=16384))
+    for load in (0.0, -1.0, float("nan")):
+        refused(SettingError, "above 0", run=lambda load=load: advice(images_per_hour=load))
+    refused(SettingError, "prices, line 1", run=lambda: advice(prices="L40S"))
+    refused(SettingError, "1000x1328", run=lambda: advice(width=1000))
+
+
+def main():
+    comfyui_boot.run_checks(globals())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

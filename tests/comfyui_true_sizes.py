@@ -1,0 +1,328 @@
+"""Runs in ComfyUI's own Python: true sizes of what is wired into the estimator.
+
+    python comfyui_true_sizes.py COMFYUI FOLDER cpu|card|dynamic
+
+Every function named `check_...` is one check; prints {check: None or its traceback} as JSON.
+"""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import comfyui_boot
+
+FOLDER, MODE = comfyui_boot.ARGUMENTS[0], str(comfyui_boot.ARGUMENTS[1])
+comfyui_boot.start_on(MODE)
+
+import comfy.ldm.wan.vae  # noqa: E402
+import comfy.memory_management  # noqa: E402
+import comfy.model_base  # noqa: E402
+import comfy.model_management as management  # noqa: E402
+import comfy.model_patcher  # noqa: E402
+import comfy.nested_tensor  # noqa: E402
+import comfy.sd  # noqa: E402
+import comfy.supported_models  # noqa: E402
+import comfy.taesd.taesd  # noqa: E402
+import narrow_transformer as narrow  # noqa: E402
+import torch  # noqa: E402
+from comfy.text_encoders import hunyuan_image, kandinsky5, qwen_image  # noqa: E402
+from comfy_extras import nodes_qwen  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+import nodes as core  # noqa: E402
+from qwen_l40s.errors import SettingError  # noqa: E402
+from qwen_l40s.hosts.comfyui import true_sizes  # noqa: E402
+from qwen_l40s.hosts.comfyui.lora import apply_lora  # noqa: E402
+from qwen_l40s.hosts.comfyui.model import load_patcher  # noqa: E402
+from qwen_l40s.hosts.comfyui.text_encoder import load_text_encoder  # noqa: E402
+from qwen_l40s.hosts.comfyui.true_sizes import (  # noqa: E402
+    clip_sizes,
+    latent_sizes,
+    model_sizes,
+    vae_sizes,
+)
+from qwen_l40s.hosts.comfyui.vae import load_vae  # noqa: E402
+from qwen_l40s.hosts.comfyui.wired_wish import wish_from, wish_settings  # noqa: E402
+from qwen_l40s.planning.families import FAMILIES  # noqa: E402
+from qwen_l40s.planning.memory import QUANTIZED, weight_bytes  # noqa: E402
+from qwen_l40s.planning.vae_steps import VaeShape  # noqa: E402
+
+torch.set_num_threads(1)
+CARD = MODE != "cpu"
+MICRO = comfyui_boot.ROOT / "models" / "micro"
+WEIGHTS = narrow.weights()
+PATH = narrow.write(FOLDER / "bf16.safetensors", WEIGHTS)
+ON_CARD = "on card" if CARD else "auto"  # on the processor nothing has decided it
+
+
+def load(form="bf16", off_card=False, path=PATH):
+    with torch.inference_mode():  # as loader nodes run
+        return load_patcher(path, form, (), False, off_card)
+
+
+def published(family, **config):
+    """A MODEL of the published size without any bytes behind it."""
+    shape = FAMILIES[family].transformer
+    made = comfy.supported_models.QwenImage(
+        {"image_model": "qwen_image", "in_channels": 64, "num_layers": shape.blocks, **config}
+    )
+    made.set_inference_dtype(torch.bfloat16, None)
+    # Under dynamic VRAM layers get their weights only from a file.
+    with mock.patch.object(comfy.memory_management, "aimdo_enabled", False):
+        model = made.get_model({}, "", device="meta")
+    device = management.get_torch_device()
+    return comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=device)
+
+
+def wish(model=None, clip=None, vae=None, latent=None, **settings):
+    return wish_from(wish_settings(**settings), model=model, clip=clip, vae=vae, latent=latent)
+
+
+def refused(*words, run):
+    try:
+        run()
+    except SettingError as caught:
+        text = str(caught)
+        assert all(word in text for word in words), text
+        assert text.endswith(".") and "\n" not in text, text
+    else:
+        raise AssertionError(f"nothing was wrong, although {words} is")
+
+
+def empty(*shape, **more):
+    return {"samples": torch.zeros(shape), **more}
+
+
+# --- MODEL
+
+
+def check_published_sizes_are_counted_to_the_byte():
+    for family, config in (
+        ("qwen-image", {}),
+        ("qwen-image-edit-2511", {"default_ref_method": "index_timestep_zero"}),
+        ("qwen-image-layered", {"use_additional_t_cond": True}),
+    ):
+        found = model_sizes(published(family, **config))
+        expected = weight_bytes(FAMILIES[family].transformer, "bf16")
+        assert found.shape == FAMILIES[family].transformer, found.shape
+        assert (found.bytes, found.modulation_bytes) == (expected.total, expected.modulation)
+        assert found.timestep_zero == FAMILIES[family].timestep_zero
+        assert (found.precision, found.held) == ("bf16", "")
+        assert wish(published(family, **config)).wish.family == family
+
+
+def check_every_precision_is_known_by_its_weights():
+    for form in ("bf16", "int8", "fp8"):
+        for off_card in (False, True):
+            model = load(form, off_card)
+            found, expected = model_sizes(model), weight_bytes(narrow.SHAPE, form)
+            # On the processor ComfyUI holds in fp32 what is not quantized.
+            twice = model.model.diffusion_model.img_in.weight.dtype.itemsize // 2
+            markers = 24 * 64 if form in QUANTIZED else 0  # a `comfy_quant` for each layer
+            plain = twice * (expected.modulation + expected.rest)
+            more = found.bytes - plain - (expected.scales + expected.gemm)
+            assert found.shape == narrow.SHAPE
+            assert 0 <= more <= markers, more
+            assert found.modulation_bytes == twice * expected.modulation
+            assert (found.precision, found.held) == (form, "")
+            assert (found.modulation or "auto") == ("off card" if off_card else ON_CARD)
+
+
+def check_what_is_computed_in_bf16_is_named_as_it_is_held():
+    model = load()
+    for dtype, name in ((torch.float32, "fp32"), (torch.float8_e4m3fn, "float8_e4m3fn")):
+        model.model.diffusion_model.to(dtype)
+        found = model_sizes(model)
+        assert (found.precision, found.held) == ("bf16", name)
+        wired, note = wish(model).notes
+        assert wired == "Sizes are those of what is wired in: MODEL."
+        assert note == f"The MODEL's weights are held in {name} and computed as in bf16."
+
+
+def check_loras_are_told():
+    rank = 3
+    tensors = {}
+    for name, (rows, columns) in narrow.SHAPE.quantizable_layers().items():
+        tensors[f"{name}.lora_A.weight"] = torch.randn(rank, columns)
+        tensors[f"{name}.lora_B.weight"] = torch.randn(rows, rank)
+    path = FOLDER / "lora.safetensors"
+    save_file(tensors, path)
+    model = load()
+    assert wish(model).wish.loras.count == 0
+    for how, mode in (("merge", "merged"), ("beside", "beside")):
+        one = apply_lora(model, path, 1.0, how=how)[0]
+        two = apply_lora(one, path, 0.5, how=how)[0]
+        assert model_sizes(one).bytes == model_sizes(model).bytes
+        for count, changed in ((1, one), (2, two)):
+            found = wish(changed).wish.loras
+            assert (found.count, found.mode) == (count, mode), found
+            assert mode == "merged" or found.rank in (rank, 2 * rank), found  # bf16 or fp32
+        words = ("1 LoRAs are set", "LoRAs of its own", "set 0")
+        refused(*words, run=lambda one=one: wish(one, loras=1))
+
+
+def check_other_models_are_refused():
+    other = SimpleNamespace(diffusion_model=torch.nn.Linear(2, 2))
+    words = ("MODEL is SimpleNamespace", "Qwen-Image 1.x alone", "connect one of these, or none")
+    refused(*words, run=lambda: wish(SimpleNamespace(model=other)))
+
+
+# --- CLIP, VAE, LATENT
+
+
+def check_clips_tell_bytes_and_place():
+    for place, known in (("auto", "auto"), ("cpu", "cpu"), ("drop after encoding",) * 2):
+        clip = load_text_encoder(MICRO, placement=place)[0]
+        found = wish(clip=clip).wish
+        assert found.text_encoder_place == known
+        assert found.parts.text_encoder_bytes == clip.patcher.model_size()
+        assert found.text_encoder == "bf16"
+    quantized = load_text_encoder(MICRO, "int8")[0]
+    assert wish(clip=quantized).wish.text_encoder == "int8"
+    assert clip_sizes(quantized).bytes < clip_sizes(clip).bytes
+    words = ("text encoder place 'cpu'", "has 'drop after encoding'", "choose auto")
+    refused(*words, run=lambda: wish(clip=clip, text_encoder_place="cpu"))
+    words = ("text encoder precision 'fp8'", "CLIP", "has 'int8'")
+    refused(*words, run=lambda: wish(clip=quantized, text_encoder="fp8"))
+
+
+def check_other_text_encoders_are_refused():
+    encoders = (
+        torch.nn.Linear(2, 2),
+        hunyuan_image.HunyuanImageTEModel.__new__(hunyuan_image.HunyuanImageTEModel),
+        kandinsky5.te().__new__(kandinsky5.te()),
+    )
+    for encoder in encoders:
+        clip = SimpleNamespace(cond_stage_model=encoder)
+        words = ("CLIP's text encoder is a", "Qwen2.5-VL", "connect Qwen-Image's CLIP")
+        refused(*words, run=lambda clip=clip: wish(clip=clip))
+    refused("NoneType", run=lambda: wish(clip=SimpleNamespace(cond_stage_model=None)))
+    assert true_sizes._is_qwen_image(qwen_image.te().__new__(qwen_image.te()))
+
+
+def check_vaes_tell_shape_and_bytes():
+    vae, report = load_vae(MICRO)
+    found = wish(vae=vae).wish
+    assert found.parts.vae_bytes == report.bytes
+    assert found.vae == VaeShape(dim=vae.first_stage_model.dim)
+    tiny = comfy.sd.VAE(sd=comfy.taesd.taesd.TAESD().state_dict())
+    for other in (tiny, SimpleNamespace()):
+        refused("the VAE is a", "not Qwen-Image's", run=lambda other=other: vae_sizes(other))
+
+
+def check_latents_tell_size_batch_and_layers():
+    for latent, size in (
+        (empty(2, 16, 1, 166, 104), (832, 1328, 2, 0)),
+        (empty(1, 16, 128, 128), (1024, 1024, 1, 0)),
+        ({"samples": torch.ones(3, 16, 128, 128)}, (1024, 1024, 3, 0)),
+        (empty(1, 16, 1, 135, 90), (720, 1088, 1, 0)),  # 1080 is padded by the model
+        (nodes_qwen.EmptyQwenImageLayeredLatentImage.execute(640, 512, 3)[0], (640, 512, 1, 3)),
+        # What the samplers turn into Qwen-Image's.
+        (core.EmptyLatentImage().generate(1024, 512, 4)[0], (1024, 512, 4, 0)),
+        (empty(1, 128, 64, 32, downscale_ratio_spacial=16), (512, 1024, 1, 0)),
+    ):
+        found = wish(latent=latent, width=16, batch=7).wish
+        assert (found.width, found.height, found.batch, found.layers) == size, found
+        assert found.family == ("qwen-image-layered" if size[3] else "qwen-image")
+
+
+def check_other_latents_are_refused():
+    nested = comfy.nested_tensor.NestedTensor([torch.zeros(1, 16, 1, 8, 8), torch.zeros(1, 8, 4)])
+    for samples, shape in (
+        (torch.ones(1, 4, 64, 64), "(1, 4, 64, 64)"),
+        (torch.zeros(1, 64, 1024), "(1, 64, 1024)"),
+        (nested, "of several tensors"),
+    ):
+        words = (f"LATENT is {shape}", "(batch, 16, height / 8, width / 8)", "or none")
+        refused(*words, run=lambda samples=samples: latent_sizes({"samples": samples}))
+
+
+# --- what contradicts the settings, and what they leave open
+
+
+def check_settings_that_contradict_the_model_are_refused():
+    int8 = load("int8", off_card=True)
+    assert wish(int8, precision="int8", tables="on").wish.precision == "int8"
+    words = ("precision 'bf16' contradicts the MODEL", "has 'int8'", "disconnect the MODEL")
+    refused(*words, run=lambda: wish(int8, precision="bf16"))
+    words = ("modulation 'on card' contradicts", "has 'off card'")
+    refused(*words, run=lambda: wish(int8, tables="off"))
+    layered = published("qwen-image-layered", use_additional_t_cond=True)
+    newest = published("qwen-image-edit-2511", default_ref_method="index_timestep_zero")
+    for model, family, words in (
+        (layered, "qwen-image", ("'qwen-image'", "'qwen-image-layered'")),
+        (int8, "qwen-image-layered", ("'qwen-image-layered'", "'one without layers'")),
+        (newest, "qwen-image-edit", ("'qwen-image-edit'", "'qwen-image-edit-2511'")),
+    ):
+        refused(
+            *words, "disconnect", run=lambda model=model, family=family: wish(model, family=family)
+        )
+    assert wish(int8, family="qwen-image-edit-2511").wish.family == "qwen-image-edit-2511"
+    refused("2 references", "takes 1", run=lambda: wish(layered, references=2))
+
+
+def check_a_family_that_is_left_open_is_what_is_told():
+    model = load()
+    for known, settings in (
+        ("qwen-image", {}),
+        ("qwen-image-edit-2511", {"references": 2}),
+        ("qwen-image-layered", {"layers": 4}),
+        ("qwen-image-layered", {"layers": 4, "references": 1}),
+    ):
+        assert wish(**settings).wish.family == known
+    assert wish(model).wish.family == "qwen-image" and len(wish(model).notes) == 1
+    with_reference = wish(model, references=1)
+    assert with_reference.wish.family == "qwen-image-edit-2509"
+    assert "do not tell Edit from it" in with_reference.notes[1]
+    refused("3 layers", "paints one image", run=lambda: wish(model, layers=3))
+
+
+def check_settings_break_no_rule_of_their_own():
+    refused("tables 'maybe'", "auto, on, off", run=lambda: wish(tables="maybe"))
+    for size in (-1.0, float("nan"), float("inf")):
+        refused("is no size", run=lambda size=size: wish(controlnet_gb=size))
+    refused("1000x1328", "use 992x1328", run=lambda: wish(width=1000))
+    assert wish(controlnet_gb=3.5).wish.controlnet_bytes == 3_500_000_000
+    assert wish(text_tokens=7).wish.text_tokens == 7
+
+
+# --- nothing is loaded or moved
+
+
+def check_nothing_is_loaded_or_moved():
+    parts = {"model": load("int8", True), "clip": load_text_encoder(MICRO)[0]}
+    parts["vae"] = load_vae(MICRO)[0]
+    modules = [parts["model"].model, parts["clip"].cond_stage_model, parts["vae"].first_stage_model]
+
+    def places():
+        return [
+            (parameter.device, parameter.data_ptr())
+            for module in modules
+            for parameter in module.parameters()
+        ]
+
+    def allocated():
+        return torch.cuda.memory_allocated() if CARD else 0
+
+    before = places(), allocated(), list(management.current_loaded_models)
+    with (
+        mock.patch.object(management, "load_models_gpu", side_effect=AssertionError),
+        mock.patch.object(management, "free_memory", side_effect=AssertionError),
+    ):
+        found = wish(**parts, latent=empty(1, 16, 1, 64, 64)).wish
+    assert found.parts.transformer == narrow.SHAPE
+    assert (places(), allocated(), list(management.current_loaded_models)) == before
+
+
+def check_a_model_on_the_card_tells_what_it_told_before():
+    model = load()
+    before = model_sizes(model)
+    management.load_models_gpu([model])
+    assert model_sizes(model) == before
+
+
+def main():
+    comfyui_boot.run_checks(globals())
+
+
+if __name__ == "__main__":
+    main()
