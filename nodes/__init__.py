@@ -7,6 +7,8 @@ import logging
 from comfy_api.latest import ComfyExtension, io
 
 from ..hosts.comfyui.compatibility import what_is_off
+from .advise import QwenL40SAdviseGPU
+from .estimate import QwenL40SEstimateVRAM
 from .guidance import QwenL40SCFGNorm
 from .loaders import (
     QwenL40SLoad,
@@ -17,6 +19,7 @@ from .loaders import (
 from .lora import QwenL40SLoadLora
 from .optimize import QwenL40SOptimize
 from .quantize import QwenL40SSaveQuantized
+from .report import QwenL40SReport
 from .vae import QwenL40SVAEDecode, QwenL40SVAEEncode
 
 logger = logging.getLogger(__name__)
@@ -32,6 +35,9 @@ NODES: list[type[io.ComfyNode]] = [
     QwenL40SVAEDecode,
     QwenL40SVAEEncode,
     QwenL40SSaveQuantized,
+    QwenL40SEstimateVRAM,
+    QwenL40SAdviseGPU,
+    QwenL40SReport,
 ]
 
 

@@ -30,6 +30,8 @@ from qwen_l40s import nodes  # noqa: E402
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError  # noqa: E402
 from qwen_l40s.hosts.comfyui import compatibility, model, precision  # noqa: E402
 from qwen_l40s.loaders.quantize import quantize_rows  # noqa: E402
+from qwen_l40s.nodes.advise import QwenL40SAdviseGPU  # noqa: E402
+from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM  # noqa: E402
 from qwen_l40s.nodes.loaders import (  # noqa: E402
     QwenL40SLoad,
     QwenL40SLoadModel,
@@ -167,7 +169,7 @@ def check_nodes_of_a_host_that_is_off_are_there_and_say_why():
             words = ("ComfyUI is 0.32.1", "needs 0.33.0 or newer", "update ComfyUI")
             assert all(word in warning.call_args.args[0] for word in words)
             registered = asyncio.run(extension.get_node_list())
-            assert len(registered) == 10
+            assert registered == nodes.NODES
             for node in registered:
                 node.GET_SCHEMA()
             settings = {"precision": "auto", "text_encoder": MICRO, "vae": MICRO}
@@ -181,6 +183,9 @@ def check_nodes_of_a_host_that_is_off_are_there_and_say_why():
                 lambda: QwenL40SSaveQuantized.execute(None, "int8", "x", False),
                 lambda: QwenL40SVAEDecode.execute({"samples": None}, None),
                 lambda: QwenL40SVAEEncode.execute(None, None),
+                lambda: QwenL40SEstimateVRAM.execute("L40S"),
+                lambda: QwenL40SEstimateVRAM.check_lazy_status("L40S"),
+                lambda: QwenL40SAdviseGPU.execute(100.0),
             ):
                 refused(UnavailableError, *words, run=run)
     finally:

@@ -430,7 +430,8 @@ def check_recorded_gradients():
     known, model = load(off_card=False), load()
     outputs = []
     for one in (known, model):
-        comfy.model_management.load_models_gpu([one])
+        with torch.inference_mode():  # as execution.py runs every prompt
+            comfy.model_management.load_models_gpu([one])
         one.pre_run()
         options = {"transformer_options": {"wrappers": one.wrappers}}
         noise = random(1, 16, 1, 8, 8).to(DEVICE)

@@ -57,13 +57,16 @@ def test_the_pack_is_imported_under_a_name_with_a_dash_and_a_dot(server: Server)
     assert "IMPORT FAILED" not in log
     nodes = server.client.get("/object_info").json()
     assert sorted(name for name in nodes if name.startswith("QwenL40S_")) == [
+        "QwenL40S_AdviseGPU",
         "QwenL40S_CFGNorm",
+        "QwenL40S_EstimateVRAM",
         "QwenL40S_Load",
         "QwenL40S_LoadLora",
         "QwenL40S_LoadModel",
         "QwenL40S_LoadTextEncoder",
         "QwenL40S_LoadVAE",
         "QwenL40S_Optimize",
+        "QwenL40S_Report",
         "QwenL40S_SaveQuantized",
         "QwenL40S_VAEDecode",
         "QwenL40S_VAEEncode",
@@ -264,3 +267,77 @@ def test_nan_in_the_weights_stops_the_first_step_and_not_the_server(server: Serv
     assert "NaN or infinity in the tensor" in message
     assert "transformer_blocks.1.img_mlp.net.2.weight" in message
     assert server.run(graph(seed=15, steps=1)).status == "success"
+
+
+def alone(node: str, **inputs: Any) -> dict[str, Any]:
+    """A graph of one node with what the page would send of it."""
+    return {"only": {"class_type": f"QwenL40S_{node}", "inputs": inputs}}
+
+
+ESTIMATE = {
+    "card": "L40S",
+    "family": "auto",
+    "precision": "auto",
+    "width": 1328,
+    "height": 1328,
+    "batch": 1,
+    "steps": 20,
+    "cfg": "two passes",
+    "references": 0,
+}
+ADVICE = {name: value for name, value in ESTIMATE.items() if name != "card"}
+
+
+@pytest.mark.parametrize(
+    ("graph", "words"),
+    [
+        (alone("EstimateVRAM", **ESTIMATE), ("Fits", "L40S", "1328x1328", "bf16")),
+        (alone("AdviseGPU", images_per_hour=100.0, **ADVICE), ("L40S", "H100", "cheaper")),
+    ],
+)
+def test_the_estimator_alone_gives_text_and_picture(server: Server, graph: dict, words: tuple):
+    run = server.run(graph)
+    assert run.status == "success" and run.executed == ["only"]
+    assert all(word in run.text("only") for word in words), run.text("only")
+    assert pixels(server.image(run, "only")).shape[1] == 1280
+    assert server.run(graph).executed == []
+
+
+def test_the_estimator_takes_true_sizes_from_the_loader(server: Server):
+    nodes = graph()
+    latent = nodes["sample"]["inputs"]["latent_image"]
+    wires = {"model": ["load", 0], "clip": ["load", 1], "vae": ["load", 2], "latent": latent}
+    nodes |= alone("EstimateVRAM", **ESTIMATE, **wires)
+    del nodes["save"]
+    run = server.run(nodes)
+    assert run.status == "success" and "sample" not in run.executed
+    assert "1328x1328" not in run.text("only")
+
+
+def test_what_contradicts_itself_stops_before_anything_is_loaded(server: Server):
+    inputs = {**ESTIMATE, "width": 1000, "model": ["load", 0]}
+    run = server.run(
+        {"load": graph(seed=99, keep_in_bf16="img_in")["load"]} | alone("EstimateVRAM", **inputs)
+    )
+    assert run.status == "error" and "load" not in run.executed
+    assert "both sides must be divisible by 16: use 992x1328" in run.error["exception_message"]
+
+
+@pytest.mark.parametrize(
+    ("graph", "words"),
+    [
+        (alone("EstimateVRAM", **{**ESTIMATE, "card": "L41S"}), ("'L41S'", "nearest")),
+        (alone("EstimateVRAM", **ESTIMATE, price_per_hour=-1.0), ("-1", "min of 0")),
+        (
+            alone("AdviseGPU", images_per_hour=1.0, **ADVICE, prices="L40S = 0.79\nH100 = x"),
+            ("prices, line 2", "'H100 = x'"),
+        ),
+    ],
+)
+def test_bad_input_of_the_estimator_is_refused_before_it_runs(
+    server: Server, graph: dict, words: tuple
+):
+    answer = server.post(graph)
+    assert answer.status_code == 400, answer.text
+    (error,) = answer.json()["node_errors"]["only"]["errors"]
+    assert all(word in f"{error['message']} {error['details']}" for word in words), error

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NOT_PACKAGE = {"tests", "benchmarks", "docs", "build", "dist", "out"}
 HEAVY = (
     *("torch", "diffusers", "transformers", "numpy", "PIL", "scipy", "safetensors", "triton"),
-    *("comfy", "comfy_api", "comfy_kitchen", "folder_paths"),  # ComfyUI's own
+    *("comfy", "comfy_api", "comfy_execution", "comfy_kitchen", "folder_paths"),  # ComfyUI's own
 )
 
 

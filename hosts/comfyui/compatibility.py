@@ -85,6 +85,7 @@ CALLED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "ModelPatcher.get_additional_models_with_key": ("key",),
         "ModelPatcher.get_attachment": ("key",),
         "ModelPatcher.get_injections": ("key",),
+        "ModelPatcher.get_all_wrappers": ("wrapper_type",),
         "ModelPatcher.get_wrappers": ("wrapper_type", "key"),
         "ModelPatcher.is_dynamic": (),
         "ModelPatcher.current_loaded_device": (),
@@ -104,8 +105,10 @@ CALLED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "merge_nested_dicts": ("dict1", "dict2", "copy_dict1"),
         "WrappersMP.CALC_COND_BATCH": (),
         "WrappersMP.OUTER_SAMPLE": (),
+        "WrappersMP.PREDICT_NOISE": (),
         "CallbacksMP.ON_DETACH": (),
     },
+    "comfy_execution.utils": {"get_executing_context": ()},
     "comfy.ldm.modules.attention": {
         "optimized_attention_masked": ("q", "k", "v", "heads", "mask", "skip_reshape"),
     },

@@ -34,6 +34,7 @@ from .off_card import OffCardDynamicPatcher, OffCardPatcher, off_card_layers, ta
 from .operations import quantized_operations
 from .precision import choose
 from .report import LoadReport
+from .sampling_record import record_runs
 from .tensors import map_tensors
 from .weights import prepare
 
@@ -135,6 +136,7 @@ def _load(
         tensors = {name: _in_dtype_of(model, tensor) for name, tensor in tensors.items()}
         assign = True
     model.load_model_weights(tensors, "", assign=assign)
+    record_runs(patcher)
     if off_card:
         if load_device.type == "cuda":
             reserve_ring()

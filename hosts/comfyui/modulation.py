@@ -22,6 +22,7 @@ from .beside import KEY as BESIDE
 from .beside import Beside
 from .off_card import OffCardLinear, off_card_layers
 from .off_card_pass import PassFigures, compute_off_card
+from .run_record import Records
 from .wrapped_call import OPTIONS
 
 KEY = "qwen_l40s_modulation"
@@ -271,7 +272,8 @@ class ModelModulation:
 
     def _compute(self, embeddings: Sequence[torch.Tensor], batch: int) -> list[Entry]:
         if self._off_card_bytes:
-            return compute_off_card(self._blocks, embeddings, batch, self.patcher, self.run)
+            with Records.of(self._model()).apart("tables", timesteps=len(embeddings)):
+                return compute_off_card(self._blocks, embeddings, batch, self.patcher, self.run)
         return compute_entries(self._blocks, embeddings, batch)
 
 

@@ -21,6 +21,7 @@ from .attention import SLOT, SlotAttention
 from .cfg_batching import CfgBatching
 from .modulation import ModelModulation
 from .optimization import KEY, Optimization
+from .sampling_record import record_runs
 
 # ComfyUI's own attention, and with it whatever another node has put into the slot.
 HOST_ATTENTION = "comfyui"
@@ -72,6 +73,7 @@ def optimize(model: ModelPatcher, settings: Settings | None = None) -> ModelPatc
         settings.blocks, attention, batching, settings.tf32, settings.cudnn_benchmark
     )
     clone.set_attachments(KEY, optimization)
+    record_runs(clone, KEY)
     if settings.cfg_batching != "off":
         clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, batching.calc_cond_batch)
         clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, batching.apply_model)
@@ -86,6 +88,7 @@ def restore(model: ModelPatcher) -> ModelPatcher:
     """Returns a clone without anything that `optimize` has added."""
     clone = model.clone()
     clone.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, KEY)
+    clone.remove_wrappers_with_key(WrappersMP.PREDICT_NOISE, KEY)
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
     clone.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)

@@ -6,6 +6,7 @@ the prompt is one of the last; and it leaves it there until something else needs
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from uuid import UUID
 
@@ -16,6 +17,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ...errors import SettingError
 from ...optimizations.embedding_cache import EmbeddingCache, content_key
+from .run_record import Record, Records, recording
 
 CPU = "cpu"
 DROP = "drop after encoding"
@@ -84,6 +86,7 @@ class PlacedClip(comfy.sd.CLIP):
         placed = self._around(super().clone(disable_dynamic=disable_dynamic))
         placed.placement = self.placement
         placed._weights, placed._unpatched = self._weights, self._unpatched
+        Records.share(placed, Records.of(self))
         return placed
 
     def encode_from_tokens(
@@ -92,19 +95,26 @@ class PlacedClip(comfy.sd.CLIP):
         key = self._key(tokens, return_pooled, return_dict)
         known = RESULTS.recall(key)
         if known is not None:
+            Records.of(self).add(Record("text", None, ("remembered: nothing ran",)))
             return known
-        try:
-            result = super().encode_from_tokens(tokens, return_pooled, return_dict)
-        finally:
-            self._leave_card()
+        with self._recording() as asked:
+            try:
+                result = super().encode_from_tokens(tokens, return_pooled, return_dict)
+            finally:
+                self._leave_card()
+            cond = result["cond"] if return_dict else result[0] if return_pooled else result
+            asked["tokens"] = cond.shape[1]
         RESULTS.keep(key, result)
         return result
 
     def encode_from_tokens_scheduled(self, *args: Any, **kwargs: Any) -> Any:
+        # With scheduled hooks it encodes without `encode_from_tokens`.
+        scheduled = self.patcher.forced_hooks is not None and self.use_clip_schedule
         try:
-            return super().encode_from_tokens_scheduled(*args, **kwargs)
+            with self._recording() if scheduled else nullcontext():
+                return super().encode_from_tokens_scheduled(*args, **kwargs)
         finally:
-            self._leave_card()  # with scheduled hooks it encodes without `encode_from_tokens`
+            self._leave_card()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -132,6 +142,10 @@ class PlacedClip(comfy.sd.CLIP):
                 str(patcher.load_device),
             )
         )
+
+    def _recording(self) -> AbstractContextManager[dict[str, Any]]:
+        device = self.patcher.load_device
+        return recording(self, "text", device, (f"on {device}, placement {self.placement}",))
 
     def _leave_card(self) -> None:
         if self.placement != DROP:

@@ -6,6 +6,8 @@ whole, and up to rounding in exact tiles. Other VAEs and videos go the host's ow
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import comfy.ldm.wan.vae
 import comfy.sd
 import torch
@@ -15,6 +17,7 @@ from ...optimizations import vae as pieces
 from ...optimizations.vae import Progress
 from ...planning.vae import VaePlan, plan_decode, plan_encode
 from ...planning.vae_steps import PIXELS_PER_LATENT
+from .run_record import recording
 from .vae_batch import WHOLE, Batch
 from .vae_stages import decoder_stages, encoder_stages, vae_shape
 
@@ -42,7 +45,7 @@ def decode(vae: comfy.sd.VAE, samples: torch.Tensor, tiles: int = 0) -> tuple[to
     if not other and latents.ndim == 5 and latents.shape[2] > 1:
         other = f"the latent has {latents.shape[2]} frames, as a video or layers have"
     if other:
-        images, report = vae.decode(latents), f"decode: ComfyUI's own, because {other}"
+        images, report = _by_host(vae, "decode", latents, other)
     else:
         images, report = _decode_images(vae, latents, tiles)
     # As the host's node does with videos.
@@ -68,8 +71,18 @@ def encode(vae: comfy.sd.VAE, pixels: torch.Tensor, tiles: int = 0) -> tuple[tor
     if not other and pixels.ndim == 5:
         other = "the pixels are a video"
     if other:
-        return vae.encode(pixels), f"encode: ComfyUI's own, because {other}"
+        return _by_host(vae, "encode", pixels, other)
     return _encode_images(vae, pixels, tiles)
+
+
+def _by_host(
+    vae: comfy.sd.VAE, what: str, source: torch.Tensor, why: str
+) -> tuple[torch.Tensor, str]:
+    report = f"{what}: ComfyUI's own, because {why}"
+    # Another pack's VAE may be of any class.
+    recorded = recording(vae, what, vae.device, (report,)) if type(vae) is comfy.sd.VAE else None
+    with recorded or nullcontext():
+        return getattr(vae, what)(source), report
 
 
 def _other_vae(vae: comfy.sd.VAE) -> str | None:

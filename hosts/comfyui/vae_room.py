@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 
 import comfy.model_management
 import comfy.sd
-import torch
 
 from ...errors import UnavailableError
 from ...optimizations.resources import available_memory
@@ -137,21 +136,3 @@ def check_host_memory(what: str, needed: int) -> None:
             f"to {what} takes {format_gib(needed)} of host memory and {format_gib(available)} is "
             "available: choose a smaller size or batch, or close other programs."
         )
-
-
-class Peak:
-    """What torch allocated at most since `start`, beyond what was there."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._before = device, 0
-
-    def start(self) -> None:
-        if self._device.type == "cuda":
-            self._before = torch.cuda.memory_allocated(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-
-    def bytes(self) -> int:
-        """0 where torch does not count."""
-        if self._device.type != "cuda":
-            return 0
-        return torch.cuda.max_memory_allocated(self._device) - self._before
