@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ..planning.disk import GB
 from ..planning.estimate import Phase, Range
 from ..planning.memory import GIB, format_gib
 from ..planning.phases import KEPT_FREE_BYTES
@@ -156,7 +157,7 @@ def _advice_row(numbered: tuple[int, Advice]) -> list[str]:
 
 def _setting_line(market: Market, advice: Advice) -> str:
     offer = advice.offer
-    kind = market.estimates[offer.card.name].basis.kind
+    kind = _resting_on(market.estimates[offer.card.name])
     fits = "" if offer.fits else "does not fit; "
     source = market.prices[offer.card.name]
     return f"{fits}{offer.note}; {kind}; ${dollars(offer.usd_per_hour)} an hour ({source})"
@@ -187,12 +188,25 @@ def _figures(estimate: Estimate) -> list[tuple[str, str]]:
     disk = estimate.disk
     software = f"software and outputs {format_gib(disk.container_bytes)}"
     return [
-        ("step", f"{duration(estimate.step_seconds)}, {estimate.basis.kind}"),
-        ("image", f"{duration(estimate.image_seconds)}, {estimate.basis.kind}"),
+        ("step", f"{duration(estimate.step_seconds)}, {_resting_on(estimate)}"),
+        ("image", f"{duration(estimate.image_seconds)}, {_resting_on(estimate)}"),
         ("cost", _cost(estimate)),
         ("disk", f"{format_gib(disk.total_bytes)}: {_named(disk.files)}, {software}"),
+        ("guides say", _guides(estimate)),
         ("host RAM", format_gib(estimate.host_ram_bytes)),
     ]
+
+
+def _resting_on(estimate: Estimate) -> str:
+    """Every time is computed; what differs is what from."""
+    return "from measured rates" if estimate.basis.kind == "measured" else "predicted"
+
+
+def _guides(estimate: Estimate) -> str:
+    return ", ".join(
+        f"{advice.advised_bytes / GB:.0f} GB of {advice.what} (here {advice.needed_bytes / GB:.0f})"
+        for advice in estimate.guides
+    )
 
 
 def _cost(estimate: Estimate) -> str:

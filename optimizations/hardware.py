@@ -68,7 +68,7 @@ class Card:
         name: As the driver calls it, such as "NVIDIA L40S".
         sm: Compute capability, (8, 9) on an L40S.
         memory_bytes: What programs can allocate together. ECC has taken its share already: of an
-            L40S's 48 GiB, 46,068 MiB.
+            L40S's 48 GiB, 45,373 MiB.
         uuid: The driver's identifier without "GPU-"; empty when torch is too old to tell.
         ecc: Whether error correction is on; None when unknown or absent.
     """

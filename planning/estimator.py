@@ -8,7 +8,7 @@ from typing import Any
 
 from .cards import Card
 from .cost import check_price, usd_range
-from .disk import Disk, disk
+from .disk import GB, Advice, Disk, against_guides, disk
 from .estimate import NOTHING, Phase, Range, figure, gib
 from .estimator_notes import notes_of
 from .plan import Option, plan
@@ -58,6 +58,12 @@ class Estimate:
     basis: Basis
     notes: tuple[str, ...]
 
+    @property
+    def guides(self) -> tuple[Advice, ...]:
+        """What guides for rented machines advise, beside what is needed."""
+        most = max(phase.card_bytes for phase in self.phases.values())
+        return against_guides(self.disk, self.option.setting, most)
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON: figures in the unit of their name, the middle where there is a range."""
         step = self.step_seconds.times(1000)
@@ -79,6 +85,19 @@ class Estimate:
             "usd_per_image": None if usd is None else figure(usd.middle),
             "ranges": {name: [figure(end) for end in ends] for name, ends in ranges.items()},
             "disk_gib": gib(self.disk.total_bytes),
+            "disk": {
+                "files_gib": {name: gib(count) for name, count in self.disk.files.items()},
+                "container_gib": {name: gib(count) for name, count in self.disk.container.items()},
+                "guides": [
+                    {
+                        "what": advice.what,
+                        "advised_gb": round(advice.advised_bytes / GB, 1),
+                        "needed_gb": round(advice.needed_bytes / GB, 1),
+                        "why": advice.why,
+                    }
+                    for advice in self.guides
+                ],
+            },
             "host_ram_gib": gib(self.host_ram_bytes),
             "plan": [_option(option) for option in self.options],
             "basis": self.basis.kind,

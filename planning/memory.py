@@ -43,7 +43,7 @@ class CardFacts:
 
     Args:
         name: as the driver calls it.
-        total_bytes: what CUDA shows, with ECC's share already gone: 46,068 MiB on an L40S.
+        total_bytes: what CUDA shows, with ECC's share already gone: 45,373 MiB on an L40S.
         capability: compute capability, (8, 9) on an L40S.
     """
 

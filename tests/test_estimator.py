@@ -33,7 +33,7 @@ def card(name):
 KEYS = {
     *("card", "family", "settings", "phases", "fits", "headroom_gib", "step_ms"),
     *("image_seconds", "first_image_seconds", "cold_start_seconds", "usd_per_image"),
-    *("ranges", "disk_gib", "host_ram_gib", "plan", "basis", "basis_detail", "notes"),
+    *("ranges", "disk_gib", "disk", "host_ram_gib", "plan", "basis", "basis_detail", "notes"),
 }
 
 

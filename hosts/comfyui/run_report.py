@@ -32,6 +32,8 @@ UNWATCHED = (
     "Runs of this MODEL are not measured, because it is of another loader: put Optimize Qwen-Image "
     "(L40S) between it and the sampler, and connect its MODEL here."
 )
+# What sampling may take beside its steps before the report says so.
+LONG_SECONDS, LONG_SHARE = 1.0, 0.25
 EARLIER = (
     "Nothing was sampled with this MODEL in this run, because ComfyUI kept what an earlier one "
     "gave: these are the figures of that one."
@@ -85,11 +87,30 @@ def report_run(model: ModelPatcher, clip: Any = None, vae: Any = None) -> RunRep
         notes.append(
             f"{len(sampled)} samplings ran: the prediction is of the last, and the times are of all"
         )
+    if sentence := _beside_steps(sampled):
+        notes.append(sentence)
     if last.measured.counted:
+        notes.append("predictions are of a run when everything is loaded")
         notes.append("what was measured on the card is of every program, with torch's reserve")
     else:
         notes.append("memory is not counted on the processor")
     return RunReport(_text(rows, last, prediction, notes), _data(rows, last, prediction, notes))
+
+
+def _beside_steps(sampled: Sequence[Record]) -> str:
+    """Where sampling took far longer than its steps: what else it did."""
+    total = steps = 0.0
+    for record in sampled:
+        if record.measured is None or record.asked["step_seconds"] is None:
+            return ""
+        total += record.measured.seconds
+        steps += record.asked["evaluations"] * record.asked["step_seconds"]
+    if total - steps < max(LONG_SECONDS, LONG_SHARE * steps):
+        return ""
+    return (
+        f"{seconds_text(total - steps)} of sampling were not steps: a first run brings the model "
+        "to the card, and on a new machine compiles kernels and measures attention"
+    )
 
 
 def _is_watched(model: ModelPatcher) -> bool:
