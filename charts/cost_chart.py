@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..planning.cost import SECONDS_PER_HOUR
+from .advice_words import comparison_text
 from .canvas import (
     FAINT,
     GRID,
@@ -21,7 +23,7 @@ from .canvas import (
     dashed,
 )
 from .figures import dollars
-from .words import comparison_text, wish_text
+from .words import wish_text
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -69,7 +71,7 @@ def cost_chart(
     page = Page(3000)
     page.paragraph(f"Cost of an image: {wish.family}, {wish_text(wish)}", TITLE)
     page.paragraph(SUBTITLE, SMALL, FAINT)
-    page.y += 46
+    page.y += 64
     field = _field(page.y, offers, marked)
     _axes(page, field)
     drawn = list(zip(offers, tints, strict=True))
@@ -84,18 +86,18 @@ def cost_chart(
     dashed(page.draw, x, field.top, field.bottom, INK)
     page.label(x, field.top - 14, f"{load:,.10g} images an hour", (LEFT, field.right))
     taken: list[tuple[float, float]] = []
-    for number, (found, loads) in enumerate(zip(comparisons, crossings, strict=True), 1):
+    numbers = _numbers(crossings)
+    for number, found, loads in zip(numbers, comparisons, crossings, strict=True):
         for place in loads:
             usd = min(_usd(offer, place, offer.seconds.middle) for offer in _both(found))
             taken.append(_free_place(field.x(place), field.y(usd), taken))
             _dot(page, taken[-1], number)
     page.y = field.bottom + 62
-    page.legend(
-        (f"{offer.card.name}, ${dollars(offer.usd_per_hour)}/h", tint) for offer, tint in drawn
-    )
-    for number, found in enumerate(comparisons, 1):
+    page.legend((_named(offer), tint) for offer, tint in drawn)
+    for number, found in zip(numbers, comparisons, strict=True):
         page.y += 6
-        _dot(page, (MARGIN + DOT, page.y + DOT), number)
+        if number:
+            _dot(page, (MARGIN + DOT, page.y + DOT), number)
         page.y += 2
         page.paragraph(comparison_text(found), SMALL, INK, indent=2 * DOT + 12)
     return page.finish()
@@ -113,6 +115,12 @@ def _crossings(found: Comparison) -> list[float]:
     """Loads at which the cheaper one changes: the first ones, and the last."""
     ends = [stretch.high for stretch in found.stretches[:-1]]
     return ends if len(ends) <= MOST_DOTS else [*ends[: MOST_DOTS - 1], ends[-1]]
+
+
+def _numbers(crossings: Sequence[Sequence[float]]) -> list[int]:
+    """1, 2, ... for the comparisons that cross; 0 for the others, which have no dot."""
+    counted = itertools.count(1)
+    return [next(counted) if places else 0 for places in crossings]
 
 
 def _usd(offer: Offer, load: float, seconds: float) -> float:
@@ -176,7 +184,7 @@ def _axes(page: Page, field: _Field) -> None:
         page.draw.line((LEFT, y, field.right, y), fill=GRID, width=2)
         page.text(
             (LEFT - 10, y),
-            f"${value:.12f}".rstrip("0").rstrip("."),
+            _tick(value),
             size=SMALL,
             fill=FAINT,
             anchor="rm",
@@ -185,6 +193,13 @@ def _axes(page: Page, field: _Field) -> None:
     page.text(
         (field.right, field.bottom + 40), "images an hour", size=SMALL, fill=FAINT, anchor="rm"
     )
+
+
+def _tick(usd: float) -> str:
+    """`$0.02`, `$500`; as a power of ten where the digits would not fit."""
+    if 1e-5 < usd < 1e6:
+        return f"${usd:.6f}".rstrip("0").rstrip(".")
+    return f"${usd:.0e}"
 
 
 def _rounds(low: float, high: float, start: float, end: float, width: float) -> list[float]:

@@ -48,12 +48,14 @@ RESIDENT = {
     "LoRAs": "#1d3557",
 }
 OTHERS = ("#9db4d6", "#7e9d3c", "#455a64", "#b59ad0")
+BEYOND = "does not stay on the card"
 LABELS, VALUES, TIME = 150, 250, 120  # pixels at the left and at the right of the bars
 BAR, GAP = 40, 16
 
 
 def memory_chart(estimate: Estimate) -> Image.Image:
-    """Draws what each phase holds on the card, the card's capacity, and what does not fit in red.
+    """Draws what each phase holds on the card, the card's capacity, and in red what would have to
+    stay there too.
 
     Returns:
         An RGB picture, 1280 pixels wide and as high as it takes.
@@ -67,14 +69,15 @@ def memory_chart(estimate: Estimate) -> Image.Image:
     _bars(page, estimate)
     page.y += 12
     colours = _colours(estimate.phases)
-    page.legend([*colours.items(), *([] if estimate.fits else [("does not fit", BAD)])])
+    page.legend([*colours.items(), *([] if estimate.fits else [(BEYOND, BAD)])])
     return page.finish()
 
 
 def _bars(page: Page, estimate: Estimate) -> None:
     left, right = MARGIN + LABELS, WIDTH - MARGIN - VALUES
     capacity, usable = estimate.card.memory_bytes, usable_bytes(estimate)
-    longest = max(capacity, *(phase.card_bytes for phase in estimate.phases.values()))
+    needed = {name: _needed(estimate, name) for name in estimate.phases}
+    longest = max(capacity, *needed.values())
     scale = (right - left) / (longest * 1.02)
     top = page.y + 48
     bottom = top + len(estimate.phases) * (BAR + GAP)
@@ -92,11 +95,11 @@ def _bars(page: Page, estimate: Estimate) -> None:
     for name, phase in estimate.phases.items():
         middle = y + BAR / 2
         page.text((left - 14, middle), PHASE_NAMES[name], anchor="rm")
-        _bar(page, phase, (left, y), scale, usable, colours)
-        if (over := phase.card_bytes - usable) > 0:
-            _segment(page, left + usable * scale, left + phase.card_bytes * scale, y, BAD, over)
-        fill = BAD if over > 0 else INK
-        page.text((end - TIME, middle), format_gib(phase.card_bytes), fill=fill, anchor="rm")
+        _bar(page, phase, (left, y), scale, colours)
+        held = phase.card_bytes
+        if (over := needed[name] - held) > 0:
+            _segment(page, left + held * scale, left + needed[name] * scale, y, BAD, over)
+        page.text((end - TIME, middle), format_gib(held), anchor="rm")
         if phase.seconds is not None:
             page.text((end, middle), duration(phase.seconds), size=SMALL, fill=FAINT, anchor="rm")
         y += BAR + GAP
@@ -104,22 +107,22 @@ def _bars(page: Page, estimate: Estimate) -> None:
     page.y = bottom + 32
 
 
+def _needed(estimate: Estimate, name: str) -> int:
+    """What the card would hold if everything stayed there that is to."""
+    return max(estimate.phases[name].card_bytes, estimate.option.needs.get(name, 0))
+
+
 def _bar(
-    page: Page,
-    phase: Phase,
-    corner: tuple[int, int],
-    scale: float,
-    usable: int,
-    colours: Mapping[str, str],
+    page: Page, phase: Phase, corner: tuple[int, int], scale: float, colours: Mapping[str, str]
 ) -> None:
-    """What a phase holds, as far as the card goes."""
+    """What a phase holds."""
     left, y = corner
     start = 0
     for name, count in _parts(phase):
-        end = min(start + count, usable)
-        if end > start:
-            _segment(page, left + start * scale, left + end * scale, y, colours[name], end - start)
-        start += count
+        if count:
+            end = start + count
+            _segment(page, left + start * scale, left + end * scale, y, colours[name], count)
+            start = end
 
 
 def _segment(page: Page, left: float, right: float, y: int, fill: str, count: int) -> None:

@@ -1,22 +1,19 @@
-"""An estimate and an advice in words: the answer first, then what it rests on."""
+"""An estimate in words: the answer first, then what it rests on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..planning.disk import GB
-from ..planning.estimate import Phase, Range
+from ..planning.disk import CARD_MEMORY, GB
+from ..planning.estimate import Phase
 from ..planning.memory import GIB, format_gib
 from ..planning.phases import KEPT_FREE_BYTES
 from ..planning.wish import Wish
-from .figures import between, dollars, duration, folded, table, usd
+from .figures import duration, folded, table, usd
 
 if TYPE_CHECKING:
-    from ..planning.advise import Advice
-    from ..planning.crossover import Comparison
     from ..planning.estimator import Estimate
-    from ..planning.offers import Market
     from ..planning.plan import Option
 
 PHASE_NAMES = {
@@ -35,7 +32,6 @@ PHASE_COLUMNS = (
     *("on card", "weights", "activations", "workspace", "context", "time"),
     "also there",
 )
-ADVICE_COLUMNS = ["", "card", "image", "cards", "busy", "USD an image", "when always busy"]
 
 
 def estimate_text(estimate: Estimate) -> str:
@@ -50,7 +46,7 @@ def estimate_text(estimate: Estimate) -> str:
             for line in folded(f"{PHASE_NAMES[phase.name]}: {phase.note}", "")
         ],
         [*table(_figures(estimate)), *folded(basis_text(estimate), "")],
-        ["plan, the recommended first", *_plan_lines(estimate.options)],
+        [_plan_heading(estimate.options), *_plan_lines(estimate.options)],
         [line for note in estimate.notes for line in folded(f"note: {note}", "")],
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
@@ -58,14 +54,15 @@ def estimate_text(estimate: Estimate) -> str:
 
 def verdict(estimate: Estimate) -> str:
     """Whether it fits, by how much, and where it is tightest: one sentence."""
-    tightest = max(estimate.phases.values(), key=lambda phase: phase.card_bytes)
-    held = f"{format_gib(tightest.card_bytes)} of {format_gib(usable_bytes(estimate))} to use"
-    when = PHASE_NAMES[tightest.name]
+    option = estimate.option
+    peak, usable = format_gib(option.peak_bytes), format_gib(usable_bytes(estimate))
+    when = PHASE_NAMES[option.peak_phase]
     if estimate.fits:
-        return f"Fits: {held}, in {when}; {format_gib(estimate.headroom_bytes)} to spare."
-    moved = estimate.option.moved_bytes
+        spare = format_gib(estimate.headroom_bytes)
+        return f"Fits: {peak} of {usable} to use, in {when}; {spare} to spare."
+    moved = option.moved_bytes
     how = f"; the host moves {format_gib(moved)} to the card in every forward pass" if moved else ""
-    return f"Does not fit: {held}, in {when}{how}."
+    return f"Does not fit: {peak} would be needed of {usable}, in {when}{how}."
 
 
 def usable_bytes(estimate: Estimate) -> int:
@@ -101,78 +98,6 @@ def basis_text(estimate: Estimate) -> str:
     return f"Times {estimate.basis.text}"
 
 
-def advise_text(
-    market: Market, advices: Sequence[Advice], comparisons: Sequence[Comparison]
-) -> str:
-    """What `qwen-l40s advise` and the node print: the cheapest card first, then all of them.
-
-    Args:
-        advices: of `market.offers`, ranked.
-        comparisons: of the card that the package is about with others.
-    """
-    blocks = [
-        [_cheapest(advices)],
-        table([ADVICE_COLUMNS, *map(_advice_row, _numbered(advices))], right=(0, 2, 3, 4, 5, 6)),
-        [f"{advice.offer.card.name}: {_setting_line(market, advice)}" for advice in advices],
-        [comparison_text(found) for found in comparisons],
-        _without_offer(market),
-    ]
-    return "\n\n".join("\n".join(lines) for lines in blocks if lines)
-
-
-def comparison_text(found: Comparison) -> str:
-    """Which of two cards is cheaper at which load, and how sure that is."""
-    return f"{found.first.card.name} against {found.second.card.name}: {found.sentence}."
-
-
-def _numbered(advices: Sequence[Advice]) -> Iterator[tuple[int, Advice]]:
-    return enumerate(advices, 1)
-
-
-def _cheapest(advices: Sequence[Advice]) -> str:
-    fitting = [advice for advice in advices if advice.offer.fits]
-    if not fitting:
-        return "None of the cards with a price holds it: choose a smaller size, batch or precision."
-    best = fitting[0]
-    cards = _many(best.middle_cards, best.offer.card.name)
-    return (
-        f"Cheapest for {best.images_per_hour:,.10g} images an hour: {cards} at "
-        f"${dollars(best.offer.usd_per_hour)} an hour, {usd(best.usd_per_image)} an image."
-    )
-
-
-def _advice_row(numbered: tuple[int, Advice]) -> list[str]:
-    number, advice = numbered
-    offer = advice.offer
-    return [
-        str(number) if offer.fits else "-",
-        offer.card.name,
-        duration(offer.seconds),
-        between(Range(*advice.cards), lambda count: f"{count:.0f}"),
-        f"{advice.utilisation:.0%}",
-        usd(advice.usd_per_image),
-        usd(offer.full_usd_per_image),
-    ]
-
-
-def _setting_line(market: Market, advice: Advice) -> str:
-    offer = advice.offer
-    kind = _resting_on(market.estimates[offer.card.name])
-    fits = "" if offer.fits else "does not fit; "
-    source = market.prices[offer.card.name]
-    return f"{fits}{offer.note}; {kind}; ${dollars(offer.usd_per_hour)} an hour ({source})"
-
-
-def _without_offer(market: Market) -> list[str]:
-    lines = [f"{name}: {reason}" for name, reason in market.refused.items()]
-    if market.unpriced:
-        lines.append(
-            f"no price is known of {', '.join(market.unpriced)}: give your own in USD an hour, as "
-            f'--price "{market.unpriced[0]}=1.00" or as such a line in the node'
-        )
-    return lines
-
-
 def _phase_rows(phases: Iterable[Phase]) -> list[list[str]]:
     rows = [["GiB", *PHASE_COLUMNS]]
     for phase in phases:
@@ -186,25 +111,31 @@ def _phase_rows(phases: Iterable[Phase]) -> list[list[str]]:
 
 def _figures(estimate: Estimate) -> list[tuple[str, str]]:
     disk = estimate.disk
-    software = f"software and outputs {format_gib(disk.container_bytes)}"
+    software = f"software and outputs {_gb(disk.container_bytes)}"
+    times = {"step": estimate.step_seconds, "image": estimate.image_seconds}
     return [
-        ("step", f"{duration(estimate.step_seconds)}, {_resting_on(estimate)}"),
-        ("image", f"{duration(estimate.image_seconds)}, {_resting_on(estimate)}"),
-        ("cost", _cost(estimate)),
-        ("disk", f"{format_gib(disk.total_bytes)}: {_named(disk.files)}, {software}"),
+        *(
+            (name, f"{duration(time)}, {rests_on(estimate)}")
+            for name, time in times.items()
+            if time
+        ),
+        *([("cost", _cost(estimate))] if estimate.image_seconds else []),
+        ("disk", f"{_gb(disk.total_bytes)}: {_named(disk.files)}, {software}"),
         ("guides say", _guides(estimate)),
         ("host RAM", format_gib(estimate.host_ram_bytes)),
     ]
 
 
-def _resting_on(estimate: Estimate) -> str:
+def rests_on(estimate: Estimate) -> str:
     """Every time is computed; what differs is what from."""
     return "from measured rates" if estimate.basis.kind == "measured" else "predicted"
 
 
 def _guides(estimate: Estimate) -> str:
     return ", ".join(
-        f"{advice.advised_bytes / GB:.0f} GB of {advice.what} (here {advice.needed_bytes / GB:.0f})"
+        f"{advice.advised_bytes / GB:.0f} GB of {advice.what} (here "
+        + (format_gib if advice.what == CARD_MEMORY else _gb)(advice.needed_bytes)
+        + ")"
         for advice in estimate.guides
     )
 
@@ -215,12 +146,19 @@ def _cost(estimate: Estimate) -> str:
     return f"{usd(estimate.usd_per_image)} an image"
 
 
+def _plan_heading(options: Sequence[Option]) -> str:
+    if options[0].recommended:
+        return "plan, the recommended first"
+    return "plan, as asked first; the recommended is marked"
+
+
 def _plan_lines(options: Sequence[Option]) -> list[str]:
     lines = []
-    for place, option in enumerate(options):
+    for option in options:
         peak, spare = format_gib(option.peak_bytes), option.headroom_bytes
         room = f"{format_gib(spare)} to spare" if spare >= 0 else f"{format_gib(-spare)} too much"
-        lines.append(f"{'->' if not place else '  '} {option_text(option)}: {peak}, {room}")
+        mark = "->" if option.recommended else "  "
+        lines.append(f"{mark} {option_text(option)}: {peak}, {room}")
         for reason in option.reasons.values():
             lines += folded(reason, "     ")
     return lines
@@ -230,7 +168,9 @@ def option_text(option: Option) -> str:
     """The settings of one option in one line."""
     setting = option.setting
     tiles = "whole VAE" if option.tiles <= 1 else f"VAE in {option.tiles} tiles"
-    moved = "" if option.resident else ", weights move in every step"
+    moved = "" if option.resident else ", weights move for each image"
+    if option.moved_bytes:
+        moved = ", weights move in every step"
     return (
         f"{setting.precision}, modulation {setting.modulation}, text encoder "
         f"{setting.text_encoder} {setting.text_encoder_place}, {tiles}{moved}"
@@ -238,7 +178,12 @@ def option_text(option: Option) -> str:
 
 
 def _named(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {format_gib(count)}" for name, count in sizes.items())
+    return ", ".join(f"{name} {_gb(count)}" for name, count in sizes.items())
+
+
+def _gb(count: int) -> str:
+    """Decimal, as disks and downloads are sold."""
+    return f"{count / GB:.1f} GB" if count >= GB / 10 else f"{count / 1e6:.0f} MB"
 
 
 def _gib(count: int) -> str:

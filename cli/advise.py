@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SettingError
 from .picture import check_plot, write_plot
 from .printed import print_text
-from .wish_options import add_wish_arguments, wish_of
+from .wish_options import CARDS_HELP, add_wish_arguments, wish_of
 
 if TYPE_CHECKING:
     from ..planning.advise import Advice
@@ -41,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction, common: argparse.Argument
         metavar="CARD=USD",
         help="of a card for an hour, instead of the list's cheapest on demand",
     )
-    parser.add_argument("--cards", type=Path, metavar="FILE", help="cards of your own, as JSON")
+    parser.add_argument("--cards", type=Path, metavar="FILE", help=CARDS_HELP)
     parser.add_argument(
         "--only",
         nargs="+",
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0, or 1 when no card with a price holds what is to run.
     """
-    from ..charts.words import advise_text
+    from ..charts.advice_words import advise_text
     from ..planning.advise import advise
     from ..planning.calibration import load_calibration
     from ..planning.cards import known_cards

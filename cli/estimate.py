@@ -10,16 +10,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import SettingError
 from .cards_table import cards_table
 from .picture import check_plot, write_plot
 from .printed import print_text
-from .wish_options import add_wish_arguments, bytes_of_vram, check_price, wish_of
+from .wish_options import CARDS_HELP, add_wish_arguments, bytes_of_vram, check_price, wish_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..planning.cards import Card
+    from ..planning.memory import CardFacts
 
 DEFAULT_CARD = "L40S"
 
@@ -41,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction, common: argparse.Argument
     parser.add_argument(
         "--price", type=float, metavar="USD", help="of the card for an hour, instead of the list's"
     )
-    parser.add_argument("--cards", type=Path, metavar="FILE", help="cards of your own, as JSON")
+    parser.add_argument("--cards", type=Path, metavar="FILE", help=CARDS_HELP)
     parser.add_argument("--list-cards", action="store_true", help="print the known cards")
     parser.add_argument("--plot", metavar="FILE", help="draw the phases, as .png")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -84,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _card(name: str | None, cards: Mapping[str, Card]) -> Card:
     """The named card, or this machine's with the memory that it really shows."""
-    from ..planning.cards import find_card, with_memory
+    from ..planning.cards import find_card
+    from ..planning.unlisted import card_by_driver
 
     if name is not None:
         return find_card(name, cards)
@@ -95,24 +96,19 @@ def _card(name: str | None, cards: Mapping[str, Card]) -> Card:
             file=sys.stderr,
         )
         return find_card(DEFAULT_CARD, cards)
-    driver_name, memory_bytes = here
-    try:
-        return with_memory(find_card(driver_name, cards), memory_bytes)
-    except SettingError as error:
-        raise SettingError(
-            f"this machine's {driver_name} is not in the list of cards: name another with --card, "
-            "or describe yours in a file for --cards."
-        ) from error
+    return card_by_driver(here, cards)
 
 
-def _card_of_this_machine() -> tuple[tuple[str, int] | None, str]:
-    """((name, bytes) of the first card that torch can use, or None; why there is none)."""
+def _card_of_this_machine() -> tuple[CardFacts | None, str]:
+    """(the first card that torch can use, or None; why there is none)."""
     if find_spec("torch") is None:
         return None, "torch, which tells this machine's card, is not installed"
     from ..optimizations.hardware import read_cards
     from ..optimizations.software import check_torch
+    from ..planning.memory import CardFacts
 
     cards = read_cards(check_torch()[1])
     if not cards.usable:
         return None, f"no card of this machine can be used ({cards.reason})"
-    return (cards.usable[0].name, cards.usable[0].memory_bytes), ""
+    first = cards.usable[0]
+    return CardFacts(first.name, first.memory_bytes, first.sm), ""

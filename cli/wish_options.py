@@ -19,6 +19,9 @@ from ..planning.wish import (
     Wish,
 )
 
+CARDS_HELP = (
+    "cards of your own, as JSON; default: cards.json in QWEN_L40S_CACHE, else ~/.cache/qwen-l40s"
+)
 # The table stands in for the modulation's weights, which then wait in host memory.
 TABLES = {"auto": "auto", "on": "off card", "off": "on card"}
 
@@ -123,7 +126,7 @@ def wish_of(args: argparse.Namespace) -> Wish:
         text_encoder=encoder,
         text_encoder_place=args.text_encoder_place.replace("-", " "),
         loras=Loras(args.loras, args.lora_rank, args.lora_mode),
-        controlnet_bytes=round(_finite("--controlnet", args.controlnet, "GB") * 10**9),
+        controlnet_bytes=round(min(_finite("--controlnet", args.controlnet, "GB"), 1e6) * 10**9),
         tiles=args.tiles,
         parts=parts,
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ..errors import CheckpointError, SettingError
 from ..planning.memory import QUANTIZED, TransformerShape, part_bytes
 from ..planning.vae_steps import VaeShape
-from ..planning.wish import Parts
+from ..planning.wish import TEXT_ENCODER, TRANSFORMER, VAE, Parts
 from .checkpoint import Part, inspect_checkpoint
 from .source import Source, open_source
 
@@ -73,7 +73,9 @@ class Sizes:
             precision: of the transformer, one of `planning.wish.PRECISIONS`.
             text_encoder: one of `planning.wish.TEXT_ENCODER_PRECISIONS`.
         """
-        parts = Parts(transformer=self.shape)
+        named = {TRANSFORMER: self.transformer, TEXT_ENCODER: self.text_encoder, VAE: self.vae}
+        files = tuple((name, part.bytes) for name, part in named.items() if part is not None)
+        parts = Parts(transformer=self.shape, file_bytes=files)
         stored = stored_precision(self.transformer)
         if stored in QUANTIZED and precision in ("auto", stored):
             precision = stored

@@ -7,7 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..errors import QwenL40SError
-from ..hosts.comfyui.card_choices import measured_at
+from ..hosts.comfyui.card_choices import told_at
 from ..planning.cards import known_cards
 from ..planning.own_prices import EXAMPLE, read_prices
 from .host import CATEGORY, require_host
@@ -63,7 +63,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, prices: str = "") -> bool | str:
         # Only the one input: ComfyUI repeats the sentence for each that is named here.
-        if not isinstance(prices, str):  # a linked input is known only when it runs
+        if prices is None:  # a linked input is known only when it runs
             return True
         try:
             read_prices(prices, known_cards())
@@ -73,13 +73,13 @@ class QwenL40SAdviseGPU(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> Any:
-        return measured_at()
+        return told_at()
 
     @classmethod
     def execute(cls, images_per_hour: float, prices: str = "", **settings: Any) -> io.NodeOutput:
         require_host()
+        from ..charts.advice_words import advise_text
         from ..charts.cost_chart import cost_chart
-        from ..charts.words import advise_text
         from ..hosts.comfyui.wired_estimate import advise_on
         from ..hosts.comfyui.wired_wish import wish_from, wish_settings
 

@@ -8,7 +8,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..errors import QwenL40SError
-from ..hosts.comfyui.card_choices import THIS_CARD, card_choices, measured_at
+from ..hosts.comfyui.card_choices import THIS_CARD, card_choices, told_at
 from .host import CATEGORY, require_host
 from .picture import with_picture
 from .wish_inputs import rare_wish_inputs, wish_inputs
@@ -109,7 +109,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, card: str) -> bool | str:
         # Only the one input: ComfyUI repeats the sentence for each that is named here.
-        if not isinstance(card, str):  # a linked input is known only when it runs
+        if card is None:  # a linked input is known only when it runs
             return True
         try:
             require_host()
@@ -122,15 +122,19 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> Any:
-        return measured_at()
+        return told_at()
 
     @classmethod
     def check_lazy_status(cls, card: str, price_per_hour: float = 0.0, **inputs: Any) -> list[str]:
         """Refuses settings that contradict each other before anything is loaded."""
         require_host()
-        from ..hosts.comfyui.wired_wish import wish_from, wish_settings
+        from ..hosts.comfyui.this_card import card_of
+        from ..hosts.comfyui.wired_wish import NO_LATENT, wish_from, wish_settings
 
+        card_of(card)
         settings = {name: value for name, value in inputs.items() if name not in WIRES}
+        if "latent" in inputs:
+            settings |= NO_LATENT
         wish_from(wish_settings(**settings))
         return [name for name in WIRES if name in inputs and inputs[name] is None]
 

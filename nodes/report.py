@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from comfy_api.latest import io, ui
 
 from .host import CATEGORY, require_host
 
 
 class QwenL40SReport(io.ComfyNode):
-    """Reports the run that has just ended."""
+    """Reports the run that gave images."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -26,9 +24,8 @@ class QwenL40SReport(io.ComfyNode):
             inputs=[
                 io.Image.Input(
                     "images",
-                    optional=True,
-                    tooltip="The images of the run, which pass through: they make the report come "
-                    "after it. Without them it is made in each run, before or after the sampler.",
+                    tooltip="The images of the run, behind the decoder: they make the report come "
+                    "after it, tell which run it is of, and pass through.",
                 ),
                 io.Model.Input("model", tooltip="The MODEL that the sampler takes."),
                 io.Clip.Input(
@@ -43,28 +40,28 @@ class QwenL40SReport(io.ComfyNode):
                 ),
             ],
             outputs=[
-                io.Image.Output(display_name="images"),
-                io.String.Output(display_name="report"),
-                io.String.Output(display_name="JSON"),
+                io.Image.Output(display_name="images", tooltip="The images, unchanged."),
+                io.String.Output(
+                    display_name="report",
+                    tooltip="The run in words: each phase, the paths, what cannot be told.",
+                ),
+                io.String.Output(
+                    display_name="json",
+                    tooltip="The same figures for programs, in seconds, milliseconds and GiB.",
+                ),
             ],
         )
 
     @classmethod
-    def fingerprint_inputs(cls, images: Any = (), **parts: Any) -> Any:
-        # Images that are linked are None here, and part of what ComfyUI keeps the report by:
-        # where nothing ran for them, the report of the run that made them still holds.
-        return "" if images is None else float("nan")
-
-    @classmethod
     def execute(
         cls,
+        images: io.Image.Type,
         model: io.Model.Type,
-        images: io.Image.Type | None = None,
         clip: io.Clip.Type | None = None,
         vae: io.Vae.Type | None = None,
     ) -> io.NodeOutput:
         require_host()
         from ..hosts.comfyui.run_report import report_run
 
-        report = report_run(model, clip, vae)
+        report = report_run(model, clip, vae, images)
         return io.NodeOutput(images, report.text, report.json(), ui=ui.PreviewText(report.text))

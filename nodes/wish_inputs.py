@@ -65,7 +65,7 @@ def wish_inputs() -> list[io.Input]:
             "references",
             default=0,
             min=0,
-            max=16,
+            max=max(family.most_references for family in FAMILIES.values()),
             tooltip="Reference images of an edit, of one megapixel each: every one adds as many "
             "tokens as an image of 1024x1024.",
         ),

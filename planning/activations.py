@@ -158,14 +158,15 @@ def _fused_block(
     stream, n = BF16 * shape.dim, rows.all
     most, last = max(rows.image, rows.text), 9 * n * stream
     beside = wish.loras.count and wish.loras.mode == "beside"
+    expanded = MLP * shape.dim * stream if setting.weight_only else 0
+    if expanded:
+        last = max(last + most * stream, (8 * n + MLP * most) * stream) + expanded
     if beside:
-        # The layer's output, the LoRA's and their sum, at the MLP's first product.
+        # The layer's output, the LoRA's and their sum, at the MLP's first product, when a weight
+        # that was expanded is gone.
         return max(last, (8 * n + 3 * MLP * most) * stream), n * stream
-    if setting.precision not in QUANTIZED:
+    if expanded or setting.precision not in QUANTIZED:
         return last, n * stream
-    if setting.weight_only:
-        expanded = MLP * shape.dim * stream
-        return max(last + most * stream, (8 * n + MLP * most) * stream) + expanded, n * stream
     quantized = n * (shape.dim + BYTES_PER_SCALE)
     hidden = n * (MLP * shape.dim + BYTES_PER_SCALE)
     return (8 * n * stream) + quantized + hidden, quantized

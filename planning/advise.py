@@ -18,6 +18,9 @@ from .cards import Card
 from .cost import SECONDS_PER_HOUR, check_positive, check_price, usd_range
 from .estimate import Range, figure
 
+# Images an hour, beyond which an answer would be none: a card paints some hundred.
+LOADS = (1e-6, 10**9)
+
 
 @dataclass(frozen=True)
 class Offer:
@@ -125,9 +128,14 @@ def advise(images_per_hour: float, offers: Sequence[Offer]) -> tuple[Advice, ...
     """Ranks offers by the cost of an image at a load; what does not fit comes last.
 
     Raises:
-        SettingError: the load is not a finite number above 0.
+        SettingError: the load is not a finite number above 0, or beyond `LOADS`.
     """
     check_positive("images per hour", images_per_hour)
+    least, most = LOADS
+    if not least <= images_per_hour <= most:
+        raise SettingError(
+            f"images per hour is {images_per_hour:g}: give {least:g} to {most:,} of them."
+        )
     advices = [_advice(images_per_hour, offer) for offer in offers]
     return tuple(sorted(advices, key=_rank))
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import SettingError
+from .cache import cache_folder
 from .cards import find_card, known_cards
 from .rates import PRECISIONS, Rates, plain_name
 
@@ -47,15 +47,6 @@ class Calibration:
         gemm = {name: _figure(rate) for name, rate in self.rates.gemm.items()}
         about = {name: getattr(self, name) for name in ("card", "driver", "torch", "date")}
         return {**about, "rates": {"gemm": gemm, **figures}}
-
-
-def cache_folder() -> Path:
-    """QWEN_L40S_CACHE, else qwen-l40s in the user's cache folder; need not exist."""
-    named = os.environ.get("QWEN_L40S_CACHE")
-    if named:
-        return Path(os.path.expanduser(named))
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base, "qwen-l40s")
 
 
 def load_calibration(

@@ -18,11 +18,12 @@ from ..errors import SettingError
 
 PRECISIONS = ("bf16", "fp8", "int8", "fp32")
 ALWAYS = ("bf16", "fp32")  # every card that is worth listing has them
-KINDS = ("on demand", "spot", "serverless", "community")
+KINDS = ("on demand", "from", "spot", "serverless", "community")
 PCIE_GENERATIONS = (3, 4, 5, 6)
 MOST_BYTES = 2**20
 LONGEST_TEXT = 2000
 LARGEST = 1e9  # above every figure in its unit, and below what overflows a product of two
+LEAST_TFLOPS = 0.1
 DATE = re.compile(r"20\d\d-(0[1-9]|1[0-2])(-(0[1-9]|[12]\d|3[01]))?|undated")
 # What a price of the user's own may leave out.
 OWN_PRICE = {"provider": "your own", "kind": "on demand", "date": "undated", "source": "your list"}
@@ -38,6 +39,10 @@ class CardList:
 
 def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < LARGEST
+
+
+def _at_least(low: float) -> Callable[[Any], bool]:
+    return lambda value: _number(value) and value >= low
 
 
 def _whole(value: Any) -> bool:
@@ -62,7 +67,7 @@ def _peaks(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and set(ALWAYS) <= set(value) <= set(PRECISIONS)
-        and all(map(_number, value.values()))
+        and all(map(_at_least(LEAST_TFLOPS), value.values()))
     )
 
 
@@ -76,11 +81,12 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "architecture": (_text, "a text such as 'Ada Lovelace'"),
     "capability": (_capability, "the compute capability as two whole numbers, such as [8, 9]"),
     "memory_mib": (_whole, "the MiB that torch's total_memory shows, a whole number above 0"),
-    "bandwidth_gb_per_second": (_number, "the memory's GB/s, a number above 0"),
+    "bandwidth_gb_per_second": (_at_least(1), "the memory's GB/s, at least 1"),
     "l2_mib": (_whole, "the L2 cache's MiB, a whole number above 0"),
     "dense_tflops": (
         _peaks,
-        "peaks without sparsity above 0 for bf16 and fp32, and for fp8 and int8 where it has them",
+        "peaks without sparsity, at least 0.1, for bf16 and fp32, and for fp8 and int8 where it "
+        "has them",
     ),
     "pcie_generation": (_one_of(PCIE_GENERATIONS), "a whole number from 3 to 6"),
     "pcie_lanes": (_one_of((1, 2, 4, 8, 16)), "1, 2, 4, 8 or 16"),

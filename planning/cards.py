@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import SettingError
+from .cache import cache_folder
 from .card_file import CardList, read_cards
+from .formats import OLDEST_CAPABILITY
 from .memory import MIB, CardFacts
 
 BUNDLED = Path(__file__).with_name("gpus.json")
+OWN = "cards.json"  # in the cache folder
 # Gigatransfers a second and lane, one bit each, by PCIe generation.
 PCIE_GT_PER_SECOND = {3: 8, 4: 16, 5: 32, 6: 64}
+STARTING = "from"  # the kind of a price that is published as "from $0.72"
 # Words of a driver's name that tell no card from another.
 EMPTY_WORDS = {"nvidia", "geforce", "tesla", "generation", "gpu"}
 
@@ -24,7 +29,8 @@ class Price:
     """What an hour of one card costs.
 
     Attributes:
-        kind: "on demand", "spot", "serverless" or "community" (somebody else's machine).
+        kind: "on demand", "from" (the lowest that a provider announces for it on demand), "spot",
+            "serverless" or "community" (somebody else's machine).
         date: of the offer, year-month-day, or "undated".
         source: where it was published.
     """
@@ -70,12 +76,13 @@ class Card:
         return CardFacts(self.name, self.memory_bytes, self.capability)
 
     def multiplies(self, precision: str) -> bool:
-        """Whether the card multiplies matrices in a precision, not only stores them."""
-        return precision in self.dense_flops
+        """Whether this package multiplies in bf16, fp8 or int8 on such a card, as plans say it."""
+        oldest = OLDEST_CAPABILITY.get(precision)
+        return precision == "bf16" or (oldest is not None and self.capability >= oldest)
 
     def price(self) -> Price | None:
-        """The lowest price on demand; None where there is none."""
-        offers = [price for price in self.prices if price.kind == "on demand"]
+        """The lowest price on demand, starting prices among them; None where there is none."""
+        offers = [price for price in self.prices if price.kind in ("on demand", STARTING)]
         return min(offers, key=lambda price: price.usd_per_hour, default=None)
 
 
@@ -83,20 +90,28 @@ def known_cards(path: Path | None = None) -> dict[str, Card]:
     """The bundled list by name, with the user's own over it.
 
     Args:
-        path: a JSON file of the same form. Of a card that is known, by any of its names, it gives
-            only what differs, such as its prices: {"cards": {"L40S": {"prices": [...]}}}.
+        path: a JSON file of the same form; `own_list()` where there is one by default. Of a card
+            that is known, by any of its names, it gives only what differs, such as its prices:
+            {"cards": {"L40S": {"prices": [...]}}}.
 
     Raises:
         SettingError: the file cannot be read, or a field is missing, unknown or of no use; the
             message names file, card and field.
     """
     listed = read_cards(BUNDLED, CardList())
+    if path is None and os.path.lexists(own_list()):
+        path = own_list()
     if path is not None:
         known = _names((name, entry["also"]) for name, entry in listed.cards.items())
         listed = read_cards(Path(path), listed, lambda name: known.get(_key(name), name))
     cards = {name: _card(name, entry) for name, entry in listed.cards.items()}
     _names(((card.name, card.also) for card in cards.values()), where=f"{path}: ")
     return cards
+
+
+def own_list() -> Path:
+    """The user's own list of cards, which need not exist."""
+    return cache_folder() / OWN
 
 
 def card_notes() -> dict[str, str]:
@@ -112,10 +127,10 @@ def find_card(name: str, cards: Mapping[str, Card]) -> Card:
     Raises:
         SettingError: no card is named so, or several are; the message suggests the nearest.
     """
-    wanted = _words(name)
-    exact = _names((card.name, card.also) for card in cards.values()).get(_key(name))
+    exact = card_named(name, cards)
     if exact is not None:
-        return cards[exact]
+        return exact
+    wanted = words_of(name)
     parts = [card for card in cards.values() if _has_part(card, wanted)]
     if len(parts) == 1:
         return parts[0]
@@ -124,8 +139,14 @@ def find_card(name: str, cards: Mapping[str, Card]) -> Card:
         raise SettingError(f"{name!r} may be several cards: choose {several}.")
     raise SettingError(
         f"no card is known as {name!r}{_nearest(name, cards)}: choose {', '.join(cards)}, or "
-        "describe yours in a list of your own."
+        f"describe yours in {own_list()}."
     )
+
+
+def card_named(name: str, cards: Mapping[str, Card]) -> Card | None:
+    """The card with a whole name that differs in case, spaces, order and vendor alone, or None."""
+    known = _names((card.name, card.also) for card in cards.values()).get(_key(name))
+    return None if known is None else cards[known]
 
 
 def with_memory(card: Card, memory_bytes: int) -> Card:
@@ -141,6 +162,12 @@ def with_memory(card: Card, memory_bytes: int) -> Card:
             "(1 MiB)."
         )
     return replace(card, memory_bytes=memory_bytes)
+
+
+def words_of(name: str) -> tuple[str, ...]:
+    """Runs of letters and of digits, so that spaces and hyphens between them do not count."""
+    parts = re.findall(r"[^\W\d_]+|\d+", name.casefold())
+    return tuple(sorted(part for part in parts if part not in EMPTY_WORDS))
 
 
 def _card(name: str, entry: Mapping) -> Card:
@@ -161,19 +188,13 @@ def _card(name: str, entry: Mapping) -> Card:
     )
 
 
-def _words(name: str) -> tuple[str, ...]:
-    """Runs of letters and of digits, so that spaces and hyphens between them do not count."""
-    parts = re.findall(r"[^\W\d_]+|\d+", name.casefold())
-    return tuple(sorted(part for part in parts if part not in EMPTY_WORDS))
-
-
 def _key(name: str) -> str:
-    return " ".join(_words(name))
+    return " ".join(words_of(name))
 
 
 def _has_part(card: Card, wanted: tuple[str, ...]) -> bool:
     numbered = any(word.isdigit() for word in wanted)
-    return numbered and any(set(wanted) <= set(_words(name)) for name in (card.name, *card.also))
+    return numbered and any(set(wanted) <= set(words_of(name)) for name in (card.name, *card.also))
 
 
 def _names(cards: Iterable[tuple[str, Iterable[str]]], where: str = "") -> dict[str, str]:

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from .advise import Offer, exact
+from .crossover_words import sentence_of
+from .stretch import Stretch
 
 # Where two offers cost nearly the same at full use, their steps alternate without an end in sight.
 MOST_CARDS = 1000
-MOST_STRETCHES = 3
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Loads above `low` up to and with `high`, in images an hour, at which one offer is cheaper.
-
-    Attributes:
-        high: infinite where it has no end.
-        cheaper: None where both cost the same.
-    """
-
-    low: float
-    high: float
-    cheaper: Offer | None
 
 
 @dataclass(frozen=True)
@@ -33,8 +22,8 @@ class Comparison:
 
     Attributes:
         stretches: in order, from 0 on, without gaps; neighbours differ.
-        certain: whether the same offer is the cheaper one at full use wherever in their ranges the
-            times lie.
+        certain: whether the same offers are cheaper in the same order at all ends of the ranges of
+            their times; only the loads at which that changes may differ.
         sentence: the answer in words.
     """
 
@@ -52,21 +41,27 @@ def compare(first: Offer, second: Offer) -> Comparison:
     N p / c and less than p above that. So from p / (difference of both p / c) on, p being that of
     the one that is cheaper at full use, it is always the cheaper one; below, the steps at the
     multiples of both c are gone through. Where that takes more than `MOST_CARDS` of a card, the
-    last stretch ends there.
+    last stretch ends there. The same is done for the four pairs of ends of both times.
     """
-    stretches = _stretches(first, second)
-    certain = _certain(first, second)
-    sentence = _sentence(first, second, stretches)
-    if not certain and any(offer.seconds.low < offer.seconds.high for offer in (first, second)):
-        sentence += "; the ranges of their costs overlap, so it may be the other way round"
+    offers = (first, second)
+    stretches = _stretches(offers, [offer.middle_seconds for offer in offers])
+    ends = [stretches]
+    if any(offer.seconds.low < offer.seconds.high for offer in offers):
+        pairs = itertools.product(*(offer.seconds for offer in offers))
+        ends = [_stretches(offers, pair) for pair in pairs]
+    certain = all(_winners(other) == _winners(stretches) for other in ends)
+    sentence = sentence_of(offers, stretches, ends)
     return Comparison(first, second, stretches, certain, sentence)
 
 
-def _stretches(first: Offer, second: Offer) -> tuple[Stretch, ...]:
-    offers = (first, second)
-    rates = [offer.images_per_card_hour(offer.middle_seconds) for offer in offers]
+def _stretches(offers: tuple[Offer, Offer], seconds: Sequence[float]) -> tuple[Stretch, ...]:
+    """Those of one time for each offer."""
+    pairs = list(zip(offers, seconds, strict=True))
+    rates = [offer.images_per_card_hour(time) for offer, time in pairs]
     prices = [exact(offer.usd_per_hour) for offer in offers]
     full = [price / rate for price, rate in zip(prices, rates, strict=True)]
+    if prices[0] == prices[1] and (rates[0] == rates[1] or not prices[0]):
+        return (Stretch(0.0, math.inf, None),)
 
     def cheaper(costs: list[Fraction]) -> Offer | None:
         return None if costs[0] == costs[1] else offers[costs[1] < costs[0]]
@@ -100,65 +95,5 @@ def _merged(ends: list[tuple[float, Offer | None]]) -> tuple[Stretch, ...]:
     return tuple(stretches)
 
 
-def _certain(first: Offer, second: Offer) -> bool:
-    one, other = first.full_usd_per_image, second.full_usd_per_image
-    return one.high < other.low or other.high < one.low
-
-
-def _sentence(first: Offer, second: Offer, stretches: tuple[Stretch, ...]) -> str:
-    names = _names(first, second)
-    last = stretches[-1]
-    end = "" if math.isinf(last.high) else f" (compared up to {_load(last.high)} images an hour)"
-    winners = [stretch.cheaper for stretch in stretches if stretch.cheaper is not None]
-    if not winners:
-        return f"the {names[0]} and the {names[1]} cost the same at every load{end}"
-    final = winners[-1]
-    better, worse = names if final is first else names[::-1]
-    others = [stretch for stretch in stretches if stretch.cheaper not in (None, final)]
-    same = any(stretch.cheaper is None for stretch in stretches)
-    if not others and not same:
-        return f"the {better} is cheaper at every load{end}"
-    if not others:
-        return f"{_where(stretches, None)} both cost the same, else the {better} is cheaper{end}"
-    if len(stretches) == 2:
-        turn = _load(others[0].high)
-        return f"the {worse} is cheaper up to {turn} images an hour; from there the {better}{end}"
-    rest = (
-        f"at other loads the {better}, or both cost the same"
-        if same
-        else (f"at all other loads the {better}")
-    )
-    offer = others[0].cheaper
-    return f"the {worse} is cheaper {_where(stretches, offer)}; {rest}{end}"
-
-
-def _where(stretches: tuple[Stretch, ...], winner: Offer | None) -> str:
-    found = [stretch for stretch in stretches if stretch.cheaper is winner]
-    parts = [_between(stretch) for stretch in found[:MOST_STRETCHES]]
-    if len(found) > MOST_STRETCHES:
-        more = len(found) - MOST_STRETCHES
-        parts.append(f"in {more} shorter ranges up to {_load(found[-1].high)}")
-    text = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-    return f"{text} images an hour"
-
-
-def _between(stretch: Stretch) -> str:
-    if math.isinf(stretch.high):
-        return f"above {_load(stretch.low)}"
-    if stretch.low == 0:
-        return f"up to {_load(stretch.high)}"
-    return f"from {_load(stretch.low)} to {_load(stretch.high)}"
-
-
-def _load(value: float) -> str:
-    return f"{math.floor(value):,}" if value >= 10 else f"{value:.3g}"
-
-
-def _names(first: Offer, second: Offer) -> tuple[str, str]:
-    names = (first.card.name, second.card.name)
-    if names[0] != names[1]:
-        return names
-    return (
-        f"{names[0]} at ${first.usd_per_hour:g}/h",
-        f"{names[1]} at ${second.usd_per_hour:g}/h",
-    )
+def _winners(stretches: Iterable[Stretch]) -> list[Offer | None]:
+    return [stretch.cheaper for stretch in stretches]

@@ -13,9 +13,10 @@ from .memory import QUANTIZED, weight_bytes
 from .phases import transformer_bytes, vae_bytes
 from .setting import Setting
 from .text_encoder import text_encoder_bytes
-from .wish import Wish
+from .wish import TEXT_ENCODER, TRANSFORMER, VAE, Wish
 
 GB = 10**9
+CARD_MEMORY = "card memory"
 LM_HEAD_BYTES = 2 * 152_064 * 3584  # in the published text encoder; encoding never reads it
 # Software, predicted but for torch's environment: 7.8 GB with torch 2.11.0+cu130 on a machine that
 # was measured.
@@ -56,12 +57,17 @@ class Disk:
         return sum(self.files.values())
 
     @property
+    def transformer_bytes(self) -> int:
+        """Of its file, which comes first."""
+        return next(iter(self.files.values()))
+
+    @property
     def container_bytes(self) -> int:
         return sum(self.container.values())
 
     @property
     def total_bytes(self) -> int:
-        """Of every run; what is there once comes on top, the first time."""
+        """Of every run; `once` comes on top, the first time."""
         return self.files_bytes + self.container_bytes
 
     @property
@@ -78,22 +84,25 @@ def disk(wish: Wish, setting: Setting, *, quantized_file: bool = False) -> Disk:
             `qwen-l40s quantize` has written, for which the bf16 file is there once; else the bf16
             file is read and quantized on each load.
     """
-    bf16 = weight_bytes(wish.transformer, "bf16").total
-    source = {f"{wish.family} transformer, bf16": bf16}
-    files, once = source, {}
-    if wish.parts.transformer_bytes is not None:
-        files = {f"{wish.family} transformer": wish.parts.transformer_bytes}
-    elif setting.precision in QUANTIZED and quantized_file:
+    known = dict(wish.parts.file_bytes)
+    files, once = _transformer_file(wish, known), {}
+    if quantized_file and made_on_load(wish, setting):
         name = f"{wish.family} transformer, {setting.precision}, written once"
-        files, once = {name: transformer_bytes(wish, setting).total}, source
+        files, once = {name: transformer_bytes(wish, setting).total}, files
     # As published, with lm_head; quantized on load from it.
     text = wish.parts.text_encoder_bytes or text_encoder_bytes(wish, "bf16") + LM_HEAD_BYTES
-    files = {**files, "text encoder": text, "VAE": vae_bytes(wish)}
+    text, vae = known.get(TEXT_ENCODER, text), known.get(VAE, vae_bytes(wish))
+    files = {**files, "text encoder": text, "VAE": vae}
     if wish.controlnet_bytes:
         files["ControlNet"] = wish.controlnet_bytes
     if loras := _lora_files(wish):
         files["LoRAs"] = loras
     return Disk(files, CONTAINER, once)
+
+
+def made_on_load(wish: Wish, setting: Setting) -> bool:
+    """Whether the transformer is quantized on each load, from a file that is not."""
+    return setting.precision in QUANTIZED and wish.parts.transformer_bytes is None
 
 
 def against_guides(found: Disk, setting: Setting, card_bytes: int) -> tuple[Advice, ...]:
@@ -120,12 +129,20 @@ def against_guides(found: Disk, setting: Setting, card_bytes: int) -> tuple[Advi
             "model files are read where they lie: no second cache, and no activations on disk",
         ),
         Advice(
-            "card memory",
+            CARD_MEMORY,
             44 * GB if quantized else 88 * GB,
             card_bytes,
             "activations are counted and measured, and the modulation can wait in host memory",
         ),
     )
+
+
+def _transformer_file(wish: Wish, known: Mapping[str, int]) -> dict[str, int]:
+    """{name: bytes} of the file that is read: as stored, as held, or as published."""
+    held = wish.parts.transformer_bytes
+    if (count := known.get(TRANSFORMER, held)) is not None:
+        return {f"{wish.family} transformer": count}
+    return {f"{wish.family} transformer, bf16": weight_bytes(wish.transformer, "bf16").total}
 
 
 def _lora_files(wish: Wish) -> int:

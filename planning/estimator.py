@@ -8,7 +8,8 @@ from typing import Any
 
 from .cards import Card
 from .cost import check_price, usd_range
-from .disk import GB, Advice, Disk, against_guides, disk
+from .disk import GB, Advice, Disk, against_guides, disk, made_on_load
+from .envelope import basis_within
 from .estimate import NOTHING, Phase, Range, figure, gib
 from .estimator_notes import notes_of
 from .plan import Option, plan
@@ -16,6 +17,7 @@ from .plan_trial import sized
 from .rates import Basis, Rates, rates_of
 from .residence import host_ram_bytes
 from .run_times import RunTimes
+from .unlisted import UnlistedCard
 from .wish import Wish
 
 
@@ -24,19 +26,26 @@ class Estimate:
     """What a wish takes on a card.
 
     Attributes:
-        option: The plan's recommendation, which everything here is of.
+        option: The plan's first, which everything here is of: the recommended one, or what the
+            wish names.
         options: All of the plan.
-        phases: By name, with seconds. Where weights do not stay on the card, the bytes say what
-            would be there if they did.
+        phases: By name, with seconds where times are known: what really is on the card. What does
+            not stay is in `option.moved_bytes`, and what each phase would need in `option.needs`.
         fits: Whether all stays on the card in every phase, with what the host keeps free.
-        headroom_bytes: What is left of the card in the worst phase; negative by what is lacking.
-        step_seconds: One step of the sampler, with both prompts where there are two.
+        headroom_bytes: The option's: what is left of the card in the worst phase; negative by what
+            is lacking for all to stay.
+        step_seconds: One step of the sampler, with both prompts where there are two. None, as all
+            times, on a card that is neither listed nor calibrated.
         image_seconds: One image of a run with a new prompt, when everything is loaded and the
             schedule's modulation table is there.
         first_image_seconds: The first run, all of its images: files in memory, nothing on the card.
         cold_start_seconds: From the start of ComfyUI until all weights are on the card, files on an
             NVMe disk.
-        usd_per_image: None without a price.
+        loads: {where the files are: seconds until all weights are on the card}, of the files that
+            the setting reads.
+        prequantized_loads: The same of a transformer that was quantized once and written; None for
+            bf16.
+        usd_per_image: None without a price or without times.
         basis: What the times rest on.
         notes: Sentences.
     """
@@ -48,10 +57,12 @@ class Estimate:
     phases: Mapping[str, Phase]
     fits: bool
     headroom_bytes: int
-    step_seconds: Range
-    image_seconds: Range
-    first_image_seconds: Range
-    cold_start_seconds: Range
+    step_seconds: Range | None
+    image_seconds: Range | None
+    first_image_seconds: Range | None
+    cold_start_seconds: Range | None
+    loads: Mapping[str, Range] | None
+    prequantized_loads: Mapping[str, Range] | None
     usd_per_image: Range | None
     disk: Disk
     host_ram_bytes: int
@@ -61,16 +72,29 @@ class Estimate:
     @property
     def guides(self) -> tuple[Advice, ...]:
         """What guides for rented machines advise, beside what is needed."""
-        most = max(phase.card_bytes for phase in self.phases.values())
-        return against_guides(self.disk, self.option.setting, most)
+        return against_guides(self.disk, self.option.setting, self.option.peak_bytes)
+
+    @property
+    def written_once(self) -> Disk | None:
+        """The disk where a file is written once in the option's 8 bits; None where nothing is
+        quantized on load.
+        """
+        setting = self.option.setting
+        whole = sized(self.wish, setting.precision)
+        return disk(whole, setting, quantized_file=True) if made_on_load(whole, setting) else None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: figures in the unit of their name, the middle where there is a range."""
-        step = self.step_seconds.times(1000)
-        ranges = {"step_ms": step, "image_seconds": self.image_seconds}
-        if self.usd_per_image is not None:
-            ranges["usd_per_image"] = self.usd_per_image
-        usd = self.usd_per_image
+        step = self.step_seconds and self.step_seconds.times(1000)
+        answers = {
+            "step_ms": step,
+            "image_seconds": self.image_seconds,
+            "first_image_seconds": self.first_image_seconds,
+            "cold_start_seconds": self.cold_start_seconds,
+            "usd_per_image": self.usd_per_image,
+        }
+        ranges = {name: ends for name, ends in answers.items() if ends is not None}
+        written = self.written_once
         return {
             "card": self.card.name,
             "family": self.wish.family,
@@ -78,16 +102,16 @@ class Estimate:
             "phases": {name: phase.as_dict() for name, phase in self.phases.items()},
             "fits": self.fits,
             "headroom_gib": gib(self.headroom_bytes),
-            "step_ms": figure(step.middle),
-            "image_seconds": figure(self.image_seconds.middle),
-            "first_image_seconds": figure(self.first_image_seconds.middle),
-            "cold_start_seconds": figure(self.cold_start_seconds.middle),
-            "usd_per_image": None if usd is None else figure(usd.middle),
-            "ranges": {name: [figure(end) for end in ends] for name, ends in ranges.items()},
+            **{name: ends and figure(ends.middle) for name, ends in answers.items()},
+            "ranges": _ends(ranges),
+            "loads": _ends(self.loads),
+            "loads_prequantized": _ends(self.prequantized_loads),
             "disk_gib": gib(self.disk.total_bytes),
             "disk": {
                 "files_gib": {name: gib(count) for name, count in self.disk.files.items()},
                 "container_gib": {name: gib(count) for name, count in self.disk.container.items()},
+                "written_once_gib": written and gib(written.total_bytes),
+                "while_writing_gib": written and gib(written.most_bytes),
                 "guides": [
                     {
                         "what": advice.what,
@@ -127,35 +151,62 @@ def estimate(
         check_price(usd_per_hour)
     options = plan(card.facts(), wish)
     option = options[0]
-    slow, fast, basis = rates_of(card, calibration)
-    run = RunTimes(sized(wish, option.setting.precision), option, card, slow, fast)
-    files = disk(run.wish, option.setting)
-    phases = run.phases(files.files_bytes)
-    seconds = {name: phase.seconds or NOTHING for name, phase in phases.items()}
-    warm = seconds["text"] + seconds["sampling"] + seconds["decode"]
-    image = warm.times(1 / wish.batch)
-    price = card.price()
-    usd = usd_per_hour if price is None or usd_per_hour is not None else price.usd_per_hour
+    whole = sized(wish, option.setting.precision)
+    files = disk(whole, option.setting)
     found = Estimate(
         card=card,
         wish=wish,
         option=option,
         options=options,
-        phases=phases,
+        phases=option.phases,
         fits=option.headroom_bytes >= 0,
         headroom_bytes=option.headroom_bytes,
+        step_seconds=None,
+        image_seconds=None,
+        first_image_seconds=None,
+        cold_start_seconds=None,
+        loads=None,
+        prequantized_loads=None,
+        usd_per_image=None,
+        disk=files,
+        host_ram_bytes=host_ram_bytes(whole, option.setting, moved_bytes=option.moved_bytes),
+        basis=Basis("unknown", f"not predicted: {card.name} is not in the list of cards"),
+        notes=(),
+    )
+    loras_seconds = NOTHING
+    if calibration is not None or not isinstance(card, UnlistedCard):
+        slow, fast, basis = rates_of(card, calibration)
+        run = RunTimes(whole, option, card, slow, fast)
+        basis = basis_within(basis, wish, option.setting)
+        found = replace(_timed(found, run, usd_per_hour), basis=basis)
+        loras_seconds = run.loras_seconds()
+    notes = notes_of(found, own_price=usd_per_hour is not None, loras_seconds=loras_seconds)
+    return replace(found, notes=notes)
+
+
+def _timed(found: Estimate, run: RunTimes, usd_per_hour: float | None) -> Estimate:
+    """The estimate with its times and its cost."""
+    wish, price = found.wish, found.card.price()
+    phases = run.phases()
+    seconds = {name: phase.seconds or NOTHING for name, phase in phases.items()}
+    warm = seconds["text"] + seconds["sampling"] + seconds["decode"]
+    image = warm.times(1 / wish.batch)
+    usd = usd_per_hour if price is None or usd_per_hour is not None else price.usd_per_hour
+    return replace(
+        found,
+        phases=phases,
         step_seconds=seconds["sampling"].times(1 / wish.steps),
         image_seconds=image,
         first_image_seconds=warm + seconds["load"] + seconds["tables"],
-        cold_start_seconds=run.cold_start_seconds(files.files_bytes),
+        cold_start_seconds=run.cold_start_seconds(),
+        loads=run.loads(),
+        prequantized_loads=run.prequantized_loads(),
         usd_per_image=None if usd is None else usd_range(usd, image),
-        disk=files,
-        host_ram_bytes=host_ram_bytes(run.wish, option.setting, card.memory_bytes),
-        basis=basis,
-        notes=(),
     )
-    notes = notes_of(found, own_price=usd_per_hour is not None, loras_seconds=run.loras_seconds())
-    return replace(found, notes=notes)
+
+
+def _ends(found: Mapping[str, Range] | None) -> dict[str, list[float]] | None:
+    return found and {name: [figure(end) for end in ends] for name, ends in found.items()}
 
 
 def _option(option: Option) -> dict[str, Any]:
@@ -167,7 +218,10 @@ def _option(option: Option) -> dict[str, Any]:
         "tiles": option.tiles,
         "resident": option.resident,
         "peak_gib": gib(option.peak_bytes),
+        "peak_phase": option.peak_phase,
         "headroom_gib": gib(option.headroom_bytes),
+        "moved_gib": gib(option.moved_bytes),
+        "recommended": option.recommended,
         "reason": option.reason,
     }
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from .cards import STARTING
+from .constants import constants, measured
 from .estimate import Range
+from .load_time import NETWORK, NVME, PAGE_CACHE, SOURCES
 from .memory import GIB, QUANTIZED, format_gib
+from .rates import GEMM, why_predicted
 from .setting import DROPPED, ON_PROCESSOR
 
 if TYPE_CHECKING:
@@ -36,16 +40,20 @@ def words(seconds: Range) -> str:
 
 
 def _times(found: Estimate) -> Iterator[str]:
-    if found.basis.kind != "measured":
+    if found.first_image_seconds is None:
         yield (
-            f"Times are a range because no {found.card.name} was measured: its ends are the shares "
-            "of the data sheet's dense peaks that such programs reach."
+            f"No times and no cost are predicted, because {found.card.name} is not in the list of "
+            f"cards: of these the {found.card.nearest} has likely the nearest times, and "
+            "`qwen-l40s bench --calibrate` measures yours."
         )
+        return
+    yield from _range(found)
     yield (
         "An image is one with a new prompt when everything is loaded; the first run takes "
         f"{words(found.first_image_seconds)} with files in memory, and ComfyUI with all weights "
         f"from an NVMe disk starts in {words(found.cold_start_seconds)} (predicted)."
     )
+    yield f"Loading takes {_loads(found.loads)} (predicted)."
     place = found.option.setting.text_encoder_place
     if place == ON_PROCESSOR:
         yield "The text encoder's time is predicted for a processor of 16 cores."
@@ -53,15 +61,47 @@ def _times(found: Estimate) -> Iterator[str]:
         yield "Each new prompt brings the text encoder to the card again; a known one does not."
 
 
+def _range(found: Estimate) -> Iterator[str]:
+    """Why times are a range, and where in it one card is."""
+    low, high = found.step_seconds
+    if low == high:
+        return
+    setting = found.option.setting
+    if found.basis.origin:
+        why = f"the calibration left {setting.precision} out"
+    else:
+        why = why_predicted(found.card)
+    yield (
+        f"Times are a range because {why}: its ends are the shares of the data sheet's dense peaks "
+        "that such programs reach."
+    )
+    if setting.precision in QUANTIZED and not setting.weight_only:
+        reached = constants()
+        yield (
+            f"The card that was measured, an {measured()['conditions']['card']}, reached "
+            f"{reached.gemm_int8:.0%} of its dense peak in int8 and {reached.gemm_fp8:.0%} in fp8, "
+            f"where this range takes {GEMM[0]:.0%} to {GEMM[1]:.0%}: its slow end is the likelier."
+        )
+
+
+def _loads(loads: Mapping[str, Range]) -> str:
+    """`9.4 to 13 s with files in the page cache, ...`."""
+    places = {
+        PAGE_CACHE: "with files in the page cache",
+        NVME: f"from an NVMe disk of {SOURCES[NVME] / 1e9:g} GB/s",
+        NETWORK: f"from a network volume of {SOURCES[NETWORK] / 1e9:g} GB/s",
+    }
+    *others, last = (f"{words(seconds)} {places[source]}" for source, seconds in loads.items())
+    return f"{', '.join(others)} and {last}"
+
+
 def _room(found: Estimate) -> Iterator[str]:
     option = found.option
     if option.moved_bytes:
         moved = found.wish.passes * option.moved_bytes
-        pcie = moved / found.card.pcie_bytes_per_second
-        yield (
-            f"It runs, slowly: {format_gib(moved)} of weights cross PCIe in every step, at least "
-            f"{pcie:.2g} s of it."
-        )
+        link = found.card.pcie_bytes_per_second  # 0 where nobody has listed it
+        least = f", at least {moved / link:.2g} s of it" if link else ""
+        yield (f"It runs, slowly: {format_gib(moved)} of weights cross PCIe in every step{least}.")
     elif not option.resident:
         yield "It runs, with weights that leave the card and come back for each image."
     stays = next((other for other in found.options[1:] if other.resident), None)
@@ -80,14 +120,17 @@ def _room(found: Estimate) -> Iterator[str]:
     precision = option.setting.precision
     at_hand = found.wish.parts.transformer_bytes is not None
     if precision in QUANTIZED and not at_hand:
+        ready = found.prequantized_loads
         yield (
             f"{precision} is made of the bf16 file on each load; `qwen-l40s quantize` writes it "
-            "once."
+            f"once{f', and loading then takes {_loads(ready)} (predicted)' if ready else ''}."
         )
 
 
 def _additions(found: Estimate, loras_seconds: Range) -> Iterator[str]:
     wish = found.wish
+    if found.step_seconds is None:
+        return
     if wish.loras.count and wish.loras.mode == "beside":
         yield (
             f"{_many(wish.loras)} beside the weights take {words(loras_seconds)} of each "
@@ -95,9 +138,18 @@ def _additions(found: Estimate, loras_seconds: Range) -> Iterator[str]:
         )
     if wish.controlnet_bytes:
         yield "The ControlNet's time is counted from its bytes and was not measured."
+    if wish.member.layers and wish.layers:
+        yield f"An image is a set: the whole and its {wish.layers} layers."
+    elif wish.member.layers:
+        yield (
+            "One picture is counted: Qwen-Image-Layered paints layers beside it, 3 where ComfyUI's "
+            "node is left as it is, so give how many (--layers, or the node's)."
+        )
 
 
 def _price(found: Estimate, own: bool) -> Iterator[str]:
+    if found.image_seconds is None:
+        return
     if found.usd_per_image is None:
         yield f"No price of {found.card.name} is known: give your own to see the cost of an image."
         return
@@ -107,7 +159,9 @@ def _price(found: Estimate, own: bool) -> Iterator[str]:
 
 def _listed(card: Card) -> str:
     price = card.price()
-    return f"{price.provider}'s, {price.kind}, {price.date}: {price.usd_per_hour:g} USD an hour"
+    starting = price.kind == STARTING
+    usd = f"{'from ' * starting}{price.usd_per_hour:g} USD an hour"
+    return f"{price.provider}'s, on demand, {price.date}: {usd}"
 
 
 def _many(loras: Loras) -> str:

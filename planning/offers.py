@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import UnavailableError
 from .advise import Offer
-from .cards import Card
+from .cards import STARTING, Card, Price
 from .estimator import Estimate, estimate
 from .plan import Option
 from .rates import Rates
@@ -74,9 +74,17 @@ def market(
         if usd is None:
             unpriced.append(card.name)
             continue
-        prices[card.name] = "your own" if own is not None else f"{listed.provider}, {listed.date}"
+        prices[card.name] = "your own" if own is not None else price_source(listed)
         offers.append(Offer(card, found.image_seconds, usd, found.fits, setting_note(found.option)))
     return Market(tuple(offers), estimates, prices, tuple(unpriced), refused)
+
+
+def price_source(price: Price) -> str:
+    """Whose price it is, from when; a starting price is called so."""
+    words = [price.provider, price.date]
+    if price.kind == STARTING:
+        words.insert(1, "a starting price")
+    return ", ".join(words)
 
 
 def setting_note(option: Option) -> str:

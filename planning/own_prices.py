@@ -16,9 +16,12 @@ def read_prices(text: str, cards: Mapping[str, Card]) -> dict[str, float]:
     """{card's name in the list: USD an hour} of the lines that say one; empty lines say nothing.
 
     Raises:
-        SettingError: a line is no `card = price`, its card is unknown or was there before, or its
-            price is negative or no number; the message begins with the line's number.
+        SettingError: it is no text; or a line is no `card = price`, its card is unknown or was
+            there before, or its price is negative or no number; the message begins with the line's
+            number.
     """
+    if not isinstance(text, str):
+        raise SettingError(f"prices are {text!r} and must be a text of lines such as {EXAMPLE!r}.")
     prices: dict[str, float] = {}
     for number, line in _lines(text):
         name, price = _split(number, line)

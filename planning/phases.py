@@ -21,6 +21,7 @@ from .constants import constants
 from .decoding import decode_plan
 from .estimate import Phase
 from .memory import GIB, MIB, format_gib, weight_bytes
+from .moved import least_weights, within
 from .placement import ON_CARD
 from .setting import DROPPED, ON_PROCESSOR, Setting
 from .text_encoder import encoding_bytes, text_encoder_bytes
@@ -61,9 +62,10 @@ def phases(wish: Wish, setting: Setting, card_bytes: int | None = None) -> dict[
 
     Args:
         wish: what is run.
-        setting: how.
-        card_bytes: what CUDA shows of the card; by it the decoder plans its tiles, and what is
-            moved in each step stays off the card. None where memory is no concern.
+        setting: how. Where it is resident, all is there that is to stay, whether it fits or not;
+            where not, what really is on the card: the rest is moved to it when its turn comes.
+        card_bytes: what CUDA shows of the card; by it the decoder plans its tiles. None where
+            memory is no concern.
 
     Raises:
         UnavailableError: the image does not decode on the card even alone.
@@ -76,13 +78,15 @@ def phases(wish: Wish, setting: Setting, card_bytes: int | None = None) -> dict[
     activations = step_bytes(wish, setting).most
     extras = _present({"ControlNet": wish.controlnet_bytes, "LoRAs": lora_bytes(wish)})
     stays = _present({"VAE": vae, "modulation table": table}) | extras
-    if setting.resident and setting.text_encoder_place == ON_CARD:
-        stays["text encoder"] = text
-    sampled = on_card
+    sampled, text_stays = on_card, text if setting.text_encoder_place == ON_CARD else 0
+    usable = None
     if card_bytes is not None and not setting.resident:
-        taken = activations + sum(beside) + sum(stays.values())
-        sampled = min(on_card, max(0, card_bytes - taken))
-    return {
+        usable = card_bytes - KEPT_FREE_BYTES
+        room = usable - activations - sum(beside) - sum(stays.values())
+        text_stays = min(text_stays, max(0, room - least_weights(wish, on_card)))
+        sampled = min(on_card, max(0, room - text_stays))
+    stays |= _present({"text encoder": text_stays})
+    found = {
         "load": _load(wish, setting, sampled, stays, beside),
         "text": _text(wish, setting, text, sampled, stays, beside),
         "tables": _tables(wish, setting, weights, sampled, stays, beside),
@@ -95,8 +99,11 @@ def phases(wish: Wish, setting: Setting, card_bytes: int | None = None) -> dict[
             resident=stays,
             note=_sampling_note(setting, weights, on_card - sampled),
         ),
-        "decode": _decode(wish, {**stays, "transformer": sampled}, vae, card_bytes, beside),
     }
+    if usable is not None:
+        found = {name: within(phase, usable) for name, phase in found.items()}
+    others = {**stays, "transformer": sampled}
+    return {**found, "decode": _decode(wish, others, vae, card_bytes, beside)}
 
 
 def transformer_bytes(wish: Wish, setting: Setting) -> TransformerBytes:
@@ -138,12 +145,12 @@ def _text(
     if setting.text_encoder_place == ON_PROCESSOR:
         encoder = activations = 0
         notes = ["on the processor"]
-    if encoder and not (setting.resident and setting.text_encoder_place == ON_CARD):
+    if setting.text_encoder_place == DROPPED:
         # The transformer's turn is over, or has not come yet.
         resident = {"VAE": stays["VAE"]} if "VAE" in stays else {}
         notes.append("alone on the card, from which ComfyUI moves what is in its way")
     else:
-        resident["transformer"] = transformer
+        resident |= _present({"transformer": transformer})
     if setting.text_encoder_place == DROPPED:
         notes.append("leaves the card when the prompt is encoded")
     if wish.references:
@@ -182,7 +189,7 @@ def _tables(
     else:
         passing = min(weights.modulation, sampled)
         rest, note = sampled - passing, "from the weights on the card, once for a new schedule"
-    resident = {**stays, "transformer": rest}
+    resident = {**stays, **_present({"transformer": rest})}
     return Phase(
         "tables",
         weights=passing,
@@ -231,12 +238,8 @@ def _sampling_note(setting: Setting, weights: TransformerBytes, moved: int) -> s
     notes = []
     if setting.off_card:
         notes.append(f"{format_gib(weights.modulation)} of modulation wait in host memory")
-    if not setting.resident:
-        notes.append(
-            f"{format_gib(moved)} of weights are moved to the card in every step"
-            if moved
-            else "the host moves weights to the card in every step"
-        )
+    if moved:
+        notes.append(f"{format_gib(moved)} of weights are moved to the card in every forward pass")
     return "; ".join(notes) or "all weights stay on the card"
 
 

@@ -15,6 +15,9 @@ from .wish import PRECISIONS, Wish
 
 __all__ = ["Held", "Option", "check_stored", "plan"]
 
+# Of an image that is as small as anybody paints.
+LEAST_SIDE = 256
+
 
 def plan(
     card: CardFacts,
@@ -24,14 +27,14 @@ def plan(
     as_stored: bool = False,
     held: Mapping[str, Held] | None = None,
 ) -> tuple[Option, ...]:
-    """The ways to run a wish on a card, the recommended one first.
+    """The ways to run a wish on a card, what was asked for first.
 
     What the wish names is kept. Of the rest the most faithful precision is recommended that stays
     on the card; a file that is quantized stays as it is, because dequantizing brings nothing back.
     Where not all parts fit, the modulation leaves the card first, then the text encoder. Next come
     less faithful precisions, and last more faithful ones that the host would have to move in each
     step. Where a named setting does not stay, it comes first with that said, and then what would
-    stay if nothing were named.
+    stay if nothing were named, of which the first is the recommended one.
 
     Args:
         stored: what the transformer's file holds, a key of `BYTES_PER_WEIGHT`; None for any.
@@ -56,12 +59,12 @@ def plan(
     found = [question.trial(precision) for precision in question.precisions()]
     run = [trial for trial in found if trial.least_bytes <= card.total_bytes]
     if not run:
-        raise UnavailableError(_refusal(card, wish, min(trial.least_bytes for trial in found)))
+        raise UnavailableError(_refusal(question, min(trial.least_bytes for trial in found)))
     order = _order(run)
     options = [option_of(question, trial, order[0], found) for trial in order]
-    if not options[0].resident:
-        options += _what_would_stay(question)
-    return tuple(options)
+    others = [] if options[0].resident else _what_would_stay(question)
+    best = (others or options)[0]
+    return tuple(replace(option, recommended=option is best) for option in (*options, *others))
 
 
 def check_stored(stored: str) -> None:
@@ -96,14 +99,68 @@ def _what_would_stay(question: Question) -> list[Option]:
     if free == wish and not question.as_stored:
         return []
     options = plan(question.card, free, question.stored, held=question.held)
-    return [option for option in options if option.resident]
+    return [replace(option, as_asked=False) for option in options if option.resident]
 
 
-def _refusal(card: CardFacts, wish: Wish, least: int) -> str:
+def _refusal(question: Question, least: int) -> str:
+    """Why not even weights that are moved help, and what would, each by itself or all together."""
+    card, wish = question.card, question.wish
     batch = f"a batch of {wish.batch}" if wish.batch > 1 else "one image"
+    what = f"a step of {batch} of {wish.width}x{wish.height}"
+    if extras := _extras(wish):
+        what += f" with {' and '.join(extras)}"
+    remedies = _remedies(wish)
+    enough = [remedy for remedy, less in remedies.items() if _runs(question, less)]
+    if len(remedies) > 1 and not enough:
+        advice = f"more than one of these is needed: {', '.join(remedies)}"
+    else:
+        advice = ", ".join(enough or remedies)
     return (
-        f"{card.name} has {format_gib(card.total_bytes)} and a step of {batch} of "
-        f"{wish.width}x{wish.height} takes {format_gib(least)} even with weights that are moved to "
-        "it block by block: choose a smaller size or batch, fewer references, or a card with more "
-        "memory."
+        f"{card.name} has {format_gib(card.total_bytes)} and {what} takes {format_gib(least)} even "
+        f"with weights that are moved to it block by block: {advice}, or "
+        "choose a card with more memory."
     )
+
+
+def _extras(wish: Wish) -> list[str]:
+    """What a wish adds to a picture."""
+    extras = []
+    if wish.controlnet_bytes:
+        extras.append(f"a ControlNet of {format_gib(wish.controlnet_bytes)}")
+    if count := _loras_beside(wish):
+        loras = "1 LoRA" if count == 1 else f"{count} LoRAs"
+        extras.append(f"{loras} of rank {wish.loras.rank} beside the weights")
+    if wish.references:
+        extras.append("1 reference" if wish.references == 1 else f"{wish.references} references")
+    if wish.layers:
+        extras.append("1 layer" if wish.layers == 1 else f"{wish.layers} layers")
+    return extras
+
+
+def _remedies(wish: Wish) -> dict[str, Wish]:
+    """{what to do: the wish that it leaves}."""
+    remedies = {}
+    if wish.controlnet_bytes:
+        remedies["run without the ControlNet"] = replace(wish, controlnet_bytes=0)
+    if _loras_beside(wish):
+        merged = replace(wish.loras, mode="merged")
+        remedies["merge the LoRAs into the weights"] = replace(wish, loras=merged)
+    if wish.references:
+        remedies["give fewer references"] = replace(wish, references=0)
+    if wish.layers > 1:
+        remedies["paint fewer layers"] = replace(wish, layers=1)
+    smaller = replace(wish, width=LEAST_SIDE, height=LEAST_SIDE, batch=1)
+    return {**remedies, "choose a smaller size or batch": smaller}
+
+
+def _loras_beside(wish: Wish) -> int:
+    return wish.loras.count if wish.loras.mode == "beside" else 0
+
+
+def _runs(question: Question, wish: Wish) -> bool:
+    asked = replace(question, wish=wish)
+    try:
+        found = [asked.trial(precision) for precision in asked.precisions()]
+    except UnavailableError:  # it does not decode
+        return False
+    return any(trial.least_bytes <= question.card.total_bytes for trial in found)

@@ -27,25 +27,38 @@ class Option:
     Attributes:
         setting: What it settles.
         tiles: Of each image that the VAE decodes; 1 is whole.
-        vae_note: How it is decoded, and why.
         resident: Whether all stays on the card that steps and decoder need.
-        peak_bytes: On the card in the worst phase, were everything there that it works with.
-        headroom_bytes: What the card has beside that and `phases.KEPT_FREE_BYTES`; negative by what
-            does not fit.
+        needs: {phase: bytes that the card would need for all to stay that is to}.
+        headroom_bytes: What the card has beside the largest of them and `phases.KEPT_FREE_BYTES`;
+            negative by what does not fit.
         moved_bytes: Weights that the host brings to the card in each forward pass.
         reasons: {of what: why, with figures}, in order.
-        phases: What each phase takes, counted as if everything stayed that is to.
+        phases: What really is on the card in each phase: never more than it has, and without what
+            is moved.
+        as_asked: Whether everything is kept that the wish names.
+        recommended: Whether it is the one of its plan to take.
     """
 
     setting: Setting
     tiles: int
-    vae_note: str
     resident: bool
-    peak_bytes: int
+    needs: Mapping[str, int]
     headroom_bytes: int
     moved_bytes: int
     reasons: Mapping[str, str] = field(repr=False)
     phases: Mapping[str, Phase] = field(repr=False)
+    as_asked: bool = True
+    recommended: bool = False
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase that needs the most."""
+        return max(self.needs, key=self.needs.__getitem__)
+
+    @property
+    def peak_bytes(self) -> int:
+        """What that phase needs for all to stay; of a resident option, what it takes."""
+        return self.needs[self.peak_phase]
 
     @property
     def reason(self) -> str:
@@ -61,17 +74,16 @@ def option_of(question: Question, trial: Trial, first: Trial, found: Sequence[Tr
             are.
         found: of each precision, the most faithful first.
     """
-    setting, worst = trial.settled, trial.worst
+    setting = trial.settled
     return Option(
         setting=setting,
         tiles=trial.tiles,
-        vae_note=trial.phases["decode"].note,
         resident=setting.resident,
-        peak_bytes=worst.bytes,
-        headroom_bytes=worst.spare(question.card),
+        needs={name: need.bytes for name, need in trial.needs.items()},
+        headroom_bytes=trial.worst.spare(question.card),
         moved_bytes=trial.moved_bytes,
         reasons=_reasons(question, trial, first, found),
-        phases=trial.phases,
+        phases=trial.there,
     )
 
 
@@ -85,7 +97,9 @@ def _reasons(
         "products": weight_only(setting.precision, card),
         "modulation": _modulation(question, trial, trial is first),
         "text encoder": text_encoder_words(setting.text_encoder_place, named, trial.text_encoder),
-        "room": room_words(card, trial.on_card, trial.short, trial.moved_bytes, wish.passes),
+        "room": room_words(
+            card, trial.on_card, trial.short, trial.worst, trial.moved_bytes, wish.passes
+        ),
     }
     return {what: clause for what, clause in reasons.items() if clause}
 
@@ -100,7 +114,8 @@ def _precision(question: Question, trial: Trial, first: Trial, found: Sequence[T
         resident=not trial.moved,
         first=trial is first,
         bf16=found[0].on_card,
-        bf16_fits=found[0].fits,
+        bf16_fits=not found[0].moved,
+        least=first.setting.precision if first.moved else "",
     )
 
 

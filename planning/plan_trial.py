@@ -9,14 +9,12 @@ from functools import cached_property
 from .decoding import decode_plan
 from .estimate import Phase
 from .memory import CardFacts
+from .moved import least_weights
 from .phases import KEPT_FREE_BYTES, phases, transformer_bytes
 from .plan_words import Need
 from .setting import Setting
 from .text_encoder import text_encoder_bytes
 from .wish import Wish
-
-# Where the host moves weights, the block that computes and the next one are on the card at least.
-BLOCKS_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -54,12 +52,19 @@ class Trial:
 
     @cached_property
     def phases(self) -> Mapping[str, Phase]:
-        """What each phase takes.
+        """What each phase would take.
 
         Raises:
             UnavailableError: the image does not decode on the card even alone.
         """
         return phases(self.wish, self.setting, self.card.total_bytes)
+
+    @cached_property
+    def there(self) -> Mapping[str, Phase]:
+        """What is really on the card in each phase, where weights are moved less than `phases`."""
+        if not self.moved:
+            return self.phases
+        return phases(self.wish, self.settled, self.card.total_bytes)
 
     @cached_property
     def before_decoding(self) -> Mapping[str, Phase]:
@@ -81,9 +86,13 @@ class Trial:
         return Need(name, decode.card_bytes + there - left)
 
     @property
+    def needs(self) -> dict[str, Need]:
+        """Of every phase by name."""
+        return {name: self.need(name) for name in (*self.before_decoding, "decode")}
+
+    @property
     def worst(self) -> Need:
-        needs = map(self.need, (*self.before_decoding, "decode"))
-        return max(needs, key=lambda need: need.bytes)
+        return max(self.needs.values(), key=lambda need: need.bytes)
 
     @property
     def fits(self) -> bool:
@@ -105,21 +114,20 @@ class Trial:
     @property
     def moved_bytes(self) -> int:
         """Of these, what does not stay, and has to be moved in each forward pass."""
-        return min(self.on_card, max(0, -self.need("sampling").spare(self.card)))
+        return self.on_card - self.there["sampling"].weights
 
     @property
     def least_bytes(self) -> int:
         """The smallest card on which a forward pass runs, with all weights moved that can be."""
         sampling = self.sampling
-        block = -(-sampling.weights // self.wish.transformer.blocks)
-        some = min(sampling.weights, BLOCKS_AT_ONCE * block)
+        some = least_weights(self.wish, sampling.weights)
         text = sampling.resident.get("text encoder", 0)
         return sampling.card_bytes - sampling.weights - text + some + KEPT_FREE_BYTES
 
     @property
     def tiles(self) -> int:
         """Of each image that is decoded."""
-        decode = self.phases["decode"]
+        decode = self.there["decode"]
         free = self.card.total_bytes - KEPT_FREE_BYTES - decode.card_bytes + decode.activations
         return decode_plan(self.wish, max(free, decode.activations)).count
 

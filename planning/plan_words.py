@@ -25,6 +25,10 @@ INT8_BEFORE_FP8 = (
     "int8 is as small as fp8 and closer to bf16 on weights without outliers (relative error 0.0064 "
     "against 0.0100; `qwen-l40s audit` tells for yours)"
 )
+FP8_AFTER_INT8 = (
+    "fp8: as small as int8, and closer to bf16 where weights have large outliers (`qwen-l40s "
+    "audit` tells for yours)"
+)
 
 
 class Need(NamedTuple):
@@ -114,7 +118,14 @@ def kept_precision(stored: str) -> str:
 
 
 def automatic_precision(
-    name: str, stored: str | None, *, resident: bool, first: bool, bf16: int, bf16_fits: bool
+    name: str,
+    stored: str | None,
+    *,
+    resident: bool,
+    first: bool,
+    bf16: int,
+    bf16_fits: bool,
+    least: str = "",
 ) -> str:
     """Of a precision that nobody asked for.
 
@@ -123,24 +134,40 @@ def automatic_precision(
         first: whether it is the recommended one.
         bf16: bytes of the weights that steps read in bf16.
         bf16_fits: whether bf16 stays on the card.
+        least: where nothing stays, the precision of which the host moves the fewest weights.
     """
     if stored in QUANTIZED:
         return kept_precision(stored)
+    if least:
+        return _where_nothing_stays(name, stored, first, least)
     if name == "bf16":
-        rounded = f" ({conversion(stored, name)})" if stored not in (None, name) else ""
-        fits = ", and it fits" if resident else ""
-        return f"auto: bf16{rounded} is what the model was trained in{fits}"
+        fits = ", and it fits" if resident else ", and does not stay on the card"
+        return f"{'auto: ' if first else ''}{_trained_in(stored)}{fits}"
     if name == "fp8":
-        return (
-            "fp8: as small as int8, and closer to bf16 where weights have large outliers "
-            "(`qwen-l40s audit` tells for yours)"
-        )
+        return FP8_AFTER_INT8
     if bf16_fits:
         return f"int8: next after bf16, for less memory and time; {INT8_BEFORE_FP8}"
     return (
         f"{'auto' if first else name}: bf16 with {format_gib(bf16)} of weights does not stay on "
         f"the card, and {INT8_BEFORE_FP8}"
     )
+
+
+def _trained_in(stored: str | None) -> str:
+    rounded = f" ({conversion(stored, 'bf16')})" if stored not in (None, "bf16") else ""
+    return f"bf16{rounded} is what the model was trained in"
+
+
+def _where_nothing_stays(name: str, stored: str | None, first: bool, least: str) -> str:
+    if name == "bf16":
+        words = _trained_in(stored)
+        return f"auto: no precision stays on the card, and {words}" if first else words
+    if first:
+        closer = f"; {INT8_BEFORE_FP8}" if name == "int8" else ""
+        return f"auto: no precision stays on the card, and of {name} the least is moved{closer}"
+    if name == "fp8" and least == "int8":
+        return FP8_AFTER_INT8
+    return f"{name}: does not stay on the card either"
 
 
 def modulation_words(place: str, requested: bool, size: int, together: str) -> str:
@@ -184,16 +211,21 @@ def together_words(card: CardFacts, parts: Mapping[str, int], need: Need) -> str
     return f"{names} {fit} {card.name} together ({need.words()})"
 
 
-def room_words(card: CardFacts, weights: int, need: Need, moved: int, passes: int) -> str:
+def room_words(
+    card: CardFacts, weights: int, need: Need, worst: Need, moved: int, passes: int
+) -> str:
     """What stays on the card, and what does not.
 
     Args:
         weights: bytes of the transformer that are to be there.
+        need: of the phase that decides.
+        worst: of the phase that takes the most.
         moved: bytes of them that every forward pass brings to the card.
         passes: forward passes in each step.
     """
     size, spare = format_gib(weights), need.spare(card)
-    facts = f"{need.words()}; it has {format_gib(card.total_bytes)}, of which "
+    needs = need.words() if worst == need else f"{need.words()}, {worst.words()}"
+    facts = f"{needs}; it has {format_gib(card.total_bytes)}, of which "
     facts += f"{format_gib(KEPT_FREE_BYTES)} stay free"
     if moved:
         every = "step" if passes == 1 else "pass"

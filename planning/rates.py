@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
+from .cards import BUNDLED, Card, card_named, known_cards
 from .constants import Constants, constants, measured
-
-if TYPE_CHECKING:
-    from .cards import Card
 
 # Of a card that was not measured, as shares of its dense peaks: what programs of this kind reach.
 GEMM = (0.45, 0.75)
@@ -18,8 +16,8 @@ BANDWIDTH = (0.70, 0.90)
 # The VAE's and the link's, around what was measured on one card.
 CONVOLUTION = (0.6, 1.1)
 LINK = (0.75, 0.95)
-# Of the fp32 peak. Not fitted: the middle stands for the measured card too, whose prompts take
-# within a few percent of that (`measured.json`).
+# Of the fp32 peak. Not fitted: the middle stands for the measured card too, on which six prompts
+# took up to a tenth more or less than that (text_worst in `measured.json`).
 ENCODER = (0.4, 0.6)
 # Pinned memory to an H200: 55.3 of the 64 GB/s of 16 lanes of PCIe 5 (benchmarks/weight_stream.py).
 MEASURED_LINK = 0.864
@@ -55,35 +53,39 @@ class Basis:
     """What times rest on.
 
     Attributes:
-        kind: "measured" on this card, or "predicted".
+        kind: "measured" on this card, "predicted", or "unknown" where there are no times.
         text: For the user.
+        origin: Where measured rates are from, in words; empty where none are.
+        left_out: Precisions whose rate is predicted although the others were measured.
     """
 
     kind: str
     text: str
+    origin: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 def rates_of(card: Card, calibration: Rates | None = None) -> tuple[Rates, Rates, Basis]:
     """The slowest and the fastest that a card is to be expected; equal where it was measured.
 
     Args:
-        calibration: What `qwen-l40s bench --calibrate` measured on the user's card of this name.
+        calibration: What `qwen-l40s bench --calibrate` measured on the user's card of this name. A
+            precision that it left out although the card multiplies it is predicted.
 
     Raises:
         UnavailableError: `measured.json` is damaged.
     """
     if calibration is not None:
-        text = f"measured on this {card.name} by `qwen-l40s bench --calibrate`"
-        return calibration, calibration, Basis("measured", text)
+        return _calibrated(card, calibration)
     found = constants()
     conditions = measured()["conditions"]
-    if is_named(card, conditions["card"]):
+    if is_named(card, conditions["card"]) and _has_bundled_figures(card):
         rates = rates_by(found, card)
-        text = f"measured on an {conditions['card']} on {conditions['date']}{_accuracy()}"
-        return rates, rates, Basis("measured", text)
+        origin = f"measured on an {conditions['card']} on {conditions['date']}"
+        return rates, rates, Basis("measured", f"{origin}{_accuracy()}", origin)
     slow, fast = (_predicted(card, found, end) for end in (0, 1))
     text = (
-        f"predicted: no {card.name} was measured; GEMM at {GEMM[0]:.0%} to {GEMM[1]:.0%} of its "
+        f"predicted: {why_predicted(card)}; GEMM at {GEMM[0]:.0%} to {GEMM[1]:.0%} of its "
         f"dense peak, attention at {ATTENTION[0]:.0%} to {ATTENTION[1]:.0%}, memory at "
         f"{BANDWIDTH[0]:.0%} to {BANDWIDTH[1]:.0%}; `qwen-l40s bench --calibrate` measures yours"
     )
@@ -103,6 +105,12 @@ def rates_by(found: Constants, card: Card) -> Rates:
     )
 
 
+def why_predicted(card: Card) -> str:
+    """Why a card that was not calibrated has a range of rates, in a clause."""
+    changed = is_named(card, measured()["conditions"]["card"])
+    return f"no {card.name}{' with the figures of your list' * changed} was measured"
+
+
 def is_named(card: Card, name: str) -> bool:
     """Whether a card is the one of a driver's name, whatever case and vendor stand there."""
     return plain_name(name) in {plain_name(known) for known in (card.name, *card.also)}
@@ -113,10 +121,53 @@ def plain_name(card: str) -> str:
     return "".join(card.lower().replace("nvidia", "").split())
 
 
+def _calibrated(card: Card, calibration: Rates) -> tuple[Rates, Rates, Basis]:
+    """The calibration at both ends, but for precisions that it has no rate of."""
+    text = origin = f"measured on this {card.name} by `qwen-l40s bench --calibrate`"
+    lacks = [name for name in PRECISIONS if name not in calibration.gemm and card.multiplies(name)]
+    if not lacks:
+        return calibration, calibration, Basis("measured", text, origin)
+    taken = f"{GEMM[0]:.0%} to {GEMM[1]:.0%} of its dense peak"
+    if not card.dense_flops:  # nobody has listed them
+        taken = "the rate of bf16"
+    text += f", but for {' and '.join(lacks)}, left out there and predicted at {taken}"
+    slow, fast = (
+        replace(calibration, gemm={**calibration.gemm, **_taken(card, calibration, lacks, end)})
+        for end in (0, 1)
+    )
+    return slow, fast, Basis("measured", text, origin, tuple(lacks))
+
+
+def _taken(card: Card, calibration: Rates, names: Iterable[str], end: int) -> dict[str, float]:
+    """For precisions that a calibration has no rate of."""
+    if not card.dense_flops:
+        return dict.fromkeys(names, calibration.gemm["bf16"])
+    return {name: GEMM[end] * _peak(card, name) for name in names}
+
+
+def _peak(card: Card, precision: str) -> float:
+    """Of a precision that the card multiplies; bf16's where its list gives none."""
+    return card.dense_flops.get(precision, card.dense_flops["bf16"])
+
+
+def _has_bundled_figures(card: Card) -> bool:
+    """Whether the user's own list has left the figures alone that rates follow from."""
+    listed = card_named(card.name, _bundled())
+    return listed is not None and all(
+        getattr(card, name) == getattr(listed, name)
+        for name in ("dense_flops", "bandwidth", "pcie_bytes_per_second", "capability")
+    )
+
+
+@functools.cache
+def _bundled() -> Mapping[str, Card]:
+    return known_cards(BUNDLED)
+
+
 def _predicted(card: Card, found: Constants, end: int) -> Rates:
     peaks = card.dense_flops
     return Rates(
-        gemm={name: GEMM[end] * peaks[name] for name in PRECISIONS if name in peaks},
+        gemm={name: GEMM[end] * _peak(card, name) for name in PRECISIONS if card.multiplies(name)},
         attention=ATTENTION[end] * peaks["bf16"],
         bandwidth=BANDWIDTH[end] * card.bandwidth,
         convolution=CONVOLUTION[end] * found.convolution * peaks["bf16"],

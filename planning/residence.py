@@ -7,12 +7,13 @@ while it is not on the card.
 
 from __future__ import annotations
 
+from .disk import made_on_load
 from .memory import GIB, MIB, QUANTIZED, weight_bytes
-from .phases import phases, transformer_bytes, vae_bytes
+from .phases import transformer_bytes
 from .placement import ON_CARD
 from .setting import Setting
 from .text_encoder import quantized_language_bytes, text_encoder_bytes
-from .wish import Wish
+from .wish import TEXT_ENCODER, Wish
 
 # Python, torch with CUDA, ComfyUI and its nodes. Predicted.
 PROGRAM_BYTES = 3 * GIB
@@ -28,24 +29,27 @@ IMAGE_COPIES = 2
 
 
 def host_ram(
-    wish: Wish, setting: Setting, card_bytes: int | None = None, *, quantize_on_load: bool = True
+    wish: Wish, setting: Setting, *, moved_bytes: int = 0, quantize_on_load: bool = True
 ) -> dict[str, int]:
     """{what it is for: bytes of host memory}.
 
     Args:
-        card_bytes: what CUDA shows of the card; what does not fit there waits in host memory. None
-            where it does.
+        moved_bytes: of the transformer, what the plan's option brings to the card in each forward
+            pass; it waits in host memory, where a copy that was quantized on load is already.
         quantize_on_load: whether fp8 and int8 are made of a bf16 file on load. A file that is
             quantized already, such as the node SaveQuantized writes, takes no copy; nor does what
             `wish.parts` says is at hand.
     """
     weights = transformer_bytes(wish, setting)
     parts = {"ComfyUI, torch and CUDA": PROGRAM_BYTES}
-    at_hand = wish.parts.text_encoder_bytes is not None
-    made = quantize_on_load and wish.parts.transformer_bytes is None
-    if made and setting.precision in QUANTIZED:
+    files = dict(wish.parts.file_bytes)
+    held = wish.parts.text_encoder_bytes
+    at_hand = held is not None and held == files.get(TEXT_ENCODER, held)
+    copied = 0
+    if quantize_on_load and made_on_load(wish, setting):
         counted = weight_bytes(wish.transformer, setting.precision)
-        parts["transformer, quantized on load"] = counted.gemm + counted.scales
+        copied = counted.gemm + counted.scales
+        parts["transformer, quantized on load"] = copied
         parts["staging while it is quantized"] = STAGING_BYTES
     if setting.off_card:
         parts["modulation that waits"] = weights.modulation
@@ -54,24 +58,13 @@ def host_ram(
         parts["text encoder that waits"] = text_encoder_bytes(wish, setting.text_encoder)
     elif quantize_on_load and setting.text_encoder in QUANTIZED and not at_hand:
         parts["text encoder, quantized on load"] = quantized_language_bytes()
-    if not setting.resident:
-        sampled = phases(wish, setting, card_bytes)["sampling"].weights
-        away = weights.total - (weights.modulation if setting.off_card else 0) - sampled
-        parts["transformer that is moved in each step"] = away
+    parts["transformer that is moved in each pass"] = max(0, moved_bytes - copied)
     pixels = wish.batch * wish.frames * wish.width * wish.height
     parts["images"] = IMAGE_COPIES * FP32 * wish.vae.image_channels * pixels
     parts["prompts"] = PROMPT_BYTES
     return {name: count for name, count in parts.items() if count}
 
 
-def host_ram_bytes(wish: Wish, setting: Setting, card_bytes: int | None = None) -> int:
+def host_ram_bytes(wish: Wish, setting: Setting, *, moved_bytes: int = 0) -> int:
     """The sum of `host_ram`."""
-    return sum(host_ram(wish, setting, card_bytes).values())
-
-
-def cached_bytes(wish: Wish, setting: Setting) -> int:
-    """What the system's page cache holds of the model files at best: not required, but with less
-    of it the next load reads the disk again.
-    """
-    text = text_encoder_bytes(wish, setting.text_encoder)
-    return transformer_bytes(wish, setting).total + text + vae_bytes(wish)
+    return sum(host_ram(wish, setting, moved_bytes=moved_bytes).values())

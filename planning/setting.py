@@ -22,7 +22,7 @@ class Setting:
         modulation: "on card", or "off card", where a table stands in for its weights.
         text_encoder: precision of the text encoder, one of `HELD_PRECISIONS`.
         text_encoder_place: one of `TEXT_PLACES`.
-        resident: False where the host has to move weights of the transformer in every step.
+        resident: False where the host has to move weights to the card and off it during a run.
         weight_only: whether the card's tensor cores do not multiply the precision, so that weights
             are expanded to bf16 one by one.
 

@@ -17,7 +17,11 @@ TEXT_ENCODER_PLACES = ("auto", "on card", "drop after encoding", "cpu")
 # "one pass" computes both at once, as CFG batching does.
 CFG_MODES = ("two passes", "one pass", "off")
 LORA_MODES = ("merged", "beside")
+# Parts of a model, as `Parts.file_bytes` names them.
+TRANSFORMER, TEXT_ENCODER, VAE = "transformer", "text encoder", "VAE"
 MOST_TOKENS = 2**20
+MOST_PIXELS = 2**20
+EDIT = "qwen-image-edit-2511"  # the newest of the families that take the most references
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class Parts:
         text_encoder_bytes: of the text encoder as held.
         vae: its shape.
         vae_bytes: of its weights as held.
+        file_bytes: what their files take, as stored: pairs of `TRANSFORMER`, `TEXT_ENCODER` or
+            `VAE` and bytes; what is not named takes what is held.
     """
 
     transformer: TransformerShape | None = None
@@ -54,6 +60,7 @@ class Parts:
     text_encoder_bytes: int | None = None
     vae: VaeShape | None = None
     vae_bytes: int | None = None
+    file_bytes: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -155,21 +162,24 @@ class Wish:
                 raise SettingError(f"{name} {value!r} is unknown: choose {', '.join(allowed)}.")
 
     def _check_numbers(self) -> None:
-        for name, value, least in (
-            ("width", self.width, PIXELS_PER_TOKEN_SIDE),
-            ("height", self.height, PIXELS_PER_TOKEN_SIDE),
-            ("batch", self.batch, 1),
-            ("steps", self.steps, 1),
-            ("references", self.references, 0),
-            ("layers", self.layers, 0),
-            ("text tokens", self.text_tokens, 1),
-            ("tiles", self.tiles, 0),
-            ("LoRAs", self.loras.count, 0),
-            ("LoRA rank", self.loras.rank, 1),
-            ("ControlNet bytes", self.controlnet_bytes, 0),
+        for name, value, least, most in (
+            ("width", self.width, PIXELS_PER_TOKEN_SIDE, MOST_PIXELS),
+            ("height", self.height, PIXELS_PER_TOKEN_SIDE, MOST_PIXELS),
+            ("batch", self.batch, 1, 4096),
+            ("steps", self.steps, 1, 10_000),
+            ("references", self.references, 0, 4096),
+            ("layers", self.layers, 0, 4096),
+            ("text tokens", self.text_tokens, 1, MOST_TOKENS),
+            ("tiles", self.tiles, 0, MOST_TOKENS),
+            ("LoRAs", self.loras.count, 0, 1000),
+            ("LoRA rank", self.loras.rank, 1, 4096),
+            ("ControlNet bytes", self.controlnet_bytes, 0, 2**40),
         ):
             if value < least:
                 raise SettingError(f"{name} must be at least {least}, got {value}.")
+            if value > most:
+                got = value if value < 10 * most else "far more"
+                raise SettingError(f"{name} must be at most {most}, got {got}.")
         side = PIXELS_PER_TOKEN_SIDE
         if self.width % side or self.height % side:
             nearest = (max(side, side * round(edge / side)) for edge in (self.width, self.height))
@@ -179,18 +189,23 @@ class Wish:
             )
         tokens = self.width // side * (self.height // side) * self.frames * self.batch
         if tokens > MOST_TOKENS:
+            layers = f" with {self.layers} layers" if self.layers else ""
+            fewer = "fewer layers, " if self.layers else ""
             raise SettingError(
-                f"{self.batch} of {self.width}x{self.height} are {tokens:,} tokens, and an "
-                f"estimate takes at most {MOST_TOKENS:,}: choose a smaller size or batch."
+                f"{self.batch} of {self.width}x{self.height}{layers} are {tokens:,} tokens, and an "
+                f"estimate takes at most {MOST_TOKENS:,}: choose {fewer}a smaller size or batch."
             )
 
     def _check_family(self, family: Family) -> None:
         if self.references > family.most_references:
             takes = f"{family.most_references or 'no'} reference image"
             takes += "s" * (family.most_references != 1)
+            most = find_family(EDIT).most_references
+            helps = self.references <= most and not self.layers
+            other = f"{EDIT} for up to {most}, or " if helps else ""
             raise SettingError(
                 f"{self.references} references and family {family.name!r}, which takes {takes}: "
-                "choose qwen-image-edit-2511 for up to 3, or fewer references."
+                f"choose {other}fewer references."
             )
         if self.layers and not family.layers:
             raise SettingError(

@@ -93,7 +93,7 @@ class Int8Layers:
         self.weight_only, self._held = weight_only, {}
 
     def kind(self, layer):
-        return "int8"
+        return None if "forward" in vars(layer) else "int8"  # as ComfyLayers of one that is changed
 
     def held(self, layer, like):
         if layer not in self._held:
@@ -160,10 +160,19 @@ def given_bytes(wish):
     return sampler + 2 * 64 * rows.image + 2 * SHAPE.joint_dim * rows.text
 
 
-def add_loras(transformer, loras):
+def expands(layer):
+    """The `forward` of a quantized layer where nothing multiplies 8 bits."""
+    weight, scale = reference.row_quantize(layer.weight, "int8")
+    gemm = linear.Gemm("int8", "dequantize", "")
+    return lambda x: gemm.linear(x, weight, scale, layer.bias)
+
+
+def add_loras(transformer, loras, setting):
     """As `beside.run_beside` for the length of a forward pass."""
     for name, (rows, columns) in SHAPE.quantizable_layers().items():
         layer = transformer.get_submodule(name)
+        if setting.weight_only:
+            layer.forward = expands(layer)
         for _ in range(loras.count):
             up, down = torch.zeros(rows, loras.rank), torch.zeros(loras.rank, columns)
             layer.forward = Beside(layer.forward, LowRank(up.to(BF16), down.to(BF16), 1.0))
@@ -173,7 +182,7 @@ def followed(wish, setting):
     """(bytes at the worst moment of the first pass, of the second)"""
     transformer = model()
     if wish.loras.count:
-        add_loras(transformer, wish.loras)
+        add_loras(transformer, wish.loras, setting)
     blocks, rows = tuple(transformer.transformer_blocks), Rows.of(wish)
     side = wish.height // 8, wish.width // 8
     x = torch.randn(rows.items, 16, 1, *side).to(BF16)
@@ -248,6 +257,13 @@ def check_loras_beside():
     for wish in wishes():
         for count in (1, 2):
             agrees(replace(wish, loras=Loras(count, 32, "beside")), Setting())
+
+
+def check_loras_beside_weights_that_are_expanded():
+    setting = Setting(precision="int8", weight_only=True)
+    smallest = Wish(width=64, height=64, text_tokens=40, parts=Parts(transformer=SHAPE))
+    for wish in (*wishes(), smallest):
+        agrees(replace(wish, loras=Loras(1, 32, "beside")), setting)
 
 
 def check_a_controlnet():

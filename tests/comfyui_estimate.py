@@ -103,8 +103,9 @@ def check_everything_is_described():
         for part in schema.inputs:
             assert not (part.advanced and not part.optional), part.id
     known = ["this card", *known_cards()]
-    (card,) = (part for part in QwenL40SEstimateVRAM.GET_SCHEMA().inputs if part.id == "card")
-    assert card.options == known and card.default == "this card"
+    inputs = {part.id: part for part in QwenL40SEstimateVRAM.GET_SCHEMA().inputs}
+    assert inputs["card"].options == known and inputs["card"].default == "this card"
+    assert inputs["references"].max == 3
 
 
 def check_an_estimate_without_wires_is_the_planners_own():
@@ -160,12 +161,47 @@ def check_this_card_has_the_memory_that_it_shows():
             assert run()[3]["card"] == listed
 
 
-def check_a_card_that_nobody_knows_is_refused():
-    facts = CardFacts("NVIDIA Quadro P4000", 8 * GIB, (6, 1))
+def check_a_card_that_is_not_listed_is_answered_without_times():
+    facts = CardFacts("NVIDIA L40S-48Q", 45 * GIB, (8, 9))
     with mock.patch.object(this_card, "card_facts", return_value=facts):
-        words = ("this machine's NVIDIA Quadro P4000", "not in the list", "choose one", "L40S")
-        refused(SettingError, *words, run=run)
-        assert "Quadro" in QwenL40SEstimateVRAM.validate_inputs(card="this card")
+        assert QwenL40SEstimateVRAM.validate_inputs(card="this card") is True
+        image, report, fits, found = run(price_per_hour=1.0)
+    assert fits and found["card"] == facts.name and image.shape[0] == 1
+    assert found["step_ms"] is found["image_seconds"] is found["usd_per_image"] is None
+    (note,) = (note for note in found["notes"] if facts.name in note)
+    assert " L40S " in note and "bench --calibrate" in note
+    assert found["plan"][0]["precision"] == "bf16" and "bf16" in report
+
+
+def check_this_card_can_be_another_device():
+    asked = []
+    with mock.patch.object(this_card, "card_facts", side_effect=asked.append):
+        this_card.card_of("this card", torch.device("cuda", 3))
+        this_card.card_of(device=torch.device("cuda", 2))
+        this_card.card_of()
+    assert asked == [*(torch.device("cuda", place) for place in (3, 2)), torch.device("cpu")]
+
+
+def check_a_list_of_ones_own_in_the_cache_folder_is_read():
+    path = FOLDER / "cache" / "cards.json"
+    path.parent.mkdir(exist_ok=True)
+    fingerprint = QwenL40SEstimateVRAM.fingerprint_inputs
+    before = fingerprint(card="L40S")
+    path.write_text(json.dumps({"cards": {"L40S": {"prices": [{"usd_per_hour": 7200}]}}}))
+    try:
+        assert fingerprint(card="L40S") != before
+        assert fingerprint() == QwenL40SAdviseGPU.fingerprint_inputs()
+        found = run(card="L40S")[3]
+        assert abs(found["usd_per_image"] - 2 * found["image_seconds"]) < 0.1
+        path.write_text("{")
+        for node, value in ((QwenL40SEstimateVRAM, {"card": "L40S"}), (QwenL40SAdviseGPU, {})):
+            assert str(path) in node.validate_inputs(**value)
+        (card,) = (part for part in QwenL40SEstimateVRAM.GET_SCHEMA().inputs if part.id == "card")
+        assert "L40S" in card.options
+    finally:
+        path.unlink()
+    assert fingerprint(card="L40S") == before
+    assert str(path) in QwenL40SEstimateVRAM.validate_inputs(card="Mine")
 
 
 def check_a_card_that_is_too_small_is_answered():
@@ -188,6 +224,14 @@ def check_an_unknown_card_is_refused_with_the_nearest():
         validate(card="this card") is validate(card="L40S") is validate(card="nvidia l40s") is True
     )
     assert validate(card=None) is True  # a link is known when it runs
+    lazy, inputs = QwenL40SEstimateVRAM.check_lazy_status, defaults(QwenL40SEstimateVRAM)
+    for wrong in (5, True, {"a": 1}):
+        assert f"the card is {wrong!r}" in validate(card=wrong)
+    for wrong in (None, 5):
+        for call in (lazy, QwenL40SEstimateVRAM.execute):
+            words = (f"the card is {wrong!r}", "'this card'", "'L40S'")
+            changed = {**inputs, "card": wrong}
+            refused(SettingError, *words, run=lambda call=call, new=changed: call(**new))
     sentence = validate(card="L41S")
     assert "'L41S'" in sentence and "nearest is 'L40" in sentence and sentence.endswith(".")
 
@@ -198,6 +242,14 @@ def check_contradictions_are_refused_before_wires_are_followed():
     assert lazy(**inputs) == []
     assert lazy(**inputs, **dict.fromkeys(wires)) == list(wires)
     assert lazy(**inputs, model=object(), latent=None) == ["latent"]
+    replaced = inputs | {"width": 1000, "height": 7, "batch": 10**6, "family": "qwen-image"}
+    for latent in (None, {"samples": torch.zeros(1, 16, 8, 8)}):
+        lazy(**(replaced | {"layers": 3}), latent=latent)
+    refused(
+        SettingError,
+        "'nvfp4'",
+        run=lambda: lazy(**(replaced | {"precision": "nvfp4"}), latent=None),
+    )
     for changed, words in (
         ({"width": 1000}, ("1000x1328", "divisible by 16", "992x1328")),
         ({"references": 1, "family": "qwen-image"}, ("1 references", "'qwen-image'")),
@@ -259,10 +311,12 @@ def check_advice_ranks_the_cards_and_draws_them():
 
 def check_own_prices_stand_over_the_list():
     report = shown(advice(prices="H200 = 0.01\nL40S = 40"))
-    assert "1 H200 at $0.01" in report.splitlines()[0], report
+    assert "1 H200 in bf16 at $0.01" in report.splitlines()[0], report
     assert "your own" in report
     validate = QwenL40SAdviseGPU.validate_inputs
     assert validate() is validate(prices="L40S = 0.79") is validate(prices=None) is True
+    assert "prices are 5 and must be" in validate(prices=5)
+    refused(SettingError, "prices are None", run=lambda: advice(prices=None))
     assert validate(prices="L40S = 0.79\nL40S = 1").startswith("prices, line 2: ")
 
 

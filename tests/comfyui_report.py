@@ -5,6 +5,7 @@
 Every function named `check_...` is one check; prints {check: None or its traceback} as JSON.
 """
 
+import copy
 import gc
 import json
 import math
@@ -21,24 +22,40 @@ comfyui_boot.start_on(MODE)
 import comfy.model_management  # noqa: E402
 import comfy.model_patcher  # noqa: E402
 import comfy.sample  # noqa: E402
+import comfy.samplers  # noqa: E402
 import comfy.sd  # noqa: E402
 import narrow_transformer as narrow  # noqa: E402
 import torch  # noqa: E402
 from comfy.patcher_extension import WrappersMP  # noqa: E402
 from comfy_execution.utils import CurrentNodeContext  # noqa: E402
 
-from qwen_l40s.hosts.comfyui import run_wish, sampling_record, this_card  # noqa: E402
-from qwen_l40s.hosts.comfyui.meter import Marks, Meter, typical  # noqa: E402
+from qwen_l40s.hosts.comfyui import (  # noqa: E402
+    measuring,
+    off_card_pass,
+    run_record,
+    run_wish,
+    sampling_record,
+    this_card,
+)
+from qwen_l40s.hosts.comfyui.meter import Marks, Measured, Meter, typical  # noqa: E402
 from qwen_l40s.hosts.comfyui.model import load_model, load_patcher  # noqa: E402
 from qwen_l40s.hosts.comfyui.optimization import KEY as OPTIMIZATION  # noqa: E402
 from qwen_l40s.hosts.comfyui.patch import Settings, optimize, report_of, restore  # noqa: E402
-from qwen_l40s.hosts.comfyui.placed_clip import RESULTS  # noqa: E402
+from qwen_l40s.hosts.comfyui.placed_clip import DROP, RESULTS, PlacedClip  # noqa: E402
 from qwen_l40s.hosts.comfyui.planned_vae import decode, encode  # noqa: E402
-from qwen_l40s.hosts.comfyui.run_record import Record, Records, recording  # noqa: E402
-from qwen_l40s.hosts.comfyui.run_report import EARLIER, NO_RUN, UNWATCHED, report_run  # noqa: E402
+from qwen_l40s.hosts.comfyui.run_choice import EARLIER, choose  # noqa: E402
+from qwen_l40s.hosts.comfyui.run_record import Record, Recording, Records, recorded  # noqa: E402
+from qwen_l40s.hosts.comfyui.run_report import (  # noqa: E402
+    FAILED,
+    NO_RUN,
+    UNWATCHED,
+    report_run,
+)
+from qwen_l40s.hosts.comfyui.run_rows import PhaseRow  # noqa: E402
 from qwen_l40s.hosts.comfyui.text_encoder import load_text_encoder  # noqa: E402
 from qwen_l40s.hosts.comfyui.vae import load_vae  # noqa: E402
 from qwen_l40s.nodes.report import QwenL40SReport  # noqa: E402
+from qwen_l40s.planning.estimate import Phase, Range  # noqa: E402
 from qwen_l40s.planning.memory import GIB, CardFacts  # noqa: E402
 
 torch.set_num_threads(1)
@@ -85,8 +102,11 @@ def running(prompt: str):
     return CurrentNodeContext(prompt, "node")
 
 
-def records(holder) -> tuple[Record, ...]:
-    return Records.of(getattr(holder, "model", holder)).last
+def records(part) -> tuple[Record, ...]:
+    """Of the last prompt of a MODEL, CLIP or VAE."""
+    names = ("cond_stage_model", "first_stage_model", "model")
+    found = recorded(next(getattr(part, name) for name in names if hasattr(part, name)))
+    return tuple(record for record in found if record.prompt == found[-1].prompt)
 
 
 def asked(model) -> dict:
@@ -94,10 +114,30 @@ def asked(model) -> dict:
     return dict(record.asked)
 
 
-def row(report, name: str) -> list[str]:
-    """The cells of a line of the table."""
-    line = next(line for line in report.text.splitlines() if line.startswith(name))
-    return line.removeprefix(name).split("  ")
+def row(report, name: str) -> str:
+    """The line of a phase."""
+    return next(line for line in report.text.splitlines() if line.startswith(name))
+
+
+def guided(kind=comfy.samplers.CFGGuider, cfg=None, model=None, steps=3, conds=None, **extra):
+    """A run by a guider, as SamplerCustomAdvanced runs it."""
+    model = load() if model is None else model
+    guider = kind(model, **extra)
+    if cfg is not None:
+        guider.set_cfg(*cfg) if isinstance(cfg, tuple) else guider.set_cfg(cfg)
+    prompt = [[random(1, 20, narrow.SHAPE.joint_dim), {}]]
+    guider.set_conds(*[prompt] * (conds or 2))
+    noise = random(1, 16, 1, 8, 8)
+    sampler = comfy.samplers.sampler_object("euler")
+    sigmas = torch.linspace(1, 0, steps + 1)
+    with torch.inference_mode():
+        guider.sample(noise, noise * 0, sampler, sigmas, disable_pbar=True, seed=0)
+    return model
+
+
+def breaking(target, name: str):
+    """What measures fails."""
+    return mock.patch.object(target, name, side_effect=RuntimeError("measuring broke"))
 
 
 def as_on(facts: CardFacts | None):
@@ -156,7 +196,7 @@ def check_times_add_up():
     (record,) = records(model)
     assert found["evaluations"] == 5
     assert 0 < found["step_seconds"] < record.measured.seconds
-    assert found["waited_seconds"] > 0 and found["first_step_seconds"] > 0
+    assert record.measured.waited_seconds > 0 and found["first_step_seconds"] > 0
     sample(model, steps=1)
     assert asked(model)["step_seconds"] is None
 
@@ -222,7 +262,8 @@ def check_a_run_that_fails_is_not_recorded():
 
 
 def check_forward_passes_of_several_threads_are_all_counted():
-    run = sampling_record.Run(DEVICE)
+    with Recording(torch.nn.Linear(1, 1), "sampling", DEVICE) as recording:
+        run = sampling_record.Run(recording, DEVICE)
     arguments = (None, random(1, 7, 4), None, {"cond_or_uncond": [0]})
 
     def passes():
@@ -258,9 +299,10 @@ def check_nothing_is_kept_alive():
     sample(model, cfg=2.5)
     report_run(model)
     known = Records.of(model.model)
+    assert known.open is None
     inner = weakref.ref(model.model)
     weight = weakref.ref(next(model.model.parameters()))
-    kept = known.last
+    kept = known.all
     comfy.model_management.unload_all_models()
     del model
     gc.collect()
@@ -272,28 +314,180 @@ def check_nothing_is_kept_alive():
         json.dumps(dict(record.asked))  # numbers and words
 
 
-def check_records_of_earlier_prompts_are_forgotten():
+def check_records_of_prompts_long_ago_are_forgotten():
     found = Records()
-    for prompt in ("a", "a", "b"):
-        with running(prompt):
-            found.add(Record("decode", None))
-    assert [record.prompt for record in found.last] == ["b"]
+    for number in range(20):
+        with running(f"p{number}"):
+            found.add(Record("text", None), Record("decode", None))
+    assert len({record.prompt for record in found.all}) == 8
+    assert found.all[0].prompt == "p12" and found.all[-1].prompt == "p19"
     for _ in range(1000):
         found.add(Record("decode", None, prompt="c"))
-    assert len(found.last) == 256
+    assert len(found.all) == 256
+    found = Records()
     for phase in ("text", "text", "decode"):
         found.add(Record(phase, None))
-    assert [record.phase for record in found.last] == ["text", "decode"]
+    assert [record.phase for record in found.all] == ["text", "decode"]
 
 
 def check_what_fails_inside_of_a_recording_is_not_recorded():
-    holder = SimpleNamespace()
+    holder = torch.nn.Linear(1, 1)
     try:
-        with recording(holder, "decode", torch.device("cpu")):
+        with Recording(holder, "decode", torch.device("cpu")):
             raise RuntimeError
     except RuntimeError:
         pass
-    assert Records.of(holder).last == ()
+    assert recorded(holder) == () and Records.of(holder).open is None
+
+
+def check_nothing_is_hung_on_what_only_is_read():
+    holder = torch.nn.Linear(1, 1)
+    assert recorded(holder) == () and run_record.running(holder).off
+    assert recorded(None) == recorded(SimpleNamespace()) == ()
+    assert not hasattr(holder, run_record.KEY)
+
+
+def check_copies_of_a_vae_and_clones_of_a_clip_share_the_records():
+    vae, clip = load_vae(MICRO)[0], load_text_encoder(MICRO)[0]
+    decode(copy.copy(vae), random(1, 16, 1, 8, 8))
+    assert [record.phase for record in records(vae)] == ["decode"]
+    RESULTS.clear()
+    with torch.inference_mode():
+        clip.clone().encode_from_tokens_scheduled(clip.tokenize("a star"))
+    assert [record.phase for record in records(clip)] == ["text"]
+
+
+def check_a_run_that_is_interrupted_leaves_the_records_of_the_last():
+    model = load(off_card=True)
+    sample(model, prompt="a")
+    kept = recorded(model.model)
+
+    def interrupt(*args):
+        raise comfy.model_management.InterruptProcessingException
+
+    with mock.patch.object(type(model.model), "_apply_model", interrupt):
+        try:
+            sample(model, steps=5, prompt="b")
+        except comfy.model_management.InterruptProcessingException:
+            pass
+        else:
+            raise AssertionError("it was not interrupted")
+    assert recorded(model.model) == kept and Records.of(model.model).open is None
+    # And when its tables are there.
+    noise, text = random(1, 16, 1, 8, 8), [[random(1, 20, narrow.SHAPE.joint_dim), {}]]
+    try:
+        with torch.inference_mode(), running("c"):
+            given = (5, 1.0, "euler", "simple", text, text, noise * 0)
+            comfy.sample.sample(model, noise, *given, disable_pbar=True, seed=0, callback=interrupt)
+    except comfy.model_management.InterruptProcessingException:
+        pass
+    assert recorded(model.model) == kept
+    assert report_run(model).text.startswith("sampled: 64x64, batch 1, 3 steps")
+
+
+# --------------------------------------------------------------------- what measures breaks nothing
+
+
+def check_arguments_that_are_passed_on_by_name():
+    """Another pack's wrapper runs before the patcher's."""
+
+    def all_of_them(executor, x, t, c_concat, c_crossattn, control, options, **rest):
+        named = {"c_concat": c_concat, "c_crossattn": c_crossattn, "control": control}
+        return executor(x, t, **named, transformer_options=options, **rest)
+
+    def some(executor, x, t, c_concat, c_crossattn, control, options, **rest):
+        return executor(x, t, c_concat, c_crossattn, transformer_options=options, **rest)
+
+    batched = Settings(attention="comfyui", cfg_batching="on")
+    for wrapper in (all_of_them, some):
+        for model in (load(), load(off_card=True), optimize(load(), batched)):
+            known = sample(model, cfg=2.5)
+            clone = model.clone()
+            options = clone.model_options["transformer_options"]
+            kind = options.setdefault("wrappers", {}).setdefault("apply_model", {})
+            kind["another"] = [wrapper]
+            assert torch.equal(sample(clone, cfg=2.5), known)
+            assert asked(model)["text_tokens"] == 20 and not asked(model)["controlnet"]
+
+
+def check_measuring_that_fails_changes_no_run():
+    plain = sample(load(off_card=True), cfg=2.5)
+    for target, name in (
+        (sampling_record, "context_of"),
+        (sampling_record, "path_of"),
+        (sampling_record, "cfg_of"),
+        (sampling_record, "Marks"),
+        (Marks, "mark"),
+        (Marks, "seconds"),
+        (Meter, "look"),
+        (Meter, "begin"),
+        (Meter, "finish"),
+        (Meter, "apart"),
+        (Records, "add"),
+        (run_record, "Meter"),
+    ):
+        model = load(off_card=True)
+        measuring._told.clear()
+        with breaking(target, name), mock.patch.object(measuring.logger, "warning") as told:
+            known = sample(model, cfg=2.5)
+        assert torch.equal(known, plain), name
+        assert not recorded(model.model) and told.call_count == 1, (name, told.mock_calls)
+        assert Records.of(model.model).open is None
+        assert report_run(model).text == NO_RUN
+        sample(model, cfg=2.5)
+        assert asked(model)["passes"] == 6, name
+
+
+def check_measuring_that_fails_changes_no_encoding_and_no_decoding():
+    clip, vae = load_text_encoder(MICRO)[0], load_vae(MICRO)[0]
+    latents = random(1, 16, 1, 8, 8)
+    images = decode(vae, latents)[0]
+    for target, name in ((run_record, "Meter"), (Meter, "finish"), (Records, "add")):
+        RESULTS.clear()
+        before = len(recorded(vae.first_stage_model))
+        with breaking(target, name), torch.inference_mode():
+            assert torch.equal(decode(vae, latents)[0], images)
+            for _ in range(2):  # the second is remembered
+                assert clip.encode_from_tokens_scheduled(clip.tokenize("a star"))
+        assert len(recorded(vae.first_stage_model)) == before
+        assert not any(record.measured for record in recorded(clip.cond_stage_model))
+
+
+def check_a_report_that_fails_says_so():
+    model = load()
+    sample(model)
+    with mock.patch("qwen_l40s.hosts.comfyui.run_report.choose", side_effect=RuntimeError("no")):
+        images, text, data = QwenL40SReport.execute("images", model).args
+    assert (images, text, json.loads(data)) == ("images", FAILED, {"note": FAILED})
+
+
+def check_the_cfg_of_a_guider():
+    class Scheduled(comfy.samplers.CFGGuider):
+        def predict_noise(self, x, timestep, model_options=None, seed=None):
+            own, self.cfg = self.cfg, 4.0
+            try:
+                return super().predict_noise(x, timestep, model_options or {}, seed)
+            finally:
+                self.cfg = own
+
+    for cfg in ([4.0, 3.0], torch.tensor(4.0), torch.tensor([4.0, 3.0]), "auto", 4.0):
+        model = guided(Scheduled, cfg)
+        report = report_run(model)
+        assert "CFG" not in report.text.splitlines()[0] and report.json(), cfg
+        for record in recorded(model.model):
+            json.dumps(dict(record.asked))
+    assert ", CFG 2.5, " in report_run(guided(cfg=2.5)).text
+    assert ", CFG 2, " in report_run(guided(cfg=2)).text
+    for cfg in (math.nan, math.inf, True):
+        guider = SimpleNamespace(cfg=cfg)
+        kind = type("Guider_PerpNeg", (), {"cfg": cfg})
+        assert sampling_record.cfg_of(guider) is sampling_record.cfg_of(kind()) is None
+    from comfy_extras.nodes_custom_sampler import Guider_Basic, Guider_DualCFG
+    from comfy_extras.nodes_perpneg import Guider_PerpNeg
+
+    assert ", CFG" not in report_run(guided(Guider_DualCFG, (4.0, 3.0), conds=3)).text
+    assert ", CFG 3, " in report_run(guided(Guider_PerpNeg, (3.0, 1.0), conds=3)).text
+    assert ", CFG 1, " in report_run(guided(Guider_Basic, conds=1)).text
 
 
 # -------------------------------------------------------------------------------- what measures
@@ -303,12 +497,55 @@ def check_a_meter_leaves_out_what_is_apart():
     import time
 
     meter = Meter(torch.device("cpu"))
-    with meter.apart() as inner:
-        time.sleep(0.2)
-        assert inner.finish().seconds >= 0.2
+    inner = meter.apart()
+    time.sleep(0.2)
+    assert inner.finish().seconds >= 0.2
+    meter.rejoin(inner)
     measured = meter.finish()
-    assert measured.seconds < 0.1 and not measured.counted
+    assert measured.seconds < 0.1 and not measured.counted and measured.waited_seconds is None
     assert (measured.card_bytes, measured.allocated_bytes, measured.beside_bytes) == (0, 0, 0)
+
+
+def check_a_meter_tells_waiting_from_work():
+    import time
+
+    meter = Meter(torch.device("cpu"))
+    time.sleep(0.2)
+    meter.begin()
+    time.sleep(0.1)
+    meter.begin()  # once more in less room: its work has long begun
+    measured = meter.finish()
+    assert 0.2 <= measured.waited_seconds < 0.3 and 0.1 <= measured.seconds < 0.2, measured
+
+
+def check_devices_that_do_not_tell_when_they_are_done_have_no_times():
+    for name in ("mps", "xpu", "privateuseone"):
+        if str(torch.accelerator.current_accelerator()) == name:
+            continue
+        device = torch.device(name)
+        measured = Meter(device).finish()
+        assert (measured.seconds, measured.counted, measured.device) == (None, False, name)
+        marks = Marks(device)
+        marks.mark(), marks.mark()
+        assert len(marks) == 2 and marks.seconds() == []
+    waits = mock.Mock()
+    accelerator = {
+        "current_accelerator": lambda: torch.device("mps"),
+        "synchronize": waits,
+    }
+    with mock.patch.multiple(torch.accelerator, **accelerator):
+        assert Meter(torch.device("mps")).finish().seconds > 0
+    waits.assert_called_once_with(torch.device("mps"))
+    model = load()
+    sample(model)
+    known = Records.of(model.model)
+    (record,) = known.all
+    asked = {**record.asked, "step_seconds": None}
+    known.all = (Record("sampling", Measured(None, "mps"), record.path, asked),)
+    report = report_run(model)
+    assert row(report, "sampling") == "sampling: not timed", report.text
+    assert "steps are measured on CUDA cards alone, and this ran on mps" in report.text
+    assert "a step" not in report.text.split("note:")[0] and json.loads(report.json())
 
 
 def check_marks_and_the_typical_step():
@@ -321,37 +558,111 @@ def check_marks_and_the_typical_step():
     assert len(marks.seconds()) == 2 and min(marks.seconds()) >= 0
 
 
+class Card:
+    """A card of numbers, which holds what it is told, in bytes."""
+
+    def __init__(self, held=10, used=100):
+        self.held = self.most = held
+        self.used, self.waits = used, 0
+
+    def hold(self, held, used=100):
+        self.held, self.most, self.used = held, max(self.most, held), used
+
+    def installed(self):
+        functions = {
+            "memory_allocated": lambda device: self.held,
+            "max_memory_allocated": lambda device: self.most,
+            "reset_peak_memory_stats": lambda device: setattr(self, "most", self.held),
+            "mem_get_info": lambda device: (10000 - self.used, 10000),
+            "synchronize": lambda device: setattr(self, "waits", self.waits + 1),
+            "empty_cache": lambda: setattr(self, "used", 100),
+        }
+        return mock.patch.multiple(torch.cuda, **functions)
+
+
 def check_what_is_read_of_a_card():
-    """On a card of numbers, which holds what it is told."""
-    card = SimpleNamespace(held=10, most=10, used=100, waits=0)
-
-    def hold(held, used=100):
-        card.held, card.most, card.used = held, max(card.most, held), used
-
-    functions = {
-        "memory_allocated": lambda device: card.held,
-        "max_memory_allocated": lambda device: card.most,
-        "reset_peak_memory_stats": lambda device: setattr(card, "most", card.held),
-        "mem_get_info": lambda device: (1000 - card.used, 1000),
-        "synchronize": lambda device: setattr(card, "waits", card.waits + 1),
-    }
-    hold(900), hold(10)
-    with mock.patch.multiple(torch.cuda, **functions):
+    card = Card()
+    card.hold(900), card.hold(10)
+    with card.installed():
         meter = Meter(torch.device("cuda"))
-        hold(70), hold(50)
+        card.hold(70), card.hold(50, used=200)
         meter.begin()
-        hold(60, used=400), hold(50)
-        assert meter.beside_bytes == 10
-        with meter.apart() as inner:
-            hold(90), hold(55, used=700)
-            apart = inner.finish()
-        hold(62, used=300)
+        card.hold(60, used=400), card.hold(50)
+        inner = meter.apart()
+        inner.begin()
+        card.hold(90), card.hold(55, used=700)
+        apart = inner.finish()
+        meter.rejoin(inner)
+        card.hold(62, used=300)
         meter.look()
         measured = meter.finish()
     # What was there before the phase, and what came while nobody read it, is not in its figures.
     assert (apart.allocated_bytes, apart.beside_bytes, apart.card_bytes) == (90, 40, 700), apart
     assert (measured.allocated_bytes, measured.beside_bytes) == (70, 12), measured
     assert (measured.card_bytes, measured.counted, card.waits) == (300, True, 2), measured
+    assert measured.loaded_bytes == 200
+
+
+def check_the_card_is_read_before_the_text_encoder_leaves_it():
+    card, clip = Card(), load_text_encoder(MICRO)[0].clone()
+    clip.placement = DROP
+    RESULTS.clear()
+    own, meter, left = comfy.sd.CLIP.load_model, Meter, []
+
+    def load_model(self, *args, **kwargs):
+        card.hold(5000, used=5200)
+        return own(self, *args, **kwargs)
+
+    def leave(self):
+        left.append(recorded(self.cond_stage_model))
+        card.hold(10)
+
+    with (
+        card.installed(),
+        mock.patch.object(comfy.sd.CLIP, "load_model", load_model),
+        mock.patch.object(PlacedClip, "_leave_card", leave),
+        mock.patch.object(run_record, "Meter", lambda device: meter(torch.device("cuda"))),
+        torch.inference_mode(),
+    ):
+        clip.encode_from_tokens_scheduled(clip.tokenize("a star"))
+    (record,) = records(clip)
+    assert left[0] == (record,)  # leaving is not timed either
+    measured = record.measured
+    assert (measured.card_bytes, measured.loaded_bytes) == (5200, 5200), measured
+    assert measured.allocated_bytes == 5000 and measured.waited_seconds > 0
+
+
+def check_the_card_is_read_before_the_table_s_cache_is_emptied():
+    """The pass empties it, as a step has no use for blocks of a layer's size."""
+    card = Card()
+    blocks = load(off_card=True).model.diffusion_model.transformer_blocks
+
+    stream = SimpleNamespace(note="", bytes=0)
+
+    class OnCard(torch.Tensor):
+        device = torch.device("cuda")
+
+    def compute(*args):
+        card.hold(900, used=1200)
+        return []
+
+    with (
+        card.installed(),
+        mock.patch.object(off_card_pass, "compute_entries", compute),
+        mock.patch.object(off_card_pass, "WeightStream", lambda *_, **__: stream),
+    ):
+        outer = Recording(torch.nn.Linear(1, 1), "sampling", torch.device("cuda"))
+        with outer, run_record.apart(outer._holder, "tables", timesteps=3) as part:
+            off_card_pass.compute_off_card(
+                blocks,
+                [torch.zeros(1).as_subclass(OnCard)],
+                1,
+                None,
+                off_card_pass.PassFigures(),
+                part.look,
+            )
+        seen = [record.measured.card_bytes for record in recorded(outer._holder)]
+    assert seen == [1200, 100], seen
 
 
 def check_what_a_card_counts():
@@ -362,9 +673,9 @@ def check_what_a_card_counts():
     meter.begin()
     passing = torch.zeros(32, 2**20, device=DEVICE)
     del passing
-    assert meter.beside_bytes == 128 * 2**20
-    with meter.apart():
-        torch.zeros(512, 2**20, device=DEVICE)
+    inner = meter.apart()
+    torch.zeros(512, 2**20, device=DEVICE)
+    meter.rejoin(inner)
     measured = meter.finish()
     assert measured.counted and measured.beside_bytes == 128 * 2**20
     assert measured.allocated_bytes >= 384 * 2**20
@@ -405,18 +716,27 @@ def check_all_phases_of_a_run():
         )
         images = decode(vae, latents, tiles=2)[0]
         encode(vae, images)
-        output = QwenL40SReport.execute(model, images, clip, vae)
+        output = QwenL40SReport.execute(images, model, clip, vae)
     passed, text, data = output.args
     assert passed is images and output.ui.as_dict()["text"] == (text,)
     assert text.startswith("sampled: 64x64, batch 1, 3 steps, 6 forward passes, CFG 4, "), text
     phases = json.loads(data)["phases"]
-    assert list(phases) == ["text", "encode", "sampling", "decode"]
+    assert list(phases) == ["load", "text", "encode", "sampling", "decode"]
+    waits = [
+        record.measured.waited_seconds
+        for part in (model, clip, vae)
+        for record in records(part)
+        if record.measured is not None
+    ]
+    assert len(waits) == 5 and all(waited > 0 for waited in waits)
+    assert math.isclose(phases["load"]["measured"]["seconds"], sum(waits), rel_tol=0.01)
+    assert "\ntext encode (2 times): " in text and "\nload: " in text, text
     assert (phases["text"]["times"], phases["text"]["remembered"]) == (3, 1)
     assert "remembered: nothing ran" in phases["text"]["path"]
     assert phases["decode"]["path"][0].startswith("decode 1 image of 64x64: 2 exact tiles")
     assert all(phase["measured"]["seconds"] > 0 for phase in phases.values())
     assert json.loads(data)["this_run"] and json.loads(data)["step_ms"]["measured"] > 0
-    for line in ("text encode: on ", "blocks: ", "decode 1 image", "encode 1 image"):
+    for line in ("text encode: on ", "blocks: ", "decode 1 image", "encode 1 image", "a step: "):
         assert f"\n{line}" in text, text
     if not CARD:
         assert "note: memory is not counted on the processor" in text
@@ -448,16 +768,79 @@ def check_what_nothing_was_recorded_of():
 
 def check_another_model_is_named():
     other = SimpleNamespace(model=SimpleNamespace(diffusion_model=None))
-    images, text, data = QwenL40SReport.execute(other, "images").args
+    images, text, data = QwenL40SReport.execute("images", other).args
     assert text.startswith("The model is SimpleNamespace, not Qwen-Image 1.x"), text
     assert text.endswith(": its runs are not reported."), text
     assert images == "images" and json.loads(data) == {"note": text}
 
 
-def check_comfyui_makes_it_anew_where_images_do_not_tell():
-    linked = QwenL40SReport.fingerprint_inputs(model=None, images=None)
-    assert linked == QwenL40SReport.fingerprint_inputs(model=None, images=None, clip=None)
-    assert math.isnan(QwenL40SReport.fingerprint_inputs(model=None))
+def images(side: int, batch: int = 1) -> torch.Tensor:
+    return torch.zeros(batch, side, side, 3)
+
+
+def check_the_run_that_fits_the_images_is_reported():
+    model = load()
+    for prompt, size, batch in (("a", 8, 1), ("b", 12, 1), ("c", 8, 2)):
+        sample(model, size=size, batch=batch, steps=2, prompt=prompt)
+    with running("d"):
+        found = {
+            given: report_run(model, images=images(*given)).text
+            for given in ((64, 1), (96, 1), (64, 2), (64, 7), (128, 1))
+        }
+        unknown = report_run(model).text
+    lines = {given: text.splitlines()[0] for given, text in found.items()}
+    assert lines[64, 1].startswith("sampled: 64x64, batch 1, ")
+    assert lines[96, 1].startswith("sampled: 96x96, batch 1, ")
+    assert lines[64, 2].startswith("sampled: 64x64, batch 2, ")
+    assert lines[64, 7] == lines[64, 2] == lines[128, 1] == unknown.splitlines()[0]
+    assert all(f"note: {EARLIER}" in text for text in (*found.values(), unknown))
+    assert "the images are 7 of 64x64, which no run of this MODEL gave" in found[64, 7]
+    assert "the images are 1 of 128x128, which no run of this MODEL gave" in found[128, 1]
+    assert not any("the images are" in found[given] for given in ((64, 1), (96, 1), (64, 2)))
+
+
+def check_samplings_after_the_one_of_the_images_are_not_theirs():
+    model = load()
+    for size in (8, 12):
+        sample(model, size=size, steps=2, prompt="a")
+    with running("a"):
+        first, second = (report_run(model, images=images(side)) for side in (64, 96))
+    assert first.data["phases"]["sampling"]["times"] == 1 and "samplings ran" not in first.text
+    assert second.data["phases"]["sampling"]["times"] == 2
+    assert "note: 2 samplings ran up to these images" in second.text
+
+
+def check_layers_and_frames_are_images_of_their_own():
+    asked = {"latent": [1, 16, 4, 8, 8]}
+    sampled = (Record("sampling", Measured(1.0), asked=asked, prompt="a"),)
+    for count in (1, 4, 13):
+        assert not choose(sampled, (), images(64, count), "a").notes
+
+
+def check_a_run_that_only_decodes_again():
+    model, clip, vae = load(), load_text_encoder(MICRO)[0], load_vae(MICRO)[0]
+    RESULTS.clear()
+    latents = random(1, 16, 1, 8, 8)
+    with torch.inference_mode(), running("a"):
+        clip.encode_from_tokens_scheduled(clip.tokenize("a star"))
+        sample(model, prompt="a")
+        decode(vae, latents)
+    with running("b"):
+        pixels = decode(vae, latents, tiles=2)[0]
+        decode(vae, random(1, 16, 1, 12, 12))  # of another branch
+        report = report_run(model, clip, vae, pixels)
+    phases = report.data["phases"]
+    assert not report.data["this_run"] and EARLIER in report.data["notes"]
+    runs = {name: phase["run"] for name, phase in phases.items()}
+    earlier = dict.fromkeys(("load", "text", "sampling"), "an earlier run")
+    assert runs == {**earlier, "decode": "this run"}, runs
+    assert phases["decode"]["path"][0].startswith("decode 1 image of 64x64: 2 exact tiles")
+    assert phases["decode"]["times"] == 1
+    assert row(report, "VAE decode").startswith("VAE decode (this run): "), report.text
+    assert row(report, "sampling").startswith("sampling (an earlier run): ")
+    assert "VAE decode: not in" not in report.text and "text encode: not in" not in report.text
+    with running("a"):
+        assert all(phase["run"] is None for phase in report_run(model).data["phases"].values())
 
 
 def check_several_samplings_of_a_prompt():
@@ -466,6 +849,7 @@ def check_several_samplings_of_a_prompt():
         sample(model, steps=steps, prompt="a")
     report = report_run(model)
     assert "2 samplings ran" in report.text and "3 steps" in report.text.splitlines()[0]
+    assert row(report, "sampling").startswith("sampling (2 times, an earlier run): ")
     assert report.data["phases"]["sampling"]["times"] == 2
 
 
@@ -484,8 +868,116 @@ def check_predicted_beside_measured():
     assert 0 < low <= high
     assert "\ntimes: predicted: no L40S was measured" in report.text, report.text
     assert "USD" not in report.text
-    sampling = row(report, "sampling")
-    assert "-" not in [cell.strip() for cell in sampling if cell.strip()][:3], report.text
+    assert "s (predicted " in row(report, "sampling")
+    assert ("; card " in row(report, "sampling")) == CARD
+    assert " in the median (predicted " in row(report, "a step")
+    assert phase["predicted"]["parts"]["resident"], phase
+    assert "what the card holds is predicted only where" not in report.text
+
+
+def check_the_words_of_a_phase():
+    found = Measured(2.0, "cuda:0", True, 41 * GIB, 40 * GIB, 0, GIB // 2)
+    predicted = Phase("sampling", 38 * GIB, GIB // 4, 0, GIB, seconds=Range(1.5, 1.5))
+    record = Record("sampling", found)
+    row = PhaseRow("sampling", (record,), (predicted,), whole=True)
+    assert row.line() == (
+        "sampling: 2.0 s (predicted 1.5 s); card 41.00 GiB (predicted 39.25); beside the weights "
+        "0.50 GiB (predicted 0.25)"
+    )
+    # Without the whole card's parts nothing is said of it.
+    alone = PhaseRow("sampling", (record,), (predicted,))
+    assert "card 41.00 GiB; beside" in alone.line()
+    assert alone.as_dict()["predicted"]["card_gib"] is None
+    twice = PhaseRow("sampling", (record, record), (predicted, predicted), True, "this run")
+    assert twice.line().startswith("sampling (2 times, this run): 4.0 s (predicted 3.0 s); card 41")
+    # One without an answer leaves no sum.
+    half = PhaseRow("sampling", (record, record), (predicted,), True)
+    assert half.line().startswith("sampling (2 times): 4.0 s; card 41.00 GiB (predicted 39.25)")
+    load = PhaseRow("load", (Record("load", Measured(0.2)),), (predicted,), True)
+    assert load.line() == "load: 200 ms (predicted 1.5 s with nothing on the card)"
+    assert PhaseRow("text", (Record("text", None),)).line() == "text encode: did not run"
+
+
+def check_as_many_are_predicted_as_ran():
+    model, vae = optimize(load(), HOST_ATTENTION), load_vae(MICRO)[0]
+
+    def run(prompt, samplings=1, sizes=((1, 8),)):
+        for _ in range(samplings):
+            sample(model, prompt=prompt)
+        with running(prompt):
+            for batch, size in sizes:
+                decode(vae, random(batch, 16, 1, size, size))
+            return predicted(model, vae=vae).data["phases"]
+
+    def ends(phases, name):
+        return phases[name]["predicted"]["seconds"]
+
+    def alike(found, known):
+        assert all(abs(one / two - 1) < 2e-3 for one, two in zip(found, known, strict=True))
+
+    once = run("one")
+    twice = run("two", 2, ((1, 8), (1, 8)))
+    for name in ("sampling", "decode"):
+        alike(ends(twice, name), [2 * end for end in ends(once, name)])
+        assert twice[name]["times"] == 2
+    mixed = ends(run("three", 1, ((1, 8), (2, 16))), "decode")
+    other = ends(run("four", 1, ((2, 16),)), "decode")
+    alike(mixed, [one + more for one, more in zip(ends(once, "decode"), other, strict=True)])
+    assert other[0] > 2 * ends(once, "decode")[0]
+
+
+def check_tables_are_predicted_as_often_as_they_were_made():
+    model = load(off_card=True)
+    for steps in (3, 5):
+        sample(model, steps=steps, prompt="a")
+    phases = predicted(model).data["phases"]
+    assert phases["tables"]["times"] == 2
+    both = phases["tables"]["predicted"]["seconds"]
+    sample(model, steps=4, prompt="b")
+    (low, high) = predicted(model).data["phases"]["tables"]["predicted"]["seconds"]
+    assert low < both[0] and both[1] > 1.5 * high
+
+
+def check_without_clip_and_vae_the_card_is_not_predicted():
+    model = optimize(load(), HOST_ATTENTION)
+    clip, vae = load_text_encoder(MICRO)[0], load_vae(MICRO)[0]
+    sample(model)
+    for parts in ({}, {"clip": clip}, {"vae": vae}):
+        report = predicted(model, **parts)
+        phase = report.data["phases"]["sampling"]["predicted"]
+        assert phase["card_gib"] is None and phase["seconds"][0] > 0
+        assert "clip and vae are connected" in report.text
+        assert report.data["phases"]["load"]["predicted"] is None
+    assert predicted(model, clip=clip, vae=vae).data["phases"]["load"]["predicted"]["seconds"]
+
+
+def check_a_guider_that_asks_for_the_negative_prompt_on_its_own():
+    from comfy_extras.nodes_custom_sampler import Guider_DualModel
+
+    model = optimize(load(), HOST_ATTENTION)
+    extra = {"uncond_model_patcher": model.clone()}
+    guided(Guider_DualModel, 4.0, model, **extra)
+    found = asked(model)
+    assert (found["passes"], found["evaluations"], found["guided"]) == (6, 3, False), found
+    prediction = _prediction(model)
+    assert prediction.wish.cfg == "two passes"
+    assert not any("forward passes" in note for note in prediction.notes)
+    assert ", CFG 4, " in report_run(model).text
+
+
+def check_the_card_of_a_run_is_the_one_that_sampled():
+    model = optimize(load(), HOST_ATTENTION)
+    sample(model)
+    cards = {"cuda:0": L40S, "cuda:1": CardFacts("NVIDIA A100-SXM4-80GB", 80 * GIB, (8, 0))}
+    facts = mock.Mock(side_effect=lambda device: cards[str(device)])
+    with (
+        mock.patch.object(model, "load_device", torch.device("cuda:1")),
+        mock.patch.object(run_wish, "card_facts", facts),
+        mock.patch.object(this_card, "card_facts", facts),
+    ):
+        record = records(model)[0]
+        prediction = run_wish.predict(record.asked, record.path, model, None, None, 0)
+    assert "A100" in prediction.basis and "L40S" not in prediction.basis, prediction.basis
 
 
 def check_the_wish_of_a_run():
@@ -522,18 +1014,22 @@ def check_the_wish_of_an_edit():
     assert "references had 0.25 megapixels and are predicted with one" in small.notes
     many = _prediction(model, base | {"references": [[128, 128]] * 5})
     assert many.wish is None and many.notes[0].startswith("nothing is predicted: 5 references")
-    other = _prediction(model, base | {"controlnet": True, "passes": 9})
+    other = _prediction(model, base | {"controlnet": True, "passes": 9, "computed": 9})
     assert sum("ControlNet" in note or "3 forward passes" in note for note in other.notes) == 2
+    # Memory that is short splits a batch: more forward passes of no more prompts.
+    split = base | {"latent": [2, 16, 1, 8, 8], "passes": 6, "computed": 6}
+    assert _prediction(model, split).wish.cfg == "off"
 
 
 def check_a_card_that_is_not_in_the_list_has_peaks_only():
     model = load()
     sample(model)
-    report = predicted(model, CardFacts("NVIDIA Made Up 9000", 80 * GIB, (9, 0)))
+    parts = {"clip": load_text_encoder(MICRO)[0], "vae": load_vae(MICRO)[0]}
+    report = predicted(model, CardFacts("NVIDIA Made Up 9000", 80 * GIB, (9, 0)), **parts)
     predicted_phase = report.data["phases"]["sampling"]["predicted"]
     assert predicted_phase["card_gib"] > 0 and predicted_phase["seconds"] is None
     assert report.data["step_ms"]["predicted"] is None
-    assert "note: no times are predicted: " in report.text and "Made Up 9000" in report.text
+    assert "\ntimes: not predicted: " in report.text and "Made Up 9000" in report.text
 
 
 def _asked(model) -> dict:

@@ -127,15 +127,48 @@ def check_every_precision_is_known_by_its_weights():
             assert (found.modulation or "auto") == ("off card" if off_card else ON_CARD)
 
 
-def check_what_is_computed_in_bf16_is_named_as_it_is_held():
+MORE = "; activations and times are counted as in bf16, so expect more"
+
+
+def form_notes(model, computed):
+    """What is said of a MODEL's form where ComfyUI computes it in a dtype."""
+    with mock.patch.object(model.model, "get_dtype_inference", return_value=computed):
+        wired, *notes = wish(model).notes
+    assert wired == "Sizes are those of what is wired in: MODEL."
+    return notes
+
+
+def check_what_is_counted_as_bf16_is_named_as_it_is_held_and_computed():
     model = load()
     for dtype, name in ((torch.float32, "fp32"), (torch.float8_e4m3fn, "float8_e4m3fn")):
         model.model.diffusion_model.to(dtype)
         found = model_sizes(model)
         assert (found.precision, found.held) == ("bf16", name)
-        wired, note = wish(model).notes
-        assert wired == "Sizes are those of what is wired in: MODEL."
-        assert note == f"The MODEL's weights are held in {name} and computed as in bf16."
+        for computed, word, more in (
+            (torch.bfloat16, "bf16", ""),
+            (torch.float16, "fp16", ""),
+            (torch.float32, "fp32", MORE),
+        ):
+            note = f"The MODEL's weights are held in {name} and computed in {word}{more}."
+            assert form_notes(model, computed) == [note]
+    for form in ("bf16", "int8"):
+        model = load(form)
+        assert form_notes(model, torch.bfloat16) == []
+        note = f"The MODEL's weights are held in {form} and computed in fp32{MORE}."
+        assert form_notes(model, torch.float32) == [note]
+
+
+def check_blocks_of_whole_numbers_are_another_extensions():
+    model = load()
+    for block in model.model.diffusion_model.transformer_blocks:
+        for linear in (each for each in block.modules() if hasattr(each, "in_features")):
+            rows, columns = linear.out_features, linear.in_features
+            packed = torch.zeros(rows, columns * 18 // 32, dtype=torch.uint8)  # as GGUF's Q4_0
+            linear.weight = torch.nn.Parameter(packed, requires_grad=False)
+    assert model_sizes(model).precision == "bf16"
+    held = "another extension's quantization"
+    note = f"The MODEL's weights are held in {held} and computed in bf16."
+    assert form_notes(model, torch.bfloat16) == [note]
 
 
 def check_loras_are_told():
@@ -269,10 +302,11 @@ def check_a_family_that_is_left_open_is_what_is_told():
         ("qwen-image-layered", {"layers": 4, "references": 1}),
     ):
         assert wish(**settings).wish.family == known
-    assert wish(model).wish.family == "qwen-image" and len(wish(model).notes) == 1
+    assert wish(model).wish.family == "qwen-image"
+    assert not any("family" in note or "Edit" in note for note in wish(model).notes)
     with_reference = wish(model, references=1)
     assert with_reference.wish.family == "qwen-image-edit-2509"
-    assert "do not tell Edit from it" in with_reference.notes[1]
+    assert "do not tell Edit from it" in with_reference.notes[-1]
     refused("3 layers", "paints one image", run=lambda: wish(model, layers=3))
 
 

@@ -1,12 +1,16 @@
 """Makes the package importable as `qwen_l40s` from a clone of any folder name, installed or not."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# What the user has measured on this machine, and cards of their own, decide no test.
+os.environ["QWEN_L40S_CACHE"] = str(ROOT / ".pytest_cache" / "qwen-l40s")
 
 # `python -m pytest` puts the root on sys.path, where our `cli` and `tools` would shadow other
 # people's modules.

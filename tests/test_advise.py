@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -10,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_l40s.errors import SettingError
-from qwen_l40s.planning.advise import Offer, advise, exact
-from qwen_l40s.planning.cards import known_cards
+from qwen_l40s.planning.advise import LOADS, Offer, advise, exact
+from qwen_l40s.planning.cards import Price, known_cards
 from qwen_l40s.planning.crossover import MOST_CARDS, compare
 from qwen_l40s.planning.estimate import Range
+from qwen_l40s.planning.offers import price_source
 
 CARDS = known_cards()
 
@@ -26,7 +29,7 @@ def offer(name, seconds, usd, **more):
 L40S = offer("L40S", 30, 0.72)  # 120 images an hour
 H100 = offer("H100 SXM", 12, 1.33)  # 300 images an hour
 
-LOADS = st.one_of(st.integers(1, 100_000), st.floats(0.01, 1e5))
+SOME_LOADS = st.one_of(st.integers(1, 100_000), st.floats(0.01, 1e5))
 CENTS = st.integers(0, 500).map(lambda cents: cents / 100)
 TENTHS = st.integers(1, 2000).map(lambda tenths: tenths / 10)
 
@@ -76,6 +79,28 @@ def test_no_load(load):
         advise(load, [L40S])
 
 
+@pytest.mark.parametrize("load", [1e299, 10**9 + 1, 1e-7, 5e-324])
+def test_loads_that_no_answer_is_for(load):
+    with pytest.raises(SettingError, match=r"images per hour is .*: give 1e-06 to 1,000,000,000"):
+        advise(load, [L40S])
+
+
+def test_the_largest_and_the_smallest_load_are_answered():
+    for load in LOADS:
+        told = advise(load, [L40S, H100])[0].as_dict()
+        assert json.dumps(told, allow_nan=False)
+
+
+def test_a_starting_price_is_called_so():
+    starting, plain = (
+        Price(0.72, "Spheron", kind, "2026-05-04", "list") for kind in ("from", "on demand")
+    )
+    assert price_source(starting) == "Spheron, a starting price, 2026-05-04"
+    assert price_source(plain) == "Spheron, 2026-05-04"
+    for name in ("L40S", "H100 SXM"):
+        assert CARDS[name].price().kind == "from"
+
+
 @pytest.mark.parametrize(
     ("seconds", "usd", "message"),
     [
@@ -92,7 +117,7 @@ def test_no_offer(seconds, usd, message):
         offer("L40S", seconds, usd)
 
 
-@given(offers(), LOADS, LOADS)
+@given(offers(), SOME_LOADS, SOME_LOADS)
 def test_more_images_never_need_fewer_cards(one, first, second):
     low, high = sorted((first, second))
     few, many = (advise(load, [one])[0] for load in (low, high))
@@ -102,7 +127,7 @@ def test_more_images_never_need_fewer_cards(one, first, second):
     assert few.usd_per_image.low <= few.usd_per_image.high
 
 
-@given(offers(), LOADS)
+@given(offers(), SOME_LOADS)
 def test_no_load_is_cheaper_than_a_card_that_is_always_busy(one, load):
     advice = advise(load, [one])[0]
     full = one.full_usd_per_image
@@ -165,8 +190,7 @@ def test_the_crossover_in_words():
         (
             offer("L40S", 30, 0),
             offer("H100 SXM", 15, 0),
-            "the L40S and the H100 SXM cost the same at every load (compared up to 120,000 images "
-            "an hour)",
+            "the L40S and the H100 SXM cost the same at every load",
         ),
         (offer("L40S", 30, 0), H100, "the L40S is cheaper at every load"),
         (
@@ -177,12 +201,76 @@ def test_the_crossover_in_words():
         (
             offer("L40S", 30, 0.72),
             offer("H100 SXM", 15, 1.44),
-            "from 360 to 480, from 600 to 720",
+            "the L40S costs the same or less at every load (compared up to 120,000 images an "
+            "hour), at most 1.0% apart above 24,000 images an hour",
+        ),
+        (
+            offer("L40S", 30, 0.72),
+            offer("H100 SXM", 20, 1.08),
+            "the L40S is cheaper up to 120 images an hour; then they alternate, at most 1.0% apart "
+            "above 18,000 images an hour",
+        ),
+        (
+            offer("L40S", 30, 0.72),
+            offer("H100 SXM", 20, 1.07),
+            "; then they alternate up to 12,840 images an hour, and from there the H100 SXM is",
+        ),
+        (
+            offer("L40S", 20, 0.72),
+            offer("L40", 20, 0.72),
+            "the L40S and the L40 cost the same at every load",
+        ),
+        (
+            offer("L40S", (24, 40), 0.72),
+            offer("H100 SXM", (8.5, 15), 0.8),
+            "the L40S is cheaper up to between 90 and 150 images an hour (116 in the middle); from "
+            "there the H100 SXM, always from 300 on",
+        ),
+        (
+            offer("L40S", (24, 40), 0.72),
+            offer("H100 SXM", (8.5, 8.6), 0.8),
+            "(116 in the middle); from there the H100 SXM",
+        ),
+        (
+            offer("L40S", (29, 31), 0.72),
+            offer("H100 SXM", (11.9, 12.1), 1.33),
+            "; wherever in their ranges the times lie, from between",
         ),
     ],
 )
 def test_sentences(first, second, sentence):
-    assert sentence in compare(first, second).sentence
+    found = compare(first, second).sentence
+    assert sentence in found
+    assert len(found) < 250
+
+
+def test_no_load_is_called_certain_whose_order_changes_within_the_ranges():
+    moves = compare(offer("L40S", (24, 40), 0.72), offer("H100 SXM", (8.5, 15), 0.8))
+    assert not moves.certain  # at one corner the L40S is cheaper twice
+    assert compare(offer("L40S", (24, 40), 0.72), offer("H100 SXM", (8.5, 8.6), 0.8)).certain
+    assert not compare(offer("L40S", (20, 80), 0.72), offer("H100 SXM", (8, 12), 1.33)).certain
+
+
+@settings(deadline=None, max_examples=40)
+@given(offers(), offers("H100 SXM"))
+def test_the_turns_of_a_sentence_are_those_of_the_ends(first, second):
+    sentence = compare(first, second).sentence
+    found = re.search(r"between ([\d,.]+) and ([\d,.]+) images an hour \(", sentence)
+    if found is None:
+        return
+    said = {float(end.replace(",", "")) for end in found.groups()}
+    turns = {
+        compare(
+            replace(first, seconds=Range(one, one)), replace(second, seconds=Range(other, other))
+        )
+        .stretches[0]
+        .high
+        for one in first.seconds
+        for other in second.seconds
+    }
+    for turn in said:
+        assert any(turn == pytest.approx(each, rel=0.1, abs=1) for each in turns)
+    assert max(said) <= max(turns) * 1.01
 
 
 def hourly(one, load):
@@ -220,7 +308,7 @@ def test_stretches_have_no_gaps_and_go_on_to_the_end(first, second):
         assert before.cheaper is not after.cheaper
     slowest = max(first.middle_seconds, second.middle_seconds)
     assert stretches[-1].high >= MOST_CARDS * 3600 / slowest * (1 - 1e-12)
-    if math.isinf(stretches[-1].high):
+    if math.isinf(stretches[-1].high) and stretches[-1].cheaper is not None:
         full = [one.usd_per_hour * one.middle_seconds for one in (first, second)]
         assert stretches[-1].cheaper is (first, second)[full[1] < full[0]]
     swapped = compare(second, first)
@@ -229,7 +317,7 @@ def test_stretches_have_no_gaps_and_go_on_to_the_end(first, second):
         assert swapped.sentence == found.sentence
 
 
-@given(offers(), offers("H100 SXM"), LOADS)
+@given(offers(), offers("H100 SXM"), SOME_LOADS)
 def test_ranking_and_crossovers_agree(first, second, load):
     """The middle of a range is a rounded root, so what is as good as equal is left out."""
     costs = [float(hourly(one, load)) for one in (first, second)]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from qwen_l40s.charts.words import estimate_text
 from qwen_l40s.errors import SettingError
 from qwen_l40s.planning import card_file
 from qwen_l40s.planning.card_file import FIELDS, PRICE_FIELDS
@@ -17,9 +18,14 @@ from qwen_l40s.planning.cards import (
     known_cards,
     with_memory,
 )
-from qwen_l40s.planning.memory import GIB, MIB
+from qwen_l40s.planning.estimator import estimate
+from qwen_l40s.planning.memory import GIB, MIB, CardFacts
+from qwen_l40s.planning.plan import plan
+from qwen_l40s.planning.rates import rates_of
+from qwen_l40s.planning.unlisted import UnlistedCard, card_by_driver
+from qwen_l40s.planning.wish import Loras, Wish
 
-CARDS = known_cards()
+CARDS = known_cards(BUNDLED)
 LISTED = json.loads(BUNDLED.read_text(encoding="utf-8"))
 L40S = LISTED["cards"]["L40S"]
 PRICE = {
@@ -182,6 +188,102 @@ def test_own_card(tmp_path):
     assert card.dense_flops == {"bf16": 100e12, "fp32": 50.5e12}
     assert card.prices == (Price(**PRICE),)
     assert find_card("mine", known_cards(path)) == card
+
+
+def test_own_list_is_read_from_the_cache_folder_where_no_other_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("QWEN_L40S_CACHE", str(tmp_path / "cache"))
+    assert known_cards() == CARDS
+    with pytest.raises(SettingError, match="describe yours in ") as caught:
+        find_card("Mine", CARDS)
+    path = tmp_path / "cache" / "cards.json"
+    assert str(path) in str(caught.value)
+    path.parent.mkdir()
+    path.write_text(json.dumps(changed()), encoding="utf-8")
+    assert known_cards()["Mine"].memory_bytes == CARDS["L40S"].memory_bytes
+    other = write(tmp_path, {"cards": {}})
+    assert known_cards(other) == CARDS
+
+
+@pytest.mark.parametrize("broken", ["text", "folder", "link"])
+def test_damaged_list_in_the_cache_folder_is_named(tmp_path, monkeypatch, broken):
+    monkeypatch.setenv("QWEN_L40S_CACHE", str(tmp_path))
+    path = tmp_path / "cards.json"
+    if broken == "text":
+        path.write_text("{")
+    elif broken == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(tmp_path / "none.json")
+    with pytest.raises(SettingError) as caught:
+        known_cards()
+    assert str(path) in str(caught.value)
+
+
+DRIVERS = [
+    ("NVIDIA L40S-48Q", 45, (8, 9), "L40S"),
+    ("NVIDIA L40S-24Q", 24, (8, 9), "L40S"),
+    ("NVIDIA GeForce RTX 4090 D", 23.5, (8, 9), "RTX 4090"),
+    ("NVIDIA H100 NVL", 93, (9, 0), "H100 SXM"),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.8, (9, 0), "H100 SXM"),
+    ("NVIDIA H200 NVL", 139, (9, 0), "H200"),
+    ("NVIDIA A40", 44.4, (8, 6), "RTX A6000"),  # a part of two A100s' names
+    ("NVIDIA A100-SXM-64GB", 63, (8, 0), "A100 80GB SXM"),
+    ("NVIDIA B200", 179, (10, 0), "H200"),
+    ("\ud800", 1, (3, 0), None),
+]
+
+
+@pytest.mark.parametrize(("name", "gib", "capability", "nearest"), DRIVERS)
+def test_card_that_is_not_listed_is_what_the_driver_tells(name, gib, capability, nearest):
+    facts = CardFacts(name, int(gib * GIB), capability)
+    card = card_by_driver(facts, CARDS)
+    assert isinstance(card, UnlistedCard)
+    assert card.facts() == facts
+    assert card.nearest in CARDS
+    assert nearest in (None, card.nearest)
+    assert card.price() is None
+    assert with_memory(card, 2 * GIB).nearest == card.nearest
+
+
+def test_listed_card_of_a_driver_has_the_memory_that_it_shows():
+    card = card_by_driver(CardFacts("NVIDIA L40S", 40 * GIB, (8, 9)), CARDS)
+    assert card == with_memory(CARDS["L40S"], 40 * GIB)
+
+
+def test_card_that_is_not_listed_is_estimated_without_times_or_cost():
+    facts = CardFacts("NVIDIA A40", 45634 * MIB, (8, 6))
+    card = card_by_driver(facts, CARDS)
+    beside = Wish(loras=Loras(1, 32, "beside"))
+    found = estimate(beside, card, usd_per_hour=2.0)
+    assert found.options == plan(facts, beside) and found.fits
+    alike = estimate(beside, with_memory(CARDS["RTX A6000"], facts.total_bytes))
+    answer, expected = (
+        json.loads(json.dumps(each.as_dict(), allow_nan=False)) for each in (found, alike)
+    )
+    for name in ("step_ms", "image_seconds", "first_image_seconds", "usd_per_image"):
+        assert answer[name] is None and expected[name] > 0
+    assert answer.keys() == expected.keys()
+    assert answer["ranges"] == {} and answer["basis"] == "unknown"
+    for name in ("fits", "headroom_gib", "disk", "host_ram_gib", "settings"):
+        assert answer[name] == expected[name]
+    for name, phase in answer["phases"].items():
+        assert phase["seconds"] is None
+        assert phase["card_gib"] == expected["phases"][name]["card_gib"]
+    (note,) = (note for note in found.notes if "NVIDIA A40" in note)
+    assert "RTX A6000" in note and "`qwen-l40s bench --calibrate`" in note
+    text = estimate_text(found)
+    assert note in " ".join(text.split()) and "USD" not in text
+    assert "PCIe in every step." in " ".join(estimate(Wish(), with_memory(card, 8 * GIB)).notes)
+
+
+def test_card_that_is_not_listed_has_the_times_that_were_measured_on_it():
+    card = card_by_driver(CardFacts("NVIDIA A40", 45634 * MIB, (8, 6)), CARDS)
+    measured = rates_of(CARDS["RTX A6000"])[0]
+    found = estimate(Wish(), card, calibration=measured)
+    assert found.basis.kind == "measured" and found.step_seconds.low > 0
+    assert found.usd_per_image is None
+    assert any("No price of NVIDIA A40 is known" in note for note in found.notes)
+    assert estimate(Wish(), card, calibration=measured, usd_per_hour=2.0).usd_per_image.low > 0
 
 
 def test_own_list_may_have_a_byte_order_mark_and_notes(tmp_path):

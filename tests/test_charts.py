@@ -1,18 +1,19 @@
 """The pictures and words of estimates: nothing is cut off, and what does not fit is red."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen_l40s.charts import canvas, figures, words
+from qwen_l40s.charts import advice_words, canvas, figures, words
 from qwen_l40s.charts.cost_chart import cost_chart
-from qwen_l40s.charts.memory_chart import memory_chart
+from qwen_l40s.charts.memory_chart import WORKING, memory_chart
 from qwen_l40s.planning.advise import Offer, advise
 from qwen_l40s.planning.cards import known_cards
 from qwen_l40s.planning.crossover import compare
-from qwen_l40s.planning.disk import Disk
+from qwen_l40s.planning.disk import CARD_MEMORY, GB, Advice, Disk
 from qwen_l40s.planning.estimate import PHASES, Phase, Range
 from qwen_l40s.planning.memory import GIB
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES
@@ -20,6 +21,7 @@ from qwen_l40s.planning.rates import Basis
 from qwen_l40s.planning.wish import Loras, Wish
 
 Image = pytest.importorskip("PIL.Image")
+ImageColor = pytest.importorskip("PIL.ImageColor")
 BAD = (0xC8, 0x10, 0x2E)
 LONG = "a card of somebody's own with a name that goes on and on " * 3
 
@@ -36,6 +38,16 @@ def phase(name, weights, activations=0.1, resident=None):
     )
 
 
+def what_stays(phase, usable):
+    """A phase of as much as a card holds: weights leave, the largest part first."""
+    resident = dict(phase.resident)
+    weights, over = phase.weights, max(0, phase.card_bytes - usable)
+    for part in sorted(resident, key=resident.__getitem__, reverse=True):
+        leaves = min(over, resident[part])
+        resident[part], over = resident[part] - leaves, over - leaves
+    return replace(phase, weights=max(0, weights - over), resident=resident)
+
+
 def estimate_of(memory_gib, scale=1.0, *, name="L40S", wish=None, resident=None):
     """An estimate of made-up sizes: `scale` 1 takes 41.5 GiB while sampling."""
     beside = {"text encoder": 14.4 * scale, "VAE": 0.24 * scale, **(resident or {})}
@@ -47,8 +59,12 @@ def estimate_of(memory_gib, scale=1.0, *, name="L40S", wish=None, resident=None)
         "decode": phase("decode", 0.2 * scale, 2.1 * scale, beside | {"transformer": 25 * scale}),
     }
     memory = round(memory_gib * GIB)
-    most = max(value.card_bytes for value in phases.values())
+    needs = {name: value.card_bytes for name, value in phases.items()}
+    most = max(needs.values())
     spare = memory - KEPT_FREE_BYTES - most
+    phases = {
+        name: what_stays(value, max(0, memory - KEPT_FREE_BYTES)) for name, value in phases.items()
+    }
     setting = SimpleNamespace(
         precision="bf16",
         modulation="off card",
@@ -59,9 +75,12 @@ def estimate_of(memory_gib, scale=1.0, *, name="L40S", wish=None, resident=None)
         setting=setting,
         tiles=1,
         resident=spare >= 0,
+        needs=needs,
+        peak_phase=max(needs, key=needs.__getitem__),
         peak_bytes=most,
         headroom_bytes=spare,
         moved_bytes=0,
+        recommended=True,
         reasons={"precision": "the most faithful that stays", "room": "1.4 GiB to spare"},
     )
     return SimpleNamespace(
@@ -76,6 +95,7 @@ def estimate_of(memory_gib, scale=1.0, *, name="L40S", wish=None, resident=None)
         image_seconds=Range(11.5, 19.4),
         usd_per_image=Range(0.0023, 0.0038),
         disk=Disk({"transformer": 40_900_000_000}, {"software": 20_000_000_000}, {}),
+        guides=(Advice("volume", 80 * GB, 58 * GB, ""), Advice(CARD_MEMORY, 88 * GB, 43 * GIB, "")),
         host_ram_bytes=20 * GIB,
         basis=Basis("predicted", "predicted: no L40S was measured"),
         notes=("a note",),
@@ -190,11 +210,17 @@ def test_the_part_of_a_bar_beyond_the_card_is_red():
     for y in range(picture.height):
         row = [picture.getpixel((x, y)) for x in range(picture.width)]
         widest = max(widest, row.count(BAD))
-    most = max(value.card_bytes for value in estimate.phases.values())
+    most = estimate.option.peak_bytes
     full = (canvas.WIDTH - 2 * canvas.MARGIN - 400) / 1.02  # less labels and values
     assert widest == pytest.approx(
         full / 1.02 * (1 - (20 * GIB - KEPT_FREE_BYTES) / most), rel=0.15
     )
+
+
+def test_small_parts_are_seen_where_not_all_fits():
+    colours = colours_of(memory_chart(estimate_of(20)))
+    for name in ("activations", "context"):
+        assert ImageColor.getrgb(WORKING[name]) in colours
 
 
 def offers_of(*fields):
@@ -228,7 +254,7 @@ def test_the_cost_chart_is_whole_and_legible(texts, load, offers):
     check_texts(texts, cost_chart(advise(load, offers), comparisons, wish))
     written = " ".join(text for text, *_ in texts)
     for comparison in comparisons:
-        assert words.comparison_text(comparison).split()[-1] in written
+        assert advice_words.comparison_text(comparison).split()[-1] in written
     assert f"{load:,.10g} images an hour" in written
 
 
@@ -293,8 +319,9 @@ def test_the_text_says_first_whether_it_fits():
     assert "280 to 470 ms, predicted" in text
     assert "$0.0023 to 0.0038 an image" in text
     assert "note: a note" in lines
+    assert "80 GB of volume (here 58.0 GB), 88 GB of card memory (here 43.0 GiB)" in text
     lines = words.estimate_text(estimate_of(24)).splitlines()
-    assert lines[0].startswith("Does not fit: 42.5 GiB of 23.6 GiB to use, in decode")
+    assert lines[0].startswith("Does not fit: 42.5 GiB would be needed of 23.6 GiB, in decode")
 
 
 def test_without_a_price_the_text_says_how_to_give_one():

@@ -72,6 +72,14 @@ def test_the_text(capsys):
     assert "cheaper" in text
 
 
+def test_the_cheapest_in_bf16_is_named_beside_a_cheaper_one_in_int8(capsys):
+    only = ["--only", "L40S", "RTX 4090", "--price", "RTX 4090=0.1"]
+    assert main(["advise", "--images-per-hour", "50", *only]) == 0
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first.startswith("Cheapest for 50 images an hour: 1 RTX 4090 in int8 at $0.10")
+    assert second.startswith("Cheapest in bf16, as the model was trained: 1 L40S in bf16 at $0.72")
+
+
 def test_prices_of_ones_own(capsys):
     listed, own = (
         found(capsys, "--images-per-hour", "9", "--only", "L40S", *price)["advices"][0]
@@ -101,7 +109,8 @@ def test_no_card_with_a_price_is_exit_code_1(capsys):
     assert output["advices"] == []
     assert output["unpriced"] == ["L40"]
     assert main(["advise", "--images-per-hour", "9", "--only", "L40"]) == 1
-    assert "--price" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text.startswith("None of these cards has a price") and "--price" in text
 
 
 @pytest.mark.parametrize("load", ["0.5", "100", "1000000"])

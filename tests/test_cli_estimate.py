@@ -247,6 +247,15 @@ def test_a_list_of_ones_own(capsys, own_cards):
     assert found(capsys, "--card", "mine", "--cards", own_cards(OWN))["card"] == "Mine"
 
 
+def test_a_list_of_ones_own_in_the_cache_folder(capsys, own_cards, monkeypatch):
+    path = Path(own_cards(OWN))
+    monkeypatch.setenv("QWEN_L40S_CACHE", str(path.parent))
+    assert found(capsys, "--card", "mine")["card"] == "Mine"
+    assert str(path) in refused(capsys, "--card", "yours")
+    path.write_text("{")
+    assert str(path) in refused(capsys, "--card", "L40S")
+
+
 def test_names_that_the_terminal_cannot_show(own_cards):
     command = [sys.executable, str(ROOT), "estimate", "--cards", own_cards(OWN, "显卡")]
     result = subprocess.run(
@@ -289,7 +298,7 @@ def test_the_plot(tmp_path, capsys):
 
 
 def test_this_machines_card_is_the_default(capsys, monkeypatch):
-    here = SimpleNamespace(name="NVIDIA L40S", memory_bytes=40 * GIB)
+    here = SimpleNamespace(name="NVIDIA L40S", memory_bytes=40 * GIB, sm=(8, 9))
     cards = SimpleNamespace(usable=(here,), reason="")
     monkeypatch.setattr("qwen_l40s.optimizations.hardware.read_cards", lambda torch: cards)
     output = found(capsys)
@@ -297,12 +306,16 @@ def test_this_machines_card_is_the_default(capsys, monkeypatch):
     assert found(capsys, "--card", "L40S", "--vram", "40")["phases"] == output["phases"]
 
 
-def test_a_machine_with_a_card_that_nobody_knows(capsys, monkeypatch):
-    cards = SimpleNamespace(usable=(SimpleNamespace(name="Toaster", memory_bytes=GIB),), reason="")
+def test_a_machine_with_a_card_that_is_not_listed(capsys, monkeypatch):
+    here = SimpleNamespace(name="NVIDIA H100 NVL", memory_bytes=93 * GIB, sm=(9, 0))
+    cards = SimpleNamespace(usable=(here,), reason="")
     monkeypatch.setattr("qwen_l40s.optimizations.hardware.read_cards", lambda torch: cards)
-    line = refused(capsys)
-    assert "Toaster" in line
-    assert "--card" in line
+    output = found(capsys, "--price", "2")
+    assert output["card"] == "NVIDIA H100 NVL" and output["fits"] is True
+    assert output["step_ms"] is output["image_seconds"] is output["usd_per_image"] is None
+    assert "bench --calibrate" in output["notes"][0] and "H100 SXM" in output["notes"][0]
+    assert main(["estimate", "--vram", "20"]) == 0
+    assert "int8" in capsys.readouterr().out
 
 
 def test_without_a_card_it_is_about_an_l40s_and_says_so(capsys, monkeypatch):

@@ -80,10 +80,10 @@ def test_the_report_follows_each_run_of_a_server(server: Server):
     # Nothing ran, and the report of the run that made the image stays.
     assert texts["again"] == texts["seed"] != texts["first"]
     lines = {name: text.splitlines() for name, text in texts.items()}
-    assert any(line.startswith("text encode ") for line in lines["first"])
-    assert not any(line.startswith("text encode ") for line in lines["seed"])
+    assert any(line.startswith("text encode (2 times): ") for line in lines["first"])
+    assert not any(line.startswith("text encode") for line in lines["seed"])
     assert "text encode: not in this run" in texts["seed"]
-    assert any(line.startswith("text encode ") for line in lines["prompt"])
+    assert any(line.startswith("text encode: ") for line in lines["prompt"])
     assert server.image(runs["first"], "save")
 
 
@@ -101,8 +101,45 @@ def test_a_report_that_is_added_after_the_run_says_whose_figures_it_has(server: 
 
 
 @pytest.mark.timeout(300)
-def test_without_images_it_is_made_in_each_run(server: Server):
+def test_a_run_that_only_decodes_again_reports_its_decode(server: Server):
+    assert server.run(graph(8)).status == "success"
     nodes = graph(8)
-    nodes["report"]["inputs"].pop("images")
+    nodes["decode"]["inputs"]["tiles"] = 2
+    run = server.run(nodes)
+    assert "sample" not in run.executed and "decode" in run.executed
+    text = run.text("report")
+    assert "\nVAE decode (this run): " in text and "2 exact tiles" in text
+    assert "\nsampling (an earlier run): " in text
+
+
+@pytest.mark.timeout(300)
+def test_the_images_tell_which_sampler_s_run_it_is(server: Server):
+    """Two samplers share a MODEL, and the report is added to the first one's images."""
+    nodes = graph(9)
+    report = nodes.pop("report")
     nodes["save"]["inputs"]["images"] = ["decode", 0]
-    assert all("report" in server.run(nodes).executed for _ in range(2))
+    larger = {"empty": {"width": 96, "height": 96}, "sample": {"latent_image": ["empty2", 0]}}
+    for name, inputs in larger.items():
+        nodes[f"{name}2"] = {**nodes[name], "inputs": {**nodes[name]["inputs"], **inputs}}
+    nodes["decode2"] = {
+        "class_type": "QwenL40S_VAEDecode",
+        "inputs": {"samples": ["sample2", 0], "vae": ["load", 2]},
+    }
+    nodes["save2"] = {
+        "class_type": "SaveImage",
+        "inputs": {"images": ["decode2", 0], "filename_prefix": "larger"},
+    }
+    assert server.run(nodes).status == "success"
+    nodes["report"] = report
+    assert server.run(nodes).text("report").startswith("sampled: 64x64, batch 1, 2 steps")
+    nodes["report"]["inputs"]["images"] = ["decode2", 0]
+    assert server.run(nodes).text("report").startswith("sampled: 96x96, batch 1, 2 steps")
+
+
+@pytest.mark.timeout(300)
+def test_images_order_it_and_outputs_are_explained(server: Server):
+    node = server.client.get("/object_info/QwenL40S_Report").json()["QwenL40S_Report"]
+    assert list(node["input"]["required"]) == ["images", "model"]
+    assert list(node["input"]["optional"]) == ["clip", "vae"]
+    assert node["output_name"] == ["images", "report", "json"]
+    assert all(node["output_tooltips"])

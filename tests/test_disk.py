@@ -1,15 +1,25 @@
 """What a run takes of a disk, beside what is published and what guides advise."""
 
+import json
+import math
+import struct
+
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from qwen_l40s.planning.disk import GB, against_guides, disk
-from qwen_l40s.planning.memory import GIB
+from qwen_l40s.loaders.sizes import read_sizes
+from qwen_l40s.loaders.transformer_tensors import expected_tensors
+from qwen_l40s.planning.disk import GB, against_guides, disk, made_on_load
+from qwen_l40s.planning.memory import GIB, TransformerShape, weight_bytes
+from qwen_l40s.planning.phases import transformer_bytes
 from qwen_l40s.planning.setting import HELD_PRECISIONS, Setting
 from qwen_l40s.planning.wish import Loras, Parts, Wish
 
+SMALL = TransformerShape(
+    blocks=2, dim=256, heads=2, head_dim=128, joint_dim=64, in_channels=64, packed_out_channels=64
+)
 # Comfy-Org's single files, and Qwen/Qwen-Image itself as a diffusers folder.
 PUBLISHED = {
     "qwen_image_bf16.safetensors": 40.9 * GB,
@@ -69,6 +79,47 @@ def test_true_sizes_stand_above_published_ones():
     parts = Parts(transformer_bytes=20 * GB, text_encoder_bytes=9 * GB, vae_bytes=GB)
     files = disk(Wish(parts=parts), Setting("fp8")).files
     assert files == {"qwen-image transformer": 20 * GB, "text encoder": 9 * GB, "VAE": GB}
+
+
+def test_files_are_as_stored_whatever_is_held():
+    stored = (("transformer", 82 * GB), ("text encoder", 33 * GB), ("VAE", GB // 2))
+    parts = Parts(text_encoder_bytes=16 * GB, vae_bytes=GB // 4, file_bytes=stored)
+    expected = {"qwen-image transformer": 82 * GB, "text encoder": 33 * GB, "VAE": GB // 2}
+    for setting in (Setting(), Setting("int8")):
+        assert disk(Wish(parts=parts), setting).files == expected
+    written = disk(Wish(parts=parts), Setting("int8"), quantized_file=True)
+    assert written.once == {"qwen-image transformer": 82 * GB}
+    assert written.files["qwen-image transformer, int8, written once"] < 28 * GB
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("F32", 4), ("F16", 2), ("BF16", 2)])
+def test_a_file_takes_what_its_header_says(tmp_path, dtype, width):
+    header, end = {}, 0
+    for name, shape in expected_tensors(SMALL).items():
+        count = width * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + count]}
+        end += count
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    for requested in ("auto", "int8"):
+        precision, _, parts = read_sizes(path).settled(requested, "auto")
+        setting = Setting("bf16" if precision == "auto" else precision)
+        wish = Wish(parts=parts)
+        assert disk(wish, setting).files["qwen-image transformer"] == end
+        # And what is held is as the loaders round it.
+        held = transformer_bytes(wish, setting).total
+        assert held == weight_bytes(SMALL, setting.precision).total
+
+
+def test_nothing_is_written_of_a_file_that_is_quantized():
+    at_hand = Wish(parts=Parts(transformer_bytes=27 * GB))
+    assert not made_on_load(at_hand, Setting("int8"))
+    assert not disk(at_hand, Setting("int8"), quantized_file=True).once
+    assert made_on_load(Wish(), Setting("int8")) and not made_on_load(Wish(), Setting())
 
 
 def test_guides_advise_more_than_is_needed():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.planning.cards import find_card, known_cards, with_memory
+from qwen_l40s.planning.constants import constants
 from qwen_l40s.planning.estimate import PHASES
 from qwen_l40s.planning.estimator import estimate
 from qwen_l40s.planning.memory import GIB, weight_bytes
@@ -33,6 +34,7 @@ def card(name):
 KEYS = {
     *("card", "family", "settings", "phases", "fits", "headroom_gib", "step_ms"),
     *("image_seconds", "first_image_seconds", "cold_start_seconds", "usd_per_image"),
+    *("loads", "loads_prequantized"),
     *("ranges", "disk_gib", "disk", "host_ram_gib", "plan", "basis", "basis_detail", "notes"),
 }
 
@@ -61,16 +63,20 @@ def test_json(name, wish):
     for option in answer["plan"]:
         assert option.keys() == {
             *("precision", "modulation", "text_encoder_place", "tiles", "resident"),
-            *("peak_gib", "headroom_gib", "reason"),
+            *("peak_gib", "peak_phase", "headroom_gib", "moved_gib", "recommended", "reason"),
         }
     first = answer["plan"][0]
     assert answer["headroom_gib"] == first["headroom_gib"]
     assert answer["settings"]["precision"] == first["precision"]
     assert answer["settings"]["steps"] == wish.steps
-    ranged = {"step_ms", "image_seconds"} | (
-        {"usd_per_image"} if answer["usd_per_image"] else set()
-    )
+    ranged = {"step_ms", "image_seconds", "first_image_seconds", "cold_start_seconds"}
+    ranged |= {"usd_per_image"} if answer["usd_per_image"] else set()
     assert answer["ranges"].keys() == ranged
+    quantized = answer["settings"]["precision"] != "bf16"
+    assert (answer["loads_prequantized"] is not None) == quantized
+    for loads in (answer["loads"], answer["loads_prequantized"] or answer["loads"]):
+        assert tuple(loads) == ("page cache", "NVMe", "network volume")
+        assert all(0 < low <= high for low, high in loads.values())
     for what, (low, high) in answer["ranges"].items():
         assert 0 < low <= high
         assert answer[what] == pytest.approx(math.sqrt(low * high), rel=2e-3)
@@ -126,6 +132,106 @@ def test_a_calibration_stands_in_for_the_range():
     assert any("Times are a range" in note for note in estimate(USUAL, L40S).notes)
 
 
+def test_a_precision_that_the_calibration_left_out_is_a_range():
+    whole = rates_of(L40S)[0]
+    part = replace(whole, gemm={"bf16": whole.gemm["bf16"]})
+    bf16, int8 = (
+        estimate(Wish(precision=precision), L40S, calibration=part)
+        for precision in ("bf16", "int8")
+    )
+    assert bf16.basis.kind == "measured"
+    assert bf16.step_seconds.low == bf16.step_seconds.high
+    assert int8.basis.kind == "predicted"
+    assert int8.step_seconds.high < bf16.step_seconds.high  # as the plan says it
+    assert any("because the calibration left int8 out" in note for note in int8.notes)
+
+
+def test_what_was_not_measured_is_predicted_on_the_measured_card_too():
+    h200 = card("H200")
+    assert estimate(USUAL, h200).basis.kind == "measured"
+    for wish, known in (
+        (replace(USUAL, controlnet_bytes=3 * 10**9), h200),
+        (replace(USUAL, text_encoder_place="cpu"), h200),
+        (replace(USUAL, loras=Loras(3, 32, "beside")), with_memory(h200, 12 * GIB)),
+    ):
+        found = estimate(wish, known)
+        assert found.basis.kind == "predicted"
+        assert "predicted from rates measured on an NVIDIA H200" in found.basis.text
+        assert "within" not in found.basis.text
+        assert not any("Times are a range" in note for note in found.notes)
+    changed = estimate(USUAL, replace(h200, bandwidth=1e12))
+    assert changed.basis.kind == "predicted"
+    assert any("no H200 with the figures of your list" in note for note in changed.notes)
+
+
+def test_eight_bits_say_what_the_measured_card_reached():
+    for name, precision, told in (
+        ("L40S", "int8", True),
+        ("L40S", "fp8", True),
+        ("L40S", "bf16", False),
+        ("A100 80GB SXM", "int8", True),
+        ("H200", "int8", False),
+    ):
+        notes = estimate(Wish(precision=precision), card(name)).notes
+        reached = f"reached {constants().gemm_int8:.0%} of its dense peak in int8 and "
+        reached += f"{constants().gemm_fp8:.0%} in fp8"
+        assert any(reached in note for note in notes) == told, (name, precision)
+
+
+# --- loads ---
+
+
+def test_loading_takes_what_is_done():
+    def load(known=L40S, **more):
+        return estimate(replace(USUAL, **more), known)
+
+    bf16, int8 = load(precision="bf16"), load(precision="int8")
+    cpu = load(precision="int8", text_encoder_place="cpu")
+    dropped = load(precision="int8", text_encoder_place="drop after encoding")
+    text8 = load(precision="int8", text_encoder="fp8")
+    small = load(with_memory(L40S, 6 * GIB), precision="int8", text_encoder_place="cpu")
+    assert bf16.loads.keys() == {"page cache", "NVMe", "network volume"}
+    for end in (0, 1):
+        cache = {
+            name: found.loads["page cache"][end]
+            for name, found in (
+                *(("bf16", bf16), ("int8", int8), ("cpu", cpu), ("dropped", dropped)),
+                *(("text8", text8), ("small", small)),
+            )
+        }
+        # The text encoder's way to the card, and that of weights which every step moves.
+        assert cache["cpu"] < cache["int8"] and cache["small"] < cache["cpu"]
+        assert cache["dropped"] == pytest.approx(cache["cpu"])
+        ready = int8.prequantized_loads["page cache"][end]
+        assert cache["int8"] - ready > 1.2  # quantizing, and reading a file that is larger
+        for found in (bf16, int8, cpu):
+            assert found.phases["load"].seconds[end] == found.loads["page cache"][end]
+    made = int8.phases["load"].seconds.low
+    gone = int8.disk.files_bytes / 0.4e9
+    assert int8.loads["network volume"].low == pytest.approx(gone)
+    assert made < int8.loads["NVMe"].low < int8.loads["network volume"].low
+    assert bf16.prequantized_loads is None
+    assert any("then takes" in note and "network volume" in note for note in int8.notes)
+    assert any(note.startswith("Loading takes") for note in bf16.notes)
+
+
+def test_a_file_that_is_quantized_loads_as_one_that_was_written_once():
+    made = estimate(replace(USUAL, precision="int8"), L40S)
+    sizes = weight_bytes(FULL_SIZE, "int8")
+    parts = Parts(transformer_bytes=sizes.total, modulation_bytes=sizes.modulation)
+    ready = estimate(replace(USUAL, precision="int8", parts=parts), L40S)
+    assert ready.loads == ready.prequantized_loads == made.prequantized_loads
+
+
+def test_the_text_encoders_precision_is_in_its_time():
+    wish = replace(USUAL, precision="int8")
+    bf16, fp8 = (
+        estimate(replace(wish, text_encoder=precision), card("H200")).phases["text"].seconds
+        for precision in ("bf16", "fp8")
+    )
+    assert 1.03 < fp8.low / bf16.low < 1.2  # 1.08 to 1.12 on an H200
+
+
 def test_weights_that_are_moved_cost_time():
     slow = estimate(Wish(precision="bf16"), card("4090"))
     fast = estimate(Wish(precision="bf16"), L40S)
@@ -178,7 +284,7 @@ def test_cost_is_the_price_of_the_time():
     assert found.usd_per_image == pytest.approx(
         found.image_seconds.times(price.usd_per_hour / 3600)
     )
-    assert any(f"{price.usd_per_hour:g} USD an hour" in note for note in found.notes)
+    assert any(f"from {price.usd_per_hour:g} USD an hour" in note for note in found.notes)
     own = estimate(USUAL, L40S, usd_per_hour=2.0)
     assert own.usd_per_image == pytest.approx(own.image_seconds.times(2 / 3600))
     assert any("your own" in note for note in own.notes)
@@ -242,3 +348,10 @@ def test_the_decoders_turn_is_counted_where_the_transformer_has_to_leave():
     assert tight.option.moved_bytes == 0
     assert tight.phases["decode"].seconds.low > roomy.phases["decode"].seconds.low
     assert any("come back for each image" in note for note in tight.notes)
+
+
+@pytest.mark.parametrize(("layers", "words"), [(0, "One picture is counted"), (3, "its 3 layers")])
+def test_what_an_image_is_of_a_layered_model(layers, words):
+    wish = Wish(family="qwen-image-layered", layers=layers)
+    found = estimate(wish, find_card("L40S", known_cards()))
+    assert any(words in note for note in found.notes)

@@ -25,9 +25,10 @@ from qwen_l40s.planning.activations import (
 )
 from qwen_l40s.planning.constants import Constants
 from qwen_l40s.planning.estimate import PHASES
-from qwen_l40s.planning.memory import GIB, MIB, weight_bytes
-from qwen_l40s.planning.phases import phases, transformer_bytes, vae_bytes
-from qwen_l40s.planning.residence import cached_bytes, host_ram, host_ram_bytes
+from qwen_l40s.planning.memory import GIB, MIB, CardFacts, weight_bytes
+from qwen_l40s.planning.phases import KEPT_FREE_BYTES, phases, transformer_bytes, vae_bytes
+from qwen_l40s.planning.plan import plan
+from qwen_l40s.planning.residence import host_ram, host_ram_bytes
 from qwen_l40s.planning.setting import HELD_PRECISIONS, TEXT_PLACES, Setting
 from qwen_l40s.planning.text_encoder import encoding_bytes, text_encoder_bytes
 from qwen_l40s.planning.wish import Loras, Parts, Wish
@@ -244,6 +245,19 @@ def test_loras_count_beside_the_weights_and_not_in_them():
     assert step_bytes(beside, Setting()).later > step_bytes(merged, Setting()).later
 
 
+@pytest.mark.parametrize("side", [128, 512, 1328])
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_loras_beside_weights_that_are_expanded_never_take_less(side, precision):
+    plain, beside = (Wish(width=side, height=side, loras=Loras(n, 32, "beside")) for n in (0, 1))
+    expanded = Setting(precision, weight_only=True)
+    for less, more in (
+        ((plain, expanded), (beside, expanded)),
+        ((beside, Setting()), (beside, expanded)),
+    ):
+        assert step_bytes(*more).later >= step_bytes(*less).later
+        assert step_bytes(*more).first >= step_bytes(*less).first
+
+
 def test_true_sizes_stand_above_published_ones():
     parts = Parts(
         transformer_bytes=30 * GIB,
@@ -291,7 +305,7 @@ def test_references_are_encoded_by_the_vae_wherever_the_prompt_is():
 def test_weights_that_are_moved_in_each_step_fill_the_card():
     wish, setting = Wish(), Setting(text_encoder_place="drop after encoding", resident=False)
     sampling = phases(wish, setting, 24 * GIB)["sampling"]
-    assert sampling.card_bytes == 24 * GIB
+    assert sampling.card_bytes == 24 * GIB - KEPT_FREE_BYTES
     assert 0 < sampling.weights < weight_bytes(wish.transformer, "bf16").total
     assert "moved" in sampling.note
 
@@ -355,22 +369,57 @@ def test_host_memory_is_named_by_what_it_is_for():
     written = host_ram(Wish(), Setting("int8"), quantize_on_load=False)
     assert not any("quantized" in name for name in written)
     assert host_ram_bytes(Wish(), Setting()) == sum(plain.values())
-    assert cached_bytes(Wish(), Setting()) > 50 * GIB
 
 
-def test_what_is_moved_in_each_step_waits_in_host_memory():
+@pytest.mark.parametrize("place", TEXT_PLACES)
+@pytest.mark.parametrize("total", [8, 16, 24, 30])
+def test_a_text_encoder_keeps_its_place_where_weights_are_moved(total, place):
+    setting = Setting(modulation="off card", text_encoder_place=place, resident=False)
+    found = phases(Wish(), setting, total * GIB)
+    usable = total * GIB - KEPT_FREE_BYTES
+    assert all(phase.card_bytes <= usable for phase in found.values())
+    there = found["sampling"].resident.get("text encoder", 0)
+    whole = text_encoder_bytes(Wish(), "bf16")
+    assert there == 0 if place != "on card" else there <= whole
+    if place == "on card":
+        assert (there == whole) == (total > 16)
+        assert found["sampling"].card_bytes == usable
+    if total == 8 and place != "cpu":
+        assert "moved to the card as it computes" in found["text"].note
+        assert found["text"].weights < whole
+
+
+def test_what_is_moved_in_each_pass_waits_in_host_memory():
     setting = Setting(resident=False, text_encoder_place="drop after encoding")
-    parts = host_ram(Wish(), setting, 24 * GIB)
-    sampled = phases(Wish(), setting, 24 * GIB)["sampling"].weights
-    total = weight_bytes(Wish().transformer, "bf16").total
-    assert parts["transformer that is moved in each step"] == total - sampled
+    parts = host_ram(Wish(), setting, moved_bytes=11 * GIB)
+    assert parts["transformer that is moved in each pass"] == 11 * GIB
+    # A copy that was quantized on load is there already.
+    setting = replace(setting, precision="int8", modulation="off card")
+    name = "transformer that is moved in each pass"
+    assert name not in host_ram(Wish(), setting, moved_bytes=6 * GIB)
+    written = host_ram(Wish(), setting, moved_bytes=6 * GIB, quantize_on_load=False)
+    assert written[name] == 6 * GIB
+
+
+@pytest.mark.parametrize("named", [{}, {"text_encoder_place": "on card"}])
+@pytest.mark.parametrize("total", [8, 16, 30])
+def test_host_memory_agrees_with_the_plan(total, named):
+    wish = Wish(precision="bf16", modulation="off card", **named)
+    option = plan(CardFacts("card", total * GIB, (8, 9)), wish)[0]
+    parts = host_ram(wish, option.setting, moved_bytes=option.moved_bytes)
+    assert parts.get("transformer that is moved in each pass", 0) == option.moved_bytes
+    assert (option.moved_bytes > 0) == (total < 30 or bool(named))
 
 
 def test_what_is_at_hand_is_not_quantized_again():
     parts = Parts(transformer_bytes=27 * GIB, text_encoder_bytes=9 * GIB)
     found = host_ram(Wish(parts=parts), Setting("int8", text_encoder="int8"))
     assert not any("quantized" in name for name in found)
-    assert "text encoder, quantized on load" in host_ram(Wish(), Setting(text_encoder="int8"))
+    made = Setting(text_encoder="int8")
+    assert "text encoder, quantized on load" in host_ram(Wish(), made)
+    # A file that holds something else is quantized, too.
+    parts = Parts(text_encoder_bytes=9 * GIB, file_bytes=(("text encoder", 16 * GIB),))
+    assert "text encoder, quantized on load" in host_ram(Wish(parts=parts), made)
 
 
 # ----------------------------------------------------------------------------- settings, constants

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
-from qwen_l40s.planning.cards import find_card, known_cards
+from qwen_l40s.planning.cards import find_card, known_cards, with_memory
+from qwen_l40s.planning.estimator import estimate
 from qwen_l40s.planning.memory import BYTES_PER_WEIGHT, GIB, MIB, CardFacts, weight_bytes
-from qwen_l40s.planning.phases import KEPT_FREE_BYTES, phases
+from qwen_l40s.planning.phases import KEPT_FREE_BYTES, phases, transformer_bytes
 from qwen_l40s.planning.placement import OFF_CARD, ON_CARD
 from qwen_l40s.planning.plan import Held, plan
 from qwen_l40s.planning.setting import DROPPED, ON_PROCESSOR
@@ -79,8 +80,11 @@ def test_figures_are_those_of_the_phases(name, wish):
         assert option.headroom_bytes == facts.total_bytes - KEPT_FREE_BYTES - option.peak_bytes
         assert option.resident == (option.headroom_bytes >= 0)
         counted = phases(wish, replace(option.setting, resident=True), facts.total_bytes)
-        assert option.phases == counted
+        assert option.phases == phases(wish, option.setting, facts.total_bytes)
         assert max(phase.card_bytes for phase in counted.values()) <= option.peak_bytes
+        assert option.needs[option.peak_phase] == option.peak_bytes == max(option.needs.values())
+        usable = facts.total_bytes - KEPT_FREE_BYTES
+        assert all(phase.card_bytes <= usable for phase in option.phases.values())
         if option.resident:
             assert option.moved_bytes == 0
             # Nothing leaves the card for the decoder.
@@ -88,9 +92,10 @@ def test_figures_are_those_of_the_phases(name, wish):
         else:
             shortage = counted["sampling"].card_bytes + KEPT_FREE_BYTES - facts.total_bytes
             assert option.moved_bytes == max(0, shortage)
-        assert (option.tiles == 1) == option.vae_note.startswith("whole")
+        note = option.phases["decode"].note
+        assert (option.tiles == 1) == note.startswith("whole")
         if option.tiles > 1:
-            assert option.vae_note.startswith(f"{option.tiles} ")
+            assert note.startswith(f"{option.tiles} ")
 
 
 @pytest.mark.parametrize("name", [*CARDS, *OTHERS])
@@ -199,6 +204,72 @@ def test_what_is_named_is_kept(named, total):
         # Of those that move something too, only others of the same wish precede what would stay.
         rest = [option for option in options if option.resident]
         assert options[len(options) - len(rest) :] == tuple(rest)
+
+
+@given(
+    wish=wishes,
+    named=named,
+    total=st.integers(int(2.5 * GIB), 60 * GIB),
+    controlnet=st.sampled_from([0, 10**9]),
+)
+@settings(max_examples=40, deadline=None)
+def test_what_is_on_the_card_fits_it_and_the_rest_is_moved(wish, named, total, controlnet):
+    card = CardFacts("card", total, (8, 9))
+    try:
+        options = plan(card, replace(wish, **named, controlnet_bytes=controlnet))
+    except UnavailableError:
+        return
+    for option in options:
+        usable = total - KEPT_FREE_BYTES
+        assert all(phase.card_bytes <= usable for phase in option.phases.values())
+        assert option.headroom_bytes == usable - option.peak_bytes
+        assert option.resident == (option.headroom_bytes >= 0)
+        held = transformer_bytes(wish, option.setting)
+        on_card = held.total - (held.modulation if option.setting.off_card else 0)
+        assert option.phases["sampling"].weights + option.moved_bytes == on_card
+        least = min(2 * -(-on_card // 60), option.phases["sampling"].weights)
+        assert option.phases["sampling"].weights >= least
+
+
+@pytest.mark.parametrize("total", [4, 8, 16, 30])
+def test_an_estimate_says_the_same_everywhere(total):
+    wish = Wish(precision="bf16", text_encoder_place=ON_CARD)
+    found = estimate(wish, with_memory(CARDS["L40S"], total * GIB))
+    option, answer = found.options[0], found.as_dict()
+    assert not found.fits and not option.resident
+    assert found.headroom_bytes == option.headroom_bytes < 0
+    usable = total * GIB - KEPT_FREE_BYTES
+    assert option.peak_bytes == option.needs[option.peak_phase] == usable - found.headroom_bytes
+    assert {row.what: row.needed_bytes for row in found.guides}["card memory"] == option.peak_bytes
+    assert answer["headroom_gib"] == answer["plan"][0]["headroom_gib"]
+    assert max(phase["card_gib"] for phase in answer["phases"].values()) <= usable / GIB + 1e-3
+    # What is moved is in host memory.
+    assert found.host_ram_bytes > option.moved_bytes > 0
+
+
+def test_one_option_of_a_plan_is_recommended():
+    for name in ("L40S", "4090", "8 GB"):
+        options = plan(card(name), USUAL)
+        assert [option.recommended for option in options] == [True] + [False] * (len(options) - 1)
+        assert all(option.as_asked for option in options)
+    asked, *others = plan(card("4090"), replace(USUAL, precision="bf16"))
+    assert asked.as_asked and not asked.recommended and not asked.resident
+    assert [option.recommended for option in others] == [True, False]
+    assert not any(option.as_asked for option in others)
+    (only,) = plan(card("4 GB"), replace(USUAL, precision="int8"))
+    assert only.recommended and only.as_asked
+
+
+@pytest.mark.parametrize("name", ["8 GB", "4 GB"])
+def test_the_reasons_where_nothing_stays(name):
+    first, *others = plan(card(name), USUAL)
+    assert first.reason.startswith("auto: no precision stays on the card, and of int8 the least is")
+    reasons = {option.setting.precision: option.reason for option in others}
+    assert reasons["bf16"].startswith("bf16 is what the model was trained in; ")
+    assert not any(reason.startswith("auto") for reason in reasons.values())
+    # bf16 behind what stays is not what was chosen either.
+    last = plan(card("4090"), USUAL)[-1]
+    assert last.reason.startswith("bf16 is what the model was trained in, and does not stay")
 
 
 # --- settings by name ---
@@ -319,6 +390,40 @@ def test_a_card_on_which_nothing_runs():
     for total in (0, 1, GIB):
         with pytest.raises(UnavailableError, match="choose a smaller size or batch"):
             plan(CardFacts("tiny", total, (8, 9)), USUAL)
+
+
+@pytest.mark.parametrize(
+    ("wish", "extra", "remedies"),
+    [
+        (
+            Wish(controlnet_bytes=3 * 10**9),
+            "a ControlNet of 2.8 GiB",
+            ["run without the ControlNet"],
+        ),
+        (
+            Wish(loras=Loras(2, 64, "beside")),
+            "2 LoRAs of rank 64 beside the weights",
+            ["merge the LoRAs into the weights", "choose a smaller size or batch"],
+        ),
+        (
+            Wish(family="qwen-image-layered", layers=8, references=1, controlnet_bytes=10**10),
+            "a ControlNet of 9.3 GiB and 1 reference and 8 layers",
+            [
+                "more than one of these is needed: run without the ControlNet",
+                "give fewer references",
+                "paint fewer layers",
+                "choose a smaller size or batch",
+            ],
+        ),
+    ],
+    ids=["ControlNet", "LoRAs", "layers"],
+)
+def test_a_refusal_names_what_is_in_the_wish_and_what_helps(wish, extra, remedies):
+    with pytest.raises(UnavailableError) as caught:
+        plan(CardFacts("card", 4 * GIB, (8, 9)), wish)
+    line = str(caught.value)
+    assert extra in line
+    assert f"block by block: {', '.join(remedies)}, or choose a card with more memory." in line
 
 
 @given(total=st.integers(0, 6 * GIB), side=st.sampled_from([256, 1024, 2048]))

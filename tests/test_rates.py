@@ -1,6 +1,8 @@
 """What a card is expected to do in a second: measured, calibrated or a range."""
 
+import importlib
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,9 +10,13 @@ import pytest
 from qwen_l40s import UnavailableError
 from qwen_l40s.planning import constants as module
 from qwen_l40s.planning import rates as rates_module
-from qwen_l40s.planning.cards import find_card, known_cards
+from qwen_l40s.planning.cards import find_card, known_cards, with_memory
 from qwen_l40s.planning.constants import NAMES, Constants, constants, measured
-from qwen_l40s.planning.rates import Rates, is_named, plain_name, rates_of
+from qwen_l40s.planning.envelope import basis_within
+from qwen_l40s.planning.plan_words import lacks
+from qwen_l40s.planning.rates import PRECISIONS, Basis, Rates, is_named, plain_name, rates_of
+from qwen_l40s.planning.setting import Setting
+from qwen_l40s.planning.wish import Loras, Wish
 
 VALUES = {"gemm_bf16": 0.6, "gemm_fp8": 0.45, "gemm_int8": 0.42, "attention": 0.65}
 VALUES |= {"bandwidth": 0.7, "convolution": 0.19, "workspace": 5e7, "context": 6e8}
@@ -82,12 +88,129 @@ def test_a_card_without_fp8_has_no_rate_for_it(fitted, cards):
 
 
 def test_a_calibration_stands_above_all(fitted, cards):
-    mine = Rates({"bf16": 1e12}, 1e12, 1e9, 1e11, 1e12, 1e9)
+    mine = Rates(dict.fromkeys(PRECISIONS, 1e12), 1e12, 1e9, 1e11, 1e12, 1e9)
     for name in ("L40S", "H200"):
         slow, fast, basis = rates_of(cards[name], mine)
         assert slow is mine and fast is mine
         assert basis.kind == "measured"
         assert f"this {name}" in basis.text
+
+
+def test_what_a_calibration_left_out_is_predicted_and_said(fitted, cards):
+    mine = Rates({"bf16": 1e12, "fp8": 3e12}, 1e12, 1e9, 1e11, 1e12, 1e9)
+    card = cards["L40S"]
+    slow, fast, basis = rates_of(card, mine)
+    for rates, share in ((slow, 0.45), (fast, 0.75)):
+        assert rates.gemm["int8"] == pytest.approx(share * card.dense_flops["int8"])
+        assert replace(rates, gemm=mine.gemm) == mine
+        assert {name: rates.gemm[name] for name in mine.gemm} == mine.gemm
+    assert basis.left_out == ("int8",)
+    assert "but for int8, left out there and predicted at 45% to 75%" in basis.text
+    ampere = cards["A100 80GB SXM"]  # multiplies no fp8
+    assert rates_of(ampere, replace(mine, gemm={"bf16": 1e12, "int8": 1e12}))[2].left_out == ()
+    nobodys = replace(card, dense_flops={})
+    slow, fast, basis = rates_of(nobodys, mine)
+    assert slow == fast and slow.gemm["int8"] == 1e12
+    assert "predicted at the rate of bf16" in basis.text
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_plan_and_rates_agree_on_what_a_card_multiplies(fitted, cards, precision):
+    """Whether its list gives a peak or not."""
+    for card in cards.values():
+        for known in (
+            card,
+            replace(card, dense_flops={"bf16": 1e14, "fp32": 1e13}),
+            replace(card, capability=(7, 5)),
+        ):
+            slow, fast, _ = rates_of(known)
+            multiplies = not lacks(precision, known.facts())
+            assert known.multiplies(precision) == multiplies
+            assert (precision in slow.gemm) == (precision in fast.gemm) == multiplies
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"bandwidth": 1e12},
+        {"pcie_bytes_per_second": 1e9},
+        {"dense_flops": {"bf16": 1e14, "fp8": 2e14, "int8": 2e14, "fp32": 1e13}},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_measured_card_with_other_figures_is_predicted(fitted, cards, changed):
+    slow, fast, basis = rates_of(replace(cards["H200"], **changed))
+    assert slow.attention < fast.attention
+    assert (basis.kind, basis.origin) == ("predicted", "")
+    assert "no H200 with the figures of your list was measured" in basis.text
+    part = with_memory(cards["H200"], 30 * 2**30)
+    assert rates_of(part)[2].kind == "measured"
+
+
+# --- what the measured runs cover
+
+MEASURED = Basis("measured", "measured here; within 5%", "measured here")
+
+
+@pytest.mark.parametrize(
+    ("wish", "setting", "words"),
+    [
+        (Wish(), Setting(), ""),
+        (Wish(width=2048, height=2048, batch=2), Setting("int8"), ""),
+        (Wish(loras=Loras(3, 32, "merged")), Setting("fp8", "off card"), ""),
+        (Wish(batch=1, cfg="one pass"), Setting(), ""),
+        (Wish(), Setting(resident=False), "weights that leave the card"),
+        (Wish(), Setting("fp8", weight_only=True), "fp8 weights that are computed in bf16"),
+        (Wish(), Setting(text_encoder_place="cpu"), "a text encoder off the card"),
+        (Wish(), Setting(text_encoder_place="drop after encoding"), "a text encoder off the card"),
+        (Wish(loras=Loras(1, 32, "beside")), Setting(), "LoRAs beside the weights"),
+        (Wish(controlnet_bytes=10**9), Setting(), "a ControlNet"),
+        (Wish(family="qwen-image-layered", layers=2), Setting(), "layers"),
+        (Wish(width=2064), Setting(), "a side above 2048 pixels"),
+        (Wish(batch=3), Setting(), "more than 2 images in a pass"),
+        (Wish(batch=2, cfg="one pass"), Setting(), "more than 2 images in a pass"),
+        (
+            Wish(controlnet_bytes=1, batch=4),
+            Setting(resident=False),
+            "weights that leave the card, a ControlNet or more than 2 images in a pass",
+        ),
+    ],
+)
+def test_measured_is_said_of_what_was_measured_alone(wish, setting, words):
+    basis = basis_within(MEASURED, wish, setting)
+    if not words:
+        assert basis == MEASURED
+        return
+    assert basis.kind == "predicted"
+    assert basis.text == f"predicted from rates measured here: no run there had {words}"
+
+
+def test_a_precision_without_a_measured_rate_is_predicted():
+    part = replace(MEASURED, left_out=("int8",))
+    assert basis_within(part, Wish(), Setting("bf16")).kind == "measured"
+    assert basis_within(part, Wish(), Setting("int8")) == replace(part, kind="predicted")
+
+
+def test_the_runs_that_were_measured_are_within():
+    for run in measured()["runs"]:
+        if run["kind"] == "sampling":
+            wish = Wish(
+                family=run["family"],
+                width=run["width"],
+                height=run["height"],
+                batch=run["batch"],
+                references=run["references"],
+                cfg=run["cfg"],
+            )
+            setting = Setting(run["precision"], run["modulation"])
+            assert basis_within(MEASURED, wish, setting) == MEASURED
+
+
+def test_figures_that_were_measured_once_are_listed_where_the_fitted_ones_are():
+    listed = re.findall(r"\b([a-z_]+)\.([A-Z_]+)\b", module.__doc__)
+    assert len(listed) >= 12
+    for where, name in listed:
+        assert hasattr(importlib.import_module(f"qwen_l40s.planning.{where}"), name), name
 
 
 def test_cards_are_known_by_the_drivers_name_and_not_by_a_part_of_it(cards):

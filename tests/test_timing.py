@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from qwen_l40s import SettingError
 from qwen_l40s.planning.constants import measured
 from qwen_l40s.planning.encoder_timing import prompt_seconds
-from qwen_l40s.planning.load_time import SOURCES, START, cold_start_seconds, load_seconds
+from qwen_l40s.planning.load_time import (
+    SOURCES,
+    START,
+    Load,
+    cold_start_seconds,
+    load_seconds,
+)
 from qwen_l40s.planning.memory import BLOCK_GEMMS, MIB
 from qwen_l40s.planning.rates import Rates
 from qwen_l40s.planning.timing import (
@@ -45,6 +51,8 @@ H200 = Rates(
 AMPERE = replace(H200, gemm={"bf16": 600e12, "int8": 850e12})
 FREE = replace(H200, bandwidth=1e30)
 PRECISIONS = ("bf16", "fp8", "int8")
+# Bytes of a bf16 transformer, of its layers that are quantized, and of it with these in 8 bits.
+WHOLE, LAYERS, EIGHT_BITS = 40_900_000_000, 27_200_000_000, 27_300_000_000
 sizes = st.integers(1, 128).map(lambda side: 16 * side)
 
 
@@ -284,33 +292,61 @@ def test_prompts_are_encoded_in_fp32_each_by_itself():
 
 @given(count=st.integers(MIB, 2**37))
 def test_slower_sources_take_longer(count):
-    seconds = [load_seconds(count, H200, source).seconds for source in SOURCES]
+    load = Load(read=count, to_card=count)
+    seconds = [load_seconds(load, H200, source) for source in SOURCES]
     cache, _, nvme, network = seconds
     for low, high in seconds:
         assert 0 < low <= high
     assert nvme.high > cache.high and network.low > nvme.high
     assert network.low >= count / 0.4e9
-    start = cold_start_seconds(count, H200, "NVMe").seconds
+    start = cold_start_seconds(load, H200, "NVMe")
     assert start == (nvme.low + START.low, nvme.high + START.high)
 
 
 def test_a_disk_that_was_measured_stands_in_for_the_usual_one():
     fast = replace(H200, disk=6e9)
-    assert (
-        load_seconds(10**11, fast, "NVMe").seconds.low
-        < load_seconds(10**11, H200, "NVMe").seconds.low
-    )
-    assert load_seconds(10**9, H200, "network volume").kind == "predicted"
+    load = Load(read=10**11, to_card=10**11)
+    assert load_seconds(load, fast, "NVMe").low < load_seconds(load, H200, "NVMe").low
 
 
 @pytest.mark.parametrize("load", measured()["loads"], ids=lambda load: f"{load['what']}")
 def test_measured_loads_are_within_the_range(load):
     source = {"disk": "NVMe", "page cache": "page cache", "ram disk": "RAM disk"}[load["source"]]
     rates = replace(H200, disk=load.get("disk_bytes_per_second"))
-    low, high = load_seconds(load["bytes"], rates, source).seconds
+    read = "read" if load["what"] == "bf16" else "read_quantized"
+    low, high = load_seconds(
+        Load(**{"read": 0, read: load["bytes"]}, to_card=load["bytes"]), rates, source
+    )
     assert 0.95 * low <= load["load_seconds"] + load["to_card_seconds"] <= 1.05 * high
+
+
+@pytest.mark.parametrize(
+    ("load", "seconds"),
+    [
+        (Load(read=WHOLE, to_card=WHOLE), 2.0 + 5.2),
+        (Load(read=WHOLE, quantized=LAYERS, to_card=EIGHT_BITS), 3.2 + 4.1),  # to fp8
+        (Load(read=WHOLE, quantized=LAYERS, to_card=EIGHT_BITS), 3.3 + 4.2),  # to int8
+        (Load(read=0, read_quantized=EIGHT_BITS, to_card=EIGHT_BITS), 0.3 + 4.2),
+    ],
+)
+def test_whole_files_from_a_ram_disk_are_within_the_range(load, seconds):
+    """The README's, on the host of an H200."""
+    low, high = load_seconds(load, H200, "RAM disk")
+    assert 0.9 * low <= seconds <= high
+
+
+def test_quantizing_takes_time_and_what_stays_off_the_card_none():
+    plain = Load(read=WHOLE, to_card=EIGHT_BITS)
+    for source in SOURCES:
+        seconds = load_seconds(plain, H200, source)
+        made = load_seconds(plain._replace(quantized=LAYERS), H200, source)
+        here = load_seconds(plain._replace(to_card=0), H200, source)
+        assert made.high - seconds.high == pytest.approx(1.3)
+        assert here.high < seconds.high
+    slow_link = replace(H200, pcie=1e9)
+    assert load_seconds(plain, slow_link).low >= EIGHT_BITS / 1e9
 
 
 def test_an_unknown_source_is_refused():
     with pytest.raises(SettingError, match="'tape' of the files is unknown: choose page cache"):
-        load_seconds(1, H200, "tape")
+        load_seconds(Load(1), H200, "tape")

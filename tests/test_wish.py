@@ -41,8 +41,25 @@ from qwen_l40s.planning.wish import (
             "takes 1 reference image:",
             "fewer references",
         ),
+        (
+            {"family": "qwen-image-edit-2511", "references": 4},
+            "takes 3 reference images: choose fewer references.",
+            "4 references",
+        ),
+        (
+            {"family": "qwen-image-layered", "references": 2, "layers": 2},
+            "takes 1 reference image: choose fewer references.",
+            "2 references",
+        ),
+        (
+            {"family": "qwen-image-layered", "layers": 4096},
+            "1 of 1328x1328 with 4096 layers",
+            "choose fewer layers, a smaller size or batch",
+        ),
         ({"layers": 3}, "paints one image", "choose qwen-image-layered"),
         ({"width": 32768, "height": 16384}, "tokens", "smaller size or batch"),
+        ({"steps": 10**400}, "steps must be at most 10000", "far more"),
+        ({"controlnet_bytes": 2**41}, "ControlNet bytes must be at most", "got 2199023255552"),
     ],
 )
 def test_what_breaks_a_rule_is_refused_with_the_remedy(arguments, rule, remedy):

@@ -28,7 +28,7 @@ from .cfg_trial import (
     key_of,
     why_not_measured,
 )
-from .wrapped_call import OPTIONS, is_compiled
+from .wrapped_call import is_compiled, options_of
 
 SETTINGS = ("off", "on", "auto")
 # The part of the time that a batched pass has to save.
@@ -122,7 +122,7 @@ class CfgBatching:
         self, executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """APPLY_MODEL wrapper: notes how many prompts a forward pass takes."""
-        self._passes.append(len(args[OPTIONS].get("cond_or_uncond", ())))
+        self._passes.append(len(options_of(args, kwargs).get("cond_or_uncond", ())))
         return executor(x, t, *args, **kwargs)
 
     def lines(self) -> list[str]:

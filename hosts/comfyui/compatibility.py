@@ -70,6 +70,7 @@ CALLED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "comfy.sample": {"sample": ("model", "noise", "steps", "cfg", "sampler_name", "scheduler")},
     "comfy.samplers": {
         "CFGGuider": ("model_patcher",),
+        "CFGGuider.predict_noise": (),
         "KSAMPLER": ("sampler_function",),
         "can_concat_cond": ("c1", "c2"),
         "get_area_and_mult": ("conds", "x_in", "timestep_in"),
@@ -142,6 +143,7 @@ CALLED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "CLIP.encode_from_tokens": ("tokens", "return_pooled", "return_dict"),
         "CLIP.encode_from_tokens_scheduled": (),
         "CLIP.generate": (),
+        "CLIP.load_model": (),
         "load_text_encoder_state_dicts": (
             "state_dicts",
             "embedding_directory",

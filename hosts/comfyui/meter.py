@@ -1,17 +1,22 @@
 """What a phase takes: seconds, what torch allocates, and what its card says is in use.
 
 Nothing here waits for the card but `finish`, and a phase ends where its results are read anyway.
+torch counts its peak from the last reset, of which there is one for the process: a `Meter` resets
+it in every phase, so that another profiler that reads `max_memory_allocated` over a whole run finds
+the last phase's.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+# Devices whose own clock or whose calls tell when a step is done.
+TIMED = ("cuda", "cpu")
 
 
 @dataclass(frozen=True)
@@ -19,21 +24,29 @@ class Measured:
     """What one phase took; bytes are 0 where the device is not counted.
 
     Attributes:
-        seconds: From its beginning to its end, without what was measured `apart`.
-        counted: Whether the device's memory was counted, which a processor's is not.
+        seconds: From `begin` to its end, without what was measured `apart`; None where nothing
+            tells when the device is done.
+        device: Such as "cuda:0".
+        counted: Whether the device's memory was counted, which is so of CUDA alone.
         card_bytes: The card's own highest reading of what is in use, by every program.
         allocated_bytes: What torch's tensors held at most.
         paged_bytes: The highest reading of the weights that dynamic VRAM holds beside torch.
         beside_bytes: What torch's tensors held at most beyond what was there at `begin`: the
-            activations, where weights were loaded before.
+            activations; 0 where nothing began.
+        waited_seconds: From its making to `begin`, in which weights are loaded; None where nothing
+            began.
+        loaded_bytes: The card's reading at `begin`.
     """
 
-    seconds: float
+    seconds: float | None
+    device: str = "cpu"
     counted: bool = False
     card_bytes: int = 0
     allocated_bytes: int = 0
     paged_bytes: int = 0
     beside_bytes: int = 0
+    waited_seconds: float | None = None
+    loaded_bytes: int = 0
 
 
 class Meter:
@@ -42,55 +55,62 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._counts = device.type == "cuda"
-        self._card = self._paged = self._most = self._beside = self._before = 0
+        self._card = self._paged = self._most = self._beside = self._before = self._loaded = 0
         self._apart = 0.0
+        self._waited: float | None = None
         self._start = time.perf_counter()
         self._reset()
         self.look()
 
     def begin(self) -> None:
         """What is there now is what the work's own memory lies beside: its weights are loaded."""
+        if self._waited is None:
+            self._waited = time.perf_counter() - self._start - self._apart
         self._fold()
         self._beside = 0
         self._reset()
         self.look()
+        self._loaded = self._card
 
     def look(self) -> None:
         """Reads the card, as ComfyUI does before each forward pass.
 
-        Between two readings torch keeps what it has reserved, so that none misses its peak.
+        Between two readings torch keeps what it has reserved, so that none misses its peak; before
+        that is given back there has to be one.
         """
         if self._counts:
             free, total = torch.cuda.mem_get_info(self._device)
             self._card = max(self._card, total - free)
             self._paged = max(self._paged, paged_bytes())
 
-    @property
-    def beside_bytes(self) -> int:
-        """What was allocated at most since `begin`, beyond what was there; 0 if not counted."""
+    def apart(self) -> Meter:
+        """Of a part of the phase, which until `rejoin` is no part of it."""
         self._fold()
-        return self._beside
+        return Meter(self._device)
 
-    @contextmanager
-    def apart(self) -> Iterator[Meter]:
-        """Measures a part of the phase on its own, which then is no part of this phase."""
-        self._fold()
-        inner = Meter(self._device)
-        try:
-            yield inner
-        finally:
-            self._apart += time.perf_counter() - inner._start
-            if self._counts:
-                torch.cuda.reset_peak_memory_stats(self._device)
+    def rejoin(self, inner: Meter) -> None:
+        """Goes on after the part that `inner` measured."""
+        self._apart += time.perf_counter() - inner._start
+        if self._counts:
+            torch.cuda.reset_peak_memory_stats(self._device)
 
     def finish(self) -> Measured:
         """Waits for the device."""
-        if self._counts:
-            torch.cuda.synchronize(self._device)
-        seconds = time.perf_counter() - self._start - self._apart
+        done = _wait(self._device)
+        seconds = time.perf_counter() - self._start - self._apart - (self._waited or 0.0)
         self.look()
         self._fold()
-        return Measured(seconds, self._counts, self._card, self._most, self._paged, self._beside)
+        return Measured(
+            seconds=seconds if done else None,
+            device=str(self._device),
+            counted=self._counts,
+            card_bytes=self._card,
+            allocated_bytes=self._most,
+            paged_bytes=self._paged,
+            beside_bytes=0 if self._waited is None else self._beside,
+            waited_seconds=self._waited,
+            loaded_bytes=self._loaded,
+        )
 
     def _reset(self) -> None:
         if self._counts:
@@ -105,9 +125,10 @@ class Meter:
 
 
 class Marks:
-    """Moments on a device's own clock: the stream's on a card, the wall's elsewhere."""
+    """Moments on a device's own clock: the stream's on a CUDA card, the wall's on the processor."""
 
     def __init__(self, device: torch.device) -> None:
+        self._timed = device.type in TIMED
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._marks: list[torch.cuda.Event | float] = []
 
@@ -124,7 +145,9 @@ class Marks:
         self._marks.append(event)
 
     def seconds(self) -> list[float]:
-        """Between each two marks; the device has to be done."""
+        """Between each two marks, when the device is done; none where calls do not wait for it."""
+        if not self._timed:
+            return []
         pairs = zip(self._marks, self._marks[1:], strict=False)
         if self._stream is None:
             return [end - begin for begin, end in pairs]
@@ -143,3 +166,18 @@ def paged_bytes() -> int:
     except ImportError:
         return 0
     return 0 if control.lib is None else control.get_total_vram_usage()
+
+
+def _wait(device: torch.device) -> bool:
+    """Whether the device is done: DirectML, for one, does not tell."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return True
+    if device.type == "cpu":
+        return True
+    accelerator = getattr(torch, "accelerator", None)  # of torch 2.6
+    current = None if accelerator is None else accelerator.current_accelerator()
+    if current is None or current.type != device.type:
+        return False
+    accelerator.synchronize(device)
+    return True

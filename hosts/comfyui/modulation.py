@@ -22,8 +22,8 @@ from .beside import KEY as BESIDE
 from .beside import Beside
 from .off_card import OffCardLinear, off_card_layers
 from .off_card_pass import PassFigures, compute_off_card
-from .run_record import Records
-from .wrapped_call import OPTIONS
+from .run_record import apart
+from .wrapped_call import options_of
 
 KEY = "qwen_l40s_modulation"
 # The parts of an entry by the modules that give them.
@@ -172,7 +172,8 @@ class ModelModulation:
         executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """APPLY_MODEL wrapper of a model with off-card layers: its own blocks use the table."""
-        with ModelModulation.of(executor.class_obj).during(Call(t, args[OPTIONS], kwargs)):
+        call = Call(t, options_of(args, kwargs), kwargs)
+        with ModelModulation.of(executor.class_obj).during(call):
             return executor(x, t, *args, **kwargs)
 
     @staticmethod
@@ -272,8 +273,10 @@ class ModelModulation:
 
     def _compute(self, embeddings: Sequence[torch.Tensor], batch: int) -> list[Entry]:
         if self._off_card_bytes:
-            with Records.of(self._model()).apart("tables", timesteps=len(embeddings)):
-                return compute_off_card(self._blocks, embeddings, batch, self.patcher, self.run)
+            with apart(self._model(), "tables", timesteps=len(embeddings)) as recording:
+                return compute_off_card(
+                    self._blocks, embeddings, batch, self.patcher, self.run, recording.look
+                )
         return compute_entries(self._blocks, embeddings, batch)
 
 

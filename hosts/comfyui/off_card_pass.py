@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import comfy.model_management
@@ -50,6 +50,7 @@ def compute_off_card(
     batch: int,
     patcher: ModelPatcher | None,
     figures: PassFigures,
+    look: Callable[[], None] = lambda: None,
 ) -> list[Entry]:
     """`compute_entries` of blocks whose modulation is of OffCardLinear layers.
 
@@ -59,12 +60,13 @@ def compute_off_card(
     Args:
         patcher: Whose patches are on the weights; None for none.
         figures: Is added to.
+        look: Reads the card while all that a pass took is still there.
     """
     figures.passes += 1
     layers = [layer.module[1] for layer in layers_of(blocks)]
     device = embeddings[0].device
     try:
-        return _streamed(blocks, layers, embeddings, batch, patcher, figures)
+        return _streamed(blocks, layers, embeddings, batch, patcher, figures, look)
     except torch.OutOfMemoryError:
         pass  # outside of the clause, where the exception holds what is to be freed
     needed = LAYERS_ON_CARD * max(layer.nbytes for layer in layers)
@@ -74,7 +76,7 @@ def compute_off_card(
         "other models off it first"
     )
     try:
-        return _streamed(blocks, layers, embeddings, batch, patcher, figures)
+        return _streamed(blocks, layers, embeddings, batch, patcher, figures, look)
     except torch.OutOfMemoryError:
         pass
     figures.note(
@@ -83,7 +85,7 @@ def compute_off_card(
     )
     figures.inexact = True
     on_cpu = [embedding.cpu() for embedding in embeddings]
-    entries = _streamed(blocks, layers, on_cpu, batch, patcher, figures)
+    entries = _streamed(blocks, layers, on_cpu, batch, patcher, figures, look)
     return [Entry(entry.image.to(device), entry.text.to(device)) for entry in entries]
 
 
@@ -94,12 +96,14 @@ def _streamed(
     batch: int,
     patcher: ModelPatcher | None,
     figures: PassFigures,
+    look: Callable[[], None],
 ) -> list[Entry]:
     start, device = time.perf_counter(), embeddings[0].device
     stream = WeightStream([layer.parts() for layer in layers], device, ahead=LAYERS_ON_CARD - 1)
     entries = compute_entries(blocks, embeddings, batch, _walk(blocks, stream, patcher))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        look()
         # A step has no use for blocks of a layer's size, and would take others beside them.
         torch.cuda.empty_cache()
     seconds = time.perf_counter() - start

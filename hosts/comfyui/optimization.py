@@ -16,7 +16,7 @@ from .flags import flags_for_a_run
 from .forward import ForwardPass
 from .modulation import Call, ModelModulation
 from .prepared import Prepared, blocks_of
-from .wrapped_call import CONTROL, OPTIONS, is_compiled
+from .wrapped_call import control_of, is_compiled, options_of
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Optimization:
         prepared = self._prepare(executor.class_obj)
         prepared.passes += 1
         output = self._forward(prepared, executor, x, t, args, kwargs)
-        attention = self._attention_in(args[OPTIONS])
+        attention = self._attention_in(options_of(args, kwargs))
         if attention is None or attention.broken or not (prepared.passes <= 1 or attention.lossy):
             return output
         if is_finite(output) or not is_finite(x):
@@ -106,7 +106,7 @@ class Optimization:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
-        model, options = executor.class_obj, args[OPTIONS]
+        model, options = executor.class_obj, options_of(args, kwargs)
         # Local as well: with several cards another thread writes it.
         self._aside = aside = self._why_aside(prepared, model, options)
         if aside:
@@ -118,7 +118,7 @@ class Optimization:
             self.attention,
             modulation.entry,
             prepared.check,
-            across_borders=args[CONTROL] is None,
+            across_borders=control_of(args, kwargs) is None,
         )
         with modulation.during(Call(t, options, kwargs)), forward_pass.installed():
             output = executor(x, t, *args, **kwargs)

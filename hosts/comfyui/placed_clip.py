@@ -6,7 +6,7 @@ the prompt is one of the last; and it leaves it there until something else needs
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 from uuid import UUID
 
@@ -17,7 +17,8 @@ from comfy.model_patcher import ModelPatcher
 
 from ...errors import SettingError
 from ...optimizations.embedding_cache import EmbeddingCache, content_key
-from .run_record import Record, Records, recording
+from .measuring import harmless
+from .run_record import Recording, Records, note, running
 
 CPU = "cpu"
 DROP = "drop after encoding"
@@ -86,7 +87,9 @@ class PlacedClip(comfy.sd.CLIP):
         placed = self._around(super().clone(disable_dynamic=disable_dynamic))
         placed.placement = self.placement
         placed._weights, placed._unpatched = self._weights, self._unpatched
-        Records.share(placed, Records.of(self))
+        if placed.cond_stage_model is not self.cond_stage_model:
+            with harmless():
+                Records.share(placed.cond_stage_model, Records.of(self.cond_stage_model))
         return placed
 
     def encode_from_tokens(
@@ -95,15 +98,17 @@ class PlacedClip(comfy.sd.CLIP):
         key = self._key(tokens, return_pooled, return_dict)
         known = RESULTS.recall(key)
         if known is not None:
-            Records.of(self).add(Record("text", None, ("remembered: nothing ran",)))
+            note(self.cond_stage_model, "text", "remembered: nothing ran")
             return known
-        with self._recording() as asked:
-            try:
+        try:
+            # Leaving the card is no part of it.
+            with self._recording() as recording:
                 result = super().encode_from_tokens(tokens, return_pooled, return_dict)
-            finally:
-                self._leave_card()
-            cond = result["cond"] if return_dict else result[0] if return_pooled else result
-            asked["tokens"] = cond.shape[1]
+                with harmless():
+                    cond = result["cond"] if return_dict else result[0] if return_pooled else result
+                    recording.asked["tokens"] = cond.shape[1]
+        finally:
+            self._leave_card()
         RESULTS.keep(key, result)
         return result
 
@@ -143,9 +148,15 @@ class PlacedClip(comfy.sd.CLIP):
             )
         )
 
-    def _recording(self) -> AbstractContextManager[dict[str, Any]]:
+    def load_model(self, *args: Any, **kwargs: Any) -> ModelPatcher:
+        patcher = super().load_model(*args, **kwargs)
+        running(self.cond_stage_model).begin()
+        return patcher
+
+    def _recording(self) -> Recording:
         device = self.patcher.load_device
-        return recording(self, "text", device, (f"on {device}, placement {self.placement}",))
+        path = (f"on {device}, placement {self.placement}",)
+        return Recording(self.cond_stage_model, "text", device, path)
 
     def _leave_card(self) -> None:
         if self.placement != DROP:

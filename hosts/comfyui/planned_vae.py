@@ -6,8 +6,6 @@ whole, and up to rounding in exact tiles. Other VAEs and videos go the host's ow
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import comfy.ldm.wan.vae
 import comfy.sd
 import torch
@@ -17,7 +15,7 @@ from ...optimizations import vae as pieces
 from ...optimizations.vae import Progress
 from ...planning.vae import VaePlan, plan_decode, plan_encode
 from ...planning.vae_steps import PIXELS_PER_LATENT
-from .run_record import recording
+from .run_record import Recording
 from .vae_batch import WHOLE, Batch
 from .vae_stages import decoder_stages, encoder_stages, vae_shape
 
@@ -80,8 +78,8 @@ def _by_host(
 ) -> tuple[torch.Tensor, str]:
     report = f"{what}: ComfyUI's own, because {why}"
     # Another pack's VAE may be of any class.
-    recorded = recording(vae, what, vae.device, (report,)) if type(vae) is comfy.sd.VAE else None
-    with recorded or nullcontext():
+    model, device = (getattr(vae, name, None) for name in ("first_stage_model", "device"))
+    with Recording(model, what, device, (report,)):
         return getattr(vae, what)(source), report
 
 

@@ -116,7 +116,7 @@ def _check_card(source: Source, name: str, option: Option, card: CardFacts) -> N
     state = comfy.model_management.vram_state
     stays = state == comfy.model_management.VRAMState.HIGH_VRAM
     if stays and option.moved_bytes:
-        needed = option.phases["sampling"].card_bytes
+        needed = option.needs["sampling"]
         raise UnavailableError(
             f"{source.path.name} in {name} needs {format_gib(needed)} and {card.name} has "
             f"{format_gib(max(0, card.total_bytes - KEPT_FREE_BYTES))}: start ComfyUI without "

@@ -1,4 +1,7 @@
-"""What was predicted beside what was measured, of the last run of a MODEL, phase by phase."""
+"""What was predicted beside what was measured, of a run of a MODEL, phase by phase.
+
+One line for each phase: ComfyUI shows text in a proportional font, in which columns do not stand.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +13,27 @@ from typing import Any
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
-from ...charts.words import duration, table
+from ...charts.figures import duration
 from ...planning.estimate import figure
+from .measuring import harmless
 from .patch import why_not
-from .run_record import Record, Records, prompt_id
-from .run_rows import NAMES, NONE, ORDER, PhaseRow, ends, row_of, seconds_text
+from .run_choice import Ran, choose
+from .run_record import Record, prompt_id, recorded
+from .run_rows import NAMES, PhaseRow, ends, rows_of, seconds_text
 from .run_wish import Prediction, predict
 from .sampling_record import Recorder
 
-HEAD = (
-    "",
-    *("time: predicted", "measured"),
-    *("card, GiB: predicted", "measured"),
-    *("beside weights: predicted", "measured"),
-)
 NO_RUN = (
     "Nothing was sampled with this MODEL since it was loaded: connect the MODEL that the sampler "
-    "takes, and the images that come of it, so that the report comes after the run."
+    "takes."
 )
 UNWATCHED = (
     "Runs of this MODEL are not measured, because it is of another loader: put Optimize Qwen-Image "
     "(L40S) between it and the sampler, and connect its MODEL here."
 )
+FAILED = "The run could not be reported: ComfyUI's log says why."
 # What sampling may take beside its steps before the report says so.
 LONG_SECONDS, LONG_SHARE = 1.0, 0.25
-EARLIER = (
-    "Nothing was sampled with this MODEL in this run, because ComfyUI kept what an earlier one "
-    "gave: these are the figures of that one."
-)
 
 
 @dataclass(frozen=True)
@@ -52,59 +48,91 @@ class RunReport:
         return json.dumps(self.data)
 
 
-def report_run(model: ModelPatcher, clip: Any = None, vae: Any = None) -> RunReport:
-    """Reports the last run of a MODEL, in which the others may have had a part.
+def report_run(
+    model: ModelPatcher, clip: Any = None, vae: Any = None, images: Any = None
+) -> RunReport:
+    """Reports the run of a MODEL that gave images, in which the others may have had a part.
+
+    It never fails: where it cannot report, it says so.
 
     Args:
         model: the MODEL that sampled, or one that it is a clone of.
         clip: the CLIP that encoded the prompts; None for none.
         vae: the VAE that decoded; None for none.
+        images: (batch, height, width, channels); None reports the last run.
     """
+    with harmless():
+        report = _report(model, clip, vae, images)
+        report.json()
+        return report
+    return _sentence(FAILED)
+
+
+def _sentence(text: str) -> RunReport:
+    return RunReport(text, {"note": text})
+
+
+def _report(model: ModelPatcher, clip: Any, vae: Any, images: Any) -> RunReport:
     if sentence := why_not(model):
-        sentence = sentence.replace("it passes through unchanged", "its runs are not reported")
-        return RunReport(sentence, {"note": sentence})
-    ran = Records.of(model.model).last
-    sampled = [record for record in ran if record.phase == "sampling"]
-    if not sampled:
-        sentence = NO_RUN if _is_watched(model) else UNWATCHED
-        return RunReport(sentence, {"note": sentence})
-    last = sampled[-1]
+        return _sentence(
+            sentence.replace("it passes through unchanged", "its runs are not reported")
+        )
     beside = [
-        record
-        for part in (clip, vae)
-        if part is not None
-        for record in Records.of(part).last
-        if record.prompt == last.prompt
+        *recorded(getattr(clip, "cond_stage_model", None)),
+        *recorded(getattr(vae, "first_stage_model", None)),
     ]
-    records = [*ran, *beside]
-    decoded = [record.asked.get("tiles", 0) for record in beside if record.phase == "decode"]
-    prediction = predict(last.asked, last.path, model, clip, vae, max(decoded, default=0))
-    rows = [row for name in ORDER if (row := row_of(name, records, prediction)).records]
-    notes = [*_missing(clip, vae, records), *prediction.notes]
-    if last.prompt != prompt_id():
-        notes.insert(0, EARLIER)
+    ran = choose(recorded(model.model), beside, images, prompt_id())
+    if ran is None:
+        return _sentence(NO_RUN if _is_watched(model) else UNWATCHED)
+    sampled = ran.of("sampling")
+    predictions = _predictions(sampled, model, clip, vae, _tiles(ran))
+    rows = rows_of(ran, predictions)
+    notes = [*ran.notes, *_missing(clip, vae, ran), *predictions[-1].notes]
     if len(sampled) > 1:
         notes.append(
-            f"{len(sampled)} samplings ran: the prediction is of the last, and the times are of all"
+            f"{len(sampled)} samplings ran up to these images: times are of all, the step of the "
+            "last"
         )
     if sentence := _beside_steps(sampled):
         notes.append(sentence)
-    if last.measured.counted:
-        notes.append("predictions are of a run when everything is loaded")
-        notes.append("what was measured on the card is of every program, with torch's reserve")
-    else:
-        notes.append("memory is not counted on the processor")
-    return RunReport(_text(rows, last, prediction, notes), _data(rows, last, prediction, notes))
+    notes += _about_memory(ran.last)
+    return RunReport(
+        _text(rows, ran.last, predictions[-1], notes), _data(rows, ran, predictions[-1], notes)
+    )
+
+
+def _predictions(
+    sampled: Sequence[Record], model: ModelPatcher, clip: Any, vae: Any, tiles: int
+) -> list[Prediction]:
+    """Of each sampling; equal ones are predicted once."""
+
+    kinds = {_kind(record): record for record in sampled}
+    found = {
+        kind: predict(record.asked, record.path, model, clip, vae, tiles)
+        for kind, record in kinds.items()
+    }
+    return [found[_kind(record)] for record in sampled]
+
+
+def _kind(record: Record) -> str:
+    """The same for runs that were asked for the same."""
+    asked = {name: value for name, value in record.asked.items() if "seconds" not in name}
+    return json.dumps([asked, record.path], sort_keys=True)
+
+
+def _tiles(ran: Ran) -> int:
+    return max((record.asked.get("tiles", 0) for record in ran.of("decode")), default=0)
 
 
 def _beside_steps(sampled: Sequence[Record]) -> str:
     """Where sampling took far longer than its steps: what else it did."""
     total = steps = 0.0
     for record in sampled:
-        if record.measured is None or record.asked["step_seconds"] is None:
+        measured, step = record.measured, record.asked["step_seconds"]
+        if measured is None or measured.seconds is None or step is None:
             return ""
-        total += record.measured.seconds
-        steps += record.asked["evaluations"] * record.asked["step_seconds"]
+        total += measured.seconds
+        steps += record.asked["evaluations"] * step
     if total - steps < max(LONG_SECONDS, LONG_SHARE * steps):
         return ""
     return (
@@ -118,30 +146,43 @@ def _is_watched(model: ModelPatcher) -> bool:
     return any(isinstance(getattr(wrapper, "__self__", None), Recorder) for wrapper in wrappers)
 
 
-def _missing(clip: Any, vae: Any, records: Sequence[Record]) -> list[str]:
+def _missing(clip: Any, vae: Any, ran: Ran) -> list[str]:
     """What is not in the report of the parts that are connected, and why."""
-    known = {record.phase for record in records}
     notes = []
-    if clip is not None and "text" not in known:
+    if clip is not None and not ran.of("text"):
         notes.append(
             "text encode: not in this run; prompts that ComfyUI kept, and CLIPs of other loaders, "
             "are not measured"
         )
-    if vae is not None and "decode" not in known:
+    if vae is not None and not ran.of("decode"):
         notes.append(
             "VAE decode: not in this run, or not by VAE Decode Qwen-Image (L40S), which measures"
         )
     return notes
 
 
+def _about_memory(last: Record) -> list[str]:
+    measured = last.measured
+    if measured.counted:
+        return [
+            "predictions are of a run when everything is loaded, and of load when nothing is",
+            "what was measured on the card is of every program, with torch's reserve",
+        ]
+    if measured.device == "cpu":
+        return ["memory is not counted on the processor"]
+    return [f"memory and steps are measured on CUDA cards alone, and this ran on {measured.device}"]
+
+
 def _text(
     rows: Sequence[PhaseRow], last: Record, prediction: Prediction, notes: Sequence[str]
 ) -> str:
-    cells = [list(HEAD)]
+    lines = []
     for row in rows:
-        cells.append(row.cells())
-        if row.name == "sampling":
-            cells.append(_step_cells(last.asked, prediction))
+        lines.append(row.line())
+        if row.name == "sampling" and (step := last.asked["step_seconds"]) is not None:
+            lines.append(f"a step: {seconds_text(step)} in the median")
+            if prediction.step is not None:
+                lines[-1] += f" (predicted {duration(prediction.step)})"
     paths = [
         f"{NAMES[row.name]}: {line}" if row.name in ("text", "tables") else line
         for row in rows
@@ -149,7 +190,7 @@ def _text(
     ]
     blocks = [
         [heading(last.asked)],
-        table(cells, right=range(1, len(HEAD))),
+        lines,
         paths,
         [line for line in (prediction.basis, *(f"note: {note}" for note in notes)) if line],
     ]
@@ -175,29 +216,19 @@ def heading(asked: Mapping[str, Any]) -> str:
     return f"sampled: {', '.join(words)}"
 
 
-def _step_cells(asked: Mapping[str, Any], prediction: Prediction) -> list[str]:
-    predicted, measured = prediction.step, asked["step_seconds"]
-    return [
-        "  a step, median",
-        NONE if predicted is None else duration(predicted),
-        NONE if measured is None else seconds_text(measured),
-        *[""] * 4,
-    ]
-
-
 def _data(
-    rows: Sequence[PhaseRow], last: Record, prediction: Prediction, notes: Sequence[str]
+    rows: Sequence[PhaseRow], ran: Ran, prediction: Prediction, notes: Sequence[str]
 ) -> dict[str, Any]:
-    measured = last.asked["step_seconds"]
-    total = sum(row.total_seconds() for row in rows)
+    step = ran.last.asked["step_seconds"]
+    times = [time for row in rows if (time := row.total_seconds()) is not None]
     return {
-        "this_run": last.prompt == prompt_id(),
+        "this_run": ran.this_run,
         "phases": {row.name: row.as_dict() for row in rows},
         "step_ms": {
             "predicted": None if prediction.step is None else ends(prediction.step.times(1000)),
-            "measured": None if measured is None else figure(1000 * measured),
+            "measured": None if step is None else figure(1000 * step),
         },
-        "measured_seconds": figure(total),
+        "measured_seconds": figure(sum(times)),
         "basis": prediction.basis or None,
         "notes": list(notes),
     }

@@ -1,4 +1,4 @@
-"""What was predicted of a run that is over: its own settings, the parts that ran, this card."""
+"""What was predicted of a run that is over: its own settings, the parts that ran, its card."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from typing import Any
 from ...errors import QwenL40SError
 from ...planning.estimate import Phase, Range
 from ...planning.families import FAMILIES
-from ...planning.memory import PIXELS_PER_TOKEN_SIDE, CardFacts
-from ...planning.phases import phases
-from ...planning.setting import Setting
+from ...planning.memory import PIXELS_PER_TOKEN_SIDE
 from ...planning.vae_steps import PIXELS_PER_LATENT
 from ...planning.wish import Wish
-from ...planning.work import REFERENCE_SIDE
 from .precision import card_facts
-from .this_card import THIS_CARD, card_of
+from .run_mismatch import mismatches, passes_of, prompts_of
+from .this_card import THIS_CARD, ChosenCard, card_of
 from .wired_estimate import estimate_on
-from .wired_wish import wish_from, wish_settings
+from .wired_wish import WiredWish, wish_from, wish_settings
 
 # Edit alone adds so many text tokens for its one reference.
 EDIT = "qwen-image-edit"
-# A reference that differs by more from one megapixel takes other memory and time.
-LIKE_A_MEGAPIXEL = 0.1
-FUSED = "blocks: fused, "
+# What is on the card beside the part that works.
+PARTS_MISSING = (
+    "what the card holds is predicted only where clip and vae are connected, whose weights count"
+)
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,9 @@ class Prediction:
 
     Attributes:
         wish: What it was asked; None where it has no answer.
-        phases: By name, with `seconds` where the card is known.
+        phases: By name, with `seconds` where the card's are known.
         step: One evaluation of the sampler, with all its prompts.
+        whole: Whether all that is on the card is known, so that the phases' `card_bytes` hold.
         basis: What the times rest on, in words.
         notes: What the prediction leaves out, or why there is none.
     """
@@ -43,8 +43,22 @@ class Prediction:
     wish: Wish | None = None
     phases: Mapping[str, Phase] = field(default_factory=dict)
     step: Range | None = None
+    whole: bool = False
     basis: str = ""
     notes: tuple[str, ...] = ()
+    _card: ChosenCard | None = None
+
+    def changed(self, **settings: Any) -> Mapping[str, Phase]:
+        """The phases of the same run with other settings; none where it cannot be."""
+        if self.wish is None:
+            return {}
+        try:
+            wish = replace(self.wish, **settings)
+            if wish == self.wish:
+                return self.phases
+            return estimate_on(self._card, WiredWish(wish), None).phases
+        except QwenL40SError:
+            return {}
 
 
 def predict(
@@ -58,31 +72,32 @@ def predict(
         model, clip, vae: what ran; None for what is not at hand.
         tiles: in how many the VAE decoded; 0 where nobody knows.
     """
-    facts = card_facts(model.load_device)
-    if facts is None:
-        return Prediction(notes=(f"nothing is predicted of a run on {model.load_device}",))
-    notes = _notes(asked, path)
+    device = model.load_device
+    if card_facts(device) is None:
+        return Prediction(notes=(f"nothing is predicted of a run on {device}",))
     try:
         wired = wish_from(_settings(asked, tiles), model=model, clip=clip, vae=vae)
-        wish = _with_tokens(wired.wish, asked["text_tokens"])
-        wired = replace(wired, wish=wish)
+        wired = replace(wired, wish=_with_tokens(wired.wish, asked["text_tokens"]))
+        card = card_of(THIS_CARD, device)
+        estimate = estimate_on(card, wired, None)
     except QwenL40SError as error:
         return Prediction(notes=(f"nothing is predicted: {error}",))
-    try:
-        estimate = estimate_on(card_of(THIS_CARD), wired, None)
-    except QwenL40SError as error:
-        return _peaks(wish, facts, (*notes, f"no times are predicted: {error}"))
-    basis = f"times: {estimate.basis.text}"
-    # The estimate's own notes are about other runs and about money.
-    return Prediction(wish, estimate.phases, estimate.step_seconds, basis, (*wired.notes, *notes))
+    whole = clip is not None and vae is not None
+    return Prediction(
+        wired.wish,
+        estimate.phases,
+        estimate.step_seconds,
+        whole,
+        f"times: {estimate.basis.text}",
+        # The estimate's own notes are about other runs and about money.
+        (*wired.notes, *mismatches(asked, path, wired.wish), *([] if whole else [PARTS_MISSING])),
+        card,
+    )
 
 
-def _peaks(wish: Wish, card: CardFacts, notes: tuple[str, ...]) -> Prediction:
-    """Of a card whose times nobody knows."""
-    try:
-        return Prediction(wish, phases(wish, _setting(wish), card.total_bytes), notes=notes)
-    except QwenL40SError as error:
-        return Prediction(wish, notes=(f"nothing is predicted: {error}",))
+def whole_pixels(pixels: int) -> int:
+    """Rounded up to whole tokens, as the model pads it."""
+    return PIXELS_PER_TOKEN_SIDE * math.ceil(pixels / PIXELS_PER_TOKEN_SIDE)
 
 
 def _settings(asked: Mapping[str, Any], tiles: int) -> dict[str, Any]:
@@ -90,8 +105,8 @@ def _settings(asked: Mapping[str, Any], tiles: int) -> dict[str, Any]:
     batch, _, *frames, height, width = asked["latent"]
     references = len(asked["references"])
     settings = wish_settings(
-        width=_pixels(width),
-        height=_pixels(height),
+        width=whole_pixels(PIXELS_PER_LATENT * width),
+        height=whole_pixels(PIXELS_PER_LATENT * height),
         batch=batch,
         steps=max(1, asked["evaluations"]),
         cfg=_cfg(asked),
@@ -109,39 +124,9 @@ def _with_tokens(wish: Wish, tokens: int) -> Wish:
     return replace(wish, text_tokens=max(1, tokens - wish.references * wish.member.vision_tokens))
 
 
-def _pixels(latent: int) -> int:
-    """Rounded up to whole tokens, as the model pads it."""
-    side = PIXELS_PER_TOKEN_SIDE
-    return side * math.ceil(PIXELS_PER_LATENT * latent / side)
-
-
 def _cfg(asked: Mapping[str, Any]) -> str:
-    if not asked["guided"]:
+    """By what was computed: a guider may ask for the negative prompt in a call of its own."""
+    if prompts_of(asked) < 1.5:
         return "off"
     # Steps in which CFG batching measured are of either kind.
-    together = asked["prompts"] > 1 and asked["passes"] < 1.5 * asked["evaluations"]
-    return "one pass" if together else "two passes"
-
-
-def _setting(wish: Wish) -> Setting:
-    chosen = {"text_encoder": wish.text_encoder, "text_encoder_place": wish.text_encoder_place}
-    chosen |= {"precision": wish.precision, "modulation": wish.modulation}
-    return Setting(**{name: value for name, value in chosen.items() if value != "auto"})
-
-
-def _notes(asked: Mapping[str, Any], path: Sequence[str]) -> list[str]:
-    """What makes the run another one than what is predicted."""
-    notes = []
-    if not any(line.startswith(FUSED) for line in path):
-        notes.append("times are predicted of fused blocks, which did not run")
-    if asked["controlnet"]:
-        notes.append("a ControlNet ran, which the prediction leaves out")
-    passes = asked["passes"] / max(1, asked["evaluations"])
-    if passes > 2:
-        notes.append(f"a step took {passes:.3g} forward passes, and the prediction is of 2")
-    area = (REFERENCE_SIDE // PIXELS_PER_LATENT) ** 2
-    sizes = [height * width / area for height, width in asked["references"]]
-    if any(abs(size - 1) > LIKE_A_MEGAPIXEL for size in sizes):
-        megapixels = ", ".join(f"{size:.2g}" for size in sizes)
-        notes.append(f"references had {megapixels} megapixels and are predicted with one")
-    return notes
+    return "one pass" if passes_of(asked) < 1.5 else "two passes"

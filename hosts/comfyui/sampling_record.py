@@ -6,24 +6,27 @@ with them and without.
 
 from __future__ import annotations
 
+import math
 import threading
-import time
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
+from comfy.samplers import CFGGuider
 
-from .meter import Marks, Measured, Meter, typical
+from .measuring import only_measures
+from .meter import Marks, typical
 from .modulation import KEY as MODULATION
 from .optimization import KEY as OPTIMIZATION
-from .run_record import Record, Records
-from .wrapped_call import CONTROL, OPTIONS
+from .run_record import Recording, Records
+from .wrapped_call import context_of, control_of, options_of
 
 KEY = "qwen_l40s_record"
-CONTEXT = 1  # the place of c_crossattn behind x and t, in BaseModel.apply_model
 WRAPPERS = (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.APPLY_MODEL)
+# ComfyUI's guiders that go another way than CFGGuider's own and still guide by its `cfg`.
+GUIDED_BY_CFG = ("Guider_PerpNeg", "Guider_DualModel")
 
 
 def record_runs(patcher: ModelPatcher, key: str = KEY) -> None:
@@ -50,20 +53,19 @@ class Recorder:
     def outer_sample(self, executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """OUTER_SAMPLE wrapper: one run."""
         guider = executor.class_obj
-        patcher = guider.model_patcher
+        patcher = getattr(guider, "model_patcher", None)
         # ComfyUI samples with another model than the one of the MODEL where hooks are beside
         # dynamic VRAM.
-        Records.share(patcher.model, self._records)
-        before, self._run = self._run, Run(patcher.load_device)
+        model, device = (getattr(patcher, name, None) for name in ("model", "load_device"))
+        recording = Recording(model, "sampling", device, records=self._records)
+        before, self._run = self._run, Run(recording, device)
         run = self._run
         try:
-            with self._records.during(run.meter):
+            with recording:
                 output = executor(noise, *args, **kwargs)
+                run.finish(guider, noise)
         finally:
             self._run = before
-        measured = run.finish()
-        asked = {"latent": list(noise.shape), "cfg": getattr(guider, "cfg", None), **run.asked()}
-        self._records.add(Record("sampling", measured, path_of(patcher), asked))
         return output
 
     def predict_noise(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +75,7 @@ class Recorder:
             run.begin_evaluation()
         output = executor(*args, **kwargs)
         if run is not None:
-            run.meter.look()
+            run.recording.look()
         return output
 
     def apply_model(
@@ -88,66 +90,90 @@ class Recorder:
 class Run:
     """What is known of a run while it lasts."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.meter = Meter(device)
+    def __init__(self, recording: Recording, device: torch.device | None) -> None:
+        self.recording = recording
         self._device = device
-        self._start = time.perf_counter()
-        self._waited = 0.0
         self._marks: Marks | None = None
         self._lock = threading.Lock()
-        self._passes = self._items = self._text = self._prompts = 0
+        self._passes = self._computed = self._items = self._text = self._prompts = 0
         self._guided = self._controlled = False
         self._references: list[list[int]] = []
         self._schedule: int | None = None
 
+    @property
+    def off(self) -> bool:
+        """As of the recording."""
+        return self.recording.off
+
+    @off.setter
+    def off(self, value: bool) -> None:
+        self.recording.off = value
+
+    @only_measures
     def begin_evaluation(self) -> None:
         """At the first, ComfyUI has loaded the model and prepared its conditions."""
         if self._marks is None:
-            self._waited = time.perf_counter() - self._start
-            self.meter.begin()
+            self.recording.begin()
             self._marks = Marks(self._device)
         self._marks.mark()
 
-    def count_pass(self, x: torch.Tensor, args: tuple[Any, ...], extra: dict[str, Any]) -> None:
+    @only_measures
+    def count_pass(self, x: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Notes a forward pass with what APPLY_MODEL is called with."""
-        context, options = args[CONTEXT], args[OPTIONS]
+        context, options = context_of(args, kwargs), options_of(args, kwargs)
         prompts = options.get("cond_or_uncond", ())
-        references = [list(latent.shape[-2:]) for latent in extra.get("ref_latents") or ()]
+        references = [list(latent.shape[-2:]) for latent in kwargs.get("ref_latents") or ()]
         sigmas = options.get("sample_sigmas")
         with self._lock:
             self._passes += 1
+            self._computed += len(x)
             self._items = max(self._items, len(x))
             self._text = max(self._text, 0 if context is None else context.shape[1])
             self._prompts = max(self._prompts, len(prompts))
             self._guided |= 1 in prompts
-            self._controlled |= args[CONTROL] is not None
+            self._controlled |= control_of(args, kwargs) is not None
             self._references = max(self._references, references, key=len)
             self._schedule = None if sigmas is None else len(sigmas) - 1
 
-    def finish(self) -> Measured:
-        """Sampling alone: less what ComfyUI did before the first evaluation, and the tables."""
+    @only_measures
+    def finish(self, guider: Any, noise: torch.Tensor) -> None:
+        """Writes what was run into the recording, whose time ends here."""
         if self._marks is not None:
             self._marks.mark()
-        measured = self.meter.finish()
-        return replace(measured, seconds=measured.seconds - self._waited)
+        self.recording.stop()
+        asked = {"latent": list(noise.shape), "cfg": cfg_of(guider), **self.asked()}
+        self.recording.asked |= asked
+        self.recording.path = path_of(guider.model_patcher)
 
     def asked(self) -> dict[str, Any]:
-        """What was run, after `finish`."""
+        """What was run, when the device is done."""
         seconds = [] if self._marks is None else self._marks.seconds()
         return {
             "steps": self._schedule,
-            "evaluations": len(seconds),
+            "evaluations": 0 if self._marks is None else max(0, len(self._marks) - 1),
             "step_seconds": typical(seconds),
             "first_step_seconds": seconds[0] if seconds else None,
-            "waited_seconds": self._waited,
             "passes": self._passes,
             "items": self._items,
+            "computed": self._computed,
             "prompts": self._prompts,
             "guided": self._guided,
             "text_tokens": self._text,
             "references": self._references,
             "controlnet": self._controlled,
         }
+
+
+def cfg_of(guider: Any) -> float | None:
+    """The one scale that a guider guides by; None where it has none, or others beside it."""
+    kind = type(guider)
+    own = getattr(kind, "predict_noise", None) is CFGGuider.predict_noise
+    if not own and kind.__name__ not in GUIDED_BY_CFG:
+        return None
+    # DualCFGGuider, for one, never sets it.
+    cfg = getattr(guider, "cfg", None)
+    number = isinstance(cfg, (int, float)) and not isinstance(cfg, bool)
+    return float(cfg) if number and math.isfinite(cfg) else None
 
 
 def path_of(patcher: ModelPatcher) -> tuple[str, ...]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import comfy.model_management
+import torch
 
 from ...errors import SettingError
-from ...planning.cards import Card, find_card, known_cards, with_memory
+from ...planning.cards import Card, find_card, known_cards
+from ...planning.unlisted import card_by_driver
 from .card_choices import THIS_CARD
 from .precision import card_facts
 
@@ -22,26 +24,30 @@ class ChosenCard:
     note: str = ""
 
 
-def card_of(name: str) -> ChosenCard:
+def card_of(name: str = THIS_CARD, device: torch.device | None = None) -> ChosenCard:
     """The card of a choice.
 
+    Args:
+        name: `THIS_CARD`, or one of the list.
+        device: which is meant by `THIS_CARD`; the one that ComfyUI runs on by default. A card that
+            is not in the list is a `planning.unlisted.UnlistedCard`.
+
     Raises:
-        SettingError: no card of the list has that name; the message suggests the nearest.
+        SettingError: no card of the list has that name; the message suggests the nearest. Or the
+            user's own list is damaged.
     """
+    if not isinstance(name, str):
+        raise SettingError(
+            f"the card is {name!r} and must be a name: choose {THIS_CARD!r}, or one of the list, "
+            f"such as {DEFAULT_CARD!r}."
+        )
     cards = known_cards()
     if name != THIS_CARD:
         return ChosenCard(find_card(name, cards))
-    device = comfy.model_management.get_torch_device()
+    device = device or comfy.model_management.get_torch_device()
     facts = card_facts(device)
     if facts is None:
         where = "the processor" if device.type == "cpu" else f"{device.type}, not an NVIDIA card"
         note = f"ComfyUI runs on {where} here: this is about one {DEFAULT_CARD}."
         return ChosenCard(find_card(DEFAULT_CARD, cards), note)
-    try:
-        listed = find_card(facts.name, cards)
-    except SettingError as error:
-        raise SettingError(
-            f"this machine's {facts.name} is not in the list of cards: choose one that is like it "
-            f"from {', '.join(cards)}."
-        ) from error
-    return ChosenCard(with_memory(listed, facts.total_bytes))
+    return ChosenCard(card_by_driver(facts, cards))

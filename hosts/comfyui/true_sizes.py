@@ -32,6 +32,7 @@ from .placed_clip import CPU, PlacedClip
 from .vae_stages import vae_shape
 
 TIMESTEP_ZERO = "index_timestep_zero"  # how Edit-2511 has its references modulated
+FOREIGN = "another extension's quantization"
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -43,8 +44,9 @@ class TrueModel:
         shape: Of its transformer.
         bytes: Of all weights as they are held, on the card or off it.
         modulation_bytes: Of the modulation among them.
-        precision: bf16, fp8 or int8, in which most of it is computed.
+        precision: bf16, fp8 or int8, as which it is counted.
         held: How most of it is held, where that is another one.
+        computed: bf16, fp16 or fp32, in which ComfyUI computes what is not quantized.
         modulation: Where the modulation waits; None where no card has decided it.
         loras: On it; of those beside the weights the rank that takes as many bytes.
         timestep_zero: Whether references are modulated as at timestep zero.
@@ -55,6 +57,7 @@ class TrueModel:
     modulation_bytes: int
     precision: str
     held: str
+    computed: str
     modulation: str | None
     loras: Loras
     timestep_zero: bool
@@ -119,6 +122,7 @@ def model_sizes(model: ModelPatcher) -> TrueModel:
         ),
         precision=held if held in QUANTIZED else "bf16",
         held="" if held in (*QUANTIZED, "bf16") else held,
+        computed=_name(model.model.get_dtype_inference()),
         modulation=OFF_CARD if off_card_layers(transformer) else place,
         loras=_loras(model, shape),
         timestep_zero=transformer.default_ref_method == TIMESTEP_ZERO,
@@ -231,7 +235,12 @@ def _form(weight: torch.Tensor) -> str:
     weight = getattr(weight, "data", weight)
     if isinstance(weight, QuantizedTensor):
         return FORMATS.get(weight._layout_cls, weight._layout_cls)
-    return NAMES.get(weight.dtype, str(weight.dtype).removeprefix("torch."))
+    # Blocks of whole numbers, as GGUF's: what they are is known to what loaded them.
+    return _name(weight.dtype) if weight.is_floating_point() else FOREIGN
+
+
+def _name(dtype: torch.dtype) -> str:
+    return NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def _loras(model: ModelPatcher, shape: TransformerShape) -> Loras:

@@ -15,8 +15,7 @@ from ...errors import UnavailableError
 from ...optimizations.vae import Progress
 from ...planning.memory import format_gib
 from ...planning.vae import VaePlan
-from .meter import Meter
-from .run_record import Record, Records
+from .run_record import Recording
 from .vae_room import (
     check_host_memory,
     choose,
@@ -76,31 +75,35 @@ class Batch:
             check_host_memory(f"{self.what} {_form(plan)}", plan.peak_bytes + self._kept)
         others = others_bytes(self.vae)
         lines = [f"{self.what}: {_how(plan, free, others)}"]
-        meter = Meter(self.vae.device)
-        with comfy.model_management.cuda_device_context(self.vae.device):
-            if not self._attempt(plan, meter):
-                # Only here, where the exception with all its tensors is gone.
-                plan = self._smaller(plan)
-                lines.append(
-                    "the card ran out of memory; done again in half of what was free then: "
-                    f"{_form(plan)}"
-                )
-                logger.warning("%s: %s", self.what, lines[-1])
-                if not self._attempt(plan, meter):
-                    raise self._out_of_memory(plan)
-        lines.append(
-            f"memory beside the weights: {format_gib(plan.peak_bytes + self._kept)} predicted"
-        )
-        measured = meter.finish()
-        if measured.beside_bytes:
-            lines[-1] += f", {format_gib(measured.beside_bytes)} measured"
-        if (moved := others - others_bytes(self.vae)) > 0:
-            lines.append(f"ComfyUI moved {format_gib(moved)} of other models off the card")
-        if self._cleared:
-            lines.append("torch's cache was cleared: it held memory that was needed")
-        asked = {"size": list(self.size), "tiles": plan.count, "plan_bytes": plan.peak_bytes}
-        record = Record(self.what.partition(" ")[0], measured, tuple(lines), asked)
-        Records.of(self.vae).add(record)
+        phase = self.what.partition(" ")[0]
+        with Recording(self.vae.first_stage_model, phase, self.vae.device) as recording:
+            with comfy.model_management.cuda_device_context(self.vae.device):
+                if not self._attempt(plan, recording):
+                    # Only here, where the exception with all its tensors is gone.
+                    plan = self._smaller(plan)
+                    lines.append(
+                        "the card ran out of memory; done again in half of what was free then: "
+                        f"{_form(plan)}"
+                    )
+                    logger.warning("%s: %s", self.what, lines[-1])
+                    if not self._attempt(plan, recording):
+                        raise self._out_of_memory(plan)
+            lines.append(
+                f"memory beside the weights: {format_gib(plan.peak_bytes + self._kept)} predicted"
+            )
+            measured = recording.stop()
+            if measured is not None and measured.beside_bytes:
+                lines[-1] += f", {format_gib(measured.beside_bytes)} measured"
+            if (moved := others - others_bytes(self.vae)) > 0:
+                lines.append(f"ComfyUI moved {format_gib(moved)} of other models off the card")
+            if self._cleared:
+                lines.append("torch's cache was cleared: it held memory that was needed")
+            recording.path = tuple(lines)
+            recording.asked |= {
+                "size": list(self.size),
+                "tiles": plan.count,
+                "plan_bytes": plan.peak_bytes,
+            }
         return self._result, "\n".join(lines)
 
     @property
@@ -116,7 +119,7 @@ class Batch:
     def _planner(self, budget: int) -> VaePlan:
         return self.plan(None if self.tiles == WHOLE else budget)
 
-    def _attempt(self, plan: VaePlan, meter: Meter) -> bool:
+    def _attempt(self, plan: VaePlan, recording: Recording) -> bool:
         """Whether the items that are left could be computed in the memory that there is."""
         left = -(-(self.size[0] - self._done) // plan.batch)
         bar = comfy.utils.ProgressBar(left * plan.count)
@@ -126,7 +129,7 @@ class Batch:
 
         try:
             self._cleared |= make_room(self.vae, plan.peak_bytes + self._kept)
-            meter.begin()
+            recording.begin()
             if self._result is None:
                 self._result = torch.empty(
                     self.size, device=self.vae.output_device, dtype=self.vae.vae_output_dtype()

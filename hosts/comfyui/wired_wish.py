@@ -28,6 +28,8 @@ PLAIN, LAYERED = "qwen-image", "qwen-image-layered"
 EDIT, EDIT_TIMESTEP_ZERO = "qwen-image-edit-2509", "qwen-image-edit-2511"
 # {the node's word: the wish's} of tables that stand in for modulation weights off the card.
 TABLES = {AUTO: AUTO, "on": OFF_CARD, "off": ON_CARD}
+# What a LATENT decides, as no rule refuses it before the LATENT is there.
+NO_LATENT = {"width": 16, "height": 16, "batch": 1, "layers": 0}
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,8 @@ def _take_model(chosen: dict[str, Any], found: TrueModel, notes: list[str]) -> d
     chosen["precision"] = _agreed("precision", chosen["precision"], found.precision, "MODEL")
     place = _agreed("modulation", chosen["modulation"], found.modulation, "MODEL")
     chosen["modulation"] = place
-    if found.held:
-        notes.append(f"The MODEL's weights are held in {found.held} and computed as in bf16.")
+    if note := _form_note(found):
+        notes.append(note)
     if found.loras.count:
         if chosen["loras"].count:
             raise SettingError(
@@ -128,6 +130,18 @@ def _take_model(chosen: dict[str, Any], found: TrueModel, notes: list[str]) -> d
         "transformer_bytes": found.bytes,
         "modulation_bytes": found.modulation_bytes,
     }
+
+
+def _form_note(found: TrueModel) -> str:
+    """What differs from weights and activations in bf16, or weights that this package quantized."""
+    wide = found.computed == "fp32"
+    if not (found.held or wide):
+        return ""
+    held = found.held or found.precision
+    note = f"The MODEL's weights are held in {held} and computed in {found.computed}"
+    if wide:
+        note += "; activations and times are counted as in bf16, so expect more"
+    return f"{note}."
 
 
 def _take_clip(chosen: dict[str, Any], found: TrueClip) -> dict[str, Any]:

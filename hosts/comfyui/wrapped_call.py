@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-# The places of `control` and `transformer_options` behind x and t, in BaseModel.apply_model.
-CONTROL, OPTIONS = 2, 3
+# Of BaseModel.apply_model, behind x and t. ComfyUI passes them by place; a wrapper of another
+# extension may pass them on by name.
+NAMES = ("c_concat", "c_crossattn", "control", "transformer_options")
 COMPILED = "torch.compile"  # the key of comfy_api.torch_helpers
+
+
+def context_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The text's tokens, (batch, tokens, features); None for none."""
+    return _argument("c_crossattn", args, kwargs)
+
+
+def control_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a ControlNet adds; None for none."""
+    return _argument("control", args, kwargs)
+
+
+def options_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The call's transformer_options."""
+    return _argument("transformer_options", args, kwargs) or {}
+
+
+def _argument(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    place = NAMES.index(name)
+    return args[place] if place < len(args) else kwargs.get(name)
 
 
 def is_compiled(options: dict[str, Any]) -> bool:
