@@ -14,7 +14,7 @@ from qwen_l40s import SettingError
 from qwen_l40s.planning.cards import find_card, known_cards
 from qwen_l40s.planning.constants import MEASURED, NAMES, Constants
 from qwen_l40s.planning.memory import GIB
-from qwen_l40s.planning.rates import rates_by
+from qwen_l40s.planning.rates import Rates, rates_by
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 TRUE = {"gemm_bf16": 0.62, "gemm_fp8": 0.44, "gemm_int8": 0.41, "attention": 0.58}
@@ -183,3 +183,14 @@ def test_prompts_and_images_are_near_what_was_measured(fit, bundled):
         for run in (run for run in bundled["runs"] if run["kind"] == kind):
             expected = fit.measured_seconds(run)
             assert fit.seconds_of(run, rates) == pytest.approx(expected, rel=limit), run["id"]
+
+
+def test_what_a_calibration_measured_predicts_the_steps_too(fit, bundled):
+    """No constant is fitted for it: `bench --calibrate` ran for half a minute on the same card."""
+    rates = Rates(**bundled["calibration"]["rates"])
+    errors = [
+        fit.seconds_of(run, rates) / fit.measured_seconds(run) - 1
+        for run in bundled["runs"]
+        if run["kind"] == "sampling"
+    ]
+    assert -0.1 < min(errors) and max(errors) < 0.15
