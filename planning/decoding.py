@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import UnavailableError
-from .memory import GIB
+from .memory import GIB, format_gib
 from .vae import VaePlan, plan_decode
 from .vae_steps import PIXELS_PER_LATENT
 from .wish import Wish
@@ -42,7 +42,17 @@ def decode_plan(wish: Wish, free: int | None, others: int = 0) -> VaePlan:
             image_on_card=False,
         )
 
-    return planner(None) if free is None else _least_room(planner, max(0, free), others)
+    if wish.tiles != 1:
+        return planner(None) if free is None else _least_room(planner, max(0, free), others)
+    whole = planner(None)
+    most = None if free is None else max(0, free) + others
+    if most is not None and whole.peak_bytes > most:
+        raise UnavailableError(
+            f"to decode {wish.width}x{wish.height} whole takes {format_gib(whole.peak_bytes)} and "
+            f"the card has {format_gib(most)} with all other models off it: set tiles to 0, for as "
+            "few as fit, or choose a smaller size."
+        )
+    return whole
 
 
 def _least_room(planner: Callable[[int | None], VaePlan], free: int, others: int) -> VaePlan:

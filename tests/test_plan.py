@@ -206,6 +206,13 @@ def test_what_is_named_is_kept(named, total):
         assert options[len(options) - len(rest) :] == tuple(rest)
 
 
+def test_a_whole_decode_that_no_model_could_make_room_for_is_refused():
+    card = CardFacts("card", int(2.5 * GIB), (8, 9))
+    with pytest.raises(UnavailableError, match=r"1024x928 whole takes .* set tiles to 0"):
+        plan(card, Wish(width=1024, height=928, tiles=1))
+    assert plan(card, Wish(width=1024, height=928))[0].tiles > 1
+
+
 @given(
     wish=wishes,
     named=named,
