@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..charts.figures import folded, table
 from ..planning.cards import card_notes
 from ..planning.memory import GIB
+from ..planning.offers import price_source
 
 if TYPE_CHECKING:
     from ..planning.cards import Card
@@ -31,7 +32,7 @@ def cards_table(cards: Mapping[str, Card], *, as_json: bool) -> str:
                 f"{card.bandwidth / 1e9:.0f}",
                 *(_tera(card.dense_flops.get(name)) for name in PRECISIONS),
                 f"{card.tdp_watts}",
-                f"${price.usd_per_hour:.2f}/h {price.provider}, {price.date}" if price else "none",
+                f"${price.usd_per_hour:.2f}/h, {price_source(price)}" if price else "none",
             ]
         )
     lines = table(rows, right=range(1, 7))

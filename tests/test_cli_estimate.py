@@ -283,6 +283,7 @@ def test_the_list_of_cards(capsys):
         assert name in text
     assert "dense" in text
     assert "sparsity" in text
+    assert "$0.72/h, Spheron, a starting price, 2026" in text
     assert main(["estimate", "--list-cards", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["cards"]
     assert [card["name"] for card in listed] == list(known_cards())
