@@ -117,7 +117,7 @@ def read_sizes(path: str | os.PathLike[str]) -> Sizes:
         family=FAMILIES.get(part.family),
         shape=shape,
         transformer=part,
-        modulation_bytes=_modulation_bytes(transformer),
+        modulation_bytes=modulation_bytes(transformer),
         **others,
     )
 
@@ -164,6 +164,7 @@ def _text_encoder(part: Part, requested: str) -> tuple[str, int]:
     return precision, part_bytes(parameters, precision)
 
 
-def _modulation_bytes(source: Source) -> int:
+def modulation_bytes(source: Source) -> int:
+    """Of a transformer's modulation layers as the file holds them."""
     tensors = source.tensors.items()
     return sum(info.nbytes for name, info in tensors if MODULATION.search(name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -14,6 +13,7 @@ from ...errors import UnavailableError
 from ...loaders.precision import PrecisionChoice, check_host_memory, choose_transformer
 from ...loaders.quantization import STORAGE_ONLY
 from ...loaders.quantize import layers_to_quantize
+from ...loaders.sizes import modulation_bytes
 from ...loaders.source import Source
 from ...optimizations.resources import available_memory
 from ...planning.memory import (
@@ -29,7 +29,6 @@ from ...planning.phases import KEPT_FREE_BYTES
 from ...planning.placement import ModulationPlace
 from ...planning.plan import Held, Option
 
-MODULATION_LAYER = re.compile(r"\.(img|txt)_mod\.1\.")
 STORED = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 # What the loading itself takes beside the result: the largest layers that are in work.
 STAGING_BYTES = 2 * GIB
@@ -75,7 +74,7 @@ def choose(
     }
     stored = stored_precision(source)
     if stored in QUANTIZED and not keep:  # taken over as it lies in the file
-        held[stored] = Held(source.part.bytes, _modulation_bytes(source))
+        held[stored] = Held(source.part.bytes, modulation_bytes(source))
     card = card_facts(comfy.model_management.get_torch_device())
     found = choose_transformer(
         requested, modulation, stored=stored, shape=shape, card=card, held=held
@@ -95,12 +94,6 @@ def choose(
         f"{source.path.name} in {choice.name}",
     )
     return choice, place
-
-
-def _modulation_bytes(source: Source) -> int:
-    """Of a file that is taken over as it is."""
-    tensors = source.tensors.items()
-    return sum(info.nbytes for name, info in tensors if MODULATION_LAYER.search(name))
 
 
 def card_facts(device: torch.device) -> CardFacts | None:
