@@ -67,8 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from ..planning.calibration import load_calibration
     from ..planning.cards import known_cards
     from ..planning.cost import check_positive
-    from ..planning.crossover import compare
-    from ..planning.offers import RIVALS, SUBJECT, market
+    from ..planning.offers import market
     from ..planning.own_prices import read_prices
 
     check_positive("--images-per-hour", args.images_per_hour)
@@ -80,9 +79,7 @@ def run(args: argparse.Namespace) -> int:
     wish = wish_of(args)
     found = market(wish, chosen, prices, load_calibration)
     advices = advise(args.images_per_hour, found.offers)
-    names = [card.name for card in chosen] if args.only else [SUBJECT, *RIVALS]
-    offers = [offer for name in names if (offer := found.offer(name)) and offer.fits]
-    comparisons = [compare(offers[0], other) for other in offers[1:]]
+    comparisons = found.comparisons([card.name for card in chosen] if args.only else None)
     fits = any(advice.offer.fits for advice in advices)
     if args.plot:
         _plot(args.plot, advices, comparisons, wish)

@@ -12,7 +12,7 @@ from ..errors import SettingError, UnavailableError
 from ..hosts.diffusers.settings import SIZE_STEP
 from ..planning.work import FULL_SIZE, SMALL, Inputs
 from .bench_rows import BLOCK, FORWARD, IMAGE, Row, select, select_names
-from .images import check_writable
+from .images import check_target
 
 if TYPE_CHECKING:
     from .bench_run import Setup
@@ -134,7 +134,8 @@ def _calibrate(args: argparse.Namespace) -> int:
 
     bench_calibrate.check(args)
     _check_width(args.width)
-    _check_target("--json", args.json)
+    if args.json:
+        check_target("--json", args.json)
     _check_packages(torch=True)
     return bench_calibrate.run(args, _device(args.device, "--calibrate --device cpu --width small"))
 
@@ -175,7 +176,8 @@ def _setup(args: argparse.Namespace) -> Setup:
     if args.what != "ops":
         rows = select(ROWS[args.what], args.only)
     for name in ("json", "plot"):
-        _check_target(f"--{name}", getattr(args, name))
+        if getattr(args, name):
+            check_target(f"--{name}", getattr(args, name))
     if args.plot and not args.plot.lower().endswith(".png"):
         raise SettingError(f"--plot {args.plot!r} must end in .png.")
     _check_packages(torch=True, psutil=args.device == "cpu", PIL=bool(args.plot))
@@ -207,14 +209,6 @@ def _size(text: str) -> tuple[int, int]:
             f"{'x'.join(map(str, nearest))}."
         )
     raise SettingError(f"--size {text!r} must be WIDTHxHEIGHT in pixels, such as 1024x1024.")
-
-
-def _check_target(option: str, text: str | None) -> None:
-    if not text:
-        return
-    if Path(text).is_dir():
-        raise SettingError(f"{option} {text!r} is a folder: name a file in it.")
-    check_writable(Path(text).parent)
 
 
 def _check_width(name: str) -> None:

@@ -54,6 +54,18 @@ def check_writable(folder: Path) -> None:
         file.write(b"\0")
 
 
+def check_target(option: str, text: str) -> None:
+    """Refuses a file that could not be written.
+
+    Raises:
+        SettingError: it is a folder.
+        UnavailableError: no file can be written beside it.
+    """
+    if Path(text).is_dir():
+        raise SettingError(f"{option} {text!r} is a folder: name a file in it.")
+    check_writable(Path(text).parent)
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Writes beside the target and renames: `path` is the old file or the new one, never a part.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import SettingError, UnavailableError
-from .images import check_writable, png_bytes, write_whole
+from .images import check_target, png_bytes, write_whole
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -22,13 +22,11 @@ def check_plot(path: str) -> None:
     """
     if not path.lower().endswith(".png"):
         raise SettingError(f"--plot {path!r} must end in .png.")
-    if Path(path).is_dir():
-        raise SettingError(f"--plot {path!r} is a folder: name a file in it.")
     if find_spec("PIL") is None:
         raise UnavailableError(
             "--plot needs pillow, not installed here: run `pip install pillow`, or leave it out."
         )
-    check_writable(Path(path).parent)
+    check_target("--plot", path)
 
 
 def write_plot(image: Image.Image, path: str) -> None:

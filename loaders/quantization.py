@@ -160,6 +160,16 @@ def find_quantization(
     )
 
 
+def computed_precision(formats: Iterable[str]) -> str | None:
+    """int8 or fp8, whichever most layers of these formats are computed in; None for neither."""
+    for name, _ in Counter(formats).most_common():
+        if name.startswith("int8"):
+            return "int8"
+        if name.startswith("fp8 e4m3"):
+            return "fp8"
+    return None
+
+
 def count_parameters(tensors: Tensors, quantization: Quantization) -> int:
     """Counts weights: scales and other descriptions are left out, 4-bit weights that share a byte
     are counted one by one.

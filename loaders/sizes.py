@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from dataclasses import dataclass, replace
 
 from ..errors import CheckpointError, SettingError
@@ -12,6 +11,7 @@ from ..planning.memory import QUANTIZED, TransformerShape, part_bytes
 from ..planning.vae_steps import VaeShape
 from ..planning.wish import TEXT_ENCODER, TRANSFORMER, VAE, Parts
 from .checkpoint import Part, inspect_checkpoint
+from .quantization import computed_precision
 from .source import Source, open_source
 
 MODULATION = re.compile(r"\.(img|txt)_mod\.1\.")
@@ -126,12 +126,7 @@ def stored_precision(part: Part) -> str:
     """The precision that most of a part's weights are held in once they are loaded: bf16, fp8 or
     int8; fp16 and fp32 are rounded to bf16, and e5m2 is converted to it.
     """
-    for name, _ in Counter(part.quantization.layers.values()).most_common():
-        if name.startswith("int8"):
-            return "int8"
-        if name.startswith("fp8 e4m3"):
-            return "fp8"
-    return "bf16"
+    return computed_precision(part.quantization.layers.values()) or "bf16"
 
 
 def vae_shape(part: Part) -> VaeShape:

@@ -25,11 +25,9 @@ from dataclasses import dataclass, replace
 from .memory import BYTES_PER_SCALE, QUANTIZED, TransformerShape
 from .setting import Setting
 from .wish import Wish
-from .work import REFERENCE_SIDE
+from .work import REFERENCE_TOKENS
 
 BF16, FP32 = 2, 4
-TOKEN_SIDE = 16
-REFERENCE_TOKENS = (REFERENCE_SIDE // TOKEN_SIDE) ** 2
 MLP = 4  # the hidden layer's width in dims
 # fp32 latents that a sampler and its guider hold while the transformer runs: noise, the image that
 # is painted, the prediction of each prompt with its sum and weight, and a step's intermediate ones.
@@ -58,12 +56,8 @@ class Rows:
     @classmethod
     def of(cls, wish: Wish) -> Rows:
         """Those of a wish."""
-        painted = wish.frames * (wish.width // TOKEN_SIDE) * (wish.height // TOKEN_SIDE)
-        references = wish.references * REFERENCE_TOKENS
-        items = wish.items
-        return cls(
-            items, items * wish.prompt_tokens, items * painted, items * (painted + references)
-        )
+        tokens = wish.prompt_tokens, wish.painted_tokens, wish.image_tokens
+        return cls(wish.items, *(wish.items * count for count in tokens))
 
     @property
     def all(self) -> int:

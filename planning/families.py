@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import SettingError
 from .memory import TransformerShape
@@ -10,16 +10,7 @@ from .vae_steps import VaeShape
 from .work import FULL_SIZE
 
 PUBLISHED_VAE = VaeShape()
-LAYERED_SHAPE = TransformerShape(
-    blocks=60,
-    dim=3072,
-    heads=24,
-    head_dim=128,
-    joint_dim=3584,
-    in_channels=64,
-    packed_out_channels=64,
-    addition_t_cond=True,
-)
+LAYERED_SHAPE = replace(FULL_SIZE, addition_t_cond=True)
 
 
 @dataclass(frozen=True)

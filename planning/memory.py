@@ -271,9 +271,13 @@ def format_gib(count: float) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / MIB:.0f} MiB"
 
 
+def whole_pixels(pixels: int) -> int:
+    """A side rounded up to whole tokens, as the hosts pad it."""
+    return -(-pixels // PIXELS_PER_TOKEN_SIDE) * PIXELS_PER_TOKEN_SIDE
+
+
 def _tokens(width: int, height: int) -> int:
-    side = PIXELS_PER_TOKEN_SIDE
-    return -(-width // side) * -(-height // side)
+    return whole_pixels(width) * whole_pixels(height) // PIXELS_PER_TOKEN_SIDE**2
 
 
 def _modulation(shape: TransformerShape) -> int:

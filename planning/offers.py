@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import UnavailableError
 from .advise import Offer
 from .cards import STARTING, Card, Price
+from .crossover import Comparison, compare
 from .estimator import Estimate, estimate
 from .plan import Option
 from .rates import Rates
@@ -39,6 +40,16 @@ class Market:
     def offer(self, name: str) -> Offer | None:
         """The offer of a card; None where it has none."""
         return next((offer for offer in self.offers if offer.card.name == name), None)
+
+    def comparisons(self, names: Sequence[str] | None = None) -> tuple[Comparison, ...]:
+        """The first of the named cards on which the wish fits, with each of the others.
+
+        Args:
+            names: of cards; by default the one that this package is about and its rivals.
+        """
+        found = map(self.offer, names or (SUBJECT, *RIVALS))
+        offers = [offer for offer in found if offer and offer.fits]
+        return tuple(compare(offers[0], other) for other in offers[1:])
 
 
 def market(

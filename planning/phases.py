@@ -149,10 +149,9 @@ def _text(
         # The transformer's turn is over, or has not come yet.
         resident = {"VAE": stays["VAE"]} if "VAE" in stays else {}
         notes.append("alone on the card, from which ComfyUI moves what is in its way")
+        notes.append("leaves the card when the prompt is encoded")
     else:
         resident |= _present({"transformer": transformer})
-    if setting.text_encoder_place == DROPPED:
-        notes.append("leaves the card when the prompt is encoded")
     if wish.references:
         side = REFERENCE_SIDE // PIXELS_PER_LATENT
         encoded = encode_peak_bytes(wish.vae, side, side, BF16)

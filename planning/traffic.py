@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .memory import BYTES_PER_SCALE, QUANTIZED, TransformerShape
 from .wish import Wish
-from .work import TEXT_LAYERS, Inputs
+from .work import TEXT_LAYERS
 
 WIDE = 2  # bytes of a bf16 number
 ROTATION = 4  # of an fp32 cosine or sine
@@ -33,9 +33,7 @@ class Pass:
     @classmethod
     def of(cls, wish: Wish) -> Pass:
         """The forward pass of a wish."""
-        inputs = Inputs(wish.width, wish.height, references=wish.references)
-        image = wish.frames * inputs.image_tokens + inputs.stream_tokens - inputs.image_tokens
-        return cls(wish.transformer, wish.items, wish.prompt_tokens, image)
+        return cls(wish.transformer, wish.items, wish.prompt_tokens, wish.image_tokens)
 
     @property
     def joint(self) -> int:

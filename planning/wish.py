@@ -9,6 +9,7 @@ from .families import Family, find_family
 from .memory import PIXELS_PER_TOKEN_SIDE, TransformerShape
 from .placement import PLACES
 from .vae_steps import VaeShape
+from .work import REFERENCE_TOKENS
 
 PRECISIONS = ("auto", "bf16", "fp8", "int8")
 TEXT_ENCODER_PRECISIONS = ("auto", "bf16", "fp8", "int8")
@@ -140,6 +141,17 @@ class Wish:
         return self.text_tokens + self.references * self.member.vision_tokens
 
     @property
+    def painted_tokens(self) -> int:
+        """Image tokens of one item that are denoised, in all of its frames."""
+        side = PIXELS_PER_TOKEN_SIDE
+        return self.frames * (self.width // side) * (self.height // side)
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of one item's image stream, with those of its references."""
+        return self.painted_tokens + self.references * REFERENCE_TOKENS
+
+    @property
     def passes(self) -> int:
         """Forward passes in each step."""
         return 2 if self.cfg == "two passes" else 1
@@ -187,7 +199,7 @@ class Wish:
                 f"{self.width}x{self.height}: both sides must be divisible by {side}: use "
                 f"{'x'.join(map(str, nearest))}."
             )
-        tokens = self.width // side * (self.height // side) * self.frames * self.batch
+        tokens = self.painted_tokens * self.batch
         if tokens > MOST_TOKENS:
             layers = f" with {self.layers} layers" if self.layers else ""
             fewer = "fewer layers, " if self.layers else ""

@@ -24,6 +24,7 @@ SMALL = TransformerShape(
 TEXT_LAYERS = ("attn.add_", "attn.to_add_out", "txt_mlp.")
 # Edit workflows scale a reference image to one megapixel.
 REFERENCE_SIDE = 1024
+REFERENCE_TOKENS = (REFERENCE_SIDE // PIXELS_PER_TOKEN_SIDE) ** 2
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Inputs:
     @property
     def stream_tokens(self) -> int:
         """Tokens of one item's image stream, with those of its references."""
-        return self.image_tokens + self.references * (REFERENCE_SIDE // PIXELS_PER_TOKEN_SIDE) ** 2
+        return self.image_tokens + self.references * REFERENCE_TOKENS
 
 
 def rope_axes(head_dim: int) -> tuple[int, int, int]:

@@ -59,6 +59,18 @@ def start_on(mode: str) -> None:
         comfy.memory_management.aimdo_enabled = True
 
 
+def refused(error: type[Exception], *words: str, run: Callable[[], Any]) -> None:
+    """Checks that `run` raises one sentence with these words."""
+    try:
+        run()
+    except error as caught:
+        text = str(caught)
+        assert all(word in text for word in words), text
+        assert text.endswith(".") and "\n" not in text, text
+    else:
+        raise AssertionError(f"nothing was wrong, although {words} is")
+
+
 def run_checks(namespace: Mapping[str, Any]) -> None:
     """Calls every function named `check_...` and prints {name: None or its traceback} as JSON."""
     results: dict[str, str | None] = {}

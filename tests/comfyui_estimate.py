@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import comfyui_boot
+from comfyui_boot import refused
 
 (FOLDER,) = comfyui_boot.ARGUMENTS
 comfyui_boot.start("--cpu", "--base-directory", str(FOLDER))
@@ -63,17 +64,6 @@ def run(**changed):
 
 def advice(**changed):
     return QwenL40SAdviseGPU.execute(**{**defaults(QwenL40SAdviseGPU), **changed})
-
-
-def refused(error, *words, run):
-    try:
-        run()
-    except error as caught:
-        text = str(caught)
-        assert all(word in text for word in words), text
-        assert text.endswith(".") and "\n" not in text, text
-    else:
-        raise AssertionError(f"nothing was wrong, although {words} is")
 
 
 def shown(output):

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import comfyui_boot
+from comfyui_boot import refused
 
 (FOLDER,) = comfyui_boot.ARGUMENTS
 comfyui_boot.start("--cpu", "--base-directory", str(FOLDER))
@@ -65,18 +66,6 @@ def load(name, setting="auto", keep=""):
 
 def weight(loaded, name):
     return loaded.model.diffusion_model.get_parameter(name)
-
-
-def refused(error, *words, run):
-    """The sentence that `run` raises."""
-    try:
-        run()
-    except error as caught:
-        text = str(caught)
-        assert all(word in text for word in words), text
-        assert text.endswith(".") and "\n" not in text, text
-    else:
-        raise AssertionError(f"nothing was wrong, although {words} is")
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import comfyui_boot
+from comfyui_boot import refused
 
 MODE = str(comfyui_boot.ARGUMENTS[0])
 comfyui_boot.start_on(MODE)
@@ -100,17 +101,6 @@ def assert_close(found, known):
     error = float((found - known).float().square().mean())
     span = float(known.max() - known.min())
     assert error == 0 or 10 * math.log10(span**2 / error) >= 80, error
-
-
-def refused(error, *words, run):
-    try:
-        run()
-    except error as caught:
-        text = str(caught)
-        assert all(word in text for word in words), text
-        assert text.endswith(".") and "\n" not in text, text
-    else:
-        raise AssertionError(f"nothing was wrong, although {words} is")
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@
 Every function named `check_...` is one check; prints {check: None or its traceback} as JSON.
 """
 
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -77,15 +78,7 @@ def wish(model=None, clip=None, vae=None, latent=None, **settings):
     return wish_from(wish_settings(**settings), model=model, clip=clip, vae=vae, latent=latent)
 
 
-def refused(*words, run):
-    try:
-        run()
-    except SettingError as caught:
-        text = str(caught)
-        assert all(word in text for word in words), text
-        assert text.endswith(".") and "\n" not in text, text
-    else:
-        raise AssertionError(f"nothing was wrong, although {words} is")
+refused = partial(comfyui_boot.refused, SettingError)
 
 
 def empty(*shape, **more):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import comfy.memory_management
@@ -11,7 +10,7 @@ import torch
 
 from ...errors import UnavailableError
 from ...loaders.precision import PrecisionChoice, check_host_memory, choose_transformer
-from ...loaders.quantization import STORAGE_ONLY
+from ...loaders.quantization import STORAGE_ONLY, computed_precision
 from ...loaders.quantize import layers_to_quantize
 from ...loaders.sizes import modulation_bytes
 from ...loaders.source import Source
@@ -37,14 +36,9 @@ STAGING_BYTES = 2 * GIB
 def stored_precision(source: Source) -> str:
     """The precision that most of the weights are stored in."""
     layers = source.part.quantization.layers
-    formats = Counter(layers[layer] for layer in layers_to_quantize(layers))
-    for name, _ in formats.most_common():
-        if name.startswith("int8"):
-            return "int8"
-        if name.startswith("fp8 e4m3"):
-            return "fp8"
-    if formats:  # e5m2, which is converted
-        return "bf16"
+    formats = [layers[layer] for layer in layers_to_quantize(layers)]
+    if formats:  # others, such as e5m2, are converted
+        return computed_precision(formats) or "bf16"
     plain = {name: entry["bytes"] for name, entry in source.part.dtypes.items() if name in STORED}
     return STORED[max(plain, key=plain.__getitem__)] if plain else "bf16"
 

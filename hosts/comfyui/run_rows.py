@@ -11,11 +11,11 @@ from typing import Any
 from ...charts.figures import duration
 from ...charts.words import PHASE_NAMES
 from ...planning.estimate import Phase, Range, figure, gib
-from ...planning.memory import GIB
+from ...planning.memory import GIB, whole_pixels
 from .meter import Measured
 from .run_choice import Ran
 from .run_record import Record
-from .run_wish import Prediction, whole_pixels
+from .run_wish import Prediction
 
 NAMES = {**PHASE_NAMES, "encode": "VAE encode", "decode": "VAE decode"}
 ORDER = ("load", "text", "encode", "tables", "sampling", "decode")

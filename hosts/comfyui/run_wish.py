@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from ...errors import QwenL40SError
 from ...planning.estimate import Phase, Range
 from ...planning.families import FAMILIES
-from ...planning.memory import PIXELS_PER_TOKEN_SIDE
+from ...planning.memory import whole_pixels
 from ...planning.vae_steps import PIXELS_PER_LATENT
 from ...planning.wish import Wish
 from .precision import card_facts
@@ -93,11 +92,6 @@ def predict(
         (*wired.notes, *mismatches(asked, path, wired.wish), *([] if whole else [PARTS_MISSING])),
         card,
     )
-
-
-def whole_pixels(pixels: int) -> int:
-    """Rounded up to whole tokens, as the model pads it."""
-    return PIXELS_PER_TOKEN_SIDE * math.ceil(pixels / PIXELS_PER_TOKEN_SIDE)
 
 
 def _settings(asked: Mapping[str, Any], tiles: int) -> dict[str, Any]:

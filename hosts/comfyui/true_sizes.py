@@ -20,7 +20,7 @@ from comfy.quant_ops import QuantizedTensor
 from comfy.text_encoders.qwen_image import QwenImageTEModel
 
 from ...errors import SettingError
-from ...planning.memory import PIXELS_PER_TOKEN_SIDE, QUANTIZED, TransformerShape
+from ...planning.memory import QUANTIZED, TransformerShape, whole_pixels
 from ...planning.placement import OFF_CARD, ON_CARD
 from ...planning.vae_steps import PIXELS_PER_LATENT, VaeShape
 from ...planning.wish import Loras
@@ -204,13 +204,9 @@ def latent_sizes(latent: Mapping[str, Any]) -> TrueLatent:
         )
     ratio = latent.get("downscale_ratio_spacial") if empty else None
     ratio = ratio or PIXELS_PER_LATENT
-    height, width = (_whole_tokens(round(side * ratio)) for side in samples.shape[-2:])
+    height, width = (whole_pixels(round(side * ratio)) for side in samples.shape[-2:])
     frames = samples.shape[2] if samples.ndim == 5 else 1
     return TrueLatent(width, height, len(samples), frames)
-
-
-def _whole_tokens(pixels: int) -> int:
-    return math.ceil(pixels / PIXELS_PER_TOKEN_SIDE) * PIXELS_PER_TOKEN_SIDE
 
 
 def _is_qwen_image(encoder: Any) -> bool:

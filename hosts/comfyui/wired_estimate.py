@@ -9,9 +9,9 @@ from ...errors import UnavailableError
 from ...planning.advise import Advice, advise
 from ...planning.calibration import load_calibration
 from ...planning.cards import known_cards
-from ...planning.crossover import Comparison, compare
+from ...planning.crossover import Comparison
 from ...planning.estimator import Estimate, estimate
-from ...planning.offers import RIVALS, SUBJECT, Market, market
+from ...planning.offers import Market, market
 from ...planning.wish import Wish
 from .this_card import ChosenCard
 from .wired_wish import WiredWish
@@ -62,5 +62,4 @@ def advise_on(wish: Wish, images_per_hour: float, prices: Mapping[str, float]) -
             "no card of the list that costs something holds this: choose a smaller size or batch, "
             "leave settings on auto, or give a price above 0."
         )
-    offers = [offer for name in (SUBJECT, *RIVALS) if (offer := found.offer(name)) and offer.fits]
-    return LoadAdvice(found, advices, tuple(compare(offers[0], other) for other in offers[1:]))
+    return LoadAdvice(found, advices, found.comparisons())
