@@ -161,18 +161,32 @@ def test_the_matrix_is_as_large_as_it_has_to_be(bundled):
     assert abs(halves.count("fit") - halves.count("test")) <= 1
 
 
+def within_the_promised_errors(fit, run, constants, card):
+    """Whether a sampling run's step, weights and memory beside them are as predicted."""
+    rates = rates_by(Constants(**constants), card)
+    assert fit.seconds_of(run, rates) == pytest.approx(fit.measured_seconds(run), rel=0.1), run["id"]
+    assert fit.counted_weights(run) == pytest.approx(run["weights_bytes"], rel=0.01), run["id"]
+    held = run["allocated_bytes"] - run["weights_bytes"]
+    beside = fit.counted_bytes(run) + constants["workspace"]
+    assert abs(beside - held) <= max(0.1 * held, 0.15 * GIB), run["id"]
+
+
 def test_runs_that_were_not_fitted_are_within_the_promised_errors(fit, bundled):
     card = find_card(bundled["conditions"]["card"], known_cards())
-    rates = rates_by(Constants(**bundled["constants"]), card)
     tested = [run for run in bundled["runs"] if run["half"] == "test" and run["kind"] == "sampling"]
     assert tested
     for run in tested:
-        seconds = fit.seconds_of(run, rates)
-        assert seconds == pytest.approx(fit.measured_seconds(run), rel=0.1), run["id"]
-        assert fit.counted_weights(run) == pytest.approx(run["weights_bytes"], rel=0.01), run["id"]
-        held = run["allocated_bytes"] - run["weights_bytes"]
-        beside = fit.counted_bytes(run) + bundled["constants"]["workspace"]
-        assert abs(beside - held) <= max(0.1 * held, 0.15 * GIB), run["id"]
+        within_the_promised_errors(fit, run, bundled["constants"], card)
+
+
+def test_the_constants_carry_over_to_a_card_that_was_not_fitted(fit, bundled):
+    """An H100 has the H200's arithmetic and 70 % of its bandwidth."""
+    other = json.loads((BENCHMARKS / "results" / "matrix-h100.json").read_text())
+    card = find_card(other["conditions"]["card"], known_cards())
+    tested = [run for run in other["runs"] if run["kind"] == "sampling"]
+    assert len(tested) == 30
+    for run in tested:
+        within_the_promised_errors(fit, run, bundled["constants"], card)
 
 
 def test_prompts_and_images_are_near_what_was_measured(fit, bundled):
