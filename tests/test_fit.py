@@ -164,7 +164,9 @@ def test_the_matrix_is_as_large_as_it_has_to_be(bundled):
 def within_the_promised_errors(fit, run, constants, card):
     """Whether a sampling run's step, weights and memory beside them are as predicted."""
     rates = rates_by(Constants(**constants), card)
-    assert fit.seconds_of(run, rates) == pytest.approx(fit.measured_seconds(run), rel=0.1), run["id"]
+    assert fit.seconds_of(run, rates) == pytest.approx(fit.measured_seconds(run), rel=0.1), run[
+        "id"
+    ]
     assert fit.counted_weights(run) == pytest.approx(run["weights_bytes"], rel=0.01), run["id"]
     held = run["allocated_bytes"] - run["weights_bytes"]
     beside = fit.counted_bytes(run) + constants["workspace"]
