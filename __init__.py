@@ -3,7 +3,7 @@
 The repository root is this package, so that one folder serves as a ComfyUI custom node pack and as
 an installed distribution. Importing it defines names only: it reads no file, touches no GPU and
 imports neither torch nor a host. Inside ComfyUI, which has imported `folder_paths` by then, the
-nodes are defined too.
+nodes are defined too, and its page finds their help in `WEB_DIRECTORY`.
 """
 
 import sys
@@ -12,7 +12,17 @@ from .errors import CheckpointError, QwenL40SError, SettingError, UnavailableErr
 
 __version__ = "0.1.0"
 
-__all__ = ["CheckpointError", "QwenL40SError", "SettingError", "UnavailableError", "__version__"]
+__all__ = [
+    "WEB_DIRECTORY",
+    "CheckpointError",
+    "QwenL40SError",
+    "SettingError",
+    "UnavailableError",
+    "__version__",
+]
+
+# What ComfyUI serves to its page: web/docs/<node id>.md is a node's help. It holds no script.
+WEB_DIRECTORY = "./web"
 
 if "folder_paths" in sys.modules:
     from .nodes import comfy_entrypoint  # noqa: F401

@@ -27,7 +27,15 @@ class QwenL40SAdviseGPU(io.ComfyNode):
             description="Ranks the cards of the list by what an image costs at so many images an "
             "hour, each in the settings that suit it, and says from which load on another card is "
             "cheaper. Needs no card and no model.",
-            search_aliases=["gpu cost", "cheapest gpu", "cost per image", "rent gpu", "crossover"],
+            search_aliases=[
+                "gpu cost",
+                "cheapest gpu",
+                "cost per image",
+                "rent gpu",
+                "cloud gpu price",
+                "which gpu",
+                "crossover",
+            ],
             is_output_node=True,
             inputs=[
                 io.Float.Input(

@@ -19,9 +19,21 @@ class QwenL40SCFGNorm(io.ComfyNode):
             description="With CFG above 1, gives every token of the guided prediction the norm "
             "that the positive prompt's has, as diffusers does for Qwen-Image and a sampler here "
             "does not. No effect at CFG 1.",
-            search_aliases=["cfg norm", "cfg rescale", "true cfg"],
-            inputs=[io.Model.Input("model", tooltip="Connect the result to the sampler.")],
-            outputs=[io.Model.Output()],
+            search_aliases=[
+                "cfg norm",
+                "cfg rescale",
+                "rescale cfg",
+                "true cfg",
+                "diffusers guidance",
+            ],
+            inputs=[
+                io.Model.Input(
+                    "model",
+                    tooltip="From any loader, LoRA loader or Optimize. A RescaleCFG before it is "
+                    "replaced; put no CFGNorm beside it.",
+                )
+            ],
+            outputs=[io.Model.Output(tooltip="To the sampler.")],
         )
 
     @classmethod

@@ -54,8 +54,8 @@ def _model_input() -> io.Combo.Input:
     return io.Combo.Input(
         "model",
         options=choices("transformer"),
-        tooltip="A file in models/diffusion_models, a diffusers folder (its name ends with /), or "
-        "the small model that comes with this pack and needs no download.",
+        tooltip="A file in models/diffusion_models or models/checkpoints, a diffusers folder (its "
+        "name ends with /), or micro (bundled), the small model that needs no download.",
     )
 
 
@@ -103,6 +103,22 @@ def _report_output() -> io.String.Output:
     )
 
 
+def _model_output() -> io.Model.Output:
+    return io.Model.Output(
+        tooltip="To LoRA loaders, then Optimize Qwen-Image (L40S), then the sampler."
+    )
+
+
+def _clip_output() -> io.Clip.Output:
+    return io.Clip.Output(tooltip="To CLIP Text Encode, or to the encoders of Qwen-Image Edit.")
+
+
+def _vae_output() -> io.Vae.Output:
+    return io.Vae.Output(
+        tooltip="To VAE Decode and VAE Encode (L40S), ComfyUI's own, or the Edit encoders."
+    )
+
+
 class QwenL40SLoadModel(io.ComfyNode):
     """Loads the transformer."""
 
@@ -114,9 +130,19 @@ class QwenL40SLoadModel(io.ComfyNode):
             category=CATEGORY,
             description="Loads a Qwen-Image transformer: text to image, 2512, Edit or Layered; "
             "bf16, fp8 or int8 files, or a diffusers folder.",
-            search_aliases=["qwen image", "unet loader", "diffusion model loader", "qwen edit"],
+            search_aliases=[
+                "load diffusion model",
+                "unet loader",
+                "diffusion model loader",
+                "unet loader gguf",
+                "nunchaku qwen image dit loader",
+                "diffusers loader",
+                "qwen image",
+                "qwen edit",
+                "qwen image layered",
+            ],
             inputs=[_model_input(), _precision_input(), keep_input(), _modulation_input()],
-            outputs=[io.Model.Output(), _report_output()],
+            outputs=[_model_output(), _report_output()],
         )
 
     @classmethod
@@ -151,20 +177,29 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
             category=CATEGORY,
             description="Loads Qwen2.5-VL, which turns prompts (and in Edit, images) into "
             "conditioning.",
-            search_aliases=["clip loader", "qwen 2.5 vl"],
+            search_aliases=[
+                "load clip",
+                "clip loader",
+                "dual clip loader",
+                "clip loader gguf",
+                "qwen 2.5 vl",
+                "qwen2.5-vl",
+                "text encoder",
+            ],
             inputs=[
                 io.Combo.Input(
                     "text_encoder",
                     options=choices("text_encoder"),
-                    tooltip="A file in models/text_encoders, a diffusers folder, or the bundled "
-                    "micro model's.",
+                    tooltip="A file in models/text_encoders or models/checkpoints, a diffusers "
+                    "folder, or that of micro (bundled).",
                 ),
                 io.Combo.Input(
                     "precision",
                     options=PRECISIONS,
                     default="auto",
-                    tooltip="How the weights are stored; ComfyUI computes this model in fp32 "
-                    "whatever it is. bf16: 15 GiB, fp8 and int8: about 9 GiB.",
+                    tooltip="How the weights are held; ComfyUI computes this model in fp32 "
+                    "whatever it is. bf16: 14.4 GiB, fp8 and int8: 8.4 GiB. auto and as stored: "
+                    "the file's own.",
                 ),
                 io.Combo.Input(
                     "placement",
@@ -177,7 +212,7 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
                     "prompt is not encoded again, whatever this is.",
                 ),
             ],
-            outputs=[io.Clip.Output(), _report_output()],
+            outputs=[_clip_output(), _report_output()],
         )
 
     @classmethod
@@ -208,12 +243,13 @@ class QwenL40SLoadVAE(io.ComfyNode):
             display_name="Load Qwen-Image VAE (L40S)",
             category=CATEGORY,
             description="Loads the VAE of Qwen-Image, in ComfyUI's or in diffusers' names.",
-            search_aliases=["vae loader"],
+            search_aliases=["load vae", "vae loader", "qwen image vae", "wan vae"],
             inputs=[
                 io.Combo.Input(
                     "vae",
                     options=choices("vae"),
-                    tooltip="A file in models/vae, a diffusers folder, or the bundled model's.",
+                    tooltip="A file in models/vae or models/checkpoints, a diffusers folder, or "
+                    "that of micro (bundled).",
                 ),
                 io.Combo.Input(
                     "precision",
@@ -222,7 +258,7 @@ class QwenL40SLoadVAE(io.ComfyNode):
                     tooltip="auto: what ComfyUI chooses for the card. fp32 takes twice the memory.",
                 ),
             ],
-            outputs=[io.Vae.Output(), _report_output()],
+            outputs=[_vae_output(), _report_output()],
         )
 
     @classmethod
@@ -254,7 +290,16 @@ class QwenL40SLoad(io.ComfyNode):
             description="Loads transformer, text encoder and VAE from one choice: a diffusers "
             "folder, the bundled micro model, or a file whose text encoder and VAE are found in "
             "their folders.",
-            search_aliases=["qwen image", "checkpoint loader", "load checkpoint"],
+            search_aliases=[
+                "load checkpoint",
+                "checkpoint loader",
+                "checkpoint loader simple",
+                "diffusers loader",
+                "load diffusers model",
+                "pipeline loader",
+                "qwen image",
+                "qwen edit",
+            ],
             inputs=[
                 _model_input(),
                 _precision_input(),
@@ -274,7 +319,7 @@ class QwenL40SLoad(io.ComfyNode):
                 keep_input(),
                 _modulation_input(),
             ],
-            outputs=[io.Model.Output(), io.Clip.Output(), io.Vae.Output(), _report_output()],
+            outputs=[_model_output(), _clip_output(), _vae_output(), _report_output()],
         )
 
     @classmethod

@@ -33,7 +33,16 @@ class QwenL40SLoadLora(io.ComfyNode):
             category=CATEGORY,
             description="Applies a LoRA of any key style to a bf16, fp8 or int8 model, and says "
             "how many of its keys were applied.",
-            search_aliases=["lora loader", "lightning", "lycoris"],
+            search_aliases=[
+                "load lora",
+                "lora loader",
+                "lora loader model only",
+                "power lora loader",
+                "lora stack",
+                "lightning lora",
+                "lycoris",
+                "lokr",
+            ],
             inputs=[
                 io.Model.Input("model", tooltip="From any loader; LoRAs may follow one another."),
                 io.Combo.Input(
@@ -59,7 +68,9 @@ class QwenL40SLoadLora(io.ComfyNode):
                 ),
             ],
             outputs=[
-                io.Model.Output(),
+                io.Model.Output(
+                    tooltip="To a next LoRA, Optimize Qwen-Image (L40S), or the sampler."
+                ),
                 io.String.Output("report", tooltip="How many of the LoRA's keys were applied."),
             ],
         )

@@ -23,7 +23,17 @@ class QwenL40SOptimize(io.ComfyNode):
             "modulation from tables, the fastest exact attention of this card. Put it behind "
             "LoRA loaders and before the sampler. The first step compares one block with "
             "ComfyUI's own, which runs where they disagree. Other models pass through.",
-            search_aliases=["speed", "fast", "attention", "sage", "flash attention", "fused"],
+            search_aliases=[
+                "speed up",
+                "faster",
+                "torch compile model",
+                "model attention backend",
+                "patch sage attention kj",
+                "flash attention",
+                "sage attention",
+                "fused kernels",
+                "cfg batching",
+            ],
             inputs=[
                 io.Model.Input("model", tooltip="From any loader, in bf16, fp8 or int8."),
                 io.Combo.Input(
@@ -65,7 +75,14 @@ class QwenL40SOptimize(io.ComfyNode):
                     "none; a ControlNet may.",
                 ),
             ],
-            outputs=[io.Model.Output(), io.String.Output(display_name="report")],
+            outputs=[
+                io.Model.Output(tooltip="To the sampler."),
+                io.String.Output(
+                    display_name="report",
+                    tooltip="What it will do. What a run did is in ComfyUI's log, and in Report "
+                    "Qwen-Image Run (L40S).",
+                ),
+            ],
         )
 
     @classmethod

@@ -42,7 +42,15 @@ class QwenL40SSaveQuantized(io.ComfyNode):
             description="Writes the model with its merged LoRAs into models/diffusion_models, in "
             "two thirds of the bytes of bf16. int8 files also load with ComfyUI's own loader; fp8 "
             "files, with one scale for each row, load with this pack.",
-            search_aliases=["quantize", "model save", "convert fp8", "convert int8"],
+            search_aliases=[
+                "quantize",
+                "save model",
+                "model save",
+                "checkpoint save",
+                "convert to fp8",
+                "convert to int8",
+                "merge lora into model",
+            ],
             is_output_node=True,
             inputs=[
                 io.Model.Input(
@@ -58,7 +66,8 @@ class QwenL40SSaveQuantized(io.ComfyNode):
                 io.String.Input(
                     "filename",
                     default="qwen_image_int8.safetensors",
-                    tooltip="Inside models/diffusion_models.",
+                    tooltip="Inside models/diffusion_models, with subfolders if you like; "
+                    ".safetensors is added where it is missing.",
                 ),
                 io.Boolean.Input(
                     "overwrite", default=False, tooltip="Replace the file when it is there."

@@ -19,7 +19,15 @@ class QwenL40SReport(io.ComfyNode):
             description="After a run: predicted beside measured time and memory of each phase, and "
             "which path every part took. Measures MODELs of this pack's loaders, and of others "
             "that pass Optimize Qwen-Image (L40S).",
-            search_aliases=["benchmark", "timing", "measured memory", "peak vram", "profile"],
+            search_aliases=[
+                "benchmark",
+                "timing",
+                "execution time",
+                "measured memory",
+                "peak vram",
+                "vram debug",
+                "profile",
+            ],
             is_output_node=True,
             inputs=[
                 io.Image.Input(

@@ -50,11 +50,14 @@ class QwenL40SVAEDecode(io.ComfyNode):
                 "latent to image",
             ],
             inputs=[
-                io.Latent.Input("samples", tooltip="The latents to decode."),
+                io.Latent.Input("samples", tooltip="What the sampler gives."),
                 io.Vae.Input("vae", tooltip="From any loader."),
                 _tiles_input(),
             ],
-            outputs=[io.Image.Output(), _report_output()],
+            outputs=[
+                io.Image.Output(tooltip="As ComfyUI's VAE Decode gives them: to Save Image."),
+                _report_output(),
+            ],
         )
 
     @classmethod
@@ -95,7 +98,10 @@ class QwenL40SVAEEncode(io.ComfyNode):
                 io.Vae.Input("vae", tooltip="From any loader."),
                 _tiles_input(),
             ],
-            outputs=[io.Latent.Output(), _report_output()],
+            outputs=[
+                io.Latent.Output(tooltip="To the sampler, or to a node that takes a reference."),
+                _report_output(),
+            ],
         )
 
     @classmethod

@@ -33,8 +33,8 @@ def wish_inputs() -> list[io.Input]:
             options=list(PRECISIONS),
             default="auto",
             tooltip="Of the transformer. auto: what a wired MODEL holds, else the most faithful "
-            "that stays on the card. bf16: 38 GiB of weights, int8 and fp8: 25; a third less on "
-            "the card with tables. int8 is closer to bf16, fp8 is fast from Ada on only.",
+            "that stays on the card. bf16: 38 GiB of weights, int8 and fp8: 25; 12.7 less on the "
+            "card with tables. int8 is closer to bf16, fp8 is fast from Ada on only.",
         ),
         _side("width"),
         _side("height"),

@@ -1,0 +1,85 @@
+"""The pictures of web/docs, drawn by the package's own charts, narrow enough for the help panel.
+
+    python tests/help_pictures.py
+
+writes them anew. The page shows a picture 370 pixels wide, where the 1280 pixels of a node's own
+picture could not be read.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parent.parent
+PICTURES = ROOT / "web" / "docs" / "images"
+WIDTH = 720  # pixels
+LOAD = 100.0  # images an hour
+COLOURS = 128  # of the palette; fewer make one of two that a legend tells apart
+ROWS = ("comfyui bf16", "ours bf16", "ours fp8", "ours int8", "diffusers bf16 compiled")
+
+
+def estimate_picture():
+    """What one image takes of an L40S, as the node draws it."""
+    from qwen_l40s.charts import memory_chart
+    from qwen_l40s.planning.cards import BUNDLED, find_card, known_cards
+    from qwen_l40s.planning.estimator import estimate
+    from qwen_l40s.planning.wish import Wish
+
+    with _narrow(memory_chart):
+        return memory_chart.memory_chart(estimate(Wish(), find_card("L40S", known_cards(BUNDLED))))
+
+
+def advise_picture():
+    """What an image costs on the cards of the list, as the node draws it."""
+    from qwen_l40s.charts import cost_chart
+    from qwen_l40s.planning.advise import advise
+    from qwen_l40s.planning.cards import BUNDLED, known_cards
+    from qwen_l40s.planning.offers import market
+    from qwen_l40s.planning.wish import Wish
+
+    wish = Wish()
+    found = market(wish, known_cards(BUNDLED).values(), {}, lambda name: None)
+    with _narrow(cost_chart):
+        return cost_chart.cost_chart(advise(LOAD, found.offers), found.comparisons(), wish)
+
+
+def forward_picture():
+    """A forward pass beside stock ComfyUI, as `qwen-l40s bench forward --plot` draws it."""
+    from qwen_l40s.cli import bench_chart
+
+    results = ROOT / "benchmarks" / "results" / "forward-h200.json"
+    found = json.loads(results.read_text(encoding="utf-8"))
+    rows = [row for row in found["rows"] if row["name"] in ROWS]
+    # One line stands under the title, and is not broken.
+    software = {"torch": found["conditions"]["software"]["torch"]}
+    with _narrow(bench_chart), mock.patch.multiple(bench_chart, LABEL_WIDTH=220, VALUE_WIDTH=150):
+        return bench_chart.draw_chart(rows, {**found["conditions"], "software": software})
+
+
+DRAWN = {"estimate": estimate_picture, "advise": advise_picture, "forward": forward_picture}
+
+
+@contextmanager
+def _narrow(chart) -> Iterator[None]:
+    from qwen_l40s.charts import canvas
+
+    with mock.patch.object(canvas, "WIDTH", WIDTH), mock.patch.object(chart, "WIDTH", WIDTH):
+        yield
+
+
+def main() -> None:
+    sys.path.insert(0, str(ROOT / "tests"))
+    import conftest  # noqa: F401, which makes qwen_l40s importable
+
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for name, draw in DRAWN.items():
+        draw().quantize(COLOURS).save(PICTURES / f"{name}.png", optimize=True)
+
+
+if __name__ == "__main__":
+    main()
