@@ -1,0 +1,152 @@
+"""Texts that a person types, turned into what a node's input takes."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..errors import SettingError
+from .node_inputs import NodeInput
+
+WHOLE = re.compile(r"[+-]?[0-9]+")
+NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+RANGE = re.compile(r"([+-]?[0-9]+)\.\.([+-]?[0-9]+)")
+# Python refuses to read longer numbers (4300 digits); the largest seed has 20.
+DIGITS = 40
+YES = ("true", "yes", "on", "1")
+NO = ("false", "no", "off", "0")
+SHOWN = 8
+
+
+def number_range(text: str, spec: NodeInput, where: str) -> range | None:
+    """The range that `1..8` means for a number; None for any other text or input.
+
+    Raises:
+        SettingError: it runs downwards.
+    """
+    match = RANGE.fullmatch(text.strip()) if spec.kind in ("INT", "FLOAT") else None
+    if match is None:
+        return None
+    first, last = (_whole(side, where) for side in match.groups())
+    if last < first:
+        raise SettingError(
+            f"{where} is {text.strip()!r}, and a range must go upwards: write {last}..{first}."
+        )
+    return range(first, last + 1)
+
+
+def value_of(text: str, spec: NodeInput, where: str) -> Any:
+    """The value that a text means for an input.
+
+    Args:
+        where: the input's address, for messages.
+
+    Raises:
+        SettingError: the text is no such value, or breaks the input's rules.
+    """
+    if spec.kind == "INT":
+        return check_bounds(_whole(text.strip(), where), spec, where, typed=True)
+    if spec.kind == "FLOAT":
+        return check_bounds(_number(text.strip(), where), spec, where, typed=True)
+    if spec.kind == "BOOLEAN":
+        return _yes_or_no(text.strip(), where)
+    if spec.kind == "COMBO":
+        return _choice(text, spec, where)
+    if spec.kind == "STRING":
+        return text
+    raise SettingError(f"{where} takes a link of type {spec.kind}, which cannot be typed.")
+
+
+def check_bounds(value: Any, spec: NodeInput, where: str, *, typed: bool = False) -> Any:
+    """The number, where the input's rules allow it.
+
+    Args:
+        typed: holds a whole number to the step too, as the page's box does and the server does not.
+
+    Raises:
+        SettingError: it is too small, too large or between two steps.
+    """
+    least, most = spec.rules.get("min"), spec.rules.get("max")
+    least = -math.inf if least is None else least
+    most = math.inf if most is None else most
+    if not least <= value <= most:
+        raise SettingError(f"{where} is {value} and must be {_between(least, most)}.")
+    step = spec.rules.get("step")
+    if typed and isinstance(value, int) and isinstance(step, int) and step > 1:
+        over = (value - (0 if math.isinf(least) else least)) % step
+        if over:
+            near = [side for side in (value - over, value - over + step) if least <= side <= most]
+            raise SettingError(
+                f"{where} is {value} and goes in steps of {step}: take "
+                f"{' or '.join(map(str, near))}."
+            )
+    return value
+
+
+def nearest(word: str, names: Iterable[str]) -> list[str]:
+    """The names, most alike first: as a whole, or in one of their parts between dots."""
+
+    def likeness(name: str) -> float:
+        # Long texts say nothing more and take quadratic time.
+        parts = [part[:80].lower() for part in {name, *name.split(".")}]
+        return max(difflib.SequenceMatcher(None, word[:80].lower(), part).ratio() for part in parts)
+
+    return sorted(names, key=likeness, reverse=True)
+
+
+def listed(names: Sequence[str], most: int = SHOWN) -> str:
+    """The first names in words, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """A text in quotes, cut where it is long."""
+    return repr(text if len(text) <= most else f"{text[:most]}...")
+
+
+def _between(least: float, most: float) -> str:
+    if math.isinf(most):
+        return f"{least} or more"
+    if math.isinf(least):
+        return f"{most} or less"
+    return f"from {least} to {most}"
+
+
+def _whole(text: str, where: str) -> int:
+    if not WHOLE.fullmatch(text) or len(text) > DIGITS:
+        raise SettingError(
+            f"{where} is {shortened(text)} and must be a whole number such as 8, or a range such "
+            "as 1..8."
+        )
+    return int(text)
+
+
+def _number(text: str, where: str) -> float:
+    value = float(text) if NUMBER.fullmatch(text) else math.inf
+    if math.isinf(value):
+        raise SettingError(f"{where} is {shortened(text)} and must be a number such as 4.0.")
+    return value
+
+
+def _yes_or_no(text: str, where: str) -> bool:
+    if text.lower() not in (*YES, *NO):
+        raise SettingError(f"{where} is {shortened(text)} and must be true or false.")
+    return text.lower() in YES
+
+
+def _choice(text: str, spec: NodeInput, where: str) -> Any:
+    # An empty list is a folder without models, of which `check_graph` knows more to say.
+    if not spec.closed or not spec.choices:
+        return text
+    for same in (str, lambda choice: str(choice).strip().casefold()):
+        found = [choice for choice in spec.choices if same(choice) == same(text)]
+        if len(found) == 1:
+            return found[0]
+    raise SettingError(
+        f"{where} is {shortened(text)} and must be one of "
+        f"{listed(nearest(text, map(str, spec.choices)))}."
+    )

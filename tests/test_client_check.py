@@ -1,0 +1,276 @@
+"""What is said of a graph before it is queued."""
+
+import copy
+
+import pytest
+from server_nodes import stored
+
+from qwen_l40s.client.check import check_graph
+from qwen_l40s.client.node_inputs import node_inputs
+from qwen_l40s.errors import SettingError
+
+GRAPH = {
+    "load": {
+        "class_type": "QwenL40S_Load",
+        "inputs": {
+            "model": "micro (bundled)",
+            "precision": "auto",
+            "text_encoder": "automatic",
+            "vae": "automatic",
+        },
+        "_meta": {"title": "Model", "version": "0.1.0"},
+    },
+    "positive": {
+        "class_type": "CLIPTextEncode",
+        "inputs": {"text": "a kettle", "clip": ["load", 1]},
+        "_meta": {"title": "Prompt"},
+    },
+    "empty": {
+        "class_type": "EmptySD3LatentImage",
+        "inputs": {"width": 256, "height": 256, "batch_size": 1},
+    },
+    "sample": {
+        "class_type": "KSampler",
+        "inputs": {
+            "model": ["load", 0],
+            "positive": ["positive", 0],
+            "negative": ["positive", 0],
+            "latent_image": ["empty", 0],
+            "seed": 1,
+            "steps": 20,
+            "cfg": 4.0,
+            "sampler_name": "euler",
+            "scheduler": "simple",
+            "denoise": 1.0,
+        },
+        "_meta": {"title": "Sample"},
+    },
+    "decode": {
+        "class_type": "QwenL40S_VAEDecode",
+        "inputs": {"samples": ["sample", 0], "vae": ["load", 2]},
+        "_meta": {"title": "Decode", "version": "0.1.0"},
+    },
+    "save": {
+        "class_type": "SaveImage",
+        "inputs": {"images": ["decode", 0], "filename_prefix": "x"},
+        "_meta": {"title": "Save"},
+    },
+}
+LOADER = {
+    "class_type": "QwenL40S_LoadModel",
+    "inputs": {"model": "qwen_image_bf16.safetensors", "precision": "auto"},
+    "_meta": {
+        "title": "Model",
+        "models": [
+            {
+                "name": "qwen_image_bf16.safetensors",
+                "url": "https://example.org/qwen_image_bf16.safetensors",
+                "directory": "diffusion_models",
+            }
+        ],
+    },
+}
+
+
+def changed(node, **inputs):
+    """The graph with inputs of a node changed; None takes one away."""
+    graph = copy.deepcopy(GRAPH)
+    for name, value in inputs.items():
+        graph[node]["inputs"].pop(name, None)
+        if value is not None:
+            graph[node]["inputs"][name] = value
+    return graph
+
+
+def problems(graph, info=None):
+    with pytest.raises(SettingError) as caught:
+        check_graph(graph, info or stored())
+    return str(caught.value).split("\n")
+
+
+def test_a_graph_that_runs_passes():
+    check_graph(GRAPH, stored())
+
+
+@pytest.mark.parametrize(
+    ("graph", "says"),
+    [
+        (
+            changed("sample", steps=0),
+            "'steps' of 'Sample' (KSampler, id sample) is 0 and must be from 1 to 10000.",
+        ),
+        (
+            changed("sample", cfg="high"),
+            "'cfg' of 'Sample' (KSampler, id sample) is 'high' and must be a number.",
+        ),
+        (
+            changed("sample", cfg=float("nan")),
+            "'cfg' of 'Sample' (KSampler, id sample) is nan and must be from 0.0 to 100.0.",
+        ),
+        (
+            changed("sample", steps={"a": 1}),
+            "'steps' of 'Sample' (KSampler, id sample) is \"{'a': 1}\" and must be a number.",
+        ),
+        (
+            changed("sample", latent_image=["nowhere", 0]),
+            "'latent_image' of 'Sample' (KSampler, id sample) is wired to ['nowhere', 0], a node "
+            "that is not there: wire it again.",
+        ),
+        (
+            changed("sample", latent_image=[5, 0]),
+            "'latent_image' of 'Sample' (KSampler, id sample) is wired to [5, 0], a node that is "
+            "not there: wire it again.",
+        ),
+        (
+            changed("save", images=None),
+            "'Save' (SaveImage, id save) lacks its input 'images': wire it or give it a value.",
+        ),
+        (
+            changed("decode", sharper=True),
+            "'Decode' (QwenL40S_VAEDecode, id decode) has an input 'sharper' and so needs a newer "
+            "Qwen-Image L40S on the server (the workflow was made with 0.1.0): update it there.",
+        ),
+        (
+            {**GRAPH, "10": {"class_type": "SomeoneElses", "inputs": {}}},
+            "SomeoneElses (id 10) is of a class that the server does not have: install the node "
+            "pack that brings it, or update ComfyUI there.",
+        ),
+        (
+            {
+                **GRAPH,
+                "10": {"class_type": "QwenL40S_Later", "inputs": {}, "_meta": {"version": "9"}},
+            },
+            "QwenL40S_Later (id 10) needs a newer Qwen-Image L40S on the server (the workflow was "
+            "made with 9): update it there.",
+        ),
+        (
+            {"empty": GRAPH["empty"]},
+            "the workflow saves and shows nothing: add a node such as Save Image.",
+        ),
+    ],
+    ids=lambda value: value[:60] if isinstance(value, str) else "",
+)
+def test_each_problem_is_one_sentence(graph, says):
+    assert problems(graph) == [says]
+
+
+def test_a_value_that_is_not_in_the_list_names_the_nearest():
+    [says] = problems(changed("sample", sampler_name="dpm_2m"))
+    assert says.startswith("Sample.sampler_name is 'dpm_2m' and must be one of dpm")
+
+
+def test_all_problems_are_told_at_once():
+    graph = changed("sample", steps=0, scheduler="x")
+    graph["decode"]["inputs"]["sharper"] = True
+    assert len(problems(graph)) == 3
+
+
+def test_a_missing_model_names_where_it_is_and_goes():
+    assert problems({**GRAPH, "load": LOADER})[0] == (
+        "Model.model is 'qwen_image_bf16.safetensors', which the server does not have: download "
+        "it from https://example.org/qwen_image_bf16.safetensors to models/diffusion_models there."
+    )
+
+
+def test_a_missing_file_without_a_source_says_that_there_is_none():
+    lora = {
+        "class_type": "QwenL40S_LoadLora",
+        "inputs": {"model": ["load", 0], "lora": "x.safetensors", "strength": 1.0, "how": "merge"},
+    }
+    graph = changed("sample", model=["lora", 0]) | {"lora": lora}
+    assert problems(graph) == [
+        "QwenL40S_LoadLora.lora is 'x.safetensors', and the server has no file to choose there."
+    ]
+
+
+def test_a_model_in_a_subfolder_is_named():
+    info = stored()
+    inputs = info["QwenL40S_LoadModel"]["input"]["required"]
+    inputs["model"][1]["options"] = ["qwen\\qwen_image_bf16.safetensors"]
+    assert problems({**GRAPH, "load": LOADER}, info)[0] == (
+        "Model.model is 'qwen_image_bf16.safetensors', which the server has as "
+        "'qwen\\\\qwen_image_bf16.safetensors': add --set "
+        '"Model.model=qwen\\qwen_image_bf16.safetensors".'
+    )
+
+
+def test_a_server_without_our_pack_is_told_apart_from_an_old_one():
+    info = {name: each for name, each in stored().items() if not name.startswith("QwenL40S_")}
+    assert problems(GRAPH, info)[0] == (
+        "'Model' (QwenL40S_Load, id load) needs Qwen-Image L40S, which the server does not have: "
+        "install it."
+    )
+
+
+def test_a_node_that_leads_to_no_output_is_not_judged():
+    loose = {"class_type": "KSampler", "inputs": {"steps": 0}}
+    check_graph({**GRAPH, "loose": loose}, stored())
+
+
+def test_values_of_other_packs_are_left_to_the_server():
+    info = stored()
+    info["KSampler"]["python_module"] = "custom_nodes.faster"
+    check_graph(changed("sample", steps=0, sampler_name="new", more=1), info)
+    assert len(problems(changed("sample", latent_image=None), info)) == 1
+
+
+def test_an_unknown_input_of_a_core_node_is_not_judged():
+    check_graph(changed("empty", control_after_generate="fixed"), stored())
+
+
+def test_numbers_as_text_and_wrapped_values_pass():
+    check_graph(changed("sample", steps="20", scheduler={"__value__": "simple"}), stored())
+
+
+def test_a_circle_comes_to_an_end():
+    check_graph(changed("decode", samples=["decode", 0]), stored())
+
+
+def test_an_upload_and_a_remote_list_take_any_name():
+    for kind in ("LoadImage", "LoadImageOutput"):
+        image = {"class_type": kind, "inputs": {"image": "sub/any.png"}}
+        check_graph(changed("save", images=["image", 0]) | {"image": image}, stored())
+
+
+# Inputs that come with others
+
+
+def resized(**inputs):
+    image = {"class_type": "LoadImage", "inputs": {"image": "x.png"}}
+    resize = {
+        "class_type": "ResizeImageMaskNode",
+        "inputs": {"input": ["image", 0], "scale_method": "area", **inputs},
+    }
+    return changed("save", images=["resize", 0]) | {"image": image, "resize": resize}
+
+
+def test_inputs_of_the_chosen_option_are_known():
+    chosen = {"resize_type": "scale dimensions", "resize_type.width": 64}
+    rest = {"resize_type.height": 64, "resize_type.crop": "center"}
+    check_graph(resized(**chosen, **rest), stored())
+    [missing] = problems(resized(**chosen, **{"resize_type.height": 64}))
+    assert "lacks its input 'resize_type.crop'" in missing
+    [outside] = problems(resized(**chosen, **{**rest, "resize_type.height": 99999}))
+    assert "'resize_type.height' of ResizeImageMaskNode (id resize) is 99999" in outside
+    [unknown] = problems(resized(resize_type="scale"))
+    assert "ResizeImageMaskNode.resize_type is 'scale' and must be one of scale" in unknown
+
+
+def test_inputs_that_grow_are_known():
+    image = {"class_type": "LoadImage", "inputs": {"image": "x.png"}}
+    batch = {"class_type": "BatchImagesNode", "inputs": {"images.image0": ["image", 0]}}
+    graph = changed("save", images=["batch", 0]) | {"image": image, "batch": batch}
+    check_graph(graph, stored())
+    batch["inputs"]["images.image1"] = ["nowhere", 0]
+    assert "'images.image1' of BatchImagesNode (id batch) is wired" in problems(graph)[0]
+    batch["inputs"].clear()
+    assert "lacks its input 'images.image0'" in problems(graph)[0]
+
+
+def test_inputs_that_grow_by_names_are_known():
+    node = {"class_type": "StringFormat", "inputs": {"values.a": 1}}
+    assert {"f_string", "values.a", "values.z"} <= set(node_inputs(stored(), node))
+
+
+def test_a_class_that_the_server_lacks_has_no_known_inputs():
+    assert node_inputs(stored(), {"class_type": "SomeoneElses", "inputs": {}}) is None

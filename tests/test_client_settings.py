@@ -1,0 +1,483 @@
+"""`--set`: its grammar, which input a key means, and what values an input takes."""
+
+import re
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from server_nodes import stored
+
+from qwen_l40s.client.keys import find_input
+from qwen_l40s.client.node_inputs import NodeInput
+from qwen_l40s.client.settings import MAX_JOBS, Setting, parse_settings, variations
+from qwen_l40s.client.values import value_of
+from qwen_l40s.errors import SettingError
+
+INFO = stored()
+
+
+def node(kind, title=None, **inputs):
+    return {"class_type": kind, "inputs": inputs, **({"_meta": {"title": title}} if title else {})}
+
+
+GRAPH = {
+    "model": node(
+        "QwenL40S_LoadModel", "Model", model="micro (bundled)", precision="auto", keep_in_bf16=""
+    ),
+    "positive": node("CLIPTextEncode", "Prompt", text="a kettle", clip=["clip", 0]),
+    "negative": node("CLIPTextEncode", "Negative prompt", text=" ", clip=["clip", 0]),
+    "empty": node("EmptySD3LatentImage", "Size", width=1328, height=1328, batch_size=1),
+    "sample": node(
+        "KSampler",
+        "Sample",
+        model=["model", 0],
+        positive=["positive", 0],
+        seed=1,
+        steps=20,
+        cfg=4.0,
+        sampler_name="euler",
+        scheduler="simple",
+    ),
+    "lora": node("QwenL40S_LoadLora", "LoRA", lora="x.safetensors", strength=1.0, how="merge"),
+    "image": node("LoadImage", "Image 1", image="cat.png"),
+    "save": node("SaveImage", "Save", filename_prefix="x", images=["sample", 0]),
+}
+
+
+def place(key, graph=GRAPH):
+    target = find_input(graph, key, INFO)
+    return target.node, target.input
+
+
+def made(*texts, graph=GRAPH, info=INFO):
+    return variations(graph, parse_settings(texts), info)
+
+
+def chosen(*texts, **options):
+    return [list(variation.chosen.values()) for variation in made(*texts, **options)]
+
+
+def refused(*texts, **options):
+    with pytest.raises(SettingError) as caught:
+        made(*texts, **options)
+    return str(caught.value)
+
+
+# The grammar
+
+
+def test_the_value_begins_after_the_first_equals_sign_and_keeps_its_spaces():
+    assert parse_settings([" prompt = a = b "]) == [Setting("prompt", (" a = b ",))]
+
+
+@pytest.mark.parametrize("text", ["", "seed", "=7", " =7", "@file"])
+def test_what_is_no_key_and_value_is_refused(text):
+    with pytest.raises(SettingError, match="must be KEY=VALUE"):
+        parse_settings([text])
+
+
+def test_a_key_given_twice_is_refused():
+    with pytest.raises(SettingError, match="--set seed is given twice"):
+        parse_settings(["seed=1", "seed=2"])
+
+
+def test_bytes_that_are_not_utf8_are_refused():
+    with pytest.raises(SettingError, match="not UTF-8"):
+        parse_settings(["prompt=caf\udce9"])
+
+
+def test_a_file_gives_a_value_for_each_line(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("\ufeffa kettle\r\n\r\n  \nein Käfer\r水壶 \u2028 x".encode())
+    assert parse_settings([f"prompt=@{file}"]) == [
+        Setting("prompt", ("a kettle", "ein Käfer", "水壶 \u2028 x"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [(b"", "no line with text"), (b" \r\n\n", "no line"), (b"caf\xe9", "is not UTF-8")],
+)
+def test_a_file_without_usable_lines_is_refused(tmp_path, data, says):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(data)
+    with pytest.raises(SettingError, match=says):
+        parse_settings([f"prompt=@{file}"])
+
+
+@pytest.mark.parametrize("name", ["none.txt", "", ".", "zero\0byte", "x" * 5000, "~nobody-here/x"])
+def test_a_file_that_cannot_be_read_is_refused(name):
+    with pytest.raises(SettingError, match=r"cannot read the file .* of --set prompt"):
+        parse_settings([f"prompt=@{name}"])
+
+
+def test_two_at_signs_are_a_text_that_begins_with_one():
+    assert parse_settings(["prompt=@@home"]) == [Setting("prompt", ("@home",))]
+
+
+def test_a_long_prompt_stays_whole():
+    text = "水" * 100_000
+    assert made(f"prompt={text}")[0].graph["positive"]["inputs"]["text"] == text
+
+
+@given(texts=st.lists(st.text(max_size=30), max_size=3))
+def test_any_text_is_read_or_refused(texts):
+    try:
+        settings = parse_settings(texts)
+    except SettingError:
+        return
+    assert len(settings) == len(texts)
+    try:
+        variations(GRAPH, settings, INFO)
+    except SettingError as error:
+        assert str(error)
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_any_prompt_comes_through(text):
+    typed = f"@{text}" if text.startswith("@") else text
+    [variation] = made(f"prompt={typed}")
+    assert variation.graph["positive"]["inputs"]["text"] == text
+    assert variation.chosen == {"prompt": text}
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("seed", ("sample", "seed")),
+        ("sample.seed", ("sample", "seed")),
+        ("Sample.seed", ("sample", "seed")),
+        ("SAMPLE.Seed", ("sample", "seed")),
+        ("sampler-name", ("sample", "sampler_name")),
+        ("prompt", ("positive", "text")),
+        ("positive", ("positive", "text")),
+        ("Negative prompt", ("negative", "text")),
+        ("negative_prompt", ("negative", "text")),
+        ("negative-prompt", ("negative", "text")),
+        ("Negative prompt.text", ("negative", "text")),
+        ("width", ("empty", "width")),
+        ("Image 1", ("image", "image")),
+        ("image1", ("image", "image")),
+        ("image", ("image", "image")),
+        ("model", ("model", "model")),
+        ("lora", ("lora", "lora")),
+        ("save", ("save", "filename_prefix")),
+        ("Model.modulation", ("model", "modulation")),
+    ],
+)
+def test_a_key_finds_its_input(key, expected):
+    assert place(key) == expected
+
+
+def test_a_title_comes_before_an_input_of_that_name():
+    edit = {"edit": node("TextEncodeQwenImageEditPlus", "Instruction", prompt="x")}
+    assert place("prompt", edit) == ("edit", "prompt")
+    assert place("prompt", {**edit, "positive": GRAPH["positive"]}) == ("positive", "text")
+
+
+def test_a_title_of_several_inputs_gives_way_to_one_input_of_that_name():
+    graph = {"steps": GRAPH["empty"], "sample": GRAPH["sample"]}
+    assert place("steps", graph) == ("sample", "steps")
+
+
+def test_titles_and_inputs_may_hold_dots():
+    graph = {
+        "5": node("CLIPTextEncode", "v1.5 prompt", text="x"),
+        "6": node(
+            "ResizeImageMaskNode",
+            "Resize",
+            **{"resize_type": "scale dimensions", "resize_type.width": 512},
+        ),
+    }
+    assert place("v1.5 prompt", graph) == ("5", "text")
+    assert place("v1.5 prompt.text", graph) == ("5", "text")
+    assert place("Resize.resize_type.width", graph) == ("6", "resize_type.width")
+    assert refused("Resize.resize_type.width=-1", graph=graph).endswith("from 0 to 16384.")
+
+
+def test_a_title_of_several_inputs_lists_them():
+    assert refused("size=512") == (
+        "'size' means several inputs: write one of Size.width, Size.height, Size.batch_size."
+    )
+
+
+def test_an_input_of_several_nodes_lists_them():
+    assert "Prompt.text, Negative prompt.text" in refused("text=x")
+
+
+def test_two_nodes_of_one_title_are_told_apart_by_id():
+    graph = {"6": GRAPH["positive"], "7": GRAPH["positive"]}
+    assert "6.text, 7.text" in refused("prompt=x", graph=graph)
+    assert place("7.text", graph) == ("7", "text")
+
+
+def test_a_key_that_means_nothing_lists_what_is_there_nearest_first():
+    says = refused("sede=7")
+    assert says.startswith("there is no input 'sede' to set: take one of Sample.seed, ")
+    assert "Sample.positive" not in says
+
+
+def test_a_wrong_input_of_a_right_node_lists_that_node():
+    assert refused("Prompt.txt=7") == (
+        "there is no input 'Prompt.txt' to set: take one of Prompt.text."
+    )
+
+
+def test_a_wired_input_names_what_feeds_it():
+    assert refused("Sample.positive=x") == (
+        "Sample.positive cannot be set: 'Prompt' (CLIPTextEncode, id positive) feeds it, so set "
+        "Prompt.text instead."
+    )
+    assert "'Sample' (KSampler, id sample) feeds it" in refused("images=x")
+    assert "a node that is not there" in refused("Prompt.clip=x")
+
+
+def test_a_node_without_values_says_so():
+    graph = {"decode": node("VAEDecode", "Decode", samples=["sample", 0])}
+    assert refused("decode=1", graph=graph) == (
+        "'Decode' (VAEDecode, id decode) has no input that can be set."
+    )
+    assert refused("seed=1", graph=graph) == "the workflow has no input that can be set."
+
+
+def test_a_socket_cannot_be_typed():
+    assert refused("Negative prompt.clip=x").endswith("a node that is not there.")
+    graph = {"lora": node("QwenL40S_LoadLora", "LoRA", strength=1.0)}
+    assert refused("LoRA.model=x", graph=graph).startswith("LoRA.model takes a link of type MODEL")
+
+
+def test_two_keys_of_one_input_are_refused():
+    assert refused("seed=1", "sample.seed=2") == (
+        "--set seed and --set sample.seed both mean Sample.seed: give one."
+    )
+
+
+def test_what_the_page_saved_beside_the_inputs_is_not_meant():
+    graph = {"9": node("LoadImage", "Photo", image="cat.png", upload="image")}
+    assert place("photo", graph) == ("9", "image")
+
+
+def test_a_class_that_the_server_lacks_takes_the_type_of_its_value():
+    graph = {"1": node("Unknown", "Other", number=3, text="x", flag=True, share=0.5)}
+    texts = ["number=4", "text=5", "flag=no", "share=1"]
+    assert chosen(*texts, graph=graph) == [[4, "5", False, 1.0]]
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("seed=7", 7),
+        ("seed=18446744073709551615", 2**64 - 1),
+        ("cfg=1", 1.0),
+        ("cfg=.5e1", 5.0),
+        ("sampler_name=euler", "euler"),
+        ("sampler_name=EULER", "euler"),
+        ("prompt=1..8", "1..8"),
+        ("prompt=", ""),
+        ("image=photos/My cat.png", "photos/My cat.png"),
+        ("lora=any.safetensors", "any.safetensors"),
+        ("width=1024", 1024),
+    ],
+)
+def test_a_text_becomes_what_the_input_takes(text, expected):
+    [[value]] = chosen(text)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("seed=", "Sample.seed is '' and must be a whole number"),
+        ("seed=1.5", "must be a whole number"),
+        ("seed=1_000", "must be a whole number"),
+        ("seed=" + "9" * 5000, "must be a whole number"),
+        ("seed=18446744073709551616", "is 18446744073709551616 and must be from 0 to"),
+        ("seed=-1", "is -1 and must be from 0"),
+        ("steps=0", "is 0 and must be from 1 to 10000"),
+        ("width=1000", "Size.width is 1000 and goes in steps of 16: take 992 or 1008."),
+        ("width=17000", "must be from 16 to 16384"),
+        ("cfg=four", "is 'four' and must be a number"),
+        ("cfg=nan", "must be a number"),
+        ("cfg=inf", "must be a number"),
+        ("cfg=1e999", "must be a number"),
+        ("cfg=101", "is 101.0 and must be from 0.0 to 100.0"),
+        ("sampler_name=eulr", "is 'eulr' and must be one of euler, "),
+        ("precision=fp16", "must be one of"),
+    ],
+)
+def test_a_text_that_the_input_does_not_take_is_refused(text, says):
+    assert says in refused(text)
+
+
+def test_of_many_choices_the_nearest_are_listed():
+    says = refused("sampler_name=dpm_2m")
+    assert len(says.split(", ")) == 8
+    assert re.search(r" and 3\d more\.$", says)
+
+
+@pytest.mark.parametrize("text", ["true", "YES", "On", "1"])
+def test_yes(text):
+    assert value_of(text, NodeInput("BOOLEAN"), "x") is True
+
+
+@pytest.mark.parametrize("text", ["false", "NO", "Off", "0"])
+def test_no(text):
+    assert value_of(text, NodeInput("BOOLEAN"), "x") is False
+
+
+def test_neither_yes_nor_no():
+    with pytest.raises(SettingError, match="x is 'maybe' and must be true or false"):
+        value_of("maybe", NodeInput("BOOLEAN"), "x")
+
+
+@pytest.mark.parametrize(
+    ("rules", "text", "says"),
+    [
+        ({"min": 2}, "1", "x is 1 and must be 2 or more."),
+        ({"min": None, "max": 2}, "3", "x is 3 and must be 2 or less."),
+        ({"step": 8}, "9", "x is 9 and goes in steps of 8: take 8 or 16."),
+    ],
+)
+def test_a_rule_may_bound_one_side(rules, text, says):
+    with pytest.raises(SettingError) as caught:
+        value_of(text, NodeInput("INT", rules), "x")
+    assert str(caught.value) == says
+
+
+def test_a_choice_that_is_a_number_stays_one():
+    spec = NodeInput("COMBO", choices=(5, 10), closed=True)
+    assert value_of("10", spec, "x") == 10
+
+
+def test_two_choices_that_differ_in_case_must_be_written_exactly():
+    spec = NodeInput("COMBO", choices=("A.pt", "a.pt"), closed=True)
+    assert value_of("a.pt", spec, "x") == "a.pt"
+    with pytest.raises(SettingError, match="must be one of"):
+        value_of("a.PT", spec, "x")
+
+
+def test_a_list_that_the_server_does_not_hold_to_takes_any_text():
+    graph = {
+        "1": node("CustomCombo", "Choice", choice="a"),
+        "2": node("LoadImageOutput", "Last", image="x.png [output]"),
+    }
+    assert chosen("choice=zebra", "last=y.png [output]", graph=graph) == [
+        ["zebra", "y.png [output]"]
+    ]
+
+
+@given(text=st.text(max_size=40), kind=st.sampled_from(["INT", "FLOAT", "BOOLEAN", "COMBO"]))
+def test_any_text_is_a_value_or_refused(text, kind):
+    spec = NodeInput(kind, {"min": -5, "max": 5}, choices=("a", "b", 3), closed=True)
+    try:
+        value = value_of(text, spec, "x")
+    except SettingError as error:
+        assert str(error).startswith("x is ")
+        return
+    assert value in spec.choices if kind == "COMBO" else -5 <= value <= 5
+
+
+@given(value=st.integers(0, 2**64 - 1))
+def test_any_seed_comes_back(value):
+    assert chosen(f"seed={value}") == [[value]]
+
+
+# Ranges and combinations
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("seed=1..4", [1, 2, 3, 4]),
+        ("seed=7..7", [7]),
+        ("seed= 1..2 ", [1, 2]),
+        ("cfg=1..3", [1.0, 2.0, 3.0]),
+    ],
+)
+def test_a_range_takes_both_ends(text, expected):
+    assert [value for [value] in chosen(text)] == expected
+
+
+def test_a_range_may_start_below_zero():
+    graph = {"1": node("PrimitiveInt", "Offset", value=0)}
+    assert [value for [value] in chosen("offset=-3..2", graph=graph)] == [-3, -2, -1, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("seed=5..1", "a range must go upwards: write 1..5."),
+        ("seed=1...4", "must be a whole number"),
+        ("seed=1..", "must be a whole number"),
+        ("seed=..4", "must be a whole number"),
+        ("seed=1..2..3", "must be a whole number"),
+        ("seed=1..2.5", "must be a whole number"),
+        ("seed=-1..1", "is -1 and must be from 0"),
+        (f"seed=1..{'9' * 5000}", "must be a whole number"),
+    ],
+)
+def test_a_range_that_is_none_is_refused(text, says):
+    assert says in refused(text)
+
+
+@given(first=st.integers(0, 10**6), count=st.integers(1, 40))
+def test_any_range_gives_each_of_its_numbers(first, count):
+    assert chosen(f"seed={first}..{first + count - 1}") == [[first + i] for i in range(count)]
+
+
+def test_the_last_setting_varies_fastest(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("a\nb\n")
+    found = made(f"prompt=@{file}", "seed=1..2")
+    assert [variation.chosen for variation in found] == [
+        {"prompt": "a", "seed": 1},
+        {"prompt": "a", "seed": 2},
+        {"prompt": "b", "seed": 1},
+        {"prompt": "b", "seed": 2},
+    ]
+    assert [variation.graph["positive"]["inputs"]["text"] for variation in found] == [*"aabb"]
+    assert [variation.graph["sample"]["inputs"]["seed"] for variation in found] == [1, 2, 1, 2]
+
+
+def test_a_file_may_hold_ranges_of_a_number(tmp_path):
+    file = tmp_path / "seeds.txt"
+    file.write_text("1..2\n9\n")
+    assert chosen(f"seed=@{file}") == [[1], [2], [9]]
+
+
+def test_without_settings_there_is_the_graph_itself():
+    [variation] = made()
+    assert variation.graph == GRAPH
+    assert variation.chosen == {}
+
+
+def test_the_graph_that_was_given_stays_as_it_was():
+    before = {key: {**value, "inputs": dict(value["inputs"])} for key, value in GRAPH.items()}
+    made("seed=5..6", "prompt=x")
+    assert before == GRAPH
+
+
+@pytest.mark.parametrize(
+    ("texts", "says"),
+    [
+        (["seed=1..1000000"], r"asks for 1,000,000 jobs, 1,000,000 \(seed\), and .* 10,000,"),
+        (["seed=0..18446744073709551615"], "18,446,744,073,709,551,616 jobs"),
+        (["seed=1..101", "steps=1..100"], r"10,100 jobs, 101 \(seed\) x 100 \(steps\)"),
+    ],
+)
+def test_too_many_jobs_are_counted_and_refused_at_once(texts, says):
+    start = time.perf_counter()
+    assert re.search(says, refused(*texts))
+    assert time.perf_counter() - start < 1
+
+
+def test_as_many_jobs_as_a_server_remembers_are_made():
+    assert len(made(f"seed=1..{MAX_JOBS}")) == MAX_JOBS
