@@ -1,0 +1,168 @@
+"""What the nodes of the workflows take and give, as GET /object_info of a ComfyUI says it.
+
+A part of that answer lies in `definitions.json`, so that workflows are written without a ComfyUI:
+
+    curl -s http://127.0.0.1:8188/object_info > object_info.json
+    python -m qwen_l40s.tools.workflows --definitions object_info.json
+
+A further node of ComfyUI's is added there first, as `"Name": {}`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).with_name("definitions.json")
+OURS = "QwenL40S_"
+WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
+# What of an input's options changes how it is written. Tooltips may change at any time.
+KEPT_OPTIONS = (
+    *("default", "min", "max", "step", "multiline", "advanced"),
+    *("control_after_generate", "image_upload"),
+)
+# Choices that differ from machine to machine: files, and cards of the user's own list.
+OF_THE_MACHINE = {
+    *(("QwenL40S_Load", name) for name in ("model", "text_encoder", "vae")),
+    *(("QwenL40S_LoadModel", "model"), ("QwenL40S_LoadTextEncoder", "text_encoder")),
+    *(("QwenL40S_LoadVAE", "vae"), ("QwenL40S_LoadLora", "lora"), ("LoadImage", "image")),
+    ("QwenL40S_EstimateVRAM", "card"),
+}
+# The page changes a seed after a run, so that the first run paints the picture that the file's seed
+# gives, and the next one another. With "fixed" a second press of Run would do nothing: ComfyUI runs
+# no node whose inputs did not change.
+AFTER_A_RUN = "randomize"
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of a node.
+
+    Attributes:
+        widget: Whether it has a widget in the page; other inputs are sockets.
+        optional: Whether a graph may leave it out.
+        choices: Of a COMBO; None where they differ from machine to machine.
+        options: What else the node says of it, of `KEPT_OPTIONS`.
+    """
+
+    name: str
+    type: str
+    widget: bool
+    optional: bool
+    choices: tuple[str, ...] | None
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output of a node."""
+
+    name: str
+    type: str
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A node: inputs and outputs in their order, which saved files depend on."""
+
+    class_type: str
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+
+    @property
+    def is_ours(self) -> bool:
+        return self.class_type.startswith(OURS)
+
+    def input(self, name: str) -> Input:
+        """The input of a name; KeyError where there is none."""
+        for found in self.inputs:
+            if found.name == name:
+                return found
+        raise KeyError(f"{self.class_type} has no input {name!r}")
+
+    def output_index(self, name: str) -> int:
+        """Where the output of a name stands; KeyError where there is none."""
+        for index, found in enumerate(self.outputs):
+            if found.name == name:
+                return index
+        raise KeyError(f"{self.class_type} has no output {name!r}")
+
+
+def companions(known: Input) -> dict[str, str]:
+    """The widget that the page adds behind an input's, by its name, with its value."""
+    if known.options.get("control_after_generate"):
+        return {"control_after_generate": AFTER_A_RUN}
+    if known.options.get("image_upload"):
+        return {"upload": "image"}
+    return {}
+
+
+def subset(object_info: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """What is kept of GET /object_info: for `names`, inputs and outputs in their order.
+
+    Raises:
+        KeyError: a node is missing there.
+    """
+    return {name: _node(name, object_info[name]) for name in sorted(names)}
+
+
+def parse(kept: Mapping[str, Any]) -> dict[str, Definition]:
+    """What `subset` gave, as definitions."""
+    return {
+        name: Definition(
+            name,
+            tuple(
+                Input(
+                    name=entry["name"],
+                    type=entry["type"],
+                    widget=entry["widget"],
+                    optional=entry["optional"],
+                    choices=None if (found := entry.get("choices")) is None else tuple(found),
+                    options=entry["options"],
+                )
+                for entry in node["inputs"]
+            ),
+            tuple(Output(**entry) for entry in node["outputs"]),
+        )
+        for name, node in kept.items()
+    }
+
+
+@functools.cache
+def definitions() -> dict[str, Definition]:
+    """Of `definitions.json`."""
+    return parse(json.loads(FILE.read_text(encoding="utf-8")))
+
+
+def _node(name: str, info: Mapping[str, Any]) -> dict[str, Any]:
+    inputs = [
+        _input(name, input_name, info["input"][section][input_name], section == "optional")
+        for section in ("required", "optional")
+        for input_name in info["input_order"].get(section, [])
+    ]
+    outputs = [
+        {"name": output_name, "type": output_type}
+        for output_name, output_type in zip(info["output_name"], info["output"], strict=True)
+    ]
+    return {"inputs": inputs, "outputs": outputs}
+
+
+def _input(node: str, name: str, entry: list[Any], optional: bool) -> dict[str, Any]:
+    kind, options = entry[0], entry[1] if len(entry) > 1 else {}
+    choices = options.get("options")
+    if isinstance(kind, list):  # ComfyUI's older way to say COMBO
+        kind, choices = "COMBO", kind
+    found: dict[str, Any] = {
+        "name": name,
+        "type": kind,
+        "widget": kind in WIDGET_TYPES and not options.get("forceInput", False),
+        "optional": optional,
+    }
+    if kind == "COMBO" and (node, name) not in OF_THE_MACHINE:
+        found["choices"] = choices
+    found["options"] = {key: options[key] for key in KEPT_OPTIONS if key in options}
+    return found

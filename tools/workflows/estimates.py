@@ -1,0 +1,113 @@
+"""What a run takes, told before it and measured after it."""
+
+from __future__ import annotations
+
+from ...planning.wish import Wish
+from .graph import Workflow
+from .models import QWEN_2512, TEXT_ENCODER, VAE
+from .notes import note
+from .parts import IMAGE, MODELS, PROMPT, SAMPLING, decode, load, sample, save, shifted
+from .text_to_image import CFG, EXAMPLE, FAMILY, NEGATIVE, PROMPT_FIRST, SIDE
+
+ESTIMATE, REPORT = "Estimate", "Report"
+STEPS = 20
+TABLE_WIDTH = 980  # of the lines of a report, unbroken
+
+
+def estimate() -> Workflow:
+    """Only the estimator: no model, no card."""
+    title = "Estimate memory, time and cost"
+    workflow = Workflow(
+        "estimate",
+        title,
+        note(
+            title,
+            "Says whether a run fits a card, what each phase takes, how long it lasts and what it "
+            "costs. Needs no model and no card, and loads nothing.",
+            (
+                "**Estimate**: `card`, then size, batch, steps and references of what you want to "
+                "run. `this card` is the one of this machine, or an L40S where there is none.",
+                "Times of a card that was not measured are a range: `qwen-l40s bench --calibrate` "
+                "on it makes them one figure.",
+            ),
+        ),
+        columns=((ESTIMATE,), (REPORT,)),
+    )
+    told = workflow.add("estimate", "QwenL40S_EstimateVRAM", "Estimate", ESTIMATE)
+    workflow.add(
+        "text",
+        "PreviewAny",
+        "Estimate in words",
+        REPORT,
+        wide=TABLE_WIDTH,
+        source=told["report"],
+    )
+    return workflow
+
+
+def estimate_generate_report() -> Workflow:
+    """Predicted beside measured."""
+    title = "Estimate, generate, report"
+    workflow = Workflow(
+        "estimate_generate_report",
+        title,
+        note(
+            title,
+            "Predicts a run from the parts that are loaded, paints the picture, and lays what was "
+            "measured beside what was predicted.",
+            (
+                "**Estimate** takes model, text encoder, VAE, size and batch from its wires; give "
+                "it the `steps` of **Sample**, and `cfg` `off` where its CFG is 1.",
+                "The first run loads and prepares: read the report of the second one.",
+                PROMPT_FIRST,
+            ),
+            files=(QWEN_2512, TEXT_ENCODER, VAE),
+            wish=Wish(family=FAMILY, precision="bf16", steps=STEPS),
+        ),
+        columns=((MODELS,), (PROMPT, SAMPLING), (ESTIMATE,), (REPORT,), (IMAGE,)),
+    )
+    loaded = load(workflow, QWEN_2512, precision="bf16")
+    positive = workflow.add(
+        "positive", "CLIPTextEncode", "Prompt", PROMPT, text=EXAMPLE, clip=loaded.clip
+    )
+    negative = workflow.add(
+        "negative", "CLIPTextEncode", "Negative prompt", PROMPT, text=NEGATIVE, clip=loaded.clip
+    )
+    empty = workflow.add(
+        "size", "EmptySD3LatentImage", "Size", PROMPT, width=SIDE, height=SIDE, batch_size=1
+    )
+    model = shifted(workflow, loaded.model)
+    told = workflow.add(
+        "estimate",
+        "QwenL40S_EstimateVRAM",
+        "Estimate",
+        ESTIMATE,
+        model=model,
+        clip=loaded.clip,
+        vae=loaded.vae,
+        latent=empty["LATENT"],
+        steps=STEPS,
+    )
+    workflow.add("estimate_text", "PreviewAny", "Estimate in words", REPORT, source=told["report"])
+    latent = sample(
+        workflow,
+        model,
+        positive["CONDITIONING"],
+        negative["CONDITIONING"],
+        empty["LATENT"],
+        steps=STEPS,
+        cfg=CFG,
+    )
+    report = workflow.add(
+        "report",
+        "QwenL40S_Report",
+        "Report",
+        IMAGE,
+        images=decode(workflow, latent, loaded.vae),
+        model=model,
+        clip=loaded.clip,
+        vae=loaded.vae,
+    )
+    save(workflow, report["images"])
+    workflow.add("report_text", "PreviewAny", "Report in words", REPORT, source=report["report"])
+    return workflow

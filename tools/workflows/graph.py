@@ -1,0 +1,132 @@
+"""A workflow as it is described here, from which both of its forms are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .definitions import Definition, definitions
+from .models import ModelFile
+
+# Numbers of a widget's type; bool is an int to Python and none to ComfyUI.
+FITS = {
+    "INT": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "FLOAT": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
+    "STRING": lambda value: isinstance(value, str),
+    "BOOLEAN": lambda value: isinstance(value, bool),
+    "COMBO": lambda value: isinstance(value, str),
+}
+
+
+class Link(NamedTuple):
+    """An output of another node."""
+
+    node: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of a workflow.
+
+    Attributes:
+        id: A short word, which is its name in the API form.
+        title: What people type after `--set`.
+        group: The frame of the page that it stands in.
+        inputs: Values of widgets, and links.
+        models: The files that its widgets name.
+        width: In the page, where more than usual is needed to read what it shows; 0 elsewhere.
+    """
+
+    id: str
+    definition: Definition
+    title: str
+    group: str
+    inputs: dict[str, Any]
+    models: tuple[ModelFile, ...] = ()
+    width: int = 0
+
+    def __getitem__(self, output: str) -> Link:
+        """An output by its name, to be linked."""
+        return Link(self.id, self.definition.output_index(output))
+
+
+@dataclass
+class Workflow:
+    """A graph with what its reader is told.
+
+    Attributes:
+        name: Of its files.
+        title: What its placeholder picture says.
+        note: Markdown, beside the graph.
+        columns: From left to right, the frames that stand below one another in each.
+    """
+
+    name: str
+    title: str
+    note: str = ""
+    columns: Sequence[Sequence[str]] = (("Models",), ("Prompt",), ("Sampling",), ("Image",))
+    nodes: dict[str, Node] = field(default_factory=dict)
+
+    def add(
+        self,
+        id: str,
+        class_type: str,
+        title: str,
+        group: str,
+        *,
+        models: Sequence[ModelFile] = (),
+        wide: int = 0,
+        **inputs: Any,
+    ) -> Node:
+        """Adds a node; widgets that are not named get their defaults.
+
+        Args:
+            wide: see `Node.width`; an input may be called so itself.
+
+        Raises:
+            KeyError: the node or an input of it is not known.
+            ValueError: the id is taken, an input is missing or has a value that it cannot have.
+        """
+        if id in self.nodes:
+            raise ValueError(f"{self.name}: two nodes are called {id!r}")
+        definition = definitions()[class_type]
+        for name in inputs:
+            definition.input(name)
+        filled = {}
+        for known in definition.inputs:
+            if known.name in inputs:
+                filled[known.name] = inputs[known.name]
+            elif known.widget and "default" in known.options:
+                filled[known.name] = known.options["default"]
+            elif known.widget and known.choices:
+                filled[known.name] = known.choices[0]
+            elif not known.optional:
+                raise ValueError(f"{self.name}: {id}.{known.name} is missing")
+        node = Node(id, definition, title, group, filled, tuple(models), wide)
+        self._check(node)
+        self.nodes[id] = node
+        return node
+
+    def links(self) -> list[tuple[Link, Node, str]]:
+        """(from, node, input) of every wire, in the order of nodes and their inputs."""
+        return [
+            (value, node, name)
+            for node in self.nodes.values()
+            for name, value in node.inputs.items()
+            if isinstance(value, Link)
+        ]
+
+    def _check(self, node: Node) -> None:
+        for name, value in node.inputs.items():
+            known = node.definition.input(name)
+            where = f"{self.name}: {node.id}.{name}"
+            if isinstance(value, Link):
+                given = self.nodes[value.node].definition.outputs[value.index].type
+                if known.type not in (given, "*"):
+                    raise ValueError(f"{where} takes {known.type}, got {given}")
+            elif not known.widget or not FITS[known.type](value):
+                raise ValueError(f"{where} takes {known.type}, got {value!r}")
+            elif known.choices is not None and value not in known.choices:
+                raise ValueError(f"{where}: {value!r} is none of {', '.join(known.choices)}")

@@ -1,0 +1,227 @@
+"""Text to image with Qwen-Image-2512: precisions, a LoRA, a batch, a large picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...planning.families import find_family
+from ...planning.memory import weight_bytes
+from ...planning.wish import Loras, Parts, Wish
+from .graph import Workflow
+from .models import (
+    PANORAMA_360,
+    QWEN_2512,
+    QWEN_2512_FP8,
+    TEXT_ENCODER,
+    TEXT_ENCODER_FP8,
+    VAE,
+    ModelFile,
+)
+from .notes import note
+from .parts import PROMPT, SHIFT, decode, load, sample, save, shifted
+
+FAMILY = "qwen-image-2512"
+STEPS, CFG = 50, 4.0  # of ComfyUI's own template of 2512, and of the model card
+SIDE = 1328  # the model card's square
+EXAMPLE = (
+    "A rainy evening street in a small harbour town, a bookshop with warm light in its window and "
+    'a hand-painted sign that reads "Tide & Page", wet cobblestones, a cyclist with a yellow '
+    "raincoat, photograph, 35 mm"
+)
+PANORAMA = (
+    "360 degree panorama with equirectangular projection, photograph of a glass greenhouse full of "
+    "tropical plants at sunrise, a stone path, morning mist, warm light through the panes"
+)
+# The model card's own: low resolution and quality, deformed limbs and fingers, oversaturated, waxy,
+# faces without detail, too smooth, a look of AI; confused composition; text blurred, distorted.
+NEGATIVE = (
+    "低分辨率，低画质，肢体畸形，手指畸形，画面过饱和，蜡像感，人脸无细节，过度光滑，画面具有AI感。"
+    "构图混乱。文字模糊，扭曲。"
+)
+PROMPT_FIRST = "**Prompt**, and **Size**: 1328x1328, 1664x928, 1472x1104, 1584x1056 or upright."
+FEWER_STEPS = f"**Sample**: 20 steps instead of {STEPS} take 0.4 of the time."
+
+
+def text_to_image_bf16() -> Workflow:
+    """bf16, and everything stays on the card."""
+    return _text_to_image(
+        "text_to_image_bf16",
+        "Text to image, bf16",
+        "Qwen-Image-2512 as it was trained, in bf16. All parts stay on a 48 GB card between "
+        "pictures, so that nothing is loaded twice.",
+        (
+            PROMPT_FIRST,
+            FEWER_STEPS,
+            "**Model**: precision `auto` takes int8 where the card is too small for bf16.",
+        ),
+    )
+
+
+def text_to_image_fp8() -> Workflow:
+    """The published fp8 files, half the download."""
+    return _text_to_image(
+        "text_to_image_fp8",
+        "Text to image, fp8",
+        "Qwen-Image-2512 from the fp8 files that ComfyUI's own template uses: half the download, "
+        "and fp8 arithmetic on Ada cards and newer. bf16 is more faithful.",
+        (
+            PROMPT_FIRST,
+            FEWER_STEPS,
+            f"**Model**: from `{QWEN_2512.name}` the same precision makes weights with a scale for "
+            "each row, which the published fp8 file has not.",
+        ),
+        transformer=QWEN_2512_FP8,
+        text_encoder=TEXT_ENCODER_FP8,
+        precision="fp8",
+        wish=Wish(
+            family=FAMILY,
+            precision="fp8",
+            steps=STEPS,
+            text_encoder="fp8",
+            parts=_stored_in_fp8(),
+        ),
+    )
+
+
+def text_to_image_int8() -> Workflow:
+    """int8, made from the bf16 file while it is loaded."""
+    return _text_to_image(
+        "text_to_image_int8",
+        "Text to image, int8",
+        "Qwen-Image-2512 in int8, with a scale for each row and each token, made from the bf16 "
+        "file while it is loaded.",
+        (
+            PROMPT_FIRST,
+            FEWER_STEPS,
+            "To load two thirds of the bytes from then on, connect MODEL to **Save Quantized "
+            "Qwen-Image (L40S)** once and choose its file in **Model**.",
+        ),
+        precision="int8",
+        wish=Wish(family=FAMILY, precision="int8", steps=STEPS),
+    )
+
+
+def lora() -> Workflow:
+    """A LoRA of somebody's: 360 degree panoramas."""
+    width, height = 2048, 1024
+    return _text_to_image(
+        "lora",
+        "Text to image with a LoRA",
+        "Qwen-Image-2512 with a LoRA that paints 360 degree panoramas, merged into the weights, so "
+        "that a step takes no longer. The node says how many of the LoRA's keys were applied.",
+        (
+            "**LoRA**: any of `models/loras` for this model; its prompt may need trigger words, "
+            "as here `360 degree panorama with equirectangular projection`.",
+            "**LoRA**: `beside` instead of `merge` leaves quantized weights as they are.",
+            FEWER_STEPS,
+        ),
+        lora_file=PANORAMA_360,
+        prompt=PANORAMA,
+        size=(width, height),
+        wish=Wish(
+            family=FAMILY,
+            precision="bf16",
+            width=width,
+            height=height,
+            steps=STEPS,
+            loras=Loras(count=1, rank=128),
+        ),
+    )
+
+
+def batch_of_8() -> Workflow:
+    """Eight pictures of one prompt at once."""
+    batch, steps = 8, 20
+    return _text_to_image(
+        "batch_of_8",
+        "Eight images at once",
+        "Eight pictures of one prompt in one run, to choose from. A step reads the weights once "
+        "for all of them.",
+        (
+            "**Prompt**, and **Size**: `batch_size` as the card has room for.",
+            f"**Sample**: 20 steps are for drafts; pictures to keep take {STEPS}.",
+        ),
+        steps=steps,
+        batch=batch,
+        wish=Wish(family=FAMILY, precision="bf16", batch=batch, steps=steps),
+    )
+
+
+def text_to_image_2048() -> Workflow:
+    """Four megapixels, decoded as the free memory allows."""
+    side = 2048
+    return _text_to_image(
+        "text_to_image_2048",
+        "Text to image, 2048x2048",
+        "Four megapixels. **Decode** plans for the memory that is free: where the whole picture "
+        "does not fit beside the transformer, exact tiles do, without seams.",
+        (
+            "**Prompt**. The sizes of the model card have 1.8 megapixels: look whether things are "
+            "repeated at more than twice that.",
+            "**Decode**: `tiles` 0 decides by itself and its report says why.",
+            FEWER_STEPS,
+        ),
+        size=(side, side),
+        wish=Wish(family=FAMILY, precision="bf16", width=side, height=side, steps=STEPS),
+    )
+
+
+def _text_to_image(
+    name: str,
+    title: str,
+    what: str,
+    change: Sequence[str],
+    *,
+    transformer: ModelFile = QWEN_2512,
+    text_encoder: ModelFile = TEXT_ENCODER,
+    precision: str = "bf16",
+    lora_file: ModelFile | None = None,
+    prompt: str = EXAMPLE,
+    size: tuple[int, int] = (SIDE, SIDE),
+    steps: int = STEPS,
+    batch: int = 1,
+    wish: Wish | None = None,
+) -> Workflow:
+    """Guided text to image; `wish` is what it runs, for what the note says of it."""
+    files = [transformer, text_encoder, VAE, *([lora_file] if lora_file else [])]
+    wish = wish or Wish(family=FAMILY, precision="bf16", steps=STEPS)
+    workflow = Workflow(name, title, note(title, what, change, files=files, wish=wish))
+    loaded = load(
+        workflow, transformer, precision=precision, text_encoder=text_encoder, lora=lora_file
+    )
+    positive = workflow.add(
+        "positive", "CLIPTextEncode", "Prompt", PROMPT, text=prompt, clip=loaded.clip
+    )
+    negative = workflow.add(
+        "negative", "CLIPTextEncode", "Negative prompt", PROMPT, text=NEGATIVE, clip=loaded.clip
+    )
+    width, height = size
+    empty = workflow.add(
+        "size",
+        "EmptySD3LatentImage",
+        "Size",
+        PROMPT,
+        width=width,
+        height=height,
+        batch_size=batch,
+    )
+    latent = sample(
+        workflow,
+        shifted(workflow, loaded.model, SHIFT),
+        positive["CONDITIONING"],
+        negative["CONDITIONING"],
+        empty["LATENT"],
+        steps=steps,
+        cfg=CFG,
+    )
+    save(workflow, decode(workflow, latent, loaded.vae))
+    return workflow
+
+
+def _stored_in_fp8() -> Parts:
+    """The published fp8 file: one byte a weight throughout, modulation included."""
+    bf16 = weight_bytes(find_family(FAMILY).transformer, "bf16")
+    return Parts(
+        transformer_bytes=bf16.total // 2,
+        modulation_bytes=bf16.modulation // 2,
+    )

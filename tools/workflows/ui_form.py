@@ -1,0 +1,188 @@
+"""The form of a workflow that ComfyUI's page opens and saves: graph version 0.4.
+
+As the frontend 1.49.6 saves it: inputs are the sockets only, unless a wire comes into a widget;
+`widgets_values` are in the order of the widgets, with one that no input stands for behind each seed
+and each upload, and `widgets_values_named` says the same by name.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from ... import __version__
+from .definitions import Input, companions
+from .graph import Link, Node, Workflow
+from .layout import Box, Layout, lay_out
+
+COMFYUI, FRONTEND = "0.33.0", "1.49.6"
+PACK = "comfyui-qwen-image-l40s"
+OPTIONAL_SLOT = 7  # the page's shape of a socket that may stay empty
+# Of the page, in pixels: what is seen first, and what its bars cover at the left and at the top.
+VIEW, COVERED = (1480, 860), (80, 120)
+FRAME_COLOR, NOTE_COLOR, NOTE_BACKGROUND = "#3f789e", "#432", "#653"
+
+
+def ui_form(workflow: Workflow) -> dict[str, Any]:
+    """The whole file."""
+    layout = lay_out(workflow)
+    number = {name: index for index, name in enumerate(workflow.nodes, start=2)}
+    links = [
+        [index, number[origin.node], origin.index, number[node.id], _slot(node, name), kind]
+        for index, (origin, node, name) in enumerate(workflow.links(), start=1)
+        for kind in [_given(workflow, origin)]
+    ]
+    order = {name: index for index, name in enumerate(_execution_order(workflow), start=1)}
+    nodes = [_note(workflow, layout.note)]
+    nodes += [
+        _node(node, number[node.id], layout.nodes[node.id], order[node.id], links)
+        for node in workflow.nodes.values()
+    ]
+    return {
+        # Of the name, so that writing the file again changes nothing.
+        "id": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{PACK}/{workflow.name}")),
+        "revision": 0,
+        "last_node_id": len(nodes),
+        "last_link_id": len(links),
+        "nodes": nodes,
+        "links": links,
+        "groups": [
+            {
+                "id": index,
+                "title": title,
+                "bounding": list(box),
+                "color": FRAME_COLOR,
+                "flags": {},
+            }
+            for index, (title, box) in enumerate(layout.frames.items(), start=1)
+        ],
+        "config": {},
+        "extra": {"ds": _view(layout), "frontendVersion": FRONTEND},
+        "version": 0.4,
+    }
+
+
+def widget_values(node: Node) -> dict[str, Any]:
+    """Values by widget, in the page's order; those that no input stands for as well."""
+    values: dict[str, Any] = {}
+    for known in node.definition.inputs:
+        if known.widget and known.name in node.inputs:
+            value = node.inputs[known.name]
+            values[known.name] = known.options.get("default") if isinstance(value, Link) else value
+            values |= companions(known)
+    return values
+
+
+def _execution_order(workflow: Workflow) -> list[str]:
+    """Nodes as the page orders them: those that wait for none, then what becomes free of each."""
+    waits = {
+        name: [value.node for value in node.inputs.values() if isinstance(value, Link)]
+        for name, node in workflow.nodes.items()
+    }
+    ready = [name for name, origins in waits.items() if not origins]
+    for done in ready:  # grows while it is read
+        for link, node, _ in sorted(workflow.links(), key=lambda wire: wire[0].index):
+            if link.node == done:
+                waits[node.id].remove(done)
+                if not waits[node.id]:
+                    ready.append(node.id)
+    return ready
+
+
+def _slots(node: Node) -> list[Input]:
+    """The inputs that a saved file lists: sockets, then widgets with a wire."""
+    known = node.definition.inputs
+    wired = [each for each in known if each.widget and isinstance(node.inputs.get(each.name), Link)]
+    return [each for each in known if not each.widget] + wired
+
+
+def _slot(node: Node, name: str) -> int:
+    return [each.name for each in _slots(node)].index(name)
+
+
+def _given(workflow: Workflow, origin: Link) -> str:
+    return workflow.nodes[origin.node].definition.outputs[origin.index].type
+
+
+def _node(node: Node, number: int, box: Box, order: int, links: list[list[Any]]) -> dict[str, Any]:
+    definition = node.definition
+    into = {link[4]: link[0] for link in links if link[3] == number}
+    out: dict[int, list[int]] = {}
+    for link in links:
+        if link[1] == number:
+            out.setdefault(link[2], []).append(link[0])
+    written: dict[str, Any] = {
+        "id": number,
+        "type": definition.class_type,
+        "pos": [box.x, box.y],
+        "size": [box.width, box.height],
+        "flags": {},
+        "order": order,
+        "mode": 0,
+        "inputs": [_input(each, into.get(slot)) for slot, each in enumerate(_slots(node))],
+        "outputs": [
+            {"name": each.name, "type": each.type, "links": out.get(slot)}
+            for slot, each in enumerate(definition.outputs)
+        ],
+        "title": node.title,
+        "properties": _properties(node),
+    }
+    values = widget_values(node)
+    if values:
+        written["widgets_values"] = list(values.values())
+        written["widgets_values_named"] = values
+    return written
+
+
+def _input(known: Input, link: int | None) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": known.name}
+    if known.optional:
+        entry["shape"] = OPTIONAL_SLOT
+    entry["type"] = known.type
+    if known.widget:
+        entry["widget"] = {"name": known.name}
+    entry["link"] = link
+    return entry
+
+
+def _properties(node: Node) -> dict[str, Any]:
+    ours = node.definition.is_ours
+    properties: dict[str, Any] = {
+        "cnr_id": PACK if ours else "comfy-core",
+        "ver": __version__ if ours else COMFYUI,
+        "Node name for S&R": node.definition.class_type,
+    }
+    if node.models:
+        properties["models"] = [model.link() for model in node.models]
+    return properties
+
+
+def _note(workflow: Workflow, box: Box) -> dict[str, Any]:
+    return {
+        "id": 1,
+        "type": "MarkdownNote",
+        "pos": [box.x, box.y],
+        "size": [box.width, box.height],
+        "flags": {},
+        "order": 0,
+        "mode": 0,
+        "inputs": [],
+        "outputs": [],
+        "title": "Read me",
+        "properties": {},
+        "widgets_values": [workflow.note],
+        "widgets_values_named": {"text": workflow.note},
+        "color": NOTE_COLOR,
+        "bgcolor": NOTE_BACKGROUND,
+    }
+
+
+def _view(layout: Layout) -> dict[str, Any]:
+    """All of the graph in the first view."""
+    boxes = [layout.note.with_title(), *layout.frames.values()]
+    left, top = min(box.x for box in boxes), min(box.y for box in boxes)
+    width = max(box.x + box.width for box in boxes) - left
+    height = max(box.y + box.height for box in boxes) - top
+    scale = round(min(1.0, VIEW[0] / width, VIEW[1] / height), 2)
+    offset = [round(COVERED[0] / scale) - left, round(COVERED[1] / scale) - top]
+    return {"scale": scale, "offset": offset}
