@@ -611,8 +611,9 @@ def check_the_card_is_read_before_the_text_encoder_leaves_it():
     own, meter, left = comfy.sd.CLIP.load_model, Meter, []
 
     def load_model(self, *args, **kwargs):
-        card.hold(5000, used=5200)
-        return own(self, *args, **kwargs)
+        patcher = own(self, *args, **kwargs)
+        card.hold(5000, used=5200)  # behind ComfyUI's own, which empties a real card's cache
+        return patcher
 
     def leave(self):
         left.append(recorded(self.cond_stage_model))
