@@ -222,6 +222,13 @@ def test_the_note_names_each_file_and_what_it_takes(name: str):
     assert ("On an L40S, predicted:" in text) == bool(links)
 
 
+def test_the_text_encoder_leaves_the_card_where_the_note_says_so(name: str):
+    (note,) = [node for node in ui(name)["nodes"] if node["type"] == NOTE]
+    says = "text encoder leaves the card" in note["widgets_values"][0]
+    places = [node["inputs"].get("placement") for node in api(name).values()]
+    assert says == ("drop after encoding" in places)
+
+
 def test_what_no_file_is_needed_for_names_none():
     for name in ("micro_text_to_image", "estimate"):
         assert "safetensors" not in json.dumps(api(name))

@@ -21,7 +21,7 @@ SHOWN = {
     "SaveImage": (420, 420),
     "LoadImage": (320, 240),
     "PreviewAny": (420, 400),
-    "QwenL40S_EstimateVRAM": (480, 320),
+    "QwenL40S_EstimateVRAM": (720, 360),
 }
 NOTE_WIDTH = 460
 NOTE_LINE, NOTE_LETTERS = 17, 72  # height of a line, and what fits into one

@@ -25,6 +25,7 @@ def load(
     *,
     precision: str,
     text_encoder: ModelFile = TEXT_ENCODER,
+    placement: str = "auto",
     lora: ModelFile | None = None,
 ) -> Loaded:
     """The three loaders, a LoRA where there is one, and Optimize behind it."""
@@ -44,6 +45,7 @@ def load(
         MODELS,
         models=[text_encoder],
         text_encoder=text_encoder.name,
+        placement=placement,
     )
     vae = workflow.add("vae", "QwenL40S_LoadVAE", "VAE", MODELS, models=[VAE], vae=VAE.name)
     if lora:
