@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import QwenL40SError
-from . import advise, audit, bench, demo, doctor, estimate, generate, inspect, quantize
+from . import advise, audit, bench, demo, doctor, estimate, generate, inspect, quantize, submit
 
 # In the order of `--help`.
-COMMANDS = (demo, generate, estimate, advise, inspect, quantize, audit, bench, doctor)
+COMMANDS = (demo, generate, submit, estimate, advise, inspect, quantize, audit, bench, doctor)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -22,8 +22,8 @@ def build_parser() -> argparse.ArgumentParser:
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser = argparse.ArgumentParser(
         prog="qwen-l40s",
-        description="Qwen-Image on an NVIDIA L40S: estimate and generate, inspect and quantize "
-        "checkpoints, measure and check the machine.",
+        description="Qwen-Image on an NVIDIA L40S: estimate and generate, run workflows on a "
+        "ComfyUI server, inspect and quantize checkpoints, measure and check the machine.",
     )
     parser.add_argument("--version", action="version", version=f"qwen-l40s {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Returns:
-        0 when done, 1 when a check that the command makes says no, 2 on bad input, 130 on Ctrl-C.
+        0 when done, 1 when a check that the command makes says no, 2 on bad input, 130 on Ctrl-C;
+        3, of `submit` alone, when the server cannot be reached.
     """
     args = build_parser().parse_args(argv)
     try:

@@ -1,0 +1,123 @@
+"""How far a run is: two bars on a terminal, else now and then a line."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+# Between two lines about the same thing where there is no terminal.
+LINE_SECONDS = 10.0
+# Between two drawings of a bar.
+DRAW_SECONDS = 0.1
+LONGEST_NAME = 28
+
+
+class Progress:
+    """Of `total` jobs and of the node that runs; a context manager.
+
+    Args:
+        stream: of the terminal or the log, in whatever encoding.
+        done: jobs that earlier runs did; they say nothing about the time that is left.
+    """
+
+    def __init__(self, total: int, stream: TextIO, *, done: int = 0) -> None:
+        self._total = total
+        self._stream = stream
+        self._last = ("", 0.0)
+        self._drawn = 0.0
+        self._jobs = self._node = None
+        if stream.isatty():
+            layout = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
+            options = {"file": stream, "leave": False, **_size(stream)}
+            self._jobs = tqdm(total=total, initial=done, desc="jobs", bar_format=layout, **options)
+            self._node = tqdm(total=1, bar_format="{desc} |{bar}|", position=1, **options)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for bar in (self._node, self._jobs):
+            if bar is not None:
+                bar.close()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """While something else is written to the terminal."""
+        if self._jobs is None:
+            yield
+        else:
+            with tqdm.external_write_mode(file=self._stream):
+                yield
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        with self.aside():
+            self._stream.write(shown(text, self._stream) + "\n")
+            self._stream.flush()
+
+    def show(self, *, done: int, failed: int, ahead: int | None) -> None:
+        """The whole run.
+
+        Args:
+            done: jobs that ended, whichever way.
+            ahead: prompts in the server's queue before the first of ours that waits; None when
+                one of ours runs.
+        """
+        facts = [f"{failed} failed"] * bool(failed)
+        facts += [f"{ahead} ahead in the queue"] * bool(ahead)
+        if self._jobs is not None:
+            self._jobs.n = done
+            self._jobs.set_postfix_str(", ".join(facts), refresh=False)
+            self._draw()
+        elif ahead:
+            self._line("queue", f"{done}/{self._total} jobs, {', '.join(facts)}")
+
+    def node(self, job: str, name: str, value: float, maximum: float, place: str) -> None:
+        """The node that runs.
+
+        Args:
+            place: among the nodes of its graph, such as "5/7".
+        """
+        if self._node is not None:
+            steps = f" {value:g}/{maximum:g}" if maximum > 1 else ""
+            name = name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 3]}..."
+            text = f"node {place}, {name}{steps}"
+            self._node.set_description_str(shown(text, self._stream), refresh=False)
+            self._node.total = maximum or 1
+            self._node.n = min(value, self._node.total)
+            self._draw()
+        elif maximum > 1:
+            self._line(f"{job} {name}", f"{job}: {name} {value:g}/{maximum:g}")
+
+    def _draw(self) -> None:
+        if time.monotonic() - self._drawn >= DRAW_SECONDS:
+            self._drawn = time.monotonic()
+            self._jobs.refresh()
+            self._node.refresh()
+
+    def _line(self, subject: str, text: str) -> None:
+        last, at = self._last
+        if subject != last or time.monotonic() - at >= LINE_SECONDS:
+            self._last = (subject, time.monotonic())
+            self.say(text)
+
+
+def _size(stream: TextIO) -> dict[str, Any]:
+    """A container's terminal may have a size of 0 by 0, in which tqdm draws nothing."""
+    try:
+        known = all(os.get_terminal_size(stream.fileno()))
+    except OSError:
+        known = False
+    return {"dynamic_ncols": True} if known else {"ncols": 80, "nrows": 24}
+
+
+def shown(text: str, stream: TextIO) -> str:
+    """Escapes what would steer the terminal, and what its encoding lacks."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    lines = [line if line.isprintable() else ascii(line)[1:-1] for line in text.split("\n")]
+    return "\n".join(lines).encode(encoding, "backslashreplace").decode(encoding)

@@ -1,0 +1,216 @@
+"""What `qwen-l40s submit` does, from the workflow file to the results."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from .interrupts import cancelled_by_signals
+from .job import CANCELLED, DONE, LOST, OPEN, QUEUED, Job
+from .jobs import Run
+from .ledger import Ledger
+from .prepare import Plan, plan_jobs, upload_images
+from .progress import Progress, shown
+from .server import Server
+from .trouble import ServerError
+from .workflow_file import read_workflow
+
+STOP_SECONDS = 15.0
+# Before the second try of a request.
+FIRST_PAUSE = 0.25
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for.
+
+    Attributes:
+        settings: as they are typed after --set.
+        wait: seconds to wait for a server that is away.
+    """
+
+    workflow: Path
+    server: str
+    output: Path
+    settings: Sequence[str] = ()
+    headers: Mapping[str, str] | None = None
+    wait: float = 60.0
+    resume: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        server: its address without a password.
+        error: why the server was lost; None when it was not.
+        stopped: by Ctrl-C or SIGTERM.
+    """
+
+    request: Request
+    server: str
+    jobs: list[Job]
+    error: ServerError | None = None
+    stopped: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        if self.stopped:
+            return 130
+        if self.error is not None:
+            return 3
+        return 0 if self.request.dry_run or all(job.status == DONE for job in self.jobs) else 1
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "server": self.server,
+            "workflow": str(self.request.workflow),
+            "jobs": [job.as_dict() for job in self.jobs],
+        }
+
+
+async def submit(request: Request, log: TextIO, ended: Callable[[Job], None]) -> Outcome:
+    """Runs a workflow on a server.
+
+    Args:
+        log: for progress and notes.
+        ended: called once for each job that ended, while no bar is drawn.
+
+    Raises:
+        SettingError: bad input; nothing was queued.
+        ServerError: no server; nothing was queued.
+        asyncio.CancelledError: stopped before anything was queued.
+    """
+    with cancelled_by_signals(asyncio.current_task()):
+        graph = read_workflow(request.workflow)
+        note = _Notes(log)
+        server = Server(
+            request.server,
+            headers=request.headers,
+            wait=request.wait,
+            first_pause=FIRST_PAUSE,
+            notify=lambda line: note.say(line),
+        )
+        async with server:
+            info = await server.object_info()
+            plan = plan_jobs(graph, request.settings, info, request.workflow.parent)
+            if request.dry_run:
+                return Outcome(request, str(server.address), plan.jobs)
+            with Ledger(request.output, request.workflow.stem) as ledger:
+                await _begin(request, server, plan, ledger, note)
+                done = sum(job.status == DONE for job in plan.jobs)
+                with Progress(len(plan.jobs), log, done=done) as progress:
+                    note.say = progress.say
+                    return await _run(request, server, plan.jobs, ledger, progress, ended)
+
+
+class _Notes:
+    """Where lines go: the plain stream until there are bars."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def say(self, text: str) -> None:
+        self._stream.write(shown(text, self._stream) + "\n")
+        self._stream.flush()
+
+
+async def _begin(
+    request: Request, server: Server, plan: Plan, ledger: Ledger, note: _Notes
+) -> None:
+    if request.resume:
+        await attach(server, plan.jobs, ledger)
+        count = len(plan.jobs)
+        done = sum(job.status == DONE for job in plan.jobs)
+        there = sum(job.status == QUEUED for job in plan.jobs)
+        rest = count - done - there
+        note.say(f"resuming: of {count} jobs {done} done, {there} on the server, {rest} to queue")
+    elif ledger.unfinished:
+        note.say(
+            f"{ledger.path} tells of jobs that an earlier run did not finish "
+            f"({ledger.unfinished}): this run starts anew, and --resume would have continued"
+        )
+    if any(job.status in OPEN and job.status != QUEUED for job in plan.jobs):
+        await upload_images(server, plan)
+
+
+async def attach(server: Server, jobs: list[Job], ledger: Ledger) -> None:
+    """Gives the jobs what the journal and the server know of them.
+
+    A job whose files are here is done; one that the server has queued, runs or has finished well
+    is followed; one that failed or was interrupted stays to be queued.
+    """
+    queue = await server.queue()
+    for job in jobs:
+        record = ledger.records.get(job.key)
+        if record is None:
+            continue
+        if record.complete:
+            job.status, job.prompt_id, job.seconds = DONE, record.prompt_id, record.seconds
+            job.files, job.texts = list(record.files), dict(record.texts)
+            continue
+        prompt_id = queue.called.get(record.prompt_id, record.prompt_id)
+        if prompt_id not in queue:
+            entry = await server.history(prompt_id)
+            if entry is None or (entry.get("status") or {}).get("status_str") == "error":
+                continue
+        job.status, job.prompt_id = QUEUED, prompt_id
+
+
+async def _run(
+    request: Request,
+    server: Server,
+    jobs: list[Job],
+    ledger: Ledger,
+    progress: Progress,
+    ended: Callable[[Job], None],
+) -> Outcome:
+    def tell(job: Job) -> None:
+        if job.error is not None:
+            progress.say(f"{job.label} {job.status}: {job.error['message']}")
+        with progress.aside():
+            ended(job)
+
+    # The server tells of a queued job to the client that queued it.
+    client_id = (request.resume and ledger.client_id) or uuid.uuid4().hex
+    ledger.run(client_id, str(server.address), str(request.workflow))
+    run = Run(
+        server,
+        jobs,
+        ledger,
+        request.output,
+        client_id=client_id,
+        progress=progress,
+        ended=tell,
+    )
+    error, stopped = None, False
+    try:
+        await run.go()
+    except ServerError as lost:
+        error = lost
+        for job in jobs:
+            if job.status in OPEN:
+                job.status = LOST
+    except asyncio.CancelledError:
+        stopped = True
+        await _stop(run, progress)
+    return Outcome(request, str(server.address), jobs, error, stopped)
+
+
+async def _stop(run: Run, progress: Progress) -> None:
+    progress.say("stopping: taking our jobs out of the queue (Ctrl-C again ends at once)")
+    gone = False
+    with contextlib.suppress(asyncio.TimeoutError, ServerError):
+        gone = await asyncio.wait_for(run.stop(), STOP_SECONDS)
+    for job in run.jobs:
+        if job.status in OPEN:
+            job.status = CANCELLED
+    if not gone:
+        progress.say("the server has not confirmed it: a job of ours may still run there")

@@ -1,0 +1,147 @@
+"""What the websocket tells, and what happens when it is lost, refused or mute."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from fake_comfyui import FakeComfyUI, fake_comfyui, graph
+
+from qwen_l40s.client.follow import Follower
+from qwen_l40s.client.server import Server
+
+
+def follower() -> Follower:
+    async def make() -> Follower:
+        return Follower(None, "me")
+
+    return asyncio.run(make())
+
+
+def hear(listener: Follower, kind: str, **data: Any) -> None:
+    listener.hear(json.dumps({"type": kind, "data": {"prompt_id": "p", **data}}))
+
+
+def following(fake: FakeComfyUI, work: Callable[[Server, Follower], Awaitable[Any]]) -> list[str]:
+    """Runs `work` while a follower listens; returns the lines that were told."""
+    lines: list[str] = []
+
+    async def run() -> None:
+        async with Server(fake.url, first_pause=0.01) as server:
+            listener = Follower(server, "me", notify=lines.append, first_pause=0.01)
+            listening = asyncio.create_task(listener.listen())
+            try:
+                await asyncio.wait_for(listener.first_try(), 5)
+                await work(server, listener)
+            finally:
+                listening.cancel()
+                await asyncio.gather(listening, return_exceptions=True)
+
+    asyncio.run(run())
+    return lines
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async def wait() -> None:
+        while not true():
+            await asyncio.sleep(0.005)
+
+    await asyncio.wait_for(wait(), 5)
+
+
+def test_progress_of_the_node_that_runs():
+    listener = follower()
+    hear(listener, "execution_start")
+    hear(listener, "execution_cached", nodes=["load"])
+    hear(listener, "executing", node="sample", display_node="sample")
+    hear(listener, "progress", value=3, max=20, node="sample")
+    running = listener.running["p"]
+    assert (running.node, running.value, running.maximum) == ("sample", 3, 20)
+    assert running.finished == {"load"}
+
+
+def test_a_node_that_another_made_counts_as_the_one_on_the_page():
+    listener = follower()
+    state = {"value": 1, "max": 4, "state": "running", "display_node_id": "loop"}
+    done = {"value": 1, "max": 1, "state": "finished", "display_node_id": "load"}
+    hear(listener, "progress_state", nodes={"loop.0.7": state, "load": done})
+    running = listener.running["p"]
+    assert (running.node, running.value, running.maximum) == ("loop", 1, 4)
+    assert running.finished == {"load"}
+
+
+def test_only_executing_none_tells_the_end_for_the_history_is_written_just_before():
+    listener = follower()
+    hear(listener, "execution_success")
+    assert listener.ended == []
+    hear(listener, "executing", node=None)
+    assert listener.ended == ["p"]
+    assert listener.running == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["no json", "[]", "{}", '{"type": "x", "data": null}', '{"type": "x", "data": {}}']
+)
+def test_messages_of_custom_nodes_are_passed_over(text):
+    listener = follower()
+    listener.hear(text)
+    assert (listener.ended, listener.running) == ([], {})
+
+
+def test_previews_and_messages_arrive_and_the_end_is_told():
+    with fake_comfyui() as fake:
+
+        async def work(server: Server, listener: Follower) -> None:
+            fake.call(fake.state.sockets["me"].send_bytes(b"\x00\x00\x00\x01preview"))
+            accepted = await server.submit(graph(), "11111111-1111-4111-8111-111111111111", "me")
+            await until(lambda: accepted.prompt_id in listener.ended)
+
+        assert following(fake, work) == []
+
+
+def test_a_dropped_socket_is_opened_again_under_the_same_id():
+    with fake_comfyui(drop_socket_after=2) as fake:
+
+        async def work(server: Server, listener: Follower) -> None:
+            await until(lambda: listener.turns == 3 and listener.connected)
+            await server.submit(graph(), "11111111-1111-4111-8111-111111111111", "me")
+            await until(lambda: len(listener.ended) == 1)
+
+        following(fake, work)
+        assert fake.opened_sockets == 2
+        assert list(fake.state.sockets) in ([], ["me"])
+
+
+def test_a_refused_socket_is_told_once_and_tried_again():
+    with fake_comfyui(refuse_socket=True) as fake:
+
+        async def work(server: Server, listener: Follower) -> None:
+            assert not listener.connected
+            await until(lambda: fake.requests.count("GET /ws") >= 3)
+            fake.faults.refuse_socket = False
+            await until(lambda: listener.connected)
+            assert listener.turns == 1
+
+        lines = following(fake, work)
+    assert lines == [
+        "no websocket (the answer is 403): progress is not told, results still are",
+        "the server tells about progress again",
+    ]
+
+
+def test_a_mute_socket_is_renewed():
+    with fake_comfyui(mute_socket_after=3) as fake:
+
+        async def work(server: Server, listener: Follower) -> None:
+            await server.submit(graph(), "11111111-1111-4111-8111-111111111111", "me")
+            await until(lambda: fake.state.history)
+            assert listener.ended == []
+            await listener.renew()
+            await until(lambda: fake.opened_sockets == 2 and listener.connected)
+            await server.submit(graph(), "21111111-1111-4111-8111-111111111111", "me")
+            await until(lambda: len(listener.ended) == 1)
+
+        following(fake, work)

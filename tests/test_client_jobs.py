@@ -1,0 +1,374 @@
+"""A whole run against a server with faults: nothing lost, nothing queued twice."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_comfyui import FakeComfyUI, fake_comfyui, graph
+
+from qwen_l40s.client import collect, follow, jobs, submission
+from qwen_l40s.client.job import Job
+from qwen_l40s.client.ledger import Ledger
+from qwen_l40s.client.submission import Outcome, Request, submit
+from qwen_l40s.client.trouble import ServerError
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """The same, in a hurry."""
+    monkeypatch.setattr(jobs, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(jobs, "POLL_SECONDS_ALONE", 0.02)
+    monkeypatch.setattr(follow, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(submission, "FIRST_PAUSE", 0.01)
+
+
+class Ran:
+    """A finished run."""
+
+    def __init__(self, outcome: Outcome, log: str, ended: list[Job]) -> None:
+        self.outcome, self.log, self.ended = outcome, log, ended
+        self.jobs = outcome.jobs
+        self.status = [job.status for job in outcome.jobs]
+
+
+def start(
+    fake: FakeComfyUI,
+    folder: Path,
+    *texts: str,
+    meanwhile: Callable[[], None] | None = None,
+    **more: Any,
+) -> Ran:
+    """Submits a job for each text."""
+    workflow = folder / "work.json"
+    workflow.write_text(json.dumps(graph()))
+    prompts = folder / "prompts.txt"
+    prompts.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    more.setdefault("settings", [f"prompt=@{prompts}"])
+    more.setdefault("server", fake.url)
+    more.setdefault("wait", 5.0)
+    request = Request(workflow, output=folder / "out", **more)
+    log, ended = io.StringIO(), []
+    helper = threading.Thread(target=meanwhile or (lambda: None))
+    helper.start()
+    try:
+        outcome = asyncio.run(submit(request, log, ended.append))
+    finally:
+        helper.join()
+    return Ran(outcome, log.getvalue(), ended)
+
+
+def until(true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 5
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def looked(fake: FakeComfyUI) -> None:
+    """Waits until the client has seen the queue as it is, and was told so."""
+    seen = fake.requests.count("GET /queue")
+    until(lambda: fake.requests.count("GET /queue") >= seen + 2)
+
+
+def images(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "out").glob("*.png"))
+
+
+def test_every_job_runs_once_and_its_image_is_here(tmp_path: Path):
+    with fake_comfyui() as fake:
+        ran = start(fake, tmp_path, "a cat", "Grüße, 猫", "x" * 5000)
+        assert [body["prompt"]["draw"]["inputs"]["text"][:9] for body in fake.posted] == [
+            "a cat",
+            "Grüße, 猫",
+            "xxxxxxxxx",
+        ]
+    assert ran.status == ["done"] * 3
+    assert images(tmp_path) == ["fake_00001_.png", "fake_00002_.png", "fake_00003_.png"]
+    assert sorted(ran.ended, key=lambda job: job.number) == ran.jobs
+    assert all(job.seconds is not None for job in ran.jobs)
+    assert ran.outcome.exit_code == 0
+
+
+def test_what_the_server_had_cached_is_fetched_too(tmp_path: Path):
+    with fake_comfyui(cached=True) as fake:
+        assert start(fake, tmp_path, "a cat").status == ["done"]
+    assert images(tmp_path) == ["fake_00001_.png"]
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {"drop_socket_after": 3},
+        {"drop_socket_after": 9},
+        {"refuse_socket": True},
+        {"mute_socket_after": 4},
+        {"busy": 3},
+        {"lose_answer": 2},
+        {"lose_request": 2},
+        {"own_ids": True},
+        {"own_ids": True, "refuse_socket": True, "lose_answer": 1},
+        {"cut_file": 3},
+    ],
+    ids=str,
+)
+def test_a_fault_on_the_way_changes_nothing(tmp_path: Path, faults: dict[str, Any]):
+    with fake_comfyui(**faults) as fake:
+        ran = start(fake, tmp_path, "a", "b", "c")
+        assert len(fake.posted) == 3
+    assert ran.status == ["done"] * 3
+    assert len(images(tmp_path)) == 3
+
+
+def test_a_refused_a_partly_refused_and_a_failing_job_fail_and_the_others_go_on(tmp_path: Path):
+    with fake_comfyui() as fake:
+        ran = start(fake, tmp_path, "a", "refuse", "partly", "fail", "block", "z")
+        left = fake.state.queue
+    assert ran.status == ["done", "failed", "failed", "failed", "failed", "done"]
+    assert ran.outcome.exit_code == 1
+    assert left == []
+    _, refused, partly, failed, blocked, _ = (job.error for job in ran.jobs)
+    sentence = "Value not in list: text: 'refuse' not in ['a cat']."
+    for error in (refused, partly):
+        assert error["message"] == f"'Prompt' (Draw, id draw): {sentence}"
+    for error in (failed, blocked):
+        assert error["type"] == "RuntimeError"
+        assert error["message"] == "'Prompt' (Draw, id draw): the pencil broke"
+        assert error["nodes"] == [
+            {
+                "id": "draw",
+                "title": "Prompt",
+                "class_type": "Draw",
+                "message": "the pencil broke",
+            }
+        ]
+    assert "job 4 (prompt=fail) failed: 'Prompt' (Draw, id draw): the pencil broke" in ran.log
+
+
+def test_the_jobs_of_a_restarted_server_are_queued_again(tmp_path: Path):
+    with fake_comfyui(paused=True) as fake:
+
+        def restart() -> None:
+            until(lambda: len(fake.state.queue) == 3)
+            fake.faults.paused = False
+            fake.call(fake.restart())
+
+        ran = start(fake, tmp_path, "a", "b", "c", meanwhile=restart)
+    assert ran.status == ["done"] * 3
+    assert "the server was restarted: 3 jobs are queued again" in ran.log
+
+
+def test_a_job_that_takes_the_server_down_each_time_is_given_up(tmp_path: Path):
+    with fake_comfyui(away_seconds=0.02) as fake:
+        ran = start(fake, tmp_path, "crash", "a")
+        assert fake.restarts == jobs.MOST_CRASHES
+    assert ran.status == ["lost", "done"]
+    assert ran.jobs[0].error["message"] == "the server went away 3 times while it ran this job"
+
+
+def test_a_job_that_someone_takes_out_of_the_queue_stays_out(tmp_path: Path):
+    with fake_comfyui(paused=True) as fake:
+
+        def remove() -> None:
+            until(lambda: len(fake.state.queue) == 3)
+            looked(fake)
+            fake.remove([fake.state.queue[1][1]])
+            fake.faults.paused = False
+
+        ran = start(fake, tmp_path, "a", "b", "c", meanwhile=remove)
+        assert len(fake.posted) == 3
+    assert ran.status == ["done", "cancelled", "done"]
+    assert ran.jobs[1].error["message"] == "someone took it out of the server's queue"
+    assert ran.outcome.exit_code == 1
+
+
+def test_so_it_does_when_the_connection_broke_and_the_history_shows_the_same_server(
+    tmp_path: Path,
+):
+    with fake_comfyui() as fake:
+        start(fake, tmp_path, "before")
+        fake.faults.paused = True
+
+        def remove() -> None:
+            until(lambda: len(fake.state.queue) == 2)
+            looked(fake)
+            fake.faults.busy = 2
+            fake.remove([fake.state.queue[0][1]])
+            until(lambda: not fake.faults.busy)
+            fake.faults.paused = False
+
+        ran = start(fake, tmp_path, "a", "b", meanwhile=remove)
+    assert ran.status == ["cancelled", "done"]
+
+
+def test_a_job_that_someone_interrupts_is_cancelled(tmp_path: Path):
+    with fake_comfyui() as fake:
+
+        def interrupt() -> None:
+            until(lambda: fake.state.running)
+            fake.state.interrupted = True
+
+        ran = start(fake, tmp_path, "slow", "a", meanwhile=interrupt)
+    assert ran.status == ["cancelled", "done"]
+    assert ran.jobs[0].error["type"] == "interrupted"
+
+
+def test_a_server_that_stays_away_ends_the_run_and_resume_continues(tmp_path: Path):
+    with fake_comfyui(paused=True) as fake:
+
+        def vanish() -> None:
+            until(lambda: len(fake.state.queue) == 2)
+            fake.call(fake.stop())
+
+        ran = start(fake, tmp_path, "a", "b", meanwhile=vanish, wait=0.2)
+        assert ran.status == ["lost", "lost"]
+        assert ran.outcome.exit_code == 3
+        assert isinstance(ran.outcome.error, ServerError)
+        fake.faults.paused = False
+        fake.call(fake.start())  # it kept its queue
+        again = start(fake, tmp_path, "a", "b", resume=True)
+        assert len(fake.posted) == 2
+    assert again.status == ["done", "done"]
+    assert "resuming: of 2 jobs 0 done, 2 on the server, 0 to queue" in again.log
+
+
+def test_resume_skips_what_is_here_and_queues_what_failed_or_is_new(tmp_path: Path):
+    with fake_comfyui() as fake:
+        first = start(fake, tmp_path, "a", "fail", "c")
+        (tmp_path / "out" / "fake_00002_.png").unlink()  # of c: still on the server
+        ran = start(fake, tmp_path, "a", "fail", "c", "d", resume=True)
+        texts = [body["prompt"]["draw"]["inputs"]["text"] for body in fake.posted]
+    assert texts == ["a", "fail", "c", "fail", "d"]
+    assert ran.status == ["done", "failed", "done", "done"]
+    assert ran.jobs[0].prompt_id == first.jobs[0].prompt_id
+    assert ran.jobs[0].files == first.jobs[0].files
+    assert images(tmp_path) == [f"fake_0000{n}_.png" for n in (1, 2, 3)]
+
+
+def test_without_resume_a_run_starts_anew_and_says_so(tmp_path: Path):
+    with fake_comfyui(paused=True) as fake:
+
+        def vanish() -> None:
+            until(lambda: len(fake.state.queue) == 1)
+            fake.call(fake.stop())
+
+        start(fake, tmp_path, "a", meanwhile=vanish, wait=0.1)
+        fake.state.queue.clear()
+        fake.faults.paused = False
+        fake.call(fake.start())
+        ran = start(fake, tmp_path, "a")
+        assert len(fake.posted) == 2
+    assert "did not finish (1): this run starts anew, and --resume would have continued" in ran.log
+    assert ran.status == ["done"]
+
+
+def test_the_journal_has_a_job_before_the_server_hears_of_it(tmp_path: Path):
+    with fake_comfyui() as fake:
+        lines = []
+        take = fake._post_prompt
+
+        async def look(request):
+            lines.extend((tmp_path / "out" / "work.submit.jsonl").read_text().splitlines())
+            return await take(request)
+
+        fake._post_prompt = look
+        fake.call(fake.stop())
+        fake.call(fake.start())
+        start(fake, tmp_path, "a")
+    assert [json.loads(line)["event"] for line in lines] == ["run", "queued"]
+
+
+def test_two_servers_with_the_same_names_keep_both_files(tmp_path: Path):
+    with fake_comfyui() as one, fake_comfyui() as other:
+        start(one, tmp_path, "a")
+        ran = start(other, tmp_path, "a")
+    assert images(tmp_path) == ["fake_00001_-2.png", "fake_00001_.png"]
+    assert [path.name for path in ran.jobs[0].files] == ["fake_00001_-2.png"]
+
+
+def test_a_file_that_the_server_lost_fails_its_job_alone(tmp_path: Path):
+    with fake_comfyui(no_file=1) as fake:
+        ran = start(fake, tmp_path, "a", "b")
+    assert sorted(ran.status) == ["done", "failed"]
+    assert "fake_0000" in next(job.error["message"] for job in ran.jobs if job.error)
+
+
+def test_a_full_disk_fails_a_job_and_resume_fetches_it(tmp_path: Path, monkeypatch):
+    async def full(server: Any, image: Any, folder: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    with fake_comfyui() as fake:
+        with monkeypatch.context() as patch:
+            patch.setattr(collect, "download", full)
+            ran = start(fake, tmp_path, "a")
+        assert ran.status == ["failed"]
+        assert "No space left on device); --resume fetches it" in ran.jobs[0].error["message"]
+        again = start(fake, tmp_path, "a", resume=True)
+        assert len(fake.posted) == 1
+    assert again.status == ["done"]
+    assert images(tmp_path) == ["fake_00001_.png"]
+
+
+def test_a_journal_on_a_full_disk_queues_nothing_that_it_cannot_note(tmp_path: Path, monkeypatch):
+    write = Ledger.write
+
+    def full(self: Ledger, key: str, prompt_id: str, event: str, **facts: Any) -> None:
+        if event == "done" or facts.get("settings") == {"seed": 2}:
+            raise OSError(28, "No space left on device")
+        write(self, key, prompt_id, event, **facts)
+
+    with fake_comfyui() as fake:
+        with monkeypatch.context() as patch:
+            patch.setattr(Ledger, "write", full)
+            ran = start(fake, tmp_path, settings=["seed=1..3"])
+        assert ran.status == ["done", "failed", "done"]
+        assert "(No space left on device), so the job was not queued" in ran.log
+        again = start(fake, tmp_path, settings=["seed=1..3"], resume=True)
+        assert len(fake.posted) == 3
+    assert again.status == ["done"] * 3
+    assert len(images(tmp_path)) == 3
+
+
+def test_positions_count_the_prompts_of_others(tmp_path: Path):
+    with fake_comfyui(paused=True) as fake:
+        for number in range(7):
+            fake.state.queue.append([number, f"other{number}", graph(), {}, ["save"]])
+        fake.state.number = 7
+
+        def run() -> None:
+            until(lambda: len(fake.state.queue) == 8)
+            looked(fake)
+            fake.faults.paused = False
+
+        ran = start(fake, tmp_path, "a", meanwhile=run)
+        assert "other0" in fake.state.history
+    assert "0/1 jobs, 7 ahead in the queue" in ran.log
+
+
+def test_five_hundred_jobs_ask_for_each_history_once(tmp_path: Path):
+    with fake_comfyui() as fake:
+        start_time = time.monotonic()
+        ran = start(fake, tmp_path, "a", settings=["seed=1..500"])
+        seconds = time.monotonic() - start_time
+        counts = {path: fake.requests.count(path) for path in set(fake.requests)}
+    assert ran.status == ["done"] * 500
+    assert counts["POST /prompt"] == 500
+    assert counts["GET /view"] == 500
+    assert max(n for path, n in counts.items() if path.startswith("GET /history/")) == 1
+    assert counts["GET /queue"] < 100
+    assert seconds < 30
+
+
+def test_a_dry_run_queues_uploads_and_writes_nothing(tmp_path: Path):
+    with fake_comfyui() as fake:
+        ran = start(fake, tmp_path, "a", "b", dry_run=True)
+        assert {line.partition(" ")[0] for line in fake.requests} == {"GET"}
+    assert ran.outcome.exit_code == 0
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,82 @@
+"""Bars on a terminal, lines elsewhere, and never too many."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from qwen_l40s.client import progress as module
+from qwen_l40s.client.job import labels
+from qwen_l40s.client.progress import Progress, shown
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Narrow(io.StringIO):
+    encoding = "ascii"
+
+
+def run(stream: io.StringIO, jobs: int) -> str:
+    with Progress(jobs, stream) as progress:
+        for number in range(jobs):
+            for step in range(1, 5):
+                progress.node(f"job {number + 1}", "Sample", step, 4, "2/3")
+                progress.show(done=number, failed=0, ahead=None)
+        progress.show(done=jobs, failed=2, ahead=None)
+        progress.say("the end")
+    return stream.getvalue()
+
+
+@pytest.fixture
+def each_drawing(monkeypatch):
+    monkeypatch.setattr(module, "DRAW_SECONDS", 0.0)
+
+
+def test_a_terminal_shows_one_bar_for_the_jobs_and_one_for_the_node(each_drawing):
+    text = run(Terminal(), 3)
+    assert "jobs 2/3 |" in text
+    assert "node 2/3, Sample 3/4 |" in text
+    assert "2 failed" in text
+    # Two bars on two lines: one line down and up again, whatever the number of jobs.
+    assert text.replace("the end\n", "").count("\n") == text.count("\x1b[A")
+
+
+def test_five_hundred_jobs_in_a_moment_are_drawn_a_few_times():
+    assert len(run(Terminal(), 500)) < 20_000
+
+
+def test_elsewhere_a_line_a_job_at_the_most_within_ten_seconds():
+    lines = run(io.StringIO(), 3).splitlines()
+    assert lines == [
+        "job 1: Sample 1/4",
+        "job 2: Sample 1/4",
+        "job 3: Sample 1/4",
+        "the end",
+    ]
+
+
+def test_the_position_in_the_queue():
+    for stream in (io.StringIO(), Terminal()):
+        with Progress(2, stream) as progress:
+            progress.show(done=0, failed=0, ahead=7)
+        assert "7 ahead in the queue" in stream.getvalue()
+
+
+@pytest.mark.parametrize("stream", [Narrow(), io.StringIO()])
+def test_what_a_terminal_cannot_show_is_escaped(stream):
+    text = shown("猫\x1b[2J\nGrüße", stream)
+    assert text.isprintable() or "\n" in text
+    assert "\x1b" not in text
+    assert text.encode(getattr(stream, "encoding", None) or "utf-8")
+
+
+def test_labels_name_the_settings_in_which_jobs_differ():
+    chosen = [{"prompt": "a cat", "seed": seed} for seed in (1, 2)]
+    assert labels(chosen) == ["job 1 (seed=1)", "job 2 (seed=2)"]
+    assert labels([{"prompt": "a cat"}]) == ["job 1"]
+    (first, _) = labels([{"prompt": "x " * 500}, {"prompt": "y\nz"}])
+    assert first == f"job 1 (prompt={'x ' * 18}x...)"

@@ -1,0 +1,243 @@
+"""The calls of a server: answers, refusals, patience."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from fake_comfyui import fake_comfyui, graph
+
+from qwen_l40s.client.address import Address
+from qwen_l40s.client.server import Server
+from qwen_l40s.client.trouble import AnswerError, ServerError
+from qwen_l40s.errors import SettingError
+
+
+def ask(url: str, question: Callable[[Server], Awaitable[Any]], **options: Any) -> Any:
+    async def run() -> Any:
+        options.setdefault("wait", 5.0)
+        async with Server(url, first_pause=0.01, **options) as server:
+            return await question(server)
+
+    return asyncio.run(run())
+
+
+@contextlib.contextmanager
+def answering(handler: Any):
+    """A server on which every path gives the same answer."""
+    with fake_comfyui() as server:
+
+        async def replace() -> int:
+            app = web.Application()
+            app.router.add_route("*", "/{path:.*}", handler)
+            runner = web.AppRunner(app, shutdown_timeout=0.1)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            server.other = runner
+            return runner.addresses[0][1]
+
+        yield f"http://127.0.0.1:{server.call(replace())}"
+        server.call(server.other.cleanup())
+
+
+@pytest.mark.parametrize(
+    ("text", "url", "websocket"),
+    [
+        ("127.0.0.1:8188", "http://127.0.0.1:8188/queue", "ws://127.0.0.1:8188/ws?clientId=me"),
+        ("http://host:1/", "http://host:1/queue", "ws://host:1/ws?clientId=me"),
+        ("https://host/a/b", "https://host/a/b/queue", "wss://host/a/b/ws?clientId=me"),
+        ("https://host/a%20b/", "https://host/a%20b/queue", "wss://host/a%20b/ws?clientId=me"),
+        ("http://[::1]:8188", "http://[::1]:8188/queue", "ws://[::1]:8188/ws?clientId=me"),
+    ],
+)
+def test_an_address_with_or_without_scheme_and_prefix(text, url, websocket):
+    address = Address.parse(text)
+    assert str(address.url("queue")) == url
+    assert str(address.websocket("me")) == websocket
+
+
+@pytest.mark.parametrize("text", ["", "ftp://host", "http://", "a b", "http://host:port", "ws://h"])
+def test_an_address_that_is_none(text):
+    with pytest.raises(SettingError, match="is no address of a server"):
+        Address.parse(text)
+
+
+def test_a_password_is_never_shown():
+    assert str(Address.parse("http://me:secret@host:1/x")) == "http://host:1/x"
+
+
+@pytest.mark.parametrize(("host", "here"), [("localhost", True), ("127.0.0.1", True), ("h", False)])
+def test_only_the_machine_itself_goes_past_the_proxy_of_the_environment(host, here):
+    assert Address.parse(f"http://{host}:1").loopback is here
+
+
+def test_object_info_comes_with_the_headers_that_were_asked_for():
+    async def handler(request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer t"
+        return web.json_response({"SaveImage": {}})
+
+    with answering(handler) as url:
+        found = ask(url, lambda server: server.object_info(), headers={"Authorization": "Bearer t"})
+    assert found == {"SaveImage": {}}
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_a_server_that_is_no_comfyui(status):
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(status=status, text="<html>", content_type="text/html")
+
+    with answering(handler) as url, pytest.raises(ServerError, match="is no ComfyUI server"):
+        ask(url, lambda server: server.object_info())
+
+
+def test_a_sign_in_that_is_asked_for():
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(status=401)
+
+    with answering(handler) as url, pytest.raises(AnswerError, match="asks for a sign-in") as error:
+        ask(url, lambda server: server.object_info())
+    assert error.value.status == 401
+
+
+def test_a_busy_server_is_asked_again_when_it_says():
+    lines: list[str] = []
+    with fake_comfyui(busy=2, retry_after="0") as fake:
+        ask(fake.url, lambda server: server.object_info(), notify=lines.append)
+        assert fake.requests == ["GET /object_info"] * 3
+    assert [line.partition(" ")[0] for line in lines] == ["waiting", fake.url]
+
+
+def test_retry_after_is_honoured():
+    with fake_comfyui(busy=1, retry_after="1") as fake:
+        start = time.monotonic()
+        ask(fake.url, lambda server: server.queue())
+        assert time.monotonic() - start >= 1.0
+
+
+def test_a_server_that_stays_busy_is_given_up():
+    with (
+        fake_comfyui(busy=10**6, retry_after="100") as fake,
+        pytest.raises(ServerError, match=r"gave no answer for 0.2 s \(it answers 503\)"),
+    ):
+        ask(fake.url, lambda server: server.object_info(), wait=0.2)
+
+
+def test_a_server_that_is_not_there():
+    with fake_comfyui() as fake:
+        url = fake.url
+    with pytest.raises(ServerError, match="connection refused"):
+        ask(url, lambda server: server.object_info(), wait=0.1)
+
+
+def test_a_name_that_no_machine_has_is_told_at_once():
+    with pytest.raises(ServerError, match=r"no machine is called 'nothing\.invalid'"):
+        ask("nothing.invalid:8188", lambda server: server.object_info(), wait=60)
+
+
+def test_https_to_a_server_without_it_is_told_at_once():
+    with fake_comfyui() as fake, pytest.raises(ServerError, match="no secure connection"):
+        url = fake.url.replace("http:", "https:")
+        ask(url, lambda server: server.object_info(), wait=60)
+
+
+def test_a_prompt_keeps_the_id_that_we_chose():
+    chosen = str(uuid.uuid4())
+    with fake_comfyui() as fake:
+        found = ask(fake.url, lambda server: server.submit(graph(), chosen, "me"))
+        assert fake.posted[0]["client_id"] == "me"
+    assert found.prompt_id == chosen
+    assert found.node_errors == {}
+
+
+@pytest.mark.parametrize("own_ids", [False, True])
+def test_a_prompt_whose_answer_is_lost_is_queued_once(own_ids):
+    chosen = str(uuid.uuid4())
+    with fake_comfyui(lose_answer=1, own_ids=own_ids, paused=True) as fake:
+        found = ask(fake.url, lambda server: server.submit(graph(), chosen, "me"))
+        assert [item[1] for item in fake.state.queue] == [found.prompt_id]
+    assert (found.prompt_id == chosen) is not own_ids
+
+
+@pytest.mark.parametrize("own_ids", [False, True])
+def test_a_prompt_that_ended_before_its_answer_was_missed_is_found_in_the_history(own_ids):
+    chosen = str(uuid.uuid4())
+    with fake_comfyui(lose_answer=1, own_ids=own_ids) as fake:
+        found = ask(fake.url, lambda server: server.submit(graph(), chosen, "me"))
+        assert len(fake.posted) == 1
+    assert (found.prompt_id == chosen) is not own_ids
+
+
+def test_a_prompt_that_never_arrived_is_sent_again():
+    with fake_comfyui(lose_request=2, paused=True) as fake:
+        ask(fake.url, lambda server: server.submit(graph(), str(uuid.uuid4()), "me"))
+        assert len(fake.state.queue) == 1
+
+
+def test_a_refused_prompt_brings_what_the_server_says():
+    with fake_comfyui() as fake, pytest.raises(AnswerError) as error:
+        ask(fake.url, lambda server: server.submit(graph("refuse"), str(uuid.uuid4()), "me"))
+    assert error.value.status == 400
+    assert error.value.body["node_errors"]["draw"]["class_type"] == "Draw"
+
+
+def test_an_upload_too_large_names_the_option_of_the_server():
+    too_large = pytest.raises(AnswerError, match="--max-upload-size")
+    with fake_comfyui(too_large=True) as fake, too_large:
+        ask(fake.url, lambda server: server.upload(b"x", "a.png", "folder"))
+
+
+def test_an_upload_is_sent_again_whole():
+    with fake_comfyui(busy=1) as fake:
+        name = ask(fake.url, lambda server: server.upload(b"data", "a.png", "folder"))
+        assert name == "folder/a.png"
+        assert fake.uploads == {"folder/a.png": b"data"}
+
+
+def test_a_download_that_was_cut_begins_anew():
+    target = io.BytesIO()
+
+    @contextlib.contextmanager
+    def opened():
+        target.seek(0)
+        target.truncate()
+        yield target
+
+    with fake_comfyui(cut_file=2) as fake:
+        fake.files["a.png"] = bytes(range(256)) * 100
+        image = {"filename": "a.png", "subfolder": "", "type": "output"}
+        ask(fake.url, lambda server: server.download(image, opened))
+        assert target.getvalue() == fake.files["a.png"]
+
+
+def test_the_queue_is_in_the_order_of_its_turns():
+    with fake_comfyui(paused=True) as fake:
+        fake.state.running = [3, "runs", {}, {}, []]
+        fake.state.queue[:] = [[9, "last", {}, {}, []], [-1, "front", {}, {}, []]]
+        queue = ask(fake.url, lambda server: server.queue())
+        fake.state.queue.clear()
+    assert queue.places == {"runs": 0, "front": 1, "last": 2}
+    assert queue.running == {"runs"}
+
+
+def test_a_password_in_the_address_is_used():
+    async def handler(request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Basic bWU6c2VjcmV0"
+        return web.json_response({"SaveImage": {}})
+
+    with answering(handler) as url:
+        ask(url.replace("//", "//me:secret@"), lambda server: server.object_info())
+
+
+def test_a_page_in_place_of_an_answer_is_told():
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(text="<html>sign in</html>", content_type="text/html")
+
+    with answering(handler) as url, pytest.raises(AnswerError, match="text/html and not with JSON"):
+        ask(url, lambda server: server.queue())
