@@ -1,7 +1,7 @@
 """A real ComfyUI server in a process of its own, with a base folder of its own, and a client.
 
 The pack is linked into its custom_nodes under a name with a dash and a dot, which an import path
-could not hold.
+could not hold, unless a test names the folder.
 """
 
 from __future__ import annotations
@@ -56,14 +56,19 @@ class Run:
 
 
 class Server:
-    """Starts ComfyUI on a free port; `base` holds custom_nodes, models, input and output."""
+    """Starts ComfyUI on a free port; `base` holds custom_nodes, models, input and output.
 
-    def __init__(self, comfyui: Path, base: Path, *arguments: str) -> None:
+    Args:
+        arguments: more of ComfyUI's command line.
+        pack: the folder name under which the pack is installed.
+    """
+
+    def __init__(self, comfyui: Path, base: Path, *arguments: str, pack: str = PACK) -> None:
         self.base = base
         nodes = base / "custom_nodes"
         nodes.mkdir(parents=True, exist_ok=True)
-        if not (nodes / PACK).exists():
-            (nodes / PACK).symlink_to(ROOT, target_is_directory=True)
+        if not (nodes / pack).exists():
+            (nodes / pack).symlink_to(ROOT, target_is_directory=True)
         for folder in ("diffusion_models", "text_encoders", "vae", "loras", "diffusers"):
             (base / "models" / folder).mkdir(parents=True, exist_ok=True)
         self.port = _free_port()

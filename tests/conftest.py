@@ -29,6 +29,11 @@ sys.path.append(str(ROOT / "tests"))
 pytest_plugins = ["tiny_model"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the folder for the pictures of the page that test_browser.py can take."""
+    parser.addoption("--screenshots", type=Path, help="folder for test_browser.py's screenshots")
+
+
 def pytest_report_header() -> str:
     """One line above the tests: which ComfyUI they are compared with, or that there is none."""
     from qwen_l40s.optimizations.software import check_comfyui, find_comfyui

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from .definitions import companions
+from .definitions import OURS, companions
 from .graph import Node, Workflow
 
 TITLE = 30  # above a node's position, as the page draws it
@@ -13,6 +13,8 @@ SLOT, WIDGET = 20, 24
 MARGIN, FRAME_TITLE = 20, 44
 BETWEEN_NODES, BETWEEN_FRAMES = 30, 40
 NARROWEST = 320
+# "Nodes 2.0" draws a badge and a button for rare inputs on nodes of a pack: 36 px more, measured.
+PACK_EXTRA = 44
 # What a text of several lines needs to be read; the page gives it what is left of the node.
 TEXT_HEIGHT, RARE_TEXT_HEIGHT = 160, 60
 WIDE = 420  # with texts or names of files
@@ -72,7 +74,7 @@ def lay_out(workflow: Workflow) -> Layout:
             for node in members:
                 if node.group == group:
                     nodes[node.id] = Box(left, at, width, size(node)[1])
-                    at += size(node)[1] + BETWEEN_NODES + TITLE
+                    at += size(node)[1] + _extra(node) + BETWEEN_NODES + TITLE
             height = at - BETWEEN_NODES - TITLE + MARGIN - top
             frames[group] = Box(left - MARGIN, top, width + 2 * MARGIN, height)
             top += height + BETWEEN_FRAMES
@@ -96,6 +98,10 @@ def size(node: Node) -> tuple[int, int]:
     names_files = any(known.type == "COMBO" and known.choices is None for known in widgets)
     width, shown = SHOWN.get(definition.class_type, (NARROWEST, 0))
     return max(width, node.width, WIDE if texts or names_files else 0), height + shown
+
+
+def _extra(node: Node) -> int:
+    return PACK_EXTRA if node.definition.class_type.startswith(OURS) else 0
 
 
 def _note_height(text: str) -> int:

@@ -20,7 +20,8 @@ PACK = "comfyui-qwen-image-l40s"
 OPTIONAL_SLOT = 7  # the page's shape of a socket that may stay empty
 # Of the page, in pixels: what is seen first, and what its bars cover at the left and at the top.
 VIEW, COVERED = (1480, 860), (80, 120)
-FRAME_COLOR, NOTE_COLOR, NOTE_BACKGROUND = "#3f789e", "#432", "#653"
+# Dark notes, as in ComfyUI's own templates: code is blue in them, and unreadable on the brown.
+FRAME_COLOR, NOTE_COLOR, NOTE_BACKGROUND = "#3f789e", "#222", "#000"
 
 
 def ui_form(workflow: Workflow) -> dict[str, Any]:
