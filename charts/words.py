@@ -52,6 +52,15 @@ def estimate_text(estimate: Estimate) -> str:
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
+def summary_text(estimate: Estimate) -> str:
+    """What the node shows in itself: whether it fits, of what, and an image's time and cost."""
+    lines = [verdict(estimate), heading(estimate)]
+    if estimate.image_seconds:
+        time = f"{duration(estimate.image_seconds)}, {rests_on(estimate)}"
+        lines.append(f"image: {time}; {_cost(estimate)}")
+    return "\n".join(lines)
+
+
 def verdict(estimate: Estimate) -> str:
     """Whether it fits, by how much, and where it is tightest: one sentence."""
     option = estimate.option

@@ -37,6 +37,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
                 "crossover",
             ],
             is_output_node=True,
+            hidden=[io.Hidden.unique_id],
             inputs=[
                 io.Float.Input(
                     "images_per_hour",
@@ -93,8 +94,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
 
         wish = wish_from(wish_settings(**settings)).wish
         found = advise_on(wish, images_per_hour, read_prices(prices, known_cards()))
-        return with_picture(
-            cls,
-            cost_chart(found.advices, found.comparisons, wish),
-            advise_text(found.market, found.advices, found.comparisons),
-        )
+        report = advise_text(found.market, found.advices, found.comparisons)
+        chart = cost_chart(found.advices, found.comparisons, wish)
+        cheapest, *_ = report.split("\n\n")
+        return with_picture(cls, chart, cheapest, report)

@@ -41,6 +41,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
                 "time estimate",
             ],
             is_output_node=True,
+            hidden=[io.Hidden.unique_id],
             inputs=[
                 io.Combo.Input(
                     "card",
@@ -154,7 +155,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
     ) -> io.NodeOutput:
         require_host()
         from ..charts.memory_chart import memory_chart
-        from ..charts.words import estimate_text
+        from ..charts.words import estimate_text, summary_text
         from ..hosts.comfyui.this_card import card_of
         from ..hosts.comfyui.wired_estimate import estimate_on
         from ..hosts.comfyui.wired_wish import wish_from, wish_settings
@@ -164,6 +165,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         return with_picture(
             cls,
             memory_chart(found),
+            summary_text(found),
             estimate_text(found),
             found.fits,
             json.dumps(found.as_dict(), indent=2),

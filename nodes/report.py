@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io, ui
 
+from ..hosts.comfyui.page import show_text
 from .host import CATEGORY, require_host
 
 
@@ -29,6 +30,7 @@ class QwenL40SReport(io.ComfyNode):
                 "profile",
             ],
             is_output_node=True,
+            hidden=[io.Hidden.unique_id],
             inputs=[
                 io.Image.Input(
                     "images",
@@ -72,4 +74,6 @@ class QwenL40SReport(io.ComfyNode):
         from ..hosts.comfyui.run_report import report_run
 
         report = report_run(model, clip, vae, images)
+        # What was sampled, and what was measured of it.
+        show_text(cls, "\n".join(report.text.split("\n\n")[:2]))
         return io.NodeOutput(images, report.text, report.json(), ui=ui.PreviewText(report.text))

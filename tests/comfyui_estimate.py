@@ -25,7 +25,9 @@ import comfy.model_management as management  # noqa: E402
 import folder_paths  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from comfy_api.latest import io  # noqa: E402
 from PIL import Image  # noqa: E402
+from server import PromptServer  # noqa: E402
 
 from qwen_l40s.errors import SettingError, UnavailableError  # noqa: E402
 from qwen_l40s.hosts.comfyui import this_card  # noqa: E402
@@ -96,6 +98,32 @@ def check_everything_is_described():
     inputs = {part.id: part for part in QwenL40SEstimateVRAM.GET_SCHEMA().inputs}
     assert inputs["card"].options == known and inputs["card"].default == "this card"
     assert inputs["references"].max == 3
+
+
+def told_to_the_page(node, run_node):
+    """What a node shows in itself while it runs."""
+    server, hidden = mock.Mock(), io.HiddenHolder.from_dict({io.Hidden.unique_id: "7"})
+    with (
+        mock.patch.object(PromptServer, "instance", server, create=True),
+        mock.patch.object(node, "hidden", hidden),
+    ):
+        run_node()
+    (text, shown_in), _ = server.send_progress_text.call_args
+    assert shown_in == "7" and io.Hidden.unique_id in node.GET_SCHEMA().hidden
+    return text.splitlines()
+
+
+def check_the_answer_stands_in_the_node_itself():
+    lines = told_to_the_page(QwenL40SEstimateVRAM, lambda: run(card="L40S"))
+    report = run(card="L40S")[1].splitlines()
+    assert lines[:2] == report[:2] and len(lines) == 3, lines
+    image, cost = (
+        next(line.split(name)[1].strip() for line in report if line.startswith(name))
+        for name in ("image", "cost")
+    )
+    assert lines[2] == f"image: {image}; {cost}", lines
+    lines = told_to_the_page(QwenL40SAdviseGPU, advice)
+    assert lines == advice().args[1].split("\n\n")[0].splitlines()
 
 
 def check_an_estimate_without_wires_is_the_planners_own():

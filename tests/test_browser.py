@@ -271,6 +271,8 @@ def test_the_estimate_shows_its_picture_and_its_words(
     words = page.page.locator(".widget-text-preview textarea")
     page.page.wait_for_function("area => area.value", arg=words.element_handle())
     assert words.input_value() == report
+    # The words above are in Preview as Text; these are in the node itself.
+    page.page.get_by_text(report.splitlines()[0]).wait_for()
     nodes = page.nodes()
     assert overlapping({node["title"]: node["box"] for node in nodes}) == []
     assert page.problems == []
