@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..client.job import Job
     from ..client.submission import Outcome
 
+ROOT = Path(__file__).resolve().parent.parent
 # What is imported, and what pip calls it.
 PACKAGES = {"aiohttp": "aiohttp", "PIL": "pillow", "tqdm": "tqdm"}
 
@@ -40,8 +41,8 @@ what happens:
   run out of the queue and stops the one that runs, nobody else's.
 
 exit codes:
-  0 all jobs done, 1 a job failed or was cancelled, 2 bad input and nothing queued, 3 server not
-  reachable or lost, 130 Ctrl-C
+  0 all jobs done, 1 a job failed, was cancelled or given up, 2 bad input and nothing queued,
+  3 server not reachable or lost, 130 Ctrl-C
 
 example:
   qwen-l40s submit workflows/api/micro_text_to_image.json \\
@@ -117,8 +118,16 @@ def run(args: argparse.Namespace) -> int:
         0 when all are done, 1 when one is not, 3 when the server was lost, 130 when stopped.
     """
     _require_packages()
+    from ..client.progress import losable
     from ..client.submission import Request, submit
     from ..client.trouble import ServerError
+
+    printer = Printer()
+
+    def ended(job: Job) -> None:
+        if not args.json:
+            with losable(sys.stdout):
+                printer.show(job)
 
     request = Request(
         workflow=args.workflow,
@@ -131,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
         dry_run=args.dry_run,
     )
     try:
-        outcome = asyncio.run(submit(request, sys.stderr, _ignore if args.json else Printer().show))
+        outcome = asyncio.run(submit(request, sys.stderr, ended))
     except ServerError as error:  # before anything was queued
         if args.debug:
             traceback.print_exc()
@@ -144,16 +153,17 @@ def run(args: argparse.Namespace) -> int:
     elif args.dry_run:
         for job in outcome.jobs:
             print_text(job.label)
-    _summarize(outcome)
+    with losable(sys.stderr):
+        _summarize(outcome)
     return outcome.exit_code
 
 
 def _summarize(outcome: Outcome) -> None:
     request = outcome.request
     if outcome.error is not None:
-        print(f"qwen-l40s: error: {outcome.error}; --resume continues this run", file=sys.stderr)
+        print(f"qwen-l40s: error: {outcome.error} --resume continues this run.", file=sys.stderr)
     if request.dry_run:
-        print(f"{len(outcome.jobs)} jobs could be queued; none was", file=sys.stderr)
+        print(f"jobs that could be queued: {len(outcome.jobs)}; none was", file=sys.stderr)
         return
     counts: dict[str, int] = {}
     for job in outcome.jobs:
@@ -182,11 +192,6 @@ class Printer:
                 self._shown.add(text)
                 print_text(f"{job.label}, {', '.join(named)}:")
                 print_text("\n".join(f"  {line}".rstrip() for line in text.splitlines()))
-        sys.stdout.flush()
-
-
-def _ignore(job: Job) -> None:
-    pass
 
 
 def _require_packages() -> None:
@@ -194,7 +199,7 @@ def _require_packages() -> None:
     if missing:
         raise UnavailableError(
             f"talking to a server needs {', '.join(missing)}, not installed here: run "
-            "`pip install 'comfyui-qwen-image-l40s[client]'`, or use ComfyUI's own Python."
+            f'`pip install ".[client]"` in {ROOT}, or use ComfyUI\'s own Python.'
         )
 
 
@@ -204,7 +209,7 @@ def _headers(texts: list[str]) -> dict[str, str]:
         name, colon, value = text.partition(":")
         name, value = name.strip(), value.strip()
         if not colon or not name or not (name + value).isprintable() or " " in name:
-            raise SettingError(f'--header {text!r} must be "Name: value"')
+            raise SettingError(f'--header {text!r} must be "Name: value".')
         headers[name] = value
     return headers
 

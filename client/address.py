@@ -32,7 +32,13 @@ class Address:
         if not usable or any(letter.isspace() for letter in text):
             raise SettingError(
                 f"--server {text!r} is no address of a server: it must be like "
-                "http://127.0.0.1:8188 or https://host/prefix"
+                "http://127.0.0.1:8188 or https://host/prefix."
+            )
+        if "?" in text or "#" in text:
+            raise SettingError(
+                f"--server {text.partition('?')[0].partition('#')[0]} must end there, without "
+                "'?' and '#': a token goes into --header, such as "
+                '--header "Authorization: Bearer TOKEN".'
             )
         return cls(url.with_path(url.raw_path.rstrip("/") + "/", encoded=True))
 

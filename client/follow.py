@@ -10,6 +10,7 @@ calls `renew` when it changed and nothing was told.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 5.0
 # It makes the server send no preview images in the older, larger form, should it send any.
 FEATURES = {"type": "feature_flags", "data": {"supports_preview_metadata": True}}
+# Of messages: what they tell of a prompt that runs.
+KINDS = ("execution_start", "execution_cached", "executing", "progress", "progress_state")
 
 
 @dataclass
@@ -33,6 +36,31 @@ class Running:
     value: float = 0
     maximum: float = 0
     finished: set[str] = field(default_factory=set)  # nodes that ran, or whose result was kept
+
+    def take(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Takes in what a message of `KINDS` tells.
+
+        Raises:
+            LookupError, TypeError, ValueError, AttributeError: it has another form than ComfyUI's.
+        """
+        if kind == "execution_cached":
+            self.finished.update(map(str, data["nodes"]))
+        elif kind == "executing":
+            self._at(data["node"], 0, 0)
+        elif kind == "progress":
+            self._at(data["node"], data["value"], data["max"])
+        elif kind == "progress_state":
+            for node, state in data["nodes"].items():
+                # One that made others of itself runs under their ids; people know what they placed.
+                node = state.get("display_node_id") or node
+                if state["state"] == "finished":
+                    self.finished.add(str(node))
+                elif state["state"] == "running":
+                    self._at(node, state["value"], state["max"])
+
+    def _at(self, node: Any, value: Any, maximum: Any) -> None:
+        if node is not None:
+            self.node, self.value, self.maximum = str(node), float(value), float(maximum)
 
 
 class Follower:
@@ -59,7 +87,6 @@ class Follower:
         *,
         changed: Callable[[], None] = lambda: None,
         notify: Callable[[str], None] = lambda line: None,
-        first_pause: float | None = None,
     ) -> None:
         self.running: dict[str, Running] = {}
         self.started: set[str] = set()
@@ -72,7 +99,6 @@ class Follower:
         self._client_id = client_id
         self._changed = changed
         self._notify = notify
-        self._first_pause = FIRST_PAUSE if first_pause is None else first_pause
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._tried = asyncio.Event()
 
@@ -86,7 +112,7 @@ class Follower:
 
     async def listen(self) -> None:
         """Keeps a websocket open until it is cancelled."""
-        pause, told = self._first_pause, False
+        pause, told = FIRST_PAUSE, False
         while True:
             refused = ""
             try:
@@ -94,7 +120,7 @@ class Follower:
                     await socket.send_json(FEATURES)
                     self._socket, self.connected = socket, True
                     self.turns += 1
-                    pause = self._first_pause
+                    pause = FIRST_PAUSE
                     if told:
                         self._notify("the server tells about progress again")
                         told = False
@@ -126,58 +152,22 @@ class Follower:
         """Takes in one message of execution.py, comfy_execution/progress.py or main.py."""
         self.heard += 1
         self._tried.set()
-        try:
+        # A node pack may send what it likes under any name.
+        with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
             message = json.loads(text)
-            kind, data = message["type"], message["data"]
-            prompt_id = data.get("prompt_id")
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return  # a custom node may send what it likes
-        if prompt_id is None:
-            return
-        if kind == "executing" and data.get("node") is None:
+            self._take(message["type"], message["data"])
+
+    def _take(self, kind: str, data: Mapping[str, Any]) -> None:
+        prompt_id = str(data["prompt_id"])
+        if kind == "executing" and data["node"] is None:
             # Sent after the history has the entry; execution_success comes before.
             self.running.pop(prompt_id, None)
             self.ended.append(prompt_id)
         elif kind == "execution_error":
             self.errors[prompt_id] = data
-        elif kind in HEARD:
+        elif kind in KINDS:
             self.started.add(prompt_id)
-            HEARD[kind](self.running.setdefault(prompt_id, Running()), data)
+            self.running.setdefault(prompt_id, Running()).take(kind, data)
         else:
             return
         self._changed()
-
-
-def _started(running: Running, data: Mapping[str, Any]) -> None:
-    pass
-
-
-def _cached(running: Running, data: Mapping[str, Any]) -> None:
-    running.finished.update(data.get("nodes") or ())
-
-
-def _executing(running: Running, data: Mapping[str, Any]) -> None:
-    running.node, running.value, running.maximum = data["node"], 0, 0
-
-
-def _progress(running: Running, data: Mapping[str, Any]) -> None:
-    running.node, running.value, running.maximum = data.get("node"), data["value"], data["max"]
-
-
-def _progress_state(running: Running, data: Mapping[str, Any]) -> None:
-    for node, state in (data.get("nodes") or {}).items():
-        # A node that made others of itself runs under their ids; people know the one they placed.
-        node = state.get("display_node_id") or node
-        if state.get("state") == "finished":
-            running.finished.add(node)
-        elif state.get("state") == "running":
-            running.node, running.value, running.maximum = node, state["value"], state["max"]
-
-
-HEARD: dict[str, Callable[[Running, Mapping[str, Any]], None]] = {
-    "execution_start": _started,
-    "execution_cached": _cached,
-    "executing": _executing,
-    "progress": _progress,
-    "progress_state": _progress_state,
-}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from types import ModuleType
 
-from ..errors import SettingError, UnavailableError
+from PIL import Image, UnidentifiedImageError
+
+from ..errors import SettingError
 
 # What is asked of Pillow, so that a file cannot reach its readers of documents and video.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -20,25 +21,23 @@ def check_image(path: Path, used_by: str) -> None:
 
     Raises:
         SettingError: the file is missing, empty, no image, damaged, cut off or too large.
-        UnavailableError: Pillow is not installed.
     """
-    image_module = _pillow()
     try:
         if path.stat().st_size == 0:
             raise SettingError(f"{path}, which {used_by} loads, is empty: give an image.")
         with warnings.catch_warnings():
             # From 89 megapixels Pillow warns, and cameras make those; from 179 it refuses.
             warnings.simplefilter("ignore")
-            with image_module.open(path, formats=_formats(image_module)) as image:
+            with Image.open(path, formats=_formats()) as image:
                 image.load()
     except SettingError:
         raise
-    except image_module.UnidentifiedImageError as error:
+    except UnidentifiedImageError as error:
         raise SettingError(
             f"{path}, which {used_by} loads, is no image that can be read: give one of "
             f"{', '.join(FORMATS)}."
         ) from error
-    except image_module.DecompressionBombError as error:
+    except Image.DecompressionBombError as error:
         raise SettingError(
             f"{path}, which {used_by} loads, is too large ({error}): scale it down first."
         ) from error
@@ -53,13 +52,11 @@ def png_text(path: Path, key: str) -> str | None:
 
     Raises:
         SettingError: the file is no PNG or is damaged.
-        UnavailableError: Pillow is not installed.
     """
-    image_module = _pillow()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with image_module.open(path, formats=("PNG",)) as image:
+            with Image.open(path, formats=("PNG",)) as image:
                 text = image.info.get(key)
     except Exception as error:  # a damaged file makes Pillow's readers fail in many ways
         raise SettingError(
@@ -69,16 +66,6 @@ def png_text(path: Path, key: str) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _formats(image_module: ModuleType) -> list[str]:
-    image_module.init()
-    return [name for name in FORMATS if name in image_module.OPEN]
-
-
-def _pillow() -> ModuleType:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise UnavailableError(
-            "images are read with Pillow, which is not installed: run `pip install pillow`."
-        ) from error
-    return Image
+def _formats() -> list[str]:
+    Image.init()
+    return [name for name in FORMATS if name in Image.OPEN]

@@ -11,16 +11,16 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from .collect import collect
 from .failure import failure, of_validation
 from .follow import Follower
 from .job import CANCELLED, COLLECTING, DONE, FAILED, LOST, OPEN, QUEUED, WAITING, Job
 from .ledger import Ledger
 from .progress import Progress
+from .results import collect
 from .server import Accepted, Server
 from .titles import title
 from .trouble import AnswerError, ServerError
-from .watch import Fate, Watch
+from .watch import Watch
 from .withdraw import withdraw
 
 # Between two looks at the queue, with a websocket and without.
@@ -144,7 +144,7 @@ class Run:
         except OSError as broken:
             message = (
                 f"{self._ledger.path} cannot be written ({broken.strerror}), so the job was not "
-                "queued; --resume queues it once there is room"
+                "queued: once it can, --resume queues it."
             )
             self._end(job, FAILED, error=failure("journal", message))
             return
@@ -179,9 +179,9 @@ class Run:
         for job in gone:
             if await self._look_up(job):
                 continue
-            fate = await self._watch.fate(job)
-            if fate is Fate.REMOVED:
-                self._end(job, CANCELLED, error=failure("removed", fate.value))
+            if await self._watch.removed(job):
+                message = "someone took it out of the server's queue."
+                self._end(job, CANCELLED, error=failure("removed", message))
             else:
                 forgotten.append(job)
         ran = [job for job in forgotten if job.ran or job.prompt_id in self._follower.started]
@@ -201,7 +201,7 @@ class Run:
             self._to_queue.put_nowait(job)
         for job in jobs:
             if job.crashes >= MOST_CRASHES:
-                message = f"the server went away {job.crashes} times while it ran this job"
+                message = f"the server went away {job.crashes} times while it ran this job."
                 self._end(job, LOST, error=failure("crashed", message))
 
     async def _look_up(self, job: Job) -> bool:

@@ -63,7 +63,7 @@ class Ledger:
             self._read()
         except OSError as error:
             raise SettingError(
-                f"--output {folder} cannot be written to ({error.strerror}): name another folder"
+                f"--output {folder} cannot be written to ({error.strerror}): name another folder."
             ) from error
 
     def _read(self) -> None:

@@ -15,7 +15,7 @@ from .job import Job, labels
 from .ledger import keys_of
 from .node_inputs import node_inputs
 from .server import Server
-from .settings import parse_settings, variations
+from .settings import Setting, variations
 from .titles import Graph
 from .trouble import AnswerError
 from .uploads import Upload, local_images, with_uploaded
@@ -39,18 +39,17 @@ class Plan:
 
 
 def plan_jobs(
-    graph: Graph, settings: Sequence[str], object_info: Mapping[str, Any], folder: Path
+    graph: Graph, settings: Sequence[Setting], object_info: Mapping[str, Any], folder: Path
 ) -> Plan:
     """The jobs of a workflow.
 
     Args:
-        settings: as they are typed after --set.
         folder: of the workflow file.
 
     Raises:
         SettingError: a setting, an image or the workflow does not suit this server.
     """
-    found = variations(graph, parse_settings(settings), object_info)
+    found = variations(graph, settings, object_info)
     uploads: dict[tuple[Any, ...], list[Upload]] = {}
     names: dict[Path, str] = {}
     graphs = []

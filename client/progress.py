@@ -18,19 +18,26 @@ LONGEST_NAME = 28
 
 
 class Progress:
-    """Of `total` jobs and of the node that runs; a context manager.
+    """Of the jobs and of the node that runs; a context manager.
 
     Args:
         stream: of the terminal or the log, in whatever encoding.
-        done: jobs that earlier runs did; they say nothing about the time that is left.
     """
 
-    def __init__(self, total: int, stream: TextIO, *, done: int = 0) -> None:
-        self._total = total
+    def __init__(self, stream: TextIO) -> None:
+        self._total = 0
         self._stream = stream
         self._last = ("", 0.0)
         self._drawn = 0.0
         self._jobs = self._node = None
+
+    def begin(self, total: int, *, done: int = 0) -> None:
+        """Shows the bars.
+
+        Args:
+            done: jobs that earlier runs did; they say nothing about the time that is left.
+        """
+        self._total, stream = total, self._stream
         if stream.isatty():
             layout = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
             options = {"file": stream, "leave": False, **_size(stream)}
@@ -48,17 +55,17 @@ class Progress:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """While something else is written to the terminal."""
-        if self._jobs is None:
-            yield
-        else:
-            with tqdm.external_write_mode(file=self._stream):
+        with losable(self._stream):
+            if self._jobs is None:
                 yield
+            else:
+                with tqdm.external_write_mode(file=self._stream):
+                    yield
 
     def say(self, text: str) -> None:
         """A line that stays."""
         with self.aside():
             self._stream.write(shown(text, self._stream) + "\n")
-            self._stream.flush()
 
     def show(self, *, done: int, failed: int, ahead: int | None) -> None:
         """The whole run.
@@ -105,6 +112,17 @@ class Progress:
         if subject != last or time.monotonic() - at >= LINE_SECONDS:
             self._last = (subject, time.monotonic())
             self.say(text)
+
+
+@contextmanager
+def losable(stream: TextIO) -> Iterator[None]:
+    """Writes that end no run where they fail: the reader left, the disk is full."""
+    try:
+        yield
+        stream.flush()
+    except OSError:
+        # What is still in the buffer would fail again at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _size(stream: TextIO) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a finished prompt left: files to download, and texts."""
+"""What a prompt left when it ended: its status, its texts, and files, which are downloaded."""
 
 from __future__ import annotations
 
@@ -6,16 +6,61 @@ import filecmp
 import os
 import re
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from .failure import failure, of_execution
+from .job import CANCELLED, DONE, FAILED, Job
 from .server import Server
 from .titles import title
+from .trouble import AnswerError
+
+ENDS = ("execution_success", "execution_error", "execution_interrupted")
 
 # What Windows forbids in a name, and what steers a terminal.
 FORBIDDEN = re.compile(r'[<>:"|?*\x00-\x1f\x7f]')
+
+
+async def collect(
+    server: Server,
+    job: Job,
+    entry: Mapping[str, Any],
+    folder: Path,
+    told: Mapping[str, Any] | None = None,
+) -> tuple[str, dict[str, Any] | None]:
+    """Fetches what an ended job made; files and texts of a failed one too, as far as they are.
+
+    Args:
+        entry: of the server's history.
+        told: an execution_error that the history may not have.
+
+    Returns:
+        The job's status, and why it failed; see `client/failure.py`.
+
+    Raises:
+        ServerError: the server went away.
+    """
+    messages = dict((entry.get("status") or {}).get("messages", ()))
+    job.seconds = _seconds(messages)
+    if "execution_interrupted" in messages:
+        return CANCELLED, failure("interrupted", "someone interrupted it on the server.")
+    job.texts = texts_of(entry, job.graph)
+    broken = messages.get("execution_error", told)
+    error = None if broken is None else of_execution(job.graph, broken)
+    for image in files_of(entry):
+        try:
+            job.files.append(await download(server, image, folder))
+        except AnswerError as refused:
+            message = f"{image['filename']} cannot be fetched: {refused}"
+            error = error or failure("download", message)
+        except OSError as full:
+            message = (
+                f"{image['filename']} cannot be written ({full.strerror or full}): once it can, "
+                "--resume fetches it."
+            )
+            error = error or failure("download", message)
+    return (DONE if error is None else FAILED), error
 
 
 def files_of(entry: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -61,14 +106,8 @@ async def download(server: Server, image: Mapping[str, str], folder: Path) -> Pa
     target = folder.joinpath(*_safe_parts(image["subfolder"]), _safe_name(image["filename"]))
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.parent / f".{uuid.uuid4().hex}.part"
-
-    @contextmanager
-    def opened() -> Iterator[BinaryIO]:
-        with part.open("wb") as file:
-            yield file
-
     try:
-        await server.download(image, opened)
+        await server.download(image, part)
         return _placed(part, target)
     finally:
         part.unlink(missing_ok=True)
@@ -107,3 +146,10 @@ def _safe_parts(subfolder: str) -> list[str]:
 def _safe_name(name: str) -> str:
     name = FORBIDDEN.sub("_", re.split(r"[/\\]", name)[-1]).strip()
     return name if name.strip(". ") else "_"
+
+
+def _seconds(told: Mapping[str, Mapping[str, Any]]) -> float | None:
+    """That the run took, by the server's clock; None where it does not say."""
+    start = told.get("execution_start", {}).get("timestamp")
+    end = next((told[kind].get("timestamp") for kind in told if kind in ENDS), None)
+    return None if start is None or end is None else round((end - start) / 1000, 3)

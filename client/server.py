@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -47,7 +47,7 @@ class Server:
 
     Args:
         url: http(s)://host:port/prefix, or host:port.
-        headers, wait, first_pause, notify: see `Transport`.
+        headers, wait, notify: see `Transport`.
     """
 
     def __init__(
@@ -56,13 +56,10 @@ class Server:
         *,
         headers: Mapping[str, str] | None = None,
         wait: float = 60.0,
-        first_pause: float = 0.25,
         notify: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.address = Address.parse(url)
-        self.transport = Transport(
-            self.address, headers=headers or {}, wait=wait, first_pause=first_pause, notify=notify
-        )
+        self.transport = Transport(self.address, headers=headers or {}, wait=wait, notify=notify)
 
     async def __aenter__(self) -> Server:
         await self.transport.open()
@@ -77,16 +74,17 @@ class Server:
         Raises:
             ServerError: what answers is no ComfyUI.
         """
-        wrong = ServerError(
-            f"{self.address} is no ComfyUI server, for it has no list of nodes (/object_info): "
-            "--server takes the address at which ComfyUI's page opens"
-        )
         try:
             found = await self._json("GET", "object_info")
         except AnswerError as error:
-            raise (wrong if error.status in (200, 404, 405) else error) from error
+            if error.status not in (200, 404, 405):
+                raise
+            found = None
         if not isinstance(found, dict) or "SaveImage" not in found:
-            raise wrong
+            raise ServerError(
+                f"{self.address} is no ComfyUI server, for it has no list of nodes (/object_info): "
+                "--server takes the address at which ComfyUI's page opens."
+            )
         return found
 
     async def queue(self) -> Queue:
@@ -162,10 +160,8 @@ class Server:
         folder = content.get("subfolder")
         return f"{folder}/{content['name']}" if folder else content["name"]
 
-    async def download(
-        self, image: Mapping[str, str], target: Callable[[], AbstractContextManager[BinaryIO]]
-    ) -> None:
-        """Writes a file that an output names into `target()`.
+    async def download(self, image: Mapping[str, str], target: Path) -> None:
+        """Writes a file that an output names into `target`.
 
         Raises:
             OSError: of the local file.
@@ -197,7 +193,7 @@ class Server:
         except ValueError as error:  # such as the page by which a proxy asks for a sign-in
             raise AnswerError(
                 f"{self.address} answered {call} with {answer.content_type} and not with JSON: "
-                "check --server, and whether a sign-in needs a --header",
+                "check --server, and whether a sign-in needs a --header.",
                 200,
                 answer.body.decode("utf-8", "replace"),
             ) from error

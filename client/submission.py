@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from .failure import failure
 from .interrupts import cancelled_by_signals
 from .job import CANCELLED, DONE, LOST, OPEN, QUEUED, Job
 from .jobs import Run
 from .ledger import Ledger
 from .prepare import Plan, plan_jobs, upload_images
-from .progress import Progress, shown
+from .progress import Progress
 from .server import Server
+from .settings import parse_settings
 from .trouble import ServerError
 from .workflow_file import read_workflow
 
 STOP_SECONDS = 15.0
-# Before the second try of a request.
-FIRST_PAUSE = 0.25
 
 
 @dataclass(frozen=True)
@@ -90,40 +90,23 @@ async def submit(request: Request, log: TextIO, ended: Callable[[Job], None]) ->
     """
     with cancelled_by_signals(asyncio.current_task()):
         graph = read_workflow(request.workflow)
-        note = _Notes(log)
-        server = Server(
-            request.server,
-            headers=request.headers,
-            wait=request.wait,
-            first_pause=FIRST_PAUSE,
-            notify=lambda line: note.say(line),
-        )
-        async with server:
-            info = await server.object_info()
-            plan = plan_jobs(graph, request.settings, info, request.workflow.parent)
-            if request.dry_run:
-                return Outcome(request, str(server.address), plan.jobs)
-            with Ledger(request.output, request.workflow.stem) as ledger:
-                await _begin(request, server, plan, ledger, note)
-                done = sum(job.status == DONE for job in plan.jobs)
-                with Progress(len(plan.jobs), log, done=done) as progress:
-                    note.say = progress.say
+        settings = parse_settings(request.settings)
+        with Progress(log) as progress:
+            server = Server(
+                request.server, headers=request.headers, wait=request.wait, notify=progress.say
+            )
+            async with server:
+                info = await server.object_info()
+                plan = plan_jobs(graph, settings, info, request.workflow.parent)
+                if request.dry_run:
+                    return Outcome(request, str(server.address), plan.jobs)
+                with Ledger(request.output, request.workflow.stem) as ledger:
+                    await _begin(request, server, plan, ledger, progress)
                     return await _run(request, server, plan.jobs, ledger, progress, ended)
 
 
-class _Notes:
-    """Where lines go: the plain stream until there are bars."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def say(self, text: str) -> None:
-        self._stream.write(shown(text, self._stream) + "\n")
-        self._stream.flush()
-
-
 async def _begin(
-    request: Request, server: Server, plan: Plan, ledger: Ledger, note: _Notes
+    request: Request, server: Server, plan: Plan, ledger: Ledger, progress: Progress
 ) -> None:
     if request.resume:
         await attach(server, plan.jobs, ledger)
@@ -131,9 +114,11 @@ async def _begin(
         done = sum(job.status == DONE for job in plan.jobs)
         there = sum(job.status == QUEUED for job in plan.jobs)
         rest = count - done - there
-        note.say(f"resuming: of {count} jobs {done} done, {there} on the server, {rest} to queue")
+        progress.say(
+            f"resuming: {done} of {count} jobs done, {there} on the server, {rest} to queue"
+        )
     elif ledger.unfinished:
-        note.say(
+        progress.say(
             f"{ledger.path} tells of jobs that an earlier run did not finish "
             f"({ledger.unfinished}): this run starts anew, and --resume would have continued"
         )
@@ -178,6 +163,7 @@ async def _run(
         with progress.aside():
             ended(job)
 
+    progress.begin(len(jobs), done=sum(job.status == DONE for job in jobs))
     # The server tells of a queued job to the client that queued it.
     client_id = (request.resume and ledger.client_id) or uuid.uuid4().hex
     ledger.run(client_id, str(server.address), str(request.workflow))
@@ -197,7 +183,7 @@ async def _run(
         error = lost
         for job in jobs:
             if job.status in OPEN:
-                job.status = LOST
+                job.status, job.error = LOST, failure("server", str(lost))
     except asyncio.CancelledError:
         stopped = True
         await _stop(run, progress)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -30,13 +30,14 @@ PATIENCE_STATUS = (429, 502, 503, 504)
 CONNECT_SECONDS = 10.0
 # A server that runs a node holds Python's lock and may answer late.
 READ_SECONDS = 120.0
-LONGEST_PAUSE = 5.0
+# Before the second try; doubled for each further one.
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
 CHUNK_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One below 400."""
+    """One below 300."""
 
     content_type: str
     body: bytes
@@ -48,7 +49,6 @@ class Transport:
     Args:
         headers: sent with every request.
         wait: seconds to go on trying after a failure.
-        first_pause: seconds before the second try; doubled for each further one.
         notify: told in one line when the server is waited for, and when it is back.
 
     Attributes:
@@ -61,13 +61,11 @@ class Transport:
         *,
         headers: Mapping[str, str],
         wait: float,
-        first_pause: float,
         notify: Callable[[str], None],
     ) -> None:
         self.address = address
         self.breaks = 0
         self._wait = wait
-        self._first_pause = first_pause
         self._notify = notify
         self._answered = False
         self._waiting = False
@@ -116,13 +114,8 @@ class Transport:
 
         return await self._patiently(once, before_retry)
 
-    async def download(
-        self,
-        path: str,
-        params: Mapping[str, str],
-        target: Callable[[], AbstractContextManager[BinaryIO]],
-    ) -> None:
-        """Writes the body of an answer into a file; each try opens `target()` anew.
+    async def download(self, path: str, params: Mapping[str, str], target: Path) -> None:
+        """Writes the body of an answer into a file; each try begins it anew.
 
         Raises:
             OSError: of the file.
@@ -131,7 +124,7 @@ class Transport:
         async def once() -> bool:
             async with self._send("GET", path, params=dict(params)) as answer:
                 await self._check(answer, f"GET /{path}")
-                with target() as file:
+                with target.open("wb") as file:
                     async for chunk in answer.content.iter_chunked(CHUNK_BYTES):
                         file.write(chunk)
             return True
@@ -139,11 +132,19 @@ class Transport:
         await self._patiently(once, None)
 
     def _send(self, method: str, path: str, **arguments: Any) -> Any:
-        return self.session.request(method, self.address.url(path), **arguments)
+        # A redirected POST would become a GET, and a --header go to another server.
+        return self.session.request(
+            method, self.address.url(path), allow_redirects=False, **arguments
+        )
 
     async def _check(self, answer: aiohttp.ClientResponse, call: str) -> None:
         if answer.status in PATIENCE_STATUS:
             raise PatienceError(answer.status, patience_seconds(answer.headers))
+        if 300 <= answer.status < 400:
+            raise ServerError(
+                f"{self.address} sends {call} on to {answer.headers.get('Location')!r}: give "
+                "--server the address where that leads, or --header what a sign-in wants."
+            )
         if answer.status >= 400:
             raise answer_error(self.address, call, answer.status, await answer.read())
 
@@ -152,25 +153,28 @@ class Transport:
         once: Callable[[], Awaitable[Any]],
         before_retry: Callable[[], Awaitable[Any]] | None,
     ) -> Any:
-        pause, give_up = self._first_pause, None
+        pause, give_up = FIRST_PAUSE, None
         while True:
             try:
                 found = await once()
             except aiohttp.ClientSSLError as error:
                 raise ServerError(
                     f"no secure connection to {self.address} ({tls_reason(error)}): its "
-                    "certificate must be valid, and a ComfyUI without one is at http://"
+                    "certificate must be valid, and a ComfyUI without one is at http://."
                 ) from error
-            except (aiohttp.TooManyRedirects, aiohttp.InvalidURL) as error:
-                raise ServerError(f"{self.address} cannot be used: it redirects badly") from error
             except aiohttp.ClientConnectorDNSError as error:
                 if not self._answered:
                     raise ServerError(
-                        f"no machine is called {self.address.base.host!r}: check --server"
+                        f"no machine is called {self.address.base.host!r}: check --server."
                     ) from error
                 asked, reason = None, "its name is not found"
             except TRANSIENT as error:
                 asked, reason = getattr(error, "seconds", None), transient_words(error)
+            except aiohttp.ClientError as error:
+                raise ServerError(
+                    f"{self.address} does not speak HTTP: --server takes the address at which "
+                    "ComfyUI's page opens."
+                ) from error
             else:
                 self._answered = True
                 if self._waiting:
@@ -183,7 +187,7 @@ class Transport:
             if now >= give_up:
                 raise ServerError(
                     f"{self.address} gave no answer for {self._wait:g} s ({reason}): start ComfyUI "
-                    "there, name another --server, or give it more time with --wait"
+                    "there, name another --server, or give it more time with --wait."
                 )
             if not self._waiting:
                 self._waiting = True

@@ -13,6 +13,7 @@ import aiohttp
 
 from ..errors import QwenL40SError
 from .address import Address
+from .values import shortened
 
 
 class ServerError(QwenL40SError):
@@ -93,14 +94,14 @@ def answer_error(address: Address, call: str, status: int, data: bytes) -> Answe
     if status in (401, 403):
         message = (
             f"{address} asks for a sign-in ({status} for {call}): pass what it wants with "
-            '--header, such as --header "Authorization: Bearer TOKEN"'
+            '--header, such as --header "Authorization: Bearer TOKEN".'
         )
     elif status == 413:
         message = (
             f"{address} takes no request of this size (413 for {call}): start ComfyUI with a "
-            "larger --max-upload-size (in MB), or raise its proxy's limit"
+            "larger --max-upload-size (in MB), or raise its proxy's limit."
         )
     else:
-        told = f": {text.strip()[:300]}" if isinstance(body, str) and body else ""
-        message = f"{address} answered {status} to {call}{told}"
+        told = f" ({shortened(body, 300)})" if isinstance(body, str) and body else ""
+        message = f"{address} answered {status} to {call}{told}: see the server's log."
     return AnswerError(message, status, body)

@@ -12,6 +12,7 @@ from ..errors import SettingError
 from .image_files import check_image
 from .node_inputs import NodeInput, node_inputs
 from .titles import Graph, called, input_called
+from .values import shortened
 
 # How ComfyUI marks a file by the server's folder that it lies in.
 SERVER_FOLDERS = ("[input]", "[output]", "[temp]")
@@ -43,7 +44,6 @@ def local_images(graph: Graph, object_info: Mapping[str, Any], folder: Path) -> 
     Raises:
         SettingError: a name is neither the server's nor a file here, or the file is damaged or no
             image.
-        UnavailableError: an image has to be read, and Pillow is not installed.
     """
     uploads = []
     read = set()
@@ -104,9 +104,9 @@ def _local_file(value: str, folder: Path) -> Path | None:
 
 
 def _neither(where: str, value: str, spec: NodeInput) -> str:
-    shown = value if len(value) <= 80 else f"{value[:80]}..."
-    marked = f"{shown} [{spec.rules.get('image_folder', 'input')}]"
+    folder = spec.rules.get("image_folder", "input")
     return (
-        f"{where} is {shown!r}, which is neither among the server's images nor a file here: give "
-        f"the path of an image, or {marked!r} for one in a subfolder of the server's folder."
+        f"{where} is {shortened(value)}, which is neither among the server's images nor a file "
+        f'here: name one with --set "{where}=photo.png"; of one in a subfolder of the server write '
+        f"'subfolder/photo.png [{folder}]'."
     )

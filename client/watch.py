@@ -14,18 +14,9 @@ the connection broke in between and no history is there to ask.
 
 from __future__ import annotations
 
-import enum
-
 from .follow import Follower
 from .job import QUEUED, Job
 from .server import Queue, Server
-
-
-class Fate(enum.Enum):
-    """Of a job that neither the queue nor the history has."""
-
-    REMOVED = "someone took it out of the server's queue"
-    FORGOTTEN = "the server was restarted"
 
 
 class Watch:
@@ -72,16 +63,18 @@ class Watch:
         await self._check_socket(queue)
         return [job for job in known if job.prompt_id not in queue and job.status == QUEUED]
 
-    async def fate(self, job: Job) -> Fate:
-        """What became of a job that neither the queue nor the history has."""
+    async def removed(self, job: Job) -> bool:
+        """Whether someone took out a job that neither the queue nor the history has; else the
+        server was restarted.
+        """
         # Between two websockets a restart is not seen, where they can be had at all.
         unsure = self._follower.turns > 0 and not self._follower.connected
         if self.breaks == job.breaks and not unsure:
-            return Fate.REMOVED
+            return True
         if self._witness is not None and await self._server.history(self._witness) is not None:
-            return Fate.REMOVED
+            return True
         self._witness = None
-        return Fate.FORGOTTEN
+        return False
 
     async def _check_socket(self, queue: Queue) -> None:
         """Renews a websocket that told nothing although the queue changed before the last look.

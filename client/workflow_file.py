@@ -25,7 +25,6 @@ def read_workflow(path: Path) -> Graph:
 
     Raises:
         SettingError: the file is missing, or holds no workflow in API form.
-        UnavailableError: a PNG has to be read, and Pillow is not installed.
     """
     try:
         data = path.read_bytes()

@@ -122,7 +122,7 @@ class FakeComfyUI:
         posted: the bodies of POST /prompt that were queued.
         interrupts: the prompt ids of POST /interrupt.
         uploads: {subfolder/name: bytes}.
-        open_sockets: how many were opened in all.
+        opened_sockets: how many in all.
     """
 
     def __init__(self, faults: Faults) -> None:
@@ -133,7 +133,6 @@ class FakeComfyUI:
         self.interrupts: list[str] = []
         self.uploads: dict[str, bytes] = {}
         self.files: dict[str, bytes] = {}
-        self.socket_headers: list[Any] = []
         self.opened_sockets = 0
         self.restarts = 0
         self.port = 0

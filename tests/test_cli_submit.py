@@ -77,6 +77,7 @@ def test_a_failed_job_is_exit_code_1_and_named(workflow: Path, capsys):
     [
         (["--set", "nothing=1"], "nothing"),
         (["--set", "seed=x"], "seed"),
+        (["--server", "https://host/x?token=secret"], "--header"),
         (["--server", "ftp://x"], "is no address of a server"),
         (["--header", "no colon"], 'must be "Name: value"'),
         (["--output", "/proc/nowhere"], "cannot be written to"),
@@ -90,6 +91,12 @@ def test_bad_input_is_exit_code_2_and_nothing_is_queued(workflow: Path, capsys, 
     assert out == ""
     assert err.startswith("qwen-l40s: error: ")
     assert words in err
+
+
+def test_a_set_that_is_no_setting_needs_no_server(workflow: Path, capsys):
+    more = ("--server", "127.0.0.1:1", "--wait", "0", "--set", "prompt=@nothing.txt")
+    assert main(arguments(None, workflow, *more)) == 2
+    assert "cannot read the file 'nothing.txt'" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_workflow_needs_no_server(tmp_path: Path, capsys):
@@ -125,7 +132,7 @@ def test_a_server_that_is_lost_is_exit_code_3_with_the_jobs_in_json(workflow: Pa
         fake.state.queue.clear()
     assert process.returncode == 3
     assert [job["status"] for job in json.loads(out)["jobs"]] == ["lost", "lost"]
-    assert b"--resume continues this run" in err
+    assert b"--wait. --resume continues this run." in err
 
 
 def test_files_texts_and_failures_are_shown_without_json(workflow: Path, capsys):
@@ -163,7 +170,7 @@ def test_a_dry_run_lists_the_jobs(workflow: Path, capsys):
         assert fake.posted == []
     out, err = capsys.readouterr()
     assert out.splitlines() == [f"job {n} (seed={n})" for n in (1, 2, 3)]
-    assert err == "3 jobs could be queued; none was\n"
+    assert err == "jobs that could be queued: 3; none was\n"
 
 
 def test_images_are_uploaded_once_whatever_their_names(workflow: Path, tmp_path: Path, capsys):
@@ -301,7 +308,26 @@ def test_resume_after_a_kill_runs_only_what_is_missing(workflow: Path, capsys):
         assert len(fake.posted) == 5
     out, err = capsys.readouterr()
     assert [job["status"] for job in json.loads(out)["jobs"]] == ["done"] * 4
-    assert "resuming: of 4 jobs 0 done, 3 on the server, 1 to queue" in err
+    assert "resuming: 0 of 4 jobs done, 3 on the server, 1 to queue" in err
+    assert len(list((workflow.parent / "out").glob("*.png"))) == 4
+
+
+def test_a_reader_that_leaves_ends_no_run(workflow: Path):
+    with fake_comfyui(paused=True) as fake:
+        process = started(fake, workflow, "--set", "seed=1..4")
+        process.stdout.close()
+        process.stderr.close()
+        until(lambda: len(fake.state.queue) == 4)
+        fake.faults.paused = False
+        assert process.wait(timeout=20) == 0
+    assert len(list((workflow.parent / "out").glob("*.png"))) == 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is a file of Linux")
+def test_a_log_on_a_full_disk_ends_no_run(workflow: Path):
+    with fake_comfyui() as fake, open("/dev/full", "w") as full:
+        command = [sys.executable, str(ROOT), *arguments(fake, workflow, "--set", "seed=1..4")]
+        assert subprocess.run(command, stdout=full, stderr=full, timeout=20).returncode == 0
     assert len(list((workflow.parent / "out").glob("*.png"))) == 4
 
 
@@ -330,4 +356,5 @@ def test_without_the_packages_it_says_what_to_install(workflow: Path, monkeypatc
 
     monkeypatch.setattr(submit, "PACKAGES", {"no_such_module": "aiohttp"})
     assert main(["submit", str(workflow)]) == 2
-    assert "comfyui-qwen-image-l40s[client]" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f'aiohttp, not installed here: run `pip install ".[client]"` in {ROOT}, or use' in err

@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 from fake_comfyui import FakeComfyUI, fake_comfyui, graph
 
+from qwen_l40s.client import follow
 from qwen_l40s.client.follow import Follower
 from qwen_l40s.client.server import Server
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(follow, "FIRST_PAUSE", 0.01)
 
 
 def follower() -> Follower:
@@ -30,8 +36,8 @@ def following(fake: FakeComfyUI, work: Callable[[Server, Follower], Awaitable[An
     lines: list[str] = []
 
     async def run() -> None:
-        async with Server(fake.url, first_pause=0.01) as server:
-            listener = Follower(server, "me", notify=lines.append, first_pause=0.01)
+        async with Server(fake.url) as server:
+            listener = Follower(server, "me", notify=lines.append)
             listening = asyncio.create_task(listener.listen())
             try:
                 await asyncio.wait_for(listener.first_try(), 5)
@@ -89,6 +95,29 @@ def test_messages_of_custom_nodes_are_passed_over(text):
     listener = follower()
     listener.hear(text)
     assert (listener.ended, listener.running) == ([], {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [
+        ("progress", {"node": "1"}),
+        ("progress", {"node": "1", "value": "half", "max": 2}),
+        ("progress", {"node": None, "value": 1, "max": 2}),
+        ("progress_state", {"nodes": [1]}),
+        ("progress_state", {"nodes": {"1": 1}}),
+        ("progress_state", {"nodes": {"1": {"state": "running"}}}),
+        ("execution_cached", {"nodes": 3}),
+        ("executing", {}),
+        ("executing", {"node": None, "prompt_id": ["a"]}),
+        (["executing"], {"node": None}),
+    ],
+)
+def test_messages_of_a_known_type_and_another_form_end_nothing(kind, data):
+    listener = follower()
+    hear(listener, "executing", node="draw")
+    hear(listener, kind, **data)
+    running = listener.running["p"]
+    assert (running.node, running.value, running.maximum) == ("draw", 0, 0)
 
 
 def test_previews_and_messages_arrive_and_the_end_is_told():

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fake_comfyui import FakeComfyUI, fake_comfyui, graph
 
-from qwen_l40s.client import collect, follow, jobs, submission
+from qwen_l40s.client import follow, jobs, results, transport
 from qwen_l40s.client.job import Job
 from qwen_l40s.client.ledger import Ledger
 from qwen_l40s.client.submission import Outcome, Request, submit
@@ -27,7 +27,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(jobs, "POLL_SECONDS", 0.1)
     monkeypatch.setattr(jobs, "POLL_SECONDS_ALONE", 0.02)
     monkeypatch.setattr(follow, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(submission, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(transport, "FIRST_PAUSE", 0.01)
 
 
 class Ran:
@@ -170,7 +170,7 @@ def test_a_job_that_takes_the_server_down_each_time_is_given_up(tmp_path: Path):
         ran = start(fake, tmp_path, "crash", "a")
         assert fake.restarts == jobs.MOST_CRASHES
     assert ran.status == ["lost", "done"]
-    assert ran.jobs[0].error["message"] == "the server went away 3 times while it ran this job"
+    assert ran.jobs[0].error["message"] == "the server went away 3 times while it ran this job."
 
 
 def test_a_job_that_someone_takes_out_of_the_queue_stays_out(tmp_path: Path):
@@ -185,7 +185,7 @@ def test_a_job_that_someone_takes_out_of_the_queue_stays_out(tmp_path: Path):
         ran = start(fake, tmp_path, "a", "b", "c", meanwhile=remove)
         assert len(fake.posted) == 3
     assert ran.status == ["done", "cancelled", "done"]
-    assert ran.jobs[1].error["message"] == "someone took it out of the server's queue"
+    assert ran.jobs[1].error["message"] == "someone took it out of the server's queue."
     assert ran.outcome.exit_code == 1
 
 
@@ -231,12 +231,13 @@ def test_a_server_that_stays_away_ends_the_run_and_resume_continues(tmp_path: Pa
         assert ran.status == ["lost", "lost"]
         assert ran.outcome.exit_code == 3
         assert isinstance(ran.outcome.error, ServerError)
+        assert ran.jobs[0].error["message"] == str(ran.outcome.error)
         fake.faults.paused = False
         fake.call(fake.start())  # it kept its queue
         again = start(fake, tmp_path, "a", "b", resume=True)
         assert len(fake.posted) == 2
     assert again.status == ["done", "done"]
-    assert "resuming: of 2 jobs 0 done, 2 on the server, 0 to queue" in again.log
+    assert "resuming: 0 of 2 jobs done, 2 on the server, 0 to queue" in again.log
 
 
 def test_resume_skips_what_is_here_and_queues_what_failed_or_is_new(tmp_path: Path):
@@ -306,10 +307,11 @@ def test_a_full_disk_fails_a_job_and_resume_fetches_it(tmp_path: Path, monkeypat
 
     with fake_comfyui() as fake:
         with monkeypatch.context() as patch:
-            patch.setattr(collect, "download", full)
+            patch.setattr(results, "download", full)
             ran = start(fake, tmp_path, "a")
         assert ran.status == ["failed"]
-        assert "No space left on device); --resume fetches it" in ran.jobs[0].error["message"]
+        words = "No space left on device): once it can, --resume fetches it."
+        assert words in ran.jobs[0].error["message"]
         again = start(fake, tmp_path, "a", resume=True)
         assert len(fake.posted) == 1
     assert again.status == ["done"]

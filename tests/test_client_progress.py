@@ -21,7 +21,8 @@ class Narrow(io.StringIO):
 
 
 def run(stream: io.StringIO, jobs: int) -> str:
-    with Progress(jobs, stream) as progress:
+    with Progress(stream) as progress:
+        progress.begin(jobs)
         for number in range(jobs):
             for step in range(1, 5):
                 progress.node(f"job {number + 1}", "Sample", step, 4, "2/3")
@@ -61,7 +62,8 @@ def test_elsewhere_a_line_a_job_at_the_most_within_ten_seconds():
 
 def test_the_position_in_the_queue():
     for stream in (io.StringIO(), Terminal()):
-        with Progress(2, stream) as progress:
+        with Progress(stream) as progress:
+            progress.begin(2)
             progress.show(done=0, failed=0, ahead=7)
         assert "7 ahead in the queue" in stream.getvalue()
 

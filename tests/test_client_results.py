@@ -10,10 +10,15 @@ from pathlib import Path
 import pytest
 from fake_comfyui import fake_comfyui, graph
 
-from qwen_l40s.client import results
+from qwen_l40s.client import results, transport
 from qwen_l40s.client.results import download, files_of, texts_of
 from qwen_l40s.client.server import Server
 from qwen_l40s.client.trouble import AnswerError
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(transport, "FIRST_PAUSE", 0.01)
 
 
 def image(name: str = "a.png", subfolder: str = "", kind: str = "output") -> dict[str, str]:
@@ -22,7 +27,7 @@ def image(name: str = "a.png", subfolder: str = "", kind: str = "output") -> dic
 
 def fetch(folder: Path, item: dict[str, str], data: bytes = b"data", **faults: object) -> Path:
     async def run(url: str) -> Path:
-        async with Server(url, first_pause=0.01, wait=5) as server:
+        async with Server(url, wait=5) as server:
             return await download(server, item, folder)
 
     with fake_comfyui(**faults) as fake:

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 from fake_comfyui import fake_comfyui, graph
 
+from qwen_l40s.client import transport
 from qwen_l40s.client.address import Address
 from qwen_l40s.client.server import Server
 from qwen_l40s.client.trouble import AnswerError, ServerError
 from qwen_l40s.errors import SettingError
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(transport, "FIRST_PAUSE", 0.01)
+
+
 def ask(url: str, question: Callable[[Server], Awaitable[Any]], **options: Any) -> Any:
     async def run() -> Any:
         options.setdefault("wait", 5.0)
-        async with Server(url, first_pause=0.01, **options) as server:
+        async with Server(url, **options) as server:
             return await question(server)
 
     return asyncio.run(run())
@@ -69,6 +75,13 @@ def test_an_address_that_is_none(text):
         Address.parse(text)
 
 
+@pytest.mark.parametrize("more", ["?token=a", "/x?token=a#b", "#b", "?"])
+def test_a_query_in_an_address_would_be_dropped_and_is_refused(more):
+    with pytest.raises(SettingError, match="a token goes into --header") as error:
+        Address.parse(f"https://host{more}")
+    assert "token=a" not in str(error.value)
+
+
 def test_a_password_is_never_shown():
     assert str(Address.parse("http://me:secret@host:1/x")) == "http://host:1/x"
 
@@ -95,6 +108,44 @@ def test_a_server_that_is_no_comfyui(status):
 
     with answering(handler) as url, pytest.raises(ServerError, match="is no ComfyUI server"):
         ask(url, lambda server: server.object_info())
+
+
+def test_a_port_where_something_else_than_http_answers():
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH_9.2\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def run() -> None:
+        other = await asyncio.start_server(greet, "127.0.0.1", 0)
+        url = f"127.0.0.1:{other.sockets[0].getsockname()[1]}"
+        async with other, Server(url, wait=0.1) as server:
+            await server.object_info()
+
+    with pytest.raises(ServerError, match="does not speak HTTP: --server takes"):
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize("status", [301, 302, 308])
+def test_a_redirect_is_not_followed_for_it_would_turn_a_post_into_a_get(status):
+    with fake_comfyui() as fake:
+
+        async def handler(request: web.Request) -> web.Response:
+            return web.Response(status=status, headers={"Location": f"{fake.url}{request.path}"})
+
+        sent = f"sends GET /object_info on to '{fake.url}/object_info': give --server the address"
+        with answering(handler) as url, pytest.raises(ServerError, match=sent):
+            ask(url, lambda server: server.object_info())
+        assert fake.requests == []
+
+
+def test_what_a_server_answers_cannot_steer_the_terminal():
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(status=500, text="\x1b[2J<h1>no</h1>")
+
+    with answering(handler) as url, pytest.raises(AnswerError) as error:
+        ask(url, lambda server: server.object_info())
+    assert str(error.value).endswith(r"('\x1b[2J<h1>no</h1>'): see the server's log.")
 
 
 def test_a_sign_in_that_is_asked_for():
@@ -200,20 +251,13 @@ def test_an_upload_is_sent_again_whole():
         assert fake.uploads == {"folder/a.png": b"data"}
 
 
-def test_a_download_that_was_cut_begins_anew():
-    target = io.BytesIO()
-
-    @contextlib.contextmanager
-    def opened():
-        target.seek(0)
-        target.truncate()
-        yield target
-
+def test_a_download_that_was_cut_begins_anew(tmp_path: Path):
+    target = tmp_path / "a.part"
     with fake_comfyui(cut_file=2) as fake:
         fake.files["a.png"] = bytes(range(256)) * 100
         image = {"filename": "a.png", "subfolder": "", "type": "output"}
-        ask(fake.url, lambda server: server.download(image, opened))
-        assert target.getvalue() == fake.files["a.png"]
+        ask(fake.url, lambda server: server.download(image, target))
+        assert target.read_bytes() == fake.files["a.png"]
 
 
 def test_the_queue_is_in_the_order_of_its_turns():

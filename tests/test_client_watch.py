@@ -10,7 +10,7 @@ import pytest
 
 from qwen_l40s.client.job import QUEUED, Job
 from qwen_l40s.client.server import Queue
-from qwen_l40s.client.watch import Fate, Watch
+from qwen_l40s.client.watch import Watch
 
 
 class Told:
@@ -45,10 +45,10 @@ def job(prompt_id: str = "ours") -> Job:
     return Job(1, "key", {}, {}, "job 1", prompt_id=prompt_id, status=QUEUED)
 
 
-def fate(
+def removed(
     *, history: tuple[str, ...] = (), lost: int = 0, connected: bool = True, forgets: bool = False
-) -> Fate:
-    async def run() -> Fate:
+) -> bool:
+    async def run() -> bool:
         server, follower, ours = Known("other", "ours", history=history), Told(), job()
         watch = Watch(server, follower)
         await watch.begin()
@@ -59,7 +59,7 @@ def fate(
         if forgets:
             server.entries.clear()
         assert await watch.gone([ours]) == [ours]
-        return await watch.fate(ours)
+        return await watch.removed(ours)
 
     return asyncio.run(run())
 
@@ -67,17 +67,17 @@ def fate(
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        ({}, Fate.REMOVED),
-        ({"forgets": True, "history": ("old",)}, Fate.REMOVED),
-        ({"lost": 1, "history": ("old",)}, Fate.REMOVED),
-        ({"lost": 1, "history": ("old",), "forgets": True}, Fate.FORGOTTEN),
-        ({"lost": 1}, Fate.FORGOTTEN),
-        ({"connected": False}, Fate.FORGOTTEN),
-        ({"connected": False, "history": ("old",)}, Fate.REMOVED),
+        ({}, True),
+        ({"forgets": True, "history": ("old",)}, True),
+        ({"lost": 1, "history": ("old",)}, True),
+        ({"lost": 1, "history": ("old",), "forgets": True}, False),
+        ({"lost": 1}, False),
+        ({"connected": False}, False),
+        ({"connected": False, "history": ("old",)}, True),
     ],
 )
 def test_the_fate_of_a_job_that_is_neither_queued_nor_done(case, expected):
-    assert fate(**case) is expected
+    assert removed(**case) is expected
 
 
 def test_the_prompts_ahead_are_those_before_our_first():
