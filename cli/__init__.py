@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from .. import __version__
 from ..errors import QwenL40SError
 from . import advise, audit, bench, demo, doctor, estimate, generate, inspect, quantize, submit
+from .printed import print_text
 
 # In the order of `--help`.
 COMMANDS = (demo, generate, submit, estimate, advise, inspect, quantize, audit, bench, doctor)
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except QwenL40SError as error:
         if args.debug:
             traceback.print_exc()
-        print(f"qwen-l40s: error: {error}", file=sys.stderr)
+        print_text(f"qwen-l40s: error: {error}", sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("qwen-l40s: stopped", file=sys.stderr)

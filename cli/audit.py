@@ -13,8 +13,9 @@ from ..hosts.diffusers.settings import Settings
 from ..planning.memory import QUANTIZED
 from .audit_run import audit_images, audit_layers, summarize
 from .audit_table import print_report
-from .generate import parse_size, require_packages
+from .generate import MAKING, PACKAGES, parse_size
 from .images import check_writable
+from .packages import require_packages
 
 if TYPE_CHECKING:
     from ..loaders.source import Source
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     runs = [] if args.layers_only else _settings(args)
     if args.output is not None:
         check_writable(Path(args.output))
-    require_packages()
+    require_packages(MAKING, PACKAGES)
     model = _model(args)
     source = _checked_source(model, args.keep)
     if args.layers_only:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from ..hosts.diffusers.settings import SIZE_STEP
 from ..planning.work import FULL_SIZE, SMALL, Inputs
 from .bench_rows import BLOCK, FORWARD, IMAGE, Row, select, select_names
 from .images import check_target
+from .packages import require_packages
 
 if TYPE_CHECKING:
     from .bench_run import Setup
@@ -136,7 +136,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     _check_width(args.width)
     if args.json:
         check_target("--json", args.json)
-    _check_packages(torch=True)
+    require_packages("bench", ["torch"])
     return bench_calibrate.run(args, _device(args.device, "--calibrate --device cpu --width small"))
 
 
@@ -180,7 +180,8 @@ def _setup(args: argparse.Namespace) -> Setup:
             check_target(f"--{name}", getattr(args, name))
     if args.plot and not args.plot.lower().endswith(".png"):
         raise SettingError(f"--plot {args.plot!r} must end in .png.")
-    _check_packages(torch=True, psutil=args.device == "cpu", PIL=bool(args.plot))
+    more = {"psutil": args.device == "cpu", "PIL": bool(args.plot)}
+    require_packages("bench", ["torch", *(name for name, wanted in more.items() if wanted)])
     from ..optimizations.measure_forward import Repeats
     from .bench_run import Setup
 
@@ -214,15 +215,6 @@ def _size(text: str) -> tuple[int, int]:
 def _check_width(name: str) -> None:
     if name not in SHAPES:
         raise SettingError(f"--width {name!r} is unknown: choose {' or '.join(SHAPES)}.")
-
-
-def _check_packages(**needed: bool) -> None:
-    missing = [name for name, wanted in needed.items() if wanted and not find_spec(name)]
-    if missing:
-        raise UnavailableError(
-            f"bench needs {', '.join(missing)}, not installed here: run "
-            "`pip install 'comfyui-qwen-image-l40s[standalone]'`."
-        )
 
 
 def _device(name: str, small: str) -> Any:

@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from ..hosts.diffusers.settings import Settings
 from .contact_sheet import check_sheet_path, write_sheet
-from .generate import add_run_arguments, load, make, require_packages, run_facts, write_images
+from .generate import (
+    MAKING,
+    PACKAGES,
+    add_run_arguments,
+    load,
+    make,
+    run_facts,
+    write_images,
+)
 from .images import ImageTarget
+from .packages import require_packages
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -43,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     grid = Path(args.grid) if args.grid else None
     if grid:
         check_sheet_path(grid)
-    require_packages("scipy", "tqdm")
+    instead = ", or `make demo` there"
+    require_packages(MAKING, (*PACKAGES, "scipy", "tqdm"), instead=instead)
     from ..loaders.bundled import bundled_micro_folder
 
     pipeline, load_seconds = load(bundled_micro_folder(), args)

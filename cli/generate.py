@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import time
 from collections.abc import Mapping
@@ -12,17 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..errors import UnavailableError
 from ..hosts.diffusers.offload import OFFLOADS
 from ..hosts.diffusers.settings import Settings
 from ..loaders.precision import PRECISIONS
 from .contact_sheet import check_sheet_path, write_sheet
 from .images import ImageTarget, png_bytes, write_whole
+from .packages import require_packages
 
 if TYPE_CHECKING:
     from ..hosts.diffusers.load import LoadedPipeline
     from ..hosts.diffusers.sample import Generation
 
+MAKING = "making images"
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "PIL", "psutil")
 
 
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     grid = Path(args.grid) if args.grid else None
     if grid:
         check_sheet_path(grid)
-    require_packages()
+    require_packages(MAKING, PACKAGES)
     pipeline, load_seconds = load(args.model, args, settings)
     result, seconds = make(pipeline, settings)
     paths = write_images(target, pipeline, result)
@@ -124,20 +124,6 @@ def run(args: argparse.Namespace) -> int:
     }
     print(json.dumps(report))
     return 0
-
-
-def require_packages(*more: str) -> None:
-    """Says what to install before an import fails.
-
-    Raises:
-        UnavailableError: a package of the `standalone` extra is missing.
-    """
-    missing = [name for name in (*PACKAGES, *more) if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UnavailableError(
-            f"making images needs {', '.join(missing)}, not installed here: run "
-            "`pip install 'comfyui-qwen-image-l40s[standalone]'`, or `make demo` in a clone."
-        )
 
 
 def load(

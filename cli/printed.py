@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import TextIO
+
+from ..client.printable import printable
 
 
-def print_text(text: str) -> None:
-    """Escapes what would steer the terminal, and what its encoding lacks."""
-    encoding = sys.stdout.encoding or "utf-8"
-    for line in text.split("\n"):
-        shown = line if line.isprintable() else ascii(line)[1:-1]
-        print(shown.encode(encoding, "backslashreplace").decode(encoding))
+def print_text(text: str, stream: TextIO | None = None) -> None:
+    """Prints to stdout, or to another stream, what a terminal can show."""
+    stream = stream or sys.stdout
+    print(printable(text, stream), file=stream)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from ..errors import UnavailableError
+from .packages import require_packages
 
 PACKAGES = ("torch", "safetensors", "numpy", "psutil")
 
@@ -45,12 +44,7 @@ def add_parser(subparsers: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UnavailableError(
-            f"quantizing needs {', '.join(missing)}, not installed here: run "
-            "`pip install 'comfyui-qwen-image-l40s[standalone]'`."
-        )
+    require_packages("quantizing", PACKAGES)
     from ..hosts.diffusers.device import choose_device
     from ..loaders.quantized_file import write_quantized
     from ..loaders.quantized_plan import plan_quantized

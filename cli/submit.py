@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import math
 import sys
@@ -12,16 +11,15 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SettingError, UnavailableError
+from ..errors import SettingError
+from .packages import require_packages
 from .printed import print_text
 
 if TYPE_CHECKING:
     from ..client.job import Job
     from ..client.submission import Outcome
 
-ROOT = Path(__file__).resolve().parent.parent
-# What is imported, and what pip calls it.
-PACKAGES = {"aiohttp": "aiohttp", "PIL": "pillow", "tqdm": "tqdm"}
+PACKAGES = ("aiohttp", "PIL", "tqdm")
 
 EPILOG = """\
 settings:
@@ -117,7 +115,9 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0 when all are done, 1 when one is not, 3 when the server was lost, 130 when stopped.
     """
-    _require_packages()
+    require_packages(
+        "talking to a server", PACKAGES, extra="client", instead=", or use ComfyUI's own Python"
+    )
     from ..client.progress import losable
     from ..client.submission import Request, submit
     from ..client.trouble import ServerError
@@ -192,15 +192,6 @@ class Printer:
                 self._shown.add(text)
                 print_text(f"{job.label}, {', '.join(named)}:")
                 print_text("\n".join(f"  {line}".rstrip() for line in text.splitlines()))
-
-
-def _require_packages() -> None:
-    missing = [pip for name, pip in PACKAGES.items() if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UnavailableError(
-            f"talking to a server needs {', '.join(missing)}, not installed here: run "
-            f'`pip install ".[client]"` in {ROOT}, or use ComfyUI\'s own Python.'
-        )
 
 
 def _headers(texts: list[str]) -> dict[str, str]:

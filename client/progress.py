@@ -10,6 +10,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from .printable import printable
+
 # Between two lines about the same thing where there is no terminal.
 LINE_SECONDS = 10.0
 # Between two drawings of a bar.
@@ -65,7 +67,7 @@ class Progress:
     def say(self, text: str) -> None:
         """A line that stays."""
         with self.aside():
-            self._stream.write(shown(text, self._stream) + "\n")
+            self._stream.write(printable(text, self._stream) + "\n")
 
     def show(self, *, done: int, failed: int, ahead: int | None) -> None:
         """The whole run.
@@ -94,7 +96,7 @@ class Progress:
             steps = f" {value:g}/{maximum:g}" if maximum > 1 else ""
             name = name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 3]}..."
             text = f"node {place}, {name}{steps}"
-            self._node.set_description_str(shown(text, self._stream), refresh=False)
+            self._node.set_description_str(printable(text, self._stream), refresh=False)
             self._node.total = maximum or 1
             self._node.n = min(value, self._node.total)
             self._draw()
@@ -132,10 +134,3 @@ def _size(stream: TextIO) -> dict[str, Any]:
     except OSError:
         known = False
     return {"dynamic_ncols": True} if known else {"ncols": 80, "nrows": 24}
-
-
-def shown(text: str, stream: TextIO) -> str:
-    """Escapes what would steer the terminal, and what its encoding lacks."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    lines = [line if line.isprintable() else ascii(line)[1:-1] for line in text.split("\n")]
-    return "\n".join(lines).encode(encoding, "backslashreplace").decode(encoding)

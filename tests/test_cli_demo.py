@@ -129,7 +129,7 @@ def test_missing_package_says_what_to_install(toy_demo, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch", None)
     assert toy_demo() == 2
     message = capsys.readouterr().err
-    assert "pip install 'comfyui-qwen-image-l40s[standalone]'" in message
+    assert 'pip install ".[standalone]"' in message
     assert "make demo" in message
 
 

@@ -222,7 +222,7 @@ def test_missing_package_says_what_to_install(generate, monkeypatch, capsys):
     assert generate() == 2
     message = capsys.readouterr().err
     assert "needs diffusers" in message
-    assert "comfyui-qwen-image-l40s[standalone]" in message
+    assert 'pip install ".[standalone]"' in message
 
 
 def test_help_needs_no_package_at_all():

@@ -8,7 +8,8 @@ import pytest
 
 from qwen_l40s.client import progress as module
 from qwen_l40s.client.job import labels
-from qwen_l40s.client.progress import Progress, shown
+from qwen_l40s.client.printable import printable
+from qwen_l40s.client.progress import Progress
 
 
 class Terminal(io.StringIO):
@@ -70,7 +71,7 @@ def test_the_position_in_the_queue():
 
 @pytest.mark.parametrize("stream", [Narrow(), io.StringIO()])
 def test_what_a_terminal_cannot_show_is_escaped(stream):
-    text = shown("猫\x1b[2J\nGrüße", stream)
+    text = printable("猫\x1b[2J\nGrüße", stream)
     assert text.isprintable() or "\n" in text
     assert "\x1b" not in text
     assert text.encode(getattr(stream, "encoding", None) or "utf-8")
