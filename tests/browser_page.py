@@ -17,7 +17,7 @@ from comfyui_server import Server
 from PIL import Image
 
 WIDTH, HEIGHT = 1400, 900
-WAIT_MS = 30_000
+WAIT_MS = 60_000
 PANEL_WIDTH = 270
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 # A page without this pack logs these too: a user who has saved nothing has none of the files, and
@@ -26,6 +26,7 @@ FILES_OF_A_USER = ("/user.css", "/api/userdata")
 OF_EACH_START = "ComfyApp graph accessed before initialization"
 SCREENSHOT_BYTES = 150_000
 
+FRAMES = "async count => { while (count--) await new Promise(requestAnimationFrame) }"
 READY = "() => window.app && window.app.vueAppReady && window.app.canvas"
 IN_REACH = "([x, y]) => document.elementFromPoint(x, y)?.tagName === 'CANVAS'"
 # A name that is open already gets a number.
@@ -149,8 +150,9 @@ class ComfyPage:
         self.context.close()
 
     def tidy(self) -> None:
-        """Closes what a test left open, and forgets what the page has logged."""
+        """Closes what a test left open, empties the canvas and forgets what the page has logged."""
         self.page.keyboard.press("Escape")
+        self.empty()  # a node's text area catches a drop too
         self.set("Comfy.RightSidePanel.IsOpen", False)
         self.wait_for_canvas()
         self.problems.clear()
@@ -216,7 +218,11 @@ class ComfyPage:
     def fit(self, *titles: str, zoom: float = 0.8) -> None:
         """Brings nodes, or all of the graph, into view: the page draws nothing of the others."""
         self.page.evaluate(FIT, [titles, zoom])
-        self.page.wait_for_timeout(300)  # a few frames, in which nodes take their sizes
+        self.draw()
+
+    def draw(self) -> None:
+        """Waits for a few frames, in which nodes take their sizes: a busy machine draws late."""
+        self.page.evaluate(FRAMES, 12)
 
     def nodes(self) -> list[dict[str, Any]]:
         """Each node: id, type, title, box (x, y, width, height) and widgets' values by name."""
@@ -240,7 +246,7 @@ class ComfyPage:
         """Puts a new node on an empty canvas, selected, to the left of where its help opens."""
         self.empty()
         self.page.evaluate(NEW_NODE, node_id)
-        self.page.wait_for_timeout(100)  # a frame, in which the node takes its size
+        self.draw()
         self.fit(zoom=0.6)
         self.page.evaluate(
             """aside => {
@@ -256,7 +262,7 @@ class ComfyPage:
         self.empty()
         for x in (WIDTH // 3, WIDTH // 2):  # until the pointer moves, the page sees the old node
             self.page.mouse.move(x, HEIGHT // 2)
-            self.page.wait_for_timeout(200)
+            self.draw()
         self.page.mouse.dblclick(WIDTH // 2, HEIGHT // 2)
         return self.page.get_by_role("search")
 
@@ -277,7 +283,7 @@ class ComfyPage:
         """The address of the picture in a node, and how the page draws it."""
         place = self.page.wait_for_function(PICTURE, arg=title).json_value()
         source = place.pop("source")
-        self.page.wait_for_timeout(300)
+        self.draw()
         return source, Image.open(io.BytesIO(self.page.screenshot(clip=place))).convert("RGB")
 
     def errors_shown(self) -> str:

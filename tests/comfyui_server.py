@@ -6,8 +6,10 @@ could not hold, unless a test names the folder.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import time
@@ -22,8 +24,9 @@ from websockets.sync.client import connect
 
 ROOT = Path(__file__).resolve().parent.parent
 PACK = "comfyui-qwen-image-l40s.main"
-START_SECONDS = 90
-RUN_SECONDS = 100
+START_SECONDS = 150
+RUN_SECONDS = 150
+STOP_SECONDS = 20
 
 
 @dataclass
@@ -88,7 +91,11 @@ class Server:
                 command, cwd=base, stdout=log, stderr=subprocess.STDOUT, env=environment
             )
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
-        self._wait()
+        try:
+            self._wait()
+        except BaseException:  # nobody else can stop it
+            self.stop()
+            raise
 
     def _wait(self) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -104,7 +111,11 @@ class Server:
     def stop(self) -> None:
         self.client.close()
         self.process.terminate()
-        self.process.wait(timeout=20)
+        try:
+            self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
     def post(self, graph: dict[str, Any], client_id: str = "test") -> httpx.Response:
         return self.client.post("/prompt", json={"prompt": graph, "client_id": client_id})
@@ -166,6 +177,11 @@ class Server:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Not one that the system gives to whoever asks for any: until the server takes it, seconds
+    pass in which another could get it.
+    """
+    for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")

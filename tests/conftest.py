@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -32,6 +33,11 @@ pytest_plugins = ["tiny_model"]
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the folder for the pictures of the page that test_browser.py can take."""
     parser.addoption("--screenshots", type=Path, help="folder for test_browser.py's screenshots")
+
+
+def pytest_configure() -> None:
+    """Who ends a run that takes too long sends SIGTERM: servers and browsers stop as on Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:

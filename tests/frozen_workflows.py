@@ -5,44 +5,63 @@ Nodes are as `tools/workflows/definitions.py` keeps them: inputs and outputs in 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qwen_l40s.tools.workflows.definitions import Definition, Input, companions, parse
+from qwen_l40s.tools.workflows.definitions import OURS, Definition, Input, companions, parse
 
 Nodes = Mapping[str, Mapping[str, Any]]
+Replacements = Mapping[str, Sequence[Mapping[str, Any]]]
 NOTES = {"MarkdownNote"}  # the page's own, of which a server knows nothing
 
 
-def node_changes(frozen: Nodes, today: Nodes, replaced: Collection[str] = ()) -> list[str]:
+def node_changes(frozen: Nodes, today: Nodes) -> list[str]:
     """Inputs and outputs may only be appended, and what is appended must be optional.
 
-    Args:
-        replaced: nodes for which the server has a replacement.
+    A node that is gone is for `replacement_changes`.
     """
     before, now = parse(frozen), parse(today)
     found = []
-    for name, node in before.items():
-        if name in now:
-            found += [f"{name}: {sentence}" for sentence in _inputs(node, now[name])]
-            found += [f"{name}: {sentence}" for sentence in _outputs(node, now[name])]
-        elif name not in replaced:
-            found.append(f"{name} is gone and has no replacement")
+    for name in (name for name in before if name in now):
+        found += [f"{name}: {sentence}" for sentence in _inputs(before[name], now[name])]
+        found += [f"{name}: {sentence}" for sentence in _outputs(before[name], now[name])]
     return found
 
 
-def file_changes(
-    graph: Mapping[str, Any], today: Nodes, replaced: Collection[str] = ()
-) -> list[str]:
-    """Each positional value of a file in UI form lands where it was saved; each wire still fits."""
+def replacement_changes(frozen: Nodes, today: Nodes, replacements: Replacements) -> list[str]:
+    """A node that is gone has a replacement, which takes over each of its inputs and outputs.
+
+    Args:
+        replacements: the answer of GET /node_replacements; ComfyUI uses the first of a class.
+    """
+    before, now = parse(frozen), parse(today)
+    found = []
+    for name in (name for name in before if name not in now):
+        if not replacements.get(name):
+            found.append(f"{name} is gone and has no replacement")
+            continue
+        rules = replacements[name][0]
+        new = now.get(rules["new_node_id"])
+        if new is None:
+            found.append(f"{name}: its replacement {rules['new_node_id']} is not there")
+            continue
+        found += [f"{name}: {sentence}" for sentence in _replaced(before[name], new, rules)]
+    return found
+
+
+def file_changes(graph: Mapping[str, Any], today: Nodes) -> list[str]:
+    """Each positional value of a file in UI form lands where it was saved; each wire still fits.
+
+    A node of ComfyUI's own that is gone is found too; ours are for `replacement_changes`.
+    """
     now = parse(today)
     found = []
     nodes = {node["id"]: node for node in graph["nodes"] if node["type"] not in NOTES}
     for node in nodes.values():
         where = f"{node['title']} ({node['type']})"
         if node["type"] not in now:
-            if node["type"] not in replaced:
-                found.append(f"{where} is gone and has no replacement")
+            if not node["type"].startswith(OURS):
+                found.append(f"{where} is gone")
             continue
         saved = list(node.get("widgets_values_named", {}))
         assert len(saved) == len(node.get("widgets_values", [])), where
@@ -108,6 +127,35 @@ def _outputs(before: Definition, now: Definition) -> list[str]:
         for index, old in enumerate(before.outputs)
         if index >= len(now.outputs) or now.outputs[index] != old
     ]
+
+
+def _replaced(old: Definition, new: Definition, rules: Mapping[str, Any]) -> list[str]:
+    """What a replacement loses; without a mapping of inputs it loses all of them."""
+    found = []
+    # The page finds a saved value by its place in this list.
+    if (rules["old_widget_ids"] or []) != _widgets(old):
+        found.append(f"old_widget_ids must be {_widgets(old)}")
+    mapping = rules["input_mapping"] or []
+    taken = {each["old_id"]: each["new_id"] for each in mapping if "old_id" in each}
+    known = {each.name: each for each in new.inputs}
+    for each in old.inputs:
+        to = known.get(taken.get(each.name, ""))
+        if to is None or to.type not in (each.type, "*"):
+            found.append(f"input {each.name} ({each.type}) goes to no input of {new.class_type}")
+        else:
+            found += _narrowed(each, to)
+    filled = {each["new_id"] for each in mapping}
+    found += [
+        f"input {each.name} of {new.class_type} gets nothing"
+        for each in new.inputs
+        if not each.optional and each.name not in filled
+    ]
+    moved = {each["old_idx"]: each["new_idx"] for each in rules["output_mapping"] or []}
+    for index, each in enumerate(old.outputs):
+        place = moved.get(index, len(new.outputs))
+        if place >= len(new.outputs) or new.outputs[place].type != each.type:
+            found.append(f"output {index} ({each.type}) comes from no output of {new.class_type}")
+    return found
 
 
 def _widgets(node: Definition) -> list[str]:

@@ -176,7 +176,7 @@ def test_the_page_lists_each_workflow_with_its_picture(
 def test_a_template_opens_as_its_api_form(classic: ComfyPage, name: str):
     classic.problems.clear()
     classic.open_template(PACK, name)
-    classic.page.wait_for_timeout(300)
+    classic.draw()
     assert classic.errors_shown() == ""
     nodes = classic.nodes()
     widgets = {node["title"]: node["widgets"] for node in nodes}

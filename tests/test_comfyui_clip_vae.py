@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import init_empty_weights
 from comfyui_host import TESTS, checks_in, comfyui_folder, run_in_comfyui
 from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
+from published_text_encoder import published_shapes
 from safetensors.torch import save_file
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from qwen_l40s.loaders.convert import vae_name_to_native
 
@@ -56,19 +55,6 @@ def write_reference(folder: Path) -> None:
     native = {vae_name_to_native(name): w for name, w in pipeline.vae.state_dict().items()}
     save_file(native, folder / "native_vae.safetensors")
     (folder / "prompts.json").write_text(json.dumps(PROMPTS), encoding="utf-8")
-
-
-def published_shapes() -> dict[str, list[int]]:
-    """Names and shapes of the published Qwen2.5-VL 7B, by transformers 5."""
-    config = Qwen2_5_VLConfig()
-    text, vision = config.text_config, config.vision_config
-    text.hidden_size, text.intermediate_size, text.num_hidden_layers = 3584, 18944, 28
-    text.num_attention_heads, text.num_key_value_heads, text.vocab_size = 28, 4, 152064
-    text.layer_types = text.layer_types[:28]
-    vision.hidden_size, vision.intermediate_size, vision.out_hidden_size = 1280, 3420, 3584
-    with init_empty_weights(include_buffers=True):
-        model = Qwen2_5_VLForConditionalGeneration(config)
-    return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 @pytest.fixture(scope="module")

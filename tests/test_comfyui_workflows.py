@@ -17,28 +17,45 @@ import numpy as np
 import pytest
 from comfyui_host import comfyui_folder
 from comfyui_server import ROOT, Run, Server
+from frozen_workflows import replacement_changes
 from PIL import Image
 from workflow_files import Graph, models_named, published_files, small_files
 
 from qwen_l40s.tools.micro.adherence import adherence
 from qwen_l40s.tools.micro.grammar import parse_prompt
+from qwen_l40s.tools.workflows.definitions import OURS, subset
 
 TESTS = Path(__file__).resolve().parent
 FOLDER = ROOT / "workflows" / "api"
-API = sorted(FOLDER.glob("*.json"))
-EDITS = [file for file in API if file.stem.startswith(("edit", "inpaint"))]
-ESTIMATES = [file for file in API if file.stem.startswith("estimate")]
-TEXT_TO_IMAGE = [file for file in API if file not in EDITS + ESTIMATES]
+SHIPPED = sorted(FOLDER.glob("*.json"))
 FROZEN = sorted((TESTS / "workflows").glob("*/api/*.json"))
+RELEASES = sorted((TESTS / "workflows").iterdir())
 NODES = "workflow_nodes.py"
 SIDE, STEPS = 256, 8
 PROMPT = "a large green circle at the bottom right on a white background"
 pytestmark = pytest.mark.timeout(300)
-every_workflow = pytest.mark.parametrize("file", API, ids=lambda file: file.stem)
 
 
 def read(file: Path) -> Graph:
     return json.loads(file.read_text(encoding="utf-8"))
+
+
+def done_by(file: Path) -> list[tuple[str, dict[str, Any]]]:
+    """What runs of a file, without what people and other programs are told."""
+    return [(node["class_type"], node["inputs"]) for node in read(file).values()]
+
+
+def each(files: list[Path]) -> pytest.MarkDecorator:
+    """A test for each file, called by its folder and name."""
+    names = ["/".join(file.relative_to(ROOT).with_suffix("").parts[1:]) for file in files]
+    return pytest.mark.parametrize("file", files, ids=names)
+
+
+NOW = [done_by(file) for file in SHIPPED]
+# Of the released files, those that run as one of today's do are only posted.
+RUN = [*SHIPPED, *(file for file in FROZEN if done_by(file) not in NOW)]
+EDITS = [file for file in RUN if file.stem.startswith(("edit", "inpaint"))]
+TEXT_TO_IMAGE = [file for file in RUN if not file.stem.startswith(("edit", "inpaint", "estimate"))]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +74,7 @@ def known(server: Server) -> dict[str, Any]:
     return server.client.get("/object_info").json()
 
 
-@every_workflow
+@each(SHIPPED)
 def test_each_node_exists_with_these_inputs(known: dict[str, Any], file: Path):
     for name, node in read(file).items():
         assert node["class_type"] in known, f"{name}: {node['class_type']}"
@@ -67,7 +84,7 @@ def test_each_node_exists_with_these_inputs(known: dict[str, Any], file: Path):
         assert not required.keys() - node["inputs"].keys(), name
 
 
-@every_workflow
+@each(SHIPPED)
 def test_each_file_that_it_needs_has_a_link(file: Path):
     graph = read(file)
     links = [link for node in graph.values() for link in node["_meta"].get("models", [])]
@@ -95,9 +112,7 @@ def _unfinished(server: Server) -> list[Any]:
     return [*queue["queue_running"], *queue["queue_pending"]]
 
 
-@pytest.mark.parametrize(
-    "file", [*API, *FROZEN], ids=lambda file: "/".join(file.relative_to(ROOT).parts[1:])
-)
+@each([*SHIPPED, *FROZEN])
 def test_it_is_accepted_as_it_is_shipped(server: Server, file: Path):
     graph = read(file)
     with held_queue(server), published_files(server.base, graph):
@@ -105,6 +120,14 @@ def test_it_is_accepted_as_it_is_shipped(server: Server, file: Path):
         assert answer.status_code == 200, answer.text
         assert answer.json()["node_errors"] == {}, answer.text
         assert answer.json()["prompt_id"] in [entry[1] for entry in _unfinished(server)]
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda folder: folder.name)
+def test_a_released_node_is_there_or_replaced(server: Server, known: dict[str, Any], release: Path):
+    today = subset(known, [name for name in known if name.startswith(OURS)])
+    replacements = server.client.get("/node_replacements").json()
+    assert "ImageBatch" in replacements  # one of ComfyUI's own
+    assert replacement_changes(read(release / "nodes.json"), today, replacements) == []
 
 
 def test_a_workflow_without_its_file_is_refused(server: Server):
@@ -175,7 +198,7 @@ def run_small(server: Server, graph: Graph) -> Run:
     return run
 
 
-@pytest.mark.parametrize("file", TEXT_TO_IMAGE, ids=lambda file: file.stem)
+@each(TEXT_TO_IMAGE)
 def test_text_to_image_paints_the_prompt(server: Server, file: Path):
     graph = small(file)
     run = run_small(server, graph)
@@ -190,7 +213,7 @@ def test_text_to_image_paints_the_prompt(server: Server, file: Path):
         assert "8 of 8 keys applied" in run.text("lora")
 
 
-@pytest.mark.parametrize("file", EDITS, ids=lambda file: file.stem)
+@each(EDITS)
 def test_an_edit_has_the_shape_of_its_first_picture(server: Server, file: Path):
     run = run_small(server, small(file))
     (image,), (scaled,) = (pictures(server, run, node) for node in ("save", "saved_scale"))

@@ -1,26 +1,28 @@
 """Workflow files as they were released keep working: nothing of today's nodes may break them.
 
 Files and nodes of each release are in tests/workflows/<version>; nothing there is ever changed.
+Today's nodes are those of `definitions.json`, which test_workflows.py holds against a real ComfyUI.
+test_comfyui_workflows.py posts the files to one.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_host import comfyui_folder
-from comfyui_server import Server
-from frozen_workflows import NOTES, file_changes, node_changes
+from frozen_workflows import file_changes, node_changes, replacement_changes
 
-from qwen_l40s.tools.workflows.definitions import OURS, subset
+from qwen_l40s import __version__
+from qwen_l40s.tools.workflows import definitions
 
-pytestmark = pytest.mark.timeout(300)
 FROZEN = Path(__file__).resolve().parent / "workflows"
-RELEASES = sorted(folder.name for folder in FROZEN.iterdir())
+# A rename by search and replace all over the tree would change them together with the nodes.
+RELEASES = {"0.1.0": "58c37e744a73215d79eb88cdc539bde8a7edd66eef8127751e9359e5799657ad"}
 FILES = sorted(FROZEN.glob("*/ui/*.json"))
 
 
@@ -28,37 +30,29 @@ def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(comfyui_folder(), tmp_path_factory.mktemp("base"))
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="module")
-def today(server: Server) -> dict[str, Any]:
-    """Every node that a frozen file names, and all of ours, of the real ComfyUI."""
-    info = server.client.get("/object_info").json()
-    named = {node["type"] for path in FILES for node in read(path)["nodes"]} - NOTES
-    ours = {name for name in info if name.startswith(OURS)}
-    return subset(info, (named & info.keys()) | ours)
-
-
-@pytest.fixture(scope="module")
-def replaced(server: Server) -> set[str]:
-    return set(server.client.get("/node_replacements").json())
+TODAY = read(definitions.FILE)
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_inputs_and_outputs_were_only_appended(release: str, today: dict, replaced: set):
-    assert node_changes(read(FROZEN / release / "nodes.json"), today, replaced) == []
+def test_what_was_released_is_not_changed(release: str):
+    files = sorted((FROZEN / release).rglob("*.json"))
+    held = {file.relative_to(FROZEN).as_posix(): read(file) for file in files}
+    assert hashlib.sha256(json.dumps(held).encode()).hexdigest() == RELEASES[release]
+
+
+def test_every_release_is_kept():
+    assert {folder.name for folder in FROZEN.iterdir()} == set(RELEASES)
+    assert __version__ in RELEASES, "python -m qwen_l40s.tools.workflows --freeze"
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_inputs_and_outputs_were_only_appended(release: str):
+    assert node_changes(read(FROZEN / release / "nodes.json"), TODAY) == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
-def test_values_and_wires_of_a_released_file_land_where_they_were_saved(
-    path: Path, today: dict, replaced: set
-):
-    assert file_changes(read(path), today, replaced) == []
+def test_values_and_wires_of_a_released_file_land_where_they_were_saved(path: Path):
+    assert file_changes(read(path), TODAY) == []
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -71,7 +65,7 @@ def test_both_forms_of_each_file_are_kept(release: str):
 
 # That the comparison finds what would break files, with the released nodes as today's.
 
-NODES = read(FROZEN / RELEASES[0] / "nodes.json")
+NODES = read(FROZEN / "0.1.0" / "nodes.json")
 LOAD_MODEL = "QwenL40S_LoadModel"
 
 
@@ -117,7 +111,6 @@ BREAKING: dict[str, tuple[Callable[[dict], Any], str]] = {
         lambda nodes: nodes[LOAD_MODEL]["outputs"].pop(0),
         "output 0 was MODEL (MODEL)",
     ),
-    "the node gone": (lambda nodes: nodes.pop(LOAD_MODEL), "is gone and has no replacement"),
 }
 
 
@@ -138,9 +131,65 @@ def test_what_is_appended_and_optional_breaks_nothing():
     assert node_changes(NODES, today) == []
 
 
+def renamed(**changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Nodes of which the loader has another name and calls its precision `dtype`, and the answer of
+    GET /node_replacements about it.
+    """
+    today = copy.deepcopy(NODES)
+    today["New"] = today.pop(LOAD_MODEL)
+    today["New"]["inputs"][1]["name"] = "dtype"
+    names = ["model", "precision", "keep_in_bf16", "modulation"]
+    mapping = [{"old_id": name, "new_id": {"precision": "dtype"}.get(name, name)} for name in names]
+    outputs = [{"old_idx": index, "new_idx": index} for index in range(2)]
+    rules = {
+        "new_node_id": "New",
+        "old_widget_ids": names,
+        "input_mapping": mapping,
+        "output_mapping": outputs,
+    }
+    return today, {LOAD_MODEL: [rules | changes]}
+
+
 def test_a_replacement_stands_in_for_a_node_that_is_gone():
+    today, replacements = renamed()
+    assert node_changes(NODES, today) == []
+    assert replacement_changes(NODES, today, replacements) == []
+    assert replacement_changes(NODES, NODES, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"new_node_id": "Newer"}, "its replacement Newer is not there"),
+        ({"old_widget_ids": ["precision", "model"]}, "old_widget_ids must be"),
+        ({"old_widget_ids": None}, "old_widget_ids must be"),
+        ({"input_mapping": None}, "input model (COMBO) goes to no input of New"),
+        (
+            {"input_mapping": [{"old_id": "precision", "new_id": "precision"}]},
+            "input precision (COMBO) goes to no input of New",
+        ),
+        (
+            {"input_mapping": [{"old_id": "precision", "new_id": "dtype"}]},
+            "input model of New gets nothing",
+        ),
+        ({"output_mapping": None}, "output 0 (MODEL) comes from no output of New"),
+        (
+            {"output_mapping": [{"old_idx": 0, "new_idx": 1}, {"old_idx": 1, "new_idx": 0}]},
+            "output 0 (MODEL) comes from no output of New",
+        ),
+    ],
+)
+def test_a_replacement_that_loses_something_is_found(changes: dict[str, Any], sentence: str):
+    today, replacements = renamed(**changes)
+    found = replacement_changes(NODES, today, replacements)
+    assert any(sentence in each for each in found), found
+
+
+def test_a_node_that_is_gone_without_a_replacement_is_found():
     today = {name: node for name, node in NODES.items() if name != LOAD_MODEL}
-    assert node_changes(NODES, today, {LOAD_MODEL}) == []
+    for none in ({}, {LOAD_MODEL: []}):
+        found = replacement_changes(NODES, today, none)
+        assert found == [f"{LOAD_MODEL} is gone and has no replacement"]
 
 
 def saved(*, values: list[Any], inputs: list[dict], links: list[list]) -> dict[str, Any]:
@@ -184,7 +233,7 @@ def test_a_wire_that_no_longer_fits_is_found():
         assert any("QwenL40S_Optimize.model" in each for each in file_changes(FILE, today))
 
 
-def test_a_node_of_a_file_that_is_gone_is_found():
-    today = {name: node for name, node in NODES.items() if name != LOAD_MODEL}
-    assert file_changes(FILE, today) == [f"Model ({LOAD_MODEL}) is gone and has no replacement"]
-    assert file_changes(FILE, today, {LOAD_MODEL}) == []
+def test_a_node_of_comfyui_that_is_gone_from_a_file_is_found():
+    file = saved(values=["a"], inputs=[{"name": "model"}], links=[])
+    file["nodes"][0]["type"] = "Gone"
+    assert file_changes(file, NODES) == ["Model (Gone) is gone"]

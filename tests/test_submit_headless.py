@@ -264,25 +264,24 @@ def test_progress_names_the_node_and_its_steps(server: Server, tmp_path: Path):
 
 
 def test_five_hundred_jobs(server: Server, tmp_path: Path, tiny: Path):
-    start = time.monotonic()
+    # It took 4 to 7 s on two busy cores.
     jobs = submit(server, tiny, tmp_path / "out", "--set", "color=1000..1499")
-    seconds = time.monotonic() - start
     assert [job["status"] for job in jobs] == ["done"] * 500
     assert len({path for job in jobs for path in job["files"]}) == 500
-    # It took 4 to 7 s on two busy cores.
-    assert seconds < 60
 
 
 def test_the_server_is_killed_and_started_again_in_the_middle(
     tmp_path: Path, tiny: Path, monkeypatch
 ):
     server = Server(comfyui_folder(), tmp_path / "base")
-    more = ("--set", "seed=1..4", *steps(30))
-    process = begin(server, MICRO, tmp_path / "out", *more)
-    until(lambda: list((tmp_path / "out").glob("*.png")), 100)
-    server.client.close()
-    server.process.kill()
-    server.process.wait()
+    try:
+        more = ("--set", "seed=1..4", *steps(30))
+        process = begin(server, MICRO, tmp_path / "out", *more)
+        until(lambda: list((tmp_path / "out").glob("*.png")), 100)
+    finally:
+        server.client.close()
+        server.process.kill()
+        server.process.wait()
     monkeypatch.setattr(comfyui_server, "_free_port", lambda: server.port)
     server = Server(comfyui_folder(), tmp_path / "base")
     try:

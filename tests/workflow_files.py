@@ -21,8 +21,8 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import AutoencoderKLQwenImage
 from PIL import Image, ImageDraw
+from published_text_encoder import published_shapes
 from safetensors.torch import load_file, save_file
-from test_comfyui_clip_vae import published_shapes
 
 from qwen_l40s.loaders.convert import text_encoder_name_to_native, vae_name_to_native
 from qwen_l40s.loaders.quantized_plan import MARKER_2511
