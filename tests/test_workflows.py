@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from browser_page import ComfyPage, chromium, missing
 from comfyui_host import comfyui_folder
 from comfyui_server import Server
 from PIL import Image
@@ -20,7 +21,7 @@ from qwen_l40s import __version__
 from qwen_l40s.tools.workflows import __main__ as builder
 from qwen_l40s.tools.workflows import definitions, thumbnails
 from qwen_l40s.tools.workflows.graph import Workflow
-from qwen_l40s.tools.workflows.layout import Box
+from qwen_l40s.tools.workflows.layout import TITLE, Box
 from qwen_l40s.tools.workflows.workflows import workflows
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,6 +53,11 @@ def ui(name: str) -> dict[str, Any]:
 
 def api(name: str) -> dict[str, Any]:
     return json.loads((FOLDER / "api" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def links(name: str) -> list[dict[str, str]]:
+    """The models that the nodes of a workflow name."""
+    return [link for node in api(name).values() for link in node["_meta"].get("models", [])]
 
 
 @pytest.fixture(params=NAMES)
@@ -211,15 +217,32 @@ def test_nothing_overlaps(name: str):
             assert frame.y <= box.y and box.y + box.height <= frame.y + frame.height
 
 
+# The page opens a template so that it takes this share of the window, and leaves out every text
+# where its letters of 14 pixels would have less than 8 (frontend 1.49.6).
+SHARE, FEWEST_PIXELS, LETTERS = 0.75, 8, 14
+WINDOW = (1920, 930)  # of a browser on the commonest screen
+
+
+def test_a_template_opens_with_its_texts(name: str):
+    graph = ui(name)
+    boxes = [Box(*node["pos"], *node["size"]).with_title() for node in graph["nodes"]]
+    boxes += [Box(*group["bounding"]) for group in graph["groups"]]
+    size = (
+        max(box.x + box.width for box in boxes) - min(box.x for box in boxes),
+        max(box.y + box.height for box in boxes) - min(box.y for box in boxes),
+    )
+    scale = SHARE * min(has / needs for has, needs in zip(WINDOW, size, strict=True))
+    assert scale * LETTERS > FEWEST_PIXELS, size
+
+
 def test_the_note_names_each_file_and_what_it_takes(name: str):
     (note,) = [node for node in ui(name)["nodes"] if node["type"] == NOTE]
     (text,) = note["widgets_values"]
     assert text.startswith("## ") and "**Change first**" in text and len(text) < 2400
-    links = [link for node in api(name).values() for link in node["_meta"].get("models", [])]
-    for link in links:
+    for link in links(name):
         assert f"[{link['name']}]({link['url']})" in text
         assert f"`models/{link['directory']}`" in text
-    assert ("On an L40S, predicted:" in text) == bool(links)
+    assert ("On an L40S, predicted:" in text) == bool(links(name))
 
 
 def test_the_text_encoder_leaves_the_card_where_the_note_says_so(name: str):
@@ -321,6 +344,36 @@ def test_the_nodes_are_those_of_the_real_host(server: Server):
 def test_the_page_lists_them_as_templates(server: Server):
     (listed,) = server.client.get("/workflow_templates").json().values()
     assert sorted(listed) == sorted(NAMES)
+
+
+# Of the one note: how high its text is, and its own height, in the units of the graph.
+NOTE_HEIGHTS = """() => {
+    const box = document.querySelector('.comfy-markdown-content')
+    const { top } = box.getBoundingClientRect()
+    const bottoms = [...box.querySelectorAll('*')].map(e => e.getBoundingClientRect().bottom)
+    return [(Math.max(...bottoms) - top) / window.app.canvas.ds.scale, box.clientHeight]
+}"""
+
+
+def test_nodes_2_keep_their_size_and_the_note_fits_its_text(server: Server):
+    """Where a node grew, it would cover the next one; the page without Nodes 2.0 draws less."""
+    if missing():
+        pytest.skip(missing())
+    (server.base / "input").mkdir(exist_ok=True)
+    Image.new("RGB", (64, 64)).save(server.base / "input" / "example.png")
+    for link in (link for name in NAMES for link in links(name)):  # a node without its file grows
+        (server.base / "models" / link["directory"] / link["name"]).touch()
+    with chromium() as browser:
+        page = ComfyPage(browser, server, {"Comfy.VueNodes.Enabled": True})
+        for name in NAMES:
+            page.load(FOLDER / f"{name}.json")
+            drawn = {node["title"]: node["box"][2:] for node in page.elements()}
+            for node in ui(name)["nodes"]:
+                width, height = node["size"]
+                assert drawn[node["title"]] == [width, height + TITLE], (name, node["title"])
+            text, room = page.page.evaluate(NOTE_HEIGHTS)
+            assert text + 12 < room < text + 80, name
+        page.close()
 
 
 def test_pixels_outside_the_mask_stay_in_inpaint(server: Server):

@@ -103,7 +103,7 @@ def inpaint() -> Workflow:
             title,
             "Paints anew what you mask. Every pixel outside the mask stays exactly as **Scale** "
             "gives it: one megapixel in the nearest of the usual shapes.\n\n"
-            "**Right-click Image 1 > Open in Mask Editor**, paint over what is to change, save. "
+            "**Right-click Image 1 > Open in MaskEditor**, paint over what is to change, save. "
             "Without a mask nothing changes. Over the API, the transparent part of a PNG is the "
             "mask.",
             (
@@ -163,7 +163,7 @@ def _images(workflow: Workflow, count: int) -> list[Link]:
         for index in range(1, count + 1)
     ]
     first, *others = [node["IMAGE"] for node in loaded]
-    scale = workflow.add("scale", "FluxKontextImageScale", "Scale", IMAGES, image=first)
+    scale = workflow.add("scale", "FluxKontextImageScale", "Scale", PROMPT, image=first)
     return [scale["IMAGE"], *others]
 
 

@@ -7,11 +7,12 @@ from .graph import Workflow
 from .models import QWEN_2512, TEXT_ENCODER, VAE
 from .notes import note
 from .parts import IMAGE, MODELS, PROMPT, SAMPLING, decode, load, sample, save, shifted
-from .text_to_image import CFG, EXAMPLE, FAMILY, NEGATIVE, PROMPT_FIRST, SIDE
+from .text_to_image import CFG, EXAMPLE, FAMILY, NEGATIVE, NEGATIVE_STAYS, PROMPT_FIRST, SIDE
 
 ESTIMATE, REPORT = "Estimate", "Report"
 STEPS = 20
-TABLE_WIDTH = 980  # of the lines of a report, unbroken
+CHART_WIDTH = 720  # to read its figures
+TABLE_WIDTH, TABLE_HEIGHT = 980, 600  # of a report, with its lines unbroken
 
 
 def estimate() -> Workflow:
@@ -32,14 +33,16 @@ def estimate() -> Workflow:
             ),
         ),
         columns=((ESTIMATE,), (REPORT,)),
+        note_above=1,
     )
-    told = workflow.add("estimate", "QwenL40S_EstimateVRAM", "Estimate", ESTIMATE)
+    told = workflow.add("estimate", "QwenL40S_EstimateVRAM", "Estimate", ESTIMATE, wide=CHART_WIDTH)
     workflow.add(
         "text",
         "PreviewAny",
         "Estimate in words",
         REPORT,
         wide=TABLE_WIDTH,
+        shown=TABLE_HEIGHT,
         source=told["report"],
     )
     return workflow
@@ -60,11 +63,12 @@ def estimate_generate_report() -> Workflow:
                 "it the `steps` of **Sample**, and `cfg` `off` where its CFG is 1.",
                 "The first run loads and prepares: read the report of the second one.",
                 PROMPT_FIRST,
+                NEGATIVE_STAYS,
             ),
             files=(QWEN_2512, TEXT_ENCODER, VAE),
             wish=Wish(family=FAMILY, precision="bf16", steps=STEPS),
         ),
-        columns=((MODELS,), (PROMPT, SAMPLING), (ESTIMATE,), (REPORT,), (IMAGE,)),
+        columns=((MODELS,), (PROMPT,), (SAMPLING,), (ESTIMATE,), (IMAGE, REPORT)),
     )
     loaded = load(workflow, QWEN_2512, precision="bf16")
     positive = workflow.add(
@@ -88,7 +92,9 @@ def estimate_generate_report() -> Workflow:
         latent=empty["LATENT"],
         steps=STEPS,
     )
-    workflow.add("estimate_text", "PreviewAny", "Estimate in words", REPORT, source=told["report"])
+    workflow.add(
+        "estimate_text", "PreviewAny", "Estimate in words", ESTIMATE, source=told["report"]
+    )
     latent = sample(
         workflow,
         model,
@@ -98,16 +104,17 @@ def estimate_generate_report() -> Workflow:
         steps=STEPS,
         cfg=CFG,
     )
+    images = decode(workflow, latent, loaded.vae)
+    save(workflow, images)
     report = workflow.add(
         "report",
         "QwenL40S_Report",
         "Report",
-        IMAGE,
-        images=decode(workflow, latent, loaded.vae),
+        REPORT,
+        images=images,
         model=model,
         clip=loaded.clip,
         vae=loaded.vae,
     )
-    save(workflow, report["images"])
     workflow.add("report_text", "PreviewAny", "Report in words", REPORT, source=report["report"])
     return workflow

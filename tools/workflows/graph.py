@@ -37,6 +37,7 @@ class Node:
         inputs: Values of widgets, and links.
         models: The files that its widgets name.
         width: In the page, where more than usual is needed to read what it shows; 0 elsewhere.
+        shown: The height of what it shows, likewise.
     """
 
     id: str
@@ -46,6 +47,7 @@ class Node:
     inputs: dict[str, Any]
     models: tuple[ModelFile, ...] = ()
     width: int = 0
+    shown: int = 0
 
     def __getitem__(self, output: str) -> Link:
         """An output by its name, to be linked."""
@@ -60,13 +62,16 @@ class Workflow:
         name: Of its files.
         title: What its placeholder picture says.
         note: Markdown, beside the graph.
-        columns: From left to right, the frames that stand below one another in each.
+        columns: From left to right, the frames that stand below one another in each; those that
+            hold no node are left out.
+        note_above: The column that the note is above.
     """
 
     name: str
     title: str
     note: str = ""
-    columns: Sequence[Sequence[str]] = (("Models",), ("Prompt",), ("Sampling",), ("Image",))
+    columns: Sequence[Sequence[str]] = (("Models",), ("Prompt", "LoRA"), ("Sampling",), ("Image",))
+    note_above: int = 0
     nodes: dict[str, Node] = field(default_factory=dict)
 
     def add(
@@ -78,12 +83,14 @@ class Workflow:
         *,
         models: Sequence[ModelFile] = (),
         wide: int = 0,
+        shown: int = 0,
         **inputs: Any,
     ) -> Node:
         """Adds a node; widgets that are not named get their defaults.
 
         Args:
             wide: see `Node.width`; an input may be called so itself.
+            shown: see `Node.shown`.
 
         Raises:
             KeyError: the node or an input of it is not known.
@@ -104,7 +111,7 @@ class Workflow:
                 filled[known.name] = known.choices[0]
             elif not known.optional:
                 raise ValueError(f"{self.name}: {id}.{known.name} is missing")
-        node = Node(id, definition, title, group, filled, tuple(models), wide)
+        node = Node(id, definition, title, group, filled, tuple(models), wide, shown)
         self._check(node)
         self.nodes[id] = node
         return node

@@ -40,7 +40,7 @@ def micro_text_to_image() -> Workflow:
         "negative", "CLIPTextEncode", "Negative prompt", "Prompt", text=" ", clip=load["CLIP"]
     )
     empty = workflow.add(
-        "empty", "EmptySD3LatentImage", "Size", "Sampling", width=256, height=256, batch_size=1
+        "empty", "EmptySD3LatentImage", "Size", "Prompt", width=256, height=256, batch_size=1
     )
     sample = workflow.add(
         "sample",

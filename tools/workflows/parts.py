@@ -8,6 +8,7 @@ from .graph import Link, Node, Workflow
 from .models import TEXT_ENCODER, VAE, ModelFile
 
 MODELS, PROMPT, SAMPLING, IMAGE = "Models", "Prompt", "Sampling", "Image"
+LORA = "LoRA"
 SHIFT = 3.1  # of ComfyUI's own templates of 2512 and Edit-2511
 
 
@@ -53,7 +54,7 @@ def load(
             "lora",
             "QwenL40S_LoadLora",
             "LoRA",
-            MODELS,
+            LORA,
             models=[lora],
             model=model,
             lora=lora.name,
