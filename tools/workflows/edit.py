@@ -28,69 +28,32 @@ class Prompts(NamedTuple):
 
 def edit_2511() -> Workflow:
     """One picture changed as the prompt says."""
-    title = "Edit a picture, Edit-2511"
-    workflow = Workflow(
+    return _edit(
         "edit_2511",
-        title,
-        note(
-            title,
-            "Changes **Image 1** as the prompt says, in bf16. **Scale** brings the picture to one "
-            "megapixel in the nearest of the usual shapes, and cuts what sticks out.",
-            (
-                "**Image 1**: your picture.",
-                "**Prompt**: what to change, and what to keep.",
-                FEWER_STEPS,
-            ),
-            files=FILES,
-            wish=_wish(references=1),
-        ),
-        columns=COLUMNS,
+        "Edit a picture, Edit-2511",
+        "Changes **Image 1** as the prompt says, in bf16. **Scale** brings the picture to one "
+        "megapixel in the nearest of the usual shapes, and cuts what sticks out.",
+        ("**Image 1**: your picture.", "**Prompt**: what to change, and what to keep."),
+        pictures=1,
+        prompt="Turn the picture into a watercolour painting on rough paper, keep the composition",
     )
-    loaded = load(workflow, EDIT_2511, precision="bf16")
-    (scaled,) = _images(workflow, count=1)
-    prompts = _prompts(
-        workflow,
-        loaded,
-        [scaled],
-        "Turn the picture into a watercolour painting on rough paper, keep the composition",
-    )
-    latent = _encode(workflow, scaled, loaded.vae)
-    _finish(workflow, loaded, prompts, latent)
-    return workflow
 
 
 def edit_2511_three_references() -> Workflow:
     """Things of three pictures in one."""
-    title = "Edit with three pictures, Edit-2511"
-    workflow = Workflow(
+    return _edit(
         "edit_2511_three_references",
-        title,
-        note(
-            title,
-            "Brings things of three pictures together, in bf16. The result has the shape of "
-            "**Image 1**; the prompt calls them image 1, image 2 and image 3.",
-            (
-                "**Image 1**, **Image 2**, **Image 3**: your pictures. Delete the third one and "
-                "two are taken, faster.",
-                "**Prompt**: what comes from which image.",
-                FEWER_STEPS,
-            ),
-            files=FILES,
-            wish=_wish(references=3),
+        "Edit with three pictures, Edit-2511",
+        "Brings things of three pictures together, in bf16. The result has the shape of "
+        "**Image 1**; the prompt calls them image 1, image 2 and image 3.",
+        (
+            "**Image 1**, **Image 2**, **Image 3**: your pictures. Delete the third one and "
+            "two are taken, faster.",
+            "**Prompt**: what comes from which image.",
         ),
-        columns=COLUMNS,
+        pictures=3,
+        prompt="The scene of image 1 in the light of image 2, with the colours of image 3",
     )
-    loaded = load(workflow, EDIT_2511, precision="bf16")
-    images = _images(workflow, count=3)
-    prompts = _prompts(
-        workflow,
-        loaded,
-        images,
-        "The scene of image 1 in the light of image 2, with the colours of image 3",
-    )
-    latent = _encode(workflow, images[0], loaded.vae)
-    _finish(workflow, loaded, prompts, latent)
-    return workflow
 
 
 def inpaint() -> Workflow:
@@ -141,6 +104,24 @@ def inpaint() -> Workflow:
         mask=mask,
     )
     save(workflow, composite["IMAGE"])
+    return workflow
+
+
+def _edit(
+    name: str, title: str, what: str, change: Sequence[str], *, pictures: int, prompt: str
+) -> Workflow:
+    workflow = Workflow(
+        name,
+        title,
+        note(title, what, (*change, FEWER_STEPS), files=FILES, wish=_wish(pictures)),
+        columns=COLUMNS,
+    )
+    loaded = load(workflow, EDIT_2511, precision="bf16")
+    images = _images(workflow, count=pictures)
+    prompts = _prompts(workflow, loaded, images, prompt)
+    latent = _encode(workflow, images[0], loaded.vae)
+    painted = _sample(workflow, loaded, prompts, latent)
+    save(workflow, decode(workflow, painted, loaded.vae))
     return workflow
 
 
@@ -216,8 +197,3 @@ def _sample(workflow: Workflow, loaded: Loaded, prompts: Prompts, latent: Link) 
         "cfg_norm", "QwenL40S_CFGNorm", "CFG norm", SAMPLING, model=shifted(workflow, loaded.model)
     )
     return sample(workflow, guided["MODEL"], *prompts, latent, steps=STEPS, cfg=CFG)
-
-
-def _finish(workflow: Workflow, loaded: Loaded, prompts: Prompts, latent: Link) -> None:
-    painted = _sample(workflow, loaded, prompts, latent)
-    save(workflow, decode(workflow, painted, loaded.vae))

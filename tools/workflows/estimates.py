@@ -6,7 +6,19 @@ from ...planning.wish import Wish
 from .graph import Workflow
 from .models import QWEN_2512, TEXT_ENCODER, VAE
 from .notes import note
-from .parts import IMAGE, MODELS, PROMPT, SAMPLING, decode, load, sample, save, shifted
+from .parts import (
+    IMAGE,
+    MODELS,
+    PROMPT,
+    SAMPLING,
+    decode,
+    empty,
+    encode,
+    load,
+    sample,
+    save,
+    shifted,
+)
 from .text_to_image import CFG, EXAMPLE, FAMILY, NEGATIVE, NEGATIVE_STAYS, PROMPT_FIRST, SIDE
 
 ESTIMATE, REPORT = "Estimate", "Report"
@@ -71,15 +83,9 @@ def estimate_generate_report() -> Workflow:
         columns=((MODELS,), (PROMPT,), (SAMPLING,), (ESTIMATE,), (IMAGE, REPORT)),
     )
     loaded = load(workflow, QWEN_2512, precision="bf16")
-    positive = workflow.add(
-        "positive", "CLIPTextEncode", "Prompt", PROMPT, text=EXAMPLE, clip=loaded.clip
-    )
-    negative = workflow.add(
-        "negative", "CLIPTextEncode", "Negative prompt", PROMPT, text=NEGATIVE, clip=loaded.clip
-    )
-    empty = workflow.add(
-        "size", "EmptySD3LatentImage", "Size", PROMPT, width=SIDE, height=SIDE, batch_size=1
-    )
+    positive = encode(workflow, "positive", "Prompt", EXAMPLE, loaded.clip)
+    negative = encode(workflow, "negative", "Negative prompt", NEGATIVE, loaded.clip)
+    latent = empty(workflow, SIDE, SIDE)
     model = shifted(workflow, loaded.model)
     told = workflow.add(
         "estimate",
@@ -89,22 +95,14 @@ def estimate_generate_report() -> Workflow:
         model=model,
         clip=loaded.clip,
         vae=loaded.vae,
-        latent=empty["LATENT"],
+        latent=latent,
         steps=STEPS,
     )
     workflow.add(
         "estimate_text", "PreviewAny", "Estimate in words", ESTIMATE, source=told["report"]
     )
-    latent = sample(
-        workflow,
-        model,
-        positive["CONDITIONING"],
-        negative["CONDITIONING"],
-        empty["LATENT"],
-        steps=STEPS,
-        cfg=CFG,
-    )
-    images = decode(workflow, latent, loaded.vae)
+    painted = sample(workflow, model, positive, negative, latent, steps=STEPS, cfg=CFG)
+    images = decode(workflow, painted, loaded.vae)
     save(workflow, images)
     report = workflow.add(
         "report",

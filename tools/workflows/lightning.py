@@ -6,7 +6,7 @@ from ...planning.wish import Loras, Wish
 from .graph import Workflow
 from .models import LIGHTNING_4, LIGHTNING_8, QWEN_2512, TEXT_ENCODER, VAE, ModelFile
 from .notes import note
-from .parts import PROMPT, decode, load, sample, save, shifted
+from .parts import PROMPT, decode, empty, encode, load, sample, save, shifted
 from .text_to_image import EXAMPLE, FAMILY, PROMPT_FIRST, SIDE
 
 
@@ -42,29 +42,18 @@ def _lightning(name: str, steps: int, lora_file: ModelFile) -> Workflow:
         ),
     )
     loaded = load(workflow, QWEN_2512, precision="bf16", lora=lora_file)
-    positive = workflow.add(
-        "positive", "CLIPTextEncode", "Prompt", PROMPT, text=EXAMPLE, clip=loaded.clip
-    )
+    positive = encode(workflow, "positive", "Prompt", EXAMPLE, loaded.clip)
     # The sampler wants a negative and at CFG 1 never looks at it: no second prompt is encoded.
     negative = workflow.add(
         "negative",
         "ConditioningZeroOut",
         "No negative",
         PROMPT,
-        conditioning=positive["CONDITIONING"],
-    )
-    empty = workflow.add(
-        "size", "EmptySD3LatentImage", "Size", PROMPT, width=SIDE, height=SIDE, batch_size=1
-    )
-    latent = sample(
-        workflow,
-        # The LoRA was trained with this shift, not with the template's 3.1.
-        shifted(workflow, loaded.model, 3.0),
-        positive["CONDITIONING"],
-        negative["CONDITIONING"],
-        empty["LATENT"],
-        steps=steps,
-        cfg=1.0,
-    )
-    save(workflow, decode(workflow, latent, loaded.vae))
+        conditioning=positive,
+    )["CONDITIONING"]
+    latent = empty(workflow, SIDE, SIDE)
+    # The LoRA was trained with this shift, not with the template's 3.1.
+    model = shifted(workflow, loaded.model, 3.0)
+    painted = sample(workflow, model, positive, negative, latent, steps=steps, cfg=1.0)
+    save(workflow, decode(workflow, painted, loaded.vae))
     return workflow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .graph import Workflow
 from .notes import note
+from .parts import IMAGE, MODELS, empty, encode, sample, save
 
 
 def micro_text_to_image() -> Workflow:
@@ -26,42 +27,15 @@ def micro_text_to_image() -> Workflow:
         ),
     )
     load = workflow.add(
-        "load", "QwenL40S_Load", "Model", "Models", model="micro (bundled)", precision="auto"
+        "load", "QwenL40S_Load", "Model", MODELS, model="micro (bundled)", precision="auto"
     )
-    positive = workflow.add(
-        "positive",
-        "CLIPTextEncode",
-        "Prompt",
-        "Prompt",
-        text="a large green circle at the bottom right on a white background",
-        clip=load["CLIP"],
-    )
-    negative = workflow.add(
-        "negative", "CLIPTextEncode", "Negative prompt", "Prompt", text=" ", clip=load["CLIP"]
-    )
-    empty = workflow.add(
-        "empty", "EmptySD3LatentImage", "Size", "Prompt", width=256, height=256, batch_size=1
-    )
-    sample = workflow.add(
-        "sample",
-        "KSampler",
-        "Sample",
-        "Sampling",
-        model=load["MODEL"],
-        positive=positive["CONDITIONING"],
-        negative=negative["CONDITIONING"],
-        latent_image=empty["LATENT"],
-        seed=1,
-        steps=20,
-        cfg=4.0,
-        sampler_name="euler",
-        scheduler="simple",
-        denoise=1.0,
-    )
-    decode = workflow.add(
-        "decode", "VAEDecode", "Decode", "Image", samples=sample["LATENT"], vae=load["VAE"]
-    )
-    workflow.add(
-        "save", "SaveImage", "Save", "Image", images=decode["IMAGE"], filename_prefix="micro"
-    )
+    text = "a large green circle at the bottom right on a white background"
+    positive = encode(workflow, "positive", "Prompt", text, load["CLIP"])
+    negative = encode(workflow, "negative", "Negative prompt", " ", load["CLIP"])
+    latent = empty(workflow, 256, 256, id="empty")
+    painted = sample(workflow, load["MODEL"], positive, negative, latent, steps=20, cfg=4.0)
+    images = workflow.add("decode", "VAEDecode", "Decode", IMAGE, samples=painted, vae=load["VAE"])[
+        "IMAGE"
+    ]
+    save(workflow, images, "micro")
     return workflow

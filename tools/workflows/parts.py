@@ -63,6 +63,20 @@ def load(
     return Loaded(optimize["MODEL"], clip["CLIP"], vae["VAE"])
 
 
+def encode(workflow: Workflow, id: str, title: str, text: str, clip: Link) -> Link:
+    """A prompt as conditioning."""
+    node = workflow.add(id, "CLIPTextEncode", title, PROMPT, text=text, clip=clip)
+    return node["CONDITIONING"]
+
+
+def empty(workflow: Workflow, width: int, height: int, batch: int = 1, *, id: str = "size") -> Link:
+    """Latents to begin with, of a size in pixels."""
+    node = workflow.add(
+        id, "EmptySD3LatentImage", "Size", PROMPT, width=width, height=height, batch_size=batch
+    )
+    return node["LATENT"]
+
+
 def shifted(workflow: Workflow, model: Link, shift: float = SHIFT) -> Link:
     """The MODEL with the noise schedule's shift."""
     node = workflow.add(
@@ -107,8 +121,7 @@ def decode(workflow: Workflow, latent: Link, vae: Link) -> Link:
     return node["IMAGE"]
 
 
-def save(workflow: Workflow, images: Link) -> Node:
-    """Images to files that are called as the workflow is."""
-    return workflow.add(
-        "save", "SaveImage", "Save", IMAGE, images=images, filename_prefix=workflow.name
-    )
+def save(workflow: Workflow, images: Link, prefix: str = "") -> Node:
+    """Images to files that are called as the workflow is, or otherwise."""
+    prefix = prefix or workflow.name
+    return workflow.add("save", "SaveImage", "Save", IMAGE, images=images, filename_prefix=prefix)

@@ -18,7 +18,7 @@ from .models import (
     ModelFile,
 )
 from .notes import note
-from .parts import PROMPT, SHIFT, decode, load, sample, save, shifted
+from .parts import decode, empty, encode, load, sample, save, shifted
 
 FAMILY = "qwen-image-2512"
 STEPS, CFG = 50, 4.0  # of ComfyUI's own template of 2512, and of the model card
@@ -200,32 +200,12 @@ def _text_to_image(
         placement=placement,
         lora=lora_file,
     )
-    positive = workflow.add(
-        "positive", "CLIPTextEncode", "Prompt", PROMPT, text=prompt, clip=loaded.clip
-    )
-    negative = workflow.add(
-        "negative", "CLIPTextEncode", "Negative prompt", PROMPT, text=NEGATIVE, clip=loaded.clip
-    )
-    width, height = size
-    empty = workflow.add(
-        "size",
-        "EmptySD3LatentImage",
-        "Size",
-        PROMPT,
-        width=width,
-        height=height,
-        batch_size=batch,
-    )
-    latent = sample(
-        workflow,
-        shifted(workflow, loaded.model, SHIFT),
-        positive["CONDITIONING"],
-        negative["CONDITIONING"],
-        empty["LATENT"],
-        steps=steps,
-        cfg=CFG,
-    )
-    save(workflow, decode(workflow, latent, loaded.vae))
+    positive = encode(workflow, "positive", "Prompt", prompt, loaded.clip)
+    negative = encode(workflow, "negative", "Negative prompt", NEGATIVE, loaded.clip)
+    latent = empty(workflow, *size, batch)
+    model = shifted(workflow, loaded.model)
+    painted = sample(workflow, model, positive, negative, latent, steps=steps, cfg=CFG)
+    save(workflow, decode(workflow, painted, loaded.vae))
     return workflow
 
 
