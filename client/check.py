@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import SettingError
+from .graph import Graph
 from .node_inputs import NodeInput, is_link, node_inputs
-from .titles import Graph, called, input_called
+from .titles import called, input_called
 from .values import check_bounds, listed, nearest, shortened
 
 OURS = "QwenL40S_"

@@ -44,20 +44,16 @@ def of_execution(graph: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str,
 
 
 def _node(graph: Mapping[str, Any], node: str, message: str) -> dict[str, Any]:
-    known = node in graph
     return {
         "id": node,
-        "title": title(graph, node) if known else node,
-        "class_type": graph[node]["class_type"] if known else None,
+        "title": title(graph, node),
+        "class_type": graph[node]["class_type"] if node in graph else None,
         "message": message,
     }
 
 
 def _lines(graph: Mapping[str, Any], nodes: list[dict[str, Any]]) -> str:
-    return "\n".join(
-        f"{called(graph, node['id']) if node['id'] in graph else node['id']}: {node['message']}"
-        for node in nodes
-    )
+    return "\n".join(f"{called(graph, node['id'])}: {node['message']}" for node in nodes)
 
 
 def _sentence(error: Mapping[str, Any]) -> str:

@@ -253,7 +253,7 @@ class Run:
         self._progress.show(done=ended, failed=self._failed, ahead=ahead)
         for job, state in running[-1:]:
             if state.node is not None:
-                name = title(job.graph, state.node) if state.node in job.graph else state.node
+                name = title(job.graph, state.node)
                 place = f"{min(len(state.finished) + 1, len(job.graph))}/{len(job.graph)}"
                 self._progress.node(job.label, name, state.value, state.maximum, place)
 

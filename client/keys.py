@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SettingError
+from .graph import Graph
 from .node_inputs import NodeInput, is_link, node_inputs
-from .titles import Graph, called, input_called, nodes_called, plain
+from .titles import called, input_called, nodes_called, plain
 from .values import listed, nearest
 
 TYPED = ("INT", "FLOAT", "BOOLEAN", "STRING", "COMBO")

@@ -11,14 +11,13 @@ from typing import Any
 
 from ..errors import SettingError
 from .check import check_graph
+from .graph import Graph
 from .job import Job, labels
 from .ledger import keys_of
-from .node_inputs import node_inputs
 from .server import Server
 from .settings import Setting, variations
-from .titles import Graph
 from .trouble import AnswerError
-from .uploads import Upload, local_images, with_uploaded
+from .uploads import Upload, image_inputs, local_images, with_uploaded
 
 # Of the server's input folder, so that uploads do not mix with what people put there.
 SUBFOLDER = "qwen-l40s-submit"
@@ -50,12 +49,15 @@ def plan_jobs(
         SettingError: a setting, an image or the workflow does not suit this server.
     """
     found = variations(graph, settings, object_info)
-    uploads: dict[tuple[Any, ...], list[Upload]] = {}
+    uploads: dict[tuple[tuple[str, str, str], ...], list[Upload]] = {}
     names: dict[Path, str] = {}
     graphs = []
     for variation in found:
         # Hundreds of seeds on one image: it is read once.
-        wanted = tuple(_image_values(variation.graph, object_info))
+        wanted = tuple(
+            (node, name, value)
+            for node, name, _, value in image_inputs(variation.graph, object_info)
+        )
         if wanted not in uploads:
             uploads[wanted] = local_images(variation.graph, object_info, folder)
             for upload in uploads[wanted]:
@@ -96,13 +98,6 @@ def rename(jobs: Iterable[Job], name: str, given: str) -> None:
             for key, value in node["inputs"].items():
                 if value == name:
                     node["inputs"][key] = given
-
-
-def _image_values(graph: Graph, object_info: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
-    for node, described in graph.items():
-        for name, spec in (node_inputs(object_info, described) or {}).items():
-            if spec.takes_image:
-                yield node, name, repr(described["inputs"].get(name))
 
 
 def _server_name(path: Path) -> str:

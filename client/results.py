@@ -88,8 +88,7 @@ def texts_of(entry: Mapping[str, Any], graph: Mapping[str, Any]) -> dict[str, li
         shown = output.get("text")
         lines = [shown] if isinstance(shown, str) else shown
         if isinstance(lines, list) and any(lines):
-            name = title(graph, node) if node in graph else node
-            texts.setdefault(name, []).extend(str(line) for line in lines)
+            texts.setdefault(title(graph, node), []).extend(str(line) for line in lines)
     return texts
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SettingError
+from .graph import Graph, with_inputs
 from .keys import Target, find_input
-from .titles import Graph
 from .values import number_range, shortened, value_of
 
 # What ComfyUI's history holds: it forgets the oldest jobs beyond.
@@ -98,10 +98,13 @@ def variations(
         axes.append((setting.key, target, [_axis(value, target) for value in setting.values]))
     _check_count([(key, sum(map(_count, parts))) for key, _, parts in axes])
     keys = [key for key, _, _ in axes]
-    targets = [target for _, target, _ in axes]
+    places = [(target.node, target.input) for _, target, _ in axes]
     values = [_converted(target, parts) for _, target, parts in axes]
     return [
-        Variation(_with_values(graph, targets, row), dict(zip(keys, row, strict=True)))
+        Variation(
+            with_inputs(graph, dict(zip(places, row, strict=True))),
+            dict(zip(keys, row, strict=True)),
+        )
         for row in itertools.product(*values)
     ]
 
@@ -157,11 +160,3 @@ def _check_count(counts: Sequence[tuple[str, int]]) -> None:
 def _converted(target: Target, parts: Iterable[range | tuple[str, ...]]) -> list[Any]:
     texts = [str(value) for part in parts for value in part]
     return [value_of(text, target.spec, target.where) for text in texts]
-
-
-def _with_values(graph: Graph, targets: Sequence[Target], row: Sequence[Any]) -> Graph:
-    copy = dict(graph)
-    for target, value in zip(targets, row, strict=True):
-        node = copy[target.node]
-        copy[target.node] = {**node, "inputs": {**node["inputs"], target.input: value}}
-    return copy

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
-Graph = dict[str, dict[str, Any]]
+from .graph import Graph
 
 
-def title(graph: Graph, node: str) -> str:
-    """The node's title on the page, such as `Prompt`; its class where the file names none."""
+def title(graph: Mapping[str, Any], node: str) -> str:
+    """The node's title on the page, such as `Prompt`; its class where the file names none, and its
+    id where the graph has no such node, as a server may tell of one.
+    """
+    if node not in graph:
+        return node
     meta = graph[node].get("_meta")
     text = meta.get("title") if isinstance(meta, dict) else None
     if isinstance(text, str) and text.strip():
@@ -17,8 +22,10 @@ def title(graph: Graph, node: str) -> str:
     return graph[node]["class_type"]
 
 
-def called(graph: Graph, node: str) -> str:
+def called(graph: Mapping[str, Any], node: str) -> str:
     """The node in a message: `'Prompt' (CLIPTextEncode, id positive)`."""
+    if node not in graph:
+        return node
     kind = graph[node]["class_type"]
     text = title(graph, node)
     return f"{kind} (id {node})" if text == kind else f"{text!r} ({kind}, id {node})"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from ..errors import SettingError
+from .graph import Graph, with_inputs
 from .image_files import check_image
 from .node_inputs import NodeInput, node_inputs
-from .titles import Graph, called, input_called
+from .titles import called, input_called
 from .values import shortened
 
 # How ComfyUI marks a file by the server's folder that it lies in.
@@ -47,19 +48,28 @@ def local_images(graph: Graph, object_info: Mapping[str, Any], folder: Path) -> 
     """
     uploads = []
     read = set()
+    for node, name, spec, value in image_inputs(graph, object_info):
+        if _on_server(value, spec):
+            continue
+        path = _local_file(value, folder)
+        if path is None:
+            raise SettingError(_neither(input_called(graph, node, name), value, spec))
+        if path not in read:
+            check_image(path, called(graph, node))
+            read.add(path)
+        uploads.append(Upload(node, name, path))
+    return uploads
+
+
+def image_inputs(
+    graph: Graph, object_info: Mapping[str, Any]
+) -> Iterator[tuple[str, str, NodeInput, str]]:
+    """(node id, input, what the server says of it, name of the image) of those that name one."""
     for node, described in graph.items():
         for name, spec in (node_inputs(object_info, described) or {}).items():
             value = described["inputs"].get(name)
-            if not spec.takes_image or not isinstance(value, str) or _on_server(value, spec):
-                continue
-            path = _local_file(value, folder)
-            if path is None:
-                raise SettingError(_neither(input_called(graph, node, name), value, spec))
-            if path not in read:
-                check_image(path, called(graph, node))
-                read.add(path)
-            uploads.append(Upload(node, name, path))
-    return uploads
+            if spec.takes_image and isinstance(value, str):
+                yield node, name, spec, value
 
 
 def with_uploaded(graph: Graph, uploads: Iterable[Upload], names: Mapping[Path, str]) -> Graph:
@@ -69,14 +79,9 @@ def with_uploaded(graph: Graph, uploads: Iterable[Upload], names: Mapping[Path, 
         uploads: of this graph, by `local_images`.
         names: what the server called each path: `name`, or `subfolder/name`.
     """
-    copy = dict(graph)
-    for upload in uploads:
-        node = copy[upload.node]
-        copy[upload.node] = {
-            **node,
-            "inputs": {**node["inputs"], upload.input: names[upload.path]},
-        }
-    return copy
+    return with_inputs(
+        graph, {(upload.node, upload.input): names[upload.path] for upload in uploads}
+    )
 
 
 def _on_server(value: str, spec: NodeInput) -> bool:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SettingError
+from .graph import Graph
 from .image_files import png_text
-from .titles import Graph
 
 PNG_START = b"\x89PNG\r\n\x1a\n"
 EXPORT = "export it on ComfyUI's page with File > Export (API)"
