@@ -14,6 +14,7 @@ import shutil
 from unittest import mock
 
 import comfyui_boot
+from comfyui_boot import refused
 
 FOLDER, MODE = comfyui_boot.ARGUMENTS[0], str(comfyui_boot.ARGUMENTS[1])
 comfyui_boot.start_on(MODE)
@@ -103,17 +104,6 @@ def encodings(*calls):
 def is_loaded(clip):
     base = clip.patcher.clone_base_uuid
     return any(model.clone_base_uuid == base for model in comfy.model_management.loaded_models())
-
-
-def refuses(error, fragments, call):
-    try:
-        call()
-    except error as caught:
-        text = str(caught)
-        assert all(fragment in text for fragment in fragments), text
-        assert text.endswith(".") and "\n" not in text, text
-    else:
-        raise AssertionError("nothing was wrong")
 
 
 # --- what is remembered
@@ -315,7 +305,7 @@ def check_an_encoding_that_fails_leaves_nothing():
     image = torch.rand(1, 56, 56, 3)
     for placement in PLACEMENTS:
         clip = load(placement)
-        refuses(UnavailableError, ["vision tower"], lambda c=clip: encode(c, images=[image]))
+        refused(UnavailableError, "vision tower", run=lambda c=clip: encode(c, images=[image]))
         assert len(RESULTS) == 0
 
 
@@ -427,7 +417,11 @@ def check_what_comfyui_is_told():
 
 
 def check_an_unknown_placement_is_refused():
-    refuses(SettingError, ["'card'", *PLACEMENTS], lambda: load_text_encoder(MICRO, "auto", "card"))
+    refused(
+        SettingError,
+        *("'card'", *PLACEMENTS),
+        run=lambda: load_text_encoder(MICRO, "auto", "card"),
+    )
 
 
 def check_host_memory_counts_the_copy_of_the_processor():
@@ -436,7 +430,7 @@ def check_host_memory_counts_the_copy_of_the_processor():
         mock.patch.object(text_encoder.comfy.memory_management, "aimdo_enabled", True),
     ):
         words = ["text_encoder in auto", "of host memory"]
-        refuses(UnavailableError, words, lambda: load_text_encoder(MICRO, "auto", "cpu"))
+        refused(UnavailableError, *words, run=lambda: load_text_encoder(MICRO, "auto", "cpu"))
 
 
 def check_the_node():

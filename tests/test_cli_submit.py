@@ -8,18 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_comfyui import FakeComfyUI, fake_comfyui, graph
 from PIL import Image
+from waiting import SECONDS, until
 
 from qwen_l40s.cli import build_parser, main
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 60  # that a step may take on a busy machine
 
 
 @pytest.fixture
@@ -38,13 +37,6 @@ def started(fake: FakeComfyUI, workflow: Path, *more: str, **environment: str) -
     command = [sys.executable, str(ROOT), *arguments(fake, workflow, *more)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, env={**os.environ, **environment}, **pipes)
-
-
-def until(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_one_json_object_and_nothing_else_on_stdout(workflow: Path, capsys):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import json
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import waiting
 from fake_comfyui import FakeComfyUI, fake_comfyui, graph
 
 from qwen_l40s.client import follow, jobs, results, transport
@@ -19,6 +20,8 @@ from qwen_l40s.client.job import Job
 from qwen_l40s.client.ledger import Ledger
 from qwen_l40s.client.submission import Outcome, Request, submit
 from qwen_l40s.client.trouble import ServerError
+
+until = functools.partial(waiting.until, seconds=30)
 
 
 @pytest.fixture(autouse=True)
@@ -63,13 +66,6 @@ def start(
     finally:
         helper.join()
     return Ran(outcome, log.getvalue(), ended)
-
-
-def until(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def looked(fake: FakeComfyUI) -> None:

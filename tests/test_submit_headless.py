@@ -10,8 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import pytest
 from comfyui_host import comfyui_folder
 from comfyui_server import Server
 from PIL import Image
+from waiting import until
 
 ROOT = Path(__file__).resolve().parent.parent
 MICRO = ROOT / "workflows" / "api" / "micro_text_to_image.json"
@@ -83,13 +83,6 @@ def queue(server: Server) -> tuple[list[str], list[str]]:
     """Prompt ids that run, and that wait."""
     found = server.client.get("/queue").json()
     return tuple([item[1] for item in found[f"queue_{kind}"]] for kind in ("running", "pending"))
-
-
-def until(true: Callable[[], Any], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def pixels(path: str) -> np.ndarray:
