@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..planning.estimate import Range
+from ..planning.phases import Range
 from .figures import between, dollars, duration, table, usd
 from .words import rests_on
 
 if TYPE_CHECKING:
-    from ..planning.advise import Advice
-    from ..planning.crossover import Comparison
-    from ..planning.offers import Market
+    from ..planning.advise import Advice, Comparison, Market
 
 ADVICE_COLUMNS = ["", "card", "in", "image", "cards", "busy", "USD an image", "when always busy"]
 

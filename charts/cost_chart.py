@@ -10,27 +10,15 @@ from typing import TYPE_CHECKING
 
 from ..planning.cost import SECONDS_PER_HOUR
 from .advice_words import comparison_text
-from .canvas import (
-    FAINT,
-    GRID,
-    INK,
-    MARGIN,
-    SMALL,
-    TITLE,
-    WIDTH,
-    Page,
-    colours,
-    dashed,
-)
+from .canvas import FAINT, GRID, INK, MARGIN, SMALL, TITLE, WIDTH, Page, colours, dashed
 from .figures import dollars
 from .words import wish_text
 
 if TYPE_CHECKING:
     from PIL import Image
 
-    from ..planning.advise import Advice, Offer
-    from ..planning.crossover import Comparison
-    from ..planning.wish import Wish
+    from ..planning.advise import Advice, Comparison, Offer
+    from ..planning.request import Wish
 
 SUBTITLE = (
     "cards rented by the hour, as many as the load needs; the line is the middle of the times, the "

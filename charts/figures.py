@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 
-from ..planning.estimate import Range
+from ..planning.phases import Range
 
 LINE = 110  # characters
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ..planning.estimate import Phase
-from ..planning.memory import GIB, format_gib
+from ..planning.phases import Phase
+from ..spec import GIB, format_gib
 from .canvas import (
     BAD,
     FAINT,
@@ -30,7 +30,7 @@ from .words import PHASE_NAMES, basis_text, heading, usable_bytes, verdict
 if TYPE_CHECKING:
     from PIL import Image
 
-    from ..planning.estimator import Estimate
+    from ..planning.estimate import Estimate
 
 WORKING = {
     "weights of the part that works": "#0b7a5b",

@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..planning.disk import CARD_MEMORY, GB
-from ..planning.estimate import Phase
-from ..planning.memory import GIB, format_gib
-from ..planning.phases import KEPT_FREE_BYTES
-from ..planning.wish import Wish
+from ..planning.phases import KEPT_FREE_BYTES, Phase
+from ..planning.request import Wish
+from ..spec import GIB, format_gib
 from .figures import duration, folded, table, usd
 
 if TYPE_CHECKING:
-    from ..planning.estimator import Estimate
+    from ..planning.estimate import Estimate
     from ..planning.plan import Option
 
 PHASE_NAMES = {

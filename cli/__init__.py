@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from .. import __version__
 from ..errors import QwenL40SError
 from . import advise, audit, bench, demo, doctor, estimate, generate, inspect, quantize, submit
-from .printed import print_text
+from .output import print_text
 
 # In the order of `--help`.
 COMMANDS = (demo, generate, submit, estimate, advise, inspect, quantize, audit, bench, doctor)

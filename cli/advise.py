@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
-from .picture import check_plot, write_plot
-from .printed import print_text
-from .wish_options import CARDS_HELP, add_wish_arguments, wish_of
+from .options import CARDS_HELP, add_wish_arguments, wish_of
+from .output import check_plot, print_text, write_plot
 
 if TYPE_CHECKING:
-    from ..planning.advise import Advice
+    from ..planning.advise import Advice, Comparison, Market
     from ..planning.cards import Card
-    from ..planning.crossover import Comparison
-    from ..planning.offers import Market
-    from ..planning.wish import Wish
+    from ..planning.request import Wish
 
 
 def add_parser(subparsers: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
@@ -63,12 +60,10 @@ def run(args: argparse.Namespace) -> int:
         0, or 1 when no card with a price holds what is to run.
     """
     from ..charts.advice_words import advise_text
-    from ..planning.advise import advise
+    from ..planning.advise import advise, market
     from ..planning.calibration import load_calibration
-    from ..planning.cards import known_cards
+    from ..planning.cards import known_cards, read_prices
     from ..planning.cost import check_positive
-    from ..planning.offers import market
-    from ..planning.own_prices import read_prices
 
     check_positive("--images-per-hour", args.images_per_hour)
     if args.plot:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, SettingError
-from ..hosts.diffusers.settings import Settings
-from ..planning.memory import QUANTIZED
+from ..hosts.diffusers.load import Settings
+from ..spec import QUANTIZED
 from .audit_run import audit_images, audit_layers, summarize
-from .audit_table import print_report
 from .generate import MAKING, PACKAGES, parse_size
-from .images import check_writable
-from .packages import require_packages
+from .output import check_writable, require_packages
 
 if TYPE_CHECKING:
     from ..loaders.source import Source
@@ -125,7 +124,7 @@ def _settings(args: argparse.Namespace) -> list[Settings]:
     """One for each prompt, checked before anything is loaded."""
     prompts = [*args.prompt, *(_read_prompts(Path(args.prompts)) if args.prompts else ())]
     if not prompts and args.model is None:
-        from ..tools.micro.grammar import gallery_prompts
+        from ..micro.scene import gallery_prompts
 
         prompts = gallery_prompts(MICRO_PROMPTS)
     if not prompts:
@@ -164,7 +163,7 @@ def _read_prompts(path: Path) -> list[str]:
 
 
 def _model(args: argparse.Namespace) -> Path:
-    from ..loaders.bundled import bundled_micro_folder
+    from ..loaders.source import bundled_micro_folder
 
     model = bundled_micro_folder() if args.model is None else Path(args.model)
     if not args.layers_only and model.exists() and not (model / INDEX).is_file():
@@ -178,8 +177,8 @@ def _model(args: argparse.Namespace) -> Path:
 def _checked_source(model: Path, keep: Sequence[str]) -> Source:
     """The transformer, from headers alone: complete, not quantized, and with layers to audit."""
     from ..hosts.diffusers.quantized import chosen_layers
+    from ..loaders.convert import check_complete
     from ..loaders.source import open_source
-    from ..loaders.transformer_tensors import check_complete
 
     source = open_source(model, "transformer")
     formats = source.part.quantization.formats
@@ -192,3 +191,91 @@ def _checked_source(model: Path, keep: Sequence[str]) -> Source:
     check_complete(source)
     chosen_layers((name.removesuffix(".weight") for name in source.tensors), keep)
     return source
+
+
+# An audit's report as tables for people.
+
+SHOWN_LAYERS = 20
+WIDTH = 100
+
+
+def print_report(report: Mapping[str, Any]) -> None:
+    """Prints what `audit` found, as its JSON has it."""
+    print(f"{report['model']}: {report['precision']} against bf16 on {report['device']}")
+    print(f"products   {report['products']}")
+    if report["activations"] == "Gaussian":
+        print("activations are Gaussian, so that outliers of the real ones do not show: give the")
+        print("diffusers folder and prompts to measure with them")
+    if "images" in report:
+        _print_images(report)
+    _print_kinds(report)
+    _print_layers(report)
+    _print_keep(report)
+
+
+def _print_images(report: Mapping[str, Any]) -> None:
+    settings = report["settings"]
+    print(
+        f"sampled    {settings['width']}x{settings['height']}, {settings['steps']} steps, guidance "
+        f"{settings['cfg']:g}, seed {settings['seed']}"
+    )
+    print(f"\n{'PSNR dB':>8}{'LPIPS':>8}  prompt")
+    for image in report["images"]:
+        print(f"{_cell(image['psnr'], '8.2f', 'equal')}{_cell(image['lpips'], '8.4f')}", end="  ")
+        print(textwrap.shorten(_plain(image["prompt"]), WIDTH - 18, placeholder="..."))
+    print(f"LPIPS {'by' if report['images'][0]['lpips'] is not None else 'was'} ", end="")
+    print(report["lpips_by"])
+
+
+def _print_kinds(report: Mapping[str, Any]) -> None:
+    effect = report["chosen_by"] == "effect"
+    print(f"\n{'layers of all blocks':28}{'error':>9}{'worst':>9}", end="")
+    print(f"{'effect' if effect else 'summed':>9}{'in bf16':>12}")
+    for row in report["kinds"]:
+        print(f"{row['kind']:24}{row['layers']:4}{row['error']:9.4f}{row['worst']:9.4f}", end="")
+        print(f"{row['summed']:9.4f}{_bytes(row['bytes']):>12}")
+    total = f"{report['summed_error']:.4f}"
+    print(f"{'all':46}{total:>9}{_bytes(report['bytes_of_all']):>12}")
+    if effect:
+        print("error: of a layer's output; effect: of the noise prediction when one layer alone is")
+        print(f"quantized, summed in squares; with all at once it is {report['effect_of_all']:.4f}")
+    elif "images" in report:
+        print("the effect on the noise prediction was not measured: it needs memory for two fp32")
+        print("transformers")
+
+
+def _print_layers(report: Mapping[str, Any]) -> None:
+    layers: Sequence[Mapping[str, Any]] = report["layers"]
+    print(f"\n{'worst layers':44}{'error':>9}{'weight':>9}{'effect':>9}{'in bf16':>12}")
+    for layer in layers[:SHOWN_LAYERS]:
+        print(f"{layer['layer']:44}{layer['error']:9.4f}{layer['weight_error']:9.4f}", end="")
+        print(f"{_cell(layer['effect'], '9.4f')}{_bytes(layer['bytes']):>12}")
+    if len(layers) > SHOWN_LAYERS:
+        print(f"... and {len(layers) - SHOWN_LAYERS} more in the JSON")
+
+
+def _print_keep(report: Mapping[str, Any]) -> None:
+    keep = report["keep"]
+    share = keep["bytes"] / report["bytes_of_all"]
+    print(f"\nto bring the summed {report['chosen_by']} from {report['summed_error']:.4f} ", end="")
+    print(f"to {keep['error']:.4f}, keep {len(keep['layers'])} of {len(report['layers'])} layers")
+    print(f"in bf16, which takes {_bytes(keep['bytes'])} more ({share:.0%} of what all take):")
+    patterns = " ".join(f"'{pattern}'" for pattern in keep["patterns"])
+    for line in textwrap.wrap(f"--keep {patterns}", WIDTH, break_long_words=False):
+        print(f"  {line}")
+
+
+def _cell(value: float | None, form: str, missing: str = "-") -> str:
+    width = int(form.partition(".")[0])
+    return f"{missing:>{width}}" if value is None else f"{value:{form}}"
+
+
+def _plain(text: str) -> str:
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
+def _bytes(count: int) -> str:
+    for unit, suffix in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.2f} {suffix}"
+    return f"{count} B"

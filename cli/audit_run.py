@@ -10,26 +10,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnavailableError
-from ..hosts.diffusers.settings import Settings
-from ..planning.keep import LayerCost, kind_of, propose_keep, summed_error
+from ..hosts.diffusers.load import Settings
+from ..measure.keep import LayerCost, kind_of, propose_keep, summed_error
 from .contact_sheet import write_sheet
 from .generate import make
-from .images import ImageTarget
+from .output import ImageTarget
 
 if TYPE_CHECKING:
     from PIL import Image
 
-    from ..hosts.diffusers.layer_errors import LayerError
     from ..hosts.diffusers.load import LoadedPipeline
     from ..loaders.source import Source
+    from ..measure.layer_errors import LayerError
 
 Progress = Callable[[int, int], None]
 
 
 def audit_layers(source: Source, args: argparse.Namespace) -> tuple[dict, list[LayerError]]:
     """Reads the weights one by one; returns the head of the report, and the layers."""
-    from ..hosts.diffusers.device import choose_device
-    from ..hosts.diffusers.layer_errors import file_errors
+    from ..hosts.diffusers.offload import choose_device
+    from ..measure.layer_errors import file_errors
 
     device = choose_device(args.device)
     layers = file_errors(
@@ -46,9 +46,9 @@ def audit_images(
     Raises:
         UnavailableError: the folder does not fit into memory in bf16.
     """
-    from ..hosts.diffusers import layer_errors
     from ..hosts.diffusers.load import load_pipeline
     from ..hosts.diffusers.quantized import quantize_transformer
+    from ..measure import layer_errors
 
     try:
         pipeline = load_pipeline(model, precision="bf16", device=args.device)
@@ -110,8 +110,7 @@ def _compare(
     """Measures the pairs of images, and writes them where `--output` says."""
     import numpy as np
 
-    from ..optimizations.fidelity import psnr
-    from ..optimizations.perceptual import load_lpips
+    from ..measure.fidelity import load_lpips, psnr
 
     distance, lpips = load_lpips()
     target = ImageTarget(args.output, stem="audit") if args.output is not None else None

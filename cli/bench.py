@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SettingError, UnavailableError
-from ..hosts.diffusers.settings import SIZE_STEP
-from ..planning.work import FULL_SIZE, SMALL, Inputs
-from .bench_rows import BLOCK, FORWARD, IMAGE, Row, select, select_names
-from .images import check_target
-from .packages import require_packages
+from ..bench.rows import BLOCK, FORWARD, IMAGE, Row, select, select_names
+from ..errors import SettingError, UnavailableError, plain_write_errors
+from ..hosts.diffusers.load import SIZE_STEP
+from ..planning.calibration import NAME, Calibration, cache_folder, with_calibration
+from ..planning.cards import Card, find_card, known_cards
+from ..planning.rates import PRECISIONS
+from ..planning.work import Inputs
+from ..spec import FULL_SIZE, SMALL
+from .output import check_target, require_packages, write_whole
 
 if TYPE_CHECKING:
-    from .bench_run import Setup
+    from ..bench.rows import Setup
 
 SHAPES = {"full": FULL_SIZE, "small": SMALL}
 ROWS = {"forward": FORWARD, "block": BLOCK, "image": IMAGE, "ops": ()}
@@ -102,9 +107,8 @@ def run(args: argparse.Namespace) -> int:
     if args.what is None:
         raise SettingError(f"bench needs WHAT, {', '.join(WHAT)}, or --calibrate.")
     setup = _setup(args)
-    from .bench_conditions import by_reason, conditions, runnable
-    from .bench_report import Report
-    from .bench_run import run_block, run_forward, run_image, run_ops
+    from ..bench.report import Report, by_reason, conditions, runnable
+    from ..bench.rows import run_block, run_forward, run_image, run_ops
 
     names = _op_names(setup, args.only) if args.what == "ops" else ()
     rows, left_out, comfyui = runnable(setup.rows, setup.shape, setup.inputs, setup.device)
@@ -130,14 +134,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    from . import bench_calibrate
 
-    bench_calibrate.check(args)
+    check(args)
     _check_width(args.width)
     if args.json:
         check_target("--json", args.json)
     require_packages("bench", ["torch"])
-    return bench_calibrate.run(args, _device(args.device, "--calibrate --device cpu --width small"))
+    return bench_calibrate_run(args, _device(args.device, "--calibrate --device cpu --width small"))
 
 
 def _setup(args: argparse.Namespace) -> Setup:
@@ -182,8 +185,8 @@ def _setup(args: argparse.Namespace) -> Setup:
         raise SettingError(f"--plot {args.plot!r} must end in .png.")
     more = {"psutil": args.device == "cpu", "PIL": bool(args.plot)}
     require_packages("bench", ["torch", *(name for name, wanted in more.items() if wanted)])
-    from ..optimizations.measure_forward import Repeats
-    from .bench_run import Setup
+    from ..bench.forward import Repeats
+    from ..bench.rows import Setup
 
     return Setup(
         device=_device(args.device, "--device cpu --width small --layers 1"),
@@ -221,7 +224,7 @@ def _device(name: str, small: str) -> Any:
     """A torch.device; `small` are the arguments by which it can be tried on a CPU."""
     import torch
 
-    from ..hosts.diffusers.device import choose_device
+    from ..hosts.diffusers.offload import choose_device
 
     chosen = choose_device(name)
     if chosen == "cpu" and name == "auto":
@@ -236,7 +239,7 @@ def _device(name: str, small: str) -> Any:
 
 
 def _op_names(setup: Setup, only: list[str]) -> tuple[str, ...]:
-    from ..optimizations.op_cases import op_cases
+    from ..bench.ops import op_cases
 
     cases = op_cases(setup.shape, setup.inputs[0], setup.device)
     return select_names([case.name for case in cases], only)
@@ -245,7 +248,7 @@ def _op_names(setup: Setup, only: list[str]) -> tuple[str, ...]:
 def _ceilings(setup: Setup) -> tuple[dict[str, float], dict[str, str]]:
     import torch
 
-    from ..optimizations.ceilings import measure_ceilings
+    from ..bench.ops import measure_ceilings
 
     with torch.inference_mode():
         return measure_ceilings(setup.device)
@@ -272,3 +275,104 @@ def _print_conditions(about: dict[str, Any], setup: Setup) -> None:
         print("These are CPU figures: they show that the command works, not what a card does.")
     figures = ", ".join(f"{name} {value:.3g}" for name, value in about["ceilings"].items())
     print(f"ceilings measured here: {figures}")
+
+
+# `qwen-l40s bench --calibrate`: measures this card, and keeps what estimates for it then use.
+
+# Options of the other measurements, which mean nothing here.
+FOREIGN = ("size", "references", "layers", "only", "repeats", "warm_up", "profile", "plot")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises SettingError: `--calibrate` stands beside what it does not go with."""
+    if args.what:
+        raise SettingError(
+            f"bench {args.what} and --calibrate are two measurements: leave one of them out."
+        )
+    given = next((name for name in FOREIGN if getattr(args, name)), None)
+    if given:
+        option = f"--{given.replace('_', '-')}"
+        raise SettingError(f"{option} and --calibrate, whose sizes are fixed: leave {option} out.")
+
+
+def bench_calibrate_run(args: argparse.Namespace, device: Any) -> int:
+    """Measures, prints and keeps the result.
+
+    Args:
+        device: a torch.device; the CPU's figures are printed only.
+
+    Returns:
+        0.
+
+    Raises:
+        UnavailableError: the fused blocks do not run on the card, it is full, or a file cannot be
+            written.
+    """
+    from ..measure.calibrate import calibrate, full_sizes, small_sizes
+    from ..spec import FULL_SIZE, SMALL
+
+    on_card, small = device.type == "cuda", args.width == "small"
+    if not on_card and not small:
+        raise UnavailableError(
+            "bench --calibrate at full width takes hours on a CPU: add --width small, which only "
+            "shows that it runs."
+        )
+    sizes = small_sizes(SMALL) if small else full_sizes(FULL_SIZE)
+    begin = time.perf_counter()
+    found, left_out = calibrate(device, sizes, lambda what: print(f"measuring: {what}", flush=True))
+    print(f"{found.card}, torch {found.torch}, {time.perf_counter() - begin:.0f} s")
+    print("\n".join(table(found, _known(found.card))))
+    for precision, reason in left_out.items():
+        print(f"{precision} left out: {reason}")
+    if on_card and not small:
+        print(f"kept in {_keep(found)}: estimates for this card use it")
+    else:
+        print("These only show that the command works: nothing was kept.")
+    if args.json:
+        write_whole(Path(args.json), json.dumps(found.as_dict(), indent=1).encode() + b"\n")
+    print(json.dumps(found.as_dict()))
+    return 0
+
+
+def table(found: Calibration, card: Card | None) -> list[str]:
+    """One line for each rate, with its share of the card's dense peak where that is known."""
+    rates = found.rates
+    peaks = card.dense_flops if card else {}
+    rows = [
+        (f"{name} products", rates.gemm[name], peaks.get(name))
+        for name in PRECISIONS
+        if name in rates.gemm
+    ]
+    rows += [
+        ("attention, bf16", rates.attention, peaks.get("bf16")),
+        ("VAE convolutions, bf16", rates.convolution, peaks.get("bf16")),
+        ("text encoder, fp32", rates.encoder, peaks.get("fp32")),
+    ]
+    lines = [f"{'':24}{'TFLOP/s':>9}{'of peak':>9}"]
+    lines += [_line(name, rate / 1e12, rate, peak) for name, rate, peak in rows]
+    lines.append(f"{'':24}{'GB/s':>9}{'of peak':>9}")
+    for name, rate, peak in (
+        ("memory, fused norm", rates.bandwidth, card and card.bandwidth),
+        ("host to card, pinned", rates.pcie, card and card.pcie_bytes_per_second),
+    ):
+        lines.append(_line(name, rate / 1e9, rate, peak))
+    return lines
+
+
+def _line(name: str, shown: float, rate: float, peak: float | None) -> str:
+    return f"{name:24}{shown:9.4g}" + (f"{rate / peak:9.0%}" if peak else "")
+
+
+def _known(name: str) -> Card | None:
+    try:
+        return find_card(name, known_cards())
+    except SettingError:  # a card that nobody has listed, or a damaged list of the user's own
+        return None
+
+
+def _keep(found: Calibration) -> Path:
+    folder = cache_folder()
+    with plain_write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / NAME, with_calibration(folder, found).encode())
+    return folder / NAME

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import SettingError
-from .images import check_writable, png_bytes, write_whole
+from .output import check_writable, png_bytes, write_whole
 
 if TYPE_CHECKING:
     from PIL import Image, ImageFont

@@ -8,19 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..hosts.diffusers.settings import Settings
+from ..hosts.diffusers.load import Settings
 from .contact_sheet import check_sheet_path, write_sheet
-from .generate import (
-    MAKING,
-    PACKAGES,
-    add_run_arguments,
-    load,
-    make,
-    run_facts,
-    write_images,
-)
-from .images import ImageTarget
-from .packages import require_packages
+from .generate import MAKING, PACKAGES, add_run_arguments, load, make, run_facts, write_images
+from .output import ImageTarget, require_packages
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -54,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         check_sheet_path(grid)
     instead = ", or `make demo` there"
     require_packages(MAKING, (*PACKAGES, "scipy", "tqdm"), instead=instead)
-    from ..loaders.bundled import bundled_micro_folder
+    from ..loaders.source import bundled_micro_folder
 
     pipeline, load_seconds = load(bundled_micro_folder(), args)
     result, seconds = make(pipeline, settings)
@@ -76,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _adherence(image: Image.Image, prompt: str) -> dict[str, Any] | None:
     """What of the prompt the image shows; None for a prompt outside the checker's grammar."""
-    from ..tools.micro.adherence import adherence
-    from ..tools.micro.grammar import parse_prompt
+    from ..micro.judge import adherence
+    from ..micro.scene import parse_prompt
 
     scene = parse_prompt(prompt)
     return adherence(image, scene).as_dict() if scene else None
@@ -86,7 +77,7 @@ def _adherence(image: Image.Image, prompt: str) -> dict[str, Any] | None:
 def _write_gallery(path: Path, pipeline: LoadedPipeline, settings: Settings) -> None:
     from tqdm import tqdm
 
-    from ..tools.micro.grammar import gallery_prompts
+    from ..micro.scene import gallery_prompts
 
     prompts = gallery_prompts(GALLERY, settings.seed)
     images = []

@@ -12,15 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import SettingError
-from ..optimizations import resources, software
-from ..optimizations.hardware import (
-    Capability,
-    Cards,
-    State,
-    driver_capability,
-    read_cards,
-    tensor_cores,
-)
+from ..machine import memory as resources
+from ..machine import packages as software
+from ..machine.card import Capability, Cards, State, driver_capability, read_cards, tensor_cores
 
 
 @dataclass(frozen=True)

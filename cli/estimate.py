@@ -1,25 +1,75 @@
-"""`qwen-l40s estimate`: memory, time, disk and cost before a run."""
+"""`qwen-l40s estimate --list-cards`: the known cards, their peaks and prices, with sources."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .cards_table import cards_table
-from .picture import check_plot, write_plot
-from .printed import print_text
-from .wish_options import CARDS_HELP, add_wish_arguments, bytes_of_vram, check_price, wish_of
+from ..charts.figures import folded, table
+from ..planning.advise import price_source
+from ..planning.cards import card_notes
+from ..spec import GIB
+from .options import CARDS_HELP, add_wish_arguments, bytes_of_vram, check_price, wish_of
+from .output import check_plot, print_text, write_plot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..planning.cards import Card
-    from ..planning.memory import CardFacts
+    from ..spec import CardFacts
+
+PRECISIONS = ("bf16", "fp8", "int8")
+
+
+def cards_table(cards: Mapping[str, Card], *, as_json: bool) -> str:
+    """A line for each card, with notes and sources below, or one JSON object with everything."""
+    if as_json:
+        return json.dumps({"cards": [_fields(card) for card in cards.values()]})
+    rows = [["card", "GiB", "GB/s", *(f"{name} TFLOPS" for name in PRECISIONS), "W", "price"]]
+    for card in cards.values():
+        price = card.price()
+        rows.append(
+            [
+                card.name,
+                f"{card.memory_bytes / GIB:.1f}",
+                f"{card.bandwidth / 1e9:.0f}",
+                *(_tera(card.dense_flops.get(name)) for name in PRECISIONS),
+                f"{card.tdp_watts}",
+                f"${price.usd_per_hour:.2f}/h, {price_source(price)}" if price else "none",
+            ]
+        )
+    lines = table(rows, right=range(1, 7))
+    for topic, text in card_notes().items():
+        lines += ["", *folded(f"{topic}: {text}", "")]
+    lines += ["", "sources"]
+    for card in cards.values():
+        lines += folded(f"{card.name}: {card.source}", "")
+    return "\n".join(lines)
+
+
+def _fields(card: Card) -> dict[str, Any]:
+    prices = [asdict(price) for price in card.prices]
+    listed = {name: getattr(card, name) for name in type(card).__dataclass_fields__}
+    return {
+        **listed,
+        "also": list(card.also),
+        "capability": list(card.capability),
+        "dense_flops": dict(card.dense_flops),
+        "prices": prices,
+    }
+
+
+def _tera(flops: float | None) -> str:
+    return "-" if flops is None else f"{flops / 1e12:.0f}"
+
+
+# `qwen-l40s estimate`: memory, time, disk and cost before a run.
 
 DEFAULT_CARD = "L40S"
 
@@ -58,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     from ..charts.words import estimate_text
     from ..planning.calibration import load_calibration
     from ..planning.cards import known_cards, with_memory
-    from ..planning.estimator import estimate
+    from ..planning.estimate import estimate
 
     cards = known_cards(args.cards)
     if args.list_cards:
@@ -84,8 +134,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _card(name: str | None, cards: Mapping[str, Card]) -> Card:
     """The named card, or this machine's with the memory that it really shows."""
-    from ..planning.cards import find_card
-    from ..planning.unlisted import card_by_driver
+    from ..planning.cards import card_by_driver, find_card
 
     if name is not None:
         return find_card(name, cards)
@@ -103,9 +152,9 @@ def _card_of_this_machine() -> tuple[CardFacts | None, str]:
     """(the first card that torch can use, or None; why there is none)."""
     if find_spec("torch") is None:
         return None, "torch, which tells this machine's card, is not installed"
-    from ..optimizations.hardware import read_cards
-    from ..optimizations.software import check_torch
-    from ..planning.memory import CardFacts
+    from ..machine.card import read_cards
+    from ..machine.packages import check_torch
+    from ..spec import CardFacts
 
     cards = read_cards(check_torch()[1])
     if not cards.usable:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
+from ..hosts.diffusers.load import Settings
 from ..hosts.diffusers.offload import OFFLOADS
-from ..hosts.diffusers.settings import Settings
 from ..loaders.precision import PRECISIONS
 from .contact_sheet import check_sheet_path, write_sheet
-from .images import ImageTarget, png_bytes, write_whole
-from .packages import require_packages
+from .output import ImageTarget, png_bytes, require_packages, write_whole
 
 if TYPE_CHECKING:
     from ..hosts.diffusers.load import LoadedPipeline

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .packages import require_packages
+from .output import require_packages
 
 PACKAGES = ("torch", "safetensors", "numpy", "psutil")
 
@@ -45,9 +45,8 @@ def add_parser(subparsers: Any, common: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     require_packages("quantizing", PACKAGES)
-    from ..hosts.diffusers.device import choose_device
-    from ..loaders.quantized_file import write_quantized
-    from ..loaders.quantized_plan import plan_quantized
+    from ..hosts.diffusers.offload import choose_device
+    from ..loaders.quantized_file import plan_quantized, write_quantized
 
     written = write_quantized(
         plan_quantized(args.source, args.precision, args.keep),

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
-from .packages import require_packages
-from .printed import print_text
+from .output import print_text, require_packages
 
 if TYPE_CHECKING:
-    from ..client.job import Job
+    from ..client.ledger import Job
     from ..client.submission import Outcome
 
 PACKAGES = ("aiohttp", "PIL", "tqdm")
@@ -120,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     )
     from ..client.progress import losable
     from ..client.submission import Request, submit
-    from ..client.trouble import ServerError
+    from ..client.transport import ServerError
 
     printer = Printer()
 

@@ -7,10 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import SettingError
-from .graph import Graph
-from .node_inputs import NodeInput, is_link, node_inputs
-from .titles import called, input_called
-from .values import check_bounds, listed, nearest, shortened
+from .inputs import NodeInput, check_bounds, is_link, listed, nearest, node_inputs, shortened
+from .workflow import Graph, called, input_called
 
 OURS = "QwenL40S_"
 PACK = "Qwen-Image L40S"

@@ -11,17 +11,13 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from .failure import failure, of_validation
-from .follow import Follower
-from .job import CANCELLED, COLLECTING, DONE, FAILED, LOST, OPEN, QUEUED, WAITING, Job
-from .ledger import Ledger
+from .files import collect
+from .follow import Follower, Watch, withdraw
+from .ledger import CANCELLED, COLLECTING, DONE, FAILED, LOST, OPEN, QUEUED, WAITING, Job, Ledger
 from .progress import Progress
-from .results import collect
-from .server import Accepted, Server
-from .titles import title
-from .trouble import AnswerError, ServerError
-from .watch import Watch
-from .withdraw import withdraw
+from .server import Accepted, Server, failure, of_validation
+from .transport import AnswerError, ServerError
+from .workflow import title
 
 # Between two looks at the queue, with a websocket and without.
 POLL_SECONDS, POLL_SECONDS_ALONE = 5.0, 1.0

@@ -6,24 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..errors import SettingError, UnavailableError
-from ..planning.memory import (
+from ..planning.bytes import weight_bytes
+from ..planning.plan import Held, Option, check_stored, plan
+from ..planning.reasons import check_tensor_cores, kept_precision, requested_precision, weight_only
+from ..planning.request import Parts, Wish
+from ..spec import (
     BYTES_PER_WEIGHT,
+    OFF_CARD,
     QUANTIZED,
     USUAL_SIDE,
     CardFacts,
+    ModulationPlace,
     TransformerShape,
     format_gib,
-    weight_bytes,
 )
-from ..planning.placement import OFF_CARD, ModulationPlace
-from ..planning.plan import Held, Option, check_stored, plan
-from ..planning.plan_words import (
-    check_tensor_cores,
-    kept_precision,
-    requested_precision,
-    weight_only,
-)
-from ..planning.wish import Parts, Wish
 
 PRECISIONS = ("auto", "bf16", "fp32", "fp8", "int8")
 AS_STORED = "as stored"

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .identity import Tensors
-from .safetensors_header import TensorInfo
+from .header import TensorInfo
+from .parts import Tensors
 
 MAX_COMFY_QUANT_BYTES = 4096  # the longest that ComfyUI 0.33 writes is under 200
 

@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from ..errors import CheckpointError
-from .foreign_files import PICKLE_SUFFIXES
-from .safetensors_header import Header, TensorInfo, read_header
-from .strict_json import read_object
+from .header import PICKLE_SUFFIXES, Header, TensorInfo, read_header, read_object
 
 # `...index.fp16.json` for a variant
 INDEX_NAME = re.compile(r"\.safetensors\.index(\.[\w-]+)?\.json$")

@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass, replace
 
 from ..errors import CheckpointError, SettingError
-from ..planning.memory import QUANTIZED, TransformerShape, part_bytes
-from ..planning.vae_steps import VaeShape
-from ..planning.wish import TEXT_ENCODER, TRANSFORMER, VAE, Parts
+from ..planning.bytes import part_bytes
+from ..planning.request import TEXT_ENCODER, TRANSFORMER, VAE, Parts
+from ..spec import QUANTIZED, TransformerShape, VaeShape
 from .checkpoint import Part, inspect_checkpoint
 from .quantization import computed_precision
 from .source import Source, open_source

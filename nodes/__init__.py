@@ -6,16 +6,11 @@ import logging
 
 from comfy_api.latest import ComfyExtension, io
 
-from ..hosts.comfyui.compatibility import what_is_off
+from ..hosts.comfyui.contract import what_is_off
 from .advise import QwenL40SAdviseGPU
 from .estimate import QwenL40SEstimateVRAM
 from .guidance import QwenL40SCFGNorm
-from .loaders import (
-    QwenL40SLoad,
-    QwenL40SLoadModel,
-    QwenL40SLoadTextEncoder,
-    QwenL40SLoadVAE,
-)
+from .loaders import QwenL40SLoad, QwenL40SLoadModel, QwenL40SLoadTextEncoder, QwenL40SLoadVAE
 from .lora import QwenL40SLoadLora
 from .optimize import QwenL40SOptimize
 from .quantize import QwenL40SSaveQuantized

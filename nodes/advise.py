@@ -7,12 +7,10 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..errors import QwenL40SError
-from ..hosts.comfyui.card_choices import told_at
-from ..planning.cards import known_cards
-from ..planning.own_prices import EXAMPLE, read_prices
-from .host import CATEGORY, require_host
-from .picture import with_picture
-from .wish_inputs import wish_inputs
+from ..hosts.comfyui.estimate.cards import told_at
+from ..planning.cards import EXAMPLE, known_cards, read_prices
+from .common import CATEGORY, require_host, with_picture
+from .options import wish_inputs
 
 
 class QwenL40SAdviseGPU(io.ComfyNode):
@@ -89,8 +87,8 @@ class QwenL40SAdviseGPU(io.ComfyNode):
         require_host()
         from ..charts.advice_words import advise_text
         from ..charts.cost_chart import cost_chart
-        from ..hosts.comfyui.wired_estimate import advise_on
-        from ..hosts.comfyui.wired_wish import wish_from, wish_settings
+        from ..hosts.comfyui.estimate.estimate import advise_on
+        from ..hosts.comfyui.estimate.request import wish_from, wish_settings
 
         wish = wish_from(wish_settings(**settings)).wish
         found = advise_on(wish, images_per_hour, read_prices(prices, known_cards()))

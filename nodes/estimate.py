@@ -8,10 +8,9 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..errors import QwenL40SError
-from ..hosts.comfyui.card_choices import THIS_CARD, card_choices, told_at
-from .host import CATEGORY, require_host
-from .picture import with_picture
-from .wish_inputs import rare_wish_inputs, wish_inputs
+from ..hosts.comfyui.estimate.cards import THIS_CARD, card_choices, told_at
+from .common import CATEGORY, require_host, with_picture
+from .options import rare_wish_inputs, wish_inputs
 
 WIRES = ("model", "clip", "vae", "latent")
 
@@ -117,7 +116,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
             return True
         try:
             require_host()
-            from ..hosts.comfyui.this_card import card_of
+            from ..hosts.comfyui.estimate.cards import card_of
 
             card_of(card)
         except QwenL40SError as error:
@@ -132,8 +131,8 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
     def check_lazy_status(cls, card: str, price_per_hour: float = 0.0, **inputs: Any) -> list[str]:
         """Refuses settings that contradict each other before anything is loaded."""
         require_host()
-        from ..hosts.comfyui.this_card import card_of
-        from ..hosts.comfyui.wired_wish import NO_LATENT, wish_from, wish_settings
+        from ..hosts.comfyui.estimate.cards import card_of
+        from ..hosts.comfyui.estimate.request import NO_LATENT, wish_from, wish_settings
 
         card_of(card)
         settings = {name: value for name, value in inputs.items() if name not in WIRES}
@@ -156,9 +155,9 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         require_host()
         from ..charts.memory_chart import memory_chart
         from ..charts.words import estimate_text, summary_text
-        from ..hosts.comfyui.this_card import card_of
-        from ..hosts.comfyui.wired_estimate import estimate_on
-        from ..hosts.comfyui.wired_wish import wish_from, wish_settings
+        from ..hosts.comfyui.estimate.cards import card_of
+        from ..hosts.comfyui.estimate.estimate import estimate_on
+        from ..hosts.comfyui.estimate.request import wish_from, wish_settings
 
         wired = wish_from(wish_settings(**settings), model=model, clip=clip, vae=vae, latent=latent)
         found = estimate_on(card_of(card), wired, price_per_hour or None)

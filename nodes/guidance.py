@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from .host import CATEGORY, require_host
+from .common import CATEGORY, require_host
 
 
 class QwenL40SCFGNorm(io.ComfyNode):
@@ -39,6 +39,6 @@ class QwenL40SCFGNorm(io.ComfyNode):
     @classmethod
     def execute(cls, model: io.Model.Type) -> io.NodeOutput:
         require_host()
-        from ..hosts.comfyui.guidance import rescale_by_token
+        from ..hosts.comfyui.sample.guidance import rescale_by_token
 
         return io.NodeOutput(rescale_by_token(model))

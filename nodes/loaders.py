@@ -7,7 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..errors import QwenL40SError
-from ..hosts.comfyui.choices import (
+from ..hosts.comfyui.load.choose import (
     AUTOMATIC,
     check_text_width,
     choices,
@@ -15,8 +15,8 @@ from ..hosts.comfyui.choices import (
     resolve,
 )
 from ..loaders.source import Source, fingerprint, open_source
-from ..planning.placement import PLACES
-from .host import CATEGORY, require_host, with_report
+from ..spec import PLACES
+from .common import CATEGORY, require_host, with_report
 
 PRECISIONS = ["auto", "bf16", "fp8", "int8", "as stored"]
 VAE_PRECISIONS = ["auto", "bf16", "fp32"]
@@ -158,7 +158,7 @@ class QwenL40SLoadModel(io.ComfyNode):
         cls, model: str, precision: str, keep_in_bf16: str = "", modulation: str = "auto"
     ) -> io.NodeOutput:
         require_host()
-        from ..hosts.comfyui.model import load_model
+        from ..hosts.comfyui.load.transformer import load_model
 
         patcher, report = load_model(
             resolve(model, "transformer"), precision, keep_patterns(keep_in_bf16), modulation
@@ -226,7 +226,7 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
     @classmethod
     def execute(cls, text_encoder: str, precision: str, placement: str = "auto") -> io.NodeOutput:
         require_host()
-        from ..hosts.comfyui.text_encoder import load_text_encoder
+        from ..hosts.comfyui.load.text_encoder import load_text_encoder
 
         path = resolve(text_encoder, "text_encoder")
         clip, report = load_text_encoder(path, precision, placement)
@@ -272,7 +272,7 @@ class QwenL40SLoadVAE(io.ComfyNode):
     @classmethod
     def execute(cls, vae: str, precision: str) -> io.NodeOutput:
         require_host()
-        from ..hosts.comfyui.vae import load_vae
+        from ..hosts.comfyui.load.vae import load_vae
 
         loaded, report = load_vae(resolve(vae, "vae"), precision)
         return with_report(loaded, report=report.text())
@@ -356,9 +356,9 @@ class QwenL40SLoad(io.ComfyNode):
         modulation: str = "auto",
     ) -> io.NodeOutput:
         require_host()
-        from ..hosts.comfyui.model import load_model
-        from ..hosts.comfyui.text_encoder import load_text_encoder
-        from ..hosts.comfyui.vae import load_vae
+        from ..hosts.comfyui.load.text_encoder import load_text_encoder
+        from ..hosts.comfyui.load.transformer import load_model
+        from ..hosts.comfyui.load.vae import load_vae
 
         sources = cls._sources(model, text_encoder, vae)
         # The largest comes last: what is wrong with the others is said before it is read.

@@ -10,7 +10,7 @@ from comfy_api.latest import io
 
 from ..errors import SettingError
 from ..loaders.source import fingerprint
-from .host import CATEGORY, require_host, with_report
+from .common import CATEGORY, require_host, with_report
 
 
 def _path(name: str) -> Path:
@@ -83,7 +83,7 @@ class QwenL40SLoadLora(io.ComfyNode):
     @classmethod
     def execute(cls, model: io.Model.Type, lora: str, strength: float, how: str) -> io.NodeOutput:
         require_host()
-        from ..hosts.comfyui.lora import apply_lora
+        from ..hosts.comfyui.lora.apply import apply_lora
 
         patched, report = apply_lora(model, _path(lora), strength, how=how)
         return with_report(patched, report=report.text())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from ..optimizations.attention import BACKENDS
-from .host import CATEGORY, require_host, with_report
+from .common import CATEGORY, require_host, with_report
 
 ATTENTION = ["auto", "comfyui", *BACKENDS]
 
@@ -96,7 +96,7 @@ class QwenL40SOptimize(io.ComfyNode):
         cudnn_benchmark: bool = False,
     ) -> io.NodeOutput:
         require_host()
-        from ..hosts.comfyui.patch import Settings, optimize, report_of
+        from ..hosts.comfyui.sample.optimize import Settings, optimize, report_of
 
         settings = Settings(fused_blocks, attention, cfg_batching, tf32, cudnn_benchmark)
         optimized = optimize(model, settings)

@@ -9,7 +9,7 @@ import folder_paths
 from comfy_api.latest import io
 
 from ..errors import SettingError
-from .host import CATEGORY, require_host, with_report
+from .common import CATEGORY, require_host, with_report
 from .loaders import keep_input, keep_patterns
 
 
@@ -87,7 +87,7 @@ class QwenL40SSaveQuantized(io.ComfyNode):
         keep_in_bf16: str = "",
     ) -> io.NodeOutput:
         require_host()
-        from ..hosts.comfyui.save import save_quantized
+        from ..hosts.comfyui.load.save import save_quantized
 
         destination = _destination(filename)
         bar = comfy.utils.ProgressBar(1)

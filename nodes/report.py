@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from comfy_api.latest import io, ui
 
-from ..hosts.comfyui.page import show_text
-from .host import CATEGORY, require_host
+from ..hosts.comfyui.messages import show_text
+from .common import CATEGORY, require_host
 
 
 class QwenL40SReport(io.ComfyNode):
@@ -71,7 +71,7 @@ class QwenL40SReport(io.ComfyNode):
         vae: io.Vae.Type | None = None,
     ) -> io.NodeOutput:
         require_host()
-        from ..hosts.comfyui.run_report import report_run
+        from ..hosts.comfyui.report.table import report_run
 
         report = report_run(model, clip, vae, images)
         # What was sampled, and what was measured of it.

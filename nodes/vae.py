@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from .host import CATEGORY, require_host, with_report
+from .common import CATEGORY, require_host, with_report
 
 MOST_TILES = 4096
 
@@ -63,7 +63,7 @@ class QwenL40SVAEDecode(io.ComfyNode):
     @classmethod
     def execute(cls, samples: io.Latent.Type, vae: io.Vae.Type, tiles: int = 0) -> io.NodeOutput:
         require_host()
-        from ..hosts.comfyui.planned_vae import decode
+        from ..hosts.comfyui.decode.decode import decode
 
         images, report = decode(vae, samples["samples"], tiles)
         return with_report(images, report=report)
@@ -107,7 +107,7 @@ class QwenL40SVAEEncode(io.ComfyNode):
     @classmethod
     def execute(cls, pixels: io.Image.Type, vae: io.Vae.Type, tiles: int = 0) -> io.NodeOutput:
         require_host()
-        from ..hosts.comfyui.planned_vae import encode
+        from ..hosts.comfyui.decode.decode import encode
 
         latents, report = encode(vae, pixels, tiles)
         return with_report({"samples": latents}, report=report)

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import SettingError, UnavailableError
-from ..planning.formats import OLDEST_CAPABILITY
+from ..machine.card import State, first_line
+from ..machine.packages import check_kitchen
+from ..spec import OLDEST_CAPABILITY
 from . import kernels, reference
-from .hardware import State, first_line
-from .software import check_kitchen
 
 # The backends, and the multiple that N and K must be of: other layers fall to `dequantize`.
 BACKENDS = {
@@ -116,8 +116,7 @@ class Gemm:
             (M, K) in the format's dtype and the rows' scales, (M, 1), fp32.
         """
         if self.row_quantizer == "triton":
-            from .kernels.row_quantize import row_quantize
-            from .kernels.whole_row import WIDEST_ROW
+            from .kernels.rows import WIDEST_ROW, row_quantize
 
             if x.shape[1] <= WIDEST_ROW:
                 return row_quantize(x, self.format)

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from .streams import Modulation
+from .reference import Modulation
 
 # What the entries of one table may take; the oldest leave. 120 timesteps of the full-size model, or
 # 60 of a batch of two.

@@ -10,7 +10,7 @@ import logging
 
 import torch
 
-from .streams import Tokens
+from .reference import Tokens
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from ..errors import UnavailableError
-from ..planning.formats import LARGEST
+from ..spec import LARGEST
 from . import reference
 from .linear import Gemm, choose_gemm
 

@@ -22,10 +22,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .memory import BYTES_PER_SCALE, QUANTIZED, TransformerShape
-from .setting import Setting
-from .wish import Wish
-from .work import REFERENCE_TOKENS
+from ..spec import BYTES_PER_SCALE, QUANTIZED, REFERENCE_TOKENS, TransformerShape
+from .request import Setting, Wish
 
 BF16, FP32 = 2, 4
 MLP = 4  # the hidden layer's width in dims

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SettingError
-from .cache import cache_folder
+from ..machine.store import cache_folder
 from .cards import find_card, known_cards
 from .rates import PRECISIONS, Rates, plain_name
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import SettingError
-from .cache import cache_folder
+from ..machine.store import cache_folder
+from ..spec import MIB, OLDEST_CAPABILITY, CardFacts
 from .card_file import CardList, read_cards
-from .formats import OLDEST_CAPABILITY
-from .memory import MIB, CardFacts
 
 BUNDLED = Path(__file__).with_name("gpus.json")
 OWN = "cards.json"  # in the cache folder
@@ -214,3 +214,124 @@ def _nearest(name: str, cards: Mapping[str, Card]) -> str:
     names = {_key(other): card.name for card in cards.values() for other in (card.name, *card.also)}
     near = difflib.get_close_matches(_key(name), names, n=1, cutoff=0.5)
     return f", the nearest is {names[near[0]]!r}" if near else ""
+
+
+# A card that no list has: what the driver tells of it, and the card of the list most like it.
+
+
+@dataclass(frozen=True)
+class UnlistedCard(Card):
+    """Name, memory and capability as the driver tells them; peaks, bandwidths and L2 are 0.
+
+    Attributes:
+        nearest: name of the listed card whose times are likely nearest.
+    """
+
+    nearest: str
+
+
+def card_by_driver(facts: CardFacts, cards: Mapping[str, Card]) -> Card:
+    """The listed card of a driver's name with the memory that it shows, or an `UnlistedCard`.
+
+    Only a whole name counts: "NVIDIA A40" is a part of an A100 40GB's.
+
+    Raises:
+        SettingError: the memory is less than 1 MiB.
+    """
+    listed = card_named(facts.name, cards)
+    if listed is not None:
+        return with_memory(listed, facts.total_bytes)
+    card = UnlistedCard(
+        name=facts.name,
+        also=(),
+        architecture="",
+        capability=facts.capability,
+        memory_bytes=0,
+        bandwidth=0,
+        l2_bytes=0,
+        dense_flops={},
+        pcie_bytes_per_second=0,
+        tdp_watts=0,
+        prices=(),
+        source="the driver",
+        nearest=nearest_card(facts, cards).name,
+    )
+    return with_memory(card, facts.total_bytes)
+
+
+def nearest_card(facts: CardFacts, cards: Mapping[str, Card]) -> Card:
+    """The listed card whose name is a part of the driver's, such as L40S of "NVIDIA L40S-24Q", or
+    else of the nearest capability, then memory, then name.
+    """
+    words = set(words_of(facts.name))
+    generation = _number(facts.capability)
+
+    def unlikeness(card: Card) -> tuple[float, ...]:
+        names = [words_of(name) for name in (card.name, *card.also)]
+        part = max((len(name) for name in names if set(name) <= words), default=0)
+        # Sizes of memory that differ by less than a tenth are one.
+        memory = round(abs(math.log(card.memory_bytes / max(1, facts.total_bytes))), 1)
+        alike = max(difflib.SequenceMatcher(None, sorted(words), name).ratio() for name in names)
+        return (-part, abs(_number(card.capability) - generation), memory, -alike)
+
+    return min(cards.values(), key=unlikeness)
+
+
+def _number(capability: tuple[int, int]) -> int:
+    major, minor = capability
+    return 10 * major + minor
+
+
+# Prices that somebody types in: a card and its US dollars an hour on each line.
+
+EXAMPLE = "L40S = 0.79"
+COMMENT = "#"
+
+
+def read_prices(text: str, cards: Mapping[str, Card]) -> dict[str, float]:
+    """{card's name in the list: USD an hour} of the lines that say one; empty lines say nothing.
+
+    Raises:
+        SettingError: it is no text; or a line is no `card = price`, its card is unknown or was
+            there before, or its price is negative or no number; the message begins with the line's
+            number.
+    """
+    if not isinstance(text, str):
+        raise SettingError(f"prices are {text!r} and must be a text of lines such as {EXAMPLE!r}.")
+    prices: dict[str, float] = {}
+    for number, line in _lines(text):
+        name, price = _split(number, line)
+        try:
+            card = find_card(name, cards).name
+        except SettingError as error:
+            raise SettingError(f"prices, line {number}: {error}") from error
+        if card in prices:
+            raise SettingError(
+                f"prices, line {number}: {card} has a price above: keep one of them."
+            )
+        prices[card] = price
+    return prices
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        said = line.partition(COMMENT)[0].strip()
+        if said:
+            yield number, said
+
+
+def _split(number: int, line: str) -> tuple[str, float]:
+    name, _, amount = line.partition("=")
+    try:
+        price = float(amount.strip().removeprefix("$"))
+    except ValueError:
+        price = math.nan
+    if not name.strip() or math.isnan(price):
+        raise SettingError(
+            f"prices, line {number}: {line!r} is no card and its USD an hour: write {EXAMPLE!r}."
+        )
+    if not 0 <= price < math.inf:
+        raise SettingError(
+            f"prices, line {number}: a price must be at least 0 USD an hour, got {price:g}."
+        )
+    return name.strip(), price

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ..errors import SettingError
-from .estimate import Range
+from .phases import Range
 
 SECONDS_PER_HOUR = 3600
 

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .memory import QUANTIZED, weight_bytes
+from ..spec import QUANTIZED
+from .bytes import text_encoder_bytes, weight_bytes
 from .phases import transformer_bytes, vae_bytes
-from .setting import Setting
-from .text_encoder import text_encoder_bytes
-from .wish import TEXT_ENCODER, TRANSFORMER, VAE, Wish
+from .request import TEXT_ENCODER, TRANSFORMER, VAE, Setting, Wish
 
 GB = 10**9
 CARD_MEMORY = "card memory"

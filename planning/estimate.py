@@ -1,93 +1,513 @@
-"""An estimate: what a wish takes on a card in each phase, how long it lasts and what it costs."""
+"""What a run takes of host memory, by what it is for.
+
+The weights themselves stay in their files, which ComfyUI maps: the system caches them where memory
+is left, and reads them again where none is. Counted are copies, and what has to wait in host memory
+while it is not on the card.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from .memory import GIB
+from ..spec import GIB, MIB, ON_CARD, QUANTIZED, format_gib
+from .bytes import quantized_language_bytes, text_encoder_bytes, weight_bytes
+from .cards import STARTING, Card, UnlistedCard
+from .cost import check_price, usd_range
+from .disk import GB, Advice, Disk, against_guides, disk, made_on_load
+from .phases import NOTHING, Phase, Range, figure, gib, transformer_bytes
+from .plan import Option, plan
+from .rates import GEMM, Basis, Rates, constants, measured, rates_of, why_predicted
+from .request import DROPPED, ON_PROCESSOR, TEXT_ENCODER, Setting, Wish
+from .run_times import NETWORK, NVME, PAGE_CACHE, SOURCES, RunTimes
+from .trial import sized
 
-PHASES = ("load", "text", "tables", "sampling", "decode")
+if TYPE_CHECKING:
+    from .cards import Card
+    from .request import Loras
+
+# Python, torch with CUDA, ComfyUI and its nodes. Predicted.
+PROGRAM_BYTES = 3 * GIB
+# While a file is quantized on load, and the pinned ring through which weights pass the card
+# (hosts/comfyui/precision.py, optimizations/weight_stream.py).
+STAGING_BYTES = 2 * GIB
+RING_BYTES = 128 * MIB
+# Prompts that were encoded last (optimizations/embedding_cache.py).
+PROMPT_BYTES = 64 * MIB
+FP32 = 4
+# An image as it comes from the VAE, and as it is saved.
+IMAGE_COPIES = 2
 
 
-class Range(NamedTuple):
-    """Between which values a figure lies; both are the same where it was measured."""
+def host_ram(
+    wish: Wish, setting: Setting, *, moved_bytes: int = 0, quantize_on_load: bool = True
+) -> dict[str, int]:
+    """{what it is for: bytes of host memory}.
 
-    low: float
-    high: float
+    Args:
+        moved_bytes: of the transformer, what the plan's option brings to the card in each forward
+            pass; it waits in host memory, where a copy that was quantized on load is already.
+        quantize_on_load: whether fp8 and int8 are made of a bf16 file on load. A file that is
+            quantized already, such as the node SaveQuantized writes, takes no copy; nor does what
+            `wish.parts` says is at hand.
+    """
+    weights = transformer_bytes(wish, setting)
+    parts = {"ComfyUI, torch and CUDA": PROGRAM_BYTES}
+    files = dict(wish.parts.file_bytes)
+    held = wish.parts.text_encoder_bytes
+    at_hand = held is not None and held == files.get(TEXT_ENCODER, held)
+    copied = 0
+    if quantize_on_load and made_on_load(wish, setting):
+        counted = weight_bytes(wish.transformer, setting.precision)
+        copied = counted.gemm + counted.scales
+        parts["transformer, quantized on load"] = copied
+        parts["staging while it is quantized"] = STAGING_BYTES
+    if setting.off_card:
+        parts["modulation that waits"] = weights.modulation
+        parts["pinned ring"] = RING_BYTES
+    if setting.text_encoder_place != ON_CARD:
+        parts["text encoder that waits"] = text_encoder_bytes(wish, setting.text_encoder)
+    elif quantize_on_load and setting.text_encoder in QUANTIZED and not at_hand:
+        parts["text encoder, quantized on load"] = quantized_language_bytes()
+    parts["transformer that is moved in each pass"] = max(0, moved_bytes - copied)
+    pixels = wish.batch * wish.frames * wish.width * wish.height
+    parts["images"] = IMAGE_COPIES * FP32 * wish.vae.image_channels * pixels
+    parts["prompts"] = PROMPT_BYTES
+    return {name: count for name, count in parts.items() if count}
 
-    @property
-    def middle(self) -> float:
-        """The geometric mean: what is named where there is room for one figure."""
-        return (self.low * self.high) ** 0.5
 
-    def __add__(self, other: Any) -> Range:
-        return Range(self.low + other[0], self.high + other[1])
-
-    def times(self, factor: float) -> Range:
-        """Both ends multiplied."""
-        return Range(self.low * factor, self.high * factor)
+def host_ram_bytes(wish: Wish, setting: Setting, *, moved_bytes: int = 0) -> int:
+    """The sum of `host_ram`."""
+    return sum(host_ram(wish, setting, moved_bytes=moved_bytes).values())
 
 
-NOTHING = Range(0.0, 0.0)
+# What the runs that were measured cover, and what times rest on beyond it.
+
+# Of the matrix in `measured.json`: sides in pixels, and images in one forward pass.
+MOST_SIDE, MOST_ITEMS = 2048, 2
+
+
+def basis_within(basis: Basis, wish: Wish, setting: Setting) -> Basis:
+    """What the times of a wish in a setting rest on.
+
+    Args:
+        basis: of the card's rates.
+        setting: what the plan has settled.
+    """
+    if basis.kind != "measured" or setting.precision in basis.left_out:
+        return Basis("predicted", basis.text, basis.origin, basis.left_out)
+    beyond = list(not_measured(wish, setting))
+    if not beyond:
+        return basis
+    *others, last = beyond
+    named = f"{', '.join(others)} or {last}" if others else last
+    text = f"predicted from rates {basis.origin}: no run there had {named}"
+    return Basis("predicted", text, basis.origin, basis.left_out)
+
+
+def not_measured(wish: Wish, setting: Setting) -> Iterator[str]:
+    """What of a wish no measured run had, each as a noun."""
+    if not setting.resident:
+        yield "weights that leave the card"
+    if setting.weight_only:
+        yield f"{setting.precision} weights that are computed in bf16"
+    if setting.text_encoder_place != ON_CARD:
+        yield "a text encoder off the card"
+    if wish.loras.count and wish.loras.mode == "beside":
+        yield "LoRAs beside the weights"
+    if wish.controlnet_bytes:
+        yield "a ControlNet"
+    if wish.member.layers:
+        yield "layers"
+    if max(wish.width, wish.height) > MOST_SIDE:
+        yield f"a side above {MOST_SIDE} pixels"
+    if wish.items > MOST_ITEMS:
+        yield f"more than {MOST_ITEMS} images in a pass"
+    if wish.transformer != wish.member.transformer:
+        yield "a transformer of this shape"
+
+
+# What an estimate has to say beside its figures, in sentences.
+
+# Below this a card runs the model only with nearly all of it moved in each step.
+SMALL_CARD_BYTES = 6 * GIB
+
+
+def notes_of(found: Estimate, *, own_price: bool, loras_seconds: Range) -> tuple[str, ...]:
+    """The notes of an estimate without any.
+
+    Args:
+        own_price: whether the user gave the price.
+        loras_seconds: of a step, what LoRAs beside the weights take.
+    """
+    additions = _additions(found, loras_seconds)
+    return (*_times(found), *_room(found), *additions, *_price(found, own_price))
+
+
+def words(seconds: Range) -> str:
+    """`2.1 s`, `2.1 to 3.4 s`."""
+    low, high = (f"{end:.3g}" for end in seconds)
+    return f"{low} s" if low == high else f"{low} to {high} s"
+
+
+def _times(found: Estimate) -> Iterator[str]:
+    if found.first_image_seconds is None:
+        yield (
+            f"No times and no cost are predicted, because {found.card.name} is not in the list of "
+            f"cards: of these the {found.card.nearest} has likely the nearest times, and "
+            "`qwen-l40s bench --calibrate` measures yours."
+        )
+        return
+    yield from _range(found)
+    yield (
+        "An image is one with a new prompt when everything is loaded; the first run takes "
+        f"{words(found.first_image_seconds)} with files in memory, and ComfyUI with all weights "
+        f"from an NVMe disk starts in {words(found.cold_start_seconds)} (predicted)."
+    )
+    yield f"Loading takes {_loads(found.loads)} (predicted)."
+    place = found.option.setting.text_encoder_place
+    if place == ON_PROCESSOR:
+        yield "The text encoder's time is predicted for a processor of 16 cores."
+    elif place == DROPPED:
+        yield "Each new prompt brings the text encoder to the card again; a known one does not."
+
+
+def _range(found: Estimate) -> Iterator[str]:
+    """Why times are a range, and where in it one card is."""
+    low, high = found.step_seconds
+    if low == high:
+        return
+    setting = found.option.setting
+    if found.basis.origin:
+        why = f"the calibration left {setting.precision} out"
+    else:
+        why = why_predicted(found.card)
+    yield (
+        f"Times are a range because {why}: its ends are the shares of the data sheet's dense peaks "
+        "that such programs reach."
+    )
+    if setting.precision in QUANTIZED and not setting.weight_only:
+        reached = constants()
+        yield (
+            f"The card that was measured, an {measured()['conditions']['card']}, reached "
+            f"{reached.gemm_int8:.0%} of its dense peak in int8 and {reached.gemm_fp8:.0%} in fp8, "
+            f"where this range takes {GEMM[0]:.0%} to {GEMM[1]:.0%}: its slow end is the likelier."
+        )
+
+
+def _loads(loads: Mapping[str, Range]) -> str:
+    """`9.4 to 13 s with files in the page cache, ...`."""
+    places = {
+        PAGE_CACHE: "with files in the page cache",
+        NVME: f"from an NVMe disk of {SOURCES[NVME] / 1e9:g} GB/s",
+        NETWORK: f"from a network volume of {SOURCES[NETWORK] / 1e9:g} GB/s",
+    }
+    *others, last = (f"{words(seconds)} {places[source]}" for source, seconds in loads.items())
+    return f"{', '.join(others)} and {last}"
+
+
+def _room(found: Estimate) -> Iterator[str]:
+    option = found.option
+    if option.moved_bytes:
+        moved = found.wish.passes * option.moved_bytes
+        link = found.card.pcie_bytes_per_second  # 0 where nobody has listed it
+        least = f", at least {moved / link:.2g} s of it" if link else ""
+        yield (f"It runs, slowly: {format_gib(moved)} of weights cross PCIe in every step{least}.")
+    elif not option.resident:
+        yield "It runs, with weights that leave the card and come back for each image."
+    stays = next((other for other in found.options[1:] if other.resident), None)
+    if not option.resident and stays is not None:
+        setting = stays.setting
+        yield (
+            f"{setting.precision} with modulation {setting.modulation} and the text encoder: "
+            f"{setting.text_encoder_place}, would stay on the card."
+        )
+    if found.card.memory_bytes < SMALL_CARD_BYTES:
+        yield (
+            f"With {format_gib(found.card.memory_bytes)} nearly all weights are moved in each "
+            "step, and a smaller image saves little of that: a rented card with 24 GiB or more is "
+            "faster by far."
+        )
+    precision = option.setting.precision
+    at_hand = found.wish.parts.transformer_bytes is not None
+    if precision in QUANTIZED and not at_hand:
+        ready = found.prequantized_loads
+        yield (
+            f"{precision} is made of the bf16 file on each load; `qwen-l40s quantize` writes it "
+            f"once{f', and loading then takes {_loads(ready)} (predicted)' if ready else ''}."
+        )
+
+
+def _additions(found: Estimate, loras_seconds: Range) -> Iterator[str]:
+    wish = found.wish
+    if found.step_seconds is None:
+        return
+    if wish.loras.count and wish.loras.mode == "beside":
+        yield (
+            f"{_many(wish.loras)} beside the weights take {words(loras_seconds)} of each "
+            "step, counted and not measured: merged they cost nothing."
+        )
+    if wish.controlnet_bytes:
+        yield "The ControlNet's time is counted from its bytes and was not measured."
+    if wish.member.layers and wish.layers:
+        yield f"An image is a set: the whole and its {wish.layers} layers."
+    elif wish.member.layers:
+        yield (
+            "One picture is counted: Qwen-Image-Layered paints layers beside it, 3 where ComfyUI's "
+            "node is left as it is, so give how many (--layers, or the node's)."
+        )
+
+
+def _price(found: Estimate, own: bool) -> Iterator[str]:
+    if found.image_seconds is None:
+        return
+    if found.usd_per_image is None:
+        yield f"No price of {found.card.name} is known: give your own to see the cost of an image."
+        return
+    where = "your own" if own else _listed(found.card)
+    yield f"The cost of an image is that of a card that paints all the time; the price is {where}."
+
+
+def _listed(card: Card) -> str:
+    price = card.price()
+    starting = price.kind == STARTING
+    usd = f"{'from ' * starting}{price.usd_per_hour:g} USD an hour"
+    return f"{price.provider}'s, on demand, {price.date}: {usd}"
+
+
+def _many(loras: Loras) -> str:
+    return "1 LoRA" if loras.count == 1 else f"{loras.count} LoRAs"
+
+
+# The whole answer before a run: memory of each phase, times, disk, host memory and cost.
 
 
 @dataclass(frozen=True)
-class Phase:
-    """The card at the worst moment of one phase, in bytes.
+class Estimate:
+    """What a wish takes on a card.
 
     Attributes:
-        name: One of `PHASES`.
-        weights: Of the part that works: text encoder, modulation on its way, transformer, VAE.
-        activations: Tensors that come and go.
-        workspace: What GEMMs and convolutions take beside them, and the allocator's rounding.
-        context: The CUDA context, kernels, cuBLAS and cuDNN.
-        resident: {what else stays on the card: bytes}.
-        seconds: How long it lasts; None where nothing says.
-        note: How it is done, in one clause.
+        option: The plan's first, which everything here is of: the recommended one, or what the
+            wish names.
+        options: All of the plan.
+        phases: By name, with seconds where times are known: what really is on the card. What does
+            not stay is in `option.moved_bytes`, and what each phase would need in `option.needs`.
+        fits: Whether all stays on the card in every phase, with what the host keeps free.
+        headroom_bytes: The option's: what is left of the card in the worst phase; negative by what
+            is lacking for all to stay.
+        step_seconds: One step of the sampler, with both prompts where there are two. None, as all
+            times, on a card that is neither listed nor calibrated.
+        image_seconds: One image of a run with a new prompt, when everything is loaded and the
+            schedule's modulation table is there.
+        first_image_seconds: The first run, all of its images: files in memory, nothing on the card.
+        cold_start_seconds: From the start of ComfyUI until all weights are on the card, files on an
+            NVMe disk.
+        loads: {where the files are: seconds until all weights are on the card}, of the files that
+            the setting reads.
+        prequantized_loads: The same of a transformer that was quantized once and written; None for
+            bf16.
+        usd_per_image: None without a price or without times.
+        basis: What the times rest on.
+        notes: Sentences.
     """
 
-    name: str
-    weights: int
-    activations: int
-    workspace: int
-    context: int
-    resident: Mapping[str, int] = field(default_factory=dict)
-    seconds: Range | None = None
-    note: str = ""
+    card: Card
+    wish: Wish
+    option: Option
+    options: tuple[Option, ...]
+    phases: Mapping[str, Phase]
+    fits: bool
+    headroom_bytes: int
+    step_seconds: Range | None
+    image_seconds: Range | None
+    first_image_seconds: Range | None
+    cold_start_seconds: Range | None
+    loads: Mapping[str, Range] | None
+    prequantized_loads: Mapping[str, Range] | None
+    usd_per_image: Range | None
+    disk: Disk
+    host_ram_bytes: int
+    basis: Basis
+    notes: tuple[str, ...]
 
     @property
-    def peak_bytes(self) -> int:
-        """Of the part that works, alone."""
-        return self.weights + self.activations + self.workspace
+    def guides(self) -> tuple[Advice, ...]:
+        """What guides for rented machines advise, beside what is needed."""
+        return against_guides(self.disk, self.option.setting, self.option.peak_bytes)
 
     @property
-    def card_bytes(self) -> int:
-        """Of everything that is on the card."""
-        return self.peak_bytes + self.context + sum(self.resident.values())
+    def written_once(self) -> Disk | None:
+        """The disk where a file is written once in the option's 8 bits; None where nothing is
+        quantized on load.
+        """
+        setting = self.option.setting
+        whole = sized(self.wish, setting.precision)
+        return disk(whole, setting, quantized_file=True) if made_on_load(whole, setting) else None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, in GiB and seconds."""
-        parts: dict[str, Any] = {
-            name: gib(getattr(self, name))
-            for name in ("weights", "activations", "workspace", "context")
+        """For JSON: figures in the unit of their name, the middle where there is a range."""
+        step = self.step_seconds and self.step_seconds.times(1000)
+        answers = {
+            "step_ms": step,
+            "image_seconds": self.image_seconds,
+            "first_image_seconds": self.first_image_seconds,
+            "cold_start_seconds": self.cold_start_seconds,
+            "usd_per_image": self.usd_per_image,
         }
-        parts["resident"] = {name: gib(count) for name, count in self.resident.items()}
+        ranges = {name: ends for name, ends in answers.items() if ends is not None}
+        written = self.written_once
         return {
-            "peak_gib": gib(self.peak_bytes),
-            "card_gib": gib(self.card_bytes),
-            "parts": parts,
-            "seconds": None if self.seconds is None else figure(self.seconds.middle),
-            "note": self.note,
+            "card": self.card.name,
+            "family": self.wish.family,
+            "settings": _settings(self.wish, self.option),
+            "phases": {name: phase.as_dict() for name, phase in self.phases.items()},
+            "fits": self.fits,
+            "headroom_gib": gib(self.headroom_bytes),
+            **{name: ends and figure(ends.middle) for name, ends in answers.items()},
+            "ranges": _ends(ranges),
+            "loads": _ends(self.loads),
+            "loads_prequantized": _ends(self.prequantized_loads),
+            "disk_gib": gib(self.disk.total_bytes),
+            "disk": {
+                "files_gib": {name: gib(count) for name, count in self.disk.files.items()},
+                "container_gib": {name: gib(count) for name, count in self.disk.container.items()},
+                "written_once_gib": written and gib(written.total_bytes),
+                "while_writing_gib": written and gib(written.most_bytes),
+                "guides": [
+                    {
+                        "what": advice.what,
+                        "advised_gb": round(advice.advised_bytes / GB, 1),
+                        "needed_gb": round(advice.needed_bytes / GB, 1),
+                        "why": advice.why,
+                    }
+                    for advice in self.guides
+                ],
+            },
+            "host_ram_gib": gib(self.host_ram_bytes),
+            "plan": [_option(option) for option in self.options],
+            "basis": self.basis.kind,
+            "basis_detail": self.basis.text,
+            "notes": list(self.notes),
         }
 
 
-def gib(count: float) -> float:
-    """Bytes as GiB, to a thousandth."""
-    return round(count / GIB, 3)
+def estimate(
+    wish: Wish,
+    card: Card,
+    *,
+    calibration: Rates | None = None,
+    usd_per_hour: float | None = None,
+) -> Estimate:
+    """Answers for the setting that the plan recommends.
+
+    Args:
+        calibration: what `qwen-l40s bench --calibrate` measured on such a card.
+        usd_per_hour: of one card; without it the lowest price on demand in the card's list.
+
+    Raises:
+        SettingError: the price is negative or no number.
+        UnavailableError: nothing that the wish allows runs on the card.
+    """
+    if usd_per_hour is not None:
+        check_price(usd_per_hour)
+    options = plan(card.facts(), wish)
+    option = options[0]
+    whole = sized(wish, option.setting.precision)
+    files = disk(whole, option.setting)
+    found = Estimate(
+        card=card,
+        wish=wish,
+        option=option,
+        options=options,
+        phases=option.phases,
+        fits=option.headroom_bytes >= 0,
+        headroom_bytes=option.headroom_bytes,
+        step_seconds=None,
+        image_seconds=None,
+        first_image_seconds=None,
+        cold_start_seconds=None,
+        loads=None,
+        prequantized_loads=None,
+        usd_per_image=None,
+        disk=files,
+        host_ram_bytes=host_ram_bytes(whole, option.setting, moved_bytes=option.moved_bytes),
+        basis=Basis("unknown", f"not predicted: {card.name} is not in the list of cards"),
+        notes=(),
+    )
+    loras_seconds = NOTHING
+    if calibration is not None or not isinstance(card, UnlistedCard):
+        slow, fast, basis = rates_of(card, calibration)
+        run = RunTimes(whole, option, card, slow, fast)
+        basis = basis_within(basis, wish, option.setting)
+        found = replace(_timed(found, run, usd_per_hour), basis=basis)
+        loras_seconds = run.loras_seconds()
+    notes = notes_of(found, own_price=usd_per_hour is not None, loras_seconds=loras_seconds)
+    return replace(found, notes=notes)
 
 
-def figure(value: float) -> float:
-    """To four significant digits."""
-    return float(f"{value:.4g}")
+def _timed(found: Estimate, run: RunTimes, usd_per_hour: float | None) -> Estimate:
+    """The estimate with its times and its cost."""
+    wish, price = found.wish, found.card.price()
+    phases = run.phases()
+    seconds = {name: phase.seconds or NOTHING for name, phase in phases.items()}
+    warm = seconds["text"] + seconds["sampling"] + seconds["decode"]
+    image = warm.times(1 / wish.batch)
+    usd = usd_per_hour if price is None or usd_per_hour is not None else price.usd_per_hour
+    return replace(
+        found,
+        phases=phases,
+        step_seconds=seconds["sampling"].times(1 / wish.steps),
+        image_seconds=image,
+        first_image_seconds=warm + seconds["load"] + seconds["tables"],
+        cold_start_seconds=run.cold_start_seconds(),
+        loads=run.loads(),
+        prequantized_loads=run.prequantized_loads(),
+        usd_per_image=None if usd is None else usd_range(usd, image),
+    )
+
+
+def _ends(found: Mapping[str, Range] | None) -> dict[str, list[float]] | None:
+    return found and {name: [figure(end) for end in ends] for name, ends in found.items()}
+
+
+def _option(option: Option) -> dict[str, Any]:
+    setting = option.setting
+    return {
+        "precision": setting.precision,
+        "modulation": setting.modulation,
+        "text_encoder_place": setting.text_encoder_place,
+        "tiles": option.tiles,
+        "resident": option.resident,
+        "peak_gib": gib(option.peak_bytes),
+        "peak_phase": option.peak_phase,
+        "headroom_gib": gib(option.headroom_bytes),
+        "moved_gib": gib(option.moved_bytes),
+        "recommended": option.recommended,
+        "reason": option.reason,
+    }
+
+
+def _settings(wish: Wish, option: Option) -> dict[str, Any]:
+    setting = option.setting
+    return {
+        "precision": setting.precision,
+        "width": wish.width,
+        "height": wish.height,
+        "batch": wish.batch,
+        "steps": wish.steps,
+        "cfg": wish.cfg,
+        "references": wish.references,
+        "layers": wish.layers,
+        "text_tokens": wish.text_tokens,
+        "modulation": setting.modulation,
+        "text_encoder": setting.text_encoder,
+        "text_encoder_place": setting.text_encoder_place,
+        "loras": {
+            "count": wish.loras.count,
+            "rank": wish.loras.rank,
+            "mode": wish.loras.mode,
+        },
+        "controlnet_gib": gib(wish.controlnet_bytes),
+        "tiles": option.tiles,
+    }

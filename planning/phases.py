@@ -1,14 +1,13 @@
-"""What a card holds at the worst moment of each phase of a run.
-
-Counted for ComfyUI from the second image on, when every part that is to stay on the card is there.
-The workspace and the CUDA context are the two figures that are measured and not counted.
-"""
+"""An estimate: what a wish takes on a card in each phase, how long it lasts and what it costs."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from ..errors import UnavailableError
+from ..spec import GIB, MIB, ON_CARD, PIXELS_PER_LATENT, REFERENCE_SIDE, format_gib
 from .activations import (
     MODULATION_ROWS,
     embedding_rows,
@@ -17,18 +16,135 @@ from .activations import (
     step_bytes,
     table_bytes,
 )
-from .constants import constants
-from .decoding import decode_plan
-from .estimate import Phase
-from .memory import GIB, MIB, format_gib, weight_bytes
-from .moved import least_weights, within
-from .placement import ON_CARD
-from .setting import DROPPED, ON_PROCESSOR, Setting
-from .text_encoder import encoding_bytes, text_encoder_bytes
-from .vae import encode_peak_bytes
-from .vae_steps import PIXELS_PER_LATENT
-from .wish import Wish
-from .work import REFERENCE_SIDE
+from .bytes import encoding_bytes, text_encoder_bytes, weight_bytes
+from .rates import constants
+from .request import DROPPED, ON_PROCESSOR, Setting, Wish
+from .vae import decode_plan, encode_peak_bytes
+
+PHASES = ("load", "text", "tables", "sampling", "decode")
+
+
+class Range(NamedTuple):
+    """Between which values a figure lies; both are the same where it was measured."""
+
+    low: float
+    high: float
+
+    @property
+    def middle(self) -> float:
+        """The geometric mean: what is named where there is room for one figure."""
+        return (self.low * self.high) ** 0.5
+
+    def __add__(self, other: Any) -> Range:
+        return Range(self.low + other[0], self.high + other[1])
+
+    def times(self, factor: float) -> Range:
+        """Both ends multiplied."""
+        return Range(self.low * factor, self.high * factor)
+
+
+NOTHING = Range(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The card at the worst moment of one phase, in bytes.
+
+    Attributes:
+        name: One of `PHASES`.
+        weights: Of the part that works: text encoder, modulation on its way, transformer, VAE.
+        activations: Tensors that come and go.
+        workspace: What GEMMs and convolutions take beside them, and the allocator's rounding.
+        context: The CUDA context, kernels, cuBLAS and cuDNN.
+        resident: {what else stays on the card: bytes}.
+        seconds: How long it lasts; None where nothing says.
+        note: How it is done, in one clause.
+    """
+
+    name: str
+    weights: int
+    activations: int
+    workspace: int
+    context: int
+    resident: Mapping[str, int] = field(default_factory=dict)
+    seconds: Range | None = None
+    note: str = ""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the part that works, alone."""
+        return self.weights + self.activations + self.workspace
+
+    @property
+    def card_bytes(self) -> int:
+        """Of everything that is on the card."""
+        return self.peak_bytes + self.context + sum(self.resident.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, in GiB and seconds."""
+        parts: dict[str, Any] = {
+            name: gib(getattr(self, name))
+            for name in ("weights", "activations", "workspace", "context")
+        }
+        parts["resident"] = {name: gib(count) for name, count in self.resident.items()}
+        return {
+            "peak_gib": gib(self.peak_bytes),
+            "card_gib": gib(self.card_bytes),
+            "parts": parts,
+            "seconds": None if self.seconds is None else figure(self.seconds.middle),
+            "note": self.note,
+        }
+
+
+def gib(count: float) -> float:
+    """Bytes as GiB, to a thousandth."""
+    return round(count / GIB, 3)
+
+
+def figure(value: float) -> float:
+    """To four significant digits."""
+    return float(f"{value:.4g}")
+
+
+# What stays on a card that does not hold all, while the host moves the rest to it and off it.
+
+# The block that computes, and the one whose weights are on their way.
+BLOCKS_ON_CARD = 2
+
+
+def least_weights(wish: Wish, weights: int) -> int:
+    """Of a transformer's weights, what is on the card at least while a block computes."""
+    return min(weights, BLOCKS_ON_CARD * -(-weights // wish.transformer.blocks))
+
+
+def within(phase: Phase, usable: int) -> Phase:
+    """A phase for which the host moves off the card what has no room beside the part that works,
+    and of that part what has none either.
+    """
+    over, resident, note = phase.card_bytes - usable, dict(phase.resident), phase.note
+    if over <= 0:
+        return phase
+    for name in ("transformer", "text encoder"):
+        leaves = min(over, resident.get(name, 0))
+        if leaves:
+            resident[name], over = resident[name] - leaves, over - leaves
+            note += f"; {format_gib(leaves)} of the {name} leave the card for it"
+    moved = min(phase.weights, over)
+    if moved:
+        note += f"; {format_gib(moved)} of its weights are moved to the card as it computes"
+    return replace(
+        phase,
+        weights=phase.weights - moved,
+        resident={name: count for name, count in resident.items() if count},
+        note=note,
+    )
+
+
+# What a card holds at the worst moment of each phase of a run.
+#
+# Counted for ComfyUI from the second image on, when every part that is to stay on the card is
+# there.
+# The workspace and the CUDA context are the two figures that are measured and not counted.
 
 __all__ = ["Setting", "decode_plan", "phases", "transformer_bytes", "vae_bytes"]
 

@@ -1,23 +1,158 @@
-"""How an image is decoded or encoded in the memory that is free: whole, in exact tiles, or in
-tiles with a sample of the keys.
-
-Only the attention in the VAE's middle sees all latent pixels. The middle therefore runs on the
-whole, in slices if need be, and tiles with a margin run through the rest: their image is the
-whole's up to rounding. Where the middle's output does not fit beside its keys and values, each tile
-runs the middle too. Where not even keys and values fit, tiles read a sample of them. Of the bundled
-VAE at 768x768 one key in 4 leaves 59 dB of an image and 47 dB of random latents; tiles that attend
-to themselves alone and fade into each other over 384 pixels leave 42 and 37 dB.
-"""
+"""The ways to decode and encode in tiles, and the fewest tiles of each that fit."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from ..errors import SettingError, UnavailableError
-from .memory import MIB, format_gib
-from .vae_bytes import Size, image_bytes, latent_bytes, whole_bytes
-from .vae_choice import Choice, Direction, How, Place, Request, largest_tile
-from .vae_steps import PIXELS_PER_LATENT, VaeShape
+from ..spec import GIB, MIB, PIXELS_PER_LATENT, VaeShape, format_gib
+from .request import Wish
+from .vae_bytes import (
+    Size,
+    image_bytes,
+    latent_bytes,
+    middle_slices,
+    outside_middle_bytes,
+    through_bytes,
+    whole_bytes,
+)
+
+Direction = Literal["decode", "encode"]
+How = Literal["whole", "tiled", "sampled"]
+Place = Literal["whole", "sliced", "tiled"]
+
+# Latent pixels. Narrower tiles would compute still more margin than image.
+LEAST_TILE = 8
+# Sides of the squares of latent pixels of which tiles with the middle in them read one key; of 1
+# they read all.
+STRIDES = (1, 2, 3, 4, 6, 8, 12, 16)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way that fits; names as in `VaePlan`.
+
+    Attributes:
+        bytes: What comes and goes, beside latents and image.
+    """
+
+    how: How
+    tiles: Size
+    middle: Place
+    middle_rows: int
+    stride: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be decoded or encoded, in how many tiles at least, in how many bytes at most."""
+
+    direction: Direction
+    shape: VaeShape
+    latent: Size
+    itemsize: int
+    least: int
+    room: int | None
+
+    def whole_bytes(self) -> int:
+        """What one item takes whole."""
+        return whole_bytes(self.direction, self.shape, self.latent, self.itemsize)
+
+    def tiled(self) -> Choice | None:
+        """The fewest tiles that fit: exact ones while there are any, then with sampled keys."""
+        return self._beside_the_middle() or next(
+            filter(None, map(self._with_the_middle, self._strides())), None
+        )
+
+    def least_bytes(self) -> int:
+        """What the smallest tiles with the thinnest sample take."""
+        sizes = (self.direction, self.shape, self.latent, self.itemsize)
+        smallest = largest_tile(self.latent, self._most())
+        _, middle = middle_slices(*sizes, 0)
+        return min(
+            max(middle, outside_middle_bytes(*sizes, smallest)),
+            *(through_bytes(*sizes, smallest, stride) for stride in self._strides()),
+        )
+
+    def _beside_the_middle(self) -> Choice | None:
+        sizes = (self.direction, self.shape, self.latent, self.itemsize)
+        rows, middle = middle_slices(*sizes, self.room)
+
+        def peak(grid: Size) -> int:
+            return max(middle, outside_middle_bytes(*sizes, largest_tile(self.latent, grid)))
+
+        grid = self._fewest(peak)
+        if not grid:
+            return None
+        place = "sliced" if rows < self.latent[0] else "whole"
+        return Choice("tiled", grid, place, rows, 1, peak(grid))
+
+    def _with_the_middle(self, stride: int) -> Choice | None:
+        sizes = (self.direction, self.shape, self.latent, self.itemsize)
+
+        def peak(grid: Size) -> int:
+            return through_bytes(*sizes, largest_tile(self.latent, grid), stride)
+
+        grid = self._fewest(peak)
+        if not grid:
+            return None
+        how = "tiled" if stride == 1 else "sampled"
+        return Choice(how, grid, "tiled", self.latent[0], stride, peak(grid))
+
+    def _strides(self) -> list[int]:
+        return [stride for stride in STRIDES if stride <= min(self.latent)]
+
+    def _most(self) -> Size:
+        """The most rows and columns of tiles."""
+        height, width = self.latent
+        rows, columns = max(1, height // LEAST_TILE), max(1, width // LEAST_TILE)
+        return (rows, columns) if self.least <= rows * columns else self.latent
+
+    def _fewest(self, peak: Callable[[Size], int]) -> Size | None:
+        """The rows and columns of the fewest tiles that fit; of equally many, the squarest."""
+        most_rows, most_columns = self._most()
+
+        def fits(rows: int, columns: int) -> bool:
+            return self.room is None or peak((rows, columns)) <= self.room
+
+        best: tuple[int, int, Size] | None = None
+        columns = most_columns
+        # More rows never need more columns, so that one walk down the columns is enough.
+        for rows in range(1, most_rows + 1):
+            if best and rows > best[0]:
+                break
+            if not fits(rows, columns):
+                continue
+            while columns > 1 and fits(rows, columns - 1):
+                columns -= 1
+            enough = max(columns, -(-self.least // rows))
+            if enough <= most_columns:
+                seams = (rows - 1) * self.latent[1] + (enough - 1) * self.latent[0]
+                found = (rows * enough, seams, (rows, enough))
+                best = min(best, found) if best else found
+        return best and best[2]
+
+
+def largest_tile(latent: Size, grid: Size) -> Size:
+    """Latent pixels of the largest tile of a grid."""
+    return -(-latent[0] // grid[0]), -(-latent[1] // grid[1])
+
+
+# How an image is decoded or encoded in the memory that is free: whole, in exact tiles, or in
+# tiles with a sample of the keys.
+#
+# Only the attention in the VAE's middle sees all latent pixels. The middle therefore runs on the
+# whole, in slices if need be, and tiles with a margin run through the rest: their image is the
+# whole's up to rounding. Where the middle's output does not fit beside its keys and values, each
+# tile
+# runs the middle too. Where not even keys and values fit, tiles read a sample of them. Of the
+# bundled
+# VAE at 768x768 one key in 4 leaves 59 dB of an image and 47 dB of random latents; tiles that
+# attend
+# to themselves alone and fade into each other over 384 pixels leave 42 and 37 dB.
 
 __all__ = ["VaePlan", "VaeShape", "plan_decode", "plan_encode"]
 
@@ -198,3 +333,70 @@ def _in_words(latent: Size, choice: Choice) -> str:
     if choice.stride > 1:
         return f"{text} whose attention reads one key in {choice.stride**2}"
     return f"{text} with the middle in each" if choice.middle == "tiled" else text
+
+
+# How our decoding node takes a wish's images through the VAE in what is free on the card.
+
+# Images that it decodes together at most (hosts/comfyui/planned_vae.py).
+MOST_TOGETHER = 16
+# What it asks ComfyUI to free at first where too little is (hosts/comfyui/vae_room.py).
+LEAST_ROOM = int(1.5 * GIB)
+
+
+def decode_plan(wish: Wish, free: int | None, others: int = 0) -> VaePlan:
+    """How our decoding node decodes the wish's images in `free` bytes.
+
+    As the node, it asks the host to move other models off the card only where nothing exact fits
+    beside them, and then for the least room that does.
+
+    Args:
+        free: bytes for what comes and goes; None for any number.
+        others: bytes of other models' weights that could leave the card.
+
+    Raises:
+        UnavailableError: it does not fit `free` and `others` together.
+    """
+    together = 1 if wish.tiles == 1 else min(wish.batch * wish.frames, MOST_TOGETHER)
+
+    def planner(budget: int | None) -> VaePlan:
+        return plan_decode(
+            wish.vae,
+            wish.height // PIXELS_PER_LATENT,
+            wish.width // PIXELS_PER_LATENT,
+            batch=together,
+            budget=None if wish.tiles == 1 else budget,
+            tiles=wish.tiles,
+            image_on_card=False,
+        )
+
+    if wish.tiles != 1:
+        return planner(None) if free is None else _least_room(planner, max(0, free), others)
+    whole = planner(None)
+    most = None if free is None else max(0, free) + others
+    if most is not None and whole.peak_bytes > most:
+        raise UnavailableError(
+            f"to decode {wish.width}x{wish.height} whole takes {format_gib(whole.peak_bytes)} and "
+            f"the card has {format_gib(most)} with all other models off it: set tiles to 0, for as "
+            "few as fit, or choose a smaller size."
+        )
+    return whole
+
+
+def _least_room(planner: Callable[[int | None], VaePlan], free: int, others: int) -> VaePlan:
+    most, room, found = free + others, LEAST_ROOM, _within(planner, free)
+    if found and found.exact:
+        return found
+    while room < most:
+        larger = _within(planner, room) if room > free else None
+        if larger and larger.exact:
+            return larger
+        room *= 2
+    last = _within(planner, most)
+    return last if last and last.exact else found or planner(most)
+
+
+def _within(planner: Callable[[int | None], VaePlan], budget: int) -> VaePlan | None:
+    try:
+        return planner(budget)
+    except UnavailableError:
+        return None

@@ -7,7 +7,7 @@ the twin in float64, which tests/test_block_kernels.py compares with published c
 import torch
 
 from qwen_l40s.optimizations import reference
-from qwen_l40s.optimizations.streams import Modulation, QKNorm, Rotary, Tokens
+from qwen_l40s.optimizations.reference import Modulation, QKNorm, Rotary, Tokens
 
 EPS = 1e-6
 FORMATS = ("fp8", "int8")

@@ -15,32 +15,30 @@ import comfyui_boot
 
 comfyui_boot.start_on("cpu")
 
-import comfy.ldm.qwen_image.controlnet as controlnet  # noqa: E402
-import comfy.ldm.qwen_image.model as qwen  # noqa: E402
-import comfy.ops  # noqa: E402
-import comfy.text_encoders.llama as llama  # noqa: E402
-import torch  # noqa: E402
-from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
-from tracked_allocations import Allocations  # noqa: E402
+import comfy.ldm.qwen_image.controlnet as controlnet
+import comfy.ldm.qwen_image.model as qwen
+import comfy.ops
+import comfy.text_encoders.llama as llama
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from tracked_allocations import Allocations
 
-from qwen_l40s.hosts.comfyui import attention, forward  # noqa: E402
-from qwen_l40s.hosts.comfyui.beside import Beside, LowRank  # noqa: E402
-from qwen_l40s.optimizations import linear, reference  # noqa: E402
-from qwen_l40s.optimizations.block import Held  # noqa: E402
-from qwen_l40s.optimizations.fused import TORCH, Ops  # noqa: E402
-from qwen_l40s.optimizations.modulation import compute_entry  # noqa: E402
-from qwen_l40s.optimizations.self_check import Check  # noqa: E402
-from qwen_l40s.planning import text_encoder  # noqa: E402
-from qwen_l40s.planning.activations import (  # noqa: E402
-    FP32,
-    SAMPLER_LATENTS,
-    Rows,
-    control_bytes,
-    step_bytes,
+from qwen_l40s.hosts.comfyui.lora.bypass import Beside, LowRank
+from qwen_l40s.hosts.comfyui.sample import attention, forward
+from qwen_l40s.optimizations import linear, reference
+from qwen_l40s.optimizations.block import Held
+from qwen_l40s.optimizations.fused import TORCH, Ops
+from qwen_l40s.optimizations.modulation import compute_entry
+from qwen_l40s.optimizations.self_check import Check
+from qwen_l40s.planning import bytes as text_encoder
+from qwen_l40s.planning.activations import FP32, SAMPLER_LATENTS, Rows, control_bytes, step_bytes
+from qwen_l40s.planning.request import (
+    Loras,
+    Parts,
+    Setting,
+    Wish,
 )
-from qwen_l40s.planning.memory import TransformerShape  # noqa: E402
-from qwen_l40s.planning.setting import Setting  # noqa: E402
-from qwen_l40s.planning.wish import Loras, Parts, Wish  # noqa: E402
+from qwen_l40s.spec import TransformerShape
 
 torch.set_num_threads(1)
 SHAPE = TransformerShape(

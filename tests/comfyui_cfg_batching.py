@@ -13,21 +13,25 @@ import comfyui_boot
 FOLDER, MODE = comfyui_boot.ARGUMENTS[0], str(comfyui_boot.ARGUMENTS[1])
 comfyui_boot.start_on(MODE)
 
-import comfy.model_management  # noqa: E402
-import comfy.sample  # noqa: E402
-import comfy.samplers  # noqa: E402
-import narrow_transformer as narrow  # noqa: E402
-import torch  # noqa: E402
-from comfy.conds import CONDRegular  # noqa: E402
-from comfy.patcher_extension import WrappersMP  # noqa: E402
+import comfy.model_management
+import comfy.sample
+import comfy.samplers
+import narrow_transformer as narrow
+import torch
+from comfy.conds import CONDRegular
+from comfy.patcher_extension import WrappersMP
 
-from qwen_l40s.errors import SettingError  # noqa: E402
-from qwen_l40s.hosts.comfyui import cfg_batching, cfg_trial  # noqa: E402
-from qwen_l40s.hosts.comfyui.cfg_batching import CfgBatching  # noqa: E402
-from qwen_l40s.hosts.comfyui.cfg_padding import find_merges, padded  # noqa: E402
-from qwen_l40s.hosts.comfyui.model import load_model  # noqa: E402
-from qwen_l40s.hosts.comfyui.patch import Settings, optimize, report_of  # noqa: E402
-from qwen_l40s.optimizations.attention.cache import Cache  # noqa: E402
+from qwen_l40s.errors import SettingError
+from qwen_l40s.hosts.comfyui.load.transformer import load_model
+from qwen_l40s.hosts.comfyui.sample import cfg_batching
+from qwen_l40s.hosts.comfyui.sample import cfg_batching as cfg_trial
+from qwen_l40s.hosts.comfyui.sample.cfg_batching import (
+    CfgBatching,
+    find_merges,
+    padded,
+)
+from qwen_l40s.hosts.comfyui.sample.optimize import Settings, optimize, report_of
+from qwen_l40s.optimizations.attention.measure import Cache
 
 torch.set_num_threads(1)
 DEVICE = comfy.model_management.get_torch_device()

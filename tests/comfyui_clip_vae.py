@@ -20,21 +20,25 @@ from comfyui_boot import refused
 (FOLDER,) = comfyui_boot.ARGUMENTS
 comfyui_boot.start("--cpu")
 
-import comfy.sd  # noqa: E402
-import narrow_text_encoder as narrow  # noqa: E402
-import torch  # noqa: E402
-from comfy.text_encoders import llama  # noqa: E402
-from comfy.text_encoders.qwen_image import Qwen2Tokenizer  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
+import comfy.sd
+import narrow_text_encoder as narrow
+import torch
+from comfy.text_encoders import llama
+from comfy.text_encoders.qwen_image import Qwen2Tokenizer
+from safetensors.torch import load_file
 
-from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError  # noqa: E402
-from qwen_l40s.hosts.comfyui.placed_clip import RESULTS  # noqa: E402
-from qwen_l40s.hosts.comfyui.qwen25 import read_layout  # noqa: E402
-from qwen_l40s.hosts.comfyui.tensors import map_tensors  # noqa: E402
-from qwen_l40s.hosts.comfyui.text_encoder import load_text_encoder  # noqa: E402
-from qwen_l40s.hosts.comfyui.text_encoder_weights import prepare  # noqa: E402
-from qwen_l40s.hosts.comfyui.vae import load_vae  # noqa: E402
-from qwen_l40s.loaders.source import open_source  # noqa: E402
+from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
+from qwen_l40s.hosts.comfyui.load.text_encoder import (
+    RESULTS,
+    load_text_encoder,
+)
+from qwen_l40s.hosts.comfyui.load.text_encoder_file import (
+    prepare,
+    read_layout,
+)
+from qwen_l40s.hosts.comfyui.load.vae import load_vae
+from qwen_l40s.hosts.comfyui.load.weights import map_tensors
+from qwen_l40s.loaders.source import open_source
 
 MICRO = comfyui_boot.ROOT / "models" / "micro"
 PROMPT = "a small red star at the top left"

@@ -21,27 +21,30 @@ from comfyui_boot import refused
 comfyui_boot.start("--cpu", "--base-directory", str(FOLDER))
 os.environ["QWEN_L40S_CACHE"] = str(FOLDER / "cache")
 
-import comfy.model_management as management  # noqa: E402
-import folder_paths  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from comfy_api.latest import io  # noqa: E402
-from PIL import Image  # noqa: E402
-from server import PromptServer  # noqa: E402
+import comfy.model_management as management
+import folder_paths
+import numpy as np
+import torch
+from comfy_api.latest import io
+from PIL import Image
+from server import PromptServer
 
-from qwen_l40s.errors import SettingError, UnavailableError  # noqa: E402
-from qwen_l40s.hosts.comfyui import this_card  # noqa: E402
-from qwen_l40s.hosts.comfyui.model import load_model  # noqa: E402
-from qwen_l40s.hosts.comfyui.text_encoder import load_text_encoder  # noqa: E402
-from qwen_l40s.hosts.comfyui.vae import load_vae  # noqa: E402
-from qwen_l40s.nodes.advise import QwenL40SAdviseGPU  # noqa: E402
-from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM  # noqa: E402
-from qwen_l40s.planning.calibration import NAME  # noqa: E402
-from qwen_l40s.planning.cards import known_cards  # noqa: E402
-from qwen_l40s.planning.estimator import estimate  # noqa: E402
-from qwen_l40s.planning.memory import GIB, CardFacts  # noqa: E402
-from qwen_l40s.planning.placement import PLACES  # noqa: E402
-from qwen_l40s.planning.wish import Wish  # noqa: E402
+from qwen_l40s.errors import SettingError, UnavailableError
+from qwen_l40s.hosts.comfyui.estimate import cards as this_card
+from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
+from qwen_l40s.hosts.comfyui.load.transformer import load_model
+from qwen_l40s.hosts.comfyui.load.vae import load_vae
+from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
+from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM
+from qwen_l40s.planning.calibration import NAME
+from qwen_l40s.planning.cards import known_cards
+from qwen_l40s.planning.estimate import estimate
+from qwen_l40s.planning.request import Wish
+from qwen_l40s.spec import (
+    GIB,
+    PLACES,
+    CardFacts,
+)
 
 torch.set_num_threads(1)
 MICRO = comfyui_boot.ROOT / "models" / "micro"

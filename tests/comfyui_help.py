@@ -11,7 +11,7 @@ import comfyui_boot
 
 comfyui_boot.start("--cpu")
 
-from qwen_l40s.nodes import NODES  # noqa: E402
+from qwen_l40s.nodes import NODES
 
 entries = [node.GET_NODE_INFO_V1() for node in NODES]
 print(json.dumps({entry["name"]: entry for entry in entries}))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qwen_l40s.optimizations.software import find_comfyui
+from qwen_l40s.machine.packages import find_comfyui
 
 TESTS = Path(__file__).resolve().parent
 on_card = [

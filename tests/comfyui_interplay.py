@@ -13,15 +13,15 @@ import comfyui_boot
 FOLDER, MODE = comfyui_boot.ARGUMENTS[0], str(comfyui_boot.ARGUMENTS[1])
 comfyui_boot.start_on(MODE)
 
-import comfy.model_management  # noqa: E402
-import comfy.model_patcher  # noqa: E402
-import comfy.sample  # noqa: E402
-import comfy.sd  # noqa: E402
-import narrow_transformer as narrow  # noqa: E402
-import torch  # noqa: E402
-from comfy_api.torch_helpers import set_torch_compile_wrapper  # noqa: E402
+import comfy.model_management
+import comfy.model_patcher
+import comfy.sample
+import comfy.sd
+import narrow_transformer as narrow
+import torch
+from comfy_api.torch_helpers import set_torch_compile_wrapper
 
-from qwen_l40s.hosts.comfyui.model import load_model  # noqa: E402
+from qwen_l40s.hosts.comfyui.load.transformer import load_model
 
 WEIGHTS = narrow.weights()
 PATH = narrow.write(FOLDER / "bf16.safetensors", WEIGHTS)

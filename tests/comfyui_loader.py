@@ -12,14 +12,14 @@ import comfyui_boot
 (FOLDER,) = comfyui_boot.ARGUMENTS
 comfyui_boot.start("--cpu")
 
-import comfy.model_management  # noqa: E402
-import comfy.sample  # noqa: E402
-import comfy.samplers  # noqa: E402
-import comfy.sd  # noqa: E402
-import torch  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
+import comfy.model_management
+import comfy.sample
+import comfy.samplers
+import comfy.sd
+import torch
+from safetensors.torch import load_file
 
-from qwen_l40s.hosts.comfyui.model import load_model  # noqa: E402
+from qwen_l40s.hosts.comfyui.load.transformer import load_model
 
 
 def sample(model) -> torch.Tensor:

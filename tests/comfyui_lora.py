@@ -16,21 +16,21 @@ import comfyui_boot
 (FOLDER,) = comfyui_boot.ARGUMENTS
 comfyui_boot.start("--cpu")
 
-import comfy.model_management  # noqa: E402
-import comfy.model_patcher  # noqa: E402
-import comfy.ops  # noqa: E402
-import comfy.sample  # noqa: E402
-import comfy.sd  # noqa: E402
-import comfy.supported_models  # noqa: E402
-import comfy.utils  # noqa: E402
-import torch  # noqa: E402
-from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel  # noqa: E402
-from comfy.patcher_extension import WrappersMP  # noqa: E402
-from comfy_api.torch_helpers import set_torch_compile_wrapper  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+import comfy.model_management
+import comfy.model_patcher
+import comfy.ops
+import comfy.sample
+import comfy.sd
+import comfy.supported_models
+import comfy.utils
+import torch
+from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
+from comfy.patcher_extension import WrappersMP
+from comfy_api.torch_helpers import set_torch_compile_wrapper
+from safetensors.torch import save_file
 
-from qwen_l40s.errors import CheckpointError, SettingError  # noqa: E402
-from qwen_l40s.hosts.comfyui.lora import LoraReport, apply_lora  # noqa: E402
+from qwen_l40s.errors import CheckpointError, SettingError
+from qwen_l40s.hosts.comfyui.lora.apply import LoraReport, apply_lora
 
 DIMS = {
     "in_channels": 64,

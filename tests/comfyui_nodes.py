@@ -20,30 +20,32 @@ from comfyui_boot import refused
 (FOLDER,) = comfyui_boot.ARGUMENTS
 comfyui_boot.start("--cpu", "--base-directory", str(FOLDER))
 
-import comfy.model_management  # noqa: E402
-import comfy.utils  # noqa: E402
-import narrow_transformer as narrow  # noqa: E402
-import torch  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+import comfy.model_management
+import comfy.utils
+import narrow_transformer as narrow
+import torch
+from safetensors.torch import save_file
 
-import qwen_l40s  # noqa: E402
-from qwen_l40s import nodes  # noqa: E402
-from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError  # noqa: E402
-from qwen_l40s.hosts.comfyui import compatibility, model, precision  # noqa: E402
-from qwen_l40s.loaders.quantize import quantize_rows  # noqa: E402
-from qwen_l40s.nodes.advise import QwenL40SAdviseGPU  # noqa: E402
-from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM  # noqa: E402
-from qwen_l40s.nodes.loaders import (  # noqa: E402
+import qwen_l40s
+from qwen_l40s import nodes
+from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
+from qwen_l40s.hosts.comfyui import contract as compatibility
+from qwen_l40s.hosts.comfyui.load import precision
+from qwen_l40s.hosts.comfyui.load import transformer as model
+from qwen_l40s.loaders.quantize import quantize_rows
+from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
+from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM
+from qwen_l40s.nodes.loaders import (
     QwenL40SLoad,
     QwenL40SLoadModel,
     QwenL40SLoadTextEncoder,
     QwenL40SLoadVAE,
 )
-from qwen_l40s.nodes.lora import QwenL40SLoadLora  # noqa: E402
-from qwen_l40s.nodes.optimize import QwenL40SOptimize  # noqa: E402
-from qwen_l40s.nodes.quantize import QwenL40SSaveQuantized  # noqa: E402
-from qwen_l40s.nodes.vae import QwenL40SVAEDecode, QwenL40SVAEEncode  # noqa: E402
-from qwen_l40s.planning.memory import CardFacts  # noqa: E402
+from qwen_l40s.nodes.lora import QwenL40SLoadLora
+from qwen_l40s.nodes.optimize import QwenL40SOptimize
+from qwen_l40s.nodes.quantize import QwenL40SSaveQuantized
+from qwen_l40s.nodes.vae import QwenL40SVAEDecode, QwenL40SVAEEncode
+from qwen_l40s.spec import CardFacts
 
 MICRO = "micro (bundled)"
 WEIGHTS = narrow.weights()

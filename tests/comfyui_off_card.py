@@ -14,27 +14,32 @@ import comfyui_boot
 FOLDER, MODE = comfyui_boot.ARGUMENTS[0], str(comfyui_boot.ARGUMENTS[1])
 comfyui_boot.start_on(MODE)
 
-import comfy.hooks  # noqa: E402
-import comfy.model_management  # noqa: E402
-import comfy.sample  # noqa: E402
-import comfy.sd  # noqa: E402
-import comfy.utils  # noqa: E402
-import narrow_transformer as narrow  # noqa: E402
-import torch  # noqa: E402
-from comfy.patcher_extension import WrappersMP  # noqa: E402
+import comfy.hooks
+import comfy.model_management
+import comfy.sample
+import comfy.sd
+import comfy.utils
+import narrow_transformer as narrow
+import torch
+from comfy.patcher_extension import WrappersMP
 
-from qwen_l40s.errors import SettingError  # noqa: E402
-from qwen_l40s.hosts.comfyui import booking, off_card_pass, precision  # noqa: E402
-from qwen_l40s.hosts.comfyui.held_weights import loaded_weights  # noqa: E402
-from qwen_l40s.hosts.comfyui.lora import apply_lora  # noqa: E402
-from qwen_l40s.hosts.comfyui.model import load_model, load_patcher  # noqa: E402
-from qwen_l40s.hosts.comfyui.modulation import ModelModulation  # noqa: E402
-from qwen_l40s.hosts.comfyui.off_card import OffCardLinear, off_card_layers  # noqa: E402
-from qwen_l40s.hosts.comfyui.off_card_pass import PassFigures  # noqa: E402
-from qwen_l40s.hosts.comfyui.optimization import KEY as OPTIMIZATION  # noqa: E402
-from qwen_l40s.hosts.comfyui.patch import Settings, optimize, report_of  # noqa: E402
-from qwen_l40s.optimizations.weight_stream import WeightStream  # noqa: E402
-from qwen_l40s.planning.memory import GIB, CardFacts  # noqa: E402
+from qwen_l40s.errors import SettingError
+from qwen_l40s.hosts.comfyui.load import precision
+from qwen_l40s.hosts.comfyui.load import transformer as booking
+from qwen_l40s.hosts.comfyui.load.transformer import load_model, load_patcher
+from qwen_l40s.hosts.comfyui.load.weights import loaded_weights
+from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
+from qwen_l40s.hosts.comfyui.sample import off_card as off_card_pass
+from qwen_l40s.hosts.comfyui.sample.modulation import ModelModulation
+from qwen_l40s.hosts.comfyui.sample.off_card import (
+    OffCardLinear,
+    PassFigures,
+    off_card_layers,
+)
+from qwen_l40s.hosts.comfyui.sample.optimize import Settings, optimize, report_of
+from qwen_l40s.hosts.comfyui.sample.run import KEY as OPTIMIZATION
+from qwen_l40s.optimizations.stream import WeightStream
+from qwen_l40s.spec import GIB, CardFacts
 
 torch.set_num_threads(1)
 DEVICE = comfy.model_management.get_torch_device()

@@ -15,25 +15,25 @@ import comfyui_boot
 FOLDER, MODE = comfyui_boot.ARGUMENTS[0], str(comfyui_boot.ARGUMENTS[1])
 comfyui_boot.start_on(MODE)
 
-import comfy.model_base  # noqa: E402
-import comfy.model_management  # noqa: E402
-import comfy.model_patcher  # noqa: E402
-import comfy.patcher_extension  # noqa: E402
-import comfy.sample  # noqa: E402
-import comfy.sd  # noqa: E402
-import narrow_transformer as narrow  # noqa: E402
-import torch  # noqa: E402
-from comfy.patcher_extension import CallbacksMP, WrappersMP  # noqa: E402
+import comfy.model_base
+import comfy.model_management
+import comfy.model_patcher
+import comfy.patcher_extension
+import comfy.sample
+import comfy.sd
+import narrow_transformer as narrow
+import torch
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-from qwen_l40s.errors import SettingError  # noqa: E402
-from qwen_l40s.hosts.comfyui.attention import SLOT, SlotAttention  # noqa: E402
-from qwen_l40s.hosts.comfyui.lora import apply_lora  # noqa: E402
-from qwen_l40s.hosts.comfyui.model import load_model  # noqa: E402
-from qwen_l40s.hosts.comfyui.modulation import ModelModulation  # noqa: E402
-from qwen_l40s.hosts.comfyui.optimization import KEY  # noqa: E402
-from qwen_l40s.hosts.comfyui.patch import Settings, optimize, report_of, restore  # noqa: E402
-from qwen_l40s.nodes.optimize import QwenL40SOptimize  # noqa: E402
-from qwen_l40s.optimizations import fused  # noqa: E402
+from qwen_l40s.errors import SettingError
+from qwen_l40s.hosts.comfyui.load.transformer import load_model
+from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
+from qwen_l40s.hosts.comfyui.sample.attention import SLOT, SlotAttention
+from qwen_l40s.hosts.comfyui.sample.modulation import ModelModulation
+from qwen_l40s.hosts.comfyui.sample.optimize import Settings, optimize, report_of, restore
+from qwen_l40s.hosts.comfyui.sample.run import KEY
+from qwen_l40s.nodes.optimize import QwenL40SOptimize
+from qwen_l40s.optimizations import fused
 
 torch.set_num_threads(1)
 DEVICE = comfy.model_management.get_torch_device()
@@ -499,7 +499,7 @@ def check_a_wrong_kernel_is_noticed_in_the_first_step():
         return result
 
     changed = right._replace(residual_norm=wrong), "wrong on purpose"
-    with mock.patch("qwen_l40s.hosts.comfyui.prepared.choose_ops", lambda device: changed):
+    with mock.patch("qwen_l40s.hosts.comfyui.sample.run.choose_ops", lambda device: changed):
         found = forward(clone)
     assert torch.equal(found, forward(model))
     assert "differs by" in report_of(clone)
@@ -514,7 +514,7 @@ def check_a_kernel_that_raises_leaves_the_blocks_to_comfyui():
         raise RuntimeError("ptxas failed\nwith a long log")
 
     changed = right._replace(qk_norm_rope=broken), "broken on purpose"
-    with mock.patch("qwen_l40s.hosts.comfyui.prepared.choose_ops", lambda device: changed):
+    with mock.patch("qwen_l40s.hosts.comfyui.sample.run.choose_ops", lambda device: changed):
         found = forward(clone)
     assert torch.equal(found, forward(model))
     assert "raised ptxas failed" in report_of(clone)
@@ -523,7 +523,7 @@ def check_a_kernel_that_raises_leaves_the_blocks_to_comfyui():
         clone = optimize(model, HOST_ATTENTION)
         raising = right._replace(qk_norm_rope=mock.Mock(side_effect=error)), "raises"
         changed = mock.patch(
-            "qwen_l40s.hosts.comfyui.prepared.choose_ops", lambda device, ops=raising: ops
+            "qwen_l40s.hosts.comfyui.sample.run.choose_ops", lambda device, ops=raising: ops
         )
         with changed, contextlib.suppress(error):
             forward(clone)

@@ -14,13 +14,13 @@ import comfyui_boot
 REFERENCE, FOLDER, NATIVE_VAE = comfyui_boot.ARGUMENTS
 comfyui_boot.start("--cpu")
 
-import comfy.latent_formats  # noqa: E402
-import comfy.ops  # noqa: E402
-import comfy.sd  # noqa: E402
-import torch  # noqa: E402
-from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel  # noqa: E402
-from comfy.text_encoders.llama import Llama2_, Qwen25_7BVLI_Config  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
+import comfy.latent_formats
+import comfy.ops
+import comfy.sd
+import torch
+from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
+from comfy.text_encoders.llama import Llama2_, Qwen25_7BVLI_Config
+from safetensors.torch import load_file
 
 FP32_ON_CPU = {"device": "cpu", "dtype": torch.float32}
 

@@ -19,27 +19,27 @@ from comfyui_boot import refused
 FOLDER, MODE = comfyui_boot.ARGUMENTS[0], str(comfyui_boot.ARGUMENTS[1])
 comfyui_boot.start_on(MODE)
 
-import comfy.hooks  # noqa: E402
-import comfy.model_management  # noqa: E402
-import comfy.patcher_extension  # noqa: E402
-import comfy.sd  # noqa: E402
-import narrow_text_encoder as narrow  # noqa: E402
-import torch  # noqa: E402
-from comfy.text_encoders import llama  # noqa: E402
-from comfy_extras.nodes_multigpu import SelectCLIPDeviceNode  # noqa: E402
+import comfy.hooks
+import comfy.model_management
+import comfy.patcher_extension
+import comfy.sd
+import narrow_text_encoder as narrow
+import torch
+from comfy.text_encoders import llama
+from comfy_extras.nodes_multigpu import SelectCLIPDeviceNode
 
-import nodes as host_nodes  # noqa: E402
-from qwen_l40s.errors import SettingError, UnavailableError  # noqa: E402
-from qwen_l40s.hosts.comfyui import text_encoder  # noqa: E402
-from qwen_l40s.hosts.comfyui.placed_clip import (  # noqa: E402
+import nodes as host_nodes
+from qwen_l40s.errors import SettingError, UnavailableError
+from qwen_l40s.hosts.comfyui.load import text_encoder
+from qwen_l40s.hosts.comfyui.load.text_encoder import (
     DROP,
     PLACEMENTS,
     RESULTS,
     PlacedClip,
     device_options,
+    load_text_encoder,
 )
-from qwen_l40s.hosts.comfyui.text_encoder import load_text_encoder  # noqa: E402
-from qwen_l40s.nodes.loaders import TEXT_ENCODER_PLACEMENTS, QwenL40SLoadTextEncoder  # noqa: E402
+from qwen_l40s.nodes.loaders import TEXT_ENCODER_PLACEMENTS, QwenL40SLoadTextEncoder
 
 torch.set_num_threads(1)
 MICRO = comfyui_boot.ROOT / "models" / "micro"

@@ -17,21 +17,23 @@ from comfyui_boot import refused
 MODE = str(comfyui_boot.ARGUMENTS[0])
 comfyui_boot.start_on(MODE)
 
-import comfy.ldm.wan.vae  # noqa: E402
-import comfy.model_management as management  # noqa: E402
-import comfy.nested_tensor  # noqa: E402
-import comfy.sd  # noqa: E402
-import comfy.taesd.taesd  # noqa: E402
-import comfy.utils  # noqa: E402
-import torch  # noqa: E402
+import comfy.ldm.wan.vae
+import comfy.model_management as management
+import comfy.nested_tensor
+import comfy.sd
+import comfy.taesd.taesd
+import comfy.utils
+import torch
 
-import nodes as core  # noqa: E402
-from qwen_l40s.errors import SettingError, UnavailableError  # noqa: E402
-from qwen_l40s.hosts.comfyui import planned_vae, vae_batch, vae_room  # noqa: E402
-from qwen_l40s.hosts.comfyui.planned_vae import decode, encode  # noqa: E402
-from qwen_l40s.hosts.comfyui.vae import load_vae  # noqa: E402
-from qwen_l40s.nodes.vae import QwenL40SVAEDecode, QwenL40SVAEEncode  # noqa: E402
-from qwen_l40s.planning.memory import GIB, MIB  # noqa: E402
+import nodes as core
+from qwen_l40s.errors import SettingError, UnavailableError
+from qwen_l40s.hosts.comfyui.decode import decode as planned_vae
+from qwen_l40s.hosts.comfyui.decode import decode as vae_batch
+from qwen_l40s.hosts.comfyui.decode import room as vae_room
+from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
+from qwen_l40s.hosts.comfyui.load.vae import load_vae
+from qwen_l40s.nodes.vae import QwenL40SVAEDecode, QwenL40SVAEEncode
+from qwen_l40s.spec import GIB, MIB
 
 torch.set_num_threads(1)
 torch.set_grad_enabled(False)

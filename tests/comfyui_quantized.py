@@ -17,14 +17,14 @@ import comfyui_boot
 INT8, FP8, CONFIG, INPUTS, OUT = comfyui_boot.ARGUMENTS
 comfyui_boot.start("--cpu")
 
-import comfy.model_management  # noqa: E402
-import comfy.model_patcher  # noqa: E402
-import comfy.supported_models  # noqa: E402
-import comfy.utils  # noqa: E402
-import torch  # noqa: E402
-from comfy.quant_ops import QuantizedTensor  # noqa: E402
-from comfy_kitchen.backends.eager import quantization as kitchen  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
+import comfy.model_management
+import comfy.model_patcher
+import comfy.supported_models
+import comfy.utils
+import torch
+from comfy.quant_ops import QuantizedTensor
+from comfy_kitchen.backends.eager import quantization as kitchen
+from safetensors.torch import load_file, save_file
 
 GROUP = 16
 

@@ -19,44 +19,46 @@ import comfyui_boot
 FOLDER, MODE = comfyui_boot.ARGUMENTS[0], str(comfyui_boot.ARGUMENTS[1])
 comfyui_boot.start_on(MODE)
 
-import comfy.model_management  # noqa: E402
-import comfy.model_patcher  # noqa: E402
-import comfy.sample  # noqa: E402
-import comfy.samplers  # noqa: E402
-import comfy.sd  # noqa: E402
-import narrow_transformer as narrow  # noqa: E402
-import torch  # noqa: E402
-from comfy.patcher_extension import WrappersMP  # noqa: E402
-from comfy_execution.utils import CurrentNodeContext  # noqa: E402
+import comfy.model_management
+import comfy.model_patcher
+import comfy.sample
+import comfy.samplers
+import comfy.sd
+import narrow_transformer as narrow
+import torch
+from comfy.patcher_extension import WrappersMP
+from comfy_execution.utils import CurrentNodeContext
 
-from qwen_l40s.hosts.comfyui import (  # noqa: E402
-    measuring,
-    off_card_pass,
-    run_record,
-    run_wish,
-    sampling_record,
-    this_card,
+from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
+from qwen_l40s.hosts.comfyui.estimate import cards as this_card
+from qwen_l40s.hosts.comfyui.load.text_encoder import (
+    DROP,
+    RESULTS,
+    PlacedClip,
+    load_text_encoder,
 )
-from qwen_l40s.hosts.comfyui.meter import Marks, Measured, Meter, typical  # noqa: E402
-from qwen_l40s.hosts.comfyui.model import load_model, load_patcher  # noqa: E402
-from qwen_l40s.hosts.comfyui.optimization import KEY as OPTIMIZATION  # noqa: E402
-from qwen_l40s.hosts.comfyui.patch import Settings, optimize, report_of, restore  # noqa: E402
-from qwen_l40s.hosts.comfyui.placed_clip import DROP, RESULTS, PlacedClip  # noqa: E402
-from qwen_l40s.hosts.comfyui.planned_vae import decode, encode  # noqa: E402
-from qwen_l40s.hosts.comfyui.run_choice import EARLIER, choose  # noqa: E402
-from qwen_l40s.hosts.comfyui.run_record import Record, Recording, Records, recorded  # noqa: E402
-from qwen_l40s.hosts.comfyui.run_report import (  # noqa: E402
+from qwen_l40s.hosts.comfyui.load.transformer import load_model, load_patcher
+from qwen_l40s.hosts.comfyui.load.vae import load_vae
+from qwen_l40s.hosts.comfyui.record import meter as measuring
+from qwen_l40s.hosts.comfyui.record import record as run_record
+from qwen_l40s.hosts.comfyui.record import sampling as sampling_record
+from qwen_l40s.hosts.comfyui.record.meter import Marks, Measured, Meter, typical
+from qwen_l40s.hosts.comfyui.record.record import Record, Recording, Records, recorded
+from qwen_l40s.hosts.comfyui.report import run as run_wish
+from qwen_l40s.hosts.comfyui.report.run import EARLIER, choose
+from qwen_l40s.hosts.comfyui.report.table import (
     FAILED,
     NO_RUN,
     UNWATCHED,
+    PhaseRow,
     report_run,
 )
-from qwen_l40s.hosts.comfyui.run_rows import PhaseRow  # noqa: E402
-from qwen_l40s.hosts.comfyui.text_encoder import load_text_encoder  # noqa: E402
-from qwen_l40s.hosts.comfyui.vae import load_vae  # noqa: E402
-from qwen_l40s.nodes.report import QwenL40SReport  # noqa: E402
-from qwen_l40s.planning.estimate import Phase, Range  # noqa: E402
-from qwen_l40s.planning.memory import GIB, CardFacts  # noqa: E402
+from qwen_l40s.hosts.comfyui.sample import off_card as off_card_pass
+from qwen_l40s.hosts.comfyui.sample.optimize import Settings, optimize, report_of, restore
+from qwen_l40s.hosts.comfyui.sample.run import KEY as OPTIMIZATION
+from qwen_l40s.nodes.report import QwenL40SReport
+from qwen_l40s.planning.phases import Phase, Range
+from qwen_l40s.spec import GIB, CardFacts
 
 torch.set_num_threads(1)
 DEVICE = comfy.model_management.get_torch_device()
@@ -344,7 +346,7 @@ def check_nothing_is_hung_on_what_only_is_read():
     holder = torch.nn.Linear(1, 1)
     assert recorded(holder) == () and run_record.running(holder).off
     assert recorded(None) == recorded(SimpleNamespace()) == ()
-    assert not hasattr(holder, run_record.KEY)
+    assert not hasattr(holder, run_record.RECORD_KEY)
 
 
 def check_copies_of_a_vae_and_clones_of_a_clip_share_the_records():
@@ -456,7 +458,7 @@ def check_measuring_that_fails_changes_no_encoding_and_no_decoding():
 def check_a_report_that_fails_says_so():
     model = load()
     sample(model)
-    with mock.patch("qwen_l40s.hosts.comfyui.run_report.choose", side_effect=RuntimeError("no")):
+    with mock.patch("qwen_l40s.hosts.comfyui.report.table.choose", side_effect=RuntimeError("no")):
         images, text, data = QwenL40SReport.execute("images", model).args
     assert (images, text, json.loads(data)) == ("images", FAILED, {"note": FAILED})
 

@@ -13,16 +13,16 @@ import comfyui_boot
 (REFERENCE,) = comfyui_boot.ARGUMENTS
 comfyui_boot.start("--cpu")
 
-import comfy.model_management  # noqa: E402
-import comfy.sample  # noqa: E402
-import comfy.samplers  # noqa: E402
-import torch  # noqa: E402
-from comfy_extras.nodes_cfg import CFGNorm  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
+import comfy.model_management
+import comfy.sample
+import comfy.samplers
+import torch
+from comfy_extras.nodes_cfg import CFGNorm
+from safetensors.torch import load_file
 
-from qwen_l40s.hosts.comfyui.guidance import token_norms  # noqa: E402
-from qwen_l40s.hosts.comfyui.model import load_model  # noqa: E402
-from qwen_l40s.nodes.guidance import QwenL40SCFGNorm  # noqa: E402
+from qwen_l40s.hosts.comfyui.load.transformer import load_model
+from qwen_l40s.hosts.comfyui.sample.guidance import token_norms
+from qwen_l40s.nodes.guidance import QwenL40SCFGNorm
 
 
 def difference(found: torch.Tensor, known: torch.Tensor) -> float:

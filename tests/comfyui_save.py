@@ -15,29 +15,24 @@ import comfyui_boot
 (FOLDER,) = comfyui_boot.ARGUMENTS
 comfyui_boot.start("--cpu", "--base-directory", str(FOLDER))
 
-import comfy.model_management  # noqa: E402
-import comfy.model_patcher  # noqa: E402
-import comfy.sd  # noqa: E402
-import comfy.supported_models  # noqa: E402
-import comfy.utils  # noqa: E402
-import narrow_transformer as narrow  # noqa: E402
-import torch  # noqa: E402
-from safetensors import safe_open  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
+import comfy.model_management
+import comfy.model_patcher
+import comfy.sd
+import comfy.supported_models
+import comfy.utils
+import narrow_transformer as narrow
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError  # noqa: E402
-from qwen_l40s.hosts.comfyui.model import load_model  # noqa: E402
-from qwen_l40s.hosts.comfyui.save import save_quantized  # noqa: E402
-from qwen_l40s.loaders.convrot import rotate  # noqa: E402
-from qwen_l40s.loaders.quantize import (  # noqa: E402
-    FORMATS,
-    comfy_quant_tensor,
-    dequantize_rows,
-    quantize_rows,
-)
-from qwen_l40s.loaders.source import open_source  # noqa: E402
-from qwen_l40s.nodes.lora import QwenL40SLoadLora  # noqa: E402
-from qwen_l40s.nodes.quantize import QwenL40SSaveQuantized  # noqa: E402
+from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
+from qwen_l40s.hosts.comfyui.load.save import save_quantized
+from qwen_l40s.hosts.comfyui.load.transformer import load_model
+from qwen_l40s.loaders.quantize import FORMATS, comfy_quant_tensor, dequantize_rows, quantize_rows
+from qwen_l40s.loaders.source import open_source
+from qwen_l40s.loaders.stored import rotate
+from qwen_l40s.nodes.lora import QwenL40SLoadLora
+from qwen_l40s.nodes.quantize import QwenL40SSaveQuantized
 
 LAYER, MODULATION = narrow.LAYER, narrow.MODULATION
 NAME = f"{LAYER}.weight"

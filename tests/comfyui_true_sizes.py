@@ -14,38 +14,36 @@ import comfyui_boot
 FOLDER, MODE = comfyui_boot.ARGUMENTS[0], str(comfyui_boot.ARGUMENTS[1])
 comfyui_boot.start_on(MODE)
 
-import comfy.ldm.wan.vae  # noqa: E402
-import comfy.memory_management  # noqa: E402
-import comfy.model_base  # noqa: E402
-import comfy.model_management as management  # noqa: E402
-import comfy.model_patcher  # noqa: E402
-import comfy.nested_tensor  # noqa: E402
-import comfy.sd  # noqa: E402
-import comfy.supported_models  # noqa: E402
-import comfy.taesd.taesd  # noqa: E402
-import narrow_transformer as narrow  # noqa: E402
-import torch  # noqa: E402
-from comfy.text_encoders import hunyuan_image, kandinsky5, qwen_image  # noqa: E402
-from comfy_extras import nodes_qwen  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+import comfy.ldm.wan.vae
+import comfy.memory_management
+import comfy.model_base
+import comfy.model_management as management
+import comfy.model_patcher
+import comfy.nested_tensor
+import comfy.sd
+import comfy.supported_models
+import comfy.taesd.taesd
+import narrow_transformer as narrow
+import torch
+from comfy.text_encoders import hunyuan_image, kandinsky5, qwen_image
+from comfy_extras import nodes_qwen
+from safetensors.torch import save_file
 
-import nodes as core  # noqa: E402
-from qwen_l40s.errors import SettingError  # noqa: E402
-from qwen_l40s.hosts.comfyui import true_sizes  # noqa: E402
-from qwen_l40s.hosts.comfyui.lora import apply_lora  # noqa: E402
-from qwen_l40s.hosts.comfyui.model import load_patcher  # noqa: E402
-from qwen_l40s.hosts.comfyui.text_encoder import load_text_encoder  # noqa: E402
-from qwen_l40s.hosts.comfyui.true_sizes import (  # noqa: E402
-    clip_sizes,
-    latent_sizes,
-    model_sizes,
-    vae_sizes,
+import nodes as core
+from qwen_l40s.errors import SettingError
+from qwen_l40s.hosts.comfyui.estimate import sizes as true_sizes
+from qwen_l40s.hosts.comfyui.estimate.request import wish_from, wish_settings
+from qwen_l40s.hosts.comfyui.estimate.sizes import clip_sizes, latent_sizes, model_sizes, vae_sizes
+from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
+from qwen_l40s.hosts.comfyui.load.transformer import load_patcher
+from qwen_l40s.hosts.comfyui.load.vae import load_vae
+from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
+from qwen_l40s.planning.bytes import weight_bytes
+from qwen_l40s.spec import (
+    FAMILIES,
+    QUANTIZED,
+    VaeShape,
 )
-from qwen_l40s.hosts.comfyui.vae import load_vae  # noqa: E402
-from qwen_l40s.hosts.comfyui.wired_wish import wish_from, wish_settings  # noqa: E402
-from qwen_l40s.planning.families import FAMILIES  # noqa: E402
-from qwen_l40s.planning.memory import QUANTIZED, weight_bytes  # noqa: E402
-from qwen_l40s.planning.vae_steps import VaeShape  # noqa: E402
 
 torch.set_num_threads(1)
 CARD = MODE != "cpu"

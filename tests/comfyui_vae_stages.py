@@ -13,24 +13,20 @@ import comfyui_boot
 MODE = str(comfyui_boot.ARGUMENTS[0])
 comfyui_boot.start_on(MODE)
 
-import comfy.ldm.wan.vae  # noqa: E402
-import comfy.ldm.wan.vae2_2  # noqa: E402
-import comfy.model_management  # noqa: E402
-import torch  # noqa: E402
-from comfy.ldm.modules.diffusionmodules.model import pytorch_attention  # noqa: E402
-from tracked_allocations import Allocations, fused_attention  # noqa: E402
+import comfy.ldm.wan.vae
+import comfy.ldm.wan.vae2_2
+import comfy.model_management
+import torch
+from comfy.ldm.modules.diffusionmodules.model import pytorch_attention
+from tracked_allocations import Allocations, fused_attention
 
-from qwen_l40s.errors import SettingError  # noqa: E402
-from qwen_l40s.hosts.comfyui.vae import load_vae  # noqa: E402
-from qwen_l40s.hosts.comfyui.vae_stages import (  # noqa: E402
-    decoder_stages,
-    encoder_stages,
-    vae_shape,
-)
-from qwen_l40s.optimizations.vae import decode, encode  # noqa: E402
-from qwen_l40s.optimizations.vae_middle import sliced  # noqa: E402
-from qwen_l40s.planning import vae_bytes  # noqa: E402
-from qwen_l40s.planning.vae import VaeShape, plan_decode, plan_encode  # noqa: E402
+from qwen_l40s.errors import SettingError
+from qwen_l40s.hosts.comfyui.decode.stages import decoder_stages, encoder_stages, vae_shape
+from qwen_l40s.hosts.comfyui.load.vae import load_vae
+from qwen_l40s.optimizations.vae import decode, encode
+from qwen_l40s.optimizations.vae_tiles import sliced
+from qwen_l40s.planning import vae_bytes
+from qwen_l40s.planning.vae import VaeShape, plan_decode, plan_encode
 
 torch.set_num_threads(1)
 DEVICE = comfy.model_management.get_torch_device()

@@ -42,7 +42,7 @@ def pytest_configure() -> None:
 
 def pytest_report_header() -> str:
     """One line above the tests: which ComfyUI they are compared with, or that there is none."""
-    from qwen_l40s.optimizations.software import check_comfyui, find_comfyui
+    from qwen_l40s.machine.packages import check_comfyui, find_comfyui
 
     found = check_comfyui(find_comfyui())
     if found.usable:

@@ -27,8 +27,8 @@ def estimate_picture():
     """What one image takes of an L40S, as the node draws it."""
     from qwen_l40s.charts import memory_chart
     from qwen_l40s.planning.cards import BUNDLED, find_card, known_cards
-    from qwen_l40s.planning.estimator import estimate
-    from qwen_l40s.planning.wish import Wish
+    from qwen_l40s.planning.estimate import estimate
+    from qwen_l40s.planning.request import Wish
 
     with _narrow(memory_chart):
         return memory_chart.memory_chart(estimate(Wish(), find_card("L40S", known_cards(BUNDLED))))
@@ -37,10 +37,9 @@ def estimate_picture():
 def advise_picture():
     """What an image costs on the cards of the list, as the node draws it."""
     from qwen_l40s.charts import cost_chart
-    from qwen_l40s.planning.advise import advise
+    from qwen_l40s.planning.advise import advise, market
     from qwen_l40s.planning.cards import BUNDLED, known_cards
-    from qwen_l40s.planning.offers import market
-    from qwen_l40s.planning.wish import Wish
+    from qwen_l40s.planning.request import Wish
 
     wish = Wish()
     found = market(wish, known_cards(BUNDLED).values(), {}, lambda name: None)
@@ -50,7 +49,7 @@ def advise_picture():
 
 def forward_picture():
     """A forward pass beside stock ComfyUI, as `qwen-l40s bench forward --plot` draws it."""
-    from qwen_l40s.cli import bench_chart
+    from qwen_l40s.bench import chart as bench_chart
 
     results = ROOT / "benchmarks" / "results" / "forward-h200.json"
     found = json.loads(results.read_text(encoding="utf-8"))

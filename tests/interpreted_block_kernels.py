@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from qwen_l40s.optimizations import reference
-from qwen_l40s.optimizations.kernels.gelu_quantize import gelu_quantize
 from qwen_l40s.optimizations.kernels.qk_norm_rope import launch_shape, qk_norm_rope
 from qwen_l40s.optimizations.kernels.residual_norm import residual_norm
-from qwen_l40s.optimizations.kernels.whole_row import WIDEST_ROW
-from qwen_l40s.optimizations.streams import QKNorm, Tokens
+from qwen_l40s.optimizations.kernels.rows import WIDEST_ROW, gelu_quantize
+from qwen_l40s.optimizations.reference import QKNorm, Tokens
 
 FEW = cases.TOKENS["batch of two with a reference"]
 # The first two are held in three parts, the others in one.

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from qwen_l40s.optimizations import kernels, reference
-from qwen_l40s.optimizations.kernels.row_quantize import row_quantize
+from qwen_l40s.optimizations.kernels.rows import WIDEST_ROW, launch_shape, row_quantize
 from qwen_l40s.optimizations.kernels.scaled_gemm import TILES, TILES_SM90, Tile, scaled_gemm
-from qwen_l40s.optimizations.kernels.whole_row import WIDEST_ROW, launch_shape
 from qwen_l40s.optimizations.linear import choose_gemm
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

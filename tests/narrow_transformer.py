@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from qwen_l40s.loaders.convert import expected_tensors
 from qwen_l40s.loaders.quantize import layers_to_quantize
-from qwen_l40s.loaders.transformer_tensors import expected_tensors
-from qwen_l40s.planning.memory import TransformerShape
+from qwen_l40s.spec import TransformerShape
 
 SHAPE = TransformerShape(
     blocks=2, dim=128, heads=4, head_dim=32, joint_dim=64, in_channels=64, packed_out_channels=64

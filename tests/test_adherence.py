@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 from scipy import ndimage
 
-from qwen_l40s.tools.micro.adherence import Adherence, adherence
-from qwen_l40s.tools.micro.painter import paint
-from qwen_l40s.tools.micro.scene import (
+from qwen_l40s.micro.judge import Adherence, adherence
+from qwen_l40s.micro.painter import paint
+from qwen_l40s.micro.scene import (
     BACKGROUNDS,
     COLOURS,
     PAIRS,

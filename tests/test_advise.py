@@ -12,11 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_l40s.errors import SettingError
-from qwen_l40s.planning.advise import LOADS, Offer, advise, exact
+from qwen_l40s.planning.advise import LOADS, MOST_CARDS, Offer, advise, compare, exact, price_source
 from qwen_l40s.planning.cards import Price, known_cards
-from qwen_l40s.planning.crossover import MOST_CARDS, compare
-from qwen_l40s.planning.estimate import Range
-from qwen_l40s.planning.offers import price_source
+from qwen_l40s.planning.phases import Range
 
 CARDS = known_cards()
 

@@ -6,18 +6,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from qwen_l40s import SettingError, UnavailableError  # noqa: E402
-from qwen_l40s.optimizations.attention import (  # noqa: E402
+from qwen_l40s import SettingError, UnavailableError
+from qwen_l40s.optimizations.attention import (
     BACKENDS,
     Request,
     aligned_mask,
     choose_attention,
     registry,
-    sliced,
 )
-from qwen_l40s.optimizations.attention.request import FLOATS, HALVES, Limits  # noqa: E402
+from qwen_l40s.optimizations.attention import backends as sliced
+from qwen_l40s.optimizations.attention.backend import FLOATS, HALVES, Limits
 
 CPU = torch.device("cpu")
 CARD = torch.device("cuda", 0)

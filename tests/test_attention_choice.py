@@ -11,18 +11,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from qwen_l40s import SettingError, UnavailableError  # noqa: E402
-from qwen_l40s.optimizations.attention import (  # noqa: E402
+from qwen_l40s import SettingError, UnavailableError
+from qwen_l40s.optimizations.attention import (
     BACKENDS,
     Attention,
     Request,
-    cache,
     choice,
     choose_attention,
     measure,
     registry,
 )
-from qwen_l40s.optimizations.attention.cache import Cache, Measurement, default_cache  # noqa: E402
+from qwen_l40s.optimizations.attention import measure as cache
+from qwen_l40s.optimizations.attention.measure import Cache, Measurement, default_cache
 
 CPU = torch.device("cpu")
 CARD = torch.device("cuda", 0)

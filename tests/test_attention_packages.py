@@ -10,17 +10,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from qwen_l40s import UnavailableError  # noqa: E402
-from qwen_l40s.optimizations.attention import (  # noqa: E402
+from qwen_l40s import UnavailableError
+from qwen_l40s.machine.card import Capability, Cards, State
+from qwen_l40s.optimizations.attention import (
     BACKENDS,
     Request,
     check_backends,
     choice,
     choose_attention,
     registry,
-    sage,
 )
-from qwen_l40s.optimizations.hardware import Capability, Cards, State  # noqa: E402
+from qwen_l40s.optimizations.attention import backends as sage
 
 CPU = torch.device("cpu")
 spec = importlib.util.spec_from_file_location(

@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-import memory_meter  # noqa: E402
-import memory_nvml  # noqa: E402
-from ballast import GIB, STEP, Ballast  # noqa: E402
-from memory_cases import (  # noqa: E402
+import memory_meter
+import memory_nvml
+from ballast import GIB, STEP, Ballast
+from memory_cases import (
     CASES,
     PROMPTS,
     Settings,
@@ -31,10 +31,10 @@ from memory_cases import (  # noqa: E402
     graph_of,
     images_of,
 )
-from memory_log import findings, kind_of, of_pack, summary  # noqa: E402
-from memory_meter import Meter, Series  # noqa: E402
-from memory_nvml import Nvml, NvmlError, PcieCounters, PcieRates, count_since  # noqa: E402
-from memory_record import Results, on_card, phases_of  # noqa: E402
+from memory_log import findings, kind_of, of_pack, summary
+from memory_meter import Meter, Series
+from memory_nvml import Nvml, NvmlError, PcieCounters, PcieRates, count_since
+from memory_record import Results, on_card, phases_of
 
 # --- the log
 
@@ -423,7 +423,7 @@ def in_comfyui(code: str) -> str:
 def header_only(path: Path, shapes: dict) -> Path:
     """A sparse file of the right size: nothing but its header is written."""
     pytest.importorskip("torch")
-    from qwen_l40s.loaders.safetensors_writer import SafetensorsLayout
+    from qwen_l40s.loaders.writer import SafetensorsLayout
 
     layout = SafetensorsLayout({name: ("BF16", tuple(s)) for name, s in shapes.items()}, {})
     path.write_bytes(layout.header)
@@ -444,8 +444,8 @@ def shapes() -> list[dict]:
 
 
 def test_the_random_weights_are_those_of_the_published_files(shapes, tmp_path):
+    from qwen_l40s.loaders.convert import check_complete
     from qwen_l40s.loaders.source import open_source
-    from qwen_l40s.loaders.transformer_tensors import check_complete
 
     roles = ("transformer", "text_encoder", "vae")
     files = [

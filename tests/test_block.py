@@ -11,11 +11,10 @@ pytest.importorskip("diffusers")
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
 
 from qwen_l40s.optimizations import reference
-from qwen_l40s.optimizations.block import DENSE, BlockExecutor, Held, Step
-from qwen_l40s.optimizations.block_form import misfit
+from qwen_l40s.optimizations.block import DENSE, BlockExecutor, Held, Step, misfit
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import ModulationTable, compute_entry
-from qwen_l40s.optimizations.streams import Rotary, Tokens
+from qwen_l40s.optimizations.reference import Rotary, Tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

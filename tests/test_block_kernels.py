@@ -7,11 +7,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import block_kernel_cases as cases  # noqa: E402
+import block_kernel_cases as cases
 
-from qwen_l40s import SettingError  # noqa: E402
-from qwen_l40s.optimizations import kernels, reference  # noqa: E402
-from qwen_l40s.optimizations.streams import Tokens  # noqa: E402
+from qwen_l40s import SettingError
+from qwen_l40s.optimizations import kernels, reference
+from qwen_l40s.optimizations.reference import Tokens
 
 # ------------------------------------------------------------------------------- what the twins are
 
@@ -187,7 +187,7 @@ def test_qk_norm_rope_of_other_heads_on_the_card(heads):
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("shape", GELU_SHAPES, ids=str)
 def test_gelu_quantize_on_the_card(shape, dtype):
-    from qwen_l40s.optimizations.kernels.gelu_quantize import gelu_quantize
+    from qwen_l40s.optimizations.kernels.rows import gelu_quantize
 
     needs_e4m3()
     x = cases.random(*shape, dtype=dtype, device="cuda") * 3
@@ -197,9 +197,9 @@ def test_gelu_quantize_on_the_card(shape, dtype):
 @on_card
 def test_rows_past_2_to_the_31_elements():
     """Offsets of 64 bits: 8 images of 3072x3072 have that many elements in the MLP."""
-    from qwen_l40s.optimizations.kernels.gelu_quantize import gelu_quantize
     from qwen_l40s.optimizations.kernels.qk_norm_rope import qk_norm_rope
     from qwen_l40s.optimizations.kernels.residual_norm import residual_norm
+    from qwen_l40s.optimizations.kernels.rows import gelu_quantize
 
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
         pytest.skip("needs 24 GiB of free memory on the card")

@@ -19,8 +19,8 @@ from comfyui_host import comfyui_folder
 from comfyui_server import ROOT, Server
 from PIL import Image
 
-from qwen_l40s.tools.micro.adherence import adherence
-from qwen_l40s.tools.micro.grammar import parse_prompt
+from qwen_l40s.micro.judge import adherence
+from qwen_l40s.micro.scene import parse_prompt
 
 if missing():
     pytest.skip(missing(), allow_module_level=True)

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_l40s import UnavailableError
-from qwen_l40s.cli import bench_calibrate, main
+from qwen_l40s.cli import bench as bench_calibrate
+from qwen_l40s.cli import main
 from qwen_l40s.planning import calibration
 from qwen_l40s.planning.calibration import (
     NAME,
@@ -256,7 +257,7 @@ class Device:
 @pytest.fixture
 def on_card(monkeypatch):
     """A card that is not there, and what is measured of it."""
-    module = pytest.importorskip("qwen_l40s.optimizations.calibrate")
+    module = pytest.importorskip("qwen_l40s.measure.calibrate")
     from qwen_l40s.cli import bench
 
     monkeypatch.setattr(bench, "_device", lambda *_: Device)
@@ -292,7 +293,7 @@ def test_a_folder_that_cannot_be_written_is_told(on_card, monkeypatch, tmp_path,
 @pytest.fixture
 def module():
     pytest.importorskip("torch")
-    from qwen_l40s.optimizations import calibrate
+    from qwen_l40s.measure import calibrate
 
     return calibrate
 
@@ -300,7 +301,7 @@ def module():
 def test_rates_are_work_over_the_time_behind_the_settling(module, monkeypatch):
     import torch
 
-    from qwen_l40s.optimizations import timed_mix
+    from qwen_l40s.measure import timing as timed_mix
 
     clock, calls = [0.0], []
     monkeypatch.setattr(timed_mix.time, "perf_counter", lambda: clock[0])
@@ -326,7 +327,7 @@ def test_a_card_is_timed_by_its_events_and_never_far_behind(module, monkeypatch)
     """A card that runs what is launched one after another; launching takes no time."""
     import torch
 
-    from qwen_l40s.optimizations import timed_mix
+    from qwen_l40s.measure import timing as timed_mix
 
     card, processor, ahead = [0.0], [0.0], []
 
@@ -377,7 +378,7 @@ def test_a_precision_that_the_card_does_not_multiply_is_left_out(module, monkeyp
     import torch
 
     from qwen_l40s.optimizations.linear import Gemm
-    from qwen_l40s.planning.work import SMALL
+    from qwen_l40s.spec import SMALL
 
     gemm = Gemm("fp8", "dequantize", "sm_80, needs sm_89")
     monkeypatch.setattr(module, "choose_gemm", lambda *_: gemm)
@@ -389,7 +390,8 @@ def test_a_precision_that_the_card_does_not_multiply_is_left_out(module, monkeyp
 def test_every_product_of_a_block_is_measured_once(module):
     import torch
 
-    from qwen_l40s.planning.work import SMALL, Inputs, forward_work
+    from qwen_l40s.planning.work import Inputs, forward_work
+    from qwen_l40s.spec import SMALL
 
     sizes = module.small_sizes(SMALL)
     inputs = Inputs(128, 128, text=8)

@@ -13,17 +13,18 @@ from qwen_l40s.planning.card_file import FIELDS, PRICE_FIELDS
 from qwen_l40s.planning.cards import (
     BUNDLED,
     Price,
+    UnlistedCard,
+    card_by_driver,
     card_notes,
     find_card,
     known_cards,
     with_memory,
 )
-from qwen_l40s.planning.estimator import estimate
-from qwen_l40s.planning.memory import GIB, MIB, CardFacts
+from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.rates import rates_of
-from qwen_l40s.planning.unlisted import UnlistedCard, card_by_driver
-from qwen_l40s.planning.wish import Loras, Wish
+from qwen_l40s.planning.request import Loras, Wish
+from qwen_l40s.spec import GIB, MIB, CardFacts
 
 CARDS = known_cards(BUNDLED)
 LISTED = json.loads(BUNDLED.read_text(encoding="utf-8"))

@@ -10,15 +10,13 @@ from hypothesis import strategies as st
 from qwen_l40s.charts import advice_words, canvas, figures, words
 from qwen_l40s.charts.cost_chart import cost_chart
 from qwen_l40s.charts.memory_chart import WORKING, memory_chart
-from qwen_l40s.planning.advise import Offer, advise
+from qwen_l40s.planning.advise import Offer, advise, compare
 from qwen_l40s.planning.cards import known_cards
-from qwen_l40s.planning.crossover import compare
 from qwen_l40s.planning.disk import CARD_MEMORY, GB, Advice, Disk
-from qwen_l40s.planning.estimate import PHASES, Phase, Range
-from qwen_l40s.planning.memory import GIB
-from qwen_l40s.planning.phases import KEPT_FREE_BYTES
+from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES, Phase, Range
 from qwen_l40s.planning.rates import Basis
-from qwen_l40s.planning.wish import Loras, Wish
+from qwen_l40s.planning.request import Loras, Wish
+from qwen_l40s.spec import GIB
 
 Image = pytest.importorskip("PIL.Image")
 ImageColor = pytest.importorskip("PIL.ImageColor")

@@ -48,9 +48,9 @@ def models(tmp_path, monkeypatch):
 @pytest.fixture
 def choices(models, monkeypatch):
     """The module, which imports `folder_paths`."""
-    monkeypatch.delitem(sys.modules, "qwen_l40s.hosts.comfyui.choices", raising=False)
-    module = importlib.import_module("qwen_l40s.hosts.comfyui.choices")
-    monkeypatch.delitem(sys.modules, "qwen_l40s.hosts.comfyui.choices")
+    monkeypatch.delitem(sys.modules, "qwen_l40s.hosts.comfyui.load.choose", raising=False)
+    module = importlib.import_module("qwen_l40s.hosts.comfyui.load.choose")
+    monkeypatch.delitem(sys.modules, "qwen_l40s.hosts.comfyui.load.choose")
     return module
 
 

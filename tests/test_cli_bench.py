@@ -9,19 +9,17 @@ import torch
 from comfyui_host import run_in_comfyui
 from PIL import Image
 
-from qwen_l40s.cli import bench_run, main
-from qwen_l40s.cli.bench_chart import draw_chart
-from qwen_l40s.cli.bench_rows import BLOCK, FORWARD, IMAGE, TABLE
-from qwen_l40s.cli.bench_table import waterfall
-from qwen_l40s.loaders.random_weights import (
-    quantizable_weights,
-    random_tensor,
-    random_tensors,
-)
-from qwen_l40s.optimizations import measure
-from qwen_l40s.optimizations.kernel_table import group_of, group_sums, kernel_table
-from qwen_l40s.optimizations.measure_forward import input_tensors, schedule
-from qwen_l40s.planning.work import FULL_SIZE, SMALL, Inputs, forward_work, rope_axes
+from qwen_l40s.bench import rows as bench_run
+from qwen_l40s.bench.chart import draw_chart
+from qwen_l40s.bench.forward import input_tensors, schedule
+from qwen_l40s.bench.ops import group_of, group_sums, kernel_table
+from qwen_l40s.bench.random_weights import quantizable_weights, random_tensor, random_tensors
+from qwen_l40s.bench.rows import BLOCK, FORWARD, IMAGE, TABLE
+from qwen_l40s.bench.table import waterfall
+from qwen_l40s.cli import main
+from qwen_l40s.measure import timing as measure
+from qwen_l40s.planning.work import Inputs, forward_work, rope_axes
+from qwen_l40s.spec import FULL_SIZE, SMALL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -245,7 +243,7 @@ def test_a_machine_without_a_card_is_told_how_to_try(capsys):
 def test_the_memory_that_is_needed_is_told_before_anything_is_built(
     without_comfyui, monkeypatch, capsys
 ):
-    from qwen_l40s.hosts.diffusers import device
+    from qwen_l40s.hosts.diffusers import offload as device
 
     monkeypatch.setattr(device, "available_bytes", lambda _: 2**30)
     assert bench("forward", "--device", "cpu", "--only", "diffusers bf16 eager") == 2

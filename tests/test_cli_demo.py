@@ -26,7 +26,7 @@ def in_tmp(tmp_path, monkeypatch):
 @pytest.fixture
 def toy_demo(in_tmp, tiny_folder, monkeypatch):
     """The command with the toy in the place of the bundled model."""
-    monkeypatch.setattr("qwen_l40s.loaders.bundled.bundled_micro_folder", lambda: tiny_folder)
+    monkeypatch.setattr("qwen_l40s.loaders.source.bundled_micro_folder", lambda: tiny_folder)
 
     def run(*arguments: str) -> int:
         return main(["demo", "--steps", "1", "--cfg", "1", "--device", "cpu", *arguments])

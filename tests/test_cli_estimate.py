@@ -13,11 +13,10 @@ from diffusers import QwenImageTransformer2DModel
 from safetensors.torch import save_file
 
 from qwen_l40s.cli import build_parser, main
-from qwen_l40s.cli.wish_options import wish_of
+from qwen_l40s.cli.options import wish_of
 from qwen_l40s.planning.cards import known_cards
-from qwen_l40s.planning.families import FAMILIES
-from qwen_l40s.planning.memory import GIB
-from qwen_l40s.planning.wish import Loras, Wish
+from qwen_l40s.planning.request import Loras, Wish
+from qwen_l40s.spec import FAMILIES, GIB
 
 ROOT = Path(__file__).resolve().parent.parent
 ISSUE = shlex.split(
@@ -301,7 +300,7 @@ def test_the_plot(tmp_path, capsys):
 def test_this_machines_card_is_the_default(capsys, monkeypatch):
     here = SimpleNamespace(name="NVIDIA L40S", memory_bytes=40 * GIB, sm=(8, 9))
     cards = SimpleNamespace(usable=(here,), reason="")
-    monkeypatch.setattr("qwen_l40s.optimizations.hardware.read_cards", lambda torch: cards)
+    monkeypatch.setattr("qwen_l40s.machine.card.read_cards", lambda torch: cards)
     output = found(capsys)
     assert output["card"] == "L40S"
     assert found(capsys, "--card", "L40S", "--vram", "40")["phases"] == output["phases"]
@@ -310,7 +309,7 @@ def test_this_machines_card_is_the_default(capsys, monkeypatch):
 def test_a_machine_with_a_card_that_is_not_listed(capsys, monkeypatch):
     here = SimpleNamespace(name="NVIDIA H100 NVL", memory_bytes=93 * GIB, sm=(9, 0))
     cards = SimpleNamespace(usable=(here,), reason="")
-    monkeypatch.setattr("qwen_l40s.optimizations.hardware.read_cards", lambda torch: cards)
+    monkeypatch.setattr("qwen_l40s.machine.card.read_cards", lambda torch: cards)
     output = found(capsys, "--price", "2")
     assert output["card"] == "NVIDIA H100 NVL" and output["fits"] is True
     assert output["step_ms"] is output["image_seconds"] is output["usd_per_image"] is None
@@ -321,7 +320,7 @@ def test_a_machine_with_a_card_that_is_not_listed(capsys, monkeypatch):
 
 def test_without_a_card_it_is_about_an_l40s_and_says_so(capsys, monkeypatch):
     cards = SimpleNamespace(usable=(), reason="no NVIDIA driver answers")
-    monkeypatch.setattr("qwen_l40s.optimizations.hardware.read_cards", lambda torch: cards)
+    monkeypatch.setattr("qwen_l40s.machine.card.read_cards", lambda torch: cards)
     main(["estimate", "--json"])
     output = capsys.readouterr()
     assert json.loads(output.out)["card"] == "L40S"

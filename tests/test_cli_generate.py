@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from qwen_l40s.cli import main
 from qwen_l40s.cli.contact_sheet import write_sheet
-from qwen_l40s.cli.images import ImageTarget, write_whole
+from qwen_l40s.cli.output import ImageTarget, write_whole
 from qwen_l40s.hosts.diffusers.offload import OffloadChoice
 
 ROOT = Path(__file__).resolve().parent.parent

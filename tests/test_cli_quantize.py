@@ -22,7 +22,7 @@ from qwen_l40s import __version__
 from qwen_l40s.cli import main
 from qwen_l40s.errors import SettingError
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
-from qwen_l40s.loaders.convrot import rotate
+from qwen_l40s.loaders.header import DTYPE_BITS, read_header
 from qwen_l40s.loaders.quantize import (
     FORMATS,
     comfy_quant_tensor,
@@ -31,10 +31,9 @@ from qwen_l40s.loaders.quantize import (
     quantize_rows,
     relative_error,
 )
-from qwen_l40s.loaders.quantized_file import write_quantized
-from qwen_l40s.loaders.quantized_plan import plan_quantized
-from qwen_l40s.loaders.safetensors_header import DTYPE_BITS, read_header
+from qwen_l40s.loaders.quantized_file import plan_quantized, write_quantized
 from qwen_l40s.loaders.source import open_source
+from qwen_l40s.loaders.stored import rotate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

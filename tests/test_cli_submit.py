@@ -140,7 +140,7 @@ def test_files_texts_and_failures_are_shown_without_json(workflow: Path, capsys)
 
 def test_a_text_is_shown_once_however_many_nodes_and_jobs_bring_it(capsys):
     from qwen_l40s.cli.submit import Printer
-    from qwen_l40s.client.job import Job
+    from qwen_l40s.client.ledger import Job
 
     printer = Printer()
     for number in (1, 2):
@@ -188,7 +188,7 @@ def test_images_are_uploaded_once_whatever_their_names(workflow: Path, tmp_path:
 
 
 def test_an_image_of_many_jobs_is_read_once(workflow: Path, tmp_path: Path, monkeypatch):
-    from qwen_l40s.client import prepare
+    from qwen_l40s.client import submission as prepare
 
     reads = []
     read = prepare.local_images

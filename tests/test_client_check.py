@@ -6,7 +6,7 @@ import pytest
 from server_nodes import stored
 
 from qwen_l40s.client.check import check_graph
-from qwen_l40s.client.node_inputs import node_inputs
+from qwen_l40s.client.inputs import node_inputs
 from qwen_l40s.errors import SettingError
 
 GRAPH = {

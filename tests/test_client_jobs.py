@@ -15,11 +15,11 @@ import pytest
 import waiting
 from fake_comfyui import FakeComfyUI, fake_comfyui, graph
 
-from qwen_l40s.client import follow, jobs, results, transport
-from qwen_l40s.client.job import Job
-from qwen_l40s.client.ledger import Ledger
+from qwen_l40s.client import files as results
+from qwen_l40s.client import follow, jobs, transport
+from qwen_l40s.client.ledger import Job, Ledger
 from qwen_l40s.client.submission import Outcome, Request, submit
-from qwen_l40s.client.trouble import ServerError
+from qwen_l40s.client.transport import ServerError
 
 until = functools.partial(waiting.until, seconds=30)
 

@@ -7,9 +7,9 @@ import io
 import pytest
 
 from qwen_l40s.client import progress as module
-from qwen_l40s.client.job import labels
-from qwen_l40s.client.printable import printable
+from qwen_l40s.client.ledger import labels
 from qwen_l40s.client.progress import Progress
+from qwen_l40s.client.workflow import printable
 
 
 class Terminal(io.StringIO):

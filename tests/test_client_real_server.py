@@ -8,7 +8,7 @@ from comfyui_server import Server
 from server_nodes import limited, stored
 
 from qwen_l40s.client.check import check_graph
-from qwen_l40s.client.image_files import FORMATS
+from qwen_l40s.client.workflow import FORMATS
 from qwen_l40s.errors import SettingError
 
 pytestmark = pytest.mark.timeout(300)

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from fake_comfyui import fake_comfyui, graph
 
-from qwen_l40s.client import results, transport
-from qwen_l40s.client.results import download, files_of, texts_of
+from qwen_l40s.client import files as results
+from qwen_l40s.client import transport
+from qwen_l40s.client.files import download, files_of, texts_of
 from qwen_l40s.client.server import Server
-from qwen_l40s.client.trouble import AnswerError
+from qwen_l40s.client.transport import AnswerError
 
 
 @pytest.fixture(autouse=True)

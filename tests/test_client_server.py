@@ -15,9 +15,8 @@ from aiohttp import web
 from fake_comfyui import fake_comfyui, graph
 
 from qwen_l40s.client import transport
-from qwen_l40s.client.address import Address
 from qwen_l40s.client.server import Server
-from qwen_l40s.client.trouble import AnswerError, ServerError
+from qwen_l40s.client.transport import Address, AnswerError, ServerError
 from qwen_l40s.errors import SettingError
 
 

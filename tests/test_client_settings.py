@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_nodes import stored
 
-from qwen_l40s.client.keys import find_input
-from qwen_l40s.client.node_inputs import NodeInput
-from qwen_l40s.client.settings import MAX_JOBS, Setting, parse_settings, variations
-from qwen_l40s.client.values import value_of
+from qwen_l40s.client.inputs import NodeInput, value_of
+from qwen_l40s.client.settings import MAX_JOBS, Setting, find_input, parse_settings, variations
 from qwen_l40s.errors import SettingError
 
 INFO = stored()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from qwen_l40s.client.job import QUEUED, Job
+from qwen_l40s.client.follow import Watch
+from qwen_l40s.client.ledger import QUEUED, Job
 from qwen_l40s.client.server import Queue
-from qwen_l40s.client.watch import Watch
 
 
 class Told:

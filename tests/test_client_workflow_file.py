@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen_l40s.client.titles import called, input_called, nodes_called, plain, title
-from qwen_l40s.client.workflow_file import read_workflow
+from qwen_l40s.client.workflow import (
+    called,
+    input_called,
+    nodes_called,
+    plain,
+    read_workflow,
+    title,
+)
 from qwen_l40s.errors import SettingError
 
 GRAPH = {

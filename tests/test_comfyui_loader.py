@@ -11,10 +11,10 @@ import torch
 from comfyui_host import comfyui_folder, run_in_comfyui
 from safetensors.torch import save_file
 
-from qwen_l40s.loaders.convrot import rotate
+from qwen_l40s.loaders.convert import expected_tensors
 from qwen_l40s.loaders.quantize import comfy_quant_tensor, layers_to_quantize, quantize_rows
-from qwen_l40s.loaders.transformer_tensors import expected_tensors
-from qwen_l40s.planning.memory import TransformerShape
+from qwen_l40s.loaders.stored import rotate
+from qwen_l40s.spec import TransformerShape
 
 ROOT = Path(__file__).resolve().parent.parent
 ONE_BLOCK = TransformerShape(1, 3072, 24, 128, 3584, 64, 64)

@@ -11,8 +11,7 @@ from comfyui_host import checks_in, run_in_comfyui
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen_l40s.hosts.comfyui.lora_names import normalize_name
-from qwen_l40s.loaders.lora import PREFIXES, SUFFIX, TARGETS
+from qwen_l40s.loaders.lora import PREFIXES, SUFFIX, TARGETS, normalize_name
 
 SCRIPT = "comfyui_lora.py"
 CHECKS = checks_in(SCRIPT)

@@ -21,8 +21,8 @@ from frozen_workflows import replacement_changes
 from PIL import Image
 from workflow_files import Graph, models_named, published_files, small_files
 
-from qwen_l40s.tools.micro.adherence import adherence
-from qwen_l40s.tools.micro.grammar import parse_prompt
+from qwen_l40s.micro.judge import adherence
+from qwen_l40s.micro.scene import parse_prompt
 from qwen_l40s.tools.workflows.definitions import OURS, subset
 
 TESTS = Path(__file__).resolve().parent

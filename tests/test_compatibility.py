@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from qwen_l40s.hosts.comfyui.compatibility import CALLED, what_is_off
+from qwen_l40s.hosts.comfyui.contract import CALLED, what_is_off
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = inspect.Parameter
@@ -153,7 +153,7 @@ def test_importing_it_imports_neither_comfyui_nor_torch():
         "spec = u.spec_from_file_location('qwen_l40s', sys.argv[1])\n"
         "sys.modules['qwen_l40s'] = module = u.module_from_spec(spec)\n"
         "spec.loader.exec_module(module)\n"
-        "import qwen_l40s.hosts.comfyui.compatibility\n"
+        "import qwen_l40s.hosts.comfyui.contract\n"
         "heavy = {'torch', 'comfy', 'comfyui_version', 'comfy_kitchen', 'folder_paths'}\n"
         "print(sorted(heavy & {name.partition('.')[0] for name in sys.modules}))\n"
     )

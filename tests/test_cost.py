@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from qwen_l40s.errors import SettingError
 from qwen_l40s.planning.cost import check_positive, usd_per_image, usd_range
-from qwen_l40s.planning.estimate import Range
+from qwen_l40s.planning.phases import Range
 
 PRICES = st.floats(0, 1000)
 SECONDS = st.floats(1e-3, 1e5)

@@ -4,12 +4,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from qwen_l40s.hosts.diffusers.load import load_pipeline  # noqa: E402
-from qwen_l40s.hosts.diffusers.sample import generate, sample  # noqa: E402
-from qwen_l40s.hosts.diffusers.settings import Settings  # noqa: E402
-from qwen_l40s.loaders.bundled import bundled_micro_folder  # noqa: E402
-from qwen_l40s.tools.micro.adherence import adherence  # noqa: E402
-from qwen_l40s.tools.micro.grammar import parse_prompt  # noqa: E402
+from qwen_l40s.hosts.diffusers.load import (
+    Settings,
+    load_pipeline,
+)
+from qwen_l40s.hosts.diffusers.sample import generate, sample
+from qwen_l40s.loaders.source import bundled_micro_folder
+from qwen_l40s.micro.judge import adherence
+from qwen_l40s.micro.scene import parse_prompt
 
 pytestmark = [
     pytest.mark.cuda,

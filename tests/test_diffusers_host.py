@@ -13,12 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.hosts.diffusers.decode import decode
-from qwen_l40s.hosts.diffusers.device import choose_device
-from qwen_l40s.hosts.diffusers.load import DTYPES, LoadedPipeline, load_pipeline
+from qwen_l40s.hosts.diffusers.load import DTYPES, LoadedPipeline, Settings, load_pipeline
+from qwen_l40s.hosts.diffusers.offload import choose_device
 from qwen_l40s.hosts.diffusers.sample import generate, sample
-from qwen_l40s.hosts.diffusers.settings import Settings
 from qwen_l40s.loaders.precision import choose_precision
-from qwen_l40s.loaders.prompt_template import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
+from qwen_l40s.loaders.source import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

@@ -9,22 +9,24 @@ import torch
 
 from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.hosts.diffusers import load as loading
-from qwen_l40s.hosts.diffusers.load import LoadedPipeline, load_pipeline
+from qwen_l40s.hosts.diffusers.load import LoadedPipeline, Settings, load_pipeline
 from qwen_l40s.hosts.diffusers.offload import (
+    HOST,
     MODEL,
     NONE,
     OFFLOADS,
     TEXT_ENCODER,
     OffloadChoice,
+    PlacedPipeline,
+    Placement,
     choose_offload,
     part_activations,
     transformer_shape,
+    weight_bytes,
 )
-from qwen_l40s.hosts.diffusers.placement import HOST, PlacedPipeline, Placement, weight_bytes
 from qwen_l40s.hosts.diffusers.sample import generate, sample
-from qwen_l40s.hosts.diffusers.settings import Settings
-from qwen_l40s.loaders.bundled import bundled_micro_folder
-from qwen_l40s.planning.memory import GIB
+from qwen_l40s.loaders.source import bundled_micro_folder
+from qwen_l40s.spec import GIB
 
 GB = 10**9
 # Parameters of the published Qwen-Image, as inspect counts them, in bf16.

@@ -23,13 +23,15 @@ from diffusers.models.transformers.transformer_qwenimage import (
 
 from qwen_l40s.cli import main
 from qwen_l40s.errors import SettingError, UnavailableError
-from qwen_l40s.hosts.diffusers import attention, forward, optimization, prepared
-from qwen_l40s.hosts.diffusers.load import load_pipeline
+from qwen_l40s.hosts.diffusers import attention, forward
+from qwen_l40s.hosts.diffusers import forward as prepared
+from qwen_l40s.hosts.diffusers import run as optimization
+from qwen_l40s.hosts.diffusers.load import Settings, load_pipeline
 from qwen_l40s.hosts.diffusers.patch import Optimized, optimize
 from qwen_l40s.hosts.diffusers.quantized import quantize_transformer
 from qwen_l40s.hosts.diffusers.sample import sample
-from qwen_l40s.hosts.diffusers.settings import Settings
-from qwen_l40s.optimizations.attention import BACKENDS, sdpa
+from qwen_l40s.optimizations.attention import BACKENDS
+from qwen_l40s.optimizations.attention import backends as sdpa
 from qwen_l40s.optimizations.block import BlockExecutor
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.linear import choose_gemm

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from qwen_l40s.loaders.convert import expected_tensors
 from qwen_l40s.loaders.sizes import read_sizes
-from qwen_l40s.loaders.transformer_tensors import expected_tensors
+from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.planning.disk import GB, against_guides, disk, made_on_load
-from qwen_l40s.planning.memory import GIB, TransformerShape, weight_bytes
 from qwen_l40s.planning.phases import transformer_bytes
-from qwen_l40s.planning.setting import HELD_PRECISIONS, Setting
-from qwen_l40s.planning.wish import Loras, Parts, Wish
+from qwen_l40s.planning.request import HELD_PRECISIONS, Loras, Parts, Setting, Wish
+from qwen_l40s.spec import GIB, TransformerShape
 
 SMALL = TransformerShape(
     blocks=2, dim=256, heads=2, head_dim=128, joint_dim=64, in_channels=64, packed_out_channels=64

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from qwen_l40s.cli import doctor, main
-from qwen_l40s.optimizations import software
-from qwen_l40s.optimizations.hardware import Capability, State
+from qwen_l40s.machine import packages as software
+from qwen_l40s.machine.card import Capability, State
 
 ROOT = Path(__file__).resolve().parent.parent
 

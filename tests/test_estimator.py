@@ -9,17 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_l40s.errors import SettingError, UnavailableError
+from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.planning.cards import find_card, known_cards, with_memory
-from qwen_l40s.planning.constants import constants
-from qwen_l40s.planning.estimate import PHASES
-from qwen_l40s.planning.estimator import estimate
-from qwen_l40s.planning.memory import GIB, weight_bytes
-from qwen_l40s.planning.phases import KEPT_FREE_BYTES
+from qwen_l40s.planning.estimate import estimate
+from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES
 from qwen_l40s.planning.plan import plan
-from qwen_l40s.planning.rates import rates_of
-from qwen_l40s.planning.timing import forward_seconds
-from qwen_l40s.planning.wish import Loras, Parts, Wish
-from qwen_l40s.planning.work import FULL_SIZE
+from qwen_l40s.planning.rates import constants, rates_of
+from qwen_l40s.planning.request import Loras, Parts, Wish
+from qwen_l40s.planning.times import forward_seconds
+from qwen_l40s.spec import FULL_SIZE, GIB
 
 CARDS = known_cards()
 L40S = CARDS["L40S"]

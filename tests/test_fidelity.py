@@ -10,22 +10,19 @@ import pytest
 np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 
-from qwen_l40s.loaders.quantize import layers_to_quantize  # noqa: E402
-from qwen_l40s.optimizations import reference  # noqa: E402
-from qwen_l40s.optimizations.fidelity import (  # noqa: E402
+from qwen_l40s.loaders.quantize import layers_to_quantize
+from qwen_l40s.measure.fidelity import (
     OUTLIER_FACTORS,
     PLACES,
     ErrorSum,
+    load_lpips,
     outlier_channels,
     plant,
     planted_operands,
     psnr,
     relative_error,
 )
-from qwen_l40s.optimizations.linear import Gemm  # noqa: E402
-from qwen_l40s.optimizations.perceptual import load_lpips  # noqa: E402
-from qwen_l40s.optimizations.w8a8 import W8A8, plain_product, tensor_core_product  # noqa: E402
-from qwen_l40s.planning.keep import (  # noqa: E402
+from qwen_l40s.measure.keep import (
     LayerCost,
     bytes_to_keep,
     keep_patterns,
@@ -33,7 +30,10 @@ from qwen_l40s.planning.keep import (  # noqa: E402
     propose_keep,
     summed_error,
 )
-from qwen_l40s.planning.memory import BLOCK_GEMMS  # noqa: E402
+from qwen_l40s.optimizations import reference
+from qwen_l40s.optimizations.linear import Gemm
+from qwen_l40s.optimizations.w8a8 import W8A8, plain_product, tensor_core_product
+from qwen_l40s.spec import BLOCK_GEMMS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -237,7 +237,7 @@ def stand_in(monkeypatch, tmp_path, *, backbone):
     found = {"lpips": package, "torchvision": types.ModuleType("torchvision")}
     for name, module in {**found, "torchvision.models": models}.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("qwen_l40s.optimizations.perceptual.find_spec", found.get)
+    monkeypatch.setattr("qwen_l40s.measure.fidelity.find_spec", found.get)
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     if backbone:
         (tmp_path / "checkpoints").mkdir()
@@ -269,7 +269,7 @@ def test_lpips_that_is_not_installed_or_broken(monkeypatch, tmp_path):
     distance, why = load_lpips()
     assert distance is None
     assert "lpips is installed and fails: cannot import name 'LPIPS'" in why
-    monkeypatch.setattr("qwen_l40s.optimizations.perceptual.find_spec", lambda name: None)
+    monkeypatch.setattr("qwen_l40s.measure.fidelity.find_spec", lambda name: None)
     distance, why = load_lpips()
     assert distance is None
     assert "pip install lpips torchvision" in why

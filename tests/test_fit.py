@@ -12,9 +12,8 @@ pytest.importorskip("scipy")
 
 from qwen_l40s import SettingError
 from qwen_l40s.planning.cards import find_card, known_cards
-from qwen_l40s.planning.constants import MEASURED, NAMES, Constants
-from qwen_l40s.planning.memory import GIB
-from qwen_l40s.planning.rates import Rates, rates_by
+from qwen_l40s.planning.rates import MEASURED, NAMES, Constants, Rates, rates_by
+from qwen_l40s.spec import GIB
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 TRUE = {"gemm_bf16": 0.62, "gemm_fp8": 0.44, "gemm_int8": 0.41, "attention": 0.58}

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from qwen_l40s.optimizations import hardware
-from qwen_l40s.optimizations.hardware import GIB, MIB, Card, Cards, State
+from qwen_l40s.machine import card as hardware
+from qwen_l40s.machine.card import GIB, MIB, Card, Cards, State
 
 L40S = Card("NVIDIA L40S", (8, 9), 46068 * MIB, "aa-bb", True)
 SMI_L40S = "550.54.15, NVIDIA L40S, 8.9, 46068, GPU-aa-bb, Enabled"

@@ -19,8 +19,8 @@ from comfyui_server import PACK, ROOT, Server
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from qwen_l40s.tools.micro.adherence import adherence
-from qwen_l40s.tools.micro.grammar import parse_prompt
+from qwen_l40s.micro.judge import adherence
+from qwen_l40s.micro.scene import parse_prompt
 
 MICRO = "micro (bundled)"
 WORKFLOW = ROOT / "workflows" / "api" / "micro_text_to_image.json"

@@ -11,8 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from qwen_l40s import SettingError  # noqa: E402
-from qwen_l40s.optimizations import kernels, reference  # noqa: E402
+from qwen_l40s import SettingError
+from qwen_l40s.optimizations import kernels, reference
 
 FORMATS = ("fp8", "int8")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -165,7 +165,7 @@ def runnable(format):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", ROWS, ids=str)
 def test_row_quantize_on_the_card_is_its_twin(shape, format):
-    from qwen_l40s.optimizations.kernels.row_quantize import row_quantize
+    from qwen_l40s.optimizations.kernels.rows import row_quantize
 
     runnable(format)
     x = random(*shape, device="cuda").to(torch.bfloat16)

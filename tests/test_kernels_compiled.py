@@ -105,7 +105,7 @@ ROWS += [(89, "fp8", 12000), (80, "int8", 12288), (90, "fp8", 12288)]
 @pytest.mark.parametrize("name", ["row_quantize", "gelu_quantize"])
 @pytest.mark.parametrize(("sm", "format", "k"), ROWS, ids=str)
 def test_quantization_holds_a_row_in_registers(compile_kernel, name, sm, format, k):
-    from qwen_l40s.optimizations.kernels.whole_row import launch_shape
+    from qwen_l40s.optimizations.kernels.rows import launch_shape
 
     module = import_module(f"qwen_l40s.optimizations.kernels.{name}")
     part, parts, warps = launch_shape(k)
@@ -150,7 +150,7 @@ def test_other_forms_of_residual_norm_fit_an_l40s(compile_kernel, width, dtype, 
 def residual_norm_of(sm, width, dtype, format, steps):
     """What `compile_kernel` takes; `steps` are those that the launch asks for."""
     from qwen_l40s.optimizations.kernels.residual_norm import _residual_norm_kernel
-    from qwen_l40s.optimizations.kernels.whole_row import launch_shape
+    from qwen_l40s.optimizations.kernels.rows import launch_shape
 
     part, parts, warps = launch_shape(width)
     pointers = {"x_ptr": dtype}

@@ -6,15 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from qwen_l40s import SettingError, UnavailableError  # noqa: E402
-from qwen_l40s.optimizations import linear, reference  # noqa: E402
-from qwen_l40s.optimizations.hardware import Capability, State  # noqa: E402
-from qwen_l40s.optimizations.linear import (  # noqa: E402
-    BACKENDS,
-    Gemm,
-    choose_gemm,
-    dense_linear,
-)
+from qwen_l40s import SettingError, UnavailableError
+from qwen_l40s.machine.card import Capability, State
+from qwen_l40s.optimizations import linear, reference
+from qwen_l40s.optimizations.linear import BACKENDS, Gemm, choose_gemm, dense_linear
 
 CPU = torch.device("cpu")
 CARD = torch.device("cuda", 0)

@@ -10,10 +10,9 @@ from diffusers import QwenImagePipeline
 from safetensors import safe_open
 
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
-from qwen_l40s.tools.micro.adherence import adherence
-from qwen_l40s.tools.micro.grammar import gallery_prompts, parse_prompt
+from qwen_l40s.micro.judge import adherence
+from qwen_l40s.micro.scene import HELD_OUT_PAIRS, gallery_prompts, parse_prompt
 from qwen_l40s.tools.micro.model import SCHEDULER
-from qwen_l40s.tools.micro.scene import HELD_OUT_PAIRS
 
 FOLDER = Path(__file__).resolve().parent.parent / "models" / "micro"
 PARTS = ("transformer", "vae", "text_encoder")

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
-from qwen_l40s.tools.micro.grammar import sample_prompts
-from qwen_l40s.tools.micro.scene import BACKGROUNDS, COLOURS, PAIRS, SHAPES
+from qwen_l40s.micro.scene import BACKGROUNDS, COLOURS, PAIRS, SHAPES, sample_prompts
 from qwen_l40s.tools.micro.tokenizer import (
     PREFIX_TOKENS,
     SPECIAL_TOKENS,

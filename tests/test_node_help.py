@@ -12,12 +12,12 @@ from comfyui_server import Server
 from help_pictures import DRAWN, PICTURES
 
 import qwen_l40s
+from qwen_l40s.bench.rows import BASELINE
 from qwen_l40s.charts.figures import duration
-from qwen_l40s.cli.bench_rows import BASELINE
 from qwen_l40s.planning.cards import BUNDLED, find_card, known_cards
-from qwen_l40s.planning.estimator import estimate
-from qwen_l40s.planning.memory import GIB
-from qwen_l40s.planning.wish import Loras, Wish
+from qwen_l40s.planning.estimate import estimate
+from qwen_l40s.planning.request import Loras, Wish
+from qwen_l40s.spec import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
 WEB = ROOT / qwen_l40s.WEB_DIRECTORY

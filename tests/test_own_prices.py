@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_l40s.errors import SettingError
-from qwen_l40s.planning.cards import known_cards
-from qwen_l40s.planning.own_prices import read_prices
+from qwen_l40s.planning.cards import known_cards, read_prices
 
 CARDS = known_cards()
 

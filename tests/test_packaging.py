@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import qwen_l40s
-from qwen_l40s.optimizations import software
+from qwen_l40s.machine import packages as software
 
 if sys.version_info >= (3, 11):
     import tomllib

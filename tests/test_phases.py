@@ -14,8 +14,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from qwen_l40s.errors import SettingError, UnavailableError
-from qwen_l40s.planning import decoding, residence
+from qwen_l40s.planning import estimate as residence
 from qwen_l40s.planning import phases as phases_module
+from qwen_l40s.planning import vae as decoding
 from qwen_l40s.planning.activations import (
     MOST_TABLE_BYTES,
     Rows,
@@ -23,15 +24,13 @@ from qwen_l40s.planning.activations import (
     step_bytes,
     table_bytes,
 )
-from qwen_l40s.planning.constants import Constants
-from qwen_l40s.planning.estimate import PHASES
-from qwen_l40s.planning.memory import GIB, MIB, CardFacts, weight_bytes
-from qwen_l40s.planning.phases import KEPT_FREE_BYTES, phases, transformer_bytes, vae_bytes
+from qwen_l40s.planning.bytes import encoding_bytes, text_encoder_bytes, weight_bytes
+from qwen_l40s.planning.estimate import host_ram, host_ram_bytes
+from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES, phases, transformer_bytes, vae_bytes
 from qwen_l40s.planning.plan import plan
-from qwen_l40s.planning.residence import host_ram, host_ram_bytes
-from qwen_l40s.planning.setting import HELD_PRECISIONS, TEXT_PLACES, Setting
-from qwen_l40s.planning.text_encoder import encoding_bytes, text_encoder_bytes
-from qwen_l40s.planning.wish import Loras, Parts, Wish
+from qwen_l40s.planning.rates import Constants
+from qwen_l40s.planning.request import HELD_PRECISIONS, TEXT_PLACES, Loras, Parts, Setting, Wish
+from qwen_l40s.spec import GIB, MIB, CardFacts
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 SCRIPT = "comfyui_activations.py"

@@ -8,11 +8,9 @@ from hypothesis import strategies as st
 
 from qwen_l40s.errors import SettingError
 from qwen_l40s.loaders.precision import choose_transformer
-from qwen_l40s.planning.memory import GIB, MIB, CardFacts
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, Setting, phases
-from qwen_l40s.planning.placement import PLACES
-from qwen_l40s.planning.wish import Wish
-from qwen_l40s.planning.work import FULL_SIZE
+from qwen_l40s.planning.request import Wish
+from qwen_l40s.spec import FULL_SIZE, GIB, MIB, PLACES, CardFacts
 
 L40S = CardFacts("NVIDIA L40S", 46_068 * MIB, (8, 9))
 H100 = CardFacts("NVIDIA H100", 80 * GIB, (9, 0))

@@ -8,15 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
+from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.planning.cards import find_card, known_cards, with_memory
-from qwen_l40s.planning.estimator import estimate
-from qwen_l40s.planning.memory import BYTES_PER_WEIGHT, GIB, MIB, CardFacts, weight_bytes
+from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, phases, transformer_bytes
-from qwen_l40s.planning.placement import OFF_CARD, ON_CARD
 from qwen_l40s.planning.plan import Held, plan
-from qwen_l40s.planning.setting import DROPPED, ON_PROCESSOR
-from qwen_l40s.planning.wish import Loras, Parts, Wish
-from qwen_l40s.planning.work import FULL_SIZE
+from qwen_l40s.planning.request import DROPPED, ON_PROCESSOR, Loras, Parts, Wish
+from qwen_l40s.spec import BYTES_PER_WEIGHT, FULL_SIZE, GIB, MIB, OFF_CARD, ON_CARD, CardFacts
 
 CARDS = known_cards()
 OTHERS = {

@@ -12,11 +12,11 @@ from qwen_l40s.loaders.precision import (
     check_host_memory,
     choose_transformer,
 )
-from qwen_l40s.planning.memory import GIB, MIB, CardFacts, weight_bytes
+from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES
 from qwen_l40s.planning.plan import Held, plan
-from qwen_l40s.planning.wish import Wish
-from qwen_l40s.planning.work import FULL_SIZE
+from qwen_l40s.planning.request import Wish
+from qwen_l40s.spec import FULL_SIZE, GIB, MIB, CardFacts
 
 L40S = CardFacts("NVIDIA L40S", 46068 * MIB, (8, 9))
 A100 = CardFacts("NVIDIA A100", 81920 * MIB, (8, 0))

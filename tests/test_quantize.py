@@ -8,20 +8,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qwen_l40s.errors import SettingError
 from qwen_l40s.loaders import quantize
-from qwen_l40s.loaders.convrot import is_group_size, rotate
-from qwen_l40s.loaders.e4m3_bits import e4m3_as_float, e5m2_as_half
 from qwen_l40s.loaders.quantization import COMFY_FORMATS, RUNNABLE
 from qwen_l40s.loaders.quantize import (
     COMFY_QUANT,
     FORMATS,
     comfy_quant_tensor,
     dequantize_rows,
+    e4m3_as_float,
+    e5m2_as_half,
     is_modulation,
     layers_to_quantize,
     quantize_rows,
     relative_error,
     row_scales,
 )
+from qwen_l40s.loaders.stored import is_group_size, rotate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from qwen_l40s.errors import CheckpointError, SettingError
-from qwen_l40s.loaders import quantize_stream
-from qwen_l40s.loaders.quantize import FORMATS, quantize_rows
-from qwen_l40s.loaders.quantize_stream import quantize_layers
+from qwen_l40s.loaders import quantize as quantize_stream
+from qwen_l40s.loaders.quantize import FORMATS, quantize_layers, quantize_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,33 +11,27 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from qwen_l40s.errors import CheckpointError, SettingError
-from qwen_l40s.hosts.diffusers import layer_errors
-from qwen_l40s.hosts.diffusers.layer_errors import (
+from qwen_l40s.hosts.diffusers.load import Settings, load_pipeline
+from qwen_l40s.hosts.diffusers.quantized import QuantizedLinear, quantizable, quantize_transformer
+from qwen_l40s.hosts.diffusers.sample import generate, sample
+from qwen_l40s.loaders.quantize import FORMATS, layers_to_quantize, quantize_rows
+from qwen_l40s.loaders.quantize import relative_error as weight_error
+from qwen_l40s.loaders.source import bundled_micro_folder, open_source
+from qwen_l40s.measure import layer_errors
+from qwen_l40s.measure.fidelity import relative_error
+from qwen_l40s.measure.keep import summed_error
+from qwen_l40s.measure.layer_errors import (
     effects,
     file_errors,
     measured_layers,
     recorded_probes,
     sampled_errors,
 )
-from qwen_l40s.hosts.diffusers.load import load_pipeline
-from qwen_l40s.hosts.diffusers.quantized import (
-    QuantizedLinear,
-    quantizable,
-    quantize_transformer,
-)
-from qwen_l40s.hosts.diffusers.sample import generate, sample
-from qwen_l40s.hosts.diffusers.settings import Settings
-from qwen_l40s.loaders.bundled import bundled_micro_folder
-from qwen_l40s.loaders.quantize import FORMATS, layers_to_quantize, quantize_rows
-from qwen_l40s.loaders.quantize import relative_error as weight_error
-from qwen_l40s.loaders.source import open_source
+from qwen_l40s.micro.scene import parse_prompt
 from qwen_l40s.optimizations import reference
-from qwen_l40s.optimizations.fidelity import relative_error
 from qwen_l40s.optimizations.linear import choose_gemm
 from qwen_l40s.optimizations.w8a8 import W8A8
-from qwen_l40s.planning.keep import summed_error
 from qwen_l40s.tools.micro import quality
-from qwen_l40s.tools.micro.grammar import parse_prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,15 +8,24 @@ from dataclasses import replace
 import pytest
 
 from qwen_l40s import UnavailableError
-from qwen_l40s.planning import constants as module
+from qwen_l40s.planning import rates as module
 from qwen_l40s.planning import rates as rates_module
 from qwen_l40s.planning.cards import find_card, known_cards, with_memory
-from qwen_l40s.planning.constants import NAMES, Constants, constants, measured
-from qwen_l40s.planning.envelope import basis_within
-from qwen_l40s.planning.plan_words import lacks
-from qwen_l40s.planning.rates import PRECISIONS, Basis, Rates, is_named, plain_name, rates_of
-from qwen_l40s.planning.setting import Setting
-from qwen_l40s.planning.wish import Loras, Wish
+from qwen_l40s.planning.estimate import basis_within
+from qwen_l40s.planning.rates import (
+    NAMES,
+    PRECISIONS,
+    Basis,
+    Constants,
+    Rates,
+    constants,
+    is_named,
+    measured,
+    plain_name,
+    rates_of,
+)
+from qwen_l40s.planning.reasons import lacks
+from qwen_l40s.planning.request import Loras, Setting, Wish
 
 VALUES = {"gemm_bf16": 0.6, "gemm_fp8": 0.45, "gemm_int8": 0.42, "attention": 0.65}
 VALUES |= {"bandwidth": 0.7, "convolution": 0.19, "workspace": 5e7, "context": 6e8}

@@ -5,11 +5,10 @@ from pathlib import Path
 
 from qwen_l40s.charts.figures import duration, usd
 from qwen_l40s.planning.cards import find_card, known_cards
-from qwen_l40s.planning.constants import measured
-from qwen_l40s.planning.estimator import estimate
-from qwen_l40s.planning.memory import GIB
-from qwen_l40s.planning.placement import ON_CARD
-from qwen_l40s.planning.wish import Wish
+from qwen_l40s.planning.estimate import estimate
+from qwen_l40s.planning.rates import measured
+from qwen_l40s.planning.request import Wish
+from qwen_l40s.spec import GIB, ON_CARD
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from qwen_l40s.cli import COMMANDS
-from qwen_l40s.tools.workflows import models
-from qwen_l40s.tools.workflows.models import ModelFile
+from qwen_l40s.tools.workflows import graph as models
+from qwen_l40s.tools.workflows.graph import ModelFile
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

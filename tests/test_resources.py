@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from qwen_l40s.optimizations import resources
-from qwen_l40s.optimizations.hardware import GIB, State
+from qwen_l40s.machine import memory as resources
+from qwen_l40s.machine.card import GIB, State
 
 
 @pytest.mark.parametrize(

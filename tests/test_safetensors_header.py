@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 
 from qwen_l40s.errors import CheckpointError
-from qwen_l40s.loaders.safetensors_header import DTYPE_BITS, MAX_HEADER_BYTES, read_header
+from qwen_l40s.loaders.header import DTYPE_BITS, MAX_HEADER_BYTES, read_header
 
 QUIET = settings(
     deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -5,8 +5,8 @@ import torch
 from safetensors import safe_open
 
 from qwen_l40s.errors import UnavailableError
-from qwen_l40s.loaders.safetensors_header import DTYPE_BITS, read_header
-from qwen_l40s.loaders.safetensors_writer import DTYPES, SafetensorsLayout, write_safetensors
+from qwen_l40s.loaders.header import DTYPE_BITS, read_header
+from qwen_l40s.loaders.writer import DTYPES, SafetensorsLayout, write_safetensors
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TENSORS = {

@@ -5,11 +5,11 @@ import pytest
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
-from qwen_l40s.hosts.diffusers.vae_stages import decoder_stages, encoder_stages  # noqa: E402
-from qwen_l40s.loaders.bundled import bundled_micro_folder  # noqa: E402
-from qwen_l40s.optimizations.seams import seam_excess  # noqa: E402
-from qwen_l40s.optimizations.vae import decode, encode  # noqa: E402
-from qwen_l40s.planning.vae import plan_decode, plan_encode  # noqa: E402
+from qwen_l40s.hosts.diffusers.decode import decoder_stages, encoder_stages
+from qwen_l40s.loaders.source import bundled_micro_folder
+from qwen_l40s.optimizations.seams import seam_excess
+from qwen_l40s.optimizations.vae import decode, encode
+from qwen_l40s.planning.vae import plan_decode, plan_encode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS, COLUMNS = 40, 32  # latent pixels

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from qwen_l40s.optimizations import software
-from qwen_l40s.optimizations.hardware import Cards, State
+from qwen_l40s.machine import packages as software
+from qwen_l40s.machine.card import Cards, State
 
 
 @pytest.mark.parametrize(

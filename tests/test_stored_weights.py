@@ -9,9 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from qwen_l40s.errors import CheckpointError
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
-from qwen_l40s.loaders.convrot import rotate
 from qwen_l40s.loaders.quantize import dequantize_rows, quantize_rows
-from qwen_l40s.loaders.stored_weights import StoredLayer, canonical_tensors, stored_layers
+from qwen_l40s.loaders.stored import StoredLayer, canonical_tensors, rotate, stored_layers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

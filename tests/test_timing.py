@@ -9,18 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_l40s import SettingError
-from qwen_l40s.planning.constants import measured
-from qwen_l40s.planning.encoder_timing import prompt_seconds
-from qwen_l40s.planning.load_time import (
-    SOURCES,
-    START,
-    Load,
-    cold_start_seconds,
-    load_seconds,
-)
-from qwen_l40s.planning.memory import BLOCK_GEMMS, MIB
-from qwen_l40s.planning.rates import Rates
-from qwen_l40s.planning.timing import (
+from qwen_l40s.planning.rates import Rates, measured
+from qwen_l40s.planning.request import Loras, Wish
+from qwen_l40s.planning.run_times import SOURCES, START, Load, cold_start_seconds, load_seconds
+from qwen_l40s.planning.times import (
     Pass,
     attention_seconds,
     decode_seconds,
@@ -29,14 +21,15 @@ from qwen_l40s.planning.timing import (
     forward_seconds,
     pass_seconds,
     product_seconds,
+    prompt_seconds,
     sampling_seconds,
+    step_work,
     table_seconds,
+    vae_seconds,
 )
-from qwen_l40s.planning.traffic import block_bytes
-from qwen_l40s.planning.vae_steps import VaeShape, through_attention
-from qwen_l40s.planning.vae_timing import step_work, vae_seconds
-from qwen_l40s.planning.wish import Loras, Wish
-from qwen_l40s.planning.work import FULL_SIZE, Inputs, forward_work
+from qwen_l40s.planning.vae_bytes import through_attention
+from qwen_l40s.planning.work import Inputs, block_bytes, forward_work
+from qwen_l40s.spec import BLOCK_GEMMS, FULL_SIZE, MIB, VaeShape
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 # Of the order of an H200's.

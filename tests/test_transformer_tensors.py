@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from test_checkpoint import write
 
 from qwen_l40s.errors import CheckpointError
+from qwen_l40s.loaders.convert import check_complete, expected_tensors
 from qwen_l40s.loaders.source import open_source
-from qwen_l40s.loaders.transformer_tensors import check_complete, expected_tensors
-from qwen_l40s.planning.memory import TransformerShape
+from qwen_l40s.spec import TransformerShape
 
 PUBLISHED = TransformerShape(60, 3072, 24, 128, 3584, 64, 64)
 ODD = TransformerShape(3, 5 * 12, 5, 12, 17, 20, 28)

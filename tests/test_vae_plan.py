@@ -8,31 +8,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_l40s.errors import SettingError, UnavailableError
-from qwen_l40s.planning.memory import GIB, MIB
 from qwen_l40s.planning.vae import (
     VaeShape,
     decode_peak_bytes,
     encode_peak_bytes,
+    largest_tile,
     plan_decode,
     plan_encode,
 )
 from qwen_l40s.planning.vae_bytes import (
     CONVOLUTION_WORKSPACE,
+    Step,
+    down_steps,
     image_bytes,
+    intervals,
     latent_bytes,
     middle_bytes,
     outside_middle_bytes,
-    through_bytes,
-)
-from qwen_l40s.planning.vae_choice import largest_tile
-from qwen_l40s.planning.vae_steps import (
-    Step,
-    down_steps,
-    intervals,
     parts,
     through_attention,
+    through_bytes,
     up_steps,
 )
+from qwen_l40s.spec import GIB, MIB
 
 FULL = VaeShape()
 PLANS = [plan_decode, plan_encode]
@@ -268,7 +266,7 @@ def held(vae, plan):
     import torch
     from tracked_allocations import Allocations, fused_attention
 
-    from qwen_l40s.hosts.diffusers.vae_stages import decoder_stages, encoder_stages
+    from qwen_l40s.hosts.diffusers.decode import decoder_stages, encoder_stages
     from qwen_l40s.optimizations.vae import decode, encode
 
     shape = decoder_stages(vae).shape
@@ -290,7 +288,7 @@ def held(vae, plan):
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("latent", [(128, 128), (166, 166), (256, 256), (33, 70)])
 def test_the_predicted_peak_of_the_whole(published, plan, latent):
-    from qwen_l40s.hosts.diffusers.vae_stages import vae_shape
+    from qwen_l40s.hosts.diffusers.decode import vae_shape
 
     size = published.dtype.itemsize
     found = plan(vae_shape(published), *latent, itemsize=size, budget=None, image_on_card=True)
@@ -314,7 +312,7 @@ WAYS = [
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tiles", [2, 12])
 def test_the_predicted_peak_of_tiles(published, plan, way, tiles):
-    from qwen_l40s.hosts.diffusers.vae_stages import vae_shape
+    from qwen_l40s.hosts.diffusers.decode import vae_shape
 
     (middle, rows, stride), latent = way, (120, 96)
     shape, size = vae_shape(published), published.dtype.itemsize
@@ -333,7 +331,7 @@ def test_the_predicted_peak_of_tiles(published, plan, way, tiles):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_plan_within_a_budget_keeps_to_it(published, plan):
-    from qwen_l40s.hosts.diffusers.vae_stages import vae_shape
+    from qwen_l40s.hosts.diffusers.decode import vae_shape
 
     shape, size = vae_shape(published), published.dtype.itemsize
     budget = 500 * MIB * size
@@ -347,8 +345,8 @@ def test_the_predicted_peak_of_the_middle(published, direction, rows):
     import torch
     from tracked_allocations import Allocations, fused_attention
 
-    from qwen_l40s.hosts.diffusers.vae_stages import decoder_stages, encoder_stages
-    from qwen_l40s.optimizations.vae_middle import sliced
+    from qwen_l40s.hosts.diffusers.decode import decoder_stages, encoder_stages
+    from qwen_l40s.optimizations.vae_tiles import sliced
 
     stages = (decoder_stages if direction == "decode" else encoder_stages)(published)
     latent, size = (200, 128), published.dtype.itemsize

@@ -12,17 +12,16 @@ from qwen_l40s.errors import SettingError, UnavailableError
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
-from qwen_l40s.hosts.diffusers import decode as host  # noqa: E402
-from qwen_l40s.hosts.diffusers.vae_stages import (  # noqa: E402
-    decoder_stages,
-    encoder_stages,
-    vae_shape,
+from qwen_l40s.hosts.diffusers import decode as host
+from qwen_l40s.hosts.diffusers.decode import decoder_stages, encoder_stages, vae_shape
+from qwen_l40s.loaders.source import bundled_micro_folder
+from qwen_l40s.optimizations.vae import (
+    DecoderStages,
+    decode,
+    encode,
 )
-from qwen_l40s.loaders.bundled import bundled_micro_folder  # noqa: E402
-from qwen_l40s.optimizations.vae import decode, encode  # noqa: E402
-from qwen_l40s.optimizations.vae_stages import DecoderStages  # noqa: E402
-from qwen_l40s.planning.vae import plan_decode, plan_encode  # noqa: E402
-from qwen_l40s.planning.vae_steps import Step  # noqa: E402
+from qwen_l40s.planning.vae import plan_decode, plan_encode
+from qwen_l40s.planning.vae_bytes import Step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EXACT_DB, SAMPLED_DB = 80, 45
@@ -314,7 +313,7 @@ def test_the_host_tries_once_more_in_half_the_memory(micro, monkeypatch, caplog)
 
 
 def test_what_is_free_is_asked_of_the_card(monkeypatch):
-    monkeypatch.setattr("qwen_l40s.hosts.diffusers.device.available_memory", lambda: 300)
+    monkeypatch.setattr("qwen_l40s.hosts.diffusers.offload.available_memory", lambda: 300)
     assert host.free_bytes(torch.device("cpu")) == 300
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)

@@ -11,21 +11,25 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from qwen_l40s import SettingError, UnavailableError  # noqa: E402
-from qwen_l40s.optimizations import chunk_ring, pinned_memory, stream_pass, weight_stream  # noqa: E402
-from qwen_l40s.optimizations.chunk_ring import ALIGNMENT, ChunkRing, cut, lay_out  # noqa: E402
-from qwen_l40s.optimizations.hardware import GIB, MIB  # noqa: E402
-from qwen_l40s.optimizations.pinned_memory import (  # noqa: E402
+from qwen_l40s import SettingError, UnavailableError
+from qwen_l40s.machine.card import GIB, MIB
+from qwen_l40s.optimizations import stream as chunk_ring
+from qwen_l40s.optimizations import stream as pinned_memory
+from qwen_l40s.optimizations import stream as stream_pass
+from qwen_l40s.optimizations import stream as weight_stream
+from qwen_l40s.optimizations.stream import (
+    ALIGNMENT,
+    CHUNK_BYTES,
     LEAST_BYTES,
+    RING_BYTES,
+    ChunkRing,
+    WeightStream,
+    allocate_staging,
+    cut,
+    lay_out,
     measure_pinned_bandwidth,
     pin_slots,
     release_pinned,
-)
-from qwen_l40s.optimizations.stream_pass import allocate_staging  # noqa: E402
-from qwen_l40s.optimizations.weight_stream import (  # noqa: E402
-    CHUNK_BYTES,
-    RING_BYTES,
-    WeightStream,
     reserve_ring,
 )
 

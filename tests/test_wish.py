@@ -5,15 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_l40s.errors import SettingError
-from qwen_l40s.planning.families import FAMILIES, find_family
-from qwen_l40s.planning.memory import TransformerShape
-from qwen_l40s.planning.wish import (
-    MOST_TOKENS,
-    Loras,
-    Parts,
-    Wish,
-    precision_of_text_encoder,
-)
+from qwen_l40s.planning.request import MOST_TOKENS, Loras, Parts, Wish, precision_of_text_encoder
+from qwen_l40s.spec import FAMILIES, TransformerShape, find_family
 
 
 @pytest.mark.parametrize(

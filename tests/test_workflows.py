@@ -21,7 +21,7 @@ from qwen_l40s import __version__
 from qwen_l40s.tools.workflows import __main__ as builder
 from qwen_l40s.tools.workflows import definitions, thumbnails
 from qwen_l40s.tools.workflows.graph import Workflow
-from qwen_l40s.tools.workflows.layout import TITLE, Box
+from qwen_l40s.tools.workflows.ui_form import TITLE, Box
 from qwen_l40s.tools.workflows.workflows import workflows
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -24,11 +24,14 @@ from PIL import Image, ImageDraw
 from published_text_encoder import published_shapes
 from safetensors.torch import load_file, save_file
 
-from qwen_l40s.loaders.convert import text_encoder_name_to_native, vae_name_to_native
-from qwen_l40s.loaders.quantized_plan import MARKER_2511
-from qwen_l40s.loaders.safetensors_writer import DTYPES, SafetensorsLayout
-from qwen_l40s.loaders.transformer_tensors import expected_tensors
-from qwen_l40s.planning.memory import TransformerShape
+from qwen_l40s.loaders.convert import (
+    expected_tensors,
+    text_encoder_name_to_native,
+    vae_name_to_native,
+)
+from qwen_l40s.loaders.quantized_file import MARKER_2511
+from qwen_l40s.loaders.writer import DTYPES, SafetensorsLayout
+from qwen_l40s.spec import TransformerShape
 
 Graph = dict[str, dict[str, Any]]
 Tensors = dict[str, torch.Tensor]

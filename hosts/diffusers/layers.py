@@ -12,8 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from ...loaders.quantize import FORMATS
-from ...optimizations.block import DENSE, Held
-from ...optimizations.block_form import is_changed
+from ...optimizations.block import DENSE, Held, is_changed
 from ...optimizations.linear import Gemm
 from .quantized import QuantizedLinear
 

@@ -1,37 +1,208 @@
-"""Loads a Qwen-Image diffusers folder: our streaming where it can be, theirs elsewhere."""
+"""What one generation is asked to do, checked before anything heavy is imported or loaded."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from diffusers import (
     AutoencoderKLQwenImage,
     ConfigMixin,
     FlowMatchEulerDiscreteScheduler,
+    ModelMixin,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
+from safetensors import safe_open
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from ...errors import CheckpointError, SettingError
+from ...loaders.convert import check_finite
+from ...loaders.header import read_object
 from ...loaders.precision import BYTES_PER_WEIGHT, PrecisionChoice, choose_precision
 from ...loaders.shards import Shards, read_shards
-from ...loaders.strict_json import read_object
+from ...machine.memory import available_memory
 from ...optimizations.embedding_cache import EmbeddingCache
-from ...optimizations.resources import available_memory
-from ...planning.memory import USUAL_SIDE
-from .device import available_bytes, choose_device
-from .offload import NONE, OffloadChoice, choose_offload, part_activations, transformer_shape
+from ...spec import USUAL_SIDE
+from .offload import (
+    NONE,
+    OffloadChoice,
+    PlacedPipeline,
+    Placement,
+    available_bytes,
+    choose_device,
+    choose_offload,
+    device_of,
+    part_activations,
+    transformer_shape,
+)
 from .patch import Optimized, check_attention, optimize
-from .placement import PlacedPipeline, Placement, device_of
-from .settings import Settings
 from .text_encoder import load_text_encoder, load_tokenizer
-from .weights import build_empty, check_dtypes, check_fits, fill, stream_tensors
+
+SIZE_STEP = 16  # 8 from the VAE times 2 from the transformer's patches
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of one generation.
+
+    Attributes:
+        width, height: pixels, divisible by 16.
+        cfg: classifier-free guidance scale; at most 1 switches it off and halves the work.
+        seed: image i of the batch starts from the noise of `seed + i`.
+
+    Raises:
+        SettingError: a value breaks its rule.
+    """
+
+    prompt: str
+    negative_prompt: str = " "
+    width: int
+    height: int
+    steps: int = 20
+    cfg: float = 4.0
+    seed: int = 0
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        _check_text("prompt", self.prompt)
+        _check_text("negative_prompt", self.negative_prompt)
+        _check_size("width", self.width)
+        _check_size("height", self.height)
+        _check_count("steps", self.steps)
+        _check_count("batch", self.batch)
+        if not isinstance(self.seed, int) or not 0 <= self.seed <= MAX_SEED:
+            raise SettingError(
+                f"seed must be a whole number from 0 to 2**63 - 1, got {self.seed!r}."
+            )
+        if not isinstance(self.cfg, int | float) or not math.isfinite(self.cfg) or self.cfg < 0:
+            raise SettingError(
+                f"cfg must be a finite number of at least 0, got {self.cfg!r}: use 4.0, or 1 to "
+                "switch guidance off."
+            )
+
+
+def _check_text(name: str, value: str) -> None:
+    if not isinstance(value, str):
+        raise SettingError(f"{name} must be one string, got {value!r}.")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        # A terminal that is not UTF-8 hands over lone surrogates, which the tokenizer cannot take.
+        raise SettingError(
+            f"{name} is not valid Unicode, got {value!r}: type it in UTF-8."
+        ) from None
+
+
+def _check_size(name: str, value: int) -> None:
+    if isinstance(value, int) and value >= SIZE_STEP and value % SIZE_STEP == 0:
+        return
+    rule = f"{name} must be a whole number of pixels divisible by {SIZE_STEP}, at least {SIZE_STEP}"
+    nearest = (
+        max(SIZE_STEP, SIZE_STEP * round(value / SIZE_STEP)) if isinstance(value, int) else 1024
+    )
+    raise SettingError(f"{rule}, got {value!r}: use {nearest}.")
+
+
+def _check_count(name: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise SettingError(
+            f"{name} must be a whole number of at least 1, got {value!r}: use 1 or more."
+        )
+
+
+# Fills a diffusers model from safetensors shards, one tensor at a time.
+#
+# The model is built empty and compared with the file headers, so that a folder that does not fit is
+# refused in milliseconds; then host memory never holds more than the model itself and one tensor.
+
+# Other dtypes are quantized: without their scales a cast would give a wrong image and no error.
+PLAIN_DTYPES = ("F32", "F16", "BF16")
+
+
+def build_empty(model_class: type[ModelMixin], config: Mapping[str, Any]) -> ModelMixin:
+    """Builds the model with its parameters on the meta device and everything else real.
+
+    QwenEmbedRope keeps its complex tables as plain attributes, which no checkpoint would fill
+    again.
+    """
+    with init_empty_weights(include_buffers=False):
+        return model_class.from_config(config)
+
+
+def check_dtypes(shards: Shards) -> None:
+    """Raises CheckpointError when a tensor is quantized."""
+    for name, info in shards.tensors.items():
+        if info.dtype not in PLAIN_DTYPES:
+            raise CheckpointError(
+                f"{shards.header_of(name).path} holds {name!r} as {info.dtype} and diffusers "
+                f"loading takes {', '.join(PLAIN_DTYPES)} only: use the unquantized folder."
+            )
+
+
+def check_fits(model: ModelMixin, shards: Shards) -> None:
+    """Compares the names and shapes in the file headers with the model.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected, or of another shape.
+    """
+    expected = model.state_dict()
+    found = shards.tensors
+    if missing := expected.keys() - found.keys():
+        raise CheckpointError(
+            f"{shards.path} lacks the tensor {min(missing)!r} ({len(missing)} in all) that its "
+            "config.json asks for: download the folder again."
+        )
+    if unexpected := found.keys() - expected.keys():
+        raise CheckpointError(
+            f"{shards.path} holds the tensor {min(unexpected)!r} ({len(unexpected)} in all) that "
+            "its config.json has no place for: download the folder again."
+        )
+    for name, info in found.items():
+        if info.shape != tuple(expected[name].shape):
+            raise CheckpointError(
+                f"{shards.header_of(name).path} holds {name!r} with shape {info.shape} and "
+                f"config.json asks for {tuple(expected[name].shape)}: download the folder again."
+            )
+
+
+def stream_tensors(shards: Shards) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, tensor on the CPU) file by file; the tensors are views of the mapped files.
+
+    Raises:
+        CheckpointError: a tensor holds NaN or infinity.
+    """
+    for header in shards.headers:
+        with safe_open(header.path, framework="pt") as file:
+            for name in header.tensors:
+                tensor = file.get_tensor(name)
+                check_finite(header.path, name, tensor)
+                yield name, tensor
+
+
+def fill(
+    model: ModelMixin,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    """Puts every tensor into its place in the empty model, cast to `dtype` on `device`."""
+    for name, tensor in tensors:
+        owner, _, leaf = name.rpartition(".")
+        value = tensor.to(device=device, dtype=dtype)
+        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(value, requires_grad=False))
+
+
+# Loads a Qwen-Image diffusers folder: our streaming where it can be, theirs elsewhere.
 
 logger = logging.getLogger(__name__)
 

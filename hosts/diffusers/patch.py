@@ -19,7 +19,7 @@ from diffusers import QwenImageTransformer2DModel
 from ...optimizations.attention import Request, choose_attention
 from ...optimizations.attention.choice import VARIABLE
 from .attention import HOST_ATTENTION, TransformerAttention
-from .optimization import Optimization, Timesteps
+from .run import Optimization, Timesteps
 
 # Where a module's `forward` is found: accelerate keeps the one that it wraps, and puts it back
 # after every image.

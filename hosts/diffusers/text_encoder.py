@@ -15,8 +15,8 @@ import torch
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from ...errors import CheckpointError
-from ...loaders.prompt_template import TEMPLATE_PREFIX, check_prefix, holds_tokenizer
-from ...loaders.tensor_checks import check_finite
+from ...loaders.convert import check_finite
+from ...loaders.source import TEMPLATE_PREFIX, check_prefix, holds_tokenizer
 
 
 def load_text_encoder(

@@ -3,11 +3,10 @@
 One file per way; `registry` lists them and says why one cannot run, `choice` picks one.
 """
 
-from .choice import Attention, choose_attention
-from .chosen import ChosenAttention
+from .backend import Request
+from .backends import aligned_mask
+from .choice import Attention, ChosenAttention, choose_attention
 from .registry import BACKENDS, check_backends, refusal
-from .request import Request
-from .sdpa import aligned_mask
 
 __all__ = [
     "BACKENDS",

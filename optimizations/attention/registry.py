@@ -7,14 +7,21 @@ import warnings
 
 import torch
 
-from ..hardware import Capability, Cards, State, first_line
-from ..software import Package, check_package
-from .flash_attention import FLASH_ATTN_2, FLASH_ATTN_3
-from .kitchen import KITCHEN_INT8, missing_on
-from .request import Backend, Limits, Request, sm_of
-from .sage import SAGE_2
-from .sdpa import MATH, SDPA_CUDNN, SDPA_EFFICIENT, SDPA_FLASH
-from .sliced import SLICED
+from ...machine.card import Capability, Cards, State, first_line
+from ...machine.packages import Package, check_package
+from .backend import Backend, Limits, Request, sm_of
+from .backends import (
+    FLASH_ATTN_2,
+    FLASH_ATTN_3,
+    KITCHEN_INT8,
+    MATH,
+    SAGE_2,
+    SDPA_CUDNN,
+    SDPA_EFFICIENT,
+    SDPA_FLASH,
+    SLICED,
+    missing_on,
+)
 
 BACKENDS = {
     backend.name: backend

@@ -11,7 +11,7 @@ import os
 
 import torch
 
-from ..software import Package, check_package
+from ...machine.packages import Package, check_package
 
 # For the launches that need no other card, which are nearly all; it can be entered again and again.
 _NOTHING = contextlib.nullcontext()

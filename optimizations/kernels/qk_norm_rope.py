@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..streams import QKNorm, Rotary, Tokens
+from ..reference import QKNorm, Rotary, Tokens
 from . import launch_beside
 
 HEAD_DIMS = (16, 32, 64, 128, 256)

@@ -6,10 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference import SMALLEST_ROW, STORAGE, largest_of
-from ..streams import Modulation, Tokens
+from ..reference import SMALLEST_ROW, STORAGE, Modulation, Tokens, largest_of
 from . import launch_beside
-from .whole_row import WIDEST_ROW, launch_shape, load_row, quantize_row, store_row, sum_row
+from .rows import WIDEST_ROW, launch_shape, load_row, quantize_row, store_row, sum_row
 
 
 # The numbers of tokens follow the prompt and the size of the image: no kernel of its own for each.

@@ -26,13 +26,12 @@ from PIL import Image
 from ...hosts.diffusers.load import LoadedPipeline, load_pipeline
 from ...hosts.diffusers.quantized import quantize_transformer
 from ...hosts.diffusers.sample import generate
-from ...loaders.bundled import bundled_micro_folder
-from ...optimizations.fidelity import psnr
-from ...planning.memory import QUANTIZED
-from .adherence import Adherence, adherence
-from .grammar import sample_prompts
-from .painter import IMAGE_SIDE
-from .scene import HELD_OUT_PAIRS, SEEN_PAIRS, Scene
+from ...loaders.source import bundled_micro_folder
+from ...measure.fidelity import psnr
+from ...micro.judge import Adherence, adherence
+from ...micro.painter import IMAGE_SIDE
+from ...micro.scene import HELD_OUT_PAIRS, SEEN_PAIRS, Scene, sample_prompts
+from ...spec import QUANTIZED
 
 COLOURS_AND_POSITION_BAR, SHAPE_BAR = 0.95, 0.90
 LARGEST_DROP = 0.02  # of a share, from bf16 to fp8 or int8

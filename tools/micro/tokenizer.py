@@ -24,9 +24,8 @@ from tokenizers import (
 )
 from transformers import Qwen2TokenizerFast
 
-from ...loaders.prompt_template import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
-from .grammar import describe
-from .scene import PAIRS, random_scene
+from ...loaders.source import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
+from ...micro.scene import PAIRS, describe, random_scene
 
 # The start of `QwenImageEditPipeline.prompt_template_encode`, and the end of both templates.
 EDIT_PREFIX = (

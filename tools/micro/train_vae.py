@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKLQwenImage
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 
-from .painter import encode_scenes, paint
-from .scene import SEEN_PAIRS, random_scene
+from ...micro.painter import encode_scenes, paint
+from ...micro.scene import SEEN_PAIRS, random_scene
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 from ... import __version__
 from . import definitions, thumbnails
-from .api_form import api_form
+from .graph import api_form
 from .ui_form import ui_form
 from .workflows import workflows
 

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...planning.wish import Wish
-from .graph import Link, Workflow
-from .models import EDIT_2511, TEXT_ENCODER, VAE
-from .notes import note
-from .parts import IMAGE, MODELS, PROMPT, SAMPLING, Loaded, decode, load, sample, save, shifted
+from ...planning.request import Wish
+from .graph import EDIT_2511, TEXT_ENCODER, VAE, Link, Workflow
+from .parts import (
+    IMAGE,
+    MODELS,
+    PROMPT,
+    SAMPLING,
+    Loaded,
+    decode,
+    load,
+    note,
+    sample,
+    save,
+    shifted,
+)
 
 IMAGES, MASK = "Images", "Mask"
 PICTURE = "example.png"  # ComfyUI brings it in its input folder

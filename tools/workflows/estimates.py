@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from ...planning.wish import Wish
-from .graph import Workflow
-from .models import QWEN_2512, TEXT_ENCODER, VAE
-from .notes import note
+from ...planning.request import Wish
+from .graph import QWEN_2512, TEXT_ENCODER, VAE, Workflow
 from .parts import (
     IMAGE,
     MODELS,
@@ -15,6 +13,7 @@ from .parts import (
     empty,
     encode,
     load,
+    note,
     sample,
     save,
     shifted,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...planning.families import find_family
-from ...planning.memory import weight_bytes
-from ...planning.wish import Loras, Parts, Wish
-from .graph import Workflow
-from .models import (
+from ...planning.bytes import weight_bytes
+from ...planning.request import Loras, Parts, Wish
+from ...spec import find_family
+from .graph import (
+    LIGHTNING_4,
+    LIGHTNING_8,
     PANORAMA_360,
     QWEN_2512,
     QWEN_2512_FP8,
@@ -16,9 +17,9 @@ from .models import (
     TEXT_ENCODER_FP8,
     VAE,
     ModelFile,
+    Workflow,
 )
-from .notes import note
-from .parts import decode, empty, encode, load, sample, save, shifted
+from .parts import IMAGE, MODELS, PROMPT, decode, empty, encode, load, note, sample, save, shifted
 
 FAMILY = "qwen-image-2512"
 STEPS, CFG = 50, 4.0  # of ComfyUI's own template of 2512, and of the model card
@@ -216,3 +217,92 @@ def _stored_in_fp8() -> Parts:
         transformer_bytes=bf16.total // 2,
         modulation_bytes=bf16.modulation // 2,
     )
+
+
+# Text to image in a few steps: Qwen-Image-2512 with the Lightning LoRAs made for it.
+
+
+def lightning_4_steps() -> Workflow:
+    """Four steps without guidance."""
+    return _lightning("lightning_4_steps", 4, LIGHTNING_4)
+
+
+def lightning_8_steps() -> Workflow:
+    """Eight steps without guidance."""
+    return _lightning("lightning_8_steps", 8, LIGHTNING_8)
+
+
+def _lightning(name: str, steps: int, lora_file: ModelFile) -> Workflow:
+    title = f"Lightning, {steps} steps"
+    workflow = Workflow(
+        name,
+        title,
+        note(
+            title,
+            f"Qwen-Image-2512 with the Lightning LoRA of {steps} steps: euler, simple, shift 3, "
+            "CFG 1. Without guidance there is no negative prompt.",
+            (
+                PROMPT_FIRST,
+                f"**Sample**: leave {steps} steps and CFG 1, which the LoRA was trained for.",
+                "**Model**: precision `int8` or `fp8` with **LoRA** `beside` for smaller cards; "
+                "merged into 8 bits, a LoRA is rounded once more.",
+            ),
+            files=(QWEN_2512, TEXT_ENCODER, VAE, lora_file),
+            wish=Wish(
+                family=FAMILY, precision="bf16", steps=steps, cfg="off", loras=Loras(count=1)
+            ),
+        ),
+    )
+    loaded = load(workflow, QWEN_2512, precision="bf16", lora=lora_file)
+    positive = encode(workflow, "positive", "Prompt", EXAMPLE, loaded.clip)
+    # The sampler wants a negative and at CFG 1 never looks at it: no second prompt is encoded.
+    negative = workflow.add(
+        "negative",
+        "ConditioningZeroOut",
+        "No negative",
+        PROMPT,
+        conditioning=positive,
+    )["CONDITIONING"]
+    latent = empty(workflow, SIDE, SIDE)
+    # The LoRA was trained with this shift, not with the template's 3.1.
+    model = shifted(workflow, loaded.model, 3.0)
+    painted = sample(workflow, model, positive, negative, latent, steps=steps, cfg=1.0)
+    save(workflow, decode(workflow, painted, loaded.vae))
+    return workflow
+
+
+# The workflow that runs with nothing downloaded.
+
+
+def micro_text_to_image() -> Workflow:
+    """The bundled model of 7.8 M parameters: what `make demo` runs, in ComfyUI."""
+    title = "Text to image, bundled micro model"
+    workflow = Workflow(
+        "micro_text_to_image",
+        title,
+        note(
+            title,
+            "Paints one or two coloured shapes with the small Qwen-Image that comes with this "
+            "pack. Nothing to download, and it runs on a processor too: press Run to see that "
+            "everything works.",
+            (
+                "**Prompt**: a size, a colour, a shape, a place and a background, such as `a small "
+                "red star at the top left on a blue background`.",
+                "**Model**: any file of `models/diffusion_models`; text encoder and VAE are then "
+                "found in their folders.",
+            ),
+        ),
+    )
+    load = workflow.add(
+        "load", "QwenL40S_Load", "Model", MODELS, model="micro (bundled)", precision="auto"
+    )
+    text = "a large green circle at the bottom right on a white background"
+    positive = encode(workflow, "positive", "Prompt", text, load["CLIP"])
+    negative = encode(workflow, "negative", "Negative prompt", " ", load["CLIP"])
+    latent = empty(workflow, 256, 256, id="empty")
+    painted = sample(workflow, load["MODEL"], positive, negative, latent, steps=20, cfg=4.0)
+    images = workflow.add("decode", "VAEDecode", "Decode", IMAGE, samples=painted, vae=load["VAE"])[
+        "IMAGE"
+    ]
+    save(workflow, images, "micro")
+    return workflow

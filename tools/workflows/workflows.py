@@ -5,11 +5,12 @@ from __future__ import annotations
 from .edit import edit_2511, edit_2511_three_references, inpaint
 from .estimates import estimate, estimate_generate_report
 from .graph import Workflow
-from .lightning import lightning_4_steps, lightning_8_steps
-from .micro import micro_text_to_image
 from .text_to_image import (
     batch_of_8,
+    lightning_4_steps,
+    lightning_8_steps,
     lora,
+    micro_text_to_image,
     text_to_image_2048,
     text_to_image_bf16,
     text_to_image_fp8,

@@ -1,0 +1,161 @@
+"""Prints text with names of strangers in it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from ..client.workflow import printable
+from ..errors import SettingError, UnavailableError, plain_write_errors
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+def print_text(text: str, stream: TextIO | None = None) -> None:
+    """Prints to stdout, or to another stream, what a terminal can show."""
+    stream = stream or sys.stdout
+    print(printable(text, stream), file=stream)
+
+
+# Says what to install before an import fails.
+
+ROOT = Path(__file__).resolve().parent.parent
+# What pip calls what is imported under another name.
+PIP_NAMES = {"PIL": "pillow"}
+
+
+def require_packages(
+    what: str, names: Iterable[str], *, extra: str = "standalone", instead: str = ""
+) -> None:
+    """Checks that packages can be imported, without importing them.
+
+    Args:
+        what: needs them, as the sentence begins.
+        names: of what is imported.
+        extra: of this package, which brings them.
+        instead: of installing, what else would do.
+
+    Raises:
+        UnavailableError: some are missing.
+    """
+    missing = [PIP_NAMES.get(name, name) for name in names if find_spec(name) is None]
+    if missing:
+        raise UnavailableError(
+            f"{what} needs {', '.join(missing)}, not installed here: run "
+            f'`pip install ".[{extra}]"` in {ROOT}{instead}.'
+        )
+
+
+# `--plot`: checked before the work, written after it.
+
+
+def check_plot(path: str) -> None:
+    """Refuses what could not be written.
+
+    Raises:
+        SettingError: the name does not end in .png, or is a folder.
+        UnavailableError: PIL is missing, or the folder cannot be written.
+    """
+    if not path.lower().endswith(".png"):
+        raise SettingError(f"--plot {path!r} must end in .png.")
+    if find_spec("PIL") is None:
+        raise UnavailableError(
+            "--plot needs pillow, not installed here: run `pip install pillow`, or leave it out."
+        )
+    check_target("--plot", path)
+
+
+def write_plot(image: Image.Image, path: str) -> None:
+    """Writes a PNG whole or not at all."""
+    write_whole(Path(path), png_bytes(image))
+
+
+# Writes images whole or not at all, with their settings inside, and over no file unasked.
+
+METADATA_KEY = "qwen_l40s"
+
+
+class ImageTarget:
+    """Names the images of a run from `--output`.
+
+    A file name is that file, and replaced: its name was typed. A batch numbers it, `name_00001.png`
+    and on, also replacing. A folder, or nothing for the current one, takes the first numbers that
+    are free: `image_00001.png`.
+    """
+
+    def __init__(self, output: str | None, *, stem: str = "image") -> None:
+        self.path = path = Path(output) if output else Path()
+        self.numbered = path.is_dir()
+        self.folder, self.stem = (path, stem) if self.numbered else (path.parent, path.stem)
+        if not self.numbered and path.suffix.lower() != ".png":
+            raise SettingError(f"--output {output!r} must end in .png or be a folder that exists.")
+        check_writable(self.folder)
+
+    def paths(self, images: int) -> list[Path]:
+        """Names for so many images; call it late, because other runs may write here too."""
+        if not self.numbered and images == 1:
+            return [self.path]
+        names = (self.folder / f"{self.stem}_{number:05}.png" for number in count(1))
+        free = (path for path in names if not (self.numbered and path.exists()))
+        return [next(free) for _ in range(images)]
+
+
+def check_writable(folder: Path) -> None:
+    """Creates and removes a file, because permissions alone do not show a read-only or full disk.
+
+    Raises:
+        UnavailableError: no file can be written in `folder`.
+    """
+    with plain_write_errors(folder), tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"\0")
+
+
+def check_target(option: str, text: str) -> None:
+    """Refuses a file that could not be written.
+
+    Raises:
+        SettingError: it is a folder.
+        UnavailableError: no file can be written beside it.
+    """
+    if Path(text).is_dir():
+        raise SettingError(f"{option} {text!r} is a folder: name a file in it.")
+    check_writable(Path(text).parent)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes beside the target and renames: `path` is the old file or the new one, never a part.
+
+    Raises:
+        UnavailableError: the folder is not writable or the disk is full.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with plain_write_errors(path):
+        try:
+            with part.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def png_bytes(image: Image.Image, metadata: Mapping[str, Any] | None = None) -> bytes:
+    """Encodes a PNG that carries `metadata`, if any, as JSON in its text chunk `qwen_l40s`."""
+    from PIL.PngImagePlugin import PngInfo
+
+    text = PngInfo()
+    if metadata is not None:
+        text.add_text(METADATA_KEY, json.dumps(metadata))
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", pnginfo=text)
+    return buffer.getvalue()

@@ -1,0 +1,262 @@
+"""The inputs that a node class has, read from a server's GET /object_info."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import SettingError
+
+# Inputs whose list the server does not hold them to: their class checks by itself (ComfyUI 0.33).
+UNLISTED = {
+    ("CustomCombo", "choice"),
+    ("LoadLatent", "latent"),
+    ("ModelAttentionBackend", "attention"),
+    ("SelectCLIPDevice", "device"),
+    ("SelectModelDevice", "device"),
+    ("SelectVAEDevice", "device"),
+}
+
+
+@dataclass(frozen=True)
+class NodeInput:
+    """One input.
+
+    Attributes:
+        kind: `INT`, `FLOAT`, `BOOLEAN`, `STRING`, `COMBO`, or the type of a socket.
+        rules: what object_info says beside the type: `min`, `max`, `step`, `image_upload` ...
+        choices: what a COMBO lists.
+        closed: whether the server takes nothing but what is listed.
+        required: the server refuses the node without it.
+    """
+
+    kind: str
+    rules: Mapping[str, Any] = field(default_factory=dict)
+    choices: tuple[Any, ...] = ()
+    closed: bool = False
+    required: bool = False
+
+    @property
+    def takes_image(self) -> bool:
+        return bool(self.rules.get("image_upload"))
+
+
+def node_inputs(
+    object_info: Mapping[str, Any], node: Mapping[str, Any]
+) -> dict[str, NodeInput] | None:
+    """The inputs that a node of a graph can have, by name; None for a class the server lacks.
+
+    Those that come with what is chosen (`resize_type.width`) or wired (`images.image0`) are among
+    them under their whole names.
+    """
+    described = object_info.get(node["class_type"])
+    if described is None:
+        return None
+    found: dict[str, NodeInput] = {}
+    _add_groups(found, described.get("input") or {}, node, "")
+    return found
+
+
+def is_link(value: Any) -> bool:
+    """Whether an input is wired: ComfyUI takes every list for a link."""
+    return isinstance(value, list)
+
+
+def _add_groups(
+    found: dict[str, NodeInput], groups: Mapping[str, Any], node: Mapping[str, Any], prefix: str
+) -> None:
+    for group in ("required", "optional"):
+        for name, entry in (groups.get(group) or {}).items():
+            kind = entry[0]
+            rules = entry[1] if len(entry) > 1 and isinstance(entry[1], dict) else {}
+            required = group == "required"
+            if kind == "COMFY_DYNAMICCOMBO_V3":
+                _add_dynamic_combo(found, rules, node, prefix + name)
+            elif kind == "COMFY_AUTOGROW_V3":
+                _add_growing(found, rules, node, prefix + name)
+            elif kind == "COMBO" or isinstance(kind, list):
+                listed = kind if isinstance(kind, list) else rules.get("options")
+                closed = (
+                    listed is not None
+                    and "remote" not in rules
+                    and not any(rule.endswith("_upload") for rule in rules)
+                    and (node["class_type"], name) not in UNLISTED
+                )
+                found[prefix + name] = NodeInput(
+                    "COMBO", rules, tuple(listed or ()), closed, required
+                )
+            else:
+                found[prefix + name] = NodeInput(str(kind), rules, required=required)
+
+
+def _add_dynamic_combo(
+    found: dict[str, NodeInput], rules: Mapping[str, Any], node: Mapping[str, Any], name: str
+) -> None:
+    options = {option["key"]: option["inputs"] for option in rules.get("options", ())}
+    # Not required: the server misses it only when the node runs.
+    found[name] = NodeInput("COMBO", rules, tuple(options), closed=True)
+    chosen = node["inputs"].get(name)
+    if isinstance(chosen, str) and chosen in options:
+        _add_groups(found, options[chosen], node, f"{name}.")
+
+
+def _add_growing(
+    found: dict[str, NodeInput], rules: Mapping[str, Any], node: Mapping[str, Any], name: str
+) -> None:
+    template = rules["template"]
+    grown = template.get("names") or [
+        f"{template['prefix']}{number}" for number in range(template["max"])
+    ]
+    for group, entries in template["input"].items():
+        for entry in entries.values():
+            for number, each in enumerate(grown):
+                required = group == "required" and number < template["min"]
+                one = {"required" if required else "optional": {each: entry}}
+                _add_groups(found, one, node, f"{name}.")
+
+
+# Texts that a person types, turned into what a node's input takes.
+
+WHOLE = re.compile(r"[+-]?[0-9]+")
+NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+RANGE = re.compile(r"([+-]?[0-9]+)\.\.([+-]?[0-9]+)")
+# Python refuses to read longer numbers (4300 digits); the largest seed has 20.
+DIGITS = 40
+YES = ("true", "yes", "on", "1")
+NO = ("false", "no", "off", "0")
+SHOWN = 8
+
+
+def number_range(text: str, spec: NodeInput, where: str) -> range | None:
+    """The range that `1..8` means for a number; None for any other text or input.
+
+    Raises:
+        SettingError: it runs downwards.
+    """
+    match = RANGE.fullmatch(text.strip()) if spec.kind in ("INT", "FLOAT") else None
+    if match is None:
+        return None
+    first, last = (_whole(side, where) for side in match.groups())
+    if last < first:
+        raise SettingError(
+            f"{where} is {text.strip()!r}, and a range must go upwards: write {last}..{first}."
+        )
+    return range(first, last + 1)
+
+
+def value_of(text: str, spec: NodeInput, where: str) -> Any:
+    """The value that a text means for an input.
+
+    Args:
+        where: the input's address, for messages.
+
+    Raises:
+        SettingError: the text is no such value, or breaks the input's rules.
+    """
+    if spec.kind == "INT":
+        return check_bounds(_whole(text.strip(), where), spec, where, typed=True)
+    if spec.kind == "FLOAT":
+        return check_bounds(_number(text.strip(), where), spec, where, typed=True)
+    if spec.kind == "BOOLEAN":
+        return _yes_or_no(text.strip(), where)
+    if spec.kind == "COMBO":
+        return _choice(text, spec, where)
+    if spec.kind == "STRING":
+        return text
+    raise SettingError(f"{where} takes a link of type {spec.kind}, which cannot be typed.")
+
+
+def check_bounds(value: Any, spec: NodeInput, where: str, *, typed: bool = False) -> Any:
+    """The number, where the input's rules allow it.
+
+    Args:
+        typed: holds a whole number to the step too, as the page's box does and the server does not.
+
+    Raises:
+        SettingError: it is too small, too large or between two steps.
+    """
+    least, most = spec.rules.get("min"), spec.rules.get("max")
+    least = -math.inf if least is None else least
+    most = math.inf if most is None else most
+    if not least <= value <= most:
+        raise SettingError(f"{where} is {value} and must be {_between(least, most)}.")
+    step = spec.rules.get("step")
+    if typed and isinstance(value, int) and isinstance(step, int) and step > 1:
+        over = (value - (0 if math.isinf(least) else least)) % step
+        if over:
+            near = [side for side in (value - over, value - over + step) if least <= side <= most]
+            raise SettingError(
+                f"{where} is {value} and goes in steps of {step}: take "
+                f"{' or '.join(map(str, near))}."
+            )
+    return value
+
+
+def nearest(word: str, names: Iterable[str]) -> list[str]:
+    """The names, most alike first: as a whole, or in one of their parts between dots."""
+
+    def likeness(name: str) -> float:
+        # Long texts say nothing more and take quadratic time.
+        parts = [part[:80].lower() for part in {name, *name.split(".")}]
+        return max(difflib.SequenceMatcher(None, word[:80].lower(), part).ratio() for part in parts)
+
+    return sorted(names, key=likeness, reverse=True)
+
+
+def listed(names: Sequence[str], most: int = SHOWN) -> str:
+    """The first names in words, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """A text in quotes, cut where it is long."""
+    return repr(text if len(text) <= most else f"{text[:most]}...")
+
+
+def _between(least: float, most: float) -> str:
+    if math.isinf(most):
+        return f"{least} or more"
+    if math.isinf(least):
+        return f"{most} or less"
+    return f"from {least} to {most}"
+
+
+def _whole(text: str, where: str) -> int:
+    if not WHOLE.fullmatch(text) or len(text) > DIGITS:
+        raise SettingError(
+            f"{where} is {shortened(text)} and must be a whole number such as 8, or a range such "
+            "as 1..8."
+        )
+    return int(text)
+
+
+def _number(text: str, where: str) -> float:
+    value = float(text) if NUMBER.fullmatch(text) else math.inf
+    if math.isinf(value):
+        raise SettingError(f"{where} is {shortened(text)} and must be a number such as 4.0.")
+    return value
+
+
+def _yes_or_no(text: str, where: str) -> bool:
+    if text.lower() not in (*YES, *NO):
+        raise SettingError(f"{where} is {shortened(text)} and must be true or false.")
+    return text.lower() in YES
+
+
+def _choice(text: str, spec: NodeInput, where: str) -> Any:
+    # An empty list is a folder without models, of which `check_graph` knows more to say.
+    if not spec.closed or not spec.choices:
+        return text
+    for same in (str, lambda choice: str(choice).strip().casefold()):
+        found = [choice for choice in spec.choices if same(choice) == same(text)]
+        if len(found) == 1:
+            return found[0]
+    raise SettingError(
+        f"{where} is {shortened(text)} and must be one of "
+        f"{listed(nearest(text, map(str, spec.choices)))}."
+    )

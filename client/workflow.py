@@ -1,0 +1,246 @@
+"""Text of strangers as a terminal can show it."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from PIL import Image, UnidentifiedImageError
+
+from ..errors import SettingError
+
+
+def printable(text: str, stream: TextIO) -> str:
+    """Escapes what would steer the terminal, and what its encoding lacks."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    lines = [line if line.isprintable() else ascii(line)[1:-1] for line in text.split("\n")]
+    return "\n".join(lines).encode(encoding, "backslashreplace").decode(encoding)
+
+
+# A workflow in ComfyUI's API form.
+
+Graph = dict[str, dict[str, Any]]  # {node id: {class_type, inputs, _meta?}}
+
+
+def with_inputs(graph: Graph, values: Mapping[tuple[str, str], Any]) -> Graph:
+    """A copy in which some inputs hold other values, by (node id, input).
+
+    It shares the nodes that do not change with the graph.
+    """
+    copy = dict(graph)
+    for (node, name), value in values.items():
+        copy[node] = {**copy[node], "inputs": {**copy[node]["inputs"], name: value}}
+    return copy
+
+
+# Image files on this machine, opened with Pillow.
+
+# What is asked of Pillow, so that a file cannot reach its readers of documents and video.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+
+
+def check_image(path: Path, used_by: str) -> None:
+    """Reads the first picture of a file to its end.
+
+    Args:
+        used_by: the node that wants it, for the message.
+
+    Raises:
+        SettingError: the file is missing, empty, no image, damaged, cut off or too large.
+    """
+    try:
+        if path.stat().st_size == 0:
+            raise SettingError(f"{path}, which {used_by} loads, is empty: give an image.")
+        with warnings.catch_warnings():
+            # From 89 megapixels Pillow warns, and cameras make those; from 179 it refuses.
+            warnings.simplefilter("ignore")
+            with Image.open(path, formats=_formats()) as image:
+                image.load()
+    except SettingError:
+        raise
+    except UnidentifiedImageError as error:
+        raise SettingError(
+            f"{path}, which {used_by} loads, is no image that can be read: give one of "
+            f"{', '.join(FORMATS)}."
+        ) from error
+    except Image.DecompressionBombError as error:
+        raise SettingError(
+            f"{path}, which {used_by} loads, is too large ({error}): scale it down first."
+        ) from error
+    except Exception as error:  # a damaged file makes Pillow's readers fail in many ways
+        raise SettingError(
+            f"{path}, which {used_by} loads, cannot be read ({error}): save the image again."
+        ) from error
+
+
+def png_text(path: Path, key: str) -> str | None:
+    """A text chunk of a PNG file; None where it has no such chunk.
+
+    Raises:
+        SettingError: the file is no PNG or is damaged.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(path, formats=("PNG",)) as image:
+                text = image.info.get(key)
+    except Exception as error:  # a damaged file makes Pillow's readers fail in many ways
+        raise SettingError(
+            f"{path} cannot be read as a PNG ({error}): give a workflow file in API form, or a PNG "
+            "that ComfyUI saved."
+        ) from error
+    return text if isinstance(text, str) else None
+
+
+def _formats() -> list[str]:
+    Image.init()
+    return [name for name in FORMATS if name in Image.OPEN]
+
+
+# Workflow files in ComfyUI's API form, as POST /prompt takes them.
+
+PNG_START = b"\x89PNG\r\n\x1a\n"
+EXPORT = "export it on ComfyUI's page with File > Export (API)"
+
+
+def read_workflow(path: Path) -> Graph:
+    """The graph of a workflow file.
+
+    Args:
+        path: a .json in API form, the body of a POST /prompt, or a PNG that ComfyUI saved.
+
+    Returns:
+        {node id: {class_type, inputs, _meta?}}; whatever else the file says of a node is left out.
+
+    Raises:
+        SettingError: the file is missing, or holds no workflow in API form.
+    """
+    try:
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise SettingError(
+            f"cannot read the workflow {path} ({reason}): give a workflow file in API form."
+        ) from error
+    if data.startswith(PNG_START):
+        return _graph(path, _parsed(path, _prompt_chunk(path)))
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise SettingError(
+            f"{path} is neither UTF-8 text nor a PNG: give a workflow in API form, or {EXPORT}."
+        ) from error
+    return _graph(path, _parsed(path, text))
+
+
+def _prompt_chunk(path: Path) -> str:
+    text = png_text(path, "prompt")
+    if text is None:
+        only = "only the form that the page opens" if png_text(path, "workflow") else "no workflow"
+        raise SettingError(
+            f"{path} holds {only}: give an image that ComfyUI saved with its metadata, or open the "
+            f"workflow and {EXPORT}."
+        )
+    return text
+
+
+def _parsed(path: Path, text: str) -> Any:
+    if not text.strip():
+        raise SettingError(f"{path} is empty: {EXPORT}.")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SettingError(f"{path} is not JSON ({error}): {EXPORT} again.") from error
+
+
+def _graph(path: Path, data: Any) -> Graph:
+    if isinstance(data, dict):
+        body = data.get("prompt")
+        if isinstance(body, dict) and "class_type" not in body:  # else a node of that id
+            data = body
+    if isinstance(data, dict) and isinstance(data.get("nodes"), list):
+        raise SettingError(_page_form(path))
+    if not isinstance(data, dict) or not data:
+        raise SettingError(f"{path} holds no nodes and must hold a workflow in API form: {EXPORT}.")
+    return {node: _node(path, node, described) for node, described in data.items()}
+
+
+def _page_form(path: Path) -> str:
+    sibling = path.parent / "api" / path.name
+    other = f", or give {sibling}, which is there" if sibling.is_file() else ""
+    return (
+        f"{path} is in the form that ComfyUI's page opens, and a server takes the API form: "
+        f"{EXPORT}{other}."
+    )
+
+
+def _node(path: Path, node: str, described: Any) -> dict[str, Any]:
+    kind = described.get("class_type") if isinstance(described, dict) else None
+    if not isinstance(kind, str) or not kind:
+        raise SettingError(
+            f"{path} gives no class_type for its node {node!r}, so it is damaged or was exported "
+            f"where a node pack was missing: install the pack, open the workflow and {EXPORT}."
+        )
+    if not isinstance(described.get("inputs"), dict):
+        raise SettingError(
+            f"{path} gives no inputs for its node {node!r} ({kind}), so it is damaged: {EXPORT} "
+            "again."
+        )
+    # Images of older servers say `is_changed` too, which would make equal graphs differ.
+    return {key: described[key] for key in ("class_type", "inputs", "_meta") if key in described}
+
+
+# What people call a node: the title it has on the page.
+
+
+def title(graph: Mapping[str, Any], node: str) -> str:
+    """The node's title on the page, such as `Prompt`; its class where the file names none, and its
+    id where the graph has no such node, as a server may tell of one.
+    """
+    if node not in graph:
+        return node
+    meta = graph[node].get("_meta")
+    text = meta.get("title") if isinstance(meta, dict) else None
+    if isinstance(text, str) and text.strip():
+        return text.strip()
+    return graph[node]["class_type"]
+
+
+def called(graph: Mapping[str, Any], node: str) -> str:
+    """The node in a message: `'Prompt' (CLIPTextEncode, id positive)`."""
+    if node not in graph:
+        return node
+    kind = graph[node]["class_type"]
+    text = title(graph, node)
+    return f"{kind} (id {node})" if text == kind else f"{text!r} ({kind}, id {node})"
+
+
+def plain(name: str) -> str:
+    """A name without what need not be typed right: case, spaces, dashes and underscores."""
+    return re.sub(r"[\s_-]+", "", name).casefold()
+
+
+def nodes_called(graph: Graph, name: str) -> list[str]:
+    """The ids of the nodes that a person means by `name`.
+
+    An id written exactly is that node alone. Else every node whose title or id is `name` but for
+    case, spaces, dashes and underscores.
+    """
+    if name in graph:
+        return [name]
+    wanted = plain(name)
+    if not wanted:
+        return []
+    return [node for node in graph if wanted in (plain(title(graph, node)), plain(node))]
+
+
+def input_called(graph: Graph, node: str, name: str) -> str:
+    """What to type for this node's input: `Prompt.text`, or `6.text` where the title is not the
+    node's alone.
+    """
+    text = title(graph, node)
+    return f"{text if nodes_called(graph, text) == [node] else node}.{name}"

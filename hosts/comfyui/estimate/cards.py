@@ -1,0 +1,82 @@
+"""What the estimator's nodes offer for a card; nothing of ComfyUI is imported for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import comfy.model_management
+import torch
+
+from ....errors import SettingError
+from ....machine.store import cache_folder
+from ....planning.calibration import NAME
+from ....planning.cards import BUNDLED, Card, card_by_driver, find_card, known_cards, own_list
+from ..load.precision import card_facts
+
+THIS_CARD = "this card"
+
+
+def card_choices() -> list[str]:
+    """The machine's own first, then those of the list; of the bundled one where the user's own is
+    damaged, which is told when a node runs.
+    """
+    try:
+        return [THIS_CARD, *known_cards()]
+    except SettingError:
+        return [THIS_CARD, *known_cards(BUNDLED)]
+
+
+def told_at() -> tuple[int, int]:
+    """Changes with what `qwen-l40s bench --calibrate` measured and with the user's own list."""
+    return _changed(cache_folder() / NAME), _changed(own_list())
+
+
+def _changed(path: Path) -> int:
+    """Nanoseconds; 0 where there is no file."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+# The card that an estimate is for: the one that ComfyUI runs on, or any of the list.
+
+DEFAULT_CARD = "L40S"
+
+
+@dataclass(frozen=True)
+class ChosenCard:
+    """A card, and what there is to say of the choice; empty where it was named."""
+
+    card: Card
+    note: str = ""
+
+
+def card_of(name: str = THIS_CARD, device: torch.device | None = None) -> ChosenCard:
+    """The card of a choice.
+
+    Args:
+        name: `THIS_CARD`, or one of the list.
+        device: which is meant by `THIS_CARD`; the one that ComfyUI runs on by default. A card that
+            is not in the list is a `planning.unlisted.UnlistedCard`.
+
+    Raises:
+        SettingError: no card of the list has that name; the message suggests the nearest. Or the
+            user's own list is damaged.
+    """
+    if not isinstance(name, str):
+        raise SettingError(
+            f"the card is {name!r} and must be a name: choose {THIS_CARD!r}, or one of the list, "
+            f"such as {DEFAULT_CARD!r}."
+        )
+    cards = known_cards()
+    if name != THIS_CARD:
+        return ChosenCard(find_card(name, cards))
+    device = device or comfy.model_management.get_torch_device()
+    facts = card_facts(device)
+    if facts is None:
+        where = "the processor" if device.type == "cpu" else f"{device.type}, not an NVIDIA card"
+        note = f"ComfyUI runs on {where} here: this is about one {DEFAULT_CARD}."
+        return ChosenCard(find_card(DEFAULT_CARD, cards), note)
+    return ChosenCard(card_by_driver(facts, cards))

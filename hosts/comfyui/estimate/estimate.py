@@ -1,0 +1,63 @@
+"""Estimates and advices for what a node was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ....errors import UnavailableError
+from ....planning.advise import Advice, Comparison, Market, advise, market
+from ....planning.calibration import load_calibration
+from ....planning.cards import known_cards
+from ....planning.estimate import Estimate, estimate
+from ....planning.request import Wish
+from .cards import ChosenCard
+from .request import WiredWish
+
+
+def estimate_on(chosen: ChosenCard, wired: WiredWish, usd_per_hour: float | None) -> Estimate:
+    """The estimate of a wish on a card, with what was measured on one of its name.
+
+    Raises:
+        SettingError: the price is negative or no number.
+        UnavailableError: nothing that the wish allows runs on the card.
+    """
+    card = chosen.card
+    calibration = load_calibration(card.name)
+    found = estimate(wired.wish, card, calibration=calibration, usd_per_hour=usd_per_hour)
+    notes = (*found.notes, *wired.notes, *filter(None, [chosen.note]))
+    return replace(found, notes=notes)
+
+
+@dataclass(frozen=True)
+class LoadAdvice:
+    """What a load costs on the cards of the list.
+
+    Attributes:
+        advices: The cheapest first.
+        comparisons: Of the card that this package is about with its rivals.
+    """
+
+    market: Market
+    advices: tuple[Advice, ...]
+    comparisons: tuple[Comparison, ...]
+
+
+def advise_on(wish: Wish, images_per_hour: float, prices: Mapping[str, float]) -> LoadAdvice:
+    """Ranks the cards of the list.
+
+    Args:
+        prices: {card's name: USD an hour} over those of the list.
+
+    Raises:
+        SettingError: the load is not above 0.
+        UnavailableError: no card with a price above 0 holds the wish.
+    """
+    found = market(wish, known_cards().values(), prices, load_calibration)
+    advices = advise(images_per_hour, found.offers)
+    if not any(advice.offer.fits and advice.offer.usd_per_hour for advice in advices):
+        raise UnavailableError(
+            "no card of the list that costs something holds this: choose a smaller size or batch, "
+            "leave settings on auto, or give a price above 0."
+        )
+    return LoadAdvice(found, advices, found.comparisons())

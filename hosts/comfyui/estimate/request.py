@@ -1,0 +1,220 @@
+"""A wish out of a node's settings and of what is wired into it, which decides where it can tell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ....errors import SettingError
+from ....planning.request import Loras, Parts, Wish
+from ....spec import FAMILIES, OFF_CARD, ON_CARD, Family
+from .sizes import (
+    TrueClip,
+    TrueLatent,
+    TrueModel,
+    TrueVae,
+    clip_sizes,
+    latent_sizes,
+    model_sizes,
+    vae_sizes,
+)
+
+AUTO = "auto"
+GB = 10**9
+PLAIN, LAYERED = "qwen-image", "qwen-image-layered"
+EDIT, EDIT_TIMESTEP_ZERO = "qwen-image-edit-2509", "qwen-image-edit-2511"
+# {the node's word: the wish's} of tables that stand in for modulation weights off the card.
+TABLES = {AUTO: AUTO, "on": OFF_CARD, "off": ON_CARD}
+# What a LATENT decides, as no rule refuses it before the LATENT is there.
+NO_LATENT = {"width": 16, "height": 16, "batch": 1, "layers": 0}
+
+
+@dataclass(frozen=True)
+class WiredWish:
+    """A wish, and sentences about what was taken from where."""
+
+    wish: Wish
+    notes: tuple[str, ...] = ()
+
+
+def wish_settings(
+    *,
+    tables: str = AUTO,
+    loras: int = 0,
+    lora_rank: int = 32,
+    lora_mode: str = "merged",
+    controlnet_gb: float = 0.0,
+    family: str = AUTO,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Arguments of `Wish` from a node's widgets; what is left out is the wish's own default.
+
+    Args:
+        tables: a key of `TABLES`.
+        controlnet_gb: 10**9 bytes, as files are sold; other widgets are named as the wish's.
+
+    Raises:
+        SettingError: `tables` is unknown, or the ControlNet's size is no size.
+    """
+    if tables not in TABLES:
+        raise SettingError(f"tables {tables!r} is unknown: choose {', '.join(TABLES)}.")
+    if not 0 <= controlnet_gb < math.inf:
+        raise SettingError(f"a ControlNet of {controlnet_gb} GB is no size: give 0 or more.")
+    return {
+        "family": family,
+        "precision": AUTO,
+        "text_encoder": AUTO,
+        "text_encoder_place": AUTO,
+        "references": 0,
+        "layers": 0,
+        **settings,
+        "modulation": TABLES[tables],
+        "loras": Loras(loras, lora_rank, lora_mode),
+        "controlnet_bytes": round(controlnet_gb * GB),
+    }
+
+
+def wish_from(
+    settings: Mapping[str, Any],
+    *,
+    model: Any = None,
+    clip: Any = None,
+    vae: Any = None,
+    latent: Mapping[str, Any] | None = None,
+) -> WiredWish:
+    """Joins settings with the true sizes of what is wired in.
+
+    Args:
+        settings: arguments of `Wish`, with "auto" as one more family.
+        model, clip, vae, latent: what is wired in; None for what is not. Nothing of it is moved.
+
+    Raises:
+        SettingError: a part is not Qwen-Image's, or contradicts a setting that was not left on
+            "auto"; or the wish breaks a rule of its own.
+    """
+    chosen, sizes, notes = dict(settings), dict[str, Any](), list[str]()
+    found = None if model is None else model_sizes(model)
+    if found is not None:
+        sizes |= _take_model(chosen, found, notes)
+    if clip is not None:
+        sizes |= _take_clip(chosen, clip_sizes(clip))
+    if vae is not None:
+        sizes |= _take_vae(vae_sizes(vae))
+    if latent is not None:
+        _take_latent(chosen, latent_sizes(latent))
+    wired = {"MODEL": model, "CLIP": clip, "VAE": vae, "LATENT": latent}
+    if named := [name for name, part in wired.items() if part is not None]:
+        notes.insert(0, f"Sizes are those of what is wired in: {', '.join(named)}.")
+    chosen["family"] = _family(chosen, found, notes)
+    return WiredWish(Wish(**chosen, parts=Parts(**sizes)), tuple(notes))
+
+
+def _take_model(chosen: dict[str, Any], found: TrueModel, notes: list[str]) -> dict[str, Any]:
+    chosen["precision"] = _agreed("precision", chosen["precision"], found.precision, "MODEL")
+    place = _agreed("modulation", chosen["modulation"], found.modulation, "MODEL")
+    chosen["modulation"] = place
+    if note := _form_note(found):
+        notes.append(note)
+    if found.loras.count:
+        if chosen["loras"].count:
+            raise SettingError(
+                f"{chosen['loras'].count} LoRAs are set and the wired MODEL has LoRAs of its own: "
+                "set 0, or disconnect the MODEL."
+            )
+        chosen["loras"] = found.loras
+    return {
+        "transformer": found.shape,
+        "transformer_bytes": found.bytes,
+        "modulation_bytes": found.modulation_bytes,
+    }
+
+
+def _form_note(found: TrueModel) -> str:
+    """What differs from weights and activations in bf16, or weights that this package quantized."""
+    wide = found.computed == "fp32"
+    if not (found.held or wide):
+        return ""
+    held = found.held or found.precision
+    note = f"The MODEL's weights are held in {held} and computed in {found.computed}"
+    if wide:
+        note += "; activations and times are counted as in bf16, so expect more"
+    return f"{note}."
+
+
+def _take_clip(chosen: dict[str, Any], found: TrueClip) -> dict[str, Any]:
+    name = "text encoder precision"
+    chosen["text_encoder"] = _agreed(name, chosen["text_encoder"], found.precision, "CLIP")
+    place = _agreed("text encoder place", chosen["text_encoder_place"], found.place, "CLIP")
+    chosen["text_encoder_place"] = place
+    return {"text_encoder_bytes": found.bytes}
+
+
+def _take_vae(found: TrueVae) -> dict[str, Any]:
+    return {"vae": found.shape, "vae_bytes": found.bytes}
+
+
+def _take_latent(chosen: dict[str, Any], found: TrueLatent) -> None:
+    chosen |= {
+        "width": found.width,
+        "height": found.height,
+        "batch": found.batch,
+        "layers": found.frames - 1,
+    }
+
+
+def _agreed(name: str, asked: str, found: str | None, part: str) -> str:
+    """What a part tells, else what was asked for."""
+    if found is None or asked == found:
+        return asked
+    if asked == AUTO:
+        return found
+    raise SettingError(
+        f"{name} {asked!r} contradicts the {part} that is wired in, which has {found!r}: choose "
+        f"auto, or disconnect the {part}."
+    )
+
+
+def _family(chosen: Mapping[str, Any], found: TrueModel | None, notes: list[str]) -> str:
+    """The family that was chosen, or else the one that the MODEL and the settings tell."""
+    asked = chosen["family"]
+    if asked == AUTO:
+        return _likely_family(chosen, found, notes)
+    family = FAMILIES.get(asked)
+    if found is not None and family is not None and (name := _other_family(family, found)):
+        raise SettingError(
+            f"family {asked!r} contradicts the MODEL that is wired in, which is {name!r}: choose "
+            "auto, or disconnect the MODEL."
+        )
+    return asked
+
+
+def _other_family(family: Family, found: TrueModel) -> str:
+    """What a MODEL is instead of a family; empty where it may be of it.
+
+    An Edit-2511 without its marker can be told by a node to modulate as at timestep zero.
+    """
+    if found.shape.addition_t_cond != family.layers:
+        return LAYERED if found.shape.addition_t_cond else "one without layers"
+    if found.timestep_zero and not family.timestep_zero:
+        return EDIT_TIMESTEP_ZERO
+    return ""
+
+
+def _likely_family(chosen: Mapping[str, Any], found: TrueModel | None, notes: list[str]) -> str:
+    if found is None:
+        if chosen["layers"]:
+            return LAYERED
+        return EDIT_TIMESTEP_ZERO if chosen["references"] else PLAIN
+    if found.shape.addition_t_cond:
+        return LAYERED
+    if found.timestep_zero:
+        return EDIT_TIMESTEP_ZERO
+    if not chosen["references"]:
+        return PLAIN
+    notes.append(
+        f"With references the MODEL is taken for {EDIT}: its weights do not tell Edit from it, and "
+        "a reference of Edit adds more text tokens."
+    )
+    return EDIT

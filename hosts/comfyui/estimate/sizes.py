@@ -1,0 +1,255 @@
+"""The true sizes of a MODEL, CLIP, VAE and LATENT, read where they lie.
+
+Nothing is loaded or moved for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import comfy.model_management
+import comfy.sd
+import torch
+from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
+from comfy.model_patcher import ModelPatcher
+from comfy.quant_ops import QuantizedTensor
+from comfy.text_encoders.qwen_image import QwenImageTEModel
+
+from ....errors import SettingError
+from ....planning.request import Loras
+from ....spec import (
+    OFF_CARD,
+    ON_CARD,
+    PIXELS_PER_LATENT,
+    QUANTIZED,
+    TransformerShape,
+    VaeShape,
+    whole_pixels,
+)
+from ..decode.stages import vae_shape
+from ..load.text_encoder import CPU, PlacedClip
+from ..load.weights import HELD_FORMATS
+from ..lora.bypass import KEY as BESIDE
+from ..sample.off_card import named_weights, off_card_layers
+from ..sample.optimize import why_not
+
+TIMESTEP_ZERO = "index_timestep_zero"  # how Edit-2511 has its references modulated
+FOREIGN = "another extension's quantization"
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class TrueModel:
+    """What a MODEL tells.
+
+    Attributes:
+        shape: Of its transformer.
+        bytes: Of all weights as they are held, on the card or off it.
+        modulation_bytes: Of the modulation among them.
+        precision: bf16, fp8 or int8, as which it is counted.
+        held: How most of it is held, where that is another one.
+        computed: bf16, fp16 or fp32, in which ComfyUI computes what is not quantized.
+        modulation: Where the modulation waits; None where no card has decided it.
+        loras: On it; of those beside the weights the rank that takes as many bytes.
+        timestep_zero: Whether references are modulated as at timestep zero.
+    """
+
+    shape: TransformerShape
+    bytes: int
+    modulation_bytes: int
+    precision: str
+    held: str
+    computed: str
+    modulation: str | None
+    loras: Loras
+    timestep_zero: bool
+
+
+@dataclass(frozen=True)
+class TrueClip:
+    """What a CLIP tells.
+
+    Attributes:
+        bytes: Of the whole text encoder as it is held.
+        precision: bf16, fp8 or int8, in which most of it is held.
+        place: Where it was told to stay; None where nobody did.
+    """
+
+    bytes: int
+    precision: str
+    place: str | None
+
+
+@dataclass(frozen=True)
+class TrueVae:
+    """A VAE's shape, and its weights as they are held, in bytes."""
+
+    shape: VaeShape
+    bytes: int
+
+
+@dataclass(frozen=True)
+class TrueLatent:
+    """What a LATENT asks for: pixels rounded up to whole tokens, as the model pads it."""
+
+    width: int
+    height: int
+    batch: int
+    frames: int
+
+
+def model_sizes(model: ModelPatcher) -> TrueModel:
+    """Reads a MODEL.
+
+    Raises:
+        SettingError: it is not Qwen-Image 1.x.
+    """
+    if why_not(model):
+        raise SettingError(
+            f"the MODEL is {type(model.model).__name__} and estimates are of Qwen-Image 1.x alone "
+            "(Qwen-Image, 2512, Edit, Layered): connect one of these, or none."
+        )
+    transformer = model.model.diffusion_model
+    shape = transformer_shape(transformer)
+    held = _held_in(transformer)
+    on_processor = comfy.model_management.is_device_cpu(model.load_device)
+    place = None if on_processor else ON_CARD
+    return TrueModel(
+        shape=shape,
+        bytes=comfy.model_management.module_size(transformer),
+        modulation_bytes=sum(
+            comfy.model_management.module_size(modulation)
+            for block in transformer.transformer_blocks
+            for modulation in (block.img_mod, block.txt_mod)
+        ),
+        precision=held if held in QUANTIZED else "bf16",
+        held="" if held in (*QUANTIZED, "bf16") else held,
+        computed=_name(model.model.get_dtype_inference()),
+        modulation=OFF_CARD if off_card_layers(transformer) else place,
+        loras=_loras(model, shape),
+        timestep_zero=transformer.default_ref_method == TIMESTEP_ZERO,
+    )
+
+
+def transformer_shape(transformer: QwenImageTransformer2DModel) -> TransformerShape:
+    """The sizes of a transformer's modules."""
+    blocks = transformer.transformer_blocks
+    return TransformerShape(
+        blocks=len(blocks),
+        dim=transformer.inner_dim,
+        heads=blocks[0].attn.heads,
+        head_dim=blocks[0].attn.dim_head,
+        joint_dim=transformer.txt_in.in_features,
+        in_channels=transformer.in_channels,
+        packed_out_channels=transformer.proj_out.out_features,
+        addition_t_cond=hasattr(transformer.time_text_embed, "addition_t_embedding"),
+    )
+
+
+def clip_sizes(clip: comfy.sd.CLIP) -> TrueClip:
+    """Reads a CLIP.
+
+    Raises:
+        SettingError: its text encoder is another one than Qwen-Image's.
+    """
+    encoder = getattr(clip, "cond_stage_model", None)
+    if not _is_qwen_image(encoder):
+        raise SettingError(
+            f"the CLIP's text encoder is a {type(encoder).__name__} and Qwen-Image's is Qwen2.5-VL:"
+            " connect Qwen-Image's CLIP, or none."
+        )
+    place = clip.placement if isinstance(clip, PlacedClip) else "auto"
+    # On a machine without a card everything computes on the processor, which nobody has asked for.
+    has_card = not comfy.model_management.is_device_cpu(comfy.model_management.get_torch_device())
+    if has_card and comfy.model_management.is_device_cpu(clip.patcher.load_device):
+        place = CPU
+    held = _held_in(encoder)
+    return TrueClip(
+        bytes=comfy.model_management.module_size(encoder),
+        precision=held if held in QUANTIZED else "bf16",
+        place=None if place == "auto" else place,
+    )
+
+
+def vae_sizes(vae: comfy.sd.VAE) -> TrueVae:
+    """Reads a VAE.
+
+    Raises:
+        SettingError: it is another one than Qwen-Image's.
+    """
+    model = getattr(vae, "first_stage_model", None)
+    try:
+        shape = vae_shape(model)
+    except SettingError as error:
+        raise SettingError(
+            f"the VAE is a {type(model).__name__} and not Qwen-Image's: connect Qwen-Image's VAE, "
+            "or none."
+        ) from error
+    return TrueVae(shape, comfy.model_management.module_size(model))
+
+
+def latent_sizes(latent: Mapping[str, Any]) -> TrueLatent:
+    """Reads a LATENT; an empty one of another model counts as what ComfyUI's samplers make of it.
+
+    Raises:
+        SettingError: it holds something that is no latent of Qwen-Image's.
+    """
+    samples = latent["samples"]
+    channels = VaeShape().latent_channels
+    image = not samples.is_nested and samples.ndim in (4, 5)
+    empty = image and not samples.count_nonzero()
+    if not image or (samples.shape[1] != channels and not empty):
+        what = "of several tensors" if samples.is_nested else f"{tuple(samples.shape)}"
+        raise SettingError(
+            f"the LATENT is {what} and Qwen-Image's are (batch, {channels}, height / 8, width / 8):"
+            " connect one of Qwen-Image's, or none."
+        )
+    ratio = latent.get("downscale_ratio_spacial") if empty else None
+    ratio = ratio or PIXELS_PER_LATENT
+    height, width = (whole_pixels(round(side * ratio)) for side in samples.shape[-2:])
+    frames = samples.shape[2] if samples.ndim == 5 else 1
+    return TrueLatent(width, height, len(samples), frames)
+
+
+def _is_qwen_image(encoder: Any) -> bool:
+    """Other models' text encoders are classes over Qwen-Image's, in modules of their own."""
+    own = QwenImageTEModel.__module__
+    others = (kind for kind in type(encoder).__mro__ if issubclass(kind, QwenImageTEModel))
+    return isinstance(encoder, QwenImageTEModel) and not any(
+        kind.__module__.startswith("comfy.") and kind.__module__ != own for kind in others
+    )
+
+
+def _held_in(module: torch.nn.Module) -> str:
+    """The form of most elements of weight matrices."""
+    elements: Counter[str] = Counter()
+    for _, weight in named_weights(module):
+        if weight.ndim == 2:
+            elements[_form(weight)] += weight.numel()
+    return elements.most_common(1)[0][0] if elements else "bf16"
+
+
+def _form(weight: torch.Tensor) -> str:
+    weight = getattr(weight, "data", weight)
+    if isinstance(weight, QuantizedTensor):
+        return HELD_FORMATS.get(weight._layout_cls, weight._layout_cls)
+    # Blocks of whole numbers, as GGUF's: what they are is known to what loaded them.
+    return _name(weight.dtype) if weight.is_floating_point() else FOREIGN
+
+
+def _name(dtype: torch.dtype) -> str:
+    return NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _loras(model: ModelPatcher, shape: TransformerShape) -> Loras:
+    beside = model.get_additional_models_with_key(BESIDE)
+    if not beside:
+        return Loras(count=max(map(len, model.patches.values()), default=0))
+    held = sum(comfy.model_management.module_size(patcher.model) for patcher in beside)
+    of_rank_one = 2 * sum(rows + columns for rows, columns in shape.quantizable_layers().values())
+    rank = max(1, math.ceil(held / len(beside) / of_rank_one))
+    return Loras(count=len(beside), rank=rank, mode="beside")

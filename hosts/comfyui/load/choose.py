@@ -1,0 +1,149 @@
+"""What the loader nodes offer: files and folders in ComfyUI's model folders, and the micro model.
+
+A name ends with "/" when it is a folder. Names never hold a machine's paths, so that a workflow
+opens on the next machine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import folder_paths
+
+from ....errors import CheckpointError, SettingError
+from ....loaders.source import INDEX, PLACES, Source, bundled_micro_folder, open_source
+
+MICRO = "micro (bundled)"
+AUTOMATIC = "automatic"
+# Where ComfyUI keeps each part, alone or in a full checkpoint; folders of a whole model lie in
+# `diffusers`.
+FOLDERS = {
+    "transformer": ("diffusion_models", "checkpoints"),
+    "text_encoder": ("text_encoders", "checkpoints"),
+    "vae": ("vae", "checkpoints"),
+}
+DEPTH = 2  # models/diffusers/<owner>/<name>
+
+
+def choices(role: str) -> list[str]:
+    """Files first, as ComfyUI sorts them, then folders, then the bundled micro model."""
+    files = [name for folder in FOLDERS[role] for name in folder_paths.get_filename_list(folder)]
+    return [*files, *(f"{name}/" for name in _folders(role)), MICRO]
+
+
+def resolve(name: str, role: str) -> Path:
+    """The path behind a choice.
+
+    Raises:
+        SettingError: there is no such choice; the message lists the ones that look like it.
+    """
+    if name == MICRO:
+        return bundled_micro_folder()
+    if name.endswith("/"):
+        path = _folders(role).get(name.removesuffix("/"))
+    else:
+        found = (folder_paths.get_full_path(folder, name) for folder in FOLDERS[role])
+        path = next((Path(path) for path in found if path is not None), None)
+    if path is None:
+        wanted, place = PLACES[role]
+        raise SettingError(
+            f"{name!r} is not among the files and folders for {wanted}: put it into {place} or a "
+            f"diffusers folder into models/diffusers, press R to refresh, and choose from "
+            f"{', '.join(choices(role))}."
+        )
+    return path
+
+
+def find_companion(model: Source, role: str) -> Path:
+    """The text encoder or VAE that belongs to a model: from the same folder or checkpoint, else the
+    file whose header fits.
+
+    Of several, one that is named after Qwen comes first (Wan 2.1's VAE has the same tensors), then
+    a text encoder with its vision tower, then what is not quantized, then ComfyUI's order.
+
+    Raises:
+        CheckpointError: none fits; the message says what to download to where.
+    """
+    whole = model.path.parent if os.path.isfile(model.path.parent / INDEX) else model.path
+    try:
+        return open_source(whole, role).path
+    except CheckpointError:
+        if whole != model.path:  # a diffusers folder says what is wrong with it
+            raise
+    fitting = [source for source in _sources(role) if _fits(model, source)]
+    if not fitting:
+        wanted, place = PLACES[role]
+        raise CheckpointError(
+            f"no file in {place} is {wanted} that {model.path.name} needs: download one from "
+            "huggingface.co/Comfy-Org/Qwen-Image_ComfyUI into it, or choose it by name."
+        )
+    return min(fitting, key=_rank).path
+
+
+def check_text_width(model: Source, text_encoder: Source) -> None:
+    """Raises CheckpointError when the two are of different models: sampling would fail late."""
+    takes, gives = model.part.dims.get("joint_dim"), text_encoder.part.dims.get("hidden")
+    if takes != gives:
+        raise CheckpointError(
+            f"{model.path} takes text {takes} wide and {text_encoder.path} gives {gives}: choose "
+            "the text encoder that belongs to the model."
+        )
+
+
+def _rank(source: Source) -> tuple[bool, bool, bool]:
+    # Of a component folder the name above it counts; a path's beginning says nothing of the model.
+    name = f"{source.path.parent.name}/{source.path.name}".lower()
+    blind = source.role == "text_encoder" and "vision_dim" not in source.part.dims
+    return "qwen" not in name, blind, bool(source.part.quantization.layers)
+
+
+def _fits(model: Source, source: Source) -> bool:
+    if source.role == "text_encoder":
+        return source.part.dims.get("hidden") == model.part.dims.get("joint_dim")
+    layered = model.part.family == "Qwen-Image-Layered"
+    return source.part.dims.get("image_channels") == (4 if layered else 3)
+
+
+def _sources(role: str) -> Iterator[Source]:
+    for name in choices(role):
+        if name != MICRO:
+            try:
+                yield open_source(resolve(name, role), role)
+            except CheckpointError:
+                continue  # another model's file
+
+
+def _folders(role: str) -> dict[str, Path]:
+    """{name: path} of diffusers folders, and of component folders with a sharded part."""
+    found: dict[str, Path] = {}
+    for root in _roots("diffusers", *FOLDERS[role]):
+        for path in _subfolders(root, DEPTH):
+            if _is_model_folder(path):
+                found.setdefault(path.relative_to(root).as_posix(), path)
+    return dict(sorted(found.items()))
+
+
+def _roots(*names: str) -> Iterator[Path]:
+    for name in names:
+        if name in folder_paths.folder_names_and_paths:
+            yield from map(Path, folder_paths.get_folder_paths(name))
+
+
+def _subfolders(root: Path, depth: int) -> Iterator[Path]:
+    try:
+        with os.scandir(root) as entries:
+            folders = [Path(entry.path) for entry in entries if os.path.isdir(entry.path)]
+    except OSError:  # a configured folder that does not exist
+        return
+    for folder in folders:
+        yield folder
+        # Parts of a diffusers folder are no choices of their own.
+        if depth > 1 and not os.path.isfile(folder / INDEX):
+            yield from _subfolders(folder, depth - 1)
+
+
+def _is_model_folder(path: Path) -> bool:
+    # os.path says no where a folder may not be read, or a link goes round in circles.
+    return os.path.isfile(path / INDEX) or any(path.glob("*.safetensors.index*.json"))

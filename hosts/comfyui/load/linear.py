@@ -1,0 +1,161 @@
+"""The layout of an fp8 weight with one scale for each output row, in ComfyUI's tensor protocol.
+
+Core's own fp8 layout has one scale for the whole weight. A layout class is how ComfyUI moves,
+pins, casts, patches and saves a quantized weight; the multiplication is `operations.Linear`'s.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import comfy.ops
+import torch
+from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_class
+from comfy_kitchen.tensor.base import BaseLayoutParams
+from torch.nn import functional as F
+
+from ....loaders.quantize import COMFY_QUANT, dequantize_rows, quantize_rows
+from ....optimizations.linear import choose_gemm, quantized_linear
+
+LAYOUT = "QwenL40S_FP8Rows"
+
+
+class FP8RowsLayout(QuantizedLayout):
+    """e4m3 values [N, K] and float32 scales [N, 1]; a row's largest value becomes 448."""
+
+    MIN_SM_VERSION = (8, 9)
+
+    @dataclass(frozen=True)
+    class Params(BaseLayoutParams):
+        """scale [N, 1] float32, orig_dtype, orig_shape (N, K)."""
+
+    @classmethod
+    def quantize(
+        cls,
+        tensor: torch.Tensor,
+        scale: object = None,
+        stochastic_rounding: int | None = 0,
+        inplace_ops: bool = False,
+        **options: object,
+    ) -> tuple[torch.Tensor, FP8RowsLayout.Params]:
+        """Quantizes a weight [N, K]; scales are always computed anew.
+
+        ComfyUI asks for stochastic rounding, with a seed above 0, when it merges a LoRA: a change
+        smaller than a step of the format then survives on average.
+        """
+        values, row_scale = quantize_rows(tensor, "fp8", seed=stochastic_rounding or None)
+        return values, cls.Params(row_scale, tensor.dtype, tuple(tensor.shape))
+
+    @classmethod
+    def dequantize(cls, qdata: torch.Tensor, params: FP8RowsLayout.Params) -> torch.Tensor:
+        """Returns [N, K] in the dtype that the weight stands for."""
+        return dequantize_rows(qdata, params.scale, params.orig_dtype)
+
+    @classmethod
+    def get_plain_tensors(cls, qtensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the values and the scales."""
+        return qtensor._qdata, qtensor._params.scale
+
+    @classmethod
+    def state_dict_tensors(
+        cls, qdata: torch.Tensor, params: FP8RowsLayout.Params
+    ) -> dict[str, torch.Tensor]:
+        """Returns {suffix of the weight's name: tensor}, as files hold them."""
+        return {"": qdata, "_scale": params.scale}
+
+
+register_layout_class(LAYOUT, FP8RowsLayout)
+
+
+# The Linear of quantized models, handed to ComfyUI through its `custom_operations`.
+#
+# Storage stays ComfyUI's: a `QuantizedTensor` that the host moves, offloads, faults in under
+# dynamic
+# VRAM, and patches with LoRAs. Only the multiplication is ours, on the plain tensors behind it:
+# dispatching through `QuantizedTensor` took 217 ms for 144 ms of kernels (NVIDIA H200, 1024x1024).
+
+FORMAT_OF_LAYOUT = {LAYOUT: "fp8", "TensorWiseINT8Layout": "int8"}
+
+
+def quantized_operations(compute_dtype: torch.dtype) -> type:
+    """Returns the operations class for a model whose state dict holds `.comfy_quant` entries.
+
+    Args:
+        compute_dtype: of the activations, and of every weight that is not quantized.
+    """
+    base = comfy.ops.mixed_precision_ops({"mixed_ops": True}, compute_dtype)
+
+    class Operations(base):
+        class Linear(base.Linear):
+            def _load_from_state_dict(
+                self, state_dict: dict[str, Any], prefix: str, *rest: Any
+            ) -> None:
+                if _format(state_dict.get(f"{prefix}comfy_quant")) == COMFY_QUANT["fp8"]:
+                    _load_fp8_rows(self, state_dict, prefix, compute_dtype)
+                    missing = rest[2]
+                    torch.nn.Module._load_from_state_dict(self, state_dict, prefix, *rest)
+                    missing.remove(f"{prefix}weight")
+                else:
+                    super()._load_from_state_dict(state_dict, prefix, *rest)
+
+            def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+                format = FORMAT_OF_LAYOUT.get(getattr(self, "layout_type", None))
+                if format is None or _is_rotated(self.weight):
+                    return super().forward(input, *args, **kwargs)
+                comfy.ops.run_every_op()
+                # want_requant: a LoRA that is merged while the weight is faulted in leaves it
+                # quantized.
+                with comfy.ops.CastBiasWeightContext(
+                    self, input, offloadable=True, compute_dtype=input.dtype, want_requant=True
+                ) as (weight, bias):
+                    if not isinstance(weight, QuantizedTensor):
+                        return F.linear(input, weight, bias)
+                    if self._computes_in_full_precision(input):
+                        return F.linear(input, weight.dequantize(), bias)
+                    values, scale = weight._qdata, weight._params.scale
+                    if torch.compiler.is_compiling():
+                        return quantized_linear(input, values, scale, bias, format)
+                    return _gemm(format, input.device).linear(input, values, scale, bias)
+
+            def _computes_in_full_precision(self, input: torch.Tensor) -> bool:
+                return (
+                    self._full_precision_mm
+                    or getattr(self, "comfy_force_cast_weights", False)
+                    or input.requires_grad
+                )
+
+    return Operations
+
+
+# One choice for each format and device: 720 layers ask for it in every step.
+_gemm = functools.cache(choose_gemm)
+
+
+def _format(marker: torch.Tensor | None) -> str | None:
+    return None if marker is None else json.loads(marker.numpy().tobytes()).get("format")
+
+
+def _is_rotated(weight: torch.Tensor) -> bool:
+    """ConvRot rotates activations too: ComfyUI's own operation does it in one kernel."""
+    return isinstance(weight, QuantizedTensor) and getattr(weight._params, "convrot", False)
+
+
+def _load_fp8_rows(
+    module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, compute_dtype: torch.dtype
+) -> None:
+    """Takes weight, scale and marker out of the state dict, as core does for its own formats."""
+    settings = json.loads(state_dict.pop(f"{prefix}comfy_quant").numpy().tobytes())
+    weight = state_dict.pop(f"{prefix}weight")
+    params = FP8RowsLayout.Params(
+        scale=state_dict.pop(f"{prefix}weight_scale"),
+        orig_dtype=compute_dtype,
+        orig_shape=tuple(weight.shape),
+    )
+    module.quant_format = settings["format"]
+    module.layout_type = LAYOUT
+    module._full_precision_mm_config = settings.get("full_precision_matrix_mult", False)
+    module._full_precision_mm = module._full_precision_mm_config
+    module.weight = torch.nn.Parameter(QuantizedTensor(weight, LAYOUT, params), requires_grad=False)

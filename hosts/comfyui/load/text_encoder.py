@@ -1,0 +1,362 @@
+"""A CLIP that says where its text encoder stays, and that remembers what it has encoded.
+
+ComfyUI moves the encoder to the card before each encoding, 15 GiB of the full-size one, also when
+the prompt is one of the last; and it leaves it there until something else needs the room.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID
+
+import comfy.memory_management
+import comfy.model_management
+import comfy.model_patcher
+import comfy.sd
+import comfy.text_encoders.qwen_image
+import comfy.utils
+import folder_paths
+import torch
+from comfy.model_patcher import ModelPatcher
+
+from ....errors import CheckpointError, SettingError
+from ....loaders.parts import SIZES
+from ....loaders.precision import AS_STORED, check_host_memory
+from ....loaders.source import Source, fingerprint, open_source
+from ....machine.memory import available_memory
+from ....optimizations.embedding_cache import EmbeddingCache, content_key
+from ..messages import LoadReport
+from ..record.meter import harmless
+from ..record.record import Recording, Records, note, running
+from .precision import STAGING_BYTES
+from .text_encoder_file import (
+    LANGUAGE_LINEAR,
+    Layout,
+    Prepared,
+    prepare,
+    read_layout,
+    text_only_class,
+)
+from .tokenizer import FolderTokenizer, encoder_class, find_tokenizer, tokenizer_class
+from .weights import map_tensors
+
+CPU = "cpu"
+DROP = "drop after encoding"
+# {placement: what the report says of it}
+PLACEMENTS = {
+    "auto": "ComfyUI moves it to the card and leaves it there while there is room",
+    CPU: "computes on the processor and takes no room on the card",
+    DROP: "leaves the card after each encoding, so that the transformer need not share it",
+}
+# What CLIP itself replaces in the model.
+OWN_OBJECTS = {"manual_cast_dtype"}
+
+# One for all encoders: loading one again, as `--cache-none` does, finds its results.
+RESULTS = EmbeddingCache()
+
+
+def device_options(placement: str) -> dict[str, torch.device]:
+    """What ComfyUI takes in `model_options` for a placement.
+
+    Raises:
+        SettingError: the placement is unknown.
+    """
+    if placement not in PLACEMENTS:
+        raise SettingError(
+            f"text encoder placement {placement!r} is unknown: choose {', '.join(PLACEMENTS)}."
+        )
+    cpu = torch.device("cpu")
+    if placement == CPU:
+        return {"load_device": cpu, "offload_device": cpu}
+    # Without these ComfyUI may read the weights onto the card at once, and --gpu-only keeps them.
+    return {"offload_device": cpu, "initial_device": cpu} if placement == DROP else {}
+
+
+class PlacedClip(comfy.sd.CLIP):
+    """ComfyUI's CLIP with a placement and remembered results.
+
+    Results are remembered by the content of the tokens with their weights and pictures, the layer,
+    what is to be returned, the weights with their patches and the device that computes.
+    """
+
+    placement: str
+    _weights: tuple[Any, ...]
+    _unpatched: UUID
+
+    @classmethod
+    def over(cls, clip: comfy.sd.CLIP, placement: str, weights: tuple[Any, ...]) -> PlacedClip:
+        """Takes a CLIP over that was just loaded.
+
+        Args:
+            placement: A key of `PLACEMENTS`.
+            weights: What the weights were made of and how, as `content_key` takes it.
+        """
+        placed = cls._around(clip)
+        placed.placement = placement
+        placed._weights = weights
+        placed._unpatched = clip.patcher.patches_uuid
+        return placed
+
+    @classmethod
+    def _around(cls, clip: comfy.sd.CLIP) -> PlacedClip:
+        placed = cls(no_init=True)
+        vars(placed).update(vars(clip))
+        return placed
+
+    def clone(self, disable_dynamic: bool = False) -> PlacedClip:
+        placed = self._around(super().clone(disable_dynamic=disable_dynamic))
+        placed.placement = self.placement
+        placed._weights, placed._unpatched = self._weights, self._unpatched
+        if placed.cond_stage_model is not self.cond_stage_model:
+            with harmless():
+                Records.share(placed.cond_stage_model, Records.of(self.cond_stage_model))
+        return placed
+
+    def encode_from_tokens(
+        self, tokens: Any, return_pooled: bool | str = False, return_dict: bool = False
+    ) -> Any:
+        key = self._key(tokens, return_pooled, return_dict)
+        known = RESULTS.recall(key)
+        if known is not None:
+            note(self.cond_stage_model, "text", "remembered: nothing ran")
+            return known
+        try:
+            # Leaving the card is no part of it.
+            with self._recording() as recording:
+                result = super().encode_from_tokens(tokens, return_pooled, return_dict)
+                with harmless():
+                    cond = result["cond"] if return_dict else result[0] if return_pooled else result
+                    recording.asked["tokens"] = cond.shape[1]
+        finally:
+            self._leave_card()
+        RESULTS.keep(key, result)
+        return result
+
+    def encode_from_tokens_scheduled(self, *args: Any, **kwargs: Any) -> Any:
+        # With scheduled hooks it encodes without `encode_from_tokens`.
+        scheduled = self.patcher.forced_hooks is not None and self.use_clip_schedule
+        try:
+            with self._recording() if scheduled else nullcontext():
+                return super().encode_from_tokens_scheduled(*args, **kwargs)
+        finally:
+            self._leave_card()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().generate(*args, **kwargs)
+        finally:
+            self._leave_card()
+
+    def _key(self, tokens: Any, return_pooled: bool | str, return_dict: bool) -> bytes | None:
+        """None where more than what is known here decides the result."""
+        patcher = self.patcher
+        # A clone on another card has a model of its own, while ComfyUI runs the first one.
+        if self.apply_hooks_to_conds or self.cond_stage_model is not patcher.model:
+            return None
+        if _is_altered(patcher):
+            return None
+        changed = patcher.patches_uuid != self._unpatched
+        return content_key(
+            (
+                tokens,
+                self.layer_idx,
+                return_pooled,
+                return_dict,
+                self._weights,
+                str(patcher.patches_uuid) if changed else "",
+                str(patcher.load_device),
+            )
+        )
+
+    def load_model(self, *args: Any, **kwargs: Any) -> ModelPatcher:
+        patcher = super().load_model(*args, **kwargs)
+        running(self.cond_stage_model).begin()
+        return patcher
+
+    def _recording(self) -> Recording:
+        device = self.patcher.load_device
+        path = (f"on {device}, placement {self.placement}",)
+        return Recording(self.cond_stage_model, "text", device, path)
+
+    def _leave_card(self) -> None:
+        if self.placement != DROP:
+            return
+        base = self.patcher.clone_base_uuid
+        loaded = comfy.model_management.loaded_models()
+        if any(model is not None and model.clone_base_uuid == base for model in loaded):
+            comfy.model_management.unload_model_and_clones(self.patcher, all_devices=True)
+
+
+def _is_altered(patcher: ModelPatcher) -> bool:
+    """Whether hooks, injections, callbacks or replaced objects change what the model computes.
+
+    They have no content to know them by, and not all of them change `patches_uuid`.
+    """
+    hooks = (patcher.forced_hooks, patcher.current_hooks, patcher.hook_patches or None)
+    changes = (patcher.injections, patcher.callbacks, patcher.wrappers)
+    return (
+        any(hook is not None for hook in hooks)
+        or any(changes)
+        or bool(patcher.weight_wrapper_patches)
+        or not OWN_OBJECTS.issuperset(patcher.object_patches)
+    )
+
+
+# Loads the Qwen2.5-VL text encoder into a ComfyUI CLIP.
+#
+# What the published file is goes through ComfyUI's own loading, so that every encoder node works on
+# it. Other sizes and a folder's own tokenizer go in through the places that ComfyUI has for them.
+
+PRECISIONS = ("auto", "bf16", "fp8", "int8", AS_STORED)
+# ComfyUI's own tokenizer knows ids up to this, and its padding.
+PUBLISHED_TOKENS = 151_666
+PUBLISHED_PAD = 151_643
+STORED_KINDS = {"F8_E4M3": "fp8", "F8_E5M2": "fp8", "I8": "int8"}
+
+
+def load_text_encoder(
+    path: str | os.PathLike[str],
+    precision: str = "auto",
+    placement: str = "auto",
+    *,
+    disable_dynamic: bool = False,
+) -> tuple[PlacedClip, LoadReport]:
+    """Loads the text encoder behind `path`.
+
+    Args:
+        path: ComfyUI's single file, a text_encoder/ folder, or a diffusers folder.
+        precision: auto or "as stored", bf16, fp8 or int8: how the weights of the language model
+            are held. ComfyUI computes in fp32 whatever it is.
+        placement: "auto", "cpu" or "drop after encoding": whether it is on the card, and for how
+            long.
+        disable_dynamic: loads without dynamic VRAM, as ComfyUI's own loaders take it.
+
+    Raises:
+        CheckpointError: the file is not a Qwen2.5-VL that ComfyUI can run, is damaged, or its
+            tokenizer is missing.
+        SettingError: the precision or the placement is unknown.
+        UnavailableError: host memory does not suffice.
+    """
+    if precision not in PRECISIONS:
+        raise SettingError(
+            f"text encoder precision {precision!r} is unknown: choose {', '.join(PRECISIONS)}."
+        )
+    devices = device_options(placement)
+    source = open_source(path, "text_encoder")
+    layout = read_layout(source)
+    tokenizer = _own_tokenizer(source, layout)
+    # ComfyUI has no dynamic VRAM for what computes on the processor.
+    mapped = comfy.memory_management.aimdo_enabled and not disable_dynamic and placement != CPU
+    _check_memory(source, layout, precision, mapped)
+    prepared = prepare(source, layout, map_tensors(source), precision)
+    options = _model_options(layout, tokenizer, prepared) | devices
+    clip = _build(source, tokenizer, prepared, options, disable_dynamic)
+    clip.patcher.cached_patcher_init = (
+        load_text_encoder_patcher,
+        (os.fspath(path), precision, placement),
+    )
+    ids = (tokenizer.start, tokenizer.user, tokenizer.pad) if tokenizer else ()
+    made_of = fingerprint(source.files), precision, layout.config, ids, clip.is_dynamic()
+    reason = {"auto": "auto: as stored", AS_STORED: AS_STORED}.get(precision, "requested")
+    size = SIZES.get((source.part.dims["hidden"], source.part.blocks))
+    return PlacedClip.over(clip, placement, made_of), LoadReport(
+        what="text encoder",
+        path=source.path,
+        family=f"{source.part.family}, {size}" if size else source.part.family,
+        precision=prepared.precision,
+        reason=f"{reason}; ComfyUI computes this encoder in fp32",
+        bytes=clip.patcher.model_size(),
+        notes=(f"placement {placement}: {PLACEMENTS[placement]}", *layout.notes, *prepared.notes),
+    )
+
+
+def load_text_encoder_patcher(
+    path: str, precision: str, placement: str, disable_dynamic: bool = False
+) -> comfy.model_patcher.ModelPatcher:
+    """Loads the same text encoder once more, for ComfyUI's clones on other devices and without
+    dynamic VRAM.
+    """
+    return load_text_encoder(path, precision, placement, disable_dynamic=disable_dynamic)[0].patcher
+
+
+def _own_tokenizer(source: Source, layout: Layout) -> FolderTokenizer | None:
+    """The tokenizer beside the file; None where ComfyUI's own fits."""
+    published = layout.vocabulary >= PUBLISHED_TOKENS
+    return None if published else find_tokenizer(source, layout.vocabulary)
+
+
+def _model_options(
+    layout: Layout, tokenizer: FolderTokenizer | None, prepared: Prepared
+) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if layout.config:
+        options["qwen25_7b_model_config"] = dict(layout.config)
+    if not layout.vision:
+        options["qwen25_7b_class"] = text_only_class(tokenizer.pad if tokenizer else PUBLISHED_PAD)
+    if prepared.converted:
+        # These layers take a weight over, where the plain ones would copy it.
+        options["quantization_metadata"] = {"mixed_ops": True}
+    return options
+
+
+def _build(
+    source: Source,
+    tokenizer: FolderTokenizer | None,
+    prepared: Prepared,
+    options: dict[str, Any],
+    disable_dynamic: bool,
+) -> comfy.sd.CLIP:
+    tensors = prepared.tensors
+    embeddings = folder_paths.get_folder_paths("embeddings")
+    if tokenizer is None:
+        if comfy.sd.detect_te_model(tensors) is not comfy.sd.TEModel.QWEN25_7B:
+            raise CheckpointError(
+                f"{source.path} is not recognized by ComfyUI as the Qwen2.5-VL 7B of "
+                "Qwen-Image: get the model's own text encoder."
+            )
+        return comfy.sd.load_text_encoder_state_dicts(
+            [tensors],
+            embedding_directory=embeddings,
+            clip_type=comfy.sd.CLIPType.QWEN_IMAGE,
+            model_options=options,
+            disable_dynamic=disable_dynamic,
+        )
+    base = comfy.text_encoders.qwen_image.te(**comfy.sd.llama_detect([tensors]))
+    target = SimpleNamespace(
+        params={},
+        clip=encoder_class(base, tokenizer),
+        tokenizer=tokenizer_class(tokenizer, int(source.part.dims["hidden"])),
+    )
+    return comfy.sd.CLIP(
+        target,
+        embedding_directory=embeddings,
+        parameters=comfy.utils.calculate_parameters(tensors),
+        state_dict=[tensors],
+        model_options=options,
+        disable_dynamic=disable_dynamic,
+    )
+
+
+def _check_memory(source: Source, layout: Layout, precision: str, mapped: bool) -> None:
+    """Refuses what host memory cannot hold, before weights are read.
+
+    Args:
+        mapped: whether weights that need no conversion stay in the file.
+    """
+    target = precision if precision in ("bf16", "fp8", "int8") else None
+    needed = converted = 0
+    for name, info in layout.infos.items():
+        rounded = target in ("fp8", "int8") and LANGUAGE_LINEAR.fullmatch(name)
+        if rounded and STORED_KINDS.get(info.dtype) != target:
+            converted += info.elements
+        elif info.dtype in STORED_KINDS:  # taken over as it is mapped, or dequantized
+            converted += 2 * info.elements if target == "bf16" else 0
+        elif target and info.dtype != "BF16":
+            converted += 2 * info.elements
+        elif not mapped:
+            needed += info.nbytes
+    needed += converted + (STAGING_BYTES if converted else 0)
+    check_host_memory(needed, available_memory(), f"{source.path.name} in {precision}")

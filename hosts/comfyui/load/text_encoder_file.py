@@ -1,0 +1,385 @@
+"""Which of ComfyUI's Qwen2.5-VL classes a file fits, and the class for a language model alone.
+
+ComfyUI's class is the published 7B. Its sizes can be set; the vision tower, 1280 wide with 32
+blocks, is always built.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import comfy.sd1_clip
+import comfy.utils
+import torch
+from comfy.text_encoders.llama import BaseLlama, Llama2_, Qwen25_7BVLI, Qwen25_7BVLI_Config
+
+from ....errors import CheckpointError, UnavailableError
+from ....loaders.convert import check_finite, check_names, shapes_of, text_encoder_name_to_native
+from ....loaders.header import TensorInfo
+from ....loaders.parts import SIZES
+from ....loaders.quantize import quantize_layers
+from ....loaders.source import Source
+from ....loaders.stored import KINDS, StoredLayer, accompanies, stored_layers
+from .precision import STAGING_BYTES
+
+HEAD_DIM = 128  # fixed in ComfyUI's class
+VISION_DIM = 1280
+HEAD = "model.lm_head."
+VISION = "visual."
+ONLY_7B = "Qwen-Image needs the 7B, which is 3584 wide: get the model's own text encoder."
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a file fits ComfyUI's class.
+
+    Args:
+        names: {native name: name in the file, less its prefix} of what is loaded.
+        infos: {native name: header entry} of the same.
+        config: the sizes that differ from the published 7B.
+        vision: whether the vision tower is loaded.
+        vocabulary: rows of the embedding.
+        notes: sentences about what is left out.
+    """
+
+    names: Mapping[str, str]
+    infos: Mapping[str, TensorInfo]
+    config: Mapping[str, Any]
+    vision: bool
+    vocabulary: int
+    notes: tuple[str, ...]
+
+
+def read_layout(source: Source) -> Layout:
+    """Reads names and shapes from the headers.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected, or of a shape that ComfyUI cannot compute;
+            or the file is another size of Qwen2.5-VL.
+    """
+    dims = source.part.dims
+    other = SIZES.get((dims.get("hidden"), source.part.blocks))
+    if other not in (None, "7B"):
+        raise CheckpointError(f"{source.path} is the {other} of Qwen2.5-VL: {ONLY_7B}")
+    config = _model_config(source)
+    names, infos = _native_names(source)
+    notes = []
+    if any(name.startswith(HEAD) for name in names):
+        notes.append("lm_head left out: prompts are encoded, not continued")
+    vision = dims.get("vision_dim") == VISION_DIM
+    if not vision:
+        found = dims.get("vision_dim")
+        notes.append(
+            "no vision tower in it: encoders for Edit that take images will not work"
+            if found is None
+            else f"vision tower left out: it is {found} wide and ComfyUI's class has "
+            f"{VISION_DIM}, so encoders for Edit that take images will not work"
+        )
+    loaded = {
+        native: name
+        for native, name in names.items()
+        if not native.startswith(HEAD) and (vision or not native.startswith(VISION))
+    }
+    model = (Qwen25_7BVLI if vision else TextOnlyQwen25)(config, torch.bfloat16, "meta", torch.nn)
+    shapes = {name: infos[name].shape for name in loaded if not accompanies(name)}
+    check_names(source.path, shapes, shapes_of(model), "ComfyUI's Qwen2.5-VL")
+    return Layout(
+        names=loaded,
+        infos={name: infos[name] for name in loaded},
+        config=config,
+        vision=vision,
+        vocabulary=int(dims["vocabulary"]),
+        notes=tuple(notes),
+    )
+
+
+def _native_names(source: Source) -> tuple[dict[str, str], dict[str, TensorInfo]]:
+    names: dict[str, str] = {}
+    infos: dict[str, TensorInfo] = {}
+    for name, info in source.tensors.items():
+        native = text_encoder_name_to_native(name)
+        if native in names:
+            raise CheckpointError(
+                f"{source.path} holds {native!r} twice, as {names[native]!r} and as {name!r}: get "
+                "the file from the model's own source."
+            )
+        names[native], infos[native] = name, info
+    return names, infos
+
+
+def _model_config(source: Source) -> dict[str, Any]:
+    """The sizes from the tensors, and from config.json what no tensor tells."""
+    dims = source.part.dims
+    nested = source.config.get("text_config")
+    settings = {**source.config, **nested} if isinstance(nested, dict) else dict(source.config)
+    found = {
+        "vocab_size": dims.get("vocabulary"),
+        "hidden_size": dims.get("hidden"),
+        "intermediate_size": dims.get("intermediate"),
+        "num_hidden_layers": source.part.blocks,
+        "num_attention_heads": _heads(source, "q_dim", settings.get("num_attention_heads")),
+        "num_key_value_heads": _heads(source, "kv_dim", settings.get("num_key_value_heads")),
+        "rms_norm_eps": settings.get("rms_norm_eps"),
+        "rope_theta": _rope_theta(settings),
+    }
+    missing = [
+        name for name in ("vocab_size", "hidden_size", "intermediate_size") if not found[name]
+    ]
+    if missing:
+        raise CheckpointError(
+            f"{source.path} lacks the tensors that tell its {missing[0]}: download it again."
+        )
+    published = Qwen25_7BVLI_Config()
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not None and value != getattr(published, name)
+    }
+
+
+def _heads(source: Source, dim: str, declared: object) -> int:
+    width = int(source.part.dims.get(dim, 0))
+    heads, rest = divmod(width, HEAD_DIM)
+    if rest or not heads or declared not in (None, heads):
+        raise CheckpointError(
+            f"{source.path} projects to {width} in {declared or 'an unknown number of'} heads and "
+            f"ComfyUI computes this encoder with heads of {HEAD_DIM}: {ONLY_7B}"
+        )
+    return heads
+
+
+def _rope_theta(settings: Mapping[str, Any]) -> float | None:
+    nested = settings.get("rope_parameters")
+    inner = nested.get("rope_theta") if isinstance(nested, dict) else None
+    return settings.get("rope_theta", inner)
+
+
+class TextOnlyQwen25(BaseLlama, torch.nn.Module):
+    """The language model as ComfyUI's `Qwen25_7BVLI` has it, without the vision tower."""
+
+    def __init__(
+        self,
+        config_dict: Mapping[str, Any],
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        operations: Any,
+    ) -> None:
+        super().__init__()
+        config = Qwen25_7BVLI_Config(**config_dict)
+        self.num_layers = config.num_hidden_layers
+        self.model = Llama2_(config, device=device, dtype=dtype, ops=operations)
+        self.dtype = dtype
+
+    def preprocess_embed(self, embed: Mapping[str, Any], device: torch.device) -> None:
+        """Refuses images, which the host would leave out of the prompt without a word."""
+        refuse_images()
+
+
+def refuse_images() -> None:
+    """Raises UnavailableError: the prompt has an image and nothing here can see it."""
+    raise UnavailableError(
+        "this text encoder was loaded without a vision tower, which the image in the prompt needs: "
+        "load the text encoder of a Qwen-Image-Edit model, or encode without an image."
+    )
+
+
+def text_only_class(pad: int) -> type[comfy.sd1_clip.SDClipModel]:
+    """The class that replaces ComfyUI's `Qwen25_7BVLIModel`; `pad` is its tokenizer's padding."""
+
+    class TextOnlyModel(comfy.sd1_clip.SDClipModel):
+        def __init__(
+            self,
+            device: torch.device | str = "cpu",
+            dtype: torch.dtype | None = None,
+            model_options: Mapping[str, Any] | None = None,
+        ) -> None:
+            super().__init__(
+                device=device,
+                textmodel_json_config={},
+                dtype=dtype,
+                special_tokens={"pad": pad},
+                layer_norm_hidden_state=False,
+                model_class=TextOnlyQwen25,
+                enable_attention_masks=True,
+                return_attention_masks=True,
+                model_options=model_options or {},
+            )
+
+    return TextOnlyModel
+
+
+# Brings the weights of a Qwen2.5-VL into a form that ComfyUI's own layers load.
+#
+# ComfyUI computes this encoder in fp32 and dequantizes each layer for it, so a quantized text
+# encoder
+# saves memory and reading, and only the error of the weights counts. What ComfyUI has no format for
+# becomes bf16.
+
+LANGUAGE_LINEAR = re.compile(
+    r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight"
+)
+PLAIN = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What ComfyUI is to load.
+
+    Args:
+        tensors: {native name: tensor}; mapped, unless they were converted.
+        converted: whether any is a new tensor in plain memory.
+        precision: what most of the language model is held in, in words.
+        notes: sentences about what was changed.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    converted: bool
+    precision: str
+    notes: tuple[str, ...]
+
+
+def prepare(
+    source: Source, layout: Layout, mapped: Mapping[str, torch.Tensor], precision: str
+) -> Prepared:
+    """Converts what has to be; of the rest nothing is read but vectors and scales.
+
+    Args:
+        mapped: {name in the file, less its prefix: tensor}.
+        precision: bf16, fp8 or int8, of the language model's linear layers; anything else leaves
+            all as stored.
+
+    Raises:
+        CheckpointError: a weight or a scale cannot be used; the message names it.
+    """
+    target = precision if precision in ("bf16", "fp8", "int8") else None
+    tensors = {native: mapped[name] for native, name in layout.names.items()}
+    stored = _stored(source, layout, tensors)
+    ready: dict[str, torch.Tensor] = {}
+    to_round: list[str] = []
+    converted = False
+    for native, tensor in tensors.items():
+        if accompanies(native):
+            continue
+        layer = native.removesuffix(".weight")
+        entry = stored.get(layer)
+        fits = entry is not None and _fits_core(entry)
+        if target in ("fp8", "int8") and LANGUAGE_LINEAR.fullmatch(native):
+            if fits and KINDS[tensor.dtype] == target:
+                ready |= entry.tensors(layer)
+            else:
+                to_round.append(layer)
+        elif fits and target != "bf16":
+            ready |= entry.tensors(layer)
+        else:
+            plain = entry.dequantized() if entry else _plain(tensor, target)
+            if plain is not tensor or tensor.dim() < 2:
+                check_finite(source.path, native, plain)
+            converted |= plain is not tensor
+            ready[native] = plain
+
+    def weight_of(layer: str) -> torch.Tensor:
+        entry = stored.get(layer)
+        return entry.dequantized(torch.float32) if entry else tensors[f"{layer}.weight"]
+
+    if to_round:
+        ready |= _rounded(source.path, to_round, weight_of, target)
+    return Prepared(
+        tensors=ready,
+        converted=converted or bool(to_round),
+        precision=_precision(ready),
+        notes=tuple(_notes(stored, to_round, target)),
+    )
+
+
+def _stored(
+    source: Source, layout: Layout, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, StoredLayer]:
+    declared = source.part.quantization.settings
+    settings = {
+        native.removesuffix(".weight"): declared.get(name.removesuffix(".weight"), {})
+        for native, name in layout.names.items()
+    }
+    try:
+        return stored_layers(tensors, settings)
+    except CheckpointError as error:
+        raise CheckpointError(f"{source.path}: {error}") from error
+
+
+def _fits_core(entry: StoredLayer) -> bool:
+    """Whether ComfyUI's own layers take it: their fp8 has one scale for the weight."""
+    return entry.weight.dtype == torch.int8 or entry.scale.dim() == 0
+
+
+def _plain(tensor: torch.Tensor, target: str | None) -> torch.Tensor:
+    """As stored, or in bf16 where that was asked for or the dtype is none to compute with."""
+    keep = tensor.dtype in PLAIN and target is None
+    return tensor if keep else tensor.to(torch.bfloat16)
+
+
+def _rounded(
+    path: Path, layers: list[str], weight_of: Callable[[str], torch.Tensor], target: str
+) -> dict[str, torch.Tensor]:
+    """Quantizes layers one by one, on the card if there is one."""
+    device = comfy.model_management.get_torch_device()
+    shapes: dict[str, torch.Size] = {}
+
+    def matrix(layer: str) -> torch.Tensor:
+        weight = weight_of(layer)
+        shapes[layer] = weight.shape
+        # fp8 has one scale for the whole weight, which is then one row.
+        return weight.reshape(1, -1) if target == "fp8" else weight
+
+    comfy.model_management.free_memory(STAGING_BYTES, device)
+    progress = comfy.utils.ProgressBar(len(layers))
+    try:
+        # The bar raises when the user cancels the prompt.
+        rounded = quantize_layers(layers, matrix, target, device, lambda: progress.update(1))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    ready: dict[str, torch.Tensor] = {}
+    for layer, (values, scale) in rounded.items():
+        scale = scale.reshape(()) if target == "fp8" else scale
+        ready |= StoredLayer(values.reshape(shapes[layer]), scale, target).tensors(layer)
+    return ready
+
+
+def _precision(tensors: Mapping[str, torch.Tensor]) -> str:
+    names = {**PLAIN, **KINDS}
+    found = {
+        names[tensor.dtype] for name, tensor in tensors.items() if LANGUAGE_LINEAR.fullmatch(name)
+    }
+    return " and ".join(sorted(found))
+
+
+def _notes(stored: Mapping[str, StoredLayer], rounded: list[str], target: str | None) -> list[str]:
+    notes = []
+    if rounded:
+        scales = "one scale for each " + ("weight" if target == "fp8" else "row")
+        notes.append(
+            f"{len(rounded)} layers quantized to {target}, {scales}; embedding, norms and vision "
+            "tower are not"
+        )
+    if twice := sum(layer in stored for layer in rounded):
+        notes.append(f"{twice} of them were quantized in the file: both errors add up")
+    if stored and target == "bf16":
+        notes.append("dequantized, which does not bring back what the file's format lost")
+    elif odd := sum(not _fits_core(stored[layer]) for layer in stored.keys() - set(rounded)):
+        notes.append(
+            f"{odd} layers in fp8 with one scale for each row became bf16: ComfyUI's layers take "
+            "one for the weight"
+        )
+    if any(_is_unscaled(entry) for entry in stored.values()):
+        notes.append(
+            "the file's fp8 has no scales, which loses small weights: a scaled or a bf16 file "
+            "follows prompts more closely"
+        )
+    return notes
+
+
+def _is_unscaled(entry: StoredLayer) -> bool:
+    return entry.format == "fp8" and entry.scale.dim() == 0 and float(entry.scale) == 1.0

@@ -1,0 +1,156 @@
+"""Uses a model folder's own tokenizer where ComfyUI would use that of the published Qwen2.5-VL.
+
+ComfyUI finds the end of the chat template by the ids of the published vocabulary; here the same
+search runs with the ids of the folder's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import comfy.sd1_clip
+import torch
+from comfy.text_encoders.qwen_image import QwenImageTEModel, QwenImageTokenizer
+from transformers import Qwen2Tokenizer
+
+from ....errors import CheckpointError
+from ....loaders.source import TEMPLATE_PREFIX, Source, check_prefix, holds_tokenizer
+from .text_encoder_file import refuse_images
+
+START = "<|im_start|>"
+USER = "user\n"
+NAME = "qwen25_7b"  # what ComfyUI's Qwen-Image classes call this encoder
+
+
+@dataclass(frozen=True)
+class FolderTokenizer:
+    """A tokenizer on disk and the ids that this package asks it for.
+
+    Args:
+        folder: holds tokenizer.json, or vocab.json with merges.txt.
+        start: id of `<|im_start|>`.
+        user: ids of `user` and a line end, which follow it before the prompt.
+        pad: id for padding.
+    """
+
+    folder: Path
+    start: int
+    user: tuple[int, ...]
+    pad: int
+
+
+def find_tokenizer(source: Source, vocabulary: int) -> FolderTokenizer:
+    """Finds the tokenizer beside a text encoder: in `tokenizer/` next to its folder, or with it.
+
+    Raises:
+        CheckpointError: there is none or it is broken, it has more tokens than the embedding has
+            rows, or it cuts the chat template into another number of tokens than Qwen-Image's.
+    """
+    weights = source.files[0].parent
+    folders = (weights.parent / "tokenizer", weights)
+    folder = next((folder for folder in folders if holds_tokenizer(folder)), None)
+    if folder is None:
+        raise CheckpointError(
+            f"{source.path} has {vocabulary} tokens, so ComfyUI's own tokenizer does not fit it, "
+            f"and {folders[0]} holds neither tokenizer.json nor vocab.json with merges.txt: put "
+            "the model's tokenizer there."
+        )
+    try:
+        tokenizer = Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the tokenizers package raises no narrower class
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{folder} holds a tokenizer that cannot be read ({reason}): download it again."
+        ) from error
+    if len(tokenizer) > vocabulary:
+        raise CheckpointError(
+            f"{folder} has {len(tokenizer)} tokens and {source.path} embeds {vocabulary}: use the "
+            "tokenizer and the text encoder of one model."
+        )
+    check_prefix(folder, len(tokenizer(TEMPLATE_PREFIX).input_ids))
+    user = tokenizer(USER).input_ids
+    pad = tokenizer.pad_token_id
+    return FolderTokenizer(
+        folder=folder,
+        start=tokenizer.convert_tokens_to_ids(START),
+        user=tuple(user),
+        pad=-1 if pad is None else pad,
+    )
+
+
+def end_of_template(ids: Sequence[object], tokenizer: FolderTokenizer) -> int:
+    """Counts the tokens up to the prompt: through the second `<|im_start|>` and `user` and a line
+    end after it. Images and textual inversions in `ids` are no numbers.
+    """
+    starts = [index for index, token in enumerate(ids) if _is(token, tokenizer.start)][:2]
+    if not starts:
+        return 0
+    after = starts[-1] + 1
+    header = ids[after : after + len(tokenizer.user)]
+    matches = len(header) == len(tokenizer.user) and all(map(_is, header, tokenizer.user))
+    end = after + len(tokenizer.user)
+    return end if matches and len(ids) > end else starts[-1]
+
+
+def _is(token: object, expected: int) -> bool:
+    return not torch.is_tensor(token) and token == expected
+
+
+def tokenizer_class(tokenizer: FolderTokenizer, width: int) -> type[QwenImageTokenizer]:
+    """ComfyUI's `QwenImageTokenizer` over the folder's vocabulary, for embeddings `width` wide."""
+
+    class Words(comfy.sd1_clip.SDTokenizer):
+        def __init__(
+            self, embedding_directory: object = None, tokenizer_data: dict[str, Any] | None = None
+        ) -> None:
+            super().__init__(
+                str(tokenizer.folder),
+                pad_with_end=False,
+                embedding_size=width,
+                embedding_key=NAME,
+                tokenizer_class=Qwen2Tokenizer,
+                has_start_token=False,
+                has_end_token=False,
+                pad_to_max_length=False,
+                max_length=99999999,
+                min_length=1,
+                pad_token=tokenizer.pad,
+                tokenizer_data=tokenizer_data or {},
+                tokenizer_args={"local_files_only": True},
+            )
+
+    class Tokenizer(QwenImageTokenizer):
+        def __init__(
+            self, embedding_directory: object = None, tokenizer_data: dict[str, Any] | None = None
+        ) -> None:
+            data = {**(tokenizer_data or {}), f"{NAME}_tokenizer_class": Words}
+            super().__init__(embedding_directory=embedding_directory, tokenizer_data=data)
+
+        def tokenize_with_weights(
+            self, text: str, return_word_ids: bool = False, *args: Any, **kwargs: Any
+        ) -> dict[str, Any]:
+            if len(kwargs.get("images", ())) > 0:
+                refuse_images()
+            return super().tokenize_with_weights(text, return_word_ids, *args, **kwargs)
+
+    return Tokenizer
+
+
+def encoder_class(
+    base: type[QwenImageTEModel], tokenizer: FolderTokenizer
+) -> type[QwenImageTEModel]:
+    """`base`, which is ComfyUI's, cutting off the template by the folder's ids."""
+
+    class Encoder(base):
+        def encode_token_weights(
+            self, token_weight_pairs: dict[str, Any], template_end: int = -1
+        ) -> Any:
+            if template_end == -1:
+                ids = [pair[0] for pair in token_weight_pairs[NAME][0]]
+                template_end = end_of_template(ids, tokenizer)
+            return super().encode_token_weights(token_weight_pairs, template_end=template_end)
+
+    return Encoder

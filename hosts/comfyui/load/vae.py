@@ -1,0 +1,123 @@
+"""Loads the Qwen-Image VAE into a ComfyUI VAE, from native and from diffusers names."""
+
+from __future__ import annotations
+
+import os
+
+import comfy.ldm.wan.vae
+import comfy.model_patcher
+import comfy.sd
+import torch
+
+from ....errors import CheckpointError, SettingError
+from ....loaders.convert import check_finite, check_names, shapes_of, vae_name_to_native
+from ....loaders.source import Source, open_source
+from ..messages import LoadReport
+from .weights import map_tensors
+
+DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# Other dtypes are quantized, and their scales would be lost.
+PLAIN_DTYPES = ("F32", "F16", "BF16")
+NATIVE = "decoder.middle.0.residual.0.gamma"
+LATENT_CHANNELS = 16
+
+
+def load_vae(
+    path: str | os.PathLike[str], precision: str = "auto"
+) -> tuple[comfy.sd.VAE, LoadReport]:
+    """Loads the VAE behind `path`: Qwen-Image's with 3 channels, or Layered's with 4.
+
+    Args:
+        path: a safetensors file, a vae/ folder, or a diffusers folder.
+        precision: auto (what ComfyUI chooses for the card), bf16 or fp32.
+
+    Raises:
+        CheckpointError: the file is not a Qwen-Image VAE, or is damaged.
+        SettingError: the precision is unknown.
+    """
+    if precision not in DTYPES:
+        raise SettingError(f"VAE precision {precision!r} is unknown: choose {', '.join(DTYPES)}.")
+    source = open_source(path, "vae")
+    names = _native_names(source)
+    _check(source, names)
+    mapped = map_tensors(source)
+    tensors = {native: mapped[name] for name, native in names.items()}
+    for name, tensor in tensors.items():
+        check_finite(source.path, name, tensor)
+    vae = comfy.sd.VAE(sd=tensors, dtype=DTYPES[precision])
+    vae.throw_exception_if_invalid()
+    vae.patcher.cached_patcher_init = (load_vae_patcher, (os.fspath(path), precision))
+    return vae, LoadReport(
+        what="VAE",
+        path=source.path,
+        family=source.part.family,
+        precision=NAMES.get(vae.vae_dtype, str(vae.vae_dtype)),
+        reason="requested" if DTYPES[precision] else f"auto: ComfyUI's choice on {vae.device}",
+        bytes=vae.model_size(),
+        notes=_notes(source, names),
+    )
+
+
+def load_vae_patcher(
+    path: str, precision: str, disable_dynamic: bool = False
+) -> comfy.model_patcher.ModelPatcher:
+    """Loads the same VAE once more, for ComfyUI's clones on other devices.
+
+    ComfyUI's VAE has no way to be built without dynamic VRAM: as in its own loader,
+    `disable_dynamic` changes nothing.
+    """
+    return load_vae(path, precision)[0].patcher
+
+
+def _native_names(source: Source) -> dict[str, str]:
+    """{name in the file, less its prefix: native name}"""
+    names = list(source.tensors)
+    if NATIVE in names:
+        return {name: name for name in names}
+    return {name: vae_name_to_native(name) for name in names}
+
+
+def _check(source: Source, names: dict[str, str]) -> None:
+    """Compares names, shapes and dtypes in the header with ComfyUI's class."""
+    tensors = source.tensors
+    infos = {native: tensors[name] for name, native in names.items()}
+    for name, info in infos.items():
+        if info.dtype not in PLAIN_DTYPES:
+            raise CheckpointError(
+                f"{source.path} holds {name!r} as {info.dtype} and a VAE must be stored in "
+                f"{', '.join(PLAIN_DTYPES)}: use the unquantized file."
+            )
+    found = {name: info.shape for name, info in infos.items()}
+    dim = source.part.dims.get("dim")
+    if not dim:
+        raise CheckpointError(
+            f"{source.path} lacks the norm before the decoder's last layer, which tells how wide "
+            "the VAE is: download it again."
+        )
+    with torch.device("meta"):
+        expected = comfy.ldm.wan.vae.WanVAE(
+            dim=int(dim),
+            z_dim=LATENT_CHANNELS,
+            dim_mult=[1, 2, 4, 4],
+            num_res_blocks=2,
+            attn_scales=[],
+            temperal_downsample=[False, True, True],
+            image_channels=_channels(found, "encoder.conv1.weight", 1),
+            conv_out_channels=_channels(found, "decoder.head.2.weight", 0),
+        )
+    check_names(source.path, found, shapes_of(expected), "the Qwen-Image VAE")
+
+
+def _channels(found: dict[str, tuple[int, ...]], name: str, axis: int) -> int:
+    shape = found.get(name, ())
+    return shape[axis] if len(shape) == 5 else 3
+
+
+def _notes(source: Source, names: dict[str, str]) -> tuple[str, ...]:
+    notes = []
+    if any(name != native for name, native in names.items()):
+        notes.append("diffusers names converted to ComfyUI's")
+    if source.part.dims.get("image_channels") == 4:
+        notes.append("4 channels: it decodes to RGBA, for Qwen-Image-Layered")
+    return tuple(notes)

@@ -1,0 +1,270 @@
+"""Applies a LoRA file to a MODEL by ComfyUI's own protocol, and tells what came of it.
+
+Everything that is wrong with the file is found here, before sampling: ComfyUI itself logs a line
+for each tensor that it skips or cannot add, and samples on.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import comfy.lora
+import comfy.lora_convert
+import comfy.utils
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.quant_ops import QuantizedTensor
+from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, WeightAdapterBase
+
+from ....errors import CheckpointError, SettingError
+from ....loaders.lora import FOREIGN_STACKS
+from ....loaders.precision import format_bytes
+from .bypass import add_beside, change_beside
+from .file import LoraFile, inspect_lora, read_lora
+
+HOW = ("merge", "beside")
+LISTED = 3  # names in a message
+TEXT_ENCODER = ("text_encoder", "text_model", "lora_te", "te_", "clip", "cond_stage_model")
+# What `comfy.lora.load_lora` makes of a module: an adapter, or ("diff", (tensor,)).
+Patch = WeightAdapterBase | tuple[str, tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class LoraReport:
+    """What `apply_lora` did.
+
+    Args:
+        how: "merge" or "beside".
+        applied: modules of the model that the LoRA changes.
+        modules: modules that the file names.
+        not_applied: (name as in the file, reason) of the others.
+        ranks: smallest and largest, or None where the kind of LoRA has none.
+        bytes: of the tensors in the file.
+        quantized: changed modules whose weight is quantized.
+    """
+
+    path: Path
+    how: str
+    strength: float
+    applied: int
+    modules: int
+    not_applied: tuple[tuple[str, str], ...] = ()
+    ranks: tuple[int, int] | None = None
+    bytes: int = 0
+    quantized: int = 0
+
+    def text(self) -> str:
+        """One line, and a second one where there is more to know."""
+        size = [format_bytes(self.bytes)]
+        if self.ranks:
+            low, high = self.ranks
+            size.insert(0, f"rank {low}" if low == high else f"ranks {low} to {high}")
+        if self.strength == 0:
+            return f"{self.path.name}: not applied, because its strength is 0 ({', '.join(size)})."
+        how = "merged into the weights" if self.how == "merge" else "beside the weights"
+        line = (
+            f"{self.path.name}: {self.applied} of {self.modules} keys applied at strength "
+            f"{self.strength:g}, {how} ({', '.join(size)})."
+        )
+        notes = []
+        if self.quantized and self.how == "merge":
+            notes.append(
+                f"{self.quantized} of these weights are quantized and were rounded again with the "
+                'LoRA in them; "beside" leaves them as they are and is exact.'
+            )
+        if self.not_applied:
+            notes.append(f"Not applied: {_list_names(self.not_applied)}.")
+        return "\n".join([line, " ".join(notes)] if notes else [line])
+
+
+def apply_lora(
+    model: ModelPatcher, path: str | os.PathLike[str], strength: float, *, how: str
+) -> tuple[ModelPatcher, LoraReport]:
+    """Returns a clone of the model with the LoRA, and the report.
+
+    Args:
+        model: a Qwen-Image MODEL, quantized or not, with or without other LoRAs.
+        path: a safetensors file with a LoRA, LoHa or LoKr in any of the usual key styles.
+        strength: factor on the change, also negative; 0 returns the model itself.
+        how: "merge" adds the change to the weights as ComfyUI does, which rounds quantized weights
+            again; "beside" computes it in the dtype of the activations and leaves weights alone.
+
+    Raises:
+        CheckpointError: the file is not a LoRA, is for another model or width, is damaged, holds
+            NaN or infinity, or changes nothing in this model.
+        SettingError: `strength` or `how` is invalid, or this kind of LoRA can only be merged.
+    """
+    if how not in HOW:
+        raise SettingError(f"how is {how!r}: a LoRA is applied by {' or '.join(HOW)}.")
+    if not math.isfinite(strength):
+        raise SettingError(f"the strength of a LoRA is {strength}: it must be a finite number.")
+    path = Path(path)
+    part = inspect_lora(path)
+    ranks = [int(part.dims[name]) for name in ("rank", "largest_rank") if name in part.dims]
+    report = LoraReport(
+        path=path,
+        how=how,
+        strength=strength,
+        applied=0,
+        modules=int(part.dims["modules"]),
+        ranks=(ranks[0], ranks[-1]) if ranks else None,
+        bytes=part.bytes,
+    )
+    if strength == 0:
+        return model, report
+    file = read_lora(path)
+    patches, not_applied = _patches(model, file)
+    if not patches:
+        raise CheckpointError(
+            f"{path} changes nothing in this model: none of its {len(file.modules)} keys is there "
+            f"({_list_names(not_applied)}), and it looks like {part.family} with {part.variant}; "
+            "choose a LoRA for this model."
+        )
+    weights = {key: comfy.utils.get_attr(model.model, key) for key in patches}
+    for key, patch in patches.items():
+        _check_shape(path, key, patch, tuple(weights[key].shape))
+    clone = model.clone()
+    if how == "merge":
+        clone.add_patches(patches, strength)
+    else:
+        _apply_beside(clone, path, patches, weights, strength)
+    if file.metadata:
+        clone.set_attachments("lora_metadata", file.metadata)  # as core does
+    ignored = ((name, "not a tensor of a LoRA") for name in file.ignored)
+    return clone, replace(
+        report,
+        applied=len(file.modules) - len(not_applied),
+        not_applied=(*not_applied, *ignored),
+        quantized=sum(map(_is_quantized, weights.values())),
+    )
+
+
+def _patches(model: ModelPatcher, file: LoraFile) -> tuple[dict[str, Patch], list[tuple[str, str]]]:
+    """Returns {weight of the model: patch}, and (name, reason) of the modules without one."""
+    known = comfy.lora.model_lora_keys_unet(model.model, {})
+    targets = {module: known[module] for module in file.modules if module in known}
+    foreign = [
+        name
+        for module, name in file.modules.items()
+        if module not in targets and any(stack in module for stack in FOREIGN_STACKS)
+    ]
+    if foreign:
+        raise CheckpointError(
+            f"{file.path} is a LoRA for another model: it changes {foreign[0]!r}, which this one "
+            "does not have; choose a LoRA for Qwen-Image."
+        )
+    if len(set(targets.values())) < len(targets):
+        raise CheckpointError(
+            f"{file.path} changes a module of this model under two names: a LoRA names each once, "
+            "so split it into two files."
+        )
+    try:
+        loaded = comfy.lora.load_lora(
+            comfy.lora_convert.convert_lora(file.tensors), targets, log_missing=False
+        )
+    except KeyError as error:
+        raise CheckpointError(
+            f"{file.path} lacks the tensor {error}, without which its pair is no change: download "
+            "the file again."
+        ) from error
+    weights = model.model.state_dict()
+    patches = {key: patch for key, patch in loaded.items() if key in weights}
+    not_applied = []
+    for module, name in file.modules.items():
+        key = targets.get(module, "")
+        keys = {key, f"{key.removesuffix('.weight')}.bias"}
+        if module.startswith(TEXT_ENCODER):
+            not_applied.append((name, "text encoder"))
+        elif not key or (keys & loaded.keys() and not keys & patches.keys()):
+            not_applied.append((name, "not in this model"))
+        elif not keys & patches.keys():
+            not_applied.append((name, "its tensors are incomplete"))
+    return patches, not_applied
+
+
+def _is_quantized(weight: torch.Tensor) -> bool:
+    return isinstance(weight, QuantizedTensor) or weight.itemsize == 1
+
+
+def _check_shape(path: Path, key: str, patch: Patch, shape: tuple[int, ...]) -> None:
+    try:
+        changed = _changed_shape(patch)
+    except (AttributeError, IndexError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} holds matrices for {key!r} that do not fit together or are incomplete: "
+            "download the file again."
+        ) from error
+    if changed != shape:
+        raise CheckpointError(
+            f"{path} changes {key!r} as a weight of shape {changed} and this model has {shape}: "
+            "the LoRA was trained for another model, so choose one for this model."
+        )
+
+
+def _changed_shape(patch: Patch) -> tuple[int, ...]:
+    """The shape of the weight that a patch is for, from the shapes of its matrices alone."""
+    if not isinstance(patch, WeightAdapterBase):
+        return tuple(patch[1][0].shape)
+    if isinstance(patch, LoKrAdapter):
+        outer, inner, _, outer_a, outer_b, inner_a, inner_b, _, magnitude = patch.weights
+        outer = tuple(outer.shape) if outer is not None else _product(outer_a, outer_b)
+        inner = tuple(inner.shape) if inner is not None else _product(inner_a, inner_b)
+        shape = tuple(a * b for a, b in zip(outer, inner, strict=True))
+    elif isinstance(patch, LoHaAdapter):
+        left, right, _, other_left, other_right, *_, magnitude = patch.weights
+        shape = _product(left, right)
+        if shape != _product(other_left, other_right):
+            raise ValueError
+    else:
+        left, right, _, _, magnitude, _ = patch.weights
+        shape = _product(left, right)
+    if magnitude is not None and magnitude.shape not in ((shape[0], 1), (1, *shape[1:])):
+        raise ValueError
+    return shape
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> tuple[int, int]:
+    if left.shape[1] != right.shape[0]:
+        raise ValueError
+    return left.shape[0], right.shape[1:].numel()
+
+
+def _apply_beside(
+    clone: ModelPatcher,
+    path: Path,
+    patches: Mapping[str, Patch],
+    weights: Mapping[str, torch.Tensor],
+    strength: float,
+) -> None:
+    dtype = clone.model.get_dtype_inference()
+    changes, merged = {}, {}
+    for key, patch in patches.items():
+        name = key.removesuffix(".weight")
+        layer = clone.model.get_submodule(name.rpartition(".")[0] if name == key else name)
+        change = None
+        if isinstance(patch, WeightAdapterBase) and hasattr(layer, "in_features"):
+            change = change_beside(patch, strength, dtype)
+        if change is not None:
+            changes[name] = change
+        elif isinstance(patch, WeightAdapterBase) or _is_quantized(weights[key]):
+            raise SettingError(
+                f"{path} changes {name!r} by more than a LoRA's two matrices, which cannot run "
+                "beside the weight: choose merge."
+            )
+        else:
+            merged[key] = patch  # a norm or a bias, given as its whole change
+    add_beside(clone, changes)
+    if merged:
+        clone.add_patches(merged, strength)
+
+
+def _list_names(not_applied: Sequence[tuple[str, str]]) -> str:
+    """The first names, each with its reason, and the number of the others."""
+    names = [f"{name} ({reason})" for name, reason in not_applied[:LISTED]]
+    more = len(not_applied) - len(names)
+    return ", ".join(names) + (f" and {more} more" if more else "")

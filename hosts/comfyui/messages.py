@@ -1,0 +1,60 @@
+"""What a loader tells the person who started it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from comfy_api.latest import io
+from server import PromptServer
+
+from ...loaders.precision import format_bytes
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """One part as it was loaded.
+
+    Args:
+        what: the part in words, such as "text encoder".
+        path: what it was loaded from.
+        family: what its header says it is.
+        precision: how the weights are held now, such as "bf16".
+        reason: why in that precision.
+        bytes: of all weights as they are held now.
+        notes: sentences about what was converted, refused or left out.
+    """
+
+    what: str
+    path: Path
+    family: str
+    precision: str
+    reason: str
+    bytes: int
+    notes: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """Returns a few lines for a node, a log or a terminal."""
+        lines = [
+            f"{self.what}: {self.family} from {self.path}",
+            f"{self.precision}, {format_bytes(self.bytes)} of weights ({self.reason})",
+            *self.notes,
+        ]
+        return "\n".join(lines)
+
+
+# What a node shows in itself, on the page that started the run.
+
+
+def show_text(node: type[io.ComfyNode], text: str) -> None:
+    """Shows a few lines in the node while it runs, as ComfyUI's own nodes do.
+
+    The page draws a node's `ui` text in Preview as Text only. Without a server, as in a script that
+    calls the node, nothing is shown.
+
+    Args:
+        node: the class as `execute` gets it; its schema asks for `io.Hidden.unique_id`.
+    """
+    server = getattr(PromptServer, "instance", None)
+    if server is not None:
+        server.send_progress_text(text, node.hidden.unique_id)

@@ -1,0 +1,185 @@
+"""Measures the sampling runs of a MODEL, by three wrappers of its patcher.
+
+They read what a run is asked for and count its forward passes; what the model computes is the same
+with them and without.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
+from comfy.samplers import CFGGuider
+
+from ..sample.call import context_of, control_of, options_of
+from ..sample.modulation import MODULATION_KEY as MODULATION
+from ..sample.run import KEY as OPTIMIZATION
+from .meter import Marks, only_measures, typical
+from .record import Recording, Records
+
+SAMPLING_KEY = "qwen_l40s_record"
+WRAPPERS = (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.APPLY_MODEL)
+# ComfyUI's guiders that go another way than CFGGuider's own and still guide by its `cfg`.
+GUIDED_BY_CFG = ("Guider_PerpNeg", "Guider_DualModel")
+
+
+def record_runs(patcher: ModelPatcher, key: str = SAMPLING_KEY) -> None:
+    """Has the runs of a patcher and of its clones recorded; once, however often it is asked for.
+
+    Args:
+        key: What the wrappers are added under.
+    """
+    if patcher.get_wrappers(WrappersMP.OUTER_SAMPLE, SAMPLING_KEY):
+        return
+    recorder = Recorder(Records.of(patcher.model))
+    wrappers = (recorder.outer_sample, recorder.predict_noise, recorder.apply_model)
+    for kind, wrapper in zip(WRAPPERS, wrappers, strict=True):
+        patcher.add_wrapper_with_key(kind, key, wrapper)
+
+
+class Recorder:
+    """Writes the records of one MODEL; what it knows of a run goes with the run."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._run: Run | None = None
+
+    def outer_sample(self, executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """OUTER_SAMPLE wrapper: one run."""
+        guider = executor.class_obj
+        patcher = getattr(guider, "model_patcher", None)
+        # ComfyUI samples with another model than the one of the MODEL where hooks are beside
+        # dynamic VRAM.
+        model, device = (getattr(patcher, name, None) for name in ("model", "load_device"))
+        recording = Recording(model, "sampling", device, records=self._records)
+        before, self._run = self._run, Run(recording, device)
+        run = self._run
+        try:
+            with recording:
+                output = executor(noise, *args, **kwargs)
+                run.finish(guider, noise)
+        finally:
+            self._run = before
+        return output
+
+    def predict_noise(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """PREDICT_NOISE wrapper: one evaluation of a sampler, with all its prompts."""
+        run = self._run
+        if run is not None:
+            run.begin_evaluation()
+        output = executor(*args, **kwargs)
+        if run is not None:
+            run.recording.look()
+        return output
+
+    def apply_model(
+        self, executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """APPLY_MODEL wrapper: one forward pass, on any of the cards that share a step."""
+        if self._run is not None:
+            self._run.count_pass(x, args, kwargs)
+        return executor(x, t, *args, **kwargs)
+
+
+class Run:
+    """What is known of a run while it lasts."""
+
+    def __init__(self, recording: Recording, device: torch.device | None) -> None:
+        self.recording = recording
+        self._device = device
+        self._marks: Marks | None = None
+        self._lock = threading.Lock()
+        self._passes = self._computed = self._items = self._text = self._prompts = 0
+        self._guided = self._controlled = False
+        self._references: list[list[int]] = []
+        self._schedule: int | None = None
+
+    @property
+    def off(self) -> bool:
+        """As of the recording."""
+        return self.recording.off
+
+    @off.setter
+    def off(self, value: bool) -> None:
+        self.recording.off = value
+
+    @only_measures
+    def begin_evaluation(self) -> None:
+        """At the first, ComfyUI has loaded the model and prepared its conditions."""
+        if self._marks is None:
+            self.recording.begin()
+            self._marks = Marks(self._device)
+        self._marks.mark()
+
+    @only_measures
+    def count_pass(self, x: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Notes a forward pass with what APPLY_MODEL is called with."""
+        context, options = context_of(args, kwargs), options_of(args, kwargs)
+        prompts = options.get("cond_or_uncond", ())
+        references = [list(latent.shape[-2:]) for latent in kwargs.get("ref_latents") or ()]
+        sigmas = options.get("sample_sigmas")
+        with self._lock:
+            self._passes += 1
+            self._computed += len(x)
+            self._items = max(self._items, len(x))
+            self._text = max(self._text, 0 if context is None else context.shape[1])
+            self._prompts = max(self._prompts, len(prompts))
+            self._guided |= 1 in prompts
+            self._controlled |= control_of(args, kwargs) is not None
+            self._references = max(self._references, references, key=len)
+            self._schedule = None if sigmas is None else len(sigmas) - 1
+
+    @only_measures
+    def finish(self, guider: Any, noise: torch.Tensor) -> None:
+        """Writes what was run into the recording, whose time ends here."""
+        if self._marks is not None:
+            self._marks.mark()
+        self.recording.stop()
+        asked = {"latent": list(noise.shape), "cfg": cfg_of(guider), **self.asked()}
+        self.recording.asked |= asked
+        self.recording.path = path_of(guider.model_patcher)
+
+    def asked(self) -> dict[str, Any]:
+        """What was run, when the device is done."""
+        seconds = [] if self._marks is None else self._marks.seconds()
+        return {
+            "steps": self._schedule,
+            "evaluations": 0 if self._marks is None else max(0, len(self._marks) - 1),
+            "step_seconds": typical(seconds),
+            "first_step_seconds": seconds[0] if seconds else None,
+            "passes": self._passes,
+            "items": self._items,
+            "computed": self._computed,
+            "prompts": self._prompts,
+            "guided": self._guided,
+            "text_tokens": self._text,
+            "references": self._references,
+            "controlnet": self._controlled,
+        }
+
+
+def cfg_of(guider: Any) -> float | None:
+    """The one scale that a guider guides by; None where it has none, or others beside it."""
+    kind = type(guider)
+    own = getattr(kind, "predict_noise", None) is CFGGuider.predict_noise
+    if not own and kind.__name__ not in GUIDED_BY_CFG:
+        return None
+    # DualCFGGuider, for one, never sets it.
+    cfg = getattr(guider, "cfg", None)
+    number = isinstance(cfg, (int, float)) and not isinstance(cfg, bool)
+    return float(cfg) if number and math.isfinite(cfg) else None
+
+
+def path_of(patcher: ModelPatcher) -> tuple[str, ...]:
+    """Which path every part took in a run that is over, a line each."""
+    optimization = patcher.get_attachment(OPTIMIZATION)
+    if optimization is not None:
+        return tuple(optimization.report().splitlines())
+    modulation = vars(patcher.model).get(MODULATION)
+    lines = () if modulation is None else modulation.lines()
+    return ("blocks: ComfyUI's own; Optimize Qwen-Image (L40S) fuses them", *lines)

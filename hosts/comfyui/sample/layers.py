@@ -1,0 +1,116 @@
+"""ComfyUI's linear layers as the block executor takes them.
+
+A weight may be on the card, in host memory, or faulted in under dynamic VRAM; it may be quantized,
+patched on its way by a LoRA, or wrapped by another extension. What is known is read through
+ComfyUI's own cast context; everything else runs itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager
+
+import comfy.ops
+import torch
+from comfy.quant_ops import QuantizedTensor
+
+from ....optimizations.block import DENSE, Held, is_changed
+from ....optimizations.linear import Gemm, choose_gemm
+from ..load import linear as operations
+
+# Operations whose `forward` is a product with the weight that the cast context gives.
+DENSE_CLASSES = (comfy.ops.disable_weight_init.Linear, comfy.ops.manual_cast.Linear)
+# Core's fp8 has one scale for a weight, which is the same scale for each row.
+FORMATS = {
+    **operations.FORMAT_OF_LAYOUT,
+    "TensorCoreFP8Layout": "fp8",
+    "TensorCoreFP8E4M3Layout": "fp8",
+}
+
+
+class ComfyLayers:
+    """Implements `optimizations.block.Layers`."""
+
+    def kind(self, layer: torch.nn.Module) -> str | None:
+        # Every layer is asked in every forward pass, so past Module.__getattr__: a LoRA, or weights
+        # that ComfyUI moves off the card, can change the answer at any time.
+        own = layer.__dict__
+        if is_changed(layer) or own["_parameters"].get("weight") is None:
+            return None
+        if type(layer) in DENSE_CLASSES:
+            return DENSE
+        if not _is_known(type(layer)) or own["_parameters"].get("pre_quant_scale") is not None:
+            return None
+        layout = own.get("layout_type")
+        if layout is None:
+            return DENSE
+        params = getattr(own["_parameters"]["weight"], "_params", None)
+        runs_itself = (
+            own["_full_precision_mm"]
+            or own.get("comfy_force_cast_weights")
+            or layer.weight_function
+            or layer.bias_function
+            or getattr(params, "convrot", False)
+        )
+        return None if params is None or runs_itself else FORMATS.get(layout)
+
+    def held(self, layer: torch.nn.Module, like: torch.Tensor) -> AbstractContextManager[Held]:
+        return _Cast(layer, like)
+
+    def norm_weight(self, norm: torch.nn.Module, like: torch.Tensor) -> torch.Tensor:
+        weight = norm.weight
+        if weight.device == like.device and not norm.weight_function:
+            return weight
+        return comfy.ops.cast_bias_weight(norm, like)[0]
+
+    def gemm(self, format: str, device: torch.device) -> Gemm:
+        return _gemm(format, device)
+
+
+# One choice for each format and device: every layer asks for it in every step.
+_gemm = functools.cache(choose_gemm)
+
+
+def _is_known(layer_class: type) -> bool:
+    """Whether a class is core's mixed-precision Linear, or this package's, derived from it."""
+    own = layer_class.__module__ == operations.__name__
+    core = "mixed_precision_ops.<locals>.MixedPrecisionOps.Linear"
+    return own or (layer_class.__module__, layer_class.__qualname__) == ("comfy.ops", core)
+
+
+class _Cast:
+    """A layer's tensors beside `like`, through ComfyUI's cast context where they need one."""
+
+    def __init__(self, layer: torch.nn.Module, like: torch.Tensor) -> None:
+        self._context: comfy.ops.CastBiasWeightContext | None = None
+        parameters = layer._parameters
+        weight = parameters["weight"]
+        self._held = weight, parameters["bias"]
+        quantized = isinstance(weight, QuantizedTensor)
+        # Past QuantizedTensor's own attributes, which are dispatched.
+        values = weight._qdata if quantized else weight
+        as_it_is = (
+            values.device == like.device
+            and (quantized or values.dtype == like.dtype)
+            and not (layer.weight_function or layer.bias_function)
+        )
+        if not as_it_is:
+            # want_requant: a LoRA that is merged on the way leaves a quantized weight quantized.
+            options = {"compute_dtype": like.dtype, "want_requant": True} if quantized else {}
+            self._context = comfy.ops.CastBiasWeightContext(
+                layer, like, offloadable=True, **options
+            )
+
+    def __enter__(self) -> Held:
+        weight, bias = self._held if self._context is None else self._context.__enter__()
+        if not isinstance(weight, QuantizedTensor):
+            return Held(weight, None, bias)
+        scale = weight._params.scale
+        rows = weight._qdata.shape[0]
+        if scale.numel() == 1 < rows:
+            scale = scale.reshape(1, 1).expand(rows, 1).contiguous()
+        return Held(weight._qdata, scale, bias)
+
+    def __exit__(self, *error: object) -> None:
+        if self._context is not None:
+            self._context.__exit__(*error)

@@ -1,0 +1,297 @@
+"""The modulation table of one ComfyUI model: what its entries hold for, and what fills it.
+
+The table stays on the card between runs, so that a second image of the same schedule computes
+nothing; it leaves when ComfyUI moves a patcher with `on_detach` off the card.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from comfy.model_patcher import ModelPatcher
+
+from ....optimizations.block import is_changed
+from ....optimizations.modulation import Entry, ModulationTable, compute_entries
+from ....spec import format_gib
+from ..lora.bypass import KEY as BESIDE
+from ..lora.bypass import Beside
+from ..record.record import apart
+from .call import options_of
+from .off_card import OffCardLinear, PassFigures, compute_off_card, off_card_layers
+
+MODULATION_KEY = "qwen_l40s_modulation"
+# The parts of an entry by the modules that give them.
+STREAMS = {"img_mod": "image", "txt_mod": "text"}
+
+
+class Call(NamedTuple):
+    """One APPLY_MODEL call, as far as it decides the schedule.
+
+    Attributes:
+        t: Sigmas as APPLY_MODEL wrappers get them, (batch,).
+        options: The transformer_options; ComfyUI's samplers put the schedule into them.
+        extra: The further conditions of the forward pass.
+    """
+
+    t: torch.Tensor
+    options: dict[str, Any]
+    extra: dict[str, Any]
+
+
+@dataclass
+class RunFigures(PassFigures):
+    """What one run asked of the table, and what its passes over off-card weights took.
+
+    Attributes:
+        read: Entries that were there.
+        filled: Entries that were computed.
+        direct: Forward passes that computed it without the table.
+        aside: Why they did.
+        stays: Whether ComfyUI keeps the weights on the card beside the table.
+    """
+
+    read: int = 0
+    filled: int = 0
+    direct: int = 0
+    aside: str = ""
+    stays: bool = False
+
+
+class ModelModulation:
+    """Gives the blocks of one BaseModel their modulation.
+
+    Args:
+        model: ComfyUI's BaseModel, which holds this object from then on.
+    """
+
+    def __init__(self, model: Any) -> None:
+        # Nothing here may hold the model or a part of it: its memory has to go when it goes.
+        self._model = weakref.ref(model)
+        self._patcher: Callable[[], ModelPatcher | None] = lambda: None
+        layers = off_card_layers(model)
+        for layer in layers:
+            layer.__dict__["modulation"] = weakref.ref(self)
+        self._off_card_bytes = sum(layer.nbytes for layer in layers)
+        compute = weakref.WeakMethod(self._compute)
+        self.table = ModulationTable(self._blocks, compute=lambda *given: compute()(*given))
+        weakref.finalize(model, self.table.drop).atexit = False
+        self.run = RunFigures()
+        self._call: Call | None = None
+        # Holding the embedding keeps its memory from being another tensor's.
+        self._current: tuple[torch.Tensor, Entry] | None = None
+        self._copy: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> ModelModulation:
+        """The one that a model has."""
+        found = model.__dict__.get(MODULATION_KEY)
+        if found is None:
+            found = model.__dict__[MODULATION_KEY] = cls(model)
+        return found
+
+    @property
+    def patcher(self) -> ModelPatcher | None:
+        """The patcher whose weights the model has: the one that samples, or the last that did."""
+        current = self._model().current_patcher
+        if current is not None:
+            self._patcher = weakref.ref(current)
+        return self._patcher()
+
+    def start_run(self) -> None:
+        """Begins the figures of another run."""
+        if self.run.inexact:
+            self.table.drop()
+        self.run = RunFigures()
+
+    @contextmanager
+    def during(self, call: Call) -> Iterator[None]:
+        """For the length of an APPLY_MODEL call: knows its schedule."""
+        before = self._call, self._current
+        self._call, self._current = call, None
+        try:
+            yield
+        finally:
+            self._call, self._current = before
+
+    def entry(self, embedding: torch.Tensor) -> Entry:
+        """The modulation of all blocks for a timestep embedding, inside of `during`.
+
+        Args:
+            embedding: (batch, D), or (2 batch, D) where the second half is for timestep 0.
+        """
+        if self._current is not None and self._current[0] is embedding:
+            return self._current[1]
+        batch = len(self._call.t)
+        table, run = self.table, self.run
+        run.aside = self._why_aside()
+        if run.aside:
+            (entry,) = self._compute([embedding], batch)
+            run.direct += 1
+        else:
+            state = self._state()
+            before = table.hits, table.filled
+            entry = table.entry(embedding, batch, state, lambda: self._schedule(embedding))
+            run.read += table.hits - before[0]
+            run.filled += table.filled - before[1]
+            run.stays = self.patcher.load_device.type == "cuda" and not self.patcher.is_dynamic()
+        self._current = embedding, entry
+        replaced = self._call.options.get("patches_replace", {}).get("dit")
+        self._copy = embedding.clone() if replaced else None
+        return entry
+
+    def rows(self, layer: OffCardLinear, embedding: torch.Tensor) -> torch.Tensor | None:
+        """What an off-card layer gives, from the table; None where the table is not for it.
+
+        ComfyUI's own blocks ask for the image stream with the whole embedding, then for the text
+        stream with it or with its first half.
+        """
+        if self._call is None or torch.is_grad_enabled() or _is_foreign(layer):
+            return None
+        index, _, stream = layer.key.removesuffix(".1").rpartition(".")
+        index = int(index.rpartition(".")[2])
+        if index == 0 and stream == "img_mod":  # a pass through the model begins
+            self.entry(embedding)
+        if self._current is None:
+            return None
+        known, entry = self._current
+        rows = getattr(entry, STREAMS[stream])[index]
+        # The embedding or its first half; another node may have put another one in its place.
+        same = embedding.data_ptr() == known.data_ptr() and embedding.dtype == known.dtype
+        if self._copy is not None:  # or may have written to it
+            same = same and torch.equal(embedding, self._copy[: len(embedding)])
+        return rows if same and len(rows) == len(embedding) else None
+
+    @staticmethod
+    def apply_model(
+        executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """APPLY_MODEL wrapper of a model with off-card layers: its own blocks use the table."""
+        call = Call(t, options_of(args, kwargs), kwargs)
+        with ModelModulation.of(executor.class_obj).during(call):
+            return executor(x, t, *args, **kwargs)
+
+    @staticmethod
+    def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """OUTER_SAMPLE wrapper of a model with off-card layers: one run."""
+        ModelModulation.of(executor.class_obj.model_patcher.model).start_run()
+        return executor(*args, **kwargs)
+
+    @staticmethod
+    def on_detach(patcher: ModelPatcher, unpatch_all: bool) -> None:
+        """ON_DETACH callback: the table leaves the card with the model."""
+        if unpatch_all:
+            ModelModulation.of(patcher.model).table.drop()
+
+    def lines(self) -> list[str]:
+        """What came of the run, a line each."""
+        table, run = self.table, self.run
+        lines = []
+        if run.direct:
+            lines.append(
+                f"modulation: computed without a table in {run.direct} forward passes, because "
+                f"{run.aside}"
+            )
+        if run.read or run.filled:
+            lines.append(
+                f"modulation: {len(table)} timesteps in a table of {format_gib(table.bytes)}, read "
+                f"{run.read} times, {run.filled} computed in this run"
+            )
+        if self._off_card_bytes:
+            size = format_gib(self._off_card_bytes)
+            moved = "were not needed in this run"
+            if run.passes:
+                moved = f"passed through the card {run.passes} times, in {run.seconds:.2f} s"
+            lines.append(f"modulation: {size} of weights stay in host memory and {moved}")
+        elif run.stays and len(table):
+            lines.append(
+                "modulation: its weights stay on the card beside the table, as the loader put "
+                "them there; Load Qwen-Image Model (L40S) can leave them in host memory"
+            )
+        return lines + [f"modulation: {note}" for note in dict.fromkeys(run.notes)]
+
+    @property
+    def _blocks(self) -> Sequence[torch.nn.Module]:
+        return tuple(self._model().diffusion_model.transformer_blocks)
+
+    def _why_aside(self) -> str:
+        """Why no table can stand in for the weights, in one clause; empty where it can."""
+        # Without a patcher nobody says when weights change, nor when the table may go.
+        if self._model().current_patcher is None:
+            return "no ComfyUI sampler runs the model"
+        if torch.is_grad_enabled():
+            return "gradients are recorded"
+        linears = (
+            linear for block in self._blocks for linear in (block.img_mod[1], block.txt_mod[1])
+        )
+        if any(map(_is_foreign, linears)):
+            return "another extension has changed its layers"
+        return ""
+
+    def _state(self) -> Hashable:
+        """What the weights of the modulation are now."""
+        patcher = self.patcher
+        hooks = patcher.current_hooks.hooks if patcher.current_hooks else ()
+        return (
+            patcher.patches_uuid,
+            torch.backends.cuda.matmul.allow_tf32,
+            tuple((hook.hook_ref, hook.strength) for hook in hooks),
+            tuple(
+                weakref.ref(beside.model)
+                for beside in patcher.get_additional_models_with_key(BESIDE)
+            ),
+            tuple(
+                (name, _identity(patch))
+                for name, patch in patcher.object_patches.items()
+                if name.startswith("diffusion_model")
+            ),
+        )
+
+    def _schedule(self, embedding: torch.Tensor) -> list[torch.Tensor]:
+        """The embeddings of the run's timesteps in order; none where ComfyUI does not tell."""
+        t, options, extra = self._call
+        sigmas = options.get("sample_sigmas")
+        if sigmas is None or len(sigmas) < 3:
+            return []
+        model = self._model()
+        additional = extra.get("additional_t_cond")
+        if additional is not None:
+            additional = additional.to(embedding.device)
+        embeddings = []
+        for sigma in sigmas[:-1].to(t):
+            timestep = model.model_sampling.timestep(sigma.expand(len(t))).float()
+            if len(embedding) == 2 * len(t):
+                timestep = torch.cat([timestep, timestep * 0])
+            embed = model.diffusion_model.time_text_embed
+            embeddings.append(embed(timestep, embedding, additional))
+        return embeddings
+
+    def _compute(self, embeddings: Sequence[torch.Tensor], batch: int) -> list[Entry]:
+        if self._off_card_bytes:
+            with apart(self._model(), "tables", timesteps=len(embeddings)) as recording:
+                return compute_off_card(
+                    self._blocks, embeddings, batch, self.patcher, self.run, recording.look
+                )
+        return compute_entries(self._blocks, embeddings, batch)
+
+
+def _identity(thing: Any) -> Hashable:
+    """Equal for the same object alone, also after it is gone."""
+    try:
+        return weakref.ref(thing)
+    except TypeError:
+        return id(thing)
+
+
+def _is_foreign(linear: torch.nn.Module) -> bool:
+    """Whether somebody else than a LoRA of ours has changed what a layer computes."""
+    forward = linear.__dict__.get("forward")
+    if not isinstance(forward, Beside) or linear._forward_hooks or linear._forward_pre_hooks:
+        return is_changed(linear)
+    while isinstance(forward, Beside):
+        forward = forward.forward
+    return getattr(forward, "__func__", None) is not type(linear).forward

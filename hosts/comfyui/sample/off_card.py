@@ -1,0 +1,357 @@
+"""Modulation layers whose weights stay in host memory while the model runs.
+
+They hold a third of the parameters and see nothing but the timestep, so that a table of their
+outputs stands in for them on the card. ComfyUI moves and counts what a module has as parameters:
+these are none. They are in `state_dict()`, by which LoRA keys map and files are written.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import comfy.model_management
+import torch
+from comfy.model_patcher import ModelPatcher, ModelPatcherDynamic
+from comfy.quant_ops import QuantizedTensor
+
+from ....optimizations.modulation import Entry, Layer, compute_entries, layers_of
+from ....optimizations.stream import WeightStream
+from ....spec import format_gib
+
+HELD = ("weight", "bias")
+
+
+class OffCardLinear(torch.nn.Module):
+    """Stands in the place of one of the host's Linear layers and runs it.
+
+    Args:
+        linear: The host's layer, not loaded yet.
+        key: Its name in the BaseModel, by which patches are found.
+    """
+
+    # By this ComfyUI knows that it has to merge patches while it saves.
+    comfy_cast_weights = True
+
+    def __init__(self, linear: torch.nn.Module, key: str) -> None:
+        super().__init__()
+        # Past Module.__setattr__, which would make it a submodule with parameters.
+        self.__dict__["_linear"] = linear
+        # As ComfyUI sets it where a layer may be in another dtype than what it is given.
+        linear.comfy_cast_weights = True
+        self.key = key
+        self.is_on_card = False
+        self.__dict__["modulation"] = lambda: None  # weakly, what has the table
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Hands weights on: ComfyUI sets them when it takes a patch back."""
+        if name in HELD:
+            setattr(self._linear, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        # What ComfyUI reads of a layer by its key: the weights, and how a quantized one is patched.
+        if name in (*HELD, "in_features", "out_features", "layout_type") or (
+            name.startswith(("set_", "convert_"))
+        ):
+            return getattr(self.__dict__["_linear"], name)
+        return super().__getattr__(name)
+
+    def parts(self) -> list[torch.Tensor]:
+        """The plain tensors of weight and bias, where they are."""
+        return [part for tensor in self._tensors() for part in _parts(tensor)]
+
+    @property
+    def nbytes(self) -> int:
+        """What the weights take in host memory."""
+        return sum(part.nbytes for part in self.parts())
+
+    @contextmanager
+    def on_card(self, parts: list[torch.Tensor], patcher: ModelPatcher | None) -> Iterator[None]:
+        """Runs with copies of its tensors, and with the patches that are on them.
+
+        Args:
+            parts: Copies of `parts()` on one device.
+            patcher: Whose patches; None for none.
+        """
+        held = self._linear.__dict__["_parameters"]
+        kept, iterator = dict(held), iter(parts)
+        self.is_on_card = True
+        try:
+            held.update(
+                {name: _rebuilt(held[name], iterator) for name in HELD if held[name] is not None}
+            )
+            for name in HELD if patcher is not None else ():
+                held[name] = _patched(patcher, f"{self.key}.{name}", held[name])
+            yield
+        finally:
+            self.is_on_card = False
+            held.update(kept)
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.is_on_card:
+            return self._linear(x, *args, **kwargs)
+        modulation = self.modulation()
+        patcher = None if modulation is None else modulation.patcher
+        with self.on_card([part.to(x.device) for part in self.parts()], patcher):
+            return self._linear(x, *args, **kwargs)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        held = (getattr(self._linear, name) for name in HELD)
+        return [tensor for tensor in held if tensor is not None]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """That of the host's layer, which names the parts of a quantized weight."""
+        return self._linear.state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        linear = self._linear
+        if "weight" not in linear._parameters:
+            # A layer of a quantized model, or any under dynamic VRAM, which loads itself. The model
+            # that ComfyUI loads without dynamic VRAM beside takes copies so: its hooks write into
+            # weights, and the mapping of a file may then only be read.
+            linear._load_from_state_dict(state_dict, prefix, *rest)
+            return
+        missing = rest[2]
+        for name in HELD:
+            tensor = state_dict.get(f"{prefix}{name}")
+            if tensor is None:
+                missing.append(f"{prefix}{name}")
+                continue
+            # Taken over as it is mapped; only another dtype is copied, as the host's loading does.
+            own = getattr(linear, name)
+            dtype = getattr(linear, f"{name}_comfy_model_dtype", None) if own is None else own.dtype
+            tensor = tensor.to(dtype or tensor.dtype)
+            setattr(linear, name, torch.nn.Parameter(tensor, requires_grad=False))
+
+
+class OffCardModulation(torch.nn.Sequential):
+    """A block's `img_mod` or `txt_mod`: SiLU and an OffCardLinear, or the rows of the table."""
+
+    # What the table holds changes from one step to the next.
+    @torch.compiler.disable
+    def forward(self, embedding: torch.Tensor) -> torch.Tensor:
+        linear = self[1]
+        table = None if linear.is_on_card else linear.modulation()
+        rows = None if table is None else table.rows(linear, embedding)
+        return super().forward(embedding) if rows is None else rows
+
+
+class _OffCard:
+    """What a patcher of a model with OffCardLinear layers does otherwise than ComfyUI's."""
+
+    def _load_list(self, *args: Any, **kwargs: Any) -> list[tuple[Any, ...]]:
+        """What ComfyUI moves, less the layers that it shall not."""
+        found = super()._load_list(*args, **kwargs)
+        return [entry for entry in found if not any(isinstance(x, OffCardLinear) for x in entry)]
+
+    def clone(self, *args: Any, **kwargs: Any) -> ModelPatcher:
+        """A clone without dynamic VRAM, for torch.compile or hooks, is one of these too."""
+        made = super().clone(*args, **kwargs)
+        if type(made) is ModelPatcher:
+            made.__class__ = OffCardPatcher
+        return made
+
+
+class OffCardPatcher(_OffCard, ModelPatcher):
+    """ComfyUI's ModelPatcher of a model with OffCardLinear layers."""
+
+
+class OffCardDynamicPatcher(_OffCard, ModelPatcherDynamic):
+    """The same under dynamic VRAM."""
+
+    def __new__(cls, model: Any = None, load_device: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # ComfyUI has no dynamic VRAM on the processor.
+        if load_device is not None and comfy.model_management.is_device_cpu(load_device):
+            return OffCardPatcher(model, load_device, *args, **kwargs)
+        return super().__new__(cls, model, load_device, *args, **kwargs)
+
+
+def take_off_card(model: Any) -> None:
+    """Puts OffCardLinear layers into a BaseModel that has no weights yet."""
+    for index, block in enumerate(model.diffusion_model.transformer_blocks):
+        for name in ("img_mod", "txt_mod"):
+            activation, linear = getattr(block, name)
+            key = f"diffusion_model.transformer_blocks.{index}.{name}.1"
+            setattr(block, name, OffCardModulation(activation, OffCardLinear(linear, key)))
+
+
+def off_card_layers(model: torch.nn.Module) -> list[OffCardLinear]:
+    """The OffCardLinear layers of a BaseModel or a transformer, in the order of its blocks."""
+    return [module for module in model.modules() if isinstance(module, OffCardLinear)]
+
+
+def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """`named_parameters`, with the weights that are off the card."""
+    yield from module.named_parameters()
+    for name, layer in module.named_modules():
+        if isinstance(layer, OffCardLinear):
+            for held in HELD:
+                tensor = getattr(layer, held)
+                if tensor is not None:
+                    yield f"{name}.{held}", tensor
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if not isinstance(tensor, QuantizedTensor):
+        return [tensor.detach()]
+    return [tensor._qdata, *(getattr(tensor._params, name) for name in _scales(tensor))]
+
+
+def _rebuilt(tensor: torch.Tensor, parts: Iterator[torch.Tensor]) -> torch.Tensor:
+    """A tensor like another one from copies of its parts."""
+    if not isinstance(tensor, QuantizedTensor):
+        return next(parts)
+    values = next(parts)
+    scales = {name: next(parts) for name in _scales(tensor)}
+    return QuantizedTensor(values, tensor._layout_cls, replace(tensor._params, **scales))
+
+
+def _scales(tensor: QuantizedTensor) -> list[str]:
+    params = tensor._params
+    return [
+        field.name
+        for field in fields(params)
+        if isinstance(getattr(params, field.name), torch.Tensor)
+    ]
+
+
+def _patched(patcher: ModelPatcher, key: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """As ComfyUI patches a weight that it loads to a card, bit for bit."""
+    if tensor is None:
+        return None
+    # The patches of hooks are in the weight already.
+    if key in patcher.patches:
+        tensor = patcher.patch_weight_to_device(key, device_to=tensor.device, return_weight=True)
+    for function in patcher.weight_wrapper_patches.get(key, ()):
+        tensor = function(tensor)
+    return tensor
+
+
+# Brings weights that wait in host memory past the card, and computes the modulation on the way.
+
+logger = logging.getLogger(__name__)
+
+# The card holds the layer that is computed and one that is on its way; more made a pass no faster.
+LAYERS_ON_CARD = 2
+
+
+@dataclass
+class PassFigures:
+    """What some passes took.
+
+    Attributes:
+        passes: How many there were.
+        seconds: What they took.
+        inexact: Whether one rounded otherwise than the card does.
+        notes: Sentences about what did not go as it should.
+    """
+
+    passes: int = 0
+    seconds: float = 0.0
+    inexact: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, sentence: str) -> None:
+        """Keeps a sentence for the report, and tells it at once."""
+        self.notes.append(sentence)
+        logger.warning("Qwen-Image L40S, modulation: %s.", sentence)
+
+
+def compute_off_card(
+    blocks: Sequence[torch.nn.Module],
+    embeddings: Sequence[torch.Tensor],
+    batch: int,
+    patcher: ModelPatcher | None,
+    figures: PassFigures,
+    look: Callable[[], None] = lambda: None,
+) -> list[Entry]:
+    """`compute_entries` of blocks whose modulation is of OffCardLinear layers.
+
+    Where the card has no room for the layers on their way, ComfyUI is asked to make some; where
+    that does not help, the processor computes.
+
+    Args:
+        patcher: Whose patches are on the weights; None for none.
+        figures: Is added to.
+        look: Reads the card while all that a pass took is still there.
+    """
+    figures.passes += 1
+    layers = [layer.module[1] for layer in layers_of(blocks)]
+    device = embeddings[0].device
+    try:
+        return _streamed(blocks, layers, embeddings, batch, patcher, figures, look)
+    except torch.OutOfMemoryError:
+        pass  # outside of the clause, where the exception holds what is to be freed
+    needed = LAYERS_ON_CARD * max(layer.nbytes for layer in layers)
+    _make_room(needed, device)
+    figures.note(
+        f"the card had no room for {format_gib(needed)} of weights on their way, so ComfyUI moved "
+        "other models off it first"
+    )
+    try:
+        return _streamed(blocks, layers, embeddings, batch, patcher, figures, look)
+    except torch.OutOfMemoryError:
+        pass
+    figures.note(
+        "computed on the processor, because the card has no room for one layer's weights; it "
+        "rounds otherwise than the card does, so free memory for an exact picture"
+    )
+    figures.inexact = True
+    on_cpu = [embedding.cpu() for embedding in embeddings]
+    entries = _streamed(blocks, layers, on_cpu, batch, patcher, figures, look)
+    return [Entry(entry.image.to(device), entry.text.to(device)) for entry in entries]
+
+
+def _streamed(
+    blocks: Sequence[torch.nn.Module],
+    layers: Sequence[OffCardLinear],
+    embeddings: Sequence[torch.Tensor],
+    batch: int,
+    patcher: ModelPatcher | None,
+    figures: PassFigures,
+    look: Callable[[], None],
+) -> list[Entry]:
+    start, device = time.perf_counter(), embeddings[0].device
+    stream = WeightStream([layer.parts() for layer in layers], device, ahead=LAYERS_ON_CARD - 1)
+    entries = compute_entries(blocks, embeddings, batch, _walk(blocks, stream, patcher))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        look()
+        # A step has no use for blocks of a layer's size, and would take others beside them.
+        torch.cuda.empty_cache()
+    seconds = time.perf_counter() - start
+    figures.seconds += seconds
+    if stream.note:
+        figures.note(stream.note.removesuffix("."))
+    logger.info(
+        "Qwen-Image L40S: the modulation of %d timesteps took %.2f s, in which %s of weights were "
+        "brought to the card.",
+        len(embeddings),
+        seconds,
+        format_gib(stream.bytes),
+    )
+    return entries
+
+
+def _walk(
+    blocks: Sequence[torch.nn.Module], stream: WeightStream, patcher: ModelPatcher | None
+) -> Iterator[Layer]:
+    """The layers in order, each with its weights on the device while it is had."""
+    with stream:
+        for layer, parts in zip(layers_of(blocks), stream, strict=True):
+            with layer.module[1].on_card(parts, patcher):
+                yield layer
+
+
+def _make_room(needed: int, device: torch.device) -> None:
+    """Has ComfyUI move models that this run does not use off the card."""
+    loaded = comfy.model_management.current_loaded_models
+    keep = [model for model in loaded if model.currently_used]
+    comfy.model_management.free_memory(needed, device, keep_loaded=keep)
+    comfy.model_management.soft_empty_cache()

@@ -1,0 +1,129 @@
+"""Makes a ComfyUI MODEL of Qwen-Image fast: fused blocks, modulation tables, chosen attention.
+
+Everything hangs on a clone of the patcher, in ComfyUI's own hooks: a wrapper around each forward
+pass, one around each sampling run, and the attention slot. Without them ComfyUI's own code runs,
+bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import comfy.model_base
+from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+from ....optimizations.attention import Request, choose_attention
+from ....optimizations.attention.choice import VARIABLE
+from ..record.sampling import record_runs
+from .attention import SLOT, SlotAttention
+from .cfg_batching import CfgBatching
+from .modulation import ModelModulation
+from .run import KEY, Optimization
+
+# ComfyUI's own attention, and with it whatever another node has put into the slot.
+HOST_ATTENTION = "comfyui"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `optimize` switches on.
+
+    Attributes:
+        blocks: Fused blocks with modulation tables.
+        attention: "auto" for the fastest exact backend, the name of a backend, or "comfyui".
+        cfg_batching: "on" pads prompts of different lengths and computes them in one pass, "auto"
+            does where that was measured to be faster, "off" leaves ComfyUI's own passes.
+        tf32: Whether fp32 products are rounded to TF32 during a run; bf16 models have next to none.
+        cudnn_benchmark: Whether cuDNN tries out its convolutions during a run.
+    """
+
+    blocks: bool = True
+    attention: str = "auto"
+    cfg_batching: str = "off"
+    tf32: bool = False
+    cudnn_benchmark: bool = False
+
+
+def optimize(model: ModelPatcher, settings: Settings | None = None) -> ModelPatcher:
+    """Returns a clone that runs fast, or the same patcher for a model that is not Qwen-Image 1.x.
+
+    Optimizing a second time replaces what the first time did.
+
+    Raises:
+        SettingError: There is no attention backend of that name.
+        UnavailableError: The attention that was asked for by name cannot run here.
+    """
+    if why_not(model):
+        return model
+    settings = settings or Settings()
+    clone = restore(model)
+    options = clone.model_options["transformer_options"]
+    others = options.get(SLOT)
+    attention = None
+    if settings.attention != HOST_ATTENTION and not (others and settings.attention == "auto"):
+        named = settings.attention != "auto" or VARIABLE in os.environ
+        lossy = named and not choose_attention(_likely_request(clone), settings.attention).exact
+        attention = options[SLOT] = SlotAttention(settings.attention, lossy, others)
+    path = f"{'fused' if settings.blocks else 'host'} blocks, {settings.attention} attention"
+    batching = CfgBatching(settings.cfg_batching, path)
+    optimization = Optimization(
+        settings.blocks, attention, batching, settings.tf32, settings.cudnn_benchmark
+    )
+    clone.set_attachments(KEY, optimization)
+    record_runs(clone, KEY)
+    if settings.cfg_batching != "off":
+        clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, batching.calc_cond_batch)
+        clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, batching.apply_model)
+    if settings.blocks or attention is not None:
+        clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, optimization.apply_model)
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, optimization.outer_sample)
+    clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, ModelModulation.on_detach)
+    return clone
+
+
+def restore(model: ModelPatcher) -> ModelPatcher:
+    """Returns a clone without anything that `optimize` has added."""
+    clone = model.clone()
+    clone.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, KEY)
+    clone.remove_wrappers_with_key(WrappersMP.PREDICT_NOISE, KEY)
+    clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
+    clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
+    clone.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
+    clone.remove_attachments(KEY)
+    options = clone.model_options["transformer_options"]
+    if isinstance(options.get(SLOT), SlotAttention):
+        before = options.pop(SLOT).before
+        if before is not None:
+            options[SLOT] = before
+    return clone
+
+
+def why_not(model: ModelPatcher) -> str:
+    """One sentence when a MODEL is none that is optimized here; empty when it is."""
+    inner = model.model
+    transformer = getattr(inner, "diffusion_model", None)
+    if type(inner) is comfy.model_base.QwenImage and (
+        type(transformer) is QwenImageTransformer2DModel
+    ):
+        return ""
+    return (
+        f"The model is {type(inner).__name__}, not Qwen-Image 1.x (Qwen-Image, 2512, Edit, "
+        "Layered): it passes through unchanged."
+    )
+
+
+def report_of(model: ModelPatcher) -> str:
+    """Lines that say which path every part took in the runs so far."""
+    optimization = model.get_attachment(KEY)
+    return why_not(model) if optimization is None else optimization.report()
+
+
+def _likely_request(model: ModelPatcher) -> Request:
+    """What a 1024x1024 image asks of attention."""
+    inner = model.model
+    attn = inner.diffusion_model.transformer_blocks[0].attn
+    dtype = inner.get_dtype_inference()
+    return Request(model.load_device, dtype, 1, attn.heads, attn.dim_head, 4096 + 200, False)

@@ -1,0 +1,327 @@
+"""JSON from files we did not write: duplicate keys, NaN, lone surrogates and bottomless nesting are
+errors, not surprises.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from ..errors import CheckpointError
+
+MAX_JSON_BYTES = 100_000_000  # what the safetensors format allows for its own header
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {repeated!r} occurs twice")
+    return result
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Parses one UTF-8 JSON object.
+
+    Raises:
+        ValueError: with the reason, when `data` is anything else or an object in it repeats a key.
+    """
+    try:
+        text = data.decode("utf-8")
+        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        # Only an escape can smuggle in half a surrogate pair, which no terminal can print.
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeError:
+        raise ValueError("it is not valid UTF-8") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"it is a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """Reads the JSON object in the file `path`; `what` names its purpose in the error.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable, larger than 100 MB or not a JSON object.
+    """
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError("it is larger than 100 MB")
+        return parse_object(path.read_bytes())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(
+            f"{path}, {what}, must be one JSON object but cannot be read ({reason}): download the "
+            "file again."
+        ) from error
+
+
+# Names the files that are often passed where a safetensors file is needed, by content and, for
+# pickles, by suffix.
+
+PICKLE_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".pkl"})
+
+
+def _pickle_error(path: Path, evidence: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is a pickle ({evidence}), which can run any code when it is loaded and is never "
+        "opened here: get the same weights as .safetensors."
+    )
+
+
+def refuse_pickle_suffix(path: Path) -> None:
+    """Raises CheckpointError for a file that is named like pickled weights, whatever is in it."""
+    if path.suffix.lower() in PICKLE_SUFFIXES and os.path.isfile(path):
+        raise _pickle_error(path, f"by its suffix {path.suffix}")
+
+
+def refuse_foreign_content(path: Path, first: bytes) -> None:
+    """Raises CheckpointError when `first`, the first bytes of the file `path`, is the start of
+    another known format.
+    """
+    # A zip's ninth byte is its compression method and a safetensors file's is `{`: by it, a header
+    # whose length happens to spell one of these marks is still read as a header.
+    if first[8:9] != b"{":
+        if first.startswith(b"PK\x03\x04"):
+            raise _pickle_error(path, "a zip archive, as torch.save writes it")
+        if first.startswith((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
+            raise _pickle_error(path, "its first bytes are the pickle protocol mark")
+    if first.startswith(b"GGUF"):
+        raise CheckpointError(
+            f"{path} is a GGUF file and this package reads safetensors only: get the same model as "
+            ".safetensors, or load this file with a GGUF node pack."
+        )
+    if first.startswith(b"version https://git-lfs.github.com/spec/"):
+        raise CheckpointError(
+            f"{path} is a git-LFS pointer, a note of where the weights are and not the weights: "
+            "run `git lfs pull` in its folder."
+        )
+    if (
+        first.lstrip(b"\xef\xbb\xbf \t\r\n")[:9]
+        .lower()
+        .startswith((b"<!doctype", b"<html", b"<?xml"))
+    ):
+        raise CheckpointError(
+            f"{path} is a saved web page, not weights: download the file itself, not the page that "
+            "shows it."
+        )
+
+
+# Reads the header of a safetensors file, and never its weights.
+#
+# The format (https://github.com/huggingface/safetensors#format): 8 bytes, the header's length N as
+# an
+# unsigned little-endian number; N bytes of UTF-8 JSON that begin with `{`; the tensors' bytes,
+# which
+# the header's offsets must cover without hole or overlap. The reader is as strict as the reference
+# implementation, because a file that one reader accepts and the next one refuses costs its owner a
+# 40
+# GB download to find out.
+
+MAX_HEADER_BYTES = 100_000_000
+LARGEST_NUMBER = 2**63 - 1
+
+DTYPE_BITS = {
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor as the header describes it; `start` and `end` are byte offsets into the data after
+    the header.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the first 8 + `header_bytes` bytes of the file `path` say."""
+
+    path: Path
+    tensors: Mapping[str, TensorInfo]
+    metadata: Mapping[str, str]
+    header_bytes: int
+    file_bytes: int
+
+    @property
+    def data_start(self) -> int:
+        """Where offset 0 of the tensors lies in the file, in bytes."""
+        return 8 + self.header_bytes
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """Reads 8 + N bytes of a safetensors file.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable, another format, truncated, or breaks a
+            rule of the format.
+    """
+    path = Path(path)
+    refuse_pickle_suffix(path)
+    with open_regular(path) as file:
+        file_bytes = os.fstat(file.fileno()).st_size
+        raw = _header_json(file, path, file_bytes)
+    try:
+        entries = parse_object(raw)
+    except ValueError as error:
+        raise _broken(
+            path, f"its header is not the JSON object the format asks for ({error})"
+        ) from error
+    metadata = _metadata(path, entries.pop("__metadata__", {}))
+    tensors = {name: _tensor(path, name, entry) for name, entry in entries.items()}
+    _check_coverage(path, tensors, file_bytes - 8 - len(raw))
+    return Header(path, tensors, metadata, len(raw), file_bytes)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens an ordinary file for reading; a pipe or a device would block or never end.
+
+    Raises:
+        CheckpointError: there is no such file, it is something else, or it may not be read.
+    """
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):
+            return path.open("rb")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist: check the path.") from error
+    except PermissionError as error:
+        raise CheckpointError(
+            f"{path} may not be read by this user: change its permissions or run as its owner."
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        raise CheckpointError(
+            f"{str(path)!r} cannot be opened ({error}): check the path and the disk."
+        ) from error
+    if stat.S_ISDIR(mode):
+        raise CheckpointError(
+            f"{path} is a folder where a .safetensors file is needed: name the file in it."
+        )
+    raise CheckpointError(
+        f"{path} is a pipe or a device, not a file: save the checkpoint to a file first."
+    )
+
+
+def _header_json(file: BinaryIO, path: Path, file_bytes: int) -> bytes:
+    first = file.read(512)
+    if not first:
+        raise CheckpointError(
+            f"{path} is empty (0 bytes), so it is no checkpoint: download it again."
+        )
+    refuse_foreign_content(path, first)
+    length = int.from_bytes(first[:8], "little")
+    if len(first) < 9 or first[8:9] != b"{":
+        raise CheckpointError(
+            f"{path} is not a safetensors file: after 8 bytes of length a JSON header must begin "
+            "with '{', so pass a file that was saved as safetensors."
+        )
+    if length > MAX_HEADER_BYTES:
+        raise _broken(
+            path,
+            f"it announces a header of {length:,} bytes and the format allows {MAX_HEADER_BYTES:,}",
+        )
+    if length > file_bytes - 8:
+        raise CheckpointError(
+            f"{path} is truncated: its header needs {length:,} bytes and the file ends after "
+            f"{file_bytes - 8:,}, so download it again."
+        )
+    file.seek(8)
+    return file.read(length)
+
+
+def _broken(path: Path, rule: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is not a valid safetensors file: {rule}; download or save it again."
+    )
+
+
+def _metadata(path: Path, value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(entry, str) for entry in value.values()):
+        raise _broken(path, "__metadata__ must map strings to strings")
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return (
+        type(value) is int and 0 <= value <= LARGEST_NUMBER
+    )  # JSON's true is an int to isinstance
+
+
+def _tensor(path: Path, name: str, entry: Any) -> TensorInfo:
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise _broken(path, f"tensor {name!r} needs the fields dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise CheckpointError(
+            f"{path} holds tensor {name!r} of the unknown dtype {dtype!r}: the known ones are "
+            f"{', '.join(sorted(DTYPE_BITS))}, so save the checkpoint in one of them."
+        )
+    if not isinstance(shape, list) or not all(map(_is_number, shape)):
+        raise _broken(path, f"the shape of tensor {name!r} must be a list of whole numbers from 0")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_number, offsets)):
+        raise _broken(path, f"the data_offsets of tensor {name!r} must be two whole numbers from 0")
+    info = TensorInfo(dtype, tuple(shape), *offsets)
+    if info.nbytes * 8 != info.elements * DTYPE_BITS[dtype]:
+        raise _broken(
+            path,
+            f"tensor {name!r} of {dtype} {shape} does not have the size of its data_offsets "
+            f"{offsets}",
+        )
+    return info
+
+
+def _check_coverage(path: Path, tensors: Mapping[str, TensorInfo], data_bytes: int) -> None:
+    position = 0
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
+        if info.start != position:
+            fault = (
+                "overlaps the tensor before it"
+                if info.start < position
+                else "leaves a hole before it"
+            )
+            raise _broken(
+                path,
+                f"tensor {name!r} {fault} (it starts at byte {info.start:,}, not {position:,})",
+            )
+        position = info.end
+    if position > data_bytes:
+        raise CheckpointError(
+            f"{path} is truncated: its header describes {position:,} bytes of weights and the file "
+            f"holds {data_bytes:,}, so download it again."
+        )
+    if position < data_bytes:
+        raise _broken(path, f"{data_bytes - position:,} bytes follow the last tensor and none may")

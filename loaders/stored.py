@@ -1,0 +1,300 @@
+"""The rotation of ConvRot weights: every group of a row's values is multiplied by a Hadamard
+matrix, which spreads outliers before they are rounded to int8.
+
+The matrix is comfy-kitchen's: the Kronecker power of a symmetric 4 x 4 matrix with rows of equal
+sum, divided by the square root of its size. It is its own inverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+
+from ..errors import CheckpointError
+from .convert import is_finite
+from .quantization import AUXILIARY, RUNNABLE, STORAGE_ONLY, Quantization
+from .quantize import comfy_quant_tensor, dequantize_rows, is_modulation, layers_to_quantize
+
+DEFAULT_GROUP = 256
+_FOUR = ((1, 1, 1, -1), (1, 1, -1, 1), (1, -1, 1, 1), (-1, 1, 1, 1))
+
+
+def is_group_size(size: object, columns: int) -> bool:
+    """Whether rows of so many columns can be rotated in groups of `size`, a power of 4."""
+    if type(size) is not int or size < 4 or columns % size:
+        return False
+    return size & (size - 1) == 0 and size.bit_length() % 2 == 1
+
+
+def rotate(weight: torch.Tensor, size: int) -> torch.Tensor:
+    """Rotates a weight [N, K] of a floating dtype in groups of `size`; twice gives it back."""
+    four = torch.tensor(_FOUR, dtype=weight.dtype, device=weight.device)
+    matrix = four
+    while len(matrix) < size:
+        matrix = torch.kron(matrix, four)
+    grouped = weight.reshape(-1, weight.shape[1] // size, size)
+    return (grouped @ (matrix / size**0.5)).reshape(weight.shape)
+
+
+# Brings the forms in which people store a quantized transformer into one form.
+#
+# What comes out: fp8 e4m3 or int8 weights with one float32 scale for each output row, and
+# everything
+# else in a plain dtype under its own name; scales, markers and settings are gone. Values do not
+# change, but for what was stored in e5m2 and for quantized layers that are never computed
+# quantized:
+# these become bf16.
+#
+# Tensors are read one at a time, and those that need no conversion are passed on as they are: the
+# host may have mapped them and not read them yet. So nothing here looks for NaN in a weight that it
+# does not have to convert.
+
+SCALES = (".weight_scale", ".scale_weight")
+# Activations are scaled for each token as they come: a stored scale for them is not used.
+ACCOMPANYING = (*SCALES, ".comfy_quant", ".input_scale", ".scale_input")
+MARKER = "scaled_fp8"
+# What holds quantized values, and core ComfyUI's name for it with one scale for the weight.
+KINDS = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.int8: "int8"}
+CORE_FP8 = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
+DTYPES = {
+    "fp8 e4m3, scaled": torch.float8_e4m3fn,
+    "fp8 e4m3, scaled per row": torch.float8_e4m3fn,
+    "fp8 e4m3, unscaled": torch.float8_e4m3fn,
+    "fp8 e5m2, scaled": torch.float8_e5m2,
+    "fp8 e5m2, unscaled": torch.float8_e5m2,
+    "int8": torch.int8,
+    "int8 ConvRot": torch.int8,
+}
+REMEDY = "download or save the file again"
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """A layer whose weight stays quantized: values * scale is the weight.
+
+    Args:
+        weight: [N, K], float8_e4m3fn, float8_e5m2 or int8.
+        scale: [N, 1], or [] for ComfyUI's own layers, whose fp8 has one; float32.
+        format: "fp8", "int8" or "int8 ConvRot".
+        convrot_groupsize: of "int8 ConvRot": so many columns of the weight, and of what it is
+            multiplied with, are rotated together.
+        full_precision: whether the layer is computed with the dequantized weight, because the file
+            says so or because it is a modulation.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    format: str
+    convrot_groupsize: int | None = None
+    full_precision: bool = False
+
+    def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """Returns the weight [N, K], rotated back and rounded once, to `dtype`."""
+        scale = self.scale.expand(len(self.weight), 1)
+        if self.convrot_groupsize is None:
+            return dequantize_rows(self.weight, scale, dtype)
+        rotated = dequantize_rows(self.weight, scale, torch.float32)
+        return rotate(rotated, self.convrot_groupsize).to(dtype)
+
+    def tensors(self, layer: str) -> dict[str, torch.Tensor]:
+        """Returns the layer as a file holds it: weight, weight_scale and comfy_quant by name."""
+        kind = self.format.split()[0]
+        settings: dict[str, Any] = {}
+        if kind == "fp8" and self.scale.dim() == 0:
+            settings["format"] = CORE_FP8[self.weight.dtype]
+        if self.convrot_groupsize is not None:
+            settings |= {"convrot": True, "convrot_groupsize": self.convrot_groupsize}
+        if self.full_precision:
+            settings["full_precision_matrix_mult"] = True
+        return {
+            f"{layer}.weight": self.weight,
+            # ComfyUI's dynamic VRAM copies the bytes, whatever the strides are.
+            f"{layer}.weight_scale": self.scale.contiguous(),
+            f"{layer}.comfy_quant": comfy_quant_tensor(kind, settings),
+        }
+
+
+def accompanies(name: str) -> bool:
+    """Whether a tensor is a scale, a setting or a marker of the formats that are read here."""
+    return name == MARKER or name.endswith(ACCOMPANYING)
+
+
+def canonical_tensors(
+    tensors: Mapping[str, torch.Tensor], quantization: Quantization
+) -> Iterator[tuple[str, torch.Tensor | StoredLayer]]:
+    """Yields every weight of a transformer: (layer, `StoredLayer`) for what stays quantized, and
+    (name, tensor) for the rest, in the order of `tensors`.
+
+    Attention and MLP of the blocks stay quantized, and so does a modulation that the file has
+    quantized, which is then computed in full precision. Their scales are [N, 1]; e4m3 without
+    scales has ones.
+
+    Args:
+        tensors: {name without prefix: tensor}, on any device. A weight is asked for once, when its
+            turn comes; scales at once.
+        quantization: what `find_quantization` said of the same tensors.
+
+    Raises:
+        CheckpointError: at once, for a format that this package does not run and for a scale that
+            is missing, negative, zero, NaN or infinite; for a shape or a dtype that does not fit,
+            and for NaN or infinity in what is converted, when its turn comes.
+    """
+    for layer, form in quantization.layers.items():
+        if form not in RUNNABLE | STORAGE_ONLY:
+            _refuse(
+                f"{layer}.weight",
+                f"is stored as {form}",
+                "only bf16, fp8 e4m3 or e5m2 and int8 are read",
+                "get the model in one of these",
+            )
+    scales = _scales(tensors, quantization.layers)
+    for layer, form in quantization.layers.items():
+        if layer not in scales and not form.endswith("unscaled"):
+            _refuse(
+                f"{layer}.weight", f"is {form} and has no scale", "its weight_scale must be there"
+            )
+    return _converted(tensors, quantization, scales)
+
+
+def stored_layers(
+    tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Mapping[str, Any]]
+) -> dict[str, StoredLayer]:
+    """Returns {layer: every matrix in fp8 or int8}, as stored: a single scale stays one, [].
+
+    Args:
+        tensors: {name: tensor}; only scales are read.
+        settings: {layer: what the file declares about its format}.
+
+    Raises:
+        CheckpointError: a scale is missing, impossible, or belongs to nothing quantized.
+    """
+    quantized = {
+        name.removesuffix(".weight"): weight
+        for name, weight in tensors.items()
+        if name.endswith(".weight") and weight.dtype in KINDS and weight.dim() == 2
+    }
+    scales = _scales(tensors, quantized)
+    return {
+        layer: _stored(layer, weight, scales.get(layer), settings.get(layer, {}))
+        for layer, weight in quantized.items()
+    }
+
+
+def _converted(
+    tensors: Mapping[str, torch.Tensor],
+    quantization: Quantization,
+    scales: Mapping[str, torch.Tensor],
+) -> Iterator[tuple[str, torch.Tensor | StoredLayer]]:
+    computed = layers_to_quantize(quantization.layers)
+    slow_marker = MARKER in tensors and tensors[MARKER].numel() == 2
+    for name in tensors:
+        if AUXILIARY.search(name):
+            continue
+        layer = name.removesuffix(".weight")
+        form = quantization.layers.get(layer) if layer != name else None
+        weight = tensors[name]
+        if form is None:
+            yield name, _plain(name, weight)
+            continue
+        if weight.dtype != DTYPES[form]:
+            what = f"is {weight.dtype} and declared as {form}"
+            _refuse(name, what, "dtype and format must agree")
+        settings = quantization.settings.get(layer, {})
+        entry = _stored(layer, weight, scales.get(layer), settings)
+        if form in STORAGE_ONLY or not (layer in computed or is_modulation(layer)):
+            yield name, _in_bf16(name, entry)
+            continue
+        if weight.dim() != 2:
+            shape = tuple(weight.shape)
+            _refuse(name, f"has the shape {shape}", "a linear layer's weight is a matrix")
+        slow = (
+            layer not in computed
+            or bool(settings.get("full_precision_matrix_mult"))
+            or (slow_marker and f"{layer}.scale_weight" in tensors)
+        )
+        scale = entry.scale.expand(len(weight), 1).contiguous()
+        yield layer, replace(entry, scale=scale, full_precision=slow)
+
+
+def _scales(
+    tensors: Mapping[str, torch.Tensor], quantized: Container[str]
+) -> dict[str, torch.Tensor]:
+    """Returns {layer: its scale in float32}, and refuses what is left over or impossible."""
+    found: dict[str, torch.Tensor] = {}
+    for name in filter(AUXILIARY.search, tensors):
+        if not accompanies(name):
+            _refuse(name, "changes a weight in an unknown way", "only scales are applied")
+        if not name.endswith(SCALES):
+            continue
+        layer = name.rpartition(".")[0]
+        scale = tensors[name].float()
+        if not (scale.numel() and scale.isfinite().all() and (scale > 0).all()):
+            _refuse(name, "holds NaN, infinity, zero or a negative number", "scales are above 0")
+        # A scale of 1 changes nothing, so some files have it beside plain weights too.
+        if layer not in quantized and not (scale == 1).all():
+            _refuse(name, "is the scale of no quantized weight", "a scale stands beside one")
+        if layer in found:
+            _refuse(name, "is a second scale of its layer", "a weight has one")
+        found[layer] = scale
+    return found
+
+
+def _stored(
+    layer: str, weight: torch.Tensor, scale: torch.Tensor | None, settings: Mapping[str, Any]
+) -> StoredLayer:
+    """Joins a weight and its scale, which becomes [] or [N, 1]; fp8 without one has 1."""
+    name, kind, group = f"{layer}.weight", KINDS[weight.dtype], None
+    if scale is None:
+        if kind == "int8":
+            _refuse(name, "is int8 and has no scale", "its weight_scale must be there")
+        scale = torch.ones((), device=weight.device)
+    rows = weight.shape[0] if weight.dim() else 1
+    if scale.numel() not in (1, rows):
+        what = f"has {scale.numel()} scales for {rows} rows"
+        _refuse(name, what, "one value or one a row is needed")
+    scale = scale.reshape(() if scale.numel() == 1 else (-1, 1))
+    params = settings.get("params")
+    settings = {**(params if isinstance(params, dict) else {}), **settings}
+    if kind == "int8" and settings.get("convrot"):
+        kind, group = "int8 ConvRot", _group_size(name, weight, settings)
+    return StoredLayer(weight, scale, kind, group)
+
+
+def _group_size(name: str, weight: torch.Tensor, settings: Mapping[str, Any]) -> int:
+    size = settings.get("convrot_groupsize", DEFAULT_GROUP)
+    columns = weight.shape[-1] if weight.dim() else 0
+    if not is_group_size(size, columns):
+        _refuse(
+            name,
+            f"is rotated in groups of {size!r} and {columns} wide",
+            "a group is a power of 4 that divides the width",
+        )
+    return size
+
+
+def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Passes a tensor on; fp8 in a bias or in another tensor without a scale becomes bf16."""
+    if tensor.dtype in CORE_FP8:
+        return _in_bf16(name, StoredLayer(tensor, torch.ones((), device=tensor.device), "fp8"))
+    if tensor.dtype == torch.int8 and name.endswith(".weight"):
+        _refuse(name, "is int8 and has no scale", "its weight_scale must be there")
+    return tensor
+
+
+def _in_bf16(name: str, entry: StoredLayer) -> torch.Tensor:
+    """Returns a quantized tensor of any shape in bf16."""
+    values = entry.weight
+    if not values.numel():
+        return values.to(torch.bfloat16)
+    rows = values.reshape(values.shape[0] if values.dim() else 1, -1)
+    weight = replace(entry, weight=rows).dequantized()
+    if not is_finite(weight):
+        _refuse(name, "holds NaN or infinity", "a weight must be finite")
+    return weight.reshape(values.shape)
+
+
+def _refuse(name: str, what: str, rule: str, remedy: str = REMEDY) -> NoReturn:
+    raise CheckpointError(f"the tensor {name!r} {what}: {rule}, so {remedy}.")

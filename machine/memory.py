@@ -1,0 +1,190 @@
+"""Host memory and disk: how much there is, and how much the full-size Qwen-Image asks for.
+
+Sizes are bytes. GB is 10**9 bytes, as disks are sold and as the 40 GB and 80 GB below are meant;
+GiB is 2**30 bytes, as memory is sold.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+
+from .card import GIB, Capability, State
+
+GB = 10**9
+
+# bf16: two bytes for each parameter of the transformer, the text encoder and the VAE.
+BF16_PARTS = int((20.430 + 8.29 + 0.127) * 2 * GB)
+# The disks a rented card should come with: one for the system, torch and packages, one for weights,
+# their download cache and images.
+SYSTEM_DISK = 40 * GB
+MODEL_DISK = 80 * GB
+# The smallest complete set in ComfyUI's templates: transformer and text encoder in fp8, VAE, LoRA.
+FP8_SET = 32 * GB
+
+
+def check_memory() -> Capability:
+    """Host memory: the machine's, or what a container may take of it."""
+    physical = physical_memory()
+    if physical is None:
+        return Capability(
+            "host memory", State.LIMITED, "this system does not tell its size", "pip install psutil"
+        )
+    limit = cgroup_limit()
+    total, source = (
+        (limit, "the container's limit")
+        if limit and limit < physical
+        else (physical, "the machine's")
+    )
+    reason = f"{total / GIB:.1f} GiB, {source}"
+    if total >= BF16_PARTS:
+        return Capability("host memory", State.USABLE, reason)
+    reason += (
+        f": the bf16 parts of the full model ({BF16_PARTS / GIB:.1f} GiB) cannot all wait there"
+    )
+    return Capability(
+        "host memory",
+        State.LIMITED,
+        reason,
+        "keep weights on the card: fp8 or int8 weights need half",
+    )
+
+
+def physical_memory() -> int | None:
+    """The machine's memory in bytes; None where neither the system nor psutil tells."""
+    if sys.platform != "win32":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if find_spec("psutil"):
+        import psutil
+
+        return psutil.virtual_memory().total
+    return None
+
+
+def cgroup_limit(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> int | None:
+    """The smallest memory limit on this process's control groups in bytes; None when there is none.
+
+    Args:
+        root: Where the cgroup file system is mounted.
+        membership: The process's own list, `hierarchy:controllers:path` a line (man 7 cgroups).
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:  # not Linux
+        return None
+    limits = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            base, file = root, "memory.max"
+        elif "memory" in controllers.split(","):  # version 1
+            base, file = root / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = base / path.lstrip("/")
+        # A limit on a group binds the groups inside it. A container mounts only part of the path.
+        limits += _limits(
+            folder / file for folder in (group, *group.parents) if folder.is_relative_to(base)
+        )
+    return min(limits, default=None)
+
+
+def available_memory() -> int:
+    """Host memory in bytes that can be had now: the machine's, or what a container's limit leaves.
+
+    psutil, which both hosts bring, reports the memory of the machine, inside a container too.
+    """
+    import psutil
+
+    available = psutil.virtual_memory().available
+    left = cgroup_available()
+    return available if left is None else min(available, left)
+
+
+def cgroup_available(group: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What a container's limit (cgroup version 2) leaves; None where there is no limit."""
+    try:
+        limit = int((group / "memory.max").read_text())
+    except (OSError, ValueError):  # no such file, or the word "max"
+        return None
+    used = int((group / "memory.current").read_text())
+    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    # Page cache counts as used, and the kernel gives it back on demand, recently read or not.
+    return limit - used + int(stat["inactive_file"]) + int(stat["active_file"])
+
+
+def _limits(files: Iterable[Path]) -> list[int]:
+    found = []
+    for file in files:
+        try:
+            text = file.read_text().strip()
+        except OSError:
+            continue
+        # Version 2 writes "max" for no limit, version 1 a number beyond any machine.
+        if text.isdigit():
+            found.append(int(text))
+    return found
+
+
+def check_system_disk(folder: Path = Path(sys.prefix)) -> Capability:
+    """The disk that Python's packages lie on, by its whole size: they are already in it."""
+    total = shutil.disk_usage(folder).total
+    advised = f"{SYSTEM_DISK / GB:.0f} GB advised"
+    reason = f"{total / GB:.0f} GB in all where packages lie ({folder}), {advised}"
+    if total >= SYSTEM_DISK:
+        return Capability("system disk", State.USABLE, reason)
+    return Capability(
+        "system disk", State.LIMITED, reason, "rent the machine with a larger container disk"
+    )
+
+
+def check_model_disk(folder: Path) -> Capability:
+    """The disk that models lie on: what is free and what is already there, against `MODEL_DISK`.
+
+    Args:
+        folder: Where models live; it need not exist yet.
+    """
+    name = f"model disk {folder}"
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    there = qwen_bytes(folder)
+    advised = f"{MODEL_DISK / GB:.0f} GB advised"
+    reason = f"{free / GB:.0f} GB free and {there / GB:.0f} GB of Qwen files there, {advised}"
+    if free + there >= MODEL_DISK:
+        return Capability(name, State.USABLE, reason)
+    remedy = "free space, or name a folder on a larger disk with --models"
+    if free + there >= FP8_SET:
+        return Capability(
+            name,
+            State.LIMITED,
+            f"{reason}: room for the fp8 files alone ({FP8_SET / GB:.0f} GB)",
+            remedy,
+        )
+    return Capability(
+        name, State.NOT_USABLE, f"{reason}: the full model does not fit even in fp8", remedy
+    )
+
+
+def qwen_bytes(folder: Path) -> int:
+    """The bytes of the files whose path below `folder` has "qwen" in it; links are not followed."""
+    total = 0
+    for base, _, names in os.walk(folder):
+        for name in names:
+            file = Path(base, name)
+            if "qwen" in str(file.relative_to(folder)).lower() and not file.is_symlink():
+                total += file.stat().st_size
+    return total
+
+
+def hugging_face_cache() -> Path:
+    """Where huggingface_hub keeps downloads, by its own environment variables."""
+    if hub := os.environ.get("HF_HUB_CACHE"):
+        return Path(hub).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    return Path(os.environ.get("HF_HOME", f"{cache}/huggingface")).expanduser() / "hub"

@@ -1,0 +1,244 @@
+"""The packages a run can use, each with its version and the reason it is or is not usable.
+
+A package is looked up before it is imported, and imported only where it could be used: a broken one
+then shows as one line with its error, and a machine without a card loads no CUDA code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import sys
+import sysconfig
+import warnings
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .card import Capability, Cards, State, first_line
+
+COMFYUI_FLOOR = (0, 33, 0)
+CUDNN_FLOOR = 91500
+
+
+@dataclass(frozen=True)
+class Package:
+    """A distribution, the module it installs and the name in it that a run needs.
+
+    Attributes:
+        distribution: Its name for pip.
+        module: The module to import.
+        floor: The oldest version that is accepted, as in pyproject.toml; empty when any will do.
+        needs: A name in the module that loads the code a run really uses: diffusers and
+            transformers import lazily, and what does not fit together fails only there.
+    """
+
+    distribution: str
+    module: str
+    floor: str = ""
+    needs: str = ""
+
+    @property
+    def requirement(self) -> str:
+        """What to hand to pip."""
+        return f"{self.distribution}>={self.floor}" if self.floor else self.distribution
+
+
+TORCH = Package("torch", "torch", "2.4", "version")
+# What `generate` and `demo` import besides torch: the `standalone` extra of pyproject.toml.
+STANDALONE = (
+    Package("diffusers", "diffusers", "0.36", "QwenImagePipeline"),
+    Package("transformers", "transformers", "4.56", "Qwen2_5_VLForConditionalGeneration"),
+    Package("accelerate", "accelerate", "1.0"),
+    Package("safetensors", "safetensors", "0.4.2"),
+    Package("numpy", "numpy", "1.25"),
+    Package("pillow", "PIL", "10.1"),
+    Package("scipy", "scipy", "1.11"),
+    Package("tqdm", "tqdm"),
+    Package("psutil", "psutil"),
+)
+# What can make attention faster on a card. Built from source against one torch and one CUDA: no
+# single pip command is right everywhere.
+FLASH_ATTENTION_2 = Package("flash-attn", "flash_attn", "2.0", "flash_attn_func")
+FLASH_ATTENTION_3 = Package("flash-attn-3", "flash_attn_interface", "", "flash_attn_func")
+SAGE_ATTENTION = Package("sageattention", "sageattention", "2.0")
+KITCHEN = Package("comfy-kitchen", "comfy_kitchen", "", "list_backends")
+
+
+def check_package(package: Package, *, load: bool = True) -> tuple[Capability, ModuleType | None]:
+    """Finds one package and imports it.
+
+    Args:
+        load: False looks at the version only, for a package whose own needs are missing.
+
+    Returns:
+        The capability, and the module when it was imported.
+    """
+    name = package.distribution
+    install = f'pip install "{package.requirement}"'
+    if find_spec(package.module) is None:
+        return Capability(name, State.NOT_USABLE, "not installed", install), None
+    found = installed_version(name)
+    if () < release(found) < release(package.floor):
+        reason = f"{found}, needs {package.floor} or newer"
+        return Capability(name, State.NOT_USABLE, reason, install), None
+    if not load:
+        return Capability(name, State.USABLE, f"{found}, not tried without torch"), None
+    try:
+        with warnings.catch_warnings():
+            # Other people's deprecations say nothing of this machine.
+            warnings.simplefilter("ignore")
+            module = importlib.import_module(package.module)
+            if package.needs:
+                getattr(module, package.needs)
+    except Exception as error:  # a broken package raises anything: OSError, RuntimeError ...
+        reason = f"{found}, but its import fails: {first_line(error)}"
+        again = f'pip install --force-reinstall --no-deps "{package.requirement}"'
+        return Capability(name, State.NOT_USABLE, reason, again), None
+    return Capability(name, State.USABLE, found), module
+
+
+def check_torch() -> tuple[Capability, ModuleType | None]:
+    """torch as `check_package` does, with its CUDA build and cuDNN in the reason."""
+    capability, torch = check_package(TORCH)
+    return (capability, None) if torch is None else (torch_capability(torch), torch)
+
+
+def torch_capability(torch: Any) -> Capability:
+    """What an imported torch is built for."""
+    build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    reason = f"{torch.__version__}, {build}"
+    if torch.version.cuda:
+        try:
+            cudnn = torch.backends.cudnn.version() or 0
+        except RuntimeError as error:  # another cuDNN than torch's own is found first
+            remedy = "take the other cuDNN out of LD_LIBRARY_PATH"
+            return Capability("torch", State.LIMITED, f"{reason}; {first_line(error)}", remedy)
+        reason += f", cuDNN {cudnn}"
+        if release(torch.__version__)[:2] == (2, 9) and cudnn < CUDNN_FLOOR:
+            # https://github.com/pytorch/pytorch/issues/166643
+            reason += ": the VAE's bf16 convolutions take about 3 times the memory"
+            cudnn_package = f"nvidia-cudnn-cu{release(torch.version.cuda)[0]}>=9.15"
+            remedy = f'pip install "{cudnn_package}" or use another torch than 2.9'
+            return Capability("torch", State.LIMITED, reason, remedy)
+    return Capability("torch", State.USABLE, reason)
+
+
+def check_triton(cards: Cards) -> Capability:
+    """Triton and what it builds its launchers with: a C compiler and Python's headers."""
+    if not cards.usable:
+        return _without_card("triton", "triton")
+    capability, module = check_package(Package("triton", "triton"))
+    if module is None:
+        return capability
+    # Triton for Windows brings a compiler with it.
+    if sys.platform != "win32":
+        if not (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))):
+            reason = f"{capability.reason}, but there is no C compiler to build its launchers with"
+            return Capability("triton", State.NOT_USABLE, reason, "install gcc")
+        if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+            reason = f"{capability.reason}, but Python.h is missing, which its launchers include"
+            return Capability(
+                "triton",
+                State.NOT_USABLE,
+                reason,
+                "install Python's development headers (python3-dev)",
+            )
+    return capability
+
+
+def check_kitchen(torch: ModuleType | None) -> Capability:
+    """comfy-kitchen, ComfyUI's kernels, and which of its backends run here."""
+    name = KITCHEN.distribution
+    if torch is None:
+        return Capability(name, State.NOT_USABLE, "it needs torch")
+    capability, kitchen = check_package(KITCHEN)
+    if kitchen is None:
+        return Capability(
+            name,
+            State.NOT_USABLE,
+            capability.reason,
+            "optional: ComfyUI's requirements.txt installs it",
+        )
+    # ROCm is not what this package is for.
+    backends = {key: entry for key, entry in kitchen.list_backends().items() if key != "hip"}
+    if torch.version.cuda and release(torch.version.cuda) < (13,):
+        # What ComfyUI itself does (comfy/quant_ops.py).
+        older = f"ComfyUI turns it off under CUDA 13, torch is built for {torch.version.cuda}"
+        backends["cuda"] = {
+            **backends.get("cuda", {}),
+            "available": False,
+            "unavailable_reason": older,
+        }
+    runs = [key for key, entry in backends.items() if entry["available"]]
+    not_here = [
+        f"{key} not: {entry['unavailable_reason']}"
+        for key, entry in backends.items()
+        if not entry["available"]
+    ]
+    reason = f"{capability.reason}, backends {', '.join(runs) or 'none'}; {'; '.join(not_here)}"
+    if "cuda" in runs:
+        return Capability(name, State.USABLE, reason)
+    remedy = "for its CUDA kernels: a card, a driver from 580 on and a torch built for CUDA 13"
+    return Capability(name, State.LIMITED, reason, remedy)
+
+
+def find_comfyui() -> Path | None:
+    """COMFYUI_PATH, else the ComfyUI that this package is a custom node of, else ~/ComfyUI."""
+    named = os.environ.get("COMFYUI_PATH")
+    if named:
+        return Path(named).expanduser()
+    # Not resolved: a link in custom_nodes belongs to the ComfyUI that it lies in.
+    package = Path(os.path.abspath(__file__)).parent.parent
+    if package.parent.name == "custom_nodes":
+        return package.parent.parent
+    home = Path.home() / "ComfyUI"
+    return home if home.is_dir() else None
+
+
+def check_comfyui(folder: Path | None) -> Capability:
+    """ComfyUI's version, read as text: importing it would start its device management."""
+    if folder is None:
+        return Capability(
+            "ComfyUI", State.NOT_USABLE, "not found", "set COMFYUI_PATH to its folder"
+        )
+    try:
+        text = (folder / "comfyui_version.py").read_text(encoding="utf-8")
+    except OSError as error:
+        reason = f"{folder} holds no readable comfyui_version.py ({error.strerror})"
+        return Capability(
+            "ComfyUI", State.NOT_USABLE, reason, "set COMFYUI_PATH to ComfyUI's folder"
+        )
+    match = re.search(r'^__version__\s*=\s*["\']([^"\']+)', text, re.MULTILINE)
+    found = match.group(1) if match else "of unknown version"
+    reason = f"{found} in {folder}"
+    if release(found) < COMFYUI_FLOOR:
+        floor = ".".join(map(str, COMFYUI_FLOOR))
+        return Capability(
+            "ComfyUI", State.NOT_USABLE, f"{reason}, needs {floor} or newer", "update ComfyUI"
+        )
+    return Capability("ComfyUI", State.USABLE, reason)
+
+
+def installed_version(distribution: str) -> str:
+    """The installed version; "of unknown version" for a module that no distribution owns."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "of unknown version"
+
+
+def _without_card(name: str, module: str) -> Capability:
+    found = f"{installed_version(name)}, but" if find_spec(module) else "not installed, and"
+    return Capability(name, State.NOT_USABLE, f"{found} there is no usable card")
+
+
+def release(text: str) -> tuple[int, ...]:
+    """(2, 13, 0) of "2.13.0+cpu"; () of anything that does not start with a number."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, match.group().split("."))) if match else ()

@@ -1,0 +1,240 @@
+"""Measures what the estimates need to know of the card at hand, in under a minute.
+
+A product alone runs faster than among others, because a card at its power limit slows its clock
+down: what a block consists of is run together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import UnavailableError
+from ..machine.card import read_cards
+from ..optimizations import reference
+from ..optimizations.attention import Request, choose_attention
+from ..optimizations.fused import choose_ops
+from ..optimizations.linear import choose_gemm, dense_linear
+from ..optimizations.reference import Modulation, Tokens
+from ..optimizations.stream import measure_pinned_bandwidth
+from ..planning.calibration import Calibration
+from ..planning.rates import Rates
+from ..planning.times import step_work
+from ..planning.vae_bytes import Step
+from ..planning.work import Pass, norm_bytes
+from ..spec import BLOCK_GEMMS, QUANTIZED, TransformerShape
+from .timing import Part, Sum, run_mix
+
+# Of each precision's mix, of the VAE's layers and of fp32 products.
+SECONDS = 5.0
+IMAGE_TOKENS, TEXT_TOKENS = 4096, 200
+ENCODER_ROWS, ENCODER_WIDTH, ENCODER_HIDDEN = 264, 3584, 18944
+# The VAE's widest layers by time: (channels, rows and columns).
+RESIDUALS = ((96, 1024), (192, 512), (384, 256))
+PRECISIONS = ("bf16", *QUANTIZED)
+EPS = 1e-6
+GEMM, ATTENTION, NORM, CONVOLUTION, ENCODER = "gemm", "attention", "norm", "convolution", "encoder"
+
+
+class Sizes(NamedTuple):
+    """What is measured; smaller on a CPU, to try it.
+
+    Attributes:
+        work: Tokens of one forward pass.
+        residuals: As `RESIDUALS`.
+        encoder: Rows, width and hidden width of the text encoder's products.
+        copied: Bytes on their way to the card.
+        seconds: Of each mix.
+    """
+
+    work: Pass
+    residuals: Sequence[tuple[int, int]] = RESIDUALS
+    encoder: tuple[int, int, int] = (ENCODER_ROWS, ENCODER_WIDTH, ENCODER_HIDDEN)
+    copied: int = 2**28
+    seconds: float = SECONDS
+
+
+def full_sizes(shape: TransformerShape) -> Sizes:
+    """Those of the published model at 1024x1024."""
+    return Sizes(Pass(shape, 1, TEXT_TOKENS, IMAGE_TOKENS))
+
+
+def small_sizes(shape: TransformerShape) -> Sizes:
+    """Those that only show that it runs."""
+    return Sizes(Pass(shape, 1, 8, 64), ((16, 16),), (8, 64, 128), 2**20, 0.05)
+
+
+@torch.inference_mode()
+def calibrate(
+    device: torch.device, sizes: Sizes, say: Callable[[str], None]
+) -> tuple[Calibration, dict[str, str]]:
+    """Measures everything.
+
+    Args:
+        device: A card, or the CPU to try it.
+        say: Is told what is measured next.
+
+    Returns:
+        The rates, and {precision: why it is not among them}.
+
+    Raises:
+        UnavailableError: There is too little free memory.
+    """
+    try:
+        return _calibrate(device, sizes, say)
+    except torch.OutOfMemoryError as error:
+        raise UnavailableError(
+            "too little memory of the card is free, of which this needs 3 GiB: end other programs "
+            "that use the card."
+        ) from error
+
+
+def _calibrate(
+    device: torch.device, sizes: Sizes, say: Callable[[str], None]
+) -> tuple[Calibration, dict[str, str]]:
+    work, left_out = sizes.work, {}
+    gemm: dict[str, float] = {}
+    shared = {ATTENTION: Sum(), NORM: Sum()}
+    for precision in PRECISIONS:
+        say(f"{precision} block")
+        found = _products(work, precision, device)
+        if isinstance(found, str):
+            left_out[precision] = found
+            continue
+        parts = [*found, *_between(work, precision, device)]
+        sums = run_mix(parts, device, sizes.seconds)
+        gemm[precision] = sums[GEMM].rate
+        for name, total in shared.items():
+            total.add(sums[name].work, sums[name].seconds)
+        del found, parts
+    bandwidth = shared[NORM].rate
+    say("VAE")
+    convolution = _convolution(sizes, device, bandwidth)
+    say("text encoder")
+    encoder = run_mix(_encoder(sizes.encoder, device), device, sizes.seconds)[ENCODER].rate
+    say("link")
+    rates = Rates(
+        gemm=gemm,
+        attention=shared[ATTENTION].rate,
+        bandwidth=bandwidth,
+        convolution=convolution,
+        encoder=encoder,
+        pcie=_link(sizes.copied, device),
+    )
+    return Calibration(*_about(device), rates), left_out
+
+
+def _products(work: Pass, precision: str, device: torch.device) -> list[Part] | str:
+    """Every product of one block; or why the card does not multiply the precision."""
+    gemm = None
+    if precision in QUANTIZED:
+        gemm = choose_gemm(precision, device)
+        if gemm.weight_only and device.type != "cpu":
+            return gemm.reason
+    parts = []
+    rows = {tokens: _random(tokens, 4 * work.shape.dim, on=device) for tokens in _tokens(work)}
+    for layer, (height, depth) in BLOCK_GEMMS.items():
+        n, k = height * work.shape.dim, depth * work.shape.dim
+        _, m = work.products(layer)
+        x = rows[m][:, :k].contiguous()
+        weight = _random(n, k, on=device) * k**-0.5
+        bias, out = _random(n, on=device), torch.empty(m, n, dtype=x.dtype, device=device)
+        if gemm is None:
+            call = partial(dense_linear, x, weight, bias, out=out)
+        else:
+            operands = (*gemm.quantize(x), *reference.row_quantize(weight, precision), bias)
+            call = partial(gemm.linear_quantized, *operands, out.dtype, out=out)
+        parts.append(Part(GEMM, call, 2 * m * n * k))
+    return parts
+
+
+def _between(work: Pass, precision: str, device: torch.device) -> list[Part]:
+    """The block's attention and its two norms."""
+    shape = work.shape
+    request = Request(device, torch.bfloat16, work.items, shape.heads, shape.head_dim, work.joint)
+    attend = choose_attention(request)
+    q, k, v = _random(3, work.items, work.joint, shape.heads, shape.head_dim, on=device)
+    ops, why = choose_ops(device)
+    if ops is None:
+        raise UnavailableError(f"the fused blocks do not run here, which are measured: {why}.")
+    tokens = Tokens(work.items, work.text, work.image, work.image)
+    x, branch = _random(2, work.rows, shape.dim, on=device)
+    halves = Modulation(*_random(2, work.items, 3 * shape.dim, on=device))
+    format = precision if precision in QUANTIZED else None
+    norm = partial(ops.residual_norm, x, branch, halves, halves, tokens, EPS, format)
+    moved = work.rows * norm_bytes(shape.dim, format is not None)
+    attention = Part(
+        ATTENTION, partial(attend, q, k, v), 4 * work.items * work.joint**2 * shape.dim
+    )
+    return [attention, *2 * [Part(NORM, norm, moved)]]
+
+
+def _convolution(sizes: Sizes, device: torch.device, bandwidth: float) -> float:
+    """The rate of convolutions that explains what residual blocks of the VAE take beside their
+    traffic; at least a fifth of the time is theirs.
+    """
+    parts, flops, moved = [], 0, 0
+    for channels, side in sizes.residuals:
+        counted = step_work(Step("residual", channels, channels), side, side)
+        flops, moved = flops + counted.flops, moved + counted.bytes
+        x = _random(1, channels, 1, side, side, on=device)
+        weights = _random(2, channels, channels, 1, 3, 3, on=device) * (9 * channels) ** -0.5
+        gamma = _random(channels, 1, 1, 1, on=device)
+        call = partial(_residual, x, weights, gamma)
+        parts.append(Part(CONVOLUTION, call, counted.flops))
+    rate = run_mix(parts, device, sizes.seconds)[CONVOLUTION].rate
+    seconds = flops / rate
+    return flops / max(seconds - moved / bandwidth, seconds / 5)
+
+
+def _residual(x: torch.Tensor, weights: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
+    """A residual block as ComfyUI computes it (comfy/ldm/wan/vae.py), of one frame."""
+    y = x
+    for weight in weights:
+        y = F.silu(F.normalize(y, dim=1) * y.shape[1] ** 0.5 * gamma)
+        y = F.conv3d(y, weight, padding=(0, 1, 1))
+    return x + y
+
+
+def _encoder(sizes: tuple[int, int, int], device: torch.device) -> list[Part]:
+    rows, width, hidden = sizes
+    x = torch.randn(rows, width, device=device)
+    up = torch.randn(hidden, width, device=device) * width**-0.5
+    down = torch.randn(width, hidden, device=device) * hidden**-0.5
+    wide = F.linear(x, up)
+    flops = 2 * rows * width * hidden
+    return [
+        Part(ENCODER, partial(F.linear, x, up), flops),
+        Part(ENCODER, partial(F.linear, wide, down), flops),
+    ]
+
+
+def _link(size: int, device: torch.device) -> float:
+    if device.type == "cuda":
+        return measure_pinned_bandwidth(device, size)
+    source = torch.ones(size, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    begin = time.perf_counter()
+    target.copy_(source)
+    return size / (time.perf_counter() - begin)
+
+
+def _about(device: torch.device) -> tuple[str, str, str, str]:
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    if device.type != "cuda":
+        return "CPU", "", torch.__version__, date
+    return torch.cuda.get_device_name(device), read_cards(torch).driver, torch.__version__, date
+
+
+def _tokens(work: Pass) -> set[int]:
+    return {work.products(layer)[1] for layer in BLOCK_GEMMS}
+
+
+def _random(*size: int, on: torch.device) -> torch.Tensor:
+    return torch.randn(size, device=on, dtype=torch.bfloat16)

@@ -1,0 +1,221 @@
+"""Triton: what the kernels share whose programs hold one whole row in registers.
+
+A row is held in one part or in three equal ones, a, b and c. The widths of the model are 3 * 2**n,
+and three parts of 2**n fit them without a mask, where one part of 2**(n + 2) computes a quarter of
+its lanes for nothing: gelu_quantize takes 53 us in three parts of 4096 and 71 in one of 16384,
+residual_norm with fp8 29.5 us in three of 1024 and 35 in one of 4096 (H200, 4296 rows of bf16;
+benchmarks/kernels.py --sweep). Of a row in one part a, b and c are that part three times:
+all are computed alike, and the compiler makes one set of instructions for the three.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from ..reference import SMALLEST_ROW, STORAGE, largest_of
+from . import launch_beside
+
+# Wider rows would spill.
+WIDEST_ROW = 16384
+# What a warp reads of bf16 at once, 16 bytes for each thread.
+NARROWEST_PART = 256
+
+
+@functools.cache
+def launch_shape(k: int) -> tuple[int, int, int]:
+    """Elements of a part, parts and warps for rows of `k` elements, at most `WIDEST_ROW`."""
+    # The next power of two; triton.next_power_of_2 takes 3 us for it.
+    covering = max(1 << (k - 1).bit_length(), NARROWEST_PART)
+    # In three parts a thread then holds 8 elements of each: 16 bytes of bf16.
+    warps = min(max(covering // 1024, 1), 16)
+    part = covering // 4
+    if k == 3 * part and part >= NARROWEST_PART:
+        return part, 3, warps
+    return covering, 1, warps
+
+
+@triton.jit
+def load_row(row_ptr, width: tl.constexpr, part: tl.constexpr, parts: tl.constexpr):
+    """The parts of a row as fp32, with zeros past its end."""
+    column = tl.arange(0, part)
+    # The mask is true throughout, and compiled away, where the part is not wider than the row.
+    a = tl.load(row_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    b, c = a, a
+    if parts == 3:
+        b = tl.load(row_ptr + part + column).to(tl.float32)
+        c = tl.load(row_ptr + 2 * part + column).to(tl.float32)
+    return a, b, c
+
+
+@triton.jit
+def store_row(row_ptr, a, b, c, width: tl.constexpr, part: tl.constexpr, parts: tl.constexpr):
+    """Writes the parts of a row in the dtype that is pointed to."""
+    column = tl.arange(0, part)
+    tl.store(row_ptr + column, a.to(row_ptr.dtype.element_ty), mask=column < width)
+    if parts == 3:
+        tl.store(row_ptr + part + column, b.to(row_ptr.dtype.element_ty))
+        tl.store(row_ptr + 2 * part + column, c.to(row_ptr.dtype.element_ty))
+
+
+@triton.jit
+def sum_row(a, b, c, parts: tl.constexpr):
+    """The sum over all elements of a row."""
+    if parts == 3:
+        a += b + c
+    return tl.sum(a, axis=0)
+
+
+@triton.jit
+def quantize_row(
+    a,
+    b,
+    c,
+    largest: tl.constexpr,
+    smallest_row: tl.constexpr,
+    to_integer: tl.constexpr,
+):
+    """scale = max(|x|) / largest, or 1 below smallest_row;  steps = round(x * (1 / scale))."""
+    # Magnitudes sort like their bits, NaN above inf above all else; a float max drops NaN.
+    bits = tl.maximum(tl.maximum(_magnitude_bits(a), _magnitude_bits(b)), _magnitude_bits(c))
+    magnitude = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+    scale = tl.where(magnitude < smallest_row, 1.0, tl.div_rn(magnitude, largest))
+    steps_in_one = tl.div_rn(1.0, scale)
+    a = _round_to_step(a * steps_in_one, largest, to_integer)
+    b = _round_to_step(b * steps_in_one, largest, to_integer)
+    c = _round_to_step(c * steps_in_one, largest, to_integer)
+    return a, b, c, scale
+
+
+@triton.jit
+def _magnitude_bits(x):
+    return tl.abs(x).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _round_to_step(x, largest: tl.constexpr, to_integer: tl.constexpr):
+    """To even: an int32 whose low byte is the whole number, or fp32 that e4m3 holds.
+
+    Adding 1.5 * 2**(23 + s) leaves no bits below 2**s; with s = 0 the number is in the low bits of
+    the sum, and a cast from float is saved. Triton's own cast to e4m3 truncates to fp16 on the way
+    on sm_89 (before 3.9), and its interpreter makes 64 of 127.3.
+    """
+    # The clamp also keeps multiply and add from becoming one fma, which would not be the twin's.
+    x = tl.clamp(x, -largest, largest)
+    if to_integer:
+        return (x + 1.5 * 8388608.0).to(tl.int32, bitcast=True)
+    else:
+        # s is 3 below the exponent of the number, but never below that of e4m3's subnormals.
+        exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, (127 - 6) << 23)
+        shift = (exponent + ((20 << 23) | (1 << 22))).to(tl.float32, bitcast=True)
+        return (x + shift) - shift
+
+
+def launch_row_quantizer(
+    kernel: triton.JITFunction, x: torch.Tensor, format: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launches a kernel that quantizes each row by its own magnitude, one program a row.
+
+    Args:
+        kernel: `_row_quantize_kernel`, or one with the same parameters.
+        x: Rows, (M, K), with any row stride; K is at most `WIDEST_ROW`.
+        format: "fp8" or "int8".
+
+    Returns:
+        q and scale, as of `reference.row_quantize`.
+    """
+    rows, k = x.shape
+    if k > WIDEST_ROW:
+        raise ValueError(f"rows of at most {WIDEST_ROW} elements can be quantized, got {k}")
+    largest = largest_of(format)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    q = x.new_empty(rows, k, dtype=STORAGE[format])
+    scale = x.new_empty(rows, 1, dtype=torch.float32)
+    part, parts, warps = launch_shape(k)
+    with launch_beside(x):
+        kernel[(rows,)](
+            x,
+            q,
+            scale,
+            x.stride(0),
+            k=k,
+            largest=largest,
+            smallest_row=SMALLEST_ROW,
+            to_integer=format == "int8",
+            part=part,
+            parts=parts,
+            num_warps=warps,
+        )
+    return q, scale
+
+
+# Triton: per-row quantization in one pass over the rows.
+
+
+@triton.jit
+def _row_quantize_kernel(
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    x_stride,
+    k: tl.constexpr,
+    largest: tl.constexpr,
+    smallest_row: tl.constexpr,
+    to_integer: tl.constexpr,
+    part: tl.constexpr,
+    parts: tl.constexpr,
+):
+    """As `quantize_row`, of a row in memory."""
+    row = tl.program_id(0).to(tl.int64)
+    a, b, c = load_row(x_ptr + row * x_stride, k, part, parts)
+    a, b, c, scale = quantize_row(a, b, c, largest, smallest_row, to_integer)
+    store_row(q_ptr + row * k, a, b, c, k, part, parts)
+    tl.store(scale_ptr + row, scale)
+
+
+def row_quantize(x: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `reference.row_quantize`; x (M, K) may have any row stride, K is at most `WIDEST_ROW`."""
+    return launch_row_quantizer(_row_quantize_kernel, x, format)
+
+
+# Triton: tanh GELU and per-row quantization in one pass over the rows.
+
+
+@triton.jit
+def _gelu_quantize_kernel(
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    x_stride,
+    k: tl.constexpr,
+    largest: tl.constexpr,
+    smallest_row: tl.constexpr,
+    to_integer: tl.constexpr,
+    part: tl.constexpr,
+    parts: tl.constexpr,
+):
+    """As `quantize_row`, of the GELU of a row in memory."""
+    row = tl.program_id(0).to(tl.int64)
+    a, b, c = load_row(x_ptr + row * x_stride, k, part, parts)
+    a, b, c, scale = quantize_row(_gelu(a), _gelu(b), _gelu(c), largest, smallest_row, to_integer)
+    store_row(q_ptr + row * k, a, b, c, k, part, parts)
+    tl.store(scale_ptr + row, scale)
+
+
+@triton.jit
+def _gelu(x):
+    """x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 x**3).
+
+    (1 + tanh(u)) / 2 is 1 / (1 + exp(-2 u)), which loses no bits where tanh(u) is near -1.
+    """
+    # exp2 of -2 u / ln(2), its constants multiplied out; 0 or inf far out, and no NaN.
+    return x / (1.0 + tl.exp2(x * (-2.302208198144325 - 0.1029432395800235 * (x * x))))
+
+
+def gelu_quantize(x: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `reference.gelu_quantize`; x (M, K) may have any row stride, K is at most `WIDEST_ROW`."""
+    return launch_row_quantizer(_gelu_quantize_kernel, x, format)

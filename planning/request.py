@@ -1,0 +1,292 @@
+"""What somebody wants to run: the settings that memory, time and cost follow from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..errors import SettingError
+from ..spec import (
+    OFF_CARD,
+    ON_CARD,
+    PIXELS_PER_TOKEN_SIDE,
+    PLACES,
+    QUANTIZED,
+    REFERENCE_TOKENS,
+    Family,
+    TransformerShape,
+    VaeShape,
+    find_family,
+)
+
+PRECISIONS = ("auto", "bf16", "fp8", "int8")
+TEXT_ENCODER_PRECISIONS = ("auto", "bf16", "fp8", "int8")
+TEXT_ENCODER_PLACES = ("auto", "on card", "drop after encoding", "cpu")
+# "off" is CFG 1: one forward pass a step. Prompts of different lengths take two passes in ComfyUI;
+# "one pass" computes both at once, as CFG batching does.
+CFG_MODES = ("two passes", "one pass", "off")
+LORA_MODES = ("merged", "beside")
+# Parts of a model, as `Parts.file_bytes` names them.
+TRANSFORMER, TEXT_ENCODER, VAE = "transformer", "text encoder", "VAE"
+MOST_TOKENS = 2**20
+MOST_PIXELS = 2**20
+EDIT = "qwen-image-edit-2511"  # the newest of the families that take the most references
+
+
+@dataclass(frozen=True)
+class Loras:
+    """LoRAs on a transformer.
+
+    Args:
+        count: how many.
+        rank: of each.
+        mode: "merged" into the weights, or computed "beside" them in each step.
+    """
+
+    count: int = 0
+    rank: int = 32
+    mode: str = "merged"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The true sizes of parts that are at hand; None is what the published model has.
+
+    Args:
+        transformer: its shape.
+        transformer_bytes: of all its weights as they are held, modulation among them.
+        modulation_bytes: of its modulation as held.
+        text_encoder_bytes: of the text encoder as held.
+        vae: its shape.
+        vae_bytes: of its weights as held.
+        file_bytes: what their files take, as stored: pairs of `TRANSFORMER`, `TEXT_ENCODER` or
+            `VAE` and bytes; what is not named takes what is held.
+    """
+
+    transformer: TransformerShape | None = None
+    transformer_bytes: int | None = None
+    modulation_bytes: int | None = None
+    text_encoder_bytes: int | None = None
+    vae: VaeShape | None = None
+    vae_bytes: int | None = None
+    file_bytes: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What to run. "auto" and 0 tiles leave a choice to the plan.
+
+    Args:
+        family: a name in `planning.families.FAMILIES`.
+        precision: of the transformer, one of `PRECISIONS`.
+        width, height: pixels, divisible by 16.
+        batch: images that are sampled together.
+        steps: of the sampler, each with one forward pass, or two with `cfg`.
+        cfg: one of `CFG_MODES`.
+        references: reference images, of one megapixel each.
+        layers: that Layered paints beside the whole image; 0 elsewhere.
+        text_tokens: of the longest prompt, without what references add.
+        modulation: where a third of the transformer waits, one of `planning.placement.PLACES`.
+        text_encoder: its precision, one of `TEXT_ENCODER_PRECISIONS`; "auto" is bf16.
+        text_encoder_place: one of `TEXT_ENCODER_PLACES`; "auto" leaves it on the card where all
+            fits.
+        loras: on the transformer.
+        controlnet_bytes: of the weights of a ControlNet that runs in each step; 0 for none.
+        tiles: of the VAE: 0 leaves it to the plan, 1 is whole, more are at least so many.
+        parts: true sizes of what is at hand.
+
+    Raises:
+        SettingError: a setting breaks its rule or contradicts another; the message names both.
+    """
+
+    family: str = "qwen-image"
+    precision: str = "auto"
+    width: int = 1328
+    height: int = 1328
+    batch: int = 1
+    steps: int = 20
+    cfg: str = "two passes"
+    references: int = 0
+    layers: int = 0
+    text_tokens: int = 200
+    modulation: str = "auto"
+    text_encoder: str = "auto"
+    text_encoder_place: str = "auto"
+    loras: Loras = Loras()
+    controlnet_bytes: int = 0
+    tiles: int = 0
+    parts: Parts = field(default_factory=Parts)
+
+    def __post_init__(self) -> None:
+        family = find_family(self.family)
+        self._check_choices()
+        self._check_numbers()
+        self._check_family(family)
+
+    @property
+    def member(self) -> Family:
+        """The published model of the family's name."""
+        return find_family(self.family)
+
+    @property
+    def transformer(self) -> TransformerShape:
+        """The transformer's shape: the true one, or the published."""
+        return self.parts.transformer or self.member.transformer
+
+    @property
+    def vae(self) -> VaeShape:
+        """The VAE's shape: the true one, or the published."""
+        return self.parts.vae or self.member.vae
+
+    @property
+    def frames(self) -> int:
+        """Latent frames that are denoised together."""
+        return self.layers + 1
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Text tokens with those that reference images add to the prompt."""
+        return self.text_tokens + self.references * self.member.vision_tokens
+
+    @property
+    def painted_tokens(self) -> int:
+        """Image tokens of one item that are denoised, in all of its frames."""
+        side = PIXELS_PER_TOKEN_SIDE
+        return self.frames * (self.width // side) * (self.height // side)
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of one item's image stream, with those of its references."""
+        return self.painted_tokens + self.references * REFERENCE_TOKENS
+
+    @property
+    def passes(self) -> int:
+        """Forward passes in each step."""
+        return 2 if self.cfg == "two passes" else 1
+
+    @property
+    def items(self) -> int:
+        """Images in one forward pass."""
+        return 2 * self.batch if self.cfg == "one pass" else self.batch
+
+    def _check_choices(self) -> None:
+        for name, value, allowed in (
+            ("precision", self.precision, PRECISIONS),
+            ("cfg", self.cfg, CFG_MODES),
+            ("modulation", self.modulation, PLACES),
+            ("text encoder precision", self.text_encoder, TEXT_ENCODER_PRECISIONS),
+            ("text encoder place", self.text_encoder_place, TEXT_ENCODER_PLACES),
+            ("LoRA mode", self.loras.mode, LORA_MODES),
+        ):
+            if value not in allowed:
+                raise SettingError(f"{name} {value!r} is unknown: choose {', '.join(allowed)}.")
+
+    def _check_numbers(self) -> None:
+        for name, value, least, most in (
+            ("width", self.width, PIXELS_PER_TOKEN_SIDE, MOST_PIXELS),
+            ("height", self.height, PIXELS_PER_TOKEN_SIDE, MOST_PIXELS),
+            ("batch", self.batch, 1, 4096),
+            ("steps", self.steps, 1, 10_000),
+            ("references", self.references, 0, 4096),
+            ("layers", self.layers, 0, 4096),
+            ("text tokens", self.text_tokens, 1, MOST_TOKENS),
+            ("tiles", self.tiles, 0, MOST_TOKENS),
+            ("LoRAs", self.loras.count, 0, 1000),
+            ("LoRA rank", self.loras.rank, 1, 4096),
+            ("ControlNet bytes", self.controlnet_bytes, 0, 2**40),
+        ):
+            if value < least:
+                raise SettingError(f"{name} must be at least {least}, got {value}.")
+            if value > most:
+                got = value if value < 10 * most else "far more"
+                raise SettingError(f"{name} must be at most {most}, got {got}.")
+        side = PIXELS_PER_TOKEN_SIDE
+        if self.width % side or self.height % side:
+            nearest = (max(side, side * round(edge / side)) for edge in (self.width, self.height))
+            raise SettingError(
+                f"{self.width}x{self.height}: both sides must be divisible by {side}: use "
+                f"{'x'.join(map(str, nearest))}."
+            )
+        tokens = self.painted_tokens * self.batch
+        if tokens > MOST_TOKENS:
+            layers = f" with {self.layers} layers" if self.layers else ""
+            fewer = "fewer layers, " if self.layers else ""
+            raise SettingError(
+                f"{self.batch} of {self.width}x{self.height}{layers} are {tokens:,} tokens, and an "
+                f"estimate takes at most {MOST_TOKENS:,}: choose {fewer}a smaller size or batch."
+            )
+
+    def _check_family(self, family: Family) -> None:
+        if self.references > family.most_references:
+            takes = f"{family.most_references or 'no'} reference image"
+            takes += "s" * (family.most_references != 1)
+            most = find_family(EDIT).most_references
+            helps = self.references <= most and not self.layers
+            other = f"{EDIT} for up to {most}, or " if helps else ""
+            raise SettingError(
+                f"{self.references} references and family {family.name!r}, which takes {takes}: "
+                f"choose {other}fewer references."
+            )
+        if self.layers and not family.layers:
+            raise SettingError(
+                f"{self.layers} layers and family {family.name!r}, which paints one image: choose "
+                "qwen-image-layered, or 0 layers."
+            )
+
+
+def precision_of_text_encoder(wish: Wish) -> str:
+    """The precision that a text encoder is held in."""
+    return "bf16" if wish.text_encoder == "auto" else wish.text_encoder
+
+
+# What a plan has settled: the precisions, and where each part waits.
+
+DROPPED, ON_PROCESSOR = "drop after encoding", "cpu"
+HELD_PRECISIONS = ("bf16", *QUANTIZED)
+TEXT_PLACES = (ON_CARD, DROPPED, ON_PROCESSOR)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a wish is run; nothing in it is left to choose.
+
+    Args:
+        precision: of the transformer, one of `HELD_PRECISIONS`.
+        modulation: "on card", or "off card", where a table stands in for its weights.
+        text_encoder: precision of the text encoder, one of `HELD_PRECISIONS`.
+        text_encoder_place: one of `TEXT_PLACES`.
+        resident: False where the host has to move weights to the card and off it during a run.
+        weight_only: whether the card's tensor cores do not multiply the precision, so that weights
+            are expanded to bf16 one by one.
+
+    Raises:
+        SettingError: a precision or a place is unknown, or bf16 is to be expanded to bf16.
+    """
+
+    precision: str = "bf16"
+    modulation: str = ON_CARD
+    text_encoder: str = "bf16"
+    text_encoder_place: str = ON_CARD
+    resident: bool = True
+    weight_only: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("precision", self.precision, HELD_PRECISIONS),
+            ("modulation", self.modulation, (ON_CARD, OFF_CARD)),
+            ("text encoder precision", self.text_encoder, HELD_PRECISIONS),
+            ("text encoder place", self.text_encoder_place, TEXT_PLACES),
+        ):
+            if value not in allowed:
+                raise SettingError(
+                    f"{name} {value!r} settles nothing that runs: choose {', '.join(allowed)}."
+                )
+        if self.weight_only and self.precision not in QUANTIZED:
+            raise SettingError(
+                f"weights in {self.precision} are multiplied as they are: leave weight_only to "
+                f"{' and '.join(QUANTIZED)}."
+            )
+
+    @property
+    def off_card(self) -> bool:
+        """Whether the modulation weights wait in host memory."""
+        return self.modulation == OFF_CARD

@@ -1,0 +1,361 @@
+"""How long a run's parts take: counted work over measured or expected rates.
+
+A product takes as long as its arithmetic or its bytes, whichever is more (S. Williams, A. Waterman,
+D. Patterson: Roofline, CACM 52(4), 2009); kernels follow one another, so that their times add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..spec import (
+    BLOCK_GEMMS,
+    BYTES_PER_SCALE,
+    BYTES_PER_WEIGHT,
+    OFF_CARD,
+    ON_CARD,
+    PIXELS_PER_LATENT,
+    QUANTIZED,
+    REFERENCE_SIDE,
+    VaeShape,
+)
+from .bytes import (
+    HIDDEN,
+    LANGUAGE,
+    PATCHES_PER_TOKEN,
+    TEMPLATE_TOKENS,
+    VISION,
+    VOCABULARY,
+    weight_bytes,
+)
+from .rates import Rates
+from .request import ON_PROCESSOR, Wish
+from .vae import Direction
+from .vae_bytes import (
+    Interval,
+    Size,
+    Step,
+    after_middle,
+    before_middle,
+    down_steps,
+    in_pixels,
+    intervals,
+    parts,
+    up_steps,
+)
+from .work import EXPAND, WIDE, Pass, Work, block_bytes
+
+__all__ = [
+    "Pass",
+    "decode_seconds",
+    "encode_image_seconds",
+    "encode_text_seconds",
+    "forward_seconds",
+    "pass_seconds",
+    "sampling_seconds",
+    "table_seconds",
+]
+
+# What the processor needs to launch one block, in eager Python (H200's host, 1024x1024, batch 1):
+# a faster card waits for it.
+LAUNCH_SECONDS = {False: 0.00085, True: 0.00115}
+# ComfyUI's own blocks beside ours, bf16, 1024x1024, H200: 178.1 and 124.5 ms.
+STOCK = 1.43
+# A pass over the weights takes so many times what the link needs, and the processor so long for
+# each of the two layers of a block (H200).
+TABLE_FACTOR = 1.05
+TABLE_LAYER_SECONDS = 0.0003
+
+
+def forward_seconds(wish: Wish, precision: str, rates: Rates, *, moved_bytes: int = 0) -> float:
+    """One forward pass of `wish.items` images through the fused blocks.
+
+    What a LoRA beside the weights and a ControlNet add is counted and was not measured.
+
+    Args:
+        precision: bf16, fp8 or int8, in which the weights are held.
+        moved_bytes: of weights that the host brings to the card in each pass, because they do not
+            all stay there; added, because not every host computes meanwhile.
+    """
+    work = Pass.of(wish)
+    seconds = pass_seconds(work, precision, rates)
+    if wish.loras.mode == "beside":
+        seconds += wish.loras.count * _lora_seconds(work, wish.loras.rank, rates)
+    if wish.controlnet_bytes:
+        seconds += _controlnet_seconds(work, wish.controlnet_bytes, rates)
+    return seconds + moved_bytes / rates.pcie
+
+
+def pass_seconds(work: Pass, precision: str, rates: Rates) -> float:
+    """One forward pass, no shorter than its launches."""
+    seconds = _card_seconds(work, precision, rates)
+    return max(seconds, work.shape.blocks * LAUNCH_SECONDS[precision in QUANTIZED])
+
+
+def sampling_seconds(wish: Wish, precision: str, rates: Rates, *, moved_bytes: int = 0) -> float:
+    """All steps of a run, without the modulation's table."""
+    return (
+        wish.steps * wish.passes * forward_seconds(wish, precision, rates, moved_bytes=moved_bytes)
+    )
+
+
+def table_seconds(wish: Wish, rates: Rates, modulation: str) -> float:
+    """One pass over the modulation weights, which a new schedule takes.
+
+    Args:
+        modulation: "on card" or "off card".
+    """
+    weights = wish.parts.modulation_bytes
+    if weights is None:
+        weights = weight_bytes(wish.transformer, "bf16").modulation
+    rate = rates.pcie / TABLE_FACTOR if modulation == OFF_CARD else rates.bandwidth
+    return max(weights / rate, 2 * wish.transformer.blocks * TABLE_LAYER_SECONDS)
+
+
+def product_seconds(
+    rows: int, columns: int, depth: int, precision: str, rates: Rates, count: int = 1
+) -> float:
+    """Products of (rows, depth) and (depth, columns), the operands in one precision, bf16 out."""
+    size = BYTES_PER_WEIGHT[precision]
+    moved = (rows + columns) * depth * size + rows * columns * WIDE
+    if precision in QUANTIZED:
+        moved += BYTES_PER_SCALE * (rows + columns)
+    arithmetic = 2 * rows * columns * depth / rates.gemm[precision]
+    return count * max(arithmetic, moved / rates.bandwidth)
+
+
+def _card_seconds(work: Pass, precision: str, rates: Rates) -> float:
+    """What the card computes, without waiting for the processor."""
+    shape = work.shape
+    expanded = precision in QUANTIZED and precision not in rates.gemm
+    multiplied = "bf16" if expanded else precision
+    block = attention_seconds(work, rates)
+    block += block_bytes(work, precision, expanded=expanded) / rates.bandwidth
+    for layer, (rows, columns) in BLOCK_GEMMS.items():
+        n, k = rows * shape.dim, columns * shape.dim
+        count, m = work.products(layer)
+        block += product_seconds(m, n, k, multiplied, rates, count)
+        if expanded:
+            block += count * EXPAND * n * k / rates.bandwidth
+    return shape.blocks * block + _outside_seconds(work, rates)
+
+
+def attention_seconds(work: Pass, rates: Rates) -> float:
+    """Of one block: 4 joint^2 dim operations an item, no shorter than q, k, v and the output."""
+    arithmetic = 4 * work.items * work.joint**2 * work.shape.dim / rates.attention
+    return max(arithmetic, 4 * WIDE * work.rows * work.shape.dim / rates.bandwidth)
+
+
+def _outside_seconds(work: Pass, rates: Rates) -> float:
+    """The layers before and after the blocks, in bf16 whatever the precision.
+
+    Beside their products both streams are normed, joined and taken apart: some ten times read and
+    written. The modulation comes from a table, two streams of six rows a block.
+    """
+    shape = work.shape
+    image, text = work.items * work.image, work.items * work.text
+    products = (
+        (image, shape.dim, shape.in_channels),
+        (text, shape.dim, shape.joint_dim),
+        (image, shape.packed_out_channels, shape.dim),
+    )
+    seconds = sum(product_seconds(*sizes, "bf16", rates) for sizes in products)
+    table = 2 * 6 * shape.blocks * work.items
+    return seconds + (10 * work.rows + table) * shape.dim * WIDE / rates.bandwidth
+
+
+def _lora_seconds(work: Pass, rank: int, rates: Rates) -> float:
+    """One LoRA on every layer of every block, computed beside it, as ComfyUI calls layers.
+
+    Two thin products, their sum with the layer's output, and a copy of it to where the fused
+    block wants it.
+    """
+    block = 0.0
+    for layer, (rows, columns) in BLOCK_GEMMS.items():
+        n, k = rows * work.shape.dim, columns * work.shape.dim
+        count, m = work.products(layer)
+        block += product_seconds(m, rank, k, "bf16", rates, count)
+        block += product_seconds(m, n, rank, "bf16", rates, count)
+        block += count * (3 + 2) * m * n * WIDE / rates.bandwidth
+    return work.shape.blocks * block
+
+
+def _controlnet_seconds(work: Pass, weights: int, rates: Rates) -> float:
+    """A ControlNet of the transformer's own blocks in bf16, as many as its bytes make up, and what
+    it adds to the image stream after each block of the transformer.
+    """
+    shape = work.shape
+    share = weights / weight_bytes(shape, "bf16").total
+    added = 4 * shape.blocks * work.items * work.image * shape.dim * WIDE / rates.bandwidth
+    return STOCK * share * _card_seconds(work, "bf16", rates) + added
+
+
+# How long Qwen2.5-VL takes to encode prompts, which ComfyUI computes in fp32.
+
+# What every token goes through: all but the embedding, of which a row is looked up.
+LAYER_PARAMETERS = LANGUAGE - VOCABULARY * HIDDEN
+# A weight read, written in fp32 and read again; a quantized one is scaled in between.
+CAST_BYTES, EXPAND_BYTES = 2 + 4 + 4, 1 + 4 + (4 + 4) + 4
+# fp32 products on the processor, predicted: 16 cores.
+PROCESSOR_FLOPS = 0.5e12
+
+
+def encode_text_seconds(
+    wish: Wish, rates: Rates, place: str = ON_CARD, precision: str = "bf16"
+) -> float:
+    """All prompts of a run: one, or a negative one too.
+
+    Two operations a parameter and token, and the weights cast to fp32 once a prompt.
+
+    Args:
+        place: "on card", "drop after encoding", which moves no weights here, or "cpu", whose
+            figure is predicted for 16 cores.
+        precision: in which the weights are held.
+    """
+    prompts = 1 if wish.cfg == "off" else 2
+    vision = wish.references * wish.member.vision_tokens
+    return prompts * prompt_seconds(wish.prompt_tokens, rates, place, precision, vision)
+
+
+def prompt_seconds(
+    tokens: int,
+    rates: Rates,
+    place: str = ON_CARD,
+    precision: str = "bf16",
+    vision_tokens: int = 0,
+) -> float:
+    """One prompt.
+
+    Args:
+        tokens: of it, without the template's and with those of images.
+        place, precision: as of `encode_text_seconds`.
+        vision_tokens: how many of them are of images.
+    """
+    flops = 2 * LAYER_PARAMETERS * (tokens + TEMPLATE_TOKENS)
+    flops += 2 * VISION * PATCHES_PER_TOKEN * vision_tokens
+    if place == ON_PROCESSOR:
+        return flops / PROCESSOR_FLOPS
+    moved = LAYER_PARAMETERS * (EXPAND_BYTES if precision in QUANTIZED else CAST_BYTES)
+    moved += CAST_BYTES * VISION if vision_tokens else 0
+    return flops / rates.encoder + moved / rates.bandwidth
+
+
+# How long the VAE takes to decode and encode, counted layer by layer, whole or in tiles.
+
+BF16_BYTES = 2  # bytes of a bf16 number
+# How often a number is read or written beside the arithmetic. cuDNN turns a convolution's input and
+# output into its own layout: each is read, written and read, or written twice. A norm's square
+# sum, quotient and two factors are kernels of their own, a SiLU and a sum too.
+CONVOLVED, NORM, SILU, SUM = 3, 8, 2, 3
+# The nodes bring images in fp32 from and to memory that is not pinned (H200: 9.5 ms for the 50 MB
+# of 2048x2048).
+PIXEL_BYTES, HOST_BYTES_PER_SECOND = 4, 5.3e9
+# What each step of a further tile costs beside its arithmetic: launches, and copies of its margins
+# (H200: 2 to 3.7 ms for each tile to decode, 1.3 to 3.4 to encode).
+TILE_STEP_SECONDS = 0.0002
+
+
+def decode_seconds(wish: Wish, tiles: Size | int, rates: Rates) -> float:
+    """The images of a batch.
+
+    Args:
+        tiles: (rows, columns), or how many; 1 is whole.
+    """
+    return wish.batch * wish.frames * vae_seconds("decode", wish.vae, _latent(wish), tiles, rates)
+
+
+def encode_image_seconds(wish: Wish, rates: Rates, tiles: Size | int = 1) -> float:
+    """The reference images of a run, each of one megapixel; once for all of its prompts."""
+    side = REFERENCE_SIDE // PIXELS_PER_LATENT
+    return wish.references * vae_seconds("encode", wish.vae, (side, side), tiles, rates)
+
+
+def vae_seconds(
+    direction: Direction, shape: VaeShape, latent: Size, tiles: Size | int, rates: Rates
+) -> float:
+    """One image, from or to host memory.
+
+    Args:
+        latent: latent pixels, (height, width).
+        tiles: as of `decode_seconds`; the middle runs whole.
+    """
+    rows, columns = in_pixels(latent)
+    moved = PIXEL_BYTES * shape.image_channels * rows * columns
+    copied = moved / min(HOST_BYTES_PER_SECOND, rates.pcie)
+    return copied + _seconds(direction, shape, latent, tiles, rates)
+
+
+def _latent(wish: Wish) -> Size:
+    return wish.height // PIXELS_PER_LATENT, wish.width // PIXELS_PER_LATENT
+
+
+def _seconds(
+    direction: Direction, shape: VaeShape, latent: Size, tiles: Size | int, rates: Rates
+) -> float:
+    attention = Step("attention", shape.middle_channels, shape.middle_channels)
+    middle = (*before_middle(shape, direction), attention, *after_middle(shape, direction))
+    seconds = sum(_step(step, *latent, rates) for step in middle)
+    rows, columns = tiles if isinstance(tiles, tuple) else _grid(tiles)
+    decodes = direction == "decode"
+    steps = up_steps(shape) if decodes else down_steps(shape)
+    end, begin = (in_pixels(latent), latent) if decodes else (latent, in_pixels(latent))
+    down, across = (
+        _lengths(steps, end[axis], begin[axis], count) for axis, count in ((0, rows), (1, columns))
+    )
+    for index, step in enumerate(steps):
+        for height in down[index]:
+            for width in across[index]:
+                seconds += _step(step, height, width, rates)
+    return seconds + (rows * columns - 1) * len(steps) * TILE_STEP_SECONDS
+
+
+def _grid(count: int) -> Size:
+    """So many tiles, as square as may be."""
+    rows = next(rows for rows in range(int(count**0.5), 0, -1) if count % rows == 0)
+    return rows, count // rows
+
+
+def _lengths(steps: Sequence[Step], end: int, begin: int, count: int) -> list[list[int]]:
+    """For each step the lengths of its input in every tile of one axis, margins included."""
+    tiles: Iterable[list[Interval]] = (
+        intervals(steps, low, high, begin) for low, high in parts(end, count)
+    )
+    return [[high - low for low, high in step] for step in zip(*tiles, strict=True)][:-1]
+
+
+def step_work(step: Step, rows: int, columns: int) -> Work:
+    """One layer with so many rows and columns at its input, in bf16 and eager kernels."""
+    area = rows * columns
+    given, made = area * step.channels_in, area * step.channels_out
+    if step.kind == "attention":
+        width = step.channels_in
+        flops = 2 * 4 * width * width * area + 4 * area * area * width
+        moved = (NORM + 2 * CONVOLVED * 2 + SUM) * given
+    elif step.kind == "residual":
+        flops = _products(step.channels_in, step.channels_out, area, 9)
+        flops += _products(step.channels_out, step.channels_out, area, 9)
+        moved = (NORM + SILU) * (given + made) + CONVOLVED * (given + 3 * made) + SUM * made
+        if given != made:
+            flops += _products(step.channels_in, step.channels_out, area, 1)
+            moved += CONVOLVED * (given + made)
+    elif step.kind == "up":
+        flops = _products(step.channels_in, step.channels_out, 4 * area, 9)
+        moved = given + 4 * given + CONVOLVED * 4 * (given + made)
+    elif step.kind == "down":
+        flops = _products(step.channels_in, step.channels_out, area // 4, 9)
+        moved = 2 * given + CONVOLVED * (given + made // 4)
+    else:
+        flops = _products(step.channels_in, step.channels_out, area, 9)
+        moved = CONVOLVED * (given + made)
+        if step.kind == "head":
+            moved += (NORM + SILU) * given
+    return Work(flops, BF16_BYTES * moved)
+
+
+def _step(step: Step, rows: int, columns: int, rates: Rates) -> float:
+    work = step_work(step, rows, columns)
+    return work.flops / rates.convolution + work.bytes / rates.bandwidth
+
+
+def _products(channels_in: int, channels_out: int, area: int, taps: int) -> int:
+    return 2 * taps * channels_in * channels_out * area

@@ -1,0 +1,246 @@
+"""The published members of the Qwen-Image family, as far as they decide what a run takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from .errors import CheckpointError, SettingError
+
+MIB = 2**20
+
+GIB = 2**30
+
+BYTES_PER_WEIGHT = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1, "int8": 1}
+
+QUANTIZED = ("fp8", "int8")
+
+BYTES_PER_SCALE = 4  # fp32, one for each output row
+
+# The area that Qwen-Image is trained at; the choice of a precision leaves room for one step of it.
+USUAL_SIDE = 1328
+
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+
+ADDED_ATTENTION = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+
+# The layers of one block that may be quantized: (rows, columns) in multiples of dim.
+BLOCK_GEMMS = {
+    **{f"attn.{name}": (1, 1) for name in (*ATTENTION, *ADDED_ATTENTION)},
+    **{f"{stream}_mlp.net.0.proj": (4, 1) for stream in ("img", "txt")},
+    **{f"{stream}_mlp.net.2": (1, 4) for stream in ("img", "txt")},
+}
+
+TIME_CHANNELS = 256  # the sinusoidal embedding of the timestep, fixed in both hosts' code
+
+PIXELS_PER_TOKEN_SIDE = 16  # the VAE's factor of 8, then patches of 2 x 2
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a choice needs to know of one card.
+
+    Args:
+        name: as the driver calls it.
+        total_bytes: what CUDA shows, with ECC's share already gone: 45,373 MiB on an L40S.
+        capability: compute capability, (8, 9) on an L40S.
+    """
+
+    name: str
+    total_bytes: int
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class TransformerShape:
+    """The sizes of a Qwen-Image transformer that fix all its tensors.
+
+    Args:
+        blocks: transformer blocks, 60 in the published models.
+        dim: width of both streams, heads x head_dim.
+        joint_dim: width of the text encoder's output.
+        in_channels: channels of one packed latent token.
+        packed_out_channels: channels of one packed output token.
+        addition_t_cond: whether there is the second time embedding of Qwen-Image-Layered.
+    """
+
+    blocks: int
+    dim: int
+    heads: int
+    head_dim: int
+    joint_dim: int
+    in_channels: int
+    packed_out_channels: int
+    addition_t_cond: bool = False
+
+    @classmethod
+    def from_dims(
+        cls, dims: Mapping[str, int | str], blocks: int | None, family: str
+    ) -> TransformerShape:
+        """Takes what header inspection found: a part's `dims`, `blocks` and `family`.
+
+        Raises:
+            CheckpointError: the tensors leave a size open, or the heads do not make up the width.
+        """
+        sizes: dict[str, int] = {}
+        found = {**dims, "blocks": blocks or 0}
+        names = ("blocks", "dim", "heads", "head_dim", "joint_dim", "in_channels")
+        for name in (*names, "packed_out_channels"):
+            value = found.get(name)
+            if not isinstance(value, int) or value < 1:
+                raise CheckpointError(
+                    f"the tensors do not tell the transformer's {name}, which fixes its size in "
+                    "memory: get the file in bf16, fp8 or int8 from the model's own source."
+                )
+            sizes[name] = value
+        if sizes["heads"] * sizes["head_dim"] != sizes["dim"]:
+            raise CheckpointError(
+                f"the transformer is {sizes['dim']} wide and its heads are {sizes['head_dim']}: "
+                "the width must be a whole number of heads, so get the file again."
+            )
+        return cls(**sizes, addition_t_cond=family == "Qwen-Image-Layered")
+
+    def quantizable_layers(self) -> dict[str, tuple[int, int]]:
+        """{layer name without `.weight`: (rows, columns)} of every layer that may be quantized."""
+        return {
+            f"transformer_blocks.{block}.{layer}": (rows * self.dim, columns * self.dim)
+            for block in range(self.blocks)
+            for layer, (rows, columns) in BLOCK_GEMMS.items()
+        }
+
+
+def format_gib(count: float) -> str:
+    """Binary units, as memory is labelled: `38.1 GiB`, `12 MiB`."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / MIB:.0f} MiB"
+
+
+def whole_pixels(pixels: int) -> int:
+    """A side rounded up to whole tokens, as the hosts pad it."""
+    return -(-pixels // PIXELS_PER_TOKEN_SIDE) * PIXELS_PER_TOKEN_SIDE
+
+
+PIXELS_PER_LATENT = 8
+
+
+@dataclass(frozen=True)
+class VaeShape:
+    """The sizes that fix a VAE's activations.
+
+    Args:
+        dim: channels at full resolution: 96 in the published VAE.
+        latent_channels: 16 in all of them.
+        image_channels: 3, or 4 in Qwen-Image-Layered.
+        padded_frames: the frames that a convolution over time reads of one image: 1 in ComfyUI,
+            which cuts the kernel; 3 in diffusers, which pads the image and, of 16-bit tensors,
+            norms and enlarges copies in fp32.
+    """
+
+    dim: int = 96
+    latent_channels: int = 16
+    image_channels: int = 3
+    padded_frames: int = 1
+
+    @property
+    def middle_channels(self) -> int:
+        """Channels at latent resolution, in the middle of the encoder and the decoder."""
+        return 4 * self.dim
+
+
+# The published models: Qwen-Image, 2512, Edit, 2509 and 2511.
+FULL_SIZE = TransformerShape(
+    blocks=60,
+    dim=3072,
+    heads=24,
+    head_dim=128,
+    joint_dim=3584,
+    in_channels=64,
+    packed_out_channels=64,
+)
+
+# 1 in 24 of its width: what the benchmarks run on a CPU to show that they work.
+SMALL = TransformerShape(
+    blocks=60, dim=128, heads=4, head_dim=32, joint_dim=64, in_channels=64, packed_out_channels=64
+)
+
+# Edit workflows scale a reference image to one megapixel.
+REFERENCE_SIDE = 1024
+
+REFERENCE_TOKENS = (REFERENCE_SIDE // PIXELS_PER_TOKEN_SIDE) ** 2
+
+PUBLISHED_VAE = VaeShape()
+LAYERED_SHAPE = replace(FULL_SIZE, addition_t_cond=True)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One published model.
+
+    Attributes:
+        name: As `--family` takes it.
+        most_references: Reference images that its workflows take.
+        timestep_zero: Whether references are modulated as at timestep zero, which doubles the rows
+            of the modulation.
+        layers: Whether several layers are painted together.
+        vision_tokens: Text tokens that each reference image adds to the prompt: the text encoder
+            sees one megapixel in Edit and 384x384 pixels in its successors, 28x28 a token.
+    """
+
+    name: str
+    most_references: int = 0
+    timestep_zero: bool = False
+    layers: bool = False
+    vision_tokens: int = 0
+    transformer: TransformerShape = FULL_SIZE
+    vae: VaeShape = PUBLISHED_VAE
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("qwen-image"),
+        Family("qwen-image-2512"),
+        Family("qwen-image-edit", most_references=1, vision_tokens=1369),
+        Family("qwen-image-edit-2509", most_references=3, vision_tokens=196),
+        Family("qwen-image-edit-2511", most_references=3, timestep_zero=True, vision_tokens=196),
+        Family(
+            "qwen-image-layered",
+            most_references=1,
+            layers=True,
+            transformer=LAYERED_SHAPE,
+            vae=VaeShape(image_channels=4),
+        ),
+    )
+}
+
+
+def find_family(name: str) -> Family:
+    """The family of a name.
+
+    Raises:
+        SettingError: there is none.
+    """
+    if name not in FAMILIES:
+        raise SettingError(f"family {name!r} is unknown: choose {', '.join(FAMILIES)}.")
+    return FAMILIES[name]
+
+
+# What is fixed of the quantized formats: their largest value, and the cards that multiply them.
+
+# Largest magnitude of e4m3, and of int8 used symmetrically.
+LARGEST = {"fp8": 448.0, "int8": 127.0}
+# The oldest compute capability whose tensor cores multiply the format here.
+OLDEST_CAPABILITY = {"fp8": (8, 9), "int8": (8, 0)}
+
+
+# Where the modulation weights of a transformer wait: on the card, or in host memory.
+
+ON_CARD, OFF_CARD = "on card", "off card"
+PLACES = ("auto", ON_CARD, OFF_CARD)
+
+
+@dataclass(frozen=True)
+class ModulationPlace:
+    """Where the modulation weights are while the model runs, and why."""
+
+    off_card: bool
+    reason: str
