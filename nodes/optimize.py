@@ -32,7 +32,6 @@ class QwenL40SOptimize(io.ComfyNode):
                 "flash attention",
                 "sage attention",
                 "fused kernels",
-                "cfg batching",
             ],
             inputs=[
                 io.Model.Input("model", tooltip="From any loader, in bf16, fp8 or int8."),
@@ -49,14 +48,6 @@ class QwenL40SOptimize(io.ComfyNode):
                     default=True,
                     tooltip="Off runs ComfyUI's own blocks: with attention on comfyui as well, "
                     "the picture is bit for bit that of stock ComfyUI.",
-                ),
-                io.Combo.Input(
-                    "cfg_batching",
-                    options=["off", "auto", "on"],
-                    default="off",
-                    tooltip="Positive and negative prompt in one forward pass, the shorter one "
-                    "padded. auto measures in the first 6 steps and does it where that saves 3 % "
-                    "of the time. Not bit-identical.",
                 ),
                 io.Boolean.Input(
                     "tf32",
@@ -91,13 +82,11 @@ class QwenL40SOptimize(io.ComfyNode):
         model: io.Model.Type,
         attention: str,
         fused_blocks: bool,
-        cfg_batching: str = "off",
         tf32: bool = False,
         cudnn_benchmark: bool = False,
     ) -> io.NodeOutput:
         require_host()
         from ..hosts.comfyui.sample.optimize import Settings, optimize, report_of
 
-        settings = Settings(fused_blocks, attention, cfg_batching, tf32, cudnn_benchmark)
-        optimized = optimize(model, settings)
+        optimized = optimize(model, Settings(fused_blocks, attention, tf32, cudnn_benchmark))
         return with_report(optimized, report=report_of(optimized))

@@ -58,8 +58,8 @@ def wish_inputs() -> list[io.Input]:
             options=list(CFG_MODES),
             default="two passes",
             tooltip="two passes: positive and negative prompt one after the other, as ComfyUI does "
-            "at CFG above 1; twice the time. one pass: both at once, as cfg_batching does; more "
-            "memory. off: CFG 1, as with Lightning LoRAs.",
+            "at CFG above 1; twice the time. one pass: both at once, as it does for prompts of one "
+            "length; more memory. off: CFG 1, as with Lightning LoRAs.",
         ),
         io.Int.Input(
             "references",

@@ -22,7 +22,7 @@ PRECISIONS = ("auto", "bf16", "fp8", "int8")
 TEXT_ENCODER_PRECISIONS = ("auto", "bf16", "fp8", "int8")
 TEXT_ENCODER_PLACES = ("auto", "on card", "drop after encoding", "cpu")
 # "off" is CFG 1: one forward pass a step. Prompts of different lengths take two passes in ComfyUI;
-# "one pass" computes both at once, as CFG batching does.
+# "one pass" computes both at once, as ComfyUI does for prompts of one length.
 CFG_MODES = ("two passes", "one pass", "off")
 LORA_MODES = ("merged", "beside")
 # Parts of a model, as `Parts.file_bytes` names them.

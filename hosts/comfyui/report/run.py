@@ -18,7 +18,7 @@ from ..record.record import Record
 
 # A reference that differs by more from one megapixel takes other memory and time.
 LIKE_A_MEGAPIXEL = 0.1
-# A step in which CFG batching measures takes another pass; more of them are another run.
+# A sampler can add a pass here and there; more of them are another run.
 LIKE_THE_PASSES = 0.25
 FUSED = "blocks: fused, "
 
@@ -161,7 +161,7 @@ def _cfg(asked: Mapping[str, Any]) -> str:
     """By what was computed: a guider may ask for the negative prompt in a call of its own."""
     if prompts_of(asked) < 1.5:
         return "off"
-    # Steps in which CFG batching measured are of either kind.
+    # ComfyUI computes prompts of one length in one pass.
     return "one pass" if passes_of(asked) < 1.5 else "two passes"
 
 

@@ -19,7 +19,6 @@ from ....optimizations.attention import Request, choose_attention
 from ....optimizations.attention.choice import VARIABLE
 from ..record.sampling import record_runs
 from .attention import SLOT, SlotAttention
-from .cfg_batching import CfgBatching
 from .modulation import ModelModulation
 from .run import KEY, Optimization
 
@@ -34,15 +33,12 @@ class Settings:
     Attributes:
         blocks: Fused blocks with modulation tables.
         attention: "auto" for the fastest exact backend, the name of a backend, or "comfyui".
-        cfg_batching: "on" pads prompts of different lengths and computes them in one pass, "auto"
-            does where that was measured to be faster, "off" leaves ComfyUI's own passes.
         tf32: Whether fp32 products are rounded to TF32 during a run; bf16 models have next to none.
         cudnn_benchmark: Whether cuDNN tries out its convolutions during a run.
     """
 
     blocks: bool = True
     attention: str = "auto"
-    cfg_batching: str = "off"
     tf32: bool = False
     cudnn_benchmark: bool = False
 
@@ -67,16 +63,11 @@ def optimize(model: ModelPatcher, settings: Settings | None = None) -> ModelPatc
         named = settings.attention != "auto" or VARIABLE in os.environ
         lossy = named and not choose_attention(_likely_request(clone), settings.attention).exact
         attention = options[SLOT] = SlotAttention(settings.attention, lossy, others)
-    path = f"{'fused' if settings.blocks else 'host'} blocks, {settings.attention} attention"
-    batching = CfgBatching(settings.cfg_batching, path)
     optimization = Optimization(
-        settings.blocks, attention, batching, settings.tf32, settings.cudnn_benchmark
+        settings.blocks, attention, settings.tf32, settings.cudnn_benchmark
     )
     clone.set_attachments(KEY, optimization)
     record_runs(clone, KEY)
-    if settings.cfg_batching != "off":
-        clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, batching.calc_cond_batch)
-        clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, batching.apply_model)
     if settings.blocks or attention is not None:
         clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, optimization.apply_model)
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, optimization.outer_sample)
@@ -87,8 +78,6 @@ def optimize(model: ModelPatcher, settings: Settings | None = None) -> ModelPatc
 def restore(model: ModelPatcher) -> ModelPatcher:
     """Returns a clone without anything that `optimize` has added."""
     clone = model.clone()
-    clone.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, KEY)
-    clone.remove_wrappers_with_key(WrappersMP.PREDICT_NOISE, KEY)
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
     clone.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)

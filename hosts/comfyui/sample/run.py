@@ -17,7 +17,6 @@ from ....optimizations.self_check import Check
 from ....spec import QUANTIZED
 from .attention import SLOT, SlotAttention
 from .call import control_of, is_compiled, options_of
-from .cfg_batching import CfgBatching
 from .forward import ForwardPass
 from .layers import ComfyLayers
 from .modulation import Call, ModelModulation
@@ -138,12 +137,10 @@ class Optimization:
         self,
         blocks: bool,
         attention: SlotAttention | None,
-        batching: CfgBatching,
         tf32: bool = False,
         cudnn_benchmark: bool = False,
     ) -> None:
         self.attention = attention
-        self._batching = batching
         self._blocks = blocks
         self._flags = tf32, cudnn_benchmark
         self._known: WeakKeyDictionary[Any, dict[Any, Prepared]] = WeakKeyDictionary()
@@ -155,10 +152,8 @@ class Optimization:
         if self.attention is not None:
             self.attention.start_run()
         self._known = WeakKeyDictionary()
-        self._batching.start_run()
         with flags_for_a_run(*self._flags):
             output = executor(*args, **kwargs)
-        self._batching.finish_run()
         logger.info("Qwen-Image L40S\n%s", self.report())
         return output
 
@@ -192,7 +187,6 @@ class Optimization:
             lines.append("attention: ComfyUI's own, or what another node has set")
         else:
             lines += self.attention.lines()
-        lines += self._batching.lines()
         return "\n".join(lines)
 
     def _forward(
