@@ -17,7 +17,7 @@ from ..machine.packages import KITCHEN, check_package
 from ..measure.timing import time_cold
 from ..optimizations import reference
 from ..optimizations.attention import BACKENDS as ATTENTION
-from ..optimizations.attention import Request, choose_attention
+from ..optimizations.attention import AttentionRequest, choose_attention
 from ..optimizations.fused import TORCH, Ops, choose_ops
 from ..optimizations.linear import BACKENDS as GEMMS
 from ..optimizations.linear import choose_gemm
@@ -207,7 +207,7 @@ def _gemms(dim: int, m: int, device: torch.device) -> list[OpCase]:
 
 def _attentions(shape: TransformerShape, tokens: Tokens, device: torch.device) -> list[OpCase]:
     batch, joint = tokens.batch, tokens.joint
-    request = Request(device, torch.bfloat16, batch, shape.heads, shape.head_dim, joint)
+    request = AttentionRequest(device, torch.bfloat16, batch, shape.heads, shape.head_dim, joint)
 
     def make(name: str) -> Call:
         attention = choose_attention(request, name)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from ..errors import UnavailableError
 from ..machine.card import read_cards
 from ..optimizations import reference
-from ..optimizations.attention import Request, choose_attention
+from ..optimizations.attention import AttentionRequest, choose_attention
 from ..optimizations.fused import choose_ops
 from ..optimizations.linear import choose_gemm, dense_linear
 from ..optimizations.reference import Modulation, Tokens
@@ -157,7 +157,9 @@ def _products(work: Pass, precision: str, device: torch.device) -> list[Part] | 
 def _between(work: Pass, precision: str, device: torch.device) -> list[Part]:
     """The block's attention and its two norms."""
     shape = work.shape
-    request = Request(device, torch.bfloat16, work.items, shape.heads, shape.head_dim, work.joint)
+    request = AttentionRequest(
+        device, torch.bfloat16, work.items, shape.heads, shape.head_dim, work.joint
+    )
     attend = choose_attention(request)
     q, k, v = _random(3, work.items, work.joint, shape.heads, shape.head_dim, on=device)
     ops, why = choose_ops(device)

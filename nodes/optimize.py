@@ -40,8 +40,8 @@ class QwenL40SOptimize(io.ComfyNode):
                     options=ATTENTION,
                     default="auto",
                     tooltip="auto measures the exact backends of this card once and takes the "
-                    "fastest. comfyui leaves ComfyUI's own. sage_2 and kitchen_int8 are faster "
-                    "on some cards and change the picture a little.",
+                    "fastest. comfyui leaves ComfyUI's own. sage_2 is faster on some "
+                    "cards and changes the picture a little.",
                 ),
                 io.Boolean.Input(
                     "fused_blocks",

@@ -375,5 +375,5 @@ def _kitchen(
     # Past the registry and the operator, whose Python costs more than the launch.
     from comfy_kitchen.backends.cuda import int8_linear
 
-    with kernels.launch_beside(x):
+    with kernels.on_card_of(x):
         return int8_linear(x, weight, scale, bias, x.dtype)

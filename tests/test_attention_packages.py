@@ -14,13 +14,13 @@ from qwen_l40s import UnavailableError
 from qwen_l40s.machine.card import Capability, Cards, State
 from qwen_l40s.optimizations.attention import (
     BACKENDS,
-    Request,
+    AttentionRequest,
     check_backends,
     choice,
     choose_attention,
     registry,
+    sage,
 )
-from qwen_l40s.optimizations.attention import backends as sage
 
 CPU = torch.device("cpu")
 spec = importlib.util.spec_from_file_location(
@@ -60,7 +60,7 @@ def card(monkeypatch):
 
 
 def request(tokens=300, dtype=torch.bfloat16, head_dim=64, masked=False):
-    return Request(CPU, dtype, 2, 3, head_dim, tokens, masked)
+    return AttentionRequest(CPU, dtype, 2, 3, head_dim, tokens, masked)
 
 
 def random(tokens, head_dim=64, dtype=torch.bfloat16):
@@ -164,36 +164,6 @@ def test_sage_leaves_the_keys_as_they_are(monkeypatch, card):
     assert torch.equal(k, before)
 
 
-def test_comfy_kitchen_is_called_by_its_signature(monkeypatch, card):
-    # comfy-kitchen 0.2.31, sage_attention.py
-    def int8_attention(q, k, v, *, scale=None, attn_mask=None):
-        assert q.shape == (2, q.shape[1], 333, 64) or q.shape == (2, 3, 300, 64)
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask).contiguous()
-
-    def int8_attention_is_available(device=None):
-        return True
-
-    def list_backends():
-        return {"cuda": {"available": True, "unavailable_reason": None}}
-
-    functions = (int8_attention, int8_attention_is_available, list_backends)
-    named = {function.__name__: function for function in functions}
-    published.install(monkeypatch, "comfy_kitchen", named)
-    card((8, 9))
-    attention = choose_attention(request(masked=True), "kitchen_int8")
-    assert not attention.exact
-    q, k, v = random(300)
-    mask = torch.zeros(2, 1, 1, 300, dtype=torch.bfloat16)
-    mask[1, ..., 250:] = -torch.inf
-    out = attention(q, k, v, mask)
-    expected = registry.attend_float64(q, k, v, mask)
-    assert (out.double() - expected).norm() / expected.norm() < 8e-3
-    del named["int8_attention_is_available"]
-    published.install(monkeypatch, "comfy_kitchen", named)
-    registry.forget()
-    assert "older than its int8 attention" in registry.refusal("kitchen_int8", request())
-
-
 # --------------------------------------------------------------------------- missing and broken
 
 
@@ -287,7 +257,6 @@ def test_sage_1_is_too_old(monkeypatch, card, tmp_path):
         ("sage_2", (8, 9), {"masked": True}, "takes no mask"),
         ("sage_2", (8, 9), {"head_dim": 256}, "takes heads of at most 128, not 256"),
         ("sage_2", (8, 9), {"tokens": 127}, "needs 128 tokens, there are 127"),
-        ("kitchen_int8", (7, 0), {}, "sm_70, needs sm_75 or newer"),
         ("sdpa_flash", (8, 9), {"masked": True}, "takes no mask"),
         ("sdpa_cudnn", (7, 5), {}, "sm_75, needs sm_80 or newer"),
         ("sdpa_cudnn", (8, 9), {"dtype": torch.float32}, "takes bfloat16 and float16"),

@@ -104,12 +104,12 @@ def test_a_launch_switches_the_card_only_where_another_one_is_current(monkeypatc
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", lambda index: f"card {index}")
 
-    def beside(index):
-        return kernels.launch_beside(SimpleNamespace(get_device=lambda: index))
+    def switch(index):
+        return kernels.on_card_of(SimpleNamespace(get_device=lambda: index))
 
-    assert beside(0) == "card 0"
-    assert beside(2) == "card 2"
-    with beside(1), beside(1), kernels.launch_beside(torch.ones(1)) as switched:
+    assert switch(0) == "card 0"
+    assert switch(2) == "card 2"
+    with switch(1), switch(1), kernels.on_card_of(torch.ones(1)) as switched:
         assert switched is None
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from diffusers import QwenImageTransformer2DModel
 
-from ...optimizations.attention import Request, choose_attention
+from ...optimizations.attention import AttentionRequest, choose_attention
 from ...optimizations.attention.choice import VARIABLE
 from .attention import HOST_ATTENTION, TransformerAttention
 from .run import Optimization, Timesteps
@@ -74,7 +74,7 @@ def check_attention(
         return True
     config = transformer.config
     heads, head_dim = config.num_attention_heads, config.attention_head_dim
-    request = Request(device, dtype, 1, heads, head_dim, 4096 + 200)
+    request = AttentionRequest(device, dtype, 1, heads, head_dim, 4096 + 200)
     return choose_attention(request, name).exact
 
 

@@ -3,7 +3,7 @@
 One file per way; `registry` lists them and says why one cannot run, `choice` picks one.
 """
 
-from .backend import Request
+from .backend import AttentionRequest
 from .backends import aligned_mask
 from .choice import Attention, ChosenAttention, choose_attention
 from .registry import BACKENDS, check_backends, refusal
@@ -11,8 +11,8 @@ from .registry import BACKENDS, check_backends, refusal
 __all__ = [
     "BACKENDS",
     "Attention",
+    "AttentionRequest",
     "ChosenAttention",
-    "Request",
     "aligned_mask",
     "check_backends",
     "choose_attention",

@@ -14,7 +14,7 @@ FLOATS = HALVES | {torch.float32}
 
 
 @dataclass(frozen=True)
-class Request:
+class AttentionRequest:
     """The attention of one block.
 
     Attributes:
@@ -51,7 +51,7 @@ class Limits:
     head_bytes: int = 1
     masks: bool = True
 
-    def refusal(self, request: Request, sm: tuple[int, int] | None) -> str:
+    def refusal(self, request: AttentionRequest, sm: tuple[int, int] | None) -> str:
         """Why a request is outside, in one clause; empty when it is inside."""
         if sm is not None and self.cards and sm not in self.cards:
             return f"{sm_name(sm)}, has code for {', '.join(map(sm_name, self.cards))}"
@@ -100,7 +100,7 @@ class Backend:
     package: Package | None = None
     unproven: str = ""
     whole_scores: bool = False
-    further: Callable[[Request], str] | None = None
+    further: Callable[[AttentionRequest], str] | None = None
 
 
 def sm_of(device: torch.device) -> tuple[int, int] | None:

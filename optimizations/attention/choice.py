@@ -13,7 +13,7 @@ import torch
 
 from ...errors import SettingError, UnavailableError
 from ...machine.card import read_cards
-from .backend import Request, dtype_name, sm_of
+from .backend import AttentionRequest, dtype_name, sm_of
 from .measure import Cache, Measurement, default_cache, measure
 from .registry import BACKENDS, limits_of, refusal
 
@@ -74,7 +74,7 @@ class Attention:
 
 
 def choose_attention(
-    request: Request, name: str = "auto", *, cache: Cache | None = None
+    request: AttentionRequest, name: str = "auto", *, cache: Cache | None = None
 ) -> Attention:
     """The backend for a request.
 
@@ -132,7 +132,7 @@ def choose_attention(
 
 
 def _measurement(
-    request: Request, quick: list[str], cache: Cache
+    request: AttentionRequest, quick: list[str], cache: Cache
 ) -> tuple[Measurement | None, list[str]]:
     """The times of the backends that run: known, read, or measured now."""
     key = measurement_key(request)
@@ -147,7 +147,7 @@ def _measurement(
     return known, without
 
 
-def measurement_key(request: Request) -> str:
+def measurement_key(request: AttentionRequest) -> str:
     """What a measurement holds for: card, software and shape."""
     bucket = -(-request.tokens // BUCKET) * BUCKET
     shape = f"{request.batch}x{bucket}x{request.heads}x{request.head_dim}"
@@ -211,15 +211,17 @@ def _may_launch(sm: tuple[int, int] | None, device: torch.device) -> bool:
     return not (on_card and torch.cuda.is_current_stream_capturing())
 
 
-def _declared_refusal(name: str, request: Request) -> str:
+def _declared_refusal(name: str, request: AttentionRequest) -> str:
     return limits_of(BACKENDS[name], request)
 
 
-def _attention(name: str, reason: str, request: Request) -> Attention:
+def _attention(name: str, reason: str, request: AttentionRequest) -> Attention:
     return Attention(name, reason, BACKENDS[name].exact, request.masked)
 
 
-def _check_asked(asked: str, request: Request, refuse: Callable[[str, Request], str]) -> None:
+def _check_asked(
+    asked: str, request: AttentionRequest, refuse: Callable[[str, AttentionRequest], str]
+) -> None:
     if asked not in BACKENDS:
         raise SettingError(f"there is no attention {asked!r}: use auto or {' or '.join(BACKENDS)}")
     reason = refuse(asked, request)
@@ -254,7 +256,7 @@ class ChosenAttention:
         self.name = name
         self.lossy = lossy
         self.broken = ""
-        self._chosen: dict[Request, Attention] = {}
+        self._chosen: dict[AttentionRequest, Attention] = {}
 
     def start_run(self) -> None:
         """Forgets the last run: what was chosen, and what went wrong."""
@@ -279,13 +281,15 @@ class ChosenAttention:
     ) -> torch.Tensor:
         """Attention of q, k and v, (batch, joint, heads, head_dim), as `Attention` computes it."""
         batch, joint, heads, head_dim = q.shape
-        request = Request(q.device, q.dtype, batch, heads, head_dim, joint, mask is not None)
+        request = AttentionRequest(
+            q.device, q.dtype, batch, heads, head_dim, joint, mask is not None
+        )
         chosen = self._chosen.get(request)
         if chosen is None:
             chosen = self._chosen[request] = self._choose(request)
         return chosen(q, k, v, mask)
 
-    def _choose(self, request: Request) -> Attention:
+    def _choose(self, request: AttentionRequest) -> Attention:
         try:
             return choose_attention(request, self.name)
         except UnavailableError as error:

@@ -24,8 +24,8 @@ import torch
 
 from ...machine.card import first_line
 from ...planning.calibration import cache_folder
-from ..kernels import launch_beside
-from .backend import Request
+from ..kernels import on_card_of
+from .backend import AttentionRequest
 from .registry import BACKENDS
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ MOST_FLOP = 4e12
 
 
 def measure(
-    names: Iterable[str], request: Request, budget_s: float = BUDGET_S
+    names: Iterable[str], request: AttentionRequest, budget_s: float = BUDGET_S
 ) -> tuple[Measurement | None, list[str]]:
     """Milliseconds of each backend for one request.
 
@@ -149,7 +149,7 @@ def measure(
         flushed = torch.empty(_l2_bytes(request.device), dtype=torch.int8, device=request.device)
     except torch.cuda.OutOfMemoryError:
         return None, ["no memory is free to measure"]
-    with launch_beside(flushed), torch.no_grad():
+    with on_card_of(flushed), torch.no_grad():
         for name in names:
             if times and time.monotonic() > end:
                 without.append(f"not {name}: the time to measure was up")
@@ -165,7 +165,7 @@ def measure(
     return Measurement(request.tokens, ordered), without
 
 
-def cut(request: Request) -> Request:
+def cut(request: AttentionRequest) -> AttentionRequest:
     """The request with so few items and heads that one call does no more than `MOST_FLOP`."""
     flop = 4 * request.head_dim * request.tokens**2  # of one head
     pairs = max(int(MOST_FLOP / flop), 1)
@@ -198,7 +198,7 @@ def timed_ms(call: Callable, inputs: tuple, flushed: torch.Tensor) -> float:
     return begin.elapsed_time(end)
 
 
-def _inputs(request: Request) -> tuple:
+def _inputs(request: AttentionRequest) -> tuple:
     """q, k, v and the mask; torch's own random numbers, which a seed is for, are left alone."""
     generator = torch.Generator(request.device).manual_seed(0)
     shape = (3, request.batch, request.tokens, request.heads, request.head_dim)

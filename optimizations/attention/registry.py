@@ -9,25 +9,23 @@ import torch
 
 from ...machine.card import Capability, Cards, State, first_line
 from ...machine.packages import Package, check_package
-from .backend import Backend, Limits, Request, sm_of
+from .backend import AttentionRequest, Backend, Limits, sm_of
 from .backends import (
     FLASH_ATTN_2,
     FLASH_ATTN_3,
-    KITCHEN_INT8,
     MATH,
-    SAGE_2,
     SDPA_CUDNN,
     SDPA_EFFICIENT,
     SDPA_FLASH,
     SLICED,
-    missing_on,
 )
+from .sage import SAGE_2
 
 BACKENDS = {
     backend.name: backend
     for backend in (
         *(SDPA_FLASH, SDPA_CUDNN, SDPA_EFFICIENT, FLASH_ATTN_2, FLASH_ATTN_3),
-        *(SAGE_2, KITCHEN_INT8, SLICED, MATH),
+        *(SAGE_2, SLICED, MATH),
     )
 }
 
@@ -36,12 +34,12 @@ TRIAL_TOKENS = 333
 # How far from the result in float64, relative. PyTorch's CPU kernels come to 0.0022, 0.0003 and
 # 5e-7 on the trial's inputs; a card may compute fp32 in TF32.
 EXACT_ERROR = {torch.bfloat16: 0.01, torch.float16: 0.002, torch.float32: 0.002}
-# comfy-kitchen's int8 is off by 0.016 on an H200. A tail of 77 in 333 keys that is left out or
+# SageAttention's is off by 0.038 on an H200. A tail of 77 in 333 keys that is left out or
 # counted twice is off by 0.3 and more.
 LOSSY_ERROR = 0.08
 
 
-def limits_of(backend: Backend, request: Request) -> str:
+def limits_of(backend: Backend, request: AttentionRequest) -> str:
     """Why the request is outside the backend's limits, in one clause; launches nothing."""
     sm = sm_of(request.device)
     limits = _limits_on(backend, request.device, sm)
@@ -52,7 +50,7 @@ def limits_of(backend: Backend, request: Request) -> str:
     return limits.refusal(request, sm)
 
 
-def refusal(name: str, request: Request) -> str:
+def refusal(name: str, request: AttentionRequest) -> str:
     """Why a backend cannot run a request, in one clause; empty when it can.
 
     The last thing asked is a trial against float64, once per card, dtype, head and mask: which
@@ -74,7 +72,7 @@ def refusal(name: str, request: Request) -> str:
 
 def forget() -> None:
     """Asks everything anew, as after a package was installed."""
-    for remembered in (_missing, _trial, missing_on):
+    for remembered in (_missing, _trial):
         remembered.cache_clear()
 
 
@@ -89,12 +87,14 @@ def check_backends(cards: Cards) -> tuple[Capability, ...]:
 
 def _capability(backend: Backend, device: torch.device) -> Capability:
     name = f"attention {backend.name}"
-    request = Request(device, torch.bfloat16, 1, 24, 128, 4096)
+    request = AttentionRequest(device, torch.bfloat16, 1, 24, 128, 4096)
     reason = refusal(backend.name, request)
     if reason:
         unproven = f"; {backend.unproven}" if backend.unproven else ""
         return Capability(name, State.NOT_USABLE, f"{reason}{unproven}")
-    masked = refusal(backend.name, Request(device, torch.bfloat16, 1, 24, 128, 4096, masked=True))
+    masked = refusal(
+        backend.name, AttentionRequest(device, torch.bfloat16, 1, 24, 128, 4096, masked=True)
+    )
     clauses = ["exact" if backend.exact else "quantized, only when it is asked for"]
     clauses.append(f"not with a mask: {masked}" if masked else "with and without a mask")
     if backend.package is not None:

@@ -29,7 +29,7 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def launch_beside(x: torch.Tensor) -> contextlib.AbstractContextManager:
+def on_card_of(x: torch.Tensor) -> contextlib.AbstractContextManager:
     """Makes the card that holds `x` the current one: kernels launch on that one alone."""
     index = x.get_device()  # -1 on the CPU
     if index < 0 or index == torch.cuda.current_device():

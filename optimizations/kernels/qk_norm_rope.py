@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..reference import QKNorm, Rotary, Tokens
-from . import launch_beside
+from . import on_card_of
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 # What one program holds, in elements, and each of its threads: 16 bytes of bf16.
@@ -117,7 +117,7 @@ def qk_norm_rope(
                 f"{', '.join(f'{tuple(w.shape)} {w.dtype}' for w in norm)}"
             )
     together, warps = launch_shape(heads, head_dim)
-    with launch_beside(q):
+    with on_card_of(q):
         _qk_norm_rope_kernel[(batch * joint * (heads // together) * 2,)](
             q,
             k,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..reference import SMALLEST_ROW, STORAGE, Modulation, Tokens, largest_of
-from . import launch_beside
+from . import on_card_of
 from .rows import WIDEST_ROW, launch_shape, load_row, quantize_row, store_row, sum_row
 
 
@@ -130,7 +130,7 @@ def residual_norm(
             largest = largest_of(format)
             scale = x.new_empty(rows, 1, dtype=torch.float32)
     part, parts, warps = launch_shape(width)
-    with launch_beside(x):
+    with on_card_of(x):
         _residual_norm_kernel[(rows,)](
             x,
             branch,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..reference import SMALLEST_ROW, STORAGE, largest_of
-from . import launch_beside
+from . import on_card_of
 
 # Wider rows would spill.
 WIDEST_ROW = 16384
@@ -136,7 +136,7 @@ def launch_row_quantizer(
     q = x.new_empty(rows, k, dtype=STORAGE[format])
     scale = x.new_empty(rows, 1, dtype=torch.float32)
     part, parts, warps = launch_shape(k)
-    with launch_beside(x):
+    with on_card_of(x):
         kernel[(rows,)](
             x,
             q,

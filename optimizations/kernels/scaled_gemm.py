@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import launch_beside
+from . import on_card_of
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def scaled_gemm(
         out = a.new_empty(m, n, dtype=out_dtype)
     # Rounded up; triton.cdiv takes 2 us of a launch for each of the two.
     tiles = -(-m // tile.m) * -(-n // tile.n)
-    with launch_beside(a):
+    with on_card_of(a):
         _scaled_gemm_kernel[(tiles,)](
             a.contiguous(),
             b.contiguous(),

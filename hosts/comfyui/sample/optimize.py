@@ -15,7 +15,7 @@ from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-from ....optimizations.attention import Request, choose_attention
+from ....optimizations.attention import AttentionRequest, choose_attention
 from ....optimizations.attention.choice import VARIABLE
 from ..record.sampling import record_runs
 from .attention import SLOT, SlotAttention
@@ -110,9 +110,11 @@ def report_of(model: ModelPatcher) -> str:
     return why_not(model) if optimization is None else optimization.report()
 
 
-def _likely_request(model: ModelPatcher) -> Request:
+def _likely_request(model: ModelPatcher) -> AttentionRequest:
     """What a 1024x1024 image asks of attention."""
     inner = model.model
     attn = inner.diffusion_model.transformer_blocks[0].attn
     dtype = inner.get_dtype_inference()
-    return Request(model.load_device, dtype, 1, attn.heads, attn.dim_head, 4096 + 200, False)
+    return AttentionRequest(
+        model.load_device, dtype, 1, attn.heads, attn.dim_head, 4096 + 200, False
+    )
