@@ -25,7 +25,7 @@ from ..planning.activations import step_bytes, table_bytes
 from ..planning.bytes import weight_bytes
 from ..planning.cards import Card, find_card, known_cards
 from ..planning.rates import MEASURED, NAMES, Constants, Rates, rates_by
-from ..planning.request import Setting, Wish
+from ..planning.request import RunRequest, Setting
 from ..planning.times import Pass, pass_seconds, prompt_seconds, vae_seconds
 from ..planning.work import Inputs
 from ..spec import PIXELS_PER_LATENT, PUBLISHED_VAE, find_family
@@ -72,10 +72,10 @@ def measured_seconds(run: Run) -> float:
     return run["step_ms" if run["kind"] == "sampling" else "ms"] / 1e3
 
 
-def wish_of(run: Run) -> Wish:
-    """The wish that a sampling run was; `text_tokens` of the run hold those of references."""
+def request_of(run: Run) -> RunRequest:
+    """The request that a sampling run was; `text_tokens` of the run hold those of references."""
     vision = run["references"] * find_family(run["family"]).vision_tokens
-    return Wish(
+    return RunRequest(
         family=run["family"],
         width=run["width"],
         height=run["height"],
@@ -89,9 +89,9 @@ def wish_of(run: Run) -> Wish:
 
 def counted_bytes(run: Run) -> int:
     """What a sampling run holds beside weights and workspace."""
-    wish = wish_of(run)
+    request = request_of(run)
     setting = Setting(run["precision"], run["modulation"])
-    return step_bytes(wish, setting).most + table_bytes(wish)
+    return step_bytes(request, setting).most + table_bytes(request)
 
 
 def counted_weights(run: Run) -> int:

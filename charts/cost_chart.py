@@ -12,13 +12,13 @@ from ..planning.cost import SECONDS_PER_HOUR
 from .advice_words import comparison_text
 from .canvas import FAINT, GRID, INK, MARGIN, SMALL, TITLE, WIDTH, Page, colours, dashed
 from .figures import dollars
-from .words import wish_text
+from .words import request_text
 
 if TYPE_CHECKING:
     from PIL import Image
 
     from ..planning.advise import Advice, Comparison, Offer
-    from ..planning.request import Wish
+    from ..planning.request import RunRequest
 
 SUBTITLE = (
     "cards rented by the hour, as many as the load needs; the line is the middle of the times, the "
@@ -31,7 +31,7 @@ MOST_DOTS = 4  # of one comparison: steps alternate many times where two cards c
 
 
 def cost_chart(
-    advices: Sequence[Advice], comparisons: Sequence[Comparison], wish: Wish
+    advices: Sequence[Advice], comparisons: Sequence[Comparison], request: RunRequest
 ) -> Image.Image:
     """Draws cost against load, both on logarithmic scales.
 
@@ -41,7 +41,7 @@ def cost_chart(
     Args:
         advices: from `planning.advise.advise`, at least one that fits and has a price above 0.
         comparisons: of `planning.crossover.compare`; its first offer is what the picture is about.
-        wish: what the images are, for the title.
+        request: what the images are, for the title.
 
     Returns:
         An RGB picture, 1280 pixels wide and as high as it takes.
@@ -57,7 +57,7 @@ def cost_chart(
     marked = [load, float(full), *(place for places in crossings for place in places)]
 
     page = Page(3000)
-    page.paragraph(f"Cost of an image: {wish.family}, {wish_text(wish)}", TITLE)
+    page.paragraph(f"Cost of an image: {request.family}, {request_text(request)}", TITLE)
     page.paragraph(SUBTITLE, SMALL, FAINT)
     page.y += 64
     field = _field(page.y, offers, marked)

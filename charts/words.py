@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..planning.disk import CARD_MEMORY, GB
 from ..planning.phases import KEPT_FREE_BYTES, Phase
-from ..planning.request import Wish
+from ..planning.request import RunRequest
 from ..spec import GIB, format_gib
 from .figures import duration, folded, table, usd
 
@@ -80,24 +80,29 @@ def usable_bytes(estimate: Estimate) -> int:
 
 def heading(estimate: Estimate) -> str:
     """The card and what runs on it, in one line."""
-    wish, setting = estimate.wish, estimate.option.setting
-    return f"{estimate.card.name}: {wish.family}, {setting.precision}, {wish_text(wish)}"
+    request, setting = estimate.request, estimate.option.setting
+    return f"{estimate.card.name}: {request.family}, {setting.precision}, {request_text(request)}"
 
 
-def wish_text(wish: Wish) -> str:
+def request_text(request: RunRequest) -> str:
     """Size, batch and what else differs from a plain picture."""
-    words = [f"{wish.width}x{wish.height}", f"batch {wish.batch}", f"{wish.steps} steps"]
-    words.append(CFG_WORDS[wish.cfg])
-    if wish.references:
-        words.append(_many(wish.references, "reference"))
-    if wish.layers:
-        words.append(_many(wish.layers, "layer"))
-    if wish.loras.count:
+    words = [
+        f"{request.width}x{request.height}",
+        f"batch {request.batch}",
+        f"{request.steps} steps",
+    ]
+    words.append(CFG_WORDS[request.cfg])
+    if request.references:
+        words.append(_many(request.references, "reference"))
+    if request.layers:
+        words.append(_many(request.layers, "layer"))
+    if request.loras.count:
         words.append(
-            f"{_many(wish.loras.count, 'LoRA')} of rank {wish.loras.rank}, {wish.loras.mode}"
+            f"{_many(request.loras.count, 'LoRA')} of rank {request.loras.rank}, "
+            f"{request.loras.mode}"
         )
-    if wish.controlnet_bytes:
-        words.append(f"ControlNet of {format_gib(wish.controlnet_bytes)}")
+    if request.controlnet_bytes:
+        words.append(f"ControlNet of {format_gib(request.controlnet_bytes)}")
     return ", ".join(words)
 
 

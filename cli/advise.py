@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
-from .options import CARDS_HELP, add_wish_arguments, wish_of
+from .options import CARDS_HELP, add_request_arguments, request_of
 from .output import check_plot, print_text, write_plot
 
 if TYPE_CHECKING:
     from ..planning.advise import Advice, Comparison, Market
     from ..planning.cards import Card
-    from ..planning.request import Wish
+    from ..planning.request import RunRequest
 
 
 def add_parser(subparsers: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction, common: argparse.Argument
     )
     parser.add_argument("--plot", metavar="FILE", help="draw cost against load, as .png")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_wish_arguments(parser)
+    add_request_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -71,13 +71,13 @@ def run(args: argparse.Namespace) -> int:
     cards = known_cards(args.cards)
     prices = read_prices("\n".join(args.price), cards)
     chosen = _chosen(args.only, cards)
-    wish = wish_of(args)
-    found = market(wish, chosen, prices, load_calibration)
+    request = request_of(args)
+    found = market(request, chosen, prices, load_calibration)
     advices = advise(args.images_per_hour, found.offers)
     comparisons = found.comparisons([card.name for card in chosen] if args.only else None)
     fits = any(advice.offer.fits for advice in advices)
     if args.plot:
-        _plot(args.plot, advices, comparisons, wish)
+        _plot(args.plot, advices, comparisons, request)
     if args.json:
         print(json.dumps(_as_dict(args.images_per_hour, found, advices, comparisons)))
     else:
@@ -94,7 +94,7 @@ def _chosen(only: Sequence[str] | None, cards: Mapping[str, Card]) -> list[Card]
 
 
 def _plot(
-    path: str, advices: Sequence[Advice], comparisons: Sequence[Comparison], wish: Wish
+    path: str, advices: Sequence[Advice], comparisons: Sequence[Comparison], request: RunRequest
 ) -> None:
     from ..charts.cost_chart import cost_chart
 
@@ -103,7 +103,7 @@ def _plot(
             "--plot draws cards that it fits on at a price above 0, and there is none here: give "
             "prices with --price, or leave --plot out."
         )
-    write_plot(cost_chart(advices, comparisons, wish), path)
+    write_plot(cost_chart(advices, comparisons, request), path)
 
 
 def _as_dict(

@@ -15,7 +15,7 @@ from ..charts.figures import folded, table
 from ..planning.advise import price_source
 from ..planning.cards import card_notes
 from ..spec import GIB
-from .options import CARDS_HELP, add_wish_arguments, bytes_of_vram, check_price, wish_of
+from .options import CARDS_HELP, add_request_arguments, bytes_of_vram, check_price, request_of
 from .output import check_plot, print_text, write_plot
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def add_parser(subparsers: argparse._SubParsersAction, common: argparse.Argument
     parser.add_argument("--list-cards", action="store_true", help="print the known cards")
     parser.add_argument("--plot", metavar="FILE", help="draw the phases, as .png")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_wish_arguments(parser)
+    add_request_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -117,11 +117,11 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         check_plot(args.plot)
     price = None if args.price is None else check_price("--price", args.price)
-    wish = wish_of(args)
+    request = request_of(args)
     card = _card(args.card, cards)
     card = with_memory(card, bytes_of_vram(args.vram, card.name, card.memory_bytes))
     calibration = load_calibration(card.name)
-    found = estimate(wish, card, calibration=calibration, usd_per_hour=price)
+    found = estimate(request, card, calibration=calibration, usd_per_hour=price)
     if args.model is not None:
         found = replace(found, notes=(*found.notes, f"Sizes are those of {args.model}."))
     if args.plot:

@@ -14,7 +14,7 @@ from ..planning.request import (
     TEXT_ENCODER_PRECISIONS,
     Loras,
     Parts,
-    Wish,
+    RunRequest,
 )
 from ..spec import FAMILIES, GIB
 
@@ -25,8 +25,8 @@ CARDS_HELP = (
 TABLES = {"auto": "auto", "on": "off card", "off": "on card"}
 
 
-def add_wish_arguments(parser: argparse.ArgumentParser) -> None:
-    """Everything that a `Wish` is made of."""
+def add_request_arguments(parser: argparse.ArgumentParser) -> None:
+    """Everything that a `RunRequest` is made of."""
     group = parser.add_argument_group("what is to run")
     group.add_argument("--family", metavar="NAME", help=f"{', '.join(FAMILIES)}; default the first")
     group.add_argument(
@@ -93,7 +93,7 @@ def add_wish_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def wish_of(args: argparse.Namespace) -> Wish:
+def request_of(args: argparse.Namespace) -> RunRequest:
     """What the options ask for.
 
     Raises:
@@ -110,7 +110,7 @@ def wish_of(args: argparse.Namespace) -> Wish:
         precision, encoder, parts = sizes.settled(precision, encoder)
     if args.tables not in TABLES:
         raise SettingError(f"--tables {args.tables!r} is unknown: choose {', '.join(TABLES)}.")
-    return Wish(
+    return RunRequest(
         family=next(iter(FAMILIES)) if family is None else family,
         precision=precision,
         width=width,

@@ -234,7 +234,7 @@ class Server:
 
     def websocket(self, client_id: str) -> Any:
         """A context manager of the connection on which the server tells about this client."""
-        # A preview of another client's wish may be larger than aiohttp's limit of 4 MiB.
+        # A preview of another client's request may be larger than aiohttp's limit of 4 MiB.
         return self.transport.session.ws_connect(
             self.address.websocket(client_id), heartbeat=HEARTBEAT_SECONDS, max_msg_size=0
         )

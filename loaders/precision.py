@@ -9,7 +9,7 @@ from ..errors import SettingError, UnavailableError
 from ..planning.bytes import weight_bytes
 from ..planning.plan import Held, Option, check_stored, plan
 from ..planning.reasons import check_tensor_cores, kept_precision, requested_precision, weight_only
-from ..planning.request import Parts, Wish
+from ..planning.request import Parts, RunRequest
 from ..spec import (
     BYTES_PER_WEIGHT,
     OFF_CARD,
@@ -112,7 +112,7 @@ def choose_transformer(
         )
     check_stored(stored)
     as_stored = requested == AS_STORED
-    wish = Wish(
+    request = RunRequest(
         precision="auto" if as_stored else requested,
         width=USUAL_SIDE,
         height=USUAL_SIDE,
@@ -127,7 +127,7 @@ def choose_transformer(
     name = stored if as_stored else None
     if as_stored and stored not in QUANTIZED:
         held["bf16"] = held.get(stored) or _held(shape, stored)
-    option = _recommended(card, wish, stored, as_stored, held)
+    option = _recommended(card, request, stored, as_stored, held)
     reasons = {**option.reasons}
     place = ModulationPlace(option.setting.off_card, reasons.pop("modulation"))
     reasons.pop("text encoder", None)  # its own loader says where it is
@@ -160,12 +160,12 @@ def format_bytes(count: float) -> str:
 
 
 def _recommended(
-    card: CardFacts, wish: Wish, stored: str, as_stored: bool, held: Mapping[str, Held]
+    card: CardFacts, request: RunRequest, stored: str, as_stored: bool, held: Mapping[str, Held]
 ) -> Option:
     try:
-        return plan(card, wish, stored, as_stored=as_stored, held=held)[0]
+        return plan(card, request, stored, as_stored=as_stored, held=held)[0]
     except UnavailableError:  # the image may be a smaller one
-        least = replace(wish, width=LEAST_SIDE, height=LEAST_SIDE)
+        least = replace(request, width=LEAST_SIDE, height=LEAST_SIDE)
         return plan(card, least, stored, as_stored=as_stored, held=held)[0]
 
 

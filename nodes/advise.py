@@ -10,7 +10,7 @@ from ..errors import QwenL40SError
 from ..hosts.comfyui.estimate.cards import told_at
 from ..planning.cards import EXAMPLE, known_cards, read_prices
 from .common import CATEGORY, require_host, with_picture
-from .options import wish_inputs
+from .options import request_inputs
 
 
 class QwenL40SAdviseGPU(io.ComfyNode):
@@ -45,7 +45,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
                     step=1.0,
                     tooltip="The load, all day: a card that is rented and idle costs the same.",
                 ),
-                *wish_inputs(),
+                *request_inputs(),
                 io.String.Input(
                     "prices",
                     default="",
@@ -88,11 +88,11 @@ class QwenL40SAdviseGPU(io.ComfyNode):
         from ..charts.advice_words import advise_text
         from ..charts.cost_chart import cost_chart
         from ..hosts.comfyui.estimate.estimate import advise_on
-        from ..hosts.comfyui.estimate.request import wish_from, wish_settings
+        from ..hosts.comfyui.estimate.request import request_from, request_settings
 
-        wish = wish_from(wish_settings(**settings)).wish
-        found = advise_on(wish, images_per_hour, read_prices(prices, known_cards()))
+        request = request_from(request_settings(**settings)).request
+        found = advise_on(request, images_per_hour, read_prices(prices, known_cards()))
         report = advise_text(found.market, found.advices, found.comparisons)
-        chart = cost_chart(found.advices, found.comparisons, wish)
+        chart = cost_chart(found.advices, found.comparisons, request)
         cheapest, *_ = report.split("\n\n")
         return with_picture(cls, chart, cheapest, report)

@@ -10,7 +10,7 @@ from comfy_api.latest import io
 from ..errors import QwenL40SError
 from ..hosts.comfyui.estimate.cards import THIS_CARD, card_choices, told_at
 from .common import CATEGORY, require_host, with_picture
-from .options import rare_wish_inputs, wish_inputs
+from .options import rare_request_inputs, request_inputs
 
 WIRES = ("model", "clip", "vae", "latent")
 
@@ -49,7 +49,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
                     tooltip="this card: the one that ComfyUI runs on, with the memory it really "
                     "has; an L40S where there is none. Any other: what its data sheet says.",
                 ),
-                *wish_inputs(),
+                *request_inputs(),
                 io.Model.Input(
                     "model",
                     optional=True,
@@ -87,7 +87,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
                     tooltip="USD for an hour of the card. 0: the lowest on-demand price in the "
                     "list, which has a date.",
                 ),
-                *rare_wish_inputs(),
+                *rare_request_inputs(),
             ],
             outputs=[
                 io.Image.Output(
@@ -132,13 +132,13 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         """Refuses settings that contradict each other before anything is loaded."""
         require_host()
         from ..hosts.comfyui.estimate.cards import card_of
-        from ..hosts.comfyui.estimate.request import NO_LATENT, wish_from, wish_settings
+        from ..hosts.comfyui.estimate.request import NO_LATENT, request_from, request_settings
 
         card_of(card)
         settings = {name: value for name, value in inputs.items() if name not in WIRES}
         if "latent" in inputs:
             settings |= NO_LATENT
-        wish_from(wish_settings(**settings))
+        request_from(request_settings(**settings))
         return [name for name in WIRES if name in inputs and inputs[name] is None]
 
     @classmethod
@@ -157,9 +157,11 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         from ..charts.words import estimate_text, summary_text
         from ..hosts.comfyui.estimate.cards import card_of
         from ..hosts.comfyui.estimate.estimate import estimate_on
-        from ..hosts.comfyui.estimate.request import wish_from, wish_settings
+        from ..hosts.comfyui.estimate.request import request_from, request_settings
 
-        wired = wish_from(wish_settings(**settings), model=model, clip=clip, vae=vae, latent=latent)
+        wired = request_from(
+            request_settings(**settings), model=model, clip=clip, vae=vae, latent=latent
+        )
         found = estimate_on(card_of(card), wired, price_per_hour or None)
         return with_picture(
             cls,

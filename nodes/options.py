@@ -17,7 +17,7 @@ MOST_PIXELS = 16384
 MOST = 4096  # of everything that is counted
 
 
-def wish_inputs() -> list[io.Input]:
+def request_inputs() -> list[io.Input]:
     """What everybody chooses."""
     return [
         io.Combo.Input(
@@ -72,7 +72,7 @@ def wish_inputs() -> list[io.Input]:
     ]
 
 
-def rare_wish_inputs() -> list[io.Input]:
+def rare_request_inputs() -> list[io.Input]:
     """What few people change."""
     return [
         io.Int.Input(

@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..spec import BYTES_PER_SCALE, QUANTIZED, REFERENCE_TOKENS, TransformerShape
-from .request import Setting, Wish
+from .request import RunRequest, Setting
 
 BF16, FP32 = 2, 4
 MLP = 4  # the hidden layer's width in dims
@@ -52,10 +52,10 @@ class Rows:
     image: int
 
     @classmethod
-    def of(cls, wish: Wish) -> Rows:
-        """Those of a wish."""
-        tokens = wish.prompt_tokens, wish.painted_tokens, wish.image_tokens
-        return cls(wish.items, *(wish.items * count for count in tokens))
+    def of(cls, request: RunRequest) -> Rows:
+        """Those of a request."""
+        tokens = request.prompt_tokens, request.painted_tokens, request.image_tokens
+        return cls(request.items, *(request.items * count for count in tokens))
 
     @property
     def all(self) -> int:
@@ -80,63 +80,63 @@ class StepBytes:
         return max(self.first, self.later)
 
 
-def step_bytes(wish: Wish, setting: Setting) -> StepBytes:
+def step_bytes(request: RunRequest, setting: Setting) -> StepBytes:
     """What a forward pass takes beside weights, modulation table and workspaces, in bytes.
 
     Counted for the fused blocks with exact attention, in ComfyUI, where its loop holds a block's
     input; diffusers holds no more.
     """
-    shape, rows = wish.transformer, Rows.of(wish)
+    shape, rows = request.transformer, Rows.of(request)
     stream = BF16 * shape.dim
-    added, control = control_bytes(wish)
-    around = _around(shape, rows, wish) + added
-    fused, left = _fused_block(shape, rows, wish, setting)
-    host = _host_block(shape, rows, wish)
+    added, control = control_bytes(request)
+    around = _around(shape, rows, request) + added
+    fused, left = _fused_block(shape, rows, request, setting)
+    host = _host_block(shape, rows, request)
     expected = rows.all * stream
     compared = (3 * rows.all + 8 * max(rows.image, rows.text)) * stream + left
     first = max(host, expected + fused, compared)
     return StepBytes(max(around + first, control), max(around + fused, control))
 
 
-def input_bytes(wish: Wish) -> int:
+def input_bytes(request: RunRequest) -> int:
     """What is there while the first block waits for its modulation: its input and all around it."""
-    shape, rows = wish.transformer, Rows.of(wish)
+    shape, rows = request.transformer, Rows.of(request)
     stream = rows.all * BF16 * shape.dim
-    return stream + _around(shape, rows, wish) + control_bytes(wish)[0]
+    return stream + _around(shape, rows, request) + control_bytes(request)[0]
 
 
-def embedding_rows(wish: Wish) -> tuple[int, int]:
+def embedding_rows(request: RunRequest) -> tuple[int, int]:
     """(rows of the timestep embedding for the image stream, for the text stream) of one pass.
 
     Edit-2511 modulates its references as at timestep zero, which doubles the first.
     """
-    doubled = wish.member.timestep_zero and wish.references > 0
-    return wish.items * (2 if doubled else 1), wish.items
+    doubled = request.member.timestep_zero and request.references > 0
+    return request.items * (2 if doubled else 1), request.items
 
 
-def table_bytes(wish: Wish) -> int:
-    """The modulation table of the wish's schedule: 4.42 MB for a timestep and each pair of rows."""
-    shape = wish.transformer
-    entry = shape.blocks * sum(embedding_rows(wish)) * MODULATION_ROWS * shape.dim * BF16
-    return entry * min(wish.steps, max(1, MOST_TABLE_BYTES // entry))
+def table_bytes(request: RunRequest) -> int:
+    """The modulation table of a schedule: 4.42 MB for a timestep and each pair of rows."""
+    shape = request.transformer
+    entry = shape.blocks * sum(embedding_rows(request)) * MODULATION_ROWS * shape.dim * BF16
+    return entry * min(request.steps, max(1, MOST_TABLE_BYTES // entry))
 
 
-def lora_bytes(wish: Wish) -> int:
+def lora_bytes(request: RunRequest) -> int:
     """LoRAs beside the weights: rank x (K + N) in bf16 for every layer that can have one."""
-    if wish.loras.mode != "beside":
+    if request.loras.mode != "beside":
         return 0
-    layers = wish.transformer.quantizable_layers().values()
-    return BF16 * wish.loras.count * wish.loras.rank * sum(map(sum, layers))
+    layers = request.transformer.quantizable_layers().values()
+    return BF16 * request.loras.count * request.loras.rank * sum(map(sum, layers))
 
 
-def _around(shape: TransformerShape, rows: Rows, wish: Wish) -> int:
+def _around(shape: TransformerShape, rows: Rows, request: RunRequest) -> int:
     """Latents, conditioning and rotation, which last through all blocks."""
     latent = shape.in_channels
-    sampler = SAMPLER_LATENTS * FP32 * latent * wish.batch * (rows.painted // rows.items)
+    sampler = SAMPLER_LATENTS * FP32 * latent * request.batch * (rows.painted // rows.items)
     given = BF16 * latent * rows.image + BF16 * shape.joint_dim * rows.text
     # ComfyUI's matrices of 2 x 2 for every pair of a head, and cosine and sine apart from them.
     rotation = (4 + 2) * shape.head_dim // 2 * BF16 * rows.all
-    embedding = BF16 * shape.dim * embedding_rows(wish)[0]
+    embedding = BF16 * shape.dim * embedding_rows(request)[0]
     last = 0
     if rows.image > rows.painted:  # the loop over references keeps the last one and its places
         last = rows.items * REFERENCE_TOKENS * (BF16 * latent + 3 * FP32)
@@ -144,12 +144,12 @@ def _around(shape: TransformerShape, rows: Rows, wish: Wish) -> int:
 
 
 def _fused_block(
-    shape: TransformerShape, rows: Rows, wish: Wish, setting: Setting
+    shape: TransformerShape, rows: Rows, request: RunRequest, setting: Setting
 ) -> tuple[int, int]:
     """(the worst moment of a block, what it leaves for the next one's first layers)."""
     stream, n = BF16 * shape.dim, rows.all
     most, last = max(rows.image, rows.text), 9 * n * stream
-    beside = wish.loras.count and wish.loras.mode == "beside"
+    beside = request.loras.count and request.loras.mode == "beside"
     expanded = MLP * shape.dim * stream if setting.weight_only else 0
     if expanded:
         last = max(last + most * stream, (8 * n + MLP * most) * stream) + expanded
@@ -164,31 +164,31 @@ def _fused_block(
     return (8 * n * stream) + quantized + hidden, quantized
 
 
-def _host_block(shape: TransformerShape, rows: Rows, wish: Wish) -> int:
+def _host_block(shape: TransformerShape, rows: Rows, request: RunRequest) -> int:
     """ComfyUI's own block at the GELU of its larger stream, followed through its `forward`."""
     most = max(rows.image, rows.text)
     hidden = 2 * MLP
-    if wish.loras.count and wish.loras.mode == "beside":
+    if request.loras.count and request.loras.mode == "beside":
         hidden = 3 * MLP
     return (2 * rows.all + (1 + hidden) * most) * BF16 * shape.dim
 
 
-def _control_blocks(wish: Wish) -> int:
+def _control_blocks(request: RunRequest) -> int:
     """Blocks of a ControlNet, told from its bytes: each has a transformer block's weights in bf16
     and one projection; 5 in InstantX's.
     """
-    dim = wish.transformer.dim
+    dim = request.transformer.dim
     block = BF16 * dim * dim * (2 * 4 + 4 * MLP + 2 * MODULATION_ROWS + 1)
-    return min(wish.transformer.blocks, max(1, wish.controlnet_bytes // block))
+    return min(request.transformer.blocks, max(1, request.controlnet_bytes // block))
 
 
-def control_bytes(wish: Wish) -> tuple[int, int]:
+def control_bytes(request: RunRequest) -> tuple[int, int]:
     """(what a ControlNet adds after blocks, held through the pass; its own pass with that), 0 for
     none. It runs in ComfyUI's blocks and sees no references.
     """
-    if not wish.controlnet_bytes:
+    if not request.controlnet_bytes:
         return 0, 0
-    rows, shape = Rows.of(wish), wish.transformer
+    rows, shape = Rows.of(request), request.transformer
     seen = replace(rows, image=rows.painted)
-    added = _control_blocks(wish) * rows.painted * BF16 * shape.dim
-    return added, _around(shape, seen, wish) + added + _host_block(shape, seen, wish)
+    added = _control_blocks(request) * rows.painted * BF16 * shape.dim
+    return added, _around(shape, seen, request) + added + _host_block(shape, seen, request)

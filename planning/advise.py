@@ -16,7 +16,7 @@ from .estimate import Estimate, estimate
 from .phases import Range, figure
 from .plan import Option
 from .rates import Rates
-from .request import Wish
+from .request import RunRequest
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ def _name(offers: tuple[Offer, Offer], offer: Offer) -> str:
     return f"{offer.card.name} at ${offer.usd_per_hour:g}/h"
 
 
-# What each card of a list offers for a wish: its setting, its time, its price.
+# What each card of a list offers for a request: its setting, its time, its price.
 
 # The card that this package is about, and those that it is most often compared with.
 SUBJECT = "L40S"
@@ -282,7 +282,7 @@ RIVALS = ("A100 80GB SXM", "H100 SXM")
 
 @dataclass(frozen=True)
 class Market:
-    """Offers of many cards for one wish.
+    """Offers of many cards for one request.
 
     Attributes:
         offers: Of the cards that have a price and run it.
@@ -303,7 +303,7 @@ class Market:
         return next((offer for offer in self.offers if offer.card.name == name), None)
 
     def comparisons(self, names: Sequence[str] | None = None) -> tuple[Comparison, ...]:
-        """The first of the named cards on which the wish fits, with each of the others.
+        """The first of the named cards on which the request fits, with each of the others.
 
         Args:
             names: of cards; by default the one that this package is about and its rivals.
@@ -314,12 +314,12 @@ class Market:
 
 
 def market(
-    wish: Wish,
+    request: RunRequest,
     cards: Iterable[Card],
     own_prices: Mapping[str, float] | None = None,
     calibration_of: Callable[[str], Rates | None] = lambda name: None,
 ) -> Market:
-    """Estimates a wish on every card, each in the setting that its plan recommends.
+    """Estimates a request on every card, each in the setting that its plan recommends.
 
     Args:
         own_prices: {card's name: USD an hour} over those of the list, of which the cheapest on
@@ -338,7 +338,7 @@ def market(
         listed, own = card.price(), own_prices.get(card.name)
         usd = own if own is not None else listed.usd_per_hour if listed else None
         try:
-            found = estimate(wish, card, calibration=calibration_of(card.name), usd_per_hour=usd)
+            found = estimate(request, card, calibration=calibration_of(card.name), usd_per_hour=usd)
         except UnavailableError as error:
             refused[card.name] = str(error)
             continue

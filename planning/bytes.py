@@ -20,7 +20,7 @@ from ..spec import (
     TransformerShape,
     whole_pixels,
 )
-from .request import Wish
+from .request import RunRequest
 
 # Streams, each tokens x dim of 2 bytes, alive at the worst moment; see `step_activation_bytes`.
 LIVE_STREAMS = 28
@@ -251,14 +251,14 @@ def _vision_parameters() -> int:
 VISION = _vision_parameters()
 
 
-def text_encoder_bytes(wish: Wish, precision: str) -> int:
+def text_encoder_bytes(request: RunRequest, precision: str) -> int:
     """The encoder's weights as held; in fp8 and int8 the language model's linears are quantized.
 
     Args:
-        precision: bf16, fp8 or int8. True sizes in `wish.parts` stand above it.
+        precision: bf16, fp8 or int8. True sizes in `request.parts` stand above it.
     """
-    if wish.parts.text_encoder_bytes is not None:
-        return wish.parts.text_encoder_bytes
+    if request.parts.text_encoder_bytes is not None:
+        return request.parts.text_encoder_bytes
     total = 2 * (LANGUAGE + VISION)
     if precision not in QUANTIZED:
         return total
@@ -270,7 +270,7 @@ def quantized_language_bytes() -> int:
     return LAYERS * sum(n * k + BYTES_PER_SCALE * n for n, k in LINEARS)
 
 
-def encoding_bytes(wish: Wish) -> int:
+def encoding_bytes(request: RunRequest) -> int:
     """Activations of one encoding at its worst moment, in fp32.
 
     Without images that is the MLP's second product: 0.253 GiB of a weight that is cast, and two
@@ -278,13 +278,13 @@ def encoding_bytes(wish: Wish) -> int:
     it may be the attention, whose scores are computed whole because keys have fewer heads than
     queries, or the vision tower, of one image at a time: both followed through ComfyUI's classes.
     """
-    tokens = TEMPLATE_TOKENS + wish.prompt_tokens
+    tokens = TEMPLATE_TOKENS + request.prompt_tokens
     cast = FP32 * HIDDEN * INTERMEDIATE
     streams = FP32 * tokens * 3 * HIDDEN
     mlp = streams + max(cast + 2 * FP32 * tokens * INTERMEDIATE, 3 * FP32 * tokens * INTERMEDIATE)
     scores = 2 * FP32 * HEADS * tokens**2
     attention = FP32 * tokens * (2 * HIDDEN + 3 * QUERY) + scores
-    patches = PATCHES_PER_TOKEN * wish.member.vision_tokens if wish.references else 0
+    patches = PATCHES_PER_TOKEN * request.member.vision_tokens if request.references else 0
     return max(mlp, attention, vision_bytes(patches)) + FP32 * tokens**2
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..spec import QUANTIZED
 from .bytes import text_encoder_bytes, weight_bytes
 from .phases import transformer_bytes, vae_bytes
-from .request import TEXT_ENCODER, TRANSFORMER, VAE, Setting, Wish
+from .request import TEXT_ENCODER, TRANSFORMER, VAE, RunRequest, Setting
 
 GB = 10**9
 CARD_MEMORY = "card memory"
@@ -75,7 +75,7 @@ class Disk:
         return self.total_bytes + sum(self.once.values())
 
 
-def disk(wish: Wish, setting: Setting, *, quantized_file: bool = False) -> Disk:
+def disk(request: RunRequest, setting: Setting, *, quantized_file: bool = False) -> Disk:
     """What a run needs on disk.
 
     Args:
@@ -83,25 +83,25 @@ def disk(wish: Wish, setting: Setting, *, quantized_file: bool = False) -> Disk:
             `qwen-l40s quantize` has written, for which the bf16 file is there once; else the bf16
             file is read and quantized on each load.
     """
-    known = dict(wish.parts.file_bytes)
-    files, once = _transformer_file(wish, known), {}
-    if quantized_file and made_on_load(wish, setting):
-        name = f"{wish.family} transformer, {setting.precision}, written once"
-        files, once = {name: transformer_bytes(wish, setting).total}, files
+    known = dict(request.parts.file_bytes)
+    files, once = _transformer_file(request, known), {}
+    if quantized_file and made_on_load(request, setting):
+        name = f"{request.family} transformer, {setting.precision}, written once"
+        files, once = {name: transformer_bytes(request, setting).total}, files
     # As published, with lm_head; quantized on load from it.
-    text = wish.parts.text_encoder_bytes or text_encoder_bytes(wish, "bf16") + LM_HEAD_BYTES
-    text, vae = known.get(TEXT_ENCODER, text), known.get(VAE, vae_bytes(wish))
+    text = request.parts.text_encoder_bytes or text_encoder_bytes(request, "bf16") + LM_HEAD_BYTES
+    text, vae = known.get(TEXT_ENCODER, text), known.get(VAE, vae_bytes(request))
     files = {**files, "text encoder": text, "VAE": vae}
-    if wish.controlnet_bytes:
-        files["ControlNet"] = wish.controlnet_bytes
-    if loras := _lora_files(wish):
+    if request.controlnet_bytes:
+        files["ControlNet"] = request.controlnet_bytes
+    if loras := _lora_files(request):
         files["LoRAs"] = loras
     return Disk(files, CONTAINER, once)
 
 
-def made_on_load(wish: Wish, setting: Setting) -> bool:
+def made_on_load(request: RunRequest, setting: Setting) -> bool:
     """Whether the transformer is quantized on each load, from a file that is not."""
-    return setting.precision in QUANTIZED and wish.parts.transformer_bytes is None
+    return setting.precision in QUANTIZED and request.parts.transformer_bytes is None
 
 
 def against_guides(found: Disk, setting: Setting, card_bytes: int) -> tuple[Advice, ...]:
@@ -136,15 +136,15 @@ def against_guides(found: Disk, setting: Setting, card_bytes: int) -> tuple[Advi
     )
 
 
-def _transformer_file(wish: Wish, known: Mapping[str, int]) -> dict[str, int]:
+def _transformer_file(request: RunRequest, known: Mapping[str, int]) -> dict[str, int]:
     """{name: bytes} of the file that is read: as stored, as held, or as published."""
-    held = wish.parts.transformer_bytes
+    held = request.parts.transformer_bytes
     if (count := known.get(TRANSFORMER, held)) is not None:
-        return {f"{wish.family} transformer": count}
-    return {f"{wish.family} transformer, bf16": weight_bytes(wish.transformer, "bf16").total}
+        return {f"{request.family} transformer": count}
+    return {f"{request.family} transformer, bf16": weight_bytes(request.transformer, "bf16").total}
 
 
-def _lora_files(wish: Wish) -> int:
+def _lora_files(request: RunRequest) -> int:
     """Of rank x (K + N) in bf16 for every layer that can have one, whether merged or beside."""
-    layers = wish.transformer.quantizable_layers().values()
-    return 2 * wish.loras.count * wish.loras.rank * sum(map(sum, layers))
+    layers = request.transformer.quantizable_layers().values()
+    return 2 * request.loras.count * request.loras.rank * sum(map(sum, layers))

@@ -19,7 +19,7 @@ from .disk import GB, Advice, Disk, against_guides, disk, made_on_load
 from .phases import NOTHING, Phase, Range, figure, gib, transformer_bytes
 from .plan import Option, plan
 from .rates import GEMM, Basis, Rates, constants, measured, rates_of, why_predicted
-from .request import DROPPED, ON_PROCESSOR, TEXT_ENCODER, Setting, Wish
+from .request import DROPPED, ON_PROCESSOR, TEXT_ENCODER, RunRequest, Setting
 from .run_times import NETWORK, NVME, PAGE_CACHE, SOURCES, RunTimes
 from .trial import sized
 
@@ -41,7 +41,7 @@ IMAGE_COPIES = 2
 
 
 def host_ram(
-    wish: Wish, setting: Setting, *, moved_bytes: int = 0, quantize_on_load: bool = True
+    request: RunRequest, setting: Setting, *, moved_bytes: int = 0, quantize_on_load: bool = True
 ) -> dict[str, int]:
     """{what it is for: bytes of host memory}.
 
@@ -50,16 +50,16 @@ def host_ram(
             pass; it waits in host memory, where a copy that was quantized on load is already.
         quantize_on_load: whether fp8 and int8 are made of a bf16 file on load. A file that is
             quantized already, such as the node SaveQuantized writes, takes no copy; nor does what
-            `wish.parts` says is at hand.
+            `request.parts` says is at hand.
     """
-    weights = transformer_bytes(wish, setting)
+    weights = transformer_bytes(request, setting)
     parts = {"ComfyUI, torch and CUDA": PROGRAM_BYTES}
-    files = dict(wish.parts.file_bytes)
-    held = wish.parts.text_encoder_bytes
+    files = dict(request.parts.file_bytes)
+    held = request.parts.text_encoder_bytes
     at_hand = held is not None and held == files.get(TEXT_ENCODER, held)
     copied = 0
-    if quantize_on_load and made_on_load(wish, setting):
-        counted = weight_bytes(wish.transformer, setting.precision)
+    if quantize_on_load and made_on_load(request, setting):
+        counted = weight_bytes(request.transformer, setting.precision)
         copied = counted.gemm + counted.scales
         parts["transformer, quantized on load"] = copied
         parts["staging while it is quantized"] = STAGING_BYTES
@@ -67,19 +67,19 @@ def host_ram(
         parts["modulation that waits"] = weights.modulation
         parts["pinned ring"] = RING_BYTES
     if setting.text_encoder_place != ON_CARD:
-        parts["text encoder that waits"] = text_encoder_bytes(wish, setting.text_encoder)
+        parts["text encoder that waits"] = text_encoder_bytes(request, setting.text_encoder)
     elif quantize_on_load and setting.text_encoder in QUANTIZED and not at_hand:
         parts["text encoder, quantized on load"] = quantized_language_bytes()
     parts["transformer that is moved in each pass"] = max(0, moved_bytes - copied)
-    pixels = wish.batch * wish.frames * wish.width * wish.height
-    parts["images"] = IMAGE_COPIES * FP32 * wish.vae.image_channels * pixels
+    pixels = request.batch * request.frames * request.width * request.height
+    parts["images"] = IMAGE_COPIES * FP32 * request.vae.image_channels * pixels
     parts["prompts"] = PROMPT_BYTES
     return {name: count for name, count in parts.items() if count}
 
 
-def host_ram_bytes(wish: Wish, setting: Setting, *, moved_bytes: int = 0) -> int:
+def host_ram_bytes(request: RunRequest, setting: Setting, *, moved_bytes: int = 0) -> int:
     """The sum of `host_ram`."""
-    return sum(host_ram(wish, setting, moved_bytes=moved_bytes).values())
+    return sum(host_ram(request, setting, moved_bytes=moved_bytes).values())
 
 
 # What the runs that were measured cover, and what times rest on beyond it.
@@ -88,8 +88,8 @@ def host_ram_bytes(wish: Wish, setting: Setting, *, moved_bytes: int = 0) -> int
 MOST_SIDE, MOST_ITEMS = 2048, 2
 
 
-def basis_within(basis: Basis, wish: Wish, setting: Setting) -> Basis:
-    """What the times of a wish in a setting rest on.
+def basis_within(basis: Basis, request: RunRequest, setting: Setting) -> Basis:
+    """What the times of a request in a setting rest on.
 
     Args:
         basis: of the card's rates.
@@ -97,7 +97,7 @@ def basis_within(basis: Basis, wish: Wish, setting: Setting) -> Basis:
     """
     if basis.kind != "measured" or setting.precision in basis.left_out:
         return Basis("predicted", basis.text, basis.origin, basis.left_out)
-    beyond = list(not_measured(wish, setting))
+    beyond = list(not_measured(request, setting))
     if not beyond:
         return basis
     *others, last = beyond
@@ -106,25 +106,25 @@ def basis_within(basis: Basis, wish: Wish, setting: Setting) -> Basis:
     return Basis("predicted", text, basis.origin, basis.left_out)
 
 
-def not_measured(wish: Wish, setting: Setting) -> Iterator[str]:
-    """What of a wish no measured run had, each as a noun."""
+def not_measured(request: RunRequest, setting: Setting) -> Iterator[str]:
+    """What of a request no measured run had, each as a noun."""
     if not setting.resident:
         yield "weights that leave the card"
     if setting.weight_only:
         yield f"{setting.precision} weights that are computed in bf16"
     if setting.text_encoder_place != ON_CARD:
         yield "a text encoder off the card"
-    if wish.loras.count and wish.loras.mode == "beside":
+    if request.loras.count and request.loras.mode == "beside":
         yield "LoRAs beside the weights"
-    if wish.controlnet_bytes:
+    if request.controlnet_bytes:
         yield "a ControlNet"
-    if wish.member.layers:
+    if request.member.layers:
         yield "layers"
-    if max(wish.width, wish.height) > MOST_SIDE:
+    if max(request.width, request.height) > MOST_SIDE:
         yield f"a side above {MOST_SIDE} pixels"
-    if wish.items > MOST_ITEMS:
+    if request.items > MOST_ITEMS:
         yield f"more than {MOST_ITEMS} images in a pass"
-    if wish.transformer != wish.member.transformer:
+    if request.transformer != request.member.transformer:
         yield "a transformer of this shape"
 
 
@@ -210,7 +210,7 @@ def _loads(loads: Mapping[str, Range]) -> str:
 def _room(found: Estimate) -> Iterator[str]:
     option = found.option
     if option.moved_bytes:
-        moved = found.wish.passes * option.moved_bytes
+        moved = found.request.passes * option.moved_bytes
         link = found.card.pcie_bytes_per_second  # 0 where nobody has listed it
         least = f", at least {moved / link:.2g} s of it" if link else ""
         yield (f"It runs, slowly: {format_gib(moved)} of weights cross PCIe in every step{least}.")
@@ -230,7 +230,7 @@ def _room(found: Estimate) -> Iterator[str]:
             "faster by far."
         )
     precision = option.setting.precision
-    at_hand = found.wish.parts.transformer_bytes is not None
+    at_hand = found.request.parts.transformer_bytes is not None
     if precision in QUANTIZED and not at_hand:
         ready = found.prequantized_loads
         yield (
@@ -240,19 +240,19 @@ def _room(found: Estimate) -> Iterator[str]:
 
 
 def _additions(found: Estimate, loras_seconds: Range) -> Iterator[str]:
-    wish = found.wish
+    request = found.request
     if found.step_seconds is None:
         return
-    if wish.loras.count and wish.loras.mode == "beside":
+    if request.loras.count and request.loras.mode == "beside":
         yield (
-            f"{_many(wish.loras)} beside the weights take {words(loras_seconds)} of each "
+            f"{_many(request.loras)} beside the weights take {words(loras_seconds)} of each "
             "step, counted and not measured: merged they cost nothing."
         )
-    if wish.controlnet_bytes:
+    if request.controlnet_bytes:
         yield "The ControlNet's time is counted from its bytes and was not measured."
-    if wish.member.layers and wish.layers:
-        yield f"An image is a set: the whole and its {wish.layers} layers."
-    elif wish.member.layers:
+    if request.member.layers and request.layers:
+        yield f"An image is a set: the whole and its {request.layers} layers."
+    elif request.member.layers:
         yield (
             "One picture is counted: Qwen-Image-Layered paints layers beside it, 3 where ComfyUI's "
             "node is left as it is, so give how many (--layers, or the node's)."
@@ -285,11 +285,11 @@ def _many(loras: Loras) -> str:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a wish takes on a card.
+    """What a request takes on a card.
 
     Attributes:
         option: The plan's first, which everything here is of: the recommended one, or what the
-            wish names.
+            request names.
         options: All of the plan.
         phases: By name, with seconds where times are known: what really is on the card. What does
             not stay is in `option.moved_bytes`, and what each phase would need in `option.needs`.
@@ -313,7 +313,7 @@ class Estimate:
     """
 
     card: Card
-    wish: Wish
+    request: RunRequest
     option: Option
     options: tuple[Option, ...]
     phases: Mapping[str, Phase]
@@ -342,7 +342,7 @@ class Estimate:
         quantized on load.
         """
         setting = self.option.setting
-        whole = sized(self.wish, setting.precision)
+        whole = sized(self.request, setting.precision)
         return disk(whole, setting, quantized_file=True) if made_on_load(whole, setting) else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -359,8 +359,8 @@ class Estimate:
         written = self.written_once
         return {
             "card": self.card.name,
-            "family": self.wish.family,
-            "settings": _settings(self.wish, self.option),
+            "family": self.request.family,
+            "settings": _settings(self.request, self.option),
             "phases": {name: phase.as_dict() for name, phase in self.phases.items()},
             "fits": self.fits,
             "headroom_gib": gib(self.headroom_bytes),
@@ -393,7 +393,7 @@ class Estimate:
 
 
 def estimate(
-    wish: Wish,
+    request: RunRequest,
     card: Card,
     *,
     calibration: Rates | None = None,
@@ -407,17 +407,17 @@ def estimate(
 
     Raises:
         SettingError: the price is negative or no number.
-        UnavailableError: nothing that the wish allows runs on the card.
+        UnavailableError: nothing that the request allows runs on the card.
     """
     if usd_per_hour is not None:
         check_price(usd_per_hour)
-    options = plan(card.facts(), wish)
+    options = plan(card.facts(), request)
     option = options[0]
-    whole = sized(wish, option.setting.precision)
+    whole = sized(request, option.setting.precision)
     files = disk(whole, option.setting)
     found = Estimate(
         card=card,
-        wish=wish,
+        request=request,
         option=option,
         options=options,
         phases=option.phases,
@@ -439,7 +439,7 @@ def estimate(
     if calibration is not None or not isinstance(card, UnlistedCard):
         slow, fast, basis = rates_of(card, calibration)
         run = RunTimes(whole, option, card, slow, fast)
-        basis = basis_within(basis, wish, option.setting)
+        basis = basis_within(basis, request, option.setting)
         found = replace(_timed(found, run, usd_per_hour), basis=basis)
         loras_seconds = run.loras_seconds()
     notes = notes_of(found, own_price=usd_per_hour is not None, loras_seconds=loras_seconds)
@@ -448,16 +448,16 @@ def estimate(
 
 def _timed(found: Estimate, run: RunTimes, usd_per_hour: float | None) -> Estimate:
     """The estimate with its times and its cost."""
-    wish, price = found.wish, found.card.price()
+    request, price = found.request, found.card.price()
     phases = run.phases()
     seconds = {name: phase.seconds or NOTHING for name, phase in phases.items()}
     warm = seconds["text"] + seconds["sampling"] + seconds["decode"]
-    image = warm.times(1 / wish.batch)
+    image = warm.times(1 / request.batch)
     usd = usd_per_hour if price is None or usd_per_hour is not None else price.usd_per_hour
     return replace(
         found,
         phases=phases,
-        step_seconds=seconds["sampling"].times(1 / wish.steps),
+        step_seconds=seconds["sampling"].times(1 / request.steps),
         image_seconds=image,
         first_image_seconds=warm + seconds["load"] + seconds["tables"],
         cold_start_seconds=run.cold_start_seconds(),
@@ -488,26 +488,26 @@ def _option(option: Option) -> dict[str, Any]:
     }
 
 
-def _settings(wish: Wish, option: Option) -> dict[str, Any]:
+def _settings(request: RunRequest, option: Option) -> dict[str, Any]:
     setting = option.setting
     return {
         "precision": setting.precision,
-        "width": wish.width,
-        "height": wish.height,
-        "batch": wish.batch,
-        "steps": wish.steps,
-        "cfg": wish.cfg,
-        "references": wish.references,
-        "layers": wish.layers,
-        "text_tokens": wish.text_tokens,
+        "width": request.width,
+        "height": request.height,
+        "batch": request.batch,
+        "steps": request.steps,
+        "cfg": request.cfg,
+        "references": request.references,
+        "layers": request.layers,
+        "text_tokens": request.text_tokens,
         "modulation": setting.modulation,
         "text_encoder": setting.text_encoder,
         "text_encoder_place": setting.text_encoder_place,
         "loras": {
-            "count": wish.loras.count,
-            "rank": wish.loras.rank,
-            "mode": wish.loras.mode,
+            "count": request.loras.count,
+            "rank": request.loras.rank,
+            "mode": request.loras.mode,
         },
-        "controlnet_gib": gib(wish.controlnet_bytes),
+        "controlnet_gib": gib(request.controlnet_bytes),
         "tiles": option.tiles,
     }

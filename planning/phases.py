@@ -1,4 +1,4 @@
-"""An estimate: what a wish takes on a card in each phase, how long it lasts and what it costs."""
+"""What a request takes on a card in each phase."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .activations import (
 )
 from .bytes import encoding_bytes, text_encoder_bytes, weight_bytes
 from .rates import constants
-from .request import DROPPED, ON_PROCESSOR, Setting, Wish
+from .request import DROPPED, ON_PROCESSOR, RunRequest, Setting
 from .vae import decode_plan, encode_peak_bytes
 
 PHASES = ("load", "text", "tables", "sampling", "decode")
@@ -112,9 +112,9 @@ def figure(value: float) -> float:
 BLOCKS_ON_CARD = 2
 
 
-def least_weights(wish: Wish, weights: int) -> int:
+def least_weights(request: RunRequest, weights: int) -> int:
     """Of a transformer's weights, what is on the card at least while a block computes."""
-    return min(weights, BLOCKS_ON_CARD * -(-weights // wish.transformer.blocks))
+    return min(weights, BLOCKS_ON_CARD * -(-weights // request.transformer.blocks))
 
 
 def within(phase: Phase, usable: int) -> Phase:
@@ -173,11 +173,13 @@ class TransformerBytes(NamedTuple):
     modulation: int
 
 
-def phases(wish: Wish, setting: Setting, card_bytes: int | None = None) -> dict[str, Phase]:
+def phases(
+    request: RunRequest, setting: Setting, card_bytes: int | None = None
+) -> dict[str, Phase]:
     """Every phase of a run by name, in order; their `seconds` are left open.
 
     Args:
-        wish: what is run.
+        request: what is run.
         setting: how. Where it is resident, all is there that is to stay, whether it fits or not;
             where not, what really is on the card: the rest is moved to it when its turn comes.
         card_bytes: what CUDA shows of the card; by it the decoder plans its tiles. None where
@@ -187,25 +189,25 @@ def phases(wish: Wish, setting: Setting, card_bytes: int | None = None) -> dict[
         UnavailableError: the image does not decode on the card even alone.
     """
     beside = _beside()
-    weights = transformer_bytes(wish, setting)
+    weights = transformer_bytes(request, setting)
     on_card = weights.total - (weights.modulation if setting.off_card else 0)
-    text = text_encoder_bytes(wish, setting.text_encoder)
-    table, vae = table_bytes(wish), vae_bytes(wish)
-    activations = step_bytes(wish, setting).most
-    extras = _present({"ControlNet": wish.controlnet_bytes, "LoRAs": lora_bytes(wish)})
+    text = text_encoder_bytes(request, setting.text_encoder)
+    table, vae = table_bytes(request), vae_bytes(request)
+    activations = step_bytes(request, setting).most
+    extras = _present({"ControlNet": request.controlnet_bytes, "LoRAs": lora_bytes(request)})
     stays = _present({"VAE": vae, "modulation table": table}) | extras
     sampled, text_stays = on_card, text if setting.text_encoder_place == ON_CARD else 0
     usable = None
     if card_bytes is not None and not setting.resident:
         usable = card_bytes - KEPT_FREE_BYTES
         room = usable - activations - sum(beside) - sum(stays.values())
-        text_stays = min(text_stays, max(0, room - least_weights(wish, on_card)))
+        text_stays = min(text_stays, max(0, room - least_weights(request, on_card)))
         sampled = min(on_card, max(0, room - text_stays))
     stays |= _present({"text encoder": text_stays})
     found = {
-        "load": _load(wish, setting, sampled, stays, beside),
-        "text": _text(wish, setting, text, sampled, stays, beside),
-        "tables": _tables(wish, setting, weights, sampled, stays, beside),
+        "load": _load(request, setting, sampled, stays, beside),
+        "text": _text(request, setting, text, sampled, stays, beside),
+        "tables": _tables(request, setting, weights, sampled, stays, beside),
         "sampling": Phase(
             "sampling",
             weights=sampled,
@@ -219,26 +221,26 @@ def phases(wish: Wish, setting: Setting, card_bytes: int | None = None) -> dict[
     if usable is not None:
         found = {name: within(phase, usable) for name, phase in found.items()}
     others = {**stays, "transformer": sampled}
-    return {**found, "decode": _decode(wish, others, vae, card_bytes, beside)}
+    return {**found, "decode": _decode(request, others, vae, card_bytes, beside)}
 
 
-def transformer_bytes(wish: Wish, setting: Setting) -> TransformerBytes:
-    """The transformer's weights in the setting's precision; true sizes in `wish.parts` stand above
-    what its shape tells.
+def transformer_bytes(request: RunRequest, setting: Setting) -> TransformerBytes:
+    """The transformer's weights in the setting's precision; true sizes in `request.parts` stand
+    above what its shape tells.
     """
-    counted, parts = weight_bytes(wish.transformer, setting.precision), wish.parts
+    counted, parts = weight_bytes(request.transformer, setting.precision), request.parts
     total = counted.total if parts.transformer_bytes is None else parts.transformer_bytes
     modulation = counted.modulation if parts.modulation_bytes is None else parts.modulation_bytes
     return TransformerBytes(total, min(total, modulation))
 
 
-def vae_bytes(wish: Wish) -> int:
+def vae_bytes(request: RunRequest) -> int:
     """The VAE's weights as held."""
-    return VAE_BYTES if wish.parts.vae_bytes is None else wish.parts.vae_bytes
+    return VAE_BYTES if request.parts.vae_bytes is None else request.parts.vae_bytes
 
 
 def _load(
-    wish: Wish, setting: Setting, weights: int, stays: dict[str, int], beside: Beside
+    request: RunRequest, setting: Setting, weights: int, stays: dict[str, int], beside: Beside
 ) -> Phase:
     resident = {name: count for name, count in stays.items() if name != "modulation table"}
     note = "weights go to the card as they are held"
@@ -248,7 +250,7 @@ def _load(
 
 
 def _text(
-    wish: Wish,
+    request: RunRequest,
     setting: Setting,
     encoder: int,
     transformer: int,
@@ -256,7 +258,7 @@ def _text(
     beside: Beside,
 ) -> Phase:
     resident = {name: count for name, count in stays.items() if name != "text encoder"}
-    activations = encoding_bytes(wish)
+    activations = encoding_bytes(request)
     notes = ["computed in fp32, one layer's weights cast at a time"]
     if setting.text_encoder_place == ON_PROCESSOR:
         encoder = activations = 0
@@ -268,9 +270,9 @@ def _text(
         notes.append("leaves the card when the prompt is encoded")
     else:
         resident |= _present({"transformer": transformer})
-    if wish.references:
+    if request.references:
         side = REFERENCE_SIDE // PIXELS_PER_LATENT
-        encoded = encode_peak_bytes(wish.vae, side, side, BF16)
+        encoded = encode_peak_bytes(request.vae, side, side, BF16)
         activations = max(activations, encoded)
         notes.append(
             f"the VAE encodes each reference image at one megapixel, in {format_gib(encoded)}"
@@ -282,7 +284,7 @@ def _text(
 
 
 def _tables(
-    wish: Wish,
+    request: RunRequest,
     setting: Setting,
     weights: TransformerBytes,
     sampled: int,
@@ -290,10 +292,10 @@ def _tables(
     beside: Beside,
 ) -> Phase:
     """The first step waits for it: the input of its first block is there."""
-    dim, steps = wish.transformer.dim, wish.steps
+    dim, steps = request.transformer.dim, request.steps
     # All rows at once through a layer, and once more for the first layer's proof.
-    rows = steps * sum(embedding_rows(wish))
-    activations = input_bytes(wish) + BF16 * rows * dim * (1 + 3 * MODULATION_ROWS)
+    rows = steps * sum(embedding_rows(request))
+    activations = input_bytes(request) + BF16 * rows * dim * (1 + 3 * MODULATION_ROWS)
     if setting.off_card:
         layer = MODULATION_ROWS * dim * (dim + 1) * BF16
         passing, rest = min(weights.modulation, LAYERS_ON_CARD * layer), sampled
@@ -317,7 +319,7 @@ def _tables(
 
 
 def _decode(
-    wish: Wish,
+    request: RunRequest,
     others: dict[str, int],
     vae: int,
     card_bytes: int | None,
@@ -330,7 +332,7 @@ def _decode(
         free = card_bytes - KEPT_FREE_BYTES - beside.context - vae - sum(resident.values())
     # Room that is short leaves less of the others there.
     short = max(0, -(free or 0))
-    plan = decode_plan(wish, free, max(0, sum(movable.values()) - short))
+    plan = decode_plan(request, free, max(0, sum(movable.values()) - short))
     note = plan.reason
     if free is not None and plan.peak_bytes > free:
         moved = min(sum(movable.values()), plan.peak_bytes - free)

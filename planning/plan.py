@@ -1,4 +1,4 @@
-"""One way to run a wish on a card, in figures and words."""
+"""One way to run a request on a card, in figures and words."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .reasons import (
     together_words,
     weight_only,
 )
-from .request import PRECISIONS, Setting, Wish
+from .request import PRECISIONS, RunRequest, Setting
 from .trial import AUTO, Held, Question, Trial, sized
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run a wish on a card.
+    """One way to run a request on a card.
 
     Attributes:
         setting: What it settles.
@@ -37,7 +37,7 @@ class Option:
         reasons: {of what: why, with figures}, in order.
         phases: What really is on the card in each phase: never more than it has, and without what
             is moved.
-        as_asked: Whether everything is kept that the wish names.
+        as_asked: Whether everything is kept that the request names.
         recommended: Whether it is the one of its plan to take.
     """
 
@@ -92,15 +92,15 @@ def option_of(question: Question, trial: Trial, first: Trial, found: Sequence[Tr
 def _reasons(
     question: Question, trial: Trial, first: Trial, found: Sequence[Trial]
 ) -> dict[str, str]:
-    setting, wish, card = trial.setting, question.wish, question.card
-    named = wish.text_encoder_place != AUTO
+    setting, request, card = trial.setting, question.request, question.card
+    named = request.text_encoder_place != AUTO
     reasons = {
         "precision": _precision(question, trial, first, found),
         "products": weight_only(setting.precision, card),
         "modulation": _modulation(question, trial, trial is first),
         "text encoder": text_encoder_words(setting.text_encoder_place, named, trial.text_encoder),
         "room": room_words(
-            card, trial.on_card, trial.short, trial.worst, trial.moved_bytes, wish.passes
+            card, trial.on_card, trial.short, trial.worst, trial.moved_bytes, request.passes
         ),
     }
     return {what: clause for what, clause in reasons.items() if clause}
@@ -108,7 +108,7 @@ def _reasons(
 
 def _precision(question: Question, trial: Trial, first: Trial, found: Sequence[Trial]) -> str:
     name = trial.setting.precision
-    if question.as_stored or question.wish.precision != AUTO:
+    if question.as_stored or question.request.precision != AUTO:
         return requested_precision(name, question.stored, question.as_stored)
     return automatic_precision(
         name,
@@ -123,7 +123,7 @@ def _precision(question: Question, trial: Trial, first: Trial, found: Sequence[T
 
 def _modulation(question: Question, trial: Trial, explain: bool) -> str:
     place, size = trial.setting.modulation, trial.transformer.modulation
-    requested = question.wish.modulation != AUTO
+    requested = question.request.modulation != AUTO
     why = ""
     if explain and not requested:
         all_there = question.together(trial)
@@ -144,16 +144,16 @@ LEAST_SIDE = 256
 
 def plan(
     card: CardFacts,
-    wish: Wish,
+    request: RunRequest,
     stored: str | None = None,
     *,
     as_stored: bool = False,
     held: Mapping[str, Held] | None = None,
 ) -> tuple[Option, ...]:
-    """The ways to run a wish on a card, what was asked for first.
+    """The ways to run a request on a card, what was asked for first.
 
-    What the wish names is kept. Of the rest the most faithful precision is recommended that stays
-    on the card; a file that is quantized stays as it is, because dequantizing brings nothing back.
+    What the request names is kept. Of the rest the most faithful precision is recommended that
+    stays on the card; a quantized file stays as it is, because dequantizing brings nothing back.
     Where not all parts fit, the modulation leaves the card first, then the text encoder. Next come
     less faithful precisions, and last more faithful ones that the host would have to move in each
     step. Where a named setting does not stay, it comes first with that said, and then what would
@@ -164,7 +164,7 @@ def plan(
         as_stored: whether the file's precision is to be kept, which no card refuses. fp16 and fp32
             are then settled as bf16, and `held` tells their size.
         held: {precision: sizes} that shape and precision do not tell, such as with layers that
-            stay in bf16. Sizes in `wish.parts` are of `stored`, or else of the wish's precision.
+            stay in bf16. Sizes in `request.parts` are of `stored`, or else of its precision.
 
     Returns:
         At least one.
@@ -176,9 +176,9 @@ def plan(
     """
     if stored is not None:
         check_stored(stored)
-    if not as_stored and wish.parts.transformer_bytes is None:
-        check_tensor_cores(wish.precision, card, PRECISIONS)
-    question = Question(card, wish, stored, as_stored, held or {})
+    if not as_stored and request.parts.transformer_bytes is None:
+        check_tensor_cores(request.precision, card, PRECISIONS)
+    question = Question(card, request, stored, as_stored, held or {})
     found = [question.trial(precision) for precision in question.precisions()]
     run = [trial for trial in found if trial.least_bytes <= card.total_bytes]
     if not run:
@@ -211,15 +211,15 @@ def _order(trials: Sequence[Trial]) -> list[Trial]:
 
 def _what_would_stay(question: Question) -> list[Option]:
     """Were nothing named that decides about room; empty where nothing was."""
-    wish = question.wish
+    request = question.request
     free = replace(
-        sized(wish, AUTO, question.stored) if question.stored not in QUANTIZED else wish,
+        sized(request, AUTO, question.stored) if question.stored not in QUANTIZED else request,
         precision=AUTO,
         modulation=AUTO,
         text_encoder_place=AUTO,
-        tiles=0 if wish.tiles == 1 else wish.tiles,
+        tiles=0 if request.tiles == 1 else request.tiles,
     )
-    if free == wish and not question.as_stored:
+    if free == request and not question.as_stored:
         return []
     options = plan(question.card, free, question.stored, held=question.held)
     return [replace(option, as_asked=False) for option in options if option.resident]
@@ -227,12 +227,12 @@ def _what_would_stay(question: Question) -> list[Option]:
 
 def _refusal(question: Question, least: int) -> str:
     """Why not even weights that are moved help, and what would, each by itself or all together."""
-    card, wish = question.card, question.wish
-    batch = f"a batch of {wish.batch}" if wish.batch > 1 else "one image"
-    what = f"a step of {batch} of {wish.width}x{wish.height}"
-    if extras := _extras(wish):
+    card, request = question.card, question.request
+    batch = f"a batch of {request.batch}" if request.batch > 1 else "one image"
+    what = f"a step of {batch} of {request.width}x{request.height}"
+    if extras := _extras(request):
         what += f" with {' and '.join(extras)}"
-    remedies = _remedies(wish)
+    remedies = _remedies(request)
     enough = [remedy for remedy, less in remedies.items() if _runs(question, less)]
     if len(remedies) > 1 and not enough:
         advice = f"more than one of these is needed: {', '.join(remedies)}"
@@ -245,43 +245,45 @@ def _refusal(question: Question, least: int) -> str:
     )
 
 
-def _extras(wish: Wish) -> list[str]:
-    """What a wish adds to a picture."""
+def _extras(request: RunRequest) -> list[str]:
+    """What a request adds to a picture."""
     extras = []
-    if wish.controlnet_bytes:
-        extras.append(f"a ControlNet of {format_gib(wish.controlnet_bytes)}")
-    if count := _loras_beside(wish):
+    if request.controlnet_bytes:
+        extras.append(f"a ControlNet of {format_gib(request.controlnet_bytes)}")
+    if count := _loras_beside(request):
         loras = "1 LoRA" if count == 1 else f"{count} LoRAs"
-        extras.append(f"{loras} of rank {wish.loras.rank} beside the weights")
-    if wish.references:
-        extras.append("1 reference" if wish.references == 1 else f"{wish.references} references")
-    if wish.layers:
-        extras.append("1 layer" if wish.layers == 1 else f"{wish.layers} layers")
+        extras.append(f"{loras} of rank {request.loras.rank} beside the weights")
+    if request.references:
+        extras.append(
+            "1 reference" if request.references == 1 else f"{request.references} references"
+        )
+    if request.layers:
+        extras.append("1 layer" if request.layers == 1 else f"{request.layers} layers")
     return extras
 
 
-def _remedies(wish: Wish) -> dict[str, Wish]:
-    """{what to do: the wish that it leaves}."""
+def _remedies(request: RunRequest) -> dict[str, RunRequest]:
+    """{what to do: the request that it leaves}."""
     remedies = {}
-    if wish.controlnet_bytes:
-        remedies["run without the ControlNet"] = replace(wish, controlnet_bytes=0)
-    if _loras_beside(wish):
-        merged = replace(wish.loras, mode="merged")
-        remedies["merge the LoRAs into the weights"] = replace(wish, loras=merged)
-    if wish.references:
-        remedies["give fewer references"] = replace(wish, references=0)
-    if wish.layers > 1:
-        remedies["paint fewer layers"] = replace(wish, layers=1)
-    smaller = replace(wish, width=LEAST_SIDE, height=LEAST_SIDE, batch=1)
+    if request.controlnet_bytes:
+        remedies["run without the ControlNet"] = replace(request, controlnet_bytes=0)
+    if _loras_beside(request):
+        merged = replace(request.loras, mode="merged")
+        remedies["merge the LoRAs into the weights"] = replace(request, loras=merged)
+    if request.references:
+        remedies["give fewer references"] = replace(request, references=0)
+    if request.layers > 1:
+        remedies["paint fewer layers"] = replace(request, layers=1)
+    smaller = replace(request, width=LEAST_SIDE, height=LEAST_SIDE, batch=1)
     return {**remedies, "choose a smaller size or batch": smaller}
 
 
-def _loras_beside(wish: Wish) -> int:
-    return wish.loras.count if wish.loras.mode == "beside" else 0
+def _loras_beside(request: RunRequest) -> int:
+    return request.loras.count if request.loras.mode == "beside" else 0
 
 
-def _runs(question: Question, wish: Wish) -> bool:
-    asked = replace(question, wish=wish)
+def _runs(question: Question, request: RunRequest) -> bool:
+    asked = replace(question, request=request)
     try:
         found = [asked.trial(precision) for precision in asked.precisions()]
     except UnavailableError:  # it does not decode

@@ -72,7 +72,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Wish:
+class RunRequest:
     """What to run. "auto" and 0 tiles leave a choice to the plan.
 
     Args:
@@ -233,9 +233,9 @@ class Wish:
             )
 
 
-def precision_of_text_encoder(wish: Wish) -> str:
+def precision_of_text_encoder(request: RunRequest) -> str:
     """The precision that a text encoder is held in."""
-    return "bf16" if wish.text_encoder == "auto" else wish.text_encoder
+    return "bf16" if request.text_encoder == "auto" else request.text_encoder
 
 
 # What a plan has settled: the precisions, and where each part waits.
@@ -247,7 +247,7 @@ TEXT_PLACES = (ON_CARD, DROPPED, ON_PROCESSOR)
 
 @dataclass(frozen=True)
 class Setting:
-    """How a wish is run; nothing in it is left to choose.
+    """How a request is run; nothing in it is left to choose.
 
     Args:
         precision: of the transformer, one of `HELD_PRECISIONS`.

@@ -15,7 +15,7 @@ from .disk import disk, made_on_load
 from .phases import KEPT_FREE_BYTES, Phase, Range
 from .plan import Option
 from .rates import Rates, measured
-from .request import DROPPED, ON_PROCESSOR, TEXT_ENCODER, Loras, Wish
+from .request import DROPPED, ON_PROCESSOR, TEXT_ENCODER, Loras, RunRequest
 from .times import (
     decode_seconds,
     encode_image_seconds,
@@ -135,11 +135,11 @@ class RunTimes:
     """An option on a card with its rates.
 
     Attributes:
-        wish: With the sizes of the option's precision.
+        request: With the sizes of the option's precision.
         slow, fast: The slowest and the fastest rates that are to be expected.
     """
 
-    wish: Wish
+    request: RunRequest
     option: Option
     card: Card
     slow: Rates
@@ -147,24 +147,26 @@ class RunTimes:
 
     def phases(self) -> dict[str, Phase]:
         """The option's phases with their seconds."""
-        wish, setting, option = self.wish, self.option.setting, self.option
+        request, setting, option = self.request, self.option.setting, self.option
         moved, place = option.moved_bytes, setting.text_encoder_place
         for_text, for_decoder = self._bytes_of_turns()
         seconds = {
             "load": self._range_of_ranges(lambda rates: load_seconds(self.load(), rates)),
             "text": self._range(
                 lambda rates: (
-                    encode_text_seconds(wish, rates, place, setting.text_encoder)
-                    + encode_image_seconds(wish, rates)
+                    encode_text_seconds(request, rates, place, setting.text_encoder)
+                    + encode_image_seconds(request, rates)
                     + for_text / rates.pcie
                 )
             ),
-            "tables": self._range(lambda rates: table_seconds(wish, rates, setting.modulation)),
+            "tables": self._range(lambda rates: table_seconds(request, rates, setting.modulation)),
             "sampling": self._range(
-                lambda rates: sampling_seconds(wish, setting.precision, rates, moved_bytes=moved)
+                lambda rates: sampling_seconds(request, setting.precision, rates, moved_bytes=moved)
             ),
             "decode": self._range(
-                lambda rates: decode_seconds(wish, option.tiles, rates) + for_decoder / rates.pcie
+                lambda rates: (
+                    decode_seconds(request, option.tiles, rates) + for_decoder / rates.pcie
+                )
             ),
         }
         return {
@@ -178,11 +180,11 @@ class RunTimes:
             quantized_file: whether a transformer that would be quantized on load comes from a file
                 that was written so once.
         """
-        wish, setting, phase = self.wish, self.option.setting, self.option.phases["load"]
-        files = disk(wish, setting, quantized_file=quantized_file)
-        made = made_on_load(wish, setting) and not quantized_file
+        request, setting, phase = self.request, self.option.setting, self.option.phases["load"]
+        files = disk(request, setting, quantized_file=quantized_file)
+        made = made_on_load(request, setting) and not quantized_file
         ready = files.transformer_bytes if setting.precision in QUANTIZED and not made else 0
-        quantized = weight_bytes(wish.transformer, "bf16").gemm if made else 0
+        quantized = weight_bytes(request.transformer, "bf16").gemm if made else 0
         return Load(
             read=files.files_bytes - ready,
             read_quantized=ready,
@@ -209,13 +211,13 @@ class RunTimes:
 
     def loras_seconds(self) -> Range:
         """Of a step: what LoRAs that are computed beside the weights take."""
-        without = replace(self.wish, loras=Loras())
-        precision, passes = self.option.setting.precision, self.wish.passes
+        without = replace(self.request, loras=Loras())
+        precision, passes = self.option.setting.precision, self.request.passes
         return self._range(
             lambda rates: (
                 passes
                 * (
-                    forward_seconds(self.wish, precision, rates)
+                    forward_seconds(self.request, precision, rates)
                     - forward_seconds(without, precision, rates)
                 )
             )
@@ -231,7 +233,7 @@ class RunTimes:
         usable = self.card.memory_bytes - KEPT_FREE_BYTES
         text = 0
         if setting.text_encoder_place != ON_PROCESSOR:
-            text = text_encoder_bytes(self.wish, setting.text_encoder)
+            text = text_encoder_bytes(self.request, setting.text_encoder)
             text -= phases["sampling"].resident.get("text encoder", 0)
         if setting.text_encoder_place == DROPPED:
             text += min(stays, max(0, phases["text"].card_bytes + stays - usable))
@@ -241,7 +243,7 @@ class RunTimes:
 
     def _text_encoder_quantized(self) -> int:
         """In bf16, of the text encoder's weights that are quantized on load."""
-        parts, held = self.wish.parts, self.wish.parts.text_encoder_bytes
+        parts, held = self.request.parts, self.request.parts.text_encoder_bytes
         ready = held is not None and held == dict(parts.file_bytes).get(TEXT_ENCODER, held)
         if ready or self.option.setting.text_encoder not in QUANTIZED:
             return 0

@@ -29,7 +29,7 @@ from .bytes import (
     weight_bytes,
 )
 from .rates import Rates
-from .request import ON_PROCESSOR, Wish
+from .request import ON_PROCESSOR, RunRequest
 from .vae import Direction
 from .vae_bytes import (
     Interval,
@@ -67,8 +67,10 @@ TABLE_FACTOR = 1.05
 TABLE_LAYER_SECONDS = 0.0003
 
 
-def forward_seconds(wish: Wish, precision: str, rates: Rates, *, moved_bytes: int = 0) -> float:
-    """One forward pass of `wish.items` images through the fused blocks.
+def forward_seconds(
+    request: RunRequest, precision: str, rates: Rates, *, moved_bytes: int = 0
+) -> float:
+    """One forward pass of `request.items` images through the fused blocks.
 
     What a LoRA beside the weights and a ControlNet add is counted and was not measured.
 
@@ -77,12 +79,12 @@ def forward_seconds(wish: Wish, precision: str, rates: Rates, *, moved_bytes: in
         moved_bytes: of weights that the host brings to the card in each pass, because they do not
             all stay there; added, because not every host computes meanwhile.
     """
-    work = Pass.of(wish)
+    work = Pass.of(request)
     seconds = pass_seconds(work, precision, rates)
-    if wish.loras.mode == "beside":
-        seconds += wish.loras.count * _lora_seconds(work, wish.loras.rank, rates)
-    if wish.controlnet_bytes:
-        seconds += _controlnet_seconds(work, wish.controlnet_bytes, rates)
+    if request.loras.mode == "beside":
+        seconds += request.loras.count * _lora_seconds(work, request.loras.rank, rates)
+    if request.controlnet_bytes:
+        seconds += _controlnet_seconds(work, request.controlnet_bytes, rates)
     return seconds + moved_bytes / rates.pcie
 
 
@@ -92,24 +94,28 @@ def pass_seconds(work: Pass, precision: str, rates: Rates) -> float:
     return max(seconds, work.shape.blocks * LAUNCH_SECONDS[precision in QUANTIZED])
 
 
-def sampling_seconds(wish: Wish, precision: str, rates: Rates, *, moved_bytes: int = 0) -> float:
+def sampling_seconds(
+    request: RunRequest, precision: str, rates: Rates, *, moved_bytes: int = 0
+) -> float:
     """All steps of a run, without the modulation's table."""
     return (
-        wish.steps * wish.passes * forward_seconds(wish, precision, rates, moved_bytes=moved_bytes)
+        request.steps
+        * request.passes
+        * forward_seconds(request, precision, rates, moved_bytes=moved_bytes)
     )
 
 
-def table_seconds(wish: Wish, rates: Rates, modulation: str) -> float:
+def table_seconds(request: RunRequest, rates: Rates, modulation: str) -> float:
     """One pass over the modulation weights, which a new schedule takes.
 
     Args:
         modulation: "on card" or "off card".
     """
-    weights = wish.parts.modulation_bytes
+    weights = request.parts.modulation_bytes
     if weights is None:
-        weights = weight_bytes(wish.transformer, "bf16").modulation
+        weights = weight_bytes(request.transformer, "bf16").modulation
     rate = rates.pcie / TABLE_FACTOR if modulation == OFF_CARD else rates.bandwidth
-    return max(weights / rate, 2 * wish.transformer.blocks * TABLE_LAYER_SECONDS)
+    return max(weights / rate, 2 * request.transformer.blocks * TABLE_LAYER_SECONDS)
 
 
 def product_seconds(
@@ -201,7 +207,7 @@ PROCESSOR_FLOPS = 0.5e12
 
 
 def encode_text_seconds(
-    wish: Wish, rates: Rates, place: str = ON_CARD, precision: str = "bf16"
+    request: RunRequest, rates: Rates, place: str = ON_CARD, precision: str = "bf16"
 ) -> float:
     """All prompts of a run: one, or a negative one too.
 
@@ -212,9 +218,9 @@ def encode_text_seconds(
             figure is predicted for 16 cores.
         precision: in which the weights are held.
     """
-    prompts = 1 if wish.cfg == "off" else 2
-    vision = wish.references * wish.member.vision_tokens
-    return prompts * prompt_seconds(wish.prompt_tokens, rates, place, precision, vision)
+    prompts = 1 if request.cfg == "off" else 2
+    vision = request.references * request.member.vision_tokens
+    return prompts * prompt_seconds(request.prompt_tokens, rates, place, precision, vision)
 
 
 def prompt_seconds(
@@ -255,19 +261,23 @@ PIXEL_BYTES, HOST_BYTES_PER_SECOND = 4, 5.3e9
 TILE_STEP_SECONDS = 0.0002
 
 
-def decode_seconds(wish: Wish, tiles: Size | int, rates: Rates) -> float:
+def decode_seconds(request: RunRequest, tiles: Size | int, rates: Rates) -> float:
     """The images of a batch.
 
     Args:
         tiles: (rows, columns), or how many; 1 is whole.
     """
-    return wish.batch * wish.frames * vae_seconds("decode", wish.vae, _latent(wish), tiles, rates)
+    return (
+        request.batch
+        * request.frames
+        * vae_seconds("decode", request.vae, _latent(request), tiles, rates)
+    )
 
 
-def encode_image_seconds(wish: Wish, rates: Rates, tiles: Size | int = 1) -> float:
+def encode_image_seconds(request: RunRequest, rates: Rates, tiles: Size | int = 1) -> float:
     """The reference images of a run, each of one megapixel; once for all of its prompts."""
     side = REFERENCE_SIDE // PIXELS_PER_LATENT
-    return wish.references * vae_seconds("encode", wish.vae, (side, side), tiles, rates)
+    return request.references * vae_seconds("encode", request.vae, (side, side), tiles, rates)
 
 
 def vae_seconds(
@@ -285,8 +295,8 @@ def vae_seconds(
     return copied + _seconds(direction, shape, latent, tiles, rates)
 
 
-def _latent(wish: Wish) -> Size:
-    return wish.height // PIXELS_PER_LATENT, wish.width // PIXELS_PER_LATENT
+def _latent(request: RunRequest) -> Size:
+    return request.height // PIXELS_PER_LATENT, request.width // PIXELS_PER_LATENT
 
 
 def _seconds(

@@ -1,4 +1,4 @@
-"""What a plan is asked: the settings that a wish leaves open on a card, in the order of trying."""
+"""What a plan is asked: the settings that a request leaves open, in the order of trying."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..spec import OFF_CARD, ON_CARD, QUANTIZED, CardFacts
 from .bytes import text_encoder_bytes
 from .phases import KEPT_FREE_BYTES, Phase, least_weights, phases, transformer_bytes
 from .reasons import Need, lacks
-from .request import DROPPED, TEXT_PLACES, Setting, Wish, precision_of_text_encoder
+from .request import DROPPED, TEXT_PLACES, RunRequest, Setting, precision_of_text_encoder
 from .vae import decode_plan
 
 # The most faithful first; int8 before fp8 as `plan_words.INT8_BEFORE_FP8` says.
@@ -20,22 +20,22 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Question:
-    """A card, a wish, and what is known of the transformer's file; as `planning.plan.plan` takes
+    """A card, a request, and what is known of the transformer's file; as `planning.plan.plan` takes
     them.
     """
 
     card: CardFacts
-    wish: Wish
+    request: RunRequest
     stored: str | None
     as_stored: bool
     held: Mapping[str, Held]
 
     def precisions(self) -> Sequence[str]:
         """The most faithful first."""
-        if self.as_stored or (self.wish.precision == AUTO and self.stored in QUANTIZED):
+        if self.as_stored or (self.request.precision == AUTO and self.stored in QUANTIZED):
             return (self.stored if self.stored in QUANTIZED else "bf16",)
-        if self.wish.precision != AUTO:
-            return (self.wish.precision,)
+        if self.request.precision != AUTO:
+            return (self.request.precision,)
         # Where nothing multiplies it, fp8 saves as much memory as int8 and no time.
         return [name for name in FIDELITY if name != "fp8" or not lacks(name, self.card)]
 
@@ -45,9 +45,9 @@ class Question:
         Raises:
             UnavailableError: the image does not decode on the card even alone.
         """
-        wish = sized(self.wish, precision, self.stored, self.held)
+        request = sized(self.request, precision, self.stored, self.held)
         trials = (
-            Trial(self.card, wish, self._setting(precision, modulation, text_place))
+            Trial(self.card, request, self._setting(precision, modulation, text_place))
             for modulation, text_place in self._places()
         )
         for trial in trials:
@@ -56,29 +56,29 @@ class Question:
         return self._moved(trial)
 
     def together(self, trial: Trial) -> Trial:
-        """A trial's precision with everything on the card that the wish leaves open."""
+        """A trial's precision with everything on the card that the request leaves open."""
         setting = replace(trial.setting, modulation=ON_CARD)
-        if self.wish.text_encoder_place == AUTO:
+        if self.request.text_encoder_place == AUTO:
             setting = replace(setting, text_encoder_place=ON_CARD)
         return replace(trial, setting=setting, moved=False)
 
     def _places(self) -> Iterator[tuple[str, str]]:
-        wish = self.wish
-        modulations = (ON_CARD, OFF_CARD) if wish.modulation == AUTO else (wish.modulation,)
-        texts = TEXT_PLACES if wish.text_encoder_place == AUTO else (wish.text_encoder_place,)
+        request = self.request
+        modulations = (ON_CARD, OFF_CARD) if request.modulation == AUTO else (request.modulation,)
+        texts = TEXT_PLACES if request.text_encoder_place == AUTO else (request.text_encoder_place,)
         for text_place in texts:
             # Where the encoder has to leave, the modulation has left before.
             places = modulations if text_place == texts[0] else modulations[-1:]
             yield from ((modulation, text_place) for modulation in places)
 
     def _setting(self, precision: str, modulation: str, text_place: str) -> Setting:
-        text = precision_of_text_encoder(self.wish)
+        text = precision_of_text_encoder(self.request)
         expanded = lacks(precision, self.card)
         return Setting(precision, modulation, text, text_place, weight_only=expanded)
 
     def _moved(self, trial: Trial) -> Trial:
         """The host moves weights: an encoder that fits the card alone takes its turn there."""
-        if self.wish.text_encoder_place == AUTO:
+        if self.request.text_encoder_place == AUTO:
             dropped = replace(trial, setting=replace(trial.setting, text_encoder_place=DROPPED))
             if dropped.need("text").spare(self.card) >= 0:
                 trial = dropped
@@ -106,13 +106,13 @@ class Trial:
     """A setting on a card, counted as if everything stayed that is to.
 
     Attributes:
-        wish: With the sizes of the setting's precision.
+        request: With the sizes of the setting's precision.
         setting: One that is resident.
         moved: Whether the host has to move what does not stay.
     """
 
     card: CardFacts
-    wish: Wish
+    request: RunRequest
     setting: Setting
     moved: bool = False
 
@@ -128,19 +128,19 @@ class Trial:
         Raises:
             UnavailableError: the image does not decode on the card even alone.
         """
-        return phases(self.wish, self.setting, self.card.total_bytes)
+        return phases(self.request, self.setting, self.card.total_bytes)
 
     @cached_property
     def there(self) -> Mapping[str, Phase]:
         """What is really on the card in each phase, where weights are moved less than `phases`."""
         if not self.moved:
             return self.phases
-        return phases(self.wish, self.settled, self.card.total_bytes)
+        return phases(self.request, self.settled, self.card.total_bytes)
 
     @cached_property
     def before_decoding(self) -> Mapping[str, Phase]:
         """The same of every phase that does not depend on the card: no tiles are planned."""
-        found = phases(self.wish, self.setting)
+        found = phases(self.request, self.setting)
         return {name: phase for name, phase in found.items() if name != "decode"}
 
     @property
@@ -191,7 +191,7 @@ class Trial:
     def least_bytes(self) -> int:
         """The smallest card on which a forward pass runs, with all weights moved that can be."""
         sampling = self.sampling
-        some = least_weights(self.wish, sampling.weights)
+        some = least_weights(self.request, sampling.weights)
         text = sampling.resident.get("text encoder", 0)
         return sampling.card_bytes - sampling.weights - text + some + KEPT_FREE_BYTES
 
@@ -200,33 +200,36 @@ class Trial:
         """Of each image that is decoded."""
         decode = self.there["decode"]
         free = self.card.total_bytes - KEPT_FREE_BYTES - decode.card_bytes + decode.activations
-        return decode_plan(self.wish, max(free, decode.activations)).count
+        return decode_plan(self.request, max(free, decode.activations)).count
 
     @property
     def transformer(self) -> Held:
         """Its weights as held, wherever they wait."""
-        return Held(*transformer_bytes(self.wish, self.setting))
+        return Held(*transformer_bytes(self.request, self.setting))
 
     @property
     def text_encoder(self) -> int:
         """Its weights as held."""
-        return text_encoder_bytes(self.wish, self.setting.text_encoder)
+        return text_encoder_bytes(self.request, self.setting.text_encoder)
 
 
 def sized(
-    wish: Wish, precision: str, stored: str | None = None, held: Mapping[str, Held] | None = None
-) -> Wish:
-    """A wish whose parts have the transformer's sizes in a precision.
+    request: RunRequest,
+    precision: str,
+    stored: str | None = None,
+    held: Mapping[str, Held] | None = None,
+) -> RunRequest:
+    """A request whose parts have the transformer's sizes in a precision.
 
     Args:
-        stored: the precision that the sizes in `wish.parts` are of; None for the wish's.
+        stored: the precision that the sizes in `request.parts` are of; None for the request's.
         held: {precision: sizes} that stand above these.
     """
     known = (held or {}).get(precision)
     if known is not None:
         sizes = {"transformer_bytes": known.total, "modulation_bytes": known.modulation}
-    elif precision != (stored or wish.precision):
+    elif precision != (stored or request.precision):
         sizes = {"transformer_bytes": None, "modulation_bytes": None}
     else:
-        return wish
-    return replace(wish, parts=replace(wish.parts, **sizes))
+        return request
+    return replace(request, parts=replace(request.parts, **sizes))

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ..errors import SettingError, UnavailableError
 from ..spec import GIB, MIB, PIXELS_PER_LATENT, VaeShape, format_gib
-from .request import Wish
+from .request import RunRequest
 from .vae_bytes import (
     Size,
     image_bytes,
@@ -47,7 +47,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Request:
+class TilingRequest:
     """What is to be decoded or encoded, in how many tiles at least, in how many bytes at most."""
 
     direction: Direction
@@ -287,20 +287,20 @@ def _plan(
     kept = batch * latent_bytes(shape, latent, itemsize)
     kept += batch * image_bytes(shape, latent, itemsize) if image_on_card else 0
     room = None if budget is None else budget - kept
-    request = Request(direction, shape, latent, itemsize, least, room)
+    wanted = TilingRequest(direction, shape, latent, itemsize, least, room)
     free = format_gib(max(0, budget or 0))
-    whole = request.whole_bytes()
+    whole = wanted.whole_bytes()
     together = batch if room is None else min(batch, room // whole)
     if least == 1 and together >= 1:
         choice = Choice("whole", (1, 1), "whole", height, 1, together * whole)
         of = "" if room is None else f" of {free} free"
         reason = f"whole, {format_gib(kept + choice.bytes)}{of}"
     else:
-        together, choice = 1, request.tiled()
+        together, choice = 1, wanted.tiled()
         if not choice:
             raise UnavailableError(
                 f"to {direction} {PIXELS_PER_LATENT * width}x{PIXELS_PER_LATENT * height} pixels "
-                f"takes at least {-(-(kept + request.least_bytes()) // MIB):,} MiB in the smallest "
+                f"takes at least {-(-(kept + wanted.least_bytes()) // MIB):,} MiB in the smallest "
                 f"tiles and {max(0, budget or 0) // MIB:,} MiB is free: choose a smaller size or "
                 "batch, or free memory on the card."
             )
@@ -335,7 +335,7 @@ def _in_words(latent: Size, choice: Choice) -> str:
     return f"{text} with the middle in each" if choice.middle == "tiled" else text
 
 
-# How our decoding node takes a wish's images through the VAE in what is free on the card.
+# How our decoding node takes a request's images through the VAE in what is free on the card.
 
 # Images that it decodes together at most (hosts/comfyui/planned_vae.py).
 MOST_TOGETHER = 16
@@ -343,8 +343,8 @@ MOST_TOGETHER = 16
 LEAST_ROOM = int(1.5 * GIB)
 
 
-def decode_plan(wish: Wish, free: int | None, others: int = 0) -> VaePlan:
-    """How our decoding node decodes the wish's images in `free` bytes.
+def decode_plan(request: RunRequest, free: int | None, others: int = 0) -> VaePlan:
+    """How our decoding node decodes the request's images in `free` bytes.
 
     As the node, it asks the host to move other models off the card only where nothing exact fits
     beside them, and then for the least room that does.
@@ -356,28 +356,28 @@ def decode_plan(wish: Wish, free: int | None, others: int = 0) -> VaePlan:
     Raises:
         UnavailableError: it does not fit `free` and `others` together.
     """
-    together = 1 if wish.tiles == 1 else min(wish.batch * wish.frames, MOST_TOGETHER)
+    together = 1 if request.tiles == 1 else min(request.batch * request.frames, MOST_TOGETHER)
 
     def planner(budget: int | None) -> VaePlan:
         return plan_decode(
-            wish.vae,
-            wish.height // PIXELS_PER_LATENT,
-            wish.width // PIXELS_PER_LATENT,
+            request.vae,
+            request.height // PIXELS_PER_LATENT,
+            request.width // PIXELS_PER_LATENT,
             batch=together,
-            budget=None if wish.tiles == 1 else budget,
-            tiles=wish.tiles,
+            budget=None if request.tiles == 1 else budget,
+            tiles=request.tiles,
             image_on_card=False,
         )
 
-    if wish.tiles != 1:
+    if request.tiles != 1:
         return planner(None) if free is None else _least_room(planner, max(0, free), others)
     whole = planner(None)
     most = None if free is None else max(0, free) + others
     if most is not None and whole.peak_bytes > most:
         raise UnavailableError(
-            f"to decode {wish.width}x{wish.height} whole takes {format_gib(whole.peak_bytes)} and "
-            f"the card has {format_gib(most)} with all other models off it: set tiles to 0, for as "
-            "few as fit, or choose a smaller size."
+            f"to decode {request.width}x{request.height} whole takes "
+            f"{format_gib(whole.peak_bytes)} and the card has {format_gib(most)} with all other "
+            "models off it: set tiles to 0, for as few as fit, or choose a smaller size."
         )
     return whole
 

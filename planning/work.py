@@ -13,7 +13,7 @@ from ..spec import (
     REFERENCE_TOKENS,
     TransformerShape,
 )
-from .request import Wish
+from .request import RunRequest
 
 TEXT_LAYERS = ("attn.add_", "attn.to_add_out", "txt_mlp.")
 
@@ -122,9 +122,9 @@ class Pass:
     image: int
 
     @classmethod
-    def of(cls, wish: Wish) -> Pass:
-        """The forward pass of a wish."""
-        return cls(wish.transformer, wish.items, wish.prompt_tokens, wish.image_tokens)
+    def of(cls, request: RunRequest) -> Pass:
+        """The forward pass of a request."""
+        return cls(request.transformer, request.items, request.prompt_tokens, request.image_tokens)
 
     @property
     def joint(self) -> int:

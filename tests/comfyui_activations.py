@@ -35,8 +35,8 @@ from qwen_l40s.planning.activations import FP32, SAMPLER_LATENTS, Rows, control_
 from qwen_l40s.planning.request import (
     Loras,
     Parts,
+    RunRequest,
     Setting,
-    Wish,
 )
 from qwen_l40s.spec import TransformerShape
 
@@ -151,10 +151,10 @@ def stand_ins():
         yield
 
 
-def given_bytes(wish):
+def given_bytes(request):
     """What is there before a pass begins, of all that is counted."""
-    rows = Rows.of(wish)
-    sampler = SAMPLER_LATENTS * FP32 * 64 * wish.batch * rows.painted // rows.items
+    rows = Rows.of(request)
+    sampler = SAMPLER_LATENTS * FP32 * 64 * request.batch * rows.painted // rows.items
     return sampler + 2 * 64 * rows.image + 2 * SHAPE.joint_dim * rows.text
 
 
@@ -176,16 +176,16 @@ def add_loras(transformer, loras, setting):
             layer.forward = Beside(layer.forward, LowRank(up.to(BF16), down.to(BF16), 1.0))
 
 
-def followed(wish, setting):
+def followed(request, setting):
     """(bytes at the worst moment of the first pass, of the second)"""
     transformer = model()
-    if wish.loras.count:
-        add_loras(transformer, wish.loras, setting)
-    blocks, rows = tuple(transformer.transformer_blocks), Rows.of(wish)
-    side = wish.height // 8, wish.width // 8
+    if request.loras.count:
+        add_loras(transformer, request.loras, setting)
+    blocks, rows = tuple(transformer.transformer_blocks), Rows.of(request)
+    side = request.height // 8, request.width // 8
     x = torch.randn(rows.items, 16, 1, *side).to(BF16)
-    text = torch.randn(rows.items, wish.prompt_tokens, SHAPE.joint_dim).to(BF16)
-    references = [torch.randn(rows.items, 16, 1, 128, 128).to(BF16)] * wish.references
+    text = torch.randn(rows.items, request.prompt_tokens, SHAPE.joint_dim).to(BF16)
+    references = [torch.randn(rows.items, 16, 1, 128, 128).to(BF16)] * request.references
     timestep = torch.full((rows.items,), 0.5)
     quantized = setting.precision == "int8"
     check, peaks = Check(quantized), []
@@ -199,7 +199,7 @@ def followed(wish, setting):
                 entries[key] = compute_entry(blocks, embedding, rows.items)
         return entries[key]
 
-    options = {"ref_latents_method": "index_timestep_zero"} if wish.member.timestep_zero else {}
+    options = {"ref_latents_method": "index_timestep_zero"} if request.member.timestep_zero else {}
     with torch.inference_mode(), stand_ins():
         for _ in range(2):
             running = forward.ForwardPass(blocks, KERNELS, None, modulation, check, True)
@@ -220,48 +220,48 @@ def followed(wish, setting):
     return peaks
 
 
-def agrees(wish, setting, tolerance=0.001):
-    first, later = followed(wish, setting)
-    counted, given = step_bytes(wish, setting), given_bytes(wish)
+def agrees(request, setting, tolerance=0.001):
+    first, later = followed(request, setting)
+    counted, given = step_bytes(request, setting), given_bytes(request)
     for found, expected in ((first, counted.first), (later, counted.later)):
         off = (expected - given) / found - 1
-        assert abs(off) <= tolerance, (wish, setting.precision, found, expected - given, off)
+        assert abs(off) <= tolerance, (request, setting.precision, found, expected - given, off)
 
 
-def wishes():
+def requests():
     narrow = {"width": 512, "parts": Parts(transformer=SHAPE)}
-    yield Wish(height=512, **narrow)
-    yield Wish(height=256, text_tokens=700, **narrow)
-    yield Wish(height=512, batch=2, cfg="one pass", **narrow)
-    yield Wish(height=256, family="qwen-image-edit-2511", references=1, **narrow)
+    yield RunRequest(height=512, **narrow)
+    yield RunRequest(height=256, text_tokens=700, **narrow)
+    yield RunRequest(height=512, batch=2, cfg="one pass", **narrow)
+    yield RunRequest(height=256, family="qwen-image-edit-2511", references=1, **narrow)
 
 
 def check_bf16():
-    for wish in wishes():
-        agrees(wish, Setting())
+    for request in requests():
+        agrees(request, Setting())
 
 
 def check_int8():
-    for wish in wishes():
-        agrees(wish, Setting(precision="int8"))
+    for request in requests():
+        agrees(request, Setting(precision="int8"))
 
 
 def check_int8_that_is_expanded():
-    for wish in wishes():
-        agrees(wish, Setting(precision="int8", weight_only=True))
+    for request in requests():
+        agrees(request, Setting(precision="int8", weight_only=True))
 
 
 def check_loras_beside():
-    for wish in wishes():
+    for request in requests():
         for count in (1, 2):
-            agrees(replace(wish, loras=Loras(count, 32, "beside")), Setting())
+            agrees(replace(request, loras=Loras(count, 32, "beside")), Setting())
 
 
 def check_loras_beside_weights_that_are_expanded():
     setting = Setting(precision="int8", weight_only=True)
-    smallest = Wish(width=64, height=64, text_tokens=40, parts=Parts(transformer=SHAPE))
-    for wish in (*wishes(), smallest):
-        agrees(replace(wish, loras=Loras(1, 32, "beside")), setting)
+    smallest = RunRequest(width=64, height=64, text_tokens=40, parts=Parts(transformer=SHAPE))
+    for request in (*requests(), smallest):
+        agrees(replace(request, loras=Loras(1, 32, "beside")), setting)
 
 
 def check_a_controlnet():
@@ -279,16 +279,18 @@ def check_a_controlnet():
         )
     )
     held = sum(weight.nbytes for weight in net.parameters())
-    wish = Wish(width=512, height=512, parts=Parts(transformer=SHAPE), controlnet_bytes=held)
-    rows = Rows.of(wish)
-    assert control_bytes(wish)[0] == blocks * 2 * SHAPE.dim * rows.painted
+    request = RunRequest(
+        width=512, height=512, parts=Parts(transformer=SHAPE), controlnet_bytes=held
+    )
+    rows = Rows.of(request)
+    assert control_bytes(request)[0] == blocks * 2 * SHAPE.dim * rows.painted
     x, hint = (torch.randn(1, 16, 1, 64, 64).to(BF16) for _ in range(2))
-    text = torch.randn(1, wish.prompt_tokens, SHAPE.joint_dim).to(BF16)
+    text = torch.randn(1, request.prompt_tokens, SHAPE.joint_dim).to(BF16)
     with torch.inference_mode(), stand_ins(), Allocations(0) as seen:
         given = net(x, torch.full((1,), 0.5), text, hint=hint)["input"]
     assert len({part.data_ptr() for part in given}) == blocks
-    off = (control_bytes(wish)[1] - given_bytes(wish)) / seen.peak - 1
-    assert abs(off) <= 0.1, (seen.peak, control_bytes(wish), off)
+    off = (control_bytes(request)[1] - given_bytes(request)) / seen.peak - 1
+    assert abs(off) <= 0.1, (seen.peak, control_bytes(request), off)
 
 
 def check_the_text_encoder():
@@ -300,8 +302,8 @@ def check_the_text_encoder():
         mask = torch.ones(1, tokens, dtype=torch.long, device="meta")
         with torch.inference_mode(), Allocations(0) as seen:
             encoder(None, attention_mask=mask, embeds=embeds, dtype=torch.float32)
-        wish = Wish(text_tokens=tokens - text_encoder.TEMPLATE_TOKENS)
-        off = text_encoder.encoding_bytes(wish) / seen.peak - 1
+        request = RunRequest(text_tokens=tokens - text_encoder.TEMPLATE_TOKENS)
+        off = text_encoder.encoding_bytes(request) / seen.peak - 1
         assert abs(off) <= 0.03, (tokens, seen.peak, off)
     tower = encoder.visual
     tower.blocks = tower.blocks[:2]

@@ -39,7 +39,7 @@ from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM
 from qwen_l40s.planning.calibration import NAME
 from qwen_l40s.planning.cards import known_cards
 from qwen_l40s.planning.estimate import estimate
-from qwen_l40s.planning.request import Wish
+from qwen_l40s.planning.request import RunRequest
 from qwen_l40s.spec import (
     GIB,
     PLACES,
@@ -132,7 +132,7 @@ def check_the_answer_stands_in_the_node_itself():
 def check_an_estimate_without_wires_is_the_planners_own():
     image, report, fits, found = run(card="L40S", width=1024, height=1024, steps=8)
     expected = estimate(
-        Wish(width=1024, height=1024, steps=8), known_cards()["L40S"], calibration=None
+        RunRequest(width=1024, height=1024, steps=8), known_cards()["L40S"], calibration=None
     )
     assert found == json.loads(json.dumps(expected.as_dict()))
     assert fits is expected.fits is True

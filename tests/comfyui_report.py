@@ -44,7 +44,7 @@ from qwen_l40s.hosts.comfyui.record import record as run_record
 from qwen_l40s.hosts.comfyui.record import sampling as sampling_record
 from qwen_l40s.hosts.comfyui.record.meter import Marks, Measured, Meter, typical
 from qwen_l40s.hosts.comfyui.record.record import Record, Recording, Records, recorded
-from qwen_l40s.hosts.comfyui.report import run as run_wish
+from qwen_l40s.hosts.comfyui.report import run as run_request
 from qwen_l40s.hosts.comfyui.report.run import EARLIER, choose
 from qwen_l40s.hosts.comfyui.report.table import (
     FAILED,
@@ -146,7 +146,7 @@ def breaking(target, name: str):
 
 def as_on(facts: CardFacts | None):
     """Predicts as for a run on a card."""
-    stack = mock.patch.multiple(run_wish, card_facts=lambda device: facts)
+    stack = mock.patch.multiple(run_request, card_facts=lambda device: facts)
     other = mock.patch.multiple(this_card, card_facts=lambda device: facts)
     return stack, other
 
@@ -965,7 +965,7 @@ def check_a_guider_that_asks_for_the_negative_prompt_on_its_own():
     found = asked(model)
     assert (found["passes"], found["evaluations"], found["guided"]) == (6, 3, False), found
     prediction = _prediction(model)
-    assert prediction.wish.cfg == "two passes"
+    assert prediction.request.cfg == "two passes"
     assert not any("forward passes" in note for note in prediction.notes)
     assert ", CFG 4, " in report_run(model).text
 
@@ -977,33 +977,37 @@ def check_the_card_of_a_run_is_the_one_that_sampled():
     facts = mock.Mock(side_effect=lambda device: cards[str(device)])
     with (
         mock.patch.object(model, "load_device", torch.device("cuda:1")),
-        mock.patch.object(run_wish, "card_facts", facts),
+        mock.patch.object(run_request, "card_facts", facts),
         mock.patch.object(this_card, "card_facts", facts),
     ):
         record = records(model)[0]
-        prediction = run_wish.predict(record.asked, record.path, model, None, None, 0)
+        prediction = run_request.predict(record.asked, record.path, model, None, None, 0)
     assert "A100" in prediction.basis and "L40S" not in prediction.basis, prediction.basis
 
 
-def check_the_wish_of_a_run():
+def check_the_request_of_a_run():
     model = load(off_card=True)
     sample(model, cfg=2.5, batch=2, size=9)
     prediction = _prediction(model)
-    wish = prediction.wish
-    assert (wish.width, wish.height, wish.batch, wish.steps) == (80, 80, 2, 3), wish
-    assert (wish.cfg, wish.text_tokens, wish.references) == ("two passes", 20, 0), wish
-    assert (wish.precision, wish.modulation, wish.family) == ("bf16", "off card", "qwen-image")
-    assert wish.parts.transformer == narrow.SHAPE
+    request = prediction.request
+    assert (request.width, request.height, request.batch, request.steps) == (80, 80, 2, 3), request
+    assert (request.cfg, request.text_tokens, request.references) == ("two passes", 20, 0), request
+    assert (request.precision, request.modulation, request.family) == (
+        "bf16",
+        "off card",
+        "qwen-image",
+    )
+    assert request.parts.transformer == narrow.SHAPE
     assert any("fused blocks, which did not run" in note for note in prediction.notes)
     sample(model)
-    assert _prediction(model).wish.cfg == "off"
+    assert _prediction(model).request.cfg == "off"
     sample(optimize(model, HOST_ATTENTION), cfg=2.5, texts=(20, 20))
     prediction = _prediction(model)
-    assert prediction.wish.cfg == "one pass" and prediction.wish.items == 2
+    assert prediction.request.cfg == "one pass" and prediction.request.items == 2
     assert not any("fused" in note for note in prediction.notes)
 
 
-def check_the_wish_of_an_edit():
+def check_the_request_of_an_edit():
     model = load()
     base = dict(_asked(model))
     for references, tokens, family, own in (
@@ -1012,18 +1016,20 @@ def check_the_wish_of_an_edit():
         ([[128, 128], [128, 128]], 400, "qwen-image-edit-2509", 8),
         ([[128, 128]], 100, "qwen-image-edit-2509", 1),
     ):
-        wish = _prediction(model, base | {"references": references, "text_tokens": tokens}).wish
-        assert (wish.family, wish.text_tokens) == (family, own), wish
-        assert wish.references == len(references)
+        request = _prediction(
+            model, base | {"references": references, "text_tokens": tokens}
+        ).request
+        assert (request.family, request.text_tokens) == (family, own), request
+        assert request.references == len(references)
     small = _prediction(model, base | {"references": [[64, 64]]})
     assert "references had 0.25 megapixels and are predicted with one" in small.notes
     many = _prediction(model, base | {"references": [[128, 128]] * 5})
-    assert many.wish is None and many.notes[0].startswith("nothing is predicted: 5 references")
+    assert many.request is None and many.notes[0].startswith("nothing is predicted: 5 references")
     other = _prediction(model, base | {"controlnet": True, "passes": 9, "computed": 9})
     assert sum("ControlNet" in note or "3 forward passes" in note for note in other.notes) == 2
     # Memory that is short splits a batch: more forward passes of no more prompts.
     split = base | {"latent": [2, 16, 1, 8, 8], "passes": 6, "computed": 6}
-    assert _prediction(model, split).wish.cfg == "off"
+    assert _prediction(model, split).request.cfg == "off"
 
 
 def check_a_card_that_is_not_in_the_list_has_peaks_only():
@@ -1045,7 +1051,7 @@ def _asked(model) -> dict:
 def _prediction(model, found=None):
     record = next(record for record in records(model) if record.phase == "sampling")
     with as_on(L40S)[0], as_on(L40S)[1]:
-        return run_wish.predict(found or record.asked, record.path, model, None, None, 0)
+        return run_request.predict(found or record.asked, record.path, model, None, None, 0)
 
 
 def main():

@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 import nodes as core
 from qwen_l40s.errors import SettingError
 from qwen_l40s.hosts.comfyui.estimate import sizes as true_sizes
-from qwen_l40s.hosts.comfyui.estimate.request import wish_from, wish_settings
+from qwen_l40s.hosts.comfyui.estimate.request import request_from, request_settings
 from qwen_l40s.hosts.comfyui.estimate.sizes import clip_sizes, latent_sizes, model_sizes, vae_sizes
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.transformer import load_patcher
@@ -72,8 +72,10 @@ def published(family, **config):
     return comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=device)
 
 
-def wish(model=None, clip=None, vae=None, latent=None, **settings):
-    return wish_from(wish_settings(**settings), model=model, clip=clip, vae=vae, latent=latent)
+def request(model=None, clip=None, vae=None, latent=None, **settings):
+    return request_from(
+        request_settings(**settings), model=model, clip=clip, vae=vae, latent=latent
+    )
 
 
 refused = partial(comfyui_boot.refused, SettingError)
@@ -98,7 +100,7 @@ def check_published_sizes_are_counted_to_the_byte():
         assert (found.bytes, found.modulation_bytes) == (expected.total, expected.modulation)
         assert found.timestep_zero == FAMILIES[family].timestep_zero
         assert (found.precision, found.held) == ("bf16", "")
-        assert wish(published(family, **config)).wish.family == family
+        assert request(published(family, **config)).request.family == family
 
 
 def check_every_precision_is_known_by_its_weights():
@@ -124,7 +126,7 @@ MORE = "; activations and times are counted as in bf16, so expect more"
 def form_notes(model, computed):
     """What is said of a MODEL's form where ComfyUI computes it in a dtype."""
     with mock.patch.object(model.model, "get_dtype_inference", return_value=computed):
-        wired, *notes = wish(model).notes
+        wired, *notes = request(model).notes
     assert wired == "Sizes are those of what is wired in: MODEL."
     return notes
 
@@ -171,23 +173,23 @@ def check_loras_are_told():
     path = FOLDER / "lora.safetensors"
     save_file(tensors, path)
     model = load()
-    assert wish(model).wish.loras.count == 0
+    assert request(model).request.loras.count == 0
     for how, mode in (("merge", "merged"), ("beside", "beside")):
         one = apply_lora(model, path, 1.0, how=how)[0]
         two = apply_lora(one, path, 0.5, how=how)[0]
         assert model_sizes(one).bytes == model_sizes(model).bytes
         for count, changed in ((1, one), (2, two)):
-            found = wish(changed).wish.loras
+            found = request(changed).request.loras
             assert (found.count, found.mode) == (count, mode), found
             assert mode == "merged" or found.rank in (rank, 2 * rank), found  # bf16 or fp32
         words = ("1 LoRAs are set", "LoRAs of its own", "set 0")
-        refused(*words, run=lambda one=one: wish(one, loras=1))
+        refused(*words, run=lambda one=one: request(one, loras=1))
 
 
 def check_other_models_are_refused():
     other = SimpleNamespace(diffusion_model=torch.nn.Linear(2, 2))
     words = ("MODEL is SimpleNamespace", "Qwen-Image 1.x alone", "connect one of these, or none")
-    refused(*words, run=lambda: wish(SimpleNamespace(model=other)))
+    refused(*words, run=lambda: request(SimpleNamespace(model=other)))
 
 
 # --- CLIP, VAE, LATENT
@@ -196,17 +198,17 @@ def check_other_models_are_refused():
 def check_clips_tell_bytes_and_place():
     for place, known in (("auto", "auto"), ("cpu", "cpu"), ("drop after encoding",) * 2):
         clip = load_text_encoder(MICRO, placement=place)[0]
-        found = wish(clip=clip).wish
+        found = request(clip=clip).request
         assert found.text_encoder_place == known
         assert found.parts.text_encoder_bytes == clip.patcher.model_size()
         assert found.text_encoder == "bf16"
     quantized = load_text_encoder(MICRO, "int8")[0]
-    assert wish(clip=quantized).wish.text_encoder == "int8"
+    assert request(clip=quantized).request.text_encoder == "int8"
     assert clip_sizes(quantized).bytes < clip_sizes(clip).bytes
     words = ("text encoder place 'cpu'", "has 'drop after encoding'", "choose auto")
-    refused(*words, run=lambda: wish(clip=clip, text_encoder_place="cpu"))
+    refused(*words, run=lambda: request(clip=clip, text_encoder_place="cpu"))
     words = ("text encoder precision 'fp8'", "CLIP", "has 'int8'")
-    refused(*words, run=lambda: wish(clip=quantized, text_encoder="fp8"))
+    refused(*words, run=lambda: request(clip=quantized, text_encoder="fp8"))
 
 
 def check_other_text_encoders_are_refused():
@@ -218,14 +220,14 @@ def check_other_text_encoders_are_refused():
     for encoder in encoders:
         clip = SimpleNamespace(cond_stage_model=encoder)
         words = ("CLIP's text encoder is a", "Qwen2.5-VL", "connect Qwen-Image's CLIP")
-        refused(*words, run=lambda clip=clip: wish(clip=clip))
-    refused("NoneType", run=lambda: wish(clip=SimpleNamespace(cond_stage_model=None)))
+        refused(*words, run=lambda clip=clip: request(clip=clip))
+    refused("NoneType", run=lambda: request(clip=SimpleNamespace(cond_stage_model=None)))
     assert true_sizes._is_qwen_image(qwen_image.te().__new__(qwen_image.te()))
 
 
 def check_vaes_tell_shape_and_bytes():
     vae, report = load_vae(MICRO)
-    found = wish(vae=vae).wish
+    found = request(vae=vae).request
     assert found.parts.vae_bytes == report.bytes
     assert found.vae == VaeShape(dim=vae.first_stage_model.dim)
     tiny = comfy.sd.VAE(sd=comfy.taesd.taesd.TAESD().state_dict())
@@ -244,7 +246,7 @@ def check_latents_tell_size_batch_and_layers():
         (core.EmptyLatentImage().generate(1024, 512, 4)[0], (1024, 512, 4, 0)),
         (empty(1, 128, 64, 32, downscale_ratio_spacial=16), (512, 1024, 1, 0)),
     ):
-        found = wish(latent=latent, width=16, batch=7).wish
+        found = request(latent=latent, width=16, batch=7).request
         assert (found.width, found.height, found.batch, found.layers) == size, found
         assert found.family == ("qwen-image-layered" if size[3] else "qwen-image")
 
@@ -265,11 +267,11 @@ def check_other_latents_are_refused():
 
 def check_settings_that_contradict_the_model_are_refused():
     int8 = load("int8", off_card=True)
-    assert wish(int8, precision="int8", tables="on").wish.precision == "int8"
+    assert request(int8, precision="int8", tables="on").request.precision == "int8"
     words = ("precision 'bf16' contradicts the MODEL", "has 'int8'", "disconnect the MODEL")
-    refused(*words, run=lambda: wish(int8, precision="bf16"))
+    refused(*words, run=lambda: request(int8, precision="bf16"))
     words = ("modulation 'on card' contradicts", "has 'off card'")
-    refused(*words, run=lambda: wish(int8, tables="off"))
+    refused(*words, run=lambda: request(int8, tables="off"))
     layered = published("qwen-image-layered", use_additional_t_cond=True)
     newest = published("qwen-image-edit-2511", default_ref_method="index_timestep_zero")
     for model, family, words in (
@@ -278,10 +280,12 @@ def check_settings_that_contradict_the_model_are_refused():
         (newest, "qwen-image-edit", ("'qwen-image-edit'", "'qwen-image-edit-2511'")),
     ):
         refused(
-            *words, "disconnect", run=lambda model=model, family=family: wish(model, family=family)
+            *words,
+            "disconnect",
+            run=lambda model=model, family=family: request(model, family=family),
         )
-    assert wish(int8, family="qwen-image-edit-2511").wish.family == "qwen-image-edit-2511"
-    refused("2 references", "takes 1", run=lambda: wish(layered, references=2))
+    assert request(int8, family="qwen-image-edit-2511").request.family == "qwen-image-edit-2511"
+    refused("2 references", "takes 1", run=lambda: request(layered, references=2))
 
 
 def check_a_family_that_is_left_open_is_what_is_told():
@@ -292,22 +296,22 @@ def check_a_family_that_is_left_open_is_what_is_told():
         ("qwen-image-layered", {"layers": 4}),
         ("qwen-image-layered", {"layers": 4, "references": 1}),
     ):
-        assert wish(**settings).wish.family == known
-    assert wish(model).wish.family == "qwen-image"
-    assert not any("family" in note or "Edit" in note for note in wish(model).notes)
-    with_reference = wish(model, references=1)
-    assert with_reference.wish.family == "qwen-image-edit-2509"
+        assert request(**settings).request.family == known
+    assert request(model).request.family == "qwen-image"
+    assert not any("family" in note or "Edit" in note for note in request(model).notes)
+    with_reference = request(model, references=1)
+    assert with_reference.request.family == "qwen-image-edit-2509"
     assert "do not tell Edit from it" in with_reference.notes[-1]
-    refused("3 layers", "paints one image", run=lambda: wish(model, layers=3))
+    refused("3 layers", "paints one image", run=lambda: request(model, layers=3))
 
 
 def check_settings_break_no_rule_of_their_own():
-    refused("tables 'maybe'", "auto, on, off", run=lambda: wish(tables="maybe"))
+    refused("tables 'maybe'", "auto, on, off", run=lambda: request(tables="maybe"))
     for size in (-1.0, float("nan"), float("inf")):
-        refused("is no size", run=lambda size=size: wish(controlnet_gb=size))
-    refused("1000x1328", "use 992x1328", run=lambda: wish(width=1000))
-    assert wish(controlnet_gb=3.5).wish.controlnet_bytes == 3_500_000_000
-    assert wish(text_tokens=7).wish.text_tokens == 7
+        refused("is no size", run=lambda size=size: request(controlnet_gb=size))
+    refused("1000x1328", "use 992x1328", run=lambda: request(width=1000))
+    assert request(controlnet_gb=3.5).request.controlnet_bytes == 3_500_000_000
+    assert request(text_tokens=7).request.text_tokens == 7
 
 
 # --- nothing is loaded or moved
@@ -333,7 +337,7 @@ def check_nothing_is_loaded_or_moved():
         mock.patch.object(management, "load_models_gpu", side_effect=AssertionError),
         mock.patch.object(management, "free_memory", side_effect=AssertionError),
     ):
-        found = wish(**parts, latent=empty(1, 16, 1, 64, 64)).wish
+        found = request(**parts, latent=empty(1, 16, 1, 64, 64)).request
     assert found.parts.transformer == narrow.SHAPE
     assert (places(), allocated(), list(management.current_loaded_models)) == before
 

@@ -28,10 +28,12 @@ def estimate_picture():
     from qwen_l40s.charts import memory_chart
     from qwen_l40s.planning.cards import BUNDLED, find_card, known_cards
     from qwen_l40s.planning.estimate import estimate
-    from qwen_l40s.planning.request import Wish
+    from qwen_l40s.planning.request import RunRequest
 
     with _narrow(memory_chart):
-        return memory_chart.memory_chart(estimate(Wish(), find_card("L40S", known_cards(BUNDLED))))
+        return memory_chart.memory_chart(
+            estimate(RunRequest(), find_card("L40S", known_cards(BUNDLED)))
+        )
 
 
 def advise_picture():
@@ -39,12 +41,12 @@ def advise_picture():
     from qwen_l40s.charts import cost_chart
     from qwen_l40s.planning.advise import advise, market
     from qwen_l40s.planning.cards import BUNDLED, known_cards
-    from qwen_l40s.planning.request import Wish
+    from qwen_l40s.planning.request import RunRequest
 
-    wish = Wish()
-    found = market(wish, known_cards(BUNDLED).values(), {}, lambda name: None)
+    request = RunRequest()
+    found = market(request, known_cards(BUNDLED).values(), {}, lambda name: None)
     with _narrow(cost_chart):
-        return cost_chart.cost_chart(advise(LOAD, found.offers), found.comparisons(), wish)
+        return cost_chart.cost_chart(advise(LOAD, found.offers), found.comparisons(), request)
 
 
 def forward_picture():

@@ -23,7 +23,7 @@ from qwen_l40s.planning.cards import (
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.rates import rates_of
-from qwen_l40s.planning.request import Loras, Wish
+from qwen_l40s.planning.request import Loras, RunRequest
 from qwen_l40s.spec import GIB, MIB, CardFacts
 
 CARDS = known_cards(BUNDLED)
@@ -254,7 +254,7 @@ def test_listed_card_of_a_driver_has_the_memory_that_it_shows():
 def test_card_that_is_not_listed_is_estimated_without_times_or_cost():
     facts = CardFacts("NVIDIA A40", 45634 * MIB, (8, 6))
     card = card_by_driver(facts, CARDS)
-    beside = Wish(loras=Loras(1, 32, "beside"))
+    beside = RunRequest(loras=Loras(1, 32, "beside"))
     found = estimate(beside, card, usd_per_hour=2.0)
     assert found.options == plan(facts, beside) and found.fits
     alike = estimate(beside, with_memory(CARDS["RTX A6000"], facts.total_bytes))
@@ -274,17 +274,21 @@ def test_card_that_is_not_listed_is_estimated_without_times_or_cost():
     assert "RTX A6000" in note and "`qwen-l40s bench --calibrate`" in note
     text = estimate_text(found)
     assert note in " ".join(text.split()) and "USD" not in text
-    assert "PCIe in every step." in " ".join(estimate(Wish(), with_memory(card, 8 * GIB)).notes)
+    assert "PCIe in every step." in " ".join(
+        estimate(RunRequest(), with_memory(card, 8 * GIB)).notes
+    )
 
 
 def test_card_that_is_not_listed_has_the_times_that_were_measured_on_it():
     card = card_by_driver(CardFacts("NVIDIA A40", 45634 * MIB, (8, 6)), CARDS)
     measured = rates_of(CARDS["RTX A6000"])[0]
-    found = estimate(Wish(), card, calibration=measured)
+    found = estimate(RunRequest(), card, calibration=measured)
     assert found.basis.kind == "measured" and found.step_seconds.low > 0
     assert found.usd_per_image is None
     assert any("No price of NVIDIA A40 is known" in note for note in found.notes)
-    assert estimate(Wish(), card, calibration=measured, usd_per_hour=2.0).usd_per_image.low > 0
+    assert (
+        estimate(RunRequest(), card, calibration=measured, usd_per_hour=2.0).usd_per_image.low > 0
+    )
 
 
 def test_own_list_may_have_a_byte_order_mark_and_notes(tmp_path):

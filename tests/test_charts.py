@@ -15,7 +15,7 @@ from qwen_l40s.planning.cards import known_cards
 from qwen_l40s.planning.disk import CARD_MEMORY, GB, Advice, Disk
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES, Phase, Range
 from qwen_l40s.planning.rates import Basis
-from qwen_l40s.planning.request import Loras, Wish
+from qwen_l40s.planning.request import Loras, RunRequest
 from qwen_l40s.spec import GIB
 
 Image = pytest.importorskip("PIL.Image")
@@ -46,7 +46,7 @@ def what_stays(phase, usable):
     return replace(phase, weights=max(0, weights - over), resident=resident)
 
 
-def estimate_of(memory_gib, scale=1.0, *, name="L40S", wish=None, resident=None):
+def estimate_of(memory_gib, scale=1.0, *, name="L40S", request=None, resident=None):
     """An estimate of made-up sizes: `scale` 1 takes 41.5 GiB while sampling."""
     beside = {"text encoder": 14.4 * scale, "VAE": 0.24 * scale, **(resident or {})}
     phases = {
@@ -83,7 +83,7 @@ def estimate_of(memory_gib, scale=1.0, *, name="L40S", wish=None, resident=None)
     )
     return SimpleNamespace(
         card=SimpleNamespace(name=name, memory_bytes=memory),
-        wish=wish or Wish(),
+        request=request or RunRequest(),
         option=option,
         options=(option,),
         phases=phases,
@@ -154,7 +154,7 @@ def check_texts(written, picture):
         estimate_of(
             47.4,
             name=LONG,
-            wish=Wish(
+            request=RunRequest(
                 family="qwen-image-edit-2511",
                 width=2048,
                 height=2048,
@@ -248,8 +248,8 @@ USUAL = (
 )
 def test_the_cost_chart_is_whole_and_legible(texts, load, offers):
     comparisons = [compare(offers[0], other) for other in offers[1:3]]
-    wish = Wish(loras=Loras(3))
-    check_texts(texts, cost_chart(advise(load, offers), comparisons, wish))
+    request = RunRequest(loras=Loras(3))
+    check_texts(texts, cost_chart(advise(load, offers), comparisons, request))
     written = " ".join(text for text, *_ in texts)
     for comparison in comparisons:
         assert advice_words.comparison_text(comparison).split()[-1] in written
@@ -260,9 +260,9 @@ def test_what_does_not_fit_or_costs_nothing_has_no_line(texts):
     free, fits = offers_of(("H200", 3, 5, 0), ("L40S", 12, 20, 0.72))
     cards = known_cards()
     not_fitting = Offer(cards["RTX 3090"], Range(30, 60), 0.3, fits=False)
-    cost_chart(advise(9, [free, fits, not_fitting]), [], Wish())
+    cost_chart(advise(9, [free, fits, not_fitting]), [], RunRequest())
     legend = {text for text, *_ in texts}
-    cost_chart(advise(9, [free, fits]), [compare(free, fits), compare(fits, free)], Wish())
+    cost_chart(advise(9, [free, fits]), [compare(free, fits), compare(fits, free)], RunRequest())
     assert "L40S, $0.72/h" in legend
     assert not any(text.startswith(("H200", "RTX 3090")) for text in legend)
 

@@ -13,9 +13,9 @@ from diffusers import QwenImageTransformer2DModel
 from safetensors.torch import save_file
 
 from qwen_l40s.cli import build_parser, main
-from qwen_l40s.cli.options import wish_of
+from qwen_l40s.cli.options import request_of
 from qwen_l40s.planning.cards import known_cards
-from qwen_l40s.planning.request import Loras, Wish
+from qwen_l40s.planning.request import Loras, RunRequest
 from qwen_l40s.spec import FAMILIES, GIB
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,19 +119,19 @@ def test_every_family(capsys, family):
     assert found(capsys, "--card", "H200", "--family", family)["family"] == family
 
 
-def wish(*argv):
-    return wish_of(build_parser().parse_args(["estimate", *argv]))
+def request(*argv):
+    return request_of(build_parser().parse_args(["estimate", *argv]))
 
 
-def test_the_options_make_the_wish():
-    assert wish() == Wish()
+def test_the_options_make_the_request():
+    assert request() == RunRequest()
     argv = shlex.split(
         "--family qwen-image-edit-2511 --precision int8 --size 1664x928 --batch 2 --steps 8 "
         "--cfg 1 --references 3 --text 99 --tables off --text-encoder fp8 "
         "--text-encoder-place drop-after-encoding --loras 2 --lora-rank 16 --lora-mode beside "
         "--controlnet 3.5 --tiles 4"
     )
-    assert wish(*argv) == Wish(
+    assert request(*argv) == RunRequest(
         family="qwen-image-edit-2511",
         precision="int8",
         width=1664,
@@ -148,8 +148,8 @@ def test_the_options_make_the_wish():
         controlnet_bytes=3_500_000_000,
         tiles=4,
     )
-    assert wish("--family", "qwen-image-layered", "--layers", "4").layers == 4
-    assert wish("--tables", "on").modulation == "off card"
+    assert request("--family", "qwen-image-layered", "--layers", "4").layers == 4
+    assert request("--tables", "on").modulation == "off card"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_the_options_make_the_wish():
     ],
 )
 def test_guidance_is_a_scale_or_a_mode(text, mode):
-    assert wish("--cfg", text).cfg == mode
+    assert request("--cfg", text).cfg == mode
 
 
 @pytest.mark.parametrize(
@@ -354,17 +354,17 @@ def test_the_true_sizes_of_a_file(capsys, checkpoint):
 def test_a_quantized_file_stays_as_it_is(checkpoint, tmp_path):
     path = tmp_path / "int8.safetensors"
     assert main(["quantize", str(checkpoint), str(path), "--precision", "int8"]) == 0
-    settled = wish("--model", str(path))
+    settled = request("--model", str(path))
     assert settled.precision == "int8"
     assert settled.parts.transformer_bytes < path.stat().st_size
     assert 0 < settled.parts.modulation_bytes < settled.parts.transformer_bytes
-    other = wish("--model", str(path), "--precision", "bf16")
+    other = request("--model", str(path), "--precision", "bf16")
     assert other.precision == "bf16"
     assert other.parts.transformer_bytes is None
 
 
 def test_a_diffusers_folder_gives_every_part():
-    parts = wish("--model", str(ROOT / "models" / "micro")).parts
+    parts = request("--model", str(ROOT / "models" / "micro")).parts
     assert parts.transformer.dim == 128
     assert parts.vae.dim == 8
     assert parts.vae_bytes < 2e6
@@ -386,7 +386,7 @@ def test_a_file_of_another_family(checkpoint, capsys):
     )
     assert "qwen-image-layered" in line
     assert "--family" in line
-    assert wish("--model", str(checkpoint), "--family", "qwen-image-edit").family
+    assert request("--model", str(checkpoint), "--family", "qwen-image-edit").family
 
 
 def test_from_a_clone_without_torch_and_pil():

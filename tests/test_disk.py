@@ -14,7 +14,7 @@ from qwen_l40s.loaders.sizes import read_sizes
 from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.planning.disk import GB, against_guides, disk, made_on_load
 from qwen_l40s.planning.phases import transformer_bytes
-from qwen_l40s.planning.request import HELD_PRECISIONS, Loras, Parts, Setting, Wish
+from qwen_l40s.planning.request import HELD_PRECISIONS, Loras, Parts, RunRequest, Setting
 from qwen_l40s.spec import GIB, TransformerShape
 
 SMALL = TransformerShape(
@@ -30,7 +30,7 @@ PUBLISHED = {
 
 
 def test_counted_files_are_the_published_ones():
-    files = disk(Wish(), Setting()).files
+    files = disk(RunRequest(), Setting()).files
     assert files["qwen-image transformer, bf16"] == pytest.approx(
         PUBLISHED["qwen_image_bf16.safetensors"], rel=0.002
     )
@@ -45,9 +45,9 @@ def test_counted_files_are_the_published_ones():
 
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 def test_a_quantized_file_takes_two_thirds_and_its_source_once(precision):
-    on_load = disk(Wish(), Setting(precision))
-    assert on_load.files == disk(Wish(), Setting()).files and not on_load.once
-    written = disk(Wish(), Setting(precision), quantized_file=True)
+    on_load = disk(RunRequest(), Setting(precision))
+    assert on_load.files == disk(RunRequest(), Setting()).files and not on_load.once
+    written = disk(RunRequest(), Setting(precision), quantized_file=True)
     name = f"qwen-image transformer, {precision}, written once"
     assert written.files[name] == pytest.approx(27.3 * GB, rel=0.002)
     assert sum(written.once.values()) == pytest.approx(40.9 * GB, rel=0.002)
@@ -63,21 +63,21 @@ def test_a_quantized_file_takes_two_thirds_and_its_source_once(precision):
     controlnet=st.integers(0, 4 * GB),
 )
 def test_parts_add_up(precision, quantized_file, count, rank, controlnet):
-    wish = Wish(loras=Loras(count, rank), controlnet_bytes=controlnet)
-    found = disk(wish, Setting(precision), quantized_file=quantized_file)
+    request = RunRequest(loras=Loras(count, rank), controlnet_bytes=controlnet)
+    found = disk(request, Setting(precision), quantized_file=quantized_file)
     parts = [*found.files.values(), *found.container.values()]
     assert min(parts) > 0
     assert found.total_bytes == sum(parts) == found.files_bytes + found.container_bytes
     assert ("LoRAs" in found.files) == (count > 0)
     assert found.files.get("ControlNet", 0) == controlnet
-    more = Wish(loras=Loras(count + 1, rank), controlnet_bytes=controlnet)
+    more = RunRequest(loras=Loras(count + 1, rank), controlnet_bytes=controlnet)
     again = disk(more, Setting(precision), quantized_file=quantized_file)
     assert again.total_bytes > found.total_bytes
 
 
 def test_true_sizes_stand_above_published_ones():
     parts = Parts(transformer_bytes=20 * GB, text_encoder_bytes=9 * GB, vae_bytes=GB)
-    files = disk(Wish(parts=parts), Setting("fp8")).files
+    files = disk(RunRequest(parts=parts), Setting("fp8")).files
     assert files == {"qwen-image transformer": 20 * GB, "text encoder": 9 * GB, "VAE": GB}
 
 
@@ -86,8 +86,8 @@ def test_files_are_as_stored_whatever_is_held():
     parts = Parts(text_encoder_bytes=16 * GB, vae_bytes=GB // 4, file_bytes=stored)
     expected = {"qwen-image transformer": 82 * GB, "text encoder": 33 * GB, "VAE": GB // 2}
     for setting in (Setting(), Setting("int8")):
-        assert disk(Wish(parts=parts), setting).files == expected
-    written = disk(Wish(parts=parts), Setting("int8"), quantized_file=True)
+        assert disk(RunRequest(parts=parts), setting).files == expected
+    written = disk(RunRequest(parts=parts), Setting("int8"), quantized_file=True)
     assert written.once == {"qwen-image transformer": 82 * GB}
     assert written.files["qwen-image transformer, int8, written once"] < 28 * GB
 
@@ -108,25 +108,27 @@ def test_a_file_takes_what_its_header_says(tmp_path, dtype, width):
     for requested in ("auto", "int8"):
         precision, _, parts = read_sizes(path).settled(requested, "auto")
         setting = Setting("bf16" if precision == "auto" else precision)
-        wish = Wish(parts=parts)
-        assert disk(wish, setting).files["qwen-image transformer"] == end
+        request = RunRequest(parts=parts)
+        assert disk(request, setting).files["qwen-image transformer"] == end
         # And what is held is as the loaders round it.
-        held = transformer_bytes(wish, setting).total
+        held = transformer_bytes(request, setting).total
         assert held == weight_bytes(SMALL, setting.precision).total
 
 
 def test_nothing_is_written_of_a_file_that_is_quantized():
-    at_hand = Wish(parts=Parts(transformer_bytes=27 * GB))
+    at_hand = RunRequest(parts=Parts(transformer_bytes=27 * GB))
     assert not made_on_load(at_hand, Setting("int8"))
     assert not disk(at_hand, Setting("int8"), quantized_file=True).once
-    assert made_on_load(Wish(), Setting("int8")) and not made_on_load(Wish(), Setting())
+    assert made_on_load(RunRequest(), Setting("int8")) and not made_on_load(RunRequest(), Setting())
 
 
 def test_guides_advise_more_than_is_needed():
     peak = 42 * GIB
     for setting in (Setting("bf16"), Setting("int8")):
-        for row in against_guides(disk(Wish(), setting), setting, peak):
+        for row in against_guides(disk(RunRequest(), setting), setting, peak):
             assert row.needed_bytes < row.advised_bytes + 2 * GB, row.what
             assert row.why
-    volume = {row.what: row for row in against_guides(disk(Wish(), Setting()), Setting(), peak)}
+    volume = {
+        row.what: row for row in against_guides(disk(RunRequest(), Setting()), Setting(), peak)
+    }
     assert volume["volume"].needed_bytes == pytest.approx(57.7 * GB, rel=0.01)

@@ -15,14 +15,14 @@ from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES
 from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.rates import constants, rates_of
-from qwen_l40s.planning.request import Loras, Parts, Wish
+from qwen_l40s.planning.request import Loras, Parts, RunRequest
 from qwen_l40s.planning.times import forward_seconds
 from qwen_l40s.spec import FULL_SIZE, GIB
 
 CARDS = known_cards()
 L40S = CARDS["L40S"]
 SMALL = with_memory(CARDS["RTX 3090"], 8 * GIB)
-USUAL = Wish()
+USUAL = RunRequest()
 
 
 def card(name):
@@ -39,18 +39,18 @@ KEYS = {
 
 @pytest.mark.parametrize("name", list(CARDS))
 @pytest.mark.parametrize(
-    "wish",
+    "asked",
     [
         USUAL,
-        Wish(batch=2, cfg="one pass", width=1024, height=1024),
-        Wish(family="qwen-image-edit-2511", references=3, precision="int8"),
-        Wish(family="qwen-image-layered", width=640, height=640, layers=3, references=1),
-        Wish(loras=Loras(2, 32, "beside"), controlnet_bytes=3_500_000_000, steps=4),
+        RunRequest(batch=2, cfg="one pass", width=1024, height=1024),
+        RunRequest(family="qwen-image-edit-2511", references=3, precision="int8"),
+        RunRequest(family="qwen-image-layered", width=640, height=640, layers=3, references=1),
+        RunRequest(loras=Loras(2, 32, "beside"), controlnet_bytes=3_500_000_000, steps=4),
     ],
     ids=["usual", "batch", "edit", "layered", "additions"],
 )
-def test_json(name, wish):
-    found = estimate(wish, card(name))
+def test_json(name, asked):
+    found = estimate(asked, card(name))
     answer = json.loads(json.dumps(found.as_dict(), allow_nan=False))
     assert answer.keys() == KEYS
     assert tuple(answer["phases"]) == PHASES
@@ -66,7 +66,7 @@ def test_json(name, wish):
     first = answer["plan"][0]
     assert answer["headroom_gib"] == first["headroom_gib"]
     assert answer["settings"]["precision"] == first["precision"]
-    assert answer["settings"]["steps"] == wish.steps
+    assert answer["settings"]["steps"] == asked.steps
     ranged = {"step_ms", "image_seconds", "first_image_seconds", "cold_start_seconds"}
     ranged |= {"usd_per_image"} if answer["usd_per_image"] else set()
     assert answer["ranges"].keys() == ranged
@@ -93,7 +93,7 @@ def test_it_is_the_plans_recommendation(name):
 
 
 def test_the_sampling_peak_is_the_transformers_alone():
-    phase = estimate(Wish(precision="bf16", modulation="off card"), L40S).as_dict()["phases"][
+    phase = estimate(RunRequest(precision="bf16", modulation="off card"), L40S).as_dict()["phases"][
         "sampling"
     ]
     sizes = weight_bytes(FULL_SIZE, "bf16")
@@ -116,7 +116,7 @@ def test_times_add_up():
         assert found.first_image_seconds[end] == pytest.approx(first)
         assert found.step_seconds[end] == pytest.approx(parts["sampling"][end] / 20)
         rates = rates_of(L40S)[1 - end]
-        step = 2 * forward_seconds(found.wish, "bf16", rates)
+        step = 2 * forward_seconds(found.request, "bf16", rates)
         assert found.step_seconds[end] == pytest.approx(step)
 
 
@@ -134,7 +134,7 @@ def test_a_precision_that_the_calibration_left_out_is_a_range():
     whole = rates_of(L40S)[0]
     part = replace(whole, gemm={"bf16": whole.gemm["bf16"]})
     bf16, int8 = (
-        estimate(Wish(precision=precision), L40S, calibration=part)
+        estimate(RunRequest(precision=precision), L40S, calibration=part)
         for precision in ("bf16", "int8")
     )
     assert bf16.basis.kind == "measured"
@@ -147,12 +147,12 @@ def test_a_precision_that_the_calibration_left_out_is_a_range():
 def test_what_was_not_measured_is_predicted_on_the_measured_card_too():
     h200 = card("H200")
     assert estimate(USUAL, h200).basis.kind == "measured"
-    for wish, known in (
+    for request, known in (
         (replace(USUAL, controlnet_bytes=3 * 10**9), h200),
         (replace(USUAL, text_encoder_place="cpu"), h200),
         (replace(USUAL, loras=Loras(3, 32, "beside")), with_memory(h200, 12 * GIB)),
     ):
-        found = estimate(wish, known)
+        found = estimate(request, known)
         assert found.basis.kind == "predicted"
         assert "predicted from rates measured on an NVIDIA H200" in found.basis.text
         assert "within" not in found.basis.text
@@ -170,7 +170,7 @@ def test_eight_bits_say_what_the_measured_card_reached():
         ("A100 80GB SXM", "int8", True),
         ("H200", "int8", False),
     ):
-        notes = estimate(Wish(precision=precision), card(name)).notes
+        notes = estimate(RunRequest(precision=precision), card(name)).notes
         reached = f"reached {constants().gemm_int8:.0%} of its dense peak in int8 and "
         reached += f"{constants().gemm_fp8:.0%} in fp8"
         assert any(reached in note for note in notes) == told, (name, precision)
@@ -222,17 +222,17 @@ def test_a_file_that_is_quantized_loads_as_one_that_was_written_once():
 
 
 def test_the_text_encoders_precision_is_in_its_time():
-    wish = replace(USUAL, precision="int8")
+    request = replace(USUAL, precision="int8")
     bf16, fp8 = (
-        estimate(replace(wish, text_encoder=precision), card("H200")).phases["text"].seconds
+        estimate(replace(request, text_encoder=precision), card("H200")).phases["text"].seconds
         for precision in ("bf16", "fp8")
     )
     assert 1.03 < fp8.low / bf16.low < 1.2  # 1.08 to 1.12 on an H200
 
 
 def test_weights_that_are_moved_cost_time():
-    slow = estimate(Wish(precision="bf16"), card("4090"))
-    fast = estimate(Wish(precision="bf16"), L40S)
+    slow = estimate(RunRequest(precision="bf16"), card("4090"))
+    fast = estimate(RunRequest(precision="bf16"), L40S)
     assert not slow.fits
     moved = 2 * slow.option.moved_bytes
     link = card("4090").pcie_bytes_per_second
@@ -259,12 +259,12 @@ def test_a_text_encoder_that_leaves_comes_back_for_each_prompt():
 )
 @settings(max_examples=15, deadline=None)
 def test_more_work_takes_longer(steps, batch, name):
-    wish = Wish(width=1024, height=1024, steps=steps, batch=batch)
-    known = estimate(wish, card(name))
-    longer = estimate(replace(wish, steps=steps + 1), card(name))
+    request = RunRequest(width=1024, height=1024, steps=steps, batch=batch)
+    known = estimate(request, card(name))
+    longer = estimate(replace(request, steps=steps + 1), card(name))
     assert longer.image_seconds.low > known.image_seconds.low
     assert known.first_image_seconds.low > batch * known.image_seconds.low
-    larger = estimate(replace(wish, width=1328), card(name))
+    larger = estimate(replace(request, width=1328), card(name))
     assert larger.step_seconds.high > known.step_seconds.high
 
 
@@ -339,9 +339,9 @@ def test_quantizing_on_load_is_said_of_files_that_are_not():
 
 
 def test_the_decoders_turn_is_counted_where_the_transformer_has_to_leave():
-    wish = Wish(width=2048, height=2048, tiles=1, precision="bf16")
-    tight = estimate(wish, with_memory(L40S, 30 * GIB))
-    roomy = estimate(wish, L40S)
+    request = RunRequest(width=2048, height=2048, tiles=1, precision="bf16")
+    tight = estimate(request, with_memory(L40S, 30 * GIB))
+    roomy = estimate(request, L40S)
     assert not tight.fits
     assert tight.option.moved_bytes == 0
     assert tight.phases["decode"].seconds.low > roomy.phases["decode"].seconds.low
@@ -350,6 +350,6 @@ def test_the_decoders_turn_is_counted_where_the_transformer_has_to_leave():
 
 @pytest.mark.parametrize(("layers", "words"), [(0, "One picture is counted"), (3, "its 3 layers")])
 def test_what_an_image_is_of_a_layered_model(layers, words):
-    wish = Wish(family="qwen-image-layered", layers=layers)
-    found = estimate(wish, find_card("L40S", known_cards()))
+    request = RunRequest(family="qwen-image-layered", layers=layers)
+    found = estimate(request, find_card("L40S", known_cards()))
     assert any(words in note for note in found.notes)

@@ -16,7 +16,7 @@ from qwen_l40s.bench.rows import BASELINE
 from qwen_l40s.charts.figures import duration
 from qwen_l40s.planning.cards import BUNDLED, find_card, known_cards
 from qwen_l40s.planning.estimate import estimate
-from qwen_l40s.planning.request import Loras, Wish
+from qwen_l40s.planning.request import Loras, RunRequest
 from qwen_l40s.spec import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -148,19 +148,19 @@ def sentences() -> list[str]:
 def test_predicted_figures_are_the_estimators():
     card = find_card("L40S", known_cards(BUNDLED))
 
-    def found(**wish):
-        return estimate(Wish(**wish), card)
+    def found(**request):
+        return estimate(RunRequest(**request), card)
 
     def row(words, estimate):
         peak = estimate.option.peak_bytes / GIB
         return f"| {words} | {peak:.1f} GiB | {duration(estimate.image_seconds)} |"
 
-    for words, wish in {
+    for words, request in {
         "`auto`: bf16, modulation off card": {},
         "`int8`, modulation on card": {"precision": "int8"},
         "`fp8`, modulation on card": {"precision": "fp8"},
     }.items():
-        assert row(words, found(**wish)) in PAGES["QwenL40S_LoadModel"]
+        assert row(words, found(**request)) in PAGES["QwenL40S_LoadModel"]
     for mode, name in (("merged", "merge"), ("beside", "beside")):
         step = duration(found(loras=Loras(1, 32, mode)).step_seconds)
         assert f"| `{name}` | {step} |" in PAGES["QwenL40S_LoadLora"]

@@ -29,7 +29,14 @@ from qwen_l40s.planning.estimate import host_ram, host_ram_bytes
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES, phases, transformer_bytes, vae_bytes
 from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.rates import Constants
-from qwen_l40s.planning.request import HELD_PRECISIONS, TEXT_PLACES, Loras, Parts, Setting, Wish
+from qwen_l40s.planning.request import (
+    HELD_PRECISIONS,
+    TEXT_PLACES,
+    Loras,
+    Parts,
+    RunRequest,
+    Setting,
+)
 from qwen_l40s.spec import GIB, MIB, CardFacts
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
@@ -43,9 +50,9 @@ loras = st.builds(
     rank=st.sampled_from([4, 16, 64]),
     mode=st.sampled_from(["merged", "beside"]),
 )
-wishes = st.one_of(
+requests = st.one_of(
     st.builds(
-        Wish,
+        RunRequest,
         width=sides,
         height=sides,
         batch=st.integers(1, 3),
@@ -56,14 +63,14 @@ wishes = st.one_of(
         controlnet_bytes=st.sampled_from([0, 1, 3_536_000_000]),
     ),
     st.builds(
-        Wish,
+        RunRequest,
         family=st.sampled_from(["qwen-image-edit-2509", "qwen-image-edit-2511"]),
         width=sides,
         height=sides,
         references=st.integers(0, 3),
     ),
     st.builds(
-        Wish,
+        RunRequest,
         family=st.just("qwen-image-layered"),
         width=st.just(640),
         height=sides,
@@ -99,14 +106,17 @@ def test_the_count_is_what_an_h200_allocated(conditions, row):
     references = conditions["references"]
     # The benchmark's tokens are those of the whole prompt.
     family = "qwen-image-edit-2511" if references else "qwen-image"
-    wish = Wish(
+    request = RunRequest(
         family=family,
         width=width,
         height=height,
         references=references,
         text_tokens=conditions["text_tokens"] - 196 * references,
     )
-    counted, table = step_bytes(wish, Setting(row["name"].removeprefix("ours "))), table_bytes(wish)
+    counted, table = (
+        step_bytes(request, Setting(row["name"].removeprefix("ours "))),
+        table_bytes(request),
+    )
     for found, count in (("extra_gib", counted.later), ("warmup_extra_gib", counted.first)):
         assert (count + table) / GIB == pytest.approx(row[found], rel=0.04)
 
@@ -127,8 +137,8 @@ def test_the_phases_are_what_a_server_allocated():
     setting = Setting(modulation="off card")
     for record in server_records():
         side = record["size"]
-        wish = Wish(width=side, height=side, steps=4, text_tokens=104)
-        found = phases(wish, setting, CARD)
+        request = RunRequest(width=side, height=side, steps=4, text_tokens=104)
+        found = phases(request, setting, CARD)
         for name, measured in (("sampling", "sample"), ("decode", "decode")):
             phase = found[name]
             count = phase.peak_bytes - phase.workspace + sum(phase.resident.values())
@@ -139,9 +149,9 @@ def test_the_phases_are_what_a_server_allocated():
 
 
 def test_the_text_encoder_is_what_an_h200_held():
-    assert text_encoder_bytes(Wish(), "bf16") / GIB == pytest.approx(14.43, abs=0.005)
+    assert text_encoder_bytes(RunRequest(), "bf16") / GIB == pytest.approx(14.43, abs=0.005)
     first = server_records()[0]["phases"]["encode"]["max_allocated_gib"]
-    held = text_encoder_bytes(Wish(), "bf16") + encoding_bytes(Wish(text_tokens=40))
+    held = text_encoder_bytes(RunRequest(), "bf16") + encoding_bytes(RunRequest(text_tokens=40))
     assert held / GIB == pytest.approx(first, abs=0.06)
 
 
@@ -160,9 +170,9 @@ def test_the_count_is_what_comfyui_and_the_executor_allocate(followed, check):
 
 
 @hypothesis_settings(max_examples=60, deadline=None)
-@given(wish=wishes, setting=settled, card=st.sampled_from([None, 139 * GIB]))
-def test_parts_add_up_and_none_is_negative(wish, setting, card):
-    found = phases(wish, setting, card)
+@given(request=requests, setting=settled, card=st.sampled_from([None, 139 * GIB]))
+def test_parts_add_up_and_none_is_negative(request, setting, card):
+    found = phases(request, setting, card)
     assert tuple(found) == PHASES
     for name, phase in found.items():
         assert phase.name == name and phase.note
@@ -172,31 +182,33 @@ def test_parts_add_up_and_none_is_negative(wish, setting, card):
         assert all(phase.resident.values())
         assert phase.peak_bytes == sum(parts[:3])
         assert phase.card_bytes == sum(parts)
-    held = transformer_bytes(wish, setting)
+    held = transformer_bytes(request, setting)
     waits = held.modulation if setting.off_card else 0
     assert found["sampling"].weights == held.total - waits
     assert ("text encoder" in found["sampling"].resident) == (
         setting.text_encoder_place == "on card"
     )
-    assert found["sampling"].resident["modulation table"] == table_bytes(wish) <= MOST_TABLE_BYTES
+    assert (
+        found["sampling"].resident["modulation table"] == table_bytes(request) <= MOST_TABLE_BYTES
+    )
 
 
 @hypothesis_settings(max_examples=80, deadline=None)
-@given(wish=wishes, setting=settled, data=st.data())
-def test_more_never_takes_less(wish, setting, data):
+@given(request=requests, setting=settled, data=st.data())
+def test_more_never_takes_less(request, setting, data):
     name = data.draw(st.sampled_from(["width", "height", "batch", "steps", "text_tokens", "rank"]))
     if name == "rank":
-        more = replace(wish, loras=replace(wish.loras, rank=wish.loras.rank + 8))
+        more = replace(request, loras=replace(request.loras, rank=request.loras.rank + 8))
     else:
         more = replace(
-            wish, **{name: getattr(wish, name) + (16 if name in ("width", "height") else 1)}
+            request, **{name: getattr(request, name) + (16 if name in ("width", "height") else 1)}
         )
-    assert step_bytes(more, setting).first >= step_bytes(wish, setting).first
-    assert step_bytes(more, setting).later >= step_bytes(wish, setting).later
-    assert lora_bytes(more) >= lora_bytes(wish)
-    assert encoding_bytes(more) >= encoding_bytes(wish)
-    assert host_ram_bytes(more, setting) >= host_ram_bytes(wish, setting)
-    less, most = phases(wish, setting), phases(more, setting)
+    assert step_bytes(more, setting).first >= step_bytes(request, setting).first
+    assert step_bytes(more, setting).later >= step_bytes(request, setting).later
+    assert lora_bytes(more) >= lora_bytes(request)
+    assert encoding_bytes(more) >= encoding_bytes(request)
+    assert host_ram_bytes(more, setting) >= host_ram_bytes(request, setting)
+    less, most = phases(request, setting), phases(more, setting)
     for phase in PHASES:
         assert most[phase].activations >= less[phase].activations
         assert most[phase].weights >= less[phase].weights
@@ -204,7 +216,7 @@ def test_more_never_takes_less(wish, setting, data):
 
 @pytest.mark.parametrize("references", [0, 1, 2])
 def test_a_reference_more_takes_more(references):
-    less = Wish(family="qwen-image-edit-2511", references=references)
+    less = RunRequest(family="qwen-image-edit-2511", references=references)
     more = replace(less, references=references + 1)
     for setting in (Setting(), Setting("int8"), Setting("fp8", weight_only=True)):
         assert step_bytes(more, setting).first > step_bytes(less, setting).first
@@ -213,17 +225,17 @@ def test_a_reference_more_takes_more(references):
 
 
 def test_two_prompts_in_one_pass_take_twice_the_tokens():
-    apart = Rows.of(Wish(batch=2))
-    assert Rows.of(Wish(batch=2, cfg="one pass")) == Rows(
+    apart = Rows.of(RunRequest(batch=2))
+    assert Rows.of(RunRequest(batch=2, cfg="one pass")) == Rows(
         4, 2 * apart.text, 2 * apart.painted, 2 * apart.image
     )
-    assert step_bytes(Wish(cfg="off"), Setting()) == step_bytes(Wish(), Setting())
+    assert step_bytes(RunRequest(cfg="off"), Setting()) == step_bytes(RunRequest(), Setting())
 
 
 def test_edit_2511_has_two_rows_of_modulation_for_the_image():
     table = {
         (family, references): table_bytes(
-            Wish(family=family, references=references, steps=20, batch=1)
+            RunRequest(family=family, references=references, steps=20, batch=1)
         )
         for family in ("qwen-image-edit-2509", "qwen-image-edit-2511")
         for references in (0, 1)
@@ -231,23 +243,29 @@ def test_edit_2511_has_two_rows_of_modulation_for_the_image():
     assert table["qwen-image-edit-2509", 1] == 20 * 60 * 2 * 6 * 3072 * 2
     assert table["qwen-image-edit-2511", 1] * 2 == table["qwen-image-edit-2509", 1] * 3
     assert table["qwen-image-edit-2511", 0] == table["qwen-image-edit-2509", 0]
-    assert table_bytes(Wish(steps=1000)) <= MOST_TABLE_BYTES < table_bytes(Wish(steps=120)) * 1.02
+    assert (
+        table_bytes(RunRequest(steps=1000))
+        <= MOST_TABLE_BYTES
+        < table_bytes(RunRequest(steps=120)) * 1.02
+    )
 
 
 def test_loras_count_beside_the_weights_and_not_in_them():
-    merged, beside = (Wish(loras=Loras(2, 32, mode)) for mode in ("merged", "beside"))
+    merged, beside = (RunRequest(loras=Loras(2, 32, mode)) for mode in ("merged", "beside"))
     assert "LoRAs" not in phases(merged, Setting())["sampling"].resident
     held = phases(beside, Setting())["sampling"].resident["LoRAs"]
     # 60 blocks: 8 layers of 3072 x 3072 and 4 with one side of 12288.
     assert held == 2 * 32 * 2 * 60 * (8 * 6144 + 4 * 15360)
-    assert step_bytes(merged, Setting()) == step_bytes(Wish(), Setting())
+    assert step_bytes(merged, Setting()) == step_bytes(RunRequest(), Setting())
     assert step_bytes(beside, Setting()).later > step_bytes(merged, Setting()).later
 
 
 @pytest.mark.parametrize("side", [128, 512, 1328])
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 def test_loras_beside_weights_that_are_expanded_never_take_less(side, precision):
-    plain, beside = (Wish(width=side, height=side, loras=Loras(n, 32, "beside")) for n in (0, 1))
+    plain, beside = (
+        RunRequest(width=side, height=side, loras=Loras(n, 32, "beside")) for n in (0, 1)
+    )
     expanded = Setting(precision, weight_only=True)
     for less, more in (
         ((plain, expanded), (beside, expanded)),
@@ -264,26 +282,28 @@ def test_true_sizes_stand_above_published_ones():
         text_encoder_bytes=5 * GIB,
         vae_bytes=GIB,
     )
-    found = phases(Wish(parts=parts), Setting(modulation="off card"))
+    found = phases(RunRequest(parts=parts), Setting(modulation="off card"))
     assert found["sampling"].weights == 20 * GIB
     assert found["text"].weights == 5 * GIB
     assert found["decode"].weights == GIB
     assert found["sampling"].resident["text encoder"] == 5 * GIB
     smaller = Parts(transformer_bytes=5 * GIB)  # less than the published modulation
-    assert phases(Wish(parts=smaller), Setting(modulation="off card"))["sampling"].weights == 0
+    assert (
+        phases(RunRequest(parts=smaller), Setting(modulation="off card"))["sampling"].weights == 0
+    )
 
 
 @pytest.mark.parametrize("precision", HELD_PRECISIONS)
 def test_weights_are_exact(precision):
-    counted = weight_bytes(Wish().transformer, precision)
-    on = phases(Wish(), Setting(precision))["sampling"].weights
-    off = phases(Wish(), Setting(precision, "off card"))["sampling"].weights
+    counted = weight_bytes(RunRequest().transformer, precision)
+    on = phases(RunRequest(), Setting(precision))["sampling"].weights
+    off = phases(RunRequest(), Setting(precision, "off card"))["sampling"].weights
     assert (on, off) == (counted.total, counted.total - counted.modulation)
 
 
 def test_the_places_of_the_text_encoder():
-    place = {name: phases(Wish(), Setting(text_encoder_place=name)) for name in TEXT_PLACES}
-    whole = text_encoder_bytes(Wish(), "bf16")
+    place = {name: phases(RunRequest(), Setting(text_encoder_place=name)) for name in TEXT_PLACES}
+    whole = text_encoder_bytes(RunRequest(), "bf16")
     assert place["on card"]["text"].weights == place["drop after encoding"]["text"].weights == whole
     assert "transformer" in place["on card"]["text"].resident
     assert "transformer" not in place["drop after encoding"]["text"].resident
@@ -294,18 +314,21 @@ def test_the_places_of_the_text_encoder():
 
 
 def test_references_are_encoded_by_the_vae_wherever_the_prompt_is():
-    wish = Wish(family="qwen-image-edit-2511", references=1)
-    on_processor = phases(wish, Setting(text_encoder_place="cpu"))["text"]
+    request = RunRequest(family="qwen-image-edit-2511", references=1)
+    on_processor = phases(request, Setting(text_encoder_place="cpu"))["text"]
     assert on_processor.weights == 0
     assert on_processor.activations / GIB == pytest.approx(0.95, abs=0.02)
     assert "reference" in on_processor.note
 
 
 def test_weights_that_are_moved_in_each_step_fill_the_card():
-    wish, setting = Wish(), Setting(text_encoder_place="drop after encoding", resident=False)
-    sampling = phases(wish, setting, 24 * GIB)["sampling"]
+    request, setting = (
+        RunRequest(),
+        Setting(text_encoder_place="drop after encoding", resident=False),
+    )
+    sampling = phases(request, setting, 24 * GIB)["sampling"]
     assert sampling.card_bytes == 24 * GIB - KEPT_FREE_BYTES
-    assert 0 < sampling.weights < weight_bytes(wish.transformer, "bf16").total
+    assert 0 < sampling.weights < weight_bytes(request.transformer, "bf16").total
     assert "moved" in sampling.note
 
 
@@ -314,17 +337,17 @@ def test_weights_that_are_moved_in_each_step_fill_the_card():
 
 def test_the_decoder_plans_within_what_is_left():
     setting = Setting(modulation="off card")
-    roomy = phases(Wish(), setting, CARD)["decode"]
+    roomy = phases(RunRequest(), setting, CARD)["decode"]
     assert roomy.note.startswith("whole") and roomy.card_bytes <= CARD
-    tight = phases(Wish(), setting, CARD - 2 * GIB)["decode"]
+    tight = phases(RunRequest(), setting, CARD - 2 * GIB)["decode"]
     assert "exact tiles" in tight.note and tight.card_bytes <= CARD - 2 * GIB
     assert tight.activations < roomy.activations
-    assert phases(Wish(tiles=4), setting, CARD)["decode"].note.startswith("4 exact tiles")
+    assert phases(RunRequest(tiles=4), setting, CARD)["decode"].note.startswith("4 exact tiles")
 
 
 def test_the_decoder_has_others_moved_where_nothing_exact_fits():
     setting = Setting()  # more than the card has
-    found = phases(Wish(), setting, CARD)
+    found = phases(RunRequest(), setting, CARD)
     decode = found["decode"]
     assert "moves" in decode.note
     assert decode.card_bytes <= CARD
@@ -334,7 +357,7 @@ def test_the_decoder_has_others_moved_where_nothing_exact_fits():
 
 
 def test_whole_is_whole_whatever_is_free():
-    decode = phases(Wish(tiles=1, batch=3), Setting(modulation="off card"), CARD - 2 * GIB)[
+    decode = phases(RunRequest(tiles=1, batch=3), Setting(modulation="off card"), CARD - 2 * GIB)[
         "decode"
     ]
     assert decode.note.startswith("whole")
@@ -343,42 +366,44 @@ def test_whole_is_whole_whatever_is_free():
 
 def test_an_image_that_does_not_decode_is_refused():
     with pytest.raises(UnavailableError, match="choose a smaller size"):
-        phases(Wish(width=8192, height=8192), Setting(), GIB)
+        phases(RunRequest(width=8192, height=8192), Setting(), GIB)
 
 
 def test_layers_are_decoded_as_images():
-    one = phases(Wish(family="qwen-image-layered", width=640, height=640), Setting())["decode"]
-    wish = Wish(family="qwen-image-layered", width=640, height=640, layers=3)
-    four = phases(wish, Setting())["decode"]
+    one = phases(RunRequest(family="qwen-image-layered", width=640, height=640), Setting())[
+        "decode"
+    ]
+    request = RunRequest(family="qwen-image-layered", width=640, height=640, layers=3)
+    four = phases(request, Setting())["decode"]
     assert four.activations == pytest.approx(4 * one.activations, rel=0.01)
-    assert four.weights == vae_bytes(wish)
+    assert four.weights == vae_bytes(request)
 
 
 # ------------------------------------------------------------------------------------- host memory
 
 
 def test_host_memory_is_named_by_what_it_is_for():
-    plain = host_ram(Wish(), Setting())
+    plain = host_ram(RunRequest(), Setting())
     assert set(plain) == {"ComfyUI, torch and CUDA", "images", "prompts"}
-    quantized = host_ram(Wish(), Setting("int8", "off card", text_encoder_place="cpu"))
+    quantized = host_ram(RunRequest(), Setting("int8", "off card", text_encoder_place="cpu"))
     assert quantized["transformer, quantized on load"] / GIB == pytest.approx(12.7, abs=0.1)
     assert quantized["modulation that waits"] / GIB == pytest.approx(12.66, abs=0.01)
     assert quantized["pinned ring"] == 128 * MIB
-    assert quantized["text encoder that waits"] == text_encoder_bytes(Wish(), "bf16")
-    written = host_ram(Wish(), Setting("int8"), quantize_on_load=False)
+    assert quantized["text encoder that waits"] == text_encoder_bytes(RunRequest(), "bf16")
+    written = host_ram(RunRequest(), Setting("int8"), quantize_on_load=False)
     assert not any("quantized" in name for name in written)
-    assert host_ram_bytes(Wish(), Setting()) == sum(plain.values())
+    assert host_ram_bytes(RunRequest(), Setting()) == sum(plain.values())
 
 
 @pytest.mark.parametrize("place", TEXT_PLACES)
 @pytest.mark.parametrize("total", [8, 16, 24, 30])
 def test_a_text_encoder_keeps_its_place_where_weights_are_moved(total, place):
     setting = Setting(modulation="off card", text_encoder_place=place, resident=False)
-    found = phases(Wish(), setting, total * GIB)
+    found = phases(RunRequest(), setting, total * GIB)
     usable = total * GIB - KEPT_FREE_BYTES
     assert all(phase.card_bytes <= usable for phase in found.values())
     there = found["sampling"].resident.get("text encoder", 0)
-    whole = text_encoder_bytes(Wish(), "bf16")
+    whole = text_encoder_bytes(RunRequest(), "bf16")
     assert there == 0 if place != "on card" else there <= whole
     if place == "on card":
         assert (there == whole) == (total > 16)
@@ -390,35 +415,35 @@ def test_a_text_encoder_keeps_its_place_where_weights_are_moved(total, place):
 
 def test_what_is_moved_in_each_pass_waits_in_host_memory():
     setting = Setting(resident=False, text_encoder_place="drop after encoding")
-    parts = host_ram(Wish(), setting, moved_bytes=11 * GIB)
+    parts = host_ram(RunRequest(), setting, moved_bytes=11 * GIB)
     assert parts["transformer that is moved in each pass"] == 11 * GIB
     # A copy that was quantized on load is there already.
     setting = replace(setting, precision="int8", modulation="off card")
     name = "transformer that is moved in each pass"
-    assert name not in host_ram(Wish(), setting, moved_bytes=6 * GIB)
-    written = host_ram(Wish(), setting, moved_bytes=6 * GIB, quantize_on_load=False)
+    assert name not in host_ram(RunRequest(), setting, moved_bytes=6 * GIB)
+    written = host_ram(RunRequest(), setting, moved_bytes=6 * GIB, quantize_on_load=False)
     assert written[name] == 6 * GIB
 
 
 @pytest.mark.parametrize("named", [{}, {"text_encoder_place": "on card"}])
 @pytest.mark.parametrize("total", [8, 16, 30])
 def test_host_memory_agrees_with_the_plan(total, named):
-    wish = Wish(precision="bf16", modulation="off card", **named)
-    option = plan(CardFacts("card", total * GIB, (8, 9)), wish)[0]
-    parts = host_ram(wish, option.setting, moved_bytes=option.moved_bytes)
+    request = RunRequest(precision="bf16", modulation="off card", **named)
+    option = plan(CardFacts("card", total * GIB, (8, 9)), request)[0]
+    parts = host_ram(request, option.setting, moved_bytes=option.moved_bytes)
     assert parts.get("transformer that is moved in each pass", 0) == option.moved_bytes
     assert (option.moved_bytes > 0) == (total < 30 or bool(named))
 
 
 def test_what_is_at_hand_is_not_quantized_again():
     parts = Parts(transformer_bytes=27 * GIB, text_encoder_bytes=9 * GIB)
-    found = host_ram(Wish(parts=parts), Setting("int8", text_encoder="int8"))
+    found = host_ram(RunRequest(parts=parts), Setting("int8", text_encoder="int8"))
     assert not any("quantized" in name for name in found)
     made = Setting(text_encoder="int8")
-    assert "text encoder, quantized on load" in host_ram(Wish(), made)
+    assert "text encoder, quantized on load" in host_ram(RunRequest(), made)
     # A file that holds something else is quantized, too.
     parts = Parts(text_encoder_bytes=9 * GIB, file_bytes=(("text encoder", 16 * GIB),))
-    assert "text encoder, quantized on load" in host_ram(Wish(parts=parts), made)
+    assert "text encoder, quantized on load" in host_ram(RunRequest(parts=parts), made)
 
 
 # ----------------------------------------------------------------------------- settings, constants
@@ -460,7 +485,7 @@ def test_what_is_not_settled_is_refused(arguments, message):
 def test_the_fitted_workspace_and_context_are_taken(monkeypatch):
     fitted = Constants(0.5, 0.5, 0.5, 0.5, 0.5, 0.5, workspace=123.0, context=456.0)
     monkeypatch.setattr(phases_module, "constants", lambda: fitted)
-    sampling = phases(Wish(), Setting())["sampling"]
+    sampling = phases(RunRequest(), Setting())["sampling"]
     assert (sampling.workspace, sampling.context) == (123, 456)
 
 
@@ -469,5 +494,5 @@ def test_memory_is_planned_without_the_measurements(monkeypatch):
         raise UnavailableError("measured.json cannot be read: install the package again.")
 
     monkeypatch.setattr(phases_module, "constants", damaged)
-    sampling = phases(Wish(), Setting())["sampling"]
+    sampling = phases(RunRequest(), Setting())["sampling"]
     assert sampling.workspace > 0 and sampling.context > 0

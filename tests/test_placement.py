@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from qwen_l40s.errors import SettingError
 from qwen_l40s.loaders.precision import choose_transformer
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, Setting, phases
-from qwen_l40s.planning.request import Wish
+from qwen_l40s.planning.request import RunRequest
 from qwen_l40s.spec import FULL_SIZE, GIB, MIB, PLACES, CardFacts
 
 L40S = CardFacts("NVIDIA L40S", 46_068 * MIB, (8, 9))
@@ -58,11 +58,11 @@ def test_on_the_processor_there_is_no_card_to_leave():
 def test_auto_leaves_them_exactly_where_all_fits(precision, total):
     card = CardFacts("card", total, (8, 9))
     setting = Setting(precision)
-    most = max(phase.card_bytes for phase in phases(Wish(), setting, total).values())
-    sampled = phases(Wish(), setting, total)["decode"].resident
+    most = max(phase.card_bytes for phase in phases(RunRequest(), setting, total).values())
+    sampled = phases(RunRequest(), setting, total)["decode"].resident
     # The decoder must not need the room of the others.
     fits = most <= total - KEPT_FREE_BYTES and {"transformer", "text encoder"} <= sampled.keys()
-    everything = phases(Wish(), setting)["sampling"]
+    everything = phases(RunRequest(), setting)["sampling"]
     fits = fits and sampled["transformer"] == everything.weights
     fits = fits and sampled["text encoder"] == everything.resident["text encoder"]
     assert place("auto", precision, card).off_card == (not fits)

@@ -1,4 +1,4 @@
-"""What is recommended on which card, and what of a wish is kept."""
+"""What is recommended on which card, and what of a request is kept."""
 
 import re
 from dataclasses import replace
@@ -13,7 +13,7 @@ from qwen_l40s.planning.cards import find_card, known_cards, with_memory
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, phases, transformer_bytes
 from qwen_l40s.planning.plan import Held, plan
-from qwen_l40s.planning.request import DROPPED, ON_PROCESSOR, Loras, Parts, Wish
+from qwen_l40s.planning.request import DROPPED, ON_PROCESSOR, Loras, Parts, RunRequest
 from qwen_l40s.spec import BYTES_PER_WEIGHT, FULL_SIZE, GIB, MIB, OFF_CARD, ON_CARD, CardFacts
 
 CARDS = known_cards()
@@ -38,11 +38,11 @@ def short(option):
     return " ".join(words if option.resident else [*words, "moved"])
 
 
-# --- cards and wishes ---
+# --- cards and requests ---
 
-USUAL = Wish()
-LARGE = Wish(width=2048, height=2048, batch=2)
-EDIT = Wish(family="qwen-image-edit-2511", width=1024, height=1024, references=3)
+USUAL = RunRequest()
+LARGE = RunRequest(width=2048, height=2048, batch=2)
+EDIT = RunRequest(family="qwen-image-edit-2511", width=1024, height=1024, references=3)
 TABLE = [
     (USUAL, "H200", ["bf16 on text", "int8 on text", "fp8 on text"]),
     (USUAL, "H100 SXM", ["bf16 on text", "int8 on text", "fp8 on text"]),
@@ -63,22 +63,22 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("wish", "name", "expected"), TABLE)
-def test_options(wish, name, expected):
-    assert [short(option) for option in plan(card(name), wish)] == expected
+@pytest.mark.parametrize(("asked", "name", "expected"), TABLE)
+def test_options(asked, name, expected):
+    assert [short(option) for option in plan(card(name), asked)] == expected
 
 
 @pytest.mark.parametrize("name", [*CARDS, *OTHERS])
-@pytest.mark.parametrize("wish", [USUAL, LARGE, EDIT], ids=["usual", "large", "edit"])
-def test_figures_are_those_of_the_phases(name, wish):
+@pytest.mark.parametrize("asked", [USUAL, LARGE, EDIT], ids=["usual", "large", "edit"])
+def test_figures_are_those_of_the_phases(name, asked):
     facts = card(name)
-    if wish is LARGE and name == "4 GB":
+    if asked is LARGE and name == "4 GB":
         return  # refused, see below
-    for option in plan(facts, wish):
+    for option in plan(facts, asked):
         assert option.headroom_bytes == facts.total_bytes - KEPT_FREE_BYTES - option.peak_bytes
         assert option.resident == (option.headroom_bytes >= 0)
-        counted = phases(wish, replace(option.setting, resident=True), facts.total_bytes)
-        assert option.phases == phases(wish, option.setting, facts.total_bytes)
+        counted = phases(asked, replace(option.setting, resident=True), facts.total_bytes)
+        assert option.phases == phases(asked, option.setting, facts.total_bytes)
         assert max(phase.card_bytes for phase in counted.values()) <= option.peak_bytes
         assert option.needs[option.peak_phase] == option.peak_bytes == max(option.needs.values())
         usable = facts.total_bytes - KEPT_FREE_BYTES
@@ -128,17 +128,17 @@ def test_what_is_left_decides_about_tiles():
 
 
 def test_nothing_is_moved_without_guidance_but_once():
-    wish = replace(USUAL, cfg="off")
-    assert "in every step" in plan(card("8 GB"), wish)[0].reason
-    assert "in every pass" not in plan(card("8 GB"), wish)[0].reason
+    request = replace(USUAL, cfg="off")
+    assert "in every step" in plan(card("8 GB"), request)[0].reason
+    assert "in every pass" not in plan(card("8 GB"), request)[0].reason
 
 
 # --- properties ---
 
 sizes = st.integers(8 * GIB, 100 * GIB)
 capabilities = st.sampled_from([(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
-wishes = st.builds(
-    Wish,
+requests = st.builds(
+    RunRequest,
     width=st.sampled_from([512, 1024, 1328, 1664]),
     height=st.sampled_from([928, 1024, 1328]),
     batch=st.integers(1, 2),
@@ -148,21 +148,21 @@ wishes = st.builds(
 )
 
 
-@given(wish=wishes, total=sizes, more=st.integers(0, 40 * GIB), capability=capabilities)
+@given(request=requests, total=sizes, more=st.integers(0, 40 * GIB), capability=capabilities)
 @settings(max_examples=25, deadline=None)
-def test_more_memory_is_never_less_faithful(wish, total, more, capability):
+def test_more_memory_is_never_less_faithful(request, total, more, capability):
     small, large = (
-        plan(CardFacts("card", size, capability), wish)[0] for size in (total, total + more)
+        plan(CardFacts("card", size, capability), request)[0] for size in (total, total + more)
     )
     order = FIDELITY.index
     assert order(small.setting.precision) <= order(large.setting.precision)
     assert small.resident <= large.resident
 
 
-@given(wish=wishes, total=sizes, capability=capabilities)
+@given(request=requests, total=sizes, capability=capabilities)
 @settings(max_examples=25, deadline=None)
-def test_the_first_is_the_most_faithful_that_stays(wish, total, capability):
-    options = plan(CardFacts("card", total, capability), wish)
+def test_the_first_is_the_most_faithful_that_stays(request, total, capability):
+    options = plan(CardFacts("card", total, capability), request)
     staying = [option for option in options if option.resident]
     order = [FIDELITY.index(option.setting.precision) for option in staying]
     assert order == sorted(order, reverse=True)
@@ -199,7 +199,7 @@ def test_what_is_named_is_kept(named, total):
             assert (option.tiles == 1) == (named["tiles"] == 1)
             assert option.tiles >= named["tiles"]
     if not options[0].resident:
-        # Of those that move something too, only others of the same wish precede what would stay.
+        # Of those that move something too, only others of the same request precede what would stay.
         rest = [option for option in options if option.resident]
         assert options[len(options) - len(rest) :] == tuple(rest)
 
@@ -207,21 +207,21 @@ def test_what_is_named_is_kept(named, total):
 def test_a_whole_decode_that_no_model_could_make_room_for_is_refused():
     card = CardFacts("card", int(2.5 * GIB), (8, 9))
     with pytest.raises(UnavailableError, match=r"1024x928 whole takes .* set tiles to 0"):
-        plan(card, Wish(width=1024, height=928, tiles=1))
-    assert plan(card, Wish(width=1024, height=928))[0].tiles > 1
+        plan(card, RunRequest(width=1024, height=928, tiles=1))
+    assert plan(card, RunRequest(width=1024, height=928))[0].tiles > 1
 
 
 @given(
-    wish=wishes,
+    request=requests,
     named=named,
     total=st.integers(int(2.5 * GIB), 60 * GIB),
     controlnet=st.sampled_from([0, 10**9]),
 )
 @settings(max_examples=40, deadline=None)
-def test_what_is_on_the_card_fits_it_and_the_rest_is_moved(wish, named, total, controlnet):
+def test_what_is_on_the_card_fits_it_and_the_rest_is_moved(request, named, total, controlnet):
     card = CardFacts("card", total, (8, 9))
     try:
-        options = plan(card, replace(wish, **named, controlnet_bytes=controlnet))
+        options = plan(card, replace(request, **named, controlnet_bytes=controlnet))
     except UnavailableError:
         return
     for option in options:
@@ -229,7 +229,7 @@ def test_what_is_on_the_card_fits_it_and_the_rest_is_moved(wish, named, total, c
         assert all(phase.card_bytes <= usable for phase in option.phases.values())
         assert option.headroom_bytes == usable - option.peak_bytes
         assert option.resident == (option.headroom_bytes >= 0)
-        held = transformer_bytes(wish, option.setting)
+        held = transformer_bytes(request, option.setting)
         on_card = held.total - (held.modulation if option.setting.off_card else 0)
         assert option.phases["sampling"].weights + option.moved_bytes == on_card
         least = min(2 * -(-on_card // 60), option.phases["sampling"].weights)
@@ -238,8 +238,8 @@ def test_what_is_on_the_card_fits_it_and_the_rest_is_moved(wish, named, total, c
 
 @pytest.mark.parametrize("total", [4, 8, 16, 30])
 def test_an_estimate_says_the_same_everywhere(total):
-    wish = Wish(precision="bf16", text_encoder_place=ON_CARD)
-    found = estimate(wish, with_memory(CARDS["L40S"], total * GIB))
+    request = RunRequest(precision="bf16", text_encoder_place=ON_CARD)
+    found = estimate(request, with_memory(CARDS["L40S"], total * GIB))
     option, answer = found.options[0], found.as_dict()
     assert not found.fits and not option.resident
     assert found.headroom_bytes == option.headroom_bytes < 0
@@ -281,7 +281,7 @@ def test_the_reasons_where_nothing_stays(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "wish", "first", "then"),
+    ("name", "asked", "first", "then"),
     [
         ("4090", {"precision": "bf16"}, "bf16 off drop moved", ["int8 off drop", "fp8 off drop"]),
         ("3090", {"modulation": ON_CARD}, "int8 on drop moved", ["int8 off drop"]),
@@ -291,21 +291,21 @@ def test_the_reasons_where_nothing_stays(name):
         ("4 GB", {"precision": "int8"}, "int8 off cpu moved", []),
     ],
 )
-def test_a_named_setting_comes_first(name, wish, first, then):
-    options = plan(card(name), replace(USUAL, **wish))
+def test_a_named_setting_comes_first(name, asked, first, then):
+    options = plan(card(name), replace(USUAL, **asked))
     assert short(options[0]) == first
     if then is not None:
         assert [short(option) for option in options[1:] if option.resident] == then
-    for what in wish.values():
+    for what in asked.values():
         assert what != ON_CARD or "as requested" in options[0].reason
 
 
 def test_whole_decoding_by_name():
-    wish = Wish(width=2048, height=2048, tiles=1)
-    options = plan(card("5090"), wish)
+    request = RunRequest(width=2048, height=2048, tiles=1)
+    options = plan(card("5090"), request)
     assert options[0].tiles == 1
     assert options[0].resident == (options[0].headroom_bytes >= 0)
-    tight = plan(CardFacts("card", 30 * GIB, (8, 9)), replace(wish, precision="bf16"))
+    tight = plan(CardFacts("card", 30 * GIB, (8, 9)), replace(request, precision="bf16"))
     assert tight[0].tiles == 1
     assert not tight[0].resident
     assert tight[0].moved_bytes == 0
@@ -319,9 +319,9 @@ def test_whole_decoding_by_name():
 def test_a_precision_that_the_card_does_not_multiply(name):
     message = "by cards from sm_89 on, so choose auto, bf16, int8."
     with pytest.raises(UnavailableError, match=message):
-        plan(card(name), Wish(precision="fp8"))
+        plan(card(name), RunRequest(precision="fp8"))
     # Weights at hand are quantized already.
-    at_hand = Wish(precision="fp8", parts=Parts(transformer_bytes=26 * GIB))
+    at_hand = RunRequest(precision="fp8", parts=Parts(transformer_bytes=26 * GIB))
     option = plan(card(name), at_hand)[0]
     assert option.setting.weight_only
     assert "save memory, not time" in option.reason
@@ -330,8 +330,8 @@ def test_a_precision_that_the_card_does_not_multiply(name):
 def test_turing_holds_int8_and_computes_in_bf16():
     turing = CardFacts("Tesla T4", 15_000 * MIB, (7, 5))
     with pytest.raises(UnavailableError, match="int8 was demanded"):
-        plan(turing, Wish(precision="int8"))
-    option = plan(turing, Wish())[0]
+        plan(turing, RunRequest(precision="int8"))
+    option = plan(turing, RunRequest())[0]
     assert option.setting.precision == "int8"
     assert option.setting.weight_only
 
@@ -367,20 +367,20 @@ def test_as_stored_is_never_refused(stored):
 
 def test_true_sizes_are_of_what_is_stored():
     parts = Parts(transformer_bytes=30 * GIB, modulation_bytes=10 * GIB)
-    wish = Wish(parts=parts)
+    request = RunRequest(parts=parts)
     facts = card("L40S")
-    stored = plan(facts, wish, "bf16")
+    stored = plan(facts, request, "bf16")
     assert stored[0].phases["sampling"].weights == 30 * GIB - (
         10 * GIB if stored[0].setting.off_card else 0
     )
     int8 = next(option for option in stored if option.setting.precision == "int8")
     assert int8.phases["sampling"].weights == weight_bytes(FULL_SIZE, "int8").total
     # Without a file they are of the precision that is named.
-    option = plan(facts, replace(wish, precision="int8"))[0]
+    option = plan(facts, replace(request, precision="int8"))[0]
     assert option.phases["sampling"].weights in (30 * GIB, 20 * GIB)
     # And where both are known, `held` stands above them.
     held = {"int8": Held(12 * GIB, 2 * GIB)}
-    option = plan(card("16 GB"), wish, "bf16", held=held)[0]
+    option = plan(card("16 GB"), request, "bf16", held=held)[0]
     assert option.phases["sampling"].weights == 10 * GIB
 
 
@@ -388,9 +388,9 @@ def test_true_sizes_are_of_what_is_stored():
 
 
 def test_a_card_on_which_nothing_runs():
-    wish = Wish(width=2048, height=2048, batch=4, cfg="one pass")
+    request = RunRequest(width=2048, height=2048, batch=4, cfg="one pass")
     with pytest.raises(UnavailableError) as caught:
-        plan(card("4 GB"), wish)
+        plan(card("4 GB"), request)
     assert re.search(r"choose a smaller size or batch", str(caught.value))
     for total in (0, 1, GIB):
         with pytest.raises(UnavailableError, match="choose a smaller size or batch"):
@@ -398,20 +398,22 @@ def test_a_card_on_which_nothing_runs():
 
 
 @pytest.mark.parametrize(
-    ("wish", "extra", "remedies"),
+    ("asked", "extra", "remedies"),
     [
         (
-            Wish(controlnet_bytes=3 * 10**9),
+            RunRequest(controlnet_bytes=3 * 10**9),
             "a ControlNet of 2.8 GiB",
             ["run without the ControlNet"],
         ),
         (
-            Wish(loras=Loras(2, 64, "beside")),
+            RunRequest(loras=Loras(2, 64, "beside")),
             "2 LoRAs of rank 64 beside the weights",
             ["merge the LoRAs into the weights", "choose a smaller size or batch"],
         ),
         (
-            Wish(family="qwen-image-layered", layers=8, references=1, controlnet_bytes=10**10),
+            RunRequest(
+                family="qwen-image-layered", layers=8, references=1, controlnet_bytes=10**10
+            ),
             "a ControlNet of 9.3 GiB and 1 reference and 8 layers",
             [
                 "more than one of these is needed: run without the ControlNet",
@@ -423,9 +425,9 @@ def test_a_card_on_which_nothing_runs():
     ],
     ids=["ControlNet", "LoRAs", "layers"],
 )
-def test_a_refusal_names_what_is_in_the_wish_and_what_helps(wish, extra, remedies):
+def test_a_refusal_names_what_is_in_the_request_and_what_helps(asked, extra, remedies):
     with pytest.raises(UnavailableError) as caught:
-        plan(CardFacts("card", 4 * GIB, (8, 9)), wish)
+        plan(CardFacts("card", 4 * GIB, (8, 9)), asked)
     line = str(caught.value)
     assert extra in line
     assert f"block by block: {', '.join(remedies)}, or choose a card with more memory." in line
@@ -434,9 +436,9 @@ def test_a_refusal_names_what_is_in_the_wish_and_what_helps(wish, extra, remedie
 @given(total=st.integers(0, 6 * GIB), side=st.sampled_from([256, 1024, 2048]))
 @settings(max_examples=15, deadline=None)
 def test_small_cards_get_an_answer_or_a_refusal_with_its_remedy(total, side):
-    wish = Wish(width=side, height=side)
+    request = RunRequest(width=side, height=side)
     try:
-        options = plan(CardFacts("card", total, (8, 6)), wish)
+        options = plan(CardFacts("card", total, (8, 6)), request)
     except UnavailableError as error:
         assert re.search("choose a smaller size or batch", str(error))
         return
@@ -449,7 +451,7 @@ def test_a_file_in_a_precision_that_is_not_run():
         plan(card("L40S"), USUAL, "nf4")
 
 
-@pytest.mark.parametrize("wish", [{"modulation": "gpu"}, {"precision": "nf4"}, {"tiles": -1}])
-def test_unknown_settings_are_refused_by_the_wish(wish):
+@pytest.mark.parametrize("asked", [{"modulation": "gpu"}, {"precision": "nf4"}, {"tiles": -1}])
+def test_unknown_settings_are_refused_by_the_request(asked):
     with pytest.raises(SettingError):
-        plan(card("L40S"), Wish(**wish))
+        plan(card("L40S"), RunRequest(**asked))

@@ -15,7 +15,7 @@ from qwen_l40s.loaders.precision import (
 from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES
 from qwen_l40s.planning.plan import Held, plan
-from qwen_l40s.planning.request import Wish
+from qwen_l40s.planning.request import RunRequest
 from qwen_l40s.spec import FULL_SIZE, GIB, MIB, CardFacts
 
 L40S = CardFacts("NVIDIA L40S", 46068 * MIB, (8, 9))
@@ -89,7 +89,7 @@ def test_auto(card, stored, name, reason):
 @pytest.mark.parametrize("card", [card for card in CARDS if card], ids=str)
 @pytest.mark.parametrize("stored", FIDELITY)
 def test_auto_is_what_the_plan_recommends(card, stored):
-    option = plan(card, Wish(), stored)[0]
+    option = plan(card, RunRequest(), stored)[0]
     choice = found("auto", stored, card)
     assert choice.option == option
     assert choice.precision.name == option.setting.precision
@@ -106,10 +106,10 @@ def test_auto_takes_bf16_exactly_where_it_stays():
         middle = (lowest + highest) // 2
         found = choose("auto", "bf16", CardFacts("card", middle, (9, 0)))
         lowest, highest = (lowest, middle) if found.name == "bf16" else (middle, highest)
-    option = plan(CardFacts("card", highest, (9, 0)), Wish())[0]
+    option = plan(CardFacts("card", highest, (9, 0)), RunRequest())[0]
     assert option.setting.precision == "bf16"
     assert option.headroom_bytes == highest - KEPT_FREE_BYTES - option.peak_bytes >= 0
-    assert plan(CardFacts("card", lowest, (9, 0)), Wish())[0].setting.precision == "int8"
+    assert plan(CardFacts("card", lowest, (9, 0)), RunRequest())[0].setting.precision == "int8"
     assert 26 * GIB < highest < 29 * GIB
 
 

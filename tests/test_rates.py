@@ -25,7 +25,7 @@ from qwen_l40s.planning.rates import (
     rates_of,
 )
 from qwen_l40s.planning.reasons import lacks
-from qwen_l40s.planning.request import Loras, Setting, Wish
+from qwen_l40s.planning.request import Loras, RunRequest, Setting
 
 VALUES = {"gemm_bf16": 0.6, "gemm_fp8": 0.45, "gemm_int8": 0.42, "attention": 0.65}
 VALUES |= {"bandwidth": 0.7, "convolution": 0.19, "workspace": 5e7, "context": 6e8}
@@ -162,31 +162,35 @@ MEASURED = Basis("measured", "measured here; within 5%", "measured here")
 
 
 @pytest.mark.parametrize(
-    ("wish", "setting", "words"),
+    ("asked", "setting", "words"),
     [
-        (Wish(), Setting(), ""),
-        (Wish(width=2048, height=2048, batch=2), Setting("int8"), ""),
-        (Wish(loras=Loras(3, 32, "merged")), Setting("fp8", "off card"), ""),
-        (Wish(batch=1, cfg="one pass"), Setting(), ""),
-        (Wish(), Setting(resident=False), "weights that leave the card"),
-        (Wish(), Setting("fp8", weight_only=True), "fp8 weights that are computed in bf16"),
-        (Wish(), Setting(text_encoder_place="cpu"), "a text encoder off the card"),
-        (Wish(), Setting(text_encoder_place="drop after encoding"), "a text encoder off the card"),
-        (Wish(loras=Loras(1, 32, "beside")), Setting(), "LoRAs beside the weights"),
-        (Wish(controlnet_bytes=10**9), Setting(), "a ControlNet"),
-        (Wish(family="qwen-image-layered", layers=2), Setting(), "layers"),
-        (Wish(width=2064), Setting(), "a side above 2048 pixels"),
-        (Wish(batch=3), Setting(), "more than 2 images in a pass"),
-        (Wish(batch=2, cfg="one pass"), Setting(), "more than 2 images in a pass"),
+        (RunRequest(), Setting(), ""),
+        (RunRequest(width=2048, height=2048, batch=2), Setting("int8"), ""),
+        (RunRequest(loras=Loras(3, 32, "merged")), Setting("fp8", "off card"), ""),
+        (RunRequest(batch=1, cfg="one pass"), Setting(), ""),
+        (RunRequest(), Setting(resident=False), "weights that leave the card"),
+        (RunRequest(), Setting("fp8", weight_only=True), "fp8 weights that are computed in bf16"),
+        (RunRequest(), Setting(text_encoder_place="cpu"), "a text encoder off the card"),
         (
-            Wish(controlnet_bytes=1, batch=4),
+            RunRequest(),
+            Setting(text_encoder_place="drop after encoding"),
+            "a text encoder off the card",
+        ),
+        (RunRequest(loras=Loras(1, 32, "beside")), Setting(), "LoRAs beside the weights"),
+        (RunRequest(controlnet_bytes=10**9), Setting(), "a ControlNet"),
+        (RunRequest(family="qwen-image-layered", layers=2), Setting(), "layers"),
+        (RunRequest(width=2064), Setting(), "a side above 2048 pixels"),
+        (RunRequest(batch=3), Setting(), "more than 2 images in a pass"),
+        (RunRequest(batch=2, cfg="one pass"), Setting(), "more than 2 images in a pass"),
+        (
+            RunRequest(controlnet_bytes=1, batch=4),
             Setting(resident=False),
             "weights that leave the card, a ControlNet or more than 2 images in a pass",
         ),
     ],
 )
-def test_measured_is_said_of_what_was_measured_alone(wish, setting, words):
-    basis = basis_within(MEASURED, wish, setting)
+def test_measured_is_said_of_what_was_measured_alone(asked, setting, words):
+    basis = basis_within(MEASURED, asked, setting)
     if not words:
         assert basis == MEASURED
         return
@@ -196,14 +200,14 @@ def test_measured_is_said_of_what_was_measured_alone(wish, setting, words):
 
 def test_a_precision_without_a_measured_rate_is_predicted():
     part = replace(MEASURED, left_out=("int8",))
-    assert basis_within(part, Wish(), Setting("bf16")).kind == "measured"
-    assert basis_within(part, Wish(), Setting("int8")) == replace(part, kind="predicted")
+    assert basis_within(part, RunRequest(), Setting("bf16")).kind == "measured"
+    assert basis_within(part, RunRequest(), Setting("int8")) == replace(part, kind="predicted")
 
 
 def test_the_runs_that_were_measured_are_within():
     for run in measured()["runs"]:
         if run["kind"] == "sampling":
-            wish = Wish(
+            request = RunRequest(
                 family=run["family"],
                 width=run["width"],
                 height=run["height"],
@@ -212,7 +216,7 @@ def test_the_runs_that_were_measured_are_within():
                 cfg=run["cfg"],
             )
             setting = Setting(run["precision"], run["modulation"])
-            assert basis_within(MEASURED, wish, setting) == MEASURED
+            assert basis_within(MEASURED, request, setting) == MEASURED
 
 
 def test_figures_that_were_measured_once_are_listed_where_the_fitted_ones_are():

@@ -7,7 +7,7 @@ from qwen_l40s.charts.figures import duration, usd
 from qwen_l40s.planning.cards import find_card, known_cards
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.rates import measured
-from qwen_l40s.planning.request import Wish
+from qwen_l40s.planning.request import RunRequest
 from qwen_l40s.spec import GIB, ON_CARD
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +42,7 @@ def seconds(found):
 
 def row(name):
     card = find_card(name, known_cards())
-    found = estimate(Wish(), card)
+    found = estimate(RunRequest(), card)
     setting = found.option.setting
     peak, spare = found.option.peak_bytes / GIB, found.headroom_bytes / GIB
     cost = "" if found.usd_per_image is None else usd(found.usd_per_image)
@@ -57,7 +57,7 @@ def faster(found, card):
     with the other two settings where they differ from what is taken.
     """
     stay = [option.setting.precision for option in found.options if option.resident]
-    others = [estimate(replace(Wish(), precision=name), card) for name in stay]
+    others = [estimate(replace(RunRequest(), precision=name), card) for name in stay]
     fastest = min(others, key=lambda other: other.image_seconds.middle)
     if fastest.image_seconds.middle >= found.image_seconds.middle:
         return ""

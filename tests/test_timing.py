@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from qwen_l40s import SettingError
 from qwen_l40s.planning.rates import Rates, measured
-from qwen_l40s.planning.request import Loras, Wish
+from qwen_l40s.planning.request import Loras, RunRequest
 from qwen_l40s.planning.run_times import SOURCES, START, Load, cold_start_seconds, load_seconds
 from qwen_l40s.planning.times import (
     Pass,
@@ -91,52 +91,52 @@ def test_the_kernels_between_products_are_counted_as_their_benchmark_counts_them
 
 @given(width=sizes, height=sizes, batch=st.integers(1, 3), precision=st.sampled_from(PRECISIONS))
 def test_more_work_takes_longer_and_a_slower_card_too(width, height, batch, precision):
-    wish = Wish(width=width, height=height, batch=batch)
-    seconds = forward_seconds(wish, precision, H200)
+    request = RunRequest(width=width, height=height, batch=batch)
+    seconds = forward_seconds(request, precision, H200)
     for other in (
-        replace(wish, width=width + 512),
-        replace(wish, batch=batch + 1),
-        replace(wish, text_tokens=800),
-        replace(wish, family="qwen-image-edit-2511", references=1),
-        replace(wish, loras=Loras(1, 32, "beside")),
-        replace(wish, controlnet_bytes=3 * 10**9),
+        replace(request, width=width + 512),
+        replace(request, batch=batch + 1),
+        replace(request, text_tokens=800),
+        replace(request, family="qwen-image-edit-2511", references=1),
+        replace(request, loras=Loras(1, 32, "beside")),
+        replace(request, controlnet_bytes=3 * 10**9),
     ):
         assert forward_seconds(other, precision, H200) >= seconds
-    assert seconds <= forward_seconds(wish, precision, slower(H200, 2)) <= 2.01 * seconds
+    assert seconds <= forward_seconds(request, precision, slower(H200, 2)) <= 2.01 * seconds
 
 
 def test_a_small_image_waits_for_the_processor():
-    tiny = Wish(width=256, height=256)
+    tiny = RunRequest(width=256, height=256)
     assert forward_seconds(tiny, "bf16", FREE) == forward_seconds(tiny, "bf16", H200)
     assert forward_seconds(tiny, "fp8", H200) > forward_seconds(tiny, "bf16", H200)
 
 
 def test_eight_bits_are_faster_where_the_card_multiplies_them_and_slower_where_not():
-    wish = Wish()
-    bf16 = forward_seconds(wish, "bf16", AMPERE)
-    assert forward_seconds(wish, "int8", AMPERE) < bf16
-    expanded = forward_seconds(wish, "fp8", AMPERE)
+    request = RunRequest()
+    bf16 = forward_seconds(request, "bf16", AMPERE)
+    assert forward_seconds(request, "int8", AMPERE) < bf16
+    expanded = forward_seconds(request, "fp8", AMPERE)
     # Weights are read once and written twice more, 13.6e9 of them.
     assert expanded > bf16 + 13.5e9 * 7 / AMPERE.bandwidth
 
 
 def test_merged_loras_cost_nothing_and_others_each():
     merged, one, two = (
-        forward_seconds(Wish(loras=Loras(count, 32, mode)), "bf16", H200)
+        forward_seconds(RunRequest(loras=Loras(count, 32, mode)), "bf16", H200)
         for count, mode in ((2, "merged"), (1, "beside"), (2, "beside"))
     )
-    assert merged == forward_seconds(Wish(), "bf16", H200)
+    assert merged == forward_seconds(RunRequest(), "bf16", H200)
     assert two - one == pytest.approx(one - merged)
 
 
 def test_weights_that_move_in_each_step_take_the_link():
-    wish = Wish()
-    more = forward_seconds(wish, "bf16", H200, moved_bytes=11 * 10**9)
-    assert more - forward_seconds(wish, "bf16", H200) == pytest.approx(0.2)
+    request = RunRequest()
+    more = forward_seconds(request, "bf16", H200, moved_bytes=11 * 10**9)
+    assert more - forward_seconds(request, "bf16", H200) == pytest.approx(0.2)
 
 
 def test_a_step_has_as_many_passes_as_guidance_takes():
-    guided, single = Wish(steps=10), Wish(steps=10, cfg="off")
+    guided, single = RunRequest(steps=10), RunRequest(steps=10, cfg="off")
     assert sampling_seconds(guided, "bf16", H200) == pytest.approx(
         20 * forward_seconds(guided, "bf16", H200)
     )
@@ -148,9 +148,9 @@ def test_a_step_has_as_many_passes_as_guidance_takes():
 
 
 def test_tokens_are_those_of_image_layers_references_and_prompt():
-    edit = Wish(family="qwen-image-edit-2511", width=1024, height=512, references=3)
+    edit = RunRequest(family="qwen-image-edit-2511", width=1024, height=512, references=3)
     assert Pass.of(edit) == Pass(FULL_SIZE, 1, 200 + 3 * 196, 2048 + 3 * 4096)
-    layered = Wish(family="qwen-image-layered", width=640, height=640, layers=4)
+    layered = RunRequest(family="qwen-image-layered", width=640, height=640, layers=4)
     assert Pass.of(layered).image == 5 * 1600
 
 
@@ -181,11 +181,11 @@ def test_attention_grows_with_the_square_of_an_item_and_with_the_items():
 
 
 def test_a_table_takes_the_link_where_its_weights_are_off_the_card():
-    off, on = (table_seconds(Wish(), H200, place) for place in ("off card", "on card"))
+    off, on = (table_seconds(RunRequest(), H200, place) for place in ("off card", "on card"))
     assert off == pytest.approx(0.26, rel=0.05)  # an H200, from the page cache
     assert on == pytest.approx(0.036, rel=0.05)  # there the processor
-    wish = Wish(parts=replace(Wish().parts, modulation_bytes=55 * 10**9))
-    assert table_seconds(wish, H200, "off card") == pytest.approx(1.05)
+    request = RunRequest(parts=replace(RunRequest().parts, modulation_bytes=55 * 10**9))
+    assert table_seconds(request, H200, "off card") == pytest.approx(1.05)
 
 
 # --- the VAE
@@ -219,13 +219,13 @@ def test_few_tiles_of_a_usual_size_cost_little():
 
 
 def test_images_decode_one_after_another_and_references_are_encoded():
-    assert decode_seconds(Wish(batch=3), 1, H200) == pytest.approx(
-        3 * decode_seconds(Wish(), 1, H200)
+    assert decode_seconds(RunRequest(batch=3), 1, H200) == pytest.approx(
+        3 * decode_seconds(RunRequest(), 1, H200)
     )
-    edit = Wish(family="qwen-image-edit-2511", references=2)
+    edit = RunRequest(family="qwen-image-edit-2511", references=2)
     one = vae_seconds("encode", VaeShape(), (128, 128), 1, H200)
     assert encode_image_seconds(edit, H200) == pytest.approx(2 * one)
-    assert encode_image_seconds(Wish(), H200) == 0
+    assert encode_image_seconds(RunRequest(), H200) == 0
 
 
 @pytest.mark.parametrize("direction", ["decode", "encode"])
@@ -270,13 +270,13 @@ def _run(torch, step, x):
 
 
 def test_prompts_are_encoded_in_fp32_each_by_itself():
-    one, two = (encode_text_seconds(Wish(cfg=cfg), H200) for cfg in ("off", "two passes"))
+    one, two = (encode_text_seconds(RunRequest(cfg=cfg), H200) for cfg in ("off", "two passes"))
     assert two == pytest.approx(2 * one)
     flops = 2 * 6.53e9 * (200 + 64)
     assert one > flops / H200.encoder
-    edit = Wish(family="qwen-image-edit", references=1, cfg="off")
+    edit = RunRequest(family="qwen-image-edit", references=1, cfg="off")
     assert encode_text_seconds(edit, H200) > 5 * one
-    assert encode_text_seconds(Wish(), H200, "cpu") > encode_text_seconds(Wish(), H200)
+    assert encode_text_seconds(RunRequest(), H200, "cpu") > encode_text_seconds(RunRequest(), H200)
     assert prompt_seconds(100, H200) < prompt_seconds(200, H200)
 
 

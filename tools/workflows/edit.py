@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...planning.request import Wish
+from ...planning.request import RunRequest
 from .graph import EDIT_2511, TEXT_ENCODER, VAE, Link, Workflow
 from .parts import (
     IMAGE,
@@ -85,7 +85,7 @@ def inpaint() -> Workflow:
                 FEWER_STEPS,
             ),
             files=FILES,
-            wish=_wish(references=1),
+            request=_request(references=1),
         ),
         columns=((MODELS,), (IMAGES, MASK), (PROMPT,), (SAMPLING,), (IMAGE,)),
     )
@@ -123,7 +123,7 @@ def _edit(
     workflow = Workflow(
         name,
         title,
-        note(title, what, (*change, FEWER_STEPS), files=FILES, wish=_wish(pictures)),
+        note(title, what, (*change, FEWER_STEPS), files=FILES, request=_request(pictures)),
         columns=COLUMNS,
     )
     loaded = load(workflow, EDIT_2511, precision="bf16")
@@ -135,9 +135,9 @@ def _edit(
     return workflow
 
 
-def _wish(references: int) -> Wish:
+def _request(references: int) -> RunRequest:
     # example.png is square, and FluxKontextImageScale makes a square megapixel of it.
-    return Wish(
+    return RunRequest(
         family="qwen-image-edit-2511",
         precision="bf16",
         width=1024,

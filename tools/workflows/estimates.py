@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...planning.request import Wish
+from ...planning.request import RunRequest
 from .graph import QWEN_2512, TEXT_ENCODER, VAE, Workflow
 from .parts import (
     IMAGE,
@@ -77,7 +77,7 @@ def estimate_generate_report() -> Workflow:
                 NEGATIVE_STAYS,
             ),
             files=(QWEN_2512, TEXT_ENCODER, VAE),
-            wish=Wish(family=FAMILY, precision="bf16", steps=STEPS),
+            request=RunRequest(family=FAMILY, precision="bf16", steps=STEPS),
         ),
         columns=((MODELS,), (PROMPT,), (SAMPLING,), (ESTIMATE,), (IMAGE, REPORT)),
     )

@@ -10,7 +10,7 @@ from ...charts.figures import duration
 from ...charts.words import usable_bytes
 from ...planning.cards import BUNDLED, Card, find_card, known_cards
 from ...planning.estimate import estimate
-from ...planning.request import Wish
+from ...planning.request import RunRequest
 from ...spec import format_gib
 from .graph import TEXT_ENCODER, VAE, Link, ModelFile, Node, Workflow
 
@@ -143,7 +143,7 @@ def note(
     change: Sequence[str],
     *,
     files: Sequence[ModelFile] = (),
-    wish: Wish | None = None,
+    request: RunRequest | None = None,
 ) -> str:
     """Markdown.
 
@@ -151,7 +151,7 @@ def note(
         what: it does, in a sentence or two.
         change: what to change first, a sentence each.
         files: that have to be downloaded.
-        wish: what the workflow runs, for what it takes of an L40S.
+        request: what the workflow runs, for what it takes of an L40S.
     """
     parts = [f"## {title}", what]
     if files:
@@ -159,15 +159,15 @@ def note(
         folders = [f"  in `models/{file.directory}`" for file in files]
         both = [text for pair in zip(lines, folders, strict=True) for text in pair]
         parts.append("\n".join(["**Files**", "", *both]))
-    if wish:
-        parts.append(f"**What it takes**\n\n{takes(wish)}")
+    if request:
+        parts.append(f"**What it takes**\n\n{takes(request)}")
     parts.append("\n".join(["**Change first**", "", *(f"- {sentence}" for sentence in change)]))
     return "\n\n".join(parts) + "\n"
 
 
-def takes(wish: Wish) -> str:
+def takes(request: RunRequest) -> str:
     """Memory and time on an L40S, as `qwen-l40s estimate` says them; nothing is typed."""
-    found = estimate(wish, _l40s())
+    found = estimate(request, _l40s())
     option = found.option
     peak, usable = format_gib(option.peak_bytes), format_gib(usable_bytes(found))
     fits = "fits" if found.fits else "does not fit"
@@ -179,10 +179,10 @@ def takes(wish: Wish) -> str:
     if option.tiles > 1:
         sentences.append(f"The VAE decodes in {option.tiles} tiles.")
     if found.image_seconds is not None:
-        size = f"{wish.width}x{wish.height}"
-        if wish.batch > 1:
-            whole = duration(found.image_seconds.times(wish.batch))
-            sentences.append(f"{wish.batch} images of {size}: {whole}.")
+        size = f"{request.width}x{request.height}"
+        if request.batch > 1:
+            whole = duration(found.image_seconds.times(request.batch))
+            sentences.append(f"{request.batch} images of {size}: {whole}.")
         else:
             sentences.append(f"An image of {size}: {duration(found.image_seconds)}.")
     return " ".join(sentences)

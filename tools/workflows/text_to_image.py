@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...planning.bytes import weight_bytes
-from ...planning.request import Loras, Parts, Wish
+from ...planning.request import Loras, Parts, RunRequest
 from ...spec import find_family
 from .graph import (
     LIGHTNING_4,
@@ -75,7 +75,7 @@ def text_to_image_fp8() -> Workflow:
         transformer=QWEN_2512_FP8,
         text_encoder=TEXT_ENCODER_FP8,
         precision="fp8",
-        wish=Wish(
+        request=RunRequest(
             family=FAMILY,
             precision="fp8",
             steps=STEPS,
@@ -99,7 +99,7 @@ def text_to_image_int8() -> Workflow:
             "Qwen-Image (L40S)** once and choose its file in **Model**.",
         ),
         precision="int8",
-        wish=Wish(family=FAMILY, precision="int8", steps=STEPS),
+        request=RunRequest(family=FAMILY, precision="int8", steps=STEPS),
     )
 
 
@@ -120,7 +120,7 @@ def lora() -> Workflow:
         lora_file=PANORAMA_360,
         prompt=PANORAMA,
         size=(width, height),
-        wish=Wish(
+        request=RunRequest(
             family=FAMILY,
             precision="bf16",
             width=width,
@@ -147,7 +147,7 @@ def batch_of_8() -> Workflow:
         placement="drop after encoding",
         steps=steps,
         batch=batch,
-        wish=Wish(family=FAMILY, precision="bf16", batch=batch, steps=steps),
+        request=RunRequest(family=FAMILY, precision="bf16", batch=batch, steps=steps),
     )
 
 
@@ -166,7 +166,7 @@ def text_to_image_2048() -> Workflow:
             FEWER_STEPS,
         ),
         size=(side, side),
-        wish=Wish(family=FAMILY, precision="bf16", width=side, height=side, steps=STEPS),
+        request=RunRequest(family=FAMILY, precision="bf16", width=side, height=side, steps=STEPS),
     )
 
 
@@ -185,13 +185,13 @@ def _text_to_image(
     size: tuple[int, int] = (SIDE, SIDE),
     steps: int = STEPS,
     batch: int = 1,
-    wish: Wish | None = None,
+    request: RunRequest | None = None,
 ) -> Workflow:
-    """Guided text to image; `wish` is what it runs, for what the note says of it."""
+    """Guided text to image; `request` is what it runs, for what the note says of it."""
     files = [transformer, text_encoder, VAE, *([lora_file] if lora_file else [])]
-    wish = wish or Wish(family=FAMILY, precision="bf16", steps=STEPS)
+    request = request or RunRequest(family=FAMILY, precision="bf16", steps=STEPS)
     workflow = Workflow(
-        name, title, note(title, what, (*change, NEGATIVE_STAYS), files=files, wish=wish)
+        name, title, note(title, what, (*change, NEGATIVE_STAYS), files=files, request=request)
     )
     loaded = load(
         workflow,
@@ -248,7 +248,7 @@ def _lightning(name: str, steps: int, lora_file: ModelFile) -> Workflow:
                 "merged into 8 bits, a LoRA is rounded once more.",
             ),
             files=(QWEN_2512, TEXT_ENCODER, VAE, lora_file),
-            wish=Wish(
+            request=RunRequest(
                 family=FAMILY, precision="bf16", steps=steps, cfg="off", loras=Loras(count=1)
             ),
         ),

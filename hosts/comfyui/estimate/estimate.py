@@ -10,21 +10,21 @@ from ....planning.advise import Advice, Comparison, Market, advise, market
 from ....planning.calibration import load_calibration
 from ....planning.cards import known_cards
 from ....planning.estimate import Estimate, estimate
-from ....planning.request import Wish
+from ....planning.request import RunRequest
 from .cards import ChosenCard
-from .request import WiredWish
+from .request import WiredRequest
 
 
-def estimate_on(chosen: ChosenCard, wired: WiredWish, usd_per_hour: float | None) -> Estimate:
-    """The estimate of a wish on a card, with what was measured on one of its name.
+def estimate_on(chosen: ChosenCard, wired: WiredRequest, usd_per_hour: float | None) -> Estimate:
+    """The estimate of a request on a card, with what was measured on one of its name.
 
     Raises:
         SettingError: the price is negative or no number.
-        UnavailableError: nothing that the wish allows runs on the card.
+        UnavailableError: nothing that the request allows runs on the card.
     """
     card = chosen.card
     calibration = load_calibration(card.name)
-    found = estimate(wired.wish, card, calibration=calibration, usd_per_hour=usd_per_hour)
+    found = estimate(wired.request, card, calibration=calibration, usd_per_hour=usd_per_hour)
     notes = (*found.notes, *wired.notes, *filter(None, [chosen.note]))
     return replace(found, notes=notes)
 
@@ -43,7 +43,9 @@ class LoadAdvice:
     comparisons: tuple[Comparison, ...]
 
 
-def advise_on(wish: Wish, images_per_hour: float, prices: Mapping[str, float]) -> LoadAdvice:
+def advise_on(
+    request: RunRequest, images_per_hour: float, prices: Mapping[str, float]
+) -> LoadAdvice:
     """Ranks the cards of the list.
 
     Args:
@@ -51,9 +53,9 @@ def advise_on(wish: Wish, images_per_hour: float, prices: Mapping[str, float]) -
 
     Raises:
         SettingError: the load is not above 0.
-        UnavailableError: no card with a price above 0 holds the wish.
+        UnavailableError: no card with a price above 0 holds the request.
     """
-    found = market(wish, known_cards().values(), prices, load_calibration)
+    found = market(request, known_cards().values(), prices, load_calibration)
     advices = advise(images_per_hour, found.offers)
     if not any(advice.offer.fits and advice.offer.usd_per_hour for advice in advices):
         raise UnavailableError(

@@ -1,4 +1,4 @@
-"""A wish out of a node's settings and of what is wired into it, which decides where it can tell."""
+"""A request from a node's settings and from what is wired into it, which wins."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....errors import SettingError
-from ....planning.request import Loras, Parts, Wish
+from ....planning.request import Loras, Parts, RunRequest
 from ....spec import FAMILIES, OFF_CARD, ON_CARD, Family
 from .sizes import (
     TrueClip,
@@ -25,21 +25,21 @@ AUTO = "auto"
 GB = 10**9
 PLAIN, LAYERED = "qwen-image", "qwen-image-layered"
 EDIT, EDIT_TIMESTEP_ZERO = "qwen-image-edit-2509", "qwen-image-edit-2511"
-# {the node's word: the wish's} of tables that stand in for modulation weights off the card.
+# {the node's word: the request's} of tables that stand in for modulation weights off the card.
 TABLES = {AUTO: AUTO, "on": OFF_CARD, "off": ON_CARD}
 # What a LATENT decides, as no rule refuses it before the LATENT is there.
 NO_LATENT = {"width": 16, "height": 16, "batch": 1, "layers": 0}
 
 
 @dataclass(frozen=True)
-class WiredWish:
-    """A wish, and sentences about what was taken from where."""
+class WiredRequest:
+    """A request, and sentences about what was taken from where."""
 
-    wish: Wish
+    request: RunRequest
     notes: tuple[str, ...] = ()
 
 
-def wish_settings(
+def request_settings(
     *,
     tables: str = AUTO,
     loras: int = 0,
@@ -49,11 +49,11 @@ def wish_settings(
     family: str = AUTO,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Arguments of `Wish` from a node's widgets; what is left out is the wish's own default.
+    """Arguments of `RunRequest` from a node's widgets; what is left out keeps its default.
 
     Args:
         tables: a key of `TABLES`.
-        controlnet_gb: 10**9 bytes, as files are sold; other widgets are named as the wish's.
+        controlnet_gb: 10**9 bytes, as files are sold; other widgets are named as the request's.
 
     Raises:
         SettingError: `tables` is unknown, or the ControlNet's size is no size.
@@ -76,23 +76,23 @@ def wish_settings(
     }
 
 
-def wish_from(
+def request_from(
     settings: Mapping[str, Any],
     *,
     model: Any = None,
     clip: Any = None,
     vae: Any = None,
     latent: Mapping[str, Any] | None = None,
-) -> WiredWish:
+) -> WiredRequest:
     """Joins settings with the true sizes of what is wired in.
 
     Args:
-        settings: arguments of `Wish`, with "auto" as one more family.
+        settings: arguments of `RunRequest`, with "auto" as one more family.
         model, clip, vae, latent: what is wired in; None for what is not. Nothing of it is moved.
 
     Raises:
         SettingError: a part is not Qwen-Image's, or contradicts a setting that was not left on
-            "auto"; or the wish breaks a rule of its own.
+            "auto"; or the request breaks a rule of its own.
     """
     chosen, sizes, notes = dict(settings), dict[str, Any](), list[str]()
     found = None if model is None else model_sizes(model)
@@ -108,7 +108,7 @@ def wish_from(
     if named := [name for name, part in wired.items() if part is not None]:
         notes.insert(0, f"Sizes are those of what is wired in: {', '.join(named)}.")
     chosen["family"] = _family(chosen, found, notes)
-    return WiredWish(Wish(**chosen, parts=Parts(**sizes)), tuple(notes))
+    return WiredRequest(RunRequest(**chosen, parts=Parts(**sizes)), tuple(notes))
 
 
 def _take_model(chosen: dict[str, Any], found: TrueModel, notes: list[str]) -> dict[str, Any]:

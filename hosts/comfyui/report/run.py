@@ -8,11 +8,11 @@ from typing import Any
 
 from ....errors import QwenL40SError
 from ....planning.phases import Phase, Range
-from ....planning.request import Wish
+from ....planning.request import RunRequest
 from ....spec import FAMILIES, PIXELS_PER_LATENT, REFERENCE_SIDE, whole_pixels
 from ..estimate.cards import THIS_CARD, ChosenCard, card_of
 from ..estimate.estimate import estimate_on
-from ..estimate.request import WiredWish, wish_from, wish_settings
+from ..estimate.request import WiredRequest, request_from, request_settings
 from ..load.precision import card_facts
 from ..record.record import Record
 
@@ -33,7 +33,7 @@ def prompts_of(asked: Mapping[str, Any]) -> float:
     return asked["computed"] / (max(1, asked["evaluations"]) * asked["latent"][0])
 
 
-def mismatches(asked: Mapping[str, Any], path: Sequence[str], wish: Wish) -> list[str]:
+def mismatches(asked: Mapping[str, Any], path: Sequence[str], request: RunRequest) -> list[str]:
     """Of a sampling record and what was predicted of it."""
     notes = []
     if not any(line.startswith(FUSED) for line in path):
@@ -41,7 +41,7 @@ def mismatches(asked: Mapping[str, Any], path: Sequence[str], wish: Wish) -> lis
     if asked["controlnet"]:
         notes.append("a ControlNet ran, which the prediction leaves out")
     found = passes_of(asked), prompts_of(asked)
-    known = wish.passes, wish.passes * wish.items / wish.batch
+    known = request.passes, request.passes * request.items / request.batch
     if any(abs(one - other) > LIKE_THE_PASSES for one, other in zip(found, known, strict=True)):
         notes.append(
             f"a step took {found[0]:.3g} forward passes with {found[1]:.3g} prompts in all, and "
@@ -70,7 +70,7 @@ class Prediction:
     """What the estimator says of a run.
 
     Attributes:
-        wish: What it was asked; None where it has no answer.
+        request: What it was asked; None where it has no answer.
         phases: By name, with `seconds` where the card's are known.
         step: One evaluation of the sampler, with all its prompts.
         whole: Whether all that is on the card is known, so that the phases' `card_bytes` hold.
@@ -78,7 +78,7 @@ class Prediction:
         notes: What the prediction leaves out, or why there is none.
     """
 
-    wish: Wish | None = None
+    request: RunRequest | None = None
     phases: Mapping[str, Phase] = field(default_factory=dict)
     step: Range | None = None
     whole: bool = False
@@ -88,13 +88,13 @@ class Prediction:
 
     def changed(self, **settings: Any) -> Mapping[str, Phase]:
         """The phases of the same run with other settings; none where it cannot be."""
-        if self.wish is None:
+        if self.request is None:
             return {}
         try:
-            wish = replace(self.wish, **settings)
-            if wish == self.wish:
+            request = replace(self.request, **settings)
+            if request == self.request:
                 return self.phases
-            return estimate_on(self._card, WiredWish(wish), None).phases
+            return estimate_on(self._card, WiredRequest(request), None).phases
         except QwenL40SError:
             return {}
 
@@ -114,30 +114,34 @@ def predict(
     if card_facts(device) is None:
         return Prediction(notes=(f"nothing is predicted of a run on {device}",))
     try:
-        wired = wish_from(_settings(asked, tiles), model=model, clip=clip, vae=vae)
-        wired = replace(wired, wish=_with_tokens(wired.wish, asked["text_tokens"]))
+        wired = request_from(_settings(asked, tiles), model=model, clip=clip, vae=vae)
+        wired = replace(wired, request=_with_tokens(wired.request, asked["text_tokens"]))
         card = card_of(THIS_CARD, device)
         estimate = estimate_on(card, wired, None)
     except QwenL40SError as error:
         return Prediction(notes=(f"nothing is predicted: {error}",))
     whole = clip is not None and vae is not None
     return Prediction(
-        wired.wish,
+        wired.request,
         estimate.phases,
         estimate.step_seconds,
         whole,
         f"times: {estimate.basis.text}",
         # The estimate's own notes are about other runs and about money.
-        (*wired.notes, *mismatches(asked, path, wired.wish), *([] if whole else [PARTS_MISSING])),
+        (
+            *wired.notes,
+            *mismatches(asked, path, wired.request),
+            *([] if whole else [PARTS_MISSING]),
+        ),
         card,
     )
 
 
 def _settings(asked: Mapping[str, Any], tiles: int) -> dict[str, Any]:
-    """Arguments of `Wish`; the parts that ran tell the others."""
+    """Arguments of `RunRequest`; the parts that ran tell the others."""
     batch, _, *frames, height, width = asked["latent"]
     references = len(asked["references"])
-    settings = wish_settings(
+    settings = request_settings(
         width=whole_pixels(PIXELS_PER_LATENT * width),
         height=whole_pixels(PIXELS_PER_LATENT * height),
         batch=batch,
@@ -152,9 +156,11 @@ def _settings(asked: Mapping[str, Any], tiles: int) -> dict[str, Any]:
     return settings
 
 
-def _with_tokens(wish: Wish, tokens: int) -> Wish:
+def _with_tokens(request: RunRequest, tokens: int) -> RunRequest:
     """The prompt's own tokens: those of references are counted by the family."""
-    return replace(wish, text_tokens=max(1, tokens - wish.references * wish.member.vision_tokens))
+    return replace(
+        request, text_tokens=max(1, tokens - request.references * request.member.vision_tokens)
+    )
 
 
 def _cfg(asked: Mapping[str, Any]) -> str:

@@ -138,7 +138,7 @@ def rows_of(ran: Ran, predictions: Sequence[Prediction]) -> list[PhaseRow]:
         predictions: of each sampling; the last is of the one that gave the images.
     """
     last = predictions[-1]
-    prompts = 1 if last.wish is None or last.wish.cfg == "off" else 2
+    prompts = 1 if last.request is None or last.request.cfg == "off" else 2
 
     @cache
     def phases(*settings: tuple[str, int]) -> Mapping[str, Phase]:
@@ -189,7 +189,7 @@ def _load(ran: Ran) -> tuple[Record, ...]:
 
 
 def _settings(record: Record) -> tuple[tuple[str, int], ...]:
-    """What a record was asked for where that can differ from the sampling's, of a `Wish`."""
+    """What a record was asked for where that can differ from the sampling's, of a `RunRequest`."""
     asked: dict[str, int] = {}
     if record.phase == "decode" and "size" in record.asked:
         images, *_, height, width = record.asked["size"]

@@ -1,11 +1,17 @@
-"""What can be wished for, and what is refused with the remedy."""
+"""What can be requested, and what is refused with the remedy."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_l40s.errors import SettingError
-from qwen_l40s.planning.request import MOST_TOKENS, Loras, Parts, Wish, precision_of_text_encoder
+from qwen_l40s.planning.request import (
+    MOST_TOKENS,
+    Loras,
+    Parts,
+    RunRequest,
+    precision_of_text_encoder,
+)
 from qwen_l40s.spec import FAMILIES, TransformerShape, find_family
 
 
@@ -57,7 +63,7 @@ from qwen_l40s.spec import FAMILIES, TransformerShape, find_family
 )
 def test_what_breaks_a_rule_is_refused_with_the_remedy(arguments, rule, remedy):
     with pytest.raises(SettingError) as raised:
-        Wish(**arguments)
+        RunRequest(**arguments)
     assert rule in str(raised.value) and remedy in str(raised.value)
 
 
@@ -70,34 +76,36 @@ def test_what_breaks_a_rule_is_refused_with_the_remedy(arguments, rule, remedy):
 )
 def test_passes_and_items_make_up_every_prompt(family, batch, cfg, references, layers):
     member = FAMILIES[family]
-    wish = Wish(
+    request = RunRequest(
         family=family,
         batch=batch,
         cfg=cfg,
         references=min(references, member.most_references),
         layers=layers if member.layers else 0,
     )
-    assert wish.passes * wish.items == batch * (1 if cfg == "off" else 2)
-    assert wish.frames == wish.layers + 1
-    assert wish.prompt_tokens >= wish.text_tokens
-    assert (wish.prompt_tokens > wish.text_tokens) == bool(wish.references and member.vision_tokens)
-    assert wish.member is find_family(family)
+    assert request.passes * request.items == batch * (1 if cfg == "off" else 2)
+    assert request.frames == request.layers + 1
+    assert request.prompt_tokens >= request.text_tokens
+    assert (request.prompt_tokens > request.text_tokens) == bool(
+        request.references and member.vision_tokens
+    )
+    assert request.member is find_family(family)
 
 
-def test_the_largest_wish_is_as_large_as_the_rule_says():
+def test_the_largest_request_is_as_large_as_the_rule_says():
     side = 16 * int(MOST_TOKENS**0.5)
-    assert Wish(width=side, height=side).width == side
+    assert RunRequest(width=side, height=side).width == side
     with pytest.raises(SettingError, match=r"smaller size or batch"):
-        Wish(width=side, height=side, batch=2)
+        RunRequest(width=side, height=side, batch=2)
 
 
 def test_true_shapes_stand_above_published_ones():
     shape = TransformerShape(2, 128, 4, 32, 64, 64, 64)
-    assert Wish(parts=Parts(transformer=shape)).transformer == shape
-    layered = Wish(family="qwen-image-layered")
+    assert RunRequest(parts=Parts(transformer=shape)).transformer == shape
+    layered = RunRequest(family="qwen-image-layered")
     assert layered.transformer.addition_t_cond and layered.vae.image_channels == 4
 
 
 def test_a_text_encoder_is_bf16_unless_named():
-    assert precision_of_text_encoder(Wish()) == "bf16"
-    assert precision_of_text_encoder(Wish(text_encoder="int8")) == "int8"
+    assert precision_of_text_encoder(RunRequest()) == "bf16"
+    assert precision_of_text_encoder(RunRequest(text_encoder="int8")) == "int8"
