@@ -63,9 +63,7 @@ def optimize(model: ModelPatcher, settings: Settings | None = None) -> ModelPatc
         named = settings.attention != "auto" or VARIABLE in os.environ
         lossy = named and not choose_attention(_likely_request(clone), settings.attention).exact
         attention = options[SLOT] = SlotAttention(settings.attention, lossy, others)
-    optimization = Optimization(
-        settings.blocks, attention, settings.tf32, settings.cudnn_benchmark
-    )
+    optimization = Optimization(settings.blocks, attention, settings.tf32, settings.cudnn_benchmark)
     clone.set_attachments(KEY, optimization)
     record_runs(clone, KEY)
     if settings.blocks or attention is not None:
