@@ -69,7 +69,7 @@ def is_picture(path):
 
 
 def test_python(server, folder):
-    [code] = blocks("README.md", "python")
+    [code] = blocks("docs/headless.md", "python")
     assert ADDRESS in code
     code = code.replace(ADDRESS, f"127.0.0.1:{server.port}")
     run([sys.executable, "-W", "error", "-c", code], folder)
@@ -80,7 +80,7 @@ def test_python(server, folder):
 def test_curl(server, folder):
     if not shutil.which("curl"):
         pytest.skip("there is no curl")
-    [example] = [block for block in blocks("README.md", "bash") if block.startswith("curl")]
+    [example] = [b for b in blocks("docs/headless.md", "bash") if b.startswith("curl")]
     assert "localhost:8188" in example
     example = example.replace("localhost:8188", f"localhost:{server.port}")
     answer = json.loads(run(["bash", "-c", example], folder))

@@ -283,7 +283,7 @@ def test_pictures_are_small_and_say_what_they_are(name: str):
     assert path.stat().st_size <= thumbnails.MOST_BYTES
     made = name in ("micro_text_to_image", "estimate")
     # Others become "made by the workflow" as soon as a card has painted them.
-    allowed = {thumbnails.MADE} if made else {thumbnails.MADE, thumbnails.PLACEHOLDER}
+    allowed = {thumbnails.MADE} if made else {thumbnails.MADE, thumbnails.DRAWN}
     assert thumbnails.comment_of(path) in allowed
 
 
@@ -294,9 +294,9 @@ def test_a_picture_that_was_made_is_not_replaced(tmp_path: Path, monkeypatch: py
     builder.main(["--thumbnail", "lora", str(tmp_path / "made.png")])
     before = (tmp_path / "lora.jpg").read_bytes()
     assert len(before) <= thumbnails.MOST_BYTES
-    builder.main(["--placeholders"])
+    builder.main(["--draw"])
     assert (tmp_path / "lora.jpg").read_bytes() == before
-    assert thumbnails.comment_of(tmp_path / "inpaint.jpg") == thumbnails.PLACEHOLDER
+    assert thumbnails.comment_of(tmp_path / "inpaint.jpg") == thumbnails.DRAWN
     with pytest.raises(SystemExit, match="no workflow is called 'lorra'"):
         builder.main(["--thumbnail", "lorra", str(tmp_path / "made.png")])
 

@@ -4,7 +4,7 @@ python -m qwen_l40s.tools.workflows                          both forms of every
 python -m qwen_l40s.tools.workflows --check                  only says what would change
 python -m qwen_l40s.tools.workflows --definitions FILE       takes nodes from GET /object_info
 python -m qwen_l40s.tools.workflows --thumbnail NAME=IMAGE   an image that NAME made
-python -m qwen_l40s.tools.workflows --placeholders           pictures where there is none
+python -m qwen_l40s.tools.workflows --draw                   a drawing for each that made none
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def refresh_definitions(answer: Path) -> None:
     definitions.FILE.write_text(_text(definitions.subset(info, names)), encoding="utf-8")
 
 
-def write_placeholders() -> None:
+def write_drawings() -> None:
     """For every workflow without a picture of its own."""
     for workflow in workflows():
         path = FOLDER / f"{workflow.name}.jpg"
-        if not path.is_file() or thumbnails.comment_of(path) == thumbnails.PLACEHOLDER:
-            picture = thumbnails.placeholder(workflow.title)
-            thumbnails.write(path, picture, thumbnails.PLACEHOLDER)
+        made = path.is_file() and thumbnails.comment_of(path) == thumbnails.MADE
+        if not made and (draw := thumbnails.DRAWINGS.get(workflow.name)):
+            thumbnails.write(path, draw(), thumbnails.DRAWN)
 
 
 def write_thumbnail(name: str, image: Path) -> None:
@@ -98,8 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.definitions:
         refresh_definitions(options.definitions)
         return 0
-    if options.placeholders:
-        write_placeholders()
+    if options.draw:
+        write_drawings()
         return 0
     if options.freeze:
         freeze()
@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--check", action="store_true", help="write nothing; 1 on a difference")
     parser.add_argument("--definitions", type=Path, metavar="FILE", help="of GET /object_info")
     parser.add_argument("--thumbnail", nargs=2, metavar=("NAME", "IMAGE"), help="made by NAME")
-    parser.add_argument("--placeholders", action="store_true", help="write those still needed")
+    parser.add_argument("--draw", action="store_true", help="draw the missing thumbnails")
     parser.add_argument("--freeze", action="store_true", help="keep this version for the tests")
     return parser
 

@@ -118,7 +118,7 @@ class Workflow:
 
     Attributes:
         name: Of its files.
-        title: What its placeholder picture says.
+        title: As the page lists it.
         note: Markdown, beside the graph.
         columns: From left to right, the frames that stand below one another in each; those that
             hold no node are left out.
