@@ -22,6 +22,6 @@ def _package_from_folder() -> None:
 if __name__ == "__main__":
     if not __package__:
         _package_from_folder()
-    from .cli import main
+    from qwen_l40s.cli import main
 
     sys.exit(main())

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         Path(args.destination),
         device=choose_device(args.device),
         overwrite=args.overwrite,
-        progress=_show_progress if sys.stderr.isatty() else None,
+        progress=_show_progress if sys.stderr.isatty() else lambda done, total: None,
     )
     print(json.dumps(written.as_dict()))
     return 0

@@ -150,9 +150,14 @@ def check_finite(path: Path, name: str, tensor: torch.Tensor) -> None:
     Attention can swallow NaN and paint a plausible wrong image, so the image does not show it.
     """
     if not is_finite(tensor):
-        raise CheckpointError(
-            f"{path} holds NaN or infinity in the tensor {name!r}: download it again."
-        )
+        raise not_finite(path, name)
+
+
+def not_finite(path: Path, name: str) -> CheckpointError:
+    """The error for a tensor that holds NaN or infinity."""
+    return CheckpointError(
+        f"{path} holds NaN or infinity in the tensor {name!r}: download the file again."
+    )
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -1,56 +1,27 @@
-"""e4m3 and e5m2 values through the bits of float16, because torch converts fp8 one value at a time
-on the CPU: 0.3 G values/s a thread, and 3 this way.
+"""The quantizer: weights in fp8 or int8 with one scale for each output row, and which layers get
+them.
 
-The exponent and mantissa of e4m3 are bits 13 to 7 of the float16 number that is 2^-8 of its value,
-subnormal numbers included; an e5m2 byte is the upper half of a float16 number. Only e4m3's NaN
-(0x7F, 0xFF) has no such image.
+A row's largest magnitude becomes 448 (e4m3) or 127 (int8), and every value is rounded to the
+nearest that the format has. Everything is computed in float32, in pieces of a few rows: temporaries
+stay small next to the weight, and in the processor's cache.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import CheckpointError, SettingError
+from ..errors import SettingError
 from ..spec import LARGEST
-
-
-def e5m2_as_half(values: torch.Tensor) -> torch.Tensor:
-    """Returns float8_e5m2 values as float16, exactly, with NaN and infinity."""
-    return values.view(torch.uint8).to(torch.int16).bitwise_left_shift_(8).view(torch.float16)
-
-
-def e4m3_as_float(values: torch.Tensor) -> torch.Tensor:
-    """Returns float8_e4m3fn values as float32, exactly, with NaN."""
-    if values.device.type != "cpu" or _holds_nan(values):
-        return values.float()
-    bits = values.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)
-    # The sign was extended into bit 14 too.
-    return bits.bitwise_and_(~0x4000).view(torch.float16).float().mul_(2.0**8)
-
-
-def _holds_nan(values: torch.Tensor) -> bool:
-    if not values.numel():
-        return False
-    # NaN is the largest byte, read as signed or as unsigned: no temporary of the tensor's size.
-    signed, unsigned = values.view(torch.int8).max(), values.view(torch.uint8).max()
-    return bool((signed == 0x7F) | (unsigned == 0xFF))
-
-
-# Weights in fp8 or int8 with one scale for each output row, and which layers get them.
-#
-# A row's largest magnitude becomes 448 (e4m3) or 127 (int8), and every value is rounded to the
-# nearest that the format has. Everything is computed in float32, in pieces of a few rows:
-# temporaries
-# stay small next to the weight, and in the processor's cache.
 
 FORMATS = ("fp8", "int8")
 DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -136,14 +107,23 @@ def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtyp
 
 def relative_error(weight: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> float:
     """Returns |values * scale - weight| / |weight|, in Frobenius norms; 0 for a weight of zeros."""
+    return _ratio(_squares(weight, values, scale))
+
+
+def _squares(weight: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Sums of squares [2] in float64, of what rounding changed and of the weight."""
     # Sums in place: a list of small results between large temporaries would fragment the heap.
-    lost, whole = torch.zeros((2, 1), dtype=torch.float64, device=weight.device)
+    sums = torch.zeros(2, dtype=torch.float64, device=weight.device)
     for rows in _pieces(weight):
         exact = weight[rows].float()
         rounded = _as_float(values[rows]) * scale[rows]
-        lost += torch.linalg.vector_norm(rounded.sub_(exact)).double() ** 2
-        whole += torch.linalg.vector_norm(exact).double() ** 2
-    return float((lost / whole).sqrt().nan_to_num_(0.0))
+        sums[0] += torch.linalg.vector_norm(rounded.sub_(exact)).double() ** 2
+        sums[1] += torch.linalg.vector_norm(exact).double() ** 2
+    return sums
+
+
+def _ratio(squares: torch.Tensor) -> float:
+    return float((squares[0] / squares[1]).sqrt().nan_to_num_(0.0))
 
 
 def layers_to_quantize(layers: Iterable[str], keep: Sequence[str] = ()) -> frozenset[str]:
@@ -218,11 +198,33 @@ def _dither(scaled: torch.Tensor, format: str, generator: torch.Generator) -> No
     scaled.div_(step).add_(noise).floor_().mul_(step)
 
 
-# Quantizes the layers of a model one by one, several in work at a time, on a card if there is one.
-#
-# A mapped bf16 weight is read from its file, goes to the card in slabs of rows, is rounded there
-# and
-# comes back in half the bytes: host memory holds the result and the slabs, never the bf16 model.
+# torch converts fp8 one value at a time on the CPU: 0.3 G values/s a thread, and 3 through the bits
+# of float16. The exponent and mantissa of e4m3 are bits 13 to 7 of the float16 number that is 2^-8
+# of its value, subnormal numbers included; an e5m2 byte is the upper half of a float16 number. Only
+# e4m3's NaN (0x7F, 0xFF) has no such image.
+
+
+def e5m2_as_half(values: torch.Tensor) -> torch.Tensor:
+    """Returns float8_e5m2 values as float16, exactly, with NaN and infinity."""
+    return values.view(torch.uint8).to(torch.int16).bitwise_left_shift_(8).view(torch.float16)
+
+
+def e4m3_as_float(values: torch.Tensor) -> torch.Tensor:
+    """Returns float8_e4m3fn values as float32, exactly, with NaN."""
+    if values.device.type != "cpu" or _holds_nan(values):
+        return values.float()
+    bits = values.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)
+    # The sign was extended into bit 14 too.
+    return bits.bitwise_and_(~0x4000).view(torch.float16).float().mul_(2.0**8)
+
+
+def _holds_nan(values: torch.Tensor) -> bool:
+    if not values.numel():
+        return False
+    # NaN is the largest byte, read as signed or as unsigned: no temporary of the tensor's size.
+    signed, unsigned = values.view(torch.int8).max(), values.view(torch.uint8).max()
+    return bool((signed == 0x7F) | (unsigned == 0xFF))
+
 
 # One thread spends its time reading the file and copying, so several keep a card's bus busy. On a
 # CPU torch's own threads share the work of one layer.
@@ -232,42 +234,63 @@ WORKERS_OF_A_CARD = 8
 SLAB_BYTES = 8 * 2**20
 
 
+class RoundedLayer(NamedTuple):
+    """values [N, K] * scale is the weight; both on the CPU, scale float32 [N, 1], or [] for one.
+
+    `error` is `relative_error`, None where it was not asked for.
+    """
+
+    layer: str
+    values: torch.Tensor
+    scale: torch.Tensor
+    error: float | None
+
+
 def quantize_layers(
     layers: Iterable[str],
     weight_of: Callable[[str], torch.Tensor],
     format: str,
     device: torch.device,
-    done: Callable[[], None] = lambda: None,
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Returns {layer: (values [N, K], scale [N, 1] float32)} on the CPU.
+    take: Callable[[RoundedLayer], None],
+    refuse: Callable[[str], Exception],
+    *,
+    per_row: bool = True,
+    measured: bool = False,
+) -> None:
+    """Rounds layers, several in work at a time, and hands out each as it is ready.
+
+    A mapped bf16 weight is read from its file, goes to a card in slabs of rows, is rounded there
+    and comes back in half the bytes: host memory holds the results and the slabs, never the model.
 
     Args:
         weight_of: returns a layer's weight [N, K] of any floating dtype; called in other threads.
         format: fp8 or int8.
         device: where the rounding is computed.
-        done: called after each layer, in the caller's thread; what it raises ends the work.
-
-    Raises:
-        CheckpointError: a weight holds NaN or infinity.
+        take: called in the caller's thread, for one layer after another; what it raises ends the
+            work.
+        refuse: makes the error for a tensor, by name, that holds NaN or infinity.
+        per_row: False for one scale for the whole weight.
+        measured: whether to compute the rounding errors.
     """
     workers = min(WORKERS_OF_A_CARD, os.cpu_count() or 1) if device.type == "cuda" else 1
-    staging = _Staging(device)
+    staging = _Staging(device, format, per_row, measured)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="quantize")
+    waiting = iter(layers)
+
+    def start(count: int) -> set[Future[RoundedLayer]]:
+        chosen = itertools.islice(waiting, count)
+        return {pool.submit(staging.round, layer, weight_of) for layer in chosen}
+
     try:
-        futures = {
-            pool.submit(staging.quantize, layer, weight_of, format): layer for layer in layers
-        }
-        found = {}
-        for future in as_completed(futures):
-            values, scale = future.result()
-            if not scale.isfinite().all():
-                raise CheckpointError(
-                    f"the tensor {f'{futures[future]}.weight'!r} holds NaN or infinity: download "
-                    "the file again."
-                )
-            found[futures[future]] = (values, scale)
-            done()
-        return found
+        running = start(workers + 1)
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            running |= start(len(done))
+            for future in done:
+                rounded = future.result()
+                if not rounded.scale.isfinite().all():
+                    raise refuse(f"{rounded.layer}.weight")
+                take(rounded)
     finally:
         pool.shutdown(cancel_futures=True)
         if device.type == "cuda":
@@ -280,38 +303,49 @@ class _Staging(threading.local):
 
     _stream: torch.cuda.Stream | None = None
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, format: str, per_row: bool, measured: bool) -> None:
+        self._device, self._format = device, format
+        self._per_row, self._measured = per_row, measured
 
-    def quantize(
-        self, layer: str, weight_of: Callable[[str], torch.Tensor], format: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def round(self, layer: str, weight_of: Callable[[str], torch.Tensor]) -> RoundedLayer:
         weight = weight_of(layer)
-        if self._device.type != "cuda":
-            return quantize_rows(weight, format)
+        shape = weight.shape
+        if not self._per_row:
+            weight = weight.reshape(1, -1)
+        rows = SLAB_BYTES // max(1, weight.shape[1] * weight.itemsize)
+        if self._device.type == "cuda" and weight.device.type == "cpu" and rows:
+            values, scale, squares = self._in_slabs(weight, rows)
+        else:
+            values, scale, squares = self._whole(weight.to(self._device))
+        error = _ratio(squares) if self._measured else None
+        scale = scale if self._per_row else scale.reshape(())
+        return RoundedLayer(layer, values.reshape(shape), scale, error)
+
+    def _whole(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        values, scale = quantize_rows(weight, self._format)
+        squares = _squares(weight, values, scale) if self._measured else torch.zeros(2)
+        return values.cpu(), scale.cpu(), squares
+
+    def _in_slabs(
+        self, weight: torch.Tensor, rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self._stream is None:  # `__init__` also runs in the thread that hands out the work
             self._stream = torch.cuda.Stream(self._device)
             self._up = torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=True)
             self._down = torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=True)
-        rows = SLAB_BYTES // max(1, weight.shape[1] * weight.itemsize)
+        values = torch.empty(weight.shape, dtype=DTYPES[self._format])
+        scale, squares = torch.empty((len(weight), 1)), torch.zeros(2, dtype=torch.float64)
+        slabs = zip(weight.split(rows), values.split(rows), scale.split(rows), strict=True)
         with torch.cuda.stream(self._stream):
-            if rows == 0 or weight.device.type != "cpu":
-                values, scale = quantize_rows(weight.to(self._device), format)
-                return values.cpu(), scale.cpu()
-            values = torch.empty(weight.shape, dtype=DTYPES[format])
-            scale = torch.empty((len(weight), 1))
-            slabs = zip(weight.split(rows), values.split(rows), scale.split(rows), strict=True)
             for slab, slab_values, slab_scale in slabs:
-                self._through_the_card(slab, slab_values, slab_scale, format)
-        return values, scale
-
-    def _through_the_card(
-        self, slab: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, format: str
-    ) -> None:
-        up = self._up[: slab.nbytes].view(slab.dtype).view(slab.shape).copy_(slab)
-        rounded, found = quantize_rows(up.to(self._device, non_blocking=True), format)
-        down = self._down[: values.nbytes].view(values.dtype).view(values.shape)
-        down.copy_(rounded, non_blocking=True)
-        scale.copy_(found)  # waits for the stream
-        self._stream.synchronize()
-        values.copy_(down)
+                up = self._up[: slab.nbytes].view(slab.dtype).view(slab.shape).copy_(slab)
+                there = up.to(self._device, non_blocking=True)
+                rounded, found = quantize_rows(there, self._format)
+                down = self._down[: slab_values.nbytes].view(rounded.dtype).view(rounded.shape)
+                down.copy_(rounded, non_blocking=True)
+                if self._measured:
+                    squares += _squares(there, rounded, found).cpu()
+                slab_scale.copy_(found)  # waits for the stream
+                self._stream.synchronize()
+                slab_values.copy_(down)
+        return values, scale, squares

@@ -97,6 +97,11 @@ class TensorFile:
                 self._file.seek(len(self._layout.header) + info.start)
                 self._file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
+    def write_all(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Writes tensors by name, as `write` does one."""
+        for name, tensor in tensors.items():
+            self.write(name, tensor)
+
     def finish(self) -> None:
         """Sees to it that every byte is on the disk."""
         if self._missing:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from qwen_l40s.errors import CheckpointError, SettingError
-from qwen_l40s.loaders import quantize as quantize_stream
-from qwen_l40s.loaders.quantize import FORMATS, quantize_layers, quantize_rows
+from qwen_l40s.loaders import quantize
+from qwen_l40s.loaders.quantize import FORMATS, quantize_layers, quantize_rows, relative_error
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,6 +31,20 @@ def layers() -> dict[str, torch.Tensor]:
     return found
 
 
+def stream(weights, format, device=CPU, **options):
+    """{layer: what the stream yields}; `weights` is {layer: weight}, or a function of a layer."""
+    weight_of = weights if callable(weights) else weights.__getitem__
+    names = options.pop("names", None) or list(weights)
+    found = {}
+
+    def take(rounded):
+        found[rounded.layer] = rounded
+
+    take = options.pop("take", take)
+    quantize_layers(names, weight_of, format, device, take, CheckpointError, **options)
+    return found
+
+
 def workers() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("quantize")]
 
@@ -43,31 +57,25 @@ def same(found, expected):
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_layer_is_what_quantize_rows_makes_of_it(format):
     weights = layers()
-    found = quantize_layers(weights, weights.__getitem__, format, CPU)
+    found = stream(weights, format, measured=True)
     assert found.keys() == weights.keys()
     for layer, weight in weights.items():
-        values, scale = found[layer]
+        assert torch.equal(weight, layers()[layer])
         expected = quantize_rows(weight, format)
+        _, values, scale, error = found[layer]
         assert (values.dtype, scale.dtype) == (expected[0].dtype, torch.float32)
         assert scale.shape == (len(weight), 1)
-        assert same(found[layer], expected), layer
-
-
-def test_weights_are_asked_for_once_and_not_changed():
-    weights, asked = layers(), []
-
-    def weight_of(layer):
-        asked.append(layer)
-        return weights[layer]
-
-    quantize_layers(iter(weights), weight_of, "int8", CPU)
-    assert sorted(asked) == sorted(weights)
-    assert all(torch.equal(weight, layers()[layer]) for layer, weight in weights.items())
-
-
-def test_no_layers():
-    assert quantize_layers([], {}.__getitem__, "fp8", CPU) == {}
+        assert same((values, scale), expected), layer
+        assert error == relative_error(weight, *expected)
     assert workers() == []
+
+
+def test_one_scale_for_the_whole_weight():
+    weights = {"a": torch.randn(5, 7, generator=torch.Generator().manual_seed(0))}
+    _, values, scale, error = stream(weights, "fp8", per_row=False)["a"]
+    assert values.shape == (5, 7) and scale.shape == () and error is None
+    expected, one = quantize_rows(weights["a"].reshape(1, -1), "fp8")
+    assert same((values, scale), (expected.reshape(5, 7), one.reshape(())))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -77,59 +85,59 @@ def test_nan_and_infinity_name_their_layer(format, bad):
     broken = weights["transformer_blocks.3.attn.to_q"] = torch.ones(6, 7)
     broken[5, 2] = bad
     with pytest.raises(CheckpointError) as error:
-        quantize_layers(weights, weights.__getitem__, format, CPU)
-    assert str(error.value) == (
-        "the tensor 'transformer_blocks.3.attn.to_q.weight' holds NaN or infinity: download the "
-        "file again."
-    )
+        stream(weights, format)
+    assert str(error.value) == "transformer_blocks.3.attn.to_q.weight"
     assert workers() == []
-
-
-def test_done_is_called_once_a_layer_in_the_caller_s_thread():
-    weights, calls = layers(), []
-    quantize_layers(
-        weights, weights.__getitem__, "int8", CPU, lambda: calls.append(threading.get_ident())
-    )
-    assert calls == [threading.get_ident()] * len(weights)
 
 
 class Cancelled(BaseException):
     """What ComfyUI raises is no Exception either."""
 
 
-def test_what_done_raises_ends_the_work():
-    asked, calls = [], []
+def test_a_cancelled_stream_finishes_what_is_in_work_and_begins_nothing_else():
+    asked = []
 
     def weight_of(layer):
         asked.append(layer)
         time.sleep(0.02)
         return torch.ones(4, 4)
 
-    def done():
-        calls.append(len(asked))
-        if len(calls) == 2:
+    def take(rounded):
+        if rounded.layer == "1":
             raise Cancelled
 
     with pytest.raises(Cancelled):
-        quantize_layers(map(str, range(50)), weight_of, "int8", CPU, done)
-    assert len(calls) == 2
-    # What was in work is finished, and what was waiting is not begun.
+        stream(weight_of, "int8", names=map(str, range(50)), take=take)
     assert len(asked) < 10
     assert workers() == []
 
 
-def test_an_error_of_a_weight_is_the_caller_s():
+def test_results_do_not_pile_up_and_are_taken_in_the_caller_s_thread():
+    asked, taken = [], []
+
+    def weight_of(layer):
+        asked.append(layer)
+        return torch.ones(4, 4)
+
+    def take(rounded):
+        taken.append(threading.get_ident())
+        assert len(asked) <= len(taken) + 3
+
+    stream(weight_of, "int8", names=map(str, range(50)), take=take)
+    assert sorted(asked, key=int) == list(map(str, range(50)))
+    assert taken == [threading.get_ident()] * 50
+
+
+def test_errors_reach_the_caller():
     def weight_of(layer):
         raise LookupError(layer)
 
     with pytest.raises(LookupError, match="only"):
-        quantize_layers(["only"], weight_of, "fp8", CPU)
-    assert workers() == []
-
-
-def test_an_unknown_format():
+        stream(weight_of, "fp8", names=["only"])
     with pytest.raises(SettingError, match="fp8 or int8"):
-        quantize_layers(["a"], lambda _layer: torch.ones(2, 2), "nvfp4", CPU)
+        stream({"a": torch.ones(2, 2)}, "nvfp4")
+    assert stream({}, "fp8", names=[]) == {}
+    assert workers() == []
 
 
 @pytest.mark.cuda
@@ -145,13 +153,14 @@ def test_a_card_gives_what_the_processor_gives(format, monkeypatch):
     weights["wide"] = torch.randn(3, 40_000, generator=generator)
     weights["on the card"] = weights["large"].to(card)
     expected = {layer: quantize_rows(weight.cpu(), format) for layer, weight in weights.items()}
-    for slab in (quantize_stream.SLAB_BYTES, 2**16):
-        monkeypatch.setattr(quantize_stream, "SLAB_BYTES", slab)
-        found = quantize_layers(weights, weights.__getitem__, format, card)
-        for layer, (values, scale) in found.items():
+    for slab in (quantize.SLAB_BYTES, 2**16):
+        monkeypatch.setattr(quantize, "SLAB_BYTES", slab)
+        for layer, values, scale, error in stream(weights, format, card, measured=True).values():
             assert values.device == scale.device == CPU
             assert same((values, scale), expected[layer]), (slab, layer)
+            exact = relative_error(weights[layer].cpu(), *expected[layer])
+            assert error == pytest.approx(exact, rel=1e-3)
     weights["large"][2500, 3] = float("nan")
-    with pytest.raises(CheckpointError, match=r"'large\.weight' holds NaN"):
-        quantize_layers(weights, weights.__getitem__, format, card)
+    with pytest.raises(CheckpointError, match=r"^large\.weight$"):
+        stream(weights, format, card)
     assert workers() == []

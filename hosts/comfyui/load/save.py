@@ -1,36 +1,46 @@
 """Writes a MODEL's transformer in fp8 or int8, with the LoRAs that were merged into it.
 
 A LoRA is added to the weight that was loaded and the sum is rounded once, so that from a bf16 MODEL
-nothing is rounded twice. One weight at a time is in work.
+nothing is rounded twice.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import comfy.lora
 import comfy.model_management
 import torch
+from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 
-from .... import __version__
 from ....errors import CheckpointError, SettingError, UnavailableError
 from ....loaders.convert import is_finite
 from ....loaders.precision import format_bytes
-from ....loaders.quantize import COMFY_QUANT, DTYPES, FORMATS, layers_to_quantize, quantize_rows
-from ....loaders.quantized_file import READERS
-from ....loaders.source import METADATA_KEY
+from ....loaders.quantization import AUXILIARY
+from ....loaders.quantize import RoundedLayer, quantize_layers
+from ....loaders.quantized_file import (
+    READERS,
+    check_destination,
+    check_precision,
+    choose_layers,
+    file_metadata,
+    specs_of_layer,
+)
 from ....loaders.stored import StoredLayer
-from ....loaders.writer import DTYPES as FILE_DTYPES
-from ....loaders.writer import SafetensorsLayout, write_safetensors
+from ....loaders.writer import DTYPES, SafetensorsLayout, write_safetensors
+from ..lora.bypass import KEY as BESIDE
+from ..sample.off_card import named_weights
+from .linear import FORMAT_OF_LAYOUT
 from .precision import STAGING_BYTES
-from .weights import PREFIX, Tensors, layer_as_held, loaded_weights, with_patches
 
-DTYPE_NAMES = {dtype: name for name, dtype in FILE_DTYPES.items()}
+PREFIX = "diffusion_model."
+# ComfyUI's own fp8 has one scale for a weight, which is that of every row too.
+LOADED_FORMATS = {**FORMAT_OF_LAYOUT, "TensorCoreFP8E4M3Layout": "fp8"}
+Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -83,73 +93,107 @@ def save_quantized(
 
     Args:
         model: of any loader; loaded on a card or not.
+        destination: a .safetensors file; its folder is created.
         precision: fp8 or int8.
         keep: shell patterns of layers that stay in bf16, or become it.
         progress: called with the tensors that are done and their number; may raise to cancel.
 
     Raises:
         SettingError: the precision, a pattern or the destination cannot be used, or the model has a
-            LoRA beside its weights.
+            bypass LoRA.
         CheckpointError: the model is not a Qwen-Image transformer, or a weight is not finite.
         UnavailableError: the disk does not take the file.
     """
-    if precision not in FORMATS:
-        raise SettingError(f"precision {precision!r} is unknown: choose {' or '.join(FORMATS)}.")
-    _check_destination(destination, overwrite=overwrite)
-    device = comfy.model_management.get_torch_device()
-    comfy.model_management.free_memory(STAGING_BYTES, device)
+    check_precision(precision)
     weights = loaded_weights(model)
     layers = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
-    chosen = layers_to_quantize(layers, keep)
-    if not chosen:
-        raise SettingError("the keep patterns leave no layer to quantize: name fewer layers.")
-    kept = layers_to_quantize(layers) - chosen
-    taken_over = {
-        layer: entry
-        for layer in layers
-        if layer not in kept and (entry := layer_as_held(model, layer, weights, precision))
-    }
+    chosen, kept = choose_layers(layers, keep)
+    taken_over: dict[str, StoredLayer] = {}
+    for layer in set(layers) - kept:
+        entry = _as_loaded(model, layer, weights, precision, layer in chosen)
+        if entry is not None:
+            taken_over[layer] = entry
     quantized = chosen | taken_over.keys()
-    layout = SafetensorsLayout(
-        _specs(weights, quantized, taken_over, precision), _metadata(model, precision, keep)
-    )
+    specs: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, weight in weights.items():
+        layer, shape = name.removesuffix(".weight"), tuple(weight.shape)
+        if layer in quantized:
+            specs |= specs_of_layer(layer, shape, precision, taken_over.get(layer))
+        else:  # only a marker has no elements
+            specs[name] = ("BF16" if weight.numel() else "F32", shape)
+    # No tensor tells how a head is split over time, height and width.
+    config = {"axes_dims_rope": list(model.model.diffusion_model.pe_embedder.axes_dim)}
+    layout = SafetensorsLayout(specs, file_metadata(precision, keep, config))
     _make_folder(destination.parent)
+    check_destination(destination, overwrite=overwrite)
+    done = 0
     with write_safetensors(destination, layout) as file:
-        for done, (name, weight) in enumerate(weights.items(), start=1):
-            layer = name.removesuffix(".weight")
-            if layer in taken_over:
-                parts = taken_over[layer].tensors(layer)
-            elif layer in quantized:
-                parts = _rounded(model, name, weight, precision, device).tensors(layer)
-            else:
-                dtype = FILE_DTYPES[layout.tensors[name].dtype]
-                parts = {name: with_patches(model, name, weight, device).to(dtype)}
-            for part, value in parts.items():
-                if not is_finite(value):
-                    raise CheckpointError(
-                        f"{name!r} of the model holds NaN or infinity, with its LoRAs: leave the "
-                        "LoRAs out or load the model again."
-                    )
-                file.write(part, value.cpu())
+
+        def take(tensors: dict[str, torch.Tensor]) -> None:
+            nonlocal done
+            file.write_all(tensors)
+            done += 1
             progress(done, len(weights))
-    held = [layer for layer in quantized if isinstance(weights[f"{layer}.weight"], QuantizedTensor)]
+
+        _stream(model, weights, layout, taken_over, chosen, precision, take)
+    twice = [
+        layer
+        for layer in quantized - taken_over.keys()
+        if isinstance(weights[f"{layer}.weight"], QuantizedTensor)
+    ]
     return SavedModel(
         path=destination,
         precision=precision,
         bytes=layout.file_bytes,
         quantized=len(quantized),
-        twice=len(set(held) - taken_over.keys()),
+        twice=len(twice),
         merged=sum(PREFIX + name in model.patches for name in weights),
     )
 
 
-def _check_destination(destination: Path, *, overwrite: bool) -> None:
-    if destination.is_dir():
-        raise SettingError(f"{destination.name} is a folder: name a file.")
-    if os.path.lexists(destination) and not overwrite:
-        raise SettingError(
-            f"{destination.name} exists: choose another name, or switch overwrite on."
-        )
+def _stream(
+    model: ModelPatcher,
+    weights: Tensors,
+    layout: SafetensorsLayout,
+    taken_over: Mapping[str, StoredLayer],
+    chosen: Collection[str],
+    precision: str,
+    take: Callable[[dict[str, torch.Tensor]], None],
+) -> None:
+    """Hands out what becomes of each weight, on the CPU; those that are rounded come last."""
+    device = comfy.model_management.get_torch_device()
+    comfy.model_management.free_memory(STAGING_BYTES, device)
+    for name, weight in weights.items():
+        layer = name.removesuffix(".weight")
+        if layer in taken_over:
+            tensors = taken_over[layer].tensors(layer)
+        elif layer in chosen:
+            continue
+        else:
+            dtype = DTYPES[layout.tensors[name].dtype]
+            tensors = {name: _with_patches(model, name, weight, device).to(dtype)}
+        if not all(map(is_finite, tensors.values())):
+            raise _not_finite(name)
+        take({name: tensor.cpu() for name, tensor in tensors.items()})
+
+    def weight_of(layer: str) -> torch.Tensor:
+        name = f"{layer}.weight"
+        weight = _with_patches(model, name, weights[name], device)
+        return weight.float() if weight.itemsize == 1 else weight
+
+    def take_rounded(rounded: RoundedLayer) -> None:
+        layer, values, scale, _ = rounded
+        take(StoredLayer(values, scale, precision).tensors(layer))
+
+    to_round = sorted(layer for layer in chosen if layer not in taken_over)
+    quantize_layers(to_round, weight_of, precision, device, take_rounded, _not_finite)
+
+
+def _not_finite(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name!r} of the model holds NaN or infinity, with its LoRAs: leave the LoRAs out or load "
+        "the model again."
+    )
 
 
 def _make_folder(folder: Path) -> None:
@@ -161,47 +205,104 @@ def _make_folder(folder: Path) -> None:
         ) from error
 
 
-def _rounded(
-    model: ModelPatcher, name: str, weight: torch.Tensor, precision: str, device: torch.device
-) -> StoredLayer:
-    patched = PREFIX + name in model.patches
-    if precision == "fp8" and weight.dtype == torch.float8_e4m3fn and not patched:
-        return StoredLayer(weight, torch.ones((len(weight), 1)), precision)
-    weight = with_patches(model, name, weight, device).to(device, torch.float32)
-    return StoredLayer(*quantize_rows(weight, precision), precision)
+# What a MODEL's transformer has loaded: every weight as its file had it, and what it stands for.
+#
+# While a model is on the card its weights may have LoRAs of any of its clones in them, quantized
+# once more; the loaded ones are then in the backup, which all clones share.
 
 
-def _specs(
-    weights: Tensors,
-    quantized: Collection[str],
-    taken_over: Mapping[str, StoredLayer],
-    precision: str,
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """{name: (dtype, shape)} of everything in the file."""
-    specs: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name, weight in weights.items():
-        layer = name.removesuffix(".weight")
-        if layer not in quantized:
-            # Only a marker has no elements.
-            specs[name] = ("BF16" if weight.numel() else "F32", tuple(weight.shape))
-            continue
-        entry = taken_over.get(layer) or StoredLayer(
-            torch.empty(weight.shape, dtype=DTYPES[precision], device="meta"),
-            torch.empty((len(weight), 1), device="meta"),
-            precision,
+def loaded_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
+    """Returns {name less `diffusion_model.`: tensor}, of a dtype to compute with or quantized.
+
+    Raises:
+        CheckpointError: the model is not a Qwen-Image transformer, or of a form that is not known.
+        SettingError: it has a bypass LoRA.
+    """
+    # torch.compile and others put modules of their own into a model while it is loaded, and do so
+    # again when it samples.
+    model.unpatch_model(unpatch_weights=False)
+    module = model.model.diffusion_model
+    if not isinstance(module, QwenImageTransformer2DModel):
+        raise CheckpointError(
+            f"the model is a {type(module).__name__} and only Qwen-Image transformers are written: "
+            "connect a Qwen-Image MODEL."
         )
-        for part, value in entry.tensors(layer).items():
-            specs[part] = (DTYPE_NAMES[value.dtype], tuple(value.shape))
-    return specs
+    if model.get_additional_models_with_key(BESIDE) or model.get_injections("bypass_lora"):
+        raise SettingError(
+            "the model has a bypass LoRA, which a file cannot hold: merge it, or leave it out."
+        )
+    found = {}
+    for name, tensor in (*named_weights(module), *module.named_buffers()):
+        if name.endswith(".input_scale"):
+            continue  # activations are scaled for each token as they come
+        backup = model.backup.get(PREFIX + name)
+        weight = tensor if backup is None else backup.weight
+        if AUXILIARY.search(name) or not weight.is_floating_point():
+            raise CheckpointError(
+                f"{name!r} of the model is stored in a way that is not written ({weight.dtype}): "
+                "load a bf16, fp8 or int8 safetensors file."
+            )
+        found[name] = weight
+    return found
 
 
-def _metadata(model: ModelPatcher, precision: str, keep: Sequence[str]) -> dict[str, str]:
-    entry = {
-        "precision": precision,
-        "format": COMFY_QUANT[precision],
-        "keep": list(keep),
-        "version": __version__,
-        # No tensor tells how a head is split over time, height and width.
-        "config": {"axes_dims_rope": list(model.model.diffusion_model.pe_embedder.axes_dim)},
-    }
-    return {"format": "pt", METADATA_KEY: json.dumps(entry)}
+def _as_loaded(
+    model: ModelPatcher, layer: str, weights: Tensors, precision: str, quantizable: bool
+) -> StoredLayer | None:
+    """Returns the layer as it is loaded, if that is in `precision` and no patch changes it.
+
+    Args:
+        weights: what `loaded_weights` returned.
+        precision: fp8 or int8.
+        quantizable: whether e4m3 without scales stays, as ComfyUI's own loader has it.
+    """
+    name = f"{layer}.weight"
+    weight = weights[name]
+    if PREFIX + name in model.patches:
+        return None
+    if not isinstance(weight, QuantizedTensor):
+        unscaled = precision == "fp8" and weight.dtype == torch.float8_e4m3fn and quantizable
+        return StoredLayer(weight, torch.ones((len(weight), 1)), precision) if unscaled else None
+    if LOADED_FORMATS.get(weight._layout_cls) != precision:
+        return None
+    group = _rotated_in(weight)
+    form = "int8 ConvRot" if group else precision
+    module = model.model.diffusion_model.get_submodule(layer)
+    scale, slow = _row_scales(weight), module._full_precision_mm_config
+    return StoredLayer(weight._qdata, scale, form, group, slow)
+
+
+def _with_patches(
+    model: ModelPatcher, name: str, weight: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """Returns a loaded weight plus its LoRAs and other patches, rounded nowhere.
+
+    It is on `device` and in float32, unless it is the weight itself.
+    """
+    patches = model.patches.get(PREFIX + name)
+    if isinstance(weight, QuantizedTensor):
+        weight = _dequantized(weight.to(device))
+    if patches is None:
+        return weight
+    weight = weight.to(device, torch.float32, copy=True)
+    return comfy.lora.calculate_weight(patches, weight, PREFIX + name)
+
+
+def _dequantized(weight: QuantizedTensor) -> torch.Tensor:
+    """In float32: the host rounds to the dtype that the weight stands for, and rotates in it."""
+    if weight._layout_cls not in LOADED_FORMATS:
+        return weight.dequantize()
+    form = LOADED_FORMATS[weight._layout_cls]
+    loaded = StoredLayer(weight._qdata, _row_scales(weight), form, _rotated_in(weight))
+    return loaded.dequantized(torch.float32)
+
+
+def _row_scales(weight: QuantizedTensor) -> torch.Tensor:
+    """[N, 1] float32, also of a weight with one scale."""
+    return weight._params.scale.float().reshape(-1, 1).expand(len(weight), 1).contiguous()
+
+
+def _rotated_in(weight: QuantizedTensor) -> int | None:
+    """The group size of ConvRot; None for what is not rotated."""
+    params = weight._params
+    return params.convrot_groupsize if getattr(params, "convrot", False) else None

@@ -7,14 +7,12 @@ blocks, is always built.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import comfy.model_management
 import comfy.sd1_clip
-import comfy.utils
 import torch
 from comfy.text_encoders.llama import BaseLlama, Llama2_, Qwen25_7BVLI, Qwen25_7BVLI_Config
 
@@ -22,10 +20,9 @@ from ....errors import CheckpointError, UnavailableError
 from ....loaders.convert import check_finite, check_names, shapes_of, text_encoder_name_to_native
 from ....loaders.header import TensorInfo
 from ....loaders.parts import SIZES
-from ....loaders.quantize import quantize_layers
 from ....loaders.source import Source
 from ....loaders.stored import KINDS, StoredLayer, accompanies, stored_layers
-from .precision import STAGING_BYTES
+from .weights import quantize_shown
 
 HEAD_DIM = 128  # fixed in ComfyUI's class
 VISION_DIM = 1280
@@ -287,7 +284,10 @@ def prepare(
         return entry.dequantized(torch.float32) if entry else tensors[f"{layer}.weight"]
 
     if to_round:
-        ready |= _rounded(source.path, to_round, weight_of, target)
+        device = comfy.model_management.get_torch_device()
+        # ComfyUI's own fp8 has one scale for the whole weight.
+        per_row = target != "fp8"
+        ready |= quantize_shown(source, to_round, weight_of, target, device, per_row=per_row)
     return Prepared(
         tensors=ready,
         converted=converted or bool(to_round),
@@ -319,33 +319,6 @@ def _plain(tensor: torch.Tensor, target: str | None) -> torch.Tensor:
     """As stored, or in bf16 where that was asked for or the dtype is none to compute with."""
     keep = tensor.dtype in PLAIN and target is None
     return tensor if keep else tensor.to(torch.bfloat16)
-
-
-def _rounded(
-    path: Path, layers: list[str], weight_of: Callable[[str], torch.Tensor], target: str
-) -> dict[str, torch.Tensor]:
-    """Quantizes layers one by one, on the card if there is one."""
-    device = comfy.model_management.get_torch_device()
-    shapes: dict[str, torch.Size] = {}
-
-    def matrix(layer: str) -> torch.Tensor:
-        weight = weight_of(layer)
-        shapes[layer] = weight.shape
-        # fp8 has one scale for the whole weight, which is then one row.
-        return weight.reshape(1, -1) if target == "fp8" else weight
-
-    comfy.model_management.free_memory(STAGING_BYTES, device)
-    progress = comfy.utils.ProgressBar(len(layers))
-    try:
-        # The bar raises when the user cancels the prompt.
-        rounded = quantize_layers(layers, matrix, target, device, lambda: progress.update(1))
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    ready: dict[str, torch.Tensor] = {}
-    for layer, (values, scale) in rounded.items():
-        scale = scale.reshape(()) if target == "fp8" else scale
-        ready |= StoredLayer(values.reshape(shapes[layer]), scale, target).tensors(layer)
-    return ready
 
 
 def _precision(tensors: Mapping[str, torch.Tensor]) -> str:

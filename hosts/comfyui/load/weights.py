@@ -6,26 +6,19 @@ carry the place in the file that they come from, from which the host reads strai
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-import comfy.lora
 import comfy.model_management
 import comfy.utils
 import torch
-from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
-from comfy.model_patcher import ModelPatcher
-from comfy.quant_ops import QuantizedTensor
 
-from ....errors import CheckpointError, SettingError
+from ....loaders.convert import not_finite
 from ....loaders.precision import format_bytes
-from ....loaders.quantization import AUXILIARY
-from ....loaders.quantize import FORMATS, comfy_quant_tensor, layers_to_quantize, quantize_layers
+from ....loaders.quantize import FORMATS, RoundedLayer, layers_to_quantize, quantize_layers
 from ....loaders.source import Source
 from ....loaders.stored import StoredLayer, canonical_tensors
-from ..lora.bypass import KEY as BESIDE
-from ..sample.off_card import named_weights
-from .linear import FORMAT_OF_LAYOUT
 from .precision import STAGING_BYTES
 
 
@@ -100,21 +93,37 @@ def prepare(
         return ready[f"{layer}.weight"] if entry is None else entry.dequantized()
 
     if to_round:
-        comfy.model_management.free_memory(STAGING_BYTES, device)
-        progress = comfy.utils.ProgressBar(len(to_round))
-        # The bar raises when the user cancels the prompt.
-        rounded = quantize_layers(
-            to_round, weight_of, precision, device, lambda: progress.update(1)
-        )
-        for layer, (values, scale) in rounded.items():
-            ready[f"{layer}.weight"] = values
-            ready[f"{layer}.weight_scale"] = scale
-            ready[f"{layer}.comfy_quant"] = comfy_quant_tensor(precision)
+        ready |= quantize_shown(source, to_round, weight_of, precision, device)
         notes.append(f"{len(to_round)} layers quantized to {precision}, one scale for each row.")
     if kept and precision in FORMATS:
         extra = sum(ready[f"{layer}.weight"].nbytes for layer in kept) // 2
         notes.append(f"{len(kept)} layers kept in bf16, which takes {format_bytes(extra)} more.")
     return ready, notes
+
+
+def quantize_shown(
+    source: Source,
+    layers: Sequence[str],
+    weight_of: Callable[[str], torch.Tensor],
+    precision: str,
+    device: torch.device,
+    *,
+    per_row: bool = True,
+) -> dict[str, torch.Tensor]:
+    """The tensors of rounded layers, with room made on the card and a progress bar in the page."""
+    comfy.model_management.free_memory(STAGING_BYTES, device)
+    progress = comfy.utils.ProgressBar(len(layers))
+    tensors: dict[str, torch.Tensor] = {}
+
+    def take(rounded: RoundedLayer) -> None:
+        nonlocal tensors
+        layer, values, scale, _ = rounded
+        tensors |= StoredLayer(values, scale, precision).tensors(layer)
+        progress.update(1)  # raises when the user cancels the prompt
+
+    refuse = functools.partial(not_finite, source.path)
+    quantize_layers(layers, weight_of, precision, device, take, refuse, per_row=per_row)
+    return tensors
 
 
 def _is_weight(name: str, tensor: torch.Tensor) -> bool:
@@ -142,108 +151,3 @@ def _what_was_stored(source: Source) -> list[str]:
         elif name.startswith("fp8 e5m2"):
             notes.append(f"{count} layers stored in {name} were converted to bf16.")
     return notes
-
-
-# What a MODEL's transformer holds: every weight as it was loaded, and exactly what it stands for.
-#
-# While a model is on the card its weights may hold the LoRAs of any of its clones, quantized once
-# more; the loaded ones are then in the backup, which all clones share.
-
-PREFIX = "diffusion_model."
-# ComfyUI's own fp8 has one scale for a weight, which is that of every row too.
-HELD_FORMATS = {**FORMAT_OF_LAYOUT, "TensorCoreFP8E4M3Layout": "fp8"}
-Tensors = Mapping[str, torch.Tensor]
-
-
-def loaded_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
-    """Returns {name less `diffusion_model.`: tensor}, of a dtype to compute with or quantized.
-
-    Raises:
-        CheckpointError: the model is not a Qwen-Image transformer, or of a form that is not known.
-        SettingError: it has a LoRA beside its weights.
-    """
-    # torch.compile and others put modules of their own into a model while it is loaded, and do so
-    # again when it samples.
-    model.unpatch_model(unpatch_weights=False)
-    module = model.model.diffusion_model
-    if not isinstance(module, QwenImageTransformer2DModel):
-        raise CheckpointError(
-            f"the model is a {type(module).__name__} and only Qwen-Image transformers are written: "
-            "connect a Qwen-Image MODEL."
-        )
-    if model.get_additional_models_with_key(BESIDE) or model.get_injections("bypass_lora"):
-        raise SettingError(
-            "the model has a LoRA beside its weights, which a file cannot hold: merge it, or leave "
-            "it out."
-        )
-    found = {}
-    for name, tensor in (*named_weights(module), *module.named_buffers()):
-        if name.endswith(".input_scale"):
-            continue  # activations are scaled for each token as they come
-        backup = model.backup.get(PREFIX + name)
-        weight = tensor if backup is None else backup.weight
-        if AUXILIARY.search(name) or not weight.is_floating_point():
-            raise CheckpointError(
-                f"{name!r} of the model is stored in a way that is not written ({weight.dtype}): "
-                "load a bf16, fp8 or int8 safetensors file."
-            )
-        found[name] = weight
-    return found
-
-
-def layer_as_held(
-    model: ModelPatcher, layer: str, weights: Tensors, precision: str
-) -> StoredLayer | None:
-    """Returns the layer as the model holds it, if that is in `precision` and no patch changes it.
-
-    Args:
-        weights: what `loaded_weights` returned.
-        precision: fp8 or int8.
-    """
-    name = f"{layer}.weight"
-    weight = weights[name]
-    if not isinstance(weight, QuantizedTensor) or PREFIX + name in model.patches:
-        return None
-    if HELD_FORMATS.get(weight._layout_cls) != precision:
-        return None
-    group = _rotated_in(weight)
-    form = "int8 ConvRot" if group else precision
-    module = model.model.diffusion_model.get_submodule(layer)
-    scale, slow = _row_scales(weight), module._full_precision_mm_config
-    return StoredLayer(weight._qdata, scale, form, group, slow)
-
-
-def with_patches(
-    model: ModelPatcher, name: str, weight: torch.Tensor, device: torch.device
-) -> torch.Tensor:
-    """Returns a loaded weight plus its LoRAs and other patches, rounded nowhere.
-
-    It is on `device` and in float32, unless it is the weight itself.
-    """
-    patches = model.patches.get(PREFIX + name)
-    if isinstance(weight, QuantizedTensor):
-        weight = _dequantized(weight.to(device))
-    if patches is None:
-        return weight
-    weight = weight.to(device, torch.float32, copy=True)
-    return comfy.lora.calculate_weight(patches, weight, PREFIX + name)
-
-
-def _dequantized(weight: QuantizedTensor) -> torch.Tensor:
-    """In float32: the host rounds to the dtype that the weight stands for, and rotates in it."""
-    if weight._layout_cls not in HELD_FORMATS:
-        return weight.dequantize()
-    form = HELD_FORMATS[weight._layout_cls]
-    held = StoredLayer(weight._qdata, _row_scales(weight), form, _rotated_in(weight))
-    return held.dequantized(torch.float32)
-
-
-def _row_scales(weight: QuantizedTensor) -> torch.Tensor:
-    """[N, 1] float32, also of a weight with one scale."""
-    return weight._params.scale.float().reshape(-1, 1).expand(len(weight), 1).contiguous()
-
-
-def _rotated_in(weight: QuantizedTensor) -> int | None:
-    """The group size of ConvRot; None for what is not rotated."""
-    params = weight._params
-    return params.convrot_groupsize if getattr(params, "convrot", False) else None
