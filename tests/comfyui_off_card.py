@@ -26,8 +26,8 @@ from comfy.patcher_extension import WrappersMP
 from qwen_l40s.errors import SettingError
 from qwen_l40s.hosts.comfyui.load import precision
 from qwen_l40s.hosts.comfyui.load import transformer as booking
+from qwen_l40s.hosts.comfyui.load.save import loaded_weights
 from qwen_l40s.hosts.comfyui.load.transformer import load_model, load_patcher
-from qwen_l40s.hosts.comfyui.load.weights import loaded_weights
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.sample import off_card as off_card_pass
 from qwen_l40s.hosts.comfyui.sample.modulation import ModelModulation

@@ -441,7 +441,7 @@ def check_other_models_and_settings():
     )
     for beside in (with_lora(model(), "beside"), bypassed):
         run = functools.partial(save, beside, "int8")
-        refused(SettingError, "LoRA beside its weights", "merge it", run=run)
+        refused(SettingError, "bypass LoRA", "merge it", run=run)
     packed = model()
     module = packed.model.diffusion_model.get_submodule(LAYER)
     module.weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)

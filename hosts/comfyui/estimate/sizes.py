@@ -31,8 +31,8 @@ from ....spec import (
     whole_pixels,
 )
 from ..decode.stages import vae_shape
+from ..load.linear import LOADED_FORMATS
 from ..load.text_encoder import CPU, PlacedClip
-from ..load.weights import HELD_FORMATS
 from ..lora.bypass import KEY as BESIDE
 from ..sample.off_card import named_weights, off_card_layers
 from ..sample.optimize import why_not
@@ -236,7 +236,7 @@ def _held_in(module: torch.nn.Module) -> str:
 def _form(weight: torch.Tensor) -> str:
     weight = getattr(weight, "data", weight)
     if isinstance(weight, QuantizedTensor):
-        return HELD_FORMATS.get(weight._layout_cls, weight._layout_cls)
+        return LOADED_FORMATS.get(weight._layout_cls, weight._layout_cls)
     # Blocks of whole numbers, as GGUF's: what they are is known to what loaded them.
     return _name(weight.dtype) if weight.is_floating_point() else FOREIGN
 

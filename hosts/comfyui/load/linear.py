@@ -78,6 +78,8 @@ register_layout_class(LAYOUT, FP8RowsLayout)
 # dispatching through `QuantizedTensor` took 217 ms for 144 ms of kernels (NVIDIA H200, 1024x1024).
 
 FORMAT_OF_LAYOUT = {LAYOUT: "fp8", "TensorWiseINT8Layout": "int8"}
+# ComfyUI's own fp8 has one scale for a weight, which is that of every row too.
+LOADED_FORMATS = {**FORMAT_OF_LAYOUT, "TensorCoreFP8E4M3Layout": "fp8"}
 
 
 def quantized_operations(compute_dtype: torch.dtype) -> type:

@@ -34,12 +34,10 @@ from ....loaders.stored import StoredLayer
 from ....loaders.writer import DTYPES, SafetensorsLayout, write_safetensors
 from ..lora.bypass import KEY as BESIDE
 from ..sample.off_card import named_weights
-from .linear import FORMAT_OF_LAYOUT
+from .linear import LOADED_FORMATS
 from .precision import STAGING_BYTES
 
 PREFIX = "diffusion_model."
-# ComfyUI's own fp8 has one scale for a weight, which is that of every row too.
-LOADED_FORMATS = {**FORMAT_OF_LAYOUT, "TensorCoreFP8E4M3Layout": "fp8"}
 Tensors = Mapping[str, torch.Tensor]
 
 
