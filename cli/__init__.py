@@ -1,5 +1,5 @@
-"""The `qwen-l40s` command: one file per subcommand, each with `add_parser(subparsers, common)` and
-`run(args) -> int`.
+"""The `qwen-l40s` command: one module per subcommand, each with `add_arguments(parser)` and
+`run(args) -> int`; only the one that is asked for is imported.
 """
 
 from __future__ import annotations
@@ -8,17 +8,28 @@ import argparse
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 
 from .. import __version__
 from ..errors import QwenL40SError
-from . import advise, audit, bench, demo, doctor, estimate, generate, inspect, quantize, submit
-from .output import print_text
 
-# In the order of `--help`.
-COMMANDS = (demo, generate, submit, estimate, advise, inspect, quantize, audit, bench, doctor)
+# {name, also of its module: its line of `--help`}, in that order.
+COMMANDS = {
+    "demo": "paint a simple scene with the micro model that comes along",
+    "generate": "make images from a prompt with a Qwen-Image diffusers folder",
+    "submit": "run a workflow on a ComfyUI server, once or with many settings",
+    "estimate": "say what a run takes and costs, before it: memory, time, disk, USD",
+    "advise": "say which card paints so many images an hour for the least",
+    "inspect": "say what a checkpoint is, without loading it",
+    "quantize": "write a transformer in fp8 or int8, with one scale for each row",
+    "audit": "measure what fp8 or int8 loses on your checkpoint and prompts",
+    "bench": "time this package beside ComfyUI, diffusers and comfy-kitchen",
+    "doctor": "say what of this machine can be used, and why not",
+}
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser, with the arguments of the commands that are named in `argv`."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser = argparse.ArgumentParser(
@@ -28,8 +39,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"qwen-l40s {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_parser(subparsers, common)
+    for name, text in COMMANDS.items():
+        subparser = subparsers.add_parser(name, parents=[common], help=text)
+        if name in argv:
+            command = import_module(f".{name}", __name__)
+            command.add_arguments(subparser)
+            subparser.set_defaults(run=command.run)
     return parser
 
 
@@ -40,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 when done, 1 when a check that the command makes says no, 2 on bad input, 130 on Ctrl-C;
         3, of `submit` alone, when the server cannot be reached.
     """
-    args = build_parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    args = build_parser(argv).parse_args(argv)
+    from .output import print_text
+
     try:
         return args.run(args)
     except QwenL40SError as error:

@@ -18,14 +18,11 @@ if TYPE_CHECKING:
     from ..planning.request import RunRequest
 
 
-def add_parser(subparsers: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
-    parser = subparsers.add_parser(
-        "advise",
-        parents=[common],
-        help="say which card paints so many images an hour for the least",
-        description="Ranks cards by the cost of an image at a load, each in the setting that suits "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Ranks cards by the cost of an image at a load, each in the setting that suits "
         "it, and says at which loads the L40S is cheaper than the A100 and the H100. Exit code 1 "
-        "when no card with a price holds it.",
+        "when no card with a price holds it."
     )
     parser.add_argument(
         "--images-per-hour", type=float, required=True, metavar="N", help="the load, all day"
@@ -50,7 +47,6 @@ def add_parser(subparsers: argparse._SubParsersAction, common: argparse.Argument
     parser.add_argument("--plot", metavar="FILE", help="draw cost against load, as .png")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_request_arguments(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,14 +24,11 @@ MICRO_PROMPTS = 4
 INDEX = "model_index.json"
 
 
-def add_parser(subparsers: Any, common: argparse.ArgumentParser) -> None:
-    parser = subparsers.add_parser(
-        "audit",
-        parents=[common],
-        help="measure what fp8 or int8 loses on your checkpoint and prompts",
-        description="Paints your prompts in bf16 and in fp8 or int8 from the same noise, and says "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Paints your prompts in bf16 and in fp8 or int8 from the same noise, and says "
         "how far the images are apart, what each layer loses, and which layers to keep in bf16. "
-        "Activations are rounded as a card's tensor cores need it, on a CPU too.",
+        "Activations are rounded as a card's tensor cores need it, on a CPU too."
     )
     parser.add_argument(
         "model",
@@ -76,7 +73,6 @@ def add_parser(subparsers: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of the tables"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -36,14 +36,11 @@ REPEATS = {"ops": 20, "block": 8, "forward": 8, "image": 2}
 WARM_UP = {"ops": 3, "block": 2, "forward": 2, "image": 1}
 
 
-def add_parser(subparsers: Any, common: argparse.ArgumentParser) -> None:
-    parser = subparsers.add_parser(
-        "bench",
-        parents=[common],
-        help="time this package beside ComfyUI, diffusers and comfy-kitchen",
-        description="Times ours and the peers in one process, with the same random weights and "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Times ours and the peers in one process, with the same random weights and "
         "inputs: no model is needed. What is not installed is left out. Exit code 1 when a row "
-        "failed.",
+        "failed."
     )
     parser.add_argument(
         "what",
@@ -93,7 +90,6 @@ def add_parser(subparsers: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     parser.add_argument("--plot", metavar="FILE", help="draw them, as .png")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

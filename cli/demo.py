@@ -23,16 +23,12 @@ SIDE = 256  # the only size that the micro model was trained at
 GALLERY = 12
 
 
-def add_parser(subparsers: Any, common: argparse.ArgumentParser) -> None:
-    parser = subparsers.add_parser(
-        "demo", parents=[common], help="paint a simple scene with the micro model that comes along"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help=f"default: {PROMPT}")
     add_run_arguments(parser, output_help="default: the next free demo_00001.png here")
     parser.add_argument(
         "--grid", metavar="FILE", help=f"also a contact sheet of {GALLERY} prompts, .png or .html"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

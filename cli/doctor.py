@@ -34,16 +34,14 @@ class Diagnosis:
     nodes: bool
 
 
-def add_parser(subparsers: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
-    text = "say what of this machine can be used, and why not"
-    parser = subparsers.add_parser(
-        "doctor", parents=[common], help=text, description=f"{text}; exits 1 when nothing can run"
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Says what of this machine can be used, and why not. Exit code 1 when nothing can run."
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument(
         "--models", type=Path, metavar="DIR", help="the folder whose disk is to hold the models"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -74,13 +74,10 @@ def _tera(flops: float | None) -> str:
 DEFAULT_CARD = "L40S"
 
 
-def add_parser(subparsers: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
-    parser = subparsers.add_parser(
-        "estimate",
-        parents=[common],
-        help="say what a run takes and costs, before it: memory, time, disk, USD",
-        description="Counts memory of each phase, time and cost of a run on any card, and names "
-        "the setting that suits it. Nothing is loaded. Exit code 1 when it does not fit.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Counts memory of each phase, time and cost of a run on any card, and names "
+        "the setting that suits it. Nothing is loaded. Exit code 1 when it does not fit."
     )
     parser.add_argument(
         "--card",
@@ -96,7 +93,6 @@ def add_parser(subparsers: argparse._SubParsersAction, common: argparse.Argument
     parser.add_argument("--plot", metavar="FILE", help="draw the phases, as .png")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_request_arguments(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -25,12 +25,7 @@ MAKING = "making images"
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "PIL", "psutil")
 
 
-def add_parser(subparsers: Any, common: argparse.ArgumentParser) -> None:
-    parser = subparsers.add_parser(
-        "generate",
-        parents=[common],
-        help="make images from a prompt with a Qwen-Image diffusers folder",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", required=True, metavar="DIR", help="a Qwen-Image diffusers folder"
     )
@@ -52,7 +47,6 @@ def add_parser(subparsers: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, help="images, from seed, seed + 1, ...")
     add_run_arguments(parser, output_help="default: the next free image_00001.png here")
     parser.add_argument("--grid", metavar="FILE", help="also a contact sheet, .png or .html")
-    parser.set_defaults(run=run)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> None:

@@ -10,14 +10,11 @@ from collections.abc import Iterator, Mapping
 from ..loaders.checkpoint import Checkpoint, Part, inspect_checkpoint
 
 
-def add_parser(subparsers: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
-    parser = subparsers.add_parser(
-        "inspect",
-        parents=[common],
-        help="say what a checkpoint is, without loading it",
-        description="Reads the header of a safetensors file, a sharded set or a diffusers folder, "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Reads the header of a safetensors file, a sharded set or a diffusers folder, "
         "never the weights, and says what it is and where it belongs. Exit code 1 when parts of "
-        "it contradict each other, 2 when it cannot be read.",
+        "it contradict each other, 2 when it cannot be read."
     )
     parser.add_argument(
         "path", metavar="PATH", help="a .safetensors file, a shard index or a folder"
@@ -25,7 +22,6 @@ def add_parser(subparsers: argparse._SubParsersAction, common: argparse.Argument
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of the table"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,21 +6,17 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from .output import require_packages
 
 PACKAGES = ("torch", "safetensors", "numpy", "psutil")
 
 
-def add_parser(subparsers: Any, common: argparse.ArgumentParser) -> None:
-    parser = subparsers.add_parser(
-        "quantize",
-        parents=[common],
-        help="write a transformer in fp8 or int8, with one scale for each row",
-        description="Rounds the attention and MLP weights of a Qwen-Image transformer and writes "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Rounds the attention and MLP weights of a Qwen-Image transformer and writes "
         "one .safetensors file of about two thirds of the bytes, one tensor at a time. int8 is "
-        "read by ComfyUI itself too, fp8 by this package only.",
+        "read by ComfyUI itself too, fp8 by this package only."
     )
     parser.add_argument(
         "source",
@@ -40,7 +36,6 @@ def add_parser(subparsers: Any, common: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--overwrite", action="store_true", help="replace DST when it exists")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

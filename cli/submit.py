@@ -9,7 +9,7 @@ import math
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import SettingError
 from .output import print_text, require_packages
@@ -47,16 +47,12 @@ example:
 """
 
 
-def add_parser(subparsers: Any, common: argparse.ArgumentParser) -> None:
-    parser = subparsers.add_parser(
-        "submit",
-        parents=[common],
-        help="run a workflow on a ComfyUI server, once or with many settings",
-        description="Queues a workflow on a running ComfyUI server, follows it, and downloads what "
-        "it makes.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Queues a workflow on a running ComfyUI server, follows it, and downloads what it makes."
     )
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "workflow",
         type=Path,
@@ -105,7 +101,6 @@ def add_parser(subparsers: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, list the jobs, queue nothing"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

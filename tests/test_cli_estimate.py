@@ -120,7 +120,7 @@ def test_every_family(capsys, family):
 
 
 def request(*argv):
-    return request_of(build_parser().parse_args(["estimate", *argv]))
+    return request_of(build_parser(["estimate"]).parse_args(["estimate", *argv]))
 
 
 def test_the_options_make_the_request():

@@ -102,7 +102,7 @@ def test_a_file_that_is_no_workflow_needs_no_server(tmp_path: Path, capsys):
 @pytest.mark.parametrize("text", ["-1", "soon", "nan", "inf"])
 def test_a_wait_that_is_no_time(text):
     with pytest.raises(SystemExit) as error:
-        build_parser().parse_args(["submit", "a.json", f"--wait={text}"])
+        build_parser(["submit"]).parse_args(["submit", "a.json", f"--wait={text}"])
     assert error.value.code == 2
 
 

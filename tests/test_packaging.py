@@ -216,7 +216,8 @@ name = path.replace(".", "_x_")
 spec = importlib.util.spec_from_file_location(name, os.path.join(path, "__init__.py"))
 module = sys.modules[name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-importlib.import_module(name + ".cli").build_parser()
+cli = importlib.import_module(name + ".cli")
+cli.build_parser(cli.COMMANDS)
 heavy = {"torch", "numpy", "diffusers", "transformers", "aiohttp", "PIL", "tqdm"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 copies = [other for other in sys.modules if other.partition(".")[0] == "qwen_l40s"]

@@ -61,8 +61,8 @@ def test_import_and_parser_load_nothing_heavy():
         "spec = u.spec_from_file_location('qwen_l40s', sys.argv[1])\n"
         "sys.modules['qwen_l40s'] = module = u.module_from_spec(spec)\n"
         "spec.loader.exec_module(module)\n"
-        "from qwen_l40s.cli import build_parser\n"
-        "build_parser().format_help()\n"
+        "from qwen_l40s.cli import COMMANDS, build_parser\n"
+        "build_parser(COMMANDS).format_help()\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])\n"
     )
     command = [sys.executable, "-c", code, str(ROOT / "__init__.py")]
