@@ -1,4 +1,8 @@
-"""A host's VAE in the pieces that a plan runs."""
+"""Decodes and encodes images as a plan says: whole, or in tiles that give the same up to rounding.
+
+A tile runs through the layers with a margin that shrinks on the way. The middle, where every latent
+pixel sees every other, runs on the whole, in slices if need be.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,151 @@ from functools import partial
 from itertools import product
 
 import torch
+import torch.nn.functional as F
 
 from ..errors import SettingError
 from ..planning.vae import VaePlan
-from ..planning.vae_bytes import Step, after_middle, before_middle, down_steps, parts, up_steps
+from ..planning.vae_bytes import (
+    Interval,
+    Step,
+    after_middle,
+    before_middle,
+    down_steps,
+    intervals,
+    parts,
+    up_steps,
+)
 from ..spec import PIXELS_PER_LATENT, VaeShape
-from .vae_tiles import Layer, Middle, Run, Tile, part, sampled_keys, sliced
+
+Layer = Callable[[torch.Tensor], torch.Tensor]
+Progress = Callable[[int, int], None]
+# Rows and columns.
+Tile = tuple[Interval, Interval]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Layers, each (B, channels, 1, height, width) to the like, and how far each one reads."""
+
+    steps: tuple[Step, ...]
+    layers: tuple[Layer, ...]
+
+    def tile(
+        self,
+        source: torch.Tensor,
+        tile: Tile,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Computes a tile of what the layers make of the whole `source`.
+
+        It starts with all that its pixels depend on, and loses after each layer what later ones do
+        not read. Where it ends with the whole, the layers pad it as they pad the whole.
+
+        Args:
+            source: (B, channels, 1, height, width), the whole input.
+            tile: of the last layer's output.
+            device, dtype: where and in what to compute; the source's by default.
+
+        Returns:
+            (B, channels, 1, rows, columns).
+        """
+        down, across = (
+            intervals(self.steps, *span, size)
+            for span, size in zip(tile, source.shape[-2:], strict=True)
+        )
+        x = part(source, (down[0], across[0])).to(device, dtype)
+        for index, (step, layer) in enumerate(zip(self.steps, self.layers, strict=True)):
+            top, left = step.gives(*down[index])[0], step.gives(*across[index])[0]
+            rows = tuple(row - top for row in down[index + 1])
+            columns = tuple(column - left for column in across[index + 1])
+            x = part(layer(x), (rows, columns))
+        return x
+
+
+def part(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """A view of a tile's rows and columns."""
+    rows, columns = tile
+    return x[..., slice(*rows), slice(*columns)]
+
+
+@dataclass(frozen=True)
+class Middle:
+    """A residual block, attention, and a residual block of a host.
+
+    Args:
+        first, attention, last: the host's own, (B, C, 1, height, width) to the same.
+        qkv: the attention's norm and projection, (B, C, 1, height, width) to
+            (B, 3 C, 1, height, width).
+        project: the attention's last layer, (B, C, 1, height, width) to the same.
+    """
+
+    first: Layer
+    attention: Layer
+    last: Layer
+    qkv: Layer
+    project: Layer
+
+    def attend(
+        self, hidden: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """The attention of some pixels, (1, C, 1, rows, columns), to (1, 1, pixels, C)."""
+        query = self._split(hidden)[0].contiguous()
+        seen = F.scaled_dot_product_attention(query, keys, values)
+        return self.project(seen.transpose(-1, -2).reshape(hidden.shape)) + hidden
+
+    def put(self, hidden: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes the keys and values of some pixels, (1, C, 1, rows, columns)."""
+        _, key, value = self._split(hidden)
+        keys.copy_(key)
+        values.copy_(value)
+
+    def _split(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        together = self.qkv(hidden).flatten(2).transpose(1, 2)
+        return together[:, None].chunk(3, dim=-1)
+
+
+def sliced(middle: Middle, before: Run, after: Run, rows: int) -> tuple[Layer, Layer, Layer]:
+    """The attention and what directly precedes and follows it, in slices of so many rows.
+
+    Each layer takes and gives a whole (1, channels, 1, height, width), up to rounding the host's;
+    the attention works in place.
+    """
+    return (
+        partial(_in_strips, before, rows),
+        partial(_attend_in_strips, middle, rows),
+        partial(_in_strips, after, rows),
+    )
+
+
+def _in_strips(run: Run, rows: int, source: torch.Tensor) -> torch.Tensor:
+    height, width = source.shape[-2:]
+    out = None
+    for strip in _strips(height, rows):
+        result = run.tile(source, (strip, (0, width)))
+        if out is None:
+            out = result.new_empty((1, result.shape[1], 1, height, width))
+        out[..., slice(*strip), :] = result
+        del result
+    return out
+
+
+def _attend_in_strips(middle: Middle, rows: int, hidden: torch.Tensor) -> torch.Tensor:
+    height, width = hidden.shape[-2:]
+    keys = hidden.new_empty((1, 1, height * width, hidden.shape[1]))
+    values = torch.empty_like(keys)
+    for low, high in _strips(height, rows):
+        pixels = slice(low * width, high * width)
+        middle.put(hidden[..., low:high, :], keys[:, :, pixels], values[:, :, pixels])
+    # A strip's queries come from its own pixels alone, so that the result takes their place.
+    for low, high in _strips(height, rows):
+        hidden[..., low:high, :] = middle.attend(hidden[..., low:high, :], keys, values)
+    return hidden
+
+
+def _strips(height: int, rows: int) -> Iterator[Interval]:
+    for low in range(0, height, rows):
+        yield low, min(low + rows, height)
 
 
 @dataclass(frozen=True)
@@ -22,7 +165,7 @@ class DecoderStages:
 
     Args:
         before: latents to the middle's input; reads one latent pixel to each side.
-        up: one layer for each of `planning.vae_steps.up_steps(shape)`.
+        up: one layer for each of `planning.vae_bytes.up_steps(shape)`.
     """
 
     shape: VaeShape
@@ -52,7 +195,7 @@ class EncoderStages:
     """A host's encoder in pieces; tensors are (B, channels, 1, height, width).
 
     Args:
-        down: one layer for each of `planning.vae_steps.down_steps(shape)`.
+        down: one layer for each of `planning.vae_bytes.down_steps(shape)`.
         after: the middle's output to the mean; reads one latent pixel to each side.
     """
 
@@ -86,11 +229,6 @@ def _check_layers(what: str, layers: tuple[Layer, ...], wanted: int) -> None:
         )
 
 
-# Decodes and encodes images as a plan says: whole, in exact tiles, or with sampled keys.
-
-Progress = Callable[[int, int], None]
-
-
 @torch.no_grad()
 def decode(
     stages: DecoderStages,
@@ -121,24 +259,18 @@ def decode(
     wanted = (latents.shape[0], shape.image_channels, 1, height, width)
     if out is not None and tuple(out.shape) != wanted:
         raise SettingError(f"the images are {wanted} and `out` is {tuple(out.shape)}.")
-    if plan.how == "whole":
+    if plan.whole:
         layers = (*_middle_layers(stages, plan), *stages.up)
         return _in_batches(partial(_chain, layers), latents, plan, out, progress)
     if out is None:
         out = latents.new_empty(wanted)
     report = _Counter(progress, len(latents) * plan.count)
     for item, image in zip(latents.split(1), out.split(1), strict=True):
-        run, hidden = stages.rest, item
-        if plan.middle == "tiled":
-            before, after = stages.around
-            run = _with_attention(stages, before, after.then(run), item, plan)
-        else:
-            for layer in _middle_layers(stages, plan):
-                hidden = layer(hidden)
+        hidden = _chain(_middle_layers(stages, plan), item)
         for tile in _tiles(plan, PIXELS_PER_LATENT):
-            part(image, tile).copy_(run.tile(hidden, tile))
+            part(image, tile).copy_(stages.rest.tile(hidden, tile))
             report()
-        del run, hidden
+        del hidden
     return out
 
 
@@ -171,7 +303,7 @@ def encode(
     shape = stages.shape
     _check_plan(plan, "encode", pixels, shape.image_channels, PIXELS_PER_LATENT)
     device, dtype = torch.device(device or pixels.device), dtype or pixels.dtype
-    if plan.how == "whole":
+    if plan.whole:
         layers = (*stages.down, *_middle_layers(stages, plan))
         return _in_batches(
             lambda batch: _chain(layers, batch.to(device, dtype)), pixels, plan, None, progress
@@ -180,51 +312,23 @@ def encode(
     out = torch.empty(size, device=device, dtype=dtype)
     report = _Counter(progress, len(pixels) * plan.count)
     for item, mean in zip(pixels.split(1), out.split(1), strict=True):
-        run, target = stages.rest, mean
-        if plan.middle == "tiled":
-            before, after = stages.around
-            run = _with_attention(stages, run.then(before), after, item, plan, device, dtype)
-        else:
-            target = mean.new_empty((1, shape.middle_channels, 1, *plan.latent))
+        hidden = mean.new_empty((1, shape.middle_channels, 1, *plan.latent))
         for tile in _tiles(plan, 1):
-            part(target, tile).copy_(run.tile(item, tile, device, dtype))
+            part(hidden, tile).copy_(stages.rest.tile(item, tile, device, dtype))
             report()
-        if plan.middle != "tiled":
-            for layer in _middle_layers(stages, plan):
-                target = layer(target)
-            mean.copy_(target)
-        del run, target
+        for layer in _middle_layers(stages, plan):
+            hidden = layer(hidden)
+        mean.copy_(hidden)
+        del hidden
     return out
 
 
 def _middle_layers(stages: DecoderStages | EncoderStages, plan: VaePlan) -> tuple[Layer, ...]:
     """The middle with what directly precedes and follows it."""
     before, after = stages.around
-    if plan.middle == "sliced":
+    if plan.sliced:
         return sliced(stages.middle, before, after, plan.middle_rows)
     return *before.layers, stages.middle.attention, *after.layers
-
-
-def _with_attention(
-    stages: DecoderStages | EncoderStages,
-    before: Run,
-    after: Run,
-    item: torch.Tensor,
-    plan: VaePlan,
-    device: torch.device | None = None,
-    dtype: torch.dtype | None = None,
-) -> Run:
-    """The complete network for tiles, with keys and values of the item's own."""
-    keys, values = sampled_keys(
-        stages.middle,
-        lambda tile: before.tile(item, tile, device, dtype),
-        _tiles(plan, 1),
-        plan.latent,
-        plan.stride,
-    )
-    width = stages.shape.middle_channels
-    attend = partial(stages.middle.attend, keys=keys, values=values)
-    return before.then(Run((Step("attention", width, width),), (attend,))).then(after)
 
 
 def _tiles(plan: VaePlan, scale: int) -> Iterator[Tile]:

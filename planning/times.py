@@ -35,11 +35,10 @@ from .vae_bytes import (
     Interval,
     Size,
     Step,
-    after_middle,
-    before_middle,
     down_steps,
     in_pixels,
     intervals,
+    middle_steps,
     parts,
     up_steps,
 )
@@ -302,9 +301,7 @@ def _latent(request: RunRequest) -> Size:
 def _seconds(
     direction: Direction, shape: VaeShape, latent: Size, tiles: Size | int, rates: Rates
 ) -> float:
-    attention = Step("attention", shape.middle_channels, shape.middle_channels)
-    middle = (*before_middle(shape, direction), attention, *after_middle(shape, direction))
-    seconds = sum(_step(step, *latent, rates) for step in middle)
+    seconds = sum(_step(step, *latent, rates) for step in middle_steps(shape, direction))
     rows, columns = tiles if isinstance(tiles, tuple) else _grid(tiles)
     decodes = direction == "decode"
     steps = up_steps(shape) if decodes else down_steps(shape)

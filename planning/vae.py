@@ -1,4 +1,9 @@
-"""The ways to decode and encode in tiles, and the fewest tiles of each that fit."""
+"""How an image goes through the VAE in the memory that is free: whole, or in the fewest tiles.
+
+Only the attention in the VAE's middle sees all latent pixels. The middle therefore runs on the
+whole, in slices if need be, and tiles with a margin run through the rest: their image is the
+whole's up to rounding.
+"""
 
 from __future__ import annotations
 
@@ -15,146 +20,21 @@ from .vae_bytes import (
     latent_bytes,
     middle_slices,
     outside_middle_bytes,
-    through_bytes,
     whole_bytes,
 )
 
 Direction = Literal["decode", "encode"]
-How = Literal["whole", "tiled", "sampled"]
-Place = Literal["whole", "sliced", "tiled"]
+# A plan for a budget in bytes; None for any number.
+Planner = Callable[[int | None], "VaePlan"]
 
 # Latent pixels. Narrower tiles would compute still more margin than image.
 LEAST_TILE = 8
-# Sides of the squares of latent pixels of which tiles with the middle in them read one key; of 1
-# they read all.
-STRIDES = (1, 2, 3, 4, 6, 8, 12, 16)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A way that fits; names as in `VaePlan`.
-
-    Attributes:
-        bytes: What comes and goes, beside latents and image.
-    """
-
-    how: How
-    tiles: Size
-    middle: Place
-    middle_rows: int
-    stride: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class TilingRequest:
-    """What is to be decoded or encoded, in how many tiles at least, in how many bytes at most."""
-
-    direction: Direction
-    shape: VaeShape
-    latent: Size
-    itemsize: int
-    least: int
-    room: int | None
-
-    def whole_bytes(self) -> int:
-        """What one item takes whole."""
-        return whole_bytes(self.direction, self.shape, self.latent, self.itemsize)
-
-    def tiled(self) -> Choice | None:
-        """The fewest tiles that fit: exact ones while there are any, then with sampled keys."""
-        return self._beside_the_middle() or next(
-            filter(None, map(self._with_the_middle, self._strides())), None
-        )
-
-    def least_bytes(self) -> int:
-        """What the smallest tiles with the thinnest sample take."""
-        sizes = (self.direction, self.shape, self.latent, self.itemsize)
-        smallest = largest_tile(self.latent, self._most())
-        _, middle = middle_slices(*sizes, 0)
-        return min(
-            max(middle, outside_middle_bytes(*sizes, smallest)),
-            *(through_bytes(*sizes, smallest, stride) for stride in self._strides()),
-        )
-
-    def _beside_the_middle(self) -> Choice | None:
-        sizes = (self.direction, self.shape, self.latent, self.itemsize)
-        rows, middle = middle_slices(*sizes, self.room)
-
-        def peak(grid: Size) -> int:
-            return max(middle, outside_middle_bytes(*sizes, largest_tile(self.latent, grid)))
-
-        grid = self._fewest(peak)
-        if not grid:
-            return None
-        place = "sliced" if rows < self.latent[0] else "whole"
-        return Choice("tiled", grid, place, rows, 1, peak(grid))
-
-    def _with_the_middle(self, stride: int) -> Choice | None:
-        sizes = (self.direction, self.shape, self.latent, self.itemsize)
-
-        def peak(grid: Size) -> int:
-            return through_bytes(*sizes, largest_tile(self.latent, grid), stride)
-
-        grid = self._fewest(peak)
-        if not grid:
-            return None
-        how = "tiled" if stride == 1 else "sampled"
-        return Choice(how, grid, "tiled", self.latent[0], stride, peak(grid))
-
-    def _strides(self) -> list[int]:
-        return [stride for stride in STRIDES if stride <= min(self.latent)]
-
-    def _most(self) -> Size:
-        """The most rows and columns of tiles."""
-        height, width = self.latent
-        rows, columns = max(1, height // LEAST_TILE), max(1, width // LEAST_TILE)
-        return (rows, columns) if self.least <= rows * columns else self.latent
-
-    def _fewest(self, peak: Callable[[Size], int]) -> Size | None:
-        """The rows and columns of the fewest tiles that fit; of equally many, the squarest."""
-        most_rows, most_columns = self._most()
-
-        def fits(rows: int, columns: int) -> bool:
-            return self.room is None or peak((rows, columns)) <= self.room
-
-        best: tuple[int, int, Size] | None = None
-        columns = most_columns
-        # More rows never need more columns, so that one walk down the columns is enough.
-        for rows in range(1, most_rows + 1):
-            if best and rows > best[0]:
-                break
-            if not fits(rows, columns):
-                continue
-            while columns > 1 and fits(rows, columns - 1):
-                columns -= 1
-            enough = max(columns, -(-self.least // rows))
-            if enough <= most_columns:
-                seams = (rows - 1) * self.latent[1] + (enough - 1) * self.latent[0]
-                found = (rows * enough, seams, (rows, enough))
-                best = min(best, found) if best else found
-        return best and best[2]
-
-
-def largest_tile(latent: Size, grid: Size) -> Size:
-    """Latent pixels of the largest tile of a grid."""
-    return -(-latent[0] // grid[0]), -(-latent[1] // grid[1])
-
-
-# How an image is decoded or encoded in the memory that is free: whole, in exact tiles, or in
-# tiles with a sample of the keys.
-#
-# Only the attention in the VAE's middle sees all latent pixels. The middle therefore runs on the
-# whole, in slices if need be, and tiles with a margin run through the rest: their image is the
-# whole's up to rounding. Where the middle's output does not fit beside its keys and values, each
-# tile
-# runs the middle too. Where not even keys and values fit, tiles read a sample of them. Of the
-# bundled
-# VAE at 768x768 one key in 4 leaves 59 dB of an image and 47 dB of random latents; tiles that
-# attend
-# to themselves alone and fade into each other over 384 pixels leave 42 and 37 dB.
-
-__all__ = ["VaePlan", "VaeShape", "plan_decode", "plan_encode"]
+# Images that our decoding node decodes together: a bound on what a large batch of small ones asks
+# for at once.
+MOST_TOGETHER = 16
+# What ComfyUI is asked to free at first where too little is: a megapixel whole in bf16, tiles of
+# more.
+LEAST_ROOM = int(1.5 * GIB)
 
 
 @dataclass(frozen=True)
@@ -162,45 +42,46 @@ class VaePlan:
     """How a batch is decoded or encoded.
 
     Attributes:
-        how: "whole", in exact "tiled" pieces, or in such with "sampled" keys, which only come
-            close to the whole.
         latent: Latent pixels of the whole, (height, width).
-        tile: Latent pixels of the largest tile, without the margin that it reads.
         tiles: (rows, columns) of tiles.
-        middle: Whether the middle runs "whole", "sliced", or in the tiles ("tiled").
         middle_rows: Latent rows in one slice of the middle; all of them when it is not sliced.
-        stride: The attention of tiles reads one key in stride x stride; 1 for all.
         batch: Items that run together.
         peak_bytes: Predicted peak of activations on the card, with input and output.
         reason: One clause for the user.
     """
 
     direction: Direction
-    how: How
-    latent: tuple[int, int]
-    tile: tuple[int, int]
-    tiles: tuple[int, int]
-    middle: Place
+    latent: Size
+    tiles: Size
     middle_rows: int
-    stride: int
     batch: int
     peak_bytes: int
     reason: str
 
     @property
-    def exact(self) -> bool:
-        """Whether the result is the whole's, up to rounding."""
-        return self.how != "sampled"
+    def whole(self) -> bool:
+        """Whether nothing is cut."""
+        return self.tiles == (1, 1) and not self.sliced
+
+    @property
+    def sliced(self) -> bool:
+        """Whether the middle runs in slices."""
+        return self.middle_rows < self.latent[0]
+
+    @property
+    def tile(self) -> Size:
+        """Latent pixels of the largest tile, without the margin that it reads."""
+        return largest_tile(self.latent, self.tiles)
 
     @property
     def count(self) -> int:
         """Tiles of one item."""
         return self.tiles[0] * self.tiles[1]
 
-    @property
-    def query_rows(self) -> int:
-        """Queries, each a latent pixel, that the attention takes at once."""
-        return self.middle_rows * self.latent[1]
+
+def largest_tile(latent: Size, grid: Size) -> Size:
+    """Latent pixels of the largest tile of a grid."""
+    return -(-latent[0] // grid[0]), -(-latent[1] // grid[1])
 
 
 def plan_decode(
@@ -226,9 +107,9 @@ def plan_decode(
 
     Raises:
         SettingError: a size is not positive, or there are to be more tiles than latent pixels.
-        UnavailableError: not even the smallest tile fits.
+        UnavailableError: not even the smallest tiles fit.
     """
-    return _plan("decode", shape, height, width, batch, itemsize, budget, tiles, image_on_card)
+    return _plan("decode", shape, (height, width), batch, itemsize, budget, tiles, image_on_card)
 
 
 def plan_encode(
@@ -243,35 +124,26 @@ def plan_encode(
     image_on_card: bool = False,
 ) -> VaePlan:
     """As `plan_decode`; height and width are latent pixels here too, pixels / 8."""
-    return _plan("encode", shape, height, width, batch, itemsize, budget, tiles, image_on_card)
-
-
-def decode_peak_bytes(shape: VaeShape, height: int, width: int, itemsize: int) -> int:
-    """What decoding one item whole holds at most; height and width are latent pixels."""
-    return _alone("decode", shape, (height, width), itemsize)
+    return _plan("encode", shape, (height, width), batch, itemsize, budget, tiles, image_on_card)
 
 
 def encode_peak_bytes(shape: VaeShape, height: int, width: int, itemsize: int) -> int:
     """What encoding one item whole holds at most; height and width are latent pixels."""
-    return _alone("encode", shape, (height, width), itemsize)
-
-
-def _alone(direction: Direction, shape: VaeShape, latent: Size, itemsize: int) -> int:
-    kept = latent_bytes(shape, latent, itemsize)
-    return kept + whole_bytes(direction, shape, latent, itemsize)
+    latent = (height, width)
+    return latent_bytes(shape, latent, itemsize) + whole_bytes("encode", shape, latent, itemsize)
 
 
 def _plan(
     direction: Direction,
     shape: VaeShape,
-    height: int,
-    width: int,
+    latent: Size,
     batch: int,
     itemsize: int,
     budget: int | None,
     tiles: int | None,
     image_on_card: bool,
 ) -> VaePlan:
+    height, width = latent
     named = {"latent height": height, "latent width": width, "batch": batch, "itemsize": itemsize}
     for name, value in named.items():
         if value < 1:
@@ -282,72 +154,74 @@ def _plan(
             f"the number of tiles must be from 0, for automatic, to the {height * width} latent "
             f"pixels of the image, got {tiles}."
         )
-    latent = (height, width)
     # What is there all the time.
     kept = batch * latent_bytes(shape, latent, itemsize)
     kept += batch * image_bytes(shape, latent, itemsize) if image_on_card else 0
     room = None if budget is None else budget - kept
-    wanted = TilingRequest(direction, shape, latent, itemsize, least, room)
     free = format_gib(max(0, budget or 0))
-    whole = wanted.whole_bytes()
+    sizes = (direction, shape, latent, itemsize)
+    whole = whole_bytes(*sizes)
     together = batch if room is None else min(batch, room // whole)
     if least == 1 and together >= 1:
-        choice = Choice("whole", (1, 1), "whole", height, 1, together * whole)
-        of = "" if room is None else f" of {free} free"
-        reason = f"whole, {format_gib(kept + choice.bytes)}{of}"
-    else:
-        together, choice = 1, wanted.tiled()
-        if not choice:
-            raise UnavailableError(
-                f"to {direction} {PIXELS_PER_LATENT * width}x{PIXELS_PER_LATENT * height} pixels "
-                f"takes at least {-(-(kept + wanted.least_bytes()) // MIB):,} MiB in the smallest "
-                f"tiles and {max(0, budget or 0) // MIB:,} MiB is free: choose a smaller size or "
-                "batch, or free memory on the card."
-            )
-        because = "as requested"
-        if least == 1:
-            because = f"because the whole needs {format_gib(kept + whole)} and {free} is free"
-        reason = f"{_in_words(latent, choice)}, {because}"
-    return VaePlan(
-        direction=direction,
-        how=choice.how,
-        latent=latent,
-        tile=largest_tile(latent, choice.tiles),
-        tiles=choice.tiles,
-        middle=choice.middle,
-        middle_rows=choice.middle_rows,
-        stride=choice.stride,
-        batch=together,
-        peak_bytes=kept + choice.bytes,
-        reason=reason,
-    )
+        peak = kept + together * whole
+        reason = f"whole, {format_gib(peak)}" + ("" if room is None else f" of {free} free")
+        return VaePlan(direction, latent, (1, 1), height, together, peak, reason)
+
+    rows, middle = middle_slices(*sizes, room)
+
+    def bytes_of(grid: Size) -> int:
+        return max(middle, outside_middle_bytes(*sizes, largest_tile(latent, grid)))
+
+    most = _most_tiles(latent, least)
+    grid = _fewest(latent, least, most, lambda grid: room is None or bytes_of(grid) <= room)
+    if grid is None:
+        # One row is the least that the middle takes.
+        lacking = -(-(kept + bytes_of(most)) // MIB)
+        raise UnavailableError(
+            f"to {direction} {PIXELS_PER_LATENT * width}x{PIXELS_PER_LATENT * height} pixels takes "
+            f"at least {lacking:,} MiB in the smallest tiles and {max(0, budget or 0) // MIB:,} "
+            "MiB is free: choose a smaller size or batch, or free memory on the card."
+        )
+    tall, wide = largest_tile(latent, grid)
+    count = grid[0] * grid[1]
+    text = f"{count} exact tile{'s' * (count > 1)} of {wide}x{tall} latent pixels"
+    if rows < height:
+        text += f" with the middle in slices of {rows} rows"
+    because = "as requested"
+    if least == 1:
+        because = f"because the whole needs {format_gib(kept + whole)} and {free} is free"
+    return VaePlan(direction, latent, grid, rows, 1, kept + bytes_of(grid), f"{text}, {because}")
 
 
-def _in_words(latent: Size, choice: Choice) -> str:
-    height, width = largest_tile(latent, choice.tiles)
-    count = choice.tiles[0] * choice.tiles[1]
-    kind = "exact" if choice.stride == 1 else "approximate"
-    text = f"{count} {kind} tile{'s' * (count > 1)} of {width}x{height} latent pixels"
-    if choice.middle == "sliced":
-        return f"{text} with the middle in slices of {choice.middle_rows} rows"
-    if choice.stride > 1:
-        return f"{text} whose attention reads one key in {choice.stride**2}"
-    return f"{text} with the middle in each" if choice.middle == "tiled" else text
+def _most_tiles(latent: Size, least: int) -> Size:
+    """The most rows and columns of tiles."""
+    height, width = latent
+    rows, columns = max(1, height // LEAST_TILE), max(1, width // LEAST_TILE)
+    return (rows, columns) if least <= rows * columns else latent
 
 
-# How our decoding node takes a request's images through the VAE in what is free on the card.
-
-# Images that it decodes together at most (hosts/comfyui/planned_vae.py).
-MOST_TOGETHER = 16
-# What it asks ComfyUI to free at first where too little is (hosts/comfyui/vae_room.py).
-LEAST_ROOM = int(1.5 * GIB)
+def _fewest(latent: Size, least: int, most: Size, fits: Callable[[Size], bool]) -> Size | None:
+    """The rows and columns of the fewest tiles that fit; of equally many, the squarest."""
+    best: tuple[int, int, Size] | None = None
+    columns = most[1]
+    # More rows never need more columns, so that one walk down the columns is enough.
+    for rows in range(1, most[0] + 1):
+        if best and rows > best[0]:
+            break
+        if not fits((rows, columns)):
+            continue
+        while columns > 1 and fits((rows, columns - 1)):
+            columns -= 1
+        enough = max(columns, -(-least // rows))
+        if enough <= most[1]:
+            seams = (rows - 1) * latent[1] + (enough - 1) * latent[0]
+            found = (rows * enough, seams, (rows, enough))
+            best = min(best, found) if best else found
+    return best and best[2]
 
 
 def decode_plan(request: RunRequest, free: int | None, others: int = 0) -> VaePlan:
     """How our decoding node decodes the request's images in `free` bytes.
-
-    As the node, it asks the host to move other models off the card only where nothing exact fits
-    beside them, and then for the least room that does.
 
     Args:
         free: bytes for what comes and goes; None for any number.
@@ -370,7 +244,7 @@ def decode_plan(request: RunRequest, free: int | None, others: int = 0) -> VaePl
         )
 
     if request.tiles != 1:
-        return planner(None) if free is None else _least_room(planner, max(0, free), others)
+        return planner(None) if free is None else plan_in_room(planner, max(0, free), others)
     whole = planner(None)
     most = None if free is None else max(0, free) + others
     if most is not None and whole.peak_bytes > most:
@@ -382,20 +256,29 @@ def decode_plan(request: RunRequest, free: int | None, others: int = 0) -> VaePl
     return whole
 
 
-def _least_room(planner: Callable[[int | None], VaePlan], free: int, others: int) -> VaePlan:
-    most, room, found = free + others, LEAST_ROOM, _within(planner, free)
-    if found and found.exact:
-        return found
-    while room < most:
-        larger = _within(planner, room) if room > free else None
-        if larger and larger.exact:
-            return larger
+def plan_in_room(planner: Planner, free: int, others: int) -> VaePlan:
+    """Plans within what is free; else within the least room that does.
+
+    Args:
+        free: bytes that are free for what the plan counts.
+        others: bytes of other models' weights that could leave the card.
+
+    Returns:
+        A plan whose `peak_bytes` are more than `free` needs the host to move other models off the
+        card.
+
+    Raises:
+        UnavailableError: it would not fit even with all other models off the card.
+    """
+    most, room, found = free + others, LEAST_ROOM, plan_within(planner, free)
+    while not found and room < most:
+        found = plan_within(planner, room) if room > free else None
         room *= 2
-    last = _within(planner, most)
-    return last if last and last.exact else found or planner(most)
+    return found or planner(most)
 
 
-def _within(planner: Callable[[int | None], VaePlan], budget: int) -> VaePlan | None:
+def plan_within(planner: Planner, budget: int) -> VaePlan | None:
+    """None where nothing fits."""
     try:
         return planner(budget)
     except UnavailableError:

@@ -22,10 +22,10 @@ class Step:
     """One layer that a tile runs through.
 
     Args:
-        kind: "convolution" is one of 3x3; "residual" is two with norms, beside a shortcut;
-            "attention" reads every pixel of the whole, but of its tile only those that it
-            replaces; "up" doubles the pixels before a convolution; "down" is one of stride 2 that
-            pads below and to the right; "head" is a norm and a convolution.
+        kind: "convolution" is one of 3x3; "residual" is two with norms, and a shortcut;
+            "attention" reads every pixel of the whole, so that no tile runs it; "up" doubles the
+            pixels before a convolution; "down" is one of stride 2 that pads below and to the
+            right; "head" is a norm and a convolution.
     """
 
     kind: Kind
@@ -38,7 +38,7 @@ class Step:
             return (low - 1) // 2, -(-(high + 1) // 2)
         if self.kind == "down":
             return 2 * low, 2 * high + 1
-        margin = {"attention": 0, "residual": 2}.get(self.kind, 1)
+        margin = 2 if self.kind == "residual" else 1
         return low - margin, high + margin
 
     def gives(self, low: int, high: int) -> Interval:
@@ -91,18 +91,10 @@ def after_middle(shape: VaeShape, direction: str) -> tuple[Step, ...]:
     return (block, Step("head", width, 2 * shape.latent_channels))
 
 
-def to_attention(shape: VaeShape, direction: str) -> tuple[Step, ...]:
-    """From latents or pixels to what the attention reads."""
-    before = before_middle(shape, direction)
-    return before if direction == "decode" else (*down_steps(shape), *before)
-
-
-def through_attention(shape: VaeShape, direction: str) -> tuple[Step, ...]:
-    """The complete network."""
+def middle_steps(shape: VaeShape, direction: str) -> tuple[Step, ...]:
+    """The attention with what precedes and follows it."""
     attention = Step("attention", shape.middle_channels, shape.middle_channels)
-    after = after_middle(shape, direction)
-    after = (*after, *up_steps(shape)) if direction == "decode" else after
-    return (*to_attention(shape, direction), attention, *after)
+    return (*before_middle(shape, direction), attention, *after_middle(shape, direction))
 
 
 def intervals(
@@ -182,9 +174,7 @@ def step_bytes(step: Step, shape: VaeShape, itemsize: int, size: Size, input_byt
             copy = shape.padded_frames * (rows + 2) * (columns + 2) * channels * itemsize
         return copy + o + CONVOLUTION_WORKSPACE * ((copy or given) + o)
 
-    if step.kind == "attention":
-        most = attention_bytes(shape, itemsize, rows * columns)
-    elif step.kind == "up":
+    if step.kind == "up":
         u = area * step.channels_in * itemsize
         most = max(u + convolve(u, step.channels_in), wide * i + wide * u, wide * u + u)
     elif step.kind == "residual":
@@ -312,18 +302,6 @@ def middle_slices(
         else:
             high = rows - 1
     return low, middle_bytes(direction, shape, latent, itemsize, low)
-
-
-def through_bytes(
-    direction: str, shape: VaeShape, latent: Size, itemsize: int, tile: Size, stride: int
-) -> int:
-    """The most that tiles hold that run the middle too, with one key in stride x stride."""
-    steps = through_attention(shape, direction)
-    # Values and keys, and beside them those of one tile on the way there.
-    kept = 2 * hidden_bytes(shape, tuple(-(-side // stride) for side in latent), itemsize)
-    if direction == "decode":
-        return kept + tile_bytes(steps, shape, itemsize, in_pixels(tile), latent, input_held=False)
-    return kept + tile_bytes(steps, shape, itemsize, tile, in_pixels(latent), input_held=True)
 
 
 def whole_bytes(direction: str, shape: VaeShape, latent: Size, itemsize: int) -> int:

@@ -352,15 +352,15 @@ def check_what_is_free_decides():
         images, report = decode(EXACT, latents)
     assert "whole, " in report and " of 100.0 GiB free" in report and "tile" not in report
     whole = plans[0].peak_bytes
-    assert card.asked == [whole] and plans[0].how == "whole"
+    assert card.asked == [whole] and plans[0].whole
     with as_on_a_card(free=whole) as card, plans_run() as plans:
         images, _ = decode(EXACT, latents)
-    assert plans[0].how == "whole"
+    assert plans[0].whole
     for least in (1, 2):
         with as_on_a_card(free=whole // least - 1) as card, plans_run() as plans:
             images, report = decode(EXACT, latents)
         assert_close(images, known)
-        assert plans[0].how == "tiled" and plans[0].peak_bytes <= whole // least
+        assert not plans[0].whole and plans[0].peak_bytes <= whole // least
         assert card.asked == [plans[0].peak_bytes]
         assert f"{plans[0].count} exact tiles of " in report, report
         assert "because the whole needs " in report and "moved" not in report, report
@@ -394,11 +394,11 @@ def check_encoding_keeps_to_what_is_free():
     with as_on_a_card(free=whole - 1) as card, plans_run() as plans:
         latents, report = encode(EXACT, pixels)
     assert_close(latents, known)
-    assert plans[0].how == "tiled" and card.asked == [plans[0].peak_bytes]
+    assert not plans[0].whole and card.asked == [plans[0].peak_bytes]
     assert " exact tiles of " in report
 
 
-def check_other_models_leave_only_where_no_exact_plan_fits():
+def check_other_models_leave_only_where_no_plan_fits():
     latents = random(1, 16, 1, 32, 24)
     with as_on_a_card(free=100_000, others=10 * GIB) as card, plans_run() as plans:
         real = planned_vae.pieces.decode
@@ -411,29 +411,9 @@ def check_other_models_leave_only_where_no_exact_plan_fits():
             images, report = decode(EXACT, latents)
     assert_close(images, core_decode(EXACT, latents))
     (plan,) = plans
-    assert plan.exact and card.asked == [plan.peak_bytes] and plan.peak_bytes > 100_000
+    assert card.asked == [plan.peak_bytes] and plan.peak_bytes > 100_000
     assert "where 0 MiB is free: ComfyUI moves other models off the card first" in report, report
     assert "ComfyUI moved 3.0 GiB of other models off the card" in report, report
-
-
-def check_more_room_than_the_least_is_asked_for_in_turn():
-    asked = []
-
-    def planner(budget):
-        asked.append(budget)
-        if budget < 5 * GIB:
-            raise UnavailableError("too little.")
-        return SimpleNamespace(exact=budget >= 7 * GIB, peak_bytes=budget)
-
-    with as_on_a_card(free=GIB, others=8 * GIB):
-        assert vae_room.choose(EXACT, planner, GIB).peak_bytes == 9 * GIB
-        assert asked == [GIB, 1.5 * GIB, 3 * GIB, 6 * GIB, 9 * GIB]
-        asked.clear()
-        assert vae_room.choose(EXACT, planner, 3 * GIB).peak_bytes == 11 * GIB
-        assert asked == [3 * GIB, 6 * GIB, 11 * GIB]
-    with as_on_a_card(free=GIB):
-        assert not vae_room.choose(EXACT, planner, 6 * GIB).exact
-        refused(UnavailableError, "too little", run=lambda: vae_room.choose(EXACT, planner, GIB))
 
 
 def check_what_fits_nowhere_is_refused():
@@ -449,7 +429,7 @@ def check_whole_on_request():
     with as_on_a_card(free=100_000) as card, plans_run() as plans:
         images, report = decode(EXACT, latents, 1)
     assert_close(images, core_decode(EXACT, latents))
-    assert [plan.how for plan in plans] == ["whole", "whole"]
+    assert [plan.whole for plan in plans] == [True, True]
     assert card.asked == [plans[0].peak_bytes]
     assert "whole, " in report and "where 0 MiB is free\n" in report, report
 
@@ -459,10 +439,10 @@ def check_a_result_that_stays_on_the_card_takes_room():
     with as_on_a_card(free=100 * GIB), plans_run() as plans:
         decode(EXACT, latents)
     whole = plans[0].peak_bytes
-    for kept, how in ((50 * MIB, "whole"), (50 * MIB + 1, "tiled")):
+    for kept, fits in ((50 * MIB, True), (50 * MIB + 1, False)):
         with as_on_a_card(free=whole + 50 * MIB, kept=kept) as card, plans_run() as plans:
             decode(EXACT, latents)
-        assert plans[0].how == how and card.asked == [plans[0].peak_bytes + kept]
+        assert plans[0].whole == fits and card.asked == [plans[0].peak_bytes + kept]
 
 
 def check_a_batch_goes_in_parts():
@@ -540,7 +520,7 @@ def check_out_of_memory_late_in_a_batch_keeps_what_is_done():
     with as_on_a_card(free=free) as card, plans_run() as plans, out_of_memory([1]) as calls:
         images, _ = decode(EXACT, latents)
     assert_close(images, core_decode(EXACT, latents))
-    assert [plan.how for plan in plans] == ["whole", "tiled", "tiled"] and len(calls) == 4
+    assert [plan.whole for plan in plans] == [True, False, False] and len(calls) == 4
     assert card.asked == [plans[0].peak_bytes, plans[1].peak_bytes]
     assert plans[1].peak_bytes <= plans[0].peak_bytes // 2
 
@@ -638,7 +618,7 @@ def check_too_much_for_the_processor_goes_in_tiles():
         words = ("to decode 1 image of 192x256 whole takes", "of host memory")
         refused(UnavailableError, *words, run=lambda: decode(EXACT, latents, 1))
     assert_close(images, known)
-    assert [plan.how for plan in plans] == ["tiled"] and " exact tiles" in report
+    assert not any(plan.whole for plan in plans) and " exact tiles" in report
 
 
 def check_an_interruption_stops_it():

@@ -23,8 +23,7 @@ from tracked_allocations import Allocations, fused_attention
 from qwen_l40s.errors import SettingError
 from qwen_l40s.hosts.comfyui.decode.stages import decoder_stages, encoder_stages, vae_shape
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
-from qwen_l40s.optimizations.vae import decode, encode
-from qwen_l40s.optimizations.vae_tiles import sliced
+from qwen_l40s.optimizations.vae import decode, encode, sliced
 from qwen_l40s.planning import vae_bytes
 from qwen_l40s.planning.vae import VaeShape, plan_decode, plan_encode
 
@@ -32,11 +31,7 @@ torch.set_num_threads(1)
 DEVICE = comfy.model_management.get_torch_device()
 MICRO = comfyui_boot.ROOT / "models" / "micro"
 EXACT_DB = 80 if MODE == "cpu" else 60
-MIDDLES = [
-    {"middle": "whole"},
-    {"middle": "sliced", "middle_rows": 3},
-    {"middle": "tiled"},
-]
+MIDDLES = [{}, {"middle_rows": 3}]
 
 
 def wan(dim=8, channels=3, z_dim=16, **options):
@@ -184,14 +179,9 @@ def check_the_predicted_peak_of_tiles():
         kept += vae_bytes.image_bytes(shape, latent, size)
         outside = vae_bytes.outside_middle_bytes(*sizes, found.tile)
         for rows in (96, 8):
-            way = {"middle": "whole" if rows == 96 else "sliced", "middle_rows": rows}
-            tracked = held(model, replace(found, **way))
+            tracked = held(model, replace(found, middle_rows=rows))
             predicted = kept + max(outside, vae_bytes.middle_bytes(*sizes, rows))
-            assert tracked <= predicted <= 1.25 * tracked, (found, way, predicted / tracked)
-        for stride in (1, 4):
-            tracked = held(model, replace(found, middle="tiled", stride=stride))
-            predicted = kept + vae_bytes.through_bytes(*sizes, found.tile, stride)
-            assert tracked <= predicted <= 1.25 * tracked, (found, stride, predicted / tracked)
+            assert tracked <= predicted <= 1.25 * tracked, (found, rows, predicted / tracked)
 
 
 def check_the_predicted_peak_of_the_middle():

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.planning import estimate as residence
 from qwen_l40s.planning import phases as phases_module
-from qwen_l40s.planning import vae as decoding
 from qwen_l40s.planning.activations import (
     MOST_TABLE_BYTES,
     Rows,
@@ -456,8 +455,6 @@ def test_what_is_at_hand_is_not_quantized_again():
         ("RING_BYTES", residence.RING_BYTES, "optimizations/weight_stream.py"),
         ("STAGING_BYTES", residence.STAGING_BYTES, "hosts/comfyui/precision.py"),
         ("LAYERS_ON_CARD", phases_module.LAYERS_ON_CARD, "hosts/comfyui/off_card_pass.py"),
-        ("MOST_TOGETHER", decoding.MOST_TOGETHER, "hosts/comfyui/planned_vae.py"),
-        ("LEAST_ROOM", decoding.LEAST_ROOM, "hosts/comfyui/vae_room.py"),
     ],
 )
 def test_figures_are_those_of_the_code_that_runs(name, value, file):

@@ -15,23 +15,14 @@ diffusers = pytest.importorskip("diffusers")
 from qwen_l40s.hosts.diffusers import decode as host
 from qwen_l40s.hosts.diffusers.decode import decoder_stages, encoder_stages, vae_shape
 from qwen_l40s.loaders.source import bundled_micro_folder
-from qwen_l40s.optimizations.vae import (
-    DecoderStages,
-    decode,
-    encode,
-)
+from qwen_l40s.optimizations.vae import DecoderStages, decode, encode
 from qwen_l40s.planning.vae import plan_decode, plan_encode
 from qwen_l40s.planning.vae_bytes import Step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-EXACT_DB, SAMPLED_DB = 80, 45
+EXACT_DB = 80
 # Ways that the planner takes only of images larger than a test's.
-MIDDLES = [
-    {"middle": "whole"},
-    {"middle": "sliced", "middle_rows": 3},
-    {"middle": "sliced", "middle_rows": 1},
-    {"middle": "tiled"},
-]
+MIDDLES = [{}, {"middle_rows": 3}, {"middle_rows": 1}]
 # (batch, latent height, latent width, tiles): odd, long, in one row or column, a latent pixel each.
 GRIDS = [
     (1, 24, 24, 4),
@@ -188,7 +179,7 @@ def test_a_margin_of_less_would_not_do(micro, monkeypatch, kind):
 
     stages, latents = decoder_stages(micro), latents_of(micro, 1, 16, 16)
     known = decode(stages, latents, plan_decode(stages.shape, 16, 16, budget=None))
-    plan = replace(plan_decode(stages.shape, 16, 16, budget=None, tiles=4), middle="tiled")
+    plan = replace(plan_decode(stages.shape, 16, 16, budget=None, tiles=4), middle_rows=4)
     assert decibels(decode(stages, latents, plan), known) >= EXACT_DB
     monkeypatch.setattr(Step, "reads", less)
     assert decibels(decode(stages, latents, plan), known) < EXACT_DB
@@ -211,37 +202,6 @@ def test_an_output_in_another_place_and_dtype(micro):
     found = encode(encoder_stages(micro), pixels, plan, device="cpu", dtype=torch.float32)
     assert found.dtype == torch.float32
     assert torch.equal(found, encode(encoder_stages(micro), pixels.float(), plan))
-
-
-# ------------------------------------------------------------------------------------ sampled keys
-
-
-@pytest.mark.parametrize("stride", [2, 4])
-def test_sampled_keys_come_close(micro, stride):
-    stages, height, width = encoder_stages(micro), 56, 48
-    pixels = smooth_image(8 * height, 8 * width)
-    shape = stages.shape
-    known = encode(stages, pixels, plan_encode(shape, height, width, budget=None))
-    forced = plan_encode(shape, height, width, budget=None, tiles=6)
-    way = {"how": "sampled", "middle": "tiled", "stride": stride}
-    means = encode(stages, pixels, replace(forced, **way))
-    assert SAMPLED_DB <= decibels(means, known) < EXACT_DB
-    decoder = decoder_stages(micro)
-    image = decode(decoder, known, plan_decode(shape, height, width, budget=None))
-    forced = plan_decode(shape, height, width, budget=None, tiles=6)
-    found = decode(decoder, known, replace(forced, **way))
-    assert SAMPLED_DB <= decibels(found, image) < EXACT_DB
-
-
-@pytest.mark.parametrize("tiles", [1, 4, 6, 35])
-def test_every_tiling_reads_the_same_sample(micro, tiles):
-    stages, latents = decoder_stages(micro), latents_of(micro, 1, 35, 29)
-    way = {"how": "sampled", "middle": "tiled", "stride": 3}
-    images = []
-    for count in (2, tiles):
-        forced = plan_decode(stages.shape, 35, 29, budget=None, tiles=count)
-        images.append(decode(stages, latents, replace(forced, **way)))
-    assert decibels(images[1], images[0]) >= EXACT_DB
 
 
 # ------------------------------------------------------------------------------------ what is wrong
@@ -304,7 +264,7 @@ def test_the_host_tries_once_more_in_half_the_memory(micro, monkeypatch, caplog)
     with caplog.at_level(logging.WARNING):
         found = host.decode_latent(micro, latent)
     assert decibels(found, known) >= EXACT_DB
-    assert [plan.how for plan in plans] == ["whole", "tiled"]
+    assert [plan.whole for plan in plans] == [True, False]
     assert plans[1].peak_bytes <= plans[0].peak_bytes // 2
     assert "ran out of memory while decoding" in caplog.text and "exact tiles" in caplog.text
     fail(2)

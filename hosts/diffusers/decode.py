@@ -14,8 +14,7 @@ from PIL import Image
 
 from ...errors import SettingError
 from ...optimizations import vae as planned
-from ...optimizations.vae import DecoderStages, EncoderStages
-from ...optimizations.vae_tiles import Middle
+from ...optimizations.vae import DecoderStages, EncoderStages, Middle
 from ...planning.vae import VaePlan, plan_decode
 from ...spec import VaeShape
 from .load import LoadedPipeline

@@ -15,17 +15,22 @@ import torch
 from ....errors import SettingError, UnavailableError
 from ....optimizations import vae as pieces
 from ....optimizations.vae import Progress
-from ....planning.vae import VaePlan, plan_decode, plan_encode
+from ....planning.vae import (
+    MOST_TOGETHER,
+    VaePlan,
+    plan_decode,
+    plan_encode,
+    plan_in_room,
+    plan_within,
+)
 from ....spec import PIXELS_PER_LATENT, format_gib
 from ..record.record import Recording
 from .room import (
     check_host_memory,
-    choose,
     free_bytes,
     make_room,
     on_processor,
     others_bytes,
-    plan_within,
 )
 from .stages import decoder_stages, encoder_stages, vae_shape
 
@@ -73,10 +78,10 @@ class Batch:
         on_host = comfy.model_management.is_device_cpu(self.vae.output_device)
         check_host_memory(self.what, self.host_bytes + (self._result_bytes if on_host else 0))
         free = free_bytes(self.vae) - self._kept
-        plan = choose(self.vae, self._planner, free)
+        others = others_bytes(self.vae)
+        plan = plan_in_room(self._planner, free, others)
         if on_processor(self.vae):
             check_host_memory(f"{self.what} {_form(plan)}", plan.peak_bytes + self._kept)
-        others = others_bytes(self.vae)
         lines = [f"{self.what}: {_how(plan, free, others)}"]
         phase = self.what.partition(" ")[0]
         with Recording(self.vae.first_stage_model, phase, self.vae.device) as recording:
@@ -171,10 +176,9 @@ class Batch:
 
 
 def _form(plan: VaePlan) -> str:
-    if plan.how == "whole":
+    if plan.whole:
         return "whole"
-    kind = "exact" if plan.exact else "approximate"
-    return f"in {plan.count} {kind} tile{'s' * (plan.count > 1)}"
+    return f"in {plan.count} exact tile{'s' * (plan.count > 1)}"
 
 
 def _how(plan: VaePlan, free: int, others: int) -> str:
@@ -188,9 +192,6 @@ def _how(plan: VaePlan, free: int, others: int) -> str:
 #
 # What comes out is what the host's own VAEDecode and VAEEncode give: bit for bit where the plan is
 # whole, and up to rounding in exact tiles. Other VAEs and videos go the host's own way.
-
-# Images that are decoded together: a bound on what a large batch of small ones asks for at once.
-MOST_TOGETHER = 16
 
 
 def decode(vae: comfy.sd.VAE, samples: torch.Tensor, tiles: int = 0) -> tuple[torch.Tensor, str]:

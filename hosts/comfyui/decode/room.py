@@ -6,22 +6,13 @@ card. A plan for what is free leaves it there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import comfy.model_management
 import comfy.sd
 
 from ....errors import UnavailableError
 from ....machine.memory import available_memory
-from ....planning.vae import VaePlan
-from ....spec import GIB, format_gib
+from ....spec import format_gib
 
-# A plan for a budget in bytes.
-Planner = Callable[[int], VaePlan]
-
-# What ComfyUI is asked for at first where too little is free: a megapixel whole in bf16, exact
-# tiles of more.
-LEAST_ROOM = int(1.5 * GIB)
 # ComfyUI books a tenth more than the weights that it loads.
 BOOKED = 1.1
 
@@ -61,48 +52,6 @@ def others_bytes(vae: comfy.sd.VAE) -> int:
         for model in comfy.model_management.loaded_models()
         if model is not None and model.load_device == vae.device and not vae.patcher.is_clone(model)
     )
-
-
-def choose(vae: comfy.sd.VAE, planner: Planner, free: int) -> VaePlan:
-    """Plans within what is free; else, for an exact result, within the least room that does.
-
-    Args:
-        free: bytes that are free for what the plan counts.
-
-    Returns:
-        A plan whose `peak_bytes` are more than `free` needs ComfyUI to move other models off the
-        card.
-
-    Raises:
-        UnavailableError: it would not fit even with all other models off the card.
-    """
-    found = plan_within(planner, free)
-    if found and found.exact:
-        return found
-    most = free + others_bytes(vae)
-    for room in _rooms(free, most):
-        larger = plan_within(planner, room)
-        if larger and larger.exact:
-            return larger
-    return found or planner(most)
-
-
-def plan_within(planner: Planner, budget: int) -> VaePlan | None:
-    """None where nothing fits."""
-    try:
-        return planner(budget)
-    except UnavailableError:
-        return None
-
-
-def _rooms(free: int, most: int) -> Iterator[int]:
-    room = LEAST_ROOM
-    while room < most:
-        if room > free:
-            yield room
-        room *= 2
-    if most > free:
-        yield most
 
 
 def make_room(vae: comfy.sd.VAE, needed: int) -> bool:

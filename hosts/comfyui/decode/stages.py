@@ -6,8 +6,7 @@ import torch
 from comfy.ldm.wan.vae import WanVAE
 
 from ....errors import SettingError
-from ....optimizations.vae import DecoderStages, EncoderStages
-from ....optimizations.vae_tiles import Middle
+from ....optimizations.vae import DecoderStages, EncoderStages, Middle
 from ....spec import VaeShape
 
 
