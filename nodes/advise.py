@@ -68,8 +68,9 @@ class QwenL40SAdviseGPU(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, prices: str = "") -> bool | str:
-        # Only the one input: ComfyUI repeats the sentence for each that is named here.
+    def validate_inputs(cls, prices: str = "", lora_mode: str = "merged") -> bool | str:
+        # ComfyUI repeats the sentence for each input that is named here, and leaves the check of
+        # `lora_mode` to the request, which knows its older names.
         if prices is None:  # a linked input is known only when it runs
             return True
         try:

@@ -9,6 +9,7 @@ import folder_paths
 from comfy_api.latest import io
 
 from ..errors import SettingError
+from ..hosts.comfyui.lora import MODES, mode_of
 from ..loaders.source import fingerprint
 from .common import CATEGORY, require_host, with_report
 
@@ -60,10 +61,10 @@ class QwenL40SLoadLora(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "how",
-                    options=["merge", "beside"],
-                    default="merge",
+                    options=list(MODES),
+                    default=MODES[0],
                     tooltip="merge: into the weights; costs no time a step, and fp8 or int8 "
-                    "weights are rounded once more. beside: in bf16 next to them; exact, and each "
+                    "weights are rounded once more. bypass: in bf16 next to them; exact, and each "
                     "step takes longer.",
                 ),
             ],
@@ -76,6 +77,15 @@ class QwenL40SLoadLora(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, how: str) -> bool | str:
+        # Named here, so that ComfyUI leaves the check to the node: workflows may hold older names.
+        try:
+            mode_of(how or MODES[0])  # a linked input is known only when it runs
+        except SettingError as error:
+            return str(error)
+        return True
+
+    @classmethod
     def fingerprint_inputs(cls, lora: str, **settings: Any) -> Any:
         # A linked input is known only when it runs.
         return fingerprint((_path(lora),)) if isinstance(lora, str) else None
@@ -85,5 +95,5 @@ class QwenL40SLoadLora(io.ComfyNode):
         require_host()
         from ..hosts.comfyui.lora.apply import apply_lora
 
-        patched, report = apply_lora(model, _path(lora), strength, how=how)
+        patched, report = apply_lora(model, _path(lora), strength, how=mode_of(how))
         return with_report(patched, report=report.text())

@@ -148,7 +148,7 @@ def rare_request_inputs() -> list[io.Input]:
             default="merged",
             optional=True,
             advanced=True,
-            tooltip="merged: into the weights, which costs nothing in a step. beside: computed in "
+            tooltip="merged: into the weights, which costs nothing in a step. bypass: computed in "
             "each step next to weights that stay as they are, exact on quantized ones.",
         ),
         io.Float.Input(

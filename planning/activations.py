@@ -123,7 +123,7 @@ def table_bytes(request: RunRequest) -> int:
 
 def lora_bytes(request: RunRequest) -> int:
     """LoRAs beside the weights: rank x (K + N) in bf16 for every layer that can have one."""
-    if request.loras.mode != "beside":
+    if request.loras.mode != "bypass":
         return 0
     layers = request.transformer.quantizable_layers().values()
     return BF16 * request.loras.count * request.loras.rank * sum(map(sum, layers))
@@ -149,7 +149,7 @@ def _fused_block(
     """(the worst moment of a block, what it leaves for the next one's first layers)."""
     stream, n = BF16 * shape.dim, rows.all
     most, last = max(rows.image, rows.text), 9 * n * stream
-    beside = request.loras.count and request.loras.mode == "beside"
+    beside = request.loras.count and request.loras.mode == "bypass"
     expanded = MLP * shape.dim * stream if setting.weight_only else 0
     if expanded:
         last = max(last + most * stream, (8 * n + MLP * most) * stream) + expanded
@@ -168,7 +168,7 @@ def _host_block(shape: TransformerShape, rows: Rows, request: RunRequest) -> int
     """ComfyUI's own block at the GELU of its larger stream, followed through its `forward`."""
     most = max(rows.image, rows.text)
     hidden = 2 * MLP
-    if request.loras.count and request.loras.mode == "beside":
+    if request.loras.count and request.loras.mode == "bypass":
         hidden = 3 * MLP
     return (2 * rows.all + (1 + hidden) * most) * BF16 * shape.dim
 

@@ -114,7 +114,7 @@ def not_measured(request: RunRequest, setting: Setting) -> Iterator[str]:
         yield f"{setting.precision} weights that are computed in bf16"
     if setting.text_encoder_place != ON_CARD:
         yield "a text encoder off the card"
-    if request.loras.count and request.loras.mode == "beside":
+    if request.loras.count and request.loras.mode == "bypass":
         yield "LoRAs beside the weights"
     if request.controlnet_bytes:
         yield "a ControlNet"
@@ -243,7 +243,7 @@ def _additions(found: Estimate, loras_seconds: Range) -> Iterator[str]:
     request = found.request
     if found.step_seconds is None:
         return
-    if request.loras.count and request.loras.mode == "beside":
+    if request.loras.count and request.loras.mode == "bypass":
         yield (
             f"{_many(request.loras)} beside the weights take {words(loras_seconds)} of each "
             "step, counted and not measured: merged they cost nothing."

@@ -250,7 +250,7 @@ def _extras(request: RunRequest) -> list[str]:
     extras = []
     if request.controlnet_bytes:
         extras.append(f"a ControlNet of {format_gib(request.controlnet_bytes)}")
-    if count := _loras_beside(request):
+    if count := _bypass_loras(request):
         loras = "1 LoRA" if count == 1 else f"{count} LoRAs"
         extras.append(f"{loras} of rank {request.loras.rank} beside the weights")
     if request.references:
@@ -267,7 +267,7 @@ def _remedies(request: RunRequest) -> dict[str, RunRequest]:
     remedies = {}
     if request.controlnet_bytes:
         remedies["run without the ControlNet"] = replace(request, controlnet_bytes=0)
-    if _loras_beside(request):
+    if _bypass_loras(request):
         merged = replace(request.loras, mode="merged")
         remedies["merge the LoRAs into the weights"] = replace(request, loras=merged)
     if request.references:
@@ -278,8 +278,8 @@ def _remedies(request: RunRequest) -> dict[str, RunRequest]:
     return {**remedies, "choose a smaller size or batch": smaller}
 
 
-def _loras_beside(request: RunRequest) -> int:
-    return request.loras.count if request.loras.mode == "beside" else 0
+def _bypass_loras(request: RunRequest) -> int:
+    return request.loras.count if request.loras.mode == "bypass" else 0
 
 
 def _runs(question: Question, request: RunRequest) -> bool:

@@ -24,7 +24,7 @@ TEXT_ENCODER_PLACES = ("auto", "on card", "drop after encoding", "cpu")
 # "off" is CFG 1: one forward pass a step. Prompts of different lengths take two passes in ComfyUI;
 # "one pass" computes both at once, as ComfyUI does for prompts of one length.
 CFG_MODES = ("two passes", "one pass", "off")
-LORA_MODES = ("merged", "beside")
+LORA_MODES = ("merged", "bypass")
 # Parts of a model, as `Parts.file_bytes` names them.
 TRANSFORMER, TEXT_ENCODER, VAE = "transformer", "text encoder", "VAE"
 MOST_TOKENS = 2**20
@@ -39,12 +39,17 @@ class Loras:
     Args:
         count: how many.
         rank: of each.
-        mode: "merged" into the weights, or computed "beside" them in each step.
+        mode: "merged" into the weights, or "bypass": computed beside them in each step. "beside" is
+            an older name of the latter and becomes it.
     """
 
     count: int = 0
     rank: int = 32
     mode: str = "merged"
+
+    def __post_init__(self) -> None:
+        if self.mode == "beside":
+            object.__setattr__(self, "mode", "bypass")
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def forward_seconds(
     """
     work = Pass.of(request)
     seconds = pass_seconds(work, precision, rates)
-    if request.loras.mode == "beside":
+    if request.loras.mode == "bypass":
         seconds += request.loras.count * _lora_seconds(work, request.loras.rank, rates)
     if request.controlnet_bytes:
         seconds += _controlnet_seconds(work, request.controlnet_bytes, rates)

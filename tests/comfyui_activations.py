@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from tracked_allocations import Allocations
 
-from qwen_l40s.hosts.comfyui.lora.bypass import Beside, LowRank
+from qwen_l40s.hosts.comfyui.lora.bypass import BypassForward, LowRank
 from qwen_l40s.hosts.comfyui.sample import attention, forward
 from qwen_l40s.optimizations import linear, reference
 from qwen_l40s.optimizations.block import Held
@@ -166,14 +166,14 @@ def expands(layer):
 
 
 def add_loras(transformer, loras, setting):
-    """As `beside.run_beside` for the length of a forward pass."""
+    """As `beside.run_bypass` for the length of a forward pass."""
     for name, (rows, columns) in SHAPE.quantizable_layers().items():
         layer = transformer.get_submodule(name)
         if setting.weight_only:
             layer.forward = expands(layer)
         for _ in range(loras.count):
             up, down = torch.zeros(rows, loras.rank), torch.zeros(loras.rank, columns)
-            layer.forward = Beside(layer.forward, LowRank(up.to(BF16), down.to(BF16), 1.0))
+            layer.forward = BypassForward(layer.forward, LowRank(up.to(BF16), down.to(BF16), 1.0))
 
 
 def followed(request, setting):
@@ -254,14 +254,14 @@ def check_int8_that_is_expanded():
 def check_loras_beside():
     for request in requests():
         for count in (1, 2):
-            agrees(replace(request, loras=Loras(count, 32, "beside")), Setting())
+            agrees(replace(request, loras=Loras(count, 32, "bypass")), Setting())
 
 
 def check_loras_beside_weights_that_are_expanded():
     setting = Setting(precision="int8", weight_only=True)
     smallest = RunRequest(width=64, height=64, text_tokens=40, parts=Parts(transformer=SHAPE))
     for request in (*requests(), smallest):
-        agrees(replace(request, loras=Loras(1, 32, "beside")), setting)
+        agrees(replace(request, loras=Loras(1, 32, "bypass")), setting)
 
 
 def check_a_controlnet():

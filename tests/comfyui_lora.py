@@ -227,7 +227,7 @@ def check_every_key_style_applies_every_module() -> None:
     base, tensors = build(), lora(alpha=None)
     expected = sample(by_core(base, tensors))
     for style in STYLES:
-        for how in ("merge", "beside"):
+        for how in ("merge", "bypass"):
             found = sample(applied(base, in_style(tensors, style), how=how))
             assert distance(found, expected) < 1e-5, (style, how)
 
@@ -235,7 +235,7 @@ def check_every_key_style_applies_every_module() -> None:
 def check_beside_is_the_formula() -> None:
     for form, strength, alpha in ((PLAIN, 0.5, 2.0), (PLAIN, -1.5, None), (INT8, 1.0, 8.0)):
         tensors = lora(alpha=alpha)
-        model = applied(build(form), tensors, strength, "beside")
+        model = applied(build(form), tensors, strength, "bypass")
         x, without, found = (value.double() for value in recorded(model))
         down, up = (tensors[f"{LAYER}.lora_{side}.weight"].double() for side in ("down", "up"))
         scale = strength * (1.0 if alpha is None else alpha / len(down))
@@ -251,22 +251,22 @@ def check_beside_is_the_formula() -> None:
 
 def check_beside_leaves_quantized_weights_alone() -> None:
     for form in (INT8, FP8):
-        for how in ("beside", "merge"):
+        for how in ("bypass", "merge"):
             base = build(form)
             before = layer_of(base).weight
             values, scale = before._qdata.clone(), before._params.scale.clone()
             sample(applied(base, lora(), how=how))
             after = layer_of(base).weight
             same = torch.equal(after._qdata, values) and torch.equal(after._params.scale, scale)
-            assert same == (how == "beside"), (form, how)
+            assert same == (how == "bypass"), (form, how)
 
 
 def check_loras_stack() -> None:
     base, first, second = build(), lora(1), lora(2, rank=8, alpha=None)
     expected = sample(by_core(by_core(base, first), second, -0.5))
     assert distance(expected, sample(by_core(base, first))) > 0.05
-    for one in ("merge", "beside"):
-        for other in ("merge", "beside"):
+    for one in ("merge", "bypass"):
+        for other in ("merge", "bypass"):
             both = applied(applied(base, first, how=one), second, -0.5, how=other)
             for _ in range(2):  # a second run loads nothing anew
                 assert distance(sample(both), expected) < 1e-5, (one, other)
@@ -275,7 +275,7 @@ def check_loras_stack() -> None:
 def check_strength_has_a_sign() -> None:
     base = build()
     without = sample(base)
-    for how in ("merge", "beside"):
+    for how in ("merge", "bypass"):
         minus = applied(base, lora(), -1.0, how)
         assert distance(sample(minus), sample(by_core(base, lora(), -1.0))) < 1e-5, how
         assert distance(sample(applied(minus, lora(), 1.0, how)), without) < 1e-5, how
@@ -284,7 +284,7 @@ def check_strength_has_a_sign() -> None:
 def check_clones_are_independent() -> None:
     base = build()
     without = sample(base)
-    for how in ("merge", "beside"):
+    for how in ("merge", "bypass"):
         changed = applied(base, lora(), how=how)
         child = applied(changed.clone(), lora(2), how=how)
         results = [sample(model) for model in (changed, child, base, changed.clone(), base)]
@@ -294,7 +294,7 @@ def check_clones_are_independent() -> None:
 
 
 def check_unload_and_reload() -> None:
-    for how in ("merge", "beside"):
+    for how in ("merge", "bypass"):
         model = applied(build(INT8), lora(), how=how)
         first = sample(model)
         comfy.model_management.unload_all_models()
@@ -304,7 +304,7 @@ def check_unload_and_reload() -> None:
 
 def check_the_host_counts_what_lies_beside() -> None:
     tensors = lora(alpha=None)
-    model = applied(build(), tensors, how="beside")
+    model = applied(build(), tensors, how="bypass")
     sample(model)
     loaded = comfy.model_management.loaded_models()
     beside = [other for other in loaded if other in model.get_additional_models()]
@@ -315,7 +315,7 @@ def check_the_host_counts_what_lies_beside() -> None:
 
 def check_beside_follows_the_model_into_another_one() -> None:
     """What torch.compile under dynamic VRAM and MultiGPU do."""
-    model = applied(build(), lora(), how="beside")
+    model = applied(build(), lora(), how="bypass")
     expected = sample(model)
     for other in (
         model.clone(force_deepcopy=True),
@@ -336,16 +336,16 @@ def check_beside_under_torch_compile() -> None:
         )
         return clone
 
-    changed = applied(base, lora(), how="beside")
+    changed = applied(base, lora(), how="bypass")
     expected = [sample(model) for model in (base, changed, base)]
     found = [sample(compiled(model)) for model in (base, changed, base)]
     assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
     assert not torch.equal(expected[0], expected[1])
-    assert torch.equal(sample(applied(compiled(base), lora(), how="beside")), expected[1])
+    assert torch.equal(sample(applied(compiled(base), lora(), how="bypass")), expected[1])
 
 
 def check_a_failed_forward_leaves_nothing_behind() -> None:
-    model = applied(build(), lora(), how="beside")
+    model = applied(build(), lora(), how="bypass")
     without = {"forward" in module.__dict__ for module in model.model.modules()}
     seen = []
 
@@ -380,7 +380,7 @@ def check_lokr() -> None:
     base = build()
     expected = sample(by_core(base, tensors))
     assert distance(expected, sample(base)) > 0.05
-    for how in ("merge", "beside"):
+    for how in ("merge", "bypass"):
         assert distance(sample(applied(base, tensors, how=how)), expected) < 1e-5, how
 
 
@@ -395,7 +395,7 @@ def check_what_cannot_run_beside() -> None:
     base = build()
     for tensors in (loha, dora):
         assert torch.equal(sample(applied(base, tensors)), sample(by_core(base, tensors)))
-        refused(tensors, "merge", how="beside", error=SettingError)
+        refused(tensors, "merge", how="bypass", error=SettingError)
     refused({**dora, f"{LAYER}.dora_scale": torch.ones(3, 1)}, LAYER)
 
 
@@ -409,7 +409,7 @@ def check_biases_and_norms() -> None:
     for form in (PLAIN, INT8):
         base = build(form)
         expected = sample(by_core(base, tensors))
-        for how in ("merge", "beside"):
+        for how in ("merge", "bypass"):
             model, report = apply_lora(base, saved(tensors), 1.0, how=how)
             assert (report.applied, report.modules) == (MODULES + 1, MODULES + 1)
             if form is PLAIN or how == "merge":
@@ -417,7 +417,7 @@ def check_biases_and_norms() -> None:
             assert "transformer_blocks.1.attn.to_q.bias" in " ".join(model.patches), how
     weight = {**lora(), f"{LAYER}.diff": torch.ones(128, 128)}
     try:
-        apply_lora(build(INT8), saved(weight), 1.0, how="beside")
+        apply_lora(build(INT8), saved(weight), 1.0, how="bypass")
     except SettingError as error:
         assert "merge" in str(error)
     else:
@@ -455,7 +455,7 @@ def check_the_report() -> None:
     }
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     path = saved(tensors, "mixed")
-    for form, how, rounded in ((PLAIN, "merge", 0), (INT8, "merge", 24), (INT8, "beside", 24)):
+    for form, how, rounded in ((PLAIN, "merge", 0), (INT8, "merge", 24), (INT8, "bypass", 24)):
         _, report = apply_lora(build(form), path, -0.25, how=how)
         known = (path, how, -0.25, MODULES, MODULES, (), (2, 4), nbytes, rounded)
         assert report == LoraReport(*known), report
@@ -463,25 +463,29 @@ def check_the_report() -> None:
         words = ("mixed.safetensors", "28 of 28 keys applied", "strength -0.25", "ranks 2 to 4")
         assert all(word in text for word in words), text
         assert ("rounded again" in text) == (form is INT8 and how == "merge"), text
-        assert ("beside the weights" in text) == (how == "beside"), text
+        assert ("beside the weights" in text) == (how == "bypass"), text
         assert text.count("\n") < 2, text
 
 
 def check_strength_zero() -> None:
     base = build()
-    for how in ("merge", "beside"):
+    for how in ("merge", "bypass"):
         model, report = apply_lora(base, saved(lora()), 0.0, how=how)
         assert model is base
         assert (report.applied, report.modules) == (0, MODULES)
         assert "not applied" in report.text() and "strength is 0" in report.text()
 
 
+def check_an_older_name_of_a_mode() -> None:
+    assert apply_lora(build(), saved(lora()), 1.0, how="beside")[1].how == "bypass"
+
+
 def check_wrong_settings() -> None:
-    for strength, how in ((1.0, "bypass"), (float("nan"), "merge"), (float("inf"), "beside")):
+    for strength, how in ((1.0, "sideways"), (float("nan"), "merge"), (float("inf"), "bypass")):
         try:
             apply_lora(build(), saved(lora()), strength, how=how)
         except SettingError as error:
-            assert "bypass" in str(error) or "finite" in str(error)
+            assert "sideways" in str(error) or "finite" in str(error)
         else:
             raise AssertionError(f"{strength} and {how} were accepted")
 
@@ -506,7 +510,7 @@ def check_wrong_files() -> None:
 
 
 def check_damaged_tensors() -> None:
-    for how in ("merge", "beside"):
+    for how in ("merge", "bypass"):
         for bad in (float("nan"), float("-inf")):
             tensors = lora()
             tensors[f"{LAYER}.lora_up.weight"][5, 1] = bad
@@ -527,7 +531,7 @@ def check_damaged_tensors() -> None:
 
 def check_metadata_is_kept_as_core_keeps_it() -> None:
     path = saved(lora(), metadata={"ss_network_dim": "4"})
-    for how in ("merge", "beside"):
+    for how in ("merge", "bypass"):
         model, _ = apply_lora(build(), path, 1.0, how=how)
         assert model.get_attachment("lora_metadata") == {"ss_network_dim": "4"}
 
@@ -540,7 +544,7 @@ def check_fp8_and_bf16_files() -> None:
         rounded = {name: tensor.float() for name, tensor in tensors.items()}
         base = build()
         expected = sample(by_core(base, rounded))
-        for how in ("merge", "beside"):
+        for how in ("merge", "bypass"):
             assert distance(sample(applied(base, tensors, how=how)), expected) < 1e-5, (dtype, how)
 
 

@@ -338,10 +338,10 @@ def check_a_lora_beside_the_modulation():
     other = lora([narrow.MODULATION], seed=2)
     optimized = [optimize(m, HOST_ATTENTION) for m in (known, model)]
     for path in (MODULATION_LORA, other):
-        beside = [apply_lora(m, path, 1.0, how="beside")[0] for m in (known, model)]
+        beside = [apply_lora(m, path, 1.0, how="bypass")[0] for m in (known, model)]
         assert difference(same_off_card(*beside), plain) > 1e-4
         # Behind the node, whose table has been filled without it.
-        behind = [apply_lora(m, path, 1.0, how="beside")[0] for m in optimized]
+        behind = [apply_lora(m, path, 1.0, how="bypass")[0] for m in optimized]
         same_off_card(*optimized)
         assert difference(same_off_card(*behind), plain) > 1e-4
         same_off_card(*behind)

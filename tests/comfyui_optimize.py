@@ -213,12 +213,12 @@ def check_a_merged_lora_and_one_beside():
     narrow.save_file(lora, path)
     plain = stock()
     known = forward(plain)
-    for mode in ("merge", "beside"):
+    for mode in ("merge", "bypass"):
         model = apply_lora(plain, path, 1.0, how=mode)[0]
         clone = compare(model)
         assert difference(forward(clone), known) > 1e-3
         assert_same(sample(model, 2.0), sample(clone, 2.0))
-        if mode == "beside":
+        if mode == "bypass":
             assert "run ComfyUI's own way" in report_of(clone)
     # The LoRA behind the node, and none beside it, on the same optimized MODEL.
     clone = optimize(plain, HOST_ATTENTION)

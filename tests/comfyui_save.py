@@ -439,7 +439,7 @@ def check_other_models_and_settings():
     bypassed, _ = comfy.sd.load_bypass_lora_for_models(
         model(), None, load_file(FOLDER / "models" / "loras" / lora()[0]), 1.0, 0
     )
-    for beside in (with_lora(model(), "beside"), bypassed):
+    for beside in (with_lora(model(), "bypass"), bypassed):
         run = functools.partial(save, beside, "int8")
         refused(SettingError, "bypass LoRA", "merge it", run=run)
     packed = model()

@@ -174,7 +174,7 @@ def check_loras_are_told():
     save_file(tensors, path)
     model = load()
     assert request(model).request.loras.count == 0
-    for how, mode in (("merge", "merged"), ("beside", "beside")):
+    for how, mode in (("merge", "merged"), ("bypass", "bypass")):
         one = apply_lora(model, path, 1.0, how=how)[0]
         two = apply_lora(one, path, 0.5, how=how)[0]
         assert model_sizes(one).bytes == model_sizes(model).bytes

@@ -254,7 +254,7 @@ def test_listed_card_of_a_driver_has_the_memory_that_it_shows():
 def test_card_that_is_not_listed_is_estimated_without_times_or_cost():
     facts = CardFacts("NVIDIA A40", 45634 * MIB, (8, 6))
     card = card_by_driver(facts, CARDS)
-    beside = RunRequest(loras=Loras(1, 32, "beside"))
+    beside = RunRequest(loras=Loras(1, 32, "bypass"))
     found = estimate(beside, card, usd_per_hour=2.0)
     assert found.options == plan(facts, beside) and found.fits
     alike = estimate(beside, with_memory(CARDS["RTX A6000"], facts.total_bytes))

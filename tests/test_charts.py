@@ -160,7 +160,7 @@ def check_texts(written, picture):
                 height=2048,
                 batch=4,
                 references=3,
-                loras=Loras(12, 256, "beside"),
+                loras=Loras(12, 256, "bypass"),
                 controlnet_bytes=3 * GIB,
             ),
             resident={"LoRAs": 0.8, "ControlNet": 2.8, "modulation table": 0.1, LONG[:90]: 0.2},

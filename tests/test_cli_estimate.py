@@ -144,7 +144,7 @@ def test_the_options_make_the_request():
         modulation="on card",
         text_encoder="fp8",
         text_encoder_place="drop after encoding",
-        loras=Loras(2, 16, "beside"),
+        loras=Loras(2, 16, "bypass"),
         controlnet_bytes=3_500_000_000,
         tiles=4,
     )

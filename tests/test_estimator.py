@@ -45,7 +45,7 @@ KEYS = {
         RunRequest(batch=2, cfg="one pass", width=1024, height=1024),
         RunRequest(family="qwen-image-edit-2511", references=3, precision="int8"),
         RunRequest(family="qwen-image-layered", width=640, height=640, layers=3, references=1),
-        RunRequest(loras=Loras(2, 32, "beside"), controlnet_bytes=3_500_000_000, steps=4),
+        RunRequest(loras=Loras(2, 32, "bypass"), controlnet_bytes=3_500_000_000, steps=4),
     ],
     ids=["usual", "batch", "edit", "layered", "additions"],
 )
@@ -150,7 +150,7 @@ def test_what_was_not_measured_is_predicted_on_the_measured_card_too():
     for request, known in (
         (replace(USUAL, controlnet_bytes=3 * 10**9), h200),
         (replace(USUAL, text_encoder_place="cpu"), h200),
-        (replace(USUAL, loras=Loras(3, 32, "beside")), with_memory(h200, 12 * GIB)),
+        (replace(USUAL, loras=Loras(3, 32, "bypass")), with_memory(h200, 12 * GIB)),
     ):
         found = estimate(request, known)
         assert found.basis.kind == "predicted"
@@ -319,7 +319,7 @@ def test_small_cards_are_told_what_they_cost():
 
 
 def test_additions_are_named():
-    beside = estimate(replace(USUAL, loras=Loras(2, 64, "beside")), L40S)
+    beside = estimate(replace(USUAL, loras=Loras(2, 64, "bypass")), L40S)
     merged = estimate(replace(USUAL, loras=Loras(2, 64, "merged")), L40S)
     assert any("2 LoRAs beside the weights take" in note for note in beside.notes)
     assert beside.step_seconds.low > merged.step_seconds.low

@@ -161,7 +161,7 @@ def test_predicted_figures_are_the_estimators():
         "`fp8`, modulation on card": {"precision": "fp8"},
     }.items():
         assert row(words, found(**request)) in PAGES["QwenL40S_LoadModel"]
-    for mode, name in (("merged", "merge"), ("beside", "beside")):
+    for mode, name in (("merged", "merge"), ("bypass", "bypass")):
         step = duration(found(loras=Loras(1, 32, mode)).step_seconds)
         assert f"| `{name}` | {step} |" in PAGES["QwenL40S_LoadLora"]
     text = found().phases["text"]

@@ -47,7 +47,7 @@ loras = st.builds(
     Loras,
     count=st.integers(0, 3),
     rank=st.sampled_from([4, 16, 64]),
-    mode=st.sampled_from(["merged", "beside"]),
+    mode=st.sampled_from(["merged", "bypass"]),
 )
 requests = st.one_of(
     st.builds(
@@ -250,7 +250,7 @@ def test_edit_2511_has_two_rows_of_modulation_for_the_image():
 
 
 def test_loras_count_beside_the_weights_and_not_in_them():
-    merged, beside = (RunRequest(loras=Loras(2, 32, mode)) for mode in ("merged", "beside"))
+    merged, beside = (RunRequest(loras=Loras(2, 32, mode)) for mode in ("merged", "bypass"))
     assert "LoRAs" not in phases(merged, Setting())["sampling"].resident
     held = phases(beside, Setting())["sampling"].resident["LoRAs"]
     # 60 blocks: 8 layers of 3072 x 3072 and 4 with one side of 12288.
@@ -263,7 +263,7 @@ def test_loras_count_beside_the_weights_and_not_in_them():
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 def test_loras_beside_weights_that_are_expanded_never_take_less(side, precision):
     plain, beside = (
-        RunRequest(width=side, height=side, loras=Loras(n, 32, "beside")) for n in (0, 1)
+        RunRequest(width=side, height=side, loras=Loras(n, 32, "bypass")) for n in (0, 1)
     )
     expanded = Setting(precision, weight_only=True)
     for less, more in (

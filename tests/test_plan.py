@@ -143,7 +143,7 @@ requests = st.builds(
     height=st.sampled_from([928, 1024, 1328]),
     batch=st.integers(1, 2),
     cfg=st.sampled_from(["two passes", "one pass", "off"]),
-    loras=st.builds(Loras, st.integers(0, 2), st.just(32), st.sampled_from(["merged", "beside"])),
+    loras=st.builds(Loras, st.integers(0, 2), st.just(32), st.sampled_from(["merged", "bypass"])),
     text_encoder=st.sampled_from(["auto", "bf16", "int8"]),
 )
 
@@ -406,7 +406,7 @@ def test_a_card_on_which_nothing_runs():
             ["run without the ControlNet"],
         ),
         (
-            RunRequest(loras=Loras(2, 64, "beside")),
+            RunRequest(loras=Loras(2, 64, "bypass")),
             "2 LoRAs of rank 64 beside the weights",
             ["merge the LoRAs into the weights", "choose a smaller size or batch"],
         ),

@@ -98,7 +98,7 @@ def test_more_work_takes_longer_and_a_slower_card_too(width, height, batch, prec
         replace(request, batch=batch + 1),
         replace(request, text_tokens=800),
         replace(request, family="qwen-image-edit-2511", references=1),
-        replace(request, loras=Loras(1, 32, "beside")),
+        replace(request, loras=Loras(1, 32, "bypass")),
         replace(request, controlnet_bytes=3 * 10**9),
     ):
         assert forward_seconds(other, precision, H200) >= seconds
@@ -123,7 +123,7 @@ def test_eight_bits_are_faster_where_the_card_multiplies_them_and_slower_where_n
 def test_merged_loras_cost_nothing_and_others_each():
     merged, one, two = (
         forward_seconds(RunRequest(loras=Loras(count, 32, mode)), "bf16", H200)
-        for count, mode in ((2, "merged"), (1, "beside"), (2, "beside"))
+        for count, mode in ((2, "merged"), (1, "bypass"), (2, "bypass"))
     )
     assert merged == forward_seconds(RunRequest(), "bf16", H200)
     assert two - one == pytest.approx(one - merged)

@@ -114,7 +114,7 @@ def lora() -> Workflow:
         (
             "**LoRA**: any of `models/loras` for this model; its prompt may need trigger words, "
             "as here `360 degree panorama with equirectangular projection`.",
-            "**LoRA**: `beside` instead of `merge` leaves quantized weights as they are.",
+            "**LoRA**: `bypass` instead of `merge` leaves quantized weights as they are.",
             FEWER_STEPS,
         ),
         lora_file=PANORAMA_360,
@@ -244,7 +244,7 @@ def _lightning(name: str, steps: int, lora_file: ModelFile) -> Workflow:
             (
                 PROMPT_FIRST,
                 f"**Sample**: leave {steps} steps and CFG 1, which the LoRA was trained for.",
-                "**Model**: precision `int8` or `fp8` with **LoRA** `beside` for smaller cards; "
+                "**Model**: precision `int8` or `fp8` with **LoRA** `bypass` for smaller cards; "
                 "merged into 8 bits, a LoRA is rounded once more.",
             ),
             files=(QWEN_2512, TEXT_ENCODER, VAE, lora_file),

@@ -33,7 +33,7 @@ from ....spec import (
 from ..decode.stages import vae_shape
 from ..load.linear import LOADED_FORMATS
 from ..load.text_encoder import CPU, PlacedClip
-from ..lora.bypass import KEY as BESIDE
+from ..lora.bypass import BYPASS_KEY
 from ..sample.off_card import named_weights, off_card_layers
 from ..sample.optimize import why_not
 
@@ -246,10 +246,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _loras(model: ModelPatcher, shape: TransformerShape) -> Loras:
-    beside = model.get_additional_models_with_key(BESIDE)
-    if not beside:
+    bypass = model.get_additional_models_with_key(BYPASS_KEY)
+    if not bypass:
         return Loras(count=max(map(len, model.patches.values()), default=0))
-    held = sum(comfy.model_management.module_size(patcher.model) for patcher in beside)
+    size = sum(comfy.model_management.module_size(patcher.model) for patcher in bypass)
     of_rank_one = 2 * sum(rows + columns for rows, columns in shape.quantizable_layers().values())
-    rank = max(1, math.ceil(held / len(beside) / of_rank_one))
-    return Loras(count=len(beside), rank=rank, mode="beside")
+    rank = max(1, math.ceil(size / len(bypass) / of_rank_one))
+    return Loras(count=len(bypass), rank=rank, mode="bypass")

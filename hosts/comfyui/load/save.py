@@ -32,7 +32,7 @@ from ....loaders.quantized_file import (
 )
 from ....loaders.stored import StoredLayer
 from ....loaders.writer import DTYPES, SafetensorsLayout, write_safetensors
-from ..lora.bypass import KEY as BESIDE
+from ..lora.bypass import BYPASS_KEY
 from ..sample.off_card import named_weights
 from .linear import LOADED_FORMATS
 from .precision import STAGING_BYTES
@@ -225,7 +225,7 @@ def loaded_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
             f"the model is a {type(module).__name__} and only Qwen-Image transformers are written: "
             "connect a Qwen-Image MODEL."
         )
-    if model.get_additional_models_with_key(BESIDE) or model.get_injections("bypass_lora"):
+    if model.get_additional_models_with_key(BYPASS_KEY) or model.get_injections("bypass_lora"):
         raise SettingError(
             "the model has a bypass LoRA, which a file cannot hold: merge it, or leave it out."
         )

@@ -24,10 +24,10 @@ from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, WeightAdapterBase
 from ....errors import CheckpointError, SettingError
 from ....loaders.lora import FOREIGN_STACKS
 from ....loaders.precision import format_bytes
-from .bypass import add_beside, change_beside
+from . import mode_of
+from .bypass import add_bypass, bypass_module
 from .file import LoraFile, inspect_lora, read_lora
 
-HOW = ("merge", "beside")
 LISTED = 3  # names in a message
 TEXT_ENCODER = ("text_encoder", "text_model", "lora_te", "te_", "clip", "cond_stage_model")
 # What `comfy.lora.load_lora` makes of a module: an adapter, or ("diff", (tensor,)).
@@ -39,7 +39,7 @@ class LoraReport:
     """What `apply_lora` did.
 
     Args:
-        how: "merge" or "beside".
+        how: one of `MODES`.
         applied: modules of the model that the LoRA changes.
         modules: modules that the file names.
         not_applied: (name as in the file, reason) of the others.
@@ -66,7 +66,7 @@ class LoraReport:
             size.insert(0, f"rank {low}" if low == high else f"ranks {low} to {high}")
         if self.strength == 0:
             return f"{self.path.name}: not applied, because its strength is 0 ({', '.join(size)})."
-        how = "merged into the weights" if self.how == "merge" else "beside the weights"
+        how = "merged into the weights" if self.how == "merge" else "beside the weights (bypass)"
         line = (
             f"{self.path.name}: {self.applied} of {self.modules} keys applied at strength "
             f"{self.strength:g}, {how} ({', '.join(size)})."
@@ -75,7 +75,7 @@ class LoraReport:
         if self.quantized and self.how == "merge":
             notes.append(
                 f"{self.quantized} of these weights are quantized and were rounded again with the "
-                'LoRA in them; "beside" leaves them as they are and is exact.'
+                'LoRA in them; "bypass" leaves them as they are and is exact.'
             )
         if self.not_applied:
             notes.append(f"Not applied: {_list_names(self.not_applied)}.")
@@ -92,15 +92,14 @@ def apply_lora(
         path: a safetensors file with a LoRA, LoHa or LoKr in any of the usual key styles.
         strength: factor on the change, also negative; 0 returns the model itself.
         how: "merge" adds the change to the weights as ComfyUI does, which rounds quantized weights
-            again; "beside" computes it in the dtype of the activations and leaves weights alone.
+            again; "bypass" computes it in the dtype of the activations and leaves weights alone.
 
     Raises:
         CheckpointError: the file is not a LoRA, is for another model or width, is damaged, holds
             NaN or infinity, or changes nothing in this model.
         SettingError: `strength` or `how` is invalid, or this kind of LoRA can only be merged.
     """
-    if how not in HOW:
-        raise SettingError(f"how is {how!r}: a LoRA is applied by {' or '.join(HOW)}.")
+    how = mode_of(how)
     if not math.isfinite(strength):
         raise SettingError(f"the strength of a LoRA is {strength}: it must be a finite number.")
     path = Path(path)
@@ -132,7 +131,7 @@ def apply_lora(
     if how == "merge":
         clone.add_patches(patches, strength)
     else:
-        _apply_beside(clone, path, patches, weights, strength)
+        _apply_bypass(clone, path, patches, weights, strength)
     if file.metadata:
         clone.set_attachments("lora_metadata", file.metadata)  # as core does
     ignored = ((name, "not a tensor of a LoRA") for name in file.ignored)
@@ -234,7 +233,7 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> tuple[int, int]:
     return left.shape[0], right.shape[1:].numel()
 
 
-def _apply_beside(
+def _apply_bypass(
     clone: ModelPatcher,
     path: Path,
     patches: Mapping[str, Patch],
@@ -248,17 +247,17 @@ def _apply_beside(
         layer = clone.model.get_submodule(name.rpartition(".")[0] if name == key else name)
         change = None
         if isinstance(patch, WeightAdapterBase) and hasattr(layer, "in_features"):
-            change = change_beside(patch, strength, dtype)
+            change = bypass_module(patch, strength, dtype)
         if change is not None:
             changes[name] = change
         elif isinstance(patch, WeightAdapterBase) or _is_quantized(weights[key]):
             raise SettingError(
-                f"{path} changes {name!r} by more than a LoRA's two matrices, which cannot run "
-                "beside the weight: choose merge."
+                f"{path} changes {name!r} by more than a LoRA's two matrices, which has no "
+                "bypass: choose merge."
             )
         else:
             merged[key] = patch  # a norm or a bias, given as its whole change
-    add_beside(clone, changes)
+    add_bypass(clone, changes)
     if merged:
         clone.add_patches(merged, strength)
 

@@ -1,4 +1,4 @@
-"""Runs a LoRA beside the layers that it changes and leaves their weights as they are.
+"""Bypass: computes a LoRA beside the layers that it changes and leaves their weights alone.
 
 Core has this as "bypass". It is not used, because in ComfyUI 0.33 a second LoRA takes the first
 one's place, or with a key of its own recurses without end after a reload (injections are removed in
@@ -22,7 +22,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from comfy.weight_adapter import LoKrAdapter, LoRAAdapter, WeightAdapterBase
 
-KEY = "qwen_l40s_lora"
+BYPASS_KEY = "qwen_l40s_lora"
 
 
 class LowRank(torch.nn.Module):
@@ -48,7 +48,7 @@ class Kronecker(torch.nn.Module):
         return torch.add(y, self.outer(halves).transpose(-1, -2).flatten(-2), alpha=self.scale)
 
 
-def change_beside(
+def bypass_module(
     adapter: WeightAdapterBase, strength: float, dtype: torch.dtype
 ) -> torch.nn.Module | None:
     """The adapter as a module in `dtype`; None for a kind that must be merged (LoHa, DoRA, and
@@ -74,14 +74,14 @@ def change_beside(
     return None
 
 
-def add_beside(patcher: ModelPatcher, changes: Mapping[str, torch.nn.Module]) -> None:
+def add_bypass(patcher: ModelPatcher, changes: Mapping[str, torch.nn.Module]) -> None:
     """Adds changes, by the dotted name of their layer in the model, to those that are there."""
     layers = Layers(changes)
-    beside = _patcher(layers, patcher.load_device, patcher.offload_device)
-    others = patcher.get_additional_models_with_key(KEY)
-    patcher.set_additional_models(KEY, [*others, beside])
-    if not patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY):
-        patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, run_beside)
+    added = _patcher(layers, patcher.load_device, patcher.offload_device)
+    others = patcher.get_additional_models_with_key(BYPASS_KEY)
+    patcher.set_additional_models(BYPASS_KEY, [*others, added])
+    if not patcher.get_wrappers(WrappersMP.APPLY_MODEL, BYPASS_KEY):
+        patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, BYPASS_KEY, run_bypass)
 
 
 class Layers(torch.nn.Module):
@@ -93,16 +93,16 @@ class Layers(torch.nn.Module):
         self.changes = torch.nn.ModuleList(changes.values())
 
 
-def run_beside(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+def run_bypass(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """APPLY_MODEL wrapper: one forward with every change of the patcher that samples."""
     model = executor.class_obj
     wrapped: list[tuple[torch.nn.Module, Any]] = []
     try:
-        for beside in model.current_patcher.get_additional_models_with_key(KEY):
-            for name, change in zip(beside.model.names, beside.model.changes, strict=True):
+        for loras in model.current_patcher.get_additional_models_with_key(BYPASS_KEY):
+            for name, change in zip(loras.model.names, loras.model.changes, strict=True):
                 layer = model.get_submodule(name)
                 wrapped.append((layer, layer.__dict__.get("forward")))
-                layer.forward = Beside(layer.forward, change)
+                layer.forward = BypassForward(layer.forward, change)
         return executor(*args, **kwargs)
     finally:
         for layer, forward in reversed(wrapped):
@@ -112,7 +112,7 @@ def run_beside(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
                 layer.forward = forward
 
 
-class Beside:
+class BypassForward:
     """The `forward` of a layer with a change beside it.
 
     Attributes:

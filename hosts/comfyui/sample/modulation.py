@@ -18,8 +18,7 @@ from comfy.model_patcher import ModelPatcher
 from ....optimizations.block import is_changed
 from ....optimizations.modulation import Entry, ModulationTable, compute_entries
 from ....spec import format_gib
-from ..lora.bypass import KEY as BESIDE
-from ..lora.bypass import Beside
+from ..lora.bypass import BYPASS_KEY, BypassForward
 from ..record.record import apart
 from .call import options_of
 from .off_card import OffCardLinear, PassFigures, compute_off_card, off_card_layers
@@ -241,8 +240,8 @@ class ModelModulation:
             torch.backends.cuda.matmul.allow_tf32,
             tuple((hook.hook_ref, hook.strength) for hook in hooks),
             tuple(
-                weakref.ref(beside.model)
-                for beside in patcher.get_additional_models_with_key(BESIDE)
+                weakref.ref(loras.model)
+                for loras in patcher.get_additional_models_with_key(BYPASS_KEY)
             ),
             tuple(
                 (name, _identity(patch))
@@ -290,8 +289,8 @@ def _identity(thing: Any) -> Hashable:
 def _is_foreign(linear: torch.nn.Module) -> bool:
     """Whether somebody else than a LoRA of ours has changed what a layer computes."""
     forward = linear.__dict__.get("forward")
-    if not isinstance(forward, Beside) or linear._forward_hooks or linear._forward_pre_hooks:
+    if not isinstance(forward, BypassForward) or linear._forward_hooks or linear._forward_pre_hooks:
         return is_changed(linear)
-    while isinstance(forward, Beside):
+    while isinstance(forward, BypassForward):
         forward = forward.forward
     return getattr(forward, "__func__", None) is not type(linear).forward
