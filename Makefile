@@ -12,14 +12,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/built-for
 
+# Small work on many threads waits for threads: each process takes one.
+export OMP_NUM_THREADS ?= 1
 export VENV_FOR := $(CURDIR) $(PYTHON)
 export TORCH_FOR := $(TORCH)
 
-.PHONY: help demo test lint micro-quality format clean rebuild
+# Processes that run tests; each takes one thread of torch.
+WORKERS ?= 2
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup --durations=15 --durations-min=5
+
+.PHONY: help demo test test-all test-unit test-server test-host test-cuda lint micro-quality format clean rebuild
 
 help:
 	@echo "make demo           paint the default prompt with the bundled micro model into out/"
-	@echo "make test           run the tests (CPU)"
+	@echo "make test           run the tests that need no ComfyUI and seconds each (CPU, 4 minutes)"
+	@echo "make test-all       run all tests, inside ComfyUI and against its server too (CPU, 15 minutes)"
+	@echo "make test-cuda      run the tests that need a card"
 	@echo "make lint           check style"
 	@echo "make micro-quality  measure how well the micro model follows held-out prompts"
 	@echo "make format         correct style"
@@ -30,7 +38,26 @@ demo: $(STAMP)
 	@$(BIN)/qwen-l40s demo --output out/demo.png $(ARGS)
 
 test: $(STAMP)
-	@$(BIN)/pytest $(ARGS)
+	@$(PYTEST) tests/unit -m "not slow" $(ARGS)
+
+test-all: test-unit test-host test-server
+
+test-unit: $(STAMP)
+	@$(PYTEST) tests/unit --hypothesis-profile=thorough $(ARGS)
+
+# In ComfyUI's own Python, which COMFYUI_PATH or ~/ComfyUI leads to.
+test-host: $(STAMP)
+	@$(PYTEST) tests/host $(ARGS)
+
+# Against a server of the same ComfyUI, and in its page.
+test-server: $(STAMP)
+	@$(PYTEST) tests/server tests/page $(ARGS)
+
+test-cuda: WORKERS = 6
+test-cuda: $(STAMP)
+	@$(PYTEST) tests/unit -m cuda $(ARGS)
+	@$(BIN)/pytest tests/host --mode card $(ARGS)
+	@$(BIN)/pytest tests/host --mode dynamic $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

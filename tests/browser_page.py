@@ -13,9 +13,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from comfyui_server import Server
+from comfyui_server import ROOT, Server
 from PIL import Image
 
+# The page looks for help under the folder's name up to its first dot.
+PACK = "qwen-image-l40s"
+GRAPHS = {
+    file.stem: json.loads(file.read_text(encoding="utf-8"))
+    for file in sorted((ROOT / "workflows" / "api").glob("*.json"))
+}
 WIDTH, HEIGHT = 1400, 900
 WAIT_MS = 60_000
 PANEL_WIDTH = 270
@@ -88,6 +94,29 @@ PICTURE = """title => {
         width: width * scale, height: tall * scale,
     }
 }"""
+
+
+def models_of(graph: dict[str, Any]) -> dict[str, str]:
+    """{file name: folder of models/} that the nodes of a graph load."""
+    nodes = (node["_meta"].get("models", []) for node in graph.values())
+    return {model["name"]: model["directory"] for models in nodes for model in models}
+
+
+def put_files(base: Path) -> None:
+    """Empty files in the places of the models, which the page only lists, and the pictures."""
+    for graph in GRAPHS.values():
+        for name, folder in models_of(graph).items():
+            (base / "models" / folder / name).touch()
+        for node in graph.values():
+            if node["class_type"] == "LoadImage":
+                Image.new("RGB", (64, 64), "teal").save(base / "input" / node["inputs"]["image"])
+
+
+def take_files(base: Path) -> None:
+    """Removes the models again."""
+    for graph in GRAPHS.values():
+        for name, folder in models_of(graph).items():
+            (base / "models" / folder / name).unlink(missing_ok=True)
 
 
 def missing() -> str | None:

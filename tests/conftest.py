@@ -1,4 +1,8 @@
-"""Makes the package importable as `qwen_l40s` from a clone of any folder name, installed or not."""
+"""Makes the package importable as `qwen_l40s` from a clone of any folder name, installed or not.
+
+unit/ needs no ComfyUI; server/ and page/ talk to one; host/ runs inside one and has its own
+conftest.py. What several of them share lies in this folder.
+"""
 
 import importlib.util
 import os
@@ -26,28 +30,61 @@ if importlib.util.find_spec("qwen_l40s") is None:
     spec.loader.exec_module(module)
 
 # The fixtures of tests/tiny_model.py: toy and real-width Qwen-Image folders.
-sys.path.append(str(ROOT / "tests"))
+sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "unit")]
 pytest_plugins = ["tiny_model"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the folder for the pictures of the page that test_browser.py can take."""
+    """Adds the folder for the pictures of the page that page/test_browser.py can take."""
     parser.addoption("--screenshots", type=Path, help="folder for test_browser.py's screenshots")
 
 
 def pytest_configure() -> None:
     """Who ends a run that takes too long sends SIGTERM: servers and browsers stop as on Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        import hypothesis
+    except ImportError:
+        return
+    # Speed says nothing on a busy machine. `make test-all` takes the profile "thorough".
+    quiet = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+    hypothesis.settings.register_profile("normal", **quiet)
+    hypothesis.settings.register_profile("thorough", max_examples=200, **quiet)
+    if hypothesis.settings.get_current_profile_name() != "thorough":
+        hypothesis.settings.load_profile("normal")
 
 
-def pytest_report_header() -> str:
-    """One line above the tests: which ComfyUI they are compared with, or that there is none."""
+def has_card() -> bool:
+    """Whether torch sees a CUDA card."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
+def pytest_report_header() -> list[str]:
+    """One line each: which ComfyUI server/ and page/ use, and whether there is a card."""
     from qwen_l40s.machine.packages import check_comfyui, find_comfyui
 
     found = check_comfyui(find_comfyui())
-    if found.usable:
-        return f"ComfyUI: {found.reason}"
-    return f"ComfyUI: {found.reason}; tests against it are skipped: {found.remedy}"
+    lines = [f"ComfyUI: {found.reason}"]
+    if not found.usable:
+        lines = [f"ComfyUI: {found.reason}; tests against it are skipped: {found.remedy}"]
+    if not has_card():
+        lines.append("CUDA: torch sees no card; tests marked cuda are left out")
+    return lines
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what could only be skipped, and keeps the tests of one server in one process."""
+    left_out = [] if has_card() else [item for item in items if item.get_closest_marker("cuda")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("cuda")]
+    for item in items:
+        folder = item.path.parent.name
+        item.add_marker(pytest.mark.xdist_group(item.path.stem if folder == "unit" else folder))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,125 @@
+"""Runs the tests of this folder inside a real ComfyUI: its modules, in its own Python.
+
+`pytest tests/host` in this project's environment starts pytest once more in ComfyUI's Python.
+ComfyUI is imported once in a process, before the first test module is.
+"""
+
+import gc
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+INSIDE = "QWEN_L40S_TESTS_INSIDE"  # environment: the folder of the ComfyUI whose Python this is
+MODES = ("cpu", "card", "dynamic")
+
+# `python -m pytest` puts the root on sys.path, where our `cli`, `nodes` and `tools` would shadow
+# ComfyUI's modules.
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+sys.path.append(str(HERE.parent))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds where ComfyUI computes."""
+    about = "where ComfyUI computes: the processor, a card, or a card with dynamic VRAM"
+    parser.addoption("--mode", choices=MODES, default="cpu", help=about)
+
+
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """Starts the same command in ComfyUI's Python; says in one line where that cannot be."""
+    if INSIDE in os.environ:
+        return None
+    import comfyui_boot
+
+    comfyui_boot.import_package()
+    from comfyui_host import comfyui_python
+
+    from qwen_l40s.machine.packages import check_comfyui, find_comfyui
+
+    folder = find_comfyui()
+    found = check_comfyui(folder)
+    capture = config.pluginmanager.getplugin("capturemanager")
+    if capture:
+        capture.suspend_global_capture(in_=True)
+    if not found.usable:
+        print(f"tests/host: not run: ComfyUI: {found.reason}; {found.remedy}")
+        return 0
+    python = comfyui_python(folder)
+    environment = {
+        **os.environ,
+        INSIDE: str(folder),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(HERE / "packages"),
+        "QWEN_L40S_PACKAGES": sysconfig.get_path("purelib"),
+    }
+    code = "import comfy.options, comfy_kitchen, pytest"
+    probe = subprocess.run(
+        [python, "-c", code], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    if probe.returncode:
+        reason = (probe.stderr.strip().splitlines() or ["it stops"])[-1]
+        print(f"tests/host: not run: {python} cannot run the ComfyUI in {folder}: {reason}")
+        return 0
+    command = [python, "-m", "pytest", *config.invocation_params.args]
+    folder = config.invocation_params.dir
+    return subprocess.call(list(map(str, command)), cwd=folder, env=environment)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Imports ComfyUI; the process that only hands tests to others does not."""
+    distributes = getattr(config.option, "numprocesses", None) and not hasattr(
+        config, "workerinput"
+    )
+    if INSIDE in os.environ and not distributes:
+        import comfyui_boot
+
+        comfyui_boot.start(Path(os.environ[INSIDE]), config.getoption("--mode"))
+
+
+def pytest_unconfigure() -> None:
+    if "comfyui_boot" in sys.modules:
+        shutil.rmtree(sys.modules["comfyui_boot"].BASE, ignore_errors=True)
+
+
+def pytest_ignore_collect() -> bool | None:
+    """Nothing here can be imported outside ComfyUI, as where `pytest tests` finds this folder."""
+    return None if INSIDE in os.environ else True
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps what this mode has tests of; `-m cuda` finds all that runs on a card."""
+    on_card = config.getoption("--mode") != "cpu"
+    kept, rest = [], []
+    for item in items:
+        if on_card and item.get_closest_marker("each_device"):
+            item.add_marker(pytest.mark.cuda)
+        fits = (item.get_closest_marker("cuda") is not None) == on_card
+        (kept if fits else rest).append(item)
+    if rest:
+        config.hook.pytest_deselected(items=rest)
+        items[:] = kept
+
+
+@pytest.fixture
+def inference_mode():
+    """As ComfyUI runs every prompt."""
+    import torch
+
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_models_left():
+    """What a file has loaded is gone before the next one begins."""
+    yield
+    import comfy.model_management
+
+    comfy.model_management.unload_all_models()
+    gc.collect()

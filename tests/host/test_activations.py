@@ -1,0 +1,310 @@
+"""What a forward pass holds against what planning counts.
+
+Allocations are followed through ComfyUI's own model with the fused blocks in it. The kernels and
+attention give what they give on a card: their results, without the temporaries of plain torch.
+"""
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from unittest import mock
+
+import comfy.ldm.qwen_image.controlnet as controlnet
+import comfy.ldm.qwen_image.model as qwen
+import comfy.ops
+import comfy.text_encoders.llama as llama
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from tracked_allocations import Allocations
+
+from qwen_l40s.hosts.comfyui.lora.bypass import BypassForward, LowRank
+from qwen_l40s.hosts.comfyui.sample import attention, forward
+from qwen_l40s.optimizations import linear, reference
+from qwen_l40s.optimizations.block import Held
+from qwen_l40s.optimizations.fused import TORCH, Ops
+from qwen_l40s.optimizations.modulation import compute_entry
+from qwen_l40s.optimizations.self_check import Check
+from qwen_l40s.planning import bytes as text_encoder
+from qwen_l40s.planning.activations import FP32, SAMPLER_LATENTS, Rows, control_bytes, step_bytes
+from qwen_l40s.planning.request import (
+    Loras,
+    Parts,
+    RunRequest,
+    Setting,
+)
+from qwen_l40s.spec import TransformerShape
+
+SHAPE = TransformerShape(
+    blocks=3, dim=256, heads=2, head_dim=128, joint_dim=64, in_channels=64, packed_out_channels=64
+)
+BF16 = torch.bfloat16
+
+
+def untracked(compute):
+    """What `compute` gives, with nothing counted but its results, as of one kernel."""
+
+    def call(*args, **options):
+        with _disable_current_modes():
+            found = compute(*args, **options)
+        copies = [part.clone() if torch.is_tensor(part) else part for part in _listed(found)]
+        return tuple(copies) if isinstance(found, tuple) else copies[0]
+
+    return call
+
+
+def in_place(compute):
+    """As `untracked`, of a kernel that gives nothing."""
+
+    def call(*args, **options):
+        with _disable_current_modes():
+            compute(*args, **options)
+
+    return call
+
+
+def _listed(found):
+    return found if isinstance(found, tuple) else (found,)
+
+
+KERNELS = Ops(
+    "one kernel each",
+    untracked(TORCH.residual_norm),
+    in_place(TORCH.qk_norm_rope),
+    untracked(TORCH.gelu_quantize),
+    untracked(TORCH.row_quantize),
+)
+host_attention = untracked(qwen.optimized_attention_masked)
+rotate = untracked(qwen.apply_rope1)
+
+
+class Int8Layers:
+    """Dense layers of a model as int8 ones, with a fused GEMM or without any."""
+
+    def __init__(self, weight_only):
+        self.weight_only, self._held = weight_only, {}
+
+    def kind(self, layer):
+        return None if "forward" in vars(layer) else "int8"  # as ComfyLayers of one that is changed
+
+    def held(self, layer, like):
+        if layer not in self._held:
+            with _disable_current_modes():
+                self._held[layer] = reference.row_quantize(layer.weight, "int8")
+        return nullcontext(Held(*self._held[layer], layer.bias))
+
+    def norm_weight(self, norm, like):
+        return norm.weight
+
+    def gemm(self, format, device):
+        return self
+
+    def takes(self, n, k):
+        return True
+
+    def linear(self, x, weight, scale, bias):
+        return linear.Gemm("int8", "dequantize", "").linear(x, weight, scale, bias)
+
+    def linear_quantized(self, xq, x_scale, weight, scale, bias, out_dtype, out):
+        with _disable_current_modes():
+            out.copy_(reference.scaled_gemm(xq, weight, x_scale, scale, bias, out_dtype))
+
+
+def model(shape=SHAPE):
+    return filled(
+        qwen.QwenImageTransformer2DModel(
+            num_layers=shape.blocks,
+            attention_head_dim=shape.head_dim,
+            num_attention_heads=shape.heads,
+            joint_attention_dim=shape.joint_dim,
+            dtype=BF16,
+            device="cpu",
+            operations=comfy.ops.disable_weight_init,
+        )
+    )
+
+
+def filled(made):
+    """Weights at which activations stay around 1; ComfyUI leaves them as they lie in memory."""
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in made.named_parameters():
+        width = weight.shape[-1] if weight.ndim > 1 else 2500
+        values = torch.randn(weight.shape, generator=generator) / width**0.5
+        weight.data = (values + ("norm" in name and weight.ndim == 1)).to(BF16)
+    return made.eval()
+
+
+@contextmanager
+def stand_ins():
+    """ComfyUI's attention and rotation as one kernel each."""
+    with (
+        mock.patch.object(qwen, "optimized_attention_masked", host_attention),
+        mock.patch.object(attention, "optimized_attention_masked", host_attention),
+        mock.patch.object(qwen, "apply_rope1", rotate),
+    ):
+        yield
+
+
+def given_bytes(request):
+    """What is there before a pass begins, of all that is counted."""
+    rows = Rows.of(request)
+    sampler = SAMPLER_LATENTS * FP32 * 64 * request.batch * rows.painted // rows.items
+    return sampler + 2 * 64 * rows.image + 2 * SHAPE.joint_dim * rows.text
+
+
+def expands(layer):
+    """The `forward` of a quantized layer where nothing multiplies 8 bits."""
+    weight, scale = reference.row_quantize(layer.weight, "int8")
+    gemm = linear.Gemm("int8", "dequantize", "")
+    return lambda x: gemm.linear(x, weight, scale, layer.bias)
+
+
+def add_loras(transformer, loras, setting):
+    """As `beside.run_bypass` for the length of a forward pass."""
+    for name, (rows, columns) in SHAPE.quantizable_layers().items():
+        layer = transformer.get_submodule(name)
+        if setting.weight_only:
+            layer.forward = expands(layer)
+        for _ in range(loras.count):
+            up, down = torch.zeros(rows, loras.rank), torch.zeros(loras.rank, columns)
+            layer.forward = BypassForward(layer.forward, LowRank(up.to(BF16), down.to(BF16), 1.0))
+
+
+def followed(request, setting):
+    """(bytes at the worst moment of the first pass, of the second)"""
+    transformer = model()
+    if request.loras.count:
+        add_loras(transformer, request.loras, setting)
+    blocks, rows = tuple(transformer.transformer_blocks), Rows.of(request)
+    side = request.height // 8, request.width // 8
+    x = torch.randn(rows.items, 16, 1, *side).to(BF16)
+    text = torch.randn(rows.items, request.prompt_tokens, SHAPE.joint_dim).to(BF16)
+    references = [torch.randn(rows.items, 16, 1, 128, 128).to(BF16)] * request.references
+    timestep = torch.full((rows.items,), 0.5)
+    quantized = setting.precision == "int8"
+    check, peaks = Check(quantized), []
+    # The modulation is in its table.
+    entries = {}
+
+    def modulation(embedding):
+        key = tuple(embedding.shape)
+        if key not in entries:
+            with _disable_current_modes():
+                entries[key] = compute_entry(blocks, embedding, rows.items)
+        return entries[key]
+
+    options = {"ref_latents_method": "index_timestep_zero"} if request.member.timestep_zero else {}
+    with torch.inference_mode(), stand_ins():
+        for _ in range(2):
+            running = forward.ForwardPass(blocks, KERNELS, None, modulation, check, True)
+            if quantized:
+                running._executor._layers = Int8Layers(setting.weight_only)
+            with running.installed(), Allocations(0) as seen:
+                transformer(
+                    x,
+                    timestep,
+                    text,
+                    ref_latents=references or None,
+                    transformer_options={},
+                    **options,
+                )
+            peaks.append(seen.peak)
+            assert not check.failed, check.failed
+            assert running.fused == len(blocks)
+    return peaks
+
+
+def agrees(request, setting, tolerance=0.001):
+    first, later = followed(request, setting)
+    counted, given = step_bytes(request, setting), given_bytes(request)
+    for found, expected in ((first, counted.first), (later, counted.later)):
+        off = (expected - given) / found - 1
+        assert abs(off) <= tolerance, (request, setting.precision, found, expected - given, off)
+
+
+def requests():
+    narrow = {"width": 512, "parts": Parts(transformer=SHAPE)}
+    yield RunRequest(height=512, **narrow)
+    yield RunRequest(height=256, text_tokens=700, **narrow)
+    yield RunRequest(height=512, batch=2, cfg="one pass", **narrow)
+    yield RunRequest(height=256, family="qwen-image-edit-2511", references=1, **narrow)
+
+
+def test_bf16():
+    for request in requests():
+        agrees(request, Setting())
+
+
+def test_int8():
+    for request in requests():
+        agrees(request, Setting(precision="int8"))
+
+
+def test_int8_that_is_expanded():
+    for request in requests():
+        agrees(request, Setting(precision="int8", weight_only=True))
+
+
+def test_loras_beside():
+    for request in requests():
+        for count in (1, 2):
+            agrees(replace(request, loras=Loras(count, 32, "bypass")), Setting())
+
+
+def test_loras_beside_weights_that_are_expanded():
+    setting = Setting(precision="int8", weight_only=True)
+    smallest = RunRequest(width=64, height=64, text_tokens=40, parts=Parts(transformer=SHAPE))
+    for request in (*requests(), smallest):
+        agrees(replace(request, loras=Loras(1, 32, "bypass")), setting)
+
+
+def test_a_controlnet():
+    """Its own pass; what it adds is held through the transformer's, which nothing else changes."""
+    blocks = 2
+    net = filled(
+        controlnet.QwenImageControlNetModel(
+            num_layers=blocks,
+            attention_head_dim=SHAPE.head_dim,
+            num_attention_heads=SHAPE.heads,
+            joint_attention_dim=SHAPE.joint_dim,
+            dtype=BF16,
+            device="cpu",
+            operations=comfy.ops.disable_weight_init,
+        )
+    )
+    held = sum(weight.nbytes for weight in net.parameters())
+    request = RunRequest(
+        width=512, height=512, parts=Parts(transformer=SHAPE), controlnet_bytes=held
+    )
+    rows = Rows.of(request)
+    assert control_bytes(request)[0] == blocks * 2 * SHAPE.dim * rows.painted
+    x, hint = (torch.randn(1, 16, 1, 64, 64).to(BF16) for _ in range(2))
+    text = torch.randn(1, request.prompt_tokens, SHAPE.joint_dim).to(BF16)
+    with torch.inference_mode(), stand_ins(), Allocations(0) as seen:
+        given = net(x, torch.full((1,), 0.5), text, hint=hint)["input"]
+    assert len({part.data_ptr() for part in given}) == blocks
+    off = (control_bytes(request)[1] - given_bytes(request)) / seen.peak - 1
+    assert abs(off) <= 0.1, (seen.peak, control_bytes(request), off)
+
+
+def test_the_text_encoder():
+    """Full width, two layers: they come and go one after the other."""
+    encoder = llama.Qwen25_7BVLI({"num_hidden_layers": 2}, BF16, "meta", comfy.ops.manual_cast)
+    assert sum(weight.numel() for weight in encoder.visual.parameters()) == text_encoder.VISION
+    for tokens in (100, 264, 1633):
+        embeds = torch.empty(1, tokens, text_encoder.HIDDEN, device="meta")
+        mask = torch.ones(1, tokens, dtype=torch.long, device="meta")
+        with torch.inference_mode(), Allocations(0) as seen:
+            encoder(None, attention_mask=mask, embeds=embeds, dtype=torch.float32)
+        request = RunRequest(text_tokens=tokens - text_encoder.TEMPLATE_TOKENS)
+        off = text_encoder.encoding_bytes(request) / seen.peak - 1
+        assert abs(off) <= 0.03, (tokens, seen.peak, off)
+    tower = encoder.visual
+    tower.blocks = tower.blocks[:2]
+    tower.to_empty(device="cpu")
+    for weight in tower.parameters():
+        weight.data.fill_(0.01)
+    for side in (28, 50):
+        pixels = torch.zeros(side**2, text_encoder.VISION_PATCH)
+        with torch.inference_mode(), Allocations(0) as seen:
+            tower(pixels, torch.tensor([[1, side, side]]))
+        off = text_encoder.vision_bytes(side**2) / seen.peak - 1
+        assert abs(off) <= 0.05, (side, seen.peak, off)

@@ -1,0 +1,335 @@
+"""The estimator's nodes, executed as ComfyUI executes them."""
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import comfy.model_management as management
+import folder_paths
+import numpy as np
+import torch
+from comfy_api.latest import io
+from comfyui_boot import BASE, ROOT, refused
+from PIL import Image
+from server import PromptServer
+
+from qwen_l40s.errors import SettingError, UnavailableError
+from qwen_l40s.hosts.comfyui.estimate import cards as this_card
+from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
+from qwen_l40s.hosts.comfyui.load.transformer import load_model
+from qwen_l40s.hosts.comfyui.load.vae import load_vae
+from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
+from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM
+from qwen_l40s.planning.calibration import NAME
+from qwen_l40s.planning.cards import known_cards
+from qwen_l40s.planning.estimate import estimate
+from qwen_l40s.planning.request import RunRequest
+from qwen_l40s.spec import (
+    GIB,
+    PLACES,
+    CardFacts,
+)
+
+MICRO = ROOT / "models" / "micro"
+NODES = (QwenL40SEstimateVRAM, QwenL40SAdviseGPU)
+
+
+def defaults(node):
+    """What the page sends of a node that was just added."""
+    return {
+        value.id: value.default if value.default is not None else value.options[0]
+        for value in node.GET_SCHEMA().inputs
+        if hasattr(value, "default")
+    }
+
+
+def run(**changed):
+    """Image, report, whether it fits, and the figures."""
+    inputs = {**defaults(QwenL40SEstimateVRAM), **changed}
+    image, report, fits, text = QwenL40SEstimateVRAM.execute(**inputs).args
+    return image, report, fits, json.loads(text)
+
+
+def advice(**changed):
+    return QwenL40SAdviseGPU.execute(**{**defaults(QwenL40SAdviseGPU), **changed})
+
+
+def shown(output):
+    """The report and the picture that the page gets; the picture is what the node gives."""
+    image, report = output.args[:2]
+    assert output.ui["text"] == (report,)
+    (entry,) = output.ui["images"]
+    assert entry["type"] == "temp"
+    folder = Path(folder_paths.get_temp_directory()) / entry["subfolder"]
+    written = np.asarray(Image.open(folder / entry["filename"]).convert("RGB"))
+    assert image.dtype == torch.float32 and image.shape == (1, *written.shape)
+    assert 0 <= image.min() < image.max() <= 1
+    assert np.abs(image[0].numpy() * 255 - written).max() <= 1
+    return report
+
+
+# --- the nodes
+
+
+def test_everything_is_described():
+    for node in NODES:
+        schema = node.GET_SCHEMA()
+        assert schema.is_output_node and schema.category == "Qwen-Image/L40S"
+        assert schema.description and schema.search_aliases
+        for part in (*schema.inputs, *schema.outputs):
+            assert part.tooltip and part.tooltip.endswith("."), part.id
+        for part in schema.inputs:
+            assert not (part.advanced and not part.optional), part.id
+    known = ["this card", *known_cards()]
+    inputs = {part.id: part for part in QwenL40SEstimateVRAM.GET_SCHEMA().inputs}
+    assert inputs["card"].options == known and inputs["card"].default == "this card"
+    assert inputs["references"].max == 3
+
+
+def told_to_the_page(node, run_node):
+    """What a node shows in itself while it runs."""
+    server, hidden = mock.Mock(), io.HiddenHolder.from_dict({io.Hidden.unique_id: "7"})
+    with (
+        mock.patch.object(PromptServer, "instance", server, create=True),
+        mock.patch.object(node, "hidden", hidden),
+    ):
+        run_node()
+    (text, shown_in), _ = server.send_progress_text.call_args
+    assert shown_in == "7" and io.Hidden.unique_id in node.GET_SCHEMA().hidden
+    return text.splitlines()
+
+
+def test_the_answer_stands_in_the_node_itself():
+    lines = told_to_the_page(QwenL40SEstimateVRAM, lambda: run(card="L40S"))
+    report = run(card="L40S")[1].splitlines()
+    assert lines[:2] == report[:2] and len(lines) == 3, lines
+    image, cost = (
+        next(line.split(name)[1].strip() for line in report if line.startswith(name))
+        for name in ("image", "cost")
+    )
+    assert lines[2] == f"image: {image}; {cost}", lines
+    lines = told_to_the_page(QwenL40SAdviseGPU, advice)
+    assert lines == advice().args[1].split("\n\n")[0].splitlines()
+
+
+def test_an_estimate_without_wires_is_the_planners_own():
+    image, report, fits, found = run(card="L40S", width=1024, height=1024, steps=8)
+    expected = estimate(
+        RunRequest(width=1024, height=1024, steps=8), known_cards()["L40S"], calibration=None
+    )
+    assert found == json.loads(json.dumps(expected.as_dict()))
+    assert fits is expected.fits is True
+    assert list(found["phases"]) == ["load", "text", "tables", "sampling", "decode"]
+    assert shown(QwenL40SEstimateVRAM.execute(card="L40S", width=1024, height=1024, steps=8))
+    assert "L40S" in report and image.shape[0] == 1
+
+
+def test_it_takes_less_than_a_second():
+    run()
+    begin = time.perf_counter()
+    run(width=2048, height=2048, batch=4)
+    assert time.perf_counter() - begin < 1
+
+
+def test_the_price_is_the_users_own_or_the_lists():
+    listed, dear = (run(card="L40S", price_per_hour=price)[3] for price in (0, 7200))
+    assert dear["usd_per_image"] > 1000 * listed["usd_per_image"] > 0
+    refused(SettingError, "-1", run=lambda: run(price_per_hour=-1.0))
+
+
+def test_tables_say_where_the_modulation_waits():
+    plans = {tables: run(card="H200", tables=tables)[3]["plan"][0] for tables in ("on", "off")}
+    assert plans["on"]["modulation"] == PLACES[2] and plans["off"]["modulation"] == PLACES[1]
+
+
+# --- this card
+
+
+def test_without_a_card_it_is_about_an_l40s_and_says_so():
+    _, report, _, found = run()
+    assert found["card"] == "L40S"
+    assert any("runs on the processor" in note for note in found["notes"]), found["notes"]
+    assert "about one L40S" in report
+
+
+def test_this_card_has_the_memory_that_it_shows():
+    for name, memory, listed in (
+        ("NVIDIA GeForce RTX 4090", 23 * GIB, "RTX 4090"),
+        ("NVIDIA H100 80GB HBM3", 79 * GIB, "H100 SXM"),
+    ):
+        facts = CardFacts(name, memory, (8, 9))
+        with mock.patch.object(this_card, "card_facts", return_value=facts):
+            chosen = this_card.card_of("this card")
+            assert (chosen.card.name, chosen.card.memory_bytes) == (listed, memory), chosen
+            assert not chosen.note
+            assert run()[3]["card"] == listed
+
+
+def test_a_card_that_is_not_listed_is_answered_without_times():
+    facts = CardFacts("NVIDIA L40S-48Q", 45 * GIB, (8, 9))
+    with mock.patch.object(this_card, "card_facts", return_value=facts):
+        assert QwenL40SEstimateVRAM.validate_inputs(card="this card") is True
+        image, report, fits, found = run(price_per_hour=1.0)
+    assert fits and found["card"] == facts.name and image.shape[0] == 1
+    assert found["step_ms"] is found["image_seconds"] is found["usd_per_image"] is None
+    (note,) = (note for note in found["notes"] if facts.name in note)
+    assert " L40S " in note and "bench --calibrate" in note
+    assert found["plan"][0]["precision"] == "bf16" and "bf16" in report
+
+
+def test_this_card_can_be_another_device():
+    asked = []
+    with mock.patch.object(this_card, "card_facts", side_effect=asked.append):
+        this_card.card_of("this card", torch.device("cuda", 3))
+        this_card.card_of(device=torch.device("cuda", 2))
+        this_card.card_of()
+    assert asked == [*(torch.device("cuda", place) for place in (3, 2)), torch.device("cpu")]
+
+
+def test_a_list_of_ones_own_in_the_cache_folder_is_read():
+    path = BASE / "cache" / "cards.json"
+    path.parent.mkdir(exist_ok=True)
+    fingerprint = QwenL40SEstimateVRAM.fingerprint_inputs
+    before = fingerprint(card="L40S")
+    path.write_text(json.dumps({"cards": {"L40S": {"prices": [{"usd_per_hour": 7200}]}}}))
+    try:
+        assert fingerprint(card="L40S") != before
+        assert fingerprint() == QwenL40SAdviseGPU.fingerprint_inputs()
+        found = run(card="L40S")[3]
+        assert abs(found["usd_per_image"] - 2 * found["image_seconds"]) < 0.1
+        path.write_text("{")
+        for node, value in ((QwenL40SEstimateVRAM, {"card": "L40S"}), (QwenL40SAdviseGPU, {})):
+            assert str(path) in node.validate_inputs(**value)
+        (card,) = (part for part in QwenL40SEstimateVRAM.GET_SCHEMA().inputs if part.id == "card")
+        assert "L40S" in card.options
+    finally:
+        path.unlink()
+    assert fingerprint(card="L40S") == before
+    assert str(path) in QwenL40SEstimateVRAM.validate_inputs(card="Mine")
+
+
+def test_a_card_that_is_too_small_is_answered():
+    facts = CardFacts("NVIDIA L40S", 4 * GIB, (8, 9))
+    with mock.patch.object(this_card, "card_facts", return_value=facts):
+        try:
+            _, report, fits, _ = run()
+        except UnavailableError as error:
+            assert "4.0 GiB" in str(error) and str(error).endswith(".")
+        else:
+            assert not fits and "fit" in report
+
+
+# --- what is refused before anything is loaded
+
+
+def test_an_unknown_card_is_refused_with_the_nearest():
+    validate = QwenL40SEstimateVRAM.validate_inputs
+    assert (
+        validate(card="this card") is validate(card="L40S") is validate(card="nvidia l40s") is True
+    )
+    assert validate(card=None) is True  # a link is known when it runs
+    lazy, inputs = QwenL40SEstimateVRAM.check_lazy_status, defaults(QwenL40SEstimateVRAM)
+    for wrong in (5, True, {"a": 1}):
+        assert f"the card is {wrong!r}" in validate(card=wrong)
+    for wrong in (None, 5):
+        for call in (lazy, QwenL40SEstimateVRAM.execute):
+            words = (f"the card is {wrong!r}", "'this card'", "'L40S'")
+            changed = {**inputs, "card": wrong}
+            refused(SettingError, *words, run=lambda call=call, new=changed: call(**new))
+    sentence = validate(card="L41S")
+    assert "'L41S'" in sentence and "nearest is 'L40" in sentence and sentence.endswith(".")
+
+
+def test_contradictions_are_refused_before_wires_are_followed():
+    lazy, wires = QwenL40SEstimateVRAM.check_lazy_status, ("model", "clip", "vae", "latent")
+    inputs = defaults(QwenL40SEstimateVRAM)
+    assert lazy(**inputs) == []
+    assert lazy(**inputs, **dict.fromkeys(wires)) == list(wires)
+    assert lazy(**inputs, model=object(), latent=None) == ["latent"]
+    replaced = inputs | {"width": 1000, "height": 7, "batch": 10**6, "family": "qwen-image"}
+    for latent in (None, {"samples": torch.zeros(1, 16, 8, 8)}):
+        lazy(**(replaced | {"layers": 3}), latent=latent)
+    refused(
+        SettingError,
+        "'nvfp4'",
+        run=lambda: lazy(**(replaced | {"precision": "nvfp4"}), latent=None),
+    )
+    for changed, words in (
+        ({"width": 1000}, ("1000x1328", "divisible by 16", "992x1328")),
+        ({"references": 1, "family": "qwen-image"}, ("1 references", "'qwen-image'")),
+        ({"layers": 2, "family": "qwen-image-2512"}, ("2 layers", "qwen-image-layered")),
+        ({"precision": "nvfp4"}, ("'nvfp4'", "int8")),
+        ({"batch": 4096}, ("tokens", "smaller size or batch")),
+    ):
+        for call in (lazy, QwenL40SEstimateVRAM.execute):
+            refused(
+                SettingError, *words, run=lambda call=call, new=changed: call(**{**inputs, **new})
+            )
+
+
+# --- wires
+
+
+def test_wires_replace_the_settings():
+    with torch.inference_mode():  # as loader nodes run
+        model = load_model(MICRO, "int8")[0]
+    clip, vae = load_text_encoder(MICRO, placement="cpu")[0], load_vae(MICRO)[0]
+    latent = {"samples": torch.zeros(2, 16, 1, 64, 96)}
+    before = list(management.current_loaded_models)
+    parts = {"model": model, "clip": clip, "vae": vae, "latent": latent}
+    _, report, fits, found = run(card="L40S", **parts)
+    assert fits and "768x512" in report and "batch 2" in report, report
+    assert "Sizes are those of what is wired in: MODEL, CLIP, VAE, LATENT." in found["notes"]
+    plan = found["plan"][0]
+    assert (plan["precision"], plan["text_encoder_place"]) == ("int8", "cpu")
+    assert found["phases"]["sampling"]["parts"]["weights"] < 0.1
+    assert found["phases"]["decode"]["parts"]["weights"] < 0.1
+    assert management.current_loaded_models == before
+    words = ("precision 'bf16' contradicts the MODEL", "has 'int8'")
+    refused(SettingError, *words, run=lambda: run(**parts, precision="bf16"))
+    other = SimpleNamespace(model=SimpleNamespace(diffusion_model=torch.nn.Linear(2, 2)))
+    refused(SettingError, "Qwen-Image 1.x alone", run=lambda: run(model=other))
+
+
+def test_nothing_that_was_measured_since_is_cached():
+    fingerprint = QwenL40SEstimateVRAM.fingerprint_inputs
+    before = fingerprint(card="this card", model=None)
+    assert before == fingerprint(card="L40S")
+    path = BASE / "cache" / NAME
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{}", encoding="utf-8")
+    assert fingerprint(card="this card") != before
+    path.unlink()
+
+
+# --- advice
+
+
+def test_advice_ranks_the_cards_and_draws_them():
+    report = shown(advice(images_per_hour=50.0, width=1024, height=1024))
+    assert "50 images an hour" in report.splitlines()[0], report
+    for card in ("L40S", "H100 SXM", "A100 80GB SXM"):
+        assert card in report, report
+    assert "L40S against H100 SXM" in report
+
+
+def test_own_prices_stand_over_the_list():
+    report = shown(advice(prices="H200 = 0.01\nL40S = 40"))
+    assert "1 H200 in bf16 at $0.01" in report.splitlines()[0], report
+    assert "your own" in report
+    validate = QwenL40SAdviseGPU.validate_inputs
+    assert validate() is validate(prices="L40S = 0.79") is validate(prices=None) is True
+    assert "prices are 5 and must be" in validate(prices=5)
+    refused(SettingError, "prices are None", run=lambda: advice(prices=None))
+    assert validate(prices="L40S = 0.79\nL40S = 1").startswith("prices, line 2: ")
+
+
+def test_advice_refuses_what_has_no_answer():
+    words = ("no card of the list that costs something holds this", "price above 0")
+    refused(UnavailableError, *words, run=lambda: advice(width=16384, height=16384))
+    for load in (0.0, -1.0, float("nan")):
+        refused(SettingError, "above 0", run=lambda load=load: advice(images_per_hour=load))
+    refused(SettingError, "prices, line 1", run=lambda: advice(prices="L40S"))
+    refused(SettingError, "1000x1328", run=lambda: advice(width=1000))

@@ -1,0 +1,214 @@
+"""Our MODEL loader against ComfyUI's own, on one block of the real width, in every stored form."""
+
+import functools
+import json
+
+import comfy.model_management
+import comfy.sample
+import comfy.samplers
+import comfy.sd
+import pytest
+import torch
+from comfyui_boot import folder
+from safetensors.torch import load_file, save_file
+
+from qwen_l40s.hosts.comfyui.load.transformer import load_model
+from qwen_l40s.loaders.convert import expected_tensors
+from qwen_l40s.loaders.quantize import comfy_quant_tensor, layers_to_quantize, quantize_rows
+from qwen_l40s.loaders.stored import rotate
+from qwen_l40s.spec import TransformerShape
+
+pytestmark = pytest.mark.usefixtures("inference_mode", "files")
+FOLDER = folder("loader")
+ONE_BLOCK = TransformerShape(1, 3072, 24, 128, 3584, 64, 64)
+FP8 = torch.float8_e4m3fn
+Tensors = dict[str, torch.Tensor]
+
+
+def random_weights() -> Tensors:
+    generator = torch.Generator().manual_seed(0)
+    weights: Tensors = {}
+    for name, shape in expected_tensors(ONE_BLOCK).items():
+        weight = torch.randn(shape, generator=generator)
+        weight *= 0.5 / shape[1] ** 0.5 if len(shape) == 2 else 0.02
+        weights[name] = (weight + (len(shape) == 1 and "norm" in name)).bfloat16()
+    return weights
+
+
+def quantized(weights: Tensors, layers: frozenset[str], change) -> Tensors:
+    """The tensors with every layer's weight replaced by what `change(layer, weight)` returns."""
+    rest = {name: w for name, w in weights.items() if name.removesuffix(".weight") not in layers}
+    for layer in layers:
+        entries = change(layer, weights[f"{layer}.weight"])
+        rest |= {f"{layer}.{end}": tensor for end, tensor in entries.items()}
+    return rest
+
+
+def by_row(precision: str):
+    def change(_layer: str, weight: torch.Tensor) -> Tensors:
+        values, scale = quantize_rows(weight, precision)
+        marker = comfy_quant_tensor(precision)
+        return {"weight": values, "weight_scale": scale, "comfy_quant": marker}
+
+    return change
+
+
+def by_tensor(scale_name: str, marker: bool):
+    def change(_layer: str, weight: torch.Tensor) -> Tensors:
+        scale = weight.abs().max().float() / 448
+        entries = {"weight": (weight.float() / scale).to(FP8), scale_name: scale}
+        if marker:
+            text = json.dumps({"format": "float8_e4m3fn", "full_precision_matrix_mult": True})
+            entries["comfy_quant"] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        return entries
+
+    return change
+
+
+def rotated(_layer: str, weight: torch.Tensor) -> Tensors:
+    values, scale = quantize_rows(rotate(weight.float(), 256), "int8")
+    settings = {"convrot": True, "convrot_groupsize": 256}
+    marker = comfy_quant_tensor("int8", settings)
+    return {"weight": values, "weight_scale": scale, "comfy_quant": marker}
+
+
+@pytest.fixture(scope="module")
+def files() -> None:
+    """Every form, in FOLDER."""
+    folder = FOLDER
+    weights = random_weights()
+    layers = layers_to_quantize(name.removesuffix(".weight") for name in weights)
+    save_file(weights, folder / "bf16.safetensors")
+    marker = {"__index_timestep_zero__": torch.zeros(0)}
+    save_file(weights | marker, folder / "edit_2511.safetensors")
+    condition = {"time_text_embed.addition_t_embedding.weight": weights["img_in.weight"][:, :2].t()}
+    layered = {name: weight.contiguous() for name, weight in (weights | condition).items()}
+    save_file(layered, folder / "layered.safetensors")
+    prefixed = {f"model.diffusion_model.{name}": weight for name, weight in weights.items()}
+    save_file(prefixed, folder / "prefixed.safetensors")
+    sharded = folder / "sharded"
+    sharded.mkdir()
+    names = sorted(weights)
+    files = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(names)}
+    for file in set(files.values()):
+        save_file({n: weights[n] for n in names if files[n] == file}, sharded / file)
+    index = sharded / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    for precision in ("int8", "fp8"):
+        tensors = quantized(weights, layers, by_row(precision))
+        save_file(tensors, folder / f"{precision}.safetensors")
+    scaled = quantized(weights, layers, by_tensor("weight_scale", True))
+    save_file(scaled, folder / "scaled_fp8.safetensors")
+    old = quantized(weights, layers, by_tensor("scale_weight", False))
+    # Two values: the older files' way to ask for products in full precision.
+    old["scaled_fp8"] = torch.zeros(2, dtype=FP8)
+    save_file(old, folder / "fp8_marker.safetensors")
+    save_file(quantized(weights, layers, rotated), folder / "convrot.safetensors")
+    unscaled = {name: weight.to(FP8) for name, weight in weights.items()}
+    save_file(unscaled, folder / "unscaled_fp8.safetensors")
+    exact = {name: weight.bfloat16() for name, weight in unscaled.items()}
+    save_file(exact, folder / "unscaled_in_bf16.safetensors")
+
+
+def sample(model) -> torch.Tensor:
+    """Two Euler steps with guidance at 64 x 64, from fixed noise and text."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(1, 16, 1, 8, 8, generator=generator)
+    positive, negative = torch.randn(2, 1, 6, 3584, generator=generator)
+    return comfy.sample.sample(
+        model,
+        noise,
+        2,
+        2.5,
+        "euler",
+        "simple",
+        [[positive, {}]],
+        [[negative, {}]],
+        torch.zeros_like(noise),
+        disable_pbar=True,
+        seed=0,
+    )
+
+
+def loaded(name: str, precision: str = "auto", **settings) -> torch.Tensor:
+    return sample(load_model(FOLDER / name, precision, **settings)[0])
+
+
+def stock(name: str) -> torch.Tensor:
+    return sample(comfy.sd.load_diffusion_model(str(FOLDER / name)))
+
+
+def edited(model, **settings) -> torch.Tensor:
+    """One forward with a reference image beside the noise, as Edit and Layered are run."""
+    comfy.model_management.load_models_gpu([model])
+    generator = torch.Generator().manual_seed(1)
+    noise, reference = torch.randn(2, 1, 16, 1, 8, 8, generator=generator)
+    text = torch.randn(1, 6, 3584, generator=generator)
+    return model.model.diffusion_model(
+        noise,
+        torch.tensor([0.7]),
+        text,
+        ref_latents=[reference],
+        transformer_options={},
+        **settings,
+    )
+
+
+def difference(found: torch.Tensor, known: torch.Tensor) -> float:
+    return float((found - known).norm() / known.norm())
+
+
+@functools.cache
+def known() -> torch.Tensor:
+    return stock("bf16.safetensors")
+
+
+def test_bf16_is_bit_for_bit_what_comfyui_s_own_loader_gives():
+    ours, _ = load_model(FOLDER / "bf16.safetensors")
+    assert torch.equal(sample(ours), known())
+    copy = ours.clone(force_deepcopy=True)  # through cached_patcher_init
+    assert torch.equal(sample(copy), known())
+    assert torch.equal(loaded("sharded"), known())
+    assert torch.equal(loaded("prefixed.safetensors"), known())
+    assert torch.equal(loaded("bf16.safetensors", "int8", keep=["*"]), known())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("edit_2511", {}), ("layered", {"additional_t_cond": torch.tensor([0])})],
+)
+def test_the_other_families_are_bit_for_bit_the_same(name, settings):
+    theirs = comfy.sd.load_diffusion_model(str(FOLDER / f"{name}.safetensors"))
+    mine = load_model(FOLDER / f"{name}.safetensors")[0]
+    assert torch.equal(edited(mine, **settings), edited(theirs, **settings))
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("int8", 0.01), ("fp8", 0.04)])
+def test_quantized_weights_stay_near_bf16(precision, bound):
+    """One block and two steps on a CPU: the error is that of the weights alone."""
+    on_load = loaded("bf16.safetensors", precision)
+    assert 0 < difference(on_load, known()) <= bound
+    assert torch.equal(loaded(f"{precision}.safetensors"), on_load)
+    assert difference(loaded(f"{precision}.safetensors", "bf16"), on_load) <= 5e-3
+
+
+def test_comfyui_s_own_loader_reads_our_int8_file():
+    """It quantizes activations on a CPU too, and ours does not there."""
+    assert difference(stock("int8.safetensors"), loaded("int8.safetensors")) <= 0.015
+
+
+@pytest.mark.parametrize(
+    ("form", "bound"), [("scaled_fp8", 0.04), ("fp8_marker", 0.04), ("convrot", 0.015)]
+)
+def test_stored_forms_compute_what_comfyui_computes_from_them(form, bound):
+    stored = loaded(f"{form}.safetensors")
+    assert 0 < difference(stored, known()) <= bound
+    assert difference(stored, stock(f"{form}.safetensors")) <= 5e-3
+
+
+def test_unscaled_fp8_loses_nothing_on_the_way():
+    rounded = load_file(FOLDER / "unscaled_fp8.safetensors")
+    assert {weight.dtype for weight in rounded.values()} == {torch.float8_e4m3fn}
+    # The same values in bf16, which is exact.
+    exact = loaded("unscaled_in_bf16.safetensors")
+    assert difference(loaded("unscaled_fp8.safetensors"), exact) <= 1e-5

@@ -1,0 +1,544 @@
+"""LoRAs on a small Qwen-Image built by ComfyUI's own classes.
+
+Everything is sampled through ComfyUI's own sampler on the CPU.
+"""
+
+import contextlib
+import functools
+import json
+from pathlib import Path
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.ops
+import comfy.sample
+import comfy.sd
+import comfy.supported_models
+import comfy.utils
+import pytest
+import torch
+from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
+from comfy.patcher_extension import WrappersMP
+from comfy_api.torch_helpers import set_torch_compile_wrapper
+from comfyui_boot import folder
+from safetensors.torch import save_file
+
+from qwen_l40s.errors import CheckpointError, SettingError
+from qwen_l40s.hosts.comfyui.lora.apply import LoraReport, apply_lora
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
+FOLDER = folder("lora")
+DIMS = {
+    "in_channels": 64,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "attention_head_dim": 32,
+    "joint_attention_dim": 64,
+    "axes_dims_rope": (8, 12, 12),
+}
+LAYER = "transformer_blocks.1.attn.to_q"
+MODULES = 28  # 14 a block: 8 of attention, 2 of each MLP, 2 of modulation
+PLAIN, INT8, FP8 = None, "int8_tensorwise", "float8_e4m3fn"
+# (module's name, names of its two matrices), with dots or with "_" for dots
+STYLES = {
+    "bare": ("{dotted}", "lora_A.weight", "lora_B.weight"),
+    "bare, default": ("{dotted}", "lora_A.default.weight", "lora_B.default.weight"),
+    "bare, named": ("{dotted}", "lora_A.mine.weight", "lora_B.mine.weight"),
+    "Lightning": ("{dotted}", "lora_down.weight", "lora_up.weight"),
+    "diffusers": ("transformer.{dotted}", "lora_A.weight", "lora_B.weight"),
+    "old diffusers": ("transformer.{dotted}", "lora.down.weight", "lora.up.weight"),
+    "ComfyUI": ("diffusion_model.{dotted}", "lora_A.weight", "lora_B.weight"),
+    "checkpoint": ("model.diffusion_model.{dotted}", "lora_A.weight", "lora_B.weight"),
+    "kohya": ("lora_unet_{flat}", "lora_down.weight", "lora_up.weight"),
+    "LyCORIS": ("lycoris_{flat}", "lora_down.weight", "lora_up.weight"),
+    "OneTrainer": ("lora_transformer_{flat}", "lora_down.weight", "lora_up.weight"),
+    "PEFT": ("base_model.model.{dotted}", "lora_A.weight", "lora_B.weight"),
+    "PEFT, default": (
+        "base_model.model.{dotted}",
+        "lora_A.default.weight",
+        "lora_B.default.weight",
+    ),
+    "SimpleTuner": ("transformer.base_model.model.{dotted}", "lora_A.weight", "lora_B.weight"),
+    "DiffSynth": ("pipe.dit.{dotted}", "lora_A.default.weight", "lora_B.default.weight"),
+    "compiled": ("transformer._orig_mod.{dotted}", "lora_A.weight", "lora_B.weight"),
+}
+Tensors = dict[str, torch.Tensor]
+Patcher = comfy.model_patcher.ModelPatcher
+
+
+@functools.cache
+def weights() -> Tensors:
+    """Random float32 weights of a size at which activations stay around 1."""
+    noise = torch.Generator().manual_seed(0)
+    model = QwenImageTransformer2DModel(
+        **DIMS, operations=comfy.ops.manual_cast, device="cpu", dtype=torch.float32
+    )
+    return {
+        name: torch.randn(weight.shape, generator=noise) * 0.5 / weight.shape[-1] ** 0.5
+        if weight.ndim == 2
+        else torch.ones_like(weight)
+        for name, weight in model.state_dict().items()
+    }
+
+
+def matrices() -> Tensors:
+    """{module: weight} of everything that a LoRA changes."""
+    return {
+        name.removesuffix(".weight"): weight
+        for name, weight in weights().items()
+        if name.startswith("transformer_blocks.") and weight.ndim == 2
+    }
+
+
+def quantized(form: str) -> Tensors:
+    """The weights in bf16, with core's own `.comfy_quant` layers."""
+    state = {name: weight.to(torch.bfloat16) for name, weight in weights().items()}
+    for module, weight in matrices().items():
+        if "_mod." in module:
+            continue
+        if form == INT8:
+            scale = weight.abs().amax(dim=1, keepdim=True) / 127
+            values = (weight / scale).round().to(torch.int8)
+        else:
+            scale = weight.abs().amax() / 448
+            values = (weight / scale).to(torch.float8_e4m3fn)
+        state[f"{module}.weight"], state[f"{module}.weight_scale"] = values, scale
+        marker = json.dumps({"format": form}).encode()
+        state[f"{module}.comfy_quant"] = torch.tensor(list(marker), dtype=torch.uint8)
+    return state
+
+
+def build(form: str | None = PLAIN, disable_dynamic: bool = False) -> Patcher:
+    """A fresh MODEL, by the calls that ComfyUI's own loader makes."""
+    state = quantized(form) if form else {name: w.clone() for name, w in weights().items()}
+    dtype = torch.bfloat16 if form else torch.float32
+    config = comfy.supported_models.QwenImage({"image_model": "qwen_image", **DIMS})
+    config.quant_config = comfy.utils.detect_layer_quantization(state, "")
+    config.set_inference_dtype(dtype, dtype if form else None)
+    model = config.get_model(state, "")
+    patcher = comfy.model_patcher.CoreModelPatcher(
+        model,
+        load_device=comfy.model_management.get_torch_device(),
+        offload_device=comfy.model_management.unet_offload_device(),
+    )
+    model.load_model_weights(state, "", assign=patcher.is_dynamic())
+    patcher.cached_patcher_init = (build, (form,))
+    return patcher
+
+
+def sample(model: Patcher) -> torch.Tensor:
+    noise = torch.Generator().manual_seed(3)
+    latent = torch.randn(1, 16, 1, 8, 8, generator=noise)
+    prompt = [[torch.randn(1, 5, DIMS["joint_attention_dim"], generator=noise), {}]]
+    settings = (model, latent, 1, 1.0, "euler", "simple", prompt, prompt, torch.zeros_like(latent))
+    return comfy.sample.sample(*settings, seed=0, disable_pbar=True)
+
+
+def lora(seed: int = 1, rank: int = 4, alpha: float | None = 2.0) -> Tensors:
+    """A LoRA of every matrix, with bare names."""
+    noise = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for module, weight in matrices().items():
+        rows, columns = weight.shape
+        tensors[f"{module}.lora_down.weight"] = torch.randn(rank, columns, generator=noise) / 10
+        tensors[f"{module}.lora_up.weight"] = torch.randn(rows, rank, generator=noise) / 10
+        if alpha is not None:
+            tensors[f"{module}.alpha"] = torch.tensor(alpha)
+    return tensors
+
+
+def in_style(tensors: Tensors, style: str) -> Tensors:
+    module_form, down, up = STYLES[style]
+    renamed = {}
+    for name, tensor in tensors.items():
+        dotted, _, kind = name.partition(".lora_")
+        module = module_form.format(dotted=dotted, flat=dotted.replace(".", "_"))
+        renamed[f"{module}.{down if kind.startswith('down') else up}"] = tensor
+    return renamed
+
+
+def saved(tensors: Tensors, name: str = "lora", metadata: dict[str, str] | None = None) -> Path:
+    path = FOLDER / f"{name}.safetensors"
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, metadata)
+    return path
+
+
+def applied(model: Patcher, tensors: Tensors, strength: float = 1.0, how: str = "merge") -> Patcher:
+    clone, report = apply_lora(model, saved(tensors), strength, how=how)
+    assert (report.applied, report.modules) == (MODULES, MODULES), report
+    return clone
+
+
+def refused(
+    tensors: Tensors, *words: str, how: str = "merge", error: type[Exception] = CheckpointError
+) -> None:
+    try:
+        apply_lora(build(), saved(tensors, "refused"), 1.0, how=how)
+    except error as caught:
+        message = str(caught)
+        assert all(word in message for word in (*words, "refused.safetensors")), message
+    else:
+        raise AssertionError(f"nothing was wrong, although {words} is")
+
+
+def by_core(model: Patcher, tensors: Tensors, strength: float = 1.0) -> Patcher:
+    return comfy.sd.load_lora_for_models(model, None, tensors, strength, 0)[0]
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return (one - other).abs().max().item()
+
+
+def layer_of(model: Patcher) -> torch.nn.Module:
+    return model.model.diffusion_model.get_submodule(LAYER)
+
+
+def recorded(model: Patcher) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Input of one layer in a sampled forward, what the layer alone makes of it, and what it
+    gives on.
+    """
+    seen = {}
+    layer = layer_of(model)
+
+    def record(module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        seen["found"] = inputs[0].clone(), output.clone()
+
+    handle = layer.register_forward_hook(record)
+    sample(model)
+    handle.remove()
+    x, y = seen["found"]
+    return x, type(layer).forward(layer, x), y
+
+
+def test_merge_is_what_core_does() -> None:
+    for form in (PLAIN, INT8, FP8):
+        base, tensors = build(form), lora()
+        without, ours = sample(base), sample(applied(base, tensors, 0.7))
+        assert torch.equal(ours, sample(by_core(base, tensors, 0.7))), form
+        assert distance(ours, without) > 0.05, f"{form}: the LoRA changes nothing to speak of"
+        assert torch.equal(sample(base), without), f"{form}: the model kept the LoRA"
+
+
+def test_every_key_style_applies_every_module() -> None:
+    base, tensors = build(), lora(alpha=None)
+    expected = sample(by_core(base, tensors))
+    for style in STYLES:
+        for how in ("merge", "bypass"):
+            found = sample(applied(base, in_style(tensors, style), how=how))
+            assert distance(found, expected) < 1e-5, (style, how)
+
+
+def test_beside_is_the_formula() -> None:
+    for form, strength, alpha in ((PLAIN, 0.5, 2.0), (PLAIN, -1.5, None), (INT8, 1.0, 8.0)):
+        tensors = lora(alpha=alpha)
+        model = applied(build(form), tensors, strength, "bypass")
+        x, without, found = (value.double() for value in recorded(model))
+        down, up = (tensors[f"{LAYER}.lora_{side}.weight"].double() for side in ("down", "up"))
+        scale = strength * (1.0 if alpha is None else alpha / len(down))
+        change = scale * (x @ down.T @ up.T)
+        if form is PLAIN:
+            bias = weights()[f"{LAYER}.bias"].double()
+            assert distance(without, x @ weights()[f"{LAYER}.weight"].double().T + bias) < 1e-5
+        # bf16: the two matrices, the product between them and the sum are each rounded.
+        tolerance = 1e-5 if form is PLAIN else 0.02 * change.abs().max()
+        assert change.abs().max() > 0.05
+        assert distance(found, without + change) < tolerance, form
+
+
+def test_beside_leaves_quantized_weights_alone() -> None:
+    for form in (INT8, FP8):
+        for how in ("bypass", "merge"):
+            base = build(form)
+            before = layer_of(base).weight
+            values, scale = before._qdata.clone(), before._params.scale.clone()
+            sample(applied(base, lora(), how=how))
+            after = layer_of(base).weight
+            same = torch.equal(after._qdata, values) and torch.equal(after._params.scale, scale)
+            assert same == (how == "bypass"), (form, how)
+
+
+def test_loras_stack() -> None:
+    base, first, second = build(), lora(1), lora(2, rank=8, alpha=None)
+    expected = sample(by_core(by_core(base, first), second, -0.5))
+    assert distance(expected, sample(by_core(base, first))) > 0.05
+    for one in ("merge", "bypass"):
+        for other in ("merge", "bypass"):
+            both = applied(applied(base, first, how=one), second, -0.5, how=other)
+            for _ in range(2):  # a second run loads nothing anew
+                assert distance(sample(both), expected) < 1e-5, (one, other)
+
+
+def test_strength_has_a_sign() -> None:
+    base = build()
+    without = sample(base)
+    for how in ("merge", "bypass"):
+        minus = applied(base, lora(), -1.0, how)
+        assert distance(sample(minus), sample(by_core(base, lora(), -1.0))) < 1e-5, how
+        assert distance(sample(applied(minus, lora(), 1.0, how)), without) < 1e-5, how
+
+
+def test_clones_are_independent() -> None:
+    base = build()
+    without = sample(base)
+    for how in ("merge", "bypass"):
+        changed = applied(base, lora(), how=how)
+        child = applied(changed.clone(), lora(2), how=how)
+        results = [sample(model) for model in (changed, child, base, changed.clone(), base)]
+        assert torch.equal(results[2], without) and torch.equal(results[4], without), how
+        assert torch.equal(results[3], results[0]), how
+        assert distance(results[1], results[0]) > 0.05, how
+
+
+def test_unload_and_reload() -> None:
+    for how in ("merge", "bypass"):
+        model = applied(build(INT8), lora(), how=how)
+        first = sample(model)
+        comfy.model_management.unload_all_models()
+        assert not comfy.model_management.loaded_models()
+        assert torch.equal(sample(model), first), how
+
+
+def test_the_host_counts_what_lies_beside() -> None:
+    tensors = lora(alpha=None)
+    model = applied(build(), tensors, how="bypass")
+    sample(model)
+    loaded = comfy.model_management.loaded_models()
+    beside = [other for other in loaded if other in model.get_additional_models()]
+    assert [other.model_size() for other in beside] == [
+        sum(tensor.nbytes for tensor in tensors.values())
+    ]
+
+
+def test_beside_follows_the_model_into_another_one() -> None:
+    """What torch.compile under dynamic VRAM and MultiGPU do."""
+    model = applied(build(), lora(), how="bypass")
+    expected = sample(model)
+    for other in (
+        model.clone(force_deepcopy=True),
+        model.deepclone_multigpu(new_load_device=torch.device("cpu")),
+    ):
+        assert other.model is not model.model
+        assert distance(sample(other), expected) < 1e-5
+
+
+def test_beside_under_torch_compile() -> None:
+    """Graphs are cached by code: one without the LoRA must not serve a model with it."""
+    base = build()
+
+    def compiled(model: Patcher) -> Patcher:
+        clone = model.clone()
+        set_torch_compile_wrapper(
+            clone, backend="eager", keys=["diffusion_model.transformer_blocks.1"]
+        )
+        return clone
+
+    changed = applied(base, lora(), how="bypass")
+    expected = [sample(model) for model in (base, changed, base)]
+    found = [sample(compiled(model)) for model in (base, changed, base)]
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    assert not torch.equal(expected[0], expected[1])
+    assert torch.equal(sample(applied(compiled(base), lora(), how="bypass")), expected[1])
+
+
+def test_a_failed_forward_leaves_nothing_behind() -> None:
+    model = applied(build(), lora(), how="bypass")
+    without = {"forward" in module.__dict__ for module in model.model.modules()}
+    seen = []
+
+    def interrupt(executor: object, *args: object, **kwargs: object) -> None:
+        seen.append("forward" in layer_of(model).__dict__)
+        raise InterruptedError
+
+    model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "test", interrupt)
+    with contextlib.suppress(InterruptedError):
+        sample(model)
+    assert seen == [True], "the layer was not wrapped"
+    assert {"forward" in module.__dict__ for module in model.model.modules()} == without == {False}
+
+
+def test_lokr() -> None:
+    noise = torch.Generator().manual_seed(4)
+    tensors = {}
+    for index, (module, weight) in enumerate(matrices().items()):
+        rows, columns = (size // 8 for size in weight.shape)
+        flat = f"lycoris_{module.replace('.', '_')}"
+        tensors[f"{flat}.alpha"] = torch.tensor(3.0)
+        if index % 3:
+            tensors[f"{flat}.lokr_w1"] = torch.randn(8, 8, generator=noise) / 10
+        else:
+            tensors[f"{flat}.lokr_w1_a"] = torch.randn(8, 2, generator=noise) / 4
+            tensors[f"{flat}.lokr_w1_b"] = torch.randn(2, 8, generator=noise) / 4
+        if index % 2:
+            tensors[f"{flat}.lokr_w2"] = torch.randn(rows, columns, generator=noise) / 10
+        else:
+            tensors[f"{flat}.lokr_w2_a"] = torch.randn(rows, 4, generator=noise) / 4
+            tensors[f"{flat}.lokr_w2_b"] = torch.randn(4, columns, generator=noise) / 4
+    base = build()
+    expected = sample(by_core(base, tensors))
+    assert distance(expected, sample(base)) > 0.05
+    for how in ("merge", "bypass"):
+        assert distance(sample(applied(base, tensors, how=how)), expected) < 1e-5, how
+
+
+def test_what_cannot_run_beside() -> None:
+    loha, dora = {}, lora()
+    for module, weight in matrices().items():
+        rows, columns = weight.shape
+        for factor in ("w1", "w2"):
+            loha[f"{module}.hada_{factor}_a"] = torch.ones(rows, 2) / 10
+            loha[f"{module}.hada_{factor}_b"] = torch.ones(2, columns) / 10
+        dora[f"{module}.dora_scale"] = torch.ones(rows, 1)
+    base = build()
+    for tensors in (loha, dora):
+        assert torch.equal(sample(applied(base, tensors)), sample(by_core(base, tensors)))
+        refused(tensors, "merge", how="bypass", error=SettingError)
+    refused({**dora, f"{LAYER}.dora_scale": torch.ones(3, 1)}, LAYER)
+
+
+def test_biases_and_norms() -> None:
+    """Changed as a whole, and merged either way: they are never quantized."""
+    tensors = {
+        **lora(),
+        f"{LAYER}.diff_b": torch.ones(128),
+        "transformer_blocks.0.attn.norm_q.diff": torch.ones(32),
+    }
+    for form in (PLAIN, INT8):
+        base = build(form)
+        expected = sample(by_core(base, tensors))
+        for how in ("merge", "bypass"):
+            model, report = apply_lora(base, saved(tensors), 1.0, how=how)
+            assert (report.applied, report.modules) == (MODULES + 1, MODULES + 1)
+            if form is PLAIN or how == "merge":
+                assert distance(sample(model), expected) < 1e-5, (form, how)
+            assert "transformer_blocks.1.attn.to_q.bias" in " ".join(model.patches), how
+    weight = {**lora(), f"{LAYER}.diff": torch.ones(128, 128)}
+    try:
+        apply_lora(build(INT8), saved(weight), 1.0, how="bypass")
+    except SettingError as error:
+        assert "merge" in str(error)
+    else:
+        raise AssertionError("a quantized weight was to be rounded beside")
+
+
+def test_what_is_not_applied_is_told() -> None:
+    tensors = {f"transformer.{name}": tensor for name, tensor in lora(alpha=None).items()}
+    block = "transformer.transformer_blocks.59.attn.to_q"
+    for module in ("text_encoder.layers.0.self_attn.q_proj", block):
+        tensors[f"{module}.lora_A.weight"] = torch.ones(4, 128)
+        tensors[f"{module}.lora_B.weight"] = torch.ones(128, 4)
+    tensors["transformer.proj_out.alpha"] = torch.tensor(1.0)
+    norm = "transformer.transformer_blocks.0.attn.norm_q"
+    tensors[f"{norm}.diff_b"] = torch.ones(32)
+    tensors["something.else"] = torch.ones(1)
+    model, report = apply_lora(build(), saved(tensors), 1.0, how="merge")
+    assert (report.applied, report.modules) == (MODULES, MODULES + 4)
+    assert dict(report.not_applied) == {
+        "text_encoder.layers.0.self_attn.q_proj": "text encoder",
+        block: "not in this model",
+        "transformer.proj_out": "its tensors are incomplete",
+        norm: "not in this model",
+        "something.else": "not a tensor of a LoRA",
+    }
+    text = report.text()
+    assert "28 of 32 keys applied" in text and "and 2 more" in text, text
+    assert len(model.patches) == MODULES
+
+
+def test_the_report() -> None:
+    tensors = {
+        name: tensor if "to_q" in name else tensor[:, :2] if "up" in name else tensor[:2]
+        for name, tensor in lora(alpha=None).items()
+    }
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    path = saved(tensors, "mixed")
+    for form, how, rounded in ((PLAIN, "merge", 0), (INT8, "merge", 24), (INT8, "bypass", 24)):
+        _, report = apply_lora(build(form), path, -0.25, how=how)
+        known = (path, how, -0.25, MODULES, MODULES, (), (2, 4), nbytes, rounded)
+        assert report == LoraReport(*known), report
+        text = report.text()
+        words = ("mixed.safetensors", "28 of 28 keys applied", "strength -0.25", "ranks 2 to 4")
+        assert all(word in text for word in words), text
+        assert ("rounded again" in text) == (form is INT8 and how == "merge"), text
+        assert ("beside the weights" in text) == (how == "bypass"), text
+        assert text.count("\n") < 2, text
+
+
+def test_strength_zero() -> None:
+    base = build()
+    for how in ("merge", "bypass"):
+        model, report = apply_lora(base, saved(lora()), 0.0, how=how)
+        assert model is base
+        assert (report.applied, report.modules) == (0, MODULES)
+        assert "not applied" in report.text() and "strength is 0" in report.text()
+
+
+def test_an_older_name_of_a_mode() -> None:
+    assert apply_lora(build(), saved(lora()), 1.0, how="beside")[1].how == "bypass"
+
+
+def test_wrong_settings() -> None:
+    for strength, how in ((1.0, "sideways"), (float("nan"), "merge"), (float("inf"), "bypass")):
+        try:
+            apply_lora(build(), saved(lora()), strength, how=how)
+        except SettingError as error:
+            assert "sideways" in str(error) or "finite" in str(error)
+        else:
+            raise AssertionError(f"{strength} and {how} were accepted")
+
+
+def test_wrong_files() -> None:
+    refused(weights(), "not a LoRA", "transformer", "models/loras")
+    refused({"a.b": torch.ones(3)}, "not a LoRA")
+    text_encoder = {
+        "lora_te1_layers_0_q.lora_down.weight": torch.ones(4, 8),
+        "lora_te1_layers_0_q.lora_up.weight": torch.ones(8, 4),
+    }
+    refused(text_encoder, "none of its 1 keys", "text encoder", "LoRA for another model")
+    flux = {
+        "transformer.single_transformer_blocks.0.attn.to_q.lora_A.weight": torch.ones(4, 128),
+        "transformer.single_transformer_blocks.0.attn.to_q.lora_B.weight": torch.ones(128, 4),
+    }
+    refused({**lora(), **flux}, "another model", "single_transformer_blocks.0.attn.to_q")
+    refused({**lora(), f"transformer.{LAYER}.lora_down.weight": torch.ones(4, 128)}, "twice")
+    kohya = f"lora_unet_{LAYER.replace('.', '_')}"
+    pair = {f"{kohya}.lora_down.weight": torch.ones(4, 128)}
+    refused({**lora(), **pair, f"{kohya}.lora_up.weight": torch.ones(128, 4)}, "two names")
+
+
+def test_damaged_tensors() -> None:
+    for how in ("merge", "bypass"):
+        for bad in (float("nan"), float("-inf")):
+            tensors = lora()
+            tensors[f"{LAYER}.lora_up.weight"][5, 1] = bad
+            refused(tensors, "NaN or infinity", f"{LAYER}.lora_up.weight", how=how)
+        refused({**lora(), f"{LAYER}.alpha": torch.tensor(float("nan"))}, "NaN", how=how)
+        refused({**lora(), f"{LAYER}.alpha": torch.ones(2)}, "alpha is one number", how=how)
+        half = lora()
+        del half[f"{LAYER}.lora_down.weight"]
+        refused(half, "lacks the tensor", f"{LAYER}.lora_down.weight", how=how)
+        odd = {**lora(), f"{LAYER}.lora_down.weight": torch.ones(3, 128)}
+        refused(odd, LAYER, "do not fit", how=how)
+        wide = {**lora(), f"{LAYER}.lora_down.weight": torch.ones(4, 256)}
+        refused(wide, LAYER, "(128, 256)", "(128, 128)", how=how)
+        refused({**lora(), f"{LAYER}.lokr_w1": torch.ones(8, 8)}, LAYER, how=how)
+        refused({**lora(), f"{LAYER}.diff_b": torch.ones(64)}, LAYER, "(64,)", how=how)
+    refused({**lora(), f"{LAYER}.lora_magnitude_vector": torch.ones(128)}, "DoRA", "PEFT")
+
+
+def test_metadata_is_kept_as_core_keeps_it() -> None:
+    path = saved(lora(), metadata={"ss_network_dim": "4"})
+    for how in ("merge", "bypass"):
+        model, _ = apply_lora(build(), path, 1.0, how=how)
+        assert model.get_attachment("lora_metadata") == {"ss_network_dim": "4"}
+
+
+def test_fp8_and_bf16_files() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        tensors = {
+            name: tensor.to(dtype) if tensor.ndim else tensor for name, tensor in lora().items()
+        }
+        rounded = {name: tensor.float() for name, tensor in tensors.items()}
+        base = build()
+        expected = sample(by_core(base, rounded))
+        for how in ("merge", "bypass"):
+            assert distance(sample(applied(base, tensors, how=how)), expected) < 1e-5, (dtype, how)

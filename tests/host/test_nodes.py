@@ -1,0 +1,274 @@
+"""The loader nodes, executed as ComfyUI executes them."""
+
+import asyncio
+import contextlib
+import gc
+import sys
+import threading
+from types import SimpleNamespace
+from unittest import mock
+
+import comfy.model_management
+import comfy.utils
+import narrow_transformer as narrow
+import pytest
+import torch
+from comfyui_boot import BASE, refused
+from safetensors.torch import save_file
+
+import qwen_l40s
+from qwen_l40s import nodes
+from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
+from qwen_l40s.hosts.comfyui import contract as compatibility
+from qwen_l40s.hosts.comfyui.load import precision
+from qwen_l40s.hosts.comfyui.load import transformer as model
+from qwen_l40s.loaders.quantize import quantize_rows
+from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
+from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM
+from qwen_l40s.nodes.loaders import (
+    QwenL40SLoad,
+    QwenL40SLoadModel,
+    QwenL40SLoadTextEncoder,
+    QwenL40SLoadVAE,
+)
+from qwen_l40s.nodes.lora import QwenL40SLoadLora
+from qwen_l40s.nodes.optimize import QwenL40SOptimize
+from qwen_l40s.nodes.quantize import QwenL40SSaveQuantized
+from qwen_l40s.nodes.vae import QwenL40SVAEDecode, QwenL40SVAEEncode
+from qwen_l40s.spec import CardFacts
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
+MICRO = "micro (bundled)"
+WEIGHTS = narrow.weights()
+MODELS = BASE / "models" / "diffusion_models"
+
+
+def written(name, tensors):
+    """The name of a file in models/diffusion_models."""
+    narrow.write(MODELS / f"{name}.safetensors", tensors)
+    return f"{name}.safetensors"
+
+
+def load(name, setting="auto", keep=""):
+    """What the node gives: the MODEL and the report."""
+    output = QwenL40SLoadModel.execute(model=name, precision=setting, keep_in_bf16=keep)
+    loaded, report = output.args
+    assert output.ui.as_dict()["text"] == (report,)
+    return loaded, report
+
+
+def weight(loaded, name):
+    return loaded.model.diffusion_model.get_parameter(name)
+
+
+@contextlib.contextmanager
+def nothing_mapped():
+    with mock.patch.object(model, "map_tensors") as mapping:
+        yield
+        mapping.assert_not_called()
+
+
+# --- what is refused before it runs
+
+
+def test_choices_are_validated_from_headers():
+    name = written("plain", WEIGHTS)
+    wrong = written("vae", {"decoder.middle.0.residual.0.gamma": torch.ones(8, 1, 1, 1)})
+    with nothing_mapped():
+        assert QwenL40SLoadModel.validate_inputs(model=name) is True
+        for node, slot in (
+            (QwenL40SLoad, "model"),
+            (QwenL40SLoadModel, "model"),
+            (QwenL40SLoadTextEncoder, "text_encoder"),
+            (QwenL40SLoadVAE, "vae"),
+        ):
+            assert node.validate_inputs(**{slot: None}) is True  # a link is known when it runs
+            assert node.validate_inputs(**{slot: MICRO}) is True
+            sentence = node.validate_inputs(**{slot: "nothing.safetensors"})
+            assert "'nothing.safetensors' is not among" in sentence and MICRO in sentence
+        for node in (QwenL40SLoad, QwenL40SLoadModel):
+            sentence = node.validate_inputs(model=wrong)
+            assert "is a Qwen-Image VAE where the Qwen-Image transformer is needed" in sentence
+            assert "models/diffusion_models" in sentence and "models/vae" in sentence
+
+
+def test_fp8_on_a_card_without_it_is_refused_before_anything_is_mapped():
+    name = written("plain", WEIGHTS)
+    old = CardFacts("NVIDIA A100", 40 * 2**30, (8, 0))
+    with mock.patch.object(precision, "card_facts", return_value=old), nothing_mapped():
+        words = ("fp8 was demanded", "NVIDIA A100 is sm_80", "sm_89", "int8")
+        refused(UnavailableError, *words, run=lambda: load(name, "fp8"))
+
+
+def test_too_little_host_memory_is_refused_before_anything_is_mapped():
+    name = written("plain", WEIGHTS)
+    with mock.patch.object(precision, "available_memory", return_value=1000), nothing_mapped():
+        for setting in ("auto", "int8"):
+            words = ("plain.safetensors in", "of host memory", "is available", "close other")
+            refused(UnavailableError, *words, run=lambda setting=setting: load(name, setting))
+
+
+def test_values_that_are_converted_take_host_memory_too():
+    """e5m2 becomes bf16; e4m3 stays as it is mapped."""
+    tensors = {name: tensor.to(torch.float8_e5m2) for name, tensor in WEIGHTS.items()}
+    name = written("e5m2", tensors)
+    with mock.patch.object(precision, "available_memory", return_value=1000), nothing_mapped():
+        refused(UnavailableError, "of host memory", run=lambda: load(name))
+
+
+def test_a_text_encoder_of_another_width_is_refused_from_its_header():
+    folder = MODELS.parent / "text_encoders"
+    folder.mkdir(exist_ok=True)
+    prefix = "model.layers.0.self_attn.k_proj"
+    tensors = {f"{prefix}.bias": torch.zeros(512), "model.norm.weight": torch.zeros(64)}
+    save_file(tensors, folder / "narrow.safetensors")
+    choice = {"precision": "auto", "text_encoder": "narrow.safetensors", "vae": MICRO}
+    with nothing_mapped():
+        words = ("takes text 512 wide", "gives 64", "text encoder that belongs to the model")
+        refused(CheckpointError, *words, run=lambda: QwenL40SLoad.execute(model=MICRO, **choice))
+
+
+def test_settings_that_mean_nothing_are_refused_before_anything_is_mapped():
+    name = written("plain", WEIGHTS)
+    with nothing_mapped():
+        for keep in ("blocks.0.*", "*.to_q, nothing", "img_in", "transformer_blocks.7.*"):
+            last = keep.rpartition(", ")[2]
+            words = (f"keep pattern {last!r} matches no layer", "begin with *")
+            refused(SettingError, *words, run=lambda keep=keep: load(name, "int8", keep))
+        words = ("precision 'nvfp4' is unknown", "bf16", "as stored")
+        refused(SettingError, *words, run=lambda: load(name, "nvfp4"))
+
+
+def test_nodes_of_a_host_that_is_off_are_there_and_say_why():
+    name = written("plain", WEIGHTS)
+    off = SimpleNamespace(__version__="0.32.1")
+    compatibility.what_is_off.cache_clear()
+    try:
+        with mock.patch.dict(sys.modules, {"comfyui_version": off}), nothing_mapped():
+            extension = asyncio.run(qwen_l40s.comfy_entrypoint())
+            with mock.patch.object(nodes.logger, "warning") as warning:
+                asyncio.run(extension.on_load())
+            words = ("ComfyUI is 0.32.1", "needs 0.33.0 or newer", "update ComfyUI")
+            assert all(word in warning.call_args.args[0] for word in words)
+            registered = asyncio.run(extension.get_node_list())
+            assert registered == nodes.NODES
+            for node in registered:
+                node.GET_SCHEMA()
+            settings = {"precision": "auto", "text_encoder": MICRO, "vae": MICRO}
+            for run in (
+                lambda: load(name),
+                lambda: QwenL40SLoad.execute(model=MICRO, **settings),
+                lambda: QwenL40SLoadTextEncoder.execute(MICRO, "auto"),
+                lambda: QwenL40SLoadVAE.execute(MICRO, "auto"),
+                lambda: QwenL40SLoadLora.execute(None, "x", 1.0, "merge"),
+                lambda: QwenL40SOptimize.execute(None, "auto", True),
+                lambda: QwenL40SSaveQuantized.execute(None, "int8", "x", False),
+                lambda: QwenL40SVAEDecode.execute({"samples": None}, None),
+                lambda: QwenL40SVAEEncode.execute(None, None),
+                lambda: QwenL40SEstimateVRAM.execute("L40S"),
+                lambda: QwenL40SEstimateVRAM.check_lazy_status("L40S"),
+                lambda: QwenL40SAdviseGPU.execute(100.0),
+            ):
+                refused(UnavailableError, *words, run=run)
+    finally:
+        compatibility.what_is_off.cache_clear()
+    assert load(name)[0] is not None
+
+
+def test_this_comfyui_is_what_the_package_knows():
+    compatibility.what_is_off.cache_clear()
+    assert compatibility.what_is_off() is None
+
+
+# --- what is stopped while it runs
+
+
+def quantized_tensors():
+    gc.collect()
+    tensors = (thing for thing in gc.get_objects() if type(thing) is torch.Tensor)
+    return sum(tensor.dtype is torch.int8 for tensor in tensors)
+
+
+def test_a_cancelled_load_leaves_nothing_behind():
+    name = written("plain", WEIGHTS)
+    expected = weight(load(name, "int8")[0], f"{narrow.LAYER}.weight")._qdata.clone()
+    layers, before = [], quantized_tensors()
+
+    def cancel(value, total, *_arguments, **_settings):
+        layers.append((value, total))
+        raise comfy.model_management.InterruptProcessingException
+
+    comfy.utils.set_progress_bar_global_hook(cancel)
+    try:
+        load(name, "int8")
+    except comfy.model_management.InterruptProcessingException:
+        pass
+    else:
+        raise AssertionError("the load was not cancelled")
+    finally:
+        comfy.utils.set_progress_bar_global_hook(None)
+    assert layers == [(1, len(narrow.layers(WEIGHTS)))], layers
+    assert quantized_tensors() == before
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("quantize")]
+    assert not comfy.model_management.loaded_models()
+    again = weight(load(name, "int8")[0], f"{narrow.LAYER}.weight")._qdata
+    assert torch.equal(again, expected)
+
+
+def test_nan_is_refused_and_the_next_load_works():
+    broken = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
+    broken[f"{narrow.LAYER}.weight"][3, 5] = torch.nan
+    name = written("nan", broken)
+    words = (str(MODELS / name), "holds NaN or infinity", f"{narrow.LAYER}.weight", "download")
+    refused(CheckpointError, *words, run=lambda: load(name, "int8"))
+    load(written("plain", WEIGHTS), "int8")
+
+
+# --- what other dtypes become
+
+
+def test_the_report_of_fp16_and_fp32_files_says_what_is_held():
+    """ComfyUI holds a Qwen-Image in bf16 or fp32 only: fp16 overflows in it."""
+    names = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+    for dtype, stored in ((torch.float16, "fp16"), (torch.float32, "fp32")):
+        tensors = {name: tensor.to(dtype) for name, tensor in WEIGHTS.items()}
+        for setting in ("auto", "as stored"):
+            loaded, report = load(written(stored, tensors), setting)
+            assert f"the file holds {stored}" in report or f"file holds it, {stored}" in report
+            held = weight(loaded, f"{narrow.LAYER}.weight")
+            assert torch.equal(held.float(), tensors[f"{narrow.LAYER}.weight"].float())
+            assert report.splitlines()[1].startswith(f"{names[held.dtype]}, "), report
+
+
+def test_a_file_in_e5m2_becomes_bf16():
+    rounded = {
+        name: tensor.to(torch.float8_e5m2) if tensor.dim() == 2 else tensor
+        for name, tensor in WEIGHTS.items()
+    }
+    name = written("e5m2", rounded)
+    for setting in ("auto", "bf16", "as stored"):
+        loaded, report = load(name, setting)
+        assert "fp8 e5m2, unscaled were converted to bf16" in report, report
+        for layer in (narrow.LAYER, narrow.MODULATION, "img_in"):
+            held = weight(loaded, f"{layer}.weight")
+            assert held.dtype == torch.bfloat16
+            assert torch.equal(held, rounded[f"{layer}.weight"].bfloat16()), layer
+    held = weight(load(name, "int8")[0], f"{narrow.LAYER}.weight")
+    values, scale = quantize_rows(rounded[f"{narrow.LAYER}.weight"].bfloat16(), "int8")
+    assert torch.equal(held._qdata, values) and torch.equal(held._params.scale, scale)
+
+
+def test_kept_layers_are_what_the_file_holds():
+    loaded, report = load(written("plain", WEIGHTS), "fp8", "transformer_blocks.1.*,\n*.to_add_out")
+    kept = [
+        layer
+        for layer in narrow.layers(WEIGHTS)
+        if layer.startswith("transformer_blocks.1.") or layer.endswith(".to_add_out")
+    ]
+    assert len(kept) == 13
+    assert "13 layers kept in bf16" in report and "11 layers quantized to fp8" in report, report
+    for layer in narrow.layers(WEIGHTS):
+        held = weight(loaded, f"{layer}.weight")
+        assert (type(held.data) is torch.Tensor) == (layer in kept), layer
+        if layer in kept:
+            assert torch.equal(held, WEIGHTS[f"{layer}.weight"])

@@ -1,0 +1,605 @@
+"""An optimized MODEL against ComfyUI's own code."""
+
+import contextlib
+import gc
+import logging
+from unittest import mock
+
+import comfy.model_base
+import comfy.model_management
+import comfy.model_patcher
+import comfy.patcher_extension
+import comfy.sample
+import comfy.sd
+import narrow_transformer as narrow
+import pytest
+import torch
+from comfy.patcher_extension import CallbacksMP, WrappersMP
+from comfyui_boot import MODE, folder
+
+from qwen_l40s.errors import SettingError
+from qwen_l40s.hosts.comfyui.load.transformer import load_model
+from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
+from qwen_l40s.hosts.comfyui.sample.attention import SLOT, SlotAttention
+from qwen_l40s.hosts.comfyui.sample.modulation import ModelModulation
+from qwen_l40s.hosts.comfyui.sample.optimize import Settings, optimize, report_of, restore
+from qwen_l40s.hosts.comfyui.sample.run import KEY
+from qwen_l40s.nodes.optimize import QwenL40SOptimize
+from qwen_l40s.optimizations import fused
+
+pytestmark = pytest.mark.each_device
+FOLDER = folder("optimize")
+DEVICE = comfy.model_management.get_torch_device()
+WEIGHTS = narrow.weights()
+PATH = narrow.write(FOLDER / "bf16.safetensors", WEIGHTS)
+# ComfyUI computes this model in fp32 on a processor and in bf16 on a card.
+SAME = 2e-6 if MODE == "cpu" else 1e-2
+HOST_ATTENTION = Settings(attention="comfyui")
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stock(form: str = "bf16") -> comfy.model_patcher.ModelPatcher:
+    gc.collect()  # ComfyUI fails where a model disappears while it makes room for another one
+    return load_model(PATH, form)[0]
+
+
+def forward(model, batch=1, text=7, control=None, seed=0, side=8, **conds) -> torch.Tensor:
+    """One forward pass as ComfyUI's sampler makes it."""
+    additional = model.get_nested_additional_models()
+    comfy.model_management.load_models_gpu([model, *additional])
+    model.pre_run()
+    options = comfy.patcher_extension.copy_nested_dicts(model.model_options["transformer_options"])
+    options = comfy.patcher_extension.merge_nested_dicts(options, {"wrappers": model.wrappers})
+    context = random(batch, text, narrow.SHAPE.joint_dim, seed=seed + 1).to(DEVICE)
+    noise = random(batch, 16, 1, side, side, seed=seed).to(DEVICE)
+    sigma = torch.full((batch,), 0.7, device=DEVICE)
+    with torch.inference_mode():
+        return model.model.apply_model(
+            noise,
+            sigma,
+            c_crossattn=context,
+            control=control,
+            transformer_options=options,
+            **{name: moved(value) for name, value in conds.items()},
+        ).float()
+
+
+def moved(value):
+    if isinstance(value, list):
+        return [entry.to(DEVICE) for entry in value]
+    return value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+
+
+def sample(model, cfg=1.0, steps=2, positive=20, **conditions) -> torch.Tensor:
+    """Euler steps at 64 x 64 from fixed noise; prompts of different lengths never batch."""
+    noise = random(1, 16, 1, 8, 8)
+    prompts = [
+        [[random(1, length, narrow.SHAPE.joint_dim, seed=length), dict(conditions)]]
+        for length in (positive, 7)
+    ]
+    with torch.inference_mode():
+        return comfy.sample.sample(
+            model,
+            noise,
+            steps,
+            cfg,
+            "euler",
+            "simple",
+            *prompts,
+            torch.zeros_like(noise),
+            disable_pbar=True,
+            seed=0,
+        ).float()
+
+
+def difference(found, known) -> float:
+    return float((found - known).norm() / known.norm())
+
+
+def assert_same(known, found, most=SAME):
+    assert torch.isfinite(found).all()
+    assert difference(found, known) <= most, difference(found, known)
+
+
+def fused_in(model) -> bool:
+    """Whether the last forward passes ran fused, by the report."""
+    return report_of(model).startswith("blocks: fused, ")
+
+
+def compare(model, settings=HOST_ATTENTION, fused_blocks=True, most=SAME, **arguments):
+    """The optimized clone of a MODEL, whose forward pass is the MODEL's own."""
+    clone = optimize(model, settings)
+    assert_same(forward(model, **arguments), forward(clone, **arguments), most)
+    assert fused_in(clone) == fused_blocks, report_of(clone)
+    return clone
+
+
+# ---------------------------------------------------------------------------------- what runs fused
+
+
+def test_text_to_image():
+    model = stock()
+    for batch, text in ((1, 7), (2, 1), (5, 6), (1, 300)):
+        compare(model, batch=batch, text=text)
+
+
+def test_a_size_that_ends_within_a_token():
+    compare(stock(), side=7)
+
+
+def test_reference_latents_of_every_method():
+    model = stock()
+    for method in ("index", "negative_index", "offset", "index_timestep_zero"):
+        for batch in (1, 2):
+            references = [random(batch, 16, 1, 8, 8, seed=3), random(batch, 16, 1, 4, 6, seed=4)]
+            compare(model, batch=batch, ref_latents=references, ref_latents_method=method)
+
+
+def test_layered():
+    tensors = dict(WEIGHTS)
+    name = "time_text_embed.addition_t_embedding.weight"
+    tensors[name] = random(2, narrow.SHAPE.dim).bfloat16()
+    model = load_model(narrow.write(FOLDER / "layered.safetensors", tensors), "bf16")[0]
+    outputs = [
+        forward(compare(model, additional_t_cond=condition), additional_t_cond=condition)
+        for condition in (torch.tensor([0]), torch.tensor([1]))
+    ]
+    assert difference(*outputs) > 1e-3
+
+
+def test_a_text_mask():
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+    known = compare(stock(), batch=2, text=6, attention_mask=mask)
+    without = forward(known, batch=2, text=6)
+    assert difference(forward(known, batch=2, text=6, attention_mask=mask), without) > 1e-4
+
+
+def test_sampling_with_guidance():
+    model = stock()
+    clone = optimize(model, HOST_ATTENTION)
+    assert_same(sample(model, 2.5, 3), sample(clone, 2.5, 3))
+    assert "3 timesteps in a table" in report_of(clone), report_of(clone)
+    assert "12 of 12 in 6 forward passes" in report_of(clone), report_of(clone)
+    table = ModelModulation.of(model.model).table
+    assert (len(table), table.passes) == (3, 1)
+    assert_same(sample(model, 2.5, 3), sample(clone, 2.5, 3))
+    assert table.passes == 1, "a second image of the same schedule computes nothing"
+    comfy.model_management.unload_all_models()
+    assert len(table) == 0
+
+
+def test_quantized_weights():
+    for form in ("int8", "fp8"):
+        clone = compare(stock(form), most=SAME if MODE == "cpu" else 2e-2)
+        assert f"layers: {form} through" in report_of(clone)
+
+
+def test_files_of_other_loaders():
+    """Weights in one fp8 scale, unscaled e4m3, and ConvRot, through ComfyUI's own operations."""
+    fp8 = narrow.quantized(WEIGHTS, narrow.fp8_of_one_scale, {"format": "float8_e4m3fn"})
+    unscaled = {
+        name: weight.to(torch.float8_e4m3fn) if weight.ndim == 2 else weight
+        for name, weight in WEIGHTS.items()
+    }
+    for name, tensors in (("one_scale", fp8), ("unscaled", unscaled), ("plain", WEIGHTS)):
+        # ComfyUI's own loader takes the published widths for granted.
+        with mock.patch(
+            "comfy.model_detection.detect_unet_config", lambda *_, **__: dict(narrow.CONFIG)
+        ):
+            model = comfy.sd.load_diffusion_model_state_dict(dict(tensors))
+        assert model is not None
+        # Core's scale for activations is one number of the file; ours is one for each token.
+        compare(model, most=0.05 if name == "one_scale" and MODE != "cpu" else SAME)
+
+
+def test_a_merged_lora_and_one_beside():
+    generator = torch.Generator().manual_seed(1)
+    lora = {}
+    for layer in (*narrow.layers(WEIGHTS), narrow.MODULATION):
+        rows, columns = WEIGHTS[f"{layer}.weight"].shape
+        lora[f"{layer}.lora_down.weight"] = torch.randn(4, columns, generator=generator) / 10
+        lora[f"{layer}.lora_up.weight"] = torch.randn(rows, 4, generator=generator) / 10
+    path = FOLDER / "lora.safetensors"
+    narrow.save_file(lora, path)
+    plain = stock()
+    known = forward(plain)
+    for mode in ("merge", "bypass"):
+        model = apply_lora(plain, path, 1.0, how=mode)[0]
+        clone = compare(model)
+        assert difference(forward(clone), known) > 1e-3
+        assert_same(sample(model, 2.0), sample(clone, 2.0))
+        if mode == "bypass":
+            assert "run ComfyUI's own way" in report_of(clone)
+    # The LoRA behind the node, and none beside it, on the same optimized MODEL.
+    clone = optimize(plain, HOST_ATTENTION)
+    assert_same(known, forward(clone))
+    behind = apply_lora(clone, path, 1.0, how="merge")[0]
+    assert_same(forward(apply_lora(plain, path, 1.0, how="merge")[0]), forward(behind))
+    assert_same(known, forward(clone))
+
+
+# ------------------------------------------------------------------- what other nodes do to a MODEL
+
+
+def test_controlnet_residuals():
+    model = stock()
+    added = [random(1, 16, narrow.SHAPE.dim, seed=block).to(DEVICE) for block in range(2)]
+    control = {"input": [added[0].to(model.model.get_dtype_inference()), None]}
+    clone = compare(model, control=control)
+    assert difference(forward(clone, control=control), forward(clone)) > 1e-3
+
+
+def test_patches_between_blocks_that_write_in_place():
+    model = stock().clone()
+
+    def patch(arguments):
+        arguments["img"] *= 1.5
+        arguments["txt"] = arguments["txt"] + 1
+        return arguments
+
+    plain = forward(model)
+    model.set_model_patch(patch, "double_block")
+    clone = compare(model)
+    assert difference(forward(clone), plain) > 1e-3
+
+
+def test_a_replaced_block():
+    model = stock().clone()
+    seen = []
+
+    def replace(arguments, extra):
+        before = arguments["img"].clone()
+        arguments["vec"] = arguments["vec"] * 1.1
+        out = extra["original_block"](arguments)
+        assert torch.equal(arguments["img"], before), "the block has changed what it was given"
+        seen.append(out["img"])
+        return {"img": out["img"] * 0.9, "txt": out["txt"]}
+
+    plain = forward(model)
+    model.set_model_patch_replace(replace, "dit", "double_block", 0)
+    clone = compare(model)
+    kept = seen[-1].clone()
+    assert difference(forward(clone, seed=9), plain) > 1e-3
+    assert torch.equal(seen[-2], kept), "a later block has changed what a block gave"
+
+
+def test_a_patch_of_attention_leaves_the_blocks_to_comfyui():
+    model = stock().clone()
+
+    def patch(q, k, v, pe=None, attn_mask=None, extra_options=None):
+        return {"q": q * 1.2, "k": k, "v": v, "pe": pe}
+
+    plain = forward(model)
+    model.set_model_attn1_patch(patch)
+    clone = compare(model, fused_blocks=False)
+    assert difference(forward(clone), plain) > 1e-4
+    assert "attn1_patch" in report_of(clone)
+
+
+def test_an_attention_of_another_node():
+    calls = []
+
+    def other(func, *arguments, **options):
+        calls.append(1)
+        return func(*arguments, **options) * 0.5
+
+    model = stock().clone()
+    plain = forward(model)
+    model.model_options["transformer_options"][SLOT] = other
+    known = forward(model)
+    assert difference(known, plain) > 1e-3
+    # auto leaves it; put behind the node it is heard as well; a name replaces it.
+    calls.clear()
+    assert_same(known, forward(optimize(model)))
+    assert calls
+    behind = optimize(stock())
+    behind.model_options["transformer_options"][SLOT] = other
+    assert_same(known, forward(behind))
+    assert_same(plain, forward(optimize(model, Settings(attention="math"))))
+    assert (
+        restore(optimize(model, Settings(attention="math"))).model_options["transformer_options"][
+            SLOT
+        ]
+        is other
+    )
+
+
+def test_another_extension_that_has_wrapped_a_block():
+    model = stock()
+    block = model.model.diffusion_model.transformer_blocks[1]
+    own = block.forward
+
+    def doubled(*arguments, **options):
+        text, image = own(*arguments, **options)
+        return text, image.roll(1, -1)
+
+    plain = forward(model)
+    block.forward = doubled
+    try:
+        clone = compare(model, fused_blocks=False)
+        assert difference(forward(clone), plain) > 1e-3
+        assert "another extension" in report_of(clone)
+        assert block.forward is doubled
+    finally:
+        del block.forward
+
+
+def test_an_object_patch_that_comes_after_a_run():
+    model = stock()
+    clone = optimize(model, HOST_ATTENTION)
+    plain = sample(clone)
+    attention = model.model.diffusion_model.transformer_blocks[1].attn
+
+    def halved(*arguments, **options):
+        image, text = type(attention).forward(attention, *arguments, **options)
+        return image * 0.5, text
+
+    name = "diffusion_model.transformer_blocks.1.attn.forward"
+    theirs, behind = model.clone(), clone.clone()
+    for patched in (theirs, behind):
+        patched.add_object_patch(name, halved)
+    known = sample(theirs)
+    assert difference(known, plain) > 1e-4
+    assert_same(known, sample(behind))
+    assert "attn has been changed" in report_of(behind), report_of(behind)
+    assert_same(plain, sample(clone))
+    assert fused_in(clone)
+
+
+def test_an_attention_that_asks_which_block_it_is_in():
+    def by_block(func, *arguments, transformer_options=None, **options):
+        out = func(*arguments, transformer_options=transformer_options, **options)
+        return out * (0.5 + transformer_options["block_index"])
+
+    model = stock().clone()
+    plain = forward(model)
+    model.model_options["transformer_options"][SLOT] = by_block
+    clone = compare(model)
+    references = {"ref_latents": [random(1, 16, 1, 8, 8, seed=3)]}
+    compare(model, **references)
+    assert difference(forward(clone), plain) > 1e-3
+
+
+def test_patches_that_a_wrapper_inside_adds():
+    def on_input(q, k, v, pe=None, attn_mask=None, extra_options=None):
+        return {"q": q * (1 + extra_options["block_index"]), "k": k, "v": v, "pe": pe}
+
+    def in_place(arguments):
+        arguments["img"] *= 1.5
+        return arguments
+
+    for kind, patch in (("attn1_patch", on_input), ("double_block", in_place)):
+
+        def wrapper(executor, *arguments, kind=kind, patch=patch, **options):
+            given = {**arguments[6], "patches": {kind: [patch]}}
+            return executor(*arguments[:6], given, **options)
+
+        model = stock().clone()
+        plain = forward(model)
+        model.add_wrapper(WrappersMP.DIFFUSION_MODEL, wrapper)
+        known = forward(model)
+        assert difference(known, plain) > 1e-4
+        assert_same(known, forward(optimize(model, HOST_ATTENTION)))
+
+
+def test_a_call_without_a_sampler_keeps_no_table():
+    model = optimize(stock(), HOST_ATTENTION)
+    known = forward(model)
+    model.model.current_patcher = None
+    with mock.patch.object(type(model), "pre_run", lambda self: None):
+        assert_same(known, forward(model))
+        assert "without a table in 1 forward passes, because no ComfyUI" in report_of(model)
+
+
+def test_gradients_leave_the_blocks_to_comfyui():
+    model = stock()
+    clone = optimize(model, HOST_ATTENTION)
+    forward(clone)
+    with mock.patch.object(torch, "inference_mode", torch.enable_grad):
+        known, found = forward(model), forward(clone)
+    assert torch.equal(found, known)
+    assert "gradients" in report_of(clone)
+
+
+def test_torch_compile_runs_comfyuis_own_blocks():
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    model = stock()
+    clone = optimize(model, HOST_ATTENTION).clone(disable_dynamic=True)
+    key = "diffusion_model.transformer_blocks.1"
+    set_torch_compile_wrapper(clone, backend="eager", keys=[key])
+    assert_same(sample(model), sample(clone))
+    assert "torch.compile" in report_of(clone)
+
+
+def test_a_deep_copy():
+    model = stock()
+    copy = optimize(model, HOST_ATTENTION).clone(force_deepcopy=True)
+    assert_same(forward(model), forward(copy))
+
+
+def test_a_partly_loaded_model():
+    """Most weights left in host memory, as ComfyUI does on a small card."""
+    if MODE != "card":
+        return
+    for form in ("bf16", "fp8", "int8"):
+        comfy.model_management.unload_all_models()
+        model = stock(form)
+        known = forward(model)
+        model.detach()
+        partly = optimize(stock(form), HOST_ATTENTION)
+        with mock.patch("comfy.model_management.load_models_gpu", lambda models: None):
+            partly.load(DEVICE, lowvram_model_memory=400_000)
+            places = {str(weight.device) for weight in partly.model.diffusion_model.parameters()}
+            assert "cpu" in places, places
+            assert_same(known, forward(partly), SAME if form == "bf16" else 2e-2)
+        assert fused_in(partly), report_of(partly)
+        partly.detach()
+
+
+def test_two_cards():
+    if torch.cuda.device_count() < 2:
+        return
+    from comfy_extras.nodes_multigpu import MultiGPUCFGSplitNode
+
+    model = optimize(stock(), HOST_ATTENTION)
+    split = MultiGPUCFGSplitNode.execute(model, 2).result[0]
+    assert_same(sample(model, 2.5), sample(split, 2.5))
+    assert fused_in(split)
+
+
+# ------------------------------------------------------------------------------ off, wrong, refused
+
+
+def test_off_is_bit_identical():
+    model = stock()
+    known = forward(model)
+    off = optimize(model, Settings(blocks=False, attention="comfyui"))
+    assert torch.equal(forward(off), known)
+    assert torch.equal(forward(restore(optimize(model))), known)
+    assert torch.equal(forward(model), known)
+
+
+def test_nothing_is_left_on_the_model():
+    model = stock()
+    forward(model)
+    ModelModulation.of(model.model)  # which stays with the model, and with it the table
+    before = {name: set(module.__dict__) for name, module in model.model.named_modules()}
+    clone = optimize(model)
+    forward(clone)
+    with mock.patch.object(SlotAttention, "attend", side_effect=InterruptedError):
+        try:
+            forward(clone)
+        except InterruptedError:
+            pass
+        else:
+            raise AssertionError("the executor did not run")
+    assert {name: set(module.__dict__) for name, module in model.model.named_modules()} == before
+
+
+def test_a_wrong_kernel_is_noticed_in_the_first_step():
+    model = stock()
+    clone = optimize(model, HOST_ATTENTION)
+    right = fused.choose_ops(DEVICE)[0]
+
+    def wrong(x, branch, gates, norms, tokens, eps, format=None):
+        result = right.residual_norm(x, branch, gates, norms, tokens, eps, format)
+        if branch is not None:
+            x *= 1.2
+        return result
+
+    changed = right._replace(residual_norm=wrong), "wrong on purpose"
+    with mock.patch("qwen_l40s.hosts.comfyui.sample.run.choose_ops", lambda device: changed):
+        found = forward(clone)
+    assert torch.equal(found, forward(model))
+    assert "differs by" in report_of(clone)
+
+
+def test_a_kernel_that_raises_leaves_the_blocks_to_comfyui():
+    model = stock()
+    clone = optimize(model, HOST_ATTENTION)
+    right = fused.choose_ops(DEVICE)[0]
+
+    def broken(*arguments):
+        raise RuntimeError("ptxas failed\nwith a long log")
+
+    changed = right._replace(qk_norm_rope=broken), "broken on purpose"
+    with mock.patch("qwen_l40s.hosts.comfyui.sample.run.choose_ops", lambda device: changed):
+        found = forward(clone)
+    assert torch.equal(found, forward(model))
+    assert "raised ptxas failed" in report_of(clone)
+    # What is no fault of a kernel is passed on.
+    for error in (torch.OutOfMemoryError, comfy.model_management.InterruptProcessingException):
+        clone = optimize(model, HOST_ATTENTION)
+        raising = right._replace(qk_norm_rope=mock.Mock(side_effect=error)), "raises"
+        changed = mock.patch(
+            "qwen_l40s.hosts.comfyui.sample.run.choose_ops", lambda device, ops=raising: ops
+        )
+        with changed, contextlib.suppress(error):
+            forward(clone)
+            raise AssertionError(f"{error.__name__} was swallowed")
+
+
+def test_attention_that_gives_nan_is_replaced_for_the_run():
+    model = stock()
+    clone = optimize(model)
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("qwen_l40s").addHandler(handler)
+
+    def nan(self, q, k, v, mask):
+        return torch.full((*q.shape[:2], q.shape[2] * q.shape[3]), torch.nan, dtype=q.dtype).to(q)
+
+    with mock.patch.object(SlotAttention, "attend", nan):
+        found = sample(clone)
+        assert "ComfyUI's own: auto gave NaN" in report_of(clone), report_of(clone)
+        assert fused_in(clone)
+    logging.getLogger("qwen_l40s").removeHandler(handler)
+    assert_same(sample(model), found)
+    assert len(lines) == 1, lines
+    assert_same(sample(model), sample(clone))
+    assert "NaN" not in report_of(clone)
+
+
+def test_every_exact_attention_that_runs_here():
+    from qwen_l40s.errors import UnavailableError
+    from qwen_l40s.optimizations.attention import BACKENDS
+
+    model, ran = stock(), []
+    known = forward(model)
+    for name in BACKENDS:
+        try:
+            clone = optimize(model, Settings(attention=name))
+        except UnavailableError as error:
+            assert name in str(error)
+            continue
+        lossy = clone.get_attachment(KEY).attention.lossy
+        assert_same(known, forward(clone), 0.05 if lossy else SAME)
+        assert f"attention: {name}" in report_of(clone)
+        ran.append(name)
+    assert {"sliced", "math"} <= set(ran)
+
+
+def test_other_models_pass_through():
+    other = comfy.model_patcher.ModelPatcher(torch.nn.Linear(2, 2), DEVICE, DEVICE)
+    assert optimize(other) is other
+    output = QwenL40SOptimize.execute(other, "auto", True)
+    assert output.args[0] is other
+    assert "not Qwen-Image 1.x" in output.args[1]
+
+
+def test_the_node():
+    model = stock()
+    optimized, report = QwenL40SOptimize.execute(model, "auto", True).args
+    assert optimized is not model
+    assert report.startswith("blocks: fused; the first step compares")
+    assert_same(forward(model), forward(optimized))
+    twice = QwenL40SOptimize.execute(optimized, "comfyui", False).args[0]
+    assert torch.equal(forward(twice), forward(model))
+    assert not twice.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
+    assert len(twice.callbacks[CallbacksMP.ON_DETACH][KEY]) == 1
+    try:
+        QwenL40SOptimize.execute(model, "flash", True)
+    except SettingError as error:
+        assert "auto" in str(error)
+    else:
+        raise AssertionError("a name that is none has been taken")
+
+
+def test_flags_are_those_of_the_run():
+    seen = []
+
+    def look(executor, *arguments, **options):
+        seen.append((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.benchmark))
+        return executor(*arguments, **options)
+
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.benchmark
+    clone = optimize(stock(), Settings(attention="comfyui", tf32=True, cudnn_benchmark=True))
+    clone.add_wrapper(WrappersMP.SAMPLER_SAMPLE, look)
+    sample(clone)
+    assert seen == [(True, True)]
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.benchmark) == before

@@ -1,0 +1,646 @@
+"""Planned decoding and encoding against ComfyUI's own nodes."""
+
+import contextlib
+import math
+import weakref
+from types import SimpleNamespace
+from unittest import mock
+
+import comfy.ldm.wan.vae
+import comfy.model_management as management
+import comfy.nested_tensor
+import comfy.sd
+import comfy.taesd.taesd
+import comfy.utils
+import pytest
+import torch
+from comfyui_boot import MODE, ROOT, refused
+
+import nodes as core
+from qwen_l40s.errors import SettingError, UnavailableError
+from qwen_l40s.hosts.comfyui.decode import decode as planned_vae
+from qwen_l40s.hosts.comfyui.decode import decode as vae_batch
+from qwen_l40s.hosts.comfyui.decode import room as vae_room
+from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
+from qwen_l40s.hosts.comfyui.load.vae import load_vae
+from qwen_l40s.nodes.vae import QwenL40SVAEDecode, QwenL40SVAEEncode
+from qwen_l40s.spec import GIB, MIB
+
+pytestmark = [pytest.mark.each_device, pytest.mark.usefixtures("exact_convolutions")]
+MICRO = ROOT / "models" / "micro"
+CARD = MODE != "cpu"
+
+
+@pytest.fixture
+def exact_convolutions():
+    """Else a card rounds fp32 convolutions to ten bits, and to others for another batch."""
+    with torch.no_grad(), mock.patch.object(torch.backends.cudnn, "allow_tf32", False):
+        yield
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_vae(
+    channels: int = 3, dtype: torch.dtype | None = None, gives: int | None = None
+) -> comfy.sd.VAE:
+    """Qwen-Image's VAE 16 wide, or Layered's with 4 channels, or one that gives others."""
+    with torch.device("meta"):
+        model = comfy.ldm.wan.vae.WanVAE(
+            dim=16,
+            z_dim=16,
+            dim_mult=[1, 2, 4, 4],
+            num_res_blocks=2,
+            attn_scales=[],
+            temperal_downsample=[False, True, True],
+            image_channels=channels,
+            conv_out_channels=gives or channels,
+        )
+    tensors = {}
+    for seed, (name, tensor) in enumerate(model.state_dict().items()):
+        values = random(*tensor.shape, seed=seed)
+        if name.endswith("gamma"):
+            tensors[name] = 1 + 0.1 * values
+        elif name.endswith("bias"):
+            tensors[name] = 0.05 * values
+        else:
+            tensors[name] = values / math.sqrt(tensor[0].numel())
+    return comfy.sd.VAE(sd=tensors, dtype=dtype)
+
+
+VAES = {
+    "micro": load_vae(MICRO)[0],
+    "random": random_vae(),
+    "layered": random_vae(channels=4),
+}
+EXACT = random_vae(dtype=torch.float32)
+
+
+def core_decode(vae, latents):
+    return core.VAEDecode().decode(vae, {"samples": latents})[0]
+
+
+def core_encode(vae, pixels):
+    return core.VAEEncode().encode(vae, pixels)[0]["samples"]
+
+
+def assert_same(found, known):
+    assert found.shape == known.shape, (found.shape, known.shape)
+    assert (found.dtype, found.device) == (known.dtype, known.device)
+    assert torch.isfinite(found).all()
+    assert torch.equal(found, known), (found - known).abs().max()
+
+
+def assert_close(found, known):
+    """80 dB of what the values span."""
+    assert found.shape == known.shape and torch.isfinite(found).all()
+    error = float((found - known).float().square().mean())
+    span = float(known.max() - known.min())
+    assert error == 0 or 10 * math.log10(span**2 / error) >= 80, error
+
+
+@contextlib.contextmanager
+def as_on_a_card(free, others=0, reserved=0, kept=0):
+    """Plans as for a card on which `free` bytes are free, `kept` of the result to be kept there.
+
+    Gives `asked`, the bytes that `load_models_gpu` is asked for, `free` and the `other` model.
+    """
+    card = SimpleNamespace(free=free, asked=[])
+    load, really_free = management.load_models_gpu, management.get_free_memory
+
+    def load_models_gpu(models, memory_required=0, force_full_load=False):
+        card.asked.append(memory_required)
+        with mock.patch.object(management, "get_free_memory", really_free):
+            load(models, force_full_load=force_full_load)
+
+    card.other = other = SimpleNamespace(loaded_size=lambda: other.size, size=others)
+    other.load_device = management.vae_device()
+
+    def get_free_memory(device, torch_free_too=False):
+        return (card.free, 0) if torch_free_too else card.free
+
+    patches = (
+        mock.patch.object(vae_room, "on_processor", return_value=False),
+        mock.patch.object(vae_batch, "on_processor", return_value=False),
+        mock.patch.object(vae_batch.Batch, "_kept", kept),
+        mock.patch.object(management, "load_models_gpu", load_models_gpu),
+        mock.patch.object(management, "get_free_memory", get_free_memory),
+        mock.patch.object(management, "extra_reserved_memory", return_value=reserved),
+    )
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        loaded = [None, other] if others else []
+        stack.enter_context(mock.patch.object(management, "loaded_models", lambda: loaded))
+        yield card
+
+
+@contextlib.contextmanager
+def plans_run():
+    """The plans that decode or encode anything."""
+    plans = []
+    pieces = planned_vae.pieces
+    with contextlib.ExitStack() as stack:
+        for name in ("decode", "encode"):
+            real = getattr(pieces, name)
+
+            def run(stages, source, plan, real=real, **settings):
+                plans.append(plan)
+                return real(stages, source, plan, **settings)
+
+            stack.enter_context(mock.patch.object(pieces, name, run))
+        yield plans
+
+
+@contextlib.contextmanager
+def out_of_memory(calls, name="decode"):
+    """The card runs out in these calls (from 0) of the core's `decode` or `encode`."""
+    real, held, count = getattr(planned_vae.pieces, name), [], iter(range(100))
+
+    def run(stages, source, plan, **settings):
+        # What a failed call left behind is gone before the next one starts.
+        assert not [reference for reference in held if reference() is not None]
+        activations = torch.zeros(10, device=source.device)
+        held.append(weakref.ref(activations))
+        if next(count) in calls:
+            if (out := settings.get("out")) is not None:
+                out.fill_(torch.nan)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(stages, source, plan, **settings)
+
+    with mock.patch.object(planned_vae.pieces, name, run):
+        yield held
+
+
+# ------------------------------------------------------------------------------- the host's results
+
+
+def test_decoding_is_the_host_s():
+    for name, vae in VAES.items():
+        for shape in ((1, 16, 1, 8, 8), (1, 16, 1, 5, 7), (3, 16, 1, 6, 4), (1, 16, 1, 1, 1)):
+            latents = random(*shape)
+            before = latents.clone()
+            images, report = decode(vae, latents)
+            assert_same(images, core_decode(vae, before))
+            assert torch.equal(latents, before)
+            height, width, count = 8 * shape[3], 8 * shape[4], shape[0]
+            assert images.shape == (count, height, width, 4 if name == "layered" else 3)
+            noun = "image" if count == 1 else "images"
+            assert report.startswith(f"decode {count} {noun} of {width}x{height}: whole, "), report
+            assert images.min() >= 0 and images.max() <= 1 and images.std() > 0
+
+
+def test_latents_without_frames_are_images():
+    for vae in VAES.values():
+        for count in (1, 2):
+            latents = random(count, 16, 6, 4)
+            assert_same(decode(vae, latents)[0], core_decode(vae, latents.unsqueeze(2)))
+
+
+def test_latents_of_any_dtype_and_strides():
+    latents = random(2, 16, 1, 6, 8)
+    for other in (latents.half(), latents.transpose(3, 4), latents.expand(2, -1, -1, -1, -1)):
+        assert_same(decode(VAES["micro"], other)[0], core_decode(VAES["micro"], other))
+
+
+def test_videos_and_layers_are_the_host_s():
+    for vae in VAES.values():
+        latents = random(2, 16, 3, 4, 4)
+        images, report = decode(vae, latents)
+        assert_same(images, core_decode(vae, latents))
+        assert images.shape[0] == 18
+        assert report == (
+            "decode: ComfyUI's own, because the latent has 3 frames, as a video or layers have"
+        )
+    video = random(1, 8, 16, 16, 3).sigmoid()
+    latents, report = encode(VAES["micro"], video)
+    assert_same(latents, core_encode(VAES["micro"], video))
+    assert report == "encode: ComfyUI's own, because the pixels are a video"
+
+
+def test_the_first_of_nested_latents():
+    latents = comfy.nested_tensor.NestedTensor([random(1, 16, 1, 4, 4), random(1, 8, 3)])
+    assert_same(decode(VAES["micro"], latents)[0], core_decode(VAES["micro"], latents))
+
+
+def test_encoding_is_the_host_s():
+    for vae in VAES.values():
+        for shape in ((64, 64, 3), (40, 56, 3), (70, 83, 3), (8, 8, 3), (48, 41, 4)):
+            pixels = random(1, *shape).sigmoid()
+            before = pixels.clone()
+            latents, report = encode(vae, pixels)
+            assert_same(latents, core_encode(vae, before))
+            assert torch.equal(pixels, before)
+            height, width = shape[0] // 8, shape[1] // 8
+            assert latents.shape == (1, 16, 1, height, width)
+            assert report.startswith(f"encode 1 image of {8 * width}x{8 * height}: whole, ")
+
+
+def test_the_encoder_is_given_the_strides_that_the_host_gives_it():
+    """They decide which kernels of a card run."""
+    seen = []
+    pixels, vae = random(1, 40, 52, 3).sigmoid(), VAES["micro"]
+    model, pieces = vae.first_stage_model, planned_vae.pieces
+    stock, real = model.encode, pieces.encode
+
+    def run(stages, source, *arguments, dtype, **settings):
+        seen.append(source.to(dtype).stride())
+        return real(stages, source, *arguments, dtype=dtype, **settings)
+
+    def run_stock(source):
+        seen.append(source.stride())
+        return stock(source)
+
+    with mock.patch.object(pieces, "encode", run), mock.patch.object(model, "encode", run_stock):
+        encode(vae, pixels)
+        core_encode(vae, pixels)
+    assert len(seen) == 2 and seen[0] == seen[1], seen
+
+
+def test_each_image_of_a_batch_is_encoded_on_its_own():
+    for vae in VAES.values():
+        pixels = random(3, 40, 52, 3).sigmoid()
+        latents, report = encode(vae, pixels)
+        assert_same(latents, torch.cat([core_encode(vae, image) for image in pixels.split(1)]))
+        assert latents.shape == (3, 16, 1, 5, 6)
+        assert report.startswith("encode 3 images of 48x40: whole, ")
+
+
+def test_other_vaes_are_the_host_s():
+    tiny = comfy.taesd.taesd.TAESD().state_dict()
+    vae = comfy.sd.VAE(sd={name: random(*t.shape) * 0.05 for name, t in tiny.items()})
+    latents, pixels = random(2, 4, 6, 6), random(2, 52, 48, 3).sigmoid()
+    images, report = decode(vae, latents)
+    assert_same(images, core_decode(vae, latents))
+    assert report == "decode: ComfyUI's own, because the VAE is a TAESD and not Qwen-Image's"
+    encoded, report = encode(vae, pixels)
+    assert_same(encoded, core_encode(vae, pixels))
+    assert report == "encode: ComfyUI's own, because the VAE is a TAESD and not Qwen-Image's"
+
+    class Other:
+        def decode(self, latents):
+            return latents.movedim(1, -1)
+
+        def encode(self, pixels):
+            return pixels.movedim(-1, 1)
+
+    why = "because the VAE, a Other, has its own way to decode"
+    images, report = decode(Other(), latents)
+    assert_same(images, latents.movedim(1, -1))
+    assert report == f"decode: ComfyUI's own, {why}"
+    assert encode(Other(), pixels)[1] == f"encode: ComfyUI's own, {why}"
+
+
+def test_a_wan_vae_that_is_not_qwen_image_s():
+    latents = random(1, 16, 1, 4, 4)
+    upscaler = random_vae(gives=12)
+    images, report = decode(upscaler, latents)
+    assert_same(images, core_decode(upscaler, latents))
+    assert "ComfyUI's own, because the VAE takes 3 channels and gives 12" in report
+    altered = random_vae()
+    altered.first_stage_model.attn_scales = [1.0]
+    images, report = decode(altered, latents)
+    assert_same(images, core_decode(altered, latents))
+    assert "because the VAE is a WanVAE of other layers than Qwen-Image's" in report
+    altered = random_vae()
+    altered.encode = lambda pixels: pixels
+    assert "because the VAE, a VAE, has its own way to encode" in decode(altered, latents)[1]
+
+
+def test_the_nodes():
+    latents, pixels = random(1, 16, 1, 8, 8), random(1, 64, 64, 3).sigmoid()
+    output = QwenL40SVAEDecode.execute({"samples": latents}, VAES["micro"])
+    images, report = output.args
+    assert_same(images, core_decode(VAES["micro"], latents))
+    assert output.ui.as_dict()["text"] == (report,) and "whole" in report
+    output = QwenL40SVAEEncode.execute(pixels, VAES["micro"], 4)
+    encoded, report = output.args
+    assert encoded["samples"].shape == (1, 16, 1, 8, 8)
+    assert output.ui.as_dict()["text"] == (report,) and "4 exact tiles" in report
+    for node in (QwenL40SVAEDecode, QwenL40SVAEEncode):
+        tiles = node.GET_SCHEMA().inputs[-1]
+        assert (tiles.id, tiles.default, tiles.optional) == ("tiles", 0, True)
+
+
+# ---------------------------------------------------------------------------------- tiles and room
+
+
+def test_tiles_on_request():
+    latents, pixels = random(2, 16, 1, 24, 17), random(2, 192, 136, 3).sigmoid()
+    known = core_decode(EXACT, latents)
+    for tiles in (2, 5, 6):
+        images, report = decode(EXACT, latents, tiles)
+        assert_close(images, known)
+        assert " exact tiles of " in report and "as requested" in report, report
+        assert int(report.split(": ")[1].split()[0]) >= tiles, report
+    known = torch.cat([core_encode(EXACT, image) for image in pixels.split(1)])
+    latents, report = encode(EXACT, pixels, 6)
+    assert_close(latents, known)
+    assert "6 exact tiles of " in report and "as requested" in report
+
+
+def test_what_is_free_decides():
+    latents = random(1, 16, 1, 32, 24)
+    known = core_decode(EXACT, latents)
+    with as_on_a_card(free=100 * GIB) as card, plans_run() as plans:
+        images, report = decode(EXACT, latents)
+    assert "whole, " in report and " of 100.0 GiB free" in report and "tile" not in report
+    whole = plans[0].peak_bytes
+    assert card.asked == [whole] and plans[0].whole
+    with as_on_a_card(free=whole) as card, plans_run() as plans:
+        images, _ = decode(EXACT, latents)
+    assert plans[0].whole
+    for least in (1, 2):
+        with as_on_a_card(free=whole // least - 1) as card, plans_run() as plans:
+            images, report = decode(EXACT, latents)
+        assert_close(images, known)
+        assert not plans[0].whole and plans[0].peak_bytes <= whole // least
+        assert card.asked == [plans[0].peak_bytes]
+        assert f"{plans[0].count} exact tiles of " in report, report
+        assert "because the whole needs " in report and "moved" not in report, report
+        assert "predicted" in report
+
+
+def test_weights_that_wait_and_a_reserve_take_room():
+    latents = random(1, 16, 1, 32, 24)
+    decode(EXACT, latents)
+    size = EXACT.patcher.model_size()
+    with as_on_a_card(free=GIB):
+        assert vae_room.free_bytes(EXACT) == GIB - int(1.1 * vae_room.waiting_bytes(EXACT))
+        EXACT.patcher.detach()
+        assert vae_room.waiting_bytes(EXACT) == size
+        assert vae_room.free_bytes(EXACT) == int(GIB - 1.1 * size)
+    with as_on_a_card(free=GIB, reserved=2 * GIB):
+        assert vae_room.free_bytes(EXACT) == 0
+    elsewhere = SimpleNamespace(
+        current_loaded_device=lambda: torch.device("cpu"), model_size=lambda: 7, loaded_size=int
+    )
+    vae = SimpleNamespace(device=torch.device("cuda:0"), patcher=elsewhere)
+    assert vae_room.waiting_bytes(vae) == 7
+
+
+def test_encoding_keeps_to_what_is_free():
+    pixels = random(1, 256, 200, 3).sigmoid()
+    known = core_encode(EXACT, pixels)
+    with as_on_a_card(free=100 * GIB) as card, plans_run() as plans:
+        encode(EXACT, pixels)
+    whole = plans[0].peak_bytes
+    with as_on_a_card(free=whole - 1) as card, plans_run() as plans:
+        latents, report = encode(EXACT, pixels)
+    assert_close(latents, known)
+    assert not plans[0].whole and card.asked == [plans[0].peak_bytes]
+    assert " exact tiles of " in report
+
+
+def test_other_models_leave_only_where_no_plan_fits():
+    latents = random(1, 16, 1, 32, 24)
+    with as_on_a_card(free=100_000, others=10 * GIB) as card, plans_run() as plans:
+        real = planned_vae.pieces.decode
+
+        def run(*arguments, **settings):
+            card.other.size -= 3 * GIB
+            return real(*arguments, **settings)
+
+        with mock.patch.object(planned_vae.pieces, "decode", run):
+            images, report = decode(EXACT, latents)
+    assert_close(images, core_decode(EXACT, latents))
+    (plan,) = plans
+    assert card.asked == [plan.peak_bytes] and plan.peak_bytes > 100_000
+    assert "where 0 MiB is free: ComfyUI moves other models off the card first" in report, report
+    assert "ComfyUI moved 3.0 GiB of other models off the card" in report, report
+
+
+def test_what_fits_nowhere_is_refused():
+    latents = torch.zeros(1).expand(1, 16, 1, 512, 512)
+    with as_on_a_card(free=0) as card:
+        words = ("to decode 4096x4096 pixels takes at least", "0 MiB is free", "smaller size")
+        refused(UnavailableError, *words, run=lambda: decode(EXACT, latents))
+    assert not card.asked
+
+
+def test_whole_on_request():
+    latents = random(2, 16, 1, 12, 8)
+    with as_on_a_card(free=100_000) as card, plans_run() as plans:
+        images, report = decode(EXACT, latents, 1)
+    assert_close(images, core_decode(EXACT, latents))
+    assert [plan.whole for plan in plans] == [True, True]
+    assert card.asked == [plans[0].peak_bytes]
+    assert "whole, " in report and "where 0 MiB is free\n" in report, report
+
+
+def test_a_result_that_stays_on_the_card_takes_room():
+    latents = random(1, 16, 1, 32, 24)
+    with as_on_a_card(free=100 * GIB), plans_run() as plans:
+        decode(EXACT, latents)
+    whole = plans[0].peak_bytes
+    for kept, fits in ((50 * MIB, True), (50 * MIB + 1, False)):
+        with as_on_a_card(free=whole + 50 * MIB, kept=kept) as card, plans_run() as plans:
+            decode(EXACT, latents)
+        assert plans[0].whole == fits and card.asked == [plans[0].peak_bytes + kept]
+
+
+def test_a_batch_goes_in_parts():
+    latents = random(5, 16, 1, 12, 8)
+    with as_on_a_card(free=100 * GIB), plans_run() as plans:
+        decode(EXACT, latents[:1])
+    with as_on_a_card(free=int(3 * plans[0].peak_bytes)), plans_run() as plans:
+        images, _ = decode(EXACT, latents)
+    assert_close(images, core_decode(EXACT, latents))
+    assert [plan.batch for plan in plans] == [2, 2, 2]
+
+
+def test_torch_s_cache_is_cleared_only_where_it_is_in_the_way():
+    patcher = SimpleNamespace(
+        current_loaded_device=lambda: vae.device, model_size=lambda: 300, loaded_size=lambda: 200
+    )
+    vae = SimpleNamespace(device=torch.device("cuda:0"), patcher=patcher, disable_offload=True)
+    # (free in all, of that cached, needed, cleared); 100 of the weights are not there yet
+    for total, cached, needed, cleared in (
+        (2000, 0, 9000, False),
+        (2000, 900, 1000, False),
+        (2000, 900, 1001, True),
+    ):
+        with (
+            mock.patch.object(management, "load_models_gpu") as load,
+            mock.patch.object(management, "get_free_memory", return_value=(total, cached)),
+            mock.patch.object(management, "soft_empty_cache") as clear,
+        ):
+            assert vae_room.make_room(vae, needed) == cleared
+        assert clear.called == cleared
+        load.assert_called_once_with([patcher], memory_required=needed, force_full_load=True)
+
+
+def test_the_bar_counts_tiles_and_items():
+    seen = []
+    latents = random(2, 16, 1, 24, 16)
+    comfy.utils.set_progress_bar_global_hook(
+        lambda done, total, *_, **__: seen.append((done, total))
+    )
+    try:
+        decode(EXACT, latents, 6)
+        encode(EXACT, random(3, 16, 16, 3).sigmoid())
+    finally:
+        comfy.utils.set_progress_bar_global_hook(None)
+    assert (12, 12) in seen and seen[-1] == (3, 3), seen
+
+
+# ---------------------------------------------------------------------------------- what goes wrong
+
+
+def test_out_of_memory_once_is_done_again_in_tiles():
+    latents = random(1, 16, 1, 32, 24)
+    known = core_decode(EXACT, latents)
+    before = latents.clone()
+    with out_of_memory([0]), mock.patch.object(vae_batch.logger, "warning") as warning:
+        images, report = decode(EXACT, latents)
+    assert_close(images, known)
+    assert torch.equal(latents, before)
+    assert "the card ran out of memory; done again in half of what was free then: in " in report
+    assert " exact tiles\n" in report, report
+    warning.assert_called_once()
+    pixels = random(2, 256, 192, 3).sigmoid()
+    known = torch.cat([core_encode(EXACT, image) for image in pixels.split(1)])
+    with out_of_memory([1], "encode"):
+        encoded, report = encode(EXACT, pixels)
+    assert_close(encoded, known)
+    assert "the card ran out of memory" in report
+
+
+def test_out_of_memory_late_in_a_batch_keeps_what_is_done():
+    latents = random(3, 16, 1, 32, 24)
+    with as_on_a_card(free=100 * GIB), plans_run() as plans:
+        decode(EXACT, latents[:1])
+    free = int(1.5 * plans[0].peak_bytes)
+    with as_on_a_card(free=free) as card, plans_run() as plans, out_of_memory([1]) as calls:
+        images, _ = decode(EXACT, latents)
+    assert_close(images, core_decode(EXACT, latents))
+    assert [plan.whole for plan in plans] == [True, False, False] and len(calls) == 4
+    assert card.asked == [plans[0].peak_bytes, plans[1].peak_bytes]
+    assert plans[1].peak_bytes <= plans[0].peak_bytes // 2
+
+
+def test_the_second_try_takes_half_of_what_is_free_then():
+    latents = random(1, 16, 1, 32, 24)
+    known = core_decode(EXACT, latents)
+    with as_on_a_card(free=100 * GIB), plans_run() as plans:
+        decode(EXACT, latents)
+    whole = plans[0].peak_bytes
+    with as_on_a_card(free=whole) as card, plans_run() as plans, out_of_memory([0]):
+        run = planned_vae.pieces.decode
+
+        def less_and_less(*arguments, **settings):
+            card.free = whole // 2
+            return run(*arguments, **settings)
+
+        with mock.patch.object(planned_vae.pieces, "decode", less_and_less):
+            images, _ = decode(EXACT, latents)
+    assert_close(images, known)
+    assert plans[0].peak_bytes <= whole // 4
+
+
+def test_the_second_try_may_need_other_models_to_leave_too():
+    latents = random(1, 16, 1, 32, 24)
+    with as_on_a_card(free=100_000, others=GIB) as card, plans_run() as plans, out_of_memory([0]):
+        images, report = decode(EXACT, latents)
+    assert_close(images, core_decode(EXACT, latents))
+    assert len(card.asked) == 2 and card.asked[1] == plans[0].peak_bytes <= card.asked[0] // 2
+    assert "ran out of memory" in report
+
+
+def test_out_of_memory_twice_is_one_sentence():
+    latents = random(1, 16, 1, 32, 24)
+    words = (
+        "the card ran out of memory to decode 1 image of 192x256 in ",
+        "were predicted",
+        "is free now, so choose a smaller size or batch, or free memory on the card",
+    )
+    with out_of_memory([0, 1]):
+        refused(UnavailableError, *words, run=lambda: decode(EXACT, latents))
+    assert_same(decode(EXACT, latents)[0], core_decode(EXACT, latents))
+
+
+def test_whole_on_request_is_never_tiled():
+    latents = random(1, 16, 1, 32, 24)
+    with out_of_memory([0]) as calls:
+        words = ("ran out of memory to decode 1 image of 192x256 whole", "set tiles to 0")
+        refused(UnavailableError, *words, run=lambda: decode(EXACT, latents, 1))
+    assert len(calls) == 1
+
+
+def test_an_image_too_small_for_tiles_is_not_tried_again():
+    with out_of_memory([0]) as calls:
+        words = ("ran out of memory to decode 1 image of 8x8 whole", "smaller size")
+        refused(UnavailableError, *words, run=lambda: decode(EXACT, random(1, 16, 1, 1, 1)))
+    assert len(calls) == 1
+
+
+def test_other_failures_stay_what_they_are():
+    with mock.patch.object(planned_vae.pieces, "decode", side_effect=ZeroDivisionError):
+        try:
+            decode(EXACT, random(1, 16, 1, 8, 8))
+        except ZeroDivisionError:
+            return
+    raise AssertionError("the failure is lost")
+
+
+def test_more_than_host_memory_is_refused_before_anything_is_loaded():
+    small = torch.zeros(1)
+    refusals = (
+        (decode, small.expand(1000, 16, 1, 512, 512), "decode 1000 images of 4096x4096"),
+        (decode, small.expand(1, 16, 1, 6250, 6250), "decode 1 image of 50000x50000"),
+        (encode, small.expand(1, 50000, 50000, 3), "encode 1 image of 50000x50000"),
+    )
+    with (
+        mock.patch.object(vae_room, "available_memory", return_value=20 * GIB),
+        mock.patch.object(management, "load_models_gpu") as load,
+    ):
+        for run, source, what in refusals:
+            words = (f"to {what} takes", "of host memory and 20.0 GiB is available", "smaller")
+            refused(UnavailableError, *words, run=lambda run=run, s=source: run(EXACT, s))
+    load.assert_not_called()
+
+
+def test_too_much_for_the_processor_goes_in_tiles():
+    if CARD:
+        return
+    latents = random(1, 16, 1, 32, 24)
+    with plans_run() as plans:
+        known, _ = decode(EXACT, latents)
+    free = plans[0].peak_bytes
+    with mock.patch.object(vae_room, "available_memory", return_value=free), plans_run() as plans:
+        images, report = decode(EXACT, latents)
+        words = ("to decode 1 image of 192x256 whole takes", "of host memory")
+        refused(UnavailableError, *words, run=lambda: decode(EXACT, latents, 1))
+    assert_close(images, known)
+    assert not any(plan.whole for plan in plans) and " exact tiles" in report
+
+
+def test_an_interruption_stops_it():
+    latents = random(1, 16, 1, 24, 16)
+    with plans_run() as plans:
+        management.interrupt_current_processing(True)  # every layer of ComfyUI's asks for it
+        try:
+            decode(EXACT, latents, 6)
+        except management.InterruptProcessingException:
+            pass
+        else:
+            raise AssertionError("it went on")
+        finally:
+            management.interrupt_current_processing(False)
+    assert len(plans) == 1
+
+
+def test_what_is_no_latent_or_image_is_refused():
+    vae = VAES["micro"]
+    for shape in ((1, 4, 8, 8), (16, 8, 8), (1, 16, 1, 1, 8, 8)):
+        words = (f"the latents are {shape}", "(batch, 16, height, width)", "Qwen-Image model")
+        refused(SettingError, *words, run=lambda shape=shape: decode(vae, torch.zeros(shape)))
+    refused(SettingError, "(8, 8, 3)", "IMAGE", run=lambda: encode(vae, torch.zeros(8, 8, 3)))
+    refused(SettingError, "height", run=lambda: encode(vae, torch.zeros(1, 7, 8, 3)))
+    refused(SettingError, "width", run=lambda: decode(vae, torch.zeros(1, 16, 1, 4, 0)))
+    refused(SettingError, "batch", run=lambda: decode(vae, torch.zeros(0, 16, 1, 4, 4)))
+    for tiles in (-1, 65):
+        words = ("number of tiles", "64 latent pixels", str(tiles))
+        latents = torch.zeros(1, 16, 1, 8, 8)
+        refused(SettingError, *words, run=lambda t=tiles, x=latents: decode(vae, x, t))

@@ -1,0 +1,1047 @@
+"""What a run is recorded and reported as."""
+
+import copy
+import gc
+import json
+import math
+import threading
+import weakref
+from types import SimpleNamespace
+from unittest import mock
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.sample
+import comfy.samplers
+import comfy.sd
+import narrow_transformer as narrow
+import pytest
+import torch
+from comfy.patcher_extension import WrappersMP
+from comfy_execution.utils import CurrentNodeContext
+from comfyui_boot import MODE, ROOT, folder
+
+from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
+from qwen_l40s.hosts.comfyui.estimate import cards as this_card
+from qwen_l40s.hosts.comfyui.load.text_encoder import (
+    DROP,
+    RESULTS,
+    PlacedClip,
+    load_text_encoder,
+)
+from qwen_l40s.hosts.comfyui.load.transformer import load_model, load_patcher
+from qwen_l40s.hosts.comfyui.load.vae import load_vae
+from qwen_l40s.hosts.comfyui.record import meter as measuring
+from qwen_l40s.hosts.comfyui.record import record as run_record
+from qwen_l40s.hosts.comfyui.record import sampling as sampling_record
+from qwen_l40s.hosts.comfyui.record.meter import Marks, Measured, Meter, typical
+from qwen_l40s.hosts.comfyui.record.record import Record, Recording, Records, recorded
+from qwen_l40s.hosts.comfyui.report import run as run_request
+from qwen_l40s.hosts.comfyui.report.run import EARLIER, choose
+from qwen_l40s.hosts.comfyui.report.table import (
+    FAILED,
+    NO_RUN,
+    UNWATCHED,
+    PhaseRow,
+    report_run,
+)
+from qwen_l40s.hosts.comfyui.sample import off_card as off_card_pass
+from qwen_l40s.hosts.comfyui.sample.optimize import Settings, optimize, report_of, restore
+from qwen_l40s.hosts.comfyui.sample.run import KEY as OPTIMIZATION
+from qwen_l40s.nodes.report import QwenL40SReport
+from qwen_l40s.planning.phases import Phase, Range
+from qwen_l40s.spec import GIB, CardFacts
+
+pytestmark = pytest.mark.each_device
+FOLDER = folder("report")
+DEVICE = comfy.model_management.get_torch_device()
+CARD = MODE != "cpu"
+MICRO = ROOT / "models" / "micro"
+PATH = narrow.write(FOLDER / "bf16.safetensors", narrow.weights())
+HOST_ATTENTION = Settings(attention="comfyui")
+L40S = CardFacts("NVIDIA L40S", 46068 * 2**20, (8, 9))
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def load(off_card: bool = False) -> comfy.model_patcher.ModelPatcher:
+    gc.collect()  # ComfyUI fails where a model disappears while it makes room for another one
+    with torch.inference_mode():
+        return load_patcher(PATH, "bf16", (), False, off_card)
+
+
+def sample(
+    model, cfg=1.0, steps=3, sampler="euler", batch=1, size=8, prompt="", texts=(20, 7), **condition
+):
+    """Steps from fixed noise; ComfyUI batches prompts of one length alone."""
+    noise = random(batch, 16, 1, size, size)
+    texts = [random(1, length, narrow.SHAPE.joint_dim, seed=length) for length in texts]
+    conds = [[[text, dict(condition)]] for text in texts]
+    with torch.inference_mode(), running(prompt):
+        return comfy.sample.sample(
+            model,
+            noise,
+            steps,
+            cfg,
+            sampler,
+            "simple",
+            *conds,
+            torch.zeros_like(noise),
+            disable_pbar=True,
+            seed=0,
+        ).float()
+
+
+def running(prompt: str):
+    """As ComfyUI executes a node of a prompt."""
+    return CurrentNodeContext(prompt, "node")
+
+
+def records(part) -> tuple[Record, ...]:
+    """Of the last prompt of a MODEL, CLIP or VAE."""
+    names = ("cond_stage_model", "first_stage_model", "model")
+    found = recorded(next(getattr(part, name) for name in names if hasattr(part, name)))
+    return tuple(record for record in found if record.prompt == found[-1].prompt)
+
+
+def asked(model) -> dict:
+    (record,) = (record for record in records(model) if record.phase == "sampling")
+    return dict(record.asked)
+
+
+def row(report, name: str) -> str:
+    """The line of a phase."""
+    return next(line for line in report.text.splitlines() if line.startswith(name))
+
+
+def guided(kind=comfy.samplers.CFGGuider, cfg=None, model=None, steps=3, conds=None, **extra):
+    """A run by a guider, as SamplerCustomAdvanced runs it."""
+    model = load() if model is None else model
+    guider = kind(model, **extra)
+    if cfg is not None:
+        guider.set_cfg(*cfg) if isinstance(cfg, tuple) else guider.set_cfg(cfg)
+    prompt = [[random(1, 20, narrow.SHAPE.joint_dim), {}]]
+    guider.set_conds(*[prompt] * (conds or 2))
+    noise = random(1, 16, 1, 8, 8)
+    sampler = comfy.samplers.sampler_object("euler")
+    sigmas = torch.linspace(1, 0, steps + 1)
+    with torch.inference_mode():
+        guider.sample(noise, noise * 0, sampler, sigmas, disable_pbar=True, seed=0)
+    return model
+
+
+def breaking(target, name: str):
+    """What measures fails."""
+    return mock.patch.object(target, name, side_effect=RuntimeError("measuring broke"))
+
+
+def as_on(facts: CardFacts | None):
+    """Predicts as for a run on a card."""
+    stack = mock.patch.multiple(run_request, card_facts=lambda device: facts)
+    other = mock.patch.multiple(this_card, card_facts=lambda device: facts)
+    return stack, other
+
+
+def predicted(model, facts=L40S, **parts):
+    with as_on(facts)[0], as_on(facts)[1]:
+        return report_run(model, **parts)
+
+
+# --------------------------------------------------------------------------------- what is recorded
+
+
+def test_what_was_asked_for():
+    model = load()
+    sample(model)
+    found = asked(model)
+    known = {
+        "latent": [1, 16, 1, 8, 8],
+        "cfg": 1.0,
+        "steps": 3,
+        "evaluations": 3,
+        "passes": 3,
+        "items": 1,
+        "prompts": 1,
+        "guided": False,
+        "text_tokens": 20,
+        "references": [],
+        "controlnet": False,
+    }
+    assert {name: found[name] for name in known} == known, found
+    sample(model, cfg=2.5, batch=2)
+    found = asked(model)
+    assert (found["passes"], found["evaluations"], found["guided"]) == (6, 3, True), found
+    assert (found["items"], found["latent"][0]) == (2, 2)
+    # A method of second order evaluates the model twice in all steps but the last.
+    sample(model, sampler="heun")
+    found = asked(model)
+    assert (found["steps"], found["evaluations"], found["passes"]) == (3, 5, 5), found
+    references = [random(1, 16, 1, 4, 6), random(1, 16, 1, 8, 8)]
+    sample(model, reference_latents=references)
+    assert asked(model)["references"] == [[4, 6], [8, 8]]
+    sample(optimize(model, HOST_ATTENTION), cfg=2.5, texts=(20, 20))
+    found = asked(model)
+    assert (found["passes"], found["prompts"], found["items"]) == (3, 2, 2), found
+
+
+def test_times_add_up():
+    model = load()
+    sample(model, steps=5)
+    found = asked(model)
+    (record,) = records(model)
+    assert found["evaluations"] == 5
+    assert 0 < found["step_seconds"] < record.measured.seconds
+    assert record.measured.waited_seconds > 0 and found["first_step_seconds"] > 0
+    sample(model, steps=1)
+    assert asked(model)["step_seconds"] is None
+
+
+def test_the_picture_is_the_same_with_the_records_and_without():
+    for model in (load(), optimize(load(), HOST_ATTENTION), load(off_card=True)):
+        without = model.clone()
+        for kind in (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.APPLY_MODEL):
+            for key, wrappers in without.wrappers.get(kind, {}).items():
+                without.wrappers[kind][key] = [
+                    wrapper
+                    for wrapper in wrappers
+                    if type(getattr(wrapper, "__self__", None)) is not sampling_record.Recorder
+                ]
+        known = sample(without, cfg=2.5)
+        assert not records(model)
+        assert torch.equal(sample(model, cfg=2.5), known)
+        assert records(model)
+
+
+def test_clones_share_the_records():
+    model = load()
+    clone = optimize(model.clone(), HOST_ATTENTION)
+    sample(clone, steps=2)
+    assert asked(model)["evaluations"] == 2
+    path = records(model)[0].path
+    assert path == tuple(report_of(clone).splitlines()) and path[0].startswith("blocks: fused, ")
+    sample(model, steps=4)
+    assert asked(clone)["evaluations"] == 4
+    assert records(clone)[0].path[0].startswith("blocks: ComfyUI's own")
+
+
+def test_models_of_other_loaders_are_recorded_through_optimize():
+    with mock.patch(
+        "comfy.model_detection.detect_unet_config", lambda *_, **__: dict(narrow.CONFIG)
+    ):
+        model = comfy.sd.load_diffusion_model_state_dict(dict(narrow.weights()))
+    sample(model)
+    assert not records(model) and report_run(model).text == UNWATCHED
+    clone = optimize(optimize(model, HOST_ATTENTION), HOST_ATTENTION)
+    assert report_run(clone).text == NO_RUN
+    sample(clone)
+    assert (asked(model)["passes"], asked(model)["evaluations"]) == (3, 3)
+    assert report_run(model).text.startswith("sampled: 64x64, ")
+    plain = restore(clone)
+    assert not any(plain.get_all_wrappers(kind) for kind in plain.wrappers)
+    assert plain.get_attachment(OPTIMIZATION) is None
+
+
+def test_a_run_that_fails_is_not_recorded():
+    model = load()
+    sample(model, steps=2)
+    with mock.patch.object(type(model.model), "_apply_model", side_effect=RuntimeError("broken")):
+        try:
+            sample(model, steps=3)
+        except RuntimeError as error:
+            assert "broken" in str(error)
+        else:
+            raise AssertionError("it did not fail")
+    assert asked(model)["steps"] == 2
+    sample(model, steps=4)
+    assert asked(model)["steps"] == 4
+
+
+def test_forward_passes_of_several_threads_are_all_counted():
+    with Recording(torch.nn.Linear(1, 1), "sampling", DEVICE) as recording:
+        run = sampling_record.Run(recording, DEVICE)
+    arguments = (None, random(1, 7, 4), None, {"cond_or_uncond": [0]})
+
+    def passes():
+        for _ in range(500):
+            run.count_pass(random(1, 16, 1, 2, 2), arguments, {})
+
+    threads = [threading.Thread(target=passes) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert run.asked()["passes"] == 2000
+
+
+def test_tables_are_measured_apart():
+    model = load(off_card=True)
+    sample(model)
+    if not CARD:
+        assert [record.phase for record in records(model)] == ["tables", "sampling"]
+    tables, sampling = (record.measured for record in records(model))
+    assert tables.seconds > 0 and sampling.seconds > 0
+    assert records(model)[0].asked == {"timesteps": 3}
+    sample(model)
+    # The table is there: nothing was computed, and outside of a queue the record before stays.
+    assert len(records(model)) == 2
+    sample(model, prompt="a")
+    assert [record.phase for record in records(model)] == ["sampling"]
+    assert row(report_run(model), "sampling")
+
+
+def test_nothing_is_kept_alive():
+    model = optimize(load(off_card=True), HOST_ATTENTION)
+    sample(model, cfg=2.5)
+    report_run(model)
+    known = Records.of(model.model)
+    assert known.open is None
+    inner = weakref.ref(model.model)
+    weight = weakref.ref(next(model.model.parameters()))
+    kept = known.all
+    comfy.model_management.unload_all_models()
+    del model
+    gc.collect()
+    comfy.model_management.cleanup_models_gc()
+    gc.collect()
+    assert inner() is None and weight() is None
+    assert len(kept) == 2
+    for record in kept:
+        json.dumps(dict(record.asked))  # numbers and words
+
+
+def test_records_of_prompts_long_ago_are_forgotten():
+    found = Records()
+    for number in range(20):
+        with running(f"p{number}"):
+            found.add(Record("text", None), Record("decode", None))
+    assert len({record.prompt for record in found.all}) == 8
+    assert found.all[0].prompt == "p12" and found.all[-1].prompt == "p19"
+    for _ in range(1000):
+        found.add(Record("decode", None, prompt="c"))
+    assert len(found.all) == 256
+    found = Records()
+    for phase in ("text", "text", "decode"):
+        found.add(Record(phase, None))
+    assert [record.phase for record in found.all] == ["text", "decode"]
+
+
+def test_what_fails_inside_of_a_recording_is_not_recorded():
+    holder = torch.nn.Linear(1, 1)
+    try:
+        with Recording(holder, "decode", torch.device("cpu")):
+            raise RuntimeError
+    except RuntimeError:
+        pass
+    assert recorded(holder) == () and Records.of(holder).open is None
+
+
+def test_nothing_is_hung_on_what_only_is_read():
+    holder = torch.nn.Linear(1, 1)
+    assert recorded(holder) == () and run_record.running(holder).off
+    assert recorded(None) == recorded(SimpleNamespace()) == ()
+    assert not hasattr(holder, run_record.RECORD_KEY)
+
+
+def test_copies_of_a_vae_and_clones_of_a_clip_share_the_records():
+    vae, clip = load_vae(MICRO)[0], load_text_encoder(MICRO)[0]
+    decode(copy.copy(vae), random(1, 16, 1, 8, 8))
+    assert [record.phase for record in records(vae)] == ["decode"]
+    RESULTS.clear()
+    with torch.inference_mode():
+        clip.clone().encode_from_tokens_scheduled(clip.tokenize("a star"))
+    assert [record.phase for record in records(clip)] == ["text"]
+
+
+def test_a_run_that_is_interrupted_leaves_the_records_of_the_last():
+    model = load(off_card=True)
+    sample(model, prompt="a")
+    kept = recorded(model.model)
+
+    def interrupt(*args):
+        raise comfy.model_management.InterruptProcessingException
+
+    with mock.patch.object(type(model.model), "_apply_model", interrupt):
+        try:
+            sample(model, steps=5, prompt="b")
+        except comfy.model_management.InterruptProcessingException:
+            pass
+        else:
+            raise AssertionError("it was not interrupted")
+    assert recorded(model.model) == kept and Records.of(model.model).open is None
+    # And when its tables are there.
+    noise, text = random(1, 16, 1, 8, 8), [[random(1, 20, narrow.SHAPE.joint_dim), {}]]
+    try:
+        with torch.inference_mode(), running("c"):
+            given = (5, 1.0, "euler", "simple", text, text, noise * 0)
+            comfy.sample.sample(model, noise, *given, disable_pbar=True, seed=0, callback=interrupt)
+    except comfy.model_management.InterruptProcessingException:
+        pass
+    assert recorded(model.model) == kept
+    assert report_run(model).text.startswith("sampled: 64x64, batch 1, 3 steps")
+
+
+# --------------------------------------------------------------------- what measures breaks nothing
+
+
+def test_arguments_that_are_passed_on_by_name():
+    """Another pack's wrapper runs before the patcher's."""
+
+    def all_of_them(executor, x, t, c_concat, c_crossattn, control, options, **rest):
+        named = {"c_concat": c_concat, "c_crossattn": c_crossattn, "control": control}
+        return executor(x, t, **named, transformer_options=options, **rest)
+
+    def some(executor, x, t, c_concat, c_crossattn, control, options, **rest):
+        return executor(x, t, c_concat, c_crossattn, transformer_options=options, **rest)
+
+    for wrapper in (all_of_them, some):
+        for model in (load(), load(off_card=True), optimize(load(), HOST_ATTENTION)):
+            known = sample(model, cfg=2.5)
+            clone = model.clone()
+            options = clone.model_options["transformer_options"]
+            kind = options.setdefault("wrappers", {}).setdefault("apply_model", {})
+            kind["another"] = [wrapper]
+            assert torch.equal(sample(clone, cfg=2.5), known)
+            assert asked(model)["text_tokens"] == 20 and not asked(model)["controlnet"]
+
+
+def test_measuring_that_fails_changes_no_run():
+    plain = sample(load(off_card=True), cfg=2.5)
+    for target, name in (
+        (sampling_record, "context_of"),
+        (sampling_record, "path_of"),
+        (sampling_record, "cfg_of"),
+        (sampling_record, "Marks"),
+        (Marks, "mark"),
+        (Marks, "seconds"),
+        (Meter, "look"),
+        (Meter, "begin"),
+        (Meter, "finish"),
+        (Meter, "apart"),
+        (Records, "add"),
+        (run_record, "Meter"),
+    ):
+        model = load(off_card=True)
+        measuring._told.clear()
+        with breaking(target, name), mock.patch.object(measuring.logger, "warning") as told:
+            known = sample(model, cfg=2.5)
+        assert torch.equal(known, plain), name
+        assert not recorded(model.model) and told.call_count == 1, (name, told.mock_calls)
+        assert Records.of(model.model).open is None
+        assert report_run(model).text == NO_RUN
+        sample(model, cfg=2.5)
+        assert asked(model)["passes"] == 6, name
+
+
+def test_measuring_that_fails_changes_no_encoding_and_no_decoding():
+    clip, vae = load_text_encoder(MICRO)[0], load_vae(MICRO)[0]
+    latents = random(1, 16, 1, 8, 8)
+    images = decode(vae, latents)[0]
+    for target, name in ((run_record, "Meter"), (Meter, "finish"), (Records, "add")):
+        RESULTS.clear()
+        before = len(recorded(vae.first_stage_model))
+        with breaking(target, name), torch.inference_mode():
+            assert torch.equal(decode(vae, latents)[0], images)
+            for _ in range(2):  # the second is remembered
+                assert clip.encode_from_tokens_scheduled(clip.tokenize("a star"))
+        assert len(recorded(vae.first_stage_model)) == before
+        assert not any(record.measured for record in recorded(clip.cond_stage_model))
+
+
+def test_a_report_that_fails_says_so():
+    model = load()
+    sample(model)
+    with mock.patch("qwen_l40s.hosts.comfyui.report.table.choose", side_effect=RuntimeError("no")):
+        images, text, data = QwenL40SReport.execute("images", model).args
+    assert (images, text, json.loads(data)) == ("images", FAILED, {"note": FAILED})
+
+
+def test_the_cfg_of_a_guider():
+    class Scheduled(comfy.samplers.CFGGuider):
+        def predict_noise(self, x, timestep, model_options=None, seed=None):
+            own, self.cfg = self.cfg, 4.0
+            try:
+                return super().predict_noise(x, timestep, model_options or {}, seed)
+            finally:
+                self.cfg = own
+
+    for cfg in ([4.0, 3.0], torch.tensor(4.0), torch.tensor([4.0, 3.0]), "auto", 4.0):
+        model = guided(Scheduled, cfg)
+        report = report_run(model)
+        assert "CFG" not in report.text.splitlines()[0] and report.json(), cfg
+        for record in recorded(model.model):
+            json.dumps(dict(record.asked))
+    assert ", CFG 2.5, " in report_run(guided(cfg=2.5)).text
+    assert ", CFG 2, " in report_run(guided(cfg=2)).text
+    for cfg in (math.nan, math.inf, True):
+        guider = SimpleNamespace(cfg=cfg)
+        kind = type("Guider_PerpNeg", (), {"cfg": cfg})
+        assert sampling_record.cfg_of(guider) is sampling_record.cfg_of(kind()) is None
+    from comfy_extras.nodes_custom_sampler import Guider_Basic, Guider_DualCFG
+    from comfy_extras.nodes_perpneg import Guider_PerpNeg
+
+    assert ", CFG" not in report_run(guided(Guider_DualCFG, (4.0, 3.0), conds=3)).text
+    assert ", CFG 3, " in report_run(guided(Guider_PerpNeg, (3.0, 1.0), conds=3)).text
+    assert ", CFG 1, " in report_run(guided(Guider_Basic, conds=1)).text
+
+
+# -------------------------------------------------------------------------------- what measures
+
+
+def test_a_meter_leaves_out_what_is_apart():
+    import time
+
+    meter = Meter(torch.device("cpu"))
+    inner = meter.apart()
+    time.sleep(0.2)
+    assert inner.finish().seconds >= 0.2
+    meter.rejoin(inner)
+    measured = meter.finish()
+    assert measured.seconds < 0.1 and not measured.counted and measured.waited_seconds is None
+    assert (measured.card_bytes, measured.allocated_bytes, measured.beside_bytes) == (0, 0, 0)
+
+
+def test_a_meter_tells_waiting_from_work():
+    import time
+
+    meter = Meter(torch.device("cpu"))
+    time.sleep(0.2)
+    meter.begin()
+    time.sleep(0.1)
+    meter.begin()  # once more in less room: its work has long begun
+    measured = meter.finish()
+    assert 0.2 <= measured.waited_seconds < 0.3 and 0.1 <= measured.seconds < 0.2, measured
+
+
+def test_devices_that_do_not_tell_when_they_are_done_have_no_times():
+    for name in ("mps", "xpu", "privateuseone"):
+        if str(torch.accelerator.current_accelerator()) == name:
+            continue
+        device = torch.device(name)
+        measured = Meter(device).finish()
+        assert (measured.seconds, measured.counted, measured.device) == (None, False, name)
+        marks = Marks(device)
+        marks.mark(), marks.mark()
+        assert len(marks) == 2 and marks.seconds() == []
+    waits = mock.Mock()
+    accelerator = {
+        "current_accelerator": lambda: torch.device("mps"),
+        "synchronize": waits,
+    }
+    with mock.patch.multiple(torch.accelerator, **accelerator):
+        assert Meter(torch.device("mps")).finish().seconds > 0
+    waits.assert_called_once_with(torch.device("mps"))
+    model = load()
+    sample(model)
+    known = Records.of(model.model)
+    (record,) = known.all
+    asked = {**record.asked, "step_seconds": None}
+    known.all = (Record("sampling", Measured(None, "mps"), record.path, asked),)
+    report = report_run(model)
+    # Where the card is one whose times are predicted, they follow in brackets.
+    assert row(report, "sampling").partition(" (predicted")[0] == "sampling: not timed", report.text
+    assert "steps are measured on CUDA cards alone, and this ran on mps" in report.text
+    assert "a step" not in report.text.split("note:")[0] and json.loads(report.json())
+
+
+def test_marks_and_the_typical_step():
+    assert typical([]) is None and typical([3.0]) is None
+    assert typical([100.0, 1.0, 2.0, 9.0]) == 2.0
+    marks = Marks(torch.device("cpu"))
+    assert marks.seconds() == []
+    for _ in range(3):
+        marks.mark()
+    assert len(marks.seconds()) == 2 and min(marks.seconds()) >= 0
+
+
+class Card:
+    """A card of numbers, which holds what it is told, in bytes."""
+
+    def __init__(self, held=10, used=100):
+        self.held = self.most = held
+        self.used, self.waits = used, 0
+
+    def hold(self, held, used=100):
+        self.held, self.most, self.used = held, max(self.most, held), used
+
+    def installed(self):
+        functions = {
+            "memory_allocated": lambda device: self.held,
+            "max_memory_allocated": lambda device: self.most,
+            "reset_peak_memory_stats": lambda device: setattr(self, "most", self.held),
+            "mem_get_info": lambda device: (10000 - self.used, 10000),
+            "synchronize": lambda device=None: setattr(self, "waits", self.waits + 1),
+            "empty_cache": lambda: setattr(self, "used", 100),
+        }
+        return mock.patch.multiple(torch.cuda, **functions)
+
+
+def test_what_is_read_of_a_card():
+    card = Card()
+    card.hold(900), card.hold(10)
+    with card.installed():
+        meter = Meter(torch.device("cuda"))
+        card.hold(70), card.hold(50, used=200)
+        meter.begin()
+        card.hold(60, used=400), card.hold(50)
+        inner = meter.apart()
+        inner.begin()
+        card.hold(90), card.hold(55, used=700)
+        apart = inner.finish()
+        meter.rejoin(inner)
+        card.hold(62, used=300)
+        meter.look()
+        measured = meter.finish()
+    # What was there before the phase, and what came while nobody read it, is not in its figures.
+    assert (apart.allocated_bytes, apart.beside_bytes, apart.card_bytes) == (90, 40, 700), apart
+    assert (measured.allocated_bytes, measured.beside_bytes) == (70, 12), measured
+    assert (measured.card_bytes, measured.counted, card.waits) == (300, True, 2), measured
+    assert measured.loaded_bytes == 200
+
+
+def test_the_card_is_read_before_the_text_encoder_leaves_it():
+    card, clip = Card(), load_text_encoder(MICRO)[0].clone()
+    clip.placement = DROP
+    RESULTS.clear()
+    own, meter, left = comfy.sd.CLIP.load_model, Meter, []
+
+    def load_model(self, *args, **kwargs):
+        patcher = own(self, *args, **kwargs)
+        card.hold(5000, used=5200)  # behind ComfyUI's own, which empties a real card's cache
+        return patcher
+
+    def leave(self):
+        left.append(recorded(self.cond_stage_model))
+        card.hold(10)
+
+    with (
+        card.installed(),
+        mock.patch.object(comfy.sd.CLIP, "load_model", load_model),
+        mock.patch.object(PlacedClip, "_leave_card", leave),
+        mock.patch.object(run_record, "Meter", lambda device: meter(torch.device("cuda"))),
+        torch.inference_mode(),
+    ):
+        clip.encode_from_tokens_scheduled(clip.tokenize("a star"))
+    (record,) = records(clip)
+    assert left[0] == (record,)  # leaving is not timed either
+    measured = record.measured
+    assert (measured.card_bytes, measured.loaded_bytes) == (5200, 5200), measured
+    assert measured.allocated_bytes == 5000 and measured.waited_seconds > 0
+
+
+def test_the_card_is_read_before_the_table_s_cache_is_emptied():
+    """The pass empties it, as a step has no use for blocks of a layer's size."""
+    card = Card()
+    blocks = load(off_card=True).model.diffusion_model.transformer_blocks
+
+    stream = SimpleNamespace(note="", bytes=0)
+
+    class OnCard(torch.Tensor):
+        device = torch.device("cuda")
+
+    def compute(*args):
+        card.hold(900, used=1200)
+        return []
+
+    with (
+        card.installed(),
+        mock.patch.object(off_card_pass, "compute_entries", compute),
+        mock.patch.object(off_card_pass, "WeightStream", lambda *_, **__: stream),
+    ):
+        outer = Recording(torch.nn.Linear(1, 1), "sampling", torch.device("cuda"))
+        with outer, run_record.apart(outer._holder, "tables", timesteps=3) as part:
+            off_card_pass.compute_off_card(
+                blocks,
+                [torch.zeros(1).as_subclass(OnCard)],
+                1,
+                None,
+                off_card_pass.PassFigures(),
+                part.look,
+            )
+        seen = [record.measured.card_bytes for record in recorded(outer._holder)]
+    assert seen == [1200, 100], seen
+
+
+def test_what_a_card_counts():
+    if not CARD:
+        return
+    meter = Meter(DEVICE)
+    held = torch.zeros(64, 2**20, device=DEVICE)
+    meter.begin()
+    passing = torch.zeros(32, 2**20, device=DEVICE)
+    del passing
+    inner = meter.apart()
+    torch.zeros(512, 2**20, device=DEVICE)
+    meter.rejoin(inner)
+    measured = meter.finish()
+    assert measured.counted and measured.beside_bytes == 128 * 2**20
+    assert measured.allocated_bytes >= 384 * 2**20
+    assert measured.card_bytes >= measured.allocated_bytes
+    del held
+
+
+def test_a_card_s_run_is_counted():
+    if not CARD:
+        return
+    model = optimize(load(), HOST_ATTENTION)
+    sample(model, cfg=2.5, steps=6, size=64)
+    (record,) = records(model)
+    measured = record.measured
+    assert measured.counted and measured.card_bytes > measured.allocated_bytes > 0
+    assert 0 < measured.beside_bytes < measured.allocated_bytes
+    assert (measured.paged_bytes > 0) == (MODE == "dynamic")
+    assert 0 < record.asked["step_seconds"] < 6
+    report = report_run(model)
+    assert report.data["phases"]["sampling"]["measured"]["card_gib"] > 0
+    assert "memory is not counted" not in report.text
+
+
+# --------------------------------------------------------------------------------------- the report
+
+
+def test_all_phases_of_a_run():
+    gc.collect()
+    model, clip, vae = load_model(MICRO)[0], load_text_encoder(MICRO)[0], load_vae(MICRO)[0]
+    RESULTS.clear()
+    words = ("a small red star", "a small red star of another kind")
+    with torch.inference_mode(), running("run"):
+        conds = [clip.encode_from_tokens_scheduled(clip.tokenize(word)) for word in words]
+        clip.encode_from_tokens_scheduled(clip.tokenize(words[0]))
+        noise = random(1, 16, 1, 8, 8)
+        latents = comfy.sample.sample(
+            model, noise, 3, 4.0, "euler", "simple", *conds, noise * 0, disable_pbar=True, seed=0
+        )
+        images = decode(vae, latents, tiles=2)[0]
+        encode(vae, images)
+        output = QwenL40SReport.execute(images, model, clip, vae)
+    passed, text, data = output.args
+    assert passed is images and output.ui.as_dict()["text"] == (text,)
+    assert text.startswith("sampled: 64x64, batch 1, 3 steps, 6 forward passes, CFG 4, "), text
+    phases = json.loads(data)["phases"]
+    assert list(phases) == ["load", "text", "encode", "sampling", "decode"]
+    waits = [
+        record.measured.waited_seconds
+        for part in (model, clip, vae)
+        for record in records(part)
+        if record.measured is not None
+    ]
+    assert len(waits) == 5 and all(waited > 0 for waited in waits)
+    assert math.isclose(phases["load"]["measured"]["seconds"], sum(waits), rel_tol=0.01)
+    assert "\ntext encode (2 times): " in text and "\nload: " in text, text
+    assert (phases["text"]["times"], phases["text"]["remembered"]) == (3, 1)
+    assert "remembered: nothing ran" in phases["text"]["path"]
+    assert phases["decode"]["path"][0].startswith("decode 1 image of 64x64: 2 exact tiles")
+    assert all(phase["measured"]["seconds"] > 0 for phase in phases.values())
+    assert json.loads(data)["this_run"] and json.loads(data)["step_ms"]["measured"] > 0
+    for line in ("text encode: on ", "blocks: ", "decode 1 image", "encode 1 image", "a step: "):
+        assert f"\n{line}" in text, text
+    if not CARD:
+        assert "note: memory is not counted on the processor" in text
+        assert "note: nothing is predicted of a run on cpu" in text
+
+
+def test_a_run_that_comfyui_kept_says_so():
+    model = load()
+    sample(model, prompt="first")
+    with running("first"):
+        assert EARLIER not in report_run(model).text
+    with running("second"):
+        report = report_run(model)
+    assert f"note: {EARLIER}" in report.text.splitlines() and not report.data["this_run"]
+
+
+def test_what_nothing_was_recorded_of():
+    model = load()
+    report = report_run(model)
+    assert report.text == NO_RUN and json.loads(report.json()) == {"note": NO_RUN}
+    vae = load_vae(MICRO)[0]
+    clip = load_text_encoder(MICRO)[0]
+    sample(model, prompt="a")
+    with running("a"):
+        text = report_run(model, clip, vae).text
+    assert "note: text encode: not in this run" in text, text
+    assert "note: VAE decode: not in this run" in text, text
+
+
+def test_another_model_is_named():
+    other = SimpleNamespace(model=SimpleNamespace(diffusion_model=None))
+    images, text, data = QwenL40SReport.execute("images", other).args
+    assert text.startswith("The model is SimpleNamespace, not Qwen-Image 1.x"), text
+    assert text.endswith(": its runs are not reported."), text
+    assert images == "images" and json.loads(data) == {"note": text}
+
+
+def images(side: int, batch: int = 1) -> torch.Tensor:
+    return torch.zeros(batch, side, side, 3)
+
+
+def test_the_run_that_fits_the_images_is_reported():
+    model = load()
+    for prompt, size, batch in (("a", 8, 1), ("b", 12, 1), ("c", 8, 2)):
+        sample(model, size=size, batch=batch, steps=2, prompt=prompt)
+    with running("d"):
+        found = {
+            given: report_run(model, images=images(*given)).text
+            for given in ((64, 1), (96, 1), (64, 2), (64, 7), (128, 1))
+        }
+        unknown = report_run(model).text
+    lines = {given: text.splitlines()[0] for given, text in found.items()}
+    assert lines[64, 1].startswith("sampled: 64x64, batch 1, ")
+    assert lines[96, 1].startswith("sampled: 96x96, batch 1, ")
+    assert lines[64, 2].startswith("sampled: 64x64, batch 2, ")
+    assert lines[64, 7] == lines[64, 2] == lines[128, 1] == unknown.splitlines()[0]
+    assert all(f"note: {EARLIER}" in text for text in (*found.values(), unknown))
+    assert "the images are 7 of 64x64, which no run of this MODEL gave" in found[64, 7]
+    assert "the images are 1 of 128x128, which no run of this MODEL gave" in found[128, 1]
+    assert not any("the images are" in found[given] for given in ((64, 1), (96, 1), (64, 2)))
+
+
+def test_samplings_after_the_one_of_the_images_are_not_theirs():
+    model = load()
+    for size in (8, 12):
+        sample(model, size=size, steps=2, prompt="a")
+    with running("a"):
+        first, second = (report_run(model, images=images(side)) for side in (64, 96))
+    assert first.data["phases"]["sampling"]["times"] == 1 and "samplings ran" not in first.text
+    assert second.data["phases"]["sampling"]["times"] == 2
+    assert "note: 2 samplings ran up to these images" in second.text
+
+
+def test_layers_and_frames_are_images_of_their_own():
+    asked = {"latent": [1, 16, 4, 8, 8]}
+    sampled = (Record("sampling", Measured(1.0), asked=asked, prompt="a"),)
+    for count in (1, 4, 13):
+        assert not choose(sampled, (), images(64, count), "a").notes
+
+
+def test_a_run_that_only_decodes_again():
+    model, clip, vae = load(), load_text_encoder(MICRO)[0], load_vae(MICRO)[0]
+    RESULTS.clear()
+    latents = random(1, 16, 1, 8, 8)
+    with torch.inference_mode(), running("a"):
+        clip.encode_from_tokens_scheduled(clip.tokenize("a star"))
+        sample(model, prompt="a")
+        decode(vae, latents)
+    with running("b"):
+        pixels = decode(vae, latents, tiles=2)[0]
+        decode(vae, random(1, 16, 1, 12, 12))  # of another branch
+        report = report_run(model, clip, vae, pixels)
+    phases = report.data["phases"]
+    assert not report.data["this_run"] and EARLIER in report.data["notes"]
+    runs = {name: phase["run"] for name, phase in phases.items()}
+    earlier = dict.fromkeys(("load", "text", "sampling"), "an earlier run")
+    assert runs == {**earlier, "decode": "this run"}, runs
+    assert phases["decode"]["path"][0].startswith("decode 1 image of 64x64: 2 exact tiles")
+    assert phases["decode"]["times"] == 1
+    assert row(report, "VAE decode").startswith("VAE decode (this run): "), report.text
+    assert row(report, "sampling").startswith("sampling (an earlier run): ")
+    assert "VAE decode: not in" not in report.text and "text encode: not in" not in report.text
+    with running("a"):
+        assert all(phase["run"] is None for phase in report_run(model).data["phases"].values())
+
+
+def test_several_samplings_of_a_prompt():
+    model = load()
+    for steps in (2, 3):
+        sample(model, steps=steps, prompt="a")
+    report = report_run(model)
+    assert "2 samplings ran" in report.text and "3 steps" in report.text.splitlines()[0]
+    assert row(report, "sampling").startswith("sampling (2 times, an earlier run): ")
+    assert report.data["phases"]["sampling"]["times"] == 2
+
+
+# ------------------------------------------------------------------------------------ what predicts
+
+
+def test_predicted_beside_measured():
+    model = optimize(load(), HOST_ATTENTION)
+    clip, vae = load_text_encoder(MICRO)[0], load_vae(MICRO)[0]
+    sample(model, cfg=2.5)
+    report = predicted(model, clip=clip, vae=vae)
+    phase = report.data["phases"]["sampling"]
+    assert phase["predicted"]["card_gib"] > 0 and phase["predicted"]["seconds"][1] > 0, report
+    assert report.data["step_ms"]["predicted"] and report.data["basis"], report.text
+    low, high = report.data["step_ms"]["predicted"]
+    assert 0 < low <= high
+    assert "\ntimes: predicted: no L40S was measured" in report.text, report.text
+    assert "USD" not in report.text
+    assert "s (predicted " in row(report, "sampling")
+    assert ("; card " in row(report, "sampling")) == CARD
+    assert " in the median (predicted " in row(report, "a step")
+    assert phase["predicted"]["parts"]["resident"], phase
+    assert "what the card holds is predicted only where" not in report.text
+
+
+def test_the_words_of_a_phase():
+    found = Measured(2.0, "cuda:0", True, 41 * GIB, 40 * GIB, 0, GIB // 2)
+    predicted = Phase("sampling", 38 * GIB, GIB // 4, 0, GIB, seconds=Range(1.5, 1.5))
+    record = Record("sampling", found)
+    row = PhaseRow("sampling", (record,), (predicted,), whole=True)
+    assert row.line() == (
+        "sampling: 2.0 s (predicted 1.5 s); card 41.00 GiB (predicted 39.25); beside the weights "
+        "0.50 GiB (predicted 0.25)"
+    )
+    # Without the whole card's parts nothing is said of it.
+    alone = PhaseRow("sampling", (record,), (predicted,))
+    assert "card 41.00 GiB; beside" in alone.line()
+    assert alone.as_dict()["predicted"]["card_gib"] is None
+    twice = PhaseRow("sampling", (record, record), (predicted, predicted), True, "this run")
+    assert twice.line().startswith("sampling (2 times, this run): 4.0 s (predicted 3.0 s); card 41")
+    # One without an answer leaves no sum.
+    half = PhaseRow("sampling", (record, record), (predicted,), True)
+    assert half.line().startswith("sampling (2 times): 4.0 s; card 41.00 GiB (predicted 39.25)")
+    load = PhaseRow("load", (Record("load", Measured(0.2)),), (predicted,), True)
+    assert load.line() == "load: 200 ms (predicted 1.5 s with nothing on the card)"
+    assert PhaseRow("text", (Record("text", None),)).line() == "text encode: did not run"
+
+
+def test_as_many_are_predicted_as_ran():
+    model, vae = optimize(load(), HOST_ATTENTION), load_vae(MICRO)[0]
+
+    def run(prompt, samplings=1, sizes=((1, 8),)):
+        for _ in range(samplings):
+            sample(model, prompt=prompt)
+        with running(prompt):
+            for batch, size in sizes:
+                decode(vae, random(batch, 16, 1, size, size))
+            return predicted(model, vae=vae).data["phases"]
+
+    def ends(phases, name):
+        return phases[name]["predicted"]["seconds"]
+
+    def alike(found, known):
+        assert all(abs(one / two - 1) < 2e-3 for one, two in zip(found, known, strict=True))
+
+    once = run("one")
+    twice = run("two", 2, ((1, 8), (1, 8)))
+    for name in ("sampling", "decode"):
+        alike(ends(twice, name), [2 * end for end in ends(once, name)])
+        assert twice[name]["times"] == 2
+    mixed = ends(run("three", 1, ((1, 8), (2, 16))), "decode")
+    other = ends(run("four", 1, ((2, 16),)), "decode")
+    alike(mixed, [one + more for one, more in zip(ends(once, "decode"), other, strict=True)])
+    assert other[0] > 2 * ends(once, "decode")[0]
+
+
+def test_tables_are_predicted_as_often_as_they_were_made():
+    model = load(off_card=True)
+    for steps in (3, 5):
+        sample(model, steps=steps, prompt="a")
+    phases = predicted(model).data["phases"]
+    assert phases["tables"]["times"] == 2
+    both = phases["tables"]["predicted"]["seconds"]
+    sample(model, steps=4, prompt="b")
+    (low, high) = predicted(model).data["phases"]["tables"]["predicted"]["seconds"]
+    assert low < both[0] and both[1] > 1.5 * high
+
+
+def test_without_clip_and_vae_the_card_is_not_predicted():
+    model = optimize(load(), HOST_ATTENTION)
+    clip, vae = load_text_encoder(MICRO)[0], load_vae(MICRO)[0]
+    sample(model)
+    for parts in ({}, {"clip": clip}, {"vae": vae}):
+        report = predicted(model, **parts)
+        phase = report.data["phases"]["sampling"]["predicted"]
+        assert phase["card_gib"] is None and phase["seconds"][0] > 0
+        assert "clip and vae are connected" in report.text
+        assert report.data["phases"]["load"]["predicted"] is None
+    assert predicted(model, clip=clip, vae=vae).data["phases"]["load"]["predicted"]["seconds"]
+
+
+def test_a_guider_that_asks_for_the_negative_prompt_on_its_own():
+    from comfy_extras.nodes_custom_sampler import Guider_DualModel
+
+    model = optimize(load(), HOST_ATTENTION)
+    extra = {"uncond_model_patcher": model.clone()}
+    guided(Guider_DualModel, 4.0, model, **extra)
+    found = asked(model)
+    assert (found["passes"], found["evaluations"], found["guided"]) == (6, 3, False), found
+    prediction = _prediction(model)
+    assert prediction.request.cfg == "two passes"
+    assert not any("forward passes" in note for note in prediction.notes)
+    assert ", CFG 4, " in report_run(model).text
+
+
+def test_the_card_of_a_run_is_the_one_that_sampled():
+    model = optimize(load(), HOST_ATTENTION)
+    sample(model)
+    cards = {"cuda:0": L40S, "cuda:1": CardFacts("NVIDIA A100-SXM4-80GB", 80 * GIB, (8, 0))}
+    facts = mock.Mock(side_effect=lambda device: cards[str(device)])
+    with (
+        mock.patch.object(model, "load_device", torch.device("cuda:1")),
+        mock.patch.object(run_request, "card_facts", facts),
+        mock.patch.object(this_card, "card_facts", facts),
+    ):
+        record = records(model)[0]
+        prediction = run_request.predict(record.asked, record.path, model, None, None, 0)
+    assert "A100" in prediction.basis and "L40S" not in prediction.basis, prediction.basis
+
+
+def test_the_request_of_a_run():
+    model = load(off_card=True)
+    sample(model, cfg=2.5, batch=2, size=9)
+    prediction = _prediction(model)
+    request = prediction.request
+    assert (request.width, request.height, request.batch, request.steps) == (80, 80, 2, 3), request
+    assert (request.cfg, request.text_tokens, request.references) == ("two passes", 20, 0), request
+    assert (request.precision, request.modulation, request.family) == (
+        "bf16",
+        "off card",
+        "qwen-image",
+    )
+    assert request.parts.transformer == narrow.SHAPE
+    assert any("fused blocks, which did not run" in note for note in prediction.notes)
+    sample(model)
+    assert _prediction(model).request.cfg == "off"
+    sample(optimize(model, HOST_ATTENTION), cfg=2.5, texts=(20, 20))
+    prediction = _prediction(model)
+    assert prediction.request.cfg == "one pass" and prediction.request.items == 2
+    assert not any("fused" in note for note in prediction.notes)
+
+
+def test_the_request_of_an_edit():
+    model = load()
+    base = dict(_asked(model))
+    for references, tokens, family, own in (
+        ([[128, 128]], 1400, "qwen-image-edit", 31),
+        ([[128, 128]], 220, "qwen-image-edit-2509", 24),
+        ([[128, 128], [128, 128]], 400, "qwen-image-edit-2509", 8),
+        ([[128, 128]], 100, "qwen-image-edit-2509", 1),
+    ):
+        request = _prediction(
+            model, base | {"references": references, "text_tokens": tokens}
+        ).request
+        assert (request.family, request.text_tokens) == (family, own), request
+        assert request.references == len(references)
+    small = _prediction(model, base | {"references": [[64, 64]]})
+    assert "references had 0.25 megapixels and are predicted with one" in small.notes
+    many = _prediction(model, base | {"references": [[128, 128]] * 5})
+    assert many.request is None and many.notes[0].startswith("nothing is predicted: 5 references")
+    other = _prediction(model, base | {"controlnet": True, "passes": 9, "computed": 9})
+    assert sum("ControlNet" in note or "3 forward passes" in note for note in other.notes) == 2
+    # Memory that is short splits a batch: more forward passes of no more prompts.
+    split = base | {"latent": [2, 16, 1, 8, 8], "passes": 6, "computed": 6}
+    assert _prediction(model, split).request.cfg == "off"
+
+
+def test_a_card_that_is_not_in_the_list_has_peaks_only():
+    model = load()
+    sample(model)
+    parts = {"clip": load_text_encoder(MICRO)[0], "vae": load_vae(MICRO)[0]}
+    report = predicted(model, CardFacts("NVIDIA Made Up 9000", 80 * GIB, (9, 0)), **parts)
+    predicted_phase = report.data["phases"]["sampling"]["predicted"]
+    assert predicted_phase["card_gib"] > 0 and predicted_phase["seconds"] is None
+    assert report.data["step_ms"]["predicted"] is None
+    assert "\ntimes: not predicted: " in report.text and "Made Up 9000" in report.text
+
+
+def _asked(model) -> dict:
+    sample(model)
+    return asked(model)
+
+
+def _prediction(model, found=None):
+    record = next(record for record in records(model) if record.phase == "sampling")
+    with as_on(L40S)[0], as_on(L40S)[1]:
+        return run_request.predict(found or record.asked, record.path, model, None, None, 0)

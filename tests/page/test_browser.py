@@ -1,0 +1,306 @@
+"""The workflows, the nodes and their help in ComfyUI's own page, shown by a real browser.
+
+`pytest tests/page/test_browser.py --screenshots docs/images` also takes the README's pictures.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from browser_page import GRAPHS, PACK, ComfyPage, models_of, put_files, take_files
+from comfyui_server import ROOT, Server
+from PIL import Image
+
+from qwen_l40s.micro.judge import adherence
+from qwen_l40s.micro.scene import parse_prompt
+
+HELP = ROOT / "web" / "docs"
+MODERN = {"Comfy.VueNodes.Enabled": True}
+each_template = pytest.mark.parametrize("name", sorted(GRAPHS))
+
+
+@pytest.fixture(scope="module")
+def classic(browser: Any, server: Server) -> Iterator[ComfyPage]:
+    """The page as it is by default, for all templates one after the other."""
+    page = ComfyPage(browser, server)
+    yield page
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def modern(browser: Any, server: Server) -> Iterator[ComfyPage]:
+    """The page with Nodes 2.0, which shows nodes as elements of the document."""
+    page = ComfyPage(browser, server, MODERN)
+    yield page
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def shared(browser: Any, server: Server) -> Iterator[ComfyPage]:
+    page = ComfyPage(browser, server)
+    yield page
+    page.close()
+
+
+@pytest.fixture
+def page(shared: ComfyPage) -> ComfyPage:
+    """One page for the other tests: a start of the page takes seconds."""
+    shared.tidy()
+    return shared
+
+
+@pytest.fixture
+def picture_of(request: pytest.FixtureRequest) -> Callable[[ComfyPage, str], None]:
+    """Writes a screenshot where the command line has a folder for them."""
+    folder = request.config.getoption("--screenshots")
+
+    def write(page: ComfyPage, name: str) -> None:
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+            page.screenshot(folder / f"{name}.jpg")
+
+    return write
+
+
+def by_title(graph: dict[str, Any]) -> dict[str, Any]:
+    """A graph whose nodes and links are called by titles: {title: (class, inputs)}."""
+    titles = {node_id: node["_meta"]["title"] for node_id, node in graph.items()}
+    assert len(set(titles.values())) == len(graph)
+    return {
+        titles[node_id]: (
+            node["class_type"],
+            {
+                name: (titles[value[0]], value[1]) if isinstance(value, list) else value
+                for name, value in node["inputs"].items()
+            },
+        )
+        for node_id, node in graph.items()
+    }
+
+
+def overlapping(boxes: dict[str, list[float]]) -> list[tuple[str, str]]:
+    """The pairs of nodes of which one covers a part of the other; boxes are x, y, width, height."""
+    titles = list(boxes)
+    return [
+        (one, other)
+        for index, one in enumerate(titles)
+        for other in titles[index + 1 :]
+        if all(
+            boxes[one][axis] < boxes[other][axis] + boxes[other][axis + 2]
+            and boxes[other][axis] < boxes[one][axis] + boxes[one][axis + 2]
+            for axis in (0, 1)
+        )
+    ]
+
+
+def test_the_page_lists_each_workflow_with_its_picture(
+    page: ComfyPage, server: Server, picture_of: Callable[[ComfyPage, str], None]
+):
+    listed = server.client.get("/api/workflow_templates").json()
+    assert sorted(listed[PACK]) == sorted(GRAPHS)
+    page.open_templates(PACK)
+    for name in GRAPHS:
+        answer = server.client.get(f"/api/workflow_templates/{PACK}/{name}.jpg")
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "image/jpeg"), name
+        page.card(name).scroll_into_view_if_needed()  # pictures are fetched when they come in view
+        image = page.card(name).locator("img")
+        loaded = "i => i.decode().then(() => [i.naturalWidth, i.naturalHeight])"
+        assert tuple(image.evaluate(loaded)) == Image.open(io.BytesIO(answer.content)).size
+    assert page.problems == []
+    page.card(listed[PACK][0]).scroll_into_view_if_needed()
+    picture_of(page, "templates")
+
+
+@each_template
+def test_a_template_opens_as_its_api_form(classic: ComfyPage, name: str):
+    classic.problems.clear()
+    classic.open_template(PACK, name)
+    classic.draw()
+    assert classic.errors_shown() == ""
+    nodes = classic.nodes()
+    widgets = {node["title"]: node["widgets"] for node in nodes}
+    for title, (_, inputs) in by_title(GRAPHS[name]).items():
+        for key, value in inputs.items():
+            if not isinstance(value, tuple):
+                assert (title, key, widgets[title][key]) == (title, key, value)
+    assert by_title(classic.prompt()) == by_title(GRAPHS[name])
+    assert overlapping({node["title"]: node["box"] for node in nodes}) == []
+    assert classic.problems == []
+
+
+@each_template
+def test_a_template_opens_with_nodes_2_too(modern: ComfyPage, server: Server, name: str):
+    modern.problems.clear()
+    modern.load(ROOT / "workflows" / f"{name}.json")
+    shown = {node["title"]: node for node in modern.elements()}
+    classes = server.client.get("/object_info").json()
+    for title, (kind, inputs) in by_title(GRAPHS[name]).items():
+        known = classes[kind]["input"]
+        options = known.get("required", {}) | known.get("optional", {})
+        for key, value in inputs.items():
+            if isinstance(value, tuple) or options[key][1].get("advanced"):
+                continue
+            text = shown[title]["widgets"][key]
+            if isinstance(value, bool):  # a switch, which has no text
+                continue
+            found = text if isinstance(value, str) else float(text)
+            assert (title, key, found) == (title, key, value)
+    assert overlapping({title: node["box"] for title, node in shown.items()}) == []
+    assert modern.errors_shown() == ""
+    assert modern.problems == []
+
+
+def test_the_page_names_the_models_that_are_missing(browser: Any, server: Server):
+    take_files(server.base)
+    try:
+        page = ComfyPage(browser, server)
+        for name in ("text_to_image_fp8", "lightning_4_steps", "edit_2511"):
+            page.open_template(PACK, name)
+            page.page.get_by_test_id("error-overlay-see-errors").click()
+            panel = page.page.get_by_test_id("properties-panel")
+            panel.get_by_test_id("missing-model-actions").wait_for()
+            rows = panel.get_by_test_id("missing-model-importable-rows").inner_text()
+            lines = rows.replace("\nDownload", "").split("\n")
+            assert dict(zip(lines[::2], lines[1::2], strict=True)) == models_of(GRAPHS[name])
+            page.tidy()
+        page.close()
+    finally:
+        put_files(server.base)
+
+
+def test_run_shows_the_picture_and_the_picture_gives_the_graph_back(
+    page: ComfyPage, browser: Any, server: Server, picture_of: Callable[[ComfyPage, str], None]
+):
+    page.open_template(PACK, "micro_text_to_image")
+    entry = page.run()
+    assert entry["status"]["status_str"] == "success", entry["status"]
+    (image,) = next(o["images"] for o in entry["outputs"].values() if "images" in o)
+    source, drawn = page.picture("Save")
+    assert f"filename={image['filename']}&" in source
+    file = server.base / "output" / image["filename"]
+    saved = Image.open(file)
+    prompt = GRAPHS["micro_text_to_image"]["positive"]["inputs"]["text"]
+    assert adherence(np.asarray(saved.convert("RGB")), parse_prompt(prompt)).score == 1.0
+    expected = np.asarray(saved.convert("RGB").resize(drawn.size), np.float32)
+    assert np.abs(np.asarray(drawn, np.float32) - expected).mean() < 8
+    nodes = page.nodes()
+    assert overlapping({node["title"]: node["box"] for node in nodes}) == []
+    assert page.problems == []
+    picture_of(page, "micro_run")
+
+    other = ComfyPage(browser, server)
+    other.drop(file)
+    assert by_title(other.prompt()) == by_title(json.loads(saved.text["prompt"]))
+    places = {node["title"]: node["box"][:2] for node in other.nodes()}
+    assert places == {node["title"]: node["box"][:2] for node in nodes}
+    assert other.problems == []
+    other.close()
+
+
+def test_the_estimate_shows_its_picture_and_its_words(
+    page: ComfyPage, picture_of: Callable[[ComfyPage, str], None]
+):
+    page.open_template(PACK, "estimate")
+    entry = page.run()
+    assert entry["status"]["status_str"] == "success", entry["status"]
+    _, drawn = page.picture("Estimate")
+    assert min(drawn.size) > 100
+    assert len(drawn.getcolors(drawn.width * drawn.height)) > 10
+    (report,) = next(o["text"] for o in entry["outputs"].values() if "images" in o)
+    words = page.page.locator(".widget-text-preview textarea")
+    page.page.wait_for_function("area => area.value", arg=words.element_handle())
+    assert words.input_value() == report
+    # The words above are in Preview as Text; these are in the node itself.
+    page.page.get_by_text(report.splitlines()[0]).wait_for()
+    nodes = page.nodes()
+    assert overlapping({node["title"]: node["box"] for node in nodes}) == []
+    assert page.problems == []
+    picture_of(page, "estimate")
+
+
+def plain(markdown: str) -> str:
+    """Markdown's words without its marks."""
+    return re.sub(r"[`*_]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", markdown)).strip()
+
+
+def test_the_help_of_each_node_shows(
+    page: ComfyPage, server: Server, picture_of: Callable[[ComfyPage, str], None]
+):
+    ours = [name for name in server.client.get("/object_info").json() if "QwenL40S_" in name]
+    for node_id in ours:
+        page.add(node_id)
+        page.page.get_by_test_id("info-button").click()
+        text = (HELP / f"{node_id}.md").read_text(encoding="utf-8")
+        content = page.page.locator(".node-help-content .markdown-content")
+        content.get_by_text(plain(text.split("\n\n")[0])).wait_for()
+        headings = [plain(line.lstrip("#")) for line in text.splitlines() if line[:1] == "#"]
+        assert content.locator("h1, h2, h3, h4").all_inner_texts() == headings
+        for image in content.locator("img").all():
+            assert image.evaluate("image => image.decode().then(() => image.naturalWidth)") > 0
+        if node_id == "QwenL40S_EstimateVRAM":
+            picture_of(page, "node_help")
+    # The page asks for the help in its own language first.
+    own_language = re.compile(rf"status of 404 .*\(/extensions/{PACK}/docs/\w+/en\.md\)$")
+    assert [problem for problem in page.problems if not own_language.search(problem)] == []
+
+
+def test_tooltips_show_under_the_pointer(page: ComfyPage, server: Server):
+    node_id = "QwenL40S_Optimize"
+    known = server.client.get(f"/object_info/{node_id}").json()[node_id]
+    inputs = known["input"].get("required", {}) | known["input"].get("optional", {})
+    page.add(node_id)
+    places = page.page.evaluate(
+        """() => {
+            const { graph, canvas } = window.app
+            const node = graph.nodes[0], { scale, offset } = canvas.ds
+            const onPage = ([x, y]) => [(x + offset[0]) * scale, (y + offset[1]) * scale]
+            const widgets = node.widgets.map(w =>
+                [w.name, onPage([node.pos[0] + node.size[0] / 2, node.pos[1] + w.last_y + 8])])
+            const slots = node.inputs.filter(i => !i.widget).map(i =>
+                [i.name, onPage(node.getInputPos(node.inputs.indexOf(i)))])
+            return Object.fromEntries([...widgets, ...slots])
+        }"""
+    )
+    assert set(places) == set(inputs)
+    for name, (x, y) in places.items():
+        page.page.mouse.move(x + 2, y)
+        tooltip = page.page.locator(".node-tooltip")
+        tooltip.get_by_text(inputs[name][1]["tooltip"]).wait_for()
+
+
+def test_the_search_finds_each_node_by_its_aliases(page: ComfyPage, server: Server):
+    classes = server.client.get("/object_info").json()
+    search = page.open_search()
+    for node_id, known in classes.items():
+        if not node_id.startswith("QwenL40S_"):
+            continue
+        for alias in known["search_aliases"]:
+            search.locator("input").first.fill(alias)
+            results = search.get_by_test_id("result-item")
+            results.get_by_text(known["display_name"], exact=True).first.wait_for()
+
+
+def test_the_page_tells_a_node_that_this_version_lacks(page: ComfyPage, tmp_path: Path):
+    workflow = json.loads((ROOT / "workflows" / "micro_text_to_image.json").read_text("utf-8"))
+    for node in workflow["nodes"]:
+        if node["type"] == "QwenL40S_Load":
+            node["type"] = "QwenL40S_OfTheFuture"
+    file = tmp_path / "newer.json"
+    file.write_text(json.dumps(workflow), encoding="utf-8")
+    page.drop(file)
+    page.page.get_by_text("Missing node: QwenL40S_OfTheFuture").wait_for()
+    assert "QwenL40S_OfTheFuture" in page.errors_shown()
+
+
+def test_a_dropped_api_file_becomes_its_graph(page: ComfyPage):
+    name = "micro_text_to_image"
+    page.drop(ROOT / "workflows" / "api" / f"{name}.json")
+    assert by_title(page.prompt()) == by_title(GRAPHS[name])
+    assert page.problems == []

@@ -1,0 +1,23 @@
+"""One ComfyUI server for all tests of this folder, which talk to it over HTTP, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from comfyui_host import comfyui_folder
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    from comfyui_server import Server
+
+    base = tmp_path_factory.mktemp("base")
+    (base / "custom_nodes").mkdir()
+    (base / "custom_nodes" / "workflow_nodes.py").symlink_to(TESTS / "workflow_nodes.py")
+    server = Server(comfyui_folder(), base)
+    yield server
+    server.stop()

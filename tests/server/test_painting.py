@@ -1,0 +1,334 @@
+"""The nodes in a real ComfyUI server, over its HTTP interface, on the CPU."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+from comfyui_server import PACK, ROOT, Server
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from qwen_l40s.micro.judge import adherence
+from qwen_l40s.micro.scene import parse_prompt
+
+MICRO = "micro (bundled)"
+WORKFLOW = ROOT / "workflows" / "api" / "micro_text_to_image.json"
+PROMPT = "a large green circle at the bottom right on a white background"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def copied(server: Server) -> None:
+    """The bundled folder among the server's own models, too."""
+    shutil.copytree(ROOT / "models" / "micro", server.base / "models" / "diffusers" / "copy")
+
+
+def graph(prompt: str = PROMPT, *, seed: int = 1, steps: int = 20, **load: Any) -> dict[str, Any]:
+    """The shared workflow with other inputs; `load` are those of the loader."""
+    nodes = json.loads(WORKFLOW.read_text(encoding="utf-8"))
+    nodes["positive"]["inputs"]["text"] = prompt
+    nodes["sample"]["inputs"] |= {"seed": seed, "steps": steps}
+    nodes["load"]["inputs"] |= load
+    return nodes
+
+
+def pixels(data: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def test_the_pack_is_imported_under_a_name_with_a_dash_and_a_dot(server: Server):
+    log = server.log.read_text()
+    assert f"{PACK}" in log
+    assert "IMPORT FAILED" not in log
+    nodes = server.client.get("/object_info").json()
+    assert sorted(name for name in nodes if name.startswith("QwenL40S_")) == [
+        "QwenL40S_AdviseGPU",
+        "QwenL40S_CFGNorm",
+        "QwenL40S_EstimateVRAM",
+        "QwenL40S_Load",
+        "QwenL40S_LoadLora",
+        "QwenL40S_LoadModel",
+        "QwenL40S_LoadTextEncoder",
+        "QwenL40S_LoadVAE",
+        "QwenL40S_Optimize",
+        "QwenL40S_Report",
+        "QwenL40S_SaveQuantized",
+        "QwenL40S_VAEDecode",
+        "QwenL40S_VAEEncode",
+    ]
+
+
+def shows(data: bytes, prompt: str = PROMPT) -> bool:
+    """Whether the picture has the prompt's colours, places and shapes."""
+    return adherence(pixels(data), parse_prompt(prompt)).score == 1.0
+
+
+def test_a_prompt_becomes_the_image_that_it_describes(server: Server):
+    run = server.run(graph())
+    assert run.status == "success"
+    assert shows(server.image(run, "save"))
+    report = run.text("load")
+    assert "transformer: Qwen-Image or 2512" in report
+    assert "auto on the CPU: as the file holds it, bf16" in report
+    assert "text encoder" in report and "VAE" in report
+
+
+def test_the_optimized_model_paints_the_same_image(server: Server):
+    plain = graph()
+    nodes = graph()
+    optimize = {"model": ["load", 0], "attention": "auto", "fused_blocks": True}
+    nodes["optimize"] = {
+        "class_type": "QwenL40S_Optimize",
+        # cfg_batching was an input before the first release: ComfyUI passes over it.
+        "inputs": {**optimize, "cfg_batching": "off", "tf32": False, "cudnn_benchmark": False},
+    }
+    nodes["sample"]["inputs"]["model"] = ["optimize", 0]
+    run = server.run(nodes)
+    assert run.status == "success"
+    assert "fused; the first step compares" in run.text("optimize")
+    image = server.image(run, "save")
+    assert shows(image)
+    difference = np.abs(pixels(image).astype(int) - pixels(server.image(server.run(plain), "save")))
+    assert difference.max() <= 8, difference.max()
+    log = server.log.read_text()
+    assert re.search(r"blocks: fused, (\d+) of \1 in 40 forward passes", log)
+    assert "modulation: 20 timesteps in a table" in log
+
+
+def test_a_second_prompt_reuses_what_is_loaded(server: Server):
+    server.run(graph(seed=2))
+    run = server.run(graph("a small red star at the top left on a blue background", seed=3))
+    assert "load" not in run.executed
+    assert "sample" in run.executed
+    assert shows(server.image(run, "save"), "a small red star at the top left on a blue background")
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_quantized_on_load_it_still_paints_the_prompt(server: Server, precision: str):
+    run = server.run(graph(seed=4, precision=precision))
+    assert run.status == "success"
+    assert shows(server.image(run, "save"))
+    assert f"72 layers quantized to {precision}, one scale for each row." in run.text("load")
+
+
+def test_a_diffusers_folder_is_one_choice_for_all_three(server: Server):
+    run = server.run(graph(seed=5, model="copy/"))
+    assert run.status == "success"
+    assert shows(server.image(run, "save"))
+
+
+def test_the_three_loaders_give_what_the_one_gives(server: Server):
+    apart = graph(seed=6)
+    del apart["load"]
+    apart["model"] = {
+        "class_type": "QwenL40S_LoadModel",
+        "inputs": {"model": MICRO, "precision": "auto", "keep_in_bf16": ""},
+    }
+    apart["clip"] = {
+        "class_type": "QwenL40S_LoadTextEncoder",
+        "inputs": {"text_encoder": MICRO, "precision": "auto"},
+    }
+    apart["vae"] = {
+        "class_type": "QwenL40S_LoadVAE",
+        "inputs": {"vae": MICRO, "precision": "auto"},
+    }
+    apart["sample"]["inputs"]["model"] = ["model", 0]
+    apart["positive"]["inputs"]["clip"] = apart["negative"]["inputs"]["clip"] = ["clip", 0]
+    apart["decode"]["inputs"]["vae"] = ["vae", 0]
+    together = server.run(graph(seed=6))
+    assert np.array_equal(
+        pixels(server.image(server.run(apart), "save")), pixels(server.image(together, "save"))
+    )
+
+
+def test_a_file_that_changed_on_disk_is_loaded_again(server: Server):
+    before = server.run(graph(seed=7, model="copy/"))
+    again = server.run(graph(seed=8, model="copy/"))
+    assert "load" not in again.executed
+    folder = server.base / "models" / "diffusers" / "copy" / "transformer"
+    (file,) = folder.glob("*.safetensors")
+    weights = load_file(file)
+    changed = {name: weight.clone() for name, weight in weights.items()}
+    changed["proj_out.weight"] *= 0.5
+    save_file(changed, file)
+    after = server.run(graph(seed=7, model="copy/"))
+    assert "load" in after.executed
+    assert not np.array_equal(
+        pixels(server.image(before, "save")), pixels(server.image(after, "save"))
+    )
+    save_file(weights, file)
+
+
+def test_a_cancelled_prompt_leaves_the_server_usable(server: Server):
+    cancelled = server.run(graph(seed=9, steps=400), cancel_at="sample")
+    assert cancelled.messages[-1]["type"] == "execution_interrupted"
+    assert shows(server.image(server.run(graph(seed=10)), "save"))
+
+
+def test_it_works_after_everything_was_unloaded(server: Server):
+    before = server.image(server.run(graph(seed=11)), "save")
+    for _ in range(20):  # the server's worker does it when it finds the time
+        answer = server.client.post("/free", json={"unload_models": True, "free_memory": True})
+        assert answer.status_code == 200
+        run = server.run(graph(seed=11))
+        if "load" in run.executed:
+            break
+    assert "load" in run.executed
+    assert np.array_equal(pixels(server.image(run, "save")), pixels(before))
+
+
+def test_a_saved_int8_file_loads_as_it_is_stored(server: Server):
+    saved = server.run(
+        {
+            "load": graph()["load"],
+            "save": {
+                "class_type": "QwenL40S_SaveQuantized",
+                "inputs": {
+                    "model": ["load", 0],
+                    "precision": "int8",
+                    "filename": "micro_int8",
+                    "overwrite": True,
+                    "keep_in_bf16": "",
+                },
+            },
+        }
+    )
+    assert "72 layers in int8" in saved.text("save")
+    file = server.base / "models" / "diffusion_models" / "micro_int8.safetensors"
+    assert file.is_file()
+    inputs = {"model": file.name, "text_encoder": MICRO, "vae": MICRO}
+    run = server.run(graph(seed=12, **inputs))
+    assert "int8" in run.text("load") and "auto: the file holds int8" in run.text("load")
+    on_load = server.run(graph(seed=12, precision="int8"))
+    assert np.array_equal(pixels(server.image(run, "save")), pixels(server.image(on_load, "save")))
+
+
+def refusal(server: Server, node: str = "load", **load: Any) -> str:
+    """The sentence with which POST /prompt refuses a choice."""
+    answer = server.post(graph(**load))
+    assert answer.status_code == 400, answer.text
+    (error,) = answer.json()["node_errors"][node]["errors"]
+    return f"{error['message']} {error['details']}"
+
+
+@pytest.mark.parametrize(
+    ("part", "inputs", "sentence"),
+    [
+        ("vae", {}, "is a Qwen-Image VAE where the Qwen-Image transformer is needed"),
+        ("text_encoder", {}, "is a Qwen2.5-VL text encoder where the Qwen-Image transformer"),
+    ],
+)
+def test_the_wrong_part_in_a_slot_is_refused_before_it_runs(
+    server: Server, part: str, inputs: dict, sentence: str
+):
+    (file,) = (ROOT / "models" / "micro" / part).glob("*.safetensors")
+    shutil.copy(file, server.base / "models" / "diffusion_models" / f"{part}.safetensors")
+    assert sentence in refusal(server, model=f"{part}.safetensors", **inputs)
+    assert server.run(graph(seed=13, steps=1)).status == "success"
+
+
+def test_a_truncated_file_is_refused_before_it_runs(server: Server):
+    (file,) = (ROOT / "models" / "micro" / "transformer").glob("*.safetensors")
+    broken = server.base / "models" / "diffusion_models" / "truncated.safetensors"
+    broken.write_bytes(file.read_bytes()[:-1000])
+    assert "is truncated" in refusal(server, model=broken.name)
+
+
+def test_a_name_that_is_not_there_is_refused_with_the_choices(server: Server):
+    sentence = refusal(server, model="missing.safetensors")
+    assert "'missing.safetensors' is not among" in sentence
+    assert MICRO in sentence
+
+
+def test_nan_in_the_weights_stops_the_first_step_and_not_the_server(server: Server):
+    folder = server.base / "models" / "diffusers" / "nan"
+    shutil.copytree(ROOT / "models" / "micro", folder)
+    (file,) = (folder / "transformer").glob("*.safetensors")
+    weights = load_file(file)
+    weights["transformer_blocks.1.img_mlp.net.2.weight"][3, 5] = float("nan")
+    save_file(weights, file)
+    run = server.run(graph(seed=14, model="nan/"))
+    assert run.status == "error"
+    message = run.error["exception_message"]
+    assert "NaN or infinity in the tensor" in message
+    assert "transformer_blocks.1.img_mlp.net.2.weight" in message
+    assert server.run(graph(seed=15, steps=1)).status == "success"
+
+
+def alone(node: str, **inputs: Any) -> dict[str, Any]:
+    """A graph of one node with what the page would send of it."""
+    return {"only": {"class_type": f"QwenL40S_{node}", "inputs": inputs}}
+
+
+ESTIMATE = {
+    "card": "L40S",
+    "family": "auto",
+    "precision": "auto",
+    "width": 1328,
+    "height": 1328,
+    "batch": 1,
+    "steps": 20,
+    "cfg": "two passes",
+    "references": 0,
+}
+ADVICE = {name: value for name, value in ESTIMATE.items() if name != "card"}
+
+
+@pytest.mark.parametrize(
+    ("graph", "words"),
+    [
+        (alone("EstimateVRAM", **ESTIMATE), ("Fits", "L40S", "1328x1328", "bf16")),
+        (alone("AdviseGPU", images_per_hour=100.0, **ADVICE), ("L40S", "H100", "cheaper")),
+    ],
+)
+def test_the_estimator_alone_gives_text_and_picture(server: Server, graph: dict, words: tuple):
+    run = server.run(graph)
+    assert run.status == "success" and run.executed == ["only"]
+    assert all(word in run.text("only") for word in words), run.text("only")
+    assert pixels(server.image(run, "only")).shape[1] == 1280
+    assert server.run(graph).executed == []
+
+
+def test_the_estimator_takes_true_sizes_from_the_loader(server: Server):
+    nodes = graph()
+    latent = nodes["sample"]["inputs"]["latent_image"]
+    wires = {"model": ["load", 0], "clip": ["load", 1], "vae": ["load", 2], "latent": latent}
+    nodes |= alone("EstimateVRAM", **ESTIMATE, **wires)
+    del nodes["save"]
+    run = server.run(nodes)
+    assert run.status == "success" and "sample" not in run.executed
+    assert "1328x1328" not in run.text("only")
+
+
+def test_what_contradicts_itself_stops_before_anything_is_loaded(server: Server):
+    inputs = {**ESTIMATE, "width": 1000, "model": ["load", 0]}
+    run = server.run(
+        {"load": graph(seed=99, keep_in_bf16="img_in")["load"]} | alone("EstimateVRAM", **inputs)
+    )
+    assert run.status == "error" and "load" not in run.executed
+    assert "both sides must be divisible by 16: use 992x1328" in run.error["exception_message"]
+
+
+@pytest.mark.parametrize(
+    ("graph", "words"),
+    [
+        (alone("EstimateVRAM", **{**ESTIMATE, "card": "L41S"}), ("'L41S'", "nearest")),
+        (alone("EstimateVRAM", **ESTIMATE, price_per_hour=-1.0), ("-1", "min of 0")),
+        (
+            alone("AdviseGPU", images_per_hour=1.0, **ADVICE, prices="L40S = 0.79\nH100 = x"),
+            ("prices, line 2", "'H100 = x'"),
+        ),
+    ],
+)
+def test_bad_input_of_the_estimator_is_refused_before_it_runs(
+    server: Server, graph: dict, words: tuple
+):
+    answer = server.post(graph)
+    assert answer.status_code == 400, answer.text
+    (error,) = answer.json()["node_errors"]["only"]["errors"]
+    assert all(word in f"{error['message']} {error['details']}" for word in words), error

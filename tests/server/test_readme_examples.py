@@ -1,0 +1,193 @@
+"""The examples of the README and of docs/serverless.md run as they stand, on a real server."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from comfyui_host import comfyui_folder, comfyui_python
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[2]
+ADDRESS = "127.0.0.1:8188"
+READY_SECONDS = 100
+
+
+def blocks(page, language):
+    """The fenced blocks of one language."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A place to run in, from which the pack's files are found as from its own folder."""
+    for name in ("workflows", "__main__.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run(command, folder):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def is_picture(path):
+    with Image.open(path) as image:
+        image.load()
+        return image.size == (256, 256) and len(image.getcolors(256 * 256)) > 100
+
+
+def test_python(server, folder):
+    [code] = blocks("docs/headless.md", "python")
+    assert ADDRESS in code
+    code = code.replace(ADDRESS, f"127.0.0.1:{server.port}")
+    run([sys.executable, "-W", "error", "-c", code], folder)
+    [image] = folder.glob("*.png")
+    assert is_picture(image)
+
+
+def test_curl(server, folder):
+    if not shutil.which("curl"):
+        pytest.skip("there is no curl")
+    [example] = [b for b in blocks("docs/headless.md", "bash") if b.startswith("curl")]
+    assert "localhost:8188" in example
+    example = example.replace("localhost:8188", f"localhost:{server.port}")
+    answer = json.loads(run(["bash", "-c", example], folder))
+    assert answer["node_errors"] == {}
+    assert answer["prompt_id"]
+
+
+def test_the_download_is_that_of_its_workflow(folder):
+    [example] = [block for block in blocks("README.md", "bash") if "--create-dirs" in block]
+    printed = run(["bash", "-c", f'curl() {{ echo "${{@: -2}}"; }}\n{example}'], folder)
+    graph = json.loads((ROOT / "workflows" / "api" / "text_to_image_fp8.json").read_text("utf-8"))
+    models = [model for node in graph.values() for model in node["_meta"].get("models", ())]
+    assert printed.splitlines() == [
+        f"models/{model['directory']}/{model['name']} {model['url']}" for model in models
+    ]
+
+
+def test_submit(server, folder):
+    [example] = [block for block in blocks("README.md", "bash") if "submit" in block]
+    example = example.replace("python .", f"{sys.executable} {ROOT}").rstrip()
+    example += f" --server http://127.0.0.1:{server.port}"
+    run(["bash", "-c", example], folder)
+    images = sorted((folder / "out").rglob("*.png"))
+    assert len(images) == 2
+    assert all(map(is_picture, images))
+
+
+class Worker:
+    """The entry script of docs/serverless.md, with the micro workflow."""
+
+    def __init__(self, folder, *arguments, **environment):
+        comfyui = comfyui_folder()
+        [script] = [block for block in blocks("docs/serverless.md", "bash") if "READY" in block][:1]
+        (folder / "start.sh").write_text(script, encoding="utf-8")
+        self.ready, self.log = folder / "ready", folder / "log"
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHON": str(comfyui_python(comfyui)),
+            "COMFYUI": str(comfyui),
+            "PACK": str(ROOT),
+            "OUTPUT": str(folder / "output"),
+            "READY": str(self.ready),
+            "WARM_UP": str(ROOT / "workflows" / "api" / "micro_text_to_image.json"),
+            "MODEL": "micro (bundled)",
+            "PORT": str(free_port()),
+            **environment,
+        }
+        nodes = folder / "custom_nodes"
+        nodes.mkdir()
+        (nodes / "comfyui-qwen-image-l40s").symlink_to(ROOT, target_is_directory=True)
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                ["bash", "start.sh", "--cpu", "--base-directory", str(folder), *arguments],
+                cwd=folder,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_for(self, done):
+        deadline = time.monotonic() + READY_SECONDS
+        while not done():
+            assert time.monotonic() < deadline, self.log.read_text()[-4000:]
+            time.sleep(0.2)
+
+    def stop(self):
+        """Ends what is left of it, ComfyUI included."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self.process.wait(timeout=20)
+
+
+@pytest.fixture
+def worker(tmp_path):
+    """Starts workers, and stops them."""
+    started = []
+
+    def start(*arguments, **environment):
+        started.append(Worker(tmp_path, *arguments, **environment))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.stop()
+
+
+def test_a_worker_is_ready_when_it_has_painted(worker):
+    [dockerfile] = blocks("docs/serverless.md", "dockerfile")
+    flags = re.search(r"^CMD (\[.*?\])", dockerfile.replace("\\\n", ""), re.M)
+    running = worker(*json.loads(flags[1]))
+    running.wait_for(lambda: running.ready.exists() or running.process.poll() is not None)
+    assert running.process.poll() is None, running.log.read_text()[-4000:]
+    [image] = running.log.parent.glob("output/*.png")
+    assert is_picture(image)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(timeout=30) == 143
+    assert not running.ready.exists()
+    with pytest.raises(ProcessLookupError):  # ComfyUI is gone, too
+        os.killpg(running.process.pid, 0)
+
+
+def test_a_worker_stops_when_its_comfyui_does(worker):
+    running = worker("--no-such-flag")
+    running.wait_for(lambda: running.process.poll() is not None)
+    assert running.process.returncode == 1
+    assert not running.ready.exists()
+
+
+def test_a_worker_stops_when_the_warm_up_fails(worker):
+    running = worker(MODEL="not there.safetensors")
+    running.wait_for(lambda: running.process.poll() is not None)
+    assert running.process.returncode == 2
+    assert "not there.safetensors" in running.log.read_text()
+    assert not running.ready.exists()

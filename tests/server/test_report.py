@@ -1,0 +1,108 @@
+"""The report of a run in a real ComfyUI server."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from comfyui_server import ROOT, Run, Server
+
+WORKFLOW = ROOT / "workflows" / "api" / "micro_text_to_image.json"
+
+
+def graph(seed: int, prompt: str = "a small red star", **inputs: Any) -> dict[str, Any]:
+    """The shared workflow, decoded by our node and reported."""
+    nodes = json.loads(WORKFLOW.read_text(encoding="utf-8"))
+    nodes["positive"]["inputs"]["text"] = prompt
+    nodes["empty"]["inputs"] |= {"width": 64, "height": 64}
+    nodes["sample"]["inputs"] |= {"seed": seed, "steps": 2}
+    nodes["decode"] = {
+        "class_type": "QwenL40S_VAEDecode",
+        "inputs": {"samples": ["sample", 0], "vae": ["load", 2]},
+    }
+    parts = {"model": ["load", 0], "clip": ["load", 1], "vae": ["load", 2]}
+    nodes["report"] = {
+        "class_type": "QwenL40S_Report",
+        "inputs": {"images": ["decode", 0], **parts, **inputs},
+    }
+    nodes["save"]["inputs"]["images"] = ["report", 0]
+    return nodes
+
+
+def test_the_report_follows_each_run_of_a_server(server: Server):
+    runs: dict[str, Run] = {}
+    for name, seed, prompt in (
+        ("first", 1, "a star"),
+        ("seed", 2, "a star"),
+        ("again", 2, "a star"),
+        ("prompt", 2, "a ring"),
+    ):
+        runs[name] = server.run(graph(seed, prompt))
+        assert runs[name].status == "success", runs[name].error
+    texts = {name: run.text("report") for name, run in runs.items()}
+    for name, run in runs.items():
+        assert texts[name].startswith("sampled: 64x64, batch 1, 2 steps, 4 forward passes, CFG 4")
+        assert "Nothing was sampled" not in texts[name], texts[name]
+        assert ("report" in run.executed) == (name != "again")
+    # Nothing ran, and the report of the run that made the image stays.
+    assert texts["again"] == texts["seed"] != texts["first"]
+    lines = {name: text.splitlines() for name, text in texts.items()}
+    assert any(line.startswith("text encode (2 times): ") for line in lines["first"])
+    assert not any(line.startswith("text encode") for line in lines["seed"])
+    assert "text encode: not in this run" in texts["seed"]
+    assert any(line.startswith("text encode: ") for line in lines["prompt"])
+    assert server.image(runs["first"], "save")
+
+
+def test_a_report_that_is_added_after_the_run_says_whose_figures_it_has(server: Server):
+    nodes = graph(7)
+    del nodes["report"]
+    nodes["save"]["inputs"]["images"] = ["decode", 0]
+    assert server.run(nodes).status == "success"
+    nodes["report"] = graph(7)["report"]
+    run = server.run(nodes)
+    assert run.executed == ["report"]
+    assert "Nothing was sampled with this MODEL in this run" in run.text("report")
+    assert "sampled: 64x64" in run.text("report")
+
+
+def test_a_run_that_only_decodes_again_reports_its_decode(server: Server):
+    assert server.run(graph(8)).status == "success"
+    nodes = graph(8)
+    nodes["decode"]["inputs"]["tiles"] = 2
+    run = server.run(nodes)
+    assert "sample" not in run.executed and "decode" in run.executed
+    text = run.text("report")
+    assert "\nVAE decode (this run): " in text and "2 exact tiles" in text
+    assert "\nsampling (an earlier run): " in text
+
+
+def test_the_images_tell_which_sampler_s_run_it_is(server: Server):
+    """Two samplers share a MODEL, and the report is added to the first one's images."""
+    nodes = graph(9)
+    report = nodes.pop("report")
+    nodes["save"]["inputs"]["images"] = ["decode", 0]
+    larger = {"empty": {"width": 96, "height": 96}, "sample": {"latent_image": ["empty2", 0]}}
+    for name, inputs in larger.items():
+        nodes[f"{name}2"] = {**nodes[name], "inputs": {**nodes[name]["inputs"], **inputs}}
+    nodes["decode2"] = {
+        "class_type": "QwenL40S_VAEDecode",
+        "inputs": {"samples": ["sample2", 0], "vae": ["load", 2]},
+    }
+    nodes["save2"] = {
+        "class_type": "SaveImage",
+        "inputs": {"images": ["decode2", 0], "filename_prefix": "larger"},
+    }
+    assert server.run(nodes).status == "success"
+    nodes["report"] = report
+    assert server.run(nodes).text("report").startswith("sampled: 64x64, batch 1, 2 steps")
+    nodes["report"]["inputs"]["images"] = ["decode2", 0]
+    assert server.run(nodes).text("report").startswith("sampled: 96x96, batch 1, 2 steps")
+
+
+def test_images_order_it_and_outputs_are_explained(server: Server):
+    node = server.client.get("/object_info/QwenL40S_Report").json()["QwenL40S_Report"]
+    assert list(node["input"]["required"]) == ["images", "model"]
+    assert list(node["input"]["optional"]) == ["clip", "vae"]
+    assert node["output_name"] == ["images", "report", "json"]
+    assert all(node["output_tooltips"])

@@ -1,0 +1,276 @@
+"""`qwen-l40s submit` against a real ComfyUI server, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import comfyui_server
+import httpx
+import numpy as np
+import pytest
+from comfyui_host import comfyui_folder
+from comfyui_server import Server
+from PIL import Image
+from waiting import until
+
+ROOT = Path(__file__).resolve().parents[2]
+MICRO = ROOT / "workflows" / "api" / "micro_text_to_image.json"
+TINY = {
+    "blank": {
+        "class_type": "EmptyImage",
+        "inputs": {"width": 16, "height": 16, "batch_size": 1, "color": 0},
+        "_meta": {"title": "Blank"},
+    },
+    "save": {
+        "class_type": "SaveImage",
+        "inputs": {"images": ["blank", 0], "filename_prefix": "tiny"},
+        "_meta": {"title": "Save"},
+    },
+}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+def begin(server: Server, workflow: Path, output: Path, *more: str) -> subprocess.Popen[str]:
+    url = f"http://127.0.0.1:{server.port}"
+    command = [sys.executable, ROOT, "submit", workflow, "--server", url, "--output", output]
+    return subprocess.Popen(
+        [*map(str, command), *more, "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+    )
+
+
+def end(process: subprocess.Popen[str], *, code: int = 0) -> list[dict[str, Any]]:
+    """The jobs of the JSON object that is all that the command prints."""
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    (line,) = out.splitlines()
+    return json.loads(line)["jobs"]
+
+
+def submit(server: Server, workflow: Path, output: Path, *more: str, code: int = 0) -> Any:
+    return end(begin(server, workflow, output, *more), code=code)
+
+
+def queue(server: Server) -> tuple[list[str], list[str]]:
+    """Prompt ids that run, and that wait."""
+    found = server.client.get("/queue").json()
+    return tuple([item[1] for item in found[f"queue_{kind}"]] for kind in ("running", "pending"))
+
+
+def pixels(path: str) -> np.ndarray:
+    return np.asarray(Image.open(path).convert("RGB"))
+
+
+def steps(count: int) -> tuple[str, str]:
+    return "--set", f"Sample.steps={count}"
+
+
+def test_a_prompt_with_three_seeds_and_the_same_once_more_from_the_cache(
+    server: Server, tmp_path: Path
+):
+    more = ("--set", "prompt=a large red square", "--set", "seed=1..3", *steps(3))
+    jobs = submit(server, MICRO, tmp_path / "first", *more)
+    assert [job["status"] for job in jobs] == ["done"] * 3
+    assert [job["settings"]["seed"] for job in jobs] == [1, 2, 3]
+    images = [pixels(job["files"][0]) for job in jobs]
+    assert images[0].shape == (256, 256, 3)
+    assert not np.array_equal(images[0], images[1])
+    text = Image.open(jobs[2]["files"][0]).text["prompt"]
+    assert json.loads(text)["sample"]["inputs"]["seed"] == 3
+
+    last = ("--set", "prompt=a large red square", "--set", "seed=3", *steps(3))
+    (again,) = submit(server, MICRO, tmp_path / "again", *last)
+    # The server has it in its cache: nothing ran, and its file is the one of before.
+    assert Path(again["files"][0]).name == Path(jobs[2]["files"][0]).name
+    assert again["seconds"] < 1
+    assert np.array_equal(pixels(again["files"][0]), images[2])
+
+
+def test_every_image_of_a_batch(server: Server, tmp_path: Path):
+    (job,) = submit(server, MICRO, tmp_path / "out", "--set", "Size.batch_size=3", *steps(2))
+    assert len(job["files"]) == len(set(job["files"])) == 3
+
+
+def test_a_report_is_in_the_json(server: Server, tmp_path: Path):
+    nodes = {
+        "words": {"class_type": "PrimitiveString", "inputs": {"value": "twelve GiB"}},
+        "show": {
+            "class_type": "PreviewAny",
+            "inputs": {"source": ["words", 0]},
+            "_meta": {"title": "Report"},
+        },
+    }
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(nodes))
+    (job,) = submit(server, path, tmp_path / "out")
+    assert (job["texts"], job["files"]) == ({"Report": ["twelve GiB"]}, [])
+
+
+def test_images_of_one_name_are_uploaded_side_by_side(server: Server, tmp_path: Path):
+    nodes = {
+        "load": {
+            "class_type": "LoadImage",
+            "inputs": {"image": "a/same.png"},
+            "_meta": {"title": "Image 1"},
+        },
+        "invert": {"class_type": "ImageInvert", "inputs": {"image": ["load", 0]}},
+        "save": {
+            "class_type": "SaveImage",
+            "inputs": {"images": ["invert", 0], "filename_prefix": "sub/inverted"},
+        },
+    }
+    path = tmp_path / "invert.json"
+    path.write_text(json.dumps(nodes))
+    for folder, level in (("a", 10), ("b", 200)):
+        (tmp_path / folder).mkdir()
+        Image.new("RGB", (8, 8), (level,) * 3).save(tmp_path / folder / "same.png")
+    listed = tmp_path / "list.txt"
+    listed.write_text("a/same.png\nb/same.png\n")
+    jobs = submit(server, path, tmp_path / "out", "--set", f"Image 1=@{listed}")
+    assert [pixels(job["files"][0]).mean() for job in jobs] == pytest.approx([245, 55], abs=1)
+    assert Path(jobs[0]["files"][0]).parent == tmp_path / "out" / "sub"
+    # The same again: the server takes the upload for what it has.
+    uploads = sorted((server.base / "input").rglob("*.png"))
+    submit(server, path, tmp_path / "more", "--set", f"Image 1=@{listed}")
+    assert sorted((server.base / "input").rglob("*.png")) == uploads
+
+
+def test_an_error_of_a_node_fails_its_job_alone(server: Server, tmp_path: Path, tiny: Path):
+    names = tmp_path / "names.txt"
+    names.write_text("good\n../../outside\n")
+    more = ("--set", f"Save.filename_prefix=@{names}", "--set", "color=7..8")
+    process = begin(server, tiny, tmp_path / "out", *more)
+    jobs = end(process, code=1)
+    assert [job["status"] for job in jobs] == ["done", "done", "failed", "failed"]
+    (node,) = jobs[2]["error"]["nodes"]
+    assert (node["id"], node["title"], node["class_type"]) == ("save", "Save", "SaveImage")
+    assert "outside the output folder" in node["message"]
+
+
+def test_what_the_server_alone_refuses_is_told_by_node(server: Server, tmp_path: Path):
+    """A link of the wrong type, which no list of inputs shows to be wrong."""
+    nodes = json.loads(json.dumps(TINY))
+    nodes["text"] = {"class_type": "PrimitiveString", "inputs": {"value": "x"}}
+    nodes["save"]["inputs"]["images"] = ["text", 0]
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps(nodes))
+    (job,) = submit(server, path, tmp_path / "out", code=1)
+    assert job["status"] == "failed"
+    assert "Save" in job["error"]["message"]
+    assert "mismatch" in job["error"]["message"]
+
+
+def test_node_errors_in_a_good_answer_fail_the_job(server: Server, tmp_path: Path):
+    nodes = json.loads(json.dumps(TINY))
+    nodes["text"] = {"class_type": "PrimitiveString", "inputs": {"value": "x"}}
+    nodes["other"] = {
+        "class_type": "PreviewImage",
+        "inputs": {"images": ["text", 0]},
+        "_meta": {"title": "Look"},
+    }
+    path = tmp_path / "partly.json"
+    path.write_text(json.dumps(nodes))
+    (job,) = submit(server, path, tmp_path / "out", code=1)
+    assert job["status"] == "failed"
+    assert "'Look' (PreviewImage" in job["error"]["message"]
+    assert queue(server) == ([], [])
+
+
+def test_ctrl_c_stops_ours_and_leaves_the_jobs_of_others(
+    server: Server, tmp_path: Path, tiny: Path
+):
+    process = begin(server, MICRO, tmp_path / "out", "--set", "seed=51..53", *steps(2000))
+    until(lambda: len(queue(server)[1]) == 2)
+    other = begin(server, tiny, tmp_path / "other", "--set", "color=99")
+    until(lambda: len(queue(server)[1]) == 3)
+    process.send_signal(signal.SIGINT)
+    jobs = end(process, code=130)
+    assert [job["status"] for job in jobs] == ["cancelled"] * 3
+    assert [job["status"] for job in end(other)] == ["done"]
+    assert queue(server) == ([], [])
+
+
+def test_resume_after_a_kill(server: Server, tmp_path: Path):
+    more = ("--set", "seed=61..64", *steps(30))
+    out = tmp_path / "out"
+    process = begin(server, MICRO, out, *more)
+    until(lambda: list(out.glob("*.png")))
+    process.kill()
+    process.communicate()
+    jobs = submit(server, MICRO, out, *more, "--resume")
+    assert [job["status"] for job in jobs] == ["done"] * 4
+    assert len(list(out.glob("*.png"))) == 4
+    # None of them was queued twice.
+    history = server.client.get("/history").json().values()
+    seeds = [
+        entry["prompt"][2].get("sample", {}).get("inputs", {}).get("seed") for entry in history
+    ]
+    assert [seeds.count(seed) for seed in (61, 62, 63, 64)] == [1, 1, 1, 1]
+    # Nothing is left to do, and nothing is done.
+    assert submit(server, MICRO, out, *more, "--resume") == jobs
+
+
+def test_two_clients_at_one_server_get_what_is_theirs(server: Server, tmp_path: Path):
+    one = begin(server, MICRO, tmp_path / "one", "--set", "seed=71..73", *steps(4))
+    two = begin(server, MICRO, tmp_path / "two", "--set", "seed=81..83", *steps(4))
+    for process, seeds in ((one, [71, 72, 73]), (two, [81, 82, 83])):
+        jobs = end(process)
+        made = [
+            json.loads(Image.open(job["files"][0]).text["prompt"])["sample"]["inputs"]["seed"]
+            for job in jobs
+        ]
+        assert made == seeds
+
+
+def test_progress_names_the_node_and_its_steps(server: Server, tmp_path: Path):
+    process = begin(server, MICRO, tmp_path / "out", "--set", "seed=91", *steps(5))
+    _, err = process.communicate(timeout=100)
+    assert re.search(r"^job 1: Sample \d/5$", err, re.M), err
+
+
+def test_five_hundred_jobs(server: Server, tmp_path: Path, tiny: Path):
+    # It took 4 to 7 s on two busy cores.
+    jobs = submit(server, tiny, tmp_path / "out", "--set", "color=1000..1499")
+    assert [job["status"] for job in jobs] == ["done"] * 500
+    assert len({path for job in jobs for path in job["files"]}) == 500
+
+
+def test_the_server_is_killed_and_started_again_in_the_middle(
+    tmp_path: Path, tiny: Path, monkeypatch
+):
+    server = Server(comfyui_folder(), tmp_path / "base")
+    try:
+        more = ("--set", "seed=1..4", *steps(30))
+        process = begin(server, MICRO, tmp_path / "out", *more)
+        until(lambda: list((tmp_path / "out").glob("*.png")), 100)
+    finally:
+        server.client.close()
+        server.process.kill()
+        server.process.wait()
+    monkeypatch.setattr(comfyui_server, "_free_port", lambda: server.port)
+    server = Server(comfyui_folder(), tmp_path / "base")
+    try:
+        out, err = process.communicate(timeout=200)
+        assert process.returncode == 0, err
+        assert [job["status"] for job in json.loads(out)["jobs"]] == ["done"] * 4
+        assert "the server was restarted: " in err
+        assert len(list((tmp_path / "out").glob("*.png"))) == 4
+        assert httpx.get(f"http://127.0.0.1:{server.port}/queue").json()["queue_pending"] == []
+    finally:
+        server.stop()

@@ -1,0 +1,253 @@
+"""The shared workflows in a real ComfyUI server, over its HTTP interface, on the CPU."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from comfyui_server import ROOT, Run, Server
+from frozen_workflows import replacement_changes
+from PIL import Image
+from workflow_files import Graph, models_named, published_files, small_files
+
+from qwen_l40s.micro.judge import adherence
+from qwen_l40s.micro.scene import parse_prompt
+from qwen_l40s.tools.workflows.definitions import OURS, subset
+
+TESTS = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "workflows" / "api"
+SHIPPED = sorted(FOLDER.glob("*.json"))
+FROZEN = sorted((TESTS / "workflows").glob("*/api/*.json"))
+RELEASES = sorted((TESTS / "workflows").iterdir())
+NODES = "workflow_nodes.py"
+SIDE, STEPS = 256, 8
+PROMPT = "a large green circle at the bottom right on a white background"
+
+
+def read(file: Path) -> Graph:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def done_by(file: Path) -> list[tuple[str, dict[str, Any]]]:
+    """What runs of a file, without what people and other programs are told."""
+    return [(node["class_type"], node["inputs"]) for node in read(file).values()]
+
+
+def each(files: list[Path]) -> pytest.MarkDecorator:
+    """A test for each file, called by its folder and name."""
+    names = ["/".join(file.relative_to(ROOT).with_suffix("").parts[1:]) for file in files]
+    return pytest.mark.parametrize("file", files, ids=names)
+
+
+NOW = [done_by(file) for file in SHIPPED]
+# Of the released files, those that run as one of today's do are only posted.
+RUN = [*SHIPPED, *(file for file in FROZEN if done_by(file) not in NOW)]
+EDITS = [file for file in RUN if file.stem.startswith(("edit", "inpaint"))]
+TEXT_TO_IMAGE = [file for file in RUN if not file.stem.startswith(("edit", "inpaint", "estimate"))]
+
+
+@pytest.fixture(scope="module")
+def known(server: Server) -> dict[str, Any]:
+    """{class: what the server says of it}"""
+    return server.client.get("/object_info").json()
+
+
+@each(SHIPPED)
+def test_each_node_exists_with_these_inputs(known: dict[str, Any], file: Path):
+    for name, node in read(file).items():
+        assert node["class_type"] in known, f"{name}: {node['class_type']}"
+        inputs = known[node["class_type"]]["input"]
+        required, optional = inputs.get("required", {}), inputs.get("optional", {})
+        assert not node["inputs"].keys() - required.keys() - optional.keys(), name
+        assert not required.keys() - node["inputs"].keys(), name
+
+
+@each(SHIPPED)
+def test_each_file_that_it_needs_has_a_link(file: Path):
+    graph = read(file)
+    links = [link for node in graph.values() for link in node["_meta"].get("models", [])]
+    assert {(link["directory"], link["name"]) for link in links} == models_named(graph)
+    assert all(link["url"].endswith(f"/{link['name']}") for link in links)
+
+
+@contextmanager
+def held_queue(server: Server) -> Iterator[None]:
+    """What is posted meanwhile is accepted or refused, and never runs."""
+    waits = server.post({"wait": {"class_type": "TestsWait", "inputs": {}}}).json()["prompt_id"]
+    try:
+        yield
+    finally:
+        server.client.post("/queue", json={"clear": True})
+        deadline = time.monotonic() + 30
+        while _unfinished(server) and time.monotonic() < deadline:
+            server.client.post("/interrupt", json={"prompt_id": waits})
+            time.sleep(0.05)
+        assert not _unfinished(server)
+
+
+def _unfinished(server: Server) -> list[Any]:
+    queue = server.client.get("/queue").json()
+    return [*queue["queue_running"], *queue["queue_pending"]]
+
+
+@each([*SHIPPED, *FROZEN])
+def test_it_is_accepted_as_it_is_shipped(server: Server, file: Path):
+    graph = read(file)
+    with held_queue(server), published_files(server.base, graph):
+        answer = server.post(graph)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["node_errors"] == {}, answer.text
+        assert answer.json()["prompt_id"] in [entry[1] for entry in _unfinished(server)]
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda folder: folder.name)
+def test_a_released_node_is_there_or_replaced(server: Server, known: dict[str, Any], release: Path):
+    today = subset(known, [name for name in known if name.startswith(OURS)])
+    replacements = server.client.get("/node_replacements").json()
+    assert "ImageBatch" in replacements  # one of ComfyUI's own
+    assert replacement_changes(read(release / "nodes.json"), today, replacements) == []
+
+
+def test_a_workflow_without_its_file_is_refused(server: Server):
+    """What the test above finds when a file is not as the workflow needs it."""
+    graph = read(FOLDER / "text_to_image_bf16.json")
+    with held_queue(server):
+        answer = server.post(graph)
+    assert answer.status_code == 400 and answer.json()["node_errors"], answer.text
+
+
+def pictures(server: Server, run: Run, node: str) -> list[Image.Image]:
+    """What a node wrote, in order."""
+    found = []
+    for entry in run.history["outputs"][node]["images"]:
+        answer = server.client.get("/view", params=entry)
+        answer.raise_for_status()
+        found.append(Image.open(io.BytesIO(answer.content)))
+    return found
+
+
+def shows(image: Image.Image, prompt: str) -> bool:
+    """Whether a picture has the prompt's colours, places and shapes."""
+    return adherence(np.asarray(image.convert("RGB")), parse_prompt(prompt)).score == 1.0
+
+
+def test_the_micro_workflow_paints_its_prompt(server: Server):
+    graph = read(FOLDER / "micro_text_to_image.json")
+    run = server.run(graph)
+    assert run.status == "success", run.error
+    (image,) = pictures(server, run, "save")
+    assert shows(image, graph["positive"]["inputs"]["text"])
+
+
+def titled(graph: Graph, title: str) -> dict[str, Any]:
+    """The inputs of the node that people know by this title."""
+    (found,) = (node["inputs"] for node in graph.values() if node["_meta"]["title"] == title)
+    return found
+
+
+def small(file: Path) -> Graph:
+    """A workflow for the small models: what people change is changed, and its wires are as shipped.
+
+    What these models do not know is left out of the prompts; other pictures stand in for each of an
+    edit; and the picture that is edited is saved too.
+    """
+    graph = read(file)
+    for node in graph.values():
+        inputs = node["inputs"]
+        if node["class_type"] == "EmptySD3LatentImage":
+            inputs |= {"width": SIDE, "height": SIDE}
+        elif node["class_type"] == "KSampler":
+            inputs["steps"] = min(inputs["steps"], STEPS)
+        elif node["class_type"] == "LoadImage":
+            inputs["image"] = f"{node['_meta']['title']}.png"
+        elif node["class_type"] == "CLIPTextEncode":
+            inputs["text"] = {"Prompt": PROMPT, "Negative prompt": " "}[node["_meta"]["title"]]
+    for scaled in {"scale", "mask_scale"} & graph.keys():
+        inputs = {"images": [scaled, 0], "filename_prefix": scaled}
+        title = {"title": f"Saved {scaled}"}
+        graph[f"saved_{scaled}"] = {"class_type": "SaveImage", "inputs": inputs, "_meta": title}
+    return graph
+
+
+def run_small(server: Server, graph: Graph) -> Run:
+    with small_files(server.base, graph):
+        run = server.run(graph)
+    assert run.status == "success", run.error["exception_message"]
+    return run
+
+
+@each(TEXT_TO_IMAGE)
+def test_text_to_image_paints_the_prompt(server: Server, file: Path):
+    graph = small(file)
+    run = run_small(server, graph)
+    images = pictures(server, run, "save")
+    assert len(images) == titled(graph, "Size")["batch_size"]
+    for image in images:
+        assert image.size == (SIDE, SIDE)
+        assert shows(image, PROMPT)
+    held = next((name for name in ("fp8", "int8") if name in file.stem), "bf16")
+    assert f"\n{held}, " in run.text("model" if "model" in graph else "load")
+    if "lora" in graph:
+        assert "8 of 8 keys applied" in run.text("lora")
+
+
+@each(EDITS)
+def test_an_edit_has_the_shape_of_its_first_picture(server: Server, file: Path):
+    run = run_small(server, small(file))
+    (image,), (scaled,) = (pictures(server, run, node) for node in ("save", "saved_scale"))
+    assert image.size == scaled.size
+    assert "Qwen-Image-Edit-2511" in run.text("model")
+    found, given = (np.asarray(each.convert("RGB")).astype(int) for each in (image, scaled))
+    assert found.std() > 1  # neither black nor of one colour
+    changed = np.abs(found - given).max(axis=-1)
+    if file.stem != "inpaint":
+        assert (changed > 8).mean() > 0.5
+        return
+    (mask,) = pictures(server, run, "saved_mask_scale")
+    covered = np.asarray(mask.convert("L"))
+    assert 0.01 < (covered == 255).mean() < 0.5
+    assert changed[covered == 0].max() == 0
+    assert (changed[covered == 255] > 8).mean() > 0.5
+
+
+def test_each_reference_counts(server: Server):
+    graph = small(FOLDER / "edit_2511_three_references.json")
+    titled(graph, "Sample")["steps"] = 1
+    titles = ["Image 1", "Image 2", "Image 3"]
+    names = [titled(graph, title)["image"] for title in titles]
+    assert len(set(names)) == 3
+    seen = []
+    for instead in (None, *titles):
+        for title, name in zip(titles, names, strict=True):
+            titled(graph, title)["image"] = "another.png" if title == instead else name
+        (image,) = pictures(server, run_small(server, graph), "save")
+        seen.append(image.tobytes())
+    assert len(set(seen)) == 4
+
+
+def test_the_estimate_is_text_and_picture(server: Server):
+    run = run_small(server, read(FOLDER / "estimate.json"))
+    assert run.executed == ["estimate", "text"]
+    assert "L40S" in run.text("text")
+    (chart,) = pictures(server, run, "estimate")
+    assert np.asarray(chart).std() > 1
+
+
+def test_the_report_has_predicted_and_measured(server: Server):
+    graph = small(FOLDER / "estimate_generate_report.json")
+    run = run_small(server, graph)
+    assert f"{SIDE}x{SIDE}" in run.text("estimate_text")
+    report = run.text("report_text")
+    assert report == run.text("report")
+    assert f"sampled: {SIDE}x{SIDE}, batch 1, {STEPS} steps" in report
+    assert "predicted" in report and "sampling: " in report and "blocks: fused, " in report
+    (image,) = pictures(server, run, "save")
+    assert shows(image, PROMPT)
+    assert run.executed.index("estimate") < run.executed.index("sample")

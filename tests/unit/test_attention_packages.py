@@ -1,0 +1,304 @@
+"""FlashAttention and SageAttention as they are published, and every way in which they are broken.
+
+No machine of this project has run them on a card: `published_attention.py` stands in for them.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from qwen_l40s import UnavailableError
+from qwen_l40s.machine.card import Capability, Cards, State
+from qwen_l40s.optimizations.attention import (
+    BACKENDS,
+    AttentionRequest,
+    check_backends,
+    choice,
+    choose_attention,
+    registry,
+    sage,
+)
+
+CPU = torch.device("cpu")
+spec = importlib.util.spec_from_file_location(
+    "published_attention", Path(__file__).parents[1] / "published_attention.py"
+)
+published = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(published)
+
+PACKAGES = {
+    "flash_attn_2": ("flash_attn", published.FLASH_2, (8, 9)),
+    "flash_attn_3": ("flash_attn_interface", published.FLASH_3, (9, 0)),
+    "sage_2": ("sageattention", published.SAGE, (8, 9)),
+}
+UNPROVEN = "not run by us, agrees here with PyTorch in a trial"
+on_each = pytest.mark.parametrize("name", PACKAGES)
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch):
+    monkeypatch.delenv("QWEN_L40S_ATTENTION", raising=False)
+    registry.forget()
+    yield
+    registry.forget()
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Makes the processor pass for a card of a compute capability and a CUDA version."""
+
+    def set_up(sm, cuda="13.0"):
+        for module in (registry, choice, sage):
+            monkeypatch.setattr(module, "sm_of", lambda device: sm)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        registry.forget()
+
+    return set_up
+
+
+def request(tokens=300, dtype=torch.bfloat16, head_dim=64, masked=False):
+    return AttentionRequest(CPU, dtype, 2, 3, head_dim, tokens, masked)
+
+
+def random(tokens, head_dim=64, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randn(2, tokens, 3, 3, head_dim, generator=generator).to(dtype).unbind(2)
+
+
+def distance(out, q, k, v):
+    expected = registry.attend_float64(q, k, v, None)
+    return ((out.double() - expected).norm() / expected.norm()).item()
+
+
+# -------------------------------------------------------------------------------- published calls
+
+
+@on_each
+def test_the_call_fits_the_published_signature(monkeypatch, card, name):
+    module, functions, sm = PACKAGES[name]
+    card(sm)
+    calls = published.install(monkeypatch, module, functions)
+    attention = choose_attention(request(), name)
+    assert attention.reason == "asked for"
+    q, k, v = random(300)
+    out = attention(q, k, v)
+    assert out.shape == (2, 300, 3 * 64) and out.is_contiguous()
+    assert distance(out, q, k, v) < 8e-3
+    assert len(calls) == 2  # the trial's and this one
+
+
+def test_flash_attention_3_of_the_first_releases_gave_a_pair(monkeypatch, card):
+    card((9, 0))
+    published.install(
+        monkeypatch, "flash_attn_interface", published.FLASH_3, lambda out: (out, out.sum())
+    )
+    q, k, v = random(140)
+    assert distance(choose_attention(request(), "flash_attn_3")(q, k, v), q, k, v) < 8e-3
+
+
+@pytest.mark.parametrize(
+    ("sm", "cuda", "function", "sums"),
+    [
+        ((8, 0), "13.0", "sageattn_qk_int8_pv_fp16_cuda", "fp32"),
+        ((8, 6), "12.6", "sageattn_qk_int8_pv_fp16_cuda", "fp32"),
+        ((8, 9), "12.4", "sageattn_qk_int8_pv_fp8_cuda", "fp32+fp32"),
+        ((8, 9), "12.8", "sageattn_qk_int8_pv_fp8_cuda", "fp32+fp16"),
+        ((8, 9), "13.0", "sageattn_qk_int8_pv_fp8_cuda", "fp32+fp16"),
+        ((9, 0), "13.0", "sageattn_qk_int8_pv_fp8_cuda_sm90", "fp32+fp32"),
+    ],
+)
+def test_sage_calls_the_kernel_of_the_card(monkeypatch, card, sm, cuda, function, sums):
+    card(sm, cuda)
+    calls = published.install(monkeypatch, "sageattention", published.SAGE)
+    q, k, v = random(300)
+    sage.sage(q, k, v)
+    ((called, arguments),) = calls
+    assert called == function
+    assert arguments["pv_accum_dtype"] == sums
+    assert arguments["smooth_k"] is False
+
+
+@pytest.mark.parametrize("tokens", [128, 129, 191, 255, 256, 300, 511, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sage_is_right_at_any_length_and_sees_whole_tiles_only(monkeypatch, card, tokens, dtype):
+    card((8, 9))
+    calls = published.install(monkeypatch, "sageattention", published.SAGE)
+    q, k, v = random(tokens, dtype=dtype)
+    out = sage.sage(q, k, v)
+    assert out.isfinite().all()
+    assert distance(out, q, k, v) < {torch.bfloat16: 8e-3, torch.float16: 1.5e-3}[dtype]
+    ((_, arguments),) = calls
+    assert {arguments[x].shape[1] for x in "qkv"} == {tokens // 128 * 128}
+    assert arguments["return_lse"] is (tokens % 128 != 0)
+
+
+@pytest.mark.parametrize("shift", [-30.0, 30.0])
+def test_sage_is_right_where_padded_keys_would_outweigh_the_true_ones(monkeypatch, card, shift):
+    """All scores far from 0: a padded key's exp(0) would be all or nothing of the sum."""
+    card((8, 9))
+    published.install(monkeypatch, "sageattention", published.SAGE)
+    q, k, v = random(200)
+    q[..., 0], k[..., 0] = 8, shift
+    out = sage.sage(q, k, v)
+    assert distance(out, q, k, v) < 8e-3
+
+
+def test_sage_keeps_the_weight_of_a_tail_that_outweighs_the_rest(monkeypatch, card):
+    card((8, 9))
+    published.install(monkeypatch, "sageattention", published.SAGE)
+    q, k, v = random(260)
+    q[..., 0] = 4
+    k[:, 256:, :, 0] = 20  # the last 4 tokens of 260 hold nearly all the weight
+    assert distance(sage.sage(q, k, v), q, k, v) < 8e-3
+
+
+def test_sage_leaves_the_keys_as_they_are(monkeypatch, card):
+    card((8, 9))
+    published.install(monkeypatch, "sageattention", published.SAGE)
+    q, k, v = random(300)
+    before = k.clone()
+    sage.sage(q, k, v)
+    assert torch.equal(k, before)
+
+
+# --------------------------------------------------------------------------- missing and broken
+
+
+@on_each
+def test_a_package_that_is_not_installed(monkeypatch, card, name):
+    module, _, sm = PACKAGES[name]
+    if importlib.util.find_spec(module) is not None:
+        pytest.skip(f"{module} is installed")
+    card(sm)
+    package = BACKENDS[name].package.distribution
+    assert registry.refusal(name, request()) == f"{package} not installed"
+
+
+@on_each
+def test_a_package_whose_import_raises(monkeypatch, card, tmp_path, name):
+    module, _, sm = PACKAGES[name]
+    (tmp_path / f"{module}.py").write_text("raise ImportError('undefined symbol: _ZN3c10\\nmore')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(published.sys.modules, module, raising=False)
+    card(sm)
+    with pytest.raises(UnavailableError, match="import fails: undefined symbol: _ZN3c10; use auto"):
+        choose_attention(request(), name)
+
+
+@on_each
+def test_a_package_that_lacks_its_function(monkeypatch, card, name):
+    """As where flash-attn-4 alone is installed, which brings the same top folder."""
+    module, _, sm = PACKAGES[name]
+    card(sm)
+    published.install(monkeypatch, module, {})
+    assert "has no attribute" in registry.refusal(name, request())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda out: 1 / 0, "a trial failed: division by zero"),
+        (lambda out: scaled(out, torch.nan), "a trial gave values that are not finite"),
+        (lambda out: scaled(out, 0.7), "a trial was off by"),
+        (lambda out: scaled(out, 0), "a trial was off by 1 of the result"),
+    ],
+    ids=["raises", "nan", "wrong", "zero"],
+)
+@on_each
+def test_a_package_that_computes_wrongly(monkeypatch, card, name, change, reason):
+    module, functions, sm = PACKAGES[name]
+    card(sm)
+    published.install(monkeypatch, module, functions, change)
+    found = registry.refusal(name, request(tokens=256))
+    if reason == "a trial was off by 1 of the result" and name == "sage_2":
+        reason = "a trial was off by"  # the tail is PyTorch's
+    assert found.startswith(reason)
+
+
+def scaled(result, factor):
+    """A result, with its log-sum-exp or without, whose values are wrong."""
+    if isinstance(result, tuple):
+        return result[0] * factor, result[1]
+    return result * factor
+
+
+def test_a_log_sum_exp_in_another_base_is_found(monkeypatch, card):
+    card((8, 9))
+
+    def in_base_2(result):
+        return (result[0], result[1] * 1.4427) if isinstance(result, tuple) else result
+
+    published.install(monkeypatch, "sageattention", published.SAGE, in_base_2)
+    assert registry.refusal("sage_2", request()).startswith("a trial was off by")
+
+
+def test_sage_1_is_too_old(monkeypatch, card, tmp_path):
+    (tmp_path / "sageattention.py").write_text("raise AssertionError('imported')")
+    (tmp_path / "sageattention-1.0.6.dist-info").mkdir()
+    metadata = "Name: sageattention\nVersion: 1.0.6\n"
+    (tmp_path / "sageattention-1.0.6.dist-info" / "METADATA").write_text(metadata)
+    monkeypatch.syspath_prepend(tmp_path)
+    card((8, 9))
+    assert registry.refusal("sage_2", request()) == "sageattention 1.0.6, needs 2.0 or newer"
+
+
+@pytest.mark.parametrize(
+    ("name", "sm", "about", "reason"),
+    [
+        ("flash_attn_2", (7, 5), {}, "sm_75, needs sm_80 or newer"),
+        ("flash_attn_2", (8, 9), {"masked": True}, "takes no mask"),
+        ("flash_attn_2", (8, 9), {"dtype": torch.float32}, "takes bfloat16 and float16"),
+        ("flash_attn_3", (8, 9), {}, "sm_89, has code for sm_90"),
+        ("flash_attn_3", (12, 0), {}, "sm_120, has code for sm_90"),
+        ("sage_2", (12, 0), {}, "sm_120, has code for sm_80, sm_86, sm_89, sm_90"),
+        ("sage_2", (8, 9), {"masked": True}, "takes no mask"),
+        ("sage_2", (8, 9), {"head_dim": 256}, "takes heads of at most 128, not 256"),
+        ("sage_2", (8, 9), {"tokens": 127}, "needs 128 tokens, there are 127"),
+        ("sdpa_flash", (8, 9), {"masked": True}, "takes no mask"),
+        ("sdpa_cudnn", (7, 5), {}, "sm_75, needs sm_80 or newer"),
+        ("sdpa_cudnn", (8, 9), {"dtype": torch.float32}, "takes bfloat16 and float16"),
+    ],
+)
+def test_declared_limits(monkeypatch, card, name, sm, about, reason):
+    for module, functions, _ in PACKAGES.values():
+        published.install(monkeypatch, module, functions)
+    card(sm)
+    assert registry.refusal(name, request(**about)).startswith(reason)
+
+
+# ------------------------------------------------------------------------------------------- doctor
+
+
+def test_nothing_of_a_package_is_imported_without_a_card(monkeypatch, tmp_path):
+    for module, _, _ in PACKAGES.values():
+        (tmp_path / f"{module}.py").write_text("raise AssertionError('imported')")
+        monkeypatch.delitem(published.sys.modules, module, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    checks = {check.name: check for check in check_backends(Cards())}
+    assert list(checks) == [f"attention {name}" for name in BACKENDS]
+    for name in PACKAGES:
+        assert checks[f"attention {name}"] == Capability(
+            f"attention {name}",
+            State.NOT_USABLE,
+            f"needs an NVIDIA card; {BACKENDS[name].unproven}",
+        )
+    assert checks["attention sliced"].reason == "exact; with and without a mask"
+
+
+def test_each_backend_has_its_state_and_reason(monkeypatch, card):
+    card((8, 9))
+    for module, functions, _ in PACKAGES.values():
+        published.install(monkeypatch, module, functions)
+    checks = {check.name.removeprefix("attention "): check for check in check_backends(Cards())}
+    flash = checks["flash_attn_2"]
+    assert flash.state is State.LIMITED
+    assert flash.reason.endswith("; exact; not with a mask: takes no mask; " + UNPROVEN)
+    assert "; quantized, only when it is asked for; " in checks["sage_2"].reason
+    assert checks["flash_attn_3"].state is State.NOT_USABLE
+    assert checks["flash_attn_3"].reason == "sm_89, has code for sm_90; not run by us"
+    assert checks["sdpa_flash"].state is State.LIMITED
+    assert checks["sdpa_cudnn"].reason.startswith("a trial failed: ")
+    assert checks["math"].state is State.USABLE

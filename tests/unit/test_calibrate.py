@@ -1,0 +1,401 @@
+"""`qwen-l40s bench --calibrate`: what it measures, prints and keeps, and how that is read again."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qwen_l40s import UnavailableError
+from qwen_l40s.cli import bench as bench_calibrate
+from qwen_l40s.cli import main
+from qwen_l40s.planning import calibration
+from qwen_l40s.planning.calibration import (
+    NAME,
+    Calibration,
+    cache_folder,
+    load_calibration,
+    parse,
+    read_calibrations,
+    with_calibration,
+)
+from qwen_l40s.planning.cards import known_cards
+from qwen_l40s.planning.rates import Rates
+
+ROOT = Path(__file__).resolve().parents[2]
+RATES = Rates(
+    gemm={"bf16": 2.2e14, "fp8": 4.1e14},
+    attention=1.6e14,
+    bandwidth=7e11,
+    convolution=6.1e13,
+    encoder=5.5e13,
+    pcie=2.4e10,
+)
+MINE = Calibration("NVIDIA L40S", "580.159.04", "2.11.0+cu130", "2026-11-21T10:00:00+00:00", RATES)
+rates = st.floats(1, 1e18)
+
+
+@pytest.fixture(autouse=True)
+def told_nothing(monkeypatch):
+    monkeypatch.setattr(calibration, "_told", set())
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("QWEN_L40S_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def keep(folder, *entries):
+    folder.mkdir(exist_ok=True)
+    for entry in entries:
+        (folder / NAME).write_text(with_calibration(folder, entry))
+
+
+# --- the file
+
+
+@given(
+    gemm=st.dictionaries(st.sampled_from(["fp8", "int8"]), rates),
+    figures=st.lists(rates, min_size=6, max_size=6),
+)
+def test_what_is_written_is_read_again(gemm, figures):
+    found = Calibration("card", "1", "2", "3", Rates({"bf16": figures[0], **gemm}, *figures[1:]))
+    again = parse(json.loads(json.dumps(found.as_dict())))
+    assert replace(again, rates=RATES) == replace(found, rates=RATES)
+    assert again.rates.gemm == pytest.approx(dict(found.rates.gemm), rel=1e-3)
+    assert again.rates.attention == pytest.approx(found.rates.attention, rel=1e-3)
+
+
+def test_the_newest_measurement_of_a_card_counts(folder):
+    newer = replace(MINE, driver="590", date="2026-12-01", rates=replace(RATES, attention=1e14))
+    other = replace(MINE, card="NVIDIA H200", date="2027-01-01")
+    keep(folder, newer, MINE, other)
+    for name in ("L40S", "nvidia l40s", "NVIDIA L40S"):
+        assert load_calibration(name) == newer.rates
+    assert load_calibration("L40S", driver="580.159.04") == RATES
+    assert load_calibration("L40S", torch="2.9") is None
+    assert load_calibration("L40") is None
+    assert load_calibration("L40S", folder=folder.parent) is None
+
+
+def test_a_card_is_found_by_all_of_its_names_and_one_that_is_not_listed_by_its_own(folder):
+    keep(folder, replace(MINE, card="NVIDIA RTX 6000 Ada Generation"))
+    assert load_calibration("RTX 6000 Ada") == RATES
+    assert load_calibration("RTX A6000") is None
+    keep(folder, replace(MINE, card="NVIDIA Unheard Of 9999"))
+    assert load_calibration("unheard of 9999") == RATES
+
+
+def test_a_second_measurement_replaces_the_first(folder):
+    newer = replace(MINE, date="2027", rates=replace(RATES, pcie=1e10))
+    keep(folder, MINE, newer)
+    assert [entry.rates.pcie for entry in read_calibrations(folder)] == [1e10]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"version": 2, "measured": []}',
+        '{"version": 1, "measured": {}}',
+        '{"version": 1, "measured": [3]}',
+        "[" * 100_000,
+        b"\xff\xfe",
+    ],
+)
+def test_a_damaged_file_counts_as_empty_and_is_told_once(folder, caplog, text):
+    folder.mkdir()
+    (folder / NAME).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with caplog.at_level(logging.WARNING):
+        assert load_calibration("L40S") is None
+        assert load_calibration("L40S") is None
+    assert len(caplog.records) == 1
+    assert "bench --calibrate" in caplog.text
+    keep(folder, MINE)
+    assert load_calibration("L40S") == RATES
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("rates", "attention"), 0),
+        (("rates", "attention"), "fast"),
+        (("rates", "bandwidth"), True),
+        (("rates", "pcie"), float("inf")),
+        (("rates", "encoder"), None),
+        (("rates", "gemm"), {"fp8": 1e14}),
+        (("rates", "gemm"), {"bf16": 1e14, "fp4": 1e14}),
+        (("rates", "gemm"), {"bf16": -1}),
+        (("rates", "gemm"), []),
+        (("rates",), None),
+        (("card",), 3),
+        (("date",), None),
+    ],
+)
+def test_a_damaged_entry_is_left_out_and_others_count(folder, path, value):
+    entry = replace(MINE, date="2030").as_dict()
+    where = entry
+    for name in path[:-1]:
+        where = where[name]
+    where[path[-1]] = value
+    assert parse(entry) is None
+    folder.mkdir()
+    file = {"version": 1, "measured": [entry, MINE.as_dict()]}
+    (folder / NAME).write_text(json.dumps(file))
+    assert load_calibration("L40S") == RATES
+
+
+def test_the_folder_is_the_environments_or_the_users(monkeypatch, tmp_path):
+    monkeypatch.setenv("QWEN_L40S_CACHE", "~/somewhere")
+    assert cache_folder() == Path.home() / "somewhere"
+    monkeypatch.delenv("QWEN_L40S_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "qwen-l40s"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "qwen-l40s"
+
+
+def test_reading_needs_no_torch(folder):
+    keep(folder, MINE)
+    code = (
+        "import importlib.util as u, sys\n"
+        "spec = u.spec_from_file_location('qwen_l40s', sys.argv[1],"
+        " submodule_search_locations=[sys.argv[2]])\n"
+        "sys.modules['qwen_l40s'] = module = u.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "from qwen_l40s.planning.calibration import load_calibration\n"
+        "print(load_calibration('L40S').pcie, 'torch' in sys.modules)\n"
+    )
+    command = [sys.executable, "-c", code, str(ROOT / "__init__.py"), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+    assert (done.returncode, done.stdout) == (0, "24000000000.0 False\n"), done.stderr
+
+
+# --- what is printed
+
+
+def test_the_table_names_shares_of_the_dense_peak():
+    lines = bench_calibrate.table(MINE, known_cards()["L40S"])
+    shares = {line[:24].strip(): line.split()[-1] for line in lines if line[:24].strip()}
+    assert shares["bf16 products"] == "61%"
+    assert shares["memory, fused norm"] == "81%"
+    assert shares["host to card, pinned"] == "75%"
+    assert not any("int8" in line for line in lines)
+    assert not any("%" in line for line in bench_calibrate.table(MINE, None))
+
+
+# --- the command
+
+
+def calibrate(*arguments):
+    return main(["bench", "--calibrate", *map(str, arguments)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["forward"], "bench forward and --calibrate are two measurements"),
+        (["--size", "512x512"], "--size and --calibrate, whose sizes are fixed: leave --size out"),
+        (["--warm-up", "3"], "leave --warm-up out"),
+        (["--only", "ours *"], "leave --only out"),
+        (["--profile"], "leave --profile out"),
+        (["--width", "wide"], "--width 'wide' is unknown"),
+        (["--device", "tpu"], "device 'tpu' is unknown"),
+        (["--device", "cpu"], "add --width small"),
+        (["--json", "."], "name a file in it"),
+    ],
+)
+def test_a_contradiction_is_refused_before_anything_runs(capsys, arguments, words):
+    pytest.importorskip("torch")
+    assert calibrate(*arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_without_a_card_it_says_how_to_try_it(capsys, monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert calibrate() == 2
+    assert "try it with --calibrate --device cpu --width small" in capsys.readouterr().err
+
+
+def test_bench_without_anything_names_what_there_is(capsys):
+    assert main(["bench"]) == 2
+    assert "bench needs WHAT, ops, block, forward, image, or --calibrate" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_on_a_cpu_it_runs_and_keeps_nothing(folder, tmp_path, capsys):
+    pytest.importorskip("torch")
+    file = tmp_path / "out.json"
+    assert calibrate("--device", "cpu", "--width", "small", "--json", file) == 0
+    out = capsys.readouterr().out
+    assert "nothing was kept" in out
+    assert not folder.exists()
+    found = json.loads(file.read_text())
+    assert json.loads(out.splitlines()[-1]) == found
+    assert found["card"] == "CPU"
+    assert set(found["rates"]["gemm"]) == {"bf16", "fp8", "int8"}
+    assert parse(found) is not None
+
+
+# --- on a card, as the command sees one
+
+
+class Device:
+    type = "cuda"
+
+
+@pytest.fixture
+def on_card(monkeypatch):
+    """A card that is not there, and what is measured of it."""
+    module = pytest.importorskip("qwen_l40s.measure.calibrate")
+    from qwen_l40s.cli import bench
+
+    monkeypatch.setattr(bench, "_device", lambda *_: Device)
+    result = [(MINE, {"int8": "sm_89 fails a trial"})]
+    monkeypatch.setattr(module, "calibrate", lambda *_: result[0])
+
+
+def test_what_was_measured_is_kept_for_estimates(on_card, folder, capsys):
+    assert calibrate() == 0
+    out = capsys.readouterr().out
+    assert f"kept in {folder / NAME}" in out
+    assert "int8 left out: sm_89 fails a trial" in out
+    assert load_calibration("L40S") == RATES
+    assert os.listdir(folder) == [NAME]
+
+
+def test_a_small_run_on_a_card_is_not_kept(on_card, folder):
+    assert calibrate("--width", "small") == 0
+    assert not folder.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_told(on_card, monkeypatch, tmp_path, capsys):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("QWEN_L40S_CACHE", str(blocked))
+    assert calibrate() == 2
+    assert f"cannot write {blocked}" in capsys.readouterr().err
+
+
+# --- the measurement
+
+
+@pytest.fixture
+def module():
+    pytest.importorskip("torch")
+    from qwen_l40s.measure import calibrate
+
+    return calibrate
+
+
+def test_rates_are_work_over_the_time_behind_the_settling(module, monkeypatch):
+    import torch
+
+    from qwen_l40s.measure import timing as timed_mix
+
+    clock, calls = [0.0], []
+    monkeypatch.setattr(timed_mix.time, "perf_counter", lambda: clock[0])
+
+    def call(name, seconds):
+        # A card that is cold runs at double speed.
+        clock[0] += seconds if clock[0] > 2 else seconds / 2
+        calls.append(name)
+
+    parts = [
+        timed_mix.Part("a", lambda: call("a", 0.1), 10),
+        timed_mix.Part("b", lambda: call("b", 0.3), 60),
+        timed_mix.Part("a", lambda: call("a", 0.1), 30),
+    ]
+    sums = timed_mix.run_mix(parts, torch.device("cpu"), 10)
+    assert sums["a"].rate == pytest.approx(200)
+    assert sums["b"].rate == pytest.approx(200)
+    assert calls[:6] == ["a", "b", "a", "a", "b", "a"]
+    assert 9 < clock[0] < 12
+
+
+def test_a_card_is_timed_by_its_events_and_never_far_behind(module, monkeypatch):
+    """A card that runs what is launched one after another; launching takes no time."""
+    import torch
+
+    from qwen_l40s.measure import timing as timed_mix
+
+    card, processor, ahead = [0.0], [0.0], []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = card[0]
+
+        def elapsed_time(self, end):
+            return 1e3 * (end.at - self.at)
+
+        def synchronize(self):
+            ahead.append(card[0] - processor[0])
+            processor[0] = max(processor[0], self.at)
+
+    def call(seconds):
+        card[0] = max(card[0], processor[0]) + seconds
+
+    monkeypatch.setattr(timed_mix.time, "perf_counter", lambda: processor[0])
+    monkeypatch.setattr(timed_mix, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    parts = [
+        timed_mix.Part("a", lambda: call(0.001), 5),
+        timed_mix.Part("b", lambda: call(0.003), 6),
+    ]
+    sums = timed_mix.run_mix(parts, torch.device("cuda", 0), 2)
+    assert sums["a"].rate == pytest.approx(5000, rel=0.01)
+    assert sums["b"].rate == pytest.approx(2000, rel=0.01)
+    # What came before the settling, 0.3 of the time, is not among it.
+    assert sums["a"].seconds + sums["b"].seconds == pytest.approx(1.4, abs=0.3)
+    assert max(ahead) < 5 * 0.004
+
+
+def test_a_card_that_is_full_is_told(module, monkeypatch):
+    import torch
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(module, "_calibrate", full)
+    with pytest.raises(UnavailableError, match="end other programs"):
+        module.calibrate(torch.device("cpu"), None, print)
+
+
+def test_a_precision_that_the_card_does_not_multiply_is_left_out(module, monkeypatch):
+    import torch
+
+    from qwen_l40s.optimizations.linear import Gemm
+    from qwen_l40s.spec import SMALL
+
+    gemm = Gemm("fp8", "dequantize", "sm_80, needs sm_89")
+    monkeypatch.setattr(module, "choose_gemm", lambda *_: gemm)
+    work = module.small_sizes(SMALL).work
+    assert module._products(work, "fp8", torch.device("meta")) == "sm_80, needs sm_89"
+    assert len(module._products(work, "bf16", torch.device("cpu"))) == 12
+
+
+def test_every_product_of_a_block_is_measured_once(module):
+    import torch
+
+    from qwen_l40s.planning.work import Inputs, forward_work
+    from qwen_l40s.spec import SMALL
+
+    sizes = module.small_sizes(SMALL)
+    inputs = Inputs(128, 128, text=8)
+    parts = module._products(sizes.work, "bf16", torch.device("cpu"))
+    parts += module._between(sizes.work, "bf16", torch.device("cpu"))
+    flops = sum(part.work for part in parts if part.name != module.NORM)
+    assert flops == forward_work(replace(SMALL, blocks=1), inputs).flops

@@ -1,0 +1,164 @@
+"""`qwen-l40s advise` as a command."""
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from qwen_l40s.cli import main
+from qwen_l40s.planning.cards import known_cards
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_calibration(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("QWEN_L40S_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def found(capsys, *argv, code=0):
+    """The object that the command prints, which is all that it prints."""
+    assert main(["advise", *argv, "--json"]) == code
+    (line,) = capsys.readouterr().out.splitlines()
+    return json.loads(line)
+
+
+def refused(capsys, *argv):
+    """The one sentence of an error."""
+    assert main(["advise", *argv]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    (line,) = output.err.splitlines()
+    assert line.startswith("qwen-l40s: error: ")
+    return line
+
+
+def test_cards_are_ranked_by_what_an_image_costs(capsys):
+    output = found(capsys, "--images-per-hour", "100")
+    fitting = [advice for advice in output["advices"] if advice["fits"]]
+    costs = [advice["usd_per_image"] for advice in fitting]
+    assert costs == sorted(costs)
+    for advice in output["advices"]:
+        low, high = advice["ranges"]["seconds_per_image"]
+        assert low <= advice["seconds_per_image"] <= high
+        assert advice["basis"] in ("measured", "predicted")
+        assert advice["note"]
+        assert advice["price_source"]
+    named = {advice["card"] for advice in output["advices"]}
+    assert named | set(output["unpriced"]) | set(output["refused"]) == set(known_cards())
+    assert "L40" in output["unpriced"]
+
+
+def test_the_l40s_is_compared_with_a100_and_h100(capsys):
+    output = found(capsys, "--images-per-hour", "100")
+    pairs = [comparison["cards"] for comparison in output["comparisons"]]
+    assert pairs == [["L40S", "A100 80GB SXM"], ["L40S", "H100 SXM"]]
+    for comparison in output["comparisons"]:
+        stretches = comparison["stretches"]
+        assert stretches[0]["low"] == 0
+        assert all(a["high"] == b["low"] for a, b in pairwise(stretches))
+
+
+def test_the_text(capsys):
+    assert main(["advise", "--images-per-hour", "100"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Cheapest for 100 images an hour: ")
+    assert "L40S" in text
+    assert "A100 80GB SXM" in text
+    assert '--price "L40=1.00"' in text
+    assert "cheaper" in text
+
+
+def test_the_cheapest_in_bf16_is_named_beside_a_cheaper_one_in_int8(capsys):
+    only = ["--only", "L40S", "RTX 4090", "--price", "RTX 4090=0.1"]
+    assert main(["advise", "--images-per-hour", "50", *only]) == 0
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first.startswith("Cheapest for 50 images an hour: 1 RTX 4090 in int8 at $0.10")
+    assert second.startswith("Cheapest in bf16, as the model was trained: 1 L40S in bf16 at $0.72")
+
+
+def test_prices_of_ones_own(capsys):
+    listed, own = (
+        found(capsys, "--images-per-hour", "9", "--only", "L40S", *price)["advices"][0]
+        for price in ((), ("--price", "l40s=7.2"))
+    )
+    assert own["usd_per_image"] == pytest.approx(10 * listed["usd_per_image"], rel=1e-3)
+    assert own["price_source"] == "your own"
+    both = found(capsys, "--images-per-hour", "9", "--price", "H200=3", "L40=1.1")
+    assert {"H200", "L40"} <= {advice["card"] for advice in both["advices"]}
+
+
+def test_only_some_cards(capsys):
+    output = found(capsys, "--images-per-hour", "9", "--only", "H100 SXM", "a100 80gb sxm")
+    assert {advice["card"] for advice in output["advices"]} == {"H100 SXM", "A100 80GB SXM"}
+    assert output["comparisons"][0]["cards"] == ["H100 SXM", "A100 80GB SXM"]
+
+
+def test_a_list_of_ones_own(capsys, tmp_path):
+    path = tmp_path / "cards.json"
+    path.write_text(json.dumps({"cards": {"H200": {"prices": [{"usd_per_hour": 0.01}]}}}))
+    output = found(capsys, "--images-per-hour", "9", "--cards", str(path))
+    assert output["advices"][0]["card"] == "H200"
+
+
+def test_no_card_with_a_price_is_exit_code_1(capsys):
+    output = found(capsys, "--images-per-hour", "9", "--only", "L40", code=1)
+    assert output["advices"] == []
+    assert output["unpriced"] == ["L40"]
+    assert main(["advise", "--images-per-hour", "9", "--only", "L40"]) == 1
+    text = capsys.readouterr().out
+    assert text.startswith("None of these cards has a price") and "--price" in text
+
+
+@pytest.mark.parametrize("load", ["0.5", "100", "1000000"])
+def test_the_plot(tmp_path, capsys, load):
+    image = pytest.importorskip("PIL.Image")
+    path = tmp_path / "advise.png"
+    assert main(["advise", "--images-per-hour", load, "--plot", str(path)]) == 0
+    with image.open(path) as picture:
+        assert (picture.mode, picture.width) == ("RGB", 1280)
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--images-per-hour", "0"], ["images-per-hour", "above 0"]),
+        (["--images-per-hour", "-3"], ["images-per-hour"]),
+        (["--images-per-hour", "nan"], ["images-per-hour"]),
+        (["--images-per-hour", "inf"], ["images-per-hour"]),
+        (["--images-per-hour", "9", "--price", "L40S=-1"], ["at least 0", "-1"]),
+        (["--images-per-hour", "9", "--price", "L40S"], ["L40S = 0.79"]),
+        (["--images-per-hour", "9", "--price", "L40SS=1"], ["nearest", "'L40S'"]),
+        (["--images-per-hour", "9", "--price", "L40S=1", "l40s=2"], ["L40S has a price"]),
+        (["--images-per-hour", "9", "--only", "toaster"], ["toaster"]),
+        (["--images-per-hour", "9", "--size", "1000x1000"], ["divisible by 16"]),
+        (["--images-per-hour", "9", "--plot", "x.jpg"], [".png"]),
+        (["--images-per-hour", "9", "--cards", "nowhere.json"], ["nowhere.json"]),
+        (
+            [*("--images-per-hour", "9", "--plot", "x.png"), "--only", "L40S", "--price", "L40S=0"],
+            ["--plot", "--price"],
+        ),
+    ],
+    ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else None,
+)
+def test_bad_input_is_one_sentence_with_the_remedy(capsys, argv, words):
+    line = refused(capsys, *argv)
+    assert all(word in line for word in words), line
+
+
+def test_from_a_clone_without_torch_and_pil():
+    code = (
+        "import runpy, sys\n"
+        "for name in ('torch', 'numpy', 'PIL', 'safetensors', 'diffusers', 'transformers'):\n"
+        "    sys.modules[name] = None\n"
+        "sys.argv = ['qwen-l40s', 'advise', '--images-per-hour', '60']\n"
+        f"runpy.run_path({str(ROOT)!r}, run_name='__main__')\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("Cheapest")

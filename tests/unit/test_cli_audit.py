@@ -1,0 +1,247 @@
+"""`qwen-l40s audit`: what it measures and prints, and what it refuses."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from qwen_l40s.cli import main
+from qwen_l40s.loaders.quantize import layers_to_quantize
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROOT = Path(__file__).resolve().parents[2]
+MICRO = ROOT / "models" / "micro"
+WEIGHTS = MICRO / "transformer" / "diffusion_pytorch_model.safetensors"
+QUICK = ("--steps", "2", "--size", "64x64", "--device", "cpu")
+PROMPT = "a large green circle at the bottom right on a white background"
+
+
+def audit(*arguments):
+    return main(["audit", *map(str, arguments)])
+
+
+def printed(capsys):
+    return capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def layers():
+    names = [name.removesuffix(".weight") for name in load_file(WEIGHTS)]
+    return layers_to_quantize(names)
+
+
+# --- with images
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The report of two prompts on the micro model in fp8, its table, and the folder of images."""
+    folder = tmp_path_factory.mktemp("audit")
+    prompts = folder / "prompts.txt"
+    prompts.write_text("\na red star\n  " + PROMPT + "\n\n", encoding="utf-8")
+    command = [sys.executable, ROOT, "audit", MICRO, "--prompts", prompts, *QUICK]
+    done = subprocess.run(
+        [*command, "--output", folder], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    *table, line = done.stdout.splitlines()
+    return json.loads(line), "\n".join(table), folder
+
+
+def test_every_layer_is_reported_worst_first(report, layers):
+    found, _, _ = report
+    assert (found["precision"], found["device"]) == ("fp8", "cpu")
+    assert found["activations"] == "sampled"
+    assert {entry["layer"] for entry in found["layers"]} == layers
+    effects = [entry["effect"] for entry in found["layers"]]
+    assert effects == sorted(effects, reverse=True)
+    assert all(0.015 < entry["error"] < 0.1 for entry in found["layers"])
+    assert found["bytes_of_all"] == sum(entry["bytes"] for entry in found["layers"])
+    assert found["summed_error"] == pytest.approx(sum(e * e for e in effects) ** 0.5, rel=1e-3)
+    assert found["effect_of_all"] == pytest.approx(found["summed_error"], rel=0.3)
+    assert len(found["kinds"]) == 12
+    assert sum(kind["layers"] for kind in found["kinds"]) == 72
+    assert sum(kind["bytes"] for kind in found["kinds"]) == found["bytes_of_all"]
+
+
+def test_the_proposal_halves_the_error_and_its_patterns_say_so(report, layers):
+    found, _, _ = report
+    keep = found["keep"]
+    assert keep["target"] == 0.5
+    assert 0.35 * found["summed_error"] < keep["error"] <= 0.5 * found["summed_error"] * 1.001
+    assert layers_to_quantize(layers, keep["patterns"]) == layers - set(keep["layers"])
+    sizes = {entry["layer"]: entry["bytes"] for entry in found["layers"]}
+    assert keep["bytes"] == sum(sizes[layer] for layer in keep["layers"])
+    assert keep["bytes"] < 0.5 * found["bytes_of_all"]
+
+
+def test_images_are_compared_and_written_side_by_side(report):
+    found, _, folder = report
+    assert [entry["prompt"] for entry in found["images"]] == ["a red star", PROMPT]
+    for entry in found["images"]:
+        assert 15 < entry["psnr"] < 70
+        with Image.open(entry["image"]) as image:
+            pixels = np.asarray(image)
+        assert Path(entry["image"]).parent == folder
+        left, right = pixels[12:76, 12:76], pixels[12:76, 88:152]
+        difference = left.astype(float) - right
+        assert 10 * np.log10(255**2 / np.mean(difference**2)) == pytest.approx(
+            entry["psnr"], abs=0.01
+        )
+    assert found["settings"] == {
+        "negative_prompt": " ",
+        "width": 64,
+        "height": 64,
+        "steps": 2,
+        "cfg": 4.0,
+        "seed": 0,
+        "batch": 1,
+    }
+
+
+def test_lpips_is_measured_or_says_what_is_missing(report):
+    found, table, _ = report
+    measured = [entry["lpips"] for entry in found["images"]]
+    assert measured == [None, None] or all(value > 0 for value in measured)
+    if measured == [None, None]:
+        assert found["lpips_by"].startswith("not measured: ")
+        assert f"LPIPS was {found['lpips_by']}" in table
+
+
+def test_the_table_says_what_the_json_says(report):
+    found, table, _ = report
+    assert "fp8 against bf16 on cpu" in table
+    assert "fp8 in plain torch" in table
+    worst = found["layers"][0]
+    assert f"{worst['layer']:44}{worst['error']:9.4f}" in table
+    assert "... and 52 more in the JSON" in table
+    assert f"keep {len(found['keep']['layers'])} of 72 layers" in table
+    for pattern in found["keep"]["patterns"]:
+        assert f"'{pattern}'" in table
+    assert max(map(len, table.splitlines())) <= 100
+
+
+def test_what_is_kept_is_bf16_and_not_reported(capsys):
+    keep = ["*.img_mlp.*", "*.txt_mlp.*", "*.attn.to_*", "*.attn.add_[qk]*"]
+    assert audit("--keep", *keep, "--prompt", PROMPT, "--json", "--precision", "int8", *QUICK) == 0
+    found = json.loads(printed(capsys))
+    assert found["kept"] == keep
+    assert [kind["kind"] for kind in found["kinds"]] == ["attn.add_v_proj"]
+    assert len(found["layers"]) == 6
+    assert found["images"][0]["psnr"] is None or found["images"][0]["psnr"] > 30
+    assert "image" not in found["images"][0]
+    assert found["model"] == str(MICRO)
+
+
+# --- layers only
+
+
+@pytest.mark.parametrize("model", [MICRO, WEIGHTS, WEIGHTS.parent], ids=["whole", "file", "part"])
+def test_layers_only_reads_folders_and_files(capsys, layers, model):
+    assert audit(model, "--layers-only", "--precision", "int8", "--device", "cpu") == 0
+    *table, line = printed(capsys).splitlines()
+    found = json.loads(line)
+    assert found["activations"] == "Gaussian"
+    assert found["chosen_by"] == "error"
+    assert "activations are Gaussian" in "\n".join(table)
+    assert {entry["layer"] for entry in found["layers"]} == layers
+    errors = [entry["error"] for entry in found["layers"]]
+    assert errors == sorted(errors, reverse=True)
+    assert all(0.004 < error < 0.03 for error in errors)
+    assert "images" not in found
+
+
+# --- what is refused
+
+
+def refused(capsys, *arguments):
+    assert audit(*arguments) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert len(output.err.splitlines()) == 1
+    return output.err
+
+
+def test_models_that_cannot_be_audited(tmp_path, capsys):
+    prompt = ("--prompt", PROMPT)
+    only = "--layers-only"
+    assert "does not exist" in refused(capsys, tmp_path / "no", only)
+    assert "does not exist" in refused(capsys, tmp_path / "no", *prompt)
+    sentence = refused(capsys, WEIGHTS, *prompt)
+    assert "is not a whole diffusers folder" in sentence
+    assert "add --layers-only" in sentence
+    assert "Qwen-Image VAE" in refused(capsys, MICRO / "vae", only)
+    save_file({"double_blocks.0.img_attn.qkv.weight": torch.ones(3)}, tmp_path / "x.safetensors")
+    assert "not Qwen-Image" in refused(capsys, tmp_path / "x.safetensors", only)
+    weights = load_file(WEIGHTS)
+    del weights["proj_out.weight"]
+    save_file(weights, tmp_path / "part.safetensors")
+    assert "lacks the tensor" in refused(capsys, tmp_path / "part.safetensors", only)
+
+
+def test_a_model_that_is_quantized_already(tmp_path, capsys):
+    quantized = tmp_path / "int8.safetensors"
+    assert main(["quantize", str(MICRO), str(quantized), "--precision", "int8"]) == 0
+    capsys.readouterr()
+    sentence = refused(capsys, quantized, "--layers-only")
+    assert "is quantized already (int8 in 72 layers)" in sentence
+    assert "audit the bf16 file or folder that it was made from" in sentence
+    folder = shutil.copytree(MICRO, tmp_path / "folder")
+    shutil.copy(quantized, folder / "transformer" / WEIGHTS.name)
+    assert "is quantized already" in refused(capsys, folder, "--prompt", PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (("--precision", "bf16"), "is what the others are compared with: audit fp8 or int8"),
+        (("--precision", "fp4"), "'fp4' is not a quantized format: audit fp8 or int8"),
+        (("--size", "100x64"), "divisible by 16, at least 16, got 100: use 96"),
+        (("--steps", "0"), "steps must be a whole number of at least 1"),
+        (("--seed", "-1"), "seed must be a whole number"),
+        (("--target", "0"), "--target must lie between 0 and 1"),
+        (("--target", "nan"), "--target must lie between 0 and 1"),
+        (("--layers-only", "--prompt", "a"), "--layers-only paints nothing"),
+        (("--device", "tpu"), "device 'tpu' is unknown"),
+        (("--keep", "blocks.*", *QUICK), "'blocks.*' matches no layer"),
+        (("--keep", "*", *QUICK), "leave no layer to quantize"),
+        (("--layers-only", "--keep", "*"), "leave no layer to quantize"),
+        ((MICRO,), "there is no prompt"),
+    ],
+)
+def test_arguments(capsys, arguments, rule):
+    assert rule in refused(capsys, *arguments)
+
+
+def test_prompt_files_and_places_to_write(tmp_path, capsys):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n \n")
+    assert "holds no prompt: write one on each line" in refused(capsys, "--prompts", empty)
+    assert "cannot be read (No such file" in refused(capsys, "--prompts", tmp_path / "no.txt")
+    empty.write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read (not UTF-8)" in refused(capsys, "--prompts", empty)
+    sentence = refused(capsys, "--output", tmp_path / "no")
+    assert "cannot write" in sentence and "create the folder" in sentence
+    assert "cannot write" in refused(capsys, "--output", empty)
+
+
+def test_a_model_without_room_is_told_of_layers_only(capsys, monkeypatch):
+    monkeypatch.setattr("qwen_l40s.hosts.diffusers.load.available_bytes", lambda device: 1000)
+    sentence = refused(capsys, *QUICK)
+    assert "free memory" in sentence
+    assert "`audit --layers-only` needs one weight at a time" in sentence
+
+
+def test_help_needs_no_package_at_all():
+    command = [sys.executable, "-S", str(ROOT), "audit", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "--layers-only" in result.stdout

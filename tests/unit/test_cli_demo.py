@@ -1,0 +1,140 @@
+"""`qwen-l40s demo`: plumbing with a toy folder, and the bundled model with its real bar."""
+
+import json
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from qwen_l40s.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULT_PROMPT = "a small red star at the top left on a blue background"
+
+
+@pytest.fixture
+def in_tmp(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def toy_demo(in_tmp, tiny_folder, monkeypatch):
+    """The command with the toy in the place of the bundled model."""
+    monkeypatch.setattr("qwen_l40s.loaders.source.bundled_micro_folder", lambda: tiny_folder)
+
+    def run(*arguments: str) -> int:
+        return main(["demo", "--steps", "1", "--cfg", "1", "--device", "cpu", *arguments])
+
+    return run
+
+
+def report(capsys: pytest.CaptureFixture) -> dict:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_bundled_model_paints_what_the_default_prompt_says(in_tmp, capsys):
+    assert main(["demo", "--output", "demo.png", "--device", "cpu"]) == 0
+    line = report(capsys)
+    assert line["prompt"] == DEFAULT_PROMPT
+    assert line["image"] == "demo.png"
+    assert (line["steps"], line["device"], line["precision"]) == (20, "cpu", "fp32")
+    assert line["adherence"]["score"] == 1.0
+    assert os.listdir(in_tmp) == ["demo.png"]
+    with Image.open("demo.png") as image:
+        assert image.size == (256, 256)
+        assert json.loads(image.text["qwen_l40s"])["prompt"] == DEFAULT_PROMPT
+
+
+def test_noise_does_not_adhere(toy_demo, capsys):
+    assert toy_demo() == 0
+    line = report(capsys)
+    assert line["image"] == "demo_00001.png"
+    assert line["adherence"]["score"] < 1.0
+
+
+def test_prompt_outside_the_grammar_has_no_adherence(toy_demo, capsys):
+    assert toy_demo("--prompt", "a cat reading a newspaper") == 0
+    line = report(capsys)
+    assert line["prompt"] == "a cat reading a newspaper"
+    assert line["adherence"] is None
+
+
+def test_png_contact_sheet_has_twelve_different_images(toy_demo, capsys):
+    assert toy_demo("--grid", "sheet.png") == 0
+    assert report(capsys)["grid"] == "sheet.png"
+    with Image.open("sheet.png") as sheet:
+        pixels = np.asarray(sheet)
+    columns = [12 + i * 268 for i in range(4)]
+    tops = np.linspace(12, pixels.shape[0] - 12, 4, dtype=int)[:3]
+    tiles = {pixels[y : y + 200, x : x + 256].tobytes() for y in tops for x in columns}
+    assert len(tiles) == 12
+
+
+class _Sheet(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources, self.captions, self.tags = [], [], set()
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        if tag == "img":
+            self.sources.append(dict(attributes)["src"])
+            self.captions.append(dict(attributes)["alt"])
+
+
+def test_html_contact_sheet_needs_no_other_file(toy_demo):
+    assert toy_demo("--grid", "sheet.html") == 0
+    sheet = _Sheet()
+    sheet.feed(Path("sheet.html").read_text(encoding="utf-8"))
+    assert len(set(sheet.captions)) == 12
+    assert len(set(sheet.sources)) == 12
+    assert all(source.startswith("data:image/png;base64,") for source in sheet.sources)
+    assert not sheet.tags & {"script", "link"}
+
+
+def test_same_seed_same_image(toy_demo):
+    assert toy_demo("--seed", "3", "--output", "a.png") == 0
+    assert toy_demo("--seed", "3", "--output", "b.png") == 0
+    assert toy_demo("--seed", "4", "--output", "c.png") == 0
+    first, second, third = (np.asarray(Image.open(f"{name}.png")) for name in "abc")
+    assert np.array_equal(first, second)
+    assert not np.array_equal(first, third)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--steps", "0"), "steps must be"),
+        (("--precision", "int8"), "precision 'int8' is not available"),
+        (("--output", "demo.gif"), "must end in .png"),
+        (("--grid", "sheet.txt"), "must end in .png or .html"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing(toy_demo, in_tmp, capsys, arguments, message):
+    assert toy_demo(*arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert os.listdir(in_tmp) == []
+
+
+def test_missing_package_says_what_to_install(toy_demo, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert toy_demo() == 2
+    message = capsys.readouterr().err
+    assert 'pip install ".[standalone]"' in message
+    assert "make demo" in message
+
+
+def test_help_needs_no_package_at_all():
+    command = [sys.executable, "-S", str(ROOT), "demo", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert DEFAULT_PROMPT.split()[0] in result.stdout

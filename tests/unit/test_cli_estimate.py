@@ -1,0 +1,410 @@
+"""`qwen-l40s estimate` as a command."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import QwenImageTransformer2DModel
+from safetensors.torch import save_file
+
+from qwen_l40s.cli import build_parser, main
+from qwen_l40s.cli.options import request_of
+from qwen_l40s.planning.cards import known_cards
+from qwen_l40s.planning.request import Loras, RunRequest
+from qwen_l40s.spec import FAMILIES, GIB
+
+ROOT = Path(__file__).resolve().parents[2]
+ISSUE = shlex.split(
+    "estimate --card L40S --family qwen-image --precision bf16 --size 1328x1328 --batch 1 "
+    "--references 0 --tables on --steps 20 --json"
+)
+
+
+@pytest.fixture(autouse=True)
+def no_calibration(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("QWEN_L40S_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def found(capsys, *argv, code=0):
+    """The object that the command prints, which is all that it prints."""
+    assert main(["estimate", *argv, "--json"]) == code
+    (line,) = capsys.readouterr().out.splitlines()
+    return json.loads(line)
+
+
+def refused(capsys, *argv):
+    """The one sentence of an error."""
+    assert main(["estimate", *argv]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    (line,) = output.err.splitlines()
+    assert line.startswith("qwen-l40s: error: ")
+    return line
+
+
+def test_the_command_of_the_issue(capsys):
+    assert main(ISSUE) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    output = json.loads(line)
+    assert output.keys() >= {
+        *("card", "family", "phases", "fits", "headroom_gib", "step_ms", "image_seconds"),
+        *("usd_per_image", "disk_gib", "host_ram_gib", "plan", "basis", "ranges", "settings"),
+    }
+    assert output["phases"].keys() == {"load", "text", "tables", "sampling", "decode"}
+    for phase in output["phases"].values():
+        assert phase["peak_gib"] >= 0
+        assert phase["parts"].keys() >= {"weights", "activations", "workspace", "context"}
+    sampling = output["phases"]["sampling"]
+    assert sampling["parts"]["weights"] == pytest.approx(25.4, abs=0.02)
+    assert sampling["peak_gib"] < 27
+    assert sampling["parts"]["resident"]["text encoder"] > 14
+    assert output["basis"] == "predicted"
+    low, high = output["ranges"]["step_ms"]
+    assert low < output["step_ms"] < high
+    assert output["fits"] is True
+    assert all(option["reason"] for option in output["plan"])
+
+
+def test_tables_off_leave_the_modulation_on_the_card(capsys):
+    on, off = (
+        found(capsys, "--card", "H100 SXM", "--precision", "bf16", "--tables", tables)
+        for tables in ("on", "off")
+    )
+    weights = [output["phases"]["sampling"]["parts"]["weights"] for output in (on, off)]
+    assert weights[1] - weights[0] == pytest.approx(12.66, abs=0.01)
+
+
+def test_what_does_not_fit_is_exit_code_1(capsys):
+    argv = ("--precision", "bf16", "--tables", "off", "--text-encoder-place", "on card")
+    output = found(capsys, "--card", "L40S", *argv, code=1)
+    assert output["fits"] is False
+    assert output["headroom_gib"] < 0
+
+
+def test_the_text_begins_with_the_answer(capsys):
+    assert main(["estimate", "--card", "L40S"]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("Fits: ")
+    assert second.startswith("L40S: qwen-image, bf16, 1328x1328")
+
+
+def test_a_part_of_a_card(capsys):
+    whole = found(capsys, "--card", "H100 SXM")
+    part = found(capsys, "--card", "H100 SXM", "--vram", "60")
+    lost = known_cards()["H100 SXM"].memory_bytes / GIB - 60
+    assert whole["headroom_gib"] - part["headroom_gib"] == pytest.approx(lost, abs=0.01)
+
+
+def test_a_price_of_ones_own(capsys):
+    cheap, dear = (
+        found(capsys, "--card", "L40S", "--price", price)["usd_per_image"] for price in ("1", "3")
+    )
+    assert dear == pytest.approx(3 * cheap, rel=1e-3)
+    assert found(capsys, "--card", "L40S", "--price", "0")["usd_per_image"] == 0
+
+
+def test_a_card_without_a_price_says_how_to_give_one(capsys):
+    assert found(capsys, "--card", "H200")["usd_per_image"] is None
+    main(["estimate", "--card", "H200"])
+    assert "(--price" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(capsys, family):
+    assert found(capsys, "--card", "H200", "--family", family)["family"] == family
+
+
+def request(*argv):
+    return request_of(build_parser(["estimate"]).parse_args(["estimate", *argv]))
+
+
+def test_the_options_make_the_request():
+    assert request() == RunRequest()
+    argv = shlex.split(
+        "--family qwen-image-edit-2511 --precision int8 --size 1664x928 --batch 2 --steps 8 "
+        "--cfg 1 --references 3 --text 99 --tables off --text-encoder fp8 "
+        "--text-encoder-place drop-after-encoding --loras 2 --lora-rank 16 --lora-mode beside "
+        "--controlnet 3.5 --tiles 4"
+    )
+    assert request(*argv) == RunRequest(
+        family="qwen-image-edit-2511",
+        precision="int8",
+        width=1664,
+        height=928,
+        batch=2,
+        steps=8,
+        cfg="off",
+        references=3,
+        text_tokens=99,
+        modulation="on card",
+        text_encoder="fp8",
+        text_encoder_place="drop after encoding",
+        loras=Loras(2, 16, "bypass"),
+        controlnet_bytes=3_500_000_000,
+        tiles=4,
+    )
+    assert request("--family", "qwen-image-layered", "--layers", "4").layers == 4
+    assert request("--tables", "on").modulation == "off card"
+
+
+@pytest.mark.parametrize(
+    "text, mode",
+    [
+        *(("4", "two passes"), ("2.5", "two passes"), ("0", "two passes"), ("1.0", "off")),
+        *(("off", "off"), ("one-pass", "one pass"), ("two passes", "two passes")),
+    ],
+)
+def test_guidance_is_a_scale_or_a_mode(text, mode):
+    assert request("--cfg", text).cfg == mode
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--card", "L40SS"], ["L40SS", "the nearest is 'L40S'"]),
+        (["--card", "toaster"], ["toaster", "H100 SXM"]),
+        (["--card", "L40S", "--family", "flux"], ["flux", "qwen-image-layered"]),
+        (["--card", "L40S", "--precision", "fp4"], ["fp4", "int8"]),
+        (["--card", "RTX 3090", "--precision", "fp8"], ["fp8", "int8"]),
+        (["--card", "L40S", "--size", "1000x1000"], ["divisible by 16", "992x992"]),
+        (["--card", "L40S", "--size", "big"], ["big", "1328x1328"]),
+        (["--card", "L40S", "--size", "0x16"], ["width", "at least 16"]),
+        (["--card", "L40S", "--size", "99999999x16"], ["WIDTHxHEIGHT"]),
+        (["--card", "L40S", "--size", "99984x99984"], ["tokens"]),
+        (["--card", "L40S", "--references", "1"], ["1 references", "qwen-image-edit-2511"]),
+        (["--card", "L40S", "--layers", "3"], ["3 layers", "qwen-image-layered"]),
+        (["--card", "L40S", "--tables", "maybe"], ["maybe", "auto, on, off"]),
+        (["--card", "L40S", "--text-encoder-place", "moon"], ["moon", "cpu"]),
+        (["--card", "L40S", "--cfg", "much"], ["much", "one pass"]),
+        (["--card", "L40S", "--cfg", "nan"], ["nan"]),
+        (["--card", "L40S", "--cfg", "-1"], ["-1"]),
+        (["--card", "L40S", "--batch", "0"], ["batch", "at least 1"]),
+        (["--card", "L40S", "--controlnet", "-2"], ["--controlnet", "-2"]),
+        (["--card", "L40S", "--controlnet", "inf"], ["--controlnet", "inf"]),
+        (["--card", "L40S", "--price", "-1"], ["-1", "USD"]),
+        (["--card", "L40S", "--price", "nan"], ["nan"]),
+        (["--card", "L40S", "--vram", "100"], ["--vram 100", "44.3"]),
+        (["--card", "L40S", "--vram", "0"], ["--vram 0"]),
+        (["--card", "L40S", "--vram", "nan"], ["--vram nan"]),
+        (["--card", "L40S", "--model", "nowhere"], ["nowhere"]),
+        (["--card", "L40S", "--cards", "nowhere.json"], ["nowhere.json"]),
+        (["--card", "L40S", "--plot", "x.jpg"], [".png"]),
+        (
+            ["--card", "L40S", "--plot", "no/such/folder/x.png"],
+            ["no/such/folder", "create the folder"],
+        ),
+    ],
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else None,
+)
+def test_bad_input_is_one_sentence_with_the_remedy(capsys, argv, words):
+    line = refused(capsys, *argv)
+    assert all(word in line for word in words), line
+
+
+def test_a_card_of_4_gb_is_answered(capsys):
+    """Nothing that computes fits, which is an answer and no traceback."""
+    code = main(["estimate", "--card", "RTX 3090", "--vram", "4"])
+    output = capsys.readouterr()
+    assert code in (1, 2)
+    text = output.out if code == 1 else output.err
+    assert "4.0 GiB" in text or "3.6 GiB" in text
+    assert "Traceback" not in text
+
+
+@pytest.fixture
+def own_cards(tmp_path):
+    def write(entry, name="Mine"):
+        path = tmp_path / "cards.json"
+        path.write_text(json.dumps({"cards": {name: entry}}))
+        return str(path)
+
+    return write
+
+
+OWN = {
+    "also": [],
+    "architecture": "Ada Lovelace",
+    "capability": [8, 9],
+    "memory_mib": 64 * 1024,
+    "bandwidth_gb_per_second": 900,
+    "l2_mib": 64,
+    "dense_tflops": {"bf16": 300, "fp32": 80},
+    "pcie_generation": 4,
+    "pcie_lanes": 16,
+    "tdp_watts": 300,
+    "source": "its box",
+    "prices": [],
+}
+
+
+def test_a_list_of_ones_own(capsys, own_cards):
+    assert found(capsys, "--card", "mine", "--cards", own_cards(OWN))["card"] == "Mine"
+
+
+def test_a_list_of_ones_own_in_the_cache_folder(capsys, own_cards, monkeypatch):
+    path = Path(own_cards(OWN))
+    monkeypatch.setenv("QWEN_L40S_CACHE", str(path.parent))
+    assert found(capsys, "--card", "mine")["card"] == "Mine"
+    assert str(path) in refused(capsys, "--card", "yours")
+    path.write_text("{")
+    assert str(path) in refused(capsys, "--card", "L40S")
+
+
+def test_names_that_the_terminal_cannot_show(own_cards):
+    command = [sys.executable, str(ROOT), "estimate", "--cards", own_cards(OWN, "显卡")]
+    result = subprocess.run(
+        [*command, "--card", "显卡"],
+        capture_output=True,
+        env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert rb"\u663e\u5361: qwen-image" in result.stdout
+
+
+def test_a_list_with_a_missing_field(capsys, own_cards):
+    entry = {name: value for name, value in OWN.items() if name != "bandwidth_gb_per_second"}
+    line = refused(capsys, "--card", "mine", "--cards", own_cards(entry))
+    assert "cards.json" in line
+    assert "Mine" in line
+    assert "bandwidth_gb_per_second" in line
+
+
+def test_the_list_of_cards(capsys):
+    assert main(["estimate", "--list-cards"]) == 0
+    text = capsys.readouterr().out
+    for name in known_cards():
+        assert name in text
+    assert "dense" in text
+    assert "sparsity" in text
+    assert "$0.72/h, Spheron, a starting price, 2026" in text
+    assert main(["estimate", "--list-cards", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["cards"]
+    assert [card["name"] for card in listed] == list(known_cards())
+    assert listed[0]["prices"][0]["source"]
+
+
+def test_the_plot(tmp_path, capsys):
+    image = pytest.importorskip("PIL.Image")
+    path = tmp_path / "estimate.png"
+    assert main(["estimate", "--card", "L40S", "--plot", str(path)]) == 0
+    with image.open(path) as picture:
+        assert (picture.mode, picture.width) == ("RGB", 1280)
+
+
+def test_this_machines_card_is_the_default(capsys, monkeypatch):
+    here = SimpleNamespace(name="NVIDIA L40S", memory_bytes=40 * GIB, sm=(8, 9))
+    cards = SimpleNamespace(usable=(here,), reason="")
+    monkeypatch.setattr("qwen_l40s.machine.card.read_cards", lambda torch: cards)
+    output = found(capsys)
+    assert output["card"] == "L40S"
+    assert found(capsys, "--card", "L40S", "--vram", "40")["phases"] == output["phases"]
+
+
+def test_a_machine_with_a_card_that_is_not_listed(capsys, monkeypatch):
+    here = SimpleNamespace(name="NVIDIA H100 NVL", memory_bytes=93 * GIB, sm=(9, 0))
+    cards = SimpleNamespace(usable=(here,), reason="")
+    monkeypatch.setattr("qwen_l40s.machine.card.read_cards", lambda torch: cards)
+    output = found(capsys, "--price", "2")
+    assert output["card"] == "NVIDIA H100 NVL" and output["fits"] is True
+    assert output["step_ms"] is output["image_seconds"] is output["usd_per_image"] is None
+    assert "bench --calibrate" in output["notes"][0] and "H100 SXM" in output["notes"][0]
+    assert main(["estimate", "--vram", "20"]) == 0
+    assert "int8" in capsys.readouterr().out
+
+
+def test_without_a_card_it_is_about_an_l40s_and_says_so(capsys, monkeypatch):
+    cards = SimpleNamespace(usable=(), reason="no NVIDIA driver answers")
+    monkeypatch.setattr("qwen_l40s.machine.card.read_cards", lambda torch: cards)
+    main(["estimate", "--json"])
+    output = capsys.readouterr()
+    assert json.loads(output.out)["card"] == "L40S"
+    assert "no NVIDIA driver answers" in output.err
+    assert "L40S" in output.err
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    model = QwenImageTransformer2DModel(
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=24,
+        axes_dims_rope=(4, 6, 6),
+    )
+    path = tmp_path_factory.mktemp("estimate") / "transformer.safetensors"
+    save_file({name: t.to(torch.bfloat16) for name, t in model.state_dict().items()}, path)
+    return path
+
+
+def test_the_true_sizes_of_a_file(capsys, checkpoint):
+    small = found(capsys, "--card", "L40S", "--model", str(checkpoint), "--tables", "off")
+    published = found(capsys, "--card", "H200", "--tables", "off")
+    weights = [output["phases"]["sampling"]["parts"]["weights"] for output in (small, published)]
+    assert weights[0] == pytest.approx(checkpoint.stat().st_size / GIB, abs=0.001)
+    assert weights[1] > 38
+    assert small["notes"][-1] == f"Sizes are those of {checkpoint}."
+
+
+def test_a_quantized_file_stays_as_it_is(checkpoint, tmp_path):
+    path = tmp_path / "int8.safetensors"
+    assert main(["quantize", str(checkpoint), str(path), "--precision", "int8"]) == 0
+    settled = request("--model", str(path))
+    assert settled.precision == "int8"
+    assert settled.parts.transformer_bytes < path.stat().st_size
+    assert 0 < settled.parts.modulation_bytes < settled.parts.transformer_bytes
+    other = request("--model", str(path), "--precision", "bf16")
+    assert other.precision == "bf16"
+    assert other.parts.transformer_bytes is None
+
+
+def test_a_diffusers_folder_gives_every_part():
+    parts = request("--model", str(ROOT / "models" / "micro")).parts
+    assert parts.transformer.dim == 128
+    assert parts.vae.dim == 8
+    assert parts.vae_bytes < 2e6
+    assert parts.text_encoder_bytes < 7e6
+
+
+def test_a_file_that_is_no_qwen_image(tmp_path, capsys):
+    path = tmp_path / "wan.safetensors"
+    names = ("head.modulation", "patch_embedding.weight")
+    save_file({name: torch.zeros(1) for name in names}, path)
+    line = refused(capsys, "--card", "L40S", "--model", str(path))
+    assert "wan.safetensors" in line
+    assert "Wan" in line
+
+
+def test_a_file_of_another_family(checkpoint, capsys):
+    line = refused(
+        capsys, "--card", "L40S", "--model", str(checkpoint), "--family", "qwen-image-layered"
+    )
+    assert "qwen-image-layered" in line
+    assert "--family" in line
+    assert request("--model", str(checkpoint), "--family", "qwen-image-edit").family
+
+
+def test_from_a_clone_without_torch_and_pil():
+    """`python <folder> estimate` while every heavy package fails to import."""
+    code = (
+        "import runpy, sys\n"
+        "for name in ('torch', 'numpy', 'PIL', 'safetensors', 'diffusers', 'transformers'):\n"
+        "    sys.modules[name] = None\n"
+        "sys.argv = ['qwen-l40s', *sys.argv[1:]]\n"
+        f"runpy.run_path({str(ROOT)!r}, run_name='__main__')\n"
+    )
+    micro = str(ROOT / "models" / "micro")
+    for argv in (["--json"], ["--json", "--model", micro, "--card", "L40S"]):
+        result = subprocess.run(
+            [sys.executable, "-c", code, "estimate", *argv],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+        assert json.loads(result.stdout)["card"] == "L40S"

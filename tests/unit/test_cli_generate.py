@@ -1,0 +1,345 @@
+"""`qwen-l40s generate` from arguments to files, with a toy folder and a real-width one."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from qwen_l40s.cli import main
+from qwen_l40s.cli.contact_sheet import write_sheet
+from qwen_l40s.cli.output import ImageTarget, write_whole
+from qwen_l40s.hosts.diffusers.offload import OffloadChoice
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def generate(tiny_folder, tmp_path, monkeypatch):
+    """Runs the command in an empty folder with the toy model; returns the exit code."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, model: Path = tiny_folder) -> int:
+        fixed = ["--prompt", "a red star", "--size", "64x48", "--steps", "2", "--device", "cpu"]
+        return main(["generate", "--model", str(model), *fixed, *arguments])
+
+    return run
+
+
+def last_line(capsys: pytest.CaptureFixture) -> dict:
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+# --- what it writes ---
+
+
+def test_image_and_report(generate, tmp_path, capsys, tiny_folder):
+    assert generate("--seed", "5", "--precision", "fp32", "--output", "star.png") == 0
+    report = last_line(capsys)
+    assert report["prompt"] == "a red star"
+    assert report["image"] == "star.png"
+    assert report["images"] == ["star.png"]
+    assert (report["width"], report["height"], report["steps"], report["seed"]) == (64, 48, 2, 5)
+    assert (report["device"], report["precision"], report["precision_reason"]) == (
+        "cpu",
+        "fp32",
+        "requested",
+    )
+    assert report["offload"] == "none"
+    assert report["offload_reason"] == "everything runs on the processor"
+    assert report["seconds"] > 0 and report["load_seconds"] > 0
+    assert os.listdir(tmp_path) == ["star.png"]
+    with Image.open("star.png") as image:
+        assert (image.format, image.mode, image.size) == ("PNG", "RGB", (64, 48))
+        metadata = json.loads(image.text["qwen_l40s"])
+    assert metadata["model"] == tiny_folder.name
+    assert metadata["versions"].keys() == {"qwen_l40s", "torch", "diffusers", "transformers"}
+
+
+def test_settings_in_the_image_make_it_again(generate, capsys):
+    prompt = 'красная звезда "★"'
+    assert generate("--batch", "2", "--output", "a.png", "--prompt", prompt) == 0
+    with Image.open("a_00002.png") as image:
+        first = np.asarray(image).astype(int)
+        metadata = json.loads(image.text["qwen_l40s"])
+    assert metadata["prompt"] == prompt
+    assert (metadata["seed"], metadata["batch"]) == (1, 1)
+    arguments = ["--seed", str(metadata["seed"]), "--prompt", metadata["prompt"]]
+    assert generate(*arguments, "--output", "b.png") == 0
+    with Image.open("b.png") as image:
+        assert np.abs(np.asarray(image) - first).max() <= 1
+
+
+def test_width_and_height_replace_those_of_size(generate):
+    assert generate("--width", "32", "--height", "80", "--output", "a.png") == 0
+    with Image.open("a.png") as image:
+        assert image.size == (32, 80)
+
+
+@pytest.mark.parametrize("way", ["text-encoder", "model"])
+def test_offload_on_the_processor_says_that_nothing_moves(generate, capsys, way):
+    assert generate("--offload", way, "--output", "a.png") == 0
+    report = last_line(capsys)
+    assert report["offload"] == "none"
+    assert report["offload_reason"].startswith(f"{way} was asked for, and everything runs")
+    with Image.open("a.png") as image:
+        assert json.loads(image.text["qwen_l40s"])["offload"] == "none"
+
+
+def test_offload_leaves_room_for_the_size_that_was_asked_for(generate, monkeypatch):
+    seen = []
+
+    def look(requested, **facts):
+        seen.append((requested, facts["activations"]["vae"]))
+        return OffloadChoice("none", "seen")
+
+    monkeypatch.setattr("qwen_l40s.hosts.diffusers.load.choose_offload", look)
+    assert generate("--output", "a.png") == 0
+    assert generate("--size", "128x96", "--output", "a.png") == 0
+    assert seen[0][0] == "auto" and seen[1][1] == 4 * seen[0][1]
+
+
+def test_without_output_nothing_is_overwritten(generate, tmp_path, capsys):
+    (tmp_path / "image_00002.png").write_bytes(b"mine")
+    assert generate("--batch", "2") == 0
+    assert last_line(capsys)["images"] == ["image_00001.png", "image_00003.png"]
+    assert (tmp_path / "image_00002.png").read_bytes() == b"mine"
+
+
+def test_file_that_was_named_is_replaced(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"old")
+    assert ImageTarget(str(tmp_path / "a.png")).paths(1) == [tmp_path / "a.png"]
+    assert ImageTarget(str(tmp_path / "B.PNG")).paths(1) == [tmp_path / "B.PNG"]
+    write_whole(tmp_path / "a.png", b"new")
+    assert (tmp_path / "a.png").read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["a.png"]
+
+
+def test_written_file_gets_the_usual_permissions(tmp_path):
+    write_whole(tmp_path / "ours", b"")
+    (tmp_path / "usual").touch()
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_grid_holds_every_image_of_the_batch(generate, capsys):
+    assert generate("--batch", "3", "--grid", "sheet.png", "--output", "a.png") == 0
+    assert last_line(capsys)["grid"] == "sheet.png"
+    with Image.open("sheet.png") as sheet:
+        pixels = np.asarray(sheet)
+    for i in range(3):
+        with Image.open(f"a_0000{i + 1}.png") as image:
+            windows = np.lib.stride_tricks.sliding_window_view(pixels[..., 0], (48, 64))
+            assert (windows == np.asarray(image)[..., 0]).all(axis=(2, 3)).any()
+
+
+@pytest.mark.parametrize("letter", ["l", "W"])
+def test_captions_stay_under_their_images(tmp_path, letter):
+    images = [Image.new("RGB", (64, 64), "red")] * 2
+    caption = " ".join([letter * 3] * 8)
+    write_sheet(tmp_path / "s.png", images, [caption, ""], title="")
+    with Image.open(tmp_path / "s.png") as sheet:
+        pixels = np.asarray(sheet)
+    left, right = pixels[76:, 12:76], pixels[76:, 76:]
+    assert (left < 128).any()
+    assert (right == 255).all()
+    assert (pixels[-1] == 255).all()
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--size", "65x48"), "width must be"),
+        (("--steps", "0"), "steps must be"),
+        (("--batch", "0"), "batch must be"),
+        (("--seed", "-1"), "seed must be"),
+        (("--cfg", "nan"), "cfg must be"),
+        (("--precision", "fp9"), "precision 'fp9' is unknown"),
+        (("--precision", "fp8"), "precision 'fp8' is not available"),
+        (("--device", "tpu"), "device 'tpu' is unknown"),
+        (("--offload", "disk"), "offload 'disk' is unknown: choose auto, none, text-encoder"),
+        (("--model", "nowhere"), "nowhere is not a folder"),
+        (("--output", "a.jpg"), "must end in .png"),
+        (("--grid", "a.pdf"), "must end in .png or .html"),
+        (("--output", "nowhere/a.png"), "cannot write nowhere"),
+        (("--grid", "nowhere/a.png"), "cannot write nowhere"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing(
+    generate, tmp_path, capsys, arguments, message
+):
+    assert generate(*arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.startswith("qwen-l40s: error: ")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert os.listdir(tmp_path) == []
+
+
+def test_incomplete_text_encoder_is_one_sentence_too(
+    generate, tiny_folder, tmp_path, capsys, caplog
+):
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    path = folder / "text_encoder" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert generate(model=folder) == 2
+    assert "text_encoder lacks the tensor" in capsys.readouterr().err.splitlines()[-1]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("size", ["64", "64x", "64x-48", "axb"])
+def test_size_that_is_no_size(generate, capsys, size):
+    with pytest.raises(SystemExit) as exit_info:
+        generate("--size", size)
+    assert exit_info.value.code == 2
+    assert "must be WIDTHxHEIGHT" in capsys.readouterr().err
+
+
+def test_place_to_write_is_checked_before_the_model_is_read(generate, tmp_path, capsys):
+    assert generate("--output", "nowhere/a.png", model=tmp_path) == 2
+    assert "cannot write nowhere" in capsys.readouterr().err
+
+
+def test_missing_package_says_what_to_install(generate, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    assert generate() == 2
+    message = capsys.readouterr().err
+    assert "needs diffusers" in message
+    assert 'pip install ".[standalone]"' in message
+
+
+def test_help_needs_no_package_at_all():
+    command = [sys.executable, "-S", str(ROOT), "generate", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "--negative-prompt" in result.stdout
+
+
+# --- a disk that fills up, a run that is stopped ---
+
+
+def test_failed_write_keeps_the_old_file_and_leaves_no_part(tiny_folder, tmp_path):
+    (tmp_path / "a.png").write_bytes(b"old")
+    command = [sys.executable, "-B", str(ROOT), "generate", "--model", str(tiny_folder)]
+    options = [
+        "--prompt",
+        "x",
+        "--size",
+        "128x128",
+        "--steps",
+        "1",
+        "--cfg",
+        "1",
+        "--device",
+        "cpu",
+        "--output",
+    ]
+
+    def small_files():
+        """No file of the command may grow beyond 4 kB: its write fails half way, as on a full disk.
+        Not in this process, whose own output may be a file."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+    done = subprocess.run(
+        [*command, *options, str(tmp_path / "a.png")],
+        capture_output=True,
+        text=True,
+        preexec_fn=small_files,
+    )
+    assert done.returncode == 2
+    assert re.search(r"cannot write .*a\.png .*free disk space", done.stderr)
+    assert (tmp_path / "a.png").read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a.png"]
+
+
+@pytest.fixture
+def full_disk(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = shutil.which("mount")
+    command = [mount, "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(disk)]
+    if not mount or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_disk_that_fills_while_the_image_is_written(generate, full_disk, capsys):
+    assert generate("--size", "128x128", "--output", str(full_disk / "a.png")) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert os.listdir(full_disk) == []
+
+
+def test_disk_that_is_already_full(generate, full_disk, tmp_path, capsys):
+    (full_disk / "rest").write_bytes(bytes(16384 - 4096))
+    with pytest.raises(OSError):
+        (full_disk / "more").write_bytes(bytes(8192))
+    assert generate("--output", str(full_disk / "a.png"), model=tmp_path) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_sampling(tiny_folder, tmp_path):
+    arguments = [
+        "--model",
+        str(tiny_folder),
+        "--prompt",
+        "x",
+        "--size",
+        "64x64",
+        "--steps",
+        "100000",
+    ]
+    with subprocess.Popen(
+        [sys.executable, str(ROOT), "generate", *arguments],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A shell that runs the tests in the background has them ignore Ctrl-C.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        seen = b""
+        while b"/100000" not in seen:  # the sampler's progress bar
+            chunk = process.stderr.read1()
+            assert chunk, seen.decode()
+            seen += chunk
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.endswith(b"qwen-l40s: stopped\n")
+    assert out == b""
+    assert os.listdir(tmp_path) == []
+
+
+# --- the real widths ---
+
+
+def test_folder_of_the_real_widths_goes_through_the_same_command(
+    write_real_width_folder, generate, tmp_path, capsys
+):
+    folder = write_real_width_folder(tmp_path / "qwen-image")
+    try:
+        assert len(list(folder.glob("transformer/*-of-00003.safetensors"))) == 3
+        arguments = ["--size", "64x64", "--precision", "bf16", "--output", "a.png"]
+        assert generate(*arguments, model=folder) == 0
+    finally:
+        shutil.rmtree(folder)
+    assert last_line(capsys)["precision"] == "bf16"
+    with Image.open("a.png") as image:
+        assert np.asarray(image).std() > 5

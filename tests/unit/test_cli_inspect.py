@@ -1,0 +1,114 @@
+"""`qwen-l40s inspect` as a command."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import QwenImageTransformer2DModel
+from safetensors.torch import save_file
+
+from qwen_l40s.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    model = QwenImageTransformer2DModel(
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=24,
+        axes_dims_rope=(4, 6, 6),
+    )
+    path = tmp_path_factory.mktemp("inspect") / "qwen_image_2512.safetensors"
+    save_file({name: t.to(torch.bfloat16) for name, t in model.state_dict().items()}, path)
+    return path
+
+
+def test_the_table(checkpoint, capsys):
+    assert main(["inspect", str(checkpoint)]) == 0
+    lines = dict(
+        line.strip().split("  ", 1) for line in capsys.readouterr().out.splitlines() if line
+    )
+    rows = {name: text.strip() for name, text in lines.items()}
+    assert rows["path"] == str(checkpoint)
+    assert rows["weights"] == "Qwen-Image"
+    assert rows["blocks"] == "2"
+    assert rows["quantized"] == "no"
+    assert rows["belongs in"] == "ComfyUI/models/diffusion_models/"
+    assert rows["hint"].startswith("the file name says 2512")
+
+
+def test_json_is_one_object(checkpoint, capsys):
+    assert main(["inspect", str(checkpoint), "--json"]) == 0
+    output = json.loads(capsys.readouterr().out)
+    assert output["kind"] == "file"
+    assert output["file_bytes"] == checkpoint.stat().st_size
+    assert output["parts"][0]["family"] == "Qwen-Image"
+    assert output["parts"][0]["quantization"]["formats"] == {}
+
+
+def test_a_contradiction_is_shown_and_is_exit_code_1(tmp_path, checkpoint, capsys):
+    (tmp_path / "model.safetensors").write_bytes(checkpoint.read_bytes())
+    (tmp_path / "config.json").write_text('{"num_layers": 60}')
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "config.json says num_layers is 60 but the tensors say 2" in capsys.readouterr().out
+
+
+def test_another_model_is_a_successful_inspection(tmp_path, capsys):
+    path = tmp_path / "wan.safetensors"
+    names = ("head.modulation", "patch_embedding.weight")
+    save_file({name: torch.zeros(1) for name in names}, path)
+    assert main(["inspect", str(path)]) == 0
+    assert "not Qwen-Image: looks like Wan" in capsys.readouterr().out
+
+
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys):
+    path = tmp_path / "model.ckpt"
+    path.write_bytes(b"")
+    assert main(["inspect", str(path)]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"qwen-l40s: error: {path} is a pickle")
+    assert len(output.err.splitlines()) == 1
+
+
+def test_a_name_that_would_steer_the_terminal_is_escaped(tmp_path, capsys):
+    path = tmp_path / "x.safetensors"
+    name = "lora_unet_transformer_blocks_0_\x1b[2J_img_mlp.lora_down.weight"
+    save_file({name: torch.zeros(4, 8)}, path)
+    assert main(["inspect", str(path)]) == 0
+    output = capsys.readouterr().out
+    assert "\x1b" not in output
+    assert "\\x1b[2J" in output
+
+
+def test_names_that_the_terminal_cannot_show(tmp_path, checkpoint):
+    path = tmp_path / "qwen-图像.safetensors"
+    path.write_bytes(checkpoint.read_bytes())
+    command = [sys.executable, str(ROOT), "inspect", str(path)]
+    result = subprocess.run(
+        command, capture_output=True, env={"PYTHONIOENCODING": "ascii"}, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert rb"qwen-\u56fe\u50cf.safetensors" in result.stdout
+
+
+def test_from_a_clone_and_without_importing_torch(checkpoint):
+    """`python <folder> inspect` while every heavy package fails to import."""
+    code = (
+        "import runpy, sys\n"
+        "for name in ('torch', 'numpy', 'safetensors', 'diffusers', 'transformers'): "
+        "sys.modules[name] = None\n"
+        f"sys.argv = ['qwen-l40s', 'inspect', {str(checkpoint)!r}, '--json']\n"
+        f"runpy.run_path({str(ROOT)!r}, run_name='__main__')\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["parts"][0]["blocks"] == 2

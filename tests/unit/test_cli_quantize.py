@@ -1,0 +1,360 @@
+"""`qwen-l40s quantize` as a command."""
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from qwen_l40s import __version__
+from qwen_l40s.cli import main
+from qwen_l40s.errors import SettingError
+from qwen_l40s.loaders.checkpoint import inspect_checkpoint
+from qwen_l40s.loaders.header import DTYPE_BITS, read_header
+from qwen_l40s.loaders.quantize import (
+    FORMATS,
+    comfy_quant_tensor,
+    layers_to_quantize,
+    quantize_rows,
+    relative_error,
+)
+from qwen_l40s.loaders.quantized_file import plan_quantized, write_quantized
+from qwen_l40s.loaders.source import open_source
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TESTS = Path(__file__).resolve().parents[1]
+ROOT = TESTS.parent
+MICRO = ROOT / "models" / "micro"
+WEIGHTS = MICRO / "transformer" / "diffusion_pytorch_model.safetensors"
+CONFIG = WEIGHTS.parent / "config.json"
+LAYER = "transformer_blocks.0.attn.to_q"
+GROUP = 16
+
+
+@pytest.fixture(scope="module")
+def weights():
+    """The micro transformer's tensors, as its file has them."""
+    return load_file(WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """{format: the micro model as the command wrote it}"""
+    folder = tmp_path_factory.mktemp("quantized")
+    paths = {format: folder / f"{format}.safetensors" for format in FORMATS}
+    for format, path in paths.items():
+        assert command(MICRO, path, format) == 0
+    return paths
+
+
+def command(source, destination, precision="int8", *more):
+    arguments = ["quantize", str(source), str(destination), "--precision", precision]
+    return main([*arguments, "--device", "cpu", *more])
+
+
+def layers_of(tensors):
+    return [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
+
+
+# --- what is written
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_tensor_of_the_file(files, weights, format):
+    written = load_file(files[format])
+    quantized = layers_to_quantize(layers_of(weights))
+    assert len(quantized) == 6 * 12
+    names = {f"{layer}.{end}" for layer in quantized for end in ("weight_scale", "comfy_quant")}
+    assert set(written) == set(weights) | names
+    for name, tensor in weights.items():
+        layer = name.removesuffix(".weight")
+        if name.endswith(".weight") and layer in quantized:
+            values, scale = quantize_rows(tensor, format)
+            assert torch.equal(written[name].float(), values.float())
+            assert written[name].dtype == values.dtype
+            assert torch.equal(written[f"{layer}.weight_scale"], scale)
+            assert torch.equal(written[f"{layer}.comfy_quant"], comfy_quant_tensor(format))
+        else:
+            assert written[name].dtype == torch.bfloat16
+            assert torch.equal(written[name], tensor.bfloat16())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_file_is_what_readers_want(files, format):
+    header = read_header(files[format])
+    assert header.data_start % 8 == 0
+    for info in header.tensors.values():
+        assert info.start % (DTYPE_BITS[info.dtype] // 8) == 0
+    assert header.metadata["format"] == "pt"
+    assert json.loads(header.metadata["qwen_l40s"]) == {
+        "source": "micro",
+        "precision": format,
+        "format": {"fp8": "float8_e4m3fn_rowwise", "int8": "int8_tensorwise"}[format],
+        "keep": [],
+        "version": __version__,
+        "config": {"axes_dims_rope": json.loads(CONFIG.read_text())["axes_dims_rope"]},
+    }
+    # No tensor tells it, and the file has no config.json beside it.
+    assert open_source(files[format], "transformer").config["axes_dims_rope"]
+    (part,) = inspect_checkpoint(files[format]).parts
+    form = {"fp8": "fp8 e4m3, scaled per row", "int8": "int8"}[format]
+    assert part.quantization.formats == {form: 72}
+    assert part.quantization.granularity == {"per row": 72}
+    assert part.cannot_run == part.errors == ()
+
+
+def test_the_report_is_the_last_line(tmp_path, weights, capsys):
+    path = tmp_path / "out.safetensors"
+    assert command(MICRO, path, "fp8", "--keep", "transformer_blocks.0.*", "*.img_mlp.net.2") == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["path"] == str(path)
+    assert report["source"] == str(MICRO / "transformer")
+    assert report["bytes_before"] == sum(tensor.nbytes for tensor in weights.values())
+    assert report["bytes_after"] == path.stat().st_size
+    assert report["quantized"] == 72 - 17
+    assert len(report["kept"]) == 12 + 5
+    assert LAYER in report["kept"]
+    assert report["seconds"] > 0
+    assert report["readers"].startswith("this package only: ComfyUI's own fp8 has one scale")
+    errors = {
+        layer: relative_error(weight, *quantize_rows(weight, "fp8"))
+        for layer in layers_to_quantize(layers_of(weights)) - set(report["kept"])
+        for weight in [weights[f"{layer}.weight"]]
+    }
+    assert report["worst_layer"] == max(errors, key=errors.get)
+    assert report["worst_error"] == pytest.approx(max(errors.values()))
+    assert report["mean_error"] == pytest.approx(sum(errors.values()) / len(errors))
+    written = load_file(path)
+    assert torch.equal(written[f"{LAYER}.weight"], weights[f"{LAYER}.weight"].bfloat16())
+    assert f"{LAYER}.weight_scale" not in written
+
+
+def test_the_source_in_every_form_gives_the_same_tensors(tmp_path, weights, files):
+    expected = load_file(files["int8"])
+    prefixed = {f"model.diffusion_model.{name}": weight for name, weight in weights.items()}
+    prefixed["vae.decoder.middle.0.residual.0.gamma"] = torch.ones(3)
+    save_file(prefixed, tmp_path / "full.safetensors", {"title": "kept", "format": "pt"})
+    sharded = tmp_path / "sharded"
+    sharded.mkdir()
+    index = {}
+    for place, names in enumerate((sorted(weights)[::2], sorted(weights)[1::2]), 1):
+        shard = f"diffusion_pytorch_model-{place:05}-of-00002.safetensors"
+        save_file({name: weights[name] for name in names}, sharded / shard)
+        index |= dict.fromkeys(names, shard)
+    index = json.dumps({"weight_map": index})
+    (sharded / "diffusion_pytorch_model.safetensors.index.json").write_text(index)
+    for source in (WEIGHTS, sharded, tmp_path / "full.safetensors"):
+        path = tmp_path / "out.safetensors"
+        assert command(source, path, "int8", "--overwrite") == 0
+        found = load_file(path)
+        assert set(found) == set(expected)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata()["title"] == "kept"
+        assert json.loads(file.metadata()["qwen_l40s"])["source"] == "full.safetensors"
+
+
+def test_markers_are_kept_and_edit_2511_gets_the_one_that_comfyui_looks_for(tmp_path, weights):
+    """In a diffusers folder, config.json says what a tensor without values says in ComfyUI."""
+    folder = tmp_path / "transformer"
+    shutil.copytree(WEIGHTS.parent, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"zero_cond_t": True}))
+    marker = {"__index_timestep_zero__": torch.empty(0)}
+    save_file({**weights, **marker}, tmp_path / "marked.safetensors")
+    for source in (folder, tmp_path / "marked.safetensors"):
+        path = tmp_path / "out.safetensors"
+        assert command(source, path, "int8", "--overwrite") == 0
+        assert load_file(path)["__index_timestep_zero__"].dtype == torch.float32
+        assert inspect_checkpoint(path).parts[0].family == "Qwen-Image-Edit-2511"
+
+
+def test_progress_counts_the_bytes_of_the_source(tmp_path):
+    seen = []
+    plan = plan_quantized(WEIGHTS, "int8")
+    path = tmp_path / "out.safetensors"
+    write_quantized(plan, path, progress=lambda *counts: seen.append(counts))
+    assert seen == sorted(seen)
+    assert seen[-1] == (plan.source.part.bytes, plan.source.part.bytes)
+    assert len(seen) == plan.source.part.tensors
+    assert plan.layout.file_bytes == path.stat().st_size
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA card")
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_card_writes_the_same_file(tmp_path, files, format):
+    path = tmp_path / "card.safetensors"
+    report = write_quantized(plan_quantized(MICRO, format), path, device="cuda")
+    assert report.device.startswith("cuda")
+    assert path.read_bytes() == files[format].read_bytes()
+
+
+# --- what is refused
+
+
+def refused(capsys, folder, *arguments):
+    """Runs the command that must fail; gives its one sentence, after checking the folder."""
+    before = {path: path.stat().st_size for path in folder.rglob("*")}
+    assert command(*arguments) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert len(output.err.splitlines()) == 1
+    assert {path: path.stat().st_size for path in folder.rglob("*")} == before
+    return output.err
+
+
+def test_a_quantized_source(tmp_path, capsys, files, weights):
+    out = tmp_path / "out.safetensors"
+    sentence = refused(capsys, tmp_path, files["int8"], out, "fp8")
+    assert "is quantized already (int8 in 72 layers)" in sentence
+    assert "start from the bf16 file" in sentence
+    sentence = refused(capsys, tmp_path, files["fp8"], out, "fp8")
+    assert "(fp8 e4m3, scaled per row in 72 layers)" in sentence
+    assert "use it unchanged" in sentence
+    plain = {name: weight.to(torch.float8_e4m3fn) for name, weight in weights.items()}
+    save_file(plain, tmp_path / "e4m3.safetensors")
+    sentence = refused(capsys, tmp_path, tmp_path / "e4m3.safetensors", out, "fp8")
+    assert "fp8 e4m3, unscaled in" in sentence
+    assert "use it unchanged" in sentence
+    sentence = refused(capsys, tmp_path, tmp_path / "e4m3.safetensors", out, "int8")
+    assert "start from the bf16 file" in sentence
+
+
+def test_a_source_that_is_no_transformer(tmp_path, capsys):
+    out = tmp_path / "out.safetensors"
+    sentence = refused(capsys, tmp_path, MICRO / "vae", out)
+    assert "Qwen-Image VAE" in sentence
+    sentence = refused(capsys, tmp_path, MICRO / "text_encoder", out)
+    assert "Qwen2.5-VL text encoder" in sentence
+    save_file({"double_blocks.0.img_attn.qkv.weight": torch.ones(3)}, tmp_path / "x.safetensors")
+    assert "not Qwen-Image" in refused(capsys, tmp_path, tmp_path / "x.safetensors", out)
+    assert "does not exist" in refused(capsys, tmp_path, tmp_path / "no.safetensors", out)
+
+
+def test_an_incomplete_source(tmp_path, capsys, weights):
+    source, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    save_file({name: w for name, w in weights.items() if name != f"{LAYER}.weight"}, source)
+    assert f"lacks the tensor '{LAYER}.weight'" in refused(capsys, tmp_path, source, out)
+    source.write_bytes(WEIGHTS.read_bytes()[:-1])
+    assert "is truncated" in refused(capsys, tmp_path, source, out)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "rule"),
+    [
+        (f"{LAYER}.weight", torch.ones(128, 128, dtype=torch.int32), "as I32, and the weights"),
+        ("proj_out.bias", torch.ones(64).to(torch.float8_e4m3fn), "as F8_E4M3, and the weights"),
+        (f"{LAYER}.input_scale", torch.ones(()), "describes a quantized weight"),
+        ("scaled_fp8", torch.ones(2), "describes a quantized weight"),
+    ],
+)
+def test_a_source_with_odd_tensors(tmp_path, capsys, weights, name, tensor, rule):
+    source = tmp_path / "in.safetensors"
+    save_file({**weights, name: tensor}, source)
+    sentence = refused(capsys, tmp_path, source, tmp_path / "out.safetensors")
+    assert rule in sentence
+    assert repr(name) in sentence
+
+
+@pytest.mark.parametrize("name", [f"{LAYER}.weight", f"{LAYER}.bias", "img_in.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_nan_and_infinity(tmp_path, capsys, weights, name, value):
+    tensor = weights[name].clone()
+    tensor.view(-1)[-1] = value
+    source = tmp_path / "in.safetensors"
+    save_file({**weights, name: tensor}, source)
+    sentence = refused(capsys, tmp_path, source, tmp_path / "out.safetensors")
+    assert f"in.safetensors holds NaN or infinity in the tensor {name!r}" in sentence
+
+
+def test_destinations(tmp_path, capsys):
+    source = shutil.copy(WEIGHTS, tmp_path / "in.safetensors")
+    there = tmp_path / "there.safetensors"
+    there.write_text("precious")
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / "link.safetensors").symlink_to(source)
+    for destination, rule in (
+        (there, "exists: choose another name"),
+        (tmp_path / "out.bin", "must end in .safetensors"),
+        (tmp_path / "no" / "out.safetensors", "create it first"),
+        (tmp_path / "folder.safetensors", "is a folder"),
+        (source, "is the file to read"),
+        (tmp_path / "link.safetensors", "is the file to read"),
+    ):
+        assert rule in refused(capsys, tmp_path, source, destination)
+    sentence = refused(capsys, tmp_path, source, source, "int8", "--overwrite")
+    assert "is the file to read" in sentence
+    assert command(source, there, "int8", "--overwrite") == 0
+    assert inspect_checkpoint(there).parts[0].quantization.formats == {"int8": 72}
+
+
+def test_settings(tmp_path, capsys):
+    out = tmp_path / "out.safetensors"
+    sentence = refused(capsys, tmp_path, MICRO, out, "fp4")
+    assert "precision 'fp4' is unknown: choose fp8 or int8" in sentence
+    sentence = refused(capsys, tmp_path, MICRO, out, "fp8", "--keep", "blocks.0.*")
+    assert "'blocks.0.*' matches no layer" in sentence
+    sentence = refused(capsys, tmp_path, MICRO, out, "fp8", "--keep", "*")
+    assert "leave no layer to quantize" in sentence
+    sentence = refused(capsys, tmp_path, MICRO, out, "fp8", "--device", "tpu")
+    assert "device 'tpu' is unknown" in sentence
+
+
+def test_a_disk_without_room(tmp_path, capsys, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10**9, 10**9, 5_000_000))
+    sentence = refused(capsys, tmp_path, MICRO, tmp_path / "out.safetensors")
+    assert "has 5 MB free and the file takes 5 MB: free disk space" in sentence
+
+
+# --- what is left behind
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_nothing_is_left_of_work_that_was_stopped(tmp_path, error):
+    path = tmp_path / "out.safetensors"
+    path.write_text("precious")
+
+    def stop(done, total):
+        assert len(list(tmp_path.iterdir())) == 2
+        if done > total / 2:
+            raise error
+
+    with pytest.raises(error):
+        write_quantized(plan_quantized(MICRO, "int8"), path, overwrite=True, progress=stop)
+    assert [file.name for file in tmp_path.iterdir()] == ["out.safetensors"]
+    assert path.read_text() == "precious"
+
+
+def test_a_disk_that_fills_up(tmp_path):
+    """A limit on the size of files is what a full disk is, for one process."""
+
+    def small_files():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000))
+
+    path = tmp_path / "out.safetensors"
+    arguments = [MICRO, path, "--precision", "int8", "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, ROOT, "quantize", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=small_files,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "out.safetensors (File too large): create the folder, free disk space" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_destination_is_checked_by_the_library_too(tmp_path):
+    with pytest.raises(SettingError, match=r"must end in \.safetensors"):
+        write_quantized(plan_quantized(MICRO, "int8"), tmp_path / "out")

@@ -1,0 +1,349 @@
+"""`qwen-l40s submit` as a command: exit codes, what is on stdout, what is on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_comfyui import FakeComfyUI, fake_comfyui, graph
+from PIL import Image
+from waiting import SECONDS, until
+
+from qwen_l40s.cli import build_parser, main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def workflow(tmp_path: Path) -> Path:
+    path = tmp_path / "work.json"
+    path.write_text(json.dumps(graph()))
+    return path
+
+
+def arguments(fake: FakeComfyUI | None, workflow: Path, *more: str) -> list[str]:
+    server = [] if fake is None else ["--server", fake.url]
+    return ["submit", str(workflow), *server, "--output", str(workflow.parent / "out"), *more]
+
+
+def started(fake: FakeComfyUI, workflow: Path, *more: str, **environment: str) -> Any:
+    command = [sys.executable, str(ROOT), *arguments(fake, workflow, *more)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env={**os.environ, **environment}, **pipes)
+
+
+def test_one_json_object_and_nothing_else_on_stdout(workflow: Path, capsys):
+    with fake_comfyui() as fake:
+        assert main(arguments(fake, workflow, "--json", "--set", "seed=4..5")) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert set(found) == {"server", "workflow", "jobs"}
+    assert (found["server"], found["workflow"]) == (fake.url, str(workflow))
+    first, second = found["jobs"]
+    assert list(first) == [
+        *("key", "prompt_id", "settings", "status", "seconds", "files", "texts", "error")
+    ]
+    assert (first["settings"], second["settings"]) == ({"seed": 4}, {"seed": 5})
+    assert (first["status"], first["error"]) == ("done", None)
+    assert [Path(path).is_file() for path in first["files"]] == [True]
+
+
+def test_a_failed_job_is_exit_code_1_and_named(workflow: Path, capsys):
+    with fake_comfyui() as fake:
+        assert main(arguments(fake, workflow, "--json", "--set", "prompt=fail")) == 1
+    out, err = capsys.readouterr()
+    (job,) = json.loads(out)["jobs"]
+    assert (job["status"], job["error"]["type"]) == ("failed", "RuntimeError")
+    assert "job 1 failed: 'Prompt' (Draw, id draw): the pencil broke" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--set", "nothing=1"], "nothing"),
+        (["--set", "seed=x"], "seed"),
+        (["--server", "https://host/x?token=secret"], "--header"),
+        (["--server", "ftp://x"], "is no address of a server"),
+        (["--header", "no colon"], 'must be "Name: value"'),
+        (["--output", "/proc/nowhere"], "cannot be written to"),
+    ],
+)
+def test_bad_input_is_exit_code_2_and_nothing_is_queued(workflow: Path, capsys, more, words):
+    with fake_comfyui() as fake:
+        assert main([*arguments(fake, workflow, "--json"), *more]) == 2
+        assert fake.posted == []
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("qwen-l40s: error: ")
+    assert words in err
+
+
+def test_a_set_that_is_no_setting_needs_no_server(workflow: Path, capsys):
+    more = ("--server", "127.0.0.1:1", "--wait", "0", "--set", "prompt=@nothing.txt")
+    assert main(arguments(None, workflow, *more)) == 2
+    assert "cannot read the file 'nothing.txt'" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_workflow_needs_no_server(tmp_path: Path, capsys):
+    path = tmp_path / "a.json"
+    path.write_text("{}")
+    assert main(["submit", str(path), "--server", "127.0.0.1:1"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("text", ["-1", "soon", "nan", "inf"])
+def test_a_wait_that_is_no_time(text):
+    with pytest.raises(SystemExit) as error:
+        build_parser(["submit"]).parse_args(["submit", "a.json", f"--wait={text}"])
+    assert error.value.code == 2
+
+
+def test_no_server_is_exit_code_3(workflow: Path, capsys):
+    more = ("--server", "127.0.0.1:1", "--wait", "0.1", "--json")
+    assert main(arguments(None, workflow, *more)) == 3
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "waiting up to 0.1 s for http://127.0.0.1:1: connection refused" in err
+    assert "gave no answer for 0.1 s (connection refused): start ComfyUI there" in err
+
+
+def test_a_server_that_is_lost_is_exit_code_3_with_the_jobs_in_json(workflow: Path):
+    with fake_comfyui(paused=True) as fake:
+        process = started(fake, workflow, "--json", "--wait", "0.2", "--set", "seed=1..2")
+        until(lambda: len(fake.state.queue) == 2)
+        fake.call(fake.stop())
+        out, err = process.communicate(timeout=SECONDS)
+        fake.call(fake.start())
+        fake.state.queue.clear()
+    assert process.returncode == 3
+    assert [job["status"] for job in json.loads(out)["jobs"]] == ["lost", "lost"]
+    assert b"--wait. --resume continues this run." in err
+
+
+def test_files_texts_and_failures_are_shown_without_json(workflow: Path, capsys):
+    with fake_comfyui() as fake:
+        assert main(arguments(fake, workflow, "--set", "seed=1..2")) == 0
+    out, err = capsys.readouterr()
+    first = workflow.parent / "out" / "fake_00001_.png"
+    assert f"job 1 (seed=1): {first} (" in out
+    assert len(out.splitlines()) == 2
+    assert err.endswith(f"2 done; results in {workflow.parent / 'out'}\n")
+
+
+def test_a_text_is_shown_once_however_many_nodes_and_jobs_bring_it(capsys):
+    from qwen_l40s.cli.submit import Printer
+    from qwen_l40s.client.ledger import Job
+
+    printer = Printer()
+    for number in (1, 2):
+        job = Job(number, "key", {}, {}, f"job {number}", status="done")
+        job.texts = {
+            "Estimate": ["fits\n\nwell"],
+            "In words": ["fits\n\nwell"],
+            "Run": [f"{number}"],
+        }
+        printer.show(job)
+    assert capsys.readouterr().out.split("\n") == [
+        *("job 1, Estimate, In words:", "  fits", "", "  well", "job 1, Run:", "  1"),
+        *("job 2, Run:", "  2", ""),
+    ]
+
+
+def test_a_dry_run_lists_the_jobs(workflow: Path, capsys):
+    with fake_comfyui() as fake:
+        assert main(arguments(fake, workflow, "--dry-run", "--set", "seed=1..3")) == 0
+        assert fake.posted == []
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [f"job {n} (seed={n})" for n in (1, 2, 3)]
+    assert err == "jobs that could be queued: 3; none was\n"
+
+
+def test_images_are_uploaded_once_whatever_their_names(workflow: Path, tmp_path: Path, capsys):
+    nodes = graph()
+    nodes["load"] = {"class_type": "LoadImage", "inputs": {"image": "there.png"}}
+    nodes["save"]["inputs"]["images"] = ["load", 0]
+    workflow.write_text(json.dumps(nodes))
+    for folder, color in (("a", "red"), ("b", "blue")):
+        (tmp_path / folder).mkdir()
+        Image.new("RGB", (8, 8), color).save(tmp_path / folder / "same näme.png")
+    listed = tmp_path / "list.txt"
+    listed.write_text("a/same näme.png\nb/same näme.png\n", encoding="utf-8")
+    more = ("--set", f"image=@{listed}", "--set", "seed=1..3")
+    with fake_comfyui() as fake:
+        assert main(arguments(fake, workflow, *more)) == 0
+        assert fake.requests.count("POST /upload/image") == 2
+        used = {body["prompt"]["load"]["inputs"]["image"] for body in fake.posted}
+        assert used == set(fake.uploads)
+        assert set(fake.uploads.values()) == {
+            (tmp_path / folder / "same näme.png").read_bytes() for folder in "ab"
+        }
+
+
+def test_an_image_of_many_jobs_is_read_once(workflow: Path, tmp_path: Path, monkeypatch):
+    from qwen_l40s.client import submission as prepare
+
+    reads = []
+    read = prepare.local_images
+    monkeypatch.setattr(prepare, "local_images", lambda *a: reads.append(a) or read(*a))
+    nodes = graph()
+    nodes["load"] = {"class_type": "LoadImage", "inputs": {"image": "a.png"}}
+    nodes["save"]["inputs"]["images"] = ["load", 0]
+    workflow.write_text(json.dumps(nodes))
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    with fake_comfyui() as fake:
+        assert main(arguments(fake, workflow, "--dry-run", "--set", "seed=1..50")) == 0
+    assert len(reads) == 1
+
+
+def test_an_upload_that_is_too_large_is_exit_code_2(workflow: Path, tmp_path: Path, capsys):
+    nodes = graph()
+    nodes["load"] = {"class_type": "LoadImage", "inputs": {"image": "a.png"}}
+    nodes["save"]["inputs"]["images"] = ["load", 0]
+    workflow.write_text(json.dumps(nodes))
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    with fake_comfyui(too_large=True) as fake:
+        assert main(arguments(fake, workflow)) == 2
+        assert fake.posted == []
+    assert "a.png cannot be uploaded: " in (err := capsys.readouterr().err)
+    assert "--max-upload-size" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_takes_our_jobs_off_the_server_and_nobody_elses(workflow: Path, number):
+    with fake_comfyui() as fake:
+        command = ("--json", "--set", "prompt=slow", "--set", "seed=1..3")
+        process = started(fake, workflow, *command)
+        until(lambda: len(fake.state.queue) == 2 and fake.state.running)
+        running = fake.state.running[1]
+        fake.state.queue.append([99, "other", graph(), {}, ["save"]])
+        process.send_signal(number)
+        out, err = process.communicate(timeout=SECONDS)
+        until(lambda: "other" in fake.state.history)
+        assert fake.interrupts == [running]
+        assert fake.state.queue == []
+        assert set(fake.state.history) == {running, "other"}
+    assert process.returncode == 130
+    assert [job["status"] for job in json.loads(out)["jobs"]] == ["cancelled"] * 3
+    assert b"Traceback" not in err
+    assert b"stopped; --resume continues this run" in err
+
+
+@pytest.mark.parametrize("own_ids", [False, True])
+def test_ctrl_c_while_an_answer_is_awaited_leaves_nothing_queued(workflow: Path, own_ids: bool):
+    with fake_comfyui(paused=True, slow_answer=0.6, own_ids=own_ids) as fake:
+        process = started(fake, workflow, "--set", "seed=1..3")
+        until(lambda: fake.requests.count("POST /prompt") == 2)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=SECONDS)
+        until(lambda: len(fake.state.queue) == 0)
+        time.sleep(0.7)
+        assert fake.state.queue == []
+    assert process.returncode == 130
+
+
+def test_ctrl_c_during_a_download_leaves_no_half_file_and_resume_fetches_it(workflow: Path):
+    out = workflow.parent / "out"
+    with fake_comfyui(slow_file=30) as fake:
+        process = started(fake, workflow)
+        until(lambda: list(out.glob(".*.part")))
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=SECONDS)
+        assert process.returncode == 130
+        assert [path.name for path in out.iterdir()] == ["work.submit.jsonl"]
+        fake.faults.slow_file = 0
+        assert main(arguments(fake, workflow, "--resume")) == 0
+        assert len(fake.posted) == 1
+    assert len(list(out.glob("*.png"))) == 1
+
+
+def test_ctrl_c_while_a_server_is_waited_for(workflow: Path):
+    with fake_comfyui(busy=10**6) as fake:
+        process = started(fake, workflow, "--json")
+        until(lambda: fake.requests)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130
+    assert out == b""
+    assert err.endswith(b"qwen-l40s: stopped\n")
+
+
+def test_a_second_ctrl_c_ends_at_once(workflow: Path):
+    with fake_comfyui() as fake:
+        process = started(fake, workflow, "--set", "prompt=slow")
+        until(lambda: fake.state.running)
+        fake.faults.busy = 10**6
+        process.send_signal(signal.SIGINT)
+        until(lambda: fake.faults.busy < 10**6)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=SECONDS)
+    assert process.returncode == 130
+
+
+def test_resume_after_a_kill_runs_only_what_is_missing(workflow: Path, capsys):
+    with fake_comfyui(paused=True) as fake:
+        process = started(fake, workflow, "--set", "seed=1..4")
+        until(lambda: len(fake.state.queue) == 4)
+        process.kill()
+        process.communicate()
+        fake.remove([fake.state.queue[3][1]])  # as if the server had never heard of it
+        fake.faults.paused = False
+        assert main(arguments(fake, workflow, "--resume", "--json", "--set", "seed=1..4")) == 0
+        assert len(fake.posted) == 5
+    out, err = capsys.readouterr()
+    assert [job["status"] for job in json.loads(out)["jobs"]] == ["done"] * 4
+    assert "resuming: 0 of 4 jobs done, 3 on the server, 1 to queue" in err
+    assert len(list((workflow.parent / "out").glob("*.png"))) == 4
+
+
+def test_a_reader_that_leaves_ends_no_run(workflow: Path):
+    with fake_comfyui(paused=True) as fake:
+        process = started(fake, workflow, "--set", "seed=1..4")
+        process.stdout.close()
+        process.stderr.close()
+        until(lambda: len(fake.state.queue) == 4)
+        fake.faults.paused = False
+        assert process.wait(timeout=SECONDS) == 0
+    assert len(list((workflow.parent / "out").glob("*.png"))) == 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is a file of Linux")
+def test_a_log_on_a_full_disk_ends_no_run(workflow: Path):
+    with fake_comfyui() as fake, open("/dev/full", "w") as full:
+        command = [sys.executable, str(ROOT), *arguments(fake, workflow, "--set", "seed=1..4")]
+        assert subprocess.run(command, stdout=full, stderr=full, timeout=SECONDS).returncode == 0
+    assert len(list((workflow.parent / "out").glob("*.png"))) == 4
+
+
+def test_a_terminal_without_unicode_gets_escapes(workflow: Path):
+    with fake_comfyui() as fake:
+        listed = workflow.parent / "prompts.txt"
+        listed.write_text("猫\nfail\n", encoding="utf-8")
+        more = ("--set", f"prompt=@{listed}")
+        process = started(fake, workflow, *more, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+        out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert b"job 1 (prompt=\\u732b): " in out
+    assert b"job 2 (prompt=fail) failed" in err
+
+
+def test_help_says_how(capsys):
+    with pytest.raises(SystemExit):
+        main(["submit", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for word in ("--resume", "seed=1..8", "prompt=@prompts.txt", "File > Export (API)", "130"):
+        assert word in text
+
+
+def test_without_the_packages_it_says_what_to_install(workflow: Path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert main(["submit", str(workflow)]) == 2
+    err = capsys.readouterr().err
+    assert f'pillow, not installed here: run `pip install ".[client]"` in {ROOT}, or use' in err

@@ -1,0 +1,187 @@
+"""`qwen-l40s doctor`: every line carries its reason, the exit code whether anything runs."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from qwen_l40s.cli import doctor, main
+from qwen_l40s.machine import packages as software
+from qwen_l40s.machine.card import Capability, State
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_json_gives_a_state_and_a_reason_for_every_check(capsys):
+    pytest.importorskip("diffusers")
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["can_generate"] is True
+    assert found["device"] in ("cuda", "cpu")
+    assert found["remedy"] == ""
+    names = [check["name"] for check in found["checks"]]
+    for name in (
+        "Python",
+        "driver",
+        "fp8 tensor cores",
+        "torch",
+        "triton",
+        "attention sdpa_flash",
+        "attention sage_2",
+        "attention sliced",
+        "comfy-kitchen",
+        "ComfyUI",
+    ):
+        assert name in names
+    for check in found["checks"]:
+        assert check["state"] in ("usable", "limited", "not usable")
+        assert check["reason"]
+
+
+def test_table_ends_with_the_verdict(capsys):
+    pytest.importorskip("diffusers")
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("usable      Python: 3.")
+    assert lines[-1].startswith("Generation can run here")
+
+
+def test_without_any_package_it_says_what_to_install_and_exits_1():
+    # -S leaves site-packages out, where torch and all the others are.
+    command = [sys.executable, "-S", str(ROOT), "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert found["can_generate"] is False
+    assert found["device"] is None
+    assert found["remedy"].startswith('pip install "torch>=2.4" "diffusers>=0.36" "transformers>=')
+    (attention,) = (check for check in found["checks"] if check["name"].startswith("attention"))
+    assert (attention["state"], attention["reason"]) == ("not usable", "it needs torch")
+
+
+def test_what_no_machine_of_this_project_has_run_is_marked(capsys):
+    pytest.importorskip("diffusers")
+    assert main(["doctor"]) == 0
+    table = capsys.readouterr().out
+    marked = re.findall(r"  attention (\w+): .*; not run by us", table)
+    assert marked == ["flash_attn_2", "flash_attn_3", "sage_2"]
+
+
+def test_cuda_is_not_started_on_a_machine_without_a_card():
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a card")
+    code = (
+        "from qwen_l40s.cli.doctor import diagnose\n"
+        "diagnose()\n"
+        "import torch\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    path = {"QWEN_ROOT": str(ROOT), **os.environ}
+    preamble = (
+        "import importlib.util as u, os, sys\n"
+        "root = os.environ['QWEN_ROOT']\n"
+        "spec = u.spec_from_file_location('qwen_l40s', root + '/__init__.py')\n"
+        "sys.modules['qwen_l40s'] = module = u.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+    )
+    command = [sys.executable, "-c", preamble + code]
+    done = subprocess.run(command, capture_output=True, text=True, env=path, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_models_folder_that_is_not_there_is_refused(tmp_path, capsys):
+    assert main(["doctor", "--models", str(tmp_path / "none")]) == 2
+    message = capsys.readouterr().err
+    assert str(tmp_path / "none") in message
+    assert "Traceback" not in message
+
+
+# --- the verdict on ComfyUI's nodes
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Changes what is found; a Python of a usable ComfyUI without the packages for generation."""
+    pytest.importorskip("torch")
+    present = {software.KITCHEN.module}
+    find_spec = doctor.find_spec
+
+    def found(module):
+        return present if module in present else None if "kitchen" in module else find_spec(module)
+
+    def version(text):
+        (tmp_path / "comfyui_version.py").write_text(f'__version__ = "{text}"\n')
+
+    missing = software.Package("qwen-nowhere", "qwen_nowhere", "1.0", "")
+    monkeypatch.setattr(software, "STANDALONE", (missing,))
+    monkeypatch.setattr(doctor, "find_spec", found)
+    monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
+    version("0.33.0")
+    return SimpleNamespace(present=present, version=version, folder=tmp_path)
+
+
+def verdict(capsys):
+    """Exit code, the JSON of it, and the last lines of the table."""
+    code = main(["doctor", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert main(["doctor"]) == code
+    table = capsys.readouterr().out
+    return code, found, table.rpartition("\n\n")[2].splitlines()
+
+
+def test_the_nodes_alone_can_run(machine, capsys):
+    code, found, lines = verdict(capsys)
+    assert code == 0
+    assert (found["can_run_nodes"], found["can_generate"], found["device"]) == (True, False, None)
+    assert "qwen-nowhere" in found["remedy"]
+    assert lines[0] == "The ComfyUI nodes can run here."
+    assert lines[1].startswith("Generation cannot run here. Remedy: ")
+    assert "qwen-nowhere" in lines[1]
+
+
+def test_neither_can_run(machine, capsys, monkeypatch):
+    def without_kitchen():
+        machine.present.clear()
+
+    def old():
+        machine.version("0.32.9")
+
+    def gone():
+        monkeypatch.setenv("COMFYUI_PATH", "/nowhere")
+
+    def without_torch():
+        missing = Capability("torch", State.NOT_USABLE, "not installed", 'pip install "torch"')
+        monkeypatch.setattr(software, "check_torch", lambda: (missing, None))
+
+    for change in (without_kitchen, old, gone, without_torch):
+        machine.present.add(software.KITCHEN.module)
+        machine.version("0.33.0")
+        monkeypatch.setenv("COMFYUI_PATH", str(machine.folder))
+        change()
+        code, found, lines = verdict(capsys)
+        assert (code, found["can_run_nodes"], found["can_generate"]) == (1, False, False), change
+        (line,) = lines
+        assert line.startswith("Generation cannot run here. Remedy: "), change
+
+
+def test_both_can_run(machine, capsys, monkeypatch):
+    monkeypatch.setattr(software, "STANDALONE", ())
+    code, found, lines = verdict(capsys)
+    assert (code, found["can_run_nodes"], found["can_generate"]) == (0, True, True)
+    assert found["remedy"] == ""
+    assert lines[0] == "The ComfyUI nodes can run here."
+    assert lines[1].startswith("Generation can run here, on the ")
+
+
+def test_generation_alone_can_run(machine, capsys, monkeypatch):
+    monkeypatch.setattr(software, "STANDALONE", ())
+    machine.present.clear()
+    code, found, lines = verdict(capsys)
+    assert (code, found["can_run_nodes"], found["can_generate"]) == (0, False, True)
+    assert len(lines) == 1 and lines[0].startswith("Generation can run here, on the ")

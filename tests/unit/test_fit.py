@@ -1,0 +1,212 @@
+"""The fit of the constants: on runs that are made up, and on those that are bundled."""
+
+import copy
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("scipy")
+
+from qwen_l40s import SettingError
+from qwen_l40s.planning.cards import find_card, known_cards
+from qwen_l40s.planning.rates import MEASURED, NAMES, Constants, Rates, rates_by
+from qwen_l40s.spec import GIB
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+TRUE = {"gemm_bf16": 0.62, "gemm_fp8": 0.44, "gemm_int8": 0.41, "attention": 0.58}
+TRUE |= {"bandwidth": 0.72, "convolution": 0.2, "workspace": 60e6, "context": 550e6}
+SIDES = (1024, 1328, 2048)
+
+
+@pytest.fixture(scope="module")
+def fit():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))  # its own imports are of files beside it
+        spec = importlib.util.spec_from_file_location("benchmark_fit", BENCHMARKS / "fit.py")
+        module = importlib.util.module_from_spec(spec)
+        patch.setitem(sys.modules, "benchmark_fit", module)
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def card():
+    return find_card("H200", known_cards())
+
+
+@pytest.fixture(scope="module")
+def made_up(fit, card):
+    """Runs that are exactly what the arithmetic says with `TRUE`."""
+    rates = rates_by(Constants(**TRUE), card)
+    runs = []
+    for precision in ("bf16", "fp8", "int8"):
+        for index, side in enumerate(SIDES):
+            run = {"kind": "sampling", "precision": precision, "modulation": "off card"}
+            run |= {"family": "qwen-image-edit-2511", "width": side, "height": side, "steps": 5}
+            run |= {"batch": 1 + index % 2, "references": index, "text_tokens": 200 + 196 * index}
+            run["cfg"] = "two passes" if index == 1 else "off"
+            run["weights_bytes"] = fit.counted_weights(run)
+            beside = fit.counted_bytes(run) + TRUE["workspace"]
+            run["allocated_bytes"] = run["weights_bytes"] + beside
+            run["reserved_bytes"] = run["allocated_bytes"] + 10**8
+            run["card_bytes"] = run["reserved_bytes"] + TRUE["context"]
+            run["step_ms"] = 1e3 * fit.seconds_of(run, rates)
+            runs += [{**run, "half": half} for half in ("fit", "test")]
+    for kind in ("decode", "encode"):
+        for tiles in (1, 4):
+            run = {"kind": kind, "width": 1328, "height": 1024, "batch": 1, "tiles": tiles}
+            run["ms"] = 1e3 * fit.seconds_of(run, rates)
+            runs += [{**run, "half": half} for half in ("fit", "test")]
+    run = {"kind": "text", "precision": "fp8", "text_tokens": 200, "references": 0}
+    run["half"] = "test"
+    runs.append({**run, "ms": 1e3 * fit.seconds_of(run, rates)})
+    kernels = [{"task": "norm", "size": "", "gb_s": TRUE["bandwidth"] * card.bandwidth / 1e9}]
+    return {"conditions": {"card": "NVIDIA H200"}, "kernels": kernels, "runs": runs}
+
+
+def test_what_the_runs_were_made_with_is_found_again(fit, card, made_up):
+    found = fit.fit(made_up, card)
+    assert found == pytest.approx(TRUE, rel=0.01)
+    assert tuple(found) == NAMES
+    for half in fit.errors_of(made_up, found, card).values():
+        assert half["steps"] == 9
+        assert max(value for name, value in half.items() if name != "steps") < 0.01
+
+
+def test_only_the_fit_half_is_fitted(fit, card, made_up):
+    other = copy.deepcopy(made_up)
+    for run in other["runs"]:
+        if run["half"] == "test" and run["kind"] == "sampling":
+            run["step_ms"] *= 1.5
+            run["weights_bytes"] *= 1.1
+    assert fit.fit(other, card) == fit.fit(made_up, card)
+    errors = fit.errors_of(other, fit.fit(other, card), card)
+    assert errors["fit"]["step_worst"] < 0.01
+    assert errors["test"]["step_worst"] == pytest.approx(1 / 3, abs=0.01)
+    assert errors["test"]["weights_worst"] == pytest.approx(1 / 11, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("keep", "words"),
+    [
+        (lambda run: run["kind"] != "sampling", "steps in bf16, fp8, int8"),
+        (lambda run: run.get("precision") != "fp8", "steps in fp8"),
+        (lambda run: run["kind"] == "sampling", "VAE"),
+    ],
+)
+def test_a_matrix_with_a_hole_is_refused(fit, card, made_up, keep, words):
+    holed = {**made_up, "runs": list(filter(keep, made_up["runs"]))}
+    with pytest.raises(SettingError, match=f"no {words}.*measure the whole matrix"):
+        fit.fit(holed, card)
+
+
+def test_the_command_rewrites_the_file_with_constants_and_errors(
+    fit, made_up, tmp_path, monkeypatch, capsys
+):
+    path, kernels = tmp_path / "measured.json", tmp_path / "kernels.json"
+    path.write_text(json.dumps({**made_up, "kernels": [], "loads": [1]}))
+    rows = [
+        {"task": "norm", "size": "1024x1024", "way": way, "gb_s": 3456} for way in ("ours", "x")
+    ]
+    kernels.write_text(json.dumps({"rows": rows}))
+    command = ["fit.py", "--file", str(path)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert fit.main() == 2
+    assert "VAE or kernels" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*command, "--kernels", str(kernels)])
+    assert fit.main() == 0
+    found = json.loads(path.read_text())
+    assert found["constants"]["bandwidth"] == 0.72
+    assert found["kernels"] == [{"task": "norm", "size": "1024x1024", "gb_s": 3456}]
+    assert found["loads"] == [1] and found["runs"] == made_up["runs"]
+    assert list(found)[:3] == ["conditions", "constants", "fit"]
+    assert json.loads(capsys.readouterr().out)["fit"] == found["fit"]
+
+
+# --- the bundled file
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return json.loads(MEASURED.read_text())
+
+
+def test_the_bundled_constants_are_those_of_the_bundled_runs(fit, bundled):
+    card = find_card(bundled["conditions"]["card"], known_cards())
+    assert fit.fit(bundled, card) == pytest.approx(bundled["constants"], rel=1e-3)
+    errors = fit.errors_of(bundled, bundled["constants"], card)
+    for half, expected in bundled["fit"].items():
+        assert errors[half] == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+def test_the_matrix_is_as_large_as_it_has_to_be(bundled):
+    sampled = [run for run in bundled["runs"] if run["kind"] == "sampling"]
+    assert len(sampled) >= 32
+    for name, wanted in (
+        ("precision", {"bf16", "fp8", "int8"}),
+        ("batch", {1, 2}),
+        ("references", {0, 1, 3}),
+        ("modulation", {"on card", "off card"}),
+        ("width", {1024, 1328, 1664, 2048}),
+    ):
+        assert {run[name] for run in sampled} >= wanted
+    for kind in ("decode", "encode"):
+        tiles = {run["tiles"] for run in bundled["runs"] if run["kind"] == kind}
+        assert 1 in tiles and len(tiles) > 1
+    halves = [run["half"] for run in sampled]
+    assert abs(halves.count("fit") - halves.count("test")) <= 1
+
+
+def within_the_promised_errors(fit, run, constants, card):
+    """Whether a sampling run's step, weights and memory beside them are as predicted."""
+    rates = rates_by(Constants(**constants), card)
+    assert fit.seconds_of(run, rates) == pytest.approx(fit.measured_seconds(run), rel=0.1), run[
+        "id"
+    ]
+    assert fit.counted_weights(run) == pytest.approx(run["weights_bytes"], rel=0.01), run["id"]
+    held = run["allocated_bytes"] - run["weights_bytes"]
+    beside = fit.counted_bytes(run) + constants["workspace"]
+    assert abs(beside - held) <= max(0.1 * held, 0.15 * GIB), run["id"]
+
+
+def test_runs_that_were_not_fitted_are_within_the_promised_errors(fit, bundled):
+    card = find_card(bundled["conditions"]["card"], known_cards())
+    tested = [run for run in bundled["runs"] if run["half"] == "test" and run["kind"] == "sampling"]
+    assert tested
+    for run in tested:
+        within_the_promised_errors(fit, run, bundled["constants"], card)
+
+
+def test_the_constants_carry_over_to_a_card_that_was_not_fitted(fit, bundled):
+    """An H100 has the H200's arithmetic and 70 % of its bandwidth."""
+    other = json.loads((BENCHMARKS / "results" / "matrix-h100.json").read_text())
+    card = find_card(other["conditions"]["card"], known_cards())
+    tested = [run for run in other["runs"] if run["kind"] == "sampling"]
+    assert len(tested) == 30
+    for run in tested:
+        within_the_promised_errors(fit, run, bundled["constants"], card)
+
+
+def test_prompts_and_images_are_near_what_was_measured(fit, bundled):
+    """Beside steps nothing is promised."""
+    card = find_card(bundled["conditions"]["card"], known_cards())
+    rates = rates_by(Constants(**bundled["constants"]), card)
+    for kind, limit in (("text", 0.15), ("decode", 0.1), ("encode", 0.1)):
+        for run in (run for run in bundled["runs"] if run["kind"] == kind):
+            expected = fit.measured_seconds(run)
+            assert fit.seconds_of(run, rates) == pytest.approx(expected, rel=limit), run["id"]
+
+
+def test_what_a_calibration_measured_predicts_the_steps_too(fit, bundled):
+    """No constant is fitted for it: `bench --calibrate` ran for half a minute on the same card."""
+    rates = Rates(**bundled["calibration"]["rates"])
+    errors = [
+        fit.seconds_of(run, rates) / fit.measured_seconds(run) - 1
+        for run in bundled["runs"]
+        if run["kind"] == "sampling"
+    ]
+    assert min(errors) > -0.1
+    assert max(errors) < 0.15

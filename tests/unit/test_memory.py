@@ -1,0 +1,387 @@
+"""The counted bytes against tensors that exist, if only on torch's meta device."""
+
+import ast
+import re
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qwen_l40s import spec
+from qwen_l40s.errors import CheckpointError, SettingError
+from qwen_l40s.loaders.checkpoint import inspect_checkpoint
+from qwen_l40s.loaders.quantize import layers_to_quantize
+from qwen_l40s.planning import bytes as memory
+from qwen_l40s.planning.bytes import weight_bytes
+from qwen_l40s.spec import GIB, MIB, TransformerShape
+
+REAL = TransformerShape(
+    blocks=60,
+    dim=3072,
+    heads=24,
+    head_dim=128,
+    joint_dim=3584,
+    in_channels=64,
+    packed_out_channels=64,
+)
+ODD = TransformerShape(
+    blocks=3,
+    dim=120,
+    heads=5,
+    head_dim=24,
+    joint_dim=77,
+    in_channels=20,
+    packed_out_channels=28,
+)
+ROPE_AXES = {128: (16, 56, 56), 24: (8, 8, 8), 8: (4, 2, 2)}
+QUANTIZABLE = re.compile(
+    r"transformer_blocks\.\d+\.(attn\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"
+    r"|(img|txt)_mlp\.net\.(0\.proj|2))"
+)
+
+
+def build(shape, **options):
+    """The real class without memory behind it."""
+    torch = pytest.importorskip("torch")
+    diffusers = pytest.importorskip("diffusers")
+    with torch.device("meta"):
+        return diffusers.QwenImageTransformer2DModel(
+            patch_size=2,
+            in_channels=shape.in_channels,
+            out_channels=shape.packed_out_channels // 4,
+            num_layers=shape.blocks,
+            attention_head_dim=shape.head_dim,
+            num_attention_heads=shape.heads,
+            joint_attention_dim=shape.joint_dim,
+            axes_dims_rope=ROPE_AXES[shape.head_dim],
+            use_additional_t_cond=shape.addition_t_cond,
+            **options,
+        ).eval()
+
+
+def summed(shapes, precision, keep=frozenset()):
+    """The same four sums, tensor by tensor; shapes is {name: shape} of the real class."""
+    quantized = precision in ("fp8", "int8")
+    width = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2, "int8": 2}[precision]
+    sums = dict.fromkeys(("gemm", "modulation", "rest", "scales"), 0)
+    for name, sizes in shapes.items():
+        layer = name.removesuffix(".weight")
+        count = 1
+        for size in sizes:
+            count *= size
+        if len(sizes) == 2 and QUANTIZABLE.fullmatch(layer):
+            small = quantized and layer not in keep
+            sums["gemm"] += count if small else count * width
+            sums["scales"] += 4 * sizes[0] if small else 0
+        elif "_mod." in name:
+            sums["modulation"] += count * width
+        else:
+            sums["rest"] += count * width
+    return sums
+
+
+def shapes_of(model):
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+# --- weights ---
+
+
+@pytest.mark.parametrize("precision", spec.BYTES_PER_WEIGHT)
+@pytest.mark.parametrize(
+    "shape",
+    [REAL, ODD, replace(ODD, addition_t_cond=True)],
+    ids=["real", "odd", "odd layered"],
+)
+def test_weights_equal_the_sum_over_the_tensors(shape, precision):
+    shapes = shapes_of(build(shape))
+    assert asdict(weight_bytes(shape, precision)) == summed(shapes, precision)
+    keep = frozenset({"transformer_blocks.1.img_mlp.net.2", "transformer_blocks.0.attn.to_q"})
+    counted = weight_bytes(shape, precision, keep)
+    assert asdict(counted) == summed(shapes, precision, keep)
+    assert counted.total == sum(summed(shapes, precision, keep).values())
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    blocks=st.integers(1, 3),
+    heads=st.integers(1, 5),
+    joint=st.integers(1, 50),
+    channels=st.integers(1, 40),
+    out=st.integers(1, 9),
+    layered=st.booleans(),
+)
+def test_weights_at_any_sizes(blocks, heads, joint, channels, out, layered):
+    shape = TransformerShape(blocks, 8 * heads, heads, 8, joint, channels, 4 * out, layered)
+    assert asdict(weight_bytes(shape, "int8")) == summed(shapes_of(build(shape)), "int8")
+
+
+def test_published_numbers():
+    assert weight_bytes(REAL, "bf16").total / 2 == pytest.approx(20.430e9, rel=1e-4)
+    block = weight_bytes(REAL, "bf16").total - weight_bytes(replace(REAL, blocks=59), "bf16").total
+    assert block / 2 == 339_831_296
+    assert weight_bytes(REAL, "bf16").modulation / 2 / 60 == pytest.approx(113.2e6, rel=1e-3)
+    assert weight_bytes(REAL, "bf16").gemm / 2 / 60 == pytest.approx(226.5e6, rel=1e-3)
+
+
+def test_budgets_of_the_full_size():
+    totals = memory.weights_by_precision(REAL)
+    assert totals["bf16"] == totals["fp16"] <= 38.1 * GIB
+    assert totals["int8"] == totals["fp8"] <= 25.5 * GIB
+    assert totals["fp32"] == 2 * totals["bf16"]
+
+
+def test_the_layers_are_named_as_the_tensors_are():
+    shapes = shapes_of(build(ODD))
+    expected = {
+        name.removesuffix(".weight"): sizes
+        for name, sizes in shapes.items()
+        if QUANTIZABLE.fullmatch(name.removesuffix(".weight"))
+    }
+    assert ODD.quantizable_layers() == expected
+    assert len(expected) == 12 * ODD.blocks
+    layers = {name.removesuffix(".weight") for name in shapes}
+    assert layers_to_quantize(layers) == expected.keys()
+
+
+def test_a_kept_layer_costs_what_it_saves_less():
+    layer = "transformer_blocks.0.img_mlp.net.2"
+    rows, columns = REAL.quantizable_layers()[layer]
+    kept = memory.weights_by_precision(REAL, frozenset({layer}))
+    plain = memory.weights_by_precision(REAL)
+    assert kept["fp8"] - plain["fp8"] == rows * columns - 4 * rows
+    assert kept["bf16"] == plain["bf16"]
+
+
+def test_a_kept_layer_must_be_quantizable():
+    with pytest.raises(SettingError, match=r"'transformer_blocks\.0\.img_mod\.1' is no layer"):
+        weight_bytes(REAL, "fp8", frozenset({"transformer_blocks.0.img_mod.1"}))
+
+
+@pytest.mark.parametrize("count", [lambda name: weight_bytes(ODD, name), lambda name: part(name)])
+def test_unknown_precision(count):
+    with pytest.raises(SettingError, match="'nf4' is unknown: choose bf16, fp16, fp32, fp8, int8"):
+        count("nf4")
+
+
+def part(precision):
+    return memory.part_bytes(127_000_000, precision)
+
+
+def test_other_parts():
+    assert [part(name) for name in ("fp32", "bf16", "int8")] == [508e6, 254e6, 127e6]
+
+
+# --- from what header inspection finds ---
+
+
+def test_the_bundled_model_from_its_header():
+    folder = Path(__file__).resolve().parents[2] / "models" / "micro"
+    parts = {part.role: part for part in inspect_checkpoint(folder).parts}
+    found = parts["transformer"]
+    shape = TransformerShape.from_dims(found.dims, found.blocks, found.family)
+    assert weight_bytes(shape, "bf16").total == 2 * found.parameters
+    text = parts["text_encoder"]
+    assert 0 < memory.language_model_parameters(text.dims, text.blocks) < text.parameters
+
+
+def test_layered_has_one_more_embedding():
+    dims = {name: size for name, size in asdict(ODD).items() if name != "blocks"}
+    assert TransformerShape.from_dims(dims, 3, "Qwen-Image") == ODD
+    layered = TransformerShape.from_dims(dims, 3, "Qwen-Image-Layered")
+    assert weight_bytes(layered, "bf16").rest - weight_bytes(ODD, "bf16").rest == 2 * 120 * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"in_channels": None}, "do not tell the transformer's in_channels"),
+        ({"dim": "3072"}, "do not tell the transformer's dim"),
+        ({"joint_dim": 0}, "do not tell the transformer's joint_dim"),
+        ({"blocks": None}, "do not tell the transformer's blocks"),
+        ({"head_dim": 23}, "120 wide and its heads are 23: the width must be a whole number"),
+    ],
+)
+def test_sizes_that_do_not_fix_the_tensors(change, message):
+    dims = asdict(ODD) | change
+    blocks = dims.pop("blocks")
+    dims = {name: value for name, value in dims.items() if value is not None}
+    with pytest.raises(CheckpointError, match=message):
+        TransformerShape.from_dims(dims, blocks, "Qwen-Image")
+
+
+def test_language_model_of_the_published_size():
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    dims = {"hidden": 3584, "intermediate": 18944, "q_dim": 3584, "kv_dim": 512}
+    config = transformers.Qwen2Config(
+        vocab_size=152_064,
+        hidden_size=dims["hidden"],
+        intermediate_size=dims["intermediate"],
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+    )
+    with torch.device("meta"):
+        model = transformers.Qwen2Model(config)
+    expected = sum(tensor.numel() for tensor in model.parameters())
+    assert memory.language_model_parameters({**dims, "vocabulary": 152_064}, 28) == expected
+    # 8.29 B with the vision tower (0.68 B) and lm_head (0.54 B)
+    assert expected == pytest.approx(8.29e9 - 0.68e9 - 0.54e9, rel=2e-3)
+    with pytest.raises(CheckpointError, match="do not tell all of hidden"):
+        memory.language_model_parameters(dims, 28)
+
+
+# --- activations ---
+
+
+def traced_peak(monkeypatch, shape, *, width, height, batch, text_tokens, references=(), **options):
+    """Bytes alive at once in one forward of the real class, weights left out."""
+    torch = pytest.importorskip("torch")
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Live(TorchDispatchMode):
+        def __init__(self, weights):
+            super().__init__()
+            self.weights, self.alive, self.peak = weights, {}, 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            self.alive = {key: one for key, one in self.alive.items() if not one[0].expired()}
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, torch.Tensor):
+                    storage = tensor.untyped_storage()
+                    if storage._cdata not in self.weights:
+                        self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+            self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+            return out
+
+    def attention(query, key, value, **_):
+        """Without a score matrix, as every attention of a card is."""
+        return torch.empty_like(query.transpose(1, 2)).transpose(1, 2)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    grids = [(1, -(-high // 16), -(-wide // 16)) for wide, high in ((width, height), *references)]
+    model = build(shape, **options)
+    for tensor in model.parameters():
+        tensor.data = torch.empty_like(tensor, dtype=torch.bfloat16)
+    for name in ("pos_freqs", "neg_freqs"):
+        setattr(model.pos_embed, name, getattr(model.pos_embed, name).to("meta"))
+
+    def empty(*sizes):
+        return torch.empty(*sizes, dtype=torch.bfloat16, device="meta")
+
+    live = Live({tensor.untyped_storage()._cdata for tensor in model.parameters()})
+    with torch.inference_mode(), live:
+        model(
+            hidden_states=empty(batch, sum(h * w for _, h, w in grids), shape.in_channels),
+            encoder_hidden_states=empty(batch, text_tokens, shape.joint_dim),
+            timestep=empty(batch),
+            img_shapes=[grids] * batch,
+            return_dict=False,
+        )
+    return live.peak
+
+
+@pytest.mark.parametrize(
+    ("shape", "asked"),
+    [
+        (REAL, {"width": 1024, "height": 1024, "batch": 1, "text_tokens": 200}),
+        (REAL, {"width": 1328, "height": 1328, "batch": 2, "text_tokens": 20}),
+        (REAL, {"width": 64, "height": 64, "batch": 1, "text_tokens": 1000}),
+        (ODD, {"width": 300, "height": 200, "batch": 3, "text_tokens": 7}),
+    ],
+    ids=["1024", "1328 b2", "mostly text", "odd"],
+)
+def test_bound_covers_what_the_real_class_keeps_alive(monkeypatch, shape, asked):
+    peak = traced_peak(monkeypatch, replace(shape, blocks=2), **asked)
+    bound = memory.step_activation_bytes(shape, **asked) - memory.WORKSPACE_BYTES
+    assert peak <= bound
+    assert bound <= 3.5 * peak
+
+
+@pytest.mark.parametrize("timestep_zero", [False, True], ids=["2509", "2511"])
+def test_bound_covers_an_edit(monkeypatch, timestep_zero):
+    asked = {"width": 512, "height": 768, "batch": 1, "text_tokens": 300}
+    references = ((1024, 1024), (100, 100))
+    peak = traced_peak(
+        monkeypatch,
+        replace(REAL, blocks=2),
+        **asked,
+        references=references,
+        zero_cond_t=timestep_zero,
+    )
+    bound = memory.step_activation_bytes(REAL, **asked, reference_pixels=references)
+    assert peak <= bound - memory.WORKSPACE_BYTES <= 3.5 * peak
+
+
+def test_bound_against_the_measured_peaks():
+    """H200, 1024x1024, 200 text tokens; the peaks hold the weights and are rounded to 0.1 GiB."""
+    bound = memory.step_activation_bytes(REAL, width=1024, height=1024, text_tokens=200)
+    bf16 = 38.9 * GIB - weight_bytes(REAL, "bf16").total
+    fp8 = 26.5 * GIB - weight_bytes(REAL, "fp8").total
+    diffusers = 39.1 * GIB - weight_bytes(REAL, "bf16").total
+    assert max(bf16, fp8, diffusers) + 0.05 * GIB <= bound <= 2 * bf16
+
+
+USUAL = {"width": 1024, "height": 1024, "batch": 1, "text_tokens": 200}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"width": 1025},
+        {"height": 1040},
+        {"batch": 2},
+        {"text_tokens": 201},
+        {"reference_pixels": ((16, 16),)},
+        {"frames": 2},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_more_work_takes_more(more):
+    usual = memory.step_activation_bytes(REAL, **USUAL)
+    assert memory.step_activation_bytes(REAL, **(USUAL | more)) > usual
+
+
+def test_tokens_are_whole_and_references_stand_beside_the_image():
+    def count(**changes):
+        return memory.step_activation_bytes(REAL, **(USUAL | changes))
+
+    assert count(width=1009) == count()
+    assert count(reference_pixels=((1024, 1009),)) == count(frames=2)
+    assert count(reference_pixels=((512, 1024), (1024, 512))) == count(frames=2)
+
+
+@pytest.mark.parametrize("name", ["width", "height", "batch", "frames"])
+def test_sizes_must_be_positive(name):
+    with pytest.raises(SettingError, match=f"{name} must be at least 1, got 0"):
+        memory.step_activation_bytes(REAL, **(USUAL | {name: 0}))
+
+
+# --- words ---
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(38.05 * GIB, "38.0 GiB"), (GIB // 2, "0.5 GiB"), (6 * MIB, "6 MiB")]
+)
+def test_units(count, text):
+    assert spec.format_gib(count) == text
+
+
+def test_planning_needs_the_standard_library_only():
+    for file in Path(memory.__file__).parent.glob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        absolute = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
+        named = {alias.name for node in absolute for alias in node.names}
+        named |= {
+            node.module
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and not node.level
+        }
+        assert {name.partition(".")[0] for name in named} <= sys.stdlib_module_names

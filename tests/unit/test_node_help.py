@@ -1,0 +1,169 @@
+"""Help of the nodes: a page for each, which says what its node has, and tooltips on everything."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+from help_pictures import DRAWN, PICTURES
+
+import qwen_l40s
+from qwen_l40s.bench.rows import BASELINE
+from qwen_l40s.charts.figures import duration
+from qwen_l40s.planning.cards import BUNDLED, find_card, known_cards
+from qwen_l40s.planning.estimate import estimate
+from qwen_l40s.planning.request import Loras, RunRequest
+from qwen_l40s.spec import GIB
+
+ROOT = Path(__file__).resolve().parents[2]
+WEB = ROOT / qwen_l40s.WEB_DIRECTORY
+DOCS = WEB / "docs"
+PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md"))}
+NODES = sorted(
+    node
+    for file in (ROOT / "nodes").glob("*.py")
+    for node in re.findall(r'node_id="(\w+)"', file.read_text(encoding="utf-8"))
+)
+# What the page's Markdown renderer resolves against the folder of the help.
+PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)]*)\)")
+OURS = ("ours bf16", "ours fp8", "ours int8")
+MOST_BYTES = 40_000
+LONGEST = 3_500  # characters: what is read in a narrow panel
+# Choices that are not the node's own: files on a disk, cards in a list.
+LISTS = {"model", "clip", "vae", "lora", "card"}
+HTML = {"br"}
+# What a node says is written here.
+SPEAKING = ("charts", "hosts", "loaders", "nodes", "optimizations", "planning")
+
+
+def section(page: str, heading: str) -> str:
+    """What stands under a heading; empty where there is none."""
+    found = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
+    return found[1] if found else ""
+
+
+def inputs_on(page: str) -> list[tuple[list[str], str]]:
+    """(names, what is said of them) of the list of inputs."""
+    lines = re.findall(r"^- ((?:\*\*`\w+`\*\*(?:, )?)+)(.+)$", section(page, "Choose"), re.M)
+    return [(re.findall(r"`(\w+)`", names), words) for names, words in lines]
+
+
+def outputs_on(page: str) -> list[str]:
+    """Names in the table of outputs."""
+    return re.findall(r"^\| `([^`]+)` \|", section(page, "Outputs"), re.M)
+
+
+def test_every_node_has_a_page_and_every_page_a_node():
+    assert list(PAGES) == NODES
+
+
+def test_there_is_no_script_in_what_is_served():
+    """ComfyUI's page runs every .js file that it finds there."""
+    kinds = {file.suffix for file in WEB.rglob("*") if file.is_file()}
+    assert kinds == {".md", ".png"}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_short_and_begins_with_its_purpose(name):
+    page = PAGES[name]
+    assert len(page) <= LONGEST, f"{len(page)} characters"
+    assert re.match(r"[A-Z][^\n]+[.]\n\n", page), "the first paragraph is one sentence"
+    headings = re.findall(r"^## (.+)$", page, re.M)
+    assert headings[:4] == ["Choose", "Cost", "Outputs", "Place"]
+    assert set(re.findall(r"</?(\w+)", page)) <= HTML
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_pictures_of_a_page_are_there_and_small(name):
+    for words, target in PICTURE.findall(PAGES[name]):
+        # Relative to docs/; a path from the root would not know the folder's name.
+        assert words and re.fullmatch(r"images/\w+\.png", target), target
+        assert (DOCS / target).stat().st_size <= MOST_BYTES
+
+
+def test_every_picture_is_on_a_page():
+    shown = {target for page in PAGES.values() for _, target in PICTURE.findall(page)}
+    assert {f"images/{file.name}" for file in PICTURES.iterdir()} == shown
+    assert {f"images/{name}.png" for name in DRAWN} == shown
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_picture_is_what_the_charts_draw(name):
+    """Another version of PIL may draw letters a little otherwise."""
+    image, chops = pytest.importorskip("PIL.Image"), pytest.importorskip("PIL.ImageChops")
+    stat = pytest.importorskip("PIL.ImageStat")
+    drawn = DRAWN[name]().convert("RGB")
+    with image.open(PICTURES / f"{name}.png") as file:
+        kept = file.convert("RGB")
+    remedy = "run `python tests/help_pictures.py`"
+    assert kept.size == drawn.size, remedy
+    assert max(stat.Stat(chops.difference(kept, drawn)).mean) < 1.0, remedy
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_sentences_that_a_page_quotes_are_in_the_source(name, sentences):
+    quoted = re.findall(r'^\| "([^"]+)"', PAGES[name], re.M)
+    assert quoted or name == "QwenL40S_CFGNorm"
+    for words in quoted:
+        pattern = re.compile(".{1,60}?".join(map(re.escape, words.split("…"))))
+        assert any(map(pattern.search, sentences)), f"nothing says {words!r}"
+
+
+@pytest.fixture(scope="module")
+def sentences() -> list[str]:
+    """Every text of the package, with a mark where a value is put in."""
+    found = []
+    for file in (file for layer in SPEAKING for file in (ROOT / layer).rglob("*.py")):
+        for text in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(text, ast.JoinedStr):
+                parts = (getattr(part, "value", None) for part in text.values)
+                found.append("".join(x if isinstance(x, str) else "<value>" for x in parts))
+            elif isinstance(text, ast.Constant) and isinstance(text.value, str):
+                found.append(text.value)
+    return found
+
+
+def test_predicted_figures_are_the_estimators():
+    card = find_card("L40S", known_cards(BUNDLED))
+
+    def found(**request):
+        return estimate(RunRequest(**request), card)
+
+    def row(words, estimate):
+        peak = estimate.option.peak_bytes / GIB
+        return f"| {words} | {peak:.1f} GiB | {duration(estimate.image_seconds)} |"
+
+    for words, request in {
+        "`auto`: bf16, modulation off card": {},
+        "`int8`, modulation on card": {"precision": "int8"},
+        "`fp8`, modulation on card": {"precision": "fp8"},
+    }.items():
+        assert row(words, found(**request)) in PAGES["QwenL40S_LoadModel"]
+    for mode, name in (("merged", "merge"), ("bypass", "bypass")):
+        step = duration(found(loras=Loras(1, 32, mode)).step_seconds)
+        assert f"| `{name}` | {step} |" in PAGES["QwenL40S_LoadLora"]
+    text = found().phases["text"]
+    assert duration(text.seconds) in PAGES["QwenL40S_LoadTextEncoder"]
+    assert f"{text.weights / GIB:.1f} in bf16" in PAGES["QwenL40S_LoadTextEncoder"].replace(
+        " GiB", ""
+    )
+
+
+def test_measured_figures_are_those_of_the_results():
+    results = ROOT / "benchmarks" / "results" / "forward-h200.json"
+    page = PAGES["QwenL40S_Optimize"]
+    for row in json.loads(results.read_text(encoding="utf-8"))["rows"]:
+        if row["size"] == "1024x1024" and row["name"] in (BASELINE, *OURS):
+            assert f"{row['ms']:.1f}" in page, row["name"]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_workflows_that_a_page_names_have_the_node(name):
+    for workflow in named_workflows(PAGES[name]):
+        graph = json.loads((ROOT / "workflows" / f"{workflow}.json").read_text(encoding="utf-8"))
+        assert name in {entry["type"] for entry in graph["nodes"]}, workflow
+
+
+def named_workflows(page: str) -> list[str]:
+    return re.findall(r"`(\w+)`", section(page, "Shown in"))

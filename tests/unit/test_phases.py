@@ -1,0 +1,482 @@
+"""What planning counts of each phase: against what cards measured,
+that parts add up, and that more of anything never takes less.
+"""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from qwen_l40s.errors import SettingError, UnavailableError
+from qwen_l40s.planning import estimate as residence
+from qwen_l40s.planning import phases as phases_module
+from qwen_l40s.planning.activations import (
+    MOST_TABLE_BYTES,
+    Rows,
+    lora_bytes,
+    step_bytes,
+    table_bytes,
+)
+from qwen_l40s.planning.bytes import encoding_bytes, text_encoder_bytes, weight_bytes
+from qwen_l40s.planning.estimate import host_ram, host_ram_bytes
+from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES, phases, transformer_bytes, vae_bytes
+from qwen_l40s.planning.plan import plan
+from qwen_l40s.planning.rates import Constants
+from qwen_l40s.planning.request import (
+    HELD_PRECISIONS,
+    TEXT_PLACES,
+    Loras,
+    Parts,
+    RunRequest,
+    Setting,
+)
+from qwen_l40s.spec import GIB, MIB, CardFacts
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+CARD = int(44.4 * GIB)
+
+sides = st.integers(16, 128).map(lambda tokens: 16 * tokens)
+loras = st.builds(
+    Loras,
+    count=st.integers(0, 3),
+    rank=st.sampled_from([4, 16, 64]),
+    mode=st.sampled_from(["merged", "bypass"]),
+)
+requests = st.one_of(
+    st.builds(
+        RunRequest,
+        width=sides,
+        height=sides,
+        batch=st.integers(1, 3),
+        steps=st.integers(1, 60),
+        cfg=st.sampled_from(["two passes", "one pass", "off"]),
+        text_tokens=st.integers(1, 1200),
+        loras=loras,
+        controlnet_bytes=st.sampled_from([0, 1, 3_536_000_000]),
+    ),
+    st.builds(
+        RunRequest,
+        family=st.sampled_from(["qwen-image-edit-2509", "qwen-image-edit-2511"]),
+        width=sides,
+        height=sides,
+        references=st.integers(0, 3),
+    ),
+    st.builds(
+        RunRequest,
+        family=st.just("qwen-image-layered"),
+        width=st.just(640),
+        height=sides,
+        layers=st.integers(0, 6),
+    ),
+)
+settled = st.builds(
+    Setting,
+    precision=st.sampled_from(HELD_PRECISIONS),
+    modulation=st.sampled_from(["on card", "off card"]),
+    text_encoder=st.sampled_from(HELD_PRECISIONS),
+    text_encoder_place=st.sampled_from(TEXT_PLACES),
+)
+
+
+# ----------------------------------------------------------------------- what was measured, counted
+
+
+def rows_of(name):
+    found = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    for row in found["rows"]:
+        precision = row["name"].removeprefix("ours ")
+        if precision in HELD_PRECISIONS and "extra_gib" in row:
+            yield pytest.param(found["conditions"], row, id=f"{name}, {row['name']} {row['size']}")
+
+
+FORWARD = [*rows_of("forward-h200.json"), *rows_of("forward-h200-edit.json")]
+
+
+@pytest.mark.parametrize(("conditions", "row"), FORWARD)
+def test_the_count_is_what_an_h200_allocated(conditions, row):
+    width, height = map(int, row["size"].split("x"))
+    references = conditions["references"]
+    # The benchmark's tokens are those of the whole prompt.
+    family = "qwen-image-edit-2511" if references else "qwen-image"
+    request = RunRequest(
+        family=family,
+        width=width,
+        height=height,
+        references=references,
+        text_tokens=conditions["text_tokens"] - 196 * references,
+    )
+    counted, table = (
+        step_bytes(request, Setting(row["name"].removeprefix("ours "))),
+        table_bytes(request),
+    )
+    for found, count in (("extra_gib", counted.later), ("warmup_extra_gib", counted.first)):
+        assert (count + table) / GIB == pytest.approx(row[found], rel=0.04)
+
+
+def server_records():
+    found = json.loads((RESULTS / "memory-h200.json").read_text(encoding="utf-8"))
+    return [
+        record
+        for record in found["records"]
+        if record["mode"] == "legacy" and record["case"] == "ours-bf16"
+    ]
+
+
+def test_the_phases_are_what_a_server_allocated():
+    """4 steps in ComfyUI's server, prompt to image, with all of its tensors; the 1024x1024 images
+    come after those of 1328x1328, whose table stays.
+    """
+    setting = Setting(modulation="off card")
+    for record in server_records():
+        side = record["size"]
+        request = RunRequest(width=side, height=side, steps=4, text_tokens=104)
+        found = phases(request, setting, CARD)
+        for name, measured in (("sampling", "sample"), ("decode", "decode")):
+            phase = found[name]
+            count = phase.peak_bytes - phase.workspace + sum(phase.resident.values())
+            if record["image"] == "first" and side == 1328 and name == "sampling":
+                count -= phase.resident["VAE"]  # which comes to the card with the first image
+            allocated = record["phases"][measured]["max_allocated_gib"]
+            assert count / GIB == pytest.approx(allocated, abs=0.15), (name, record["image"])
+
+
+def test_the_text_encoder_is_what_an_h200_held():
+    assert text_encoder_bytes(RunRequest(), "bf16") / GIB == pytest.approx(14.43, abs=0.005)
+    first = server_records()[0]["phases"]["encode"]["max_allocated_gib"]
+    held = text_encoder_bytes(RunRequest(), "bf16") + encoding_bytes(RunRequest(text_tokens=40))
+    assert held / GIB == pytest.approx(first, abs=0.06)
+
+
+# ------------------------------------------------------------------------------------- the phases
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(request=requests, setting=settled, card=st.sampled_from([None, 139 * GIB]))
+def test_parts_add_up_and_none_is_negative(request, setting, card):
+    found = phases(request, setting, card)
+    assert tuple(found) == PHASES
+    for name, phase in found.items():
+        assert phase.name == name and phase.note
+        parts = [phase.weights, phase.activations, phase.workspace, phase.context]
+        parts += phase.resident.values()
+        assert all(isinstance(part, int) and part >= 0 for part in parts)
+        assert all(phase.resident.values())
+        assert phase.peak_bytes == sum(parts[:3])
+        assert phase.card_bytes == sum(parts)
+    held = transformer_bytes(request, setting)
+    waits = held.modulation if setting.off_card else 0
+    assert found["sampling"].weights == held.total - waits
+    assert ("text encoder" in found["sampling"].resident) == (
+        setting.text_encoder_place == "on card"
+    )
+    assert (
+        found["sampling"].resident["modulation table"] == table_bytes(request) <= MOST_TABLE_BYTES
+    )
+
+
+@hypothesis_settings(max_examples=80, deadline=None)
+@given(request=requests, setting=settled, data=st.data())
+def test_more_never_takes_less(request, setting, data):
+    name = data.draw(st.sampled_from(["width", "height", "batch", "steps", "text_tokens", "rank"]))
+    if name == "rank":
+        more = replace(request, loras=replace(request.loras, rank=request.loras.rank + 8))
+    else:
+        more = replace(
+            request, **{name: getattr(request, name) + (16 if name in ("width", "height") else 1)}
+        )
+    assert step_bytes(more, setting).first >= step_bytes(request, setting).first
+    assert step_bytes(more, setting).later >= step_bytes(request, setting).later
+    assert lora_bytes(more) >= lora_bytes(request)
+    assert encoding_bytes(more) >= encoding_bytes(request)
+    assert host_ram_bytes(more, setting) >= host_ram_bytes(request, setting)
+    less, most = phases(request, setting), phases(more, setting)
+    for phase in PHASES:
+        assert most[phase].activations >= less[phase].activations
+        assert most[phase].weights >= less[phase].weights
+
+
+@pytest.mark.parametrize("references", [0, 1, 2])
+def test_a_reference_more_takes_more(references):
+    less = RunRequest(family="qwen-image-edit-2511", references=references)
+    more = replace(less, references=references + 1)
+    for setting in (Setting(), Setting("int8"), Setting("fp8", weight_only=True)):
+        assert step_bytes(more, setting).first > step_bytes(less, setting).first
+        assert step_bytes(more, setting).later > step_bytes(less, setting).later
+    assert phases(more, Setting())["text"].activations >= encoding_bytes(less)
+
+
+def test_two_prompts_in_one_pass_take_twice_the_tokens():
+    apart = Rows.of(RunRequest(batch=2))
+    assert Rows.of(RunRequest(batch=2, cfg="one pass")) == Rows(
+        4, 2 * apart.text, 2 * apart.painted, 2 * apart.image
+    )
+    assert step_bytes(RunRequest(cfg="off"), Setting()) == step_bytes(RunRequest(), Setting())
+
+
+def test_edit_2511_has_two_rows_of_modulation_for_the_image():
+    table = {
+        (family, references): table_bytes(
+            RunRequest(family=family, references=references, steps=20, batch=1)
+        )
+        for family in ("qwen-image-edit-2509", "qwen-image-edit-2511")
+        for references in (0, 1)
+    }
+    assert table["qwen-image-edit-2509", 1] == 20 * 60 * 2 * 6 * 3072 * 2
+    assert table["qwen-image-edit-2511", 1] * 2 == table["qwen-image-edit-2509", 1] * 3
+    assert table["qwen-image-edit-2511", 0] == table["qwen-image-edit-2509", 0]
+    assert (
+        table_bytes(RunRequest(steps=1000))
+        <= MOST_TABLE_BYTES
+        < table_bytes(RunRequest(steps=120)) * 1.02
+    )
+
+
+def test_loras_count_beside_the_weights_and_not_in_them():
+    merged, beside = (RunRequest(loras=Loras(2, 32, mode)) for mode in ("merged", "bypass"))
+    assert "LoRAs" not in phases(merged, Setting())["sampling"].resident
+    held = phases(beside, Setting())["sampling"].resident["LoRAs"]
+    # 60 blocks: 8 layers of 3072 x 3072 and 4 with one side of 12288.
+    assert held == 2 * 32 * 2 * 60 * (8 * 6144 + 4 * 15360)
+    assert step_bytes(merged, Setting()) == step_bytes(RunRequest(), Setting())
+    assert step_bytes(beside, Setting()).later > step_bytes(merged, Setting()).later
+
+
+@pytest.mark.parametrize("side", [128, 512, 1328])
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_loras_beside_weights_that_are_expanded_never_take_less(side, precision):
+    plain, beside = (
+        RunRequest(width=side, height=side, loras=Loras(n, 32, "bypass")) for n in (0, 1)
+    )
+    expanded = Setting(precision, weight_only=True)
+    for less, more in (
+        ((plain, expanded), (beside, expanded)),
+        ((beside, Setting()), (beside, expanded)),
+    ):
+        assert step_bytes(*more).later >= step_bytes(*less).later
+        assert step_bytes(*more).first >= step_bytes(*less).first
+
+
+def test_true_sizes_stand_above_published_ones():
+    parts = Parts(
+        transformer_bytes=30 * GIB,
+        modulation_bytes=10 * GIB,
+        text_encoder_bytes=5 * GIB,
+        vae_bytes=GIB,
+    )
+    found = phases(RunRequest(parts=parts), Setting(modulation="off card"))
+    assert found["sampling"].weights == 20 * GIB
+    assert found["text"].weights == 5 * GIB
+    assert found["decode"].weights == GIB
+    assert found["sampling"].resident["text encoder"] == 5 * GIB
+    smaller = Parts(transformer_bytes=5 * GIB)  # less than the published modulation
+    assert (
+        phases(RunRequest(parts=smaller), Setting(modulation="off card"))["sampling"].weights == 0
+    )
+
+
+@pytest.mark.parametrize("precision", HELD_PRECISIONS)
+def test_weights_are_exact(precision):
+    counted = weight_bytes(RunRequest().transformer, precision)
+    on = phases(RunRequest(), Setting(precision))["sampling"].weights
+    off = phases(RunRequest(), Setting(precision, "off card"))["sampling"].weights
+    assert (on, off) == (counted.total, counted.total - counted.modulation)
+
+
+def test_the_places_of_the_text_encoder():
+    place = {name: phases(RunRequest(), Setting(text_encoder_place=name)) for name in TEXT_PLACES}
+    whole = text_encoder_bytes(RunRequest(), "bf16")
+    assert place["on card"]["text"].weights == place["drop after encoding"]["text"].weights == whole
+    assert "transformer" in place["on card"]["text"].resident
+    assert "transformer" not in place["drop after encoding"]["text"].resident
+    assert place["cpu"]["text"].peak_bytes == 0
+    for name in ("drop after encoding", "cpu"):
+        assert "text encoder" not in place[name]["decode"].resident
+    assert "processor" in place["cpu"]["text"].note
+
+
+def test_references_are_encoded_by_the_vae_wherever_the_prompt_is():
+    request = RunRequest(family="qwen-image-edit-2511", references=1)
+    on_processor = phases(request, Setting(text_encoder_place="cpu"))["text"]
+    assert on_processor.weights == 0
+    assert on_processor.activations / GIB == pytest.approx(0.95, abs=0.02)
+    assert "reference" in on_processor.note
+
+
+def test_weights_that_are_moved_in_each_step_fill_the_card():
+    request, setting = (
+        RunRequest(),
+        Setting(text_encoder_place="drop after encoding", resident=False),
+    )
+    sampling = phases(request, setting, 24 * GIB)["sampling"]
+    assert sampling.card_bytes == 24 * GIB - KEPT_FREE_BYTES
+    assert 0 < sampling.weights < weight_bytes(request.transformer, "bf16").total
+    assert "moved" in sampling.note
+
+
+# ----------------------------------------------------------------------------------- the decoder
+
+
+def test_the_decoder_plans_within_what_is_left():
+    setting = Setting(modulation="off card")
+    roomy = phases(RunRequest(), setting, CARD)["decode"]
+    assert roomy.note.startswith("whole") and roomy.card_bytes <= CARD
+    tight = phases(RunRequest(), setting, CARD - 2 * GIB)["decode"]
+    assert "exact tiles" in tight.note and tight.card_bytes <= CARD - 2 * GIB
+    assert tight.activations < roomy.activations
+    assert phases(RunRequest(tiles=4), setting, CARD)["decode"].note.startswith("4 exact tiles")
+
+
+def test_the_decoder_has_others_moved_where_nothing_exact_fits():
+    setting = Setting()  # more than the card has
+    found = phases(RunRequest(), setting, CARD)
+    decode = found["decode"]
+    assert "moves" in decode.note
+    assert decode.card_bytes <= CARD
+    assert sum(decode.resident.values()) < sum(found["sampling"].resident.values()) + (
+        found["sampling"].weights
+    )
+
+
+def test_whole_is_whole_whatever_is_free():
+    decode = phases(RunRequest(tiles=1, batch=3), Setting(modulation="off card"), CARD - 2 * GIB)[
+        "decode"
+    ]
+    assert decode.note.startswith("whole")
+    assert "moves" in decode.note
+
+
+def test_an_image_that_does_not_decode_is_refused():
+    with pytest.raises(UnavailableError, match="choose a smaller size"):
+        phases(RunRequest(width=8192, height=8192), Setting(), GIB)
+
+
+def test_layers_are_decoded_as_images():
+    one = phases(RunRequest(family="qwen-image-layered", width=640, height=640), Setting())[
+        "decode"
+    ]
+    request = RunRequest(family="qwen-image-layered", width=640, height=640, layers=3)
+    four = phases(request, Setting())["decode"]
+    assert four.activations == pytest.approx(4 * one.activations, rel=0.01)
+    assert four.weights == vae_bytes(request)
+
+
+# ------------------------------------------------------------------------------------- host memory
+
+
+def test_host_memory_is_named_by_what_it_is_for():
+    plain = host_ram(RunRequest(), Setting())
+    assert set(plain) == {"ComfyUI, torch and CUDA", "images", "prompts"}
+    quantized = host_ram(RunRequest(), Setting("int8", "off card", text_encoder_place="cpu"))
+    assert quantized["transformer, quantized on load"] / GIB == pytest.approx(12.7, abs=0.1)
+    assert quantized["modulation that waits"] / GIB == pytest.approx(12.66, abs=0.01)
+    assert quantized["pinned ring"] == 128 * MIB
+    assert quantized["text encoder that waits"] == text_encoder_bytes(RunRequest(), "bf16")
+    written = host_ram(RunRequest(), Setting("int8"), quantize_on_load=False)
+    assert not any("quantized" in name for name in written)
+    assert host_ram_bytes(RunRequest(), Setting()) == sum(plain.values())
+
+
+@pytest.mark.parametrize("place", TEXT_PLACES)
+@pytest.mark.parametrize("total", [8, 16, 24, 30])
+def test_a_text_encoder_keeps_its_place_where_weights_are_moved(total, place):
+    setting = Setting(modulation="off card", text_encoder_place=place, resident=False)
+    found = phases(RunRequest(), setting, total * GIB)
+    usable = total * GIB - KEPT_FREE_BYTES
+    assert all(phase.card_bytes <= usable for phase in found.values())
+    there = found["sampling"].resident.get("text encoder", 0)
+    whole = text_encoder_bytes(RunRequest(), "bf16")
+    assert there == 0 if place != "on card" else there <= whole
+    if place == "on card":
+        assert (there == whole) == (total > 16)
+        assert found["sampling"].card_bytes == usable
+    if total == 8 and place != "cpu":
+        assert "moved to the card as it computes" in found["text"].note
+        assert found["text"].weights < whole
+
+
+def test_what_is_moved_in_each_pass_waits_in_host_memory():
+    setting = Setting(resident=False, text_encoder_place="drop after encoding")
+    parts = host_ram(RunRequest(), setting, moved_bytes=11 * GIB)
+    assert parts["transformer that is moved in each pass"] == 11 * GIB
+    # A copy that was quantized on load is there already.
+    setting = replace(setting, precision="int8", modulation="off card")
+    name = "transformer that is moved in each pass"
+    assert name not in host_ram(RunRequest(), setting, moved_bytes=6 * GIB)
+    written = host_ram(RunRequest(), setting, moved_bytes=6 * GIB, quantize_on_load=False)
+    assert written[name] == 6 * GIB
+
+
+@pytest.mark.parametrize("named", [{}, {"text_encoder_place": "on card"}])
+@pytest.mark.parametrize("total", [8, 16, 30])
+def test_host_memory_agrees_with_the_plan(total, named):
+    request = RunRequest(precision="bf16", modulation="off card", **named)
+    option = plan(CardFacts("card", total * GIB, (8, 9)), request)[0]
+    parts = host_ram(request, option.setting, moved_bytes=option.moved_bytes)
+    assert parts.get("transformer that is moved in each pass", 0) == option.moved_bytes
+    assert (option.moved_bytes > 0) == (total < 30 or bool(named))
+
+
+def test_what_is_at_hand_is_not_quantized_again():
+    parts = Parts(transformer_bytes=27 * GIB, text_encoder_bytes=9 * GIB)
+    found = host_ram(RunRequest(parts=parts), Setting("int8", text_encoder="int8"))
+    assert not any("quantized" in name for name in found)
+    made = Setting(text_encoder="int8")
+    assert "text encoder, quantized on load" in host_ram(RunRequest(), made)
+    # A file that holds something else is quantized, too.
+    parts = Parts(text_encoder_bytes=9 * GIB, file_bytes=(("text encoder", 16 * GIB),))
+    assert "text encoder, quantized on load" in host_ram(RunRequest(parts=parts), made)
+
+
+# ----------------------------------------------------------------------------- settings, constants
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "file"),
+    [
+        ("MOST_BYTES", MOST_TABLE_BYTES, "optimizations/modulation.py"),
+        ("RING_BYTES", residence.RING_BYTES, "optimizations/weight_stream.py"),
+        ("STAGING_BYTES", residence.STAGING_BYTES, "hosts/comfyui/precision.py"),
+        ("LAYERS_ON_CARD", phases_module.LAYERS_ON_CARD, "hosts/comfyui/off_card_pass.py"),
+    ],
+)
+def test_figures_are_those_of_the_code_that_runs(name, value, file):
+    text = (RESULTS.parent.parent / file).read_text(encoding="utf-8")
+    (written,) = re.findall(rf"^{name} = (.+)$", text, re.M)
+    assert eval(written, {"GIB": GIB, "MIB": MIB, "int": int}) == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"precision": "auto"}, "precision 'auto'"),
+        ({"precision": "fp32"}, "precision 'fp32'"),
+        ({"modulation": "auto"}, "modulation 'auto'"),
+        ({"text_encoder": "auto"}, "text encoder precision 'auto'"),
+        ({"text_encoder_place": "auto"}, "text encoder place 'auto'"),
+        ({"weight_only": True}, "leave weight_only to fp8 and int8"),
+    ],
+)
+def test_what_is_not_settled_is_refused(arguments, message):
+    with pytest.raises(SettingError, match=message):
+        Setting(**arguments)
+
+
+def test_the_fitted_workspace_and_context_are_taken(monkeypatch):
+    fitted = Constants(0.5, 0.5, 0.5, 0.5, 0.5, 0.5, workspace=123.0, context=456.0)
+    monkeypatch.setattr(phases_module, "constants", lambda: fitted)
+    sampling = phases(RunRequest(), Setting())["sampling"]
+    assert (sampling.workspace, sampling.context) == (123, 456)
+
+
+def test_memory_is_planned_without_the_measurements(monkeypatch):
+    def damaged():
+        raise UnavailableError("measured.json cannot be read: install the package again.")
+
+    monkeypatch.setattr(phases_module, "constants", damaged)
+    sampling = phases(RunRequest(), Setting())["sampling"]
+    assert sampling.workspace > 0 and sampling.context > 0

@@ -1,0 +1,70 @@
+"""What the package offers: names, and how little an import of it costs."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import qwen_l40s
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_PACKAGE = {"tests", "benchmarks", "docs", "build", "dist", "out"}
+HEAVY = (
+    *("torch", "diffusers", "transformers", "numpy", "PIL", "scipy", "safetensors", "triton"),
+    *("comfy", "comfy_api", "comfy_execution", "comfy_kitchen", "folder_paths"),  # ComfyUI's own
+)
+
+
+def module_names():
+    """The import name of every module of the package."""
+    for file in sorted(ROOT.rglob("*.py")):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        outside = parts[0] in NOT_PACKAGE or any(part.startswith(".") for part in parts)
+        if not outside and parts[-1] != "__main__":
+            inside = parts[:-1] if parts[-1] == "__init__" else parts
+            yield ".".join(("qwen_l40s", *inside))
+
+
+def test_all_is_what_is_public():
+    public = [
+        name
+        for name, value in vars(qwen_l40s).items()
+        if name == "__version__" or not (name.startswith("_") or isinstance(value, ModuleType))
+    ]
+    assert sorted(qwen_l40s.__all__) == sorted(public)
+
+
+@pytest.mark.parametrize("name", list(module_names()))
+def test_every_module_imports_and_offers_what_it_says(name):
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in HEAVY:
+            pytest.skip(f"{error.name} is not installed")
+        raise
+    listed = getattr(module, "__all__", [])
+    assert [entry for entry in listed if not hasattr(module, entry)] == []
+
+
+def test_every_error_is_one_kind():
+    for name in ("CheckpointError", "SettingError", "UnavailableError"):
+        assert issubclass(getattr(qwen_l40s, name), qwen_l40s.QwenL40SError)
+
+
+def test_import_and_parser_load_nothing_heavy():
+    code = (
+        "import importlib.util as u, sys\n"
+        "spec = u.spec_from_file_location('qwen_l40s', sys.argv[1])\n"
+        "sys.modules['qwen_l40s'] = module = u.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "from qwen_l40s.cli import COMMANDS, build_parser\n"
+        "build_parser(COMMANDS).format_help()\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])\n"
+    )
+    command = [sys.executable, "-c", code, str(ROOT / "__init__.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")

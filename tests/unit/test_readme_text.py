@@ -1,0 +1,143 @@
+"""What the README and docs/ name is there: files, nodes, workflows, commands, messages."""
+
+import ast
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from qwen_l40s.cli import COMMANDS
+from qwen_l40s.tools.workflows import graph as models
+from qwen_l40s.tools.workflows.graph import ModelFile
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MARK = "<!-- made by tests/test_readme_text.py -->"
+LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(?:#([^)\s]+))?\)")
+FILES_HEAD = "| no. | file | GB | goes into |\n|---|---|---|---|"
+PACKAGE = {"charts", "cli", "client", "hosts", "loaders", "nodes", "optimizations", "planning"}
+
+
+def prose(page):
+    """A page without its fenced blocks, where brackets and # mean other things."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def anchors(page):
+    """How a Markdown page names its headings in addresses."""
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def section(title, page=README):
+    """A page's text under a heading, to the next heading."""
+    text = page.read_text(encoding="utf-8")
+    found = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#|\Z)", text, re.M | re.S)
+    assert found, f"{page.name} has no heading {title!r}"
+    return found[1]
+
+
+def rows(title):
+    """The cells of the table under a heading, without its head."""
+    lines = [line for line in section(title).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_of_the_repository(page):
+    for path, anchor in LINK.findall(prose(page)):
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_relative_to(ROOT) and target.exists(), f"{page.name} links to {path}"
+        if anchor:
+            assert anchor in anchors(target), f"{page.name} links to {path}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_addresses_are_of_models_and_of_comfyui_alone(page):
+    hosts = set(re.findall(r"https?://([\w.-]+)", page.read_text(encoding="utf-8")))
+    assert hosts <= {"huggingface.co", "github.com", "127.0.0.1"}
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 180
+
+
+def test_every_page_of_docs_is_linked_from_the_readme():
+    linked = {path for path, _ in LINK.findall(prose(README))}
+    assert {f"docs/{page.name}" for page in PAGES[2:]} - linked == set()
+
+
+def test_the_table_of_nodes_holds_each_node():
+    ids = set()
+    for file in (ROOT / "nodes").glob("*.py"):
+        ids |= set(re.findall(r'node_id="(\w+)"', file.read_text(encoding="utf-8")))
+    assert ids
+    assert set(re.findall(r"web/docs/(\w+)\.md", section("Nodes"))) == ids
+
+
+def test_the_table_of_commands_holds_each_command():
+    named = re.findall(r"^\| `qwen-l40s (\w+)", section("The command"), re.M)
+    assert set(named) == set(COMMANDS)
+
+
+def published():
+    """The files of models.py, as they stand there."""
+    return [file for file in vars(models).values() if isinstance(file, ModelFile)]
+
+
+def size(file):
+    return "not known" if file.gb is None else f"{file.gb:g}"
+
+
+def files_table():
+    lines = [
+        f"| {number} | [{file.name}]({file.url}) | {size(file)} | `models/{file.directory}` |"
+        for number, file in enumerate(published(), 1)
+    ]
+    return "\n".join((FILES_HEAD, *lines))
+
+
+def test_the_table_of_files_is_what_the_workflows_name():
+    table = files_table()
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    assert f"{MARK}\n\n{table}\n\n" in text, f"put this behind the mark:\n\n{table}\n"
+
+
+def test_the_table_of_workflows_holds_each_with_its_files():
+    numbers = {file.name: number for number, file in enumerate(published(), 1)}
+    needed = defaultdict(set)
+    for path in (ROOT / "workflows" / "api").glob("*.json"):
+        graph = json.loads(path.read_text(encoding="utf-8"))
+        links = [link for node in graph.values() for link in node["_meta"].get("models", ())]
+        needed[path.stem] = {numbers[link["name"]] for link in links}
+    expected = {
+        name: ", ".join(map(str, sorted(files))) or "none" for name, files in needed.items()
+    }
+    found = {re.findall(r"\w+", cells[0])[0]: cells[2] for cells in rows("Workflows")}
+    assert found == expected
+    assert {path.stem for path in (ROOT / "workflows").glob("*.json")} == set(expected)
+
+
+def constants(tree):
+    """The texts in a module, those between the braces of an f-string apart."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            texts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
+            yield "".join(texts)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_messages_in_the_table_of_symptoms_are_the_codes_own():
+    texts = []
+    for folder in PACKAGE:
+        for file in (ROOT / folder).rglob("*.py"):
+            texts += constants(ast.parse(file.read_text(encoding="utf-8")))
+    quoted = re.findall(
+        r"“([^”]+)”", section("When something is wrong", ROOT / "docs" / "troubleshooting.md")
+    )
+    assert len(quoted) > 10
+    assert [text for text in quoted if not any(text in known for known in texts)] == []

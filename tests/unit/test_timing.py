@@ -1,0 +1,346 @@
+"""Times from counted work: properties, and what an H200 measured of single kernels and forwards."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qwen_l40s import SettingError
+from qwen_l40s.planning.rates import Rates, measured
+from qwen_l40s.planning.request import Loras, RunRequest
+from qwen_l40s.planning.run_times import SOURCES, START, Load, cold_start_seconds, load_seconds
+from qwen_l40s.planning.times import (
+    Pass,
+    attention_seconds,
+    decode_seconds,
+    encode_image_seconds,
+    encode_text_seconds,
+    forward_seconds,
+    pass_seconds,
+    product_seconds,
+    prompt_seconds,
+    sampling_seconds,
+    step_work,
+    table_seconds,
+    vae_seconds,
+)
+from qwen_l40s.planning.vae_bytes import down_steps, middle_steps, up_steps
+from qwen_l40s.planning.work import Inputs, block_bytes, forward_work
+from qwen_l40s.spec import BLOCK_GEMMS, FULL_SIZE, MIB, VaeShape
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+# Of the order of an H200's.
+H200 = Rates(
+    gemm={"bf16": 600e12, "fp8": 900e12, "int8": 850e12},
+    attention=600e12,
+    bandwidth=3.4e12,
+    convolution=190e12,
+    encoder=40e12,
+    pcie=55e9,
+)
+AMPERE = replace(H200, gemm={"bf16": 600e12, "int8": 850e12})
+FREE = replace(H200, bandwidth=1e30)
+PRECISIONS = ("bf16", "fp8", "int8")
+# Bytes of a bf16 transformer, of its layers that are quantized, and of it with these in 8 bits.
+WHOLE, LAYERS, EIGHT_BITS = 40_900_000_000, 27_200_000_000, 27_300_000_000
+sizes = st.integers(1, 128).map(lambda side: 16 * side)
+
+
+@pytest.fixture
+def kernels():
+    return json.loads((RESULTS / "kernels-h200.json").read_text())["rows"]
+
+
+def slower(rates, factor):
+    figures = {name: getattr(rates, name) / factor for name in ("attention", "bandwidth")}
+    gemm = {name: rate / factor for name, rate in rates.gemm.items()}
+    return replace(rates, gemm=gemm, **figures)
+
+
+# --- the forward pass
+
+
+def test_arithmetic_is_what_a_forward_pass_is_counted_to_have():
+    """With memory and launches free, only products and attention are left."""
+    rates = replace(FREE, gemm={"bf16": 1e12}, attention=1e12)
+    flops = forward_work(FULL_SIZE, Inputs(1024, 1024)).flops
+    work = Pass(FULL_SIZE, 1, 200, 4096)
+    found = pass_seconds(work, "bf16", rates) * 1e12
+    assert flops < found < 1.001 * flops  # the layers around the blocks
+
+
+def test_the_kernels_between_products_are_counted_as_their_benchmark_counts_them(kernels):
+    """benchmarks/kernels.py counts each kernel's bytes by itself, at 1024x1024."""
+    moved = {
+        row["task"]: row["gb_s"] * row["ms"] * 1e6
+        for row in kernels
+        if row["way"] == "ours" and row["size"] == "1024x1024"
+    }
+    work = Pass(FULL_SIZE, 1, 200, 4096)
+    bf16 = 2 * moved["residual_norm bf16"] + moved["qk_norm_rope bf16"]
+    assert block_bytes(work, "bf16") == pytest.approx(bf16, rel=0.03)
+    for precision in ("fp8", "int8"):
+        narrow = 2 * moved[f"residual_norm {precision}"] + moved["qk_norm_rope bf16"]
+        narrow += moved[f"row_quantize {precision} of 3072"]
+        narrow += moved[f"gelu_quantize {precision}"]
+        assert block_bytes(work, precision) == pytest.approx(narrow, rel=0.03)
+
+
+@given(width=sizes, height=sizes, batch=st.integers(1, 3), precision=st.sampled_from(PRECISIONS))
+def test_more_work_takes_longer_and_a_slower_card_too(width, height, batch, precision):
+    request = RunRequest(width=width, height=height, batch=batch)
+    seconds = forward_seconds(request, precision, H200)
+    for other in (
+        replace(request, width=width + 512),
+        replace(request, batch=batch + 1),
+        replace(request, text_tokens=800),
+        replace(request, family="qwen-image-edit-2511", references=1),
+        replace(request, loras=Loras(1, 32, "bypass")),
+        replace(request, controlnet_bytes=3 * 10**9),
+    ):
+        assert forward_seconds(other, precision, H200) >= seconds
+    assert seconds <= forward_seconds(request, precision, slower(H200, 2)) <= 2.01 * seconds
+
+
+def test_a_small_image_waits_for_the_processor():
+    tiny = RunRequest(width=256, height=256)
+    assert forward_seconds(tiny, "bf16", FREE) == forward_seconds(tiny, "bf16", H200)
+    assert forward_seconds(tiny, "fp8", H200) > forward_seconds(tiny, "bf16", H200)
+
+
+def test_eight_bits_are_faster_where_the_card_multiplies_them_and_slower_where_not():
+    request = RunRequest()
+    bf16 = forward_seconds(request, "bf16", AMPERE)
+    assert forward_seconds(request, "int8", AMPERE) < bf16
+    expanded = forward_seconds(request, "fp8", AMPERE)
+    # Weights are read once and written twice more, 13.6e9 of them.
+    assert expanded > bf16 + 13.5e9 * 7 / AMPERE.bandwidth
+
+
+def test_merged_loras_cost_nothing_and_others_each():
+    merged, one, two = (
+        forward_seconds(RunRequest(loras=Loras(count, 32, mode)), "bf16", H200)
+        for count, mode in ((2, "merged"), (1, "bypass"), (2, "bypass"))
+    )
+    assert merged == forward_seconds(RunRequest(), "bf16", H200)
+    assert two - one == pytest.approx(one - merged)
+
+
+def test_weights_that_move_in_each_step_take_the_link():
+    request = RunRequest()
+    more = forward_seconds(request, "bf16", H200, moved_bytes=11 * 10**9)
+    assert more - forward_seconds(request, "bf16", H200) == pytest.approx(0.2)
+
+
+def test_a_step_has_as_many_passes_as_guidance_takes():
+    guided, single = RunRequest(steps=10), RunRequest(steps=10, cfg="off")
+    assert sampling_seconds(guided, "bf16", H200) == pytest.approx(
+        20 * forward_seconds(guided, "bf16", H200)
+    )
+    assert sampling_seconds(single, "bf16", H200) == pytest.approx(
+        10 * forward_seconds(single, "bf16", H200)
+    )
+    together = replace(guided, cfg="one pass")
+    assert Pass.of(together).items == 2
+
+
+def test_tokens_are_those_of_image_layers_references_and_prompt():
+    edit = RunRequest(family="qwen-image-edit-2511", width=1024, height=512, references=3)
+    assert Pass.of(edit) == Pass(FULL_SIZE, 1, 200 + 3 * 196, 2048 + 3 * 4096)
+    layered = RunRequest(family="qwen-image-layered", width=640, height=640, layers=4)
+    assert Pass.of(layered).image == 5 * 1600
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_products_cover_all_rows(batch):
+    work = Pass(FULL_SIZE, batch, 200, 4096)
+    for layer in BLOCK_GEMMS:
+        count, rows = work.products(layer)
+        assert count * rows == batch * (200 if "add" in layer or "txt" in layer else 4096)
+
+
+def test_a_product_is_bound_by_its_arithmetic_or_by_its_weights():
+    large = product_seconds(4096, 12288, 3072, "bf16", H200)
+    assert large == pytest.approx(2 * 4096 * 12288 * 3072 / 600e12)
+    thin = product_seconds(1, 12288, 3072, "bf16", H200)
+    assert thin == pytest.approx(2 * 12288 * 3072 / H200.bandwidth, rel=0.01)
+    assert product_seconds(7, 8, 9, "fp8", H200, 3) == 3 * product_seconds(7, 8, 9, "fp8", H200)
+
+
+def test_attention_grows_with_the_square_of_an_item_and_with_the_items():
+    one, two = (attention_seconds(Pass(FULL_SIZE, count, 200, 4096), H200) for count in (1, 2))
+    assert two == pytest.approx(2 * one)
+    double = attention_seconds(Pass(FULL_SIZE, 1, 400, 8192), H200)
+    assert double == pytest.approx(4 * one)
+
+
+# --- the modulation's table
+
+
+def test_a_table_takes_the_link_where_its_weights_are_off_the_card():
+    off, on = (table_seconds(RunRequest(), H200, place) for place in ("off card", "on card"))
+    assert off == pytest.approx(0.26, rel=0.05)  # an H200, from the page cache
+    assert on == pytest.approx(0.036, rel=0.05)  # there the processor
+    request = RunRequest(parts=replace(RunRequest().parts, modulation_bytes=55 * 10**9))
+    assert table_seconds(request, H200, "off card") == pytest.approx(1.05)
+
+
+# --- the VAE
+
+
+@pytest.mark.parametrize(("direction", "ms"), [("decode", 37.3), ("encode", 22.6)])
+def test_the_vae_takes_what_an_h200_measured(direction, ms):
+    """At 1024x1024, on the card alone; the nodes bring 12.6 MB from or to host memory too."""
+    seconds = vae_seconds(direction, VaeShape(), (128, 128), 1, H200)
+    copied = 4 * 3 * 1024**2 / 5.3e9
+    assert (seconds - copied) * 1e3 == pytest.approx(ms, rel=0.1)
+
+
+@given(tiles=st.tuples(st.integers(1, 4), st.integers(1, 4)), sides=st.tuples(sizes, sizes))
+def test_tiles_cost_their_margins(tiles, sides):
+    shape, latent = VaeShape(), tuple(max(4, side // 8) for side in sides)
+    for direction in ("decode", "encode"):
+        whole = vae_seconds(direction, shape, latent, 1, H200)
+        tiled = vae_seconds(direction, shape, latent, tiles, H200)
+        assert tiled >= whole
+        assert vae_seconds(direction, shape, latent, (1, 1), H200) == whole
+
+
+def test_few_tiles_of_a_usual_size_cost_little():
+    """Of 1328x1328 in two tiles an H200 took 1.07 times the whole's time, in four 1.15."""
+    whole, two, four = (
+        vae_seconds("decode", VaeShape(), (166, 166), tiles, H200) for tiles in (1, 2, 4)
+    )
+    assert 1.02 < two / whole < 1.12
+    assert two < four < 1.25 * whole
+
+
+def test_images_decode_one_after_another_and_references_are_encoded():
+    assert decode_seconds(RunRequest(batch=3), 1, H200) == pytest.approx(
+        3 * decode_seconds(RunRequest(), 1, H200)
+    )
+    edit = RunRequest(family="qwen-image-edit-2511", references=2)
+    one = vae_seconds("encode", VaeShape(), (128, 128), 1, H200)
+    assert encode_image_seconds(edit, H200) == pytest.approx(2 * one)
+    assert encode_image_seconds(RunRequest(), H200) == 0
+
+
+@pytest.mark.parametrize("direction", ["decode", "encode"])
+def test_convolutions_are_counted_as_torch_counts_them(direction):
+    """The published layers' operations, against torch's own counter on the meta device."""
+    torch = pytest.importorskip("torch")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    outside = up_steps if direction == "decode" else down_steps
+    for step in (*middle_steps(VaeShape(), direction), *outside(VaeShape())):
+        rows, columns = 8, 12
+        x = torch.empty(1, step.channels_in, rows, columns, device="meta")
+        with FlopCounterMode(display=False) as counter:
+            _run(torch, step, x)
+        assert step_work(step, rows, columns).flops == counter.get_total_flops(), step
+
+
+def _run(torch, step, x):
+    functional = torch.nn.functional
+    given, made = step.channels_in, step.channels_out
+
+    def convolve(x, channels, side=3, stride=1):
+        weight = torch.empty(channels, x.shape[1], side, side, device="meta")
+        return functional.conv2d(x, weight, stride=stride, padding=side // 2)
+
+    if step.kind == "attention":
+        q, k, v = convolve(x, 3 * given, 1).flatten(2).chunk(3, 1)
+        scores = q.transpose(1, 2) @ k
+        convolve((v @ scores).view_as(x), given, 1)
+    elif step.kind == "residual":
+        convolve(convolve(x, made), made)
+        if given != made:
+            convolve(x, made, 1)
+    elif step.kind == "up":
+        convolve(functional.interpolate(x, scale_factor=2), made)
+    elif step.kind == "down":
+        convolve(x, made, stride=2)
+    else:
+        convolve(x, made)
+
+
+# --- the text encoder
+
+
+def test_prompts_are_encoded_in_fp32_each_by_itself():
+    one, two = (encode_text_seconds(RunRequest(cfg=cfg), H200) for cfg in ("off", "two passes"))
+    assert two == pytest.approx(2 * one)
+    flops = 2 * 6.53e9 * (200 + 64)
+    assert one > flops / H200.encoder
+    edit = RunRequest(family="qwen-image-edit", references=1, cfg="off")
+    assert encode_text_seconds(edit, H200) > 5 * one
+    assert encode_text_seconds(RunRequest(), H200, "cpu") > encode_text_seconds(RunRequest(), H200)
+    assert prompt_seconds(100, H200) < prompt_seconds(200, H200)
+
+
+# --- loading
+
+
+@given(count=st.integers(MIB, 2**37))
+def test_slower_sources_take_longer(count):
+    load = Load(read=count, to_card=count)
+    seconds = [load_seconds(load, H200, source) for source in SOURCES]
+    cache, _, nvme, network = seconds
+    for low, high in seconds:
+        assert 0 < low <= high
+    assert nvme.high > cache.high and network.low > nvme.high
+    assert network.low >= count / 0.4e9
+    start = cold_start_seconds(load, H200, "NVMe")
+    assert start == (nvme.low + START.low, nvme.high + START.high)
+
+
+def test_a_disk_that_was_measured_stands_in_for_the_usual_one():
+    fast = replace(H200, disk=6e9)
+    load = Load(read=10**11, to_card=10**11)
+    assert load_seconds(load, fast, "NVMe").low < load_seconds(load, H200, "NVMe").low
+
+
+@pytest.mark.parametrize("load", measured()["loads"], ids=lambda load: f"{load['what']}")
+def test_measured_loads_are_within_the_range(load):
+    source = {"disk": "NVMe", "page cache": "page cache", "ram disk": "RAM disk"}[load["source"]]
+    rates = replace(H200, disk=load.get("disk_bytes_per_second"))
+    read = "read" if load["what"] == "bf16" else "read_quantized"
+    low, high = load_seconds(
+        Load(**{"read": 0, read: load["bytes"]}, to_card=load["bytes"]), rates, source
+    )
+    assert 0.95 * low <= load["load_seconds"] + load["to_card_seconds"] <= 1.05 * high
+
+
+@pytest.mark.parametrize(
+    ("load", "seconds"),
+    [
+        (Load(read=WHOLE, to_card=WHOLE), 2.0 + 5.2),
+        (Load(read=WHOLE, quantized=LAYERS, to_card=EIGHT_BITS), 3.2 + 4.1),  # to fp8
+        (Load(read=WHOLE, quantized=LAYERS, to_card=EIGHT_BITS), 3.3 + 4.2),  # to int8
+        (Load(read=0, read_quantized=EIGHT_BITS, to_card=EIGHT_BITS), 0.3 + 4.2),
+    ],
+)
+def test_whole_files_from_a_ram_disk_are_within_the_range(load, seconds):
+    """The README's, on the host of an H200."""
+    low, high = load_seconds(load, H200, "RAM disk")
+    assert 0.9 * low <= seconds <= high
+
+
+def test_quantizing_takes_time_and_what_stays_off_the_card_none():
+    plain = Load(read=WHOLE, to_card=EIGHT_BITS)
+    for source in SOURCES:
+        seconds = load_seconds(plain, H200, source)
+        made = load_seconds(plain._replace(quantized=LAYERS), H200, source)
+        here = load_seconds(plain._replace(to_card=0), H200, source)
+        assert made.high - seconds.high == pytest.approx(1.3)
+        assert here.high < seconds.high
+    slow_link = replace(H200, pcie=1e9)
+    assert load_seconds(plain, slow_link).low >= EIGHT_BITS / 1e9
+
+
+def test_an_unknown_source_is_refused():
+    with pytest.raises(SettingError, match="'tape' of the files is unknown: choose page cache"):
+        load_seconds(Load(1), H200, "tape")
