@@ -1,7 +1,7 @@
 """Operands of the kernels between the GEMMs of a block, and what their results have to be.
 
 The same checks are for the plain-torch twins, for Triton's interpreter and for a card. The truth is
-the twin in float64, which tests/test_block_kernels.py compares with published code.
+the twin in float64, which tests/unit/test_block_kernels.py compares with published code.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """The Triton kernels between a block's GEMMs in Triton's CPU interpreter, against float64.
 
-tests/test_kernels.py runs this file in a process of its own: TRITON_INTERPRET=1 has to be set
+tests/unit/test_kernels.py runs this file in a process of its own: TRITON_INTERPRET=1 has to be set
 before Triton is imported, and nothing can be compiled after that.
 """
 

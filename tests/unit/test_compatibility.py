@@ -1,6 +1,6 @@
 """What is said of a ComfyUI that is not as the package knows it, and that everything is asked for.
 
-That the real ComfyUI is as expected is checked in tests/comfyui_nodes.py.
+That the real ComfyUI is as expected is checked in tests/host/test_nodes.py.
 """
 
 import ast

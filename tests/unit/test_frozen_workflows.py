@@ -2,7 +2,7 @@
 
 Files and nodes of each release are in tests/workflows/<version>; nothing there is ever changed.
 Today's nodes are those of `definitions.json`, which test_workflows.py holds against a real ComfyUI.
-test_comfyui_workflows.py posts the files to one.
+tests/server/test_workflows.py posts the files to one.
 """
 
 from __future__ import annotations

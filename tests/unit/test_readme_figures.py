@@ -12,7 +12,7 @@ from qwen_l40s.spec import GIB, ON_CARD
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MARK = "<!-- made by tests/test_readme_figures.py -->"
+MARK = "<!-- made by tests/unit/test_readme_figures.py -->"
 CARDS = (
     *("L40S", "RTX 6000 Ada", "A100 80GB SXM", "H100 SXM", "H200"),
     *("A100 40GB SXM", "RTX 5090", "RTX 4090", "RTX 3090"),

@@ -15,7 +15,7 @@ from qwen_l40s.tools.workflows.graph import ModelFile
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-MARK = "<!-- made by tests/test_readme_text.py -->"
+MARK = "<!-- made by tests/unit/test_readme_text.py -->"
 LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(?:#([^)\s]+))?\)")
 FILES_HEAD = "| no. | file | GB | goes into |\n|---|---|---|---|"
 PACKAGE = {"charts", "cli", "client", "hosts", "loaders", "nodes", "optimizations", "planning"}
