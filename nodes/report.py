@@ -1,4 +1,4 @@
-"""The node that lays what was measured beside what was predicted."""
+"""The node that compares what was predicted with what was measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .common import CATEGORY, require_host
 
 
 class QwenL40SReport(io.ComfyNode):
-    """Reports the run that gave images."""
+    """Reports the last run of a MODEL."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -34,8 +34,8 @@ class QwenL40SReport(io.ComfyNode):
             inputs=[
                 io.Image.Input(
                     "images",
-                    tooltip="The images of the run, behind the decoder: they make the report come "
-                    "after it, tell which run it is of, and pass through.",
+                    tooltip="The decoded images: they make the report come after the run, and pass "
+                    "through.",
                 ),
                 io.Model.Input("model", tooltip="The MODEL that the sampler takes."),
                 io.Clip.Input(
@@ -53,7 +53,7 @@ class QwenL40SReport(io.ComfyNode):
                 io.Image.Output(display_name="images", tooltip="The images, unchanged."),
                 io.String.Output(
                     display_name="report",
-                    tooltip="The run in words: each phase, the paths, what cannot be told.",
+                    tooltip="The run in words: each phase and the path it took.",
                 ),
                 io.String.Output(
                     display_name="json",
@@ -73,7 +73,7 @@ class QwenL40SReport(io.ComfyNode):
         require_host()
         from ..hosts.comfyui.report.table import report_run
 
-        report = report_run(model, clip, vae, images)
+        report = report_run(model, clip, vae)
         # What was sampled, and what was measured of it.
         show_text(cls, "\n".join(report.text.split("\n\n")[:2]))
         return io.NodeOutput(images, report.text, report.json(), ui=ui.PreviewText(report.text))

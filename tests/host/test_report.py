@@ -36,13 +36,13 @@ from qwen_l40s.hosts.comfyui.record import record as run_record
 from qwen_l40s.hosts.comfyui.record import sampling as sampling_record
 from qwen_l40s.hosts.comfyui.record.meter import Marks, Measured, Meter, typical
 from qwen_l40s.hosts.comfyui.record.record import Record, Recording, Records, recorded
-from qwen_l40s.hosts.comfyui.report import run as run_request
-from qwen_l40s.hosts.comfyui.report.run import EARLIER, choose
+from qwen_l40s.hosts.comfyui.report import predict as run_request
+from qwen_l40s.hosts.comfyui.report.rows import PhaseRow
 from qwen_l40s.hosts.comfyui.report.table import (
+    EARLIER,
     FAILED,
     NO_RUN,
     UNWATCHED,
-    PhaseRow,
     report_run,
 )
 from qwen_l40s.hosts.comfyui.sample import off_card as off_card_pass
@@ -260,7 +260,7 @@ def test_a_run_that_fails_is_not_recorded():
 
 def test_forward_passes_of_several_threads_are_all_counted():
     with Recording(torch.nn.Linear(1, 1), "sampling", DEVICE) as recording:
-        run = sampling_record.Run(recording, DEVICE)
+        run = sampling_record.SamplingRun(recording, DEVICE)
     arguments = (None, random(1, 7, 4), None, {"cond_or_uncond": [0]})
 
     def passes():
@@ -275,7 +275,7 @@ def test_forward_passes_of_several_threads_are_all_counted():
     assert run.asked()["passes"] == 2000
 
 
-def test_tables_are_measured_apart():
+def test_tables_are_a_phase_of_their_own():
     model = load(off_card=True)
     sample(model)
     if not CARD:
@@ -311,13 +311,12 @@ def test_nothing_is_kept_alive():
         json.dumps(dict(record.asked))  # numbers and words
 
 
-def test_records_of_prompts_long_ago_are_forgotten():
+def test_only_the_last_prompt_s_records_are_kept():
     found = Records()
-    for number in range(20):
+    for number in range(3):
         with running(f"p{number}"):
             found.add(Record("text", None), Record("decode", None))
-    assert len({record.prompt for record in found.all}) == 8
-    assert found.all[0].prompt == "p12" and found.all[-1].prompt == "p19"
+    assert [record.prompt for record in found.all] == ["p2", "p2"]
     for _ in range(1000):
         found.add(Record("decode", None, prompt="c"))
     assert len(found.all) == 256
@@ -418,12 +417,12 @@ def test_measuring_that_fails_changes_no_run():
         (Meter, "look"),
         (Meter, "begin"),
         (Meter, "finish"),
-        (Meter, "apart"),
+        (Meter, "pause"),
         (Records, "add"),
         (run_record, "Meter"),
     ):
         model = load(off_card=True)
-        measuring._told.clear()
+        measuring._logged.clear()
         with breaking(target, name), mock.patch.object(measuring.logger, "warning") as told:
             known = sample(model, cfg=2.5)
         assert torch.equal(known, plain), name
@@ -452,7 +451,7 @@ def test_measuring_that_fails_changes_no_encoding_and_no_decoding():
 def test_a_report_that_fails_says_so():
     model = load()
     sample(model)
-    with mock.patch("qwen_l40s.hosts.comfyui.report.table.choose", side_effect=RuntimeError("no")):
+    with mock.patch("qwen_l40s.hosts.comfyui.report.table.last_run", side_effect=RuntimeError("no")):
         images, text, data = QwenL40SReport.execute("images", model).args
     assert (images, text, json.loads(data)) == ("images", FAILED, {"note": FAILED})
 
@@ -489,17 +488,17 @@ def test_the_cfg_of_a_guider():
 # -------------------------------------------------------------------------------- what measures
 
 
-def test_a_meter_leaves_out_what_is_apart():
+def test_a_meter_leaves_out_an_inner_phase():
     import time
 
     meter = Meter(torch.device("cpu"))
-    inner = meter.apart()
+    inner = meter.pause()
     time.sleep(0.2)
     assert inner.finish().seconds >= 0.2
-    meter.rejoin(inner)
+    meter.resume(inner)
     measured = meter.finish()
     assert measured.seconds < 0.1 and not measured.counted and measured.waited_seconds is None
-    assert (measured.card_bytes, measured.allocated_bytes, measured.beside_bytes) == (0, 0, 0)
+    assert (measured.card_bytes, measured.allocated_bytes, measured.working_bytes) == (0, 0, 0)
 
 
 def test_a_meter_tells_waiting_from_work():
@@ -585,17 +584,17 @@ def test_what_is_read_of_a_card():
         card.hold(70), card.hold(50, used=200)
         meter.begin()
         card.hold(60, used=400), card.hold(50)
-        inner = meter.apart()
+        inner = meter.pause()
         inner.begin()
         card.hold(90), card.hold(55, used=700)
-        apart = inner.finish()
-        meter.rejoin(inner)
+        part = inner.finish()
+        meter.resume(inner)
         card.hold(62, used=300)
         meter.look()
         measured = meter.finish()
     # What was there before the phase, and what came while nobody read it, is not in its figures.
-    assert (apart.allocated_bytes, apart.beside_bytes, apart.card_bytes) == (90, 40, 700), apart
-    assert (measured.allocated_bytes, measured.beside_bytes) == (70, 12), measured
+    assert (part.allocated_bytes, part.working_bytes, part.card_bytes) == (90, 40, 700), part
+    assert (measured.allocated_bytes, measured.working_bytes) == (70, 12), measured
     assert (measured.card_bytes, measured.counted, card.waits) == (300, True, 2), measured
     assert measured.loaded_bytes == 200
 
@@ -650,7 +649,7 @@ def test_the_card_is_read_before_the_table_s_cache_is_emptied():
         mock.patch.object(off_card_pass, "WeightStream", lambda *_, **__: stream),
     ):
         outer = Recording(torch.nn.Linear(1, 1), "sampling", torch.device("cuda"))
-        with outer, run_record.apart(outer._holder, "tables", timesteps=3) as part:
+        with outer, run_record.inner_phase(outer._holder, "tables", timesteps=3) as part:
             off_card_pass.compute_off_card(
                 blocks,
                 [torch.zeros(1).as_subclass(OnCard)],
@@ -671,11 +670,11 @@ def test_what_a_card_counts():
     meter.begin()
     passing = torch.zeros(32, 2**20, device=DEVICE)
     del passing
-    inner = meter.apart()
+    inner = meter.pause()
     torch.zeros(512, 2**20, device=DEVICE)
-    meter.rejoin(inner)
+    meter.resume(inner)
     measured = meter.finish()
-    assert measured.counted and measured.beside_bytes == 128 * 2**20
+    assert measured.counted and measured.working_bytes == 128 * 2**20
     assert measured.allocated_bytes >= 384 * 2**20
     assert measured.card_bytes >= measured.allocated_bytes
     del held
@@ -689,7 +688,7 @@ def test_a_card_s_run_is_counted():
     (record,) = records(model)
     measured = record.measured
     assert measured.counted and measured.card_bytes > measured.allocated_bytes > 0
-    assert 0 < measured.beside_bytes < measured.allocated_bytes
+    assert 0 < measured.working_bytes < measured.allocated_bytes
     assert (measured.paged_bytes > 0) == (MODE == "dynamic")
     assert 0 < record.asked["step_seconds"] < 6
     report = report_run(model)
@@ -772,49 +771,6 @@ def test_another_model_is_named():
     assert images == "images" and json.loads(data) == {"note": text}
 
 
-def images(side: int, batch: int = 1) -> torch.Tensor:
-    return torch.zeros(batch, side, side, 3)
-
-
-def test_the_run_that_fits_the_images_is_reported():
-    model = load()
-    for prompt, size, batch in (("a", 8, 1), ("b", 12, 1), ("c", 8, 2)):
-        sample(model, size=size, batch=batch, steps=2, prompt=prompt)
-    with running("d"):
-        found = {
-            given: report_run(model, images=images(*given)).text
-            for given in ((64, 1), (96, 1), (64, 2), (64, 7), (128, 1))
-        }
-        unknown = report_run(model).text
-    lines = {given: text.splitlines()[0] for given, text in found.items()}
-    assert lines[64, 1].startswith("sampled: 64x64, batch 1, ")
-    assert lines[96, 1].startswith("sampled: 96x96, batch 1, ")
-    assert lines[64, 2].startswith("sampled: 64x64, batch 2, ")
-    assert lines[64, 7] == lines[64, 2] == lines[128, 1] == unknown.splitlines()[0]
-    assert all(f"note: {EARLIER}" in text for text in (*found.values(), unknown))
-    assert "the images are 7 of 64x64, which no run of this MODEL gave" in found[64, 7]
-    assert "the images are 1 of 128x128, which no run of this MODEL gave" in found[128, 1]
-    assert not any("the images are" in found[given] for given in ((64, 1), (96, 1), (64, 2)))
-
-
-def test_samplings_after_the_one_of_the_images_are_not_theirs():
-    model = load()
-    for size in (8, 12):
-        sample(model, size=size, steps=2, prompt="a")
-    with running("a"):
-        first, second = (report_run(model, images=images(side)) for side in (64, 96))
-    assert first.data["phases"]["sampling"]["times"] == 1 and "samplings ran" not in first.text
-    assert second.data["phases"]["sampling"]["times"] == 2
-    assert "note: 2 samplings ran up to these images" in second.text
-
-
-def test_layers_and_frames_are_images_of_their_own():
-    asked = {"latent": [1, 16, 4, 8, 8]}
-    sampled = (Record("sampling", Measured(1.0), asked=asked, prompt="a"),)
-    for count in (1, 4, 13):
-        assert not choose(sampled, (), images(64, count), "a").notes
-
-
 def test_a_run_that_only_decodes_again():
     model, clip, vae = load(), load_text_encoder(MICRO)[0], load_vae(MICRO)[0]
     RESULTS.clear()
@@ -824,9 +780,8 @@ def test_a_run_that_only_decodes_again():
         sample(model, prompt="a")
         decode(vae, latents)
     with running("b"):
-        pixels = decode(vae, latents, tiles=2)[0]
-        decode(vae, random(1, 16, 1, 12, 12))  # of another branch
-        report = report_run(model, clip, vae, pixels)
+        decode(vae, latents, tiles=2)
+        report = report_run(model, clip, vae)
     phases = report.data["phases"]
     assert not report.data["this_run"] and EARLIER in report.data["notes"]
     runs = {name: phase["run"] for name, phase in phases.items()}
@@ -870,7 +825,7 @@ def test_predicted_beside_measured():
     assert ("; card " in row(report, "sampling")) == CARD
     assert " in the median (predicted " in row(report, "a step")
     assert phase["predicted"]["parts"]["resident"], phase
-    assert "what the card holds is predicted only where" not in report.text
+    assert "connect clip and vae" not in report.text
 
 
 def test_the_words_of_a_phase():
@@ -879,12 +834,12 @@ def test_the_words_of_a_phase():
     record = Record("sampling", found)
     row = PhaseRow("sampling", (record,), (predicted,), whole=True)
     assert row.line() == (
-        "sampling: 2.0 s (predicted 1.5 s); card 41.00 GiB (predicted 39.25); beside the weights "
+        "sampling: 2.0 s (predicted 1.5 s); card 41.00 GiB (predicted 39.25); working memory "
         "0.50 GiB (predicted 0.25)"
     )
     # Without the whole card's parts nothing is said of it.
     alone = PhaseRow("sampling", (record,), (predicted,))
-    assert "card 41.00 GiB; beside" in alone.line()
+    assert "card 41.00 GiB; working" in alone.line()
     assert alone.as_dict()["predicted"]["card_gib"] is None
     twice = PhaseRow("sampling", (record, record), (predicted, predicted), True, "this run")
     assert twice.line().startswith("sampling (2 times, this run): 4.0 s (predicted 3.0 s); card 41")
@@ -944,7 +899,7 @@ def test_without_clip_and_vae_the_card_is_not_predicted():
         report = predicted(model, **parts)
         phase = report.data["phases"]["sampling"]["predicted"]
         assert phase["card_gib"] is None and phase["seconds"][0] > 0
-        assert "clip and vae are connected" in report.text
+        assert "connect clip and vae" in report.text
         assert report.data["phases"]["load"]["predicted"] is None
     assert predicted(model, clip=clip, vae=vae).data["phases"]["load"]["predicted"]["seconds"]
 

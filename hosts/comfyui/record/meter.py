@@ -1,4 +1,9 @@
-"""The one guard around what only measures: nothing that fails there is a failure of the run."""
+"""Measures a phase of a run: seconds, torch's allocations and what the card says is in use.
+
+Nothing waits for the card but `Meter.finish`. torch counts one peak for the process and each phase
+resets it, so a profiler that reads `max_memory_allocated` over a whole run finds the last phase's.
+What fails in here never fails the run (`harmless`, `only_measures`).
+"""
 
 from __future__ import annotations
 
@@ -17,18 +22,18 @@ logger = logging.getLogger(__name__)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
 @contextmanager
 def harmless() -> Iterator[None]:
-    """Ends with what fails inside, which is logged once for each kind of failure."""
+    """Logs what fails inside, once for each kind of failure, and goes on."""
     try:
         yield
     except Exception as error:
         kind = f"{type(error).__name__}: {error}"
-        if kind not in _told:
-            _told.add(kind)
+        if kind not in _logged:
+            _logged.add(kind)
             logger.warning(
                 "Qwen-Image L40S: a run could not be measured or reported, and goes on: %s.",
                 kind,
@@ -37,11 +42,7 @@ def harmless() -> Iterator[None]:
 
 
 def only_measures(method: Method) -> Method:
-    """A method that never fails, of an object with an attribute `off`.
-
-    Where it would have, it sets `off`: what was measured so far is incomplete. While that is set
-    nothing runs, and the method returns None.
-    """
+    """Turns a failure of a method into `self.off = True`; while that is set it returns None."""
 
     @wraps(method)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,14 +60,6 @@ def only_measures(method: Method) -> Method:
     return guarded  # type: ignore[return-value]
 
 
-# What a phase takes: seconds, what torch allocates, and what its card says is in use.
-#
-# Nothing here waits for the card but `finish`, and a phase ends where its results are read anyway.
-# torch counts its peak from the last reset, of which there is one for the process: a `Meter` resets
-# it in every phase, so that another profiler that reads `max_memory_allocated` over a whole run
-# finds
-# the last phase's.
-
 # Devices whose own clock or whose calls tell when a step is done.
 TIMED = ("cuda", "cpu")
 
@@ -76,17 +69,14 @@ class Measured:
     """What one phase took; bytes are 0 where the device is not counted.
 
     Attributes:
-        seconds: From `begin` to its end, without what was measured `apart`; None where nothing
-            tells when the device is done.
-        device: Such as "cuda:0".
-        counted: Whether the device's memory was counted, which is so of CUDA alone.
-        card_bytes: The card's own highest reading of what is in use, by every program.
-        allocated_bytes: What torch's tensors held at most.
-        paged_bytes: The highest reading of the weights that dynamic VRAM holds beside torch.
-        beside_bytes: What torch's tensors held at most beyond what was there at `begin`: the
-            activations; 0 where nothing began.
-        waited_seconds: From its making to `begin`, in which weights are loaded; None where nothing
-            began.
+        seconds: From `begin` to the end, without phases inside; None where the device does not tell
+            when it is done.
+        counted: Whether the device's memory was counted: on CUDA only.
+        card_bytes: Highest reading of the card's memory in use, by every program.
+        allocated_bytes: Peak of torch's tensors.
+        paged_bytes: Highest reading of the weights that dynamic VRAM keeps outside torch.
+        working_bytes: Peak of torch's tensors over those at `begin`: activations and workspace.
+        waited_seconds: From creation to `begin`, while weights load; None where nothing began.
         loaded_bytes: The card's reading at `begin`.
     """
 
@@ -96,60 +86,56 @@ class Measured:
     card_bytes: int = 0
     allocated_bytes: int = 0
     paged_bytes: int = 0
-    beside_bytes: int = 0
+    working_bytes: int = 0
     waited_seconds: float | None = None
     loaded_bytes: int = 0
 
 
 class Meter:
-    """Measures from its making to `finish`, on one device."""
+    """Measures one device from creation to `finish`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._counts = device.type == "cuda"
-        self._card = self._paged = self._most = self._beside = self._before = self._loaded = 0
-        self._apart = 0.0
+        self._card = self._paged = self._most = self._working = self._before = self._loaded = 0
+        self._excluded = 0.0
         self._waited: float | None = None
         self._start = time.perf_counter()
         self._reset()
         self.look()
 
     def begin(self) -> None:
-        """What is there now is what the work's own memory lies beside: its weights are loaded."""
+        """Marks the weights as loaded: what torch allocates from here on is working memory."""
         if self._waited is None:
-            self._waited = time.perf_counter() - self._start - self._apart
+            self._waited = time.perf_counter() - self._start - self._excluded
         self._fold()
-        self._beside = 0
+        self._working = 0
         self._reset()
         self.look()
         self._loaded = self._card
 
     def look(self) -> None:
-        """Reads the card, as ComfyUI does before each forward pass.
-
-        Between two readings torch keeps what it has reserved, so that none misses its peak; before
-        that is given back there has to be one.
-        """
+        """Reads the card; due before torch frees what it has reserved, and at each step."""
         if self._counts:
             free, total = torch.cuda.mem_get_info(self._device)
             self._card = max(self._card, total - free)
             self._paged = max(self._paged, paged_bytes())
 
-    def apart(self) -> Meter:
-        """Of a part of the phase, which until `rejoin` is no part of it."""
+    def pause(self) -> Meter:
+        """Returns the meter of a phase inside this one, which does not count until `resume`."""
         self._fold()
         return Meter(self._device)
 
-    def rejoin(self, inner: Meter) -> None:
-        """Goes on after the part that `inner` measured."""
-        self._apart += time.perf_counter() - inner._start
+    def resume(self, inner: Meter) -> None:
+        """Goes on after the phase that `inner` measured."""
+        self._excluded += time.perf_counter() - inner._start
         if self._counts:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def finish(self) -> Measured:
         """Waits for the device."""
         done = _wait(self._device)
-        seconds = time.perf_counter() - self._start - self._apart - (self._waited or 0.0)
+        seconds = time.perf_counter() - self._start - self._excluded - (self._waited or 0.0)
         self.look()
         self._fold()
         return Measured(
@@ -159,7 +145,7 @@ class Meter:
             card_bytes=self._card,
             allocated_bytes=self._most,
             paged_bytes=self._paged,
-            beside_bytes=0 if self._waited is None else self._beside,
+            working_bytes=0 if self._waited is None else self._working,
             waited_seconds=self._waited,
             loaded_bytes=self._loaded,
         )
@@ -173,11 +159,11 @@ class Meter:
         if self._counts:
             most = torch.cuda.max_memory_allocated(self._device)
             self._most = max(self._most, most)
-            self._beside = max(self._beside, most - self._before)
+            self._working = max(self._working, most - self._before)
 
 
 class Marks:
-    """Moments on a device's own clock: the stream's on a CUDA card, the wall's on the processor."""
+    """Time stamps: CUDA events on a card, the wall clock on the processor."""
 
     def __init__(self, device: torch.device) -> None:
         self._timed = device.type in TIMED
@@ -188,7 +174,6 @@ class Marks:
         return len(self._marks)
 
     def mark(self) -> None:
-        """Without a wait."""
         if self._stream is None:
             self._marks.append(time.perf_counter())
             return
@@ -197,7 +182,7 @@ class Marks:
         self._marks.append(event)
 
     def seconds(self) -> list[float]:
-        """Between each two marks, when the device is done; none where calls do not wait for it."""
+        """Between each two marks, once the device is done; empty on devices without a clock."""
         if not self._timed:
             return []
         pairs = zip(self._marks, self._marks[1:], strict=False)
@@ -207,7 +192,7 @@ class Marks:
 
 
 def typical(seconds: Sequence[float]) -> float | None:
-    """The median without the first, which also compiles, measures and fills; None of fewer."""
+    """The median without the first, which also compiles and fills tables; None without others."""
     return statistics.median(seconds[1:]) if len(seconds) > 1 else None
 
 

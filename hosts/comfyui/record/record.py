@@ -1,8 +1,7 @@
-"""What the last runs of a MODEL, a CLIP or a VAE took, for the report after them.
+"""What the last run of a MODEL, a CLIP or a VAE took: one record for each phase.
 
-The records hang on the module that computes (BaseModel, `cond_stage_model`, `first_stage_model`),
-which clones and copies of a MODEL, CLIP or VAE share, and hold numbers and words only: they keep no
-model and no tensor alive.
+Records hang on the module that computes (BaseModel, `cond_stage_model`, `first_stage_model`), which
+clones share. They hold numbers and words, so they keep no model and no tensor alive.
 """
 
 from __future__ import annotations
@@ -17,9 +16,6 @@ from comfy_execution.utils import get_executing_context
 from .meter import Measured, Meter, harmless, only_measures
 
 RECORD_KEY = "qwen_l40s_records"
-# ComfyUI can keep the images of several runs, and a report can be asked for of any of them.
-MOST_PROMPTS = 8
-# Of all; a graph that samples more often is a video's.
 MOST_RECORDS = 256
 
 
@@ -31,8 +27,8 @@ class Record:
         phase: "text", "tables", "sampling", "decode" or "encode".
         measured: What it took; None where nothing had to run.
         path: How it ran, in lines.
-        asked: {what was asked for: a number, a word or a list of them}.
-        prompt: The prompt of ComfyUI's queue that it belongs to; empty outside of the queue.
+        asked: {setting: a number, a word or a list of them}.
+        prompt: The id of ComfyUI's prompt; empty outside of its queue.
     """
 
     phase: str
@@ -43,10 +39,10 @@ class Record:
 
 
 class Records:
-    """What one module ran for the last prompts that made it run.
+    """The records of one module's last run, in order.
 
     Attributes:
-        all: In order; empty where nothing has run.
+        all: Empty where nothing has run.
         open: The recording that runs now.
     """
 
@@ -56,7 +52,7 @@ class Records:
 
     @classmethod
     def of(cls, holder: Any) -> Records:
-        """Those that hang on a module, from now on if there were none."""
+        """Returns those that hang on a module, new ones if there are none."""
         return vars(holder).setdefault(RECORD_KEY, cls())
 
     @classmethod
@@ -66,29 +62,22 @@ class Records:
         return records
 
     def add(self, *records: Record) -> None:
-        """Adds records of one prompt, and forgets those of prompts long ago.
+        """Adds records of one prompt and drops those of others.
 
-        Outside of the queue nothing tells one run from the next: there it keeps one of each phase.
+        Outside of the queue nothing tells one run from the next: the last of each phase stays.
         """
-        new = {(record.prompt, record.phase) for record in records}
-        kept = [
-            record
-            for record in self.all
-            if record.prompt or (record.prompt, record.phase) not in new
-        ]
-        kept += records
-        prompts = list(dict.fromkeys(record.prompt for record in reversed(kept)))[:MOST_PROMPTS]
+        prompt, new = records[-1].prompt, {record.phase for record in records}
+        kept = [r for r in self.all if r.prompt == prompt and (prompt or r.phase not in new)]
         # Replaced as a whole: another thread may be reading.
-        self.all = tuple(record for record in kept if record.prompt in prompts)[-MOST_RECORDS:]
+        self.all = (*kept, *records)[-MOST_RECORDS:]
 
 
 class Recording:
-    """One phase while it runs, as a context: it is recorded where it ends without failing.
+    """One phase while it runs, as a context manager; recorded if it ends without an exception.
 
     Attributes:
         asked, path: Of the record; more can be added.
-        off: Whether nothing is measured, because there is nothing to hang it on, or measuring it
-            has failed.
+        off: Whether nothing is measured: there is no holder, or measuring failed.
     """
 
     def __init__(
@@ -104,10 +93,10 @@ class Recording:
     ) -> None:
         """
         Args:
-            holder: the module that the records hang on; None for none.
+            holder: the module that the records hang on; None measures nothing.
             device: that computes.
-            records: to hang on it, where they are another one's.
-            within: the phase that this one is a part of, and is measured apart from.
+            records: another module's, to share.
+            within: the phase that this one interrupts and does not count in.
         """
         self.asked, self.path = asked, path
         self.off = holder is None or device is None
@@ -129,12 +118,12 @@ class Recording:
 
     @only_measures
     def begin(self) -> None:
-        """Weights are loaded: what this phase is about begins."""
+        """Marks the weights as loaded."""
         self._meter.begin()
 
     @only_measures
     def look(self) -> None:
-        """Reads the card."""
+        """Reads the card's memory."""
         self._meter.look()
 
     @only_measures
@@ -147,7 +136,7 @@ class Recording:
     @only_measures
     def _start(self) -> None:
         if self._within is not None:
-            self._meter = self._within._meter.apart()
+            self._meter = self._within._meter.pause()
             self._meter.begin()
             return
         if self._records is None:
@@ -173,30 +162,30 @@ class Recording:
             if self._records is not None and self._records.open is self:
                 self._records.open = self._before
         elif self.off:
-            self._within.off = True  # what it took would count as the other's
+            self._within.off = True  # its time would count as the outer phase's
         else:
-            self._within._rejoin(self._meter)
+            self._within._resume(self._meter)
 
     @only_measures
-    def _rejoin(self, inner: Meter) -> None:
-        self._meter.rejoin(inner)
+    def _resume(self, inner: Meter) -> None:
+        self._meter.resume(inner)
 
 
 def recorded(holder: Any) -> tuple[Record, ...]:
-    """What a module ran; empty for one that nothing was recorded of."""
+    """The records of a module; empty where nothing was recorded."""
     found = getattr(holder, RECORD_KEY, None)
     return found.all if isinstance(found, Records) else ()
 
 
 def running(holder: Any) -> Recording:
-    """The recording of a module that runs now, or one that is off."""
+    """The module's open recording, or one that is off."""
     found = getattr(holder, RECORD_KEY, None)
     opened = found.open if isinstance(found, Records) else None
     return Recording(None, "", None) if opened is None else opened
 
 
-def apart(holder: Any, phase: str, **asked: Any) -> Recording:
-    """Of a part of the phase that a module runs now; off where none is recorded."""
+def inner_phase(holder: Any, phase: str, **asked: Any) -> Recording:
+    """A phase inside the one that a module runs now; off where none is recorded."""
     whole = running(holder)
     if whole.off:
         return Recording(None, phase, None)
@@ -210,6 +199,6 @@ def note(holder: Any, phase: str, *path: str) -> None:
 
 
 def prompt_id() -> str:
-    """The prompt that ComfyUI executes now; empty where it executes none."""
+    """The id of the prompt that ComfyUI executes; empty where it executes none."""
     context = get_executing_context()
     return "" if context is None else context.prompt_id

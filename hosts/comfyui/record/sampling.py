@@ -1,8 +1,4 @@
-"""Measures the sampling runs of a MODEL, by three wrappers of its patcher.
-
-They read what a run is asked for and count its forward passes; what the model computes is the same
-with them and without.
-"""
+"""Measures the sampling runs of a MODEL through three wrappers, which change nothing of it."""
 
 from __future__ import annotations
 
@@ -29,11 +25,7 @@ GUIDED_BY_CFG = ("Guider_PerpNeg", "Guider_DualModel")
 
 
 def record_runs(patcher: ModelPatcher, key: str = SAMPLING_KEY) -> None:
-    """Has the runs of a patcher and of its clones recorded; once, however often it is asked for.
-
-    Args:
-        key: What the wrappers are added under.
-    """
+    """Records the runs of a patcher and of its clones; a second call changes nothing."""
     if patcher.get_wrappers(WrappersMP.OUTER_SAMPLE, SAMPLING_KEY):
         return
     recorder = Recorder(Records.of(patcher.model))
@@ -43,21 +35,20 @@ def record_runs(patcher: ModelPatcher, key: str = SAMPLING_KEY) -> None:
 
 
 class Recorder:
-    """Writes the records of one MODEL; what it knows of a run goes with the run."""
+    """Writes the records of one MODEL."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
-        self._run: Run | None = None
+        self._run: SamplingRun | None = None
 
     def outer_sample(self, executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """OUTER_SAMPLE wrapper: one run."""
         guider = executor.class_obj
         patcher = getattr(guider, "model_patcher", None)
-        # ComfyUI samples with another model than the one of the MODEL where hooks are beside
-        # dynamic VRAM.
+        # With hooks and dynamic VRAM ComfyUI samples with another model than the MODEL's.
         model, device = (getattr(patcher, name, None) for name in ("model", "load_device"))
         recording = Recording(model, "sampling", device, records=self._records)
-        before, self._run = self._run, Run(recording, device)
+        before, self._run = self._run, SamplingRun(recording, device)
         run = self._run
         try:
             with recording:
@@ -86,8 +77,8 @@ class Recorder:
         return executor(x, t, *args, **kwargs)
 
 
-class Run:
-    """What is known of a run while it lasts."""
+class SamplingRun:
+    """Counts and settings of one run while it lasts."""
 
     def __init__(self, recording: Recording, device: torch.device | None) -> None:
         self.recording = recording
@@ -101,7 +92,7 @@ class Run:
 
     @property
     def off(self) -> bool:
-        """As of the recording."""
+        """Whether the recording is off."""
         return self.recording.off
 
     @off.setter
@@ -145,7 +136,7 @@ class Run:
         self.recording.path = path_of(guider.model_patcher)
 
     def asked(self) -> dict[str, Any]:
-        """What was run, when the device is done."""
+        """The settings and counts of the run, once the device is done."""
         seconds = [] if self._marks is None else self._marks.seconds()
         return {
             "steps": self._schedule,
@@ -164,7 +155,7 @@ class Run:
 
 
 def cfg_of(guider: Any) -> float | None:
-    """The one scale that a guider guides by; None where it has none, or others beside it."""
+    """A guider's CFG scale; None where it has none, or more than one."""
     kind = type(guider)
     own = getattr(kind, "predict_noise", None) is CFGGuider.predict_noise
     if not own and kind.__name__ not in GUIDED_BY_CFG:
@@ -176,7 +167,7 @@ def cfg_of(guider: Any) -> float | None:
 
 
 def path_of(patcher: ModelPatcher) -> tuple[str, ...]:
-    """Which path every part took in a run that is over, a line each."""
+    """Which path every part took in the run, a line each."""
     optimization = patcher.get_attachment(OPTIMIZATION)
     if optimization is not None:
         return tuple(optimization.report().splitlines())

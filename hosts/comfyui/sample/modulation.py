@@ -19,7 +19,7 @@ from ....optimizations.block import is_changed
 from ....optimizations.modulation import Entry, ModulationTable, compute_entries
 from ....spec import format_gib
 from ..lora.bypass import BYPASS_KEY, BypassForward
-from ..record.record import apart
+from ..record.record import inner_phase
 from .call import options_of
 from .off_card import OffCardLinear, PassFigures, compute_off_card, off_card_layers
 
@@ -271,7 +271,7 @@ class ModelModulation:
 
     def _compute(self, embeddings: Sequence[torch.Tensor], batch: int) -> list[Entry]:
         if self._off_card_bytes:
-            with apart(self._model(), "tables", timesteps=len(embeddings)) as recording:
+            with inner_phase(self._model(), "tables", timesteps=len(embeddings)) as recording:
                 return compute_off_card(
                     self._blocks, embeddings, batch, self.patcher, self.run, recording.look
                 )

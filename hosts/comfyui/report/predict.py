@@ -1,0 +1,163 @@
+"""What the estimator predicts of a run that is over, from its recorded settings and its card."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ....errors import QwenL40SError
+from ....planning.phases import Phase, Range
+from ....planning.request import RunRequest
+from ....spec import FAMILIES, PIXELS_PER_LATENT, REFERENCE_SIDE, whole_pixels
+from ..estimate.cards import THIS_CARD, ChosenCard, card_of
+from ..estimate.estimate import estimate_on
+from ..estimate.request import WiredRequest, request_from, request_settings
+from ..load.precision import card_facts
+
+# A reference that differs by more from one megapixel takes other memory and time.
+LIKE_A_MEGAPIXEL = 0.1
+# A sampler can add a pass here and there; more of them are another run.
+LIKE_THE_PASSES = 0.25
+FUSED = "blocks: fused, "
+
+
+def passes_of(asked: Mapping[str, Any]) -> float:
+    """Mean forward passes of one evaluation of the sampler."""
+    return asked["passes"] / max(1, asked["evaluations"])
+
+
+def prompts_of(asked: Mapping[str, Any]) -> float:
+    """Mean prompts that one evaluation computed for each image."""
+    return asked["computed"] / (max(1, asked["evaluations"]) * asked["latent"][0])
+
+
+def mismatches(asked: Mapping[str, Any], path: Sequence[str], request: RunRequest) -> list[str]:
+    """Sentences on what ran otherwise than the estimator predicts it."""
+    notes = []
+    if not any(line.startswith(FUSED) for line in path):
+        notes.append("times are predicted of fused blocks, which did not run")
+    if asked["controlnet"]:
+        notes.append("a ControlNet ran, which the prediction leaves out")
+    found = passes_of(asked), prompts_of(asked)
+    known = request.passes, request.passes * request.items / request.batch
+    if any(abs(one - other) > LIKE_THE_PASSES for one, other in zip(found, known, strict=True)):
+        notes.append(
+            f"a step took {found[0]:.3g} forward passes with {found[1]:.3g} prompts in all, and "
+            f"the prediction is of {known[0]} with {known[1]:.0f}"
+        )
+    area = (REFERENCE_SIDE // PIXELS_PER_LATENT) ** 2
+    sizes = [height * width / area for height, width in asked["references"]]
+    if any(abs(size - 1) > LIKE_A_MEGAPIXEL for size in sizes):
+        megapixels = ", ".join(f"{size:.2g}" for size in sizes)
+        notes.append(f"references had {megapixels} megapixels and are predicted with one")
+    return notes
+
+
+EDIT = "qwen-image-edit"  # the only one with that many text tokens for one reference
+PARTS_MISSING = "connect clip and vae to have the card's memory predicted: their weights count"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the estimator says of a run.
+
+    Attributes:
+        request: None where there is no prediction.
+        phases: By name.
+        step: One evaluation of the sampler, with all its prompts.
+        whole: Whether all parts are known, so that the phases' `card_bytes` hold.
+        basis: What the times rest on.
+        notes: What the prediction leaves out, or why there is none.
+    """
+
+    request: RunRequest | None = None
+    phases: Mapping[str, Phase] = field(default_factory=dict)
+    step: Range | None = None
+    whole: bool = False
+    basis: str = ""
+    notes: tuple[str, ...] = ()
+    _card: ChosenCard | None = None
+
+    def changed(self, **settings: Any) -> Mapping[str, Phase]:
+        """The phases of the same run with other settings; empty where they are not possible."""
+        if self.request is None:
+            return {}
+        try:
+            request = replace(self.request, **settings)
+            if request == self.request:
+                return self.phases
+            return estimate_on(self._card, WiredRequest(request), None).phases
+        except QwenL40SError:
+            return {}
+
+
+def predict(
+    asked: Mapping[str, Any], path: Sequence[str], model: Any, clip: Any, vae: Any, tiles: int
+) -> Prediction:
+    """Predicts a recorded sampling run with its encoding and decoding.
+
+    Args:
+        asked, path: of the sampling's record.
+        model, clip, vae: what ran; None for what is not connected.
+        tiles: tiles of the decode; 0 where unknown.
+    """
+    device = model.load_device
+    if card_facts(device) is None:
+        return Prediction(notes=(f"nothing is predicted of a run on {device}",))
+    try:
+        wired = request_from(_settings(asked, tiles), model=model, clip=clip, vae=vae)
+        wired = replace(wired, request=_with_tokens(wired.request, asked["text_tokens"]))
+        card = card_of(THIS_CARD, device)
+        estimate = estimate_on(card, wired, None)
+    except QwenL40SError as error:
+        return Prediction(notes=(f"nothing is predicted: {error}",))
+    whole = clip is not None and vae is not None
+    return Prediction(
+        wired.request,
+        estimate.phases,
+        estimate.step_seconds,
+        whole,
+        f"times: {estimate.basis.text}",
+        # The estimate's own notes are about other runs and about money.
+        (
+            *wired.notes,
+            *mismatches(asked, path, wired.request),
+            *([] if whole else [PARTS_MISSING]),
+        ),
+        card,
+    )
+
+
+def _settings(asked: Mapping[str, Any], tiles: int) -> dict[str, Any]:
+    """Arguments of `RunRequest`; the parts that ran give the rest."""
+    batch, _, *frames, height, width = asked["latent"]
+    references = len(asked["references"])
+    settings = request_settings(
+        width=whole_pixels(PIXELS_PER_LATENT * width),
+        height=whole_pixels(PIXELS_PER_LATENT * height),
+        batch=batch,
+        steps=max(1, asked["evaluations"]),
+        cfg=_cfg(asked),
+        references=references,
+        layers=frames[0] - 1 if frames else 0,
+        tiles=tiles,
+    )
+    if references == 1 and asked["text_tokens"] > FAMILIES[EDIT].vision_tokens:
+        settings["family"] = EDIT
+    return settings
+
+
+def _with_tokens(request: RunRequest, tokens: int) -> RunRequest:
+    """Sets the prompt's own tokens: the family counts those of references."""
+    return replace(
+        request, text_tokens=max(1, tokens - request.references * request.member.vision_tokens)
+    )
+
+
+def _cfg(asked: Mapping[str, Any]) -> str:
+    """From what was computed: a guider may ask for the negative prompt in a call of its own."""
+    if prompts_of(asked) < 1.5:
+        return "off"
+    # ComfyUI computes prompts of one length in one pass.
+    return "one pass" if passes_of(asked) < 1.5 else "two passes"
