@@ -451,7 +451,9 @@ def test_measuring_that_fails_changes_no_encoding_and_no_decoding():
 def test_a_report_that_fails_says_so():
     model = load()
     sample(model)
-    with mock.patch("qwen_l40s.hosts.comfyui.report.table.last_run", side_effect=RuntimeError("no")):
+    with mock.patch(
+        "qwen_l40s.hosts.comfyui.report.table.last_run", side_effect=RuntimeError("no")
+    ):
         images, text, data = QwenL40SReport.execute("images", model).args
     assert (images, text, json.loads(data)) == ("images", FAILED, {"note": FAILED})
 

@@ -100,8 +100,8 @@ class Batch:
                 f"memory beside the weights: {format_gib(plan.peak_bytes + self._kept)} predicted"
             )
             measured = recording.stop()
-            if measured is not None and measured.beside_bytes:
-                lines[-1] += f", {format_gib(measured.beside_bytes)} measured"
+            if measured is not None and measured.working_bytes:
+                lines[-1] += f", {format_gib(measured.working_bytes)} measured"
             if (moved := others - others_bytes(self.vae)) > 0:
                 lines.append(f"ComfyUI moved {format_gib(moved)} of other models off the card")
             if self._cleared:

@@ -76,8 +76,8 @@ def optimize(model: ModelPatcher, settings: Settings | None = None) -> ModelPatc
 def restore(model: ModelPatcher) -> ModelPatcher:
     """Returns a clone without anything that `optimize` has added."""
     clone = model.clone()
-    clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
-    clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
+    for kind in (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.APPLY_MODEL):
+        clone.remove_wrappers_with_key(kind, KEY)
     clone.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
     clone.remove_attachments(KEY)
     options = clone.model_options["transformer_options"]
