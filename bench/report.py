@@ -49,7 +49,7 @@ def runnable(
             comfyui = found if host == COMFYUI else comfyui
         except UnavailableError as error:
             reasons[host] = str(error)
-    from ..hosts.diffusers.offload import available_bytes
+    from ..machine.device import available_bytes
 
     free = available_bytes(str(device))
     for row in rows:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, SettingError
-from ..hosts.diffusers.load import Settings
+from ..hosts.diffusers.settings import GenerateSettings
 from ..spec import QUANTIZED
 from .audit_run import audit_images, audit_layers, summarize
 from .generate import MAKING, PACKAGES, parse_size
@@ -116,7 +116,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
         )
 
 
-def _settings(args: argparse.Namespace) -> list[Settings]:
+def _settings(args: argparse.Namespace) -> list[GenerateSettings]:
     """One for each prompt, checked before anything is loaded."""
     prompts = [*args.prompt, *(_read_prompts(Path(args.prompts)) if args.prompts else ())]
     if not prompts and args.model is None:
@@ -131,7 +131,7 @@ def _settings(args: argparse.Namespace) -> list[Settings]:
     side = MICRO_SIDE if args.model is None else USUAL_SIDE
     width, height = args.size or (side, side)
     return [
-        Settings(
+        GenerateSettings(
             prompt=prompt,
             width=width,
             height=height,

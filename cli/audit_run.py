@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnavailableError
-from ..hosts.diffusers.load import Settings
+from ..hosts.diffusers.settings import GenerateSettings
 from ..measure.keep import LayerCost, kind_of, propose_keep, summed_error
 from .contact_sheet import write_sheet
 from .generate import make
@@ -28,7 +28,7 @@ Progress = Callable[[int, int], None]
 
 def audit_layers(source: Source, args: argparse.Namespace) -> tuple[dict, list[LayerError]]:
     """Reads the weights one by one; returns the head of the report, and the layers."""
-    from ..hosts.diffusers.offload import choose_device
+    from ..machine.device import choose_device
     from ..measure.layer_errors import file_errors
 
     device = choose_device(args.device)
@@ -39,7 +39,7 @@ def audit_layers(source: Source, args: argparse.Namespace) -> tuple[dict, list[L
 
 
 def audit_images(
-    model: Path, runs: Sequence[Settings], args: argparse.Namespace
+    model: Path, runs: Sequence[GenerateSettings], args: argparse.Namespace
 ) -> tuple[dict, list[LayerError]]:
     """Paints every run twice; returns the report but for the layers, and the layers.
 
@@ -91,7 +91,9 @@ def _head(model: Path, device: str, activations: str, args: argparse.Namespace) 
     }
 
 
-def _paint(pipeline: LoadedPipeline, runs: Sequence[Settings], name: str) -> list[Image.Image]:
+def _paint(
+    pipeline: LoadedPipeline, runs: Sequence[GenerateSettings], name: str
+) -> list[Image.Image]:
     progress = _progress(f"{name} image")
     images = []
     for run in runs:
@@ -102,7 +104,7 @@ def _paint(pipeline: LoadedPipeline, runs: Sequence[Settings], name: str) -> lis
 
 
 def _compare(
-    runs: Sequence[Settings],
+    runs: Sequence[GenerateSettings],
     exact: Sequence[Image.Image],
     found: Sequence[Image.Image],
     args: argparse.Namespace,

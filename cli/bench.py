@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..bench.rows import BLOCK, FORWARD, IMAGE, Row, select, select_names
 from ..errors import SettingError, UnavailableError, plain_write_errors
-from ..hosts.diffusers.load import SIZE_STEP
+from ..hosts.diffusers.settings import SIZE_STEP
 from ..planning.calibration import NAME, Calibration, cache_folder, with_calibration
 from ..planning.cards import Card, find_card, known_cards
 from ..planning.rates import PRECISIONS
@@ -220,7 +220,7 @@ def _device(name: str, small: str) -> Any:
     """A torch.device; `small` are the arguments by which it can be tried on a CPU."""
     import torch
 
-    from ..hosts.diffusers.offload import choose_device
+    from ..machine.device import choose_device
 
     chosen = choose_device(name)
     if chosen == "cpu" and name == "auto":

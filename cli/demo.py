@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..hosts.diffusers.load import Settings
+from ..hosts.diffusers.settings import GenerateSettings
 from .contact_sheet import check_sheet_path, write_sheet
 from .generate import MAKING, PACKAGES, add_run_arguments, load, make, run_facts, write_images
 from .output import ImageTarget, require_packages
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = Settings(
+    settings = GenerateSettings(
         prompt=args.prompt, width=SIDE, height=SIDE, steps=args.steps, cfg=args.cfg, seed=args.seed
     )
     target = ImageTarget(args.output, stem="demo")
@@ -70,7 +70,7 @@ def _adherence(image: Image.Image, prompt: str) -> dict[str, Any] | None:
     return adherence(image, scene).as_dict() if scene else None
 
 
-def _write_gallery(path: Path, pipeline: LoadedPipeline, settings: Settings) -> None:
+def _write_gallery(path: Path, pipeline: LoadedPipeline, settings: GenerateSettings) -> None:
     from tqdm import tqdm
 
     from ..micro.scene import gallery_prompts

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..hosts.diffusers.load import Settings
-from ..hosts.diffusers.offload import OFFLOADS
+from ..hosts.diffusers.settings import OFFLOADS, GenerateSettings
 from ..loaders.precision import PRECISIONS
 from .contact_sheet import check_sheet_path, write_sheet
 from .output import ImageTarget, png_bytes, require_packages, write_whole
@@ -61,8 +60,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> N
     parser.add_argument(
         "--offload",
         default="auto",
-        help=f"one of {', '.join(OFFLOADS)}: what waits in host memory while the rest runs, the "
-        "text encoder or each part until its turn; default: auto, the first that fits the card",
+        help=f"one of {', '.join(OFFLOADS)}: model has each part wait in host memory for its turn; "
+        "default: auto, where they do not fit the card together",
     )
     parser.add_argument(
         "--optimize",
@@ -85,7 +84,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> N
 
 def run(args: argparse.Namespace) -> int:
     width, height = args.size
-    settings = Settings(
+    settings = GenerateSettings(
         prompt=args.prompt,
         negative_prompt=args.negative_prompt,
         width=width if args.width is None else args.width,
@@ -100,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     if grid:
         check_sheet_path(grid)
     require_packages(MAKING, PACKAGES)
-    pipeline, load_seconds = load(args.model, args, settings)
+    pipeline, load_seconds = load(args.model, args)
     result, seconds = make(pipeline, settings)
     paths = write_images(target, pipeline, result)
     if grid:
@@ -119,14 +118,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def load(
-    folder: str | Path, args: argparse.Namespace, settings: Settings | None = None
-) -> tuple[LoadedPipeline, float]:
-    """Loads the folder as the arguments say; returns it and the seconds it took.
-
-    Args:
-        settings: of the run, which an automatic offload leaves room for.
-    """
+def load(folder: str | Path, args: argparse.Namespace) -> tuple[LoadedPipeline, float]:
+    """Loads the folder as the arguments say; returns it and the seconds it took."""
     from ..hosts.diffusers.load import load_pipeline
 
     start = time.perf_counter()
@@ -137,13 +130,12 @@ def load(
         optimized=args.optimize,
         attention=args.attention,
         offload=args.offload,
-        settings=settings,
     )
     return pipeline, round(time.perf_counter() - start, 3)
 
 
 def make(
-    pipeline: LoadedPipeline, settings: Settings, *, progress: bool = True
+    pipeline: LoadedPipeline, settings: GenerateSettings, *, progress: bool = True
 ) -> tuple[Generation, float]:
     """Returns the images and the seconds that sampling and decoding took."""
     from ..hosts.diffusers.sample import generate
@@ -169,11 +161,11 @@ def write_images(target: ImageTarget, pipeline: LoadedPipeline, result: Generati
     return paths
 
 
-def run_facts(pipeline: LoadedPipeline, settings: Settings) -> Mapping[str, Any]:
+def run_facts(pipeline: LoadedPipeline, settings: GenerateSettings) -> Mapping[str, Any]:
     """What the last line of output says of every run."""
     reasons = {
         "precision_reason": pipeline.precision.reason,
-        "offload_reason": pipeline.placement.choice.reason,
+        "offload_reason": pipeline.offload.reason,
     }
     facts = vars(settings) | _where(pipeline) | reasons
     return {name: value for name, value in facts.items() if name != "prompt"}
@@ -185,7 +177,7 @@ def _where(pipeline: LoadedPipeline) -> dict[str, Any]:
         "model": str(pipeline.folder),
         "device": pipeline.device,
         "precision": pipeline.precision.name,
-        "offload": pipeline.placement.choice.name,
+        "offload": pipeline.offload.name,
         "optimized": optimized is not None,
         # The path of every part that ran.
         "ran": ["diffusers' own code"] if optimized is None else optimized.report().splitlines(),

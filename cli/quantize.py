@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     require_packages("quantizing", PACKAGES)
-    from ..hosts.diffusers.offload import choose_device
     from ..loaders.quantized_file import plan_quantized, write_quantized
+    from ..machine.device import choose_device
 
     written = write_quantized(
         plan_quantized(args.source, args.precision, args.keep),

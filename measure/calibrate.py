@@ -22,13 +22,12 @@ from ..optimizations.attention import AttentionRequest, choose_attention
 from ..optimizations.fused import choose_ops
 from ..optimizations.linear import choose_gemm, dense_linear
 from ..optimizations.reference import Modulation, Tokens
-from ..optimizations.stream import measure_pinned_bandwidth
 from ..planning.calibration import Calibration
 from ..planning.rates import Rates
 from ..planning.times import step_work
 from ..planning.vae_bytes import Step
 from ..planning.work import Pass, norm_bytes
-from ..spec import BLOCK_GEMMS, QUANTIZED, TransformerShape
+from ..spec import BLOCK_GEMMS, QUANTIZED, TransformerShape, format_gib
 from .timing import Part, Sum, run_mix
 
 # Of each precision's mix, of the VAE's layers and of fp32 products.
@@ -218,8 +217,24 @@ def _encoder(sizes: tuple[int, int, int], device: torch.device) -> list[Part]:
 
 
 def _link(size: int, device: torch.device) -> float:
+    """Bytes per second that reach the device from pinned memory, the best of five."""
     if device.type == "cuda":
-        return measure_pinned_bandwidth(device, size)
+        try:
+            source = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            raise UnavailableError(
+                f"{format_gib(size)} of host memory cannot be pinned: measure with less."
+            ) from error
+        target = torch.empty_like(source, device=device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        seconds = []
+        for _ in range(5):
+            begin.record()
+            target.copy_(source, non_blocking=True)
+            end.record()
+            end.synchronize()
+            seconds.append(begin.elapsed_time(end) / 1e3)
+        return size / min(seconds)
     source = torch.ones(size, dtype=torch.uint8)
     target = torch.empty_like(source)
     begin = time.perf_counter()

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 from ..errors import CheckpointError
-from ..hosts.diffusers.offload import available_bytes
 from ..hosts.diffusers.quantized import QuantizedLinear, chosen_layers, quantizable, replace_layer
 from ..loaders.convert import is_finite
 from ..loaders.quantize import quantize_rows, relative_error
 from ..loaders.source import Source
+from ..machine.device import available_bytes
 from ..optimizations.w8a8 import plain_product, tensor_core_product
 from .fidelity import ErrorSum
 from .keep import bytes_to_keep

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # Python, torch with CUDA, ComfyUI and its nodes. Predicted.
 PROGRAM_BYTES = 3 * GIB
 # While a file is quantized on load, and the pinned ring through which weights pass the card
-# (hosts/comfyui/precision.py, optimizations/weight_stream.py).
+# (hosts/comfyui/precision.py, optimizations/stream.py).
 STAGING_BYTES = 2 * GIB
 RING_BYTES = 128 * MIB
 # Prompts that were encoded last (optimizations/embedding_cache.py).

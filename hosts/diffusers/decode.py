@@ -13,12 +13,12 @@ from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
 from PIL import Image
 
 from ...errors import SettingError
+from ...machine.device import available_bytes
 from ...optimizations import vae as planned
 from ...optimizations.vae import DecoderStages, EncoderStages, Middle
 from ...planning.vae import VaePlan, plan_decode
 from ...spec import VaeShape
 from .load import LoadedPipeline
-from .offload import available_bytes
 
 FRAMES = 3  # a kernel's reach over time; the class pads an image to it
 
@@ -120,7 +120,7 @@ def decode(
         torch.cuda.OutOfMemoryError: the card ran out of memory twice.
     """
     pipe = pipeline.to_diffusers()
-    vae = pipeline.vae
+    vae = pipeline.vae.to(pipeline.device)  # diffusers may have it wait in host memory
     latents = QwenImagePipeline._unpack_latents(latents, height, width, pipe.vae_scale_factor)
     latents = latents.to(vae.dtype)  # (B, 16, 1, height/8, width/8)
     mean, std = (
@@ -132,6 +132,8 @@ def decode(
     for latent in latents.split(1):
         pixels = decode_latent(vae, latent)[:, :, 0]
         images += pipe.image_processor.postprocess(pixels, output_type="pil")
+    if pipeline.offload.name == "model":
+        vae.to("cpu")
     return images
 
 

@@ -1,12 +1,15 @@
-"""What one generation is asked to do, checked before anything heavy is imported or loaded."""
+"""Loads a Qwen-Image diffusers folder: our streaming where it can be, theirs elsewhere.
+
+A model is built empty and compared with the file headers, so that a folder that does not fit is
+refused in milliseconds; then host memory never holds more than the model itself and one tensor.
+"""
 
 from __future__ import annotations
 
 import logging
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,107 +26,27 @@ from diffusers import (
 from safetensors import safe_open
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from ...errors import CheckpointError, SettingError
+from ...errors import CheckpointError, SettingError, UnavailableError
 from ...loaders.convert import check_finite
 from ...loaders.header import read_object
-from ...loaders.precision import BYTES_PER_WEIGHT, PrecisionChoice, choose_precision
+from ...loaders.precision import BYTES_PER_WEIGHT, PrecisionChoice, choose_precision, format_bytes
 from ...loaders.shards import Shards, read_shards
+from ...machine.device import available_bytes, choose_device
 from ...machine.memory import available_memory
-from ...optimizations.embedding_cache import EmbeddingCache
 from ...spec import USUAL_SIDE
-from .offload import (
-    NONE,
-    OffloadChoice,
-    PlacedPipeline,
-    Placement,
-    available_bytes,
-    choose_device,
-    choose_offload,
-    device_of,
-    part_activations,
-    transformer_shape,
-)
 from .patch import Optimized, check_attention, optimize
+from .settings import OFFLOADS
 from .text_encoder import load_text_encoder, load_tokenizer
 
-SIZE_STEP = 16  # 8 from the VAE times 2 from the transformer's patches
-MAX_SEED = 2**63 - 1
+logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The settings of one generation.
-
-    Attributes:
-        width, height: pixels, divisible by 16.
-        cfg: classifier-free guidance scale; at most 1 switches it off and halves the work.
-        seed: image i of the batch starts from the noise of `seed + i`.
-
-    Raises:
-        SettingError: a value breaks its rule.
-    """
-
-    prompt: str
-    negative_prompt: str = " "
-    width: int
-    height: int
-    steps: int = 20
-    cfg: float = 4.0
-    seed: int = 0
-    batch: int = 1
-
-    def __post_init__(self) -> None:
-        _check_text("prompt", self.prompt)
-        _check_text("negative_prompt", self.negative_prompt)
-        _check_size("width", self.width)
-        _check_size("height", self.height)
-        _check_count("steps", self.steps)
-        _check_count("batch", self.batch)
-        if not isinstance(self.seed, int) or not 0 <= self.seed <= MAX_SEED:
-            raise SettingError(
-                f"seed must be a whole number from 0 to 2**63 - 1, got {self.seed!r}."
-            )
-        if not isinstance(self.cfg, int | float) or not math.isfinite(self.cfg) or self.cfg < 0:
-            raise SettingError(
-                f"cfg must be a finite number of at least 0, got {self.cfg!r}: use 4.0, or 1 to "
-                "switch guidance off."
-            )
-
-
-def _check_text(name: str, value: str) -> None:
-    if not isinstance(value, str):
-        raise SettingError(f"{name} must be one string, got {value!r}.")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        # A terminal that is not UTF-8 hands over lone surrogates, which the tokenizer cannot take.
-        raise SettingError(
-            f"{name} is not valid Unicode, got {value!r}: type it in UTF-8."
-        ) from None
-
-
-def _check_size(name: str, value: int) -> None:
-    if isinstance(value, int) and value >= SIZE_STEP and value % SIZE_STEP == 0:
-        return
-    rule = f"{name} must be a whole number of pixels divisible by {SIZE_STEP}, at least {SIZE_STEP}"
-    nearest = (
-        max(SIZE_STEP, SIZE_STEP * round(value / SIZE_STEP)) if isinstance(value, int) else 1024
-    )
-    raise SettingError(f"{rule}, got {value!r}: use {nearest}.")
-
-
-def _check_count(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise SettingError(
-            f"{name} must be a whole number of at least 1, got {value!r}: use 1 or more."
-        )
-
-
-# Fills a diffusers model from safetensors shards, one tensor at a time.
-#
-# The model is built empty and compared with the file headers, so that a folder that does not fit is
-# refused in milliseconds; then host memory never holds more than the model itself and one tensor.
-
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+MODEL_CLASSES = {"transformer": QwenImageTransformer2DModel, "vae": AutoencoderKLQwenImage}
+WEIGHT_FOLDERS = (*MODEL_CLASSES, "text_encoder")
+PIPELINE_CLASS = "QwenImagePipeline"
+# What decoding takes for a pixel in bf16, more than the other parts take beside their weights;
+# measured on an H200 from 1024x1024 to 3072x3072 as allocated memory.
+DECODE_BYTES_PER_PIXEL = 1259
 # Other dtypes are quantized: without their scales a cast would give a wrong image and no error.
 PLAIN_DTYPES = ("F32", "F16", "BF16")
 
@@ -202,25 +125,14 @@ def fill(
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(value, requires_grad=False))
 
 
-# Loads a Qwen-Image diffusers folder: our streaming where it can be, theirs elsewhere.
-
-logger = logging.getLogger(__name__)
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-MODEL_CLASSES = {"transformer": QwenImageTransformer2DModel, "vae": AutoencoderKLQwenImage}
-WEIGHT_FOLDERS = (*MODEL_CLASSES, "text_encoder")
-PIPELINE_CLASS = "QwenImagePipeline"
-
-
 @dataclass(frozen=True)
 class LoadedPipeline:
     """The parts of a Qwen-Image folder, ready to sample; one run at a time.
 
     Attributes:
         device: Where the parts run.
-        placement: Where they are, and whose turn it is.
+        offload: Whether they wait in host memory for their turn, and why.
         optimized: What makes the transformer fast; None where diffusers' own code runs.
-        embeddings: Of the last prompts. Who changes the text encoder's weights clears them.
     """
 
     folder: Path
@@ -231,19 +143,14 @@ class LoadedPipeline:
     scheduler: FlowMatchEulerDiscreteScheduler
     device: str
     precision: PrecisionChoice
-    placement: Placement
+    offload: OffloadChoice
     optimized: Optimized | None = None
-    embeddings: EmbeddingCache = field(default_factory=EmbeddingCache)
 
     def to_diffusers(
         self, scheduler: FlowMatchEulerDiscreteScheduler | None = None
     ) -> QwenImagePipeline:
-        """diffusers' pipeline over these parts; its scheduler, which has state, is its own.
-
-        It moves no part: with an offload only `sample.generate` runs all of it.
-        """
-        offloaded = self.placement.choice.name != NONE
-        pipeline = (PlacedPipeline if offloaded else QwenImagePipeline)(
+        """diffusers' pipeline over these parts; its scheduler, which has state, is its own."""
+        pipeline = QwenImagePipeline(
             transformer=self.transformer,
             vae=self.vae,
             text_encoder=self.text_encoder,
@@ -251,9 +158,63 @@ class LoadedPipeline:
             scheduler=scheduler
             or FlowMatchEulerDiscreteScheduler.from_config(self.scheduler.config),
         )
-        if offloaded:
-            pipeline.run_device = torch.device(self.device)
+        if self.offload.name == "model":
+            pipeline.enable_model_cpu_offload(device=self.device)
         return pipeline
+
+
+@dataclass(frozen=True)
+class OffloadChoice:
+    """ "none" or "model", as in `load_pipeline`, and why."""
+
+    name: str
+    reason: str
+
+
+def choose_offload(
+    requested: str,
+    *,
+    what: str,
+    device: str,
+    weights: Mapping[str, int],
+    work: int,
+    free: int,
+    host_free: int,
+) -> OffloadChoice:
+    """Resolves `auto`, and refuses weights that cannot fit.
+
+    Args:
+        requested: one of `OFFLOADS`.
+        what: the subject of a refusal, such as `models/Qwen-Image in bf16`.
+        weights: {part: bytes}.
+        work: bytes that `auto` leaves free on a card beside the weights.
+        free, host_free: bytes that can be had on the device and in host memory now.
+
+    Raises:
+        SettingError: `requested` is unknown.
+        UnavailableError: the device or host memory is too small.
+    """
+    if requested not in OFFLOADS:
+        raise SettingError(f"offload {requested!r} is unknown: choose {', '.join(OFFLOADS)}.")
+    total, largest = sum(weights.values()), max(weights.values())
+    if device == "cpu":
+        choice = OffloadChoice("none", "everything runs on the processor")
+    elif requested == "auto":
+        reason = f"all parts take {format_bytes(total)} and {format_bytes(free)} is free"
+        choice = OffloadChoice("none" if total + work <= free else "model", reason)
+    else:
+        choice = OffloadChoice(requested, "requested")
+    needs = [(total if choice.name == "none" else largest, device, free)]
+    if choice.name == "model":
+        needs.append((total, "the host", host_free))
+    for needed, place, there in needs:
+        if needed > there:
+            raise UnavailableError(
+                f"{what} needs {format_bytes(needed)} for its weights alone and {place} has "
+                f"{format_bytes(there)} free: free memory, or choose another --device, "
+                "--precision or --offload."
+            )
+    return choice
 
 
 def load_pipeline(
@@ -263,8 +224,7 @@ def load_pipeline(
     device: str = "auto",
     optimized: bool | None = False,
     attention: str | None = None,
-    offload: str = NONE,
-    settings: Settings | None = None,
+    offload: str = "none",
 ) -> LoadedPipeline:
     """Loads a text-to-image Qwen-Image folder; all file headers are checked before any weight.
 
@@ -276,9 +236,8 @@ def load_pipeline(
         optimized: whether `patch.optimize` makes the transformer fast; None on a card, or where an
             attention is named.
         attention: of the optimized transformer, as `patch.optimize` takes it; None for `auto`.
-        offload: which parts wait in host memory while another runs: `none`, `text-encoder`,
-            `model`, or `auto` for the first of them that fits.
-        settings: of the largest run that `auto` leaves room for; None for an image of 1328x1328.
+        offload: `model` has diffusers move each part to the card for its turn, `none` has all of
+            them there, `auto` takes `model` where they do not fit together.
 
     Raises:
         CheckpointError: a file is missing, damaged, or of another model.
@@ -311,27 +270,20 @@ def load_pipeline(
         )
     size = BYTES_PER_WEIGHT[choice.name]
 
-    def place(transformer: QwenImageTransformer2DModel) -> OffloadChoice:
-        return choose_offload(
-            offload,
-            what=f"{folder} in {choice.name}",
-            device=where,
-            weights={part: count * size for part, count in parameters.items()},
-            activations=part_activations(
-                transformer_shape(transformer.config),
-                width=settings.width if settings else USUAL_SIDE,
-                height=settings.height if settings else USUAL_SIDE,
-                batch=settings.batch if settings else 1,
-                itemsize=size,
-            ),
-            free=free,
-            host_free=available_memory(),
-        )
-
+    chosen = choose_offload(
+        offload,
+        what=f"{folder} in {choice.name}",
+        device=where,
+        weights={part: count * size for part, count in parameters.items()},
+        work=DECODE_BYTES_PER_PIXEL * USUAL_SIDE**2 * size // 2,
+        free=free,
+        host_free=available_memory(),
+    )
+    logger.info("offload %s: %s", chosen.name, chosen.reason)
     if optimized is None:
         optimized = where != "cpu" or attention is not None
     attention = (attention or "auto") if optimized else None
-    return _load_parts(folder, shards, choice, where, attention, place)
+    return _load_parts(folder, shards, choice, where, attention, chosen)
 
 
 def _load_parts(
@@ -340,7 +292,7 @@ def _load_parts(
     choice: PrecisionChoice,
     device: str,
     attention: str | None,
-    place: Callable[[QwenImageTransformer2DModel], OffloadChoice],
+    offload: OffloadChoice,
 ) -> LoadedPipeline:
     """Reads what `load_pipeline` has checked; without an attention nothing is optimized."""
     dtype = DTYPES[choice.name]
@@ -357,14 +309,10 @@ def _load_parts(
         check_fits(model, shards[part])
     if attention is not None:
         check_attention(models["transformer"], attention, torch.device(device), dtype)
-    offload = place(models["transformer"])
-    logger.info("offload %s: %s", offload.name, offload.reason)
-    text_encoder = load_text_encoder(
-        folder / "text_encoder", dtype=dtype, device=device_of("text_encoder", offload, device)
-    )
+    place = device if offload.name == "none" else "cpu"
+    text_encoder = load_text_encoder(folder / "text_encoder", dtype=dtype, device=place)
     for part, model in models.items():
-        there = device_of(part, offload, device)
-        fill(model, stream_tensors(shards[part]), dtype=dtype, device=there)
+        fill(model, stream_tensors(shards[part]), dtype=dtype, device=place)
         model.eval()
     transformer = models["transformer"]
     return LoadedPipeline(
@@ -375,7 +323,7 @@ def _load_parts(
         scheduler=FlowMatchEulerDiscreteScheduler.from_config(scheduler_config),
         device=device,
         precision=choice,
-        placement=Placement({**models, "text_encoder": text_encoder}, offload, device),
+        offload=offload,
         optimized=None if attention is None else optimize(transformer, attention=attention),
     )
 

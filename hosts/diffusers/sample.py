@@ -1,4 +1,4 @@
-"""Prompts to embeddings; those of the last prompts are remembered."""
+"""Prompts to latents with diffusers' own sampler, then to images."""
 
 from __future__ import annotations
 
@@ -13,54 +13,12 @@ from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
 from PIL import Image
 
 from ...errors import CheckpointError, UnavailableError
-from ...loaders.precision import BYTES_PER_WEIGHT
-from ...optimizations.embedding_cache import content_key
 from .decode import decode
-from .load import LoadedPipeline, Settings
-from .offload import MODEL, part_activations, transformer_shape
+from .load import LoadedPipeline
+from .settings import GenerateSettings
 
 MAX_PROMPT_TOKENS = 512  # the pipeline's default
 
-
-@torch.no_grad()
-def embed(
-    pipeline: LoadedPipeline, settings: Settings, activations: int
-) -> dict[str, torch.Tensor]:
-    """Encodes the prompt and, with guidance, the negative one.
-
-    When both are remembered the text encoder neither runs nor moves.
-
-    Args:
-        activations: Bytes that encoding takes on the card beside the weights.
-
-    Returns:
-        Keyword arguments of diffusers' pipeline, on the device where parts run: embeddings
-        (1, tokens, joint_dim) and their masks (1, tokens).
-    """
-    prompts = {"prompt_embeds": settings.prompt}
-    if settings.cfg > 1:
-        prompts["negative_prompt_embeds"] = settings.negative_prompt
-    found = {prompt: pipeline.embeddings.recall(content_key(prompt)) for prompt in prompts.values()}
-    if None in found.values():
-        pipe = pipeline.to_diffusers()
-        with pipeline.placement.turn("text_encoder", activations) as device:
-            for prompt in (prompt for prompt, known in found.items() if known is None):
-                embeds, mask = pipe.encode_prompt(
-                    prompt, device, max_sequence_length=MAX_PROMPT_TOKENS
-                )
-                if mask is None:  # as newer releases say that it is all ones
-                    mask = torch.ones(embeds.shape[:2], dtype=torch.long, device=device)
-                found[prompt] = embeds, mask
-                pipeline.embeddings.keep(content_key(prompt), found[prompt])
-    arguments = {}
-    for name, prompt in prompts.items():
-        embeds, mask = found[prompt]
-        arguments[name] = embeds.to(pipeline.device)
-        arguments[f"{name}_mask"] = mask.to(pipeline.device)
-    return arguments
-
-
-# Prompt to latents with diffusers' own sampler, then to images.
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +30,7 @@ class Generation:
     """What a run made: image i comes from seed `settings.seed + i`."""
 
     images: list[Image.Image]
-    settings: Settings
+    settings: GenerateSettings
     sample_seconds: float
     decode_seconds: float
 
@@ -91,7 +49,7 @@ def generate(
     progress: bool = True,
     callback: StepCallback | None = None,
 ) -> Generation:
-    """Makes `batch` images of one prompt; `Settings` says what each setting means.
+    """Makes `batch` images of one prompt; `GenerateSettings` says what each setting means.
 
     Args:
         progress: show diffusers' bar on stderr.
@@ -103,7 +61,7 @@ def generate(
         CheckpointError: the model returned NaN or infinity.
         UnavailableError: the card ran out of memory.
     """
-    settings = Settings(
+    settings = GenerateSettings(
         prompt=prompt,
         negative_prompt=negative_prompt,
         width=width,
@@ -117,10 +75,9 @@ def generate(
     try:
         latents = sample(pipeline, settings, progress=progress, callback=callback)
         sampled = time.perf_counter()
-        with pipeline.placement.turn("vae", _activations(pipeline, settings)["vae"]):
-            images = decode(pipeline, latents, height, width)
+        images = decode(pipeline, latents, height, width)
     except torch.cuda.OutOfMemoryError as error:
-        other = "" if pipeline.placement.choice.name == MODEL else f", or --offload {MODEL}"
+        other = "" if pipeline.offload.name == "model" else ", or --offload model"
         raise UnavailableError(
             f"{width}x{height} in a batch of {batch} does not fit in the memory of "
             f"{pipeline.device}: use a smaller size or batch{other}."
@@ -130,7 +87,7 @@ def generate(
 
 def sample(
     pipeline: LoadedPipeline,
-    settings: Settings,
+    settings: GenerateSettings,
     *,
     progress: bool = True,
     callback: StepCallback | None = None,
@@ -153,13 +110,12 @@ def sample(
         callback(step + 1, settings.steps, tensors["latents"])
         return {}
 
-    activations = _activations(pipeline, settings)
-    embedded = embed(pipeline, settings, activations["text_encoder"])
     optimized = pipeline.optimized
     run = optimized.run(lambda: pipe.scheduler.timesteps) if optimized else nullcontext()
-    with pipeline.placement.turn("transformer", activations["transformer"]), run:
+    with run:
         latents = pipe(
-            **embedded,
+            settings.prompt,
+            negative_prompt=settings.negative_prompt if settings.cfg > 1 else None,
             true_cfg_scale=settings.cfg,
             width=settings.width,
             height=settings.height,
@@ -178,16 +134,6 @@ def sample(
             "weights are finite: try --precision fp32, or download the folder again."
         )
     return latents
-
-
-def _activations(pipeline: LoadedPipeline, settings: Settings) -> dict[str, int]:
-    return part_activations(
-        transformer_shape(pipeline.transformer.config),
-        width=settings.width,
-        height=settings.height,
-        batch=settings.batch,
-        itemsize=BYTES_PER_WEIGHT[pipeline.precision.name],
-    )
 
 
 def _scheduler(pipeline: LoadedPipeline, steps: int) -> FlowMatchEulerDiscreteScheduler:

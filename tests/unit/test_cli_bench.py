@@ -139,7 +139,7 @@ def test_a_machine_without_a_card_is_told_how_to_try(capsys):
 def test_the_memory_that_is_needed_is_told_before_anything_is_built(
     without_comfyui, monkeypatch, capsys
 ):
-    from qwen_l40s.hosts.diffusers import offload as device
+    from qwen_l40s.machine import device
 
     monkeypatch.setattr(device, "available_bytes", lambda _: 2**30)
     assert bench("forward", "--device", "cpu", "--only", "diffusers bf16 eager") == 2

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from qwen_l40s.cli import main
 from qwen_l40s.cli.contact_sheet import write_sheet
 from qwen_l40s.cli.output import ImageTarget, write_whole
-from qwen_l40s.hosts.diffusers.offload import OffloadChoice
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,29 +87,6 @@ def test_width_and_height_replace_those_of_size(generate):
         assert image.size == (32, 80)
 
 
-@pytest.mark.parametrize("way", ["text-encoder", "model"])
-def test_offload_on_the_processor_says_that_nothing_moves(generate, capsys, way):
-    assert generate("--offload", way, "--output", "a.png") == 0
-    report = last_line(capsys)
-    assert report["offload"] == "none"
-    assert report["offload_reason"].startswith(f"{way} was asked for, and everything runs")
-    with Image.open("a.png") as image:
-        assert json.loads(image.text["qwen_l40s"])["offload"] == "none"
-
-
-def test_offload_leaves_room_for_the_size_that_was_asked_for(generate, monkeypatch):
-    seen = []
-
-    def look(requested, **facts):
-        seen.append((requested, facts["activations"]["vae"]))
-        return OffloadChoice("none", "seen")
-
-    monkeypatch.setattr("qwen_l40s.hosts.diffusers.load.choose_offload", look)
-    assert generate("--output", "a.png") == 0
-    assert generate("--size", "128x96", "--output", "a.png") == 0
-    assert seen[0][0] == "auto" and seen[1][1] == 4 * seen[0][1]
-
-
 def test_without_output_nothing_is_overwritten(generate, tmp_path, capsys):
     (tmp_path / "image_00002.png").write_bytes(b"mine")
     assert generate("--batch", "2") == 0
@@ -171,7 +147,7 @@ def test_captions_stay_under_their_images(tmp_path, letter):
         (("--precision", "fp9"), "precision 'fp9' is unknown"),
         (("--precision", "fp8"), "precision 'fp8' is not available"),
         (("--device", "tpu"), "device 'tpu' is unknown"),
-        (("--offload", "disk"), "offload 'disk' is unknown: choose auto, none, text-encoder"),
+        (("--offload", "disk"), "offload 'disk' is unknown: choose auto, none, model"),
         (("--model", "nowhere"), "nowhere is not a folder"),
         (("--output", "a.jpg"), "must end in .png"),
         (("--grid", "a.pdf"), "must end in .png or .html"),

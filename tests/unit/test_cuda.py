@@ -4,11 +4,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from qwen_l40s.hosts.diffusers.load import (
-    Settings,
-    load_pipeline,
-)
+from qwen_l40s.hosts.diffusers.load import load_pipeline
 from qwen_l40s.hosts.diffusers.sample import generate, sample
+from qwen_l40s.hosts.diffusers.settings import GenerateSettings
 from qwen_l40s.loaders.source import bundled_micro_folder
 from qwen_l40s.micro.judge import adherence
 from qwen_l40s.micro.scene import parse_prompt
@@ -22,7 +20,7 @@ PROMPT = "a large green circle at the bottom right on a white background"
 
 
 def test_card_follows_the_cpu_in_fp32():
-    settings = Settings(prompt=PROMPT, width=256, height=256, steps=4)
+    settings = GenerateSettings(prompt=PROMPT, width=256, height=256, steps=4)
     runs = [
         sample(
             load_pipeline(bundled_micro_folder(), precision="fp32", device=device),

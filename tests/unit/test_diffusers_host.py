@@ -3,6 +3,7 @@
 import json
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,18 @@ from safetensors.torch import load_file, save_file
 
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.hosts.diffusers.decode import decode
-from qwen_l40s.hosts.diffusers.load import DTYPES, LoadedPipeline, Settings, load_pipeline
-from qwen_l40s.hosts.diffusers.offload import choose_device
+from qwen_l40s.hosts.diffusers.load import (
+    DTYPES,
+    LoadedPipeline,
+    OffloadChoice,
+    choose_offload,
+    load_pipeline,
+)
 from qwen_l40s.hosts.diffusers.sample import generate, sample
+from qwen_l40s.hosts.diffusers.settings import GenerateSettings
 from qwen_l40s.loaders.precision import choose_precision
 from qwen_l40s.loaders.source import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
+from qwen_l40s.machine.device import choose_device
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -32,9 +40,9 @@ def own_folder(tiny_folder: Path, tmp_path: Path) -> Path:
     return shutil.copytree(tiny_folder, tmp_path / "model")
 
 
-def settings(**changes) -> Settings:
+def settings(**changes) -> GenerateSettings:
     values = {"prompt": "a red star", "width": 64, "height": 48, "steps": 3, "seed": 7}
-    return Settings(**values | changes)
+    return GenerateSettings(**values | changes)
 
 
 # --- the same as diffusers ---
@@ -383,3 +391,47 @@ def test_model_larger_than_memory_is_refused_before_loading(tiny_folder, monkeyp
     monkeypatch.setattr("qwen_l40s.hosts.diffusers.load.available_bytes", lambda _device: 1_000_000)
     with pytest.raises(UnavailableError, match=r"in bf16 needs \d MB .* cpu has 1 MB"):
         load_pipeline(tiny_folder, device="cpu")
+
+
+# --- offload ---
+
+
+@pytest.mark.parametrize(
+    ("requested", "device", "free", "host", "expected"),
+    [
+        ("auto", "cuda:0", 70, 0, "none"),
+        ("auto", "cuda:0", 69, 60, "model"),
+        ("auto", "cuda:0", 39, 60, r"needs 40 MB .* cuda:0 has 39 MB"),
+        ("auto", "cuda:0", 69, 59, r"needs 60 MB .* the host has 59 MB"),
+        ("none", "cuda:0", 60, 0, "none"),
+        ("none", "cuda:0", 59, 99, r"needs 60 MB .* cuda:0 has 59 MB"),
+        ("model", "cuda:0", 99, 60, "model"),
+        ("model", "cpu", 60, 60, "none"),
+        ("auto", "cpu", 59, 59, r"needs 60 MB .* cpu has 59 MB"),
+    ],
+)
+def test_parts_that_do_not_fit_together_take_turns(requested, device, free, host, expected):
+    def choose():
+        sizes = {"text_encoder": 15, "transformer": 40, "vae": 5}
+        weights = {part: size * 10**6 for part, size in sizes.items()}
+        about = {"what": "a model", "device": device, "weights": weights, "work": 10**7}
+        return choose_offload(requested, **about, free=free * 10**6, host_free=host * 10**6)
+
+    if expected in ("none", "model"):
+        assert choose().name == expected
+    else:
+        with pytest.raises(UnavailableError, match=expected):
+            choose()
+
+
+@pytest.mark.parametrize("optimized", [False, True])
+def test_parts_that_take_turns_make_the_same_image(tiny_folder, optimized):
+    whole = load_pipeline(tiny_folder, precision="fp32", device="cpu", optimized=optimized)
+    turns = replace(whole, offload=OffloadChoice("model", "as on a small card"))
+    about = {"width": 64, "height": 48, "steps": 2, "progress": False}
+    [expected] = generate(whole, "a red star", **about).images
+    for _ in range(2):
+        [image] = generate(turns, "a red star", **about).images
+        assert np.array_equal(np.asarray(image), np.asarray(expected))
+    hooks = [hasattr(part, "_hf_hook") for part in (turns.text_encoder, turns.transformer)]
+    assert hooks == [True, True]

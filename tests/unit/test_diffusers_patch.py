@@ -26,10 +26,11 @@ from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.hosts.diffusers import attention, forward
 from qwen_l40s.hosts.diffusers import forward as prepared
 from qwen_l40s.hosts.diffusers import run as optimization
-from qwen_l40s.hosts.diffusers.load import Settings, load_pipeline
+from qwen_l40s.hosts.diffusers.load import load_pipeline
 from qwen_l40s.hosts.diffusers.patch import Optimized, optimize
 from qwen_l40s.hosts.diffusers.quantized import quantize_transformer
 from qwen_l40s.hosts.diffusers.sample import sample
+from qwen_l40s.hosts.diffusers.settings import GenerateSettings
 from qwen_l40s.optimizations.attention import BACKENDS
 from qwen_l40s.optimizations.attention import backends as sdpa
 from qwen_l40s.optimizations.block import BlockExecutor
@@ -264,7 +265,9 @@ def test_mask_among_the_arguments_of_attention(fused):
 
 def test_whole_pipeline_of_every_kind_of_run(tiny_folder, fused):
     settings = {"prompt": "a red star", "width": 64, "height": 48, "steps": 4}
-    runs = [Settings(**settings, cfg=cfg, batch=batch) for cfg in (1.0, 4.0) for batch in (1, 2)]
+    runs = [
+        GenerateSettings(**settings, cfg=cfg, batch=batch) for cfg in (1.0, 4.0) for batch in (1, 2)
+    ]
     host = load_pipeline(tiny_folder, precision="fp32", device="cpu")
     ours = load_pipeline(tiny_folder, precision="fp32", device="cpu", optimized=True)
     assert host.optimized is None

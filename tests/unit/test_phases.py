@@ -439,7 +439,7 @@ def test_what_is_at_hand_is_not_quantized_again():
     ("name", "value", "file"),
     [
         ("MOST_BYTES", MOST_TABLE_BYTES, "optimizations/modulation.py"),
-        ("RING_BYTES", residence.RING_BYTES, "optimizations/weight_stream.py"),
+        ("PINNED_BYTES", residence.RING_BYTES, "optimizations/stream.py"),
         ("STAGING_BYTES", residence.STAGING_BYTES, "hosts/comfyui/precision.py"),
         ("LAYERS_ON_CARD", phases_module.LAYERS_ON_CARD, "hosts/comfyui/off_card_pass.py"),
     ],

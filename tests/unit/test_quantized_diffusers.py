@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from qwen_l40s.errors import CheckpointError, SettingError
-from qwen_l40s.hosts.diffusers.load import Settings, load_pipeline
+from qwen_l40s.hosts.diffusers.load import load_pipeline
 from qwen_l40s.hosts.diffusers.quantized import QuantizedLinear, quantizable, quantize_transformer
 from qwen_l40s.hosts.diffusers.sample import generate, sample
+from qwen_l40s.hosts.diffusers.settings import GenerateSettings
 from qwen_l40s.loaders.quantize import FORMATS, layers_to_quantize, quantize_rows
 from qwen_l40s.loaders.quantize import relative_error as weight_error
 from qwen_l40s.loaders.source import bundled_micro_folder, open_source
@@ -39,7 +40,7 @@ MICRO = bundled_micro_folder()
 LAYER = "transformer_blocks.3.img_mlp.net.2"
 PROMPT = "a large green circle at the bottom right on a white background"
 OTHER = "a small red star at the top left on a blue background"
-QUICK = Settings(prompt=PROMPT, width=64, height=64, steps=3, cfg=4.0, seed=1)
+QUICK = GenerateSettings(prompt=PROMPT, width=64, height=64, steps=3, cfg=4.0, seed=1)
 in_each = pytest.mark.parametrize("format", FORMATS)
 
 
@@ -232,7 +233,7 @@ def test_measuring_changes_no_image_and_finds_the_error_of_every_activation(bf16
 @pytest.mark.parametrize("cfg", [1.0, 4.0])
 @pytest.mark.parametrize(("steps", "chosen"), [(1, [0]), (2, [0, 1]), (6, [0, 2, 5])])
 def test_probes_are_steps_of_the_run_with_their_lengths(bf16, cfg, steps, chosen):
-    settings = Settings(prompt=PROMPT, width=64, height=64, steps=steps, cfg=cfg)
+    settings = GenerateSettings(prompt=PROMPT, width=64, height=64, steps=steps, cfg=cfg)
     calls = []
     handle = bf16.transformer.register_forward_pre_hook(
         lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True

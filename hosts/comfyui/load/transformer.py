@@ -29,7 +29,6 @@ from ....loaders.convert import check_complete, is_finite
 from ....loaders.quantized_file import MARKER_2511
 from ....loaders.source import Source, open_source
 from ....optimizations.linear import choose_gemm
-from ....optimizations.stream import reserve_ring
 from ....spec import QUANTIZED, TransformerShape
 from ..messages import LoadReport
 from ..record.sampling import record_runs
@@ -221,8 +220,6 @@ def _load(
     model.load_model_weights(tensors, "", assign=assign)
     record_runs(patcher)
     if off_card:
-        if load_device.type == "cuda":
-            reserve_ring()
         patcher.size = _bytes_on_card(model)
         if not patcher.is_dynamic() and precision not in QUANTIZED:
             book_what_is_needed(model, patcher.size, load_device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -237,7 +237,7 @@ def _patched(patcher: ModelPatcher, key: str, tensor: torch.Tensor | None) -> to
 
 logger = logging.getLogger(__name__)
 
-# The card holds the layer that is computed and one that is on its way; more made a pass no faster.
+# The one that is computed with and the one on its way.
 LAYERS_ON_CARD = 2
 
 
@@ -318,7 +318,7 @@ def _streamed(
     look: Callable[[], None],
 ) -> list[Entry]:
     start, device = time.perf_counter(), embeddings[0].device
-    stream = WeightStream([layer.parts() for layer in layers], device, ahead=LAYERS_ON_CARD - 1)
+    stream = WeightStream([layer.parts() for layer in layers], device)
     entries = compute_entries(blocks, embeddings, batch, _walk(blocks, stream, patcher))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -343,8 +343,8 @@ def _walk(
     blocks: Sequence[torch.nn.Module], stream: WeightStream, patcher: ModelPatcher | None
 ) -> Iterator[Layer]:
     """The layers in order, each with its weights on the device while it is had."""
-    with stream:
-        for layer, parts in zip(layers_of(blocks), stream, strict=True):
+    with closing(iter(stream)) as on_card:
+        for layer, parts in zip(layers_of(blocks), on_card, strict=True):
             with layer.module[1].on_card(parts, patcher):
                 yield layer
 

@@ -1,0 +1,41 @@
+"""Which device a command runs on, and how much memory it has."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from ..errors import SettingError, UnavailableError
+from .memory import available_memory
+
+
+def choose_device(requested: str) -> str:
+    """Returns `cpu` or `cuda:N`; `auto` is the current CUDA card, or the CPU where there is none.
+
+    Raises:
+        SettingError: the name is not `auto`, `cpu`, `cuda` or `cuda:N`.
+        UnavailableError: the card that was asked for is not there.
+    """
+    match = re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", requested)
+    if not match:
+        raise SettingError(f"device {requested!r} is unknown: choose auto, cpu, cuda or cuda:N.")
+    cards = torch.cuda.device_count()
+    if requested == "cpu" or (requested == "auto" and not cards):
+        return "cpu"
+    if not cards:
+        raise UnavailableError(
+            f"device {requested!r} needs a CUDA card and torch {torch.__version__} sees none: use "
+            "--device cpu, or see `qwen-l40s doctor`."
+        )
+    index = int(match[1]) if match[1] else torch.cuda.current_device()
+    if index >= cards:
+        raise UnavailableError(
+            f"device {requested!r} is not there: this machine has cuda:0 to cuda:{cards - 1}."
+        )
+    return f"cuda:{index}"
+
+
+def available_bytes(device: str) -> int:
+    """Memory that can be had on the device now, in bytes."""
+    return available_memory() if device == "cpu" else torch.cuda.mem_get_info(device)[0]
