@@ -33,8 +33,6 @@ PROGRAM_BYTES = 3 * GIB
 # (hosts/comfyui/precision.py, optimizations/stream.py).
 STAGING_BYTES = 2 * GIB
 RING_BYTES = 128 * MIB
-# Prompts that were encoded last (optimizations/embedding_cache.py).
-PROMPT_BYTES = 64 * MIB
 FP32 = 4
 # An image as it comes from the VAE, and as it is saved.
 IMAGE_COPIES = 2
@@ -73,7 +71,6 @@ def host_ram(
     parts["transformer that is moved in each pass"] = max(0, moved_bytes - copied)
     pixels = request.batch * request.frames * request.width * request.height
     parts["images"] = IMAGE_COPIES * FP32 * request.vae.image_channels * pixels
-    parts["prompts"] = PROMPT_BYTES
     return {name: count for name, count in parts.items() if count}
 
 
@@ -170,7 +167,7 @@ def _times(found: Estimate) -> Iterator[str]:
     if place == ON_PROCESSOR:
         yield "The text encoder's time is predicted for a processor of 16 cores."
     elif place == DROPPED:
-        yield "Each new prompt brings the text encoder to the card again; a known one does not."
+        yield "Each new prompt brings the text encoder to the card again."
 
 
 def _range(found: Estimate) -> Iterator[str]:

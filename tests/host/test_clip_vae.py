@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui.load.text_encoder import (
-    RESULTS,
     load_text_encoder,
 )
 from qwen_l40s.hosts.comfyui.load.text_encoder_file import (
@@ -33,7 +32,7 @@ from qwen_l40s.hosts.comfyui.load.weights import map_tensors
 from qwen_l40s.loaders.convert import vae_name_to_native
 from qwen_l40s.loaders.source import open_source
 
-pytestmark = pytest.mark.usefixtures("inference_mode", "published_tokenizer_once", "nothing_kept")
+pytestmark = pytest.mark.usefixtures("inference_mode", "published_tokenizer_once")
 FOLDER = folder("clip_vae")
 MICRO = ROOT / "models" / "micro"
 PROMPT = "a small red star at the top left"
@@ -46,12 +45,6 @@ PROMPTS = [
 ]
 TOLERANCE = 1e-4
 WEIGHTS = narrow.weights()
-
-
-@pytest.fixture
-def nothing_kept(monkeypatch):
-    """Every test computes what it compares."""
-    monkeypatch.setattr(RESULTS, "limit", 0)
 
 
 @pytest.fixture(scope="module")

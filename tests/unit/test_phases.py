@@ -370,7 +370,7 @@ def test_layers_are_decoded_as_images():
 
 def test_host_memory_is_named_by_what_it_is_for():
     plain = host_ram(RunRequest(), Setting())
-    assert set(plain) == {"ComfyUI, torch and CUDA", "images", "prompts"}
+    assert set(plain) == {"ComfyUI, torch and CUDA", "images"}
     quantized = host_ram(RunRequest(), Setting("int8", "off card", text_encoder_place="cpu"))
     assert quantized["transformer, quantized on load"] / GIB == pytest.approx(12.7, abs=0.1)
     assert quantized["modulation that waits"] / GIB == pytest.approx(12.66, abs=0.01)

@@ -1,7 +1,7 @@
-"""A CLIP that says where its text encoder stays, and that remembers what it has encoded.
+"""A CLIP that says where its text encoder stays.
 
-ComfyUI moves the encoder to the card before each encoding, 15 GiB of the full-size one, also when
-the prompt is one of the last; and it leaves it there until something else needs the room.
+ComfyUI moves the encoder to the card before each encoding, 15 GiB of the full-size one, and leaves
+it there until something else needs the room.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
-from uuid import UUID
 
 import comfy.memory_management
 import comfy.model_management
@@ -25,12 +24,11 @@ from comfy.model_patcher import ModelPatcher
 from ....errors import CheckpointError, SettingError
 from ....loaders.parts import SIZES
 from ....loaders.precision import AS_STORED, check_host_memory
-from ....loaders.source import Source, fingerprint, open_source
+from ....loaders.source import Source, open_source
 from ....machine.memory import available_memory
-from ....optimizations.embedding_cache import EmbeddingCache, content_key
 from ..messages import LoadReport
 from ..record.meter import harmless
-from ..record.record import Recording, Records, note, running
+from ..record.record import Recording, Records, running
 from .precision import STAGING_BYTES
 from .text_encoder_file import (
     LANGUAGE_LINEAR,
@@ -51,11 +49,6 @@ PLACEMENTS = {
     CPU: "computes on the processor and takes no room on the card",
     DROP: "leaves the card after each encoding, so that the transformer need not share it",
 }
-# What CLIP itself replaces in the model.
-OWN_OBJECTS = {"manual_cast_dtype"}
-
-# One for all encoders: loading one again, as `--cache-none` does, finds its results.
-RESULTS = EmbeddingCache()
 
 
 def device_options(placement: str) -> dict[str, torch.device]:
@@ -76,40 +69,20 @@ def device_options(placement: str) -> dict[str, torch.device]:
 
 
 class PlacedClip(comfy.sd.CLIP):
-    """ComfyUI's CLIP with a placement and remembered results.
-
-    Results are remembered by the content of the tokens with their weights and pictures, the layer,
-    what is to be returned, the weights with their patches and the device that computes.
-    """
+    """ComfyUI's CLIP with a placement, a key of `PLACEMENTS`."""
 
     placement: str
-    _weights: tuple[Any, ...]
-    _unpatched: UUID
 
     @classmethod
-    def over(cls, clip: comfy.sd.CLIP, placement: str, weights: tuple[Any, ...]) -> PlacedClip:
-        """Takes a CLIP over that was just loaded.
-
-        Args:
-            placement: A key of `PLACEMENTS`.
-            weights: What the weights were made of and how, as `content_key` takes it.
-        """
-        placed = cls._around(clip)
-        placed.placement = placement
-        placed._weights = weights
-        placed._unpatched = clip.patcher.patches_uuid
-        return placed
-
-    @classmethod
-    def _around(cls, clip: comfy.sd.CLIP) -> PlacedClip:
+    def over(cls, clip: comfy.sd.CLIP, placement: str) -> PlacedClip:
+        """Takes a CLIP over that was just loaded."""
         placed = cls(no_init=True)
         vars(placed).update(vars(clip))
+        placed.placement = placement
         return placed
 
     def clone(self, disable_dynamic: bool = False) -> PlacedClip:
-        placed = self._around(super().clone(disable_dynamic=disable_dynamic))
-        placed.placement = self.placement
-        placed._weights, placed._unpatched = self._weights, self._unpatched
+        placed = self.over(super().clone(disable_dynamic=disable_dynamic), self.placement)
         if placed.cond_stage_model is not self.cond_stage_model:
             with harmless():
                 Records.share(placed.cond_stage_model, Records.of(self.cond_stage_model))
@@ -118,11 +91,6 @@ class PlacedClip(comfy.sd.CLIP):
     def encode_from_tokens(
         self, tokens: Any, return_pooled: bool | str = False, return_dict: bool = False
     ) -> Any:
-        key = self._key(tokens, return_pooled, return_dict)
-        known = RESULTS.recall(key)
-        if known is not None:
-            note(self.cond_stage_model, "text", "remembered: nothing ran")
-            return known
         try:
             # Leaving the card is no part of it.
             with self._recording() as recording:
@@ -130,10 +98,9 @@ class PlacedClip(comfy.sd.CLIP):
                 with harmless():
                     cond = result["cond"] if return_dict else result[0] if return_pooled else result
                     recording.asked["tokens"] = cond.shape[1]
+                return result
         finally:
             self._leave_card()
-        RESULTS.keep(key, result)
-        return result
 
     def encode_from_tokens_scheduled(self, *args: Any, **kwargs: Any) -> Any:
         # With scheduled hooks it encodes without `encode_from_tokens`.
@@ -149,27 +116,6 @@ class PlacedClip(comfy.sd.CLIP):
             return super().generate(*args, **kwargs)
         finally:
             self._leave_card()
-
-    def _key(self, tokens: Any, return_pooled: bool | str, return_dict: bool) -> bytes | None:
-        """None where more than what is known here decides the result."""
-        patcher = self.patcher
-        # A clone on another card has a model of its own, while ComfyUI runs the first one.
-        if self.apply_hooks_to_conds or self.cond_stage_model is not patcher.model:
-            return None
-        if _is_altered(patcher):
-            return None
-        changed = patcher.patches_uuid != self._unpatched
-        return content_key(
-            (
-                tokens,
-                self.layer_idx,
-                return_pooled,
-                return_dict,
-                self._weights,
-                str(patcher.patches_uuid) if changed else "",
-                str(patcher.load_device),
-            )
-        )
 
     def load_model(self, *args: Any, **kwargs: Any) -> ModelPatcher:
         patcher = super().load_model(*args, **kwargs)
@@ -188,21 +134,6 @@ class PlacedClip(comfy.sd.CLIP):
         loaded = comfy.model_management.loaded_models()
         if any(model is not None and model.clone_base_uuid == base for model in loaded):
             comfy.model_management.unload_model_and_clones(self.patcher, all_devices=True)
-
-
-def _is_altered(patcher: ModelPatcher) -> bool:
-    """Whether hooks, injections, callbacks or replaced objects change what the model computes.
-
-    They have no content to know them by, and not all of them change `patches_uuid`.
-    """
-    hooks = (patcher.forced_hooks, patcher.current_hooks, patcher.hook_patches or None)
-    changes = (patcher.injections, patcher.callbacks, patcher.wrappers)
-    return (
-        any(hook is not None for hook in hooks)
-        or any(changes)
-        or bool(patcher.weight_wrapper_patches)
-        or not OWN_OBJECTS.issuperset(patcher.object_patches)
-    )
 
 
 # Loads the Qwen2.5-VL text encoder into a ComfyUI CLIP.
@@ -258,11 +189,9 @@ def load_text_encoder(
         load_text_encoder_patcher,
         (os.fspath(path), precision, placement),
     )
-    ids = (tokenizer.start, tokenizer.user, tokenizer.pad) if tokenizer else ()
-    made_of = fingerprint(source.files), precision, layout.config, ids, clip.is_dynamic()
     reason = {"auto": "auto: as stored", AS_STORED: AS_STORED}.get(precision, "requested")
     size = SIZES.get((source.part.dims["hidden"], source.part.blocks))
-    return PlacedClip.over(clip, placement, made_of), LoadReport(
+    return PlacedClip.over(clip, placement), LoadReport(
         what="text encoder",
         path=source.path,
         family=f"{source.part.family}, {size}" if size else source.part.family,
