@@ -21,9 +21,10 @@ from typing import Any
 from scipy.optimize import least_squares
 
 from ..errors import SettingError
+from ..machine.card_list import known_cards
 from ..planning.activations import step_bytes, table_bytes
 from ..planning.bytes import weight_bytes
-from ..planning.cards import Card, find_card, known_cards
+from ..planning.cards import Card, find_card
 from ..planning.rates import MEASURED, NAMES, Constants, Rates, rates_by
 from ..planning.request import RunRequest, Setting
 from ..planning.times import Pass, pass_seconds, prompt_seconds, vae_seconds

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..planning.cost import SECONDS_PER_HOUR
-from .advice_words import comparison_text
+from .advice import comparison_text
 from .canvas import FAINT, GRID, INK, MARGIN, SMALL, TITLE, WIDTH, Page, colours, dashed
 from .figures import dollars
 from .words import request_text
@@ -27,7 +26,6 @@ SUBTITLE = (
 
 LEFT, HEIGHT = MARGIN + 84, 470  # of the field between the axes, in pixels
 DOT = 13
-MOST_DOTS = 4  # of one comparison: steps alternate many times where two cards cost nearly the same
 
 
 def cost_chart(
@@ -36,11 +34,11 @@ def cost_chart(
     """Draws cost against load, both on logarithmic scales.
 
     A line for each card at a price above 0 that fits, a tinted band for the range of those that
-    are compared, a number where the cheaper of two changes, a dashed line at the load.
+    are compared, a numbered dot at the break-even load of two, a dashed line at the load.
 
     Args:
         advices: from `planning.advise.advise`, at least one that fits and has a price above 0.
-        comparisons: of `planning.crossover.compare`; its first offer is what the picture is about.
+        comparisons: of `planning.advise.compare`; its first offer is what the picture is about.
         request: what the images are, for the title.
 
     Returns:
@@ -52,9 +50,9 @@ def cost_chart(
     # Those that are compared first: theirs are the colours that differ most.
     offers.sort(key=lambda offer: compared.index(offer) if offer in compared else len(compared))
     tints = colours(len(offers))
-    crossings = [_crossings(found) for found in comparisons]
-    full = offers[0].images_per_card_hour(offers[0].seconds.middle)
-    marked = [load, float(full), *(place for places in crossings for place in places)]
+    crossing = [found for found in comparisons if found.break_even]
+    full = SECONDS_PER_HOUR / offers[0].seconds.middle
+    marked = [load, full, *(found.break_even for found in crossing)]
 
     page = Page(3000)
     page.paragraph(f"Cost of an image: {request.family}, {request_text(request)}", TITLE)
@@ -74,18 +72,17 @@ def cost_chart(
     dashed(page.draw, x, field.top, field.bottom, INK)
     page.label(x, field.top - 14, f"{load:,.10g} images an hour", (LEFT, field.right))
     taken: list[tuple[float, float]] = []
-    numbers = _numbers(crossings)
-    for number, found, loads in zip(numbers, comparisons, crossings, strict=True):
-        for place in loads:
-            usd = min(_usd(offer, place, offer.seconds.middle) for offer in _both(found))
-            taken.append(_free_place(field.x(place), field.y(usd), taken))
-            _dot(page, taken[-1], number)
+    for number, found in enumerate(crossing, 1):
+        place = found.break_even
+        usd = min(_usd(offer, place, offer.seconds.middle) for offer in _both(found))
+        taken.append(_free_place(field.x(place), field.y(usd), taken))
+        _dot(page, taken[-1], number)
     page.y = field.bottom + 62
     page.legend((_named(offer), tint) for offer, tint in drawn)
-    for number, found in zip(numbers, comparisons, strict=True):
+    for found in comparisons:
         page.y += 6
-        if number:
-            _dot(page, (MARGIN + DOT, page.y + DOT), number)
+        if found in crossing:
+            _dot(page, (MARGIN + DOT, page.y + DOT), crossing.index(found) + 1)
         page.y += 2
         page.paragraph(comparison_text(found), SMALL, INK, indent=2 * DOT + 12)
     return page.finish()
@@ -99,22 +96,8 @@ def _named(offer: Offer) -> str:
     return f"{offer.card.name}, ${dollars(offer.usd_per_hour)}/h"
 
 
-def _crossings(found: Comparison) -> list[float]:
-    """Loads at which the cheaper one changes: the first ones, and the last."""
-    ends = [stretch.high for stretch in found.stretches[:-1]]
-    return ends if len(ends) <= MOST_DOTS else [*ends[: MOST_DOTS - 1], ends[-1]]
-
-
-def _numbers(crossings: Sequence[Sequence[float]]) -> list[int]:
-    """1, 2, ... for the comparisons that cross; 0 for the others, which have no dot."""
-    counted = itertools.count(1)
-    return [next(counted) if places else 0 for places in crossings]
-
-
 def _usd(offer: Offer, load: float, seconds: float) -> float:
-    """As `Offer.usd_for`, in floating point: thousands of them are drawn."""
-    cards = math.ceil(load * seconds / SECONDS_PER_HOUR - 1e-9)
-    return max(1, cards) * offer.usd_per_hour / load
+    return offer.usd_for(load, seconds)
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Ranks cards by the cost of an image at a load, each in the setting that suits "
-        "it, and says at which loads the L40S is cheaper than the A100 and the H100. Exit code 1 "
-        "when no card with a price holds it."
+        "Ranks cards by the cost of an image at a load, each in the setting that suits it, and "
+        "says from which load on the A100 or the H100 is cheaper than the L40S. Exit code 1 when "
+        "no card with a price holds it."
     )
     parser.add_argument(
         "--images-per-hour", type=float, required=True, metavar="N", help="the load, all day"
@@ -55,11 +55,11 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0, or 1 when no card with a price holds what is to run.
     """
-    from ..charts.advice_words import advise_text
+    from ..charts.advice import advise_text
+    from ..machine.card_list import known_cards
+    from ..machine.store import load_calibration
     from ..planning.advise import advise, market
-    from ..planning.calibration import load_calibration
-    from ..planning.cards import known_cards, read_prices
-    from ..planning.cost import check_positive
+    from ..planning.cost import check_positive, read_prices
 
     check_positive("--images-per-hour", args.images_per_hour)
     if args.plot:
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     request = request_of(args)
     found = market(request, chosen, prices, load_calibration)
     advices = advise(args.images_per_hour, found.offers)
-    comparisons = found.comparisons([card.name for card in chosen] if args.only else None)
+    comparisons = found.comparisons(*[[card.name for card in chosen]] if args.only else [])
     fits = any(advice.offer.fits for advice in advices)
     if args.plot:
         _plot(args.plot, advices, comparisons, request)
@@ -106,12 +106,18 @@ def _as_dict(
     load: float, found: Market, advices: Sequence[Advice], comparisons: Sequence[Comparison]
 ) -> dict[str, Any]:
     """For JSON."""
+    from ..charts.advice import comparison_text, price_source, setting_text, table_loads
+
+    loads = table_loads(load)
     return {
         "images_per_hour": load,
+        "loads": list(loads),
         "advices": [
             {
                 **advice.as_dict(),
-                "price_source": found.prices[advice.offer.card.name],
+                "usd_at_loads": [advice.offer.usd_for(each) for each in loads],
+                "note": setting_text(found, advice.offer.card.name),
+                "price_source": price_source(found.prices[advice.offer.card.name]),
                 "basis": found.estimates[advice.offer.card.name].basis.kind,
             }
             for advice in advices
@@ -119,16 +125,10 @@ def _as_dict(
         "comparisons": [
             {
                 "cards": [comparison.first.card.name, comparison.second.card.name],
-                "sentence": comparison.sentence,
+                "sentence": comparison_text(comparison),
                 "certain": comparison.certain,
-                "stretches": [
-                    {
-                        "low": stretch.low,
-                        "high": None if stretch.high == float("inf") else stretch.high,
-                        "cheaper": stretch.cheaper and stretch.cheaper.card.name,
-                    }
-                    for stretch in comparison.stretches
-                ],
+                "cheaper": comparison.cheaper and comparison.cheaper.card.name,
+                "break_even_images_per_hour": comparison.break_even,
             }
             for comparison in comparisons
         ],

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from ..bench.rows import BLOCK, FORWARD, IMAGE, Row, select, select_names
 from ..errors import SettingError, UnavailableError, plain_write_errors
 from ..hosts.diffusers.settings import SIZE_STEP
-from ..planning.calibration import NAME, Calibration, cache_folder, with_calibration
-from ..planning.cards import Card, find_card, known_cards
+from ..machine.card_list import known_cards
+from ..machine.store import CALIBRATION, Calibration, cache_folder, with_calibration
+from ..planning.cards import Card, find_card
 from ..planning.rates import PRECISIONS
 from ..planning.work import Inputs
 from ..spec import FULL_SIZE, SMALL
@@ -370,5 +371,5 @@ def _keep(found: Calibration) -> Path:
     folder = cache_folder()
     with plain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / NAME, with_calibration(folder, found).encode())
-    return folder / NAME
+    write_whole(folder / CALIBRATION, with_calibration(folder, found).encode())
+    return folder / CALIBRATION

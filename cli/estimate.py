@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..charts.advice import price_source
 from ..charts.figures import folded, table
-from ..planning.advise import price_source
-from ..planning.cards import card_notes
+from ..machine.card_list import card_notes
 from ..spec import GIB
 from .options import CARDS_HELP, add_request_arguments, bytes_of_vram, check_price, request_of
 from .output import check_plot, print_text, write_plot
@@ -102,8 +102,9 @@ def run(args: argparse.Namespace) -> int:
         0 when it fits, 1 when it does not.
     """
     from ..charts.words import estimate_text
-    from ..planning.calibration import load_calibration
-    from ..planning.cards import known_cards, with_memory
+    from ..machine.card_list import known_cards
+    from ..machine.store import load_calibration
+    from ..planning.cards import with_memory
     from ..planning.estimate import estimate
 
     cards = known_cards(args.cards)
@@ -116,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     request = request_of(args)
     card = _card(args.card, cards)
     card = with_memory(card, bytes_of_vram(args.vram, card.name, card.memory_bytes))
-    calibration = load_calibration(card.name)
+    calibration = load_calibration(card)
     found = estimate(request, card, calibration=calibration, usd_per_hour=price)
     if args.model is not None:
         found = replace(found, notes=(*found.notes, f"Sizes are those of {args.model}."))

@@ -11,8 +11,9 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from ..errors import CheckpointError
+from ..strict_json import parse_object
 from .detect import Slice, file_name_hint, identify, split_parts
-from .header import Header, open_regular, parse_object, read_object
+from .header import Header, open_regular, read_object
 from .parts import Identity, Tensors
 from .quantization import MAX_COMFY_QUANT_BYTES, Quantization, count_parameters, find_quantization
 from .shards import NUMBERED, Shards, read_shards

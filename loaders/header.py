@@ -1,55 +1,19 @@
-"""JSON from files we did not write: duplicate keys, NaN, lone surrogates and bottomless nesting are
-errors, not surprises.
-"""
+"""Reads the header of a safetensors file, and refuses what is none."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from ..errors import CheckpointError
+from ..strict_json import parse_object
 
 MAX_JSON_BYTES = 100_000_000  # what the safetensors format allows for its own header
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {repeated!r} occurs twice")
-    return result
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def parse_object(data: bytes) -> dict[str, Any]:
-    """Parses one UTF-8 JSON object.
-
-    Raises:
-        ValueError: with the reason, when `data` is anything else or an object in it repeats a key.
-    """
-    try:
-        text = data.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
-        # Only an escape can smuggle in half a surrogate pair, which no terminal can print.
-        if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    except UnicodeError:
-        raise ValueError("it is not valid UTF-8") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"it is a JSON {type(value).__name__}, not an object")
-    return value
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:

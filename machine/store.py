@@ -1,9 +1,25 @@
-"""The folder in which this package keeps what it measured and what the user tells it of cards."""
+"""The cache folder: what this package measured, and what the user writes of cards."""
 
 from __future__ import annotations
 
+import json
+import logging
+import math
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from ..planning.cards import Card, name_key
+from ..planning.rates import PRECISIONS, Rates
+
+logger = logging.getLogger(__name__)
+
+CARDS, CALIBRATION, ATTENTION = "cards.json", "calibration.json", "attention.json"
+VERSION = 1
+FIGURES = ("attention", "bandwidth", "convolution", "encoder", "pcie")
+_logged: set[Path] = set()
 
 
 def cache_folder() -> Path:
@@ -13,3 +29,124 @@ def cache_folder() -> Path:
         return Path(os.path.expanduser(named))
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base, "qwen-l40s")
+
+
+def own_cards_path() -> Path:
+    """The user's own list of cards, which need not exist."""
+    return cache_folder() / CARDS
+
+
+# What `qwen-l40s bench --calibrate` measured of the user's own cards.
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The rates of one card with one driver and torch.
+
+    Attributes:
+        card: As the driver calls it.
+        driver, torch: Their versions.
+        date: Of the measurement, ISO 8601.
+        rates: What was measured; `disk` is None.
+    """
+
+    card: str
+    driver: str
+    torch: str
+    date: str
+    rates: Rates
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; `parse` reads it."""
+        figures = {name: _figure(getattr(self.rates, name)) for name in FIGURES}
+        gemm = {name: _figure(rate) for name, rate in self.rates.gemm.items()}
+        about = {name: getattr(self, name) for name in ("card", "driver", "torch", "date")}
+        return {**about, "rates": {"gemm": gemm, **figures}}
+
+
+def load_calibration(
+    card: Card, driver: str | None = None, torch: str | None = None, *, folder: Path | None = None
+) -> Rates | None:
+    """The newest measurement of a card.
+
+    A file that is damaged counts as empty and is logged once.
+
+    Args:
+        driver, torch: only a measurement with these; None for any.
+        folder: where the file is; the user's cache folder by default.
+
+    Returns:
+        None where there is none.
+    """
+    names = {name_key(name) for name in (card.name, *card.also)}
+    found = [
+        entry
+        for entry in read_calibrations(folder or cache_folder())
+        if name_key(entry.card) in names
+        and driver in (None, entry.driver)
+        and torch in (None, entry.torch)
+    ]
+    return max(found, key=lambda entry: entry.date).rates if found else None
+
+
+def read_calibrations(folder: Path) -> list[Calibration]:
+    """All measurements in a folder's file; those that are damaged are left out."""
+    path = folder / CALIBRATION
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, RecursionError) as error:
+        _log(path, getattr(error, "strerror", None) or str(error))
+        return []
+    if not isinstance(found, dict) or found.get("version") != VERSION:
+        _log(path, f"not of version {VERSION}")
+        return []
+    entries = found.get("measured")
+    known = [parse(entry) for entry in entries] if isinstance(entries, list) else [None]
+    if None in known:
+        _log(path, "an entry is damaged")
+    return [entry for entry in known if entry is not None]
+
+
+def with_calibration(folder: Path, new: Calibration) -> str:
+    """The text of the folder's file with a measurement in the place of an older one of its kind."""
+    others = [
+        entry
+        for entry in read_calibrations(folder)
+        if (entry.card, entry.driver, entry.torch) != (new.card, new.driver, new.torch)
+    ]
+    entries = [entry.as_dict() for entry in (*others, new)]
+    return json.dumps({"version": VERSION, "measured": entries}, indent=1) + "\n"
+
+
+def parse(entry: Any) -> Calibration | None:
+    """One measurement of the file's form; None where a part is missing or makes no sense."""
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("rates"), Mapping):
+        return None
+    about = [entry.get(name) for name in ("card", "driver", "torch", "date")]
+    rates = entry["rates"]
+    gemm = rates.get("gemm")
+    if not all(isinstance(text, str) for text in about) or not isinstance(gemm, Mapping):
+        return None
+    figures = [rates.get(name) for name in FIGURES]
+    if not all(map(_is_rate, (*figures, *gemm.values()))) or "bf16" not in gemm:
+        return None
+    if not gemm.keys() <= set(PRECISIONS):
+        return None
+    return Calibration(*about, Rates(dict(gemm), **dict(zip(FIGURES, figures, strict=True))))
+
+
+def _is_rate(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value > 0
+
+
+def _figure(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _log(path: Path, reason: str) -> None:
+    if path not in _logged:
+        _logged.add(path)
+        logger.warning("%s cannot be used (%s): `qwen-l40s bench --calibrate`", path, reason)

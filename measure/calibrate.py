@@ -17,12 +17,12 @@ import torch.nn.functional as F
 
 from ..errors import UnavailableError
 from ..machine.card import read_cards
+from ..machine.store import Calibration
 from ..optimizations import reference
 from ..optimizations.attention import AttentionRequest, choose_attention
 from ..optimizations.fused import choose_ops
 from ..optimizations.linear import choose_gemm, dense_linear
 from ..optimizations.reference import Modulation, Tokens
-from ..planning.calibration import Calibration
 from ..planning.rates import Rates
 from ..planning.times import step_work
 from ..planning.vae_bytes import Step

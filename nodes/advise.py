@@ -8,7 +8,8 @@ from comfy_api.latest import io
 
 from ..errors import QwenL40SError
 from ..hosts.comfyui.estimate.cards import told_at
-from ..planning.cards import EXAMPLE, known_cards, read_prices
+from ..machine.card_list import known_cards
+from ..planning.cost import EXAMPLE, read_prices
 from .common import CATEGORY, require_host, with_picture
 from .options import request_inputs
 
@@ -86,7 +87,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
     @classmethod
     def execute(cls, images_per_hour: float, prices: str = "", **settings: Any) -> io.NodeOutput:
         require_host()
-        from ..charts.advice_words import advise_text
+        from ..charts.advice import advise_text
         from ..charts.cost_chart import cost_chart
         from ..hosts.comfyui.estimate.estimate import advise_on
         from ..hosts.comfyui.estimate.request import request_from, request_settings

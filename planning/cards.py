@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from ..errors import SettingError
-from ..machine.store import cache_folder
 from ..spec import MIB, OLDEST_CAPABILITY, CardFacts
-from .card_file import CardList, read_cards
 
-BUNDLED = Path(__file__).with_name("gpus.json")
-OWN = "cards.json"  # in the cache folder
-# Gigatransfers a second and lane, one bit each, by PCIe generation.
-PCIE_GT_PER_SECOND = {3: 8, 4: 16, 5: 32, 6: 64}
 STARTING = "from"  # the kind of a price that is published as "from $0.72"
 # Words of a driver's name that tell no card from another.
 EMPTY_WORDS = {"nvidia", "geforce", "tesla", "generation", "gpu"}
@@ -56,6 +48,8 @@ class Card:
         pcie_bytes_per_second: what its lanes carry one way. Copies reach less: 86 % on an H200.
         prices: of the list or of the user's own; may be empty.
         source: where the figures are from.
+        changed: whether the user's own list has other figures, on which times depend, than the
+            bundled list.
     """
 
     name: str
@@ -70,6 +64,7 @@ class Card:
     tdp_watts: int
     prices: tuple[Price, ...]
     source: str
+    changed: bool = field(default=False, kw_only=True)
 
     def facts(self) -> CardFacts:
         """What the choice of a precision needs."""
@@ -84,39 +79,6 @@ class Card:
         """The lowest price on demand, starting prices among them; None where there is none."""
         offers = [price for price in self.prices if price.kind in ("on demand", STARTING)]
         return min(offers, key=lambda price: price.usd_per_hour, default=None)
-
-
-def known_cards(path: Path | None = None) -> dict[str, Card]:
-    """The bundled list by name, with the user's own over it.
-
-    Args:
-        path: a JSON file of the same form; `own_list()` where there is one by default. Of a card
-            that is known, by any of its names, it gives only what differs, such as its prices:
-            {"cards": {"L40S": {"prices": [...]}}}.
-
-    Raises:
-        SettingError: the file cannot be read, or a field is missing, unknown or of no use; the
-            message names file, card and field.
-    """
-    listed = read_cards(BUNDLED, CardList())
-    if path is None and os.path.lexists(own_list()):
-        path = own_list()
-    if path is not None:
-        known = _names((name, entry["also"]) for name, entry in listed.cards.items())
-        listed = read_cards(Path(path), listed, lambda name: known.get(_key(name), name))
-    cards = {name: _card(name, entry) for name, entry in listed.cards.items()}
-    _names(((card.name, card.also) for card in cards.values()), where=f"{path}: ")
-    return cards
-
-
-def own_list() -> Path:
-    """The user's own list of cards, which need not exist."""
-    return cache_folder() / OWN
-
-
-def card_notes() -> dict[str, str]:
-    """What the bundled list says of its figures: peaks, memory, PCIe and prices."""
-    return dict(read_cards(BUNDLED, CardList()).notes)
 
 
 def find_card(name: str, cards: Mapping[str, Card]) -> Card:
@@ -139,13 +101,13 @@ def find_card(name: str, cards: Mapping[str, Card]) -> Card:
         raise SettingError(f"{name!r} may be several cards: choose {several}.")
     raise SettingError(
         f"no card is known as {name!r}{_nearest(name, cards)}: choose {', '.join(cards)}, or "
-        f"describe yours in {own_list()}."
+        "describe yours in a list of your own (cards.json)."
     )
 
 
 def card_named(name: str, cards: Mapping[str, Card]) -> Card | None:
     """The card with a whole name that differs in case, spaces, order and vendor alone, or None."""
-    known = _names((card.name, card.also) for card in cards.values()).get(_key(name))
+    known = card_names((card.name, card.also) for card in cards.values()).get(name_key(name))
     return None if known is None else cards[known]
 
 
@@ -170,25 +132,8 @@ def words_of(name: str) -> tuple[str, ...]:
     return tuple(sorted(part for part in parts if part not in EMPTY_WORDS))
 
 
-def _card(name: str, entry: Mapping) -> Card:
-    gigatransfers = PCIE_GT_PER_SECOND[entry["pcie_generation"]]
-    return Card(
-        name=name,
-        also=tuple(entry["also"]),
-        architecture=entry["architecture"],
-        capability=tuple(entry["capability"]),
-        memory_bytes=entry["memory_mib"] * MIB,
-        bandwidth=entry["bandwidth_gb_per_second"] * 1e9,
-        l2_bytes=entry["l2_mib"] * MIB,
-        dense_flops={kind: peak * 1e12 for kind, peak in entry["dense_tflops"].items()},
-        pcie_bytes_per_second=entry["pcie_lanes"] * gigatransfers * 1e9 / 8,
-        tdp_watts=entry["tdp_watts"],
-        prices=tuple(Price(**price) for price in entry["prices"]),
-        source=entry["source"],
-    )
-
-
-def _key(name: str) -> str:
+def name_key(name: str) -> str:
+    """The same for all spellings of a name."""
     return " ".join(words_of(name))
 
 
@@ -197,22 +142,28 @@ def _has_part(card: Card, wanted: tuple[str, ...]) -> bool:
     return numbered and any(set(wanted) <= set(words_of(name)) for name in (card.name, *card.also))
 
 
-def _names(cards: Iterable[tuple[str, Iterable[str]]], where: str = "") -> dict[str, str]:
-    """{key of each name: the card's name}."""
+def card_names(cards: Iterable[tuple[str, Iterable[str]]], where: str = "") -> dict[str, str]:
+    """{key of each name: the card's name} of pairs of a name and the other names.
+
+    Raises:
+        SettingError: two cards have one name; the message begins with `where`.
+    """
     found: dict[str, str] = {}
     for name, also in cards:
         for other in (name, *also):
-            if found.setdefault(_key(other), name) != name:
+            if found.setdefault(name_key(other), name) != name:
                 raise SettingError(
-                    f"{where}the cards {found[_key(other)]!r} and {name!r} are both named "
+                    f"{where}the cards {found[name_key(other)]!r} and {name!r} are both named "
                     f"{other!r}: a name must be one card's, so change it or 'also' in your list."
                 )
     return found
 
 
 def _nearest(name: str, cards: Mapping[str, Card]) -> str:
-    names = {_key(other): card.name for card in cards.values() for other in (card.name, *card.also)}
-    near = difflib.get_close_matches(_key(name), names, n=1, cutoff=0.5)
+    names = {
+        name_key(other): card.name for card in cards.values() for other in (card.name, *card.also)
+    }
+    near = difflib.get_close_matches(name_key(name), names, n=1, cutoff=0.5)
     return f", the nearest is {names[near[0]]!r}" if near else ""
 
 
@@ -280,58 +231,3 @@ def nearest_card(facts: CardFacts, cards: Mapping[str, Card]) -> Card:
 def _number(capability: tuple[int, int]) -> int:
     major, minor = capability
     return 10 * major + minor
-
-
-# Prices that somebody types in: a card and its US dollars an hour on each line.
-
-EXAMPLE = "L40S = 0.79"
-COMMENT = "#"
-
-
-def read_prices(text: str, cards: Mapping[str, Card]) -> dict[str, float]:
-    """{card's name in the list: USD an hour} of the lines that say one; empty lines say nothing.
-
-    Raises:
-        SettingError: it is no text; or a line is no `card = price`, its card is unknown or was
-            there before, or its price is negative or no number; the message begins with the line's
-            number.
-    """
-    if not isinstance(text, str):
-        raise SettingError(f"prices are {text!r} and must be a text of lines such as {EXAMPLE!r}.")
-    prices: dict[str, float] = {}
-    for number, line in _lines(text):
-        name, price = _split(number, line)
-        try:
-            card = find_card(name, cards).name
-        except SettingError as error:
-            raise SettingError(f"prices, line {number}: {error}") from error
-        if card in prices:
-            raise SettingError(
-                f"prices, line {number}: {card} has a price above: keep one of them."
-            )
-        prices[card] = price
-    return prices
-
-
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    for number, line in enumerate(text.splitlines(), 1):
-        said = line.partition(COMMENT)[0].strip()
-        if said:
-            yield number, said
-
-
-def _split(number: int, line: str) -> tuple[str, float]:
-    name, _, amount = line.partition("=")
-    try:
-        price = float(amount.strip().removeprefix("$"))
-    except ValueError:
-        price = math.nan
-    if not name.strip() or math.isnan(price):
-        raise SettingError(
-            f"prices, line {number}: {line!r} is no card and its USD an hour: write {EXAMPLE!r}."
-        )
-    if not 0 <= price < math.inf:
-        raise SettingError(
-            f"prices, line {number}: a price must be at least 0 USD an hour, got {price:g}."
-        )
-    return name.strip(), price

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UnavailableError
-from .cards import BUNDLED, Card, card_named, known_cards
+from .cards import Card
 
 MEASURED = Path(__file__).with_name("measured.json")
 
@@ -174,7 +174,7 @@ def rates_of(card: Card, calibration: Rates | None = None) -> tuple[Rates, Rates
         return _calibrated(card, calibration)
     found = constants()
     conditions = measured()["conditions"]
-    if is_named(card, conditions["card"]) and _has_bundled_figures(card):
+    if is_named(card, conditions["card"]) and not card.changed:
         rates = rates_by(found, card)
         origin = f"measured on an {conditions['card']} on {conditions['date']}"
         return rates, rates, Basis("measured", f"{origin}{_accuracy()}", origin)
@@ -243,20 +243,6 @@ def _taken(card: Card, calibration: Rates, names: Iterable[str], end: int) -> di
 def _peak(card: Card, precision: str) -> float:
     """Of a precision that the card multiplies; bf16's where its list gives none."""
     return card.dense_flops.get(precision, card.dense_flops["bf16"])
-
-
-def _has_bundled_figures(card: Card) -> bool:
-    """Whether the user's own list has left the figures alone that rates follow from."""
-    listed = card_named(card.name, _bundled())
-    return listed is not None and all(
-        getattr(card, name) == getattr(listed, name)
-        for name in ("dense_flops", "bandwidth", "pcie_bytes_per_second", "capability")
-    )
-
-
-@functools.cache
-def _bundled() -> Mapping[str, Card]:
-    return known_cards(BUNDLED)
 
 
 def _predicted(card: Card, found: Constants, end: int) -> Rates:

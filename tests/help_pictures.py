@@ -26,7 +26,8 @@ ROWS = ("comfyui bf16", "ours bf16", "ours fp8", "ours int8", "diffusers bf16 co
 def estimate_picture():
     """What one image takes of an L40S, as the node draws it."""
     from qwen_l40s.charts import memory_chart
-    from qwen_l40s.planning.cards import BUNDLED, find_card, known_cards
+    from qwen_l40s.machine.card_list import BUNDLED, known_cards
+    from qwen_l40s.planning.cards import find_card
     from qwen_l40s.planning.estimate import estimate
     from qwen_l40s.planning.request import RunRequest
 
@@ -39,8 +40,8 @@ def estimate_picture():
 def advise_picture():
     """What an image costs on the cards of the list, as the node draws it."""
     from qwen_l40s.charts import cost_chart
+    from qwen_l40s.machine.card_list import BUNDLED, known_cards
     from qwen_l40s.planning.advise import advise, market
-    from qwen_l40s.planning.cards import BUNDLED, known_cards
     from qwen_l40s.planning.request import RunRequest
 
     request = RunRequest()

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ...machine.card import first_line
-from ...planning.calibration import cache_folder
+from ...machine.store import cache_folder
 from ..kernels import on_card_of
 from .backend import AttentionRequest
 from .registry import BACKENDS

@@ -20,10 +20,10 @@ from qwen_l40s.hosts.comfyui.estimate import cards as this_card
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
+from qwen_l40s.machine.card_list import known_cards
+from qwen_l40s.machine.store import CALIBRATION
 from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
 from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM
-from qwen_l40s.planning.calibration import NAME
-from qwen_l40s.planning.cards import known_cards
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.request import RunRequest
 from qwen_l40s.spec import (
@@ -297,7 +297,11 @@ def test_nothing_that_was_measured_since_is_cached():
     fingerprint = QwenL40SEstimateVRAM.fingerprint_inputs
     before = fingerprint(card="this card", model=None)
     assert before == fingerprint(card="L40S")
-    path = BASE / "cache" / NAME
+<<<<<<< HEAD:tests/host/test_estimate.py
+    path = BASE / "cache" / CALIBRATION
+=======
+    path = FOLDER / "cache" / CALIBRATION
+>>>>>>> 3f23688 (Read card lists, calibrations and the cache folder in machine, and compare cards by a break-even load):tests/comfyui_estimate.py
     path.parent.mkdir(exist_ok=True)
     path.write_text("{}", encoding="utf-8")
     assert fingerprint(card="this card") != before

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from qwen_l40s import UnavailableError
 from qwen_l40s.cli import bench as bench_calibrate
 from qwen_l40s.cli import main
-from qwen_l40s.planning import calibration
-from qwen_l40s.planning.calibration import (
-    NAME,
+from qwen_l40s.machine import store
+from qwen_l40s.machine.card_list import known_cards
+from qwen_l40s.machine.store import (
+    CALIBRATION,
     Calibration,
     cache_folder,
     load_calibration,
@@ -25,8 +26,9 @@ from qwen_l40s.planning.calibration import (
     read_calibrations,
     with_calibration,
 )
-from qwen_l40s.planning.cards import known_cards
+from qwen_l40s.planning.cards import card_by_driver
 from qwen_l40s.planning.rates import Rates
+from qwen_l40s.spec import GIB, CardFacts
 
 ROOT = Path(__file__).resolve().parents[2]
 RATES = Rates(
@@ -38,12 +40,14 @@ RATES = Rates(
     pcie=2.4e10,
 )
 MINE = Calibration("NVIDIA L40S", "580.159.04", "2.11.0+cu130", "2026-11-21T10:00:00+00:00", RATES)
+CARDS = known_cards()
+L40S = CARDS["L40S"]
 rates = st.floats(1, 1e18)
 
 
 @pytest.fixture(autouse=True)
 def told_nothing(monkeypatch):
-    monkeypatch.setattr(calibration, "_told", set())
+    monkeypatch.setattr(store, "_logged", set())
 
 
 @pytest.fixture
@@ -55,7 +59,7 @@ def folder(monkeypatch, tmp_path):
 def keep(folder, *entries):
     folder.mkdir(exist_ok=True)
     for entry in entries:
-        (folder / NAME).write_text(with_calibration(folder, entry))
+        (folder / CALIBRATION).write_text(with_calibration(folder, entry))
 
 
 # --- the file
@@ -77,20 +81,20 @@ def test_the_newest_measurement_of_a_card_counts(folder):
     newer = replace(MINE, driver="590", date="2026-12-01", rates=replace(RATES, attention=1e14))
     other = replace(MINE, card="NVIDIA H200", date="2027-01-01")
     keep(folder, newer, MINE, other)
-    for name in ("L40S", "nvidia l40s", "NVIDIA L40S"):
-        assert load_calibration(name) == newer.rates
-    assert load_calibration("L40S", driver="580.159.04") == RATES
-    assert load_calibration("L40S", torch="2.9") is None
-    assert load_calibration("L40") is None
-    assert load_calibration("L40S", folder=folder.parent) is None
+    assert load_calibration(L40S) == newer.rates
+    assert load_calibration(L40S, driver="580.159.04") == RATES
+    assert load_calibration(L40S, torch="2.9") is None
+    assert load_calibration(CARDS["L40"]) is None
+    assert load_calibration(L40S, folder=folder.parent) is None
 
 
 def test_a_card_is_found_by_all_of_its_names_and_one_that_is_not_listed_by_its_own(folder):
     keep(folder, replace(MINE, card="NVIDIA RTX 6000 Ada Generation"))
-    assert load_calibration("RTX 6000 Ada") == RATES
-    assert load_calibration("RTX A6000") is None
-    keep(folder, replace(MINE, card="NVIDIA Unheard Of 9999"))
-    assert load_calibration("unheard of 9999") == RATES
+    assert load_calibration(CARDS["RTX 6000 Ada"]) == RATES
+    assert load_calibration(CARDS["RTX A6000"]) is None
+    unheard = card_by_driver(CardFacts("NVIDIA Unheard Of 9999", GIB, (9, 9)), CARDS)
+    keep(folder, replace(MINE, card=unheard.name))
+    assert load_calibration(unheard) == RATES
 
 
 def test_a_second_measurement_replaces_the_first(folder):
@@ -114,14 +118,14 @@ def test_a_second_measurement_replaces_the_first(folder):
 )
 def test_a_damaged_file_counts_as_empty_and_is_told_once(folder, caplog, text):
     folder.mkdir()
-    (folder / NAME).write_bytes(text if isinstance(text, bytes) else text.encode())
+    (folder / CALIBRATION).write_bytes(text if isinstance(text, bytes) else text.encode())
     with caplog.at_level(logging.WARNING):
-        assert load_calibration("L40S") is None
-        assert load_calibration("L40S") is None
+        assert load_calibration(L40S) is None
+        assert load_calibration(L40S) is None
     assert len(caplog.records) == 1
     assert "bench --calibrate" in caplog.text
     keep(folder, MINE)
-    assert load_calibration("L40S") == RATES
+    assert load_calibration(L40S) == RATES
 
 
 @pytest.mark.parametrize(
@@ -150,8 +154,8 @@ def test_a_damaged_entry_is_left_out_and_others_count(folder, path, value):
     assert parse(entry) is None
     folder.mkdir()
     file = {"version": 1, "measured": [entry, MINE.as_dict()]}
-    (folder / NAME).write_text(json.dumps(file))
-    assert load_calibration("L40S") == RATES
+    (folder / CALIBRATION).write_text(json.dumps(file))
+    assert load_calibration(L40S) == RATES
 
 
 def test_the_folder_is_the_environments_or_the_users(monkeypatch, tmp_path):
@@ -172,8 +176,9 @@ def test_reading_needs_no_torch(folder):
         " submodule_search_locations=[sys.argv[2]])\n"
         "sys.modules['qwen_l40s'] = module = u.module_from_spec(spec)\n"
         "spec.loader.exec_module(module)\n"
-        "from qwen_l40s.planning.calibration import load_calibration\n"
-        "print(load_calibration('L40S').pcie, 'torch' in sys.modules)\n"
+        "from qwen_l40s.machine.store import load_calibration\n"
+        "from qwen_l40s.machine.card_list import known_cards\n"
+        "print(load_calibration(known_cards()['L40S']).pcie, 'torch' in sys.modules)\n"
     )
     command = [sys.executable, "-c", code, str(ROOT / "__init__.py"), str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
@@ -184,7 +189,7 @@ def test_reading_needs_no_torch(folder):
 
 
 def test_the_table_names_shares_of_the_dense_peak():
-    lines = bench_calibrate.table(MINE, known_cards()["L40S"])
+    lines = bench_calibrate.table(MINE, L40S)
     shares = {line[:24].strip(): line.split()[-1] for line in lines if line[:24].strip()}
     assert shares["bf16 products"] == "61%"
     assert shares["memory, fused norm"] == "81%"
@@ -268,10 +273,10 @@ def on_card(monkeypatch):
 def test_what_was_measured_is_kept_for_estimates(on_card, folder, capsys):
     assert calibrate() == 0
     out = capsys.readouterr().out
-    assert f"kept in {folder / NAME}" in out
+    assert f"kept in {folder / CALIBRATION}" in out
     assert "int8 left out: sm_89 fails a trial" in out
-    assert load_calibration("L40S") == RATES
-    assert os.listdir(folder) == [NAME]
+    assert load_calibration(L40S) == RATES
+    assert os.listdir(folder) == [CALIBRATION]
 
 
 def test_a_small_run_on_a_card_is_not_kept(on_card, folder):

@@ -8,18 +8,9 @@ import pytest
 
 from qwen_l40s.charts.words import estimate_text
 from qwen_l40s.errors import SettingError
-from qwen_l40s.planning import card_file
-from qwen_l40s.planning.card_file import FIELDS, PRICE_FIELDS
-from qwen_l40s.planning.cards import (
-    BUNDLED,
-    Price,
-    UnlistedCard,
-    card_by_driver,
-    card_notes,
-    find_card,
-    known_cards,
-    with_memory,
-)
+from qwen_l40s.machine import card_list
+from qwen_l40s.machine.card_list import BUNDLED, FIELDS, PRICE_FIELDS, card_notes, known_cards
+from qwen_l40s.planning.cards import Price, UnlistedCard, card_by_driver, find_card, with_memory
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.rates import rates_of
@@ -106,52 +97,41 @@ def test_notes_say_why_the_sparse_peak_is_of_no_use():
     assert "733" in text
 
 
-@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
-def test_figures_are_plausible(card):
+def test_figures_are_plausible():
     """Catches a slip of a digit or a sparse peak: what no such card leaves."""
-    peaks = card.dense_flops
-    assert 20 * GIB < card.memory_bytes < 145 * GIB
-    assert 7e11 < card.bandwidth < 5e12
-    assert 1.99 <= peaks["int8"] / peaks["bf16"] <= 4
-    assert card.multiplies("fp8") == (card.capability >= (8, 9))
-    assert not card.multiplies("int4")
-    if "fp8" in peaks:
-        assert peaks["fp8"] / peaks["bf16"] == pytest.approx(2, rel=0.02)
-    assert 70 < peaks["bf16"] / card.bandwidth < 450  # FLOP a byte
-    assert card.facts().total_bytes == card.memory_bytes
-    assert card.facts().capability == card.capability
-    assert card.facts().name == card.name
+    for card in CARDS.values():
+        peaks = card.dense_flops
+        assert 20 * GIB < card.memory_bytes < 145 * GIB
+        assert 7e11 < card.bandwidth < 5e12
+        assert 1.99 <= peaks["int8"] / peaks["bf16"] <= 4
+        assert card.multiplies("fp8") == (card.capability >= (8, 9))
+        assert not card.multiplies("int4")
+        if "fp8" in peaks:
+            assert peaks["fp8"] / peaks["bf16"] == pytest.approx(2, rel=0.02)
+        assert 70 < peaks["bf16"] / card.bandwidth < 450  # FLOP a byte
+        assert card.facts() == CardFacts(card.name, card.memory_bytes, card.capability)
 
 
-@pytest.mark.parametrize(("name", "expected"), NAMES)
-def test_names_are_found(name, expected):
-    assert find_card(name, CARDS).name == expected
+def test_names_are_found():
+    for name, expected in NAMES:
+        assert find_card(name, CARDS).name == expected
 
 
-@pytest.mark.parametrize("name", ["A100", "h100", "NVIDIA A100 80GB", "RTX 6000"])
-def test_name_of_several_cards_is_refused_with_those(name):
-    with pytest.raises(SettingError, match=r"may be several cards: choose .*, "):
-        find_card(name, CARDS)
-
-
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [
+def test_unclear_and_unknown_names_are_refused():
+    for name in ("A100", "h100", "NVIDIA A100 80GB", "RTX 6000"):
+        with pytest.raises(SettingError, match=r"may be several cards: choose .*, "):
+            find_card(name, CARDS)
+    for name, nearest in (
         ("L50S", "L40S"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090"),
         ("NVIDIA H100 NVL", "H100 SXM|H100 PCIe"),
         ("RTX 3O90", "RTX 3090"),
-    ],
-)
-def test_unknown_card_is_refused_with_the_nearest(name, nearest):
-    with pytest.raises(SettingError, match=f"nearest is '({nearest})': choose L40S, "):
-        find_card(name, CARDS)
-
-
-@pytest.mark.parametrize("name", ["", "NVIDIA", "s", "ada", "Radeon", "\ud800"])
-def test_what_names_no_card_is_refused(name):
-    with pytest.raises(SettingError, match="no card is known as"):
-        find_card(name, CARDS)
+    ):
+        with pytest.raises(SettingError, match=f"nearest is '({nearest})': choose L40S, "):
+            find_card(name, CARDS)
+    for name in ("", "NVIDIA", "s", "ada", "Radeon", "\ud800"):
+        with pytest.raises(SettingError, match=r"no card is known as .*cards\.json"):
+            find_card(name, CARDS)
 
 
 def test_lowest_price_on_demand_counts():
@@ -165,20 +145,16 @@ def test_part_of_a_memory():
     card = with_memory(CARDS["L40S"], 20 * GIB)
     assert card == replace(CARDS["L40S"], memory_bytes=20 * GIB)
     assert with_memory(card, MIB).memory_bytes == MIB
+    for size in (0, -1, MIB - 1, 2.5 * GIB, math.nan, math.inf, True, "4", None):
+        with pytest.raises(SettingError, match="at least 1048576"):
+            with_memory(CARDS["L40S"], size)
 
 
-@pytest.mark.parametrize("size", [0, -1, MIB - 1, 2.5 * GIB, math.nan, math.inf, True, "4", None])
-def test_no_memory_is_refused(size):
-    with pytest.raises(SettingError, match="at least 1048576"):
-        with_memory(CARDS["L40S"], size)
-
-
-@pytest.mark.parametrize("name", ["L40S", "l40s", "NVIDIA L40S"])
-def test_own_price_of_a_known_card(tmp_path, name):
-    path = write(tmp_path, {"cards": {name: {"prices": [{"usd_per_hour": 0.9}]}}})
-    cards = known_cards(path)
+def test_own_price_of_a_known_card(tmp_path):
     price = Price(0.9, "your own", "on demand", "undated", "your list")
-    assert cards == {**CARDS, "L40S": replace(CARDS["L40S"], prices=(price,))}
+    for name in ("L40S", "l40s", "NVIDIA L40S"):
+        path = write(tmp_path, {"cards": {name: {"prices": [{"usd_per_hour": 0.9}]}}})
+        assert known_cards(path) == {**CARDS, "L40S": replace(CARDS["L40S"], prices=(price,))}
 
 
 def test_own_card(tmp_path):
@@ -194,10 +170,7 @@ def test_own_card(tmp_path):
 def test_own_list_is_read_from_the_cache_folder_where_no_other_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("QWEN_L40S_CACHE", str(tmp_path / "cache"))
     assert known_cards() == CARDS
-    with pytest.raises(SettingError, match="describe yours in ") as caught:
-        find_card("Mine", CARDS)
     path = tmp_path / "cache" / "cards.json"
-    assert str(path) in str(caught.value)
     path.parent.mkdir()
     path.write_text(json.dumps(changed()), encoding="utf-8")
     assert known_cards()["Mine"].memory_bytes == CARDS["L40S"].memory_bytes
@@ -234,16 +207,16 @@ DRIVERS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "gib", "capability", "nearest"), DRIVERS)
-def test_card_that_is_not_listed_is_what_the_driver_tells(name, gib, capability, nearest):
-    facts = CardFacts(name, int(gib * GIB), capability)
-    card = card_by_driver(facts, CARDS)
-    assert isinstance(card, UnlistedCard)
-    assert card.facts() == facts
-    assert card.nearest in CARDS
-    assert nearest in (None, card.nearest)
-    assert card.price() is None
-    assert with_memory(card, 2 * GIB).nearest == card.nearest
+def test_card_that_is_not_listed_is_what_the_driver_tells():
+    for name, gib, capability, nearest in DRIVERS:
+        facts = CardFacts(name, int(gib * GIB), capability)
+        card = card_by_driver(facts, CARDS)
+        assert isinstance(card, UnlistedCard)
+        assert card.facts() == facts
+        assert card.nearest in CARDS
+        assert nearest in (None, card.nearest)
+        assert card.price() is None
+        assert with_memory(card, 2 * GIB).nearest == card.nearest
 
 
 def test_listed_card_of_a_driver_has_the_memory_that_it_shows():
@@ -296,13 +269,13 @@ def test_own_list_may_have_a_byte_order_mark_and_notes(tmp_path):
     assert known_cards(path) == CARDS
 
 
-@pytest.mark.parametrize("field", FIELDS)
-def test_missing_field_is_named(tmp_path, field):
-    path = write(tmp_path, changed(**{field: ...}))
-    with pytest.raises(SettingError) as caught:
-        known_cards(path)
-    for part in (str(path), "'Mine'", repr(field), "is missing", FIELDS[field][1]):
-        assert part in str(caught.value)
+def test_missing_field_is_named(tmp_path):
+    for field in FIELDS:
+        path = write(tmp_path, changed(**{field: ...}))
+        with pytest.raises(SettingError) as caught:
+            known_cards(path)
+        for part in (str(path), "'Mine'", repr(field), "is missing", FIELDS[field][1]):
+            assert part in str(caught.value)
 
 
 NUMBERS = [
@@ -313,7 +286,7 @@ NUMBERS = [
     "pcie_lanes",
     "tdp_watts",
 ]
-NO_NUMBERS = ["0", "-1", "NaN", "Infinity", "-Infinity", "1e999", "9" * 400, "true", '"8"', "null"]
+NO_NUMBERS = ["0", "-1", "1e999", "9" * 400, "true", '"8"', "null"]
 WRONG = [
     *(f'"{field}": {value}' for field in NUMBERS for value in [*NO_NUMBERS, "[1]"]),
     *(f'"dense_tflops": {{"bf16": {value}, "fp32": 1}}' for value in NO_NUMBERS),
@@ -331,7 +304,6 @@ WRONG = [
     '"also": "L40S"',
     '"also": [1]',
     '"architecture": ""',
-    '"architecture": "\\ud800"',
     '"source": "  "',
     '"source": ["data sheet"]',
     f'"source": "{"x" * 3000}"',
@@ -340,21 +312,20 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("field", WRONG)
-def test_wrong_value_is_named(tmp_path, field):
-    path = write(tmp_path, f'{{"cards": {{"L40S": {{{field}}}}}}}')
-    name = field.partition(":")[0].strip('"')
-    with pytest.raises(SettingError) as caught:
-        known_cards(path)
-    text = str(caught.value)
-    for part in (str(path), "'L40S'", repr(name), "but must be", FIELDS[name][1]):
-        assert part in text
-    assert len(text) < 500
+def test_wrong_value_is_named(tmp_path):
+    for field in WRONG:
+        path = write(tmp_path, f'{{"cards": {{"L40S": {{{field}}}}}}}')
+        name = field.partition(":")[0].strip('"')
+        with pytest.raises(SettingError) as caught:
+            known_cards(path)
+        text = str(caught.value)
+        for part in (str(path), "'L40S'", repr(name), "but must be", FIELDS[name][1]):
+            assert part in text
+        assert len(text) < 500
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
+def test_wrong_price_is_named(tmp_path):
+    for field, value in (
         *(("usd_per_hour", value) for value in NO_NUMBERS),
         ("usd_per_hour", "-0.72"),
         ("kind", '"monthly"'),
@@ -364,49 +335,46 @@ def test_wrong_value_is_named(tmp_path, field):
         ("date", "2026"),
         ("provider", '""'),
         ("source", "[]"),
-    ],
-)
-def test_wrong_price_is_named(tmp_path, field, value):
-    good = ", ".join(
-        f"{json.dumps(name)}: {json.dumps(good)}" for name, good in PRICE.items() if name != field
-    )
-    prices = f'[{json.dumps(PRICE)}, {{{good}, "{field}": {value}}}]'
-    path = write(tmp_path, f'{{"cards": {{"H200": {{"prices": {prices}}}}}}}')
-    with pytest.raises(SettingError) as caught:
-        known_cards(path)
-    for part in (str(path), "'H200'", "entry 2", repr(field), PRICE_FIELDS[field][1]):
-        assert part in str(caught.value)
+    ):
+        entry = {name: good for name, good in PRICE.items() if name != field}
+        prices = f'[{json.dumps(PRICE)}, {json.dumps(entry)[:-1]}, "{field}": {value}}}]'
+        path = write(tmp_path, f'{{"cards": {{"H200": {{"prices": {prices}}}}}}}')
+        with pytest.raises(SettingError) as caught:
+            known_cards(path)
+        for part in (str(path), "'H200'", "entry 2", repr(field), PRICE_FIELDS[field][1]):
+            assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "must be one JSON object"),
-        ("{", "must be one JSON object"),
-        ("[]", "no object"),
-        ("[" * 100_000, "nested too deeply|JSON object"),
-        ('{"cards": {}, "cards": {}}', "'cards' occurs twice"),
-        ("{}", "no object 'cards'"),
-        ('{"cards": [1]}', "no object 'cards'"),
-        ('{"card": {}}', "'card' is no field of the list: write 'cards'"),
-        ('{"cards": {}, "notes": [1]}', "'notes' must be an object of texts"),
-        ('{"cards": {"L40S": 0.72}}', "'L40S' is 0.72: give an object"),
-        ('{"cards": {"L40S": {"price": []}}}', "'price' is no field of the list: write 'prices'"),
-        ('{"cards": {"L40S": {"zzz": 1}}}', "'zzz' is no field of the list: choose from also, "),
-        ('{"cards": {"L40S": {"prices": [0.7]}}}', "entry 1 is 0.7: give an object"),
-        ('{"cards": {"L40S": {"prices": [{}]}}}', "'usd_per_hour' is missing, which every price"),
-        ('{"cards": {"L40S": {"prices": [{"usd": 1}]}}}', "'usd' is no field of the list: write"),
-        ('{"cards": {"L40S": {}, "l40s": {}}}', "'L40S' and 'l40s' are the same card"),
-        ('{"cards": {"": {}}}', "is no name of a card"),
-        ('{"cards": {"\\ud800": {}}}', "is no name of a card"),
-        ('{"cards": {"L40S": {"also": ["NVIDIA L40"]}}}', "'L40S' and 'L40' are both named"),
-    ],
-)
-def test_file_that_breaks_the_form_is_refused(tmp_path, content, message):
-    path = write(tmp_path, content)
-    with pytest.raises(SettingError, match=message) as caught:
-        known_cards(path)
-    assert str(path) in str(caught.value)
+BROKEN = [
+    ("", "must be one JSON object"),
+    ("{", "must be one JSON object"),
+    ("[]", "not an object"),
+    ('{"cards": {"L40S": {"memory_mib": NaN}}}', "NaN is not JSON"),
+    ("[" * 100_000, "nested too deeply|JSON object"),
+    ('{"cards": {}, "cards": {}}', "'cards' occurs twice"),
+    ("{}", "no object 'cards'"),
+    ('{"cards": [1]}', "no object 'cards'"),
+    ('{"card": {}}', "'card' is no field of the list: write 'cards'"),
+    ('{"cards": {}, "notes": [1]}', "'notes' must be an object of texts"),
+    ('{"cards": {"L40S": 0.72}}', "'L40S' is 0.72: give an object"),
+    ('{"cards": {"L40S": {"price": []}}}', "'price' is no field of the list: write 'prices'"),
+    ('{"cards": {"L40S": {"zzz": 1}}}', "'zzz' is no field of the list: choose from also, "),
+    ('{"cards": {"L40S": {"prices": [0.7]}}}', "entry 1 is 0.7: give an object"),
+    ('{"cards": {"L40S": {"prices": [{}]}}}', "'usd_per_hour' is missing, which every price"),
+    ('{"cards": {"L40S": {"prices": [{"usd": 1}]}}}', "'usd' is no field of the list: write"),
+    ('{"cards": {"L40S": {}, "l40s": {}}}', "'L40S' and 'l40s' are the same card"),
+    ('{"cards": {"": {}}}', "is no name of a card"),
+    ('{"cards": {"\\ud800": {}}}', "not valid UTF-8"),
+    ('{"cards": {"L40S": {"also": ["NVIDIA L40"]}}}', "'L40S' and 'L40' are both named"),
+]
+
+
+def test_file_that_breaks_the_form_is_refused(tmp_path):
+    for content, message in BROKEN:
+        path = write(tmp_path, content)
+        with pytest.raises(SettingError, match=message) as caught:
+            known_cards(path)
+        assert str(path) in str(caught.value)
 
 
 def test_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
@@ -418,6 +386,6 @@ def test_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     path.write_bytes(b'{"cards": {"\xe9": {}}}')
     with pytest.raises(SettingError, match="must be one JSON object"):
         known_cards(path)
-    monkeypatch.setattr(card_file, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(card_list, "MOST_BYTES", 100_000)
     with pytest.raises(SettingError, match="larger than 1 MiB"):
         known_cards(write(tmp_path, " " * 100_001))

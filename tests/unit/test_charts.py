@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen_l40s.charts import advice_words, canvas, figures, words
+from qwen_l40s.charts import advice, canvas, figures, words
 from qwen_l40s.charts.cost_chart import cost_chart
 from qwen_l40s.charts.memory_chart import WORKING, memory_chart
+from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.advise import Offer, advise, compare
-from qwen_l40s.planning.cards import known_cards
 from qwen_l40s.planning.disk import CARD_MEMORY, GB, Advice, Disk
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES, Phase, Range
 from qwen_l40s.planning.rates import Basis
@@ -237,14 +237,12 @@ USUAL = (
     "load, offers",
     [
         (120, offers_of(*USUAL)),
-        (1, offers_of(*USUAL)),
         (0.01, offers_of(*USUAL)),
-        (1e7, offers_of(*USUAL)),
-        (120, offers_of(*USUAL[:1])),
+        (1e7, offers_of(*USUAL[:1])),
         (120, offers_of(("L40S", 10, 10, 0.5), ("L40S", 10, 10, 0.5), ("L40S", 1e-3, 10, 1e-6))),
         (99, offers_of(*((name, 9, 14, 0.5 + len(name) / 9) for name in known_cards()))),
     ],
-    ids=["usual", "one image", "hardly any", "millions", "alone", "the same", "all cards"],
+    ids=["usual", "hardly any", "millions, alone", "the same", "all cards"],
 )
 def test_the_cost_chart_is_whole_and_legible(texts, load, offers):
     comparisons = [compare(offers[0], other) for other in offers[1:3]]
@@ -252,7 +250,7 @@ def test_the_cost_chart_is_whole_and_legible(texts, load, offers):
     check_texts(texts, cost_chart(advise(load, offers), comparisons, request))
     written = " ".join(text for text, *_ in texts)
     for comparison in comparisons:
-        assert advice_words.comparison_text(comparison).split()[-1] in written
+        assert advice.comparison_text(comparison).split()[-1] in written
     assert f"{load:,.10g} images an hour" in written
 
 

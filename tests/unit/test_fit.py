@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("scipy")
 
 from qwen_l40s import SettingError
-from qwen_l40s.planning.cards import find_card, known_cards
+from qwen_l40s.machine.card_list import known_cards
+from qwen_l40s.planning.cards import find_card
 from qwen_l40s.planning.rates import MEASURED, NAMES, Constants, Rates, rates_by
 from qwen_l40s.spec import GIB
 

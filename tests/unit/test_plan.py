@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
+from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.bytes import weight_bytes
-from qwen_l40s.planning.cards import find_card, known_cards, with_memory
+from qwen_l40s.planning.cards import find_card, with_memory
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, phases, transformer_bytes
 from qwen_l40s.planning.plan import Held, plan

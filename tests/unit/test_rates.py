@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from qwen_l40s import UnavailableError
+from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning import rates as module
 from qwen_l40s.planning import rates as rates_module
-from qwen_l40s.planning.cards import find_card, known_cards, with_memory
+from qwen_l40s.planning.cards import find_card, with_memory
 from qwen_l40s.planning.estimate import basis_within
 from qwen_l40s.planning.rates import (
     NAMES,
@@ -129,8 +130,8 @@ def test_plan_and_rates_agree_on_what_a_card_multiplies(fitted, cards, precision
     for card in cards.values():
         for known in (
             card,
-            replace(card, dense_flops={"bf16": 1e14, "fp32": 1e13}),
-            replace(card, capability=(7, 5)),
+            replace(card, dense_flops={"bf16": 1e14, "fp32": 1e13}, changed=True),
+            replace(card, capability=(7, 5), changed=True),
         ):
             slow, fast, _ = rates_of(known)
             multiplies = not lacks(precision, known.facts())
@@ -141,14 +142,16 @@ def test_plan_and_rates_agree_on_what_a_card_multiplies(fitted, cards, precision
 @pytest.mark.parametrize(
     "changed",
     [
-        {"bandwidth": 1e12},
-        {"pcie_bytes_per_second": 1e9},
-        {"dense_flops": {"bf16": 1e14, "fp8": 2e14, "int8": 2e14, "fp32": 1e13}},
+        {"bandwidth_gb_per_second": 1000},
+        {"pcie_lanes": 1},
+        {"dense_tflops": {"bf16": 100, "fp8": 200, "int8": 200, "fp32": 10}},
     ],
     ids=lambda changed: next(iter(changed)),
 )
-def test_a_measured_card_with_other_figures_is_predicted(fitted, cards, changed):
-    slow, fast, basis = rates_of(replace(cards["H200"], **changed))
+def test_a_measured_card_with_other_figures_is_predicted(fitted, cards, changed, tmp_path):
+    own = tmp_path / "cards.json"
+    own.write_text(json.dumps({"cards": {"H200": changed}}))
+    slow, fast, basis = rates_of(known_cards(own)["H200"])
     assert slow.attention < fast.attention
     assert (basis.kind, basis.origin) == ("predicted", "")
     assert "no H200 with the figures of your list was measured" in basis.text

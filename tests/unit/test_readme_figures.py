@@ -4,7 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from qwen_l40s.charts.figures import duration, usd
-from qwen_l40s.planning.cards import find_card, known_cards
+from qwen_l40s.machine.card_list import known_cards
+from qwen_l40s.planning.cards import find_card
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.rates import measured
 from qwen_l40s.planning.request import RunRequest

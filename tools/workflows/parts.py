@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from ...charts.figures import duration
 from ...charts.words import usable_bytes
-from ...planning.cards import BUNDLED, Card, find_card, known_cards
+from ...machine.card_list import BUNDLED, known_cards
+from ...planning.cards import Card, find_card
 from ...planning.estimate import estimate
 from ...planning.request import RunRequest
 from ...spec import format_gib

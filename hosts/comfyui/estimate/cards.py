@@ -9,9 +9,9 @@ import comfy.model_management
 import torch
 
 from ....errors import SettingError
-from ....machine.store import cache_folder
-from ....planning.calibration import NAME
-from ....planning.cards import BUNDLED, Card, card_by_driver, find_card, known_cards, own_list
+from ....machine.card_list import BUNDLED, known_cards
+from ....machine.store import CALIBRATION, cache_folder, own_cards_path
+from ....planning.cards import Card, card_by_driver, find_card
 from ..load.precision import card_facts
 
 THIS_CARD = "this card"
@@ -29,7 +29,7 @@ def card_choices() -> list[str]:
 
 def told_at() -> tuple[int, int]:
     """Changes with what `qwen-l40s bench --calibrate` measured and with the user's own list."""
-    return _changed(cache_folder() / NAME), _changed(own_list())
+    return _changed(cache_folder() / CALIBRATION), _changed(own_cards_path())
 
 
 def _changed(path: Path) -> int:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ....errors import UnavailableError
+from ....machine.card_list import known_cards
+from ....machine.store import load_calibration
 from ....planning.advise import Advice, Comparison, Market, advise, market
-from ....planning.calibration import load_calibration
-from ....planning.cards import known_cards
 from ....planning.estimate import Estimate, estimate
 from ....planning.request import RunRequest
 from .cards import ChosenCard
@@ -23,7 +23,7 @@ def estimate_on(chosen: ChosenCard, wired: WiredRequest, usd_per_hour: float | N
         UnavailableError: nothing that the request allows runs on the card.
     """
     card = chosen.card
-    calibration = load_calibration(card.name)
+    calibration = load_calibration(card)
     found = estimate(wired.request, card, calibration=calibration, usd_per_hour=usd_per_hour)
     notes = (*found.notes, *wired.notes, *filter(None, [chosen.note]))
     return replace(found, notes=notes)

@@ -1,12 +1,14 @@
-"""Reads a list of cards: strict JSON, every field checked, and file, card and field in each error.
+"""The list of cards: the bundled one with the user's own over it.
 
-The form is {"notes": {topic: text}, "cards": {name: {field: value}}}, with the fields of `FIELDS`.
+Both are strict JSON of the form {"notes": {topic: text}, "cards": {name: {field: value}}}, with the
+fields of `FIELDS`; an error names file, card and field.
 """
 
 from __future__ import annotations
 
+import codecs
 import difflib
-import json
+import os
 import re
 import reprlib
 from collections.abc import Callable, Collection, Mapping
@@ -15,8 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SettingError
+from ..planning.cards import Card, Price, card_names, name_key
+from ..spec import MIB
+from ..strict_json import parse_object
+from .store import own_cards_path
 
-PRECISIONS = ("bf16", "fp8", "int8", "fp32")
+BUNDLED = Path(__file__).resolve().parent.parent / "planning" / "gpus.json"
+PEAKS = ("bf16", "fp8", "int8", "fp32")
 ALWAYS = ("bf16", "fp32")  # every card that is worth listing has them
 KINDS = ("on demand", "from", "spot", "serverless", "community")
 PCIE_GENERATIONS = (3, 4, 5, 6)
@@ -25,8 +32,44 @@ LONGEST_TEXT = 2000
 LARGEST = 1e9  # above every figure in its unit, and below what overflows a product of two
 LEAST_TFLOPS = 0.1
 DATE = re.compile(r"20\d\d-(0[1-9]|1[0-2])(-(0[1-9]|[12]\d|3[01]))?|undated")
+# Gigatransfers a second and lane, one bit each, by PCIe generation.
+PCIE_GT_PER_SECOND = {3: 8, 4: 16, 5: 32, 6: 64}
+# What the times of a card follow from.
+TIMED = ("dense_tflops", "bandwidth_gb_per_second", "pcie_generation", "pcie_lanes", "capability")
 # What a price of the user's own may leave out.
 OWN_PRICE = {"provider": "your own", "kind": "on demand", "date": "undated", "source": "your list"}
+
+
+def known_cards(path: Path | None = None) -> dict[str, Card]:
+    """The bundled list by name, with the user's own over it.
+
+    Args:
+        path: a JSON file of the same form; by default the user's own in the cache folder, where
+            there is one. Of a card that is known, by any of its names, it gives only what differs,
+            such as its prices: {"cards": {"L40S": {"prices": [...]}}}.
+
+    Raises:
+        SettingError: the file cannot be read, or a field is missing, unknown or of no use; the
+            message names file, card and field.
+    """
+    bundled = read_card_list(BUNDLED, CardList())
+    if path is None and os.path.lexists(own_cards_path()):
+        path = own_cards_path()
+    listed = bundled
+    if path is not None:
+        known = card_names((name, entry["also"]) for name, entry in bundled.cards.items())
+        listed = read_card_list(Path(path), bundled, lambda name: known.get(name_key(name), name))
+    cards = {
+        name: _card(name, entry, bundled.cards.get(name, {}))
+        for name, entry in listed.cards.items()
+    }
+    card_names(((card.name, card.also) for card in cards.values()), where=f"{path}: ")
+    return cards
+
+
+def card_notes() -> dict[str, str]:
+    """What the bundled list says of its figures: peaks, memory, PCIe and prices."""
+    return dict(read_card_list(BUNDLED, CardList()).notes)
 
 
 @dataclass(frozen=True)
@@ -66,7 +109,7 @@ def _capability(value: Any) -> bool:
 def _peaks(value: Any) -> bool:
     return (
         isinstance(value, dict)
-        and set(ALWAYS) <= set(value) <= set(PRECISIONS)
+        and set(ALWAYS) <= set(value) <= set(PEAKS)
         and all(map(_at_least(LEAST_TFLOPS), value.values()))
     )
 
@@ -106,7 +149,7 @@ PRICE_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def read_cards(
+def read_card_list(
     path: Path, below: CardList, canonical: Callable[[str], str] = lambda name: name
 ) -> CardList:
     """Reads a list of cards over another; a card that is known needs only the fields that differ.
@@ -191,31 +234,37 @@ def _refuse_missing(entry: Mapping, fields: Mapping, where: str) -> None:
             )
 
 
+def _card(name: str, entry: Mapping[str, Any], bundled: Mapping[str, Any]) -> Card:
+    gigatransfers = PCIE_GT_PER_SECOND[entry["pcie_generation"]]
+    return Card(
+        name=name,
+        also=tuple(entry["also"]),
+        architecture=entry["architecture"],
+        capability=tuple(entry["capability"]),
+        memory_bytes=entry["memory_mib"] * MIB,
+        bandwidth=entry["bandwidth_gb_per_second"] * 1e9,
+        l2_bytes=entry["l2_mib"] * MIB,
+        dense_flops={kind: peak * 1e12 for kind, peak in entry["dense_tflops"].items()},
+        pcie_bytes_per_second=entry["pcie_lanes"] * gigatransfers * 1e9 / 8,
+        tdp_watts=entry["tdp_watts"],
+        prices=tuple(Price(**price) for price in entry["prices"]),
+        source=entry["source"],
+        changed=any(entry[field] != bundled.get(field, entry[field]) for field in TIMED),
+    )
+
+
 def _parse(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
             raise ValueError("it is larger than 1 MiB")
-        content = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_unique)
-        if not isinstance(content, dict):
-            raise ValueError(f"it is {reprlib.repr(content)}, no object")
+        return parse_object(data.removeprefix(codecs.BOM_UTF8))
     except OSError as error:
         raise SettingError(
             f"cannot read the list of cards {path} ({error.strerror}): give a JSON file."
         ) from error
-    except (ValueError, RecursionError) as error:
-        reason = error if isinstance(error, ValueError) else "it is nested too deeply"
+    except ValueError as error:
         raise SettingError(
-            f"the list of cards {path} must be one JSON object ({reason}): correct the file."
+            f"the list of cards {path} must be one JSON object ({error}): correct the file."
         ) from error
-    return content
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"the key {reprlib.repr(name)} occurs twice")
-        found[name] = value
-    return found

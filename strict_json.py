@@ -1,0 +1,40 @@
+"""JSON from files of others: duplicate keys, NaN, lone surrogates and deep nesting are errors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {repeated!r} occurs twice")
+    return result
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Parses one UTF-8 JSON object.
+
+    Raises:
+        ValueError: with the reason, when `data` is anything else or an object in it repeats a key.
+    """
+    try:
+        text = data.decode("utf-8")
+        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        # Only an escape can smuggle in half a surrogate pair, which no terminal can print.
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeError:
+        raise ValueError("it is not valid UTF-8") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"it is a JSON {type(value).__name__}, not an object")
+    return value
