@@ -297,11 +297,7 @@ def test_nothing_that_was_measured_since_is_cached():
     fingerprint = QwenL40SEstimateVRAM.fingerprint_inputs
     before = fingerprint(card="this card", model=None)
     assert before == fingerprint(card="L40S")
-<<<<<<< HEAD:tests/host/test_estimate.py
     path = BASE / "cache" / CALIBRATION
-=======
-    path = FOLDER / "cache" / CALIBRATION
->>>>>>> 3f23688 (Read card lists, calibrations and the cache folder in machine, and compare cards by a break-even load):tests/comfyui_estimate.py
     path.parent.mkdir(exist_ok=True)
     path.write_text("{}", encoding="utf-8")
     assert fingerprint(card="this card") != before
