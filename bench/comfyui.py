@@ -1,98 +1,68 @@
-"""Makes ComfyUI importable for commands, which run outside its server.
+"""ComfyUI with random weights: its models, one forward pass, and whole images.
 
-Nothing here imports it at the top, so that a command can say that it is not there.
+Stock ComfyUI and this package go through the same code and differ in the patcher alone. A forward
+pass is called from inside a sampling run: a sampler of our own stands where `euler` would, so that
+patches, wrappers and callbacks apply as they do in a workflow.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
-import sys
 import time
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import comfy.ldm.wan.vae
 import comfy.model_management
 import comfy.model_patcher
 import comfy.ops
+import comfy.patcher_extension
 import comfy.quant_ops
 import comfy.sample
+import comfy.samplers
 import comfy.sd
 import comfy.supported_models
 import comfy.utils
 import torch
+import torch.nn.functional as F
 from comfy.model_patcher import ModelPatcher
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..errors import UnavailableError
 from ..hosts.comfyui.load.linear import quantized_operations
+from ..hosts.comfyui.sample.attention import SLOT
+from ..hosts.comfyui.sample.optimize import Settings, optimize, report_of
+from ..hosts.comfyui.sample.run import KEY
 from ..loaders.quantize import comfy_quant_tensor, quantize_rows
 from ..loaders.quantized_file import MARKER_2511
-from ..machine.card import first_line
-from ..machine.packages import check_comfyui, find_comfyui
 from ..measure import timing as measure
+from ..measure.timing import time_calls
+from ..optimizations.modulation import ModulationTable
 from ..planning.work import rope_axes
 from ..spec import LARGEST, TransformerShape
-from .forward import InputTensors
-from .random_weights import quantizable_weights, random_tensor, random_tensors
-
-
-def import_comfyui(*, cpu: bool, keep_on_card: bool = True) -> str:
-    """Imports ComfyUI: one that is importable already, else the one that `doctor` finds.
-
-    As a library it has no dynamic VRAM and reads no command line.
-
-    Args:
-        cpu: Whether it is to run on the processor.
-        keep_on_card: Whether models are told to stay where they are (its `--highvram`), which
-            changes no computation.
-
-    Returns:
-        Its version.
-
-    Raises:
-        UnavailableError: There is none, it is too old, or a package is missing that it imports.
-    """
-    started = "comfy.model_management" in sys.modules
-    added = None
-    if not started and not _importable():
-        folder = find_comfyui()
-        found = check_comfyui(folder)
-        if not found.usable:
-            raise UnavailableError(f"ComfyUI: {found.reason}; {found.remedy}")
-        added = str(Path(folder).resolve())
-        sys.path.insert(0, added)
-    try:
-        if not started:
-            arguments = importlib.import_module("comfy.cli_args").args
-            arguments.cpu, arguments.highvram = cpu, keep_on_card and not cpu
-        importlib.import_module("comfy.sample")  # which imports all that a run needs
-        compatibility = importlib.import_module(".compatibility", __package__)
-        version = str(importlib.import_module("comfyui_version").__version__)
-    except (ImportError, RuntimeError) as error:
-        if added:
-            sys.path.remove(added)
-        raise UnavailableError(
-            f"ComfyUI cannot be imported here ({first_line(error)}): use its own Python"
-        ) from error
-    if reason := compatibility.what_is_off():
-        raise UnavailableError(reason)
-    return version
-
-
-def _importable() -> bool:
-    try:
-        return importlib.util.find_spec("comfy.model_management") is not None
-    except ImportError:
-        return False
-
-
-# Qwen-Image transformers of random weights as ComfyUI models, built on the device they run on.
+from .forward import (
+    CHECKED,
+    ForwardOutput,
+    ForwardProgram,
+    InputTensors,
+    Repeats,
+    kernel_fields,
+    measure_forward,
+    quantizable_weights,
+    random_tensor,
+    random_tensors,
+    timing_fields,
+)
 
 CORE_FORMATS = {"fp8": "float8_e4m3fn", "int8": "int8_tensorwise"}
 Tensors = dict[str, torch.Tensor]
+CFG = 4.0
+# A negative prompt is short, and so ComfyUI computes it in a pass of its own.
+NEGATIVE_TOKENS = 20
+PUBLISHED_DIM, SMALL_DIM = 96, 8
+LATENT_CHANNELS = 16
+Found = TypeVar("Found")
+# (BaseModel, model_options with the wrappers of the run) -> anything
+Body = Callable[[Any, dict[str, Any]], Found]
 
 
 def bf16_model(
@@ -190,13 +160,157 @@ def _unet_config(shape: TransformerShape, edit: bool) -> dict[str, Any]:
     return config
 
 
-# Whole images through ComfyUI's sampler and VAE, of random weights and without a prompt.
+def stock(patcher: ModelPatcher) -> ModelPatcher:
+    """ComfyUI as it is."""
+    return patcher
 
-CFG = 4.0
-# A negative prompt is short, and so ComfyUI computes it in a pass of its own.
-NEGATIVE_TOKENS = 20
-PUBLISHED_DIM, SMALL_DIM = 96, 8
-LATENT_CHANNELS = 16
+
+def stock_cudnn(patcher: ModelPatcher) -> ModelPatcher:
+    """ComfyUI with cuDNN's attention, through its own slot."""
+    clone = patcher.clone()
+    clone.model_options["transformer_options"][SLOT] = _cudnn_attention
+    return clone
+
+
+def ours(patcher: ModelPatcher) -> ModelPatcher:
+    """What the node Optimize makes of a model."""
+    return optimize(patcher, Settings())
+
+
+def ours_attention(patcher: ModelPatcher) -> ModelPatcher:
+    """The choice of attention alone; the blocks are ComfyUI's."""
+    return optimize(patcher, Settings(blocks=False))
+
+
+def measure_pass(
+    patcher: ModelPatcher,
+    tensors: InputTensors,
+    repeats: Repeats,
+    device: torch.device,
+    *,
+    scheduled: bool = True,
+) -> tuple[dict[str, Any], ForwardOutput]:
+    """Times a patcher; arguments and result as of `forward.measure_forward`.
+
+    Args:
+        scheduled: Whether timesteps are those of the run's schedule; else each is a new one that
+            nobody has announced.
+    """
+
+    def body(model: Any, model_options: dict[str, Any]) -> tuple[dict[str, Any], ForwardOutput]:
+        program = _forward_program(patcher, model, model_options, tensors, scheduled)
+        sigmas = tensors.sigmas if scheduled else tensors.between
+        return measure_forward(program, sigmas, device, repeats, tensors.sigmas[CHECKED])
+
+    return in_sampling_run(patcher, tensors, body)
+
+
+def measure_table(
+    patcher: ModelPatcher, tensors: InputTensors, repeats: Repeats, device: torch.device
+) -> dict[str, Any]:
+    """Times the modulation table of one schedule, with its timesteps' embeddings."""
+    batch, edit = tensors.inputs.batch, bool(tensors.references)
+
+    def body(model: Any, _options: dict[str, Any]) -> dict[str, Any]:
+        transformer = model.diffusion_model
+
+        def build() -> None:
+            embeddings = []
+            for sigma in tensors.sigmas:
+                timestep = model.model_sampling.timestep(sigma).float()
+                if edit:
+                    timestep = torch.cat([timestep, timestep * 0])
+                embeddings.append(transformer.time_text_embed(timestep, tensors.text))
+            ModulationTable(transformer.transformer_blocks).fill(embeddings, batch)
+
+        for _ in range(repeats.warmup):
+            build()
+        fields = timing_fields(time_calls(build, device, repeats.repeats))
+        return {
+            **fields,
+            "steps": len(tensors.sigmas),
+            **kernel_fields(build, device, repeats.kernels),
+        }
+
+    return in_sampling_run(patcher, tensors, body)
+
+
+def paths_of(patcher: ModelPatcher) -> str:
+    """Which path every part of an optimized model took; empty of another model."""
+    return "" if patcher.get_attachment(KEY) is None else report_of(patcher)
+
+
+@torch.inference_mode()  # as execution.py runs every prompt
+def in_sampling_run(patcher: ModelPatcher, tensors: InputTensors, body: Body[Found]) -> Found:
+    """Calls `body` where a sampler would compute its steps, and returns what it returns."""
+    found: list[Found] = []
+
+    def sampler(
+        model: Any, x: torch.Tensor, _sigmas: torch.Tensor, extra_args: dict[str, Any], **_: Any
+    ) -> torch.Tensor:
+        found.append(body(model.inner_model.inner_model, extra_args["model_options"]))
+        return x
+
+    guider = comfy.samplers.CFGGuider(patcher)
+    guider.inner_set_conds({"positive": [[tensors.text, {}]]})
+    sigmas = torch.stack([*(sigma[0] for sigma in tensors.sigmas), tensors.sigmas[0][0] * 0])
+    guider.sample(
+        tensors.latents,
+        torch.zeros_like(tensors.latents),
+        comfy.samplers.KSAMPLER(sampler),
+        sigmas,
+        disable_pbar=True,
+    )
+    return found[0]
+
+
+def _forward_program(
+    patcher: ModelPatcher,
+    model: Any,
+    model_options: dict[str, Any],
+    tensors: InputTensors,
+    scheduled: bool,
+) -> ForwardProgram:
+    x, text = tensors.latents, tensors.text
+    conditions: dict[str, Sequence[torch.Tensor]] = {}
+    if tensors.references:
+        conditions["ref_latents"] = list(tensors.references)
+
+    def call(sigma: torch.Tensor) -> torch.Tensor:
+        # As `_calc_cond_batch` in comfy/samplers.py.
+        model.current_patcher.prepare_state(sigma, model_options)
+        options = comfy.patcher_extension.merge_nested_dicts(
+            model.current_patcher.apply_hooks(hooks=None),
+            model_options["transformer_options"],
+            copy_dict1=False,
+        )
+        options["cond_or_uncond"], options["uuids"], options["sigmas"] = [0], [0], sigma
+        if not scheduled:
+            del options["sample_sigmas"]
+        return model.apply_model(
+            x, sigma, c_crossattn=text, transformer_options=options, **conditions
+        )
+
+    def prediction(denoised: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        return (x - denoised) / sigma.view(-1, 1, 1, 1, 1)
+
+    norm_out = model.diffusion_model.norm_out
+    return ForwardProgram(call, prediction, norm_out, lambda: paths_of(patcher))
+
+
+def _cudnn_attention(
+    _default: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: int,
+    mask: torch.Tensor | None = None,
+    **_others: Any,
+) -> torch.Tensor:
+    """q, k, v: (batch, heads, tokens, head_dim), as Qwen-Image hands them over."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return out.transpose(1, 2).reshape(q.shape[0], -1, heads * q.shape[-1])
 
 
 class ImageTimes(NamedTuple):

@@ -11,7 +11,7 @@ from diffusers import QwenImageTransformer2DModel
 from ..hosts.diffusers.patch import optimize
 from ..planning.work import rope_axes
 from ..spec import TransformerShape
-from .forward import CHECKED, InputTensors, Output, Program, Repeats, measure_forward
+from .forward import CHECKED, ForwardOutput, ForwardProgram, InputTensors, Repeats, measure_forward
 
 THETA = 10000
 TIMESTEPS = 1000  # the scheduler's for a sigma of 1
@@ -66,9 +66,9 @@ def measure_pass(
     tensors: InputTensors,
     repeats: Repeats,
     device: torch.device,
-) -> tuple[dict[str, Any], Output]:
-    """Times the model; arguments and result as of `optimizations.measure_forward`."""
-    program = _program(model, tensors)
+) -> tuple[dict[str, Any], ForwardOutput]:
+    """Times the model; arguments and result as of `forward.measure_forward`."""
+    program = _forward_program(model, tensors)
     return measure_forward(program, tensors.sigmas, device, repeats, tensors.sigmas[CHECKED])
 
 
@@ -78,15 +78,15 @@ def measure_ours(
     tensors: InputTensors,
     repeats: Repeats,
     device: torch.device,
-) -> tuple[dict[str, Any], Output]:
+) -> tuple[dict[str, Any], ForwardOutput]:
     """As `measure_pass`, with what `generate` does to a transformer; it is undone afterwards."""
     timesteps = [sigma[0] * TIMESTEPS for sigma in tensors.sigmas]
     with optimize(model) as optimized, optimized.run(lambda: timesteps):
-        program = _program(model, tensors)._replace(paths=optimized.report)
+        program = _forward_program(model, tensors)._replace(paths=optimized.report)
         return measure_forward(program, tensors.sigmas, device, repeats, tensors.sigmas[CHECKED])
 
 
-def _program(model: QwenImageTransformer2DModel, tensors: InputTensors) -> Program:
+def _forward_program(model: QwenImageTransformer2DModel, tensors: InputTensors) -> ForwardProgram:
     inputs, latents = tensors.inputs, tensors.latents
     pictures = [latents.bfloat16(), *tensors.references]
     packed = torch.cat([_pack(picture) for picture in pictures], dim=1)
@@ -105,7 +105,7 @@ def _program(model: QwenImageTransformer2DModel, tensors: InputTensors) -> Progr
     def prediction(tokens: torch.Tensor, _sigma: torch.Tensor) -> torch.Tensor:
         return _unpack(tokens[:, : inputs.image_tokens], latents)
 
-    return Program(call, prediction, model.norm_out)
+    return ForwardProgram(call, prediction, model.norm_out)
 
 
 def _pack(latents: torch.Tensor) -> torch.Tensor:

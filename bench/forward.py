@@ -6,18 +6,22 @@ import functools
 import gc
 import itertools
 import math
+import re
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import UnavailableError
+from ..loaders.convert import expected_tensors
+from ..loaders.quantize import layers_to_quantize
 from ..measure import timing as measure
 from ..planning.work import Inputs
 from ..spec import REFERENCE_SIDE, TransformerShape
-from .ops import group_sums, kernel_table
 
 STEPS = 20
 SHIFT = 1.15  # of ComfyUI's Qwen-Image
@@ -25,6 +29,17 @@ SHIFT = 1.15  # of ComfyUI's Qwen-Image
 CHECKED = 6
 KERNELS_SHOWN = 20
 LATENT_SIDE = 8  # pixels to a latent's side
+# In this order: the first that a name matches. Names are those of ComfyUI's, diffusers' and this
+# package's kernels, of cuBLAS, cuDNN and CUTLASS, of torch's own, and on a CPU of its operators.
+GROUPS = (
+    ("attention", r"flash|fmha|sdpa|sage|attention|attn"),
+    ("rope", r"rope|rotary|view_as_complex|fused.*_polar"),
+    ("GEMM", r"gemm|nvjet|xmma|cutlass|cublas|splitk|gemv|scaled_mm|addmm|::(_int_|b)?mm\b"),
+    ("quantize", r"quant|amax|absmax|float8|fp8"),
+    ("norm+modulate", r"norm|adaln|addcmul|modulate|residual"),
+    ("copies", r"copy|memcpy|memset|catarray|fused_cat|fillfunctor|::(cat|fill_|zero_)$"),
+)
+OTHER = "other"
 
 
 class InputTensors(NamedTuple):
@@ -47,7 +62,7 @@ class InputTensors(NamedTuple):
     between: tuple[torch.Tensor, ...]
 
 
-class Program(NamedTuple):
+class ForwardProgram(NamedTuple):
     """One program, ready to run.
 
     Attributes:
@@ -64,7 +79,7 @@ class Program(NamedTuple):
     paths: Callable[[], str] = str
 
 
-class Output(NamedTuple):
+class ForwardOutput(NamedTuple):
     """What a program computes, in fp32 on the CPU: the noise prediction, and the image stream after
     the last block, (batch, tokens, D).
     """
@@ -130,12 +145,12 @@ def input_tensors(shape: TransformerShape, inputs: Inputs, device: torch.device)
 
 
 def measure_forward(
-    program: Program,
+    program: ForwardProgram,
     sigmas: Sequence[torch.Tensor],
     device: torch.device,
     repeats: Repeats,
     checked: torch.Tensor,
-) -> tuple[dict[str, Any], Output]:
+) -> tuple[dict[str, Any], ForwardOutput]:
     """Warms a program up and times it, with the next timestep in each call.
 
     Args:
@@ -176,7 +191,9 @@ def measure_forward(
     return row, output
 
 
-def relative_errors(output: Output, reference: Output | None) -> dict[str, float | None]:
+def relative_errors(
+    output: ForwardOutput, reference: ForwardOutput | None
+) -> dict[str, float | None]:
     """|output - reference| / |reference| of the noise prediction and of the image stream."""
     if reference is None:
         return {"rel_error": None, "rel_error_blocks": None}
@@ -229,7 +246,7 @@ def _memory_fields(
     }
 
 
-def _output(program: Program, sigma: torch.Tensor) -> Output:
+def _output(program: ForwardProgram, sigma: torch.Tensor) -> ForwardOutput:
     seen: list[torch.Tensor] = []
 
     def look(_module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -244,9 +261,72 @@ def _output(program: Program, sigma: torch.Tensor) -> Output:
     for what, tensor in (("noise prediction", prediction), ("image stream", seen[0])):
         if not tensor.isfinite().all():
             raise UnavailableError(f"the {what} holds NaN or infinity")
-    return Output(prediction, seen[0])
+    return ForwardOutput(prediction, seen[0])
 
 
 def _relative(found: torch.Tensor, known: torch.Tensor) -> float:
     norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float64)
     return float(norm(found - known) / norm(known))
+
+
+class Kernel(NamedTuple):
+    """All launches of one kernel: `ms` is their sum."""
+
+    name: str
+    group: str
+    ms: float
+    count: int
+
+
+def group_of(name: str) -> str:
+    """One of `GROUPS`' names, or "other"."""
+    lowered = name.lower()
+    return next((group for group, pattern in GROUPS if re.search(pattern, lowered)), OTHER)
+
+
+def kernel_table(events: Iterable[tuple[str, float]]) -> list[Kernel]:
+    """Sums (name, milliseconds) by name, the longest first."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for name, ms in events:
+        times[name].append(ms)
+    kernels = [Kernel(name, group_of(name), sum(each), len(each)) for name, each in times.items()]
+    return sorted(kernels, key=lambda kernel: -kernel.ms)
+
+
+def group_sums(kernels: Iterable[Kernel]) -> dict[str, float]:
+    """{group: milliseconds}, of every group, in the order of `GROUPS`."""
+    sums = dict.fromkeys([*(group for group, _ in GROUPS), OTHER], 0.0)
+    for kernel in kernels:
+        sums[kernel.group] += kernel.ms
+    return sums
+
+
+def random_tensors(
+    shape: TransformerShape, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, bf16 tensor) of every parameter of a transformer.
+
+    A tensor depends on its name and its device alone, so that a quantized model can be made tensor
+    by tensor from the same weights. Activations stay finite through 60 blocks.
+    """
+    for name, size in expected_tensors(shape).items():
+        yield name, random_tensor(name, size, device)
+
+
+def random_tensor(name: str, size: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Normal values with a deviation of 0.5 / sqrt(K) for a weight [N, K, ...] and of 0.02 for a
+    bias; ones for the weight of a norm.
+    """
+    tensor = torch.empty(size, dtype=torch.bfloat16, device=device)
+    if len(size) < 2 and name.endswith(".weight"):
+        return tensor.fill_(1.0)
+    deviation = 0.5 / math.sqrt(math.prod(size[1:])) if len(size) > 1 else 0.02
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    return tensor.normal_(0.0, deviation, generator=generator)
+
+
+def quantizable_weights(shape: TransformerShape) -> frozenset[str]:
+    """Names of the weights that fp8 and int8 models hold quantized."""
+    weights = (name for name in expected_tensors(shape) if name.endswith(".weight"))
+    layers = layers_to_quantize(name.removesuffix(".weight") for name in weights)
+    return frozenset(f"{layer}.weight" for layer in layers)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .comfyui import import_comfyui
+from .command import import_comfyui
 from .memory_cases import PROMPTS, TEXT_ENCODER, TEXT_WIDTH, TRANSFORMER
 from .memory_nvml import Nvml
 

@@ -1,11 +1,9 @@
-"""What the kernels of a call are for, told from their names."""
+"""The operations of a block, each through everything that computes it, and a card's ceilings."""
 
 from __future__ import annotations
 
 import importlib
-import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,58 +23,11 @@ from ..optimizations.reference import Modulation, QKNorm, Rotary, Tokens
 from ..planning.work import Inputs
 from ..spec import TransformerShape
 
-# In this order: the first that a name matches. Names are those of ComfyUI's, diffusers' and this
-# package's kernels, of cuBLAS, cuDNN and CUTLASS, of torch's own, and on a CPU of its operators.
-GROUPS = (
-    ("attention", r"flash|fmha|sdpa|sage|attention|attn"),
-    ("rope", r"rope|rotary|view_as_complex|fused.*_polar"),
-    ("GEMM", r"gemm|nvjet|xmma|cutlass|cublas|splitk|gemv|scaled_mm|addmm|::(_int_|b)?mm\b"),
-    ("quantize", r"quant|amax|absmax|float8|fp8"),
-    ("norm+modulate", r"norm|adaln|addcmul|modulate|residual"),
-    ("copies", r"copy|memcpy|memset|catarray|fused_cat|fillfunctor|::(cat|fill_|zero_)$"),
-)
-OTHER = "other"
-
-
-class Kernel(NamedTuple):
-    """All launches of one kernel: `ms` is their sum."""
-
-    name: str
-    group: str
-    ms: float
-    count: int
-
-
-def group_of(name: str) -> str:
-    """One of `GROUPS`' names, or "other"."""
-    lowered = name.lower()
-    return next((group for group, pattern in GROUPS if re.search(pattern, lowered)), OTHER)
-
-
-def kernel_table(events: Iterable[tuple[str, float]]) -> list[Kernel]:
-    """Sums (name, milliseconds) by name, the longest first."""
-    times: dict[str, list[float]] = defaultdict(list)
-    for name, ms in events:
-        times[name].append(ms)
-    kernels = [Kernel(name, group_of(name), sum(each), len(each)) for name, each in times.items()]
-    return sorted(kernels, key=lambda kernel: -kernel.ms)
-
-
-def group_sums(kernels: Iterable[Kernel]) -> dict[str, float]:
-    """{group: milliseconds}, of every group, in the order of `GROUPS`."""
-    sums = dict.fromkeys([*(group for group, _ in GROUPS), OTHER], 0.0)
-    for kernel in kernels:
-        sums[kernel.group] += kernel.ms
-    return sums
-
-
-# What a card reaches at most, measured: the figures beside which a program's own are read.
-
 # Tokens of a 1024x1024 image with 200 text tokens, and the MLP's first layer.
 M, K, N = 4296, 3072, 12288
 COPIED_BYTES = 2**31
 # On a CPU these sizes only show that the code runs.
-SMALL = 256
+CPU_SIDE = 256
 
 
 def measure_ceilings(device: torch.device) -> tuple[dict[str, float], dict[str, str]]:
@@ -86,7 +37,7 @@ def measure_ceilings(device: torch.device) -> tuple[dict[str, float], dict[str, 
         {name with unit: figure}, copies counted as read and written.
         {name with unit: reason} of what does not run on this device.
     """
-    m, k, n = (M, K, N) if device.type == "cuda" else (SMALL, SMALL, SMALL)
+    m, k, n = (M, K, N) if device.type == "cuda" else (CPU_SIDE, CPU_SIDE, CPU_SIDE)
     copied = COPIED_BYTES if device.type == "cuda" else 2**20
     flops = 2 * m * k * n / 1e9
     cases: dict[str, tuple[Callable[[], Callable[[], Any]], float]] = {
@@ -105,12 +56,12 @@ def measure_ceilings(device: torch.device) -> tuple[dict[str, float], dict[str, 
 
 
 def _bf16(m: int, k: int, n: int, device: torch.device) -> Callable[[], Any]:
-    x, weight = _random(m, k, device), _random(n, k, device)
+    x, weight = _normal(m, k, on=device), _normal(n, k, on=device)
     return lambda: F.linear(x, weight)
 
 
 def _fp8(m: int, k: int, n: int, device: torch.device) -> Callable[[], Any]:
-    x, weight = (_random(rows, k, device).to(torch.float8_e4m3fn) for rows in (m, n))
+    x, weight = (_normal(rows, k, on=device).to(torch.float8_e4m3fn) for rows in (m, n))
     scale_a, scale_b = torch.ones(m, 1, device=device), torch.ones(1, n, device=device)
     # Fast accumulation is Hopper's ceiling, whatever one thinks of its sums.
     return lambda: torch._scaled_mm(
@@ -135,12 +86,6 @@ def _copy(count: int, device: torch.device) -> Callable[[], Any]:
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
-
-def _random(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    return torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
-
-
-# The operations of a block, each through everything that computes it: ours and the others.
 
 EPS = 1e-6
 Call = Callable[[], Any]
@@ -182,9 +127,9 @@ def _gemms(dim: int, m: int, device: torch.device) -> list[OpCase]:
 
         def dense(k: int = k, n: int = n) -> Call:
             x, weight, bias = (
-                _op_cases_random(m, k, on=device),
+                _normal(m, k, on=device),
                 _weight(n, k, device),
-                _op_cases_random(n, on=device),
+                _normal(n, on=device),
             )
             return lambda: F.linear(x, weight, bias)
 
@@ -196,7 +141,7 @@ def _gemms(dim: int, m: int, device: torch.device) -> list[OpCase]:
                     k: int = k, n: int = n, format: str = format, backend: str = backend
                 ) -> Call:
                     gemm = choose_gemm(format, device, backend=backend)
-                    x, bias = _op_cases_random(m, k, on=device), _op_cases_random(n, on=device)
+                    x, bias = _normal(m, k, on=device), _normal(n, on=device)
                     weight, scale = reference.row_quantize(_weight(n, k, device), format)
                     return lambda: gemm.linear(x, weight, scale, bias)
 
@@ -212,7 +157,7 @@ def _attentions(shape: TransformerShape, tokens: Tokens, device: torch.device) -
     def make(name: str) -> Call:
         attention = choose_attention(request, name)
         size = (batch, joint, shape.heads, shape.head_dim)
-        q, k, v = (_op_cases_random(*size, on=device) for _ in range(3))
+        q, k, v = (_normal(*size, on=device) for _ in range(3))
         return lambda: attention(q, k, v)
 
     flops = 4 * batch * joint * joint * shape.dim
@@ -228,25 +173,21 @@ def _norms(dim: int, tokens: Tokens, device: torch.device) -> list[OpCase]:
     rows = tokens.rows
 
     def modulation() -> Modulation:
-        return Modulation(
-            *(0.1 * _op_cases_random(tokens.batch, 3 * dim, on=device) for _ in range(2))
-        )
+        return Modulation(*(0.1 * _normal(tokens.batch, 3 * dim, on=device) for _ in range(2)))
 
     def fused(of: Callable[[], Ops], branch: bool, format: str | None) -> Call:
-        ops, x, norms = of(), _op_cases_random(rows, dim, on=device), modulation()
-        added, gates = (
-            (_op_cases_random(rows, dim, on=device), modulation()) if branch else (None, None)
-        )
+        ops, x, norms = of(), _normal(rows, dim, on=device), modulation()
+        added, gates = (_normal(rows, dim, on=device), modulation()) if branch else (None, None)
         return lambda: ops.residual_norm(x, added, gates, norms, tokens, EPS, format)
 
     def adaln() -> Call:
-        kitchen, x = _kitchen(), _op_cases_random(1, rows, dim, on=device)
-        scale, shift = (0.1 * _op_cases_random(1, 1, dim, on=device) for _ in range(2))
+        kitchen, x = _kitchen(), _normal(1, rows, dim, on=device)
+        scale, shift = (0.1 * _normal(1, 1, dim, on=device) for _ in range(2))
         return lambda: kitchen.adaln(x, scale, shift, EPS)
 
     def core() -> Call:
-        x = _op_cases_random(1, rows, dim, on=device)
-        scale, shift = (0.1 * _op_cases_random(1, 1, dim, on=device) for _ in range(2))
+        x = _normal(1, rows, dim, on=device)
+        scale, shift = (0.1 * _normal(1, 1, dim, on=device) for _ in range(2))
         return lambda: torch.addcmul(shift, F.layer_norm(x, (dim,), eps=EPS), 1 + scale)
 
     once = 2 * rows * dim
@@ -276,21 +217,21 @@ def _rotations(shape: TransformerShape, tokens: Tokens, device: torch.device) ->
     half = shape.head_dim // 2
 
     def weights() -> QKNorm:
-        return QKNorm(*(1 + 0.1 * _op_cases_random(shape.head_dim, on=device) for _ in range(4)))
+        return QKNorm(*(1 + 0.1 * _normal(shape.head_dim, on=device) for _ in range(4)))
 
     def angles() -> torch.Tensor:
         return torch.rand(tokens.joint, half, device=device)
 
     def fused(of: Callable[[], Ops]) -> Call:
         ops, norm, turned = of(), weights(), angles()
-        q, k = _op_cases_random(*size, on=device), _op_cases_random(*size, on=device)
+        q, k = _normal(*size, on=device), _normal(*size, on=device)
         rotary = Rotary(*(part.bfloat16()[None] for part in (turned.cos(), turned.sin())))
         return lambda: ops.qk_norm_rope(q, k, norm, rotary, tokens, EPS)
 
     def kitchen() -> Call:
         ck, norm, turned = _kitchen(), weights(), angles()
         # (batch, heads, tokens, head_dim), as ComfyUI has them.
-        q, k = (_op_cases_random(*size, on=device).transpose(1, 2).contiguous() for _ in range(2))
+        q, k = (_normal(*size, on=device).transpose(1, 2).contiguous() for _ in range(2))
         cos, sin = turned.cos(), turned.sin()
         matrices = torch.stack([cos, -sin, sin, cos], dim=-1).unflatten(-1, (2, 2))
         matrices = matrices[None, None].bfloat16()
@@ -312,11 +253,11 @@ def _quantizers(width: int, rows: int, device: torch.device) -> list[OpCase]:
         for format in reference.STORAGE:
 
             def gelu(of: Callable[[], Ops] = of, format: str = format) -> Call:
-                ops, x = of(), _op_cases_random(rows, width, on=device)
+                ops, x = of(), _normal(rows, width, on=device)
                 return lambda: ops.gelu_quantize(x, format)
 
             def plain(of: Callable[[], Ops] = of, format: str = format) -> Call:
-                ops, x = of(), _op_cases_random(rows, width, on=device)
+                ops, x = of(), _normal(rows, width, on=device)
                 return lambda: ops.row_quantize(x, format)
 
             moved = 3 * rows * width
@@ -345,8 +286,8 @@ def _kitchen() -> Any:
 
 
 def _weight(n: int, k: int, device: torch.device) -> torch.Tensor:
-    return _op_cases_random(n, k, on=device) * k**-0.5
+    return _normal(n, k, on=device) * k**-0.5
 
 
-def _op_cases_random(*size: int, on: torch.device) -> torch.Tensor:
+def _normal(*size: int, on: torch.device) -> torch.Tensor:
     return torch.randn(size, device=on, dtype=torch.bfloat16)

@@ -1,141 +1,50 @@
-"""What a benchmark was measured under, and what it leaves out because it cannot run here."""
+"""Benchmark results: rows as they come, then a waterfall, a chart and one line of JSON."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import __version__
+from ..charts import canvas
 from ..cli.output import png_bytes, write_whole
-from ..errors import UnavailableError
-from ..machine import packages as software
-from ..machine.card import read_cards
-from ..planning.bytes import step_activation_bytes, weight_bytes
 from ..planning.work import Inputs
-from ..spec import REFERENCE_SIDE, TransformerShape, format_gib
-from .chart import draw_chart
-from .rows import COMFYUI, DIFFUSERS, Row
-from .table import baseline_of, heading, kernel_lines, line, waterfall
+from .rows import BASELINE, FORWARD
 
 if TYPE_CHECKING:
-    import torch
-
-PACKAGES = ("triton", "comfy-kitchen", "diffusers")
-
-
-def runnable(
-    rows: Sequence[Row], shape: TransformerShape, inputs: Sequence[Inputs], device: torch.device
-) -> tuple[tuple[Row, ...], dict[str, str], str]:
-    """Sorts out what can run.
-
-    Returns:
-        The rows that can.
-        {name: reason} of the others.
-        ComfyUI's version, empty where it is not needed or not there.
-    """
-    left_out: dict[str, str] = {}
-    comfyui = ""
-    reasons = {}
-    for host in {row.host for row in rows}:
-        try:
-            found = _import_host(host, device)
-            comfyui = found if host == COMFYUI else comfyui
-        except UnavailableError as error:
-            reasons[host] = str(error)
-    from ..machine.device import available_bytes
-
-    free = available_bytes(str(device))
-    for row in rows:
-        needed = needed_bytes(row, shape, inputs)
-        if row.host in reasons:
-            left_out[row.name] = reasons[row.host]
-        elif row.needs_card and device.type != "cuda":
-            left_out[row.name] = "needs an NVIDIA card"
-        elif needed > free:
-            left_out[row.name] = f"needs {format_gib(needed)} and {format_gib(free)} are free"
-    return tuple(row for row in rows if row.name not in left_out), left_out, comfyui
-
-
-def needed_bytes(row: Row, shape: TransformerShape, inputs: Sequence[Inputs]) -> int:
-    """Weights, and what the largest forward pass takes beside them."""
-    beside = (
-        step_activation_bytes(
-            shape,
-            width=each.width,
-            height=each.height,
-            batch=each.batch,
-            text_tokens=each.text,
-            reference_pixels=[(REFERENCE_SIDE, REFERENCE_SIDE)] * each.references,
-        )
-        for each in inputs
-    )
-    return weight_bytes(shape, row.precision).total + max(beside)
-
-
-def by_reason(left_out: dict[str, str]) -> str:
-    """One line: what is left out and why."""
-    names: dict[str, list[str]] = {}
-    for name, reason in left_out.items():
-        names.setdefault(reason, []).append(name)
-    return "; ".join(f"{', '.join(each)} ({reason})" for reason, each in names.items())
-
-
-def conditions(device: torch.device, comfyui: str) -> dict[str, Any]:
-    """Card and software."""
-    import torch
-
-    cards = read_cards(torch) if device.type == "cuda" else None
-    card = cards.usable[device.index or 0] if cards else None
-    found = {"torch": torch.__version__, "CUDA": torch.version.cuda}
-    found["cuDNN"] = torch.backends.cudnn.version()
-    found |= _versions()
-    if comfyui:
-        found["ComfyUI"] = comfyui
-    return {
-        "card": card.name if card else "CPU",
-        "sm": list(card.sm) if card else None,
-        "driver": cards.driver if cards else "",
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "qwen_l40s": __version__,
-        "software": found,
-    }
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
-def _import_host(host: str, device: torch.device) -> str:
-    # Packages greet on stdout when imported; the last line there has to be ours.
-    with contextlib.redirect_stdout(sys.stderr):
-        if host == COMFYUI:
-            from .comfyui import import_comfyui
-
-            return import_comfyui(cpu=device.type == "cpu")
-        package = next(each for each in software.STANDALONE if each.distribution == DIFFUSERS)
-        # Not its pipelines, which import transformers too.
-        needed = replace(package, needs="QwenImageTransformer2DModel")
-        capability, _ = software.check_package(needed)
-        if not capability.usable:
-            raise UnavailableError(f"{capability.name} {capability.reason}")
-        return ""
-
-
-# Collects benchmark rows: each is printed and written as soon as it is there.
+    from PIL import Image
 
 Fields = dict[str, Any]
 SIGNIFICANT = 5
+NAME_WIDTH, WIDTH = 38, 10
+# (heading, field, digits)
+COLUMNS = (
+    ("ms", "ms", 3),
+    ("p10", "ms_p10", 3),
+    ("p90", "ms_p90", 3),
+    ("x stock", "x_stock", 3),
+    ("sampling", "sample_ms", 0),
+    ("decoding", "decode_ms", 1),
+    ("kernels", "kernel_ms", 3),
+    ("/ kernels", "ms_over_kernels", 3),
+    ("host", "host_ms", 3),
+    ("TFLOP/s", "tflops", 1),
+    ("GB/s", "gbs", 0),
+    ("peak GiB", "peak_gib", 2),
+    ("extra", "extra_gib", 2),
+    ("error", "rel_error", 5),
+    ("in blocks", "rel_error_blocks", 5),
+)
+OF_OPS = ("ms", "ms_p10", "ms_p90", "tflops", "gbs")
+OF_IMAGES = ("ms", "ms_p10", "ms_p90", "x_stock", "sample_ms", "decode_ms", "peak_gib", "rel_error")
+ONLY_IMAGES = ("sample_ms", "decode_ms")
+STEPS = {row.name: row.step for row in FORWARD if row.step}
+
+# Of the chart, in pixels.
+BAR, GAP = 22, 8
+LABEL_WIDTH, VALUE_WIDTH = 380, 190
+OURS, COMFYUI, OTHERS = canvas.GOOD, "#9aa5b1", "#6b8fb5"
 
 
 class Report:
@@ -150,7 +59,8 @@ class Report:
     def __init__(self, conditions: Fields, path: Path | None, kernels: bool) -> None:
         self.rows: list[Fields] = []
         self._conditions, self._path, self._kernels = conditions, path, kernels
-        print(heading(conditions["what"]), flush=True)
+        names = "".join(f"{name:>{WIDTH}}" for name, _, _ in _columns(conditions["what"]))
+        print(f"{'':{NAME_WIDTH}}{'size':>13}{names}", flush=True)
 
     @property
     def failed(self) -> int:
@@ -161,37 +71,28 @@ class Report:
         """Adds a row."""
         row = {"name": name, "size": inputs.size, "batch": inputs.batch, **fields}
         self.rows.append(row)
-        print(line(self._conditions["what"], row, baseline_of(self.rows, row)), flush=True)
+        here = by_size(self.rows)[size_of(row)]
+        print(line(self._conditions["what"], row, baseline_ms(here)), flush=True)
         if self._kernels and (lines := kernel_lines(row)):
             print("\n".join(lines), flush=True)
-        self._write()
+        if self._path is not None:
+            write_whole(self._path, json.dumps(self._results(), indent=1).encode() + b"\n")
 
     def finish(self, chart: Path | None) -> None:
         """Prints the waterfall and, as the last line, everything as JSON; draws the chart."""
         if lines := waterfall(self.rows):
             print("\n".join(lines))
-        if paths := _paths(self.rows):
-            print(f"\n{paths}")
+        paths = {row["name"]: row["paths"] for row in reversed(self.rows) if "paths" in row}
+        if paths:
+            print()
+        for name, text in reversed(paths.items()):
+            print("\n  ".join((f"{name}:", *text.splitlines())))
         if chart is not None:
             write_whole(chart, png_bytes(draw_chart(self.rows, self._conditions)))
         print(json.dumps(self._results()), flush=True)
 
-    def _write(self) -> None:
-        if self._path is not None:
-            write_whole(self._path, json.dumps(self._results(), indent=1).encode() + b"\n")
-
     def _results(self) -> Fields:
         return _rounded({"conditions": self._conditions, "rows": self.rows})
-
-
-def _paths(rows: list[Fields]) -> str:
-    """What ran in our rows, of the first size."""
-    told = {row["name"]: row["paths"] for row in reversed(rows) if "paths" in row}
-    return "\n".join(f"{name}:\n{_indented(text)}" for name, text in reversed(told.items()))
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {part}" for part in text.splitlines())
 
 
 def _rounded(value: Any) -> Any:
@@ -201,3 +102,173 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _rounded(entry) for name, entry in value.items()}
     return [_rounded(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+def _columns(what: str) -> list[tuple[str, str, int]]:
+    chosen = {"ops": OF_OPS, "image": OF_IMAGES}.get(what)
+    return [
+        column
+        for column in COLUMNS
+        if (column[1] in chosen if chosen else column[1] not in ONLY_IMAGES)
+    ]
+
+
+def line(what: str, row: Fields, baseline: float | None) -> str:
+    """One row of the table.
+
+    Args:
+        baseline: stock ComfyUI's milliseconds at the same size.
+    """
+    start = f"{row['name']:{NAME_WIDTH}}{size_of(row):>13}"
+    for key, text in (("error", "failed"), ("left_out", "left out")):
+        if key in row:
+            return f"{start}  {text}: {row[key]}"
+    shown = {**row, "x_stock": ratio(row, baseline)}
+    return start + "".join(_cell(shown.get(field), digits) for _, field, digits in _columns(what))
+
+
+def _cell(value: float | None, digits: int) -> str:
+    if value is None:
+        return " " * WIDTH
+    # Times of whole passes need no thousandths.
+    return f"{value:>{WIDTH}.{min(digits, 2) if abs(value) >= 10 else digits}f}"
+
+
+def size_of(row: Fields) -> str:
+    """Size and batch: `1024x1024 b1`."""
+    return f"{row['size']} b{row['batch']}"
+
+
+def by_size(rows: Sequence[Fields]) -> dict[str, list[Fields]]:
+    """The rows of each size, in the order in which they were measured."""
+    found: dict[str, list[Fields]] = {}
+    for row in rows:
+        found.setdefault(size_of(row), []).append(row)
+    return found
+
+
+def baseline_ms(here: Sequence[Fields]) -> float | None:
+    """Stock ComfyUI's milliseconds among the rows of one size; None where it was not measured."""
+    return next((row["ms"] for row in here if row["name"] == BASELINE and "ms" in row), None)
+
+
+def ratio(row: Fields, baseline: float | None) -> float | None:
+    """A row's time over stock ComfyUI's; None of a row that computes something else."""
+    return row["ms"] / baseline if baseline and "rel_error" in row else None
+
+
+def waterfall(rows: Sequence[Fields]) -> list[str]:
+    """One technique after the other, with what each gains; nothing without stock ComfyUI."""
+    lines = []
+    for size, here in by_size(rows).items():
+        steps = [row for row in here if row["name"] in STEPS and "ms" in row]
+        if len(steps) < 2 or steps[0]["name"] != BASELINE:
+            continue
+        lines += ["", f"{size:{NAME_WIDTH}}{'ms':>10}{'x stock':>10}{'gained':>10}"]
+        exact = stock = steps[0]["ms"]
+        for row in steps:
+            ms, label = row["ms"], step_label(row, steps)
+            gained = "" if row is steps[0] else f"{(1 - ms / exact) * 100:+.1f} %"
+            lines.append(f"  {label:{NAME_WIDTH - 2}}{ms:>10.2f}{ms / stock:>10.3f}{gained:>10}")
+            # fp8 and int8 both stand on what bf16 reached.
+            exact = ms if "bf16" in row["name"] else exact
+    return lines
+
+
+def step_label(row: Fields, here: Sequence[Fields]) -> str:
+    """The technique that a row adds; its name where a step before it was not measured.
+
+    Args:
+        here: rows of the same size.
+    """
+    if row["name"] not in STEPS:
+        return row["name"]
+    order = list(STEPS)
+    measured = {each["name"] for each in here if "ms" in each}
+    # int8 does not stand on fp8.
+    before = [name for name in order[: order.index(row["name"])] if "bf16" in name]
+    return STEPS[row["name"]] if measured.issuperset(before) else row["name"]
+
+
+def kernel_lines(row: Fields) -> list[str]:
+    """Where one call spent its time."""
+    lines = []
+    groups = {name: ms for name, ms in row.get("kernel_groups_ms", {}).items() if ms > 0}
+    if groups:
+        lines.append("    " + " | ".join(f"{name} {ms:.2f}" for name, ms in groups.items()))
+    for kernel in row.get("kernels", ()):
+        name = kernel["name"] if len(kernel["name"]) <= 88 else f"{kernel['name'][:85]}..."
+        lines.append(
+            f"    {kernel['ms']:9.3f} ms {kernel['count']:5} x  {kernel['group']:14} {name}"
+        )
+    return lines
+
+
+def draw_chart(rows: Sequence[Fields], conditions: Mapping[str, Any]) -> Image.Image:
+    """A bar for each row that has a time, one panel for each size, the waterfall first.
+
+    Args:
+        rows: as results hold them.
+        conditions: card, software and sizes, for the lines at the top.
+    """
+    panels = {}
+    for size, here in by_size(rows).items():
+        timed = [row for row in here if row.get("ms", 0) > 0]
+        if timed:
+            panels[size] = sorted(timed, key=lambda row: row["name"] not in STEPS)
+    count = sum(map(len, panels.values()))
+    page = canvas.Page(300 + len(panels) * 80 + count * (BAR + GAP))
+    page.paragraph(
+        f"qwen-l40s bench {conditions.get('what', '')}: {conditions.get('card', '')}", canvas.TITLE
+    )
+    software = [f"{name} {found}" for name, found in conditions.get("software", {}).items()]
+    layers = f"{conditions['layers']} blocks, " if conditions.get("layers") else ""
+    page.paragraph(
+        f"milliseconds, median, p10 to p90; {layers}random weights; {', '.join(software[:3])}",
+        canvas.SMALL,
+        canvas.FAINT,
+    )
+    for size, bars in panels.items():
+        page.y += 12
+        page.paragraph(size)
+        _panel(page, bars)
+    return page.finish()
+
+
+def _panel(page: canvas.Page, bars: Sequence[Fields]) -> None:
+    """Bars with the samples' spread, from p10 to p90, and stock ComfyUI's time as a line."""
+    left, top, baseline = canvas.MARGIN + LABEL_WIDTH, page.y + 8, baseline_ms(bars)
+    longest = max(row["ms"] for row in bars)
+    scale = (canvas.WIDTH - canvas.MARGIN - VALUE_WIDTH - left) / longest
+    bottom = top + len(bars) * (BAR + GAP)
+    for ms in (0, baseline or 0):
+        x = left + ms * scale
+        page.draw.line((x, top - 4, x, bottom), fill=canvas.GRID, width=2)
+    y = top
+    for row in bars:
+        middle = y + BAR // 2
+        label = canvas.wrapped(_bar_label(row, bars), canvas.SMALL, LABEL_WIDTH - 12)[0]
+        page.text((left - 12, middle), label, size=canvas.SMALL, anchor="rm")
+        end = left + max(1, round(row["ms"] * scale))
+        page.draw.rectangle((left, y, end, y + BAR), fill=_colour(row["name"]))
+        low, high = (left + round(row.get(key, row["ms"]) * scale) for key in ("ms_p10", "ms_p90"))
+        page.draw.line((low, middle, high, middle), fill=canvas.INK)
+        for x in {low, high}:
+            page.draw.line((x, middle - 4, x, middle + 4), fill=canvas.INK)
+        value = f"{row['ms']:.1f} ms" if row["ms"] >= 10 else f"{row['ms']:.3f} ms"
+        if row["name"] != BASELINE and (of_stock := ratio(row, baseline)) is not None:
+            value += f"   x {of_stock:.2f}"
+        page.text((max(end, high) + 10, middle), value, size=canvas.SMALL)
+        y += BAR + GAP
+    page.y = y + 8
+
+
+def _bar_label(row: Fields, here: Sequence[Fields]) -> str:
+    label, name = step_label(row, here), row["name"]
+    return label if name in (label, BASELINE) else f"{label}  ({name})"
+
+
+def _colour(name: str) -> str:
+    if name.startswith(("ours", "gemm")) or " ours " in name:
+        return OURS
+    return COMFYUI if name.lower().startswith("comfy") else OTHERS

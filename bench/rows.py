@@ -1,4 +1,4 @@
-"""The rows that `qwen-l40s bench` can measure, and which of them a run asks for."""
+"""The rows of `qwen-l40s bench`: what each one runs, and how a run goes through them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from ..spec import TransformerShape
 if TYPE_CHECKING:
     import torch
 
-    from ..spec import TransformerShape
-    from .forward import InputTensors, Output, Repeats
+    from .forward import ForwardOutput, InputTensors, Repeats
     from .ops import OpCase
 
 COMFYUI, DIFFUSERS = "ComfyUI", "diffusers"
@@ -97,9 +96,7 @@ def select_names(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ..
     )
 
 
-# The random models that benchmark rows run, each built when the first row asks for it.
-
-# Which function of hosts/comfyui/bench_forward.py prepares the patcher of a variant.
+# Which function of bench/comfyui.py prepares the patcher of a variant.
 PREPARED_BY = {
     "stock": "stock",
     "stock_cudnn": "stock_cudnn",
@@ -110,7 +107,7 @@ PREPARED_BY = {
 DENSE = "bf16"
 
 
-class Models:
+class RandomModels:
     """The models over one set of weights; close them before the next are built.
 
     Args:
@@ -129,20 +126,18 @@ class Models:
 
     def measure(
         self, row: Row, tensors: InputTensors, repeats: Repeats
-    ) -> tuple[dict[str, Any], Output | None]:
+    ) -> tuple[dict[str, Any], ForwardOutput | None]:
         """One row at one size: what results have of it, and the output, if it has one."""
         if row.host != COMFYUI:
             return self._measure_diffusers(row, tensors, repeats)
-        from . import comfyui_forward as bench_forward
+        from . import comfyui
 
         if row.variant == "table":
             patcher = self.patcher()
-            return bench_forward.measure_table(patcher, tensors, repeats, self._device), None
-        patcher = getattr(bench_forward, PREPARED_BY[row.variant])(self.patcher())
+            return comfyui.measure_table(patcher, tensors, repeats, self._device), None
+        patcher = getattr(comfyui, PREPARED_BY[row.variant])(self.patcher())
         scheduled = row.variant != "unscheduled"
-        return bench_forward.measure_pass(
-            patcher, tensors, repeats, self._device, scheduled=scheduled
-        )
+        return comfyui.measure_pass(patcher, tensors, repeats, self._device, scheduled=scheduled)
 
     def patcher(self) -> Any:
         """ComfyUI's model."""
@@ -178,42 +173,40 @@ class Models:
 
     def _measure_diffusers(
         self, row: Row, tensors: InputTensors, repeats: Repeats
-    ) -> tuple[dict[str, Any], Output]:
-        from . import diffusers as bench_forward
+    ) -> tuple[dict[str, Any], ForwardOutput]:
+        from . import diffusers
 
         if self._transformer is None:
             weights = self._dense()
-            self._transformer = bench_forward.build_transformer(self._shape, weights, self._edit)
+            self._transformer = diffusers.build_transformer(self._shape, weights, self._edit)
         if row.variant == "ours":
-            return bench_forward.measure_ours(self._transformer, tensors, repeats, self._device)
+            return diffusers.measure_ours(self._transformer, tensors, repeats, self._device)
         if row.variant == "compiled" and not self._compiled:
-            bench_forward.compile_blocks(self._transformer)
+            diffusers.compile_blocks(self._transformer)
             self._compiled = True
         if self._compiled:
-            bench_forward.forget_compiled()
-        return bench_forward.measure_pass(self._transformer, tensors, repeats, self._device)
+            diffusers.forget_compiled()
+        return diffusers.measure_pass(self._transformer, tensors, repeats, self._device)
 
     def _dense(self) -> dict[str, torch.Tensor]:
         if self._tensors is None:
-            from .random_weights import random_tensors
+            from .forward import random_tensors
 
             self._tensors = dict(random_tensors(self._shape, self._device))
         return self._tensors
 
 
-# Runs the rows of `qwen-l40s bench`: one model after the other, each row at each size.
-
 Fields = dict[str, Any]
 # (name, inputs, fields); fields hold "error" where the row failed.
-Take = Callable[[str, Inputs, Fields], None]
+RowSink = Callable[[str, Inputs, Fields], None]
 
 
 @dataclass(frozen=True)
-class Setup:
+class BenchSetup:
     """What a run measures.
 
     Args:
-        rows: the programs, in the order of `bench_rows`.
+        rows: the programs, in the order of `FORWARD`.
         inputs: the sizes.
         steps: of an image.
         debug: whether the traceback of a row that fails is printed.
@@ -233,12 +226,12 @@ class Setup:
         return self.inputs[0].references > 0
 
 
-def run_forward(setup: Setup, take: Take) -> None:
+def run_forward(setup: BenchSetup, take: RowSink) -> None:
     """Whole forward passes."""
-    known: dict[Inputs, Output] = {}
+    known: dict[Inputs, ForwardOutput] = {}
     tensors = _all_tensors(setup)
 
-    def measure(models: Models, row: Row, inputs: Inputs) -> Fields:
+    def measure(models: RandomModels, row: Row, inputs: Inputs) -> Fields:
         from .forward import relative_errors
 
         fields, output = models.measure(row, tensors[inputs], setup.repeats)
@@ -252,7 +245,7 @@ def run_forward(setup: Setup, take: Take) -> None:
     _each(setup, measure, take)
 
 
-def run_block(setup: Setup, take: Take) -> None:
+def run_block(setup: BenchSetup, take: RowSink) -> None:
     """What one more block costs: the forward pass through all blocks less that through one."""
     more = setup.shape.blocks - 1
     alone: dict[tuple[str, Inputs], Fields] = {}
@@ -281,23 +274,22 @@ def run_block(setup: Setup, take: Take) -> None:
     run_forward(setup, combine)
 
 
-def run_image(setup: Setup, take: Take) -> None:
+def run_image(setup: BenchSetup, take: RowSink) -> None:
     """Sampling and decoding."""
     tensors = _all_tensors(setup)
     vaes: list[Any] = []
     known: dict[Inputs, torch.Tensor] = {}
 
-    def measure(models: Models, row: Row, inputs: Inputs) -> Fields:
+    def measure(models: RandomModels, row: Row, inputs: Inputs) -> Fields:
         from ..measure import timing as measured
-        from . import comfyui as bench_image
-        from . import comfyui_forward as bench_forward
+        from . import comfyui
 
         if not vaes:
-            vaes.append(bench_image.random_vae(setup.device, small=setup.shape.dim < 3072))
-        patcher = getattr(bench_forward, row.variant)(models.patcher())
+            vaes.append(comfyui.random_vae(setup.device, small=setup.shape.dim < 3072))
+        patcher = getattr(comfyui, row.variant)(models.patcher())
 
-        def paint() -> bench_image.ImageTimes:
-            return bench_image.paint(patcher, vaes[0], tensors[inputs], setup.steps, setup.device)
+        def paint() -> comfyui.ImageTimes:
+            return comfyui.paint(patcher, vaes[0], tensors[inputs], setup.steps, setup.device)
 
         held = measured.allocated_gib(setup.device)
         for _ in range(setup.repeats.warmup):
@@ -311,7 +303,7 @@ def run_image(setup: Setup, take: Take) -> None:
             known[inputs] = latents
         reference = known.get(inputs)
         error = None if reference is None else (latents - reference).norm() / reference.norm()
-        paths = bench_forward.paths_of(patcher)
+        paths = comfyui.paths_of(patcher)
         return {
             **({"paths": paths} if paths else {}),
             "ms": measured.quantile(samples, 0.5),
@@ -331,7 +323,7 @@ def run_image(setup: Setup, take: Take) -> None:
     _each(setup, measure, take)
 
 
-def run_ops(setup: Setup, names: tuple[str, ...], take: Take) -> None:
+def run_ops(setup: BenchSetup, names: tuple[str, ...], take: RowSink) -> None:
     """Single operations."""
     from .ops import op_cases
 
@@ -343,7 +335,7 @@ def run_ops(setup: Setup, names: tuple[str, ...], take: Take) -> None:
             take(case.name, inputs, fields)
 
 
-def _measure_op(case: OpCase, setup: Setup) -> Fields:
+def _measure_op(case: OpCase, setup: BenchSetup) -> Fields:
     import torch
 
     from ..measure.timing import time_cold
@@ -370,10 +362,12 @@ def achieved(work: Any, ms: float) -> dict[str, float | None]:
     return {name: amount / ms if amount and ms > 0 else None for name, amount in found.items()}
 
 
-def _each(setup: Setup, measure: Callable[[Models, Row, Inputs], Fields], take: Take) -> None:
-    with _imports_set_aside():
+def _each(
+    setup: BenchSetup, measure: Callable[[RandomModels, Row, Inputs], Fields], take: RowSink
+) -> None:
+    with _imports_frozen():
         for weights, rows in groupby(setup.rows, key=lambda row: row.weights):
-            models = Models(weights, setup.shape, setup.device, setup.edit)
+            models = RandomModels(weights, setup.shape, setup.device, setup.edit)
             try:
                 for row in rows:
                     for inputs in setup.inputs:
@@ -393,7 +387,7 @@ def _attempt(measure: Callable[[], Fields], debug: bool) -> Fields:
 
 
 @contextmanager
-def _imports_set_aside() -> Iterator[None]:
+def _imports_frozen() -> Iterator[None]:
     """Keeps the garbage collector from what the hosts have imported: going through it takes half a
     second, at the beginning of each row and, now and then, in a repetition that is timed.
     """
@@ -405,7 +399,7 @@ def _imports_set_aside() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _all_tensors(setup: Setup) -> dict[Inputs, InputTensors]:
+def _all_tensors(setup: BenchSetup) -> dict[Inputs, InputTensors]:
     from .forward import input_tensors
 
     return {inputs: input_tensors(setup.shape, inputs, setup.device) for inputs in setup.inputs}

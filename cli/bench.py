@@ -1,40 +1,32 @@
-"""`qwen-l40s bench`: this package beside its peers, on the machine at hand."""
+"""`qwen-l40s bench`: measures this card for estimates, or calls the repository's benchmarks."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
-from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..bench.rows import BLOCK, FORWARD, IMAGE, Row, select, select_names
 from ..errors import SettingError, UnavailableError, plain_write_errors
-from ..hosts.diffusers.settings import SIZE_STEP
 from ..machine.card_list import known_cards
 from ..machine.store import CALIBRATION, Calibration, cache_folder, with_calibration
 from ..planning.cards import Card, find_card
 from ..planning.rates import PRECISIONS
-from ..planning.work import Inputs
 from ..spec import FULL_SIZE, SMALL
 from .output import check_target, require_packages, write_whole
 
-if TYPE_CHECKING:
-    from ..bench.rows import Setup
-
+BENCHMARKS = f"{__package__.rpartition('.')[0]}.bench"
 SHAPES = {"full": FULL_SIZE, "small": SMALL}
-ROWS = {"forward": FORWARD, "block": BLOCK, "image": IMAGE, "ops": ()}
 WHAT = {
     "ops": "each operation of a block: ours, torch's and comfy-kitchen's",
     "block": "what one block costs",
     "forward": "one forward pass of the transformer",
     "image": "a whole image: sampling and VAE",
 }
-# Of the published models; and so many that a block's share shows beside what is not in blocks.
-MOST_LAYERS, LAYERS_OF_BLOCK = 60, 9
-REPEATS = {"ops": 20, "block": 8, "forward": 8, "image": 2}
-WARM_UP = {"ops": 3, "block": 2, "forward": 2, "image": 1}
+# Options of WHAT, whose sizes --calibrate fixes.
+FOREIGN = ("size", "references", "layers", "only", "repeats", "warm_up", "profile", "plot")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         default=[],
-        metavar="NAME",
+        metavar="CALIBRATION",
         help="rows to measure, by name or pattern, such as 'ours bf16' 'comfyui *'",
     )
     parser.add_argument("--repeats", type=int, metavar="N", help="calls that count")
@@ -100,125 +92,33 @@ def run(args: argparse.Namespace) -> int:
         0, or 1 when a row failed.
     """
     if args.calibrate:
-        return _calibrate(args)
+        return calibrate_card(args)
     if args.what is None:
         raise SettingError(f"bench needs WHAT, {', '.join(WHAT)}, or --calibrate.")
-    setup = _setup(args)
-    from ..bench.report import Report, by_reason, conditions, runnable
-    from ..bench.rows import run_block, run_forward, run_image, run_ops
-
-    names = _op_names(setup, args.only) if args.what == "ops" else ()
-    rows, left_out, comfyui = runnable(setup.rows, setup.shape, setup.inputs, setup.device)
-    if left_out:
-        if not rows:
-            raise UnavailableError(f"nothing can be measured here: {by_reason(left_out)}")
-        print(f"Left out: {by_reason(left_out)}.")
-    about = {"what": args.what, **conditions(setup.device, comfyui)}
-    about |= _asked(args, setup)
-    about["ceilings"], about["no_ceilings"] = _ceilings(setup)
-    about["left_out"] = left_out
-    _print_conditions(about, setup)
-    report = Report(about, Path(args.json) if args.json else None, args.profile)
-    setup = replace(setup, rows=rows)
-    if args.what == "ops":
-        run_ops(setup, names, report.take)
-    else:
-        {"forward": run_forward, "block": run_block, "image": run_image}[args.what](
-            setup, report.take
+    if find_spec(BENCHMARKS) is None:
+        raise UnavailableError(
+            f"bench {args.what} is not in the installed package: benchmarks are in the repository, "
+            f"so run `python FOLDER bench {args.what}` with the FOLDER of a clone."
         )
-    report.finish(Path(args.plot) if args.plot else None)
-    return 1 if report.failed else 0
+    from ..bench.command import run as run_benchmark
+
+    return run_benchmark(args)
 
 
-def _calibrate(args: argparse.Namespace) -> int:
-
-    check(args)
-    _check_width(args.width)
-    if args.json:
-        check_target("--json", args.json)
-    require_packages("bench", ["torch"])
-    return bench_calibrate_run(args, _device(args.device, "--calibrate --device cpu --width small"))
-
-
-def _setup(args: argparse.Namespace) -> Setup:
-    """Everything that can be wrong is found here, before anything is built.
-
-    Raises:
-        SettingError: an argument breaks its rule.
-        UnavailableError: a package or a card is missing, or a file cannot be written.
-    """
-    _check_width(args.width)
-    least = 2 if args.what == "block" else 1
-    layers = args.layers
-    if layers is None:
-        layers = LAYERS_OF_BLOCK if args.what == "block" else MOST_LAYERS
-    if not least <= layers <= MOST_LAYERS:
-        raise SettingError(
-            f"--layers must be {least} to {MOST_LAYERS}, which the published models have, got "
-            f"{layers}."
-        )
-    for name, value, lowest in (
-        ("batch", args.batch, 1),
-        ("text", args.text, 1),
-        ("references", args.references, 0),
-        ("repeats", args.repeats, 1),
-        ("warm-up", args.warm_up, 1),
-        ("steps", args.steps, 1),
-    ):
-        if value is not None and value < lowest:
-            raise SettingError(f"--{name} must be at least {lowest}, got {value}.")
-    sizes = [_size(text) for text in args.size or ["1024x1024"]]
-    inputs = tuple(
-        Inputs(width, height, args.batch, args.text, args.references)
-        for width, height in dict.fromkeys(sizes)
-    )
-    rows: tuple[Row, ...] = ()
-    if args.what != "ops":
-        rows = select(ROWS[args.what], args.only)
-    for name in ("json", "plot"):
-        if getattr(args, name):
-            check_target(f"--{name}", getattr(args, name))
-    if args.plot and not args.plot.lower().endswith(".png"):
-        raise SettingError(f"--plot {args.plot!r} must end in .png.")
-    more = {"psutil": args.device == "cpu", "PIL": bool(args.plot)}
-    require_packages("bench", ["torch", *(name for name, wanted in more.items() if wanted)])
-    from ..bench.forward import Repeats
-    from ..bench.rows import Setup
-
-    return Setup(
-        device=_device(args.device, "--device cpu --width small --layers 1"),
-        shape=replace(SHAPES[args.width], blocks=layers),
-        rows=rows,
-        inputs=inputs,
-        repeats=Repeats(
-            args.warm_up or WARM_UP[args.what], args.repeats or REPEATS[args.what], args.profile
-        ),
-        steps=args.steps,
-        debug=args.debug,
-    )
-
-
-def _size(text: str) -> tuple[int, int]:
-    width, cross, height = text.lower().partition("x")
-    if cross and width.isdecimal() and height.isdecimal():
-        sides = int(width), int(height)
-        if all(side >= SIZE_STEP and side % SIZE_STEP == 0 for side in sides):
-            return sides
-        nearest = (max(SIZE_STEP, SIZE_STEP * round(side / SIZE_STEP)) for side in sides)
-        raise SettingError(
-            f"--size {text}: both sides must be divisible by {SIZE_STEP}: use "
-            f"{'x'.join(map(str, nearest))}."
-        )
-    raise SettingError(f"--size {text!r} must be WIDTHxHEIGHT in pixels, such as 1024x1024.")
-
-
-def _check_width(name: str) -> None:
+def check_width(name: str) -> None:
     if name not in SHAPES:
         raise SettingError(f"--width {name!r} is unknown: choose {' or '.join(SHAPES)}.")
 
 
-def _device(name: str, small: str) -> Any:
-    """A torch.device; `small` are the arguments by which it can be tried on a CPU."""
+def torch_device(name: str, small: str) -> Any:
+    """The torch.device of `--device`.
+
+    Args:
+        small: arguments that try the command on a CPU.
+
+    Raises:
+        UnavailableError: `auto` finds no card.
+    """
     import torch
 
     from ..machine.device import choose_device
@@ -231,57 +131,12 @@ def _device(name: str, small: str) -> Any:
         )
     device = torch.device(chosen)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # which is the one that ComfyUI takes
+        torch.cuda.set_device(device)  # ComfyUI takes the current one
     return device
 
 
-def _op_names(setup: Setup, only: list[str]) -> tuple[str, ...]:
-    from ..bench.ops import op_cases
-
-    cases = op_cases(setup.shape, setup.inputs[0], setup.device)
-    return select_names([case.name for case in cases], only)
-
-
-def _ceilings(setup: Setup) -> tuple[dict[str, float], dict[str, str]]:
-    import torch
-
-    from ..bench.ops import measure_ceilings
-
-    with torch.inference_mode():
-        return measure_ceilings(setup.device)
-
-
-def _asked(args: argparse.Namespace, setup: Setup) -> dict[str, Any]:
-    """What the command line settled."""
-    first, shape = setup.inputs[0], setup.shape
-    return {
-        "layers": None if args.what == "ops" else shape.blocks,
-        "dim": shape.dim,
-        "text_tokens": first.text,
-        "references": first.references,
-        "warm_up": setup.repeats.warmup,
-        "repeats": setup.repeats.repeats,
-        "weights": "random",
-    }
-
-
-def _print_conditions(about: dict[str, Any], setup: Setup) -> None:
-    software = ", ".join(f"{name} {found}" for name, found in about["software"].items())
-    print(f"{about['card']}; {software}")
-    if setup.device.type == "cpu":
-        print("These are CPU figures: they show that the command works, not what a card does.")
-    figures = ", ".join(f"{name} {value:.3g}" for name, value in about["ceilings"].items())
-    print(f"ceilings measured here: {figures}")
-
-
-# `qwen-l40s bench --calibrate`: measures this card, and keeps what estimates for it then use.
-
-# Options of the other measurements, which mean nothing here.
-FOREIGN = ("size", "references", "layers", "only", "repeats", "warm_up", "profile", "plot")
-
-
-def check(args: argparse.Namespace) -> None:
-    """Raises SettingError: `--calibrate` stands beside what it does not go with."""
+def _check_alone(args: argparse.Namespace) -> None:
+    """Raises SettingError where `--calibrate` comes with an option of WHAT."""
     if args.what:
         raise SettingError(
             f"bench {args.what} and --calibrate are two measurements: leave one of them out."
@@ -292,21 +147,21 @@ def check(args: argparse.Namespace) -> None:
         raise SettingError(f"{option} and --calibrate, whose sizes are fixed: leave {option} out.")
 
 
-def bench_calibrate_run(args: argparse.Namespace, device: Any) -> int:
-    """Measures, prints and keeps the result.
-
-    Args:
-        device: a torch.device; the CPU's figures are printed only.
-
-    Returns:
-        0.
+def calibrate_card(args: argparse.Namespace) -> int:
+    """Measures the card's rates, prints and keeps them; a CPU's are printed only.
 
     Raises:
+        SettingError: an option of WHAT stands beside --calibrate.
         UnavailableError: the fused blocks do not run on the card, it is full, or a file cannot be
             written.
     """
+    _check_alone(args)
+    check_width(args.width)
+    if args.json:
+        check_target("--json", args.json)
+    require_packages("bench", ["torch"])
+    device = torch_device(args.device, "--calibrate --device cpu --width small")
     from ..measure.calibrate import calibrate, full_sizes, small_sizes
-    from ..spec import FULL_SIZE, SMALL
 
     on_card, small = device.type == "cuda", args.width == "small"
     if not on_card and not small:

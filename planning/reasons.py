@@ -18,7 +18,7 @@ PHASE_NAMES = {
     "decode": "decoding",
 }
 # Measured after 60 blocks at 1024x1024 on random weights, relative to bf16. Channels 100 times as
-# large as others turn it round (benchmarks/results/fidelity-planted.json).
+# large as others turn it round (bench/results/fidelity-planted.json).
 INT8_BEFORE_FP8 = (
     "int8 is as small as fp8 and closer to bf16 on weights without outliers (relative error 0.0064 "
     "against 0.0100; `qwen-l40s audit` tells for yours)"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -52,25 +52,27 @@ def advise_picture():
 
 def forward_picture():
     """A forward pass beside stock ComfyUI, as `qwen-l40s bench forward --plot` draws it."""
-    from qwen_l40s.bench import chart as bench_chart
+    from qwen_l40s.bench import report
 
-    results = ROOT / "benchmarks" / "results" / "forward-h200.json"
+    results = ROOT / "bench" / "results" / "forward-h200.json"
     found = json.loads(results.read_text(encoding="utf-8"))
     rows = [row for row in found["rows"] if row["name"] in ROWS]
     # One line stands under the title, and is not broken.
     software = {"torch": found["conditions"]["software"]["torch"]}
-    with _narrow(bench_chart), mock.patch.multiple(bench_chart, LABEL_WIDTH=220, VALUE_WIDTH=150):
-        return bench_chart.draw_chart(rows, {**found["conditions"], "software": software})
+    with _narrow(), mock.patch.multiple(report, LABEL_WIDTH=260, VALUE_WIDTH=150):
+        return report.draw_chart(rows, {**found["conditions"], "software": software})
 
 
 DRAWN = {"estimate": estimate_picture, "advise": advise_picture, "forward": forward_picture}
 
 
 @contextmanager
-def _narrow(chart) -> Iterator[None]:
+def _narrow(*charts) -> Iterator[None]:
     from qwen_l40s.charts import canvas
 
-    with mock.patch.object(canvas, "WIDTH", WIDTH), mock.patch.object(chart, "WIDTH", WIDTH):
+    with ExitStack() as patches:
+        for module in (canvas, *charts):
+            patches.enter_context(mock.patch.object(module, "WIDTH", WIDTH))
         yield
 
 

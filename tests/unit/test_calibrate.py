@@ -265,7 +265,7 @@ def on_card(monkeypatch):
     module = pytest.importorskip("qwen_l40s.measure.calibrate")
     from qwen_l40s.cli import bench
 
-    monkeypatch.setattr(bench, "_device", lambda *_: Device)
+    monkeypatch.setattr(bench, "torch_device", lambda *_: Device)
     result = [(MINE, {"int8": "sm_89 fails a trial"})]
     monkeypatch.setattr(module, "calibrate", lambda *_: result[0])
 

@@ -8,12 +8,18 @@ import pytest
 import torch
 
 from qwen_l40s.bench import rows as bench_run
-from qwen_l40s.bench.chart import draw_chart
-from qwen_l40s.bench.forward import input_tensors, schedule
-from qwen_l40s.bench.ops import group_of, group_sums, kernel_table
-from qwen_l40s.bench.random_weights import quantizable_weights, random_tensor, random_tensors
+from qwen_l40s.bench.forward import (
+    group_of,
+    group_sums,
+    input_tensors,
+    kernel_table,
+    quantizable_weights,
+    random_tensor,
+    random_tensors,
+    schedule,
+)
+from qwen_l40s.bench.report import draw_chart, waterfall
 from qwen_l40s.bench.rows import BLOCK, FORWARD, IMAGE
-from qwen_l40s.bench.table import waterfall
 from qwen_l40s.cli import main
 from qwen_l40s.measure import timing as measure
 from qwen_l40s.planning.work import Inputs, forward_work, rope_axes
@@ -76,7 +82,7 @@ def test_a_row_that_fails_is_one_line_and_the_others_go_on(without_comfyui, caps
     def broken(*_arguments):
         raise RuntimeError("out of order\nmore")
 
-    monkeypatch.setattr(bench_run.Models, "measure", broken)
+    monkeypatch.setattr(bench_run.RandomModels, "measure", broken)
     arguments = ["forward", *SMALL_RUN, "--size", "32x32", "--only", "diffusers bf16 eager"]
     assert bench(*arguments) == 1
     output = capsys.readouterr().out

@@ -152,7 +152,7 @@ def test_predicted_figures_are_the_estimators():
 
 
 def test_measured_figures_are_those_of_the_results():
-    results = ROOT / "benchmarks" / "results" / "forward-h200.json"
+    results = ROOT / "bench" / "results" / "forward-h200.json"
     page = PAGES["QwenL40S_Optimize"]
     for row in json.loads(results.read_text(encoding="utf-8"))["rows"]:
         if row["size"] == "1024x1024" and row["name"] in (BASELINE, *OURS):

@@ -24,7 +24,7 @@ else:
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-NOT_PACKAGES = {"tests", "benchmarks", "docs", "build", "dist", "out"}
+NOT_PACKAGES = {"tests", "bench", "docs", "build", "dist", "out"}
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "out")
 NO_PYTHONPATH = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
 FROM_SOURCE = "from setuptools.build_meta import build_sdist; build_sdist('sdist')"

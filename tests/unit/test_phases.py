@@ -37,7 +37,7 @@ from qwen_l40s.planning.request import (
 )
 from qwen_l40s.spec import GIB, MIB, CardFacts
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 CARD = int(44.4 * GIB)
 
 sides = st.integers(16, 128).map(lambda tokens: 16 * tokens)

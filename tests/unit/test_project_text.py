@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NOT_PACKAGE = {"tests", "benchmarks", "docs", "build", "dist", "out"}
+NOT_PACKAGE = {"tests", "docs", "build", "dist", "out"}
 FILES = sorted(
     file
     for file in ROOT.rglob("*.py")

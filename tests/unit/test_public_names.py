@@ -12,7 +12,7 @@ import pytest
 import qwen_l40s
 
 ROOT = Path(__file__).resolve().parents[2]
-NOT_PACKAGE = {"tests", "benchmarks", "docs", "build", "dist", "out"}
+NOT_PACKAGE = {"tests", "docs", "build", "dist", "out"}
 HEAVY = (
     *("torch", "diffusers", "transformers", "numpy", "PIL", "scipy", "safetensors", "triton"),
     *("comfy", "comfy_api", "comfy_execution", "comfy_kitchen", "folder_paths"),  # ComfyUI's own

@@ -31,7 +31,7 @@ from qwen_l40s.planning.vae_bytes import down_steps, middle_steps, up_steps
 from qwen_l40s.planning.work import Inputs, block_bytes, forward_work
 from qwen_l40s.spec import BLOCK_GEMMS, FULL_SIZE, MIB, VaeShape
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 # Of the order of an H200's.
 H200 = Rates(
     gemm={"bf16": 600e12, "fp8": 900e12, "int8": 850e12},
