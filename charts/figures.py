@@ -47,6 +47,14 @@ def dollars(value: float) -> str:
     return f"{value:.{places}f}"
 
 
+def decimal_bytes(count: int) -> str:
+    """Decimal units, as files are sold: `1.23 GB`, `512 B`."""
+    for unit, suffix in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.2f} {suffix}"
+    return f"{count} B"
+
+
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
     """Lines of columns as wide as their longest entry; those in `right` end flush."""
     if not rows:

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import textwrap
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError, SettingError
+from ..errors import CheckpointError, SettingError, UnavailableError
 from ..hosts.diffusers.settings import GenerateSettings
+from ..measure.keep import LayerCost, kind_of, propose_keep, summed_error
 from ..spec import QUANTIZED
-from .audit_run import audit_images, audit_layers, summarize
-from .generate import MAKING, PACKAGES, parse_size
-from .output import check_writable, require_packages
+from .generate import MAKING, PACKAGES, make, parse_size
+from .output import ImageTarget, check_writable, print_text, require_packages, write_sheet
 
 if TYPE_CHECKING:
+    from PIL import Image
+
+    from ..hosts.diffusers.load import LoadedPipeline
     from ..loaders.source import Source
+    from ..measure.layer_errors import LayerError
+
+Progress = Callable[[int, int], None]
 
 MICRO_SIDE, USUAL_SIDE = 256, 1328
 MICRO_PROMPTS = 4
@@ -91,7 +98,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report))
     else:
-        print_report(report)
+        from ..charts.audit import audit_text
+
+        print_text(audit_text(report))
         print(json.dumps(report))
     return 0
 
@@ -189,89 +198,156 @@ def _checked_source(model: Path, keep: Sequence[str]) -> Source:
     return source
 
 
-# An audit's report as tables for people.
-
-SHOWN_LAYERS = 20
-WIDTH = 100
+# What is measured: layers, images, and what to keep in bf16.
 
 
-def print_report(report: Mapping[str, Any]) -> None:
-    """Prints what `audit` found, as its JSON has it."""
-    print(f"{report['model']}: {report['precision']} against bf16 on {report['device']}")
-    print(f"products   {report['products']}")
-    if report["activations"] == "Gaussian":
-        print("activations are Gaussian, so that outliers of the real ones do not show: give the")
-        print("diffusers folder and prompts to measure with them")
-    if "images" in report:
-        _print_images(report)
-    _print_kinds(report)
-    _print_layers(report)
-    _print_keep(report)
+def audit_layers(source: Source, args: argparse.Namespace) -> tuple[dict, list[LayerError]]:
+    """Reads the weights one by one; returns the head of the report, and the layers."""
+    from ..machine.device import choose_device
+    from ..measure.layer_errors import file_errors
 
-
-def _print_images(report: Mapping[str, Any]) -> None:
-    settings = report["settings"]
-    print(
-        f"sampled    {settings['width']}x{settings['height']}, {settings['steps']} steps, guidance "
-        f"{settings['cfg']:g}, seed {settings['seed']}"
+    device = choose_device(args.device)
+    layers = file_errors(
+        source, args.precision, args.keep, device=device, progress=_progress("layer")
     )
-    print(f"\n{'PSNR dB':>8}{'LPIPS':>8}  prompt")
-    for image in report["images"]:
-        print(f"{_cell(image['psnr'], '8.2f', 'equal')}{_cell(image['lpips'], '8.4f')}", end="  ")
-        print(textwrap.shorten(_plain(image["prompt"]), WIDTH - 18, placeholder="..."))
-    print(f"LPIPS {'by' if report['images'][0]['lpips'] is not None else 'was'} ", end="")
-    print(report["lpips_by"])
+    return _head(source.path, device, "Gaussian", args), layers
 
 
-def _print_kinds(report: Mapping[str, Any]) -> None:
-    effect = report["chosen_by"] == "effect"
-    print(f"\n{'layers of all blocks':28}{'error':>9}{'worst':>9}", end="")
-    print(f"{'effect' if effect else 'summed':>9}{'in bf16':>12}")
-    for row in report["kinds"]:
-        print(f"{row['kind']:24}{row['layers']:4}{row['error']:9.4f}{row['worst']:9.4f}", end="")
-        print(f"{row['summed']:9.4f}{_bytes(row['bytes']):>12}")
-    total = f"{report['summed_error']:.4f}"
-    print(f"{'all':46}{total:>9}{_bytes(report['bytes_of_all']):>12}")
-    if effect:
-        print("error: of a layer's output; effect: of the noise prediction when one layer alone is")
-        print(f"quantized, summed in squares; with all at once it is {report['effect_of_all']:.4f}")
-    elif "images" in report:
-        print("the effect on the noise prediction was not measured: it needs memory for two fp32")
-        print("transformers")
+def audit_images(
+    model: Path, runs: Sequence[GenerateSettings], args: argparse.Namespace
+) -> tuple[dict, list[LayerError]]:
+    """Paints every run twice; returns the report but for the layers, and the layers.
+
+    Raises:
+        UnavailableError: the folder does not fit into memory in bf16.
+    """
+    from ..hosts.diffusers.load import load_pipeline
+    from ..hosts.diffusers.quantized import quantize_transformer
+    from ..measure import layer_errors
+
+    try:
+        pipeline = load_pipeline(model, precision="bf16", device=args.device)
+    except UnavailableError as error:
+        raise UnavailableError(
+            f"{str(error).rstrip('.')}; `audit --layers-only` needs one weight at a time."
+        ) from error
+    transformer = pipeline.transformer
+    with layer_errors.measured_layers(transformer, args.precision, args.keep) as sums:
+        with layer_errors.recorded_probes(transformer) as probes:
+            exact = _paint(pipeline, runs[:1], "bf16")
+        exact += _paint(pipeline, runs[1:], "bf16")
+    together = layer_errors.effects(
+        transformer, probes, args.precision, args.keep, _progress("effect of layer")
+    )
+    alone, all_layers = together or (None, None)
+    layers = layer_errors.sampled_errors(transformer, sums, args.precision, alone)
+    quantize_transformer(transformer, args.precision, args.keep)
+    found = _paint(pipeline, runs, args.precision)
+    report = _head(model, pipeline.device, "sampled", args)
+    settings = {name: value for name, value in vars(runs[0]).items() if name != "prompt"}
+    report |= {"settings": settings, "effect_of_all": _short(all_layers)}
+    report |= _compare(runs, exact, found, args)
+    return report, layers
 
 
-def _print_layers(report: Mapping[str, Any]) -> None:
-    layers: Sequence[Mapping[str, Any]] = report["layers"]
-    print(f"\n{'worst layers':44}{'error':>9}{'weight':>9}{'effect':>9}{'in bf16':>12}")
-    for layer in layers[:SHOWN_LAYERS]:
-        print(f"{layer['layer']:44}{layer['error']:9.4f}{layer['weight_error']:9.4f}", end="")
-        print(f"{_cell(layer['effect'], '9.4f')}{_bytes(layer['bytes']):>12}")
-    if len(layers) > SHOWN_LAYERS:
-        print(f"... and {len(layers) - SHOWN_LAYERS} more in the JSON")
+def _head(model: Path, device: str, activations: str, args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from ..optimizations.w8a8 import tensor_core_product
+
+    return {
+        "model": str(model),
+        "precision": args.precision,
+        "kept": list(args.keep),
+        "device": device,
+        "torch": torch.__version__,
+        "products": str(tensor_core_product(args.precision, torch.device(device))),
+        "activations": activations,
+    }
 
 
-def _print_keep(report: Mapping[str, Any]) -> None:
-    keep = report["keep"]
-    share = keep["bytes"] / report["bytes_of_all"]
-    print(f"\nto bring the summed {report['chosen_by']} from {report['summed_error']:.4f} ", end="")
-    print(f"to {keep['error']:.4f}, keep {len(keep['layers'])} of {len(report['layers'])} layers")
-    print(f"in bf16, which takes {_bytes(keep['bytes'])} more ({share:.0%} of what all take):")
-    patterns = " ".join(f"'{pattern}'" for pattern in keep["patterns"])
-    for line in textwrap.wrap(f"--keep {patterns}", WIDTH, break_long_words=False):
-        print(f"  {line}")
+def _paint(
+    pipeline: LoadedPipeline, runs: Sequence[GenerateSettings], name: str
+) -> list[Image.Image]:
+    progress = _progress(f"{name} image")
+    images = []
+    for run in runs:
+        images += make(pipeline, run, progress=False)[0].images
+        if progress is not None:
+            progress(len(images), len(runs))
+    return images
 
 
-def _cell(value: float | None, form: str, missing: str = "-") -> str:
-    width = int(form.partition(".")[0])
-    return f"{missing:>{width}}" if value is None else f"{value:{form}}"
+def _compare(
+    runs: Sequence[GenerateSettings],
+    exact: Sequence[Image.Image],
+    found: Sequence[Image.Image],
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    """Measures the pairs of images, and writes them where `--output` says."""
+    import numpy as np
+
+    from ..measure.fidelity import load_lpips, psnr
+
+    distance, lpips = load_lpips()
+    target = ImageTarget(args.output, stem="audit") if args.output is not None else None
+    paths = target.paths(len(runs)) if target else [None] * len(runs)
+    entries = []
+    for run, plain, lossy, path in zip(runs, exact, found, paths, strict=True):
+        pair = np.asarray(lossy), np.asarray(plain)
+        decibels = psnr(*pair)
+        entry = {
+            "prompt": run.prompt,
+            # JSON has no infinity, which equal images have.
+            "psnr": None if decibels == float("inf") else round(decibels, 2),
+            "lpips": None if distance is None else round(distance(*pair), 4),
+        }
+        if path is not None:
+            captions = ["bf16", f"{args.precision}, PSNR {decibels:.1f} dB"]
+            write_sheet(path, [plain, lossy], captions)
+            entry["image"] = str(path)
+        entries.append(entry)
+    return {"images": entries, "lpips_by": lpips}
 
 
-def _plain(text: str) -> str:
-    return text if text.isprintable() else ascii(text)[1:-1]
+def summarize(layers: Sequence[LayerError], target: float) -> dict[str, Any]:
+    """Layers worst first, the same by kind, and what to keep."""
+    by = "effect" if layers[0].effect is not None else "error"
+    costs = [LayerCost(layer.layer, getattr(layer, by), layer.bytes) for layer in layers]
+    total = summed_error(cost.error for cost in costs)
+    keep = propose_keep(costs, target * total)
+    kinds: dict[str, list[LayerError]] = {}
+    for layer in layers:
+        kinds.setdefault(kind_of(layer.layer), []).append(layer)
+    rows = [
+        {
+            "kind": kind,
+            "layers": len(members),
+            "error": _short(sum(layer.error for layer in members) / len(members)),
+            "worst": _short(max(layer.error for layer in members)),
+            "summed": _short(summed_error(getattr(layer, by) for layer in members)),
+            "bytes": sum(layer.bytes for layer in members),
+        }
+        for kind, members in kinds.items()
+    ]
+    ordered = sorted(layers, key=lambda layer: -getattr(layer, by))
+    return {
+        "chosen_by": by,
+        "layers": [{name: _short(x) for name, x in asdict(layer).items()} for layer in ordered],
+        "kinds": sorted(rows, key=lambda row: -row["summed"]),
+        "summed_error": _short(total),
+        "bytes_of_all": sum(layer.bytes for layer in layers),
+        "keep": {**asdict(keep), "target": target, "error": _short(keep.error)},
+    }
 
 
-def _bytes(count: int) -> str:
-    for unit, suffix in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.2f} {suffix}"
-    return f"{count} B"
+def _short(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def _progress(what: str) -> Progress | None:
+    def show(done: int, total: int) -> None:
+        end = "\n" if done == total else ""
+        print(f"\raudit: {what} {done} of {total}", end=end, file=sys.stderr, flush=True)
+
+    return show if sys.stderr.isatty() else None

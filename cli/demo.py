@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..hosts.diffusers.settings import GenerateSettings
-from .contact_sheet import check_sheet_path, write_sheet
 from .generate import MAKING, PACKAGES, add_run_arguments, load, make, run_facts, write_images
-from .output import ImageTarget, require_packages
+from .output import ImageTarget, check_sheet_path, require_packages, write_sheet
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -27,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help=f"default: {PROMPT}")
     add_run_arguments(parser, output_help="default: the next free demo_00001.png here")
     parser.add_argument(
-        "--grid", metavar="FILE", help=f"also a contact sheet of {GALLERY} prompts, .png or .html"
+        "--grid", metavar="FILE", help=f"also a contact sheet of {GALLERY} prompts, .png"
     )
 
 
@@ -80,4 +79,4 @@ def _write_gallery(path: Path, pipeline: LoadedPipeline, settings: GenerateSetti
     for prompt in tqdm(prompts, desc="contact sheet", unit="image"):
         result, _ = make(pipeline, replace(settings, prompt=prompt), progress=False)
         images += result.images
-    write_sheet(path, images, prompts, title="Prompts of the micro model")
+    write_sheet(path, images, prompts)

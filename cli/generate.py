@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..hosts.diffusers.settings import OFFLOADS, GenerateSettings
 from ..loaders.precision import PRECISIONS
-from .contact_sheet import check_sheet_path, write_sheet
-from .output import ImageTarget, png_bytes, require_packages, write_whole
+from .output import (
+    ImageTarget,
+    check_sheet_path,
+    png_bytes,
+    require_packages,
+    write_sheet,
+    write_whole,
+)
 
 if TYPE_CHECKING:
     from ..hosts.diffusers.load import LoadedPipeline
@@ -45,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch", type=int, default=1, help="images, from seed, seed + 1, ...")
     add_run_arguments(parser, output_help="default: the next free image_00001.png here")
-    parser.add_argument("--grid", metavar="FILE", help="also a contact sheet, .png or .html")
+    parser.add_argument("--grid", metavar="FILE", help="also a contact sheet, .png")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> None:
@@ -104,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     paths = write_images(target, pipeline, result)
     if grid:
         captions = [f"seed {settings.seed + i}" for i in range(settings.batch)]
-        write_sheet(grid, result.images, captions, title=settings.prompt)
+        write_sheet(grid, result.images, captions)
     report = {
         "prompt": settings.prompt,
         "image": str(paths[0]),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Mapping
 
+from ..charts.figures import decimal_bytes
 from ..loaders.checkpoint import Checkpoint, Part, inspect_checkpoint
+from .output import print_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +38,7 @@ def _print_table(checkpoint: Checkpoint) -> None:
     rows = [("path", str(checkpoint.path)), ("kind", checkpoint.kind)]
     if checkpoint.pipeline:
         rows.append(("pipeline", checkpoint.pipeline))
-    rows.append(("on disk", _bytes(checkpoint.file_bytes)))
+    rows.append(("on disk", decimal_bytes(checkpoint.file_bytes)))
     _print_rows(rows)
     for part in checkpoint.parts:
         print()
@@ -60,7 +61,7 @@ def _part_rows(part: Part) -> Iterator[tuple[str, str]]:
         yield (
             "dtypes",
             ", ".join(
-                f"{dtype} {_bytes(entry['bytes'])} ({entry['tensors']})"
+                f"{dtype} {decimal_bytes(entry['bytes'])} ({entry['tensors']})"
                 for dtype, entry in part.dtypes.items()
             ),
         )
@@ -80,12 +81,9 @@ def _part_rows(part: Part) -> Iterator[tuple[str, str]]:
 
 
 def _print_rows(rows: list[tuple[str, str]]) -> None:
-    # File and tensor names come from strangers: escape what would steer the terminal or what its
-    # encoding lacks.
-    encoding = sys.stdout.encoding or "utf-8"
+    # Names of files and tensors come from strangers: one with a line break stays in its row.
     for name, text in rows:
-        line = f"{name:<15} {text if text.isprintable() else ascii(text)[1:-1]}"
-        print(line.encode(encoding, "backslashreplace").decode(encoding))
+        print_text(f"{name:<15} {text if text.isprintable() else ascii(text)[1:-1]}")
 
 
 def _list(title: str, counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
@@ -102,10 +100,3 @@ def _count(number: int) -> str:
         if number >= unit:
             return f"{number / unit:.3f}{suffix}"
     return str(number)
-
-
-def _bytes(number: int) -> str:
-    for unit, suffix in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if number >= unit:
-            return f"{number / unit:.2f} {suffix}"
-    return f"{number} B"

@@ -1,13 +1,14 @@
-"""Prints text with names of strangers in it."""
+"""What commands put out: text on a terminal, and pictures that are written whole or not at all."""
 
 from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -17,7 +18,7 @@ from ..client.workflow import printable
 from ..errors import SettingError, UnavailableError, plain_write_errors
 
 if TYPE_CHECKING:
-    from PIL import Image
+    from PIL import Image, ImageFont
 
 
 def print_text(text: str, stream: TextIO | None = None) -> None:
@@ -159,3 +160,55 @@ def png_bytes(image: Image.Image, metadata: Mapping[str, Any] | None = None) -> 
     buffer = io.BytesIO()
     image.save(buffer, "PNG", pnginfo=text)
     return buffer.getvalue()
+
+
+# A contact sheet: pixels between its images, and of its captions.
+SHEET_MARGIN, FONT_SIZE, LINE_HEIGHT = 12, 14, 18
+
+
+def check_sheet_path(path: Path) -> None:
+    """Checks before the long computation that a contact sheet can be written.
+
+    Raises:
+        SettingError: the name does not end in .png.
+        UnavailableError: the folder is not writable.
+    """
+    if path.suffix.lower() != ".png":
+        raise SettingError(f"--grid {str(path)!r} must end in .png.")
+    check_writable(path.parent)
+
+
+def write_sheet(path: Path, images: Sequence[Image.Image], captions: Sequence[str]) -> None:
+    """Writes images of one size with captions on one sheet, a PNG; an existing file is replaced."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    pairs = list(zip(images, captions, strict=True))
+    font = ImageFont.load_default(FONT_SIZE)
+    width, height = pairs[0][0].size
+    texts = [_wrap(caption, width, font) for _, caption in pairs]
+    columns = math.ceil(math.sqrt(len(pairs)))
+    rows = math.ceil(len(pairs) / columns)
+    step_x = width + SHEET_MARGIN
+    step_y = height + SHEET_MARGIN + LINE_HEIGHT * max(map(len, texts))
+    sheet = Image.new(
+        "RGB", (SHEET_MARGIN + columns * step_x, SHEET_MARGIN + rows * step_y), "white"
+    )
+    draw = ImageDraw.Draw(sheet)
+    for place, ((image, _), lines) in enumerate(zip(pairs, texts, strict=True)):
+        x = SHEET_MARGIN + place % columns * step_x
+        y = SHEET_MARGIN + place // columns * step_y
+        sheet.paste(image, (x, y))
+        for number, line in enumerate(lines):
+            draw.text((x, y + height + 2 + number * LINE_HEIGHT), line, fill="black", font=font)
+    write_whole(path, png_bytes(sheet))
+
+
+def _wrap(caption: str, width: int, font: ImageFont.FreeTypeFont) -> list[str]:
+    lines = [""]
+    for word in caption.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if font.getlength(longer) <= width or not lines[-1]:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from scipy import ndimage
 
-from .painter import OUTLINES
+from .outlines import OUTLINES
 from .scene import BACKGROUNDS, COLOURS, POSITIONS, SIZES, Scene, SceneObject
 
 PALETTE = COLOURS | BACKGROUNDS

@@ -11,7 +11,6 @@ from PIL import Image
 from scipy import ndimage
 
 from qwen_l40s.micro.judge import Adherence, adherence
-from qwen_l40s.micro.painter import paint
 from qwen_l40s.micro.scene import (
     BACKGROUNDS,
     COLOURS,
@@ -23,6 +22,7 @@ from qwen_l40s.micro.scene import (
     SceneObject,
     random_scene,
 )
+from qwen_l40s.tools.micro.painter import paint
 
 SEEDS = (1, 2)
 STAR_AND_CIRCLE = Scene(

@@ -17,8 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from qwen_l40s.cli import main
-from qwen_l40s.cli.contact_sheet import write_sheet
-from qwen_l40s.cli.output import ImageTarget, write_whole
+from qwen_l40s.cli.output import ImageTarget, write_sheet, write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -124,7 +123,7 @@ def test_grid_holds_every_image_of_the_batch(generate, capsys):
 def test_captions_stay_under_their_images(tmp_path, letter):
     images = [Image.new("RGB", (64, 64), "red")] * 2
     caption = " ".join([letter * 3] * 8)
-    write_sheet(tmp_path / "s.png", images, [caption, ""], title="")
+    write_sheet(tmp_path / "s.png", images, [caption, ""])
     with Image.open(tmp_path / "s.png") as sheet:
         pixels = np.asarray(sheet)
     left, right = pixels[76:, 12:76], pixels[76:, 76:]
@@ -150,7 +149,7 @@ def test_captions_stay_under_their_images(tmp_path, letter):
         (("--offload", "disk"), "offload 'disk' is unknown: choose auto, none, model"),
         (("--model", "nowhere"), "nowhere is not a folder"),
         (("--output", "a.jpg"), "must end in .png"),
-        (("--grid", "a.pdf"), "must end in .png or .html"),
+        (("--grid", "a.pdf"), "must end in .png"),
         (("--output", "nowhere/a.png"), "cannot write nowhere"),
         (("--grid", "nowhere/a.png"), "cannot write nowhere"),
     ],

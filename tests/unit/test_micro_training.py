@@ -9,10 +9,10 @@ import torch
 from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
 from diffusers.models.transformers import transformer_qwenimage
 
-from qwen_l40s.micro.painter import paint
 from qwen_l40s.micro.scene import SEEN_PAIRS, random_scene
 from qwen_l40s.tools.micro import train_transformer, train_vae
 from qwen_l40s.tools.micro.model import TRANSFORMER, VAE, MicroModel, build, load
+from qwen_l40s.tools.micro.painter import paint
 from qwen_l40s.tools.micro.train_transformer import BatchedMuon, orthogonalize
 
 CPU = torch.device("cpu")

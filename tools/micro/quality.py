@@ -29,9 +29,9 @@ from ...hosts.diffusers.sample import generate
 from ...loaders.source import bundled_micro_folder
 from ...measure.fidelity import psnr
 from ...micro.judge import Adherence, adherence
-from ...micro.painter import IMAGE_SIDE
 from ...micro.scene import HELD_OUT_PAIRS, SEEN_PAIRS, Scene, sample_prompts
 from ...spec import QUANTIZED
+from .painter import IMAGE_SIDE
 
 COLOURS_AND_POSITION_BAR, SHAPE_BAR = 0.95, 0.90
 LARGEST_DROP = 0.02  # of a share, from bf16 to fp8 or int8

@@ -21,9 +21,9 @@ from diffusers import QwenImagePipeline
 from diffusers.models.transformers import transformer_qwenimage
 
 from ...loaders.source import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
-from ...micro.painter import IMAGE_SIDE, encode_scenes, paint
 from ...micro.scene import SEEN_PAIRS, describe, random_scene
 from .model import MicroModel
+from .painter import IMAGE_SIDE, encode_scenes, paint
 from .tokenizer import SUFFIX
 from .train_vae import encode, image_convolutions
 

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKLQwenImage
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 
-from ...micro.painter import encode_scenes, paint
 from ...micro.scene import SEEN_PAIRS, random_scene
+from .painter import encode_scenes, paint
 
 logger = logging.getLogger(__name__)
 
