@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -13,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..charts.advice import price_source
 from ..charts.figures import folded, table
+from ..errors import SettingError
 from ..machine.card_list import card_notes
 from ..spec import GIB
-from .options import CARDS_HELP, add_request_arguments, bytes_of_vram, check_price, request_of
+from .options import CARDS_HELP, add_request_arguments, request_of
 from .output import check_plot, print_text, write_plot
 
 if TYPE_CHECKING:
@@ -113,12 +115,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.plot:
         check_plot(args.plot)
-    price = None if args.price is None else check_price("--price", args.price)
     request = request_of(args)
     card = _card(args.card, cards)
-    card = with_memory(card, bytes_of_vram(args.vram, card.name, card.memory_bytes))
+    card = with_memory(card, _usable_bytes(args.vram, card))
     calibration = load_calibration(card)
-    found = estimate(request, card, calibration=calibration, usd_per_hour=price)
+    found = estimate(request, card, calibration=calibration, usd_per_hour=args.price)
     if args.model is not None:
         found = replace(found, notes=(*found.notes, f"Sizes are those of {args.model}."))
     if args.plot:
@@ -158,3 +159,15 @@ def _card_of_this_machine() -> tuple[CardFacts | None, str]:
         return None, f"no card of this machine can be used ({cards.reason})"
     first = cards.usable[0]
     return CardFacts(first.name, first.memory_bytes, first.sm), ""
+
+
+def _usable_bytes(gib: float | None, card: Card) -> int:
+    """The part of a card that an estimate may take; all of it where none is named."""
+    if gib is None:
+        return card.memory_bytes
+    if not math.isfinite(gib) or gib <= 0 or gib * GIB > card.memory_bytes:
+        raise SettingError(
+            f"--vram {gib:g}: {card.name} shows {card.memory_bytes / GIB:.2f} GiB to programs, so "
+            "give more than 0 and at most that, or describe another card in a file for --cards."
+        )
+    return round(gib * GIB)

@@ -6,90 +6,41 @@ import argparse
 import math
 
 from ..errors import SettingError
-from ..planning.request import (
-    CFG_MODES,
-    LORA_MODES,
-    PRECISIONS,
-    TEXT_ENCODER_PLACES,
-    TEXT_ENCODER_PRECISIONS,
-    Loras,
-    Parts,
-    RunRequest,
-)
-from ..spec import FAMILIES, GIB
+from ..options import AUTO, OPTIONS, Option, likely_family, request_settings
+from ..planning.request import CFG_MODES, Parts, RunRequest
 
 CARDS_HELP = (
     "cards of your own, as JSON; default: cards.json in QWEN_L40S_CACHE, else ~/.cache/qwen-l40s"
 )
-# The table stands in for the modulation's weights, which then wait in host memory.
-TABLES = {"auto": "auto", "on": "off card", "off": "on card"}
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     """Everything that a `RunRequest` is made of."""
     group = parser.add_argument_group("what is to run")
-    group.add_argument("--family", metavar="NAME", help=f"{', '.join(FAMILIES)}; default the first")
     group.add_argument(
         "--model",
         metavar="PATH",
         help="a checkpoint of your own, for the true sizes: a transformer, a full checkpoint or a "
         "diffusers folder; only headers are read",
     )
-    group.add_argument("--precision", default="auto", metavar="NAME", help=", ".join(PRECISIONS))
     group.add_argument(
         "--size", default="1328x1328", metavar="WxH", help="pixels, default 1328x1328"
     )
+    for option in OPTIONS:
+        if option.flag is not None:
+            _add(group, option)
+
+
+def _add(group: argparse._ArgumentGroup, option: Option) -> None:
+    choices = f" One of: {', '.join(option.choices)}." if option.choices else ""
+    scale = " Or a scale: 1 is off." if option.name == "cfg" else ""
     group.add_argument(
-        "--batch", type=int, default=1, metavar="N", help="images at once, default 1"
-    )
-    group.add_argument("--steps", type=int, default=20, metavar="N", help="default 20")
-    group.add_argument(
-        "--cfg",
-        default="4",
-        metavar="SCALE",
-        help="guidance: 1 switches it off, any other doubles the forward passes; or by name: "
-        f"{', '.join(CFG_MODES)}; default 4",
-    )
-    group.add_argument(
-        "--references", type=int, default=0, metavar="N", help="reference images of an edit"
-    )
-    group.add_argument("--layers", type=int, default=0, metavar="N", help="of qwen-image-layered")
-    group.add_argument(
-        "--text", type=int, default=200, metavar="TOKENS", help="of the prompt, default 200"
-    )
-    group.add_argument(
-        "--tables",
-        default="auto",
-        metavar="on|off|auto",
-        help="on: a table stands in for the modulation's weights, which wait in host memory; off: "
-        "they stay on the card; default auto",
-    )
-    group.add_argument(
-        "--text-encoder",
-        default="auto",
-        metavar="NAME",
-        help=f"its precision: {', '.join(TEXT_ENCODER_PRECISIONS)}",
-    )
-    group.add_argument(
-        "--text-encoder-place",
-        default="auto",
-        metavar="PLACE",
-        help=", ".join(TEXT_ENCODER_PLACES),
-    )
-    group.add_argument("--loras", type=int, default=0, metavar="N", help="LoRAs, default none")
-    group.add_argument("--lora-rank", type=int, default=32, metavar="N", help="default 32")
-    group.add_argument(
-        "--lora-mode", default="merged", metavar="MODE", help=f"{' or '.join(LORA_MODES)} weights"
-    )
-    group.add_argument(
-        "--controlnet",
-        type=float,
-        default=0.0,
-        metavar="GB",
-        help="the size of a ControlNet's file",
-    )
-    group.add_argument(
-        "--tiles", type=int, default=0, metavar="N", help="of the VAE: 1 is whole; default auto"
+        option.flag or f"--{option.name.replace('_', '-')}",
+        dest=option.name,
+        type=type(option.default),
+        default=option.default,
+        metavar="NAME" if option.choices else "N",
+        help=f"{option.help}{choices}{scale} Default: {option.default}.",
     )
 
 
@@ -101,65 +52,24 @@ def request_of(args: argparse.Namespace) -> RunRequest:
         CheckpointError: `--model` is no Qwen-Image that this package runs.
     """
     width, height = _size(args.size)
-    family, precision, encoder, parts = args.family, args.precision, args.text_encoder, Parts()
+    values = {
+        option.name: getattr(args, option.name) for option in OPTIONS if option.flag is not None
+    }
+    values["cfg"] = _cfg(args.cfg)
+    values["text_encoder_place"] = args.text_encoder_place.replace("-", " ")
+    settings = request_settings(width=width, height=height, **values)
+    family, parts = settings["family"], Parts()
     if args.model is not None:
         from ..loaders.sizes import read_sizes
 
         sizes = read_sizes(args.model)
-        family = sizes.family_for(family)
-        precision, encoder, parts = sizes.settled(precision, encoder)
-    if args.tables not in TABLES:
-        raise SettingError(f"--tables {args.tables!r} is unknown: choose {', '.join(TABLES)}.")
-    return RunRequest(
-        family=next(iter(FAMILIES)) if family is None else family,
-        precision=precision,
-        width=width,
-        height=height,
-        batch=args.batch,
-        steps=args.steps,
-        cfg=_cfg(args.cfg),
-        references=args.references,
-        layers=args.layers,
-        text_tokens=args.text,
-        modulation=TABLES[args.tables],
-        text_encoder=encoder,
-        text_encoder_place=args.text_encoder_place.replace("-", " "),
-        loras=Loras(args.loras, args.lora_rank, args.lora_mode),
-        controlnet_bytes=round(min(_finite("--controlnet", args.controlnet, "GB"), 1e6) * 10**9),
-        tiles=args.tiles,
-        parts=parts,
-    )
-
-
-def check_price(option: str, usd_per_hour: float) -> float:
-    """A price as it may be: 0 for a card of one's own.
-
-    Raises:
-        SettingError: it is negative or no number.
-    """
-    return _finite(option, usd_per_hour, "USD an hour")
-
-
-def bytes_of_vram(gib: float | None, name: str, memory_bytes: int) -> int:
-    """The part of a card that an estimate may take; all of it where none is named.
-
-    Raises:
-        SettingError: it is not positive, or more than the card has.
-    """
-    if gib is None:
-        return memory_bytes
-    if not math.isfinite(gib) or gib <= 0 or gib * GIB > memory_bytes:
-        raise SettingError(
-            f"--vram {gib:g}: {name} shows {memory_bytes / GIB:.2f} GiB to programs, so give more "
-            "than 0 and at most that, or describe another card in a file for --cards."
+        family = sizes.family_for(None if family == AUTO else family)
+        settings["precision"], settings["text_encoder"], parts = sizes.settled(
+            settings["precision"], settings["text_encoder"]
         )
-    return round(gib * GIB)
-
-
-def _finite(option: str, value: float, unit: str) -> float:
-    if not math.isfinite(value) or value < 0:
-        raise SettingError(f"{option} must be at least 0 {unit}, got {value:g}.")
-    return value
+    elif family == AUTO:
+        family = likely_family(settings["references"], settings["layers"])
+    return RunRequest(**{**settings, "family": family}, parts=parts)
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -170,6 +80,7 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def _cfg(text: str) -> str:
+    """A mode by name, or of a scale: 1 switches guidance off, any other takes two passes."""
     name = text.replace("-", " ")
     if name in CFG_MODES:
         return name

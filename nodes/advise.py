@@ -10,8 +10,7 @@ from ..errors import QwenL40SError
 from ..hosts.comfyui.estimate.cards import told_at
 from ..machine.card_list import known_cards
 from ..planning.cost import EXAMPLE, read_prices
-from .common import CATEGORY, require_host, with_picture
-from .options import request_inputs
+from .common import CATEGORY, request_inputs, require_host, with_picture
 
 
 class QwenL40SAdviseGPU(io.ComfyNode):
@@ -46,7 +45,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
                     step=1.0,
                     tooltip="The load, all day: a card that is rented and idle costs the same.",
                 ),
-                *request_inputs(),
+                *request_inputs(rare=False),
                 io.String.Input(
                     "prices",
                     default="",
@@ -63,7 +62,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
                 ),
                 io.String.Output(
                     display_name="report",
-                    tooltip="The ranking at this load, and where cards cross.",
+                    tooltip="The ranking at this load, and from which load on which card is cheaper.",
                 ),
             ],
         )
@@ -90,7 +89,8 @@ class QwenL40SAdviseGPU(io.ComfyNode):
         from ..charts.advice import advise_text
         from ..charts.cost_chart import cost_chart
         from ..hosts.comfyui.estimate.estimate import advise_on
-        from ..hosts.comfyui.estimate.request import request_from, request_settings
+        from ..hosts.comfyui.estimate.request import request_from
+        from ..options import request_settings
 
         request = request_from(request_settings(**settings)).request
         found = advise_on(request, images_per_hour, read_prices(prices, known_cards()))

@@ -1,4 +1,4 @@
-"""What every node does before it works: make sure that the host is one we know."""
+"""What nodes share: the check of the host, reports and pictures, and inputs of a request."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from comfy_api.latest import io, ui
 from ..errors import UnavailableError
 from ..hosts.comfyui.contract import what_is_off
 from ..hosts.comfyui.messages import show_text
+from ..options import Option, options
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -30,9 +31,6 @@ def with_report(*outputs: object, report: str) -> io.NodeOutput:
     return io.NodeOutput(*outputs, report, ui=ui.PreviewText(report))
 
 
-# What a node gives that shows a picture and its report in the page.
-
-
 def with_picture(
     node: type[io.ComfyNode], picture: Image.Image, summary: str, report: str, *outputs: object
 ) -> io.NodeOutput:
@@ -44,3 +42,18 @@ def with_picture(
     shown = (ui.PreviewImage(image, cls=node), ui.PreviewText(report))
     entries = {name: value for part in shown for name, value in part.as_dict().items()}
     return io.NodeOutput(image, report, *outputs, ui=entries)
+
+
+def request_inputs(*, rare: bool) -> list[io.Input]:
+    """The inputs of the estimator's nodes that say what is to run."""
+    return [_input(option) for option in options(rare=rare)]
+
+
+def _input(option: Option) -> io.Input:
+    about = {"default": option.default, "tooltip": f"{option.help} {option.wired}".strip()}
+    if option.rare:
+        about |= {"optional": True, "advanced": True}
+    if option.choices:
+        return io.Combo.Input(option.name, options=list(option.choices), **about)
+    kind = io.Float.Input if isinstance(option.default, float) else io.Int.Input
+    return kind(option.name, min=option.least, max=option.most, step=option.step, **about)

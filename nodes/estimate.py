@@ -9,8 +9,7 @@ from comfy_api.latest import io
 
 from ..errors import QwenL40SError
 from ..hosts.comfyui.estimate.cards import THIS_CARD, card_choices, told_at
-from .common import CATEGORY, require_host, with_picture
-from .options import rare_request_inputs, request_inputs
+from .common import CATEGORY, request_inputs, require_host, with_picture
 
 WIRES = ("model", "clip", "vae", "latent")
 
@@ -49,7 +48,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
                     tooltip="this card: the one that ComfyUI runs on, with the memory it really "
                     "has; an L40S where there is none. Any other: what its data sheet says.",
                 ),
-                *request_inputs(),
+                *request_inputs(rare=False),
                 io.Model.Input(
                     "model",
                     optional=True,
@@ -87,7 +86,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
                     tooltip="USD for an hour of the card. 0: the lowest on-demand price in the "
                     "list, which has a date.",
                 ),
-                *rare_request_inputs(),
+                *request_inputs(rare=True),
             ],
             outputs=[
                 io.Image.Output(
@@ -133,7 +132,8 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         """Refuses settings that contradict each other before anything is loaded."""
         require_host()
         from ..hosts.comfyui.estimate.cards import card_of
-        from ..hosts.comfyui.estimate.request import NO_LATENT, request_from, request_settings
+        from ..hosts.comfyui.estimate.request import NO_LATENT, request_from
+        from ..options import request_settings
 
         card_of(card)
         settings = {name: value for name, value in inputs.items() if name not in WIRES}
@@ -158,7 +158,8 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         from ..charts.words import estimate_text, summary_text
         from ..hosts.comfyui.estimate.cards import card_of
         from ..hosts.comfyui.estimate.estimate import estimate_on
-        from ..hosts.comfyui.estimate.request import request_from, request_settings
+        from ..hosts.comfyui.estimate.request import request_from
+        from ..options import request_settings
 
         wired = request_from(
             request_settings(**settings), model=model, clip=clip, vae=vae, latent=latent

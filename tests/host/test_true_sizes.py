@@ -25,12 +25,13 @@ from safetensors.torch import save_file
 import nodes as core
 from qwen_l40s.errors import SettingError
 from qwen_l40s.hosts.comfyui.estimate import sizes as true_sizes
-from qwen_l40s.hosts.comfyui.estimate.request import request_from, request_settings
+from qwen_l40s.hosts.comfyui.estimate.request import request_from
 from qwen_l40s.hosts.comfyui.estimate.sizes import clip_sizes, latent_sizes, model_sizes, vae_sizes
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.transformer import load_patcher
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
+from qwen_l40s.options import request_settings
 from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.spec import (
     FAMILIES,

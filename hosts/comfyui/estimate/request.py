@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ....errors import SettingError
-from ....planning.request import Loras, Parts, RunRequest
-from ....spec import FAMILIES, OFF_CARD, ON_CARD, Family
+from ....options import AUTO, likely_family
+from ....planning.request import Parts, RunRequest
+from ....spec import FAMILIES, Family
 from .sizes import (
     TrueClip,
     TrueLatent,
@@ -21,12 +21,8 @@ from .sizes import (
     vae_sizes,
 )
 
-AUTO = "auto"
-GB = 10**9
 PLAIN, LAYERED = "qwen-image", "qwen-image-layered"
 EDIT, EDIT_TIMESTEP_ZERO = "qwen-image-edit-2509", "qwen-image-edit-2511"
-# {the node's word: the request's} of tables that stand in for modulation weights off the card.
-TABLES = {AUTO: AUTO, "on": OFF_CARD, "off": ON_CARD}
 # What a LATENT decides, as no rule refuses it before the LATENT is there.
 NO_LATENT = {"width": 16, "height": 16, "batch": 1, "layers": 0}
 
@@ -37,43 +33,6 @@ class WiredRequest:
 
     request: RunRequest
     notes: tuple[str, ...] = ()
-
-
-def request_settings(
-    *,
-    tables: str = AUTO,
-    loras: int = 0,
-    lora_rank: int = 32,
-    lora_mode: str = "merged",
-    controlnet_gb: float = 0.0,
-    family: str = AUTO,
-    **settings: Any,
-) -> dict[str, Any]:
-    """Arguments of `RunRequest` from a node's widgets; what is left out keeps its default.
-
-    Args:
-        tables: a key of `TABLES`.
-        controlnet_gb: 10**9 bytes, as files are sold; other widgets are named as the request's.
-
-    Raises:
-        SettingError: `tables` is unknown, or the ControlNet's size is no size.
-    """
-    if tables not in TABLES:
-        raise SettingError(f"tables {tables!r} is unknown: choose {', '.join(TABLES)}.")
-    if not 0 <= controlnet_gb < math.inf:
-        raise SettingError(f"a ControlNet of {controlnet_gb} GB is no size: give 0 or more.")
-    return {
-        "family": family,
-        "precision": AUTO,
-        "text_encoder": AUTO,
-        "text_encoder_place": AUTO,
-        "references": 0,
-        "layers": 0,
-        **settings,
-        "modulation": TABLES[tables],
-        "loras": Loras(loras, lora_rank, lora_mode),
-        "controlnet_bytes": round(controlnet_gb * GB),
-    }
 
 
 def request_from(
@@ -204,9 +163,7 @@ def _other_family(family: Family, found: TrueModel) -> str:
 
 def _likely_family(chosen: Mapping[str, Any], found: TrueModel | None, notes: list[str]) -> str:
     if found is None:
-        if chosen["layers"]:
-            return LAYERED
-        return EDIT_TIMESTEP_ZERO if chosen["references"] else PLAIN
+        return likely_family(chosen["references"], chosen["layers"])
     if found.shape.addition_t_cond:
         return LAYERED
     if found.timestep_zero:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ....errors import QwenL40SError
+from ....options import request_settings
 from ....planning.phases import Phase, Range
 from ....planning.request import RunRequest
 from ....spec import FAMILIES, PIXELS_PER_LATENT, REFERENCE_SIDE, whole_pixels
 from ..estimate.cards import THIS_CARD, ChosenCard, card_of
 from ..estimate.estimate import estimate_on
-from ..estimate.request import WiredRequest, request_from, request_settings
+from ..estimate.request import WiredRequest, request_from
 from ..load.precision import card_facts
 
 # A reference that differs by more from one megapixel takes other memory and time.
