@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..charts.advice import price_source
 from ..charts.figures import folded, table
 from ..errors import SettingError
 from ..machine.card_list import card_notes
@@ -31,6 +30,8 @@ PRECISIONS = ("bf16", "fp8", "int8")
 
 def cards_table(cards: Mapping[str, Card], *, as_json: bool) -> str:
     """A line for each card, with notes and sources below, or one JSON object with everything."""
+    from ..charts.advice import price_source
+
     if as_json:
         return json.dumps({"cards": [_fields(card) for card in cards.values()]})
     rows = [["card", "GiB", "GB/s", *(f"{name} TFLOPS" for name in PRECISIONS), "W", "price"]]

@@ -14,8 +14,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ..client.workflow import printable
 from ..errors import SettingError, UnavailableError, plain_write_errors
+from ..untrusted import printable
 
 if TYPE_CHECKING:
     from PIL import Image, ImageFont

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from .workflow import printable
+from ..untrusted import printable
 
 EXIT_CODE = 130
 

@@ -7,19 +7,11 @@ import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
 from ..errors import SettingError
-
-
-def printable(text: str, stream: TextIO) -> str:
-    """Escapes what would steer the terminal, and what its encoding lacks."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    lines = [line if line.isprintable() else ascii(line)[1:-1] for line in text.split("\n")]
-    return "\n".join(lines).encode(encoding, "backslashreplace").decode(encoding)
-
 
 # A workflow in ComfyUI's API form.
 

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from ..errors import CheckpointError
-from ..strict_json import parse_object
+from ..untrusted import parse_object
 from .detect import Slice, file_name_hint, identify, split_parts
 from .header import Header, open_regular, read_object
 from .parts import Identity, Tensors

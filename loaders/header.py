@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import CheckpointError
-from ..strict_json import parse_object
+from ..untrusted import parse_object
 
 MAX_JSON_BYTES = 100_000_000  # what the safetensors format allows for its own header
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from ..strict_json import parse_object
+from ..untrusted import parse_object
 from .checkpoint import PIPELINES, Part, inspect_shards, read_index
 from .header import TensorInfo, read_object
 from .shards import NUMBERED, STEMS, Shards, read_shards

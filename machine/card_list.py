@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import SettingError
 from ..planning.cards import Card, Price, card_names, name_key
 from ..spec import MIB
-from ..strict_json import parse_object
+from ..untrusted import parse_object
 from .store import own_cards_path
 
 BUNDLED = Path(__file__).resolve().parent.parent / "planning" / "gpus.json"

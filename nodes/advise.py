@@ -62,7 +62,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
                 ),
                 io.String.Output(
                     display_name="report",
-                    tooltip="The ranking at this load, and from which load on which card is cheaper.",
+                    tooltip="The ranking at this load, and from which load which card is cheaper.",
                 ),
             ],
         )

@@ -9,7 +9,7 @@ import pytest
 from qwen_l40s.client import progress as module
 from qwen_l40s.client.ledger import labels
 from qwen_l40s.client.progress import Progress
-from qwen_l40s.client.workflow import printable
+from qwen_l40s.untrusted import printable
 
 
 class Terminal(io.StringIO):

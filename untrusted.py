@@ -1,9 +1,9 @@
-"""JSON from files of others: duplicate keys, NaN, lone surrogates and deep nesting are errors."""
+"""What others wrote: JSON that is parsed strictly, and text that a terminal is to show."""
 
 from __future__ import annotations
 
 import json
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -38,3 +38,10 @@ def parse_object(data: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"it is a JSON {type(value).__name__}, not an object")
     return value
+
+
+def printable(text: str, stream: TextIO) -> str:
+    """Escapes what would steer the terminal, and what its encoding lacks."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    lines = [line if line.isprintable() else ascii(line)[1:-1] for line in text.split("\n")]
+    return "\n".join(lines).encode(encoding, "backslashreplace").decode(encoding)
