@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..hosts.comfyui.load.linear import quantized_operations
 from ..hosts.comfyui.sample.attention import SLOT
-from ..hosts.comfyui.sample.optimize import Settings, optimize, report_of
+from ..hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from ..hosts.comfyui.sample.run import KEY
 from ..loaders.quantize import comfy_quant_tensor, quantize_rows
 from ..loaders.quantized_file import MARKER_2511
@@ -174,12 +174,12 @@ def stock_cudnn(patcher: ModelPatcher) -> ModelPatcher:
 
 def ours(patcher: ModelPatcher) -> ModelPatcher:
     """What the node Optimize makes of a model."""
-    return optimize(patcher, Settings())
+    return optimize(patcher, OptimizeSettings())
 
 
 def ours_attention(patcher: ModelPatcher) -> ModelPatcher:
     """The choice of attention alone; the blocks are ComfyUI's."""
-    return optimize(patcher, Settings(blocks=False))
+    return optimize(patcher, OptimizeSettings(blocks=False))
 
 
 def measure_pass(
@@ -221,7 +221,8 @@ def measure_table(
                 if edit:
                     timestep = torch.cat([timestep, timestep * 0])
                 embeddings.append(transformer.time_text_embed(timestep, tensors.text))
-            ModulationTable(transformer.transformer_blocks).fill(embeddings, batch)
+            table = ModulationTable(transformer.transformer_blocks)
+            table.entry(embeddings[0], batch, schedule=lambda: embeddings)
 
         for _ in range(repeats.warmup):
             build()

@@ -240,7 +240,7 @@ def sample(patcher: Any, case: Case, card: Card) -> dict[str, Any]:
         seed=0,
     )
     samples = [(end - begin) * 1e3 for begin, end in pairwise(moments)]
-    run = ModelModulation.of(patcher.model).run
+    tables = ModelModulation.of(patcher.model).passes
     return {
         "weights_bytes": held,
         **peaks(card),
@@ -248,7 +248,7 @@ def sample(patcher: Any, case: Case, card: Card) -> dict[str, Any]:
         "first_ms": samples[0],
         "step_ms": statistics.median(samples[1:]),
         "samples_ms": samples[1:],
-        "tables_seconds": run.seconds if run.passes else None,
+        "tables_seconds": tables.seconds if tables.passes else None,
     }
 
 
@@ -265,7 +265,7 @@ def measure_sampling(
     import comfy.model_management
 
     from ..hosts.comfyui.load.transformer import load_model
-    from ..hosts.comfyui.sample.optimize import Settings, optimize, report_of
+    from ..hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 
     for precision, place, cases in models():
         cases = [case for case in cases if not record.has(case) and (case.plain or not few)]
@@ -273,7 +273,7 @@ def measure_sampling(
             continue
         begin = time.perf_counter()
         patcher, _ = load_model(folder / "diffusion_models" / TRANSFORMER, precision, (), place)
-        optimized = optimize(patcher, Settings())
+        optimized = optimize(patcher, OptimizeSettings())
         comfy.model_management.load_models_gpu([optimized])
         print(f"{precision} {place}: loaded in {time.perf_counter() - begin:.1f} s", flush=True)
         warm_until = time.perf_counter() + WARM_SECONDS

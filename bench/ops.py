@@ -16,6 +16,7 @@ from ..measure.timing import time_cold
 from ..optimizations import reference
 from ..optimizations.attention import BACKENDS as ATTENTION
 from ..optimizations.attention import AttentionRequest, choose_attention
+from ..optimizations.fallback import Fallback
 from ..optimizations.fused import TORCH, Ops, choose_ops
 from ..optimizations.linear import BACKENDS as GEMMS
 from ..optimizations.linear import choose_gemm
@@ -270,9 +271,9 @@ def _programs(device: torch.device) -> tuple[tuple[str, Callable[[], Ops]], ...]
     """Our two ways to compute the kernels."""
 
     def triton() -> Ops:
-        ops, reason = choose_ops(device)
-        if ops is None or ops is TORCH:
-            raise UnavailableError(reason)
+        ops = choose_ops(device)
+        if isinstance(ops, Fallback) or ops is TORCH:
+            raise UnavailableError(str(ops) if isinstance(ops, Fallback) else ops.name)
         return ops
 
     return ("ours torch", lambda: TORCH), ("ours triton", triton)

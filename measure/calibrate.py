@@ -20,6 +20,7 @@ from ..machine.card import read_cards
 from ..machine.store import Calibration
 from ..optimizations import reference
 from ..optimizations.attention import AttentionRequest, choose_attention
+from ..optimizations.fallback import Fallback
 from ..optimizations.fused import choose_ops
 from ..optimizations.linear import choose_gemm, dense_linear
 from ..optimizations.reference import Modulation, Tokens
@@ -161,9 +162,9 @@ def _between(work: Pass, precision: str, device: torch.device) -> list[Part]:
     )
     attend = choose_attention(request)
     q, k, v = _random(3, work.items, work.joint, shape.heads, shape.head_dim, on=device)
-    ops, why = choose_ops(device)
-    if ops is None:
-        raise UnavailableError(f"the fused blocks do not run here, which are measured: {why}.")
+    ops = choose_ops(device)
+    if isinstance(ops, Fallback):
+        raise UnavailableError(f"the fused blocks do not run here, which are measured: {ops}.")
     tokens = Tokens(work.items, work.text, work.image, work.image)
     x, branch = _random(2, work.rows, shape.dim, on=device)
     halves = Modulation(*_random(2, work.items, 3 * shape.dim, on=device))

@@ -86,7 +86,8 @@ class QwenL40SOptimize(io.ComfyNode):
         cudnn_benchmark: bool = False,
     ) -> io.NodeOutput:
         require_host()
-        from ..hosts.comfyui.sample.optimize import Settings, optimize, report_of
+        from ..hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 
-        optimized = optimize(model, Settings(fused_blocks, attention, tf32, cudnn_benchmark))
+        settings = OptimizeSettings(fused_blocks, attention, tf32, cudnn_benchmark)
+        optimized = optimize(model, settings)
         return with_report(optimized, report=report_of(optimized))

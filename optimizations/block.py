@@ -1,4 +1,16 @@
-"""Whether a module is the block that the executor computes."""
+"""Runs the double-stream block of Qwen-Image with few kernels, on either host's module.
+
+It computes what the block's own `forward` computes (`QwenImageTransformerBlock` in both hosts):
+
+- both streams are rows of one matrix, so that each step between two GEMMs is one kernel for both;
+- gate, residual, the next LayerNorm and its modulation are one kernel, across the border between
+  two blocks as well, which also quantizes for the layers that follow, once for all of them;
+- q, k and v are written into the joint buffers of attention, normalized and rotated in place;
+- the GELU is in the GEMM's epilogue, or in the quantizer of what follows.
+
+That is 16 launches a block in bf16, of which 12 are GEMMs. In stock ComfyUI a quarter of a forward
+pass is memory traffic between the GEMMs: 44 of 170 ms on an NVIDIA H200 at 1024x1024.
+"""
 
 from __future__ import annotations
 
@@ -8,103 +20,15 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..spec import BLOCK_GEMMS
-from . import fused
-from .fused import Ops, Part, Rows, in_joint_order, in_stream_order
+from .fused import Ops
 from .linear import Gemm, dense_linear
 from .reference import Modulation, QKNorm, Rotary, Tokens
 
-# Every submodule that the executor reads instead of calling, so that a change to one would be lost.
-READ = (
-    "img_norm1",
-    "img_norm2",
-    "txt_norm1",
-    "txt_norm2",
-    "img_mlp",
-    "txt_mlp",
-    "img_mlp.net.0",
-    "txt_mlp.net.0",
-    "attn",
-    "attn.norm_q",
-    "attn.norm_k",
-    "attn.norm_added_q",
-    "attn.norm_added_k",
-)
-
-HEAD_NORMS = ("attn.norm_q", "attn.norm_k", "attn.norm_added_q", "attn.norm_added_k")
-
-
-def misfit(block: torch.nn.Module, dtype: torch.dtype) -> str:
-    """Why the executor does not compute a block, in one clause; empty when it does.
-
-    Args:
-        block: A host's double-stream block.
-        dtype: Of the activations.
-    """
-    try:
-        modules = {name: block.get_submodule(name) for name in READ}
-        attn = modules["attn"]
-        dim, heads = attn.to_q.out_features, attn.heads
-        widths = {mlp.net[0].proj.out_features for mlp in (block.img_mlp, block.txt_mlp)}
-    except AttributeError as error:
-        return f"its form is unknown: {error}"
-    for name, module in modules.items():
-        if is_changed(module):
-            return f"{name} has been changed by another extension"
-    norms = [modules[name] for name in READ if "norm" in name and "attn" not in name]
-    if any(norm.weight is not None for norm in norms):
-        return "its LayerNorms have weights"
-    if any(modules[name].weight is None for name in HEAD_NORMS):
-        return "its heads are not normalized"
-    head_eps = {modules[name].eps for name in HEAD_NORMS}
-    if len({norm.eps for norm in norms}) > 1 or len(head_eps) > 1 or len(widths) > 1:
-        return "its streams differ in form"
-    approximate = {mlp.net[0].approximate for mlp in (block.img_mlp, block.txt_mlp)}
-    if approximate != {"tanh"}:
-        return "its GELU is not the tanh form"
-    return fused.refusal(dim, dim // heads, dtype)
-
-
-def token_layers(block: torch.nn.Module) -> list[torch.nn.Module]:
-    """The linear layers of a block that see tokens; none of a block of another form."""
-    try:
-        return [block.get_submodule(name) for name in BLOCK_GEMMS]
-    except AttributeError:
-        return []
-
-
-def is_changed(module: torch.nn.Module) -> bool:
-    """Whether somebody has wrapped a module's `forward` or hooked it.
-
-    accelerate leaves the class's own `forward` in the module when its hooks come off.
-    """
-    own = module.__dict__
-    if own["_forward_hooks"] or own["_forward_pre_hooks"]:
-        return True
-    wrapped = own.get("forward")
-    return wrapped is not None and getattr(wrapped, "__func__", None) is not type(module).forward
-
-
-# Runs the double-stream block of Qwen-Image with few kernels, on either host's module.
-#
-# ComfyUI's and diffusers' blocks have the same attribute names, so that one executor serves both.
-# It
-# computes what the block's own `forward` computes (`QwenImageTransformerBlock` in both hosts):
-#
-# - both streams are rows of one matrix, so that each step between two GEMMs is one kernel for both;
-# - gate, residual, the next LayerNorm and its modulation are one kernel, across the border between
-#   two blocks as well, which also quantizes for the layers that follow, once for all of them;
-# - q, k and v are written into the joint buffers of attention, normalized and rotated in place;
-# - the GELU is in the GEMM's epilogue, or in the quantizer of what follows.
-#
-# That is 16 launches a block in bf16, of which 12 are GEMMs. In stock ComfyUI a quarter of a
-# forward
-# pass is memory traffic between the GEMMs: 44 of 170 ms on an NVIDIA H200 at 1024x1024.
-
+ALIGNED_SCALES = 4  # fp32 scales in 16 bytes
 DENSE = "dense"
 
 
-class Held(NamedTuple):
+class LayerTensors(NamedTuple):
     """The tensors of a linear layer on the card, for one product.
 
     Attributes:
@@ -119,15 +43,22 @@ class Held(NamedTuple):
 
 
 class Layers(Protocol):
-    """How a host holds its layers."""
+    """A host's access to its layers."""
 
     def kind(self, layer: torch.nn.Module) -> str | None:
         """Returns "dense", "fp8" or "int8"; None for a layer that has to run itself, such as one
         that a LoRA has wrapped.
         """
 
-    def held(self, layer: torch.nn.Module, like: torch.Tensor) -> AbstractContextManager[Held]:
+    def tensors(
+        self, layer: torch.nn.Module, like: torch.Tensor
+    ) -> AbstractContextManager[LayerTensors]:
         """A layer's tensors for activations like these, as long as the context lasts."""
+
+    def rounds(self, layer: torch.nn.Module) -> bool:
+        """Whether a layer may round its activations to 8 bits: host and executor then differ by
+        more than the order of their sums.
+        """
 
     def norm_weight(self, norm: torch.nn.Module, like: torch.Tensor) -> torch.Tensor:
         """The weight of an RMSNorm beside `like`."""
@@ -155,7 +86,7 @@ class Step(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """A linear layer, how it is held, and what its activations have to be.
+    """A linear layer, its kind, and what its activations have to be.
 
     Attributes:
         module: The host's.
@@ -384,7 +315,7 @@ class BlockExecutor:
         else:
             starts = range(part.start, part.start + part.items * part.step, part.step)
             pieces = [(start, part.length, out[i]) for i, start in enumerate(starts)]
-        with self._layers.held(layer.module, out) as (weight, scale, bias):
+        with self._layers.tensors(layer.module, out) as (weight, scale, bias):
             for start, length, piece in pieces:
                 if scale is None:
                     read = rows.plain(start, length, out.dtype)
@@ -408,3 +339,91 @@ def _streams(x: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tenso
         x[:cut].view(tokens.batch, tokens.text, columns),
         x[cut:].view(tokens.batch, tokens.image, columns),
     )
+
+
+# The rows that several linear layers read, each form of them made once.
+
+
+class Part(NamedTuple):
+    """One stream's rows in a matrix: `items` runs of `length` rows, their starts `step` apart."""
+
+    start: int
+    items: int
+    length: int
+    step: int
+
+    @property
+    def together(self) -> bool:
+        """Whether the runs follow one another without a gap."""
+        return self.items == 1 or self.step == self.length
+
+
+def in_stream_order(tokens: Tokens) -> tuple[Part, Part]:
+    """Text and image in a matrix of `tokens.rows` rows in stream order."""
+    return (
+        Part(0, tokens.batch, tokens.text, tokens.text),
+        Part(tokens.text_rows, tokens.batch, tokens.image, tokens.image),
+    )
+
+
+def in_joint_order(tokens: Tokens) -> tuple[Part, Part]:
+    """Text and image in a matrix of `tokens.rows` rows, item by item."""
+    return (
+        Part(0, tokens.batch, tokens.text, tokens.joint),
+        Part(tokens.text, tokens.batch, tokens.image, tokens.joint),
+    )
+
+
+class Rows:
+    """(rows, K) as plain numbers, quantized, or both.
+
+    Args:
+        ops: The kernels.
+        plain: bf16, fp16 or fp32; None where only `quantized` is known.
+        format: Of `quantized`.
+        quantized: Values and scales of all rows.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        plain: torch.Tensor | None,
+        format: str | None = None,
+        quantized: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        self._ops = ops
+        self._plain = plain
+        self._whole = {} if quantized is None else {format: quantized}
+        self._pieces: dict[tuple[str, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def plain(self, start: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """`length` rows from `start` on, in `dtype`."""
+        if self._plain is not None:
+            return self._plain[start : start + length]
+        # A layer turned out not to be quantized after all, as when the host merged a LoRA.
+        ((values, scale),) = self._whole.values()
+        part = slice(start, start + length)
+        return values[part].to(dtype).mul_(scale[part])
+
+    def quantize_all(self, format: str) -> None:
+        """Quantizes all rows in one launch, where layers of both streams read them."""
+        if format not in self._whole:
+            self._whole[format] = self._ops.row_quantize(self._plain, format)
+
+    def quantized(self, format: str, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and scales of `length` rows from `start` on; the scales' address is aligned.
+
+        cuBLASLt takes scales from addresses of 16 bytes on only, and Triton compiles a kernel of
+        its own for others; the image's rows may begin at any number of text tokens.
+        """
+        key = format, start, length
+        if key not in self._pieces:
+            part = slice(start, start + length)
+            if format in self._whole:
+                values, scale = (tensor[part] for tensor in self._whole[format])
+                if scale.storage_offset() % ALIGNED_SCALES:
+                    scale = scale.clone()
+            else:
+                values, scale = self._ops.row_quantize(self._plain[part], format)
+            self._pieces[key] = values, scale
+        return self._pieces[key]

@@ -1,4 +1,4 @@
-"""The rows that several linear layers read, each form of them made once."""
+"""The fused kernels of a block, as one choice: Triton on a card, plain torch without one."""
 
 from __future__ import annotations
 
@@ -9,97 +9,8 @@ import torch
 
 from ..machine.card import first_line
 from . import kernels, reference
+from .fallback import Fallback
 from .reference import Modulation, QKNorm, Rotary, Tokens
-
-ALIGNED_SCALES = 4  # fp32 scales in 16 bytes
-
-
-class Part(NamedTuple):
-    """One stream's rows in a matrix: `items` runs of `length` rows, their starts `step` apart."""
-
-    start: int
-    items: int
-    length: int
-    step: int
-
-    @property
-    def together(self) -> bool:
-        """Whether the runs follow one another without a gap."""
-        return self.items == 1 or self.step == self.length
-
-
-def in_stream_order(tokens: Tokens) -> tuple[Part, Part]:
-    """Text and image in a matrix of `tokens.rows` rows in stream order."""
-    return (
-        Part(0, tokens.batch, tokens.text, tokens.text),
-        Part(tokens.text_rows, tokens.batch, tokens.image, tokens.image),
-    )
-
-
-def in_joint_order(tokens: Tokens) -> tuple[Part, Part]:
-    """Text and image in a matrix of `tokens.rows` rows, item by item."""
-    return (
-        Part(0, tokens.batch, tokens.text, tokens.joint),
-        Part(tokens.text, tokens.batch, tokens.image, tokens.joint),
-    )
-
-
-class Rows:
-    """(rows, K) as plain numbers, quantized, or both.
-
-    Args:
-        ops: The kernels.
-        plain: bf16, fp16 or fp32; None where only `quantized` is known.
-        format: Of `quantized`.
-        quantized: Values and scales of all rows.
-    """
-
-    def __init__(
-        self,
-        ops: Ops,
-        plain: torch.Tensor | None,
-        format: str | None = None,
-        quantized: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> None:
-        self._ops = ops
-        self._plain = plain
-        self._whole = {} if quantized is None else {format: quantized}
-        self._pieces: dict[tuple[str, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def plain(self, start: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """`length` rows from `start` on, in `dtype`."""
-        if self._plain is not None:
-            return self._plain[start : start + length]
-        # A layer turned out not to be quantized after all, as when the host merged a LoRA.
-        ((values, scale),) = self._whole.values()
-        part = slice(start, start + length)
-        return values[part].to(dtype).mul_(scale[part])
-
-    def quantize_all(self, format: str) -> None:
-        """Quantizes all rows in one launch, where layers of both streams read them."""
-        if format not in self._whole:
-            self._whole[format] = self._ops.row_quantize(self._plain, format)
-
-    def quantized(self, format: str, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and scales of `length` rows from `start` on; the scales' address is aligned.
-
-        cuBLASLt takes scales from addresses of 16 bytes on only, and Triton compiles a kernel of
-        its own for others; the image's rows may begin at any number of text tokens.
-        """
-        key = format, start, length
-        if key not in self._pieces:
-            part = slice(start, start + length)
-            if format in self._whole:
-                values, scale = (tensor[part] for tensor in self._whole[format])
-                if scale.storage_offset() % ALIGNED_SCALES:
-                    scale = scale.clone()
-            else:
-                values, scale = self._ops.row_quantize(self._plain[part], format)
-            self._pieces[key] = values, scale
-        return self._pieces[key]
-
-
-# The fused kernels of a block, as one choice: Triton on a card, plain torch without one.
 
 # What the Triton kernels hold in registers, and how `tl.split` pairs a head.
 WIDEST = 16384
@@ -117,7 +28,7 @@ class Ops(NamedTuple):
 
 
 TORCH = Ops(
-    "plain torch",
+    "plain torch: no card",
     reference.residual_norm,
     reference.qk_norm_rope,
     reference.gelu_quantize,
@@ -125,29 +36,28 @@ TORCH = Ops(
 )
 
 
-def choose_ops(device: torch.device) -> tuple[Ops | None, str]:
-    """The kernels for a device, or None, with the reason in one clause."""
+def choose_ops(device: torch.device) -> Ops | Fallback:
+    """The kernels for a device, or why there are none."""
     if device.type == "cpu" and not kernels.interpreted():
-        return TORCH, "plain torch: no card"
+        return TORCH
     if device.type != "cpu" and (device.type != "cuda" or torch.version.hip is not None):
-        return None, f"{device.type} is no NVIDIA card"
+        return Fallback(f"{device.type} is not an NVIDIA card", final=True)
     if kernels.missing():
-        return None, kernels.missing()
+        return Fallback(kernels.missing(), final=True)
     ops = _triton()
-    refusal = _trial(ops, device)
-    return (None, f"Triton failed a trial: {refusal}") if refusal else (ops, "Triton")
+    return _trial(ops, device) or ops
 
 
-def refusal(dim: int, head_dim: int, dtype: torch.dtype) -> str:
-    """Why the kernels do not take a model, in one clause; empty when they do."""
+def unsupported_shape(dim: int, head_dim: int, dtype: torch.dtype) -> Fallback | None:
+    """Why the kernels do not take a model; None when they do."""
     if dtype not in (torch.bfloat16, torch.float32):
         # Residuals of Qwen-Image exceed what fp16 holds: both hosts clip or refuse it.
-        return f"{dtype}: the fused blocks take bf16 and fp32"
+        return Fallback(f"{dtype}: the fused blocks take bf16 and fp32")
     if dim > WIDEST:
-        return f"a width of {dim}, more than {WIDEST}"
+        return Fallback(f"a width of {dim}, more than {WIDEST}", final=True)
     if head_dim not in HEAD_DIMS:
-        return f"heads of {head_dim}, not {', '.join(map(str, HEAD_DIMS))}"
-    return ""
+        return Fallback(f"heads of {head_dim}, not {', '.join(map(str, HEAD_DIMS))}", final=True)
+    return None
 
 
 def _triton() -> Ops:
@@ -158,24 +68,29 @@ def _triton() -> Ops:
     return Ops("Triton", residual_norm, qk_norm_rope, gelu_quantize, row_quantize)
 
 
-_TRIED: dict[torch.device, str] = {}
+_TRIED: dict[torch.device, Fallback | None] = {}
 
 
-def _trial(ops: Ops, device: torch.device) -> str:
+def _trial(ops: Ops, device: torch.device) -> Fallback | None:
     """Runs the two kernels of every block once: compilers and drivers fail in ways that nobody
     declares.
     """
-    if device not in _TRIED:
-        try:
-            _TRIED[device] = _compare(ops, device)
-        except torch.OutOfMemoryError:
-            return "the card is full"  # which another time it is not
-        except Exception as error:  # Triton and C compilers raise anything
-            _TRIED[device] = first_line(error)
-    return _TRIED[device]
+    if device in _TRIED:
+        return _TRIED[device]
+    found = None
+    try:
+        if not _compare(ops, device):
+            found = Fallback("Triton failed a trial: a wrong result", final=True)
+    except torch.OutOfMemoryError:  # another time the card has room
+        found = Fallback("Triton failed a trial: the card is full")
+    except Exception as error:  # Triton and C compilers raise anything
+        found = Fallback(f"Triton failed a trial: {first_line(error)}", final=True)
+    if found is None or found.final:
+        _TRIED[device] = found
+    return found
 
 
-def _compare(ops: Ops, device: torch.device) -> str:
+def _compare(ops: Ops, device: torch.device) -> bool:
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -194,5 +109,4 @@ def _compare(ops: Ops, device: torch.device) -> str:
     ops.qk_norm_rope(q, k, weights, rotary, tokens, 1e-6)
     reference.qk_norm_rope(*twins, weights, rotary, tokens, 1e-6)
     pairs = ((x, twin), (h, expected), (q, twins[0]), (k, twins[1]))
-    right = all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in pairs)
-    return "" if right else "a wrong result"
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in pairs)

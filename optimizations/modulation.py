@@ -13,24 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from ..spec import format_gib
+from .block_form import ModulationLayer, modulation_layers
+from .fallback import Fallback
 from .reference import Modulation
 
 # What the entries of one table may take; the oldest leave. 120 timesteps of the full-size model, or
 # 60 of a batch of two.
 MOST_BYTES = 512 * 2**20
-
-
-class Layer(NamedTuple):
-    """One modulation layer: of which block, of which stream, and the host's module."""
-
-    block: int
-    stream: Literal["image", "text"]
-    module: torch.nn.Module
 
 
 class Entry(NamedTuple):
@@ -56,6 +52,47 @@ class Entry(NamedTuple):
     @property
     def bytes(self) -> int:
         return self.image.nbytes + self.text.nbytes
+
+
+@dataclass
+class TableFigures:
+    """What one run asked of a table.
+
+    Attributes:
+        timesteps, bytes: Of the table, when it was last read.
+        read: Entries that were there.
+        filled: Entries that were computed.
+        direct: Forward passes that computed the modulation without a table.
+        fallback: Why they did.
+    """
+
+    timesteps: int = 0
+    bytes: int = 0
+    read: int = 0
+    filled: int = 0
+    direct: int = 0
+    fallback: Fallback | None = None
+
+    def add(self, table: ModulationTable, before: tuple[int, int]) -> None:
+        """Counts what was asked of a table since its (hits, filled) were these."""
+        self.read += table.hits - before[0]
+        self.filled += table.filled - before[1]
+        self.timesteps, self.bytes = len(table), table.bytes
+
+    def lines(self) -> list[str]:
+        """What came of it, a line each."""
+        lines = []
+        if self.direct:
+            lines.append(
+                f"modulation: computed without a table in {self.direct} forward passes, because "
+                f"{self.fallback}"
+            )
+        if self.read or self.filled:
+            lines.append(
+                f"modulation: {self.timesteps} timesteps in a table of {format_gib(self.bytes)}, "
+                f"read {self.read} times, {self.filled} computed in this run"
+            )
+        return lines
 
 
 class ModulationTable:
@@ -120,27 +157,15 @@ class ModulationTable:
             place = keys.index(key)
             pairs = list(zip(keys, embeddings, strict=True))
             wanted |= dict(pairs[place:] + pairs[:place])
+        wanted = {key: embedding for key, embedding in wanted.items() if key not in self._entries}
         self._fill(wanted, batch)
         return self._entries[key]
-
-    def fill(self, embeddings: Sequence[torch.Tensor], batch: int, state: Hashable = None) -> None:
-        """Adds the entries of a schedule in one pass over the weights, as many as it may hold.
-
-        Args:
-            embeddings: As `entry` takes them, all of one shape.
-            batch: Items of the batch.
-            state: As `entry` takes it.
-        """
-        self._fill(dict(zip(_keys(embeddings, batch, state), embeddings, strict=True)), batch)
 
     def drop(self) -> None:
         """Frees all entries."""
         self._entries.clear()
 
-    def _fill(self, wanted: dict[tuple, torch.Tensor], batch: int) -> None:
-        new = {key: embedding for key, embedding in wanted.items() if key not in self._entries}
-        if not new:
-            return
+    def _fill(self, new: dict[tuple, torch.Tensor], batch: int) -> None:
         size = _entry_bytes(self._count, next(iter(new.values())), batch)
         room = max(1, self._most_bytes // size)
         new = dict(list(new.items())[:room])
@@ -157,7 +182,7 @@ def compute_entries(
     blocks: Sequence[torch.nn.Module],
     embeddings: Sequence[torch.Tensor],
     batch: int,
-    layers: Iterator[Layer] | None = None,
+    layers: Iterator[ModulationLayer] | None = None,
 ) -> list[Entry]:
     """What the modules give for several embeddings of one shape, in one pass over the weights.
 
@@ -175,7 +200,7 @@ def compute_entries(
     rows = {"image": list(embeddings), "text": [embedding[:batch] for embedding in embeddings]}
     together = {stream: torch.cat(parts) for stream, parts in rows.items()}
     exact: dict[str, list[tuple] | None] = {}  # how a layer is held whose bits were equal
-    with closing(layers or layers_of(blocks)) as walked:
+    with closing(layers or modulation_layers(blocks)) as walked:
         for index, stream, module in walked:
             parts = rows[stream]
             if exact.get(stream) == _form(module):
@@ -193,13 +218,6 @@ def compute_entries(
 def compute_entry(blocks: Sequence[torch.nn.Module], embedding: torch.Tensor, batch: int) -> Entry:
     """What the modules of some blocks give; arguments as of `ModulationTable.entry`."""
     return compute_entries(blocks, [embedding], batch)[0]
-
-
-def layers_of(blocks: Sequence[torch.nn.Module]) -> Iterator[Layer]:
-    """The modulation layers of some blocks, in order."""
-    for index, block in enumerate(blocks):
-        yield Layer(index, "image", block.img_mod)
-        yield Layer(index, "text", block.txt_mod)
 
 
 def _keys(

@@ -13,7 +13,7 @@ import torch
 from diffusers.models import attention_dispatch
 
 from ...optimizations.attention import ChosenAttention
-from ...optimizations.block import Attend
+from ...optimizations.fallback import Fallback
 
 # diffusers' own attention, whatever is chosen there.
 HOST_ATTENTION = "diffusers"
@@ -24,66 +24,40 @@ class TransformerAttention(ChosenAttention):
 
     host = "diffusers'"
 
-    def __init__(self, name: str, lossy: bool = False) -> None:
-        super().__init__(name, lossy)
-        self._host = ""  # why diffusers' own computes this pass
-
-    def for_pass(self, processor: object, host: HostAttention) -> Attend:
-        """What computes the attention of one forward pass.
+    def start_pass(self, processor: object) -> None:
+        """Finds out whether diffusers' own computes this pass: it was asked for, or the user chose
+        a backend there.
 
         Args:
             processor: Of the first block's attention.
-            host: diffusers' own, for this pass.
         """
+        if self.fallback and self.fallback.final:
+            return
         theirs = users_backend(processor)
-        if self.broken:
-            self._host = f"attention: diffusers' own: {self.broken}"
-        elif self.name == HOST_ATTENTION:
-            self._host = f"attention: diffusers' own, {theirs or 'native'}: asked for"
+        self.fallback = None
+        if self.name == HOST_ATTENTION:
+            self.fallback = Fallback(f"{theirs or 'native'}, asked for")
         elif self.name == "auto" and theirs:
-            self._host = f"attention: diffusers' own, {theirs}: chosen there"
-        else:
-            self._host = ""
-        if self._host:
-            return host.attend
-
-        def attend(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-        ) -> torch.Tensor:
-            return (host if self.broken else self).attend(q, k, v, mask)
-
-        return attend
-
-    @property
-    def may_be_wrong(self) -> bool:
-        """Whether the last pass ran a backend of this package."""
-        return bool(self._chosen) and not self._host and not self.broken
-
-    def lines(self) -> list[str]:
-        """What was chosen and why, a line each."""
-        return [self._host] if self._host else super().lines()
+            self.fallback = Fallback(f"{theirs}, chosen there")
 
 
-class HostAttention:
-    """diffusers' own attention for one forward pass.
+def host_attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    processor: object,
+) -> torch.Tensor:
+    """diffusers' own attention, as `optimizations.block.Attend`.
 
-    Attributes:
+    Args:
+        mask: True where a key counts, (batch, 1, 1, joint), as diffusers passes it; or None.
         processor: Whose backend counts.
-        mask: True where a key counts, as diffusers passes it, (batch, 1, 1, joint); or None.
     """
-
-    def __init__(self, processor: object) -> None:
-        self.processor = processor
-        self.mask: torch.Tensor | None = None
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """As `TransformerAttention.attend`; the mask is the one that diffusers would pass."""
-        out = attention_dispatch.dispatch_attention_fn(
-            q, k, v, attn_mask=self.mask, backend=backend_of(self.processor)
-        )
-        return out.flatten(2, 3).to(q.dtype)
+    out = attention_dispatch.dispatch_attention_fn(
+        q, k, v, attn_mask=mask, backend=backend_of(processor)
+    )
+    return out.flatten(2, 3).to(q.dtype)
 
 
 def backend_of(processor: object) -> Any:

@@ -6,44 +6,48 @@ bitsandbytes, torchao or a hook made of a layer keeps its own way.
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from ...loaders.quantize import FORMATS
-from ...optimizations.block import DENSE, Held, is_changed
+from ...optimizations.block import DENSE, LayerTensors
+from ...optimizations.block_form import is_changed
 from ...optimizations.linear import Gemm
 from .quantized import QuantizedLinear
 
 
 class DiffusersLayers:
-    """Implements `optimizations.block.Layers` for one forward pass.
-
-    Attributes:
-        kinds: How many layers of each kind there were.
-        gemms: What multiplies each quantized format.
-    """
+    """Implements `optimizations.block.Layers` for one run."""
 
     def __init__(self) -> None:
-        self.kinds: Counter[str | None] = Counter()
-        self.gemms: dict[str, Gemm] = {}
+        self._gemms: dict[str, Gemm] = {}
 
     def kind(self, layer: torch.nn.Module) -> str | None:
         kind = kind_of(layer)
-        if kind in FORMATS and self.gemms.setdefault(kind, layer.product) != layer.product:
-            kind = None  # a format has one GEMM here, and this layer was given another
-        self.kinds[kind] += 1
+        if kind in FORMATS and self._gemms.setdefault(kind, layer.product) != layer.product:
+            return None  # a format has one GEMM here, and this layer was given another
         return kind
 
-    def held(self, layer: torch.nn.Module, like: torch.Tensor) -> AbstractContextManager[Held]:
-        return nullcontext(Held(layer.weight, getattr(layer, "weight_scale", None), layer.bias))
+    def tensors(
+        self, layer: torch.nn.Module, like: torch.Tensor
+    ) -> AbstractContextManager[LayerTensors]:
+        scale = getattr(layer, "weight_scale", None)
+        return nullcontext(LayerTensors(layer.weight, scale, layer.bias))
+
+    def rounds(self, layer: torch.nn.Module) -> bool:
+        # A LoRA over a plain weight does not.
+        if kind_of(layer) == DENSE:
+            return False
+        weight = getattr(layer, "weight", None)
+        dense = type(weight) is torch.nn.Parameter and weight.dtype.itemsize > 1
+        return not (dense and weight.is_floating_point())
 
     def norm_weight(self, norm: torch.nn.Module, like: torch.Tensor) -> torch.Tensor:
         return norm.weight
 
     def gemm(self, format: str, device: torch.device) -> Gemm:
-        return self.gemms[format]
+        return self._gemms[format]
 
 
 def kind_of(layer: torch.nn.Module) -> str | None:
@@ -62,14 +66,3 @@ def is_plain(layer: torch.nn.Module) -> bool:
     parallelism put classes of their own in its place.
     """
     return type(layer) is torch.nn.Linear and type(layer.weight) is torch.nn.Parameter
-
-
-def rounds(layer: torch.nn.Module) -> bool:
-    """Whether a layer may round its activations to 8 bits: host and executor then differ by more
-    than the order of their sums. A LoRA over a plain weight does not.
-    """
-    if kind_of(layer) == DENSE:
-        return False
-    weight = getattr(layer, "weight", None)
-    dense = type(weight) is torch.nn.Parameter and weight.dtype.itemsize > 1
-    return not (dense and weight.is_floating_point())

@@ -34,7 +34,7 @@ from ...loaders.shards import Shards, read_shards
 from ...machine.device import available_bytes, choose_device
 from ...machine.memory import available_memory
 from ...spec import USUAL_SIDE
-from .patch import Optimized, check_attention, optimize
+from .patch import Optimized, is_lossy_attention, optimize
 from .settings import OFFLOADS
 from .text_encoder import load_text_encoder, load_tokenizer
 
@@ -308,7 +308,7 @@ def _load_parts(
     for part, model in models.items():
         check_fits(model, shards[part])
     if attention is not None:
-        check_attention(models["transformer"], attention, torch.device(device), dtype)
+        is_lossy_attention(models["transformer"], attention, torch.device(device), dtype)
     place = device if offload.name == "none" else "cpu"
     text_encoder = load_text_encoder(folder / "text_encoder", dtype=dtype, device=place)
     for part, model in models.items():

@@ -7,7 +7,6 @@ put theirs. Without it diffusers' code runs, bit for bit.
 from __future__ import annotations
 
 import inspect
-import os
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,10 +15,11 @@ from typing import Any
 import torch
 from diffusers import QwenImageTransformer2DModel
 
-from ...optimizations.attention import AttentionRequest, choose_attention
-from ...optimizations.attention.choice import VARIABLE
+from ...optimizations.attention import is_lossy
+from ...optimizations.fallback import Fallback
 from .attention import HOST_ATTENTION, TransformerAttention
-from .run import Optimization, Timesteps
+from .modulation import Timesteps
+from .run import TransformerOptimization
 
 # Where a module's `forward` is found: accelerate keeps the one that it wraps, and puts it back
 # after every image.
@@ -40,51 +40,50 @@ def optimize(transformer: QwenImageTransformer2DModel, *, attention: str = "auto
         UnavailableError: The attention that was asked for by name cannot run here.
 
     Example:
-        with optimize(pipeline.transformer) as optimized:
+        optimized = optimize(pipeline.transformer)
+        with optimized.run(lambda: pipeline.scheduler.timesteps):
             image = pipeline("a red star").images[0]
         print(optimized.report())
     """
-    if why_not(transformer):
-        return Optimized(None, why_not(transformer))
+    if fallback := unsupported_model(transformer):
+        return Optimized(None, fallback)
     parameter = next(transformer.parameters())
     device = parameter.device
     if device.type == "cpu" and torch.cuda.is_available():
         device = torch.device("cuda")  # where it will run: not moved yet, or offloaded between runs
-    exact = check_attention(transformer, attention, device, parameter.dtype)
+    lossy = is_lossy_attention(transformer, attention, device, parameter.dtype)
     before = _installed(transformer)
     if before is not None and before.optimization is not None:
         before.optimization.close()
         before.remove()
-    optimization = Optimization(transformer, TransformerAttention(attention, lossy=not exact))
+    optimization = TransformerOptimization(transformer, TransformerAttention(attention, lossy))
     forward = _Forward(transformer, optimization)
     forward.install()
-    return Optimized(forward, "")
+    return Optimized(forward)
 
 
-def check_attention(
+def is_lossy_attention(
     transformer: QwenImageTransformer2DModel, name: str, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Whether an attention is exact; what a 1024x1024 image asks of it has to run.
+    """Whether the attention that is asked for differs from exact attention by more than rounding.
 
     Raises:
         SettingError, UnavailableError: As `optimize`.
     """
-    asked = os.environ.get(VARIABLE, name) if name == "auto" else name
-    if asked in ("auto", HOST_ATTENTION):
-        return True
+    if name == HOST_ATTENTION:
+        return False
     config = transformer.config
-    heads, head_dim = config.num_attention_heads, config.attention_head_dim
-    request = AttentionRequest(device, dtype, 1, heads, head_dim, 4096 + 200)
-    return choose_attention(request, name).exact
+    return is_lossy(name, device, dtype, config.num_attention_heads, config.attention_head_dim)
 
 
-def why_not(transformer: object) -> str:
-    """One sentence when a model is none that is optimized here; empty when it is."""
+def unsupported_model(transformer: object) -> Fallback | None:
+    """Why a model is not optimized, in one sentence; None when it is Qwen-Image 1.x."""
     if type(transformer) is QwenImageTransformer2DModel and len(transformer.transformer_blocks):
-        return ""
-    return (
+        return None
+    return Fallback(
         f"The model is {type(transformer).__name__}, not the transformer of Qwen-Image 1.x "
-        "(QwenImageTransformer2DModel): it stays as it is."
+        "(QwenImageTransformer2DModel): it stays as it is.",
+        final=True,
     )
 
 
@@ -93,21 +92,21 @@ class Optimized:
 
     Args:
         forward: What hangs on the transformer; None where nothing does.
-        refusal: Why nothing does, in one sentence.
+        fallback: Why nothing does.
     """
 
-    def __init__(self, forward: _Forward | None, refusal: str) -> None:
+    def __init__(self, forward: _Forward | None, fallback: Fallback | None = None) -> None:
         self._forward = forward
         self._optimization = None if forward is None else forward.optimization
-        self._refusal = refusal
+        self._fallback = fallback
 
     def report(self) -> str:
         """Lines that say which path every part took in the last run."""
-        return self._refusal if self._optimization is None else self._optimization.report()
+        return self._optimization.report() if self._optimization else str(self._fallback)
 
     def run(self, timesteps: Timesteps | None = None) -> AbstractContextManager[None]:
-        """Marks one sampling run. Without it a run is known by its first step, whose time is later
-        than that of the step before.
+        """Marks one sampling run, in which nobody changes weights: the modulation comes from a
+        table, and the first step alone is checked. A call outside is a run of its own.
 
         Args:
             timesteps: Gives the scheduler's timesteps, from 1000 to 0, when the first step asks for
@@ -144,7 +143,7 @@ class _Forward:
     __slots__ = ("__signature__", "_transformer", "before", "optimization")
 
     def __init__(
-        self, transformer: QwenImageTransformer2DModel, optimization: Optimization | None
+        self, transformer: QwenImageTransformer2DModel, optimization: TransformerOptimization | None
     ) -> None:
         self.optimization = optimization
         self.before: Callable[..., Any] | None = None

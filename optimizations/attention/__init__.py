@@ -5,7 +5,7 @@ One file per way; `registry` lists them and says why one cannot run, `choice` pi
 
 from .backend import AttentionRequest
 from .backends import aligned_mask
-from .choice import Attention, ChosenAttention, choose_attention
+from .choice import Attention, ChosenAttention, choose_attention, is_lossy
 from .registry import BACKENDS, check_backends, refusal
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "aligned_mask",
     "check_backends",
     "choose_attention",
+    "is_lossy",
     "refusal",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ import torch
 
 from ...errors import SettingError, UnavailableError
 from ...machine.card import read_cards
+from ..fallback import Fallback
 from .backend import AttentionRequest, dtype_name, sm_of
 from .measure import Cache, Measurement, default_cache, measure
 from .registry import BACKENDS, limits_of, refusal
@@ -233,9 +233,23 @@ def _check_asked(
         raise UnavailableError("; ".join(clauses))
 
 
-# The attention of one optimized model: what is chosen for its shapes, and when it is given up.
+def is_lossy(
+    name: str, device: torch.device, dtype: torch.dtype, heads: int, head_dim: int
+) -> bool:
+    """Whether the attention that is asked for differs from exact attention by more than rounding.
 
-logger = logging.getLogger(__name__)
+    A backend that is named, here or by QWEN_L40S_ATTENTION, has to run for a 1024x1024 image.
+
+    Raises:
+        SettingError, UnavailableError: As `choose_attention`.
+    """
+    if name == "auto" and os.environ.get(VARIABLE, "auto") == "auto":
+        return False
+    request = AttentionRequest(device, dtype, 1, heads, head_dim, 4096 + 200)
+    return not choose_attention(request, name).exact
+
+
+# The attention of one optimized model: what is chosen for its shapes, and when it is given up.
 
 
 class ChosenAttention:
@@ -247,7 +261,7 @@ class ChosenAttention:
 
     Attributes:
         host: Whose attention stands in for it, in the genitive.
-        broken: Why that happens in this run; empty when it does not.
+        fallback: Why that happens; final for the run where a backend gave NaN.
     """
 
     host = "the host's"
@@ -255,24 +269,29 @@ class ChosenAttention:
     def __init__(self, name: str, lossy: bool = False) -> None:
         self.name = name
         self.lossy = lossy
-        self.broken = ""
+        self.fallback: Fallback | None = None
         self._chosen: dict[AttentionRequest, Attention] = {}
 
     def start_run(self) -> None:
         """Forgets the last run: what was chosen, and what went wrong."""
         self._chosen.clear()
-        self.broken = ""
+        self.fallback = None
+
+    @property
+    def used(self) -> bool:
+        """Whether it has computed anything in this run, and is not given up."""
+        return bool(self._chosen) and self.fallback is None
 
     def give_up(self) -> None:
         """Leaves the rest of the run to the host's own attention, after NaN or infinity."""
         names = sorted({attention.name for attention in self._chosen.values()}) or [self.name]
-        self.broken = f"{' and '.join(names)} gave NaN or infinity"
-        logger.warning("Qwen-Image L40S: attention: %s: %s own from here.", self.broken, self.host)
+        self.fallback = Fallback(f"{' and '.join(names)} gave NaN or infinity", final=True)
+        self.fallback.log(f"{self.host} own attention runs from here")
 
     def lines(self) -> list[str]:
         """What was chosen and why, a line each."""
-        if self.broken:
-            return [f"attention: {self.host} own: {self.broken}"]
+        if self.fallback:
+            return [f"attention: {self.host} own: {self.fallback}"]
         found = {f"attention: {chosen.name}: {chosen.reason}" for chosen in self._chosen.values()}
         return sorted(found) or [f"attention: {self.name}, chosen in the first step"]
 

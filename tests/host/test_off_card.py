@@ -28,7 +28,7 @@ from qwen_l40s.hosts.comfyui.sample.off_card import (
     PassFigures,
     off_card_layers,
 )
-from qwen_l40s.hosts.comfyui.sample.optimize import Settings, optimize, report_of
+from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from qwen_l40s.hosts.comfyui.sample.run import KEY as OPTIMIZATION
 from qwen_l40s.optimizations.stream import WeightStream
 from qwen_l40s.spec import GIB, CardFacts
@@ -40,7 +40,7 @@ WEIGHTS = narrow.weights()
 PATH = narrow.write(FOLDER / "bf16.safetensors", WEIGHTS)
 MODULATION = [name for name in WEIGHTS if "_mod.1." in name]
 OFF_CARD_BYTES = sum(WEIGHTS[name].nbytes for name in MODULATION)
-HOST_ATTENTION = Settings(attention="comfyui")
+HOST_ATTENTION = OptimizeSettings(attention="comfyui")
 
 
 def load(form="bf16", off_card=True, path=PATH, disable_dynamic=False):
@@ -82,7 +82,7 @@ def difference(found, known) -> float:
 
 
 def figures(model) -> PassFigures:
-    return ModelModulation.of(model.model).run
+    return ModelModulation.of(model.model).passes
 
 
 def same_off_card(known, found, **arguments):
@@ -135,7 +135,7 @@ def test_loading_moves_none_of_them():
 
 
 def test_weights_are_mapped_and_not_copied():
-    import qwen_l40s.hosts.comfyui.model as loader
+    import qwen_l40s.hosts.comfyui.load.transformer as loader
 
     mapped = {}
 

@@ -22,7 +22,7 @@ from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.sample.attention import SLOT, SlotAttention
 from qwen_l40s.hosts.comfyui.sample.modulation import ModelModulation
-from qwen_l40s.hosts.comfyui.sample.optimize import Settings, optimize, report_of, restore
+from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of, restore
 from qwen_l40s.hosts.comfyui.sample.run import KEY
 from qwen_l40s.nodes.optimize import QwenL40SOptimize
 from qwen_l40s.optimizations import fused
@@ -34,7 +34,7 @@ WEIGHTS = narrow.weights()
 PATH = narrow.write(FOLDER / "bf16.safetensors", WEIGHTS)
 # ComfyUI computes this model in fp32 on a processor and in bf16 on a card.
 SAME = 2e-6 if MODE == "cpu" else 1e-2
-HOST_ATTENTION = Settings(attention="comfyui")
+HOST_ATTENTION = OptimizeSettings(attention="comfyui")
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -298,13 +298,9 @@ def test_an_attention_of_another_node():
     behind = optimize(stock())
     behind.model_options["transformer_options"][SLOT] = other
     assert_same(known, forward(behind))
-    assert_same(plain, forward(optimize(model, Settings(attention="math"))))
-    assert (
-        restore(optimize(model, Settings(attention="math"))).model_options["transformer_options"][
-            SLOT
-        ]
-        is other
-    )
+    assert_same(plain, forward(optimize(model, OptimizeSettings(attention="math"))))
+    restored = restore(optimize(model, OptimizeSettings(attention="math")))
+    assert restored.model_options["transformer_options"][SLOT] is other
 
 
 def test_another_extension_that_has_wrapped_a_block():
@@ -457,7 +453,7 @@ def test_two_cards():
 def test_off_is_bit_identical():
     model = stock()
     known = forward(model)
-    off = optimize(model, Settings(blocks=False, attention="comfyui"))
+    off = optimize(model, OptimizeSettings(blocks=False, attention="comfyui"))
     assert torch.equal(forward(off), known)
     assert torch.equal(forward(restore(optimize(model))), known)
     assert torch.equal(forward(model), known)
@@ -553,7 +549,7 @@ def test_every_exact_attention_that_runs_here():
     known = forward(model)
     for name in BACKENDS:
         try:
-            clone = optimize(model, Settings(attention=name))
+            clone = optimize(model, OptimizeSettings(attention=name))
         except UnavailableError as error:
             assert name in str(error)
             continue
@@ -598,7 +594,8 @@ def test_flags_are_those_of_the_run():
         return executor(*arguments, **options)
 
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.benchmark
-    clone = optimize(stock(), Settings(attention="comfyui", tf32=True, cudnn_benchmark=True))
+    settings = OptimizeSettings(attention="comfyui", tf32=True, cudnn_benchmark=True)
+    clone = optimize(stock(), settings)
     clone.add_wrapper(WrappersMP.SAMPLER_SAMPLE, look)
     sample(clone)
     assert seen == [(True, True)]

@@ -45,7 +45,7 @@ from qwen_l40s.hosts.comfyui.report.table import (
     report_run,
 )
 from qwen_l40s.hosts.comfyui.sample import off_card as off_card_pass
-from qwen_l40s.hosts.comfyui.sample.optimize import Settings, optimize, report_of, restore
+from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of, restore
 from qwen_l40s.hosts.comfyui.sample.run import KEY as OPTIMIZATION
 from qwen_l40s.nodes.report import QwenL40SReport
 from qwen_l40s.planning.phases import Phase, Range
@@ -57,7 +57,7 @@ DEVICE = comfy.model_management.get_torch_device()
 CARD = MODE != "cpu"
 MICRO = ROOT / "models" / "micro"
 PATH = narrow.write(FOLDER / "bf16.safetensors", narrow.weights())
-HOST_ATTENTION = Settings(attention="comfyui")
+HOST_ATTENTION = OptimizeSettings(attention="comfyui")
 L40S = CardFacts("NVIDIA L40S", 46068 * 2**20, (8, 9))
 
 

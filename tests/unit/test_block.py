@@ -11,7 +11,8 @@ pytest.importorskip("diffusers")
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
 
 from qwen_l40s.optimizations import reference
-from qwen_l40s.optimizations.block import DENSE, BlockExecutor, Held, Step, misfit
+from qwen_l40s.optimizations.block import DENSE, BlockExecutor, LayerTensors, Step
+from qwen_l40s.optimizations.block_form import unsupported_block
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import ModulationTable, compute_entry
 from qwen_l40s.optimizations.reference import Rotary, Tokens
@@ -160,10 +161,10 @@ class Layers:
         kind = self.kinds.get(layer, DENSE)
         return None if kind == "opaque" else kind
 
-    def held(self, layer, like):
+    def tensors(self, layer, like):
         if self.kind(layer) is None:
             raise AssertionError("a layer that runs itself was read")
-        return nullcontext(Held(*self.weights.get(layer, (layer.weight, None)), layer.bias))
+        return nullcontext(LayerTensors(*self.weights.get(layer, (layer.weight, None)), layer.bias))
 
     def norm_weight(self, norm, like):
         return norm.weight
@@ -364,8 +365,8 @@ def test_layer_that_turns_out_dense_reads_the_quantized_rows_back():
     case, block = Case(TWO), new_block()
 
     class Merged(Layers):
-        def held(self, layer, like):
-            return nullcontext(Held(layer.weight, None, layer.bias))
+        def tensors(self, layer, like):
+            return nullcontext(LayerTensors(layer.weight, None, layer.bias))
 
         def apply(self, layer, x):
             if layer in (block.attn.to_add_out, block.attn.to_out[0]):
@@ -510,13 +511,13 @@ def test_results_without_a_following_block_stay_as_they_are():
 )
 def test_block_of_another_form_is_told(change, reason):
     block = new_block()
-    assert misfit(block, torch.float32) == ""
+    assert unsupported_block(block, torch.float32) is None
     change(block)
-    assert reason in misfit(block, torch.float32)
+    assert reason in unsupported_block(block, torch.float32).reason
 
 
 def test_fp16_is_told():
-    assert "take bf16 and fp32" in misfit(new_block(), torch.float16)
+    assert "take bf16 and fp32" in unsupported_block(new_block(), torch.float16).reason
 
 
 # --- the modulation table ---
@@ -548,8 +549,7 @@ def test_schedule_at_once_gives_the_bits_of_one_timestep_at_a_time(batch, rows, 
     blocks = [new_block(seed, dtype) for seed in range(3)]
     schedule = embeddings(20, rows, dtype)
     at_once, one_by_one = ModulationTable(blocks), ModulationTable(blocks)
-    at_once.entry(schedule[3], batch)
-    at_once.fill(schedule, batch)
+    at_once.entry(schedule[3], batch, schedule=lambda: schedule)
     assert len(at_once) == 20
     for embedding in schedule:
         ours, alone = at_once.entry(embedding, batch), one_by_one.entry(embedding, batch)
@@ -575,7 +575,7 @@ def test_rows_that_a_larger_batch_changes_go_alone():
         block.img_mod = Batched(block.img_mod)
     schedule = embeddings(4, 1, torch.float32)
     table = ModulationTable(blocks)
-    table.fill(schedule, 1)
+    table.entry(schedule[0], 1, schedule=lambda: schedule)
     for embedding in schedule:
         entry = table.entry(embedding, 1)
         for index, block in enumerate(blocks):
@@ -596,7 +596,7 @@ def test_table_is_bounded_and_the_oldest_entries_leave():
     assert table.hits == 1
     table.entry(schedule[0], 1)
     assert table.hits == 1
-    table.fill(schedule, 1)  # does not fit as a whole
+    table.entry(schedule[1], 1, schedule=lambda: schedule)  # does not fit as a whole
     assert len(table) == 3
 
 

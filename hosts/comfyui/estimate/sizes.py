@@ -35,7 +35,7 @@ from ..load.linear import LOADED_FORMATS
 from ..load.text_encoder import CPU, PlacedClip
 from ..lora.bypass import BYPASS_KEY
 from ..sample.off_card import named_weights, off_card_layers
-from ..sample.optimize import why_not
+from ..sample.optimize import unsupported_model
 
 TIMESTEP_ZERO = "index_timestep_zero"  # how Edit-2511 has its references modulated
 FOREIGN = "another extension's quantization"
@@ -108,7 +108,7 @@ def model_sizes(model: ModelPatcher) -> TrueModel:
     Raises:
         SettingError: it is not Qwen-Image 1.x.
     """
-    if why_not(model):
+    if unsupported_model(model):
         raise SettingError(
             f"the MODEL is {type(model.model).__name__} and estimates are of Qwen-Image 1.x alone "
             "(Qwen-Image, 2512, Edit, Layered): connect one of these, or none."

@@ -18,7 +18,7 @@ from ....planning.phases import figure
 from ..record.meter import harmless
 from ..record.record import Record
 from ..record.sampling import Recorder
-from ..sample.optimize import why_not
+from ..sample.optimize import unsupported_model
 from .predict import Prediction, predict
 from .rows import NAMES, LastRun, PhaseRow, ends, last_run, rows_of, seconds_text
 
@@ -71,9 +71,9 @@ def _sentence(text: str) -> RunReport:
 
 
 def _report(model: ModelPatcher, clip: Any, vae: Any) -> RunReport:
-    if sentence := why_not(model):
+    if fallback := unsupported_model(model):
         return _sentence(
-            sentence.replace("it passes through unchanged", "its runs are not reported")
+            fallback.reason.replace("it passes through unchanged", "its runs are not reported")
         )
     ran = last_run(model, clip, vae)
     if ran is None:

@@ -14,8 +14,10 @@ import comfy.ops
 import torch
 from comfy.quant_ops import QuantizedTensor
 
-from ....optimizations.block import DENSE, Held, is_changed
+from ....optimizations.block import DENSE, LayerTensors
+from ....optimizations.block_form import is_changed
 from ....optimizations.linear import Gemm, choose_gemm
+from ....spec import QUANTIZED
 from ..load import linear as operations
 
 # Operations whose `forward` is a product with the weight that the cast context gives.
@@ -54,8 +56,13 @@ class ComfyLayers:
         )
         return None if params is None or runs_itself else FORMATS.get(layout)
 
-    def held(self, layer: torch.nn.Module, like: torch.Tensor) -> AbstractContextManager[Held]:
+    def tensors(
+        self, layer: torch.nn.Module, like: torch.Tensor
+    ) -> AbstractContextManager[LayerTensors]:
         return _Cast(layer, like)
+
+    def rounds(self, layer: torch.nn.Module) -> bool:
+        return self.kind(layer) in QUANTIZED
 
     def norm_weight(self, norm: torch.nn.Module, like: torch.Tensor) -> torch.Tensor:
         weight = norm.weight
@@ -79,13 +86,13 @@ def _is_known(layer_class: type) -> bool:
 
 
 class _Cast:
-    """A layer's tensors beside `like`, through ComfyUI's cast context where they need one."""
+    """A layer's tensors where `like` is, through ComfyUI's cast context where they need one."""
 
     def __init__(self, layer: torch.nn.Module, like: torch.Tensor) -> None:
         self._context: comfy.ops.CastBiasWeightContext | None = None
         parameters = layer._parameters
         weight = parameters["weight"]
-        self._held = weight, parameters["bias"]
+        self._as_stored = weight, parameters["bias"]
         quantized = isinstance(weight, QuantizedTensor)
         # Past QuantizedTensor's own attributes, which are dispatched.
         values = weight._qdata if quantized else weight
@@ -101,15 +108,15 @@ class _Cast:
                 layer, like, offloadable=True, **options
             )
 
-    def __enter__(self) -> Held:
-        weight, bias = self._held if self._context is None else self._context.__enter__()
+    def __enter__(self) -> LayerTensors:
+        weight, bias = self._as_stored if self._context is None else self._context.__enter__()
         if not isinstance(weight, QuantizedTensor):
-            return Held(weight, None, bias)
+            return LayerTensors(weight, None, bias)
         scale = weight._params.scale
         rows = weight._qdata.shape[0]
         if scale.numel() == 1 < rows:
             scale = scale.reshape(1, 1).expand(rows, 1).contiguous()
-        return Held(weight._qdata, scale, bias)
+        return LayerTensors(weight._qdata, scale, bias)
 
     def __exit__(self, *error: object) -> None:
         if self._context is not None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from ....optimizations.block import is_changed
-from ....optimizations.modulation import Entry, ModulationTable, compute_entries
+from ....optimizations.block_form import blocks_of, is_changed, modulation_layers
+from ....optimizations.fallback import Fallback
+from ....optimizations.modulation import Entry, ModulationTable, TableFigures, compute_entries
 from ....spec import format_gib
 from ..lora.bypass import BYPASS_KEY, BypassForward
 from ..record.record import inner_phase
@@ -24,8 +24,6 @@ from .call import options_of
 from .off_card import OffCardLinear, PassFigures, compute_off_card, off_card_layers
 
 MODULATION_KEY = "qwen_l40s_modulation"
-# The parts of an entry by the modules that give them.
-STREAMS = {"img_mod": "image", "txt_mod": "text"}
 
 
 class Call(NamedTuple):
@@ -42,23 +40,17 @@ class Call(NamedTuple):
     extra: dict[str, Any]
 
 
-@dataclass
-class RunFigures(PassFigures):
-    """What one run asked of the table, and what its passes over off-card weights took.
+class _Current(NamedTuple):
+    """The entry of the pass that runs.
 
     Attributes:
-        read: Entries that were there.
-        filled: Entries that were computed.
-        direct: Forward passes that computed it without the table.
-        aside: Why they did.
-        stays: Whether ComfyUI keeps the weights on the card beside the table.
+        embedding: Holding it keeps its memory from being another tensor's.
+        copy: Of the embedding, where a node may write to it.
     """
 
-    read: int = 0
-    filled: int = 0
-    direct: int = 0
-    aside: str = ""
-    stays: bool = False
+    embedding: torch.Tensor
+    entry: Entry
+    copy: torch.Tensor | None
 
 
 class ModelModulation:
@@ -66,6 +58,10 @@ class ModelModulation:
 
     Args:
         model: ComfyUI's BaseModel, which holds this object from then on.
+
+    Attributes:
+        figures: What this run asked of the table.
+        passes: What this run's passes over off-card weights took.
     """
 
     def __init__(self, model: Any) -> None:
@@ -79,11 +75,9 @@ class ModelModulation:
         compute = weakref.WeakMethod(self._compute)
         self.table = ModulationTable(self._blocks, compute=lambda *given: compute()(*given))
         weakref.finalize(model, self.table.drop).atexit = False
-        self.run = RunFigures()
+        self.figures, self.passes = TableFigures(), PassFigures()
         self._call: Call | None = None
-        # Holding the embedding keeps its memory from being another tensor's.
-        self._current: tuple[torch.Tensor, Entry] | None = None
-        self._copy: torch.Tensor | None = None
+        self._current: _Current | None = None
 
     @classmethod
     def of(cls, model: Any) -> ModelModulation:
@@ -103,9 +97,9 @@ class ModelModulation:
 
     def start_run(self) -> None:
         """Begins the figures of another run."""
-        if self.run.inexact:
+        if self.passes.inexact:
             self.table.drop()
-        self.run = RunFigures()
+        self.figures, self.passes = TableFigures(), PassFigures()
 
     @contextmanager
     def during(self, call: Call) -> Iterator[None]:
@@ -123,24 +117,21 @@ class ModelModulation:
         Args:
             embedding: (batch, D), or (2 batch, D) where the second half is for timestep 0.
         """
-        if self._current is not None and self._current[0] is embedding:
-            return self._current[1]
+        current = self._current
+        if current is not None and current.embedding is embedding:
+            return current.entry
         batch = len(self._call.t)
-        table, run = self.table, self.run
-        run.aside = self._why_aside()
-        if run.aside:
+        self.figures.fallback = self._fallback()
+        if self.figures.fallback:
             (entry,) = self._compute([embedding], batch)
-            run.direct += 1
+            self.figures.direct += 1
         else:
-            state = self._state()
-            before = table.hits, table.filled
-            entry = table.entry(embedding, batch, state, lambda: self._schedule(embedding))
-            run.read += table.hits - before[0]
-            run.filled += table.filled - before[1]
-            run.stays = self.patcher.load_device.type == "cuda" and not self.patcher.is_dynamic()
-        self._current = embedding, entry
+            before = self.table.hits, self.table.filled
+            schedule = lambda: self._schedule(embedding)  # noqa: E731
+            entry = self.table.entry(embedding, batch, self._state(), schedule)
+            self.figures.add(self.table, before)
         replaced = self._call.options.get("patches_replace", {}).get("dit")
-        self._copy = embedding.clone() if replaced else None
+        self._current = _Current(embedding, entry, embedding.clone() if replaced else None)
         return entry
 
     def rows(self, layer: OffCardLinear, embedding: torch.Tensor) -> torch.Tensor | None:
@@ -151,18 +142,16 @@ class ModelModulation:
         """
         if self._call is None or torch.is_grad_enabled() or _is_foreign(layer):
             return None
-        index, _, stream = layer.key.removesuffix(".1").rpartition(".")
-        index = int(index.rpartition(".")[2])
-        if index == 0 and stream == "img_mod":  # a pass through the model begins
+        if (layer.block, layer.stream) == (0, "image"):  # a pass through the model begins
             self.entry(embedding)
         if self._current is None:
             return None
-        known, entry = self._current
-        rows = getattr(entry, STREAMS[stream])[index]
+        known, entry, copy = self._current
+        rows = getattr(entry, layer.stream)[layer.block]
         # The embedding or its first half; another node may have put another one in its place.
         same = embedding.data_ptr() == known.data_ptr() and embedding.dtype == known.dtype
-        if self._copy is not None:  # or may have written to it
-            same = same and torch.equal(embedding, self._copy[: len(embedding)])
+        if copy is not None:  # or may have written to it
+            same = same and torch.equal(embedding, copy[: len(embedding)])
         return rows if same and len(rows) == len(embedding) else None
 
     @staticmethod
@@ -188,48 +177,36 @@ class ModelModulation:
 
     def lines(self) -> list[str]:
         """What came of the run, a line each."""
-        table, run = self.table, self.run
-        lines = []
-        if run.direct:
-            lines.append(
-                f"modulation: computed without a table in {run.direct} forward passes, because "
-                f"{run.aside}"
-            )
-        if run.read or run.filled:
-            lines.append(
-                f"modulation: {len(table)} timesteps in a table of {format_gib(table.bytes)}, read "
-                f"{run.read} times, {run.filled} computed in this run"
-            )
+        passes, lines = self.passes, self.figures.lines()
+        patcher = self._patcher()
+        on_card = patcher is not None and patcher.load_device.type == "cuda"
         if self._off_card_bytes:
             size = format_gib(self._off_card_bytes)
             moved = "were not needed in this run"
-            if run.passes:
-                moved = f"passed through the card {run.passes} times, in {run.seconds:.2f} s"
+            if passes.passes:
+                moved = f"passed through the card {passes.passes} times, in {passes.seconds:.2f} s"
             lines.append(f"modulation: {size} of weights stay in host memory and {moved}")
-        elif run.stays and len(table):
+        elif self.figures.timesteps and on_card and not patcher.is_dynamic():
             lines.append(
-                "modulation: its weights stay on the card beside the table, as the loader put "
-                "them there; Load Qwen-Image Model (L40S) can leave them in host memory"
+                "modulation: its weights stay on the card with the table, as the loader put them "
+                "there; Load Qwen-Image Model (L40S) can leave them in host memory"
             )
-        return lines + [f"modulation: {note}" for note in dict.fromkeys(run.notes)]
+        return lines + [f"modulation: {note}" for note in dict.fromkeys(passes.notes)]
 
     @property
     def _blocks(self) -> Sequence[torch.nn.Module]:
-        return tuple(self._model().diffusion_model.transformer_blocks)
+        return blocks_of(self._model().diffusion_model)
 
-    def _why_aside(self) -> str:
-        """Why no table can stand in for the weights, in one clause; empty where it can."""
+    def _fallback(self) -> Fallback | None:
+        """Why no table can stand in for the weights."""
         # Without a patcher nobody says when weights change, nor when the table may go.
         if self._model().current_patcher is None:
-            return "no ComfyUI sampler runs the model"
+            return Fallback("no ComfyUI sampler runs the model")
         if torch.is_grad_enabled():
-            return "gradients are recorded"
-        linears = (
-            linear for block in self._blocks for linear in (block.img_mod[1], block.txt_mod[1])
-        )
-        if any(map(_is_foreign, linears)):
-            return "another extension has changed its layers"
-        return ""
+            return Fallback("gradients are recorded")
+        if any(_is_foreign(layer.module[1]) for layer in modulation_layers(self._blocks)):
+            return Fallback("another extension has changed its layers")
+        return None
 
     def _state(self) -> Hashable:
         """What the weights of the modulation are now."""
@@ -273,7 +250,7 @@ class ModelModulation:
         if self._off_card_bytes:
             with inner_phase(self._model(), "tables", timesteps=len(embeddings)) as recording:
                 return compute_off_card(
-                    self._blocks, embeddings, batch, self.patcher, self.run, recording.look
+                    self._blocks, embeddings, batch, self.patcher, self.passes, recording.look
                 )
         return compute_entries(self._blocks, embeddings, batch)
 

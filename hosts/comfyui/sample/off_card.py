@@ -19,11 +19,17 @@ import torch
 from comfy.model_patcher import ModelPatcher, ModelPatcherDynamic
 from comfy.quant_ops import QuantizedTensor
 
-from ....optimizations.modulation import Entry, Layer, compute_entries, layers_of
+from ....optimizations.block_form import (
+    MODULATION,
+    ModulationLayer,
+    blocks_of,
+    modulation_layers,
+)
+from ....optimizations.modulation import Entry, compute_entries
 from ....optimizations.stream import WeightStream
 from ....spec import format_gib
 
-HELD = ("weight", "bias")
+TENSORS = ("weight", "bias")
 
 
 class OffCardLinear(torch.nn.Module):
@@ -32,31 +38,32 @@ class OffCardLinear(torch.nn.Module):
     Args:
         linear: The host's layer, not loaded yet.
         key: Its name in the BaseModel, by which patches are found.
+        block, stream: Whose modulation it gives.
     """
 
     # By this ComfyUI knows that it has to merge patches while it saves.
     comfy_cast_weights = True
 
-    def __init__(self, linear: torch.nn.Module, key: str) -> None:
+    def __init__(self, linear: torch.nn.Module, key: str, block: int, stream: str) -> None:
         super().__init__()
         # Past Module.__setattr__, which would make it a submodule with parameters.
         self.__dict__["_linear"] = linear
         # As ComfyUI sets it where a layer may be in another dtype than what it is given.
         linear.comfy_cast_weights = True
-        self.key = key
+        self.key, self.block, self.stream = key, block, stream
         self.is_on_card = False
         self.__dict__["modulation"] = lambda: None  # weakly, what has the table
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Hands weights on: ComfyUI sets them when it takes a patch back."""
-        if name in HELD:
+        if name in TENSORS:
             setattr(self._linear, name, value)
         else:
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         # What ComfyUI reads of a layer by its key: the weights, and how a quantized one is patched.
-        if name in (*HELD, "in_features", "out_features", "layout_type") or (
+        if name in (*TENSORS, "in_features", "out_features", "layout_type") or (
             name.startswith(("set_", "convert_"))
         ):
             return getattr(self.__dict__["_linear"], name)
@@ -84,9 +91,9 @@ class OffCardLinear(torch.nn.Module):
         self.is_on_card = True
         try:
             held.update(
-                {name: _rebuilt(held[name], iterator) for name in HELD if held[name] is not None}
+                {name: _rebuilt(held[name], iterator) for name in TENSORS if held[name] is not None}
             )
-            for name in HELD if patcher is not None else ():
+            for name in TENSORS if patcher is not None else ():
                 held[name] = _patched(patcher, f"{self.key}.{name}", held[name])
             yield
         finally:
@@ -102,7 +109,7 @@ class OffCardLinear(torch.nn.Module):
             return self._linear(x, *args, **kwargs)
 
     def _tensors(self) -> list[torch.Tensor]:
-        held = (getattr(self._linear, name) for name in HELD)
+        held = (getattr(self._linear, name) for name in TENSORS)
         return [tensor for tensor in held if tensor is not None]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -118,7 +125,7 @@ class OffCardLinear(torch.nn.Module):
             linear._load_from_state_dict(state_dict, prefix, *rest)
             return
         missing = rest[2]
-        for name in HELD:
+        for name in TENSORS:
             tensor = state_dict.get(f"{prefix}{name}")
             if tensor is None:
                 missing.append(f"{prefix}{name}")
@@ -174,11 +181,12 @@ class OffCardDynamicPatcher(_OffCard, ModelPatcherDynamic):
 
 def take_off_card(model: Any) -> None:
     """Puts OffCardLinear layers into a BaseModel that has no weights yet."""
-    for index, block in enumerate(model.diffusion_model.transformer_blocks):
-        for name in ("img_mod", "txt_mod"):
+    for index, block in enumerate(blocks_of(model.diffusion_model)):
+        for stream, name in MODULATION.items():
             activation, linear = getattr(block, name)
             key = f"diffusion_model.transformer_blocks.{index}.{name}.1"
-            setattr(block, name, OffCardModulation(activation, OffCardLinear(linear, key)))
+            off_card = OffCardLinear(linear, key, index, stream)
+            setattr(block, name, OffCardModulation(activation, off_card))
 
 
 def off_card_layers(model: torch.nn.Module) -> list[OffCardLinear]:
@@ -191,7 +199,7 @@ def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
     yield from module.named_parameters()
     for name, layer in module.named_modules():
         if isinstance(layer, OffCardLinear):
-            for held in HELD:
+            for held in TENSORS:
                 tensor = getattr(layer, held)
                 if tensor is not None:
                     yield f"{name}.{held}", tensor
@@ -282,7 +290,7 @@ def compute_off_card(
         look: Reads the card while all that a pass took is still there.
     """
     figures.passes += 1
-    layers = [layer.module[1] for layer in layers_of(blocks)]
+    layers = [layer.module[1] for layer in modulation_layers(blocks)]
     device = embeddings[0].device
     try:
         return _streamed(blocks, layers, embeddings, batch, patcher, figures, look)
@@ -341,10 +349,10 @@ def _streamed(
 
 def _walk(
     blocks: Sequence[torch.nn.Module], stream: WeightStream, patcher: ModelPatcher | None
-) -> Iterator[Layer]:
+) -> Iterator[ModulationLayer]:
     """The layers in order, each with its weights on the device while it is had."""
     with closing(iter(stream)) as on_card:
-        for layer, parts in zip(layers_of(blocks), on_card, strict=True):
+        for layer, parts in zip(modulation_layers(blocks), on_card, strict=True):
             with layer.module[1].on_card(parts, patcher):
                 yield layer
 

@@ -7,7 +7,6 @@ bit for bit.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import comfy.model_base
@@ -15,19 +14,20 @@ from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-from ....optimizations.attention import AttentionRequest, choose_attention
-from ....optimizations.attention.choice import VARIABLE
+from ....optimizations.attention import is_lossy
+from ....optimizations.block_form import blocks_of
+from ....optimizations.fallback import Fallback
 from ..record.sampling import record_runs
 from .attention import SLOT, SlotAttention
 from .modulation import ModelModulation
-from .run import KEY, Optimization
+from .run import KEY, ComfyOptimization
 
 # ComfyUI's own attention, and with it whatever another node has put into the slot.
 HOST_ATTENTION = "comfyui"
 
 
 @dataclass(frozen=True)
-class Settings:
+class OptimizeSettings:
     """What `optimize` switches on.
 
     Attributes:
@@ -43,7 +43,7 @@ class Settings:
     cudnn_benchmark: bool = False
 
 
-def optimize(model: ModelPatcher, settings: Settings | None = None) -> ModelPatcher:
+def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> ModelPatcher:
     """Returns a clone that runs fast, or the same patcher for a model that is not Qwen-Image 1.x.
 
     Optimizing a second time replaces what the first time did.
@@ -52,18 +52,21 @@ def optimize(model: ModelPatcher, settings: Settings | None = None) -> ModelPatc
         SettingError: There is no attention backend of that name.
         UnavailableError: The attention that was asked for by name cannot run here.
     """
-    if why_not(model):
+    if unsupported_model(model):
         return model
-    settings = settings or Settings()
+    settings = settings or OptimizeSettings()
     clone = restore(model)
     options = clone.model_options["transformer_options"]
     others = options.get(SLOT)
     attention = None
     if settings.attention != HOST_ATTENTION and not (others and settings.attention == "auto"):
-        named = settings.attention != "auto" or VARIABLE in os.environ
-        lossy = named and not choose_attention(_likely_request(clone), settings.attention).exact
+        attn = blocks_of(model.model.diffusion_model)[0].attn
+        form = model.load_device, model.model.get_dtype_inference(), attn.heads, attn.dim_head
+        lossy = is_lossy(settings.attention, *form)
         attention = options[SLOT] = SlotAttention(settings.attention, lossy, others)
-    optimization = Optimization(settings.blocks, attention, settings.tf32, settings.cudnn_benchmark)
+    optimization = ComfyOptimization(
+        settings.blocks, attention, settings.tf32, settings.cudnn_benchmark
+    )
     clone.set_attachments(KEY, optimization)
     record_runs(clone, KEY)
     if settings.blocks or attention is not None:
@@ -88,31 +91,22 @@ def restore(model: ModelPatcher) -> ModelPatcher:
     return clone
 
 
-def why_not(model: ModelPatcher) -> str:
-    """One sentence when a MODEL is none that is optimized here; empty when it is."""
+def unsupported_model(model: ModelPatcher) -> Fallback | None:
+    """Why a MODEL is not optimized, in one sentence; None when it is Qwen-Image 1.x."""
     inner = model.model
     transformer = getattr(inner, "diffusion_model", None)
     if type(inner) is comfy.model_base.QwenImage and (
         type(transformer) is QwenImageTransformer2DModel
     ):
-        return ""
-    return (
+        return None
+    return Fallback(
         f"The model is {type(inner).__name__}, not Qwen-Image 1.x (Qwen-Image, 2512, Edit, "
-        "Layered): it passes through unchanged."
+        "Layered): it passes through unchanged.",
+        final=True,
     )
 
 
 def report_of(model: ModelPatcher) -> str:
     """Lines that say which path every part took in the runs so far."""
     optimization = model.get_attachment(KEY)
-    return why_not(model) if optimization is None else optimization.report()
-
-
-def _likely_request(model: ModelPatcher) -> AttentionRequest:
-    """What a 1024x1024 image asks of attention."""
-    inner = model.model
-    attn = inner.diffusion_model.transformer_blocks[0].attn
-    dtype = inner.get_dtype_inference()
-    return AttentionRequest(
-        model.load_device, dtype, 1, attn.heads, attn.dim_head, 4096 + 200, False
-    )
+    return str(unsupported_model(model) or "") if optimization is None else optimization.report()

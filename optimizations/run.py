@@ -1,0 +1,425 @@
+"""What happens to an optimized model in a run, in whichever host: which blocks run fused, the check
+in the first step, what falls back and why, and the report.
+
+The host's own loop over the blocks stays, with what others do between two blocks or around one. For
+the length of one call of the transformer each block's `forward` is replaced by one that runs the
+executor or hands its arguments to the host's own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..machine.card import first_line
+from ..spec import QUANTIZED
+from .attention import ChosenAttention
+from .block import BlockExecutor, Layers, Step
+from .block_form import is_changed, token_layers, unsupported_block
+from .fallback import Fallback
+from .fused import choose_ops
+from .modulation import Entry, compute_entry
+from .reference import Modulation, Tokens
+
+# What the check allows, of what a block adds to a stream. The fused bf16 block differs by 0.2 % to
+# 0.5 % from the host's, whose roundings it leaves out; a quantized one by what fp8 rounds twice.
+EXACT_TOLERANCE = 0.02
+ROUNDING_TOLERANCE = 0.15
+
+Streams = tuple[torch.Tensor, torch.Tensor]  # text and image
+
+
+class BlockInputs(NamedTuple):
+    """The arguments of one block.
+
+    Attributes:
+        text, image: (batch, tokens, D).
+        embedding: Of the timestep, (batch, D), or (2 batch, D) where the second half is for
+            timestep 0.
+        step: What the blocks of the pass share.
+        clear: Whether nothing reads or changes the streams on the way to the next block.
+    """
+
+    text: torch.Tensor
+    image: torch.Tensor
+    embedding: torch.Tensor
+    step: Step
+    clear: bool
+
+
+class RunModulation(Protocol):
+    """A host's modulation of one model, over its runs."""
+
+    def start_run(self) -> None:
+        """Begins the figures of another run."""
+
+    def lines(self) -> list[str]:
+        """What came of the run, a line each."""
+
+
+class HostPass(Protocol):
+    """A host's adapter: one call of its transformer.
+
+    Attributes:
+        owner: The host's model; held weakly.
+        state: What its weights are; what is known of the model in this run is known under it.
+        blocks: The transformer's, in order.
+        dtype, device: Of the activations.
+        latents: What the call denoises.
+        layers: Access to its layers.
+        modulation: Of the model.
+        attention: This package's, where it computes the attention of the block that runs.
+    """
+
+    owner: Any
+    state: Hashable
+    blocks: Sequence[torch.nn.Module]
+    dtype: torch.dtype
+    device: torch.device
+    latents: torch.Tensor
+    layers: Layers
+    modulation: RunModulation
+    attention: ChosenAttention | None
+
+    def fallback(self) -> Fallback | None:
+        """Why the host's own blocks run in this pass; None when the executor's do."""
+
+    def unsupported(self, block: torch.nn.Module) -> Fallback | None:
+        """Why the executor does not compute a block, beyond its form."""
+
+    def inputs(self, positional: tuple, arguments: dict[str, Any]) -> BlockInputs | Fallback:
+        """What a block was called with, or why the executor cannot take it."""
+
+    def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
+        """The modulation of all blocks for a timestep embedding."""
+
+    def host_attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The host's own attention, as `block.Attend`."""
+
+    def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
+        """The block's own forward with the host's own attention."""
+
+
+class FirstBlockCheck:
+    """One block by the executor against the host's own, for each shape once.
+
+    A change of the host, of a weight's layout or of another extension that the executor misses
+    would otherwise be a wrong picture without a word.
+
+    Args:
+        rounds: Whether weights are quantized or attention is lossy, so that host and executor round
+            differently.
+
+    Attributes:
+        failed: Why the host's blocks run from here on.
+        worst: The largest relative difference of a stream that passed.
+    """
+
+    def __init__(self, rounds: bool) -> None:
+        self._most = ROUNDING_TOLERANCE if rounds else EXACT_TOLERANCE
+        self._passed: set[tuple[Tokens, bool]] = set()
+        self.failed: Fallback | None = None
+        self.worst = 0.0
+
+    def wanted(self, step: Step) -> bool:
+        """Whether these shapes have not been compared yet."""
+        return (step.tokens, step.mask is not None) not in self._passed
+
+    def fail(self, reason: str) -> None:
+        """Leaves the blocks to the host from here on."""
+        self.failed = Fallback(reason, final=True)
+
+    def passes(self, before: Streams, ours: Streams, host: Streams, step: Step) -> bool:
+        """Compares text and image, and keeps the answer.
+
+        The difference may be a part of what the block added, and the rounding of the result:
+        |ours - host| <= most * |host - before| + eps / 2 * |host|, as Euclidean norms.
+        """
+        for stream, start, mine, theirs in zip(("text", "image"), before, ours, host, strict=True):
+            start, mine, theirs = (part.float() for part in (start, mine, theirs))
+            change = (theirs - start).norm().clamp_min(1e-30)
+            rounding = torch.finfo(before[0].dtype).eps / 2 * theirs.norm()
+            difference, allowance = ((mine - theirs).norm() / change), rounding / change
+            error = difference.item()
+            if not error <= self._most + allowance.item():  # NaN fails too
+                self.fail(
+                    f"the fused block's {stream} stream differs by {error:.2g} of what the block "
+                    f"adds from the host's own, and {self._most} is allowed"
+                )
+                return False
+            self.worst = max(self.worst, ((mine - theirs).norm() / theirs.norm()).item())
+        self._passed.add((step.tokens, step.mask is not None))
+        return True
+
+
+class PreparedModel:
+    """What is known of one model with one set of weights in one run; it holds no module.
+
+    Args:
+        host: Its first pass.
+        lossy_attention: Whether attention differs from exact attention by more than rounding.
+
+    Attributes:
+        ops: The kernels; a `Fallback` where there are none.
+        unsupported: Of each block, why the executor does not compute it.
+    """
+
+    def __init__(self, host: HostPass, lossy_attention: bool) -> None:
+        self.ops = choose_ops(host.device)
+        self.unsupported = [
+            unsupported_block(block, host.dtype) or host.unsupported(block) for block in host.blocks
+        ]
+        pairs = zip(host.blocks, self.unsupported, strict=True)
+        read = [layer for block, reason in pairs if not reason for layer in token_layers(block)]
+        self._kinds = Counter(map(host.layers.kind, read))
+        formats = sorted(set(self._kinds) & set(QUANTIZED))
+        self._gemms = [str(host.layers.gemm(format, host.device)) for format in formats]
+        self.check = FirstBlockCheck(lossy_attention or any(map(host.layers.rounds, read)))
+        self.modulation = host.modulation
+        self.passes = self.fused = 0
+        self.fallbacks: Counter[Fallback] = Counter()
+
+    def lines(self, host: str) -> list[str]:
+        """What ran, a line each."""
+        total = self.fused + self.fallbacks.total()
+        lines = []
+        if self.fused:
+            lines.append(
+                f"blocks: fused, {self.fused} of {total} in {self.passes} forward passes "
+                f"({self.ops.name}); the check's largest difference was {self.check.worst:.2g}"
+            )
+        for fallback, count in self.fallbacks.most_common():
+            lines.append(f"blocks: {host} own, {count} of {total}: {fallback}")
+        if not self.fused:
+            return lines
+        lines += [f"layers: {gemm}" for gemm in self._gemms]
+        if self._kinds[None]:
+            own = f"{self._kinds[None]} of {self._kinds.total()} run {host} own way"
+            lines.append(f"layers: {own}")
+        return lines + self.modulation.lines()
+
+
+class ForwardPass:
+    """The blocks of one call of a transformer.
+
+    Args:
+        fall_back: Told of each block that the host runs, and why.
+
+    Attributes:
+        fused: How many blocks the executor ran.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        host: HostPass,
+        fall_back: Callable[[Fallback, int], None],
+    ) -> None:
+        self._prepared = prepared
+        self._host = host
+        self._fall_back = fall_back
+        self._executor = BlockExecutor(host.layers, prepared.ops, self._attend)
+        self._embedding: torch.Tensor | None = None
+        self._entry: Entry | None = None
+        self.fused = 0
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Puts the executor into the blocks, and takes it out again."""
+        try:
+            for index, block in enumerate(self._host.blocks):
+                # Not through Module.__setattr__, which costs as much as a launch.
+                block.__dict__["forward"] = _BoundForward(self, index, block)
+            yield
+        finally:
+            for block in self._host.blocks:
+                block.__dict__.pop("forward", None)
+            del self._executor  # which holds this pass, and with it the model, in a circle
+
+    def run(
+        self, index: int, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
+    ) -> Streams:
+        """One block; arguments and result are those of the host's block."""
+        check, unsupported = self._prepared.check, self._prepared.unsupported
+        inputs = unsupported[index] or check.failed or self._host.inputs(positional, arguments)
+        if isinstance(inputs, Fallback):
+            self._fall_back(inputs, 1)
+            return type(block).forward(block, *positional, **arguments)
+        text, image, embedding, step, clear = inputs
+        halves = self._halves(index, block, embedding, len(image))
+        following = None
+        if clear and index + 1 < len(unsupported) and not unsupported[index + 1]:
+            following = self._host.blocks[index + 1], self._entry.of(index + 1)[0]
+        self.fused += 1
+        if self.fused > 1 or not check.wanted(step):
+            return self._executor.run(block, text, image, step, halves, following)
+        expected = self._host.host_block(block, arguments)
+        try:
+            result = self._compared(block, text, image, step, halves, following)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # compilers, drivers and packages raise anything
+            check.fail(f"the fused block raised {first_line(error)}")
+        else:
+            if check.passes((text, image), result, expected, step):
+                return result
+        self.fused -= 1
+        self._fall_back(check.failed, 1)
+        return expected
+
+    def _compared(self, *operands: Any) -> Streams:
+        """The block that is compared; where it gives NaN, once more with the host's attention."""
+        result = self._executor.run(*operands)
+        attention = self._host.attention
+        if attention is None or all(map(_is_finite, result)):
+            return result
+        executor = BlockExecutor(self._host.layers, self._prepared.ops, self._host.host_attend)
+        result = executor.run(*operands)
+        if all(map(_is_finite, result)):
+            attention.give_up()
+            self._executor = executor
+        return result
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        attention = self._host.attention
+        return (self._host.host_attend if attention is None else attention.attend)(q, k, v, mask)
+
+    def _halves(
+        self, index: int, block: torch.nn.Module, embedding: torch.Tensor, batch: int
+    ) -> tuple[Modulation, Modulation]:
+        if self._entry is None:
+            self._embedding, self._entry = embedding, self._host.entry(embedding, batch)
+        if embedding is not self._embedding:  # another extension has changed it for this block
+            return compute_entry((block,), embedding, batch).of(0)
+        return self._entry.of(index)
+
+
+class _BoundForward:
+    """The `forward` of one block during one call."""
+
+    __slots__ = ("_block", "_index", "_pass")
+
+    def __init__(self, forward_pass: ForwardPass, index: int, block: torch.nn.Module) -> None:
+        self._pass, self._index, self._block = forward_pass, index, block
+
+    def __call__(self, *positional: Any, **arguments: Any) -> Streams:
+        return self._pass.run(self._index, self._block, positional, arguments)
+
+
+class Optimization:
+    """The state of one optimized model, over its runs and forward passes.
+
+    What is known of a model is found out anew in each run, whose patches are in place by its first
+    forward pass, and kept for each model and each set of patches: ComfyUI's clones can carry other
+    LoRAs, and with several cards each has a model of its own.
+
+    Args:
+        attention: This package's, or None for the host's alone.
+        blocks: Whether the executor runs the blocks.
+    """
+
+    host = "the host's"
+
+    def __init__(self, attention: ChosenAttention | None, blocks: bool = True) -> None:
+        self.attention = attention
+        self._blocks = blocks
+        self._prepared: WeakKeyDictionary[Any, dict[Hashable, PreparedModel]]
+        self._prepared = WeakKeyDictionary()
+        self._last: PreparedModel | None = None
+        self._passes = 0
+        self._logged: set[str] = set()
+
+    def start_run(self) -> None:
+        """Forgets what was known in the last run; its report stays until the next pass."""
+        self._prepared = WeakKeyDictionary()
+        self._passes = 0
+        if self.attention is not None:
+            self.attention.start_run()
+
+    def run_pass(self, host: HostPass, call: Callable[[], Any]) -> Any:
+        """One call of the transformer, which `call` makes; once more where attention gave NaN."""
+        self._passes += 1
+        output = self._run_once(host, call)
+        attention = host.attention
+        if attention is None or not attention.used or not (self._passes == 1 or attention.lossy):
+            return output
+        found = output if isinstance(output, torch.Tensor) else output[0]
+        if _is_finite(found) or not _is_finite(host.latents):
+            return output
+        attention.give_up()
+        return self._run_once(host, call)
+
+    def report(self) -> str:
+        """Which path every part took, a line each."""
+        if not self._blocks:
+            lines = [f"blocks: {self.host} own, as asked for"]
+        elif self._last is None:
+            lines = [f"blocks: fused; the first step compares one with {self.host} own"]
+        else:
+            lines = self._last.lines(self.host)
+        return "\n".join([*lines, *self.attention_lines()])
+
+    def attention_lines(self) -> list[str]:
+        """Which attention ran, a line each."""
+        if self.attention is None:
+            return [f"attention: {self.host} own, or what another node has set"]
+        return self.attention.lines()
+
+    def _run_once(self, host: HostPass, call: Callable[[], Any]) -> Any:
+        if not self._blocks:
+            return call()
+        prepared = self._last = self._prepare(host)
+        prepared.passes += 1
+
+        def fall_back(fallback: Fallback, blocks: int) -> None:
+            prepared.fallbacks[fallback] += blocks
+            if fallback.reason not in self._logged:
+                self._logged.add(fallback.reason)
+                fallback.log(f"{self.host} own blocks run")
+
+        fallback = _whole_pass_fallback(prepared, host)
+        if fallback:
+            fall_back(fallback, len(host.blocks))
+            return call()
+        forward_pass = ForwardPass(prepared, host, fall_back)
+        with forward_pass.installed():
+            output = call()
+        prepared.fused += forward_pass.fused
+        return output
+
+    def _prepare(self, host: HostPass) -> PreparedModel:
+        if host.owner not in self._prepared:
+            host.modulation.start_run()
+        known = self._prepared.setdefault(host.owner, {})
+        if host.state not in known:
+            lossy = self.attention is not None and self.attention.lossy
+            known[host.state] = PreparedModel(host, lossy)
+        return known[host.state]
+
+
+def _whole_pass_fallback(prepared: PreparedModel, host: HostPass) -> Fallback | None:
+    """Why the host's own blocks run in a whole pass."""
+    if isinstance(prepared.ops, Fallback):
+        return prepared.ops
+    if prepared.check.failed:
+        return prepared.check.failed
+    if torch.is_grad_enabled():
+        return Fallback("gradients are recorded, which the kernels do not: use torch.no_grad()")
+    if found := host.fallback():
+        return found
+    if any(map(is_changed, host.blocks)):
+        return Fallback("another extension has changed the blocks, as offloading and caching do")
+    return None
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool(tensor.isfinite().all())
