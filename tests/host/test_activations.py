@@ -6,6 +6,7 @@ attention give what they give on a card: their results, without the temporaries 
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import comfy.ldm.qwen_image.controlnet as controlnet
@@ -18,11 +19,12 @@ from tracked_allocations import Allocations
 
 from qwen_l40s.hosts.comfyui.lora.bypass import BypassForward, LowRank
 from qwen_l40s.hosts.comfyui.sample import attention, forward
+from qwen_l40s.hosts.comfyui.sample.layers import ComfyLayers
 from qwen_l40s.optimizations import linear, reference
-from qwen_l40s.optimizations.block import Held
+from qwen_l40s.optimizations.block import LayerTensors
 from qwen_l40s.optimizations.fused import TORCH, Ops
 from qwen_l40s.optimizations.modulation import compute_entry
-from qwen_l40s.optimizations.self_check import Check
+from qwen_l40s.optimizations.run import FirstBlockCheck, ForwardPass
 from qwen_l40s.planning import bytes as text_encoder
 from qwen_l40s.planning.activations import FP32, SAMPLER_LATENTS, Rows, control_bytes, step_bytes
 from qwen_l40s.planning.request import (
@@ -85,11 +87,11 @@ class Int8Layers:
     def kind(self, layer):
         return None if "forward" in vars(layer) else "int8"  # as ComfyLayers of one that is changed
 
-    def held(self, layer, like):
+    def tensors(self, layer, like):
         if layer not in self._held:
             with _disable_current_modes():
                 self._held[layer] = reference.row_quantize(layer.weight, "int8")
-        return nullcontext(Held(*self._held[layer], layer.bias))
+        return nullcontext(LayerTensors(*self._held[layer], layer.bias))
 
     def norm_weight(self, norm, like):
         return norm.weight
@@ -180,23 +182,28 @@ def followed(request, setting):
     references = [torch.randn(rows.items, 16, 1, 128, 128).to(BF16)] * request.references
     timestep = torch.full((rows.items,), 0.5)
     quantized = setting.precision == "int8"
-    check, peaks = Check(quantized), []
+    check, peaks = FirstBlockCheck(quantized), []
+    prepared = SimpleNamespace(ops=KERNELS, check=check, unsupported=[None] * len(blocks))
+    layers = Int8Layers(setting.weight_only) if quantized else ComfyLayers()
     # The modulation is in its table.
     entries = {}
 
-    def modulation(embedding):
-        key = tuple(embedding.shape)
-        if key not in entries:
-            with _disable_current_modes():
-                entries[key] = compute_entry(blocks, embedding, rows.items)
-        return entries[key]
+    class Pass(forward.ComfyPass):
+        def entry(self, embedding, batch):
+            key = tuple(embedding.shape)
+            if key not in entries:
+                with _disable_current_modes():
+                    entries[key] = compute_entry(blocks, embedding, rows.items)
+            return entries[key]
 
     options = {"ref_latents_method": "index_timestep_zero"} if request.member.timestep_zero else {}
     with torch.inference_mode(), stand_ins():
         for _ in range(2):
-            running = forward.ForwardPass(blocks, KERNELS, None, modulation, check, True)
-            if quantized:
-                running._executor._layers = Int8Layers(setting.weight_only)
+            base = SimpleNamespace(diffusion_model=transformer)
+            with mock.patch.object(forward, "ModelModulation"):
+                host = Pass(base, None, x, {}, False)
+            host.layers = layers
+            running = ForwardPass(prepared, host, None)
             with running.installed(), Allocations(0) as seen:
                 transformer(
                     x,

@@ -479,7 +479,7 @@ def test_nothing_is_left_on_the_model():
 def test_a_wrong_kernel_is_noticed_in_the_first_step():
     model = stock()
     clone = optimize(model, HOST_ATTENTION)
-    right = fused.choose_ops(DEVICE)[0]
+    right = fused.choose_ops(DEVICE)
 
     def wrong(x, branch, gates, norms, tokens, eps, format=None):
         result = right.residual_norm(x, branch, gates, norms, tokens, eps, format)
@@ -487,8 +487,8 @@ def test_a_wrong_kernel_is_noticed_in_the_first_step():
             x *= 1.2
         return result
 
-    changed = right._replace(residual_norm=wrong), "wrong on purpose"
-    with mock.patch("qwen_l40s.hosts.comfyui.sample.run.choose_ops", lambda device: changed):
+    changed = right._replace(residual_norm=wrong)
+    with mock.patch("qwen_l40s.optimizations.run.choose_ops", lambda device: changed):
         found = forward(clone)
     assert torch.equal(found, forward(model))
     assert "differs by" in report_of(clone)
@@ -497,22 +497,22 @@ def test_a_wrong_kernel_is_noticed_in_the_first_step():
 def test_a_kernel_that_raises_leaves_the_blocks_to_comfyui():
     model = stock()
     clone = optimize(model, HOST_ATTENTION)
-    right = fused.choose_ops(DEVICE)[0]
+    right = fused.choose_ops(DEVICE)
 
     def broken(*arguments):
         raise RuntimeError("ptxas failed\nwith a long log")
 
-    changed = right._replace(qk_norm_rope=broken), "broken on purpose"
-    with mock.patch("qwen_l40s.hosts.comfyui.sample.run.choose_ops", lambda device: changed):
+    changed = right._replace(qk_norm_rope=broken)
+    with mock.patch("qwen_l40s.optimizations.run.choose_ops", lambda device: changed):
         found = forward(clone)
     assert torch.equal(found, forward(model))
     assert "raised ptxas failed" in report_of(clone)
     # What is no fault of a kernel is passed on.
     for error in (torch.OutOfMemoryError, comfy.model_management.InterruptProcessingException):
         clone = optimize(model, HOST_ATTENTION)
-        raising = right._replace(qk_norm_rope=mock.Mock(side_effect=error)), "raises"
+        raising = right._replace(qk_norm_rope=mock.Mock(side_effect=error))
         changed = mock.patch(
-            "qwen_l40s.hosts.comfyui.sample.run.choose_ops", lambda device, ops=raising: ops
+            "qwen_l40s.optimizations.run.choose_ops", lambda device, ops=raising: ops
         )
         with changed, contextlib.suppress(error):
             forward(clone)
