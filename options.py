@@ -16,10 +16,9 @@ from .planning.request import (
     TEXT_ENCODER_PRECISIONS,
     Loras,
 )
-from .spec import FAMILIES, OFF_CARD, ON_CARD
+from .spec import FAMILIES, GB, OFF_CARD, ON_CARD
 
 AUTO = "auto"
-GB = 10**9
 MOST_PIXELS = 16384
 MOST = 4096  # of everything that is counted
 # {option: place of the modulation weights}: a table stands in for weights that are off the card.

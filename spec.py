@@ -11,9 +11,13 @@ MIB = 2**20
 
 GIB = 2**30
 
+GB = 10**9  # as disks, files and downloads are sold
+
 BYTES_PER_WEIGHT = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1, "int8": 1}
 
 QUANTIZED = ("fp8", "int8")
+
+MULTIPLIED = ("bf16", *QUANTIZED)  # the precisions that a transformer computes its products in
 
 BYTES_PER_SCALE = 4  # fp32, one for each output row
 

@@ -14,7 +14,14 @@ from pathlib import Path
 from ..errors import SettingError
 from ..machine import memory as resources
 from ..machine import packages as software
-from ..machine.card import Capability, Cards, State, driver_capability, read_cards, tensor_cores
+from ..machine.card import (
+    Capability,
+    InstalledCards,
+    State,
+    driver_capability,
+    read_cards,
+    tensor_cores,
+)
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ def diagnose(models: Path | None = None) -> Diagnosis:
     return Diagnosis(checks, device, _one_remedy(remedies), nodes)
 
 
-def _card_checks(cards: Cards) -> tuple[Capability, ...]:
+def _card_checks(cards: InstalledCards) -> tuple[Capability, ...]:
     if not cards.usable:
         return (Capability("card", State.NOT_USABLE, cards.reason, cards.remedy),)
     state, warned = (State.LIMITED, f"; {cards.reason}") if cards.reason else (State.USABLE, "")
@@ -112,7 +119,7 @@ def _card_checks(cards: Cards) -> tuple[Capability, ...]:
     )
 
 
-def _attention_checks(cards: Cards, torch_check: Capability) -> tuple[Capability, ...]:
+def _attention_checks(cards: InstalledCards, torch_check: Capability) -> tuple[Capability, ...]:
     """One line for each attention backend; on a card each runs once, on a small input."""
     if not torch_check.usable:
         return (Capability("attention", State.NOT_USABLE, "it needs torch"),)

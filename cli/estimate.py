@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..charts.figures import folded, table
 from ..errors import SettingError
 from ..machine.card_list import card_notes
-from ..spec import GIB
+from ..spec import GIB, MULTIPLIED
 from .options import CARDS_HELP, add_request_arguments, request_of
 from .output import check_plot, print_text, write_plot
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ..planning.cards import Card
     from ..spec import CardFacts
 
-PRECISIONS = ("bf16", "fp8", "int8")
-
 
 def cards_table(cards: Mapping[str, Card], *, as_json: bool) -> str:
     """A line for each card, with notes and sources below, or one JSON object with everything."""
@@ -34,7 +32,7 @@ def cards_table(cards: Mapping[str, Card], *, as_json: bool) -> str:
 
     if as_json:
         return json.dumps({"cards": [_fields(card) for card in cards.values()]})
-    rows = [["card", "GiB", "GB/s", *(f"{name} TFLOPS" for name in PRECISIONS), "W", "price"]]
+    rows = [["card", "GiB", "GB/s", *(f"{name} TFLOPS" for name in MULTIPLIED), "W", "price"]]
     for card in cards.values():
         price = card.price()
         rows.append(
@@ -42,7 +40,7 @@ def cards_table(cards: Mapping[str, Card], *, as_json: bool) -> str:
                 card.name,
                 f"{card.memory_bytes / GIB:.1f}",
                 f"{card.bandwidth / 1e9:.0f}",
-                *(_tera(card.dense_flops.get(name)) for name in PRECISIONS),
+                *(_tera(card.dense_flops.get(name)) for name in MULTIPLIED),
                 f"{card.tdp_watts}",
                 f"${price.usd_per_hour:.2f}/h, {price_source(price)}" if price else "none",
             ]

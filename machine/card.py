@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-logger = logging.getLogger(__name__)
+from ..spec import GIB, MIB
 
-MIB = 2**20
-GIB = 2**30
+logger = logging.getLogger(__name__)
 
 # The oldest driver that runs a CUDA major version: NVIDIA, "CUDA Compatibility", minor versions.
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
@@ -61,7 +60,7 @@ class Capability:
 
 
 @dataclass(frozen=True)
-class Card:
+class InstalledCard:
     """One NVIDIA GPU.
 
     Attributes:
@@ -86,7 +85,7 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Cards:
+class InstalledCards:
     """The cards a run can use and, when there are none, the reason.
 
     Attributes:
@@ -97,13 +96,13 @@ class Cards:
         remedy: What would change that.
     """
 
-    usable: tuple[Card, ...] = ()
+    usable: tuple[InstalledCard, ...] = ()
     driver: str = ""
     reason: str = ""
     remedy: str = ""
 
 
-def read_cards(torch: ModuleType | None) -> Cards:
+def read_cards(torch: ModuleType | None) -> InstalledCards:
     """Asks the driver, then torch, for the cards.
 
     Args:
@@ -113,17 +112,17 @@ def read_cards(torch: ModuleType | None) -> Cards:
     if torch is None:
         reason = "torch is missing" if listed else "no NVIDIA driver answers"
         remedy = "install torch" if listed else ""
-        return Cards(driver=driver, reason=_join(listed, reason), remedy=remedy)
+        return InstalledCards(driver=driver, reason=_join(listed, reason), remedy=remedy)
     if torch.version.cuda is None:
         if not listed:
-            return Cards(reason="no NVIDIA driver answers and torch is a CPU build")
+            return InstalledCards(reason="no NVIDIA driver answers and torch is a CPU build")
         remedy = "install a torch built for CUDA (https://pytorch.org/get-started/locally)"
         reason = f"torch {torch.__version__} is built without CUDA"
-        return Cards(driver=driver, reason=_join(listed, reason), remedy=remedy)
+        return InstalledCards(driver=driver, reason=_join(listed, reason), remedy=remedy)
     return _ask_torch(torch, driver, listed)
 
 
-def tensor_cores(card: Card | None) -> tuple[Capability, ...]:
+def tensor_cores(card: InstalledCard | None) -> tuple[Capability, ...]:
     """What the card's tensor cores multiply; everything is NOT_USABLE without a card."""
     if card is None:
         return tuple(
@@ -140,7 +139,7 @@ def tensor_cores(card: Card | None) -> tuple[Capability, ...]:
     return tuple(found)
 
 
-def driver_capability(cards: Cards, cuda: str | None) -> Capability:
+def driver_capability(cards: InstalledCards, cuda: str | None) -> Capability:
     """Whether the NVIDIA driver serves the CUDA version torch is built for.
 
     Args:
@@ -161,7 +160,7 @@ def driver_capability(cards: Cards, cuda: str | None) -> Capability:
     return Capability("driver", State.NOT_USABLE, reason, remedy)
 
 
-def _ask_torch(torch: Any, driver: str, listed: tuple[Card, ...]) -> Cards:
+def _ask_torch(torch: Any, driver: str, listed: tuple[InstalledCard, ...]) -> InstalledCards:
     ecc = {card.uuid: card.ecc for card in listed}
     cards = []
     # torch tells in a warning what is wrong with a driver, such as its age, and counts no cards.
@@ -174,23 +173,29 @@ def _ask_torch(torch: Any, driver: str, listed: tuple[Card, ...]) -> Cards:
                     uuid = str(getattr(properties, "uuid", ""))
                     sm = (properties.major, properties.minor)
                     cards.append(
-                        Card(properties.name, sm, properties.total_memory, uuid, ecc.get(uuid))
+                        InstalledCard(
+                            properties.name, sm, properties.total_memory, uuid, ecc.get(uuid)
+                        )
                     )
         except RuntimeError as error:  # the card is out of memory, or has failed
             remedy = "free the card or restart the machine"
-            return Cards(driver=driver, reason=_join(listed, first_line(error)), remedy=remedy)
+            return InstalledCards(
+                driver=driver, reason=_join(listed, first_line(error)), remedy=remedy
+            )
     warned = [first_line(entry.message) for entry in caught if entry.category is UserWarning]
     if cards:
         remedy = "install a torch that supports the card" if warned else ""
-        return Cards(usable=tuple(cards), driver=driver, reason="; ".join(warned), remedy=remedy)
+        return InstalledCards(
+            usable=tuple(cards), driver=driver, reason="; ".join(warned), remedy=remedy
+        )
     if not listed and not warned:
-        return Cards(driver=driver, reason="no NVIDIA driver answers")
+        return InstalledCards(driver=driver, reason="no NVIDIA driver answers")
     reason = warned[0] if warned else "torch does not see it"
     remedy = "check CUDA_VISIBLE_DEVICES and the driver"
-    return Cards(driver=driver, reason=_join(listed, reason), remedy=remedy)
+    return InstalledCards(driver=driver, reason=_join(listed, reason), remedy=remedy)
 
 
-def _ask_nvidia_smi() -> tuple[str, tuple[Card, ...]]:
+def _ask_nvidia_smi() -> tuple[str, tuple[InstalledCard, ...]]:
     """The driver's version and its cards; ("", ()) when there is no driver."""
     command = ["nvidia-smi", "--format=csv,noheader,nounits"]
     command.append("--query-gpu=driver_version,name,compute_cap,memory.total,uuid,ecc.mode.current")
@@ -213,16 +218,16 @@ def _ask_nvidia_smi() -> tuple[str, tuple[Card, ...]]:
     return (rows[0][0] if rows else ""), tuple(cards)
 
 
-def _card(row: list[str]) -> Card:
+def _card(row: list[str]) -> InstalledCard:
     _, name, sm, memory_mib, uuid, ecc = row
     major, _, minor = sm.partition(".")
     enabled = {"Enabled": True, "Disabled": False}.get(ecc)  # "[N/A]" on cards without it
-    return Card(
+    return InstalledCard(
         name, (int(major), int(minor)), int(memory_mib) * MIB, uuid.removeprefix("GPU-"), enabled
     )
 
 
-def _join(listed: tuple[Card, ...], reason: str) -> str:
+def _join(listed: tuple[InstalledCard, ...], reason: str) -> str:
     return f"{'; '.join(map(str, listed))}: {reason}" if listed else reason
 
 

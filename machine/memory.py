@@ -13,9 +13,8 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
-from .card import GIB, Capability, State
-
-GB = 10**9
+from ..spec import GB, GIB
+from .card import Capability, State
 
 # bf16: two bytes for each parameter of the transformer, the text encoder and the VAE.
 BF16_PARTS = int((20.430 + 8.29 + 0.127) * 2 * GB)

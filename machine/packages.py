@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .card import Capability, Cards, State, first_line
+from .card import Capability, InstalledCards, State, first_line
 
 COMFYUI_FLOOR = (0, 33, 0)
 CUDNN_FLOOR = 91500
@@ -129,7 +129,7 @@ def torch_capability(torch: Any) -> Capability:
     return Capability("torch", State.USABLE, reason)
 
 
-def check_triton(cards: Cards) -> Capability:
+def check_triton(cards: InstalledCards) -> Capability:
     """Triton and what it builds its launchers with: a C compiler and Python's headers."""
     if not cards.usable:
         return _without_card("triton", "triton")

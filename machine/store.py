@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..planning.cards import Card, name_key
-from ..planning.rates import PRECISIONS, Rates
+from ..planning.rates import Rates
+from ..spec import MULTIPLIED
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ def parse(entry: Any) -> Calibration | None:
     figures = [rates.get(name) for name in FIGURES]
     if not all(map(_is_rate, (*figures, *gemm.values()))) or "bf16" not in gemm:
         return None
-    if not gemm.keys() <= set(PRECISIONS):
+    if not gemm.keys() <= set(MULTIPLIED):
         return None
     return Calibration(*about, Rates(dict(gemm), **dict(zip(FIGURES, figures, strict=True))))
 

@@ -28,7 +28,7 @@ from ..planning.rates import Rates
 from ..planning.times import step_work
 from ..planning.vae_bytes import Step
 from ..planning.work import Pass, norm_bytes
-from ..spec import BLOCK_GEMMS, QUANTIZED, TransformerShape, format_gib
+from ..spec import BLOCK_GEMMS, MULTIPLIED, QUANTIZED, TransformerShape, format_gib
 from .timing import Part, Sum, run_mix
 
 # Of each precision's mix, of the VAE's layers and of fp32 products.
@@ -37,7 +37,6 @@ IMAGE_TOKENS, TEXT_TOKENS = 4096, 200
 ENCODER_ROWS, ENCODER_WIDTH, ENCODER_HIDDEN = 264, 3584, 18944
 # The VAE's widest layers by time: (channels, rows and columns).
 RESIDUALS = ((96, 1024), (192, 512), (384, 256))
-PRECISIONS = ("bf16", *QUANTIZED)
 EPS = 1e-6
 GEMM, ATTENTION, NORM, CONVOLUTION, ENCODER = "gemm", "attention", "norm", "convolution", "encoder"
 
@@ -101,7 +100,7 @@ def _calibrate(
     work, left_out = sizes.work, {}
     gemm: dict[str, float] = {}
     shared = {ATTENTION: Sum(), NORM: Sum()}
-    for precision in PRECISIONS:
+    for precision in MULTIPLIED:
         say(f"{precision} block")
         found = _products(work, precision, device)
         if isinstance(found, str):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..machine.card import GIB
+from ..spec import GIB
 
 # More than any L2 cache; writing it also takes longer than launching what is timed after it.
 FLUSHED_BYTES = 2**28

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..spec import QUANTIZED
+from ..spec import GB, QUANTIZED
 from .bytes import text_encoder_bytes, weight_bytes
 from .phases import transformer_bytes, vae_bytes
 from .request import TEXT_ENCODER, TRANSFORMER, VAE, RunRequest, Setting
 
-GB = 10**9
 CARD_MEMORY = "card memory"
 LM_HEAD_BYTES = 2 * 152_064 * 3584  # in the published text encoder; encoding never reads it
 # Software, predicted but for torch's environment: 7.8 GB with torch 2.11.0+cu130 on a machine that

@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-from ...machine.card import Capability, Cards, State, first_line
+from ...machine.card import Capability, InstalledCards, State, first_line
 from ...machine.packages import Package, check_package
 from .backend import AttentionRequest, Backend, Limits, sm_of
 from .backends import (
@@ -76,7 +76,7 @@ def forget() -> None:
         remembered.cache_clear()
 
 
-def check_backends(cards: Cards) -> tuple[Capability, ...]:
+def check_backends(cards: InstalledCards) -> tuple[Capability, ...]:
     """What can be done with each backend on the first card, or on the processor without one.
 
     Asked for Qwen-Image's heads in bf16.

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from qwen_l40s import UnavailableError
-from qwen_l40s.machine.card import Capability, Cards, State
+from qwen_l40s.machine.card import Capability, InstalledCards, State
 from qwen_l40s.optimizations.attention import (
     BACKENDS,
     AttentionRequest,
@@ -277,7 +277,7 @@ def test_nothing_of_a_package_is_imported_without_a_card(monkeypatch, tmp_path):
         (tmp_path / f"{module}.py").write_text("raise AssertionError('imported')")
         monkeypatch.delitem(published.sys.modules, module, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    checks = {check.name: check for check in check_backends(Cards())}
+    checks = {check.name: check for check in check_backends(InstalledCards())}
     assert list(checks) == [f"attention {name}" for name in BACKENDS]
     for name in PACKAGES:
         assert checks[f"attention {name}"] == Capability(
@@ -292,7 +292,9 @@ def test_each_backend_has_its_state_and_reason(monkeypatch, card):
     card((8, 9))
     for module, functions, _ in PACKAGES.values():
         published.install(monkeypatch, module, functions)
-    checks = {check.name.removeprefix("attention "): check for check in check_backends(Cards())}
+    checks = {
+        check.name.removeprefix("attention "): check for check in check_backends(InstalledCards())
+    }
     flash = checks["flash_attn_2"]
     assert flash.state is State.LIMITED
     assert flash.reason.endswith("; exact; not with a mask: takes no mask; " + UNPROVEN)

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from qwen_l40s.machine import card as hardware
-from qwen_l40s.machine.card import GIB, MIB, Card, Cards, State
+from qwen_l40s.machine.card import InstalledCard, InstalledCards, State
+from qwen_l40s.spec import GIB, MIB
 
-L40S = Card("NVIDIA L40S", (8, 9), 46068 * MIB, "aa-bb", True)
+L40S = InstalledCard("NVIDIA L40S", (8, 9), 46068 * MIB, "aa-bb", True)
 SMI_L40S = "550.54.15, NVIDIA L40S, 8.9, 46068, GPU-aa-bb, Enabled"
 
 
@@ -68,7 +69,7 @@ def cuda_torch(cards=(L40S,), *, version="2.11.0+cu130", cuda="13.0", warn=None,
     ],
 )
 def test_tensor_cores_follow_the_compute_capability(sm, usable):
-    found = hardware.tensor_cores(Card("card", sm, 48 * GIB))
+    found = hardware.tensor_cores(InstalledCard("card", sm, 48 * GIB))
     assert [check.name.split()[0] for check in found if check.usable] == usable
     assert all(f"sm_{sm[0]}{sm[1]}" in check.reason for check in found)
 
@@ -80,7 +81,7 @@ def test_no_tensor_cores_without_a_card():
 def test_cards_come_from_torch_and_their_ecc_from_nvidia_smi(nvidia_smi):
     nvidia_smi(SMI_L40S)
     cards = hardware.read_cards(cuda_torch())
-    assert cards == Cards(usable=(L40S,), driver="550.54.15")
+    assert cards == InstalledCards(usable=(L40S,), driver="550.54.15")
     assert str(cards.usable[0]) == "NVIDIA L40S, sm_89, 46068 MiB (45.0 GiB) visible, ECC on"
 
 
@@ -120,12 +121,12 @@ def test_an_nvidia_smi_that_fails_or_tells_too_little_lists_no_card(nvidia_smi, 
 @pytest.mark.parametrize(
     ("cards", "cuda", "state"),
     [
-        (Cards(), "13.0", State.NOT_USABLE),
-        (Cards(usable=(L40S,), driver="550.54"), "13.0", State.USABLE),
-        (Cards(driver="550.54"), "13.0", State.NOT_USABLE),
-        (Cards(driver="550.54"), "12.8", State.USABLE),
-        (Cards(driver="550.54"), None, State.USABLE),
-        (Cards(usable=(L40S,)), "12.8", State.USABLE),
+        (InstalledCards(), "13.0", State.NOT_USABLE),
+        (InstalledCards(usable=(L40S,), driver="550.54"), "13.0", State.USABLE),
+        (InstalledCards(driver="550.54"), "13.0", State.NOT_USABLE),
+        (InstalledCards(driver="550.54"), "12.8", State.USABLE),
+        (InstalledCards(driver="550.54"), None, State.USABLE),
+        (InstalledCards(usable=(L40S,)), "12.8", State.USABLE),
     ],
 )
 def test_the_driver_must_serve_the_cuda_of_torch(cards, cuda, state):

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from qwen_l40s.machine import memory as resources
-from qwen_l40s.machine.card import GIB, State
+from qwen_l40s.machine.card import State
+from qwen_l40s.spec import GIB
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from qwen_l40s.machine import packages as software
-from qwen_l40s.machine.card import Cards, State
+from qwen_l40s.machine.card import InstalledCards, State
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_package_of_unknown_version_is_not_called_old(package_folder):
 
 def test_triton_is_not_imported_without_a_card(package_folder):
     package_folder("triton", "raise AssertionError('imported')", "1.0")
-    check = software.check_triton(Cards())
+    check = software.check_triton(InstalledCards())
     assert not check.usable
     assert "there is no usable card" in check.reason
 
