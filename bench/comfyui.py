@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import comfy.ldm.wan.vae
@@ -26,19 +27,22 @@ import comfy.utils
 import torch
 import torch.nn.functional as F
 from comfy.model_patcher import ModelPatcher
+from comfy.text_encoders.llama import Qwen25_7BVLI
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..hosts.comfyui.load.linear import quantized_operations
 from ..hosts.comfyui.sample.attention import SLOT
 from ..hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from ..hosts.comfyui.sample.run import KEY
+from ..loaders.convert import expected_tensors
 from ..loaders.quantize import comfy_quant_tensor, quantize_rows
 from ..loaders.quantized_file import MARKER_2511
+from ..loaders.writer import SafetensorsLayout, write_safetensors
 from ..measure import timing as measure
 from ..measure.timing import time_calls
 from ..optimizations.modulation import ModulationTable
 from ..planning.work import rope_axes
-from ..spec import LARGEST, TransformerShape
+from ..spec import FULL_SIZE, LARGEST, TransformerShape
 from .forward import (
     CHECKED,
     ForwardOutput,
@@ -52,9 +56,12 @@ from .forward import (
     random_tensors,
     timing_fields,
 )
+from .memory import TEXT_ENCODER, TEXT_WIDTH, TRANSFORMER, VAE
 
 CORE_FORMATS = {"fp8": "float8_e4m3fn", "int8": "int8_tensorwise"}
 Tensors = dict[str, torch.Tensor]
+Shapes = dict[str, tuple[int, ...]]
+VOCABULARY = 152_064
 CFG = 4.0
 # A negative prompt is short, and so ComfyUI computes it in a pass of its own.
 NEGATIVE_TOKENS = 20
@@ -324,22 +331,62 @@ class ImageTimes(NamedTuple):
 
 def random_vae(device: torch.device, *, small: bool) -> comfy.sd.VAE:
     """ComfyUI's VAE of Qwen-Image, or one with a twelfth of its channels."""
+    tensors = {
+        name: random_tensor(name, size, device).cpu()
+        for name, size in vae_shapes(SMALL_DIM if small else PUBLISHED_DIM).items()
+    }
+    vae = comfy.sd.VAE(sd=tensors)
+    vae.throw_exception_if_invalid()
+    return vae
+
+
+def vae_shapes(dim: int = PUBLISHED_DIM) -> Shapes:
+    """Of ComfyUI's class for Qwen-Image's VAE."""
     with torch.device("meta"):
-        empty = comfy.ldm.wan.vae.WanVAE(
-            dim=SMALL_DIM if small else PUBLISHED_DIM,
+        vae = comfy.ldm.wan.vae.WanVAE(
+            dim=dim,
             z_dim=LATENT_CHANNELS,
             dim_mult=[1, 2, 4, 4],
             num_res_blocks=2,
             attn_scales=[],
             temperal_downsample=[False, True, True],
         )
-    tensors = {
-        name: random_tensor(name, tuple(tensor.shape), device).cpu()
-        for name, tensor in empty.state_dict().items()
-    }
-    vae = comfy.sd.VAE(sd=tensors)
-    vae.throw_exception_if_invalid()
-    return vae
+    return _shapes_of(vae)
+
+
+def text_encoder_shapes() -> Shapes:
+    """Of ComfyUI's class; the published file holds the language model's head too."""
+    model = Qwen25_7BVLI({}, torch.bfloat16, "meta", torch.nn)
+    return _shapes_of(model) | {"lm_head.weight": (VOCABULARY, TEXT_WIDTH)}
+
+
+def _shapes_of(model: torch.nn.Module) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def write_models(folder: Path, device: torch.device | None = None) -> None:
+    """Writes a Qwen-Image of the published sizes with random weights: 58 GB, made on the card.
+
+    The folder gets diffusion_models, text_encoders and vae, each with one file in bf16 and in
+    ComfyUI's names. A file that is there is left alone.
+    """
+    for path, shapes in (
+        (folder / "diffusion_models" / TRANSFORMER, expected_tensors(FULL_SIZE)),
+        (folder / "text_encoders" / TEXT_ENCODER, text_encoder_shapes()),
+        (folder / "vae" / VAE, vae_shapes()),
+    ):
+        write_random(path, shapes, device or torch.device("cuda"))
+
+
+def write_random(path: Path, shapes: Shapes, device: torch.device) -> None:
+    """Writes random weights of these shapes, unless the file is there."""
+    if path.exists():
+        return
+    specs = {name: ("BF16", shape) for name, shape in shapes.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with write_safetensors(path, SafetensorsLayout(specs, {"format": "pt"})) as file:
+        for name, shape in shapes.items():
+            file.write(name, random_tensor(name, shape, device).cpu())
 
 
 @torch.inference_mode()  # as execution.py runs every prompt

@@ -1,9 +1,9 @@
 """Fits the constants of the estimator to one half of the measured runs and tests them on the other.
 
-    python benchmarks/fit.py [--file planning/measured.json] [--kernels RESULTS]
+    python -m qwen_l40s.bench.fit [--file planning/measured.json] [--kernels RESULTS]
 
-The file, from benchmarks/matrix.py, is rewritten with "constants", and with their errors on both
-halves under "fit". RESULTS, from benchmarks/kernels.py on the same card, gives the memory's
+The file, from bench/matrix.py, is rewritten with "constants", and with their errors on both halves
+under "fit". RESULTS, from `qwen-l40s bench ops --json` on the same card, gives the memory's
 bandwidth: a step's bytes and its products both grow with its tokens, so that steps alone do not
 tell one rate from the other. Needs scipy.
 """
@@ -14,7 +14,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +31,22 @@ from ..planning.times import Pass, pass_seconds, prompt_seconds, vae_seconds
 from ..planning.work import Inputs
 from ..spec import PIXELS_PER_LATENT, PUBLISHED_VAE, find_family
 
-Run = Mapping[str, Any]
+MeasuredRun = Mapping[str, Any]
 FIT, TEST = "fit", "test"
 TIMED = ("gemm_bf16", "gemm_fp8", "gemm_int8", "attention", "convolution")
 START = dict.fromkeys(TIMED, 0.5) | {"convolution": 0.15}
-# The negative prompt of benchmarks/matrix.py, for which its guided runs take a second pass.
+# The negative prompt of bench/matrix.py, for which its guided runs take a second pass.
 NEGATIVE_TOKENS = 20
-OURS = "ours"
+OURS = " ours triton"
 DIGITS = 5
 
 
-def half(runs: Iterable[Run], name: str, *kinds: str) -> list[Run]:
+def half(runs: Iterable[MeasuredRun], name: str, *kinds: str) -> list[MeasuredRun]:
     """The runs of some kinds in one half."""
     return [run for run in runs if run["half"] == name and run["kind"] in kinds]
 
 
-def passes_of(run: Run) -> list[Pass]:
+def passes_of(run: MeasuredRun) -> list[Pass]:
     """The forward passes of one step."""
     family = find_family(run["family"])
     inputs = Inputs(run["width"], run["height"], references=run["references"])
@@ -56,7 +56,7 @@ def passes_of(run: Run) -> list[Pass]:
     return [Pass(family.transformer, run["batch"], text, inputs.stream_tokens) for text in texts]
 
 
-def seconds_of(run: Run, rates: Rates) -> float:
+def seconds_of(run: MeasuredRun, rates: Rates) -> float:
     """What a run is predicted to take: a step, an image through the VAE, or a prompt."""
     if run["kind"] == "sampling":
         return sum(pass_seconds(work, run["precision"], rates) for work in passes_of(run))
@@ -69,11 +69,11 @@ def seconds_of(run: Run, rates: Rates) -> float:
     return run["batch"] * vae_seconds(run["kind"], PUBLISHED_VAE, latent, run["tiles"], rates)
 
 
-def measured_seconds(run: Run) -> float:
+def measured_seconds(run: MeasuredRun) -> float:
     return run["step_ms" if run["kind"] == "sampling" else "ms"] / 1e3
 
 
-def request_of(run: Run) -> RunRequest:
+def request_of(run: MeasuredRun) -> RunRequest:
     """The request that a sampling run was; `text_tokens` of the run hold those of references."""
     vision = run["references"] * find_family(run["family"]).vision_tokens
     return RunRequest(
@@ -88,25 +88,25 @@ def request_of(run: Run) -> RunRequest:
     )
 
 
-def counted_bytes(run: Run) -> int:
+def counted_bytes(run: MeasuredRun) -> int:
     """What a sampling run holds beside weights and workspace."""
     request = request_of(run)
     setting = Setting(run["precision"], run["modulation"])
     return step_bytes(request, setting).most + table_bytes(request)
 
 
-def counted_weights(run: Run) -> int:
+def counted_weights(run: MeasuredRun) -> int:
     """Bytes of the transformer that stay on the card."""
     found = weight_bytes(find_family(run["family"]).transformer, run["precision"])
     return found.total - (found.modulation if run["modulation"] == "off card" else 0)
 
 
 def kernel_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The fused kernels in what benchmarks/kernels.py has written."""
+    """The fused kernels in what `qwen-l40s bench ops --json` has written."""
     return [
-        {"task": row["task"], "size": row["size"], "gb_s": row["gb_s"]}
+        {"task": row["name"].removesuffix(OURS), "size": row["size"], "gb_s": row["gbs"]}
         for row in results["rows"]
-        if row["way"] == OURS
+        if row["name"].endswith(OURS) and row.get("gbs")
     ]
 
 
@@ -141,14 +141,14 @@ def fit(found: Mapping[str, Any], card: Card) -> dict[str, float]:
     return {name: _rounded(constants[name]) for name in NAMES}
 
 
-def _workspace(runs: list[Run]) -> float:
+def _workspace(runs: list[MeasuredRun]) -> float:
     """The constant that leaves the least relative errors of peaks less weights; never negative."""
     pairs = [(run["allocated_bytes"] - run["weights_bytes"], counted_bytes(run)) for run in runs]
     over = sum((held - counted) / held**2 for held, counted in pairs)
     return max(0.0, over / sum(1 / held**2 for held, _ in pairs))
 
 
-def _context(runs: list[Run]) -> float:
+def _context(runs: list[MeasuredRun]) -> float:
     return statistics.median(run["card_bytes"] - run["reserved_bytes"] for run in runs)
 
 
@@ -158,14 +158,14 @@ def errors_of(found: Mapping[str, Any], constants: Mapping[str, float], card: Ca
     """
     rates = rates_by(Constants(**constants), card)
 
-    def times(run: Run) -> float:
+    def times(run: MeasuredRun) -> float:
         return seconds_of(run, rates) / measured_seconds(run) - 1
 
-    def beside(run: Run) -> float:
+    def beside(run: MeasuredRun) -> float:
         held = run["allocated_bytes"] - run["weights_bytes"]
         return (counted_bytes(run) + constants["workspace"]) / held - 1
 
-    def weights(run: Run) -> float:
+    def weights(run: MeasuredRun) -> float:
         return counted_weights(run) / run["weights_bytes"] - 1
 
     result: dict[str, dict[str, float]] = {}
@@ -180,7 +180,9 @@ def errors_of(found: Mapping[str, Any], constants: Mapping[str, float], card: Ca
     return result
 
 
-def _worst_and_mean(name: str, error: Callable[[Run], float], runs: list[Run]) -> dict[str, float]:
+def _worst_and_mean(
+    name: str, error: Callable[[MeasuredRun], float], runs: list[MeasuredRun]
+) -> dict[str, float]:
     """Of the errors' sizes; nothing where there are no runs."""
     sizes = [abs(error(run)) for run in runs]
     if not sizes:
@@ -195,11 +197,11 @@ def _rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--file", type=Path, default=MEASURED)
-    parser.add_argument("--kernels", type=Path, help="what benchmarks/kernels.py has written")
-    args = parser.parse_args()
+    parser.add_argument("--kernels", type=Path, help="what `bench ops --json` has written")
+    args = parser.parse_args(arguments)
     found = json.loads(args.file.read_text(encoding="utf-8"))
     card = find_card(found["conditions"]["card"], known_cards())
     if args.kernels:

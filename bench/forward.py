@@ -314,13 +314,15 @@ def random_tensors(
 
 
 def random_tensor(name: str, size: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Normal values with a deviation of 0.5 / sqrt(K) for a weight [N, K, ...] and of 0.02 for a
-    bias; ones for the weight of a norm.
-    """
+    """bf16: deviation 0.5 / sqrt(K) for a weight [N, K, ...], 0.02 for a bias; a norm's is ones."""
     tensor = torch.empty(size, dtype=torch.bfloat16, device=device)
-    if len(size) < 2 and name.endswith(".weight"):
+    fan_in = math.prod(size[1:])
+    if name.endswith("bias"):
+        deviation = 0.02
+    elif fan_in == 1:
         return tensor.fill_(1.0)
-    deviation = 0.5 / math.sqrt(math.prod(size[1:])) if len(size) > 1 else 0.02
+    else:
+        deviation = 0.5 / math.sqrt(fan_in)
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     return tensor.normal_(0.0, deviation, generator=generator)
 

@@ -1,4 +1,15 @@
-"""The runs by which the estimator is fitted and tested, each with the half that it is for."""
+"""Measures what the estimator predicts: weights, peaks and times of many settings on one card.
+
+    python -m qwen_l40s.bench.matrix --models FOLDER --json FILE [--kinds vae,text,sampling]
+        [--seconds 500] [--precisions bf16,fp8] [--few]
+
+Runs in the Python that runs ComfyUI. FOLDER gets random weights of the published sizes, 58 GB,
+unless they are there. Each model is loaded by this package's loader and optimized by its node; then
+real sampling runs (euler, simple) of every case, decoding and encoding whole and in tiles, and
+prompts. A run whose steps differ by more than a quarter is done again. FILE is rewritten after each
+run, in the form of planning/measured.json; a file that is there is continued. Each run says for
+which half it is: the estimator is fitted to one and tested on the other.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +30,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .command import import_comfyui
-from .memory_cases import PROMPTS, TEXT_ENCODER, TEXT_WIDTH, TRANSFORMER
-from .memory_nvml import Nvml
+from .memory import PROMPTS, TEXT_ENCODER, TEXT_WIDTH, TRANSFORMER
+from .memory_record import DriverCard
 
 PRECISIONS = ("bf16", "int8", "fp8")
 SIZES = ((1024, 1024), (1664, 928), (1328, 1328), (2048, 2048))
@@ -38,7 +49,7 @@ TILES = (1, 4)
 SEED = 7
 
 
-class Case(NamedTuple):
+class MatrixCase(NamedTuple):
     """One sampling run.
 
     Attributes:
@@ -71,22 +82,22 @@ class Case(NamedTuple):
         return "qwen-image-edit-2511" if self.references else "qwen-image"
 
 
-def models() -> Iterator[tuple[str, str, list[Case]]]:
+def models() -> Iterator[tuple[str, str, list[MatrixCase]]]:
     """(precision, place of the modulation, its runs), the fewest tokens first."""
     for precision, place in itertools.product(PRECISIONS, PLACES):
         yield precision, place, sorted(_cases(precision, place), key=lambda case: case.tokens)
 
 
-def _cases(precision: str, place: str) -> Iterator[Case]:
+def _cases(precision: str, place: str) -> Iterator[MatrixCase]:
     chosen = ON_CARD if place == "on card" else itertools.product(SIZES, BATCHES, REFERENCES)
     for size, batch, references in chosen:
         text = TEXT_TOKENS + references * VISION_TOKENS
-        yield Case(precision, place, size, batch, references, text)
+        yield MatrixCase(precision, place, size, batch, references, text)
     if place == "off card":
         for size, batch, references in GUIDED:
             text = TEXT_TOKENS + references * VISION_TOKENS
-            yield Case(precision, place, size, batch, references, text, guided=True)
-        yield Case(precision, place, (1328, 1328), 1, 0, LONG_TEXT)
+            yield MatrixCase(precision, place, size, batch, references, text, guided=True)
+        yield MatrixCase(precision, place, (1328, 1328), 1, 0, LONG_TEXT)
 
 
 def halves(count: int) -> list[str]:
@@ -96,19 +107,6 @@ def halves(count: int) -> list[str]:
     random.Random(SEED).shuffle(names)
     return names
 
-
-# Measures what the estimator predicts: weights, peaks and times of many settings on one card.
-#
-#     python benchmarks/matrix.py --models FOLDER --json FILE [--kinds vae,text,sampling]
-#         [--seconds 500] [--precisions bf16,fp8] [--few]
-#
-# FOLDER holds what benchmarks/memory_weights.py writes. Each model is loaded by this package's
-# loader
-# and optimized by its node; then real sampling runs (euler, simple) of every case, decoding and
-# encoding whole and in tiles, and prompts. A run whose steps differ by more than a quarter is done
-# again. FILE is rewritten after each run, in the form of planning/measured.json; a file that is
-# there
-# is continued. Needs ComfyUI: COMFYUI_PATH, or one in ~/ComfyUI.
 
 CARD = torch.device("cuda")
 STEPS, STEPS_OF_LARGE = 5, 3
@@ -124,7 +122,7 @@ WARM_SECONDS = 10
 KINDS = ("vae", "text", "sampling")
 
 
-class Record:
+class RunFile:
     """The runs so far, in a file."""
 
     def __init__(self, path: Path, conditions: dict[str, Any]) -> None:
@@ -141,7 +139,7 @@ class Record:
         print(json.dumps(self.runs[-1]), flush=True)
         self.save()
 
-    def has(self, case: Case) -> bool:
+    def has(self, case: MatrixCase) -> bool:
         """Whether a sampling run was measured before."""
         asked = settings(case)
         return any(asked.items() <= run.items() for run in self.runs if run["kind"] == "sampling")
@@ -157,18 +155,18 @@ class Record:
         self._path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-class Card:
+class UsedBytes:
     """What the driver says is in use, beyond what was before this process used the card."""
 
     def __init__(self) -> None:
-        self._nvml = Nvml()  # which is asked before CUDA is
-        self._before = self._nvml.used()
+        self.driver = DriverCard()  # asked before CUDA is
+        self._before = self.driver.used()
 
-    def used(self) -> int:
-        return self._nvml.used() - self._before
+    def __call__(self) -> int:
+        return self.driver.used() - self._before
 
 
-def settings(case: Case) -> dict[str, Any]:
+def settings(case: MatrixCase) -> dict[str, Any]:
     """What a case asks for, as the file has it."""
     return {
         "precision": case.precision,
@@ -192,16 +190,16 @@ def start_run() -> int:
     return torch.cuda.memory_allocated()
 
 
-def peaks(card: Card) -> dict[str, int]:
+def peaks(used: UsedBytes) -> dict[str, int]:
     """Since `start_run`: reserved blocks are not given back, so that the driver shows the most."""
     return {
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
-        "card_bytes": card.used(),
+        "card_bytes": used(),
     }
 
 
-def sample(patcher: Any, case: Case, card: Card) -> dict[str, Any]:
+def sample(patcher: Any, case: MatrixCase, used: UsedBytes) -> dict[str, Any]:
     """One sampling run: peaks of all of it, and the steps behind the first."""
     import comfy.sample
 
@@ -243,7 +241,7 @@ def sample(patcher: Any, case: Case, card: Card) -> dict[str, Any]:
     tables = ModelModulation.of(patcher.model).passes
     return {
         "weights_bytes": held,
-        **peaks(card),
+        **peaks(used),
         "steps": steps,
         "first_ms": samples[0],
         "step_ms": statistics.median(samples[1:]),
@@ -257,8 +255,8 @@ def measure_sampling(
     folder: Path,
     precisions: list[str],
     few: bool,
-    record: Record,
-    card: Card,
+    record: RunFile,
+    used: UsedBytes,
     left: Callable[[], float],
 ) -> None:
     """Every case of every model that there is time for; where it is to be few, only the plain."""
@@ -278,14 +276,14 @@ def measure_sampling(
         print(f"{precision} {place}: loaded in {time.perf_counter() - begin:.1f} s", flush=True)
         warm_until = time.perf_counter() + WARM_SECONDS
         while time.perf_counter() < warm_until:
-            sample(optimized, cases[0], card)
+            sample(optimized, cases[0], used)
         for case in cases:
             if left() < 0:
                 break
-            found = sample(optimized, case, card)
+            found = sample(optimized, case, used)
             again = 0
             while max(found["samples_ms"]) > SPREAD * min(found["samples_ms"]) and again < REPEATS:
-                found, again = sample(optimized, case, card), again + 1
+                found, again = sample(optimized, case, used), again + 1
             record.add(kind="sampling", **settings(case), **found, repeated=again)
         print(report_of(optimized), flush=True)
         comfy.model_management.unload_all_models()
@@ -306,7 +304,7 @@ def timed(call: Callable[[], Any]) -> float:
 
 
 @torch.inference_mode()
-def measure_vae(record: Record, card: Card) -> None:
+def measure_vae(record: RunFile, used: UsedBytes) -> None:
     """Decoding and encoding, from and to host memory as the nodes do."""
     import comfy.model_management
 
@@ -326,7 +324,7 @@ def measure_vae(record: Record, card: Card) -> None:
                 call()
             held = start_run()
             call()
-            found = peaks(card)
+            found = peaks(used)
             record.add(
                 kind=direction,
                 width=width,
@@ -341,7 +339,7 @@ def measure_vae(record: Record, card: Card) -> None:
 
 
 @torch.inference_mode()
-def measure_text(folder: Path, record: Record, card: Card) -> None:
+def measure_text(folder: Path, record: RunFile, used: UsedBytes) -> None:
     """Encoding prompts, alone and with reference images as Edit-2509 and 2511 hand them over."""
     import comfy.model_management
     import comfy.sd
@@ -360,7 +358,7 @@ def measure_text(folder: Path, record: Record, card: Card) -> None:
             call()
             held = start_run()
             embedding = call()
-            found = peaks(card)
+            found = peaks(used)
             record.add(
                 kind="text",
                 precision=precision,
@@ -385,7 +383,7 @@ def main() -> None:
     parser.add_argument("--few", action="store_true", help="sampling of one image, modulation off")
     args = parser.parse_args()
     begin = time.perf_counter()
-    card = Card()
+    used = UsedBytes()
     comfyui = import_comfyui(cpu=False, keep_on_card=False)
     torch.zeros(1, device=CARD)
     torch.manual_seed(0)
@@ -394,27 +392,30 @@ def main() -> None:
         "card": properties.name,
         "memory_bytes": properties.total_memory,
         "l2_bytes": properties.L2_cache_size,
-        "driver": Nvml().driver(),
+        "driver": used.driver.driver(),
         "torch": torch.__version__,
         "comfyui": comfyui,
         "date": datetime.now(timezone.utc).date().isoformat(),
         "weights": "random, of the published sizes",
         "sampler": "euler, simple; median of the steps behind the first",
-        "context_bytes": card.used() - torch.cuda.memory_reserved(),
+        "context_bytes": used() - torch.cuda.memory_reserved(),
     }
-    record = Record(args.json, conditions)
+    record = RunFile(args.json, conditions)
     kinds = args.kinds.split(",")
+    from .comfyui import write_models
+
+    write_models(args.models)
     if "vae" in kinds:
-        measure_vae(record, card)
+        measure_vae(record, used)
     if "text" in kinds:
-        measure_text(args.models, record, card)
+        measure_text(args.models, record, used)
 
     def left() -> float:
         return args.seconds - (time.perf_counter() - begin)
 
     if "sampling" in kinds:
         precisions = args.precisions.split(",")
-        measure_sampling(args.models, precisions, args.few, record, card, left)
+        measure_sampling(args.models, precisions, args.few, record, used, left)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which lines of ComfyUI's log report weights that left the card, tiles, or a lack of memory."""
+"""What is known of one prompt in a server: the card's memory, the log, the probe; and the table."""
 
 from __future__ import annotations
 
@@ -9,38 +9,56 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from .memory_cases import PHASES
-from .memory_nvml import Nvml, NvmlError, PcieCounters, PcieRates
-from .memory_server import Answer, Server
+from ..cli.output import write_whole
+from ..errors import UnavailableError
+from ..spec import GIB
+from .server import ComfyUIServer
 
-# First that matches. A number in a group has to be above zero in one of the groups.
-RULES = [
-    ("tiled", r"retrying with tiled|\btiled VAE\b"),
-    ("out of memory", r"out of memory|OutOfMemory|Got an OOM|VRAM Allocation failed"),
-    ("partly loaded", r"\bloaded partially"),
-    ("partly unloaded", r"Unloaded partially: ([\d.]+) MB freed"),
-    ("unloaded", r"(\d+) models unloaded"),
-    ("unloaded", r"Unloading \w+"),
-    ("freed on demand", r"AIMDO free: .*vbar_mb=([\d.]+) backups_mb=([\d.]+)"),
-    ("not pinned", r"\bPin error"),
-    ("leak", r"memory leak"),
-    ("lowvram", r"\blowvram patches: (\d+)"),
-    ("offloaded", r"([\d.]+) MB offloaded"),
-    ("error", r"Exception during processing"),
-]
-_RULES = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in RULES]
-# "[2026-01-01 12:00:00,000] [INFO] ", as ComfyUI writes it into a file
-_PREFIX = re.compile(r"^\[[\d\- :,]+\] \[\w+\] ")
-LONGEST = 300
-# How its messages begin.
+MEMORY_SECONDS, PCIE_SECONDS = 0.005, 0.02
+LONGEST, LOG_TAIL = 300, 40
+# How the pack's own messages begin.
 PACK = "Qwen-Image L40S"
+# Which lines of ComfyUI's log report weights that left the card, tiles, or a lack of memory: the
+# first that matches. A number in a group has to be above zero in one of the groups.
+RULES = [
+    (kind, re.compile(pattern, re.IGNORECASE))
+    for kind, pattern in (
+        ("tiled", r"retrying with tiled|\btiled VAE\b"),
+        ("out of memory", r"out of memory|OutOfMemory|Got an OOM|VRAM Allocation failed"),
+        ("partly loaded", r"\bloaded partially"),
+        ("partly unloaded", r"Unloaded partially: ([\d.]+) MB freed"),
+        ("unloaded", r"(\d+) models unloaded"),
+        ("unloaded", r"Unloading \w+"),
+        ("freed on demand", r"AIMDO free: .*vbar_mb=([\d.]+) backups_mb=([\d.]+)"),
+        ("not pinned", r"\bPin error"),
+        ("leak", r"memory leak"),
+        ("lowvram", r"\blowvram patches: (\d+)"),
+        ("offloaded", r"([\d.]+) MB offloaded"),
+        ("error", r"Exception during processing"),
+    )
+]
+# "[2026-01-01 12:00:00,000] [INFO] ", as ComfyUI writes it into a file
+PREFIX = re.compile(r"^\[[\d\- :,]+\] \[\w+\] ")
+# Which of a prompt's phases a node belongs to; what is missing here is "other".
+PHASES = {
+    **dict.fromkeys(("UNETLoader", "CLIPLoader", "VAELoader"), "load"),
+    **dict.fromkeys(("QwenL40S_LoadModel", "QwenL40S_LoadTextEncoder", "QwenL40S_LoadVAE"), "load"),
+    "CLIPTextEncode": "encode",
+    "KSampler": "sample",
+    "VAEDecode": "decode",
+    "QwenL40S_VAEDecode": "decode",
+    "PreviewImage": "save",
+}
+HIGHEST = ("max_allocated_gib", "max_reserved_gib", "aimdo_gib")
 
 
 def kind_of(line: str) -> str | None:
-    """What a line reports; None for one that reports nothing of this."""
-    for kind, pattern in _RULES:
+    """What a line of the log reports; None where it reports nothing of this."""
+    for kind, pattern in RULES:
         match = pattern.search(line)
         if match and (not match.groups() or any(float(number) > 0 for number in match.groups())):
             return kind
@@ -51,18 +69,17 @@ def findings(lines: Iterable[str]) -> list[dict]:
     """What is reported, once each: {"kind", "line", "times"}."""
     found: Counter[tuple[str, str]] = Counter()
     for line in lines:
-        text = _PREFIX.sub("", line.strip())
-        kind = kind_of(text)
-        if kind:
+        text = PREFIX.sub("", line.strip())
+        if kind := kind_of(text):
             found[kind, text[:LONGEST]] += 1
     return [{"kind": kind, "line": line, "times": times} for (kind, line), times in found.items()]
 
 
-def of_pack(lines: Iterable[str]) -> list[str]:
-    """What the pack itself reported, each message with its further lines."""
+def pack_messages(lines: Iterable[str]) -> list[str]:
+    """What the pack itself logged, each message with its further lines."""
     messages: list[list[str]] = []
     for line in lines:
-        start = _PREFIX.match(line)
+        start = PREFIX.match(line)
         if start:
             messages.append([line[start.end() :]])
         elif messages:
@@ -78,52 +95,41 @@ def summary(found: Iterable[dict]) -> str:
     return ", ".join(f"{kind} x{number}" for kind, number in times.items()) or "-"
 
 
-# Readings of a card in threads of their own, and what they tell of a span of time.
-#
-# Times are `time.monotonic()`, which on Linux is the same clock in all processes.
-
-MEMORY_SECONDS = 0.005
-PCIE_SECONDS = 0.02
-
-
 class Series(threading.Thread):
-    """Reads a value again and again, and keeps each change with its time.
+    """Reads a value again and again in a thread, and keeps each change with its time.
+
+    Times are `time.monotonic()`, which on Linux is the same clock in all processes.
 
     Args:
         read: gives the value.
         seconds: between two readings.
     """
 
-    def __init__(self, read: Callable[[], object], seconds: float) -> None:
+    def __init__(self, read: Callable[[], Any], seconds: float) -> None:
         super().__init__(daemon=True)
         self._read, self._seconds = read, seconds
         self._values, self._times = [read()], [time.monotonic()]
-        self._stop_asked = threading.Event()
         self.longest_gap = 0.0
         self.failure: str | None = None
         self.start()
 
     def run(self) -> None:
         last = self._times[0]
-        while not self._stop_asked.wait(self._seconds):
+        while True:
+            time.sleep(self._seconds)
             try:
                 value = self._read()
             except Exception as error:
                 self.failure = f"{type(error).__name__}: {error}"
                 return
             now = time.monotonic()
-            self.longest_gap = max(self.longest_gap, now - last)
-            last = now
+            self.longest_gap, last = max(self.longest_gap, now - last), now
             if value != self._values[-1]:
                 # In this order: whoever finds a time finds its value.
                 self._values.append(value)
                 self._times.append(now)
 
-    def stop(self) -> None:
-        self._stop_asked.set()
-        self.join(timeout=5)
-
-    def at(self, moment: float) -> object:
+    def at(self, moment: float) -> Any:
         """The last value that was read by then."""
         return self._values[max(0, bisect_right(self._times, moment) - 1)]
 
@@ -133,56 +139,87 @@ class Series(threading.Thread):
         return self._values[first : max(first + 1, bisect_right(self._times, end))]
 
 
-class Meter:
-    """Memory in use and bytes over PCIe of one card.
+class DriverCard:
+    """What NVIDIA's driver says of the card that torch uses, or else of the first.
 
-    Args:
-        used: gives the bytes in use where the driver's library is missing.
-        uuid: the card, as CUDA names it.
+    Raises:
+        UnavailableError: nvidia-ml-py is not installed, or there is no driver.
     """
 
-    def __init__(self, used: Callable[[], int], uuid: str) -> None:
-        self.about: dict = {"memory": "driver", "driver": None, "pcie": None}
-        nvml = None
+    def __init__(self) -> None:
         try:
-            nvml = Nvml(uuid)
-            used = nvml.used
-            self.about["driver"] = nvml.driver()
-        except NvmlError as error:
-            self.about["memory"] = f"CUDA, asked by the ballast, since: {error}"
-        self._used = Series(used, MEMORY_SECONDS)
-        self._pcie = self._pcie_series(nvml)
+            import pynvml
+        except ModuleNotFoundError as error:
+            raise UnavailableError(
+                "this measures through nvidia-ml-py, not installed here: run "
+                "`pip install nvidia-ml-py`."
+            ) from error
+        self._nvml = pynvml
+        try:
+            pynvml.nvmlInit()
+            self._card = pynvml.nvmlDeviceGetHandleByIndex(0)
+        except pynvml.NVMLError as error:
+            raise UnavailableError(f"the driver does not answer: {error}.") from error
+        self._counts, self._totals = None, [0, 0]
 
-    def _pcie_series(self, nvml: Nvml | None) -> Series | None:
-        if nvml is None:
-            self.about["pcie_missing"] = "no NVML"
-            return None
-        reasons = []
-        for way in (PcieCounters, PcieRates):
-            try:
-                series = Series(way(nvml), PCIE_SECONDS)
-            except NvmlError as error:
-                reasons.append(str(error))
-                continue
-            self.about["pcie"] = way.source
-            return series
-        self.about["pcie_missing"] = "; ".join(reasons)
-        return None
+    def driver(self) -> str:
+        """The driver's version."""
+        return self._nvml.nvmlSystemGetDriverVersion()
+
+    def used(self) -> int:
+        """The bytes in use on the card, by all processes and the driver."""
+        return self._nvml.nvmlDeviceGetMemoryInfo(self._card).used
+
+    def moved(self) -> tuple[int, int]:
+        """Bytes received and sent over PCIe since the first call; drivers since 550.
+
+        It has to be called more often than the counters wrap: one of 32 bits takes 4 GiB, which
+        PCIe 5 moves in 70 ms.
+        """
+        fields = (
+            self._nvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES,
+            self._nvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES,
+        )
+        values = self._nvml.nvmlDeviceGetFieldValues(self._card, fields)
+        for value in values:
+            if value.nvmlReturn:
+                raise self._nvml.NVMLError(value.nvmlReturn)
+        counts = [value.value.ullVal for value in values]
+        for index, before in enumerate(self._counts or counts):
+            self._totals[index] += count_since(before, counts[index])
+        self._counts = counts
+        return self._totals[0], self._totals[1]
+
+
+def count_since(before: int, after: int) -> int:
+    """What a counter counted that may have wrapped once, at 32 bits if it never was above."""
+    return (after - before) % 2 ** (32 if max(before, after) < 2**32 else 64)
+
+
+class CardMeter:
+    """Memory in use and bytes over PCIe of the card, read in threads."""
+
+    def __init__(self) -> None:
+        card = DriverCard()
+        self.about = {"memory": "driver", "driver": card.driver(), "pcie": "driver's byte counters"}
+        self._used, self._moved = Series(card.used, MEMORY_SECONDS), None
+        try:
+            self._moved = Series(card.moved, PCIE_SECONDS)
+        except Exception as error:  # older drivers and virtual cards do not count
+            self.about |= {"pcie": None, "pcie_missing": str(error)}
 
     def used(self) -> int:
         """The bytes in use now."""
         return self._used.at(time.monotonic())
 
-    def peak(self, start: float, end: float) -> int:
-        """The most bytes in use in this time."""
-        return max(self._used.within(start, end))
-
-    def moved(self, start: float, end: float) -> tuple[int, int] | None:
-        """Bytes that the card received and sent in this time; None where nothing counts them."""
-        if self._pcie is None:
-            return None
-        before, after = self._pcie.at(start), self._pcie.at(end)
-        return after[0] - before[0], after[1] - before[1]
+    def between(self, start: float, end: float, baseline: int) -> dict[str, float | None]:
+        """Peak over the baseline in GiB, and the GB that the card received and sent."""
+        peak = (max(self._used.within(start, end)) - baseline) / GIB
+        received = sent = None
+        if self._moved is not None:
+            ends = zip(self._moved.at(start), self._moved.at(end), strict=True)
+            received, sent = ((after - before) / 1e9 for before, after in ends)
+        return {"peak_gib": peak, "received_gb": received, "sent_gb": sent}
 
     def settle(self) -> None:
         """Waits until everything that has happened is read."""
@@ -190,30 +227,51 @@ class Meter:
 
     def health(self) -> dict:
         """The longest time between two readings, and what ended them early."""
-        series = {"memory": self._used, "pcie": self._pcie}
         return {
-            name: {"longest_gap_s": round(one.longest_gap, 4), "failure": one.failure}
-            for name, one in series.items()
-            if one is not None
+            name: {"longest_gap_s": series.longest_gap, "failure": series.failure}
+            for name, series in (("memory", self._used), ("pcie", self._moved))
+            if series is not None
         }
 
-    def stop(self) -> None:
-        for series in (self._used, self._pcie):
-            if series is not None:
-                series.stop()
 
+@dataclass(frozen=True)
+class ImageRun:
+    """What came of one prompt.
 
-# Puts together what is known of one prompt, and prints all of them as a table.
+    Args:
+        start, end: `time.monotonic()` of the post and of the history entry.
+        entry: of /history.
+    """
 
-GIB = 2**30
-LOG_TAIL = 40
+    start: float
+    end: float
+    entry: dict
+
+    @property
+    def status(self) -> str:
+        return self.entry["status"]["status_str"]
+
+    @property
+    def error(self) -> str | None:
+        """The node and the message of what failed."""
+        for kind, data in self.entry["status"]["messages"]:
+            if kind == "execution_error":
+                return f"{data['node_type']}: {data['exception_message'].strip()}"
+        return None
+
+    def texts(self) -> dict[str, str]:
+        """{node: the text that it shows}"""
+        outputs = self.entry.get("outputs", {}).items()
+        return {
+            node: "\n".join(map(str, shown["text"])) for node, shown in outputs if "text" in shown
+        }
 
 
 def record_of(
-    server: Server,
-    answer: Answer,
+    server: ComfyUIServer,
+    run: ImageRun,
     kinds: dict[str, str],
-    meter: Meter | None,
+    meter: CardMeter | None,
     baseline: int,
     log: list[str],
 ) -> dict:
@@ -225,49 +283,36 @@ def record_of(
         baseline: bytes in use on the card before the server began.
         log: the lines that it wrote.
     """
-    probed = server.get("/l40s_probe")
+
+    def of_card(start: float, end: float) -> dict:
+        if meter is None:
+            return {"peak_gib": None, "received_gb": None, "sent_gb": None}
+        return meter.between(start, end, baseline)
+
+    probed = server.get_json("/l40s_probe")
     nodes = probed["nodes"]
     for node in nodes:
         node["class"] = kinds.get(node["node"], "")
-        # The last one is closed by the question.
-        start, end = node.pop("start"), min(node.pop("end"), answer.end)
-        node["seconds"] = end - start
-        node |= of_card(meter, start, end, baseline)
+        # The question itself closes the last one.
+        start, end = node.pop("start"), min(node.pop("end"), run.end)
+        node |= {"seconds": end - start, **of_card(start, end)}
     record = {
-        "status": answer.status,
-        "error": answer.error,
-        "seconds": answer.end - answer.start,
-        **of_card(meter, answer.start, answer.end, baseline),
-        **highest(nodes),
+        "status": run.status,
+        "error": run.error,
+        "seconds": run.end - run.start,
+        **of_card(run.start, run.end),
+        **{name: _over(max, nodes, name) for name in HIGHEST},
         "phases": phases_of(nodes),
         "models": probed["models"],
-        "host_gib": server.host_gib(),
+        "host_gib": host_gib(server.process.pid),
         "findings": findings(log),
-        "reports": answer.texts(),
-        "pack_log": of_pack(log),
+        "reports": run.texts(),
+        "pack_log": pack_messages(log),
         "nodes": nodes,
     }
-    if answer.status != "success":
+    if run.status != "success":
         record["log_tail"] = log[-LOG_TAIL:]
     return record
-
-
-def of_card(meter: Meter | None, start: float, end: float, baseline: int) -> dict:
-    """Peak over the baseline in GiB, and the GB that the card received and sent."""
-    if meter is None:
-        return {"peak_gib": None, "received_gb": None, "sent_gb": None}
-    moved = meter.moved(start, end)
-    received, sent = (None, None) if moved is None else (count / 1e9 for count in moved)
-    peak = (meter.peak(start, end) - baseline) / GIB
-    return {"peak_gib": peak, "received_gb": received, "sent_gb": sent}
-
-
-def highest(nodes: list[dict]) -> dict:
-    """The highest of what torch and dynamic VRAM had in any node."""
-    return {
-        name: max((node[name] for node in nodes if node.get(name) is not None), default=None)
-        for name in ("max_allocated_gib", "max_reserved_gib", "aimdo_gib")
-    }
 
 
 def phases_of(nodes: list[dict]) -> dict[str, dict]:
@@ -278,20 +323,30 @@ def phases_of(nodes: list[dict]) -> dict[str, dict]:
     return {
         phase: {
             "seconds": sum(node["seconds"] for node in members),
-            "peak_gib": _over(max, members, "peak_gib"),
             "received_gb": _over(sum, members, "received_gb"),
-            **highest(members),
+            **{name: _over(max, members, name) for name in ("peak_gib", *HIGHEST)},
         }
         for phase, members in grouped.items()
     }
 
 
-def _over(function, members: list[dict], name: str) -> float | None:
-    values = [member[name] for member in members if member[name] is not None]
+def _over(function: Callable, members: list[dict], name: str) -> float | None:
+    values = [member[name] for member in members if member.get(name) is not None]
     return function(values) if values else None
 
 
-class Results:
+def host_gib(pid: int) -> dict[str, float]:
+    """What a process holds of the machine's memory, in GiB, by kind; empty off Linux."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    kinds = ("RssAnon", "RssFile", "RssShmem", "VmPin", "VmLck")
+    pairs = (line.split(":") for line in lines)
+    return {name: int(rest.split()[0]) / 2**20 for name, rest in pairs if name in kinds}
+
+
+class MemoryResults:
     """Everything that was found, written to a file after each addition."""
 
     def __init__(self, path: Path | None) -> None:
@@ -301,14 +356,9 @@ class Results:
 
     def add(self, record: dict) -> None:
         self.records.append(record)
-        self.save()
-
-    def save(self) -> None:
         if self._path is not None:
-            found = {"conditions": self.conditions, "records": self.records}
-            part = self._path.with_name(f".{self._path.name}.part")
-            part.write_text(json.dumps(rounded(found), indent=1) + "\n", encoding="utf-8")
-            part.replace(self._path)
+            found = rounded({"conditions": self.conditions, "records": self.records})
+            write_whole(self._path, json.dumps(found, indent=1).encode() + b"\n")
 
     def table(self) -> str:
         """A line for each prompt; GiB are over what was in use before the server began."""
@@ -330,22 +380,15 @@ def _row(record: dict) -> list[str]:
     texts = [str(record[name]) for name in ("mode", "case", "size", "image", "status")]
     numbers = [shown(record.get("seconds"), 1), shown(record.get("peak_gib"))]
     numbers += [shown(phases.get(name, {}).get("peak_gib")) for name in ("sample", "decode")]
-    kept = ("max_allocated_gib", "max_reserved_gib", "aimdo_gib")
-    numbers += [shown(record.get(name)) for name in kept]
+    numbers += [shown(record.get(name)) for name in HIGHEST]
     numbers.append(shown(record.get("received_gb"), 1))
-    return [*texts, *numbers, on_card(record), summary(record.get("findings", []))]
-
-
-def on_card(record: dict) -> str:
-    """How much of the largest loaded model ComfyUI says is on the card in the end."""
     models = record.get("models") or []
-    if not models:
-        return "-"
-    largest = max(models, key=lambda model: model["gib"])
-    return f"{largest['loaded_gib']:.1f}/{largest['gib']:.1f}"
+    largest = max(models, key=lambda model: model["gib"], default=None)
+    on_card = f"{largest['loaded_gib']:.1f}/{largest['gib']:.1f}" if largest else "-"
+    return [*texts, *numbers, on_card, summary(record.get("findings", []))]
 
 
-def rounded(value):
+def rounded(value: Any) -> Any:
     """The same with every float at four decimals."""
     if isinstance(value, float):
         return round(value, 4)

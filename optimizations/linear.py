@@ -34,7 +34,7 @@ FAST = "scaled_mm_fast"
 FEW_ROWS = 64
 
 # In which order auto tries them, and on what ground; None: every card that is not named.
-# sm_90: benchmarks/linear.py on an H200, torch 2.11+cu130, triton 3.6, comfy-kitchen 0.2.40, from
+# sm_90: on an H200, torch 2.11+cu130, triton 3.6, comfy-kitchen 0.2.40, from
 # bf16 to bf16 at M = 4296 for (K, N) = 3072x3072, 3072x12288, 12288x3072, in ms: bf16 0.111, 0.399,
 # 0.397; fp8 scaled_mm 0.088, 0.278, 0.301, triton 0.095, 0.283, 0.319; int8 triton 0.117, 0.346,
 # 0.403, kitchen 0.150, 0.429, 0.478, int_mm 0.311, 1.112, 0.650.

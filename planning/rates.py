@@ -1,6 +1,6 @@
 """The fitted numbers of the estimates: eight, all from what a card measured.
 
-`benchmarks/fit.py` fits them on one half of the runs in `measured.json` and writes them there with
+`bench/fit.py` fits them on one half of the runs in `measured.json` and writes them there with
 their errors on both halves; nothing else in an estimate is fitted.
 
 Figures of the host and its link are no fits: each was measured once, on the host of an H200, and is
@@ -93,7 +93,7 @@ def constants() -> Constants:
     if missing := [name for name in NAMES if not _is_figure(found.get(name))]:
         raise UnavailableError(
             f"{MEASURED.name} has no constant {missing[0]}: install the package again, or run "
-            "`python benchmarks/fit.py` in a clone."
+            "`python -m qwen_l40s.bench.fit` in a clone."
         )
     return Constants(**{name: float(found[name]) for name in NAMES})
 
@@ -114,7 +114,7 @@ LINK = (0.75, 0.95)
 # Of the fp32 peak. Not fitted: the middle stands for the measured card too, on which six prompts
 # took up to a tenth more or less than that (text_worst in `measured.json`).
 ENCODER = (0.4, 0.6)
-# Pinned memory to an H200: 55.3 of the 64 GB/s of 16 lanes of PCIe 5 (benchmarks/weight_stream.py).
+# Pinned memory to an H200: 55.3 of the 64 GB/s of 16 lanes of PCIe 5.
 MEASURED_LINK = 0.864
 PRECISIONS = ("bf16", "fp8", "int8")
 

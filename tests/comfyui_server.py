@@ -1,17 +1,9 @@
-"""A real ComfyUI server in a process of its own, with a base folder of its own, and a client.
-
-The pack is linked into its custom_nodes under a name with a dash and a dot, which an import path
-could not hold, unless a test names the folder.
-"""
+"""A real ComfyUI server in a process of its own, with a base folder of its own, and a client."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
-import socket
-import subprocess
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -22,11 +14,10 @@ import httpx
 from comfyui_host import comfyui_python
 from websockets.sync.client import connect
 
+from qwen_l40s.bench.server import PACK, ComfyUIServer
+
 ROOT = Path(__file__).resolve().parent.parent
-PACK = "comfyui-qwen-image-l40s.main"
-START_SECONDS = 150
 RUN_SECONDS = 150
-STOP_SECONDS = 20
 
 
 @dataclass
@@ -58,8 +49,8 @@ class Run:
         return self.history["outputs"][node]["text"][0]
 
 
-class Server:
-    """Starts ComfyUI on a free port; `base` holds custom_nodes, models, input and output.
+class Server(ComfyUIServer):
+    """Runs on the CPU in one thread.
 
     Args:
         arguments: more of ComfyUI's command line.
@@ -67,55 +58,16 @@ class Server:
     """
 
     def __init__(self, comfyui: Path, base: Path, *arguments: str, pack: str = PACK) -> None:
-        self.base = base
-        nodes = base / "custom_nodes"
-        nodes.mkdir(parents=True, exist_ok=True)
-        if not (nodes / pack).exists():
-            (nodes / pack).symlink_to(ROOT, target_is_directory=True)
-        for folder in ("diffusion_models", "text_encoders", "vae", "loras", "diffusers"):
-            (base / "models" / folder).mkdir(parents=True, exist_ok=True)
-        self.port = _free_port()
-        self.log = base / "server.log"
-        command = [
-            str(comfyui_python(comfyui)),
-            str(comfyui / "main.py"),
-            "--cpu",
-            "--disable-auto-launch",
-            *("--port", str(self.port), "--base-directory", str(base)),
-            *("--database-url", "sqlite:///:memory:"),
-            *arguments,
-        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                command, cwd=base, stdout=log, stderr=subprocess.STDOUT, env=environment
-            )
+        python = comfyui_python(comfyui)
+        more = ("--cpu", *arguments)
+        super().__init__(comfyui, python, base, *more, pack=pack, environment=environment)
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
-        try:
-            self._wait()
-        except BaseException:  # nobody else can stop it
-            self.stop()
-            raise
-
-    def _wait(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, f"ComfyUI stopped:\n{self.log.read_text()[-4000:]}"
-            try:
-                self.client.get("/system_stats").raise_for_status()
-                return
-            except httpx.TransportError:
-                time.sleep(0.2)
-        raise AssertionError(f"ComfyUI did not start:\n{self.log.read_text()[-4000:]}")
 
     def stop(self) -> None:
-        self.client.close()
-        self.process.terminate()
-        try:
-            self.process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        if hasattr(self, "client"):
+            self.client.close()
+        super().stop()
 
     def post(self, graph: dict[str, Any], client_id: str = "test") -> httpx.Response:
         return self.client.post("/prompt", json={"prompt": graph, "client_id": client_id})
@@ -157,7 +109,7 @@ class Server:
                 "execution_interrupted",
             ):
                 return
-        raise AssertionError(f"the prompt did not end:\n{self.log.read_text()[-4000:]}")
+        raise AssertionError(f"the prompt did not end:\n{self.tail()}")
 
     def _history(self, prompt_id: str) -> dict[str, Any]:
         # The entry is written just after the last message.
@@ -174,14 +126,3 @@ class Server:
         answer = self.client.get("/view", params=entry)
         answer.raise_for_status()
         return answer.content
-
-
-def _free_port() -> int:
-    """Not one that the system gives to whoever asks for any: until the server takes it, seconds
-    pass in which another could get it.
-    """
-    for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no free port")

@@ -3,9 +3,9 @@
 A row is held in one part or in three equal ones, a, b and c. The widths of the model are 3 * 2**n,
 and three parts of 2**n fit them without a mask, where one part of 2**(n + 2) computes a quarter of
 its lanes for nothing: gelu_quantize takes 53 us in three parts of 4096 and 71 in one of 16384,
-residual_norm with fp8 29.5 us in three of 1024 and 35 in one of 4096 (H200, 4296 rows of bf16;
-benchmarks/kernels.py --sweep). Of a row in one part a, b and c are that part three times:
-all are computed alike, and the compiler makes one set of instructions for the three.
+residual_norm with fp8 29.5 us in three of 1024 and 35 in one of 4096 (H200, 4296 rows of bf16). Of
+a row in one part a, b and c are that part three times: all are computed alike, and the compiler
+makes one set of instructions for the three.
 """
 
 from __future__ import annotations

@@ -3,14 +3,21 @@
 import contextlib
 import io
 import json
+import os
 import re
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from qwen_l40s.bench.rows import FORWARD, TABLE
 from qwen_l40s.cli import main
+from qwen_l40s.loaders.convert import check_complete, expected_tensors
+from qwen_l40s.loaders.source import open_source
+from qwen_l40s.loaders.writer import SafetensorsLayout
 from qwen_l40s.measure import timing as measure
+from qwen_l40s.spec import FULL_SIZE
 
 SMALL = ["--device", "cpu", "--width", "small", "--text", "5", "--repeats", "2", "--warm-up", "1"]
 RUNS = {
@@ -124,3 +131,47 @@ def test_the_chart_is_a_picture(in_comfyui, chart):
     with Image.open(chart) as image:
         assert image.width == 1280
         assert image.height > 300
+
+
+# --- the random weights of whole files
+
+
+def header_only(path, shapes):
+    """A sparse file of the right size: nothing but its header is written."""
+    layout = SafetensorsLayout({name: ("BF16", tuple(s)) for name, s in shapes.items()}, {})
+    path.write_bytes(layout.header)
+    os.truncate(path, layout.file_bytes)
+    return path
+
+
+def test_the_random_weights_are_those_of_the_published_files(tmp_path):
+    from qwen_l40s.bench.comfyui import text_encoder_shapes, vae_shapes
+
+    shapes = expected_tensors(FULL_SIZE), text_encoder_shapes(), vae_shapes()
+    roles = ("transformer", "text_encoder", "vae")
+    files = [
+        header_only(tmp_path / f"{role}.safetensors", found)
+        for role, found in zip(roles, shapes, strict=True)
+    ]
+    sizes = [round(file.stat().st_size / 1e9, 2) for file in files]
+    assert sizes == [40.86, 16.58, 0.25]
+    assert check_complete(open_source(files[0], "transformer")).blocks == 60
+    variant = open_source(files[1], "text_encoder").part.variant
+    assert "7B, with its vision tower, with lm_head, flat names" in variant
+    assert open_source(files[2], "vae").part.dims["dim"] == 96
+
+
+def test_random_weights_are_written_once(tmp_path):
+    from qwen_l40s.bench.comfyui import write_random
+
+    shapes = {"a.weight": (64, 256), "a.bias": (64,), "norm.weight": (8,), "b.gamma": (4, 1, 1, 1)}
+    path = tmp_path / "models" / "file.safetensors"
+    write_random(path, shapes, torch.device("cpu"))
+    found = load_file(path)
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == shapes
+    assert found["a.weight"].float().std().item() == pytest.approx(0.5 / 16, rel=0.05)
+    assert found["a.bias"].abs().max() > 0
+    assert all(torch.equal(found[n], torch.ones_like(found[n])) for n in ("norm.weight", "b.gamma"))
+    before = path.stat().st_mtime_ns
+    write_random(path, shapes, torch.device("cpu"))
+    assert path.stat().st_mtime_ns == before

@@ -1,9 +1,7 @@
 """The fit of the constants: on runs that are made up, and on those that are bundled."""
 
 import copy
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,26 +9,16 @@ import pytest
 pytest.importorskip("scipy")
 
 from qwen_l40s import SettingError
+from qwen_l40s.bench import fit
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.cards import find_card
 from qwen_l40s.planning.rates import MEASURED, NAMES, Constants, Rates, rates_by
 from qwen_l40s.spec import GIB
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 TRUE = {"gemm_bf16": 0.62, "gemm_fp8": 0.44, "gemm_int8": 0.41, "attention": 0.58}
 TRUE |= {"bandwidth": 0.72, "convolution": 0.2, "workspace": 60e6, "context": 550e6}
 SIDES = (1024, 1328, 2048)
-
-
-@pytest.fixture(scope="module")
-def fit():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))  # its own imports are of files beside it
-        spec = importlib.util.spec_from_file_location("benchmark_fit", BENCHMARKS / "fit.py")
-        module = importlib.util.module_from_spec(spec)
-        patch.setitem(sys.modules, "benchmark_fit", module)
-        spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +27,7 @@ def card():
 
 
 @pytest.fixture(scope="module")
-def made_up(fit, card):
+def made_up(card):
     """Runs that are exactly what the arithmetic says with `TRUE`."""
     rates = rates_by(Constants(**TRUE), card)
     runs = []
@@ -68,7 +56,7 @@ def made_up(fit, card):
     return {"conditions": {"card": "NVIDIA H200"}, "kernels": kernels, "runs": runs}
 
 
-def test_what_the_runs_were_made_with_is_found_again(fit, card, made_up):
+def test_what_the_runs_were_made_with_is_found_again(card, made_up):
     found = fit.fit(made_up, card)
     assert found == pytest.approx(TRUE, rel=0.01)
     assert tuple(found) == NAMES
@@ -77,7 +65,7 @@ def test_what_the_runs_were_made_with_is_found_again(fit, card, made_up):
         assert max(value for name, value in half.items() if name != "steps") < 0.01
 
 
-def test_only_the_fit_half_is_fitted(fit, card, made_up):
+def test_only_the_fit_half_is_fitted(card, made_up):
     other = copy.deepcopy(made_up)
     for run in other["runs"]:
         if run["half"] == "test" and run["kind"] == "sampling":
@@ -98,27 +86,22 @@ def test_only_the_fit_half_is_fitted(fit, card, made_up):
         (lambda run: run["kind"] == "sampling", "VAE"),
     ],
 )
-def test_a_matrix_with_a_hole_is_refused(fit, card, made_up, keep, words):
+def test_a_matrix_with_a_hole_is_refused(card, made_up, keep, words):
     holed = {**made_up, "runs": list(filter(keep, made_up["runs"]))}
     with pytest.raises(SettingError, match=f"no {words}.*measure the whole matrix"):
         fit.fit(holed, card)
 
 
-def test_the_command_rewrites_the_file_with_constants_and_errors(
-    fit, made_up, tmp_path, monkeypatch, capsys
-):
+def test_the_command_rewrites_the_file_with_constants_and_errors(made_up, tmp_path, capsys):
     path, kernels = tmp_path / "measured.json", tmp_path / "kernels.json"
     path.write_text(json.dumps({**made_up, "kernels": [], "loads": [1]}))
-    rows = [
-        {"task": "norm", "size": "1024x1024", "way": way, "gb_s": 3456} for way in ("ours", "x")
-    ]
+    names = ("norm ours triton", "norm ours torch")
+    rows = [{"name": name, "size": "1024x1024", "gbs": 3456} for name in names]
     kernels.write_text(json.dumps({"rows": rows}))
-    command = ["fit.py", "--file", str(path)]
-    monkeypatch.setattr(sys, "argv", command)
-    assert fit.main() == 2
+    arguments = ["--file", str(path)]
+    assert fit.main(arguments) == 2
     assert "VAE or kernels" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", [*command, "--kernels", str(kernels)])
-    assert fit.main() == 0
+    assert fit.main([*arguments, "--kernels", str(kernels)]) == 0
     found = json.loads(path.read_text())
     assert found["constants"]["bandwidth"] == 0.72
     assert found["kernels"] == [{"task": "norm", "size": "1024x1024", "gb_s": 3456}]
@@ -135,7 +118,7 @@ def bundled():
     return json.loads(MEASURED.read_text())
 
 
-def test_the_bundled_constants_are_those_of_the_bundled_runs(fit, bundled):
+def test_the_bundled_constants_are_those_of_the_bundled_runs(bundled):
     card = find_card(bundled["conditions"]["card"], known_cards())
     assert fit.fit(bundled, card) == pytest.approx(bundled["constants"], rel=1e-3)
     errors = fit.errors_of(bundled, bundled["constants"], card)
@@ -161,7 +144,7 @@ def test_the_matrix_is_as_large_as_it_has_to_be(bundled):
     assert abs(halves.count("fit") - halves.count("test")) <= 1
 
 
-def within_the_promised_errors(fit, run, constants, card):
+def within_the_promised_errors(run, constants, card):
     """Whether a sampling run's step, weights and memory beside them are as predicted."""
     rates = rates_by(Constants(**constants), card)
     assert fit.seconds_of(run, rates) == pytest.approx(fit.measured_seconds(run), rel=0.1), run[
@@ -173,25 +156,25 @@ def within_the_promised_errors(fit, run, constants, card):
     assert abs(beside - held) <= max(0.1 * held, 0.15 * GIB), run["id"]
 
 
-def test_runs_that_were_not_fitted_are_within_the_promised_errors(fit, bundled):
+def test_runs_that_were_not_fitted_are_within_the_promised_errors(bundled):
     card = find_card(bundled["conditions"]["card"], known_cards())
     tested = [run for run in bundled["runs"] if run["half"] == "test" and run["kind"] == "sampling"]
     assert tested
     for run in tested:
-        within_the_promised_errors(fit, run, bundled["constants"], card)
+        within_the_promised_errors(run, bundled["constants"], card)
 
 
-def test_the_constants_carry_over_to_a_card_that_was_not_fitted(fit, bundled):
+def test_the_constants_carry_over_to_a_card_that_was_not_fitted(bundled):
     """An H100 has the H200's arithmetic and 70 % of its bandwidth."""
-    other = json.loads((BENCHMARKS / "results" / "matrix-h100.json").read_text())
+    other = json.loads((RESULTS / "matrix-h100.json").read_text())
     card = find_card(other["conditions"]["card"], known_cards())
     tested = [run for run in other["runs"] if run["kind"] == "sampling"]
     assert len(tested) == 30
     for run in tested:
-        within_the_promised_errors(fit, run, bundled["constants"], card)
+        within_the_promised_errors(run, bundled["constants"], card)
 
 
-def test_prompts_and_images_are_near_what_was_measured(fit, bundled):
+def test_prompts_and_images_are_near_what_was_measured(bundled):
     """Beside steps nothing is promised."""
     card = find_card(bundled["conditions"]["card"], known_cards())
     rates = rates_by(Constants(**bundled["constants"]), card)
@@ -201,7 +184,7 @@ def test_prompts_and_images_are_near_what_was_measured(fit, bundled):
             assert fit.seconds_of(run, rates) == pytest.approx(expected, rel=limit), run["id"]
 
 
-def test_what_a_calibration_measured_predicts_the_steps_too(fit, bundled):
+def test_what_a_calibration_measured_predicts_the_steps_too(bundled):
     """No constant is fitted for it: `bench --calibrate` ran for half a minute on the same card."""
     rates = Rates(**bundled["calibration"]["rates"])
     errors = [

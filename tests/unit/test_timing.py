@@ -73,7 +73,7 @@ def test_arithmetic_is_what_a_forward_pass_is_counted_to_have():
 
 
 def test_the_kernels_between_products_are_counted_as_their_benchmark_counts_them(kernels):
-    """benchmarks/kernels.py counts each kernel's bytes by itself, at 1024x1024."""
+    """The measured rates count each kernel's bytes by themselves, at 1024x1024."""
     moved = {
         row["task"]: row["gb_s"] * row["ms"] * 1e6
         for row in kernels

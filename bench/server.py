@@ -1,0 +1,133 @@
+"""A real ComfyUI server in a process of its own, for benchmarks and tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+# A name with a dash and a dot, which an import path could not hold.
+PACK = "comfyui-qwen-image-l40s.main"
+START_SECONDS = 180
+STOP_SECONDS = 20
+
+
+class ServerError(RuntimeError):
+    """The server did not start, stopped, refused a graph or took too long; has its last lines."""
+
+
+class ComfyUIServer:
+    """Starts ComfyUI on a free port with this pack, and waits until it answers.
+
+    Args:
+        comfyui: ComfyUI's folder.
+        python: that has its requirements.
+        base: folder for custom_nodes, models, input, output and the log.
+        arguments: more of ComfyUI's command line.
+        pack: the folder name under which the pack is installed.
+        environment: of the process; None for this one's.
+
+    Raises:
+        ServerError: it does not start.
+    """
+
+    def __init__(
+        self,
+        comfyui: Path,
+        python: Path | str,
+        base: Path,
+        *arguments: str,
+        pack: str = PACK,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.base, self.log = base, base / "server.log"
+        nodes = base / "custom_nodes"
+        nodes.mkdir(parents=True, exist_ok=True)
+        if not (nodes / pack).exists():
+            (nodes / pack).symlink_to(ROOT, target_is_directory=True)
+        for folder in ("diffusion_models", "text_encoders", "vae", "loras", "diffusers"):
+            (base / "models" / folder).mkdir(parents=True, exist_ok=True)
+        self.port = _free_port()
+        command = [
+            *(str(python), str(comfyui / "main.py"), "--disable-auto-launch"),
+            *("--port", str(self.port), "--base-directory", str(base)),
+            *("--database-url", "sqlite:///:memory:"),
+            *arguments,
+        ]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, cwd=base, stdout=log, stderr=subprocess.STDOUT, env=environment
+            )
+        try:
+            self._wait()
+        except BaseException:  # nobody else can stop it
+            self.stop()
+            raise
+
+    def __enter__(self) -> ComfyUIServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the process."""
+        self.process.terminate()
+        try:
+            self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def get_json(self, path: str) -> Any:
+        """What a route answers; raises OSError where the server does not answer."""
+        return self._send(path, None)
+
+    def post_json(self, path: str, data: Any) -> Any:
+        return self._send(path, json.dumps(data).encode())
+
+    def tail(self) -> str:
+        """The end of the log."""
+        return self.log.read_text(errors="replace")[-4000:]
+
+    def check_alive(self) -> None:
+        """Raises ServerError where the process has ended."""
+        code = self.process.poll()
+        if code is not None:
+            raise ServerError(f"ComfyUI ended with {code}:\n{self.tail()}")
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                self.get_json("/system_stats")
+                return
+            self.check_alive()
+            time.sleep(0.2)
+        raise ServerError(f"ComfyUI did not start in {START_SECONDS} s:\n{self.tail()}")
+
+    def _send(self, path: str, body: bytes | None) -> Any:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.loads(answer.read() or b"{}")
+
+
+def _free_port() -> int:
+    """Not one that the system gives to whoever asks for any: until the server takes it, seconds
+    pass in which another could get it.
+    """
+    for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ServerError("no port between 10000 and 32000 is free: end what else runs here")
