@@ -12,16 +12,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/built-for
 
-# Small work on many threads waits for threads: each process takes one.
-export OMP_NUM_THREADS ?= 1
 export VENV_FOR := $(CURDIR) $(PYTHON)
 export TORCH_FOR := $(TORCH)
 
-# Processes that run tests; each takes one thread of torch.
+# Processes that run tests, of one thread each: small work on many threads waits for threads.
 WORKERS ?= 2
-PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadgroup --durations=15 --durations-min=5
+test test-unit test-host test-server test-cuda: export OMP_NUM_THREADS = 1
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadgroup --durations=15 --durations-min=5
 
-.PHONY: help demo test test-all test-unit test-server test-host test-cuda lint micro-quality format clean rebuild
+.PHONY: help install demo test test-all test-unit test-host test-server test-cuda lint
+.PHONY: micro-quality format clean rebuild
 
 help:
 	@echo "make demo           paint the default prompt with the bundled micro model into out/"
@@ -32,6 +32,9 @@ help:
 	@echo "make micro-quality  measure how well the micro model follows held-out prompts"
 	@echo "make format         correct style"
 	@echo "make clean          remove everything that make and the tests made"
+
+# The environment of all the others.
+install: $(STAMP)
 
 demo: $(STAMP)
 	@mkdir -p out

@@ -23,7 +23,7 @@ GRAPHS = {
     for file in sorted((ROOT / "workflows" / "api").glob("*.json"))
 }
 WIDTH, HEIGHT = 1400, 900
-WAIT_MS = 60_000
+WAIT_MS = 600_000
 PANEL_WIDTH = 270
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 # A page without this pack logs these too: a user who has saved nothing has none of the files, and

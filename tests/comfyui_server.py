@@ -17,7 +17,7 @@ from websockets.sync.client import connect
 from qwen_l40s.bench.server import PACK, ComfyUIServer
 
 ROOT = Path(__file__).resolve().parent.parent
-RUN_SECONDS = 150
+RUN_SECONDS = 600  # a guard against what hangs
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Server(ComfyUIServer):
         python = comfyui_python(comfyui)
         more = ("--cpu", *arguments)
         super().__init__(comfyui, python, base, *more, pack=pack, environment=environment)
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=RUN_SECONDS)
 
     def stop(self) -> None:
         if hasattr(self, "client"):
@@ -80,7 +80,7 @@ class Server(ComfyUIServer):
         """
         client_id = uuid.uuid4().hex
         address = f"ws://127.0.0.1:{self.port}/ws?clientId={client_id}"
-        with connect(address, max_size=None, open_timeout=20) as socket:
+        with connect(address, max_size=None, open_timeout=RUN_SECONDS) as socket:
             answer = self.post(graph, client_id)
             assert answer.status_code == 200, answer.text
             assert answer.json()["node_errors"] == {}, answer.text

@@ -83,8 +83,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("cuda")]
     for item in items:
-        folder = item.path.parent.name
-        item.add_marker(pytest.mark.xdist_group(item.path.stem if folder == "unit" else folder))
+        if not item.get_closest_marker("xdist_group"):
+            folder = item.path.parent.name
+            item.add_marker(pytest.mark.xdist_group(item.path.stem if folder == "unit" else folder))
 
 
 @pytest.fixture(scope="module")

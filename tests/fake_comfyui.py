@@ -32,6 +32,7 @@ from typing import Any
 
 from aiohttp import WSCloseCode, web
 from PIL import Image
+from waiting import SECONDS
 
 OBJECT_INFO = {
     "Draw": {
@@ -147,7 +148,7 @@ class FakeComfyUI:
     def call(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Runs a coroutine in the server's thread."""
         future: Future[Any] = asyncio.run_coroutine_threadsafe(work, self.loop)
-        return future.result(timeout=10)
+        return future.result(SECONDS)
 
     async def start(self) -> None:
         app = web.Application(middlewares=[self._faulty])

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-SECONDS = 60  # that a step may take on a busy machine
+SECONDS = 600  # a guard against what hangs: a busy machine may take minutes for a step
 
 
 def until(true: Callable[[], Any], seconds: float = SECONDS) -> None:

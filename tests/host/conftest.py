@@ -101,6 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.cuda)
         fits = (item.get_closest_marker("cuda") is not None) == on_card
         (kept if fits else rest).append(item)
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if rest:
         config.hook.pytest_deselected(items=rest)
         items[:] = kept

@@ -1,38 +1,35 @@
-"""Our MODEL loader against ComfyUI's own, on one block of the real width, in every stored form."""
+"""Our MODEL loader against ComfyUI's own, on one block, in every stored form: once of the width
+that ComfyUI takes for granted, and in all other tests of a third of it, which it is told.
+"""
 
 import functools
 import json
+from unittest import mock
 
+import comfy.model_detection
 import comfy.model_management
 import comfy.sample
 import comfy.samplers
 import comfy.sd
+import narrow_transformer as narrow
 import pytest
 import torch
 from comfyui_boot import folder
 from safetensors.torch import load_file, save_file
 
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
-from qwen_l40s.loaders.convert import expected_tensors
 from qwen_l40s.loaders.quantize import comfy_quant_tensor, layers_to_quantize, quantize_rows
 from qwen_l40s.loaders.stored import rotate
 from qwen_l40s.spec import TransformerShape
 
-pytestmark = pytest.mark.usefixtures("inference_mode", "files")
+pytestmark = pytest.mark.usefixtures("inference_mode")
+with_files = pytest.mark.usefixtures("files", "sizes")
 FOLDER = folder("loader")
-ONE_BLOCK = TransformerShape(1, 3072, 24, 128, 3584, 64, 64)
+ONE_BLOCK = TransformerShape(1, 1024, 8, 128, 512, 64, 64)
+SIZES = {"num_attention_heads": 8, "attention_head_dim": 128, "joint_attention_dim": 512}
+REAL_WIDTH = TransformerShape(1, 3072, 24, 128, 3584, 64, 64)
 FP8 = torch.float8_e4m3fn
 Tensors = dict[str, torch.Tensor]
-
-
-def random_weights() -> Tensors:
-    generator = torch.Generator().manual_seed(0)
-    weights: Tensors = {}
-    for name, shape in expected_tensors(ONE_BLOCK).items():
-        weight = torch.randn(shape, generator=generator)
-        weight *= 0.5 / shape[1] ** 0.5 if len(shape) == 2 else 0.02
-        weights[name] = (weight + (len(shape) == 1 and "norm" in name)).bfloat16()
-    return weights
 
 
 def quantized(weights: Tensors, layers: frozenset[str], change) -> Tensors:
@@ -76,7 +73,7 @@ def rotated(_layer: str, weight: torch.Tensor) -> Tensors:
 def files() -> None:
     """Every form, in FOLDER."""
     folder = FOLDER
-    weights = random_weights()
+    weights = narrow.weights(ONE_BLOCK)
     layers = layers_to_quantize(name.removesuffix(".weight") for name in weights)
     save_file(weights, folder / "bf16.safetensors")
     marker = {"__index_timestep_zero__": torch.zeros(0)}
@@ -110,11 +107,23 @@ def files() -> None:
     save_file(exact, folder / "unscaled_in_bf16.safetensors")
 
 
-def sample(model) -> torch.Tensor:
+@pytest.fixture
+def sizes():
+    """ComfyUI detects what a file is, and is told how wide."""
+    detect = comfy.model_detection.detect_unet_config
+
+    def told(*arguments, **options):
+        return detect(*arguments, **options) | SIZES
+
+    with mock.patch.object(comfy.model_detection, "detect_unet_config", told):
+        yield
+
+
+def sample(model, width: int = ONE_BLOCK.joint_dim) -> torch.Tensor:
     """Two Euler steps with guidance at 64 x 64, from fixed noise and text."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(1, 16, 1, 8, 8, generator=generator)
-    positive, negative = torch.randn(2, 1, 6, 3584, generator=generator)
+    positive, negative = torch.randn(2, 1, 6, width, generator=generator)
     return comfy.sample.sample(
         model,
         noise,
@@ -143,7 +152,7 @@ def edited(model, **settings) -> torch.Tensor:
     comfy.model_management.load_models_gpu([model])
     generator = torch.Generator().manual_seed(1)
     noise, reference = torch.randn(2, 1, 16, 1, 8, 8, generator=generator)
-    text = torch.randn(1, 6, 3584, generator=generator)
+    text = torch.randn(1, 6, ONE_BLOCK.joint_dim, generator=generator)
     return model.model.diffusion_model(
         noise,
         torch.tensor([0.7]),
@@ -163,6 +172,15 @@ def known() -> torch.Tensor:
     return stock("bf16.safetensors")
 
 
+def test_the_real_width_is_bit_for_bit_what_comfyui_s_own_loader_gives():
+    path = FOLDER / "real_width.safetensors"
+    save_file(narrow.weights(REAL_WIDTH), path)
+    theirs = comfy.sd.load_diffusion_model(str(path))
+    known = sample(theirs, REAL_WIDTH.joint_dim)
+    assert torch.equal(sample(load_model(path)[0], REAL_WIDTH.joint_dim), known)
+
+
+@with_files
 def test_bf16_is_bit_for_bit_what_comfyui_s_own_loader_gives():
     ours, _ = load_model(FOLDER / "bf16.safetensors")
     assert torch.equal(sample(ours), known())
@@ -173,6 +191,7 @@ def test_bf16_is_bit_for_bit_what_comfyui_s_own_loader_gives():
     assert torch.equal(loaded("bf16.safetensors", "int8", keep=["*"]), known())
 
 
+@with_files
 @pytest.mark.parametrize(
     ("name", "settings"),
     [("edit_2511", {}), ("layered", {"additional_t_cond": torch.tensor([0])})],
@@ -183,6 +202,7 @@ def test_the_other_families_are_bit_for_bit_the_same(name, settings):
     assert torch.equal(edited(mine, **settings), edited(theirs, **settings))
 
 
+@with_files
 @pytest.mark.parametrize(("precision", "bound"), [("int8", 0.01), ("fp8", 0.04)])
 def test_quantized_weights_stay_near_bf16(precision, bound):
     """One block and two steps on a CPU: the error is that of the weights alone."""
@@ -192,11 +212,13 @@ def test_quantized_weights_stay_near_bf16(precision, bound):
     assert difference(loaded(f"{precision}.safetensors", "bf16"), on_load) <= 5e-3
 
 
+@with_files
 def test_comfyui_s_own_loader_reads_our_int8_file():
     """It quantizes activations on a CPU too, and ours does not there."""
     assert difference(stock("int8.safetensors"), loaded("int8.safetensors")) <= 0.015
 
 
+@with_files
 @pytest.mark.parametrize(
     ("form", "bound"), [("scaled_fp8", 0.04), ("fp8_marker", 0.04), ("convrot", 0.015)]
 )
@@ -206,6 +228,7 @@ def test_stored_forms_compute_what_comfyui_computes_from_them(form, bound):
     assert difference(stored, stock(f"{form}.safetensors")) <= 5e-3
 
 
+@with_files
 def test_unscaled_fp8_loses_nothing_on_the_way():
     rounded = load_file(FOLDER / "unscaled_fp8.safetensors")
     assert {weight.dtype for weight in rounded.values()} == {torch.float8_e4m3fn}

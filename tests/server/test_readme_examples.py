@@ -3,21 +3,21 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from comfyui_host import comfyui_folder, comfyui_python
 from PIL import Image
+from waiting import SECONDS, until
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "127.0.0.1:8188"
-READY_SECONDS = 100
 
 
 def blocks(page, language):
@@ -92,7 +92,8 @@ def test_the_download_is_that_of_its_workflow(folder):
 
 def test_submit(server, folder):
     [example] = [block for block in blocks("README.md", "bash") if "submit" in block]
-    example = example.replace("python .", f"{sys.executable} {ROOT}").rstrip()
+    command = shlex.join([sys.executable, str(ROOT)])
+    example = example.replace("python .", command).rstrip()
     example += f" --server http://127.0.0.1:{server.port}"
     run(["bash", "-c", example], folder)
     images = sorted((folder / "out").rglob("*.png"))
@@ -135,10 +136,7 @@ class Worker:
             )
 
     def wait_for(self, done):
-        deadline = time.monotonic() + READY_SECONDS
-        while not done():
-            assert time.monotonic() < deadline, self.log.read_text()[-4000:]
-            time.sleep(0.2)
+        until(done)
 
     def stop(self):
         """Ends what is left of it, ComfyUI included."""
@@ -146,7 +144,7 @@ class Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
             return
-        self.process.wait(timeout=20)
+        self.process.wait()
 
 
 @pytest.fixture
@@ -163,6 +161,7 @@ def worker(tmp_path):
         running.stop()
 
 
+@pytest.mark.xdist_group("workers")
 def test_a_worker_is_ready_when_it_has_painted(worker):
     [dockerfile] = blocks("docs/serverless.md", "dockerfile")
     flags = re.search(r"^CMD (\[.*?\])", dockerfile.replace("\\\n", ""), re.M)
@@ -172,12 +171,13 @@ def test_a_worker_is_ready_when_it_has_painted(worker):
     [image] = running.log.parent.glob("output/*.png")
     assert is_picture(image)
     running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(timeout=30) == 143
+    assert running.process.wait(SECONDS) == 143
     assert not running.ready.exists()
     with pytest.raises(ProcessLookupError):  # ComfyUI is gone, too
         os.killpg(running.process.pid, 0)
 
 
+@pytest.mark.xdist_group("workers")
 def test_a_worker_stops_when_its_comfyui_does(worker):
     running = worker("--no-such-flag")
     running.wait_for(lambda: running.process.poll() is not None)
@@ -185,6 +185,7 @@ def test_a_worker_stops_when_its_comfyui_does(worker):
     assert not running.ready.exists()
 
 
+@pytest.mark.xdist_group("workers")
 def test_a_worker_stops_when_the_warm_up_fails(worker):
     running = worker(MODEL="not there.safetensors")
     running.wait_for(lambda: running.process.poll() is not None)

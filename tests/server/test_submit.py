@@ -17,7 +17,7 @@ import pytest
 from comfyui_host import comfyui_folder
 from comfyui_server import Server
 from PIL import Image
-from waiting import until
+from waiting import SECONDS, until
 
 ROOT = Path(__file__).resolve().parents[2]
 MICRO = ROOT / "workflows" / "api" / "micro_text_to_image.json"
@@ -56,7 +56,7 @@ def begin(server: Server, workflow: Path, output: Path, *more: str) -> subproces
 
 def end(process: subprocess.Popen[str], *, code: int = 0) -> list[dict[str, Any]]:
     """The jobs of the JSON object that is all that the command prints."""
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=SECONDS)
     assert process.returncode == code, err
     assert "Traceback" not in err
     (line,) = out.splitlines()
@@ -240,7 +240,7 @@ def test_two_clients_at_one_server_get_what_is_theirs(server: Server, tmp_path: 
 
 def test_progress_names_the_node_and_its_steps(server: Server, tmp_path: Path):
     process = begin(server, MICRO, tmp_path / "out", "--set", "seed=91", *steps(5))
-    _, err = process.communicate(timeout=100)
+    _, err = process.communicate(timeout=SECONDS)
     assert re.search(r"^job 1: Sample \d/5$", err, re.M), err
 
 
@@ -266,7 +266,7 @@ def test_the_server_is_killed_and_started_again_in_the_middle(
     monkeypatch.setattr(comfyui_server, "_free_port", lambda: server.port)
     server = Server(comfyui_folder(), tmp_path / "base")
     try:
-        out, err = process.communicate(timeout=200)
+        out, err = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, err
         assert [job["status"] for job in json.loads(out)["jobs"]] == ["done"] * 4
         assert "the server was restarted: " in err

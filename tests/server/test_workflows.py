@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from comfyui_server import ROOT, Run, Server
 from frozen_workflows import replacement_changes
 from PIL import Image
+from waiting import until
 from workflow_files import Graph, models_named, published_files, small_files
 
 from qwen_l40s.micro.judge import adherence
@@ -85,11 +85,12 @@ def held_queue(server: Server) -> Iterator[None]:
         yield
     finally:
         server.client.post("/queue", json={"clear": True})
-        deadline = time.monotonic() + 30
-        while _unfinished(server) and time.monotonic() < deadline:
+
+        def ended() -> bool:
             server.client.post("/interrupt", json={"prompt_id": waits})
-            time.sleep(0.05)
-        assert not _unfinished(server)
+            return not _unfinished(server)
+
+        until(ended)
 
 
 def _unfinished(server: Server) -> list[Any]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from waiting import SECONDS
 
 from qwen_l40s.cli import main
 from qwen_l40s.loaders.quantize import layers_to_quantize
@@ -242,6 +243,6 @@ def test_a_model_without_room_is_told_of_layers_only(capsys, monkeypatch):
 
 def test_help_needs_no_package_at_all():
     command = [sys.executable, "-S", str(ROOT), "audit", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert result.returncode == 0, result.stderr
     assert "--layers-only" in result.stdout

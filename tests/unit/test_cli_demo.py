@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from waiting import SECONDS
 
 from qwen_l40s.cli import main
 
@@ -112,6 +113,6 @@ def test_missing_package_says_what_to_install(toy_demo, monkeypatch, capsys):
 
 def test_help_needs_no_package_at_all():
     command = [sys.executable, "-S", str(ROOT), "demo", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert result.returncode == 0, result.stderr
     assert DEFAULT_PROMPT.split()[0] in result.stdout

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from waiting import SECONDS
 
 from qwen_l40s.cli import main
 from qwen_l40s.cli.output import ImageTarget, write_sheet, write_whole
@@ -202,7 +203,7 @@ def test_missing_package_says_what_to_install(generate, monkeypatch, capsys):
 
 def test_help_needs_no_package_at_all():
     command = [sys.executable, "-S", str(ROOT), "generate", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert result.returncode == 0, result.stderr
     assert "--negative-prompt" in result.stdout
 
@@ -295,7 +296,7 @@ def test_ctrl_c_while_sampling(tiny_folder, tmp_path):
             assert chunk, seen.decode()
             seen += chunk
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 130
     assert err.endswith(b"qwen-l40s: stopped\n")
     assert out == b""

@@ -191,12 +191,12 @@ def test_what_is_refused(plan):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_huge_sizes_are_planned_or_refused_at_once(plan):
-    start = time.perf_counter()
+    start = time.process_time()
     side = 50_000 // 8
     assert plan(FULL, side, side, budget=140 * GIB).sliced
     with pytest.raises(UnavailableError, match="50000x50000"):
         plan(FULL, side, side, budget=20 * GIB)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_more_room_than_the_least_is_asked_for_in_turn():

@@ -37,7 +37,6 @@ NAMES = [
     "estimate",
     "estimate_generate_report",
 ]
-pytestmark = pytest.mark.timeout(300)
 NOTE = "MarkdownNote"
 MODEL_FILE = re.compile(r"\.(safetensors|sft|ckpt|pt|gguf)$")
 
