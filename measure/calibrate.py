@@ -77,7 +77,7 @@ def calibrate(
 
     Args:
         device: A card, or the CPU to try it.
-        say: Is told what is measured next.
+        say: Called with what is measured next.
 
     Returns:
         The rates, and {precision: why it is not among them}.

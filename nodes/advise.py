@@ -7,7 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..errors import QwenL40SError
-from ..hosts.comfyui.estimate.cards import told_at
+from ..hosts.comfyui.estimate.cards import own_files_changed_at
 from ..machine.card_list import known_cards
 from ..planning.cost import EXAMPLE, read_prices
 from .common import CATEGORY, request_inputs, require_host, with_picture
@@ -81,7 +81,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> Any:
-        return told_at()
+        return own_files_changed_at()
 
     @classmethod
     def execute(cls, images_per_hour: float, prices: str = "", **settings: Any) -> io.NodeOutput:

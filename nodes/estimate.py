@@ -8,7 +8,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..errors import QwenL40SError
-from ..hosts.comfyui.estimate.cards import THIS_CARD, card_choices, told_at
+from ..hosts.comfyui.estimate.cards import THIS_CARD, card_choices, own_files_changed_at
 from .common import CATEGORY, request_inputs, require_host, with_picture
 
 WIRES = ("model", "clip", "vae", "latent")
@@ -125,7 +125,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> Any:
-        return told_at()
+        return own_files_changed_at()
 
     @classmethod
     def check_lazy_status(cls, card: str, price_per_hour: float = 0.0, **inputs: Any) -> list[str]:

@@ -19,7 +19,7 @@ THIS_CARD = "this card"
 
 def card_choices() -> list[str]:
     """The machine's own first, then those of the list; of the bundled one where the user's own is
-    damaged, which is told when a node runs.
+    damaged, which is an error when a node runs.
     """
     try:
         return [THIS_CARD, *known_cards()]
@@ -27,7 +27,7 @@ def card_choices() -> list[str]:
         return [THIS_CARD, *known_cards(BUNDLED)]
 
 
-def told_at() -> tuple[int, int]:
+def own_files_changed_at() -> tuple[int, int]:
     """Changes with what `qwen-l40s bench --calibrate` measured and with the user's own list."""
     return _changed(cache_folder() / CALIBRATION), _changed(own_cards_path())
 

@@ -76,7 +76,7 @@ class TrueClip:
     Attributes:
         bytes: Of the whole text encoder as it is held.
         precision: bf16, fp8 or int8, in which most of it is held.
-        place: Where it was told to stay; None where nobody did.
+        place: Where it is to stay; None where nobody has asked.
     """
 
     bytes: int
