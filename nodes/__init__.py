@@ -6,7 +6,7 @@ import logging
 
 from comfy_api.latest import ComfyExtension, io
 
-from ..hosts.comfyui.contract import what_is_off
+from ..hosts.comfyui.contract import unsupported_host
 from .advise import QwenL40SAdviseGPU
 from .estimate import QwenL40SEstimateVRAM
 from .guidance import QwenL40SCFGNorm
@@ -40,9 +40,8 @@ class QwenL40SExtension(ComfyExtension):
     """Registers every node, whatever the host's version: a node that cannot run says why."""
 
     async def on_load(self) -> None:
-        sentence = what_is_off()
-        if sentence:
-            logger.warning(sentence)
+        if fallback := unsupported_host():
+            logger.warning(fallback.reason)
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return NODES

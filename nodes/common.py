@@ -9,7 +9,7 @@ import torch
 from comfy_api.latest import io, ui
 
 from ..errors import UnavailableError
-from ..hosts.comfyui.contract import what_is_off
+from ..hosts.comfyui.contract import unsupported_host
 from ..hosts.comfyui.messages import show_text
 from ..options import Option, options
 
@@ -21,9 +21,8 @@ CATEGORY = "Qwen-Image/L40S"
 
 def require_host() -> None:
     """Raises UnavailableError with one sentence when ComfyUI is too old or has changed."""
-    sentence = what_is_off()
-    if sentence:
-        raise UnavailableError(sentence)
+    if fallback := unsupported_host():
+        raise UnavailableError(fallback.reason)
 
 
 def with_report(*outputs: object, report: str) -> io.NodeOutput:

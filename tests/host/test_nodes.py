@@ -142,7 +142,7 @@ def test_settings_that_mean_nothing_are_refused_before_anything_is_mapped():
 def test_nodes_of_a_host_that_is_off_are_there_and_say_why():
     name = written("plain", WEIGHTS)
     off = SimpleNamespace(__version__="0.32.1")
-    compatibility.what_is_off.cache_clear()
+    compatibility.unsupported_host.cache_clear()
     try:
         with mock.patch.dict(sys.modules, {"comfyui_version": off}), nothing_mapped():
             extension = asyncio.run(qwen_l40s.comfy_entrypoint())
@@ -171,13 +171,13 @@ def test_nodes_of_a_host_that_is_off_are_there_and_say_why():
             ):
                 refused(UnavailableError, *words, run=run)
     finally:
-        compatibility.what_is_off.cache_clear()
+        compatibility.unsupported_host.cache_clear()
     assert load(name)[0] is not None
 
 
 def test_this_comfyui_is_what_the_package_knows():
-    compatibility.what_is_off.cache_clear()
-    assert compatibility.what_is_off() is None
+    compatibility.unsupported_host.cache_clear()
+    assert compatibility.unsupported_host() is None
 
 
 # --- what is stopped while it runs
