@@ -18,7 +18,7 @@ from .. import __version__
 from ..cli.bench import SHAPES, check_width, torch_device
 from ..cli.output import check_target, require_packages
 from ..errors import SettingError, UnavailableError
-from ..hosts.comfyui.contract import what_is_off
+from ..hosts.comfyui.contract import unsupported_host
 from ..hosts.diffusers.settings import SIZE_STEP
 from ..machine import packages
 from ..machine.card import first_line, read_cards
@@ -281,7 +281,7 @@ def import_comfyui(*, cpu: bool, keep_on_card: bool = True) -> str:
         raise UnavailableError(
             f"ComfyUI cannot be imported here ({first_line(error)}): use its own Python"
         ) from error
-    if reason := what_is_off():
+    if reason := unsupported_host():
         raise UnavailableError(reason)
     return found_version
 

@@ -30,7 +30,7 @@ class QwenL40SCFGNorm(io.ComfyNode):
                 io.Model.Input(
                     "model",
                     tooltip="From any loader, LoRA loader or Optimize. A RescaleCFG before it is "
-                    "replaced; put no CFGNorm beside it.",
+                    "replaced; do not add a CFGNorm as well.",
                 )
             ],
             outputs=[io.Model.Output(tooltip="To the sampler.")],

@@ -61,7 +61,7 @@ class Layers(Protocol):
         """
 
     def norm_weight(self, norm: torch.nn.Module, like: torch.Tensor) -> torch.Tensor:
-        """The weight of an RMSNorm beside `like`."""
+        """The weight of an RMSNorm, where `like` is."""
 
     def gemm(self, format: str, device: torch.device) -> Gemm:
         """The GEMM of a quantized format."""
@@ -303,7 +303,7 @@ class BlockExecutor:
     def _linear(
         self, layer: _Layer, rows: Rows, part: Part, out: torch.Tensor, gelu: bool = False
     ) -> None:
-        """A layer of one stream's rows into out, (batch, tokens, N), whose items may lie apart."""
+        """A layer of one stream's rows into out, (batch, tokens, N), whose items need not be adjacent."""
         if layer.kind is None:
             read = rows.plain(part.start, (part.items - 1) * part.step + part.length, out.dtype)
             shape = part.items, part.length, read.shape[1]
@@ -345,7 +345,7 @@ def _streams(x: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tenso
 
 
 class Part(NamedTuple):
-    """One stream's rows in a matrix: `items` runs of `length` rows, their starts `step` apart."""
+    """One stream's rows in a matrix: `items` runs of `length` rows, one every `step` rows."""
 
     start: int
     items: int

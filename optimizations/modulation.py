@@ -199,7 +199,7 @@ def compute_entries(
     # As the hosts do: a half of the rows is a tensor of its own only where there are two.
     rows = {"image": list(embeddings), "text": [embedding[:batch] for embedding in embeddings]}
     together = {stream: torch.cat(parts) for stream, parts in rows.items()}
-    exact: dict[str, list[tuple] | None] = {}  # how a layer is held whose bits were equal
+    exact: dict[str, list[tuple] | None] = {}  # the form of a layer whose bits were equal
     with closing(layers or modulation_layers(blocks)) as walked:
         for index, stream, module in walked:
             parts = rows[stream]
@@ -233,7 +233,7 @@ def _keys(
 
 
 def _form(module: torch.nn.Module) -> list[tuple]:
-    """How a modulation layer is held: what one shows holds for those that are held alike."""
+    """How a modulation layer stores its weights: what one shows holds for others of its form."""
     weights = [(part, getattr(part, "weight", None)) for part in module.modules()]
     return [
         (type(part), getattr(part, "layout_type", None), weight.dtype)

@@ -25,7 +25,7 @@ from .attention import TransformerAttention, backend_of, host_attend
 from .layers import DiffusersLayers
 from .modulation import TransformerModulation
 
-# What a block is called with beside its streams, from diffusers 0.36 to 0.42.
+# What a block is called with besides its streams, from diffusers 0.36 to 0.42.
 SHARED = (
     "temb",
     "image_rotary_emb",

@@ -86,19 +86,19 @@ class OffCardLinear(torch.nn.Module):
             parts: Copies of `parts()` on one device.
             patcher: Whose patches; None for none.
         """
-        held = self._linear.__dict__["_parameters"]
-        kept, iterator = dict(held), iter(parts)
+        own = self._linear.__dict__["_parameters"]
+        before, iterator = dict(own), iter(parts)
         self.is_on_card = True
         try:
-            held.update(
-                {name: _rebuilt(held[name], iterator) for name in TENSORS if held[name] is not None}
+            own.update(
+                {name: _rebuilt(own[name], iterator) for name in TENSORS if own[name] is not None}
             )
             for name in TENSORS if patcher is not None else ():
-                held[name] = _patched(patcher, f"{self.key}.{name}", held[name])
+                own[name] = _patched(patcher, f"{self.key}.{name}", own[name])
             yield
         finally:
             self.is_on_card = False
-            held.update(kept)
+            own.update(before)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.is_on_card:
@@ -109,8 +109,8 @@ class OffCardLinear(torch.nn.Module):
             return self._linear(x, *args, **kwargs)
 
     def _tensors(self) -> list[torch.Tensor]:
-        held = (getattr(self._linear, name) for name in TENSORS)
-        return [tensor for tensor in held if tensor is not None]
+        tensors = (getattr(self._linear, name) for name in TENSORS)
+        return [tensor for tensor in tensors if tensor is not None]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """That of the host's layer, which names the parts of a quantized weight."""
@@ -120,7 +120,7 @@ class OffCardLinear(torch.nn.Module):
         linear = self._linear
         if "weight" not in linear._parameters:
             # A layer of a quantized model, or any under dynamic VRAM, which loads itself. The model
-            # that ComfyUI loads without dynamic VRAM beside takes copies so: its hooks write into
+            # that ComfyUI also loads without dynamic VRAM takes copies so: its hooks write into
             # weights, and the mapping of a file may then only be read.
             linear._load_from_state_dict(state_dict, prefix, *rest)
             return
@@ -153,7 +153,7 @@ class _OffCard:
     """What a patcher of a model with OffCardLinear layers does otherwise than ComfyUI's."""
 
     def _load_list(self, *args: Any, **kwargs: Any) -> list[tuple[Any, ...]]:
-        """What ComfyUI moves, less the layers that it shall not."""
+        """What ComfyUI moves, less the layers that stay off the card."""
         found = super()._load_list(*args, **kwargs)
         return [entry for entry in found if not any(isinstance(x, OffCardLinear) for x in entry)]
 
@@ -199,10 +199,10 @@ def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
     yield from module.named_parameters()
     for name, layer in module.named_modules():
         if isinstance(layer, OffCardLinear):
-            for held in TENSORS:
-                tensor = getattr(layer, held)
+            for part in TENSORS:
+                tensor = getattr(layer, part)
                 if tensor is not None:
-                    yield f"{name}.{held}", tensor
+                    yield f"{name}.{part}", tensor
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -331,7 +331,7 @@ def _streamed(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         look()
-        # A step has no use for blocks of a layer's size, and would take others beside them.
+        # A step has no use for blocks of a layer's size, and would allocate others as well.
         torch.cuda.empty_cache()
     seconds = time.perf_counter() - start
     figures.seconds += seconds
