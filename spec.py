@@ -54,6 +54,15 @@ class CardFacts:
     total_bytes: int
     capability: tuple[int, int]
 
+    def multiplies(self, precision: str) -> bool:
+        """Whether its tensor cores multiply a precision."""
+        return self.capability >= OLDEST_CAPABILITY.get(precision, (0, 0))
+
+
+def sm(capability: tuple[int, int]) -> str:
+    """As NVIDIA writes it: sm_89."""
+    return f"sm_{capability[0]}{capability[1]}"
+
 
 @dataclass(frozen=True)
 class TransformerShape:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..planning.disk import CARD_MEMORY, GB
+from ..planning.files import CARD_MEMORY
 from ..planning.phases import KEPT_FREE_BYTES, Phase
 from ..planning.request import RunRequest
-from ..spec import GIB, format_gib
+from ..spec import GB, GIB, format_gib
 from .figures import duration, folded, table, usd
+from .notes import notes_of
 
 if TYPE_CHECKING:
     from ..planning.estimate import Estimate
-    from ..planning.plan import Option
+    from ..planning.plan import PlanOption
 
 PHASE_NAMES = {
     "load": "load",
@@ -35,6 +36,7 @@ PHASE_COLUMNS = (
 
 def estimate_text(estimate: Estimate) -> str:
     """What `qwen-l40s estimate` and the node print: whether it fits, then the figures behind it."""
+    notes = (*notes_of(estimate), *estimate.notes)
     blocks = [
         [verdict(estimate), heading(estimate)],
         table(_phase_rows(estimate.phases.values()), right=range(1, 7)),
@@ -46,7 +48,7 @@ def estimate_text(estimate: Estimate) -> str:
         ],
         [*table(_figures(estimate)), *folded(basis_text(estimate), "")],
         [_plan_heading(estimate.options), *_plan_lines(estimate.options)],
-        [line for note in estimate.notes for line in folded(f"note: {note}", "")],
+        [line for note in notes for line in folded(f"note: {note}", "")],
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
@@ -159,13 +161,13 @@ def _cost(estimate: Estimate) -> str:
     return f"{usd(estimate.usd_per_image)} an image"
 
 
-def _plan_heading(options: Sequence[Option]) -> str:
+def _plan_heading(options: Sequence[PlanOption]) -> str:
     if options[0].recommended:
         return "plan, the recommended first"
     return "plan, as asked first; the recommended is marked"
 
 
-def _plan_lines(options: Sequence[Option]) -> list[str]:
+def _plan_lines(options: Sequence[PlanOption]) -> list[str]:
     lines = []
     for option in options:
         peak, spare = format_gib(option.peak_bytes), option.headroom_bytes
@@ -177,7 +179,7 @@ def _plan_lines(options: Sequence[Option]) -> list[str]:
     return lines
 
 
-def option_text(option: Option) -> str:
+def option_text(option: PlanOption) -> str:
     """The settings of one option in one line."""
     setting = option.setting
     tiles = "whole VAE" if option.tiles <= 1 else f"VAE in {option.tiles} tiles"

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..errors import SettingError, UnavailableError
-from ..planning.bytes import weight_bytes
-from ..planning.plan import Held, Option, check_stored, plan
-from ..planning.reasons import check_tensor_cores, kept_precision, requested_precision, weight_only
+from ..planning.bytes import TransformerBytes, weight_bytes
+from ..planning.plan import PlanOption, check_stored, check_tensor_cores, plan
+from ..planning.reasons import kept_precision, requested_precision, weight_only
 from ..planning.request import Parts, RunRequest
 from ..spec import (
     BYTES_PER_WEIGHT,
@@ -44,7 +44,7 @@ class TransformerChoice:
 
     precision: PrecisionChoice
     modulation: ModulationPlace
-    option: Option | None = None
+    option: PlanOption | None = None
 
 
 def choose_precision(
@@ -85,7 +85,7 @@ def choose_transformer(
     stored: str,
     shape: TransformerShape,
     card: CardFacts | None,
-    held: Mapping[str, Held] | None = None,
+    held: Mapping[str, TransformerBytes] | None = None,
 ) -> TransformerChoice:
     """Decides how a transformer's weights are held, before they are read.
 
@@ -160,8 +160,12 @@ def format_bytes(count: float) -> str:
 
 
 def _recommended(
-    card: CardFacts, request: RunRequest, stored: str, as_stored: bool, held: Mapping[str, Held]
-) -> Option:
+    card: CardFacts,
+    request: RunRequest,
+    stored: str,
+    as_stored: bool,
+    held: Mapping[str, TransformerBytes],
+) -> PlanOption:
     try:
         return plan(card, request, stored, as_stored=as_stored, held=held)[0]
     except UnavailableError:  # the image may be a smaller one
@@ -174,7 +178,7 @@ def _on_processor(
     modulation: str,
     stored: str,
     shape: TransformerShape,
-    held: Mapping[str, Held],
+    held: Mapping[str, TransformerBytes],
 ) -> TransformerChoice:
     """There is no card to leave, and no room to be short of."""
     name = stored if requested in ("auto", AS_STORED) else requested
@@ -195,6 +199,6 @@ def _on_processor(
     )
 
 
-def _held(shape: TransformerShape, precision: str) -> Held:
+def _held(shape: TransformerShape, precision: str) -> TransformerBytes:
     counted = weight_bytes(shape, precision)
-    return Held(counted.total, counted.modulation)
+    return TransformerBytes(counted.total, counted.modulation)

@@ -154,6 +154,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         **settings: Any,
     ) -> io.NodeOutput:
         require_host()
+        from ..charts.answer import estimate_json
         from ..charts.memory_chart import memory_chart
         from ..charts.words import estimate_text, summary_text
         from ..hosts.comfyui.estimate.cards import card_of
@@ -171,5 +172,5 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
             summary_text(found),
             estimate_text(found),
             found.fits,
-            json.dumps(found.as_dict(), indent=2),
+            json.dumps(estimate_json(found), indent=2),
         )

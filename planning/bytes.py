@@ -6,25 +6,19 @@ needed: the answer comes before gigabytes are read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import CheckpointError, SettingError
 from ..spec import (
     BYTES_PER_SCALE,
     BYTES_PER_WEIGHT,
-    GIB,
-    PIXELS_PER_TOKEN_SIDE,
     QUANTIZED,
     TIME_CHANNELS,
     TransformerShape,
-    whole_pixels,
 )
 from .request import RunRequest
-
-# Streams, each tokens x dim of 2 bytes, alive at the worst moment; see `step_activation_bytes`.
-LIVE_STREAMS = 28
-WORKSPACE_BYTES = GIB // 2
 
 
 @dataclass(frozen=True)
@@ -46,6 +40,13 @@ class WeightBytes:
     @property
     def total(self) -> int:
         return self.gemm + self.modulation + self.rest + self.scales
+
+
+class TransformerBytes(NamedTuple):
+    """A transformer's weights as loaded: bytes of all, and of those in its modulation."""
+
+    total: int
+    modulation: int
 
 
 def weight_bytes(
@@ -123,68 +124,6 @@ def language_model_parameters(dims: Mapping[str, int | str], layers: int) -> int
     attention = (hidden + 1) * (query + 2 * key) + query * hidden
     layer = attention + 3 * hidden * intermediate + 2 * hidden
     return layers * layer + vocabulary * hidden + hidden
-
-
-def step_activation_bytes(
-    shape: TransformerShape,
-    *,
-    width: int,
-    height: int,
-    batch: int = 1,
-    text_tokens: int = 512,
-    reference_pixels: Sequence[tuple[int, int]] = (),
-    frames: int = 1,
-) -> int:
-    """An upper bound on what one forward takes beside the weights, in bf16, with eager host code.
-
-        (28 * dim * 2 + 16 * head_dim) * tokens
-        + 4 * (in_channels * image tokens + joint_dim * text tokens) + 48 * dim * batch
-        + 0.5 GiB
-
-    Derived: attention without a score matrix peaks lower than the MLP, whose worst moments are, in
-    streams of tokens x dim x 2 bytes:
-
-    - bf16, at the GELU: the MLP's hidden layer before and after it (4 + 4) and what the host's code
-      still refers to (3 in ComfyUI 0.33, 7 in diffusers), so 11 and 15. Both were confirmed by
-      following the allocations of the real classes on torch's meta device.
-    - int8 or fp8 without a fused epilogue, after the first GEMM: 8-bit input (0.5), int32 product
-      (8), the same scaled in fp32 (8), bf16 (4), and 7 as above: 27.5.
-
-    The text stream is counted like the image stream although their peaks do not coincide. Then come
-    the rotary tables while they are built in fp64, inputs and their normalized copies, and the
-    modulation vectors of one block. The last 0.5 GiB stand for GEMM workspaces and blocks that the
-    allocator holds unused.
-
-    Measured on an H200 at 1024x1024, batch 1, 200 text tokens, allocated less weights: in ComfyUI
-    0.26 GiB in bf16, which is the count above, and 0.27 in fp8 and int8 with fused epilogues; the
-    whole card showed 0.42 GiB more than the weights in bf16. In other programs: ComfyUI's fp8 per
-    tensor 1.1, diffusers bf16 1.05; this function says 1.2. Larger sizes are derived and not
-    measured.
-
-    Args:
-        width: pixels; as `height`, rounded up to whole tokens of 16 pixels.
-        batch: images in one forward; 2 when a positive and a negative prompt run together.
-        text_tokens: of the longest prompt, with what the text encoder says of reference images.
-        reference_pixels: (width, height) of every reference image of an edit.
-        frames: latent frames that are denoised together: more than 1 in Qwen-Image-Layered.
-
-    Raises:
-        SettingError: a size is not positive.
-    """
-    for name, value in (("width", width), ("height", height), ("batch", batch), ("frames", frames)):
-        if value < 1:
-            raise SettingError(f"{name} must be at least 1, got {value}.")
-    image = frames * _tokens(width, height)
-    image += sum(_tokens(*reference) for reference in reference_pixels)
-    streams = LIVE_STREAMS * 2 * shape.dim + 16 * shape.head_dim
-    inputs = 4 * (shape.in_channels * image + shape.joint_dim * text_tokens)
-    modulation = 48 * shape.dim  # two streams x 6 vectors, for two timesteps in Edit-2511
-    each = streams * (image + text_tokens) + inputs + modulation
-    return batch * each + WORKSPACE_BYTES
-
-
-def _tokens(width: int, height: int) -> int:
-    return whole_pixels(width) * whole_pixels(height) // PIXELS_PER_TOKEN_SIDE**2
 
 
 def _modulation(shape: TransformerShape) -> int:

@@ -1,31 +1,37 @@
-"""What a run takes of host memory, by what it is for.
-
-The weights themselves stay in their files, which ComfyUI maps: the system caches them where memory
-is left, and reads them again where none is. Counted are copies, and what has to wait in host memory
-while it is not on the card.
-"""
+"""The whole answer before a run: memory of each phase, times, disk, host memory and cost."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
-from ..spec import GIB, MIB, ON_CARD, QUANTIZED, format_gib
-from .bytes import quantized_language_bytes, text_encoder_bytes, weight_bytes
-from .cards import STARTING, Card, UnlistedCard
+from ..spec import GIB, MIB, ON_CARD, QUANTIZED
+from .bytes import LAYERS, LINEARS, quantized_language_bytes, text_encoder_bytes, weight_bytes
+from .cards import Card, UnlistedCard
 from .cost import check_price, usd_range
-from .disk import GB, Advice, Disk, against_guides, disk, made_on_load
-from .phases import NOTHING, Phase, Range, figure, gib, transformer_bytes
-from .plan import Option, plan
-from .rates import GEMM, Basis, Rates, constants, measured, rates_of, why_predicted
-from .request import DROPPED, ON_PROCESSOR, TEXT_ENCODER, RunRequest, Setting
-from .run_times import NETWORK, NVME, PAGE_CACHE, SOURCES, RunTimes
-from .trial import sized
-
-if TYPE_CHECKING:
-    from .cards import Card
-    from .request import Loras
+from .files import (
+    USUAL_SOURCES,
+    Advice,
+    Disk,
+    Load,
+    against_guides,
+    cold_start_seconds,
+    disk,
+    load_seconds,
+    made_on_load,
+)
+from .phases import Phase, Range, transformer_bytes
+from .plan import PlanOption, plan
+from .rates import Basis, Rates, rates_of
+from .request import DROPPED, ON_PROCESSOR, TEXT_ENCODER, Loras, RunRequest, Setting
+from .times import (
+    decode_seconds,
+    encode_image_seconds,
+    encode_text_seconds,
+    forward_seconds,
+    sampling_seconds,
+    table_seconds,
+)
 
 # Python, torch with CUDA, ComfyUI and its nodes. Predicted.
 PROGRAM_BYTES = 3 * GIB
@@ -33,15 +39,18 @@ PROGRAM_BYTES = 3 * GIB
 # (hosts/comfyui/precision.py, optimizations/stream.py).
 STAGING_BYTES = 2 * GIB
 RING_BYTES = 128 * MIB
-FP32 = 4
+BF16, FP32 = 2, 4
 # An image as it comes from the VAE, and as it is saved.
 IMAGE_COPIES = 2
 
 
-def host_ram(
+def host_memory(
     request: RunRequest, setting: Setting, *, moved_bytes: int = 0, quantize_on_load: bool = True
 ) -> dict[str, int]:
     """{what it is for: bytes of host memory}.
+
+    The weights themselves stay in their files, which ComfyUI maps: the system caches them where
+    memory is left. Counted are copies, and what waits in host memory while it is not on the card.
 
     Args:
         moved_bytes: of the transformer, what the plan's option brings to the card in each forward
@@ -52,9 +61,6 @@ def host_ram(
     """
     weights = transformer_bytes(request, setting)
     parts = {"ComfyUI, torch and CUDA": PROGRAM_BYTES}
-    files = dict(request.parts.file_bytes)
-    held = request.parts.text_encoder_bytes
-    at_hand = held is not None and held == files.get(TEXT_ENCODER, held)
     copied = 0
     if quantize_on_load and made_on_load(request, setting):
         counted = weight_bytes(request.transformer, setting.precision)
@@ -66,7 +72,7 @@ def host_ram(
         parts["pinned ring"] = RING_BYTES
     if setting.text_encoder_place != ON_CARD:
         parts["text encoder that waits"] = text_encoder_bytes(request, setting.text_encoder)
-    elif quantize_on_load and setting.text_encoder in QUANTIZED and not at_hand:
+    elif quantize_on_load and encoder_made_on_load(request, setting):
         parts["text encoder, quantized on load"] = quantized_language_bytes()
     parts["transformer that is moved in each pass"] = max(0, moved_bytes - copied)
     pixels = request.batch * request.frames * request.width * request.height
@@ -74,14 +80,15 @@ def host_ram(
     return {name: count for name, count in parts.items() if count}
 
 
-def host_ram_bytes(request: RunRequest, setting: Setting, *, moved_bytes: int = 0) -> int:
-    """The sum of `host_ram`."""
-    return sum(host_ram(request, setting, moved_bytes=moved_bytes).values())
+def encoder_made_on_load(request: RunRequest, setting: Setting) -> bool:
+    """Whether the text encoder is quantized on each load, from a file that is not."""
+    held = request.parts.text_encoder_bytes
+    ready = held is not None and held == dict(request.parts.file_bytes).get(TEXT_ENCODER, held)
+    return setting.text_encoder in QUANTIZED and not ready
 
 
-# What the runs that were measured cover, and what times rest on beyond it.
-
-# Of the matrix in `measured.json`: sides in pixels, and images in one forward pass.
+# What the measured runs cover. Of the matrix in `measured.json`: sides in pixels, and images in one
+# forward pass.
 MOST_SIDE, MOST_ITEMS = 2048, 2
 
 
@@ -125,159 +132,119 @@ def not_measured(request: RunRequest, setting: Setting) -> Iterator[str]:
         yield "a transformer of this shape"
 
 
-# What an estimate has to say beside its figures, in sentences.
+@dataclass(frozen=True)
+class RunTimes:
+    """How long an option's run takes, each from the fastest to the slowest that is to be expected.
 
-# Below this a card runs the model only with nearly all of it moved in each step.
-SMALL_CARD_BYTES = 6 * GIB
+    Attributes:
+        phases: {name: seconds} of the first run.
+        cold_start: From the start of ComfyUI until all weights are on the card, from an NVMe disk.
+        loads: {where the files are: seconds until all weights are on the card}.
+        prequantized_loads: The same of a transformer that was quantized once and written; None for
+            bf16.
+        loras: Of a step, what LoRAs as bypass take.
+    """
+
+    phases: Mapping[str, Range]
+    cold_start: Range
+    loads: Mapping[str, Range]
+    prequantized_loads: Mapping[str, Range] | None
+    loras: Range
 
 
-def notes_of(found: Estimate, *, own_price: bool, loras_seconds: Range) -> tuple[str, ...]:
-    """The notes of an estimate without any.
+def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
+    """The times of a plan's option at the slowest and the fastest rates of its card."""
+    request, setting = option.request, option.setting
+    place, precision = setting.text_encoder_place, setting.precision
+    for_text, for_decoder = _bytes_of_turns(option)
+    load = _load(option)
+
+    def between(seconds: Callable[[Rates], float]) -> Range:
+        return Range(seconds(fast), seconds(slow))
+
+    def loading(load: Load, seconds: Callable[..., Range] = load_seconds, **source: str) -> Range:
+        return Range(seconds(load, fast, **source).low, seconds(load, slow, **source).high)
+
+    def from_usual_sources(load: Load) -> dict[str, Range]:
+        return {source: loading(load, source=source) for source in USUAL_SOURCES}
+
+    phases = {
+        "load": loading(load),
+        "text": between(
+            lambda rates: (
+                encode_text_seconds(request, rates, place, setting.text_encoder)
+                + encode_image_seconds(request, rates)
+                + for_text / rates.pcie
+            )
+        ),
+        "tables": between(lambda rates: table_seconds(request, rates, setting.modulation)),
+        "sampling": between(
+            lambda rates: sampling_seconds(
+                request, precision, rates, moved_bytes=option.moved_bytes
+            )
+        ),
+        "decode": between(
+            lambda rates: decode_seconds(request, option.tiles, rates) + for_decoder / rates.pcie
+        ),
+    }
+    without = replace(request, loras=Loras())
+    ready = None
+    if precision in QUANTIZED:
+        ready = from_usual_sources(_load(option, quantized_file=True))
+    return RunTimes(
+        phases=phases,
+        cold_start=loading(load, cold_start_seconds),
+        loads=from_usual_sources(load),
+        prequantized_loads=ready,
+        loras=between(
+            lambda rates: (
+                request.passes
+                * (
+                    forward_seconds(request, precision, rates)
+                    - forward_seconds(without, precision, rates)
+                )
+            )
+        ),
+    )
+
+
+def _load(option: PlanOption, *, quantized_file: bool = False) -> Load:
+    """What a load of the option's files does.
 
     Args:
-        own_price: whether the user gave the price.
-        loras_seconds: of a step, what LoRAs beside the weights take.
+        quantized_file: whether a transformer that would be quantized on load comes from a file
+            that was written so once.
     """
-    additions = _additions(found, loras_seconds)
-    return (*_times(found), *_room(found), *additions, *_price(found, own_price))
-
-
-def words(seconds: Range) -> str:
-    """`2.1 s`, `2.1 to 3.4 s`."""
-    low, high = (f"{end:.3g}" for end in seconds)
-    return f"{low} s" if low == high else f"{low} to {high} s"
-
-
-def _times(found: Estimate) -> Iterator[str]:
-    if found.first_image_seconds is None:
-        yield (
-            f"No times and no cost are predicted, because {found.card.name} is not in the list of "
-            f"cards: of these the {found.card.nearest} has likely the nearest times, and "
-            "`qwen-l40s bench --calibrate` measures yours."
-        )
-        return
-    yield from _range(found)
-    yield (
-        "An image is one with a new prompt when everything is loaded; the first run takes "
-        f"{words(found.first_image_seconds)} with files in memory, and ComfyUI with all weights "
-        f"from an NVMe disk starts in {words(found.cold_start_seconds)} (predicted)."
+    request, setting, phase = option.request, option.setting, option.phases["load"]
+    files = disk(request, setting, quantized_file=quantized_file)
+    made = made_on_load(request, setting) and not quantized_file
+    ready = files.transformer_bytes if setting.precision in QUANTIZED and not made else 0
+    quantized = weight_bytes(request.transformer, "bf16").gemm if made else 0
+    if encoder_made_on_load(request, setting):
+        quantized += BF16 * LAYERS * sum(n * k for n, k in LINEARS)
+    return Load(
+        read=files.files_bytes - ready,
+        read_quantized=ready,
+        quantized=quantized,
+        to_card=phase.weights + sum(phase.resident.values()),
     )
-    yield f"Loading takes {_loads(found.loads)} (predicted)."
-    place = found.option.setting.text_encoder_place
-    if place == ON_PROCESSOR:
-        yield "The text encoder's time is predicted for a processor of 16 cores."
-    elif place == DROPPED:
-        yield "Each new prompt brings the text encoder to the card again."
 
 
-def _range(found: Estimate) -> Iterator[str]:
-    """Why times are a range, and where in it one card is."""
-    low, high = found.step_seconds
-    if low == high:
-        return
-    setting = found.option.setting
-    if found.basis.origin:
-        why = f"the calibration left {setting.precision} out"
+def _bytes_of_turns(option: PlanOption) -> tuple[int, int]:
+    """What each run brings to the card again: (for the text encoder's turn, for the decoder's).
+
+    A text encoder that is not there, and what of the transformer had to leave for either.
+    """
+    phases, setting = option.phases, option.setting
+    stays, text = phases["sampling"].weights, 0
+    if setting.text_encoder_place != ON_PROCESSOR:
+        text = text_encoder_bytes(option.request, setting.text_encoder)
+        text -= phases["sampling"].resident.get("text encoder", 0)
+    if setting.text_encoder_place == DROPPED:
+        text += min(stays, max(0, phases["text"].card_bytes + stays - option.usable_bytes))
     else:
-        why = why_predicted(found.card)
-    yield (
-        f"Times are a range because {why}: its ends are the shares of the data sheet's dense peaks "
-        "that such programs reach."
-    )
-    if setting.precision in QUANTIZED and not setting.weight_only:
-        reached = constants()
-        yield (
-            f"The card that was measured, an {measured()['conditions']['card']}, reached "
-            f"{reached.gemm_int8:.0%} of its dense peak in int8 and {reached.gemm_fp8:.0%} in fp8, "
-            f"where this range takes {GEMM[0]:.0%} to {GEMM[1]:.0%}: its slow end is the likelier."
-        )
-
-
-def _loads(loads: Mapping[str, Range]) -> str:
-    """`9.4 to 13 s with files in the page cache, ...`."""
-    places = {
-        PAGE_CACHE: "with files in the page cache",
-        NVME: f"from an NVMe disk of {SOURCES[NVME] / 1e9:g} GB/s",
-        NETWORK: f"from a network volume of {SOURCES[NETWORK] / 1e9:g} GB/s",
-    }
-    *others, last = (f"{words(seconds)} {places[source]}" for source, seconds in loads.items())
-    return f"{', '.join(others)} and {last}"
-
-
-def _room(found: Estimate) -> Iterator[str]:
-    option = found.option
-    if option.moved_bytes:
-        moved = found.request.passes * option.moved_bytes
-        link = found.card.pcie_bytes_per_second  # 0 where nobody has listed it
-        least = f", at least {moved / link:.2g} s of it" if link else ""
-        yield (f"It runs, slowly: {format_gib(moved)} of weights cross PCIe in every step{least}.")
-    elif not option.resident:
-        yield "It runs, with weights that leave the card and come back for each image."
-    stays = next((other for other in found.options[1:] if other.resident), None)
-    if not option.resident and stays is not None:
-        setting = stays.setting
-        yield (
-            f"{setting.precision} with modulation {setting.modulation} and the text encoder: "
-            f"{setting.text_encoder_place}, would stay on the card."
-        )
-    if found.card.memory_bytes < SMALL_CARD_BYTES:
-        yield (
-            f"With {format_gib(found.card.memory_bytes)} nearly all weights are moved in each "
-            "step, and a smaller image saves little of that: a rented card with 24 GiB or more is "
-            "faster by far."
-        )
-    precision = option.setting.precision
-    at_hand = found.request.parts.transformer_bytes is not None
-    if precision in QUANTIZED and not at_hand:
-        ready = found.prequantized_loads
-        yield (
-            f"{precision} is made of the bf16 file on each load; `qwen-l40s quantize` writes it "
-            f"once{f', and loading then takes {_loads(ready)} (predicted)' if ready else ''}."
-        )
-
-
-def _additions(found: Estimate, loras_seconds: Range) -> Iterator[str]:
-    request = found.request
-    if found.step_seconds is None:
-        return
-    if request.loras.count and request.loras.mode == "bypass":
-        yield (
-            f"{_many(request.loras)} beside the weights take {words(loras_seconds)} of each "
-            "step, counted and not measured: merged they cost nothing."
-        )
-    if request.controlnet_bytes:
-        yield "The ControlNet's time is counted from its bytes and was not measured."
-    if request.member.layers and request.layers:
-        yield f"An image is a set: the whole and its {request.layers} layers."
-    elif request.member.layers:
-        yield (
-            "One picture is counted: Qwen-Image-Layered paints layers beside it, 3 where ComfyUI's "
-            "node is left as it is, so give how many (--layers, or the node's)."
-        )
-
-
-def _price(found: Estimate, own: bool) -> Iterator[str]:
-    if found.image_seconds is None:
-        return
-    if found.usd_per_image is None:
-        yield f"No price of {found.card.name} is known: give your own to see the cost of an image."
-        return
-    where = "your own" if own else _listed(found.card)
-    yield f"The cost of an image is that of a card that paints all the time; the price is {where}."
-
-
-def _listed(card: Card) -> str:
-    price = card.price()
-    starting = price.kind == STARTING
-    usd = f"{'from ' * starting}{price.usd_per_hour:g} USD an hour"
-    return f"{price.provider}'s, on demand, {price.date}: {usd}"
-
-
-def _many(loras: Loras) -> str:
-    return "1 LoRA" if loras.count == 1 else f"{loras.count} LoRAs"
-
-
-# The whole answer before a run: memory of each phase, times, disk, host memory and cost.
+        text += max(0, stays - phases["text"].resident.get("transformer", 0))
+    return text, max(0, stays - phases["decode"].resident.get("transformer", 0))
 
 
 @dataclass(frozen=True)
@@ -285,48 +252,90 @@ class Estimate:
     """What a request takes on a card.
 
     Attributes:
-        option: The plan's first, which everything here is of: the recommended one, or what the
+        request: As it was asked.
+        options: All of the plan; everything here is of the first: the recommended one, or what the
             request names.
-        options: All of the plan.
-        phases: By name, with seconds where times are known: what really is on the card. What does
-            not stay is in `option.moved_bytes`, and what each phase would need in `option.needs`.
-        fits: Whether all stays on the card in every phase, with what the host keeps free.
-        headroom_bytes: The option's: what is left of the card in the worst phase; negative by what
-            is lacking for all to stay.
-        step_seconds: One step of the sampler, with both prompts where there are two. None, as all
-            times, on a card that is neither listed nor calibrated.
-        image_seconds: One image of a run with a new prompt, when everything is loaded and the
-            schedule's modulation table is there.
-        first_image_seconds: The first run, all of its images: files in memory, nothing on the card.
-        cold_start_seconds: From the start of ComfyUI until all weights are on the card, files on an
-            NVMe disk.
-        loads: {where the files are: seconds until all weights are on the card}, of the files that
-            the setting reads.
-        prequantized_loads: The same of a transformer that was quantized once and written; None for
-            bf16.
-        usd_per_image: None without a price or without times.
+        disk: What the option's files take.
+        host_memory: {what it is for: bytes}.
         basis: What the times rest on.
-        notes: Sentences.
+        times: None, as all times below, on a card that is neither listed nor calibrated.
+        own_usd_per_hour: The user's own price; None for the list's.
+        notes: Sentences of the caller's; `charts.notes` has those of an estimate.
     """
 
     card: Card
     request: RunRequest
-    option: Option
-    options: tuple[Option, ...]
-    phases: Mapping[str, Phase]
-    fits: bool
-    headroom_bytes: int
-    step_seconds: Range | None
-    image_seconds: Range | None
-    first_image_seconds: Range | None
-    cold_start_seconds: Range | None
-    loads: Mapping[str, Range] | None
-    prequantized_loads: Mapping[str, Range] | None
-    usd_per_image: Range | None
+    options: tuple[PlanOption, ...]
     disk: Disk
-    host_ram_bytes: int
+    host_memory: Mapping[str, int]
     basis: Basis
-    notes: tuple[str, ...]
+    times: RunTimes | None = None
+    own_usd_per_hour: float | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def option(self) -> PlanOption:
+        """The plan's first."""
+        return self.options[0]
+
+    @property
+    def phases(self) -> Mapping[str, Phase]:
+        """By name, with seconds where times are known: what really is on the card. What each phase
+        would need is in `option.needs`.
+        """
+        if self.times is None:
+            return self.option.phases
+        return {
+            name: replace(phase, seconds=self.times.phases[name])
+            for name, phase in self.option.phases.items()
+        }
+
+    @property
+    def fits(self) -> bool:
+        """Whether all stays on the card in every phase, with what the host keeps free."""
+        return self.headroom_bytes >= 0
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What is left of the card in the worst phase; negative by what is lacking."""
+        return self.option.headroom_bytes
+
+    @property
+    def step_seconds(self) -> Range | None:
+        """One step of the sampler, with both prompts where there are two."""
+        return self.times and self.times.phases["sampling"].times(1 / self.request.steps)
+
+    @property
+    def image_seconds(self) -> Range | None:
+        """One image of a run with a new prompt, when everything is loaded and the schedule's
+        modulation table is there.
+        """
+        return self.times and self._warm_seconds().times(1 / self.request.batch)
+
+    @property
+    def first_image_seconds(self) -> Range | None:
+        """The first run, all of its images: files in memory, nothing on the card."""
+        if self.times is None:
+            return None
+        return self._warm_seconds() + self.times.phases["load"] + self.times.phases["tables"]
+
+    def _warm_seconds(self) -> Range:
+        seconds = self.times.phases
+        return seconds["text"] + seconds["sampling"] + seconds["decode"]
+
+    @property
+    def usd_per_image(self) -> Range | None:
+        """On a card that paints all the time; None without a price or without times."""
+        usd, price = self.own_usd_per_hour, self.card.price()
+        if usd is None and price is not None:
+            usd = price.usd_per_hour
+        seconds = self.image_seconds
+        return None if usd is None or seconds is None else usd_range(usd, seconds)
+
+    @property
+    def host_ram_bytes(self) -> int:
+        """The sum of `host_memory`."""
+        return sum(self.host_memory.values())
 
     @property
     def guides(self) -> tuple[Advice, ...]:
@@ -338,55 +347,9 @@ class Estimate:
         """The disk where a file is written once in the option's 8 bits; None where nothing is
         quantized on load.
         """
-        setting = self.option.setting
-        whole = sized(self.request, setting.precision)
-        return disk(whole, setting, quantized_file=True) if made_on_load(whole, setting) else None
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON: figures in the unit of their name, the middle where there is a range."""
-        step = self.step_seconds and self.step_seconds.times(1000)
-        answers = {
-            "step_ms": step,
-            "image_seconds": self.image_seconds,
-            "first_image_seconds": self.first_image_seconds,
-            "cold_start_seconds": self.cold_start_seconds,
-            "usd_per_image": self.usd_per_image,
-        }
-        ranges = {name: ends for name, ends in answers.items() if ends is not None}
-        written = self.written_once
-        return {
-            "card": self.card.name,
-            "family": self.request.family,
-            "settings": _settings(self.request, self.option),
-            "phases": {name: phase.as_dict() for name, phase in self.phases.items()},
-            "fits": self.fits,
-            "headroom_gib": gib(self.headroom_bytes),
-            **{name: ends and figure(ends.middle) for name, ends in answers.items()},
-            "ranges": _ends(ranges),
-            "loads": _ends(self.loads),
-            "loads_prequantized": _ends(self.prequantized_loads),
-            "disk_gib": gib(self.disk.total_bytes),
-            "disk": {
-                "files_gib": {name: gib(count) for name, count in self.disk.files.items()},
-                "container_gib": {name: gib(count) for name, count in self.disk.container.items()},
-                "written_once_gib": written and gib(written.total_bytes),
-                "while_writing_gib": written and gib(written.most_bytes),
-                "guides": [
-                    {
-                        "what": advice.what,
-                        "advised_gb": round(advice.advised_bytes / GB, 1),
-                        "needed_gb": round(advice.needed_bytes / GB, 1),
-                        "why": advice.why,
-                    }
-                    for advice in self.guides
-                ],
-            },
-            "host_ram_gib": gib(self.host_ram_bytes),
-            "plan": [_option(option) for option in self.options],
-            "basis": self.basis.kind,
-            "basis_detail": self.basis.text,
-            "notes": list(self.notes),
-        }
+        request, setting = self.option.request, self.option.setting
+        made = made_on_load(request, setting)
+        return disk(request, setting, quantized_file=True) if made else None
 
 
 def estimate(
@@ -396,7 +359,7 @@ def estimate(
     calibration: Rates | None = None,
     usd_per_hour: float | None = None,
 ) -> Estimate:
-    """Answers for the setting that the plan recommends.
+    """Answers for the first setting of the plan.
 
     Args:
         calibration: what `qwen-l40s bench --calibrate` measured on such a card.
@@ -410,101 +373,19 @@ def estimate(
         check_price(usd_per_hour)
     options = plan(card.facts(), request)
     option = options[0]
-    whole = sized(request, option.setting.precision)
-    files = disk(whole, option.setting)
-    found = Estimate(
-        card=card,
-        request=request,
-        option=option,
-        options=options,
-        phases=option.phases,
-        fits=option.headroom_bytes >= 0,
-        headroom_bytes=option.headroom_bytes,
-        step_seconds=None,
-        image_seconds=None,
-        first_image_seconds=None,
-        cold_start_seconds=None,
-        loads=None,
-        prequantized_loads=None,
-        usd_per_image=None,
-        disk=files,
-        host_ram_bytes=host_ram_bytes(whole, option.setting, moved_bytes=option.moved_bytes),
-        basis=Basis("unknown", f"not predicted: {card.name} is not in the list of cards"),
-        notes=(),
-    )
-    loras_seconds = NOTHING
+    times = None
+    basis = Basis("unknown", f"not predicted: {card.name} is not in the list of cards")
     if calibration is not None or not isinstance(card, UnlistedCard):
         slow, fast, basis = rates_of(card, calibration)
-        run = RunTimes(whole, option, card, slow, fast)
         basis = basis_within(basis, request, option.setting)
-        found = replace(_timed(found, run, usd_per_hour), basis=basis)
-        loras_seconds = run.loras_seconds()
-    notes = notes_of(found, own_price=usd_per_hour is not None, loras_seconds=loras_seconds)
-    return replace(found, notes=notes)
-
-
-def _timed(found: Estimate, run: RunTimes, usd_per_hour: float | None) -> Estimate:
-    """The estimate with its times and its cost."""
-    request, price = found.request, found.card.price()
-    phases = run.phases()
-    seconds = {name: phase.seconds or NOTHING for name, phase in phases.items()}
-    warm = seconds["text"] + seconds["sampling"] + seconds["decode"]
-    image = warm.times(1 / request.batch)
-    usd = usd_per_hour if price is None or usd_per_hour is not None else price.usd_per_hour
-    return replace(
-        found,
-        phases=phases,
-        step_seconds=seconds["sampling"].times(1 / request.steps),
-        image_seconds=image,
-        first_image_seconds=warm + seconds["load"] + seconds["tables"],
-        cold_start_seconds=run.cold_start_seconds(),
-        loads=run.loads(),
-        prequantized_loads=run.prequantized_loads(),
-        usd_per_image=None if usd is None else usd_range(usd, image),
+        times = run_times(option, slow, fast)
+    return Estimate(
+        card=card,
+        request=request,
+        options=options,
+        disk=disk(option.request, option.setting),
+        host_memory=host_memory(option.request, option.setting, moved_bytes=option.moved_bytes),
+        basis=basis,
+        times=times,
+        own_usd_per_hour=usd_per_hour,
     )
-
-
-def _ends(found: Mapping[str, Range] | None) -> dict[str, list[float]] | None:
-    return found and {name: [figure(end) for end in ends] for name, ends in found.items()}
-
-
-def _option(option: Option) -> dict[str, Any]:
-    setting = option.setting
-    return {
-        "precision": setting.precision,
-        "modulation": setting.modulation,
-        "text_encoder_place": setting.text_encoder_place,
-        "tiles": option.tiles,
-        "resident": option.resident,
-        "peak_gib": gib(option.peak_bytes),
-        "peak_phase": option.peak_phase,
-        "headroom_gib": gib(option.headroom_bytes),
-        "moved_gib": gib(option.moved_bytes),
-        "recommended": option.recommended,
-        "reason": option.reason,
-    }
-
-
-def _settings(request: RunRequest, option: Option) -> dict[str, Any]:
-    setting = option.setting
-    return {
-        "precision": setting.precision,
-        "width": request.width,
-        "height": request.height,
-        "batch": request.batch,
-        "steps": request.steps,
-        "cfg": request.cfg,
-        "references": request.references,
-        "layers": request.layers,
-        "text_tokens": request.text_tokens,
-        "modulation": setting.modulation,
-        "text_encoder": setting.text_encoder,
-        "text_encoder_place": setting.text_encoder_place,
-        "loras": {
-            "count": request.loras.count,
-            "rank": request.loras.rank,
-            "mode": request.loras.mode,
-        },
-        "controlnet_gib": gib(request.controlnet_bytes),
-        "tiles": option.tiles,
-    }

@@ -16,7 +16,7 @@ from .activations import (
     step_bytes,
     table_bytes,
 )
-from .bytes import encoding_bytes, text_encoder_bytes, weight_bytes
+from .bytes import TransformerBytes, encoding_bytes, text_encoder_bytes, weight_bytes
 from .rates import constants
 from .request import DROPPED, ON_PROCESSOR, RunRequest, Setting
 from .vae import decode_plan, encode_peak_bytes
@@ -79,21 +79,6 @@ class Phase:
     def card_bytes(self) -> int:
         """Of everything that is on the card."""
         return self.peak_bytes + self.context + sum(self.resident.values())
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON, in GiB and seconds."""
-        parts: dict[str, Any] = {
-            name: gib(getattr(self, name))
-            for name in ("weights", "activations", "workspace", "context")
-        }
-        parts["resident"] = {name: gib(count) for name, count in self.resident.items()}
-        return {
-            "peak_gib": gib(self.peak_bytes),
-            "card_gib": gib(self.card_bytes),
-            "parts": parts,
-            "seconds": None if self.seconds is None else figure(self.seconds.middle),
-            "note": self.note,
-        }
 
 
 def gib(count: float) -> float:
@@ -164,13 +149,6 @@ class Beside(NamedTuple):
 
     workspace: int
     context: int
-
-
-class TransformerBytes(NamedTuple):
-    """A transformer's weights as held: all of them, and those of its modulation."""
-
-    total: int
-    modulation: int
 
 
 def phases(

@@ -1,56 +1,123 @@
-"""One way to run a request on a card, in figures and words."""
+"""The ways to run a request on a card: the most faithful that stays there, and the next ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from ..errors import CheckpointError, UnavailableError
-from ..spec import BYTES_PER_WEIGHT, QUANTIZED, CardFacts, format_gib
-from .phases import Phase
+from ..spec import (
+    BYTES_PER_WEIGHT,
+    OFF_CARD,
+    OLDEST_CAPABILITY,
+    ON_CARD,
+    QUANTIZED,
+    CardFacts,
+    format_gib,
+    sm,
+)
+from .bytes import TransformerBytes, text_encoder_bytes
+from .phases import KEPT_FREE_BYTES, Phase, least_weights, phases, transformer_bytes
 from .reasons import (
     automatic_precision,
-    check_tensor_cores,
     modulation_words,
+    need_words,
     requested_precision,
     room_words,
     text_encoder_words,
     together_words,
     weight_only,
 )
-from .request import PRECISIONS, RunRequest, Setting
-from .trial import AUTO, Held, Question, Trial, sized
+from .request import (
+    DROPPED,
+    PRECISIONS,
+    TEXT_PLACES,
+    RunRequest,
+    Setting,
+    precision_of_text_encoder,
+)
+from .vae import decode_plan
+
+AUTO = "auto"
+# The most faithful first; int8 before fp8 as `reasons.INT8_BEFORE_FP8` says.
+FIDELITY = ("bf16", "int8", "fp8")
+# Of an image that is as small as anybody paints.
+LEAST_SIDE = 256
 
 
 @dataclass(frozen=True)
-class Option:
+class PlanOption:
     """One way to run a request on a card.
 
     Attributes:
-        setting: What it settles.
-        tiles: Of each image that the VAE decodes; 1 is whole.
-        resident: Whether all stays on the card that steps and decoder need.
-        needs: {phase: bytes that the card would need for all to stay that is to}.
-        headroom_bytes: What the card has beside the largest of them and `phases.KEPT_FREE_BYTES`;
-            negative by what does not fit.
-        moved_bytes: Weights that the host brings to the card in each forward pass.
+        card: What it runs on.
+        request: What runs, with the transformer's sizes in the setting's precision.
+        setting: What the plan settles. Where it is not resident, the host moves what does not stay.
         reasons: {of what: why, with figures}, in order.
-        phases: What really is on the card in each phase: never more than it has, and without what
-            is moved.
         as_asked: Whether everything is kept that the request names.
         recommended: Whether it is the one of its plan to take.
     """
 
+    card: CardFacts
+    request: RunRequest
     setting: Setting
-    tiles: int
-    resident: bool
-    needs: Mapping[str, int]
-    headroom_bytes: int
-    moved_bytes: int
-    reasons: Mapping[str, str] = field(repr=False)
-    phases: Mapping[str, Phase] = field(repr=False)
+    reasons: Mapping[str, str] = field(default_factory=dict, repr=False)
     as_asked: bool = True
     recommended: bool = False
+
+    @property
+    def resident(self) -> bool:
+        """Whether all stays on the card that steps and decoder need."""
+        return self.setting.resident
+
+    @property
+    def reason(self) -> str:
+        """All reasons in one line."""
+        return "; ".join(self.reasons.values())
+
+    @property
+    def usable_bytes(self) -> int:
+        """Of the card, less what the host keeps free."""
+        return self.card.total_bytes - KEPT_FREE_BYTES
+
+    @cached_property
+    def phases(self) -> Mapping[str, Phase]:
+        """What really is on the card in each phase: never more than it has.
+
+        Raises:
+            UnavailableError: the image does not decode on the card even alone.
+        """
+        return phases(self.request, self.setting, self.card.total_bytes)
+
+    @cached_property
+    def needs(self) -> Mapping[str, int]:
+        """{phase: bytes that the card would need for all to stay that is to}.
+
+        Raises:
+            UnavailableError: as of `phases`.
+        """
+        stays = replace(self.setting, resident=True)
+        decode = phases(self.request, stays, self.card.total_bytes)["decode"]
+        # The decoder also needs what had to leave the card for it.
+        parts = ("transformer", "text encoder")
+        left = sum(decode.resident.get(part, 0) for part in parts)
+        there = self.weights_bytes + self._steps["sampling"].resident.get("text encoder", 0)
+        needs = {name: phase.card_bytes for name, phase in self._steps.items()}
+        return {**needs, "decode": decode.card_bytes + there - left}
+
+    @cached_property
+    def _steps(self) -> Mapping[str, Phase]:
+        """The phases before decoding if everything stayed: no tiles have to be planned for them."""
+        found = phases(self.request, replace(self.setting, resident=True))
+        return {name: phase for name, phase in found.items() if name != "decode"}
+
+    @property
+    def fits(self) -> bool:
+        """Whether everything would stay."""
+        # Planning the decoder's tiles takes the longest, so it comes last.
+        fit = all(phase.card_bytes <= self.usable_bytes for phase in self._steps.values())
+        return fit and self.needs["decode"] <= self.usable_bytes
 
     @property
     def peak_phase(self) -> str:
@@ -63,83 +130,39 @@ class Option:
         return self.needs[self.peak_phase]
 
     @property
-    def reason(self) -> str:
-        """All of them in one line."""
-        return "; ".join(self.reasons.values())
+    def short_phase(self) -> str:
+        """What does not fit: sampling, where it does not, because that counts in every step."""
+        return "sampling" if self.needs["sampling"] > self.usable_bytes else self.peak_phase
 
+    @property
+    def headroom_bytes(self) -> int:
+        """What the card has beyond its peak and what stays free; negative by what does not fit."""
+        return self.usable_bytes - self.peak_bytes
 
-def option_of(question: Question, trial: Trial, first: Trial, found: Sequence[Trial]) -> Option:
-    """A trial that a plan offers.
+    @property
+    def weights_bytes(self) -> int:
+        """Of the transformer, what steps read on the card."""
+        return self._steps["sampling"].weights
 
-    Args:
-        first: the recommended one, which alone says why modulation and text encoder are where they
-            are.
-        found: of each precision, the most faithful first.
-    """
-    setting = trial.settled
-    return Option(
-        setting=setting,
-        tiles=trial.tiles,
-        resident=setting.resident,
-        needs={name: need.bytes for name, need in trial.needs.items()},
-        headroom_bytes=trial.worst.spare(question.card),
-        moved_bytes=trial.moved_bytes,
-        reasons=_reasons(question, trial, first, found),
-        phases=trial.there,
-    )
+    @property
+    def moved_bytes(self) -> int:
+        """Of these, what the host brings to the card in each forward pass."""
+        return 0 if self.resident else self.weights_bytes - self.phases["sampling"].weights
 
+    @property
+    def least_bytes(self) -> int:
+        """The smallest card on which a forward pass runs, with all weights moved that can be."""
+        sampling = self._steps["sampling"]
+        text = sampling.resident.get("text encoder", 0)
+        rest = sampling.card_bytes - sampling.weights - text
+        return rest + least_weights(self.request, sampling.weights) + KEPT_FREE_BYTES
 
-def _reasons(
-    question: Question, trial: Trial, first: Trial, found: Sequence[Trial]
-) -> dict[str, str]:
-    setting, request, card = trial.setting, question.request, question.card
-    named = request.text_encoder_place != AUTO
-    reasons = {
-        "precision": _precision(question, trial, first, found),
-        "products": weight_only(setting.precision, card),
-        "modulation": _modulation(question, trial, trial is first),
-        "text encoder": text_encoder_words(setting.text_encoder_place, named, trial.text_encoder),
-        "room": room_words(
-            card, trial.on_card, trial.short, trial.worst, trial.moved_bytes, request.passes
-        ),
-    }
-    return {what: clause for what, clause in reasons.items() if clause}
-
-
-def _precision(question: Question, trial: Trial, first: Trial, found: Sequence[Trial]) -> str:
-    name = trial.setting.precision
-    if question.as_stored or question.request.precision != AUTO:
-        return requested_precision(name, question.stored, question.as_stored)
-    return automatic_precision(
-        name,
-        question.stored,
-        resident=not trial.moved,
-        first=trial is first,
-        bf16=found[0].on_card,
-        bf16_fits=not found[0].moved,
-        least=first.setting.precision if first.moved else "",
-    )
-
-
-def _modulation(question: Question, trial: Trial, explain: bool) -> str:
-    place, size = trial.setting.modulation, trial.transformer.modulation
-    requested = question.request.modulation != AUTO
-    why = ""
-    if explain and not requested:
-        all_there = question.together(trial)
-        parts = {"transformer": trial.transformer.total}
-        if "text encoder" in all_there.sampling.resident:
-            parts["text encoder"] = trial.text_encoder
-        why = together_words(question.card, parts, all_there.short)
-    return modulation_words(place, requested, size, why)
-
-
-# The most faithful setting that stays on a card, and the next ones down, each with its reason.
-
-__all__ = ["Held", "Option", "check_stored", "plan"]
-
-# Of an image that is as small as anybody paints.
-LEAST_SIDE = 256
+    @property
+    def tiles(self) -> int:
+        """Of each image that the VAE decodes; 1 is whole."""
+        decode = self.phases["decode"]
+        free = self.usable_bytes - decode.card_bytes + decode.activations
+        return decode_plan(self.request, max(free, decode.activations)).count
 
 
 def plan(
@@ -148,8 +171,8 @@ def plan(
     stored: str | None = None,
     *,
     as_stored: bool = False,
-    held: Mapping[str, Held] | None = None,
-) -> tuple[Option, ...]:
+    held: Mapping[str, TransformerBytes] | None = None,
+) -> tuple[PlanOption, ...]:
     """The ways to run a request on a card, what was asked for first.
 
     What the request names is kept. Of the rest the most faithful precision is recommended that
@@ -178,16 +201,183 @@ def plan(
         check_stored(stored)
     if not as_stored and request.parts.transformer_bytes is None:
         check_tensor_cores(request.precision, card, PRECISIONS)
-    question = Question(card, request, stored, as_stored, held or {})
-    found = [question.trial(precision) for precision in question.precisions()]
-    run = [trial for trial in found if trial.least_bytes <= card.total_bytes]
+    case = _Case(card, request, stored, as_stored, held or {})
+    found = [case.option(precision) for precision in case.precisions()]
+    run = [option for option in found if option.least_bytes <= card.total_bytes]
     if not run:
-        raise UnavailableError(_refusal(question, min(trial.least_bytes for trial in found)))
+        raise UnavailableError(_refusal(case, min(option.least_bytes for option in found)))
     order = _order(run)
-    options = [option_of(question, trial, order[0], found) for trial in order]
-    others = [] if options[0].resident else _what_would_stay(question)
-    best = (others or options)[0]
-    return tuple(replace(option, recommended=option is best) for option in (*options, *others))
+    stay = [] if order[0].resident else _what_would_stay(case)
+    asked = [
+        replace(
+            option,
+            reasons=case.reasons(option, order[0], found),
+            recommended=option is order[0] and not stay,
+        )
+        for option in order
+    ]
+    others = [
+        replace(option, as_asked=False, recommended=not index) for index, option in enumerate(stay)
+    ]
+    return (*asked, *others)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """The arguments of `plan`."""
+
+    card: CardFacts
+    request: RunRequest
+    stored: str | None
+    as_stored: bool
+    held: Mapping[str, TransformerBytes]
+
+    def precisions(self) -> Sequence[str]:
+        """The most faithful first."""
+        if self.as_stored or (self.request.precision == AUTO and self.stored in QUANTIZED):
+            return (self.stored if self.stored in QUANTIZED else "bf16",)
+        if self.request.precision != AUTO:
+            return (self.request.precision,)
+        # Where nothing multiplies it, fp8 saves as much memory as int8 and no time.
+        return [name for name in FIDELITY if name != "fp8" or self.card.multiplies(name)]
+
+    def option(self, precision: str) -> PlanOption:
+        """The first places of the parts with which a precision stays; else the last, moved.
+
+        Raises:
+            UnavailableError: the image does not decode on the card even alone.
+        """
+        request = sized(self.request, precision, self.stored, self.held)
+        text = precision_of_text_encoder(request)
+        expanded = not self.card.multiplies(precision)
+        for modulation, place in self._places():
+            setting = Setting(precision, modulation, text, place, weight_only=expanded)
+            option = PlanOption(self.card, request, setting)
+            if option.fits:
+                return option
+        # The host moves weights: an encoder that fits the card alone takes its turn there.
+        if request.text_encoder_place == AUTO:
+            dropped = replace(option, setting=replace(setting, text_encoder_place=DROPPED))
+            if dropped._steps["text"].card_bytes <= dropped.usable_bytes:
+                option = dropped
+        return replace(option, setting=replace(option.setting, resident=False))
+
+    def _places(self) -> Iterator[tuple[str, str]]:
+        request = self.request
+        modulations = (ON_CARD, OFF_CARD) if request.modulation == AUTO else (request.modulation,)
+        texts = TEXT_PLACES if request.text_encoder_place == AUTO else (request.text_encoder_place,)
+        for text_place in texts:
+            # Where the encoder has to leave, the modulation has left before.
+            places = modulations if text_place == texts[0] else modulations[-1:]
+            yield from ((modulation, text_place) for modulation in places)
+
+    def reasons(
+        self, option: PlanOption, first: PlanOption, found: Sequence[PlanOption]
+    ) -> dict[str, str]:
+        """Why an option is as it is.
+
+        Args:
+            first: the recommended one, which alone says why the modulation is where it is.
+            found: of each precision, the most faithful first.
+        """
+        setting, request, card = option.setting, self.request, self.card
+        text = text_encoder_bytes(option.request, setting.text_encoder)
+        named = request.text_encoder_place != AUTO
+        reasons = {
+            "precision": self._precision_reason(option, first, found),
+            "products": weight_only(setting.precision, card),
+            "modulation": self._modulation_reason(option, option is first),
+            "text encoder": text_encoder_words(setting.text_encoder_place, named, text),
+            "room": room_words(
+                card,
+                option.weights_bytes,
+                option.needs,
+                option.short_phase,
+                option.peak_phase,
+                option.moved_bytes,
+                request.passes,
+            ),
+        }
+        return {what: clause for what, clause in reasons.items() if clause}
+
+    def _precision_reason(
+        self, option: PlanOption, first: PlanOption, found: Sequence[PlanOption]
+    ) -> str:
+        name = option.setting.precision
+        if self.as_stored or self.request.precision != AUTO:
+            return requested_precision(name, self.stored, self.as_stored)
+        return automatic_precision(
+            name,
+            self.stored,
+            resident=option.resident,
+            first=option is first,
+            bf16=found[0].weights_bytes,
+            bf16_fits=found[0].resident,
+            least="" if first.resident else first.setting.precision,
+        )
+
+    def _modulation_reason(self, option: PlanOption, explain: bool) -> str:
+        sizes = transformer_bytes(option.request, option.setting)
+        requested = self.request.modulation != AUTO
+        why = ""
+        if explain and not requested:
+            together = self._together(option)
+            parts = {"transformer": sizes.total}
+            if together.setting.text_encoder_place == ON_CARD:
+                encoder = option.setting.text_encoder
+                parts["text encoder"] = text_encoder_bytes(option.request, encoder)
+            phase = together.short_phase
+            fit = together.needs[phase] <= together.usable_bytes
+            why = together_words(self.card, parts, fit, need_words(phase, together.needs[phase]))
+        return modulation_words(option.setting.modulation, requested, sizes.modulation, why)
+
+    def _together(self, option: PlanOption) -> PlanOption:
+        """An option's precision with everything on the card that the request leaves open."""
+        setting = replace(option.setting, modulation=ON_CARD, resident=True)
+        if self.request.text_encoder_place == AUTO:
+            setting = replace(setting, text_encoder_place=ON_CARD)
+        return replace(option, setting=setting)
+
+
+def sized(
+    request: RunRequest,
+    precision: str,
+    stored: str | None = None,
+    held: Mapping[str, TransformerBytes] | None = None,
+) -> RunRequest:
+    """A request whose parts have the transformer's sizes in a precision.
+
+    Args:
+        stored: the precision that the sizes in `request.parts` are of; None for the request's.
+        held: {precision: sizes} that stand above these.
+    """
+    known = (held or {}).get(precision)
+    if known is not None:
+        sizes = {"transformer_bytes": known.total, "modulation_bytes": known.modulation}
+    elif precision != (stored or request.precision):
+        sizes = {"transformer_bytes": None, "modulation_bytes": None}
+    else:
+        return request
+    return replace(request, parts=replace(request.parts, **sizes))
+
+
+def check_tensor_cores(name: str, card: CardFacts, choices: tuple[str, ...]) -> None:
+    """Only demands are refused: weights that are quantized already save memory on any card.
+
+    Args:
+        name: a precision that was asked for by name.
+        choices: what else could be asked for.
+
+    Raises:
+        UnavailableError: the card does not multiply it.
+    """
+    if card.multiplies(name):
+        return
+    others = [other for other in choices if other != name and card.multiplies(other)]
+    raise UnavailableError(
+        f"{name} was demanded and {card.name} is {sm(card.capability)}: {name} is multiplied by "
+        f"cards from {sm(OLDEST_CAPABILITY[name])} on, so choose {', '.join(others)}."
+    )
 
 
 def check_stored(stored: str) -> None:
@@ -199,41 +389,41 @@ def check_stored(stored: str) -> None:
         )
 
 
-def _order(trials: Sequence[Trial]) -> list[Trial]:
+def _order(options: Sequence[PlanOption]) -> list[PlanOption]:
     """What stays, the most faithful first, then what would be more faithful and is moved; where
     nothing stays, what moves least first.
     """
-    stay = [trial for trial in trials if not trial.moved]
+    stay = [option for option in options if option.resident]
     if stay:
-        return stay + list(trials[: trials.index(stay[0])])
-    return sorted(trials, key=lambda trial: trial.moved_bytes)
+        return stay + list(options[: options.index(stay[0])])
+    return sorted(options, key=lambda option: option.moved_bytes)
 
 
-def _what_would_stay(question: Question) -> list[Option]:
+def _what_would_stay(case: _Case) -> list[PlanOption]:
     """Were nothing named that decides about room; empty where nothing was."""
-    request = question.request
+    request = case.request
     free = replace(
-        sized(request, AUTO, question.stored) if question.stored not in QUANTIZED else request,
+        sized(request, AUTO, case.stored) if case.stored not in QUANTIZED else request,
         precision=AUTO,
         modulation=AUTO,
         text_encoder_place=AUTO,
         tiles=0 if request.tiles == 1 else request.tiles,
     )
-    if free == request and not question.as_stored:
+    if free == request and not case.as_stored:
         return []
-    options = plan(question.card, free, question.stored, held=question.held)
-    return [replace(option, as_asked=False) for option in options if option.resident]
+    options = plan(case.card, free, case.stored, held=case.held)
+    return [option for option in options if option.resident]
 
 
-def _refusal(question: Question, least: int) -> str:
+def _refusal(case: _Case, least: int) -> str:
     """Why not even weights that are moved help, and what would, each by itself or all together."""
-    card, request = question.card, question.request
+    card, request = case.card, case.request
     batch = f"a batch of {request.batch}" if request.batch > 1 else "one image"
     what = f"a step of {batch} of {request.width}x{request.height}"
     if extras := _extras(request):
         what += f" with {' and '.join(extras)}"
     remedies = _remedies(request)
-    enough = [remedy for remedy, less in remedies.items() if _runs(question, less)]
+    enough = [remedy for remedy, less in remedies.items() if _runs(case, less)]
     if len(remedies) > 1 and not enough:
         advice = f"more than one of these is needed: {', '.join(remedies)}"
     else:
@@ -282,10 +472,10 @@ def _bypass_loras(request: RunRequest) -> int:
     return request.loras.count if request.loras.mode == "bypass" else 0
 
 
-def _runs(question: Question, request: RunRequest) -> bool:
-    asked = replace(question, request=request)
+def _runs(case: _Case, request: RunRequest) -> bool:
+    asked = replace(case, request=request)
     try:
-        found = [asked.trial(precision) for precision in asked.precisions()]
+        found = [asked.option(precision) for precision in asked.precisions()]
     except UnavailableError:  # it does not decode
         return False
-    return any(trial.least_bytes <= question.card.total_bytes for trial in found)
+    return any(option.least_bytes <= case.card.total_bytes for option in found)

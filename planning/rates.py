@@ -6,15 +6,15 @@ their errors on both halves; nothing else in an estimate is fitted.
 Figures of the host and its link are no fits: each was measured once, on the host of an H200, and is
 taken for every machine.
 
-    timing.LAUNCH_SECONDS, timing.TABLE_LAYER_SECONDS   what the processor launches
-    timing.STOCK                                        ComfyUI's own blocks beside the fused ones
-    timing.TABLE_FACTOR, rates.MEASURED_LINK            what copies reach of the link
-    vae_timing.HOST_BYTES_PER_SECOND                    copies that are not pinned
-    vae_timing.TILE_STEP_SECONDS                        what a further tile launches and copies
-    load_time.WHOLE_LOADS, load_time.QUANTIZING         files from memory to the card
-    load_time.MAPPED, load_time.START                   files from a disk; ComfyUI's start
+    times.LAUNCH_SECONDS, times.TABLE_LAYER_SECONDS     what the processor launches
+    times.STOCK                                         ComfyUI's own blocks beside the fused ones
+    times.TABLE_FACTOR, rates.MEASURED_LINK             what copies reach of the link
+    times.HOST_BYTES_PER_SECOND                         copies that are not pinned
+    times.TILE_STEP_SECONDS                             what a further tile launches and copies
+    files.WHOLE_LOADS, files.QUANTIZING                 files from memory to the card
+    files.MAPPED, files.START                           files from a disk; ComfyUI's start
 
-Predicted and not measured are encoder_timing.PROCESSOR_FLOPS, load_time.SOURCES, and the shares of
+Predicted and not measured are times.PROCESSOR_FLOPS, files.SOURCES, and the shares of
 data sheets' peaks in `rates`.
 """
 

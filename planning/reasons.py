@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
-from ..errors import UnavailableError
-from ..spec import OFF_CARD, OLDEST_CAPABILITY, QUANTIZED, CardFacts, format_gib
+from ..spec import OFF_CARD, OLDEST_CAPABILITY, QUANTIZED, CardFacts, format_gib, sm
 from .phases import KEPT_FREE_BYTES
 from .request import DROPPED, ON_PROCESSOR
 
@@ -29,48 +27,9 @@ FP8_AFTER_INT8 = (
 )
 
 
-class Need(NamedTuple):
-    """What a phase takes of a card, were everything there that it works with."""
-
-    phase: str
-    bytes: int
-
-    def spare(self, card: CardFacts) -> int:
-        """What is left beside it and what stays free; negative by what does not fit."""
-        return card.total_bytes - KEPT_FREE_BYTES - self.bytes
-
-    def words(self) -> str:
-        """`42.1 GiB while sampling`."""
-        return f"{format_gib(self.bytes)} while {PHASE_NAMES[self.phase]}"
-
-
-def sm(capability: tuple[int, int]) -> str:
-    """As NVIDIA writes it: sm_89."""
-    return f"sm_{capability[0]}{capability[1]}"
-
-
-def lacks(name: str, card: CardFacts) -> bool:
-    """Whether a card's tensor cores do not multiply a precision."""
-    return name in OLDEST_CAPABILITY and card.capability < OLDEST_CAPABILITY[name]
-
-
-def check_tensor_cores(name: str, card: CardFacts, choices: tuple[str, ...]) -> None:
-    """Only demands are refused: weights that are quantized already save memory on any card.
-
-    Args:
-        name: a precision that was asked for by name.
-        choices: what else could be asked for.
-
-    Raises:
-        UnavailableError: the card does not multiply it.
-    """
-    if not lacks(name, card):
-        return
-    others = [other for other in choices if other != name and not lacks(other, card)]
-    raise UnavailableError(
-        f"{name} was demanded and {card.name} is {sm(card.capability)}: {name} is multiplied by "
-        f"cards from {sm(OLDEST_CAPABILITY[name])} on, so choose {', '.join(others)}."
-    )
+def need_words(phase: str, count: int) -> str:
+    """`42.1 GiB while sampling`."""
+    return f"{format_gib(count)} while {PHASE_NAMES[phase]}"
 
 
 def conversion(stored: str, name: str) -> str:
@@ -94,7 +53,7 @@ def weight_only(name: str, card: CardFacts | None) -> str:
         return ""
     if card is None:
         return f"the CPU computes in full precision from the {name} weights"
-    if not lacks(name, card):
+    if card.multiplies(name):
         return ""
     return (
         f"{sm(card.capability)} does not multiply {name}, which needs "
@@ -198,32 +157,39 @@ def text_encoder_words(place: str, requested: bool, size: int) -> str:
     return f"text encoder: {format_gib(size)} stays on the card{asked}" if requested else ""
 
 
-def together_words(card: CardFacts, parts: Mapping[str, int], need: Need) -> str:
+def together_words(card: CardFacts, parts: Mapping[str, int], fit: bool, need: str) -> str:
     """Whether parts fit a card together.
 
     Args:
         parts: {name: bytes} of the largest.
+        need: of the phase that decides, from `need_words`.
     """
     names = " and ".join(f"{format_gib(size)} of {name}" for name, size in parts.items())
-    fit = "fit" if need.spare(card) >= 0 else "do not fit"
-    return f"{names} {fit} {card.name} together ({need.words()})"
+    return f"{names} {'fit' if fit else 'do not fit'} {card.name} together ({need})"
 
 
 def room_words(
-    card: CardFacts, weights: int, need: Need, worst: Need, moved: int, passes: int
+    card: CardFacts,
+    weights: int,
+    needs: Mapping[str, int],
+    short: str,
+    worst: str,
+    moved: int,
+    passes: int,
 ) -> str:
     """What stays on the card, and what does not.
 
     Args:
         weights: bytes of the transformer that are to be there.
-        need: of the phase that decides.
-        worst: of the phase that takes the most.
+        needs: {phase: bytes}.
+        short: the phase that decides.
+        worst: the phase that needs the most.
         moved: bytes of them that every forward pass brings to the card.
         passes: forward passes in each step.
     """
-    size, spare = format_gib(weights), need.spare(card)
-    needs = need.words() if worst == need else f"{need.words()}, {worst.words()}"
-    facts = f"{needs}; it has {format_gib(card.total_bytes)}, of which "
+    size, spare = format_gib(weights), card.total_bytes - KEPT_FREE_BYTES - needs[short]
+    named = ", ".join(need_words(name, needs[name]) for name in dict.fromkeys((short, worst)))
+    facts = f"{named}; it has {format_gib(card.total_bytes)}, of which "
     facts += f"{format_gib(KEPT_FREE_BYTES)} stay free"
     if moved:
         every = "step" if passes == 1 else "pass"

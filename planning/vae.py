@@ -7,6 +7,7 @@ whole's up to rounding.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -133,6 +134,7 @@ def encode_peak_bytes(shape: VaeShape, height: int, width: int, itemsize: int) -
     return latent_bytes(shape, latent, itemsize) + whole_bytes("encode", shape, latent, itemsize)
 
 
+@functools.lru_cache(maxsize=64)
 def _plan(
     direction: Direction,
     shape: VaeShape,

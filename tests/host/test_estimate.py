@@ -15,6 +15,7 @@ from comfyui_boot import BASE, ROOT, refused
 from PIL import Image
 from server import PromptServer
 
+from qwen_l40s.charts.answer import estimate_json
 from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui.estimate import cards as this_card
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
@@ -119,7 +120,7 @@ def test_an_estimate_without_wires_is_the_planners_own():
     expected = estimate(
         RunRequest(width=1024, height=1024, steps=8), known_cards()["L40S"], calibration=None
     )
-    assert found == json.loads(json.dumps(expected.as_dict()))
+    assert found == json.loads(json.dumps(estimate_json(expected)))
     assert fits is expected.fits is True
     assert list(found["phases"]) == ["load", "text", "tables", "sampling", "decode"]
     assert shown(QwenL40SEstimateVRAM.execute(card="L40S", width=1024, height=1024, steps=8))

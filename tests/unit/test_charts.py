@@ -12,11 +12,11 @@ from qwen_l40s.charts.cost_chart import cost_chart
 from qwen_l40s.charts.memory_chart import WORKING, memory_chart
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.advise import Offer, advise, compare
-from qwen_l40s.planning.disk import CARD_MEMORY, GB, Advice, Disk
+from qwen_l40s.planning.files import CARD_MEMORY, Advice, Disk
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES, Phase, Range
 from qwen_l40s.planning.rates import Basis
 from qwen_l40s.planning.request import Loras, RunRequest
-from qwen_l40s.spec import GIB
+from qwen_l40s.spec import GB, GIB
 
 Image = pytest.importorskip("PIL.Image")
 ImageColor = pytest.importorskip("PIL.ImageColor")
@@ -102,6 +102,12 @@ def estimate_of(memory_gib, scale=1.0, *, name="L40S", request=None, resident=No
 
 def colours_of(picture):
     return {colour for _, colour in picture.getcolors(picture.width * picture.height)}
+
+
+@pytest.fixture(autouse=True)
+def no_notes(monkeypatch):
+    """Those of the stub alone: what an estimate has to say is in test_estimator."""
+    monkeypatch.setattr(words, "notes_of", lambda estimate: ())
 
 
 @pytest.fixture

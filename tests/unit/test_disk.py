@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from qwen_l40s.loaders.convert import expected_tensors
 from qwen_l40s.loaders.sizes import read_sizes
 from qwen_l40s.planning.bytes import weight_bytes
-from qwen_l40s.planning.disk import GB, against_guides, disk, made_on_load
+from qwen_l40s.planning.files import against_guides, disk, made_on_load
 from qwen_l40s.planning.phases import transformer_bytes
 from qwen_l40s.planning.request import HELD_PRECISIONS, Loras, Parts, RunRequest, Setting
-from qwen_l40s.spec import GIB, TransformerShape
+from qwen_l40s.spec import GB, GIB, TransformerShape
 
 SMALL = TransformerShape(
     blocks=2, dim=256, heads=2, head_dim=128, joint_dim=64, in_channels=64, packed_out_channels=64

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qwen_l40s.charts.answer import estimate_json
+from qwen_l40s.charts.notes import notes_of
 from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.bytes import weight_bytes
@@ -52,7 +54,7 @@ KEYS = {
 )
 def test_json(name, asked):
     found = estimate(asked, card(name))
-    answer = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    answer = json.loads(json.dumps(estimate_json(found), allow_nan=False))
     assert answer.keys() == KEYS
     assert tuple(answer["phases"]) == PHASES
     for phase in answer["phases"].values():
@@ -94,9 +96,8 @@ def test_it_is_the_plans_recommendation(name):
 
 
 def test_the_sampling_peak_is_the_transformers_alone():
-    phase = estimate(RunRequest(precision="bf16", modulation="off card"), L40S).as_dict()["phases"][
-        "sampling"
-    ]
+    found = estimate(RunRequest(precision="bf16", modulation="off card"), L40S)
+    phase = estimate_json(found)["phases"]["sampling"]
     sizes = weight_bytes(FULL_SIZE, "bf16")
     weights = (sizes.total - sizes.modulation) / GIB
     assert phase["parts"]["weights"] == pytest.approx(weights, abs=1e-3)
@@ -127,8 +128,8 @@ def test_a_calibration_stands_in_for_the_range():
     assert found.basis.kind == "measured"
     assert found.step_seconds.low == found.step_seconds.high
     assert found.step_seconds.high == estimate(USUAL, L40S).step_seconds.high
-    assert not any("Times are a range" in note for note in found.notes)
-    assert any("Times are a range" in note for note in estimate(USUAL, L40S).notes)
+    assert not any("Times are a range" in note for note in notes_of(found))
+    assert any("Times are a range" in note for note in notes_of(estimate(USUAL, L40S)))
 
 
 def test_a_precision_that_the_calibration_left_out_is_a_range():
@@ -142,7 +143,7 @@ def test_a_precision_that_the_calibration_left_out_is_a_range():
     assert bf16.step_seconds.low == bf16.step_seconds.high
     assert int8.basis.kind == "predicted"
     assert int8.step_seconds.high < bf16.step_seconds.high  # as the plan says it
-    assert any("because the calibration left int8 out" in note for note in int8.notes)
+    assert any("because the calibration left int8 out" in note for note in notes_of(int8))
 
 
 def test_what_was_not_measured_is_predicted_on_the_measured_card_too():
@@ -157,10 +158,10 @@ def test_what_was_not_measured_is_predicted_on_the_measured_card_too():
         assert found.basis.kind == "predicted"
         assert "predicted from rates measured on an NVIDIA H200" in found.basis.text
         assert "within" not in found.basis.text
-        assert not any("Times are a range" in note for note in found.notes)
-    changed = estimate(USUAL, replace(h200, bandwidth=1e12))
+        assert not any("Times are a range" in note for note in notes_of(found))
+    changed = estimate(USUAL, replace(h200, bandwidth=1e12, changed=True))
     assert changed.basis.kind == "predicted"
-    assert any("no H200 with the figures of your list" in note for note in changed.notes)
+    assert any("no H200 with the figures of your list" in note for note in notes_of(changed))
 
 
 def test_eight_bits_say_what_the_measured_card_reached():
@@ -171,7 +172,7 @@ def test_eight_bits_say_what_the_measured_card_reached():
         ("A100 80GB SXM", "int8", True),
         ("H200", "int8", False),
     ):
-        notes = estimate(RunRequest(precision=precision), card(name)).notes
+        notes = notes_of(estimate(RunRequest(precision=precision), card(name)))
         reached = f"reached {constants().gemm_int8:.0%} of its dense peak in int8 and "
         reached += f"{constants().gemm_fp8:.0%} in fp8"
         assert any(reached in note for note in notes) == told, (name, precision)
@@ -189,10 +190,10 @@ def test_loading_takes_what_is_done():
     dropped = load(precision="int8", text_encoder_place="drop after encoding")
     text8 = load(precision="int8", text_encoder="fp8")
     small = load(with_memory(L40S, 6 * GIB), precision="int8", text_encoder_place="cpu")
-    assert bf16.loads.keys() == {"page cache", "NVMe", "network volume"}
+    assert bf16.times.loads.keys() == {"page cache", "NVMe", "network volume"}
     for end in (0, 1):
         cache = {
-            name: found.loads["page cache"][end]
+            name: found.times.loads["page cache"][end]
             for name, found in (
                 *(("bf16", bf16), ("int8", int8), ("cpu", cpu), ("dropped", dropped)),
                 *(("text8", text8), ("small", small)),
@@ -201,17 +202,17 @@ def test_loading_takes_what_is_done():
         # The text encoder's way to the card, and that of weights which every step moves.
         assert cache["cpu"] < cache["int8"] and cache["small"] < cache["cpu"]
         assert cache["dropped"] == pytest.approx(cache["cpu"])
-        ready = int8.prequantized_loads["page cache"][end]
+        ready = int8.times.prequantized_loads["page cache"][end]
         assert cache["int8"] - ready > 1.2  # quantizing, and reading a file that is larger
         for found in (bf16, int8, cpu):
-            assert found.phases["load"].seconds[end] == found.loads["page cache"][end]
+            assert found.phases["load"].seconds[end] == found.times.loads["page cache"][end]
     made = int8.phases["load"].seconds.low
     gone = int8.disk.files_bytes / 0.4e9
-    assert int8.loads["network volume"].low == pytest.approx(gone)
-    assert made < int8.loads["NVMe"].low < int8.loads["network volume"].low
-    assert bf16.prequantized_loads is None
-    assert any("then takes" in note and "network volume" in note for note in int8.notes)
-    assert any(note.startswith("Loading takes") for note in bf16.notes)
+    assert int8.times.loads["network volume"].low == pytest.approx(gone)
+    assert made < int8.times.loads["NVMe"].low < int8.times.loads["network volume"].low
+    assert bf16.times.prequantized_loads is None
+    assert any("then takes" in note and "network volume" in note for note in notes_of(int8))
+    assert any(note.startswith("Loading takes") for note in notes_of(bf16))
 
 
 def test_a_file_that_is_quantized_loads_as_one_that_was_written_once():
@@ -219,7 +220,7 @@ def test_a_file_that_is_quantized_loads_as_one_that_was_written_once():
     sizes = weight_bytes(FULL_SIZE, "int8")
     parts = Parts(transformer_bytes=sizes.total, modulation_bytes=sizes.modulation)
     ready = estimate(replace(USUAL, precision="int8", parts=parts), L40S)
-    assert ready.loads == ready.prequantized_loads == made.prequantized_loads
+    assert ready.times.loads == ready.times.prequantized_loads == made.times.prequantized_loads
 
 
 def test_the_text_encoders_precision_is_in_its_time():
@@ -238,9 +239,9 @@ def test_weights_that_are_moved_cost_time():
     moved = 2 * slow.option.moved_bytes
     link = card("4090").pcie_bytes_per_second
     assert slow.step_seconds.low > moved / link
-    assert any("cross PCIe in every step" in note for note in slow.notes)
-    assert any("int8 with modulation off card" in note for note in slow.notes)
-    assert not any("PCIe" in note for note in fast.notes)
+    assert any("cross PCIe in every step" in note for note in notes_of(slow))
+    assert any("int8 with modulation off card" in note for note in notes_of(slow))
+    assert not any("PCIe" in note for note in notes_of(fast))
 
 
 def test_a_text_encoder_that_leaves_comes_back_for_each_prompt():
@@ -249,8 +250,8 @@ def test_a_text_encoder_that_leaves_comes_back_for_each_prompt():
     here = replace(USUAL, text_encoder_place="cpu")
     more = leaves.phases["text"].seconds.low - stays.phases["text"].seconds.low
     assert more >= 14 * GIB / L40S.pcie_bytes_per_second
-    assert any("brings the text encoder" in note for note in leaves.notes)
-    assert any("16 cores" in note for note in estimate(here, L40S).notes)
+    assert any("brings the text encoder" in note for note in notes_of(leaves))
+    assert any("16 cores" in note for note in notes_of(estimate(here, L40S)))
 
 
 @given(
@@ -283,20 +284,20 @@ def test_cost_is_the_price_of_the_time():
     assert found.usd_per_image == pytest.approx(
         found.image_seconds.times(price.usd_per_hour / 3600)
     )
-    assert any(f"from {price.usd_per_hour:g} USD an hour" in note for note in found.notes)
+    assert any(f"from {price.usd_per_hour:g} USD an hour" in note for note in notes_of(found))
     own = estimate(USUAL, L40S, usd_per_hour=2.0)
     assert own.usd_per_image == pytest.approx(own.image_seconds.times(2 / 3600))
-    assert any("your own" in note for note in own.notes)
-    assert estimate(USUAL, L40S, usd_per_hour=0).as_dict()["usd_per_image"] == 0
+    assert any("your own" in note for note in notes_of(own))
+    assert estimate_json(estimate(USUAL, L40S, usd_per_hour=0))["usd_per_image"] == 0
 
 
 def test_without_a_price_there_is_no_cost():
     found = estimate(USUAL, replace(L40S, prices=()))
     assert found.usd_per_image is None
-    answer = found.as_dict()
+    answer = estimate_json(found)
     assert answer["usd_per_image"] is None
     assert "usd_per_image" not in answer["ranges"]
-    assert any("give your own" in note for note in found.notes)
+    assert any("give your own" in note for note in notes_of(found))
 
 
 @pytest.mark.parametrize("price", [-1, -0.01, math.nan, math.inf, "2"])
@@ -312,9 +313,9 @@ def test_small_cards_are_told_what_they_cost():
     four = with_memory(CARDS["RTX 3090"], 4 * GIB)
     found = estimate(USUAL, four)
     assert not found.fits
-    assert any("nearly all weights are moved" in note for note in found.notes)
-    assert not any("nearly all" in note for note in estimate(USUAL, SMALL).notes)
-    assert any("It runs, slowly" in note for note in estimate(USUAL, SMALL).notes)
+    assert any("nearly all weights are moved" in note for note in notes_of(found))
+    assert not any("nearly all" in note for note in notes_of(estimate(USUAL, SMALL)))
+    assert any("It runs, slowly" in note for note in notes_of(estimate(USUAL, SMALL)))
     with pytest.raises(UnavailableError, match="choose a smaller size or batch"):
         estimate(USUAL, with_memory(L40S, GIB))
 
@@ -322,19 +323,19 @@ def test_small_cards_are_told_what_they_cost():
 def test_additions_are_named():
     beside = estimate(replace(USUAL, loras=Loras(2, 64, "bypass")), L40S)
     merged = estimate(replace(USUAL, loras=Loras(2, 64, "merged")), L40S)
-    assert any("2 LoRAs beside the weights take" in note for note in beside.notes)
+    assert any("2 LoRAs beside the weights take" in note for note in notes_of(beside))
     assert beside.step_seconds.low > merged.step_seconds.low
-    assert not any("LoRA" in note for note in merged.notes)
+    assert not any("LoRA" in note for note in notes_of(merged))
     control = estimate(replace(USUAL, controlnet_bytes=10**9), L40S)
-    assert any("ControlNet" in note for note in control.notes)
+    assert any("ControlNet" in note for note in notes_of(control))
 
 
 def test_quantizing_on_load_is_said_of_files_that_are_not():
     int8 = replace(USUAL, precision="int8")
-    assert any("qwen-l40s quantize" in note for note in estimate(int8, L40S).notes)
+    assert any("qwen-l40s quantize" in note for note in notes_of(estimate(int8, L40S)))
     at_hand = replace(int8, parts=Parts(transformer_bytes=27 * GIB, modulation_bytes=12 * GIB))
     found = estimate(at_hand, L40S)
-    assert not any("qwen-l40s quantize" in note for note in found.notes)
+    assert not any("qwen-l40s quantize" in note for note in notes_of(found))
     assert found.phases["sampling"].weights in (27 * GIB, 15 * GIB)
     assert found.disk.files_bytes < estimate(int8, L40S).disk.files_bytes
 
@@ -346,11 +347,11 @@ def test_the_decoders_turn_is_counted_where_the_transformer_has_to_leave():
     assert not tight.fits
     assert tight.option.moved_bytes == 0
     assert tight.phases["decode"].seconds.low > roomy.phases["decode"].seconds.low
-    assert any("come back for each image" in note for note in tight.notes)
+    assert any("come back for each image" in note for note in notes_of(tight))
 
 
 @pytest.mark.parametrize(("layers", "words"), [(0, "One picture is counted"), (3, "its 3 layers")])
 def test_what_an_image_is_of_a_layered_model(layers, words):
     request = RunRequest(family="qwen-image-layered", layers=layers)
     found = estimate(request, find_card("L40S", known_cards()))
-    assert any(words in note for note in found.notes)
+    assert any(words in note for note in notes_of(found))

@@ -13,7 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from qwen_l40s.errors import SettingError, UnavailableError
-from qwen_l40s.planning import estimate as residence
+from qwen_l40s.planning import estimate as host
 from qwen_l40s.planning import phases as phases_module
 from qwen_l40s.planning.activations import (
     MOST_TABLE_BYTES,
@@ -23,7 +23,7 @@ from qwen_l40s.planning.activations import (
     table_bytes,
 )
 from qwen_l40s.planning.bytes import encoding_bytes, text_encoder_bytes, weight_bytes
-from qwen_l40s.planning.estimate import host_ram, host_ram_bytes
+from qwen_l40s.planning.estimate import host_memory
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES, phases, transformer_bytes, vae_bytes
 from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.rates import Constants
@@ -193,7 +193,7 @@ def test_more_never_takes_less(request, setting, data):
     assert step_bytes(more, setting).later >= step_bytes(request, setting).later
     assert lora_bytes(more) >= lora_bytes(request)
     assert encoding_bytes(more) >= encoding_bytes(request)
-    assert host_ram_bytes(more, setting) >= host_ram_bytes(request, setting)
+    assert sum(host_memory(more, setting).values()) >= sum(host_memory(request, setting).values())
     less, most = phases(request, setting), phases(more, setting)
     for phase in PHASES:
         assert most[phase].activations >= less[phase].activations
@@ -369,16 +369,15 @@ def test_layers_are_decoded_as_images():
 
 
 def test_host_memory_is_named_by_what_it_is_for():
-    plain = host_ram(RunRequest(), Setting())
+    plain = host_memory(RunRequest(), Setting())
     assert set(plain) == {"ComfyUI, torch and CUDA", "images"}
-    quantized = host_ram(RunRequest(), Setting("int8", "off card", text_encoder_place="cpu"))
+    quantized = host_memory(RunRequest(), Setting("int8", "off card", text_encoder_place="cpu"))
     assert quantized["transformer, quantized on load"] / GIB == pytest.approx(12.7, abs=0.1)
     assert quantized["modulation that waits"] / GIB == pytest.approx(12.66, abs=0.01)
     assert quantized["pinned ring"] == 128 * MIB
     assert quantized["text encoder that waits"] == text_encoder_bytes(RunRequest(), "bf16")
-    written = host_ram(RunRequest(), Setting("int8"), quantize_on_load=False)
+    written = host_memory(RunRequest(), Setting("int8"), quantize_on_load=False)
     assert not any("quantized" in name for name in written)
-    assert host_ram_bytes(RunRequest(), Setting()) == sum(plain.values())
 
 
 @pytest.mark.parametrize("place", TEXT_PLACES)
@@ -401,13 +400,13 @@ def test_a_text_encoder_keeps_its_place_where_weights_are_moved(total, place):
 
 def test_what_is_moved_in_each_pass_waits_in_host_memory():
     setting = Setting(resident=False, text_encoder_place="drop after encoding")
-    parts = host_ram(RunRequest(), setting, moved_bytes=11 * GIB)
+    parts = host_memory(RunRequest(), setting, moved_bytes=11 * GIB)
     assert parts["transformer that is moved in each pass"] == 11 * GIB
     # A copy that was quantized on load is there already.
     setting = replace(setting, precision="int8", modulation="off card")
     name = "transformer that is moved in each pass"
-    assert name not in host_ram(RunRequest(), setting, moved_bytes=6 * GIB)
-    written = host_ram(RunRequest(), setting, moved_bytes=6 * GIB, quantize_on_load=False)
+    assert name not in host_memory(RunRequest(), setting, moved_bytes=6 * GIB)
+    written = host_memory(RunRequest(), setting, moved_bytes=6 * GIB, quantize_on_load=False)
     assert written[name] == 6 * GIB
 
 
@@ -416,20 +415,20 @@ def test_what_is_moved_in_each_pass_waits_in_host_memory():
 def test_host_memory_agrees_with_the_plan(total, named):
     request = RunRequest(precision="bf16", modulation="off card", **named)
     option = plan(CardFacts("card", total * GIB, (8, 9)), request)[0]
-    parts = host_ram(request, option.setting, moved_bytes=option.moved_bytes)
+    parts = host_memory(request, option.setting, moved_bytes=option.moved_bytes)
     assert parts.get("transformer that is moved in each pass", 0) == option.moved_bytes
     assert (option.moved_bytes > 0) == (total < 30 or bool(named))
 
 
 def test_what_is_at_hand_is_not_quantized_again():
     parts = Parts(transformer_bytes=27 * GIB, text_encoder_bytes=9 * GIB)
-    found = host_ram(RunRequest(parts=parts), Setting("int8", text_encoder="int8"))
+    found = host_memory(RunRequest(parts=parts), Setting("int8", text_encoder="int8"))
     assert not any("quantized" in name for name in found)
     made = Setting(text_encoder="int8")
-    assert "text encoder, quantized on load" in host_ram(RunRequest(), made)
+    assert "text encoder, quantized on load" in host_memory(RunRequest(), made)
     # A file that holds something else is quantized, too.
     parts = Parts(text_encoder_bytes=9 * GIB, file_bytes=(("text encoder", 16 * GIB),))
-    assert "text encoder, quantized on load" in host_ram(RunRequest(parts=parts), made)
+    assert "text encoder, quantized on load" in host_memory(RunRequest(parts=parts), made)
 
 
 # ----------------------------------------------------------------------------- settings, constants
@@ -439,13 +438,13 @@ def test_what_is_at_hand_is_not_quantized_again():
     ("name", "value", "file"),
     [
         ("MOST_BYTES", MOST_TABLE_BYTES, "optimizations/modulation.py"),
-        ("PINNED_BYTES", residence.RING_BYTES, "optimizations/stream.py"),
-        ("STAGING_BYTES", residence.STAGING_BYTES, "hosts/comfyui/precision.py"),
-        ("LAYERS_ON_CARD", phases_module.LAYERS_ON_CARD, "hosts/comfyui/off_card_pass.py"),
+        ("PINNED_BYTES", host.RING_BYTES, "optimizations/stream.py"),
+        ("STAGING_BYTES", host.STAGING_BYTES, "hosts/comfyui/load/precision.py"),
+        ("LAYERS_ON_CARD", phases_module.LAYERS_ON_CARD, "hosts/comfyui/sample/off_card.py"),
     ],
 )
 def test_figures_are_those_of_the_code_that_runs(name, value, file):
-    text = (RESULTS.parent.parent / file).read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[2] / file).read_text(encoding="utf-8")
     (written,) = re.findall(rf"^{name} = (.+)$", text, re.M)
     assert eval(written, {"GIB": GIB, "MIB": MIB, "int": int}) == value
 

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qwen_l40s.charts.answer import estimate_json
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.machine.card_list import known_cards
-from qwen_l40s.planning.bytes import weight_bytes
+from qwen_l40s.planning.bytes import TransformerBytes, weight_bytes
 from qwen_l40s.planning.cards import find_card, with_memory
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, phases, transformer_bytes
-from qwen_l40s.planning.plan import Held, plan
+from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.request import DROPPED, ON_PROCESSOR, Loras, Parts, RunRequest
 from qwen_l40s.spec import BYTES_PER_WEIGHT, FULL_SIZE, GIB, MIB, OFF_CARD, ON_CARD, CardFacts
 
@@ -241,7 +242,7 @@ def test_what_is_on_the_card_fits_it_and_the_rest_is_moved(request, named, total
 def test_an_estimate_says_the_same_everywhere(total):
     request = RunRequest(precision="bf16", text_encoder_place=ON_CARD)
     found = estimate(request, with_memory(CARDS["L40S"], total * GIB))
-    option, answer = found.options[0], found.as_dict()
+    option, answer = found.options[0], estimate_json(found)
     assert not found.fits and not option.resident
     assert found.headroom_bytes == option.headroom_bytes < 0
     usable = total * GIB - KEPT_FREE_BYTES
@@ -359,7 +360,11 @@ def test_any_other_file_is_as_none(stored):
 
 @pytest.mark.parametrize("stored", list(BYTES_PER_WEIGHT))
 def test_as_stored_is_never_refused(stored):
-    held = {"bf16": Held(weight_bytes(FULL_SIZE, "fp32").total, 0)} if stored == "fp32" else {}
+    held = (
+        {"bf16": TransformerBytes(weight_bytes(FULL_SIZE, "fp32").total, 0)}
+        if stored == "fp32"
+        else {}
+    )
     option = plan(card("A100 80GB PCIe"), USUAL, stored, as_stored=True, held=held)[0]
     assert option.reason.startswith(f"as stored: the file holds {stored}; ")
     weights = 76.1 if stored == "fp32" else weight_bytes(FULL_SIZE, stored).total / GIB
@@ -380,7 +385,7 @@ def test_true_sizes_are_of_what_is_stored():
     option = plan(facts, replace(request, precision="int8"))[0]
     assert option.phases["sampling"].weights in (30 * GIB, 20 * GIB)
     # And where both are known, `held` stands above them.
-    held = {"int8": Held(12 * GIB, 2 * GIB)}
+    held = {"int8": TransformerBytes(12 * GIB, 2 * GIB)}
     option = plan(card("16 GB"), request, "bf16", held=held)[0]
     assert option.phases["sampling"].weights == 10 * GIB
 

@@ -12,9 +12,9 @@ from qwen_l40s.loaders.precision import (
     check_host_memory,
     choose_transformer,
 )
-from qwen_l40s.planning.bytes import weight_bytes
+from qwen_l40s.planning.bytes import TransformerBytes, weight_bytes
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES
-from qwen_l40s.planning.plan import Held, plan
+from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.request import RunRequest
 from qwen_l40s.spec import FULL_SIZE, GIB, MIB, CardFacts
 
@@ -130,7 +130,7 @@ def test_more_memory_is_never_less_faithful(total, more, stored, capability):
 
 def test_true_sizes_decide():
     """Of files that are taken over as they are, and with layers that stay in bf16."""
-    held = {"int8": Held(30 * GIB, 6 * GIB)}
+    held = {"int8": TransformerBytes(30 * GIB, 6 * GIB)}
     choice = found("auto", "int8", RTX_4090, held=held)
     assert "of 24.0 GiB of weights" in choice.precision.reason
     assert "modulation: 6.0 GiB stays in host memory" in choice.modulation.reason

@@ -25,7 +25,6 @@ from qwen_l40s.planning.rates import (
     plain_name,
     rates_of,
 )
-from qwen_l40s.planning.reasons import lacks
 from qwen_l40s.planning.request import Loras, RunRequest, Setting
 
 VALUES = {"gemm_bf16": 0.6, "gemm_fp8": 0.45, "gemm_int8": 0.42, "attention": 0.65}
@@ -134,7 +133,7 @@ def test_plan_and_rates_agree_on_what_a_card_multiplies(fitted, cards, precision
             replace(card, capability=(7, 5), changed=True),
         ):
             slow, fast, _ = rates_of(known)
-            multiplies = not lacks(precision, known.facts())
+            multiplies = known.facts().multiplies(precision)
             assert known.multiplies(precision) == multiplies
             assert (precision in slow.gemm) == (precision in fast.gemm) == multiplies
 

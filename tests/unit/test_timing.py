@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_l40s import SettingError
+from qwen_l40s.planning.files import SOURCES, START, Load, cold_start_seconds, load_seconds
 from qwen_l40s.planning.rates import Rates, measured
 from qwen_l40s.planning.request import Loras, RunRequest
-from qwen_l40s.planning.run_times import SOURCES, START, Load, cold_start_seconds, load_seconds
 from qwen_l40s.planning.times import (
     Pass,
     attention_seconds,

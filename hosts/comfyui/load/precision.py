@@ -15,9 +15,9 @@ from ....loaders.quantize import layers_to_quantize
 from ....loaders.sizes import modulation_bytes
 from ....loaders.source import Source
 from ....machine.memory import available_memory
-from ....planning.bytes import weight_bytes, weights_by_precision
+from ....planning.bytes import TransformerBytes, weight_bytes, weights_by_precision
 from ....planning.phases import KEPT_FREE_BYTES
-from ....planning.plan import Held, Option
+from ....planning.plan import PlanOption
 from ....spec import GIB, QUANTIZED, CardFacts, ModulationPlace, TransformerShape, format_gib
 
 STORED = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
@@ -55,12 +55,12 @@ def choose(
     layers = shape.quantizable_layers()
     kept = frozenset(layers) - layers_to_quantize(layers, keep)
     held = {
-        name: Held(total, weight_bytes(shape, name).modulation)
+        name: TransformerBytes(total, weight_bytes(shape, name).modulation)
         for name, total in weights_by_precision(shape, kept).items()
     }
     stored = stored_precision(source)
     if stored in QUANTIZED and not keep:  # taken over as it lies in the file
-        held[stored] = Held(source.part.bytes, modulation_bytes(source))
+        held[stored] = TransformerBytes(source.part.bytes, modulation_bytes(source))
     card = card_facts(comfy.model_management.get_torch_device())
     found = choose_transformer(
         requested, modulation, stored=stored, shape=shape, card=card, held=held
@@ -90,7 +90,7 @@ def card_facts(device: torch.device) -> CardFacts | None:
     return CardFacts(properties.name, properties.total_memory, (properties.major, properties.minor))
 
 
-def _check_card(source: Source, name: str, option: Option, card: CardFacts) -> None:
+def _check_card(source: Source, name: str, option: PlanOption, card: CardFacts) -> None:
     """Elsewhere the host offloads what does not fit; with --gpu-only or --highvram it cannot."""
     state = comfy.model_management.vram_state
     stays = state == comfy.model_management.VRAMState.HIGH_VRAM

@@ -10,6 +10,7 @@ from typing import Any
 
 from comfy.model_patcher import ModelPatcher
 
+from ....charts.answer import phase_json
 from ....charts.figures import duration
 from ....charts.words import PHASE_NAMES
 from ....planning.phases import Phase, Range, figure, gib
@@ -150,7 +151,7 @@ class PhaseRow:
                 }
         if self.predicted:
             most = max(self.predicted, key=lambda phase: phase.card_bytes)
-            predicted = most.as_dict() | {"seconds": ends(self.predicted_seconds())}
+            predicted = phase_json(most) | {"seconds": ends(self.predicted_seconds())}
             if not self.whole:
                 predicted["card_gib"] = predicted["parts"]["resident"] = None
         return {

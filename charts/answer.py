@@ -1,0 +1,123 @@
+"""An estimate as the JSON object that the command and the node give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..planning.estimate import Estimate
+from ..planning.phases import Phase, Range, figure, gib
+from ..planning.plan import PlanOption
+from ..planning.request import RunRequest
+from ..spec import GB
+from .notes import notes_of
+
+
+def estimate_json(estimate: Estimate) -> dict[str, Any]:
+    """Figures in the unit of their name, the middle where there is a range."""
+    times = estimate.times
+    step = estimate.step_seconds and estimate.step_seconds.times(1000)
+    answers = {
+        "step_ms": step,
+        "image_seconds": estimate.image_seconds,
+        "first_image_seconds": estimate.first_image_seconds,
+        "cold_start_seconds": times and times.cold_start,
+        "usd_per_image": estimate.usd_per_image,
+    }
+    ranges = {name: ends for name, ends in answers.items() if ends is not None}
+    written = estimate.written_once
+    return {
+        "card": estimate.card.name,
+        "family": estimate.request.family,
+        "settings": _settings(estimate.request, estimate.option),
+        "phases": {name: phase_json(phase) for name, phase in estimate.phases.items()},
+        "fits": estimate.fits,
+        "headroom_gib": gib(estimate.headroom_bytes),
+        **{name: ends and figure(ends.middle) for name, ends in answers.items()},
+        "ranges": _ends(ranges),
+        "loads": _ends(times and times.loads),
+        "loads_prequantized": _ends(times and times.prequantized_loads),
+        "disk_gib": gib(estimate.disk.total_bytes),
+        "disk": {
+            "files_gib": {name: gib(count) for name, count in estimate.disk.files.items()},
+            "container_gib": {name: gib(count) for name, count in estimate.disk.container.items()},
+            "written_once_gib": written and gib(written.total_bytes),
+            "while_writing_gib": written and gib(written.most_bytes),
+            "guides": [
+                {
+                    "what": advice.what,
+                    "advised_gb": round(advice.advised_bytes / GB, 1),
+                    "needed_gb": round(advice.needed_bytes / GB, 1),
+                    "why": advice.why,
+                }
+                for advice in estimate.guides
+            ],
+        },
+        "host_ram_gib": gib(estimate.host_ram_bytes),
+        "plan": [_option(option) for option in estimate.options],
+        "basis": estimate.basis.kind,
+        "basis_detail": estimate.basis.text,
+        "notes": [*notes_of(estimate), *estimate.notes],
+    }
+
+
+def phase_json(phase: Phase) -> dict[str, Any]:
+    """In GiB and seconds."""
+    parts: dict[str, Any] = {
+        name: gib(getattr(phase, name))
+        for name in ("weights", "activations", "workspace", "context")
+    }
+    parts["resident"] = {name: gib(count) for name, count in phase.resident.items()}
+    return {
+        "peak_gib": gib(phase.peak_bytes),
+        "card_gib": gib(phase.card_bytes),
+        "parts": parts,
+        "seconds": None if phase.seconds is None else figure(phase.seconds.middle),
+        "note": phase.note,
+    }
+
+
+def _ends(found: Mapping[str, Range] | None) -> dict[str, list[float]] | None:
+    return found and {name: [figure(end) for end in ends] for name, ends in found.items()}
+
+
+def _option(option: PlanOption) -> dict[str, Any]:
+    setting = option.setting
+    return {
+        "precision": setting.precision,
+        "modulation": setting.modulation,
+        "text_encoder_place": setting.text_encoder_place,
+        "tiles": option.tiles,
+        "resident": option.resident,
+        "peak_gib": gib(option.peak_bytes),
+        "peak_phase": option.peak_phase,
+        "headroom_gib": gib(option.headroom_bytes),
+        "moved_gib": gib(option.moved_bytes),
+        "recommended": option.recommended,
+        "reason": option.reason,
+    }
+
+
+def _settings(request: RunRequest, option: PlanOption) -> dict[str, Any]:
+    setting = option.setting
+    return {
+        "precision": setting.precision,
+        "width": request.width,
+        "height": request.height,
+        "batch": request.batch,
+        "steps": request.steps,
+        "cfg": request.cfg,
+        "references": request.references,
+        "layers": request.layers,
+        "text_tokens": request.text_tokens,
+        "modulation": setting.modulation,
+        "text_encoder": setting.text_encoder,
+        "text_encoder_place": setting.text_encoder_place,
+        "loras": {
+            "count": request.loras.count,
+            "rank": request.loras.rank,
+            "mode": request.loras.mode,
+        },
+        "controlnet_gib": gib(request.controlnet_bytes),
+        "tiles": option.tiles,
+    }
