@@ -253,7 +253,7 @@ def audit_images(
 def _head(model: Path, device: str, activations: str, args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from ..optimizations.w8a8 import tensor_core_product
+    from ..hosts.diffusers.quantized import tensor_core_product
 
     return {
         "model": str(model),

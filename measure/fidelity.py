@@ -1,15 +1,11 @@
-"""Measures of what a lossy setting loses: relative errors, PSNR, and planted outliers.
-
-Random Gaussian layers have no outliers, and trained ones do: a few channels that are many times as
-large as all others. A format that looks good without them is measured with them too.
-"""
+"""Measures of what a lossy setting loses: relative errors, PSNR and LPIPS."""
 
 from __future__ import annotations
 
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlparse
@@ -18,17 +14,6 @@ import numpy as np
 import torch
 
 from ..machine.card import first_line
-
-OUTLIER_SHARE = 0.001  # of the channels
-OUTLIER_FACTORS = (30.0, 100.0)
-# Where they are planted, in this order: channels of the activations, the weight's input channels
-# (other ones than the activations'), its output channels.
-PLACES: Mapping[str, tuple[bool, bool, bool]] = {
-    "activations": (True, False, False),
-    "weight columns": (False, True, False),
-    "weight rows": (False, False, True),
-    "activations and weight columns": (True, True, False),
-}
 
 
 class ErrorSum:
@@ -79,54 +64,9 @@ def psnr(found: np.ndarray, exact: np.ndarray) -> float:
     return 10 * math.log10(255**2 / mean) if mean else math.inf
 
 
-def outlier_channels(
-    width: int, generator: torch.Generator, share: float = OUTLIER_SHARE
-) -> torch.Tensor:
-    """Draws the indices of a share of `width` channels, at least one; int64, on the CPU."""
-    return torch.randperm(width, generator=generator)[: max(1, round(width * share))]
-
-
-def plant(x: torch.Tensor, channels: torch.Tensor, factor: float, dim: int = -1) -> torch.Tensor:
-    """Multiplies channels of x along `dim`; returns a new tensor of its dtype."""
-    factors = torch.ones(x.shape[dim], device=x.device)
-    factors[channels.to(x.device)] = factor
-    shape = [1] * x.dim()
-    shape[dim] = -1
-    return (x.float() * factors.view(shape)).to(x.dtype)
-
-
-def planted_operands(
-    m: int, n: int, k: int, place: str = "", factor: float = 1.0, *, seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gaussian activations and weights of one layer, with outliers.
-
-    The Gaussian numbers and the channels are the same for every place and factor of a seed.
-
-    Args:
-        place: a key of `PLACES`, or empty for no outliers.
-
-    Returns:
-        x (M, K) of variance 1 and weight (N, K) of variance 1 / K, before the outliers are planted;
-        fp32 of values that bf16 has.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(m, k, generator=generator)
-    weight = torch.randn(n, k, generator=generator) * k**-0.5
-    drawn = [outlier_channels(width, generator) for width in (k, k, n)]
-    if place:
-        in_x, in_columns, in_rows = PLACES[place]
-        x = plant(x, drawn[0], factor) if in_x else x
-        weight = plant(weight, drawn[1], factor) if in_columns else weight
-        weight = plant(weight, drawn[2], factor, dim=0) if in_rows else weight
-    return x.bfloat16().float(), weight.bfloat16().float()
-
-
-# LPIPS of two images, where a package for it and the weights of its backbone are here already.
-#
-# Zhang et al., "The Unreasonable Effectiveness of Deep Features as a Perceptual Metric", 2018, with
-# the AlexNet backbone, which published comparisons use. Both packages download that backbone when
-# it
-# is missing: they are asked only when its file is there, because nothing is downloaded here.
+# LPIPS (Zhang et al., "The Unreasonable Effectiveness of Deep Features as a Perceptual Metric",
+# 2018) with the AlexNet backbone, which published comparisons use. Both packages for it download
+# that backbone: they are asked only where its file is here already.
 
 # (found, exact), uint8 [H, W, 3] each, to 0 for equal images and about 1 for unlike ones.
 Distance = Callable[[np.ndarray, np.ndarray], float]

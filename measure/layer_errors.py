@@ -19,12 +19,18 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 from ..errors import CheckpointError
-from ..hosts.diffusers.quantized import QuantizedLinear, chosen_layers, quantizable, replace_layer
+from ..hosts.diffusers.quantized import (
+    QuantizedLinear,
+    chosen_layers,
+    plain_product,
+    quantizable,
+    replace_layer,
+    tensor_core_product,
+)
 from ..loaders.convert import is_finite
 from ..loaders.quantize import quantize_rows, relative_error
 from ..loaders.source import Source
 from ..machine.device import available_bytes
-from ..optimizations.w8a8 import plain_product, tensor_core_product
 from .fidelity import ErrorSum
 from .keep import bytes_to_keep
 

@@ -99,7 +99,9 @@ def row_quantize(x: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tens
         scale = max(|row|) / L, or 1 for a zero row;  q = round_to_even(row * (1 / scale))
 
     with L = 448 for fp8 and 127 for int8. NaN or inf in a row makes its scale NaN or inf, so that
-    it shows in whatever is computed from the row.
+    it shows in whatever is computed from the row. A kernel multiplies by the reciprocal; weights in
+    files are divided by the scale (`loaders.quantize.quantize_rows`), bit for bit as other programs
+    write them.
 
     Args:
         x: Rows, (M, K), bf16, fp16 or fp32.

@@ -16,8 +16,8 @@ from qwen_l40s.optimizations.reference import QKNorm, Tokens
 
 FEW = cases.TOKENS["batch of two with a reference"]
 # The first two are held in three parts, the others in one.
-WIDTHS = {"model width": 3072, "narrow parts": 768, "a power of two": 256, "odd": 123}
-WIDTHS |= {"one element": 1}
+WIDTHS = [(3072, torch.bfloat16), (768, torch.float16), (256, torch.float32)]
+WIDTHS += [(123, torch.bfloat16), (1, torch.float16)]
 # The interpreter casts to bf16 without rounding; ptxas' and every card's cast rounds.
 IN_INTERPRETER = {"truncated": True}
 # numpy: exp of what is far below zero, and the arithmetic of NaN and inf.
@@ -29,8 +29,7 @@ def test_residual_norm_of_every_kind_of_batch(tokens):
     cases.check_residual_norm(residual_norm, tokens, 96, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+@pytest.mark.parametrize(("width", "dtype"), WIDTHS, ids=str)
 def test_residual_norm_of_every_dtype(width, dtype):
     cases.check_residual_norm(residual_norm, FEW, width, dtype, **IN_INTERPRETER)
 
@@ -109,8 +108,9 @@ def test_qk_norm_rope_of_every_kind_of_batch(tokens):
     cases.check_qk_norm_rope(qk_norm_rope, tokens, 3, 32, torch.float32)
 
 
-@pytest.mark.parametrize("heads", cases.HEADS.values(), ids=cases.HEADS)
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "dtype"), zip(cases.HEADS.values(), (*cases.DTYPES, *cases.DTYPES[:2]), strict=True)
+)
 def test_qk_norm_rope_of_every_dtype(dtype, heads):
     cases.check_qk_norm_rope(qk_norm_rope, FEW, *heads, dtype, **IN_INTERPRETER)
 
@@ -154,10 +154,10 @@ def test_qk_norm_rope_refuses_what_does_not_fit():
 
 
 @quiet
-@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(3, 12288), (2, 3072), (2, 4096), (5, 123), (2, 1)], ids=str)
-def test_gelu_quantize_of_every_dtype(shape, dtype):
-    cases.check_gelu_quantize(gelu_quantize, cases.random(*shape, dtype=dtype) * 3)
+def test_gelu_quantize_of_every_dtype():
+    shapes = (2, 12288), (2, 3072), (2, 4096), (5, 123), (2, 1)
+    for shape, dtype in zip(shapes, (*cases.DTYPES, *cases.DTYPES[:2]), strict=True):
+        cases.check_gelu_quantize(gelu_quantize, cases.random(*shape, dtype=dtype) * 3)
 
 
 @quiet

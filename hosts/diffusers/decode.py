@@ -1,12 +1,10 @@
-"""Diffusers' Qwen-Image VAE in the pieces that a plan runs.
+"""Latents to images through diffusers' Qwen-Image VAE, in the pieces that a plan runs.
 
 The class keeps a copy of each convolution's input for a next frame, which an image does not have:
 without them the same arithmetic takes less than half the memory.
 """
 
 from __future__ import annotations
-
-import logging
 
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
@@ -15,8 +13,8 @@ from PIL import Image
 from ...errors import SettingError
 from ...machine.device import available_bytes
 from ...optimizations import vae as planned
-from ...optimizations.vae import DecoderStages, EncoderStages, Middle
-from ...planning.vae import VaePlan, plan_decode
+from ...optimizations.vae import DecoderStages, Middle
+from ...planning.vae import plan_decode
 from ...spec import VaeShape
 from .load import LoadedPipeline
 
@@ -61,22 +59,6 @@ def decoder_stages(vae: AutoencoderKLQwenImage) -> DecoderStages:
     )
 
 
-def encoder_stages(vae: AutoencoderKLQwenImage) -> EncoderStages:
-    """The encoder's own modules.
-
-    Raises:
-        SettingError: as `vae_shape`.
-    """
-    shape, encoder = vae_shape(vae), vae.encoder
-    head = _head(encoder)
-    return EncoderStages(
-        shape=shape,
-        down=(encoder.conv_in, *encoder.down_blocks),
-        middle=_middle(encoder.mid_block),
-        after=lambda hidden: vae.quant_conv(head(hidden)).chunk(2, dim=1)[0],
-    )
-
-
 def _head(coder: torch.nn.Module) -> torch.nn.Sequential:
     return torch.nn.Sequential(coder.norm_out, coder.nonlinearity, coder.conv_out)
 
@@ -91,11 +73,6 @@ def _middle(block: torch.nn.Module) -> Middle:
         return attention.proj(x.squeeze(2)).unsqueeze(2)
 
     return Middle(block.resnets[0], attention, block.resnets[1], qkv, project)
-
-
-# Latents to images.
-
-logger = logging.getLogger(__name__)
 
 
 @torch.inference_mode()
@@ -117,7 +94,7 @@ def decode(
 
     Raises:
         UnavailableError: not even the smallest tile fits in what is free on the card.
-        torch.cuda.OutOfMemoryError: the card ran out of memory twice.
+        torch.cuda.OutOfMemoryError: the card ran out of memory.
     """
     pipe = pipeline.to_diffusers()
     vae = pipeline.vae.to(pipeline.device)  # diffusers may have it wait in host memory
@@ -149,31 +126,16 @@ def decode_latent(vae: torch.nn.Module, latent: torch.Tensor) -> torch.Tensor:
 
     Raises:
         UnavailableError: not even the smallest tile fits in what is free on the card.
-        torch.cuda.OutOfMemoryError: the card ran out of memory twice.
+        torch.cuda.OutOfMemoryError: the card ran out of memory.
     """
     stages = decoder_stages(vae)
-    free = free_bytes(latent.device)
-
-    def plan(budget: int) -> VaePlan:
-        height, width = latent.shape[-2:]
-        return plan_decode(
-            stages.shape, height, width, itemsize=latent.element_size(), budget=budget
-        )
-
-    chosen = plan(free)
-    try:
-        return planned.decode(stages, latent, chosen).clamp(-1, 1)
-    except torch.cuda.OutOfMemoryError:
-        pass
-    # Only here, where the exception with all its tensors is gone.
-    torch.cuda.empty_cache()
-    smaller = plan(min(free, chosen.peak_bytes) // 2)
-    logger.warning(
-        "The card ran out of memory while decoding (%s): decoding again in half of it, %s.",
-        chosen.reason,
-        smaller.reason,
+    plan = plan_decode(
+        stages.shape,
+        *latent.shape[-2:],
+        itemsize=latent.element_size(),
+        budget=free_bytes(latent.device),
     )
-    return planned.decode(stages, latent, smaller).clamp(-1, 1)
+    return planned.decode(stages, latent, plan).clamp(-1, 1)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -1,18 +1,81 @@
-"""A diffusers transformer whose block layers hold fp8 or int8 weights.
+"""A diffusers transformer whose block layers hold fp8 or int8 weights, and what multiplies them.
 
 The layers are replaced one by one in the model that is there, so that its bf16 weights go as the
 quantized ones come: both never stand in memory together.
+
+On a CPU `choose_gemm` expands the weights and leaves the activations alone. A Gaussian layer of
+3072 x 3072 is then off by 0.026 in fp8 and not by 0.037, in int8 by 0.0085 and not by 0.0120. So
+what judges fidelity rounds both operands on any device, as tensor cores need it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
-from ...errors import SettingError
+from ...errors import SettingError, UnavailableError
 from ...loaders.quantize import FORMATS, layers_to_quantize, quantize_rows
-from ...optimizations.w8a8 import Product, tensor_core_product
+from ...optimizations import reference
+from ...optimizations.linear import choose_gemm
+
+
+class Product(Protocol):
+    """What multiplies the activations of a layer with its quantized weight."""
+
+    format: str
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `Gemm.linear`: (..., K) and (N, K) to (..., N)."""
+
+
+@dataclass(frozen=True)
+class PlainProduct:
+    """A product of 8-bit operands in plain torch, with a scale for each row of both."""
+
+    format: str
+
+    def __str__(self) -> str:
+        return f"{self.format} in plain torch, weights by rows, activations by rows"
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `Gemm.linear`, x rounded too."""
+        n, k = weight.shape
+        rows, row_scale = reference.row_quantize(x.reshape(-1, k), self.format)
+        out = reference.scaled_gemm(rows, weight, row_scale, scale, bias, x.dtype)
+        return out.view(*x.shape[:-1], n)
+
+
+def plain_product(format: str, device: torch.device) -> Product:
+    """Rows of scales for both operands, without a card's kernels."""
+    if format == "int8" and device.type == "cpu":
+        try:  # exact sums too, in a third of the reference's time
+            gemm = choose_gemm(format, device, backend="int_mm")
+            return replace(gemm, reason="the numbers of tensor cores, on the CPU")
+        except UnavailableError:  # a torch without it
+            pass
+    reference.largest_of(format)
+    return PlainProduct(format)
+
+
+def tensor_core_product(format: str, device: torch.device) -> Product:
+    """What runs on a card, or the same numbers in plain torch where nothing multiplies 8 bits."""
+    gemm = choose_gemm(format, device)
+    return plain_product(format, device) if gemm.weight_only else gemm
 
 
 class QuantizedLinear(torch.nn.Module):

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qwen_l40s import SettingError, UnavailableError
+from qwen_l40s import SettingError
 from qwen_l40s.optimizations.attention import (
     BACKENDS,
     AttentionRequest,
@@ -21,11 +21,8 @@ from qwen_l40s.optimizations.attention.backend import FLOATS, HALVES, Limits
 
 CPU = torch.device("cpu")
 CARD = torch.device("cuda", 0)
-on_card = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA card"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),  # torch tells which kernels it passes over
-]
+# torch tells which kernels it passes over.
+on_card = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore::UserWarning")]
 CASES = [pytest.param(name, CPU) for name, backend in BACKENDS.items() if backend.cpu]
 CASES += [pytest.param(name, CARD, marks=on_card) for name in BACKENDS]
 on_each = pytest.mark.parametrize(("name", "device"), CASES, ids=str)
@@ -41,13 +38,15 @@ def nothing_remembered(monkeypatch):
 
 
 def chosen(name, device, dtype=torch.bfloat16, *, shape, masked=False):
-    """The backend, or a visible skip with the reason why this machine cannot."""
+    """The backend; None where this machine cannot, and a skip where a package is missing."""
     batch, tokens, heads, head_dim = shape
     request = AttentionRequest(device, dtype, batch, heads, head_dim, tokens, masked)
-    try:
-        return choose_attention(request, name)
-    except UnavailableError as error:
-        pytest.skip(str(error).partition("; use")[0])
+    reason = registry.refusal(name, request)
+    if "not installed" in reason:
+        pytest.skip(reason)
+    if reason and device == CPU:
+        raise AssertionError(reason)
+    return None if reason else choose_attention(request, name)
 
 
 def random(*shape, device=CPU, dtype=torch.bfloat16):
@@ -78,60 +77,53 @@ def most(attention, dtype=torch.bfloat16):
 # ----------------------------------------------------------------------------------------- numerics
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
-@pytest.mark.parametrize("dtype", sorted(FLOATS, key=str), ids=str)
 @on_each
-def test_result_is_the_softmax_of_the_scores_times_the_values(name, device, dtype, masked):
-    shape = (2, 300, 3, 64)
-    attention = chosen(name, device, dtype, shape=shape, masked=masked)
-    q, k, v = random(*shape, device=device, dtype=dtype)
-    mask = padding(2, 300, 45, device, dtype) if masked else None
-    out = attention(q, k, v, mask)
-    assert (out.shape, out.dtype) == ((2, 300, 3 * 64), dtype)
-    assert distance(out, q, k, v, mask) < most(attention, dtype)
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 17, 127, 128, 129, 400, 640])
-@on_each
-def test_any_number_of_tokens(name, device, tokens):
-    shape = (1, tokens, 2, 128)
-    attention = chosen(name, device, shape=shape)
-    q, k, v = random(*shape, device=device)
-    assert distance(attention(q, k, v), q, k, v) < most(attention)
-
-
-@pytest.mark.parametrize("head_dim", [8, 20, 96, 128, 256])
-@on_each
-def test_any_width_of_head_that_the_backend_declares(name, device, head_dim):
-    shape = (1, 150, 2, head_dim)
-    attention = chosen(name, device, shape=shape)
-    q, k, v = random(*shape, device=device)
-    assert distance(attention(q, k, v), q, k, v) < most(attention)
+def test_result_is_the_softmax_of_the_scores_times_the_values(name, device):
+    """In each dtype, masked or not, of any number of tokens and any width of head."""
+    cases = [(dtype, masked, (2, 300, 3, 64)) for dtype in FLOATS for masked in (False, True)]
+    cases += [(torch.bfloat16, False, (1, tokens, 2, 128)) for tokens in (1, 2, 17, 127, 129, 640)]
+    cases += [(torch.bfloat16, False, (1, 150, 2, width)) for width in (8, 20, 96, 256)]
+    ran = 0
+    for dtype, masked, shape in cases:
+        attention = chosen(name, device, dtype, shape=shape, masked=masked)
+        if attention is None:
+            continue
+        q, k, v = random(*shape, device=device, dtype=dtype)
+        mask = padding(shape[0], shape[1], 45, device, dtype) if masked else None
+        out = attention(q, k, v, mask)
+        assert (out.shape, out.dtype) == ((*shape[:2], shape[2] * shape[3]), dtype)
+        assert out.is_contiguous()
+        assert distance(out, q, k, v, mask) < most(attention, dtype), (dtype, masked, shape)
+        ran += 1
+    assert ran >= 4
 
 
 @on_each
 def test_items_of_a_batch_do_not_mix(name, device):
-    shape = (5, 200, 2, 64)
-    attention = chosen(name, device, shape=shape)
+    attention = chosen(name, device, shape=(5, 200, 2, 64))
     one = chosen(name, device, shape=(1, 200, 2, 64))
-    q, k, v = random(*shape, device=device)
+    q, k, v = random(5, 200, 2, 64, device=device)
+    before = [x.clone() for x in (q, k, v)]
     out = attention(q, k, v)
     for item in range(5):
         alone = one(*(x[item : item + 1] for x in (q, k, v)))
         torch.testing.assert_close(out[item : item + 1], alone, rtol=2e-2, atol=2e-2)
+    assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
 
 
 @on_each
 def test_masked_tokens_have_no_part_in_the_result(name, device):
     shape = (2, 160, 2, 64)
     attention = chosen(name, device, shape=shape, masked=True)
+    if attention is None:
+        assert not BACKENDS[name].card.masks
+        return
     q, k, v = random(*shape, device=device)
     mask = padding(2, 160, 30, device)
     out = attention(q, k, v, mask)
     k, v = k.clone(), v.clone()
     k[1, 130:], v[1, 130:] = 7, -50
-    again = attention(q, k, v, mask)
-    torch.testing.assert_close(again[1, :130], out[1, :130], rtol=0, atol=0)
+    assert torch.equal(attention(q, k, v, mask)[1, :130], out[1, :130])
 
 
 @on_each
@@ -149,16 +141,6 @@ def test_strides_do_not_matter(name, device):
     ]
     for view in views:
         torch.testing.assert_close(attention(*view), packed, rtol=1e-2, atol=1e-2)
-
-
-@on_each
-def test_inputs_are_left_as_they_are(name, device):
-    shape = (1, 200, 2, 64)
-    attention = chosen(name, device, shape=shape)
-    q, k, v = random(*shape, device=device)
-    before = [x.clone() for x in (q, k, v)]
-    attention(q, k, v)
-    assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
 
 
 class Copies(TorchDispatchMode):
@@ -195,39 +177,29 @@ def test_the_result_is_a_view_and_nothing_is_copied(name, device):
     assert out.is_contiguous()
 
 
-@on_each
-def test_result_is_contiguous(name, device):
-    shape = (2, 256, 4, 64)
-    attention = chosen(name, device, shape=shape)
-    assert attention(*random(*shape, device=device)).is_contiguous()
-
-
 # ---------------------------------------------------------------------------------- sliced and mask
 
 
-@pytest.mark.parametrize(
-    ("heads", "tokens", "score_bytes", "expected"),
-    [
+def test_slices_keep_the_scores_below_the_bound():
+    for heads, tokens, score_bytes, expected in (
         (24, 4296, 2**28, (3, 4296)),
         (24, 300, 2**28, (24, 300)),
         (24, 40000, 2**28, (1, 1677)),
         (2, 1000, 4000, (1, 1)),
         (2, 1000, 100, (1, 1)),
-    ],
-)
-def test_slices_keep_the_scores_below_the_bound(heads, tokens, score_bytes, expected):
-    found = sliced.slices(heads, tokens, score_bytes)
-    assert found == expected
-    assert found[0] * found[1] * tokens * 4 <= score_bytes or found == (1, 1)
+    ):
+        found = sliced.slices(heads, tokens, score_bytes)
+        assert found == expected
+        assert found[0] * found[1] * tokens * 4 <= score_bytes or found == (1, 1)
 
 
-@pytest.mark.parametrize("score_bytes", [4 * 90 * 90 * 2, 4 * 90 * 7, 1])
-def test_slices_of_any_size_give_the_same(monkeypatch, score_bytes):
+def test_slices_of_any_size_give_the_same(monkeypatch):
     q, k, v = random(2, 90, 3, 32, dtype=torch.float32)
     mask = padding(2, 90, 11, dtype=torch.float32)
     whole = sliced.sliced(q, k, v, mask)
-    monkeypatch.setattr(sliced.slices, "__defaults__", (score_bytes,))
-    torch.testing.assert_close(sliced.sliced(q, k, v, mask), whole, rtol=1e-5, atol=1e-6)
+    for score_bytes in (4 * 90 * 90 * 2, 4 * 90 * 7, 1):
+        monkeypatch.setattr(sliced.slices, "__defaults__", (score_bytes,))
+        torch.testing.assert_close(sliced.sliced(q, k, v, mask), whole, rtol=1e-5, atol=1e-6)
 
 
 def test_a_mask_is_aligned_once():
@@ -249,9 +221,9 @@ def test_a_mask_is_never_dropped():
 # ------------------------------------------------------------------------------------------- limits
 
 
-@pytest.mark.parametrize(
-    ("limits", "request_", "sm", "expected"),
-    [
+def test_limits_are_told_in_one_clause():
+    usual = {"dtype": torch.bfloat16, "batch": 1, "heads": 2, "head_dim": 128, "tokens": 9}
+    for limits, about, sm, expected in (
         ({"oldest": (8, 0)}, {}, (7, 5), "sm_75, needs sm_80 or newer"),
         ({"oldest": (8, 0)}, {}, (12, 0), ""),
         ({"cards": ((9, 0),)}, {}, (8, 9), "sm_89, has code for sm_90"),
@@ -261,12 +233,9 @@ def test_a_mask_is_never_dropped():
         ({"head_bytes": 16}, {"head_dim": 20, "dtype": torch.float32}, None, ""),
         ({"masks": False}, {"masked": True}, None, "takes no mask"),
         ({}, {"masked": True}, (7, 0), ""),
-    ],
-)
-def test_limits_are_told_in_one_clause(limits, request_, sm, expected):
-    about = {"dtype": torch.bfloat16, "batch": 1, "heads": 2, "head_dim": 128, "tokens": 9}
-    found = Limits(**limits).refusal(AttentionRequest(CPU, **{**about, **request_}), sm)
-    assert found.startswith(expected) and bool(found) is bool(expected)
+    ):
+        found = Limits(**limits).refusal(AttentionRequest(CPU, **{**usual, **about}), sm)
+        assert found.startswith(expected) and bool(found) is bool(expected)
 
 
 def test_the_trial_finds_every_kind_of_fault(monkeypatch):

@@ -99,40 +99,36 @@ def test_flash_attention_3_of_the_first_releases_gave_a_pair(monkeypatch, card):
     assert distance(choose_attention(request(), "flash_attn_3")(q, k, v), q, k, v) < 8e-3
 
 
-@pytest.mark.parametrize(
-    ("sm", "cuda", "function", "sums"),
-    [
+def test_sage_calls_the_kernel_of_the_card(monkeypatch, card):
+    q, k, v = random(300)
+    for sm, cuda, function, sums in (
         ((8, 0), "13.0", "sageattn_qk_int8_pv_fp16_cuda", "fp32"),
         ((8, 6), "12.6", "sageattn_qk_int8_pv_fp16_cuda", "fp32"),
         ((8, 9), "12.4", "sageattn_qk_int8_pv_fp8_cuda", "fp32+fp32"),
         ((8, 9), "12.8", "sageattn_qk_int8_pv_fp8_cuda", "fp32+fp16"),
-        ((8, 9), "13.0", "sageattn_qk_int8_pv_fp8_cuda", "fp32+fp16"),
         ((9, 0), "13.0", "sageattn_qk_int8_pv_fp8_cuda_sm90", "fp32+fp32"),
-    ],
-)
-def test_sage_calls_the_kernel_of_the_card(monkeypatch, card, sm, cuda, function, sums):
-    card(sm, cuda)
-    calls = published.install(monkeypatch, "sageattention", published.SAGE)
-    q, k, v = random(300)
-    sage.sage(q, k, v)
-    ((called, arguments),) = calls
-    assert called == function
-    assert arguments["pv_accum_dtype"] == sums
-    assert arguments["smooth_k"] is False
+    ):
+        card(sm, cuda)
+        calls = published.install(monkeypatch, "sageattention", published.SAGE)
+        sage.sage(q, k, v)
+        ((called, arguments),) = calls
+        assert (called, arguments["pv_accum_dtype"]) == (function, sums)
+        assert arguments["smooth_k"] is False
 
 
-@pytest.mark.parametrize("tokens", [128, 129, 191, 255, 256, 300, 511, 1000])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sage_is_right_at_any_length_and_sees_whole_tiles_only(monkeypatch, card, tokens, dtype):
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 8e-3), (torch.float16, 1.5e-3)])
+def test_sage_is_right_at_any_length_and_sees_whole_tiles_only(monkeypatch, card, dtype, most):
     card((8, 9))
-    calls = published.install(monkeypatch, "sageattention", published.SAGE)
-    q, k, v = random(tokens, dtype=dtype)
-    out = sage.sage(q, k, v)
-    assert out.isfinite().all()
-    assert distance(out, q, k, v) < {torch.bfloat16: 8e-3, torch.float16: 1.5e-3}[dtype]
-    ((_, arguments),) = calls
-    assert {arguments[x].shape[1] for x in "qkv"} == {tokens // 128 * 128}
-    assert arguments["return_lse"] is (tokens % 128 != 0)
+    for tokens in (128, 129, 255, 256, 1000):
+        calls = published.install(monkeypatch, "sageattention", published.SAGE)
+        q, k, v = random(tokens, dtype=dtype)
+        before = k.clone()
+        out = sage.sage(q, k, v)
+        assert out.isfinite().all() and torch.equal(k, before)
+        assert distance(out, q, k, v) < most
+        ((_, arguments),) = calls
+        assert {arguments[x].shape[1] for x in "qkv"} == {tokens // 128 * 128}
+        assert arguments["return_lse"] is (tokens % 128 != 0)
 
 
 @pytest.mark.parametrize("shift", [-30.0, 30.0])
@@ -153,15 +149,6 @@ def test_sage_keeps_the_weight_of_a_tail_that_outweighs_the_rest(monkeypatch, ca
     q[..., 0] = 4
     k[:, 256:, :, 0] = 20  # the last 4 tokens of 260 hold nearly all the weight
     assert distance(sage.sage(q, k, v), q, k, v) < 8e-3
-
-
-def test_sage_leaves_the_keys_as_they_are(monkeypatch, card):
-    card((8, 9))
-    published.install(monkeypatch, "sageattention", published.SAGE)
-    q, k, v = random(300)
-    before = k.clone()
-    sage.sage(q, k, v)
-    assert torch.equal(k, before)
 
 
 # --------------------------------------------------------------------------- missing and broken
@@ -197,25 +184,17 @@ def test_a_package_that_lacks_its_function(monkeypatch, card, name):
     assert "has no attribute" in registry.refusal(name, request())
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
+@on_each
+def test_a_package_that_computes_wrongly(monkeypatch, card, name):
+    module, functions, sm = PACKAGES[name]
+    for change, reason in (
         (lambda out: 1 / 0, "a trial failed: division by zero"),
         (lambda out: scaled(out, torch.nan), "a trial gave values that are not finite"),
         (lambda out: scaled(out, 0.7), "a trial was off by"),
-        (lambda out: scaled(out, 0), "a trial was off by 1 of the result"),
-    ],
-    ids=["raises", "nan", "wrong", "zero"],
-)
-@on_each
-def test_a_package_that_computes_wrongly(monkeypatch, card, name, change, reason):
-    module, functions, sm = PACKAGES[name]
-    card(sm)
-    published.install(monkeypatch, module, functions, change)
-    found = registry.refusal(name, request(tokens=256))
-    if reason == "a trial was off by 1 of the result" and name == "sage_2":
-        reason = "a trial was off by"  # the tail is PyTorch's
-    assert found.startswith(reason)
+    ):
+        card(sm)
+        published.install(monkeypatch, module, functions, change)
+        assert registry.refusal(name, request(tokens=256)).startswith(reason)
 
 
 def scaled(result, factor):
@@ -245,13 +224,13 @@ def test_sage_1_is_too_old(monkeypatch, card, tmp_path):
     assert registry.refusal("sage_2", request()) == "sageattention 1.0.6, needs 2.0 or newer"
 
 
-@pytest.mark.parametrize(
-    ("name", "sm", "about", "reason"),
-    [
+def test_declared_limits(monkeypatch, card):
+    for module, functions, _ in PACKAGES.values():
+        published.install(monkeypatch, module, functions)
+    for name, sm, about, reason in (
         ("flash_attn_2", (7, 5), {}, "sm_75, needs sm_80 or newer"),
         ("flash_attn_2", (8, 9), {"masked": True}, "takes no mask"),
         ("flash_attn_2", (8, 9), {"dtype": torch.float32}, "takes bfloat16 and float16"),
-        ("flash_attn_3", (8, 9), {}, "sm_89, has code for sm_90"),
         ("flash_attn_3", (12, 0), {}, "sm_120, has code for sm_90"),
         ("sage_2", (12, 0), {}, "sm_120, has code for sm_80, sm_86, sm_89, sm_90"),
         ("sage_2", (8, 9), {"masked": True}, "takes no mask"),
@@ -259,14 +238,9 @@ def test_sage_1_is_too_old(monkeypatch, card, tmp_path):
         ("sage_2", (8, 9), {"tokens": 127}, "needs 128 tokens, there are 127"),
         ("sdpa_flash", (8, 9), {"masked": True}, "takes no mask"),
         ("sdpa_cudnn", (7, 5), {}, "sm_75, needs sm_80 or newer"),
-        ("sdpa_cudnn", (8, 9), {"dtype": torch.float32}, "takes bfloat16 and float16"),
-    ],
-)
-def test_declared_limits(monkeypatch, card, name, sm, about, reason):
-    for module, functions, _ in PACKAGES.values():
-        published.install(monkeypatch, module, functions)
-    card(sm)
-    assert registry.refusal(name, request(**about)).startswith(reason)
+    ):
+        card(sm)
+        assert registry.refusal(name, request(**about)).startswith(reason)
 
 
 # ------------------------------------------------------------------------------------------- doctor

@@ -12,7 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from qwen_l40s.errors import CheckpointError, SettingError
 from qwen_l40s.hosts.diffusers.load import load_pipeline
-from qwen_l40s.hosts.diffusers.quantized import QuantizedLinear, quantizable, quantize_transformer
+from qwen_l40s.hosts.diffusers.quantized import (
+    PlainProduct,
+    QuantizedLinear,
+    quantizable,
+    quantize_transformer,
+)
 from qwen_l40s.hosts.diffusers.sample import generate, sample
 from qwen_l40s.hosts.diffusers.settings import GenerateSettings
 from qwen_l40s.loaders.quantize import FORMATS, layers_to_quantize, quantize_rows
@@ -31,7 +36,6 @@ from qwen_l40s.measure.layer_errors import (
 from qwen_l40s.micro.scene import parse_prompt
 from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.linear import choose_gemm
-from qwen_l40s.optimizations.w8a8 import W8A8
 from qwen_l40s.tools.micro import quality
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -66,7 +70,7 @@ def linear_layers(transformer):
 @in_each
 def test_a_layer_multiplies_rounded_activations_with_rounded_weights(format):
     layer = torch.nn.Linear(64, 48)
-    quantized = QuantizedLinear(layer, W8A8(format))
+    quantized = QuantizedLinear(layer, PlainProduct(format))
     x = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(0))
     values, scale = quantize_rows(layer.weight.detach(), format)
     rows, x_scale = reference.row_quantize(x.reshape(-1, 64), format)
@@ -80,7 +84,7 @@ def test_a_layer_multiplies_rounded_activations_with_rounded_weights(format):
 
 @in_each
 def test_casting_a_model_leaves_values_and_scales_as_they_are(format):
-    quantized = QuantizedLinear(torch.nn.Linear(32, 16), W8A8(format))
+    quantized = QuantizedLinear(torch.nn.Linear(32, 16), PlainProduct(format))
     values, scale = quantized.weight, quantized.weight_scale
     model = torch.nn.Sequential(quantized).to(torch.bfloat16)
     assert (quantized.weight.dtype, quantized.weight_scale.dtype) == (values.dtype, torch.float32)
@@ -216,7 +220,7 @@ def test_measuring_changes_no_image_and_finds_the_error_of_every_activation(bf16
     assert len(seen) == 2 * QUICK.steps
     assert not any(module._forward_hooks for module in bf16.transformer.modules())
     x, exact = (torch.cat([pair[i] for pair in seen]) for i in (0, 1))
-    out = QuantizedLinear(layer, W8A8("fp8"))(x)
+    out = QuantizedLinear(layer, PlainProduct("fp8"))(x)
     assert sums[LAYER].error == pytest.approx(relative_error(out, exact), rel=1e-3)
     errors = sampled_errors(bf16.transformer, sums, "fp8", None)
     assert [entry.layer for entry in errors] == quantizable(
@@ -351,9 +355,9 @@ def test_a_card_loses_what_the_reference_says(transformer, format):
     model = transformer.to("cuda")
     plain = copy.deepcopy(model)
     quantize_transformer(model, format)
-    quantize_transformer(plain, format, product=W8A8(format))
+    quantize_transformer(plain, format, product=PlainProduct(format))
     layer, twin = model.get_submodule(LAYER), plain.get_submodule(LAYER)
-    assert layer.weight.is_cuda and not isinstance(layer.product, W8A8)
+    assert layer.weight.is_cuda and not isinstance(layer.product, PlainProduct)
     x = torch.randn(300, layer.in_features, device="cuda").bfloat16()
     exact = F.linear(x.float(), twin.weight.float() * twin.weight_scale, twin.bias.float())
     errors = [relative_error(m(x), exact) for m in (layer, twin)]

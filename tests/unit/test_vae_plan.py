@@ -260,9 +260,10 @@ def published(request):
 def held(vae, plan):
     """(bytes that a plan holds at most on the way, bytes of latents and image beside)"""
     import torch
+    from diffusers_encoder import encoder_stages
     from tracked_allocations import Allocations, fused_attention
 
-    from qwen_l40s.hosts.diffusers.decode import decoder_stages, encoder_stages
+    from qwen_l40s.hosts.diffusers.decode import decoder_stages
     from qwen_l40s.optimizations.vae import decode, encode
 
     shape = decoder_stages(vae).shape
@@ -323,9 +324,10 @@ def test_a_plan_within_a_budget_keeps_to_it(published, plan):
 @pytest.mark.parametrize("rows", [200, 64, 16, 1])
 def test_the_predicted_peak_of_the_middle(published, direction, rows):
     import torch
+    from diffusers_encoder import encoder_stages
     from tracked_allocations import Allocations, fused_attention
 
-    from qwen_l40s.hosts.diffusers.decode import decoder_stages, encoder_stages
+    from qwen_l40s.hosts.diffusers.decode import decoder_stages
     from qwen_l40s.optimizations.vae import sliced
 
     stages = (decoder_stages if direction == "decode" else encoder_stages)(published)

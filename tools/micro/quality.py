@@ -7,7 +7,7 @@
 Ends with one JSON line; exits with 1 when the bar is missed: colours and position right in 95 % of
 the images, the shape in 90 %. fp8 and int8 are compared with bf16 from the same noise, too: no
 share may fall by more than 2 points, and the line has the PSNR. Their activations are rounded as
-tensor cores need it, on a CPU too: optimizations/w8a8.py says why.
+tensor cores need it, on a CPU too: hosts/diffusers/quantized.py says why.
 """
 
 from __future__ import annotations

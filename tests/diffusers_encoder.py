@@ -1,0 +1,16 @@
+"""Diffusers' VAE encoder in the pieces that a plan runs, of which the package has the decoder's."""
+
+from qwen_l40s.hosts.diffusers.decode import _head, _middle, vae_shape
+from qwen_l40s.optimizations.vae import EncoderStages
+
+
+def encoder_stages(vae):
+    """The encoder's own modules."""
+    encoder = vae.encoder
+    head = _head(encoder)
+    return EncoderStages(
+        shape=vae_shape(vae),
+        down=(encoder.conv_in, *encoder.down_blocks),
+        middle=_middle(encoder.mid_block),
+        after=lambda hidden: vae.quant_conv(head(hidden)).chunk(2, dim=1)[0],
+    )
