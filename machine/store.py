@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,19 +95,9 @@ def load_calibration(
 def read_calibrations(folder: Path) -> list[Calibration]:
     """All measurements in a folder's file; those that are damaged are left out."""
     path = folder / CALIBRATION
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, RecursionError) as error:
-        _log(path, getattr(error, "strerror", None) or str(error))
-        return []
-    if not isinstance(found, dict) or found.get("version") != VERSION:
-        _log(path, f"not of version {VERSION}")
-        return []
-    entries = found.get("measured")
-    known = [parse(entry) for entry in entries] if isinstance(entries, list) else [None]
-    if None in known:
+    entries = _measured(path)
+    known = [parse(entry) for entry in entries] if isinstance(entries, list) else []
+    if None in known or (entries is not None and not isinstance(entries, list)):
         _log(path, "an entry is damaged")
     return [entry for entry in known if entry is not None]
 
@@ -147,7 +139,89 @@ def _figure(value: float) -> float:
     return float(f"{value:.4g}")
 
 
+# How long attention backends took on this machine's cards, one entry for each kind of request.
+#
+# Of two processes that write at the same moment one may undo the other's entry, which is then
+# measured again.
+
+
+@dataclass(frozen=True)
+class AttentionTimings:
+    """How long each backend took.
+
+    Attributes:
+        tokens: Of one item.
+        ms: Milliseconds by backend, the fastest first.
+    """
+
+    tokens: int
+    ms: dict[str, float]
+
+    @property
+    def fastest(self) -> str:
+        return next(iter(self.ms))
+
+
+def load_attention(key: str) -> AttentionTimings | None:
+    """What was measured under a key; None when nothing that can be used."""
+    entries = _measured(cache_folder() / ATTENTION)
+    with contextlib.suppress(TypeError, KeyError, ValueError, AttributeError):
+        entry = entries[key]
+        ms = {str(name): float(value) for name, value in entry["ms"].items()}
+        if ms and all(map(_is_rate, ms.values())):
+            return AttentionTimings(int(entry["tokens"]), dict(sorted(ms.items(), key=_value)))
+    return None
+
+
+def save_attention(key: str, timings: AttentionTimings) -> None:
+    """Adds or replaces one entry, in one step: no reader sees half a file.
+
+    A file that cannot be written stays as it is, which is logged once.
+    """
+    path = cache_folder() / ATTENTION
+    entries = _measured(path)
+    ms = {name: _figure(value) for name, value in timings.ms.items()}
+    kept = entries if isinstance(entries, dict) else {}
+    entries = {**kept, key: {"tokens": timings.tokens, "ms": ms}}
+    text = json.dumps({"version": VERSION, "measured": entries}, indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        _log(path, error.strerror or str(error))
+
+
+def _measured(path: Path) -> Any:
+    """What a file holds; None for a file that is not there or cannot be used."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        _log(path, getattr(error, "strerror", None) or str(error))
+        return None
+    if not isinstance(found, dict) or found.get("version") != VERSION:
+        _log(path, f"not of version {VERSION}")
+        return None
+    return found.get("measured")
+
+
+def _value(entry: tuple[str, float]) -> float:
+    return entry[1]
+
+
+# What makes a file that cannot be used anew.
+REMEDIES = {CALIBRATION: "`qwen-l40s bench --calibrate`", ATTENTION: "attention is measured again"}
+
+
 def _log(path: Path, reason: str) -> None:
     if path not in _logged:
         _logged.add(path)
-        logger.warning("%s cannot be used (%s): `qwen-l40s bench --calibrate`", path, reason)
+        logger.warning("%s cannot be used (%s): %s", path, reason, REMEDIES[path.name])

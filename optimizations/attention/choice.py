@@ -12,10 +12,11 @@ import torch
 
 from ...errors import SettingError, UnavailableError
 from ...machine.card import read_cards
+from ...machine.store import AttentionTimings, load_attention, save_attention
 from ..fallback import Fallback
 from .backend import AttentionRequest, dtype_name, sm_of
-from .measure import Cache, Measurement, default_cache, measure
 from .registry import BACKENDS, limits_of, refusal
+from .timing import measure
 
 VARIABLE = "QWEN_L40S_ATTENTION"
 # From the fastest on: those that are not named come last. sm_90: measured on an H200 in bf16 with
@@ -27,7 +28,7 @@ ORDER: dict[tuple[int, int] | None, tuple[str, ...]] = {
 # What is measured for one length serves all that round up to the same multiple.
 BUCKET = 512
 
-_measured: dict[str, Measurement] = {}
+_measured: dict[str, AttentionTimings] = {}
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,7 @@ class Attention:
         return BACKENDS[self.name].attend(q, k, v, mask)
 
 
-def choose_attention(
-    request: AttentionRequest, name: str = "auto", *, cache: Cache | None = None
-) -> Attention:
+def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention:
     """The backend for a request.
 
     "auto" takes the exact backend that is the fastest, on a card by a measurement that is kept on
@@ -85,7 +84,6 @@ def choose_attention(
     Args:
         name: A key of `BACKENDS`, which has to run here, or "auto": then the environment's
             QWEN_L40S_ATTENTION counts as if it were named.
-        cache: Where measurements are kept; the user's cache folder by default.
 
     Raises:
         SettingError: There is no such backend.
@@ -123,26 +121,26 @@ def choose_attention(
         only = "the only one that runs here without all scores in memory"
         reason = only if quick else "nothing runs here that keeps the scores out of memory"
         return _attention(runs[0], "; ".join([reason, *not_here]), request)
-    measurement, without = _measurement(request, quick, cache or default_cache())
+    measurement, without = _measurement(request, quick)
     if measurement is None:
         return _attention(quick[0], "; ".join(["predicted", *without, *not_here]), request)
     return _attention(
-        measurement.fastest, "; ".join([_told(measurement), *without, *not_here]), request
+        measurement.fastest, "; ".join([_figures(measurement), *without, *not_here]), request
     )
 
 
 def _measurement(
-    request: AttentionRequest, quick: list[str], cache: Cache
-) -> tuple[Measurement | None, list[str]]:
+    request: AttentionRequest, quick: list[str]
+) -> tuple[AttentionTimings | None, list[str]]:
     """The times of the backends that run: known, read, or measured now."""
     key = measurement_key(request)
-    known = _measured.get(key) or cache.get(key)
+    known = _measured.get(key) or load_attention(key)
     without: list[str] = []
     if known is None or known.fastest not in quick:
         known, without = measure(quick, request)
         if known is None:
             return None, without
-        cache.put(key, known)
+        save_attention(key, known)
     _measured[key] = known
     return known, without
 
@@ -189,7 +187,7 @@ def _version(distribution: str) -> str:
         return "none"
 
 
-def _told(measurement: Measurement) -> str:
+def _figures(measurement: AttentionTimings) -> str:
     (_, best), *others = measurement.ms.items()
     times = "".join(f", {name} {ms:.2f}" for name, ms in others)
     count = f"fastest exact of {len(others) + 1}" if others else "the only exact one measured"

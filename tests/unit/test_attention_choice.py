@@ -12,24 +12,20 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from qwen_l40s import SettingError, UnavailableError
+from qwen_l40s.machine import store
+from qwen_l40s.machine.store import AttentionTimings, load_attention, save_attention
 from qwen_l40s.optimizations.attention import (
     BACKENDS,
     Attention,
     AttentionRequest,
     choice,
     choose_attention,
-    measure,
     registry,
+    timing,
 )
-from qwen_l40s.optimizations.attention import measure as cache
-from qwen_l40s.optimizations.attention.measure import Cache, Measurement, default_cache
 
 CPU = torch.device("cpu")
 CARD = torch.device("cuda", 0)
-on_card = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA card"),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +33,7 @@ def nothing_remembered(monkeypatch, tmp_path):
     monkeypatch.delenv("QWEN_L40S_ATTENTION", raising=False)
     monkeypatch.setenv("QWEN_L40S_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(choice, "_measured", {})
-    monkeypatch.setattr(cache, "_told", set())
+    monkeypatch.setattr(store, "_logged", set())
     registry.forget()
     yield
     registry.forget()
@@ -70,7 +66,7 @@ def card(monkeypatch):
             monkeypatch.setattr(module, "sm_of", lambda device: sm)
         monkeypatch.setattr(choice, "refusal", refuse)
         monkeypatch.setattr(choice, "_machine", lambda device: name)
-        monkeypatch.setattr(measure, "timed_ms", timed_ms)
+        monkeypatch.setattr(timing, "timed_ms", timed_ms)
         for key in ms:  # the call that is not timed
             backend = BACKENDS[key]
             monkeypatch.setitem(BACKENDS, key, replace(backend, attend=lambda *x, key=key: key))
@@ -90,14 +86,13 @@ SDPA = {"sdpa_flash": 0.8, "sdpa_cudnn": 0.454, "sdpa_efficient": 1.407, "sliced
 # ------------------------------------------------------------------------------------ without cards
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("masked", [False, True])
-def test_without_a_card_the_first_that_runs_is_taken(monkeypatch, dtype, masked):
+def test_without_a_card_the_first_that_runs_is_taken(monkeypatch):
     monkeypatch.setattr(choice, "measure", None)
-    attention = choose_attention(request(dtype=dtype, masked=masked))
-    assert attention == Attention(
-        "sdpa_flash", "no card: the first that runs, nothing is measured", True, masked
-    )
+    for dtype, masked in ((torch.bfloat16, False), (torch.float32, True)):
+        attention = choose_attention(request(dtype=dtype, masked=masked))
+        assert attention == Attention(
+            "sdpa_flash", "no card: the first that runs, nothing is measured", True, masked
+        )
     assert not os.path.exists(os.environ["QWEN_L40S_CACHE"])
 
 
@@ -176,7 +171,7 @@ def test_what_is_three_times_slower_is_run_once(card):
     timed = card({**SDPA, "sdpa_efficient": 3.0}, sm=(9, 0))
     choose_attention(request())
     assert timed.count("sdpa_efficient") == 1
-    assert timed.count("sdpa_cudnn") == timed.count("sdpa_flash") == 1 + measure.REPEATS
+    assert timed.count("sdpa_cudnn") == timed.count("sdpa_flash") == 1 + timing.REPEATS
 
 
 def test_long_runs_are_repeated_less(card):
@@ -197,7 +192,7 @@ def test_one_slow_run_does_not_decide(card):
 def test_no_backend_is_begun_when_the_time_is_up(card, monkeypatch):
     timed = card(SDPA, sm=(9, 0))
     now = iter(range(0, 100, 2))
-    monkeypatch.setattr(measure.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(timing.time, "monotonic", lambda: next(now))
     attention = choose_attention(request())
     assert set(timed) == {"sdpa_cudnn"}
     assert attention.name == "sdpa_cudnn"
@@ -269,28 +264,28 @@ def test_nothing_is_launched_while_torch_compiles_or_captures(card, monkeypatch,
     assert choose_attention(asked, "sdpa_flash").name == "sdpa_flash"
 
 
-@pytest.mark.parametrize(
-    ("about", "expected"),
-    [
+def test_work_is_cut_to_what_fits_the_time():
+    for (batch, heads, tokens), expected in (
         ((1, 24, 4296), (1, 24)),
         ((2, 24, 8392), (2, 24)),
         ((2, 24, 16384), (1, 24)),
         ((5, 24, 40000), (1, 4)),
         ((1, 24, 200000), (1, 1)),
-    ],
-)
-def test_work_is_cut_to_what_fits_the_time(about, expected):
-    batch, heads, tokens = about
-    asked = AttentionRequest(CPU, torch.bfloat16, batch, heads, 128, tokens)
-    found = measure.cut(asked)
-    assert (found.batch, found.heads, found.tokens) == (*expected, tokens)
+    ):
+        asked = AttentionRequest(CPU, torch.bfloat16, batch, heads, 128, tokens)
+        found = timing.cut(asked)
+        assert (found.batch, found.heads, found.tokens) == (*expected, tokens)
 
 
 # ------------------------------------------------------------------------------------ what is kept
 
 
+def path():
+    return store.cache_folder() / store.ATTENTION
+
+
 def kept():
-    return json.loads((default_cache().path).read_text())["measured"]
+    return json.loads(path().read_text())["measured"]
 
 
 def test_a_measurement_is_made_once_in_a_process_and_once_on_a_machine(card, monkeypatch):
@@ -307,24 +302,15 @@ def test_a_measurement_is_made_once_in_a_process_and_once_on_a_machine(card, mon
     assert key == "NVIDIA L40S|bfloat16|1x512x2x64|unmasked"
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"tokens": 513},
-        {"batch": 2},
-        {"heads": 3},
-        {"head_dim": 128},
-        {"dtype": torch.float16},
-        {"masked": True},
-    ],
-)
-def test_another_shape_is_measured_for_itself(card, other):
+def test_another_shape_is_measured_for_itself(card):
     timed = card(SDPA)
     choose_attention(request())
-    timed.clear()
-    choose_attention(request(**other))
-    assert timed
-    assert len(kept()) == 2
+    others = ({"tokens": 513}, {"batch": 2}, {"heads": 3}, {"head_dim": 128})
+    for count, other in enumerate((*others, {"dtype": torch.float16}, {"masked": True}), start=2):
+        timed.clear()
+        choose_attention(request(**other))
+        assert timed
+        assert len(kept()) == count
 
 
 def test_another_card_or_driver_is_measured_for_itself(card):
@@ -349,7 +335,8 @@ def test_a_kept_choice_that_no_longer_runs_is_measured_anew(card, monkeypatch):
 
 def test_a_kept_name_that_is_no_backend_is_measured_anew(card):
     card(SDPA)
-    default_cache().put(choice.measurement_key(request()), Measurement(400, {"warp_drive": 0.01}))
+    timings = AttentionTimings(400, {"warp_drive": 0.01})
+    save_attention(choice.measurement_key(request()), timings)
     assert choose_attention(request()).name == "sdpa_cudnn"
 
 
@@ -369,27 +356,25 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_file_is_measured_over(card, text):
+def test_a_damaged_file_is_measured_over(card, monkeypatch):
     card(SDPA)
-    path = default_cache().path
-    path.parent.mkdir()
     key = choice.measurement_key(request())
-    path.write_bytes(text if isinstance(text, bytes) else text.replace("KEY", key).encode())
-    assert choose_attention(request()).name == "sdpa_cudnn"
-    assert key in kept()
+    path().parent.mkdir()
+    for text in DAMAGED.values():
+        monkeypatch.setattr(choice, "_measured", {})
+        path().write_bytes(text if isinstance(text, bytes) else text.replace("KEY", key).encode())
+        assert choose_attention(request()).name == "sdpa_cudnn"
+        assert key in kept()
 
 
-def test_a_damaged_file_is_told_once(card, caplog):
-    card(SDPA)
-    path = default_cache().path
-    path.parent.mkdir()
-    path.write_text("{")
+def test_a_damaged_file_is_told_once(caplog):
+    path().parent.mkdir()
+    path().write_text("{")
     with caplog.at_level(logging.WARNING):
-        assert default_cache().get("a") is None
-        assert default_cache().get("b") is None
+        assert load_attention("a") is None
+        assert load_attention("b") is None
     (record,) = caplog.records
-    assert str(path) in record.message and "measured again" in record.message
+    assert str(path()) in record.message and "measured again" in record.message
 
 
 def test_a_file_that_cannot_be_written_is_told_once_and_does_no_harm(card, caplog, tmp_path):
@@ -398,59 +383,45 @@ def test_a_file_that_cannot_be_written_is_told_once_and_does_no_harm(card, caplo
     with caplog.at_level(logging.WARNING):
         assert choose_attention(request(400)).name == "sdpa_cudnn"
         assert choose_attention(request(4000)).name == "sdpa_cudnn"
-    assert sum("cannot be written" in record.message for record in caplog.records) == 1
+    assert sum("cannot be used" in record.message for record in caplog.records) == 1
 
 
 def test_a_full_disk_leaves_the_old_file_and_no_litter(monkeypatch):
-    kept_one = Cache(default_cache().path)
-    kept_one.put("a", Measurement(1, {"math": 1.0}))
+    save_attention("a", AttentionTimings(1, {"math": 1.0}))
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache.os, "replace", full)
-    kept_one.put("b", Measurement(1, {"math": 2.0}))
+    monkeypatch.setattr(store.os, "replace", full)
+    save_attention("b", AttentionTimings(1, {"math": 2.0}))
     assert list(kept()) == ["a"]
-    assert [path.name for path in kept_one.path.parent.iterdir()] == ["attention.json"]
-
-
-def test_the_file_lies_in_the_users_cache_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv("QWEN_L40S_CACHE", "~/kept")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_cache().path == tmp_path / "kept" / "attention.json"
-    monkeypatch.delenv("QWEN_L40S_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert default_cache().path == tmp_path / "xdg" / "qwen-l40s" / "attention.json"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert default_cache().path == tmp_path / ".cache" / "qwen-l40s" / "attention.json"
+    assert [file.name for file in path().parent.iterdir()] == ["attention.json"]
 
 
 def test_many_writers_at_once_never_leave_a_broken_file():
-    path = default_cache().path
     seen = []
 
     def write(writer):
         for turn in range(25):
-            Cache(path).put(f"{writer} {turn}", Measurement(turn, {"math": 1.0 + turn}))
+            save_attention(f"{writer} {turn}", AttentionTimings(turn, {"math": 1.0 + turn}))
 
     writers = [threading.Thread(target=write, args=(writer,)) for writer in range(4)]
     for thread in writers:
         thread.start()
     while any(thread.is_alive() for thread in writers):
-        if path.exists():
+        if path().exists():
             seen.append(len(kept()))  # raises when it is no JSON
     for thread in writers:
         thread.join()
     assert seen
     assert 1 <= len(kept()) <= 100
-    assert [file.name for file in path.parent.iterdir()] == ["attention.json"]
+    assert [file.name for file in path().parent.iterdir()] == ["attention.json"]
 
 
 # ---------------------------------------------------------------------------------- on a true card
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA card")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_card_is_measured_in_under_two_seconds(masked):
@@ -462,7 +433,7 @@ def test_a_card_is_measured_in_under_two_seconds(masked):
     quick = [name for name in names if not BACKENDS[name].whole_scores]
     torch.cuda.synchronize()
     begin = time.monotonic()
-    measurement, without = measure.measure(quick, asked)
+    measurement, without = timing.measure(quick, asked)
     assert time.monotonic() - begin < 2
     assert without == [] and set(measurement.ms) == set(quick)
     begin = time.monotonic()
