@@ -18,9 +18,8 @@ from comfyui_boot import MODE, ROOT, refused
 
 import nodes as core
 from qwen_l40s.errors import SettingError, UnavailableError
+from qwen_l40s.hosts.comfyui.decode import batch as vae_batch
 from qwen_l40s.hosts.comfyui.decode import decode as planned_vae
-from qwen_l40s.hosts.comfyui.decode import decode as vae_batch
-from qwen_l40s.hosts.comfyui.decode import room as vae_room
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.nodes.vae import QwenL40SVAEDecode, QwenL40SVAEEncode
@@ -121,9 +120,8 @@ def as_on_a_card(free, others=0, reserved=0, kept=0):
         return (card.free, 0) if torch_free_too else card.free
 
     patches = (
-        mock.patch.object(vae_room, "on_processor", return_value=False),
         mock.patch.object(vae_batch, "on_processor", return_value=False),
-        mock.patch.object(vae_batch.Batch, "_kept", kept),
+        mock.patch.object(vae_batch.VaeBatch, "_kept", kept),
         mock.patch.object(management, "load_models_gpu", load_models_gpu),
         mock.patch.object(management, "get_free_memory", get_free_memory),
         mock.patch.object(management, "extra_reserved_memory", return_value=reserved),
@@ -367,17 +365,17 @@ def test_weights_that_wait_and_a_reserve_take_room():
     decode(EXACT, latents)
     size = EXACT.patcher.model_size()
     with as_on_a_card(free=GIB):
-        assert vae_room.free_bytes(EXACT) == GIB - int(1.1 * vae_room.waiting_bytes(EXACT))
+        assert vae_batch.free_bytes(EXACT) == GIB - int(1.1 * vae_batch.waiting_bytes(EXACT))
         EXACT.patcher.detach()
-        assert vae_room.waiting_bytes(EXACT) == size
-        assert vae_room.free_bytes(EXACT) == int(GIB - 1.1 * size)
+        assert vae_batch.waiting_bytes(EXACT) == size
+        assert vae_batch.free_bytes(EXACT) == int(GIB - 1.1 * size)
     with as_on_a_card(free=GIB, reserved=2 * GIB):
-        assert vae_room.free_bytes(EXACT) == 0
+        assert vae_batch.free_bytes(EXACT) == 0
     elsewhere = SimpleNamespace(
         current_loaded_device=lambda: torch.device("cpu"), model_size=lambda: 7, loaded_size=int
     )
     vae = SimpleNamespace(device=torch.device("cuda:0"), patcher=elsewhere)
-    assert vae_room.waiting_bytes(vae) == 7
+    assert vae_batch.waiting_bytes(vae) == 7
 
 
 def test_encoding_keeps_to_what_is_free():
@@ -466,7 +464,7 @@ def test_torch_s_cache_is_cleared_only_where_it_is_in_the_way():
             mock.patch.object(management, "get_free_memory", return_value=(total, cached)),
             mock.patch.object(management, "soft_empty_cache") as clear,
         ):
-            assert vae_room.make_room(vae, needed) == cleared
+            assert vae_batch.make_room(vae, needed) == cleared
         assert clear.called == cleared
         load.assert_called_once_with([patcher], memory_required=needed, force_full_load=True)
 
@@ -592,7 +590,7 @@ def test_more_than_host_memory_is_refused_before_anything_is_loaded():
         (encode, small.expand(1, 50000, 50000, 3), "encode 1 image of 50000x50000"),
     )
     with (
-        mock.patch.object(vae_room, "available_memory", return_value=20 * GIB),
+        mock.patch.object(vae_batch, "available_memory", return_value=20 * GIB),
         mock.patch.object(management, "load_models_gpu") as load,
     ):
         for run, source, what in refusals:
@@ -608,7 +606,7 @@ def test_too_much_for_the_processor_goes_in_tiles():
     with plans_run() as plans:
         known, _ = decode(EXACT, latents)
     free = plans[0].peak_bytes
-    with mock.patch.object(vae_room, "available_memory", return_value=free), plans_run() as plans:
+    with mock.patch.object(vae_batch, "available_memory", return_value=free), plans_run() as plans:
         images, report = decode(EXACT, latents)
         words = ("to decode 1 image of 192x256 whole takes", "of host memory")
         refused(UnavailableError, *words, run=lambda: decode(EXACT, latents, 1))
