@@ -57,6 +57,7 @@ def report(tmp_path_factory):
     return json.loads(line), "\n".join(table), folder
 
 
+@pytest.mark.slow
 def test_every_layer_is_reported_worst_first(report, layers):
     found, _, _ = report
     assert (found["precision"], found["device"]) == ("fp8", "cpu")
@@ -73,6 +74,7 @@ def test_every_layer_is_reported_worst_first(report, layers):
     assert sum(kind["bytes"] for kind in found["kinds"]) == found["bytes_of_all"]
 
 
+@pytest.mark.slow
 def test_the_proposal_halves_the_error_and_its_patterns_say_so(report, layers):
     found, _, _ = report
     keep = found["keep"]
@@ -84,6 +86,7 @@ def test_the_proposal_halves_the_error_and_its_patterns_say_so(report, layers):
     assert keep["bytes"] < 0.5 * found["bytes_of_all"]
 
 
+@pytest.mark.slow
 def test_images_are_compared_and_written_side_by_side(report):
     found, _, folder = report
     assert [entry["prompt"] for entry in found["images"]] == ["a red star", PROMPT]
@@ -108,6 +111,7 @@ def test_images_are_compared_and_written_side_by_side(report):
     }
 
 
+@pytest.mark.slow
 def test_lpips_is_measured_or_says_what_is_missing(report):
     found, table, _ = report
     measured = [entry["lpips"] for entry in found["images"]]
@@ -117,6 +121,7 @@ def test_lpips_is_measured_or_says_what_is_missing(report):
         assert f"LPIPS was {found['lpips_by']}" in table
 
 
+@pytest.mark.slow
 def test_the_table_says_what_the_json_says(report):
     found, table, _ = report
     assert "fp8 against bf16 on cpu" in table

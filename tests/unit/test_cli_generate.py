@@ -306,6 +306,7 @@ def test_ctrl_c_while_sampling(tiny_folder, tmp_path):
 # --- the real widths ---
 
 
+@pytest.mark.slow
 def test_folder_of_the_real_widths_goes_through_the_same_command(
     write_real_width_folder, generate, tmp_path, capsys
 ):

@@ -139,6 +139,7 @@ def reconstruction_error(vae, pixels):
     return (image[:, :, 0] - (pixels / 127.5 - 1)).abs().mean().item()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_steps")
 def test_the_vae_learns():
     vae, pixels = new_vae(), painted(8)
@@ -149,6 +150,7 @@ def test_the_vae_learns():
     assert not vae.training
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_steps")
 def test_the_decoder_learns_alone_and_the_latents_stay():
     vae, pixels = new_vae(), painted(8)
@@ -248,6 +250,7 @@ def test_the_loss_is_zero_for_the_velocity_that_the_scheduler_integrates(untrain
     assert seen["sigma"].median() == pytest.approx(shift / (1 + shift), abs=0.02)
 
 
+@pytest.mark.slow
 def test_the_transformer_learns(untrained):
     saved = []
     train_vae.initialize(untrained.vae)

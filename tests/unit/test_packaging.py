@@ -106,6 +106,7 @@ def test_comfyui_floor_is_the_one_that_doctor_checks():
     assert PROJECT["tool"]["comfy"]["requires-comfyui"] == f">={floor}"
 
 
+@pytest.mark.slow
 def test_wheel_holds_the_package_the_micro_model_and_nothing_else(wheel, source):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -123,6 +124,7 @@ def test_wheel_holds_the_package_the_micro_model_and_nothing_else(wheel, source)
     assert "qwen_l40s/planning/gpus.json" in names
 
 
+@pytest.mark.slow
 def test_wheel_metadata(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -135,6 +137,7 @@ def test_wheel_metadata(wheel):
     assert all("extra ==" in line for line in required)
 
 
+@pytest.mark.slow
 def test_source_distribution_builds_the_same_wheel(source, wheel, tmp_path):
     copy = shutil.copytree(source, tmp_path / "copy")
     run([sys.executable, "-c", FROM_SOURCE], folder=copy)
@@ -157,6 +160,7 @@ def test_source_distribution_builds_the_same_wheel(source, wheel, tmp_path):
         assert sorted(first.namelist()) == sorted(second.namelist())
 
 
+@pytest.mark.slow
 def test_installed_command(installed, tmp_path):
     script = installed / "bin" / "qwen-l40s"
     check_command(
@@ -164,6 +168,7 @@ def test_installed_command(installed, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_installed_module(installed, tmp_path):
     environment = {"folder": tmp_path, "PYTHONPATH": str(installed)}
     where = run(
@@ -174,10 +179,12 @@ def test_installed_module(installed, tmp_path):
     assert version == f"qwen-l40s {qwen_l40s.__version__}\n"
 
 
+@pytest.mark.slow
 def test_clone(source, tmp_path):
     check_version_of_folder(source, tmp_path)
 
 
+@pytest.mark.slow
 def test_folder_of_any_name(custom_node, tmp_path):
     check_version_of_folder(custom_node, tmp_path)
     check_command([sys.executable, custom_node], tmp_path, custom_node)
@@ -207,6 +214,7 @@ def check_command(command, tmp_path, package, **environment):
     assert Path(report["image"]).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_comfyui_imports_it_under_a_path_for_a_name(custom_node, tmp_path):
     """As ComfyUI's nodes.py does: the module's name is its path, with each dot replaced."""
     code = """
