@@ -292,8 +292,8 @@ def import_comfyui(*, cpu: bool, keep_on_card: bool = True) -> str:
         raise UnavailableError(
             f"ComfyUI cannot be imported here ({first_line(error)}): use its own Python"
         ) from error
-    if reason := unsupported_host():
-        raise UnavailableError(reason)
+    if fallback := unsupported_host():
+        raise UnavailableError(fallback.reason)
     return found_version
 
 
