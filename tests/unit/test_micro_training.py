@@ -13,7 +13,6 @@ from qwen_l40s.micro.scene import SEEN_PAIRS, random_scene
 from qwen_l40s.tools.micro import train_transformer, train_vae
 from qwen_l40s.tools.micro.model import TRANSFORMER, VAE, MicroModel, build, load
 from qwen_l40s.tools.micro.painter import paint
-from qwen_l40s.tools.micro.train_transformer import BatchedMuon, orthogonalize
 
 CPU = torch.device("cpu")
 WEIGHTED = ("transformer", "vae", "text_encoder")
@@ -283,39 +282,6 @@ def test_the_transformer_learns(untrained):
     assert not torch.equal(*saved)
     for part in (untrained.transformer, untrained.text_encoder):
         assert all(weight.isfinite().all() for weight in part.parameters())
-
-
-# --- Muon
-
-
-@pytest.mark.parametrize("shape", [(32, 32), (96, 24), (24, 96)])
-def test_orthogonalizing_brings_singular_values_near_one(shape):
-    matrices = torch.randn(3, *shape, generator=generator(48))
-    values = torch.linalg.svdvals(orthogonalize(matrices).float())
-    assert values.min() > 0.5 and values.max() < 1.4
-
-
-def test_batched_muon_is_torchs_muon():
-    if not hasattr(torch.optim, "Muon"):
-        pytest.skip("torch.optim.Muon came with torch 2.9")
-    shapes = [(32, 32), (96, 32), (32, 32), (32, 96)]
-    start = [torch.randn(shape, generator=generator(50 + i)) for i, shape in enumerate(shapes)]
-    results = []
-    for optimizer_class, extra in (
-        (BatchedMuon, {}),
-        (torch.optim.Muon, {"adjust_lr_fn": "match_rms_adamw"}),
-    ):
-        matrices = [torch.nn.Parameter(matrix.clone()) for matrix in start]
-        optimizer = optimizer_class(matrices, lr=0.02, weight_decay=0.1, **extra)
-        gradients = generator(60)
-        for _ in range(5):
-            for matrix in matrices:
-                matrix.grad = torch.randn(matrix.shape, generator=gradients)
-            optimizer.step()
-        results.append([matrix.detach() for matrix in matrices])
-    for mine, theirs, before in zip(*results, start, strict=True):
-        # bf16 has 8 bits: five roundings a step.
-        assert (mine - theirs).norm() < 0.02 * (theirs - before).norm()
 
 
 # --- the folder

@@ -169,6 +169,27 @@ def test_installed_command(installed, tmp_path):
 
 
 @pytest.mark.slow
+def test_installed_audit_and_benchmarks(installed, tmp_path):
+    """The micro model's judge is in the wheel; benchmarks are not, which is one sentence."""
+    pytest.importorskip("torch")
+    environment = {**NO_PYTHONPATH, "PYTHONPATH": str(installed)}
+    command = [sys.executable, "-m", "qwen_l40s"]
+    bench = subprocess.run(
+        [*command, "bench", "forward"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert (bench.returncode, bench.stdout) == (2, "")
+    [sentence] = bench.stderr.splitlines()
+    assert "benchmarks are in the repository, so run `python FOLDER bench forward`" in sentence
+    audit = [*command, "audit", "--device", "cpu", "--steps", "1", "--prompt", "a red circle"]
+    painted = run([*audit, "--json"], folder=tmp_path, PYTHONPATH=str(installed))
+    assert json.loads(painted.splitlines()[-1])
+
+
+@pytest.mark.slow
 def test_installed_module(installed, tmp_path):
     environment = {"folder": tmp_path, "PYTHONPATH": str(installed)}
     where = run(
