@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from ..spec import GIB
 from .memory_record import CardMeter, ImageRun, MemoryResults, record_of, summary
-from .server import ComfyUIServer, ServerError
+from .server import ComfyUIServer, ComfyUIServerError
 
 ApiGraph = dict[str, dict[str, Any]]
 
@@ -307,7 +307,7 @@ class MemoryBenchmark:
             with ComfyUIServer(options.comfyui, options.python, base, *arguments) as server:
                 self._note_server(server, label, time.monotonic() - begin)
                 self._run_images(server, case, label)
-        except (ServerError, OSError, LookupError, RuntimeError) as error:
+        except (ComfyUIServerError, OSError, LookupError, RuntimeError) as error:
             self._add({**label, "size": 0, "image": "-", "status": "failed", "error": str(error)})
 
     def _wait_for_baseline(self) -> None:
@@ -343,7 +343,7 @@ class MemoryBenchmark:
                 say(f"{self.ballast.free / GIB:.1f} GiB are left free")
             try:
                 record |= self._run_image(server, graph, baseline)
-            except (ServerError, OSError) as error:
+            except (ComfyUIServerError, OSError) as error:
                 failed = {"status": "failed", "error": str(error), "log_tail": server.tail()}
                 self._add({**record, **failed})
                 return
@@ -386,14 +386,16 @@ def run_graph(server: ComfyUIServer, graph: ApiGraph, seconds: float) -> ImageRu
     """Posts a graph and waits for its end.
 
     Raises:
-        ServerError: the graph is refused, the server ends, or it takes longer than `seconds`.
+        ComfyUIServerError: the graph is refused, the server ends, or it takes too long.
     """
     start = time.monotonic()
     try:
         # Only a client is told which node runs, and so the probe.
         posted = server.post_json("/prompt", {"prompt": graph, "client_id": "memory"})
     except urllib.error.HTTPError as error:
-        raise ServerError(f"ComfyUI refuses the graph: {error.read().decode()[:2000]}") from None
+        raise ComfyUIServerError(
+            f"ComfyUI refuses the graph: {error.read().decode()[:2000]}"
+        ) from None
     prompt = posted["prompt_id"]
     while time.monotonic() < start + seconds:
         try:
@@ -404,7 +406,7 @@ def run_graph(server: ComfyUIServer, graph: ApiGraph, seconds: float) -> ImageRu
         if entry:
             return ImageRun(start, time.monotonic(), entry)
         time.sleep(POLL_SECONDS)
-    raise ServerError(f"no answer in {seconds:.0f} s:\n{server.tail()}")
+    raise ComfyUIServerError(f"no answer in {seconds:.0f} s:\n{server.tail()}")
 
 
 def say(text: str) -> None:

@@ -20,7 +20,7 @@ START_SECONDS = 180
 STOP_SECONDS = 20
 
 
-class ServerError(RuntimeError):
+class ComfyUIServerError(RuntimeError):
     """The server did not start, stopped, refused a graph or took too long; has its last lines."""
 
 
@@ -36,7 +36,7 @@ class ComfyUIServer:
         environment: of the process; None for this one's.
 
     Raises:
-        ServerError: it does not start.
+        ComfyUIServerError: it does not start.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class ComfyUIServer:
         return self.log.read_text(errors="replace")[-4000:]
 
     def check_alive(self) -> None:
-        """Raises ServerError where the process has ended."""
+        """Raises ComfyUIServerError where the process has ended."""
         code = self.process.poll()
         if code is not None:
-            raise ServerError(f"ComfyUI ended with {code}:\n{self.tail()}")
+            raise ComfyUIServerError(f"ComfyUI ended with {code}:\n{self.tail()}")
 
     def _wait(self) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -112,7 +112,7 @@ class ComfyUIServer:
                 return
             self.check_alive()
             time.sleep(0.2)
-        raise ServerError(f"ComfyUI did not start in {START_SECONDS} s:\n{self.tail()}")
+        raise ComfyUIServerError(f"ComfyUI did not start in {START_SECONDS} s:\n{self.tail()}")
 
     def _send(self, path: str, body: bytes | None) -> Any:
         request = urllib.request.Request(
@@ -130,4 +130,4 @@ def _free_port() -> int:
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             return port
-    raise ServerError("no port between 10000 and 32000 is free: end what else runs here")
+    raise ComfyUIServerError("no port between 10000 and 32000 is free: end what else runs here")

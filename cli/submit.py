@@ -16,7 +16,7 @@ from .output import print_text, require_packages
 
 if TYPE_CHECKING:
     from ..client.ledger import Job
-    from ..client.submission import Outcome
+    from ..client.submission import SubmitOutcome
 
 PACKAGES = ("aiohttp", "PIL", "tqdm")
 
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         "talking to a server", PACKAGES, extra="client", instead=", or use ComfyUI's own Python"
     )
     from ..client.progress import losable
-    from ..client.submission import Request, submit
+    from ..client.submission import SubmitRequest, submit
     from ..client.transport import ServerError
 
     printer = Printer()
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
             with losable(sys.stdout):
                 printer.show(job)
 
-    request = Request(
+    request = SubmitRequest(
         workflow=args.workflow,
         server=args.server,
         output=args.output,
@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
     return outcome.exit_code
 
 
-def _summarize(outcome: Outcome) -> None:
+def _summarize(outcome: SubmitOutcome) -> None:
     request = outcome.request
     if outcome.error is not None:
         print(f"qwen-l40s: error: {outcome.error} --resume continues this run.", file=sys.stderr)

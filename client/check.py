@@ -1,4 +1,4 @@
-"""Whether a server can run a graph, told before anything is queued."""
+"""Checks, before anything is queued, whether a server can run a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images on this machine that a workflow names, to be uploaded before it is queued."""
+"""Files of a run: local images that go to the server, and results that come from it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from .workflow import Graph, called, check_image, input_called, title, with_inpu
 
 # How ComfyUI marks a file by the server's folder that it lies in.
 SERVER_FOLDERS = ("[input]", "[output]", "[temp]")
+ENDS = ("execution_success", "execution_error", "execution_interrupted")
+# What Windows forbids in a name, and what steers a terminal.
+FORBIDDEN = re.compile(r'[<>:"|?*\x00-\x1f\x7f]')
 
 
 @dataclass(frozen=True)
@@ -120,29 +123,21 @@ def _neither(where: str, value: str, spec: NodeInput) -> str:
     )
 
 
-# What a prompt left when it ended: its status, its texts, and files, which are downloaded.
-
-ENDS = ("execution_success", "execution_error", "execution_interrupted")
-
-# What Windows forbids in a name, and what steers a terminal.
-FORBIDDEN = re.compile(r'[<>:"|?*\x00-\x1f\x7f]')
-
-
 async def collect(
     server: Server,
     job: Job,
     entry: Mapping[str, Any],
     folder: Path,
-    told: Mapping[str, Any] | None = None,
+    reported: Mapping[str, Any] | None = None,
 ) -> tuple[str, dict[str, Any] | None]:
     """Fetches what an ended job made; files and texts of a failed one too, as far as they are.
 
     Args:
         entry: of the server's history.
-        told: an execution_error that the history may not have.
+        reported: an execution_error of the websocket, which the history may not have.
 
     Returns:
-        The job's status, and why it failed; see `client/failure.py`.
+        The job's status, and why it failed; see `server.failure`.
 
     Raises:
         ServerError: the server went away.
@@ -152,7 +147,7 @@ async def collect(
     if "execution_interrupted" in messages:
         return CANCELLED, failure("interrupted", "someone interrupted it on the server.")
     job.texts = texts_of(entry, job.graph)
-    broken = messages.get("execution_error", told)
+    broken = messages.get("execution_error", reported)
     error = None if broken is None else of_execution(job.graph, broken)
     for image in files_of(entry):
         try:
@@ -199,7 +194,7 @@ def texts_of(entry: Mapping[str, Any], graph: Mapping[str, Any]) -> dict[str, li
 
 
 async def download(server: Server, image: Mapping[str, str], folder: Path) -> Path:
-    """Downloads a file into `folder`, whole or not at all, beside whatever is there.
+    """Downloads a file into `folder`, whole or not at all, and replaces nothing.
 
     Returns:
         Its path: the server's subfolder and name, with a number where another file has that name.
@@ -253,8 +248,8 @@ def _safe_name(name: str) -> str:
     return name if name.strip(". ") else "_"
 
 
-def _seconds(told: Mapping[str, Mapping[str, Any]]) -> float | None:
+def _seconds(messages: Mapping[str, Mapping[str, Any]]) -> float | None:
     """That the run took, by the server's clock; None where it does not say."""
-    start = told.get("execution_start", {}).get("timestamp")
-    end = next((told[kind].get("timestamp") for kind in told if kind in ENDS), None)
+    start = messages.get("execution_start", {}).get("timestamp")
+    end = next((messages[kind].get("timestamp") for kind in messages if kind in ENDS), None)
     return None if start is None or end is None else round((end - start) / 1000, 3)

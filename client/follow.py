@@ -1,10 +1,10 @@
-"""What the server tells about our prompts on a websocket, while it can be had.
+"""Follows prompts on a server: messages of its websocket, its queue, and taking prompts back.
 
-The websocket is the fast way to know and the only source of progress, but never the judge of what
-happened. ComfyUI registers a socket under its client id and, when an old connection of that id ends
-late, drops the new one's registration (server.py, websocket_handler): such a socket stays open,
-answers pings and says nothing more. So `client/watch.py` looks at the queue too, and
-calls `renew` when it changed and nothing was told.
+The websocket is fast and the only source of progress, but never decides what happened. ComfyUI
+registers a socket under its client id and, when an old connection of that id ends late, drops the
+new one's registration (server.py, websocket_handler): such a socket stays open, answers pings and
+says nothing more. So `QueueWatch` looks at the queue too, and calls `renew` when it changed and no
+message came.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from typing import Any
 import aiohttp
 
 from .ledger import QUEUED, Job
-from .server import Queue, Server
+from .server import Server, ServerQueue
 
 FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 5.0
 # It makes the server send no preview images in the older, larger form, should it send any.
 FEATURES = {"type": "feature_flags", "data": {"supports_preview_metadata": True}}
-# Of messages: what they tell of a prompt that runs.
+# Messages about a prompt that runs.
 KINDS = ("execution_start", "execution_cached", "executing", "progress", "progress_state")
+LOOKS = 40
+LOOK_SECONDS = 0.25
 
 
 @dataclass
-class Running:
+class RunningPrompt:
     """How far a prompt is; `value` of `maximum` are the steps of the node that runs."""
 
     node: str | None = None
@@ -39,7 +41,7 @@ class Running:
     finished: set[str] = field(default_factory=set)  # nodes that ran, or whose result was kept
 
     def take(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Takes in what a message of `KINDS` tells.
+        """Takes in a message of `KINDS`.
 
         Raises:
             LookupError, TypeError, ValueError, AttributeError: it has another form than ComfyUI's.
@@ -69,7 +71,7 @@ class Follower:
 
     Args:
         changed: called after each message that changed something.
-        notify: told in one line when there is no websocket, and when there is one again.
+        notify: gets one line when there is no websocket, and when there is one again.
 
     Attributes:
         running: the prompts that run.
@@ -89,7 +91,7 @@ class Follower:
         changed: Callable[[], None] = lambda: None,
         notify: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.running: dict[str, Running] = {}
+        self.running: dict[str, RunningPrompt] = {}
         self.started: set[str] = set()
         self.ended: list[str] = []
         self.errors: dict[str, Mapping[str, Any]] = {}
@@ -104,16 +106,16 @@ class Follower:
         self._tried = asyncio.Event()
 
     async def first_try(self) -> None:
-        """Waits until the server told something, or refused the websocket.
+        """Waits until the server sent something, or refused the websocket.
 
         An open one alone is not enough: what is queued before the server has registered it starts
-        untold.
+        unnoticed.
         """
         await self._tried.wait()
 
     async def listen(self) -> None:
         """Keeps a websocket open until it is cancelled."""
-        pause, told = FIRST_PAUSE, False
+        pause, notified = FIRST_PAUSE, False
         while True:
             refused = ""
             try:
@@ -122,9 +124,9 @@ class Follower:
                     self._socket, self.connected = socket, True
                     self.turns += 1
                     pause = FIRST_PAUSE
-                    if told:
-                        self._notify("the server tells about progress again")
-                        told = False
+                    if notified:
+                        self._notify("the server reports progress again")
+                        notified = False
                     async for message in socket:
                         if message.type is aiohttp.WSMsgType.TEXT:
                             self.hear(message.data)
@@ -136,9 +138,11 @@ class Follower:
                 self.connected = False
                 self.turns += 1
                 self.running.clear()
-            if refused and not told:
-                self._notify(f"no websocket ({refused}): progress is not told, results still are")
-                told = True
+            if refused and not notified:
+                self._notify(
+                    f"no websocket ({refused}): progress is not shown, results are still fetched"
+                )
+                notified = True
             self._tried.set()
             self._changed()
             await asyncio.sleep(pause)
@@ -168,28 +172,20 @@ class Follower:
             self.errors[prompt_id] = data
         elif kind in KINDS:
             self.started.add(prompt_id)
-            self.running.setdefault(prompt_id, Running()).take(kind, data)
+            self.running.setdefault(prompt_id, RunningPrompt()).take(kind, data)
         else:
             return
         self._changed()
 
 
-# Where the jobs of a run are, by the server's queue: the judge of what the websocket tells.
-#
-# What is in neither the queue nor the history was taken out of the queue by someone, or the server
-# was started anew and has forgotten everything. No answer of ComfyUI tells the two apart, so:
-#
-# - As long as no connection was lost since the job was last seen, the server is the same process:
-#   someone took the job out. It stays out.
-# - After a lost connection it is the same process where its history still has an entry that it had
-#   before; else it was restarted, and the job is queued again.
-#
-# So a job is lost by neither, and nobody who empties the queue sees it fill up again, except where
-# the connection broke in between and no history is there to ask.
+class QueueWatch:
+    """Finds out by the server's queue where jobs are, which overrules the websocket.
 
-
-class Watch:
-    """Compares jobs with the queue.
+    A job in neither the queue nor the history was either taken out by someone, or forgotten by a
+    server that restarted; no answer of ComfyUI tells which. While no connection was lost since the
+    job was last seen, the server is the same process, and the job stays out. After a lost
+    connection it is the same process where its history still has an entry that it had before; else
+    it was restarted, and the job is queued again.
 
     Attributes:
         ahead: prompts of others before the first of our jobs; None while one of ours runs.
@@ -245,8 +241,8 @@ class Watch:
         self._witness = None
         return False
 
-    async def _check_socket(self, queue: Queue) -> None:
-        """Renews a websocket that told nothing although the queue changed before the last look.
+    async def _check_socket(self, queue: ServerQueue) -> None:
+        """Renews a websocket that was silent although the queue changed before the last look.
 
         The server tells every socket when its queue changes (server.py, queue_updated).
         """
@@ -257,12 +253,6 @@ class Watch:
             changed = False
         self._suspicious = silent and (changed or self._suspicious)
         self._places, self._heard = dict(queue.places), self._follower.heard
-
-
-# Takes prompts off a server: ours, and nobody else's.
-
-LOOKS = 40
-LOOK_SECONDS = 0.25
 
 
 async def withdraw(server: Server, prompt_ids: Sequence[str]) -> bool:

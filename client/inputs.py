@@ -1,4 +1,4 @@
-"""The inputs that a node class has, read from a server's GET /object_info."""
+"""The inputs of node classes, by GET /object_info, and typed texts as values of them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ UNLISTED = {
     ("SelectModelDevice", "device"),
     ("SelectVAEDevice", "device"),
 }
+WHOLE = re.compile(r"[+-]?[0-9]+")
+NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+RANGE = re.compile(r"([+-]?[0-9]+)\.\.([+-]?[0-9]+)")
+# Python refuses to read longer numbers (4300 digits); the largest seed has 20.
+DIGITS = 40
+YES = ("true", "yes", "on", "1")
+NO = ("false", "no", "off", "0")
+SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -117,18 +125,6 @@ def _add_growing(
                 required = group == "required" and number < template["min"]
                 one = {"required" if required else "optional": {each: entry}}
                 _add_groups(found, one, node, f"{name}.")
-
-
-# Texts that a person types, turned into what a node's input takes.
-
-WHOLE = re.compile(r"[+-]?[0-9]+")
-NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
-RANGE = re.compile(r"([+-]?[0-9]+)\.\.([+-]?[0-9]+)")
-# Python refuses to read longer numbers (4300 digits); the largest seed has 20.
-DIGITS = 40
-YES = ("true", "yes", "on", "1")
-NO = ("false", "no", "off", "0")
-SHOWN = 8
 
 
 def number_range(text: str, spec: NodeInput, where: str) -> range | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import collect
-from .follow import Follower, Watch, withdraw
+from .follow import Follower, QueueWatch, withdraw
 from .ledger import CANCELLED, COLLECTING, DONE, FAILED, LOST, OPEN, QUEUED, WAITING, Job, Ledger
 from .progress import Progress
 from .server import Accepted, Server, failure, of_validation
@@ -32,8 +32,8 @@ ANSWER_SECONDS = 5.0
 MOST_CRASHES = 3
 
 
-class Run:
-    """Of jobs on one server.
+class JobRun:
+    """Jobs on one server, followed to their end.
 
     Args:
         ledger: gets a line before the server hears of a job, and when the job ends.
@@ -63,7 +63,7 @@ class Run:
         self._posting: asyncio.Task[Accepted] | None = None
         self._wake = asyncio.Event()
         self._follower = Follower(server, client_id, changed=self._wake.set, notify=progress.say)
-        self._watch = Watch(server, self._follower)
+        self._watch = QueueWatch(server, self._follower)
         self._by_id = {job.prompt_id: job for job in jobs if job.prompt_id}
         self._to_queue: asyncio.Queue[Job] = asyncio.Queue()
         self._slots = asyncio.Semaphore(DOWNLOADS)
@@ -117,9 +117,9 @@ class Run:
         return when + max(usual, took / POLL_SHARE) - time.monotonic()
 
     async def _look_up_ended(self) -> None:
-        """Those of which the websocket told the end."""
-        told, self._follower.ended[:] = list(self._follower.ended), []
-        for prompt_id in told:
+        """Looks up jobs that ended by what the websocket said."""
+        ended, self._follower.ended[:] = list(self._follower.ended), []
+        for prompt_id in ended:
             job = self._by_id.get(prompt_id)
             # One that ended before the answer of its POST was here is seen at the next look.
             if job is not None and job.status == QUEUED:
@@ -211,9 +211,9 @@ class Run:
 
     async def _collect(self, job: Job, entry: Mapping[str, Any]) -> None:
         async with self._slots:
-            # A node that blocks the rest with a message is told on the websocket alone.
-            told = self._follower.errors.pop(job.prompt_id, None)
-            status, error = await collect(self._server, job, entry, self._folder, told)
+            # A node that blocks the rest with a message is reported on the websocket alone.
+            reported = self._follower.errors.pop(job.prompt_id, None)
+            status, error = await collect(self._server, job, entry, self._folder, reported)
         self._end(job, status, error=error)
 
     def _end(self, job: Job, status: str, *, error: dict[str, Any] | None = None) -> None:

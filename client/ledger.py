@@ -1,4 +1,4 @@
-"""One job of a run: a graph with its own settings, and what became of it."""
+"""The jobs of a run and its journal, from which `--resume` goes on."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ FAILED = "failed"
 CANCELLED = "cancelled"
 LOST = "lost"
 OPEN = (WAITING, QUEUED, COLLECTING)
+SUFFIX = ".submit.jsonl"
+KEY_LETTERS = 16
 
 
 @dataclass(eq=False)
@@ -87,19 +89,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
 
 
-# The journal of a run: what `--resume` needs to know, however the run ended.
-#
-# One JSON object a line, appended at once. The line of a job stands there before the
-# server hears of it, so a run that was killed leaves no job that nobody knows. Of several lines
-# about
-# one job the last one holds.
-
-SUFFIX = ".submit.jsonl"
-KEY_LETTERS = 16
-
-
 @dataclass(frozen=True)
-class Record:
+class JobRecord:
     """The last line about a job."""
 
     key: str
@@ -118,9 +109,12 @@ class Record:
 class Ledger:
     """The journal of one workflow in one output folder; a context manager.
 
+    One JSON object a line, appended at once; the last line about a job holds. The line of a job is
+    there before the server hears of it, so a run that is killed leaves no unknown job.
+
     Attributes:
         records: {job key: its last record} of earlier runs.
-        client_id: of the last run, under which its jobs' progress is still told; None at first.
+        client_id: of the last run, under which its jobs still report progress; None at first.
 
     Raises:
         SettingError: nothing can be written in the folder.
@@ -130,7 +124,7 @@ class Ledger:
         self.path = folder / f"{stem}{SUFFIX}"
         self._folder = folder
         self.client_id: str | None = None
-        self.records: dict[str, Record] = {}
+        self.records: dict[str, JobRecord] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a+b", buffering=0)
@@ -154,8 +148,8 @@ class Ledger:
                 continue  # a line that a killed run began
         self._torn = bool(data) and not data.endswith(b"\n")
 
-    def _record(self, entry: Mapping[str, Any]) -> Record:
-        return Record(
+    def _record(self, entry: Mapping[str, Any]) -> JobRecord:
+        return JobRecord(
             entry["key"],
             entry["prompt_id"],
             entry["event"],

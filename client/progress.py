@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run in an orderly way; a second one ends the process at once."""
+"""What a terminal shows of a run, and how Ctrl-C ends it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ from tqdm import tqdm
 from ..untrusted import printable
 
 EXIT_CODE = 130
+# Between two lines about the same thing where there is no terminal.
+LINE_SECONDS = 10.0
+# Between two drawings of a bar.
+DRAW_SECONDS = 0.1
+LONGEST_NAME = 28
 
 
 @contextmanager
@@ -44,17 +49,10 @@ def cancelled_by_signals(task: asyncio.Task[Any]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-# How far a run is: two bars on a terminal, else now and then a line.
-
-# Between two lines about the same thing where there is no terminal.
-LINE_SECONDS = 10.0
-# Between two drawings of a bar.
-DRAW_SECONDS = 0.1
-LONGEST_NAME = 28
-
-
 class Progress:
-    """Of the jobs and of the node that runs; a context manager.
+    """How far the jobs and the running node are: two bars on a terminal, else now and then a line.
+
+    A context manager.
 
     Args:
         stream: of the terminal or the log, in whatever encoding.
@@ -89,7 +87,7 @@ class Progress:
                 bar.close()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """While something else is written to the terminal."""
         with losable(self._stream):
             if self._jobs is None:
@@ -100,7 +98,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        with self.aside():
+        with self.paused():
             self._stream.write(printable(text, self._stream) + "\n")
 
     def show(self, *, done: int, failed: int, ahead: int | None) -> None:

@@ -1,8 +1,4 @@
-"""Why a job failed, from what the server says, in one shape.
-
-{"type": ..., "message": one text for people,
- "nodes": [{"id", "title", "class_type", "message"}, ...]}
-"""
+"""What a client asks of a ComfyUI server, one method a call, and why a job failed."""
 
 from __future__ import annotations
 
@@ -14,8 +10,15 @@ from typing import Any
 
 import aiohttp
 
-from .transport import Address, Answer, AnswerError, ServerError, Transport
+from .transport import Address, AnswerError, ServerAnswer, ServerError, Transport
 from .workflow import called, title
+
+# Pings, whose missing answers tell of a connection that died without a word.
+HEARTBEAT_SECONDS = 20.0
+# In extra_data of a prompt: finds it on a server that chooses the prompt id itself.
+TAG = "qwen_l40s_submit"
+# Finished prompts among which a lost answer's one is looked for by its tag.
+RECENT = 100
 
 
 def failure(kind: str, message: str) -> dict[str, Any]:
@@ -68,18 +71,8 @@ def _sentence(error: Mapping[str, Any]) -> str:
     return f"{message}: {details}." if details else f"{message}."
 
 
-# What a client asks of a ComfyUI server, one method a call.
-
-# Pings, whose missing answers tell of a connection that died without a word.
-HEARTBEAT_SECONDS = 20.0
-# In extra_data of a prompt: finds it on a server that chooses the prompt id itself.
-TAG = "qwen_l40s_submit"
-# Finished prompts among which a lost answer's one is looked for by its tag.
-RECENT = 100
-
-
 @dataclass(frozen=True)
-class Queue:
+class ServerQueue:
     """The prompts of every client that run or wait."""
 
     places: Mapping[str, int]  # {prompt id: how many are before it}
@@ -143,12 +136,12 @@ class Server:
             )
         return found
 
-    async def queue(self) -> Queue:
+    async def queue(self) -> ServerQueue:
         found = await self._json("GET", "queue")
         running, pending = found["queue_running"], found["queue_pending"]
         # The pending ones come as a heap: only sorted do they stand in the order of their turn.
         items = [*running, *sorted(pending, key=lambda item: (item[0], item[1]))]
-        return Queue(
+        return ServerQueue(
             {item[1]: place for place, item in enumerate(items)},
             frozenset(item[1] for item in running),
             {item[3][TAG]: item[1] for item in items if TAG in item[3]},
@@ -243,7 +236,7 @@ class Server:
         answer = await self.transport.call(method, path, **arguments)
         return self._parsed(answer, f"{method} /{path}")
 
-    def _parsed(self, answer: Answer, call: str) -> Any:
+    def _parsed(self, answer: ServerAnswer, call: str) -> Any:
         try:
             return json.loads(answer.body)
         except ValueError as error:  # such as the page by which a proxy asks for a sign-in

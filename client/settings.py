@@ -1,4 +1,4 @@
-"""Which input of a graph the key of a `--set` means."""
+"""`--set KEY=VALUE`: which input a key means, and one graph for each combination of values."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ SHOWN = 16
 
 Place = tuple[str, str]  # node id, input name
 
+# What ComfyUI's history holds: it forgets the oldest jobs beyond.
+MAX_JOBS = 10_000
+LINE_END = re.compile(r"\r\n|\r|\n")
+
 
 @dataclass(frozen=True)
-class Target:
+class InputTarget:
     """The input that a key means."""
 
     node: str
@@ -40,7 +44,7 @@ class Target:
     where: str
 
 
-def find_input(graph: Graph, key: str, object_info: Mapping[str, Any]) -> Target:
+def find_input(graph: Graph, key: str, object_info: Mapping[str, Any]) -> InputTarget:
     """The input that a person means by a key.
 
     In this order, so that `prompt` is the node called Prompt even where another node has an input
@@ -69,7 +73,7 @@ def find_input(graph: Graph, key: str, object_info: Mapping[str, Any]) -> Target
     value = graph[node]["inputs"].get(name)
     if is_link(value):
         raise SettingError(f"{where} cannot be set: {inputs.fed_by(value)}.")
-    return Target(node, name, inputs.spec(node, name), where)
+    return InputTarget(node, name, inputs.spec(node, name), where)
 
 
 class _Inputs:
@@ -174,15 +178,8 @@ class _Inputs:
         )
 
 
-# What `--set` changes in a workflow: one graph for each combination of values.
-
-# What ComfyUI's history holds: it forgets the oldest jobs beyond.
-MAX_JOBS = 10_000
-LINE_END = re.compile(r"\r\n|\r|\n")
-
-
 @dataclass(frozen=True)
-class Setting:
+class InputSetting:
     """One `--set`, not yet fitted to an input: `1..8` is a range or a text by the input's type.
 
     Attributes:
@@ -206,7 +203,7 @@ class Variation:
     chosen: dict[str, Any]
 
 
-def parse_settings(texts: Sequence[str]) -> list[Setting]:
+def parse_settings(texts: Sequence[str]) -> list[InputSetting]:
     """Reads `KEY=VALUE` texts: `seed=7`, `seed=1..8`, `prompt=@file` with a value on each line.
 
     `@@x` is a text that begins with @.
@@ -214,7 +211,7 @@ def parse_settings(texts: Sequence[str]) -> list[Setting]:
     Raises:
         SettingError: a text has no key or no `=`, a key comes twice, or a file cannot be read.
     """
-    settings: list[Setting] = []
+    settings: list[InputSetting] = []
     for text in texts:
         key, equals, value = text.partition("=")
         key = key.strip()
@@ -232,12 +229,12 @@ def parse_settings(texts: Sequence[str]) -> list[Setting]:
                 f"--set {key} is given twice: give it once, with a range such as {key}=1..8 or a "
                 f"file such as {key}=@values.txt for several values."
             )
-        settings.append(Setting(key, _values(key, value)))
+        settings.append(InputSetting(key, _values(key, value)))
     return settings
 
 
 def variations(
-    graph: Graph, settings: Iterable[Setting], object_info: Mapping[str, Any]
+    graph: Graph, settings: Iterable[InputSetting], object_info: Mapping[str, Any]
 ) -> list[Variation]:
     """A graph for each combination of the settings' values; the last setting varies fastest.
 
@@ -248,7 +245,7 @@ def variations(
         SettingError: a key means no input or several, two mean the same one, a value does not fit
             its input, or there would be more than `MAX_JOBS` graphs.
     """
-    axes: list[tuple[str, Target, list[range | tuple[str, ...]]]] = []
+    axes: list[tuple[str, InputTarget, list[range | tuple[str, ...]]]] = []
     for setting in settings:
         target = find_input(graph, setting.key, object_info)
         for key, other, _ in axes:
@@ -298,7 +295,7 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def _axis(text: str, target: Target) -> range | tuple[str, ...]:
+def _axis(text: str, target: InputTarget) -> range | tuple[str, ...]:
     found = number_range(text, target.spec, target.where)
     return (text,) if found is None else found
 
@@ -318,6 +315,6 @@ def _check_count(counts: Sequence[tuple[str, int]]) -> None:
         )
 
 
-def _converted(target: Target, parts: Iterable[range | tuple[str, ...]]) -> list[Any]:
+def _converted(target: InputTarget, parts: Iterable[range | tuple[str, ...]]) -> list[Any]:
     texts = [str(value) for part in parts for value in part]
     return [value_of(text, target.spec, target.where) for text in texts]

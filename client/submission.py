@@ -1,4 +1,4 @@
-"""From a workflow file and what was typed to jobs, checked before the server hears of any."""
+"""`qwen-l40s submit`: from a workflow file, checked before anything is queued, to the results."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any, TextIO
 from ..errors import SettingError
 from .check import check_graph
 from .files import Upload, image_inputs, local_images, with_uploaded
-from .jobs import Run
+from .jobs import JobRun
 from .ledger import CANCELLED, DONE, LOST, OPEN, QUEUED, Job, Ledger, keys_of, labels
 from .progress import Progress, cancelled_by_signals
 from .server import Server, failure
-from .settings import Setting, parse_settings, variations
+from .settings import InputSetting, parse_settings, variations
 from .transport import AnswerError, ServerError
 from .workflow import Graph, read_workflow
 
@@ -27,10 +27,11 @@ from .workflow import Graph, read_workflow
 SUBFOLDER = "qwen-l40s-submit"
 NAME_LETTERS = 40
 HASH_LETTERS = 16
+STOP_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class SubmitPlan:
     """Jobs, and the images that have to be on the server before them.
 
     Attributes:
@@ -42,8 +43,8 @@ class Plan:
 
 
 def plan_jobs(
-    graph: Graph, settings: Sequence[Setting], object_info: Mapping[str, Any], folder: Path
-) -> Plan:
+    graph: Graph, settings: Sequence[InputSetting], object_info: Mapping[str, Any], folder: Path
+) -> SubmitPlan:
     """The jobs of a workflow.
 
     Args:
@@ -73,10 +74,10 @@ def plan_jobs(
     chosen = [variation.chosen for variation in found]
     rows = zip(keys_of(graphs), graphs, chosen, labels(chosen), strict=True)
     jobs = [Job(number, *row) for number, row in enumerate(rows, start=1)]
-    return Plan(jobs, names)
+    return SubmitPlan(jobs, names)
 
 
-async def upload_images(server: Server, plan: Plan) -> None:
+async def upload_images(server: Server, plan: SubmitPlan) -> None:
     """Puts the plan's images on the server, each once, under the names that the jobs hold.
 
     Raises:
@@ -111,13 +112,8 @@ def _server_name(path: Path) -> str:
     return f"{stem}-{digest}{path.suffix.lower()}"
 
 
-# What `qwen-l40s submit` does, from the workflow file to the results.
-
-STOP_SECONDS = 15.0
-
-
 @dataclass(frozen=True)
-class Request:
+class SubmitRequest:
     """What was asked for.
 
     Attributes:
@@ -136,7 +132,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SubmitOutcome:
     """How a run ended.
 
     Attributes:
@@ -145,7 +141,7 @@ class Outcome:
         stopped: by Ctrl-C or SIGTERM.
     """
 
-    request: Request
+    request: SubmitRequest
     server: str
     jobs: list[Job]
     error: ServerError | None = None
@@ -167,7 +163,9 @@ class Outcome:
         }
 
 
-async def submit(request: Request, log: TextIO, ended: Callable[[Job], None]) -> Outcome:
+async def submit(
+    request: SubmitRequest, log: TextIO, ended: Callable[[Job], None]
+) -> SubmitOutcome:
     """Runs a workflow on a server.
 
     Args:
@@ -190,14 +188,14 @@ async def submit(request: Request, log: TextIO, ended: Callable[[Job], None]) ->
                 info = await server.object_info()
                 plan = plan_jobs(graph, settings, info, request.workflow.parent)
                 if request.dry_run:
-                    return Outcome(request, str(server.address), plan.jobs)
+                    return SubmitOutcome(request, str(server.address), plan.jobs)
                 with Ledger(request.output, request.workflow.stem) as ledger:
                     await _begin(request, server, plan, ledger, progress)
                     return await _run(request, server, plan.jobs, ledger, progress, ended)
 
 
 async def _begin(
-    request: Request, server: Server, plan: Plan, ledger: Ledger, progress: Progress
+    request: SubmitRequest, server: Server, plan: SubmitPlan, ledger: Ledger, progress: Progress
 ) -> None:
     if request.resume:
         await attach(server, plan.jobs, ledger)
@@ -241,24 +239,24 @@ async def attach(server: Server, jobs: list[Job], ledger: Ledger) -> None:
 
 
 async def _run(
-    request: Request,
+    request: SubmitRequest,
     server: Server,
     jobs: list[Job],
     ledger: Ledger,
     progress: Progress,
     ended: Callable[[Job], None],
-) -> Outcome:
+) -> SubmitOutcome:
     def tell(job: Job) -> None:
         if job.error is not None:
             progress.say(f"{job.label} {job.status}: {job.error['message']}")
-        with progress.aside():
+        with progress.paused():
             ended(job)
 
     progress.begin(len(jobs), done=sum(job.status == DONE for job in jobs))
     # The server tells of a queued job to the client that queued it.
     client_id = (request.resume and ledger.client_id) or uuid.uuid4().hex
     ledger.run(client_id, str(server.address), str(request.workflow))
-    run = Run(
+    run = JobRun(
         server,
         jobs,
         ledger,
@@ -278,10 +276,10 @@ async def _run(
     except asyncio.CancelledError:
         stopped = True
         await _stop(run, progress)
-    return Outcome(request, str(server.address), jobs, error, stopped)
+    return SubmitOutcome(request, str(server.address), jobs, error, stopped)
 
 
-async def _stop(run: Run, progress: Progress) -> None:
+async def _stop(run: JobRun, progress: Progress) -> None:
     progress.say("stopping: taking our jobs out of the queue (Ctrl-C again ends at once)")
     gone = False
     with contextlib.suppress(asyncio.TimeoutError, ServerError):

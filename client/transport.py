@@ -1,4 +1,8 @@
-"""The address of a server, as people type it."""
+"""HTTP requests that outlast a server which is busy, down or restarting.
+
+A request is tried again until `wait` seconds after its first failure: after a lost connection, and
+after the answers by which servers and proxies ask for patience.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +22,24 @@ from yarl import URL
 from ..errors import QwenL40SError, SettingError
 from .inputs import shortened
 
+PATIENCE_STATUS = (429, 502, 503, 504)
+CONNECT_SECONDS = 10.0
+# A server that runs a node holds Python's lock and may answer late.
+READ_SECONDS = 120.0
+# Before the second try; doubled for each further one.
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
+CHUNK_BYTES = 1 << 18
+
 
 @dataclass(frozen=True)
 class Address:
-    """Of a ComfyUI server, perhaps behind a proxy with TLS and a path prefix."""
+    """The address of a ComfyUI server, perhaps behind a proxy with TLS and a path prefix."""
 
     base: URL
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Of http(s)://host:port/prefix; `host:port` alone is http.
+        """Reads http(s)://host:port/prefix; `host:port` alone is http.
 
         Raises:
             SettingError: no such address.
@@ -40,7 +52,7 @@ class Address:
             usable = False
         if not usable or any(letter.isspace() for letter in text):
             raise SettingError(
-                f"--server {text!r} is no address of a server: it must be like "
+                f"--server {text!r} is not the address of a server: it must be like "
                 "http://127.0.0.1:8188 or https://host/prefix."
             )
         if "?" in text or "#" in text:
@@ -52,7 +64,7 @@ class Address:
         return cls(url.with_path(url.raw_path.rstrip("/") + "/", encoded=True))
 
     def url(self, path: str) -> URL:
-        """Of a route, such as "history/<id>"."""
+        """The address of a route, such as "history/<id>"."""
         return self.base.join(URL(path))
 
     def websocket(self, client_id: str) -> URL:
@@ -71,9 +83,6 @@ class Address:
     def __str__(self) -> str:
         """Without a password, for messages and files."""
         return str(self.base.with_user(None)).rstrip("/")
-
-
-# What goes wrong between a client and a server, in the words for people.
 
 
 class ServerError(QwenL40SError):
@@ -117,7 +126,7 @@ TRANSIENT = (
 
 
 def patience_seconds(headers: Mapping[str, str]) -> float | None:
-    """Of Retry-After: a number, or a date."""
+    """Seconds by the Retry-After header, a number or a date; None without one."""
     text = headers.get("Retry-After", "").strip()
     if text.isdecimal():
         return float(text)
@@ -162,29 +171,14 @@ def answer_error(address: Address, call: str, status: int, data: bytes) -> Answe
             "larger --max-upload-size (in MB), or raise its proxy's limit."
         )
     else:
-        told = f" ({shortened(body, 300)})" if isinstance(body, str) and body else ""
-        message = f"{address} answered {status} to {call}{told}: see the server's log."
+        reason = f" ({shortened(body, 300)})" if isinstance(body, str) and body else ""
+        message = f"{address} answered {status} to {call}{reason}: see the server's log."
     return AnswerError(message, status, body)
 
 
-# HTTP requests that outlast a server which is busy, down or restarting.
-#
-# A request is tried again until `wait` seconds after its first failure: after a lost connection,
-# and
-# after the answers by which servers and proxies ask for patience.
-
-PATIENCE_STATUS = (429, 502, 503, 504)
-CONNECT_SECONDS = 10.0
-# A server that runs a node holds Python's lock and may answer late.
-READ_SECONDS = 120.0
-# Before the second try; doubled for each further one.
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
-CHUNK_BYTES = 1 << 18
-
-
 @dataclass(frozen=True)
-class Answer:
-    """One below 300."""
+class ServerAnswer:
+    """An answer with a status below 300."""
 
     content_type: str
     body: bytes
@@ -196,7 +190,7 @@ class Transport:
     Args:
         headers: sent with every request.
         wait: seconds to go on trying after a failure.
-        notify: told in one line when the server is waited for, and when it is back.
+        notify: gets one line when the server is waited for, and when it is back.
 
     Attributes:
         breaks: how often a request found no server: a restart cannot hide from it.
@@ -253,11 +247,11 @@ class Transport:
             ServerError: no usable answer within `wait` seconds.
         """
 
-        async def once() -> Answer:
+        async def once() -> ServerAnswer:
             data = {} if form is None else {"data": form()}
             async with self._send(method, path, **data, **arguments) as answer:
                 await self._check(answer, f"{method} /{path}")
-                return Answer(answer.content_type, await answer.read())
+                return ServerAnswer(answer.content_type, await answer.read())
 
         return await self._patiently(once, before_retry)
 

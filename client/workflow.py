@@ -1,4 +1,4 @@
-"""Text of strangers as a terminal can show it."""
+"""Workflow files in ComfyUI's API form: reading them, names of their nodes, images they load."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from PIL import Image, UnidentifiedImageError
 
 from ..errors import SettingError
 
-# A workflow in ComfyUI's API form.
-
 Graph = dict[str, dict[str, Any]]  # {node id: {class_type, inputs, _meta?}}
+
+# What is asked of Pillow, so that a file cannot reach its readers of documents and video.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+PNG_START = b"\x89PNG\r\n\x1a\n"
+EXPORT = "export it on ComfyUI's page with File > Export (API)"
 
 
 def with_inputs(graph: Graph, values: Mapping[tuple[str, str], Any]) -> Graph:
@@ -27,12 +30,6 @@ def with_inputs(graph: Graph, values: Mapping[tuple[str, str], Any]) -> Graph:
     for (node, name), value in values.items():
         copy[node] = {**copy[node], "inputs": {**copy[node]["inputs"], name: value}}
     return copy
-
-
-# Image files on this machine, opened with Pillow.
-
-# What is asked of Pillow, so that a file cannot reach its readers of documents and video.
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 
 def check_image(path: Path, used_by: str) -> None:
@@ -91,12 +88,6 @@ def png_text(path: Path, key: str) -> str | None:
 def _formats() -> list[str]:
     Image.init()
     return [name for name in FORMATS if name in Image.OPEN]
-
-
-# Workflow files in ComfyUI's API form, as POST /prompt takes them.
-
-PNG_START = b"\x89PNG\r\n\x1a\n"
-EXPORT = "export it on ComfyUI's page with File > Export (API)"
 
 
 def read_workflow(path: Path) -> Graph:
@@ -184,9 +175,6 @@ def _node(path: Path, node: str, described: Any) -> dict[str, Any]:
         )
     # Images of older servers say `is_changed` too, which would make equal graphs differ.
     return {key: described[key] for key in ("class_type", "inputs", "_meta") if key in described}
-
-
-# What people call a node: the title it has on the page.
 
 
 def title(graph: Mapping[str, Any], node: str) -> str:

@@ -71,7 +71,7 @@ def test_a_failed_job_is_exit_code_1_and_named(workflow: Path, capsys):
         (["--set", "nothing=1"], "nothing"),
         (["--set", "seed=x"], "seed"),
         (["--server", "https://host/x?token=secret"], "--header"),
-        (["--server", "ftp://x"], "is no address of a server"),
+        (["--server", "ftp://x"], "is not the address of a server"),
         (["--header", "no colon"], 'must be "Name: value"'),
         (["--output", "/proc/nowhere"], "cannot be written to"),
     ],

@@ -156,8 +156,8 @@ def test_a_refused_socket_is_told_once_and_tried_again():
 
         lines = following(fake, work)
     assert lines == [
-        "no websocket (the answer is 403): progress is not told, results still are",
-        "the server tells about progress again",
+        "no websocket (the answer is 403): results arrive, progress is not shown",
+        "the server reports progress again",
     ]
 
 

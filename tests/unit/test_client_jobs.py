@@ -18,7 +18,7 @@ from fake_comfyui import FakeComfyUI, fake_comfyui, graph
 from qwen_l40s.client import files as results
 from qwen_l40s.client import follow, jobs, transport
 from qwen_l40s.client.ledger import Job, Ledger
-from qwen_l40s.client.submission import Outcome, Request, submit
+from qwen_l40s.client.submission import SubmitOutcome, SubmitRequest, submit
 from qwen_l40s.client.transport import ServerError
 
 until = functools.partial(waiting.until, seconds=30)
@@ -36,7 +36,7 @@ def quick(monkeypatch):
 class Ran:
     """A finished run."""
 
-    def __init__(self, outcome: Outcome, log: str, ended: list[Job]) -> None:
+    def __init__(self, outcome: SubmitOutcome, log: str, ended: list[Job]) -> None:
         self.outcome, self.log, self.ended = outcome, log, ended
         self.jobs = outcome.jobs
         self.status = [job.status for job in outcome.jobs]
@@ -57,7 +57,7 @@ def start(
     more.setdefault("settings", [f"prompt=@{prompts}"])
     more.setdefault("server", fake.url)
     more.setdefault("wait", 5.0)
-    request = Request(workflow, output=folder / "out", **more)
+    request = SubmitRequest(workflow, output=folder / "out", **more)
     log, ended = io.StringIO(), []
     helper = threading.Thread(target=meanwhile or (lambda: None))
     helper.start()

@@ -70,7 +70,7 @@ def test_an_address_with_or_without_scheme_and_prefix(text, url, websocket):
 
 @pytest.mark.parametrize("text", ["", "ftp://host", "http://", "a b", "http://host:port", "ws://h"])
 def test_an_address_that_is_none(text):
-    with pytest.raises(SettingError, match="is no address of a server"):
+    with pytest.raises(SettingError, match="is not the address of a server"):
         Address.parse(text)
 
 

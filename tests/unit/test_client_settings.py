@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from server_nodes import stored
 
 from qwen_l40s.client.inputs import NodeInput, value_of
-from qwen_l40s.client.settings import MAX_JOBS, Setting, find_input, parse_settings, variations
+from qwen_l40s.client.settings import MAX_JOBS, InputSetting, find_input, parse_settings, variations
 from qwen_l40s.errors import SettingError
 
 INFO = stored()
@@ -65,7 +65,7 @@ def refused(*texts, **options):
 
 
 def test_the_value_begins_after_the_first_equals_sign_and_keeps_its_spaces():
-    assert parse_settings([" prompt = a = b "]) == [Setting("prompt", (" a = b ",))]
+    assert parse_settings([" prompt = a = b "]) == [InputSetting("prompt", (" a = b ",))]
 
 
 @pytest.mark.parametrize("text", ["", "seed", "=7", " =7", "@file"])
@@ -88,7 +88,7 @@ def test_a_file_gives_a_value_for_each_line(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_bytes("\ufeffa kettle\r\n\r\n  \nein Käfer\r水壶 \u2028 x".encode())
     assert parse_settings([f"prompt=@{file}"]) == [
-        Setting("prompt", ("a kettle", "ein Käfer", "水壶 \u2028 x"))
+        InputSetting("prompt", ("a kettle", "ein Käfer", "水壶 \u2028 x"))
     ]
 
 
@@ -110,7 +110,7 @@ def test_a_file_that_cannot_be_read_is_refused(name):
 
 
 def test_two_at_signs_are_a_text_that_begins_with_one():
-    assert parse_settings(["prompt=@@home"]) == [Setting("prompt", ("@home",))]
+    assert parse_settings(["prompt=@@home"]) == [InputSetting("prompt", ("@home",))]
 
 
 def test_a_long_prompt_stays_whole():

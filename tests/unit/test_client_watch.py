@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from qwen_l40s.client.follow import Watch
+from qwen_l40s.client.follow import QueueWatch
 from qwen_l40s.client.ledger import QUEUED, Job
-from qwen_l40s.client.server import Queue
+from qwen_l40s.client.server import ServerQueue
 
 
 class Told:
@@ -30,9 +30,9 @@ class Known:
         self.transport = SimpleNamespace(breaks=0)
         self.waiting, self.entries = list(queue), list(history)
 
-    async def queue(self) -> Queue:
+    async def queue(self) -> ServerQueue:
         places = {prompt_id: place for place, prompt_id in enumerate(self.waiting)}
-        return Queue(places, frozenset(self.waiting[:1]), {})
+        return ServerQueue(places, frozenset(self.waiting[:1]), {})
 
     async def history(self, prompt_id: str) -> Any:
         return {} if prompt_id in self.entries else None
@@ -50,7 +50,7 @@ def removed(
 ) -> bool:
     async def run() -> bool:
         server, follower, ours = Known("other", "ours", history=history), Told(), job()
-        watch = Watch(server, follower)
+        watch = QueueWatch(server, follower)
         await watch.begin()
         assert await watch.gone([ours]) == []
         server.waiting.clear()
@@ -83,7 +83,7 @@ def test_the_fate_of_a_job_that_is_neither_queued_nor_done(case, expected):
 def test_the_prompts_ahead_are_those_before_our_first():
     async def run() -> list[int | None]:
         server = Known("a", "b", "ours", "c")
-        watch, seen = Watch(server, Told()), []
+        watch, seen = QueueWatch(server, Told()), []
         for waiting in (server.waiting, ["b", "ours"], ["ours"]):
             server.waiting = waiting
             await watch.gone([job()])
@@ -97,7 +97,7 @@ def test_the_prompts_ahead_are_those_before_our_first():
 def test_a_socket_that_says_nothing_while_the_queue_changes_is_renewed(told, renewed):
     async def run() -> int:
         server, follower = Known("a", "b", "ours"), Told()
-        watch = Watch(server, follower)
+        watch = QueueWatch(server, follower)
         await watch.gone([job()])
         follower.heard += 1
         await watch.gone([job()])
@@ -113,7 +113,7 @@ def test_a_socket_that_says_nothing_while_the_queue_changes_is_renewed(told, ren
 def test_a_socket_that_says_nothing_while_nothing_changes_is_left_alone():
     async def run() -> int:
         server, follower = Known("ours"), Told()
-        watch = Watch(server, follower)
+        watch = QueueWatch(server, follower)
         await watch.gone([job()])
         follower.heard += 1
         for _ in range(5):

@@ -196,7 +196,7 @@ def test_text_features_are_what_the_pipeline_computes(untrained):
     prompts = ["a red star", "a small blue ring at the top left on a gray background."]
     parts = {field.name: getattr(untrained, field.name) for field in fields(untrained)}
     embeddings, mask = QwenImagePipeline(**parts).encode_prompt(prompts, device=CPU)
-    batch = train_transformer.Prompts(untrained, prompts, CPU)
+    batch = train_transformer.PaddedPrompts(untrained, prompts, CPU)
     found, found_mask = train_transformer.text_features(untrained, batch.ids[:2], batch.mask[:2])
     for row, known in enumerate(mask.bool()):
         assert found_mask[row].sum() == known.sum()
@@ -208,7 +208,7 @@ def test_text_features_are_what_the_pipeline_computes(untrained):
 def test_a_tenth_of_the_prompts_is_unconditional(untrained):
     wordings = train_transformer.WORDINGS
     texts = [f"a {colour} star" for colour in ("red", "blue") for _ in range(wordings)]
-    prompts = train_transformer.Prompts(untrained, texts, CPU)
+    prompts = train_transformer.PaddedPrompts(untrained, texts, CPU)
     ids, mask = prompts.draw(torch.tensor([0, 1] * 5000), generator(47))
     unconditional = torch.stack([(ids == known).all(1) for known in prompts.ids[-2:]])
     assert unconditional.any(0).float().mean() == pytest.approx(0.1, abs=0.02)
@@ -234,7 +234,9 @@ def test_the_loss_is_zero_for_the_velocity_that_the_scheduler_integrates(untrain
         return (velocity,)
 
     model = replace(untrained, transformer=perfect)
-    prompts = train_transformer.Prompts(model, ["a red star"] * train_transformer.WORDINGS, CPU)
+    prompts = train_transformer.PaddedPrompts(
+        model, ["a red star"] * train_transformer.WORDINGS, CPU
+    )
     prompt = prompts.draw(torch.zeros(64, dtype=torch.int64), generator(53))
     shift = math.exp(model.scheduler.config.base_shift)
     assert train_transformer._loss(model, clean, prompt, shift, generator(54)) < 1e-4
@@ -257,7 +259,7 @@ def test_the_transformer_learns(untrained):
     codes, texts = train_transformer.make_scenes(4, seed=0)
     clean = train_transformer.encode_dataset(untrained, codes, generator(49)).float()
     assert clean.shape == (4, 256, 64)
-    prompts = train_transformer.Prompts(untrained, texts, CPU)
+    prompts = train_transformer.PaddedPrompts(untrained, texts, CPU)
     prompt = prompts.draw(torch.arange(4), generator(50))
 
     @torch.no_grad()

@@ -43,7 +43,7 @@ def make_scenes(count: int, seed: int) -> tuple[torch.Tensor, list[str]]:
     return encode_scenes(scenes), prompts
 
 
-class Prompts:
+class PaddedPrompts:
     """Prompts in the template, on the device, padded to one length: `ids`, `mask` (N, length)."""
 
     def __init__(self, model: MicroModel, texts: list[str], device: torch.device) -> None:
@@ -167,7 +167,7 @@ def train_transformer(
     """
     generator = torch.Generator(device).manual_seed(seed)
     codes, texts = make_scenes(scenes, seed)
-    prompts = Prompts(model, texts, device)
+    prompts = PaddedPrompts(model, texts, device)
     model.vae.to(device)
     start = time.monotonic()
     latents = encode_dataset(model, codes, generator)
