@@ -10,7 +10,7 @@ from ..planning.phases import Phase, Range, figure, gib
 from ..planning.plan import PlanOption
 from ..planning.request import RunRequest
 from ..spec import GB
-from .notes import notes_of
+from .words import notes_of
 
 
 def estimate_json(estimate: Estimate) -> dict[str, Any]:

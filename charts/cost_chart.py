@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..planning.cost import SECONDS_PER_HOUR
+from ..planning.cards import SECONDS_PER_HOUR
 from .advice import comparison_text
 from .canvas import FAINT, GRID, INK, MARGIN, SMALL, TITLE, WIDTH, Page, colours, dashed
 from .figures import dollars

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from ..machine.card_list import known_cards
     from ..machine.store import load_calibration
     from ..planning.advise import advise, market
-    from ..planning.cost import check_positive, read_prices
+    from ..planning.cards import check_positive, read_prices
 
     check_positive("--images-per-hour", args.images_per_hour)
     if args.plot:

@@ -102,7 +102,6 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0 when it fits, 1 when it does not.
     """
-    from ..charts.answer import estimate_json
     from ..charts.words import estimate_text
     from ..machine.card_list import known_cards
     from ..machine.store import load_calibration
@@ -126,7 +125,12 @@ def run(args: argparse.Namespace) -> int:
         from ..charts.memory_chart import memory_chart
 
         write_plot(memory_chart(found), args.plot)
-    print_text(json.dumps(estimate_json(found)) if args.json else estimate_text(found))
+    if args.json:
+        from ..charts.answer import estimate_json
+
+        print_text(json.dumps(estimate_json(found)))
+    else:
+        print_text(estimate_text(found))
     return 0 if found.fits else 1
 
 

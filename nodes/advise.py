@@ -9,7 +9,7 @@ from comfy_api.latest import io
 from ..errors import QwenL40SError
 from ..hosts.comfyui.estimate.cards import own_files_changed_at
 from ..machine.card_list import known_cards
-from ..planning.cost import EXAMPLE, read_prices
+from ..planning.cards import EXAMPLE, read_prices
 from .common import CATEGORY, request_inputs, require_host, with_picture
 
 

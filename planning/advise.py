@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SettingError, UnavailableError
-from .cards import Card, Price
-from .cost import SECONDS_PER_HOUR, check_positive, check_price, usd_range
-from .estimate import Estimate, estimate
+from .cards import SECONDS_PER_HOUR, Card, Price, check_positive, check_price
+from .estimate import Estimate, estimate, usd_range
 from .phases import Range, figure
 from .rates import Rates
 from .request import RunRequest

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ..spec import GIB, MIB, ON_CARD, QUANTIZED
 from .bytes import LAYERS, LINEARS, quantized_language_bytes, text_encoder_bytes, weight_bytes
-from .cards import Card, UnlistedCard
-from .cost import check_price, usd_range
+from .cards import Card, UnlistedCard, check_price, usd_per_image
 from .files import (
     USUAL_SOURCES,
     Advice,
@@ -260,7 +259,7 @@ class Estimate:
         basis: What the times rest on.
         times: None, as all times below, on a card that is neither listed nor calibrated.
         own_usd_per_hour: The user's own price; None for the list's.
-        notes: Sentences of the caller's; `charts.notes` has those of an estimate.
+        notes: Sentences of the caller's; `charts.words` has those of an estimate.
     """
 
     card: Card
@@ -350,6 +349,12 @@ class Estimate:
         request, setting = self.option.request, self.option.setting
         made = made_on_load(request, setting)
         return disk(request, setting, quantized_file=True) if made else None
+
+
+def usd_range(usd_per_hour: float, seconds_per_image: Range) -> Range:
+    """US dollars for an image of a range of times, on a card that paints all the time."""
+    low, high = seconds_per_image
+    return Range(usd_per_image(usd_per_hour, low), usd_per_image(usd_per_hour, high))
 
 
 def estimate(

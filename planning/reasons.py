@@ -8,7 +8,7 @@ from ..spec import OFF_CARD, OLDEST_CAPABILITY, QUANTIZED, CardFacts, format_gib
 from .phases import KEPT_FREE_BYTES
 from .request import DROPPED, ON_PROCESSOR
 
-PHASE_NAMES = {
+WORK_OF_PHASE = {
     "load": "loading",
     "text": "encoding the prompt",
     "tables": "filling the modulation's table",
@@ -29,7 +29,7 @@ FP8_AFTER_INT8 = (
 
 def need_words(phase: str, count: int) -> str:
     """`42.1 GiB while sampling`."""
-    return f"{format_gib(count)} while {PHASE_NAMES[phase]}"
+    return f"{format_gib(count)} while {WORK_OF_PHASE[phase]}"
 
 
 def conversion(stored: str, name: str) -> str:

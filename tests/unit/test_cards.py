@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from qwen_l40s.charts.words import estimate_text
+from qwen_l40s.charts.answer import estimate_json
+from qwen_l40s.charts.words import estimate_text, notes_of
 from qwen_l40s.errors import SettingError
 from qwen_l40s.machine import card_list
 from qwen_l40s.machine.card_list import BUNDLED, FIELDS, PRICE_FIELDS, card_notes, known_cards
@@ -232,7 +233,7 @@ def test_card_that_is_not_listed_is_estimated_without_times_or_cost():
     assert found.options == plan(facts, beside) and found.fits
     alike = estimate(beside, with_memory(CARDS["RTX A6000"], facts.total_bytes))
     answer, expected = (
-        json.loads(json.dumps(each.as_dict(), allow_nan=False)) for each in (found, alike)
+        json.loads(json.dumps(estimate_json(each), allow_nan=False)) for each in (found, alike)
     )
     for name in ("step_ms", "image_seconds", "first_image_seconds", "usd_per_image"):
         assert answer[name] is None and expected[name] > 0
@@ -243,13 +244,12 @@ def test_card_that_is_not_listed_is_estimated_without_times_or_cost():
     for name, phase in answer["phases"].items():
         assert phase["seconds"] is None
         assert phase["card_gib"] == expected["phases"][name]["card_gib"]
-    (note,) = (note for note in found.notes if "NVIDIA A40" in note)
+    (note,) = (note for note in notes_of(found) if "NVIDIA A40" in note)
     assert "RTX A6000" in note and "`qwen-l40s bench --calibrate`" in note
     text = estimate_text(found)
     assert note in " ".join(text.split()) and "USD" not in text
-    assert "PCIe in every step." in " ".join(
-        estimate(RunRequest(), with_memory(card, 8 * GIB)).notes
-    )
+    small = estimate(RunRequest(), with_memory(card, 8 * GIB))
+    assert "PCIe in every step." in " ".join(notes_of(small))
 
 
 def test_card_that_is_not_listed_has_the_times_that_were_measured_on_it():
@@ -258,7 +258,7 @@ def test_card_that_is_not_listed_has_the_times_that_were_measured_on_it():
     found = estimate(RunRequest(), card, calibration=measured)
     assert found.basis.kind == "measured" and found.step_seconds.low > 0
     assert found.usd_per_image is None
-    assert any("No price of NVIDIA A40 is known" in note for note in found.notes)
+    assert any("No price of NVIDIA A40 is known" in note for note in notes_of(found))
     assert (
         estimate(RunRequest(), card, calibration=measured, usd_per_hour=2.0).usd_per_image.low > 0
     )

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_l40s.errors import SettingError
-from qwen_l40s.planning.cost import check_positive, usd_per_image, usd_range
+from qwen_l40s.planning.cards import check_positive, usd_per_image
+from qwen_l40s.planning.estimate import usd_range
 from qwen_l40s.planning.phases import Range
 
 PRICES = st.floats(0, 1000)

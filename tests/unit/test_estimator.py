@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_l40s.charts.answer import estimate_json
-from qwen_l40s.charts.notes import notes_of
+from qwen_l40s.charts.words import notes_of
 from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.bytes import weight_bytes

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from qwen_l40s.errors import SettingError
 from qwen_l40s.machine.card_list import known_cards
-from qwen_l40s.planning.cost import read_prices
+from qwen_l40s.planning.cards import read_prices
 
 CARDS = known_cards()
 
