@@ -127,6 +127,11 @@ def format_gib(count: float) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / MIB:.0f} MiB"
 
 
+def format_bytes(count: float) -> str:
+    """Decimal units, as disks and cards are labelled: `57.7 GB`, `12 MB`."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
 def whole_pixels(pixels: int) -> int:
     """A side rounded up to whole tokens, as the hosts pad it."""
     return -(-pixels // PIXELS_PER_TOKEN_SIDE) * PIXELS_PER_TOKEN_SIDE
@@ -249,11 +254,3 @@ OLDEST_CAPABILITY = {"fp8": (8, 9), "int8": (8, 0)}
 
 ON_CARD, OFF_CARD = "on card", "off card"
 PLACES = ("auto", ON_CARD, OFF_CARD)
-
-
-@dataclass(frozen=True)
-class ModulationPlace:
-    """Where the modulation weights are while the model runs, and why."""
-
-    off_card: bool
-    reason: str

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..hosts.diffusers.settings import OFFLOADS, GenerateSettings
-from ..loaders.precision import PRECISIONS
+from ..planning.loading import PRECISIONS
 from .output import (
     ImageTarget,
     check_sheet_path,

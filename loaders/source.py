@@ -101,13 +101,15 @@ class Source:
         return tuple(header.path for header in self.shards.headers)
 
 
-def open_source(path: str | os.PathLike[str], role: str) -> Source:
-    """Reads the headers behind `path` and returns its part of that role.
+def open_source(path: str | os.PathLike[str] | Source, role: str) -> Source:
+    """Reads the headers behind `path` and returns its part of that role; a `Source` as it is.
 
     Raises:
         CheckpointError: there is no such part, it contradicts itself, or this package cannot run
             it; the message says what the file is instead and what to choose.
     """
+    if isinstance(path, Source):
+        return path
     path = Path(path)
     if not os.path.isfile(path / INDEX):
         return _source(path, role)

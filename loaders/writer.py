@@ -20,8 +20,8 @@ from uuid import uuid4
 import torch
 
 from ..errors import UnavailableError, plain_write_errors
+from ..spec import format_bytes
 from .header import DTYPE_BITS, TensorInfo
-from .precision import format_bytes
 
 ALIGNMENT = 8
 DTYPES = {

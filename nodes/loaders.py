@@ -12,13 +12,13 @@ from ..hosts.comfyui.load.choose import (
     check_text_width,
     choices,
     find_companion,
-    resolve,
+    source_of,
 )
-from ..loaders.source import Source, fingerprint, open_source
+from ..loaders.source import Source, fingerprint
+from ..planning.loading import TRANSFORMER_PRECISIONS
 from ..spec import PLACES
 from .common import CATEGORY, require_host, with_report
 
-PRECISIONS = ["auto", "bf16", "fp8", "int8", "as stored"]
 VAE_PRECISIONS = ["auto", "bf16", "fp32"]
 TEXT_ENCODER_PLACEMENTS = ["auto", "cpu", "drop after encoding"]
 KEEP_TOOLTIP = (
@@ -37,7 +37,7 @@ def checked(name: str | None, role: str) -> bool | str:
     if not isinstance(name, str):  # a linked input is known only when it runs
         return True
     try:
-        open_source(resolve(name, role), role)
+        source_of(name, role)
     except QwenL40SError as error:
         return str(error)
     return True
@@ -47,7 +47,7 @@ def files_behind(name: str | None, role: str) -> Any:
     """Changes when a file behind the choice is replaced, so that it is loaded again."""
     if not isinstance(name, str):  # a linked input is known only when it runs
         return None
-    return fingerprint(open_source(resolve(name, role), role).files)
+    return fingerprint(source_of(name, role).files)
 
 
 def _model_input() -> io.Combo.Input:
@@ -62,7 +62,7 @@ def _model_input() -> io.Combo.Input:
 def _precision_input() -> io.Combo.Input:
     return io.Combo.Input(
         "precision",
-        options=PRECISIONS,
+        options=list(TRANSFORMER_PRECISIONS),
         default="auto",
         tooltip="auto: the most faithful that stays on the card. bf16: 25 GiB on the card with the "
         "modulation off it, else 38. int8 and fp8: 13, else 25; int8 is closer to bf16, fp8 needs "
@@ -160,9 +160,8 @@ class QwenL40SLoadModel(io.ComfyNode):
         require_host()
         from ..hosts.comfyui.load.transformer import load_model
 
-        patcher, report = load_model(
-            resolve(model, "transformer"), precision, keep_patterns(keep_in_bf16), modulation
-        )
+        source = source_of(model, "transformer")
+        patcher, report = load_model(source, precision, keep_patterns(keep_in_bf16), modulation)
         return with_report(patcher, report=report.text())
 
 
@@ -195,7 +194,7 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "precision",
-                    options=PRECISIONS,
+                    options=list(TRANSFORMER_PRECISIONS),
                     default="auto",
                     tooltip="How the weights are held; ComfyUI computes this model in fp32 "
                     "whatever it is. bf16: 14.4 GiB, fp8 and int8: 8.4 GiB. auto and as stored: "
@@ -228,8 +227,8 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
         require_host()
         from ..hosts.comfyui.load.text_encoder import load_text_encoder
 
-        path = resolve(text_encoder, "text_encoder")
-        clip, report = load_text_encoder(path, precision, placement)
+        source = source_of(text_encoder, "text_encoder")
+        clip, report = load_text_encoder(source, precision, placement)
         return with_report(clip, report=report.text())
 
 
@@ -274,7 +273,7 @@ class QwenL40SLoadVAE(io.ComfyNode):
         require_host()
         from ..hosts.comfyui.load.vae import load_vae
 
-        loaded, report = load_vae(resolve(vae, "vae"), precision)
+        loaded, report = load_vae(source_of(vae, "vae"), precision)
         return with_report(loaded, report=report.text())
 
 
@@ -325,11 +324,10 @@ class QwenL40SLoad(io.ComfyNode):
     @classmethod
     def _sources(cls, model: str, text_encoder: str, vae: str) -> list[Source]:
         """The three parts, in the order of the outputs."""
-        path = resolve(model, "transformer")
-        sources = [open_source(path, "transformer")]
+        sources = [source_of(model, "transformer")]
         for name, role in ((text_encoder, "text_encoder"), (vae, "vae")):
-            found = find_companion(sources[0], role) if name == AUTOMATIC else resolve(name, role)
-            sources.append(open_source(found, role))
+            automatic = name == AUTOMATIC
+            sources.append(find_companion(sources[0], role) if automatic else source_of(name, role))
         check_text_width(*sources[:2])
         return sources
 
@@ -360,12 +358,12 @@ class QwenL40SLoad(io.ComfyNode):
         from ..hosts.comfyui.load.transformer import load_model
         from ..hosts.comfyui.load.vae import load_vae
 
-        sources = cls._sources(model, text_encoder, vae)
+        transformer, encoder, decoder = cls._sources(model, text_encoder, vae)
         # The largest comes last: what is wrong with the others is said before it is read.
-        decoder, vae_report = load_vae(sources[2].path, "auto")
-        clip, clip_report = load_text_encoder(sources[1].path, "auto")
+        decoder, vae_report = load_vae(decoder, "auto")
+        clip, clip_report = load_text_encoder(encoder, "auto")
         patcher, model_report = load_model(
-            resolve(model, "transformer"), precision, keep_patterns(keep_in_bf16), modulation
+            transformer, precision, keep_patterns(keep_in_bf16), modulation
         )
         reports = (model_report, clip_report, vae_report)
         return with_report(

@@ -87,7 +87,7 @@ class QwenL40SSaveQuantized(io.ComfyNode):
         keep_in_bf16: str = "",
     ) -> io.NodeOutput:
         require_host()
-        from ..hosts.comfyui.load.save import save_quantized
+        from ..hosts.comfyui.save import save_quantized
 
         destination = _destination(filename)
         bar = comfy.utils.ProgressBar(1)

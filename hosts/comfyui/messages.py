@@ -8,7 +8,7 @@ from pathlib import Path
 from comfy_api.latest import io
 from server import PromptServer
 
-from ...loaders.precision import format_bytes
+from ...spec import format_bytes
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 from ...errors import CheckpointError, SettingError, UnavailableError
 from ...loaders.convert import check_finite
 from ...loaders.header import read_object
-from ...loaders.precision import BYTES_PER_WEIGHT, PrecisionChoice, choose_precision, format_bytes
 from ...loaders.shards import Shards, read_shards
 from ...machine.device import available_bytes, choose_device
 from ...machine.memory import available_memory
-from ...spec import USUAL_SIDE
+from ...planning.loading import PrecisionChoice, choose_precision
+from ...spec import BYTES_PER_WEIGHT, USUAL_SIDE, format_bytes
 from .patch import Optimized, is_lossy_attention, optimize
 from .settings import OFFLOADS
 from .text_encoder import load_text_encoder, load_tokenizer

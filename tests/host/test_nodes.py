@@ -20,7 +20,7 @@ import qwen_l40s
 from qwen_l40s import nodes
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui import contract as compatibility
-from qwen_l40s.hosts.comfyui.load import precision
+from qwen_l40s.hosts.comfyui.load import plan as load_plan
 from qwen_l40s.hosts.comfyui.load import transformer as model
 from qwen_l40s.loaders.quantize import quantize_rows
 from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
@@ -95,14 +95,14 @@ def test_choices_are_validated_from_headers():
 def test_fp8_on_a_card_without_it_is_refused_before_anything_is_mapped():
     name = written("plain", WEIGHTS)
     old = CardFacts("NVIDIA A100", 40 * 2**30, (8, 0))
-    with mock.patch.object(precision, "card_facts", return_value=old), nothing_mapped():
+    with mock.patch.object(load_plan, "card_facts", return_value=old), nothing_mapped():
         words = ("fp8 was demanded", "NVIDIA A100 is sm_80", "sm_89", "int8")
         refused(UnavailableError, *words, run=lambda: load(name, "fp8"))
 
 
 def test_too_little_host_memory_is_refused_before_anything_is_mapped():
     name = written("plain", WEIGHTS)
-    with mock.patch.object(precision, "available_memory", return_value=1000), nothing_mapped():
+    with mock.patch.object(load_plan, "available_memory", return_value=1000), nothing_mapped():
         for setting in ("auto", "int8"):
             words = ("plain.safetensors in", "of host memory", "is available", "close other")
             refused(UnavailableError, *words, run=lambda setting=setting: load(name, setting))
@@ -112,7 +112,7 @@ def test_values_that_are_converted_take_host_memory_too():
     """e5m2 becomes bf16; e4m3 stays as it is mapped."""
     tensors = {name: tensor.to(torch.float8_e5m2) for name, tensor in WEIGHTS.items()}
     name = written("e5m2", tensors)
-    with mock.patch.object(precision, "available_memory", return_value=1000), nothing_mapped():
+    with mock.patch.object(load_plan, "available_memory", return_value=1000), nothing_mapped():
         refused(UnavailableError, "of host memory", run=lambda: load(name))
 
 

@@ -16,9 +16,8 @@ from comfy.patcher_extension import WrappersMP
 from comfyui_boot import MODE, folder
 
 from qwen_l40s.errors import SettingError
-from qwen_l40s.hosts.comfyui.load import precision
+from qwen_l40s.hosts.comfyui.load import plan as load_plan
 from qwen_l40s.hosts.comfyui.load import transformer as booking
-from qwen_l40s.hosts.comfyui.load.save import loaded_weights
 from qwen_l40s.hosts.comfyui.load.transformer import load_model, load_patcher
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.sample import off_card as off_card_pass
@@ -30,6 +29,7 @@ from qwen_l40s.hosts.comfyui.sample.off_card import (
 )
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from qwen_l40s.hosts.comfyui.sample.run import KEY as OPTIMIZATION
+from qwen_l40s.hosts.comfyui.save import loaded_weights
 from qwen_l40s.optimizations.stream import WeightStream
 from qwen_l40s.spec import GIB, CardFacts
 
@@ -190,7 +190,7 @@ def test_the_loader_decides_by_the_card():
         (large, "off card", True),
         (small, "on card", False),
     ):
-        with mock.patch.object(precision, "card_facts", return_value=card):
+        with mock.patch.object(load_plan, "card_facts", return_value=card):
             model, report = load_model(PATH, "bf16", modulation=place)
         assert bool(off_card_layers(model.model)) == off_card, (card, place)
         stays = "stays in host memory" if off_card else "stays on the card"

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
-from qwen_l40s.hosts.comfyui.load.save import save_quantized
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
+from qwen_l40s.hosts.comfyui.save import save_quantized
 from qwen_l40s.loaders.quantize import FORMATS, comfy_quant_tensor, dequantize_rows, quantize_rows
 from qwen_l40s.loaders.source import open_source
 from qwen_l40s.loaders.stored import rotate

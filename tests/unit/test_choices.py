@@ -108,9 +108,9 @@ def transformer_file(models):
 def test_the_vae_named_after_qwen_wins_over_wans(choices, models):
     model = source(choices, transformer_file(models))
     wan = write(models / "vae" / "Wan2_1_VAE.safetensors", native_vae(dim=8))
-    assert choices.find_companion(model, "vae") == wan
+    assert choices.find_companion(model, "vae").path == wan
     own = write(models / "vae" / "qwen_image_vae.safetensors", native_vae(dim=8))
-    assert choices.find_companion(model, "vae") == own
+    assert choices.find_companion(model, "vae").path == own
 
 
 def test_a_text_encoder_of_another_width_is_passed_over(choices, models):
@@ -121,7 +121,7 @@ def test_a_text_encoder_of_another_width_is_passed_over(choices, models):
     with pytest.raises(CheckpointError, match=r"no file in models/text_encoders .* download"):
         choices.find_companion(model, "text_encoder")
     fits = write(models / "text_encoders" / "b_qwen.safetensors", qwen25(width, 2))
-    assert choices.find_companion(model, "text_encoder") == fits
+    assert choices.find_companion(model, "text_encoder").path == fits
 
 
 def test_a_full_checkpoint_brings_its_own(choices, models):
@@ -130,10 +130,23 @@ def test_a_full_checkpoint_brings_its_own(choices, models):
     } | {f"vae.{name}": spec for name, spec in native_vae(dim=8).items()}
     write(models / "vae" / "qwen_image_vae.safetensors", native_vae(dim=8))
     path = write(models / "checkpoints" / "all.safetensors", parts)
-    assert choices.find_companion(source(choices, path), "vae") == path
+    assert choices.find_companion(source(choices, path), "vae").path == path
 
 
 def test_a_diffusers_folder_brings_its_own(choices, models):
     folder = write_folder(models / "diffusers" / "whole")
     model = source(choices, folder)
-    assert choices.find_companion(model, "vae") == folder / "vae"
+    assert choices.find_companion(model, "vae").path == folder / "vae"
+
+
+def test_headers_are_read_once_until_a_file_is_replaced(choices, models):
+    path = write(models / "vae" / "vae.safetensors", native_vae(dim=8))
+    first = choices.source_of("vae.safetensors", "vae")
+    assert choices.source_of("vae.safetensors", "vae") is first
+    write(path, native_vae(dim=16))
+    assert choices.source_of("vae.safetensors", "vae").part.dims["dim"] == 16
+    folder = write_folder(models / "diffusers" / "whole")
+    first = choices.source_of("whole/", "transformer")
+    assert choices.source_of("whole/", "transformer") is first
+    (folder / "transformer" / "config.json").write_text("{}")
+    assert choices.source_of("whole/", "transformer").config == {}

@@ -23,9 +23,9 @@ from qwen_l40s.hosts.diffusers.load import (
 )
 from qwen_l40s.hosts.diffusers.sample import generate, sample
 from qwen_l40s.hosts.diffusers.settings import GenerateSettings
-from qwen_l40s.loaders.precision import choose_precision
 from qwen_l40s.loaders.source import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
 from qwen_l40s.machine.device import choose_device
+from qwen_l40s.planning.loading import choose_precision
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

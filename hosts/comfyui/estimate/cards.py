@@ -12,7 +12,7 @@ from ....errors import SettingError
 from ....machine.card_list import BUNDLED, known_cards
 from ....machine.store import CALIBRATION, cache_folder, own_cards_path
 from ....planning.cards import Card, card_by_driver, find_card
-from ..load.precision import card_facts
+from ..load.plan import card_facts
 
 THIS_CARD = "this card"
 

@@ -6,8 +6,10 @@ opens on the next machine.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import folder_paths
@@ -56,7 +58,39 @@ def resolve(name: str, role: str) -> Path:
     return path
 
 
-def find_companion(model: Source, role: str) -> Path:
+def source_of(name: str, role: str) -> Source:
+    """What the headers behind a choice say. They are read once, until a file is replaced.
+
+    Raises:
+        SettingError: there is no such choice.
+        CheckpointError: it has no such part, or one that cannot run.
+    """
+    return _inspected(resolve(name, role), role)
+
+
+def _inspected(path: Path, role: str) -> Source:
+    return _read(path, role, _state(path, role))
+
+
+@functools.lru_cache(maxsize=16)
+def _read(path: Path, role: str, state: Hashable) -> Source:
+    return open_source(path, role)
+
+
+def _state(path: Path, role: str) -> Hashable:
+    """Changes when a file is replaced, added or removed that `open_source` reads."""
+    found = []
+    for folder in (path, path / role) if path.is_dir() else (path.parent,):
+        with suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.endswith((".safetensors", ".json")):
+                    with suppress(OSError):  # a link to nothing
+                        status = entry.stat()
+                        found.append((entry.path, status.st_mtime_ns, status.st_size))
+    return tuple(sorted(found))
+
+
+def find_companion(model: Source, role: str) -> Source:
     """The text encoder or VAE that belongs to a model: from the same folder or checkpoint, else the
     file whose header fits.
 
@@ -68,7 +102,7 @@ def find_companion(model: Source, role: str) -> Path:
     """
     whole = model.path.parent if os.path.isfile(model.path.parent / INDEX) else model.path
     try:
-        return open_source(whole, role).path
+        return _inspected(whole, role)
     except CheckpointError:
         if whole != model.path:  # a diffusers folder says what is wrong with it
             raise
@@ -79,7 +113,7 @@ def find_companion(model: Source, role: str) -> Path:
             f"no file in {place} is {wanted} that {model.path.name} needs: download one from "
             "huggingface.co/Comfy-Org/Qwen-Image_ComfyUI into it, or choose it by name."
         )
-    return min(fitting, key=_rank).path
+    return min(fitting, key=_rank)
 
 
 def check_text_width(model: Source, text_encoder: Source) -> None:
@@ -110,7 +144,7 @@ def _sources(role: str) -> Iterator[Source]:
     for name in choices(role):
         if name != MICRO:
             try:
-                yield open_source(resolve(name, role), role)
+                yield source_of(name, role)
             except CheckpointError:
                 continue  # another model's file
 

@@ -23,13 +23,12 @@ from comfy.model_patcher import ModelPatcher
 
 from ....errors import CheckpointError, SettingError
 from ....loaders.parts import SIZES
-from ....loaders.precision import AS_STORED, check_host_memory
 from ....loaders.source import Source, open_source
-from ....machine.memory import available_memory
+from ....planning.loading import AS_STORED
 from ..messages import LoadReport
 from ..record.meter import harmless
 from ..record.record import Recording, Records, running
-from .precision import STAGING_BYTES
+from .plan import STAGING_BYTES, check_host_memory
 from .text_encoder_file import (
     LANGUAGE_LINEAR,
     Layout,
@@ -149,7 +148,7 @@ STORED_KINDS = {"F8_E4M3": "fp8", "F8_E5M2": "fp8", "I8": "int8"}
 
 
 def load_text_encoder(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Source,
     precision: str = "auto",
     placement: str = "auto",
     *,
@@ -158,7 +157,8 @@ def load_text_encoder(
     """Loads the text encoder behind `path`.
 
     Args:
-        path: ComfyUI's single file, a text_encoder/ folder, or a diffusers folder.
+        path: ComfyUI's single file, a text_encoder/ folder, a diffusers folder, or one of them as
+            `open_source` read it.
         precision: auto or "as stored", bf16, fp8 or int8: how the weights of the language model
             are held. ComfyUI computes in fp32 whatever it is.
         placement: "auto", "cpu" or "drop after encoding": whether it is on the card, and for how
@@ -187,7 +187,7 @@ def load_text_encoder(
     clip = _build(source, tokenizer, prepared, options, disable_dynamic)
     clip.patcher.cached_patcher_init = (
         load_text_encoder_patcher,
-        (os.fspath(path), precision, placement),
+        (source, precision, placement),
     )
     reason = {"auto": "auto: as stored", AS_STORED: AS_STORED}.get(precision, "requested")
     size = SIZES.get((source.part.dims["hidden"], source.part.blocks))
@@ -203,12 +203,14 @@ def load_text_encoder(
 
 
 def load_text_encoder_patcher(
-    path: str, precision: str, placement: str, disable_dynamic: bool = False
+    source: Source, precision: str, placement: str, disable_dynamic: bool = False
 ) -> comfy.model_patcher.ModelPatcher:
     """Loads the same text encoder once more, for ComfyUI's clones on other devices and without
     dynamic VRAM.
     """
-    return load_text_encoder(path, precision, placement, disable_dynamic=disable_dynamic)[0].patcher
+    return load_text_encoder(source, precision, placement, disable_dynamic=disable_dynamic)[
+        0
+    ].patcher
 
 
 def _own_tokenizer(source: Source, layout: Layout) -> FolderTokenizer | None:
@@ -288,4 +290,4 @@ def _check_memory(source: Source, layout: Layout, precision: str, mapped: bool) 
         elif not mapped:
             needed += info.nbytes
     needed += converted + (STAGING_BYTES if converted else 0)
-    check_host_memory(needed, available_memory(), f"{source.path.name} in {precision}")
+    check_host_memory(needed, f"{source.path.name} in {precision}")

@@ -1,14 +1,13 @@
-"""Tells ComfyUI what a step of the model needs, so that it moves nothing off the card for nothing.
+"""Loads a Qwen-Image transformer into a ComfyUI MODEL.
 
-Without dynamic VRAM ComfyUI books a tenth more than the weights it is about to load, 2.5 GiB for a
-transformer in bf16, and besides that twice what it guesses for a step. On a card where transformer,
-text encoder and a step fit by some hundred MiB, a part of the text encoder then leaves.
+The module is ComfyUI's own, built from the sizes in the file instead of from constants, so that
+models of other widths load too. Without quantized layers it runs with ComfyUI's own operations and
+gives bit for bit what ComfyUI's own loader gives.
 """
 
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,11 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy.quant_ops import QuantizedTensor
 
 from ....errors import CheckpointError, UnavailableError
-from ....loaders.convert import check_complete, is_finite
+from ....loaders.convert import is_finite, not_finite
 from ....loaders.quantized_file import MARKER_2511
 from ....loaders.source import Source, open_source
 from ....optimizations.linear import choose_gemm
-from ....spec import QUANTIZED, TransformerShape
+from ....spec import QUANTIZED
 from ..messages import LoadReport
 from ..record.sampling import record_runs
 from ..sample.modulation import MODULATION_KEY, ModelModulation
@@ -41,38 +40,170 @@ from ..sample.off_card import (
     take_off_card,
 )
 from .linear import quantized_operations
-from .precision import choose
-from .weights import map_tensors, prepare
+from .plan import LoadPlan, plan_load, require_less_memory
+from .weights import transformer_tensors
 
-# ComfyUI guesses 1.8, which is 576 MiB for one 1024x1024 image in bf16; the whole step, with the
-# workspaces of its kernels, took 0.35 GiB there and 0.58 at 1328x1328 (NVIDIA H200).
-STEP_FACTOR = 1.1
-BOOKED_BESIDE = 0.1
+KEEP_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def book_what_is_needed(model: Any, weights: int, device: torch.device) -> None:
-    """Has a BaseModel's `memory_required` leave out what is booked for a step already.
-
-    Only where weights and a step fit what is free: there the tenth is never used. Elsewhere ComfyUI
-    gets the whole figure, by which it also decides how much of the model it loads.
+def load_model(
+    path: str | os.PathLike[str] | Source,
+    precision: str = "auto",
+    keep: Sequence[str] = (),
+    modulation: str = "auto",
+) -> tuple[ModelPatcher, LoadReport]:
+    """Loads the transformer behind `path`, with a report of what was done and why.
 
     Args:
-        weights: bytes that ComfyUI loads of the model.
-        device: where it loads them.
+        path: a safetensors file, a sharded or component folder, a diffusers folder, or one of them
+            as `open_source` read it.
+        precision: auto, bf16, fp8, int8 or "as stored".
+        keep: shell patterns of layers that stay in bf16 when the others are quantized.
+        modulation: where a third of the weights waits, one of `spec.PLACES`.
+
+    Raises:
+        CheckpointError: the file is not a Qwen-Image transformer, or is damaged.
+        SettingError: the precision or the place is unknown, or a pattern matches no layer.
+        UnavailableError: the precision cannot be had on this card, or memory does not suffice.
     """
-    model.memory_usage_factor = STEP_FACTOR
-    held = weakref.ref(model)
+    plan = plan_load(open_source(path, "transformer"), precision, keep, modulation)
+    patcher, notes = _build(plan)
+    if plan.place_reason:
+        notes.append(f"{plan.place_reason[0].upper()}{plan.place_reason[1:]}.")
+    if plan.precision in QUANTIZED:
+        notes.append(f"{choose_gemm(plan.precision, patcher.load_device)}.")
+    report = LoadReport(
+        what="transformer",
+        path=plan.source.path,
+        family=plan.source.part.family,
+        precision=_loaded_precision(patcher, plan.precision),
+        reason=plan.reason,
+        bytes=patcher.model_size(),
+        notes=tuple(notes),
+    )
+    return patcher, report
 
-    def memory_required(*args: Any, **kwargs: Any) -> float:
-        model = held()
-        needed = type(model).memory_required(model, *args, **kwargs)
-        if model.model_loaded_weight_memory:
-            return needed
-        free = comfy.model_management.get_free_memory(device)
-        fits = weights + needed + comfy.model_management.minimum_inference_memory() <= free
-        return max(0.0, needed - BOOKED_BESIDE * weights) if fits else needed
 
-    model.memory_required = memory_required
+def load_patcher(plan: LoadPlan, disable_dynamic: bool = False) -> ModelPatcher:
+    """Loads the same model once more: ComfyUI calls it for MultiGPU clones, and without dynamic
+    VRAM for torch.compile and hooks.
+    """
+    return _build(plan, disable_dynamic)[0]
+
+
+def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher, list[str]]:
+    """Returns the MODEL of a plan, and sentences about what was changed in the weights."""
+    load_device = comfy.model_management.get_torch_device()
+    offload_device = comfy.model_management.unet_offload_device()
+    source, quantized = plan.source, plan.precision in QUANTIZED
+    try:
+        tensors, notes = transformer_tensors(plan, load_device)
+    except CheckpointError as error:
+        raise CheckpointError(f"{source.path}: {error}") from error
+    if source.config.get("zero_cond_t") is True:  # as ComfyUI's own files say it
+        tensors.setdefault(MARKER_2511, torch.empty(0))
+    model = _model_config(plan, tensors, load_device).get_model(tensors, "")
+    dynamic = not disable_dynamic and comfy.memory_management.aimdo_enabled
+    if plan.off_card:
+        take_off_card(model)
+        patcher_class = OffCardDynamicPatcher if dynamic else OffCardPatcher
+    else:
+        patcher_class = comfy.model_patcher.CoreModelPatcher if dynamic else ModelPatcher
+    patcher = patcher_class(model, load_device=load_device, offload_device=offload_device)
+    if not comfy.model_management.is_device_cpu(offload_device):
+        model.to(offload_device)
+    assign = patcher.is_dynamic()
+    if not assign and not quantized and source.part.quantization.layers:
+        # What was dequantized is taken over; copied, as mapped tensors are, it would be held twice.
+        tensors = {name: _in_dtype_of(model, tensor) for name, tensor in tensors.items()}
+        assign = True
+    model.load_model_weights(tensors, "", assign=assign)
+    record_runs(patcher)
+    if plan.off_card:
+        _keep_off_card(patcher, quantized)
+    check_first_step(patcher, source.path)
+    patcher.cached_patcher_init = (load_patcher, (plan,))
+    return patcher, notes
+
+
+def _keep_off_card(patcher: ModelPatcher, quantized: bool) -> None:
+    """Has ComfyUI count without the modulation, and run with its table."""
+    model, device = patcher.model, patcher.load_device
+    patcher.size = _bytes_on_card(model)
+    if not patcher.is_dynamic() and not quantized:
+        require_less_memory(model, patcher.size, device)
+    for wrapper, function in (
+        (WrappersMP.APPLY_MODEL, ModelModulation.apply_model),
+        (WrappersMP.OUTER_SAMPLE, ModelModulation.outer_sample),
+    ):
+        patcher.add_wrapper_with_key(wrapper, MODULATION_KEY, function)
+    patcher.add_callback_with_key(CallbacksMP.ON_DETACH, MODULATION_KEY, ModelModulation.on_detach)
+
+
+def _bytes_on_card(model: torch.nn.Module) -> int:
+    off_card = sum(layer.nbytes for layer in off_card_layers(model))
+    return comfy.model_management.module_size(model) - off_card
+
+
+def _in_dtype_of(model: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(model.get_dtype()) if tensor.is_floating_point() else tensor
+
+
+def _loaded_precision(patcher: ModelPatcher, precision: str) -> str:
+    """The precision that the weights ended up in: ComfyUI has none of fp16 for this model."""
+    if precision in QUANTIZED:
+        return precision
+    names = {dtype: name for name, dtype in KEEP_DTYPE.items()}
+    return names.get(patcher.model.get_dtype(), precision)
+
+
+def _model_config(
+    plan: LoadPlan, tensors: dict[str, torch.Tensor], device: torch.device
+) -> comfy.supported_models.QwenImage:
+    """ComfyUI's configuration of the model, with the dtypes that its own loader would choose."""
+    config = comfy.supported_models.QwenImage(_unet_config(plan, tensors))
+    supported = config.supported_inference_dtypes
+    quantized = any(name.endswith(".comfy_quant") for name in tensors)
+    dtype = KEEP_DTYPE.get(plan.precision)
+    if dtype is None or quantized:
+        parameters = comfy.utils.calculate_parameters(tensors)
+        stored = None if quantized else comfy.utils.weight_dtype(tensors)
+        dtype = comfy.model_management.unet_dtype(
+            model_params=parameters, supported_dtypes=supported, weight_dtype=stored
+        )
+    cast = comfy.model_management.unet_manual_cast(None if quantized else dtype, device, supported)
+    config.set_inference_dtype(dtype, cast, device=device)
+    if quantized:
+        config.custom_operations = quantized_operations(cast or dtype)
+    return config
+
+
+def _unet_config(plan: LoadPlan, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What ComfyUI detects itself, completed by the sizes that it takes for granted."""
+    shape = plan.shape
+    config = comfy.model_detection.detect_unet_config(tensors, "")
+    config.update(
+        num_attention_heads=shape.heads,
+        attention_head_dim=shape.head_dim,
+        joint_attention_dim=shape.joint_dim,
+        out_channels=shape.packed_out_channels // 4,
+        **_rope_axes(plan.source, shape.head_dim),
+    )
+    return config
+
+
+def _rope_axes(source: Source, head_dim: int) -> dict[str, tuple[int, ...]]:
+    """The split of a head over time, height and width, which no tensor tells."""
+    axes = source.config.get("axes_dims_rope")
+    if axes is None and head_dim == 128:
+        return {}  # the published models: ComfyUI's default
+    if not isinstance(axes, list) or len(axes) != 3 or sum(axes) != head_dim:
+        raise CheckpointError(
+            f"{source.path} has heads of {head_dim} and its config.json says axes_dims_rope "
+            f"{axes}: three numbers that add up to {head_dim} are needed, so put the config.json "
+            "of the model beside its weights."
+        )
+    return {"axes_dims_rope": tuple(axes)}
 
 
 # Notices NaN and infinity at a model's first step, and names where they come from.
@@ -102,208 +233,10 @@ def check_first_step(patcher: ModelPatcher, path: Path) -> None:
 def _refuse(module: torch.nn.Module, path: Path) -> None:
     for name, weight in named_weights(module):
         quantized = isinstance(weight, QuantizedTensor)
-        held = (weight._qdata, weight._params.scale) if quantized else (weight.detach(),)
-        if not all(map(is_finite, held)):
-            raise CheckpointError(
-                f"{path} holds NaN or infinity in the tensor {name!r}: download the file again."
-            )
+        stored = (weight._qdata, weight._params.scale) if quantized else (weight.detach(),)
+        if not all(map(is_finite, stored)):
+            raise not_finite(path, name)
     raise UnavailableError(
         f"{path} gave NaN or infinity at its first step although its weights are finite: an "
         "attention kernel, a LoRA or another node's patch is at fault, so run once without them."
     )
-
-
-# Loads a Qwen-Image transformer into a ComfyUI MODEL.
-#
-# The module is ComfyUI's own, built from the sizes in the file instead of from constants, so that
-# models of other widths load too. Without quantized layers it runs with ComfyUI's own operations
-# and
-# gives bit for bit what ComfyUI's own loader gives.
-
-KEEP_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-def load_model(
-    path: str | os.PathLike[str],
-    precision: str = "auto",
-    keep: Sequence[str] = (),
-    modulation: str = "auto",
-) -> tuple[comfy.model_patcher.ModelPatcher, LoadReport]:
-    """Loads the transformer behind `path`, with a report of what was done and why.
-
-    Args:
-        path: a safetensors file, a sharded or component folder, or a diffusers folder.
-        precision: auto, bf16, fp8, int8 or "as stored".
-        keep: shell patterns of layers that stay in bf16 when the others are quantized.
-        modulation: where a third of the weights waits, one of `planning.placement.PLACES`.
-
-    Raises:
-        CheckpointError: the file is not a Qwen-Image transformer, or is damaged.
-        SettingError: the precision or the place is unknown, or a pattern matches no layer.
-        UnavailableError: the precision cannot be had on this card, or memory does not suffice.
-    """
-    source = open_source(path, "transformer")
-    shape = check_complete(source)
-    choice, place = choose(source, shape, precision, keep, modulation)
-    settings = (choice.name, tuple(keep), precision in QUANTIZED, place.off_card)
-    patcher, notes = _load(path, source, shape, *settings)
-    if place.reason:
-        notes.append(f"{place.reason[0].upper()}{place.reason[1:]}.")
-    if choice.name in QUANTIZED:
-        notes.append(f"{choose_gemm(choice.name, patcher.load_device)}.")
-    report = LoadReport(
-        what="transformer",
-        path=source.path,
-        family=source.part.family,
-        precision=_held_in(patcher, choice.name),
-        reason=choice.reason,
-        bytes=patcher.model_size(),
-        notes=tuple(notes),
-    )
-    return patcher, report
-
-
-def load_patcher(
-    path: str,
-    precision: str,
-    keep: Sequence[str],
-    named: bool,
-    off_card: bool,
-    disable_dynamic: bool = False,
-) -> comfy.model_patcher.ModelPatcher:
-    """Loads the same model once more: ComfyUI calls it for MultiGPU clones, and without dynamic
-    VRAM for torch.compile and hooks.
-    """
-    source = open_source(path, "transformer")
-    shape = check_complete(source)
-    settings = (precision, tuple(keep), named, off_card, disable_dynamic)
-    return _load(path, source, shape, *settings)[0]
-
-
-def _load(
-    path: str | os.PathLike[str],
-    source: Source,
-    shape: TransformerShape,
-    precision: str,
-    keep: tuple[str, ...],
-    named: bool,
-    off_card: bool,
-    disable_dynamic: bool = False,
-) -> tuple[comfy.model_patcher.ModelPatcher, list[str]]:
-    load_device = comfy.model_management.get_torch_device()
-    offload_device = comfy.model_management.unet_offload_device()
-    mapped = map_tensors(source)
-    try:
-        tensors, notes = prepare(source, mapped, precision, keep, load_device, named=named)
-    except CheckpointError as error:
-        raise CheckpointError(f"{source.path}: {error}") from error
-    if source.config.get("zero_cond_t") is True:  # as ComfyUI's own files say it
-        tensors.setdefault(MARKER_2511, torch.empty(0))
-    config = _model_config(source, shape, tensors, precision, load_device)
-    model = config.get_model(tensors, "")
-    dynamic = not disable_dynamic and comfy.memory_management.aimdo_enabled
-    if off_card:
-        take_off_card(model)
-        patcher_class = OffCardDynamicPatcher if dynamic else OffCardPatcher
-    elif dynamic:
-        patcher_class = comfy.model_patcher.CoreModelPatcher
-    else:
-        patcher_class = comfy.model_patcher.ModelPatcher
-    patcher = patcher_class(model, load_device=load_device, offload_device=offload_device)
-    if not comfy.model_management.is_device_cpu(offload_device):
-        model.to(offload_device)
-    assign = patcher.is_dynamic()
-    if not assign and precision not in QUANTIZED and source.part.quantization.layers:
-        # What was dequantized is taken over; copied, as mapped tensors are, it would be held twice.
-        tensors = {name: _in_dtype_of(model, tensor) for name, tensor in tensors.items()}
-        assign = True
-    model.load_model_weights(tensors, "", assign=assign)
-    record_runs(patcher)
-    if off_card:
-        patcher.size = _bytes_on_card(model)
-        if not patcher.is_dynamic() and precision not in QUANTIZED:
-            book_what_is_needed(model, patcher.size, load_device)
-        patcher.add_wrapper_with_key(
-            WrappersMP.APPLY_MODEL, MODULATION_KEY, ModelModulation.apply_model
-        )
-        patcher.add_wrapper_with_key(
-            WrappersMP.OUTER_SAMPLE, MODULATION_KEY, ModelModulation.outer_sample
-        )
-        patcher.add_callback_with_key(
-            CallbacksMP.ON_DETACH, MODULATION_KEY, ModelModulation.on_detach
-        )
-    check_first_step(patcher, source.path)
-    settings = (os.fspath(path), precision, keep, named, off_card)
-    patcher.cached_patcher_init = (load_patcher, settings)
-    return patcher, notes
-
-
-def _bytes_on_card(model: torch.nn.Module) -> int:
-    off_card = sum(layer.nbytes for layer in off_card_layers(model))
-    return comfy.model_management.module_size(model) - off_card
-
-
-def _in_dtype_of(model: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(model.get_dtype()) if tensor.is_floating_point() else tensor
-
-
-def _held_in(patcher: comfy.model_patcher.ModelPatcher, precision: str) -> str:
-    """The precision that the weights ended up in: ComfyUI has none of fp16 for this model."""
-    if precision in QUANTIZED:
-        return precision
-    names = {dtype: name for name, dtype in KEEP_DTYPE.items()}
-    return names.get(patcher.model.get_dtype(), precision)
-
-
-def _model_config(
-    source: Source,
-    shape: TransformerShape,
-    tensors: dict[str, torch.Tensor],
-    precision: str,
-    device: torch.device,
-) -> comfy.supported_models.QwenImage:
-    """ComfyUI's configuration of the model, with the dtypes that its own loader would choose."""
-    config = comfy.supported_models.QwenImage(_unet_config(source, shape, tensors))
-    supported = config.supported_inference_dtypes
-    quantized = any(name.endswith(".comfy_quant") for name in tensors)
-    dtype = KEEP_DTYPE.get(precision)
-    if dtype is None or quantized:
-        parameters = comfy.utils.calculate_parameters(tensors)
-        stored = None if quantized else comfy.utils.weight_dtype(tensors)
-        dtype = comfy.model_management.unet_dtype(
-            model_params=parameters, supported_dtypes=supported, weight_dtype=stored
-        )
-    cast = comfy.model_management.unet_manual_cast(None if quantized else dtype, device, supported)
-    config.set_inference_dtype(dtype, cast, device=device)
-    if quantized:
-        config.custom_operations = quantized_operations(cast or dtype)
-    return config
-
-
-def _unet_config(
-    source: Source, shape: TransformerShape, tensors: dict[str, torch.Tensor]
-) -> dict[str, Any]:
-    """What ComfyUI detects itself, completed by the sizes that it takes for granted."""
-    config = comfy.model_detection.detect_unet_config(tensors, "")
-    config.update(
-        num_attention_heads=shape.heads,
-        attention_head_dim=shape.head_dim,
-        joint_attention_dim=shape.joint_dim,
-        out_channels=shape.packed_out_channels // 4,
-        **_rope_axes(source, shape.head_dim),
-    )
-    return config
-
-
-def _rope_axes(source: Source, head_dim: int) -> dict[str, tuple[int, ...]]:
-    """The split of a head over time, height and width, which no tensor tells."""
-    axes = source.config.get("axes_dims_rope")
-    if axes is None and head_dim == 128:
-        return {}  # the published models: ComfyUI's default
-    if not isinstance(axes, list) or len(axes) != 3 or sum(axes) != head_dim:
-        raise CheckpointError(
-            f"{source.path} has heads of {head_dim} and its config.json says axes_dims_rope "
-            f"{axes}: three numbers that add up to {head_dim} are needed, so put the config.json "
-            "of the model beside its weights."
-        )
-    return {"axes_dims_rope": tuple(axes)}

@@ -24,12 +24,13 @@ LATENT_CHANNELS = 16
 
 
 def load_vae(
-    path: str | os.PathLike[str], precision: str = "auto"
+    path: str | os.PathLike[str] | Source, precision: str = "auto"
 ) -> tuple[comfy.sd.VAE, LoadReport]:
     """Loads the VAE behind `path`: Qwen-Image's with 3 channels, or Layered's with 4.
 
     Args:
-        path: a safetensors file, a vae/ folder, or a diffusers folder.
+        path: a safetensors file, a vae/ folder, a diffusers folder, or one of them as
+            `open_source` read it.
         precision: auto (what ComfyUI chooses for the card), bf16 or fp32.
 
     Raises:
@@ -47,7 +48,7 @@ def load_vae(
         check_finite(source.path, name, tensor)
     vae = comfy.sd.VAE(sd=tensors, dtype=DTYPES[precision])
     vae.throw_exception_if_invalid()
-    vae.patcher.cached_patcher_init = (load_vae_patcher, (os.fspath(path), precision))
+    vae.patcher.cached_patcher_init = (load_vae_patcher, (source, precision))
     return vae, LoadReport(
         what="VAE",
         path=source.path,
@@ -60,14 +61,14 @@ def load_vae(
 
 
 def load_vae_patcher(
-    path: str, precision: str, disable_dynamic: bool = False
+    source: Source, precision: str, disable_dynamic: bool = False
 ) -> comfy.model_patcher.ModelPatcher:
     """Loads the same VAE once more, for ComfyUI's clones on other devices.
 
     ComfyUI's VAE has no way to be built without dynamic VRAM: as in its own loader,
     `disable_dynamic` changes nothing.
     """
-    return load_vae(path, precision)[0].patcher
+    return load_vae(source, precision)[0].patcher
 
 
 def _native_names(source: Source) -> dict[str, str]:

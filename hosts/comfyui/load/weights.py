@@ -15,11 +15,11 @@ import comfy.utils
 import torch
 
 from ....loaders.convert import not_finite
-from ....loaders.precision import format_bytes
 from ....loaders.quantize import FORMATS, RoundedLayer, layers_to_quantize, quantize_layers
 from ....loaders.source import Source
 from ....loaders.stored import StoredLayer, canonical_tensors
-from .precision import STAGING_BYTES
+from ....spec import format_bytes
+from .plan import STAGING_BYTES, LoadPlan
 
 
 def map_tensors(source: Source) -> dict[str, torch.Tensor]:
@@ -38,29 +38,22 @@ def map_tensors(source: Source) -> dict[str, torch.Tensor]:
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def prepare(
-    source: Source,
-    tensors: dict[str, torch.Tensor],
-    precision: str,
-    keep: Sequence[str],
-    device: torch.device,
-    *,
-    named: bool,
+def transformer_tensors(
+    plan: LoadPlan, device: torch.device
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Returns the state dict to load, and sentences about what was changed on the way.
 
+    It reads only what it has to convert.
+
     Args:
-        tensors: the file's, mapped; this function reads only what it has to convert.
-        precision: bf16, fp16, fp32, fp8 or int8.
-        keep: patterns of layers that stay in bf16.
         device: where weights are rounded.
-        named: whether the user named the precision: only then one quantized format is converted
-            into another, in files that hold both as well.
 
     Raises:
         CheckpointError: a weight or a scale cannot be used; the message names it.
-        SettingError: a pattern in `keep` matches no layer.
+        SettingError: a pattern of `plan.keep` matches no layer.
     """
+    source, precision = plan.source, plan.precision
+    tensors = map_tensors(source)
     notes = _what_was_stored(source)
     ready: dict[str, torch.Tensor] = {}
     stored: dict[str, StoredLayer] = {}
@@ -74,7 +67,7 @@ def prepare(
         *(_layer(name) for name, tensor in ready.items() if _is_weight(name, tensor)),
     ]
     quantizable = layers_to_quantize(linear)
-    kept = quantizable - layers_to_quantize(linear, keep)
+    kept = quantizable - layers_to_quantize(linear, plan.keep)
 
     to_round = []
     # What the author of a quantized file left in bf16 stays so.
@@ -83,7 +76,7 @@ def prepare(
     for layer, entry in stored.items():
         if precision not in FORMATS or layer in kept:
             ready[f"{layer}.weight"] = entry.dequantized()
-        elif named and layer in quantizable and entry.format.split()[0] != precision:
+        elif plan.named and layer in quantizable and entry.format.split()[0] != precision:
             to_round.append(layer)
         else:
             ready |= entry.tensors(layer)

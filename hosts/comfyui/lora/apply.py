@@ -23,7 +23,7 @@ from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, WeightAdapterBase
 
 from ....errors import CheckpointError, SettingError
 from ....loaders.lora import FOREIGN_STACKS
-from ....loaders.precision import format_bytes
+from ....spec import format_bytes
 from . import mode_of
 from .bypass import add_bypass, bypass_module
 from .file import LoraFile, inspect_lora, read_lora

@@ -14,7 +14,7 @@ from ....spec import FAMILIES, PIXELS_PER_LATENT, REFERENCE_SIDE, whole_pixels
 from ..estimate.cards import THIS_CARD, ChosenCard, card_of
 from ..estimate.estimate import estimate_on
 from ..estimate.request import WiredRequest, request_from
-from ..load.precision import card_facts
+from ..load.plan import card_facts
 
 # A reference that differs by more from one megapixel takes other memory and time.
 LIKE_A_MEGAPIXEL = 0.1

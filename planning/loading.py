@@ -1,35 +1,35 @@
-"""Which precision the weights are computed in, and the reason in words."""
+"""The decisions of a load, before weights are read: in which precision the weights are held, and
+where a transformer's modulation waits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..errors import SettingError, UnavailableError
-from ..planning.bytes import TransformerBytes, weight_bytes
-from ..planning.plan import PlanOption, check_stored, check_tensor_cores, plan
-from ..planning.reasons import kept_precision, requested_precision, weight_only
-from ..planning.request import Parts, RunRequest
 from ..spec import (
     BYTES_PER_WEIGHT,
     OFF_CARD,
     QUANTIZED,
     USUAL_SIDE,
     CardFacts,
-    ModulationPlace,
     TransformerShape,
+    format_bytes,
     format_gib,
 )
+from .bytes import TransformerBytes, weight_bytes
+from .plan import LEAST_SIDE, PlanOption, check_stored, check_tensor_cores, plan
+from .reasons import kept_precision, requested_precision, weight_only
+from .request import Parts, RunRequest
 
 PRECISIONS = ("auto", "bf16", "fp32", "fp8", "int8")
 AS_STORED = "as stored"
 TRANSFORMER_PRECISIONS = ("auto", "bf16", "fp8", "int8", AS_STORED)
-# Where a card is too small for an image of the usual side, its loader decides for one of this.
-LEAST_SIDE = 256
 
 
-@dataclass(frozen=True)
-class PrecisionChoice:
+class PrecisionChoice(NamedTuple):
     """A precision by name (a key of `BYTES_PER_WEIGHT`) and why it was chosen."""
 
     name: str
@@ -37,13 +37,21 @@ class PrecisionChoice:
 
 
 @dataclass(frozen=True)
-class TransformerChoice:
-    """How a transformer is held, where its modulation waits, and the plan's option behind both;
-    None on the CPU.
+class LoadDecision:
+    """How a transformer is loaded.
+
+    Args:
+        precision: a key of `BYTES_PER_WEIGHT`.
+        reason: why in that precision.
+        off_card: whether the modulation waits in host memory.
+        place_reason: why there; empty where there is nothing to say.
+        option: of the plan that it follows; None on the CPU.
     """
 
-    precision: PrecisionChoice
-    modulation: ModulationPlace
+    precision: str
+    reason: str
+    off_card: bool
+    place_reason: str
     option: PlanOption | None = None
 
 
@@ -78,7 +86,7 @@ def choose_precision(
     )
 
 
-def choose_transformer(
+def decide_load(
     requested: str,
     modulation: str = "auto",
     *,
@@ -86,16 +94,16 @@ def choose_transformer(
     shape: TransformerShape,
     card: CardFacts | None,
     held: Mapping[str, TransformerBytes] | None = None,
-) -> TransformerChoice:
-    """Decides how a transformer's weights are held, before they are read.
+) -> LoadDecision:
+    """Decides how a transformer is loaded.
 
-    `auto` is what `planning.plan.plan` recommends for one image of 1328x1328 beside a text encoder
+    `auto` is what `plan` recommends for one image of 1328x1328 beside a text encoder
     in bf16. Weights that do not stay on the card are no error, because the host moves them to it
     in every step; the reason then says so.
 
     Args:
         requested: one of `TRANSFORMER_PRECISIONS`.
-        modulation: one of `planning.placement.PLACES`.
+        modulation: one of `spec.PLACES`.
         stored: what the file holds, a key of `BYTES_PER_WEIGHT`.
         card: where the transformer runs; None for the CPU.
         held: {precision: bytes} where shape and precision do not tell them.
@@ -129,34 +137,15 @@ def choose_transformer(
         held["bf16"] = held.get(stored) or _held(shape, stored)
     option = _recommended(card, request, stored, as_stored, held)
     reasons = {**option.reasons}
-    place = ModulationPlace(option.setting.off_card, reasons.pop("modulation"))
+    place_reason = reasons.pop("modulation")
     reasons.pop("text encoder", None)  # its own loader says where it is
-    choice = PrecisionChoice(name or option.setting.precision, "; ".join(reasons.values()))
-    return TransformerChoice(choice, place, option)
-
-
-def check_host_memory(needed_bytes: int, available_bytes: int, what: str) -> None:
-    """Refuses before reading what host memory cannot hold.
-
-    Args:
-        needed_bytes: the peak of host memory that is not a mapped file.
-        available_bytes: what can be had now.
-        what: the subject of the sentence, such as `qwen_image_bf16.safetensors in int8`.
-
-    Raises:
-        UnavailableError: less is available than needed; it names both numbers and the remedy.
-    """
-    if needed_bytes > available_bytes:
-        raise UnavailableError(
-            f"{what} needs {format_gib(needed_bytes)} of host memory and "
-            f"{format_gib(available_bytes)} is available: close other programs, or load a file "
-            "that is stored in fp8 or int8, which takes about half of bf16."
-        )
-
-
-def format_bytes(count: float) -> str:
-    """Decimal units, as disks and cards are labelled: `57.7 GB`, `12 MB`."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+    return LoadDecision(
+        precision=name or option.setting.precision,
+        reason="; ".join(reasons.values()),
+        off_card=option.setting.off_card,
+        place_reason=place_reason,
+        option=option,
+    )
 
 
 def _recommended(
@@ -179,7 +168,7 @@ def _on_processor(
     stored: str,
     shape: TransformerShape,
     held: Mapping[str, TransformerBytes],
-) -> TransformerChoice:
+) -> LoadDecision:
     """There is no card to leave, and no room to be short of."""
     name = stored if requested in ("auto", AS_STORED) else requested
     if requested == "auto":
@@ -193,9 +182,11 @@ def _on_processor(
     size = (held.get(name) or _held(shape, name)).total
     clauses = (why, weight_only(name, None), f"{format_gib(size)} of weights in host memory")
     place = "modulation: stays with the rest, because only an NVIDIA card has an off card"
-    return TransformerChoice(
-        PrecisionChoice(name, "; ".join(filter(None, clauses))),
-        ModulationPlace(False, place if modulation == OFF_CARD else ""),
+    return LoadDecision(
+        precision=name,
+        reason="; ".join(filter(None, clauses)),
+        off_card=False,
+        place_reason=place if modulation == OFF_CARD else "",
     )
 
 

@@ -17,12 +17,11 @@ from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 
-from ....errors import CheckpointError, SettingError, UnavailableError
-from ....loaders.convert import is_finite
-from ....loaders.precision import format_bytes
-from ....loaders.quantization import AUXILIARY
-from ....loaders.quantize import RoundedLayer, quantize_layers
-from ....loaders.quantized_file import (
+from ...errors import CheckpointError, SettingError, UnavailableError
+from ...loaders.convert import is_finite
+from ...loaders.quantization import AUXILIARY
+from ...loaders.quantize import RoundedLayer, quantize_layers
+from ...loaders.quantized_file import (
     READERS,
     check_destination,
     check_precision,
@@ -30,12 +29,13 @@ from ....loaders.quantized_file import (
     file_metadata,
     specs_of_layer,
 )
-from ....loaders.stored import StoredLayer
-from ....loaders.writer import DTYPES, SafetensorsLayout, write_safetensors
-from ..lora.bypass import BYPASS_KEY
-from ..sample.off_card import named_weights
-from .linear import LOADED_FORMATS
-from .precision import STAGING_BYTES
+from ...loaders.stored import StoredLayer
+from ...loaders.writer import DTYPES, SafetensorsLayout, write_safetensors
+from ...spec import format_bytes
+from .load.linear import LOADED_FORMATS
+from .load.plan import STAGING_BYTES
+from .lora.bypass import BYPASS_KEY
+from .sample.off_card import named_weights
 
 PREFIX = "diffusion_model."
 Tensors = Mapping[str, torch.Tensor]

@@ -1,0 +1,216 @@
+"""What is decided of a transformer before its weights are read: one `LoadPlan`, from the headers,
+the card and the memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import comfy.memory_management
+import comfy.model_management
+import torch
+
+from ....errors import UnavailableError
+from ....loaders.convert import check_complete
+from ....loaders.quantization import STORAGE_ONLY, computed_precision
+from ....loaders.quantize import layers_to_quantize
+from ....loaders.sizes import modulation_bytes
+from ....loaders.source import Source
+from ....machine.memory import available_memory
+from ....planning.bytes import TransformerBytes, weight_bytes, weights_by_precision
+from ....planning.loading import LoadDecision, decide_load
+from ....planning.phases import KEPT_FREE_BYTES
+from ....spec import GIB, QUANTIZED, CardFacts, TransformerShape, format_gib
+
+STORED = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+# What the loading itself takes beside the result: the largest layers that are in work.
+STAGING_BYTES = 2 * GIB
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """A transformer as it is to be loaded; nothing in it is left to choose.
+
+    Args:
+        source: its files, as their headers describe them.
+        shape: its sizes.
+        keep: shell patterns of layers that stay in bf16 when the others are quantized.
+        named: whether the user named a quantized precision: only then is one quantized format
+            converted into another.
+        precision: what the weights are held in, and `reason` why.
+        off_card: whether the modulation waits in host memory, and `place_reason` why.
+    """
+
+    source: Source
+    shape: TransformerShape
+    keep: tuple[str, ...]
+    named: bool
+    precision: str
+    reason: str
+    off_card: bool
+    place_reason: str
+
+
+def plan_load(
+    source: Source, requested: str, keep: Sequence[str] = (), modulation: str = "auto"
+) -> LoadPlan:
+    """Decides on precision and place, and refuses what memory cannot hold.
+
+    Args:
+        requested: one of `planning.loading.TRANSFORMER_PRECISIONS`.
+        keep: shell patterns of layers that stay in bf16.
+        modulation: one of `spec.PLACES`.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape.
+        SettingError: the precision or the place is unknown, or a pattern in `keep` matches no
+            layer.
+        UnavailableError: the card cannot compute it, or memory does not suffice.
+    """
+    shape = check_complete(source)
+    stored = _stored_precision(source)
+    sizes = _sizes(source, shape, stored, keep)
+    card = card_facts(comfy.model_management.get_torch_device())
+    decision = decide_load(requested, modulation, stored=stored, shape=shape, card=card, held=sizes)
+    name = decision.precision
+    _check_card(source, decision, card)
+    check_host_memory(
+        _host_bytes(source, stored, decision, sizes, card), f"{source.path.name} in {name}"
+    )
+    return LoadPlan(
+        source=source,
+        shape=shape,
+        keep=tuple(keep),
+        named=requested in QUANTIZED,
+        precision=name,
+        reason=decision.reason,
+        off_card=decision.off_card,
+        place_reason=decision.place_reason,
+    )
+
+
+def card_facts(device: torch.device) -> CardFacts | None:
+    """The NVIDIA card that a MODEL is loaded for; None for everything else."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return CardFacts(properties.name, properties.total_memory, (properties.major, properties.minor))
+
+
+def check_host_memory(needed: int, what: str) -> None:
+    """Refuses before reading what host memory cannot hold.
+
+    Args:
+        needed: the peak in bytes of host memory that is not a mapped file.
+        what: the subject of the sentence, such as `qwen_image_bf16.safetensors in int8`.
+
+    Raises:
+        UnavailableError: less is available than needed; it names both numbers and the remedy.
+    """
+    available = available_memory()
+    if needed > available:
+        raise UnavailableError(
+            f"{what} needs {format_gib(needed)} of host memory and {format_gib(available)} is "
+            "available: close other programs, or load a file that is stored in fp8 or int8, which "
+            "takes about half of bf16."
+        )
+
+
+def _stored_precision(source: Source) -> str:
+    """The precision that most of the weights are stored in."""
+    layers = source.part.quantization.layers
+    formats = [layers[layer] for layer in layers_to_quantize(layers)]
+    if formats:  # others, such as e5m2, are converted
+        return computed_precision(formats) or "bf16"
+    plain = {name: entry["bytes"] for name, entry in source.part.dtypes.items() if name in STORED}
+    return STORED[max(plain, key=plain.__getitem__)] if plain else "bf16"
+
+
+def _sizes(
+    source: Source, shape: TransformerShape, stored: str, keep: Sequence[str]
+) -> dict[str, TransformerBytes]:
+    """{precision: bytes of the weights in it}"""
+    layers = shape.quantizable_layers()
+    kept = frozenset(layers) - layers_to_quantize(layers, keep)
+    sizes = {
+        name: TransformerBytes(total, weight_bytes(shape, name).modulation)
+        for name, total in weights_by_precision(shape, kept).items()
+    }
+    if stored in QUANTIZED and not keep:  # taken over as it lies in the file
+        sizes[stored] = TransformerBytes(source.part.bytes, modulation_bytes(source))
+    return sizes
+
+
+def _check_card(source: Source, decision: LoadDecision, card: CardFacts | None) -> None:
+    """Elsewhere the host offloads what does not fit; with --gpu-only or --highvram it cannot."""
+    name, option = decision.precision, decision.option
+    state = comfy.model_management.vram_state
+    stays = state == comfy.model_management.VRAMState.HIGH_VRAM
+    if stays and card is not None and option is not None and option.moved_bytes:
+        needed = option.needs["sampling"]
+        raise UnavailableError(
+            f"{source.path.name} in {name} needs {format_gib(needed)} and {card.name} has "
+            f"{format_gib(max(0, card.total_bytes - KEPT_FREE_BYTES))}: start ComfyUI without "
+            "--highvram and --gpu-only so that it can offload"
+            + (", or choose int8." if name not in QUANTIZED else ".")
+        )
+
+
+def _host_bytes(
+    source: Source,
+    stored: str,
+    decision: LoadDecision,
+    sizes: Mapping[str, TransformerBytes],
+    card: CardFacts | None,
+) -> int:
+    """Peak of host memory that is no mapped file."""
+    name, size = decision.precision, sizes[decision.precision]
+    weights = size.total
+    # What is converted on load is no part of the mapped file any more, wherever it waits.
+    if decision.off_card and (stored not in ("fp16", "fp32") or name == stored):
+        weights -= size.modulation
+    if name == stored and not STORAGE_ONLY & source.part.quantization.formats.keys():
+        # Under dynamic VRAM the mapped file itself is the model; else the host copies what is
+        # not quantized.
+        copies = card is None or not comfy.memory_management.aimdo_enabled
+        return weights if copies and name not in QUANTIZED else 0
+    return weights + STAGING_BYTES
+
+
+# Without dynamic VRAM ComfyUI reserves a tenth more than the weights it is about to load, 2.5 GiB
+# for a transformer in bf16, and besides that twice what it guesses for a step. On a card where
+# transformer, text encoder and a step fit by some hundred MiB, a part of the text encoder then
+# leaves.
+
+# ComfyUI guesses 1.8, which is 576 MiB for one 1024x1024 image in bf16; the whole step, with the
+# workspaces of its kernels, took 0.35 GiB there and 0.58 at 1328x1328 (NVIDIA H200).
+STEP_FACTOR = 1.1
+RESERVED_SHARE = 0.1
+
+
+def require_less_memory(model: Any, weights: int, device: torch.device) -> None:
+    """Has a BaseModel's `memory_required` leave out what ComfyUI reserves for a step already.
+
+    Only where weights and a step fit what is free: there the tenth is never used. Elsewhere ComfyUI
+    gets the whole figure, by which it also decides how much of the model it loads.
+
+    Args:
+        weights: bytes that ComfyUI loads of the model.
+        device: where it loads them.
+    """
+    model.memory_usage_factor = STEP_FACTOR
+    reference = weakref.ref(model)
+
+    def memory_required(*args: Any, **kwargs: Any) -> float:
+        model = reference()
+        needed = type(model).memory_required(model, *args, **kwargs)
+        if model.model_loaded_weight_memory:
+            return needed
+        free = comfy.model_management.get_free_memory(device)
+        fits = weights + needed + comfy.model_management.minimum_inference_memory() <= free
+        return max(0.0, needed - RESERVED_SHARE * weights) if fits else needed
+
+    model.memory_required = memory_required

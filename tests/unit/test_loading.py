@@ -1,0 +1,276 @@
+"""In which precision a transformer is loaded, and where its modulation waits, on cards that this
+test is not on.
+"""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
+from qwen_l40s.planning.bytes import TransformerBytes, weight_bytes
+from qwen_l40s.planning.loading import TRANSFORMER_PRECISIONS, decide_load
+from qwen_l40s.planning.phases import KEPT_FREE_BYTES, Setting, phases
+from qwen_l40s.planning.plan import plan
+from qwen_l40s.planning.request import RunRequest
+from qwen_l40s.spec import FULL_SIZE, GIB, MIB, PLACES, CardFacts
+
+L40S = CardFacts("NVIDIA L40S", 46068 * MIB, (8, 9))
+H100 = CardFacts("NVIDIA H100", 80 * GIB, (9, 0))
+A100 = CardFacts("NVIDIA A100", 81920 * MIB, (8, 0))
+A100_40 = CardFacts("NVIDIA A100", 40960 * MIB, (8, 0))
+RTX_4090 = CardFacts("RTX 4090", 24564 * MIB, (8, 9))
+RTX_5090 = CardFacts("RTX 5090", 32607 * MIB, (12, 0))
+RTX_3060 = CardFacts("RTX 3060", 12288 * MIB, (8, 6))
+T4 = CardFacts("Tesla T4", 15360 * MIB, (7, 5))
+CARDS = (L40S, A100, A100_40, RTX_4090, RTX_5090, RTX_3060, T4)
+
+# The least faithful first; auto gives bf16 and int8 alone where the file is not quantized.
+FIDELITY = ("fp8", "int8", "bf16", "fp16", "fp32")
+
+
+def decide(requested, stored, card, modulation="auto", held=None):
+    return decide_load(requested, modulation, stored=stored, shape=FULL_SIZE, card=card, held=held)
+
+
+def on_card(found):
+    """GiB of weights that steps read, as the reasons write it."""
+    sizes = weight_bytes(FULL_SIZE, found.precision)
+    return f"{(sizes.total - sizes.modulation * found.off_card) / GIB:.1f} GiB of weights"
+
+
+@pytest.mark.parametrize(
+    ("requested", "card", "stored", "name", "reasons"),
+    [
+        (
+            *("auto", L40S, "bf16", "bf16"),
+            ["auto: bf16 is what the model was trained in, and it fits; 25.4 GiB"],
+        ),
+        ("auto", L40S, "fp32", "bf16", ["the file's fp32 is rounded to bf16"]),
+        (
+            *("auto", A100, "bf16", "bf16"),
+            ["38.1 GiB of weights stay on NVIDIA A100", "has 80.0 GiB, of which 0.4 GiB stay free"],
+        ),
+        ("auto", A100_40, "bf16", "bf16", ["25.4 GiB of weights stay on NVIDIA A100"]),
+        (
+            *("auto", RTX_4090, "bf16", "int8"),
+            [
+                "bf16 with 25.4 GiB of weights does not stay on the card",
+                "tells for yours); 12.8 GiB of weights stay on RTX 4090",
+            ],
+        ),
+        (
+            *("auto", RTX_3060, "bf16", "int8"),
+            ["of 12.8 GiB of weights 10.", "to it in every pass"],
+        ),
+        ("auto", T4, "bf16", "int8", ["sm_75 does not multiply int8, which needs sm_80"]),
+        (
+            *("auto", L40S, "fp8", "fp8"),
+            ["auto: the file holds fp8, and dequantizing it would gain nothing"],
+        ),
+        ("auto", A100, "fp8", "fp8", ["sm_80 does not multiply fp8, which needs sm_89"]),
+        (
+            *("auto", None, "bf16", "bf16"),
+            ["auto on the CPU: as the file holds it, bf16; 38.1 GiB of weights"],
+        ),
+        ("auto", None, "fp32", "fp32", ["76.1 GiB of weights in host memory"]),
+        (
+            *("auto", None, "fp8", "fp8"),
+            ["the CPU computes in full precision from the fp8 weights"],
+        ),
+        (
+            *("bf16", L40S, "bf16", "bf16"),
+            ["requested: the file holds bf16; 25.4 GiB of weights stay on"],
+        ),
+        ("bf16", L40S, "fp32", "bf16", ["requested: the file's fp32 is rounded to bf16"]),
+        ("bf16", L40S, "fp8", "bf16", ["dequantized, which does not bring back what fp8 lost"]),
+        (
+            *("bf16", RTX_4090, "bf16", "bf16"),
+            ["of 25.4 GiB of weights 2", "stay on RTX 4090", " to it in every pass, "],
+        ),
+        ("bf16", None, "int8", "bf16", ["38.1 GiB of weights in host memory"]),
+        ("fp8", L40S, "bf16", "fp8", ["the file's bf16 is quantized to fp8 on load; 25.4 GiB"]),
+        (
+            *("fp8", L40S, "int8", "fp8"),
+            ["int8 is quantized a second time to fp8, so that both errors add up"],
+        ),
+        ("int8", A100, "fp8", "int8", ["fp8 is quantized a second time to int8"]),
+        (
+            *("int8", None, "bf16", "int8"),
+            ["the CPU computes in full precision from the int8 weights"],
+        ),
+        (
+            *("as stored", A100, "fp8", "fp8"),
+            ["so the fp8 weights are computed in bf16 and save memory, not time"],
+        ),
+    ],
+)
+def test_precisions_and_reasons(requested, card, stored, name, reasons):
+    found = decide(requested, stored, card)
+    assert found.precision == name
+    assert all(reason in found.reason for reason in reasons), found.reason
+
+
+def test_auto_is_what_the_plan_recommends():
+    for card in CARDS:
+        for stored in FIDELITY:
+            option = plan(card, RunRequest(), stored)[0]
+            found = decide("auto", stored, card)
+            assert found.option == option
+            assert found.precision == option.setting.precision
+            assert found.off_card == option.setting.off_card
+            for what, clause in option.reasons.items():
+                reason = found.place_reason if what == "modulation" else found.reason
+                assert (clause in reason) == (what != "text encoder")
+
+
+def test_auto_takes_bf16_exactly_where_it_stays():
+    """The border, to the byte: sampling without the text encoder, and what stays free."""
+    lowest, highest = 20 * GIB, 40 * GIB  # int8 below, bf16 above
+    while highest - lowest > 1:
+        middle = (lowest + highest) // 2
+        found = decide("auto", "bf16", CardFacts("card", middle, (9, 0)))
+        lowest, highest = (lowest, middle) if found.precision == "bf16" else (middle, highest)
+    option = plan(CardFacts("card", highest, (9, 0)), RunRequest())[0]
+    assert option.setting.precision == "bf16"
+    assert option.headroom_bytes == highest - KEPT_FREE_BYTES - option.peak_bytes >= 0
+    assert plan(CardFacts("card", lowest, (9, 0)), RunRequest())[0].setting.precision == "int8"
+    assert 26 * GIB < highest < 29 * GIB
+
+
+@given(
+    total=st.integers(3 * GIB, 100 * GIB),
+    more=st.integers(0, 30 * GIB),
+    stored=st.sampled_from(FIDELITY),
+    capability=st.sampled_from([(7, 5), (8, 0), (8, 9), (9, 0), (12, 0)]),
+)
+@settings(max_examples=15, deadline=None)
+def test_more_memory_is_never_less_faithful(total, more, stored, capability):
+    small, large = (
+        decide("auto", stored, CardFacts("card", size, capability)).precision
+        for size in (total, total + more)
+    )
+    assert FIDELITY.index(small) <= FIDELITY.index(large)
+
+
+def test_true_sizes_decide():
+    """Of files that are taken over as they are, and with layers that stay in bf16."""
+    found = decide("auto", "int8", RTX_4090, held={"int8": TransformerBytes(30 * GIB, 6 * GIB)})
+    assert "of 24.0 GiB of weights" in found.reason
+    assert "modulation: 6.0 GiB stays in host memory" in found.place_reason
+    assert not found.option.resident
+    assert decide("auto", "int8", RTX_4090).option.resident
+
+
+def test_every_decision_has_its_size_and_every_refusal_a_way_out():
+    for card in (*CARDS, None):
+        for stored in FIDELITY:
+            for requested in TRANSFORMER_PRECISIONS:
+                try:
+                    found = decide(requested, stored, card)
+                except UnavailableError as error:
+                    choices = re.search(r"choose (.*)\.$", str(error))[1].split(", ")
+                    assert [decide(other, stored, card).precision for other in choices]
+                    continue
+                assert on_card(found) in found.reason
+                assert "\n" not in found.reason
+                assert card is None or card.name in found.reason
+                if requested == "as stored":
+                    assert found.precision == stored
+                    assert found.reason.startswith(f"as stored: the file holds {stored}; ")
+                elif requested != "auto":
+                    assert found.precision == requested
+
+
+def test_limits_of_the_cards():
+    message = (
+        "fp8 was demanded and NVIDIA A100 is sm_80: fp8 is multiplied by cards from sm_89 on, so "
+        "choose auto, bf16, int8, as stored."
+    )
+    for stored in ("bf16", "fp8"):
+        with pytest.raises(UnavailableError, match=re.escape(message)):
+            decide("fp8", stored, A100)
+    with pytest.raises(UnavailableError, match="from sm_80 on, so choose auto, bf16, as stored"):
+        decide("int8", "bf16", T4)
+    for requested, capability in (("fp8", (8, 9)), ("fp8", (12, 0)), ("int8", (8, 0))):
+        card = CardFacts("card", 80 * GIB, capability)
+        assert decide(requested, "bf16", card).precision == requested
+
+
+def test_the_reason_tells_whether_all_weights_stay():
+    """Without guidance a step is a pass; here it is two."""
+    for modulation in ("on card", "off card"):
+        found = decide("int8", "bf16", RTX_5090, modulation)
+        assert f"{on_card(found)} stay on RTX 5090" in found.reason
+        assert "in every" not in found.reason
+        found = decide("int8", "bf16", RTX_3060, modulation)
+        assert f"of {on_card(found)}" in found.reason
+        moved = found.option.moved_bytes / GIB
+        ends = f"moves {moved:.1f} GiB to it in every pass, {2 * moved:.1f} GiB in every step"
+        assert found.reason.endswith(ends)
+
+
+def test_a_card_smaller_than_one_step_at_the_usual_size():
+    """It loads for a small image, because nobody has said yet how large it is to be."""
+    card = CardFacts("GT 1030", 2 * GIB, (8, 9))
+    assert "of 12.8 GiB of weights" in decide("auto", "bf16", card).reason
+    with pytest.raises(UnavailableError, match="choose a smaller size or batch"):
+        decide("auto", "bf16", CardFacts("tiny", GIB, (8, 9)))
+
+
+def test_bad_input():
+    for requested in ("fp16", "fp32", "FP8", ""):
+        message = f"precision '{requested}' is unknown: choose auto, bf16, fp8, int8, as stored."
+        with pytest.raises(SettingError, match=re.escape(message)):
+            decide(requested, "bf16", L40S)
+    for card in (L40S, None):
+        message = "modulation 'gpu' is unknown: choose auto, on card, off card."
+        with pytest.raises(SettingError, match=re.escape(message)):
+            decide("bf16", "bf16", card, "gpu")
+    with pytest.raises(CheckpointError, match="as 'nf4': this package computes with bf16"):
+        decide("auto", "nf4", L40S)
+
+
+# --- where the modulation waits
+
+
+def test_the_place_and_its_reason():
+    found = decide("bf16", "bf16", L40S)
+    assert found.off_card
+    words = "modulation: 12.7 GiB stays in host memory, because 38.1 GiB of"
+    assert found.place_reason.startswith(words)
+    assert "14.4 GiB of text encoder do not fit NVIDIA L40S together" in found.place_reason
+    found = decide("bf16", "bf16", H100)
+    assert not found.off_card
+    assert "12.7 GiB stays on the card, where" in found.place_reason
+    assert not decide("int8", "bf16", L40S).off_card
+    for card in (L40S, H100):
+        found = decide("fp8", "bf16", card, "off card")
+        assert found.off_card and "as requested" in found.place_reason
+        assert not decide("bf16", "bf16", card, "on card").off_card
+
+
+def test_on_the_processor_there_is_no_card_to_leave():
+    found = {place: decide("bf16", "bf16", None, place) for place in PLACES}
+    assert not any(decision.off_card for decision in found.values())
+    assert "only an NVIDIA card" in found["off card"].place_reason
+    assert found["auto"].place_reason == ""
+
+
+@given(
+    precision=st.sampled_from(["bf16", "int8", "fp8"]),
+    total=st.one_of(st.integers(4 * GIB, 120 * GIB), st.integers(54 * GIB, 57 * GIB)),
+)
+@settings(max_examples=25, deadline=None)
+def test_the_modulation_stays_exactly_where_all_fits(precision, total):
+    card = CardFacts("card", total, (8, 9))
+    setting = Setting(precision)
+    most = max(phase.card_bytes for phase in phases(RunRequest(), setting, total).values())
+    sampled = phases(RunRequest(), setting, total)["decode"].resident
+    # The decoder must not need the room of the others.
+    fits = most <= total - KEPT_FREE_BYTES and {"transformer", "text encoder"} <= sampled.keys()
+    everything = phases(RunRequest(), setting)["sampling"]
+    fits = fits and sampled["transformer"] == everything.weights
+    fits = fits and sampled["text encoder"] == everything.resident["text encoder"]
+    assert decide(precision, "bf16", card).off_card == (not fits)
