@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +89,13 @@ def fp8_of_one_scale(weight: torch.Tensor) -> Tensors:
     scale = weight.abs().max().float() / 448
     values = (weight.float() / scale).to(torch.float8_e4m3fn)
     return {"weight": values, "weight_scale": scale, "input_scale": torch.tensor(0.02)}
+
+
+def load_patcher(path, form="bf16", off_card=False, disable_dynamic=False):
+    """A MODEL as the loader makes it, with the modulation where the test wants it; in ComfyUI."""
+    from qwen_l40s.hosts.comfyui.load.plan import plan_load
+    from qwen_l40s.hosts.comfyui.load.transformer import load_patcher
+    from qwen_l40s.loaders.source import open_source
+
+    plan = plan_load(open_source(path, "transformer"), form)
+    return load_patcher(replace(plan, named=False, off_card=off_card), disable_dynamic)

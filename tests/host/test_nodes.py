@@ -21,7 +21,7 @@ from qwen_l40s import nodes
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui import contract as compatibility
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
-from qwen_l40s.hosts.comfyui.load import transformer as model
+from qwen_l40s.hosts.comfyui.load import weights
 from qwen_l40s.loaders.quantize import quantize_rows
 from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
 from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM
@@ -63,7 +63,7 @@ def weight(loaded, name):
 
 @contextlib.contextmanager
 def nothing_mapped():
-    with mock.patch.object(model, "map_tensors") as mapping:
+    with mock.patch.object(weights, "map_tensors") as mapping:
         yield
         mapping.assert_not_called()
 

@@ -17,8 +17,8 @@ from comfyui_boot import MODE, folder
 
 from qwen_l40s.errors import SettingError
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
-from qwen_l40s.hosts.comfyui.load import transformer as booking
-from qwen_l40s.hosts.comfyui.load.transformer import load_model, load_patcher
+from qwen_l40s.hosts.comfyui.load import weights as loader
+from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.sample import off_card as off_card_pass
 from qwen_l40s.hosts.comfyui.sample.modulation import ModelModulation
@@ -46,7 +46,7 @@ HOST_ATTENTION = OptimizeSettings(attention="comfyui")
 def load(form="bf16", off_card=True, path=PATH, disable_dynamic=False):
     gc.collect()  # ComfyUI fails where a model disappears while it makes room for another one
     with torch.inference_mode():  # as loader nodes run
-        return load_patcher(path, form, (), False, off_card, disable_dynamic)
+        return narrow.load_patcher(path, form, off_card, disable_dynamic)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -135,8 +135,6 @@ def test_loading_moves_none_of_them():
 
 
 def test_weights_are_mapped_and_not_copied():
-    import qwen_l40s.hosts.comfyui.load.transformer as loader
-
     mapped = {}
 
     def noted(source):
@@ -204,7 +202,7 @@ def test_what_is_booked_for_a_step():
     """ComfyUI books a tenth of what it has still to load; with it the whole need is asked for."""
     shape = [1, 16, 1, 128, 128]
     model, known = load(disable_dynamic=True), load(off_card=False, disable_dynamic=True)
-    step = known.model.memory_required(shape) * booking.STEP_FACTOR / 1.8
+    step = known.model.memory_required(shape) * load_plan.STEP_FACTOR / 1.8
     waiting = model.model_size()
     assert abs(model.model.memory_required(shape) - (step - 0.1 * waiting)) < 1 < step
     model.model.model_loaded_weight_memory = waiting

@@ -28,7 +28,7 @@ from qwen_l40s.hosts.comfyui.load.text_encoder import (
     PlacedClip,
     load_text_encoder,
 )
-from qwen_l40s.hosts.comfyui.load.transformer import load_model, load_patcher
+from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.hosts.comfyui.record import meter as measuring
 from qwen_l40s.hosts.comfyui.record import record as run_record
@@ -68,7 +68,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def load(off_card: bool = False) -> comfy.model_patcher.ModelPatcher:
     gc.collect()  # ComfyUI fails where a model disappears while it makes room for another one
     with torch.inference_mode():
-        return load_patcher(PATH, "bf16", (), False, off_card)
+        return narrow.load_patcher(PATH, off_card=off_card)
 
 
 def sample(

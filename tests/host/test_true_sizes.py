@@ -28,7 +28,6 @@ from qwen_l40s.hosts.comfyui.estimate import sizes as true_sizes
 from qwen_l40s.hosts.comfyui.estimate.request import request_from
 from qwen_l40s.hosts.comfyui.estimate.sizes import clip_sizes, latent_sizes, model_sizes, vae_sizes
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
-from qwen_l40s.hosts.comfyui.load.transformer import load_patcher
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.options import request_settings
@@ -50,7 +49,7 @@ ON_CARD = "on card" if CARD else "auto"  # on the processor nothing has decided 
 
 def load(form="bf16", off_card=False, path=PATH):
     with torch.inference_mode():  # as loader nodes run
-        return load_patcher(path, form, (), False, off_card)
+        return narrow.load_patcher(path, form, off_card)
 
 
 def published(family, **config):
