@@ -13,6 +13,7 @@ import torch
 from comfyui_boot import MODE, ROOT, folder, refused
 
 from qwen_l40s.errors import SettingError, UnavailableError
+from qwen_l40s.hosts.comfyui.load import plan as load_plan
 from qwen_l40s.hosts.comfyui.load import text_encoder
 from qwen_l40s.hosts.comfyui.load.text_encoder import (
     DROP,
@@ -211,7 +212,7 @@ def test_an_unknown_placement_is_refused():
 
 def test_host_memory_counts_the_copy_of_the_processor():
     with (
-        mock.patch.object(text_encoder, "available_memory", return_value=1000),
+        mock.patch.object(load_plan, "available_memory", return_value=1000),
         mock.patch.object(text_encoder.comfy.memory_management, "aimdo_enabled", True),
     ):
         words = ["text_encoder in auto", "of host memory"]
