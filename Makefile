@@ -18,7 +18,9 @@ export TORCH_FOR := $(TORCH)
 # Processes that run tests, of one thread each: small work on many threads waits for threads.
 WORKERS ?= 2
 test test-unit test-host test-server test-cuda: export OMP_NUM_THREADS = 1
-PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadgroup --durations=15 --durations-min=5
+# A file's tests share what it has built; on a card they are many and short.
+DIST = loadgroup
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist $(DIST) --durations=15 --durations-min=5
 
 .PHONY: help install demo test test-all test-unit test-host test-server test-cuda lint
 .PHONY: micro-quality format clean rebuild
@@ -57,6 +59,7 @@ test-server: $(STAMP)
 	@$(PYTEST) tests/server tests/page $(ARGS)
 
 test-cuda: WORKERS = 6
+test-cuda: DIST = load
 test-cuda: $(STAMP)
 	@$(PYTEST) tests/unit -m cuda $(ARGS)
 	@$(BIN)/pytest tests/host --mode card $(ARGS)

@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 # A name with a dash and a dot, which an import path could not hold.
 PACK = "comfyui-qwen-image-l40s.main"
-START_SECONDS = 180
+START_SECONDS = 600  # a guard against what hangs
 STOP_SECONDS = 20
 
 

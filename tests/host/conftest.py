@@ -18,6 +18,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 INSIDE = "QWEN_L40S_TESTS_INSIDE"  # environment: the folder of the ComfyUI whose Python this is
 MODES = ("cpu", "card", "dynamic")
+STATUS = pytest.StashKey[int]()
 
 # `python -m pytest` puts the root on sys.path, where our `cli`, `nodes` and `tools` would shadow
 # ComfyUI's modules.
@@ -82,9 +83,18 @@ def pytest_configure(config: pytest.Config) -> None:
         comfyui_boot.start(Path(os.environ[INSIDE]), config.getoption("--mode"))
 
 
-def pytest_unconfigure() -> None:
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.stash[STATUS] = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
     if "comfyui_boot" in sys.modules:
         shutil.rmtree(sys.modules["comfyui_boot"].BASE, ignore_errors=True)
+    if INSIDE in os.environ and config.getoption("--mode") == "dynamic":
+        # comfy_aimdo 0.4.13 crashes as the interpreter ends after some of ComfyUI's samplers.
+        sys.stdout.flush()
+        os._exit(config.stash.get(STATUS, 1))
 
 
 def pytest_ignore_collect() -> bool | None:
@@ -94,6 +104,8 @@ def pytest_ignore_collect() -> bool | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keeps what this mode has tests of; `-m cuda` finds all that runs on a card."""
+    if INSIDE not in os.environ:
+        return
     on_card = config.getoption("--mode") != "cpu"
     kept, rest = [], []
     for item in items:
