@@ -303,7 +303,7 @@ class BlockExecutor:
     def _linear(
         self, layer: _Layer, rows: Rows, part: Part, out: torch.Tensor, gelu: bool = False
     ) -> None:
-        """A layer of one stream's rows into out, (batch, tokens, N), of any strides between items."""
+        """A layer of one stream's rows into out, (batch, tokens, N), of any strides."""
         if layer.kind is None:
             read = rows.plain(part.start, (part.items - 1) * part.step + part.length, out.dtype)
             shape = part.items, part.length, read.shape[1]
