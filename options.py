@@ -133,7 +133,7 @@ OPTIONS = (
     Option(
         "text_encoder",
         AUTO,
-        "How the text encoder's weights are held. auto: as a wired CLIP holds them, else bf16, "
+        "How the text encoder's weights are stored. auto: as a wired CLIP has them, else bf16, "
         "14.4 GiB; fp8 and int8 take 8.4.",
         choices=TEXT_ENCODER_PRECISIONS,
         rare=True,

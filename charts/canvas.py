@@ -17,7 +17,7 @@ TITLE, TEXT, SMALL = 26, 18, 16
 LINE_HEIGHT = 1.35
 INK, FAINT, GRID = "#1f2933", "#616e7c", "#e4e7eb"
 GOOD, BAD = "#0b7a5b", "#c8102e"
-# Told apart with red-green blindness too; the first belongs to what a picture is about.
+# Distinct with red-green blindness too; the first belongs to what a picture is about.
 PALETTE = (
     *("#0b7a5b", "#d9822b", "#3d6fb6", "#8a4f9e", "#c2185b", "#5c6b2e", "#00838f"),
     *("#8d6e63", "#b8a000", "#6b8fb5", "#e07b91", "#455a64", "#7e9d3c", "#9575cd"),

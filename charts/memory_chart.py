@@ -96,10 +96,10 @@ def _bars(page: Page, estimate: Estimate) -> None:
         middle = y + BAR / 2
         page.text((left - 14, middle), PHASE_NAMES[name], anchor="rm")
         _bar(page, phase, (left, y), scale, colours)
-        held = phase.card_bytes
-        if (over := needed[name] - held) > 0:
-            _segment(page, left + held * scale, left + needed[name] * scale, y, BAD, over)
-        page.text((end - TIME, middle), format_gib(held), anchor="rm")
+        on_card = phase.card_bytes
+        if (over := needed[name] - on_card) > 0:
+            _segment(page, left + on_card * scale, left + needed[name] * scale, y, BAD, over)
+        page.text((end - TIME, middle), format_gib(on_card), anchor="rm")
         if phase.seconds is not None:
             page.text((end, middle), duration(phase.seconds), size=SMALL, fill=FAINT, anchor="rm")
         y += BAR + GAP

@@ -118,10 +118,10 @@ def _phase_rows(phases: Iterable[Phase]) -> list[list[str]]:
     rows = [["GiB", *PHASE_COLUMNS]]
     for phase in phases:
         counts = (phase.card_bytes, phase.weights, phase.activations, phase.workspace)
-        beside = [f"{name} {_gib(count)}" for name, count in phase.resident.items() if count]
+        also = [f"{name} {_gib(count)}" for name, count in phase.resident.items() if count]
         time = "" if phase.seconds is None else duration(phase.seconds)
         figures = map(_gib, (*counts, phase.context))
-        rows.append([PHASE_NAMES[phase.name], *figures, time, ", ".join(beside)])
+        rows.append([PHASE_NAMES[phase.name], *figures, time, ", ".join(also)])
     return rows
 
 

@@ -289,5 +289,5 @@ def sample_prompts(
 
 
 def gallery_prompts(count: int, seed: int = 0) -> list[str]:
-    """Different prompts of held-out pairs, for a contact sheet."""
+    """Different prompts of unseen pairs, for a contact sheet."""
     return [prompt for prompt, _ in sample_prompts(count, seed)]

@@ -53,7 +53,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
                     "model",
                     optional=True,
                     lazy=True,
-                    tooltip="Of Qwen-Image, from any loader: shape, precision, bytes as held and "
+                    tooltip="Of Qwen-Image, from any loader: shape, precision, bytes as stored and "
                     "LoRAs are taken from it. It is not moved.",
                 ),
                 io.Clip.Input(

@@ -93,7 +93,7 @@ def test_published_sizes_are_counted_to_the_byte():
         assert found.shape == FAMILIES[family].transformer, found.shape
         assert (found.bytes, found.modulation_bytes) == (expected.total, expected.modulation)
         assert found.timestep_zero == FAMILIES[family].timestep_zero
-        assert (found.precision, found.held) == ("bf16", "")
+        assert (found.precision, found.stored) == ("bf16", "")
         assert request(published(family, **config)).request.family == family
 
 
@@ -110,7 +110,7 @@ def test_every_precision_is_known_by_its_weights():
             assert found.shape == narrow.SHAPE
             assert 0 <= more <= markers, more
             assert found.modulation_bytes == twice * expected.modulation
-            assert (found.precision, found.held) == (form, "")
+            assert (found.precision, found.stored) == (form, "")
             assert (found.modulation or "auto") == ("off card" if off_card else ON_CARD)
 
 
@@ -130,18 +130,18 @@ def test_what_is_counted_as_bf16_is_named_as_it_is_held_and_computed():
     for dtype, name in ((torch.float32, "fp32"), (torch.float8_e4m3fn, "float8_e4m3fn")):
         model.model.diffusion_model.to(dtype)
         found = model_sizes(model)
-        assert (found.precision, found.held) == ("bf16", name)
+        assert (found.precision, found.stored) == ("bf16", name)
         for computed, word, more in (
             (torch.bfloat16, "bf16", ""),
             (torch.float16, "fp16", ""),
             (torch.float32, "fp32", MORE),
         ):
-            note = f"The MODEL's weights are held in {name} and computed in {word}{more}."
+            note = f"The MODEL's weights are stored in {name} and computed in {word}{more}."
             assert form_notes(model, computed) == [note]
     for form in ("bf16", "int8"):
         model = load(form)
         assert form_notes(model, torch.bfloat16) == []
-        note = f"The MODEL's weights are held in {form} and computed in fp32{MORE}."
+        note = f"The MODEL's weights are stored in {form} and computed in fp32{MORE}."
         assert form_notes(model, torch.float32) == [note]
 
 
@@ -154,7 +154,7 @@ def test_blocks_of_whole_numbers_are_another_extensions():
             linear.weight = torch.nn.Parameter(packed, requires_grad=False)
     assert model_sizes(model).precision == "bf16"
     held = "another extension's quantization"
-    note = f"The MODEL's weights are held in {held} and computed in bf16."
+    note = f"The MODEL's weights are stored in {held} and computed in bf16."
     assert form_notes(model, torch.bfloat16) == [note]
 
 

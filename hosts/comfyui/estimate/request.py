@@ -93,10 +93,10 @@ def _take_model(chosen: dict[str, Any], found: TrueModel, notes: list[str]) -> d
 def _form_note(found: TrueModel) -> str:
     """What differs from weights and activations in bf16, or weights that this package quantized."""
     wide = found.computed == "fp32"
-    if not (found.held or wide):
+    if not (found.stored or wide):
         return ""
-    held = found.held or found.precision
-    note = f"The MODEL's weights are held in {held} and computed in {found.computed}"
+    stored = found.stored or found.precision
+    note = f"The MODEL's weights are stored in {stored} and computed in {found.computed}"
     if wide:
         note += "; activations and times are counted as in bf16, so expect more"
     return f"{note}."
@@ -152,7 +152,7 @@ def _family(chosen: Mapping[str, Any], found: TrueModel | None, notes: list[str]
 def _other_family(family: Family, found: TrueModel) -> str:
     """What a MODEL is instead of a family; empty where it may be of it.
 
-    An Edit-2511 without its marker can be told by a node to modulate as at timestep zero.
+    An Edit-2511 without its marker can be set by a node to modulate as at timestep zero.
     """
     if found.shape.addition_t_cond != family.layers:
         return LAYERED if found.shape.addition_t_cond else "one without layers"

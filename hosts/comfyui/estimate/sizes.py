@@ -48,10 +48,10 @@ class TrueModel:
 
     Attributes:
         shape: Of its transformer.
-        bytes: Of all weights as they are held, on the card or off it.
+        bytes: Of all weights as they are stored, on the card or off it.
         modulation_bytes: Of the modulation among them.
         precision: bf16, fp8 or int8, as which it is counted.
-        held: How most of it is held, where that is another one.
+        stored: How most of it is stored, where that is another one.
         computed: bf16, fp16 or fp32, in which ComfyUI computes what is not quantized.
         modulation: Where the modulation waits; None where no card has decided it.
         loras: On it; of those beside the weights the rank that takes as many bytes.
@@ -62,7 +62,7 @@ class TrueModel:
     bytes: int
     modulation_bytes: int
     precision: str
-    held: str
+    stored: str
     computed: str
     modulation: str | None
     loras: Loras
@@ -74,8 +74,8 @@ class TrueClip:
     """What a CLIP tells.
 
     Attributes:
-        bytes: Of the whole text encoder as it is held.
-        precision: bf16, fp8 or int8, in which most of it is held.
+        bytes: Of the whole text encoder as it is stored.
+        precision: bf16, fp8 or int8, in which most of it is stored.
         place: Where it is to stay; None where nobody has asked.
     """
 
@@ -86,7 +86,7 @@ class TrueClip:
 
 @dataclass(frozen=True)
 class TrueVae:
-    """A VAE's shape, and its weights as they are held, in bytes."""
+    """A VAE's shape, and its weights as they are stored, in bytes."""
 
     shape: VaeShape
     bytes: int
@@ -115,7 +115,7 @@ def model_sizes(model: ModelPatcher) -> TrueModel:
         )
     transformer = model.model.diffusion_model
     shape = transformer_shape(transformer)
-    held = _held_in(transformer)
+    stored = _stored_in(transformer)
     on_processor = comfy.model_management.is_device_cpu(model.load_device)
     place = None if on_processor else ON_CARD
     return TrueModel(
@@ -126,8 +126,8 @@ def model_sizes(model: ModelPatcher) -> TrueModel:
             for block in transformer.transformer_blocks
             for modulation in (block.img_mod, block.txt_mod)
         ),
-        precision=held if held in QUANTIZED else "bf16",
-        held="" if held in (*QUANTIZED, "bf16") else held,
+        precision=stored if stored in QUANTIZED else "bf16",
+        stored="" if stored in (*QUANTIZED, "bf16") else stored,
         computed=_name(model.model.get_dtype_inference()),
         modulation=OFF_CARD if off_card_layers(transformer) else place,
         loras=_loras(model, shape),
@@ -167,10 +167,10 @@ def clip_sizes(clip: comfy.sd.CLIP) -> TrueClip:
     has_card = not comfy.model_management.is_device_cpu(comfy.model_management.get_torch_device())
     if has_card and comfy.model_management.is_device_cpu(clip.patcher.load_device):
         place = CPU
-    held = _held_in(encoder)
+    stored = _stored_in(encoder)
     return TrueClip(
         bytes=comfy.model_management.module_size(encoder),
-        precision=held if held in QUANTIZED else "bf16",
+        precision=stored if stored in QUANTIZED else "bf16",
         place=None if place == "auto" else place,
     )
 
@@ -224,7 +224,7 @@ def _is_qwen_image(encoder: Any) -> bool:
     )
 
 
-def _held_in(module: torch.nn.Module) -> str:
+def _stored_in(module: torch.nn.Module) -> str:
     """The form of most elements of weight matrices."""
     elements: Counter[str] = Counter()
     for _, weight in named_weights(module):
