@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from .errors import CheckpointError, SettingError
 
@@ -254,3 +255,123 @@ OLDEST_CAPABILITY = {"fp8": (8, 9), "int8": (8, 0)}
 
 ON_CARD, OFF_CARD = "on card", "off card"
 PLACES = ("auto", ON_CARD, OFF_CARD)
+
+
+# The layers of Qwen-Image's VAE as tiles see them: how far each one reads.
+#
+# The network is Wan 2.1's: widths of 1, 2, 4 and 4 times `dim`, three halvings, and one attention
+# over all latent pixels in the middle. Everything else reads at most a pixel to each side in a
+# convolution, and norms are per pixel, so that a tile with a margin gives what the whole gives.
+
+Kind = Literal["convolution", "residual", "attention", "up", "down", "head"]
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class VaeLayer:
+    """One layer that a tile runs through.
+
+    Args:
+        kind: "convolution" is one of 3x3; "residual" is two with norms, and a shortcut;
+            "attention" reads every pixel of the whole, so that no tile runs it; "up" doubles the
+            pixels before a convolution; "down" is one of stride 2 that pads below and to the
+            right; "head" is a norm and a convolution.
+    """
+
+    kind: Kind
+    channels_in: int
+    channels_out: int
+
+    def reads(self, low: int, high: int) -> Interval:
+        """The rows (or columns) of the input behind rows [low, high) of the output."""
+        if self.kind == "up":
+            return (low - 1) // 2, -(-(high + 1) // 2)
+        if self.kind == "down":
+            return 2 * low, 2 * high + 1
+        margin = 2 if self.kind == "residual" else 1
+        return low - margin, high + margin
+
+    def gives(self, low: int, high: int) -> Interval:
+        """The rows of the output that come out when rows [low, high) go in."""
+        if self.kind == "up":
+            return 2 * low, 2 * high
+        if self.kind == "down":
+            return low // 2, high // 2
+        return low, high
+
+
+def up_steps(shape: VaeShape) -> tuple[VaeLayer, ...]:
+    """The decoder behind its middle: four stages of three residual blocks, and the head."""
+    dim, steps = shape.dim, []
+    for width, block_in in ((4, 4), (4, 2), (2, 2), (1, 1)):
+        steps.append(VaeLayer("residual", block_in * dim, width * dim))
+        steps += [VaeLayer("residual", width * dim, width * dim)] * 2
+        if width > 1:
+            steps.append(VaeLayer("up", width * dim, width * dim // 2))
+    return (*steps, VaeLayer("head", dim, shape.image_channels))
+
+
+def down_steps(shape: VaeShape) -> tuple[VaeLayer, ...]:
+    """The encoder before its middle: the first convolution and four stages of two blocks."""
+    dim = shape.dim
+    steps = [VaeLayer("convolution", shape.image_channels, dim)]
+    for stage, (block_in, width) in enumerate(((1, 1), (1, 2), (2, 4), (4, 4))):
+        steps.append(VaeLayer("residual", block_in * dim, width * dim))
+        steps.append(VaeLayer("residual", width * dim, width * dim))
+        if stage < 3:
+            steps.append(VaeLayer("down", width * dim, width * dim))
+    return tuple(steps)
+
+
+def before_middle(shape: VaeShape, direction: str) -> tuple[VaeLayer, ...]:
+    """What precedes the attention and is sliced with it."""
+    width = shape.middle_channels
+    block = VaeLayer("residual", width, width)
+    if direction == "encode":
+        return (block,)
+    return (VaeLayer("convolution", shape.latent_channels, width), block)
+
+
+def after_middle(shape: VaeShape, direction: str) -> tuple[VaeLayer, ...]:
+    """What follows the attention and is sliced with it."""
+    width = shape.middle_channels
+    block = VaeLayer("residual", width, width)
+    if direction == "decode":
+        return (block,)
+    return (block, VaeLayer("head", width, 2 * shape.latent_channels))
+
+
+def middle_steps(shape: VaeShape, direction: str) -> tuple[VaeLayer, ...]:
+    """The attention with what precedes and follows it."""
+    attention = VaeLayer("attention", shape.middle_channels, shape.middle_channels)
+    return (*before_middle(shape, direction), attention, *after_middle(shape, direction))
+
+
+def intervals(
+    steps: Sequence[VaeLayer], low: int, high: int, size: int | None = None
+) -> list[Interval]:
+    """What each step needs so that rows [low, high) come out of the last one.
+
+    Args:
+        low, high: rows of the last step's output.
+        size: rows of the whole at the first step's input, where intervals are cut, so that a
+            convolution pads there as it does in the whole; None for a whole without end.
+
+    Returns:
+        One interval for each step's input, and (low, high) itself.
+    """
+    sizes = [size]
+    for step in steps[:-1]:
+        sizes.append(None if sizes[-1] is None else step.gives(0, sizes[-1])[1])
+    found = [(low, high)]
+    for step, whole in zip(reversed(steps), reversed(sizes), strict=True):
+        low, high = step.reads(low, high)
+        if whole is not None:
+            low, high = max(0, low), min(whole, high)
+        found.append((low, high))
+    return found[::-1]
+
+
+def parts(size: int, count: int) -> list[Interval]:
+    """Splits [0, size) into `count` intervals whose lengths differ by at most one."""
+    return [(i * size // count, (i + 1) * size // count) for i in range(count)]

@@ -41,7 +41,6 @@ from ..loaders.writer import SafetensorsLayout, write_safetensors
 from ..measure import timing as measure
 from ..measure.timing import time_calls
 from ..optimizations.modulation import ModulationTable
-from ..planning.work import rope_axes
 from ..spec import FULL_SIZE, LARGEST, TransformerShape
 from .forward import (
     CHECKED,
@@ -56,6 +55,7 @@ from .forward import (
     random_tensors,
     timing_fields,
 )
+from .inputs import rope_axes
 from .memory import TEXT_ENCODER, TEXT_WIDTH, TRANSFORMER, VAE
 
 CORE_FORMATS = {"fp8": "float8_e4m3fn", "int8": "int8_tensorwise"}

@@ -22,11 +22,10 @@ from ..hosts.comfyui.contract import unsupported_host
 from ..hosts.diffusers.settings import SIZE_STEP
 from ..machine import packages
 from ..machine.card import first_line, read_cards
-from ..planning.activations import step_bytes
-from ..planning.bytes import weight_bytes
+from ..planning.bytes import step_bytes, weight_bytes
 from ..planning.request import EDIT, Parts, RunRequest, Setting
-from ..planning.work import Inputs
 from ..spec import TransformerShape, format_gib
+from .inputs import Inputs
 from .rows import BLOCK, COMFYUI, DIFFUSERS, FORWARD, IMAGE, BenchSetup, Row, select, select_names
 
 ROWS = {"forward": FORWARD, "block": BLOCK, "image": IMAGE, "ops": ()}

@@ -9,9 +9,9 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 
 from ..hosts.diffusers.patch import optimize
-from ..planning.work import rope_axes
 from ..spec import TransformerShape
 from .forward import CHECKED, ForwardOutput, ForwardProgram, InputTensors, Repeats, measure_forward
+from .inputs import rope_axes
 
 THETA = 10000
 TIMESTEPS = 1000  # the scheduler's for a sigma of 1

@@ -22,14 +22,13 @@ from scipy.optimize import least_squares
 
 from ..errors import SettingError
 from ..machine.card_list import known_cards
-from ..planning.activations import step_bytes, table_bytes
-from ..planning.bytes import weight_bytes
+from ..planning.bytes import step_bytes, table_bytes, weight_bytes
 from ..planning.cards import Card, find_card
 from ..planning.rates import MEASURED, NAMES, Constants, Rates, rates_by
 from ..planning.request import RunRequest, Setting
 from ..planning.times import Pass, pass_seconds, prompt_seconds, vae_seconds
-from ..planning.work import Inputs
 from ..spec import PIXELS_PER_LATENT, PUBLISHED_VAE, find_family
+from .inputs import Inputs
 
 MeasuredRun = Mapping[str, Any]
 FIT, TEST = "fit", "test"

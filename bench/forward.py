@@ -20,8 +20,8 @@ from ..errors import UnavailableError
 from ..loaders.convert import expected_tensors
 from ..loaders.quantize import layers_to_quantize
 from ..measure import timing as measure
-from ..planning.work import Inputs
 from ..spec import REFERENCE_SIDE, TransformerShape
+from .inputs import Inputs
 
 STEPS = 20
 SHIFT = 1.15  # of ComfyUI's Qwen-Image

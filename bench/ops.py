@@ -21,8 +21,8 @@ from ..optimizations.fused import TORCH, Ops, choose_ops
 from ..optimizations.linear import BACKENDS as GEMMS
 from ..optimizations.linear import choose_gemm
 from ..optimizations.reference import Modulation, QKNorm, Rotary, Tokens
-from ..planning.work import Inputs
 from ..spec import TransformerShape
+from .inputs import Inputs
 
 # Tokens of a 1024x1024 image with 200 text tokens, and the MLP's first layer.
 M, K, N = 4296, 3072, 12288

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..charts import canvas
 from ..cli.output import png_bytes, write_whole
-from ..planning.work import Inputs
+from .inputs import Inputs
 from .rows import BASELINE, FORWARD
 
 if TYPE_CHECKING:

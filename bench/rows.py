@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, UnavailableError
 from ..machine.card import first_line
-from ..planning.work import Inputs, forward_work
 from ..spec import TransformerShape
+from .inputs import Inputs, forward_work
 
 if TYPE_CHECKING:
     import torch

@@ -25,10 +25,8 @@ from ..optimizations.fused import choose_ops
 from ..optimizations.linear import choose_gemm, dense_linear
 from ..optimizations.reference import Modulation, Tokens
 from ..planning.rates import Rates
-from ..planning.times import step_work
-from ..planning.vae_bytes import Step
-from ..planning.work import Pass, norm_bytes
-from ..spec import BLOCK_GEMMS, MULTIPLIED, QUANTIZED, TransformerShape, format_gib
+from ..planning.times import Pass, norm_bytes, step_work
+from ..spec import BLOCK_GEMMS, MULTIPLIED, QUANTIZED, TransformerShape, VaeLayer, format_gib
 from .timing import Part, Sum, run_mix
 
 # Of each precision's mix, of the VAE's layers and of fp32 products.
@@ -182,7 +180,7 @@ def _convolution(sizes: Sizes, device: torch.device, bandwidth: float) -> float:
     """
     parts, flops, moved = [], 0, 0
     for channels, side in sizes.residuals:
-        counted = step_work(Step("residual", channels, channels), side, side)
+        counted = step_work(VaeLayer("residual", channels, channels), side, side)
         flops, moved = flops + counted.flops, moved + counted.bytes
         x = _random(1, channels, 1, side, side, on=device)
         weights = _random(2, channels, channels, 1, 3, 3, on=device) * (9 * channels) ** -0.5

@@ -16,9 +16,11 @@ import torch.nn.functional as F
 
 from ..errors import SettingError
 from ..planning.vae import VaePlan
-from ..planning.vae_bytes import (
+from ..spec import (
+    PIXELS_PER_LATENT,
     Interval,
-    Step,
+    VaeLayer,
+    VaeShape,
     after_middle,
     before_middle,
     down_steps,
@@ -26,7 +28,6 @@ from ..planning.vae_bytes import (
     parts,
     up_steps,
 )
-from ..spec import PIXELS_PER_LATENT, VaeShape
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 Progress = Callable[[int, int], None]
@@ -38,7 +39,7 @@ Tile = tuple[Interval, Interval]
 class Run:
     """Layers, each (B, channels, 1, height, width) to the like, and how far each one reads."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[VaeLayer, ...]
     layers: tuple[Layer, ...]
 
     def tile(
@@ -165,7 +166,7 @@ class DecoderStages:
 
     Args:
         before: latents to the middle's input; reads one latent pixel to each side.
-        up: one layer for each of `planning.vae_bytes.up_steps(shape)`.
+        up: one layer for each of `spec.up_steps(shape)`.
     """
 
     shape: VaeShape
@@ -195,7 +196,7 @@ class EncoderStages:
     """A host's encoder in pieces; tensors are (B, channels, 1, height, width).
 
     Args:
-        down: one layer for each of `planning.vae_bytes.down_steps(shape)`.
+        down: one layer for each of `spec.down_steps(shape)`.
         after: the middle's output to the mean; reads one latent pixel to each side.
     """
 

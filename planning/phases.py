@@ -8,15 +8,18 @@ from typing import Any, NamedTuple
 
 from ..errors import UnavailableError
 from ..spec import GIB, MIB, ON_CARD, PIXELS_PER_LATENT, REFERENCE_SIDE, format_gib
-from .activations import (
+from .bytes import (
     MODULATION_ROWS,
+    TransformerBytes,
     embedding_rows,
+    encoding_bytes,
     input_bytes,
     lora_bytes,
     step_bytes,
     table_bytes,
+    text_encoder_bytes,
+    weight_bytes,
 )
-from .bytes import TransformerBytes, encoding_bytes, text_encoder_bytes, weight_bytes
 from .rates import constants
 from .request import DROPPED, ON_PROCESSOR, RunRequest, Setting
 from .vae import decode_plan, encode_peak_bytes

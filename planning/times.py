@@ -7,6 +7,8 @@ D. Patterson: Roofline, CACM 52(4), 2009); kernels follow one another, so that t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..spec import (
     BLOCK_GEMMS,
@@ -17,7 +19,15 @@ from ..spec import (
     PIXELS_PER_LATENT,
     QUANTIZED,
     REFERENCE_SIDE,
+    Interval,
+    TransformerShape,
+    VaeLayer,
     VaeShape,
+    down_steps,
+    intervals,
+    middle_steps,
+    parts,
+    up_steps,
 )
 from .bytes import (
     HIDDEN,
@@ -30,31 +40,13 @@ from .bytes import (
 )
 from .rates import Rates
 from .request import ON_PROCESSOR, RunRequest
-from .vae import Direction
-from .vae_bytes import (
-    Interval,
-    Size,
-    Step,
-    down_steps,
-    in_pixels,
-    intervals,
-    middle_steps,
-    parts,
-    up_steps,
-)
-from .work import EXPAND, WIDE, Pass, Work, block_bytes
+from .vae import Direction, Size, in_pixels
 
-__all__ = [
-    "Pass",
-    "decode_seconds",
-    "encode_image_seconds",
-    "encode_text_seconds",
-    "forward_seconds",
-    "pass_seconds",
-    "sampling_seconds",
-    "table_seconds",
-]
-
+TEXT_LAYERS = ("attn.add_", "attn.to_add_out", "txt_mlp.")
+WIDE = 2  # bytes of a bf16 number
+ROTATION = 4  # of an fp32 cosine or sine
+# Expanding a quantized weight to bf16: read and written once, then scaled in place.
+EXPAND = 1 + WIDE + 2 * WIDE
 # What the processor needs to launch one block, in eager Python (H200's host, 1024x1024, batch 1):
 # a faster card waits for it.
 LAUNCH_SECONDS = {False: 0.00085, True: 0.00115}
@@ -64,6 +56,87 @@ STOCK = 1.43
 # each of the two layers of a block (H200).
 TABLE_FACTOR = 1.05
 TABLE_LAYER_SECONDS = 0.0003
+
+
+class Work(NamedTuple):
+    """Counted work; every program has to do at least this.
+
+    Attributes:
+        flops: Of products and attention, a multiplication and an addition counted apart.
+        bytes: Read and written once.
+    """
+
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass.
+
+    Args:
+        shape: of the transformer.
+        items: images in it.
+        text: text tokens of each, with those that references add.
+        image: image tokens of each, with those of references.
+    """
+
+    shape: TransformerShape
+    items: int
+    text: int
+    image: int
+
+    @classmethod
+    def of(cls, request: RunRequest) -> Pass:
+        """The forward pass of a request."""
+        return cls(request.transformer, request.items, request.prompt_tokens, request.image_tokens)
+
+    @property
+    def joint(self) -> int:
+        """Tokens of one item."""
+        return self.text + self.image
+
+    @property
+    def rows(self) -> int:
+        """Tokens of all items."""
+        return self.items * self.joint
+
+    def products(self, layer: str) -> tuple[int, int]:
+        """(how many, rows of each) of the matrix products of a layer of `BLOCK_GEMMS`.
+
+        Attention wants text and image of an item side by side, and what it reads and gives is
+        multiplied item by item; the MLPs take a stream at once.
+        """
+        tokens = self.text if layer.startswith(TEXT_LAYERS) else self.image
+        return (self.items, tokens) if layer.startswith("attn.") else (1, self.items * tokens)
+
+
+def block_bytes(work: Pass, precision: str, *, expanded: bool = False) -> int:
+    """What the kernels between the products of one block read and write.
+
+    Of a token of width D: gate, residual, norm and modulation, twice, read two rows and write two,
+    the second in the precision of what reads it; the norm of q and k and their rotation read and
+    write both; in fp8 and int8 the attention's output and the MLP's hidden rows, four times as
+    wide, are quantized, the latter with the GELU, which in bf16 is in the product's epilogue.
+
+    Args:
+        expanded: whether the card does not multiply the precision, so that activations stay bf16
+            and outputs of products are copied.
+    """
+    dim = work.shape.dim
+    narrow = precision in QUANTIZED and not expanded
+    each = 2 * norm_bytes(dim, narrow) + 4 * WIDE * dim + ROTATION * work.shape.head_dim
+    if narrow:
+        each += (WIDE + 1) * dim + (WIDE + 1) * 4 * dim + 2 * BYTES_PER_SCALE
+    elif expanded:
+        # q, k, v, the output, the hidden rows and theirs are copied; the GELU runs by itself.
+        each += 2 * WIDE * (3 + 1 + 4 + 1) * dim + 2 * WIDE * 4 * dim
+    return work.rows * each
+
+
+def norm_bytes(dim: int, narrow: bool) -> int:
+    """Of gate, residual, norm and modulation of one token, quantized where it is narrow."""
+    return 3 * WIDE * dim + (dim + BYTES_PER_SCALE if narrow else WIDE * dim)
 
 
 def forward_seconds(
@@ -322,7 +395,7 @@ def _grid(count: int) -> Size:
     return rows, count // rows
 
 
-def _lengths(steps: Sequence[Step], end: int, begin: int, count: int) -> list[list[int]]:
+def _lengths(steps: Sequence[VaeLayer], end: int, begin: int, count: int) -> list[list[int]]:
     """For each step the lengths of its input in every tile of one axis, margins included."""
     tiles: Iterable[list[Interval]] = (
         intervals(steps, low, high, begin) for low, high in parts(end, count)
@@ -330,7 +403,7 @@ def _lengths(steps: Sequence[Step], end: int, begin: int, count: int) -> list[li
     return [[high - low for low, high in step] for step in zip(*tiles, strict=True)][:-1]
 
 
-def step_work(step: Step, rows: int, columns: int) -> Work:
+def step_work(step: VaeLayer, rows: int, columns: int) -> Work:
     """One layer with so many rows and columns at its input, in bf16 and eager kernels."""
     area = rows * columns
     given, made = area * step.channels_in, area * step.channels_out
@@ -359,7 +432,7 @@ def step_work(step: Step, rows: int, columns: int) -> Work:
     return Work(flops, BF16_BYTES * moved)
 
 
-def _step(step: Step, rows: int, columns: int, rates: Rates) -> float:
+def _step(step: VaeLayer, rows: int, columns: int, rates: Rates) -> float:
     work = step_work(step, rows, columns)
     return work.flops / rates.convolution + work.bytes / rates.bandwidth
 

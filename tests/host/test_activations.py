@@ -26,7 +26,7 @@ from qwen_l40s.optimizations.fused import TORCH, Ops
 from qwen_l40s.optimizations.modulation import compute_entry
 from qwen_l40s.optimizations.run import FirstBlockCheck, ForwardPass
 from qwen_l40s.planning import bytes as text_encoder
-from qwen_l40s.planning.activations import FP32, SAMPLER_LATENTS, Rows, control_bytes, step_bytes
+from qwen_l40s.planning.bytes import FP32, SAMPLER_LATENTS, Rows, control_bytes, step_bytes
 from qwen_l40s.planning.request import (
     Loras,
     Parts,

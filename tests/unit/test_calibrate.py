@@ -395,7 +395,7 @@ def test_a_precision_that_the_card_does_not_multiply_is_left_out(module, monkeyp
 def test_every_product_of_a_block_is_measured_once(module):
     import torch
 
-    from qwen_l40s.planning.work import Inputs, forward_work
+    from qwen_l40s.bench.inputs import Inputs, forward_work
     from qwen_l40s.spec import SMALL
 
     sizes = module.small_sizes(SMALL)

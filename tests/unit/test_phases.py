@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.planning import estimate as host
 from qwen_l40s.planning import phases as phases_module
-from qwen_l40s.planning.activations import (
+from qwen_l40s.planning.bytes import (
     MOST_TABLE_BYTES,
     Rows,
+    encoding_bytes,
     lora_bytes,
     step_bytes,
     table_bytes,
+    text_encoder_bytes,
+    weight_bytes,
 )
-from qwen_l40s.planning.bytes import encoding_bytes, text_encoder_bytes, weight_bytes
 from qwen_l40s.planning.estimate import host_memory
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES, phases, transformer_bytes, vae_bytes
 from qwen_l40s.planning.plan import plan

@@ -69,3 +69,19 @@ def test_import_and_parser_load_nothing_heavy():
     command = [sys.executable, "-c", code, str(ROOT / "__init__.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+
+
+def test_an_estimate_loads_few_modules():
+    code = (
+        "import atexit, runpy, sys\n"
+        "def show():\n"
+        "    names = [name for name in sys.modules if name.partition('.')[0] == 'qwen_l40s']\n"
+        "    print(len(names), sorted(names), file=sys.stderr)\n"
+        "atexit.register(show)\n"
+        "sys.argv = [sys.argv[1], 'estimate', '--card', 'L40S']\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    command = [sys.executable, "-c", code, str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+    assert done.returncode == 0
+    assert 10 < int(done.stderr.split()[0]) <= 30, done.stderr

@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_l40s import SettingError
+from qwen_l40s.bench.inputs import Inputs, forward_work
 from qwen_l40s.planning.files import SOURCES, START, Load, cold_start_seconds, load_seconds
 from qwen_l40s.planning.rates import Rates, measured
 from qwen_l40s.planning.request import Loras, RunRequest
 from qwen_l40s.planning.times import (
     Pass,
     attention_seconds,
+    block_bytes,
     decode_seconds,
     encode_image_seconds,
     encode_text_seconds,
@@ -27,9 +29,7 @@ from qwen_l40s.planning.times import (
     table_seconds,
     vae_seconds,
 )
-from qwen_l40s.planning.vae_bytes import down_steps, middle_steps, up_steps
-from qwen_l40s.planning.work import Inputs, block_bytes, forward_work
-from qwen_l40s.spec import BLOCK_GEMMS, FULL_SIZE, MIB, VaeShape
+from qwen_l40s.spec import BLOCK_GEMMS, FULL_SIZE, MIB, VaeShape, down_steps, middle_steps, up_steps
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 # Of the order of an H200's.

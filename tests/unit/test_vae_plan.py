@@ -9,26 +9,19 @@ from hypothesis import strategies as st
 
 from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.planning.vae import (
+    CONVOLUTION_WORKSPACE,
     VaeShape,
     encode_peak_bytes,
+    image_bytes,
     largest_tile,
+    latent_bytes,
+    middle_bytes,
+    outside_middle_bytes,
     plan_decode,
     plan_encode,
     plan_in_room,
 )
-from qwen_l40s.planning.vae_bytes import (
-    CONVOLUTION_WORKSPACE,
-    Step,
-    down_steps,
-    image_bytes,
-    intervals,
-    latent_bytes,
-    middle_bytes,
-    outside_middle_bytes,
-    parts,
-    up_steps,
-)
-from qwen_l40s.spec import GIB, MIB
+from qwen_l40s.spec import GIB, MIB, VaeLayer, down_steps, intervals, parts, up_steps
 
 FULL = VaeShape()
 PLANS = [plan_decode, plan_encode]
@@ -237,11 +230,11 @@ def test_tiles_of_the_encoder_start_at_whole_latent_pixels():
 def test_margins_are_what_the_layers_read():
     """Against the definition: which input pixels a change of the output can come from."""
     for kind, reach in (("convolution", {-1, 0, 1}), ("residual", {-2, -1, 0, 1, 2})):
-        low, high = Step(kind, 1, 1).reads(10, 11)
+        low, high = VaeLayer(kind, 1, 1).reads(10, 11)
         assert set(range(low, high)) == {10 + offset for offset in reach}
-    assert Step("down", 1, 1).reads(10, 11) == (20, 23)
+    assert VaeLayer("down", 1, 1).reads(10, 11) == (20, 23)
     # Pixel 20 of the doubled image and its neighbours are pixels 9 and 10 of the image.
-    assert Step("up", 1, 1).reads(20, 21) == (9, 11)
+    assert VaeLayer("up", 1, 1).reads(20, 21) == (9, 11)
 
 
 # --------------------------------------------------------------------------- what is held, followed

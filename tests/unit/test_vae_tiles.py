@@ -17,7 +17,7 @@ from qwen_l40s.hosts.diffusers.decode import decoder_stages, vae_shape
 from qwen_l40s.loaders.source import bundled_micro_folder
 from qwen_l40s.optimizations.vae import DecoderStages, decode, encode
 from qwen_l40s.planning.vae import plan_decode, plan_encode
-from qwen_l40s.planning.vae_bytes import Step
+from qwen_l40s.spec import VaeLayer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EXACT_DB = 80
@@ -174,7 +174,7 @@ def test_tiles_in_bf16_differ_by_rounding(wide):
 @pytest.mark.parametrize("kind", ["convolution", "residual", "head"])
 def test_a_margin_of_less_would_not_do(micro, monkeypatch, kind):
     """The tests above notice a layer that reads further than its step says."""
-    reads = Step.reads
+    reads = VaeLayer.reads
 
     def less(self, low, high):
         cut = self.kind == kind
@@ -184,7 +184,7 @@ def test_a_margin_of_less_would_not_do(micro, monkeypatch, kind):
     known = decode(stages, latents, plan_decode(stages.shape, 16, 16, budget=None))
     plan = replace(plan_decode(stages.shape, 16, 16, budget=None, tiles=4), middle_rows=4)
     assert decibels(decode(stages, latents, plan), known) >= EXACT_DB
-    monkeypatch.setattr(Step, "reads", less)
+    monkeypatch.setattr(VaeLayer, "reads", less)
     assert decibels(decode(stages, latents, plan), known) < EXACT_DB
 
 
