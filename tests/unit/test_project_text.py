@@ -43,7 +43,7 @@ MAY_IMPORT = {
 }
 MOST_MODULES = 12
 # Folders that still hold more, until they are made smaller.
-FULL = {"loaders"}
+FULL = {"loaders", "planning"}
 
 
 @functools.cache
