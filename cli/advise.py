@@ -82,11 +82,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _chosen(only: Sequence[str] | None, cards: Mapping[str, Card]) -> list[Card]:
+    from ..machine.store import own_cards_path
     from ..planning.cards import find_card
 
     if only is None:
         return list(cards.values())
-    return list({(card := find_card(name, cards)).name: card for name in only}.values())
+    return list(
+        {(card := find_card(name, cards, own_cards_path())).name: card for name in only}.values()
+    )
 
 
 def _plot(

@@ -136,10 +136,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _card(name: str | None, cards: Mapping[str, Card]) -> Card:
     """The named card, or this machine's with the memory that it really shows."""
+    from ..machine.store import own_cards_path
     from ..planning.cards import card_by_driver, find_card
 
     if name is not None:
-        return find_card(name, cards)
+        return find_card(name, cards, own_cards_path())
     here, why = _card_of_this_machine()
     if here is None:
         print(

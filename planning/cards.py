@@ -82,10 +82,13 @@ class Card:
         return min(offers, key=lambda price: price.usd_per_hour, default=None)
 
 
-def find_card(name: str, cards: Mapping[str, Card]) -> Card:
+def find_card(name: str, cards: Mapping[str, Card], own_list: object = "cards.json") -> Card:
     """The card of a name, whatever case, spaces, order and vendor stand there.
 
     The driver's names are known, and parts that only one card has: "4090", "A6000".
+
+    Args:
+        own_list: where the user may describe a card, for the message.
 
     Raises:
         SettingError: no card is named so, or several are; the message suggests the nearest.
@@ -102,7 +105,7 @@ def find_card(name: str, cards: Mapping[str, Card]) -> Card:
         raise SettingError(f"{name!r} may be several cards: choose {several}.")
     raise SettingError(
         f"no card is known as {name!r}{_nearest(name, cards)}: choose {', '.join(cards)}, or "
-        "describe yours in a list of your own (cards.json)."
+        f"describe yours in {own_list}."
     )
 
 

@@ -72,7 +72,7 @@ def card_of(name: str = THIS_CARD, device: torch.device | None = None) -> Chosen
         )
     cards = known_cards()
     if name != THIS_CARD:
-        return ChosenCard(find_card(name, cards))
+        return ChosenCard(find_card(name, cards, own_cards_path()))
     device = device or comfy.model_management.get_torch_device()
     facts = card_facts(device)
     if facts is None:
