@@ -13,10 +13,9 @@ from typing import Any
 from ..errors import CheckpointError
 from ..untrusted import parse_object
 from .detect import Slice, file_name_hint, identify, split_parts
-from .header import Header, open_regular, read_object
+from .header import NUMBERED, Header, Shards, open_regular, read_object, read_shards
 from .parts import Identity, Tensors
 from .quantization import MAX_COMFY_QUANT_BYTES, Quantization, count_parameters, find_quantization
-from .shards import NUMBERED, Shards, read_shards
 
 # {role: {key in config.json: name in Identity.dims}}
 SAME = {

@@ -1,13 +1,22 @@
-"""Reads the header of a safetensors file, and refuses what is none."""
+"""Reads the headers of a safetensors file or of a sharded set, and never the weights.
+
+The format (https://github.com/huggingface/safetensors#format): 8 bytes, the header's length N as an
+unsigned little-endian number; N bytes of UTF-8 JSON that begin with `{`; the tensors' bytes, which
+the header's offsets must cover without hole or overlap. The reader is as strict as the reference
+implementation, because a file that one reader accepts and the next one refuses costs its owner a 40
+GB download to find out. It is not that implementation, because inspecting a file needs no package
+here, names the tensor at fault, and needs the offsets, which `safe_open` does not give.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, BinaryIO
 
 from ..errors import CheckpointError
@@ -84,17 +93,6 @@ def refuse_foreign_content(path: Path, first: bytes) -> None:
             "shows it."
         )
 
-
-# Reads the header of a safetensors file, and never its weights.
-#
-# The format (https://github.com/huggingface/safetensors#format): 8 bytes, the header's length N as
-# an
-# unsigned little-endian number; N bytes of UTF-8 JSON that begin with `{`; the tensors' bytes,
-# which
-# the header's offsets must cover without hole or overlap. The reader is as strict as the reference
-# implementation, because a file that one reader accepts and the next one refuses costs its owner a
-# 40
-# GB download to find out.
 
 MAX_HEADER_BYTES = 100_000_000
 LARGEST_NUMBER = 2**63 - 1
@@ -289,3 +287,150 @@ def _check_coverage(path: Path, tensors: Mapping[str, TensorInfo], data_bytes: i
         )
     if position < data_bytes:
         raise _broken(path, f"{data_bytes - position:,} bytes follow the last tensor and none may")
+
+
+# A sharded set: an index (`*.safetensors.index.json`) maps each tensor to a file beside it. Whether
+# such a name stays in its folder is judged by how it is written, not by where it resolves to: the
+# files of a Hugging Face cache are symbolic links out of their folder and are fine, while a name
+# with a separator in it never is.
+
+# `...index.fp16.json` for a variant
+INDEX_NAME = re.compile(r"\.safetensors\.index(\.[\w-]+)?\.json$")
+NUMBERED = re.compile(r"-(\d{5})-of-(\d{5})\.safetensors$")
+STEMS = ("diffusion_pytorch_model", "model")
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The headers of one set of weights; `index` is the index file of a sharded set."""
+
+    path: Path
+    index: Path | None
+    headers: tuple[Header, ...]
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        return {name: info for header in self.headers for name, info in header.tensors.items()}
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(header.file_bytes for header in self.headers)
+
+    def header_of(self, tensor: str) -> Header:
+        return next(header for header in self.headers if tensor in header.tensors)
+
+
+def read_shards(path: str | os.PathLike[str]) -> Shards:
+    """Reads the headers behind a file, a shard index, or a folder that holds one of the two.
+
+    Raises:
+        CheckpointError: nothing or more than one thing to read, an index that is not one or that
+            points outside its folder, a missing shard, an index and shards that disagree, or a file
+            that `read_header` refuses.
+    """
+    path = Path(path)
+    chosen = _in_folder(path) if os.path.isdir(path) else path
+    if not INDEX_NAME.search(chosen.name):
+        return Shards(path, None, (read_header(chosen),))
+    weight_map = _weight_map(chosen)
+    headers = {name: _read_shard(chosen, name) for name in sorted(set(weight_map.values()))}
+    _check_agreement(chosen, weight_map, headers)
+    return Shards(path, chosen, tuple(headers.values()))
+
+
+def _in_folder(folder: Path) -> Path:
+    try:
+        names = sorted(entry.name for entry in folder.iterdir())
+    except PermissionError as error:
+        raise CheckpointError(
+            f"{folder} may not be listed by this user: change its permissions or run as its owner."
+        ) from error
+    indexes = [name for name in names if INDEX_NAME.search(name)]
+    files = [name for name in names if name.endswith(".safetensors")]
+    usual = [
+        f"{stem}{end}" for stem in STEMS for end in (".safetensors.index.json", ".safetensors")
+    ]
+    for name in usual:
+        if name in indexes or name in files:
+            return folder / name
+    alone = indexes if indexes else files
+    if len(alone) == 1 and not (alone is files and NUMBERED.search(files[0])):
+        return folder / alone[0]
+    raise CheckpointError(f"{folder} {_why_not(names, indexes, files)}")
+
+
+def _why_not(names: list[str], indexes: list[str], files: list[str]) -> str:
+    if indexes:
+        return f"holds {len(indexes)} shard indexes ({', '.join(indexes)}): name the one to read."
+    if any(NUMBERED.search(name) for name in files):
+        return (
+            "holds numbered shards but no index, which says where each tensor is: download the "
+            "*.safetensors.index.json that belongs to them into it."
+        )
+    if files:
+        return f"holds {len(files)} safetensors files and no index: name the one to read."
+    if any(PurePosixPath(name).suffix in PICKLE_SUFFIXES for name in names):
+        return (
+            "holds pickled weights only, which are never opened here: get the safetensors version "
+            "of the model."
+        )
+    return (
+        "holds neither a .safetensors file nor a *.safetensors.index.json nor a model_index.json: "
+        "name a folder or file with weights."
+    )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Returns {tensor name: file name} with every file name checked to be a plain one."""
+    weight_map = read_object(index, "a shard index").get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(name, str) for name in weight_map.values())
+    ):
+        raise CheckpointError(
+            f"{index} is not a shard index: its weight_map must name a file for every tensor, so "
+            "download it again."
+        )
+    for name in set(weight_map.values()):
+        if not name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index} names the shard {name!r}, and only .safetensors files are read: get the "
+                "safetensors version of the model."
+            )
+        if not name == PurePosixPath(name).name == PureWindowsPath(name).name or "\0" in name:
+            raise CheckpointError(
+                f"{index} names the shard {name!r}, which is outside its folder: a shard must lie "
+                "beside its index, so get the index from the model's own source."
+            )
+    return weight_map
+
+
+def _read_shard(index: Path, name: str) -> Header:
+    shard = index.parent / name
+    if not shard.exists():
+        raise CheckpointError(
+            f"{shard} is missing although {index.name} lists it: every shard must lie beside the "
+            "index, so finish the download."
+        )
+    return read_header(shard)
+
+
+def _check_agreement(
+    index: Path, weight_map: Mapping[str, str], headers: Mapping[str, Header]
+) -> None:
+    lost = sorted(name for name, shard in weight_map.items() if name not in headers[shard].tensors)
+    if lost:
+        raise CheckpointError(
+            f"{index.parent / weight_map[lost[0]]} lacks the tensor {lost[0]!r} that {index.name} "
+            f"says it holds ({len(lost)} such in all): download index and shards again, from one "
+            "source."
+        )
+    for shard, header in headers.items():
+        unlisted = sorted(name for name in header.tensors if weight_map.get(name) != shard)
+        if unlisted:
+            raise CheckpointError(
+                f"{index.parent / shard} holds the tensor {unlisted[0]!r} that {index.name} does "
+                f"not list there ({len(unlisted)} such in all): download index and shards again, "
+                "from one source."
+            )

@@ -11,8 +11,7 @@ from typing import Any
 from ..errors import CheckpointError
 from ..untrusted import parse_object
 from .checkpoint import PIPELINES, Part, inspect_shards, read_index
-from .header import TensorInfo, read_object
-from .shards import NUMBERED, STEMS, Shards, read_shards
+from .header import NUMBERED, STEMS, Shards, TensorInfo, read_object, read_shards
 
 
 def bundled_micro_folder() -> Path:

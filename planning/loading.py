@@ -93,7 +93,7 @@ def decide_load(
     stored: str,
     shape: TransformerShape,
     card: CardFacts | None,
-    held: Mapping[str, TransformerBytes] | None = None,
+    sizes: Mapping[str, TransformerBytes] | None = None,
 ) -> LoadDecision:
     """Decides how a transformer is loaded.
 
@@ -106,7 +106,7 @@ def decide_load(
         modulation: one of `spec.PLACES`.
         stored: what the file holds, a key of `BYTES_PER_WEIGHT`.
         card: where the transformer runs; None for the CPU.
-        held: {precision: bytes} where shape and precision do not tell them.
+        sizes: {precision: bytes} where shape and precision do not tell them.
 
     Raises:
         SettingError: the precision or the place is unknown.
@@ -127,15 +127,15 @@ def decide_load(
         modulation=modulation,
         parts=Parts(transformer=shape),
     )
-    held = dict(held or {})
+    sizes = dict(sizes or {})
     if card is None:
-        return _on_processor(requested, modulation, stored, shape, held)
+        return _on_processor(requested, modulation, stored, shape, sizes)
     if not as_stored:
         check_tensor_cores(requested, card, TRANSFORMER_PRECISIONS)
     name = stored if as_stored else None
     if as_stored and stored not in QUANTIZED:
-        held["bf16"] = held.get(stored) or _held(shape, stored)
-    option = _recommended(card, request, stored, as_stored, held)
+        sizes["bf16"] = sizes.get(stored) or _bytes_of(shape, stored)
+    option = _recommended(card, request, stored, as_stored, sizes)
     reasons = {**option.reasons}
     place_reason = reasons.pop("modulation")
     reasons.pop("text encoder", None)  # its own loader says where it is
@@ -153,13 +153,13 @@ def _recommended(
     request: RunRequest,
     stored: str,
     as_stored: bool,
-    held: Mapping[str, TransformerBytes],
+    sizes: Mapping[str, TransformerBytes],
 ) -> PlanOption:
     try:
-        return plan(card, request, stored, as_stored=as_stored, held=held)[0]
+        return plan(card, request, stored, as_stored=as_stored, held=sizes)[0]
     except UnavailableError:  # the image may be a smaller one
         least = replace(request, width=LEAST_SIDE, height=LEAST_SIDE)
-        return plan(card, least, stored, as_stored=as_stored, held=held)[0]
+        return plan(card, least, stored, as_stored=as_stored, held=sizes)[0]
 
 
 def _on_processor(
@@ -167,7 +167,7 @@ def _on_processor(
     modulation: str,
     stored: str,
     shape: TransformerShape,
-    held: Mapping[str, TransformerBytes],
+    sizes: Mapping[str, TransformerBytes],
 ) -> LoadDecision:
     """There is no card to leave, and no room to be short of."""
     name = stored if requested in ("auto", AS_STORED) else requested
@@ -179,7 +179,7 @@ def _on_processor(
         )
     else:
         why = requested_precision(name, stored, requested == AS_STORED)
-    size = (held.get(name) or _held(shape, name)).total
+    size = (sizes.get(name) or _bytes_of(shape, name)).total
     clauses = (why, weight_only(name, None), f"{format_gib(size)} of weights in host memory")
     place = "modulation: stays with the rest, because only an NVIDIA card has an off card"
     return LoadDecision(
@@ -190,6 +190,6 @@ def _on_processor(
     )
 
 
-def _held(shape: TransformerShape, precision: str) -> TransformerBytes:
+def _bytes_of(shape: TransformerShape, precision: str) -> TransformerBytes:
     counted = weight_bytes(shape, precision)
     return TransformerBytes(counted.total, counted.modulation)

@@ -28,8 +28,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from ...errors import CheckpointError, SettingError, UnavailableError
 from ...loaders.convert import check_finite
-from ...loaders.header import read_object
-from ...loaders.shards import Shards, read_shards
+from ...loaders.header import Shards, read_object, read_shards
 from ...machine.device import available_bytes, choose_device
 from ...machine.memory import available_memory
 from ...planning.loading import PrecisionChoice, choose_precision

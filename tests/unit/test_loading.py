@@ -30,8 +30,10 @@ CARDS = (L40S, A100, A100_40, RTX_4090, RTX_5090, RTX_3060, T4)
 FIDELITY = ("fp8", "int8", "bf16", "fp16", "fp32")
 
 
-def decide(requested, stored, card, modulation="auto", held=None):
-    return decide_load(requested, modulation, stored=stored, shape=FULL_SIZE, card=card, held=held)
+def decide(requested, stored, card, modulation="auto", sizes=None):
+    return decide_load(
+        requested, modulation, stored=stored, shape=FULL_SIZE, card=card, sizes=sizes
+    )
 
 
 def on_card(found):
@@ -157,7 +159,7 @@ def test_more_memory_is_never_less_faithful(total, more, stored, capability):
 
 def test_true_sizes_decide():
     """Of files that are taken over as they are, and with layers that stay in bf16."""
-    found = decide("auto", "int8", RTX_4090, held={"int8": TransformerBytes(30 * GIB, 6 * GIB)})
+    found = decide("auto", "int8", RTX_4090, sizes={"int8": TransformerBytes(30 * GIB, 6 * GIB)})
     assert "of 24.0 GiB of weights" in found.reason
     assert "modulation: 6.0 GiB stays in host memory" in found.place_reason
     assert not found.option.resident

@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen_l40s.loaders.lora import PREFIXES, SUFFIX, TARGETS, normalize_name
+from qwen_l40s.loaders.convert import normalize_name
+from qwen_l40s.loaders.detect import PREFIXES, SUFFIX, TARGETS
 
 PREFIX = st.sampled_from(
     ["", "base_model.model.", "pipe.dit.", "dit.", "_orig_mod.", *PREFIXES, "lora_transformer_"]

@@ -74,7 +74,9 @@ def plan_load(
     stored = _stored_precision(source)
     sizes = _sizes(source, shape, stored, keep)
     card = card_facts(comfy.model_management.get_torch_device())
-    decision = decide_load(requested, modulation, stored=stored, shape=shape, card=card, held=sizes)
+    decision = decide_load(
+        requested, modulation, stored=stored, shape=shape, card=card, sizes=sizes
+    )
     name = decision.precision
     _check_card(source, decision, card)
     check_host_memory(

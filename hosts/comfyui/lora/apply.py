@@ -22,7 +22,7 @@ from comfy.quant_ops import QuantizedTensor
 from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, WeightAdapterBase
 
 from ....errors import CheckpointError, SettingError
-from ....loaders.lora import FOREIGN_STACKS
+from ....loaders.detect import FOREIGN_STACKS
 from ....spec import format_bytes
 from . import mode_of
 from .bypass import add_bypass, bypass_module

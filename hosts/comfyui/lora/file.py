@@ -10,7 +10,8 @@ import torch
 
 from ....errors import CheckpointError
 from ....loaders.checkpoint import Part, inspect_checkpoint
-from ....loaders.lora import SUFFIX, normalize_name
+from ....loaders.convert import normalize_name
+from ....loaders.detect import SUFFIX
 
 
 @dataclass(frozen=True)
