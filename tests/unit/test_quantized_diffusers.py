@@ -175,6 +175,7 @@ def test_what_cannot_be_quantized_is_refused_and_left_alone(transformer):
 # --- images
 
 
+@pytest.mark.slow
 def test_the_micro_model_paints_the_same_in_fp8_and_int8(bf16):
     """`make micro-quality ARGS="--precision fp8"` does so with 200 prompts and 20 steps."""
     prompts = [(prompt, parse_prompt(prompt)) for prompt in (PROMPT, OTHER)]

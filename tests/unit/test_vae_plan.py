@@ -314,7 +314,9 @@ def test_a_plan_within_a_budget_keeps_to_it(published, plan):
 
 
 @pytest.mark.parametrize("direction", ["decode", "encode"])
-@pytest.mark.parametrize("rows", [200, 64, 16, 1])
+@pytest.mark.parametrize(
+    "rows", [200, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (64, 16, 1))]
+)
 def test_the_predicted_peak_of_the_middle(published, direction, rows):
     import torch
     from diffusers_encoder import encoder_stages
