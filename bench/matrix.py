@@ -47,6 +47,18 @@ LONG_TEXT = 800
 TILES = (1, 4)
 # Drawn once; which run is in which half must not follow from its place in the list.
 SEED = 7
+CARD = torch.device("cuda")
+STEPS, STEPS_OF_LARGE = 5, 3
+LARGE = 16_000  # tokens of one item
+WARM_UP, REPEATS = 2, 5
+SPREAD = 1.25
+NEGATIVE_TOKENS = 20
+CFG = 4.0
+REFERENCE_LATENT = 128
+NEW_MODEL_SECONDS = 30
+# Steps in the first seconds after a load took a seventh longer where the processor is the limit.
+WARM_SECONDS = 10
+KINDS = ("vae", "text", "sampling")
 
 
 class MatrixCase(NamedTuple):
@@ -106,20 +118,6 @@ def halves(count: int) -> list[str]:
     names = names[:count]
     random.Random(SEED).shuffle(names)
     return names
-
-
-CARD = torch.device("cuda")
-STEPS, STEPS_OF_LARGE = 5, 3
-LARGE = 16_000  # tokens of one item
-WARM_UP, REPEATS = 2, 5
-SPREAD = 1.25
-NEGATIVE_TOKENS = 20
-CFG = 4.0
-REFERENCE_LATENT = 128
-NEW_MODEL_SECONDS = 30
-# Steps in the first seconds after a load took a seventh longer where the processor is the limit.
-WARM_SECONDS = 10
-KINDS = ("vae", "text", "sampling")
 
 
 class RunFile:

@@ -29,7 +29,7 @@ FEWER_STEPS = f"**Sample**: 20 steps instead of {STEPS} take half of the time."
 FILES = (EDIT_2511, TEXT_ENCODER, VAE)
 
 
-class Prompts(NamedTuple):
+class EncodedPrompts(NamedTuple):
     """What the sampler is guided by."""
 
     positive: Link
@@ -168,7 +168,9 @@ def _scaled_mask(workflow: Workflow, mask: Link) -> Link:
     return back["MASK"]
 
 
-def _prompts(workflow: Workflow, loaded: Loaded, images: Sequence[Link], text: str) -> Prompts:
+def _prompts(
+    workflow: Workflow, loaded: Loaded, images: Sequence[Link], text: str
+) -> EncodedPrompts:
     """Both prompts see the pictures, and each token of a picture its own timestep, 0."""
     seen = {f"image{index}": image for index, image in enumerate(images, start=1)}
     found = []
@@ -192,7 +194,7 @@ def _prompts(workflow: Workflow, loaded: Loaded, images: Sequence[Link], text: s
             reference_latents_method="index_timestep_zero",
         )
         found.append(method["CONDITIONING"])
-    return Prompts(*found)
+    return EncodedPrompts(*found)
 
 
 def _encode(workflow: Workflow, image: Link, vae: Link) -> Link:
@@ -201,7 +203,7 @@ def _encode(workflow: Workflow, image: Link, vae: Link) -> Link:
     ]
 
 
-def _sample(workflow: Workflow, loaded: Loaded, prompts: Prompts, latent: Link) -> Link:
+def _sample(workflow: Workflow, loaded: Loaded, prompts: EncodedPrompts, latent: Link) -> Link:
     # Guided as the model's authors do it; ComfyUI's template comes near with its own CFGNorm.
     guided = workflow.add(
         "cfg_norm", "QwenL40S_CFGNorm", "CFG norm", SAMPLING, model=shifted(workflow, loaded.model)

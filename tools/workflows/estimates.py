@@ -1,4 +1,4 @@
-"""What a run takes, told before it and measured after it."""
+"""Workflows of the estimator: alone, and beside the report of a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def estimate() -> Workflow:
         columns=((ESTIMATE,), (REPORT,)),
         note_above=1,
     )
-    told = workflow.add("estimate", "QwenL40S_EstimateVRAM", "Estimate", ESTIMATE, wide=CHART_WIDTH)
+    estimated = workflow.add(
+        "estimate", "QwenL40S_EstimateVRAM", "Estimate", ESTIMATE, wide=CHART_WIDTH
+    )
     workflow.add(
         "text",
         "PreviewAny",
@@ -54,7 +56,7 @@ def estimate() -> Workflow:
         REPORT,
         wide=TABLE_WIDTH,
         shown=TABLE_HEIGHT,
-        source=told["report"],
+        source=estimated["report"],
     )
     return workflow
 
@@ -86,7 +88,7 @@ def estimate_generate_report() -> Workflow:
     negative = encode(workflow, "negative", "Negative prompt", NEGATIVE, loaded.clip)
     latent = empty(workflow, SIDE, SIDE)
     model = shifted(workflow, loaded.model)
-    told = workflow.add(
+    estimated = workflow.add(
         "estimate",
         "QwenL40S_EstimateVRAM",
         "Estimate",
@@ -98,7 +100,7 @@ def estimate_generate_report() -> Workflow:
         steps=STEPS,
     )
     workflow.add(
-        "estimate_text", "PreviewAny", "Estimate in words", ESTIMATE, source=told["report"]
+        "estimate_text", "PreviewAny", "Estimate in words", ESTIMATE, source=estimated["report"]
     )
     painted = sample(workflow, model, positive, negative, latent, steps=STEPS, cfg=CFG)
     images = decode(workflow, painted, loaded.vae)

@@ -1,4 +1,4 @@
-"""The model files that the workflows name: where each is published and where it belongs."""
+"""A workflow as it is described here, the model files it names, and the form of POST /prompt."""
 
 from __future__ import annotations
 
@@ -65,8 +65,6 @@ LIGHTNING_8 = ModelFile(
 PANORAMA_360 = ModelFile("qwen-360-diffusion-2512-int8-bf16-v2.safetensors", PANORAMA, "loras")
 
 
-# A workflow as it is described here, from which both of its forms are written.
-
 # Numbers of a widget's type; bool is an int to Python and none to ComfyUI.
 FITS = {
     "INT": lambda value: isinstance(value, int) and not isinstance(value, bool),
@@ -114,12 +112,12 @@ class Node:
 
 @dataclass
 class Workflow:
-    """A graph with what its reader is told.
+    """A graph with its note and its place on the page.
 
     Attributes:
         name: Of its files.
         title: As the page lists it.
-        note: Markdown, beside the graph.
+        note: Markdown, on the page.
         columns: From left to right, the frames that stand below one another in each; those that
             hold no node are left out.
         note_above: The column that the note is above.
@@ -195,9 +193,6 @@ class Workflow:
                 raise ValueError(f"{where} takes {known.type}, got {value!r}")
             elif known.choices is not None and value not in known.choices:
                 raise ValueError(f"{where}: {value!r} is none of {', '.join(known.choices)}")
-
-
-# The form of a workflow that POST /prompt takes.
 
 
 def api_form(workflow: Workflow) -> dict[str, Any]:

@@ -1,4 +1,10 @@
-"""Where the page shows the nodes of a workflow: frames in columns, nodes below one another."""
+"""The form of a workflow that ComfyUI's page opens and saves (graph version 0.4), laid out.
+
+As the frontend 1.49.6 saves it: inputs are the sockets only, unless a wire comes into a widget;
+`widgets_values` are in the order of the widgets, with one that no input stands for behind each seed
+and each upload, and `widgets_values_named` says the same by name. Nodes stand in frames, frames in
+columns.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +17,13 @@ from ... import __version__
 from .definitions import Input, companions
 from .graph import Link, Node, Workflow
 
+COMFYUI, FRONTEND = "0.33.0", "1.49.6"
+PACK = "comfyui-qwen-image-l40s"
+OPTIONAL_SLOT = 7  # the page's shape of a socket that may stay empty
+# Of the page, in pixels: what is seen first, and what its bars cover at the left and at the top.
+VIEW, COVERED = (1480, 860), (80, 120)
+# Dark notes, as in ComfyUI's own templates: code is blue in them, and unreadable on the brown.
+FRAME_COLOR, NOTE_COLOR, NOTE_BACKGROUND = "#3f789e", "#222", "#000"
 TITLE = 30  # above a node's position, as the page draws it
 SLOT, WIDGET = 20, 24
 # "Nodes 2.0" draws widgets and the edge of a node larger, and below them a badge on nodes of a pack
@@ -53,7 +66,7 @@ class Box(NamedTuple):
         return Box(self.x, self.y - TITLE, self.width, self.height + TITLE)
 
 
-class Layout(NamedTuple):
+class PageLayout(NamedTuple):
     """Boxes by node id and by frame; `note` is the note's."""
 
     nodes: dict[str, Box]
@@ -61,7 +74,7 @@ class Layout(NamedTuple):
     note: Box
 
 
-def lay_out(workflow: Workflow) -> Layout:
+def lay_out(workflow: Workflow) -> PageLayout:
     """Columns from left to right; the note is above one of them."""
     nodes: dict[str, Box] = {}
     frames: dict[str, Box] = {}
@@ -75,18 +88,18 @@ def lay_out(workflow: Workflow) -> Layout:
             note = Box(left, 0, note_width, _note_height(workflow.note, note_width))
             top = note.height + BETWEEN_FRAMES
         for group in column:
-            held = [node for node in members if node.group == group]
-            if not held:
+            framed = [node for node in members if node.group == group]
+            if not framed:
                 continue
             at = top + FRAME_TITLE + TITLE
-            for node in held:
+            for node in framed:
                 nodes[node.id] = Box(left + MARGIN, at, width, size(node)[1])
                 at += size(node)[1] + BETWEEN_NODES + TITLE
             height = at - BETWEEN_NODES - TITLE + MARGIN - top
             frames[group] = Box(left, top, width + 2 * MARGIN, height)
             top += height + BETWEEN_FRAMES
         left += width + 2 * MARGIN + BETWEEN_FRAMES
-    return Layout(nodes, frames, note)
+    return PageLayout(nodes, frames, note)
 
 
 def size(node: Node) -> tuple[int, int]:
@@ -124,22 +137,6 @@ def _note_height(text: str, width: int) -> int:
     paragraphs = [line for line in seen.splitlines() if line]
     lines = sum(math.ceil(len(line) * NOTE_LETTER / width) for line in paragraphs)
     return NOTE_EDGE + NOTE_LINE * lines + NOTE_PARAGRAPH * len(paragraphs)
-
-
-# The form of a workflow that ComfyUI's page opens and saves: graph version 0.4.
-#
-# As the frontend 1.49.6 saves it: inputs are the sockets only, unless a wire comes into a widget;
-# `widgets_values` are in the order of the widgets, with one that no input stands for behind each
-# seed
-# and each upload, and `widgets_values_named` says the same by name.
-
-COMFYUI, FRONTEND = "0.33.0", "1.49.6"
-PACK = "comfyui-qwen-image-l40s"
-OPTIONAL_SLOT = 7  # the page's shape of a socket that may stay empty
-# Of the page, in pixels: what is seen first, and what its bars cover at the left and at the top.
-VIEW, COVERED = (1480, 860), (80, 120)
-# Dark notes, as in ComfyUI's own templates: code is blue in them, and unreadable on the brown.
-FRAME_COLOR, NOTE_COLOR, NOTE_BACKGROUND = "#3f789e", "#222", "#000"
 
 
 def ui_form(workflow: Workflow) -> dict[str, Any]:
@@ -296,7 +293,7 @@ def _note(workflow: Workflow, box: Box) -> dict[str, Any]:
     }
 
 
-def _view(layout: Layout) -> dict[str, Any]:
+def _view(layout: PageLayout) -> dict[str, Any]:
     """All of the graph in the first view."""
     boxes = [layout.note.with_title(), *layout.frames.values()]
     left, top = min(box.x for box in boxes), min(box.y for box in boxes)
