@@ -33,7 +33,7 @@ class Sizes:
 
     Attributes:
         path: As it was named.
-        family: A name in `planning.families.FAMILIES`; None where the tensors leave it open.
+        family: A name in `spec.FAMILIES`; None where the tensors leave it open.
         shape: Of the transformer.
         transformer: What its header says.
         modulation_bytes: Of the transformer's modulation as stored.

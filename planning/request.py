@@ -81,7 +81,7 @@ class RunRequest:
     """What to run. "auto" and 0 tiles leave a choice to the plan.
 
     Args:
-        family: a name in `planning.families.FAMILIES`.
+        family: a name in `spec.FAMILIES`.
         precision: of the transformer, one of `PRECISIONS`.
         width, height: pixels, divisible by 16.
         batch: images that are sampled together.
@@ -90,7 +90,7 @@ class RunRequest:
         references: reference images, of one megapixel each.
         layers: that Layered paints beside the whole image; 0 elsewhere.
         text_tokens: of the longest prompt, without what references add.
-        modulation: where a third of the transformer waits, one of `planning.placement.PLACES`.
+        modulation: where a third of the transformer waits, one of `spec.PLACES`.
         text_encoder: its precision, one of `TEXT_ENCODER_PRECISIONS`; "auto" is bf16.
         text_encoder_place: one of `TEXT_ENCODER_PLACES`; "auto" leaves it on the card where all
             fits.
