@@ -38,10 +38,9 @@ from ..loaders.convert import expected_tensors
 from ..loaders.quantize import comfy_quant_tensor, quantize_rows
 from ..loaders.quantized_file import MARKER_2511
 from ..loaders.writer import SafetensorsLayout, write_safetensors
-from ..measure import timing as measure
-from ..measure.timing import time_calls
 from ..optimizations.modulation import ModulationTable
 from ..spec import FULL_SIZE, LARGEST, TransformerShape
+from . import timing as measure
 from .forward import (
     CHECKED,
     ForwardOutput,
@@ -57,6 +56,7 @@ from .forward import (
 )
 from .inputs import rope_axes
 from .memory import TEXT_ENCODER, TEXT_WIDTH, TRANSFORMER, VAE
+from .timing import time_calls
 
 CORE_FORMATS = {"fp8": "float8_e4m3fn", "int8": "int8_tensorwise"}
 Tensors = dict[str, torch.Tensor]

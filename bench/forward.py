@@ -19,8 +19,8 @@ import torch
 from ..errors import UnavailableError
 from ..loaders.convert import expected_tensors
 from ..loaders.quantize import layers_to_quantize
-from ..measure import timing as measure
 from ..spec import REFERENCE_SIDE, TransformerShape
+from . import timing as measure
 from .inputs import Inputs
 
 STEPS = 20

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from ..errors import UnavailableError
 from ..machine.card import first_line
 from ..machine.packages import KITCHEN, check_package
-from ..measure.timing import time_cold
 from ..optimizations import reference
 from ..optimizations.attention import BACKENDS as ATTENTION
 from ..optimizations.attention import AttentionRequest, choose_attention
@@ -23,6 +22,7 @@ from ..optimizations.linear import choose_gemm
 from ..optimizations.reference import Modulation, QKNorm, Rotary, Tokens
 from ..spec import TransformerShape
 from .inputs import Inputs
+from .timing import time_cold
 
 # Tokens of a 1024x1024 image with 200 text tokens, and the MLP's first layer.
 M, K, N = 4296, 3072, 12288

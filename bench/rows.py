@@ -281,8 +281,8 @@ def run_image(setup: BenchSetup, take: RowSink) -> None:
     known: dict[Inputs, torch.Tensor] = {}
 
     def measure(models: RandomModels, row: Row, inputs: Inputs) -> Fields:
-        from ..measure import timing as measured
         from . import comfyui
+        from . import timing as measured
 
         if not vaes:
             vaes.append(comfyui.random_vae(setup.device, small=setup.shape.dim < 3072))
@@ -338,8 +338,8 @@ def run_ops(setup: BenchSetup, names: tuple[str, ...], take: RowSink) -> None:
 def _measure_op(case: OpCase, setup: BenchSetup) -> Fields:
     import torch
 
-    from ..measure.timing import time_cold
     from .forward import kernel_fields, timing_fields
+    from .timing import time_cold
 
     device, repeats = setup.device, setup.repeats
     with torch.inference_mode():

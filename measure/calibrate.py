@@ -27,7 +27,7 @@ from ..optimizations.reference import Modulation, Tokens
 from ..planning.rates import Rates
 from ..planning.times import Pass, norm_bytes, step_work
 from ..spec import BLOCK_GEMMS, MULTIPLIED, QUANTIZED, TransformerShape, VaeLayer, format_gib
-from .timing import Part, Sum, run_mix
+from .mix import MixPart, MixSum, run_mix
 
 # Of each precision's mix, of the VAE's layers and of fp32 products.
 SECONDS = 5.0
@@ -97,7 +97,7 @@ def _calibrate(
 ) -> tuple[Calibration, dict[str, str]]:
     work, left_out = sizes.work, {}
     gemm: dict[str, float] = {}
-    shared = {ATTENTION: Sum(), NORM: Sum()}
+    shared = {ATTENTION: MixSum(), NORM: MixSum()}
     for precision in MULTIPLIED:
         say(f"{precision} block")
         found = _products(work, precision, device)
@@ -127,7 +127,7 @@ def _calibrate(
     return Calibration(*_about(device), rates), left_out
 
 
-def _products(work: Pass, precision: str, device: torch.device) -> list[Part] | str:
+def _products(work: Pass, precision: str, device: torch.device) -> list[MixPart] | str:
     """Every product of one block; or why the card does not multiply the precision."""
     gemm = None
     if precision in QUANTIZED:
@@ -147,11 +147,11 @@ def _products(work: Pass, precision: str, device: torch.device) -> list[Part] | 
         else:
             operands = (*gemm.quantize(x), *reference.row_quantize(weight, precision), bias)
             call = partial(gemm.linear_quantized, *operands, out.dtype, out=out)
-        parts.append(Part(GEMM, call, 2 * m * n * k))
+        parts.append(MixPart(GEMM, call, 2 * m * n * k))
     return parts
 
 
-def _between(work: Pass, precision: str, device: torch.device) -> list[Part]:
+def _between(work: Pass, precision: str, device: torch.device) -> list[MixPart]:
     """The block's attention and its two norms."""
     shape = work.shape
     request = AttentionRequest(
@@ -168,10 +168,10 @@ def _between(work: Pass, precision: str, device: torch.device) -> list[Part]:
     format = precision if precision in QUANTIZED else None
     norm = partial(ops.residual_norm, x, branch, halves, halves, tokens, EPS, format)
     moved = work.rows * norm_bytes(shape.dim, format is not None)
-    attention = Part(
+    attention = MixPart(
         ATTENTION, partial(attend, q, k, v), 4 * work.items * work.joint**2 * shape.dim
     )
-    return [attention, *2 * [Part(NORM, norm, moved)]]
+    return [attention, *2 * [MixPart(NORM, norm, moved)]]
 
 
 def _convolution(sizes: Sizes, device: torch.device, bandwidth: float) -> float:
@@ -186,7 +186,7 @@ def _convolution(sizes: Sizes, device: torch.device, bandwidth: float) -> float:
         weights = _random(2, channels, channels, 1, 3, 3, on=device) * (9 * channels) ** -0.5
         gamma = _random(channels, 1, 1, 1, on=device)
         call = partial(_residual, x, weights, gamma)
-        parts.append(Part(CONVOLUTION, call, counted.flops))
+        parts.append(MixPart(CONVOLUTION, call, counted.flops))
     rate = run_mix(parts, device, sizes.seconds)[CONVOLUTION].rate
     seconds = flops / rate
     return flops / max(seconds - moved / bandwidth, seconds / 5)
@@ -201,7 +201,7 @@ def _residual(x: torch.Tensor, weights: torch.Tensor, gamma: torch.Tensor) -> to
     return x + y
 
 
-def _encoder(sizes: tuple[int, int, int], device: torch.device) -> list[Part]:
+def _encoder(sizes: tuple[int, int, int], device: torch.device) -> list[MixPart]:
     rows, width, hidden = sizes
     x = torch.randn(rows, width, device=device)
     up = torch.randn(hidden, width, device=device) * width**-0.5
@@ -209,8 +209,8 @@ def _encoder(sizes: tuple[int, int, int], device: torch.device) -> list[Part]:
     wide = F.linear(x, up)
     flops = 2 * rows * width * hidden
     return [
-        Part(ENCODER, partial(F.linear, x, up), flops),
-        Part(ENCODER, partial(F.linear, wide, down), flops),
+        MixPart(ENCODER, partial(F.linear, x, up), flops),
+        MixPart(ENCODER, partial(F.linear, wide, down), flops),
     ]
 
 

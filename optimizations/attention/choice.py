@@ -247,9 +247,6 @@ def is_lossy(
     return not choose_attention(request, name).exact
 
 
-# The attention of one optimized model: what is chosen for its shapes, and when it is given up.
-
-
 class ChosenAttention:
     """Attention by the backend that is chosen for the shapes at hand, each in its first call.
 

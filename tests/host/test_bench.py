@@ -11,12 +11,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from qwen_l40s.bench import timing as measure
 from qwen_l40s.bench.rows import FORWARD, TABLE
 from qwen_l40s.cli import main
 from qwen_l40s.loaders.convert import check_complete, expected_tensors
 from qwen_l40s.loaders.source import open_source
 from qwen_l40s.loaders.writer import SafetensorsLayout
-from qwen_l40s.measure import timing as measure
 from qwen_l40s.spec import FULL_SIZE
 
 SMALL = ["--device", "cpu", "--width", "small", "--text", "5", "--repeats", "2", "--warm-up", "1"]

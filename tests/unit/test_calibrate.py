@@ -306,7 +306,7 @@ def module():
 def test_rates_are_work_over_the_time_behind_the_settling(module, monkeypatch):
     import torch
 
-    from qwen_l40s.measure import timing as timed_mix
+    from qwen_l40s.measure import mix as timed_mix
 
     clock, calls = [0.0], []
     monkeypatch.setattr(timed_mix.time, "perf_counter", lambda: clock[0])
@@ -317,9 +317,9 @@ def test_rates_are_work_over_the_time_behind_the_settling(module, monkeypatch):
         calls.append(name)
 
     parts = [
-        timed_mix.Part("a", lambda: call("a", 0.1), 10),
-        timed_mix.Part("b", lambda: call("b", 0.3), 60),
-        timed_mix.Part("a", lambda: call("a", 0.1), 30),
+        timed_mix.MixPart("a", lambda: call("a", 0.1), 10),
+        timed_mix.MixPart("b", lambda: call("b", 0.3), 60),
+        timed_mix.MixPart("a", lambda: call("a", 0.1), 30),
     ]
     sums = timed_mix.run_mix(parts, torch.device("cpu"), 10)
     assert sums["a"].rate == pytest.approx(200)
@@ -332,7 +332,7 @@ def test_a_card_is_timed_by_its_events_and_never_far_behind(module, monkeypatch)
     """A card that runs what is launched one after another; launching takes no time."""
     import torch
 
-    from qwen_l40s.measure import timing as timed_mix
+    from qwen_l40s.measure import mix as timed_mix
 
     card, processor, ahead = [0.0], [0.0], []
 
@@ -354,11 +354,11 @@ def test_a_card_is_timed_by_its_events_and_never_far_behind(module, monkeypatch)
         card[0] = max(card[0], processor[0]) + seconds
 
     monkeypatch.setattr(timed_mix.time, "perf_counter", lambda: processor[0])
-    monkeypatch.setattr(timed_mix, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     parts = [
-        timed_mix.Part("a", lambda: call(0.001), 5),
-        timed_mix.Part("b", lambda: call(0.003), 6),
+        timed_mix.MixPart("a", lambda: call(0.001), 5),
+        timed_mix.MixPart("b", lambda: call(0.003), 6),
     ]
     sums = timed_mix.run_mix(parts, torch.device("cuda", 0), 2)
     assert sums["a"].rate == pytest.approx(5000, rel=0.01)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qwen_l40s.bench import rows as bench_run
+from qwen_l40s.bench import timing as measure
 from qwen_l40s.bench.forward import (
     group_of,
     group_sums,
@@ -22,7 +23,6 @@ from qwen_l40s.bench.inputs import Inputs, forward_work, rope_axes
 from qwen_l40s.bench.report import draw_chart, waterfall
 from qwen_l40s.bench.rows import BLOCK, FORWARD, IMAGE
 from qwen_l40s.cli import main
-from qwen_l40s.measure import timing as measure
 from qwen_l40s.spec import FULL_SIZE, SMALL
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -170,9 +170,8 @@ def test_empty_prompt_is_allowed(pipeline):
     assert sample(pipeline, settings(prompt="", steps=1), progress=False).shape == (1, 12, 64)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_setting_outside_its_rule():
+    for changes, message in (
         ({"width": 1000}, "width .* divisible by 16.*got 1000: use 992"),
         ({"height": 8}, "height .* at least 16, got 8: use 16"),
         ({"height": 64.0}, "height .*got 64.0"),
@@ -184,11 +183,9 @@ def test_empty_prompt_is_allowed(pipeline):
         ({"seed": 2**63}, "seed .* 2\\*\\*63 - 1"),
         ({"prompt": ["a", "b"]}, "prompt must be one string"),
         ({"prompt": "\udcff"}, "prompt is not valid Unicode"),
-    ],
-)
-def test_setting_outside_its_rule(changes, message):
-    with pytest.raises(SettingError, match=message):
-        settings(**changes)
+    ):
+        with pytest.raises(SettingError, match=message):
+            settings(**changes)
 
 
 # --- folders that are not what they must be ---
@@ -204,19 +201,15 @@ def edit_weights(path: Path, change) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(
-    ("pipeline_class", "message"),
-    [
-        ("QwenImageEditPipeline", "only text-to-image"),
+def test_other_pipelines_are_refused(own_folder):
+    for pipeline_class, message in (
         ("QwenImageEditPlusPipeline", "only text-to-image"),
         ("QwenImageLayeredPipeline", "only text-to-image"),
         ("FluxPipeline", "is of a FluxPipeline, not"),
-    ],
-)
-def test_other_pipelines_are_refused(own_folder, pipeline_class, message):
-    edit_json(own_folder / "model_index.json", _class_name=pipeline_class)
-    with pytest.raises(CheckpointError, match=message):
-        load_pipeline(own_folder)
+    ):
+        edit_json(own_folder / "model_index.json", _class_name=pipeline_class)
+        with pytest.raises(CheckpointError, match=message):
+            load_pipeline(own_folder)
 
 
 def swap_vae_in(folder: Path) -> None:
@@ -314,8 +307,10 @@ def test_path_that_is_no_folder(own_folder):
         load_pipeline(own_folder / "model_index.json")
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(torch.nan, torch.float32), (torch.inf, torch.bfloat16), (-torch.inf, torch.float16)],
+)
 def test_one_weight_that_is_not_finite_is_named(own_folder, dtype, value):
     name = "transformer_blocks.1.attn.to_q.weight"
 
@@ -350,31 +345,26 @@ def test_overflow_is_an_error_instead_of_a_black_image(own_folder):
 # --- precision, device, memory ---
 
 
-@pytest.mark.parametrize(
-    ("requested", "device", "available", "name", "reason"),
-    [
+def test_precision_choice():
+    for requested, device, available, name, reason in (
         ("auto", "cuda:0", 1, "bf16", "auto on cuda:0"),
         ("auto", "cpu", 8000, "fp32", "fits in half"),
         ("auto", "cpu", 7999, "bf16", "more than half"),
         ("fp32", "cpu", 1, "fp32", "requested"),
         ("int8", "cpu", 1, "int8", "requested"),
-    ],
-)
-def test_precision_choice(requested, device, available, name, reason):
-    choice = choose_precision(requested, device, parameters=1000, available_bytes=available)
-    assert choice.name == name
-    assert reason in choice.reason
+    ):
+        choice = choose_precision(requested, device, parameters=1000, available_bytes=available)
+        assert choice.name == name
+        assert reason in choice.reason
 
 
-@pytest.mark.parametrize("precision", ["fp8", "int8"])
-def test_quantized_precisions_are_not_here_yet(tiny_folder, precision):
-    with pytest.raises(SettingError, match=f"'{precision}' is not available.*auto, bf16, fp32"):
-        load_pipeline(tiny_folder, precision=precision, device="cpu")
-
-
-def test_unknown_precision_names_the_choices(tiny_folder):
-    with pytest.raises(SettingError, match="'fp16' is unknown: choose auto, bf16, fp32, fp8, int8"):
-        load_pipeline(tiny_folder, precision="fp16", device="cpu")
+def test_precisions_that_cannot_be_had(tiny_folder):
+    for precision, message in (
+        ("fp8", "'fp8' is not available.*auto, bf16, fp32"),
+        ("fp16", "'fp16' is unknown: choose auto, bf16, fp32, fp8, int8"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            load_pipeline(tiny_folder, precision=precision, device="cpu")
 
 
 def test_unknown_device():
@@ -396,9 +386,10 @@ def test_model_larger_than_memory_is_refused_before_loading(tiny_folder, monkeyp
 # --- offload ---
 
 
-@pytest.mark.parametrize(
-    ("requested", "device", "free", "host", "expected"),
-    [
+def test_parts_that_do_not_fit_together_take_turns():
+    sizes = {"text_encoder": 15, "transformer": 40, "vae": 5}
+    weights = {part: size * 10**6 for part, size in sizes.items()}
+    for requested, device, free, host, expected in (
         ("auto", "cuda:0", 70, 0, "none"),
         ("auto", "cuda:0", 69, 60, "model"),
         ("auto", "cuda:0", 39, 60, r"needs 40 MB .* cuda:0 has 39 MB"),
@@ -408,20 +399,14 @@ def test_model_larger_than_memory_is_refused_before_loading(tiny_folder, monkeyp
         ("model", "cuda:0", 99, 60, "model"),
         ("model", "cpu", 60, 60, "none"),
         ("auto", "cpu", 59, 59, r"needs 60 MB .* cpu has 59 MB"),
-    ],
-)
-def test_parts_that_do_not_fit_together_take_turns(requested, device, free, host, expected):
-    def choose():
-        sizes = {"text_encoder": 15, "transformer": 40, "vae": 5}
-        weights = {part: size * 10**6 for part, size in sizes.items()}
+    ):
         about = {"what": "a model", "device": device, "weights": weights, "work": 10**7}
-        return choose_offload(requested, **about, free=free * 10**6, host_free=host * 10**6)
-
-    if expected in ("none", "model"):
-        assert choose().name == expected
-    else:
-        with pytest.raises(UnavailableError, match=expected):
-            choose()
+        about |= {"free": free * 10**6, "host_free": host * 10**6}
+        if expected in ("none", "model"):
+            assert choose_offload(requested, **about).name == expected
+        else:
+            with pytest.raises(UnavailableError, match=expected):
+                choose_offload(requested, **about)
 
 
 @pytest.mark.parametrize("optimized", [False, True])
