@@ -33,8 +33,11 @@ CARD = MODE != "cpu"
 @pytest.fixture
 def exact_convolutions():
     """Else a card rounds fp32 convolutions to ten bits, and to others for another batch."""
-    with torch.no_grad(), mock.patch.object(torch.backends.cudnn, "allow_tf32", False):
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    with torch.no_grad():
         yield
+    torch.backends.cudnn.allow_tf32 = before
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
