@@ -21,3 +21,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     server = Server(comfyui_folder(), base)
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_cached(server) -> None:
+    """ComfyUI keeps what the last prompt's nodes gave: a file begins with nothing of another's."""
+    blank = {"width": 16, "height": 16, "batch_size": 1, "color": 0}
+    server.run(
+        {
+            "blank": {"class_type": "EmptyImage", "inputs": blank},
+            "show": {"class_type": "PreviewImage", "inputs": {"images": ["blank", 0]}},
+        }
+    )
