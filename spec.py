@@ -1,4 +1,7 @@
-"""The published members of the Qwen-Image family, as far as they decide what a run takes."""
+"""What a Qwen-Image is: units, number formats, the sizes and layers of its parts, its families.
+
+Everything that tells one family of models from another is in its `Family`.
+"""
 
 from __future__ import annotations
 
@@ -8,37 +11,32 @@ from typing import Literal
 
 from .errors import CheckpointError, SettingError
 
-MIB = 2**20
+# --- units ---
 
-GIB = 2**30
-
+MIB, GIB = 2**20, 2**30
 GB = 10**9  # as disks, files and downloads are sold
 
+
+def format_gib(count: float) -> str:
+    """Binary units, as memory is labelled: `38.1 GiB`, `12 MiB`."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / MIB:.0f} MiB"
+
+
+def format_bytes(count: float) -> str:
+    """Decimal units, as disks and cards are labelled: `57.7 GB`, `12 MB`."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+# --- number formats, and the cards that multiply them ---
+
 BYTES_PER_WEIGHT = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1, "int8": 1}
-
 QUANTIZED = ("fp8", "int8")
-
 MULTIPLIED = ("bf16", *QUANTIZED)  # the precisions that a transformer computes its products in
-
 BYTES_PER_SCALE = 4  # fp32, one for each output row
-
-# The area that Qwen-Image is trained at; the choice of a precision leaves room for one step of it.
-USUAL_SIDE = 1328
-
-ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
-
-ADDED_ATTENTION = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-
-# The layers of one block that may be quantized: (rows, columns) in multiples of dim.
-BLOCK_GEMMS = {
-    **{f"attn.{name}": (1, 1) for name in (*ATTENTION, *ADDED_ATTENTION)},
-    **{f"{stream}_mlp.net.0.proj": (4, 1) for stream in ("img", "txt")},
-    **{f"{stream}_mlp.net.2": (1, 4) for stream in ("img", "txt")},
-}
-
-TIME_CHANNELS = 256  # the sinusoidal embedding of the timestep, fixed in both hosts' code
-
-PIXELS_PER_TOKEN_SIDE = 16  # the VAE's factor of 8, then patches of 2 x 2
+# Largest magnitude of e4m3, and of int8 used symmetrically.
+LARGEST = {"fp8": 448.0, "int8": 127.0}
+# The oldest compute capability whose tensor cores multiply the format here.
+OLDEST_CAPABILITY = {"fp8": (8, 9), "int8": (8, 0)}
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,57 @@ class CardFacts:
 def sm(capability: tuple[int, int]) -> str:
     """As NVIDIA writes it: sm_89."""
     return f"sm_{capability[0]}{capability[1]}"
+
+
+# --- the transformer ---
+
+# The area that Qwen-Image is trained at; the choice of a precision leaves room for one step of it.
+USUAL_SIDE = 1328
+PIXELS_PER_TOKEN_SIDE = 16  # the VAE's factor of 8, then patches of 2 x 2
+# Edit workflows scale a reference image to one megapixel.
+REFERENCE_SIDE = 1024
+REFERENCE_TOKENS = (REFERENCE_SIDE // PIXELS_PER_TOKEN_SIDE) ** 2
+TIME_CHANNELS = 256  # the sinusoidal embedding of the timestep, fixed in both hosts' code
+# Where the modulation weights wait: on the card, or in host memory.
+ON_CARD, OFF_CARD = "on card", "off card"
+PLACES = ("auto", ON_CARD, OFF_CARD)
+
+
+def whole_pixels(pixels: int) -> int:
+    """A side rounded up to whole tokens, as the hosts pad it."""
+    return -(-pixels // PIXELS_PER_TOKEN_SIDE) * PIXELS_PER_TOKEN_SIDE
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """The layers of one transformer block.
+
+    Attributes:
+        gemms: {layer: (rows, columns) in multiples of dim}, those that may be quantized.
+        text_layers: How the names of layers begin that the text stream goes through.
+        modulation: {stream: the layer that makes its shifts, scales and gates}.
+        modulation_rows: What that layer gives: shift, scale and gate, of attention and of the MLP.
+    """
+
+    gemms: Mapping[str, tuple[int, int]]
+    text_layers: tuple[str, ...]
+    modulation: Mapping[str, str]
+    modulation_rows: int
+
+
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+ADDED_ATTENTION = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+DOUBLE_STREAM = BlockSpec(
+    gemms={
+        **{f"attn.{name}": (1, 1) for name in (*ATTENTION, *ADDED_ATTENTION)},
+        **{f"{stream}_mlp.net.0.proj": (4, 1) for stream in ("img", "txt")},
+        **{f"{stream}_mlp.net.2": (1, 4) for stream in ("img", "txt")},
+    },
+    text_layers=("attn.add_", "attn.to_add_out", "txt_mlp."),
+    modulation={"image": "img_mod", "text": "txt_mod"},
+    modulation_rows=6,
+)
+BLOCK_GEMMS = DOUBLE_STREAM.gemms
 
 
 @dataclass(frozen=True)
@@ -123,20 +172,24 @@ class TransformerShape:
         }
 
 
-def format_gib(count: float) -> str:
-    """Binary units, as memory is labelled: `38.1 GiB`, `12 MiB`."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / MIB:.0f} MiB"
+# The published models: Qwen-Image, 2512, Edit, 2509 and 2511.
+FULL_SIZE = TransformerShape(
+    blocks=60,
+    dim=3072,
+    heads=24,
+    head_dim=128,
+    joint_dim=3584,
+    in_channels=64,
+    packed_out_channels=64,
+)
 
+# 1 in 24 of its width: what the benchmarks run on a CPU to show that they work.
+SMALL = TransformerShape(
+    blocks=60, dim=128, heads=4, head_dim=32, joint_dim=64, in_channels=64, packed_out_channels=64
+)
+LAYERED_SHAPE = replace(FULL_SIZE, addition_t_cond=True)
 
-def format_bytes(count: float) -> str:
-    """Decimal units, as disks and cards are labelled: `57.7 GB`, `12 MB`."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
-
-
-def whole_pixels(pixels: int) -> int:
-    """A side rounded up to whole tokens, as the hosts pad it."""
-    return -(-pixels // PIXELS_PER_TOKEN_SIDE) * PIXELS_PER_TOKEN_SIDE
-
+# --- the VAE ---
 
 PIXELS_PER_LATENT = 8
 
@@ -165,96 +218,7 @@ class VaeShape:
         return 4 * self.dim
 
 
-# The published models: Qwen-Image, 2512, Edit, 2509 and 2511.
-FULL_SIZE = TransformerShape(
-    blocks=60,
-    dim=3072,
-    heads=24,
-    head_dim=128,
-    joint_dim=3584,
-    in_channels=64,
-    packed_out_channels=64,
-)
-
-# 1 in 24 of its width: what the benchmarks run on a CPU to show that they work.
-SMALL = TransformerShape(
-    blocks=60, dim=128, heads=4, head_dim=32, joint_dim=64, in_channels=64, packed_out_channels=64
-)
-
-# Edit workflows scale a reference image to one megapixel.
-REFERENCE_SIDE = 1024
-
-REFERENCE_TOKENS = (REFERENCE_SIDE // PIXELS_PER_TOKEN_SIDE) ** 2
-
 PUBLISHED_VAE = VaeShape()
-LAYERED_SHAPE = replace(FULL_SIZE, addition_t_cond=True)
-
-
-@dataclass(frozen=True)
-class Family:
-    """One published model.
-
-    Attributes:
-        name: As `--family` takes it.
-        most_references: Reference images that its workflows take.
-        timestep_zero: Whether references are modulated as at timestep zero, which doubles the rows
-            of the modulation.
-        layers: Whether several layers are painted together.
-        vision_tokens: Text tokens that each reference image adds to the prompt: the text encoder
-            sees one megapixel in Edit and 384x384 pixels in its successors, 28x28 a token.
-    """
-
-    name: str
-    most_references: int = 0
-    timestep_zero: bool = False
-    layers: bool = False
-    vision_tokens: int = 0
-    transformer: TransformerShape = FULL_SIZE
-    vae: VaeShape = PUBLISHED_VAE
-
-
-FAMILIES = {
-    family.name: family
-    for family in (
-        Family("qwen-image"),
-        Family("qwen-image-2512"),
-        Family("qwen-image-edit", most_references=1, vision_tokens=1369),
-        Family("qwen-image-edit-2509", most_references=3, vision_tokens=196),
-        Family("qwen-image-edit-2511", most_references=3, timestep_zero=True, vision_tokens=196),
-        Family(
-            "qwen-image-layered",
-            most_references=1,
-            layers=True,
-            transformer=LAYERED_SHAPE,
-            vae=VaeShape(image_channels=4),
-        ),
-    )
-}
-
-
-def find_family(name: str) -> Family:
-    """The family of a name.
-
-    Raises:
-        SettingError: there is none.
-    """
-    if name not in FAMILIES:
-        raise SettingError(f"family {name!r} is unknown: choose {', '.join(FAMILIES)}.")
-    return FAMILIES[name]
-
-
-# What is fixed of the quantized formats: their largest value, and the cards that multiply them.
-
-# Largest magnitude of e4m3, and of int8 used symmetrically.
-LARGEST = {"fp8": 448.0, "int8": 127.0}
-# The oldest compute capability whose tensor cores multiply the format here.
-OLDEST_CAPABILITY = {"fp8": (8, 9), "int8": (8, 0)}
-
-
-# Where the modulation weights of a transformer wait: on the card, or in host memory.
-
-ON_CARD, OFF_CARD = "on card", "off card"
-PLACES = ("auto", ON_CARD, OFF_CARD)
 
 
 # The layers of Qwen-Image's VAE as tiles see them: how far each one reads.
@@ -375,3 +339,62 @@ def intervals(
 def parts(size: int, count: int) -> list[Interval]:
     """Splits [0, size) into `count` intervals whose lengths differ by at most one."""
     return [(i * size // count, (i + 1) * size // count) for i in range(count)]
+
+
+# --- the families ---
+
+
+@dataclass(frozen=True)
+class Family:
+    """One published model.
+
+    Attributes:
+        name: As `--family` takes it.
+        most_references: Reference images that its workflows take.
+        timestep_zero: Whether references are modulated as at timestep zero, which doubles the rows
+            of the modulation.
+        layers: Whether several layers are painted together.
+        vision_tokens: Text tokens that each reference image adds to the prompt: the text encoder
+            sees one megapixel in Edit and 384x384 pixels in its successors, 28x28 a token.
+        block: The layers of its transformer's blocks.
+        transformer, vae: The published sizes.
+    """
+
+    name: str
+    most_references: int = 0
+    timestep_zero: bool = False
+    layers: bool = False
+    vision_tokens: int = 0
+    block: BlockSpec = DOUBLE_STREAM
+    transformer: TransformerShape = FULL_SIZE
+    vae: VaeShape = PUBLISHED_VAE
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("qwen-image"),
+        Family("qwen-image-2512"),
+        Family("qwen-image-edit", most_references=1, vision_tokens=1369),
+        Family("qwen-image-edit-2509", most_references=3, vision_tokens=196),
+        Family("qwen-image-edit-2511", most_references=3, timestep_zero=True, vision_tokens=196),
+        Family(
+            "qwen-image-layered",
+            most_references=1,
+            layers=True,
+            transformer=LAYERED_SHAPE,
+            vae=VaeShape(image_channels=4),
+        ),
+    )
+}
+
+
+def find_family(name: str) -> Family:
+    """The family of a name.
+
+    Raises:
+        SettingError: there is none.
+    """
+    if name not in FAMILIES:
+        raise SettingError(f"family {name!r} is unknown: choose {', '.join(FAMILIES)}.")
+    return FAMILIES[name]

@@ -10,12 +10,12 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ..spec import BLOCK_GEMMS
+from ..spec import BLOCK_GEMMS, DOUBLE_STREAM
 from .fallback import Fallback
 from .fused import unsupported_shape
 
 # The layers that see the timestep alone, by the stream that they modulate.
-MODULATION = {"image": "img_mod", "text": "txt_mod"}
+MODULATION = DOUBLE_STREAM.modulation
 HEAD_NORMS = ("attn.norm_q", "attn.norm_k", "attn.norm_added_q", "attn.norm_added_k")
 LAYER_NORMS = ("img_norm1", "img_norm2", "txt_norm1", "txt_norm2")
 # Every submodule that the executor reads instead of calling, so that a change to one would be lost.

@@ -14,6 +14,7 @@ from ..errors import CheckpointError, SettingError
 from ..spec import (
     BYTES_PER_SCALE,
     BYTES_PER_WEIGHT,
+    DOUBLE_STREAM,
     QUANTIZED,
     REFERENCE_TOKENS,
     TIME_CHANNELS,
@@ -172,7 +173,7 @@ MLP = 4  # the hidden layer's width in dims
 SAMPLER_LATENTS = 10
 # The entries of optimizations/modulation.py's table.
 MOST_TABLE_BYTES = 512 * 2**20
-MODULATION_ROWS = 6  # shift, scale and gate, of attention and of the MLP
+MODULATION_ROWS = DOUBLE_STREAM.modulation_rows
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ..spec import (
     BLOCK_GEMMS,
     BYTES_PER_SCALE,
     BYTES_PER_WEIGHT,
+    DOUBLE_STREAM,
     OFF_CARD,
     ON_CARD,
     PIXELS_PER_LATENT,
@@ -42,7 +43,7 @@ from .rates import Rates
 from .request import ON_PROCESSOR, RunRequest
 from .vae import Direction, Size, in_pixels
 
-TEXT_LAYERS = ("attn.add_", "attn.to_add_out", "txt_mlp.")
+TEXT_LAYERS = DOUBLE_STREAM.text_layers
 WIDE = 2  # bytes of a bf16 number
 ROTATION = 4  # of an fp32 cosine or sine
 # Expanding a quantized weight to bf16: read and written once, then scaled in place.
