@@ -52,7 +52,7 @@ class SlotAttention(ChosenAttention):
             and q.shape == k.shape == v.shape
             and (mask is None or mask.shape == (q.shape[0], 1, q.shape[2]))
             and "scale" not in others
-            and not self.broken
+            and self.fallback is None
             and not torch.compiler.is_compiling()
         )
         if not as_qwen:
