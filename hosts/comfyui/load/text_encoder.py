@@ -31,10 +31,10 @@ from ..record.record import Recording, Records, running
 from .plan import STAGING_BYTES, check_host_memory
 from .text_encoder_file import (
     LANGUAGE_LINEAR,
-    Layout,
-    Prepared,
-    prepare,
+    TextEncoderLayout,
+    TextEncoderTensors,
     read_layout,
+    text_encoder_tensors,
     text_only_class,
 )
 from .tokenizer import FolderTokenizer, encoder_class, find_tokenizer, tokenizer_class
@@ -182,7 +182,7 @@ def load_text_encoder(
     # ComfyUI has no dynamic VRAM for what computes on the processor.
     mapped = comfy.memory_management.aimdo_enabled and not disable_dynamic and placement != CPU
     _check_memory(source, layout, precision, mapped)
-    prepared = prepare(source, layout, map_tensors(source), precision)
+    prepared = text_encoder_tensors(source, layout, map_tensors(source), precision)
     options = _model_options(layout, tokenizer, prepared) | devices
     clip = _build(source, tokenizer, prepared, options, disable_dynamic)
     clip.patcher.cached_patcher_init = (
@@ -213,14 +213,14 @@ def load_text_encoder_patcher(
     ].patcher
 
 
-def _own_tokenizer(source: Source, layout: Layout) -> FolderTokenizer | None:
+def _own_tokenizer(source: Source, layout: TextEncoderLayout) -> FolderTokenizer | None:
     """The tokenizer beside the file; None where ComfyUI's own fits."""
     published = layout.vocabulary >= PUBLISHED_TOKENS
     return None if published else find_tokenizer(source, layout.vocabulary)
 
 
 def _model_options(
-    layout: Layout, tokenizer: FolderTokenizer | None, prepared: Prepared
+    layout: TextEncoderLayout, tokenizer: FolderTokenizer | None, prepared: TextEncoderTensors
 ) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if layout.config:
@@ -236,7 +236,7 @@ def _model_options(
 def _build(
     source: Source,
     tokenizer: FolderTokenizer | None,
-    prepared: Prepared,
+    prepared: TextEncoderTensors,
     options: dict[str, Any],
     disable_dynamic: bool,
 ) -> comfy.sd.CLIP:
@@ -271,7 +271,7 @@ def _build(
     )
 
 
-def _check_memory(source: Source, layout: Layout, precision: str, mapped: bool) -> None:
+def _check_memory(source: Source, layout: TextEncoderLayout, precision: str, mapped: bool) -> None:
     """Refuses what host memory cannot hold, before weights are read.
 
     Args:

@@ -32,7 +32,7 @@ ONLY_7B = "Qwen-Image needs the 7B, which is 3584 wide: get the model's own text
 
 
 @dataclass(frozen=True)
-class Layout:
+class TextEncoderLayout:
     """How a file fits ComfyUI's class.
 
     Args:
@@ -52,7 +52,7 @@ class Layout:
     notes: tuple[str, ...]
 
 
-def read_layout(source: Source) -> Layout:
+def read_layout(source: Source) -> TextEncoderLayout:
     """Reads names and shapes from the headers.
 
     Raises:
@@ -85,7 +85,7 @@ def read_layout(source: Source) -> Layout:
     model = (Qwen25_7BVLI if vision else TextOnlyQwen25)(config, torch.bfloat16, "meta", torch.nn)
     shapes = {name: infos[name].shape for name in loaded if not accompanies(name)}
     check_names(source.path, shapes, shapes_of(model), "ComfyUI's Qwen2.5-VL")
-    return Layout(
+    return TextEncoderLayout(
         names=loaded,
         infos={name: infos[name] for name in loaded},
         config=config,
@@ -224,7 +224,7 @@ PLAIN = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True)
-class Prepared:
+class TextEncoderTensors:
     """What ComfyUI is to load.
 
     Args:
@@ -240,9 +240,9 @@ class Prepared:
     notes: tuple[str, ...]
 
 
-def prepare(
-    source: Source, layout: Layout, mapped: Mapping[str, torch.Tensor], precision: str
-) -> Prepared:
+def text_encoder_tensors(
+    source: Source, layout: TextEncoderLayout, mapped: Mapping[str, torch.Tensor], precision: str
+) -> TextEncoderTensors:
     """Converts what has to be; of the rest nothing is read but vectors and scales.
 
     Args:
@@ -288,7 +288,7 @@ def prepare(
         # ComfyUI's own fp8 has one scale for the whole weight.
         per_row = target != "fp8"
         ready |= quantize_shown(source, to_round, weight_of, target, device, per_row=per_row)
-    return Prepared(
+    return TextEncoderTensors(
         tensors=ready,
         converted=converted or bool(to_round),
         precision=_precision(ready),
@@ -297,7 +297,7 @@ def prepare(
 
 
 def _stored(
-    source: Source, layout: Layout, tensors: Mapping[str, torch.Tensor]
+    source: Source, layout: TextEncoderLayout, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, StoredLayer]:
     declared = source.part.quantization.settings
     settings = {
