@@ -24,8 +24,8 @@ from qwen_l40s.hosts.comfyui.load.text_encoder import (
     load_text_encoder,
 )
 from qwen_l40s.hosts.comfyui.load.text_encoder_file import (
-    prepare,
     read_layout,
+    text_encoder_tensors,
 )
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.hosts.comfyui.load.weights import map_tensors
@@ -175,7 +175,7 @@ def test_nothing_is_copied_as_stored():
     for path in (file("flat", WEIGHTS), file("scaled", narrow.scaled_fp8(WEIGHTS))):
         source = open_source(path, "text_encoder")
         mapped = map_tensors(source)
-        ready = prepare(source, read_layout(source), mapped, "auto").tensors
+        ready = text_encoder_tensors(source, read_layout(source), mapped, "auto").tensors
         addresses = {tensor.data_ptr() for tensor in mapped.values() if tensor.numel() > 1}
         large = [tensor for tensor in ready.values() if tensor.numel() > 1000]
         assert large and all(tensor.data_ptr() in addresses for tensor in large)
