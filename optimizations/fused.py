@@ -1,4 +1,7 @@
-"""The fused kernels of a block, as one choice: Triton on a card, plain torch without one."""
+"""The fused kernels of a block, as one choice, and the rows that pass between them.
+
+Triton on a card, plain torch without one.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from . import kernels, reference
 from .fallback import Fallback
 from .reference import Modulation, QKNorm, Rotary, Tokens
 
+ALIGNED_SCALES = 4  # fp32 scales in 16 bytes
 # What the Triton kernels hold in registers, and how `tl.split` pairs a head.
 WIDEST = 16384
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -110,3 +114,88 @@ def _compare(ops: Ops, device: torch.device) -> bool:
     reference.qk_norm_rope(*twins, weights, rotary, tokens, 1e-6)
     pairs = ((x, twin), (h, expected), (q, twins[0]), (k, twins[1]))
     return all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in pairs)
+
+
+class Part(NamedTuple):
+    """One stream's rows in a matrix: `items` runs of `length` rows, one every `step` rows."""
+
+    start: int
+    items: int
+    length: int
+    step: int
+
+    @property
+    def together(self) -> bool:
+        """Whether the runs follow one another without a gap."""
+        return self.items == 1 or self.step == self.length
+
+
+def in_stream_order(tokens: Tokens) -> tuple[Part, Part]:
+    """Text and image in a matrix of `tokens.rows` rows in stream order."""
+    return (
+        Part(0, tokens.batch, tokens.text, tokens.text),
+        Part(tokens.text_rows, tokens.batch, tokens.image, tokens.image),
+    )
+
+
+def in_joint_order(tokens: Tokens) -> tuple[Part, Part]:
+    """Text and image in a matrix of `tokens.rows` rows, item by item."""
+    return (
+        Part(0, tokens.batch, tokens.text, tokens.joint),
+        Part(tokens.text, tokens.batch, tokens.image, tokens.joint),
+    )
+
+
+class Rows:
+    """(rows, K) as plain numbers, quantized, or both.
+
+    Args:
+        ops: The kernels.
+        plain: bf16, fp16 or fp32; None where only `quantized` is known.
+        format: Of `quantized`.
+        quantized: Values and scales of all rows.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        plain: torch.Tensor | None,
+        format: str | None = None,
+        quantized: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        self._ops = ops
+        self._plain = plain
+        self._whole = {} if quantized is None else {format: quantized}
+        self._pieces: dict[tuple[str, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def plain(self, start: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """`length` rows from `start` on, in `dtype`."""
+        if self._plain is not None:
+            return self._plain[start : start + length]
+        # A layer turned out not to be quantized after all, as when the host merged a LoRA.
+        ((values, scale),) = self._whole.values()
+        part = slice(start, start + length)
+        return values[part].to(dtype).mul_(scale[part])
+
+    def quantize_all(self, format: str) -> None:
+        """Quantizes all rows in one launch, where layers of both streams read them."""
+        if format not in self._whole:
+            self._whole[format] = self._ops.row_quantize(self._plain, format)
+
+    def quantized(self, format: str, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and scales of `length` rows from `start` on; the scales' address is aligned.
+
+        cuBLASLt takes scales from addresses of 16 bytes on only, and Triton compiles a kernel of
+        its own for others; the image's rows may begin at any number of text tokens.
+        """
+        key = format, start, length
+        if key not in self._pieces:
+            part = slice(start, start + length)
+            if format in self._whole:
+                values, scale = (tensor[part] for tensor in self._whole[format])
+                if scale.storage_offset() % ALIGNED_SCALES:
+                    scale = scale.clone()
+            else:
+                values, scale = self._ops.row_quantize(self._plain[part], format)
+            self._pieces[key] = values, scale
+        return self._pieces[key]

@@ -20,7 +20,8 @@ from ...optimizations.block_form import blocks_of, token_layers
 from ...optimizations.fallback import Fallback
 from ...optimizations.modulation import Entry
 from ...optimizations.reference import Rotary, Tokens
-from ...optimizations.run import BlockInputs, Streams
+from ...optimizations.run import BlockInputs
+from ...optimizations.self_check import Streams
 from .attention import TransformerAttention, backend_of, host_attend
 from .layers import DiffusersLayers
 from .modulation import TransformerModulation

@@ -24,7 +24,8 @@ from qwen_l40s.optimizations import linear, reference
 from qwen_l40s.optimizations.block import LayerTensors
 from qwen_l40s.optimizations.fused import TORCH, Ops
 from qwen_l40s.optimizations.modulation import compute_entry
-from qwen_l40s.optimizations.run import FirstBlockCheck, ForwardPass
+from qwen_l40s.optimizations.run import ForwardPass
+from qwen_l40s.optimizations.self_check import FirstBlockCheck
 from qwen_l40s.planning import bytes as text_encoder
 from qwen_l40s.planning.bytes import FP32, SAMPLER_LATENTS, Rows, control_bytes, step_bytes
 from qwen_l40s.planning.request import (

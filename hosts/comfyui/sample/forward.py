@@ -16,7 +16,8 @@ from ....optimizations.block_form import blocks_of
 from ....optimizations.fallback import Fallback
 from ....optimizations.modulation import Entry
 from ....optimizations.reference import Rotary, Tokens
-from ....optimizations.run import BlockInputs, Streams
+from ....optimizations.run import BlockInputs
+from ....optimizations.self_check import Streams
 from .attention import SLOT, SlotAttention, host_attention, without_choice
 from .call import is_compiled
 from .layers import ComfyLayers

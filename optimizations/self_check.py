@@ -1,0 +1,69 @@
+"""The first step's check: one block by the executor against the host's own.
+
+A change of the host, of a weight's layout or of another extension that the executor misses would
+otherwise be a wrong picture without a word.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .block import Step
+from .fallback import Fallback
+from .reference import Tokens
+
+# What the check allows, of what a block adds to a stream. The fused bf16 block differs by 0.2 % to
+# 0.5 % from the host's, whose roundings it leaves out; a quantized one by what fp8 rounds twice.
+EXACT_TOLERANCE = 0.02
+ROUNDING_TOLERANCE = 0.15
+
+Streams = tuple[torch.Tensor, torch.Tensor]  # text and image
+
+
+class FirstBlockCheck:
+    """Whether the executor may run a model's blocks: one is compared for each shape.
+
+    Args:
+        rounds: Whether weights are quantized or attention is lossy, so that host and executor round
+            differently.
+
+    Attributes:
+        failed: Why the host's blocks run from here on.
+        worst: The largest relative difference of a stream that passed.
+    """
+
+    def __init__(self, rounds: bool) -> None:
+        self._most = ROUNDING_TOLERANCE if rounds else EXACT_TOLERANCE
+        self._passed: set[tuple[Tokens, bool]] = set()
+        self.failed: Fallback | None = None
+        self.worst = 0.0
+
+    def wanted(self, step: Step) -> bool:
+        """Whether these shapes have not been compared yet."""
+        return (step.tokens, step.mask is not None) not in self._passed
+
+    def fail(self, reason: str) -> None:
+        """Leaves the blocks to the host from here on."""
+        self.failed = Fallback(reason, final=True)
+
+    def passes(self, before: Streams, ours: Streams, host: Streams, step: Step) -> bool:
+        """Compares text and image, and keeps the answer.
+
+        The difference may be a part of what the block added, and the rounding of the result:
+        |ours - host| <= most * |host - before| + eps / 2 * |host|, as Euclidean norms.
+        """
+        for stream, start, mine, theirs in zip(("text", "image"), before, ours, host, strict=True):
+            start, mine, theirs = (part.float() for part in (start, mine, theirs))
+            change = (theirs - start).norm().clamp_min(1e-30)
+            rounding = torch.finfo(before[0].dtype).eps / 2 * theirs.norm()
+            difference, allowance = ((mine - theirs).norm() / change), rounding / change
+            error = difference.item()
+            if not error <= self._most + allowance.item():  # NaN fails too
+                self.fail(
+                    f"the fused block's {stream} stream differs by {error:.2g} of what the block "
+                    f"adds from the host's own, and {self._most} is allowed"
+                )
+                return False
+            self.worst = max(self.worst, ((mine - theirs).norm() / theirs.norm()).item())
+        self._passed.add((step.tokens, step.mask is not None))
+        return True
