@@ -156,7 +156,7 @@ def test_a_refused_socket_is_told_once_and_tried_again():
 
         lines = following(fake, work)
     assert lines == [
-        "no websocket (the answer is 403): results arrive, progress is not shown",
+        "no websocket (the answer is 403): progress is not shown, results are still fetched",
         "the server reports progress again",
     ]
 

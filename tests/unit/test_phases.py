@@ -441,7 +441,7 @@ def test_what_is_at_hand_is_not_quantized_again():
     [
         ("MOST_BYTES", MOST_TABLE_BYTES, "optimizations/modulation.py"),
         ("PINNED_BYTES", host.RING_BYTES, "optimizations/stream.py"),
-        ("STAGING_BYTES", host.STAGING_BYTES, "hosts/comfyui/load/precision.py"),
+        ("STAGING_BYTES", host.STAGING_BYTES, "hosts/comfyui/load/plan.py"),
         ("LAYERS_ON_CARD", phases_module.LAYERS_ON_CARD, "hosts/comfyui/sample/off_card.py"),
     ],
 )
