@@ -9,6 +9,7 @@ from typing import Any
 
 from .errors import SettingError
 from .planning.request import (
+    AUTO,
     CFG_MODES,
     LORA_MODES,
     PRECISIONS,
@@ -18,7 +19,6 @@ from .planning.request import (
 )
 from .spec import FAMILIES, GB, OFF_CARD, ON_CARD
 
-AUTO = "auto"
 MOST_PIXELS = 16384
 MOST = 4096  # of everything that is counted
 # {option: place of the modulation weights}: a table stands in for weights that are off the card.

@@ -15,6 +15,7 @@ from .errors import CheckpointError, SettingError
 
 MIB, GIB = 2**20, 2**30
 GB = 10**9  # as disks, files and downloads are sold
+METADATA_KEY = "qwen_l40s"  # of what this package writes into safetensors files and images
 
 
 def format_gib(count: float) -> str:

@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..hosts.comfyui.load.linear import quantized_operations
 from ..hosts.comfyui.sample.attention import SLOT
 from ..hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
-from ..hosts.comfyui.sample.run import KEY
+from ..hosts.comfyui.sample.run import OPTIMIZATION_KEY
 from ..loaders.convert import expected_tensors
 from ..loaders.quantize import comfy_quant_tensor, quantize_rows
 from ..loaders.quantized_file import MARKER_2511
@@ -245,7 +245,7 @@ def measure_table(
 
 def paths_of(patcher: ModelPatcher) -> str:
     """Which path every part of an optimized model took; empty of another model."""
-    return "" if patcher.get_attachment(KEY) is None else report_of(patcher)
+    return "" if patcher.get_attachment(OPTIMIZATION_KEY) is None else report_of(patcher)
 
 
 @torch.inference_mode()  # as execution.py runs every prompt

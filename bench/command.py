@@ -23,7 +23,7 @@ from ..hosts.diffusers.settings import SIZE_STEP
 from ..machine import packages
 from ..machine.card import first_line, read_cards
 from ..planning.bytes import step_bytes, weight_bytes
-from ..planning.request import EDIT, Parts, RunRequest, Setting
+from ..planning.request import NEWEST_EDIT, Parts, RunRequest, Setting
 from ..spec import TransformerShape, format_gib
 from .inputs import Inputs
 from .rows import BLOCK, COMFYUI, DIFFUSERS, FORWARD, IMAGE, BenchSetup, Row, select, select_names
@@ -186,7 +186,7 @@ def needed_bytes(row: Row, shape: TransformerShape, inputs: Sequence[Inputs]) ->
     activations = (
         step_bytes(
             RunRequest(
-                family=EDIT,
+                family=NEWEST_EDIT,
                 width=each.width,
                 height=each.height,
                 batch=each.batch,

@@ -24,7 +24,7 @@ from ..errors import SettingError
 from ..machine.card_list import known_cards
 from ..planning.bytes import step_bytes, table_bytes, weight_bytes
 from ..planning.cards import Card, find_card
-from ..planning.rates import MEASURED, NAMES, Constants, Rates, rates_by
+from ..planning.rates import CONSTANT_NAMES, MEASURED, Constants, Rates, rates_by
 from ..planning.request import RunRequest, Setting
 from ..planning.times import Pass, pass_seconds, prompt_seconds, vae_seconds
 from ..spec import PIXELS_PER_LATENT, PUBLISHED_VAE, find_family
@@ -137,14 +137,14 @@ def fit(found: Mapping[str, Any], card: Card) -> dict[str, float]:
     solved = least_squares(errors, [START[name] for name in TIMED], bounds=(0.01, 1), xtol=1e-12)
     constants = dict(zip(TIMED, solved.x, strict=True)) | {"bandwidth": bandwidth}
     constants |= {"workspace": _workspace(sampled), "context": _context(sampled)}
-    return {name: _rounded(constants[name]) for name in NAMES}
+    return {name: _rounded(constants[name]) for name in CONSTANT_NAMES}
 
 
 def _workspace(runs: list[MeasuredRun]) -> float:
     """The constant that leaves the least relative errors of peaks less weights; never negative."""
     pairs = [(run["allocated_bytes"] - run["weights_bytes"], counted_bytes(run)) for run in runs]
-    over = sum((held - counted) / held**2 for held, counted in pairs)
-    return max(0.0, over / sum(1 / held**2 for held, _ in pairs))
+    over = sum((allocated - counted) / allocated**2 for allocated, counted in pairs)
+    return max(0.0, over / sum(1 / allocated**2 for allocated, _ in pairs))
 
 
 def _context(runs: list[MeasuredRun]) -> float:
@@ -153,16 +153,16 @@ def _context(runs: list[MeasuredRun]) -> float:
 
 def errors_of(found: Mapping[str, Any], constants: Mapping[str, float], card: Card) -> dict:
     """{half: {"step", "decode", "encode", "text": relative errors of times, worst and mean;
-    "beside": of peaks less weights, with the worst in bytes; "weights": of weights}}.
+    "activations": of peaks less weights, with the worst in bytes; "weights": of weights}}.
     """
     rates = rates_by(Constants(**constants), card)
 
     def times(run: MeasuredRun) -> float:
         return seconds_of(run, rates) / measured_seconds(run) - 1
 
-    def beside(run: MeasuredRun) -> float:
-        held = run["allocated_bytes"] - run["weights_bytes"]
-        return (counted_bytes(run) + constants["workspace"]) / held - 1
+    def activations(run: MeasuredRun) -> float:
+        allocated = run["allocated_bytes"] - run["weights_bytes"]
+        return (counted_bytes(run) + constants["workspace"]) / allocated - 1
 
     def weights(run: MeasuredRun) -> float:
         return counted_weights(run) / run["weights_bytes"] - 1
@@ -173,7 +173,7 @@ def errors_of(found: Mapping[str, Any], constants: Mapping[str, float], card: Ca
         entry = _worst_and_mean("step", times, sampled)
         for kind in ("decode", "encode", "text"):
             entry |= _worst_and_mean(kind, times, half(found["runs"], name, kind))
-        entry |= _worst_and_mean("beside", beside, sampled)
+        entry |= _worst_and_mean("activations", activations, sampled)
         entry |= _worst_and_mean("weights", weights, sampled)
         result[name] = {"steps": len(sampled), **entry}
     return result

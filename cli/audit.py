@@ -28,7 +28,6 @@ Progress = Callable[[int, int], None]
 
 MICRO_SIDE, USUAL_SIDE = 256, 1328
 MICRO_PROMPTS = 4
-INDEX = "model_index.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -168,13 +167,13 @@ def _read_prompts(path: Path) -> list[str]:
 
 
 def _model(args: argparse.Namespace) -> Path:
-    from ..loaders.source import bundled_micro_folder
+    from ..loaders.source import PIPELINE_INDEX, bundled_micro_folder
 
     model = bundled_micro_folder() if args.model is None else Path(args.model)
-    if not args.layers_only and model.exists() and not (model / INDEX).is_file():
+    if not args.layers_only and model.exists() and not (model / PIPELINE_INDEX).is_file():
         raise SettingError(
-            f"{model} is not a whole diffusers folder (there is no {INDEX} in it), and images need "
-            "text encoder and VAE too: name the folder, or add --layers-only."
+            f"{model} is not a whole diffusers folder (there is no {PIPELINE_INDEX} in it), and "
+            "images need text encoder and VAE too: name the folder, or add --layers-only."
         )
     return model
 

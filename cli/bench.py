@@ -13,8 +13,7 @@ from ..errors import SettingError, UnavailableError, plain_write_errors
 from ..machine.card_list import known_cards
 from ..machine.store import CALIBRATION, Calibration, cache_folder, with_calibration
 from ..planning.cards import Card, find_card
-from ..planning.rates import PRECISIONS
-from ..spec import FULL_SIZE, SMALL
+from ..spec import FULL_SIZE, MULTIPLIED, SMALL
 from .output import check_target, require_packages, write_whole
 
 BENCHMARKS = f"{__package__.rpartition('.')[0]}.bench"
@@ -192,7 +191,7 @@ def table(found: Calibration, card: Card | None) -> list[str]:
     peaks = card.dense_flops if card else {}
     rows = [
         (f"{name} products", rates.gemm[name], peaks.get(name))
-        for name in PRECISIONS
+        for name in MULTIPLIED
         if name in rates.gemm
     ]
     rows += [

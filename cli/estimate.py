@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..charts.figures import folded, table
 from ..errors import SettingError
 from ..machine.card_list import card_notes
+from ..planning.cards import DEFAULT_CARD
 from ..spec import GIB, MULTIPLIED
 from .options import CARDS_HELP, add_request_arguments, request_of
 from .output import check_plot, print_text, write_plot
@@ -71,8 +72,6 @@ def _tera(flops: float | None) -> str:
 
 
 # `qwen-l40s estimate`: memory, time, disk and cost before a run.
-
-DEFAULT_CARD = "L40S"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

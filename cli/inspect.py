@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 
 from ..charts.figures import decimal_bytes
-from ..loaders.checkpoint import Checkpoint, Part, inspect_checkpoint
+from ..loaders.checkpoint import Checkpoint, CheckpointPart, inspect_checkpoint
 from .output import print_text
 
 
@@ -47,7 +47,7 @@ def _print_table(checkpoint: Checkpoint) -> None:
         )
 
 
-def _part_rows(part: Part) -> Iterator[tuple[str, str]]:
+def _part_rows(part: CheckpointPart) -> Iterator[tuple[str, str]]:
     if part.variant:
         yield "variant", part.variant
     if part.hint:

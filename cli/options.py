@@ -6,8 +6,8 @@ import argparse
 import math
 
 from ..errors import SettingError
-from ..options import AUTO, OPTIONS, Option, likely_family, request_settings
-from ..planning.request import CFG_MODES, Parts, RunRequest
+from ..options import OPTIONS, Option, likely_family, request_settings
+from ..planning.request import AUTO, CFG_MODES, Parts, RunRequest
 
 CARDS_HELP = (
     "cards of your own, as JSON; default: cards.json in QWEN_L40S_CACHE, else ~/.cache/qwen-l40s"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import SettingError, UnavailableError, plain_write_errors
+from ..spec import METADATA_KEY
 from ..untrusted import printable
 
 if TYPE_CHECKING:
@@ -81,8 +82,6 @@ def write_plot(image: Image.Image, path: str) -> None:
 
 
 # Writes images whole or not at all, with their settings inside, and over no file unasked.
-
-METADATA_KEY = "qwen_l40s"
 
 
 class ImageTarget:

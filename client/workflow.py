@@ -16,7 +16,7 @@ from ..errors import SettingError
 Graph = dict[str, dict[str, Any]]  # {node id: {class_type, inputs, _meta?}}
 
 # What is asked of Pillow, so that a file cannot reach its readers of documents and video.
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 PNG_START = b"\x89PNG\r\n\x1a\n"
 EXPORT = "export it on ComfyUI's page with File > Export (API)"
 
@@ -54,7 +54,7 @@ def check_image(path: Path, used_by: str) -> None:
     except UnidentifiedImageError as error:
         raise SettingError(
             f"{path}, which {used_by} loads, is no image that can be read: give one of "
-            f"{', '.join(FORMATS)}."
+            f"{', '.join(IMAGE_FORMATS)}."
         ) from error
     except Image.DecompressionBombError as error:
         raise SettingError(
@@ -87,7 +87,7 @@ def png_text(path: Path, key: str) -> str | None:
 
 def _formats() -> list[str]:
     Image.init()
-    return [name for name in FORMATS if name in Image.OPEN]
+    return [name for name in IMAGE_FORMATS if name in Image.OPEN]
 
 
 def read_workflow(path: Path) -> Graph:

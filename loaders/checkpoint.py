@@ -83,7 +83,7 @@ WEIGHTLESS = ("Scheduler", "Tokenizer", "TokenizerFast", "Processor", "FeatureEx
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckpointPart:
     """One model in a checkpoint: a whole file, one prefix of a full checkpoint, or one folder of a
     diffusers folder.
 
@@ -126,7 +126,7 @@ class Checkpoint:
     path: Path
     kind: str
     pipeline: str | None
-    parts: tuple[Part, ...]
+    parts: tuple[CheckpointPart, ...]
     file_bytes: int
 
     @property
@@ -186,7 +186,7 @@ def inspect_shards(shards: Shards) -> Checkpoint:
 
 def _diffusers_folder(path: Path) -> Checkpoint:
     index, pipeline = read_index(path)
-    parts: list[Part] = []
+    parts: list[CheckpointPart] = []
     file_bytes = 0
     for name in _components(path, index):
         shards = read_shards(path / name)
@@ -246,15 +246,15 @@ def _config_of(folder: Path) -> dict[str, Any]:
     )
 
 
-def _part(name: str, part: Slice, shards: Shards, config: Mapping[str, Any]) -> Part:
+def _part(name: str, part: Slice, shards: Shards, config: Mapping[str, Any]) -> CheckpointPart:
     tensors = part.tensors
-    identity = _told_by_config(identify(tensors), config)
+    identity = _family_from_config(identify(tensors), config)
     quantization = find_quantization(
         tensors,
         _metadata_layers(shards, part.prefix),
         lambda tensor: _comfy_quant(shards, part.prefix + tensor),
     )
-    return Part(
+    return CheckpointPart(
         name=name,
         family=identity.family,
         role=identity.role,
@@ -274,7 +274,7 @@ def _part(name: str, part: Slice, shards: Shards, config: Mapping[str, Any]) -> 
     )
 
 
-def _told_by_config(identity: Identity, config: Mapping[str, Any]) -> Identity:
+def _family_from_config(identity: Identity, config: Mapping[str, Any]) -> Identity:
     """Edit-2511 differs from Edit-2509 by one setting, which diffusers keeps in config.json and
     ComfyUI in a marker.
     """
@@ -283,14 +283,14 @@ def _told_by_config(identity: Identity, config: Mapping[str, Any]) -> Identity:
     return identity
 
 
-def _named_by_pipeline(part: Part, pipeline: str) -> Part:
+def _named_by_pipeline(part: CheckpointPart, pipeline: str) -> CheckpointPart:
     """Qwen-Image, Edit and Edit-2509 have the same tensors; the pipeline class tells them apart."""
     if part.family != "Qwen-Image" or pipeline not in PIPELINES:
         return part
     return replace(part, family=PIPELINES[pipeline], variant=f"by the pipeline class {pipeline}")
 
 
-def _with_matching_widths(parts: list[Part]) -> list[Part]:
+def _with_matching_widths(parts: list[CheckpointPart]) -> list[CheckpointPart]:
     encoders = [part for part in parts if part.role == "text_encoder" and "hidden" in part.dims]
     checked = []
     for part in parts:

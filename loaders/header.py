@@ -97,6 +97,8 @@ def refuse_foreign_content(path: Path, first: bytes) -> None:
 MAX_HEADER_BYTES = 100_000_000
 LARGEST_NUMBER = 2**63 - 1
 
+# Weights as they are; any other dtype is quantized or an index.
+PLAIN_DTYPES = ("F32", "F16", "BF16")
 DTYPE_BITS = {
     "F4": 4,
     "F6_E2M3": 6,

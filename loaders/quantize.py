@@ -21,10 +21,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import SettingError
-from ..spec import LARGEST
+from ..spec import LARGEST, QUANTIZED
 
-FORMATS = ("fp8", "int8")
-DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+VALUE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 # What `.comfy_quant` calls them. Core ComfyUI has no fp8 with one scale a row: it refuses our name
 # instead of computing with one scale.
 COMFY_QUANT = {"fp8": "float8_e4m3fn_rowwise", "int8": "int8_tensorwise"}
@@ -58,7 +57,7 @@ def row_scales(weight: torch.Tensor, format: str) -> torch.Tensor:
 def quantize_rows(
     weight: torch.Tensor, format: str, *, seed: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds a weight to one of `FORMATS`.
+    """Rounds a weight to one of `QUANTIZED`.
 
     int8 from a float32 weight is bit for bit what comfy-kitchen's `quantize_int8_rowwise` gives,
     except for the scale of a row of zeros (1 here, 1e-30 there). From bf16 it is more exact:
@@ -75,11 +74,11 @@ def quantize_rows(
         mean nothing.
 
     Raises:
-        SettingError: the format is not in `FORMATS`.
+        SettingError: the format is not in `QUANTIZED`.
     """
     scale = row_scales(weight, format)
     limit = LARGEST[format]
-    values = torch.empty(weight.shape, dtype=DTYPES[format], device=weight.device)
+    values = torch.empty(weight.shape, dtype=VALUE_DTYPES[format], device=weight.device)
     generator = None
     if seed is not None:
         generator = torch.Generator(weight.device).manual_seed(seed)
@@ -159,7 +158,7 @@ def comfy_quant_tensor(format: str, settings: Mapping[str, Any] | None = None) -
     """Returns the `.comfy_quant` tensor of a layer: JSON as uint8 [bytes].
 
     Args:
-        format: one of `FORMATS`.
+        format: one of `QUANTIZED`.
         settings: further entries, such as `{"full_precision_matrix_mult": True}`.
     """
     text = json.dumps({"format": COMFY_QUANT[_known(format)], **(settings or {})})
@@ -167,8 +166,8 @@ def comfy_quant_tensor(format: str, settings: Mapping[str, Any] | None = None) -
 
 
 def _known(format: str) -> str:
-    if format not in FORMATS:
-        raise SettingError(f"format {format!r} is unknown: choose {' or '.join(FORMATS)}.")
+    if format not in QUANTIZED:
+        raise SettingError(f"format {format!r} is unknown: choose {' or '.join(QUANTIZED)}.")
     return format
 
 
@@ -333,7 +332,7 @@ class _Staging(threading.local):
             self._stream = torch.cuda.Stream(self._device)
             self._up = torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=True)
             self._down = torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=True)
-        values = torch.empty(weight.shape, dtype=DTYPES[self._format])
+        values = torch.empty(weight.shape, dtype=VALUE_DTYPES[self._format])
         scale, squares = torch.empty((len(weight), 1)), torch.zeros(2, dtype=torch.float64)
         slabs = zip(weight.split(rows), values.split(rows), scale.split(rows), strict=True)
         with torch.cuda.stream(self._stream):

@@ -17,17 +17,17 @@ from safetensors import safe_open
 
 from .. import __version__
 from ..errors import CheckpointError, SettingError, UnavailableError
+from ..spec import METADATA_KEY, QUANTIZED
 from .convert import check_complete, check_finite, not_finite
 from .header import Header, TensorInfo
 from .quantization import AUXILIARY
-from .quantize import COMFY_QUANT, FORMATS, RoundedLayer, layers_to_quantize, quantize_layers
-from .quantize import DTYPES as VALUES
-from .source import METADATA_KEY, Source, open_source
+from .quantize import COMFY_QUANT, VALUE_DTYPES, RoundedLayer, layers_to_quantize, quantize_layers
+from .source import Source, open_source
 from .stored import StoredLayer
-from .writer import DTYPES, SafetensorsLayout, Specs, write_safetensors
+from .writer import SAFETENSORS_DTYPES, SafetensorsLayout, Specs, write_safetensors
 
-FLOATS = ("F64", "F32", "F16", "BF16")
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 # ComfyUI's files say with this tensor what diffusers says with `zero_cond_t` in config.json.
 EDIT_2511, MARKER_2511 = "Qwen-Image-Edit-2511", "__index_timestep_zero__"
 # Settings that no tensor tells, and that a single file would lose: how a head is split over time,
@@ -45,8 +45,8 @@ READERS = {
 
 def check_precision(precision: str) -> None:
     """Raises SettingError for a precision that no file is written in."""
-    if precision not in FORMATS:
-        raise SettingError(f"precision {precision!r} is unknown: choose {' or '.join(FORMATS)}.")
+    if precision not in QUANTIZED:
+        raise SettingError(f"precision {precision!r} is unknown: choose {' or '.join(QUANTIZED)}.")
 
 
 def choose_layers(
@@ -68,7 +68,7 @@ def specs_of_layer(
 ) -> Specs:
     """{name: (dtype, shape)} of a quantized layer, as rounding gives it or as `stored`."""
     if stored is None:
-        values = torch.empty(shape, dtype=VALUES[precision], device="meta")
+        values = torch.empty(shape, dtype=VALUE_DTYPES[precision], device="meta")
         stored = StoredLayer(values, torch.empty((shape[0], 1), device="meta"), precision)
     tensors = stored.tensors(layer)
     return {name: (DTYPE_NAMES[value.dtype], tuple(value.shape)) for name, value in tensors.items()}
@@ -123,7 +123,7 @@ class QuantizedPlan:
 
     Args:
         source: the transformer it is made from.
-        precision: one of `FORMATS`.
+        precision: one of `QUANTIZED`.
         quantized: layers that are quantized.
         kept: layers that could be, and stay in bf16 because a pattern says so.
         layout: the file; `layout.file_bytes` is its size.
@@ -180,7 +180,7 @@ def plan_quantized(
     Args:
         path: a file, a sharded or component folder, or a diffusers folder; of several parts, the
             transformer is taken.
-        precision: one of `FORMATS`.
+        precision: one of `QUANTIZED`.
         keep: shell patterns of layers that stay in bf16, such as `transformer_blocks.0.*`.
 
     Raises:
@@ -297,7 +297,7 @@ def _quantize_file(
             if layer := _quantized_layer(name, plan.quantized):
                 bytes_of[layer] = info.nbytes
                 continue
-            kept = file.get_tensor(stored).to(DTYPES[plan.layout.tensors[name].dtype])
+            kept = file.get_tensor(stored).to(SAFETENSORS_DTYPES[plan.layout.tensors[name].dtype])
             check_finite(header.path, stored, kept)
             take(info.nbytes, {name: kept})
 
@@ -340,12 +340,12 @@ def _kept_dtype(source: Source, name: str, info: TensorInfo) -> str:
             f"{source.path} holds {name!r}, which describes a quantized weight, and no quantized "
             "weights: get the original file."
         )
-    if name.startswith("__") and info.dtype in DTYPES:  # a marker, not a weight
+    if name.startswith("__") and info.dtype in SAFETENSORS_DTYPES:  # a marker, not a weight
         return info.dtype
-    if info.dtype not in FLOATS:
+    if info.dtype not in FLOAT_DTYPES:
         raise CheckpointError(
             f"{source.path} holds {name!r} as {info.dtype}, and the weights to start from must be "
-            f"{', '.join(FLOATS)}: start from the bf16 file."
+            f"{', '.join(FLOAT_DTYPES)}: start from the bf16 file."
         )
     return "BF16"
 

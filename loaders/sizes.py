@@ -10,25 +10,25 @@ from ..errors import CheckpointError, SettingError
 from ..planning.bytes import part_bytes
 from ..planning.request import TEXT_ENCODER, TRANSFORMER, VAE, Parts
 from ..spec import QUANTIZED, TransformerShape, VaeShape
-from .checkpoint import Part, inspect_checkpoint
+from .checkpoint import CheckpointPart, inspect_checkpoint
 from .quantization import computed_precision
 from .source import Source, open_source
 
 MODULATION = re.compile(r"\.(img|txt)_mod\.1\.")
 LAYERED, EDIT_2511 = "qwen-image-layered", "qwen-image-edit-2511"
 # What a header or a pipeline class tells; "Qwen-Image" alone may also be 2512, Edit or Edit-2509.
-FAMILIES = {
+FAMILY_BY_CLASS = {
     "Qwen-Image-Layered": LAYERED,
     "Qwen-Image-Edit-2511": EDIT_2511,
     "Qwen-Image-Edit-2509": "qwen-image-edit-2509",
     "Qwen-Image-Edit": "qwen-image-edit",
 }
 # Their tensors, or the marker among them, tell these from the rest of the family.
-TOLD_BY_TENSORS = (LAYERED, EDIT_2511)
+FAMILIES_OF_TENSORS = (LAYERED, EDIT_2511)
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CheckpointSizes:
     """What headers tell of a model.
 
     Attributes:
@@ -43,10 +43,10 @@ class Sizes:
     path: str
     family: str | None
     shape: TransformerShape
-    transformer: Part
+    transformer: CheckpointPart
     modulation_bytes: int
-    text_encoder: Part | None
-    vae: Part | None
+    text_encoder: CheckpointPart | None
+    vae: CheckpointPart | None
 
     def family_for(self, requested: str | None) -> str:
         """The family of an estimate.
@@ -56,10 +56,10 @@ class Sizes:
         """
         if requested is None:
             return self.family or "qwen-image"
-        told = self.family or "qwen-image"
-        if requested != told and (LAYERED in (requested, told) or told in TOLD_BY_TENSORS):
+        found = self.family or "qwen-image"
+        if requested != found and (LAYERED in (requested, found) or found in FAMILIES_OF_TENSORS):
             raise SettingError(
-                f"family {requested!r} and {self.path}, whose tensors are those of {told}: leave "
+                f"family {requested!r} and {self.path}, whose tensors are those of {found}: leave "
                 "--family out, or name a file of that family."
             )
         return requested
@@ -94,7 +94,7 @@ class Sizes:
         return precision, text_encoder, parts
 
 
-def read_sizes(path: str | os.PathLike[str]) -> Sizes:
+def read_sizes(path: str | os.PathLike[str]) -> CheckpointSizes:
     """Reads the headers of a transformer, a full checkpoint or a diffusers folder.
 
     Raises:
@@ -112,9 +112,9 @@ def read_sizes(path: str | os.PathLike[str]) -> Sizes:
         role: open_source(path, role).part if role in roles else None
         for role in ("text_encoder", "vae")
     }
-    return Sizes(
+    return CheckpointSizes(
         path=str(path),
-        family=FAMILIES.get(part.family),
+        family=FAMILY_BY_CLASS.get(part.family),
         shape=shape,
         transformer=part,
         modulation_bytes=modulation_bytes(transformer),
@@ -122,14 +122,14 @@ def read_sizes(path: str | os.PathLike[str]) -> Sizes:
     )
 
 
-def stored_precision(part: Part) -> str:
+def stored_precision(part: CheckpointPart) -> str:
     """The precision that most of a part's weights are held in once they are loaded: bf16, fp8 or
     int8; fp16 and fp32 are rounded to bf16, and e5m2 is converted to it.
     """
     return computed_precision(part.quantization.layers.values()) or "bf16"
 
 
-def vae_shape(part: Part) -> VaeShape:
+def vae_shape(part: CheckpointPart) -> VaeShape:
     """The sizes that fix a VAE's activations.
 
     Raises:
@@ -145,7 +145,7 @@ def vae_shape(part: Part) -> VaeShape:
     return VaeShape(*numbers)
 
 
-def _text_encoder(part: Part, requested: str) -> tuple[str, int]:
+def _text_encoder(part: CheckpointPart, requested: str) -> tuple[str, int]:
     """(precision, bytes) of a text encoder, without the lm_head, which is not loaded."""
     stored = stored_precision(part)
     if requested in ("auto", stored) and stored in QUANTIZED:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..spec import METADATA_KEY
 from ..untrusted import parse_object
-from .checkpoint import PIPELINES, Part, inspect_shards, read_index
+from .checkpoint import PIPELINES, CheckpointPart, inspect_shards, read_index
 from .header import NUMBERED, STEMS, Shards, TensorInfo, read_object, read_shards
 
 
@@ -60,9 +61,8 @@ PLACES = {
     "text_encoder": ("the Qwen2.5-VL text encoder", "models/text_encoders"),
     "vae": ("the Qwen-Image VAE", "models/vae"),
 }
-INDEX = "model_index.json"
+PIPELINE_INDEX = "model_index.json"
 # What this package writes into the header of a file: JSON, with the settings that no tensor tells.
-METADATA_KEY = "qwen_l40s"
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Source:
 
     path: Path
     role: str
-    part: Part
+    part: CheckpointPart
     shards: Shards
     config: Mapping[str, Any]
 
@@ -110,7 +110,7 @@ def open_source(path: str | os.PathLike[str] | Source, role: str) -> Source:
     if isinstance(path, Source):
         return path
     path = Path(path)
-    if not os.path.isfile(path / INDEX):
+    if not os.path.isfile(path / PIPELINE_INDEX):
         return _source(path, role)
     _, pipeline = read_index(path)
     if not os.path.isdir(path / role):
@@ -164,12 +164,12 @@ def _settings(path: Path, shards: Shards) -> dict[str, Any]:
     return settings
 
 
-def _cannot_run(part: Part) -> list[str]:
+def _cannot_run(part: CheckpointPart) -> list[str]:
     # Storage formats are converted, and say so; the rest would compute nonsense.
     return [sentence for sentence in part.cannot_run if "storage only" not in sentence]
 
 
-def _wrong(path: Path, role: str, parts: tuple[Part, ...], count: int) -> str:
+def _wrong(path: Path, role: str, parts: tuple[CheckpointPart, ...], count: int) -> str:
     wanted, place = PLACES[role]
     if count:
         return f"{path} holds {count} parts that could be {wanted}: choose a file with one."
@@ -182,7 +182,7 @@ def _wrong(path: Path, role: str, parts: tuple[Part, ...], count: int) -> str:
     return f"{path} is {_described(found)} where {wanted} is needed: {remedy}."
 
 
-def _described(part: Part) -> str:
+def _described(part: CheckpointPart) -> str:
     if part.family.startswith(("not Qwen-Image", "mmproj")):
         return part.family
     name = PLACES[part.role][0].removeprefix("the ") if part.role in PLACES else part.family

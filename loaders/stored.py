@@ -59,7 +59,7 @@ MARKER = "scaled_fp8"
 # What holds quantized values, and core ComfyUI's name for it with one scale for the weight.
 KINDS = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.int8: "int8"}
 CORE_FP8 = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
-DTYPES = {
+FORM_DTYPES = {
     "fp8 e4m3, scaled": torch.float8_e4m3fn,
     "fp8 e4m3, scaled per row": torch.float8_e4m3fn,
     "fp8 e4m3, unscaled": torch.float8_e4m3fn,
@@ -199,7 +199,7 @@ def _converted(
         if form is None:
             yield name, _plain(name, weight)
             continue
-        if weight.dtype != DTYPES[form]:
+        if weight.dtype != FORM_DTYPES[form]:
             what = f"is {weight.dtype} and declared as {form}"
             _refuse(name, what, "dtype and format must agree")
         settings = quantization.settings.get(layer, {})

@@ -24,7 +24,7 @@ from ..spec import format_bytes
 from .header import DTYPE_BITS, TensorInfo
 
 ALIGNMENT = 8
-DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -89,7 +89,7 @@ class TensorFile:
             UnavailableError: the disk does not take it.
         """
         info = self._layout.tensors[name]
-        if (tensor.dtype, tuple(tensor.shape)) != (DTYPES[info.dtype], info.shape):
+        if (tensor.dtype, tuple(tensor.shape)) != (SAFETENSORS_DTYPES[info.dtype], info.shape):
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, planned: {info}")
         self._missing.remove(name)
         if tensor.numel():

@@ -39,7 +39,7 @@ EPS = 1e-6
 GEMM, ATTENTION, NORM, CONVOLUTION, ENCODER = "gemm", "attention", "norm", "convolution", "encoder"
 
 
-class Sizes(NamedTuple):
+class CalibrationSizes(NamedTuple):
     """What is measured; smaller on a CPU, to try it.
 
     Attributes:
@@ -57,19 +57,19 @@ class Sizes(NamedTuple):
     seconds: float = SECONDS
 
 
-def full_sizes(shape: TransformerShape) -> Sizes:
+def full_sizes(shape: TransformerShape) -> CalibrationSizes:
     """Those of the published model at 1024x1024."""
-    return Sizes(Pass(shape, 1, TEXT_TOKENS, IMAGE_TOKENS))
+    return CalibrationSizes(Pass(shape, 1, TEXT_TOKENS, IMAGE_TOKENS))
 
 
-def small_sizes(shape: TransformerShape) -> Sizes:
+def small_sizes(shape: TransformerShape) -> CalibrationSizes:
     """Those that only show that it runs."""
-    return Sizes(Pass(shape, 1, 8, 64), ((16, 16),), (8, 64, 128), 2**20, 0.05)
+    return CalibrationSizes(Pass(shape, 1, 8, 64), ((16, 16),), (8, 64, 128), 2**20, 0.05)
 
 
 @torch.inference_mode()
 def calibrate(
-    device: torch.device, sizes: Sizes, say: Callable[[str], None]
+    device: torch.device, sizes: CalibrationSizes, say: Callable[[str], None]
 ) -> tuple[Calibration, dict[str, str]]:
     """Measures everything.
 
@@ -93,7 +93,7 @@ def calibrate(
 
 
 def _calibrate(
-    device: torch.device, sizes: Sizes, say: Callable[[str], None]
+    device: torch.device, sizes: CalibrationSizes, say: Callable[[str], None]
 ) -> tuple[Calibration, dict[str, str]]:
     work, left_out = sizes.work, {}
     gemm: dict[str, float] = {}
@@ -174,7 +174,7 @@ def _between(work: Pass, precision: str, device: torch.device) -> list[MixPart]:
     return [attention, *2 * [MixPart(NORM, norm, moved)]]
 
 
-def _convolution(sizes: Sizes, device: torch.device, bandwidth: float) -> float:
+def _convolution(sizes: CalibrationSizes, device: torch.device, bandwidth: float) -> float:
     """The rate of convolutions that explains what residual blocks of the VAE take beside their
     traffic; at least a fifth of the time is theirs.
     """

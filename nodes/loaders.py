@@ -14,8 +14,8 @@ from ..hosts.comfyui.load.choose import (
     find_companion,
     source_of,
 )
+from ..hosts.loading import LOADER_PRECISIONS
 from ..loaders.source import Source, fingerprint
-from ..planning.loading import TRANSFORMER_PRECISIONS
 from ..spec import PLACES
 from .common import CATEGORY, require_host, with_report
 
@@ -62,7 +62,7 @@ def _model_input() -> io.Combo.Input:
 def _precision_input() -> io.Combo.Input:
     return io.Combo.Input(
         "precision",
-        options=list(TRANSFORMER_PRECISIONS),
+        options=list(LOADER_PRECISIONS),
         default="auto",
         tooltip="auto: the most faithful that stays on the card. bf16: 25 GiB on the card with the "
         "modulation off it, else 38. int8 and fp8: 13, else 25; int8 is closer to bf16, fp8 needs "
@@ -194,7 +194,7 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "precision",
-                    options=list(TRANSFORMER_PRECISIONS),
+                    options=list(LOADER_PRECISIONS),
                     default="auto",
                     tooltip="How the weights are held; ComfyUI computes this model in fp32 "
                     "whatever it is. bf16: 14.4 GiB, fp8 and int8: 8.4 GiB. auto and as stored: "

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from .fused import Ops, Part, Rows, in_joint_order, in_stream_order
+from .fused import LayerInput, Ops, StreamSlice, in_joint_order, in_stream_order
 from .linear import Gemm, dense_linear
 from .reference import Modulation, QKNorm, Rotary, Tokens
 
@@ -115,7 +115,7 @@ class _Carried(NamedTuple):
     text: torch.Tensor
     image: torch.Tensor
     x: torch.Tensor
-    rows: Rows
+    rows: LayerInput
     norms: Modulation
 
     def continues(self, text: torch.Tensor, image: torch.Tensor, norms: Modulation) -> bool:
@@ -226,15 +226,19 @@ class BlockExecutor:
         tokens: Tokens,
         eps: float,
         readers: Sequence[_Layer],
-    ) -> Rows:
+    ) -> LayerInput:
         """Residual and norm, quantized at once where all that read it want one format."""
         formats = {layer.format for layer in readers}
         format = formats.pop() if len(formats) == 1 else None
         h, scale = self._ops.residual_norm(x, branch, gates, norms, tokens, eps, format)
-        return Rows(self._ops, h) if format is None else Rows(self._ops, None, format, (h, scale))
+        return (
+            LayerInput(self._ops, h)
+            if format is None
+            else LayerInput(self._ops, None, format, (h, scale))
+        )
 
     def _attention(
-        self, attn: torch.nn.Module, plan: _Plan, x: torch.Tensor, rows: Rows, step: Step
+        self, attn: torch.nn.Module, plan: _Plan, x: torch.Tensor, rows: LayerInput, step: Step
     ) -> torch.Tensor:
         """The attention branch before its gate, (rows, D) in stream order."""
         tokens = step.tokens
@@ -255,7 +259,7 @@ class BlockExecutor:
         self._ops.qk_norm_rope(q, k, weights, step.rotary, tokens, attn.norm_q.eps)
         mixed = self._attend(q, k, v, step.mask).reshape(batch * joint, width)
         del q, k, v
-        rows = Rows(self._ops, mixed)
+        rows = LayerInput(self._ops, mixed)
         formats = {layer.format for layer in plan.out}
         if len(formats) == 1 and None not in formats:
             rows.quantize_all(formats.pop())
@@ -265,7 +269,7 @@ class BlockExecutor:
             self._linear(plan.out[stream], rows, parts[stream], outs[stream])
         return branch
 
-    def _mlp(self, plan: _Plan, x: torch.Tensor, rows: Rows, tokens: Tokens) -> torch.Tensor:
+    def _mlp(self, plan: _Plan, x: torch.Tensor, rows: LayerInput, tokens: Tokens) -> torch.Tensor:
         """The MLP branch before its gate, (rows, D) in stream order."""
         hidden = x.new_empty((tokens.rows, plan.inner[0].module.out_features))
         parts, outs = in_stream_order(tokens), _streams(hidden, tokens)
@@ -287,20 +291,25 @@ class BlockExecutor:
             self._linear(plan.outer[stream], reads[stream], parts[stream], outs[stream])
         return branch
 
-    def _activate(self, hidden: torch.Tensor, inner: _Layer, outer: _Layer) -> Rows:
+    def _activate(self, hidden: torch.Tensor, inner: _Layer, outer: _Layer) -> LayerInput:
         """What the MLP's second layer reads; the GELU is here where the first could not do it."""
         if inner.format is None:
-            rows = Rows(self._ops, hidden)
+            rows = LayerInput(self._ops, hidden)
             if outer.format is not None:
                 rows.quantize_all(outer.format)
             return rows
         if outer.format is None:
-            return Rows(self._ops, torch.ops.aten.gelu_(hidden, approximate="tanh"))
+            return LayerInput(self._ops, torch.ops.aten.gelu_(hidden, approximate="tanh"))
         quantized = self._ops.gelu_quantize(hidden, outer.format)
-        return Rows(self._ops, None, outer.format, quantized)
+        return LayerInput(self._ops, None, outer.format, quantized)
 
     def _linear(
-        self, layer: _Layer, rows: Rows, part: Part, out: torch.Tensor, gelu: bool = False
+        self,
+        layer: _Layer,
+        rows: LayerInput,
+        part: StreamSlice,
+        out: torch.Tensor,
+        gelu: bool = False,
     ) -> None:
         """A layer of one stream's rows into out, (batch, tokens, N), of any strides."""
         if layer.kind is None:

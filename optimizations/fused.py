@@ -13,12 +13,11 @@ import torch
 from ..machine.card import first_line
 from . import kernels, reference
 from .fallback import Fallback
-from .reference import Modulation, QKNorm, Rotary, Tokens
+from .reference import HEAD_DIMS, Modulation, QKNorm, Rotary, Tokens
 
 ALIGNED_SCALES = 4  # fp32 scales in 16 bytes
 # What the Triton kernels hold in registers, and how `tl.split` pairs a head.
 WIDEST = 16384
-HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 class Ops(NamedTuple):
@@ -116,7 +115,7 @@ def _compare(ops: Ops, device: torch.device) -> bool:
     return all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in pairs)
 
 
-class Part(NamedTuple):
+class StreamSlice(NamedTuple):
     """One stream's rows in a matrix: `items` runs of `length` rows, one every `step` rows."""
 
     start: int
@@ -130,23 +129,23 @@ class Part(NamedTuple):
         return self.items == 1 or self.step == self.length
 
 
-def in_stream_order(tokens: Tokens) -> tuple[Part, Part]:
+def in_stream_order(tokens: Tokens) -> tuple[StreamSlice, StreamSlice]:
     """Text and image in a matrix of `tokens.rows` rows in stream order."""
     return (
-        Part(0, tokens.batch, tokens.text, tokens.text),
-        Part(tokens.text_rows, tokens.batch, tokens.image, tokens.image),
+        StreamSlice(0, tokens.batch, tokens.text, tokens.text),
+        StreamSlice(tokens.text_rows, tokens.batch, tokens.image, tokens.image),
     )
 
 
-def in_joint_order(tokens: Tokens) -> tuple[Part, Part]:
+def in_joint_order(tokens: Tokens) -> tuple[StreamSlice, StreamSlice]:
     """Text and image in a matrix of `tokens.rows` rows, item by item."""
     return (
-        Part(0, tokens.batch, tokens.text, tokens.joint),
-        Part(tokens.text, tokens.batch, tokens.image, tokens.joint),
+        StreamSlice(0, tokens.batch, tokens.text, tokens.joint),
+        StreamSlice(tokens.text, tokens.batch, tokens.image, tokens.joint),
     )
 
 
-class Rows:
+class LayerInput:
     """(rows, K) as plain numbers, quantized, or both.
 
     Args:

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from ..errors import SettingError
 from ..spec import LARGEST
 
+HEAD_DIMS = (16, 32, 64, 128, 256)  # that the kernels take
+
 
 class Tokens(NamedTuple):
     """How many tokens there are of each kind.

@@ -96,9 +96,9 @@ def part_bytes(parameters: int, precision: str) -> int:
     """The bytes of a text encoder or VAE in one precision, scales of fp8 and int8 left out.
 
     Args:
-        parameters: as header inspection counts them (`Part.parameters`); of a text encoder without
-            its vision tower, `language_model_parameters`. For a file that stays as it is stored,
-            `Part.bytes` is exact.
+        parameters: as header inspection counts them (`CheckpointPart.parameters`); of a text
+            encoder without its vision tower, `language_model_parameters`. For a file that stays as
+            it is stored, `CheckpointPart.bytes` is exact.
 
     Raises:
         SettingError: the precision is unknown.
@@ -177,7 +177,7 @@ MODULATION_ROWS = DOUBLE_STREAM.modulation_rows
 
 
 @dataclass(frozen=True)
-class Rows:
+class TokenRows:
     """Tokens of all items in one forward pass.
 
     Attributes:
@@ -193,7 +193,7 @@ class Rows:
     image: int
 
     @classmethod
-    def of(cls, request: RunRequest) -> Rows:
+    def of(cls, request: RunRequest) -> TokenRows:
         """Those of a request."""
         tokens = request.prompt_tokens, request.painted_tokens, request.image_tokens
         return cls(request.items, *(request.items * count for count in tokens))
@@ -227,7 +227,7 @@ def step_bytes(request: RunRequest, setting: Setting) -> StepBytes:
     Counted for the fused blocks with exact attention, in ComfyUI, where its loop holds a block's
     input; diffusers holds no more.
     """
-    shape, rows = request.transformer, Rows.of(request)
+    shape, rows = request.transformer, TokenRows.of(request)
     stream = BF16 * shape.dim
     added, control = control_bytes(request)
     around = _around(shape, rows, request) + added
@@ -241,7 +241,7 @@ def step_bytes(request: RunRequest, setting: Setting) -> StepBytes:
 
 def input_bytes(request: RunRequest) -> int:
     """What is there while the first block waits for its modulation: its input and all around it."""
-    shape, rows = request.transformer, Rows.of(request)
+    shape, rows = request.transformer, TokenRows.of(request)
     stream = rows.all * BF16 * shape.dim
     return stream + _around(shape, rows, request) + control_bytes(request)[0]
 
@@ -270,7 +270,7 @@ def lora_bytes(request: RunRequest) -> int:
     return BF16 * request.loras.count * request.loras.rank * sum(map(sum, layers))
 
 
-def _around(shape: TransformerShape, rows: Rows, request: RunRequest) -> int:
+def _around(shape: TransformerShape, rows: TokenRows, request: RunRequest) -> int:
     """Latents, conditioning and rotation, which last through all blocks."""
     latent = shape.in_channels
     sampler = SAMPLER_LATENTS * FP32 * latent * request.batch * (rows.painted // rows.items)
@@ -285,16 +285,16 @@ def _around(shape: TransformerShape, rows: Rows, request: RunRequest) -> int:
 
 
 def _fused_block(
-    shape: TransformerShape, rows: Rows, request: RunRequest, setting: Setting
+    shape: TransformerShape, rows: TokenRows, request: RunRequest, setting: Setting
 ) -> tuple[int, int]:
     """(the worst moment of a block, what it leaves for the next one's first layers)."""
     stream, n = BF16 * shape.dim, rows.all
     most, last = max(rows.image, rows.text), 9 * n * stream
-    beside = request.loras.count and request.loras.mode == "bypass"
+    bypass = request.loras.count and request.loras.mode == "bypass"
     expanded = MLP * shape.dim * stream if setting.weight_only else 0
     if expanded:
         last = max(last + most * stream, (8 * n + MLP * most) * stream) + expanded
-    if beside:
+    if bypass:
         # The layer's output, the LoRA's and their sum, at the MLP's first product, when a weight
         # that was expanded is gone.
         return max(last, (8 * n + 3 * MLP * most) * stream), n * stream
@@ -305,7 +305,7 @@ def _fused_block(
     return (8 * n * stream) + quantized + hidden, quantized
 
 
-def _host_block(shape: TransformerShape, rows: Rows, request: RunRequest) -> int:
+def _host_block(shape: TransformerShape, rows: TokenRows, request: RunRequest) -> int:
     """ComfyUI's own block at the GELU of its larger stream, followed through its `forward`."""
     most = max(rows.image, rows.text)
     hidden = 2 * MLP
@@ -329,7 +329,7 @@ def control_bytes(request: RunRequest) -> tuple[int, int]:
     """
     if not request.controlnet_bytes:
         return 0, 0
-    rows, shape = Rows.of(request), request.transformer
+    rows, shape = TokenRows.of(request), request.transformer
     seen = replace(rows, image=rows.painted)
     added = _control_blocks(request) * rows.painted * BF16 * shape.dim
     return added, _around(shape, seen, request) + added + _host_block(shape, seen, request)
@@ -340,14 +340,14 @@ def control_bytes(request: RunRequest) -> tuple[int, int]:
 # Qwen2.5-VL-7B without lm_head, which encoding never reads. ComfyUI holds it as it is stored and
 # computes in fp32, one layer's weight cast at a time (comfy/text_encoders/llama.py, qwen_vl.py).
 
-HIDDEN, INTERMEDIATE, QUERY, KEY, LAYERS, HEADS = 3584, 18944, 3584, 512, 28, 28
+HIDDEN, INTERMEDIATE, QUERY_WIDTH, KEY_WIDTH, LAYERS, HEADS = 3584, 18944, 3584, 512, 28, 28
 VOCABULARY = 152_064
 # One layer's linears, (rows, columns): q, k, v, output, gate, up and down.
 LINEARS = (
-    (QUERY, HIDDEN),
-    (KEY, HIDDEN),
-    (KEY, HIDDEN),
-    (HIDDEN, QUERY),
+    (QUERY_WIDTH, HIDDEN),
+    (KEY_WIDTH, HIDDEN),
+    (KEY_WIDTH, HIDDEN),
+    (HIDDEN, QUERY_WIDTH),
     (INTERMEDIATE, HIDDEN),
     (INTERMEDIATE, HIDDEN),
     (HIDDEN, INTERMEDIATE),
@@ -356,8 +356,8 @@ LANGUAGE = language_model_parameters(
     {
         "hidden": HIDDEN,
         "intermediate": INTERMEDIATE,
-        "q_dim": QUERY,
-        "kv_dim": KEY,
+        "q_dim": QUERY_WIDTH,
+        "kv_dim": KEY_WIDTH,
         "vocabulary": VOCABULARY,
     },
     LAYERS,
@@ -412,7 +412,7 @@ def encoding_bytes(request: RunRequest) -> int:
     streams = FP32 * tokens * 3 * HIDDEN
     mlp = streams + max(cast + 2 * FP32 * tokens * INTERMEDIATE, 3 * FP32 * tokens * INTERMEDIATE)
     scores = 2 * FP32 * HEADS * tokens**2
-    attention = FP32 * tokens * (2 * HIDDEN + 3 * QUERY) + scores
+    attention = FP32 * tokens * (2 * HIDDEN + 3 * QUERY_WIDTH) + scores
     patches = PATCHES_PER_TOKEN * request.member.vision_tokens if request.references else 0
     return max(mlp, attention, vision_bytes(patches)) + FP32 * tokens**2
 

@@ -240,6 +240,7 @@ def _number(capability: tuple[int, int]) -> int:
 # What an image costs on a rented card, and prices that somebody types in.
 
 SECONDS_PER_HOUR = 3600
+DEFAULT_CARD = "L40S"
 EXAMPLE = "L40S = 0.79"  # a line of prices that somebody types in
 COMMENT = "#"
 

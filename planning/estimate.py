@@ -6,12 +6,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..spec import GIB, MIB, ON_CARD, QUANTIZED
-from .bytes import LAYERS, LINEARS, quantized_language_bytes, text_encoder_bytes, weight_bytes
+from .bytes import (
+    BF16,
+    FP32,
+    LAYERS,
+    LINEARS,
+    quantized_language_bytes,
+    text_encoder_bytes,
+    weight_bytes,
+)
 from .cards import Card, UnlistedCard, check_price, usd_per_image
 from .files import (
     USUAL_SOURCES,
-    Advice,
     Disk,
+    GuideFigure,
     Load,
     against_guides,
     cold_start_seconds,
@@ -38,7 +46,6 @@ PROGRAM_BYTES = 3 * GIB
 # (hosts/comfyui/precision.py, optimizations/stream.py).
 STAGING_BYTES = 2 * GIB
 RING_BYTES = 128 * MIB
-BF16, FP32 = 2, 4
 # An image as it comes from the VAE, and as it is saved.
 IMAGE_COPIES = 2
 
@@ -337,7 +344,7 @@ class Estimate:
         return sum(self.host_memory.values())
 
     @property
-    def guides(self) -> tuple[Advice, ...]:
+    def guides(self) -> tuple[GuideFigure, ...]:
         """What guides for rented machines advise, beside what is needed."""
         return against_guides(self.disk, self.option.setting, self.option.peak_bytes)
 

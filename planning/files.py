@@ -29,7 +29,7 @@ CONTAINER = {
 }
 
 
-class Advice(NamedTuple):
+class GuideFigure(NamedTuple):
     """A figure that guides for rented machines give, beside what is needed."""
 
     what: str
@@ -105,7 +105,7 @@ def made_on_load(request: RunRequest, setting: Setting) -> bool:
     return setting.precision in QUANTIZED and request.parts.transformer_bytes is None
 
 
-def against_guides(found: Disk, setting: Setting, card_bytes: int) -> tuple[Advice, ...]:
+def against_guides(found: Disk, setting: Setting, card_bytes: int) -> tuple[GuideFigure, ...]:
     """What guides for rented machines advise, and what is needed.
 
     They add up a container of 40 GB, a volume of 80 GB, and 88 GB of card memory for bf16 or 44 GB
@@ -116,19 +116,19 @@ def against_guides(found: Disk, setting: Setting, card_bytes: int) -> tuple[Advi
     """
     quantized = setting.precision in QUANTIZED
     return (
-        Advice(
+        GuideFigure(
             "container",
             40 * GB,
             found.container_bytes,
             "torch's libraries are counted once, and installing leaves no gigabytes behind",
         ),
-        Advice(
+        GuideFigure(
             "volume",
             80 * GB,
             found.files_bytes,
             "model files are read where they lie: no second cache, and no activations on disk",
         ),
-        Advice(
+        GuideFigure(
             CARD_MEMORY,
             44 * GB if quantized else 88 * GB,
             card_bytes,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ..errors import UnavailableError
 from ..spec import GIB, MIB, ON_CARD, PIXELS_PER_LATENT, REFERENCE_SIDE, format_gib
 from .bytes import (
+    BF16,
     MODULATION_ROWS,
     TransformerBytes,
     embedding_rows,
@@ -144,10 +145,9 @@ KEPT_FREE_BYTES = 400 * MIB
 LAYERS_ON_CARD = 2
 # The published VAE in bf16, 126.9 M parameters.
 VAE_BYTES = 2 * 126_892_531
-BF16 = 2
 
 
-class Beside(NamedTuple):
+class Overhead(NamedTuple):
     """What is not counted: bytes of workspaces while sampling, and of the CUDA context."""
 
     workspace: int
@@ -169,7 +169,7 @@ def phases(
     Raises:
         UnavailableError: the image does not decode on the card even alone.
     """
-    beside = _beside()
+    overhead = _overhead()
     weights = transformer_bytes(request, setting)
     on_card = weights.total - (weights.modulation if setting.off_card else 0)
     text = text_encoder_bytes(request, setting.text_encoder)
@@ -181,20 +181,20 @@ def phases(
     usable = None
     if card_bytes is not None and not setting.resident:
         usable = card_bytes - KEPT_FREE_BYTES
-        room = usable - activations - sum(beside) - sum(stays.values())
+        room = usable - activations - sum(overhead) - sum(stays.values())
         text_stays = min(text_stays, max(0, room - least_weights(request, on_card)))
         sampled = min(on_card, max(0, room - text_stays))
     stays |= _present({"text encoder": text_stays})
     found = {
-        "load": _load(request, setting, sampled, stays, beside),
-        "text": _text(request, setting, text, sampled, stays, beside),
-        "tables": _tables(request, setting, weights, sampled, stays, beside),
+        "load": _load(request, setting, sampled, stays, overhead),
+        "text": _text(request, setting, text, sampled, stays, overhead),
+        "tables": _tables(request, setting, weights, sampled, stays, overhead),
         "sampling": Phase(
             "sampling",
             weights=sampled,
             activations=activations,
-            workspace=beside.workspace,
-            context=beside.context,
+            workspace=overhead.workspace,
+            context=overhead.context,
             resident=stays,
             note=_sampling_note(setting, weights, on_card - sampled),
         ),
@@ -202,7 +202,7 @@ def phases(
     if usable is not None:
         found = {name: within(phase, usable) for name, phase in found.items()}
     others = {**stays, "transformer": sampled}
-    return {**found, "decode": _decode(request, others, vae, card_bytes, beside)}
+    return {**found, "decode": _decode(request, others, vae, card_bytes, overhead)}
 
 
 def transformer_bytes(request: RunRequest, setting: Setting) -> TransformerBytes:
@@ -221,13 +221,13 @@ def vae_bytes(request: RunRequest) -> int:
 
 
 def _load(
-    request: RunRequest, setting: Setting, weights: int, stays: dict[str, int], beside: Beside
+    request: RunRequest, setting: Setting, weights: int, stays: dict[str, int], overhead: Overhead
 ) -> Phase:
     resident = {name: count for name, count in stays.items() if name != "modulation table"}
     note = "weights go to the card as they are held"
     if setting.off_card:
         note += ", those of the modulation stay in host memory"
-    return Phase("load", weights, 0, 0, beside.context, resident, note=note)
+    return Phase("load", weights, 0, 0, overhead.context, resident, note=note)
 
 
 def _text(
@@ -236,7 +236,7 @@ def _text(
     encoder: int,
     transformer: int,
     stays: dict[str, int],
-    beside: Beside,
+    overhead: Overhead,
 ) -> Phase:
     resident = {name: count for name, count in stays.items() if name != "text encoder"}
     activations = encoding_bytes(request)
@@ -258,9 +258,9 @@ def _text(
         notes.append(
             f"the VAE encodes each reference image at one megapixel, in {format_gib(encoded)}"
         )
-    workspace = beside.workspace if activations else 0
+    workspace = overhead.workspace if activations else 0
     return Phase(
-        "text", encoder, activations, workspace, beside.context, resident, note="; ".join(notes)
+        "text", encoder, activations, workspace, overhead.context, resident, note="; ".join(notes)
     )
 
 
@@ -270,7 +270,7 @@ def _tables(
     weights: TransformerBytes,
     sampled: int,
     stays: dict[str, int],
-    beside: Beside,
+    overhead: Overhead,
 ) -> Phase:
     """The first step waits for it: the input of its first block is there."""
     dim, steps = request.transformer.dim, request.steps
@@ -292,8 +292,8 @@ def _tables(
         "tables",
         weights=passing,
         activations=activations,
-        workspace=beside.workspace,
-        context=beside.context,
+        workspace=overhead.workspace,
+        context=overhead.context,
         resident=resident,
         note=note,
     )
@@ -304,13 +304,13 @@ def _decode(
     others: dict[str, int],
     vae: int,
     card_bytes: int | None,
-    beside: Beside,
+    overhead: Overhead,
 ) -> Phase:
     resident = {name: count for name, count in others.items() if name != "VAE"}
     free = None
     movable = {name: resident[name] for name in ("text encoder", "transformer") if name in resident}
     if card_bytes is not None:
-        free = card_bytes - KEPT_FREE_BYTES - beside.context - vae - sum(resident.values())
+        free = card_bytes - KEPT_FREE_BYTES - overhead.context - vae - sum(resident.values())
     # Room that is short leaves less of the others there.
     short = max(0, -(free or 0))
     plan = decode_plan(request, free, max(0, sum(movable.values()) - short))
@@ -326,7 +326,7 @@ def _decode(
         weights=vae,
         activations=plan.peak_bytes,
         workspace=0,  # the convolutions' are in the plan
-        context=beside.context,
+        context=overhead.context,
         resident=_present(resident),
         note=note,
     )
@@ -341,12 +341,12 @@ def _sampling_note(setting: Setting, weights: TransformerBytes, moved: int) -> s
     return "; ".join(notes) or "all weights stay on the card"
 
 
-def _beside() -> Beside:
+def _overhead() -> Overhead:
     try:
         found = constants()
     except UnavailableError:
-        return Beside(int(WORKSPACE_BYTES), int(CONTEXT_BYTES))
-    return Beside(int(found.workspace), int(found.context))
+        return Overhead(int(WORKSPACE_BYTES), int(CONTEXT_BYTES))
+    return Overhead(int(found.workspace), int(found.context))
 
 
 def _present(parts: dict[str, int]) -> dict[str, int]:

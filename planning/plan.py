@@ -30,6 +30,7 @@ from .reasons import (
     weight_only,
 )
 from .request import (
+    AUTO,
     DROPPED,
     PRECISIONS,
     TEXT_PLACES,
@@ -39,7 +40,6 @@ from .request import (
 )
 from .vae import decode_plan
 
-AUTO = "auto"
 # The most faithful first; int8 before fp8 as `reasons.INT8_BEFORE_FP8` says.
 FIDELITY = ("bf16", "int8", "fp8")
 # Of an image that is as small as anybody paints.
@@ -171,7 +171,7 @@ def plan(
     stored: str | None = None,
     *,
     as_stored: bool = False,
-    held: Mapping[str, TransformerBytes] | None = None,
+    known_sizes: Mapping[str, TransformerBytes] | None = None,
 ) -> tuple[PlanOption, ...]:
     """The ways to run a request on a card, what was asked for first.
 
@@ -185,9 +185,10 @@ def plan(
     Args:
         stored: what the transformer's file holds, a key of `BYTES_PER_WEIGHT`; None for any.
         as_stored: whether the file's precision is to be kept, which no card refuses. fp16 and fp32
-            are then settled as bf16, and `held` tells their size.
-        held: {precision: sizes} that shape and precision do not tell, such as with layers that
-            stay in bf16. Sizes in `request.parts` are of `stored`, or else of its precision.
+            are then settled as bf16, and `known_sizes` tells their size.
+        known_sizes: {precision: sizes} that shape and precision do not give, such as those with
+            layers that stay in bf16. Sizes in `request.parts` are of `stored`, or else of its
+            precision.
 
     Returns:
         At least one.
@@ -201,7 +202,7 @@ def plan(
         check_stored(stored)
     if not as_stored and request.parts.transformer_bytes is None:
         check_tensor_cores(request.precision, card, PRECISIONS)
-    case = _Case(card, request, stored, as_stored, held or {})
+    case = _Case(card, request, stored, as_stored, known_sizes or {})
     found = [case.option(precision) for precision in case.precisions()]
     run = [option for option in found if option.least_bytes <= card.total_bytes]
     if not run:
@@ -230,7 +231,7 @@ class _Case:
     request: RunRequest
     stored: str | None
     as_stored: bool
-    held: Mapping[str, TransformerBytes]
+    known_sizes: Mapping[str, TransformerBytes]
 
     def precisions(self) -> Sequence[str]:
         """The most faithful first."""
@@ -247,7 +248,7 @@ class _Case:
         Raises:
             UnavailableError: the image does not decode on the card even alone.
         """
-        request = sized(self.request, precision, self.stored, self.held)
+        request = sized(self.request, precision, self.stored, self.known_sizes)
         text = precision_of_text_encoder(request)
         expanded = not self.card.multiplies(precision)
         for modulation, place in self._places():
@@ -343,15 +344,15 @@ def sized(
     request: RunRequest,
     precision: str,
     stored: str | None = None,
-    held: Mapping[str, TransformerBytes] | None = None,
+    known_sizes: Mapping[str, TransformerBytes] | None = None,
 ) -> RunRequest:
     """A request whose parts have the transformer's sizes in a precision.
 
     Args:
         stored: the precision that the sizes in `request.parts` are of; None for the request's.
-        held: {precision: sizes} that stand above these.
+        known_sizes: {precision: sizes} that stand above these.
     """
-    known = (held or {}).get(precision)
+    known = (known_sizes or {}).get(precision)
     if known is not None:
         sizes = {"transformer_bytes": known.total, "modulation_bytes": known.modulation}
     elif precision != (stored or request.precision):
@@ -411,7 +412,7 @@ def _what_would_stay(case: _Case) -> list[PlanOption]:
     )
     if free == request and not case.as_stored:
         return []
-    options = plan(case.card, free, case.stored, held=case.held)
+    options = plan(case.card, free, case.stored, known_sizes=case.known_sizes)
     return [option for option in options if option.resident]
 
 

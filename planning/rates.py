@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UnavailableError
+from ..spec import MULTIPLIED
 from .cards import Card
 
 MEASURED = Path(__file__).with_name("measured.json")
@@ -60,7 +61,7 @@ class Constants:
         return getattr(self, f"gemm_{precision}")
 
 
-NAMES = tuple(field.name for field in fields(Constants))
+CONSTANT_NAMES = tuple(field.name for field in fields(Constants))
 
 
 @functools.cache
@@ -90,12 +91,12 @@ def constants() -> Constants:
         UnavailableError: as `measured`; or a constant is missing.
     """
     found = measured().get("constants", {})
-    if missing := [name for name in NAMES if not _is_figure(found.get(name))]:
+    if missing := [name for name in CONSTANT_NAMES if not _is_figure(found.get(name))]:
         raise UnavailableError(
             f"{MEASURED.name} has no constant {missing[0]}: install the package again, or run "
             "`python -m qwen_l40s.bench.fit` in a clone."
         )
-    return Constants(**{name: float(found[name]) for name in NAMES})
+    return Constants(**{name: float(found[name]) for name in CONSTANT_NAMES})
 
 
 def _is_figure(value: object) -> bool:
@@ -116,7 +117,6 @@ LINK = (0.75, 0.95)
 ENCODER = (0.4, 0.6)
 # Pinned memory to an H200: 55.3 of the 64 GB/s of 16 lanes of PCIe 5.
 MEASURED_LINK = 0.864
-PRECISIONS = ("bf16", "fp8", "int8")
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def rates_by(found: Constants, card: Card) -> Rates:
     """The rates of the card that constants were fitted on."""
     peaks = card.dense_flops
     return Rates(
-        gemm={name: found.gemm(name) * peaks[name] for name in PRECISIONS if name in peaks},
+        gemm={name: found.gemm(name) * peaks[name] for name in MULTIPLIED if name in peaks},
         attention=found.attention * peaks["bf16"],
         bandwidth=found.bandwidth * card.bandwidth,
         convolution=found.convolution * peaks["bf16"],
@@ -219,7 +219,7 @@ def plain_name(card: str) -> str:
 def _calibrated(card: Card, calibration: Rates) -> tuple[Rates, Rates, Basis]:
     """The calibration at both ends, but for precisions that it has no rate of."""
     text = origin = f"measured on this {card.name} by `qwen-l40s bench --calibrate`"
-    lacks = [name for name in PRECISIONS if name not in calibration.gemm and card.multiplies(name)]
+    lacks = [name for name in MULTIPLIED if name not in calibration.gemm and card.multiplies(name)]
     if not lacks:
         return calibration, calibration, Basis("measured", text, origin)
     taken = f"{GEMM[0]:.0%} to {GEMM[1]:.0%} of its dense peak"
@@ -248,7 +248,7 @@ def _peak(card: Card, precision: str) -> float:
 def _predicted(card: Card, found: Constants, end: int) -> Rates:
     peaks = card.dense_flops
     return Rates(
-        gemm={name: GEMM[end] * _peak(card, name) for name in PRECISIONS if card.multiplies(name)},
+        gemm={name: GEMM[end] * _peak(card, name) for name in MULTIPLIED if card.multiplies(name)},
         attention=ATTENTION[end] * peaks["bf16"],
         bandwidth=BANDWIDTH[end] * card.bandwidth,
         convolution=CONVOLUTION[end] * found.convolution * peaks["bf16"],

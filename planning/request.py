@@ -18,9 +18,10 @@ from ..spec import (
     find_family,
 )
 
-PRECISIONS = ("auto", "bf16", "fp8", "int8")
-TEXT_ENCODER_PRECISIONS = ("auto", "bf16", "fp8", "int8")
-TEXT_ENCODER_PLACES = ("auto", "on card", "drop after encoding", "cpu")
+AUTO = "auto"
+PRECISIONS = (AUTO, "bf16", "fp8", "int8")
+TEXT_ENCODER_PRECISIONS = (AUTO, "bf16", "fp8", "int8")
+TEXT_ENCODER_PLACES = (AUTO, "on card", "drop after encoding", "cpu")
 # "off" is CFG 1: one forward pass a step. Prompts of different lengths take two passes in ComfyUI;
 # "one pass" computes both at once, as ComfyUI does for prompts of one length.
 CFG_MODES = ("two passes", "one pass", "off")
@@ -29,7 +30,7 @@ LORA_MODES = ("merged", "bypass")
 TRANSFORMER, TEXT_ENCODER, VAE = "transformer", "text encoder", "VAE"
 MOST_TOKENS = 2**20
 MOST_PIXELS = 2**20
-EDIT = "qwen-image-edit-2511"  # the newest of the families that take the most references
+NEWEST_EDIT = "qwen-image-edit-2511"  # the newest of the families that take the most references
 
 
 @dataclass(frozen=True)
@@ -224,9 +225,9 @@ class RunRequest:
         if self.references > family.most_references:
             takes = f"{family.most_references or 'no'} reference image"
             takes += "s" * (family.most_references != 1)
-            most = find_family(EDIT).most_references
+            most = find_family(NEWEST_EDIT).most_references
             helps = self.references <= most and not self.layers
-            other = f"{EDIT} for up to {most}, or " if helps else ""
+            other = f"{NEWEST_EDIT} for up to {most}, or " if helps else ""
             raise SettingError(
                 f"{self.references} references and family {family.name!r}, which takes {takes}: "
                 f"choose {other}fewer references."
@@ -246,7 +247,7 @@ def precision_of_text_encoder(request: RunRequest) -> str:
 # What a plan has settled: the precisions, and where each part waits.
 
 DROPPED, ON_PROCESSOR = "drop after encoding", "cpu"
-HELD_PRECISIONS = ("bf16", *QUANTIZED)
+LOADED_PRECISIONS = ("bf16", *QUANTIZED)
 TEXT_PLACES = (ON_CARD, DROPPED, ON_PROCESSOR)
 
 
@@ -255,9 +256,9 @@ class Setting:
     """How a request is run; nothing in it is left to choose.
 
     Args:
-        precision: of the transformer, one of `HELD_PRECISIONS`.
+        precision: of the transformer, one of `LOADED_PRECISIONS`.
         modulation: "on card", or "off card", where a table stands in for its weights.
-        text_encoder: precision of the text encoder, one of `HELD_PRECISIONS`.
+        text_encoder: precision of the text encoder, one of `LOADED_PRECISIONS`.
         text_encoder_place: one of `TEXT_PLACES`.
         resident: False where the host has to move weights to the card and off it during a run.
         weight_only: whether the card's tensor cores do not multiply the precision, so that weights
@@ -276,9 +277,9 @@ class Setting:
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
-            ("precision", self.precision, HELD_PRECISIONS),
+            ("precision", self.precision, LOADED_PRECISIONS),
             ("modulation", self.modulation, (ON_CARD, OFF_CARD)),
-            ("text encoder precision", self.text_encoder, HELD_PRECISIONS),
+            ("text encoder precision", self.text_encoder, LOADED_PRECISIONS),
             ("text encoder place", self.text_encoder_place, TEXT_PLACES),
         ):
             if value not in allowed:

@@ -365,14 +365,14 @@ def tile_bytes(
     tile: Size,
     whole: Size,
     *,
-    input_held: bool,
+    owns_input: bool,
 ) -> int:
     """The most that one tile holds on its way through `steps`.
 
     Args:
         tile: rows and columns of the last step's output.
         whole: rows and columns of the whole at the first step's input.
-        input_held: whether the tile's input is memory of its own, and not a view.
+        owns_input: whether the tile's input is memory of its own, and not a view.
     """
     spans = []
     for length, size in zip(tile, whole, strict=True):
@@ -383,7 +383,7 @@ def tile_bytes(
             sizes.append(step.gives(0, sizes[-1])[1])
         spans.append([min(pair) for pair in zip(inner, sizes, strict=True)])
     first = spans[0][0] * spans[1][0] * steps[0].channels_in * itemsize
-    held, most = first if input_held else 0, 0
+    held, most = first if owns_input else 0, 0
     for step, rows, columns in zip(steps, *spans, strict=False):
         most = max(most, layer_bytes(step, shape, itemsize, (rows, columns), held))
         # What is cut off the output stays in memory until the next step is done.
@@ -414,11 +414,11 @@ def outside_middle_bytes(
     hidden = hidden_bytes(shape, latent, itemsize)
     if direction == "decode":
         most = tile_bytes(
-            up_steps(shape), shape, itemsize, in_pixels(tile), latent, input_held=False
+            up_steps(shape), shape, itemsize, in_pixels(tile), latent, owns_input=False
         )
     else:
         most = tile_bytes(
-            down_steps(shape), shape, itemsize, tile, in_pixels(latent), input_held=True
+            down_steps(shape), shape, itemsize, tile, in_pixels(latent), owns_input=True
         )
     return hidden + most
 
@@ -439,7 +439,7 @@ def middle_bytes(direction: str, shape: VaeShape, latent: Size, itemsize: int, r
     whole = rows >= latent[0]
     around = [
         tile_bytes(
-            steps, shape, itemsize, (min(rows, latent[0]), latent[1]), latent, input_held=whole
+            steps, shape, itemsize, (min(rows, latent[0]), latent[1]), latent, owns_input=whole
         )
         for steps in (before_middle(shape, direction), after_middle(shape, direction))
     ]

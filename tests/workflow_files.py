@@ -30,7 +30,7 @@ from qwen_l40s.loaders.convert import (
     vae_name_to_native,
 )
 from qwen_l40s.loaders.quantized_file import MARKER_2511
-from qwen_l40s.loaders.writer import DTYPES, SafetensorsLayout
+from qwen_l40s.loaders.writer import SAFETENSORS_DTYPES, SafetensorsLayout
 from qwen_l40s.spec import TransformerShape
 
 Graph = dict[str, dict[str, Any]]
@@ -49,7 +49,7 @@ MODEL_INPUTS = {
 }
 NO_FILES = ("micro (bundled)", "automatic")
 IMAGE_SIDES = (256, 192)
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 HOLE = (96, 64, 160, 128)  # where a picture is transparent: what LoadImage gives as its mask
 SEES = "TextEncodeQwenImageEditPlus"
 VISION_BLOCKS, VISION_MLP = 2, 64  # as workflow_nodes.py has it

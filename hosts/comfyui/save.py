@@ -30,7 +30,7 @@ from ...loaders.quantized_file import (
     specs_of_layer,
 )
 from ...loaders.stored import StoredLayer
-from ...loaders.writer import DTYPES, SafetensorsLayout, write_safetensors
+from ...loaders.writer import SAFETENSORS_DTYPES, SafetensorsLayout, write_safetensors
 from ...spec import format_bytes
 from .load.linear import LOADED_FORMATS
 from .load.plan import STAGING_BYTES
@@ -168,7 +168,7 @@ def _stream(
         elif layer in chosen:
             continue
         else:
-            dtype = DTYPES[layout.tensors[name].dtype]
+            dtype = SAFETENSORS_DTYPES[layout.tensors[name].dtype]
             tensors = {name: _with_patches(model, name, weight, device).to(dtype)}
         if not all(map(is_finite, tensors.values())):
             raise _not_finite(name)

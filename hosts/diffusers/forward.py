@@ -34,7 +34,7 @@ SHARED = (
     "joint_attention_kwargs",
     "modulate_index",
 )
-STREAMS = ("hidden_states", "encoder_hidden_states")
+STREAM_ARGUMENTS = ("hidden_states", "encoder_hidden_states")
 # diffusers 0.37 and 0.38 hand the joint mask on among the arguments of attention.
 JOINT_MASK = "attention_mask"
 
@@ -111,7 +111,7 @@ class TransformerPass:
 
     def inputs(self, positional: tuple, arguments: dict[str, Any]) -> BlockInputs | Fallback:
         """From what diffusers' loop calls a block with; read again where one was exchanged."""
-        if positional or not all(name in arguments for name in STREAMS):
+        if positional or not all(name in arguments for name in STREAM_ARGUMENTS):
             return Fallback("diffusers passes its blocks other arguments than those known here")
         shared = tuple(arguments.get(name) for name in SHARED)
         if self._shared is None or any(
@@ -122,7 +122,7 @@ class TransformerPass:
             except _UnknownError as reason:
                 return Fallback(str(reason))
             self._shared = shared
-        image, text = (arguments[name] for name in STREAMS)
+        image, text = (arguments[name] for name in STREAM_ARGUMENTS)
         return BlockInputs(text, image, arguments["temb"], self._step, not self._controlled)
 
     def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
@@ -140,10 +140,10 @@ class TransformerPass:
         return type(block).forward(block, **arguments)
 
     def _step_of(self, arguments: dict[str, Any]) -> Step:
-        unknown = arguments.keys() - {*SHARED, *STREAMS}
+        unknown = arguments.keys() - {*SHARED, *STREAM_ARGUMENTS}
         if unknown:
             raise _UnknownError(f"its argument {', '.join(sorted(unknown))} is not known here")
-        image, text = (arguments[name] for name in STREAMS)
+        image, text = (arguments[name] for name in STREAM_ARGUMENTS)
         embedding, index = arguments["temb"], arguments.get("modulate_index")
         batch = len(image)
         if len(text) != batch or image.dtype != text.dtype:

@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ...loaders.quantize import FORMATS
 from ...optimizations.block import DENSE, LayerTensors
 from ...optimizations.block_form import is_changed
 from ...optimizations.linear import Gemm
+from ...spec import QUANTIZED
 from .quantized import QuantizedLinear
 
 
@@ -25,7 +25,7 @@ class DiffusersLayers:
 
     def kind(self, layer: torch.nn.Module) -> str | None:
         kind = kind_of(layer)
-        if kind in FORMATS and self._gemms.setdefault(kind, layer.product) != layer.product:
+        if kind in QUANTIZED and self._gemms.setdefault(kind, layer.product) != layer.product:
             return None  # a format has one GEMM here, and this layer was given another
         return kind
 

@@ -28,26 +28,24 @@ from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from ...errors import CheckpointError, SettingError, UnavailableError
 from ...loaders.convert import check_finite
-from ...loaders.header import Shards, read_object, read_shards
+from ...loaders.header import PLAIN_DTYPES, Shards, read_object, read_shards
 from ...machine.device import available_bytes, choose_device
 from ...machine.memory import available_memory
-from ...planning.loading import PrecisionChoice, choose_precision
 from ...spec import BYTES_PER_WEIGHT, USUAL_SIDE, format_bytes
+from ..loading import PrecisionChoice, choose_precision
 from .patch import Optimized, is_lossy_attention, optimize
 from .settings import OFFLOADS
 from .text_encoder import load_text_encoder, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+PRECISION_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MODEL_CLASSES = {"transformer": QwenImageTransformer2DModel, "vae": AutoencoderKLQwenImage}
 WEIGHT_FOLDERS = (*MODEL_CLASSES, "text_encoder")
 PIPELINE_CLASS = "QwenImagePipeline"
 # What decoding takes for a pixel in bf16, more than the other parts take beside their weights;
 # measured on an H200 from 1024x1024 to 3072x3072 as allocated memory.
 DECODE_BYTES_PER_PIXEL = 1259
-# Other dtypes are quantized: without their scales a cast would give a wrong image and no error.
-PLAIN_DTYPES = ("F32", "F16", "BF16")
 
 
 def build_empty(model_class: type[ModelMixin], config: Mapping[str, Any]) -> ModelMixin:
@@ -63,6 +61,7 @@ def build_empty(model_class: type[ModelMixin], config: Mapping[str, Any]) -> Mod
 def check_dtypes(shards: Shards) -> None:
     """Raises CheckpointError when a tensor is quantized."""
     for name, info in shards.tensors.items():
+        # Quantized: without its scales a cast would give a wrong image and no error.
         if info.dtype not in PLAIN_DTYPES:
             raise CheckpointError(
                 f"{shards.header_of(name).path} holds {name!r} as {info.dtype} and diffusers "
@@ -262,10 +261,10 @@ def load_pipeline(
     choice = choose_precision(
         precision, where, parameters=sum(parameters.values()), available_bytes=free
     )
-    if choice.name not in DTYPES:
+    if choice.name not in PRECISION_DTYPES:
         raise SettingError(
             f"precision {choice.name!r} is not available with diffusers loading yet: choose auto, "
-            f"{', '.join(DTYPES)}."
+            f"{', '.join(PRECISION_DTYPES)}."
         )
     size = BYTES_PER_WEIGHT[choice.name]
 
@@ -294,7 +293,7 @@ def _load_parts(
     offload: OffloadChoice,
 ) -> LoadedPipeline:
     """Reads what `load_pipeline` has checked; without an attention nothing is optimized."""
-    dtype = DTYPES[choice.name]
+    dtype = PRECISION_DTYPES[choice.name]
     # What is cheap to check comes first: a wrong folder is then refused before minutes of reading.
     tokenizer = load_tokenizer(folder / "tokenizer")
     scheduler_config = _config(folder, "scheduler", FlowMatchEulerDiscreteScheduler)

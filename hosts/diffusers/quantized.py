@@ -17,9 +17,10 @@ from typing import Protocol
 import torch
 
 from ...errors import SettingError, UnavailableError
-from ...loaders.quantize import FORMATS, layers_to_quantize, quantize_rows
+from ...loaders.quantize import layers_to_quantize, quantize_rows
 from ...optimizations import reference
 from ...optimizations.linear import choose_gemm
+from ...spec import QUANTIZED
 
 
 class Product(Protocol):
@@ -175,8 +176,8 @@ def quantize_transformer(
     Raises:
         SettingError: the precision is unknown, or as in `quantizable`; nothing has changed then.
     """
-    if precision not in FORMATS:
-        raise SettingError(f"precision {precision!r} is unknown: choose {' or '.join(FORMATS)}.")
+    if precision not in QUANTIZED:
+        raise SettingError(f"precision {precision!r} is unknown: choose {' or '.join(QUANTIZED)}.")
     layers = quantizable(transformer, keep)
     for name in layers:
         layer = transformer.get_submodule(name)

@@ -6,12 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference import QKNorm, Rotary, Tokens
+from ..reference import HEAD_DIMS, QKNorm, Rotary, Tokens
 from . import on_card_of
 
-HEAD_DIMS = (16, 32, 64, 128, 256)
 # What one program holds, in elements, and each of its threads: 16 bytes of bf16.
-MOST_HELD, HELD_BY_THREAD = 2048, 8
+MOST_ELEMENTS, ELEMENTS_PER_THREAD = 2048, 8
 
 
 # The numbers of tokens follow the prompt and the size of the image: no kernel of its own for each.
@@ -74,8 +73,8 @@ def _qk_norm_rope_kernel(
 
 def launch_shape(heads: int, head_dim: int) -> tuple[int, int]:
     """Heads of one program, a divisor of `heads`, and its number of warps."""
-    together = min(heads & -heads, MOST_HELD // head_dim)
-    return together, max(together * head_dim // (32 * HELD_BY_THREAD), 1)
+    together = min(heads & -heads, MOST_ELEMENTS // head_dim)
+    return together, max(together * head_dim // (32 * ELEMENTS_PER_THREAD), 1)
 
 
 def qk_norm_rope(

@@ -27,7 +27,7 @@ from qwen_l40s.optimizations.modulation import compute_entry
 from qwen_l40s.optimizations.run import ForwardPass
 from qwen_l40s.optimizations.self_check import FirstBlockCheck
 from qwen_l40s.planning import bytes as text_encoder
-from qwen_l40s.planning.bytes import FP32, SAMPLER_LATENTS, Rows, control_bytes, step_bytes
+from qwen_l40s.planning.bytes import FP32, SAMPLER_LATENTS, TokenRows, control_bytes, step_bytes
 from qwen_l40s.planning.request import (
     Loras,
     Parts,
@@ -148,7 +148,7 @@ def stand_ins():
 
 def given_bytes(request):
     """What is there before a pass begins, of all that is counted."""
-    rows = Rows.of(request)
+    rows = TokenRows.of(request)
     sampler = SAMPLER_LATENTS * FP32 * 64 * request.batch * rows.painted // rows.items
     return sampler + 2 * 64 * rows.image + 2 * SHAPE.joint_dim * rows.text
 
@@ -176,7 +176,7 @@ def followed(request, setting):
     transformer = model()
     if request.loras.count:
         add_loras(transformer, request.loras, setting)
-    blocks, rows = tuple(transformer.transformer_blocks), Rows.of(request)
+    blocks, rows = tuple(transformer.transformer_blocks), TokenRows.of(request)
     side = request.height // 8, request.width // 8
     x = torch.randn(rows.items, 16, 1, *side).to(BF16)
     text = torch.randn(rows.items, request.prompt_tokens, SHAPE.joint_dim).to(BF16)
@@ -282,7 +282,7 @@ def test_a_controlnet():
     request = RunRequest(
         width=512, height=512, parts=Parts(transformer=SHAPE), controlnet_bytes=held
     )
-    rows = Rows.of(request)
+    rows = TokenRows.of(request)
     assert control_bytes(request)[0] == blocks * 2 * SHAPE.dim * rows.painted
     x, hint = (torch.randn(1, 16, 1, 64, 64).to(BF16) for _ in range(2))
     text = torch.randn(1, request.prompt_tokens, SHAPE.joint_dim).to(BF16)

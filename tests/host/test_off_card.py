@@ -28,7 +28,7 @@ from qwen_l40s.hosts.comfyui.sample.off_card import (
     off_card_layers,
 )
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
-from qwen_l40s.hosts.comfyui.sample.run import KEY as OPTIMIZATION
+from qwen_l40s.hosts.comfyui.sample.run import OPTIMIZATION_KEY as OPTIMIZATION
 from qwen_l40s.hosts.comfyui.save import loaded_weights
 from qwen_l40s.optimizations.stream import WeightStream
 from qwen_l40s.spec import GIB, CardFacts

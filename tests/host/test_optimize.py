@@ -23,7 +23,7 @@ from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.sample.attention import SLOT, SlotAttention
 from qwen_l40s.hosts.comfyui.sample.modulation import ModelModulation
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of, restore
-from qwen_l40s.hosts.comfyui.sample.run import KEY
+from qwen_l40s.hosts.comfyui.sample.run import OPTIMIZATION_KEY
 from qwen_l40s.nodes.optimize import QwenL40SOptimize
 from qwen_l40s.optimizations import fused
 
@@ -553,7 +553,7 @@ def test_every_exact_attention_that_runs_here():
         except UnavailableError as error:
             assert name in str(error)
             continue
-        lossy = clone.get_attachment(KEY).attention.lossy
+        lossy = clone.get_attachment(OPTIMIZATION_KEY).attention.lossy
         assert_same(known, forward(clone), 0.05 if lossy else SAME)
         assert f"attention: {name}" in report_of(clone)
         ran.append(name)
@@ -576,8 +576,8 @@ def test_the_node():
     assert_same(forward(model), forward(optimized))
     twice = QwenL40SOptimize.execute(optimized, "comfyui", False).args[0]
     assert torch.equal(forward(twice), forward(model))
-    assert not twice.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
-    assert len(twice.callbacks[CallbacksMP.ON_DETACH][KEY]) == 1
+    assert not twice.get_wrappers(WrappersMP.APPLY_MODEL, OPTIMIZATION_KEY)
+    assert len(twice.callbacks[CallbacksMP.ON_DETACH][OPTIMIZATION_KEY]) == 1
     try:
         QwenL40SOptimize.execute(model, "flash", True)
     except SettingError as error:

@@ -46,7 +46,7 @@ from qwen_l40s.hosts.comfyui.report.table import (
 )
 from qwen_l40s.hosts.comfyui.sample import off_card as off_card_pass
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of, restore
-from qwen_l40s.hosts.comfyui.sample.run import KEY as OPTIMIZATION
+from qwen_l40s.hosts.comfyui.sample.run import OPTIMIZATION_KEY as OPTIMIZATION
 from qwen_l40s.nodes.report import QwenL40SReport
 from qwen_l40s.planning.phases import Phase, Range
 from qwen_l40s.spec import GIB, CardFacts

@@ -20,11 +20,12 @@ from safetensors.torch import load_file, save_file
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.save import save_quantized
-from qwen_l40s.loaders.quantize import FORMATS, comfy_quant_tensor, dequantize_rows, quantize_rows
+from qwen_l40s.loaders.quantize import comfy_quant_tensor, dequantize_rows, quantize_rows
 from qwen_l40s.loaders.source import open_source
 from qwen_l40s.loaders.stored import rotate
 from qwen_l40s.nodes.lora import QwenL40SLoadLora
 from qwen_l40s.nodes.quantize import QwenL40SSaveQuantized
+from qwen_l40s.spec import QUANTIZED
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 LAYER, MODULATION = narrow.LAYER, narrow.MODULATION
@@ -142,7 +143,7 @@ def load_on_its_device(loaded):
 
 
 def test_a_bf16_model_is_rounded_once():
-    for precision in FORMATS:
+    for precision in QUANTIZED:
         tensors, report = save(model(), precision)
         assert is_rounded_once(tensors, precision, WEIGHTS) and others_are(tensors, WEIGHTS)
         assert f"24 layers in {precision}" in report and "\n" not in report, report
@@ -160,7 +161,7 @@ def test_the_file_says_what_no_tensor_tells():
 
 
 def test_what_was_saved_loads_as_it_is_stored():
-    for precision in FORMATS:
+    for precision in QUANTIZED:
         tensors, _ = save(model(), precision)
         loaded, report = load_model(MODELS / "saved.safetensors")
         assert f"auto: the file holds {precision}" in report.text()
@@ -175,7 +176,7 @@ def test_what_was_saved_loads_as_it_is_stored():
 def test_a_lora_is_added_and_rounded_once():
     _, changes = lora()
     merged = {n: w.float() + changes[n] if n in changes else w for n, w in WEIGHTS.items()}
-    for precision in FORMATS:
+    for precision in QUANTIZED:
         tensors, report = save(with_lora(model()), precision)
         assert is_rounded_once(tensors, precision, merged) and others_are(tensors, merged)
         assert report.endswith(f"\n{len(changes)} weights with LoRAs merged into them"), report
@@ -183,13 +184,13 @@ def test_a_lora_is_added_and_rounded_once():
 
 def test_a_lora_on_quantized_weights_starts_from_their_exact_values():
     _, changes = lora()
-    for held in FORMATS:
+    for held in QUANTIZED:
         merged = {}
         for name, weight in WEIGHTS.items():
             if name.removesuffix(".weight") in LAYERS:
                 weight = dequantize_rows(*quantize_rows(weight, held), torch.float32)
             merged[name] = weight.float() + changes[name] if name in changes else weight
-        for precision in FORMATS:
+        for precision in QUANTIZED:
             tensors, report = save(with_lora(model(held)), precision)
             assert is_rounded_once(tensors, precision, merged) and others_are(tensors, merged)
             assert "24 layers were quantized in the model already" in report, report
@@ -282,7 +283,7 @@ def test_unscaled_fp8_keeps_its_values():
 def test_every_dtype_of_comfyuis_menu():
     for dtype in (torch.float8_e5m2, torch.float16, torch.float32):
         exact = {name: weight.to(dtype).float() for name, weight in WEIGHTS.items()}
-        for precision in FORMATS:
+        for precision in QUANTIZED:
             tensors, _ = save(stock(WEIGHTS, dtype), precision)
             assert is_rounded_once(tensors, precision, exact) and others_are(tensors, exact)
 

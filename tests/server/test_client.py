@@ -6,7 +6,7 @@ import pytest
 from server_nodes import limited, stored
 
 from qwen_l40s.client.check import check_graph
-from qwen_l40s.client.workflow import FORMATS
+from qwen_l40s.client.workflow import IMAGE_FORMATS
 from qwen_l40s.errors import SettingError
 
 
@@ -122,7 +122,7 @@ def test_the_server_ignores_what_is_unknown_of_ours(server, object_info):
         check_graph(newer, object_info)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", IMAGE_FORMATS)
 def test_the_formats_that_are_uploaded_can_be_loaded(server, kind):
     image = pytest.importorskip("PIL.Image")
     data = io.BytesIO()

@@ -12,7 +12,7 @@ from qwen_l40s.charts.cost_chart import cost_chart
 from qwen_l40s.charts.memory_chart import WORKING, memory_chart
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.advise import Offer, advise, compare
-from qwen_l40s.planning.files import CARD_MEMORY, Advice, Disk
+from qwen_l40s.planning.files import CARD_MEMORY, Disk, GuideFigure
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES, Phase, Range
 from qwen_l40s.planning.rates import Basis
 from qwen_l40s.planning.request import Loras, RunRequest
@@ -93,7 +93,10 @@ def estimate_of(memory_gib, scale=1.0, *, name="L40S", request=None, resident=No
         image_seconds=Range(11.5, 19.4),
         usd_per_image=Range(0.0023, 0.0038),
         disk=Disk({"transformer": 40_900_000_000}, {"software": 20_000_000_000}, {}),
-        guides=(Advice("volume", 80 * GB, 58 * GB, ""), Advice(CARD_MEMORY, 88 * GB, 43 * GIB, "")),
+        guides=(
+            GuideFigure("volume", 80 * GB, 58 * GB, ""),
+            GuideFigure(CARD_MEMORY, 88 * GB, 43 * GIB, ""),
+        ),
         host_ram_bytes=20 * GIB,
         basis=Basis("predicted", "predicted: no L40S was measured"),
         notes=("a note",),

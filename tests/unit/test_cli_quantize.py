@@ -19,7 +19,6 @@ from qwen_l40s.errors import SettingError
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
 from qwen_l40s.loaders.header import DTYPE_BITS, read_header
 from qwen_l40s.loaders.quantize import (
-    FORMATS,
     comfy_quant_tensor,
     layers_to_quantize,
     quantize_rows,
@@ -27,6 +26,7 @@ from qwen_l40s.loaders.quantize import (
 )
 from qwen_l40s.loaders.quantized_file import plan_quantized, write_quantized
 from qwen_l40s.loaders.source import open_source
+from qwen_l40s.spec import QUANTIZED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,7 +49,7 @@ def weights():
 def files(tmp_path_factory):
     """{format: the micro model as the command wrote it}"""
     folder = tmp_path_factory.mktemp("quantized")
-    paths = {format: folder / f"{format}.safetensors" for format in FORMATS}
+    paths = {format: folder / f"{format}.safetensors" for format in QUANTIZED}
     for format, path in paths.items():
         assert command(MICRO, path, format) == 0
     return paths
@@ -67,7 +67,7 @@ def layers_of(tensors):
 # --- what is written
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", QUANTIZED)
 def test_every_tensor_of_the_file(files, weights, format):
     written = load_file(files[format])
     quantized = layers_to_quantize(layers_of(weights))
@@ -87,7 +87,7 @@ def test_every_tensor_of_the_file(files, weights, format):
             assert torch.equal(written[name], tensor.bfloat16())
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", QUANTIZED)
 def test_the_file_is_what_readers_want(files, format):
     header = read_header(files[format])
     assert header.data_start % 8 == 0
@@ -190,7 +190,7 @@ def test_progress_counts_the_bytes_of_the_source(tmp_path):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA card")
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", QUANTIZED)
 def test_a_card_writes_the_same_file(tmp_path, files, format):
     path = tmp_path / "card.safetensors"
     report = write_quantized(plan_quantized(MICRO, format), path, device="cuda")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from server_nodes import stored
 
 from qwen_l40s.client.files import Upload, local_images, with_uploaded
-from qwen_l40s.client.workflow import FORMATS, check_image
+from qwen_l40s.client.workflow import IMAGE_FORMATS, check_image
 from qwen_l40s.errors import SettingError
 
 Image = pytest.importorskip("PIL.Image")
@@ -154,7 +154,7 @@ def test_any_name_is_found_or_refused(tmp_path_factory, name):
 # What the files hold
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", IMAGE_FORMATS)
 def test_what_comfyui_opens_is_taken(here, kind):
     path = here / f"cat.{kind.lower()}"
     try:
@@ -224,7 +224,7 @@ def test_a_camera_may_be_large_and_a_bomb_may_not(here, side, taken):
         assert "is too large" in refused(loading("big.png"), here)
 
 
-@given(data=st.binary(max_size=300), kind=st.sampled_from(FORMATS), cut=st.integers(0, 80))
+@given(data=st.binary(max_size=300), kind=st.sampled_from(IMAGE_FORMATS), cut=st.integers(0, 80))
 def test_any_file_is_taken_or_refused(tmp_path_factory, data, kind, cut):
     path = tmp_path_factory.getbasetemp() / "any.bin"
     try:

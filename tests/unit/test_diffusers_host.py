@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.hosts.diffusers.decode import decode
 from qwen_l40s.hosts.diffusers.load import (
-    DTYPES,
+    PRECISION_DTYPES,
     LoadedPipeline,
     OffloadChoice,
     choose_offload,
@@ -23,9 +23,9 @@ from qwen_l40s.hosts.diffusers.load import (
 )
 from qwen_l40s.hosts.diffusers.sample import generate, sample
 from qwen_l40s.hosts.diffusers.settings import GenerateSettings
+from qwen_l40s.hosts.loading import choose_precision
 from qwen_l40s.loaders.source import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
 from qwen_l40s.machine.device import choose_device
-from qwen_l40s.planning.loading import choose_precision
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -53,7 +53,7 @@ def settings(**changes) -> GenerateSettings:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_latents_and_image_are_bit_identical_to_diffusers(tiny_folder, precision, cfg):
     stock = QwenImagePipeline.from_pretrained(
-        tiny_folder, torch_dtype=DTYPES[precision], local_files_only=True
+        tiny_folder, torch_dtype=PRECISION_DTYPES[precision], local_files_only=True
     )
 
     def run_stock(output_type):
@@ -70,7 +70,7 @@ def test_latents_and_image_are_bit_identical_to_diffusers(tiny_folder, precision
 
     ours = load_pipeline(tiny_folder, precision=precision, device="cpu")
     latents = sample(ours, settings(cfg=cfg), progress=False)
-    assert latents.dtype == DTYPES[precision]
+    assert latents.dtype == PRECISION_DTYPES[precision]
     assert torch.equal(latents, run_stock("latent"))
     [image] = decode(ours, latents, 48, 64)
     [expected] = run_stock("pil")

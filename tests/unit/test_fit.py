@@ -12,7 +12,7 @@ from qwen_l40s import SettingError
 from qwen_l40s.bench import fit
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.cards import find_card
-from qwen_l40s.planning.rates import MEASURED, NAMES, Constants, Rates, rates_by
+from qwen_l40s.planning.rates import CONSTANT_NAMES, MEASURED, Constants, Rates, rates_by
 from qwen_l40s.spec import GIB
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
@@ -59,7 +59,7 @@ def made_up(card):
 def test_what_the_runs_were_made_with_is_found_again(card, made_up):
     found = fit.fit(made_up, card)
     assert found == pytest.approx(TRUE, rel=0.01)
-    assert tuple(found) == NAMES
+    assert tuple(found) == CONSTANT_NAMES
     for half in fit.errors_of(made_up, found, card).values():
         assert half["steps"] == 9
         assert max(value for name, value in half.items() if name != "steps") < 0.01

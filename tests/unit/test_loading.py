@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
+from qwen_l40s.hosts.loading import LOADER_PRECISIONS, decide_load
 from qwen_l40s.planning.bytes import TransformerBytes, weight_bytes
-from qwen_l40s.planning.loading import TRANSFORMER_PRECISIONS, decide_load
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, Setting, phases
 from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.request import RunRequest
@@ -169,7 +169,7 @@ def test_true_sizes_decide():
 def test_every_decision_has_its_size_and_every_refusal_a_way_out():
     for card in (*CARDS, None):
         for stored in FIDELITY:
-            for requested in TRANSFORMER_PRECISIONS:
+            for requested in LOADER_PRECISIONS:
                 try:
                     found = decide(requested, stored, card)
                 except UnavailableError as error:

@@ -17,7 +17,7 @@ from qwen_l40s.planning import estimate as host
 from qwen_l40s.planning import phases as phases_module
 from qwen_l40s.planning.bytes import (
     MOST_TABLE_BYTES,
-    Rows,
+    TokenRows,
     encoding_bytes,
     lora_bytes,
     step_bytes,
@@ -30,7 +30,7 @@ from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES, phases, transform
 from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.rates import Constants
 from qwen_l40s.planning.request import (
-    HELD_PRECISIONS,
+    LOADED_PRECISIONS,
     TEXT_PLACES,
     Loras,
     Parts,
@@ -78,9 +78,9 @@ requests = st.one_of(
 )
 settled = st.builds(
     Setting,
-    precision=st.sampled_from(HELD_PRECISIONS),
+    precision=st.sampled_from(LOADED_PRECISIONS),
     modulation=st.sampled_from(["on card", "off card"]),
-    text_encoder=st.sampled_from(HELD_PRECISIONS),
+    text_encoder=st.sampled_from(LOADED_PRECISIONS),
     text_encoder_place=st.sampled_from(TEXT_PLACES),
 )
 
@@ -92,7 +92,7 @@ def rows_of(name):
     found = json.loads((RESULTS / name).read_text(encoding="utf-8"))
     for row in found["rows"]:
         precision = row["name"].removeprefix("ours ")
-        if precision in HELD_PRECISIONS and "extra_gib" in row:
+        if precision in LOADED_PRECISIONS and "extra_gib" in row:
             yield pytest.param(found["conditions"], row, id=f"{name}, {row['name']} {row['size']}")
 
 
@@ -213,8 +213,8 @@ def test_a_reference_more_takes_more(references):
 
 
 def test_two_prompts_in_one_pass_take_twice_the_tokens():
-    apart = Rows.of(RunRequest(batch=2))
-    assert Rows.of(RunRequest(batch=2, cfg="one pass")) == Rows(
+    apart = TokenRows.of(RunRequest(batch=2))
+    assert TokenRows.of(RunRequest(batch=2, cfg="one pass")) == TokenRows(
         4, 2 * apart.text, 2 * apart.painted, 2 * apart.image
     )
     assert step_bytes(RunRequest(cfg="off"), Setting()) == step_bytes(RunRequest(), Setting())
@@ -281,7 +281,7 @@ def test_true_sizes_stand_above_published_ones():
     )
 
 
-@pytest.mark.parametrize("precision", HELD_PRECISIONS)
+@pytest.mark.parametrize("precision", LOADED_PRECISIONS)
 def test_weights_are_exact(precision):
     counted = weight_bytes(RunRequest().transformer, precision)
     on = phases(RunRequest(), Setting(precision))["sampling"].weights
@@ -441,8 +441,6 @@ def test_what_is_at_hand_is_not_quantized_again():
     [
         ("MOST_BYTES", MOST_TABLE_BYTES, "optimizations/modulation.py"),
         ("PINNED_BYTES", host.RING_BYTES, "optimizations/stream.py"),
-        ("STAGING_BYTES", host.STAGING_BYTES, "hosts/comfyui/load/plan.py"),
-        ("LAYERS_ON_CARD", phases_module.LAYERS_ON_CARD, "hosts/comfyui/sample/off_card.py"),
     ],
 )
 def test_figures_are_those_of_the_code_that_runs(name, value, file):

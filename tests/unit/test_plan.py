@@ -365,7 +365,7 @@ def test_as_stored_is_never_refused(stored):
         if stored == "fp32"
         else {}
     )
-    option = plan(card("A100 80GB PCIe"), USUAL, stored, as_stored=True, held=held)[0]
+    option = plan(card("A100 80GB PCIe"), USUAL, stored, as_stored=True, known_sizes=held)[0]
     assert option.reason.startswith(f"as stored: the file holds {stored}; ")
     weights = 76.1 if stored == "fp32" else weight_bytes(FULL_SIZE, stored).total / GIB
     assert f"{weights:.1f} GiB of weights" in option.reason
@@ -386,7 +386,7 @@ def test_true_sizes_are_of_what_is_stored():
     assert option.phases["sampling"].weights in (30 * GIB, 20 * GIB)
     # And where both are known, `held` stands above them.
     held = {"int8": TransformerBytes(12 * GIB, 2 * GIB)}
-    option = plan(card("16 GB"), request, "bf16", held=held)[0]
+    option = plan(card("16 GB"), request, "bf16", known_sizes=held)[0]
     assert option.phases["sampling"].weights == 10 * GIB
 
 

@@ -11,7 +11,6 @@ from qwen_l40s.loaders import quantize
 from qwen_l40s.loaders.quantization import COMFY_FORMATS, RUNNABLE
 from qwen_l40s.loaders.quantize import (
     COMFY_QUANT,
-    FORMATS,
     comfy_quant_tensor,
     dequantize_rows,
     e4m3_as_float,
@@ -23,6 +22,7 @@ from qwen_l40s.loaders.quantize import (
     row_scales,
 )
 from qwen_l40s.loaders.stored import is_group_size, rotate
+from qwen_l40s.spec import QUANTIZED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -77,7 +77,7 @@ def test_every_byte_of_fp8_reads_as_torch_reads_it():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", QUANTIZED)
 def test_every_value_is_rounded_to_the_nearest(format, dtype):
     original = weight(dtype=dtype)
     values, scale = quantize_rows(original, format)
@@ -101,7 +101,7 @@ def test_a_tie_goes_to_the_even_neighbour():
     assert quantize_rows(row, "fp8")[0].float().tolist() == [[448, 16, 20, -16, -20]]
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", QUANTIZED)
 def test_rows_are_independent_and_pieces_do_not_show(monkeypatch, format):
     original = weight(rows=13, columns=40)
     whole = quantize_rows(original, format)
@@ -116,7 +116,7 @@ def test_rows_are_independent_and_pieces_do_not_show(monkeypatch, format):
     assert relative_error(original, *pieces) == pytest.approx(error, rel=1e-5)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", QUANTIZED)
 def test_zeros_and_what_is_no_number(format):
     original = weight(rows=5)
     original[1] = 0
@@ -129,7 +129,7 @@ def test_zeros_and_what_is_no_number(format):
     assert torch.equal(scale[0], quantize_rows(original[:1], format)[1][0])
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", QUANTIZED)
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (1, 1)])
 def test_small_shapes(format, shape):
     original = torch.full(shape, -0.25)
@@ -140,7 +140,7 @@ def test_small_shapes(format, shape):
     assert relative_error(original, values, scale) == 0
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", QUANTIZED)
 def test_the_smallest_numbers_do_not_divide_by_zero(format):
     original = torch.tensor([[1e-45, 0.0], [1e-38, -1e-38], [3e38, 1.0]])
     values, scale = quantize_rows(original, format)
@@ -149,7 +149,7 @@ def test_the_smallest_numbers_do_not_divide_by_zero(format):
     assert not values.float().isnan().any()
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", QUANTIZED)
 def test_the_weight_itself_is_left_alone(format):
     for dtype in DTYPES:
         original = weight(dtype=dtype)
@@ -158,7 +158,7 @@ def test_the_weight_itself_is_left_alone(format):
         assert torch.equal(original, before)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", QUANTIZED)
 def test_stochastic_rounding_keeps_the_mean_and_takes_a_neighbour(format):
     original = weight(rows=3, columns=50, dtype=torch.float32)
     limit = LIMITS[format]
@@ -210,7 +210,7 @@ def test_temporaries_are_pieces():
 
     original = torch.zeros(1024, 3072, dtype=torch.bfloat16)
     with Sizes():
-        for format in FORMATS:
+        for format in QUANTIZED:
             values, scale = quantize_rows(original, format)
             dequantize_rows(values, scale, torch.bfloat16)
             relative_error(original, values, scale)
@@ -229,7 +229,7 @@ def test_unknown_format():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA card")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", QUANTIZED)
 def test_a_card_rounds_as_the_processor_does(format, dtype):
     original = weight(rows=300, columns=1000, dtype=dtype)
     original[5] = 0
@@ -292,7 +292,7 @@ def test_names_that_only_look_alike_are_not_quantized():
 
 
 def test_comfy_quant():
-    for format in FORMATS:
+    for format in QUANTIZED:
         text = bytes(comfy_quant_tensor(format).tolist())
         assert json.loads(text) == {"format": COMFY_QUANT[format]}
         assert COMFY_FORMATS[COMFY_QUANT[format]] in RUNNABLE

@@ -8,7 +8,8 @@ import torch
 
 from qwen_l40s.errors import CheckpointError, SettingError
 from qwen_l40s.loaders import quantize
-from qwen_l40s.loaders.quantize import FORMATS, quantize_layers, quantize_rows, relative_error
+from qwen_l40s.loaders.quantize import quantize_layers, quantize_rows, relative_error
+from qwen_l40s.spec import QUANTIZED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -54,7 +55,7 @@ def same(found, expected):
     return all(torch.equal(one.float(), other.float()) for one, other in pairs)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", QUANTIZED)
 def test_every_layer_is_what_quantize_rows_makes_of_it(format):
     weights = layers()
     found = stream(weights, format, measured=True)
@@ -79,7 +80,7 @@ def test_one_scale_for_the_whole_weight():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", QUANTIZED)
 def test_nan_and_infinity_name_their_layer(format, bad):
     weights = layers()
     broken = weights["transformer_blocks.3.attn.to_q"] = torch.ones(6, 7)
@@ -141,7 +142,7 @@ def test_errors_reach_the_caller():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", QUANTIZED)
 def test_a_card_gives_what_the_processor_gives(format, monkeypatch):
     if not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU here")

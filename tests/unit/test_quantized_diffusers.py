@@ -20,7 +20,7 @@ from qwen_l40s.hosts.diffusers.quantized import (
 )
 from qwen_l40s.hosts.diffusers.sample import generate, sample
 from qwen_l40s.hosts.diffusers.settings import GenerateSettings
-from qwen_l40s.loaders.quantize import FORMATS, layers_to_quantize, quantize_rows
+from qwen_l40s.loaders.quantize import layers_to_quantize, quantize_rows
 from qwen_l40s.loaders.quantize import relative_error as weight_error
 from qwen_l40s.loaders.source import bundled_micro_folder, open_source
 from qwen_l40s.measure import layer_errors
@@ -36,6 +36,7 @@ from qwen_l40s.measure.layer_errors import (
 from qwen_l40s.micro.scene import parse_prompt
 from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.linear import choose_gemm
+from qwen_l40s.spec import QUANTIZED
 from qwen_l40s.tools.micro import quality
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,7 +46,7 @@ LAYER = "transformer_blocks.3.img_mlp.net.2"
 PROMPT = "a large green circle at the bottom right on a white background"
 OTHER = "a small red star at the top left on a blue background"
 QUICK = GenerateSettings(prompt=PROMPT, width=64, height=64, steps=3, cfg=4.0, seed=1)
-in_each = pytest.mark.parametrize("format", FORMATS)
+in_each = pytest.mark.parametrize("format", QUANTIZED)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +181,7 @@ def test_the_micro_model_paints_the_same_in_fp8_and_int8(bf16):
     """`make micro-quality ARGS="--precision fp8"` does so with 200 prompts and 20 steps."""
     prompts = [(prompt, parse_prompt(prompt)) for prompt in (PROMPT, OTHER)]
     least = {}
-    for format in FORMATS:
+    for format in QUANTIZED:
         pipeline = replace(bf16, transformer=copy.deepcopy(bf16.transformer))
         found = quality.compare(pipeline, prompts, format, [], steps=10)
         least[format] = found["psnr"]["least"]

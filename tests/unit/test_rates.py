@@ -14,8 +14,7 @@ from qwen_l40s.planning import rates as rates_module
 from qwen_l40s.planning.cards import find_card, with_memory
 from qwen_l40s.planning.estimate import basis_within
 from qwen_l40s.planning.rates import (
-    NAMES,
-    PRECISIONS,
+    CONSTANT_NAMES,
     Basis,
     Constants,
     Rates,
@@ -26,6 +25,7 @@ from qwen_l40s.planning.rates import (
     rates_of,
 )
 from qwen_l40s.planning.request import Loras, RunRequest, Setting
+from qwen_l40s.spec import MULTIPLIED
 
 VALUES = {"gemm_bf16": 0.6, "gemm_fp8": 0.45, "gemm_int8": 0.42, "attention": 0.65}
 VALUES |= {"bandwidth": 0.7, "convolution": 0.19, "workspace": 5e7, "context": 6e8}
@@ -97,7 +97,7 @@ def test_a_card_without_fp8_has_no_rate_for_it(fitted, cards):
 
 
 def test_a_calibration_stands_above_all(fitted, cards):
-    mine = Rates(dict.fromkeys(PRECISIONS, 1e12), 1e12, 1e9, 1e11, 1e12, 1e9)
+    mine = Rates(dict.fromkeys(MULTIPLIED, 1e12), 1e12, 1e9, 1e11, 1e12, 1e9)
     for name in ("L40S", "H200"):
         slow, fast, basis = rates_of(cards[name], mine)
         assert slow is mine and fast is mine
@@ -123,7 +123,7 @@ def test_what_a_calibration_left_out_is_predicted_and_said(fitted, cards):
     assert "predicted at the rate of bf16" in basis.text
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", MULTIPLIED)
 def test_plan_and_rates_agree_on_what_a_card_multiplies(fitted, cards, precision):
     """Whether its list gives a peak or not."""
     for card in cards.values():
@@ -238,7 +238,7 @@ def test_cards_are_known_by_the_drivers_name_and_not_by_a_part_of_it(cards):
 def test_constants_are_read_from_the_file(fitted):
     assert constants() == Constants(**VALUES)
     assert constants().gemm("int8") == 0.42
-    assert len(NAMES) == 8
+    assert len(CONSTANT_NAMES) == 8
 
 
 @pytest.mark.parametrize(

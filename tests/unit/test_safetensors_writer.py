@@ -6,9 +6,9 @@ from safetensors import safe_open
 
 from qwen_l40s.errors import UnavailableError
 from qwen_l40s.loaders.header import DTYPE_BITS, read_header
-from qwen_l40s.loaders.writer import DTYPES, SafetensorsLayout, write_safetensors
+from qwen_l40s.loaders.writer import SAFETENSORS_DTYPES, SafetensorsLayout, write_safetensors
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 TENSORS = {
     "a": torch.arange(7, dtype=torch.uint8),
     "b": torch.randn(3, 5).bfloat16(),

@@ -24,7 +24,8 @@ from test_checkpoint import (
 )
 
 from qwen_l40s.errors import CheckpointError
-from qwen_l40s.loaders.source import METADATA_KEY, PLACES, fingerprint, open_source
+from qwen_l40s.loaders.source import PLACES, fingerprint, open_source
+from qwen_l40s.spec import METADATA_KEY
 
 ROLES = tuple(PLACES)
 FAMILIES = {

@@ -11,7 +11,7 @@ import torch
 from ....errors import SettingError
 from ....machine.card_list import BUNDLED, known_cards
 from ....machine.store import CALIBRATION, cache_folder, own_cards_path
-from ....planning.cards import Card, card_by_driver, find_card
+from ....planning.cards import DEFAULT_CARD, Card, card_by_driver, find_card
 from ..load.plan import card_facts
 
 THIS_CARD = "this card"
@@ -38,11 +38,6 @@ def _changed(path: Path) -> int:
         return path.stat().st_mtime_ns
     except OSError:
         return 0
-
-
-# The card that an estimate is for: the one that ComfyUI runs on, or any of the list.
-
-DEFAULT_CARD = "L40S"
 
 
 @dataclass(frozen=True)

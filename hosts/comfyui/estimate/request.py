@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....errors import SettingError
-from ....options import AUTO, likely_family
-from ....planning.request import Parts, RunRequest
+from ....options import likely_family
+from ....planning.request import AUTO, Parts, RunRequest
 from ....spec import FAMILIES, Family
 from .sizes import (
     TrueClip,
@@ -21,8 +21,8 @@ from .sizes import (
     vae_sizes,
 )
 
-PLAIN, LAYERED = "qwen-image", "qwen-image-layered"
-EDIT, EDIT_TIMESTEP_ZERO = "qwen-image-edit-2509", "qwen-image-edit-2511"
+TEXT_TO_IMAGE, LAYERED = "qwen-image", "qwen-image-layered"
+EDIT_2509, EDIT_TIMESTEP_ZERO = "qwen-image-edit-2509", "qwen-image-edit-2511"
 # What a LATENT decides, as no rule refuses it before the LATENT is there.
 NO_LATENT = {"width": 16, "height": 16, "batch": 1, "layers": 0}
 
@@ -169,9 +169,9 @@ def _likely_family(chosen: Mapping[str, Any], found: TrueModel | None, notes: li
     if found.timestep_zero:
         return EDIT_TIMESTEP_ZERO
     if not chosen["references"]:
-        return PLAIN
+        return TEXT_TO_IMAGE
     notes.append(
-        f"With references the MODEL is taken for {EDIT}: its weights do not tell Edit from it, and "
-        "a reference of Edit adds more text tokens."
+        f"With references the MODEL is taken for {EDIT_2509}: its weights do not tell Edit "
+        "from it, and a reference of Edit adds more text tokens."
     )
-    return EDIT
+    return EDIT_2509

@@ -33,13 +33,13 @@ from ....spec import (
 from ..decode.stages import vae_shape
 from ..load.linear import LOADED_FORMATS
 from ..load.text_encoder import CPU, PlacedClip
+from ..load.weights import FLOAT_NAMES
 from ..lora.bypass import BYPASS_KEY
 from ..sample.off_card import named_weights, off_card_layers
 from ..sample.optimize import unsupported_model
 
 TIMESTEP_ZERO = "index_timestep_zero"  # how Edit-2511 has its references modulated
 FOREIGN = "another extension's quantization"
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def _form(weight: torch.Tensor) -> str:
 
 
 def _name(dtype: torch.dtype) -> str:
-    return NAMES.get(dtype, str(dtype).removeprefix("torch."))
+    return FLOAT_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def _loras(model: ModelPatcher, shape: TransformerShape) -> Loras:

@@ -15,7 +15,7 @@ from pathlib import Path
 import folder_paths
 
 from ....errors import CheckpointError, SettingError
-from ....loaders.source import INDEX, PLACES, Source, bundled_micro_folder, open_source
+from ....loaders.source import PIPELINE_INDEX, PLACES, Source, bundled_micro_folder, open_source
 
 MICRO = "micro (bundled)"
 AUTOMATIC = "automatic"
@@ -100,7 +100,7 @@ def find_companion(model: Source, role: str) -> Source:
     Raises:
         CheckpointError: none fits; the message says what to download to where.
     """
-    whole = model.path.parent if os.path.isfile(model.path.parent / INDEX) else model.path
+    whole = model.path.parent if os.path.isfile(model.path.parent / PIPELINE_INDEX) else model.path
     try:
         return _inspected(whole, role)
     except CheckpointError:
@@ -174,10 +174,10 @@ def _subfolders(root: Path, depth: int) -> Iterator[Path]:
     for folder in folders:
         yield folder
         # Parts of a diffusers folder are no choices of their own.
-        if depth > 1 and not os.path.isfile(folder / INDEX):
+        if depth > 1 and not os.path.isfile(folder / PIPELINE_INDEX):
             yield from _subfolders(folder, depth - 1)
 
 
 def _is_model_folder(path: Path) -> bool:
     # os.path says no where a folder may not be read, or a link goes round in circles.
-    return os.path.isfile(path / INDEX) or any(path.glob("*.safetensors.index*.json"))
+    return os.path.isfile(path / PIPELINE_INDEX) or any(path.glob("*.safetensors.index*.json"))

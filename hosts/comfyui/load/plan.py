@@ -21,13 +21,12 @@ from ....loaders.sizes import modulation_bytes
 from ....loaders.source import Source
 from ....machine.memory import available_memory
 from ....planning.bytes import TransformerBytes, weight_bytes, weights_by_precision
-from ....planning.loading import LoadDecision, decide_load
+from ....planning.estimate import STAGING_BYTES
 from ....planning.phases import KEPT_FREE_BYTES
-from ....spec import GIB, QUANTIZED, CardFacts, TransformerShape, format_gib
+from ....spec import QUANTIZED, CardFacts, TransformerShape, format_gib
+from ...loading import LoadDecision, decide_load
 
 STORED = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
-# What the loading itself takes beside the result: the largest layers that are in work.
-STAGING_BYTES = 2 * GIB
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def plan_load(
     """Decides on precision and place, and refuses what memory cannot hold.
 
     Args:
-        requested: one of `planning.loading.TRANSFORMER_PRECISIONS`.
+        requested: one of `hosts.loading.LOADER_PRECISIONS`.
         keep: shell patterns of layers that stay in bf16.
         modulation: one of `spec.PLACES`.
 

@@ -24,7 +24,7 @@ from comfy.model_patcher import ModelPatcher
 from ....errors import CheckpointError, SettingError
 from ....loaders.parts import SIZES
 from ....loaders.source import Source, open_source
-from ....planning.loading import AS_STORED
+from ...loading import AS_STORED, LOADER_PRECISIONS
 from ..messages import LoadReport
 from ..record.meter import harmless
 from ..record.record import Recording, Records, running
@@ -140,7 +140,6 @@ class PlacedClip(comfy.sd.CLIP):
 # What the published file is goes through ComfyUI's own loading, so that every encoder node works on
 # it. Other sizes and a folder's own tokenizer go in through the places that ComfyUI has for them.
 
-PRECISIONS = ("auto", "bf16", "fp8", "int8", AS_STORED)
 # ComfyUI's own tokenizer knows ids up to this, and its padding.
 PUBLISHED_TOKENS = 151_666
 PUBLISHED_PAD = 151_643
@@ -171,9 +170,10 @@ def load_text_encoder(
         SettingError: the precision or the placement is unknown.
         UnavailableError: host memory does not suffice.
     """
-    if precision not in PRECISIONS:
+    if precision not in LOADER_PRECISIONS:
         raise SettingError(
-            f"text encoder precision {precision!r} is unknown: choose {', '.join(PRECISIONS)}."
+            f"text encoder precision {precision!r} is unknown: choose "
+            f"{', '.join(LOADER_PRECISIONS)}."
         )
     devices = device_options(placement)
     source = open_source(path, "text_encoder")

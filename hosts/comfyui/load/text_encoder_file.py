@@ -22,7 +22,7 @@ from ....loaders.header import TensorInfo
 from ....loaders.parts import SIZES
 from ....loaders.source import Source
 from ....loaders.stored import KINDS, StoredLayer, accompanies, stored_layers
-from .weights import quantize_shown
+from .weights import FLOAT_NAMES, quantize_shown
 
 HEAD_DIM = 128  # fixed in ComfyUI's class
 VISION_DIM = 1280
@@ -220,7 +220,6 @@ def text_only_class(pad: int) -> type[comfy.sd1_clip.SDClipModel]:
 LANGUAGE_LINEAR = re.compile(
     r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight"
 )
-PLAIN = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True)
@@ -317,12 +316,12 @@ def _fits_core(entry: StoredLayer) -> bool:
 
 def _plain(tensor: torch.Tensor, target: str | None) -> torch.Tensor:
     """As stored, or in bf16 where that was asked for or the dtype is none to compute with."""
-    keep = tensor.dtype in PLAIN and target is None
+    keep = tensor.dtype in FLOAT_NAMES and target is None
     return tensor if keep else tensor.to(torch.bfloat16)
 
 
 def _precision(tensors: Mapping[str, torch.Tensor]) -> str:
-    names = {**PLAIN, **KINDS}
+    names = {**FLOAT_NAMES, **KINDS}
     found = {
         names[tensor.dtype] for name, tensor in tensors.items() if LANGUAGE_LINEAR.fullmatch(name)
     }

@@ -11,16 +11,14 @@ import torch
 
 from ....errors import CheckpointError, SettingError
 from ....loaders.convert import check_finite, check_names, shapes_of, vae_name_to_native
+from ....loaders.header import PLAIN_DTYPES
+from ....loaders.parts import LATENT_CHANNELS
 from ....loaders.source import Source, open_source
 from ..messages import LoadReport
-from .weights import map_tensors
+from .weights import FLOAT_NAMES, map_tensors
 
-DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-# Other dtypes are quantized, and their scales would be lost.
-PLAIN_DTYPES = ("F32", "F16", "BF16")
+VAE_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 NATIVE = "decoder.middle.0.residual.0.gamma"
-LATENT_CHANNELS = 16
 
 
 def load_vae(
@@ -37,8 +35,10 @@ def load_vae(
         CheckpointError: the file is not a Qwen-Image VAE, or is damaged.
         SettingError: the precision is unknown.
     """
-    if precision not in DTYPES:
-        raise SettingError(f"VAE precision {precision!r} is unknown: choose {', '.join(DTYPES)}.")
+    if precision not in VAE_DTYPES:
+        raise SettingError(
+            f"VAE precision {precision!r} is unknown: choose {', '.join(VAE_DTYPES)}."
+        )
     source = open_source(path, "vae")
     names = _native_names(source)
     _check(source, names)
@@ -46,15 +46,15 @@ def load_vae(
     tensors = {native: mapped[name] for name, native in names.items()}
     for name, tensor in tensors.items():
         check_finite(source.path, name, tensor)
-    vae = comfy.sd.VAE(sd=tensors, dtype=DTYPES[precision])
+    vae = comfy.sd.VAE(sd=tensors, dtype=VAE_DTYPES[precision])
     vae.throw_exception_if_invalid()
     vae.patcher.cached_patcher_init = (load_vae_patcher, (source, precision))
     return vae, LoadReport(
         what="VAE",
         path=source.path,
         family=source.part.family,
-        precision=NAMES.get(vae.vae_dtype, str(vae.vae_dtype)),
-        reason="requested" if DTYPES[precision] else f"auto: ComfyUI's choice on {vae.device}",
+        precision=FLOAT_NAMES.get(vae.vae_dtype, str(vae.vae_dtype)),
+        reason="requested" if VAE_DTYPES[precision] else f"auto: ComfyUI's choice on {vae.device}",
         bytes=vae.model_size(),
         notes=_notes(source, names),
     )
@@ -84,6 +84,7 @@ def _check(source: Source, names: dict[str, str]) -> None:
     tensors = source.tensors
     infos = {native: tensors[name] for name, native in names.items()}
     for name, info in infos.items():
+        # Quantized: its scales would be lost.
         if info.dtype not in PLAIN_DTYPES:
             raise CheckpointError(
                 f"{source.path} holds {name!r} as {info.dtype} and a VAE must be stored in "

@@ -15,10 +15,10 @@ import comfy.utils
 import torch
 
 from ....loaders.convert import not_finite
-from ....loaders.quantize import FORMATS, RoundedLayer, layers_to_quantize, quantize_layers
+from ....loaders.quantize import RoundedLayer, layers_to_quantize, quantize_layers
 from ....loaders.source import Source
 from ....loaders.stored import StoredLayer, canonical_tensors
-from ....spec import format_bytes
+from ....spec import QUANTIZED, format_bytes
 from .plan import STAGING_BYTES, LoadPlan
 
 
@@ -35,7 +35,7 @@ def map_tensors(source: Source) -> dict[str, torch.Tensor]:
 
 # Brings a transformer's tensors into the precision that was chosen, in the names ComfyUI reads.
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FLOAT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def transformer_tensors(
@@ -71,10 +71,10 @@ def transformer_tensors(
 
     to_round = []
     # What the author of a quantized file left in bf16 stays so.
-    if precision in FORMATS and not quantizable & stored.keys():
+    if precision in QUANTIZED and not quantizable & stored.keys():
         to_round = sorted(quantizable - kept)
     for layer, entry in stored.items():
-        if precision not in FORMATS or layer in kept:
+        if precision not in QUANTIZED or layer in kept:
             ready[f"{layer}.weight"] = entry.dequantized()
         elif plan.named and layer in quantizable and entry.format.split()[0] != precision:
             to_round.append(layer)
@@ -88,7 +88,7 @@ def transformer_tensors(
     if to_round:
         ready |= quantize_shown(source, to_round, weight_of, precision, device)
         notes.append(f"{len(to_round)} layers quantized to {precision}, one scale for each row.")
-    if kept and precision in FORMATS:
+    if kept and precision in QUANTIZED:
         extra = sum(ready[f"{layer}.weight"].nbytes for layer in kept) // 2
         notes.append(f"{len(kept)} layers kept in bf16, which takes {format_bytes(extra)} more.")
     return ready, notes
@@ -120,7 +120,7 @@ def quantize_shown(
 
 
 def _is_weight(name: str, tensor: torch.Tensor) -> bool:
-    return name.endswith(".weight") and tensor.dim() == 2 and tensor.dtype in FLOATS
+    return name.endswith(".weight") and tensor.dim() == 2 and tensor.dtype in FLOAT_NAMES
 
 
 def _layer(name: str) -> str:

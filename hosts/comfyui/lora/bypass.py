@@ -76,7 +76,7 @@ def bypass_module(
 
 def add_bypass(patcher: ModelPatcher, changes: Mapping[str, torch.nn.Module]) -> None:
     """Adds changes, by the dotted name of their layer in the model, to those that are there."""
-    layers = Layers(changes)
+    layers = BypassLayers(changes)
     added = _patcher(layers, patcher.load_device, patcher.offload_device)
     others = patcher.get_additional_models_with_key(BYPASS_KEY)
     patcher.set_additional_models(BYPASS_KEY, [*others, added])
@@ -84,7 +84,7 @@ def add_bypass(patcher: ModelPatcher, changes: Mapping[str, torch.nn.Module]) ->
         patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, BYPASS_KEY, run_bypass)
 
 
-class Layers(torch.nn.Module):
+class BypassLayers(torch.nn.Module):
     """Holds the changes of one LoRA; a ModuleDict takes no names with dots."""
 
     def __init__(self, changes: Mapping[str, torch.nn.Module]) -> None:
@@ -128,7 +128,7 @@ class BypassForward:
 
 
 def _patcher(
-    layers: Layers, load_device: torch.device, offload_device: torch.device
+    layers: BypassLayers, load_device: torch.device, offload_device: torch.device
 ) -> ModelPatcher:
     # Never the dynamic class: torch.compile cannot trace a weight that is faulted in.
     patcher = ModelPatcher(layers, load_device=load_device, offload_device=offload_device)
@@ -138,7 +138,7 @@ def _patcher(
 
 
 def _second_patcher(
-    layers: Layers,
+    layers: BypassLayers,
     load_device: torch.device,
     offload_device: torch.device,
     disable_dynamic: bool = True,  # ComfyUI passes it; there is no other kind

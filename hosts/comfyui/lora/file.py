@@ -9,7 +9,7 @@ import comfy.utils
 import torch
 
 from ....errors import CheckpointError
-from ....loaders.checkpoint import Part, inspect_checkpoint
+from ....loaders.checkpoint import CheckpointPart, inspect_checkpoint
 from ....loaders.convert import normalize_name
 from ....loaders.detect import SUFFIX
 
@@ -32,7 +32,7 @@ class LoraFile:
     ignored: list[str] = field(default_factory=list)
 
 
-def inspect_lora(path: Path) -> Part:
+def inspect_lora(path: Path) -> CheckpointPart:
     """What a LoRA file is, from its header: a model in the wrong slot has tens of gigabytes.
 
     Raises:

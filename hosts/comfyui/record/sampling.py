@@ -14,7 +14,7 @@ from comfy.samplers import CFGGuider
 
 from ..sample.call import context_of, control_of, options_of
 from ..sample.modulation import MODULATION_KEY as MODULATION
-from ..sample.run import KEY as OPTIMIZATION
+from ..sample.run import OPTIMIZATION_KEY as OPTIMIZATION
 from .meter import Marks, only_measures, typical
 from .record import Recording, Records
 

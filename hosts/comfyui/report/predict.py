@@ -55,7 +55,7 @@ def mismatches(asked: Mapping[str, Any], path: Sequence[str], request: RunReques
     return notes
 
 
-EDIT = "qwen-image-edit"  # the only one with that many text tokens for one reference
+FIRST_EDIT = "qwen-image-edit"  # the only one with that many text tokens for one reference
 PARTS_MISSING = "connect clip and vae to have the card's memory predicted: their weights count"
 
 
@@ -144,8 +144,8 @@ def _settings(asked: Mapping[str, Any], tiles: int) -> dict[str, Any]:
         layers=frames[0] - 1 if frames else 0,
         tiles=tiles,
     )
-    if references == 1 and asked["text_tokens"] > FAMILIES[EDIT].vision_tokens:
-        settings["family"] = EDIT
+    if references == 1 and asked["text_tokens"] > FAMILIES[FIRST_EDIT].vision_tokens:
+        settings["family"] = FIRST_EDIT
     return settings
 
 

@@ -19,7 +19,7 @@ from ..record.meter import Measured
 from ..record.record import Record, prompt_id, recorded
 from .predict import Prediction
 
-NAMES = {**PHASE_NAMES, "encode": "VAE encode", "decode": "VAE decode"}
+ROW_NAMES = {**PHASE_NAMES, "encode": "VAE encode", "decode": "VAE decode"}
 ORDER = ("load", "text", "encode", "tables", "sampling", "decode")
 
 
@@ -118,7 +118,7 @@ class PhaseRow:
         """Such as `sampling: 2.0 s (predicted 2.1 s); card 40.2 GiB (predicted 41.1)`."""
         count = f"{len(self.measured)} times" if len(self.measured) > 1 else ""
         which = ", ".join(filter(None, (count, self.run)))
-        name = f"{NAMES[self.name]} ({which})" if which else NAMES[self.name]
+        name = f"{ROW_NAMES[self.name]} ({which})" if which else ROW_NAMES[self.name]
         if not self.measured:
             return f"{name}: did not run"
         took, predicted = self.total_seconds(), self.predicted_seconds()

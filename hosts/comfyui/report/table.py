@@ -20,7 +20,7 @@ from ..record.record import Record
 from ..record.sampling import Recorder
 from ..sample.optimize import unsupported_model
 from .predict import Prediction, predict
-from .rows import NAMES, LastRun, PhaseRow, ends, last_run, rows_of, seconds_text
+from .rows import ROW_NAMES, LastRun, PhaseRow, ends, last_run, rows_of, seconds_text
 
 NO_RUN = (
     "Nothing was sampled with this MODEL since it was loaded: connect the MODEL that the sampler "
@@ -176,7 +176,7 @@ def _text(
             if prediction.step is not None:
                 lines[-1] += f" (predicted {duration(prediction.step)})"
     paths = [
-        f"{NAMES[row.name]}: {line}" if row.name in ("text", "tables") else line
+        f"{ROW_NAMES[row.name]}: {line}" if row.name in ("text", "tables") else line
         for row in rows
         for line in row.as_dict()["path"]
     ]

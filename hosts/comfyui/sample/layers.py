@@ -23,7 +23,7 @@ from ..load import linear as operations
 # Operations whose `forward` is a product with the weight that the cast context gives.
 DENSE_CLASSES = (comfy.ops.disable_weight_init.Linear, comfy.ops.manual_cast.Linear)
 # Core's fp8 has one scale for a weight, which is the same scale for each row.
-FORMATS = {
+FORMAT_BY_LAYOUT = {
     **operations.FORMAT_OF_LAYOUT,
     "TensorCoreFP8Layout": "fp8",
     "TensorCoreFP8E4M3Layout": "fp8",
@@ -54,7 +54,7 @@ class ComfyLayers:
             or layer.bias_function
             or getattr(params, "convrot", False)
         )
-        return None if params is None or runs_itself else FORMATS.get(layout)
+        return None if params is None or runs_itself else FORMAT_BY_LAYOUT.get(layout)
 
     def tensors(
         self, layer: torch.nn.Module, like: torch.Tensor

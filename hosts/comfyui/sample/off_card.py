@@ -27,6 +27,7 @@ from ....optimizations.block_form import (
 )
 from ....optimizations.modulation import Entry, compute_entries
 from ....optimizations.stream import WeightStream
+from ....planning.phases import LAYERS_ON_CARD
 from ....spec import format_gib
 
 TENSORS = ("weight", "bias")
@@ -244,9 +245,6 @@ def _patched(patcher: ModelPatcher, key: str, tensor: torch.Tensor | None) -> to
 # Brings weights that wait in host memory past the card, and computes the modulation on the way.
 
 logger = logging.getLogger(__name__)
-
-# The one that is computed with and the one on its way.
-LAYERS_ON_CARD = 2
 
 
 @dataclass

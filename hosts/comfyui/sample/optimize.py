@@ -20,7 +20,7 @@ from ....optimizations.fallback import Fallback
 from ..record.sampling import record_runs
 from .attention import SLOT, SlotAttention
 from .modulation import ModelModulation
-from .run import KEY, ComfyOptimization
+from .run import OPTIMIZATION_KEY, ComfyOptimization
 
 # ComfyUI's own attention, and with it whatever another node has put into the slot.
 HOST_ATTENTION = "comfyui"
@@ -67,12 +67,14 @@ def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> M
     optimization = ComfyOptimization(
         settings.blocks, attention, settings.tf32, settings.cudnn_benchmark
     )
-    clone.set_attachments(KEY, optimization)
-    record_runs(clone, KEY)
+    clone.set_attachments(OPTIMIZATION_KEY, optimization)
+    record_runs(clone, OPTIMIZATION_KEY)
     if settings.blocks or attention is not None:
-        clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, optimization.apply_model)
-    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, optimization.outer_sample)
-    clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, ModelModulation.on_detach)
+        clone.add_wrapper_with_key(
+            WrappersMP.APPLY_MODEL, OPTIMIZATION_KEY, optimization.apply_model
+        )
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, OPTIMIZATION_KEY, optimization.outer_sample)
+    clone.add_callback_with_key(CallbacksMP.ON_DETACH, OPTIMIZATION_KEY, ModelModulation.on_detach)
     return clone
 
 
@@ -80,9 +82,9 @@ def restore(model: ModelPatcher) -> ModelPatcher:
     """Returns a clone without anything that `optimize` has added."""
     clone = model.clone()
     for kind in (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.APPLY_MODEL):
-        clone.remove_wrappers_with_key(kind, KEY)
-    clone.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
-    clone.remove_attachments(KEY)
+        clone.remove_wrappers_with_key(kind, OPTIMIZATION_KEY)
+    clone.remove_callbacks_with_key(CallbacksMP.ON_DETACH, OPTIMIZATION_KEY)
+    clone.remove_attachments(OPTIMIZATION_KEY)
     options = clone.model_options["transformer_options"]
     if isinstance(options.get(SLOT), SlotAttention):
         before = options.pop(SLOT).before
@@ -108,5 +110,5 @@ def unsupported_model(model: ModelPatcher) -> Fallback | None:
 
 def report_of(model: ModelPatcher) -> str:
     """Lines that say which path every part took in the runs so far."""
-    optimization = model.get_attachment(KEY)
+    optimization = model.get_attachment(OPTIMIZATION_KEY)
     return str(unsupported_model(model) or "") if optimization is None else optimization.report()

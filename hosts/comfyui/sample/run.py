@@ -16,7 +16,7 @@ from .modulation import Call, ModelModulation
 
 logger = logging.getLogger(__name__)
 
-KEY = "qwen_l40s_optimize"
+OPTIMIZATION_KEY = "qwen_l40s_optimize"
 
 
 class ComfyOptimization(Optimization):

@@ -9,6 +9,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..errors import SettingError, UnavailableError
+from ..planning.bytes import TransformerBytes, weight_bytes
+from ..planning.plan import LEAST_SIDE, PlanOption, check_stored, check_tensor_cores, plan
+from ..planning.reasons import kept_precision, requested_precision, weight_only
+from ..planning.request import Parts, RunRequest
 from ..spec import (
     BYTES_PER_WEIGHT,
     OFF_CARD,
@@ -19,14 +23,10 @@ from ..spec import (
     format_bytes,
     format_gib,
 )
-from .bytes import TransformerBytes, weight_bytes
-from .plan import LEAST_SIDE, PlanOption, check_stored, check_tensor_cores, plan
-from .reasons import kept_precision, requested_precision, weight_only
-from .request import Parts, RunRequest
 
-PRECISIONS = ("auto", "bf16", "fp32", "fp8", "int8")
+PIPELINE_PRECISIONS = ("auto", "bf16", "fp32", "fp8", "int8")
 AS_STORED = "as stored"
-TRANSFORMER_PRECISIONS = ("auto", "bf16", "fp8", "int8", AS_STORED)
+LOADER_PRECISIONS = ("auto", "bf16", "fp8", "int8", AS_STORED)
 
 
 class PrecisionChoice(NamedTuple):
@@ -61,7 +61,7 @@ def choose_precision(
     """Resolves `auto`; any other known name is taken as it is.
 
     Args:
-        requested: one of `PRECISIONS`.
+        requested: one of `PIPELINE_PRECISIONS`.
         device: where the model runs, such as `cpu` or `cuda:0`.
         parameters: number of weights of all parts together.
         available_bytes: memory that can be had on `device` now.
@@ -69,8 +69,10 @@ def choose_precision(
     Raises:
         SettingError: `requested` is no known name.
     """
-    if requested not in PRECISIONS:
-        raise SettingError(f"precision {requested!r} is unknown: choose {', '.join(PRECISIONS)}.")
+    if requested not in PIPELINE_PRECISIONS:
+        raise SettingError(
+            f"precision {requested!r} is unknown: choose {', '.join(PIPELINE_PRECISIONS)}."
+        )
     if requested != "auto":
         return PrecisionChoice(requested, "requested")
     if device != "cpu":
@@ -102,7 +104,7 @@ def decide_load(
     in every step; the reason then says so.
 
     Args:
-        requested: one of `TRANSFORMER_PRECISIONS`.
+        requested: one of `LOADER_PRECISIONS`.
         modulation: one of `spec.PLACES`.
         stored: what the file holds, a key of `BYTES_PER_WEIGHT`.
         card: where the transformer runs; None for the CPU.
@@ -114,9 +116,9 @@ def decide_load(
         UnavailableError: fp8 or int8 was demanded by name of a card that does not multiply it, or
             the card is too small even for a small image.
     """
-    if requested not in TRANSFORMER_PRECISIONS:
+    if requested not in LOADER_PRECISIONS:
         raise SettingError(
-            f"precision {requested!r} is unknown: choose {', '.join(TRANSFORMER_PRECISIONS)}."
+            f"precision {requested!r} is unknown: choose {', '.join(LOADER_PRECISIONS)}."
         )
     check_stored(stored)
     as_stored = requested == AS_STORED
@@ -131,7 +133,7 @@ def decide_load(
     if card is None:
         return _on_processor(requested, modulation, stored, shape, sizes)
     if not as_stored:
-        check_tensor_cores(requested, card, TRANSFORMER_PRECISIONS)
+        check_tensor_cores(requested, card, LOADER_PRECISIONS)
     name = stored if as_stored else None
     if as_stored and stored not in QUANTIZED:
         sizes["bf16"] = sizes.get(stored) or _bytes_of(shape, stored)
@@ -156,10 +158,10 @@ def _recommended(
     sizes: Mapping[str, TransformerBytes],
 ) -> PlanOption:
     try:
-        return plan(card, request, stored, as_stored=as_stored, held=sizes)[0]
+        return plan(card, request, stored, as_stored=as_stored, known_sizes=sizes)[0]
     except UnavailableError:  # the image may be a smaller one
         least = replace(request, width=LEAST_SIDE, height=LEAST_SIDE)
-        return plan(card, least, stored, as_stored=as_stored, held=sizes)[0]
+        return plan(card, least, stored, as_stored=as_stored, known_sizes=sizes)[0]
 
 
 def _on_processor(
