@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         default=[],
-        metavar="CALIBRATION",
+        metavar="NAME",
         help="rows to measure, by name or pattern, such as 'ours bf16' 'comfyui *'",
     )
     parser.add_argument("--repeats", type=int, metavar="N", help="calls that count")
