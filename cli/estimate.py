@@ -1,4 +1,4 @@
-"""`qwen-l40s estimate --list-cards`: the known cards, their peaks and prices, with sources."""
+"""`qwen-l40s estimate`: memory, time, disk and cost before a run, and the list of known cards."""
 
 from __future__ import annotations
 
@@ -69,9 +69,6 @@ def _fields(card: Card) -> dict[str, Any]:
 
 def _tera(flops: float | None) -> str:
     return "-" if flops is None else f"{flops / 1e12:.0f}"
-
-
-# `qwen-l40s estimate`: memory, time, disk and cost before a run.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

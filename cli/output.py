@@ -28,8 +28,6 @@ def print_text(text: str, stream: TextIO | None = None) -> None:
     print(printable(text, stream), file=stream)
 
 
-# Says what to install before an import fails.
-
 ROOT = Path(__file__).resolve().parent.parent
 # What pip calls what is imported under another name.
 PIP_NAMES = {"PIL": "pillow"}
@@ -57,9 +55,6 @@ def require_packages(
         )
 
 
-# `--plot`: checked before the work, written after it.
-
-
 def check_plot(path: str) -> None:
     """Refuses what could not be written.
 
@@ -79,9 +74,6 @@ def check_plot(path: str) -> None:
 def write_plot(image: Image.Image, path: str) -> None:
     """Writes a PNG whole or not at all."""
     write_whole(Path(path), png_bytes(image))
-
-
-# Writes images whole or not at all, with their settings inside, and over no file unasked.
 
 
 class ImageTarget:

@@ -260,8 +260,6 @@ def _ranks(tensors: Tensors, found: dict[str, re.Match[str]]) -> dict[str, int |
     }
 
 
-# Says what a set of tensors is, from names and shapes alone.
-
 # The first answer wins. A ControlNet holds a whole transformer's names, and so stands before it;
 # Qwen3-VL before the vision tower that it contains.
 DETECTORS: tuple[Callable[[Tensors], Identity | None], ...] = (

@@ -1,6 +1,4 @@
-"""What a detector says about a set of tensors, and the small questions that detectors ask of names
-and shapes.
-"""
+"""Recognizes Qwen2.5-VL, VAEs, and the models that are taken for Qwen-Image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Where the model that comes with the package lies."""
+"""Finds the one part of a model that was asked for, and refuses everything else by its name.
+
+A choice may be a single file, a full checkpoint, a sharded folder, a component folder, or a
+diffusers folder with all of them. Only headers are read here.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +53,6 @@ def check_prefix(folder: Path, tokens: int) -> None:
             f"{TEMPLATE_PREFIX_TOKENS}: use the tokenizer folder of Qwen-Image."
         )
 
-
-# Finds the one part of a model that somebody asked for, and refuses everything else by its name.
-#
-# A choice may be a single file, a full checkpoint, a sharded folder, a component folder, or a
-# diffusers folder with all of them. Only headers are read here.
 
 # What people call a part, and where ComfyUI keeps it.
 PLACES = {

@@ -1,8 +1,12 @@
-"""The rotation of ConvRot weights: every group of a row's values is multiplied by a Hadamard
-matrix, which spreads outliers before they are rounded to int8.
+"""Brings the forms in which people store a quantized transformer into one form.
 
-The matrix is comfy-kitchen's: the Kronecker power of a symmetric 4 x 4 matrix with rows of equal
-sum, divided by the square root of its size. It is its own inverse.
+What comes out: fp8 e4m3 or int8 weights with one float32 scale for each output row, and everything
+else in a plain dtype under its own name; scales, markers and settings are gone. Values do not
+change, except what was stored in e5m2 and quantized layers that are never computed quantized: these
+become bf16.
+
+Tensors are read one at a time, and those that need no conversion are passed on as they are: the
+host may have mapped them and not read them yet, so nothing here looks for NaN in them.
 """
 
 from __future__ import annotations
@@ -30,7 +34,12 @@ def is_group_size(size: object, columns: int) -> bool:
 
 
 def rotate(weight: torch.Tensor, size: int) -> torch.Tensor:
-    """Rotates a weight [N, K] of a floating dtype in groups of `size`; twice gives it back."""
+    """Rotates a weight [N, K] of a floating dtype in groups of `size`, as ConvRot does.
+
+    Each group is multiplied by comfy-kitchen's Hadamard matrix, which spreads outliers before they
+    are rounded to int8: the Kronecker power of a symmetric 4 x 4 matrix with rows of equal sum,
+    divided by the square root of its size. It is its own inverse.
+    """
     four = torch.tensor(_FOUR, dtype=weight.dtype, device=weight.device)
     matrix = four
     while len(matrix) < size:
@@ -38,19 +47,6 @@ def rotate(weight: torch.Tensor, size: int) -> torch.Tensor:
     grouped = weight.reshape(-1, weight.shape[1] // size, size)
     return (grouped @ (matrix / size**0.5)).reshape(weight.shape)
 
-
-# Brings the forms in which people store a quantized transformer into one form.
-#
-# What comes out: fp8 e4m3 or int8 weights with one float32 scale for each output row, and
-# everything
-# else in a plain dtype under its own name; scales, markers and settings are gone. Values do not
-# change, but for what was stored in e5m2 and for quantized layers that are never computed
-# quantized:
-# these become bf16.
-#
-# Tensors are read one at a time, and those that need no conversion are passed on as they are: the
-# host may have mapped them and not read them yet. So nothing here looks for NaN in a weight that it
-# does not have to convert.
 
 SCALES = (".weight_scale", ".scale_weight")
 # Activations are scaled for each token as they come: a stored scale for them is not used.

@@ -126,9 +126,8 @@ def random_scene(
 # English prompts for scenes, and back.
 #
 # `describe` words a scene in one of many ways, `parse_prompt` reads any of them (and some freer
-# ones)
-# back. Left out in a prompt, a size means medium, a place means the center, a background means
-# white.
+# ones) back. Left out in a prompt, a size means medium, a place means the center, a background
+# means white.
 
 SIZE_WORDS = {
     "small": ("small", "tiny", "little"),

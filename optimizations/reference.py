@@ -1,4 +1,7 @@
-"""What the fused kernels are told about a block's two streams: their rows, modulation and rotation.
+"""The kernels in plain torch, and what they are given of a block's two streams.
+
+Every function has the name and the signature of the Triton kernel in `kernels/`: it defines what
+that computes, and runs where Triton does not.
 
 Text and image tokens of a batch are rows of one matrix, in stream order: the text tokens of item 0,
 of item 1 and so on, then the image tokens of item 0, of item 1 and so on. Each stream is then one
@@ -83,10 +86,6 @@ class Rotary(NamedTuple):
     cos: torch.Tensor
     sin: torch.Tensor
 
-
-# The kernels in plain torch: what each one computes, and what runs where Triton does not.
-#
-# Every function has the name and the signature of the Triton kernel in `kernels/<name>.py`.
 
 # What a format is stored as.
 STORAGE = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}

@@ -159,8 +159,8 @@ def _check_precision(precision: str) -> None:
 #     bf16        1 + 1 + 1 + 1   + 4     + 1 = 9 streams of n
 #     fp8, int8   1 + 1 + 1 + 1/2 + 4 + 2 + 1 = 10.5, and two fp32 scales a row
 #
-# The int32 and fp32 sums of 8-bit products stay in the kernels' registers. The first step also
-# runs one block of ComfyUI's own for the self-check, whose MLP holds 9 i + 2 n, and compares both
+# The int32 and fp32 sums of 8-bit products stay in the kernels' registers. The first step also runs
+# one block of ComfyUI's own for the self-check, whose MLP holds 9 i + 2 n, and compares both
 # results in fp32, 8 i beside four streams of n.
 #
 # An H200 confirmed it in allocated memory, table left out: bf16 0.229 GiB at 1024x1024 and 0.374 at

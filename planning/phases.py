@@ -132,8 +132,7 @@ def within(phase: Phase, usable: int) -> Phase:
 # What a card holds at the worst moment of each phase of a run.
 #
 # Counted for ComfyUI from the second image on, when every part that is to stay on the card is
-# there.
-# The workspace and the CUDA context are the two figures that are measured and not counted.
+# there. The workspace and the CUDA context are the two figures that are measured and not counted.
 
 __all__ = ["Setting", "decode_plan", "phases", "transformer_bytes", "vae_bytes"]
 

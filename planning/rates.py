@@ -1,4 +1,6 @@
-"""The fitted numbers of the estimates: eight, all from what a card measured.
+"""How fast a card computes and moves bytes: measured on it, or a range from its data sheet.
+
+Eight numbers of the estimates are fitted, all from what a card measured.
 
 `bench/fit.py` fits them on one half of the runs in `measured.json` and writes them there with
 their errors on both halves; nothing else in an estimate is fitted.
@@ -102,8 +104,6 @@ def constants() -> Constants:
 def _is_figure(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
 
-
-# How fast a card computes and moves bytes here: measured on it, or a range from its data sheet.
 
 # Of a card that was not measured, as shares of its dense peaks: what programs of this kind reach.
 GEMM = (0.45, 0.75)

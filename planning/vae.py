@@ -295,8 +295,7 @@ def plan_within(planner: Planner, budget: int) -> VaePlan | None:
 # What decoding and encoding hold on the card: counted layer by layer, weights left out.
 #
 # The counts follow the allocations of ComfyUI's and diffusers' own classes at their worst moments.
-# An
-# H200 confirmed them in bf16 with ComfyUI's class, in allocated memory: 1,259 bytes a pixel to
+# An H200 confirmed them in bf16 with ComfyUI's class, in allocated memory: 1,259 bytes a pixel to
 # decode, where this counts 1,260, and 960 to encode, where this counts 972 with the image itself.
 
 # cuDNN turns a convolution's input and output into its own layout in a workspace: this share of

@@ -1,4 +1,4 @@
-"""What a loader tells the person who started it."""
+"""What loaders report, and what a node shows on the page that started the run."""
 
 from __future__ import annotations
 
@@ -41,9 +41,6 @@ class LoadReport:
             *self.notes,
         ]
         return "\n".join(lines)
-
-
-# What a node shows in itself, on the page that started the run.
 
 
 def show_text(node: type[io.ComfyNode], text: str) -> None:

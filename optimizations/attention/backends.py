@@ -1,4 +1,4 @@
-"""PyTorch's own attention, `scaled_dot_product_attention`, with one of its kernels at a time.
+"""Attention backends: PyTorch's kernels one at a time, exact slices, FlashAttention 2 and 3.
 
 Left alone, PyTorch takes the first kernel that fits. On an H200 that is FlashAttention-2, 0.800 ms
 for 24 heads x 128 and 4296 tokens in bf16, where cuDNN takes 0.454.

@@ -1,4 +1,4 @@
-"""What the estimator's nodes offer for a card; nothing of ComfyUI is imported for it."""
+"""The card of an estimate: the one that ComfyUI runs on, or any of the list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layout of an fp8 weight with one scale for each output row, in ComfyUI's tensor protocol.
+"""Quantized linear layers in ComfyUI: the fp8 layout with a scale for each row, and the Linear.
 
 Core's own fp8 layout has one scale for the whole weight. A layout class is how ComfyUI moves,
 pins, casts, patches and saves a quantized weight; the multiplication is `operations.Linear`'s.
@@ -73,9 +73,9 @@ register_layout_class(LAYOUT, FP8RowsLayout)
 # The Linear of quantized models, handed to ComfyUI through its `custom_operations`.
 #
 # Storage stays ComfyUI's: a `QuantizedTensor` that the host moves, offloads, faults in under
-# dynamic
-# VRAM, and patches with LoRAs. Only the multiplication is ours, on the plain tensors behind it:
-# dispatching through `QuantizedTensor` took 217 ms for 144 ms of kernels (NVIDIA H200, 1024x1024).
+# dynamic VRAM, and patches with LoRAs. Only the multiplication is ours, on the plain tensors behind
+# it: dispatching through `QuantizedTensor` took 217 ms for 144 ms of kernels (NVIDIA H200,
+# 1024x1024).
 
 FORMAT_OF_LAYOUT = {LAYOUT: "fp8", "TensorWiseINT8Layout": "int8"}
 # ComfyUI's own fp8 has one scale for a weight, which is that of every row too.

@@ -1,4 +1,4 @@
-"""A CLIP that says where its text encoder stays.
+"""Loads the Qwen2.5-VL text encoder into a ComfyUI CLIP that says where it stays.
 
 ComfyUI moves the encoder to the card before each encoding, 15 GiB of the full-size one, and leaves
 it there until something else needs the room.
@@ -135,8 +135,6 @@ class PlacedClip(comfy.sd.CLIP):
             comfy.model_management.unload_model_and_clones(self.patcher, all_devices=True)
 
 
-# Loads the Qwen2.5-VL text encoder into a ComfyUI CLIP.
-#
 # What the published file is goes through ComfyUI's own loading, so that every encoder node works on
 # it. Other sizes and a folder's own tokenizer go in through the places that ComfyUI has for them.
 

@@ -1,4 +1,4 @@
-"""Which of ComfyUI's Qwen2.5-VL classes a file fits, and the class for a language model alone.
+"""Fits a Qwen2.5-VL file to ComfyUI: the class that takes it, and its weights as that loads them.
 
 ComfyUI's class is the published 7B. Its sizes can be set; the vision tower, 1280 wide with 32
 blocks, is always built.
@@ -213,9 +213,8 @@ def text_only_class(pad: int) -> type[comfy.sd1_clip.SDClipModel]:
 # Brings the weights of a Qwen2.5-VL into a form that ComfyUI's own layers load.
 #
 # ComfyUI computes this encoder in fp32 and dequantizes each layer for it, so a quantized text
-# encoder
-# saves memory and reading, and only the error of the weights counts. What ComfyUI has no format for
-# becomes bf16.
+# encoder saves memory and reading, and only the error of the weights counts. What ComfyUI has no
+# format for becomes bf16.
 
 LANGUAGE_LINEAR = re.compile(
     r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight"

@@ -1,4 +1,4 @@
-"""Maps the tensors of a part into memory the way ComfyUI does it itself.
+"""Brings a transformer's tensors into the chosen precision, under the names that ComfyUI reads.
 
 `comfy.utils.load_torch_file` maps files and copies nothing. Under dynamic VRAM its tensors also
 carry the place in the file that they come from, from which the host reads straight to the card.
@@ -32,8 +32,6 @@ def map_tensors(source: Source) -> dict[str, torch.Tensor]:
                 tensors[name.removeprefix(prefix)] = tensor
     return tensors
 
-
-# Brings a transformer's tensors into the precision that was chosen, in the names ComfyUI reads.
 
 FLOAT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
