@@ -56,7 +56,7 @@ OPTIONS = (
     Option(
         "family",
         AUTO,
-        "auto: what a wired MODEL tells, else Qwen-Image, Edit-2511 with references, Layered with "
+        "auto: as a given MODEL is, else Qwen-Image, Edit-2511 with references, Layered with "
         "layers. Edit-2511 computes the modulation of references twice; Layered paints several "
         "images at once.",
         choices=(AUTO, *FAMILIES),
@@ -64,7 +64,7 @@ OPTIONS = (
     Option(
         "precision",
         AUTO,
-        "Of the transformer. auto: what a wired MODEL holds, else the most faithful that stays on "
+        "Of the transformer. auto: as a given MODEL is, else the most faithful that stays on "
         "the card. bf16: 38 GiB of weights, int8 and fp8: 25; 12.7 less on the card with tables. "
         "int8 is closer to bf16, fp8 is fast from Ada on only.",
         choices=PRECISIONS,
@@ -126,14 +126,14 @@ OPTIONS = (
         AUTO,
         "on: a table stands in for the modulation weights, which wait in host memory; 12.7 GiB "
         "less on the card in bf16, and a pass over the bus for each new schedule. off: they stay "
-        "on the card. auto: what a wired MODEL does, else on where it is needed.",
+        "on the card. auto: as a given MODEL does, else on where it is needed.",
         choices=tuple(TABLES),
         rare=True,
     ),
     Option(
         "text_encoder",
         AUTO,
-        "How the text encoder's weights are stored. auto: as a wired CLIP has them, else bf16, "
+        "How the text encoder's weights are stored. auto: as a given CLIP has them, else bf16, "
         "14.4 GiB; fp8 and int8 take 8.4.",
         choices=TEXT_ENCODER_PRECISIONS,
         rare=True,
@@ -141,7 +141,7 @@ OPTIONS = (
     Option(
         "text_encoder_place",
         AUTO,
-        "auto: where a wired CLIP stays, else on the card where all fits. drop after encoding: "
+        "auto: where a given CLIP stays, else on the card where all fits. drop after encoding: "
         "free for the transformer, loaded again for each new prompt. cpu: takes no room on the "
         "card, and is slow.",
         choices=TEXT_ENCODER_PLACES,
@@ -157,7 +157,7 @@ OPTIONS = (
     Option(
         "lora_rank",
         32,
-        "Of each LoRA that runs beside the weights: memory and time grow with it.",
+        "Of each LoRA in bypass mode: memory and time grow with it.",
         least=1,
         rare=True,
     ),

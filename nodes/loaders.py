@@ -79,9 +79,9 @@ def _modulation_input() -> io.Combo.Input:
         advanced=True,
         tooltip="A third of the weights sees only the timestep: 12.7 GiB in bf16. off card: they "
         "stay in host memory and a small table of their results is on the card; each new schedule "
-        "brings them there once, and a sampler that asks for timesteps beside its schedule does so "
-        "at each of these. auto: off the card where transformer and text encoder would not both "
-        "fit it.",
+        "brings them there once, and a sampler that asks for timesteps outside its schedule "
+        "does so at each of these. auto: off the card where transformer and text encoder would not "
+        "both fit it.",
     )
 
 

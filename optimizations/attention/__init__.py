@@ -1,6 +1,7 @@
 """Joint attention over text and image tokens: every way to compute it, and which one is chosen.
 
-One file per way; `registry` lists them and says why one cannot run, `choice` picks one.
+`backends` and `sage` hold them, `registry` lists them and says why one cannot run, `choice` picks
+one.
 """
 
 from .backend import AttentionRequest
