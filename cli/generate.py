@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..hosts.diffusers.settings import OFFLOADS, GenerateSettings
-from ..hosts.loading import PIPELINE_PRECISIONS
 from .output import (
     ImageTarget,
     check_sheet_path,
@@ -61,9 +60,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> N
         "--cfg", type=float, default=4.0, help="guidance, default 4; 1 switches it off"
     )
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
-    parser.add_argument(
-        "--precision", default="auto", help=f"one of {', '.join(PIPELINE_PRECISIONS)}"
-    )
+    parser.add_argument("--precision", default="auto", help="auto, bf16 or fp32")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument(
         "--offload",

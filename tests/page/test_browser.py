@@ -100,9 +100,7 @@ def overlapping(boxes: dict[str, list[float]]) -> list[tuple[str, str]]:
     ]
 
 
-def test_the_page_lists_each_workflow_with_its_picture(
-    page: ComfyPage, server: Server, picture_of: Callable[[ComfyPage, str], None]
-):
+def test_the_page_lists_each_workflow_with_its_picture(page: ComfyPage, server: Server):
     listed = server.client.get("/api/workflow_templates").json()
     assert sorted(listed[PACK]) == sorted(GRAPHS)
     page.open_templates(PACK)
@@ -114,8 +112,6 @@ def test_the_page_lists_each_workflow_with_its_picture(
         loaded = "i => i.decode().then(() => [i.naturalWidth, i.naturalHeight])"
         assert tuple(image.evaluate(loaded)) == Image.open(io.BytesIO(answer.content)).size
     assert page.problems == []
-    page.card(listed[PACK][0]).scroll_into_view_if_needed()
-    picture_of(page, "templates")
 
 
 @each_template
@@ -230,9 +226,7 @@ def plain(markdown: str) -> str:
     return re.sub(r"[`*_]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", markdown)).strip()
 
 
-def test_the_help_of_each_node_shows(
-    page: ComfyPage, server: Server, picture_of: Callable[[ComfyPage, str], None]
-):
+def test_the_help_of_each_node_shows(page: ComfyPage, server: Server):
     ours = [name for name in server.client.get("/object_info").json() if "QwenL40S_" in name]
     for node_id in ours:
         page.add(node_id)
@@ -244,8 +238,6 @@ def test_the_help_of_each_node_shows(
         assert content.locator("h1, h2, h3, h4").all_inner_texts() == headings
         for image in content.locator("img").all():
             assert image.evaluate("image => image.decode().then(() => image.naturalWidth)") > 0
-        if node_id == "QwenL40S_EstimateVRAM":
-            picture_of(page, "node_help")
     # The page asks for the help in its own language first.
     own_language = re.compile(rf"status of 404 .*\(/extensions/{PACK}/docs/\w+/en\.md\)$")
     assert [problem for problem in page.problems if not own_language.search(problem)] == []
