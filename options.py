@@ -108,7 +108,7 @@ OPTIONS = (
     Option(
         "layers",
         0,
-        "Of Qwen-Image-Layered, beside the whole image: each costs as many tokens as the image.",
+        "Of Qwen-Image-Layered, besides the whole image: each costs as many tokens as the image.",
         wired="A wired LATENT tells it.",
         rare=True,
     ),

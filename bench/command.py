@@ -29,7 +29,7 @@ from .inputs import Inputs
 from .rows import BLOCK, COMFYUI, DIFFUSERS, FORWARD, IMAGE, BenchSetup, Row, select, select_names
 
 ROWS = {"forward": FORWARD, "block": BLOCK, "image": IMAGE, "ops": ()}
-# Of the published models; and enough that a block's share shows beside what is not in blocks.
+# Of the published models; and enough that a block's share shows next to what is not in blocks.
 MOST_LAYERS, LAYERS_OF_BLOCK = 60, 9
 REPEATS = {"ops": 20, "block": 8, "forward": 8, "image": 2}
 WARM_UP = {"ops": 3, "block": 2, "forward": 2, "image": 1}

@@ -88,7 +88,7 @@ def request_of(run: MeasuredRun) -> RunRequest:
 
 
 def counted_bytes(run: MeasuredRun) -> int:
-    """What a sampling run holds beside weights and workspace."""
+    """The activation memory of a sampling run, without its workspace."""
     request = request_of(run)
     setting = Setting(run["precision"], run["modulation"])
     return step_bytes(request, setting).most + table_bytes(request)

@@ -165,7 +165,7 @@ def measure_forward(
     """
     gc.collect()
     following = itertools.cycle(sigmas)
-    held = measure.allocated_gib(device)
+    resting_gib = measure.allocated_gib(device)
     measure.reset_peaks(device)
     start = time.perf_counter()
     program.call(next(following))
@@ -180,7 +180,7 @@ def measure_forward(
     row: dict[str, Any] = {
         **timing_fields(timing),
         "first_ms": first,
-        **_memory_fields(peaks, warm, held),
+        **_memory_fields(peaks, warm, resting_gib),
         **kernel_fields(lambda: program.call(next(following)), device, repeats.kernels),
     }
     if row["kernel_ms"]:
@@ -230,7 +230,7 @@ def kernel_fields(call: Callable[[], Any], device: torch.device, by_name: bool) 
 
 
 def _memory_fields(
-    peaks: measure.Peaks | None, warm: measure.Peaks | None, held: float
+    peaks: measure.Peaks | None, warm: measure.Peaks | None, resting_gib: float
 ) -> dict[str, float | None]:
     """`extra_gib` is what the timed calls take beyond weights and inputs, with what they keep from
     call to call; `warmup_extra_gib` the same of the calls before.
@@ -241,8 +241,8 @@ def _memory_fields(
     return {
         "peak_gib": peaks.allocated,
         "peak_reserved_gib": peaks.reserved,
-        "extra_gib": peaks.allocated - held,
-        "warmup_extra_gib": warm.allocated - held,
+        "extra_gib": peaks.allocated - resting_gib,
+        "warmup_extra_gib": warm.allocated - resting_gib,
     }
 
 

@@ -214,7 +214,7 @@ def sample(patcher: Any, case: MatrixCase, used: UsedBytes) -> dict[str, Any]:
     negative = [[torch.randn(1, NEGATIVE_TOKENS, TEXT_WIDTH), dict(extra)]]
     steps = STEPS_OF_LARGE if case.tokens > LARGE else STEPS
     ModelModulation.of(patcher.model).table.drop()
-    held = start_run()
+    weights_bytes = start_run()
     moments = [time.perf_counter()]
 
     def note(*_: Any) -> None:
@@ -238,7 +238,7 @@ def sample(patcher: Any, case: MatrixCase, used: UsedBytes) -> dict[str, Any]:
     samples = [(end - begin) * 1e3 for begin, end in pairwise(moments)]
     tables = ModelModulation.of(patcher.model).passes
     return {
-        "weights_bytes": held,
+        "weights_bytes": weights_bytes,
         **peaks(used),
         "steps": steps,
         "first_ms": samples[0],
@@ -320,7 +320,7 @@ def measure_vae(record: RunFile, used: UsedBytes) -> None:
             call = partial(getattr(planned_vae, direction), vae, given, tiles)
             for _ in range(WARM_UP):
                 call()
-            held = start_run()
+            weights_bytes = start_run()
             call()
             found = peaks(used)
             record.add(
@@ -329,7 +329,7 @@ def measure_vae(record: RunFile, used: UsedBytes) -> None:
                 height=height,
                 batch=1,
                 tiles=tiles,
-                weights_bytes=held,
+                weights_bytes=weights_bytes,
                 **found,
                 ms=timed(call),
             )
@@ -354,7 +354,7 @@ def measure_text(folder: Path, record: RunFile, used: UsedBytes) -> None:
             # Not the loader's own, which remembers.
             call = partial(comfy.sd.CLIP.encode_from_tokens, clip, tokens)
             call()
-            held = start_run()
+            weights_bytes = start_run()
             embedding = call()
             found = peaks(used)
             record.add(
@@ -362,7 +362,7 @@ def measure_text(folder: Path, record: RunFile, used: UsedBytes) -> None:
                 precision=precision,
                 references=references,
                 text_tokens=embedding.shape[1],
-                weights_bytes=held,
+                weights_bytes=weights_bytes,
                 **found,
                 ms=timed(call),
             )

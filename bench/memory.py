@@ -68,7 +68,7 @@ class MemoryCase(NamedTuple):
         loader: "ours" or "stock".
         precision: of our loader.
         kind: "images" (three of each size), "alone" (two of the smallest, without text encoder and
-            VAE) or "pressure" (one while more of the card is held, one after).
+            VAE) or "pressure" (one while more of the card is taken, one after).
         leaves: under pressure, of the bytes that are free, those that stay so.
     """
 
@@ -298,7 +298,7 @@ class MemoryBenchmark:
         if not (nodes / PROBE).exists():
             (nodes / PROBE).symlink_to(Path(__file__).with_name(PROBE), target_is_directory=True)
         arguments = [*{**MODES, **DRY}[mode], *options.server_args.split()]
-        # What leaves the card as a whole is told at this level only.
+        # What leaves the card as a whole is logged at this level only.
         arguments += ["--verbose", "DEBUG", str(base / "detail.log")]
         if not options.dry:
             (base / "models").symlink_to(options.models, target_is_directory=True)
@@ -390,7 +390,7 @@ def run_graph(server: ComfyUIServer, graph: ApiGraph, seconds: float) -> ImageRu
     """
     start = time.monotonic()
     try:
-        # Only a client is told which node runs, and so the probe.
+        # The server names the node that runs to clients only, and so the probe.
         posted = server.post_json("/prompt", {"prompt": graph, "client_id": "memory"})
     except urllib.error.HTTPError as error:
         raise ComfyUIServerError(

@@ -291,7 +291,7 @@ def run_image(setup: BenchSetup, take: RowSink) -> None:
         def paint() -> comfyui.ImageTimes:
             return comfyui.paint(patcher, vaes[0], tensors[inputs], setup.steps, setup.device)
 
-        held = measured.allocated_gib(setup.device)
+        resting_gib = measured.allocated_gib(setup.device)
         for _ in range(setup.repeats.warmup):
             paint()
         measured.reset_peaks(setup.device)
@@ -315,7 +315,7 @@ def run_image(setup: BenchSetup, take: RowSink) -> None:
             "kernel_ms": None,
             "peak_gib": peaks and peaks.allocated,
             "peak_reserved_gib": peaks and peaks.reserved,
-            "extra_gib": peaks and peaks.allocated - held,
+            "extra_gib": peaks and peaks.allocated - resting_gib,
             "rel_error": None if error is None else float(error),
             "samples_ms": samples,
         }

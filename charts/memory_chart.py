@@ -149,7 +149,7 @@ def _limits(
     dashed(page.draw, usable_x, top - 24, bottom, FAINT)
     page.label(capacity_x, top - 36, f"the card's {format_gib(capacity)}", (left, right))
     text = f"to use: {format_gib(usable)}"
-    # Beside the lines, so that neither crosses it.
+    # Next to the lines, so that neither crosses it.
     before = usable_x - left > text_width(text, SMALL) + 8
     x, anchor = (usable_x - 8, "rm") if before else (capacity_x + 8, "lm")
     page.text((x, top - 14), text, size=SMALL, fill=FAINT, anchor=anchor)

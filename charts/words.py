@@ -321,7 +321,7 @@ def _addition_notes(found: Estimate) -> Iterator[str]:
         return
     if request.loras.count and request.loras.mode == "bypass":
         yield (
-            f"{_many(request.loras.count, 'LoRA')} beside the weights take "
+            f"{_many(request.loras.count, 'LoRA')} run as bypass take "
             f"{_seconds(found.times.loras)} of each step, counted and not measured: merged they "
             "cost nothing."
         )
@@ -331,7 +331,7 @@ def _addition_notes(found: Estimate) -> Iterator[str]:
         yield f"An image is a set: the whole and its {request.layers} layers."
     elif request.member.layers:
         yield (
-            "One picture is counted: Qwen-Image-Layered paints layers beside it, 3 where ComfyUI's "
+            "One picture is counted: Qwen-Image-Layered paints layers as well, 3 where ComfyUI's "
             "node is left as it is, so give how many (--layers, or the node's)."
         )
 

@@ -23,7 +23,7 @@ COMMANDS = {
     "inspect": "say what a checkpoint is, without loading it",
     "quantize": "write a transformer in fp8 or int8, with one scale for each row",
     "audit": "measure what fp8 or int8 loses on your checkpoint and prompts",
-    "bench": "time this package beside ComfyUI, diffusers and comfy-kitchen",
+    "bench": "time this package against ComfyUI, diffusers and comfy-kitchen",
     "doctor": "say what of this machine can be used, and why not",
 }
 

@@ -150,7 +150,7 @@ def calibrate_card(args: argparse.Namespace) -> int:
     """Measures the card's rates, prints and keeps them; a CPU's are printed only.
 
     Raises:
-        SettingError: an option of WHAT stands beside --calibrate.
+        SettingError: an option of WHAT is given with --calibrate.
         UnavailableError: the fused blocks do not run on the card, it is full, or a file cannot be
             written.
     """

@@ -116,7 +116,7 @@ def check_target(option: str, text: str) -> None:
 
     Raises:
         SettingError: it is a folder.
-        UnavailableError: no file can be written beside it.
+        UnavailableError: no file can be written next to it.
     """
     if Path(text).is_dir():
         raise SettingError(f"{option} {text!r} is a folder: name a file in it.")
@@ -124,7 +124,7 @@ def check_target(option: str, text: str) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes beside the target and renames: `path` is the old file or the new one, never a part.
+    """Writes next to the target and renames: `path` is the old file or the new one, never a part.
 
     Raises:
         UnavailableError: the folder is not writable or the disk is full.

@@ -36,7 +36,7 @@ class NodeInput:
 
     Attributes:
         kind: `INT`, `FLOAT`, `BOOLEAN`, `STRING`, `COMBO`, or the type of a socket.
-        rules: what object_info says beside the type: `min`, `max`, `step`, `image_upload` ...
+        rules: what object_info says besides the type: `min`, `max`, `step`, `image_upload` ...
         choices: what a COMBO lists.
         closed: whether the server takes nothing but what is listed.
         required: the server refuses the node without it.

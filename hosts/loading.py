@@ -1,4 +1,4 @@
-"""The decisions of a load, before weights are read: in which precision the weights are held, and
+"""The decisions of a load, before weights are read: in which precision the weights are loaded, and
 where a transformer's modulation waits.
 """
 
@@ -99,7 +99,7 @@ def decide_load(
 ) -> LoadDecision:
     """Decides how a transformer is loaded.
 
-    `auto` is what `plan` recommends for one image of 1328x1328 beside a text encoder
+    `auto` is what `plan` recommends for one image of 1328x1328 next to a text encoder
     in bf16. Weights that do not stay on the card are no error, because the host moves them to it
     in every step; the reason then says so.
 

@@ -239,7 +239,7 @@ def _components(path: Path, index: Mapping[str, Any]) -> list[str]:
 def _config_of(folder: Path) -> dict[str, Any]:
     config = folder / "config.json"
     return (
-        read_object(config, "the settings of the weights beside it")
+        read_object(config, "the settings of the weights next to it")
         if os.path.isfile(config)
         else {}
     )
@@ -283,7 +283,7 @@ def _family_from_config(identity: Identity, config: Mapping[str, Any]) -> Identi
 
 
 def _named_by_pipeline(part: CheckpointPart, pipeline: str) -> CheckpointPart:
-    """Qwen-Image, Edit and Edit-2509 have the same tensors; the pipeline class tells them apart."""
+    """Qwen-Image, Edit and Edit-2509 have the same tensors; only the pipeline class differs."""
     if part.family != "Qwen-Image" or pipeline not in PIPELINES:
         return part
     return replace(part, family=PIPELINES[pipeline], variant=f"by the pipeline class {pipeline}")

@@ -148,7 +148,7 @@ def normalize_name(name: str) -> str:
 
 
 # Compares what a file holds with what a host's class needs, because hosts only log the difference
-# and then compute with whatever their memory held before.
+# and then compute with whatever their memory contained before.
 
 
 def check_names(

@@ -291,7 +291,7 @@ def _check_coverage(path: Path, tensors: Mapping[str, TensorInfo], data_bytes: i
         raise _broken(path, f"{data_bytes - position:,} bytes follow the last tensor and none may")
 
 
-# A sharded set: an index (`*.safetensors.index.json`) maps each tensor to a file beside it. Whether
+# A sharded set: an index (`*.safetensors.index.json`) maps each tensor to a file near it. Whether
 # such a name stays in its folder is judged by how it is written, not by where it resolves to: the
 # files of a Hugging Face cache are symbolic links out of their folder and are fine, while a name
 # with a separator in it never is.
@@ -403,7 +403,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         if not name == PurePosixPath(name).name == PureWindowsPath(name).name or "\0" in name:
             raise CheckpointError(
                 f"{index} names the shard {name!r}, which is outside its folder: a shard must lie "
-                "beside its index, so get the index from the model's own source."
+                "next to its index, so get the index from the model's own source."
             )
     return weight_map
 
@@ -412,7 +412,7 @@ def _read_shard(index: Path, name: str) -> Header:
     shard = index.parent / name
     if not shard.exists():
         raise CheckpointError(
-            f"{shard} is missing although {index.name} lists it: every shard must lie beside the "
+            f"{shard} is missing although {index.name} lists it: every shard must lie next to the "
             "index, so finish the download."
         )
     return read_header(shard)

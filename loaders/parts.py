@@ -66,7 +66,7 @@ SIZES = {(2048, 36): "3B", (3584, 28): "7B", (5120, 64): "32B", (8192, 80): "72B
 
 
 def text_encoder(tensors: Tensors) -> Identity | None:
-    """Qwen2.5(-VL): biases on q, k and v, and no norm on q and k, which sets it apart from Llama
+    """Qwen2.5(-VL): biases on q, k and v, and no norm on q and k, unlike Llama
     and Qwen3.
     """
     for language, visual, style in LAYOUTS:

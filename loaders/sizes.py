@@ -1,4 +1,4 @@
-"""What the parts of a checkpoint take in memory, told by its headers: for estimates of it."""
+"""What the parts of a checkpoint take in memory, from its headers: for estimates."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def read_sizes(path: str | os.PathLike[str]) -> CheckpointSizes:
 
 
 def stored_precision(part: CheckpointPart) -> str:
-    """The precision that most of a part's weights are held in once they are loaded: bf16, fp8 or
+    """The precision that most of a part's weights are in once they are loaded: bf16, fp8 or
     int8; fp16 and fp32 are rounded to bf16, and e5m2 is converted to it.
     """
     return computed_precision(part.quantization.layers.values()) or "bf16"

@@ -142,7 +142,7 @@ def _source(path: Path, role: str) -> Source:
 def _settings(path: Path, shards: Shards) -> dict[str, Any]:
     """The config.json of a component folder, else what this package wrote into its own file.
 
-    Beside a file of any other name a config.json may be another model's.
+    Next to a file of any other name a config.json may be another model's.
     """
     weights = shards.index or shards.headers[0].path
     in_folder = path.is_dir() or shards.index is not None or weights.stem in STEMS

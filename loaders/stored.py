@@ -229,9 +229,9 @@ def _scales(
         scale = tensors[name].float()
         if not (scale.numel() and scale.isfinite().all() and (scale > 0).all()):
             _refuse(name, "holds NaN, infinity, zero or a negative number", "scales are above 0")
-        # A scale of 1 changes nothing, so some files have it beside plain weights too.
+        # A scale of 1 changes nothing, so some files have it with plain weights too.
         if layer not in quantized and not (scale == 1).all():
-            _refuse(name, "is the scale of no quantized weight", "a scale stands beside one")
+            _refuse(name, "is the scale of no quantized weight", "a scale belongs to one")
         if layer in found:
             _refuse(name, "is a second scale of its layer", "a weight has one")
         found[layer] = scale

@@ -113,7 +113,7 @@ class TensorFile:
 
 @contextmanager
 def write_safetensors(path: Path, layout: SafetensorsLayout) -> Iterator[TensorFile]:
-    """Opens a file beside `path` to write to, and gives it that name when the block ends well.
+    """Opens a file next to `path` to write to, and gives it that name when the block ends well.
 
     After an error in the block, also Ctrl-C, the file is gone and what `path` named is as it was.
 

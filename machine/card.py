@@ -200,7 +200,7 @@ def _ask_nvidia_smi() -> tuple[str, tuple[InstalledCard, ...]]:
     command = ["nvidia-smi", "--format=csv,noheader,nounits"]
     command.append("--query-gpu=driver_version,name,compute_cap,memory.total,uuid,ecc.mode.current")
     try:
-        # A card in trouble can hold nvidia-smi for minutes.
+        # A faulty card can block nvidia-smi for minutes.
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return "", ()
@@ -213,7 +213,7 @@ def _ask_nvidia_smi() -> tuple[str, tuple[InstalledCard, ...]]:
     for row in rows:
         try:
             cards.append(_card(row))
-        except ValueError:  # "[N/A]": a card that shares the host's memory, or one in trouble
+        except ValueError:  # "[N/A]": a card that shares the host's memory, or a faulty one
             logger.info("nvidia-smi does not tell enough of %s", row)
     return (rows[0][0] if rows else ""), tuple(cards)
 

@@ -175,7 +175,7 @@ def _between(work: Pass, precision: str, device: torch.device) -> list[MixPart]:
 
 
 def _convolution(sizes: CalibrationSizes, device: torch.device, bandwidth: float) -> float:
-    """The rate of convolutions that explains what residual blocks of the VAE take beside their
+    """The rate of convolutions that explains what residual blocks of the VAE take besides their
     traffic; at least a fifth of the time is theirs.
     """
     parts, flops, moved = [], 0, 0

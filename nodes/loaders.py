@@ -79,7 +79,7 @@ def _modulation_input() -> io.Combo.Input:
         advanced=True,
         tooltip="A third of the weights sees only the timestep: 12.7 GiB in bf16. off card: they "
         "stay in host memory and a small table of their results is on the card; each new schedule "
-        "brings them there once, and a sampler that asks for timesteps outside its schedule "
+        "brings them there once, and a sampler that asks for timesteps off its schedule "
         "does so at each of these. auto: off the card where transformer and text encoder would not "
         "both fit it.",
     )
@@ -196,7 +196,7 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
                     "precision",
                     options=list(LOADER_PRECISIONS),
                     default="auto",
-                    tooltip="How the weights are held; ComfyUI computes this model in fp32 "
+                    tooltip="How the weights are stored; ComfyUI computes this model in fp32 "
                     "whatever it is. bf16: 14.4 GiB, fp8 and int8: 8.4 GiB. auto and as stored: "
                     "the file's own.",
                 ),

@@ -17,7 +17,7 @@ class QwenL40SReport(io.ComfyNode):
             node_id="QwenL40S_Report",
             display_name="Report Qwen-Image Run (L40S)",
             category=CATEGORY,
-            description="After a run: predicted beside measured time and memory of each phase, and "
+            description="After a run: predicted and measured time and memory of each phase, and "
             "which path every part took. Measures MODELs of this pack's loaders, and of others "
             "that pass Optimize Qwen-Image (L40S).",
             search_aliases=[

@@ -30,7 +30,7 @@ BACKENDS = {
 # error is 0.15 % and the product takes 9 to 18 % longer (H200, M = 4296).
 FAST = "scaled_mm_fast"
 
-# So few rows that a bias added apart costs nothing.
+# So few rows that a separate addition of the bias costs nothing.
 FEW_ROWS = 64
 
 # In which order auto tries them, and on what ground; None: every card that is not named.

@@ -60,7 +60,7 @@ class HostPass(Protocol):
     """A host's adapter: one call of its transformer.
 
     Attributes:
-        owner: The host's model; held weakly.
+        owner: The host's model; referenced weakly.
         state: What its weights are; what is known of the model in this run is known under it.
         blocks: The transformer's, in order.
         dtype, device: Of the activations.
@@ -152,7 +152,7 @@ class ForwardPass:
     """The blocks of one call of a transformer.
 
     Args:
-        fall_back: Told of each block that the host runs, and why.
+        fall_back: Called for each block that the host runs, with the reason.
 
     Attributes:
         fused: How many blocks the executor ran.

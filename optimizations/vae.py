@@ -225,7 +225,7 @@ class EncoderStages:
 def _check_layers(what: str, layers: tuple[Layer, ...], wanted: int) -> None:
     if len(layers) != wanted:
         raise SettingError(
-            f"this VAE's {what} has {len(layers)} layers beside its middle and Qwen-Image's has "
+            f"this VAE's {what} has {len(layers)} layers besides its middle and Qwen-Image's has "
             f"{wanted}: use Qwen-Image's VAE."
         )
 

@@ -155,7 +155,7 @@ class Comparison:
         cheaper: the one that costs less where cards are always busy; None where both cost the same.
         break_even: images an hour, above which it costs less or the same at every load; 0 where
             that is so from the first image on.
-        certain: whether the ranges of both costs at full use lie apart.
+        certain: whether the ranges of both costs at full use are disjoint.
     """
 
     first: Offer

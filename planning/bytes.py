@@ -148,7 +148,7 @@ def _check_precision(precision: str) -> None:
         )
 
 
-# What one forward pass of the transformer holds beside the weights, counted from the code.
+# What one forward pass of the transformer takes for activations, counted from the code.
 #
 # A stream is one matrix of tokens x dim in bf16. Below, n counts the rows of text and image
 # together, i those of the image and t those of the text, over all items of the batch. Followed
@@ -161,7 +161,7 @@ def _check_precision(precision: str) -> None:
 #
 # The int32 and fp32 sums of 8-bit products stay in the kernels' registers. The first step also runs
 # one block of ComfyUI's own for the self-check, whose MLP holds 9 i + 2 n, and compares both
-# results in fp32, 8 i beside four streams of n.
+# results in fp32, 8 i with four streams of n.
 #
 # An H200 confirmed it in allocated memory, table left out: bf16 0.229 GiB at 1024x1024 and 0.374 at
 # 1328x1328, where this counts 0.225 and 0.370; fp8 and int8 0.263 and 0.435, 0.262 and 0.431 here;
@@ -222,7 +222,7 @@ class StepBytes:
 
 
 def step_bytes(request: RunRequest, setting: Setting) -> StepBytes:
-    """What a forward pass takes beside weights, modulation table and workspaces, in bytes.
+    """Activations of a forward pass in bytes, without modulation table and workspaces.
 
     Counted for the fused blocks with exact attention, in ComfyUI, where its loop holds a block's
     input; diffusers holds no more.
@@ -263,7 +263,7 @@ def table_bytes(request: RunRequest) -> int:
 
 
 def lora_bytes(request: RunRequest) -> int:
-    """LoRAs beside the weights: rank x (K + N) in bf16 for every layer that can have one."""
+    """Bypass LoRAs: rank x (K + N) in bf16 for every layer that can have one."""
     if request.loras.mode != "bypass":
         return 0
     layers = request.transformer.quantizable_layers().values()
@@ -275,7 +275,7 @@ def _around(shape: TransformerShape, rows: TokenRows, request: RunRequest) -> in
     latent = shape.in_channels
     sampler = SAMPLER_LATENTS * FP32 * latent * request.batch * (rows.painted // rows.items)
     given = BF16 * latent * rows.image + BF16 * shape.joint_dim * rows.text
-    # ComfyUI's matrices of 2 x 2 for every pair of a head, and cosine and sine apart from them.
+    # ComfyUI's matrices of 2 x 2 for every pair of a head, and cosine and sine separately.
     rotation = (4 + 2) * shape.head_dim // 2 * BF16 * rows.all
     embedding = BF16 * shape.dim * embedding_rows(request)[0]
     last = 0
@@ -315,7 +315,7 @@ def _host_block(shape: TransformerShape, rows: TokenRows, request: RunRequest) -
 
 
 def _control_blocks(request: RunRequest) -> int:
-    """Blocks of a ControlNet, told from its bytes: each has a transformer block's weights in bf16
+    """Blocks of a ControlNet, from its bytes: each has a transformer block's weights in bf16
     and one projection; 5 in InstantX's.
     """
     dim = request.transformer.dim
@@ -324,7 +324,7 @@ def _control_blocks(request: RunRequest) -> int:
 
 
 def control_bytes(request: RunRequest) -> tuple[int, int]:
-    """(what a ControlNet adds after blocks, held through the pass; its own pass with that), 0 for
+    """(what a ControlNet adds after blocks, kept through the pass; its own pass with that), 0 for
     none. It runs in ComfyUI's blocks and sees no references.
     """
     if not request.controlnet_bytes:
@@ -381,7 +381,7 @@ VISION = _vision_parameters()
 
 
 def text_encoder_bytes(request: RunRequest, precision: str) -> int:
-    """The encoder's weights as held; in fp8 and int8 the language model's linears are quantized.
+    """The encoder's weights as loaded; in fp8 and int8 the language model's linears are quantized.
 
     Args:
         precision: bf16, fp8 or int8. True sizes in `request.parts` stand above it.
@@ -403,7 +403,7 @@ def encoding_bytes(request: RunRequest) -> int:
     """Activations of one encoding at its worst moment, in fp32.
 
     Without images that is the MLP's second product: 0.253 GiB of a weight that is cast, and two
-    wide rows beside three streams (0.28 GiB measured on an H200 for a short prompt). With images
+    wide rows with three streams (0.28 GiB measured on an H200 for a short prompt). With images
     it may be the attention, whose scores are computed whole because keys have fewer heads than
     queries, or the vision tower, of one image at a time: both followed through ComfyUI's classes.
     """

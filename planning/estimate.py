@@ -88,8 +88,9 @@ def host_memory(
 
 def encoder_made_on_load(request: RunRequest, setting: Setting) -> bool:
     """Whether the text encoder is quantized on each load, from a file that is not."""
-    held = request.parts.text_encoder_bytes
-    ready = held is not None and held == dict(request.parts.file_bytes).get(TEXT_ENCODER, held)
+    loaded = request.parts.text_encoder_bytes
+    stored = dict(request.parts.file_bytes).get(TEXT_ENCODER, loaded)
+    ready = loaded is not None and loaded == stored
     return setting.text_encoder in QUANTIZED and not ready
 
 
@@ -125,7 +126,7 @@ def not_measured(request: RunRequest, setting: Setting) -> Iterator[str]:
     if setting.text_encoder_place != ON_CARD:
         yield "a text encoder off the card"
     if request.loras.count and request.loras.mode == "bypass":
-        yield "LoRAs beside the weights"
+        yield "bypass LoRAs"
     if request.controlnet_bytes:
         yield "a ControlNet"
     if request.member.layers:
@@ -345,7 +346,7 @@ class Estimate:
 
     @property
     def guides(self) -> tuple[GuideFigure, ...]:
-        """What guides for rented machines advise, beside what is needed."""
+        """What guides for rented machines advise, and what is needed."""
         return against_guides(self.disk, self.option.setting, self.option.peak_bytes)
 
     @property

@@ -30,7 +30,7 @@ CONTAINER = {
 
 
 class GuideFigure(NamedTuple):
-    """A figure that guides for rented machines give, beside what is needed."""
+    """A figure that guides for rented machines give, and what is needed."""
 
     what: str
     advised_bytes: int
@@ -138,15 +138,15 @@ def against_guides(found: Disk, setting: Setting, card_bytes: int) -> tuple[Guid
 
 
 def _transformer_file(request: RunRequest, known: Mapping[str, int]) -> dict[str, int]:
-    """{name: bytes} of the file that is read: as stored, as held, or as published."""
-    held = request.parts.transformer_bytes
-    if (count := known.get(TRANSFORMER, held)) is not None:
+    """{name: bytes} of the file that is read: as stored, as loaded, or as published."""
+    loaded = request.parts.transformer_bytes
+    if (count := known.get(TRANSFORMER, loaded)) is not None:
         return {f"{request.family} transformer": count}
     return {f"{request.family} transformer, bf16": weight_bytes(request.transformer, "bf16").total}
 
 
 def _lora_files(request: RunRequest) -> int:
-    """Of rank x (K + N) in bf16 for every layer that can have one, whether merged or beside."""
+    """Of rank x (K + N) in bf16 for every layer that can have one, whether merged or bypass."""
     layers = request.transformer.quantizable_layers().values()
     return 2 * request.loras.count * request.loras.rank * sum(map(sum, layers))
 
@@ -160,7 +160,7 @@ USUAL_SOURCES = (PAGE_CACHE, NVME, NETWORK)
 # A mapped file that is not in memory is read in the order in which it is asked for: 1.04 times as
 # long as from end to end in bf16, 1.3 in int8 (a disk of 2.1 GB/s at an H200).
 MAPPED = 1.3
-# Whole transformers from a RAM disk onto an H200, beside the smaller files of `measured.json`.
+# Whole transformers from a RAM disk onto an H200, besides the smaller files of `measured.json`.
 # Pages are mapped and copied one by one: the link is not what limits it.
 WHOLE_LOADS = (
     {"what": "bf16", "bytes": 40.9e9, "load_seconds": 2.0, "to_card_seconds": 5.2},
@@ -181,7 +181,7 @@ class Load(NamedTuple):
         read: Of the files that hold full precision.
         read_quantized: Of the files that are quantized already.
         quantized: In bf16, of the weights that are quantized on load.
-        to_card: As held, of the weights that go to the card.
+        to_card: As loaded, of the weights that go to the card.
     """
 
     read: int
@@ -191,7 +191,7 @@ class Load(NamedTuple):
 
 
 def load_seconds(load: Load, rates: Rates, source: str = PAGE_CACHE) -> Range:
-    """Weights from their files to where they are held; predicted from loads on an H200's host.
+    """Weights from their files to where they stay; predicted from loads on an H200's host.
 
     A file that is read for the first time takes at least as long as its disk, at most that in the
     order of its use and then the way from memory: without dynamic VRAM the two do not overlap.
@@ -225,7 +225,7 @@ def load_seconds(load: Load, rates: Rates, source: str = PAGE_CACHE) -> Range:
 
 
 def cold_start_seconds(load: Load, rates: Rates, source: str = NVME) -> Range:
-    """From the start of ComfyUI until all weights are where they are held.
+    """From the start of ComfyUI until all weights are where they stay.
 
     Arguments and errors as of `load_seconds`. A machine's first run also compiles the kernels,
     which takes some seconds more.

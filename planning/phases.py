@@ -58,7 +58,7 @@ class Phase:
         name: One of `PHASES`.
         weights: Of the part that works: text encoder, modulation on its way, transformer, VAE.
         activations: Tensors that come and go.
-        workspace: What GEMMs and convolutions take beside them, and the allocator's rounding.
+        workspace: What GEMMs and convolutions take besides them, and the allocator's rounding.
         context: The CUDA context, kernels, cuBLAS and cuDNN.
         resident: {what else stays on the card: bytes}.
         seconds: How long it lasts; None where nothing says.
@@ -107,7 +107,7 @@ def least_weights(request: RunRequest, weights: int) -> int:
 
 
 def within(phase: Phase, usable: int) -> Phase:
-    """A phase for which the host moves off the card what has no room beside the part that works,
+    """A phase for which the host moves off the card what has no room next to the part that works,
     and of that part what has none either.
     """
     over, resident, note = phase.card_bytes - usable, dict(phase.resident), phase.note
@@ -215,7 +215,7 @@ def transformer_bytes(request: RunRequest, setting: Setting) -> TransformerBytes
 
 
 def vae_bytes(request: RunRequest) -> int:
-    """The VAE's weights as held."""
+    """The VAE's weights as loaded."""
     return VAE_BYTES if request.parts.vae_bytes is None else request.parts.vae_bytes
 
 
@@ -223,7 +223,7 @@ def _load(
     request: RunRequest, setting: Setting, weights: int, stays: dict[str, int], overhead: Overhead
 ) -> Phase:
     resident = {name: count for name, count in stays.items() if name != "modulation table"}
-    note = "weights go to the card as they are held"
+    note = "weights go to the card as they are stored"
     if setting.off_card:
         note += ", those of the modulation stay in host memory"
     return Phase("load", weights, 0, 0, overhead.context, resident, note=note)

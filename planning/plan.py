@@ -443,7 +443,7 @@ def _extras(request: RunRequest) -> list[str]:
         extras.append(f"a ControlNet of {format_gib(request.controlnet_bytes)}")
     if count := _bypass_loras(request):
         loras = "1 LoRA" if count == 1 else f"{count} LoRAs"
-        extras.append(f"{loras} of rank {request.loras.rank} beside the weights")
+        extras.append(f"{loras} of rank {request.loras.rank} as bypass")
     if request.references:
         extras.append(
             "1 reference" if request.references == 1 else f"{request.references} references"

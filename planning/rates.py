@@ -9,7 +9,7 @@ Figures of the host and its link are no fits: each was measured once, on the hos
 taken for every machine.
 
     times.LAUNCH_SECONDS, times.TABLE_LAYER_SECONDS     what the processor launches
-    times.STOCK                                         ComfyUI's own blocks beside the fused ones
+    times.STOCK                                         ComfyUI's own blocks against the fused ones
     times.TABLE_FACTOR, rates.MEASURED_LINK             what copies reach of the link
     times.HOST_BYTES_PER_SECOND                         copies that are not pinned
     times.TILE_STEP_SECONDS                             what a further tile launches and copies
@@ -45,7 +45,7 @@ class Constants:
         attention: Of the bf16 peak.
         bandwidth: Of the memory's.
         convolution: Of the bf16 peak, in the VAE.
-        workspace: Bytes beside weights and activations while sampling.
+        workspace: Bytes besides weights and activations while sampling.
         context: Bytes of the CUDA context, kernels and libraries.
     """
 

@@ -136,14 +136,14 @@ def modulation_words(place: str, requested: bool, size: int, together: str) -> s
         size: bytes of its weights.
         together: whether all parts fit the card, from `together_words`; empty to say no reason.
     """
-    held = f"modulation: {format_gib(size)}"
+    size_words = f"modulation: {format_gib(size)}"
     if requested:
         where = "stays in host memory" if place == OFF_CARD else "stays on the card"
-        return f"{held} {where}, as requested"
+        return f"{size_words} {where}, as requested"
     if place != OFF_CARD:
-        return f"{held} stays on the card{f', where {together}' if together else ''}"
+        return f"{size_words} stays on the card{f', where {together}' if together else ''}"
     why = f", because {together}; each new schedule brings it to the card once" if together else ""
-    return f"{held} stays in host memory{why}"
+    return f"{size_words} stays in host memory{why}"
 
 
 def text_encoder_words(place: str, requested: bool, size: int) -> str:

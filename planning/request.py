@@ -40,7 +40,7 @@ class Loras:
     Args:
         count: how many.
         rank: of each.
-        mode: "merged" into the weights, or "bypass": computed beside them in each step. "beside" is
+        mode: "merged" into the weights, or "bypass": computed with them in each step. "beside" is
             an older name of the latter and becomes it.
     """
 
@@ -59,13 +59,13 @@ class Parts:
 
     Args:
         transformer: its shape.
-        transformer_bytes: of all its weights as they are held, modulation among them.
-        modulation_bytes: of its modulation as held.
-        text_encoder_bytes: of the text encoder as held.
+        transformer_bytes: of all its weights as loaded, modulation among them.
+        modulation_bytes: of its modulation as loaded.
+        text_encoder_bytes: of the text encoder as loaded.
         vae: its shape.
-        vae_bytes: of its weights as held.
+        vae_bytes: of its weights as loaded.
         file_bytes: what their files take, as stored: pairs of `TRANSFORMER`, `TEXT_ENCODER` or
-            `VAE` and bytes; what is not named takes what is held.
+            `VAE` and bytes; what is not named takes its size as loaded.
     """
 
     transformer: TransformerShape | None = None
@@ -89,7 +89,7 @@ class RunRequest:
         steps: of the sampler, each with one forward pass, or two with `cfg`.
         cfg: one of `CFG_MODES`.
         references: reference images, of one megapixel each.
-        layers: that Layered paints beside the whole image; 0 elsewhere.
+        layers: that Layered paints besides the whole image; 0 elsewhere.
         text_tokens: of the longest prompt, without what references add.
         modulation: where a third of the transformer waits, one of `spec.PLACES`.
         text_encoder: its precision, one of `TEXT_ENCODER_PRECISIONS`; "auto" is bf16.
@@ -240,7 +240,7 @@ class RunRequest:
 
 
 def precision_of_text_encoder(request: RunRequest) -> str:
-    """The precision that a text encoder is held in."""
+    """The precision that a text encoder is loaded in."""
     return "bf16" if request.text_encoder == "auto" else request.text_encoder
 
 

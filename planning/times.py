@@ -51,7 +51,7 @@ EXPAND = 1 + WIDE + 2 * WIDE
 # What the processor needs to launch one block, in eager Python (H200's host, 1024x1024, batch 1):
 # a faster card waits for it.
 LAUNCH_SECONDS = {False: 0.00085, True: 0.00115}
-# ComfyUI's own blocks beside ours, bf16, 1024x1024, H200: 178.1 and 124.5 ms.
+# ComfyUI's own blocks and ours, bf16, 1024x1024, H200: 178.1 and 124.5 ms.
 STOCK = 1.43
 # A pass over the weights takes so many times what the link needs, and the processor so long for
 # each of the two layers of a block (H200).
@@ -63,7 +63,7 @@ class Work(NamedTuple):
     """Counted work; every program has to do at least this.
 
     Attributes:
-        flops: Of products and attention, a multiplication and an addition counted apart.
+        flops: Of products and attention, a multiplication and an addition counted separately.
         bytes: Read and written once.
     """
 
@@ -145,10 +145,10 @@ def forward_seconds(
 ) -> float:
     """One forward pass of `request.items` images through the fused blocks.
 
-    What a LoRA beside the weights and a ControlNet add is counted and was not measured.
+    What a bypass LoRA and a ControlNet add is counted and was not measured.
 
     Args:
-        precision: bf16, fp8 or int8, in which the weights are held.
+        precision: bf16, fp8 or int8, in which the weights are loaded.
         moved_bytes: of weights that the host brings to the card in each pass, because they do not
             all stay there; added, because not every host computes meanwhile.
     """
@@ -228,7 +228,7 @@ def attention_seconds(work: Pass, rates: Rates) -> float:
 def _outside_seconds(work: Pass, rates: Rates) -> float:
     """The layers before and after the blocks, in bf16 whatever the precision.
 
-    Beside their products both streams are normed, joined and taken apart: some ten times read and
+    Besides their products both streams are normed, joined and split: some ten times read and
     written. The modulation comes from a table, two streams of six rows a block.
     """
     shape = work.shape
@@ -244,7 +244,7 @@ def _outside_seconds(work: Pass, rates: Rates) -> float:
 
 
 def _lora_seconds(work: Pass, rank: int, rates: Rates) -> float:
-    """One LoRA on every layer of every block, computed beside it, as ComfyUI calls layers.
+    """One LoRA on every layer of every block, computed as a bypass, as ComfyUI calls layers.
 
     Two thin products, their sum with the layer's output, and a copy of it to where the fused
     block wants it.
@@ -289,7 +289,7 @@ def encode_text_seconds(
     Args:
         place: "on card", "drop after encoding", which moves no weights here, or "cpu", whose
             figure is predicted for 16 cores.
-        precision: in which the weights are held.
+        precision: in which the weights are loaded.
     """
     prompts = 1 if request.cfg == "off" else 2
     vision = request.references * request.member.vision_tokens
@@ -322,14 +322,14 @@ def prompt_seconds(
 # How long the VAE takes to decode and encode, counted layer by layer, whole or in tiles.
 
 BF16_BYTES = 2  # bytes of a bf16 number
-# How often a number is read or written beside the arithmetic. cuDNN turns a convolution's input and
+# How often a number is read or written around the arithmetic. cuDNN turns a convolution's input and
 # output into its own layout: each is read, written and read, or written twice. A norm's square
 # sum, quotient and two factors are kernels of their own, a SiLU and a sum too.
 CONVOLVED, NORM, SILU, SUM = 3, 8, 2, 3
 # The nodes bring images in fp32 from and to memory that is not pinned (H200: 9.5 ms for the 50 MB
 # of 2048x2048).
 PIXEL_BYTES, HOST_BYTES_PER_SECOND = 4, 5.3e9
-# What each step of a further tile costs beside its arithmetic: launches, and copies of its margins
+# What each step of a further tile costs besides its arithmetic: launches, and copies of its margins
 # (H200: 2 to 3.7 ms for each tile to decode, 1.3 to 3.4 to encode).
 TILE_STEP_SECONDS = 0.0002
 

@@ -304,7 +304,7 @@ CONVOLUTION_WORKSPACE = 1.0
 # The attention's tensors of latent pixels x channels at its worst moment: input, norm, q, k and v
 # together and in copies, output, and the output in the order of an image.
 ATTENTION_STREAMS = 10
-# PyTorch's memory-efficient attention adds up heads wider than 128 in fp32 beside a 16-bit output.
+# PyTorch's memory-efficient attention adds up heads wider than 128 in fp32 next to a 16-bit output.
 ACCUMULATOR_BYTES = 4
 # Latent pixels that a slice of the middle takes at most. Enough queries for every processor of a
 # card: an L40S has 142, and each takes 64 or 128 queries.
@@ -382,11 +382,11 @@ def tile_bytes(
             sizes.append(step.gives(0, sizes[-1])[1])
         spans.append([min(pair) for pair in zip(inner, sizes, strict=True)])
     first = spans[0][0] * spans[1][0] * steps[0].channels_in * itemsize
-    held, most = first if owns_input else 0, 0
+    kept, most = first if owns_input else 0, 0
     for step, rows, columns in zip(steps, *spans, strict=False):
-        most = max(most, layer_bytes(step, shape, itemsize, (rows, columns), held))
+        most = max(most, layer_bytes(step, shape, itemsize, (rows, columns), kept))
         # What is cut off the output stays in memory until the next step is done.
-        held = step.gives(0, rows)[1] * step.gives(0, columns)[1] * step.channels_out * itemsize
+        kept = step.gives(0, rows)[1] * step.gives(0, columns)[1] * step.channels_out * itemsize
     return most
 
 
@@ -446,7 +446,7 @@ def middle_bytes(direction: str, shape: VaeShape, latent: Size, itemsize: int, r
     if whole:
         return max(*around, attention)
     # Slices are read from one whole tensor and written into another; the attention changes one in
-    # place beside whole keys and values.
+    # place next to whole keys and values.
     return max(2 * hidden + around[0], 3 * hidden + attention, 2 * hidden + around[1])
 
 

@@ -1,4 +1,4 @@
-"""A node pack for the measured server: when each node ran, and what memory was held after it.
+"""A node pack for the measured server: when each node ran, and what memory was allocated after it.
 
 bench/memory.py links this folder into the server's custom_nodes. GET /l40s_probe tells, POST
 /l40s_probe/reset forgets. Two nodes: conditioning without a text encoder, and an end without a VAE.

@@ -19,9 +19,9 @@ class LoadReport:
         what: the part in words, such as "text encoder".
         path: what it was loaded from.
         family: what its header says it is.
-        precision: how the weights are held now, such as "bf16".
+        precision: how the weights are stored now, such as "bf16".
         reason: why in that precision.
-        bytes: of all weights as they are held now.
+        bytes: of all weights as they are stored now.
         notes: sentences about what was converted, refused or left out.
     """
 

@@ -48,7 +48,7 @@ class SavedModel:
     Args:
         bytes: of the file.
         quantized: layers in `precision`.
-        twice: those of them that the model held in another quantized form, or with a LoRA.
+        twice: those of them that the model stores in another quantized form, or with a LoRA.
         merged: tensors that LoRAs or other patches changed.
     """
 

@@ -139,7 +139,7 @@ def decode_latent(vae: torch.nn.Module, latent: torch.Tensor) -> torch.Tensor:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What tensors can take: host memory; on a card what is free, or held by torch and unused."""
+    """Free host memory; on a card what is free, or reserved by torch and unused."""
     free = available_bytes(str(device))
     if device.type != "cuda":
         return free

@@ -43,7 +43,7 @@ PRECISION_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MODEL_CLASSES = {"transformer": QwenImageTransformer2DModel, "vae": AutoencoderKLQwenImage}
 WEIGHT_FOLDERS = (*MODEL_CLASSES, "text_encoder")
 PIPELINE_CLASS = "QwenImagePipeline"
-# What decoding takes for a pixel in bf16, more than the other parts take beside their weights;
+# What decoding takes for a pixel in bf16, more than the other parts take for activations;
 # measured on an H200 from 1024x1024 to 3072x3072 as allocated memory.
 DECODE_BYTES_PER_PIXEL = 1259
 
@@ -185,7 +185,7 @@ def choose_offload(
         requested: one of `OFFLOADS`.
         what: the subject of a refusal, such as `models/Qwen-Image in bf16`.
         weights: {part: bytes}.
-        work: bytes that `auto` leaves free on a card beside the weights.
+        work: bytes that `auto` leaves free on a card for activations.
         free, host_free: bytes that can be had on the device and in host memory now.
 
     Raises:

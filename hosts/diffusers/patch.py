@@ -133,7 +133,7 @@ class _Forward:
     Without a `__dict__`: accelerate and diffusers copy that of what they wrap.
 
     Args:
-        transformer: Held weakly.
+        transformer: Referenced weakly.
         optimization: What runs; None for the transformer's own forward.
 
     Attributes:

@@ -109,9 +109,9 @@ class QuantizedLinear(torch.nn.Module):
     def _apply(self, fn: Callable, recurse: bool = True) -> QuantizedLinear:
         # `.to(dtype)` of a whole model means its other tensors: cast, the values would be numbers
         # of another format. They still move with it.
-        held = {"weight": self.weight, "weight_scale": self.weight_scale}
+        tensors_of_layer = {"weight": self.weight, "weight_scale": self.weight_scale}
         super()._apply(fn, recurse)
-        for name, tensor in held.items():
+        for name, tensor in tensors_of_layer.items():
             moved = getattr(self, name)
             if moved.dtype != tensor.dtype:
                 setattr(self, name, tensor.to(moved.device))

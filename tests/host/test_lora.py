@@ -459,7 +459,7 @@ def test_the_report() -> None:
         words = ("mixed.safetensors", "28 of 28 keys applied", "strength -0.25", "ranks 2 to 4")
         assert all(word in text for word in words), text
         assert ("rounded again" in text) == (form is INT8 and how == "merge"), text
-        assert ("beside the weights" in text) == (how == "bypass"), text
+        assert ("as a bypass" in text) == (how == "bypass"), text
         assert text.count("\n") < 2, text
 
 

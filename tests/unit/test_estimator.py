@@ -323,7 +323,7 @@ def test_small_cards_are_told_what_they_cost():
 def test_additions_are_named():
     beside = estimate(replace(USUAL, loras=Loras(2, 64, "bypass")), L40S)
     merged = estimate(replace(USUAL, loras=Loras(2, 64, "merged")), L40S)
-    assert any("2 LoRAs beside the weights take" in note for note in notes_of(beside))
+    assert any("2 LoRAs run as bypass take" in note for note in notes_of(beside))
     assert beside.step_seconds.low > merged.step_seconds.low
     assert not any("LoRA" in note for note in notes_of(merged))
     control = estimate(replace(USUAL, controlnet_bytes=10**9), L40S)

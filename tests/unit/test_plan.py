@@ -413,7 +413,7 @@ def test_a_card_on_which_nothing_runs():
         ),
         (
             RunRequest(loras=Loras(2, 64, "bypass")),
-            "2 LoRAs of rank 64 beside the weights",
+            "2 LoRAs of rank 64 as bypass",
             ["merge the LoRAs into the weights", "choose a smaller size or batch"],
         ),
         (

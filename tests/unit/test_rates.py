@@ -178,7 +178,7 @@ MEASURED = Basis("measured", "measured here; within 5%", "measured here")
             Setting(text_encoder_place="drop after encoding"),
             "a text encoder off the card",
         ),
-        (RunRequest(loras=Loras(1, 32, "bypass")), Setting(), "LoRAs beside the weights"),
+        (RunRequest(loras=Loras(1, 32, "bypass")), Setting(), "bypass LoRAs"),
         (RunRequest(controlnet_bytes=10**9), Setting(), "a ControlNet"),
         (RunRequest(family="qwen-image-layered", layers=2), Setting(), "layers"),
         (RunRequest(width=2064), Setting(), "a side above 2048 pixels"),

@@ -84,5 +84,5 @@ def test_the_promised_accuracy_is_what_was_measured():
 
     assert f"step times are at most {percent('step_worst')} off" in text
     assert f"({percent('step_mean')} on average)" in text
-    assert f"beside the weights at most {percent('activations_worst')}" in text
+    assert f"activation memory at most {percent('activations_worst')}" in text
     assert f"weights {percent('weights_worst')}" in text

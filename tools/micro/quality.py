@@ -73,7 +73,7 @@ def paint(
 
 
 def judge(images: Sequence[Image.Image], prompts: Prompts) -> dict[str, float]:
-    """Shares as `summarize` gives them; images that are not fully right are told on stderr."""
+    """Shares as `summarize` gives them; images that are not fully right are listed on stderr."""
     results = []
     for index, (image, (prompt, scene)) in enumerate(zip(images, prompts, strict=True)):
         results.append(adherence(image, scene))

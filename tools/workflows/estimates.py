@@ -1,4 +1,4 @@
-"""Workflows of the estimator: alone, and beside the report of a run."""
+"""Workflows of the estimator: alone, and with the report of a run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def estimate() -> Workflow:
 
 
 def estimate_generate_report() -> Workflow:
-    """Predicted beside measured."""
+    """Predicted and measured."""
     title = "Estimate, generate, report"
     workflow = Workflow(
         "estimate_generate_report",

@@ -40,7 +40,7 @@ class VaeBatch:
         tiles: as the user asks: 0 for the fewest that fit, or `WHOLE`, or at least so many.
         plan: makes a plan for a budget in bytes, or None for any.
         compute: runs some of the items as planned, into their part of the result.
-        host_bytes: host memory that `compute` takes beside the result.
+        host_bytes: host memory that `compute` takes besides the result.
     """
 
     vae: comfy.sd.VAE
@@ -86,16 +86,14 @@ class VaeBatch:
                     logger.warning("%s: %s", self.what, lines[-1])
                     if not self._attempt(plan, recording):
                         raise self._out_of_memory(plan)
-            lines.append(
-                f"memory beside the weights: {format_gib(plan.peak_bytes + self._kept)} predicted"
-            )
+            lines.append(f"working memory: {format_gib(plan.peak_bytes + self._kept)} predicted")
             measured = recording.stop()
             if measured is not None and measured.working_bytes:
                 lines[-1] += f", {format_gib(measured.working_bytes)} measured"
             if (moved := others - others_bytes(self.vae)) > 0:
                 lines.append(f"ComfyUI moved {format_gib(moved)} of other models off the card")
             if self._cleared:
-                lines.append("torch's cache was cleared: it held memory that was needed")
+                lines.append("torch's cache was cleared: it kept memory that was needed")
             recording.path = tuple(lines)
             recording.asked |= {
                 "size": list(self.size),
@@ -159,7 +157,7 @@ class VaeBatch:
         comfy.model_management.soft_empty_cache()
         return UnavailableError(
             f"the card ran out of memory to {self.what} {_form(plan)}: "
-            f"{format_gib(plan.peak_bytes)} beside the weights were predicted and "
+            f"{format_gib(plan.peak_bytes)} of working memory were predicted and "
             f"{format_gib(free_bytes(self.vae))} is free now, so {remedy}, or free memory on the "
             "card."
         )

@@ -54,7 +54,7 @@ class TrueModel:
         stored: How most of it is stored, where that is another one.
         computed: bf16, fp16 or fp32, in which ComfyUI computes what is not quantized.
         modulation: Where the modulation waits; None where no card has decided it.
-        loras: On it; of those beside the weights the rank that takes as many bytes.
+        loras: On it; of bypass LoRAs the rank that takes as many bytes.
         timestep_zero: Whether references are modulated as at timestep zero.
     """
 

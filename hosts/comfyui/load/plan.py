@@ -39,7 +39,7 @@ class LoadPlan:
         keep: shell patterns of layers that stay in bf16 when the others are quantized.
         named: whether the user named a quantized precision: only then is one quantized format
             converted into another.
-        precision: what the weights are held in, and `reason` why.
+        precision: what the weights are loaded in, and `reason` why.
         off_card: whether the modulation waits in host memory, and `place_reason` why.
     """
 

@@ -157,7 +157,7 @@ def load_text_encoder(
         path: ComfyUI's single file, a text_encoder/ folder, a diffusers folder, or one of them as
             `open_source` read it.
         precision: auto or "as stored", bf16, fp8 or int8: how the weights of the language model
-            are held. ComfyUI computes in fp32 whatever it is.
+            are stored. ComfyUI computes in fp32 whatever it is.
         placement: "auto", "cpu" or "drop after encoding": whether it is on the card, and for how
             long.
         disable_dynamic: loads without dynamic VRAM, as ComfyUI's own loaders take it.
@@ -212,7 +212,7 @@ def load_text_encoder_patcher(
 
 
 def _own_tokenizer(source: Source, layout: TextEncoderLayout) -> FolderTokenizer | None:
-    """The tokenizer beside the file; None where ComfyUI's own fits."""
+    """The tokenizer next to the file; None where ComfyUI's own fits."""
     published = layout.vocabulary >= PUBLISHED_TOKENS
     return None if published else find_tokenizer(source, layout.vocabulary)
 

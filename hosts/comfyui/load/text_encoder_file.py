@@ -228,7 +228,7 @@ class TextEncoderTensors:
     Args:
         tensors: {native name: tensor}; mapped, unless they were converted.
         converted: whether any is a new tensor in plain memory.
-        precision: what most of the language model is held in, in words.
+        precision: what most of the language model is loaded in, in words.
         notes: sentences about what was changed.
     """
 

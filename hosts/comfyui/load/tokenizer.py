@@ -43,7 +43,7 @@ class FolderTokenizer:
 
 
 def find_tokenizer(source: Source, vocabulary: int) -> FolderTokenizer:
-    """Finds the tokenizer beside a text encoder: in `tokenizer/` next to its folder, or with it.
+    """Finds the tokenizer of a text encoder: in `tokenizer/` next to its folder, or with it.
 
     Raises:
         CheckpointError: there is none or it is broken, it has more tokens than the embedding has

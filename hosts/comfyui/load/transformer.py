@@ -114,7 +114,7 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
         model.to(offload_device)
     assign = patcher.is_dynamic()
     if not assign and not quantized and source.part.quantization.layers:
-        # What was dequantized is taken over; copied, as mapped tensors are, it would be held twice.
+        # What was dequantized is taken over; copied, as mapped tensors are, it would exist twice.
         tensors = {name: _in_dtype_of(model, tensor) for name, tensor in tensors.items()}
         assign = True
     model.load_model_weights(tensors, "", assign=assign)
@@ -201,7 +201,7 @@ def _rope_axes(source: Source, head_dim: int) -> dict[str, tuple[int, ...]]:
         raise CheckpointError(
             f"{source.path} has heads of {head_dim} and its config.json says axes_dims_rope "
             f"{axes}: three numbers that add up to {head_dim} are needed, so put the config.json "
-            "of the model beside its weights."
+            "of the model next to its weights."
         )
     return {"axes_dims_rope": tuple(axes)}
 

@@ -1,4 +1,4 @@
-"""LoRAs on a ComfyUI MODEL: merged into its weights, or bypass: computed beside them."""
+"""LoRAs on a ComfyUI MODEL: merged into its weights, or as a bypass around them."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class LoraReport:
             size.insert(0, f"rank {low}" if low == high else f"ranks {low} to {high}")
         if self.strength == 0:
             return f"{self.path.name}: not applied, because its strength is 0 ({', '.join(size)})."
-        how = "merged into the weights" if self.how == "merge" else "beside the weights (bypass)"
+        how = "merged into the weights" if self.how == "merge" else "as a bypass"
         line = (
             f"{self.path.name}: {self.applied} of {self.modules} keys applied at strength "
             f"{self.strength:g}, {how} ({', '.join(size)})."

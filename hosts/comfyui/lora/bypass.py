@@ -1,4 +1,4 @@
-"""Bypass: computes a LoRA beside the layers that it changes and leaves their weights alone.
+"""Bypass: computes a LoRA next to the layers that it changes and leaves their weights alone.
 
 Core has this as "bypass". It is not used, because in ComfyUI 0.33 a second LoRA takes the first
 one's place, or with a key of its own recurses without end after a reload (injections are removed in
@@ -113,7 +113,7 @@ def run_bypass(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 class BypassForward:
-    """The `forward` of a layer with a change beside it.
+    """The `forward` of a layer with a bypass.
 
     Attributes:
         forward: What it was before.

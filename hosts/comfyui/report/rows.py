@@ -89,7 +89,7 @@ class PhaseRow:
         return max((getattr(measured, name) for measured in self.measured), default=0)
 
     def total_seconds(self) -> float | None:
-        """Of all; None where nothing ran, or nothing told when it was done."""
+        """Of all; None where nothing ran, or nothing recorded its end."""
         seconds = [measured.seconds for measured in self.measured]
         return sum(seconds) if seconds and None not in seconds else None
 
@@ -207,7 +207,7 @@ def _run(ran: LastRun, records: Sequence[Record]) -> str:
 
 
 def _load(ran: LastRun) -> tuple[Record, ...]:
-    """One record of all waits for weights, if phases told where they ended."""
+    """One record of all waits for weights, if phases recorded their end."""
     found = [
         record.measured
         for record in ran.records

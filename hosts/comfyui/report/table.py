@@ -35,7 +35,7 @@ UNWATCHED = (
     "(L40S) between it and the sampler, and connect its MODEL here."
 )
 FAILED = "The run could not be reported: ComfyUI's log says why."
-# What sampling may take beside its steps before the report says so.
+# What sampling may take besides its steps before the report says so.
 LONG_SECONDS, LONG_SHARE = 1.0, 0.25
 
 
