@@ -29,7 +29,7 @@ FAMILIES_OF_TENSORS = (LAYERED, EDIT_2511)
 
 @dataclass(frozen=True)
 class CheckpointSizes:
-    """What headers tell of a model.
+    """A model's sizes, from its headers.
 
     Attributes:
         path: As it was named.
@@ -160,6 +160,6 @@ def _text_encoder(part: CheckpointPart, requested: str) -> tuple[str, int]:
 
 
 def modulation_bytes(source: Source) -> int:
-    """Of a transformer's modulation layers as the file holds them."""
+    """Bytes of a transformer's modulation layers as stored."""
     tensors = source.tensors.items()
     return sum(info.nbytes for name, info in tensors if MODULATION.search(name))

@@ -80,7 +80,7 @@ class TableFigures:
         self.timesteps, self.bytes = len(table), table.bytes
 
     def lines(self) -> list[str]:
-        """What came of it, a line each."""
+        """Lines about the run."""
         lines = []
         if self.direct:
             lines.append(
@@ -122,7 +122,7 @@ class ModulationTable:
 
     @property
     def bytes(self) -> int:
-        """What the entries take on the card."""
+        """Bytes of the entries on the card."""
         return sum(entry.bytes for entry in self._entries.values())
 
     def entry(

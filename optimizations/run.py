@@ -53,7 +53,7 @@ class RunModulation(Protocol):
         """Begins the figures of another run."""
 
     def lines(self) -> list[str]:
-        """What came of the run, a line each."""
+        """Lines about the run."""
 
 
 class HostPass(Protocol):

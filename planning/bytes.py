@@ -240,7 +240,7 @@ def step_bytes(request: RunRequest, setting: Setting) -> StepBytes:
 
 
 def input_bytes(request: RunRequest) -> int:
-    """What is there while the first block waits for its modulation: its input and all around it."""
+    """Bytes on the card while the first block waits for its modulation."""
     shape, rows = request.transformer, TokenRows.of(request)
     stream = rows.all * BF16 * shape.dim
     return stream + _around(shape, rows, request) + control_bytes(request)[0]

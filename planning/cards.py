@@ -19,7 +19,7 @@ EMPTY_WORDS = {"nvidia", "geforce", "tesla", "generation", "gpu"}
 
 @dataclass(frozen=True)
 class Price:
-    """What an hour of one card costs.
+    """The price of an hour of one card.
 
     Attributes:
         kind: "on demand", "from" (the lowest that a provider announces for it on demand), "spot",
@@ -68,7 +68,7 @@ class Card:
     changed: bool = field(default=False, kw_only=True)
 
     def facts(self) -> CardFacts:
-        """What the choice of a precision needs."""
+        """The figures that the choice of a precision needs."""
         return CardFacts(self.name, self.memory_bytes, self.capability)
 
     def multiplies(self, precision: str) -> bool:

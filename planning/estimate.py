@@ -100,7 +100,7 @@ MOST_SIDE, MOST_ITEMS = 2048, 2
 
 
 def basis_within(basis: Basis, request: RunRequest, setting: Setting) -> Basis:
-    """What the times of a request in a setting rest on.
+    """The basis of the times of a request in a setting.
 
     Args:
         basis: of the card's rates.
@@ -118,7 +118,7 @@ def basis_within(basis: Basis, request: RunRequest, setting: Setting) -> Basis:
 
 
 def not_measured(request: RunRequest, setting: Setting) -> Iterator[str]:
-    """What of a request no measured run had, each as a noun."""
+    """Names each part of a request that no measured run had."""
     if not setting.resident:
         yield "weights that leave the card"
     if setting.weight_only:
@@ -216,7 +216,7 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
 
 
 def _load(option: PlanOption, *, quantized_file: bool = False) -> Load:
-    """What a load of the option's files does.
+    """The bytes that a load of the option's files reads, quantizes and moves.
 
     Args:
         quantized_file: whether a transformer that would be quantized on load comes from a file
@@ -238,7 +238,7 @@ def _load(option: PlanOption, *, quantized_file: bool = False) -> Load:
 
 
 def _bytes_of_turns(option: PlanOption) -> tuple[int, int]:
-    """What each run brings to the card again: (for the text encoder's turn, for the decoder's).
+    """Bytes that each run brings to the card again: (before encoding, before decoding).
 
     A text encoder that is not there, and what of the transformer had to leave for either.
     """
@@ -256,7 +256,7 @@ def _bytes_of_turns(option: PlanOption) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a request takes on a card.
+    """Memory, time and cost of a request on a card.
 
     Attributes:
         request: As it was asked.
@@ -304,7 +304,7 @@ class Estimate:
 
     @property
     def headroom_bytes(self) -> int:
-        """What is left of the card in the worst phase; negative by what is lacking."""
+        """Free bytes of the card in the worst phase; negative where it is too small."""
         return self.option.headroom_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""What a run's files take of a disk, and how long their weights take onto the card.
+"""The disk space of a run's files, and the time to bring their weights to the card.
 
 Sizes are decimal, GB, as disks and downloads are sold.
 """
@@ -40,7 +40,7 @@ class GuideFigure(NamedTuple):
 
 @dataclass(frozen=True)
 class Disk:
-    """What a disk holds for a run, in bytes.
+    """The disk space of a run, in bytes.
 
     Attributes:
         files: The model files that a run reads.
@@ -58,7 +58,7 @@ class Disk:
 
     @property
     def transformer_bytes(self) -> int:
-        """Of its file, which comes first."""
+        """Bytes of the transformer's file, the first of all."""
         return next(iter(self.files.values()))
 
     @property
@@ -67,17 +67,17 @@ class Disk:
 
     @property
     def total_bytes(self) -> int:
-        """Of every run; `once` comes on top, the first time."""
+        """Files and software; `once` comes on top before the first run."""
         return self.files_bytes + self.container_bytes
 
     @property
     def most_bytes(self) -> int:
-        """With what is there once."""
+        """The total with the files that are there only once."""
         return self.total_bytes + sum(self.once.values())
 
 
 def disk(request: RunRequest, setting: Setting, *, quantized_file: bool = False) -> Disk:
-    """What a run needs on disk.
+    """The disk space that a run needs.
 
     Args:
         quantized_file: whether fp8 and int8 come from a file that SaveQuantized or
@@ -106,7 +106,7 @@ def made_on_load(request: RunRequest, setting: Setting) -> bool:
 
 
 def against_guides(found: Disk, setting: Setting, card_bytes: int) -> tuple[GuideFigure, ...]:
-    """What guides for rented machines advise, and what is needed.
+    """Compares the advice of guides for rented machines with what is needed.
 
     They add up a container of 40 GB, a volume of 80 GB, and 88 GB of card memory for bf16 or 44 GB
     for 8 bits: 8 to 18 GB of it activations, of which a step takes half a gigabyte.
@@ -146,7 +146,7 @@ def _transformer_file(request: RunRequest, known: Mapping[str, int]) -> dict[str
 
 
 def _lora_files(request: RunRequest) -> int:
-    """Of rank x (K + N) in bf16 for every layer that can have one, whether merged or bypass."""
+    """Bytes of LoRA files: rank x (K + N) in bf16 for every layer that can have one."""
     layers = request.transformer.quantizable_layers().values()
     return 2 * request.loras.count * request.loras.rank * sum(map(sum, layers))
 
@@ -175,7 +175,7 @@ START = Range(12.6, 17.4)
 
 
 class Load(NamedTuple):
-    """What a load does, in bytes.
+    """The work of a load, in bytes.
 
     Attributes:
         read: Of the files that hold full precision.

@@ -1,4 +1,4 @@
-"""What a request takes on a card in each phase."""
+"""The card's memory in each phase of a request."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ class Phase:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the part that works, alone."""
+        """Bytes of the part that works, alone."""
         return self.weights + self.activations + self.workspace
 
     @property
     def card_bytes(self) -> int:
-        """Of everything that is on the card."""
+        """Bytes of everything that is on the card."""
         return self.peak_bytes + self.context + sum(self.resident.values())
 
 
@@ -102,13 +102,13 @@ BLOCKS_ON_CARD = 2
 
 
 def least_weights(request: RunRequest, weights: int) -> int:
-    """Of a transformer's weights, what is on the card at least while a block computes."""
+    """The least bytes of a transformer's weights on the card while a block computes."""
     return min(weights, BLOCKS_ON_CARD * -(-weights // request.transformer.blocks))
 
 
 def within(phase: Phase, usable: int) -> Phase:
-    """A phase for which the host moves off the card what has no room next to the part that works,
-    and of that part what has none either.
+    """The phase with what does not fit moved off the card: from the other parts first, then from
+    the part that works.
     """
     over, resident, note = phase.card_bytes - usable, dict(phase.resident), phase.note
     if over <= 0:
@@ -147,7 +147,7 @@ VAE_BYTES = 2 * 126_892_531
 
 
 class Overhead(NamedTuple):
-    """What is not counted: bytes of workspaces while sampling, and of the CUDA context."""
+    """Fitted bytes: workspaces while sampling, and the CUDA context."""
 
     workspace: int
     context: int

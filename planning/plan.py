@@ -78,12 +78,12 @@ class PlanOption:
 
     @property
     def usable_bytes(self) -> int:
-        """Of the card, less what the host keeps free."""
+        """Bytes of the card without those that the host keeps free."""
         return self.card.total_bytes - KEPT_FREE_BYTES
 
     @cached_property
     def phases(self) -> Mapping[str, Phase]:
-        """What really is on the card in each phase: never more than it has.
+        """The card in each phase as it runs, never fuller than it is large.
 
         Raises:
             UnavailableError: the image does not decode on the card even alone.
@@ -126,27 +126,27 @@ class PlanOption:
 
     @property
     def peak_bytes(self) -> int:
-        """What that phase needs for all to stay; of a resident option, what it takes."""
+        """Bytes that this phase needs for everything to stay on the card."""
         return self.needs[self.peak_phase]
 
     @property
     def short_phase(self) -> str:
-        """What does not fit: sampling, where it does not, because that counts in every step."""
+        """The phase that does not fit: sampling first, because it counts in every step."""
         return "sampling" if self.needs["sampling"] > self.usable_bytes else self.peak_phase
 
     @property
     def headroom_bytes(self) -> int:
-        """What the card has beyond its peak and what stays free; negative by what does not fit."""
+        """Usable bytes beyond the peak; negative where not everything fits."""
         return self.usable_bytes - self.peak_bytes
 
     @property
     def weights_bytes(self) -> int:
-        """Of the transformer, what steps read on the card."""
+        """Bytes of the transformer that steps read on the card."""
         return self._steps["sampling"].weights
 
     @property
     def moved_bytes(self) -> int:
-        """Of these, what the host brings to the card in each forward pass."""
+        """Bytes of the transformer that the host brings to the card in each forward pass."""
         return 0 if self.resident else self.weights_bytes - self.phases["sampling"].weights
 
     @property
@@ -159,7 +159,7 @@ class PlanOption:
 
     @property
     def tiles(self) -> int:
-        """Of each image that the VAE decodes; 1 is whole."""
+        """Tiles of each image that the VAE decodes; 1 is whole."""
         decode = self.phases["decode"]
         free = self.usable_bytes - decode.card_bytes + decode.activations
         return decode_plan(self.request, max(free, decode.activations)).count
@@ -437,7 +437,7 @@ def _refusal(case: _Case, least: int) -> str:
 
 
 def _extras(request: RunRequest) -> list[str]:
-    """What a request adds to a picture."""
+    """Names what a request uses besides the base model."""
     extras = []
     if request.controlnet_bytes:
         extras.append(f"a ControlNet of {format_gib(request.controlnet_bytes)}")

@@ -68,7 +68,7 @@ CONSTANT_NAMES = tuple(field.name for field in fields(Constants))
 
 @functools.cache
 def measured() -> Mapping[str, Any]:
-    """What is in `measured.json`: conditions, constants, their errors, runs and loads.
+    """The contents of `measured.json`: conditions, constants, their errors, runs and loads.
 
     Raises:
         UnavailableError: the file is not there or damaged.
@@ -121,7 +121,7 @@ MEASURED_LINK = 0.864
 
 @dataclass(frozen=True)
 class Rates:
-    """What a card really does in a second.
+    """The rates that a card reaches, per second.
 
     Attributes:
         gemm: FLOP/s of the transformer's matrix products, by the precision of both operands; a
@@ -145,7 +145,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Basis:
-    """What times rest on.
+    """The basis of times: measured or predicted.
 
     Attributes:
         kind: "measured" on this card, "predicted", or "unknown" where there are no times.
@@ -241,7 +241,7 @@ def _taken(card: Card, calibration: Rates, names: Iterable[str], end: int) -> di
 
 
 def _peak(card: Card, precision: str) -> float:
-    """Of a precision that the card multiplies; bf16's where its list gives none."""
+    """The dense peak of a precision that the card multiplies; bf16's where its list gives none."""
     return card.dense_flops.get(precision, card.dense_flops["bf16"])
 
 

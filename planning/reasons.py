@@ -33,7 +33,7 @@ def need_words(phase: str, count: int) -> str:
 
 
 def conversion(stored: str, name: str) -> str:
-    """What becomes of a file's precision."""
+    """Says how a file's precision is converted."""
     if stored == name:
         return f"the file holds {name}"
     if name in QUANTIZED and stored in QUANTIZED:
@@ -48,7 +48,7 @@ def conversion(stored: str, name: str) -> str:
 
 
 def weight_only(name: str, card: CardFacts | None) -> str:
-    """What quantized weights gain where nothing multiplies them; empty elsewhere."""
+    """Says what quantized weights gain on a card that does not multiply them; empty elsewhere."""
     if name not in QUANTIZED:
         return ""
     if card is None:
@@ -63,14 +63,14 @@ def weight_only(name: str, card: CardFacts | None) -> str:
 
 
 def requested_precision(name: str, stored: str | None, as_stored: bool) -> str:
-    """Of a precision that was asked for, or that a file is to keep."""
+    """The reason for a precision that was requested, or that a file keeps."""
     if as_stored:
         return f"as stored: the file holds {stored}"
     return f"requested: {conversion(stored, name)}" if stored else f"{name} as requested"
 
 
 def kept_precision(stored: str) -> str:
-    """Of a quantized file that nobody asked to change."""
+    """The reason for a quantized file's own precision under `auto`."""
     return f"auto: the file holds {stored}, and dequantizing it would gain nothing"
 
 
@@ -84,7 +84,7 @@ def automatic_precision(
     bf16_fits: bool,
     least: str = "",
 ) -> str:
-    """Of a precision that nobody asked for.
+    """The reason for a precision that `auto` chose.
 
     Args:
         resident: whether it stays on the card.
@@ -177,7 +177,7 @@ def room_words(
     moved: int,
     passes: int,
 ) -> str:
-    """What stays on the card, and what does not.
+    """Says what stays on the card and what does not.
 
     Args:
         weights: bytes of the transformer that are to be there.

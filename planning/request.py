@@ -1,4 +1,4 @@
-"""What somebody wants to run: the settings that memory, time and cost follow from."""
+"""A run request: the settings that memory, time and cost follow from."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What to run. "auto" and 0 tiles leave a choice to the plan.
+    """A run to plan. "auto" and 0 tiles leave a choice to the plan.
 
     Args:
         family: a name in `spec.FAMILIES`.

@@ -113,7 +113,7 @@ class Pass:
 
 
 def block_bytes(work: Pass, precision: str, *, expanded: bool = False) -> int:
-    """What the kernels between the products of one block read and write.
+    """Bytes that the kernels between the products of one block read and write.
 
     Of a token of width D: gate, residual, norm and modulation, twice, read two rows and write two,
     the second in the precision of what reads it; the norm of q and k and their rotation read and
@@ -136,7 +136,7 @@ def block_bytes(work: Pass, precision: str, *, expanded: bool = False) -> int:
 
 
 def norm_bytes(dim: int, narrow: bool) -> int:
-    """Of gate, residual, norm and modulation of one token, quantized where it is narrow."""
+    """Bytes of gate, residual, norm and modulation of one token, quantized where it is narrow."""
     return 3 * WIDE * dim + (dim + BYTES_PER_SCALE if narrow else WIDE * dim)
 
 
@@ -204,7 +204,7 @@ def product_seconds(
 
 
 def _card_seconds(work: Pass, precision: str, rates: Rates) -> float:
-    """What the card computes, without waiting for the processor."""
+    """Seconds of the card alone, without waiting for the processor."""
     shape = work.shape
     expanded = precision in QUANTIZED and precision not in rates.gemm
     multiplied = "bf16" if expanded else precision
@@ -220,7 +220,7 @@ def _card_seconds(work: Pass, precision: str, rates: Rates) -> float:
 
 
 def attention_seconds(work: Pass, rates: Rates) -> float:
-    """Of one block: 4 joint^2 dim operations an item, no shorter than q, k, v and the output."""
+    """One block: 4 joint^2 dim operations an item, no shorter than q, k, v and the output."""
     arithmetic = 4 * work.items * work.joint**2 * work.shape.dim / rates.attention
     return max(arithmetic, 4 * WIDE * work.rows * work.shape.dim / rates.bandwidth)
 

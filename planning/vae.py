@@ -134,7 +134,7 @@ def plan_encode(
 
 
 def encode_peak_bytes(shape: VaeShape, height: int, width: int, itemsize: int) -> int:
-    """What encoding one item whole holds at most; height and width are latent pixels."""
+    """Peak bytes of encoding one item whole; height and width are latent pixels."""
     latent = (height, width)
     return latent_bytes(shape, latent, itemsize) + whole_bytes("encode", shape, latent, itemsize)
 

@@ -43,7 +43,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class SavedModel:
-    """What was written.
+    """The result of a save.
 
     Args:
         bytes: of the file.

@@ -79,7 +79,7 @@ class TransformerPass:
         return None if self._attention.fallback else self._attention
 
     def fallback(self) -> Fallback | None:
-        """What has been done to the transformer, or surrounds the call."""
+        """Why diffusers computes this call itself: a changed transformer, or its context."""
         if self.owner.training:
             return Fallback("the transformer is in training mode: call eval()")
         if torch.jit.is_tracing():
@@ -126,7 +126,7 @@ class TransformerPass:
         return BlockInputs(text, image, arguments["temb"], self._step, not self._controlled)
 
     def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
-        """Of the run's table, if there is one."""
+        """The modulation from the run's table, if there is one."""
         return self.modulation.entry(self.owner, self._given, embedding, batch)
 
     def host_attend(

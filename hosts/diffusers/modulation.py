@@ -46,7 +46,7 @@ class TransformerModulation:
         self.figures = TableFigures()
 
     def lines(self) -> list[str]:
-        """What came of the run, a line each."""
+        """Lines about the run."""
         return self.figures.lines()
 
     def entry(

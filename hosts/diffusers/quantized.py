@@ -24,7 +24,7 @@ from ...spec import QUANTIZED
 
 
 class Product(Protocol):
-    """What multiplies the activations of a layer with its quantized weight."""
+    """Multiplies a layer's activations with its quantized weight."""
 
     format: str
 

@@ -19,7 +19,7 @@ from .modulation import Timesteps, TransformerModulation
 
 
 class TransformerOptimization(Optimization):
-    """What runs in place of a transformer's `forward`.
+    """Runs in place of a transformer's `forward`.
 
     It holds the transformer weakly: a pipeline that is deleted frees its memory at once. Nothing in
     diffusers says where a run begins or that modules have changed, so that a call outside of `run`

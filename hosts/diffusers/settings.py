@@ -1,4 +1,4 @@
-"""What one generation is asked to do, checked before anything heavy is imported or loaded."""
+"""The settings of one generation, checked before anything heavy is imported or loaded."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ LANGUAGE_LINEAR = re.compile(
 
 @dataclass(frozen=True)
 class TextEncoderTensors:
-    """What ComfyUI is to load.
+    """The tensors and settings for ComfyUI to load.
 
     Args:
         tensors: {native name: tensor}; mapped, unless they were converted.

@@ -36,7 +36,7 @@ Patch = WeightAdapterBase | tuple[str, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class LoraReport:
-    """What `apply_lora` did.
+    """The result of `apply_lora`.
 
     Args:
         how: one of `MODES`.

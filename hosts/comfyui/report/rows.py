@@ -81,27 +81,27 @@ class PhaseRow:
 
     @property
     def measured(self) -> list[Measured]:
-        """Of those that had to run."""
+        """Measurements of the records that had to run."""
         return [record.measured for record in self.records if record.measured is not None]
 
     def most(self, name: str) -> int:
-        """The highest of a figure; 0 where the device is not counted."""
+        """The maximum of a figure; 0 where the device is not counted."""
         return max((getattr(measured, name) for measured in self.measured), default=0)
 
     def total_seconds(self) -> float | None:
-        """Of all; None where nothing ran, or nothing recorded its end."""
+        """Seconds of all records; None where nothing ran, or nothing recorded its end."""
         seconds = [measured.seconds for measured in self.measured]
         return sum(seconds) if seconds and None not in seconds else None
 
     def predicted_seconds(self) -> Range | None:
-        """Of as many as ran; None where one has no answer."""
+        """Predicted seconds of as many as ran; None where one has no prediction."""
         seconds = [phase.seconds for phase in self.predicted]
         if not seconds or None in seconds or len(seconds) < len(self.measured):
             return None
         return reduce(add, seconds)
 
     def predicted_card(self) -> int:
-        """At the worst of them; 0 where nothing says."""
+        """Predicted peak of the card in bytes; 0 without a prediction."""
         return max((phase.card_bytes for phase in self.predicted), default=0) * self.whole
 
     def predicted_working(self) -> int:
@@ -115,7 +115,7 @@ class PhaseRow:
         )
 
     def line(self) -> str:
-        """Such as `sampling: 2.0 s (predicted 2.1 s); card 40.2 GiB (predicted 41.1)`."""
+        """One line: `sampling: 2.0 s (predicted 2.1 s); card 40.2 GiB (predicted 41.1)`."""
         count = f"{len(self.measured)} times" if len(self.measured) > 1 else ""
         which = ", ".join(filter(None, (count, self.run)))
         name = f"{ROW_NAMES[self.name]} ({which})" if which else ROW_NAMES[self.name]
@@ -240,7 +240,7 @@ def ends(seconds: Range | None) -> list[float] | None:
 
 
 def seconds_text(value: float) -> str:
-    """Such as `840 ms`."""
+    """Formats seconds: `840 ms`."""
     return duration(Range(value, value))
 
 

@@ -96,7 +96,7 @@ def _report(model: ModelPatcher, clip: Any, vae: Any) -> RunReport:
 def _predictions(
     sampled: Sequence[Record], model: ModelPatcher, clip: Any, vae: Any, tiles: int
 ) -> list[Prediction]:
-    """Of each sampling; equal ones are predicted once."""
+    """Predictions for each sampling; equal ones are computed once."""
 
     kinds = {_kind(record): record for record in sampled}
     found = {

@@ -17,7 +17,7 @@ def context_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def control_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a ControlNet adds; None for none."""
+    """The output of ControlNets; None without one."""
     return _argument("control", args, kwargs)
 
 

@@ -91,7 +91,7 @@ class ComfyPass:
         return filled if own else None
 
     def fallback(self) -> Fallback | None:
-        """What a node has set for the whole pass."""
+        """Options that a node has set for the whole pass."""
         if is_compiled(self._options):
             return COMPILED
         return INPUT_PATCH if self._options.get("patches", {}).get("attn1_patch") else None
@@ -121,7 +121,7 @@ class ComfyPass:
         )
 
     def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
-        """Of the model's table."""
+        """The modulation from the model's table."""
         return self.modulation.entry(embedding)
 
     def host_attend(

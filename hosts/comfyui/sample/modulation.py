@@ -81,7 +81,7 @@ class ModelModulation:
 
     @classmethod
     def of(cls, model: Any) -> ModelModulation:
-        """The one that a model has."""
+        """The model's own, made on first use."""
         found = model.__dict__.get(MODULATION_KEY)
         if found is None:
             found = model.__dict__[MODULATION_KEY] = cls(model)
@@ -135,7 +135,7 @@ class ModelModulation:
         return entry
 
     def rows(self, layer: OffCardLinear, embedding: torch.Tensor) -> torch.Tensor | None:
-        """What an off-card layer gives, from the table; None where the table is not for it.
+        """The output of an off-card layer from the table; None where the table is not for it.
 
         ComfyUI's own blocks ask for the image stream with the whole embedding, then for the text
         stream with it or with its first half.
@@ -176,7 +176,7 @@ class ModelModulation:
             ModelModulation.of(patcher.model).table.drop()
 
     def lines(self) -> list[str]:
-        """What came of the run, a line each."""
+        """Lines about the run."""
         passes, lines = self.passes, self.figures.lines()
         patcher = self._patcher()
         on_card = patcher is not None and patcher.load_device.type == "cuda"
@@ -209,7 +209,7 @@ class ModelModulation:
         return None
 
     def _state(self) -> Hashable:
-        """What the weights of the modulation are now."""
+        """A fingerprint of the modulation's weights."""
         patcher = self.patcher
         hooks = patcher.current_hooks.hooks if patcher.current_hooks else ()
         return (

@@ -76,7 +76,7 @@ class OffCardLinear(torch.nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """What the weights take in host memory."""
+        """Bytes of the weights in host memory."""
         return sum(part.nbytes for part in self.parts())
 
     @contextmanager
@@ -151,10 +151,10 @@ class OffCardModulation(torch.nn.Sequential):
 
 
 class _OffCard:
-    """What a patcher of a model with OffCardLinear layers does otherwise than ComfyUI's."""
+    """Overrides of ComfyUI's patcher for a model with OffCardLinear layers."""
 
     def _load_list(self, *args: Any, **kwargs: Any) -> list[tuple[Any, ...]]:
-        """What ComfyUI moves, less the layers that stay off the card."""
+        """The layers that ComfyUI moves, without those that stay off the card."""
         found = super()._load_list(*args, **kwargs)
         return [entry for entry in found if not any(isinstance(x, OffCardLinear) for x in entry)]
 
@@ -249,7 +249,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PassFigures:
-    """What some passes took.
+    """Figures of some passes.
 
     Attributes:
         passes: How many there were.

@@ -28,7 +28,7 @@ HOST_ATTENTION = "comfyui"
 
 @dataclass(frozen=True)
 class OptimizeSettings:
-    """What `optimize` switches on.
+    """The switches of `optimize`.
 
     Attributes:
         blocks: Fused blocks with modulation tables.

@@ -1,4 +1,4 @@
-"""What an optimized MODEL does in each sampling run and each forward pass, on ComfyUI's hooks."""
+"""An optimized MODEL's sampling runs and forward passes, on ComfyUI's hooks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIMIZATION_KEY = "qwen_l40s_optimize"
 
 
 class ComfyOptimization(Optimization):
-    """What `optimize` hangs on a patcher; clones of the patcher share it.
+    """The attachment that `optimize` puts on a patcher; clones of the patcher share it.
 
     Args:
         blocks: Whether the executor runs the blocks.
