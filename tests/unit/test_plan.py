@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qwen_l40s.charts.answer import estimate_json
@@ -213,6 +213,8 @@ def test_a_whole_decode_that_no_model_could_make_room_for_is_refused():
     assert plan(card, RunRequest(width=1024, height=928))[0].tiles > 1
 
 
+@example(RunRequest(), {"precision": "bf16"}, 24 * GIB, 0)
+@example(RunRequest(width=256, height=256), {"text_encoder_place": "on card"}, 5 * GIB // 2, 0)
 @given(
     request=requests,
     named=named,
