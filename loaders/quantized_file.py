@@ -29,7 +29,7 @@ from .writer import SAFETENSORS_DTYPES, SafetensorsLayout, Specs, write_safetens
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 # ComfyUI's files say with this tensor what diffusers says with `zero_cond_t` in config.json.
-EDIT_2511, MARKER_2511 = "Qwen-Image-Edit-2511", "__index_timestep_zero__"
+EDIT_2511_FAMILY, MARKER_2511 = "Qwen-Image-Edit-2511", "__index_timestep_zero__"
 # Settings that no tensor tells, and that a single file would lose: how a head is split over time,
 # height and width.
 CONFIG = ("axes_dims_rope",)
@@ -203,7 +203,7 @@ def plan_quantized(
             if layer
             else {name: (kept_dtype, info.shape)}
         )
-    if source.part.family == EDIT_2511:
+    if source.part.family == EDIT_2511_FAMILY:
         specs.setdefault(MARKER_2511, ("F32", (0,)))
     metadata: dict[str, str] = {}
     for header in source.shards.headers:

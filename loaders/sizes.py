@@ -14,7 +14,7 @@ from .checkpoint import CheckpointPart, inspect_checkpoint
 from .quantization import computed_precision
 from .source import Source, open_source
 
-MODULATION = re.compile(r"\.(img|txt)_mod\.1\.")
+MODULATION_WEIGHT = re.compile(r"\.(img|txt)_mod\.1\.")
 LAYERED, EDIT_2511 = "qwen-image-layered", "qwen-image-edit-2511"
 # What a header or a pipeline class tells; "Qwen-Image" alone may also be 2512, Edit or Edit-2509.
 FAMILY_BY_CLASS = {
@@ -162,4 +162,4 @@ def _text_encoder(part: CheckpointPart, requested: str) -> tuple[str, int]:
 def modulation_bytes(source: Source) -> int:
     """Bytes of a transformer's modulation layers as stored."""
     tensors = source.tensors.items()
-    return sum(info.nbytes for name, info in tensors if MODULATION.search(name))
+    return sum(info.nbytes for name, info in tensors if MODULATION_WEIGHT.search(name))

@@ -7,7 +7,7 @@ from comfy_api.latest import io
 from ..optimizations.attention import BACKENDS
 from .common import CATEGORY, require_host, with_report
 
-ATTENTION = ["auto", "comfyui", *BACKENDS]
+ATTENTION_CHOICES = ["auto", "comfyui", *BACKENDS]
 
 
 class QwenL40SOptimize(io.ComfyNode):
@@ -37,7 +37,7 @@ class QwenL40SOptimize(io.ComfyNode):
                 io.Model.Input("model", tooltip="From any loader, in bf16, fp8 or int8."),
                 io.Combo.Input(
                     "attention",
-                    options=ATTENTION,
+                    options=ATTENTION_CHOICES,
                     default="auto",
                     tooltip="auto measures the exact backends of this card once and takes the "
                     "fastest. comfyui leaves ComfyUI's own. sage_2 is faster on some "

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from ... import __version__
 from .definitions import Definition, definitions
 
-GB = 10**9
 COMFY_QWEN = "https://huggingface.co/Comfy-Org/Qwen-Image_ComfyUI/resolve/main/split_files"
 COMFY_EDIT = "https://huggingface.co/Comfy-Org/Qwen-Image-Edit_ComfyUI/resolve/main/split_files"
 LIGHTNING = "https://huggingface.co/lightx2v/Qwen-Image-2512-Lightning/resolve/main"

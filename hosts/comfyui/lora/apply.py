@@ -29,7 +29,7 @@ from .bypass import add_bypass, bypass_module
 from .file import LoraFile, inspect_lora, read_lora
 
 LISTED = 3  # names in a message
-TEXT_ENCODER = ("text_encoder", "text_model", "lora_te", "te_", "clip", "cond_stage_model")
+TEXT_ENCODER_PREFIXES = ("text_encoder", "text_model", "lora_te", "te_", "clip", "cond_stage_model")
 # What `comfy.lora.load_lora` makes of a module: an adapter, or ("diff", (tensor,)).
 Patch = WeightAdapterBase | tuple[str, tuple[Any, ...]]
 
@@ -177,7 +177,7 @@ def _patches(model: ModelPatcher, file: LoraFile) -> tuple[dict[str, Patch], lis
     for module, name in file.modules.items():
         key = targets.get(module, "")
         keys = {key, f"{key.removesuffix('.weight')}.bias"}
-        if module.startswith(TEXT_ENCODER):
+        if module.startswith(TEXT_ENCODER_PREFIXES):
             not_applied.append((name, "text encoder"))
         elif not key or (keys & loaded.keys() and not keys & patches.keys()):
             not_applied.append((name, "not in this model"))

@@ -61,7 +61,7 @@ def only_measures(method: Method) -> Method:
 
 
 # Devices whose own clock or whose calls tell when a step is done.
-TIMED = ("cuda", "cpu")
+TIMED_DEVICES = ("cuda", "cpu")
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Marks:
     """Time stamps: CUDA events on a card, the wall clock on the processor."""
 
     def __init__(self, device: torch.device) -> None:
-        self._timed = device.type in TIMED
+        self._timed = device.type in TIMED_DEVICES
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._marks: list[torch.cuda.Event | float] = []
 

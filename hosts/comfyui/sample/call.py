@@ -7,7 +7,7 @@ from typing import Any
 
 # Of BaseModel.apply_model, behind x and t. ComfyUI passes them by place; a wrapper of another
 # extension may pass them on by name.
-ARGUMENTS = ("c_concat", "c_crossattn", "control", "transformer_options")
+CALL_ARGUMENTS = ("c_concat", "c_crossattn", "control", "transformer_options")
 COMPILED = "torch.compile"  # the key of comfy_api.torch_helpers
 
 
@@ -27,7 +27,7 @@ def options_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _argument(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    place = ARGUMENTS.index(name)
+    place = CALL_ARGUMENTS.index(name)
     return args[place] if place < len(args) else kwargs.get(name)
 
 
