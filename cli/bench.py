@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from ..planning.cards import Card, find_card
 from ..spec import FULL_SIZE, MULTIPLIED, SMALL
 from .output import check_target, require_packages, write_whole
 
-BENCHMARKS = f"{__package__.rpartition('.')[0]}.bench"
+# Not by its import name: an editable install beside a wheel would find its own.
+BENCHMARKS = Path(__file__).resolve().parents[1] / "bench" / "__init__.py"
 SHAPES = {"full": FULL_SIZE, "small": SMALL}
 WHAT = {
     "ops": "each operation of a block: ours, torch's and comfy-kitchen's",
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         return calibrate_card(args)
     if args.what is None:
         raise SettingError(f"bench needs WHAT, {', '.join(WHAT)}, or --calibrate.")
-    if find_spec(BENCHMARKS) is None:
+    if not BENCHMARKS.is_file():
         raise UnavailableError(
             f"bench {args.what} is not in the installed package: benchmarks are in the repository, "
             f"so run `python FOLDER bench {args.what}` with the FOLDER of a clone."
