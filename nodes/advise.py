@@ -20,7 +20,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_AdviseGPU",
-            display_name="Advise GPU for Qwen-Image (L40S)",
+            display_name="Advise GPU for Qwen-Image",
             category=CATEGORY,
             description="Ranks the cards of the list by what an image costs at so many images an "
             "hour, each in the settings that suit it, and says from which load on another card is "

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 CATEGORY = "Qwen-Image/L40S"
+SUMMARY_LINES = 6
 
 
 def require_host() -> None:
@@ -25,9 +26,20 @@ def require_host() -> None:
         raise UnavailableError(fallback.reason)
 
 
-def with_report(*outputs: object, report: str) -> io.NodeOutput:
-    """Returns the outputs and the report, which the page and the history show as text."""
-    return io.NodeOutput(*outputs, report, ui=ui.PreviewText(report))
+def with_report(*outputs: object, report: str, summary: str | None = None) -> io.NodeOutput:
+    """Returns the outputs and the report, with what the page shows on the node."""
+    return io.NodeOutput(*outputs, report, ui=said(report, summary))
+
+
+def said(report: str, summary: str | None = None) -> dict[str, list[str]]:
+    """What a node says after a run, for the history and for web/qwen_l40s.js.
+
+    Args:
+        report: the whole text.
+        summary: at most `SUMMARY_LINES` short lines, the answer first; else the report's first.
+    """
+    lines = (report if summary is None else summary).splitlines()[:SUMMARY_LINES]
+    return {"text": [report], "qwen_l40s": ["\n".join(lines)]}
 
 
 def with_picture(
@@ -38,9 +50,8 @@ def with_picture(
     """
     show_text(node, summary)
     image = torch.from_numpy(np.asarray(picture.convert("RGB"), np.float32) / 255).unsqueeze(0)
-    shown = (ui.PreviewImage(image, cls=node), ui.PreviewText(report))
-    entries = {name: value for part in shown for name, value in part.as_dict().items()}
-    return io.NodeOutput(image, report, *outputs, ui=entries)
+    shown = ui.PreviewImage(image, cls=node).as_dict()
+    return io.NodeOutput(image, report, *outputs, ui=shown | said(report, summary))
 
 
 def request_inputs(*, rare: bool) -> list[io.Input]:

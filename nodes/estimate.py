@@ -21,7 +21,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_EstimateVRAM",
-            display_name="Estimate VRAM of Qwen-Image (L40S)",
+            display_name="Estimate Qwen-Image VRAM",
             category=CATEGORY,
             description="Says before a run whether it fits a card, what each phase takes, how long "
             "it lasts and what it costs, and recommends settings. Works alone; with MODEL, CLIP, "

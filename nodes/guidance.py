@@ -14,7 +14,7 @@ class QwenL40SCFGNorm(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_CFGNorm",
-            display_name="CFG Norm as in Diffusers (L40S)",
+            display_name="CFG Norm Qwen-Image",
             category=CATEGORY,
             description="With CFG above 1, gives every token of the guided prediction the norm "
             "that the positive prompt's has, as diffusers does for Qwen-Image and a sampler here "

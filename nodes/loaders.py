@@ -104,9 +104,7 @@ def _report_output() -> io.String.Output:
 
 
 def _model_output() -> io.Model.Output:
-    return io.Model.Output(
-        tooltip="To LoRA loaders, then Optimize Qwen-Image (L40S), then the sampler."
-    )
+    return io.Model.Output(tooltip="To LoRA loaders, then Optimize Qwen-Image, then the sampler.")
 
 
 def _clip_output() -> io.Clip.Output:
@@ -115,7 +113,7 @@ def _clip_output() -> io.Clip.Output:
 
 def _vae_output() -> io.Vae.Output:
     return io.Vae.Output(
-        tooltip="To VAE Decode and VAE Encode (L40S), ComfyUI's own, or the Edit encoders."
+        tooltip="To VAE Decode and VAE Encode Qwen-Image, ComfyUI's own, or the Edit encoders."
     )
 
 
@@ -126,7 +124,7 @@ class QwenL40SLoadModel(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_LoadModel",
-            display_name="Load Qwen-Image Model (L40S)",
+            display_name="Load Qwen-Image Model",
             category=CATEGORY,
             description="Loads a Qwen-Image transformer: text to image, 2512, Edit or Layered; "
             "bf16, fp8 or int8 files, or a diffusers folder.",
@@ -172,7 +170,7 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_LoadTextEncoder",
-            display_name="Load Qwen-Image Text Encoder (L40S)",
+            display_name="Load Qwen-Image Text Encoder",
             category=CATEGORY,
             description="Loads Qwen2.5-VL, which turns prompts (and in Edit, images) into "
             "conditioning.",
@@ -239,7 +237,7 @@ class QwenL40SLoadVAE(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_LoadVAE",
-            display_name="Load Qwen-Image VAE (L40S)",
+            display_name="Load Qwen-Image VAE",
             category=CATEGORY,
             description="Loads the VAE of Qwen-Image, in ComfyUI's or in diffusers' names.",
             search_aliases=["load vae", "vae loader", "qwen image vae", "wan vae"],
@@ -284,7 +282,7 @@ class QwenL40SLoad(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_Load",
-            display_name="Load Qwen-Image (L40S)",
+            display_name="Load Qwen-Image",
             category=CATEGORY,
             description="Loads transformer, text encoder and VAE from one choice: a diffusers "
             "folder, the bundled micro model, or a file whose text encoder and VAE are found in "

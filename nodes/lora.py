@@ -30,7 +30,7 @@ class QwenL40SLoadLora(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_LoadLora",
-            display_name="Load Qwen-Image LoRA (L40S)",
+            display_name="Load Qwen-Image LoRA",
             category=CATEGORY,
             description="Applies a LoRA of any key style to a bf16, fp8 or int8 model, and says "
             "how many of its keys were applied.",
@@ -69,9 +69,7 @@ class QwenL40SLoadLora(io.ComfyNode):
                 ),
             ],
             outputs=[
-                io.Model.Output(
-                    tooltip="To a next LoRA, Optimize Qwen-Image (L40S), or the sampler."
-                ),
+                io.Model.Output(tooltip="To a next LoRA, Optimize Qwen-Image, or the sampler."),
                 io.String.Output("report", tooltip="How many of the LoRA's keys were applied."),
             ],
         )

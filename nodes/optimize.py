@@ -17,7 +17,7 @@ class QwenL40SOptimize(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_Optimize",
-            display_name="Optimize Qwen-Image (L40S)",
+            display_name="Optimize Qwen-Image",
             category=CATEGORY,
             description="Makes any Qwen-Image MODEL faster at the same picture: fused blocks, "
             "modulation from tables, the fastest exact attention of this card. Put it behind "
@@ -71,7 +71,7 @@ class QwenL40SOptimize(io.ComfyNode):
                 io.String.Output(
                     display_name="report",
                     tooltip="What it will do. What a run did is in ComfyUI's log, and in Report "
-                    "Qwen-Image Run (L40S).",
+                    "Qwen-Image Run.",
                 ),
             ],
         )

@@ -37,7 +37,7 @@ class QwenL40SSaveQuantized(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_SaveQuantized",
-            display_name="Save Quantized Qwen-Image (L40S)",
+            display_name="Save Quantized Qwen-Image",
             category=CATEGORY,
             description="Writes the model with its merged LoRAs into models/diffusion_models, in "
             "two thirds of the bytes of bf16. int8 files also load with ComfyUI's own loader; fp8 "

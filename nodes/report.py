@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..hosts.comfyui.messages import show_text
-from .common import CATEGORY, require_host
+from .common import CATEGORY, require_host, said
 
 
 class QwenL40SReport(io.ComfyNode):
@@ -15,11 +15,11 @@ class QwenL40SReport(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_Report",
-            display_name="Report Qwen-Image Run (L40S)",
+            display_name="Report Qwen-Image Run",
             category=CATEGORY,
             description="After a run: predicted and measured time and memory of each phase, and "
             "which path every part took. Measures MODELs of this pack's loaders, and of others "
-            "that pass Optimize Qwen-Image (L40S).",
+            "that pass Optimize Qwen-Image.",
             search_aliases=[
                 "benchmark",
                 "timing",
@@ -75,5 +75,6 @@ class QwenL40SReport(io.ComfyNode):
 
         report = report_run(model, clip, vae)
         # What was sampled, and what was measured of it.
-        show_text(cls, "\n".join(report.text.split("\n\n")[:2]))
-        return io.NodeOutput(images, report.text, report.json(), ui=ui.PreviewText(report.text))
+        summary = "\n".join(report.text.split("\n\n")[:2])
+        show_text(cls, summary)
+        return io.NodeOutput(images, report.text, report.json(), ui=said(report.text, summary))

@@ -36,7 +36,7 @@ class QwenL40SVAEDecode(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_VAEDecode",
-            display_name="VAE Decode Qwen-Image (L40S)",
+            display_name="VAE Decode Qwen-Image",
             category=CATEGORY,
             description="ComfyUI's VAE Decode for Qwen-Image that plans its memory: the "
             "transformer stays on the card, and where the whole image does not fit, tiles give the "
@@ -76,7 +76,7 @@ class QwenL40SVAEEncode(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="QwenL40S_VAEEncode",
-            display_name="VAE Encode Qwen-Image (L40S)",
+            display_name="VAE Encode Qwen-Image",
             category=CATEGORY,
             description="ComfyUI's VAE Encode for Qwen-Image that plans its memory: the "
             "transformer stays on the card, and where the whole image does not fit, tiles give the "

@@ -96,7 +96,7 @@ def text_to_image_int8() -> Workflow:
             PROMPT_FIRST,
             FEWER_STEPS,
             "To load two thirds of the bytes from then on, connect MODEL to **Save Quantized "
-            "Qwen-Image (L40S)** once and choose its file in **Model**.",
+            "Qwen-Image** once and choose its file in **Model**.",
         ),
         precision="int8",
         request=RunRequest(family=FAMILY, precision="int8", steps=STEPS),

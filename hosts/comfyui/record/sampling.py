@@ -173,4 +173,4 @@ def path_of(patcher: ModelPatcher) -> tuple[str, ...]:
         return tuple(optimization.report().splitlines())
     modulation = vars(patcher.model).get(MODULATION)
     lines = () if modulation is None else modulation.lines()
-    return ("blocks: ComfyUI's own; Optimize Qwen-Image (L40S) fuses them", *lines)
+    return ("blocks: ComfyUI's own; Optimize Qwen-Image fuses them", *lines)

@@ -32,7 +32,7 @@ EARLIER = (
 )
 UNWATCHED = (
     "Runs of this MODEL are not measured, because it is of another loader: put Optimize Qwen-Image "
-    "(L40S) between it and the sampler, and connect its MODEL here."
+    "between it and the sampler, and connect its MODEL here."
 )
 FAILED = "The run could not be reported: ComfyUI's log says why."
 # What sampling may take besides its steps before the report says so.
@@ -147,9 +147,7 @@ def _missing(clip: Any, vae: Any, ran: LastRun) -> list[str]:
             "are not measured"
         )
     if vae is not None and not ran.of("decode"):
-        notes.append(
-            "VAE decode: not in this run, or not by VAE Decode Qwen-Image (L40S), which measures"
-        )
+        notes.append("VAE decode: not in this run, or not by VAE Decode Qwen-Image, which measures")
     return notes
 
 

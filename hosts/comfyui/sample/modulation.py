@@ -189,7 +189,7 @@ class ModelModulation:
         elif self.figures.timesteps and on_card and not patcher.is_dynamic():
             lines.append(
                 "modulation: its weights stay on the card with the table, as the loader put them "
-                "there; Load Qwen-Image Model (L40S) can leave them in host memory"
+                "there; Load Qwen-Image Model can leave them in host memory"
             )
         return lines + [f"modulation: {note}" for note in dict.fromkeys(passes.notes)]
 
