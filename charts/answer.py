@@ -32,6 +32,7 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
         "settings": _settings(estimate.request, estimate.option),
         "phases": {name: phase_json(phase) for name, phase in estimate.phases.items()},
         "fits": estimate.fits,
+        "tight": estimate.tight,
         "headroom_gib": gib(estimate.headroom_bytes),
         **{name: ends and figure(ends.middle) for name, ends in answers.items()},
         "ranges": _ends(ranges),

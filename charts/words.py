@@ -35,11 +35,14 @@ PHASE_COLUMNS = (
 )
 
 
+NOTHING_SAFER = "Nothing safer stays on the card: choose a smaller size or batch."
+
+
 def estimate_text(estimate: Estimate) -> str:
     """What `qwen-l40s estimate` and the node print: whether it fits, then the figures behind it."""
     notes = (*notes_of(estimate), *estimate.notes)
     blocks = [
-        [verdict(estimate), heading(estimate)],
+        [verdict(estimate), *safer_lines(estimate), heading(estimate)],
         table(_phase_rows(estimate.phases.values()), right=range(1, 7)),
         [
             line
@@ -56,7 +59,7 @@ def estimate_text(estimate: Estimate) -> str:
 
 def summary_text(estimate: Estimate) -> str:
     """What the node shows in itself: whether it fits, of what, and an image's time and cost."""
-    lines = [verdict(estimate), heading(estimate)]
+    lines = [verdict(estimate), *safer_lines(estimate), heading(estimate)]
     if estimate.image_seconds:
         time = f"{duration(estimate.image_seconds)}, {rests_on(estimate)}"
         lines.append(f"image: {time}; {_cost(estimate)}")
@@ -70,10 +73,33 @@ def verdict(estimate: Estimate) -> str:
     when = PHASE_NAMES[option.peak_phase]
     if estimate.fits:
         spare = format_gib(estimate.headroom_bytes)
-        return f"Fits: {peak} of {usable} to use, in {when}; {spare} to spare."
+        fits = "Tight, not measured" if estimate.tight else "Fits"
+        return f"{fits}: {peak} of {usable} to use, in {when}; {spare} to spare."
     moved = option.moved_bytes
     how = f"; the host moves {format_gib(moved)} to the card in every forward pass" if moved else ""
     return f"Does not fit: {peak} would be needed of {usable}, in {when}{how}."
+
+
+def safer_lines(estimate: Estimate) -> list[str]:
+    """What to set where it is tight, and what that leaves; nothing where it is not tight."""
+    safer = estimate.safer
+    if safer is None:
+        return [NOTHING_SAFER] if estimate.tight else []
+    change, spare = safer_setting(estimate), format_gib(safer.headroom_bytes)
+    return [f"Safer: {change}; {spare} to spare."]
+
+
+def safer_setting(estimate: Estimate) -> str:
+    """What the safer setting of a tight estimate changes, as the loaders name it."""
+    setting, safer = estimate.option.setting, estimate.safer.setting
+    changes = {
+        "precision": (setting.precision, safer.precision),
+        "modulation": (setting.modulation, safer.modulation),
+        "text_encoder_placement": (setting.text_encoder_place, safer.text_encoder_place),
+    }
+    return ", ".join(
+        f"{name} {after}" for name, (before, after) in changes.items() if before != after
+    )
 
 
 def usable_bytes(estimate: Estimate) -> int:

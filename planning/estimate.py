@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from ..spec import GIB, MIB, ON_CARD, QUANTIZED
 from .bytes import (
@@ -28,8 +29,8 @@ from .files import (
     made_on_load,
 )
 from .phases import Phase, Range, transformer_bytes
-from .plan import PlanOption, plan
-from .rates import Basis, Rates, rates_of
+from .plan import PlanOption, plan, plan_with_room
+from .rates import Basis, Rates, is_named, measured, rates_of
 from .request import DROPPED, ON_PROCESSOR, TEXT_ENCODER, Loras, RunRequest, Setting
 from .times import (
     decode_seconds,
@@ -39,6 +40,10 @@ from .times import (
     sampling_seconds,
     table_seconds,
 )
+
+# A run that fits with less than this to spare is tight where no peak was measured: a predicted peak
+# may be off by as much, and a desktop or another program may hold some of the card.
+TIGHT_BYTES = 3 * GIB // 2
 
 # Python, torch with CUDA, ComfyUI and its nodes. Predicted.
 PROGRAM_BYTES = 3 * GIB
@@ -306,6 +311,27 @@ class Estimate:
     def headroom_bytes(self) -> int:
         """Free bytes of the card in the worst phase; negative where it is too small."""
         return self.option.headroom_bytes
+
+    @property
+    def tight(self) -> bool:
+        """Whether it fits with less than `TIGHT_BYTES` to spare on a card whose memory nobody
+        measured. Measured are the peaks of the one card of `measured.json`; a calibration measures
+        how fast a card is and no memory, so a calibrated card can be tight.
+        """
+        return self.fits and self.headroom_bytes < TIGHT_BYTES and not self._memory_measured
+
+    @cached_property
+    def safer(self) -> PlanOption | None:
+        """Where it is tight, the setting nearest to bf16 that stays on the card and leaves
+        `TIGHT_BYTES`; None where nothing does, or nothing is tight.
+        """
+        if not self.tight:
+            return None
+        return plan_with_room(self.option.card, self.request, TIGHT_BYTES)
+
+    @property
+    def _memory_measured(self) -> bool:
+        return is_named(self.card, measured()["conditions"]["card"])
 
     @property
     def step_seconds(self) -> Range | None:

@@ -242,8 +242,11 @@ class _Case:
         # Where nothing multiplies it, fp8 saves as much memory as int8 and no time.
         return [name for name in FIDELITY if name != "fp8" or self.card.multiplies(name)]
 
-    def option(self, precision: str) -> PlanOption:
+    def option(self, precision: str, spare: int = 0) -> PlanOption:
         """The first places of the parts with which a precision stays; else the last, moved.
+
+        Args:
+            spare: bytes that stay free besides those that the host keeps free.
 
         Raises:
             UnavailableError: the image does not decode on the card even alone.
@@ -254,7 +257,7 @@ class _Case:
         for modulation, place in self._places():
             setting = Setting(precision, modulation, text, place, weight_only=expanded)
             option = PlanOption(self.card, request, setting)
-            if option.fits:
+            if option.fits and option.headroom_bytes >= spare:
                 return option
         # The host moves weights: an encoder that fits the card alone takes its turn there.
         if request.text_encoder_place == AUTO:
@@ -340,6 +343,22 @@ class _Case:
         return replace(option, setting=setting)
 
 
+def plan_with_room(card: CardFacts, request: RunRequest, spare: int) -> PlanOption | None:
+    """The most faithful setting that stays on the card and leaves so many bytes free.
+
+    What the request names is kept if it can be; None where even free choice leaves less.
+    """
+    for asked in (request, _unnamed(request)):
+        case = _Case(card, asked, None, False, {})
+        try:
+            found = [case.option(precision, spare) for precision in case.precisions()]
+        except UnavailableError:  # it does not decode
+            continue
+        if stay := [option for option in found if option.resident]:
+            return stay[0]
+    return None
+
+
 def sized(
     request: RunRequest,
     precision: str,
@@ -402,18 +421,22 @@ def _order(options: Sequence[PlanOption]) -> list[PlanOption]:
 
 def _what_would_stay(case: _Case) -> list[PlanOption]:
     """Were nothing named that decides about room; empty where nothing was."""
-    request = case.request
-    free = replace(
-        sized(request, AUTO, case.stored) if case.stored not in QUANTIZED else request,
+    free = _unnamed(case.request, case.stored)
+    if free == case.request and not case.as_stored:
+        return []
+    options = plan(case.card, free, case.stored, known_sizes=case.known_sizes)
+    return [option for option in options if option.resident]
+
+
+def _unnamed(request: RunRequest, stored: str | None = None) -> RunRequest:
+    """A request that leaves open all that decides about room."""
+    return replace(
+        sized(request, AUTO, stored) if stored not in QUANTIZED else request,
         precision=AUTO,
         modulation=AUTO,
         text_encoder_place=AUTO,
         tiles=0 if request.tiles == 1 else request.tiles,
     )
-    if free == request and not case.as_stored:
-        return []
-    options = plan(case.card, free, case.stored, known_sizes=case.known_sizes)
-    return [option for option in options if option.resident]
 
 
 def _refusal(case: _Case, least: int) -> str:

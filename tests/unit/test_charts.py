@@ -12,6 +12,7 @@ from qwen_l40s.charts.cost_chart import cost_chart
 from qwen_l40s.charts.memory_chart import WORKING, memory_chart
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.advise import Offer, advise, compare
+from qwen_l40s.planning.estimate import TIGHT_BYTES
 from qwen_l40s.planning.files import CARD_MEMORY, Disk, GuideFigure
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES, Phase, Range
 from qwen_l40s.planning.rates import Basis
@@ -88,6 +89,8 @@ def estimate_of(memory_gib, scale=1.0, *, name="L40S", request=None, resident=No
         options=(option,),
         phases=phases,
         fits=spare >= 0,
+        tight=0 <= spare < TIGHT_BYTES,
+        safer=None,
         headroom_bytes=spare,
         step_seconds=Range(0.28, 0.47),
         image_seconds=Range(11.5, 19.4),
@@ -318,13 +321,18 @@ def test_dollars(value, text):
 
 def test_the_text_says_first_whether_it_fits():
     lines = words.estimate_text(estimate_of(44.3)).splitlines()
-    assert lines[0].startswith("Fits: 42.5 GiB of 43.9 GiB to use, in decode; 1.4 GiB")
-    assert "L40S: qwen-image, bf16, 1328x1328" in lines[1]
+    tight = "Tight, not measured: 42.5 GiB of 43.9 GiB to use, in decode; 1.4 GiB"
+    assert lines[0].startswith(tight)
+    assert lines[1] == words.NOTHING_SAFER
+    assert "L40S: qwen-image, bf16, 1328x1328" in lines[2]
     text = "\n".join(lines)
     assert "280 to 470 ms, predicted" in text
     assert "$0.0023 to 0.0038 an image" in text
     assert "note: a note" in lines
     assert "80 GB of volume (here 58.0 GB), 88 GB of card memory (here 43.0 GiB)" in text
+    lines = words.estimate_text(estimate_of(48)).splitlines()
+    assert lines[0].startswith("Fits: 42.5 GiB of 47.6 GiB to use, in decode; 5.1 GiB")
+    assert "L40S: qwen-image, bf16, 1328x1328" in lines[1]
     lines = words.estimate_text(estimate_of(24)).splitlines()
     assert lines[0].startswith("Does not fit: 42.5 GiB would be needed of 23.6 GiB, in decode")
 

@@ -88,9 +88,12 @@ def test_what_does_not_fit_is_exit_code_1(capsys):
 
 def test_the_text_begins_with_the_answer(capsys):
     assert main(["estimate", "--card", "L40S"]) == 0
-    first, second, *_ = capsys.readouterr().out.splitlines()
-    assert first.startswith("Fits: ")
-    assert second.startswith("L40S: qwen-image, bf16, 1328x1328")
+    first, second, third, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("Tight, not measured: ")
+    assert second.startswith("Safer: text_encoder_placement drop after encoding; ")
+    assert third.startswith("L40S: qwen-image, bf16, 1328x1328")
+    assert main(["estimate", "--card", "H100 SXM"]) == 0
+    assert capsys.readouterr().out.startswith("Fits: ")
 
 
 def test_a_part_of_a_card(capsys):

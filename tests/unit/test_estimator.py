@@ -14,10 +14,10 @@ from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.planning.cards import find_card, with_memory
-from qwen_l40s.planning.estimate import estimate
+from qwen_l40s.planning.estimate import TIGHT_BYTES, estimate
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES
 from qwen_l40s.planning.plan import plan
-from qwen_l40s.planning.rates import constants, rates_of
+from qwen_l40s.planning.rates import constants, rates_by, rates_of
 from qwen_l40s.planning.request import Loras, Parts, RunRequest
 from qwen_l40s.planning.times import forward_seconds
 from qwen_l40s.spec import FULL_SIZE, GIB
@@ -33,7 +33,7 @@ def card(name):
 
 
 KEYS = {
-    *("card", "family", "settings", "phases", "fits", "headroom_gib", "step_ms"),
+    *("card", "family", "settings", "phases", "fits", "tight", "headroom_gib", "step_ms"),
     *("image_seconds", "first_image_seconds", "cold_start_seconds", "usd_per_image"),
     *("loads", "loads_prequantized"),
     *("ranges", "disk_gib", "disk", "host_ram_gib", "plan", "basis", "basis_detail", "notes"),
@@ -355,3 +355,49 @@ def test_what_an_image_is_of_a_layered_model(layers, words):
     request = RunRequest(family="qwen-image-layered", layers=layers)
     found = estimate(request, find_card("L40S", known_cards()))
     assert any(words in note for note in notes_of(found))
+
+
+# --- what fits with little to spare
+
+
+def with_spare(request, spare, listed):
+    """A card that has so much memory that a setting leaves `spare` bytes of it."""
+    option = estimate(request, with_memory(listed, 200 * GIB)).option
+    return with_memory(listed, option.peak_bytes + KEPT_FREE_BYTES + spare)
+
+
+EVERYTHING = RunRequest(precision="bf16", modulation="on card", text_encoder_place="on card")
+
+
+@pytest.mark.parametrize(
+    "spare, tight",
+    [(-1, False), (0, True), (TIGHT_BYTES - 1, True), (TIGHT_BYTES, False)],
+)
+def test_tight_is_what_fits_with_little_to_spare(spare, tight):
+    request = replace(EVERYTHING, tiles=1)
+    assert estimate(request, with_spare(request, spare, L40S)).tight == tight
+    assert not estimate(request, with_spare(request, spare, card("H200"))).tight
+
+
+def test_a_calibration_measures_no_memory():
+    calibration = rates_by(constants(), L40S)
+    found = estimate(USUAL, L40S, calibration=calibration)
+    assert found.basis.kind == "measured" and found.tight
+
+
+def test_the_safer_setting_stays_on_the_card_with_room_and_is_nearest_to_bf16():
+    safer = estimate(USUAL, L40S).safer
+    assert (safer.setting.precision, safer.setting.text_encoder_place) == (
+        "bf16",
+        "drop after encoding",
+    )
+    assert safer.resident and safer.headroom_bytes >= TIGHT_BYTES
+    named = estimate(replace(USUAL, text_encoder_place="on card"), L40S).safer
+    assert (named.setting.precision, named.setting.text_encoder_place) == ("int8", "on card")
+    assert named.headroom_bytes >= TIGHT_BYTES
+    assert estimate(USUAL, card("H100 SXM")).safer is None
+
+
+def test_where_nothing_leaves_more_nothing_is_called_safer():
+    least = estimate(USUAL, with_memory(card("RTX 4090"), 17 * GIB))
+    assert least.tight and least.safer is None

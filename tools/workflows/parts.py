@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...charts.figures import duration
-from ...charts.words import usable_bytes
+from ...charts.words import safer_setting, usable_bytes
 from ...machine.card_list import BUNDLED, known_cards
 from ...planning.cards import Card, find_card
 from ...planning.estimate import estimate
@@ -171,8 +171,13 @@ def takes(request: RunRequest) -> str:
     found = estimate(request, _l40s())
     option = found.option
     peak, usable = format_gib(option.peak_bytes), format_gib(usable_bytes(found))
-    fits = "fits" if found.fits else "does not fit"
-    sentences = [f"On an L40S, predicted: {peak} of {usable} to use, so it {fits}."]
+    fits = "it fits" if found.fits else "it does not fit"
+    if found.tight:
+        fits = "tight, not measured"
+    sentences = [f"On an L40S, predicted: {peak} of {usable} to use: {fits}."]
+    if found.safer:
+        spare = format_gib(found.safer.headroom_bytes)
+        sentences.append(f"Safer, with {spare} to spare: {safer_setting(found)}.")
     if option.setting.modulation == "off card":
         sentences.append("Modulation weights wait in host memory.")
     if option.setting.text_encoder_place == "drop after encoding":
