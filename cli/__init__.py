@@ -9,33 +9,51 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from .. import __version__
 from ..errors import QwenL40SError
 
 # {name, also of its module: its line of `--help`}, in that order.
 COMMANDS = {
-    "demo": "paint a simple scene with the micro model that comes along",
-    "generate": "make images from a prompt with a Qwen-Image diffusers folder",
-    "submit": "run a workflow on a ComfyUI server, once or with many settings",
-    "estimate": "say what a run takes and costs, before it: memory, time, disk, USD",
-    "advise": "say which card paints so many images an hour for the least",
-    "inspect": "say what a checkpoint is, without loading it",
-    "quantize": "write a transformer in fp8 or int8, with one scale for each row",
-    "audit": "measure what fp8 or int8 loses on your checkpoint and prompts",
-    "bench": "time this package against ComfyUI, diffusers and comfy-kitchen",
-    "doctor": "say what of this machine can be used, and why not",
+    "demo": "make an image with the bundled micro model",
+    "generate": "make images with a Qwen-Image diffusers folder",
+    "submit": "run a workflow on a ComfyUI server, once or many times",
+    "estimate": "predict a run's memory, time, disk and cost",
+    "advise": "rank cards by the cost of an image",
+    "inspect": "tell what a checkpoint is, from its header",
+    "quantize": "write a transformer in fp8 or int8",
+    "audit": "measure what fp8 or int8 loses on your checkpoint",
+    "bench": "time this package against ComfyUI and diffusers",
+    "doctor": "check this machine: card, packages, ComfyUI, disks",
 }
+EXIT_CODES = """\
+exit codes:
+  0    done
+  1    the answer is no: it does not fit, a job failed, nothing can run here
+  2    bad input; nothing was done
+  3    submit: the server cannot be reached, or was lost
+  130  stopped by Ctrl-C
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong argument in one sentence, as every other error is."""
+
+    def error(self, message: str) -> NoReturn:
+        message = message.removeprefix("argument ")
+        self.exit(2, f"qwen-l40s: error: {message}; see `{self.prog} --help`.\n")
 
 
 def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     """The parser, with the arguments of the commands that are named in `argv`."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="qwen-l40s",
-        description="Qwen-Image on an NVIDIA L40S: estimate and generate, run workflows on a "
-        "ComfyUI server, inspect and quantize checkpoints, measure and check the machine.",
+        description="Qwen-Image, faster and in less memory, on an NVIDIA L40S and other cards.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"qwen-l40s {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -44,7 +62,7 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         if name in argv:
             command = import_module(f".{name}", __name__)
             command.add_arguments(subparser)
-            subparser.set_defaults(run=command.run)
+            subparser.set_defaults(run=command.run, error=subparser.error)
     return parser
 
 
@@ -52,11 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Returns:
-        0 when done, 1 when a check that the command makes says no, 2 on bad input, 130 on Ctrl-C;
-        3, of `submit` alone, when the server cannot be reached.
+        One of `EXIT_CODES`.
     """
     argv = sys.argv[1:] if argv is None else argv
-    args = build_parser(argv).parse_args(argv)
+    args, unknown = build_parser(argv).parse_known_args(argv)
+    if unknown:
+        args.error(f"unrecognized arguments: {' '.join(unknown)}")
     from .output import print_text
 
     try:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, SettingError, UnavailableError
 from ..hosts.diffusers.settings import GenerateSettings
+from ..loaders.source import MICRO_SIDE
 from ..measure.keep import LayerCost, kind_of, propose_keep, summed_error
 from ..spec import QUANTIZED
-from .generate import MAKING, PACKAGES, make, parse_size
+from .generate import MAKING, PACKAGES, USUAL_SIDE, make, parse_size
 from .output import ImageTarget, check_writable, print_text, require_packages, write_sheet
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 
-MICRO_SIDE, USUAL_SIDE = 256, 1328
 MICRO_PROMPTS = 4
 
 

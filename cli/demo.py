@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..hosts.diffusers.settings import GenerateSettings
-from .generate import MAKING, PACKAGES, add_run_arguments, load, make, run_facts, write_images
+from ..loaders.source import MICRO_SIDE
+from .generate import (
+    MAKING,
+    PACKAGES,
+    add_prompt,
+    add_run_arguments,
+    load,
+    make,
+    run_facts,
+    write_images,
+)
 from .output import ImageTarget, check_sheet_path, require_packages, write_sheet
 
 if TYPE_CHECKING:
@@ -18,21 +28,30 @@ if TYPE_CHECKING:
     from ..hosts.diffusers.load import LoadedPipeline
 
 PROMPT = "a small red star at the top left on a blue background"
-SIDE = 256  # the only size that the micro model was trained at
 GALLERY = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", default=PROMPT, metavar="TEXT", help=f"default: {PROMPT}")
+    parser.description = (
+        "Makes a 256x256 image with the bundled micro model and checks it against the prompt: one "
+        "or two objects with size, color, shape and place, on a background."
+    )
+    parser.epilog = f"default prompt: {PROMPT}"
+    add_prompt(parser, required=False)
     add_run_arguments(parser, output_help="default: the next free demo_00001.png here")
     parser.add_argument(
-        "--grid", metavar="FILE", help=f"also a contact sheet of {GALLERY} prompts, .png"
+        "--grid", metavar="FILE", help=f"also write a contact sheet of {GALLERY} prompts, .png"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     settings = GenerateSettings(
-        prompt=args.prompt, width=SIDE, height=SIDE, steps=args.steps, cfg=args.cfg, seed=args.seed
+        prompt=PROMPT if args.prompt is None else args.prompt,
+        width=MICRO_SIDE,
+        height=MICRO_SIDE,
+        steps=args.steps,
+        cfg=args.cfg,
+        seed=args.seed,
     )
     target = ImageTarget(args.output, stem="demo")
     grid = Path(args.grid) if args.grid else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..hosts.diffusers.settings import OFFLOADS, GenerateSettings
+from ..loaders.source import MICRO_SIDE
 from .output import (
     ImageTarget,
     check_sheet_path,
@@ -26,69 +28,96 @@ if TYPE_CHECKING:
     from ..hosts.diffusers.sample import Generation
 
 MAKING = "making images"
+USUAL_SIDE = 1328  # the model card's square
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "PIL", "psutil")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Makes images with a Qwen-Image diffusers folder. The last line of output is one JSON "
+        "object: the images, the settings, the seconds."
+    )
+    add_prompt(parser, required=True)
     parser.add_argument(
         "--model", required=True, metavar="DIR", help="a Qwen-Image diffusers folder"
     )
-    parser.add_argument("--prompt", required=True, metavar="TEXT")
-    parser.add_argument("--negative-prompt", default=" ", metavar="TEXT", help="default: a space")
+    parser.add_argument("--negative-prompt", default=" ", metavar="TEXT", help="default: one space")
     parser.add_argument(
         "--size",
         type=parse_size,
-        default=(1328, 1328),
         metavar="WxH",
-        help="pixels, default 1328x1328",
+        help=f"pixels; default: {USUAL_SIDE}x{USUAL_SIDE}, with models/micro "
+        f"{MICRO_SIDE}x{MICRO_SIDE}",
+    )
+    parser.add_argument("--width", type=int, metavar="PIXELS", help="replaces the width of --size")
+    parser.add_argument(
+        "--height", type=int, metavar="PIXELS", help="replaces the height of --size"
     )
     parser.add_argument(
-        "--width", type=int, metavar="PIXELS", help="instead of the width in --size"
+        "--batch", type=int, default=1, metavar="N", help="images, with seed, seed + 1, ..."
     )
-    parser.add_argument(
-        "--height", type=int, metavar="PIXELS", help="instead of the height in --size"
-    )
-    parser.add_argument("--batch", type=int, default=1, help="images, from seed, seed + 1, ...")
     add_run_arguments(parser, output_help="default: the next free image_00001.png here")
-    parser.add_argument("--grid", metavar="FILE", help="also a contact sheet, .png")
+    parser.add_argument("--grid", metavar="FILE", help="also write a contact sheet, .png")
+
+
+def add_prompt(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """The prompt, as an argument of its own or as an option."""
+    group = parser.add_mutually_exclusive_group(required=required)
+    group.add_argument(
+        "prompt",
+        nargs="?",
+        default=argparse.SUPPRESS,
+        metavar="PROMPT",
+        help="the image in words, in quotes",
+    )
+    group.add_argument("--prompt", metavar="TEXT", help="the same as an option")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> None:
     """The arguments that `generate` and `demo` share."""
-    parser.add_argument("--steps", type=int, default=20, help="default: 20")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="default: 20")
     parser.add_argument(
-        "--cfg", type=float, default=4.0, help="guidance, default 4; 1 switches it off"
+        "--cfg", type=float, default=4.0, metavar="SCALE", help="guidance, default 4; 1 is off"
     )
-    parser.add_argument("--seed", type=int, default=0, help="default: 0")
-    parser.add_argument("--precision", default="auto", help="auto, bf16 or fp32")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    parser.add_argument(
+        "--precision", default="auto", metavar="NAME", help="auto (default), bf16 or fp32"
+    )
+    parser.add_argument(
+        "--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N"
+    )
     parser.add_argument(
         "--offload",
         default="auto",
-        help=f"one of {', '.join(OFFLOADS)}: model has each part wait in host memory for its turn; "
-        "default: auto, where they do not fit the card together",
+        metavar="NAME",
+        help=f"one of {', '.join(OFFLOADS)}. none: all parts stay on the card; model: each part "
+        "waits in host memory for its turn; auto (default): model where they do not fit together",
     )
     parser.add_argument(
         "--optimize",
         action=argparse.BooleanOptionalAction,
-        help="the fused blocks and the fastest exact attention, or diffusers' own code; default: "
-        "on where there is a card",
+        help="fused blocks and the fastest exact attention, or diffusers' own code; default: on "
+        "with a card",
     )
     parser.add_argument(
         "--attention",
         metavar="NAME",
-        help="of the optimized transformer: auto, diffusers, or one that `qwen-l40s doctor` lists; "
-        "default: auto",
+        help="with --optimize: auto (default), diffusers, or a backend that `qwen-l40s doctor` "
+        "lists",
     )
     parser.add_argument(
         "--output",
         metavar="PATH",
-        help=f"a .png, replaced when it exists, or a folder, numbered in it; {output_help}",
+        help=f"a .png file, replaced if it exists, or a folder for numbered files; {output_help}",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    width, height = args.size
+    from ..loaders.source import bundled_micro_folder
+
+    micro = Path(args.model).resolve() == bundled_micro_folder()
+    side = MICRO_SIDE if micro else USUAL_SIDE
+    width, height = args.size or (side, side)
     settings = GenerateSettings(
         prompt=args.prompt,
         negative_prompt=args.negative_prompt,
@@ -104,6 +133,8 @@ def run(args: argparse.Namespace) -> int:
     if grid:
         check_sheet_path(grid)
     require_packages(MAKING, PACKAGES)
+    if micro and (settings.width, settings.height) != (side, side):
+        print(f"qwen-l40s: micro is trained at {side}x{side}", file=sys.stderr)
     pipeline, load_seconds = load(args.model, args)
     result, seconds = make(pipeline, settings)
     paths = write_images(target, pipeline, result)

@@ -87,9 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wait",
         type=_seconds,
-        default=60.0,
         metavar="SECONDS",
-        help="how long a server may be away, default: 60",
+        help="how long a server may be away, default: 60; given, it also waits for one that has "
+        "yet to start",
     )
     parser.add_argument(
         "--header",

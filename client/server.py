@@ -104,7 +104,7 @@ class Server:
         url: str,
         *,
         headers: Mapping[str, str] | None = None,
-        wait: float = 60.0,
+        wait: float | None = None,
         notify: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.address = Address.parse(url)

@@ -118,7 +118,7 @@ class SubmitRequest:
 
     Attributes:
         settings: as they are typed after --set.
-        wait: seconds to wait for a server that is away.
+        wait: see `Transport`.
     """
 
     workflow: Path
@@ -126,7 +126,7 @@ class SubmitRequest:
     output: Path
     settings: Sequence[str] = ()
     headers: Mapping[str, str] | None = None
-    wait: float = 60.0
+    wait: float | None = None
     resume: bool = False
     dry_run: bool = False
 

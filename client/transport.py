@@ -23,6 +23,8 @@ from ..errors import QwenL40SError, SettingError
 from .inputs import shortened
 
 PATIENCE_STATUS = (429, 502, 503, 504)
+# How long a server may be away, unless `wait` says otherwise.
+WAIT_SECONDS = 60.0
 CONNECT_SECONDS = 10.0
 # A server that runs a node holds Python's lock and may answer late.
 READ_SECONDS = 120.0
@@ -115,6 +117,7 @@ class PatienceError(Exception):
         self.seconds = seconds
 
 
+REFUSED = "connection refused"
 # A disk's OSError while downloading is none of them.
 TRANSIENT = (
     aiohttp.ClientConnectionError,
@@ -146,7 +149,7 @@ def transient_words(error: Exception) -> str:
         # Of several addresses of one host, asyncio joins the reasons to a line nobody can read.
         cause = error.os_error
         refused = "Connect call failed" in str(cause) or isinstance(cause, ConnectionRefusedError)
-        return "connection refused" if refused else str(cause.strerror or cause)
+        return REFUSED if refused else str(cause.strerror or cause)
     if isinstance(error, asyncio.TimeoutError):
         return "no answer in time"
     if isinstance(error, PatienceError):
@@ -189,7 +192,8 @@ class Transport:
 
     Args:
         headers: sent with every request.
-        wait: seconds to go on trying after a failure.
+        wait: seconds to go on trying after a failure; None for WAIT_SECONDS, and for none where
+            nothing has ever listened: the address is wrong, or ComfyUI is not started.
         notify: gets one line when the server is waited for, and when it is back.
 
     Attributes:
@@ -201,12 +205,13 @@ class Transport:
         address: Address,
         *,
         headers: Mapping[str, str],
-        wait: float,
+        wait: float | None,
         notify: Callable[[str], None],
     ) -> None:
         self.address = address
         self.breaks = 0
-        self._wait = wait
+        self._wait = WAIT_SECONDS if wait is None else wait
+        self._wait_to_start = wait is not None
         self._notify = notify
         self._answered = False
         self._waiting = False
@@ -322,13 +327,18 @@ class Transport:
                     self._waiting = False
                     self._notify(f"{self.address} is back")
                 return found
+            if reason == REFUSED and not (self._answered or self._wait_to_start):
+                raise ServerError(
+                    f"nothing listens at {self.address} (connection refused): start ComfyUI there, "
+                    "name another --server, or wait for it with --wait SECONDS."
+                )
             self.breaks += 1
             now = time.monotonic()
             give_up = now + self._wait if give_up is None else give_up
             if now >= give_up:
                 raise ServerError(
                     f"{self.address} gave no answer for {self._wait:g} s ({reason}): start ComfyUI "
-                    "there, name another --server, or give it more time with --wait."
+                    "there, name another --server, or wait longer with --wait SECONDS."
                 )
             if not self._waiting:
                 self._waiting = True

@@ -18,6 +18,8 @@ from ..untrusted import parse_object
 from .checkpoint import PIPELINES, CheckpointPart, inspect_shards, read_index
 from .header import NUMBERED, STEMS, Shards, TensorInfo, read_object, read_shards
 
+MICRO_SIDE = 256  # the only size that the micro model was trained at
+
 
 def bundled_micro_folder() -> Path:
     """The micro Qwen-Image, a diffusers folder."""

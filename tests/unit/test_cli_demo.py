@@ -59,7 +59,7 @@ def test_noise_does_not_adhere(toy_demo, capsys):
 
 
 def test_prompt_outside_the_grammar_has_no_adherence(toy_demo, capsys):
-    assert toy_demo("--prompt", "a cat reading a newspaper") == 0
+    assert toy_demo("a cat reading a newspaper") == 0
     line = report(capsys)
     assert line["prompt"] == "a cat reading a newspaper"
     assert line["adherence"] is None

@@ -180,12 +180,38 @@ def test_incomplete_text_encoder_is_one_sentence_too(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("size", ["64", "64x", "64x-48", "axb"])
-def test_size_that_is_no_size(generate, capsys, size):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *((("--size", size), "must be WIDTHxHEIGHT") for size in ("64", "64x", "64x-48", "axb")),
+        (("--steps", "many"), "--steps: invalid int value: 'many'"),
+        (("--stepz",), "unrecognized arguments: --stepz"),
+        (("a second prompt",), "not allowed with argument --prompt"),
+    ],
+)
+def test_wrong_argument_is_one_sentence_that_names_the_help(generate, capsys, arguments, message):
     with pytest.raises(SystemExit) as exit_info:
-        generate("--size", size)
+        generate(*arguments)
     assert exit_info.value.code == 2
-    assert "must be WIDTHxHEIGHT" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("qwen-l40s: error: ") and error.count("\n") == 1
+    assert message in error
+    assert error.endswith("see `qwen-l40s generate --help`.\n")
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [((), (32, 32)), (("--width", "64"), (64, 32))], ids=["none", "width"]
+)
+def test_micro_has_its_own_size(tiny_folder, tmp_path, monkeypatch, capsys, size, expected):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("qwen_l40s.loaders.source.bundled_micro_folder", lambda: tiny_folder)
+    monkeypatch.setattr("qwen_l40s.cli.generate.MICRO_SIDE", 32)
+    fixed = ["a star", "--model", str(tiny_folder), "--steps", "1", "--device", "cpu"]
+    assert main(["generate", *fixed, *size]) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert (report["prompt"], report["width"], report["height"]) == ("a star", *expected)
+    assert ("micro is trained at 32x32" in captured.err) is (expected != (32, 32))
 
 
 def test_place_to_write_is_checked_before_the_model_is_read(generate, tmp_path, capsys):

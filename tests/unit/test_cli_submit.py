@@ -115,6 +115,14 @@ def test_no_server_is_exit_code_3(workflow: Path, capsys):
     assert "gave no answer for 0.1 s (connection refused): start ComfyUI there" in err
 
 
+def test_where_nothing_listens_nobody_waits_unless_told_to(workflow: Path, capsys):
+    assert main(arguments(None, workflow, "--server", "127.0.0.1:1")) == 3
+    assert capsys.readouterr().err == (
+        "qwen-l40s: error: nothing listens at http://127.0.0.1:1 (connection refused): start "
+        "ComfyUI there, name another --server, or wait for it with --wait SECONDS.\n"
+    )
+
+
 def test_a_server_that_is_lost_is_exit_code_3_with_the_jobs_in_json(workflow: Path):
     with fake_comfyui(paused=True) as fake:
         process = started(fake, workflow, "--json", "--wait", "0.2", "--set", "seed=1..2")
@@ -125,7 +133,7 @@ def test_a_server_that_is_lost_is_exit_code_3_with_the_jobs_in_json(workflow: Pa
         fake.state.queue.clear()
     assert process.returncode == 3
     assert [job["status"] for job in json.loads(out)["jobs"]] == ["lost", "lost"]
-    assert b"--wait. --resume continues this run." in err
+    assert b"--wait SECONDS. --resume continues this run." in err
 
 
 def test_files_texts_and_failures_are_shown_without_json(workflow: Path, capsys):
