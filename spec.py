@@ -19,13 +19,8 @@ METADATA_KEY = "qwen_l40s"  # of what this package writes into safetensors files
 
 
 def format_gib(count: float) -> str:
-    """Binary units, as memory is labelled: `38.1 GiB`, `12 MiB`."""
+    """A size of memory or of a file: `38.1 GiB`, `12 MiB`."""
     return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / MIB:.0f} MiB"
-
-
-def format_bytes(count: float) -> str:
-    """Decimal units, as disks and cards are labelled: `57.7 GB`, `12 MB`."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
 # --- number formats, and the cards that multiply them ---

@@ -20,7 +20,6 @@ from ..spec import (
     USUAL_SIDE,
     CardFacts,
     TransformerShape,
-    format_bytes,
     format_gib,
 )
 
@@ -45,6 +44,7 @@ class LoadDecision:
         reason: why in that precision.
         off_card: whether the modulation waits in host memory.
         place_reason: why there; empty where there is nothing to say.
+        why: both reasons in a few words.
         option: of the plan that it follows; None on the CPU.
     """
 
@@ -52,6 +52,7 @@ class LoadDecision:
     reason: str
     off_card: bool
     place_reason: str
+    why: str
     option: PlanOption | None = None
 
 
@@ -80,7 +81,7 @@ def choose_precision(
             "bf16", f"auto on {device}: the precision that the model was trained in"
         )
     fp32_bytes = parameters * BYTES_PER_WEIGHT["fp32"]
-    sizes = f"{format_bytes(fp32_bytes)} in fp32, {format_bytes(available_bytes)} available"
+    sizes = f"{format_gib(fp32_bytes)} in fp32, {format_gib(available_bytes)} available"
     if fp32_bytes <= available_bytes / 2:
         return PrecisionChoice("fp32", f"auto on cpu: fits in half of the memory ({sizes})")
     return PrecisionChoice(
@@ -131,7 +132,7 @@ def decide_load(
     )
     sizes = dict(sizes or {})
     if card is None:
-        return _on_processor(requested, modulation, stored, shape, sizes)
+        return _on_processor(requested, modulation, stored)
     if not as_stored:
         check_tensor_cores(requested, card, LOADER_PRECISIONS)
     name = stored if as_stored else None
@@ -146,8 +147,28 @@ def decide_load(
         reason="; ".join(reasons.values()),
         off_card=option.setting.off_card,
         place_reason=place_reason,
+        why=_in_few_words(requested, stored, option),
         option=option,
     )
+
+
+def _in_few_words(requested: str, stored: str, option: PlanOption | None) -> str:
+    """Why in that precision, and how much room is left."""
+    if requested != "auto":
+        words = requested if requested == AS_STORED else "as requested"
+    elif option is None or stored in QUANTIZED:
+        words = f"auto: the file holds {stored}"
+    elif option.setting.precision == "bf16":
+        words = "auto: the most faithful" + (" that fits" if option.resident else "")
+    else:
+        words = "auto: bf16 does not fit"
+    if option is None:
+        return f"{words}; computed on the CPU"
+    if moved := option.moved_bytes:
+        return f"{words}; {format_gib(moved)} moves to {option.card.name} in every pass"
+    spare = max(0, option.headroom_bytes)
+    side = option.request.width
+    return f"{words}; {format_gib(spare)} to spare on {option.card.name} at {side}x{side}"
 
 
 def _recommended(
@@ -164,13 +185,7 @@ def _recommended(
         return plan(card, least, stored, as_stored=as_stored, known_sizes=sizes)[0]
 
 
-def _on_processor(
-    requested: str,
-    modulation: str,
-    stored: str,
-    shape: TransformerShape,
-    sizes: Mapping[str, TransformerBytes],
-) -> LoadDecision:
+def _on_processor(requested: str, modulation: str, stored: str) -> LoadDecision:
     """There is no card to leave, and no room to be short of."""
     name = stored if requested in ("auto", AS_STORED) else requested
     if requested == "auto":
@@ -181,14 +196,13 @@ def _on_processor(
         )
     else:
         why = requested_precision(name, stored, requested == AS_STORED)
-    size = (sizes.get(name) or _bytes_of(shape, name)).total
-    clauses = (why, weight_only(name, None), f"{format_gib(size)} of weights in host memory")
-    place = "modulation: stays with the rest, because only an NVIDIA card has an off card"
+    place = "modulation: stays with the rest, because there is no NVIDIA card to leave"
     return LoadDecision(
         precision=name,
-        reason="; ".join(filter(None, clauses)),
+        reason="; ".join(filter(None, (why, weight_only(name, None)))),
         off_card=False,
         place_reason=place if modulation == OFF_CARD else "",
+        why=_in_few_words(requested, stored, None),
     )
 
 

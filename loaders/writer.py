@@ -20,7 +20,7 @@ from uuid import uuid4
 import torch
 
 from ..errors import UnavailableError, plain_write_errors
-from ..spec import format_bytes
+from ..spec import format_gib
 from .header import DTYPE_BITS, TensorInfo
 
 ALIGNMENT = 8
@@ -143,6 +143,6 @@ def _check_space(folder: Path, needed: int) -> None:
         free = shutil.disk_usage(folder).free
     if free < needed:
         raise UnavailableError(
-            f"{folder} has {format_bytes(free)} free and the file takes {format_bytes(needed)}: "
+            f"{folder} has {format_gib(free)} free and the file takes {format_gib(needed)}: "
             "free disk space or choose another disk."
         )

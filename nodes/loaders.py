@@ -19,11 +19,13 @@ from ..loaders.source import Source, fingerprint
 from ..spec import PLACES
 from .common import CATEGORY, require_host, with_report
 
+# What people search for when they want weights in another form, or in less memory.
+WEIGHT_WORDS = ["bf16", "fp8", "scaled fp8", "int8", "quantized", "low vram", "gguf"]
 VAE_PRECISIONS = ["auto", "bf16", "fp32"]
 TEXT_ENCODER_PLACEMENTS = ["auto", "cpu", "drop after encoding"]
 KEEP_TOOLTIP = (
-    "Layers that stay in bf16 when the rest is quantized: shell patterns separated by commas or "
-    "lines, such as transformer_blocks.0.*, *.img_mlp.net.2. A kept layer takes twice the memory."
+    "Layers that stay in bf16 when the rest is quantized: shell patterns separated by commas, such "
+    "as transformer_blocks.0.*, *.img_mlp.net.2. A kept layer takes twice the memory."
 )
 
 
@@ -90,7 +92,6 @@ def keep_input() -> io.String.Input:
     return io.String.Input(
         "keep_in_bf16",
         default="",
-        multiline=True,
         optional=True,
         advanced=True,
         tooltip=KEEP_TOOLTIP,
@@ -138,6 +139,7 @@ class QwenL40SLoadModel(io.ComfyNode):
                 "qwen image",
                 "qwen edit",
                 "qwen image layered",
+                *WEIGHT_WORDS,
             ],
             inputs=[_model_input(), _precision_input(), keep_input(), _modulation_input()],
             outputs=[_model_output(), _report_output()],
@@ -160,7 +162,7 @@ class QwenL40SLoadModel(io.ComfyNode):
 
         source = source_of(model, "transformer")
         patcher, report = load_model(source, precision, keep_patterns(keep_in_bf16), modulation)
-        return with_report(patcher, report=report.text())
+        return with_report(patcher, report=report.text(), summary=report.summary())
 
 
 class QwenL40SLoadTextEncoder(io.ComfyNode):
@@ -182,6 +184,7 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
                 "qwen 2.5 vl",
                 "qwen2.5-vl",
                 "text encoder",
+                *WEIGHT_WORDS,
             ],
             inputs=[
                 io.Combo.Input(
@@ -227,7 +230,7 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
 
         source = source_of(text_encoder, "text_encoder")
         clip, report = load_text_encoder(source, precision, placement)
-        return with_report(clip, report=report.text())
+        return with_report(clip, report=report.text(), summary=report.summary())
 
 
 class QwenL40SLoadVAE(io.ComfyNode):
@@ -272,7 +275,7 @@ class QwenL40SLoadVAE(io.ComfyNode):
         from ..hosts.comfyui.load.vae import load_vae
 
         loaded, report = load_vae(source_of(vae, "vae"), precision)
-        return with_report(loaded, report=report.text())
+        return with_report(loaded, report=report.text(), summary=report.summary())
 
 
 class QwenL40SLoad(io.ComfyNode):
@@ -296,6 +299,7 @@ class QwenL40SLoad(io.ComfyNode):
                 "pipeline loader",
                 "qwen image",
                 "qwen edit",
+                *WEIGHT_WORDS,
             ],
             inputs=[
                 _model_input(),
@@ -364,6 +368,14 @@ class QwenL40SLoad(io.ComfyNode):
             transformer, precision, keep_patterns(keep_in_bf16), modulation
         )
         reports = (model_report, clip_report, vae_report)
+        summary = (
+            f"transformer: {model_report.summary()}",
+            *(f"{report.what}: {report.chosen}" for report in reports[1:]),
+        )
         return with_report(
-            patcher, clip, decoder, report="\n\n".join(report.text() for report in reports)
+            patcher,
+            clip,
+            decoder,
+            report="\n\n".join(report.text() for report in reports),
+            summary="\n".join(summary),
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from comfy_api.latest import io
 from server import PromptServer
 
-from ...spec import format_bytes
+from ...spec import format_gib
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,11 @@ class LoadReport:
         family: what its header says it is.
         precision: how the weights are stored now, such as "bf16".
         reason: why in that precision.
-        bytes: of all weights as they are stored now.
+        bytes: of all weights as they are stored now, less those that wait off the card.
+        why: the same in a few words.
+        where: in a few words what waits elsewhere; empty where nothing does.
         notes: sentences about what was converted, refused or left out.
+        hint: the one of them that the node itself shows.
     """
 
     what: str
@@ -31,16 +34,28 @@ class LoadReport:
     precision: str
     reason: str
     bytes: int
+    why: str
+    where: str = ""
     notes: tuple[str, ...] = ()
+    hint: str = ""
 
     def text(self) -> str:
         """Returns a few lines for a node, a log or a terminal."""
         lines = [
             f"{self.what}: {self.family} from {self.path}",
-            f"{self.precision}, {format_bytes(self.bytes)} of weights ({self.reason})",
+            f"{self.precision}, {format_gib(self.bytes)} of weights ({self.reason})",
             *self.notes,
         ]
         return "\n".join(lines)
+
+    def summary(self) -> str:
+        """Returns what was chosen and why, in at most three lines for the node."""
+        return "\n".join(filter(None, (self.chosen, self.why, self.hint)))
+
+    @property
+    def chosen(self) -> str:
+        """`bf16, 25.4 GiB, modulation off card (12.7 GiB in host memory)`."""
+        return ", ".join(filter(None, (self.precision, format_gib(self.bytes), self.where)))
 
 
 def show_text(node: type[io.ComfyNode], text: str) -> None:

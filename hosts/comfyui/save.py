@@ -31,7 +31,7 @@ from ...loaders.quantized_file import (
 )
 from ...loaders.stored import StoredLayer
 from ...loaders.writer import SAFETENSORS_DTYPES, SafetensorsLayout, write_safetensors
-from ...spec import format_bytes
+from ...spec import format_gib
 from .load.linear import LOADED_FORMATS
 from .load.plan import STAGING_BYTES
 from .lora.bypass import BYPASS_KEY
@@ -62,7 +62,7 @@ class SavedModel:
     def text(self) -> str:
         """Returns a few lines for the node."""
         lines = [
-            f"{self.path.name}: {format_bytes(self.bytes)}, {self.quantized} layers in "
+            f"{self.path.name}: {format_gib(self.bytes)}, {self.quantized} layers in "
             f"{self.precision}, for {READERS[self.precision]}"
         ]
         if self.merged:

@@ -31,7 +31,7 @@ from ...loaders.convert import check_finite
 from ...loaders.header import PLAIN_DTYPES, Shards, read_object, read_shards
 from ...machine.device import available_bytes, choose_device
 from ...machine.memory import available_memory
-from ...spec import BYTES_PER_WEIGHT, USUAL_SIDE, format_bytes
+from ...spec import BYTES_PER_WEIGHT, USUAL_SIDE, format_gib
 from ..loading import PrecisionChoice, choose_precision
 from .patch import Optimized, is_lossy_attention, optimize
 from .settings import OFFLOADS
@@ -198,7 +198,7 @@ def choose_offload(
     if device == "cpu":
         choice = OffloadChoice("none", "everything runs on the processor")
     elif requested == "auto":
-        reason = f"all parts take {format_bytes(total)} and {format_bytes(free)} is free"
+        reason = f"all parts take {format_gib(total)} and {format_gib(free)} is free"
         choice = OffloadChoice("none" if total + work <= free else "model", reason)
     else:
         choice = OffloadChoice(requested, "requested")
@@ -208,8 +208,8 @@ def choose_offload(
     for needed, place, there in needs:
         if needed > there:
             raise UnavailableError(
-                f"{what} needs {format_bytes(needed)} for its weights alone and {place} has "
-                f"{format_bytes(there)} free: free memory, or choose another --device, "
+                f"{what} needs {format_gib(needed)} for its weights alone and {place} has "
+                f"{format_gib(there)} free: free memory, or choose another --device, "
                 "--precision or --offload."
             )
     return choice

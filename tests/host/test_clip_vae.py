@@ -392,7 +392,7 @@ def test_both_forms_of_the_vae_give_what_diffusers_gives():
 def test_the_layered_vae_gives_what_diffusers_gives():
     known()
     vae, report = load_vae(FOLDER / "layered" / "vae", "fp32")
-    assert "RGBA" in report.text() and report.reason == "requested"
+    assert "RGBA" in report.text() and report.reason == "as requested"
     decoded = vae.decode(known()["latents"])
     assert (decoded - known()["layered_decoded"]).abs().max() <= TOLERANCE
     found = vae.encode(known()["layered_pixels"])

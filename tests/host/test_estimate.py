@@ -60,7 +60,7 @@ def advice(**changed):
 def shown(output):
     """The report and the picture that the page gets; the picture is what the node gives."""
     image, report = output.args[:2]
-    assert output.ui["text"] == (report,)
+    assert output.ui["text"] == [report]
     (entry,) = output.ui["images"]
     assert entry["type"] == "temp"
     folder = Path(folder_paths.get_temp_directory()) / entry["subfolder"]

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import re
 import sys
 import threading
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from qwen_l40s import nodes
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui import contract as compatibility
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
-from qwen_l40s.hosts.comfyui.load import weights
+from qwen_l40s.hosts.comfyui.load import text_encoder, vae, weights
 from qwen_l40s.loaders.quantize import quantize_rows
 from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
 from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM
@@ -38,6 +39,7 @@ from qwen_l40s.nodes.vae import QwenL40SVAEDecode, QwenL40SVAEEncode
 from qwen_l40s.spec import CardFacts
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
+IMPORTED = text_encoder, vae  # before a test replaces what they import
 MICRO = "micro (bundled)"
 WEIGHTS = narrow.weights()
 MODELS = BASE / "models" / "diffusion_models"
@@ -53,7 +55,7 @@ def load(name, setting="auto", keep=""):
     """What the node gives: the MODEL and the report."""
     output = QwenL40SLoadModel.execute(model=name, precision=setting, keep_in_bf16=keep)
     loaded, report = output.args
-    assert output.ui.as_dict()["text"] == (report,)
+    assert output.ui["text"] == [report]
     return loaded, report
 
 
@@ -224,6 +226,22 @@ def test_nan_is_refused_and_the_next_load_works():
     load(written("plain", WEIGHTS), "int8")
 
 
+def test_a_node_says_what_was_chosen_and_why():
+    name = written("plain", WEIGHTS)
+    for setting, why in (("auto", "auto: the file holds bf16"), ("int8", "as requested")):
+        output = QwenL40SLoadModel.execute(model=name, precision=setting)
+        chosen, reason = output.ui["qwen_l40s"][0].splitlines()
+        assert re.fullmatch(r"(bf16|int8), \d+ MiB", chosen) and reason.startswith(why)
+    output = QwenL40SLoad.execute(MICRO, "auto", MICRO, MICRO)
+    lines = output.ui["qwen_l40s"][0].splitlines()
+    assert [line.partition(":")[0] for line in lines if ", " in line] == [
+        "transformer",
+        "text encoder",
+        "VAE",
+    ]
+    assert len(lines) <= 6, lines
+
+
 # --- what other dtypes become
 
 
@@ -266,7 +284,9 @@ def test_kept_layers_are_what_the_file_holds():
         if layer.startswith("transformer_blocks.1.") or layer.endswith(".to_add_out")
     ]
     assert len(kept) == 13
-    assert "13 layers kept in bf16" in report and "11 layers quantized to fp8" in report, report
+    dtype = weights.FLOAT_NAMES[loaded.model.get_dtype()]
+    assert f"13 layers kept in {dtype}" in report and "11 layers quantized to fp8" in report, report
+    assert (f"All that is not quantized is held in {dtype}" in report) == (dtype != "bf16")
     for layer in narrow.layers(WEIGHTS):
         held = weight(loaded, f"{layer}.weight")
         assert (type(held.data) is torch.Tensor) == (layer in kept), layer

@@ -314,11 +314,11 @@ def test_the_nodes():
     output = QwenL40SVAEDecode.execute({"samples": latents}, VAES["micro"])
     images, report = output.args
     assert_same(images, core_decode(VAES["micro"], latents))
-    assert output.ui.as_dict()["text"] == (report,) and "whole" in report
+    assert output.ui["text"] == [report] and "whole" in report
     output = QwenL40SVAEEncode.execute(pixels, VAES["micro"], 4)
     encoded, report = output.args
     assert encoded["samples"].shape == (1, 16, 1, 8, 8)
-    assert output.ui.as_dict()["text"] == (report,) and "4 exact tiles" in report
+    assert output.ui["text"] == [report] and "4 exact tiles" in report
     for node in (QwenL40SVAEDecode, QwenL40SVAEEncode):
         tiles = node.GET_SCHEMA().inputs[-1]
         assert (tiles.id, tiles.default, tiles.optional) == ("tiles", 0, True)

@@ -723,7 +723,7 @@ def test_all_phases_of_a_run():
         encode(vae, images)
         output = QwenL40SReport.execute(images, model, clip, vae)
     passed, text, data = output.args
-    assert passed is images and output.ui.as_dict()["text"] == (text,)
+    assert passed is images and output.ui["text"] == [text]
     assert text.startswith("sampled: 64x64, batch 1, 3 steps, 6 forward passes, CFG 4, "), text
     phases = json.loads(data)["phases"]
     assert list(phases) == ["load", "text", "encode", "sampling", "decode"]

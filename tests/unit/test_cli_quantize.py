@@ -313,7 +313,7 @@ def test_a_disk_without_room(tmp_path, capsys, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10**9, 10**9, 5_000_000))
     sentence = refused(capsys, tmp_path, MICRO, tmp_path / "out.safetensors")
-    assert "has 5 MB free and the file takes 5 MB: free disk space" in sentence
+    assert "has 5 MiB free and the file takes 5 MiB: free disk space" in sentence
 
 
 # --- what is left behind

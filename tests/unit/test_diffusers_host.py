@@ -26,6 +26,7 @@ from qwen_l40s.hosts.diffusers.settings import GenerateSettings
 from qwen_l40s.hosts.loading import choose_precision
 from qwen_l40s.loaders.source import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
 from qwen_l40s.machine.device import choose_device
+from qwen_l40s.spec import MIB
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -379,7 +380,7 @@ def test_card_that_is_not_there():
 
 def test_model_larger_than_memory_is_refused_before_loading(tiny_folder, monkeypatch):
     monkeypatch.setattr("qwen_l40s.hosts.diffusers.load.available_bytes", lambda _device: 1_000_000)
-    with pytest.raises(UnavailableError, match=r"in bf16 needs \d MB .* cpu has 1 MB"):
+    with pytest.raises(UnavailableError, match=r"in bf16 needs \d MiB .* cpu has 1 MiB"):
         load_pipeline(tiny_folder, device="cpu")
 
 
@@ -388,20 +389,20 @@ def test_model_larger_than_memory_is_refused_before_loading(tiny_folder, monkeyp
 
 def test_parts_that_do_not_fit_together_take_turns():
     sizes = {"text_encoder": 15, "transformer": 40, "vae": 5}
-    weights = {part: size * 10**6 for part, size in sizes.items()}
+    weights = {part: size * MIB for part, size in sizes.items()}
     for requested, device, free, host, expected in (
         ("auto", "cuda:0", 70, 0, "none"),
         ("auto", "cuda:0", 69, 60, "model"),
-        ("auto", "cuda:0", 39, 60, r"needs 40 MB .* cuda:0 has 39 MB"),
-        ("auto", "cuda:0", 69, 59, r"needs 60 MB .* the host has 59 MB"),
+        ("auto", "cuda:0", 39, 60, r"needs 40 MiB .* cuda:0 has 39 MiB"),
+        ("auto", "cuda:0", 69, 59, r"needs 60 MiB .* the host has 59 MiB"),
         ("none", "cuda:0", 60, 0, "none"),
-        ("none", "cuda:0", 59, 99, r"needs 60 MB .* cuda:0 has 59 MB"),
+        ("none", "cuda:0", 59, 99, r"needs 60 MiB .* cuda:0 has 59 MiB"),
         ("model", "cuda:0", 99, 60, "model"),
         ("model", "cpu", 60, 60, "none"),
-        ("auto", "cpu", 59, 59, r"needs 60 MB .* cpu has 59 MB"),
+        ("auto", "cpu", 59, 59, r"needs 60 MiB .* cpu has 59 MiB"),
     ):
-        about = {"what": "a model", "device": device, "weights": weights, "work": 10**7}
-        about |= {"free": free * 10**6, "host_free": host * 10**6}
+        about = {"what": "a model", "device": device, "weights": weights, "work": 10 * MIB}
+        about |= {"free": free * MIB, "host_free": host * MIB}
         if expected in ("none", "model"):
             assert choose_offload(requested, **about).name == expected
         else:

@@ -74,9 +74,9 @@ def on_card(found):
         ("auto", A100, "fp8", "fp8", ["sm_80 does not multiply fp8, which needs sm_89"]),
         (
             *("auto", None, "bf16", "bf16"),
-            ["auto on the CPU: as the file holds it, bf16; 38.1 GiB of weights"],
+            ["auto on the CPU: as the file holds it, bf16"],
         ),
-        ("auto", None, "fp32", "fp32", ["76.1 GiB of weights in host memory"]),
+        ("auto", None, "fp32", "fp32", ["auto on the CPU: as the file holds it, fp32"]),
         (
             *("auto", None, "fp8", "fp8"),
             ["the CPU computes in full precision from the fp8 weights"],
@@ -91,7 +91,7 @@ def on_card(found):
             *("bf16", RTX_4090, "bf16", "bf16"),
             ["of 25.4 GiB of weights 2", "stay on RTX 4090", " to it in every pass, "],
         ),
-        ("bf16", None, "int8", "bf16", ["38.1 GiB of weights in host memory"]),
+        ("bf16", None, "int8", "bf16", ["dequantized, which does not bring back what int8 lost"]),
         ("fp8", L40S, "bf16", "fp8", ["the file's bf16 is quantized to fp8 on load; 25.4 GiB"]),
         (
             *("fp8", L40S, "int8", "fp8"),
@@ -112,6 +112,23 @@ def test_precisions_and_reasons(requested, card, stored, name, reasons):
     found = decide(requested, stored, card)
     assert found.precision == name
     assert all(reason in found.reason for reason in reasons), found.reason
+
+
+@pytest.mark.parametrize(
+    ("requested", "card", "stored", "why"),
+    [
+        ("auto", L40S, "bf16", "auto: the most faithful that fits; 1.6 GiB to spare on NVIDIA L40S"),
+        ("auto", RTX_4090, "bf16", "auto: bf16 does not fit; "),
+        ("auto", RTX_3060, "bf16", "GiB moves to RTX 3060 in every pass"),
+        ("auto", A100, "fp8", "auto: the file holds fp8; "),
+        ("int8", L40S, "bf16", "as requested; "),
+        ("as stored", L40S, "bf16", "as stored; "),
+        ("auto", None, "bf16", "auto: the file holds bf16; computed on the CPU"),
+    ],
+)
+def test_what_was_chosen_is_said_in_few_words(requested, card, stored, why):
+    found = decide(requested, stored, card).why
+    assert why in found and len(found) <= 80, found
 
 
 def test_auto_is_what_the_plan_recommends():
@@ -176,12 +193,13 @@ def test_every_decision_has_its_size_and_every_refusal_a_way_out():
                     choices = re.search(r"choose (.*)\.$", str(error))[1].split(", ")
                     assert [decide(other, stored, card).precision for other in choices]
                     continue
-                assert on_card(found) in found.reason
+                # On the processor the loader says what is held.
+                assert card is None or on_card(found) in found.reason
                 assert "\n" not in found.reason
                 assert card is None or card.name in found.reason
                 if requested == "as stored":
                     assert found.precision == stored
-                    assert found.reason.startswith(f"as stored: the file holds {stored}; ")
+                    assert found.reason.startswith(f"as stored: the file holds {stored}")
                 elif requested != "auto":
                     assert found.precision == requested
 
@@ -257,7 +275,7 @@ def test_the_place_and_its_reason():
 def test_on_the_processor_there_is_no_card_to_leave():
     found = {place: decide("bf16", "bf16", None, place) for place in PLACES}
     assert not any(decision.off_card for decision in found.values())
-    assert "only an NVIDIA card" in found["off card"].place_reason
+    assert "no NVIDIA card to leave" in found["off card"].place_reason
     assert found["auto"].place_reason == ""
 
 

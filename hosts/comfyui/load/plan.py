@@ -41,6 +41,8 @@ class LoadPlan:
             converted into another.
         precision: what the weights are loaded in, and `reason` why.
         off_card: whether the modulation waits in host memory, and `place_reason` why.
+        why: both reasons in a few words.
+        modulation_bytes: of the modulation weights in that precision.
     """
 
     source: Source
@@ -51,6 +53,8 @@ class LoadPlan:
     reason: str
     off_card: bool
     place_reason: str
+    why: str
+    modulation_bytes: int
 
 
 def plan_load(
@@ -90,6 +94,8 @@ def plan_load(
         reason=decision.reason,
         off_card=decision.off_card,
         place_reason=decision.place_reason,
+        why=decision.why,
+        modulation_bytes=sizes[name].modulation,
     )
 
 

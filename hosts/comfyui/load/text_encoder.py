@@ -196,8 +196,18 @@ def load_text_encoder(
         precision=prepared.precision,
         reason=f"{reason}; ComfyUI computes this encoder in fp32",
         bytes=clip.patcher.model_size(),
+        why=_stays(placement, clip.patcher.load_device),
+        where="computed in fp32",
+        hint=next((note for note in layout.notes if "vision tower" in note), ""),
         notes=(f"placement {placement}: {PLACEMENTS[placement]}", *layout.notes, *prepared.notes),
     )
+
+
+def _stays(placement: str, device: torch.device) -> str:
+    """Where it computes and stays, in a few words."""
+    if device.type == "cpu":
+        return "on the CPU"
+    return "leaves the card after each encoding" if placement == DROP else "on the card"
 
 
 def load_text_encoder_patcher(

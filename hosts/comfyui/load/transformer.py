@@ -28,7 +28,7 @@ from ....loaders.convert import is_finite, not_finite
 from ....loaders.quantized_file import MARKER_2511
 from ....loaders.source import Source, open_source
 from ....optimizations.linear import choose_gemm
-from ....spec import QUANTIZED
+from ....spec import QUANTIZED, format_gib
 from ..messages import LoadReport
 from ..record.sampling import record_runs
 from ..sample.modulation import MODULATION_KEY, ModelModulation
@@ -41,7 +41,7 @@ from ..sample.off_card import (
 )
 from .linear import quantized_operations
 from .plan import LoadPlan, plan_load, require_less_memory
-from .weights import transformer_tensors
+from .weights import FLOAT_NAMES, transformer_tensors
 
 KEEP_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -79,9 +79,17 @@ def load_model(
         precision=_loaded_precision(patcher, plan.precision),
         reason=plan.reason,
         bytes=patcher.model_size(),
+        why=plan.why,
+        where=_where(plan, patcher.load_device),
         notes=tuple(notes),
     )
     return patcher, report
+
+
+def _where(plan: LoadPlan, device: torch.device) -> str:
+    if plan.off_card:
+        return f"modulation off card ({format_gib(plan.modulation_bytes)} in host memory)"
+    return "" if device.type == "cpu" else "modulation on card"
 
 
 def load_patcher(plan: LoadPlan, disable_dynamic: bool = False) -> ModelPatcher:
@@ -97,12 +105,14 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
     offload_device = comfy.model_management.unet_offload_device()
     source, quantized = plan.source, plan.precision in QUANTIZED
     try:
-        tensors, notes = transformer_tensors(plan, load_device)
+        tensors, notes, kept = transformer_tensors(plan, load_device)
     except CheckpointError as error:
         raise CheckpointError(f"{source.path}: {error}") from error
     if source.config.get("zero_cond_t") is True:  # as ComfyUI's own files say it
         tensors.setdefault(MARKER_2511, torch.empty(0))
     model = _model_config(plan, tensors, load_device).get_model(tensors, "")
+    if quantized:
+        notes += _what_is_not_quantized(model.get_dtype(), [tensors[f"{it}.weight"] for it in kept])
     dynamic = not disable_dynamic and comfy.memory_management.aimdo_enabled
     if plan.off_card:
         take_off_card(model)
@@ -124,6 +134,18 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
     check_first_step(patcher, source.path)
     patcher.cached_patcher_init = (load_patcher, (plan,))
     return patcher, notes
+
+
+def _what_is_not_quantized(dtype: torch.dtype, kept: Sequence[torch.Tensor]) -> list[str]:
+    """ComfyUI holds it in the dtype that the device computes in, on most processors fp32."""
+    notes = []
+    name = FLOAT_NAMES.get(dtype, str(dtype))
+    if kept:
+        more = sum(weight.numel() for weight in kept) * (dtype.itemsize - 1)
+        notes.append(f"{len(kept)} layers kept in {name}, which takes {format_gib(more)} more.")
+    if name != "bf16":
+        notes.append(f"All that is not quantized is held in {name}, which this device computes in.")
+    return notes
 
 
 def _keep_off_card(patcher: ModelPatcher, quantized: bool) -> None:

@@ -49,13 +49,15 @@ def load_vae(
     vae = comfy.sd.VAE(sd=tensors, dtype=VAE_DTYPES[precision])
     vae.throw_exception_if_invalid()
     vae.patcher.cached_patcher_init = (load_vae_patcher, (source, precision))
+    why = "as requested" if VAE_DTYPES[precision] else f"auto: ComfyUI's choice on {vae.device}"
     return vae, LoadReport(
         what="VAE",
         path=source.path,
         family=source.part.family,
         precision=FLOAT_NAMES.get(vae.vae_dtype, str(vae.vae_dtype)),
-        reason="requested" if VAE_DTYPES[precision] else f"auto: ComfyUI's choice on {vae.device}",
+        reason=why,
         bytes=vae.model_size(),
+        why=why,
         notes=_notes(source, names),
     )
 

@@ -18,7 +18,7 @@ from ....loaders.convert import not_finite
 from ....loaders.quantize import RoundedLayer, layers_to_quantize, quantize_layers
 from ....loaders.source import Source
 from ....loaders.stored import StoredLayer, canonical_tensors
-from ....spec import QUANTIZED, format_bytes
+from ....spec import QUANTIZED
 from .plan import STAGING_BYTES, LoadPlan
 
 
@@ -38,8 +38,9 @@ FLOAT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 
 def transformer_tensors(
     plan: LoadPlan, device: torch.device
-) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Returns the state dict to load, and sentences about what was changed on the way.
+) -> tuple[dict[str, torch.Tensor], list[str], frozenset[str]]:
+    """Returns the state dict to load, sentences about what was changed on the way, and the layers
+    that `plan.keep` left as they are.
 
     It reads only what it has to convert.
 
@@ -86,10 +87,7 @@ def transformer_tensors(
     if to_round:
         ready |= quantize_shown(source, to_round, weight_of, precision, device)
         notes.append(f"{len(to_round)} layers quantized to {precision}, one scale for each row.")
-    if kept and precision in QUANTIZED:
-        extra = sum(ready[f"{layer}.weight"].nbytes for layer in kept) // 2
-        notes.append(f"{len(kept)} layers kept in bf16, which takes {format_bytes(extra)} more.")
-    return ready, notes
+    return ready, notes, kept if precision in QUANTIZED else frozenset()
 
 
 def quantize_shown(

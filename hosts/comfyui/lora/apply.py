@@ -23,7 +23,7 @@ from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, WeightAdapterBase
 
 from ....errors import CheckpointError, SettingError
 from ....loaders.detect import FOREIGN_STACKS
-from ....spec import format_bytes
+from ....spec import format_gib
 from . import mode_of
 from .bypass import add_bypass, bypass_module
 from .file import LoraFile, inspect_lora, read_lora
@@ -60,7 +60,7 @@ class LoraReport:
 
     def text(self) -> str:
         """One line, and a second one where there is more to know."""
-        size = [format_bytes(self.bytes)]
+        size = [format_gib(self.bytes)]
         if self.ranks:
             low, high = self.ranks
             size.insert(0, f"rank {low}" if low == high else f"ranks {low} to {high}")
