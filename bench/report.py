@@ -252,9 +252,10 @@ def _panel(page: canvas.Page, bars: Sequence[Fields]) -> None:
         end = left + max(1, round(row["ms"] * scale))
         page.draw.rectangle((left, y, end, y + BAR), fill=_colour(row["name"]))
         low, high = (left + round(row.get(key, row["ms"]) * scale) for key in ("ms_p10", "ms_p90"))
-        page.draw.line((low, middle, high, middle), fill=canvas.INK)
-        for x in {low, high}:
-            page.draw.line((x, middle - 4, x, middle + 4), fill=canvas.INK)
+        for ink, width in ((canvas.DARK, 3), (canvas.INK, 1)):  # over the bar, and beyond it
+            page.draw.line((low, middle, high, middle), fill=ink, width=width)
+            for x in {low, high}:
+                page.draw.line((x, middle - 4, x, middle + 4), fill=ink, width=width)
         value = f"{row['ms']:.1f} ms" if row["ms"] >= 10 else f"{row['ms']:.3f} ms"
         if row["name"] != BASELINE and (of_stock := ratio(row, baseline)) is not None:
             value += f"   x {of_stock:.2f}"

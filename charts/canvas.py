@@ -12,15 +12,18 @@ if TYPE_CHECKING:
 
 WIDTH = 1280  # pixels
 MARGIN = 36
-# Font sizes. A node shows the picture at about half its size: 15 is the least that can be read.
+# Font sizes of pictures that are looked at in full; `memory_chart` has larger ones of its own.
 TITLE, TEXT, SMALL = 26, 18, 16
 LINE_HEIGHT = 1.35
-INK, FAINT, GRID = "#1f2933", "#616e7c", "#e4e7eb"
-GOOD, BAD = "#0b7a5b", "#c8102e"
+# A picture brings its own ground and a frame, so that it stands on a light page and on a dark one.
+PAPER, FRAME = "#17202a", "#66768a"
+INK, FAINT, GRID = "#f2f5f8", "#aeb9c5", "#364452"
+DARK = "#10171f"  # text on a bright bar
+GOOD, WARN, BAD = "#2bc48a", "#ffb000", "#ff7043"
 # Distinct with red-green blindness too; the first belongs to what a picture is about.
 PALETTE = (
-    *("#0b7a5b", "#d9822b", "#3d6fb6", "#8a4f9e", "#c2185b", "#5c6b2e", "#00838f"),
-    *("#8d6e63", "#b8a000", "#6b8fb5", "#e07b91", "#455a64", "#7e9d3c", "#9575cd"),
+    *(GOOD, "#f2a541", "#6ea8ff", "#c58be0", "#ff6f91", "#b5c45a", "#35c2d6"),
+    *("#c9a08e", "#e8d44d", "#a9c3de", "#ffb3c1", "#90a4ae", "#a6d06a", "#b39ddb"),
 )
 
 
@@ -80,7 +83,7 @@ class Page:
     def __init__(self, most_height: int) -> None:
         from PIL import Image, ImageDraw
 
-        self.image: Image.Image = Image.new("RGB", (WIDTH, most_height), "white")
+        self.image: Image.Image = Image.new("RGB", (WIDTH, most_height), PAPER)
         self.draw: ImageDraw.ImageDraw = ImageDraw.Draw(self.image)
         self.y = MARGIN
 
@@ -131,8 +134,10 @@ class Page:
         self.text((x, y), text, size=size, fill=fill, anchor="mm")
 
     def finish(self) -> Image.Image:
-        """The picture, cut below what was drawn last."""
-        return self.image.crop((0, 0, WIDTH, min(self.image.height, round(self.y) + MARGIN)))
+        """The picture, cut below what was drawn last, in its frame."""
+        height = min(self.image.height, round(self.y) + MARGIN)
+        self.draw.rectangle((0, 0, WIDTH - 1, height - 1), outline=FRAME, width=3)
+        return self.image.crop((0, 0, WIDTH, height))
 
 
 def dashed(
@@ -150,7 +155,19 @@ def colours(count: int) -> list[str]:
     return [PALETTE[place % len(PALETTE)] for place in range(count)]
 
 
+def luminance(colour: str) -> float:
+    """From 0 for black to 1 for white (WCAG 2)."""
+    shares = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
+    linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    """From 1, the same, to 21; small text is read easily from 4.5 on (WCAG 2)."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
 def ink_on(colour: str) -> str:
-    """White or dark, whichever is read more easily on a colour (luma of Rec. 601)."""
-    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
-    return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 150 else "#ffffff"
+    """Light or dark, whichever is read more easily on a colour."""
+    return max((INK, DARK), key=lambda ink: contrast(ink, colour))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..planning.cards import SECONDS_PER_HOUR
 from .advice import comparison_text
-from .canvas import FAINT, GRID, INK, MARGIN, SMALL, TITLE, WIDTH, Page, colours, dashed
+from .canvas import FAINT, GRID, INK, MARGIN, PAPER, SMALL, TITLE, WIDTH, Page, colours, dashed
 from .figures import dollars
 from .words import request_text
 
@@ -207,5 +207,5 @@ def _free_place(x: float, y: float, taken: Sequence[tuple[float, float]]) -> tup
 
 def _dot(page: Page, place: tuple[float, float], number: int) -> None:
     x, y = place
-    page.draw.ellipse((x - DOT, y - DOT, x + DOT, y + DOT), fill="white", outline=INK, width=2)
+    page.draw.ellipse((x - DOT, y - DOT, x + DOT, y + DOT), fill=PAPER, outline=INK, width=2)
     page.text((x, y), str(number), size=SMALL, anchor="mm")
