@@ -10,7 +10,7 @@ from ..planning.phases import Phase, Range, figure, gib
 from ..planning.plan import PlanOption
 from ..planning.request import RunRequest
 from ..spec import GB
-from .words import notes_of
+from .notes import notes_of
 
 
 def estimate_json(estimate: Estimate) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
         "plan": [_option(option) for option in estimate.options],
         "basis": estimate.basis.kind,
         "basis_detail": estimate.basis.text,
-        "notes": [*notes_of(estimate), *estimate.notes],
+        "notes": [*notes_of(estimate), *estimate.notes, *filter(None, [estimate.card_note])],
     }
 
 

@@ -158,7 +158,9 @@ def colours(count: int) -> list[str]:
 def luminance(colour: str) -> float:
     """From 0 for black to 1 for white (WCAG 2)."""
     shares = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
-    linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+    linear = [
+        share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares
+    ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
@@ -166,8 +168,3 @@ def contrast(one: str, other: str) -> float:
     """From 1, the same, to 21; small text is read easily from 4.5 on (WCAG 2)."""
     low, high = sorted((luminance(one), luminance(other)))
     return (high + 0.05) / (low + 0.05)
-
-
-def ink_on(colour: str) -> str:
-    """Light or dark, whichever is read more easily on a colour."""
-    return max((INK, DARK), key=lambda ink: contrast(ink, colour))

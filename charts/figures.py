@@ -6,8 +6,9 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 from ..planning.phases import Range
+from ..spec import GIB
 
-LINE = 110  # characters
+LINE = 100  # characters
 
 
 def duration(seconds: Range) -> str:
@@ -45,6 +46,32 @@ def dollars(value: float) -> str:
     while places < 9 and value * 10**places < 10:
         places += 1
     return f"{value:.{places}f}"
+
+
+def many(count: int, thing: str) -> str:
+    """`1 layer`, `3 layers`."""
+    return f"{count} {thing}{'s' * (count != 1)}"
+
+
+def tenths(count: float) -> str:
+    """GiB with one decimal and without the unit: `43.0`."""
+    return f"{count / GIB:.1f}"
+
+
+def tenths_between(low: float, high: float) -> str:
+    """What two figures differ by as they are printed, so that a reader's subtraction agrees."""
+    return f"{abs(float(tenths(high)) - float(tenths(low))):.1f}"
+
+
+def adding_up(counts: Sequence[float]) -> list[str]:
+    """GiB of parts, rounded up or down so that they add up to `tenths` of their sum."""
+    exact = [10 * count / GIB for count in counts]
+    whole = [int(count) for count in exact]
+    missing = round(10 * float(tenths(sum(counts)))) - sum(whole)
+    by_rest = sorted(range(len(exact)), key=lambda place: whole[place] - exact[place])
+    for place in by_rest[:missing]:
+        whole[place] += 1
+    return [f"{count / 10:.1f}" for count in whole]
 
 
 def decimal_bytes(count: int) -> str:

@@ -7,11 +7,10 @@ little of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..spec import GIB
 from .canvas import (
     BAD,
     DARK,
@@ -24,17 +23,15 @@ from .canvas import (
     WIDTH,
     Page,
     dashed,
-    ink_on,
     text_width,
     wrapped,
 )
-from .figures import shares
 
 if TYPE_CHECKING:
     from PIL import Image
 
 # Font sizes: 420 pixels of a node show them as 11 to 28.
-ANSWER, FIGURE, LABEL, LEAST = 84, 58, 38, 34
+ANSWER, FIGURE, LABEL, LEAST = 88, 60, 40, 36
 SIDE = 48  # pixels of margin
 VALUES, SECOND = 350, 830  # where the figures' two columns begin
 NAMES, TIMES, SIZES = 228, 300, 110  # pixels at both ends of the phases' bars
@@ -93,7 +90,8 @@ class RunPicture:
     Attributes:
         sign: One of `SIGNS`.
         answer: One or a few words.
-        lines: Sentences below it, the first in large type.
+        lines: Sentences below it.
+        about: What ran or is to run, and other fainter lines.
         heads: What the columns of figures hold, such as "predicted".
         limit: None where memory is not counted.
     """
@@ -101,6 +99,7 @@ class RunPicture:
     sign: str
     answer: str
     lines: Sequence[str]
+    about: Sequence[str]
     heads: Sequence[str]
     figures: Sequence[Figure]
     bars: Sequence[Bar]
@@ -127,9 +126,9 @@ def _answer(page: Page, shown: RunPicture) -> None:
     size = _fitting(shown.answer, WIDTH - 2 * SIDE - indent, ANSWER)
     page.text((SIDE + indent, page.y + 4 + ANSWER / 2), shown.answer, size=size, fill=colour)
     page.y += ANSWER + 28
-    for place, line in enumerate(shown.lines):
-        size, ink = (LABEL + 4, INK) if place == 0 else (LEAST, FAINT)
-        _lines(page, line, size, ink)
+    for lines, size, ink in ((shown.lines, LABEL, INK), (shown.about, LEAST, FAINT)):
+        for line in filter(None, lines):
+            _lines(page, line, size, ink)
 
 
 def _lines(page: Page, text: str, size: int, ink: str) -> None:
@@ -140,7 +139,7 @@ def _lines(page: Page, text: str, size: int, ink: str) -> None:
 
 def _sign(page: Page, sign: str, box: tuple[float, float, float, float]) -> None:
     """A tick, an exclamation mark or a cross, for those who do not see the colour."""
-    left, top, right, bottom = box
+    left, top, right, _ = box
     size, draw = right - left, page.draw
 
     def at(*shares: float) -> list[tuple[float, float]]:
@@ -203,12 +202,16 @@ def _phases(page: Page, shown: RunPicture) -> None:
     """Bars, with the limit of the card across all of them."""
     left, sized = SIDE + NAMES, any(bar.value for bar in shown.bars)
     right = WIDTH - SIDE - TIMES - (SIZES if sized else 0) - 16
-    longest = max([bar.expected for bar in shown.bars] + [sum(bar.parts.values()) for bar in shown.bars])
+    longest = max(
+        [bar.expected for bar in shown.bars] + [sum(bar.parts.values()) for bar in shown.bars]
+    )
     if shown.limit is not None:
         longest = max(longest, shown.limit.usable)
     scale = (right - left) / (longest or 1)
     if sized:
-        page.text((right + 16 + SIZES, page.y + LEAST * 0.6), "GiB", size=LEAST, fill=FAINT, anchor="rm")
+        page.text(
+            (right + 16 + SIZES, page.y + LEAST * 0.6), "GiB", size=LEAST, fill=FAINT, anchor="rm"
+        )
     page.text((WIDTH - SIDE, page.y + LEAST * 0.6), "time", size=LEAST, fill=FAINT, anchor="rm")
     page.y += round(LEAST * 1.4)
     top = page.y

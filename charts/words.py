@@ -1,17 +1,15 @@
-"""An estimate in words: the answer first, then what it rests on."""
+"""An estimate in words: the answer in six lines, then the tables behind it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ..planning.cards import STARTING, Card
-from ..planning.files import CARD_MEMORY, NETWORK, NVME, PAGE_CACHE, SOURCES
-from ..planning.phases import KEPT_FREE_BYTES, Phase, Range
-from ..planning.rates import GEMM, constants, measured, why_predicted
-from ..planning.request import DROPPED, ON_PROCESSOR, RunRequest
-from ..spec import GB, GIB, QUANTIZED, format_gib
-from .figures import duration, folded, table, usd
+from ..planning.phases import KEPT_FREE_BYTES, Phase
+from ..planning.request import RunRequest, Setting
+from ..spec import format_gib
+from .figures import adding_up, duration, folded, many, table, tenths, tenths_between, usd
+from .notes import notes_of, price_of
 
 if TYPE_CHECKING:
     from ..planning.estimate import Estimate
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 PHASE_NAMES = {
     "load": "load",
     "text": "text encode",
-    "tables": "table build",
+    "tables": "modulation",
     "sampling": "sampling",
     "decode": "decode",
 }
@@ -29,77 +27,134 @@ CFG_WORDS = {
     "one pass": "CFG in one pass",
     "off": "CFG off",
 }
-PHASE_COLUMNS = (
-    *("on card", "weights", "activations", "workspace", "context", "time"),
-    "also there",
-)
-
-
+# The part that works in a phase; else the transformer.
+WORKS = {"text": "text encoder", "decode": "VAE"}
+WORKING = "working memory"
+PARTS = ("transformer", "text encoder", "VAE", WORKING, "CUDA")
 NOTHING_SAFER = "Nothing safer stays on the card: choose a smaller size or batch."
 
 
 def estimate_text(estimate: Estimate) -> str:
-    """What `qwen-l40s estimate` and the node print: whether it fits, then the figures behind it."""
+    """What `qwen-l40s estimate` prints and a node keeps behind its picture: the answer, then what
+    it rests on.
+    """
     notes = (*notes_of(estimate), *estimate.notes)
+    phases = estimate.phases.values()
     blocks = [
-        [verdict(estimate), *safer_lines(estimate), heading(estimate)],
-        table(_phase_rows(estimate.phases.values()), right=range(1, 7)),
+        summary_lines(estimate),
+        _phase_table(phases),
+        _part_table(phases),
         [
             line
-            for phase in estimate.phases.values()
+            for phase in phases
             if phase.note
             for line in folded(f"{PHASE_NAMES[phase.name]}: {phase.note}", "")
         ],
-        [*table(_figures(estimate)), *folded(basis_text(estimate), "")],
-        [_plan_heading(estimate.options), *_plan_lines(estimate.options)],
-        [line for note in notes for line in folded(f"note: {note}", "")],
+        [*_needs(estimate), *folded(f"Times: {estimate.basis.text}", "")],
+        [_plan_heading(estimate.options), *_plan_lines(estimate)],
+        [line for note in notes for line in folded(f"Note: {note}", "")],
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
 def summary_text(estimate: Estimate) -> str:
-    """What the node shows in itself: whether it fits, of what, and an image's time and cost."""
-    lines = [verdict(estimate), *safer_lines(estimate), heading(estimate)]
-    if estimate.image_seconds:
-        time = f"{duration(estimate.image_seconds)}, {rests_on(estimate)}"
-        lines.append(f"image: {time}; {_cost(estimate)}")
-    return "\n".join(lines)
+    """What the node shows: six lines, the answer first."""
+    return "\n".join(summary_lines(estimate))
+
+
+def summary_lines(estimate: Estimate) -> list[str]:
+    """The answer, the card and the request, time, cost, the settings, and what to do next."""
+    about = f"{estimate.card_note} {heading(estimate)}".strip()
+    return [
+        verdict(estimate),
+        about,
+        f"Time: {_time(estimate)}.",
+        f"Cost: {_cost(estimate)}.",
+        f"Set: {settings_text(estimate.option.setting)}.",
+        next_step(estimate),
+    ]
 
 
 def verdict(estimate: Estimate) -> str:
     """Whether it fits, by how much, and where it is tightest: one sentence."""
-    option = estimate.option
-    peak, usable = format_gib(option.peak_bytes), format_gib(usable_bytes(estimate))
-    when = PHASE_NAMES[option.peak_phase]
+    option, usable = estimate.option, usable_bytes(estimate)
+    peak, when = option.peak_bytes, PHASE_NAMES[option.peak_phase]
+    figures = (
+        f"{tenths(peak)} of {tenths(usable)} GiB in {when}, {tenths_between(peak, usable)} GiB"
+    )
+    return f"{answer(estimate)}: {figures} {'to spare' if estimate.fits else 'too much'}."
+
+
+def answer(estimate: Estimate) -> str:
+    """Whether it fits, in at most three words."""
+    if not estimate.fits:
+        return "Does not fit"
+    return "Tight, not measured" if estimate.tight else "Fits"
+
+
+def next_step(estimate: Estimate) -> str:
+    """What to do with the answer."""
+    if estimate.tight:
+        return safer_text(estimate)
     if estimate.fits:
-        spare = format_gib(estimate.headroom_bytes)
-        fits = "Tight, not measured" if estimate.tight else "Fits"
-        return f"{fits}: {peak} of {usable} to use, in {when}; {spare} to spare."
-    moved = option.moved_bytes
-    how = f"; the host moves {format_gib(moved)} to the card in every forward pass" if moved else ""
-    return f"Does not fit: {peak} would be needed of {usable}, in {when}{how}."
+        return "Next: load with these settings; Report Qwen-Image Run shows what a run took."
+    other = next((option for option in estimate.options if option.resident), None)
+    if other is None:
+        return f"Next: choose a smaller size or batch. {_slowly(estimate)}".strip()
+    changed = changes(estimate.option.setting, other.setting)
+    return f"Next: set {changed}, which fits with {_spare(estimate, other)} GiB to spare."
 
 
-def safer_lines(estimate: Estimate) -> list[str]:
-    """What to set where it is tight, and what that leaves; nothing where it is not tight."""
+def safer_text(estimate: Estimate) -> str:
+    """What to set where it is tight, and what that leaves."""
     safer = estimate.safer
     if safer is None:
-        return [NOTHING_SAFER] if estimate.tight else []
-    change, spare = safer_setting(estimate), format_gib(safer.headroom_bytes)
-    return [f"Safer: {change}; {spare} to spare."]
+        return NOTHING_SAFER
+    return f"Safer: {safer_setting(estimate)}, with {_spare(estimate, safer)} GiB to spare."
 
 
 def safer_setting(estimate: Estimate) -> str:
     """What the safer setting of a tight estimate changes, as the loaders name it."""
-    setting, safer = estimate.option.setting, estimate.safer.setting
-    changes = {
-        "precision": (setting.precision, safer.precision),
-        "modulation": (setting.modulation, safer.modulation),
-        "text_encoder_placement": (setting.text_encoder_place, safer.text_encoder_place),
-    }
+    return changes(estimate.option.setting, estimate.safer.setting)
+
+
+def changes(setting: Setting, other: Setting) -> str:
+    """What another setting has changed, as the settings are named."""
     return ", ".join(
-        f"{name} {after}" for name, (before, after) in changes.items() if before != after
+        f"{name} {after}"
+        for (name, before), after in zip(
+            _named(setting).items(), _named(other).values(), strict=True
+        )
+        if before != after
     )
+
+
+def settings_text(setting: Setting) -> str:
+    """A setting as it is set in the loaders."""
+    return (
+        f"Load Qwen-Image Model: precision {setting.precision}, modulation {setting.modulation}; "
+        f"Load Qwen-Image Text Encoder: precision {setting.text_encoder}, placement "
+        f"{setting.text_encoder_place}"
+    )
+
+
+def _named(setting: Setting) -> dict[str, str]:
+    """As a node or the command that speaks of a whole run names it."""
+    return {
+        "precision": setting.precision,
+        "modulation": setting.modulation,
+        "text_encoder_precision": setting.text_encoder,
+        "text_encoder_placement": setting.text_encoder_place,
+    }
+
+
+def _spare(estimate: Estimate, option: PlanOption) -> str:
+    return tenths_between(option.peak_bytes, usable_bytes(estimate))
+
+
+def _slowly(estimate: Estimate) -> str:
+    moved = estimate.option.moved_bytes
+    return f"It runs slowly: {format_gib(moved)} move to the card in every pass." if moved else ""
 
 
 def usable_bytes(estimate: Estimate) -> int:
@@ -109,8 +164,13 @@ def usable_bytes(estimate: Estimate) -> int:
 
 def heading(estimate: Estimate) -> str:
     """The card and what runs on it, in one line."""
-    request, setting = estimate.request, estimate.option.setting
-    return f"{estimate.card.name}: {request.family}, {setting.precision}, {request_text(request)}"
+    return f"{estimate.card.name}: {request_line(estimate)}"
+
+
+def request_line(estimate: Estimate) -> str:
+    """What runs, and in which precision."""
+    request, precision = estimate.request, estimate.option.setting.precision
+    return f"{request.family}, {precision}, {request_text(request)}"
 
 
 def request_text(request: RunRequest) -> str:
@@ -122,12 +182,12 @@ def request_text(request: RunRequest) -> str:
     ]
     words.append(CFG_WORDS[request.cfg])
     if request.references:
-        words.append(_many(request.references, "reference"))
+        words.append(many(request.references, "reference"))
     if request.layers:
-        words.append(_many(request.layers, "layer"))
+        words.append(many(request.layers, "layer"))
     if request.loras.count:
         words.append(
-            f"{_many(request.loras.count, 'LoRA')} of rank {request.loras.rank}, "
+            f"{many(request.loras.count, 'LoRA')} of rank {request.loras.rank}, "
             f"{request.loras.mode}"
         )
     if request.controlnet_bytes:
@@ -135,72 +195,85 @@ def request_text(request: RunRequest) -> str:
     return ", ".join(words)
 
 
-def basis_text(estimate: Estimate) -> str:
-    """Whether the times were measured or predicted, and from what."""
-    return f"Times {estimate.basis.text}"
-
-
-def _phase_rows(phases: Iterable[Phase]) -> list[list[str]]:
-    rows = [["GiB", *PHASE_COLUMNS]]
-    for phase in phases:
-        counts = (phase.card_bytes, phase.weights, phase.activations, phase.workspace)
-        also = [f"{name} {_gib(count)}" for name, count in phase.resident.items() if count]
-        time = "" if phase.seconds is None else duration(phase.seconds)
-        figures = map(_gib, (*counts, phase.context))
-        rows.append([PHASE_NAMES[phase.name], *figures, time, ", ".join(also)])
-    return rows
-
-
-def _figures(estimate: Estimate) -> list[tuple[str, str]]:
-    disk = estimate.disk
-    software = f"software and outputs {_gb(disk.container_bytes)}"
-    times = {"step": estimate.step_seconds, "image": estimate.image_seconds}
-    return [
-        *(
-            (name, f"{duration(time)}, {rests_on(estimate)}")
-            for name, time in times.items()
-            if time
-        ),
-        *([("cost", _cost(estimate))] if estimate.image_seconds else []),
-        ("disk", f"{_gb(disk.total_bytes)}: {_named(disk.files)}, {software}"),
-        ("guides say", _guides(estimate)),
-        ("host RAM", format_gib(estimate.host_ram_bytes)),
-    ]
-
-
 def rests_on(estimate: Estimate) -> str:
     """Every time is computed; what differs is what from."""
     return "from measured rates" if estimate.basis.kind == "measured" else "predicted"
 
 
-def _guides(estimate: Estimate) -> str:
-    return ", ".join(
-        f"{advice.advised_bytes / GB:.0f} GB of {advice.what} (here "
-        + (format_gib if advice.what == CARD_MEMORY else _gb)(advice.needed_bytes)
-        + ")"
-        for advice in estimate.guides
-    )
+def parts_of(phase: Phase) -> dict[str, int]:
+    """{what is on the card in a phase: bytes}, those of `PARTS` first."""
+    held = {**dict.fromkeys(PARTS, 0), **phase.resident}
+    held[WORKS.get(phase.name, "transformer")] += phase.weights
+    held[WORKING] += phase.activations + phase.workspace
+    held["CUDA"] += phase.context
+    return held
+
+
+def _time(estimate: Estimate) -> str:
+    if estimate.image_seconds is None:
+        return "unknown, because the card is not in the list"
+    image, step = duration(estimate.image_seconds), duration(estimate.step_seconds)
+    return f"{image} an image, {step} a step ({rests_on(estimate)})"
 
 
 def _cost(estimate: Estimate) -> str:
+    if estimate.image_seconds is None:
+        return "unknown, without times"
     if estimate.usd_per_image is None:
-        return "no price is known: give your own in USD an hour (--price, or the node's)"
-    return f"{usd(estimate.usd_per_image)} an image"
+        return "no price known; give yours in USD an hour (--price, or price_per_hour)"
+    return f"{usd(estimate.usd_per_image)} an image, at {price_of(estimate)}"
+
+
+def _phase_table(phases: Iterable[Phase]) -> list[str]:
+    rows = [["phase", "GiB on card", "time"]]
+    for phase in phases:
+        time = "" if phase.seconds is None else duration(phase.seconds)
+        rows.append([PHASE_NAMES[phase.name], tenths(phase.card_bytes), time])
+    return table(rows, right=(1, 2))
+
+
+def _part_table(phases: Iterable[Phase]) -> list[str]:
+    """What lies on the card in each phase; the figures of a row add up to its total."""
+    held = {PHASE_NAMES[phase.name]: parts_of(phase) for phase in phases}
+    others = sorted({name for parts in held.values() for name in parts} - set(PARTS))
+    names = [name for name in (*PARTS, *others) if any(parts.get(name) for parts in held.values())]
+    rows = [["GiB of", *held]]
+    columns = [adding_up([parts.get(name, 0) for name in names]) for parts in held.values()]
+    rows += [[name, *figures] for name, *figures in zip(names, *columns, strict=True)]
+    return table(rows, right=range(1, len(held) + 1))
+
+
+def _needs(estimate: Estimate) -> list[str]:
+    disk = estimate.disk
+    files = {**disk.files, "software and outputs": disk.container_bytes}
+    parts = ", ".join(
+        f"{name} {size}" for name, size in zip(files, adding_up([*files.values()]), strict=True)
+    )
+    rows = [
+        (
+            "Card",
+            f"{tenths(usable_bytes(estimate))} of {tenths(estimate.card.memory_bytes)} GiB to "
+            f"use: ComfyUI keeps {format_gib(KEPT_FREE_BYTES)} free",
+        ),
+        ("Disk", f"{tenths(disk.total_bytes)} GiB: {parts}"),
+        ("Host RAM", f"{tenths(estimate.host_ram_bytes)} GiB"),
+    ]
+    return [line for name, text in rows for line in folded(f"{name}: {text}", "")]
 
 
 def _plan_heading(options: Sequence[PlanOption]) -> str:
     if options[0].recommended:
-        return "plan, the recommended first"
-    return "plan, as asked first; the recommended is marked"
+        return "Plan, the recommended setting first"
+    return "Plan, your settings first; -> marks the recommended"
 
 
-def _plan_lines(options: Sequence[PlanOption]) -> list[str]:
+def _plan_lines(estimate: Estimate) -> list[str]:
     lines = []
-    for option in options:
-        peak, spare = format_gib(option.peak_bytes), option.headroom_bytes
-        room = f"{format_gib(spare)} to spare" if spare >= 0 else f"{format_gib(-spare)} too much"
+    for option in estimate.options:
+        room = "to spare" if option.headroom_bytes >= 0 else "too much"
+        figures = f"{tenths(option.peak_bytes)} GiB, {_spare(estimate, option)} {room}"
         mark = "->" if option.recommended else "  "
-        lines.append(f"{mark} {option_text(option)}: {peak}, {room}")
+        lines += folded(f"{mark} {option_text(option)}: {figures}", "")
         for reason in option.reasons.values():
             lines += folded(reason, "     ")
     return lines
@@ -209,171 +282,11 @@ def _plan_lines(options: Sequence[PlanOption]) -> list[str]:
 def option_text(option: PlanOption) -> str:
     """The settings of one option in one line."""
     setting = option.setting
-    tiles = "whole VAE" if option.tiles <= 1 else f"VAE in {option.tiles} tiles"
+    tiles = "" if option.tiles <= 1 else f", VAE in {option.tiles} tiles"
     moved = "" if option.resident else ", weights move for each image"
     if option.moved_bytes:
         moved = ", weights move in every step"
     return (
         f"{setting.precision}, modulation {setting.modulation}, text encoder "
-        f"{setting.text_encoder} {setting.text_encoder_place}, {tiles}{moved}"
+        f"{setting.text_encoder} {setting.text_encoder_place}{tiles}{moved}"
     )
-
-
-def _named(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {_gb(count)}" for name, count in sizes.items())
-
-
-def _gb(count: int) -> str:
-    """Decimal, as disks and downloads are sold."""
-    return f"{count / GB:.1f} GB" if count >= GB / 10 else f"{count / 1e6:.0f} MB"
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIB:.2f}"
-
-
-def _many(count: int, thing: str) -> str:
-    return f"{count} {thing}{'s' * (count != 1)}"
-
-
-# What an estimate has to say with its figures.
-
-# Below this a card runs the model only with nearly all of it moved in each step.
-SMALL_CARD_BYTES = 6 * GIB
-
-
-def notes_of(found: Estimate) -> tuple[str, ...]:
-    """What an estimate has to say, without the caller's own notes."""
-    return (*_time_notes(found), *_room_notes(found), *_addition_notes(found), *_price_notes(found))
-
-
-def _seconds(seconds: Range) -> str:
-    """`2.1 s`, `2.1 to 3.4 s`."""
-    low, high = (f"{end:.3g}" for end in seconds)
-    return f"{low} s" if low == high else f"{low} to {high} s"
-
-
-def _time_notes(found: Estimate) -> Iterator[str]:
-    if found.times is None:
-        yield (
-            f"No times and no cost are predicted, because {found.card.name} is not in the list of "
-            f"cards: of these the {found.card.nearest} has likely the nearest times, and "
-            "`qwen-l40s bench --calibrate` measures yours."
-        )
-        return
-    yield from _range_notes(found)
-    yield (
-        "An image is one with a new prompt when everything is loaded; the first run takes "
-        f"{_seconds(found.first_image_seconds)} with files in memory, and ComfyUI with all weights "
-        f"from an NVMe disk starts in {_seconds(found.times.cold_start)} (predicted)."
-    )
-    yield f"Loading takes {_loads(found.times.loads)} (predicted)."
-    place = found.option.setting.text_encoder_place
-    if place == ON_PROCESSOR:
-        yield "The text encoder's time is predicted for a processor of 16 cores."
-    elif place == DROPPED:
-        yield "Each new prompt brings the text encoder to the card again."
-
-
-def _range_notes(found: Estimate) -> Iterator[str]:
-    """Why times are a range, and where in it one card is."""
-    low, high = found.step_seconds
-    if low == high:
-        return
-    setting = found.option.setting
-    if found.basis.origin:
-        why = f"the calibration left {setting.precision} out"
-    else:
-        why = why_predicted(found.card)
-    yield (
-        f"Times are a range because {why}: its ends are the shares of the data sheet's dense peaks "
-        "that such programs reach."
-    )
-    if setting.precision in QUANTIZED and not setting.weight_only:
-        reached = constants()
-        yield (
-            f"The card that was measured, an {measured()['conditions']['card']}, reached "
-            f"{reached.gemm_int8:.0%} of its dense peak in int8 and {reached.gemm_fp8:.0%} in fp8, "
-            f"where this range takes {GEMM[0]:.0%} to {GEMM[1]:.0%}: its slow end is the likelier."
-        )
-
-
-def _loads(loads: Mapping[str, Range]) -> str:
-    """`9.4 to 13 s with files in the page cache, ...`."""
-    places = {
-        PAGE_CACHE: "with files in the page cache",
-        NVME: f"from an NVMe disk of {SOURCES[NVME] / 1e9:g} GB/s",
-        NETWORK: f"from a network volume of {SOURCES[NETWORK] / 1e9:g} GB/s",
-    }
-    *others, last = (f"{_seconds(seconds)} {places[source]}" for source, seconds in loads.items())
-    return f"{', '.join(others)} and {last}"
-
-
-def _room_notes(found: Estimate) -> Iterator[str]:
-    option = found.option
-    if option.moved_bytes:
-        moved = found.request.passes * option.moved_bytes
-        link = found.card.pcie_bytes_per_second  # 0 where nobody has listed it
-        least = f", at least {moved / link:.2g} s of it" if link else ""
-        yield (f"It runs, slowly: {format_gib(moved)} of weights cross PCIe in every step{least}.")
-    elif not option.resident:
-        yield "It runs, with weights that leave the card and come back for each image."
-    stays = next((other for other in found.options[1:] if other.resident), None)
-    if not option.resident and stays is not None:
-        setting = stays.setting
-        yield (
-            f"{setting.precision} with modulation {setting.modulation} and the text encoder: "
-            f"{setting.text_encoder_place}, would stay on the card."
-        )
-    if found.card.memory_bytes < SMALL_CARD_BYTES:
-        yield (
-            f"With {format_gib(found.card.memory_bytes)} nearly all weights are moved in each "
-            "step, and a smaller image saves little of that: a rented card with 24 GiB or more is "
-            "faster by far."
-        )
-    precision = option.setting.precision
-    at_hand = found.request.parts.transformer_bytes is not None
-    if precision in QUANTIZED and not at_hand:
-        ready = found.times and found.times.prequantized_loads
-        yield (
-            f"{precision} is made of the bf16 file on each load; `qwen-l40s quantize` writes it "
-            f"once{f', and loading then takes {_loads(ready)} (predicted)' if ready else ''}."
-        )
-
-
-def _addition_notes(found: Estimate) -> Iterator[str]:
-    request = found.request
-    if found.times is None:
-        return
-    if request.loras.count and request.loras.mode == "bypass":
-        yield (
-            f"{_many(request.loras.count, 'LoRA')} run as bypass take "
-            f"{_seconds(found.times.loras)} of each step, counted and not measured: merged they "
-            "cost nothing."
-        )
-    if request.controlnet_bytes:
-        yield "The ControlNet's time is counted from its bytes and was not measured."
-    if request.member.layers and request.layers:
-        yield f"An image is a set: the whole and its {request.layers} layers."
-    elif request.member.layers:
-        yield (
-            "One picture is counted: Qwen-Image-Layered paints layers as well, 3 where ComfyUI's "
-            "node is left as it is, so give how many (--layers, or the node's)."
-        )
-
-
-def _price_notes(found: Estimate) -> Iterator[str]:
-    if found.times is None:
-        return
-    if found.usd_per_image is None:
-        yield f"No price of {found.card.name} is known: give your own to see the cost of an image."
-        return
-    where = "your own" if found.own_usd_per_hour is not None else _listed(found.card)
-    yield f"The cost of an image is that of a card that paints all the time; the price is {where}."
-
-
-def _listed(card: Card) -> str:
-    price = card.price()
-    starting = price.kind == STARTING
-    usd = f"{'from ' * starting}{price.usd_per_hour:g} USD an hour"
-    return f"{price.provider}'s, on demand, {price.date}: {usd}"

@@ -272,7 +272,8 @@ class Estimate:
         basis: What the times rest on.
         times: None, as all times below, on a card that is neither listed nor calibrated.
         own_usd_per_hour: The user's own price; None for the list's.
-        notes: Sentences of the caller's; `charts.words` has those of an estimate.
+        notes: Sentences of the caller's; `charts.notes` has those of an estimate.
+        card_note: Why it is of this card, where the user's own cannot be it; empty elsewhere.
     """
 
     card: Card
@@ -284,6 +285,7 @@ class Estimate:
     times: RunTimes | None = None
     own_usd_per_hour: float | None = None
     notes: tuple[str, ...] = field(default=())
+    card_note: str = ""
 
     @property
     def option(self) -> PlanOption:

@@ -179,10 +179,12 @@ def rates_of(card: Card, calibration: Rates | None = None) -> tuple[Rates, Rates
         origin = f"measured on an {conditions['card']} on {conditions['date']}"
         return rates, rates, Basis("measured", f"{origin}{_accuracy()}", origin)
     slow, fast = (_predicted(card, found, end) for end in (0, 1))
+    changed = " with the figures of your list" * is_named(card, conditions["card"])
     text = (
-        f"predicted: {why_predicted(card)}; GEMM at {GEMM[0]:.0%} to {GEMM[1]:.0%} of its "
-        f"dense peak, attention at {ATTENTION[0]:.0%} to {ATTENTION[1]:.0%}, memory at "
-        f"{BANDWIDTH[0]:.0%} to {BANDWIDTH[1]:.0%}; `qwen-l40s bench --calibrate` measures yours"
+        f"predicted as a range: no {card.name}{changed} was measured; GEMM at {GEMM[0]:.0%} to "
+        f"{GEMM[1]:.0%} of its dense peak, attention at {ATTENTION[0]:.0%} to "
+        f"{ATTENTION[1]:.0%}, memory at {BANDWIDTH[0]:.0%} to {BANDWIDTH[1]:.0%}; `qwen-l40s "
+        "bench --calibrate` measures yours"
     )
     return slow, fast, Basis("predicted", text)
 
@@ -198,12 +200,6 @@ def rates_by(found: Constants, card: Card) -> Rates:
         encoder=sum(ENCODER) / 2 * peaks["fp32"],
         pcie=MEASURED_LINK * card.pcie_bytes_per_second,
     )
-
-
-def why_predicted(card: Card) -> str:
-    """Why a card that was not calibrated has a range of rates, in a clause."""
-    changed = is_named(card, measured()["conditions"]["card"])
-    return f"no {card.name}{' with the figures of your list' * changed} was measured"
 
 
 def is_named(card: Card, name: str) -> bool:

@@ -1,9 +1,9 @@
-"""The pictures of web/docs, drawn by the package's own charts, narrow enough for the help panel.
+"""The pictures of web/docs, drawn by the package's own charts, to be read in the help panel.
 
     python tests/help_pictures.py
 
-writes them anew. The page shows a picture 370 pixels wide, where the 1280 pixels of a node's own
-picture could not be read.
+writes them anew. The page shows a picture 370 pixels wide, where the small type of the other two
+could not be read at their own 1280 pixels.
 """
 
 from __future__ import annotations
@@ -25,16 +25,13 @@ ROWS = ("comfyui bf16", "ours bf16", "ours fp8", "ours int8", "diffusers bf16 co
 
 def estimate_picture():
     """What one image takes of an L40S, as the node draws it."""
-    from qwen_l40s.charts import memory_chart
+    from qwen_l40s.charts.memory_chart import memory_chart
     from qwen_l40s.machine.card_list import BUNDLED, known_cards
     from qwen_l40s.planning.cards import find_card
     from qwen_l40s.planning.estimate import estimate
     from qwen_l40s.planning.request import RunRequest
 
-    with _narrow(memory_chart):
-        return memory_chart.memory_chart(
-            estimate(RunRequest(), find_card("L40S", known_cards(BUNDLED)))
-        )
+    return memory_chart(estimate(RunRequest(), find_card("L40S", known_cards(BUNDLED)))).reduce(2)
 
 
 def advise_picture():

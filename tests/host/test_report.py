@@ -825,7 +825,7 @@ def test_predicted_beside_measured():
     assert report.data["step_ms"]["predicted"] and report.data["basis"], report.text
     low, high = report.data["step_ms"]["predicted"]
     assert 0 < low <= high
-    assert "\ntimes: predicted: no L40S was measured" in report.text, report.text
+    assert "\ntimes: predicted as a range: no L40S was measured" in report.text, report.text
     assert "USD" not in report.text
     assert "s (predicted " in row(report, "sampling")
     assert ("; card " in row(report, "sampling")) == CARD

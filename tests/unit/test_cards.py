@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from qwen_l40s.charts.answer import estimate_json
-from qwen_l40s.charts.words import estimate_text, notes_of
+from qwen_l40s.charts.notes import notes_of
+from qwen_l40s.charts.words import estimate_text
 from qwen_l40s.errors import SettingError
 from qwen_l40s.machine import card_list
 from qwen_l40s.machine.card_list import BUNDLED, FIELDS, PRICE_FIELDS, card_notes, known_cards

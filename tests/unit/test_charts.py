@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen_l40s.charts import advice, canvas, figures, words
+from qwen_l40s.charts import advice, canvas, figures, run_chart, words
 from qwen_l40s.charts.cost_chart import cost_chart
-from qwen_l40s.charts.memory_chart import WORKING, memory_chart
+from qwen_l40s.charts.memory_chart import memory_chart
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.advise import Offer, advise, compare
 from qwen_l40s.planning.estimate import TIGHT_BYTES
@@ -21,7 +21,7 @@ from qwen_l40s.spec import GB, GIB
 
 Image = pytest.importorskip("PIL.Image")
 ImageColor = pytest.importorskip("PIL.ImageColor")
-BAD = (0xC8, 0x10, 0x2E)
+BAD = ImageColor.getrgb(canvas.BAD)
 LONG = "a card of somebody's own with a name that goes on and on " * 3
 
 
@@ -103,6 +103,8 @@ def estimate_of(memory_gib, scale=1.0, *, name="L40S", request=None, resident=No
         host_ram_bytes=20 * GIB,
         basis=Basis("predicted", "predicted: no L40S was measured"),
         notes=("a note",),
+        card_note="",
+        own_usd_per_hour=0.72,
     )
 
 
@@ -133,14 +135,14 @@ def texts(monkeypatch):
     return written
 
 
-def check_texts(written, picture):
+def check_texts(written, picture, least=15):
     """Everything is inside, large enough, and on nothing else."""
     assert picture.mode == "RGB"
     assert picture.width == canvas.WIDTH
     for text, (left, top, right, bottom), size in written:
         inside = min(left, top) >= 0 and right <= picture.width and bottom <= picture.height
         assert inside, f"{text!r} is cut off"
-        assert size >= 15
+        assert size >= least
         assert text.isascii()
     for place, (text, box, _) in enumerate(written):
         for other, another, _ in written[:place]:
@@ -182,7 +184,7 @@ def check_texts(written, picture):
     ids=lambda estimate: f"{estimate.card.name[:12]} {estimate.card.memory_bytes / GIB:g}",
 )
 def test_the_memory_chart_is_whole_and_legible(texts, estimate):
-    check_texts(texts, picture := memory_chart(estimate))
+    check_texts(texts, picture := memory_chart(estimate), least=run_chart.LEAST)
     assert (BAD in colours_of(picture)) == (not estimate.fits)
 
 
@@ -213,24 +215,50 @@ def test_any_sizes_give_a_legible_memory_chart(memory, sizes):
 
 
 def test_the_part_of_a_bar_beyond_the_card_is_red():
-    """Red from the capacity on: the same share of the bar's pixels as of its bytes."""
+    """Red from what fits on: the same share of the bar's pixels as of its bytes."""
     estimate = estimate_of(20)
     picture = memory_chart(estimate)
-    widest = 0
-    for y in range(picture.height):
-        row = [picture.getpixel((x, y)) for x in range(picture.width)]
-        widest = max(widest, row.count(BAD))
-    most = estimate.option.peak_bytes
-    full = (canvas.WIDTH - 2 * canvas.MARGIN - 400) / 1.02  # less labels and values
-    assert widest == pytest.approx(
-        full / 1.02 * (1 - (20 * GIB - KEPT_FREE_BYTES) / most), rel=0.15
-    )
+    red = [
+        [picture.getpixel((x, y)) for x in range(picture.width)].count(BAD)
+        for y in range(picture.height)
+    ]
+    # Below the bar of the peak, which is red as a whole.
+    widest = max(red[picture.height // 2 :])
+    field = canvas.WIDTH - 2 * run_chart.SIDE - run_chart.NAMES - run_chart.TIMES
+    full = field - run_chart.SIZES - 16
+    beyond = 1 - (20 * GIB - KEPT_FREE_BYTES) / estimate.option.peak_bytes
+    assert widest == pytest.approx(full * beyond, rel=0.05)
 
 
 def test_small_parts_are_seen_where_not_all_fits():
     colours = colours_of(memory_chart(estimate_of(20)))
-    for name in ("activations", "context"):
-        assert ImageColor.getrgb(WORKING[name]) in colours
+    for name in ("working memory", "other"):
+        assert ImageColor.getrgb(run_chart.COLOURS[name]) in colours
+
+
+def test_the_answer_has_a_word_beside_its_colour(texts):
+    for memory, word, sign in (
+        (4, "Does not fit", "bad"),
+        (43, "Tight", "tight"),
+        (90, "Fits", "good"),
+    ):
+        texts.clear()
+        colours = colours_of(memory_chart(estimate_of(memory)))
+        assert texts[0][0].startswith(word)
+        assert ImageColor.getrgb(run_chart.SIGNS[sign]) in colours
+
+
+def test_text_stands_out_from_what_it_is_written_on():
+    """4.5 to 1, as WCAG 2 asks of text; of the parts of bars and of lines 3 to 1."""
+    for ink in (canvas.INK, canvas.FAINT, canvas.GOOD, canvas.WARN, canvas.BAD):
+        assert canvas.contrast(ink, canvas.PAPER) >= 4.5
+    for colour in (*canvas.PALETTE, *run_chart.COLOURS.values(), canvas.FRAME):
+        assert canvas.contrast(colour, canvas.PAPER) >= 3
+
+
+def test_the_frame_is_seen_on_a_light_page_and_on_a_dark_one():
+    for page in ("#ffffff", "#000000"):
+        assert canvas.contrast(canvas.FRAME, page) >= 3
 
 
 def offers_of(*fields):
@@ -321,23 +349,31 @@ def test_dollars(value, text):
 
 def test_the_text_says_first_whether_it_fits():
     lines = words.estimate_text(estimate_of(44.3)).splitlines()
-    tight = "Tight, not measured: 42.5 GiB of 43.9 GiB to use, in decode; 1.4 GiB"
-    assert lines[0].startswith(tight)
-    assert lines[1] == words.NOTHING_SAFER
-    assert "L40S: qwen-image, bf16, 1328x1328" in lines[2]
-    text = "\n".join(lines)
-    assert "280 to 470 ms, predicted" in text
-    assert "$0.0023 to 0.0038 an image" in text
-    assert "note: a note" in lines
-    assert "80 GB of volume (here 58.0 GB), 88 GB of card memory (here 43.0 GiB)" in text
-    lines = words.estimate_text(estimate_of(48)).splitlines()
-    assert lines[0].startswith("Fits: 42.5 GiB of 47.6 GiB to use, in decode; 5.1 GiB")
-    assert "L40S: qwen-image, bf16, 1328x1328" in lines[1]
-    lines = words.estimate_text(estimate_of(24)).splitlines()
-    assert lines[0].startswith("Does not fit: 42.5 GiB would be needed of 23.6 GiB, in decode")
+    assert lines[0] == "Tight, not measured: 42.5 of 43.9 GiB in decode, 1.4 GiB to spare."
+    assert lines[1].startswith("L40S: qwen-image, bf16, 1328x1328")
+    assert lines[2] == "Time: 12 to 19 s an image, 280 to 470 ms a step (predicted)."
+    assert lines[3].startswith("Cost: $0.0023 to 0.0038 an image, at $0.72 an hour")
+    assert lines[4].startswith("Set: Load Qwen-Image Model: precision bf16, modulation off card;")
+    assert lines[5:7] == [words.NOTHING_SAFER, ""]
+    assert "Note: a note" in lines
+    assert max(map(len, lines[6:])) <= figures.LINE
+    first = words.estimate_text(estimate_of(48)).splitlines()[0]
+    assert first == "Fits: 42.5 of 47.6 GiB in decode, 5.1 GiB to spare."
+    first = words.estimate_text(estimate_of(24)).splitlines()[0]
+    assert first == "Does not fit: 42.5 of 23.6 GiB in decode, 18.9 GiB too much."
+    assert words.summary_text(estimate_of(24)).count("\n") == 5
+
+
+@given(st.lists(st.floats(0, 300), min_size=1, max_size=8))
+def test_printed_figures_add_up(sizes):
+    counts = [round(size * GIB) for size in sizes]
+    printed = figures.adding_up(counts)
+    assert f"{sum(map(float, printed)):.1f}" == figures.tenths(sum(counts))
+    for text, count in zip(printed, counts, strict=True):
+        assert abs(float(text) - count / GIB) < 0.11
 
 
 def test_without_a_price_the_text_says_how_to_give_one():
     estimate = estimate_of(44.3)
     estimate.usd_per_image = None
-    assert "no price is known" in words.estimate_text(estimate)
+    assert "no price known" in words.estimate_text(estimate)

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_l40s.charts.answer import estimate_json
-from qwen_l40s.charts.words import notes_of
+from qwen_l40s.charts.notes import notes_of
+from qwen_l40s.charts.words import next_step
 from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.bytes import weight_bytes
@@ -129,7 +130,7 @@ def test_a_calibration_stands_in_for_the_range():
     assert found.step_seconds.low == found.step_seconds.high
     assert found.step_seconds.high == estimate(USUAL, L40S).step_seconds.high
     assert not any("Times are a range" in note for note in notes_of(found))
-    assert any("Times are a range" in note for note in notes_of(estimate(USUAL, L40S)))
+    assert estimate(USUAL, L40S).basis.text.startswith("predicted as a range: no L40S was")
 
 
 def test_a_precision_that_the_calibration_left_out_is_a_range():
@@ -161,7 +162,7 @@ def test_what_was_not_measured_is_predicted_on_the_measured_card_too():
         assert not any("Times are a range" in note for note in notes_of(found))
     changed = estimate(USUAL, replace(h200, bandwidth=1e12, changed=True))
     assert changed.basis.kind == "predicted"
-    assert any("no H200 with the figures of your list" in note for note in notes_of(changed))
+    assert "no H200 with the figures of your list was measured" in changed.basis.text
 
 
 def test_eight_bits_say_what_the_measured_card_reached():
@@ -240,7 +241,7 @@ def test_weights_that_are_moved_cost_time():
     link = card("4090").pcie_bytes_per_second
     assert slow.step_seconds.low > moved / link
     assert any("cross PCIe in every step" in note for note in notes_of(slow))
-    assert any("int8 with modulation off card" in note for note in notes_of(slow))
+    assert next_step(slow).startswith("Next: set precision int8")
     assert not any("PCIe" in note for note in notes_of(fast))
 
 
@@ -284,7 +285,7 @@ def test_cost_is_the_price_of_the_time():
     assert found.usd_per_image == pytest.approx(
         found.image_seconds.times(price.usd_per_hour / 3600)
     )
-    assert any(f"from {price.usd_per_hour:g} USD an hour" in note for note in notes_of(found))
+    assert any(f"from ${price.usd_per_hour:g} an hour" in note for note in notes_of(found))
     own = estimate(USUAL, L40S, usd_per_hour=2.0)
     assert own.usd_per_image == pytest.approx(own.image_seconds.times(2 / 3600))
     assert any("your own" in note for note in notes_of(own))
@@ -297,7 +298,7 @@ def test_without_a_price_there_is_no_cost():
     answer = estimate_json(found)
     assert answer["usd_per_image"] is None
     assert "usd_per_image" not in answer["ranges"]
-    assert any("give your own" in note for note in notes_of(found))
+    assert any("give yours" in note for note in notes_of(found))
 
 
 @pytest.mark.parametrize("price", [-1, -0.01, math.nan, math.inf, "2"])
@@ -313,9 +314,9 @@ def test_small_cards_are_told_what_they_cost():
     four = with_memory(CARDS["RTX 3090"], 4 * GIB)
     found = estimate(USUAL, four)
     assert not found.fits
-    assert any("nearly all weights are moved" in note for note in notes_of(found))
+    assert any("nearly all weights move" in note for note in notes_of(found))
     assert not any("nearly all" in note for note in notes_of(estimate(USUAL, SMALL)))
-    assert any("It runs, slowly" in note for note in notes_of(estimate(USUAL, SMALL)))
+    assert any("It runs slowly" in note for note in notes_of(estimate(USUAL, SMALL)))
     with pytest.raises(UnavailableError, match="choose a smaller size or batch"):
         estimate(USUAL, with_memory(L40S, GIB))
 
@@ -323,7 +324,7 @@ def test_small_cards_are_told_what_they_cost():
 def test_additions_are_named():
     beside = estimate(replace(USUAL, loras=Loras(2, 64, "bypass")), L40S)
     merged = estimate(replace(USUAL, loras=Loras(2, 64, "merged")), L40S)
-    assert any("2 LoRAs run as bypass take" in note for note in notes_of(beside))
+    assert any("2 LoRAs in bypass mode take" in note for note in notes_of(beside))
     assert beside.step_seconds.low > merged.step_seconds.low
     assert not any("LoRA" in note for note in notes_of(merged))
     control = estimate(replace(USUAL, controlnet_bytes=10**9), L40S)

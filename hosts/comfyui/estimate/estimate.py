@@ -25,8 +25,7 @@ def estimate_on(chosen: ChosenCard, wired: WiredRequest, usd_per_hour: float | N
     card = chosen.card
     calibration = load_calibration(card)
     found = estimate(wired.request, card, calibration=calibration, usd_per_hour=usd_per_hour)
-    notes = (*found.notes, *wired.notes, *filter(None, [chosen.note]))
-    return replace(found, notes=notes)
+    return replace(found, notes=(*found.notes, *wired.notes), card_note=chosen.note)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,144 @@
+"""What an estimate has to say with its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from ..planning.cards import STARTING
+from ..planning.files import NETWORK, NVME, PAGE_CACHE, SOURCES
+from ..planning.phases import Range
+from ..planning.rates import GEMM, constants, measured
+from ..planning.request import DROPPED, ON_PROCESSOR
+from ..spec import GIB, QUANTIZED, format_gib
+from .figures import dollars, duration, many
+
+if TYPE_CHECKING:
+    from ..planning.estimate import Estimate
+
+# Below this a card runs the model only with nearly all of it moved in each step.
+SMALL_CARD_BYTES = 6 * GIB
+
+
+def notes_of(found: Estimate) -> tuple[str, ...]:
+    """What an estimate has to say, without the caller's own notes."""
+    return (*_time_notes(found), *_room_notes(found), *_addition_notes(found), *_price_notes(found))
+
+
+def price_of(found: Estimate) -> str:
+    """`from $0.72 an hour`, of an estimate that has a price."""
+    if found.own_usd_per_hour is not None:
+        return f"${dollars(found.own_usd_per_hour)} an hour"
+    price = found.card.price()
+    starting = "from " * (price.kind == STARTING)
+    return f"{starting}${dollars(price.usd_per_hour)} an hour"
+
+
+def _time_notes(found: Estimate) -> Iterator[str]:
+    if found.times is None:
+        yield (
+            f"No times and no cost are predicted, because {found.card.name} is not in the list of "
+            f"cards. The {found.card.nearest} is likely the nearest in speed; `qwen-l40s bench "
+            "--calibrate` measures yours."
+        )
+        return
+    yield from _range_notes(found)
+    yield (
+        "The time of an image counts a new prompt, with all models loaded. The first run takes "
+        f"{duration(found.first_image_seconds)}; ComfyUI starts and loads everything from an NVMe "
+        f"disk in {duration(found.times.cold_start)}."
+    )
+    yield f"Loading takes {_loads(found.times.loads)}."
+    place = found.option.setting.text_encoder_place
+    if place == ON_PROCESSOR:
+        yield "The text encoder's time is predicted for a processor of 16 cores."
+    elif place == DROPPED:
+        yield "Each new prompt brings the text encoder back to the card."
+
+
+def _range_notes(found: Estimate) -> Iterator[str]:
+    """Why times are a range, and where in it one card is."""
+    low, high = found.step_seconds
+    if low == high:
+        return
+    setting = found.option.setting
+    if found.basis.origin:
+        yield f"Times are a range because the calibration left {setting.precision} out."
+    if setting.precision in QUANTIZED and not setting.weight_only:
+        reached = constants()
+        yield (
+            f"The slow end is more likely: the card that was measured, an "
+            f"{measured()['conditions']['card']}, reached {reached.gemm_int8:.0%} of its dense "
+            f"peak in int8 and {reached.gemm_fp8:.0%} in fp8, and this range takes {GEMM[0]:.0%} "
+            f"to {GEMM[1]:.0%}."
+        )
+
+
+def _loads(loads: Mapping[str, Range]) -> str:
+    """`9.4 to 13 s with files in memory, ...`."""
+    places = {
+        PAGE_CACHE: "with files cached in memory",
+        NVME: f"from an NVMe disk ({SOURCES[NVME] / 1e9:g} GB/s)",
+        NETWORK: f"from a network volume ({SOURCES[NETWORK] / 1e9:g} GB/s)",
+    }
+    *others, last = (f"{duration(seconds)} {places[source]}" for source, seconds in loads.items())
+    return f"{', '.join(others)} and {last}"
+
+
+def _room_notes(found: Estimate) -> Iterator[str]:
+    option = found.option
+    if option.moved_bytes:
+        moved = found.request.passes * option.moved_bytes
+        link = found.card.pcie_bytes_per_second  # 0 where nobody has listed it
+        least = f", which takes at least {moved / link:.2g} s" if link else ""
+        yield f"It runs slowly: {format_gib(moved)} of weights cross PCIe in every step{least}."
+    elif not option.resident:
+        yield "It runs, but weights leave the card and come back for each image."
+    if found.card.memory_bytes < SMALL_CARD_BYTES:
+        yield (
+            f"With {format_gib(found.card.memory_bytes)} nearly all weights move in every step, "
+            "and a smaller image hardly helps. A rented card with 24 GiB or more is far faster."
+        )
+    precision = option.setting.precision
+    at_hand = found.request.parts.transformer_bytes is not None
+    if precision in QUANTIZED and not at_hand:
+        ready = found.times and found.times.prequantized_loads
+        yield (
+            f"Each load makes {precision} from the bf16 file. `qwen-l40s quantize` writes it once"
+            f"{f'; loading then takes {_loads(ready)}' if ready else ''}."
+        )
+
+
+def _addition_notes(found: Estimate) -> Iterator[str]:
+    request = found.request
+    if found.times is None:
+        return
+    if request.loras.count and request.loras.mode == "bypass":
+        yield (
+            f"{many(request.loras.count, 'LoRA')} in bypass mode take "
+            f"{duration(found.times.loras)} of each step (counted, not measured). Merged they "
+            "cost nothing."
+        )
+    if request.controlnet_bytes:
+        yield "The ControlNet's time is computed from its size and was not measured."
+    if request.member.layers and request.layers:
+        yield f"An image here is a set: the whole picture and its {request.layers} layers."
+    elif request.member.layers:
+        yield (
+            "One picture is counted. Qwen-Image-Layered also paints layers, 3 by default in "
+            "ComfyUI's node: set how many (--layers, or layers on the node)."
+        )
+
+
+def _price_notes(found: Estimate) -> Iterator[str]:
+    if found.times is None:
+        return
+    if found.usd_per_image is None:
+        yield f"No price of {found.card.name} is known: give yours to see the cost of an image."
+        return
+    price, source = found.card.price(), "your own"
+    if found.own_usd_per_hour is None:
+        source = f"{price.provider}'s, on demand, {price.date}"
+    yield (
+        f"The cost counts a card that is always busy, at {price_of(found)}; the price is {source}."
+    )
