@@ -33,6 +33,8 @@ BYTES_PER_SCALE = 4  # fp32, one for each output row
 LARGEST = {"fp8": 448.0, "int8": 127.0}
 # The oldest compute capability whose tensor cores multiply the format here.
 OLDEST_CAPABILITY = {"fp8": (8, 9), "int8": (8, 0)}
+# Those of older cards do not multiply bf16 either; ComfyUI computes in fp32 there.
+OLDEST_BF16 = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class CardFacts:
     def multiplies(self, precision: str) -> bool:
         """Whether its tensor cores multiply a precision."""
         return self.capability >= OLDEST_CAPABILITY.get(precision, (0, 0))
+
+    @property
+    def computes_in(self) -> str:
+        """What ComfyUI computes bf16 weights in."""
+        return "bf16" if self.capability >= OLDEST_BF16 else "fp32"
 
 
 def sm(capability: tuple[int, int]) -> str:

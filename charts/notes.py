@@ -10,7 +10,7 @@ from ..planning.files import NETWORK, NVME, PAGE_CACHE, SOURCES
 from ..planning.phases import Range
 from ..planning.rates import GEMM, constants, measured
 from ..planning.request import DROPPED, ON_PROCESSOR
-from ..spec import GIB, QUANTIZED, format_gib
+from ..spec import GIB, QUANTIZED, format_gib, sm
 from .figures import dollars, duration, many
 
 if TYPE_CHECKING:
@@ -87,6 +87,11 @@ def _loads(loads: Mapping[str, Range]) -> str:
 
 def _room_notes(found: Estimate) -> Iterator[str]:
     option = found.option
+    if option.card.computes_in == "fp32":
+        yield (
+            f"{sm(option.card.capability)} does not multiply bf16: ComfyUI computes in fp32 there, "
+            "which is slow and takes up to twice the working memory that is counted here."
+        )
     if option.moved_bytes:
         moved = found.request.passes * option.moved_bytes
         link = found.card.pcie_bytes_per_second  # 0 where nobody has listed it

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from ..spec import GIB, MIB
+from ..spec import GIB, MIB, OLDEST_BF16
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 TENSOR_CORES = (
     ("fp8 tensor cores", (8, 9), "fp8 weights save memory there, not time"),
     ("int8 tensor cores", (8, 0), "this package multiplies int8 from Ampere on"),
-    ("bf16 tensor cores", (8, 0), "bf16 is emulated, so that a run is slow"),
+    ("bf16 tensor cores", OLDEST_BF16, "ComfyUI computes in fp32 there, which is slow"),
 )
 
 

@@ -85,7 +85,8 @@ class Card:
 def find_card(name: str, cards: Mapping[str, Card], own_list: object = "cards.json") -> Card:
     """The card of a name, whatever case, spaces, order and vendor stand there.
 
-    The driver's names are known, and parts that only one card has: "4090", "A6000".
+    The driver's names are known, and parts that one card alone has, or that are all of its name
+    but what further cards add: "A6000", and "4090" where there is a 4090 Laptop too.
 
     Args:
         own_list: where the user may describe a card, for the message.
@@ -98,14 +99,15 @@ def find_card(name: str, cards: Mapping[str, Card], own_list: object = "cards.js
         return exact
     wanted = words_of(name)
     parts = [card for card in cards.values() if _has_part(card, wanted)]
-    if len(parts) == 1:
-        return parts[0]
+    plain = [card for card in parts if all(_is_variant(other, card) for other in parts)]
+    if plain:
+        return plain[0]
     if parts:
         several = ", ".join(card.name for card in parts)
         raise SettingError(f"{name!r} may be several cards: choose {several}.")
     raise SettingError(
-        f"no card is known as {name!r}{_nearest(name, cards)}: choose {', '.join(cards)}, or "
-        f"describe yours in {own_list}."
+        f"no card is known as {name!r}{_nearest(name, cards)}: choose one of the {len(cards)} that "
+        f"`qwen-l40s estimate --list-cards` lists, or describe yours in {own_list}."
     )
 
 
@@ -144,6 +146,11 @@ def name_key(name: str) -> str:
 def _has_part(card: Card, wanted: tuple[str, ...]) -> bool:
     numbered = any(word.isdigit() for word in wanted)
     return numbered and any(set(wanted) <= set(words_of(name)) for name in (card.name, *card.also))
+
+
+def _is_variant(card: Card, other: Card) -> bool:
+    """Whether a card's name is another's, or that with more words."""
+    return set(words_of(other.name)) <= set(words_of(card.name))
 
 
 def card_names(cards: Iterable[tuple[str, Iterable[str]]], where: str = "") -> dict[str, str]:

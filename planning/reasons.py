@@ -57,8 +57,8 @@ def weight_only(name: str, card: CardFacts | None) -> str:
         return ""
     return (
         f"{sm(card.capability)} does not multiply {name}, which needs "
-        f"{sm(OLDEST_CAPABILITY[name])}, so the {name} weights are computed in bf16 and save "
-        "memory, not time"
+        f"{sm(OLDEST_CAPABILITY[name])}, so the {name} weights are computed in "
+        f"{card.computes_in} and save memory, not time"
     )
 
 
