@@ -76,6 +76,37 @@ EMPTY = """() => {
     const { graph } = window.app
     for (const item of [...graph.nodes, ...graph.groups]) graph.remove(item)
 }"""
+# As a click on a template's card: the page brings the whole graph into view.
+LOAD = "workflow => window.app.loadGraphData(workflow, true, true, null, {openSource: 'template'})"
+# What the canvas draws in one frame, and what stands in elements over it, each with its height on
+# the screen. Below a certain zoom the page draws no text of classic nodes at all.
+TEXTS = r"""() => {
+    const { canvas } = window.app, texts = []
+    const context = CanvasRenderingContext2D.prototype, { fillText } = context
+    context.fillText = function (text, ...place) {
+        const { a, b } = this.getTransform()
+        const px = parseFloat(/([\d.]+)px/.exec(this.font)[1]) * Math.hypot(a, b)
+        if ([canvas.canvas, canvas.bgcanvas].includes(this.canvas)) texts.push({ text, px })
+        return fillText.call(this, text, ...place)
+    }
+    const info = canvas.show_info
+    canvas.show_info = false
+    canvas.draw(true, true)
+    canvas.show_info = info
+    context.fillText = fillText
+    for (const part of document.querySelectorAll('[data-node-id], .dom-widget')) {
+        for (const element of part.querySelectorAll('*')) {
+            const own = [...element.childNodes].filter(child => child.nodeType === Node.TEXT_NODE)
+            const typed = element.matches('input, textarea') ? element.value : ''
+            const text = (typed || own.map(child => child.data).join('')).trim()
+            const { fontSize, visibility } = getComputedStyle(element)
+            const { width } = element.getBoundingClientRect()
+            if (!text || !width || visibility === 'hidden') continue
+            texts.push({ text, px: parseFloat(fontSize) * canvas.ds.scale })
+        }
+    }
+    return texts
+}"""
 NEW_NODE = "type => void window.app.graph.add(window.LiteGraph.createNode(type))"
 # Where the page draws the one picture of a node; 15 pixels below it are for its size in words.
 PICTURE = """title => {
@@ -146,20 +177,28 @@ class ComfyPage:
 
     Args:
         settings: of the page by their ids, set before it starts; the rest stay at their defaults.
+        size: of the window, width and height.
 
     Attributes:
         page: Playwright's page.
         problems: what the page has logged as errors.
     """
 
-    def __init__(self, browser: Any, server: Server, settings: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        browser: Any,
+        server: Server,
+        settings: dict[str, Any] | None = None,
+        size: tuple[int, int] = (WIDTH, HEIGHT),
+    ):
         self.server = server
         stored = server.base / "user" / "default" / "comfy.settings.json"
         stored.unlink(missing_ok=True)
         if settings:
             server.client.post("/settings", json=settings).raise_for_status()
         self.problems: list[str] = []
-        self.context = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT})
+        self.width, self.height = size
+        self.context = browser.new_context(viewport={"width": self.width, "height": self.height})
         self.page = self.context.new_page()
         self.page.set_default_timeout(WAIT_MS)
         self.page.on("console", self._logged)
@@ -173,7 +212,7 @@ class ComfyPage:
 
     def wait_for_canvas(self) -> None:
         """Waits until nothing above the canvas, such as a fading dialog, would catch a drop."""
-        self.page.wait_for_function(IN_REACH, arg=[WIDTH // 2, HEIGHT // 2])
+        self.page.wait_for_function(IN_REACH, arg=[self.width // 2, self.height // 2])
 
     def close(self) -> None:
         self.context.close()
@@ -229,16 +268,29 @@ class ComfyPage:
 
     def load(self, file: Path) -> None:
         """Opens a workflow file by the page's own function, which takes a fifth of the time."""
-        workflow = json.loads(file.read_text(encoding="utf-8"))
-        self.page.evaluate("w => window.app.loadGraphData(w)", workflow)
+        self.open_as_template(file)
         self.fit()
+
+    def open_as_template(self, file: Path) -> None:
+        """The same, and the view stays as the page chooses it for a template."""
+        self.page.evaluate(LOAD, json.loads(file.read_text(encoding="utf-8")))
+        self.draw()
+
+    @property
+    def scale(self) -> float:
+        """Pixels of the screen for a unit of the graph."""
+        return self.page.evaluate("() => window.app.canvas.ds.scale")
+
+    def texts(self) -> list[dict[str, Any]]:
+        """Each text that the graph shows now, and its height on the screen: text, px."""
+        return self.page.evaluate(TEXTS)
 
     def drop(self, file: Path) -> None:
         """Drops a file on the canvas, as a file manager would."""
         session = self.context.new_cdp_session(self.page)
         data = {"items": [], "files": [str(file)], "dragOperationsMask": 1}
         for event in ("dragEnter", "dragOver", "drop"):
-            place = {"x": WIDTH // 2, "y": HEIGHT // 2}
+            place = {"x": self.width // 2, "y": self.height // 2}
             session.send("Input.dispatchDragEvent", {"type": event, "data": data, **place})
         session.detach()
         self.page.wait_for_function(IS_OPEN, arg=file.stem)
@@ -289,10 +341,13 @@ class ComfyPage:
     def open_search(self) -> Any:
         """Opens the search for nodes by a double click on the empty canvas."""
         self.empty()
-        for x in (WIDTH // 3, WIDTH // 2):  # until the pointer moves, the page sees the old node
-            self.page.mouse.move(x, HEIGHT // 2)
+        for x in (
+            self.width // 3,
+            self.width // 2,
+        ):  # until the pointer moves, the page sees the old node
+            self.page.mouse.move(x, self.height // 2)
             self.draw()
-        self.page.mouse.dblclick(WIDTH // 2, HEIGHT // 2)
+        self.page.mouse.dblclick(self.width // 2, self.height // 2)
         return self.page.get_by_role("search")
 
     def run(self) -> dict[str, Any]:
@@ -325,7 +380,7 @@ class ComfyPage:
         self.set("LiteGraph.Canvas.MinFontSizeForLOD", 0)
         self.set("Comfy.Minimap.Visible", False)
         self.set("Comfy.Graph.CanvasInfo", False)
-        self.page.mouse.move(WIDTH // 2, HEIGHT - 5)
+        self.page.mouse.move(self.width // 2, self.height - 5)
         self.page.get_by_test_id("queue-notification-banner").wait_for(state="hidden")
         self.page.wait_for_timeout(1000)
         for quality in (90, 80, 70, 60, 50):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +22,7 @@ from qwen_l40s.micro.judge import adherence
 from qwen_l40s.micro.scene import parse_prompt
 
 HELP = ROOT / "web" / "docs"
-MODERN = {"Comfy.VueNodes.Enabled": True}
 each_template = pytest.mark.parametrize("name", sorted(GRAPHS))
-
-
-@pytest.fixture(scope="module")
-def classic(browser: Any, server: Server) -> Iterator[ComfyPage]:
-    """The page as it is by default, for all templates one after the other."""
-    page = ComfyPage(browser, server)
-    yield page
-    page.close()
-
-
-@pytest.fixture(scope="module")
-def modern(browser: Any, server: Server) -> Iterator[ComfyPage]:
-    """The page with Nodes 2.0, which shows nodes as elements of the document."""
-    page = ComfyPage(browser, server, MODERN)
-    yield page
-    page.close()
-
-
-@pytest.fixture(scope="module")
-def shared(browser: Any, server: Server) -> Iterator[ComfyPage]:
-    page = ComfyPage(browser, server)
-    yield page
-    page.close()
-
-
-@pytest.fixture
-def page(shared: ComfyPage) -> ComfyPage:
-    """One page for the other tests: a start of the page takes seconds."""
-    shared.tidy()
-    return shared
 
 
 @pytest.fixture
@@ -100,12 +69,12 @@ def overlapping(boxes: dict[str, list[float]]) -> list[tuple[str, str]]:
     ]
 
 
-def test_the_page_lists_each_workflow_with_its_picture(page: ComfyPage, server: Server):
-    listed = server.client.get("/api/workflow_templates").json()
+def test_the_page_lists_each_workflow_with_its_picture(page: ComfyPage):
+    listed = page.server.client.get("/api/workflow_templates").json()
     assert sorted(listed[PACK]) == sorted(GRAPHS)
     page.open_templates(PACK)
     for name in GRAPHS:
-        answer = server.client.get(f"/api/workflow_templates/{PACK}/{name}.jpg")
+        answer = page.server.client.get(f"/api/workflow_templates/{PACK}/{name}.jpg")
         assert (answer.status_code, answer.headers["content-type"]) == (200, "image/jpeg"), name
         page.card(name).scroll_into_view_if_needed()  # pictures are fetched when they come in view
         image = page.card(name).locator("img")
@@ -116,7 +85,6 @@ def test_the_page_lists_each_workflow_with_its_picture(page: ComfyPage, server: 
 
 @each_template
 def test_a_template_opens_as_its_api_form(classic: ComfyPage, name: str):
-    classic.problems.clear()
     classic.open_template(PACK, name)
     classic.draw()
     assert classic.errors_shown() == ""
@@ -132,11 +100,10 @@ def test_a_template_opens_as_its_api_form(classic: ComfyPage, name: str):
 
 
 @each_template
-def test_a_template_opens_with_nodes_2_too(modern: ComfyPage, server: Server, name: str):
-    modern.problems.clear()
+def test_a_template_opens_with_nodes_2_too(modern: ComfyPage, name: str):
     modern.load(ROOT / "workflows" / f"{name}.json")
     shown = {node["title"]: node for node in modern.elements()}
-    classes = server.client.get("/object_info").json()
+    classes = modern.server.client.get("/object_info").json()
     for title, (kind, inputs) in by_title(GRAPHS[name]).items():
         known = classes[kind]["input"]
         options = known.get("required", {}) | known.get("optional", {})
@@ -172,13 +139,13 @@ def test_the_page_names_the_models_that_are_missing(browser: Any, server: Server
 
 
 def test_run_shows_the_picture_and_the_picture_gives_the_graph_back(
-    page: ComfyPage, browser: Any, server: Server, picture_of: Callable[[ComfyPage, str], None]
+    classic: ComfyPage, browser: Any, server: Server, picture_of: Callable[[ComfyPage, str], None]
 ):
-    page.open_template(PACK, "micro_text_to_image")
-    entry = page.run()
+    classic.open_template(PACK, "micro_text_to_image")
+    entry = classic.run()
     assert entry["status"]["status_str"] == "success", entry["status"]
     (image,) = next(o["images"] for o in entry["outputs"].values() if "images" in o)
-    source, drawn = page.picture("Save")
+    source, drawn = classic.picture("Save")
     assert f"filename={image['filename']}&" in source
     file = server.base / "output" / image["filename"]
     saved = Image.open(file)
@@ -186,10 +153,10 @@ def test_run_shows_the_picture_and_the_picture_gives_the_graph_back(
     assert adherence(np.asarray(saved.convert("RGB")), parse_prompt(prompt)).score == 1.0
     expected = np.asarray(saved.convert("RGB").resize(drawn.size), np.float32)
     assert np.abs(np.asarray(drawn, np.float32) - expected).mean() < 8
-    nodes = page.nodes()
+    nodes = classic.nodes()
     assert overlapping({node["title"]: node["box"] for node in nodes}) == []
-    assert page.problems == []
-    picture_of(page, "micro_run")
+    assert classic.problems == []
+    picture_of(classic, "micro_run")
 
     other = ComfyPage(browser, server)
     other.drop(file)
@@ -201,24 +168,24 @@ def test_run_shows_the_picture_and_the_picture_gives_the_graph_back(
 
 
 def test_the_estimate_shows_its_picture_and_its_words(
-    page: ComfyPage, picture_of: Callable[[ComfyPage, str], None]
+    classic: ComfyPage, picture_of: Callable[[ComfyPage, str], None]
 ):
-    page.open_template(PACK, "estimate")
-    entry = page.run()
+    classic.open_template(PACK, "estimate")
+    entry = classic.run()
     assert entry["status"]["status_str"] == "success", entry["status"]
-    _, drawn = page.picture("Estimate")
+    _, drawn = classic.picture("Estimate")
     assert min(drawn.size) > 100
     assert len(drawn.getcolors(drawn.width * drawn.height)) > 10
     (report,) = next(o["text"] for o in entry["outputs"].values() if "images" in o)
-    words = page.page.locator(".widget-text-preview textarea")
-    page.page.wait_for_function("area => area.value", arg=words.element_handle())
+    words = classic.page.locator(".widget-text-preview textarea")
+    classic.page.wait_for_function("area => area.value", arg=words.element_handle())
     assert words.input_value() == report
     # The words above are in Preview as Text; these are in the node itself.
-    page.page.get_by_text(report.splitlines()[0]).wait_for()
-    nodes = page.nodes()
+    classic.page.get_by_text(report.splitlines()[0]).wait_for()
+    nodes = classic.nodes()
     assert overlapping({node["title"]: node["box"] for node in nodes}) == []
-    assert page.problems == []
-    picture_of(page, "estimate")
+    assert classic.problems == []
+    picture_of(classic, "estimate")
 
 
 def plain(markdown: str) -> str:
@@ -226,13 +193,15 @@ def plain(markdown: str) -> str:
     return re.sub(r"[`*_]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", markdown)).strip()
 
 
-def test_the_help_of_each_node_shows(page: ComfyPage, server: Server):
-    ours = [name for name in server.client.get("/object_info").json() if "QwenL40S_" in name]
+def test_the_help_of_each_node_shows(classic: ComfyPage):
+    ours = [
+        name for name in classic.server.client.get("/object_info").json() if "QwenL40S_" in name
+    ]
     for node_id in ours:
-        page.add(node_id)
-        page.page.get_by_test_id("info-button").click()
+        classic.add(node_id)
+        classic.page.get_by_test_id("info-button").click()
         text = (HELP / f"{node_id}.md").read_text(encoding="utf-8")
-        content = page.page.locator(".node-help-content .markdown-content")
+        content = classic.page.locator(".node-help-content .markdown-content")
         content.get_by_text(plain(text.split("\n\n")[0])).wait_for()
         headings = [plain(line.lstrip("#")) for line in text.splitlines() if line[:1] == "#"]
         assert content.locator("h1, h2, h3, h4").all_inner_texts() == headings
@@ -240,15 +209,15 @@ def test_the_help_of_each_node_shows(page: ComfyPage, server: Server):
             assert image.evaluate("image => image.decode().then(() => image.naturalWidth)") > 0
     # The page asks for the help in its own language first.
     own_language = re.compile(rf"status of 404 .*\(/extensions/{PACK}/docs/\w+/en\.md\)$")
-    assert [problem for problem in page.problems if not own_language.search(problem)] == []
+    assert [problem for problem in classic.problems if not own_language.search(problem)] == []
 
 
-def test_tooltips_show_under_the_pointer(page: ComfyPage, server: Server):
+def test_tooltips_show_under_the_pointer(classic: ComfyPage):
     node_id = "QwenL40S_Optimize"
-    known = server.client.get(f"/object_info/{node_id}").json()[node_id]
+    known = classic.server.client.get(f"/object_info/{node_id}").json()[node_id]
     inputs = known["input"].get("required", {}) | known["input"].get("optional", {})
-    page.add(node_id)
-    places = page.page.evaluate(
+    classic.add(node_id)
+    places = classic.page.evaluate(
         """() => {
             const { graph, canvas } = window.app
             const node = graph.nodes[0], { scale, offset } = canvas.ds
@@ -262,13 +231,13 @@ def test_tooltips_show_under_the_pointer(page: ComfyPage, server: Server):
     )
     assert set(places) == set(inputs)
     for name, (x, y) in places.items():
-        page.page.mouse.move(x + 2, y)
-        tooltip = page.page.locator(".node-tooltip")
+        classic.page.mouse.move(x + 2, y)
+        tooltip = classic.page.locator(".node-tooltip")
         tooltip.get_by_text(inputs[name][1]["tooltip"]).wait_for()
 
 
-def test_the_search_finds_each_node_by_its_aliases(page: ComfyPage, server: Server):
-    classes = server.client.get("/object_info").json()
+def test_the_search_finds_each_node_by_its_aliases(page: ComfyPage):
+    classes = page.server.client.get("/object_info").json()
     search = page.open_search()
     for node_id, known in classes.items():
         if not node_id.startswith("QwenL40S_"):
