@@ -22,6 +22,7 @@ from ..hosts.comfyui.contract import unsupported_host
 from ..hosts.diffusers.settings import SIZE_STEP
 from ..machine import packages
 from ..machine.card import first_line, read_cards
+from ..machine.comfyui import check_comfyui, find_comfyui
 from ..planning.bytes import step_bytes, weight_bytes
 from ..planning.request import NEWEST_EDIT, Parts, RunRequest, Setting
 from ..spec import TransformerShape, format_gib
@@ -273,8 +274,8 @@ def import_comfyui(*, cpu: bool, keep_on_card: bool = True) -> str:
     started = "comfy.model_management" in sys.modules
     added = None
     if not started and not _importable("comfy.model_management"):
-        folder = packages.find_comfyui()
-        found = packages.check_comfyui(folder)
+        folder = find_comfyui()
+        found = check_comfyui(folder)
         if not found.usable:
             raise UnavailableError(f"ComfyUI: {found.reason}; {found.remedy}")
         added = str(Path(folder).resolve())

@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import platform
+import shlex
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..errors import SettingError
+from ..errors import CheckpointError, SettingError
+from ..loaders.header import NUMBERED
+from ..loaders.source import PIPELINE_INDEX, PLACES, open_source
+from ..machine import comfyui
 from ..machine import memory as resources
 from ..machine import packages as software
 from ..machine.card import (
@@ -22,6 +28,15 @@ from ..machine.card import (
     read_cards,
     tensor_cores,
 )
+from ..spec import format_gib
+
+# {part: the kinds of folders that ComfyUI's nodes look for it in}
+PARTS = {
+    "transformer": ("diffusion_models", "checkpoints", "diffusers"),
+    "text_encoder": ("text_encoders", "checkpoints", "diffusers"),
+    "vae": ("vae", "checkpoints", "diffusers"),
+}
+LISTED = 3  # files of a part
 
 
 @dataclass(frozen=True)
@@ -33,21 +48,28 @@ class Diagnosis:
         device: "cuda" or "cpu"; None when generation cannot run.
         remedy: What makes generation possible; empty when it is.
         nodes: Whether the nodes can run: ComfyUI is there, new enough, and this is its Python.
+        nodes_remedy: What makes the nodes run; empty when they do.
     """
 
     checks: tuple[Capability, ...]
     device: str | None
     remedy: str
     nodes: bool
+    nodes_remedy: str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Says what of this machine can be used, and why not. Exit code 1 when nothing can run."
+        "Checks this machine: card, driver, packages, ComfyUI, its model files, memory and disks. "
+        "Each line says what can be used, or why not and what to do. Run it with ComfyUI's own "
+        "Python. Exit code 1 when neither the nodes nor `generate` can run."
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     parser.add_argument(
-        "--models", type=Path, metavar="DIR", help="the folder whose disk is to hold the models"
+        "--models",
+        type=Path,
+        metavar="DIR",
+        help="the models folder to check; default: that of ComfyUI",
     )
 
 
@@ -60,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.models is not None and not args.models.is_dir():
         raise SettingError(
-            f"--models {args.models} is not a folder; create it or name the one with the models"
+            f"--models is not a folder: create it, or name the one with the models: {args.models}"
         )
     # Some packages greet on stdout when imported, which would spoil --json.
     with contextlib.redirect_stdout(sys.stderr):
@@ -73,20 +95,18 @@ def diagnose(models: Path | None = None) -> Diagnosis:
     """Looks at the machine; imports torch, diffusers and transformers where they are installed.
 
     Args:
-        models: The folder whose disk is to hold the models; None for ComfyUI's and the HF cache.
+        models: The models folder; None for ComfyUI's, or Hugging Face's where there is no ComfyUI.
     """
     torch_check, torch = software.check_torch()
     cards = read_cards(torch)
     load = torch is not None
     others = [software.check_package(package, load=load)[0] for package in software.STANDALONE]
     needed = [torch_check, *others]
-    comfyui = software.find_comfyui()
-    comfyui_check = software.check_comfyui(comfyui)
-    if models is not None:
-        folders = [models]
-    else:
-        folders = [comfyui / "models"] if comfyui_check.usable else []
-        folders.append(resources.hugging_face_cache())
+    code = comfyui.find_comfyui()
+    comfyui_check = comfyui.check_comfyui(code)
+    models = models or comfyui.models_folder(code)
+    folders = comfyui.model_folders(models, code) if models else {}
+    elsewhere = [path for paths in folders.values() for path in paths if models not in path.parents]
     python = f"{platform.python_version()}, {platform.platform(terse=True)}"
     checks = (
         Capability("Python", State.USABLE, python),
@@ -98,15 +118,17 @@ def diagnose(models: Path | None = None) -> Diagnosis:
         *_attention_checks(cards, torch_check),
         software.check_kitchen(torch),
         comfyui_check,
+        *(_model_checks(folders) if models else ()),
         resources.check_memory(),
         resources.check_system_disk(),
-        *map(resources.check_model_disk, folders),
+        resources.check_model_disk(models or resources.hugging_face_cache(), elsewhere),
     )
     remedies = [check.remedy for check in needed if not check.usable]
     device = None if remedies else "cuda" if cards.usable else "cpu"
     kitchen = find_spec(software.KITCHEN.module) is not None  # ComfyUI's Python has it
     nodes = comfyui_check.usable and torch_check.usable and kitchen
-    return Diagnosis(checks, device, _one_remedy(remedies), nodes)
+    nodes_remedy = comfyui_check.remedy or "run this with ComfyUI's own Python"
+    return Diagnosis(checks, device, _one_remedy(remedies), nodes, "" if nodes else nodes_remedy)
 
 
 def _card_checks(cards: InstalledCards) -> tuple[Capability, ...]:
@@ -128,6 +150,45 @@ def _attention_checks(cards: InstalledCards, torch_check: Capability) -> tuple[C
     return check_backends(cards)
 
 
+def _model_checks(folders: Mapping[str, list[Path]]) -> Iterator[Capability]:
+    """One line for each part of a Qwen-Image: which files in the models folders hold it."""
+    for part, kinds in PARTS.items():
+        own = folders[kinds[0]]
+        found, refused = [], []
+        for path in _model_files([folder for kind in kinds for folder in folders[kind]]):
+            try:
+                size = sum(file.stat().st_size for file in open_source(path, part).files)
+                found.append(f"{path.name} ({format_gib(size)})")
+            except (CheckpointError, OSError):
+                # Other models lie there too; told is what looks like one, in its own folder.
+                if "qwen" in path.name.lower() and path.parent in own:
+                    refused.append(path)
+        reason = ", ".join(found[:LISTED]) if found else f"no file in {own[0]}"
+        if len(found) > LISTED:
+            reason += f", {len(found) - LISTED} more"
+        state = State.USABLE if found else State.NOT_USABLE
+        named, place = PLACES[part]
+        remedy = "" if found else f"download one into {place}: docs/models.md and templates list it"
+        if refused:
+            state = State.LIMITED if found else state
+            reason += f"; refused: {', '.join(path.name for path in refused)}"
+            remedy = f"`qwen-l40s inspect {shlex.quote(str(refused[0]))}` says why"
+        yield Capability(named.removeprefix("the "), state, reason, remedy)
+
+
+def _model_files(folders: list[Path]) -> Iterator[Path]:
+    """Safetensors files and diffusers folders, sorted; links are followed, as ComfyUI does."""
+    for folder in dict.fromkeys(folders):
+        for base, inside, names in os.walk(folder, followlinks=True):
+            inside.sort()
+            if PIPELINE_INDEX in names:
+                inside.clear()
+                yield Path(base)
+            else:
+                files = sorted(name for name in names if name.endswith(".safetensors"))
+                yield from (Path(base, name) for name in files if not NUMBERED.search(name))
+
+
 def _one_remedy(remedies: list[str]) -> str:
     """The remedies in one line, with one `pip install` for everything that is plainly missing."""
     plain = [
@@ -145,13 +206,13 @@ def _as_table(diagnosis: Diagnosis) -> str:
         if check.remedy:
             rows.append(f"{'':{width}}  -> {check.remedy}")
     verdict = {
-        "cuda": "Generation can run here, on the card.",
-        "cpu": "Generation can run here, on the CPU: the bundled micro model in seconds, "
-        "the full model very slowly.",
-        None: f"Generation cannot run here. Remedy: {diagnosis.remedy}",
+        "cuda": "`generate` and `demo` can run here, on the card.",
+        "cpu": "`generate` and `demo` can run here, on the CPU: the micro model in seconds, a full "
+        "model very slowly.",
+        None: f"`generate` and `demo` cannot run here: {diagnosis.remedy}",
     }
-    nodes = ["The ComfyUI nodes can run here."] if diagnosis.nodes else []
-    return "\n".join([*rows, "", *nodes, verdict[diagnosis.device]])
+    nodes = "can run here." if diagnosis.nodes else f"cannot run here: {diagnosis.nodes_remedy}."
+    return "\n".join([*rows, "", f"The ComfyUI nodes {nodes}", verdict[diagnosis.device]])
 
 
 def _as_json(diagnosis: Diagnosis) -> str:

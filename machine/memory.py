@@ -1,7 +1,7 @@
 """Host memory and disk: how much there is, and how much the full-size Qwen-Image asks for.
 
-Sizes are bytes. GB is 10**9 bytes, as disks are sold and as the 40 GB and 80 GB below are meant;
-GiB is 2**30 bytes, as memory is sold.
+Sizes are bytes, and GiB (2**30) where people read them. The 40 GB and 80 GB below are disks as they
+are sold, in GB (10**9).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check_memory() -> Capability:
     physical = physical_memory()
     if physical is None:
         return Capability(
-            "host memory", State.LIMITED, "this system does not tell its size", "pip install psutil"
+            "host memory", State.LIMITED, "its size is not known", "pip install psutil"
         )
     limit = cgroup_limit()
     total, source = (
@@ -42,15 +42,9 @@ def check_memory() -> Capability:
     reason = f"{total / GIB:.1f} GiB, {source}"
     if total >= BF16_PARTS:
         return Capability("host memory", State.USABLE, reason)
-    reason += (
-        f": the bf16 parts of the full model ({BF16_PARTS / GIB:.1f} GiB) cannot all wait there"
-    )
-    return Capability(
-        "host memory",
-        State.LIMITED,
-        reason,
-        "keep weights on the card: fp8 or int8 weights need half",
-    )
+    reason += f": less than the full model in bf16 ({BF16_PARTS / GIB:.1f} GiB)"
+    remedy = "take int8 or fp8, which need two thirds"
+    return Capability("host memory", State.LIMITED, reason, remedy)
 
 
 def physical_memory() -> int | None:
@@ -134,8 +128,7 @@ def _limits(files: Iterable[Path]) -> list[int]:
 def check_system_disk(folder: Path = Path(sys.prefix)) -> Capability:
     """The disk that Python's packages lie on, by its whole size: they are already in it."""
     total = shutil.disk_usage(folder).total
-    advised = f"{SYSTEM_DISK / GB:.0f} GB advised"
-    reason = f"{total / GB:.0f} GB in all where packages lie ({folder}), {advised}"
+    reason = f"{total / GIB:.0f} GiB in all, {SYSTEM_DISK / GIB:.0f} GiB advised, at {folder}"
     if total >= SYSTEM_DISK:
         return Capability("system disk", State.USABLE, reason)
     return Capability(
@@ -143,31 +136,26 @@ def check_system_disk(folder: Path = Path(sys.prefix)) -> Capability:
     )
 
 
-def check_model_disk(folder: Path) -> Capability:
+def check_model_disk(folder: Path, more: Iterable[Path] = ()) -> Capability:
     """The disk that models lie on: what is free and what is already there, against `MODEL_DISK`.
 
     Args:
         folder: Where models live; it need not exist yet.
+        more: Other folders of models, on this disk or another.
     """
-    name = f"model disk {folder}"
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
-    there = qwen_bytes(folder)
-    advised = f"{MODEL_DISK / GB:.0f} GB advised"
-    reason = f"{free / GB:.0f} GB free and {there / GB:.0f} GB of Qwen files there, {advised}"
+    there = sum(map(qwen_bytes, {folder, *more}))
+    reason = f"{free / GIB:.0f} GiB free and {there / GIB:.0f} GiB of Qwen files"
+    advised = f"{MODEL_DISK / GIB:.0f} GiB advised, at {folder}"
     if free + there >= MODEL_DISK:
-        return Capability(name, State.USABLE, reason)
-    remedy = "free space, or name a folder on a larger disk with --models"
+        return Capability("model disk", State.USABLE, f"{reason}, {advised}")
     if free + there >= FP8_SET:
-        return Capability(
-            name,
-            State.LIMITED,
-            f"{reason}: room for the fp8 files alone ({FP8_SET / GB:.0f} GB)",
-            remedy,
-        )
-    return Capability(
-        name, State.NOT_USABLE, f"{reason}: the full model does not fit even in fp8", remedy
-    )
+        state, room = State.LIMITED, f"room for the fp8 files only ({FP8_SET / GIB:.0f} GiB)"
+    else:
+        state, room = State.NOT_USABLE, "too little for the fp8 files"
+    remedy = "free space, or name a folder on a larger disk with --models"
+    return Capability("model disk", state, f"{reason}: {room}; {advised}", remedy)
 
 
 def qwen_bytes(folder: Path) -> int:

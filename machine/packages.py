@@ -22,7 +22,6 @@ from typing import Any
 
 from .card import Capability, InstalledCards, State, first_line
 
-COMFYUI_FLOOR = (0, 33, 0)
 CUDNN_FLOOR = 91500
 
 
@@ -186,43 +185,6 @@ def check_kitchen(torch: ModuleType | None) -> Capability:
         return Capability(name, State.USABLE, reason)
     remedy = "for its CUDA kernels: a card, a driver from 580 on and a torch built for CUDA 13"
     return Capability(name, State.LIMITED, reason, remedy)
-
-
-def find_comfyui() -> Path | None:
-    """COMFYUI_PATH, else the ComfyUI that this package is a custom node of, else ~/ComfyUI."""
-    named = os.environ.get("COMFYUI_PATH")
-    if named:
-        return Path(named).expanduser()
-    # Not resolved: a link in custom_nodes belongs to the ComfyUI that it lies in.
-    package = Path(os.path.abspath(__file__)).parent.parent
-    if package.parent.name == "custom_nodes":
-        return package.parent.parent
-    home = Path.home() / "ComfyUI"
-    return home if home.is_dir() else None
-
-
-def check_comfyui(folder: Path | None) -> Capability:
-    """ComfyUI's version, read as text: importing it would start its device management."""
-    if folder is None:
-        return Capability(
-            "ComfyUI", State.NOT_USABLE, "not found", "set COMFYUI_PATH to its folder"
-        )
-    try:
-        text = (folder / "comfyui_version.py").read_text(encoding="utf-8")
-    except OSError as error:
-        reason = f"{folder} holds no readable comfyui_version.py ({error.strerror})"
-        return Capability(
-            "ComfyUI", State.NOT_USABLE, reason, "set COMFYUI_PATH to ComfyUI's folder"
-        )
-    match = re.search(r'^__version__\s*=\s*["\']([^"\']+)', text, re.MULTILINE)
-    found = match.group(1) if match else "of unknown version"
-    reason = f"{found} in {folder}"
-    if release(found) < COMFYUI_FLOOR:
-        floor = ".".join(map(str, COMFYUI_FLOOR))
-        return Capability(
-            "ComfyUI", State.NOT_USABLE, f"{reason}, needs {floor} or newer", "update ComfyUI"
-        )
-    return Capability("ComfyUI", State.USABLE, reason)
 
 
 def installed_version(distribution: str) -> str:

@@ -12,7 +12,8 @@ import inspect
 from collections.abc import Mapping
 from functools import lru_cache
 
-from ...machine.packages import COMFYUI_FLOOR, release
+from ...machine.comfyui import COMFYUI_FLOOR
+from ...machine.packages import release
 from ...optimizations.fallback import Fallback
 
 # {module: {name: parameters that are passed or read}}; without parameters only the name is looked

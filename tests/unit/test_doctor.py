@@ -48,7 +48,7 @@ def test_table_ends_with_the_verdict(capsys):
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("usable      Python: 3.")
-    assert lines[-1].startswith("Generation can run here")
+    assert lines[-1].startswith("`generate` and `demo` can run here")
 
 
 def test_without_any_package_it_says_what_to_install_and_exits_1():
@@ -141,7 +141,7 @@ def test_the_nodes_alone_can_run(machine, capsys):
     assert (found["can_run_nodes"], found["can_generate"], found["device"]) == (True, False, None)
     assert "qwen-nowhere" in found["remedy"]
     assert lines[0] == "The ComfyUI nodes can run here."
-    assert lines[1].startswith("Generation cannot run here. Remedy: ")
+    assert lines[1].startswith("`generate` and `demo` cannot run here: pip install ")
     assert "qwen-nowhere" in lines[1]
 
 
@@ -166,8 +166,8 @@ def test_neither_can_run(machine, capsys, monkeypatch):
         change()
         code, found, lines = verdict(capsys)
         assert (code, found["can_run_nodes"], found["can_generate"]) == (1, False, False), change
-        (line,) = lines
-        assert line.startswith("Generation cannot run here. Remedy: "), change
+        assert lines[0].startswith("The ComfyUI nodes cannot run here: "), change
+        assert lines[1].startswith("`generate` and `demo` cannot run here: "), change
 
 
 def test_both_can_run(machine, capsys, monkeypatch):
@@ -176,7 +176,7 @@ def test_both_can_run(machine, capsys, monkeypatch):
     assert (code, found["can_run_nodes"], found["can_generate"]) == (0, True, True)
     assert found["remedy"] == ""
     assert lines[0] == "The ComfyUI nodes can run here."
-    assert lines[1].startswith("Generation can run here, on the ")
+    assert lines[1].startswith("`generate` and `demo` can run here, on the ")
 
 
 def test_generation_alone_can_run(machine, capsys, monkeypatch):
@@ -184,4 +184,65 @@ def test_generation_alone_can_run(machine, capsys, monkeypatch):
     machine.present.clear()
     code, found, lines = verdict(capsys)
     assert (code, found["can_run_nodes"], found["can_generate"]) == (0, False, True)
-    assert len(lines) == 1 and lines[0].startswith("Generation can run here, on the ")
+    assert lines[0] == ("The ComfyUI nodes cannot run here: run this with ComfyUI's own Python.")
+    assert lines[1].startswith("`generate` and `demo` can run here, on the ")
+
+
+# --- the files of models
+
+
+MICRO = ROOT / "models" / "micro"
+
+
+@pytest.fixture
+def models(tmp_path):
+    """A models folder; gives the function that copies a part of the micro model into it."""
+
+    def put(name, part, file="diffusion_pytorch_model.safetensors", size=None):
+        path = tmp_path / "模型 models" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes((MICRO / part / file).read_bytes()[:size])
+        return path
+
+    (tmp_path / "模型 models").mkdir()
+    put.folder = tmp_path / "模型 models"
+    return put
+
+
+def parts_of(capsys, folder):
+    main(["doctor", "--json", "--models", str(folder)])
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    names = ("Qwen-Image transformer", "Qwen2.5-VL text encoder", "Qwen-Image VAE")
+    return [checks[name] for name in names]
+
+
+def test_missing_files_are_told_with_what_to_do(models, capsys):
+    for check, place in zip(
+        parts_of(capsys, models.folder), ("diffusion_models", "text_encoders", "vae"), strict=True
+    ):
+        assert check["state"] == "not usable"
+        assert check["reason"] == f"no file in {models.folder / place}"
+        assert check["remedy"].startswith(f"download one into models/{place}: ")
+
+
+def test_files_are_known_by_what_they_hold(models, capsys):
+    models("unet/deep/любое имя.safetensors", "transformer")
+    for number in range(5):
+        models(f"vae/{number}{'x' * 200}.safetensors", "vae")
+    models("diffusion_models/a VAE.safetensors", "vae")
+    models("text_encoders/qwen.safetensors", "text_encoder", "model.safetensors")
+    half = models("text_encoders/qwen half.safetensors", "text_encoder", "model.safetensors", 9999)
+    transformer, encoder, vae = parts_of(capsys, models.folder)
+    assert (transformer["state"], transformer["remedy"]) == ("usable", "")
+    assert transformer["reason"].startswith("любое имя.safetensors (")
+    assert vae["reason"].endswith(" MiB), 2 more")
+    assert encoder["state"] == "limited"
+    assert encoder["reason"].endswith("; refused: qwen half.safetensors")
+    assert encoder["remedy"] == f"`qwen-l40s inspect '{half}'` says why"
+
+
+def test_a_diffusers_folder_holds_every_part(models, capsys):
+    (models.folder / "diffusers").mkdir()
+    (models.folder / "diffusers" / "micro").symlink_to(MICRO, target_is_directory=True)
+    for check in parts_of(capsys, models.folder):
+        assert check["reason"].startswith("micro (")

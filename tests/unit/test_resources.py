@@ -62,9 +62,12 @@ def test_model_disk_counts_what_is_free_and_what_is_there(
         (folder / "link-to-qwen").symlink_to(weights)
         with (folder / "other.safetensors").open("wb") as file:
             file.truncate(90 * 10**9)
+    check = resources.check_model_disk(tmp_path / "none", [folder])
+    assert check.state is state
     check = resources.check_model_disk(folder)
     assert check.state is state
-    assert f"{there} GB of Qwen files" in check.reason
+    assert f"{there * 10**9 / GIB:.0f} GiB of Qwen files" in check.reason
+    assert check.reason.endswith(f"at {folder}")
 
 
 def test_the_hugging_face_cache_is_where_its_variables_say(monkeypatch, tmp_path):

@@ -103,39 +103,3 @@ def test_triton_is_not_imported_without_a_card(package_folder):
     check = software.check_triton(InstalledCards())
     assert not check.usable
     assert "there is no usable card" in check.reason
-
-
-@pytest.mark.parametrize(
-    ("text", "state"),
-    [
-        ('__version__ = "0.33.0"\n', State.USABLE),
-        ("# made by the build\n__version__ = '0.100.1'\n", State.USABLE),
-        ('__version__ = "0.32.9"\n', State.NOT_USABLE),
-        ("raise AssertionError('imported')\n", State.NOT_USABLE),
-    ],
-)
-def test_comfyui_is_read_as_text_and_has_a_floor(tmp_path, text, state):
-    (tmp_path / "comfyui_version.py").write_text(text)
-    check = software.check_comfyui(tmp_path)
-    assert check.state is state
-    assert str(tmp_path) in check.reason
-
-
-def test_a_comfyui_path_that_holds_none_is_not_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
-    check = software.check_comfyui(software.find_comfyui())
-    assert check.state is State.NOT_USABLE
-    assert str(tmp_path) in check.reason
-
-
-def test_comfyui_is_the_one_around_a_custom_node(tmp_path, monkeypatch):
-    monkeypatch.delenv("COMFYUI_PATH", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert software.find_comfyui() is None
-    (tmp_path / "ComfyUI").mkdir()
-    assert software.find_comfyui() == tmp_path / "ComfyUI"
-    inside = (
-        tmp_path / "elsewhere" / "custom_nodes" / "my-pack.v2" / "optimizations" / "software.py"
-    )
-    monkeypatch.setattr(software, "__file__", str(inside))
-    assert software.find_comfyui() == tmp_path / "elsewhere"

@@ -1,0 +1,112 @@
+"""Which ComfyUI `doctor` finds, and the folders of its models."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qwen_l40s.machine import comfyui
+from qwen_l40s.machine.card import State
+
+
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        ('__version__ = "0.33.0"\n', State.USABLE),
+        ("# made by the build\n__version__ = '0.100.1'\n", State.USABLE),
+        ('__version__ = "0.32.9"\n', State.NOT_USABLE),
+        ("raise AssertionError('imported')\n", State.NOT_USABLE),
+    ],
+)
+def test_comfyui_is_read_as_text_and_has_a_floor(tmp_path, text, state):
+    (tmp_path / "comfyui_version.py").write_text(text)
+    check = comfyui.check_comfyui(tmp_path)
+    assert check.state is state
+    assert str(tmp_path) in check.reason
+
+
+def test_a_comfyui_path_that_holds_none_is_not_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
+    check = comfyui.check_comfyui(comfyui.find_comfyui())
+    assert check.state is State.NOT_USABLE
+    assert str(tmp_path) in check.reason
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine without ComfyUI; gives the function that makes one."""
+    monkeypatch.delenv("COMFYUI_PATH", raising=False)
+    monkeypatch.delenv("PWD", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "python"))
+    monkeypatch.chdir(tmp_path)
+
+    def make(name):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "comfyui_version.py").write_text('__version__ = "0.33.0"\n')
+        return tmp_path / name
+
+    return make
+
+
+def pack_in(folder, monkeypatch):
+    monkeypatch.setattr(
+        comfyui, "__file__", str(folder / "custom_nodes" / "my-pack.v2" / "machine" / "comfyui.py")
+    )
+
+
+def test_without_one_nothing_is_found(machine):
+    assert comfyui.find_comfyui() is None
+    assert comfyui.models_folder(None) is None
+    assert comfyui.check_comfyui(None).reason == "not found"
+
+
+def test_the_one_around_the_pack_comes_before_the_one_at_home(machine, monkeypatch):
+    home, other = machine("ComfyUI"), machine("other")
+    assert (comfyui.find_comfyui(), comfyui.models_folder(home)) == (home, home / "models")
+    pack_in(other, monkeypatch)
+    assert (comfyui.find_comfyui(), comfyui.models_folder(other)) == (other, other / "models")
+
+
+@pytest.mark.parametrize("by", ["Python in it", "portable Python", "current folder", "sys.path"])
+def test_with_a_base_directory_the_code_is_elsewhere(machine, tmp_path, monkeypatch, by):
+    base, code = tmp_path / "base", machine("0 编码" if by != "portable Python" else "ComfyUI")
+    monkeypatch.setenv("HOME", "/nowhere")
+    pack_in(base, monkeypatch)
+    assert comfyui.find_comfyui() is None or by == "portable Python"
+    if by == "Python in it":
+        monkeypatch.setattr(sys, "prefix", str(code / ".venv"))
+    elif by == "portable Python":
+        monkeypatch.setattr(sys, "prefix", str(tmp_path / "python_embeded"))
+    elif by == "current folder":
+        (code / "input").mkdir()
+        monkeypatch.chdir(code / "input")
+    else:
+        monkeypatch.setattr(sys, "path", [str(code)])
+    assert (comfyui.find_comfyui(), comfyui.models_folder(code)) == (code, base / "models")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a right there")
+@pytest.mark.parametrize("inside", [False, True], ids=["by its path", "from the folder"])
+def test_a_link_in_custom_nodes_belongs_to_that_comfyui(tmp_path, inside):
+    pack = tmp_path / "custom_nodes" / "猫 pack"
+    pack.parent.mkdir()
+    pack.symlink_to(Path(__file__).resolve().parents[2], target_is_directory=True)
+    code = "from qwen_l40s.machine.comfyui import models_folder as m; print(m(None))"
+    main = f"import sys, runpy; sys.argv = ['x', '--version']; sys.path.insert(0, '{pack}')\n"
+    main += f"try: runpy.run_path({str(pack)!r}, run_name='__main__')\n"
+    main += f"except SystemExit: {code}\n"
+    if inside:
+        main = main.replace(f"runpy.run_path({str(pack)!r}", "runpy.run_path('.'")
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", main],
+        cwd=pack if inside else tmp_path,
+        env={**os.environ, "PWD": str(pack if inside else tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines()[-1:] == [str(tmp_path / "models")], done.stderr
