@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import SettingError
@@ -13,16 +13,14 @@ from .planning.request import (
     CFG_MODES,
     LORA_MODES,
     PRECISIONS,
-    TEXT_ENCODER_PLACES,
+    TEXT_ENCODER_PLACEMENTS,
     TEXT_ENCODER_PRECISIONS,
     Loras,
 )
-from .spec import FAMILIES, GB, OFF_CARD, ON_CARD
+from .spec import FAMILIES, GB, GIB, OFF_CARD, ON_CARD, PLACES, TEXT_TO_IMAGE
 
 MOST_PIXELS = 16384
 MOST = 4096  # of everything that is counted
-# {option: place of the modulation weights}: a table stands in for weights that are off the card.
-TABLES = {AUTO: AUTO, "on": OFF_CARD, "off": ON_CARD}
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Option:
         help: the tooltip and the text of `--help`.
         choices: of a text.
         least, most, step: of a number; no step is the type's own.
-        wired: what nodes say as well: what a wired part decides.
+        wired: what a node with sockets says as well: which wired part decides it.
         flag: of the command line; None where it has none, empty for `--name`.
         rare: whether few people change it.
     """
@@ -56,18 +54,19 @@ OPTIONS = (
     Option(
         "family",
         AUTO,
-        "auto: as a given MODEL is, else Qwen-Image, Edit-2511 with references, Layered with "
-        "layers. Edit-2511 computes the modulation of references twice; Layered paints several "
-        "images at once.",
+        "auto: qwen-image, or qwen-image-edit-2511 where there are references. Edit-2511 computes "
+        "the modulation of references twice; Layered paints several images at once.",
         choices=(AUTO, *FAMILIES),
+        wired="A wired MODEL tells it.",
     ),
     Option(
         "precision",
         AUTO,
-        "Of the transformer. auto: as a given MODEL is, else the most faithful that stays on "
-        "the card. bf16: 38 GiB of weights, int8 and fp8: 25; 12.7 less on the card with tables. "
-        "int8 is closer to bf16, fp8 is fast from Ada on only.",
+        "Of the transformer. auto: the most faithful that stays on the card. bf16: 38 GiB of "
+        "weights, int8 and fp8: 25; 12.7 less on the card with the modulation off it. int8 is "
+        "closer to bf16; fp8 is fast on Ada cards and newer.",
         choices=PRECISIONS,
+        wired="A wired MODEL tells it.",
     ),
     *(
         Option(
@@ -89,7 +88,13 @@ OPTIONS = (
         least=1,
         wired="A wired LATENT tells it.",
     ),
-    Option("steps", 20, "Of the sampler: time grows with them, memory does not.", least=1),
+    Option(
+        "steps",
+        TEXT_TO_IMAGE.steps,
+        "Of the sampler: time grows with them, memory does not. The model cards use 50, from "
+        "Edit-2509 on 40; Lightning LoRAs take 4 or 8.",
+        least=1,
+    ),
     Option(
         "cfg",
         "two passes",
@@ -108,7 +113,8 @@ OPTIONS = (
     Option(
         "layers",
         0,
-        "Of Qwen-Image-Layered, besides the whole image: each costs as many tokens as the image.",
+        "Of qwen-image-layered, which family auto then is: each costs as many tokens as the whole "
+        "image.",
         wired="A wired LATENT tells it.",
         rare=True,
     ),
@@ -122,29 +128,30 @@ OPTIONS = (
         rare=True,
     ),
     Option(
-        "tables",
+        "modulation",
         AUTO,
-        "on: a table stands in for the modulation weights, which wait in host memory; 12.7 GiB "
-        "less on the card in bf16, and a pass over the bus for each new schedule. off: they stay "
-        "on the card. auto: as a given MODEL does, else on where it is needed.",
-        choices=tuple(TABLES),
+        "Where the modulation weights stay, a third of the transformer that sees only the "
+        "timestep: 12.7 GiB in bf16. off card: in host memory, with a small table of their results "
+        "on the card. auto: off card where the room is needed.",
+        choices=PLACES,
+        wired="A wired MODEL tells it.",
         rare=True,
     ),
     Option(
-        "text_encoder",
+        "text_encoder_precision",
         AUTO,
-        "How the text encoder's weights are stored. auto: as a given CLIP has them, else bf16, "
-        "14.4 GiB; fp8 and int8 take 8.4.",
+        "How the text encoder's weights are stored. auto: bf16, 14.4 GiB; fp8 and int8: 8.4.",
         choices=TEXT_ENCODER_PRECISIONS,
+        wired="A wired CLIP tells it.",
         rare=True,
     ),
     Option(
-        "text_encoder_place",
+        "text_encoder_placement",
         AUTO,
-        "auto: where a given CLIP stays, else on the card where all fits. drop after encoding: "
-        "free for the transformer, loaded again for each new prompt. cpu: takes no room on the "
-        "card, and is slow.",
-        choices=TEXT_ENCODER_PLACES,
+        "auto: on the card where all fits. cpu: computes on the processor, slowly. drop after "
+        "encoding: leaves the card to the transformer, and comes back for each new prompt.",
+        choices=TEXT_ENCODER_PLACEMENTS,
+        wired="A wired CLIP tells it.",
         rare=True,
     ),
     Option(
@@ -163,20 +170,19 @@ OPTIONS = (
     ),
     Option(
         "lora_mode",
-        "merged",
-        "merged: into the weights, which costs nothing in a step. bypass: computed in each step "
+        "merge",
+        "merge: into the weights, which costs nothing in a step. bypass: computed in each step "
         "next to weights that stay as they are, exact on quantized ones.",
         choices=LORA_MODES,
         rare=True,
     ),
     Option(
-        "controlnet_gb",
+        "controlnet_gib",
         0.0,
-        "The size of a ControlNet's file in GB, whose weights are on the card in each step; 0 for "
+        "The size of a ControlNet's file in GiB; its weights are on the card in each step. 0: "
         "none.",
         most=1000.0,
         step=0.1,
-        flag="--controlnet",
         rare=True,
     ),
     Option(
@@ -189,6 +195,64 @@ OPTIONS = (
 )
 
 
+@dataclass(frozen=True)
+class Older:
+    """What a setting was called in 0.1.
+
+    Attributes:
+        name: of the input.
+        values: {older value: the value of today}.
+        factor: from the older unit to that of today.
+        flag: of the command line; None where it had none.
+    """
+
+    name: str
+    values: Mapping[str, str] = field(default_factory=dict)
+    factor: float = 1
+    flag: str | None = None
+
+
+# {name of today: what it was before}, for nodes, command line and page.
+OLDER = {
+    # A table stands in for weights that are off the card.
+    "modulation": Older("tables", {"on": OFF_CARD, "off": ON_CARD}, flag="--tables"),
+    "text_encoder_precision": Older("text_encoder", flag="--text-encoder"),
+    "text_encoder_placement": Older("text_encoder_place", flag="--text-encoder-place"),
+    "lora_mode": Older("how", {"merged": "merge", "beside": "bypass"}),
+    "controlnet_gib": Older("controlnet_gb", factor=GB / GIB, flag="--controlnet"),
+}
+
+
+def todays(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by their names and values of today; names that no option has are left out.
+
+    Raises:
+        SettingError: an older name and that of today say different things.
+    """
+    found = {}
+    for option in OPTIONS:
+        older = OLDER.get(option.name)
+        if option.name in given:
+            found[option.name] = _todays_value(given[option.name], older)
+        if older is None or given.get(older.name) is None:
+            continue
+        value = _todays_value(given[older.name], older)
+        if older.factor != 1 and isinstance(value, int | float):
+            value *= older.factor
+        if found.get(option.name, option.default) not in (option.default, value):
+            raise SettingError(
+                f"{option.name} is {found[option.name]!r} and {older.name} "
+                f"{given[older.name]!r}: {older.name} is the older name of {option.name}, so give "
+                f"{option.name} alone."
+            )
+        found[option.name] = value
+    return found
+
+
+def _todays_value(value: Any, older: Older | None) -> Any:
+    return older.values.get(value, value) if older and isinstance(value, str) else value
+
+
 def options(*, rare: bool) -> Iterator[Option]:
     """What everybody chooses, or what few people change."""
     return (option for option in OPTIONS if option.rare == rare)
@@ -196,37 +260,35 @@ def options(*, rare: bool) -> Iterator[Option]:
 
 def request_settings(
     *,
-    tables: str = AUTO,
+    text_encoder_precision: str = AUTO,
+    text_encoder_placement: str = AUTO,
     loras: int = 0,
     lora_rank: int = 32,
-    lora_mode: str = "merged",
-    controlnet_gb: float = 0.0,
+    lora_mode: str = "merge",
+    controlnet_gib: float = 0.0,
     **settings: Any,
 ) -> dict[str, Any]:
     """Arguments of `RunRequest` from values of options; what is left out keeps its default.
 
-    Args:
-        tables: a key of `TABLES`.
-        controlnet_gb: 10**9 bytes, as files are sold; other options are named as the request's.
-
     Raises:
-        SettingError: `tables` is unknown, or the ControlNet's size is no size.
+        SettingError: the ControlNet's size is no number of 0 or more.
     """
-    if tables not in TABLES:
-        raise SettingError(f"tables {tables!r} is unknown: choose {', '.join(TABLES)}.")
-    if not 0 <= controlnet_gb < math.inf:
-        raise SettingError(f"a ControlNet of {controlnet_gb} GB is no size: give 0 or more.")
+    if not 0 <= controlnet_gib < math.inf:
+        raise SettingError(
+            f"controlnet_gib is {controlnet_gib}, and a file has 0 GiB or more: give its size, or "
+            "0 for none."
+        )
     return {
         "family": AUTO,
         "precision": AUTO,
-        "text_encoder": AUTO,
-        "text_encoder_place": AUTO,
+        "modulation": AUTO,
         "references": 0,
         "layers": 0,
         **settings,
-        "modulation": TABLES[tables],
+        "text_encoder": text_encoder_precision,
+        "text_encoder_place": text_encoder_placement,
         "loras": Loras(loras, lora_rank, lora_mode),
-        "controlnet_bytes": round(min(controlnet_gb, 1e6) * GB),
+        "controlnet_bytes": round(min(controlnet_gib, 1e6) * GIB),
     }
 
 

@@ -353,6 +353,7 @@ class Family:
 
     Attributes:
         name: As `--family` takes it.
+        steps: Of the sampler, as in its model card.
         most_references: Reference images that its workflows take.
         timestep_zero: Whether references are modulated as at timestep zero, which doubles the rows
             of the modulation.
@@ -364,6 +365,7 @@ class Family:
     """
 
     name: str
+    steps: int = 50
     most_references: int = 0
     timestep_zero: bool = False
     layers: bool = False
@@ -379,8 +381,14 @@ FAMILIES = {
         Family("qwen-image"),
         Family("qwen-image-2512"),
         Family("qwen-image-edit", most_references=1, vision_tokens=1369),
-        Family("qwen-image-edit-2509", most_references=3, vision_tokens=196),
-        Family("qwen-image-edit-2511", most_references=3, timestep_zero=True, vision_tokens=196),
+        Family("qwen-image-edit-2509", steps=40, most_references=3, vision_tokens=196),
+        Family(
+            "qwen-image-edit-2511",
+            steps=40,
+            most_references=3,
+            timestep_zero=True,
+            vision_tokens=196,
+        ),
         Family(
             "qwen-image-layered",
             most_references=1,
@@ -390,6 +398,9 @@ FAMILIES = {
         ),
     )
 }
+
+
+TEXT_TO_IMAGE = FAMILIES["qwen-image"]
 
 
 def find_family(name: str) -> Family:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..planning.cards import STARTING, Price
 from ..planning.phases import Range
 from .figures import between, dollars, duration, table, usd
-from .words import rests_on
+from .words import rests_on, settings_text
 
 if TYPE_CHECKING:
     from ..planning.advise import Advice, Comparison, Market
@@ -101,7 +101,8 @@ def _cheapest(market: Market, advices: Sequence[Advice]) -> list[str]:
     exact = next((each for each in fitting if _precision(market, each) == "bf16"), None)
     if exact not in (None, best):
         lines.append(f"Cheapest in bf16, as the model was trained: {_offer_text(market, exact)}.")
-    return lines
+    setting = market.estimates[best.offer.card.name].option.setting
+    return [*lines, f"Set: {settings_text(setting)}."]
 
 
 def _offer_text(market: Market, advice: Advice) -> str:

@@ -22,6 +22,7 @@ PHASE_NAMES = {
     "sampling": "sampling",
     "decode": "decode",
 }
+LORA_WORDS = {"merge": "merged", "bypass": "in bypass mode"}
 CFG_WORDS = {
     "two passes": "CFG in two passes",
     "one pass": "CFG in one pass",
@@ -188,7 +189,7 @@ def request_text(request: RunRequest) -> str:
     if request.loras.count:
         words.append(
             f"{many(request.loras.count, 'LoRA')} of rank {request.loras.rank}, "
-            f"{request.loras.mode}"
+            f"{LORA_WORDS[request.loras.mode]}"
         )
     if request.controlnet_bytes:
         words.append(f"ControlNet of {format_gib(request.controlnet_bytes)}")

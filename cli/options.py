@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
+from typing import Any
 
 from ..errors import SettingError
-from ..options import OPTIONS, Option, likely_family, request_settings
+from ..options import OLDER, OPTIONS, Option, likely_family, request_settings, todays
 from ..planning.request import AUTO, CFG_MODES, Parts, RunRequest
 
 CARDS_HELP = (
@@ -29,6 +30,14 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     for option in OPTIONS:
         if option.flag is not None:
             _add(group, option)
+            if (older := OLDER.get(option.name)) and older.flag:
+                group.add_argument(
+                    older.flag,
+                    dest=older.name,
+                    type=type(option.default),
+                    default=argparse.SUPPRESS,
+                    help=argparse.SUPPRESS,
+                )
 
 
 def _add(group: argparse._ArgumentGroup, option: Option) -> None:
@@ -52,12 +61,7 @@ def request_of(args: argparse.Namespace) -> RunRequest:
         CheckpointError: `--model` is no Qwen-Image that this package runs.
     """
     width, height = _size(args.size)
-    values = {
-        option.name: getattr(args, option.name) for option in OPTIONS if option.flag is not None
-    }
-    values["cfg"] = _cfg(args.cfg)
-    values["text_encoder_place"] = args.text_encoder_place.replace("-", " ")
-    settings = request_settings(width=width, height=height, **values)
+    settings = request_settings(width=width, height=height, **_values(args))
     family, parts = settings["family"], Parts()
     if args.model is not None:
         from ..loaders.sizes import read_sizes
@@ -70,6 +74,33 @@ def request_of(args: argparse.Namespace) -> RunRequest:
     elif family == AUTO:
         family = likely_family(settings["references"], settings["layers"])
     return RunRequest(**{**settings, "family": family}, parts=parts)
+
+
+def _values(args: argparse.Namespace) -> dict[str, Any]:
+    """The options by their names, whichever flags gave them."""
+    values = {"cfg": _cfg(args.cfg)}
+    for option in OPTIONS:
+        if option.name != "cfg" and option.flag is not None:
+            value = getattr(args, option.name)
+            values[option.name] = _choice(option, value) if option.choices else value
+        older = OLDER.get(option.name)
+        if older and hasattr(args, older.name):
+            value = getattr(args, older.name)
+            values[older.name] = value.replace("-", " ") if isinstance(value, str) else value
+    return todays(values)
+
+
+def _choice(option: Option, text: str) -> str:
+    """The choice of that name, whose words may be joined by hyphens.
+
+    A flag that kept its name takes the older names of its choices too.
+    """
+    older = OLDER.get(option.name)
+    kept = older.values if older and older.flag is None else {}
+    for choice in (*option.choices, *kept):
+        if text in (choice, choice.replace(" ", "-")):
+            return choice
+    raise SettingError(f"{option.name} {text!r} is unknown: choose {', '.join(option.choices)}.")
 
 
 def _size(text: str) -> tuple[int, int]:

@@ -9,8 +9,16 @@ from comfy_api.latest import io
 from ..errors import QwenL40SError
 from ..hosts.comfyui.estimate.cards import own_files_changed_at
 from ..machine.card_list import known_cards
+from ..options import request_settings
 from ..planning.cards import EXAMPLE, read_prices
-from .common import CATEGORY, request_inputs, require_host, with_picture
+from .common import (
+    CATEGORY,
+    loader_settings,
+    request_inputs,
+    require_host,
+    setting_outputs,
+    with_picture,
+)
 
 
 class QwenL40SAdviseGPU(io.ComfyNode):
@@ -45,7 +53,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
                     step=1.0,
                     tooltip="The load, all day: a card that is rented and idle costs the same.",
                 ),
-                *request_inputs(rare=False),
+                *request_inputs(rare=False, sockets=False),
                 io.String.Input(
                     "prices",
                     default="",
@@ -64,13 +72,12 @@ class QwenL40SAdviseGPU(io.ComfyNode):
                     display_name="report",
                     tooltip="The ranking at this load, and from which load which card is cheaper.",
                 ),
+                *setting_outputs(),
             ],
         )
 
     @classmethod
-    def validate_inputs(cls, prices: str = "", lora_mode: str = "merged") -> bool | str:
-        # ComfyUI repeats the sentence for each input that is named here, and leaves the check of
-        # `lora_mode` to the request, which knows its older names.
+    def validate_inputs(cls, prices: str = "") -> bool | str:
         if prices is None:  # a linked input is known only when it runs
             return True
         try:
@@ -90,11 +97,10 @@ class QwenL40SAdviseGPU(io.ComfyNode):
         from ..charts.cost_chart import cost_chart
         from ..hosts.comfyui.estimate.estimate import advise_on
         from ..hosts.comfyui.estimate.request import request_from
-        from ..options import request_settings
 
         request = request_from(request_settings(**settings)).request
         found = advise_on(request, images_per_hour, read_prices(prices, known_cards()))
         report = advise_text(found.market, found.advices, found.comparisons)
         chart = cost_chart(found.advices, found.comparisons, request)
         cheapest, *_ = report.split("\n\n")
-        return with_picture(cls, chart, cheapest, report)
+        return with_picture(cls, chart, cheapest, report, *loader_settings(found.best))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,10 +12,12 @@ from comfy_api.latest import io, ui
 from ..errors import UnavailableError
 from ..hosts.comfyui.contract import unsupported_host
 from ..hosts.comfyui.messages import show_text
-from ..options import Option, options
+from ..options import OLDER, Option, options
 
 if TYPE_CHECKING:
     from PIL import Image
+
+    from ..planning.estimate import Estimate
 
 CATEGORY = "Qwen-Image/L40S"
 SUMMARY_LINES = 6
@@ -54,16 +57,65 @@ def with_picture(
     return io.NodeOutput(image, report, *outputs, ui=shown | said(report, summary))
 
 
-def request_inputs(*, rare: bool) -> list[io.Input]:
-    """The inputs of the estimator's nodes that say what is to run."""
-    return [_input(option) for option in options(rare=rare)]
+def setting_outputs() -> list[io.Output]:
+    """What `loader_settings` gives, for the widgets of the loaders."""
+    model, encoder = "Load Qwen-Image Model", "Load Qwen-Image Text Encoder"
+    return [
+        io.Combo.Output(display_name=name, tooltip=f"Of the plan, for {name} of {node}.")
+        for name, node in (("precision", model), ("modulation", model), ("placement", encoder))
+    ]
 
 
-def _input(option: Option) -> io.Input:
-    about = {"default": option.default, "tooltip": f"{option.help} {option.wired}".strip()}
+def loader_settings(estimate: Estimate) -> tuple[str, str, str]:
+    """An estimate's precision, modulation and placement, as the loaders take them."""
+    setting = estimate.option.setting
+    return setting.precision, setting.modulation, setting.text_encoder_place
+
+
+def request_inputs(*, rare: bool, sockets: bool = True) -> list[io.Input]:
+    """The inputs of the estimator's nodes that say what is to run.
+
+    Args:
+        sockets: whether the node has MODEL, CLIP, VAE and LATENT, which its tooltips then name.
+    """
+    return [_input(option, sockets) for option in options(rare=rare)]
+
+
+class Choices(list):
+    """A widget's choices. Older names of them pass ComfyUI's check too; the node rewrites them."""
+
+    older: tuple[str, ...] = ()
+
+    def __contains__(self, value: object) -> bool:
+        return super().__contains__(value) or value in self.older
+
+
+def choice_input(name: str, choices: Iterable[str], **about: Any) -> io.Combo.Input:
+    """A choice whose older names the page and `qwen-l40s submit` find in GET /object_info.
+
+    Its node has to accept all inputs, because ComfyUI drops those that are not declared.
+    """
+    older = OLDER.get(name)
+    if older is None:
+        return io.Combo.Input(name, options=list(choices), **about)
+    options = Choices(choices)
+    options.older = tuple(older.values)
+    return io.Combo.Input(name, options=options, extra_dict=_older_names(name), **about)
+
+
+def _older_names(name: str) -> dict[str, Any]:
+    """What GET /object_info says of an input besides: its older name and those of its values."""
+    older = OLDER.get(name)
+    return {} if older is None else {"older_name": older.name, "older": dict(older.values)}
+
+
+def _input(option: Option, sockets: bool) -> io.Input:
+    tooltip = f"{option.help} {option.wired}" if sockets and option.wired else option.help
+    about: dict[str, Any] = {"default": option.default, "tooltip": tooltip}
     if option.rare:
         about |= {"optional": True, "advanced": True}
     if option.choices:
-        return io.Combo.Input(option.name, options=list(option.choices), **about)
+        return choice_input(option.name, option.choices, **about)
+    about["extra_dict"] = _older_names(option.name)
     kind = io.Float.Input if isinstance(option.default, float) else io.Int.Input
     return kind(option.name, min=option.least, max=option.most, step=option.step, **about)

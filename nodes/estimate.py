@@ -9,7 +9,15 @@ from comfy_api.latest import io
 
 from ..errors import QwenL40SError
 from ..hosts.comfyui.estimate.cards import THIS_CARD, card_choices, own_files_changed_at
-from .common import CATEGORY, request_inputs, require_host, with_picture
+from ..options import request_settings, todays
+from .common import (
+    CATEGORY,
+    loader_settings,
+    request_inputs,
+    require_host,
+    setting_outputs,
+    with_picture,
+)
 
 WIRES = ("model", "clip", "vae", "latent")
 
@@ -39,6 +47,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
                 "time estimate",
             ],
             is_output_node=True,
+            accept_all_inputs=True,  # older names
             hidden=[io.Hidden.unique_id],
             inputs=[
                 io.Combo.Input(
@@ -105,13 +114,13 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
                     display_name="json",
                     tooltip="The same figures as `qwen-l40s estimate --json` prints.",
                 ),
+                *setting_outputs(),
             ],
         )
 
     @classmethod
-    def validate_inputs(cls, card: str, lora_mode: str = "merged") -> bool | str:
-        # ComfyUI repeats the sentence for each input that is named here, and leaves the check of
-        # `lora_mode` to the request, which knows its older names.
+    def validate_inputs(cls, card: str) -> bool | str:
+        # Only the one input: ComfyUI repeats the sentence for each that is named here.
         if card is None:  # a linked input is known only when it runs
             return True
         try:
@@ -133,10 +142,9 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         require_host()
         from ..hosts.comfyui.estimate.cards import card_of
         from ..hosts.comfyui.estimate.request import NO_LATENT, request_from
-        from ..options import request_settings
 
         card_of(card)
-        settings = {name: value for name, value in inputs.items() if name not in WIRES}
+        settings = todays(inputs)
         if "latent" in inputs:
             settings |= NO_LATENT
         request_from(request_settings(**settings))
@@ -160,10 +168,9 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         from ..hosts.comfyui.estimate.cards import card_of
         from ..hosts.comfyui.estimate.estimate import estimate_on
         from ..hosts.comfyui.estimate.request import request_from
-        from ..options import request_settings
 
         wired = request_from(
-            request_settings(**settings), model=model, clip=clip, vae=vae, latent=latent
+            request_settings(**todays(settings)), model=model, clip=clip, vae=vae, latent=latent
         )
         found = estimate_on(card_of(card), wired, price_per_hour or None)
         return with_picture(
@@ -173,4 +180,5 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
             estimate_text(found),
             found.fits,
             json.dumps(estimate_json(found), indent=2),
+            *loader_settings(found),
         )

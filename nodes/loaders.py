@@ -16,13 +16,13 @@ from ..hosts.comfyui.load.choose import (
 )
 from ..hosts.loading import LOADER_PRECISIONS
 from ..loaders.source import Source, fingerprint
+from ..planning.request import TEXT_ENCODER_PLACEMENTS
 from ..spec import PLACES
 from .common import CATEGORY, require_host, with_report
 
 # What people search for when they want weights in another form, or in less memory.
 WEIGHT_WORDS = ["bf16", "fp8", "scaled fp8", "int8", "quantized", "low vram", "gguf"]
 VAE_PRECISIONS = ["auto", "bf16", "fp32"]
-TEXT_ENCODER_PLACEMENTS = ["auto", "cpu", "drop after encoding"]
 KEEP_TOOLTIP = (
     "Layers that stay in bf16 when the rest is quantized: shell patterns separated by commas, such "
     "as transformer_blocks.0.*, *.img_mlp.net.2. A kept layer takes twice the memory."
@@ -84,6 +84,20 @@ def _modulation_input() -> io.Combo.Input:
         "brings them there once, and a sampler that asks for timesteps off its schedule "
         "does so at each of these. auto: off the card where transformer and text encoder would not "
         "both fit it.",
+    )
+
+
+def _placement_input(*, advanced: bool | None) -> io.Combo.Input:
+    return io.Combo.Input(
+        "placement",
+        options=list(TEXT_ENCODER_PLACEMENTS),
+        default="auto",
+        optional=True,
+        advanced=advanced,
+        tooltip="Of the text encoder. auto, on card: on the card while there is room. cpu: "
+        "computes on the processor, slowly, and takes no room on the card. drop after encoding: "
+        "leaves the card at once, so that the transformer need not share it. An unchanged prompt "
+        "is not encoded again.",
     )
 
 
@@ -201,16 +215,7 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
                     "whatever it is. bf16: 14.4 GiB, fp8 and int8: 8.4 GiB. auto and as stored: "
                     "the file's own.",
                 ),
-                io.Combo.Input(
-                    "placement",
-                    options=TEXT_ENCODER_PLACEMENTS,
-                    default="auto",
-                    optional=True,
-                    tooltip="auto: on the card while there is room. cpu: computes on the "
-                    "processor, slowly, and takes no room on the card. drop after encoding: leaves "
-                    "the card at once, so that the transformer need not share it. An unchanged "
-                    "prompt is not encoded again, whatever this is.",
-                ),
+                _placement_input(advanced=None),
             ],
             outputs=[_clip_output(), _report_output()],
         )
@@ -319,6 +324,7 @@ class QwenL40SLoad(io.ComfyNode):
                 ),
                 keep_input(),
                 _modulation_input(),
+                _placement_input(advanced=True),
             ],
             outputs=[_model_output(), _clip_output(), _vae_output(), _report_output()],
         )
@@ -354,6 +360,7 @@ class QwenL40SLoad(io.ComfyNode):
         vae: str,
         keep_in_bf16: str = "",
         modulation: str = "auto",
+        placement: str = "auto",
     ) -> io.NodeOutput:
         require_host()
         from ..hosts.comfyui.load.text_encoder import load_text_encoder
@@ -363,7 +370,7 @@ class QwenL40SLoad(io.ComfyNode):
         transformer, encoder, decoder = cls._sources(model, text_encoder, vae)
         # The largest comes last: what is wrong with the others is said before it is read.
         decoder, vae_report = load_vae(decoder, "auto")
-        clip, clip_report = load_text_encoder(encoder, "auto")
+        clip, clip_report = load_text_encoder(encoder, "auto", placement)
         patcher, model_report = load_model(
             transformer, precision, keep_patterns(keep_in_bf16), modulation
         )

@@ -9,9 +9,10 @@ import folder_paths
 from comfy_api.latest import io
 
 from ..errors import SettingError
-from ..hosts.comfyui.lora import MODES, mode_of
 from ..loaders.source import fingerprint
-from .common import CATEGORY, require_host, with_report
+from ..options import todays
+from ..planning.request import LORA_MODES
+from .common import CATEGORY, choice_input, require_host, with_report
 
 
 def _path(name: str) -> Path:
@@ -59,15 +60,17 @@ class QwenL40SLoadLora(io.ComfyNode):
                     step=0.05,
                     tooltip="1 as trained, 0 off, negative reverses it.",
                 ),
-                io.Combo.Input(
-                    "how",
-                    options=list(MODES),
-                    default=MODES[0],
+                choice_input(
+                    "lora_mode",
+                    LORA_MODES,
+                    default=LORA_MODES[0],
+                    optional=True,  # files of 0.1 have it under its older name
                     tooltip="merge: into the weights; costs no time a step, and fp8 or int8 "
                     "weights are rounded once more. bypass: in bf16 next to them; exact, and each "
                     "step takes longer.",
                 ),
             ],
+            accept_all_inputs=True,  # older names
             outputs=[
                 io.Model.Output(tooltip="To a next LoRA, Optimize Qwen-Image, or the sampler."),
                 io.String.Output("report", tooltip="How many of the LoRA's keys were applied."),
@@ -75,23 +78,17 @@ class QwenL40SLoadLora(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, how: str) -> bool | str:
-        # Named here, so that ComfyUI leaves the check to the node: workflows may hold older names.
-        try:
-            mode_of(how or MODES[0])  # a linked input is known only when it runs
-        except SettingError as error:
-            return str(error)
-        return True
-
-    @classmethod
     def fingerprint_inputs(cls, lora: str, **settings: Any) -> Any:
         # A linked input is known only when it runs.
         return fingerprint((_path(lora),)) if isinstance(lora, str) else None
 
     @classmethod
-    def execute(cls, model: io.Model.Type, lora: str, strength: float, how: str) -> io.NodeOutput:
+    def execute(
+        cls, model: io.Model.Type, lora: str, strength: float, **settings: Any
+    ) -> io.NodeOutput:
         require_host()
         from ..hosts.comfyui.lora.apply import apply_lora
 
-        patched, report = apply_lora(model, _path(lora), strength, how=mode_of(how))
+        mode = todays(settings).get("lora_mode", LORA_MODES[0])
+        patched, report = apply_lora(model, _path(lora), strength, how=mode)
         return with_report(patched, report=report.text())

@@ -482,7 +482,7 @@ def _remedies(request: RunRequest) -> dict[str, RunRequest]:
     if request.controlnet_bytes:
         remedies["run without the ControlNet"] = replace(request, controlnet_bytes=0)
     if _bypass_loras(request):
-        merged = replace(request.loras, mode="merged")
+        merged = replace(request.loras, mode="merge")
         remedies["merge the LoRAs into the weights"] = replace(request, loras=merged)
     if request.references:
         remedies["give fewer references"] = replace(request, references=0)

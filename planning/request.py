@@ -21,11 +21,12 @@ from ..spec import (
 AUTO = "auto"
 PRECISIONS = (AUTO, "bf16", "fp8", "int8")
 TEXT_ENCODER_PRECISIONS = (AUTO, "bf16", "fp8", "int8")
-TEXT_ENCODER_PLACES = (AUTO, "on card", "drop after encoding", "cpu")
+DROPPED, ON_PROCESSOR = "drop after encoding", "cpu"
+TEXT_ENCODER_PLACEMENTS = (AUTO, ON_CARD, ON_PROCESSOR, DROPPED)
 # "off" is CFG 1: one forward pass a step. Prompts of different lengths take two passes in ComfyUI;
 # "one pass" computes both at once, as ComfyUI does for prompts of one length.
 CFG_MODES = ("two passes", "one pass", "off")
-LORA_MODES = ("merged", "bypass")
+LORA_MODES = ("merge", "bypass")
 # Parts of a model, as `Parts.file_bytes` names them.
 TRANSFORMER, TEXT_ENCODER, VAE = "transformer", "text encoder", "VAE"
 MOST_TOKENS = 2**20
@@ -40,17 +41,12 @@ class Loras:
     Args:
         count: how many.
         rank: of each.
-        mode: "merged" into the weights, or "bypass": computed with them in each step. "beside" is
-            an older name of the latter and becomes it.
+        mode: "merge" into the weights, or "bypass": computed with them in each step.
     """
 
     count: int = 0
     rank: int = 32
-    mode: str = "merged"
-
-    def __post_init__(self) -> None:
-        if self.mode == "beside":
-            object.__setattr__(self, "mode", "bypass")
+    mode: str = "merge"
 
 
 @dataclass(frozen=True)
@@ -93,8 +89,8 @@ class RunRequest:
         text_tokens: of the longest prompt, without what references add.
         modulation: where a third of the transformer waits, one of `spec.PLACES`.
         text_encoder: its precision, one of `TEXT_ENCODER_PRECISIONS`; "auto" is bf16.
-        text_encoder_place: one of `TEXT_ENCODER_PLACES`; "auto" leaves it on the card where all
-            fits.
+        text_encoder_place: one of `TEXT_ENCODER_PLACEMENTS`; "auto" leaves it on the card where
+            all fits.
         loras: on the transformer.
         controlnet_bytes: of the weights of a ControlNet that runs in each step; 0 for none.
         tiles: of the VAE: 0 leaves it to the plan, 1 is whole, more are at least so many.
@@ -179,9 +175,9 @@ class RunRequest:
             ("precision", self.precision, PRECISIONS),
             ("cfg", self.cfg, CFG_MODES),
             ("modulation", self.modulation, PLACES),
-            ("text encoder precision", self.text_encoder, TEXT_ENCODER_PRECISIONS),
-            ("text encoder place", self.text_encoder_place, TEXT_ENCODER_PLACES),
-            ("LoRA mode", self.loras.mode, LORA_MODES),
+            ("text_encoder_precision", self.text_encoder, TEXT_ENCODER_PRECISIONS),
+            ("text_encoder_placement", self.text_encoder_place, TEXT_ENCODER_PLACEMENTS),
+            ("lora_mode", self.loras.mode, LORA_MODES),
         ):
             if value not in allowed:
                 raise SettingError(f"{name} {value!r} is unknown: choose {', '.join(allowed)}.")
@@ -246,7 +242,6 @@ def precision_of_text_encoder(request: RunRequest) -> str:
 
 # What a plan has settled: the precisions, and where each part waits.
 
-DROPPED, ON_PROCESSOR = "drop after encoding", "cpu"
 LOADED_PRECISIONS = ("bf16", *QUANTIZED)
 TEXT_PLACES = (ON_CARD, DROPPED, ON_PROCESSOR)
 
@@ -279,8 +274,8 @@ class Setting:
         for name, value, allowed in (
             ("precision", self.precision, LOADED_PRECISIONS),
             ("modulation", self.modulation, (ON_CARD, OFF_CARD)),
-            ("text encoder precision", self.text_encoder, LOADED_PRECISIONS),
-            ("text encoder place", self.text_encoder_place, TEXT_PLACES),
+            ("text_encoder_precision", self.text_encoder, LOADED_PRECISIONS),
+            ("text_encoder_placement", self.text_encoder_place, TEXT_PLACES),
         ):
             if value not in allowed:
                 raise SettingError(

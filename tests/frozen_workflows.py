@@ -16,7 +16,8 @@ NOTES = {"MarkdownNote"}  # the page's own, of which a server knows nothing
 
 
 def node_changes(frozen: Nodes, today: Nodes) -> list[str]:
-    """Inputs and outputs may only be appended, and what is appended must be optional.
+    """Inputs and outputs may only be appended, and what is appended must be optional. An input and
+    its choices may have new names where it takes those that it had.
 
     A node that is gone is for `replacement_changes`.
     """
@@ -65,11 +66,12 @@ def file_changes(graph: Mapping[str, Any], today: Nodes) -> list[str]:
             continue
         saved = list(node.get("widgets_values_named", {}))
         assert len(saved) == len(node.get("widgets_values", [])), where
+        older = _older_names(now[node["type"]])
         landed = _widgets(now[node["type"]])[: len(saved)]
         found += [
             f"{where}: the value of {name} lands on {other}"
             for name, other in zip(saved, landed + ["nothing"] * len(saved), strict=False)
-            if name != other
+            if other not in (name, older.get(name))
         ]
     for _, origin, output, target, slot, kind in graph["links"]:
         ends = nodes[origin]["type"], nodes[target]["type"]
@@ -78,6 +80,7 @@ def file_changes(graph: Mapping[str, Any], today: Nodes) -> list[str]:
         outputs = now[ends[0]].outputs
         given = outputs[output].type if output < len(outputs) else "nothing"
         name = nodes[target]["inputs"][slot]["name"]
+        name = _older_names(now[ends[1]]).get(name, name)
         taken = {each.name: each.type for each in now[ends[1]].inputs}.get(name, "nothing")
         if given != kind or taken not in (kind, "*"):
             found.append(f"{ends[0]} {output} -> {ends[1]}.{name}: {given} into {taken}")
@@ -91,7 +94,9 @@ def _inputs(before: Definition, now: Definition) -> list[str]:
             found.append(f"input {old.name} is gone")
             continue
         new = now.inputs[index]
-        if (old.name, old.type, old.widget) != (new.name, new.type, new.widget):
+        renamed = old.name == new.options.get("older_name") and new.optional
+        same_name = renamed or old.name == new.name
+        if not same_name or (old.type, old.widget) != (new.type, new.widget):
             found.append(f"input {index} was {old.name} ({old.type}), is {new.name} ({new.type})")
             continue
         found += _narrowed(old, new)
@@ -111,7 +116,8 @@ def _narrowed(old: Input, new: Input) -> list[str]:
     if companions(old) != companions(new):
         found.append(f"input {old.name} had other widgets behind it")
     if new.choices is not None:
-        gone = [choice for choice in old.choices or () if choice not in new.choices]
+        older = new.options.get("older", {})
+        gone = [name for name in old.choices or () if older.get(name, name) not in new.choices]
         found += [f"input {old.name} lost the choice {choice!r}" for choice in gone]
     for bound, lost in (("min", lambda was, is_: is_ > was), ("max", lambda was, is_: is_ < was)):
         if bound in new.options and (
@@ -156,6 +162,12 @@ def _replaced(old: Definition, new: Definition, rules: Mapping[str, Any]) -> lis
         if place >= len(new.outputs) or new.outputs[place].type != each.type:
             found.append(f"output {index} ({each.type}) comes from no output of {new.class_type}")
     return found
+
+
+def _older_names(node: Definition) -> dict[str, str]:
+    """{older name: that of today} of the inputs that have been renamed."""
+    older = {known.options.get("older_name"): known.name for known in node.inputs}
+    return {name: today for name, today in older.items() if name}
 
 
 def _widgets(node: Definition) -> list[str]:

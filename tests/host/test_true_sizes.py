@@ -34,6 +34,7 @@ from qwen_l40s.options import request_settings
 from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.spec import (
     FAMILIES,
+    GIB,
     QUANTIZED,
     VaeShape,
 )
@@ -168,14 +169,14 @@ def test_loras_are_told():
     save_file(tensors, path)
     model = load()
     assert request(model).request.loras.count == 0
-    for how, mode in (("merge", "merged"), ("bypass", "bypass")):
-        one = apply_lora(model, path, 1.0, how=how)[0]
-        two = apply_lora(one, path, 0.5, how=how)[0]
+    for mode in ("merge", "bypass"):
+        one = apply_lora(model, path, 1.0, how=mode)[0]
+        two = apply_lora(one, path, 0.5, how=mode)[0]
         assert model_sizes(one).bytes == model_sizes(model).bytes
         for count, changed in ((1, one), (2, two)):
             found = request(changed).request.loras
             assert (found.count, found.mode) == (count, mode), found
-            assert mode == "merged" or found.rank in (rank, 2 * rank), found  # bf16 or fp32
+            assert mode == "merge" or found.rank in (rank, 2 * rank), found  # bf16 or fp32
         words = ("1 LoRAs are set", "LoRAs of its own", "set 0")
         refused(*words, run=lambda one=one: request(one, loras=1))
 
@@ -199,10 +200,10 @@ def test_clips_tell_bytes_and_place():
     quantized = load_text_encoder(MICRO, "int8")[0]
     assert request(clip=quantized).request.text_encoder == "int8"
     assert clip_sizes(quantized).bytes < clip_sizes(clip).bytes
-    words = ("text encoder place 'cpu'", "has 'drop after encoding'", "choose auto")
-    refused(*words, run=lambda: request(clip=clip, text_encoder_place="cpu"))
-    words = ("text encoder precision 'fp8'", "CLIP", "has 'int8'")
-    refused(*words, run=lambda: request(clip=quantized, text_encoder="fp8"))
+    words = ("text_encoder_placement 'cpu'", "has 'drop after encoding'", "choose auto")
+    refused(*words, run=lambda: request(clip=clip, text_encoder_placement="cpu"))
+    words = ("text_encoder_precision 'fp8'", "CLIP", "has 'int8'")
+    refused(*words, run=lambda: request(clip=quantized, text_encoder_precision="fp8"))
 
 
 def test_other_text_encoders_are_refused():
@@ -261,11 +262,11 @@ def test_other_latents_are_refused():
 
 def test_settings_that_contradict_the_model_are_refused():
     int8 = load("int8", off_card=True)
-    assert request(int8, precision="int8", tables="on").request.precision == "int8"
+    assert request(int8, precision="int8", modulation="off card").request.precision == "int8"
     words = ("precision 'bf16' contradicts the MODEL", "has 'int8'", "disconnect the MODEL")
     refused(*words, run=lambda: request(int8, precision="bf16"))
     words = ("modulation 'on card' contradicts", "has 'off card'")
-    refused(*words, run=lambda: request(int8, tables="off"))
+    refused(*words, run=lambda: request(int8, modulation="on card"))
     layered = published("qwen-image-layered", use_additional_t_cond=True)
     newest = published("qwen-image-edit-2511", default_ref_method="index_timestep_zero")
     for model, family, words in (
@@ -300,11 +301,11 @@ def test_a_family_that_is_left_open_is_what_is_told():
 
 
 def test_settings_break_no_rule_of_their_own():
-    refused("tables 'maybe'", "auto, on, off", run=lambda: request(tables="maybe"))
+    refused("modulation 'maybe'", "auto, on card", run=lambda: request(modulation="maybe"))
     for size in (-1.0, float("nan"), float("inf")):
-        refused("is no size", run=lambda size=size: request(controlnet_gb=size))
+        refused("0 GiB or more", run=lambda size=size: request(controlnet_gib=size))
     refused("1000x1328", "use 992x1328", run=lambda: request(width=1000))
-    assert request(controlnet_gb=3.5).request.controlnet_bytes == 3_500_000_000
+    assert request(controlnet_gib=3.5).request.controlnet_bytes == 7 * GIB // 2
     assert request(text_tokens=7).request.text_tokens == 7
 
 

@@ -76,10 +76,11 @@ def test_the_text(capsys):
 
 def test_the_cheapest_in_bf16_is_named_beside_a_cheaper_one_in_int8(capsys):
     only = ["--only", "L40S", "RTX 4090", "--price", "RTX 4090=0.1"]
-    assert main(["advise", "--images-per-hour", "50", *only]) == 0
-    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert main(["advise", "--images-per-hour", "50", "--steps", "20", *only]) == 0
+    first, second, setting = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert first.startswith("Cheapest for 50 images an hour: 1 RTX 4090 in int8 at $0.10")
     assert second.startswith("Cheapest in bf16, as the model was trained: 1 L40S in bf16 at $0.72")
+    assert setting.startswith("Set: Load Qwen-Image Model: precision int8, modulation ")
 
 
 def test_prices_of_ones_own(capsys):

@@ -21,7 +21,7 @@ from qwen_l40s.spec import FAMILIES, GIB
 ROOT = Path(__file__).resolve().parents[2]
 ISSUE = shlex.split(
     "estimate --card L40S --family qwen-image --precision bf16 --size 1328x1328 --batch 1 "
-    "--references 0 --tables on --steps 20 --json"
+    "--references 0 --modulation off-card --steps 20 --json"
 )
 
 
@@ -70,17 +70,17 @@ def test_the_command_of_the_issue(capsys):
     assert all(option["reason"] for option in output["plan"])
 
 
-def test_tables_off_leave_the_modulation_on_the_card(capsys):
+def test_the_modulation_stays_where_it_is_asked_to(capsys):
     on, off = (
-        found(capsys, "--card", "H100 SXM", "--precision", "bf16", "--tables", tables)
-        for tables in ("on", "off")
+        found(capsys, "--card", "H100 SXM", "--precision", "bf16", "--modulation", place)
+        for place in ("off card", "on card")
     )
     weights = [output["phases"]["sampling"]["parts"]["weights"] for output in (on, off)]
     assert weights[1] - weights[0] == pytest.approx(12.66, abs=0.01)
 
 
 def test_what_does_not_fit_is_exit_code_1(capsys):
-    argv = ("--precision", "bf16", "--tables", "off", "--text-encoder-place", "on card")
+    argv = ("--precision", "bf16", "--modulation", "on card", "--text-encoder-placement", "on card")
     output = found(capsys, "--card", "L40S", *argv, code=1)
     assert output["fits"] is False
     assert output["headroom_gib"] < 0
@@ -128,12 +128,12 @@ def request(*argv):
 
 
 def test_the_options_make_the_request():
-    assert request() == RunRequest()
+    assert request() == RunRequest(steps=50)
     argv = shlex.split(
         "--family qwen-image-edit-2511 --precision int8 --size 1664x928 --batch 2 --steps 8 "
-        "--cfg 1 --references 3 --text 99 --tables off --text-encoder fp8 "
-        "--text-encoder-place drop-after-encoding --loras 2 --lora-rank 16 --lora-mode beside "
-        "--controlnet 3.5 --tiles 4"
+        "--cfg 1 --references 3 --text 99 --modulation on-card --text-encoder-precision fp8 "
+        "--text-encoder-placement drop-after-encoding --loras 2 --lora-rank 16 --lora-mode bypass "
+        "--controlnet-gib 3.5 --tiles 4"
     )
     assert request(*argv) == RunRequest(
         family="qwen-image-edit-2511",
@@ -149,12 +149,31 @@ def test_the_options_make_the_request():
         text_encoder="fp8",
         text_encoder_place="drop after encoding",
         loras=Loras(2, 16, "bypass"),
-        controlnet_bytes=3_500_000_000,
+        controlnet_bytes=7 * GIB // 2,
         tiles=4,
     )
     assert request("--layers", "4").family == "qwen-image-layered"
     assert request("--references", "1").family == "qwen-image-edit-2511"
-    assert request("--tables", "on").modulation == "off card"
+
+
+def test_flags_of_the_first_version_mean_what_they_meant(capsys):
+    argv = shlex.split(
+        "--tables on --text-encoder fp8 --text-encoder-place drop-after-encoding --loras 2 "
+        "--lora-mode beside --controlnet 3.5"
+    )
+    assert request(*argv) == RunRequest(
+        steps=50,
+        modulation="off card",
+        text_encoder="fp8",
+        text_encoder_place="drop after encoding",
+        loras=Loras(2, mode="bypass"),
+        controlnet_bytes=3_500_000_000,
+    )
+    assert request("--tables", "off", "--modulation", "on card").modulation == "on card"
+    with pytest.raises(SystemExit):
+        main(["estimate", "--help"])
+    shown = capsys.readouterr().out
+    assert "--modulation" in shown and "--tables" not in shown
 
 
 @pytest.mark.parametrize(
@@ -185,14 +204,19 @@ def test_guidance_is_a_scale_or_a_mode(text, mode):
             ["--card", "L40S", "--family", "qwen-image", "--references", "1"],
             ["1 references", "qwen-image-edit-2511"],
         ),
-        (["--card", "L40S", "--tables", "maybe"], ["maybe", "auto, on, off"]),
-        (["--card", "L40S", "--text-encoder-place", "moon"], ["moon", "cpu"]),
+        (["--card", "L40S", "--modulation", "on"], ["modulation 'on'", "auto, on card, off card"]),
+        (["--card", "L40S", "--tables", "maybe"], ["modulation 'maybe'", "on card, off card"]),
+        (
+            ["--card", "L40S", "--tables", "on", "--modulation", "on-card"],
+            ["modulation is 'on card' and tables 'on'", "older name", "give modulation alone"],
+        ),
+        (["--card", "L40S", "--text-encoder-placement", "moon"], ["moon", "cpu"]),
         (["--card", "L40S", "--cfg", "much"], ["much", "one pass"]),
         (["--card", "L40S", "--cfg", "nan"], ["nan"]),
         (["--card", "L40S", "--cfg", "-1"], ["-1"]),
         (["--card", "L40S", "--batch", "0"], ["batch", "at least 1"]),
-        (["--card", "L40S", "--controlnet", "-2"], ["ControlNet", "-2"]),
-        (["--card", "L40S", "--controlnet", "inf"], ["ControlNet", "inf"]),
+        (["--card", "L40S", "--controlnet", "-2"], ["controlnet_gib", "0 GiB or more"]),
+        (["--card", "L40S", "--controlnet", "inf"], ["controlnet_gib", "0 GiB or more"]),
         (["--card", "L40S", "--price", "-1"], ["-1", "US dollars"]),
         (["--card", "L40S", "--price", "nan"], ["nan"]),
         (["--card", "L40S", "--vram", "100"], ["--vram 100", "44.3"]),
@@ -350,8 +374,8 @@ def checkpoint(tmp_path_factory):
 
 
 def test_the_true_sizes_of_a_file(capsys, checkpoint):
-    small = found(capsys, "--card", "L40S", "--model", str(checkpoint), "--tables", "off")
-    published = found(capsys, "--card", "H200", "--tables", "off")
+    small = found(capsys, "--card", "L40S", "--model", str(checkpoint), "--modulation", "on card")
+    published = found(capsys, "--card", "H200", "--modulation", "on card")
     weights = [output["phases"]["sampling"]["parts"]["weights"] for output in (small, published)]
     assert weights[0] == pytest.approx(checkpoint.stat().st_size / GIB, abs=0.001)
     assert weights[1] > 38

@@ -175,7 +175,7 @@ def test_a_missing_model_names_where_it_is_and_goes():
 def test_a_missing_file_without_a_source_says_that_there_is_none():
     lora = {
         "class_type": "QwenL40S_LoadLora",
-        "inputs": {"model": ["load", 0], "lora": "x.safetensors", "strength": 1.0, "how": "merge"},
+        "inputs": {"model": ["load", 0], "lora": "x.safetensors", "strength": 1.0},
     }
     graph = changed("sample", model=["lora", 0]) | {"lora": lora}
     assert problems(graph) == [

@@ -326,7 +326,7 @@ def test_small_cards_are_told_what_they_cost():
 
 def test_additions_are_named():
     beside = estimate(replace(USUAL, loras=Loras(2, 64, "bypass")), L40S)
-    merged = estimate(replace(USUAL, loras=Loras(2, 64, "merged")), L40S)
+    merged = estimate(replace(USUAL, loras=Loras(2, 64, "merge")), L40S)
     assert any("2 LoRAs in bypass mode take" in note for note in notes_of(beside))
     assert beside.step_seconds.low > merged.step_seconds.low
     assert not any("LoRA" in note for note in notes_of(merged))

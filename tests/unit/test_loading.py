@@ -117,7 +117,12 @@ def test_precisions_and_reasons(requested, card, stored, name, reasons):
 @pytest.mark.parametrize(
     ("requested", "card", "stored", "why"),
     [
-        ("auto", L40S, "bf16", "auto: the most faithful that fits; 1.6 GiB to spare on NVIDIA L40S"),
+        (
+            "auto",
+            L40S,
+            "bf16",
+            "auto: the most faithful that fits; 1.6 GiB to spare on NVIDIA L40S",
+        ),
         ("auto", RTX_4090, "bf16", "auto: bf16 does not fit; "),
         ("auto", RTX_3060, "bf16", "GiB moves to RTX 3060 in every pass"),
         ("auto", A100, "fp8", "auto: the file holds fp8; "),

@@ -14,7 +14,7 @@ from qwen_l40s.charts.figures import duration
 from qwen_l40s.machine.card_list import BUNDLED, known_cards
 from qwen_l40s.planning.cards import find_card
 from qwen_l40s.planning.estimate import estimate
-from qwen_l40s.planning.request import Loras, RunRequest
+from qwen_l40s.planning.request import LORA_MODES, Loras, RunRequest
 from qwen_l40s.spec import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,9 +141,9 @@ def test_predicted_figures_are_the_estimators():
         "`fp8`, modulation on card": {"precision": "fp8"},
     }.items():
         assert row(words, found(**request)) in PAGES["QwenL40S_LoadModel"]
-    for mode, name in (("merged", "merge"), ("bypass", "bypass")):
+    for mode in LORA_MODES:
         step = duration(found(loras=Loras(1, 32, mode)).step_seconds)
-        assert f"| `{name}` | {step} |" in PAGES["QwenL40S_LoadLora"]
+        assert f"| `{mode}` | {step} |" in PAGES["QwenL40S_LoadLora"]
     text = found().phases["text"]
     assert duration(text.seconds) in PAGES["QwenL40S_LoadTextEncoder"]
     assert f"{text.weights / GIB:.1f} in bf16" in PAGES["QwenL40S_LoadTextEncoder"].replace(

@@ -47,7 +47,7 @@ loras = st.builds(
     Loras,
     count=st.integers(0, 3),
     rank=st.sampled_from([4, 16, 64]),
-    mode=st.sampled_from(["merged", "bypass"]),
+    mode=st.sampled_from(["merge", "bypass"]),
 )
 requests = st.one_of(
     st.builds(
@@ -239,7 +239,7 @@ def test_edit_2511_has_two_rows_of_modulation_for_the_image():
 
 
 def test_loras_count_beside_the_weights_and_not_in_them():
-    merged, beside = (RunRequest(loras=Loras(2, 32, mode)) for mode in ("merged", "bypass"))
+    merged, beside = (RunRequest(loras=Loras(2, 32, mode)) for mode in ("merge", "bypass"))
     assert "LoRAs" not in phases(merged, Setting())["sampling"].resident
     held = phases(beside, Setting())["sampling"].resident["LoRAs"]
     # 60 blocks: 8 layers of 3072 x 3072 and 4 with one side of 12288.
@@ -455,8 +455,8 @@ def test_figures_are_those_of_the_code_that_runs(name, value, file):
         ({"precision": "auto"}, "precision 'auto'"),
         ({"precision": "fp32"}, "precision 'fp32'"),
         ({"modulation": "auto"}, "modulation 'auto'"),
-        ({"text_encoder": "auto"}, "text encoder precision 'auto'"),
-        ({"text_encoder_place": "auto"}, "text encoder place 'auto'"),
+        ({"text_encoder": "auto"}, "text_encoder_precision 'auto'"),
+        ({"text_encoder_place": "auto"}, "text_encoder_placement 'auto'"),
         ({"weight_only": True}, "leave weight_only to fp8 and int8"),
     ],
 )

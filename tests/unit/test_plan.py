@@ -145,7 +145,7 @@ requests = st.builds(
     height=st.sampled_from([928, 1024, 1328]),
     batch=st.integers(1, 2),
     cfg=st.sampled_from(["two passes", "one pass", "off"]),
-    loras=st.builds(Loras, st.integers(0, 2), st.just(32), st.sampled_from(["merged", "bypass"])),
+    loras=st.builds(Loras, st.integers(0, 2), st.just(32), st.sampled_from(["merge", "bypass"])),
     text_encoder=st.sampled_from(["auto", "bf16", "int8"]),
 )
 

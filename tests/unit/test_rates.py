@@ -168,7 +168,7 @@ MEASURED = Basis("measured", "measured here; within 5%", "measured here")
     [
         (RunRequest(), Setting(), ""),
         (RunRequest(width=2048, height=2048, batch=2), Setting("int8"), ""),
-        (RunRequest(loras=Loras(3, 32, "merged")), Setting("fp8", "off card"), ""),
+        (RunRequest(loras=Loras(3, 32, "merge")), Setting("fp8", "off card"), ""),
         (RunRequest(batch=1, cfg="one pass"), Setting(), ""),
         (RunRequest(), Setting(resident=False), "weights that leave the card"),
         (RunRequest(), Setting("fp8", weight_only=True), "fp8 weights that are computed in bf16"),

@@ -123,7 +123,7 @@ def test_eight_bits_are_faster_where_the_card_multiplies_them_and_slower_where_n
 def test_merged_loras_cost_nothing_and_others_each():
     merged, one, two = (
         forward_seconds(RunRequest(loras=Loras(count, 32, mode)), "bf16", H200)
-        for count, mode in ((2, "merged"), (1, "bypass"), (2, "bypass"))
+        for count, mode in ((2, "merge"), (1, "bypass"), (2, "bypass"))
     )
     assert merged == forward_seconds(RunRequest(), "bf16", H200)
     assert two - one == pytest.approx(one - merged)

@@ -24,6 +24,7 @@ WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
 KEPT_OPTIONS = (
     *("default", "min", "max", "step", "multiline", "advanced"),
     *("control_after_generate", "image_upload"),
+    *("older_name", "older"),
 )
 # Choices that differ from machine to machine: files, and cards of the user's own list.
 OF_THE_MACHINE = {

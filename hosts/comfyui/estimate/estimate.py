@@ -41,6 +41,12 @@ class LoadAdvice:
     advices: tuple[Advice, ...]
     comparisons: tuple[Comparison, ...]
 
+    @property
+    def best(self) -> Estimate:
+        """Of the cheapest card that holds the request."""
+        name = next(advice.offer.card.name for advice in self.advices if advice.offer.fits)
+        return self.market.estimates[name]
+
 
 def advise_on(
     request: RunRequest, images_per_hour: float, prices: Mapping[str, float]

@@ -103,9 +103,9 @@ def _form_note(found: TrueModel) -> str:
 
 
 def _take_clip(chosen: dict[str, Any], found: TrueClip) -> dict[str, Any]:
-    name = "text encoder precision"
+    name = "text_encoder_precision"
     chosen["text_encoder"] = _agreed(name, chosen["text_encoder"], found.precision, "CLIP")
-    place = _agreed("text encoder place", chosen["text_encoder_place"], found.place, "CLIP")
+    place = _agreed("text_encoder_placement", chosen["text_encoder_place"], found.place, "CLIP")
     chosen["text_encoder_place"] = place
     return {"text_encoder_bytes": found.bytes}
 

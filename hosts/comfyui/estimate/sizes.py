@@ -20,7 +20,7 @@ from comfy.quant_ops import QuantizedTensor
 from comfy.text_encoders.qwen_image import QwenImageTEModel
 
 from ....errors import SettingError
-from ....planning.request import Loras
+from ....planning.request import ON_PROCESSOR, Loras
 from ....spec import (
     OFF_CARD,
     ON_CARD,
@@ -32,7 +32,7 @@ from ....spec import (
 )
 from ..decode.stages import vae_shape
 from ..load.linear import LOADED_FORMATS
-from ..load.text_encoder import CPU, PlacedClip
+from ..load.text_encoder import PlacedClip
 from ..load.weights import FLOAT_NAMES
 from ..lora.bypass import BYPASS_KEY
 from ..sample.off_card import named_weights, off_card_layers
@@ -166,7 +166,7 @@ def clip_sizes(clip: comfy.sd.CLIP) -> TrueClip:
     # On a machine without a card everything computes on the processor, which nobody has asked for.
     has_card = not comfy.model_management.is_device_cpu(comfy.model_management.get_torch_device())
     if has_card and comfy.model_management.is_device_cpu(clip.patcher.load_device):
-        place = CPU
+        place = ON_PROCESSOR
     stored = _stored_in(encoder)
     return TrueClip(
         bytes=comfy.model_management.module_size(encoder),

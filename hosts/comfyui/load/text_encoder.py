@@ -24,6 +24,8 @@ from comfy.model_patcher import ModelPatcher
 from ....errors import CheckpointError, SettingError
 from ....loaders.parts import SIZES
 from ....loaders.source import Source, open_source
+from ....planning.request import DROPPED, ON_PROCESSOR
+from ....spec import ON_CARD
 from ...loading import AS_STORED, LOADER_PRECISIONS
 from ..messages import LoadReport
 from ..record.meter import harmless
@@ -40,13 +42,13 @@ from .text_encoder_file import (
 from .tokenizer import FolderTokenizer, encoder_class, find_tokenizer, tokenizer_class
 from .weights import map_tensors
 
-CPU = "cpu"
-DROP = "drop after encoding"
-# {placement: what the report says of it}
+WHILE_THERE_IS_ROOM = "ComfyUI moves it to the card and leaves it there while there is room"
+# {placement, of `TEXT_ENCODER_PLACEMENTS`: what the report says of it}
 PLACEMENTS = {
-    "auto": "ComfyUI moves it to the card and leaves it there while there is room",
-    CPU: "computes on the processor and takes no room on the card",
-    DROP: "leaves the card after each encoding, so that the transformer need not share it",
+    "auto": WHILE_THERE_IS_ROOM,
+    ON_CARD: WHILE_THERE_IS_ROOM,
+    ON_PROCESSOR: "computes on the processor and takes no room on the card",
+    DROPPED: "leaves the card after each encoding, so that the transformer need not share it",
 }
 
 
@@ -57,14 +59,12 @@ def device_options(placement: str) -> dict[str, torch.device]:
         SettingError: the placement is unknown.
     """
     if placement not in PLACEMENTS:
-        raise SettingError(
-            f"text encoder placement {placement!r} is unknown: choose {', '.join(PLACEMENTS)}."
-        )
+        raise SettingError(f"placement {placement!r} is unknown: choose {', '.join(PLACEMENTS)}.")
     cpu = torch.device("cpu")
-    if placement == CPU:
+    if placement == ON_PROCESSOR:
         return {"load_device": cpu, "offload_device": cpu}
     # Without these ComfyUI may read the weights onto the card at once, and --gpu-only keeps them.
-    return {"offload_device": cpu, "initial_device": cpu} if placement == DROP else {}
+    return {"offload_device": cpu, "initial_device": cpu} if placement == DROPPED else {}
 
 
 class PlacedClip(comfy.sd.CLIP):
@@ -127,7 +127,7 @@ class PlacedClip(comfy.sd.CLIP):
         return Recording(self.cond_stage_model, "text", device, path)
 
     def _leave_card(self) -> None:
-        if self.placement != DROP:
+        if self.placement != DROPPED:
             return
         base = self.patcher.clone_base_uuid
         loaded = comfy.model_management.loaded_models()
@@ -158,8 +158,7 @@ def load_text_encoder(
             `open_source` read it.
         precision: auto or "as stored", bf16, fp8 or int8: how the weights of the language model
             are stored. ComfyUI computes in fp32 whatever it is.
-        placement: "auto", "cpu" or "drop after encoding": whether it is on the card, and for how
-            long.
+        placement: a key of `PLACEMENTS`: whether it is on the card, and for how long.
         disable_dynamic: loads without dynamic VRAM, as ComfyUI's own loaders take it.
 
     Raises:
@@ -178,7 +177,9 @@ def load_text_encoder(
     layout = read_layout(source)
     tokenizer = _own_tokenizer(source, layout)
     # ComfyUI has no dynamic VRAM for what computes on the processor.
-    mapped = comfy.memory_management.aimdo_enabled and not disable_dynamic and placement != CPU
+    mapped = (
+        comfy.memory_management.aimdo_enabled and not disable_dynamic and placement != ON_PROCESSOR
+    )
     _check_memory(source, layout, precision, mapped)
     prepared = text_encoder_tensors(source, layout, map_tensors(source), precision)
     options = _model_options(layout, tokenizer, prepared) | devices
@@ -207,7 +208,7 @@ def _stays(placement: str, device: torch.device) -> str:
     """Where it computes and stays, in a few words."""
     if device.type == "cpu":
         return "on the CPU"
-    return "leaves the card after each encoding" if placement == DROP else "on the card"
+    return "leaves the card after each encoding" if placement == DROPPED else "on the card"
 
 
 def load_text_encoder_patcher(

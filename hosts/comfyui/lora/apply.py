@@ -23,8 +23,8 @@ from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, WeightAdapterBase
 
 from ....errors import CheckpointError, SettingError
 from ....loaders.detect import FOREIGN_STACKS
+from ....planning.request import LORA_MODES
 from ....spec import format_gib
-from . import mode_of
 from .bypass import add_bypass, bypass_module
 from .file import LoraFile, inspect_lora, read_lora
 
@@ -39,7 +39,7 @@ class LoraReport:
     """The result of `apply_lora`.
 
     Args:
-        how: one of `MODES`.
+        how: one of `LORA_MODES`.
         applied: modules of the model that the LoRA changes.
         modules: modules that the file names.
         not_applied: (name as in the file, reason) of the others.
@@ -99,7 +99,8 @@ def apply_lora(
             NaN or infinity, or changes nothing in this model.
         SettingError: `strength` or `how` is invalid, or this kind of LoRA can only be merged.
     """
-    how = mode_of(how)
+    if how not in LORA_MODES:
+        raise SettingError(f"lora_mode {how!r} is unknown: choose {', '.join(LORA_MODES)}.")
     if not math.isfinite(strength):
         raise SettingError(f"the strength of a LoRA is {strength}: it must be a finite number.")
     path = Path(path)
