@@ -101,7 +101,7 @@ def next_step(estimate: Estimate) -> str:
         return "Next: load with these settings; Report Qwen-Image Run shows what a run took."
     other = next((option for option in estimate.options if option.resident), None)
     if other is None:
-        return f"Next: choose a smaller size or batch. {_slowly(estimate)}".strip()
+        return _slowly(estimate) or "Next: choose a smaller size or batch."
     changed = changes(estimate.option.setting, other.setting)
     return f"Next: set {changed}, which fits with {_spare(estimate, other)} GiB to spare."
 
@@ -154,8 +154,10 @@ def _spare(estimate: Estimate, option: PlanOption) -> str:
 
 
 def _slowly(estimate: Estimate) -> str:
+    """Where weights move in each pass, which a smaller image changes little; else empty."""
     moved = estimate.option.moved_bytes
-    return f"It runs slowly: {format_gib(moved)} move to the card in every pass." if moved else ""
+    size = format_gib(moved)
+    return f"It runs slowly: {size} move to the card in every pass." if moved else ""
 
 
 def usable_bytes(estimate: Estimate) -> int:
