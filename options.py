@@ -234,9 +234,9 @@ def todays(given: Mapping[str, Any]) -> dict[str, Any]:
         older = OLDER.get(option.name)
         if option.name in given:
             found[option.name] = _todays_value(given[option.name], older)
-        if older is None or given.get(older.name) is None:
+        value = _todays_value(given.get(older.name), older) if older else None
+        if older is None or value in (None, option.default):
             continue
-        value = _todays_value(given[older.name], older)
         if older.factor != 1 and isinstance(value, int | float):
             value *= older.factor
         if found.get(option.name, option.default) not in (option.default, value):

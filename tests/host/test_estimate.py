@@ -25,6 +25,7 @@ from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.machine.store import CALIBRATION
 from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
 from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM
+from qwen_l40s.nodes.loaders import QwenL40SLoadModel, QwenL40SLoadTextEncoder
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.request import RunRequest
 from qwen_l40s.spec import (
@@ -49,7 +50,7 @@ def defaults(node):
 def run(**changed):
     """Image, report, whether it fits, and the figures."""
     inputs = {**defaults(QwenL40SEstimateVRAM), **changed}
-    image, report, fits, text = QwenL40SEstimateVRAM.execute(**inputs).args
+    image, report, fits, text, *_ = QwenL40SEstimateVRAM.execute(**inputs).args
     return image, report, fits, json.loads(text)
 
 
@@ -135,9 +136,75 @@ def test_the_price_is_the_users_own_or_the_lists():
     refused(SettingError, "-1", run=lambda: run(price_per_hour=-1.0))
 
 
-def test_tables_say_where_the_modulation_waits():
-    plans = {tables: run(card="H200", tables=tables)[3]["plan"][0] for tables in ("on", "off")}
-    assert plans["on"]["modulation"] == PLACES[2] and plans["off"]["modulation"] == PLACES[1]
+def test_the_modulation_stays_where_it_is_set():
+    for place in PLACES[1:]:
+        assert run(card="H200", modulation=place)[3]["settings"]["modulation"] == place
+
+
+def test_a_plan_is_given_as_the_loaders_take_it():
+    for node, settings, first in (
+        (QwenL40SEstimateVRAM, {"card": "RTX 4090"}, 4),
+        (QwenL40SAdviseGPU, {}, 2),
+    ):
+        output = node.execute(**{**defaults(node), **settings})
+        given = output.args[first:]
+        names = [each.display_name for each in node.GET_SCHEMA().outputs[first:]]
+        assert names == ["precision", "modulation", "placement"]
+        model = {each.id: each for each in QwenL40SLoadModel.GET_SCHEMA().inputs}
+        encoder = {each.id: each for each in QwenL40SLoadTextEncoder.GET_SCHEMA().inputs}
+        taken = [model["precision"], model["modulation"], encoder["placement"]]
+        assert all(value in each.options for value, each in zip(given, taken, strict=True))
+        assert (
+            "Set: Load Qwen-Image Model: precision {}, modulation {};".format(*given)
+            in (output.args[1])
+        )
+        assert f"placement {given[2]}." in output.args[1]
+
+
+# What ComfyUI passes of files that were written for 0.1: older names as well, because the nodes
+# accept all inputs; and older values by position under the names of today.
+OLDER = {
+    "tables": "on",
+    "text_encoder": "fp8",
+    "text_encoder_place": "drop after encoding",
+    "loras": 2,
+    "lora_mode": "merged",
+    "controlnet_gb": 3.5,
+}
+TODAY = {
+    "modulation": "off card",
+    "text_encoder_precision": "fp8",
+    "text_encoder_placement": "drop after encoding",
+    "loras": 2,
+    "lora_mode": "merge",
+    "controlnet_gib": 3.5e9 / GIB,
+}
+
+
+def test_older_names_and_values_mean_what_they_meant():
+    expected = run(card="L40S", **TODAY)[3]
+    assert run(card="L40S", **OLDER)[3] == expected
+    assert run(card="L40S", **{**TODAY, "modulation": "on", "lora_mode": "merged"})[3] == expected
+    assert run(card="L40S", **TODAY, unknown=1)[3] == expected
+    words = ("modulation is 'on card' and tables 'on'", "older name", "give modulation alone")
+    refused(SettingError, *words, run=lambda: run(**{**OLDER, "modulation": "on card"}))
+    inputs = {each.id: each for each in QwenL40SEstimateVRAM.GET_SCHEMA().inputs}
+    assert QwenL40SEstimateVRAM.GET_SCHEMA().accept_all_inputs
+    for name, value in OLDER.items():
+        today = next(each for each in inputs.values() if name in (each.id, older_name(each)))
+        assert not hasattr(today, "options") or value in today.options, name
+    assert "maybe" not in inputs["modulation"].options
+
+
+def older_name(widget):
+    return widget.as_dict().get("older_name")
+
+
+def test_a_node_without_sockets_speaks_of_none():
+    for each in QwenL40SAdviseGPU.GET_SCHEMA().inputs:
+        assert not any(word in each.tooltip for word in ("wired", "MODEL", "LATENT", "layers")), (
+            each.tooltip
+        )
 
 
 # --- this card

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 from pathlib import Path
+from unittest import mock
 
 import comfy.model_management
 import comfy.model_patcher
@@ -25,6 +26,7 @@ from safetensors.torch import save_file
 
 from qwen_l40s.errors import CheckpointError, SettingError
 from qwen_l40s.hosts.comfyui.lora.apply import LoraReport, apply_lora
+from qwen_l40s.nodes import lora as nodes_lora
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 FOLDER = folder("lora")
@@ -472,8 +474,27 @@ def test_strength_zero() -> None:
         assert "not applied" in report.text() and "strength is 0" in report.text()
 
 
-def test_an_older_name_of_a_mode() -> None:
-    assert apply_lora(build(), saved(lora()), 1.0, how="beside")[1].how == "bypass"
+def test_older_names_of_the_mode() -> None:
+    model, path = build(), saved(lora())
+    with mock.patch.object(nodes_lora.folder_paths, "get_full_path", return_value=str(path)):
+        for settings, words in (
+            ({"how": "beside"}, "as a bypass"),
+            ({"how": "bypass"}, "as a bypass"),
+            ({"lora_mode": "beside"}, "as a bypass"),
+            ({"how": "merge"}, "merged into the weights"),
+            ({}, "merged into the weights"),
+        ):
+            assert (
+                words
+                in nodes_lora.QwenL40SLoadLora.execute(model, path.name, 1.0, **settings).args[1]
+            )
+        refused_settings = {"how": "beside", "lora_mode": "sideways"}
+        try:
+            nodes_lora.QwenL40SLoadLora.execute(model, path.name, 1.0, **refused_settings)
+        except SettingError as error:
+            assert "lora_mode is 'sideways' and how 'beside'" in str(error)
+        else:
+            raise AssertionError("two modes were accepted")
 
 
 def test_wrong_settings() -> None:

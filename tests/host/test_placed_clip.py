@@ -16,12 +16,12 @@ from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
 from qwen_l40s.hosts.comfyui.load import text_encoder
 from qwen_l40s.hosts.comfyui.load.text_encoder import (
-    DROP,
     PLACEMENTS,
     device_options,
     load_text_encoder,
 )
-from qwen_l40s.nodes.loaders import TEXT_ENCODER_PLACEMENTS, QwenL40SLoadTextEncoder
+from qwen_l40s.nodes.loaders import QwenL40SLoadTextEncoder
+from qwen_l40s.planning.request import DROPPED, TEXT_ENCODER_PLACEMENTS
 
 pytestmark = [pytest.mark.usefixtures("inference_mode"), pytest.mark.each_device]
 FOLDER = folder("placed_clip")
@@ -121,7 +121,7 @@ def test_dropped_after_each_encoding():
     other = load()
     encode(other)
     for precision in ("auto", "fp8"):
-        clip = load(DROP, precision)
+        clip = load(DROPPED, precision)
         assert clip.patcher.load_device == comfy.model_management.text_encoder_device()
         assert clip.patcher.offload_device == CPU
         exact = encode(load("auto", precision))
@@ -145,7 +145,7 @@ def test_dropped_after_each_encoding():
 
 
 def test_dropped_after_failing_and_after_scheduled_hooks():
-    clip = load(DROP)
+    clip = load(DROPPED)
     with mock.patch.object(comfy.sd.CLIP, "add_hooks_to_dict", side_effect=KeyError):
         try:
             clip.encode_from_tokens(clip.tokenize(PROMPT), return_dict=True)
@@ -193,7 +193,7 @@ def test_what_comfyui_is_told():
     """The small model never starts on a card, and in a ComfyUI on the processor nothing does."""
     assert device_options("auto") == {}
     assert device_options("cpu") == {"load_device": CPU, "offload_device": CPU}
-    assert device_options(DROP) == {"offload_device": CPU, "initial_device": CPU}
+    assert device_options(DROPPED) == {"offload_device": CPU, "initial_device": CPU}
     build = comfy.sd.CLIP.__init__
     for placement in PLACEMENTS:
         with mock.patch.object(comfy.sd.CLIP, "__init__", autospec=True, side_effect=build) as init:
@@ -220,7 +220,7 @@ def test_host_memory_counts_the_copy_of_the_processor():
 
 
 def test_the_node():
-    assert list(PLACEMENTS) == TEXT_ENCODER_PLACEMENTS
+    assert tuple(PLACEMENTS) == TEXT_ENCODER_PLACEMENTS
     ids = [entry.id for entry in QwenL40SLoadTextEncoder.define_schema().inputs]
     assert ids == ["text_encoder", "precision", "placement"]
     choice = {"text_encoder": "micro (bundled)", "precision": "auto"}
@@ -230,4 +230,4 @@ def test_the_node():
         clip, report = QwenL40SLoadTextEncoder.execute(**choice, placement=placement).args
         assert clip.placement == placement and f"placement {placement}: {words}" in report
         assert torch.isfinite(encode(clip)).all()
-        assert is_loaded(clip) == (placement != DROP)
+        assert is_loaded(clip) == (placement != DROPPED)
