@@ -34,7 +34,7 @@ GALLERY = 12
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Makes a 256x256 image with the bundled micro model and checks it against the prompt: one "
-        "or two objects with size, color, shape and place, on a background."
+        "or two objects with size, colour, shape and place, on a background."
     )
     parser.epilog = f"default prompt: {PROMPT}"
     add_prompt(parser, required=False)

@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import SettingError
@@ -66,6 +66,12 @@ def node_inputs(
         return None
     found: dict[str, NodeInput] = {}
     _add_groups(found, described.get("input") or {}, node, "")
+    for name, spec in list(found.items()):
+        # Our nodes tell what an input and its values were called before, and take both.
+        if "older_name" in spec.rules:
+            choices = (*spec.choices, *spec.rules.get("older", ()))
+            found[name] = replace(spec, choices=choices)
+            found.setdefault(spec.rules["older_name"], replace(found[name], required=False))
     return found
 
 

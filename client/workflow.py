@@ -208,14 +208,43 @@ def nodes_called(graph: Graph, name: str) -> list[str]:
     """The ids of the nodes that a person means by `name`.
 
     An id written exactly is that node alone. Else every node whose title or id is `name` but for
-    case, spaces, dashes and underscores.
+    case, spaces, dashes and underscores. Else `prompt` and `negative prompt` are the nodes whose
+    text reaches a sampler.
     """
     if name in graph:
         return [name]
     wanted = plain(name)
     if not wanted:
         return []
-    return [node for node in graph if wanted in (plain(title(graph, node)), plain(node))]
+    found = [node for node in graph if wanted in (plain(title(graph, node)), plain(node))]
+    return found or _prompts(graph, wanted)
+
+
+def _prompts(graph: Graph, wanted: str) -> list[str]:
+    """The nodes with a text that leads to a sampler's input `positive` or `negative`."""
+    if wanted == "negativeprompt":
+        # With ConditioningZeroOut the text of the positive prompt is all that leads there.
+        positive = _texts_at(graph, "positive")
+        return [node for node in _texts_at(graph, "negative") if node not in positive]
+    return _texts_at(graph, "positive") if wanted in ("prompt", "positiveprompt") else []
+
+
+def _texts_at(graph: Graph, name: str) -> list[str]:
+    found: set[str] = set()
+    waiting = [node["inputs"][name] for node in graph.values() if name in node["inputs"]]
+    seen = set()
+    while waiting:
+        link = waiting.pop()
+        node = link[0] if isinstance(link, list) and link else None
+        if not isinstance(node, str) or node not in graph or node in seen:
+            continue
+        seen.add(node)
+        inputs = graph[node]["inputs"]
+        if inputs.keys() & {"text", "prompt"}:
+            found.add(node)
+        else:  # such as a ControlNet, which both prompts pass
+            waiting += [inputs[name]] if name in inputs else inputs.values()
+    return [node for node in graph if node in found]
 
 
 def input_called(graph: Graph, node: str, name: str) -> str:

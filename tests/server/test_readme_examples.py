@@ -64,20 +64,24 @@ def test_python(server, folder):
     [code] = blocks("docs/headless.md", "python")
     assert ADDRESS in code
     code = code.replace(ADDRESS, f"127.0.0.1:{server.port}")
-    run([sys.executable, "-W", "error", "-c", code], folder)
-    [image] = folder.glob("*.png")
-    assert is_picture(image)
+    printed = run([sys.executable, "-W", "error", "-c", code], folder).splitlines()
+    assert printed[0].startswith("running ")
+    assert is_picture(folder / printed[-1])
+    assert sorted(path.name for path in folder.iterdir()) == ["__main__.py", "out", "workflows"]
 
 
 def test_curl(server, folder):
     if not shutil.which("curl"):
         pytest.skip("there is no curl")
-    [example] = [b for b in blocks("docs/headless.md", "bash") if b.startswith("curl")]
-    assert "localhost:8188" in example
-    example = example.replace("localhost:8188", f"localhost:{server.port}")
-    answer = json.loads(run(["bash", "-c", example], folder))
-    assert answer["node_errors"] == {}
-    assert answer["prompt_id"]
+    [example] = [b for b in blocks("docs/headless.md", "bash") if "curl" in b]
+    assert ADDRESS in example
+    example = example.replace(ADDRESS, f"127.0.0.1:{server.port}")
+    printed = run(["bash", "-c", example], folder)
+    assert '"status_str": "success"' in printed
+    [name] = re.findall(r'"filename": "(.*)"', printed)
+    picture = server.client.get("/view", params={"filename": name})
+    (folder / "picture.png").write_bytes(picture.content)
+    assert is_picture(folder / "picture.png")
 
 
 def test_the_download_is_that_of_its_workflow(folder):

@@ -1,14 +1,17 @@
 """What is said of a graph before it is queued."""
 
 import copy
+from pathlib import Path
 
 import pytest
 from server_nodes import stored
 
 from qwen_l40s.client.check import check_graph
 from qwen_l40s.client.inputs import node_inputs
+from qwen_l40s.client.workflow import read_workflow
 from qwen_l40s.errors import SettingError
 
+RELEASED = Path(__file__).resolve().parents[1] / "workflows"
 GRAPH = {
     "load": {
         "class_type": "QwenL40S_Load",
@@ -200,6 +203,16 @@ def test_a_server_without_our_pack_is_told_apart_from_an_old_one():
         "'Model' (QwenL40S_Load, id load) needs Qwen-Image L40S, which the server does not have: "
         "install it."
     )
+
+
+@pytest.mark.parametrize("path", sorted(RELEASED.glob("*/api/*.json")), ids=lambda path: path.stem)
+def test_a_released_workflow_is_not_called_newer(path):
+    """Its settings may have older names; its models are not here."""
+    try:
+        check_graph(read_workflow(path), stored())
+    except SettingError as error:
+        assert "newer" not in str(error)
+        assert "must be one of" not in str(error)
 
 
 def test_a_node_that_leads_to_no_output_is_not_judged():

@@ -212,6 +212,43 @@ def test_two_nodes_of_one_title_are_told_apart_by_id():
     assert place("7.text", graph) == ("7", "text")
 
 
+def untitled(**more):
+    graph = {"3": node("CLIPTextEncode", text="a"), "4": node("CLIPTextEncode", text="b"), **more}
+    return {**graph, "9": node("KSampler", positive=["5", 0], negative=["6", 0], seed=1)}
+
+
+def test_the_prompts_are_known_by_where_they_lead():
+    graph = untitled(
+        **{
+            "5": node(
+                "ControlNetApplyAdvanced", positive=["3", 0], negative=["4", 0], strength=1.0
+            ),
+            "6": node("ControlNetApplyAdvanced", positive=["3", 0], negative=["4", 0]),
+        }
+    )
+    assert place("prompt", graph) == place("Positive prompt.text", graph) == ("3", "text")
+    assert place("negative_prompt", graph) == ("4", "text")
+
+
+def test_a_zeroed_prompt_is_no_negative_prompt():
+    graph = untitled(
+        **{
+            "5": node("FluxGuidance", conditioning=["3", 0], guidance=3.5),
+            "6": node("ConditioningZeroOut", conditioning=["3", 0]),
+        }
+    )
+    assert place("prompt", graph) == ("3", "text")
+    assert "there is no input 'negative prompt' to set" in refused("negative prompt=x", graph=graph)
+
+
+def test_an_older_name_of_an_input_is_taken_with_its_older_values():
+    old = {"lora": node("QwenL40S_LoadLora", "LoRA", lora="x", strength=1.0, how="beside")}
+    assert chosen("how=merged", graph=old) == [["merged"]]
+    [variation] = made("LoRA.lora_mode=beside", graph=old)
+    assert variation.graph["lora"]["inputs"]["lora_mode"] == "beside"
+    assert "must be one of" in refused("how=never", graph=old)
+
+
 def test_a_key_that_means_nothing_lists_what_is_there_nearest_first():
     says = refused("sede=7")
     assert says.startswith("there is no input 'sede' to set: take one of Sample.seed, ")
