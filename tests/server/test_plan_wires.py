@@ -1,0 +1,51 @@
+"""Estimate and Advise give a plan that wires into the loaders; what is wrong is said once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from comfyui_server import Server
+
+RUN = {"family": "auto", "precision": "auto", "width": 1328, "height": 1328, "batch": 1}
+RUN |= {"steps": 50, "cfg": "two passes", "references": 0}
+# {class: (inputs, index of the first output of the plan)}
+PLANNERS = {
+    "QwenL40S_EstimateVRAM": ({**RUN, "card": "L40S"}, 4),
+    "QwenL40S_AdviseGPU": ({**RUN, "images_per_hour": 100.0}, 2),
+}
+MICRO = "micro (bundled)"
+
+
+def node(kind: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": kind, "inputs": inputs}
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_plan_wires_into_the_loaders(server: Server, planner: str):
+    inputs, first = PLANNERS[planner]
+    precision, modulation, placement = (["plan", first + index] for index in range(3))
+    model = {"model": MICRO, "precision": precision, "modulation": modulation}
+    encoder = {"text_encoder": MICRO, "precision": "auto", "placement": placement}
+    run = server.run(
+        {
+            "plan": node(planner, **inputs),
+            "model": node("QwenL40S_LoadModel", **model),
+            "encoder": node("QwenL40S_LoadTextEncoder", **encoder),
+            "model_text": node("PreviewAny", source=["model", 1]),
+            "encoder_text": node("PreviewAny", source=["encoder", 1]),
+        }
+    )
+    assert run.status == "success", run.error
+    report = run.text("plan")
+    held = run.text("model").splitlines()[1].split(",")[0]
+    assert f"Load Qwen-Image Model: precision {held}, modulation " in report
+    (placed,) = [line for line in run.text("encoder").splitlines() if line.startswith("placement")]
+    assert f"{placed.split(':')[0]}." in report
+
+
+def test_a_card_that_is_unknown_is_one_error(server: Server):
+    inputs = {**RUN, "card": "toaster", "lora_mode": "merged", "tables": "on"}
+    answer = server.post({"plan": node("QwenL40S_EstimateVRAM", **inputs)}).json()
+    (error,) = answer["node_errors"]["plan"]["errors"]
+    assert "no card is known as 'toaster'" in error["details"]
