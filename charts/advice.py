@@ -1,4 +1,4 @@
-"""An advice in words: the cheapest card for a load first, then all of them."""
+"""An advice in words: the cheapest card for a load in six lines, then all of them in a table."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..planning.cards import STARTING, Price
-from ..planning.phases import Range
-from .figures import between, dollars, duration, table, usd
-from .words import rests_on, settings_text
+from .figures import LINE, dollars, duration, folded, table
+from .words import changes, rests_on, safer_text, settings_text, verdict
 
 if TYPE_CHECKING:
     from ..planning.advise import Advice, Comparison, Market
 
-COLUMNS = ("", "card", "in", "image", "cards", "busy")
+COLUMNS = ("", "card", "in", "an image", "cards", "busy", "USD an image")
+COUNTED = (
+    "Cards are counted so that they carry the load at the slowest predicted time. USD an image is "
+    "what they cost then, idle time included."
+)
 
 
 def table_loads(images_per_hour: float) -> tuple[float, float, float]:
@@ -24,7 +27,8 @@ def table_loads(images_per_hour: float) -> tuple[float, float, float]:
 def advise_text(
     market: Market, advices: Sequence[Advice], comparisons: Sequence[Comparison]
 ) -> str:
-    """What `qwen-l40s advise` and the node print: the cheapest card first, then all of them.
+    """What `qwen-l40s advise` prints and the node keeps behind its picture: the cheapest card
+    first, then all of them.
 
     Args:
         advices: of `market.offers`, ranked.
@@ -32,17 +36,40 @@ def advise_text(
     """
     if not advices:
         return "\n".join(["None of these cards has a price to compare.", *_without_offer(market)])
-    loads = table_loads(advices[0].images_per_hour)
-    heads = [*COLUMNS, *(f"USD at {load:,.10g}/h" for load in loads), "when always busy"]
-    rows = [_row(market, number, advice, loads) for number, advice in enumerate(advices, 1)]
+    priced = [line for advice in advices for line in folded(_basis(market, advice), "")]
     blocks = [
-        _cheapest(market, advices),
-        table([heads, *rows], right=(0, 3, 4, 5, 6, 7, 8, 9)),
-        [f"{advice.offer.card.name}: {_basis(market, advice)}" for advice in advices],
-        [comparison_text(found) for found in comparisons],
+        summary_lines(market, advices),
+        _ranking(market, advices),
+        folded(COUNTED, ""),
+        priced,
+        [line for found in comparisons for line in folded(comparison_text(found), "")],
         _without_offer(market),
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
+
+
+def summary_lines(market: Market, advices: Sequence[Advice]) -> list[str]:
+    """What the node shows: the cheapest card, what follows, and the settings; at most six lines."""
+    fitting = [advice for advice in advices if advice.offer.fits]
+    if not fitting:
+        return ["None of the cards with a price holds it: choose a smaller size or batch."]
+    best, *others = fitting
+    found = market.estimates[best.offer.card.name]
+    load = f"{best.images_per_hour:,.10g} images an hour"
+    lines = [f"Cheapest for {load}: {_named(market, best)}, ${dollars(best.usd)} an image."]
+    if found.tight:
+        lines += [verdict(found), safer_text(found)]
+    exact = next((each for each in fitting if _precision(market, each) == "bf16"), best)
+    if exact is not best:
+        bf16 = f"{_named(market, exact)}, ${dollars(exact.usd)}"
+        lines.append(f"Cheapest in bf16, as the model was trained: {bf16}.")
+    following = [f"{_named(market, each)} ${dollars(each.usd)}" for each in others[:2]]
+    if following and not found.tight:
+        lines.append(f"Next: {', '.join(following)}.")
+    lines.append(f"Set: {settings_text(found.option.setting)}.")
+    if market.unpriced:
+        lines.append(f"{len(market.unpriced)} cards have no price: give yours to rank them.")
+    return lines
 
 
 def comparison_text(found: Comparison) -> str:
@@ -52,17 +79,17 @@ def comparison_text(found: Comparison) -> str:
         offer.card.name + f" at ${dollars(offer.usd_per_hour)}/h" * same
         for offer in (found.first, found.second)
     )
-    pair = f"{first} against {second}: "
+    pair = f"{first} or {second}: "
     if found.cheaper is None:
-        return f"{pair}both cost the same where the cards are always busy."
+        return f"{pair}both cost the same when always busy."
     better, other = (first, second) if found.cheaper is found.first else (second, first)
     text = f"the {better} is cheaper at every load"
     if found.break_even:
         text = (
-            f"the {better} is cheaper above {load_text(found.break_even)} images an hour, the "
-            f"{other} at some loads up to there"
+            f"the {better} is cheaper above {load_text(found.break_even)} images an hour; below, "
+            f"sometimes the {other}"
         )
-    doubt = "" if found.certain else " (the ranges of their costs overlap, so it may be otherwise)"
+    doubt = "" if found.certain else ". Their ranges overlap, so it may be the other way round"
     return f"{pair}{text}{doubt}."
 
 
@@ -86,69 +113,71 @@ def setting_text(market: Market, name: str) -> str:
     option = market.estimates[name].option
     setting = option.setting
     words = [setting.precision, f"modulation {setting.modulation}"]
-    words.append(f"text encoder {setting.text_encoder_place}")
+    words.append(f"text_encoder_placement {setting.text_encoder_place}")
     return ", ".join(words if option.resident else [*words, "weights move in every step"])
 
 
-def _cheapest(market: Market, advices: Sequence[Advice]) -> list[str]:
-    """The cheapest card; where it does not compute in bf16, the cheapest that does as well."""
-    fitting = [advice for advice in advices if advice.offer.fits]
-    if not fitting:
-        return ["None of the cards with a price holds it: choose a smaller size or batch."]
-    best = fitting[0]
-    load = f"{best.images_per_hour:,.10g} images an hour"
-    lines = [f"Cheapest for {load}: {_offer_text(market, best)}."]
-    exact = next((each for each in fitting if _precision(market, each) == "bf16"), None)
-    if exact not in (None, best):
-        lines.append(f"Cheapest in bf16, as the model was trained: {_offer_text(market, exact)}.")
-    setting = market.estimates[best.offer.card.name].option.setting
-    return [*lines, f"Set: {settings_text(setting)}."]
-
-
-def _offer_text(market: Market, advice: Advice) -> str:
-    offer = advice.offer
-    return (
-        f"{_cards(advice)} {offer.card.name} in {_precision(market, advice)} at "
-        f"${dollars(offer.usd_per_hour)} an hour each, {usd(advice.usd_per_image)} an image"
-    )
+def _named(market: Market, advice: Advice) -> str:
+    """`2 RTX 4090 in int8`."""
+    name = advice.offer.card.name
+    tight = ", tight" * advice.offer.tight
+    return f"{advice.cards[1]:,} {name} in {_precision(market, advice)}{tight}"
 
 
 def _precision(market: Market, advice: Advice) -> str:
     return market.estimates[advice.offer.card.name].option.setting.precision
 
 
-def _cards(advice: Advice) -> str:
-    return between(Range(*advice.cards), lambda count: f"{count:.0f}")
+def _ranking(market: Market, advices: Sequence[Advice]) -> list[str]:
+    """A row for each card; costs at other loads as well where the lines have room for them."""
+    less, _, more = loads = table_loads(advices[0].images_per_hour)
+    heads = [*COLUMNS, *(f"at {load:,.10g}/h" for load in (less, more))]
+    rows = [heads, *(_row(market, number, each, loads) for number, each in enumerate(advices, 1))]
+    right = (0, 3, 4, 5, 6, 7, 8)
+    lines = table(rows, right)
+    if max(map(len, lines)) > LINE:
+        lines = table([row[: len(COLUMNS)] for row in rows], right)
+    return lines
 
 
 def _row(market: Market, number: int, advice: Advice, loads: Sequence[float]) -> list[str]:
-    """Costs are at the middle of the times; the last one is a range."""
     offer = advice.offer
+    less, _, more = (f"${dollars(offer.usd_for(load))}" for load in loads)
     return [
         str(number) if offer.fits else "-",
-        offer.card.name,
+        offer.card.name + ", tight" * offer.tight,
         _precision(market, advice),
         duration(offer.seconds),
-        _cards(advice),
+        f"{advice.cards[1]:,}",
         f"{advice.utilisation:.0%}",
-        *(f"${dollars(offer.usd_for(load))}" for load in loads),
-        usd(offer.full_usd_per_image),
+        f"${dollars(advice.usd)}",
+        less,
+        more,
     ]
 
 
 def _basis(market: Market, advice: Advice) -> str:
     offer = advice.offer
     name = offer.card.name
-    fits = "" if offer.fits else "does not fit; "
+    found = market.estimates[name]
     price = f"${dollars(offer.usd_per_hour)} an hour ({price_source(market.prices[name])})"
-    return f"{fits}{setting_text(market, name)}; {rests_on(market.estimates[name])}; {price}"
+    says = [f"{price}; {rests_on(found)}; {setting_text(market, name)}"]
+    if not offer.fits:
+        says.insert(0, "does not fit")
+    if found.safer:
+        says.append(f"safer: {changes(found.option.setting, found.safer.setting)}")
+    return f"{name}: {'; '.join(says)}"
 
 
 def _without_offer(market: Market) -> list[str]:
-    lines = [f"{name}: {reason}" for name, reason in market.refused.items()]
+    lines = [
+        line for name, reason in market.refused.items() for line in folded(f"{name}: {reason}", "")
+    ]
     if market.unpriced:
+        first, count = market.unpriced[0], len(market.unpriced)
         lines.append(
-            f"no price is known of {', '.join(market.unpriced)}: give your own in USD an hour, as "
-            f'--price "{market.unpriced[0]}=1.00" or as such a line in the node'
+            f"No price is known of {count} cards. Give yours in USD an hour, in the node or as "
+            f'--price "{first}=1.00":'
         )
+        lines += folded(", ".join(market.unpriced), "")
     return lines

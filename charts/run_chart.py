@@ -123,7 +123,7 @@ def _answer(page: Page, shown: RunPicture) -> None:
     if shown.sign != "plain":
         indent = ANSWER + 30
         _sign(page, shown.sign, (SIDE, page.y + 4, SIDE + ANSWER, page.y + 4 + ANSWER))
-    size = _fitting(shown.answer, WIDTH - 2 * SIDE - indent, ANSWER)
+    size = fitting(shown.answer, WIDTH - 2 * SIDE - indent, ANSWER)
     page.text((SIDE + indent, page.y + 4 + ANSWER / 2), shown.answer, size=size, fill=colour)
     page.y += ANSWER + 28
     for lines, size, ink in ((shown.lines, LABEL, INK), (shown.about, LEAST, FAINT)):
@@ -176,9 +176,9 @@ def _figures(page: Page, shown: RunPicture) -> None:
         middle = page.y + FIGURE * 0.7
         page.text((SIDE, middle), figure.label, size=LABEL, fill=FAINT)
         room = (SECOND - 24 if two else WIDTH - SIDE) - VALUES
-        page.text((VALUES, middle), figure.value, size=_fitting(figure.value, room, FIGURE))
+        page.text((VALUES, middle), figure.value, size=fitting(figure.value, room, FIGURE))
         if figure.second:
-            size = _fitting(figure.second, WIDTH - SIDE - SECOND, LABEL + 6)
+            size = fitting(figure.second, WIDTH - SIDE - SECOND, LABEL + 6)
             page.text((SECOND, middle), figure.second, size=size, fill=FAINT)
         page.y += round(FIGURE * 1.4)
         if place == 0 and shown.limit is not None:
@@ -221,7 +221,7 @@ def _phases(page: Page, shown: RunPicture) -> None:
         _bar(page, bar, left, middle - BAR / 2, scale)
         if bar.value:
             page.text((right + 16 + SIZES, middle), bar.value, size=LABEL, anchor="rm")
-        size = _fitting(bar.time, TIMES - 24, LABEL)
+        size = fitting(bar.time, TIMES - 24, LABEL)
         page.text((WIDTH - SIDE, middle), bar.time, size=size, fill=FAINT, anchor="rm")
         page.y += ROW
     if shown.limit is not None:
@@ -268,6 +268,6 @@ def _legend(page: Page, shown: RunPicture) -> None:
     page.y += height if entries else 0
 
 
-def _fitting(text: str, room: float, most: int) -> int:
+def fitting(text: str, room: float, most: int) -> int:
     """The largest font size of a line that has so many pixels; `LEAST` at the least."""
     return next((size for size in range(most, LEAST, -2) if text_width(text, size) <= room), LEAST)

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     comparisons = found.comparisons(*[[card.name for card in chosen]] if args.only else [])
     fits = any(advice.offer.fits for advice in advices)
     if args.plot:
-        _plot(args.plot, advices, comparisons, request)
+        _plot(args.plot, advices, request)
     if args.json:
         print(json.dumps(_as_dict(args.images_per_hour, found, advices, comparisons)))
     else:
@@ -92,9 +92,7 @@ def _chosen(only: Sequence[str] | None, cards: Mapping[str, Card]) -> list[Card]
     )
 
 
-def _plot(
-    path: str, advices: Sequence[Advice], comparisons: Sequence[Comparison], request: RunRequest
-) -> None:
+def _plot(path: str, advices: Sequence[Advice], request: RunRequest) -> None:
     from ..charts.cost_chart import cost_chart
 
     if not any(advice.offer.fits and advice.offer.usd_per_hour for advice in advices):
@@ -102,7 +100,7 @@ def _plot(
             "--plot draws cards that it fits on at a price above 0, and there is none here: give "
             "prices with --price, or leave --plot out."
         )
-    write_plot(cost_chart(advices, comparisons, request), path)
+    write_plot(cost_chart(advices, request), path)
 
 
 def _as_dict(

@@ -93,7 +93,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
     @classmethod
     def execute(cls, images_per_hour: float, prices: str = "", **settings: Any) -> io.NodeOutput:
         require_host()
-        from ..charts.advice import advise_text
+        from ..charts.advice import advise_text, summary_lines
         from ..charts.cost_chart import cost_chart
         from ..hosts.comfyui.estimate.estimate import advise_on
         from ..hosts.comfyui.estimate.request import request_from
@@ -101,6 +101,6 @@ class QwenL40SAdviseGPU(io.ComfyNode):
         request = request_from(request_settings(**settings)).request
         found = advise_on(request, images_per_hour, read_prices(prices, known_cards()))
         report = advise_text(found.market, found.advices, found.comparisons)
-        chart = cost_chart(found.advices, found.comparisons, request)
-        cheapest, *_ = report.split("\n\n")
-        return with_picture(cls, chart, cheapest, report, *loader_settings(found.best))
+        chart = cost_chart(found.advices, request)
+        summary = "\n".join(summary_lines(found.market, found.advices))
+        return with_picture(cls, chart, summary, report, *loader_settings(found.best))

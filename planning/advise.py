@@ -1,7 +1,8 @@
 """Which card paints a load of images for the least, where cards are rented by the hour all day.
 
 N images an hour at t seconds each need ceil(N t / 3600) cards, so the cost of an image is a
-sawtooth over the load: lowest where the cards are busy all the time.
+sawtooth over the load: lowest where the cards are busy all the time. Where t is predicted as a
+range, its slow end counts, so that the cards carry the load in any case.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Offer:
         seconds: for an image, from the shortest to the longest that is to be expected.
         usd_per_hour: for one card.
         fits: whether what is to run fits on it.
+        tight: whether it fits with little to spare, as `Estimate.tight` says.
 
     Raises:
         SettingError: the price is negative or no number, or a time is not above 0.
@@ -46,6 +48,7 @@ class Offer:
     seconds: Range
     usd_per_hour: float
     fits: bool = True
+    tight: bool = False
 
     def __post_init__(self) -> None:
         check_price(self.usd_per_hour)
@@ -63,13 +66,13 @@ class Offer:
         return usd_range(self.usd_per_hour, self.seconds)
 
     def cards_for(self, images_per_hour: float, seconds: float | None = None) -> int:
-        """How many cards a load needs at `seconds` an image, by default the middle."""
-        seconds = self.seconds.middle if seconds is None else seconds
+        """How many cards a load needs at `seconds` an image, by default the longest."""
+        seconds = self.seconds.high if seconds is None else seconds
         needed = images_per_hour * seconds / SECONDS_PER_HOUR
         return max(1, math.ceil(needed * (1 - ROUNDING)))
 
     def usd_for(self, images_per_hour: float, seconds: float | None = None) -> float:
-        """US dollars for an image at a load."""
+        """US dollars for an image at a load, on the cards for `seconds` an image."""
         return self.cards_for(images_per_hour, seconds) * self.usd_per_hour / images_per_hour
 
 
@@ -88,15 +91,17 @@ class Advice:
     usd_per_image: Range
 
     @property
-    def middle_usd(self) -> float:
-        """US dollars for an image at the middle of the times: what the ranking goes by."""
+    def usd(self) -> float:
+        """US dollars for an image on cards that carry the load at the longest time: what the
+        ranking goes by, and what is printed.
+        """
         return self.offer.usd_for(self.images_per_hour)
 
     @property
     def utilisation(self) -> float:
-        """The share of the rented hours in which the cards paint, at the middle time."""
-        busy = self.images_per_hour * self.offer.seconds.middle / SECONDS_PER_HOUR
-        return min(1.0, busy / self.offer.cards_for(self.images_per_hour))
+        """The share of the rented hours in which these cards paint, at the longest time."""
+        busy = self.images_per_hour * self.offer.seconds.high / SECONDS_PER_HOUR
+        return min(1.0, busy / self.cards[1])
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -105,11 +110,12 @@ class Advice:
             "card": offer.card.name,
             "usd_per_hour": offer.usd_per_hour,
             "seconds_per_image": figure(offer.seconds.middle),
-            "cards": offer.cards_for(self.images_per_hour),
-            "usd_per_image": figure(self.middle_usd),
+            "cards": self.cards[1],
+            "usd_per_image": figure(self.usd),
             "full_usd_per_image": figure(full.middle),
             "utilisation": figure(self.utilisation),
             "fits": offer.fits,
+            "tight": offer.tight,
             "ranges": {
                 "seconds_per_image": [figure(end) for end in offer.seconds],
                 "cards": list(self.cards),
@@ -143,13 +149,13 @@ def advise(images_per_hour: float, offers: Iterable[Offer]) -> tuple[Advice, ...
 
 def _rank(advice: Advice) -> tuple:
     offer = advice.offer
-    full = offer.full_usd_per_image.middle
-    return (not offer.fits, round(advice.middle_usd, 15), full, offer.card.name)
+    full = offer.full_usd_per_image.high
+    return (not offer.fits, round(advice.usd, 15), full, offer.card.name)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two offers over all loads, at the middle of their times.
+    """Two offers over all loads, at the longest of their times.
 
     Attributes:
         cheaper: the one that costs less where cards are always busy; None where both cost the same.
@@ -174,19 +180,19 @@ def compare(first: Offer, second: Offer) -> Comparison:
     is the cheaper one while fewer dollars of it are needed.
     """
     full = [offer.full_usd_per_image for offer in (first, second)]
-    middle = [offer.usd_per_hour * offer.seconds.middle for offer in (first, second)]
+    busy = [offer.usd_per_hour * offer.seconds.high for offer in (first, second)]
     certain = full[0].high < full[1].low or full[1].high < full[0].low
-    if math.isclose(*middle, rel_tol=EQUAL):
+    if math.isclose(*busy, rel_tol=EQUAL):
         return Comparison(first, second, None, 0.0, certain)
-    better, other = (first, second) if middle[0] < middle[1] else (second, first)
+    better, other = (first, second) if busy[0] < busy[1] else (second, first)
     return Comparison(
-        first, second, better, _last_load(better, other, abs(middle[0] - middle[1])), certain
+        first, second, better, _last_load(better, other, abs(busy[0] - busy[1])), certain
     )
 
 
 def _last_load(better: Offer, other: Offer, difference: float) -> float:
     """The highest load at which `other` is still the cheaper one; 0 where there is none."""
-    rate, other_rate = (SECONDS_PER_HOUR / offer.seconds.middle for offer in (better, other))
+    rate, other_rate = (SECONDS_PER_HOUR / offer.seconds.high for offer in (better, other))
     ratio = better.usd_per_hour / other.usd_per_hour
     settled = better.usd_per_hour * SECONDS_PER_HOUR / difference
     for cards in range(math.floor(settled / rate) + 1, 0, -1):
@@ -256,5 +262,5 @@ def market(
             unpriced.append(card.name)
         else:
             prices[card.name] = price
-            offers.append(Offer(card, found.image_seconds, usd, found.fits))
+            offers.append(Offer(card, found.image_seconds, usd, found.fits, found.tight))
     return Market(tuple(offers), estimates, prices, tuple(unpriced), refused)

@@ -2,8 +2,8 @@
 
     python tests/help_pictures.py
 
-writes them anew. The page shows a picture 370 pixels wide, where the small type of the other two
-could not be read at their own 1280 pixels.
+writes them anew. The page shows a picture 370 pixels wide, where the small type of the forward
+pass could not be read at its own 1280 pixels.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -36,15 +36,14 @@ def estimate_picture():
 
 def advise_picture():
     """What an image costs on the cards of the list, as the node draws it."""
-    from qwen_l40s.charts import cost_chart
+    from qwen_l40s.charts.cost_chart import cost_chart
     from qwen_l40s.machine.card_list import BUNDLED, known_cards
     from qwen_l40s.planning.advise import advise, market
     from qwen_l40s.planning.request import RunRequest
 
     request = RunRequest()
     found = market(request, known_cards(BUNDLED).values(), {}, lambda name: None)
-    with _narrow(cost_chart):
-        return cost_chart.cost_chart(advise(LOAD, found.offers), found.comparisons(), request)
+    return cost_chart(advise(LOAD, found.offers), request).reduce(2)
 
 
 def forward_picture():
@@ -64,12 +63,10 @@ DRAWN = {"estimate": estimate_picture, "advise": advise_picture, "forward": forw
 
 
 @contextmanager
-def _narrow(*charts) -> Iterator[None]:
+def _narrow() -> Iterator[None]:
     from qwen_l40s.charts import canvas
 
-    with ExitStack() as patches:
-        for module in (canvas, *charts):
-            patches.enter_context(mock.patch.object(module, "WIDTH", WIDTH))
+    with mock.patch.object(canvas, "WIDTH", WIDTH):
         yield
 
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen_l40s.charts import advice, canvas, figures, run_chart, words
+from qwen_l40s.charts import canvas, figures, run_chart, words
 from qwen_l40s.charts.cost_chart import cost_chart
 from qwen_l40s.charts.memory_chart import memory_chart
 from qwen_l40s.machine.card_list import known_cards
-from qwen_l40s.planning.advise import Offer, advise, compare
+from qwen_l40s.planning.advise import Offer, advise
 from qwen_l40s.planning.estimate import TIGHT_BYTES
 from qwen_l40s.planning.files import CARD_MEMORY, Disk, GuideFigure
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES, Phase, Range
@@ -285,24 +285,29 @@ USUAL = (
     ids=["usual", "hardly any", "millions, alone", "the same", "all cards"],
 )
 def test_the_cost_chart_is_whole_and_legible(texts, load, offers):
-    comparisons = [compare(offers[0], other) for other in offers[1:3]]
     request = RunRequest(loras=Loras(3))
-    check_texts(texts, cost_chart(advise(load, offers), comparisons, request))
-    written = " ".join(text for text, *_ in texts)
-    for comparison in comparisons:
-        assert advice.comparison_text(comparison).split()[-1] in written
-    assert f"{load:,.10g} images an hour" in written
+    check_texts(texts, cost_chart(advise(load, offers), request), least=run_chart.LEAST)
+    assert f"Cheapest for {load:,.10g} images an hour" in {text for text, *_ in texts}
+
+
+def test_the_cost_chart_has_the_six_cheapest_and_the_cheapest_on_top(texts):
+    cards = list(known_cards())
+    offers = offers_of(*((name, 9, 14, 1 + place) for place, name in enumerate(cards)))
+    tight = replace(offers[0], tight=True)
+    cost_chart(advise(9, [*reversed(offers[1:]), tight]), RunRequest())
+    written = [text for text, *_ in texts]
+    assert f"1 {cards[0]}, tight" in written and f"{cards[0]}, tight" in written
+    assert set(cards[1:6]) <= set(written) and not set(cards[6:]) & set(written)
 
 
 def test_what_does_not_fit_or_costs_nothing_has_no_line(texts):
     free, fits = offers_of(("H200", 3, 5, 0), ("L40S", 12, 20, 0.72))
     cards = known_cards()
     not_fitting = Offer(cards["RTX 3090"], Range(30, 60), 0.3, fits=False)
-    cost_chart(advise(9, [free, fits, not_fitting]), [], RunRequest())
-    legend = {text for text, *_ in texts}
-    cost_chart(advise(9, [free, fits]), [compare(free, fits), compare(fits, free)], RunRequest())
-    assert "L40S, $0.72/h" in legend
-    assert not any(text.startswith(("H200", "RTX 3090")) for text in legend)
+    cost_chart(advise(9, [free, fits, not_fitting]), RunRequest())
+    written = {text for text, *_ in texts}
+    assert {"L40S", "1 at $0.72"} <= written
+    assert not any("H200" in text or "RTX 3090" in text for text in written)
 
 
 @given(st.text(max_size=60), st.sampled_from([15, 18, 26]), st.integers(40, 900))
