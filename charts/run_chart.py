@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ANSWER, FIGURE, LABEL, LEAST = 88, 60, 40, 36
 SIDE = 48  # pixels of margin
 VALUES, SECOND = 350, 830  # where the figures' two columns begin
-NAMES, TIMES, SIZES = 228, 300, 110  # pixels at both ends of the phases' bars
+NAMES, TIMES, SIZES = 246, 300, 104  # pixels at both ends of the phases' bars
 BAR, ROW = 46, 66
 SIGNS = {"good": GOOD, "tight": WARN, "bad": BAD, "plain": INK}
 COLOURS = {
@@ -111,10 +111,12 @@ def run_chart(shown: RunPicture) -> Image.Image:
     page = Page(3200)
     page.y = SIDE
     _answer(page, shown)
-    _rule(page)
-    _figures(page, shown)
-    _rule(page)
-    _phases(page, shown)
+    if shown.figures:
+        _rule(page)
+        _figures(page, shown)
+    if shown.bars:
+        _rule(page)
+        _phases(page, shown)
     return page.finish()
 
 

@@ -52,9 +52,16 @@ def with_picture(
     and the page shows the picture and the summary in the node.
     """
     show_text(node, summary)
-    image = torch.from_numpy(np.asarray(picture.convert("RGB"), np.float32) / 255).unsqueeze(0)
-    shown = ui.PreviewImage(image, cls=node).as_dict()
+    image, shown = shown_picture(node, picture)
     return io.NodeOutput(image, report, *outputs, ui=shown | said(report, summary))
+
+
+def shown_picture(
+    node: type[io.ComfyNode], picture: Image.Image
+) -> tuple[torch.Tensor, dict[str, object]]:
+    """(the picture as an IMAGE, what makes the page show it in the node)."""
+    image = torch.from_numpy(np.asarray(picture.convert("RGB"), np.float32) / 255).unsqueeze(0)
+    return image, ui.PreviewImage(image, cls=node).as_dict()
 
 
 def setting_outputs() -> list[io.Output]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from ..hosts.comfyui.messages import show_text
-from .common import CATEGORY, require_host, said
+from .common import CATEGORY, require_host, said, shown_picture
 
 
 class QwenL40SReport(io.ComfyNode):
@@ -53,11 +53,15 @@ class QwenL40SReport(io.ComfyNode):
                 io.Image.Output(display_name="images", tooltip="The images, unchanged."),
                 io.String.Output(
                     display_name="report",
-                    tooltip="The run in words: each phase and the path it took.",
+                    tooltip="The run in words: six lines, each phase, and the path it took.",
                 ),
                 io.String.Output(
                     display_name="json",
                     tooltip="The same figures for programs, in seconds, milliseconds and GiB.",
+                ),
+                io.Image.Output(
+                    display_name="chart",
+                    tooltip="Measured and predicted in one picture, as the node shows it.",
                 ),
             ],
         )
@@ -71,10 +75,11 @@ class QwenL40SReport(io.ComfyNode):
         vae: io.Vae.Type | None = None,
     ) -> io.NodeOutput:
         require_host()
+        from ..charts.run_chart import run_chart
         from ..hosts.comfyui.report.table import report_run
 
         report = report_run(model, clip, vae)
-        # What was sampled, and what was measured of it.
-        summary = "\n".join(report.text.split("\n\n")[:2])
-        show_text(cls, summary)
-        return io.NodeOutput(images, report.text, report.json(), ui=said(report.text, summary))
+        show_text(cls, report.summary)
+        chart, shown = shown_picture(cls, run_chart(report.picture))
+        ui = shown | said(report.text, report.summary)
+        return io.NodeOutput(images, report.text, report.json(), chart, ui=ui)

@@ -24,7 +24,6 @@ from comfyui_boot import MODE, ROOT, folder
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
 from qwen_l40s.hosts.comfyui.estimate import cards as this_card
 from qwen_l40s.hosts.comfyui.load.text_encoder import (
-    DROP,
     PlacedClip,
     load_text_encoder,
 )
@@ -44,11 +43,13 @@ from qwen_l40s.hosts.comfyui.report.table import (
     UNWATCHED,
     report_run,
 )
+from qwen_l40s.hosts.comfyui.report.words import Told, report_text
 from qwen_l40s.hosts.comfyui.sample import off_card as off_card_pass
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of, restore
 from qwen_l40s.hosts.comfyui.sample.run import OPTIMIZATION_KEY as OPTIMIZATION
 from qwen_l40s.nodes.report import QwenL40SReport
 from qwen_l40s.planning.phases import Phase, Range
+from qwen_l40s.planning.request import DROPPED
 from qwen_l40s.spec import GIB, CardFacts
 
 pytestmark = pytest.mark.each_device
@@ -236,7 +237,7 @@ def test_models_of_other_loaders_are_recorded_through_optimize():
     assert report_run(clone).text == NO_RUN
     sample(clone)
     assert (asked(model)["passes"], asked(model)["evaluations"]) == (3, 3)
-    assert report_run(model).text.startswith("sampled: 64x64, ")
+    assert "\nSampled: 64x64, " in report_run(model).text
     plain = restore(clone)
     assert not any(plain.get_all_wrappers(kind) for kind in plain.wrappers)
     assert plain.get_attachment(OPTIMIZATION) is None
@@ -376,7 +377,7 @@ def test_a_run_that_is_interrupted_leaves_the_records_of_the_last():
     except comfy.model_management.InterruptProcessingException:
         pass
     assert recorded(model.model) == kept
-    assert report_run(model).text.startswith("sampled: 64x64, batch 1, 3 steps")
+    assert "\nSampled: 64x64, batch 1, 3 steps" in report_run(model).text
 
 
 # --------------------------------------------------------------------- what measures breaks nothing
@@ -450,7 +451,8 @@ def test_a_report_that_fails_says_so():
     with mock.patch(
         "qwen_l40s.hosts.comfyui.report.table.last_run", side_effect=RuntimeError("no")
     ):
-        images, text, data = QwenL40SReport.execute("images", model).args
+        images, text, data, chart = QwenL40SReport.execute("images", model).args
+    assert chart.shape[2] == 1280
     assert (images, text, json.loads(data)) == ("images", FAILED, {"note": FAILED})
 
 
@@ -466,7 +468,7 @@ def test_the_cfg_of_a_guider():
     for cfg in ([4.0, 3.0], torch.tensor(4.0), torch.tensor([4.0, 3.0]), "auto", 4.0):
         model = guided(Scheduled, cfg)
         report = report_run(model)
-        assert "CFG" not in report.text.splitlines()[0] and report.json(), cfg
+        assert "CFG" not in row(report, "Sampled") and report.json(), cfg
         for record in recorded(model.model):
             json.dumps(dict(record.asked))
     assert ", CFG 2.5, " in report_run(guided(cfg=2.5)).text
@@ -549,9 +551,9 @@ def test_devices_that_do_not_tell_when_they_are_done_have_no_times():
     known.all = (Record("sampling", Measured(None, "mps"), record.path, asked),)
     report = report_run(model)
     # Where the card is one whose times are predicted, they follow in brackets.
-    assert row(report, "sampling").partition(" (predicted")[0] == "sampling: not timed", report.text
-    assert "steps are measured on CUDA cards alone, and this ran on mps" in report.text
-    assert "a step" not in report.text.split("note:")[0] and json.loads(report.json())
+    assert row(report, "sampling").split()[1:3] == ["not", "timed"], report.text
+    assert report.text.startswith("Not timed on mps.") and "this ran on mps" in report.text
+    assert "a step" not in report.text.split("Note:")[0] and json.loads(report.json())
 
 
 def test_marks_and_the_typical_step():
@@ -611,7 +613,7 @@ def test_what_is_read_of_a_card():
 
 def test_the_card_is_read_before_the_text_encoder_leaves_it():
     card, clip = Card(), load_text_encoder(MICRO)[0].clone()
-    clip.placement = DROP
+    clip.placement = DROPPED
     own, meter, left = comfy.sd.CLIP.load_model, Meter, []
 
     def load_model(self, *args, **kwargs):
@@ -702,7 +704,7 @@ def test_a_card_s_run_is_counted():
     assert 0 < record.asked["step_seconds"] < 6
     report = report_run(model)
     assert report.data["phases"]["sampling"]["measured"]["card_gib"] > 0
-    assert "memory is not counted" not in report.text
+    assert "Memory is not counted" not in report.text
 
 
 # --------------------------------------------------------------------------------------- the report
@@ -722,9 +724,17 @@ def test_all_phases_of_a_run():
         images = decode(vae, latents, tiles=2)[0]
         encode(vae, images)
         output = QwenL40SReport.execute(images, model, clip, vae)
-    passed, text, data = output.args
+    passed, text, data, chart = output.args
     assert passed is images and output.ui["text"] == [text]
-    assert text.startswith("sampled: 64x64, batch 1, 3 steps, 6 forward passes, CFG 4, "), text
+    assert (
+        output.ui["qwen_l40s"] == ["\n".join(text.splitlines()[:6])] and text.splitlines()[6] == ""
+    )
+    assert chart.shape[2] == 1280 and output.ui["images"]
+    assert "\nSampled: 64x64, batch 1, 3 steps, 6 forward passes, CFG 4, " in text, text
+    total = row(SimpleNamespace(text=text), "total").split(maxsplit=1)[1]
+    if not CARD:
+        assert text.startswith(f"Took {total}, without a prediction."), text
+    assert max(map(len, text.splitlines()[6:])) <= 100
     phases = json.loads(data)["phases"]
     assert list(phases) == ["load", "text", "encode", "sampling", "decode"]
     waits = [
@@ -735,16 +745,16 @@ def test_all_phases_of_a_run():
     ]
     assert len(waits) == 6 and all(waited > 0 for waited in waits)
     assert math.isclose(phases["load"]["measured"]["seconds"], sum(waits), rel_tol=0.01)
-    assert "\ntext encode (3 times): " in text and "\nload: " in text, text
+    assert "\ntext encode (3 times) " in text and "\nload " in text, text
     assert phases["text"]["times"] == 3
     assert phases["decode"]["path"][0].startswith("decode 1 image of 64x64: 2 exact tiles")
     assert all(phase["measured"]["seconds"] > 0 for phase in phases.values())
     assert json.loads(data)["this_run"] and json.loads(data)["step_ms"]["measured"] > 0
-    for line in ("text encode: on ", "blocks: ", "decode 1 image", "encode 1 image", "a step: "):
+    for line in ("text encode: on ", "blocks: ", "decode 1 image", "encode 1 image", "  a step "):
         assert f"\n{line}" in text, text
     if not CARD:
-        assert "note: memory is not counted on the processor" in text
-        assert "note: nothing is predicted of a run on cpu" in text
+        assert "Note: Memory is not counted on the processor." in text
+        assert "Note: Nothing is predicted for a run on cpu." in text
 
 
 def test_a_run_that_comfyui_kept_says_so():
@@ -754,7 +764,8 @@ def test_a_run_that_comfyui_kept_says_so():
         assert EARLIER not in report_run(model).text
     with running("second"):
         report = report_run(model)
-    assert f"note: {EARLIER}" in report.text.splitlines() and not report.data["this_run"]
+    assert EARLIER in report.data["notes"] and "Note: Nothing was sampled" in report.text
+    assert not report.data["this_run"]
 
 
 def test_what_nothing_was_recorded_of():
@@ -766,13 +777,13 @@ def test_what_nothing_was_recorded_of():
     sample(model, prompt="a")
     with running("a"):
         text = report_run(model, clip, vae).text
-    assert "note: text encode: not in this run" in text, text
-    assert "note: VAE decode: not in this run" in text, text
+    assert "Note: No text encode in this run" in text, text
+    assert "Note: No VAE decode in this run" in text, text
 
 
 def test_another_model_is_named():
     other = SimpleNamespace(model=SimpleNamespace(diffusion_model=None))
-    images, text, data = QwenL40SReport.execute("images", other).args
+    images, text, data, _ = QwenL40SReport.execute("images", other).args
     assert text.startswith("The model is SimpleNamespace, not Qwen-Image 1.x"), text
     assert text.endswith(": its runs are not reported."), text
     assert images == "images" and json.loads(data) == {"note": text}
@@ -795,9 +806,9 @@ def test_a_run_that_only_decodes_again():
     assert runs == {**earlier, "decode": "this run"}, runs
     assert phases["decode"]["path"][0].startswith("decode 1 image of 64x64: 2 exact tiles")
     assert phases["decode"]["times"] == 1
-    assert row(report, "VAE decode").startswith("VAE decode (this run): "), report.text
-    assert row(report, "sampling").startswith("sampling (an earlier run): ")
-    assert "VAE decode: not in" not in report.text and "text encode: not in" not in report.text
+    assert row(report, "VAE decode").startswith("VAE decode (this run) "), report.text
+    assert row(report, "sampling").startswith("sampling (an earlier run) ")
+    assert "No VAE decode" not in report.text and "No text encode" not in report.text
     with running("a"):
         assert all(phase["run"] is None for phase in report_run(model).data["phases"].values())
 
@@ -807,8 +818,8 @@ def test_several_samplings_of_a_prompt():
     for steps in (2, 3):
         sample(model, steps=steps, prompt="a")
     report = report_run(model)
-    assert "2 samplings ran" in report.text and "3 steps" in report.text.splitlines()[0]
-    assert row(report, "sampling").startswith("sampling (2 times, an earlier run): ")
+    assert "2 samplings ran" in report.text and "3 steps" in row(report, "Sampled")
+    assert row(report, "sampling").startswith("sampling (2 times, an earlier run) ")
     assert report.data["phases"]["sampling"]["times"] == 2
 
 
@@ -825,36 +836,67 @@ def test_predicted_beside_measured():
     assert report.data["step_ms"]["predicted"] and report.data["basis"], report.text
     low, high = report.data["step_ms"]["predicted"]
     assert 0 < low <= high
-    assert "\ntimes: predicted as a range: no L40S was measured" in report.text, report.text
-    assert "USD" not in report.text
-    assert "s (predicted " in row(report, "sampling")
-    assert ("; card " in row(report, "sampling")) == CARD
-    assert " in the median (predicted " in row(report, "a step")
+    assert "\nTimes: predicted as a range: no L40S was" in report.text, report.text
+    assert report.data["predicted_seconds"][0] > low / 1000
+    lines = report.text.splitlines()
+    assert " predicted (" in lines[0] and lines[4].startswith("Cost: $"), lines
+    assert row(report, "time").split() == ["time", "measured", "predicted"]
+    for name in ("sampling", "  a step", "total"):
+        assert " ms" in row(report, name) or " s" in row(report, name), lines
+    assert any(line.startswith("GiB") for line in lines) == CARD
     assert phase["predicted"]["parts"]["resident"], phase
-    assert "connect clip and vae" not in report.text
+    assert "onnect clip and vae" not in report.text
+
+
+def told(*rows, prediction=None, last=None):
+    """A report of rows that were made up."""
+    asked = {"latent": [1, 16, 1, 8, 8], "step_seconds": 0.5, "steps": 4, "evaluations": 4}
+    asked |= {"passes": 4, "cfg": None, "text_tokens": 9, "references": []}
+    record = Record("sampling", last or Measured(2.0, "cuda:0", True), asked=asked)
+    ran = SimpleNamespace(last=record, this_run=True)
+    return Told(ran, rows, prediction or run_request.Prediction(), [])
 
 
 def test_the_words_of_a_phase():
     found = Measured(2.0, "cuda:0", True, 41 * GIB, 40 * GIB, 0, GIB // 2)
-    predicted = Phase("sampling", 38 * GIB, GIB // 4, 0, GIB, seconds=Range(1.5, 1.5))
+    phase = Phase("sampling", 38 * GIB, GIB // 4, 0, GIB, seconds=Range(1.5, 1.5))
     record = Record("sampling", found)
-    row = PhaseRow("sampling", (record,), (predicted,), whole=True)
-    assert row.line() == (
-        "sampling: 2.0 s (predicted 1.5 s); card 41.00 GiB (predicted 39.25); working memory "
-        "0.50 GiB (predicted 0.25)"
-    )
-    # Without the whole card's parts nothing is said of it.
-    alone = PhaseRow("sampling", (record,), (predicted,))
-    assert "card 41.00 GiB; working" in alone.line()
+
+    def lines(row):
+        """Of the tables: of the time, and of the memory."""
+        text = report_text(told(row))
+        return [line.split("  ") for line in text.splitlines() if line.startswith(row.title + "  ")]
+
+    def cells(row):
+        return [[cell.strip() for cell in line if cell][1:] for line in lines(row)]
+
+    row = PhaseRow("sampling", (record,), (phase,), whole=True)
+    assert cells(row) == [["2.0 s", "1.5 s"], ["41.00", "39.25", "0.50", "0.25"]]
+    # Without the whole card's parts nothing is predicted of it.
+    alone = PhaseRow("sampling", (record,), (phase,))
+    assert cells(alone)[1] == ["41.00", "0.50", "0.25"]
     assert alone.as_dict()["predicted"]["card_gib"] is None
-    twice = PhaseRow("sampling", (record, record), (predicted, predicted), True, "this run")
-    assert twice.line().startswith("sampling (2 times, this run): 4.0 s (predicted 3.0 s); card 41")
+    twice = PhaseRow("sampling", (record, record), (phase, phase), True, "this run")
+    assert twice.title == "sampling (2 times, this run)"
+    assert cells(twice)[0] == ["4.0 s", "3.0 s"]
     # One without an answer leaves no sum.
-    half = PhaseRow("sampling", (record, record), (predicted,), True)
-    assert half.line().startswith("sampling (2 times): 4.0 s; card 41.00 GiB (predicted 39.25)")
-    load = PhaseRow("load", (Record("load", Measured(0.2)),), (predicted,), True)
-    assert load.line() == "load: 200 ms (predicted 1.5 s with nothing on the card)"
-    assert PhaseRow("text", (Record("text", None),)).line() == "text encode: did not run"
+    half = PhaseRow("sampling", (record, record), (phase,), True)
+    assert cells(half)[0] == ["4.0 s"]
+    assert PhaseRow("text", (Record("text", None),)).time() == "did not run"
+
+
+def test_a_report_says_first_how_a_run_compares():
+    def first(seconds):
+        row = PhaseRow(
+            "sampling",
+            (Record("sampling", Measured(seconds)),),
+            (Phase("sampling", 1, 0, 0, 0, seconds=Range(1.5, 2.5)),),
+        )
+        return report_text(told(row)).splitlines()[0]
+
+    assert first(2.0) == "Took 2.0 s, as predicted (1.5 to 2.5 s)."
+    assert first(4.0) == "Took 4.0 s, slower than predicted (1.5 to 2.5 s)."
+    assert first(1.0) == "Took 1.0 s, faster than predicted (1.5 to 2.5 s)."
 
 
 def test_as_many_are_predicted_as_ran():
@@ -905,7 +947,7 @@ def test_without_clip_and_vae_the_card_is_not_predicted():
         report = predicted(model, **parts)
         phase = report.data["phases"]["sampling"]["predicted"]
         assert phase["card_gib"] is None and phase["seconds"][0] > 0
-        assert "connect clip and vae" in report.text
+        assert "Connect clip and vae" in report.text
         assert report.data["phases"]["load"]["predicted"] is None
     assert predicted(model, clip=clip, vae=vae).data["phases"]["load"]["predicted"]["seconds"]
 
@@ -976,9 +1018,9 @@ def test_the_request_of_an_edit():
         assert (request.family, request.text_tokens) == (family, own), request
         assert request.references == len(references)
     small = _prediction(model, base | {"references": [[64, 64]]})
-    assert "references had 0.25 megapixels and are predicted with one" in small.notes
+    assert "References had 0.25 megapixels; the prediction assumes one each." in small.notes
     many = _prediction(model, base | {"references": [[128, 128]] * 5})
-    assert many.request is None and many.notes[0].startswith("nothing is predicted: 5 references")
+    assert many.request is None and many.notes[0].startswith("Nothing is predicted: 5 references")
     other = _prediction(model, base | {"controlnet": True, "passes": 9, "computed": 9})
     assert sum("ControlNet" in note or "3 forward passes" in note for note in other.notes) == 2
     # Memory that is short splits a batch: more forward passes of no more prompts.
@@ -994,7 +1036,7 @@ def test_a_card_that_is_not_in_the_list_has_peaks_only():
     predicted_phase = report.data["phases"]["sampling"]["predicted"]
     assert predicted_phase["card_gib"] > 0 and predicted_phase["seconds"] is None
     assert report.data["step_ms"]["predicted"] is None
-    assert "\ntimes: not predicted: " in report.text and "Made Up 9000" in report.text
+    assert "\nTimes: not predicted: " in report.text and "Made Up 9000" in report.text
 
 
 def _asked(model) -> dict:

@@ -247,8 +247,8 @@ def test_the_report_has_predicted_and_measured(server: Server):
     assert f"{SIDE}x{SIDE}" in run.text("estimate_text")
     report = run.text("report_text")
     assert report == run.text("report")
-    assert f"sampled: {SIDE}x{SIDE}, batch 1, {STEPS} steps" in report
-    assert "predicted" in report and "sampling: " in report and "blocks: fused, " in report
+    assert f"Sampled: {SIDE}x{SIDE}, batch 1, {STEPS} steps" in report
+    assert "prediction" in report and "\nsampling " in report and "blocks: fused, " in report
     (image,) = pictures(server, run, "save")
     assert shows(image, PROMPT)
     assert run.executed.index("estimate") < run.executed.index("sample")

@@ -34,29 +34,29 @@ def prompts_of(asked: Mapping[str, Any]) -> float:
 
 
 def mismatches(asked: Mapping[str, Any], path: Sequence[str], request: RunRequest) -> list[str]:
-    """Sentences on what ran otherwise than the estimator predicts it."""
+    """Sentences on what ran otherwise than the prediction assumes."""
     notes = []
     if not any(line.startswith(FUSED) for line in path):
-        notes.append("times are predicted of fused blocks, which did not run")
+        notes.append("The predicted times are those of fused blocks, which did not run.")
     if asked["controlnet"]:
-        notes.append("a ControlNet ran, which the prediction leaves out")
+        notes.append("The prediction leaves out the ControlNet that ran.")
     found = passes_of(asked), prompts_of(asked)
     known = request.passes, request.passes * request.items / request.batch
     if any(abs(one - other) > LIKE_THE_PASSES for one, other in zip(found, known, strict=True)):
         notes.append(
-            f"a step took {found[0]:.3g} forward passes with {found[1]:.3g} prompts in all, and "
-            f"the prediction is of {known[0]} with {known[1]:.0f}"
+            f"A step took {found[0]:.3g} forward passes with {found[1]:.3g} prompts; the "
+            f"prediction assumes {known[0]} with {known[1]:.0f}."
         )
     area = (REFERENCE_SIDE // PIXELS_PER_LATENT) ** 2
     sizes = [height * width / area for height, width in asked["references"]]
     if any(abs(size - 1) > LIKE_A_MEGAPIXEL for size in sizes):
         megapixels = ", ".join(f"{size:.2g}" for size in sizes)
-        notes.append(f"references had {megapixels} megapixels and are predicted with one")
+        notes.append(f"References had {megapixels} megapixels; the prediction assumes one each.")
     return notes
 
 
 FIRST_EDIT = "qwen-image-edit"  # the only one with that many text tokens for one reference
-PARTS_MISSING = "connect clip and vae to have the card's memory predicted: their weights count"
+PARTS_MISSING = "Connect clip and vae to predict the card's memory, which their weights take too."
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class Prediction:
         whole: Whether all parts are known, so that the phases' `card_bytes` hold.
         basis: What the times rest on.
         notes: What the prediction leaves out, or why there is none.
+        card: None where there is no prediction.
     """
 
     request: RunRequest | None = None
@@ -78,7 +79,7 @@ class Prediction:
     whole: bool = False
     basis: str = ""
     notes: tuple[str, ...] = ()
-    _card: ChosenCard | None = None
+    card: ChosenCard | None = None
 
     def changed(self, **settings: Any) -> Mapping[str, Phase]:
         """The phases of the same run with other settings; empty where they are not possible."""
@@ -88,7 +89,7 @@ class Prediction:
             request = replace(self.request, **settings)
             if request == self.request:
                 return self.phases
-            return estimate_on(self._card, WiredRequest(request), None).phases
+            return estimate_on(self.card, WiredRequest(request), None).phases
         except QwenL40SError:
             return {}
 
@@ -105,21 +106,21 @@ def predict(
     """
     device = model.load_device
     if card_facts(device) is None:
-        return Prediction(notes=(f"nothing is predicted of a run on {device}",))
+        return Prediction(notes=(f"Nothing is predicted for a run on {device}.",))
     try:
         wired = request_from(_settings(asked, tiles), model=model, clip=clip, vae=vae)
         wired = replace(wired, request=_with_tokens(wired.request, asked["text_tokens"]))
         card = card_of(THIS_CARD, device)
         estimate = estimate_on(card, wired, None)
     except QwenL40SError as error:
-        return Prediction(notes=(f"nothing is predicted: {error}",))
+        return Prediction(notes=(f"Nothing is predicted: {error}",))
     whole = clip is not None and vae is not None
     return Prediction(
         wired.request,
         estimate.phases,
         estimate.step_seconds,
         whole,
-        f"times: {estimate.basis.text}",
+        estimate.basis.text,
         # The estimate's own notes are about other runs and about money.
         (
             *wired.notes,

@@ -14,7 +14,7 @@ from ....charts.answer import phase_json
 from ....charts.figures import duration
 from ....charts.words import PHASE_NAMES
 from ....planning.phases import Phase, Range, figure, gib
-from ....spec import GIB, whole_pixels
+from ....spec import whole_pixels
 from ..record.meter import Measured
 from ..record.record import Record, prompt_id, recorded
 from .predict import Prediction
@@ -114,26 +114,19 @@ class PhaseRow:
             default=0,
         )
 
-    def line(self) -> str:
-        """One line: `sampling: 2.0 s (predicted 2.1 s); card 40.2 GiB (predicted 41.1)`."""
+    @property
+    def title(self) -> str:
+        """`text encode (2 times)`."""
         count = f"{len(self.measured)} times" if len(self.measured) > 1 else ""
         which = ", ".join(filter(None, (count, self.run)))
-        name = f"{ROW_NAMES[self.name]} ({which})" if which else ROW_NAMES[self.name]
+        return f"{ROW_NAMES[self.name]} ({which})" if which else ROW_NAMES[self.name]
+
+    def time(self) -> str:
+        """What was measured, in words."""
         if not self.measured:
-            return f"{name}: did not run"
-        took, predicted = self.total_seconds(), self.predicted_seconds()
-        words = ["not timed" if took is None else seconds_text(took)]
-        if predicted is not None:
-            when = " with nothing on the card" * (self.name == "load")
-            words[0] += f" (predicted {duration(predicted)}{when})"
-        for what, found, known in (
-            ("card", self.most("card_bytes"), self.predicted_card()),
-            ("working memory", self.most("working_bytes"), self.predicted_working()),
-        ):
-            if found:
-                words.append(f"{what} {_gib(found)} GiB")
-                words[-1] += f" (predicted {_gib(known)})" if known else ""
-        return f"{name}: {'; '.join(words)}"
+            return "did not run"
+        took = self.total_seconds()
+        return "not timed" if took is None else seconds_text(took)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, in seconds and GiB."""
@@ -242,7 +235,3 @@ def ends(seconds: Range | None) -> list[float] | None:
 def seconds_text(value: float) -> str:
     """Formats seconds: `840 ms`."""
     return duration(Range(value, value))
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIB:.2f}"

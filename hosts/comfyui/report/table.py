@@ -1,37 +1,36 @@
-"""The report after a run: predicted and measured, a line for each phase.
-
-ComfyUI shows text in a proportional font, so there are lines and no columns.
-"""
+"""The report after a run: its words, its picture, and the same for programs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
-from ....charts.figures import duration
+from ....charts.run_chart import RunPicture
 from ....planning.phases import figure
 from ..record.meter import harmless
 from ..record.record import Record
 from ..record.sampling import Recorder
 from ..sample.optimize import unsupported_model
+from .picture import nothing_to_draw, report_picture
 from .predict import Prediction, predict
-from .rows import ROW_NAMES, LastRun, PhaseRow, ends, last_run, rows_of, seconds_text
+from .rows import LastRun, ends, last_run, rows_of, seconds_text
+from .words import FIRST_RUN, Told, report_text, summary_lines
 
 NO_RUN = (
-    "Nothing was sampled with this MODEL since it was loaded: connect the MODEL that the sampler "
-    "takes."
+    "Nothing was sampled with this MODEL since it was loaded: connect the MODEL that goes into the "
+    "sampler."
 )
 EARLIER = (
-    "Nothing was sampled with this MODEL in this run, because ComfyUI kept what an earlier one "
-    "gave: these are the figures of the last run of this MODEL"
+    "Nothing was sampled in this run, because ComfyUI reused an earlier result. These figures are "
+    "of the last run of this MODEL."
 )
 UNWATCHED = (
-    "Runs of this MODEL are not measured, because it is of another loader: put Optimize Qwen-Image "
+    "Runs of this MODEL are not measured, because another pack loaded it: put Optimize Qwen-Image "
     "between it and the sampler, and connect its MODEL here."
 )
 FAILED = "The run could not be reported: ComfyUI's log says why."
@@ -41,9 +40,11 @@ LONG_SECONDS, LONG_SHARE = 1.0, 0.25
 
 @dataclass(frozen=True)
 class RunReport:
-    """The report in words, and the same for JSON."""
+    """The report in words, its first lines, its picture, and the same for JSON."""
 
     text: str
+    summary: str
+    picture: RunPicture
     data: dict[str, Any] = field(default_factory=dict)
 
     def json(self) -> str:
@@ -67,7 +68,7 @@ def report_run(model: ModelPatcher, clip: Any = None, vae: Any = None) -> RunRep
 
 
 def _sentence(text: str) -> RunReport:
-    return RunReport(text, {"note": text})
+    return RunReport(text, text, nothing_to_draw(text), {"note": text})
 
 
 def _report(model: ModelPatcher, clip: Any, vae: Any) -> RunReport:
@@ -84,12 +85,14 @@ def _report(model: ModelPatcher, clip: Any, vae: Any) -> RunReport:
     notes = [] if ran.this_run else [EARLIER]
     notes += [*_missing(clip, vae, ran), *predictions[-1].notes]
     if len(sampled) > 1:
-        notes.append(f"{len(sampled)} samplings ran: times are of all, the step is of the last")
-    if sentence := _beyond_steps(sampled):
-        notes.append(sentence)
+        notes.append(f"{len(sampled)} samplings ran: times are of all, the step is of the last.")
+    beyond = _beyond_steps(sampled)
+    if beyond:
+        notes.append(f"{seconds_text(beyond)} of sampling were not steps: {FIRST_RUN}.")
     notes += _about_memory(ran.last)
+    told = Told(ran, rows, predictions[-1], notes, beyond)
     return RunReport(
-        _text(rows, ran.last, predictions[-1], notes), _data(rows, ran, predictions[-1], notes)
+        report_text(told), "\n".join(summary_lines(told)), report_picture(told), _data(told)
     )
 
 
@@ -116,21 +119,16 @@ def _tiles(ran: LastRun) -> int:
     return max((record.asked.get("tiles", 0) for record in ran.of("decode")), default=0)
 
 
-def _beyond_steps(sampled: Sequence[Record]) -> str:
-    """A sentence where sampling took far longer than its steps."""
+def _beyond_steps(sampled: Sequence[Record]) -> float:
+    """Seconds where sampling took far longer than its steps; else 0."""
     total = steps = 0.0
     for record in sampled:
         measured, step = record.measured, record.asked["step_seconds"]
         if measured is None or measured.seconds is None or step is None:
-            return ""
+            return 0.0
         total += measured.seconds
         steps += record.asked["evaluations"] * step
-    if total - steps < max(LONG_SECONDS, LONG_SHARE * steps):
-        return ""
-    return (
-        f"{seconds_text(total - steps)} of sampling were not steps: a first run brings the model "
-        "to the card, and on a new machine compiles kernels and measures attention"
-    )
+    return total - steps if total - steps >= max(LONG_SECONDS, LONG_SHARE * steps) else 0.0
 
 
 def _is_watched(model: ModelPatcher) -> bool:
@@ -143,11 +141,13 @@ def _missing(clip: Any, vae: Any, ran: LastRun) -> list[str]:
     notes = []
     if clip is not None and not ran.of("text"):
         notes.append(
-            "text encode: not in this run; prompts that ComfyUI kept, and CLIPs of other loaders, "
-            "are not measured"
+            "No text encode in this run: ComfyUI reused the prompts, or another pack loaded the "
+            "CLIP, which is not measured."
         )
     if vae is not None and not ran.of("decode"):
-        notes.append("VAE decode: not in this run, or not by VAE Decode Qwen-Image, which measures")
+        notes.append(
+            "No VAE decode in this run, or not by VAE Decode Qwen-Image, the node that is measured."
+        )
     return notes
 
 
@@ -155,70 +155,26 @@ def _about_memory(last: Record) -> list[str]:
     measured = last.measured
     if measured.counted:
         return [
-            "predictions are of a run when everything is loaded, and of load when nothing is",
-            "what was measured on the card is of every program, with torch's reserve",
+            "Predictions assume that all models are loaded, and of load that nothing is.",
+            "Card memory is the driver's reading: all programs, and what torch keeps in reserve.",
         ]
     if measured.device == "cpu":
-        return ["memory is not counted on the processor"]
-    return [f"memory and steps are measured on CUDA cards alone, and this ran on {measured.device}"]
+        return ["Memory is not counted on the processor."]
+    return [f"Memory and steps are measured on CUDA cards only; this ran on {measured.device}."]
 
 
-def _text(
-    rows: Sequence[PhaseRow], last: Record, prediction: Prediction, notes: Sequence[str]
-) -> str:
-    lines = []
-    for row in rows:
-        lines.append(row.line())
-        if row.name == "sampling" and (step := last.asked["step_seconds"]) is not None:
-            lines.append(f"a step: {seconds_text(step)} in the median")
-            if prediction.step is not None:
-                lines[-1] += f" (predicted {duration(prediction.step)})"
-    paths = [
-        f"{ROW_NAMES[row.name]}: {line}" if row.name in ("text", "tables") else line
-        for row in rows
-        for line in row.as_dict()["path"]
-    ]
-    blocks = [
-        [heading(last.asked)],
-        lines,
-        paths,
-        [line for line in (prediction.basis, *(f"note: {note}" for note in notes)) if line],
-    ]
-    return "\n\n".join("\n".join(lines) for lines in blocks if lines)
-
-
-def heading(asked: Mapping[str, Any]) -> str:
-    """What was sampled, in one line."""
-    batch, _, *frames, height, width = asked["latent"]
-    words = [f"{8 * width}x{8 * height}", f"batch {batch}"]
-    if frames and frames[0] > 1:
-        words.append(f"{frames[0]} frames")
-    steps = asked["steps"]
-    words.append(f"{asked['evaluations'] if steps is None else steps} steps")
-    if steps not in (None, asked["evaluations"]):
-        words.append(f"{asked['evaluations']} evaluations")
-    words.append(f"{asked['passes']} forward passes")
-    if asked["cfg"] is not None:
-        words.append(f"CFG {asked['cfg']:g}")
-    words.append(f"{asked['text_tokens']} text tokens")
-    if asked["references"]:
-        words.append(f"{len(asked['references'])} references")
-    return f"sampled: {', '.join(words)}"
-
-
-def _data(
-    rows: Sequence[PhaseRow], ran: LastRun, prediction: Prediction, notes: Sequence[str]
-) -> dict[str, Any]:
-    step = ran.last.asked["step_seconds"]
-    times = [time for row in rows if (time := row.total_seconds()) is not None]
+def _data(told: Told) -> dict[str, Any]:
+    step, prediction = told.step, told.prediction
+    times = [time for row in told.rows if (time := row.total_seconds()) is not None]
     return {
-        "this_run": ran.this_run,
-        "phases": {row.name: row.as_dict() for row in rows},
+        "this_run": told.ran.this_run,
+        "phases": {row.name: row.as_dict() for row in told.rows},
         "step_ms": {
             "predicted": None if prediction.step is None else ends(prediction.step.times(1000)),
             "measured": None if step is None else figure(1000 * step),
         },
         "measured_seconds": figure(sum(times)),
+        "predicted_seconds": ends(told.predicted),
         "basis": prediction.basis or None,
-        "notes": list(notes),
+        "notes": list(told.notes),
     }
