@@ -54,8 +54,7 @@ OPTIONS = (
     Option(
         "family",
         AUTO,
-        "auto: qwen-image, or qwen-image-edit-2511 where there are references. Edit-2511 computes "
-        "the modulation of references twice; Layered paints several images at once.",
+        "auto: qwen-image, with references qwen-image-edit-2511.",
         choices=(AUTO, *FAMILIES),
         wired="A wired MODEL tells it.",
     ),
@@ -63,8 +62,8 @@ OPTIONS = (
         "precision",
         AUTO,
         "Of the transformer. auto: the most faithful that stays on the card. bf16: 38 GiB of "
-        "weights, int8 and fp8: 25; 12.7 less on the card with the modulation off it. int8 is "
-        "closer to bf16; fp8 is fast on Ada cards and newer.",
+        "weights, int8 and fp8: 25; with modulation off card 12.7 GiB less. int8 is closer to "
+        "bf16; fp8 is fast on Ada cards and newer.",
         choices=PRECISIONS,
         wired="A wired MODEL tells it.",
     ),
@@ -72,7 +71,7 @@ OPTIONS = (
         Option(
             side,
             1328,
-            "Pixels, a multiple of 16: time grows with the area and faster.",
+            "Pixels, a multiple of 16. Time grows faster than the area.",
             least=16,
             most=MOST_PIXELS,
             step=16,
@@ -84,7 +83,7 @@ OPTIONS = (
     Option(
         "batch",
         1,
-        "Images that are sampled together: activations and time grow with it, weights do not.",
+        "Images sampled together: time and working memory grow with it, weights do not.",
         least=1,
         wired="A wired LATENT tells it.",
     ),
@@ -98,22 +97,22 @@ OPTIONS = (
     Option(
         "cfg",
         "two passes",
-        "two passes: positive and negative prompt one after the other, as ComfyUI does at CFG "
-        "above 1; twice the time. one pass: both at once, as it does for prompts of one length; "
-        "more memory. off: CFG 1, as with Lightning LoRAs.",
+        "two passes: CFG above 1, one prompt after the other, which takes twice the time. one "
+        "pass: both at once, as ComfyUI does for prompts of one length; more memory. off: CFG 1, "
+        "as with Lightning LoRAs.",
         choices=CFG_MODES,
     ),
     Option(
         "references",
         0,
-        "Reference images of an edit, of one megapixel each: every one adds as many tokens as an "
-        "image of 1024x1024.",
+        "Reference images of an edit, one megapixel each. Each adds the tokens of a 1024x1024 "
+        "image.",
         most=max(family.most_references for family in FAMILIES.values()),
     ),
     Option(
         "layers",
         0,
-        "Of qwen-image-layered, which family auto then is: each costs as many tokens as the whole "
+        "Of qwen-image-layered, which family auto then is. Each adds the tokens of the whole "
         "image.",
         wired="A wired LATENT tells it.",
         rare=True,
@@ -121,7 +120,7 @@ OPTIONS = (
     Option(
         "text_tokens",
         200,
-        "Of the longest prompt, about 1.3 a word. Next to an image's thousands they cost little.",
+        "Of the longest prompt, about 1.3 a word. They cost little.",
         least=1,
         most=2**16,
         flag="--text",
@@ -130,9 +129,9 @@ OPTIONS = (
     Option(
         "modulation",
         AUTO,
-        "Where the modulation weights stay, a third of the transformer that sees only the "
-        "timestep: 12.7 GiB in bf16. off card: in host memory, with a small table of their results "
-        "on the card. auto: off card where the room is needed.",
+        "Where the modulation weights stay: a third of the transformer, which see only the "
+        "timestep; 12.7 GiB in bf16. off card: in host memory, a small table of their results on "
+        "the card. auto: off card where the room is needed.",
         choices=PLACES,
         wired="A wired MODEL tells it.",
         rare=True,
@@ -140,7 +139,7 @@ OPTIONS = (
     Option(
         "text_encoder_precision",
         AUTO,
-        "How the text encoder's weights are stored. auto: bf16, 14.4 GiB; fp8 and int8: 8.4.",
+        "How the text encoder's weights are stored. auto: bf16, 14.4 GiB. fp8, int8: 8.4.",
         choices=TEXT_ENCODER_PRECISIONS,
         wired="A wired CLIP tells it.",
         rare=True,
@@ -171,8 +170,8 @@ OPTIONS = (
     Option(
         "lora_mode",
         "merge",
-        "merge: into the weights, which costs nothing in a step. bypass: computed in each step "
-        "next to weights that stay as they are, exact on quantized ones.",
+        "merge: into the weights, no time in a step. bypass: computed in each step, exact on "
+        "quantized weights.",
         choices=LORA_MODES,
         rare=True,
     ),
@@ -188,8 +187,8 @@ OPTIONS = (
     Option(
         "tiles",
         0,
-        "Of the VAE's decoding. 0: whole where that fits, else the fewest. 1: always whole. More: "
-        "at least so many; slower, and less memory.",
+        "Of the VAE's decoder. 0: as few as fit. 1: always whole. More: at least so many; slower, "
+        "less memory.",
         rare=True,
     ),
 )

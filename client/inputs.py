@@ -75,6 +75,13 @@ def node_inputs(
     return found
 
 
+def other_names(known: Mapping[str, NodeInput]) -> dict[str, str]:
+    """{name: the other one of the same input}, of inputs that have an older name."""
+    older = {name: spec.rules.get("older_name", name) for name, spec in known.items()}
+    found = {name: other for name, other in older.items() if other != name}
+    return found | {other: name for name, other in found.items()}
+
+
 def is_link(value: Any) -> bool:
     """Whether an input is wired: ComfyUI takes every list for a link."""
     return isinstance(value, list)

@@ -18,10 +18,11 @@ from .inputs import (
     nearest,
     node_inputs,
     number_range,
+    other_names,
     shortened,
     value_of,
 )
-from .workflow import Graph, called, input_called, nodes_called, plain, with_inputs
+from .workflow import Graph, called, input_called, nodes_called, plain, with_inputs, without
 
 TYPED = ("INT", "FLOAT", "BOOLEAN", "STRING", "COMBO")
 # How many of a graph's inputs a message lists.
@@ -36,12 +37,17 @@ LINE_END = re.compile(r"\r\n|\r|\n")
 
 @dataclass(frozen=True)
 class InputTarget:
-    """The input that a key means."""
+    """The input that a key means.
+
+    Attributes:
+        other: the other name of the input, where it has an older one; else empty.
+    """
 
     node: str
     input: str
     spec: NodeInput
     where: str
+    other: str = ""
 
 
 def find_input(graph: Graph, key: str, object_info: Mapping[str, Any]) -> InputTarget:
@@ -73,7 +79,7 @@ def find_input(graph: Graph, key: str, object_info: Mapping[str, Any]) -> InputT
     value = graph[node]["inputs"].get(name)
     if is_link(value):
         raise SettingError(f"{where} cannot be set: {inputs.fed_by(value)}.")
-    return InputTarget(node, name, inputs.spec(node, name), where)
+    return InputTarget(node, name, inputs.spec(node, name), where, inputs.other(node, name))
 
 
 class _Inputs:
@@ -91,6 +97,10 @@ class _Inputs:
             return spec
         kinds = {bool: "BOOLEAN", int: "INT", float: "FLOAT"}
         return NodeInput(kinds.get(type(value), "STRING"))
+
+    def other(self, node: str, name: str) -> str:
+        """The other name of an input that has an older one; else empty."""
+        return other_names(self.known[node] or {}).get(name, "")
 
     def unwired(self, node: str) -> list[str]:
         """The inputs that hold a value, without those that the node's class does not have."""
@@ -141,12 +151,12 @@ class _Inputs:
         return self._unwired_by_name(key) or wired[:1]
 
     def _unwired_by_name(self, key: str) -> list[Place]:
-        return [
-            (node, name)
-            for node in self.graph
-            for name in self.unwired(node)
-            if plain(name) == plain(key)
-        ]
+        places = [(node, name) for node in self.graph for name in self.unwired(node)]
+        others = [(node, self.other(node, name)) for node, name in places]
+        same = (
+            [place for place in some if plain(place[1]) == plain(key)] for some in (places, others)
+        )
+        return next(filter(None, same), [])
 
     def fed_by(self, link: list[Any]) -> str:
         """Which node a wired input gets its value from."""
@@ -249,11 +259,12 @@ def variations(
     for setting in settings:
         target = find_input(graph, setting.key, object_info)
         for key, other, _ in axes:
-            if (other.node, other.input) == (target.node, target.input):
+            if other.node == target.node and other.input in (target.input, target.other):
                 raise SettingError(
                     f"--set {key} and --set {setting.key} both mean {target.where}: give one."
                 )
         axes.append((setting.key, target, [_axis(value, target) for value in setting.values]))
+    graph = without(graph, [(target.node, target.other) for _, target, _ in axes])
     _check_count([(key, sum(map(_count, parts))) for key, _, parts in axes])
     keys = [key for key, _, _ in axes]
     places = [(target.node, target.input) for _, target, _ in axes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,15 @@ def with_inputs(graph: Graph, values: Mapping[tuple[str, str], Any]) -> Graph:
     copy = dict(graph)
     for (node, name), value in values.items():
         copy[node] = {**copy[node], "inputs": {**copy[node]["inputs"], name: value}}
+    return copy
+
+
+def without(graph: Graph, places: Iterable[tuple[str, str]]) -> Graph:
+    """A copy that lacks some inputs, by (node id, input)."""
+    copy = dict(graph)
+    for node, name in places:
+        inputs = {key: value for key, value in copy[node]["inputs"].items() if key != name}
+        copy[node] = {**copy[node], "inputs": inputs}
     return copy
 
 

@@ -244,8 +244,13 @@ def test_a_zeroed_prompt_is_no_negative_prompt():
 def test_an_older_name_of_an_input_is_taken_with_its_older_values():
     old = {"lora": node("QwenL40S_LoadLora", "LoRA", lora="x", strength=1.0, how="beside")}
     assert chosen("how=merged", graph=old) == [["merged"]]
-    [variation] = made("LoRA.lora_mode=beside", graph=old)
-    assert variation.graph["lora"]["inputs"]["lora_mode"] == "beside"
+    [variation] = made("LoRA.lora_mode=merge", graph=old)
+    held = variation.graph["lora"]["inputs"]
+    assert held["lora_mode"] == "merge" and "how" not in held
+    [variation] = made("how=beside", graph={"lora": {**old["lora"], "inputs": held}})
+    held = variation.graph["lora"]["inputs"]
+    assert held["how"] == "beside" and "lora_mode" not in held
+    assert "both mean" in refused("how=merge", "LoRA.lora_mode=bypass", graph=old)
     assert "must be one of" in refused("how=never", graph=old)
 
 
