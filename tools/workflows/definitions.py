@@ -68,9 +68,14 @@ class Output:
 
 @dataclass(frozen=True)
 class Definition:
-    """A node: inputs and outputs in their order, which saved files depend on."""
+    """A node: inputs and outputs in their order, which saved files depend on.
+
+    Attributes:
+        title: What the page's search and its library call it.
+    """
 
     class_type: str
+    title: str
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
 
@@ -116,6 +121,7 @@ def parse(kept: Mapping[str, Any]) -> dict[str, Definition]:
     return {
         name: Definition(
             name,
+            node.get("display_name") or name,
             tuple(
                 Input(
                     name=entry["name"],
@@ -149,7 +155,7 @@ def _node(name: str, info: Mapping[str, Any]) -> dict[str, Any]:
         {"name": output_name, "type": output_type}
         for output_name, output_type in zip(info["output_name"], info["output"], strict=True)
     ]
-    return {"inputs": inputs, "outputs": outputs}
+    return {"display_name": info.get("display_name"), "inputs": inputs, "outputs": outputs}
 
 
 def _input(node: str, name: str, entry: list[Any], optional: bool) -> dict[str, Any]:

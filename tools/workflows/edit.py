@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...planning.request import RunRequest
+from ...spec import find_family
 from .graph import EDIT_2511, TEXT_ENCODER, VAE, Link, Workflow
 from .parts import (
     IMAGE,
@@ -14,18 +15,19 @@ from .parts import (
     SAMPLING,
     Loaded,
     decode,
+    fast,
     load,
     note,
     sample,
     save,
-    shifted,
 )
 
-IMAGES, MASK = "Images", "Mask"
+IMAGES, MASK, MODEL = "Images", "Mask", "Model"
 PICTURE = "example.png"  # ComfyUI brings it in its input folder
-STEPS, CFG = 40, 4.0  # of ComfyUI's own template of Edit-2511
-COLUMNS = ((MODELS,), (IMAGES,), (PROMPT,), (SAMPLING,), (IMAGE,))
-FEWER_STEPS = f"**Sample**: 20 steps instead of {STEPS} take half of the time."
+FAMILY = "qwen-image-edit-2511"
+STEPS, CFG = find_family(FAMILY).steps, 4.0  # the model card's
+COLUMNS = ((MODELS,), (IMAGES, MASK, MODEL), (PROMPT,), (SAMPLING, IMAGE))
+STEPS_LAST = f"**KSampler**: {STEPS} steps are the model card's; 20 take half of the time."
 FILES = (EDIT_2511, TEXT_ENCODER, VAE)
 
 
@@ -41,9 +43,9 @@ def edit_2511() -> Workflow:
     return _edit(
         "edit_2511",
         "Edit a picture, Edit-2511",
-        "Changes **Image 1** as the prompt says, in bf16. **Scale** brings the picture to one "
-        "megapixel in the nearest of the usual shapes, and cuts what sticks out.",
-        ("**Image 1**: your picture.", "**Prompt**: what to change, and what to keep."),
+        "Changes a picture as the prompt says. **FluxKontextImageScale** brings it to one megapixel "
+        "in the nearest of the usual shapes, and cuts what sticks out.",
+        ("**Load Image**: your picture.", "The prompt: what to change, and what to keep."),
         pictures=1,
         prompt="Turn the picture into a watercolour painting on rough paper, keep the composition",
     )
@@ -54,12 +56,11 @@ def edit_2511_three_references() -> Workflow:
     return _edit(
         "edit_2511_three_references",
         "Edit with three pictures, Edit-2511",
-        "Brings things of three pictures together, in bf16. The result has the shape of "
-        "**Image 1**; the prompt calls them image 1, image 2 and image 3.",
+        "Brings things of three pictures together. The result has the shape of image 1.",
         (
-            "**Image 1**, **Image 2**, **Image 3**: your pictures. Delete the third one and "
-            "two are taken, faster.",
-            "**Prompt**: what comes from which image.",
+            "**Load Image**: three pictures of your own; at first all are ComfyUI's example. "
+            "Delete image 3, and two are taken, faster.",
+            "The prompt: what comes from image 1, image 2 and image 3.",
         ),
         pictures=3,
         prompt="The scene of image 1 in the light of image 2, with the colours of image 3",
@@ -74,20 +75,20 @@ def inpaint() -> Workflow:
         title,
         note(
             title,
-            "Paints anew what you mask. Every pixel outside the mask stays exactly as **Scale** "
-            "gives it: one megapixel in the nearest of the usual shapes.\n\n"
-            "**Right-click Image 1 > Open in MaskEditor**, paint over what is to change, save. "
-            "Without a mask nothing changes. Over the API, the transparent part of a PNG is the "
+            "Paints anew what you mask. All other pixels stay as they are, at one megapixel in the "
+            "nearest of the usual shapes.\n\n"
+            "**Right-click Load Image > Open in MaskEditor**, paint over what is to change, save. "
+            "Without a mask nothing changes. Over the API the transparent part of a PNG is the "
             "mask.",
             (
-                "**Image 1** and its mask.",
-                "**Prompt**: what is to be there.",
-                FEWER_STEPS,
+                "**Load Image**: your picture and its mask.",
+                "The prompt: what is to be there.",
+                STEPS_LAST,
             ),
             files=FILES,
             request=_request(references=1),
         ),
-        columns=((MODELS,), (IMAGES, MASK), (PROMPT,), (SAMPLING,), (IMAGE,)),
+        columns=COLUMNS,
     )
     loaded = load(workflow, EDIT_2511, precision="bf16")
     (scaled,) = _images(workflow, count=1)
@@ -98,19 +99,19 @@ def inpaint() -> Workflow:
     masked = workflow.add(
         "latent_mask",
         "SetLatentNoiseMask",
-        "Masked latent",
-        SAMPLING,
+        PROMPT,
+        folded=True,
         samples=_encode(workflow, scaled, loaded.vae),
         mask=mask,
     )
-    painted = decode(workflow, _sample(workflow, loaded, prompts, masked["LATENT"]), loaded.vae)
+    painted = _sample(workflow, loaded, prompts, masked["LATENT"], folded=True)
     composite = workflow.add(
         "composite",
         "ImageCompositeMasked",
-        "Composite",
         IMAGE,
+        folded=True,
         destination=scaled,
-        source=painted,
+        source=decode(workflow, painted, loaded.vae, folded=True),
         mask=mask,
     )
     save(workflow, composite["IMAGE"])
@@ -123,22 +124,24 @@ def _edit(
     workflow = Workflow(
         name,
         title,
-        note(title, what, (*change, FEWER_STEPS), files=FILES, request=_request(pictures)),
+        note(title, what, (*change, STEPS_LAST), files=FILES, request=_request(pictures)),
         columns=COLUMNS,
     )
     loaded = load(workflow, EDIT_2511, precision="bf16")
     images = _images(workflow, count=pictures)
     prompts = _prompts(workflow, loaded, images, prompt)
     latent = _encode(workflow, images[0], loaded.vae)
-    painted = _sample(workflow, loaded, prompts, latent)
-    save(workflow, decode(workflow, painted, loaded.vae))
+    # Three pictures leave no room for what nobody changes.
+    folded = pictures > 1
+    painted = _sample(workflow, loaded, prompts, latent, folded=folded)
+    save(workflow, decode(workflow, painted, loaded.vae, folded=folded))
     return workflow
 
 
 def _request(references: int) -> RunRequest:
     # example.png is square, and FluxKontextImageScale makes a square megapixel of it.
     return RunRequest(
-        family="qwen-image-edit-2511",
+        family=FAMILY,
         precision="bf16",
         width=1024,
         height=1024,
@@ -150,21 +153,34 @@ def _request(references: int) -> RunRequest:
 def _images(workflow: Workflow, count: int) -> list[Link]:
     """Pictures to look at; the first at the size that is painted."""
     loaded = [
-        workflow.add(f"image_{index}", "LoadImage", f"Image {index}", IMAGES, image=PICTURE)
+        workflow.add(
+            f"image_{index}",
+            "LoadImage",
+            PROMPT if index > 2 else IMAGES,
+            about=f"image {index}" if count > 1 else "",
+            image=PICTURE,
+        )
         for index in range(1, count + 1)
     ]
     first, *others = [node["IMAGE"] for node in loaded]
-    scale = workflow.add("scale", "FluxKontextImageScale", "Scale", PROMPT, image=first)
+    scale = workflow.add("scale", "FluxKontextImageScale", IMAGES, folded=True, image=first)
     return [scale["IMAGE"], *others]
 
 
 def _scaled_mask(workflow: Workflow, mask: Link) -> Link:
     """A mask cut and scaled as its picture is, which only images can be."""
-    picture = workflow.add("mask_image", "MaskToImage", "Mask as image", MASK, mask=mask)
+    picture = workflow.add("mask_image", "MaskToImage", MASK, folded=True, mask=mask)
     scale = workflow.add(
-        "mask_scale", "FluxKontextImageScale", "Scale mask", MASK, image=picture["IMAGE"]
+        "mask_scale",
+        "FluxKontextImageScale",
+        MASK,
+        about="mask",
+        folded=True,
+        image=picture["IMAGE"],
     )
-    back = workflow.add("mask", "ImageToMask", "Mask", MASK, image=scale["IMAGE"], channel="red")
+    back = workflow.add(
+        "mask", "ImageToMask", MASK, folded=True, image=scale["IMAGE"], channel="red"
+    )
     return back["MASK"]
 
 
@@ -174,12 +190,13 @@ def _prompts(
     """Both prompts see the pictures, and each token of a picture its own timestep, 0."""
     seen = {f"image{index}": image for index, image in enumerate(images, start=1)}
     found = []
-    for id, title, prompt in (("positive", "Prompt", text), ("negative", "Negative prompt", "")):
+    for id, about, prompt in (("positive", "prompt", text), ("negative", "negative prompt", " ")):
         encoded = workflow.add(
             id,
             "TextEncodeQwenImageEditPlus",
-            title,
             PROMPT,
+            about=about,
+            folded=id == "negative",
             clip=loaded.clip,
             vae=loaded.vae,
             prompt=prompt,
@@ -188,8 +205,9 @@ def _prompts(
         method = workflow.add(
             f"{id}_method",
             "FluxKontextMultiReferenceLatentMethod",
-            "Reference method" if id == "positive" else "Negative reference method",
             PROMPT,
+            about=about,
+            folded=True,
             conditioning=encoded["CONDITIONING"],
             reference_latents_method="index_timestep_zero",
         )
@@ -198,14 +216,20 @@ def _prompts(
 
 
 def _encode(workflow: Workflow, image: Link, vae: Link) -> Link:
-    return workflow.add("encode", "QwenL40S_VAEEncode", "Encode", SAMPLING, pixels=image, vae=vae)[
-        "LATENT"
-    ]
+    node = workflow.add("encode", "QwenL40S_VAEEncode", PROMPT, folded=True, pixels=image, vae=vae)
+    return node["LATENT"]
 
 
-def _sample(workflow: Workflow, loaded: Loaded, prompts: EncodedPrompts, latent: Link) -> Link:
+def _sample(
+    workflow: Workflow, loaded: Loaded, prompts: EncodedPrompts, latent: Link, *, folded: bool
+) -> Link:
     # Guided as the model's authors do it; ComfyUI's template comes near with its own CFGNorm.
+    group = SAMPLING if folded else MODEL
     guided = workflow.add(
-        "cfg_norm", "QwenL40S_CFGNorm", "CFG norm", SAMPLING, model=shifted(workflow, loaded.model)
+        "cfg_norm",
+        "QwenL40S_CFGNorm",
+        group,
+        folded=True,
+        model=fast(workflow, loaded.model, group=group, folded=folded),
     )
     return sample(workflow, guided["MODEL"], *prompts, latent, steps=STEPS, cfg=CFG)

@@ -1,4 +1,4 @@
-"""Workflows of the estimator: alone, and with the report of a run."""
+"""Workflows that foresee, compare and prepare: estimate, report, advise, save quantized."""
 
 from __future__ import annotations
 
@@ -9,21 +9,35 @@ from .parts import (
     MODELS,
     PROMPT,
     SAMPLING,
+    Loaded,
     decode,
     empty,
     encode,
+    fast,
     load,
     note,
     sample,
     save,
-    shifted,
 )
-from .text_to_image import CFG, EXAMPLE, FAMILY, NEGATIVE, NEGATIVE_STAYS, PROMPT_FIRST, SIDE
+from .text_to_image import (
+    CFG,
+    EXAMPLE,
+    FAMILY,
+    MICRO,
+    MICRO_PROMPT,
+    MICRO_SIDE,
+    MICRO_STEPS,
+    NEGATIVE,
+    PROMPT_FIRST,
+    SIDE,
+    STEPS,
+    load_micro,
+)
 
 ESTIMATE, REPORT = "Estimate", "Report"
-STEPS = 20
-CHART_WIDTH = 720  # to read its figures
-TABLE_WIDTH, TABLE_HEIGHT = 980, 600  # of a report, with its lines unbroken
+CHART_WIDTH = 520  # to read its figures
+TABLE_WIDTH, TABLE_HEIGHT = 660, 800  # of a report, with its lines unbroken
+REPORTED = ((MODELS,), (PROMPT, SAMPLING), (ESTIMATE,), (IMAGE, REPORT))
 
 
 def estimate() -> Workflow:
@@ -34,25 +48,23 @@ def estimate() -> Workflow:
         title,
         note(
             title,
-            "Says whether a run fits a card, what each phase takes, how long it lasts and what it "
-            "costs. Needs no model and no card, and loads nothing.",
+            "Says whether a run fits a card, how long it takes and what it costs. It needs no "
+            "model and no card, and loads nothing.",
             (
-                "**Estimate**: `card`, then size, batch, steps and references of what you want to "
-                "run. `this card` is the one of this machine, or an L40S where there is none.",
-                "Times of a card that was not measured are a range: `qwen-l40s bench --calibrate` "
-                "on it makes them one figure.",
+                "`card`: `this card` is the one in this machine, or an L40S where there is none.",
+                "Size, batch, steps and references: what you want to run.",
+                "Times of a card that was not measured are a range. `qwen-l40s bench --calibrate` "
+                "on the card makes one figure of it.",
             ),
         ),
-        columns=((ESTIMATE,), (REPORT,)),
-        note_above=1,
+        columns=((), (ESTIMATE,), (REPORT,)),
     )
     estimated = workflow.add(
-        "estimate", "QwenL40S_EstimateVRAM", "Estimate", ESTIMATE, wide=CHART_WIDTH
+        "estimate", "QwenL40S_EstimateVRAM", ESTIMATE, wide=CHART_WIDTH
     )
     workflow.add(
         "text",
         "PreviewAny",
-        "Estimate in words",
         REPORT,
         wide=TABLE_WIDTH,
         shown=TABLE_HEIGHT,
@@ -69,51 +81,72 @@ def estimate_generate_report() -> Workflow:
         title,
         note(
             title,
-            "Predicts a run from the parts that are loaded, paints the picture, and lays what was "
-            "measured beside what was predicted.",
+            "Predicts a run from the parts that are loaded, paints the picture, and compares what "
+            "was predicted with what was measured.",
             (
                 "**Estimate** takes model, text encoder, VAE, size and batch from its wires; give "
-                "it the `steps` of **Sample**, and `cfg` `off` where its CFG is 1.",
+                "it the `steps` of **KSampler**, and `cfg` `off` where its CFG is 1.",
                 "The first run loads and prepares: read the report of the second one.",
                 PROMPT_FIRST,
-                NEGATIVE_STAYS,
-            ),
+                        ),
             files=(QWEN_2512, TEXT_ENCODER, VAE),
             request=RunRequest(family=FAMILY, precision="bf16", steps=STEPS),
         ),
-        columns=((MODELS,), (PROMPT,), (SAMPLING,), (ESTIMATE,), (IMAGE, REPORT)),
+        columns=REPORTED,
     )
     loaded = load(workflow, QWEN_2512, precision="bf16")
-    positive = encode(workflow, "positive", "Prompt", EXAMPLE, loaded.clip)
-    negative = encode(workflow, "negative", "Negative prompt", NEGATIVE, loaded.clip)
-    latent = empty(workflow, SIDE, SIDE)
-    model = shifted(workflow, loaded.model)
-    estimated = workflow.add(
+    _predict_and_report(workflow, loaded, EXAMPLE, NEGATIVE, SIDE, STEPS)
+    return workflow
+
+
+def micro_report() -> Workflow:
+    """The same with the bundled model."""
+    title = "Estimate, generate, report with the micro model"
+    workflow = Workflow(
+        "micro_report",
+        title,
+        note(
+            title,
+            "Predicts a run, paints with the bundled micro model, and compares what was predicted "
+            "with what was measured. Nothing to download: press Run to see what a report holds.",
+            (
+                "**Load Qwen-Image**: a file of your own, with the size and steps of its model "
+                "card in **EmptySD3LatentImage**, **Estimate** and **KSampler**.",
+                "The first run loads and prepares: read the report of the second one.",
+            ),
+        ),
+        columns=REPORTED,
+    )
+    _predict_and_report(workflow, load_micro(workflow), MICRO_PROMPT, " ", MICRO_SIDE, MICRO_STEPS)
+    return workflow
+
+
+def _predict_and_report(
+    workflow: Workflow, loaded: Loaded, prompt: str, negative_prompt: str, side: int, steps: int
+) -> None:
+    positive = encode(workflow, "positive", prompt, loaded.clip)
+    negative = encode(workflow, "negative", negative_prompt, loaded.clip, "negative prompt")
+    latent = empty(workflow, side, side)
+    model = fast(workflow, loaded.model, folded=True)
+    workflow.add(
         "estimate",
         "QwenL40S_EstimateVRAM",
-        "Estimate",
         ESTIMATE,
         model=model,
         clip=loaded.clip,
         vae=loaded.vae,
         latent=latent,
-        steps=STEPS,
+        steps=steps,
     )
-    workflow.add(
-        "estimate_text", "PreviewAny", "Estimate in words", ESTIMATE, source=estimated["report"]
-    )
-    painted = sample(workflow, model, positive, negative, latent, steps=STEPS, cfg=CFG)
-    images = decode(workflow, painted, loaded.vae)
+    painted = sample(workflow, model, positive, negative, latent, steps=steps, cfg=CFG)
+    images = decode(workflow, painted, loaded.vae, folded=True)
     save(workflow, images)
-    report = workflow.add(
+    workflow.add(
         "report",
         "QwenL40S_Report",
-        "Report",
         REPORT,
         images=images,
         model=model,
         clip=loaded.clip,
         vae=loaded.vae,
     )
-    workflow.add("report_text", "PreviewAny", "Report in words", REPORT, source=report["report"])
-    return workflow

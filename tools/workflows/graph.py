@@ -87,22 +87,31 @@ class Node:
 
     Attributes:
         id: A short word, which is its name in the API form.
-        title: What people type after `--set`.
+        about: Which one it is, where a graph has several of its class.
         group: The frame of the page that it stands in.
         inputs: Values of widgets, and links.
         models: The files that its widgets name.
+        folded: Whether the page shows its title alone: nothing in it needs a look.
         width: In the page, where more than usual is needed to read what it shows; 0 elsewhere.
         shown: The height of what it shows, likewise.
     """
 
     id: str
     definition: Definition
-    title: str
+    about: str
     group: str
     inputs: dict[str, Any]
     models: tuple[ModelFile, ...] = ()
+    folded: bool = False
     width: int = 0
     shown: int = 0
+
+    @property
+    def title(self) -> str:
+        """As the page's search calls it, with what tells it from others of its class."""
+        if not self.about:
+            return self.definition.title
+        return f"{self.definition.title.partition(' (')[0]} ({self.about})"
 
     def __getitem__(self, output: str) -> Link:
         """An output by its name, to be linked."""
@@ -117,26 +126,25 @@ class Workflow:
         name: Of its files.
         title: As the page lists it.
         note: Markdown, on the page.
-        columns: From left to right, the frames that stand below one another in each; those that
-            hold no node are left out.
-        note_above: The column that the note is above.
+        columns: From left to right, the frames that stand below one another in each; the note is
+            above the first. Frames that hold no node are left out.
     """
 
     name: str
     title: str
     note: str = ""
     columns: Sequence[Sequence[str]] = (("Models",), ("Prompt", "LoRA"), ("Sampling",), ("Image",))
-    note_above: int = 0
     nodes: dict[str, Node] = field(default_factory=dict)
 
     def add(
         self,
         id: str,
         class_type: str,
-        title: str,
         group: str,
         *,
+        about: str = "",
         models: Sequence[ModelFile] = (),
+        folded: bool = False,
         wide: int = 0,
         shown: int = 0,
         **inputs: Any,
@@ -144,6 +152,8 @@ class Workflow:
         """Adds a node; widgets that are not named get their defaults.
 
         Args:
+            about: see `Node.about`.
+            folded: see `Node.folded`.
             wide: see `Node.width`; an input may be called so itself.
             shown: see `Node.shown`.
 
@@ -166,7 +176,7 @@ class Workflow:
                 filled[known.name] = known.choices[0]
             elif not known.optional:
                 raise ValueError(f"{self.name}: {id}.{known.name} is missing")
-        node = Node(id, definition, title, group, filled, tuple(models), wide, shown)
+        node = Node(id, definition, about, group, filled, tuple(models), folded, wide, shown)
         self._check(node)
         self.nodes[id] = node
         return node

@@ -32,65 +32,65 @@ def load(
     workflow: Workflow,
     transformer: ModelFile,
     *,
-    precision: str,
     text_encoder: ModelFile = TEXT_ENCODER,
-    placement: str = "auto",
-    lora: ModelFile | None = None,
+    vae: ModelFile = VAE,
+    **settings: str,
 ) -> Loaded:
-    """The three loaders, a LoRA where there is one, and Optimize behind it."""
-    model = workflow.add(
-        "model",
-        "QwenL40S_LoadModel",
-        "Model",
+    """All three parts, from the loader that takes them in one node."""
+    node = workflow.add(
+        "load",
+        "QwenL40S_Load",
         MODELS,
-        models=[transformer],
+        models=[transformer, text_encoder, vae],
         model=transformer.name,
-        precision=precision,
-    )["MODEL"]
-    clip = workflow.add(
-        "clip",
-        "QwenL40S_LoadTextEncoder",
-        "Text encoder",
-        MODELS,
-        models=[text_encoder],
         text_encoder=text_encoder.name,
-        placement=placement,
+        vae=vae.name,
+        **settings,
     )
-    vae = workflow.add("vae", "QwenL40S_LoadVAE", "VAE", MODELS, models=[VAE], vae=VAE.name)
-    if lora:
-        model = workflow.add(
-            "lora",
-            "QwenL40S_LoadLora",
-            "LoRA",
-            LORA,
-            models=[lora],
-            model=model,
-            lora=lora.name,
-        )["MODEL"]
-    optimize = workflow.add("optimize", "QwenL40S_Optimize", "Optimize", SAMPLING, model=model)
-    return Loaded(optimize["MODEL"], clip["CLIP"], vae["VAE"])
+    return Loaded(node["MODEL"], node["CLIP"], node["VAE"])
 
 
-def encode(workflow: Workflow, id: str, title: str, text: str, clip: Link) -> Link:
-    """A prompt as conditioning."""
-    node = workflow.add(id, "CLIPTextEncode", title, PROMPT, text=text, clip=clip)
+def with_lora(workflow: Workflow, model: Link, file: ModelFile) -> Link:
+    """The MODEL with a LoRA."""
+    node = workflow.add(
+        "lora", "QwenL40S_LoadLora", LORA, models=[file], model=model, lora=file.name
+    )
+    return node["MODEL"]
+
+
+def fast(
+    workflow: Workflow,
+    model: Link,
+    *,
+    shift: float = SHIFT,
+    group: str = SAMPLING,
+    folded: bool = False,
+) -> Link:
+    """The MODEL as it is sampled: optimized, with the noise schedule's shift."""
+    optimize = workflow.add("optimize", "QwenL40S_Optimize", group, folded=folded, model=model)
+    node = workflow.add(
+        "shift",
+        "ModelSamplingAuraFlow",
+        group,
+        folded=True,
+        model=optimize["MODEL"],
+        shift=shift,
+    )
+    return node["MODEL"]
+
+
+def encode(workflow: Workflow, id: str, text: str, clip: Link, about: str = "") -> Link:
+    """A prompt as conditioning; ComfyUI's own name of the node says (Prompt)."""
+    node = workflow.add(id, "CLIPTextEncode", PROMPT, about=about, text=text, clip=clip)
     return node["CONDITIONING"]
 
 
 def empty(workflow: Workflow, width: int, height: int, batch: int = 1, *, id: str = "size") -> Link:
     """Latents to begin with, of a size in pixels."""
     node = workflow.add(
-        id, "EmptySD3LatentImage", "Size", PROMPT, width=width, height=height, batch_size=batch
+        id, "EmptySD3LatentImage", PROMPT, width=width, height=height, batch_size=batch
     )
     return node["LATENT"]
-
-
-def shifted(workflow: Workflow, model: Link, shift: float = SHIFT) -> Link:
-    """The MODEL with the noise schedule's shift."""
-    node = workflow.add(
-        "shift", "ModelSamplingAuraFlow", "Shift", SAMPLING, model=model, shift=shift
-    )
-    return node["MODEL"]
 
 
 def sample(
@@ -107,7 +107,6 @@ def sample(
     node = workflow.add(
         "sample",
         "KSampler",
-        "Sample",
         SAMPLING,
         model=model,
         positive=positive,
@@ -123,16 +122,18 @@ def sample(
     return node["LATENT"]
 
 
-def decode(workflow: Workflow, latent: Link, vae: Link) -> Link:
+def decode(workflow: Workflow, latent: Link, vae: Link, *, folded: bool = False) -> Link:
     """Latents to images, planned for the memory that is free."""
-    node = workflow.add("decode", "QwenL40S_VAEDecode", "Decode", IMAGE, samples=latent, vae=vae)
+    node = workflow.add(
+        "decode", "QwenL40S_VAEDecode", IMAGE, folded=folded, samples=latent, vae=vae
+    )
     return node["IMAGE"]
 
 
 def save(workflow: Workflow, images: Link, prefix: str = "") -> Node:
     """Images to files that are called as the workflow is, or otherwise."""
     prefix = prefix or workflow.name
-    return workflow.add("save", "SaveImage", "Save", IMAGE, images=images, filename_prefix=prefix)
+    return workflow.add("save", "SaveImage", IMAGE, images=images, filename_prefix=prefix)
 
 
 # The note in each workflow: what it does, which files, what it takes, what to change first.
@@ -179,13 +180,16 @@ def takes(request: RunRequest) -> str:
         spare = format_gib(found.safer.headroom_bytes)
         sentences.append(f"Safer, with {spare} to spare: {safer_setting(found)}.")
     if option.setting.modulation == "off card":
-        sentences.append("Modulation weights wait in host memory.")
+        sentences.append(
+            "The modulation weights (a third of the transformer, which see only the timestep) stay "
+            "in host memory."
+        )
     if option.setting.text_encoder_place == "drop after encoding":
         sentences.append("The text encoder leaves the card after encoding.")
     if option.tiles > 1:
         sentences.append(f"The VAE decodes in {option.tiles} tiles.")
     if found.image_seconds is not None:
-        size = f"{request.width}x{request.height}"
+        size = f"{request.width}x{request.height} in {request.steps} steps"
         if request.batch > 1:
             whole = duration(found.image_seconds.times(request.batch))
             sentences.append(f"{request.batch} images of {size}: {whole}.")

@@ -19,10 +19,24 @@ from .graph import (
     ModelFile,
     Workflow,
 )
-from .parts import IMAGE, MODELS, PROMPT, decode, empty, encode, load, note, sample, save, shifted
+from .parts import (
+    IMAGE,
+    MODELS,
+    PROMPT,
+    Loaded,
+    decode,
+    empty,
+    encode,
+    fast,
+    load,
+    note,
+    sample,
+    save,
+    with_lora,
+)
 
 FAMILY = "qwen-image-2512"
-STEPS, CFG = 50, 4.0  # of ComfyUI's own template of 2512, and of the model card
+STEPS, CFG = find_family(FAMILY).steps, 4.0  # the model card's
 SIDE = 1328  # the model card's square
 EXAMPLE = (
     "A rainy evening street in a small harbour town, a bookshop with warm light in its window and "
@@ -39,9 +53,12 @@ NEGATIVE = (
     "低分辨率，低画质，肢体畸形，手指畸形，画面过饱和，蜡像感，人脸无细节，过度光滑，画面具有AI感。"
     "构图混乱。文字模糊，扭曲。"
 )
-PROMPT_FIRST = "**Prompt**, and **Size**: 1328x1328, 1664x928, 1472x1104, 1584x1056 or upright."
-NEGATIVE_STAYS = "**Negative prompt** is the model card's own, in Chinese: leave it at first."
-FEWER_STEPS = f"**Sample**: 20 steps instead of {STEPS} take 0.4 of the time."
+MICRO, MICRO_SIDE, MICRO_STEPS = "micro (bundled)", 256, 20
+MICRO_PROMPT = "a large green circle at the bottom right on a white background"
+SIZES = "**EmptySD3LatentImage**: 1328x1328, 1664x928, 1472x1104, 1584x1056 or upright."
+PROMPT_FIRST = "The prompt. The negative prompt is the model card's own, in Chinese."
+STEPS_LAST = f"**KSampler**: {STEPS} steps are the model card's; 20 take 0.4 of the time."
+CHANGE = (PROMPT_FIRST, SIZES, STEPS_LAST)
 
 
 def text_to_image_bf16() -> Workflow:
@@ -49,12 +66,10 @@ def text_to_image_bf16() -> Workflow:
     return _text_to_image(
         "text_to_image_bf16",
         "Text to image, bf16",
-        "Qwen-Image-2512 as it was trained, in bf16. All parts stay on a 48 GB card between "
-        "pictures, so that nothing is loaded twice.",
+        "Qwen-Image-2512 as it was trained. On a 48 GB card nothing is loaded twice.",
         (
-            PROMPT_FIRST,
-            FEWER_STEPS,
-            "**Model**: precision `auto` takes int8 where the card is too small for bf16.",
+            *CHANGE,
+            "**Load Qwen-Image**: precision `auto` takes int8 where bf16 does not fit.",
         ),
     )
 
@@ -64,13 +79,12 @@ def text_to_image_fp8() -> Workflow:
     return _text_to_image(
         "text_to_image_fp8",
         "Text to image, fp8",
-        "Qwen-Image-2512 from the fp8 files that ComfyUI's own template uses: half the download, "
-        "and fp8 arithmetic on Ada cards and newer. bf16 is more faithful.",
+        "Qwen-Image-2512 from ComfyUI's own fp8 files: half the download, and fp8 arithmetic on "
+        "Ada cards and newer. bf16 is more faithful.",
         (
-            PROMPT_FIRST,
-            FEWER_STEPS,
-            f"**Model**: from `{QWEN_2512.name}` the same precision makes weights with a scale for "
-            "each row, which the published fp8 file has not.",
+            *CHANGE,
+            f"**Load Qwen-Image**: `{QWEN_2512.name}` with precision fp8 is more exact: it gets a "
+            "scale for each row.",
         ),
         transformer=QWEN_2512_FP8,
         text_encoder=TEXT_ENCODER_FP8,
@@ -90,13 +104,12 @@ def text_to_image_int8() -> Workflow:
     return _text_to_image(
         "text_to_image_int8",
         "Text to image, int8",
-        "Qwen-Image-2512 in int8, with a scale for each row and each token, made from the bf16 "
-        "file while it is loaded.",
+        "Qwen-Image-2512 in int8, made from the bf16 file as it loads, with a scale for each row "
+        "and each token.",
         (
-            PROMPT_FIRST,
-            FEWER_STEPS,
-            "To load two thirds of the bytes from then on, connect MODEL to **Save Quantized "
-            "Qwen-Image** once and choose its file in **Model**.",
+            *CHANGE,
+            "The template **save_quantized** writes the int8 file once; from then on two thirds "
+            "of the bytes are read.",
         ),
         precision="int8",
         request=RunRequest(family=FAMILY, precision="int8", steps=STEPS),
@@ -109,13 +122,14 @@ def lora() -> Workflow:
     return _text_to_image(
         "lora",
         "Text to image with a LoRA",
-        "Qwen-Image-2512 with a LoRA that paints 360 degree panoramas, merged into the weights, so "
-        "that a step takes no longer. The node says how many of the LoRA's keys were applied.",
+        "Qwen-Image-2512 with a LoRA for 360 degree panoramas, merged into the weights: a step "
+        "takes no longer. The loader says how many of its keys were applied.",
         (
-            "**LoRA**: any of `models/loras` for this model; its prompt may need trigger words, "
-            "as here `360 degree panorama with equirectangular projection`.",
-            "**LoRA**: `bypass` instead of `merge` leaves quantized weights as they are.",
-            FEWER_STEPS,
+            "**Load Qwen-Image LoRA**: any of `models/loras` for this model; `bypass` leaves "
+            "quantized weights as they are.",
+            "The prompt: a LoRA may need its own words, here `360 degree panorama with "
+            "equirectangular projection`.",
+            STEPS_LAST,
         ),
         lora_file=PANORAMA_360,
         prompt=PANORAMA,
@@ -133,21 +147,21 @@ def lora() -> Workflow:
 
 def batch_of_8() -> Workflow:
     """Eight pictures of one prompt at once."""
-    batch, steps = 8, 20
+    batch = 8
     return _text_to_image(
         "batch_of_8",
         "Eight images at once",
         "Eight pictures of one prompt in one run, to choose from. A step reads the weights once "
         "for all of them.",
         (
-            "**Prompt**, and **Size**: `batch_size` as the card has room for.",
-            f"**Sample**: 20 steps are for drafts; pictures to keep take {STEPS}.",
+            PROMPT_FIRST,
+            "**EmptySD3LatentImage**: `batch_size`, as many as the card has room for.",
+            f"**KSampler**: {STEPS} steps are the model card's; 20 will do for drafts.",
         ),
         # Eight images leave an L40S no room for the text encoder while they are sampled.
         placement="drop after encoding",
-        steps=steps,
         batch=batch,
-        request=RunRequest(family=FAMILY, precision="bf16", batch=batch, steps=steps),
+        request=RunRequest(family=FAMILY, precision="bf16", batch=batch, steps=STEPS),
     )
 
 
@@ -157,13 +171,12 @@ def text_to_image_2048() -> Workflow:
     return _text_to_image(
         "text_to_image_2048",
         "Text to image, 2048x2048",
-        "Four megapixels. **Decode** plans for the memory that is free: where the whole picture "
-        "does not fit beside the transformer, exact tiles do, without seams.",
+        "Four megapixels. **VAE Decode Qwen-Image** decodes in exact tiles, without seams, where "
+        "the whole picture does not fit the free memory.",
         (
-            "**Prompt**. The sizes of the model card have 1.8 megapixels: look whether things are "
-            "repeated at more than twice that.",
-            "**Decode**: `tiles` 0 decides by itself and its report says why.",
-            FEWER_STEPS,
+            "The prompt. The model card's sizes have 1.8 megapixels: at twice that, look for "
+            "repeated things.",
+            STEPS_LAST,
         ),
         size=(side, side),
         request=RunRequest(family=FAMILY, precision="bf16", width=side, height=side, steps=STEPS),
@@ -179,33 +192,32 @@ def _text_to_image(
     transformer: ModelFile = QWEN_2512,
     text_encoder: ModelFile = TEXT_ENCODER,
     precision: str = "bf16",
-    placement: str = "auto",
     lora_file: ModelFile | None = None,
     prompt: str = EXAMPLE,
     size: tuple[int, int] = (SIDE, SIDE),
-    steps: int = STEPS,
     batch: int = 1,
     request: RunRequest | None = None,
+    **settings: str,
 ) -> Workflow:
     """Guided text to image; `request` is what it runs, for what the note says of it."""
     files = [transformer, text_encoder, VAE, *([lora_file] if lora_file else [])]
     request = request or RunRequest(family=FAMILY, precision="bf16", steps=STEPS)
     workflow = Workflow(
-        name, title, note(title, what, (*change, NEGATIVE_STAYS), files=files, request=request)
+        name, title, note(title, what, change, files=files, request=request)
     )
     loaded = load(
         workflow,
         transformer,
-        precision=precision,
         text_encoder=text_encoder,
-        placement=placement,
-        lora=lora_file,
+        precision=precision,
+        **settings,
     )
-    positive = encode(workflow, "positive", "Prompt", prompt, loaded.clip)
-    negative = encode(workflow, "negative", "Negative prompt", NEGATIVE, loaded.clip)
+    model = with_lora(workflow, loaded.model, lora_file) if lora_file else loaded.model
+    positive = encode(workflow, "positive", prompt, loaded.clip)
+    negative = encode(workflow, "negative", NEGATIVE, loaded.clip, "negative prompt")
     latent = empty(workflow, *size, batch)
-    model = shifted(workflow, loaded.model)
-    painted = sample(workflow, model, positive, negative, latent, steps=steps, cfg=CFG)
+    model = fast(workflow, model)
+    painted = sample(workflow, model, positive, negative, latent, steps=STEPS, cfg=CFG)
     save(workflow, decode(workflow, painted, loaded.vae))
     return workflow
 
@@ -239,13 +251,14 @@ def _lightning(name: str, steps: int, lora_file: ModelFile) -> Workflow:
         title,
         note(
             title,
-            f"Qwen-Image-2512 with the Lightning LoRA of {steps} steps: euler, simple, shift 3, "
-            "CFG 1. Without guidance there is no negative prompt.",
+            f"Qwen-Image-2512 in {steps} steps, with the Lightning LoRA. CFG is 1: there is no "
+            "negative prompt.",
             (
-                PROMPT_FIRST,
-                f"**Sample**: leave {steps} steps and CFG 1, which the LoRA was trained for.",
-                "**Model**: precision `int8` or `fp8` with **LoRA** `bypass` for smaller cards; "
-                "merged into 8 bits, a LoRA is rounded once more.",
+                "The prompt.",
+                SIZES,
+                f"**KSampler**: leave {steps} steps and CFG 1, which the LoRA was trained for.",
+                "Smaller cards: precision `int8` or `fp8`, and LoRA `bypass`. Merged into 8 bits, "
+                "a LoRA is rounded once more.",
             ),
             files=(QWEN_2512, TEXT_ENCODER, VAE, lora_file),
             request=RunRequest(
@@ -253,19 +266,16 @@ def _lightning(name: str, steps: int, lora_file: ModelFile) -> Workflow:
             ),
         ),
     )
-    loaded = load(workflow, QWEN_2512, precision="bf16", lora=lora_file)
-    positive = encode(workflow, "positive", "Prompt", EXAMPLE, loaded.clip)
+    loaded = load(workflow, QWEN_2512, precision="bf16")
+    model = with_lora(workflow, loaded.model, lora_file)
+    positive = encode(workflow, "positive", EXAMPLE, loaded.clip)
     # The sampler wants a negative and at CFG 1 never looks at it: no second prompt is encoded.
     negative = workflow.add(
-        "negative",
-        "ConditioningZeroOut",
-        "No negative",
-        PROMPT,
-        conditioning=positive,
+        "negative", "ConditioningZeroOut", PROMPT, folded=True, conditioning=positive
     )["CONDITIONING"]
     latent = empty(workflow, SIDE, SIDE)
     # The LoRA was trained with this shift, not with the template's 3.1.
-    model = shifted(workflow, loaded.model, 3.0)
+    model = fast(workflow, model, shift=3.0)
     painted = sample(workflow, model, positive, negative, latent, steps=steps, cfg=1.0)
     save(workflow, decode(workflow, painted, loaded.vae))
     return workflow
@@ -282,27 +292,28 @@ def micro_text_to_image() -> Workflow:
         title,
         note(
             title,
-            "Paints one or two coloured shapes with the small Qwen-Image that comes with this "
-            "pack. Nothing to download, and it runs on a processor too: press Run to see that "
-            "everything works.",
+            "Press **Run**: the small Qwen-Image that comes with this pack paints coloured shapes. "
+            "Nothing to download; it runs on a processor too.",
             (
-                "**Prompt**: a size, a colour, a shape, a place and a background, such as `a small "
+                "The prompt: a size, a colour, a shape, a place and a background, such as `a small "
                 "red star at the top left on a blue background`.",
-                "**Model**: any file of `models/diffusion_models`; text encoder and VAE are then "
-                "found in their folders.",
+                "Leave 256x256, which it was trained at.",
             ),
         ),
     )
-    load = workflow.add(
-        "load", "QwenL40S_Load", "Model", MODELS, model="micro (bundled)", precision="auto"
+    loaded = load_micro(workflow)
+    positive = encode(workflow, "positive", MICRO_PROMPT, loaded.clip)
+    negative = encode(workflow, "negative", " ", loaded.clip, "negative prompt")
+    latent = empty(workflow, MICRO_SIDE, MICRO_SIDE, id="empty")
+    painted = sample(
+        workflow, loaded.model, positive, negative, latent, steps=MICRO_STEPS, cfg=CFG
     )
-    text = "a large green circle at the bottom right on a white background"
-    positive = encode(workflow, "positive", "Prompt", text, load["CLIP"])
-    negative = encode(workflow, "negative", "Negative prompt", " ", load["CLIP"])
-    latent = empty(workflow, 256, 256, id="empty")
-    painted = sample(workflow, load["MODEL"], positive, negative, latent, steps=20, cfg=4.0)
-    images = workflow.add("decode", "VAEDecode", "Decode", IMAGE, samples=painted, vae=load["VAE"])[
-        "IMAGE"
-    ]
+    images = workflow.add("decode", "VAEDecode", IMAGE, samples=painted, vae=loaded.vae)["IMAGE"]
     save(workflow, images, "micro")
     return workflow
+
+
+def load_micro(workflow: Workflow) -> Loaded:
+    """The bundled model, which needs no file."""
+    node = workflow.add("load", "QwenL40S_Load", MODELS, model=MICRO)
+    return Loaded(node["MODEL"], node["CLIP"], node["VAE"])

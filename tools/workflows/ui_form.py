@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 import uuid
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ... import __version__
@@ -20,8 +21,25 @@ from .graph import Link, Node, Workflow
 COMFYUI, FRONTEND = "0.33.0", "1.49.6"
 PACK = "comfyui-qwen-image-l40s"
 OPTIONAL_SLOT = 7  # the page's shape of a socket that may stay empty
-# Of the page, in pixels: what is seen first, and what its bars cover at the left and at the top.
-VIEW, COVERED = (1480, 860), (80, 120)
+# All of a graph is in the first view, which web/templates.js takes; the bars of the page cover the
+# rest of its window. In a window of 1600x1000 no letter may have less than 9 pixels: the smallest
+# are those of notes and prompts, 10 units. In one of 1024x700 the page without Nodes 2.0 draws text
+# of 14 units where it has 8 pixels, else none.
+LEFT, TOP, RIGHT, BOTTOM = 66, 92, 8, 8
+SMALLEST_LETTER, FEWEST_PIXELS = 10, 9
+NODE_LETTER, FEWEST_DRAWN = 14, 8
+MOST_WIDTH = math.floor(
+    min(
+        (1600 - LEFT - RIGHT) * SMALLEST_LETTER / FEWEST_PIXELS,
+        (1024 - LEFT - RIGHT) * NODE_LETTER / FEWEST_DRAWN,
+    )
+)
+MOST_HEIGHT = math.floor(
+    min(
+        (1000 - TOP - BOTTOM) * SMALLEST_LETTER / FEWEST_PIXELS,
+        (700 - TOP - BOTTOM) * NODE_LETTER / FEWEST_DRAWN,
+    )
+)
 # Dark notes, as in ComfyUI's own templates: code is blue in them, and unreadable on the brown.
 FRAME_COLOR, NOTE_COLOR, NOTE_BACKGROUND = "#3f789e", "#222", "#000"
 TITLE = 30  # above a node's position, as the page draws it
@@ -29,15 +47,22 @@ SLOT, WIDGET = 20, 24
 # "Nodes 2.0" draws widgets and the edge of a node larger, and below them a badge on nodes of a pack
 # and a button for rare inputs, which it hides: measured.
 NEW_EDGE, NEW_WIDGET, NEW_BADGE, NEW_BUTTON = 14, 28, 24, 28
-MARGIN, FRAME_TITLE = 20, 44
-BETWEEN_NODES, BETWEEN_FRAMES = 24, 30
+MARGIN, FRAME_TITLE = 12, 36
+BETWEEN_NODES, BETWEEN_FRAMES = 18, 20
 NARROWEST = 320
 # What a text of several lines needs to be read; the page gives it what is left of the node.
 TEXT_HEIGHT, RARE_TEXT_HEIGHT = 120, 60
-WIDE = 400  # with texts or names of files
-# Of nodes that show a picture or a text: how high that is, of their width.
-SHOWN = {"SaveImage": 0.85, "LoadImage": 0.55, "PreviewAny": 0.44, "QwenL40S_EstimateVRAM": 0.64}
+WIDE = 380  # with texts, or the note alone
+WIDER_NOTE = 140
+# Of a widget that is no text of several lines: arrows and margins, and a letter.
+WIDGET_EDGE, WIDGET_LETTER = 90, 6.4
+# Of nodes that show a picture: how high that is at least.
+PICTURE = 220
+SHOWN = {"SaveImage": PICTURE, "LoadImage": PICTURE, "QwenL40S_EstimateVRAM": PICTURE}
 BADGED = {"FluxKontextMultiReferenceLatentMethod"}  # of ComfyUI's own: with the word BETA
+# How much a node grows when it says what it did, or below it what is wrong with it.
+SAYS, ISSUES = 110, 28
+FOLDED_EDGE, FOLDED_LETTER, FOLDED = 60, 7.5, 225
 # Of a note in "Nodes 2.0", which draws it taller: the width of a letter, the height of a line, what
 # is between two paragraphs, and the rest. Measured, and a tenth more for other fonts.
 NOTE_LETTER, NOTE_LINE, NOTE_PARAGRAPH, NOTE_EDGE = 6.0, 14, 11, 56
@@ -75,41 +100,77 @@ class PageLayout(NamedTuple):
 
 
 def lay_out(workflow: Workflow) -> PageLayout:
-    """Columns from left to right; the note is above one of them."""
+    """Columns from left to right; the note, which is read first, gets the width that is left."""
+    widths = [_column_width(workflow, column) for column in workflow.columns]
+    spare = MOST_WIDTH - sum(widths) - BETWEEN_FRAMES * (len(widths) - 1)
+    widths[0] += max(0, min(spare, WIDER_NOTE))
+    note = Box(0, 0, widths[0], _note_height(workflow.note, widths[0]))
     nodes: dict[str, Box] = {}
     frames: dict[str, Box] = {}
     left = 0
-    for index, column in enumerate(workflow.columns):
-        members = [node for node in workflow.nodes.values() if node.group in column]
-        width = max(size(node)[0] for node in members)
-        top = -TITLE
-        if index == workflow.note_above:
-            note_width = width + 2 * MARGIN
-            note = Box(left, 0, note_width, _note_height(workflow.note, note_width))
-            top = note.height + BETWEEN_FRAMES
+    for column, width in zip(workflow.columns, widths, strict=True):
+        top = -TITLE if left else note.height + BETWEEN_FRAMES
         for group in column:
-            framed = [node for node in members if node.group == group]
-            if not framed:
+            members = _members(workflow, group)
+            # A frame around one node would say its title twice.
+            framed = len(members) > 1
+            margin, at = (MARGIN, top + FRAME_TITLE) if framed else (0, top)
+            for node in members:
+                y = at + TITLE
+                node_width, height = size(node)
+                if not node.folded:
+                    node_width = width - 2 * margin
+                nodes[node.id] = Box(left + margin, y, node_width, height)
+                at = y + height + room_below(node) + BETWEEN_NODES
+            if not members:
                 continue
-            at = top + FRAME_TITLE + TITLE
-            for node in framed:
-                nodes[node.id] = Box(left + MARGIN, at, width, size(node)[1])
-                at += size(node)[1] + BETWEEN_NODES + TITLE
-            height = at - BETWEEN_NODES - TITLE + MARGIN - top
-            frames[group] = Box(left, top, width + 2 * MARGIN, height)
-            top += height + BETWEEN_FRAMES
-        left += width + 2 * MARGIN + BETWEEN_FRAMES
+            bottom = at - BETWEEN_NODES + margin
+            if framed:
+                frames[group] = Box(left, top, width, bottom - top)
+            top = bottom + BETWEEN_FRAMES
+        left += width + BETWEEN_FRAMES
     return PageLayout(nodes, frames, note)
+
+
+def _members(workflow: Workflow, group: str) -> list[Node]:
+    return [node for node in workflow.nodes.values() if node.group == group]
+
+
+def _column_width(workflow: Workflow, column: Sequence[str]) -> int:
+    members = [node for group in column for node in _members(workflow, group)]
+    return max([size(node)[0] + 2 * MARGIN for node in members], default=WIDE)
+
+
+def room_below(node: Node) -> int:
+    """What stays free below a node, into which it grows."""
+    if node.folded:
+        return 0
+    if node.definition.is_ours:
+        return SAYS
+    return ISSUES if node.definition.class_type == "LoadImage" else 0
 
 
 def size(node: Node) -> tuple[int, int]:
     """Width and height that the page needs for a node, and for what it shows, drawn either way."""
+    if node.folded:
+        return max(FOLDED, round(len(node.title) * FOLDED_LETTER) + FOLDED_EDGE), 0
+    return _open_size(node)
+
+
+def _open_size(node: Node) -> tuple[int, int]:
     definition = node.definition
     widgets = [known for known in definition.inputs if known.widget]
     texts = [known for known in widgets if known.options.get("multiline")]
-    names_files = any(known.type == "COMBO" and known.choices is None for known in widgets)
-    is_wide = texts or names_files or definition.class_type in SHOWN
-    width = node.width or (WIDE if is_wide else NARROWEST)
+    longest = max(
+        (
+            len(known.name) + len(str(node.inputs.get(known.name, "")))
+            for known in widgets
+            if known not in texts
+        ),
+        default=0,
+    )
+    least = WIDE if texts else NARROWEST
+    width = node.width or max(least, math.ceil(longest * WIDGET_LETTER) + WIDGET_EDGE)
 
     sockets = sum(not known.widget for known in definition.inputs)
     slots = max(sockets, len(definition.outputs)) * SLOT
@@ -127,7 +188,7 @@ def size(node: Node) -> tuple[int, int]:
         else:
             old += WIDGET * (1 + len(companions(known)))
             new += 0 if rare else NEW_WIDGET
-    shown = node.shown or round(width * SHOWN.get(definition.class_type, 0))
+    shown = node.shown or SHOWN.get(definition.class_type, 0)
     return width, max(old, new) + shown
 
 
@@ -173,7 +234,7 @@ def ui_form(workflow: Workflow) -> dict[str, Any]:
             for index, (title, box) in enumerate(layout.frames.items(), start=1)
         ],
         "config": {},
-        "extra": {"ds": _view(layout), "frontendVersion": FRONTEND},
+        "extra": {"qwen_l40s": {"fit": True}, "ds": _view(layout), "frontendVersion": FRONTEND},
         "version": 0.4,
     }
 
@@ -231,8 +292,8 @@ def _node(node: Node, number: int, box: Box, order: int, links: list[list[Any]])
         "id": number,
         "type": definition.class_type,
         "pos": [box.x, box.y],
-        "size": [box.width, box.height],
-        "flags": {},
+        "size": list(_open_size(node) if node.folded else box[2:]),
+        "flags": {"collapsed": True} if node.folded else {},
         "order": order,
         "mode": 0,
         "inputs": [_input(each, into.get(slot)) for slot, each in enumerate(_slots(node))],
@@ -293,12 +354,18 @@ def _note(workflow: Workflow, box: Box) -> dict[str, Any]:
     }
 
 
-def _view(layout: PageLayout) -> dict[str, Any]:
-    """All of the graph in the first view."""
-    boxes = [layout.note.with_title(), *layout.frames.values()]
+def extent(layout: PageLayout) -> Box:
+    """All that is drawn."""
+    boxes = [layout.note, *layout.nodes.values()]
+    boxes = [*(box.with_title() for box in boxes), *layout.frames.values()]
     left, top = min(box.x for box in boxes), min(box.y for box in boxes)
     width = max(box.x + box.width for box in boxes) - left
     height = max(box.y + box.height for box in boxes) - top
-    scale = round(min(1.0, VIEW[0] / width, VIEW[1] / height), 2)
-    offset = [round(COVERED[0] / scale) - left, round(COVERED[1] / scale) - top]
-    return {"scale": scale, "offset": offset}
+    return Box(left, top, width, height)
+
+
+def _view(layout: PageLayout) -> dict[str, Any]:
+    """All of the graph in the first view."""
+    left, top, width, height = extent(layout)
+    scale = round(min(1.0, (1600 - LEFT - RIGHT) / width, (1000 - TOP - BOTTOM) / height), 2)
+    return {"scale": scale, "offset": [round(LEFT / scale) - left, round(TOP / scale) - top]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .edit import edit_2511, edit_2511_three_references, inpaint
-from .estimates import estimate, estimate_generate_report
+from .estimates import estimate, estimate_generate_report, micro_report
 from .graph import Workflow
 from .text_to_image import (
     batch_of_8,
@@ -30,6 +30,7 @@ MAKERS = (
     lora,
     batch_of_8,
     text_to_image_2048,
+    micro_report,
     estimate,
     estimate_generate_report,
 )
