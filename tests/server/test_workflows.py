@@ -50,7 +50,9 @@ NOW = [done_by(file) for file in SHIPPED]
 # Of the released files, those that run as one of today's do are only posted.
 RUN = [*SHIPPED, *(file for file in FROZEN if done_by(file) not in NOW)]
 EDITS = [file for file in RUN if file.stem.startswith(("edit", "inpaint"))]
-TEXT_TO_IMAGE = [file for file in RUN if not file.stem.startswith(("edit", "inpaint", "estimate"))]
+TEXT_TO_IMAGE = [
+    file for file in RUN if not file.stem.startswith(("edit", "inpaint", "estimate", "micro"))
+]
 
 
 @pytest.fixture(scope="module")
@@ -147,12 +149,6 @@ def test_the_micro_workflow_paints_its_prompt(server: Server):
     assert shows(image, graph["positive"]["inputs"]["text"])
 
 
-def titled(graph: Graph, title: str) -> dict[str, Any]:
-    """The inputs of the node that people know by this title."""
-    (found,) = (node["inputs"] for node in graph.values() if node["_meta"]["title"] == title)
-    return found
-
-
 def small(file: Path) -> Graph:
     """A workflow for the small models: what people change is changed, and its wires are as shipped.
 
@@ -160,16 +156,16 @@ def small(file: Path) -> Graph:
     edit; and the picture that is edited is saved too.
     """
     graph = read(file)
-    for node in graph.values():
+    for name, node in graph.items():
         inputs = node["inputs"]
         if node["class_type"] == "EmptySD3LatentImage":
             inputs |= {"width": SIDE, "height": SIDE}
         elif node["class_type"] == "KSampler":
             inputs["steps"] = min(inputs["steps"], STEPS)
         elif node["class_type"] == "LoadImage":
-            inputs["image"] = f"{node['_meta']['title']}.png"
+            inputs["image"] = f"{name}.png"
         elif node["class_type"] == "CLIPTextEncode":
-            inputs["text"] = {"Prompt": PROMPT, "Negative prompt": " "}[node["_meta"]["title"]]
+            inputs["text"] = {"positive": PROMPT, "negative": " "}[name]
     for scaled in {"scale", "mask_scale"} & graph.keys():
         inputs = {"images": [scaled, 0], "filename_prefix": scaled}
         title = {"title": f"Saved {scaled}"}
@@ -189,7 +185,7 @@ def test_text_to_image_paints_the_prompt(server: Server, file: Path):
     graph = small(file)
     run = run_small(server, graph)
     images = pictures(server, run, "save")
-    assert len(images) == titled(graph, "Size")["batch_size"]
+    assert len(images) == graph["size"]["inputs"]["batch_size"]
     for image in images:
         assert image.size == (SIDE, SIDE)
         assert shows(image, PROMPT)
@@ -201,10 +197,11 @@ def test_text_to_image_paints_the_prompt(server: Server, file: Path):
 
 @each(EDITS)
 def test_an_edit_has_the_shape_of_its_first_picture(server: Server, file: Path):
-    run = run_small(server, small(file))
+    graph = small(file)
+    run = run_small(server, graph)
     (image,), (scaled,) = (pictures(server, run, node) for node in ("save", "saved_scale"))
     assert image.size == scaled.size
-    assert "Qwen-Image-Edit-2511" in run.text("model")
+    assert "Qwen-Image-Edit-2511" in run.text("load" if "load" in graph else "model")
     found, given = (np.asarray(each.convert("RGB")).astype(int) for each in (image, scaled))
     assert found.std() > 1  # neither black nor of one colour
     changed = np.abs(found - given).max(axis=-1)
@@ -220,14 +217,14 @@ def test_an_edit_has_the_shape_of_its_first_picture(server: Server, file: Path):
 
 def test_each_reference_counts(server: Server):
     graph = small(FOLDER / "edit_2511_three_references.json")
-    titled(graph, "Sample")["steps"] = 1
-    titles = ["Image 1", "Image 2", "Image 3"]
-    names = [titled(graph, title)["image"] for title in titles]
+    graph["sample"]["inputs"]["steps"] = 1
+    references = [graph[f"image_{index}"]["inputs"] for index in (1, 2, 3)]
+    names = [inputs["image"] for inputs in references]
     assert len(set(names)) == 3
     seen = []
-    for instead in (None, *titles):
-        for title, name in zip(titles, names, strict=True):
-            titled(graph, title)["image"] = "another.png" if title == instead else name
+    for instead in (None, *range(3)):
+        for index, (inputs, name) in enumerate(zip(references, names, strict=True)):
+            inputs["image"] = "another.png" if index == instead else name
         (image,) = pictures(server, run_small(server, graph), "save")
         seen.append(image.tobytes())
     assert len(set(seen)) == 4
@@ -241,14 +238,15 @@ def test_the_estimate_is_text_and_picture(server: Server):
     assert np.asarray(chart).std() > 1
 
 
-def test_the_report_has_predicted_and_measured(server: Server):
-    graph = small(FOLDER / "estimate_generate_report.json")
+@pytest.mark.parametrize("name", ["estimate_generate_report", "micro_report"])
+def test_the_report_has_predicted_and_measured(server: Server, name: str):
+    graph = small(FOLDER / f"{name}.json")
     run = run_small(server, graph)
-    assert f"{SIDE}x{SIDE}" in run.text("estimate_text")
-    report = run.text("report_text")
-    assert report == run.text("report")
+    assert f"{SIDE}x{SIDE}" in run.text("estimate")
+    report = run.text("report")
     assert f"Sampled: {SIDE}x{SIDE}, batch 1, {STEPS} steps" in report
     assert "prediction" in report and "\nsampling " in report and "blocks: fused, " in report
-    (image,) = pictures(server, run, "save")
-    assert shows(image, PROMPT)
+    for node in ("save", "estimate_picture"):
+        (image,) = pictures(server, run, node)
+        assert node != "save" or shows(image, PROMPT)
     assert run.executed.index("estimate") < run.executed.index("sample")

@@ -16,7 +16,13 @@ from qwen_l40s import __version__
 from qwen_l40s.tools.workflows import __main__ as builder
 from qwen_l40s.tools.workflows import definitions, thumbnails
 from qwen_l40s.tools.workflows.graph import Workflow
-from qwen_l40s.tools.workflows.ui_form import Box
+from qwen_l40s.tools.workflows.ui_form import (
+    MOST_HEIGHT,
+    MOST_WIDTH,
+    extent,
+    lay_out,
+    room_below,
+)
 from qwen_l40s.tools.workflows.workflows import workflows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +40,7 @@ NAMES = [
     "lora",
     "batch_of_8",
     "text_to_image_2048",
+    "micro_report",
     "estimate",
     "estimate_generate_report",
 ]
@@ -192,41 +199,56 @@ def test_every_model_file_has_its_link(name: str):
             assert link["directory"] in ("diffusion_models", "text_encoders", "vae", "loras")
 
 
-def test_nothing_overlaps(name: str):
-    graph = ui(name)
-    nodes = {
-        node["title"]: Box(*node["pos"], *node["size"]).with_title() for node in graph["nodes"]
-    }
+def described(name: str) -> Workflow:
+    return next(workflow for workflow in workflows() if workflow.name == name)
+
+
+def test_nothing_overlaps_when_nodes_have_said_what_they_did(name: str):
+    workflow = described(name)
+    layout = lay_out(workflow)
+    nodes = {"Read me": layout.note.with_title()}
+    for node in workflow.nodes.values():
+        box = layout.nodes[node.id].with_title()
+        nodes[node.title] = box._replace(height=box.height + room_below(node))
     for (first, box), (second, other) in combinations(nodes.items(), 2):
         assert not box.overlaps(other), (first, second)
-    frames = {group["title"]: Box(*group["bounding"]) for group in graph["groups"]}
-    for (first, box), (second, other) in combinations(frames.items(), 2):
+    for (first, box), (second, other) in combinations(layout.frames.items(), 2):
         assert not box.overlaps(other), (first, second)
     for title, box in nodes.items():
-        holders = [name for name, frame in frames.items() if frame.overlaps(box)]
-        assert len(holders) == (0 if title == "Read me" else 1), (title, holders)
-        for holder in holders:
-            frame = frames[holder]
-            assert frame.x <= box.x and box.x + box.width <= frame.x + frame.width
-            assert frame.y <= box.y and box.y + box.height <= frame.y + frame.height
+        for frame in layout.frames.values():
+            if frame.overlaps(box):
+                assert frame.x <= box.x and box.x + box.width <= frame.x + frame.width, title
+                assert frame.y <= box.y and box.y + box.height <= frame.y + frame.height, title
 
 
-# The page opens a template so that it takes this share of the window, and leaves out every text
-# where its letters of 14 pixels would have less than 8 (frontend 1.49.6).
-SHARE, FEWEST_PIXELS, LETTERS = 0.75, 8, 14
-WINDOW = (1920, 930)  # of a browser on the commonest screen
+def test_a_graph_has_four_columns_that_fit_the_window(name: str):
+    workflow = described(name)
+    box = extent(lay_out(workflow))
+    assert len(workflow.columns) <= 4
+    assert box.width <= MOST_WIDTH and box.height <= MOST_HEIGHT, box
 
 
-def test_a_template_opens_with_its_texts(name: str):
-    graph = ui(name)
-    boxes = [Box(*node["pos"], *node["size"]).with_title() for node in graph["nodes"]]
-    boxes += [Box(*group["bounding"]) for group in graph["groups"]]
-    size = (
-        max(box.x + box.width for box in boxes) - min(box.x for box in boxes),
-        max(box.y + box.height for box in boxes) - min(box.y for box in boxes),
-    )
-    scale = SHARE * min(has / needs for has, needs in zip(WINDOW, size, strict=True))
-    assert scale * LETTERS > FEWEST_PIXELS, size
+def test_wires_go_to_the_right_or_down(name: str):
+    workflow = described(name)
+    boxes = lay_out(workflow).nodes
+    column = {
+        node.id: index
+        for index, groups in enumerate(workflow.columns)
+        for node in workflow.nodes.values()
+        if node.group in groups
+    }
+    for origin, node, _ in workflow.links():
+        right = column[origin.node] < column[node.id]
+        down = column[origin.node] == column[node.id] and boxes[origin.node].y < boxes[node.id].y
+        assert right or down, (origin.node, node.id)
+
+
+def test_titles_are_the_names_that_the_search_shows(name: str):
+    for node in ui(name)["nodes"]:
+        if node["type"] == NOTE:
+            continue
+        shown = definitions.definitions()[node["type"]].title
+        assert node["title"].partition(" (")[0] == shown.partition(" (")[0]
 
 
 def test_the_note_names_each_file_and_what_it_takes(name: str):
@@ -247,7 +269,7 @@ def test_the_text_encoder_leaves_the_card_where_the_note_says_so(name: str):
 
 
 def test_what_no_file_is_needed_for_names_none():
-    for name in ("micro_text_to_image", "estimate"):
+    for name in ("micro_text_to_image", "micro_report", "estimate"):
         assert "safetensors" not in json.dumps(api(name))
 
 
@@ -266,7 +288,7 @@ def test_lightning_runs_as_it_was_trained():
         assert chosen == [steps, 1.0, "euler", "simple"]
         assert graph["shift"]["inputs"]["shift"] == 3.0
         assert f"2512-Lightning-{steps}steps" in graph["lora"]["inputs"]["lora"]
-        assert "2512" in graph["model"]["inputs"]["model"]
+        assert "2512" in graph["load"]["inputs"]["model"]
 
 
 def test_pictures_are_small_and_say_what_they_are(name: str):
@@ -305,17 +327,17 @@ def test_a_picture_that_was_made_is_not_replaced(tmp_path: Path, monkeypatch: py
 )
 def test_a_graph_refuses_what_a_node_does_not_take(inputs: dict, words: str):
     with pytest.raises((KeyError, ValueError), match=re.escape(words)):
-        Workflow("x", "X").add("size", "EmptySD3LatentImage", "Size", "Prompt", **inputs)
+        Workflow("x", "X").add("size", "EmptySD3LatentImage", "Prompt", **inputs)
 
 
 def test_a_graph_refuses_wires_choices_and_ids_that_do_not_fit():
     graph = Workflow("x", "X")
-    load = graph.add("load", "QwenL40S_Load", "Model", "Models", model="micro (bundled)")
+    load = graph.add("load", "QwenL40S_Load", "Models", model="micro (bundled)")
     with pytest.raises(ValueError, match=r"optimize\.model takes MODEL, got CLIP"):
-        graph.add("optimize", "QwenL40S_Optimize", "Optimize", "Models", model=load["CLIP"])
+        graph.add("optimize", "QwenL40S_Optimize", "Models", model=load["CLIP"])
     with pytest.raises(ValueError, match=r"optimize\.model is missing"):
-        graph.add("optimize", "QwenL40S_Optimize", "Optimize", "Models")
+        graph.add("optimize", "QwenL40S_Optimize", "Models")
     with pytest.raises(ValueError, match=r"other\.precision: 'int2' is none of auto, bf16"):
-        graph.add("other", "QwenL40S_Load", "B", "Models", model="a", precision="int2")
+        graph.add("other", "QwenL40S_Load", "Models", model="a", precision="int2")
     with pytest.raises(ValueError, match="two nodes are called 'load'"):
-        graph.add("load", "QwenL40S_Load", "Model", "Models", model="micro (bundled)")
+        graph.add("load", "QwenL40S_Load", "Models", model="micro (bundled)")

@@ -43,8 +43,8 @@ def edit_2511() -> Workflow:
     return _edit(
         "edit_2511",
         "Edit a picture, Edit-2511",
-        "Changes a picture as the prompt says. **FluxKontextImageScale** brings it to one megapixel "
-        "in the nearest of the usual shapes, and cuts what sticks out.",
+        "Changes a picture as the prompt says. **FluxKontextImageScale** brings it to one "
+        "megapixel in the nearest of the usual shapes, and cuts what sticks out.",
         ("**Load Image**: your picture.", "The prompt: what to change, and what to keep."),
         pictures=1,
         prompt="Turn the picture into a watercolour painting on rough paper, keep the composition",

@@ -23,7 +23,6 @@ from .text_to_image import (
     CFG,
     EXAMPLE,
     FAMILY,
-    MICRO,
     MICRO_PROMPT,
     MICRO_SIDE,
     MICRO_STEPS,
@@ -37,7 +36,8 @@ from .text_to_image import (
 ESTIMATE, REPORT = "Estimate", "Report"
 CHART_WIDTH = 520  # to read its figures
 TABLE_WIDTH, TABLE_HEIGHT = 660, 800  # of a report, with its lines unbroken
-REPORTED = ((MODELS,), (PROMPT, SAMPLING), (ESTIMATE,), (IMAGE, REPORT))
+REPORTED = ((MODELS,), (PROMPT,), (SAMPLING, IMAGE), (ESTIMATE, REPORT))
+REPORT_WIDTH = 440  # of a picture next to a graph
 
 
 def estimate() -> Workflow:
@@ -59,9 +59,7 @@ def estimate() -> Workflow:
         ),
         columns=((), (ESTIMATE,), (REPORT,)),
     )
-    estimated = workflow.add(
-        "estimate", "QwenL40S_EstimateVRAM", ESTIMATE, wide=CHART_WIDTH
-    )
+    estimated = workflow.add("estimate", "QwenL40S_EstimateVRAM", ESTIMATE, wide=CHART_WIDTH)
     workflow.add(
         "text",
         "PreviewAny",
@@ -84,11 +82,11 @@ def estimate_generate_report() -> Workflow:
             "Predicts a run from the parts that are loaded, paints the picture, and compares what "
             "was predicted with what was measured.",
             (
-                "**Estimate** takes model, text encoder, VAE, size and batch from its wires; give "
-                "it the `steps` of **KSampler**, and `cfg` `off` where its CFG is 1.",
+                "**Estimate Qwen-Image VRAM** takes models, size and batch from its wires. Open "
+                "it with a click on its dot, and give it the `steps` of **KSampler**.",
                 "The first run loads and prepares: read the report of the second one.",
                 PROMPT_FIRST,
-                        ),
+            ),
             files=(QWEN_2512, TEXT_ENCODER, VAE),
             request=RunRequest(family=FAMILY, precision="bf16", steps=STEPS),
         ),
@@ -128,15 +126,20 @@ def _predict_and_report(
     negative = encode(workflow, "negative", negative_prompt, loaded.clip, "negative prompt")
     latent = empty(workflow, side, side)
     model = fast(workflow, loaded.model, folded=True)
-    workflow.add(
+    # Most of its settings come by wire; in the classic page it would be as tall as the graph.
+    estimated = workflow.add(
         "estimate",
         "QwenL40S_EstimateVRAM",
         ESTIMATE,
+        folded=True,
         model=model,
         clip=loaded.clip,
         vae=loaded.vae,
         latent=latent,
         steps=steps,
+    )
+    workflow.add(
+        "estimate_picture", "PreviewImage", ESTIMATE, wide=REPORT_WIDTH, images=estimated["chart"]
     )
     painted = sample(workflow, model, positive, negative, latent, steps=steps, cfg=CFG)
     images = decode(workflow, painted, loaded.vae, folded=True)

@@ -72,7 +72,7 @@ def fast(
         "shift",
         "ModelSamplingAuraFlow",
         group,
-        folded=True,
+        folded=folded or group != SAMPLING,
         model=optimize["MODEL"],
         shift=shift,
     )

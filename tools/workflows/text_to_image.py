@@ -202,9 +202,7 @@ def _text_to_image(
     """Guided text to image; `request` is what it runs, for what the note says of it."""
     files = [transformer, text_encoder, VAE, *([lora_file] if lora_file else [])]
     request = request or RunRequest(family=FAMILY, precision="bf16", steps=STEPS)
-    workflow = Workflow(
-        name, title, note(title, what, change, files=files, request=request)
-    )
+    workflow = Workflow(name, title, note(title, what, change, files=files, request=request))
     loaded = load(
         workflow,
         transformer,
@@ -305,9 +303,7 @@ def micro_text_to_image() -> Workflow:
     positive = encode(workflow, "positive", MICRO_PROMPT, loaded.clip)
     negative = encode(workflow, "negative", " ", loaded.clip, "negative prompt")
     latent = empty(workflow, MICRO_SIDE, MICRO_SIDE, id="empty")
-    painted = sample(
-        workflow, loaded.model, positive, negative, latent, steps=MICRO_STEPS, cfg=CFG
-    )
+    painted = sample(workflow, loaded.model, positive, negative, latent, steps=MICRO_STEPS, cfg=CFG)
     images = workflow.add("decode", "VAEDecode", IMAGE, samples=painted, vae=loaded.vae)["IMAGE"]
     save(workflow, images, "micro")
     return workflow

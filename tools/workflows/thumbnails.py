@@ -158,6 +158,7 @@ DRAWINGS: dict[str, Callable[[], Image.Image]] = {
     "edit_2511": lambda: edit("Edit", "one picture and a prompt", 1),
     "edit_2511_three_references": lambda: edit("Edit", "three references", 3),
     "inpaint": lambda: edit("Inpaint", "only what you mask", 1, mask=True),
+    "micro_report": lambda: report("Micro report", "nothing to download"),
     "estimate_generate_report": lambda: report("Estimate, run, report", "and compare"),
 }
 

@@ -59,9 +59,12 @@ WIDGET_EDGE, WIDGET_LETTER = 90, 6.4
 # Of nodes that show a picture: how high that is at least.
 PICTURE = 220
 SHOWN = {"SaveImage": PICTURE, "LoadImage": PICTURE, "QwenL40S_EstimateVRAM": PICTURE}
+SHOWN |= {"PreviewImage": PICTURE, "QwenL40S_AdviseGPU": PICTURE, "QwenL40S_Report": PICTURE}
 BADGED = {"FluxKontextMultiReferenceLatentMethod"}  # of ComfyUI's own: with the word BETA
 # How much a node grows when it says what it did, or below it what is wrong with it.
-SAYS, ISSUES = 110, 28
+SAYS, ISSUES = 148, 28
+# The page says in the upper right corner, over the last column, that files are missing.
+CORNER = 105
 FOLDED_EDGE, FOLDED_LETTER, FOLDED = 60, 7.5, 225
 # Of a note in "Nodes 2.0", which draws it taller: the width of a letter, the height of a line, what
 # is between two paragraphs, and the rest. Measured, and a tenth more for other fonts.
@@ -85,6 +88,10 @@ class Box(NamedTuple):
             and self.y < other.y + other.height
             and other.y < self.y + self.height
         )
+
+    def lower(self, by: int) -> Box:
+        """The same box further down."""
+        return self._replace(y=self.y + by)
 
     def with_title(self) -> Box:
         """The node of this box as it is drawn."""
@@ -129,7 +136,20 @@ def lay_out(workflow: Workflow) -> PageLayout:
                 frames[group] = Box(left, top, width, bottom - top)
             top = bottom + BETWEEN_FRAMES
         left += width + BETWEEN_FRAMES
-    return PageLayout(nodes, frames, note)
+    return _lowered(PageLayout(nodes, frames, note), workflow.columns[-1], workflow)
+
+
+def _lowered(layout: PageLayout, column: Sequence[str], workflow: Workflow) -> PageLayout:
+    """With the last column below the page's corner, where there is room."""
+    ids = [node.id for group in column for node in _members(workflow, group)]
+    lowest = max(layout.nodes[id].y + layout.nodes[id].height for id in ids)
+    if lowest + SAYS + TITLE + CORNER > MOST_HEIGHT:
+        return layout
+    nodes = {id: box.lower(CORNER if id in ids else 0) for id, box in layout.nodes.items()}
+    frames = {
+        name: box.lower(CORNER if name in column else 0) for name, box in layout.frames.items()
+    }
+    return PageLayout(nodes, frames, layout.note)
 
 
 def _members(workflow: Workflow, group: str) -> list[Node]:
