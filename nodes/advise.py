@@ -66,7 +66,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
             outputs=[
                 io.Image.Output(
                     display_name="chart",
-                    tooltip="USD for an image at each load, a line for each card.",
+                    tooltip="USD an image at each load, for the six cheapest cards.",
                 ),
                 io.String.Output(
                     display_name="report",
