@@ -12,6 +12,7 @@ from ..hosts.comfyui.load.choose import (
     check_text_width,
     choices,
     find_companion,
+    first_choice,
     source_of,
 )
 from ..hosts.loading import LOADER_PRECISIONS
@@ -56,8 +57,9 @@ def _model_input() -> io.Combo.Input:
     return io.Combo.Input(
         "model",
         options=choices("transformer"),
+        default=first_choice("transformer"),
         tooltip="A file in models/diffusion_models or models/checkpoints, a diffusers folder (its "
-        "name ends with /), or micro (bundled), the small model that needs no download.",
+        "name ends with /), or micro (bundled), which needs no download and paints 256x256.",
     )
 
 
@@ -204,6 +206,7 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
                 io.Combo.Input(
                     "text_encoder",
                     options=choices("text_encoder"),
+                    default=first_choice("text_encoder"),
                     tooltip="A file in models/text_encoders or models/checkpoints, a diffusers "
                     "folder, or that of micro (bundled).",
                 ),
@@ -253,6 +256,7 @@ class QwenL40SLoadVAE(io.ComfyNode):
                 io.Combo.Input(
                     "vae",
                     options=choices("vae"),
+                    default=first_choice("vae"),
                     tooltip="A file in models/vae or models/checkpoints, a diffusers folder, or "
                     "that of micro (bundled).",
                 ),

@@ -91,4 +91,4 @@ class QwenL40SLoadLora(io.ComfyNode):
 
         mode = todays(settings).get("lora_mode", LORA_MODES[0])
         patched, report = apply_lora(model, _path(lora), strength, how=mode)
-        return with_report(patched, report=report.text())
+        return with_report(patched, report=report.text(), summary=report.summary())

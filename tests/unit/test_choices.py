@@ -150,3 +150,63 @@ def test_headers_are_read_once_until_a_file_is_replaced(choices, models):
     assert choices.source_of("whole/", "transformer") is first
     (folder / "transformer" / "config.json").write_text("{}")
     assert choices.source_of("whole/", "transformer").config == {}
+
+
+# --- what a new node starts with
+
+
+def named(models, folder, names, tensors=None):
+    """Files with a header of a micro transformer, unless others are given."""
+    return [write(models / folder / name, tensors or micro_transformer()) for name in names]
+
+
+def test_a_new_node_starts_with_what_its_header_says_is_qwen_image(choices, models):
+    named(models, "diffusion_models", ["a_flux.safetensors"], {"double_blocks.0.x": ("F32", [1])})
+    assert choices.first_choice("transformer") == choices.MICRO
+    assert choices.choices("transformer") == ["a_flux.safetensors", choices.MICRO]
+    (models / "diffusion_models" / "b_qwen_page.safetensors").write_text("<html>")
+    (models / "diffusion_models" / "c.ckpt").write_bytes(b"\x80\x02")
+    named(models, "diffusion_models", ["sub/z.safetensors", "z_qwen.safetensors"])
+    write_folder(models / "diffusers" / "whole")
+    assert choices.choices("transformer") == [
+        "z_qwen.safetensors",
+        "sub/z.safetensors",
+        "whole/",
+        "a_flux.safetensors",
+        "b_qwen_page.safetensors",
+        "c.ckpt",
+        choices.MICRO,
+    ]
+    assert choices.first_choice("transformer") == "z_qwen.safetensors"
+    assert choices.first_choice("vae") == "whole/"
+
+
+def test_the_published_parts_come_before_those_of_other_models(choices, models):
+    named(models, "vae", ["a_wan.safetensors", "qwen_image.safetensors"], native_vae())
+    named(models, "vae", ["a_qwen_layered.safetensors"], native_vae(channels=4))
+    names = [name for name in choices.choices("vae") if name != choices.MICRO]
+    assert names == ["qwen_image.safetensors", "a_qwen_layered.safetensors", "a_wan.safetensors"]
+    named(models, "text_encoders", ["a_qwen_3b.safetensors"], qwen25(2048, 1))
+    named(models, "text_encoders", ["b_qwen_7b.safetensors"], qwen25(3584, 1))
+    assert choices.first_choice("text_encoder") == "b_qwen_7b.safetensors"
+
+
+def test_of_many_files_few_are_looked_at_and_each_once(choices, models, monkeypatch):
+    long = "很长的名字" * 12
+    many = [f"{number:04}_sdxl.safetensors" for number in range(3000)]
+    wanted = [f"{long}_qwen_{number}.safetensors" for number in range(2)]
+    folder = models / "diffusion_models"
+    for name in many:
+        (folder / name).touch()
+    named(models, "diffusion_models", wanted)
+    read, original = [], choices.read_header
+    monkeypatch.setattr(choices, "read_header", lambda path: read.append(path) or original(path))
+    offered = choices.choices("transformer")
+    assert offered == [*wanted, *many, choices.MICRO]
+    assert [choices.first_choice("transformer"), choices.choices("transformer")] == [
+        wanted[0],
+        offered,
+    ]
+    assert [path.name for path in read] == wanted
+    write(folder / wanted[0], {"double_blocks.0.x": ("F32", [1])})
+    assert choices.first_choice("transformer") == wanted[1]

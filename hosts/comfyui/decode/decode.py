@@ -11,6 +11,7 @@ import comfy.sd
 import torch
 
 from ....errors import SettingError
+from ....loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_VAE
 from ....optimizations import vae as pieces
 from ....optimizations.vae import Progress
 from ....planning.vae import MOST_TOGETHER, VaePlan, plan_decode, plan_encode
@@ -135,6 +136,8 @@ def _decode_images(
         plan=plan,
         compute=compute,
     ).run()
+    if shape.dim == MICRO_VAE and {height, width} != {MICRO_SIDE}:
+        report = f"{report}\n{MICRO_ADVICE}"
     return images.movedim(1, -1), report
 
 

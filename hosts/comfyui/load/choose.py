@@ -1,7 +1,8 @@
 """What the loader nodes offer: files and folders in ComfyUI's model folders, and the micro model.
 
 A name ends with "/" when it is a folder. Names never hold a machine's paths, so that a workflow
-opens on the next machine.
+opens on the next machine. What its header says is Qwen-Image comes first, and a new node has it
+chosen.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from pathlib import Path
 import folder_paths
 
 from ....errors import CheckpointError, SettingError
+from ....loaders.checkpoint import PIPELINES, read_index
+from ....loaders.detect import identify, split_parts
+from ....loaders.header import NUMBERED, read_header
 from ....loaders.source import PIPELINE_INDEX, PLACES, Source, bundled_micro_folder, open_source
+from ....spec import FULL_SIZE
 
 MICRO = "micro (bundled)"
 AUTOMATIC = "automatic"
@@ -27,12 +32,80 @@ FOLDERS = {
     "vae": ("vae", "checkpoints"),
 }
 DEPTH = 2  # models/diffusers/<owner>/<name>
+# ComfyUI asks for the choices several times for each prompt, and a header takes 15 ms the first
+# time, or as long as a network disk takes: of many files only these are looked at.
+LOOKED_AT = 12
+NAMED = "qwen"
+LISTED = 3  # choices in a message
 
 
 def choices(role: str) -> list[str]:
-    """Files first, as ComfyUI sorts them, then folders, then the bundled micro model."""
+    """What fits the role first, then the rest, each as ComfyUI sorts files and then folders; the
+    bundled micro model last.
+    """
+    fitting, others = _offered(role)
+    return [*fitting, *others, MICRO]
+
+
+def first_choice(role: str) -> str:
+    """What a new node has chosen: the first that fits, else the bundled micro model."""
+    fitting, _ = _offered(role)
+    return next(iter(fitting), MICRO)
+
+
+def _offered(role: str) -> tuple[list[str], list[str]]:
+    """Choices that fit, the likeliest first, and the others; never an error.
+
+    Of more than `LOOKED_AT` files only those that are named after Qwen are looked at.
+    """
     files = [name for folder in FOLDERS[role] for name in folder_paths.get_filename_list(folder)]
-    return [*files, *(f"{name}/" for name in _folders(role)), MICRO]
+    folders = {f"{name}/": path for name, path in _folders(role).items()}
+    looked_at = files if len(files) <= LOOKED_AT else [it for it in files if NAMED in it.lower()]
+    ranks = {name: _rank_of_file(name, role) for name in looked_at[:LOOKED_AT]}
+    ranks |= {name: _rank_of_folder(path, role) for name, path in folders.items()}
+    fitting = sorted((it for it in ranks if ranks[it] is not None), key=ranks.__getitem__)
+    return fitting, [name for name in (*files, *folders) if name not in fitting]
+
+
+def _rank_of_file(name: str, role: str) -> tuple[bool, ...] | None:
+    try:
+        path = resolve(name, role)
+        status = path.stat()
+    except (OSError, ValueError, SettingError):  # removed just now
+        return None
+    return _rank_of_header(path, role, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=1024)
+def _rank_of_header(path: Path, role: str, *state: int) -> tuple[bool, ...] | None:
+    """Sorts what fits first; None for what does not, from one header alone.
+
+    The published Qwen-Image comes before Layered, and its VAE before Wan's, which has the same
+    tensors.
+    """
+    if path.suffix != ".safetensors" or NUMBERED.search(path.name):
+        return None
+    try:
+        parts = [identify(part.tensors) for part in split_parts(read_header(path).tensors)]
+    except CheckpointError:
+        return None
+    found = [part for part in parts if part.role == role and not part.cannot_run]
+    if len(found) != 1 or found[0].dims.get("hidden") not in (None, FULL_SIZE.joint_dim):
+        return None
+    layered = "Layered" in found[0].family or found[0].dims.get("image_channels") == 4
+    return False, NAMED not in path.name.lower(), layered
+
+
+def _rank_of_folder(path: Path, role: str) -> tuple[bool, ...] | None:
+    """A folder of Qwen-Image comes after files."""
+    try:
+        if os.path.isfile(path / PIPELINE_INDEX):
+            _, pipeline = read_index(path)
+            return (True, False, "Layered" in pipeline) if pipeline in PIPELINES else None
+        source = _inspected(path, role)
+    except CheckpointError:
+        return None
+    return True, False, "Layered" in source.part.family
 
 
 def resolve(name: str, role: str) -> Path:
@@ -46,16 +119,21 @@ def resolve(name: str, role: str) -> Path:
     if name.endswith("/"):
         path = _folders(role).get(name.removesuffix("/"))
     else:
-        found = (folder_paths.get_full_path(folder, name) for folder in FOLDERS[role])
-        path = next((Path(path) for path in found if path is not None), None)
+        paths = (folder_paths.get_full_path(folder, name) for folder in FOLDERS[role])
+        path = next((Path(path) for path in paths if path is not None), None)
     if path is None:
-        wanted, place = PLACES[role]
+        place = "models/diffusers" if name.endswith("/") else PLACES[role][1]
         raise SettingError(
-            f"{name!r} is not among the files and folders for {wanted}: put it into {place} or a "
-            f"diffusers folder into models/diffusers, press R to refresh, and choose from "
-            f"{', '.join(choices(role))}."
+            f"{name!r} is not among the files in {place}: put it there and press R to refresh, or "
+            f"choose {_some(choices(role))}."
         )
     return path
+
+
+def _some(names: list[str]) -> str:
+    """The first of many and the last, which is the micro model."""
+    *first, last = names if len(names) <= LISTED else (*names[: LISTED - 1], names[-1])
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def source_of(name: str, role: str) -> Source:

@@ -26,7 +26,7 @@ from comfy.quant_ops import QuantizedTensor
 from ....errors import CheckpointError, UnavailableError
 from ....loaders.convert import is_finite, not_finite
 from ....loaders.quantized_file import MARKER_2511
-from ....loaders.source import Source, open_source
+from ....loaders.source import MICRO_ADVICE, MICRO_TRANSFORMER, Source, open_source
 from ....optimizations.linear import choose_gemm
 from ....spec import QUANTIZED, format_gib
 from ..messages import LoadReport
@@ -81,6 +81,7 @@ def load_model(
         bytes=patcher.model_size(),
         why=plan.why,
         where=_where(plan, patcher.load_device),
+        hint=MICRO_ADVICE if (plan.shape.blocks, plan.shape.joint_dim) == MICRO_TRANSFORMER else "",
         notes=tuple(notes),
     )
     return patcher, report

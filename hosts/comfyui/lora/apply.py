@@ -58,6 +58,16 @@ class LoraReport:
     bytes: int = 0
     quantized: int = 0
 
+    def summary(self) -> str:
+        """How much was applied, for the node."""
+        if self.strength == 0:
+            return "Not applied: strength 0"
+        merged = "merged" if self.how == "merge" else "bypass"
+        lines = [f"{self.applied} of {self.modules} keys applied, {merged}"]
+        if self.not_applied:
+            lines.append(f"Not applied: {_list_names(self.not_applied)}")
+        return "\n".join(lines)
+
     def text(self) -> str:
         """One line, and a second one where there is more to know."""
         size = [format_gib(self.bytes)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -12,11 +13,15 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from comfy.samplers import CFGGuider
 
+from ....loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_TRANSFORMER
+from ....spec import PIXELS_PER_LATENT
 from ..sample.call import context_of, control_of, options_of
 from ..sample.modulation import MODULATION_KEY as MODULATION
 from ..sample.run import OPTIMIZATION_KEY as OPTIMIZATION
 from .meter import Marks, only_measures, typical
 from .record import Recording, Records
+
+logger = logging.getLogger(__name__)
 
 SAMPLING_KEY = "qwen_l40s_record"
 WRAPPERS = (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.APPLY_MODEL)
@@ -134,6 +139,9 @@ class SamplingRun:
         asked = {"latent": list(noise.shape), "cfg": cfg_of(guider), **self.asked()}
         self.recording.asked |= asked
         self.recording.path = path_of(guider.model_patcher)
+        if advice := size_advice(guider.model_patcher.model, noise.shape):
+            logger.warning("%s.", advice)
+            self.recording.path = (f"size: {advice}", *self.recording.path)
 
     def asked(self) -> dict[str, Any]:
         """The settings and counts of the run, once the device is done."""
@@ -164,6 +172,14 @@ def cfg_of(guider: Any) -> float | None:
     cfg = getattr(guider, "cfg", None)
     number = isinstance(cfg, (int, float)) and not isinstance(cfg, bool)
     return float(cfg) if number and math.isfinite(cfg) else None
+
+
+def size_advice(model: Any, latent: Sequence[int]) -> str:
+    """What to say of a size that the model was not trained at; empty for all but micro."""
+    transformer = model.diffusion_model
+    form = len(transformer.transformer_blocks), len(transformer.txt_norm.weight)
+    sides = {PIXELS_PER_LATENT * side for side in latent[-2:]}
+    return MICRO_ADVICE if form == MICRO_TRANSFORMER and sides != {MICRO_SIDE} else ""
 
 
 def path_of(patcher: ModelPatcher) -> tuple[str, ...]:
