@@ -5,8 +5,8 @@
     +-- SettingError      (also ValueError)    an argument breaks its rule
     +-- UnavailableError  (also RuntimeError)  the machine lacks a package, a card, memory or disk
 
-Every message is one sentence for the person who typed the command: what is wrong (the file or the
-value), the rule, the remedy. The command line prints it and exits with code 2.
+Every message is one sentence for the person who typed the command: what is wrong, the rule, the
+remedy, and last the path where there is one. The command line prints it and exits with code 2.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ class QwenL40SError(Exception):
             pipeline = load_pipeline("models/Qwen-Image")
         except qwen_l40s.QwenL40SError as error:
             print(error)
+
+    Args:
+        sentence: what is wrong, the rule and the remedy.
+        path: where.
     """
+
+    def __init__(self, sentence: object, path: Path | None = None) -> None:
+        where = "" if path is None else f" ({path})."
+        super().__init__(f"{str(sentence).removesuffix('.')}{where}" if where else sentence)
 
 
 class CheckpointError(QwenL40SError, ValueError):

@@ -208,8 +208,9 @@ def read_index(folder: Path) -> tuple[dict[str, Any], str]:
     pipeline = index.get("_class_name")
     if not isinstance(pipeline, str):
         raise CheckpointError(
-            f"{folder / 'model_index.json'} does not name its pipeline in _class_name as a "
-            "diffusers folder must: get the index from the model's own source."
+            "model_index.json does not name its pipeline in _class_name, as a diffusers folder "
+            "must: get the index from the model's own source.",
+            folder / "model_index.json",
         )
     return index, pipeline
 
@@ -223,13 +224,15 @@ def _components(path: Path, index: Mapping[str, Any]) -> list[str]:
         plain = name == PurePosixPath(name).name == PureWindowsPath(name).name
         if not plain or name == "..":
             raise CheckpointError(
-                f"{path / 'model_index.json'} names the component {name!r}, which is outside the "
-                "folder: get the index from the model's own source."
+                f"model_index.json names the component {name!r}, which is outside the folder: get "
+                "the index from the model's own source.",
+                path / "model_index.json",
             )
         if not os.path.isdir(path / name):
             raise CheckpointError(
-                f"{path / name} is missing although model_index.json lists it: a diffusers folder "
-                "needs every component, so finish the download."
+                f"The folder {name}/ is missing that model_index.json lists: a diffusers folder "
+                "needs every component, so finish the download.",
+                path / name,
             )
         if not str(value[-1]).endswith(WEIGHTLESS):
             weighted.append(name)
@@ -343,8 +346,9 @@ def _declared_layers(header: Header) -> dict[str, dict[str, Any]]:
             raise ValueError("layers must map every layer to an object")
     except ValueError as error:
         raise CheckpointError(
-            f"{header.path} has broken _quantization_metadata ({error}), which must be the JSON "
-            "that ComfyUI writes: save or download the file again."
+            f"The _quantization_metadata is broken ({error}), which must be the JSON that ComfyUI "
+            "writes: save or download the file again.",
+            header.path,
         ) from error
     return layers
 
@@ -360,7 +364,8 @@ def _comfy_quant(shards: Shards, tensor: str) -> dict[str, Any]:
             return parse_object(file.read(info.nbytes))
     except ValueError as error:
         raise CheckpointError(
-            f"{header.path} has a broken tensor {tensor!r}, which must hold at most "
-            f"{MAX_COMFY_QUANT_BYTES} bytes of U8 with a JSON object ({error}): save or download "
-            "the file again."
+            f"The tensor {tensor!r} is broken ({error}), which must hold at most "
+            f"{MAX_COMFY_QUANT_BYTES} bytes of U8 with a JSON object: save or download the file "
+            "again.",
+            header.path,
         ) from error

@@ -44,8 +44,8 @@ def vae_name_to_native(name: str) -> str:
     native = _coder_name(rest) if half in ("encoder", "decoder") else None
     if native is None:
         raise CheckpointError(
-            f"tensor {name!r} is not one of a Qwen-Image VAE in diffusers form; give the "
-            "vae/ folder of a Qwen-Image diffusers folder."
+            f"The tensor {name!r} is not one of a Qwen-Image VAE in diffusers form: give the vae/ "
+            "folder of a Qwen-Image diffusers folder."
         )
     return f"{half}.{native}"
 
@@ -103,8 +103,8 @@ def text_encoder_name_to_native(name: str) -> str:
         if name.startswith(prefix):
             return native + name.removeprefix(prefix)
     raise CheckpointError(
-        f"tensor {name!r} is not one of a Qwen2.5-VL text encoder: give the text_encoder/ folder "
-        "of a Qwen-Image diffusers folder, or ComfyUI's single file."
+        f"The tensor {name!r} is not one of a Qwen2.5-VL text encoder: give the text_encoder/ "
+        "folder of a Qwen-Image diffusers folder, or ComfyUI's single file."
     )
 
 
@@ -167,19 +167,22 @@ def check_names(
     """
     if missing := sorted(expected.keys() - found.keys()):
         raise CheckpointError(
-            f"{path} lacks the tensor {missing[0]!r} ({len(missing)} in all) that {what} has: "
-            "download it again."
+            f"This file lacks the tensor {missing[0]!r} ({len(missing)} in all) that {what} has: "
+            "download it again.",
+            path,
         )
     if unexpected := sorted(found.keys() - expected.keys()):
         raise CheckpointError(
-            f"{path} holds the tensor {unexpected[0]!r} ({len(unexpected)} in all) that {what} "
-            "has no place for: get the file from the model's own source."
+            f"This file holds the tensor {unexpected[0]!r} ({len(unexpected)} in all) that {what} "
+            "has no place for: get the file from the model's own source.",
+            path,
         )
     for name, shape in expected.items():
         if found[name] != shape:
             raise CheckpointError(
-                f"{path} holds {name!r} with shape {found[name]} where {what} has {shape}: get the "
-                "file from the model's own source."
+                f"The tensor {name!r} has the shape {found[name]} where {what} has {shape}: get "
+                "the file from the model's own source.",
+                path,
             )
 
 
@@ -195,7 +198,7 @@ def check_finite(path: Path, name: str, tensor: torch.Tensor) -> None:
 def not_finite(path: Path, name: str) -> CheckpointError:
     """The error for a tensor that holds NaN or infinity."""
     return CheckpointError(
-        f"{path} holds NaN or infinity in the tensor {name!r}: download the file again."
+        f"This file holds NaN or infinity in the tensor {name!r}: download it again.", path
     )
 
 
@@ -258,7 +261,7 @@ def check_complete(source: Source) -> TransformerShape:
     try:
         shape = TransformerShape.from_dims(part.dims, part.blocks, part.family)
     except CheckpointError as error:
-        raise CheckpointError(f"{source.path}: {error}") from error
+        raise CheckpointError(error, source.path) from error
     found = {name: info.shape for name, info in source.tensors.items()}
     expected = expected_tensors(shape)
     # What else a file holds, such as scales and markers, is for others to judge.

@@ -38,8 +38,7 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(
-            f"{path}, {what}, must be one JSON object but cannot be read ({reason}): download the "
-            "file again."
+            f"{path.name}, {what}, is not readable JSON ({reason}): download it again.", path
         ) from error
 
 
@@ -51,8 +50,9 @@ PICKLE_SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".bin", ".pkl"})
 
 def _pickle_error(path: Path, evidence: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} is a pickle ({evidence}), which can run any code when it is loaded and is never "
-        "opened here: get the same weights as .safetensors."
+        f"This is a pickle ({evidence}), which can run any code and is never opened here: get the "
+        "same weights as .safetensors.",
+        path,
     )
 
 
@@ -75,13 +75,15 @@ def refuse_foreign_content(path: Path, first: bytes) -> None:
             raise _pickle_error(path, "its first bytes are the pickle protocol mark")
     if first.startswith(b"GGUF"):
         raise CheckpointError(
-            f"{path} is a GGUF file and this package reads safetensors only: get the same model as "
-            ".safetensors, or load this file with a GGUF node pack."
+            "This is a GGUF file, and only .safetensors files are read: get the same model as "
+            ".safetensors, or load it with a GGUF node pack.",
+            path,
         )
     if first.startswith(b"version https://git-lfs.github.com/spec/"):
         raise CheckpointError(
-            f"{path} is a git-LFS pointer, a note of where the weights are and not the weights: "
-            "run `git lfs pull` in its folder."
+            "This is a git-LFS pointer, which only says where the weights are: run `git lfs pull` "
+            "in its folder.",
+            path,
         )
     if (
         first.lstrip(b"\xef\xbb\xbf \t\r\n")[:9]
@@ -89,8 +91,9 @@ def refuse_foreign_content(path: Path, first: bytes) -> None:
         .startswith((b"<!doctype", b"<html", b"<?xml"))
     ):
         raise CheckpointError(
-            f"{path} is a saved web page, not weights: download the file itself, not the page that "
-            "shows it."
+            "This is a saved web page, not weights: download the file itself, not the page that "
+            "shows it.",
+            path,
         )
 
 
@@ -182,36 +185,36 @@ def open_regular(path: Path) -> BinaryIO:
         if stat.S_ISREG(mode):
             return path.open("rb")
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist: check the path.") from error
+        raise CheckpointError("There is no such file: check the path.", path) from error
     except PermissionError as error:
         raise CheckpointError(
-            f"{path} may not be read by this user: change its permissions or run as its owner."
+            "This file may not be read by this user: change its permissions or run as its owner.",
+            path,
         ) from error
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         raise CheckpointError(
-            f"{str(path)!r} cannot be opened ({error}): check the path and the disk."
+            f"This file cannot be opened ({error}): check the path and the disk: {str(path)!r}."
         ) from error
     if stat.S_ISDIR(mode):
         raise CheckpointError(
-            f"{path} is a folder where a .safetensors file is needed: name the file in it."
+            "This is a folder where a .safetensors file is needed: name the file in it.", path
         )
     raise CheckpointError(
-        f"{path} is a pipe or a device, not a file: save the checkpoint to a file first."
+        "This is a pipe or a device, not a file: save the checkpoint to a file first.", path
     )
 
 
 def _header_json(file: BinaryIO, path: Path, file_bytes: int) -> bytes:
     first = file.read(512)
     if not first:
-        raise CheckpointError(
-            f"{path} is empty (0 bytes), so it is no checkpoint: download it again."
-        )
+        raise CheckpointError("This file is empty (0 bytes): download it again.", path)
     refuse_foreign_content(path, first)
     length = int.from_bytes(first[:8], "little")
     if len(first) < 9 or first[8:9] != b"{":
         raise CheckpointError(
-            f"{path} is not a safetensors file: after 8 bytes of length a JSON header must begin "
-            "with '{', so pass a file that was saved as safetensors."
+            "This is not a safetensors file, which begins with 8 bytes of length and a JSON "
+            "header: get the model as .safetensors.",
+            path,
         )
     if length > MAX_HEADER_BYTES:
         raise _broken(
@@ -220,8 +223,9 @@ def _header_json(file: BinaryIO, path: Path, file_bytes: int) -> bytes:
         )
     if length > file_bytes - 8:
         raise CheckpointError(
-            f"{path} is truncated: its header needs {length:,} bytes and the file ends after "
-            f"{file_bytes - 8:,}, so download it again."
+            f"This file is truncated: its header needs {length:,} bytes and {file_bytes - 8:,} are "
+            "there, so download it again.",
+            path,
         )
     file.seek(8)
     return file.read(length)
@@ -229,7 +233,7 @@ def _header_json(file: BinaryIO, path: Path, file_bytes: int) -> bytes:
 
 def _broken(path: Path, rule: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} is not a valid safetensors file: {rule}; download or save it again."
+        f"This is not a valid safetensors file: {rule}; download or save it again.", path
     )
 
 
@@ -251,8 +255,9 @@ def _tensor(path: Path, name: str, entry: Any) -> TensorInfo:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise CheckpointError(
-            f"{path} holds tensor {name!r} of the unknown dtype {dtype!r}: the known ones are "
-            f"{', '.join(sorted(DTYPE_BITS))}, so save the checkpoint in one of them."
+            f"The dtype {dtype!r} of tensor {name!r} is unknown: the known ones are "
+            f"{', '.join(sorted(DTYPE_BITS))}, so save the checkpoint in one of them.",
+            path,
         )
     if not isinstance(shape, list) or not all(map(_is_number, shape)):
         raise _broken(path, f"the shape of tensor {name!r} must be a list of whole numbers from 0")
@@ -284,8 +289,9 @@ def _check_coverage(path: Path, tensors: Mapping[str, TensorInfo], data_bytes: i
         position = info.end
     if position > data_bytes:
         raise CheckpointError(
-            f"{path} is truncated: its header describes {position:,} bytes of weights and the file "
-            f"holds {data_bytes:,}, so download it again."
+            f"This file is truncated: its header describes {position:,} bytes of weights and "
+            f"{data_bytes:,} are there, so download it again.",
+            path,
         )
     if position < data_bytes:
         raise _broken(path, f"{data_bytes - position:,} bytes follow the last tensor and none may")
@@ -345,7 +351,9 @@ def _in_folder(folder: Path) -> Path:
         names = sorted(entry.name for entry in folder.iterdir())
     except PermissionError as error:
         raise CheckpointError(
-            f"{folder} may not be listed by this user: change its permissions or run as its owner."
+            "This folder may not be listed by this user: change its permissions or run as its "
+            "owner.",
+            folder,
         ) from error
     indexes = [name for name in names if INDEX_NAME.search(name)]
     files = [name for name in names if name.endswith(".safetensors")]
@@ -358,26 +366,26 @@ def _in_folder(folder: Path) -> Path:
     alone = indexes if indexes else files
     if len(alone) == 1 and not (alone is files and NUMBERED.search(files[0])):
         return folder / alone[0]
-    raise CheckpointError(f"{folder} {_why_not(names, indexes, files)}")
+    raise CheckpointError(f"This folder holds {_why_not(names, indexes, files)}", folder)
 
 
 def _why_not(names: list[str], indexes: list[str], files: list[str]) -> str:
     if indexes:
-        return f"holds {len(indexes)} shard indexes ({', '.join(indexes)}): name the one to read."
+        return f"{len(indexes)} shard indexes ({', '.join(indexes)}): name the one to read."
     if any(NUMBERED.search(name) for name in files):
         return (
-            "holds numbered shards but no index, which says where each tensor is: download the "
+            "numbered shards but no index, which says where each tensor is: download the "
             "*.safetensors.index.json that belongs to them into it."
         )
     if files:
-        return f"holds {len(files)} safetensors files and no index: name the one to read."
+        return f"{len(files)} safetensors files and no index: name the one to read."
     if any(PurePosixPath(name).suffix in PICKLE_SUFFIXES for name in names):
         return (
-            "holds pickled weights only, which are never opened here: get the safetensors version "
+            "pickled weights only, which are never opened here: get the safetensors version "
             "of the model."
         )
     return (
-        "holds neither a .safetensors file nor a *.safetensors.index.json nor a model_index.json: "
+        "neither a .safetensors file nor a *.safetensors.index.json nor a model_index.json: "
         "name a folder or file with weights."
     )
 
@@ -391,19 +399,22 @@ def _weight_map(index: Path) -> dict[str, str]:
         or not all(isinstance(name, str) for name in weight_map.values())
     ):
         raise CheckpointError(
-            f"{index} is not a shard index: its weight_map must name a file for every tensor, so "
-            "download it again."
+            "This is not a shard index: its weight_map must name a file for every tensor, so "
+            "download it again.",
+            index,
         )
     for name in set(weight_map.values()):
         if not name.endswith(".safetensors"):
             raise CheckpointError(
-                f"{index} names the shard {name!r}, and only .safetensors files are read: get the "
-                "safetensors version of the model."
+                f"The index names the shard {name!r}, and only .safetensors files are read: get "
+                "the safetensors version of the model.",
+                index,
             )
         if not name == PurePosixPath(name).name == PureWindowsPath(name).name or "\0" in name:
             raise CheckpointError(
-                f"{index} names the shard {name!r}, which is outside its folder: a shard must lie "
-                "next to its index, so get the index from the model's own source."
+                f"The index names the shard {name!r}, which is outside its folder: a shard must "
+                "lie next to its index, so get the index from the model's own source.",
+                index,
             )
     return weight_map
 
@@ -412,8 +423,9 @@ def _read_shard(index: Path, name: str) -> Header:
     shard = index.parent / name
     if not shard.exists():
         raise CheckpointError(
-            f"{shard} is missing although {index.name} lists it: every shard must lie next to the "
-            "index, so finish the download."
+            f"A shard is missing that {index.name} lists: every shard must lie next to the "
+            "index, so finish the download.",
+            shard,
         )
     return read_header(shard)
 
@@ -424,15 +436,15 @@ def _check_agreement(
     lost = sorted(name for name, shard in weight_map.items() if name not in headers[shard].tensors)
     if lost:
         raise CheckpointError(
-            f"{index.parent / weight_map[lost[0]]} lacks the tensor {lost[0]!r} that {index.name} "
-            f"says it holds ({len(lost)} such in all): download index and shards again, from one "
-            "source."
+            f"The shard lacks the tensor {lost[0]!r} that {index.name} says it holds "
+            f"({len(lost)} such in all): download index and shards again, from one source.",
+            index.parent / weight_map[lost[0]],
         )
     for shard, header in headers.items():
         unlisted = sorted(name for name in header.tensors if weight_map.get(name) != shard)
         if unlisted:
             raise CheckpointError(
-                f"{index.parent / shard} holds the tensor {unlisted[0]!r} that {index.name} does "
-                f"not list there ({len(unlisted)} such in all): download index and shards again, "
-                "from one source."
+                f"The shard holds the tensor {unlisted[0]!r} that {index.name} does not list there "
+                f"({len(unlisted)} such in all): download index and shards again, from one source.",
+                index.parent / shard,
             )

@@ -205,7 +205,7 @@ def qwen_image_21_vae(tensors: Tensors) -> Identity | None:
         dims=known(latent_channels=64, image_channels=size(tensors, "decoder.conv_out.weight")),
         folder="vae",
         cannot_run=(
-            "the VAE of Qwen-Image-2.1 has 64 latent channels and Qwen-Image has 16: get the VAE "
+            "The VAE of Qwen-Image-2.1 has 64 latent channels and Qwen-Image's has 16: get the VAE "
             "that came with Qwen-Image.",
         ),
     )

@@ -141,9 +141,10 @@ def layers_to_quantize(layers: Iterable[str], keep: Sequence[str] = ()) -> froze
         matching = {layer for layer in candidates if fnmatchcase(layer, pattern)}
         if not matching:
             raise SettingError(
-                f"keep pattern {pattern!r} matches no layer that is quantized: patterns are "
-                "compared with whole layer names such as transformer_blocks.0.attn.to_q or "
-                "transformer_blocks.59.img_mlp.net.2, so begin with * or transformer_blocks."
+                f"keep_in_bf16 (--keep) {pattern!r} matches no layer that is quantized: whole "
+                "names are "
+                "compared, such as transformer_blocks.59.img_mlp.net.2, so begin with * or "
+                "transformer_blocks."
             )
         kept |= matching
     return candidates - kept

@@ -59,7 +59,7 @@ def choose_layers(
     """
     chosen = layers_to_quantize(layers, keep)
     if not chosen:
-        raise SettingError("the keep patterns leave no layer to quantize: name fewer layers.")
+        raise SettingError("keep_in_bf16 (--keep) leaves no layer to quantize: name fewer layers.")
     return chosen, layers_to_quantize(layers) - chosen
 
 
@@ -99,19 +99,23 @@ def check_destination(
             it exists and `overwrite` is false.
     """
     if destination.suffix != ".safetensors":
-        raise SettingError(f"{destination} must end in .safetensors: name the file to write.")
+        raise SettingError(
+            "The name must end in .safetensors: name the file to write.", destination
+        )
     if not destination.parent.is_dir():
-        raise SettingError(f"{destination.parent} is no folder: create it first.")
+        raise SettingError("There is no such folder: create it first.", destination.parent)
     if destination.is_dir():
-        raise SettingError(f"{destination} is a folder: name a file in it.")
+        raise SettingError("This is a folder: name a file in it.", destination)
     if not os.path.lexists(destination):
         return
     if any(destination.exists() and destination.samefile(file) for file in sources):
         raise SettingError(
-            f"{destination} is the file to read: choose another name for the quantized one."
+            "This is the file to read: choose another name for the quantized one.", destination
         )
     if not overwrite:
-        raise SettingError(f"{destination} exists: choose another name, or switch overwrite on.")
+        raise SettingError(
+            "The file exists: choose another name, or switch overwrite on.", destination
+        )
 
 
 # A file made from a file.
@@ -331,21 +335,23 @@ def _refuse_quantized(source: Source, precision: str) -> None:
         remedy = "it loads as it is, with its own values, so use it unchanged"
     else:
         remedy = "rounding twice adds the errors, so start from the bf16 file"
-    raise CheckpointError(f"{source.path} is quantized already ({found}): {remedy}.")
+    raise CheckpointError(f"This file is quantized already ({found}): {remedy}.", source.path)
 
 
 def _kept_dtype(source: Source, name: str, info: TensorInfo) -> str:
     if AUXILIARY.search(name):
         raise CheckpointError(
-            f"{source.path} holds {name!r}, which describes a quantized weight, and no quantized "
-            "weights: get the original file."
+            f"This file holds {name!r}, which describes a quantized weight, and no quantized "
+            "weights: get the original file.",
+            source.path,
         )
     if name.startswith("__") and info.dtype in SAFETENSORS_DTYPES:  # a marker, not a weight
         return info.dtype
     if info.dtype not in FLOAT_DTYPES:
         raise CheckpointError(
-            f"{source.path} holds {name!r} as {info.dtype}, and the weights to start from must be "
-            f"{', '.join(FLOAT_DTYPES)}: start from the bf16 file."
+            f"This file holds {name!r} as {info.dtype}, and the weights to start from must be "
+            f"{', '.join(FLOAT_DTYPES)}: start from the bf16 file.",
+            source.path,
         )
     return "BF16"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ..errors import CheckpointError, SettingError
 from ..planning.bytes import part_bytes
@@ -59,8 +60,9 @@ class CheckpointSizes:
         found = self.family or "qwen-image"
         if requested != found and (LAYERED in (requested, found) or found in FAMILIES_OF_TENSORS):
             raise SettingError(
-                f"family {requested!r} and {self.path}, whose tensors are those of {found}: leave "
-                "--family out, or name a file of that family."
+                f"family is {requested!r} and the file's tensors are those of {found}: leave "
+                "--family out, or name a file of that family.",
+                Path(self.path),
             )
         return requested
 
@@ -106,7 +108,7 @@ def read_sizes(path: str | os.PathLike[str]) -> CheckpointSizes:
     try:
         shape = TransformerShape.from_dims(part.dims, part.blocks, part.family)
     except CheckpointError as error:
-        raise CheckpointError(f"{transformer.path}: {error}") from error
+        raise CheckpointError(error, transformer.path) from error
     roles = {other.role for other in inspect_checkpoint(path).parts}
     others = {
         role: open_source(path, role).part if role in roles else None
@@ -139,8 +141,7 @@ def vae_shape(part: CheckpointPart) -> VaeShape:
     numbers = [size for size in sizes if isinstance(size, int)]
     if len(numbers) < len(sizes):
         raise CheckpointError(
-            f"{part.name}: the tensors do not tell the VAE's sizes: get it from the model's own "
-            "source."
+            "The tensors do not tell the VAE's sizes: get it from the model's own source."
         )
     return VaeShape(*numbers)
 

@@ -54,8 +54,9 @@ def check_prefix(folder: Path, tokens: int) -> None:
     """
     if tokens != TEMPLATE_PREFIX_TOKENS:
         raise CheckpointError(
-            f"{folder} encodes Qwen-Image's chat template in {tokens} tokens and it must be "
-            f"{TEMPLATE_PREFIX_TOKENS}: use the tokenizer folder of Qwen-Image."
+            f"The tokenizer encodes Qwen-Image's chat template in {tokens} tokens and not in "
+            f"{TEMPLATE_PREFIX_TOKENS}: use the tokenizer folder of Qwen-Image.",
+            folder,
         )
 
 
@@ -119,7 +120,8 @@ def open_source(path: str | os.PathLike[str] | Source, role: str) -> Source:
     _, pipeline = read_index(path)
     if not os.path.isdir(path / role):
         raise CheckpointError(
-            f"{path} has no {role}/ folder, which holds {PLACES[role][0]}: finish the download."
+            f"The folder {role}/ is missing, which holds {PLACES[role][0]}: finish the download.",
+            path,
         )
     source = _source(path / role, role)
     if source.part.family == "Qwen-Image" and pipeline in PIPELINES:
@@ -130,17 +132,18 @@ def open_source(path: str | os.PathLike[str] | Source, role: str) -> Source:
 def _source(path: Path, role: str) -> Source:
     if NUMBERED.search(path.name):
         raise CheckpointError(
-            f"{path} is one shard of several: choose the folder or the index that names them all."
+            "This is one shard of several: choose the folder or the index that names them all.",
+            path,
         )
     shards = read_shards(path)
     checkpoint = inspect_shards(shards)
     parts = [part for part in checkpoint.parts if part.role == role]
     if len(parts) != 1:
-        raise CheckpointError(_wrong(path, role, checkpoint.parts, len(parts)))
+        raise CheckpointError(_wrong(role, checkpoint.parts, len(parts)), path)
     (part,) = parts
     faults = [*part.errors, *_cannot_run(part)]
     if faults:
-        raise CheckpointError(f"{path}: {faults[0]}")
+        raise CheckpointError(faults[0], path)
     return Source(path, role, part, shards, _settings(path, shards))
 
 
@@ -163,7 +166,7 @@ def _settings(path: Path, shards: Shards) -> dict[str, Any]:
             raise ValueError("config must be an object")
     except ValueError as error:
         raise CheckpointError(
-            f"{path} has broken {METADATA_KEY} metadata ({error}): write the file again."
+            f"The {METADATA_KEY} metadata is broken ({error}): write the file again.", path
         ) from error
     return settings
 
@@ -173,24 +176,28 @@ def _cannot_run(part: CheckpointPart) -> list[str]:
     return [sentence for sentence in part.cannot_run if "storage only" not in sentence]
 
 
-def _wrong(path: Path, role: str, parts: tuple[CheckpointPart, ...], count: int) -> str:
+def _wrong(role: str, parts: tuple[CheckpointPart, ...], count: int) -> str:
     wanted, place = PLACES[role]
     if count:
-        return f"{path} holds {count} parts that could be {wanted}: choose a file with one."
+        return f"This holds {count} parts that could be {wanted}: choose a file with one."
     found = parts[0]
-    remedy = f"choose {wanted}, which ComfyUI keeps in {place}"
-    if found.role in PLACES:
-        remedy += f"; this file belongs into {PLACES[found.role][1]}"
-    elif found.role == "lora":
-        remedy += "; a LoRA goes into a LoRA loader after the model"
-    return f"{path} is {_described(found)} where {wanted} is needed: {remedy}."
+    if not found.folder or place.endswith(found.folder):
+        return f"{_fact(found)}: choose {wanted}."
+    return f"{_fact(found)}, not {wanted}: move it to models/{found.folder}."
 
 
-def _described(part: CheckpointPart) -> str:
-    if part.family.startswith(("not Qwen-Image", "mmproj")):
-        return part.family
-    name = PLACES[part.role][0].removeprefix("the ") if part.role in PLACES else part.family
-    return f"a {name}" if name == part.family else f"a {name} ({part.family})"
+def _fact(part: CheckpointPart) -> str:
+    """What a part is, as the beginning of a sentence."""
+    name = part.family.removeprefix("not Qwen-Image: ")
+    if name.startswith("looks like"):
+        return f"This {name}, not Qwen-Image"
+    if part.role == "other":
+        return f"{name[0].upper()}{name[1:]}"
+    if part.role in PLACES:
+        called = PLACES[part.role][0].removeprefix("the ")
+        return f"This is a {called}" + (f" ({name})" if called != name else "")
+    article = "" if name.startswith(("a ", "mmproj")) else "a "
+    return f"This is {article}{name}"
 
 
 def fingerprint(source_files: tuple[Path, ...]) -> tuple[tuple[str, int, int], ...]:

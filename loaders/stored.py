@@ -293,4 +293,4 @@ def _in_bf16(name: str, entry: StoredLayer) -> torch.Tensor:
 
 
 def _refuse(name: str, what: str, rule: str, remedy: str = REMEDY) -> NoReturn:
-    raise CheckpointError(f"the tensor {name!r} {what}: {rule}, so {remedy}.")
+    raise CheckpointError(f"The tensor {name!r} {what}: {rule}, so {remedy}.")

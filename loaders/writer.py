@@ -143,6 +143,6 @@ def _check_space(folder: Path, needed: int) -> None:
         free = shutil.disk_usage(folder).free
     if free < needed:
         raise UnavailableError(
-            f"{folder} has {format_gib(free)} free and the file takes {format_gib(needed)}: "
+            f"The disk has {format_gib(free)} free and the file takes {format_gib(needed)}: "
             "free disk space or choose another disk."
         )

@@ -189,7 +189,7 @@ def _stream(
 
 def _not_finite(name: str) -> CheckpointError:
     return CheckpointError(
-        f"{name!r} of the model holds NaN or infinity, with its LoRAs: leave the LoRAs out or load "
+        f"The model with its LoRAs holds NaN or infinity in {name!r}: leave the LoRAs out or load "
         "the model again."
     )
 
@@ -199,7 +199,7 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UnavailableError(
-            f"cannot create the folder {folder} ({error.strerror}): choose another name."
+            f"The folder cannot be created ({error.strerror}): choose another name.", folder
         ) from error
 
 
@@ -222,12 +222,12 @@ def loaded_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
     module = model.model.diffusion_model
     if not isinstance(module, QwenImageTransformer2DModel):
         raise CheckpointError(
-            f"the model is a {type(module).__name__} and only Qwen-Image transformers are written: "
+            f"The model is a {type(module).__name__} and only Qwen-Image transformers are written: "
             "connect a Qwen-Image MODEL."
         )
     if model.get_additional_models_with_key(BYPASS_KEY) or model.get_injections("bypass_lora"):
         raise SettingError(
-            "the model has a bypass LoRA, which a file cannot hold: merge it, or leave it out."
+            "The model has a bypass LoRA, which a file cannot hold: merge it, or leave it out."
         )
     found = {}
     for name, tensor in (*named_weights(module), *module.named_buffers()):
@@ -237,8 +237,8 @@ def loaded_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
         weight = tensor if backup is None else backup.weight
         if AUXILIARY.search(name) or not weight.is_floating_point():
             raise CheckpointError(
-                f"{name!r} of the model is stored in a way that is not written ({weight.dtype}): "
-                "load a bf16, fp8 or int8 safetensors file."
+                f"The model holds {name!r} as {weight.dtype}, which is not written: load a bf16, "
+                "fp8 or int8 safetensors file."
             )
         found[name] = weight
     return found

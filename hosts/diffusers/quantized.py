@@ -130,7 +130,7 @@ def chosen_layers(names: Iterable[str], keep: Sequence[str] = ()) -> list[str]:
     names = list(names)
     chosen = layers_to_quantize(names, keep)
     if not chosen:
-        raise SettingError("the keep patterns leave no layer to quantize: name fewer layers.")
+        raise SettingError("keep_in_bf16 (--keep) leaves no layer to quantize: name fewer layers.")
     return [name for name in names if name in chosen]
 
 

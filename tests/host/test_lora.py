@@ -508,7 +508,7 @@ def test_wrong_settings() -> None:
 
 
 def test_wrong_files() -> None:
-    refused(weights(), "not a LoRA", "transformer", "models/loras")
+    refused(weights(), "not a LoRA", "transformer", "move it to models/diffusion_models")
     refused({"a.b": torch.ones(3)}, "not a LoRA")
     text_encoder = {
         "lora_te1_layers_0_q.lora_down.weight": torch.ones(4, 8),

@@ -90,8 +90,8 @@ def test_choices_are_validated_from_headers():
             assert "'nothing.safetensors' is not among" in sentence and MICRO in sentence
         for node in (QwenL40SLoad, QwenL40SLoadModel):
             sentence = node.validate_inputs(model=wrong)
-            assert "is a Qwen-Image VAE where the Qwen-Image transformer is needed" in sentence
-            assert "models/diffusion_models" in sentence and "models/vae" in sentence
+            assert sentence.startswith("This is a Qwen-Image VAE, not the Qwen-Image transformer: ")
+            assert "move it to models/vae" in sentence and sentence.endswith("vae.safetensors).")
 
 
 def test_fp8_on_a_card_without_it_is_refused_before_anything_is_mapped():
@@ -135,7 +135,7 @@ def test_settings_that_mean_nothing_are_refused_before_anything_is_mapped():
     with nothing_mapped():
         for keep in ("blocks.0.*", "*.to_q, nothing", "img_in", "transformer_blocks.7.*"):
             last = keep.rpartition(", ")[2]
-            words = (f"keep pattern {last!r} matches no layer", "begin with *")
+            words = (f"keep_in_bf16 (--keep) {last!r} matches no layer", "begin with *")
             refused(SettingError, *words, run=lambda keep=keep: load(name, "int8", keep))
         words = ("precision 'nvfp4' is unknown", "bf16", "as stored")
         refused(SettingError, *words, run=lambda: load(name, "nvfp4"))

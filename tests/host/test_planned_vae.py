@@ -22,6 +22,7 @@ from qwen_l40s.hosts.comfyui.decode import batch as vae_batch
 from qwen_l40s.hosts.comfyui.decode import decode as planned_vae
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
+from qwen_l40s.loaders.source import MICRO_ADVICE
 from qwen_l40s.nodes.vae import QwenL40SVAEDecode, QwenL40SVAEEncode
 from qwen_l40s.spec import GIB, MIB
 
@@ -315,6 +316,8 @@ def test_the_nodes():
     images, report = output.args
     assert_same(images, core_decode(VAES["micro"], latents))
     assert output.ui["text"] == [report] and "whole" in report
+    assert MICRO_ADVICE in report and MICRO_ADVICE in output.ui["qwen_l40s"][0]
+    assert MICRO_ADVICE not in decode(VAES["micro"], random(1, 16, 1, 32, 32))[1]
     output = QwenL40SVAEEncode.execute(pixels, VAES["micro"], 4)
     encoded, report = output.args
     assert encoded["samples"].shape == (1, 16, 1, 8, 8)

@@ -47,6 +47,7 @@ from qwen_l40s.hosts.comfyui.report.words import Told, report_text
 from qwen_l40s.hosts.comfyui.sample import off_card as off_card_pass
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of, restore
 from qwen_l40s.hosts.comfyui.sample.run import OPTIMIZATION_KEY as OPTIMIZATION
+from qwen_l40s.loaders.source import MICRO_ADVICE
 from qwen_l40s.nodes.report import QwenL40SReport
 from qwen_l40s.planning.phases import Phase, Range
 from qwen_l40s.planning.request import DROPPED
@@ -735,6 +736,7 @@ def test_all_phases_of_a_run():
     if not CARD:
         assert text.startswith(f"Took {total}, without a prediction."), text
     assert max(map(len, text.splitlines()[6:])) <= 100
+    assert MICRO_ADVICE in text
     phases = json.loads(data)["phases"]
     assert list(phases) == ["load", "text", "encode", "sampling", "decode"]
     waits = [

@@ -392,15 +392,15 @@ def test_where_a_file_may_go():
     save(loaded, "int8", filename="deeper/and_deeper")
     (MODELS / "folder.safetensors").mkdir()
     run = functools.partial(save, loaded, "int8", filename="folder")
-    refused(SettingError, "folder.safetensors is a folder", run=run)
+    refused(SettingError, "This is a folder", "folder.safetensors)", run=run)
     run = functools.partial(save, loaded, "int8", filename="deeper/and_deeper.safetensors/x")
-    refused(UnavailableError, "cannot create the folder", "choose another name", run=run)
+    refused(UnavailableError, "The folder cannot be created", "choose another name", run=run)
 
 
 def test_a_file_is_replaced_on_demand_only():
     first, _ = save(model(), "int8", filename="there")
     run = functools.partial(save, model(), "fp8", filename="there", overwrite=False)
-    refused(SettingError, "there.safetensors exists", "overwrite", run=run)
+    refused(SettingError, "The file exists", "overwrite", "there.safetensors)", run=run)
     second, _ = save(model(), "fp8", filename="there")
     assert first[NAME].dtype == torch.int8 and second[NAME].dtype == FP8
     # Also the file that the model is mapped from.
@@ -421,13 +421,13 @@ def test_other_models_and_settings():
     other.diffusion_model = Flux()
     cpu = torch.device("cpu")
     flux = comfy.model_patcher.ModelPatcher(other, cpu, cpu)
-    words = ("the model is a Flux", "only Qwen-Image transformers", "connect a Qwen-Image MODEL")
+    words = ("The model is a Flux", "only Qwen-Image transformers", "connect a Qwen-Image MODEL")
     run = functools.partial(save, flux, "int8", filename="new_folder/flux")
     refused(CheckpointError, *words, run=run)
     plain = model()
     run = functools.partial(save, plain, "int4")
     refused(SettingError, "precision 'int4' is unknown", "fp8 or int8", run=run)
-    for keep, sentence in (("*.to_z", "matches no layer"), ("*", "leave no layer to quantize")):
+    for keep, sentence in (("*.to_z", "matches no layer"), ("*", "leaves no layer to quantize")):
         run = functools.partial(save, plain, "int8", keep=keep)
         refused(SettingError, sentence, run=run)
     bypassed, _ = comfy.sd.load_bypass_lora_for_models(

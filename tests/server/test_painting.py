@@ -219,8 +219,8 @@ def refusal(server: Server, node: str = "load", **load: Any) -> str:
 @pytest.mark.parametrize(
     ("part", "inputs", "sentence"),
     [
-        ("vae", {}, "is a Qwen-Image VAE where the Qwen-Image transformer is needed"),
-        ("text_encoder", {}, "is a Qwen2.5-VL text encoder where the Qwen-Image transformer"),
+        ("vae", {}, "is a Qwen-Image VAE, not the Qwen-Image transformer: move it to models/vae"),
+        ("text_encoder", {}, "is a Qwen2.5-VL text encoder, not the Qwen-Image transformer"),
     ],
 )
 def test_the_wrong_part_in_a_slot_is_refused_before_it_runs(

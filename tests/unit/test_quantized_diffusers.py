@@ -162,7 +162,7 @@ def test_what_cannot_be_quantized_is_refused_and_left_alone(transformer):
     for arguments, rule in (
         (("bf16",), "precision 'bf16' is unknown: choose fp8 or int8"),
         (("fp8", ["blocks.*"]), "'blocks.*' matches no layer"),
-        (("fp8", ["*"]), "leave no layer to quantize"),
+        (("fp8", ["*"]), "leaves no layer to quantize"),
     ):
         with pytest.raises(SettingError) as error:
             quantize_transformer(transformer, *arguments)

@@ -158,7 +158,7 @@ def test_what_this_package_wrote_into_a_file_of_its_own(tmp_path, specs):
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"config": 3}', '{"config": [1]}'])
 def test_broken_metadata_of_our_own(tmp_path, specs, text):
     path = write(tmp_path / "own.safetensors", specs["transformer"], {METADATA_KEY: text})
-    refused(path, "transformer", "has broken qwen_l40s metadata (", "): write the file again")
+    refused(path, "transformer", "qwen_l40s metadata is broken (", "): write the file again")
 
 
 def test_metadata_without_settings_is_fine(tmp_path, specs):
@@ -199,63 +199,69 @@ def refused(path, role, *fragments):
     return message
 
 
-TRANSFORMER = "where the Qwen-Image transformer is needed: choose the Qwen-Image transformer"
-TEXT_ENCODER = "where the Qwen2.5-VL text encoder is needed: choose the Qwen2.5-VL text encoder"
-VAE = "where the Qwen-Image VAE is needed: choose the Qwen-Image VAE"
+TRANSFORMER, TEXT_ENCODER, VAE = (
+    "the Qwen-Image transformer",
+    "the Qwen2.5-VL text encoder",
+    "the Qwen-Image VAE",
+)
 SD_VAE = ("decoder.conv_in.weight", "decoder.mid.block_1.norm1.weight")
 LORA_STYLE = "diffusers (transformer.)"
 WRONG = {
     "a VAE as model": (
         native_vae(dim=8),
         "transformer",
-        ("is a Qwen-Image VAE ", TRANSFORMER, "keeps in models/diffusion_models; ", "models/vae"),
+        ("This is a Qwen-Image VAE, not ", TRANSFORMER, ": move it to models/vae ("),
     ),
     "a text encoder as model": (
         qwen25(24, 2),
         "transformer",
-        ("is a Qwen2.5-VL text encoder ", TRANSFORMER, "; this file belongs into models/text_enc"),
+        (
+            "This is a Qwen2.5-VL text encoder, not ",
+            TRANSFORMER,
+            ": move it to models/text_encoders",
+        ),
     ),
     "a model as text encoder": (
         micro_transformer(),
         "text_encoder",
-        ("is a Qwen-Image transformer (Qwen-Image) ", TEXT_ENCODER, "models/text_encoders; "),
+        ("is a Qwen-Image transformer (Qwen-Image), not ", TEXT_ENCODER, "models/diffusion_models"),
     ),
     "a model as VAE": (
         micro_transformer(use_additional_t_cond=True),
         "vae",
-        ("is a Qwen-Image transformer (Qwen-Image-Layered) ", VAE, "models/vae; this file belongs"),
+        ("transformer (Qwen-Image-Layered), not ", VAE, ": move it to models/diffusion_models"),
     ),
     "an mmproj as text encoder": (
         MMPROJ,
         "text_encoder",
-        ("is mmproj: a vision tower of Qwen-VL without its language model ", TEXT_ENCODER),
+        ("This is mmproj: a vision tower of Qwen-VL", ": choose ", TEXT_ENCODER),
     ),
     "a FLUX checkpoint": (
         {f"model.diffusion_model.{name}": spec for name, spec in FLUX.items()},
         "transformer",
-        ("is not Qwen-Image: looks like FLUX ", TRANSFORMER, "models/diffusion_models."),
+        ("This looks like FLUX, not Qwen-Image: choose ", TRANSFORMER),
     ),
     "a LoRA as model": (
         lora_specs(LORA_STYLE, ["img_mlp.net.2"]),
         "transformer",
-        ("is a LoRA for Qwen-Image ", TRANSFORMER, "a LoRA goes into a LoRA loader after"),
+        ("This is a LoRA for Qwen-Image, not ", TRANSFORMER, ": move it to models/loras"),
     ),
     "a FLUX LoRA as model": (
         {"lora_unet_single_blocks_0_linear1.lora_down.weight": ("BF16", (4, 8))},
         "transformer",
-        ("is not Qwen-Image: a LoRA for another model ", TRANSFORMER, "a LoRA goes into a LoRA"),
+        ("This is a LoRA for another model, not ", TRANSFORMER, ": move it to models/loras"),
     ),
     "another VAE": (
         dict.fromkeys(SD_VAE, ("F16", (1,))),
         "vae",
-        ("is not Qwen-Image: looks like a FLUX or Stable Diffusion VAE ", VAE),
+        ("This looks like a FLUX or Stable Diffusion VAE, not Qwen-Image: choose ", VAE),
     ),
     "a tiny VAE": (
         {"decoder.1.weight": ("F16", (256, 16, 3, 3)), "decoder.22.bias": ("F16", (3,))},
         "vae",
-        ("is a tiny VAE ", VAE),
+        ("This is a tiny VAE, not ", VAE, ": move it to models/vae_approx"),
     ),
-    "no tensors": ({}, "transformer", ("holds no tensors ", TRANSFORMER)),
+    "no tensors": ({}, "transformer", ("It holds no tensors: choose ", TRANSFORMER)),
 }
 
 
@@ -268,13 +274,13 @@ def test_the_wrong_file_in_a_slot(tmp_path, case):
 @pytest.mark.parametrize("style", LORA_FORMS)
 def test_a_lora_of_every_style_is_no_model(tmp_path, style):
     path = write(tmp_path / "file.safetensors", lora_specs(style, ["img_mlp.net.2"]))
-    refused(path, "transformer", "is a LoRA for Qwen-Image where", "LoRA loader")
+    refused(path, "transformer", "This is a LoRA for Qwen-Image, not", "move it to models/loras")
 
 
 def test_a_component_folder_in_the_wrong_slot(tmp_path):
     folder = write_folder(tmp_path / "model")
-    refused(folder / "vae", "transformer", "is a Qwen-Image VAE where", "models/vae.")
-    refused(folder / "transformer", "vae", "is a Qwen-Image transformer (Qwen-Image) where")
+    refused(folder / "vae", "transformer", "This is a Qwen-Image VAE, not", "models/vae (")
+    refused(folder / "transformer", "vae", "a Qwen-Image transformer (Qwen-Image), not")
 
 
 def test_two_transformers_in_one_file(tmp_path, specs):
@@ -351,13 +357,17 @@ def test_bitsandbytes(tmp_path, specs):
         (
             "file.gguf",
             b"GGUF" + bytes(40),
-            ("is a GGUF file", "safetensors only", "GGUF node pack"),
+            ("This is a GGUF file", "only .safetensors files", "GGUF node pack"),
         ),
         ("file.pth", b"x" * 40, ("is a pickle (by its suffix .pth)", "get the same weights as")),
         ("file.safetensors", b"\x80\x02" + bytes(40), ("is a pickle", "never opened", "get the")),
         ("file.safetensors", b"PK\x03\x04" + bytes(40), ("is a pickle (a zip", "get the same")),
         ("file.safetensors", b"", ("is empty (0 bytes)", "download it again")),
-        ("file.safetensors", bytes(8), ("is not a safetensors file", "saved as safetensors")),
+        (
+            "file.safetensors",
+            bytes(8),
+            ("This is not a safetensors file", "get the model as .safetensors"),
+        ),
     ],
 )
 def test_files_that_are_no_safetensors(tmp_path, role, name, content, fragments):
@@ -370,7 +380,7 @@ def test_files_that_are_no_safetensors(tmp_path, role, name, content, fragments)
 def test_a_truncated_file_and_a_truncated_shard(tmp_path, specs, role):
     path = write(tmp_path / "file.safetensors", specs[role])
     os.truncate(path, path.stat().st_size - 1)
-    refused(path, role, "is truncated", "bytes of weights and the file holds", "download it again")
+    refused(path, role, "is truncated", "bytes of weights and ", "download it again")
     index = write_sharded(tmp_path / "sharded", specs[role])
     shard = sorted(index.parent.glob("*.safetensors"))[1]
     os.truncate(shard, 100)
@@ -390,7 +400,7 @@ def test_a_missing_shard(tmp_path, specs, role):
     index = write_sharded(tmp_path, specs[role])
     sorted(tmp_path.glob("*.safetensors"))[0].unlink()
     for path in (tmp_path, index):
-        with pytest.raises(CheckpointError, match=r"is missing although .*: .*, so finish the"):
+        with pytest.raises(CheckpointError, match=r"is missing that .*: .*, so finish the"):
             open_source(path, role)
 
 
@@ -398,14 +408,20 @@ def test_a_missing_shard(tmp_path, specs, role):
 def test_a_missing_component(tmp_path, role):
     folder = write_folder(tmp_path / "model")
     (folder / role).rename(folder / "elsewhere")
-    refused(folder, role, f"has no {role}/ folder, which holds", PLACES[role][0], "finish the down")
+    refused(
+        folder,
+        role,
+        f"The folder {role}/ is missing, which holds",
+        PLACES[role][0],
+        "finish the down",
+    )
     for other in ROLES:
         if other != role:
             open_source(folder, other)
 
 
 def test_nothing_at_all(tmp_path):
-    refused(tmp_path / "missing.safetensors", "vae", "does not exist", "check the path")
+    refused(tmp_path / "missing.safetensors", "vae", "no such file", "check the path")
     refused(tmp_path, "vae", "holds neither", "name a folder or file with weights")
 
 
@@ -419,7 +435,7 @@ def test_a_config_of_another_model(tmp_path):
 def test_a_broken_index_of_a_diffusers_folder(tmp_path, text):
     folder = write_folder(tmp_path / "model")
     (folder / "model_index.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"model_index\.json.* (must|as) .*: .*\."):
+    with pytest.raises(CheckpointError, match=r"model_index\.json.* (must|is not) .*: .*\."):
         open_source(folder, "transformer")
 
 

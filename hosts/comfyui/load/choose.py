@@ -188,8 +188,8 @@ def find_companion(model: Source, role: str) -> Source:
     if not fitting:
         wanted, place = PLACES[role]
         raise CheckpointError(
-            f"no file in {place} is {wanted} that {model.path.name} needs: download one from "
-            "huggingface.co/Comfy-Org/Qwen-Image_ComfyUI into it, or choose it by name."
+            f"No file in {place} is {wanted} that {model.path.name} needs: download one from "
+            "huggingface.co/Comfy-Org/Qwen-Image_ComfyUI, or choose it by name."
         )
     return min(fitting, key=_rank)
 
@@ -199,8 +199,9 @@ def check_text_width(model: Source, text_encoder: Source) -> None:
     takes, gives = model.part.dims.get("joint_dim"), text_encoder.part.dims.get("hidden")
     if takes != gives:
         raise CheckpointError(
-            f"{model.path} takes text {takes} wide and {text_encoder.path} gives {gives}: choose "
-            "the text encoder that belongs to the model."
+            f"The model takes text {takes} wide and the text encoder gives {gives}: choose the "
+            "text encoder that belongs to the model.",
+            text_encoder.path,
         )
 
 

@@ -254,8 +254,9 @@ def _build(
     if tokenizer is None:
         if comfy.sd.detect_te_model(tensors) is not comfy.sd.TEModel.QWEN25_7B:
             raise CheckpointError(
-                f"{source.path} is not recognized by ComfyUI as the Qwen2.5-VL 7B of "
-                "Qwen-Image: get the model's own text encoder."
+                "ComfyUI does not recognize this as the Qwen2.5-VL 7B of Qwen-Image: get the "
+                "model's own text encoder.",
+                source.path,
             )
         return comfy.sd.load_text_encoder_state_dicts(
             [tensors],

@@ -62,7 +62,7 @@ def read_layout(source: Source) -> TextEncoderLayout:
     dims = source.part.dims
     other = SIZES.get((dims.get("hidden"), source.part.blocks))
     if other not in (None, "7B"):
-        raise CheckpointError(f"{source.path} is the {other} of Qwen2.5-VL: {ONLY_7B}")
+        raise CheckpointError(f"This is the {other} of Qwen2.5-VL: {ONLY_7B}", source.path)
     config = _model_config(source)
     names, infos = _native_names(source)
     notes = []
@@ -102,8 +102,9 @@ def _native_names(source: Source) -> tuple[dict[str, str], dict[str, TensorInfo]
         native = text_encoder_name_to_native(name)
         if native in names:
             raise CheckpointError(
-                f"{source.path} holds {native!r} twice, as {names[native]!r} and as {name!r}: get "
-                "the file from the model's own source."
+                f"This file holds {native!r} twice, as {names[native]!r} and as {name!r}: get it "
+                "from the model's own source.",
+                source.path,
             )
         names[native], infos[native] = name, info
     return names, infos
@@ -129,7 +130,8 @@ def _model_config(source: Source) -> dict[str, Any]:
     ]
     if missing:
         raise CheckpointError(
-            f"{source.path} lacks the tensors that tell its {missing[0]}: download it again."
+            f"This file lacks the tensors that tell its {missing[0]}: download it again.",
+            source.path,
         )
     published = Qwen25_7BVLI_Config()
     return {
@@ -144,8 +146,9 @@ def _heads(source: Source, dim: str, declared: object) -> int:
     heads, rest = divmod(width, HEAD_DIM)
     if rest or not heads or declared not in (None, heads):
         raise CheckpointError(
-            f"{source.path} projects to {width} in {declared or 'an unknown number of'} heads and "
-            f"ComfyUI computes this encoder with heads of {HEAD_DIM}: {ONLY_7B}"
+            f"This file projects to {width} in {declared or 'an unknown number of'} heads and "
+            f"ComfyUI computes this encoder with heads of {HEAD_DIM}: {ONLY_7B}",
+            source.path,
         )
     return heads
 
@@ -180,8 +183,8 @@ class TextOnlyQwen25(BaseLlama, torch.nn.Module):
 def refuse_images() -> None:
     """Raises UnavailableError: the prompt has an image and nothing here can see it."""
     raise UnavailableError(
-        "this text encoder was loaded without a vision tower, which the image in the prompt needs: "
-        "load the text encoder of a Qwen-Image-Edit model, or encode without an image."
+        "This text encoder has no vision tower, which the image in the prompt needs: load the "
+        "text encoder of a Qwen-Image-Edit model, or encode without an image."
     )
 
 
@@ -305,7 +308,7 @@ def _stored(
     try:
         return stored_layers(tensors, settings)
     except CheckpointError as error:
-        raise CheckpointError(f"{source.path}: {error}") from error
+        raise CheckpointError(error, source.path) from error
 
 
 def _fits_core(entry: StoredLayer) -> bool:

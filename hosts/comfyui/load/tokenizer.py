@@ -54,21 +54,24 @@ def find_tokenizer(source: Source, vocabulary: int) -> FolderTokenizer:
     folder = next((folder for folder in folders if holds_tokenizer(folder)), None)
     if folder is None:
         raise CheckpointError(
-            f"{source.path} has {vocabulary} tokens, so ComfyUI's own tokenizer does not fit it, "
-            f"and {folders[0]} holds neither tokenizer.json nor vocab.json with merges.txt: put "
-            "the model's tokenizer there."
+            f"The text encoder has {vocabulary} tokens, which ComfyUI's own tokenizer does not "
+            "fit, "
+            "and none lies with it: put the model's tokenizer.json, or vocab.json with merges.txt, "
+            "into its tokenizer folder.",
+            folders[0],
         )
     try:
         tokenizer = Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the tokenizers package raises no narrower class
         reason = str(error).partition("\n")[0]
         raise CheckpointError(
-            f"{folder} holds a tokenizer that cannot be read ({reason}): download it again."
+            f"The tokenizer cannot be read ({reason}): download it again.", folder
         ) from error
     if len(tokenizer) > vocabulary:
         raise CheckpointError(
-            f"{folder} has {len(tokenizer)} tokens and {source.path} embeds {vocabulary}: use the "
-            "tokenizer and the text encoder of one model."
+            f"The tokenizer has {len(tokenizer)} tokens and the text encoder {vocabulary}: use "
+            "those of one model.",
+            folder,
         )
     check_prefix(folder, len(tokenizer(TEMPLATE_PREFIX).input_ids))
     user = tokenizer(USER).input_ids

@@ -108,7 +108,7 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
     try:
         tensors, notes, kept = transformer_tensors(plan, load_device)
     except CheckpointError as error:
-        raise CheckpointError(f"{source.path}: {error}") from error
+        raise CheckpointError(error, source.path) from error
     if source.config.get("zero_cond_t") is True:  # as ComfyUI's own files say it
         tensors.setdefault(MARKER_2511, torch.empty(0))
     model = _model_config(plan, tensors, load_device).get_model(tensors, "")
@@ -222,9 +222,9 @@ def _rope_axes(source: Source, head_dim: int) -> dict[str, tuple[int, ...]]:
         return {}  # the published models: ComfyUI's default
     if not isinstance(axes, list) or len(axes) != 3 or sum(axes) != head_dim:
         raise CheckpointError(
-            f"{source.path} has heads of {head_dim} and its config.json says axes_dims_rope "
-            f"{axes}: three numbers that add up to {head_dim} are needed, so put the config.json "
-            "of the model next to its weights."
+            f"axes_dims_rope is {axes} in config.json and must be three numbers that add up to "
+            f"{head_dim}: put the config.json of the model next to its weights.",
+            source.path,
         )
     return {"axes_dims_rope": tuple(axes)}
 
@@ -260,6 +260,7 @@ def _refuse(module: torch.nn.Module, path: Path) -> None:
         if not all(map(is_finite, stored)):
             raise not_finite(path, name)
     raise UnavailableError(
-        f"{path} gave NaN or infinity at its first step although its weights are finite: an "
-        "attention kernel, a LoRA or another node's patch is at fault, so run once without them."
+        "The model gave NaN or infinity at its first step although its weights are finite: an "
+        "attention kernel, a LoRA or another node's patch is at fault, so run once without them.",
+        path,
     )

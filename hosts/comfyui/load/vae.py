@@ -89,15 +89,17 @@ def _check(source: Source, names: dict[str, str]) -> None:
         # Quantized: its scales would be lost.
         if info.dtype not in PLAIN_DTYPES:
             raise CheckpointError(
-                f"{source.path} holds {name!r} as {info.dtype} and a VAE must be stored in "
-                f"{', '.join(PLAIN_DTYPES)}: use the unquantized file."
+                f"This file holds {name!r} as {info.dtype} and a VAE must be stored in "
+                f"{', '.join(PLAIN_DTYPES)}: use the unquantized file.",
+                source.path,
             )
     found = {name: info.shape for name, info in infos.items()}
     dim = source.part.dims.get("dim")
     if not dim:
         raise CheckpointError(
-            f"{source.path} lacks the norm before the decoder's last layer, which tells how wide "
-            "the VAE is: download it again."
+            "This file lacks the norm before the decoder's last layer, which tells how wide the "
+            "VAE is: download it again.",
+            source.path,
         )
     with torch.device("meta"):
         expected = comfy.ldm.wan.vae.WanVAE(

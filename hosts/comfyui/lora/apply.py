@@ -131,9 +131,11 @@ def apply_lora(
     patches, not_applied = _patches(model, file)
     if not patches:
         raise CheckpointError(
-            f"{path} changes nothing in this model: none of its {len(file.modules)} keys is there "
-            f"({_list_names(not_applied)}), and it looks like {part.family} with {part.variant}; "
-            "choose a LoRA for this model."
+            f"This LoRA changes nothing in the model, which has none of its {len(file.modules)} "
+            "keys "
+            f"({_list_names(not_applied)}): it looks like {part.family} with {part.variant}, so "
+            "choose a LoRA for this model.",
+            path,
         )
     weights = {key: comfy.utils.get_attr(model.model, key) for key in patches}
     for key, patch in patches.items():
@@ -165,13 +167,15 @@ def _patches(model: ModelPatcher, file: LoraFile) -> tuple[dict[str, Patch], lis
     ]
     if foreign:
         raise CheckpointError(
-            f"{file.path} is a LoRA for another model: it changes {foreign[0]!r}, which this one "
-            "does not have; choose a LoRA for Qwen-Image."
+            f"This is a LoRA for another model, which has {foreign[0]!r}: choose a LoRA for "
+            "Qwen-Image.",
+            file.path,
         )
     if len(set(targets.values())) < len(targets):
         raise CheckpointError(
-            f"{file.path} changes a module of this model under two names: a LoRA names each once, "
-            "so split it into two files."
+            "This LoRA changes a module of the model under two names: a LoRA names each once, so "
+            "split it into two files.",
+            file.path,
         )
     try:
         loaded = comfy.lora.load_lora(
@@ -179,8 +183,7 @@ def _patches(model: ModelPatcher, file: LoraFile) -> tuple[dict[str, Patch], lis
         )
     except KeyError as error:
         raise CheckpointError(
-            f"{file.path} lacks the tensor {error}, without which its pair is no change: download "
-            "the file again."
+            f"This LoRA lacks the tensor {error} of a pair: download the file again.", file.path
         ) from error
     weights = model.model.state_dict()
     patches = {key: patch for key, patch in loaded.items() if key in weights}
@@ -206,13 +209,15 @@ def _check_shape(path: Path, key: str, patch: Patch, shape: tuple[int, ...]) -> 
         changed = _changed_shape(patch)
     except (AttributeError, IndexError, ValueError) as error:
         raise CheckpointError(
-            f"{path} holds matrices for {key!r} that do not fit together or are incomplete: "
-            "download the file again."
+            f"The matrices for {key!r} do not fit together or are incomplete: download the file "
+            "again.",
+            path,
         ) from error
     if changed != shape:
         raise CheckpointError(
-            f"{path} changes {key!r} as a weight of shape {changed} and this model has {shape}: "
-            "the LoRA was trained for another model, so choose one for this model."
+            f"This LoRA is for another model: its {key!r} has the shape {changed} and this model's "
+            f"{shape}, so choose one for this model.",
+            path,
         )
 
 
@@ -263,8 +268,9 @@ def _apply_bypass(
             changes[name] = change
         elif isinstance(patch, WeightAdapterBase) or _is_quantized(weights[key]):
             raise SettingError(
-                f"{path} changes {name!r} by more than a LoRA's two matrices, which has no "
-                "bypass: choose merge."
+                f"This LoRA changes {name!r} by more than two matrices, which has no bypass: "
+                "choose merge.",
+                path,
             )
         else:
             merged[key] = patch  # a norm or a bias, given as its whole change

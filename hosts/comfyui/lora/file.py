@@ -43,11 +43,8 @@ def inspect_lora(path: Path) -> CheckpointPart:
         return parts[0]
     found = ", ".join(f"{part.family} ({part.role})" for part in parts)
     folders = sorted({part.folder for part in parts if part.folder})
-    place = f" and belongs in {', '.join(folders)}" if folders else ""
-    raise CheckpointError(
-        f"{path} is not a LoRA: it is {found}{place}; choose a LoRA for Qwen-Image, which lies in "
-        "models/loras."
-    )
+    remedy = f"move it to models/{folders[0]}" if folders else "choose a LoRA"
+    raise CheckpointError(f"This is not a LoRA but {found}: {remedy}.", path)
 
 
 def read_lora(path: Path) -> LoraFile:
@@ -68,8 +65,9 @@ def read_lora(path: Path) -> LoraFile:
         normalized = normalize_name(name)
         if normalized in file.tensors:
             raise CheckpointError(
-                f"{path} holds {normalized!r} twice, once as {name!r}: a LoRA changes each module "
-                "once, so split it into two files."
+                f"This LoRA holds {normalized!r} twice, once as {name!r}: a LoRA changes each "
+                "module once, so split it into two files.",
+                path,
             )
         file.tensors[normalized] = tensor
         file.modules.setdefault(SUFFIX.sub("", normalized), SUFFIX.sub("", name))
@@ -79,16 +77,18 @@ def read_lora(path: Path) -> LoraFile:
 def _check_tensor(path: Path, name: str, kind: str, tensor: torch.Tensor) -> None:
     if kind == "alpha" and tensor.numel() != 1:
         raise CheckpointError(
-            f"{path} holds {name!r} with shape {tuple(tensor.shape)}: alpha is one number, so "
-            "download the file again."
+            f"{name!r} has the shape {tuple(tensor.shape)} and alpha is one number: download the "
+            "file again.",
+            path,
         )
     if kind == "lora_magnitude_vector":
         raise CheckpointError(
-            f"{path} is a DoRA as PEFT writes it ({name!r}), which ComfyUI would apply without its "
-            "magnitudes: save it as a plain LoRA, or merged into the model."
+            f"This is a DoRA as PEFT writes it ({name!r}), which ComfyUI would apply without its "
+            "magnitudes: save it as a plain LoRA, or merged into the model.",
+            path,
         )
     # fp8 has no isfinite.
     if not (tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all():
         raise CheckpointError(
-            f"{path} holds NaN or infinity in the tensor {name!r}: download the file again."
+            f"This file holds NaN or infinity in the tensor {name!r}: download it again.", path
         )
