@@ -384,7 +384,7 @@ def test_a_truncated_file_and_a_truncated_shard(tmp_path, specs, role):
     index = write_sharded(tmp_path / "sharded", specs[role])
     shard = sorted(index.parent.glob("*.safetensors"))[1]
     os.truncate(shard, 100)
-    with pytest.raises(CheckpointError, match=r"00002-of-00002.* is truncated: .* download"):
+    with pytest.raises(CheckpointError, match=r"is truncated: .* download .*00002-of-00002"):
         open_source(index.parent, role)
 
 
@@ -435,7 +435,7 @@ def test_a_config_of_another_model(tmp_path):
 def test_a_broken_index_of_a_diffusers_folder(tmp_path, text):
     folder = write_folder(tmp_path / "model")
     (folder / "model_index.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"model_index\.json.* (must|is not) .*: .*\."):
+    with pytest.raises(CheckpointError, match=r"model_index\.json.*: (download|get) .*\."):
         open_source(folder, "transformer")
 
 
