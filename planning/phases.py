@@ -117,10 +117,10 @@ def within(phase: Phase, usable: int) -> Phase:
         leaves = min(over, resident.get(name, 0))
         if leaves:
             resident[name], over = resident[name] - leaves, over - leaves
-            note += f"; {format_gib(leaves)} of the {name} leave the card for it"
+            note += f"; {format_gib(leaves)} of the {name} leaves the card for it"
     moved = min(phase.weights, over)
     if moved:
-        note += f"; {format_gib(moved)} of its weights are moved to the card as it computes"
+        note += f"; {format_gib(moved)} of its weights moves to the card as it computes"
     return replace(
         phase,
         weights=phase.weights - moved,
@@ -223,9 +223,9 @@ def _load(
     request: RunRequest, setting: Setting, weights: int, stays: dict[str, int], overhead: Overhead
 ) -> Phase:
     resident = {name: count for name, count in stays.items() if name != "modulation table"}
-    note = "weights go to the card as they are stored"
+    note = "weights are copied as they are stored"
     if setting.off_card:
-        note += ", those of the modulation stay in host memory"
+        note += "; those of the modulation stay in host memory"
     return Phase("load", weights, 0, 0, overhead.context, resident, note=note)
 
 
@@ -246,8 +246,8 @@ def _text(
     if setting.text_encoder_place == DROPPED:
         # The transformer's turn is over, or has not come yet.
         resident = {"VAE": stays["VAE"]} if "VAE" in stays else {}
-        notes.append("alone on the card, from which ComfyUI moves what is in its way")
-        notes.append("leaves the card when the prompt is encoded")
+        notes.append("alone on the card: ComfyUI moves other models out of its way")
+        notes.append("leaves the card once the prompt is encoded")
     else:
         resident |= _present({"transformer": transformer})
     if request.references:
@@ -280,12 +280,12 @@ def _tables(
         layer = MODULATION_ROWS * dim * (dim + 1) * BF16
         passing, rest = min(weights.modulation, LAYERS_ON_CARD * layer), sampled
         note = (
-            f"{format_gib(weights.modulation)} of weights pass the card once for a new schedule, "
-            "layer by layer"
+            f"{format_gib(weights.modulation)} of weights pass through the card layer by layer, "
+            "once for each new schedule"
         )
     else:
         passing = min(weights.modulation, sampled)
-        rest, note = sampled - passing, "from the weights on the card, once for a new schedule"
+        rest, note = sampled - passing, "from weights on the card, once for each new schedule"
     resident = {**stays, **_present({"transformer": rest})}
     return Phase(
         "tables",
@@ -334,9 +334,9 @@ def _decode(
 def _sampling_note(setting: Setting, weights: TransformerBytes, moved: int) -> str:
     notes = []
     if setting.off_card:
-        notes.append(f"{format_gib(weights.modulation)} of modulation wait in host memory")
+        notes.append(f"{format_gib(weights.modulation)} of modulation weights stay in host memory")
     if moved:
-        notes.append(f"{format_gib(moved)} of weights are moved to the card in every forward pass")
+        notes.append(f"{format_gib(moved)} of weights move to the card in every forward pass")
     return "; ".join(notes) or "all weights stay on the card"
 
 

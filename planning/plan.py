@@ -297,7 +297,6 @@ class _Case:
                 option.weights_bytes,
                 option.needs,
                 option.short_phase,
-                option.peak_phase,
                 option.moved_bytes,
                 request.passes,
             ),

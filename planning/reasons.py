@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..spec import OFF_CARD, OLDEST_CAPABILITY, QUANTIZED, CardFacts, format_gib, sm
+from ..spec import GIB, OFF_CARD, OLDEST_CAPABILITY, QUANTIZED, CardFacts, format_gib, sm
 from .phases import KEPT_FREE_BYTES
 from .request import DROPPED, ON_PROCESSOR
 
@@ -15,16 +15,14 @@ WORK_OF_PHASE = {
     "sampling": "sampling",
     "decode": "decoding",
 }
-# Measured after 60 blocks at 1024x1024 on random weights, relative to bf16. Channels 100 times as
-# large as others turn it round (bench/results/fidelity-planted.json).
+# Measured after 60 blocks at 1024x1024 on random weights, relative to bf16: 0.0064 for int8, 0.0100
+# for fp8. Where channels are 100 times as large as others fp8 is closer
+# (bench/results/fidelity-planted.json).
 INT8_BEFORE_FP8 = (
-    "int8 is as small as fp8 and closer to bf16 on weights without outliers (relative error 0.0064 "
-    "against 0.0100; `qwen-l40s audit` tells for yours)"
+    "int8 is as small as fp8, and closer to bf16 unless the weights have large outliers "
+    "(`qwen-l40s audit` measures yours)"
 )
-FP8_AFTER_INT8 = (
-    "fp8: as small as int8, and closer to bf16 where weights have large outliers (`qwen-l40s "
-    "audit` tells for yours)"
-)
+FP8_AFTER_INT8 = "fp8: as small as int8, and closer to bf16 where weights have large outliers"
 
 
 def need_words(phase: str, count: int) -> str:
@@ -37,13 +35,13 @@ def conversion(stored: str, name: str) -> str:
     if stored == name:
         return f"the file holds {name}"
     if name in QUANTIZED and stored in QUANTIZED:
-        return (
-            f"the file's {stored} is quantized a second time to {name}, so that both errors add up"
-        )
+        return f"the file's {stored} is quantized again to {name}, and both errors add up"
     if name in QUANTIZED:
         return f"the file's {stored} is quantized to {name} on load"
     if stored in QUANTIZED:
-        return f"the file's {stored} is dequantized, which does not bring back what {stored} lost"
+        return (
+            f"the file's {stored} is expanded to {name}, which does not restore what {stored} lost"
+        )
     return f"the file's {stored} is rounded to {name}"
 
 
@@ -71,7 +69,7 @@ def requested_precision(name: str, stored: str | None, as_stored: bool) -> str:
 
 def kept_precision(stored: str) -> str:
     """The reason for a quantized file's own precision under `auto`."""
-    return f"auto: the file holds {stored}, and dequantizing it would gain nothing"
+    return f"auto: the file holds {stored}, and expanding it would gain nothing"
 
 
 def automatic_precision(
@@ -98,15 +96,15 @@ def automatic_precision(
     if least:
         return _where_nothing_stays(name, stored, first, least)
     if name == "bf16":
-        fits = ", and it fits" if resident else ", and does not stay on the card"
+        fits = ", and it fits" if resident else ", and does not fit the card"
         return f"{'auto: ' if first else ''}{_trained_in(stored)}{fits}"
     if name == "fp8":
         return FP8_AFTER_INT8
     if bf16_fits:
-        return f"int8: next after bf16, for less memory and time; {INT8_BEFORE_FP8}"
+        return f"int8: less memory and time than bf16; {INT8_BEFORE_FP8}"
     return (
-        f"{'auto' if first else name}: bf16 with {format_gib(bf16)} of weights does not stay on "
-        f"the card, and {INT8_BEFORE_FP8}"
+        f"{'auto' if first else name}: bf16 with {format_gib(bf16)} of weights does not fit the "
+        f"card; {INT8_BEFORE_FP8}"
     )
 
 
@@ -118,13 +116,13 @@ def _trained_in(stored: str | None) -> str:
 def _where_nothing_stays(name: str, stored: str | None, first: bool, least: str) -> str:
     if name == "bf16":
         words = _trained_in(stored)
-        return f"auto: no precision stays on the card, and {words}" if first else words
+        return f"auto: no precision fits the card, and {words}" if first else words
     if first:
         closer = f"; {INT8_BEFORE_FP8}" if name == "int8" else ""
-        return f"auto: no precision stays on the card, and of {name} the least is moved{closer}"
+        return f"auto: no precision fits the card, and {name} moves the least{closer}"
     if name == "fp8" and least == "int8":
         return FP8_AFTER_INT8
-    return f"{name}: does not stay on the card either"
+    return f"{name}: does not fit the card either"
 
 
 def modulation_words(place: str, requested: bool, size: int, together: str) -> str:
@@ -142,8 +140,7 @@ def modulation_words(place: str, requested: bool, size: int, together: str) -> s
         return f"{size_words} {where}, as requested"
     if place != OFF_CARD:
         return f"{size_words} stays on the card{f', where {together}' if together else ''}"
-    why = f", because {together}; each new schedule brings it to the card once" if together else ""
-    return f"{size_words} stays in host memory{why}"
+    return f"{size_words} stays in host memory{f', because {together}' if together else ''}"
 
 
 def text_encoder_words(place: str, requested: bool, size: int) -> str:
@@ -152,7 +149,7 @@ def text_encoder_words(place: str, requested: bool, size: int) -> str:
     if place == DROPPED:
         return f"text encoder: {format_gib(size)} leaves the card after each encoding{asked}"
     if place == ON_PROCESSOR:
-        why = asked or f", because {format_gib(size)} of it do not fit the card"
+        why = asked or f", because its {format_gib(size)} do not fit the card"
         return f"text encoder: computes on the processor{why}"
     return f"text encoder: {format_gib(size)} stays on the card{asked}" if requested else ""
 
@@ -165,17 +162,11 @@ def together_words(card: CardFacts, parts: Mapping[str, int], fit: bool, need: s
         need: of the phase that decides, from `need_words`.
     """
     names = " and ".join(f"{format_gib(size)} of {name}" for name, size in parts.items())
-    return f"{names} {'fit' if fit else 'do not fit'} {card.name} together ({need})"
+    return f"{names} {'fit' if fit else 'do not fit'} the {card.name} together ({need})"
 
 
 def room_words(
-    card: CardFacts,
-    weights: int,
-    needs: Mapping[str, int],
-    short: str,
-    worst: str,
-    moved: int,
-    passes: int,
+    card: CardFacts, weights: int, needs: Mapping[str, int], short: str, moved: int, passes: int
 ) -> str:
     """Says what stays on the card and what does not.
 
@@ -183,24 +174,22 @@ def room_words(
         weights: bytes of the transformer that are to be there.
         needs: {phase: bytes}.
         short: the phase that decides.
-        worst: the phase that needs the most.
         moved: bytes of them that every forward pass brings to the card.
         passes: forward passes in each step.
     """
-    size, spare = format_gib(weights), card.total_bytes - KEPT_FREE_BYTES - needs[short]
-    named = ", ".join(need_words(name, needs[name]) for name in dict.fromkeys((short, worst)))
-    facts = f"{named}; it has {format_gib(card.total_bytes)}, of which "
-    facts += f"{format_gib(KEPT_FREE_BYTES)} stay free"
+    usable, work = card.total_bytes - KEPT_FREE_BYTES, WORK_OF_PHASE[short]
+    of = f"{needs[short] / GIB:.1f} of {format_gib(usable)}"
     if moved:
-        every = "step" if passes == 1 else "pass"
-        twice = "" if passes == 1 else f", {format_gib(passes * moved)} in every step"
+        every = "step" if passes == 1 else f"pass, {format_gib(passes * moved)} in every step"
         return (
-            f"of {size} of weights {format_gib(weights - moved)} stay on {card.name} ({facts}): "
-            f"the host moves {format_gib(moved)} to it in every {every}{twice}"
+            f"{(weights - moved) / GIB:.1f} of {format_gib(weights)} of weights stay on "
+            f"{card.name}, because {work} needs {of}: {format_gib(moved)} moves to the card in "
+            f"every {every}"
         )
-    if spare < 0:
+    if needs[short] > usable:
         return (
-            f"{size} of weights stay on {card.name} for the steps alone ({facts}): the host moves "
-            f"{format_gib(-spare)} off it and back for each image"
+            f"{format_gib(weights)} of weights stay on {card.name} while sampling, but {work} "
+            f"needs {of}: {format_gib(needs[short] - usable)} leaves the card and comes back for "
+            "each image"
         )
-    return f"{size} of weights stay on {card.name} ({facts}: {format_gib(spare)} to spare)"
+    return f"{format_gib(weights)} of weights stay on {card.name}; the peak is {of}, while {work}"

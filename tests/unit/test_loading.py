@@ -52,24 +52,27 @@ def on_card(found):
         ("auto", L40S, "fp32", "bf16", ["the file's fp32 is rounded to bf16"]),
         (
             *("auto", A100, "bf16", "bf16"),
-            ["38.1 GiB of weights stay on NVIDIA A100", "has 80.0 GiB, of which 0.4 GiB stay free"],
+            [
+                "38.1 GiB of weights stay on NVIDIA A100",
+                "the peak is 55.6 of 79.6 GiB, while decoding",
+            ],
         ),
         ("auto", A100_40, "bf16", "bf16", ["25.4 GiB of weights stay on NVIDIA A100"]),
         (
             *("auto", RTX_4090, "bf16", "int8"),
             [
-                "bf16 with 25.4 GiB of weights does not stay on the card",
-                "tells for yours); 12.8 GiB of weights stay on RTX 4090",
+                "bf16 with 25.4 GiB of weights does not fit the card; int8",
+                "measures yours); 12.8 GiB of weights stay on RTX 4090",
             ],
         ),
         (
             *("auto", RTX_3060, "bf16", "int8"),
-            ["of 12.8 GiB of weights 10.", "to it in every pass"],
+            ["10.", "of 12.8 GiB of weights stay on RTX 3060", " moves to the card in every pass"],
         ),
         ("auto", T4, "bf16", "int8", ["sm_75 does not multiply int8, which needs sm_80"]),
         (
             *("auto", L40S, "fp8", "fp8"),
-            ["auto: the file holds fp8, and dequantizing it would gain nothing"],
+            ["auto: the file holds fp8, and expanding it would gain nothing"],
         ),
         ("auto", A100, "fp8", "fp8", ["sm_80 does not multiply fp8, which needs sm_89"]),
         (
@@ -86,18 +89,18 @@ def on_card(found):
             ["requested: the file holds bf16; 25.4 GiB of weights stay on"],
         ),
         ("bf16", L40S, "fp32", "bf16", ["requested: the file's fp32 is rounded to bf16"]),
-        ("bf16", L40S, "fp8", "bf16", ["dequantized, which does not bring back what fp8 lost"]),
+        ("bf16", L40S, "fp8", "bf16", ["expanded to bf16, which does not restore what fp8 lost"]),
         (
             *("bf16", RTX_4090, "bf16", "bf16"),
-            ["of 25.4 GiB of weights 2", "stay on RTX 4090", " to it in every pass, "],
+            ["; 2", " of 25.4 GiB of weights stay on RTX 4090", " to the card in every pass, "],
         ),
-        ("bf16", None, "int8", "bf16", ["dequantized, which does not bring back what int8 lost"]),
+        ("bf16", None, "int8", "bf16", ["expanded to bf16, which does not restore what int8 lost"]),
         ("fp8", L40S, "bf16", "fp8", ["the file's bf16 is quantized to fp8 on load; 25.4 GiB"]),
         (
             *("fp8", L40S, "int8", "fp8"),
-            ["int8 is quantized a second time to fp8, so that both errors add up"],
+            ["int8 is quantized again to fp8, and both errors add up"],
         ),
-        ("int8", A100, "fp8", "int8", ["fp8 is quantized a second time to int8"]),
+        ("int8", A100, "fp8", "int8", ["fp8 is quantized again to int8"]),
         (
             *("int8", None, "bf16", "int8"),
             ["the CPU computes in full precision from the int8 weights"],
@@ -233,7 +236,7 @@ def test_the_reason_tells_whether_all_weights_stay():
         found = decide("int8", "bf16", RTX_3060, modulation)
         assert f"of {on_card(found)}" in found.reason
         moved = found.option.moved_bytes / GIB
-        ends = f"moves {moved:.1f} GiB to it in every pass, {2 * moved:.1f} GiB in every step"
+        ends = f"{moved:.1f} GiB moves to the card in every pass, {2 * moved:.1f} GiB in every step"
         assert found.reason.endswith(ends)
 
 
@@ -266,7 +269,7 @@ def test_the_place_and_its_reason():
     assert found.off_card
     words = "modulation: 12.7 GiB stays in host memory, because 38.1 GiB of"
     assert found.place_reason.startswith(words)
-    assert "14.4 GiB of text encoder do not fit NVIDIA L40S together" in found.place_reason
+    assert "14.4 GiB of text encoder do not fit the NVIDIA L40S together" in found.place_reason
     found = decide("bf16", "bf16", H100)
     assert not found.off_card
     assert "12.7 GiB stays on the card, where" in found.place_reason

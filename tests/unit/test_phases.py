@@ -317,7 +317,7 @@ def test_weights_that_are_moved_in_each_step_fill_the_card():
     sampling = phases(request, setting, 24 * GIB)["sampling"]
     assert sampling.card_bytes == 24 * GIB - KEPT_FREE_BYTES
     assert 0 < sampling.weights < weight_bytes(request.transformer, "bf16").total
-    assert "moved" in sampling.note
+    assert "move to the card" in sampling.note
 
 
 # ----------------------------------------------------------------------------------- the decoder
@@ -396,7 +396,7 @@ def test_a_text_encoder_keeps_its_place_where_weights_are_moved(total, place):
         assert (there == whole) == (total > 16)
         assert found["sampling"].card_bytes == usable
     if total == 8 and place != "cpu":
-        assert "moved to the card as it computes" in found["text"].note
+        assert "moves to the card as it computes" in found["text"].note
         assert found["text"].weights < whole
 
 
