@@ -12,6 +12,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ MODEL_INPUTS = {
     ("QwenL40S_LoadVAE", "vae"): "vae",
     ("QwenL40S_LoadLora", "lora"): "loras",
 }
+ADDITION = "time_text_embed.addition_t_embedding.weight"
 NO_FILES = ("micro (bundled)", "automatic")
 IMAGE_SIDES = (256, 192)
 NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
@@ -128,10 +130,11 @@ def _kind(folder: str, name: str) -> str:
     """What a file is to hold, from where it lies and what its name says."""
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     if folder in ("loras", "vae"):
-        return folder
+        return f"layered_{folder}" if "layered" in words else folder
     if folder == "text_encoders":
         return f"text_encoder_{'fp8' if 'fp8' in words else 'bf16'}"
     family = "edit_2511" if {"edit", "2511"} <= words else "text_to_image"
+    family = "layered" if "layered" in words else family
     return f"{family}_{'fp8' if 'fp8' in words else 'bf16'}"
 
 
@@ -159,9 +162,9 @@ def _text_encoder_shapes() -> dict[str, tuple[int, ...]]:
 
 
 @functools.cache
-def _vae_shapes() -> dict[str, tuple[int, ...]]:
+def _vae_shapes(channels: int = 3) -> dict[str, tuple[int, ...]]:
     with init_empty_weights():
-        vae = AutoencoderKLQwenImage()
+        vae = AutoencoderKLQwenImage(input_channels=channels)
     return {vae_name_to_native(name): tuple(w.shape) for name, w in vae.state_dict().items()}
 
 
@@ -173,7 +176,10 @@ def _published(path: Path, kind: str) -> None:
     if kind.startswith("text_encoder"):
         shapes = _text_encoder_shapes()
     else:
-        shapes = _vae_shapes() if kind == "vae" else expected_tensors(PUBLISHED)
+        shapes = _vae_shapes(4 if "layered" in kind else 3)
+        if not kind.endswith("vae"):
+            layered = kind.startswith("layered")
+            shapes = expected_tensors(replace(PUBLISHED, addition_t_cond=layered))
     # On `meta` nothing has values.
     tensors = {n: torch.empty(s, dtype=torch.bfloat16, device="meta") for n, s in shapes.items()}
     tensors = _stored(tensors, kind)
@@ -192,6 +198,9 @@ def _stored(tensors: Tensors, kind: str) -> Tensors:
         tensors = narrow_text_encoder.unscaled_fp8(tensors)
     if kind.startswith("edit_2511"):
         tensors = {**tensors, MARKER_2511: torch.empty(0)}
+    if kind == "layered_bf16" and ADDITION not in tensors:
+        width = len(tensors["img_in.bias"])
+        tensors = {**tensors, ADDITION: torch.zeros(2, width, dtype=torch.bfloat16)}
     return tensors
 
 
@@ -201,12 +210,24 @@ def _stored(tensors: Tensors, kind: str) -> Tensors:
 def _micro_parts(path: Path, kind: str) -> None:
     if kind == "loras":
         write_lora(path)
-    elif kind == "vae":
-        save_file(_micro("vae"), path)
+    elif kind.endswith("vae"):
+        vae = _micro("vae")
+        save_file(_with_alpha(vae) if kind.startswith("layered") else vae, path)
     elif kind.startswith("text_encoder"):
         save_file(_stored(_micro("text_encoder"), kind), path)
     else:
         narrow_transformer.write(path, _stored(_micro("transformer"), kind))
+
+
+def _with_alpha(vae: Tensors) -> Tensors:
+    """A VAE with Layered's fourth channel: it counts nothing on the way in, and is half opaque."""
+    into, out = vae["encoder.conv_in.weight"], vae["decoder.conv_out.weight"]
+    bias = vae["decoder.conv_out.bias"]
+    return vae | {
+        "encoder.conv_in.weight": torch.cat([into, torch.zeros_like(into[:, :1])], dim=1),
+        "decoder.conv_out.weight": torch.cat([out, torch.zeros_like(out[:1])]),
+        "decoder.conv_out.bias": torch.cat([bias, torch.zeros_like(bias[:1])]),
+    }
 
 
 def _seeing_parts(path: Path, kind: str) -> None:

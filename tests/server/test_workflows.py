@@ -50,9 +50,8 @@ NOW = [done_by(file) for file in SHIPPED]
 # Of the released files, those that run as one of today's do are only posted.
 RUN = [*SHIPPED, *(file for file in FROZEN if done_by(file) not in NOW)]
 EDITS = [file for file in RUN if file.stem.startswith(("edit", "inpaint"))]
-TEXT_TO_IMAGE = [
-    file for file in RUN if not file.stem.startswith(("edit", "inpaint", "estimate", "micro"))
-]
+PAINT = ("text_to_image", "lightning", "lora", "batch")
+TEXT_TO_IMAGE = [file for file in RUN if file.stem.startswith(PAINT)]
 
 
 @pytest.fixture(scope="module")
@@ -250,3 +249,33 @@ def test_the_report_has_predicted_and_measured(server: Server, name: str):
         (image,) = pictures(server, run, node)
         assert node != "save" or shows(image, PROMPT)
     assert run.executed.index("estimate") < run.executed.index("sample")
+
+
+def test_a_picture_comes_apart_into_layers_with_transparency(server: Server):
+    graph = read(FOLDER / "layered.json")
+    graph["sample"]["inputs"]["steps"] = 1
+    graph["scale"]["inputs"]["largest_size"] = 4 * 128  # a quarter of it: workflow_nodes.py
+    run = run_small(server, graph)
+    assert "Qwen-Image-Layered" in run.text("load")
+    found = pictures(server, run, "save")
+    assert len(found) == graph["size"]["inputs"]["layers"]
+    assert {image.mode for image in found} == {"RGBA"}
+    assert len({image.size for image in found}) == 1
+
+
+def test_the_advice_is_text_and_picture(server: Server):
+    run = run_small(server, read(FOLDER / "advise.json"))
+    assert run.text("text") == run.text("advise")
+    (chart,) = pictures(server, run, "advise")
+    assert np.asarray(chart).std() > 1
+
+
+def test_a_quantized_file_is_written_and_chosen(server: Server):
+    graph = read(FOLDER / "save_quantized.json")
+    run = run_small(server, graph)
+    name = graph["save_quantized"]["inputs"]["filename"]
+    written = server.base / "models" / "diffusion_models" / name
+    assert written.is_file() and "int8" in run.text("save_quantized")
+    (choices,) = server.client.get("/object_info/QwenL40S_LoadModel").json().values()
+    assert name in choices["input"]["required"]["model"][1]["options"]
+    written.unlink()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...planning.request import RunRequest
-from .graph import QWEN_2512, TEXT_ENCODER, VAE, Workflow
+from .graph import QWEN_2512, TEXT_ENCODER, VAE, Link, Workflow
 from .parts import (
     IMAGE,
     MODELS,
@@ -33,11 +33,11 @@ from .text_to_image import (
     load_micro,
 )
 
-ESTIMATE, REPORT = "Estimate", "Report"
+ESTIMATE, REPORT, ADVICE, FILE = "Estimate", "Report", "Advice", "File"
 CHART_WIDTH = 520  # to read its figures
 TABLE_WIDTH, TABLE_HEIGHT = 660, 800  # of a report, with its lines unbroken
 REPORTED = ((MODELS,), (PROMPT,), (SAMPLING, IMAGE), (ESTIMATE, REPORT))
-REPORT_WIDTH = 440  # of a picture next to a graph
+REPORT_WIDTH, REPORT_HEIGHT = 440, 280  # of a picture next to a graph
 
 
 def estimate() -> Workflow:
@@ -60,13 +60,67 @@ def estimate() -> Workflow:
         columns=((), (ESTIMATE,), (REPORT,)),
     )
     estimated = workflow.add("estimate", "QwenL40S_EstimateVRAM", ESTIMATE, wide=CHART_WIDTH)
+    _words(workflow, estimated["report"])
+    return workflow
+
+
+def advise() -> Workflow:
+    """Which card to rent: no model, no card."""
+    title = "Advise which card to rent"
+    workflow = Workflow(
+        "advise",
+        title,
+        note(
+            title,
+            "Ranks cards by what an image costs at your load. It needs no model and no card.",
+            (
+                "`images_per_hour`: your load, all day.",
+                "Size, steps and references: what you want to run.",
+                "`prices`: your own, a line for each card, such as `L40S = 0.79`.",
+            ),
+        ),
+        columns=((), (ADVICE,), (REPORT,)),
+    )
+    advised = workflow.add("advise", "QwenL40S_AdviseGPU", ADVICE, wide=CHART_WIDTH)
+    _words(workflow, advised["report"])
+    return workflow
+
+
+def save_quantized() -> Workflow:
+    """A smaller file for every later start."""
+    title = "Save a model in int8 or fp8"
+    workflow = Workflow(
+        "save_quantized",
+        title,
+        note(
+            title,
+            "Writes a model in int8 or fp8 into `models/diffusion_models`, once. Later starts read "
+            "two thirds of the bytes. It needs no text encoder and no VAE.",
+            (
+                "**Load Qwen-Image Model**: any bf16 file; then every weight is rounded once.",
+                "`precision`: int8 is closer to bf16. fp8 is faster on Ada cards and newer.",
+                "Afterwards press R, and choose the new file in **Load Qwen-Image**.",
+                "A LoRA between the two nodes is merged into the file.",
+            ),
+            files=(QWEN_2512,),
+        ),
+        columns=((MODELS,), (FILE,)),
+    )
+    model = workflow.add(
+        "model",
+        "QwenL40S_LoadModel",
+        MODELS,
+        models=[QWEN_2512],
+        model=QWEN_2512.name,
+        precision="bf16",
+    )
     workflow.add(
-        "text",
-        "PreviewAny",
-        REPORT,
-        wide=TABLE_WIDTH,
-        shown=TABLE_HEIGHT,
-        source=estimated["report"],
+        "save_quantized",
+        "QwenL40S_SaveQuantized",
+        FILE,
+        wide=520,
+        model=model["MODEL"],
+        filename="qwen_image_2512_int8.safetensors",
     )
     return workflow
 
@@ -139,7 +193,12 @@ def _predict_and_report(
         steps=steps,
     )
     workflow.add(
-        "estimate_picture", "PreviewImage", ESTIMATE, wide=REPORT_WIDTH, images=estimated["chart"]
+        "estimate_picture",
+        "PreviewImage",
+        ESTIMATE,
+        wide=REPORT_WIDTH,
+        shown=REPORT_HEIGHT,
+        images=estimated["chart"],
     )
     painted = sample(workflow, model, positive, negative, latent, steps=steps, cfg=CFG)
     images = decode(workflow, painted, loaded.vae, folded=True)
@@ -148,8 +207,15 @@ def _predict_and_report(
         "report",
         "QwenL40S_Report",
         REPORT,
+        wide=REPORT_WIDTH,
+        shown=REPORT_HEIGHT,
         images=images,
         model=model,
         clip=loaded.clip,
         vae=loaded.vae,
     )
+
+
+def _words(workflow: Workflow, text: Link) -> None:
+    """All of a report, in lines that do not break."""
+    workflow.add("text", "PreviewAny", REPORT, wide=TABLE_WIDTH, shown=TABLE_HEIGHT, source=text)

@@ -12,6 +12,9 @@ from .definitions import Definition, definitions
 COMFY_QWEN = "https://huggingface.co/Comfy-Org/Qwen-Image_ComfyUI/resolve/main/split_files"
 COMFY_EDIT = "https://huggingface.co/Comfy-Org/Qwen-Image-Edit_ComfyUI/resolve/main/split_files"
 LIGHTNING = "https://huggingface.co/lightx2v/Qwen-Image-2512-Lightning/resolve/main"
+COMFY_LAYERED = (
+    "https://huggingface.co/Comfy-Org/Qwen-Image-Layered_ComfyUI/resolve/main/split_files"
+)
 PANORAMA = "https://huggingface.co/ProGamerGov/qwen-360-diffusion/resolve/main"
 
 
@@ -62,6 +65,8 @@ LIGHTNING_8 = ModelFile(
     "Qwen-Image-2512-Lightning-8steps-V1.0-bf16.safetensors", LIGHTNING, "loras", 0.85
 )
 PANORAMA_360 = ModelFile("qwen-360-diffusion-2512-int8-bf16-v2.safetensors", PANORAMA, "loras")
+LAYERED = _transformer("qwen_image_layered_bf16.safetensors", COMFY_LAYERED, 40.9)
+LAYERED_VAE = ModelFile("qwen_image_layered_vae.safetensors", f"{COMFY_LAYERED}/vae", "vae", 0.25)
 
 
 # Numbers of a widget's type; bool is an int to Python and none to ComfyUI.

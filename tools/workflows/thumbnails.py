@@ -159,6 +159,9 @@ DRAWINGS: dict[str, Callable[[], Image.Image]] = {
     "edit_2511_three_references": lambda: edit("Edit", "three references", 3),
     "inpaint": lambda: edit("Inpaint", "only what you mask", 1, mask=True),
     "micro_report": lambda: report("Micro report", "nothing to download"),
+    "layered": lambda: edit("Layered", "a picture taken apart", 1),
+    "advise": lambda: report("Advise", "which card"),
+    "save_quantized": lambda: report("Save quantized", "int8 or fp8"),
     "estimate_generate_report": lambda: report("Estimate, run, report", "and compare"),
 }
 

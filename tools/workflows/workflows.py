@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from .edit import edit_2511, edit_2511_three_references, inpaint
-from .estimates import estimate, estimate_generate_report, micro_report
+from .estimates import advise, estimate, estimate_generate_report, micro_report, save_quantized
 from .graph import Workflow
+from .layers import layered
 from .text_to_image import (
     batch_of_8,
     lightning_4_steps,
@@ -27,12 +28,15 @@ MAKERS = (
     edit_2511,
     edit_2511_three_references,
     inpaint,
+    layered,
     lora,
     batch_of_8,
     text_to_image_2048,
     micro_report,
     estimate,
     estimate_generate_report,
+    advise,
+    save_quantized,
 )
 
 
