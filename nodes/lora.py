@@ -84,11 +84,16 @@ class QwenL40SLoadLora(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, model: io.Model.Type, lora: str, strength: float, **settings: Any
+        cls,
+        model: io.Model.Type,
+        lora: str,
+        strength: float,
+        lora_mode: str = LORA_MODES[0],
+        **older: Any,
     ) -> io.NodeOutput:
         require_host()
         from ..hosts.comfyui.lora.apply import apply_lora
 
-        mode = todays(settings).get("lora_mode", LORA_MODES[0])
+        mode = todays({**older, "lora_mode": lora_mode})["lora_mode"]
         patched, report = apply_lora(model, _path(lora), strength, how=mode)
         return with_report(patched, report=report.text(), summary=report.summary())
