@@ -3,7 +3,7 @@
 The repository root is this package, so that one folder serves as a ComfyUI custom node pack and as
 an installed distribution. Importing it defines names only: it reads no file, touches no GPU and
 imports neither torch nor a host. Inside ComfyUI, which has imported `folder_paths` by then, the
-nodes are defined too, and its page finds their help in `WEB_DIRECTORY`.
+nodes are defined too, and its page finds what belongs to it in `WEB_DIRECTORY`.
 """
 
 import sys
@@ -21,7 +21,8 @@ __all__ = [
     "__version__",
 ]
 
-# What ComfyUI serves to its page: web/docs/<node id>.md is a node's help. It holds no script.
+# What ComfyUI serves to its page: web/docs/<node id>.md is a node's help, and qwen_l40s.js shows on
+# a node what it says.
 WEB_DIRECTORY = "./web"
 
 if "folder_paths" in sys.modules:

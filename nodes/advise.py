@@ -43,7 +43,6 @@ class QwenL40SAdviseGPU(io.ComfyNode):
                 "crossover",
             ],
             is_output_node=True,
-            hidden=[io.Hidden.unique_id],
             inputs=[
                 io.Float.Input(
                     "images_per_hour",

@@ -11,7 +11,6 @@ from comfy_api.latest import io, ui
 
 from ..errors import UnavailableError
 from ..hosts.comfyui.contract import unsupported_host
-from ..hosts.comfyui.messages import show_text
 from ..options import OLDER, Option, options
 
 if TYPE_CHECKING:
@@ -30,7 +29,10 @@ def require_host() -> None:
 
 
 def with_report(*outputs: object, report: str, summary: str | None = None) -> io.NodeOutput:
-    """Returns the outputs and the report, with what the page shows on the node."""
+    """Returns the outputs and the report, with what the page shows on the node.
+
+    ComfyUI sends a cached node's words again where its schema has `has_intermediate_output`.
+    """
     return io.NodeOutput(*outputs, report, ui=said(report, summary))
 
 
@@ -51,7 +53,6 @@ def with_picture(
     """Returns the picture as an IMAGE, the report and the outputs; the history has the first two,
     and the page shows the picture and the summary in the node.
     """
-    show_text(node, summary)
     image, shown = shown_picture(node, picture)
     return io.NodeOutput(image, report, *outputs, ui=shown | said(report, summary))
 

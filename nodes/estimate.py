@@ -48,7 +48,6 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
             ],
             is_output_node=True,
             accept_all_inputs=True,  # older names
-            hidden=[io.Hidden.unique_id],
             inputs=[
                 io.Combo.Input(
                     "card",

@@ -157,6 +157,7 @@ class QwenL40SLoadModel(io.ComfyNode):
                 "qwen image layered",
                 *WEIGHT_WORDS,
             ],
+            has_intermediate_output=True,
             inputs=[_model_input(), _precision_input(), keep_input(), _modulation_input()],
             outputs=[_model_output(), _report_output()],
         )
@@ -202,6 +203,7 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
                 "text encoder",
                 *WEIGHT_WORDS,
             ],
+            has_intermediate_output=True,
             inputs=[
                 io.Combo.Input(
                     "text_encoder",
@@ -252,6 +254,7 @@ class QwenL40SLoadVAE(io.ComfyNode):
             category=CATEGORY,
             description="Loads the VAE of Qwen-Image, in ComfyUI's or in diffusers' names.",
             search_aliases=["load vae", "vae loader", "qwen image vae", "wan vae"],
+            has_intermediate_output=True,
             inputs=[
                 io.Combo.Input(
                     "vae",
@@ -310,6 +313,7 @@ class QwenL40SLoad(io.ComfyNode):
                 "qwen edit",
                 *WEIGHT_WORDS,
             ],
+            has_intermediate_output=True,
             inputs=[
                 _model_input(),
                 _precision_input(),

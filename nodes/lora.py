@@ -45,6 +45,7 @@ class QwenL40SLoadLora(io.ComfyNode):
                 "lycoris",
                 "lokr",
             ],
+            has_intermediate_output=True,
             inputs=[
                 io.Model.Input("model", tooltip="From any loader; LoRAs may follow one another."),
                 io.Combo.Input(

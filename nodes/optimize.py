@@ -33,6 +33,7 @@ class QwenL40SOptimize(io.ComfyNode):
                 "sage attention",
                 "fused kernels",
             ],
+            has_intermediate_output=True,
             inputs=[
                 io.Model.Input("model", tooltip="From any loader, in bf16, fp8 or int8."),
                 io.Combo.Input(

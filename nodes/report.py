@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from ..hosts.comfyui.messages import show_text
 from .common import CATEGORY, require_host, said, shown_picture
 
 
@@ -30,7 +29,6 @@ class QwenL40SReport(io.ComfyNode):
                 "profile",
             ],
             is_output_node=True,
-            hidden=[io.Hidden.unique_id],
             inputs=[
                 io.Image.Input(
                     "images",
@@ -79,7 +77,6 @@ class QwenL40SReport(io.ComfyNode):
         from ..hosts.comfyui.report.table import report_run
 
         report = report_run(model, clip, vae)
-        show_text(cls, report.summary)
         chart, shown = shown_picture(cls, run_chart(report.picture))
         ui = shown | said(report.text, report.summary)
         return io.NodeOutput(images, report.text, report.json(), chart, ui=ui)

@@ -49,6 +49,7 @@ class QwenL40SVAEDecode(io.ComfyNode):
                 "oom",
                 "latent to image",
             ],
+            has_intermediate_output=True,
             inputs=[
                 io.Latent.Input("samples", tooltip="What the sampler gives."),
                 io.Vae.Input("vae", tooltip="From any loader."),
@@ -89,6 +90,7 @@ class QwenL40SVAEEncode(io.ComfyNode):
                 "oom",
                 "image to latent",
             ],
+            has_intermediate_output=True,
             inputs=[
                 io.Image.Input(
                     "pixels",

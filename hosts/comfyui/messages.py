@@ -1,12 +1,9 @@
-"""What loaders report, and what a node shows on the page that started the run."""
+"""What loaders report."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-
-from comfy_api.latest import io
-from server import PromptServer
 
 from ...spec import format_gib
 
@@ -56,17 +53,3 @@ class LoadReport:
     def chosen(self) -> str:
         """`bf16, 25.4 GiB, modulation off card (12.7 GiB in host memory)`."""
         return ", ".join(filter(None, (self.precision, format_gib(self.bytes), self.where)))
-
-
-def show_text(node: type[io.ComfyNode], text: str) -> None:
-    """Shows a few lines in the node while it runs, as ComfyUI's own nodes do.
-
-    The page draws a node's `ui` text in Preview as Text only. Without a server, as in a script that
-    calls the node, nothing is shown.
-
-    Args:
-        node: the class as `execute` gets it; its schema asks for `io.Hidden.unique_id`.
-    """
-    server = getattr(PromptServer, "instance", None)
-    if server is not None:
-        server.send_progress_text(text, node.hidden.unique_id)

@@ -10,10 +10,8 @@ import comfy.model_management as management
 import folder_paths
 import numpy as np
 import torch
-from comfy_api.latest import io
 from comfyui_boot import BASE, ROOT, refused
 from PIL import Image
-from server import PromptServer
 
 from qwen_l40s.charts.answer import estimate_json
 from qwen_l40s.errors import SettingError, UnavailableError
@@ -90,25 +88,13 @@ def test_everything_is_described():
     assert inputs["references"].max == 3
 
 
-def told_to_the_page(node, run_node):
-    """What a node shows in itself while it runs."""
-    server, hidden = mock.Mock(), io.HiddenHolder.from_dict({io.Hidden.unique_id: "7"})
-    with (
-        mock.patch.object(PromptServer, "instance", server, create=True),
-        mock.patch.object(node, "hidden", hidden),
-    ):
-        run_node()
-    (text, shown_in), _ = server.send_progress_text.call_args
-    assert shown_in == "7" and io.Hidden.unique_id in node.GET_SCHEMA().hidden
-    return text.splitlines()
-
-
-def test_the_answer_stands_in_the_node_itself():
-    lines = told_to_the_page(QwenL40SEstimateVRAM, lambda: run(card="L40S"))
-    report = run(card="L40S")[1].splitlines()
-    assert lines == report[:6] and report[6] == "", lines
-    lines = told_to_the_page(QwenL40SAdviseGPU, advice)
-    assert lines == advice().args[1].split("\n\n")[0].splitlines()
+def test_the_answer_stands_on_the_node():
+    inputs = {**defaults(QwenL40SEstimateVRAM), "card": "L40S"}
+    output = QwenL40SEstimateVRAM.execute(**inputs)
+    lines = output.args[1].splitlines()
+    assert output.ui["qwen_l40s"] == ["\n".join(lines[:6])] and lines[6] == "", lines
+    output = advice()
+    assert output.ui["qwen_l40s"] == [output.args[1].split("\n\n")[0]]
 
 
 def test_an_estimate_without_wires_is_the_planners_own():

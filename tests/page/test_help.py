@@ -2,6 +2,7 @@
 
 import re
 
+from browser_page import PACK
 from comfyui_server import ROOT
 
 DOCS = ROOT / "web" / "docs"
@@ -18,3 +19,8 @@ def test_the_server_gives_pages_and_pictures_where_the_page_looks(server):
         assert "text/html" not in answer.headers["content-type"]  # which the page takes for none
         for _, target in PICTURE.findall(text):
             assert server.client.get(f"/extensions/{folder}/docs/{target}").status_code == 200
+
+
+def test_the_page_loads_one_script_of_ours(server):
+    scripts = [path for path in server.client.get("/extensions").json() if PACK in path]
+    assert scripts == [f"/extensions/{PACK}/qwen_l40s.js"]

@@ -1,0 +1,129 @@
+"""What web/qwen_l40s.js shows on our nodes, in both pages: words of a run, and errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from browser_page import GRAPHS, ComfyPage
+from comfyui_server import ROOT
+
+MICRO = ROOT / "workflows" / "micro_text_to_image.json"
+# The most that a node grows by, which templates leave room for.
+GROWTH = 148
+# Decoding fails: the latent has four channels, as of another model.
+FOUR_CHANNELS = {
+    "1": {"class_type": "QwenL40S_Load", "inputs": GRAPHS["micro_text_to_image"]["load"]["inputs"]},
+    "2": {
+        "class_type": "EmptyLatentImage",
+        "inputs": {"width": 64, "height": 64, "batch_size": 1},
+    },
+    "3": {
+        "class_type": "QwenL40S_VAEDecode",
+        "inputs": {"samples": ["2", 0], "vae": ["1", 2]},
+    },
+    "4": {"class_type": "PreviewImage", "inputs": {"images": ["3", 0]}},
+}
+
+
+def words(page: ComfyPage) -> dict[str, str]:
+    """The words that stand on nodes: {title: text}."""
+    found = """() => Object.fromEntries(window.app.graph.nodes.flatMap(node =>
+        (node.widgets ?? []).filter(widget => widget.name === 'qwen_l40s')
+            .map(widget => [node.title, widget.element.isConnected ? widget.value : '']))
+    )"""
+    page.draw()
+    return page.page.evaluate(found)
+
+
+def heights(page: ComfyPage) -> dict[str, float]:
+    return {node["title"]: node["box"][3] for node in page.nodes()}
+
+
+def run(page: ComfyPage) -> dict[str, Any]:
+    """Runs the graph; returns what our nodes give the history, by title."""
+    entry = page.run()
+    assert entry["status"]["status_str"] == "success", entry["status"]
+    titles = {str(node["id"]): node["title"] for node in page.nodes()}
+    said = {titles[key]: output for key, output in entry["outputs"].items()}
+    return {title: output for title, output in said.items() if "qwen_l40s" in output}
+
+
+def refused(page: ComfyPage) -> dict[str, str]:
+    """Presses Run on what the server refuses; returns the words on the nodes."""
+    page.page.get_by_test_id("queue-button").click()
+    page.page.locator(".qwen-l40s-box.error").first.wait_for()
+    # The page says it too, which a browser counts as errors.
+    page.problems.clear()
+    return words(page)
+
+
+def test_a_run_stands_on_its_nodes_and_its_report_behind_them(page: ComfyPage):
+    page.load(MICRO)
+    before = heights(page)
+    for _ in range(2):  # the second time the loader is cached, in a graph that was opened anew
+        said = run(page)
+        page.page.get_by_role("button", name="Details").first.wait_for()
+        assert words(page) == {title: each["qwen_l40s"][0] for title, each in said.items()}
+        grown = {title: height - before[title] for title, height in heights(page).items()}
+        assert all(0 < grown[title] <= GROWTH for title in said)
+        assert not any(grown[title] for title in grown if title not in said)
+        saved = page.page.evaluate("() => JSON.stringify(window.app.graph.serialize())")
+        assert "qwen_l40s" not in {
+            value for node in json.loads(saved)["nodes"] for value in node.get("widgets_values", [])
+        }
+        title, output = next(iter(said.items()))
+        page.page.get_by_role("button", name="Details").first.click()
+        report = page.page.get_by_role("dialog", name=title).locator("pre")
+        assert report.inner_text() == output["text"][0]
+        page.page.keyboard.press("Escape")
+        report.wait_for(state="detached")
+        page.load(MICRO)
+        assert words(page) == {}
+    assert page.problems == []
+
+
+def test_a_refused_prompt_says_why_on_the_nodes(page: ComfyPage):
+    page.load(ROOT / "workflows" / "text_to_image_bf16.json")  # its files are there, and empty
+    titles = {str(node["id"]): node["title"] for node in page.nodes()}
+    answer = page.server.post(page.prompt()).json()["node_errors"]
+    details = {titles[key]: error["errors"][0]["details"] for key, error in answer.items()}
+    assert len(details) == 3
+    assert refused(page) == {title: said.split(" - ", 1)[1] for title, said in details.items()}
+
+
+def test_a_failed_run_says_why_on_the_node_until_one_succeeds(page: ComfyPage, tmp_path: Path):
+    file = tmp_path / "four_channels.json"
+    file.write_text(json.dumps(FOUR_CHANNELS), encoding="utf-8")
+    page.drop(file)
+    (title,) = (node["title"] for node in page.nodes() if node["type"] == "QwenL40S_VAEDecode")
+    before = heights(page)[title]
+    _, error = page.run()["status"]["messages"][-1]
+    page.page.locator(".qwen-l40s-box.error").wait_for()
+    assert words(page)[title] == error["exception_message"].strip()
+
+    page.page.keyboard.press("Escape")
+    page.page.evaluate(
+        """() => {
+            const { graph } = window.app, byType = type => graph.nodes.find(n => n.type === type)
+            byType('EmptyLatentImage').disconnectOutput(0)
+            const latent = window.LiteGraph.createNode('EmptySD3LatentImage')
+            for (const widget of latent.widgets.slice(0, 2)) widget.value = 64
+            graph.add(latent)
+            latent.connect(0, byType('QwenL40S_VAEDecode'), 'samples')
+        }"""
+    )
+    said = run(page)
+    page.page.get_by_role("button", name="Details").first.wait_for()
+    assert words(page) == {title: each["qwen_l40s"][0] for title, each in said.items()}
+    assert page.page.locator(".qwen-l40s-box.error").count() == 0
+    assert heights(page)[title] - before <= GROWTH
+
+
+def test_a_run_of_another_client_stands_on_no_open_page(page: ComfyPage):
+    page.load(ROOT / "workflows" / "estimate.json")
+    done = page.server.run(GRAPHS["estimate"])
+    assert done.status == "success"
+    page.page.wait_for_timeout(300)  # a message that must not come
+    assert words(page) == {}

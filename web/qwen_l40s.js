@@ -1,0 +1,223 @@
+/**
+ * What this pack's nodes say stands on the nodes: after a run its summary, and where ComfyUI refuses
+ * a prompt or a node fails, the sentence that says why. Nodes of other packs are left alone.
+ */
+
+import { api } from "../../scripts/api.js"
+import { app } from "../../scripts/app.js"
+
+const OURS = "QwenL40S_"
+const BOX = "qwen_l40s"
+const MARGIN = 8
+/** Of the box in pixels of the graph; a longer text scrolls. */
+const MOST_HEIGHT = 128
+
+const STYLE = `
+.qwen-l40s-box { box-sizing: border-box; padding: 4px 8px; overflow: auto; border-radius: 4px;
+    background: var(--comfy-input-bg, #222); color: var(--input-text, #ddd); user-select: text;
+    font: 12px/16px sans-serif; white-space: pre-wrap; overflow-wrap: anywhere; cursor: text; }
+.qwen-l40s-box.error { color: color-mix(in srgb, #f00 55%, var(--input-text, #ddd)); }
+.qwen-l40s-box button, .qwen-l40s-report button { font: 12px/16px sans-serif; padding: 1px 8px;
+    color: inherit; background: none; border: 1px solid; border-radius: 4px; cursor: pointer; }
+.qwen-l40s-box button { display: block; margin-top: 4px; opacity: 0.8; }
+.qwen-l40s-report { margin: auto; padding: 12px; max-width: 94vw; max-height: 90vh; overflow: auto;
+    background: var(--comfy-menu-bg, #222); color: var(--input-text, #ddd);
+    border: 1px solid var(--border-color, #555); border-radius: 8px; }
+.qwen-l40s-report pre { margin: 0 0 12px; font: 13px/18px monospace; user-select: text; }
+`
+
+/**
+ * What a node says.
+ * @typedef {{summary?: string, report?: string, error?: string, height?: number, grown: number}} Said
+ * @type {WeakMap<object, Said>}
+ */
+const saidBy = new WeakMap()
+/** The nodes that show an error. */
+const failed = new Set()
+
+/** Whether a node is one of this pack's. */
+const isOurs = (node) => Boolean(node?.comfyClass?.startsWith(OURS))
+
+/**
+ * The node with an id, in the graph or in its subgraphs.
+ * @param {string} id "5", or "3:5" for node 5 in the subgraph of node 3; the page has the subgraph first.
+ */
+function nodeOf(id) {
+    let node = null
+    let graph = app.graph.rootGraph ?? app.graph
+    for (const part of String(id).split(":")) {
+        node = graph?.getNodeById(part)
+        graph = node?.subgraph ?? graph?.subgraphs?.get(part)
+    }
+    return isOurs(node) ? node : null
+}
+
+/** Shows a text in a window of its own, to read and to copy. */
+function showReport(title, report) {
+    const dialog = document.createElement("dialog")
+    dialog.className = "qwen-l40s-report"
+    dialog.setAttribute("aria-label", title)
+    const text = document.createElement("pre")
+    text.textContent = report
+    const close = document.createElement("button")
+    close.textContent = "Close"
+    close.onclick = () => dialog.close()
+    dialog.append(text, close)
+    dialog.onclose = () => dialog.remove()
+    // Ctrl+C copies the text; the page would copy nodes.
+    for (const event of ["keydown", "copy"]) dialog.addEventListener(event, (e) => e.stopPropagation())
+    document.body.append(dialog)
+    dialog.showModal()
+}
+
+/** The element of a node's box. */
+function newElement() {
+    const element = document.createElement("div")
+    element.className = "qwen-l40s-box"
+    // The pointer selects text here instead of dragging the node; the wheel scrolls what is longer.
+    element.addEventListener("pointerdown", (e) => e.button === 0 && e.stopPropagation())
+    element.addEventListener("wheel", (e) => {
+        if (element.scrollHeight > element.clientHeight) e.stopPropagation()
+        else if (!window.LiteGraph?.vueNodesMode) app.canvas.processMouseWheel(e)
+    })
+    return element
+}
+
+/** How high an element must be in a node of this width. */
+function heightOf(element, width) {
+    const measured = element.cloneNode(true)
+    measured.style.cssText = `position: absolute; visibility: hidden; width: ${width}px`
+    document.body.append(measured)
+    const height = Math.min(measured.scrollHeight, MOST_HEIGHT)
+    measured.remove()
+    return height
+}
+
+/** The widget that holds a node's box; a later text goes into the same one. */
+function boxOf(node, said) {
+    const widget = node.widgets?.find((widget) => widget.name === BOX)
+    if (widget) return widget
+    const added = node.addDOMWidget(BOX, BOX, newElement(), {
+        serialize: false,
+        hideInPanel: true,
+        hideOnZoom: false,
+        margin: MARGIN,
+        getValue: () => said.error ?? said.summary,
+        getMinHeight: () => said.height,
+    })
+    added.serialize = false
+    return added
+}
+
+/** Brings a node's box in line with what the node says: without a word there is no box. */
+function show(node, news) {
+    const said = Object.assign(saidBy.get(node) ?? { grown: 0 }, news)
+    saidBy.set(node, said)
+    failed[said.error ? "add" : "delete"](node)
+    const text = said.error ?? said.summary
+    if (text) {
+        const { element } = boxOf(node, said)
+        element.classList.toggle("error", Boolean(said.error))
+        element.replaceChildren(text)
+        if (said.report && !said.error) {
+            const details = document.createElement("button")
+            details.textContent = "Details"
+            details.onclick = () => showReport(node.title, said.report)
+            element.append(details)
+        }
+        said.height = heightOf(element, node.size[0] - 2 * MARGIN) + 2 * MARGIN
+    } else {
+        const old = node.widgets?.find((widget) => widget.name === BOX)
+        if (old) node.removeWidget(old)
+    }
+    const [width, height] = [node.size[0], node.size[1] - said.grown]
+    said.grown = text ? Math.max(0, node.computeSize()[1] - height) : 0
+    node.setSize([width, height + said.grown])
+    node.setDirtyCanvas(true, true)
+}
+
+/** Shows what a run, or the page's memory of one, says of a node. */
+function ran(node, output) {
+    if (!isOurs(node) || !output?.[BOX]) return
+    const report = output.text?.join("\n")
+    show(node, { summary: output[BOX].join("\n"), report, error: undefined })
+}
+
+/** Shows why a node was refused or failed; without a reason it shows its last summary again. */
+function fails(node, error) {
+    if (isOurs(node)) show(node, { error })
+}
+
+/** The sentence of one validation error, without the input's name that ComfyUI puts before ours. */
+function sentence({ type, message, details = "", extra_info }) {
+    const before = `${extra_info?.input_name} - `
+    if (type === "custom_validation_failed" && details.startsWith(before))
+        return details.slice(before.length)
+    return details ? `${message}: ${details}` : message
+}
+
+/** Shows what the server's answer to a prompt says of its nodes, and nothing older. */
+function answered(errors) {
+    for (const node of [...failed]) fails(node)
+    for (const [id, found] of Object.entries(errors ?? {})) {
+        // One problem of two inputs comes twice.
+        const sentences = new Set(found.errors.map(sentence))
+        fails(nodeOf(id), [...sentences].join("\n"))
+    }
+}
+
+/** Runs what the page called us for; a fault of ours stays ours. */
+function safely(action) {
+    try {
+        action()
+    } catch (error) {
+        console.warn("Qwen-Image L40S:", error)
+    }
+}
+
+app.registerExtension({
+    name: "QwenL40S.Face",
+
+    setup() {
+        const style = document.createElement("style")
+        style.textContent = STYLE
+        document.head.append(style)
+        api.addEventListener("execution_error", ({ detail }) =>
+            safely(() => fails(nodeOf(detail.node_id), detail.exception_message.trim()))
+        )
+        // The page has no event for a refused prompt.
+        const { queuePrompt } = api
+        api.queuePrompt = function (...all) {
+            const answer = queuePrompt.apply(this, all)
+            answer.then(
+                ({ node_errors }) => safely(() => answered(node_errors)),
+                (error) => safely(() => answered(error.response?.node_errors))
+            )
+            return answer
+        }
+    },
+
+    beforeRegisterNodeDef(nodeType, nodeData) {
+        if (!nodeData.name.startsWith(OURS)) return
+        const { onExecuted } = nodeType.prototype
+        nodeType.prototype.onExecuted = function (output) {
+            onExecuted?.apply(this, arguments)
+            safely(() => ran(this, output))
+        }
+    },
+
+    // Another tab was opened, which the page remembers with what its nodes said.
+    onNodeOutputsUpdated(outputs) {
+        for (const [id, output] of Object.entries(outputs)) safely(() => ran(nodeOf(id), output))
+    },
+
+    /** Values that older versions wrote, by what they are called now. */
+    loadedGraphNode(node) {
+        if (!isOurs(node)) return
+        const { required, optional } = node.constructor.nodeData.input
+        for (const widget of node.widgets ?? []) {
+            const older = { ...required, ...optional }[widget.name]?.[1]?.older
+            if (older && widget.value in older) widget.value = older[widget.value]
+        }
+    },
+})
