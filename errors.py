@@ -54,6 +54,6 @@ def plain_write_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UnavailableError(
-            f"cannot write {path} ({error.strerror}): create the folder, free disk space or choose "
-            "another place."
+            f"cannot write ({error.strerror}): create the folder, free space, or choose another.",
+            path,
         ) from error

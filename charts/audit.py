@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .figures import decimal_bytes
+from .figures import file_size
 
 SHOWN_LAYERS = 20
 WIDTH = 100
@@ -47,9 +47,9 @@ def _kinds(report: Mapping[str, Any]) -> Iterator[str]:
     yield f"\n{'layers of all blocks':28}{'error':>9}{'worst':>9}{summed:>9}{'in bf16':>12}"
     for row in report["kinds"]:
         errors = "".join(f"{row[name]:9.4f}" for name in ("error", "worst", "summed"))
-        yield f"{row['kind']:24}{row['layers']:4}{errors}{decimal_bytes(row['bytes']):>12}"
+        yield f"{row['kind']:24}{row['layers']:4}{errors}{file_size(row['bytes']):>12}"
     total = f"{report['summed_error']:.4f}"
-    yield f"{'all':46}{total:>9}{decimal_bytes(report['bytes_of_all']):>12}"
+    yield f"{'all':46}{total:>9}{file_size(report['bytes_of_all']):>12}"
     if effect:
         yield "error: of a layer's output; effect: of the noise prediction when one layer alone is"
         yield f"quantized, summed in squares; with all at once it is {report['effect_of_all']:.4f}"
@@ -65,7 +65,7 @@ def _layers(report: Mapping[str, Any]) -> Iterator[str]:
         errors = (
             f"{layer['error']:9.4f}{layer['weight_error']:9.4f}{_cell(layer['effect'], '9.4f')}"
         )
-        yield f"{layer['layer']:44}{errors}{decimal_bytes(layer['bytes']):>12}"
+        yield f"{layer['layer']:44}{errors}{file_size(layer['bytes']):>12}"
     if len(layers) > SHOWN_LAYERS:
         yield f"... and {len(layers) - SHOWN_LAYERS} more in the JSON"
 
@@ -77,7 +77,7 @@ def _keep(report: Mapping[str, Any]) -> Iterator[str]:
         f"\nto bring the summed {report['chosen_by']} from {report['summed_error']:.4f} to "
         f"{keep['error']:.4f}, keep {len(keep['layers'])} of {len(report['layers'])} layers"
     )
-    more = decimal_bytes(keep["bytes"])
+    more = file_size(keep["bytes"])
     yield f"in bf16, which takes {more} more ({share:.0%} of what all take):"
     patterns = " ".join(f"'{pattern}'" for pattern in keep["patterns"])
     for line in textwrap.wrap(f"--keep {patterns}", WIDTH, break_long_words=False):

@@ -74,11 +74,11 @@ def adding_up(counts: Sequence[float]) -> list[str]:
     return [f"{count / 10:.1f}" for count in whole]
 
 
-def decimal_bytes(count: int) -> str:
-    """Decimal units, as files are sold: `1.23 GB`, `512 B`."""
-    for unit, suffix in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+def file_size(count: int) -> str:
+    """Binary units, small ones too: `38.1 GiB`, `4.5 KiB`, `512 B`."""
+    for unit, suffix in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= unit:
-            return f"{count / unit:.2f} {suffix}"
+            return f"{count / unit:.1f} {suffix}"
     return f"{count} B"
 
 

@@ -91,3 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `qwen-l40s inspect ... | head`
         sys.stderr.close()
         return 0
+    except OSError as error:  # of a path: too long a name, no right to read it, a disk that is gone
+        if args.debug or error.filename is None:
+            raise
+        sentence = f"this path cannot be used: {error.strerror} ({error.filename})."
+        print_text(f"qwen-l40s: error: {sentence}", sys.stderr)
+        return 2

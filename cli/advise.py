@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Ranks cards by the cost of an image at a load, each in the setting that suits it, and "
-        "says from which load on the A100 or the H100 is cheaper than the L40S. Exit code 1 when "
-        "no card with a price holds it."
+        "Ranks cards by the cost of an image at your load, each in its best setting, and tells at "
+        "which load an A100 or H100 becomes cheaper than an L40S. Exit code 1 if no card with a "
+        "price can run it."
     )
     parser.add_argument(
-        "--images-per-hour", type=float, required=True, metavar="N", help="the load, all day"
+        "--images-per-hour",
+        type=float,
+        required=True,
+        metavar="N",
+        help="the load, day and night",
     )
     parser.add_argument(
         "--price",
@@ -33,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="CARD=USD",
-        help="of a card for an hour, instead of the list's cheapest on demand",
+        help="an hourly price, in place of the cheapest on-demand price in the list",
     )
     parser.add_argument("--cards", type=Path, metavar="FILE", help=CARDS_HELP)
     parser.add_argument(
@@ -44,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="these cards; the first is "
         "compared with the others; default: all, the L40S with the A100 and the H100",
     )
-    parser.add_argument("--plot", metavar="FILE", help="draw cost against load, as .png")
+    parser.add_argument("--plot", metavar="FILE", help="draw cost against load into a .png")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_request_arguments(parser)
 

@@ -32,26 +32,29 @@ MICRO_PROMPTS = 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Paints your prompts in bf16 and in fp8 or int8 from the same noise, and says "
-        "how far the images are apart, what each layer loses, and which layers to keep in bf16. "
-        "Activations are rounded as a card's tensor cores need it, on a CPU too."
+        "Makes images of your prompts in bf16 and in fp8 or int8 from the same noise. Reports how "
+        "far they differ, the error of each layer, and which layers to keep in bf16."
     )
     parser.add_argument(
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a Qwen-Image diffusers folder in bf16, default: the bundled micro model; with "
-        "--layers-only also a transformer file",
+        help="a Qwen-Image diffusers folder in bf16, or with --layers-only a transformer file; "
+        "default: the bundled micro model",
     )
-    parser.add_argument("--precision", default="fp8", help="fp8 or int8, default fp8")
+    parser.add_argument("--precision", default="fp8", metavar="NAME", help="fp8 (default) or int8")
     parser.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="may stand several times"
+        "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeat it for more"
     )
-    parser.add_argument("--prompts", metavar="FILE", help="a text file with a prompt on each line")
-    parser.add_argument("--steps", type=int, default=20, help="default: 20")
-    parser.add_argument("--size", type=parse_size, metavar="WxH", help="pixels, default 1328x1328")
-    parser.add_argument("--cfg", type=float, default=4.0, help="guidance, default 4")
-    parser.add_argument("--seed", type=int, default=0, help="of every image, default 0")
+    parser.add_argument("--prompts", metavar="FILE", help="a text file, one prompt on each line")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="default: 20")
+    parser.add_argument("--size", type=parse_size, metavar="WxH", help="pixels; default: 1328x1328")
+    parser.add_argument(
+        "--cfg", type=float, default=4.0, metavar="SCALE", help="guidance; default: 4"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of every image; default: 0"
+    )
     parser.add_argument(
         "--keep",
         nargs="+",
@@ -65,20 +68,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.5,
         metavar="SHARE",
-        help="to which share of the summed error the proposed layers bring it, default 0.5",
+        help="the share of the summed error that may remain with the proposed layers in bf16; "
+        "default: 0.5",
     )
     parser.add_argument(
         "--layers-only",
         action="store_true",
-        help="read one weight at a time and paint nothing: errors on Gaussian activations",
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument(
-        "--output", metavar="DIR", help="write the images there, side by side, as PNG"
+        help="make no images: read one weight at a time, with Gaussian activations",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of the tables"
+        "--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N"
     )
+    parser.add_argument("--output", metavar="DIR", help="a folder for the images, in pairs, as PNG")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, not tables")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,21 +108,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_arguments(args: argparse.Namespace) -> None:
     if args.precision not in QUANTIZED:
-        what = (
-            "is what the others are compared with"
-            if args.precision == "bf16"
-            else "is not a quantized format"
-        )
+        what = "is the reference" if args.precision == "bf16" else "is not a quantized format"
         raise SettingError(f"precision {args.precision!r} {what}: audit {' or '.join(QUANTIZED)}.")
     if not 0 < args.target < 1:
         raise SettingError(
-            f"--target must lie between 0 and 1, got {args.target!r}: it is the share of the "
-            "error that may be left."
+            f"--target must be between 0 and 1, got {args.target!r}: the share of the error that "
+            "may remain."
         )
     if args.layers_only and (args.prompt or args.prompts or args.output):
         raise SettingError(
-            "--layers-only paints nothing: leave out --prompt, --prompts and --output, or leave "
-            "out --layers-only."
+            "--layers-only makes no images: leave it out, or --prompt, --prompts and --output."
         )
 
 
@@ -133,8 +130,8 @@ def _settings(args: argparse.Namespace) -> list[GenerateSettings]:
         prompts = gallery_prompts(MICRO_PROMPTS)
     if not prompts:
         raise SettingError(
-            "there is no prompt: what a format loses depends on what is painted, so name yours "
-            "with --prompt TEXT or --prompts FILE, or use --layers-only."
+            "there is no prompt, and the loss depends on it: give --prompt TEXT or --prompts FILE, "
+            "or use --layers-only."
         )
     side = MICRO_SIDE if args.model is None else USUAL_SIDE
     width, height = args.size or (side, side)
@@ -157,12 +154,13 @@ def _read_prompts(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise SettingError(
-            f"--prompts {path} cannot be read ({reason}): name a text file in UTF-8 with a prompt "
-            "on each line."
+            f"--prompts cannot be read ({reason}): name a UTF-8 text file with a prompt on each "
+            "line.",
+            path,
         ) from error
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
-        raise SettingError(f"--prompts {path} holds no prompt: write one on each line.")
+        raise SettingError("--prompts names a file without a prompt: write one on each line.", path)
     return prompts
 
 
@@ -172,8 +170,9 @@ def _model(args: argparse.Namespace) -> Path:
     model = bundled_micro_folder() if args.model is None else Path(args.model)
     if not args.layers_only and model.exists() and not (model / PIPELINE_INDEX).is_file():
         raise SettingError(
-            f"{model} is not a whole diffusers folder (there is no {PIPELINE_INDEX} in it), and "
-            "images need text encoder and VAE too: name the folder, or add --layers-only."
+            f"this is not a whole diffusers folder (no {PIPELINE_INDEX}), and images need the text "
+            "encoder and VAE too: name the folder, or add --layers-only.",
+            model,
         )
     return model
 
@@ -189,8 +188,9 @@ def _checked_source(model: Path, keep: Sequence[str]) -> Source:
     if formats:
         found = ", ".join(f"{form} in {count} layers" for form, count in formats.items())
         raise CheckpointError(
-            f"{source.path} is quantized already ({found}), and there is nothing left to compare "
-            "it with: audit the bf16 file or folder that it was made from."
+            f"this is quantized already ({found}): audit the bf16 file or folder that it was made "
+            "from.",
+            source.path,
         )
     check_complete(source)
     chosen_layers((name.removesuffix(".weight") for name in source.tensors), keep)

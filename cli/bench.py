@@ -30,9 +30,9 @@ FOREIGN = ("size", "references", "layers", "only", "repeats", "warm_up", "profil
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Times ours and the peers in one process, with the same random weights and "
-        "inputs: no model is needed. What is not installed is left out. Exit code 1 when a row "
-        "failed."
+        "Times this package, ComfyUI and diffusers in one process with the same random weights: "
+        "no model is needed. What is not installed is left out. Runs from a clone; --calibrate "
+        "runs everywhere. Exit code 1 if a row failed."
     )
     parser.add_argument(
         "what",
@@ -44,26 +44,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure this card for `qwen-l40s estimate` instead, in under a minute",
+        help="instead measure this card for `qwen-l40s estimate`, in under a minute",
     )
     parser.add_argument(
         "--size",
         action="append",
         metavar="WxH",
-        help="pixels, may stand several times; default 1024x1024",
+        help="pixels; repeat it for more; default: 1024x1024",
     )
-    parser.add_argument("--batch", type=int, default=1, help="images in one pass, default 1")
-    parser.add_argument("--text", type=int, default=200, help="text tokens, default 200")
+    parser.add_argument(
+        "--batch", type=int, default=1, metavar="N", help="images in one pass; default: 1"
+    )
+    parser.add_argument(
+        "--text", type=int, default=200, metavar="N", help="text tokens; default: 200"
+    )
     parser.add_argument(
         "--references",
         type=int,
         default=0,
         metavar="N",
-        help="reference images of 1024x1024, at timestep zero as in Edit-2511; default 0",
+        help="reference images of 1024x1024, as in Edit-2511; default: 0",
     )
-    parser.add_argument("--layers", type=int, metavar="N", help="blocks, default 60, for `block` 9")
     parser.add_argument(
-        "--width", default="full", help="full (3072) or small (128, to try it on a CPU)"
+        "--layers", type=int, metavar="N", help="blocks; default: 60, for `block` 9"
+    )
+    parser.add_argument(
+        "--width", default="full", metavar="NAME", help="full (3072) or small (128, for a CPU)"
     )
     parser.add_argument(
         "--only",
@@ -71,17 +77,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="NAME",
-        help="rows to measure, by name or pattern, such as 'ours bf16' 'comfyui *'",
+        help="only these rows, by name or pattern, such as 'ours bf16' 'comfyui *'",
     )
-    parser.add_argument("--repeats", type=int, metavar="N", help="calls that count")
-    parser.add_argument("--warm-up", type=int, metavar="N", help="calls before them")
-    parser.add_argument("--steps", type=int, default=20, help="of an image, default 20")
+    parser.add_argument("--repeats", type=int, metavar="N", help="measured calls")
+    parser.add_argument("--warm-up", type=int, metavar="N", help="calls before the measured ones")
     parser.add_argument(
-        "--profile", action="store_true", help="list the longest kernels; not of images"
+        "--steps", type=int, default=20, metavar="N", help="of `image`; default: 20"
     )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--json", metavar="FILE", help="also write the results there")
-    parser.add_argument("--plot", metavar="FILE", help="draw them, as .png")
+    parser.add_argument(
+        "--profile", action="store_true", help="list the longest kernels; not with `image`"
+    )
+    parser.add_argument(
+        "--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the results as JSON")
+    parser.add_argument("--plot", metavar="FILE", help="draw the results into a .png")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     if args.calibrate:
         return calibrate_card(args)
     if args.what is None:
-        raise SettingError(f"bench needs WHAT, {', '.join(WHAT)}, or --calibrate.")
+        raise SettingError(f"bench needs one of {', '.join(WHAT)}, or --calibrate.")
     if not BENCHMARKS.is_file():
         raise UnavailableError(
             f"bench {args.what} is not in the installed package: benchmarks are in the repository, "
@@ -138,12 +148,14 @@ def _check_alone(args: argparse.Namespace) -> None:
     """Raises SettingError where `--calibrate` comes with an option of WHAT."""
     if args.what:
         raise SettingError(
-            f"bench {args.what} and --calibrate are two measurements: leave one of them out."
+            f"bench {args.what} and --calibrate are two measurements: leave one out."
         )
     given = next((name for name in FOREIGN if getattr(args, name)), None)
     if given:
         option = f"--{given.replace('_', '-')}"
-        raise SettingError(f"{option} and --calibrate, whose sizes are fixed: leave {option} out.")
+        raise SettingError(
+            f"{option} does not go with --calibrate, whose sizes are fixed: leave it out."
+        )
 
 
 def calibrate_card(args: argparse.Namespace) -> int:
@@ -178,7 +190,7 @@ def calibrate_card(args: argparse.Namespace) -> int:
     if on_card and not small:
         print(f"kept in {_keep(found)}: estimates for this card use it")
     else:
-        print("These only show that the command works: nothing was kept.")
+        print("This only shows that the command works: nothing is kept.")
     if args.json:
         write_whole(Path(args.json), json.dumps(found.as_dict(), indent=1).encode() + b"\n")
     print(json.dumps(found.as_dict()))

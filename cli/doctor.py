@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.models is not None and not args.models.is_dir():
         raise SettingError(
-            f"--models is not a folder: create it, or name the one with the models: {args.models}"
+            "--models is not a folder: create it, or name the one with the models.", args.models
         )
     # Some packages greet on stdout when imported, which would spoil --json.
     with contextlib.redirect_stdout(sys.stderr):

@@ -73,21 +73,23 @@ def _tera(flops: float | None) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Counts memory of each phase, time and cost of a run on any card, and names "
-        "the setting that suits it. Nothing is loaded. Exit code 1 when it does not fit."
+        "Predicts memory, time, disk and cost of a run on a card, and names the settings for it. "
+        "Loads nothing. Exit code 1 if it does not fit."
     )
     parser.add_argument(
         "--card",
         metavar="NAME",
-        help=f"as --list-cards names it; default: the card of this machine, else {DEFAULT_CARD}",
+        help=f"a name in --list-cards; default: this machine's card, else {DEFAULT_CARD}",
     )
-    parser.add_argument("--vram", type=float, metavar="GIB", help="a part of the card's memory")
     parser.add_argument(
-        "--price", type=float, metavar="USD", help="of the card for an hour, instead of the list's"
+        "--vram", type=float, metavar="GIB", help="use only part of the card's memory"
+    )
+    parser.add_argument(
+        "--price", type=float, metavar="USD", help="the card's hourly price, in place of the list's"
     )
     parser.add_argument("--cards", type=Path, metavar="FILE", help=CARDS_HELP)
     parser.add_argument("--list-cards", action="store_true", help="print the known cards")
-    parser.add_argument("--plot", metavar="FILE", help="draw the phases, as .png")
+    parser.add_argument("--plot", metavar="FILE", help="draw the phases into a .png")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_request_arguments(parser)
 
@@ -140,7 +142,7 @@ def _card(name: str | None, cards: Mapping[str, Card]) -> Card:
     here, why = _card_of_this_machine()
     if here is None:
         print(
-            f"qwen-l40s: {why}: this is about one {DEFAULT_CARD}; --card names another",
+            f"qwen-l40s: {why}: estimating for an {DEFAULT_CARD}; --card names another",
             file=sys.stderr,
         )
         return find_card(DEFAULT_CARD, cards)
@@ -150,14 +152,14 @@ def _card(name: str | None, cards: Mapping[str, Card]) -> Card:
 def _card_of_this_machine() -> tuple[CardFacts | None, str]:
     """(the first card that torch can use, or None; why there is none)."""
     if find_spec("torch") is None:
-        return None, "torch, which tells this machine's card, is not installed"
+        return None, "torch, which finds this machine's card, is not installed"
     from ..machine.card import read_cards
     from ..machine.packages import check_torch
     from ..spec import CardFacts
 
     cards = read_cards(check_torch()[1])
     if not cards.usable:
-        return None, f"no card of this machine can be used ({cards.reason})"
+        return None, f"no card here can be used ({cards.reason})"
     first = cards.usable[0]
     return CardFacts(first.name, first.memory_bytes, first.sm), ""
 
@@ -168,7 +170,7 @@ def _usable_bytes(gib: float | None, card: Card) -> int:
         return card.memory_bytes
     if not math.isfinite(gib) or gib <= 0 or gib * GIB > card.memory_bytes:
         raise SettingError(
-            f"--vram {gib:g}: {card.name} shows {card.memory_bytes / GIB:.2f} GiB to programs, so "
-            "give more than 0 and at most that, or describe another card in a file for --cards."
+            f"--vram {gib:g} must be above 0 and at most {card.memory_bytes / GIB:.2f}, the GiB that "
+            f"{card.name} shows to programs: describe another card in a file for --cards."
         )
     return round(gib * GIB)

@@ -6,23 +6,20 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping
 
-from ..charts.figures import decimal_bytes
+from ..charts.figures import file_size
 from ..loaders.checkpoint import Checkpoint, CheckpointPart, inspect_checkpoint
 from .output import print_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Reads the header of a safetensors file, a sharded set or a diffusers folder, "
-        "never the weights, and says what it is and where it belongs. Exit code 1 when parts of "
-        "it contradict each other, 2 when it cannot be read."
+        "Tells what a safetensors file, a sharded set or a diffusers folder is and where it "
+        "belongs. Reads headers only. Exit code 1 if its parts contradict each other."
     )
     parser.add_argument(
         "path", metavar="PATH", help="a .safetensors file, a shard index or a folder"
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of the table"
-    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,7 +35,7 @@ def _print_table(checkpoint: Checkpoint) -> None:
     rows = [("path", str(checkpoint.path)), ("kind", checkpoint.kind)]
     if checkpoint.pipeline:
         rows.append(("pipeline", checkpoint.pipeline))
-    rows.append(("on disk", decimal_bytes(checkpoint.file_bytes)))
+    rows.append(("on disk", file_size(checkpoint.file_bytes)))
     _print_rows(rows)
     for part in checkpoint.parts:
         print()
@@ -61,7 +58,7 @@ def _part_rows(part: CheckpointPart) -> Iterator[tuple[str, str]]:
         yield (
             "dtypes",
             ", ".join(
-                f"{dtype} {decimal_bytes(entry['bytes'])} ({entry['tensors']})"
+                f"{dtype} {file_size(entry['bytes'])} ({entry['tensors']})"
                 for dtype, entry in part.dtypes.items()
             ),
         )

@@ -63,10 +63,10 @@ def check_plot(path: str) -> None:
         UnavailableError: PIL is missing, or the folder cannot be written.
     """
     if not path.lower().endswith(".png"):
-        raise SettingError(f"--plot {path!r} must end in .png.")
+        raise SettingError(f"--plot must end in .png, got {path!r}.")
     if find_spec("PIL") is None:
         raise UnavailableError(
-            "--plot needs pillow, not installed here: run `pip install pillow`, or leave it out."
+            "--plot needs pillow, which is missing: run `pip install pillow`, or leave it out."
         )
     check_target("--plot", path)
 
@@ -89,7 +89,7 @@ class ImageTarget:
         self.numbered = path.is_dir()
         self.folder, self.stem = (path, stem) if self.numbered else (path.parent, path.stem)
         if not self.numbered and path.suffix.lower() != ".png":
-            raise SettingError(f"--output {output!r} must end in .png or be a folder that exists.")
+            raise SettingError(f"--output must end in .png or name an existing folder: {output!r}.")
         check_writable(self.folder)
 
     def paths(self, images: int) -> list[Path]:
@@ -119,7 +119,7 @@ def check_target(option: str, text: str) -> None:
         UnavailableError: no file can be written next to it.
     """
     if Path(text).is_dir():
-        raise SettingError(f"{option} {text!r} is a folder: name a file in it.")
+        raise SettingError(f"{option} names a folder: name a file in it.", Path(text))
     check_writable(Path(text).parent)
 
 
@@ -165,7 +165,7 @@ def check_sheet_path(path: Path) -> None:
         UnavailableError: the folder is not writable.
     """
     if path.suffix.lower() != ".png":
-        raise SettingError(f"--grid {str(path)!r} must end in .png.")
+        raise SettingError(f"--grid must end in .png, got {str(path)!r}.")
     check_writable(path.parent)
 
 

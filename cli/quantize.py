@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+from ..spec import GIB
 from .output import require_packages
 
 PACKAGES = ("torch", "safetensors", "numpy", "psutil")
@@ -14,9 +15,9 @@ PACKAGES = ("torch", "safetensors", "numpy", "psutil")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Rounds the attention and MLP weights of a Qwen-Image transformer and writes "
-        "one .safetensors file of about two thirds of the bytes, one tensor at a time. int8 is "
-        "read by ComfyUI itself too, fp8 by this package only."
+        "Writes a Qwen-Image transformer with attention and MLP weights in fp8 or int8: two thirds "
+        "of the bytes, in one .safetensors file. ComfyUI itself reads int8 files too; only this "
+        "package reads fp8 files."
     )
     parser.add_argument(
         "source",
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "diffusers folder",
     )
     parser.add_argument("destination", metavar="DST", help="the .safetensors file to write")
-    parser.add_argument("--precision", required=True, help="fp8 or int8")
+    parser.add_argument("--precision", required=True, metavar="NAME", help="fp8 or int8")
     parser.add_argument(
         "--keep",
         nargs="+",
@@ -34,12 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="layers that stay in bf16, such as 'transformer_blocks.0.*' '*.img_mlp.net.2'",
     )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--overwrite", action="store_true", help="replace DST when it exists")
+    parser.add_argument(
+        "--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
 
 
 def run(args: argparse.Namespace) -> int:
-    require_packages("quantizing", PACKAGES)
+    require_packages("quantize", PACKAGES)
     from ..loaders.quantized_file import plan_quantized, write_quantized
     from ..machine.device import choose_device
 
@@ -56,5 +59,5 @@ def run(args: argparse.Namespace) -> int:
 
 def _show_progress(done: int, total: int) -> None:
     end = "\n" if done == total else ""
-    text = f"\rquantize: {done / 1e9:.1f} of {total / 1e9:.1f} GB"
+    text = f"\rquantize: {done / GIB:.1f} of {total / GIB:.1f} GiB"
     print(text, end=end, file=sys.stderr, flush=True)

@@ -22,81 +22,77 @@ PACKAGES = ("aiohttp", "PIL", "tqdm")
 
 EPILOG = """\
 settings:
-  --set seed=7                 one value; KEY is a node's title or id, or an input's name
-  --set seed=1..8              a job for each whole number
-  --set prompt="a red cube"    the node titled "Prompt"
-  --set prompt=@prompts.txt    a job for each line of a file
-  --set Sample.steps=20        this input of this node, where a name alone says too little
-  --set "Image 1=photo.png"    an image of this machine: it is uploaded
-  Several --set give every combination; the last one changes fastest.
+  --set seed=7               an input by its name, if only one node has it
+  --set seed=1..8            a job for each whole number
+  --set prompt="a red cube"  the sampler's prompt; also: negative prompt
+  --set prompt=@prompts.txt  a job for each line of a file
+  --set sample.steps=20      an input of one node, by the node's id or title
+  --set "image 1=photo.png"  a picture on this machine, which is uploaded
+  Several --set make every combination; the last one changes fastest.
 
 what happens:
-  Everything is checked before the first job is queued. All jobs are queued at once and run in
-  order. A lost connection or a restarted server is waited for; jobs that the server forgot are
-  queued again. DIR/<workflow>.submit.jsonl notes each job, so that after an interruption of any
-  kind the same command with --resume does only what is missing. Ctrl-C takes the jobs of this
-  run out of the queue and stops the one that runs, nobody else's.
+  Everything is checked before the first job is queued. All jobs are queued at
+  once. A lost connection or a restarted server is waited for, and jobs that the
+  server forgot are queued again. DIR/<workflow>.submit.jsonl records each job:
+  after an interruption, the same command with --resume does what is missing.
+  Ctrl-C removes the jobs of this run from the server, and no others.
 
 exit codes:
-  0 all jobs done, 1 a job failed, was cancelled or given up, 2 bad input and nothing queued,
+  0 all jobs done, 1 a job failed or was cancelled, 2 bad input, nothing queued,
   3 server not reachable or lost, 130 Ctrl-C
 
 example:
-  qwen-l40s submit workflows/api/micro_text_to_image.json \\
-      --set prompt="a small red circle at the top left on a white background" --set seed=1..4
+  qwen-l40s submit workflows/api/micro_text_to_image.json --set seed=1..4 \\
+      --set prompt="a small red circle at the top left on a white background"
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Queues a workflow on a running ComfyUI server, follows it, and downloads what it makes."
-    )
+    parser.description = "Runs a workflow on a ComfyUI server and downloads what it makes."
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "workflow",
         type=Path,
         metavar="WORKFLOW",
-        help="a file in API form (on ComfyUI's page: File > Export (API)), or a PNG that ComfyUI "
-        "saved",
+        help="a file in API form (in ComfyUI: File > Export (API)), or a PNG that ComfyUI saved",
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="another value of an input; see below",
+        help="the value of an input; see below",
     )
     parser.add_argument(
         "--server",
         default="http://127.0.0.1:8188",
         metavar="URL",
-        help="default: %(default)s; https and a path prefix are fine",
+        help="default: %(default)s; may be https, with a path prefix",
     )
     parser.add_argument(
         "--output",
         type=Path,
         default=Path("out"),
         metavar="DIR",
-        help="for results and the journal, default: %(default)s; no file there is replaced",
+        help="a folder for results and the journal, in which no file is replaced; default: "
+        "%(default)s",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    parser.add_argument(
-        "--resume", action="store_true", help="skip jobs that are done, follow those queued"
-    )
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     parser.add_argument(
         "--wait",
         type=_seconds,
         metavar="SECONDS",
-        help="how long a server may be away, default: 60; given, it also waits for one that has "
-        "yet to start",
+        help="wait this long for a server that is away or still starting; default: 60 once it "
+        "has answered, 0 before",
     )
     parser.add_argument(
         "--header",
         action="append",
         default=[],
         metavar='"NAME: VALUE"',
-        help='sent with each request, such as "Authorization: Bearer TOKEN"',
+        help='send it with each request, such as "Authorization: Bearer TOKEN"',
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, list the jobs, queue nothing"
@@ -109,9 +105,7 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0 when all are done, 1 when one is not, 3 when the server was lost, 130 when stopped.
     """
-    require_packages(
-        "talking to a server", PACKAGES, extra="client", instead=", or use ComfyUI's own Python"
-    )
+    require_packages("submit", PACKAGES, extra="client", instead=", or use ComfyUI's own Python")
     from ..client.progress import losable
     from ..client.submission import SubmitRequest, submit
     from ..client.transport import ServerError
@@ -157,7 +151,7 @@ def _summarize(outcome: SubmitOutcome) -> None:
     if outcome.error is not None:
         print(f"qwen-l40s: error: {outcome.error} --resume continues this run.", file=sys.stderr)
     if request.dry_run:
-        print(f"jobs that could be queued: {len(outcome.jobs)}; none was", file=sys.stderr)
+        print(f"jobs to queue: {len(outcome.jobs)}; queued: none (--dry-run)", file=sys.stderr)
         return
     counts: dict[str, int] = {}
     for job in outcome.jobs:

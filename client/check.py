@@ -45,20 +45,20 @@ def _missing_classes(graph: Graph, object_info: Mapping[str, Any]) -> Iterator[s
             continue
         if not kind.startswith(OURS):
             yield (
-                f"{called(graph, node)} is of a class that the server does not have: install the "
-                "node pack that brings it, or update ComfyUI there."
+                f"{called(graph, node)} is missing on the server: install the pack that has it, or "
+                "update ComfyUI there."
             )
         elif any(name.startswith(OURS) for name in object_info):
-            yield f"{called(graph, node)} {_newer(described)}."
+            yield f"{called(graph, node)} is missing on the server: {_update(described)}."
         else:
-            yield f"{called(graph, node)} needs {PACK}, which the server does not have: install it."
+            yield f"{called(graph, node)} needs {PACK}, which the server lacks: install it there."
 
 
-def _newer(described: Mapping[str, Any]) -> str:
+def _update(described: Mapping[str, Any]) -> str:
     meta = described.get("_meta")
     version = meta.get("version") if isinstance(meta, dict) else None
     made = f" (the workflow was made with {version})" if version else ""
-    return f"needs a newer {PACK} on the server{made}: update it there"
+    return f"update {PACK} there{made}"
 
 
 def _needed(graph: Graph, object_info: Mapping[str, Any], outputs: list[str]) -> list[str]:
@@ -94,12 +94,15 @@ def _node_problems(graph: Graph, node: str, object_info: Mapping[str, Any]) -> I
     for name, value in inputs.items():
         if name not in known:
             if kind.startswith(OURS):
-                yield f"{called(graph, node)} has an input {name!r} and so {_newer(described)}."
+                yield (
+                    f"{called(graph, node)} has an input {name!r} that the server does not know: "
+                    f"{_update(described)}."
+                )
         elif is_link(value):
             if _source(graph, value) is None:
                 yield (
-                    f"{name!r} of {called(graph, node)} is wired to {value}, a node that is not "
-                    "there: wire it again."
+                    f"{name!r} of {called(graph, node)} is wired to a node that is not there "
+                    f"({value}): wire it again."
                 )
         elif kind.startswith(OURS) or not _of_a_pack(object_info[kind]):
             yield from _value_problems(graph, node, name, value, known[name])
@@ -150,7 +153,9 @@ def _not_listed(graph: Graph, node: str, name: str, value: Any, spec: NodeInput)
                 f"{model.get('url')} to models/{model.get('directory')} there."
             )
     if not spec.choices:
-        return f"{where} is {shortened(str(value))}, and the server has no file to choose there."
+        return (
+            f"{where} is {shortened(str(value))}, but the server has no file for it: put one there."
+        )
     names = nearest(str(value), map(str, spec.choices))
     return f"{where} is {shortened(str(value))} and must be one of {listed(names)}."
 

@@ -117,8 +117,8 @@ def _local_file(value: str, folder: Path) -> Path | None:
 def _neither(where: str, value: str, spec: NodeInput) -> str:
     folder = spec.rules.get("image_folder", "input")
     return (
-        f"{where} is {shortened(value)}, which is neither among the server's images nor a file "
-        f'here: name one with --set "{where}=photo.png"; of one in a subfolder of the server write '
+        f"{where} is {shortened(value)}, a picture that neither the server nor this machine has: "
+        f'give one with --set "{where}=photo.png", or write one in a subfolder of the server as '
         f"'subfolder/photo.png [{folder}]'."
     )
 
@@ -157,8 +157,8 @@ async def collect(
             error = error or failure("download", message)
         except OSError as full:
             message = (
-                f"{image['filename']} cannot be written ({full.strerror or full}): once it can, "
-                "--resume fetches it."
+                f"{image['filename']} cannot be written ({full.strerror or full}): make room, "
+                "then --resume fetches it."
             )
             error = error or failure("download", message)
     return (DONE if error is None else FAILED), error

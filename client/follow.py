@@ -140,7 +140,7 @@ class Follower:
                 self.running.clear()
             if refused and not notified:
                 self._notify(
-                    f"no websocket ({refused}): progress is not shown, results are still fetched"
+                    f"no websocket ({refused}): progress is not shown, but results are fetched"
                 )
                 notified = True
             self._tried.set()

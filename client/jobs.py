@@ -139,8 +139,8 @@ class JobRun:
             self._ledger.write(job.key, job.prompt_id, QUEUED, settings=dict(job.settings))
         except OSError as broken:
             message = (
-                f"{self._ledger.path} cannot be written ({broken.strerror}), so the job was not "
-                "queued: once it can, --resume queues it."
+                f"not queued, because the journal cannot be written ({broken.strerror}): make "
+                f"room, then --resume queues it ({self._ledger.path})."
             )
             self._end(job, FAILED, error=failure("journal", message))
             return
@@ -197,7 +197,7 @@ class JobRun:
             self._to_queue.put_nowait(job)
         for job in jobs:
             if job.crashes >= MOST_CRASHES:
-                message = f"the server went away {job.crashes} times while it ran this job."
+                message = f"the server stopped {job.crashes} times while it ran this job."
                 self._end(job, LOST, error=failure("crashed", message))
 
     async def _look_up(self, job: Job) -> bool:

@@ -131,7 +131,7 @@ class Ledger:
             self._read()
         except OSError as error:
             raise SettingError(
-                f"--output {folder} cannot be written to ({error.strerror}): name another folder."
+                f"--output cannot be written ({error.strerror}): name another folder.", folder
             ) from error
 
     def _read(self) -> None:

@@ -131,8 +131,8 @@ class Server:
             found = None
         if not isinstance(found, dict) or "SaveImage" not in found:
             raise ServerError(
-                f"{self.address} is no ComfyUI server, for it has no list of nodes (/object_info): "
-                "--server takes the address at which ComfyUI's page opens."
+                f"what answers at {self.address} is not ComfyUI, for it has no list of nodes: give "
+                "--server the address of ComfyUI's page."
             )
         return found
 

@@ -321,8 +321,8 @@ def _check_count(counts: Sequence[tuple[str, int]]) -> None:
     if total > MAX_JOBS:
         product = " x ".join(f"{count:,} ({key})" for key, count in counts if count > 1)
         raise SettingError(
-            f"--set asks for {total:,} jobs, {product}, and one call may queue {MAX_JOBS:,}, which "
-            "is what a server remembers: split it into several calls."
+            f"--set asks for {total:,} jobs, {product}, but a server remembers only {MAX_JOBS:,}: "
+            "split them into several calls."
         )
 
 

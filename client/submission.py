@@ -208,8 +208,8 @@ async def _begin(
         )
     elif ledger.unfinished:
         progress.say(
-            f"{ledger.path} tells of jobs that an earlier run did not finish "
-            f"({ledger.unfinished}): this run starts anew, and --resume would have continued"
+            f"an earlier run left {ledger.unfinished} jobs unfinished: this run starts anew, "
+            f"--resume continues that one ({ledger.path})"
         )
     if any(job.status in OPEN and job.status != QUEUED for job in plan.jobs):
         await upload_images(server, plan)
@@ -280,7 +280,7 @@ async def _run(
 
 
 async def _stop(run: JobRun, progress: Progress) -> None:
-    progress.say("stopping: taking our jobs out of the queue (Ctrl-C again ends at once)")
+    progress.say("stopping: removing our jobs from the queue (Ctrl-C again ends at once)")
     gone = False
     with contextlib.suppress(asyncio.TimeoutError, ServerError):
         gone = await asyncio.wait_for(run.stop(), STOP_SECONDS)
@@ -288,4 +288,4 @@ async def _stop(run: JobRun, progress: Progress) -> None:
         if job.status in OPEN:
             job.status = CANCELLED
     if not gone:
-        progress.say("the server has not confirmed it: a job of ours may still run there")
+        progress.say("the server has not confirmed: a job of ours may still run there")

@@ -54,13 +54,12 @@ class Address:
             usable = False
         if not usable or any(letter.isspace() for letter in text):
             raise SettingError(
-                f"--server {text!r} is not the address of a server: it must be like "
-                "http://127.0.0.1:8188 or https://host/prefix."
+                f"--server {text!r} is not an address: write it like http://127.0.0.1:8188 or "
+                "https://host/prefix."
             )
         if "?" in text or "#" in text:
             raise SettingError(
-                f"--server {text.partition('?')[0].partition('#')[0]} must end there, without "
-                "'?' and '#': a token goes into --header, such as "
+                "--server takes no '?' and no '#': pass a token with --header, such as "
                 '--header "Authorization: Bearer TOKEN".'
             )
         return cls(url.with_path(url.raw_path.rstrip("/") + "/", encoded=True))
@@ -165,13 +164,13 @@ def answer_error(address: Address, call: str, status: int, data: bytes) -> Answe
         body = text.strip()
     if status in (401, 403):
         message = (
-            f"{address} asks for a sign-in ({status} for {call}): pass what it wants with "
-            '--header, such as --header "Authorization: Bearer TOKEN".'
+            f"{address} asks for a sign-in ({status} for {call}): pass it with --header, such as "
+            '--header "Authorization: Bearer TOKEN".'
         )
     elif status == 413:
         message = (
-            f"{address} takes no request of this size (413 for {call}): start ComfyUI with a "
-            "larger --max-upload-size (in MB), or raise its proxy's limit."
+            f"{address} refuses a request of this size (413 for {call}): start ComfyUI with a "
+            "larger --max-upload-size (in MB), or raise the limit of its proxy."
         )
     else:
         reason = f" ({shortened(body, 300)})" if isinstance(body, str) and body else ""
@@ -288,8 +287,8 @@ class Transport:
             raise PatienceError(answer.status, patience_seconds(answer.headers))
         if 300 <= answer.status < 400:
             raise ServerError(
-                f"{self.address} sends {call} on to {answer.headers.get('Location')!r}: give "
-                "--server the address where that leads, or --header what a sign-in wants."
+                f"{self.address} redirects {call} to {answer.headers.get('Location')!r}: give "
+                "--server that address, or sign in with --header."
             )
         if answer.status >= 400:
             raise answer_error(self.address, call, answer.status, await answer.read())
@@ -305,8 +304,8 @@ class Transport:
                 found = await once()
             except aiohttp.ClientSSLError as error:
                 raise ServerError(
-                    f"no secure connection to {self.address} ({tls_reason(error)}): its "
-                    "certificate must be valid, and a ComfyUI without one is at http://."
+                    f"no secure connection to {self.address} ({tls_reason(error)}): install a "
+                    "valid certificate there, or use http:// for a ComfyUI without one."
                 ) from error
             except aiohttp.ClientConnectorDNSError as error:
                 if not self._answered:
@@ -318,8 +317,8 @@ class Transport:
                 asked, reason = getattr(error, "seconds", None), transient_words(error)
             except aiohttp.ClientError as error:
                 raise ServerError(
-                    f"{self.address} does not speak HTTP: --server takes the address at which "
-                    "ComfyUI's page opens."
+                    f"{self.address} does not speak HTTP: give --server the address of ComfyUI's "
+                    "page."
                 ) from error
             else:
                 self._answered = True

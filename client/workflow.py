@@ -52,7 +52,7 @@ def check_image(path: Path, used_by: str) -> None:
     """
     try:
         if path.stat().st_size == 0:
-            raise SettingError(f"{path}, which {used_by} loads, is empty: give an image.")
+            raise SettingError(f"the picture for {used_by} is empty: give another.", path)
         with warnings.catch_warnings():
             # From 89 megapixels Pillow warns, and cameras make those; from 179 it refuses.
             warnings.simplefilter("ignore")
@@ -62,16 +62,17 @@ def check_image(path: Path, used_by: str) -> None:
         raise
     except UnidentifiedImageError as error:
         raise SettingError(
-            f"{path}, which {used_by} loads, is no image that can be read: give one of "
-            f"{', '.join(IMAGE_FORMATS)}."
+            f"the picture for {used_by} is not a readable image: give a "
+            f"{', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]}.",
+            path,
         ) from error
     except Image.DecompressionBombError as error:
         raise SettingError(
-            f"{path}, which {used_by} loads, is too large ({error}): scale it down first."
+            f"the picture for {used_by} is too large ({error}): scale it down.", path
         ) from error
     except Exception as error:  # a damaged file makes Pillow's readers fail in many ways
         raise SettingError(
-            f"{path}, which {used_by} loads, cannot be read ({error}): save the image again."
+            f"the picture for {used_by} cannot be read ({error}): save it again.", path
         ) from error
 
 
@@ -88,8 +89,9 @@ def png_text(path: Path, key: str) -> str | None:
                 text = image.info.get(key)
     except Exception as error:  # a damaged file makes Pillow's readers fail in many ways
         raise SettingError(
-            f"{path} cannot be read as a PNG ({error}): give a workflow file in API form, or a PNG "
-            "that ComfyUI saved."
+            f"this PNG cannot be read ({error}): give one that ComfyUI saved, or a workflow in API "
+            "form.",
+            path,
         ) from error
     return text if isinstance(text, str) else None
 
@@ -116,7 +118,7 @@ def read_workflow(path: Path) -> Graph:
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         reason = getattr(error, "strerror", None) or error
         raise SettingError(
-            f"cannot read the workflow {path} ({reason}): give a workflow file in API form."
+            f"cannot read the workflow ({reason}): give a file in API form.", path
         ) from error
     if data.startswith(PNG_START):
         return _graph(path, _parsed(path, _prompt_chunk(path)))
@@ -124,7 +126,7 @@ def read_workflow(path: Path) -> Graph:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise SettingError(
-            f"{path} is neither UTF-8 text nor a PNG: give a workflow in API form, or {EXPORT}."
+            f"this is neither UTF-8 text nor a PNG: give a workflow in API form, or {EXPORT}.", path
         ) from error
     return _graph(path, _parsed(path, text))
 
@@ -132,21 +134,22 @@ def read_workflow(path: Path) -> Graph:
 def _prompt_chunk(path: Path) -> str:
     text = png_text(path, "prompt")
     if text is None:
-        only = "only the form that the page opens" if png_text(path, "workflow") else "no workflow"
+        only = "only the UI form of a workflow" if png_text(path, "workflow") else "no workflow"
         raise SettingError(
-            f"{path} holds {only}: give an image that ComfyUI saved with its metadata, or open the "
-            f"workflow and {EXPORT}."
+            f"this PNG holds {only}: give one that ComfyUI saved with its metadata, or open the "
+            f"workflow and {EXPORT}.",
+            path,
         )
     return text
 
 
 def _parsed(path: Path, text: str) -> Any:
     if not text.strip():
-        raise SettingError(f"{path} is empty: {EXPORT}.")
+        raise SettingError(f"this workflow file is empty: {EXPORT}.", path)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise SettingError(f"{path} is not JSON ({error}): {EXPORT} again.") from error
+        raise SettingError(f"this is not JSON ({error}): {EXPORT} again.", path) from error
 
 
 def _graph(path: Path, data: Any) -> Graph:
@@ -155,18 +158,17 @@ def _graph(path: Path, data: Any) -> Graph:
         if isinstance(body, dict) and "class_type" not in body:  # else a node of that id
             data = body
     if isinstance(data, dict) and isinstance(data.get("nodes"), list):
-        raise SettingError(_page_form(path))
+        raise _page_form(path)
     if not isinstance(data, dict) or not data:
-        raise SettingError(f"{path} holds no nodes and must hold a workflow in API form: {EXPORT}.")
+        raise SettingError(f"this is no workflow in API form, for it has no nodes: {EXPORT}.", path)
     return {node: _node(path, node, described) for node, described in data.items()}
 
 
-def _page_form(path: Path) -> str:
+def _page_form(path: Path) -> SettingError:
     sibling = path.parent / "api" / path.name
-    other = f", or give {sibling}, which is there" if sibling.is_file() else ""
-    return (
-        f"{path} is in the form that ComfyUI's page opens, and a server takes the API form: "
-        f"{EXPORT}{other}."
+    other = f", or give {sibling}" if sibling.is_file() else ""
+    return SettingError(
+        f"this is the UI form, and a server takes the API form: {EXPORT}{other}.", path
     )
 
 
@@ -174,13 +176,13 @@ def _node(path: Path, node: str, described: Any) -> dict[str, Any]:
     kind = described.get("class_type") if isinstance(described, dict) else None
     if not isinstance(kind, str) or not kind:
         raise SettingError(
-            f"{path} gives no class_type for its node {node!r}, so it is damaged or was exported "
-            f"where a node pack was missing: install the pack, open the workflow and {EXPORT}."
+            f"node {node!r} has no class_type, as in a file saved where a node pack was missing: "
+            f"install that pack, open the workflow and {EXPORT}.",
+            path,
         )
     if not isinstance(described.get("inputs"), dict):
         raise SettingError(
-            f"{path} gives no inputs for its node {node!r} ({kind}), so it is damaged: {EXPORT} "
-            "again."
+            f"node {node!r} ({kind}) has no inputs, so the file is damaged: {EXPORT} again.", path
         )
     # Images of older servers say `is_changed` too, which would make equal graphs differ.
     return {key: described[key] for key in ("class_type", "inputs", "_meta") if key in described}

@@ -24,7 +24,7 @@ OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 # name, oldest compute capability, what holds below it
 TENSOR_CORES = (
     ("fp8 tensor cores", (8, 9), "fp8 weights save memory there, not time"),
-    ("int8 tensor cores", (8, 0), "this package multiplies int8 from Ampere on"),
+    ("int8 tensor cores", (8, 0), "int8 weights save memory there, not time"),
     ("bf16 tensor cores", OLDEST_BF16, "ComfyUI computes in fp32 there, which is slow"),
 )
 

@@ -163,13 +163,20 @@ def read_card_list(
             and field, the rule and the remedy.
     """
     content = _parse(path)
-    _refuse_unknown(content, ("notes", "cards"), str(path))
+    try:
+        return _merged(content, below, canonical)
+    except SettingError as error:
+        raise SettingError(error, path) from error
+
+
+def _merged(content: Mapping, below: CardList, canonical: Callable[[str], str]) -> CardList:
+    _refuse_unknown(content, ("notes", "cards"), "the list of cards")
     notes, listed = content.get("notes", {}), content.get("cards")
     if not isinstance(notes, dict) or not all(map(_text, notes.values())):
-        raise SettingError(f"{path}: 'notes' must be an object of texts: correct or remove it.")
+        raise SettingError("'notes' must be an object of texts: correct or remove it.")
     if not isinstance(listed, dict):
         raise SettingError(
-            f"{path} has no object 'cards': give the cards by name, as in "
+            "the list of cards has no object 'cards': give the cards by name, as in "
             '{"cards": {"L40S": {"prices": [{"usd_per_hour": 0.9}]}}}.'
         )
     cards = dict(below.cards)
@@ -177,16 +184,14 @@ def read_card_list(
     for given, entry in listed.items():
         if not _text(given):
             raise SettingError(
-                f"{path}: {reprlib.repr(given)} is no name of a card: give its name, such as L40S."
+                f"{reprlib.repr(given)} is not the name of a card: give one, such as L40S."
             )
         name = canonical(given)
         if name in seen:
-            raise SettingError(
-                f"{path}: {seen[name]!r} and {given!r} are the same card: name it once."
-            )
+            raise SettingError(f"{seen[name]!r} and {given!r} are the same card: name it once.")
         seen[name] = given
-        cards[name] = {**cards.get(name, {}), **_checked(entry, f"{path}, card {given!r}")}
-        _refuse_missing(cards[name], FIELDS, f"{path}, card {given!r}")
+        cards[name] = {**cards.get(name, {}), **_checked(entry, f"card {given!r}")}
+        _refuse_missing(cards[name], FIELDS, f"card {given!r}")
     return CardList({**below.notes, **notes}, cards)
 
 
@@ -220,15 +225,14 @@ def _refuse_unknown(entry: Mapping, known: Collection[str], where: str) -> None:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
             hint = f"write {near[0]!r}" if near else f"choose from {', '.join(known)}"
-            raise SettingError(f"{where}: {reprlib.repr(name)} is no field of the list: {hint}.")
+            raise SettingError(f"{where}: {reprlib.repr(name)} is not a field: {hint}.")
 
 
 def _refuse_missing(entry: Mapping, fields: Mapping, where: str) -> None:
     for name, (_, rule) in fields.items():
         if name not in entry:
             raise SettingError(
-                f"{where}: {name!r} is missing, which a card that is not in the bundled list "
-                f"needs: give {rule}."
+                f"{where}: {name!r} is missing, which a card of your own needs: give {rule}."
                 if fields is FIELDS
                 else f"{where}: {name!r} is missing, which every price needs: give {rule}."
             )
@@ -262,9 +266,9 @@ def _parse(path: Path) -> dict[str, Any]:
         return parse_object(data.removeprefix(codecs.BOM_UTF8))
     except OSError as error:
         raise SettingError(
-            f"cannot read the list of cards {path} ({error.strerror}): give a JSON file."
+            f"cannot read the list of cards ({error.strerror}): give a JSON file.", path
         ) from error
     except ValueError as error:
         raise SettingError(
-            f"the list of cards {path} must be one JSON object ({error}): correct the file."
+            f"the list of cards must be one JSON object ({error}): correct the file.", path
         ) from error

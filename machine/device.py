@@ -25,7 +25,7 @@ def choose_device(requested: str) -> str:
         return "cpu"
     if not cards:
         raise UnavailableError(
-            f"device {requested!r} needs a CUDA card and torch {torch.__version__} sees none: use "
+            f"device {requested!r} needs a CUDA card, and torch {torch.__version__} sees none: use "
             "--device cpu, or see `qwen-l40s doctor`."
         )
     index = int(match[1]) if match[1] else torch.cuda.current_device()

@@ -87,8 +87,7 @@ def calibrate(
         return _calibrate(device, sizes, say)
     except torch.OutOfMemoryError as error:
         raise UnavailableError(
-            "too little memory of the card is free, of which this needs 3 GiB: end other programs "
-            "that use the card."
+            "too little card memory is free: this needs 3 GiB, so end other programs on the card."
         ) from error
 
 
@@ -161,7 +160,7 @@ def _between(work: Pass, precision: str, device: torch.device) -> list[MixPart]:
     q, k, v = _random(3, work.items, work.joint, shape.heads, shape.head_dim, on=device)
     ops = choose_ops(device)
     if isinstance(ops, Fallback):
-        raise UnavailableError(f"the fused blocks do not run here, which are measured: {ops}.")
+        raise UnavailableError(f"the fused blocks, which this measures, do not run here: {ops}.")
     tokens = Tokens(work.items, work.text, work.image, work.image)
     x, branch = _random(2, work.rows, shape.dim, on=device)
     halves = Modulation(*_random(2, work.items, 3 * shape.dim, on=device))

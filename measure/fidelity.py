@@ -76,20 +76,19 @@ def load_lpips() -> tuple[Distance | None, str]:
     """Returns the measure and the package that computes it, or None and what is missing."""
     package = next((name for name in ("lpips", "torchmetrics") if find_spec(name)), None)
     if package is None or not find_spec("torchvision"):
-        return None, "not measured: `pip install lpips torchvision` brings what computes it"
+        return None, "not measured: run `pip install lpips torchvision`"
     try:
         backbone = _backbone()
         if not os.path.isfile(backbone):
             return None, (
-                f"not measured: the weights of its backbone, {os.path.basename(backbone)} of "
-                "torchvision's AlexNet, are not downloaded by this command and must lie in "
-                f"{os.path.dirname(backbone)}"
+                f"not measured: put {os.path.basename(backbone)}, the weights of torchvision's "
+                f"AlexNet, which nothing here downloads, into {os.path.dirname(backbone)}"
             )
         with warnings.catch_warnings():  # of arguments that torchvision has renamed since
             warnings.simplefilter("ignore")
             network = _network(package).eval().requires_grad_(False)
     except Exception as error:  # packages of other torch versions raise anything
-        return None, f"not measured: {package} is installed and fails: {first_line(error)}"
+        return None, f"not measured: {package} fails: {first_line(error)}"
 
     @torch.inference_mode()
     def distance(found: np.ndarray, exact: np.ndarray) -> float:

@@ -225,8 +225,9 @@ def file_errors(
                 weight = file.get_tensor(stored).to(where).bfloat16()
                 if not is_finite(weight):
                     raise CheckpointError(
-                        f"{header.path} holds NaN or infinity in the tensor {stored!r}: download "
-                        "the file again."
+                        f"This file holds NaN or infinity in the tensor {stored!r}: download it "
+                        "again.",
+                        header.path,
                     )
                 x = torch.randn(GAUSSIAN_ROWS, weight.shape[1], generator=generator)
                 x = x.to(where, torch.bfloat16)

@@ -64,8 +64,9 @@ def check_dtypes(shards: Shards) -> None:
         # Quantized: without its scales a cast would give a wrong image and no error.
         if info.dtype not in PLAIN_DTYPES:
             raise CheckpointError(
-                f"{shards.header_of(name).path} holds {name!r} as {info.dtype} and diffusers "
-                f"loading takes {', '.join(PLAIN_DTYPES)} only: use the unquantized folder."
+                f"The tensor {name!r} is {info.dtype}, and diffusers takes "
+                f"{', '.join(PLAIN_DTYPES)} only: use the unquantized folder.",
+                shards.header_of(name).path,
             )
 
 
@@ -79,19 +80,22 @@ def check_fits(model: ModelMixin, shards: Shards) -> None:
     found = shards.tensors
     if missing := expected.keys() - found.keys():
         raise CheckpointError(
-            f"{shards.path} lacks the tensor {min(missing)!r} ({len(missing)} in all) that its "
-            "config.json asks for: download the folder again."
+            f"The tensor {min(missing)!r} is missing that config.json asks for ({len(missing)} in "
+            "all): download the folder again.",
+            shards.path,
         )
     if unexpected := found.keys() - expected.keys():
         raise CheckpointError(
-            f"{shards.path} holds the tensor {min(unexpected)!r} ({len(unexpected)} in all) that "
-            "its config.json has no place for: download the folder again."
+            f"The tensor {min(unexpected)!r} has no place in config.json ({len(unexpected)} in all):"
+            " download the folder again.",
+            shards.path,
         )
     for name, info in found.items():
         if info.shape != tuple(expected[name].shape):
             raise CheckpointError(
-                f"{shards.header_of(name).path} holds {name!r} with shape {info.shape} and "
-                f"config.json asks for {tuple(expected[name].shape)}: download the folder again."
+                f"The tensor {name!r} has the shape {info.shape} and config.json asks for "
+                f"{tuple(expected[name].shape)}: download the folder again.",
+                shards.header_of(name).path,
             )
 
 
@@ -331,26 +335,28 @@ def _config(folder: Path, part: str, expected: type[ConfigMixin]) -> dict[str, o
     config = read_object(path, f"the {part} config")
     if config.get("_class_name") != expected.__name__:
         raise CheckpointError(
-            f"{path} describes a {config.get('_class_name')} and a {expected.__name__} must be "
-            "there: use a Qwen-Image folder."
+            f"This describes a {config.get('_class_name')}, not a {expected.__name__}: use a "
+            "Qwen-Image folder.",
+            path,
         )
     return config
 
 
 def _check_pipeline_class(folder: Path) -> None:
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"{folder} is not a folder: name a diffusers folder, with model_index.json in it."
-        )
     path = folder / "model_index.json"
+    if not os.path.isfile(path):
+        raise CheckpointError(
+            f"This is not a diffusers folder: it must hold {path.name} and the parts.", folder
+        )
     name = str(read_object(path, "the list of a diffusers folder's parts").get("_class_name"))
     if name == PIPELINE_CLASS:
         return
     if name.startswith(("QwenImageEdit", "QwenImageLayered")):
         raise CheckpointError(
-            f"{path} is of a {name}, and only text-to-image ({PIPELINE_CLASS}) is loaded so far: "
-            "use a Qwen-Image or Qwen-Image-2512 folder."
+            f"This is a {name}, and only text to image ({PIPELINE_CLASS}) runs here: use a "
+            "Qwen-Image or Qwen-Image-2512 folder, or the ComfyUI nodes.",
+            folder,
         )
     raise CheckpointError(
-        f"{path} is of a {name}, not of a {PIPELINE_CLASS}: use a Qwen-Image folder."
+        f"This is a {name}, not a {PIPELINE_CLASS}: use a Qwen-Image folder.", folder
     )

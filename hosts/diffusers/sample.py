@@ -130,8 +130,9 @@ def sample(
         ).images
     if not torch.isfinite(latents).all():
         raise CheckpointError(
-            f"{pipeline.folder} gave NaN or infinity in {pipeline.precision.name} though its "
-            "weights are finite: try --precision fp32, or download the folder again."
+            f"The model gave NaN or infinity in {pipeline.precision.name}, though its weights are "
+            "finite: try --precision fp32, or download the folder again.",
+            pipeline.folder,
         )
     return latents
 

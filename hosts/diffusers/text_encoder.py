@@ -41,14 +41,15 @@ def load_text_encoder(
     mismatched = {name for name, *_ in report["mismatched_keys"]}
     faults = (
         ("lacks the tensor", report["missing_keys"]),
-        ("holds a tensor that its config.json has no place for,", report["unexpected_keys"]),
-        ("has another shape than its config.json asks for in", mismatched),
+        ("has no place in its config.json for the tensor", report["unexpected_keys"]),
+        ("has another shape than its config.json asks for in the tensor", mismatched),
     )
     for fault, names in faults:
         if names:
             raise CheckpointError(
-                f"{folder} {fault} {min(names)!r} ({len(names)} in all): download the folder "
-                "again, unquantized."
+                f"The text encoder {fault} {min(names)!r} ({len(names)} in all): download the "
+                "folder again, unquantized.",
+                folder,
             )
     for name, weight in model.named_parameters():
         check_finite(folder, name, weight)
@@ -80,8 +81,9 @@ def load_tokenizer(folder: Path) -> Qwen2Tokenizer:
     """
     if not holds_tokenizer(folder):
         raise CheckpointError(
-            f"{folder} holds neither tokenizer.json nor vocab.json with merges.txt: download the "
-            "folder again."
+            "The tokenizer is missing (tokenizer.json, or vocab.json and merges.txt): download the "
+            "folder again.",
+            folder,
         )
     tokenizer = Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
     check_prefix(folder, len(tokenizer(TEMPLATE_PREFIX).input_ids))

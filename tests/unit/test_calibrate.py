@@ -209,10 +209,10 @@ def calibrate(*arguments):
     ("arguments", "words"),
     [
         (["forward"], "bench forward and --calibrate are two measurements"),
-        (["--size", "512x512"], "--size and --calibrate, whose sizes are fixed: leave --size out"),
-        (["--warm-up", "3"], "leave --warm-up out"),
-        (["--only", "ours *"], "leave --only out"),
-        (["--profile"], "leave --profile out"),
+        (["--size", "512x512"], "--size does not go with --calibrate"),
+        (["--warm-up", "3"], "--warm-up does not go"),
+        (["--only", "ours *"], "--only does not go"),
+        (["--profile"], "--profile does not go"),
         (["--width", "wide"], "--width 'wide' is unknown"),
         (["--device", "tpu"], "device 'tpu' is unknown"),
         (["--device", "cpu"], "add --width small"),
@@ -234,7 +234,7 @@ def test_without_a_card_it_says_how_to_try_it(capsys, monkeypatch):
 
 def test_bench_without_anything_names_what_there_is(capsys):
     assert main(["bench"]) == 2
-    assert "bench needs WHAT, ops, block, forward, image, or --calibrate" in capsys.readouterr().err
+    assert "bench needs one of ops, block, forward, image, or --calibrate" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -243,7 +243,7 @@ def test_on_a_cpu_it_runs_and_keeps_nothing(folder, tmp_path, capsys):
     file = tmp_path / "out.json"
     assert calibrate("--device", "cpu", "--width", "small", "--json", file) == 0
     out = capsys.readouterr().out
-    assert "nothing was kept" in out
+    assert "nothing is kept" in out
     assert not folder.exists()
     found = json.loads(file.read_text())
     assert json.loads(out.splitlines()[-1]) == found
@@ -289,7 +289,7 @@ def test_a_folder_that_cannot_be_written_is_told(on_card, monkeypatch, tmp_path,
     blocked.write_text("")
     monkeypatch.setenv("QWEN_L40S_CACHE", str(blocked))
     assert calibrate() == 2
-    assert f"cannot write {blocked}" in capsys.readouterr().err
+    assert str(blocked) in capsys.readouterr().err
 
 
 # --- the measurement

@@ -379,16 +379,16 @@ BROKEN = [
     ('{"cards": {}, "cards": {}}', "'cards' occurs twice"),
     ("{}", "no object 'cards'"),
     ('{"cards": [1]}', "no object 'cards'"),
-    ('{"card": {}}', "'card' is no field of the list: write 'cards'"),
+    ('{"card": {}}', "'card' is not a field: write 'cards'"),
     ('{"cards": {}, "notes": [1]}', "'notes' must be an object of texts"),
     ('{"cards": {"L40S": 0.72}}', "'L40S' is 0.72: give an object"),
-    ('{"cards": {"L40S": {"price": []}}}', "'price' is no field of the list: write 'prices'"),
-    ('{"cards": {"L40S": {"zzz": 1}}}', "'zzz' is no field of the list: choose from also, "),
+    ('{"cards": {"L40S": {"price": []}}}', "'price' is not a field: write 'prices'"),
+    ('{"cards": {"L40S": {"zzz": 1}}}', "'zzz' is not a field: choose from also, "),
     ('{"cards": {"L40S": {"prices": [0.7]}}}', "entry 1 is 0.7: give an object"),
     ('{"cards": {"L40S": {"prices": [{}]}}}', "'usd_per_hour' is missing, which every price"),
-    ('{"cards": {"L40S": {"prices": [{"usd": 1}]}}}', "'usd' is no field of the list: write"),
+    ('{"cards": {"L40S": {"prices": [{"usd": 1}]}}}', "'usd' is not a field: write"),
     ('{"cards": {"L40S": {}, "l40s": {}}}', "'L40S' and 'l40s' are the same card"),
-    ('{"cards": {"": {}}}', "is no name of a card"),
+    ('{"cards": {"": {}}}', "is not the name of a card"),
     ('{"cards": {"\\ud800": {}}}', "not valid UTF-8"),
     ('{"cards": {"L40S": {"also": ["NVIDIA L40"]}}}', "'L40S' and 'L40' are both named"),
 ]
@@ -403,7 +403,7 @@ def test_file_that_breaks_the_form_is_refused(tmp_path):
 
 
 def test_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
-    with pytest.raises(SettingError, match=r"none\.json \(No such file"):
+    with pytest.raises(SettingError, match=r"No such file.*none\.json"):
         known_cards(tmp_path / "none.json")
     with pytest.raises(SettingError, match="give a JSON file"):
         known_cards(tmp_path)

@@ -208,14 +208,14 @@ def test_a_model_that_is_quantized_already(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "rule"),
     [
-        (("--precision", "bf16"), "is what the others are compared with: audit fp8 or int8"),
+        (("--precision", "bf16"), "is the reference: audit fp8 or int8"),
         (("--precision", "fp4"), "'fp4' is not a quantized format: audit fp8 or int8"),
         (("--size", "100x64"), "divisible by 16, at least 16, got 100: use 96"),
         (("--steps", "0"), "steps must be a whole number of at least 1"),
         (("--seed", "-1"), "seed must be a whole number"),
-        (("--target", "0"), "--target must lie between 0 and 1"),
-        (("--target", "nan"), "--target must lie between 0 and 1"),
-        (("--layers-only", "--prompt", "a"), "--layers-only paints nothing"),
+        (("--target", "0"), "--target must be between 0 and 1"),
+        (("--target", "nan"), "--target must be between 0 and 1"),
+        (("--layers-only", "--prompt", "a"), "--layers-only makes no images"),
         (("--device", "tpu"), "device 'tpu' is unknown"),
         (("--keep", "blocks.*", *QUICK), "'blocks.*' matches no layer"),
         (("--keep", "*", *QUICK), "leaves no layer to quantize"),
@@ -230,7 +230,7 @@ def test_arguments(capsys, arguments, rule):
 def test_prompt_files_and_places_to_write(tmp_path, capsys):
     empty = tmp_path / "empty.txt"
     empty.write_text("\n \n")
-    assert "holds no prompt: write one on each line" in refused(capsys, "--prompts", empty)
+    assert "without a prompt: write one on each line" in refused(capsys, "--prompts", empty)
     assert "cannot be read (No such file" in refused(capsys, "--prompts", tmp_path / "no.txt")
     empty.write_bytes(b"\xff\xfe\x00")
     assert "cannot be read (not UTF-8)" in refused(capsys, "--prompts", empty)
