@@ -170,7 +170,7 @@ def _usable_bytes(gib: float | None, card: Card) -> int:
         return card.memory_bytes
     if not math.isfinite(gib) or gib <= 0 or gib * GIB > card.memory_bytes:
         raise SettingError(
-            f"--vram {gib:g} must be above 0 and at most {card.memory_bytes / GIB:.2f}, the GiB that "
-            f"{card.name} shows to programs: describe another card in a file for --cards."
+            f"--vram {gib:g} must be above 0 and at most {card.memory_bytes / GIB:.2f}, the GiB of "
+            f"{card.name} that programs see: describe another card in a file for --cards."
         )
     return round(gib * GIB)

@@ -208,7 +208,7 @@ async def _begin(
         )
     elif ledger.unfinished:
         progress.say(
-            f"an earlier run left {ledger.unfinished} jobs unfinished: this run starts anew, "
+            f"an earlier run left jobs unfinished ({ledger.unfinished}): this run starts anew, "
             f"--resume continues that one ({ledger.path})"
         )
     if any(job.status in OPEN and job.status != QUEUED for job in plan.jobs):

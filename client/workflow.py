@@ -160,7 +160,7 @@ def _graph(path: Path, data: Any) -> Graph:
     if isinstance(data, dict) and isinstance(data.get("nodes"), list):
         raise _page_form(path)
     if not isinstance(data, dict) or not data:
-        raise SettingError(f"this is no workflow in API form, for it has no nodes: {EXPORT}.", path)
+        raise SettingError(f"this holds no nodes: give a workflow in API form, or {EXPORT}.", path)
     return {node: _node(path, node, described) for node, described in data.items()}
 
 

@@ -86,8 +86,8 @@ def check_fits(model: ModelMixin, shards: Shards) -> None:
         )
     if unexpected := found.keys() - expected.keys():
         raise CheckpointError(
-            f"The tensor {min(unexpected)!r} has no place in config.json ({len(unexpected)} in all):"
-            " download the folder again.",
+            f"The tensor {min(unexpected)!r} has no place in config.json ({len(unexpected)} in "
+            "all): download the folder again.",
             shards.path,
         )
     for name, info in found.items():

@@ -148,7 +148,7 @@ def test_captions_stay_under_their_images(tmp_path, letter):
         (("--precision", "fp8"), "precision 'fp8' is not available"),
         (("--device", "tpu"), "device 'tpu' is unknown"),
         (("--offload", "disk"), "offload 'disk' is unknown: choose auto, none, model"),
-        (("--model", "nowhere"), "nowhere is not a folder"),
+        (("--model", "nowhere"), "not a diffusers folder"),
         (("--output", "a.jpg"), "must end in .png"),
         (("--grid", "a.pdf"), "must end in .png"),
         (("--output", "nowhere/a.png"), "(nowhere)"),

@@ -71,9 +71,9 @@ def test_a_failed_job_is_exit_code_1_and_named(workflow: Path, capsys):
         (["--set", "nothing=1"], "nothing"),
         (["--set", "seed=x"], "seed"),
         (["--server", "https://host/x?token=secret"], "--header"),
-        (["--server", "ftp://x"], "is not the address of a server"),
+        (["--server", "ftp://x"], "is not an address"),
         (["--header", "no colon"], 'must be "Name: value"'),
-        (["--output", "/proc/nowhere"], "cannot be written to"),
+        (["--output", "/proc/nowhere"], "--output cannot be written"),
     ],
 )
 def test_bad_input_is_exit_code_2_and_nothing_is_queued(workflow: Path, capsys, more, words):
@@ -171,7 +171,7 @@ def test_a_dry_run_lists_the_jobs(workflow: Path, capsys):
         assert fake.posted == []
     out, err = capsys.readouterr()
     assert out.splitlines() == [f"job {n} (seed={n})" for n in (1, 2, 3)]
-    assert err == "jobs that could be queued: 3; none was\n"
+    assert err == "jobs to queue: 3; queued: none (--dry-run)\n"
 
 
 def test_images_are_uploaded_once_whatever_their_names(workflow: Path, tmp_path: Path, capsys):

@@ -116,13 +116,13 @@ def test_a_graph_that_runs_passes():
         ),
         (
             changed("sample", latent_image=["nowhere", 0]),
-            "'latent_image' of 'Sample' (KSampler, id sample) is wired to ['nowhere', 0], a node "
-            "that is not there: wire it again.",
+            "'latent_image' of 'Sample' (KSampler, id sample) is wired to a node that is not "
+            "there (['nowhere', 0]): wire it again.",
         ),
         (
             changed("sample", latent_image=[5, 0]),
-            "'latent_image' of 'Sample' (KSampler, id sample) is wired to [5, 0], a node that is "
-            "not there: wire it again.",
+            "'latent_image' of 'Sample' (KSampler, id sample) is wired to a node that is not "
+            "there ([5, 0]): wire it again.",
         ),
         (
             changed("save", images=None),
@@ -130,21 +130,21 @@ def test_a_graph_that_runs_passes():
         ),
         (
             changed("decode", sharper=True),
-            "'Decode' (QwenL40S_VAEDecode, id decode) has an input 'sharper' and so needs a newer "
-            "Qwen-Image L40S on the server (the workflow was made with 0.1.0): update it there.",
+            "'Decode' (QwenL40S_VAEDecode, id decode) has an input 'sharper' that the server "
+            "does not know: update Qwen-Image L40S there (the workflow was made with 0.1.0).",
         ),
         (
             {**GRAPH, "10": {"class_type": "SomeoneElses", "inputs": {}}},
-            "SomeoneElses (id 10) is of a class that the server does not have: install the node "
-            "pack that brings it, or update ComfyUI there.",
+            "SomeoneElses (id 10) is missing on the server: install the pack that has it, or update "
+            "ComfyUI there.",
         ),
         (
             {
                 **GRAPH,
                 "10": {"class_type": "QwenL40S_Later", "inputs": {}, "_meta": {"version": "9"}},
             },
-            "QwenL40S_Later (id 10) needs a newer Qwen-Image L40S on the server (the workflow was "
-            "made with 9): update it there.",
+            "QwenL40S_Later (id 10) is missing on the server: update Qwen-Image L40S there (the "
+            "workflow was made with 9).",
         ),
         (
             {"empty": GRAPH["empty"]},
@@ -182,7 +182,7 @@ def test_a_missing_file_without_a_source_says_that_there_is_none():
     }
     graph = changed("sample", model=["lora", 0]) | {"lora": lora}
     assert problems(graph) == [
-        "QwenL40S_LoadLora.lora is 'x.safetensors', and the server has no file to choose there."
+        "QwenL40S_LoadLora.lora is 'x.safetensors', but the server has no file for it: put one there."
     ]
 
 
@@ -200,8 +200,8 @@ def test_a_model_in_a_subfolder_is_named():
 def test_a_server_without_our_pack_is_told_apart_from_an_old_one():
     info = {name: each for name, each in stored().items() if not name.startswith("QwenL40S_")}
     assert problems(GRAPH, info)[0] == (
-        "'Model' (QwenL40S_Load, id load) needs Qwen-Image L40S, which the server does not have: "
-        "install it."
+        "'Model' (QwenL40S_Load, id load) needs Qwen-Image L40S, which the server lacks: "
+        "install it there."
     )
 
 
@@ -211,7 +211,7 @@ def test_a_released_workflow_is_not_called_newer(path):
     try:
         check_graph(read_workflow(path), stored())
     except SettingError as error:
-        assert "newer" not in str(error)
+        assert "update" not in str(error)
         assert "must be one of" not in str(error)
 
 

@@ -156,7 +156,7 @@ def test_a_refused_socket_is_told_once_and_tried_again():
 
         lines = following(fake, work)
     assert lines == [
-        "no websocket (the answer is 403): progress is not shown, results are still fetched",
+        "no websocket (the answer is 403): progress is not shown, but results are fetched",
         "the server reports progress again",
     ]
 

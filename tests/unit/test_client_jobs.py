@@ -166,7 +166,7 @@ def test_a_job_that_takes_the_server_down_each_time_is_given_up(tmp_path: Path):
         ran = start(fake, tmp_path, "crash", "a")
         assert fake.restarts == jobs.MOST_CRASHES
     assert ran.status == ["lost", "done"]
-    assert ran.jobs[0].error["message"] == "the server went away 3 times while it ran this job."
+    assert ran.jobs[0].error["message"] == "the server stopped 3 times while it ran this job."
 
 
 def test_a_job_that_someone_takes_out_of_the_queue_stays_out(tmp_path: Path):
@@ -262,7 +262,7 @@ def test_without_resume_a_run_starts_anew_and_says_so(tmp_path: Path):
         fake.call(fake.start())
         ran = start(fake, tmp_path, "a")
         assert len(fake.posted) == 2
-    assert "did not finish (1): this run starts anew, and --resume would have continued" in ran.log
+    assert "left jobs unfinished (1): this run starts anew, --resume continues that one" in ran.log
     assert ran.status == ["done"]
 
 
@@ -306,7 +306,7 @@ def test_a_full_disk_fails_a_job_and_resume_fetches_it(tmp_path: Path, monkeypat
             patch.setattr(results, "download", full)
             ran = start(fake, tmp_path, "a")
         assert ran.status == ["failed"]
-        words = "No space left on device): once it can, --resume fetches it."
+        words = "No space left on device): make room, then --resume fetches it."
         assert words in ran.jobs[0].error["message"]
         again = start(fake, tmp_path, "a", resume=True)
         assert len(fake.posted) == 1
@@ -327,7 +327,9 @@ def test_a_journal_on_a_full_disk_queues_nothing_that_it_cannot_note(tmp_path: P
             patch.setattr(Ledger, "write", full)
             ran = start(fake, tmp_path, settings=["seed=1..3"])
         assert ran.status == ["done", "failed", "done"]
-        assert "(No space left on device), so the job was not queued" in ran.log
+        assert (
+            "not queued, because the journal cannot be written (No space left on device)" in ran.log
+        )
         again = start(fake, tmp_path, settings=["seed=1..3"], resume=True)
         assert len(fake.posted) == 3
     assert again.status == ["done"] * 3

@@ -507,7 +507,7 @@ def test_the_graph_that_was_given_stays_as_it_was():
 @pytest.mark.parametrize(
     ("texts", "says"),
     [
-        (["seed=1..1000000"], r"asks for 1,000,000 jobs, 1,000,000 \(seed\), and .* 10,000,"),
+        (["seed=1..1000000"], r"asks for 1,000,000 jobs, 1,000,000 \(seed\), but .* 10,000:"),
         (["seed=0..18446744073709551615"], "18,446,744,073,709,551,616 jobs"),
         (["seed=1..101", "steps=1..100"], r"10,100 jobs, 101 \(seed\) x 100 \(steps\)"),
     ],

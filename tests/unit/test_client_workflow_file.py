@@ -72,7 +72,7 @@ def test_what_an_old_server_adds_to_a_node_is_left_out(tmp_path):
 
 
 def test_an_image_with_the_page_form_alone_says_so(tmp_path):
-    with pytest.raises(SettingError, match=r"only the form that the page opens.*Export \(API\)"):
+    with pytest.raises(SettingError, match=r"only the UI form.*Export \(API\)"):
         read_workflow(png(tmp_path, workflow="{}"))
 
 
@@ -83,13 +83,13 @@ def test_an_image_without_metadata_says_so(tmp_path):
 
 def test_a_cut_off_image_says_so(tmp_path):
     whole = png(tmp_path, prompt=json.dumps(GRAPH)).read_bytes()
-    with pytest.raises(SettingError, match="cannot be read as a PNG"):
+    with pytest.raises(SettingError, match="this PNG cannot be read"):
         read_workflow(written(tmp_path, whole[:60], "cut.png"))
 
 
 def test_the_page_form_says_how_to_export(tmp_path):
     path = written(tmp_path, {"nodes": [], "links": [], "version": 0.4})
-    with pytest.raises(SettingError, match=r"File > Export \(API\)\.$"):
+    with pytest.raises(SettingError, match=r"File > Export \(API\) \(.*workflow.json\)\.$"):
         read_workflow(path)
 
 
@@ -117,9 +117,9 @@ def test_the_page_form_names_the_api_form_that_lies_beside_it(tmp_path):
         (b"{}", "holds no nodes"),
         (b"null", "holds no nodes"),
         (b'{"prompt": {}}', "holds no nodes"),
-        (b'{"a": 1}', "no class_type for its node 'a'"),
-        (b'{"a": {"inputs": {}}}', "no class_type for its node 'a'"),
-        (b'{"a": {"class_type": "X"}}', r"no inputs for its node 'a' \(X\)"),
+        (b'{"a": 1}', "node 'a' has no class_type"),
+        (b'{"a": {"inputs": {}}}', "node 'a' has no class_type"),
+        (b'{"a": {"class_type": "X"}}', r"node 'a' \(X\) has no inputs"),
         (b'{"a": {"class_type": "X", "inputs": []}}', "no inputs"),
     ],
     ids=str,

@@ -204,9 +204,9 @@ def edit_weights(path: Path, change) -> None:
 
 def test_other_pipelines_are_refused(own_folder):
     for pipeline_class, message in (
-        ("QwenImageEditPlusPipeline", "only text-to-image"),
-        ("QwenImageLayeredPipeline", "only text-to-image"),
-        ("FluxPipeline", "is of a FluxPipeline, not"),
+        ("QwenImageEditPlusPipeline", "only text to image"),
+        ("QwenImageLayeredPipeline", "only text to image"),
+        ("FluxPipeline", "a FluxPipeline, not"),
     ):
         edit_json(own_folder / "model_index.json", _class_name=pipeline_class)
         with pytest.raises(CheckpointError, match=message):
@@ -276,24 +276,27 @@ def other_tokenizer(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: shutil.rmtree(folder / "vae"), "vae does not exist"),
-        (lambda folder: (folder / "model_index.json").unlink(), "model_index.json, the list"),
-        (swap_vae_in, "transformer lacks the tensor"),
+        (lambda folder: shutil.rmtree(folder / "vae"), r"no such file.*vae\)"),
+        (
+            lambda folder: (folder / "model_index.json").unlink(),
+            "not a diffusers folder.*model_index.json",
+        ),
+        (swap_vae_in, r"'img_in.bias' is missing .*transformer\)"),
         (swap_config, "describes a AutoencoderKLQwenImage"),
         (truncate, "is truncated"),
-        (quantize, "'img_in.weight' as F8_E4M3"),
-        (drop, r"lacks the tensor 'img_in.weight' \(1 in all\)"),
-        (add, r"vae holds the tensor 'more' \(1 in all\)"),
+        (quantize, "'img_in.weight' is F8_E4M3"),
+        (drop, r"'img_in.weight' is missing .*\(1 in all\)"),
+        (add, r"'more' has no place .*\(1 in all\).*vae\)"),
         (
             lambda folder: edit_json(folder / "transformer" / "config.json", in_channels=32),
-            r"'img_in.weight' with shape \(128, 64\) and config.json asks for \(128, 32\)",
+            r"'img_in.weight' has the shape \(128, 64\) and config.json asks for \(128, 32\)",
         ),
-        (drop_text, "text_encoder lacks the tensor .*up_proj"),
-        (shrink_text, "text_encoder has another shape .*norm.weight"),
-        (scale_text, "text_encoder holds a tensor .*weight_scale"),
-        (quantize_text, "'model.norm.weight' as F8_E4M3"),
-        (empty_tokenizer, "neither tokenizer.json nor"),
-        (other_tokenizer, "chat template in .* tokens and it must be 34"),
+        (drop_text, r"lacks the tensor .*up_proj.*text_encoder\)"),
+        (shrink_text, r"has another shape .*norm.weight.*text_encoder\)"),
+        (scale_text, r"has no place .*weight_scale.*text_encoder\)"),
+        (quantize_text, "'model.norm.weight' is F8_E4M3"),
+        (empty_tokenizer, "tokenizer.json, or vocab.json and"),
+        (other_tokenizer, "chat template in .* tokens and not in 34"),
         (lambda folder: (folder / "scheduler" / "scheduler_config.json").unlink(), "scheduler"),
     ],
 )
@@ -304,7 +307,7 @@ def test_damaged_folder(own_folder, damage, message):
 
 
 def test_path_that_is_no_folder(own_folder):
-    with pytest.raises(CheckpointError, match="is not a folder"):
+    with pytest.raises(CheckpointError, match="not a diffusers folder"):
         load_pipeline(own_folder / "model_index.json")
 
 
@@ -320,7 +323,7 @@ def test_one_weight_that_is_not_finite_is_named(own_folder, dtype, value):
         tensors[name][3, 5] = value
 
     edit_weights(own_folder / "transformer" / WEIGHTS, change)
-    with pytest.raises(CheckpointError, match=f"{WEIGHTS} holds NaN or infinity .*{name}"):
+    with pytest.raises(CheckpointError, match=f"holds NaN or infinity .*{name}.*{WEIGHTS}"):
         load_pipeline(own_folder, device="cpu")
 
 
@@ -329,7 +332,7 @@ def test_text_encoder_weight_that_is_not_finite_is_named(own_folder):
         tensors["model.norm.weight"][0] = torch.nan
 
     edit_weights(own_folder / "text_encoder" / "model.safetensors", change)
-    with pytest.raises(CheckpointError, match=r"text_encoder holds NaN .*norm\.weight"):
+    with pytest.raises(CheckpointError, match=r"holds NaN .*norm\.weight.*text_encoder"):
         load_pipeline(own_folder, device="cpu")
 
 

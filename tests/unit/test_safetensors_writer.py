@@ -73,5 +73,5 @@ def test_a_file_that_is_not_whole_does_not_appear(tmp_path, tensors, rule, old):
 
 
 def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(UnavailableError, match="create the folder, free disk space"):
+    with pytest.raises(UnavailableError, match="create the folder, free space"):
         write(tmp_path / "no" / "x.safetensors", TENSORS)
