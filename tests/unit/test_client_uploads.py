@@ -130,9 +130,9 @@ def test_a_wired_image_an_empty_mask_and_unknown_classes_are_left(here):
 def test_an_image_that_is_nowhere_says_what_to_write(here):
     graph = loading("sub/cat.png", _meta={"title": "Image 1"})
     assert refused(graph, here) == (
-        "Image 1.image is 'sub/cat.png', which is neither among the server's images nor a file "
-        'here: name one with --set "Image 1.image=photo.png"; of one in a subfolder of the server '
-        "write 'subfolder/photo.png [input]'."
+        "Image 1.image is 'sub/cat.png', a picture that neither the server nor this machine has: "
+        'give one with --set "Image 1.image=photo.png", or write one in a subfolder of the server '
+        "as 'subfolder/photo.png [input]'."
     )
     assert "/photo.png [output]'" in refused(loading("x.png", kind="LoadImageOutput"), here)
 
