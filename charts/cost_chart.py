@@ -12,9 +12,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..planning.cards import SECONDS_PER_HOUR
-from .canvas import FAINT, GOOD, GRID, INK, WARN, WIDTH, Page, colours, dashed, wrapped
+from .canvas import (
+    FAINT,
+    GOOD,
+    GRID,
+    INK,
+    WARN,
+    WIDTH,
+    Page,
+    colours,
+    dashed,
+    text_width,
+    wrapped,
+)
 from .figures import dollars
-from .run_chart import ANSWER, FIGURE, LABEL, LEAST, SIDE, fitting
+from .run_chart import ANSWER, LABEL, LEAST, SIDE, fitting
 from .words import request_text
 
 if TYPE_CHECKING:
@@ -24,16 +36,18 @@ if TYPE_CHECKING:
     from ..planning.request import RunRequest
 
 CARDS = 6  # that have a line
-LEFT, HEIGHT = SIDE + 150, 520  # of the field between the axes, in pixels
-COUNTS, COSTS = 950, WIDTH - SIDE  # where the columns of the list end
-ROW = 62
+# Of the field between the axes, and of the list beside it, in pixels.
+LEFT, RIGHT, HEIGHT = SIDE + 140, 620, 6 * 64
+NAMES, COSTS = 670, WIDTH - SIDE
+SWATCH, BETWEEN = 30, 16
+COLUMN = 150  # of costs
 
 
 def cost_chart(advices: Sequence[Advice], request: RunRequest) -> Image.Image:
     """Draws cost against load, both on logarithmic scales.
 
     A line for each of the cheapest cards at a price above 0 that fit, a dashed one at the load, and
-    below a list of these cards by cost.
+    a list of these cards by cost to the right of it: nodes give little height to a picture.
 
     Args:
         advices: from `planning.advise.advise`, at least one that fits and has a price above 0.
@@ -48,57 +62,52 @@ def cost_chart(advices: Sequence[Advice], request: RunRequest) -> Image.Image:
     page = Page(3000)
     page.y = SIDE
     _answer(page, shown[0], request)
-    field = _field(page.y + 64, [each.offer for each in shown], load)
+    head = page.y + LEAST * 0.6
+    field = _field(head + LEAST * 1.1, [each.offer for each in shown], load)
+    page.text((SIDE, head), "USD an image, by images an hour", size=LEAST, fill=FAINT)
     _axes(page, field)
     for advice, tint in reversed(list(zip(shown, tints, strict=True))):
         points = [(field.x(at), field.y(advice.offer.usd_for(at))) for at in field.loads()]
         page.draw.line(points, fill=tint, width=8 if advice is shown[0] else 5, joint="curve")
     dashed(page.draw, field.x(load), field.top, field.bottom, INK, 4)
-    page.y = field.bottom + 128
-    _list(page, shown, tints)
+    _list(page, field.top, shown, tints)
+    page.y = field.bottom + 60
     return page.finish()
 
 
 def _answer(page: Page, best: Advice, request: RunRequest) -> None:
-    offer, room = best.offer, WIDTH - 2 * SIDE
-    page.text((SIDE, page.y + 20), f"Cheapest for {_hourly(best)}", size=LABEL, fill=FAINT)
-    page.y += 58
-    name = f"{best.cards[1]:,} {offer.card.name}{', tight' * offer.tight}"
-    colour = WARN if offer.tight else GOOD
-    size = fitting(name, room, ANSWER)
-    page.text((SIDE, page.y + ANSWER / 2), name, size=size, fill=colour)
-    page.y += ANSWER + 20
-    page.text((SIDE, page.y + FIGURE / 2), f"${dollars(best.usd)} an image", size=FIGURE)
-    page.y += FIGURE + 24
+    """How many of which card, and what an image costs, in one line."""
+    room = WIDTH - 2 * SIDE
+    load = f"Cheapest for {best.images_per_hour:,.10g} images an hour"
+    page.text((SIDE, page.y + LABEL * 0.6), load, size=LABEL, fill=FAINT)
+    page.y += round(LABEL * 1.3)
+    name, cost = _counted(best), f"${dollars(best.usd)} an image"
+    size = fitting(f"{name}  {cost}", room, ANSWER)
+    middle = page.y + size * 0.6
+    page.text((SIDE, middle), name, size=size, fill=WARN if best.offer.tight else GOOD)
+    page.text((SIDE + text_width(f"{name}  ", size), middle), cost, size=size)
+    page.y += round(size * 1.3)
     for line in wrapped(f"{request.family}, {request_text(request)}", LEAST, room):
         page.text((SIDE, page.y + LEAST * 0.65), line, size=LEAST, fill=FAINT)
         page.y += round(LEAST * 1.3)
-    page.y += 24
+    page.y += 20
 
 
-def _hourly(advice: Advice) -> str:
-    return f"{advice.images_per_hour:,.10g} images an hour"
+def _counted(advice: Advice) -> str:
+    """`4 RTX 4090`, `3 L40S, tight`."""
+    return f"{advice.cards[1]:,} {advice.offer.card.name}{', tight' * advice.offer.tight}"
 
 
-def _list(page: Page, shown: Sequence[Advice], tints: Sequence[str]) -> None:
+def _list(page: Page, top: float, shown: Sequence[Advice], tints: Sequence[str]) -> None:
     """The cards by cost: the colour of the line, how many, and what an image costs."""
-    middle = page.y + LEAST * 0.6
-    page.text((COUNTS, middle), "cards, USD an hour", size=LEAST, fill=FAINT, anchor="rm")
-    page.text((COSTS, middle), "USD an image", size=LEAST, fill=FAINT, anchor="rm")
-    page.y += round(LEAST * 1.5)
-    for advice, tint in zip(shown, tints, strict=True):
-        offer, middle = advice.offer, page.y + ROW / 2
-        page.draw.rectangle((SIDE, middle - 8, SIDE + 44, middle + 8), fill=tint)
-        counted = f"{advice.cards[1]:,} at ${dollars(offer.usd_per_hour)}"
-        name = f"{offer.card.name}{', tight' * offer.tight}"
-        left = SIDE + 62
-        room = COUNTS - 40 - left - page.draw.textlength(counted, font_size=LEAST)
-        size = fitting(name, room, LABEL)
-        ink = WARN if offer.tight else INK
-        page.text((left, middle), wrapped(name, size, room)[0], size=size, fill=ink)
-        page.text((COUNTS, middle), counted, size=LEAST, fill=FAINT, anchor="rm")
-        page.text((COSTS, middle), f"${dollars(advice.usd)}", size=LABEL, anchor="rm")
-        page.y += ROW
+    row = HEIGHT / CARDS
+    left = NAMES + SWATCH + BETWEEN
+    for place, (advice, tint) in enumerate(zip(shown, tints, strict=True)):
+        middle = top + (place + 0.5) * row
+        page.draw.rectangle((NAMES, middle - 8, NAMES + SWATCH, middle + 8), fill=tint)
+        name = wrapped(_counted(advice), LEAST, COSTS - COLUMN - left)[0].rstrip(",")
+        page.text((left, middle), name, size=LEAST, fill=WARN if advice.offer.tight else INK)
+        page.text((COSTS, middle), f"${dollars(advice.usd)}", size=LEAST, anchor="rm")
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,7 @@ class _Field:
     costs_log: tuple[float, float]
 
     bottom = property(lambda self: self.top + HEIGHT)
-    right = property(lambda self: WIDTH - SIDE)
+    right = RIGHT
 
     def x(self, load: float) -> float:
         """Pixels of a load."""
@@ -141,18 +150,23 @@ def _field(top: float, offers: Sequence[Offer], load: float) -> _Field:
 
 
 def _axes(page: Page, field: _Field) -> None:
-    page.text((SIDE, field.top - 40), "USD an image", size=LEAST, fill=FAINT)
-    for value in _rounds(*field.loads_log, LEFT, field.right, width=200):
+    for value in _rounds(*field.loads_log, LEFT, field.right, width=110):
         x = field.x(value)
         page.draw.line((x, field.top, x, field.bottom), fill=GRID, width=3)
-        span = (LEFT - 60, field.right)
-        page.label(x, field.bottom + 30, f"{value:,.10g}", span, fill=FAINT, size=LEAST)
-    for value in _rounds(*field.costs_log, field.bottom, field.top, width=70):
+        span = (LEFT - 60, field.right + 24)
+        page.label(x, field.bottom + 32, _thousands(value), span, fill=FAINT, size=LEAST)
+    for value in _rounds(*field.costs_log, field.bottom, field.top, width=60):
         y = field.y(value)
         page.draw.line((LEFT, y, field.right, y), fill=GRID, width=3)
         page.text((LEFT - 16, y), _tick(value), size=LEAST, fill=FAINT, anchor="rm")
-    place = (field.right, field.bottom + 80)
-    page.text(place, "images an hour", size=LEAST, fill=FAINT, anchor="rm")
+
+
+def _thousands(load: float) -> str:
+    """`0.1`, `100`, `10k`, `1M`."""
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if load >= unit:
+            return f"{load / unit:g}{name}"
+    return f"{load:g}"
 
 
 def _tick(usd: float) -> str:
