@@ -8,7 +8,7 @@ from typing import Any
 import folder_paths
 from comfy_api.latest import io
 
-from ..errors import SettingError
+from ..errors import QwenL40SError, SettingError
 from ..loaders.source import fingerprint
 from ..options import todays
 from ..planning.request import LORA_MODES
@@ -77,6 +77,19 @@ class QwenL40SLoadLora(io.ComfyNode):
                 io.String.Output("report", tooltip="How many of the LoRA's keys were applied."),
             ],
         )
+
+    @classmethod
+    def validate_inputs(cls, lora: str) -> bool | str:
+        if not isinstance(lora, str):  # a linked input is known only when it runs
+            return True
+        try:
+            require_host()
+            from ..hosts.comfyui.lora.file import inspect_lora
+
+            inspect_lora(_path(lora))
+        except QwenL40SError as error:
+            return str(error)
+        return True
 
     @classmethod
     def fingerprint_inputs(cls, lora: str, **settings: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,8 +45,29 @@ def test_a_plan_wires_into_the_loaders(server: Server, planner: str):
     assert f"{placed.split(':')[0]}." in report
 
 
+def only_error(server: Server, **nodes: dict[str, Any]) -> str:
+    """What is wrong with the first of the nodes, which is said once."""
+    answer = server.post(nodes).json()
+    (error,) = answer["node_errors"][next(iter(nodes))]["errors"]
+    return error["details"]
+
+
 def test_a_card_that_is_unknown_is_one_error(server: Server):
     inputs = {**RUN, "card": "toaster", "lora_mode": "merged", "tables": "on"}
-    answer = server.post({"plan": node("QwenL40S_EstimateVRAM", **inputs)}).json()
-    (error,) = answer["node_errors"]["plan"]["errors"]
-    assert "no card is known as 'toaster'" in error["details"]
+    found = only_error(server, plan=node("QwenL40S_EstimateVRAM", **inputs))
+    assert "no card is known as 'toaster'" in found
+
+
+def test_a_lora_that_is_none_is_one_error_before_the_run(server: Server):
+    loras = server.base / "models" / "loras"
+    loras.mkdir(parents=True, exist_ok=True)
+    vae = Path(__file__).resolve().parents[2] / "models" / "micro" / "vae"
+    (loras / "vae.safetensors").symlink_to(vae / "diffusion_pytorch_model.safetensors")
+    model = node("QwenL40S_LoadModel", model=MICRO, precision="auto")
+    shown = node("PreviewAny", source=["lora", 1])
+    for name, words in (
+        ("vae.safetensors", "This is not a LoRA but Qwen-Image VAE"),
+        ("none.safetensors", "'none.safetensors' is not in models/loras"),
+    ):
+        lora = node("QwenL40S_LoadLora", model=["model", 0], lora=name, strength=1.0, how="merge")
+        assert words in only_error(server, lora=lora, model=model, shown=shown)
