@@ -300,9 +300,9 @@ def test_pictures_are_small_and_say_what_they_are(name: str):
     path = FOLDER / f"{name}.jpg"
     with Image.open(path) as picture:
         assert picture.format == "JPEG" and picture.mode == "RGB"
-        assert 200 <= max(picture.size) <= thumbnails.SIDE
+        assert picture.size == (thumbnails.SIDE, thumbnails.SIDE)
     assert path.stat().st_size <= thumbnails.MOST_BYTES
-    made = name in ("micro_text_to_image", "estimate")
+    made = name == "micro_text_to_image"
     # Others become "made by the workflow" as soon as a card has painted them.
     allowed = {thumbnails.MADE} if made else {thumbnails.MADE, thumbnails.DRAWN}
     assert thumbnails.comment_of(path) in allowed

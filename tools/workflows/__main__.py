@@ -74,8 +74,10 @@ def write_thumbnail(name: str, image: Path) -> None:
     """Takes what a workflow made as its picture."""
     if name not in {workflow.name for workflow in workflows()}:
         raise SystemExit(f"no workflow is called {name!r}")
+    title, line = thumbnails.FRAMES.get(name, (name.replace("_", " "), ""))
     with Image.open(image) as picture:
-        thumbnails.write(FOLDER / f"{name}.jpg", picture, thumbnails.MADE)
+        framed = thumbnails.framed(title, line, picture)
+    thumbnails.write(FOLDER / f"{name}.jpg", framed, thumbnails.MADE)
 
 
 def freeze() -> None:

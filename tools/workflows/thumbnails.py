@@ -1,13 +1,15 @@
 """The picture of each workflow in the page's list of templates: a drawing of what it does.
 
-Drawn from the workflow's own facts. The small pictures inside are painted by this program as
-signs; no model made them, and each drawing's JPEG comment says so. A picture that the workflow
-itself made takes its place with `--thumbnail`.
+A list of templates is looked through, not read: what tells a workflow from the next one is the
+largest thing in its drawing. The small pictures inside are painted by this program as signs; no
+model made them, and each drawing's JPEG comment says so. `--thumbnail` puts a picture that the
+workflow itself made in the same frame.
 """
 
 from __future__ import annotations
 
 import io
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,49 +18,57 @@ from PIL import Image, ImageDraw, ImageFont
 SIDE, MOST_BYTES = 512, 30_000
 DRAWN, MADE = "a drawing of what the workflow does", "made by the workflow"
 BACKGROUND, PANEL, INK, FAINT = "#1d2127", "#2b313a", "#f2f4f7", "#9aa4b2"
-BLUE, GREEN, ORANGE, RED = "#5b9cf5", "#4cc38a", "#f2a33c", "#e5646a"
+BLUE, GREEN, ORANGE, RED, PURPLE = "#5b9cf5", "#4cc38a", "#f2a33c", "#e5646a", "#c58af9"
+DAY, DUSK, SEA, NIGHT = "#31507c", "#8a4b2f", "#1f6b63", "#4d3b74"
 
 Box = tuple[int, int, int, int]
 
 
 class Drawing:
-    """A square of `SIDE` pixels with a title, on which signs are placed."""
+    """A square of `SIDE` pixels with a title and a line, between which signs are placed."""
 
     def __init__(self, title: str, line: str) -> None:
         self.image = Image.new("RGB", (SIDE, SIDE), BACKGROUND)
         self.draw = ImageDraw.Draw(self.image)
-        self.text((SIDE // 2, 54), title, 46)
-        self.text((SIDE // 2, SIDE - 46), line, 32, FAINT)
+        self.text((SIDE // 2, 50), title, 50)
+        self.text((SIDE // 2, SIDE - 42), line, 34, FAINT)
 
-    def text(self, at: tuple[int, int], words: str, size: int, colour: str = INK) -> None:
-        """Centred at a point, smaller where it would be wider than the square."""
+    def text(
+        self, at: tuple[int, int], words: str, size: int, colour: str = INK, anchor: str = "mm"
+    ) -> None:
+        """At a point, smaller where it would be wider than the square."""
         font = ImageFont.load_default(size)
         while size > 10 and self.draw.textlength(words, font=font) > SIDE - 32:
             size -= 1
             font = ImageFont.load_default(size)
-        self.draw.text(at, words, fill=colour, font=font, anchor="mm")
+        self.draw.text(at, words, fill=colour, font=font, anchor=anchor)
 
-    def panel(self, box: Box, colour: str = PANEL, outline: str | None = None) -> None:
+    def panel(self, box: Box, colour: str = PANEL) -> None:
         """A rounded rectangle."""
-        self.draw.rounded_rectangle(box, 14, fill=colour, outline=outline, width=4)
+        self.draw.rounded_rectangle(box, 14, fill=colour)
+
+    def badge(self, box: Box, words: str, size: int, colour: str) -> None:
+        """Large words on a colour."""
+        self.panel(box, colour)
+        self.text(((box[0] + box[2]) // 2, (box[1] + box[3]) // 2), words, size, BACKGROUND)
 
     def arrow(self, start: tuple[int, int], end: int) -> None:
         """From a point to the right."""
         x, y = start
-        self.draw.line((x, y, end - 14, y), fill=INK, width=6)
-        self.draw.polygon(((end, y), (end - 20, y - 13), (end - 20, y + 13)), fill=INK)
+        self.draw.line((x, y, end - 14, y), fill=INK, width=8)
+        self.draw.polygon(((end, y), (end - 24, y - 17), (end - 24, y + 17)), fill=INK)
 
     def prompt(self, box: Box) -> None:
         """Lines of text."""
         self.panel(box)
         left, top, right, bottom = box
-        step = (bottom - top) // 5
-        for line, share in enumerate((0.9, 0.7, 0.85, 0.5), 1):
+        step = (bottom - top) // 4
+        for line, share in enumerate((0.88, 0.7, 0.8), 1):
             y = top + line * step
-            self.draw.line((left + 18, y, left + (right - left) * share, y), fill=FAINT, width=8)
+            self.draw.line((left + 16, y, left + (right - left) * share, y), fill=FAINT, width=8)
 
-    def picture(self, box: Box, sign: str = "circle", sky: str = "#31507c") -> None:
-        """A framed picture: a hill under a sky, with a circle, square or star."""
+    def picture(self, box: Box, signs: Sequence[str] = ("circle",), sky: str = DAY) -> None:
+        """A framed picture: a hill under a sky, with circles, squares or triangles."""
         left, top, right, bottom = box
         width, height = right - left, bottom - top
         self.draw.rectangle(box, fill=sky)
@@ -68,101 +78,237 @@ class Drawing:
         layer = self.image.copy()
         ImageDraw.Draw(layer).ellipse(hill, fill="#3c7a57")
         self.image.paste(layer, mask=inside)
-        x, y, size = left + width * 2 // 3, top + height * 2 // 5, min(width, height) // 4
-        if sign == "circle":
-            self.draw.ellipse((x - size, y - size, x + size, y + size), fill=ORANGE)
-        elif sign == "square":
-            self.draw.rectangle((x - size, y - size, x + size, y + size), fill=RED)
-        else:
-            self.draw.regular_polygon((x, y, size), 3, fill="#d8d35a")
+        for index, sign in enumerate(signs):
+            x = left + width * (2 * index + 1) // (2 * len(signs))
+            x = left + width * 2 // 3 if len(signs) == 1 else x
+            size = min(width // (1 + len(signs)), height) // (4 if len(signs) == 1 else 2)
+            size = min(width, height) // 4 if len(signs) == 1 else size
+            self.sign(sign, x, top + height * 2 // 5, size)
         self.draw.rectangle(box, outline=INK, width=4)
 
-    def bar(self, box: Box, shares: Sequence[tuple[float, str]]) -> None:
-        """A stacked bar, filled from the left."""
+    def sign(self, sign: str, x: int, y: int, size: int) -> None:
+        """A circle, a square or a triangle around a point."""
+        box = (x - size, y - size, x + size, y + size)
+        if sign == "circle":
+            self.draw.ellipse(box, fill=ORANGE)
+        elif sign == "square":
+            self.draw.rectangle(box, fill=RED)
+        else:
+            self.draw.regular_polygon((x, y, size), 3, fill="#d8d35a")
+
+    def noise(self, box: Box, share: float) -> None:
+        """Grey squares over a share of a picture."""
+        dice = random.Random(1)
+        for y in range(box[1] + 4, box[3] - 8, 8):
+            for x in range(box[0] + 4, box[2] - 8, 8):
+                if dice.random() < share:
+                    grey = dice.randrange(60, 220)
+                    self.draw.rectangle((x, y, x + 8, y + 8), fill=(grey, grey, grey))
+
+    def checks(self, box: Box) -> None:
+        """What shows through where a layer is transparent."""
         left, top, right, bottom = box
-        at = float(left)
-        for share, colour in shares:
-            end = at + share * (right - left)
-            self.draw.rectangle((round(at), top, round(end), bottom), fill=colour)
-            at = end
-        self.draw.rectangle(box, outline=INK, width=3)
+        self.draw.rectangle(box, fill="#d5d9df")
+        for row, y in enumerate(range(top, bottom, 16)):
+            for x in range(left + 16 * (row % 2), right, 32):
+                fits = (x, y, min(x + 15, right), min(y + 15, bottom))
+                self.draw.rectangle(fits, fill="#aab1bb")
+        self.draw.rectangle(box, outline=INK, width=4)
+
+    def bar(self, box: Box, share: float, colour: str) -> None:
+        """A bar, filled from the left."""
+        left, top, right, bottom = box
+        self.panel(box)
+        self.panel((left, top, left + round(share * (right - left)), bottom), colour)
+
+    def tick(self, x: int, y: int, size: int, colour: str = GREEN) -> None:
+        """The sign of a yes."""
+        corners = ((x - size, y), (x - size // 3, y + size * 2 // 3), (x + size, y - size * 2 // 3))
+        self.draw.line(corners, fill=colour, width=size // 3, joint="curve")
 
 
-PROMPT: Box = (28, 150, 190, 362)
-RESULT: Box = (290, 136, 484, 376)
-
-
-def text_to_image(title: str, line: str, badge: str, colour: str = BLUE) -> Image.Image:
-    """A prompt becomes a picture; a badge says by which setting."""
+def framed(title: str, line: str, picture: Image.Image) -> Image.Image:
+    """A picture that a workflow made."""
     drawing = Drawing(title, line)
-    drawing.prompt(PROMPT)
-    drawing.arrow((200, 256), 282)
-    drawing.picture(RESULT)
-    drawing.panel((190, 186, 300, 234), colour)
-    drawing.text((245, 210), badge, 30, BACKGROUND)
+    small = picture.convert("RGB").resize((320, 320), Image.Resampling.LANCZOS)
+    drawing.image.paste(small, (96, 100))
+    drawing.draw.rectangle((96, 100, 416, 420), outline=INK, width=4)
     return drawing.image
 
 
-def batch(title: str, line: str) -> Image.Image:
+def text_to_image(line: str, badge: str, colour: str, sky: str) -> Image.Image:
+    """A prompt becomes a picture, in a precision."""
+    drawing = Drawing("Text to image", line)
+    drawing.picture((36, 104, 476, 420), sky=sky)
+    drawing.prompt((56, 124, 236, 214))
+    drawing.badge((56, 286, 296, 400), badge, 92, colour)
+    return drawing.image
+
+
+def lightning(steps: int, colour: str) -> Image.Image:
+    """Noise becomes a picture in a few steps."""
+    drawing = Drawing("Lightning", "text to image, no CFG")
+    columns, rows = 4, steps // 4
+    width, height = 104, 126 if rows == 1 else 92
+    top = 110
+    for step in range(steps):
+        x, y = 36 + step % columns * 112, top + step // columns * (height + 8)
+        box = (x, y, x + width, y + height)
+        drawing.picture(box)
+        drawing.noise(box, 1 - (step + 1) / steps)
+        drawing.draw.rectangle(box, outline=INK, width=3)
+    bottom = top + rows * (height + 8)
+    drawing.badge((36, bottom + 12, 476, 420), f"{steps} steps", 92, colour)
+    return drawing.image
+
+
+def lora() -> Image.Image:
+    """A LoRA for panoramas."""
+    drawing = Drawing("With a LoRA", "here 360 degree panoramas")
+    drawing.picture((20, 120, 492, 300), ("circle", "triangle", "square"), NIGHT)
+    drawing.badge((120, 320, 392, 416), "LoRA", 72, PURPLE)
+    return drawing.image
+
+
+def large() -> Image.Image:
+    """A large picture in tiles."""
+    drawing = Drawing("Large picture", "decoded without seams")
+    box = (86, 96, 426, 424)
+    drawing.picture(box, sky=SEA)
+    for place in range(1, 4):
+        x, y = 86 + place * 85, 96 + place * 82
+        drawing.draw.line((x, 96, x, 424), fill=INK, width=2)
+        drawing.draw.line((86, y, 426, y), fill=INK, width=2)
+    drawing.badge((136, 310, 376, 400), "2048", 76, BLUE)
+    return drawing.image
+
+
+def batch() -> Image.Image:
     """A prompt becomes eight pictures."""
-    drawing = Drawing(title, line)
-    drawing.prompt((28, 176, 158, 336))
-    drawing.arrow((166, 256), 222)
+    drawing = Drawing("Batch of 8", "one prompt, eight pictures")
     for place in range(8):
-        x, y = 232 + place % 2 * 132, 110 + place // 2 * 78
-        sky = ("#31507c", "#6a4b7d", "#2f6f73", "#7a5a38")[place % 4]
-        drawing.picture((x, y, x + 118, y + 70), ("circle", "square", "triangle")[place % 3], sky)
+        x, y = 24 + place % 4 * 118, 122 + place // 4 * 150
+        sky = (DAY, NIGHT, SEA, DUSK)[(place + place // 4) % 4]
+        sign = ("circle", "square", "triangle")[place % 3]
+        drawing.picture((x, y, x + 110, y + 138), (sign,), sky)
     return drawing.image
 
 
-def edit(title: str, line: str, references: int, mask: bool = False) -> Image.Image:
-    """Pictures and a prompt become a picture."""
-    drawing = Drawing(title, line)
-    height = 200 // references
-    for place in range(references):
-        top = 104 + place * (height + 8)
-        drawing.picture((28, top, 190, top + height), ("circle", "square", "triangle")[place])
-    if mask:
-        drawing.draw.ellipse((90, 116, 182, 252), fill="#f2f4f7")
-        drawing.text((136, 184), "mask", 26, BACKGROUND)
-    drawing.prompt((28, 336, 190, 412))
-    drawing.arrow((200, 256), 282)
-    drawing.picture(RESULT, "square" if mask else "triangle", "#31507c" if mask else "#6a4b7d")
+def edit() -> Image.Image:
+    """A picture before and after."""
+    drawing = Drawing("Edit a picture", "as the prompt says")
+    drawing.picture((24, 130, 204, 330))
+    drawing.arrow((216, 230), 296)
+    drawing.picture((308, 130, 488, 330), ("triangle",), NIGHT)
+    drawing.prompt((124, 346, 388, 424))
     return drawing.image
 
 
-def report(title: str, line: str) -> Image.Image:
+def three_references() -> Image.Image:
+    """Three pictures become one."""
+    drawing = Drawing("Three into one", "edit with three pictures")
+    for place, sign in enumerate(("circle", "square", "triangle")):
+        top = 100 + place * 110
+        drawing.picture((24, top, 174, top + 102), (sign,), (DAY, NIGHT, SEA)[place])
+        drawing.badge((32, top + 8, 68, top + 44), str(place + 1), 32, INK)
+    drawing.arrow((186, 262), 254)
+    drawing.picture((264, 140, 492, 384), ("circle", "square", "triangle"), DUSK)
+    return drawing.image
+
+
+def inpaint() -> Image.Image:
+    """Only what is masked is painted anew."""
+    drawing = Drawing("Inpaint", "only what you mask")
+    drawing.picture((24, 120, 224, 400))
+    drawing.draw.ellipse((90, 160, 214, 300), fill=INK)
+    drawing.text((152, 230), "mask", 40, BACKGROUND)
+    drawing.arrow((232, 260), 284)
+    drawing.picture((292, 120, 492, 400), ("triangle",))
+    return drawing.image
+
+
+def layered() -> Image.Image:
+    """A picture taken apart."""
+    drawing = Drawing("Layers", "a picture taken apart")
+    drawing.picture((24, 170, 184, 370), ("circle",))
+    drawing.arrow((192, 270), 246)
+    for place, sign in enumerate(("triangle", "square", "circle")):
+        x, y = 254 + place * 62, 286 - place * 84
+        drawing.checks((x, y, x + 112, y + 136))
+        drawing.sign(sign, x + 56, y + 84, 36)
+    return drawing.image
+
+
+def estimate() -> Image.Image:
+    """The three questions that an estimate answers."""
+    drawing = Drawing("Estimate", "before a run, with no model")
+    drawing.bar((36, 108, 476, 172), 0.84, BLUE)
+    drawing.tick(430, 140, 26)
+    for top, words, sign in (
+        (190, "Does it fit?", "GiB"),
+        (270, "How long?", "min"),
+        (350, "How much?", "$"),
+    ):
+        drawing.panel((36, top, 476, top + 68))
+        drawing.text((56, top + 34), words, 44, anchor="lm")
+        drawing.text((456, top + 34), sign, 44, GREEN, anchor="rm")
+    return drawing.image
+
+
+def report(title: str, line: str, sky: str, badge: str = "") -> Image.Image:
     """A picture, and two bars: predicted and measured."""
     drawing = Drawing(title, line)
-    drawing.picture((156, 100, 356, 262))
+    drawing.picture((136, 98, 376, 252), sky=sky)
+    if badge:
+        drawing.badge((156, 182, 296, 240), badge, 46, GREEN)
     for top, share, colour, words in (
-        (294, 0.74, BLUE, "predicted"),
-        (364, 0.70, GREEN, "measured"),
+        (268, 0.84, BLUE, "predicted"),
+        (348, 0.78, GREEN, "measured"),
     ):
-        drawing.bar((40, top, 472, top + 52), ((share, colour),))
-        drawing.text((140, top + 27), words, 30, BACKGROUND)
+        drawing.bar((36, top, 476, top + 68), share, colour)
+        drawing.text((60, top + 34), words, 42, BACKGROUND, anchor="lm")
     return drawing.image
 
 
+def advise() -> Image.Image:
+    """Cards, the cheapest first."""
+    drawing = Drawing("Which card?", "ranked by cost of an image")
+    for place, (share, colour) in enumerate(((0.42, GREEN), (0.66, BLUE), (0.94, ORANGE))):
+        top = 108 + place * 106
+        drawing.text((60, top + 44), str(place + 1), 56)
+        drawing.bar((100, top, 476, top + 88), share, colour)
+        drawing.text((124, top + 44), "$" * (place + 1), 52, BACKGROUND, anchor="lm")
+    return drawing.image
+
+
+def save_quantized() -> Image.Image:
+    """A large file becomes a smaller one."""
+    drawing = Drawing("Save quantized", "a smaller file, once")
+    drawing.badge((28, 108, 228, 420), "bf16", 72, BLUE)
+    drawing.arrow((240, 280), 300)
+    drawing.badge((310, 212, 486, 420), "int8", 66, GREEN)
+    return drawing.image
+
+
+FRAMES = {"micro_text_to_image": ("Try it: micro", "nothing to download")}
 DRAWINGS: dict[str, Callable[[], Image.Image]] = {
-    "text_to_image_bf16": lambda: text_to_image("Text to image", "as trained, 1328x1328", "bf16"),
-    "text_to_image_fp8": lambda: text_to_image("Text to image", "half the download", "fp8", ORANGE),
-    "text_to_image_int8": lambda: text_to_image(
-        "Text to image", "two thirds of the memory", "int8", GREEN
-    ),
-    "lightning_4_steps": lambda: text_to_image("Lightning", "Lightning LoRA", "4 steps", ORANGE),
-    "lightning_8_steps": lambda: text_to_image("Lightning", "Lightning LoRA", "8 steps", ORANGE),
-    "lora": lambda: text_to_image("Text to image", "with a LoRA", "LoRA", "#c58af9"),
-    "text_to_image_2048": lambda: text_to_image("Large picture", "decoded in tiles", "2048"),
-    "batch_of_8": lambda: batch("Batch of 8", "one prompt, eight pictures"),
-    "edit_2511": lambda: edit("Edit", "one picture and a prompt", 1),
-    "edit_2511_three_references": lambda: edit("Edit", "three references", 3),
-    "inpaint": lambda: edit("Inpaint", "only what you mask", 1, mask=True),
-    "micro_report": lambda: report("Micro report", "nothing to download"),
-    "layered": lambda: edit("Layered", "a picture taken apart", 1),
-    "advise": lambda: report("Advise", "which card"),
-    "save_quantized": lambda: report("Save quantized", "int8 or fp8"),
-    "estimate_generate_report": lambda: report("Estimate, run, report", "and compare"),
+    "text_to_image_bf16": lambda: text_to_image("most faithful", "bf16", BLUE, DAY),
+    "text_to_image_fp8": lambda: text_to_image("half the download", "fp8", ORANGE, DUSK),
+    "text_to_image_int8": lambda: text_to_image("smaller cards", "int8", GREEN, SEA),
+    "lightning_4_steps": lambda: lightning(4, "#ffd84d"),
+    "lightning_8_steps": lambda: lightning(8, ORANGE),
+    "lora": lora,
+    "text_to_image_2048": large,
+    "batch_of_8": batch,
+    "edit_2511": edit,
+    "edit_2511_three_references": three_references,
+    "inpaint": inpaint,
+    "layered": layered,
+    "estimate": estimate,
+    "estimate_generate_report": lambda: report("Estimate, run, report", "compared", DAY),
+    "micro_report": lambda: report("Try a report", "nothing to download", SEA, "micro"),
+    "advise": advise,
+    "save_quantized": save_quantized,
 }
 
 
