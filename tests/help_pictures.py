@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PICTURES = ROOT / "web" / "docs" / "images"
 WIDTH = 720  # pixels
 LOAD = 100.0  # images an hour
+FAMILY = "qwen-image"  # with the steps that it is painted in
 COLOURS = 128  # of the palette; fewer make one of two that a legend tells apart
 ROWS = ("comfyui bf16", "ours bf16", "ours fp8", "ours int8", "diffusers bf16 compiled")
 
@@ -30,8 +31,10 @@ def estimate_picture():
     from qwen_l40s.planning.cards import find_card
     from qwen_l40s.planning.estimate import estimate
     from qwen_l40s.planning.request import RunRequest
+    from qwen_l40s.spec import find_family
 
-    return memory_chart(estimate(RunRequest(), find_card("L40S", known_cards(BUNDLED)))).reduce(2)
+    card = find_card("L40S", known_cards(BUNDLED))
+    return memory_chart(estimate(RunRequest(steps=find_family(FAMILY).steps), card)).reduce(2)
 
 
 def advise_picture():
@@ -40,8 +43,9 @@ def advise_picture():
     from qwen_l40s.machine.card_list import BUNDLED, known_cards
     from qwen_l40s.planning.advise import advise, market
     from qwen_l40s.planning.request import RunRequest
+    from qwen_l40s.spec import find_family
 
-    request = RunRequest()
+    request = RunRequest(steps=find_family(FAMILY).steps)
     found = market(request, known_cards(BUNDLED).values(), {}, lambda name: None)
     return cost_chart(advise(LOAD, found.offers), request).reduce(2)
 
