@@ -178,6 +178,8 @@ class ComfyPage:
     Args:
         settings: of the page by their ids, set before it starts; the rest stay at their defaults.
         size: of the window, width and height.
+        address: of the page, else the server's own.
+        locale: the language of the browser.
 
     Attributes:
         page: Playwright's page.
@@ -190,6 +192,8 @@ class ComfyPage:
         server: Server,
         settings: dict[str, Any] | None = None,
         size: tuple[int, int] = (WIDTH, HEIGHT),
+        address: str = "",
+        locale: str = "en-US",
     ):
         self.server = server
         stored = server.base / "user" / "default" / "comfy.settings.json"
@@ -198,12 +202,13 @@ class ComfyPage:
             server.client.post("/settings", json=settings).raise_for_status()
         self.problems: list[str] = []
         self.width, self.height = size
-        self.context = browser.new_context(viewport={"width": self.width, "height": self.height})
+        viewport = {"width": self.width, "height": self.height}
+        self.context = browser.new_context(viewport=viewport, locale=locale)
         self.page = self.context.new_page()
         self.page.set_default_timeout(WAIT_MS)
         self.page.on("console", self._logged)
         self.page.on("pageerror", lambda error: self.problems.append(f"not caught: {error}"))
-        self.page.goto(f"http://127.0.0.1:{server.port}/")
+        self.page.goto(address or f"http://127.0.0.1:{server.port}/")
         self.page.wait_for_function(READY)
         # A new user is greeted with the templates.
         self.templates.wait_for()

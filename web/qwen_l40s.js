@@ -166,6 +166,23 @@ function answered(errors) {
     }
 }
 
+/** Gives what an older version saved of a node the names of today. */
+function renew(node) {
+    const { required, optional } = node.constructor.nodeData.input
+    for (const [name, [, about]] of Object.entries({ ...required, ...optional })) {
+        const widget = node.widgets?.find((widget) => widget.name === name)
+        const today = about?.older?.[widget?.value]
+        if (today !== undefined) widget.value = today
+        const slot = about?.older_name ? node.findInputSlot(about.older_name) : -1
+        if (slot < 0) continue
+        const source = node.getInputNode(slot)
+        const link = node.getInputLink(slot)
+        if (link && !node.isInputConnected(node.findInputSlot(name)))
+            source?.connect(link.origin_slot, node, node.findInputSlot(name))
+        node.removeInput(node.findInputSlot(about.older_name))
+    }
+}
+
 /** Runs what the page called us for; a fault of ours stays ours. */
 function safely(action) {
     try {
@@ -211,13 +228,7 @@ app.registerExtension({
         for (const [id, output] of Object.entries(outputs)) safely(() => ran(nodeOf(id), output))
     },
 
-    /** Values that older versions wrote, by what they are called now. */
     loadedGraphNode(node) {
-        if (!isOurs(node)) return
-        const { required, optional } = node.constructor.nodeData.input
-        for (const widget of node.widgets ?? []) {
-            const older = { ...required, ...optional }[widget.name]?.[1]?.older
-            if (older && widget.value in older) widget.value = older[widget.value]
-        }
+        if (isOurs(node)) safely(() => renew(node))
     },
 })
