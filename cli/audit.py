@@ -15,7 +15,7 @@ from ..hosts.diffusers.settings import GenerateSettings
 from ..loaders.source import MICRO_SIDE
 from ..measure.keep import LayerCost, kind_of, propose_keep, summed_error
 from ..spec import QUANTIZED
-from .generate import MAKING, PACKAGES, USUAL_SIDE, make, parse_size
+from .generate import MAKING, PACKAGES, make, parse_size, side_of
 from .output import ImageTarget, check_writable, print_text, require_packages, write_sheet
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prompts", metavar="FILE", help="a text file, one prompt on each line")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="default: 20")
-    parser.add_argument("--size", type=parse_size, metavar="WxH", help="pixels; default: 1328x1328")
+    parser.add_argument(
+        "--size", type=parse_size, metavar="WxH", help="pixels; default: as `generate`"
+    )
     parser.add_argument(
         "--cfg", type=float, default=4.0, metavar="SCALE", help="guidance; default: 4"
     )
@@ -133,7 +135,7 @@ def _settings(args: argparse.Namespace) -> list[GenerateSettings]:
             "there is no prompt, and the loss depends on it: give --prompt TEXT or --prompts FILE, "
             "or use --layers-only."
         )
-    side = MICRO_SIDE if args.model is None else USUAL_SIDE
+    side = MICRO_SIDE if args.model is None else side_of(args.model)
     width, height = args.size or (side, side)
     return [
         GenerateSettings(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..hosts.diffusers.settings import OFFLOADS, GenerateSettings
-from ..loaders.source import MICRO_SIDE
+from ..loaders.source import MICRO_ADVICE, MICRO_SIDE
 from .output import (
     ImageTarget,
     check_sheet_path,
@@ -113,10 +113,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> N
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..loaders.source import bundled_micro_folder
-
-    micro = Path(args.model).resolve() == bundled_micro_folder()
-    side = MICRO_SIDE if micro else USUAL_SIDE
+    side = side_of(args.model)
     width, height = args.size or (side, side)
     settings = GenerateSettings(
         prompt=args.prompt,
@@ -133,8 +130,8 @@ def run(args: argparse.Namespace) -> int:
     if grid:
         check_sheet_path(grid)
     require_packages(MAKING, PACKAGES)
-    if micro and (settings.width, settings.height) != (side, side):
-        print(f"qwen-l40s: micro is trained at {side}x{side}", file=sys.stderr)
+    if side == MICRO_SIDE and {settings.width, settings.height} != {side}:
+        print(f"qwen-l40s: {MICRO_ADVICE}", file=sys.stderr)
     pipeline, load_seconds = load(args.model, args)
     result, seconds = make(pipeline, settings)
     paths = write_images(target, pipeline, result)
@@ -152,6 +149,13 @@ def run(args: argparse.Namespace) -> int:
     }
     print(json.dumps(report))
     return 0
+
+
+def side_of(model: str | Path) -> int:
+    """The side of the images that a model is trained for."""
+    from ..loaders.source import bundled_micro_folder
+
+    return MICRO_SIDE if Path(model).resolve() == bundled_micro_folder() else USUAL_SIDE
 
 
 def load(folder: str | Path, args: argparse.Namespace) -> tuple[LoadedPipeline, float]:

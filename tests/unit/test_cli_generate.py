@@ -212,7 +212,7 @@ def test_micro_has_its_own_size(tiny_folder, tmp_path, monkeypatch, capsys, size
     captured = capsys.readouterr()
     report = json.loads(captured.out)
     assert (report["prompt"], report["width"], report["height"]) == ("a star", *expected)
-    assert ("micro is trained at 32x32" in captured.err) is (expected != (32, 32))
+    assert ("micro is trained at 256x256" in captured.err) is (expected != (32, 32))
 
 
 def test_place_to_write_is_checked_before_the_model_is_read(generate, tmp_path, capsys):
