@@ -180,7 +180,7 @@ def test_models_that_cannot_be_audited(tmp_path, capsys):
     prompt = ("--prompt", PROMPT)
     only = "--layers-only"
     assert "no such file" in refused(capsys, tmp_path / "no", only)
-    assert "does not exist" in refused(capsys, tmp_path / "no", *prompt)
+    assert "There is no such file" in refused(capsys, tmp_path / "no", *prompt)
     sentence = refused(capsys, WEIGHTS, *prompt)
     assert "is not a whole diffusers folder" in sentence
     assert "add --layers-only" in sentence

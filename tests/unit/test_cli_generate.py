@@ -177,7 +177,7 @@ def test_incomplete_text_encoder_is_one_sentence_too(
     del tensors["model.embed_tokens.weight"]
     save_file(tensors, path, metadata={"format": "pt"})
     assert generate(model=folder) == 2
-    assert "text_encoder lacks the tensor" in capsys.readouterr().err.splitlines()[-1]
+    assert "text encoder lacks the tensor" in capsys.readouterr().err.splitlines()[-1]
     assert not caplog.records
 
 
