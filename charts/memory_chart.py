@@ -7,15 +7,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..planning.phases import Phase
-from .figures import duration, tenths, tenths_between, usd
+from .figures import duration, tenths, usd
+from .notes import price_of
 from .run_chart import Bar, Figure, Limit, RunPicture, run_chart
 from .words import (
     PHASE_NAMES,
     WORKING,
     answer,
+    heading,
     next_step,
     parts_of,
-    request_line,
     rests_on,
     usable_bytes,
 )
@@ -29,28 +30,25 @@ if TYPE_CHECKING:
 def memory_chart(estimate: Estimate) -> Image.Image:
     """Draws an estimate, with in red what would have to stay on the card and has no room there."""
     peak, usable = estimate.option.peak_bytes, usable_bytes(estimate)
-    room = f"{tenths_between(peak, usable)} GiB {'to spare' if estimate.fits else 'too much'}"
-    figures = [Figure("Card memory", f"{tenths(peak)} of {tenths(usable)} GiB")]
+    figures = [Figure("card memory", f"{tenths(peak)} of {tenths(usable)} GiB")]
     if estimate.image_seconds:
-        cost = estimate.usd_per_image
-        figures += [
-            Figure("An image", duration(estimate.image_seconds)),
-            Figure("A step", duration(estimate.step_seconds)),
-            Figure("Cost", f"{usd(cost)} an image" if cost else "no price known"),
-        ]
-    says = [f"{room} on {estimate.card.name}."]
-    if estimate.tight or not estimate.fits:
-        says.append(next_step(estimate))
+        step, cost = duration(estimate.step_seconds), estimate.usd_per_image
+        figures.append(Figure("an image", duration(estimate.image_seconds), f"{step} a step"))
+        if cost:
+            figures.append(Figure("cost of an image", usd(cost), f"at {price_of(estimate)}"))
+        else:
+            figures.append(Figure("cost of an image", "unknown", "no price known"))
+    safe = estimate.fits and not estimate.tight
     return run_chart(
         RunPicture(
-            "bad" if not estimate.fits else "tight" if estimate.tight else "good",
-            answer(estimate),
-            says,
-            [request_line(estimate), estimate.card_note],
-            [rests_on(estimate)],
-            figures,
-            [_bar(estimate, name, phase) for name, phase in estimate.phases.items()],
-            Limit(peak, usable, estimate.card.memory_bytes),
+            sign="bad" if not estimate.fits else "tight" if estimate.tight else "good",
+            answer=answer(estimate),
+            basis=rests_on(estimate),
+            lines=[estimate.card_note, *([] if safe else [next_step(estimate)])],
+            about=heading(estimate),
+            figures=figures,
+            bars=[_bar(estimate, name, phase) for name, phase in estimate.phases.items()],
+            limit=Limit(peak, usable, estimate.card.memory_bytes),
         )
     )
 
@@ -64,6 +62,6 @@ def _bar(estimate: Estimate, name: str, phase: Phase) -> Bar:
     return Bar(
         PHASE_NAMES[name],
         {**parts, "other": sum(held.values()), "beyond the card": beyond},
-        tenths(phase.card_bytes),
+        f"{tenths(phase.card_bytes)} GiB",
         time,
     )

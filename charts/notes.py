@@ -26,12 +26,12 @@ def notes_of(found: Estimate) -> tuple[str, ...]:
 
 
 def price_of(found: Estimate) -> str:
-    """`from $0.72 an hour`, of an estimate that has a price."""
+    """`$0.72 an hour or more`, of an estimate that has a price."""
     if found.own_usd_per_hour is not None:
         return f"${dollars(found.own_usd_per_hour)} an hour"
     price = found.card.price()
-    starting = "from " * (price.kind == STARTING)
-    return f"{starting}${dollars(price.usd_per_hour)} an hour"
+    starting = " or more" * (price.kind == STARTING)
+    return f"${dollars(price.usd_per_hour)} an hour{starting}"
 
 
 def _time_notes(found: Estimate) -> Iterator[str]:

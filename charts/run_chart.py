@@ -30,12 +30,12 @@ from .canvas import (
 if TYPE_CHECKING:
     from PIL import Image
 
-# Font sizes: 420 pixels of a node show them as 11 to 28.
-ANSWER, FIGURE, LABEL, LEAST = 88, 60, 40, 36
-SIDE = 48  # pixels of margin
-VALUES, SECOND = 350, 830  # where the figures' two columns begin
-NAMES, TIMES, SIZES = 246, 300, 104  # pixels at both ends of the phases' bars
-BAR, ROW = 46, 66
+# A node gives a picture 400 pixels of width and 220 of height, at which the least is still read.
+ANSWER, FIGURE, LABEL, LEAST = 80, 48, 38, 34  # font sizes
+LINE = 46  # pixels from one line of the least size to the next
+SIDE = 40  # pixels of margin
+NAMES, SIZES, TIMES = 216, 160, 270  # pixels at both ends of the phases' bars
+BAR = 32
 SIGNS = {"good": GOOD, "tight": WARN, "bad": BAD, "plain": INK}
 COLOURS = {
     "transformer": "#56b4e9",
@@ -49,11 +49,11 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A line of figures; the second is what was predicted where the first was measured."""
+    """One of the large figures, with a smaller line below it."""
 
     label: str
     value: str
-    second: str = ""
+    below: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,16 @@ class Bar:
 
 @dataclass(frozen=True)
 class Limit:
-    """The card's memory: the peak of a run, what a run may use, and what there is."""
+    """The card's memory: the peak of a run, what a run may use, and what there is.
+
+    Attributes:
+        expected: The peak as predicted, where `peak` was measured; else 0.
+    """
 
     peak: int
     usable: int
     capacity: int
+    expected: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,26 +95,27 @@ class RunPicture:
     Attributes:
         sign: One of `SIGNS`.
         answer: One or a few words.
-        lines: Sentences below it.
-        about: What ran or is to run, and other fainter lines.
-        heads: What the columns of figures hold, such as "predicted".
+        basis: What all figures are, such as "predicted".
+        lines: Sentences below the answer.
+        about: What ran or is to run, in a fainter line.
+        figures: At most three; of memory the first.
         limit: None where memory is not counted.
     """
 
     sign: str
     answer: str
-    lines: Sequence[str]
-    about: Sequence[str]
-    heads: Sequence[str]
-    figures: Sequence[Figure]
-    bars: Sequence[Bar]
+    basis: str = ""
+    lines: Sequence[str] = ()
+    about: str = ""
+    figures: Sequence[Figure] = ()
+    bars: Sequence[Bar] = ()
     limit: Limit | None = None
 
 
 def run_chart(shown: RunPicture) -> Image.Image:
     """Draws it: an RGB picture, 1280 pixels wide and as high as it takes."""
     page = Page(3200)
-    page.y = SIDE
+    page.y = SIDE - 8
     _answer(page, shown)
     if shown.figures:
         _rule(page)
@@ -123,20 +129,17 @@ def run_chart(shown: RunPicture) -> Image.Image:
 def _answer(page: Page, shown: RunPicture) -> None:
     colour, indent = SIGNS[shown.sign], 0
     if shown.sign != "plain":
-        indent = ANSWER + 30
-        _sign(page, shown.sign, (SIDE, page.y + 4, SIDE + ANSWER, page.y + 4 + ANSWER))
-    size = fitting(shown.answer, WIDTH - 2 * SIDE - indent, ANSWER)
-    page.text((SIDE + indent, page.y + 4 + ANSWER / 2), shown.answer, size=size, fill=colour)
-    page.y += ANSWER + 28
-    for lines, size, ink in ((shown.lines, LABEL, INK), (shown.about, LEAST, FAINT)):
-        for line in filter(None, lines):
-            _lines(page, line, size, ink)
-
-
-def _lines(page: Page, text: str, size: int, ink: str) -> None:
-    for line in wrapped(text, size, WIDTH - 2 * SIDE):
-        page.text((SIDE, page.y + size * 0.65), line, size=size, fill=ink)
-        page.y += round(size * 1.3)
+        indent = ANSWER + 24
+        _sign(page, shown.sign, (SIDE, page.y, SIDE + ANSWER, page.y + ANSWER))
+    middle, room = page.y + ANSWER / 2, WIDTH - 2 * SIDE - indent
+    size = fitting(shown.answer, room - 30 - text_width(shown.basis, LEAST), ANSWER)
+    page.text((SIDE + indent, middle), shown.answer, size=size, fill=colour)
+    page.text((WIDTH - SIDE, middle), shown.basis, size=LEAST, fill=FAINT, anchor="rm")
+    page.y += ANSWER + 14
+    for text, ink in (*((line, INK) for line in shown.lines), (shown.about, FAINT)):
+        for line in wrapped(text, LEAST, WIDTH - 2 * SIDE) if text else ():
+            page.text((SIDE, page.y + LINE / 2), line, size=LEAST, fill=ink)
+            page.y += LINE
 
 
 def _sign(page: Page, sign: str, box: tuple[float, float, float, float]) -> None:
@@ -163,87 +166,83 @@ def _sign(page: Page, sign: str, box: tuple[float, float, float, float]) -> None
 
 
 def _rule(page: Page) -> None:
-    page.y += 20
+    page.y += 12
     page.draw.line((SIDE, page.y, WIDTH - SIDE, page.y), fill=GRID, width=3)
-    page.y += 20
+    page.y += 12
 
 
 def _figures(page: Page, shown: RunPicture) -> None:
-    """A line of large figures each, under the heads of their columns."""
-    for x, head in zip((VALUES, SECOND), shown.heads, strict=False):
-        page.text((x, page.y + LEAST * 0.6), head, size=LEAST, fill=FAINT)
-    page.y += round(LEAST * 1.4)
-    two = any(figure.second for figure in shown.figures)
+    """Side by side: what it is, the figure in large type, and a line below."""
+    width, gap = (WIDTH - 2 * SIDE) / 3, 30
     for place, figure in enumerate(shown.figures):
-        middle = page.y + FIGURE * 0.7
-        page.text((SIDE, middle), figure.label, size=LABEL, fill=FAINT)
-        room = (SECOND - 24 if two else WIDTH - SIDE) - VALUES
-        page.text((VALUES, middle), figure.value, size=fitting(figure.value, room, FIGURE))
-        if figure.second:
-            size = fitting(figure.second, WIDTH - SIDE - SECOND, LABEL + 6)
-            page.text((SECOND, middle), figure.second, size=size, fill=FAINT)
-        page.y += round(FIGURE * 1.4)
+        left, room = SIDE + place * width, width - gap
+        page.text((left, page.y + LINE / 2), figure.label, size=LEAST, fill=FAINT)
+        middle = page.y + LINE + FIGURE * 0.6
+        page.text((left, middle), figure.value, size=fitting(figure.value, room, FIGURE))
+        below = middle + FIGURE * 0.6 + LINE / 2
         if place == 0 and shown.limit is not None:
-            _peak(page, shown)
+            _peak(page, shown, left, left + room, below)
+        else:
+            size = fitting(figure.below, room, LEAST)
+            page.text((left, below), figure.below, size=size, fill=FAINT)
+    page.y += 2 * LINE + round(1.2 * FIGURE)
 
 
-def _peak(page: Page, shown: RunPicture) -> None:
+def _peak(page: Page, shown: RunPicture, left: float, right: float, middle: float) -> None:
     """The peak against the card: what a run may use ends at a line."""
-    limit, top = shown.limit, page.y + 10
-    scale = (WIDTH - 2 * SIDE) / max(limit.capacity, limit.peak)
-    bottom, line = top + BAR, SIDE + limit.usable * scale
-    page.draw.rectangle((SIDE, top, SIDE + limit.capacity * scale, bottom), fill=GRID)
+    limit = shown.limit
+    scale = (right - left) / max(limit.capacity, limit.peak, limit.expected)
+    top, bottom = middle - BAR / 2, middle + BAR / 2
+    page.draw.rectangle((left, top, left + limit.capacity * scale, bottom), fill=GRID)
     colour = SIGNS["good" if shown.sign == "plain" else shown.sign]
-    page.draw.rectangle((SIDE, top, max(SIDE + 4, SIDE + limit.peak * scale), bottom), fill=colour)
-    page.draw.rectangle((line - 6, top - 10, line + 6, bottom + 10), fill=PAPER)
-    page.draw.rectangle((line - 3, top - 10, line + 3, bottom + 10), fill=INK)
-    page.y = bottom + 26
+    page.draw.rectangle((left, top, max(left + 4, left + limit.peak * scale), bottom), fill=colour)
+    _mark(page, left + limit.usable * scale, middle, INK)
+    if limit.expected:
+        _mark(page, left + limit.expected * scale, middle, WARN)
+
+
+def _mark(page: Page, x: float, middle: float, colour: str) -> None:
+    """A line across a bar."""
+    for half, fill in ((5, PAPER), (2, colour)):
+        box = (x - half, middle - BAR / 2 - 5, x + half, middle + BAR / 2 + 5)
+        page.draw.rectangle(box, fill=fill)
 
 
 def _phases(page: Page, shown: RunPicture) -> None:
     """Bars, with the limit of the card across all of them."""
-    left, sized = SIDE + NAMES, any(bar.value for bar in shown.bars)
-    right = WIDTH - SIDE - TIMES - (SIZES if sized else 0) - 16
-    longest = max(
-        [bar.expected for bar in shown.bars] + [sum(bar.parts.values()) for bar in shown.bars]
-    )
+    sizes = SIZES if any(bar.value for bar in shown.bars) else 0
+    left, right = SIDE + NAMES, WIDTH - SIDE - TIMES - sizes
+    sums = [sum(bar.parts.values()) for bar in shown.bars]
+    longest = max(sums + [bar.expected for bar in shown.bars])
     if shown.limit is not None:
         longest = max(longest, shown.limit.usable)
-    scale = (right - left) / (longest or 1)
-    if sized:
-        page.text(
-            (right + 16 + SIZES, page.y + LEAST * 0.6), "GiB", size=LEAST, fill=FAINT, anchor="rm"
-        )
-    page.text((WIDTH - SIDE, page.y + LEAST * 0.6), "time", size=LEAST, fill=FAINT, anchor="rm")
-    page.y += round(LEAST * 1.4)
-    top = page.y
+    scale, top = (right - left) / (longest or 1), page.y
     for bar in shown.bars:
-        middle = page.y + ROW / 2
-        page.text((SIDE, middle), bar.name, size=LABEL)
-        _bar(page, bar, left, middle - BAR / 2, scale)
-        if bar.value:
-            page.text((right + 16 + SIZES, middle), bar.value, size=LABEL, anchor="rm")
-        size = fitting(bar.time, TIMES - 24, LABEL)
+        middle = page.y + LINE / 2
+        page.text((SIDE, middle), bar.name, size=LEAST)
+        _bar(page, bar, left, middle, scale)
+        page.text((right + sizes, middle), bar.value, size=LEAST, anchor="rm")
+        size = fitting(bar.time, TIMES - 24, LEAST)
         page.text((WIDTH - SIDE, middle), bar.time, size=size, fill=FAINT, anchor="rm")
-        page.y += ROW
+        page.y += LINE
     if shown.limit is not None:
         dashed(page.draw, left + shown.limit.usable * scale, top, page.y, INK, 3)
-    page.y += 12
+    page.y += 6
     _legend(page, shown)
+    page.y -= 12
 
 
-def _bar(page: Page, bar: Bar, left: float, top: float, scale: float) -> None:
+def _bar(page: Page, bar: Bar, left: float, middle: float, scale: float) -> None:
     x = left
     for name, count in bar.parts.items():
         if count:
             end = x + count * scale
             # A gap tells neighbours apart whose colours do not.
-            page.draw.rectangle((x, top, max(x + 2, end - 3), top + BAR), fill=COLOURS[name])
+            box = (x, middle - BAR / 2, max(x + 2, end - 3), middle + BAR / 2)
+            page.draw.rectangle(box, fill=COLOURS[name])
             x = end
     if bar.expected:
-        end = left + bar.expected * scale
-        page.draw.rectangle((end - 4, top - 6, end + 4, top + BAR + 6), fill=PAPER)
-        page.draw.rectangle((end - 2, top - 6, end + 2, top + BAR + 6), fill=WARN)
+        _mark(page, left + bar.expected * scale, middle, WARN)
 
 
 def _legend(page: Page, shown: RunPicture) -> None:
@@ -255,19 +254,19 @@ def _legend(page: Page, shown: RunPicture) -> None:
         entries.append(("predicted", WARN))
     if shown.limit is not None:
         entries.append(("limit", INK))
-    x, height = SIDE, round(LEAST * 1.4)
+    x = SIDE
     for name, colour in entries:
         width = 44 + text_width(name, LEAST) + 30
         if x > SIDE and x + width > WIDTH - SIDE:
-            x, page.y = SIDE, page.y + height
-        middle = page.y + height / 2
+            x, page.y = SIDE, page.y + LINE
+        middle = page.y + LINE / 2
         thin = name in ("predicted", "limit")
         page.draw.rectangle(
             (x + 12 * thin, middle - 15, x + (17 if thin else 30), middle + 15), fill=colour
         )
         page.text((x + 44, middle), name, size=LEAST, fill=FAINT)
         x += width
-    page.y += height if entries else 0
+    page.y += LINE if entries else 0
 
 
 def fitting(text: str, room: float, most: int) -> int:

@@ -288,7 +288,7 @@ def test_cost_is_the_price_of_the_time():
     assert found.usd_per_image == pytest.approx(
         found.image_seconds.times(price.usd_per_hour / 3600)
     )
-    assert any(f"from ${price.usd_per_hour:g} an hour" in note for note in notes_of(found))
+    assert any(f"${price.usd_per_hour:g} an hour or more" in note for note in notes_of(found))
     own = estimate(USUAL, L40S, usd_per_hour=2.0)
     assert own.usd_per_image == pytest.approx(own.image_seconds.times(2 / 3600))
     assert any("your own" in note for note in notes_of(own))

@@ -12,51 +12,55 @@ SIGNS = {"as predicted": "good", "faster than predicted": "good", "slower than p
 
 
 def report_picture(told: Told) -> RunPicture:
-    """What was measured, and after it what was predicted."""
-    figures = _figures(told)
-    peak, _ = told.most()
+    """What was measured, with what was predicted in brackets and as a mark on each bar."""
+    peak, known = told.most()
     usable = usable_bytes(told)
-    verdict = compared(told)
-    heads = ["measured", "predicted"] if any(figure.second for figure in figures) else ["measured"]
+    counted = bool(peak and usable)
+    step = ""
+    if told.step is not None:
+        step = f"A step took {seconds_text(told.step)}{_brackets(told.prediction.step)}."
     return RunPicture(
-        sign=SIGNS.get(verdict, "plain"),
+        sign=SIGNS.get(compared(told), "plain"),
         answer=answer(told).partition(" (")[0].partition(", without")[0],
-        lines=[_where(told)],
-        about=[heading(told.ran.last.asked)],
-        heads=heads,
-        figures=figures,
+        basis="measured" if told.predicted is None else "measured (predicted)",
+        lines=[f"{_where(told)} {step}".strip()],
+        about=heading(told.ran.last.asked),
+        figures=_figures(told),
         bars=[_bar(row, counted=bool(peak)) for row in told.rows if row.measured],
-        limit=Limit(peak, usable, usable + KEPT_FREE_BYTES) if peak and usable else None,
+        limit=Limit(peak, usable, usable + KEPT_FREE_BYTES, known) if counted else None,
     )
 
 
 def nothing_to_draw(text: str) -> RunPicture:
     """The picture of a report that has no run."""
-    return RunPicture("plain", "No run to report", [text], [], [], [], [])
+    return RunPicture("plain", "No run to report", lines=[text])
 
 
 def _figures(told: Told) -> list[Figure]:
     seconds, figures = told.seconds, []
-    peak, known = told.most()
+    peak, _ = told.most()
     if peak and (usable := usable_bytes(told)):
-        text = f"{tenths(peak)} of {tenths(usable)} GiB"
-        figures.append(Figure("Card memory", text, tenths(known) if known else ""))
-    if seconds is not None:
-        figures.append(Figure("In all", seconds_text(seconds), range_text(told.predicted)))
-    if told.step is not None:
-        figures.append(Figure("A step", seconds_text(told.step), range_text(told.prediction.step)))
-    if seconds is not None and (cost := told.cost(Range(seconds, seconds))):
+        figures.append(Figure("card memory", f"{tenths(peak)} of {tenths(usable)} GiB"))
+    if seconds is None:
+        return figures
+    figures.append(Figure("in all", seconds_text(seconds), _brackets(told.predicted).strip()))
+    if cost := told.cost(Range(seconds, seconds)):
         predicted = told.cost(told.predicted)
-        figures.append(Figure("An image", usd(cost), usd(predicted) if predicted else ""))
+        below = f"({usd(predicted)})" if predicted else ""
+        figures.append(Figure("cost of an image", usd(cost), below))
     return figures
+
+
+def _brackets(seconds: Range | None) -> str:
+    return f" ({range_text(seconds)})" if seconds else ""
 
 
 def _where(told: Told) -> str:
     card, device = told.prediction.card, told.ran.last.measured.device
     earlier = "" if told.ran.this_run else ", in an earlier run"
     if card is None:
-        return f"Measured on {device}{earlier}; nothing is predicted there."
-    return f"Measured on {card.card.name}{earlier}."
+        return f"On {device}{earlier}, where nothing is predicted."
+    return f"On {card.card.name}{earlier}."
 
 
 def _bar(row: PhaseRow, *, counted: bool) -> Bar:
@@ -64,7 +68,7 @@ def _bar(row: PhaseRow, *, counted: bool) -> Bar:
     name, time = ROW_NAMES[row.name], row.time()
     if counted:
         count = row.most("card_bytes")
-        return Bar(name, {"measured": count}, tenths(count), time, row.predicted_card())
+        return Bar(name, {"measured": count}, f"{tenths(count)} GiB", time, row.predicted_card())
     predicted = row.predicted_seconds()
     expected = predicted.middle if predicted else 0
     return Bar(name, {"measured": row.total_seconds() or 0.0}, "", time, expected)
