@@ -166,20 +166,24 @@ function answered(errors) {
     }
 }
 
-/** Gives what an older version saved of a node the names of today. */
-function renew(node) {
+/** Gives the inputs of a saved node the names of today, before the page drops what it lacks. */
+function renameInputs(saved) {
+    if (!saved.type.startsWith(OURS)) return
+    const { required, optional } = LiteGraph.registered_node_types[saved.type]?.nodeData?.input ?? {}
+    for (const [name, [, about]] of Object.entries({ ...required, ...optional })) {
+        const older = about?.older_name
+        const input = older && saved.inputs?.find((each) => each.name === older)
+        if (input) Object.assign(input, { name, widget: { name } })
+    }
+}
+
+/** Gives the values of a loaded node the names of today. */
+function renameValues(node) {
     const { required, optional } = node.constructor.nodeData.input
     for (const [name, [, about]] of Object.entries({ ...required, ...optional })) {
         const widget = node.widgets?.find((widget) => widget.name === name)
         const today = about?.older?.[widget?.value]
         if (today !== undefined) widget.value = today
-        const slot = about?.older_name ? node.findInputSlot(about.older_name) : -1
-        if (slot < 0) continue
-        const source = node.getInputNode(slot)
-        const link = node.getInputLink(slot)
-        if (link && !node.isInputConnected(node.findInputSlot(name)))
-            source?.connect(link.origin_slot, node, node.findInputSlot(name))
-        node.removeInput(node.findInputSlot(about.older_name))
     }
 }
 
@@ -228,7 +232,11 @@ app.registerExtension({
         for (const [id, output] of Object.entries(outputs)) safely(() => ran(nodeOf(id), output))
     },
 
+    beforeConfigureGraph(graph) {
+        for (const saved of graph.nodes ?? []) safely(() => renameInputs(saved))
+    },
+
     loadedGraphNode(node) {
-        if (isOurs(node)) safely(() => renew(node))
+        if (isOurs(node)) safely(() => renameValues(node))
     },
 })

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser_page import GRAPHS, PACK, ComfyPage, models_of, put_files, take_files
+from browser_page import GRAPHS, LOAD, PACK, ComfyPage, models_of, put_files, take_files
 from comfyui_server import ROOT, Server
 from PIL import Image
 
@@ -22,6 +22,7 @@ from qwen_l40s.micro.judge import adherence
 from qwen_l40s.micro.scene import parse_prompt
 
 HELP = ROOT / "web" / "docs"
+FIRST = ROOT / "tests" / "workflows" / "0.1.0" / "ui"
 each_template = pytest.mark.parametrize("name", sorted(GRAPHS))
 
 
@@ -265,3 +266,22 @@ def test_a_dropped_api_file_becomes_its_graph(page: ComfyPage):
     page.drop(ROOT / "workflows" / "api" / f"{name}.json")
     assert by_title(page.prompt()) == by_title(GRAPHS[name])
     assert page.problems == []
+
+
+def test_a_graph_of_the_first_version_has_todays_names(page: ComfyPage):
+    """Its values are known by their order alone, its wires by the names of that time."""
+    workflow = json.loads((FIRST / "estimate.json").read_text("utf-8"))
+    (estimate,) = (node for node in workflow["nodes"] if node["type"] == "QwenL40S_EstimateVRAM")
+    values = estimate["widgets_values_named"] | {"tables": "on", "lora_mode": "beside"}
+    estimate["widgets_values"] = list(values.values())
+    socket = {"name": "text_encoder", "type": "COMBO", "widget": {"name": "text_encoder"}}
+    estimate["inputs"].append({**socket, "link": 99})
+    choice = {"id": 99, "type": "CustomCombo", "pos": [0, 0], "size": [200, 100], "flags": {}}
+    choice |= {"outputs": [{"name": "STRING", "type": "COMBO", "links": [99]}], "mode": 0}
+    workflow["nodes"].append(choice)
+    workflow["links"].append([99, 99, 0, estimate["id"], len(estimate["inputs"]) - 1, "COMBO"])
+    page.page.evaluate(LOAD, workflow)
+    (found,) = (node for node in page.prompt().values() if "lora_mode" in node["inputs"])
+    assert found["inputs"]["modulation"] == "off card"
+    assert found["inputs"]["lora_mode"] == "bypass"
+    assert found["inputs"]["text_encoder_precision"] == ["99", 0]
