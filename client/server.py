@@ -66,8 +66,11 @@ def _lines(graph: Mapping[str, Any], nodes: list[dict[str, Any]]) -> str:
 
 
 def _sentence(error: Mapping[str, Any]) -> str:
-    """ComfyUI puts the rule in `message` and the input in `details`."""
+    """ComfyUI puts the rule in `message` and the input in `details`, or there what a node "
+    "raised."""
     message, details = str(error.get("message", "")), str(error.get("details") or "")
+    if details and str(error.get("type", "")).startswith("exception_during_"):
+        return details
     return f"{message}: {details}." if details else f"{message}."
 
 

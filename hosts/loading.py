@@ -89,6 +89,14 @@ def choose_precision(
     )
 
 
+def check_requested(requested: str) -> None:
+    """Raises SettingError for a precision that no loader has."""
+    if requested not in LOADER_PRECISIONS:
+        raise SettingError(
+            f"precision {requested!r} is unknown: choose {', '.join(LOADER_PRECISIONS)}."
+        )
+
+
 def decide_load(
     requested: str,
     modulation: str = "auto",
@@ -117,10 +125,7 @@ def decide_load(
         UnavailableError: fp8 or int8 was demanded by name of a card that does not multiply it, or
             the card is too small even for a small image.
     """
-    if requested not in LOADER_PRECISIONS:
-        raise SettingError(
-            f"precision {requested!r} is unknown: choose {', '.join(LOADER_PRECISIONS)}."
-        )
+    check_requested(requested)
     check_stored(stored)
     as_stored = requested == AS_STORED
     request = RunRequest(

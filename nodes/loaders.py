@@ -6,7 +6,6 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..errors import QwenL40SError
 from ..hosts.comfyui.load.choose import (
     AUTOMATIC,
     check_text_width,
@@ -35,15 +34,23 @@ def keep_patterns(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.replace("\n", ",").split(",") if part.strip())
 
 
-def checked(name: str | None, role: str) -> bool | str:
-    """True, or the sentence that says what is wrong with a choice, from file headers alone."""
-    if not isinstance(name, str):  # a linked input is known only when it runs
-        return True
-    try:
-        source_of(name, role)
-    except QwenL40SError as error:
-        return str(error)
-    return True
+# What `validate_inputs` finds is raised, not returned: ComfyUI repeats what is returned for each
+# input that is named there, and its page hides it behind a click.
+
+
+def check_transformer(model: str | None, precision: str | None, keep: str | None) -> None:
+    """Raises what is wrong with a choice and its settings, from file headers alone.
+
+    A linked input is None: it is known only when it runs.
+    """
+    if not isinstance(model, str):
+        return
+    source = source_of(model, "transformer")
+    if keep or precision not in (None, "auto"):
+        require_host()
+        from ..hosts.comfyui.load.plan import check_settings
+
+        check_settings(source, precision or "auto", keep_patterns(keep or ""))
 
 
 def files_behind(name: str | None, role: str) -> Any:
@@ -163,8 +170,11 @@ class QwenL40SLoadModel(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, model: str) -> bool | str:
-        return checked(model, "transformer")
+    def validate_inputs(
+        cls, model: str | None, precision: str | None = "auto", keep_in_bf16: str | None = ""
+    ) -> bool:
+        check_transformer(model, precision, keep_in_bf16)
+        return True
 
     @classmethod
     def fingerprint_inputs(cls, model: str, **settings: Any) -> Any:
@@ -226,8 +236,10 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, text_encoder: str) -> bool | str:
-        return checked(text_encoder, "text_encoder")
+    def validate_inputs(cls, text_encoder: str | None) -> bool:
+        if isinstance(text_encoder, str):
+            source_of(text_encoder, "text_encoder")
+        return True
 
     @classmethod
     def fingerprint_inputs(cls, text_encoder: str, **settings: Any) -> Any:
@@ -274,8 +286,10 @@ class QwenL40SLoadVAE(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, vae: str) -> bool | str:
-        return checked(vae, "vae")
+    def validate_inputs(cls, vae: str | None) -> bool:
+        if isinstance(vae, str):
+            source_of(vae, "vae")
+        return True
 
     @classmethod
     def fingerprint_inputs(cls, vae: str, **settings: Any) -> Any:
@@ -348,9 +362,18 @@ class QwenL40SLoad(io.ComfyNode):
         return sources
 
     @classmethod
-    def validate_inputs(cls, model: str) -> bool | str:
-        # Only the one input: ComfyUI repeats the sentence for each that is named here.
-        return checked(model, "transformer")
+    def validate_inputs(
+        cls,
+        model: str | None,
+        precision: str | None = "auto",
+        text_encoder: str | None = AUTOMATIC,
+        vae: str | None = AUTOMATIC,
+        keep_in_bf16: str | None = "",
+    ) -> bool:
+        check_transformer(model, precision, keep_in_bf16)
+        if all(isinstance(name, str) for name in (model, text_encoder, vae)):
+            cls._sources(model, text_encoder, vae)
+        return True
 
     @classmethod
     def fingerprint_inputs(cls, model: str, text_encoder: str, vae: str, **settings: Any) -> Any:

@@ -9,8 +9,12 @@ import folder_paths
 from comfy_api.latest import io
 
 from ..errors import SettingError
+from ..loaders.header import PICKLE_SUFFIXES
+from ..loaders.quantized_file import check_destination
 from .common import CATEGORY, require_host, with_report
 from .loaders import keep_input, keep_patterns
+
+OTHER_FORMATS = (*PICKLE_SUFFIXES, ".gguf", ".sft")
 
 
 def _destination(filename: str) -> Path:
@@ -21,6 +25,11 @@ def _destination(filename: str) -> Path:
         raise SettingError(
             f"filename {filename!r} must be a name inside models/diffusion_models, such as "
             "qwen_image_int8.safetensors."
+        )
+    if name.suffix.lower() in OTHER_FORMATS:
+        raise SettingError(
+            f"filename {filename!r} ends in {name.suffix}, and a .safetensors file is written: "
+            f"name it {name.stem}.safetensors."
         )
     if name.suffix != ".safetensors":
         name = name.with_name(f"{name.name}.safetensors")
@@ -76,6 +85,13 @@ class QwenL40SSaveQuantized(io.ComfyNode):
             ],
             outputs=[io.String.Output("report", tooltip="What was written, and who reads it.")],
         )
+
+    @classmethod
+    def validate_inputs(cls, filename: str | None, overwrite: bool | None) -> bool:
+        # Raised, as in the loaders. A linked input is None; a folder is made when it runs.
+        if isinstance(filename, str) and (destination := _destination(filename)).exists():
+            check_destination(destination, overwrite=overwrite is not False)
+        return True
 
     @classmethod
     def execute(

@@ -38,6 +38,7 @@ from .lora.bypass import BYPASS_KEY
 from .sample.off_card import named_weights
 
 PREFIX = "diffusion_model."
+FOLDER = "diffusion_models"
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -59,11 +60,20 @@ class SavedModel:
     twice: int
     merged: int
 
+    @property
+    def name(self) -> str:
+        """As loaders offer it: with its folders inside models/diffusion_models."""
+        parts = self.path.parts
+        if FOLDER not in parts:
+            return self.path.name
+        return "/".join(parts[len(parts) - parts[::-1].index(FOLDER) :])
+
     def text(self) -> str:
         """Returns a few lines for the node."""
         lines = [
-            f"{self.path.name}: {format_gib(self.bytes)}, {self.quantized} layers in "
-            f"{self.precision}, for {READERS[self.precision]}"
+            f"{self.name}: {format_gib(self.bytes)}, {self.quantized} layers in "
+            f"{self.precision}, for {READERS[self.precision]}",
+            f"In models/{FOLDER}: press R, then choose it in Load Qwen-Image Model",
         ]
         if self.merged:
             lines.append(f"{self.merged} weights with LoRAs merged into them")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import gc
 import re
 import sys
@@ -86,12 +87,15 @@ def test_choices_are_validated_from_headers():
         ):
             assert node.validate_inputs(**{slot: None}) is True  # a link is known when it runs
             assert node.validate_inputs(**{slot: MICRO}) is True
-            sentence = node.validate_inputs(**{slot: "nothing.safetensors"})
-            assert "'nothing.safetensors' is not among" in sentence and MICRO in sentence
+            run = functools.partial(node.validate_inputs, **{slot: "nothing.safetensors"})
+            refused(SettingError, "'nothing.safetensors' is not among the files in", MICRO, run=run)
         for node in (QwenL40SLoad, QwenL40SLoadModel):
-            sentence = node.validate_inputs(model=wrong)
-            assert sentence.startswith("This is a Qwen-Image VAE, not the Qwen-Image transformer: ")
-            assert "move it to models/vae" in sentence and sentence.endswith("vae.safetensors).")
+            words = (
+                "This is a Qwen-Image VAE, not the Qwen-Image transformer",
+                "move it to models/",
+            )
+            run = functools.partial(node.validate_inputs, model=wrong)
+            refused(CheckpointError, *words, "vae.safetensors).", run=run)
 
 
 def test_fp8_on_a_card_without_it_is_refused_before_anything_is_mapped():
@@ -100,6 +104,9 @@ def test_fp8_on_a_card_without_it_is_refused_before_anything_is_mapped():
     with mock.patch.object(load_plan, "card_facts", return_value=old), nothing_mapped():
         words = ("fp8 was demanded", "NVIDIA A100 is sm_80", "sm_89", "int8")
         refused(UnavailableError, *words, run=lambda: load(name, "fp8"))
+        run = functools.partial(QwenL40SLoadModel.validate_inputs, name, "fp8")
+        refused(UnavailableError, *words, run=run)
+        assert QwenL40SLoadModel.validate_inputs(name, None, None) is True
 
 
 def test_too_little_host_memory_is_refused_before_anything_is_mapped():
@@ -127,7 +134,8 @@ def test_a_text_encoder_of_another_width_is_refused_from_its_header():
     choice = {"precision": "auto", "text_encoder": "narrow.safetensors", "vae": MICRO}
     with nothing_mapped():
         words = ("takes text 512 wide", "gives 64", "text encoder that belongs to the model")
-        refused(CheckpointError, *words, run=lambda: QwenL40SLoad.execute(model=MICRO, **choice))
+        for run in (QwenL40SLoad.execute, QwenL40SLoad.validate_inputs):
+            refused(CheckpointError, *words, run=functools.partial(run, model=MICRO, **choice))
 
 
 def test_settings_that_mean_nothing_are_refused_before_anything_is_mapped():
@@ -137,6 +145,8 @@ def test_settings_that_mean_nothing_are_refused_before_anything_is_mapped():
             last = keep.rpartition(", ")[2]
             words = (f"keep_in_bf16 (--keep) {last!r} matches no layer", "begin with *")
             refused(SettingError, *words, run=lambda keep=keep: load(name, "int8", keep))
+            run = functools.partial(QwenL40SLoadModel.validate_inputs, name, "auto", keep)
+            refused(SettingError, *words, run=run)
         words = ("precision 'nvfp4' is unknown", "bf16", "as stored")
         refused(SettingError, *words, run=lambda: load(name, "nvfp4"))
 
@@ -162,7 +172,7 @@ def test_nodes_of_a_host_that_is_off_are_there_and_say_why():
                 lambda: QwenL40SLoad.execute(model=MICRO, **settings),
                 lambda: QwenL40SLoadTextEncoder.execute(MICRO, "auto"),
                 lambda: QwenL40SLoadVAE.execute(MICRO, "auto"),
-                lambda: QwenL40SLoadLora.execute(None, "x", 1.0, "merge"),
+                lambda: QwenL40SLoadLora.execute(None, "x", 1.0, lora_mode="merge"),
                 lambda: QwenL40SOptimize.execute(None, "auto", True),
                 lambda: QwenL40SSaveQuantized.execute(None, "int8", "x", False),
                 lambda: QwenL40SVAEDecode.execute({"samples": None}, None),

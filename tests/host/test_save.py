@@ -80,7 +80,7 @@ def lora():
 
 
 def with_lora(base, how="merge"):
-    patched, report = QwenL40SLoadLora.execute(base, lora()[0], STRENGTH, how).args
+    patched, report = QwenL40SLoadLora.execute(base, lora()[0], STRENGTH, lora_mode=how).args
     assert f"{len(lora()[1])} of {len(lora()[1])} keys applied" in report
     return patched
 
@@ -146,7 +146,10 @@ def test_a_bf16_model_is_rounded_once():
     for precision in QUANTIZED:
         tensors, report = save(model(), precision)
         assert is_rounded_once(tensors, precision, WEIGHTS) and others_are(tensors, WEIGHTS)
-        assert f"24 layers in {precision}" in report and "\n" not in report, report
+        assert f"24 layers in {precision}" in report, report
+        assert report.splitlines()[1:] == [
+            "In models/diffusion_models: press R, then choose it in Load Qwen-Image Model"
+        ]
         reader = {"int8": "ComfyUI itself", "fp8": "this package only"}[precision]
         assert reader in report
 
@@ -389,7 +392,14 @@ def test_where_a_file_may_go():
         words = ("must be a name inside models/diffusion_models", "qwen_image_int8.safetensors")
         run = functools.partial(save, loaded, "int8", filename=filename)
         refused(SettingError, *words, run=run)
-    save(loaded, "int8", filename="deeper/and_deeper")
+    for suffix in ("ckpt", "PT", "gguf"):
+        run = functools.partial(QwenL40SSaveQuantized.validate_inputs, f"x.{suffix}", False)
+        refused(SettingError, f"ends in .{suffix}", "name it x.safetensors", run=run)
+    assert QwenL40SSaveQuantized.validate_inputs("qwen_v1.0", False) is True
+    _, report = save(loaded, "int8", filename="deeper/and_deeper")
+    assert report.startswith("deeper/and_deeper.safetensors: "), report
+    run = functools.partial(QwenL40SSaveQuantized.validate_inputs, "deeper/and_deeper", False)
+    refused(SettingError, "The file exists", "overwrite", run=run)
     (MODELS / "folder.safetensors").mkdir()
     run = functools.partial(save, loaded, "int8", filename="folder")
     refused(SettingError, "This is a folder", "folder.safetensors)", run=run)

@@ -23,8 +23,9 @@ from ....machine.memory import available_memory
 from ....planning.bytes import TransformerBytes, weight_bytes, weights_by_precision
 from ....planning.estimate import STAGING_BYTES
 from ....planning.phases import KEPT_FREE_BYTES
+from ....planning.plan import check_tensor_cores
 from ....spec import QUANTIZED, CardFacts, TransformerShape, format_gib
-from ...loading import LoadDecision, decide_load
+from ...loading import LOADER_PRECISIONS, LoadDecision, check_requested, decide_load
 
 STORED = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 
@@ -97,6 +98,19 @@ def plan_load(
         why=decision.why,
         modulation_bytes=sizes[name].modulation,
     )
+
+
+def check_settings(source: Source, requested: str, keep: Sequence[str]) -> None:
+    """Refuses, from headers and the card alone, settings that `plan_load` refuses.
+
+    Raises:
+        CheckpointError, SettingError, UnavailableError: as of `plan_load`.
+    """
+    check_requested(requested)
+    layers_to_quantize(check_complete(source).quantizable_layers(), keep)
+    card = card_facts(comfy.model_management.get_torch_device())
+    if card is not None and requested in QUANTIZED:
+        check_tensor_cores(requested, card, LOADER_PRECISIONS)
 
 
 def card_facts(device: torch.device) -> CardFacts | None:
