@@ -148,8 +148,9 @@ function fails(node, error) {
     if (isOurs(node)) show(node, { error })
 }
 
-/** The sentence of one validation error, without the input's name that ComfyUI puts before ours. */
+/** The sentence of one validation error, without what ComfyUI puts before ours. */
 function sentence({ type, message, details = "", extra_info }) {
+    if (type.startsWith("exception_during_")) return details // raised by the node
     const before = `${extra_info?.input_name} - `
     if (type === "custom_validation_failed" && details.startsWith(before))
         return details.slice(before.length)
