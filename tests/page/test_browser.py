@@ -146,7 +146,7 @@ def test_run_shows_the_picture_and_the_picture_gives_the_graph_back(
     entry = classic.run()
     assert entry["status"]["status_str"] == "success", entry["status"]
     (image,) = next(o["images"] for o in entry["outputs"].values() if "images" in o)
-    source, drawn = classic.picture("Save")
+    source, drawn = classic.picture("Save Image")
     assert f"filename={image['filename']}&" in source
     file = server.base / "output" / image["filename"]
     saved = Image.open(file)
@@ -174,10 +174,10 @@ def test_the_estimate_shows_its_picture_and_its_words(
     classic.open_template(PACK, "estimate")
     entry = classic.run()
     assert entry["status"]["status_str"] == "success", entry["status"]
-    _, drawn = classic.picture("Estimate")
+    _, drawn = classic.picture("Estimate Qwen-Image VRAM")
     assert min(drawn.size) > 100
     assert len(drawn.getcolors(drawn.width * drawn.height)) > 10
-    (report,) = next(o["text"] for o in entry["outputs"].values() if "images" in o)
+    (report,) = next(o["text"] for o in entry["outputs"].values() if {"images", "text"} <= o.keys())
     words = classic.page.locator(".widget-text-preview textarea")
     classic.page.wait_for_function("area => area.value", arg=words.element_handle())
     assert words.input_value() == report

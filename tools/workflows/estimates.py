@@ -35,9 +35,10 @@ from .text_to_image import (
 
 ESTIMATE, REPORT, ADVICE, FILE = "Estimate", "Report", "Advice", "File"
 CHART_WIDTH = 520  # to read its figures
-TABLE_WIDTH, TABLE_HEIGHT = 660, 800  # of a report, with its lines unbroken
+TABLE_WIDTH, TABLE_HEIGHT = 660, 860  # of a report, with its lines unbroken
+PICTURE_HEIGHT = 540
 REPORTED = ((MODELS,), (PROMPT,), (SAMPLING, IMAGE), (ESTIMATE, REPORT))
-REPORT_WIDTH, REPORT_HEIGHT = 440, 280  # of a picture next to a graph
+REPORT_WIDTH, REPORT_HEIGHT = 440, 270  # of a picture next to a graph
 
 
 def estimate() -> Workflow:
@@ -60,7 +61,15 @@ def estimate() -> Workflow:
         columns=((), (ESTIMATE,), (REPORT,)),
     )
     estimated = workflow.add("estimate", "QwenL40S_EstimateVRAM", ESTIMATE, wide=CHART_WIDTH)
-    _words(workflow, estimated["report"])
+    workflow.add(
+        "picture",
+        "PreviewImage",
+        REPORT,
+        wide=TABLE_WIDTH,
+        shown=PICTURE_HEIGHT,
+        images=estimated["chart"],
+    )
+    _words(workflow, estimated["report"], TABLE_HEIGHT - PICTURE_HEIGHT - 110)
     return workflow
 
 
@@ -81,8 +90,8 @@ def advise() -> Workflow:
         ),
         columns=((), (ADVICE,), (REPORT,)),
     )
-    advised = workflow.add("advise", "QwenL40S_AdviseGPU", ADVICE, wide=CHART_WIDTH)
-    _words(workflow, advised["report"])
+    advised = workflow.add("advise", "QwenL40S_AdviseGPU", ADVICE, wide=CHART_WIDTH, shown=330)
+    _words(workflow, advised["report"], TABLE_HEIGHT)
     return workflow
 
 
@@ -216,6 +225,6 @@ def _predict_and_report(
     )
 
 
-def _words(workflow: Workflow, text: Link) -> None:
+def _words(workflow: Workflow, text: Link, height: int) -> None:
     """All of a report, in lines that do not break."""
-    workflow.add("text", "PreviewAny", REPORT, wide=TABLE_WIDTH, shown=TABLE_HEIGHT, source=text)
+    workflow.add("text", "PreviewAny", REPORT, wide=TABLE_WIDTH, shown=height, source=text)
