@@ -159,12 +159,10 @@ function sentence({ type, message, details = "", extra_info }) {
 
 /** Shows what the server's answer to a prompt says of its nodes, and nothing older. */
 function answered(errors) {
-    for (const node of [...failed]) fails(node)
-    for (const [id, found] of Object.entries(errors ?? {})) {
-        // One problem of two inputs comes twice.
-        const sentences = new Set(found.errors.map(sentence))
-        fails(nodeOf(id), [...sentences].join("\n"))
-    }
+    // One problem of two inputs comes twice.
+    const said = ({ errors }) => [...new Set(errors.map(sentence))].join("\n")
+    const news = new Map(Object.entries(errors ?? {}).map(([id, found]) => [nodeOf(id), said(found)]))
+    for (const node of [...failed, ...news.keys()]) fails(node, news.get(node))
 }
 
 /** Gives the inputs of a saved node the names of today, before the page drops what it lacks. */
