@@ -22,9 +22,9 @@ CARDS = (
     *("RTX 5090", "RTX 4090", "RTX 3090", "RTX 4080", "RTX 3060 12GB", "RTX 4060"),
 )
 INTRODUCTION = (
-    "One image as the linked workflow paints it: {size}, {steps} steps, CFG. Times are predicted, "
-    "but for the {measured}. **Tight**\nis less than 1.5 GiB to spare of a predicted peak. "
-    "`modulation` is a third of the transformer, which sees only the timestep."
+    "One image of the linked workflow: {size}, {steps} steps, CFG. Times are predicted, for the "
+    "{measured} from its measurements. **Tight**\nmeans less than 1.5 GiB to spare of a predicted "
+    "peak. `modulation`: a third of the transformer, which sees only the timestep."
 )
 HEAD = (
     "| card | `precision` | `modulation` | `text_encoder_placement` | to spare | an image | "
@@ -64,14 +64,14 @@ def spare(found):
     """Of what the card has to use; what is safer where it is tight."""
     option, usable = found.option, usable_bytes(found)
     if not found.fits:
-        return f"none: {format_gib(option.moved_bytes)} move in every pass"
+        return f"none: each pass moves {format_gib(option.moved_bytes)}"
     text = f"{tenths_between(option.peak_bytes, usable)} of {tenths(usable)} GiB"
     if not found.tight:
         return text
     if found.safer is None:
-        return f"{text}: tight, and nothing is safer"
+        return f"{text}: tight, no safer setting"
     safer = changes(option.setting, found.safer.setting)
-    return f"{text}: tight; safer: {safer}, {tenths_between(found.safer.peak_bytes, usable)} GiB"
+    return f"{text}: tight; {tenths_between(found.safer.peak_bytes, usable)} with {safer}"
 
 
 def faster(found, card):
