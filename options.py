@@ -1,4 +1,4 @@
-"""The options that say what is to run: one table behind the nodes and the command line."""
+"""The options that describe a run: one table behind the nodes and the command line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Option:
         help: the tooltip and the text of `--help`.
         choices: of a text.
         least, most, step: of a number; no step is the type's own.
-        wired: what a node with sockets says as well: which wired part decides it.
+        wired: what a node with sockets adds: what a connected part changes.
         flag: of the command line; None where it has none, empty for `--name`.
         rare: whether few people change it.
     """
@@ -54,28 +54,28 @@ OPTIONS = (
     Option(
         "family",
         AUTO,
-        "auto: qwen-image, with references qwen-image-edit-2511.",
+        "The model. auto: qwen-image, or qwen-image-edit-2511 if there are references.",
         choices=(AUTO, *FAMILIES),
-        wired="A wired MODEL tells it.",
+        wired="With a MODEL connected, auto takes the MODEL's.",
     ),
     Option(
         "precision",
         AUTO,
-        "Of the transformer. auto: the most faithful that stays on the card. bf16: 38 GiB of "
-        "weights, int8 and fp8: 25; with modulation off card 12.7 GiB less. int8 is closer to "
-        "bf16; fp8 is fast on Ada cards and newer.",
+        "Precision of the transformer. auto: bf16 if it fits on the card, else int8 or fp8. bf16: "
+        "38 GiB of weights. int8, fp8: 25 GiB. modulation off card keeps 12.7 GiB of them in host "
+        "memory. int8 is closer to bf16; fp8 is fast on Ada cards and newer.",
         choices=PRECISIONS,
-        wired="A wired MODEL tells it.",
+        wired="With a MODEL connected, auto takes the MODEL's.",
     ),
     *(
         Option(
             side,
             1328,
-            "Pixels, a multiple of 16. Time grows faster than the area.",
+            "In pixels, a multiple of 16. Time grows faster than the area.",
             least=16,
             most=MOST_PIXELS,
             step=16,
-            wired="A wired LATENT tells it.",
+            wired="A connected LATENT replaces it.",
             flag=None,
         )
         for side in ("width", "height")
@@ -83,44 +83,44 @@ OPTIONS = (
     Option(
         "batch",
         1,
-        "Images sampled together: time and working memory grow with it, weights do not.",
+        "Images sampled together. Time and working memory grow with it; the weights do not.",
         least=1,
-        wired="A wired LATENT tells it.",
+        wired="A connected LATENT replaces it.",
     ),
     Option(
         "steps",
         TEXT_TO_IMAGE.steps,
-        "Of the sampler: time grows with them, memory does not. The model cards use 50, from "
-        "Edit-2509 on 40; Lightning LoRAs take 4 or 8.",
+        "Sampling steps. Time grows with them; memory does not. The model cards use 50 (Edit-2509 "
+        "and Edit-2511: 40), Lightning LoRAs 4 or 8.",
         least=1,
     ),
     Option(
         "cfg",
         "two passes",
-        "two passes: CFG above 1, one prompt after the other, which takes twice the time. one "
-        "pass: both at once, as ComfyUI does for prompts of one length; more memory. off: CFG 1, "
-        "as with Lightning LoRAs.",
+        "two passes: CFG above 1, one prompt after the other; twice the time of off. one pass: "
+        "both prompts at once, as ComfyUI does if they have the same length; more memory. off: "
+        "CFG 1, as with Lightning LoRAs.",
         choices=CFG_MODES,
     ),
     Option(
         "references",
         0,
-        "Reference images of an edit, one megapixel each. Each adds the tokens of a 1024x1024 "
+        "Reference images of an edit, one megapixel each. Each adds as many tokens as a 1024x1024 "
         "image.",
         most=max(family.most_references for family in FAMILIES.values()),
     ),
     Option(
         "layers",
         0,
-        "Of qwen-image-layered, which family auto then is. Each adds the tokens of the whole "
-        "image.",
-        wired="A wired LATENT tells it.",
+        "Layers of qwen-image-layered, which family auto then takes. Each adds as many tokens as "
+        "the whole image.",
+        wired="A connected LATENT replaces it.",
         rare=True,
     ),
     Option(
         "text_tokens",
         200,
-        "Of the longest prompt, about 1.3 a word. They cost little.",
+        "Tokens of the longest prompt, about 1.3 for each word. They cost little.",
         least=1,
         most=2**16,
         flag="--text",
@@ -129,57 +129,58 @@ OPTIONS = (
     Option(
         "modulation",
         AUTO,
-        "Where the modulation weights stay: a third of the transformer, which see only the "
-        "timestep; 12.7 GiB in bf16. off card: in host memory, a small table of their results on "
-        "the card. auto: off card where the room is needed.",
+        "Where the modulation weights stay (a third of the transformer, 12.7 GiB in bf16, which "
+        "see only the timestep). off card: in host memory, with a small table of their results on "
+        "the card. auto: off card if the card needs the room.",
         choices=PLACES,
-        wired="A wired MODEL tells it.",
+        wired="With a MODEL connected, auto takes the MODEL's.",
         rare=True,
     ),
     Option(
         "text_encoder_precision",
         AUTO,
-        "How the text encoder's weights are stored. auto: bf16, 14.4 GiB. fp8, int8: 8.4.",
+        "Precision of the text encoder's weights. auto: bf16. bf16: 14.4 GiB. fp8, int8: 8.4 GiB.",
         choices=TEXT_ENCODER_PRECISIONS,
-        wired="A wired CLIP tells it.",
+        wired="With a CLIP connected, auto takes the CLIP's.",
         rare=True,
     ),
     Option(
         "text_encoder_placement",
         AUTO,
-        "auto: on the card where all fits. cpu: computes on the processor, slowly. drop after "
-        "encoding: leaves the card to the transformer, and comes back for each new prompt.",
+        "Where the text encoder stays. auto: on the card if everything fits. cpu: runs on the CPU, "
+        "slowly. drop after encoding: leaves the card to the transformer and returns for each new "
+        "prompt.",
         choices=TEXT_ENCODER_PLACEMENTS,
-        wired="A wired CLIP tells it.",
+        wired="With a CLIP connected, auto takes the CLIP's.",
         rare=True,
     ),
     Option(
         "loras",
         0,
-        "LoRAs on the transformer.",
-        wired="A wired MODEL tells those that it has.",
+        "Number of LoRAs on the transformer.",
+        wired="A connected MODEL counts its own.",
         rare=True,
     ),
     Option(
         "lora_rank",
         32,
-        "Of each LoRA in bypass mode: memory and time grow with it.",
+        "Rank of each LoRA. In bypass mode, memory and time grow with it.",
         least=1,
         rare=True,
     ),
     Option(
         "lora_mode",
         "merge",
-        "merge: into the weights, no time in a step. bypass: computed in each step, exact on "
-        "quantized weights.",
+        "merge: added to the weights; steps take no longer. bypass: computed in each step; exact "
+        "on quantized weights, but slower.",
         choices=LORA_MODES,
         rare=True,
     ),
     Option(
         "controlnet_gib",
         0.0,
-        "The size of a ControlNet's file in GiB; its weights are on the card in each step. 0: "
-        "none.",
+        "Size of a ControlNet's file in GiB; its weights are on the card in each step. 0: no "
+        "ControlNet.",
         most=1000.0,
         step=0.1,
         rare=True,
@@ -187,8 +188,8 @@ OPTIONS = (
     Option(
         "tiles",
         0,
-        "Of the VAE's decoder. 0: as few as fit. 1: always whole. More: at least so many; slower, "
-        "less memory.",
+        "Tiles of the VAE decoder. 0: as few as fit. 1: the whole image at once. More: at least "
+        "that many; slower, less memory.",
         rare=True,
     ),
 )
@@ -240,9 +241,9 @@ def todays(given: Mapping[str, Any]) -> dict[str, Any]:
             value *= older.factor
         if found.get(option.name, option.default) not in (option.default, value):
             raise SettingError(
-                f"{option.name} is {found[option.name]!r} and {older.name} "
-                f"{given[older.name]!r}: {older.name} is the older name of {option.name}, so give "
-                f"{option.name} alone."
+                f"{option.name} is {found[option.name]!r}, but {older.name} is "
+                f"{given[older.name]!r}: {older.name} is the older name of {option.name}. Give "
+                f"only {option.name}."
             )
         found[option.name] = value
     return found
@@ -274,8 +275,8 @@ def request_settings(
     """
     if not 0 <= controlnet_gib < math.inf:
         raise SettingError(
-            f"controlnet_gib is {controlnet_gib}, and a file has 0 GiB or more: give its size, or "
-            "0 for none."
+            f"controlnet_gib is {controlnet_gib}, but must be 0 or more: give the size of the "
+            "ControlNet's file in GiB, or 0 for none."
         )
     return {
         "family": AUTO,

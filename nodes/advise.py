@@ -1,4 +1,4 @@
-"""The node that says which card paints a load of images for the least."""
+"""The node that finds the cheapest card for a load of images."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .common import (
 
 
 class QwenL40SAdviseGPU(io.ComfyNode):
-    """Ranks rented cards by what an image costs at a load."""
+    """Ranks rented cards by the cost of an image at a load."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -30,9 +30,9 @@ class QwenL40SAdviseGPU(io.ComfyNode):
             node_id="QwenL40S_AdviseGPU",
             display_name="Advise GPU for Qwen-Image",
             category=CATEGORY,
-            description="Ranks the cards of the list by what an image costs at so many images an "
-            "hour, each in the settings that suit it, and says from which load on another card is "
-            "cheaper. Needs no card and no model.",
+            description="Ranks rented cards by the cost of an image at your load, each card in its "
+            "best settings, and says at which load another card becomes cheaper. Needs no card and "
+            "no model.",
             search_aliases=[
                 "gpu cost",
                 "cheapest gpu",
@@ -50,7 +50,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
                     min=0.01,
                     max=1e9,
                     step=1.0,
-                    tooltip="The load, all day: a card that is rented and idle costs the same.",
+                    tooltip="Your load, around the clock. A rented card costs the same when idle.",
                 ),
                 *request_inputs(rare=False, sockets=False),
                 io.String.Input(
@@ -58,18 +58,19 @@ class QwenL40SAdviseGPU(io.ComfyNode):
                     default="",
                     multiline=True,
                     optional=True,
-                    tooltip=f"Your own prices, a line for each card: {EXAMPLE}, in USD for an "
-                    "hour. Other cards cost what the list says, with its date.",
+                    tooltip=f"Your own prices in USD an hour, one card a line: {EXAMPLE}. Other "
+                    "cards take the list's price; the report shows its date.",
                 ),
             ],
             outputs=[
                 io.Image.Output(
                     display_name="chart",
-                    tooltip="USD an image at each load, for the six cheapest cards.",
+                    tooltip="USD an image against load, for the six cheapest cards.",
                 ),
                 io.String.Output(
                     display_name="report",
-                    tooltip="The ranking at this load, and from which load which card is cheaper.",
+                    tooltip="The ranking at your load, and the load at which an A100 or H100 "
+                    "becomes cheaper than an L40S.",
                 ),
                 *setting_outputs(),
             ],

@@ -69,7 +69,9 @@ def setting_outputs() -> list[io.Output]:
     """What `loader_settings` gives, for the widgets of the loaders."""
     model, encoder = "Load Qwen-Image Model", "Load Qwen-Image Text Encoder"
     return [
-        io.Combo.Output(display_name=name, tooltip=f"Of the plan, for {name} of {node}.")
+        io.Combo.Output(
+            display_name=name, tooltip=f"The plan's {name}: connect it to {name} of {node}."
+        )
         for name, node in (("precision", model), ("modulation", model), ("placement", encoder))
     ]
 

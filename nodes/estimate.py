@@ -1,4 +1,4 @@
-"""The node that says beforehand what a run takes on a card."""
+"""The node that predicts memory, time and cost of a run on a card."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
             node_id="QwenL40S_EstimateVRAM",
             display_name="Estimate Qwen-Image VRAM",
             category=CATEGORY,
-            description="Says before a run whether it fits a card, what each phase takes, how long "
-            "it lasts and what it costs, and recommends settings. Works alone; with MODEL, CLIP, "
-            "VAE or LATENT wired in it takes their true sizes. Loads and moves nothing itself.",
+            description="Predicts whether a run fits a card, what each phase takes, how long the "
+            "run lasts and what it costs, and recommends settings. Works alone, or with MODEL, "
+            "CLIP, VAE and LATENT connected for their true sizes. Loads and moves nothing itself.",
             search_aliases=[
                 "vram",
                 "memory estimate",
@@ -53,35 +53,35 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
                     "card",
                     options=card_choices(),
                     default=THIS_CARD,
-                    tooltip="this card: the one that ComfyUI runs on, with the memory it really "
-                    "has; an L40S where there is none. Any other: what its data sheet says.",
+                    tooltip="this card: the card ComfyUI runs on, with its actual memory, or an "
+                    "L40S if there is no card. Other cards: the figures of their data sheets.",
                 ),
                 *request_inputs(rare=False),
                 io.Model.Input(
                     "model",
                     optional=True,
                     lazy=True,
-                    tooltip="Of Qwen-Image, from any loader: shape, precision, bytes as stored and "
-                    "LoRAs are taken from it. It is not moved.",
+                    tooltip="A Qwen-Image MODEL from any loader, for its true size, precision and "
+                    "LoRAs. Its weights stay where they are.",
                 ),
                 io.Clip.Input(
                     "clip",
                     optional=True,
                     lazy=True,
-                    tooltip="Of Qwen-Image: bytes, precision and placement are taken from it.",
+                    tooltip="A Qwen-Image CLIP, for its true size, precision and placement.",
                 ),
                 io.Vae.Input(
                     "vae",
                     optional=True,
                     lazy=True,
-                    tooltip="Of Qwen-Image: shape and bytes are taken from it.",
+                    tooltip="A Qwen-Image VAE, for its true size.",
                 ),
                 io.Latent.Input(
                     "latent",
                     optional=True,
                     lazy=True,
-                    tooltip="What would be sampled: width, height, batch and layers are taken from "
-                    "it instead of from the widgets.",
+                    tooltip="The latent to sample. Its width, height, batch and layers replace "
+                    "those of the widgets.",
                 ),
                 io.Float.Input(
                     "price_per_hour",
@@ -92,26 +92,26 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
                     optional=True,
                     advanced=True,
                     tooltip="USD for an hour of the card. 0: the lowest on-demand price in the "
-                    "list, which has a date.",
+                    "list; the report shows its date.",
                 ),
                 *request_inputs(rare=True),
             ],
             outputs=[
                 io.Image.Output(
                     display_name="chart",
-                    tooltip="What is on the card in each phase, against what the card has.",
+                    tooltip="Memory on the card in each phase, against what it can hold.",
                 ),
                 io.String.Output(
                     display_name="report",
-                    tooltip="The answer in words: fits or not, each phase, times, cost, the plan.",
+                    tooltip="Whether it fits, and the phases, times, cost and plan in words.",
                 ),
                 io.Boolean.Output(
                     display_name="fits",
-                    tooltip="Whether all that works together stays on the card.",
+                    tooltip="True if all that a phase needs stays on the card.",
                 ),
                 io.String.Output(
                     display_name="json",
-                    tooltip="The same figures as `qwen-l40s estimate --json` prints.",
+                    tooltip="The same figures as `qwen-l40s estimate --json`.",
                 ),
                 *setting_outputs(),
             ],

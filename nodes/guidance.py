@@ -16,9 +16,9 @@ class QwenL40SCFGNorm(io.ComfyNode):
             node_id="QwenL40S_CFGNorm",
             display_name="CFG Norm Qwen-Image",
             category=CATEGORY,
-            description="With CFG above 1, gives every token of the guided prediction the norm "
-            "that the positive prompt's has, as diffusers does for Qwen-Image and a sampler here "
-            "does not. No effect at CFG 1.",
+            description="Guides a Qwen-Image MODEL as diffusers does: with CFG above 1, each token "
+            "of the guided prediction gets the norm it has in the positive prediction. No effect "
+            "at CFG 1.",
             search_aliases=[
                 "cfg norm",
                 "cfg rescale",
@@ -29,8 +29,8 @@ class QwenL40SCFGNorm(io.ComfyNode):
             inputs=[
                 io.Model.Input(
                     "model",
-                    tooltip="From any loader, LoRA loader or Optimize. A RescaleCFG before it is "
-                    "replaced; do not add a CFGNorm as well.",
+                    tooltip="From any loader, LoRA loader or Optimize Qwen-Image. This node "
+                    "replaces a RescaleCFG before it; do not add CFGNorm as well.",
                 )
             ],
             outputs=[io.Model.Output(tooltip="To the sampler.")],

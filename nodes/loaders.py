@@ -20,12 +20,12 @@ from ..planning.request import TEXT_ENCODER_PLACEMENTS
 from ..spec import PLACES
 from .common import CATEGORY, require_host, with_report
 
-# What people search for when they want weights in another form, or in less memory.
+# Search words of people who want another precision, or less memory.
 WEIGHT_WORDS = ["bf16", "fp8", "scaled fp8", "int8", "quantized", "low vram", "gguf"]
 VAE_PRECISIONS = ["auto", "bf16", "fp32"]
 KEEP_TOOLTIP = (
-    "Layers that stay in bf16 when the rest is quantized: shell patterns separated by commas, such "
-    "as transformer_blocks.0.*, *.img_mlp.net.2. A kept layer takes twice the memory."
+    "Layers to keep in bf16 when quantizing: shell patterns separated by commas, such as "
+    "transformer_blocks.0.*, *.img_mlp.net.2. A kept layer takes twice the memory."
 )
 
 
@@ -66,7 +66,7 @@ def _model_input() -> io.Combo.Input:
         options=choices("transformer"),
         default=first_choice("transformer"),
         tooltip="A file in models/diffusion_models or models/checkpoints, a diffusers folder (its "
-        "name ends with /), or micro (bundled), which needs no download and paints 256x256.",
+        "name ends with /), or micro (bundled), a tiny model for 256x256 that needs no download.",
     )
 
 
@@ -75,9 +75,9 @@ def _precision_input() -> io.Combo.Input:
         "precision",
         options=list(LOADER_PRECISIONS),
         default="auto",
-        tooltip="auto: the most faithful that stays on the card. bf16: 25 GiB on the card with the "
-        "modulation off it, else 38. int8 and fp8: 13, else 25; int8 is closer to bf16, fp8 needs "
-        "an Ada card or newer. as stored: the file's own.",
+        tooltip="Precision of the transformer. auto: bf16 if it fits on the card, else int8 or "
+        "fp8. bf16: 38 GiB, or 25 with modulation off card. int8, fp8: 25 GiB, or 13. int8 is "
+        "closer to bf16; fp8 needs an Ada card or newer. as stored: the file's own.",
     )
 
 
@@ -88,11 +88,10 @@ def _modulation_input() -> io.Combo.Input:
         default="auto",
         optional=True,
         advanced=True,
-        tooltip="A third of the weights sees only the timestep: 12.7 GiB in bf16. off card: they "
-        "stay in host memory and a small table of their results is on the card; each new schedule "
-        "brings them there once, and a sampler that asks for timesteps off its schedule "
-        "does so at each of these. auto: off the card where transformer and text encoder would not "
-        "both fit it.",
+        tooltip="Where the modulation weights stay (a third of the transformer, 12.7 GiB in bf16, "
+        "which see only the timestep). off card: in host memory, with a small table of their "
+        "results on the card. They come to the card once for each new schedule, and once for each "
+        "timestep outside it. auto: off card if transformer and text encoder do not both fit.",
     )
 
 
@@ -103,10 +102,10 @@ def _placement_input(*, advanced: bool | None) -> io.Combo.Input:
         default="auto",
         optional=True,
         advanced=advanced,
-        tooltip="Of the text encoder. auto, on card: on the card while there is room. cpu: "
-        "computes on the processor, slowly, and takes no room on the card. drop after encoding: "
-        "leaves the card at once, so that the transformer need not share it. An unchanged prompt "
-        "is not encoded again.",
+        tooltip="Where the text encoder stays. auto, on card: on the card while there is room. "
+        "cpu: runs on the CPU, slowly, and takes no card memory. drop after encoding: leaves the "
+        "card right after encoding and makes room for the transformer. An unchanged prompt is not "
+        "encoded again.",
     )
 
 
@@ -123,7 +122,7 @@ def keep_input() -> io.String.Input:
 
 def _report_output() -> io.String.Output:
     return io.String.Output(
-        "report", tooltip="What was loaded, from what, in which precision and why."
+        "report", tooltip="What was loaded, from which file, in which precision, and why."
     )
 
 
@@ -132,13 +131,11 @@ def _model_output() -> io.Model.Output:
 
 
 def _clip_output() -> io.Clip.Output:
-    return io.Clip.Output(tooltip="To CLIP Text Encode, or to the encoders of Qwen-Image Edit.")
+    return io.Clip.Output(tooltip="To CLIP Text Encode, or TextEncodeQwenImageEditPlus for edits.")
 
 
 def _vae_output() -> io.Vae.Output:
-    return io.Vae.Output(
-        tooltip="To VAE Decode and VAE Encode Qwen-Image, ComfyUI's own, or the Edit encoders."
-    )
+    return io.Vae.Output(tooltip="To VAE Decode, VAE Encode or TextEncodeQwenImageEditPlus.")
 
 
 class QwenL40SLoadModel(io.ComfyNode):
@@ -150,8 +147,8 @@ class QwenL40SLoadModel(io.ComfyNode):
             node_id="QwenL40S_LoadModel",
             display_name="Load Qwen-Image Model",
             category=CATEGORY,
-            description="Loads a Qwen-Image transformer: text to image, 2512, Edit or Layered; "
-            "bf16, fp8 or int8 files, or a diffusers folder.",
+            description="Loads a Qwen-Image transformer (text to image, 2512, Edit or Layered) "
+            "from a bf16, fp8 or int8 file or a diffusers folder.",
             search_aliases=[
                 "load diffusion model",
                 "unet loader",
@@ -201,8 +198,8 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
             node_id="QwenL40S_LoadTextEncoder",
             display_name="Load Qwen-Image Text Encoder",
             category=CATEGORY,
-            description="Loads Qwen2.5-VL, which turns prompts (and in Edit, images) into "
-            "conditioning.",
+            description="Loads Qwen2.5-VL, the text encoder of Qwen-Image. It turns prompts, and "
+            "for edits images, into conditioning.",
             search_aliases=[
                 "load clip",
                 "clip loader",
@@ -220,15 +217,14 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
                     options=choices("text_encoder"),
                     default=first_choice("text_encoder"),
                     tooltip="A file in models/text_encoders or models/checkpoints, a diffusers "
-                    "folder, or that of micro (bundled).",
+                    "folder (its name ends with /), or micro (bundled).",
                 ),
                 io.Combo.Input(
                     "precision",
                     options=list(LOADER_PRECISIONS),
                     default="auto",
-                    tooltip="How the weights are stored; ComfyUI computes this model in fp32 "
-                    "whatever it is. bf16: 14.4 GiB, fp8 and int8: 8.4 GiB. auto and as stored: "
-                    "the file's own.",
+                    tooltip="Precision of the stored weights; ComfyUI always computes this model "
+                    "in fp32. bf16: 14.4 GiB. fp8, int8: 8.4 GiB. auto, as stored: the file's own.",
                 ),
                 _placement_input(advanced=None),
             ],
@@ -264,7 +260,7 @@ class QwenL40SLoadVAE(io.ComfyNode):
             node_id="QwenL40S_LoadVAE",
             display_name="Load Qwen-Image VAE",
             category=CATEGORY,
-            description="Loads the VAE of Qwen-Image, in ComfyUI's or in diffusers' names.",
+            description="Loads the Qwen-Image VAE from a file of ComfyUI or of diffusers.",
             search_aliases=["load vae", "vae loader", "qwen image vae", "wan vae"],
             has_intermediate_output=True,
             inputs=[
@@ -272,14 +268,14 @@ class QwenL40SLoadVAE(io.ComfyNode):
                     "vae",
                     options=choices("vae"),
                     default=first_choice("vae"),
-                    tooltip="A file in models/vae or models/checkpoints, a diffusers folder, or "
-                    "that of micro (bundled).",
+                    tooltip="A file in models/vae or models/checkpoints, a diffusers folder (its "
+                    "name ends with /), or micro (bundled).",
                 ),
                 io.Combo.Input(
                     "precision",
                     options=VAE_PRECISIONS,
                     default="auto",
-                    tooltip="auto: what ComfyUI chooses for the card. fp32 takes twice the memory.",
+                    tooltip="auto: ComfyUI's choice for the card. fp32: twice the memory of bf16.",
                 ),
             ],
             outputs=[_vae_output(), _report_output()],
@@ -313,9 +309,9 @@ class QwenL40SLoad(io.ComfyNode):
             node_id="QwenL40S_Load",
             display_name="Load Qwen-Image",
             category=CATEGORY,
-            description="Loads transformer, text encoder and VAE from one choice: a diffusers "
-            "folder, the bundled micro model, or a file whose text encoder and VAE are found in "
-            "their folders.",
+            description="Loads transformer, text encoder and VAE in one node: from a transformer "
+            "file, with the matching text encoder and VAE found in their folders, from a diffusers "
+            "folder, or from the bundled micro model.",
             search_aliases=[
                 "load checkpoint",
                 "checkpoint loader",
@@ -335,14 +331,15 @@ class QwenL40SLoad(io.ComfyNode):
                     "text_encoder",
                     options=[AUTOMATIC, *choices("text_encoder")],
                     default=AUTOMATIC,
-                    tooltip="automatic: from the same folder, or the file in models/text_encoders "
-                    "whose width fits the model.",
+                    tooltip="automatic: from the same diffusers folder, else the file in "
+                    "models/text_encoders that matches the model.",
                 ),
                 io.Combo.Input(
                     "vae",
                     options=[AUTOMATIC, *choices("vae")],
                     default=AUTOMATIC,
-                    tooltip="automatic: from the same folder, or the file in models/vae that fits.",
+                    tooltip="automatic: from the same diffusers folder, else the file in "
+                    "models/vae that matches the model.",
                 ),
                 keep_input(),
                 _modulation_input(),
@@ -399,7 +396,7 @@ class QwenL40SLoad(io.ComfyNode):
         from ..hosts.comfyui.load.vae import load_vae
 
         transformer, encoder, decoder = cls._sources(model, text_encoder, vae)
-        # The largest comes last: what is wrong with the others is said before it is read.
+        # The transformer comes last: the others fail before its 38 GiB are read.
         decoder, vae_report = load_vae(decoder, "auto")
         clip, clip_report = load_text_encoder(encoder, "auto", placement)
         patcher, model_report = load_model(

@@ -33,8 +33,8 @@ class QwenL40SLoadLora(io.ComfyNode):
             node_id="QwenL40S_LoadLora",
             display_name="Load Qwen-Image LoRA",
             category=CATEGORY,
-            description="Applies a LoRA of any key style to a bf16, fp8 or int8 model, and says "
-            "how many of its keys were applied.",
+            description="Applies a LoRA to a bf16, fp8 or int8 model and reports how many of its "
+            "keys were applied. Reads all common key formats.",
             search_aliases=[
                 "load lora",
                 "lora loader",
@@ -47,7 +47,7 @@ class QwenL40SLoadLora(io.ComfyNode):
             ],
             has_intermediate_output=True,
             inputs=[
-                io.Model.Input("model", tooltip="From any loader; LoRAs may follow one another."),
+                io.Model.Input("model", tooltip="From any loader. LoRA loaders can be chained."),
                 io.Combo.Input(
                     "lora",
                     options=folder_paths.get_filename_list("loras"),
@@ -59,21 +59,23 @@ class QwenL40SLoadLora(io.ComfyNode):
                     min=-10.0,
                     max=10.0,
                     step=0.05,
-                    tooltip="1 as trained, 0 off, negative reverses it.",
+                    tooltip="1: as trained. 0: off. Negative values reverse it.",
                 ),
                 choice_input(
                     "lora_mode",
                     LORA_MODES,
                     default=LORA_MODES[0],
                     optional=True,  # files of 0.1 have it under its older name
-                    tooltip="merge: into the weights; costs no time a step, and fp8 or int8 "
-                    "weights are rounded once more. bypass: in bf16 next to them; exact, and each "
-                    "step takes longer.",
+                    tooltip="merge: added to the weights; steps take no longer, but fp8 or int8 "
+                    "weights are rounded once more. bypass: computed in bf16 in each step; exact, "
+                    "but slower.",
                 ),
             ],
             accept_all_inputs=True,  # older names
             outputs=[
-                io.Model.Output(tooltip="To a next LoRA, Optimize Qwen-Image, or the sampler."),
+                io.Model.Output(
+                    tooltip="To another LoRA loader, Optimize Qwen-Image or the sampler."
+                ),
                 io.String.Output("report", tooltip="How many of the LoRA's keys were applied."),
             ],
         )

@@ -19,10 +19,10 @@ class QwenL40SOptimize(io.ComfyNode):
             node_id="QwenL40S_Optimize",
             display_name="Optimize Qwen-Image",
             category=CATEGORY,
-            description="Makes any Qwen-Image MODEL faster at the same picture: fused blocks, "
-            "modulation from tables, the fastest exact attention of this card. Put it behind "
-            "LoRA loaders and before the sampler. The first step compares one block with "
-            "ComfyUI's own, which runs where they disagree. Other models pass through.",
+            description="Makes any Qwen-Image MODEL faster and keeps the picture: fused blocks, "
+            "modulation from a table, and the card's fastest exact attention. Place it after LoRA "
+            "loaders and before the sampler. The first step compares one block with ComfyUI's own, "
+            "and falls back to ComfyUI's if they disagree. Other models pass through unchanged.",
             search_aliases=[
                 "speed up",
                 "faster",
@@ -40,39 +40,39 @@ class QwenL40SOptimize(io.ComfyNode):
                     "attention",
                     options=ATTENTION_CHOICES,
                     default="auto",
-                    tooltip="auto measures the exact backends of this card once and takes the "
-                    "fastest. comfyui leaves ComfyUI's own. sage_2 is faster on some "
-                    "cards and changes the picture a little.",
+                    tooltip="auto: measures the card's exact backends once and uses the fastest. "
+                    "comfyui: ComfyUI's own. sage_2: faster on some cards, but changes the picture "
+                    "slightly.",
                 ),
                 io.Boolean.Input(
                     "fused_blocks",
                     default=True,
-                    tooltip="Off runs ComfyUI's own blocks: with attention on comfyui as well, "
-                    "the picture is bit for bit that of stock ComfyUI.",
+                    tooltip="Off: ComfyUI's own blocks. With attention comfyui as well, the "
+                    "picture is stock ComfyUI's, bit for bit.",
                 ),
                 io.Boolean.Input(
                     "tf32",
                     default=False,
                     optional=True,
                     advanced=True,
-                    tooltip="Rounds fp32 products to TF32 during the run. A bf16 model has next "
-                    "to none.",
+                    tooltip="Rounds fp32 matrix products to TF32 during the run. A bf16 model has "
+                    "almost none.",
                 ),
                 io.Boolean.Input(
                     "cudnn_benchmark",
                     default=False,
                     optional=True,
                     advanced=True,
-                    tooltip="Lets cuDNN try out convolutions during the run. The transformer has "
-                    "none; a ControlNet may.",
+                    tooltip="Lets cuDNN time its convolution algorithms during the run. The "
+                    "transformer has no convolutions; a ControlNet may have.",
                 ),
             ],
             outputs=[
                 io.Model.Output(tooltip="To the sampler."),
                 io.String.Output(
                     display_name="report",
-                    tooltip="What it will do. What a run did is in ComfyUI's log, and in Report "
-                    "Qwen-Image Run.",
+                    tooltip="What this node will do. Report Qwen-Image Run and ComfyUI's log say "
+                    "what a run did.",
                 ),
             ],
         )

@@ -1,4 +1,4 @@
-"""The node that writes a quantized model, so that the next start reads two thirds of the bytes."""
+"""The node that writes a quantized model: the next start reads two thirds of the bytes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def _destination(filename: str) -> Path:
     outside = name.is_absolute() or ".." in name.parts or "\\" in filename or ":" in filename
     if outside or name.name in ("", ".safetensors"):
         raise SettingError(
-            f"filename {filename!r} must be a name inside models/diffusion_models, such as "
-            "qwen_image_int8.safetensors."
+            f"filename {filename!r} is not a name inside models/diffusion_models: choose one such "
+            "as qwen_image_int8.safetensors."
         )
     if name.suffix.lower() in OTHER_FORMATS:
         raise SettingError(
@@ -48,9 +48,9 @@ class QwenL40SSaveQuantized(io.ComfyNode):
             node_id="QwenL40S_SaveQuantized",
             display_name="Save Quantized Qwen-Image",
             category=CATEGORY,
-            description="Writes the model with its merged LoRAs into models/diffusion_models, in "
-            "two thirds of the bytes of bf16. int8 files also load with ComfyUI's own loader; fp8 "
-            "files, with one scale for each row, load with this pack.",
+            description="Writes the model, with its merged LoRAs, to models/diffusion_models at "
+            "two thirds of its bf16 size. ComfyUI's own loader also reads the int8 files; the fp8 "
+            "files, with a scale for each row, need this pack.",
             search_aliases=[
                 "quantize",
                 "save model",
@@ -63,27 +63,29 @@ class QwenL40SSaveQuantized(io.ComfyNode):
             is_output_node=True,
             inputs=[
                 io.Model.Input(
-                    "model", tooltip="Best loaded in bf16: then every weight is rounded once."
+                    "model", tooltip="Load it in bf16, so that each weight is rounded only once."
                 ),
                 io.Combo.Input(
                     "precision",
                     options=["int8", "fp8"],
                     default="int8",
-                    tooltip="int8 is closer to bf16 and readable by ComfyUI itself; fp8 needs an "
-                    "Ada card or newer to be fast.",
+                    tooltip="int8: closer to bf16, and ComfyUI's own loader reads it. fp8: fast on "
+                    "Ada cards and newer.",
                 ),
                 io.String.Input(
                     "filename",
                     default="qwen_image_int8.safetensors",
-                    tooltip="Inside models/diffusion_models, with subfolders if you like; "
-                    ".safetensors is added where it is missing.",
+                    tooltip="A name inside models/diffusion_models; it may include subfolders. "
+                    ".safetensors is added if it is missing.",
                 ),
                 io.Boolean.Input(
-                    "overwrite", default=False, tooltip="Replace the file when it is there."
+                    "overwrite", default=False, tooltip="Replaces the file if it exists."
                 ),
                 keep_input(),
             ],
-            outputs=[io.String.Output("report", tooltip="What was written, and who reads it.")],
+            outputs=[
+                io.String.Output("report", tooltip="What was written, and which loaders read it.")
+            ],
         )
 
     @classmethod

@@ -16,9 +16,9 @@ class QwenL40SReport(io.ComfyNode):
             node_id="QwenL40S_Report",
             display_name="Report Qwen-Image Run",
             category=CATEGORY,
-            description="After a run: predicted and measured time and memory of each phase, and "
-            "which path every part took. Measures MODELs of this pack's loaders, and of others "
-            "that pass Optimize Qwen-Image.",
+            description="After a run, compares the predicted and measured time and memory of each "
+            "phase and says which code path each part took. Measures MODELs from this pack's "
+            "loaders, and any MODEL behind Optimize Qwen-Image.",
             search_aliases=[
                 "benchmark",
                 "timing",
@@ -32,26 +32,26 @@ class QwenL40SReport(io.ComfyNode):
             inputs=[
                 io.Image.Input(
                     "images",
-                    tooltip="The decoded images: they make the report come after the run, and pass "
-                    "through.",
+                    tooltip="The decoded images. They pass through, so the report comes after the "
+                    "run.",
                 ),
-                io.Model.Input("model", tooltip="The MODEL that the sampler takes."),
+                io.Model.Input("model", tooltip="The MODEL connected to the sampler."),
                 io.Clip.Input(
                     "clip",
                     optional=True,
-                    tooltip="The CLIP that encodes the prompts, of this pack's loaders.",
+                    tooltip="The CLIP that encodes the prompts, from this pack's loaders.",
                 ),
                 io.Vae.Input(
                     "vae",
                     optional=True,
-                    tooltip="The VAE that this pack's VAE Decode and VAE Encode nodes take.",
+                    tooltip="The VAE connected to this pack's VAE Decode and VAE Encode.",
                 ),
             ],
             outputs=[
                 io.Image.Output(display_name="images", tooltip="The images, unchanged."),
                 io.String.Output(
                     display_name="report",
-                    tooltip="The run in words: six lines, each phase, and the path it took.",
+                    tooltip="A summary of six lines, a table of the phases, and the code paths.",
                 ),
                 io.String.Output(
                     display_name="json",
@@ -59,7 +59,7 @@ class QwenL40SReport(io.ComfyNode):
                 ),
                 io.Image.Output(
                     display_name="chart",
-                    tooltip="Measured and predicted in one picture, as the node shows it.",
+                    tooltip="Measured and predicted figures in one picture, as shown on the node.",
                 ),
             ],
         )

@@ -17,15 +17,15 @@ def _tiles_input() -> io.Int.Input:
         max=MOST_TILES,
         optional=True,
         advanced=True,
-        tooltip="0: whole where that fits the memory that is free, else the fewest tiles. 1: "
-        "always whole, for which ComfyUI may have to move other models off the card. More: at "
-        "least so many.",
+        tooltip="0: the whole image if it fits in free memory, else as few tiles as possible. 1: "
+        "always the whole image; ComfyUI may move other models off the card for it. More: at least "
+        "that many tiles.",
     )
 
 
 def _report_output() -> io.String.Output:
     return io.String.Output(
-        "report", tooltip="Whole or in how many tiles, why, and what it took of memory."
+        "report", tooltip="Whole or in how many tiles, why, and how much memory it took."
     )
 
 
@@ -38,9 +38,9 @@ class QwenL40SVAEDecode(io.ComfyNode):
             node_id="QwenL40S_VAEDecode",
             display_name="VAE Decode Qwen-Image",
             category=CATEGORY,
-            description="ComfyUI's VAE Decode for Qwen-Image that plans its memory: the "
-            "transformer stays on the card, and where the whole image does not fit, tiles give the "
-            "same image without seams. Other VAEs, and videos, are decoded by ComfyUI itself.",
+            description="VAE Decode that plans its memory: the transformer stays on the card, and "
+            "an image that does not fit whole is decoded in tiles, without seams. For other VAEs "
+            "and for videos, ComfyUI's own VAE Decode runs.",
             search_aliases=[
                 "vae decode",
                 "vae decode tiled",
@@ -51,12 +51,12 @@ class QwenL40SVAEDecode(io.ComfyNode):
             ],
             has_intermediate_output=True,
             inputs=[
-                io.Latent.Input("samples", tooltip="What the sampler gives."),
+                io.Latent.Input("samples", tooltip="The latents from the sampler."),
                 io.Vae.Input("vae", tooltip="From any loader."),
                 _tiles_input(),
             ],
             outputs=[
-                io.Image.Output(tooltip="As ComfyUI's VAE Decode gives them: to Save Image."),
+                io.Image.Output(tooltip="To Save Image, as from ComfyUI's VAE Decode."),
                 _report_output(),
             ],
         )
@@ -79,9 +79,9 @@ class QwenL40SVAEEncode(io.ComfyNode):
             node_id="QwenL40S_VAEEncode",
             display_name="VAE Encode Qwen-Image",
             category=CATEGORY,
-            description="ComfyUI's VAE Encode for Qwen-Image that plans its memory: the "
-            "transformer stays on the card, and where the whole image does not fit, tiles give the "
-            "same latents. Other VAEs, and videos, are encoded by ComfyUI itself.",
+            description="VAE Encode that plans its memory: the transformer stays on the card, and "
+            "an image that does not fit whole is encoded in tiles, to the same latents. For other "
+            "VAEs and for videos, ComfyUI's own VAE Encode runs.",
             search_aliases=[
                 "vae encode",
                 "vae encode tiled",
@@ -94,14 +94,16 @@ class QwenL40SVAEEncode(io.ComfyNode):
             inputs=[
                 io.Image.Input(
                     "pixels",
-                    tooltip="Each image of a batch becomes a latent of its own. ComfyUI's VAE "
-                    "Encode takes the batch as the frames of one video with this VAE.",
+                    tooltip="Images to encode, each to its own latent. With this VAE, ComfyUI's "
+                    "VAE Encode takes a batch as the frames of one video.",
                 ),
                 io.Vae.Input("vae", tooltip="From any loader."),
                 _tiles_input(),
             ],
             outputs=[
-                io.Latent.Output(tooltip="To the sampler, or to a node that takes a reference."),
+                io.Latent.Output(
+                    tooltip="To the sampler, or to a node that takes a reference latent."
+                ),
                 _report_output(),
             ],
         )

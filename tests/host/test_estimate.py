@@ -172,7 +172,7 @@ def test_older_names_and_values_mean_what_they_meant():
     assert run(card="L40S", **OLDER)[3] == expected
     assert run(card="L40S", **{**TODAY, "modulation": "on", "lora_mode": "merged"})[3] == expected
     assert run(card="L40S", **TODAY, unknown=1)[3] == expected
-    words = ("modulation is 'on card' and tables 'on'", "older name", "give modulation alone")
+    words = ("modulation is 'on card', but tables is 'on'", "older name", "Give only modulation")
     refused(SettingError, *words, run=lambda: run(**{**OLDER, "modulation": "on card"}))
     inputs = {each.id: each for each in QwenL40SEstimateVRAM.GET_SCHEMA().inputs}
     assert QwenL40SEstimateVRAM.GET_SCHEMA().accept_all_inputs

@@ -208,7 +208,7 @@ def test_guidance_is_a_scale_or_a_mode(text, mode):
         (["--card", "L40S", "--tables", "maybe"], ["modulation 'maybe'", "on card, off card"]),
         (
             ["--card", "L40S", "--tables", "on", "--modulation", "on-card"],
-            ["modulation is 'on card' and tables 'on'", "older name", "give modulation alone"],
+            ["modulation is 'on card', but tables is 'on'", "older name", "Give only modulation"],
         ),
         (["--card", "L40S", "--text-encoder-placement", "moon"], ["moon", "cpu"]),
         (["--card", "L40S", "--cfg", "much"], ["much", "one pass"]),
