@@ -128,6 +128,7 @@ def save_quantized() -> Workflow:
         "QwenL40S_SaveQuantized",
         FILE,
         wide=520,
+        shown=12,  # of "Nodes 2.0", which draws the switch a little taller
         model=model["MODEL"],
         filename="qwen_image_2512_int8.safetensors",
     )
