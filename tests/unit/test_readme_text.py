@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from qwen_l40s.cli import COMMANDS
+from qwen_l40s.spec import GB, format_gib
 from qwen_l40s.tools.workflows import graph as models
 from qwen_l40s.tools.workflows.graph import ModelFile
 
@@ -17,7 +18,7 @@ README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARK = "<!-- made by tests/unit/test_readme_text.py -->"
 LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(?:#([^)\s]+))?\)")
-FILES_HEAD = "| no. | file | GB | goes into |\n|---|---|---|---|"
+FILES_HEAD = "| no. | file | size | goes into |\n|---|---|---|---|"
 PACKAGE = {"charts", "cli", "client", "hosts", "loaders", "nodes", "optimizations", "planning"}
 
 
@@ -89,7 +90,7 @@ def published():
 
 
 def size(file):
-    return "not known" if file.gb is None else f"{file.gb:g}"
+    return "not known" if file.gb is None else format_gib(file.gb * GB)
 
 
 def files_table():
