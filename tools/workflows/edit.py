@@ -27,7 +27,7 @@ PICTURE = "example.png"  # ComfyUI brings it in its input folder
 FAMILY = "qwen-image-edit-2511"
 STEPS, CFG = find_family(FAMILY).steps, 4.0  # the model card's
 COLUMNS = ((MODELS,), (IMAGES, MASK, MODEL), (PROMPT,), (SAMPLING, IMAGE))
-STEPS_LAST = f"**KSampler**: {STEPS} steps are the model card's; 20 take half of the time."
+STEPS_LAST = f"**KSampler**: the model card uses {STEPS} steps; 20 take half the time."
 FILES = (EDIT_2511, TEXT_ENCODER, VAE)
 
 
@@ -43,9 +43,9 @@ def edit_2511() -> Workflow:
     return _edit(
         "edit_2511",
         "Edit a picture, Edit-2511",
-        "Changes a picture as the prompt says. **FluxKontextImageScale** brings it to one "
-        "megapixel in the nearest of the usual shapes, and cuts what sticks out.",
-        ("**Load Image**: your picture.", "The prompt: what to change, and what to keep."),
+        "Changes a picture as the prompt says. **FluxKontextImageScale** scales it to one "
+        "megapixel and crops it to the nearest standard aspect ratio.",
+        ("**Load Image**: your picture.", "The prompt: what to change and what to keep."),
         pictures=1,
         prompt="Turn the picture into a watercolour painting on rough paper, keep the composition",
     )
@@ -56,11 +56,11 @@ def edit_2511_three_references() -> Workflow:
     return _edit(
         "edit_2511_three_references",
         "Edit with three pictures, Edit-2511",
-        "Brings things of three pictures together. The result has the shape of image 1.",
+        "Combines parts of three pictures. The result has the aspect ratio of image 1.",
         (
-            "**Load Image**: three pictures of your own; at first all are ComfyUI's example. "
-            "Delete image 3, and two are taken, faster.",
-            "The prompt: what comes from image 1, image 2 and image 3.",
+            "**Load Image**: your three pictures; at first, all are ComfyUI's example. For two "
+            "pictures, delete image 3; that is faster.",
+            "The prompt: what to take from image 1, image 2 and image 3.",
         ),
         pictures=3,
         prompt="The scene of image 1 in the light of image 2, with the colours of image 3",
@@ -75,14 +75,14 @@ def inpaint() -> Workflow:
         title,
         note(
             title,
-            "Paints anew what you mask. All other pixels stay as they are, at one megapixel in the "
-            "nearest of the usual shapes.\n\n"
-            "**Right-click Load Image > Open in MaskEditor**, paint over what is to change, save. "
-            "Without a mask nothing changes. Over the API the transparent part of a PNG is the "
-            "mask.",
+            "Repaints what you mask. The picture is scaled to one megapixel and cropped to the "
+            "nearest standard aspect ratio; all pixels outside the mask then stay as they are.\n\n"
+            "**Right-click Load Image > Open in MaskEditor**, paint over the area to change, and "
+            "save. Without a mask nothing changes. Over the API, the transparent part of a PNG is "
+            "the mask.",
             (
                 "**Load Image**: your picture and its mask.",
-                "The prompt: what is to be there.",
+                "The prompt: what to paint there.",
                 STEPS_LAST,
             ),
             files=FILES,

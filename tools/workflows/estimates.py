@@ -1,4 +1,4 @@
-"""Workflows that foresee, compare and prepare: estimate, report, advise, save quantized."""
+"""Workflows that predict, compare and prepare: estimate, report, advise, save quantized."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def estimate() -> Workflow:
         title,
         note(
             title,
-            "Says whether a run fits a card, how long it takes and what it costs. It needs no "
-            "model and no card, and loads nothing.",
+            "Predicts whether a run fits a card, how long it takes and what it costs. Needs no "
+            "model and no card.",
             (
-                "`card`: `this card` is the one in this machine, or an L40S where there is none.",
-                "Size, batch, steps and references: what you want to run.",
-                "Times of a card that was not measured are a range. `qwen-l40s bench --calibrate` "
-                "on the card makes one figure of it.",
+                "`card`: `this card` is the card in this machine, or an L40S if there is none.",
+                "Size, batch, steps and references: the run you plan.",
+                "Cards we have not measured get a range of times. `qwen-l40s bench --calibrate`, "
+                "run on the card, narrows it to one figure.",
             ),
         ),
         columns=((), (ESTIMATE,), (REPORT,)),
@@ -81,11 +81,11 @@ def advise() -> Workflow:
         title,
         note(
             title,
-            "Ranks cards by what an image costs at your load. It needs no model and no card.",
+            "Ranks rented cards by the cost of an image at your load. Needs no model and no card.",
             (
-                "`images_per_hour`: your load, all day.",
-                "Size, steps and references: what you want to run.",
-                "`prices`: your own, a line for each card, such as `L40S = 0.79`.",
+                "`images_per_hour`: your load, around the clock.",
+                "Size, steps and references: the images you plan.",
+                "`prices`: your own prices in USD an hour, one card a line: `L40S = 0.79`.",
             ),
         ),
         columns=((), (ADVICE,), (REPORT,)),
@@ -103,13 +103,13 @@ def save_quantized() -> Workflow:
         title,
         note(
             title,
-            "Writes a model in int8 or fp8 into `models/diffusion_models`, once. Later starts read "
-            "two thirds of the bytes. It needs no text encoder and no VAE.",
+            "Writes a model in int8 or fp8 to `models/diffusion_models`, once. Later starts read "
+            "two thirds of the bytes. Needs no text encoder and no VAE.",
             (
-                "**Load Qwen-Image Model**: any bf16 file; then every weight is rounded once.",
-                "`precision`: int8 is closer to bf16. fp8 is faster on Ada cards and newer.",
-                "Afterwards press R, and choose the new file in **Load Qwen-Image**.",
-                "A LoRA between the two nodes is merged into the file.",
+                "**Load Qwen-Image Model**: any bf16 file, so each weight is rounded only once.",
+                "`precision`: int8 is closer to bf16; fp8 needs an Ada card or newer.",
+                "After the run, press R and choose the new file in **Load Qwen-Image**.",
+                "To merge a LoRA into the file, put **Load Qwen-Image LoRA** between the nodes.",
             ),
             files=(QWEN_2512,),
         ),
@@ -143,12 +143,12 @@ def estimate_generate_report() -> Workflow:
         title,
         note(
             title,
-            "Predicts a run from the parts that are loaded, paints the picture, and compares what "
-            "was predicted with what was measured.",
+            "Predicts a run from the loaded parts, paints the image, and compares the prediction "
+            "with the measurement.",
             (
-                "**Estimate Qwen-Image VRAM** takes models, size and batch from its wires. Open "
-                "it with a click on its dot, and give it the `steps` of **KSampler**.",
-                "The first run loads and prepares: read the report of the second one.",
+                "**Estimate Qwen-Image VRAM** takes models, size and batch from its connections. "
+                "Click its dot to open it, and set `steps` as in **KSampler**.",
+                "The first run also loads and compiles: read the report of the second run.",
                 PROMPT_FIRST,
             ),
             files=(QWEN_2512, TEXT_ENCODER, VAE),
@@ -169,12 +169,12 @@ def micro_report() -> Workflow:
         title,
         note(
             title,
-            "Predicts a run, paints with the bundled micro model, and compares what was predicted "
-            "with what was measured. Nothing to download: press Run to see what a report holds.",
+            "Predicts a run, paints with the bundled micro model, and compares the prediction with "
+            "the measurement. No download: press **Run** to see a report.",
             (
-                "**Load Qwen-Image**: a file of your own, with the size and steps of its model "
-                "card in **EmptySD3LatentImage**, **Estimate** and **KSampler**.",
-                "The first run loads and prepares: read the report of the second one.",
+                "**Load Qwen-Image**: your own file. Set the size and steps of its model card in "
+                "**EmptySD3LatentImage**, **Estimate Qwen-Image VRAM** and **KSampler**.",
+                "The first run also loads and compiles: read the report of the second run.",
             ),
         ),
         columns=REPORTED,

@@ -54,8 +54,8 @@ def _text_encoder(name: str, gb: float) -> ModelFile:
 QWEN_2512 = _transformer("qwen_image_2512_bf16.safetensors", COMFY_QWEN, 40.9)
 QWEN_2512_FP8 = _transformer("qwen_image_2512_fp8_e4m3fn.safetensors", COMFY_QWEN, 20.4)
 EDIT_2511 = _transformer("qwen_image_edit_2511_bf16.safetensors", COMFY_EDIT, 40.9)
-TEXT_ENCODER = _text_encoder("qwen_2.5_vl_7b.safetensors", 16.6)
-TEXT_ENCODER_FP8 = _text_encoder("qwen_2.5_vl_7b_fp8_scaled.safetensors", 9.4)
+TEXT_ENCODER = _text_encoder("qwen_2.5_vl_7b.safetensors", 16.58)
+TEXT_ENCODER_FP8 = _text_encoder("qwen_2.5_vl_7b_fp8_scaled.safetensors", 9.38)
 VAE = ModelFile("qwen_image_vae.safetensors", f"{COMFY_QWEN}/vae", "vae", 0.25)
 # In bf16, not the fp32 of ComfyUI's own template: half the bytes, and merged into bf16 weights.
 LIGHTNING_4 = ModelFile(

@@ -23,13 +23,14 @@ def layered() -> Workflow:
         title,
         note(
             title,
-            f"Takes a picture apart into {LAYERS} layers with transparency, each a PNG.",
+            f"Splits a picture into {LAYERS} layers with transparency and saves each as a PNG.",
             (
                 "**Load Image**: your picture.",
-                "The prompt may stay empty. It says what the whole picture shows, also what is "
-                "hidden; it does not choose the layers.",
-                "**Empty Qwen Image Layered Latent**: `layers`; each costs as much as the picture.",
-                f"**Scale Image to Max Dimension**: {SIDE} is the model card's; 1024 for detail.",
+                "The prompt may stay empty. It describes the whole picture, hidden parts included; "
+                "it does not choose the layers.",
+                "**Empty Qwen Image Layered Latent**: `layers`; each takes as long as the picture.",
+                f"**Scale Image to Max Dimension**: the model card uses {SIDE}; 1024 shows more "
+                "detail.",
             ),
             files=(LAYERED, TEXT_ENCODER, LAYERED_VAE),
             request=RunRequest(

@@ -6,13 +6,13 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...charts.figures import duration
+from ...charts.figures import duration, tenths
 from ...charts.words import safer_setting, usable_bytes
 from ...machine.card_list import BUNDLED, known_cards
 from ...planning.cards import Card, find_card
 from ...planning.estimate import estimate
 from ...planning.request import RunRequest
-from ...spec import format_gib
+from ...spec import GB, format_gib
 from .graph import TEXT_ENCODER, VAE, Link, ModelFile, Node, Workflow
 
 MODELS, PROMPT, SAMPLING, IMAGE = "Models", "Prompt", "Sampling", "Image"
@@ -171,14 +171,16 @@ def takes(request: RunRequest) -> str:
     """Memory and time on an L40S, as `qwen-l40s estimate` says them; nothing is typed."""
     found = estimate(request, _l40s())
     option = found.option
-    peak, usable = format_gib(option.peak_bytes), format_gib(usable_bytes(found))
+    peak, usable = tenths(option.peak_bytes), format_gib(usable_bytes(found))
     fits = "it fits" if found.fits else "it does not fit"
     if found.tight:
         fits = "tight, not measured"
-    sentences = [f"On an L40S, predicted: {peak} of {usable} to use: {fits}."]
+    sentences = [f"On an L40S, predicted: {peak} of {usable}: {fits}."]
     if found.safer:
         spare = format_gib(found.safer.headroom_bytes)
-        sentences.append(f"Safer, with {spare} to spare: {safer_setting(found)}.")
+        # As the loader names it, which loads nothing but Qwen-Image's text encoder.
+        setting = safer_setting(found).replace("text_encoder_placement", "placement")
+        sentences.append(f"Safer: {setting} in **Load Qwen-Image**, with {spare} to spare.")
     if option.setting.modulation == "off card":
         sentences.append(
             "The modulation weights (a third of the transformer, which see only the timestep) stay "
@@ -205,4 +207,4 @@ def _l40s() -> Card:
 
 
 def _size(file: ModelFile) -> str:
-    return "" if file.gb is None else f", {file.gb:g} GB"
+    return "" if file.gb is None else f", {format_gib(file.gb * GB)}"

@@ -55,9 +55,9 @@ NEGATIVE = (
 )
 MICRO, MICRO_SIDE, MICRO_STEPS = "micro (bundled)", 256, 20
 MICRO_PROMPT = "a large green circle at the bottom right on a white background"
-SIZES = "**EmptySD3LatentImage**: 1328x1328, 1664x928, 1472x1104, 1584x1056 or upright."
-PROMPT_FIRST = "The prompt. The negative prompt is the model card's own, in Chinese."
-STEPS_LAST = f"**KSampler**: {STEPS} steps are the model card's; 20 take 0.4 of the time."
+SIZES = "**EmptySD3LatentImage**: 1328x1328, 1664x928, 1472x1104, 1584x1056, or portrait."
+PROMPT_FIRST = "The prompt. The negative prompt is the model card's, in Chinese."
+STEPS_LAST = f"**KSampler**: the model card uses {STEPS} steps; 20 take 40 % of the time."
 CHANGE = (PROMPT_FIRST, SIZES, STEPS_LAST)
 
 
@@ -66,10 +66,10 @@ def text_to_image_bf16() -> Workflow:
     return _text_to_image(
         "text_to_image_bf16",
         "Text to image, bf16",
-        "Qwen-Image-2512 as it was trained. On a 48 GB card nothing is loaded twice.",
+        "Qwen-Image-2512 in bf16, as trained. On a 48 GB card, all parts stay loaded.",
         (
             *CHANGE,
-            "**Load Qwen-Image**: precision `auto` takes int8 where bf16 does not fit.",
+            "**Load Qwen-Image**: precision `auto` takes int8 if bf16 does not fit your card.",
         ),
     )
 
@@ -79,12 +79,12 @@ def text_to_image_fp8() -> Workflow:
     return _text_to_image(
         "text_to_image_fp8",
         "Text to image, fp8",
-        "Qwen-Image-2512 from ComfyUI's own fp8 files: half the download, and fp8 arithmetic on "
-        "Ada cards and newer. bf16 is more faithful.",
+        "Qwen-Image-2512 from ComfyUI's fp8 files: half the download, and fp8 matrix products on "
+        "Ada cards and newer. bf16 is more exact.",
         (
             *CHANGE,
-            f"**Load Qwen-Image**: `{QWEN_2512.name}` with precision fp8 is more exact: it gets a "
-            "scale for each row.",
+            f"**Load Qwen-Image**: `{QWEN_2512.name}` with precision `fp8` is more exact, because "
+            "each row gets its own scale.",
         ),
         transformer=QWEN_2512_FP8,
         text_encoder=TEXT_ENCODER_FP8,
@@ -104,12 +104,12 @@ def text_to_image_int8() -> Workflow:
     return _text_to_image(
         "text_to_image_int8",
         "Text to image, int8",
-        "Qwen-Image-2512 in int8, made from the bf16 file as it loads, with a scale for each row "
-        "and each token.",
+        "Qwen-Image-2512 in int8, quantized from the bf16 file while it loads, with a scale for "
+        "each row and each token.",
         (
             *CHANGE,
-            "The template **save_quantized** writes the int8 file once; from then on two thirds "
-            "of the bytes are read.",
+            "The template **save_quantized** writes the int8 file once, so that later starts read "
+            "two thirds of the bytes.",
         ),
         precision="int8",
         request=RunRequest(family=FAMILY, precision="int8", steps=STEPS),
@@ -122,12 +122,12 @@ def lora() -> Workflow:
     return _text_to_image(
         "lora",
         "Text to image with a LoRA",
-        "Qwen-Image-2512 with a LoRA for 360 degree panoramas, merged into the weights: a step "
-        "takes no longer. The loader says how many of its keys were applied.",
+        "Qwen-Image-2512 with a LoRA for 360 degree panoramas, merged into the weights: steps take "
+        "no longer. **Load Qwen-Image LoRA** reports how many of its keys were applied.",
         (
-            "**Load Qwen-Image LoRA**: any of `models/loras` for this model; `bypass` leaves "
-            "quantized weights as they are.",
-            "The prompt: a LoRA may need its own words, here `360 degree panorama with "
+            "**Load Qwen-Image LoRA**: any LoRA for this model. `bypass` leaves quantized weights "
+            "unchanged.",
+            "The prompt: a LoRA may need trigger words, here `360 degree panorama with "
             "equirectangular projection`.",
             STEPS_LAST,
         ),
@@ -151,12 +151,11 @@ def batch_of_8() -> Workflow:
     return _text_to_image(
         "batch_of_8",
         "Eight images at once",
-        "Eight pictures of one prompt in one run, to choose from. A step reads the weights once "
-        "for all of them.",
+        "Eight images of one prompt in one run. Each step reads the weights once for all eight.",
         (
             PROMPT_FIRST,
-            "**EmptySD3LatentImage**: `batch_size`, as many as the card has room for.",
-            f"**KSampler**: {STEPS} steps are the model card's; 20 will do for drafts.",
+            "**EmptySD3LatentImage**: `batch_size`, as large as fits your card.",
+            f"**KSampler**: the model card uses {STEPS} steps; 20 are enough for drafts.",
         ),
         # Eight images leave an L40S no room for the text encoder while they are sampled.
         placement="drop after encoding",
@@ -171,11 +170,10 @@ def text_to_image_2048() -> Workflow:
     return _text_to_image(
         "text_to_image_2048",
         "Text to image, 2048x2048",
-        "Four megapixels. **VAE Decode Qwen-Image** decodes in exact tiles, without seams, where "
-        "the whole picture does not fit the free memory.",
+        "Four megapixels. **VAE Decode Qwen-Image** decodes in tiles, without seams, if the whole "
+        "image does not fit in free memory.",
         (
-            "The prompt. The model card's sizes have 1.8 megapixels: at twice that, look for "
-            "repeated things.",
+            "The prompt. The model card's sizes have 1.8 megapixels; at four, objects may repeat.",
             STEPS_LAST,
         ),
         size=(side, side),
@@ -249,14 +247,14 @@ def _lightning(name: str, steps: int, lora_file: ModelFile) -> Workflow:
         title,
         note(
             title,
-            f"Qwen-Image-2512 in {steps} steps, with the Lightning LoRA. CFG is 1: there is no "
+            f"Qwen-Image-2512 in {steps} steps, with the Lightning LoRA. CFG is 1, so there is no "
             "negative prompt.",
             (
                 "The prompt.",
                 SIZES,
-                f"**KSampler**: leave {steps} steps and CFG 1, which the LoRA was trained for.",
-                "Smaller cards: precision `int8` or `fp8`, and LoRA `bypass`. Merged into 8 bits, "
-                "a LoRA is rounded once more.",
+                f"**KSampler**: keep {steps} steps and CFG 1; the LoRA was trained for them.",
+                "On smaller cards: precision `int8` or `fp8`, with lora_mode `bypass`; `merge` "
+                "rounds the 8-bit weights once more.",
             ),
             files=(QWEN_2512, TEXT_ENCODER, VAE, lora_file),
             request=RunRequest(
@@ -290,12 +288,12 @@ def micro_text_to_image() -> Workflow:
         title,
         note(
             title,
-            "Press **Run**: the small Qwen-Image that comes with this pack paints coloured shapes. "
-            "Nothing to download; it runs on a processor too.",
+            "Press **Run**: the tiny Qwen-Image that comes with this pack paints coloured shapes. "
+            "It needs no download and also runs on a CPU.",
             (
                 "The prompt: a size, a colour, a shape, a place and a background, such as `a small "
                 "red star at the top left on a blue background`.",
-                "Leave 256x256, which it was trained at.",
+                "Keep 256x256: the model was trained at that size.",
             ),
         ),
     )
