@@ -271,12 +271,12 @@ def request_settings(
     """Arguments of `RunRequest` from values of options; what is left out keeps its default.
 
     Raises:
-        SettingError: the ControlNet's size is no number of 0 or more.
+        SettingError: the ControlNet's size is negative or not finite.
     """
     if not 0 <= controlnet_gib < math.inf:
         raise SettingError(
-            f"controlnet_gib is {controlnet_gib}, but must be 0 or more: give the size of the "
-            "ControlNet's file in GiB, or 0 for none."
+            f"controlnet_gib is {controlnet_gib}, but a file has 0 GiB or more: give the file's "
+            "size, or 0 for no ControlNet."
         )
     return {
         "family": AUTO,

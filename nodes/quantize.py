@@ -28,8 +28,8 @@ def _destination(filename: str) -> Path:
         )
     if name.suffix.lower() in OTHER_FORMATS:
         raise SettingError(
-            f"filename {filename!r} ends in {name.suffix}, and a .safetensors file is written: "
-            f"name it {name.stem}.safetensors."
+            f"filename {filename!r} ends in {name.suffix}, but this node writes .safetensors "
+            f"files: name it {name.stem}.safetensors."
         )
     if name.suffix != ".safetensors":
         name = name.with_name(f"{name.name}.safetensors")

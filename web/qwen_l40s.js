@@ -1,6 +1,6 @@
 /**
- * What this pack's nodes say stands on the nodes: after a run its summary, and where ComfyUI refuses
- * a prompt or a node fails, the sentence that says why. Nodes of other packs are left alone.
+ * Shows on the nodes of this pack what they say: the summary after a run, and the reason when
+ * ComfyUI refuses a prompt or a node fails. Nodes of other packs are left alone.
  */
 
 import { api } from "../../scripts/api.js"
@@ -9,7 +9,7 @@ import { app } from "../../scripts/app.js"
 const OURS = "QwenL40S_"
 const BOX = "qwen_l40s"
 const MARGIN = 8
-/** Of the box in pixels of the graph; a longer text scrolls. */
+/** The height of the box in pixels of the graph; a longer text scrolls. */
 const MOST_HEIGHT = 128
 
 const STYLE = `
@@ -35,7 +35,7 @@ const saidBy = new WeakMap()
 /** The nodes that show an error. */
 const failed = new Set()
 
-/** Whether a node is one of this pack's. */
+/** Whether a node belongs to this pack. */
 const isOurs = (node) => Boolean(node?.comfyClass?.startsWith(OURS))
 
 /**
@@ -52,7 +52,7 @@ function nodeOf(id) {
     return isOurs(node) ? node : null
 }
 
-/** Shows a text in a window of its own, to read and to copy. */
+/** Shows a text in a dialog, to read and to copy. */
 function showReport(title, report) {
     const dialog = document.createElement("dialog")
     dialog.className = "qwen-l40s-report"
@@ -74,7 +74,7 @@ function showReport(title, report) {
 function newElement() {
     const element = document.createElement("div")
     element.className = "qwen-l40s-box"
-    // The pointer selects text here instead of dragging the node; the wheel scrolls what is longer.
+    // Here the pointer selects text instead of dragging the node; the wheel scrolls a long text.
     element.addEventListener("pointerdown", (e) => e.button === 0 && e.stopPropagation())
     element.addEventListener("wheel", (e) => {
         if (element.scrollHeight > element.clientHeight) e.stopPropagation()
@@ -83,7 +83,7 @@ function newElement() {
     return element
 }
 
-/** How high an element must be in a node of this width. */
+/** The height that an element needs in a node of this width. */
 function heightOf(element, width) {
     const measured = element.cloneNode(true)
     measured.style.cssText = `position: absolute; visibility: hidden; width: ${width}px`
@@ -93,7 +93,7 @@ function heightOf(element, width) {
     return height
 }
 
-/** The widget that holds a node's box; a later text goes into the same one. */
+/** The widget that holds a node's box; later texts reuse it. */
 function boxOf(node, said) {
     const widget = node.widgets?.find((widget) => widget.name === BOX)
     if (widget) return widget
@@ -109,7 +109,7 @@ function boxOf(node, said) {
     return added
 }
 
-/** Brings a node's box in line with what the node says: without a word there is no box. */
+/** Updates a node's box; without a text there is no box. */
 function show(node, news) {
     const said = Object.assign(saidBy.get(node) ?? { grown: 0 }, news)
     saidBy.set(node, said)
@@ -136,14 +136,14 @@ function show(node, news) {
     node.setDirtyCanvas(true, true)
 }
 
-/** Shows what a run, or the page's memory of one, says of a node. */
+/** Shows what a run, or the page's record of one, says of a node. */
 function ran(node, output) {
     if (!isOurs(node) || !output?.[BOX]) return
     const report = output.text?.join("\n")
     show(node, { summary: output[BOX].join("\n"), report, error: undefined })
 }
 
-/** Shows why a node was refused or failed; without a reason it shows its last summary again. */
+/** Shows why a node was refused or failed; without a reason, its last summary again. */
 function fails(node, error) {
     if (isOurs(node)) show(node, { error })
 }
@@ -186,7 +186,7 @@ function renameValues(node) {
     }
 }
 
-/** Runs what the page called us for; a fault of ours stays ours. */
+/** Runs an action for the page; its errors go to the console. */
 function safely(action) {
     try {
         action()
@@ -226,7 +226,7 @@ app.registerExtension({
         }
     },
 
-    // Another tab was opened, which the page remembers with what its nodes said.
+    // The page opened another tab, and remembers what its nodes said.
     onNodeOutputsUpdated(outputs) {
         for (const [id, output] of Object.entries(outputs)) safely(() => ran(nodeOf(id), output))
     },
