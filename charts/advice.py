@@ -12,10 +12,10 @@ from .words import changes, rests_on, safer_text, settings_text, verdict
 if TYPE_CHECKING:
     from ..planning.advise import Advice, Comparison, Market
 
-COLUMNS = ("", "card", "in", "an image", "cards", "busy", "USD an image")
+COLUMNS = ("", "card", "in", "an image", "cards", "busy", "USD per image")
 COUNTED = (
-    "Cards are counted so that they carry the load at the slowest predicted time. USD an image is "
-    "what they cost then, idle time included."
+    "The number of cards carries the load even at the slowest predicted time. USD per image "
+    "includes idle time."
 )
 
 
@@ -35,7 +35,7 @@ def advise_text(
         comparisons: of the card that the package is about with others.
     """
     if not advices:
-        return "\n".join(["None of these cards has a price to compare.", *_without_offer(market)])
+        return "\n".join(["None of these cards has a price.", *_without_offer(market)])
     priced = [line for advice in advices for line in folded(_basis(market, advice), "")]
     blocks = [
         summary_lines(market, advices),
@@ -52,10 +52,10 @@ def summary_lines(market: Market, advices: Sequence[Advice]) -> list[str]:
     """What the node shows: the cheapest card, what follows, and the settings; at most six lines."""
     fitting = [advice for advice in advices if advice.offer.fits]
     if not fitting:
-        return ["None of the cards with a price holds it: choose a smaller size or batch."]
+        return ["This fits none of the cards with a price: choose a smaller size or batch."]
     best, *others = fitting
     found = market.estimates[best.offer.card.name]
-    load = f"{best.images_per_hour:,.10g} images an hour"
+    load = f"{best.images_per_hour:,.10g} images per hour"
     lines = [f"Cheapest for {load}: {_named(market, best)}, ${dollars(best.usd)} an image."]
     if found.tight:
         lines += [verdict(found), safer_text(found)]
@@ -65,10 +65,10 @@ def summary_lines(market: Market, advices: Sequence[Advice]) -> list[str]:
         lines.append(f"Cheapest in bf16, as the model was trained: {bf16}.")
     following = [f"{_named(market, each)} ${dollars(each.usd)}" for each in others[:2]]
     if following and not found.tight:
-        lines.append(f"Next: {', '.join(following)}.")
+        lines.append(f"Next cheapest: {', '.join(following)}.")
     lines.append(f"Set: {settings_text(found.option.setting)}.")
     if market.unpriced:
-        lines.append(f"{len(market.unpriced)} cards have no price: give yours to rank them.")
+        lines.append(f"{len(market.unpriced)} cards have no price: enter yours to rank them.")
     return lines
 
 
@@ -81,15 +81,15 @@ def comparison_text(found: Comparison) -> str:
     )
     pair = f"{first} or {second}: "
     if found.cheaper is None:
-        return f"{pair}both cost the same when always busy."
+        return f"{pair}both cost the same at full load."
     better, other = (first, second) if found.cheaper is found.first else (second, first)
     text = f"the {better} is cheaper at every load"
     if found.break_even:
         text = (
-            f"the {better} is cheaper above {load_text(found.break_even)} images an hour; below, "
-            f"sometimes the {other}"
+            f"the {better} is cheaper above {load_text(found.break_even)} images per hour; below "
+            f"that, sometimes the {other}"
         )
-    doubt = "" if found.certain else ". Their ranges overlap, so it may be the other way round"
+    doubt = "" if found.certain else ". The predicted times overlap, so this may not hold"
     return f"{pair}{text}{doubt}."
 
 
@@ -176,8 +176,8 @@ def _without_offer(market: Market) -> list[str]:
     if market.unpriced:
         first, count = market.unpriced[0], len(market.unpriced)
         lines.append(
-            f"No price is known of {count} cards. Give yours in USD an hour, in the node or as "
-            f'--price "{first}=1.00":'
+            f"{count} cards have no price. Enter yours in USD per hour, in the node or as --price "
+            f'"{first}=1.00":'
         )
         lines += folded(", ".join(market.unpriced), "")
     return lines

@@ -19,7 +19,7 @@ def audit_text(report: Mapping[str, Any]) -> str:
         f"products   {report['products']}",
     ]
     if report["activations"] == "Gaussian":
-        lines.append("activations are Gaussian, so outliers of the real ones do not show: give the")
+        lines.append("activations are Gaussian, so outliers of real ones do not show: name the")
         lines.append("diffusers folder and prompts to measure with them")
     if "images" in report:
         lines += _images(report)
@@ -51,7 +51,7 @@ def _kinds(report: Mapping[str, Any]) -> Iterator[str]:
     total = f"{report['summed_error']:.4f}"
     yield f"{'all':46}{total:>9}{file_size(report['bytes_of_all']):>12}"
     if effect:
-        yield "error: of a layer's output; effect: of the noise prediction when one layer alone is"
+        yield "error: in a layer's output; effect: on the noise prediction when only that layer is"
         yield f"quantized, summed in squares; with all at once it is {report['effect_of_all']:.4f}"
     elif "images" in report:
         yield "the effect on the noise prediction was not measured: it needs memory for two fp32"
@@ -78,7 +78,7 @@ def _keep(report: Mapping[str, Any]) -> Iterator[str]:
         f"{keep['error']:.4f}, keep {len(keep['layers'])} of {len(report['layers'])} layers"
     )
     more = file_size(keep["bytes"])
-    yield f"in bf16, which takes {more} more ({share:.0%} of what all take):"
+    yield f"in bf16, which takes {more} more ({share:.0%} of all layers in bf16):"
     patterns = " ".join(f"'{pattern}'" for pattern in keep["patterns"])
     for line in textwrap.wrap(f"--keep {patterns}", WIDTH, break_long_words=False):
         yield f"  {line}"

@@ -64,7 +64,7 @@ def cost_chart(advices: Sequence[Advice], request: RunRequest) -> Image.Image:
     _answer(page, shown[0], request)
     head = page.y + LEAST * 0.6
     field = _field(head + LEAST * 1.1, [each.offer for each in shown], load)
-    page.text((SIDE, head), "USD an image, by images an hour", size=LEAST, fill=FAINT)
+    page.text((SIDE, head), "USD per image, by images per hour", size=LEAST, fill=FAINT)
     _axes(page, field)
     for advice, tint in reversed(list(zip(shown, tints, strict=True))):
         points = [(field.x(at), field.y(advice.offer.usd_for(at))) for at in field.loads()]
@@ -78,7 +78,7 @@ def cost_chart(advices: Sequence[Advice], request: RunRequest) -> Image.Image:
 def _answer(page: Page, best: Advice, request: RunRequest) -> None:
     """How many of which card, and what an image costs, in one line."""
     room = WIDTH - 2 * SIDE
-    load = f"Cheapest for {best.images_per_hour:,.10g} images an hour"
+    load = f"Cheapest for {best.images_per_hour:,.10g} images per hour"
     page.text((SIDE, page.y + LABEL * 0.6), load, size=LABEL, fill=FAINT)
     page.y += round(LABEL * 1.3)
     name, cost = _counted(best), f"${dollars(best.usd)} an image"

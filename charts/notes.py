@@ -37,23 +37,23 @@ def price_of(found: Estimate) -> str:
 def _time_notes(found: Estimate) -> Iterator[str]:
     if found.times is None:
         yield (
-            f"No times and no cost are predicted, because {found.card.name} is not in the list of "
-            f"cards. The {found.card.nearest} is likely the nearest in speed; `qwen-l40s bench "
-            "--calibrate` measures yours."
+            f"{found.card.name} is not in the list of cards, so times and cost are not predicted. "
+            f"The {found.card.nearest} is probably the closest in speed; `qwen-l40s bench "
+            "--calibrate` measures your card."
         )
         return
     yield from _range_notes(found)
     yield (
-        "The time of an image counts a new prompt, with all models loaded. The first run takes "
+        "The time of an image includes a new prompt, with all models loaded. The first run takes "
         f"{duration(found.first_image_seconds)}; ComfyUI starts and loads everything from an NVMe "
         f"disk in {duration(found.times.cold_start)}."
     )
     yield f"Loading takes {_loads(found.times.loads)}."
     place = found.option.setting.text_encoder_place
     if place == ON_PROCESSOR:
-        yield "The text encoder's time is predicted for a processor of 16 cores."
+        yield "The text encoder's time assumes a CPU with 16 cores."
     elif place == DROPPED:
-        yield "Each new prompt brings the text encoder back to the card."
+        yield "Each new prompt loads the text encoder onto the card again."
 
 
 def _range_notes(found: Estimate) -> Iterator[str]:
@@ -63,14 +63,13 @@ def _range_notes(found: Estimate) -> Iterator[str]:
         return
     setting = found.option.setting
     if found.basis.origin:
-        yield f"Times are a range because the calibration left {setting.precision} out."
+        yield f"Times are a range because the calibration did not measure {setting.precision}."
     if setting.precision in QUANTIZED and not setting.weight_only:
         reached = constants()
         yield (
-            f"The slow end is more likely: the card that was measured, an "
-            f"{measured()['conditions']['card']}, reached {reached.gemm_int8:.0%} of its dense "
-            f"peak in int8 and {reached.gemm_fp8:.0%} in fp8, and this range takes {GEMM[0]:.0%} "
-            f"to {GEMM[1]:.0%}."
+            f"Expect the slow end: the card we measured ({measured()['conditions']['card']}) "
+            f"reached {reached.gemm_int8:.0%} of its dense peak in int8 and {reached.gemm_fp8:.0%} "
+            f"in fp8, and this range assumes {GEMM[0]:.0%} to {GEMM[1]:.0%}."
         )
 
 
@@ -89,19 +88,19 @@ def _room_notes(found: Estimate) -> Iterator[str]:
     option = found.option
     if option.card.computes_in == "fp32":
         yield (
-            f"{sm(option.card.capability)} does not multiply bf16: ComfyUI computes in fp32 there, "
-            "which is slow and takes up to twice the working memory that is counted here."
+            f"{sm(option.card.capability)} has no bf16 tensor cores: ComfyUI computes in fp32, "
+            "which is slow and takes up to twice the working memory shown."
         )
     if option.moved_bytes:
         moved = found.request.passes * option.moved_bytes
         link = found.card.pcie_bytes_per_second  # 0 where nobody has listed it
         least = f", which takes at least {moved / link:.2g} s" if link else ""
-        yield f"It runs slowly: {format_gib(moved)} of weights cross PCIe in every step{least}."
+        yield f"It runs slowly: {format_gib(moved)} of weights crosses PCIe in every step{least}."
     elif not option.resident:
         yield "It runs, but weights leave the card and come back for each image."
     if found.card.memory_bytes < SMALL_CARD_BYTES:
         yield (
-            f"With {format_gib(found.card.memory_bytes)} nearly all weights move in every step, "
+            f"With {format_gib(found.card.memory_bytes)}, nearly all weights move in every step, "
             "and a smaller image hardly helps. A rented card with 24 GiB or more is far faster."
         )
     precision = option.setting.precision
@@ -109,8 +108,8 @@ def _room_notes(found: Estimate) -> Iterator[str]:
     if precision in QUANTIZED and not at_hand:
         ready = found.times and found.times.prequantized_loads
         yield (
-            f"Each load makes {precision} from the bf16 file. `qwen-l40s quantize` writes it once"
-            f"{f'; loading then takes {_loads(ready)}' if ready else ''}."
+            f"Each load quantizes the bf16 file to {precision}. `qwen-l40s quantize` writes that "
+            f"file once{f'; loading then takes {_loads(ready)}' if ready else ''}."
         )
 
 
@@ -120,18 +119,17 @@ def _addition_notes(found: Estimate) -> Iterator[str]:
         return
     if request.loras.count and request.loras.mode == "bypass":
         yield (
-            f"{many(request.loras.count, 'LoRA')} in bypass mode take "
-            f"{duration(found.times.loras)} of each step (counted, not measured). Merged they "
-            "cost nothing."
+            f"{many(request.loras.count, 'LoRA')} in bypass mode add {duration(found.times.loras)} "
+            "to each step (computed, not measured). Merged, they cost nothing."
         )
     if request.controlnet_bytes:
-        yield "The ControlNet's time is computed from its size and was not measured."
+        yield "The ControlNet's time is computed from its size, not measured."
     if request.member.layers and request.layers:
-        yield f"An image here is a set: the whole picture and its {request.layers} layers."
+        yield f"One image here is the whole picture and its {request.layers} layers."
     elif request.member.layers:
         yield (
-            "One picture is counted. Qwen-Image-Layered also paints layers, 3 by default in "
-            "ComfyUI's node: set how many (--layers, or layers on the node)."
+            "This counts one picture. Qwen-Image-Layered also paints layers, 3 by default in "
+            "ComfyUI's node: set layers (--layers) to count them."
         )
 
 
@@ -139,11 +137,14 @@ def _price_notes(found: Estimate) -> Iterator[str]:
     if found.times is None:
         return
     if found.usd_per_image is None:
-        yield f"No price of {found.card.name} is known: give yours to see the cost of an image."
+        yield (
+            f"{found.card.name} has no price in the list: enter yours to see the cost of an image."
+        )
         return
     price, source = found.card.price(), "your own"
     if found.own_usd_per_hour is None:
         source = f"{price.provider}'s, on demand, {price.date}"
     yield (
-        f"The cost counts a card that is always busy, at {price_of(found)}; the price is {source}."
+        f"The cost assumes that the card is always busy, at {price_of(found)}; the price is "
+        f"{source}."
     )

@@ -32,7 +32,7 @@ CFG_WORDS = {
 WORKS = {"text": "text encoder", "decode": "VAE"}
 WORKING = "working memory"
 PARTS = ("transformer", "text encoder", "VAE", WORKING, "CUDA")
-NOTHING_SAFER = "Nothing safer stays on the card: choose a smaller size or batch."
+NOTHING_SAFER = "No safer setting stays on the card: choose a smaller size or batch."
 
 
 def estimate_text(estimate: Estimate) -> str:
@@ -223,7 +223,7 @@ def _cost(estimate: Estimate) -> str:
     if estimate.image_seconds is None:
         return "unknown, without times"
     if estimate.usd_per_image is None:
-        return "no price known; give yours in USD an hour (--price, or price_per_hour)"
+        return "no price known; enter yours in USD per hour (price_per_hour, --price)"
     return f"{usd(estimate.usd_per_image)} an image, at {price_of(estimate)}"
 
 
@@ -255,8 +255,8 @@ def _needs(estimate: Estimate) -> list[str]:
     rows = [
         (
             "Card",
-            f"{tenths(usable_bytes(estimate))} of {tenths(estimate.card.memory_bytes)} GiB to "
-            f"use: ComfyUI keeps {format_gib(KEPT_FREE_BYTES)} free",
+            f"{tenths(usable_bytes(estimate))} of {tenths(estimate.card.memory_bytes)} GiB usable: "
+            f"ComfyUI keeps {format_gib(KEPT_FREE_BYTES)} free",
         ),
         ("Disk", f"{tenths(disk.total_bytes)} GiB: {parts}"),
         ("Host RAM", f"{tenths(estimate.host_ram_bytes)} GiB"),
@@ -267,7 +267,7 @@ def _needs(estimate: Estimate) -> list[str]:
 def _plan_heading(options: Sequence[PlanOption]) -> str:
     if options[0].recommended:
         return "Plan, the recommended setting first"
-    return "Plan, your settings first; -> marks the recommended"
+    return "Plan, your settings first; -> marks the recommended ones"
 
 
 def _plan_lines(estimate: Estimate) -> list[str]:

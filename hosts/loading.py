@@ -164,7 +164,7 @@ def _in_few_words(requested: str, stored: str, option: PlanOption | None) -> str
     elif option is None or stored in QUANTIZED:
         words = f"auto: the file holds {stored}"
     elif option.setting.precision == "bf16":
-        words = "auto: the most faithful" + (" that fits" if option.resident else "")
+        words = "auto: the highest precision" + (" that fits" if option.resident else "")
     else:
         words = "auto: bf16 does not fit"
     if option is None:
@@ -197,11 +197,11 @@ def _on_processor(requested: str, modulation: str, stored: str) -> LoadDecision:
         why = (
             kept_precision(stored)
             if stored in QUANTIZED
-            else f"auto on the CPU: as the file holds it, {stored}"
+            else f"auto on the CPU: the file holds {stored}"
         )
     else:
         why = requested_precision(name, stored, requested == AS_STORED)
-    place = "modulation: stays with the rest, because there is no NVIDIA card to leave"
+    place = "modulation: stays with the other weights, because there is no NVIDIA card"
     return LoadDecision(
         precision=name,
         reason="; ".join(filter(None, (why, weight_only(name, None)))),

@@ -70,8 +70,8 @@ def weight_bytes(
     layers = shape.quantizable_layers()
     if unknown := sorted(keep - layers.keys()):
         raise SettingError(
-            f"{unknown[0]!r} is no layer that could be quantized: name linear layers of the "
-            f"attention and the MLPs, such as {next(iter(layers))!r}."
+            f"{unknown[0]!r} is not a layer that can be quantized: name linear layers of the "
+            f"attention or the MLPs, such as {next(iter(layers))!r}."
         )
     size = BYTES_PER_WEIGHT[precision]
     plain = 2 if precision in QUANTIZED else size
@@ -121,8 +121,8 @@ def language_model_parameters(dims: Mapping[str, int | str], layers: int) -> int
     sizes = [value for value in map(dims.get, names) if isinstance(value, int)]
     if len(sizes) < len(names):
         raise CheckpointError(
-            f"the text encoder's tensors do not tell all of {', '.join(names)}, which fix its size "
-            "in memory: get the file from the model's own source."
+            f"the text encoder's tensors do not give its {', '.join(names)}, which set its size in "
+            "memory: get the file from the model's own source."
         )
     hidden, intermediate, query, key, vocabulary = sizes
     attention = (hidden + 1) * (query + 2 * key) + query * hidden

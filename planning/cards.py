@@ -104,10 +104,10 @@ def find_card(name: str, cards: Mapping[str, Card], own_list: object = "cards.js
         return plain[0]
     if parts:
         several = ", ".join(card.name for card in parts)
-        raise SettingError(f"{name!r} may be several cards: choose {several}.")
+        raise SettingError(f"{name!r} matches several cards: choose {several}.")
     raise SettingError(
-        f"no card is known as {name!r}{_nearest(name, cards)}: choose one of the {len(cards)} that "
-        f"`qwen-l40s estimate --list-cards` lists, or describe yours in {own_list}."
+        f"no card is named {name!r}{_nearest(name, cards)}: choose one of the {len(cards)} that "
+        f"`qwen-l40s estimate --list-cards` prints, or describe yours in {own_list}."
     )
 
 
@@ -126,8 +126,8 @@ def with_memory(card: Card, memory_bytes: int) -> Card:
     whole = isinstance(memory_bytes, int) and not isinstance(memory_bytes, bool)
     if not whole or memory_bytes < MIB:
         raise SettingError(
-            f"{memory_bytes!r} bytes are no card's memory: give a whole number, at least {MIB} "
-            "(1 MiB)."
+            f"{memory_bytes!r} bytes cannot be a card's memory: give a whole number, at least "
+            f"{MIB} (1 MiB)."
         )
     return replace(card, memory_bytes=memory_bytes)
 
@@ -165,7 +165,7 @@ def card_names(cards: Iterable[tuple[str, Iterable[str]]], where: str = "") -> d
             if found.setdefault(name_key(other), name) != name:
                 raise SettingError(
                     f"{where}the cards {found[name_key(other)]!r} and {name!r} are both named "
-                    f"{other!r}: a name must be one card's, so change it or 'also' in your list."
+                    f"{other!r}: a name must mean one card, so change it or 'also' in your list."
                 )
     return found
 
@@ -275,7 +275,7 @@ def check_price(usd_per_hour: Any) -> None:
     """
     if not _is_finite(usd_per_hour) or usd_per_hour < 0:
         raise SettingError(
-            f"usd_per_hour is {usd_per_hour!r}: give the US dollars of an hour of one card, 0 or "
+            f"usd_per_hour is {usd_per_hour!r}: give the price of one card in USD per hour, 0 or "
             "more."
         )
 
@@ -318,7 +318,7 @@ def read_prices(text: str, cards: Mapping[str, Card]) -> dict[str, float]:
             raise SettingError(f"prices, line {number}: {error}") from error
         if card in prices:
             raise SettingError(
-                f"prices, line {number}: {card} has a price above: keep one of them."
+                f"prices, line {number}: {card} already has a price above: keep one."
             )
         prices[card] = price
     return prices
@@ -332,10 +332,11 @@ def _split(number: int, line: str) -> tuple[str, float]:
         price = math.nan
     if not name.strip() or math.isnan(price):
         raise SettingError(
-            f"prices, line {number}: {line!r} is no card and its USD an hour: write {EXAMPLE!r}."
+            f"prices, line {number}: {line!r} is not a card and its price in USD per hour: write "
+            f"{EXAMPLE!r}."
         )
     if not 0 <= price < math.inf:
         raise SettingError(
-            f"prices, line {number}: a price must be at least 0 USD an hour, got {price:g}."
+            f"prices, line {number}: a price must be at least 0 USD per hour, got {price:g}."
         )
     return name.strip(), price

@@ -118,7 +118,7 @@ def basis_within(basis: Basis, request: RunRequest, setting: Setting) -> Basis:
         return basis
     *others, last = beyond
     named = f"{', '.join(others)} or {last}" if others else last
-    text = f"predicted from rates {basis.origin}: no run there had {named}"
+    text = f"predicted from rates {basis.origin}, but no run there had {named}"
     return Basis("predicted", text, basis.origin, basis.left_out)
 
 

@@ -126,13 +126,14 @@ def against_guides(found: Disk, setting: Setting, card_bytes: int) -> tuple[Guid
             "volume",
             80 * GB,
             found.files_bytes,
-            "model files are read where they lie: no second cache, and no activations on disk",
+            "model files are read in place: no second cache, and no activations on disk",
         ),
         GuideFigure(
             CARD_MEMORY,
             44 * GB if quantized else 88 * GB,
             card_bytes,
-            "activations are counted and measured, and the modulation can wait in host memory",
+            "activations are computed and measured, and the modulation weights can stay in host "
+            "memory",
         ),
     )
 

@@ -117,7 +117,7 @@ def within(phase: Phase, usable: int) -> Phase:
         leaves = min(over, resident.get(name, 0))
         if leaves:
             resident[name], over = resident[name] - leaves, over - leaves
-            note += f"; {format_gib(leaves)} of the {name} leaves the card for it"
+            note += f"; {format_gib(leaves)} of the {name} leaves the card to make room"
     moved = min(phase.weights, over)
     if moved:
         note += f"; {format_gib(moved)} of its weights moves to the card as it computes"
@@ -242,11 +242,11 @@ def _text(
     notes = ["computed in fp32, one layer's weights cast at a time"]
     if setting.text_encoder_place == ON_PROCESSOR:
         encoder = activations = 0
-        notes = ["on the processor"]
+        notes = ["on the CPU"]
     if setting.text_encoder_place == DROPPED:
         # The transformer's turn is over, or has not come yet.
         resident = {"VAE": stays["VAE"]} if "VAE" in stays else {}
-        notes.append("alone on the card: ComfyUI moves other models out of its way")
+        notes.append("alone on the card: ComfyUI moves other models off it")
         notes.append("leaves the card once the prompt is encoded")
     else:
         resident |= _present({"transformer": transformer})

@@ -394,8 +394,8 @@ def check_tensor_cores(name: str, card: CardFacts, choices: tuple[str, ...]) -> 
         return
     others = [other for other in choices if other != name and card.multiplies(other)]
     raise UnavailableError(
-        f"{name} was demanded and {card.name} is {sm(card.capability)}: {name} is multiplied by "
-        f"cards from {sm(OLDEST_CAPABILITY[name])} on, so choose {', '.join(others)}."
+        f"{name} needs a card of {sm(OLDEST_CAPABILITY[name])} or newer and {card.name} is "
+        f"{sm(card.capability)}: choose {', '.join(others)}."
     )
 
 
@@ -448,13 +448,12 @@ def _refusal(case: _Case, least: int) -> str:
     remedies = _remedies(request)
     enough = [remedy for remedy, less in remedies.items() if _runs(case, less)]
     if len(remedies) > 1 and not enough:
-        advice = f"more than one of these is needed: {', '.join(remedies)}"
+        advice = f"combine several remedies ({', '.join(remedies)})"
     else:
         advice = ", ".join(enough or remedies)
     return (
         f"{card.name} has {format_gib(card.total_bytes)} and {what} takes {format_gib(least)} even "
-        f"with weights that are moved to it block by block: {advice}, or "
-        "choose a card with more memory."
+        f"when weights move to it block by block: {advice}, or choose a card with more memory."
     )
 
 

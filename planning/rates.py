@@ -79,8 +79,8 @@ def measured() -> Mapping[str, Any]:
             raise ValueError("no JSON object")
     except (OSError, ValueError) as error:
         raise UnavailableError(
-            f"{MEASURED.name}, on which estimates rest, cannot be read ({error}): install the "
-            "package again."
+            f"{MEASURED.name} cannot be read ({error}), and estimates need it: install the package "
+            "again."
         ) from error
     return found
 
@@ -221,7 +221,7 @@ def _calibrated(card: Card, calibration: Rates) -> tuple[Rates, Rates, Basis]:
     taken = f"{GEMM[0]:.0%} to {GEMM[1]:.0%} of its dense peak"
     if not card.dense_flops:  # nobody has listed them
         taken = "the rate of bf16"
-    text += f", but for {' and '.join(lacks)}, left out there and predicted at {taken}"
+    text += f", except {' and '.join(lacks)}, which it did not measure: predicted at {taken}"
     slow, fast = (
         replace(calibration, gemm={**calibration.gemm, **_taken(card, calibration, lacks, end)})
         for end in (0, 1)
@@ -256,4 +256,4 @@ def _predicted(card: Card, found: Constants, end: int) -> Rates:
 def _accuracy() -> str:
     """How far the runs that were not fitted are from the arithmetic, in words."""
     error = measured().get("fit", {}).get("test", {}).get("step_worst")
-    return "" if error is None else f"; steps of the runs not fitted on within {error:.1%}"
+    return "" if error is None else f"; for runs outside the fit, a step is within {error:.1%}"

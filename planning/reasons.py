@@ -11,7 +11,7 @@ from .request import DROPPED, ON_PROCESSOR
 WORK_OF_PHASE = {
     "load": "loading",
     "text": "encoding the prompt",
-    "tables": "filling the modulation's table",
+    "tables": "filling the modulation table",
     "sampling": "sampling",
     "decode": "decoding",
 }
@@ -54,9 +54,9 @@ def weight_only(name: str, card: CardFacts | None) -> str:
     if card.multiplies(name):
         return ""
     return (
-        f"{sm(card.capability)} does not multiply {name}, which needs "
-        f"{sm(OLDEST_CAPABILITY[name])}, so the {name} weights are computed in "
-        f"{card.computes_in} and save memory, not time"
+        f"{sm(card.capability)} has no {name} tensor cores (they need "
+        f"{sm(OLDEST_CAPABILITY[name])}), so the {name} weights are computed in {card.computes_in} "
+        "and save memory, not time"
     )
 
 
@@ -150,7 +150,7 @@ def text_encoder_words(place: str, requested: bool, size: int) -> str:
         return f"text encoder: {format_gib(size)} leaves the card after each encoding{asked}"
     if place == ON_PROCESSOR:
         why = asked or f", because its {format_gib(size)} do not fit the card"
-        return f"text encoder: computes on the processor{why}"
+        return f"text encoder: computes on the CPU{why}"
     return f"text encoder: {format_gib(size)} stays on the card{asked}" if requested else ""
 
 

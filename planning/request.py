@@ -225,12 +225,12 @@ class RunRequest:
             helps = self.references <= most and not self.layers
             other = f"{NEWEST_EDIT} for up to {most}, or " if helps else ""
             raise SettingError(
-                f"{self.references} references and family {family.name!r}, which takes {takes}: "
-                f"choose {other}fewer references."
+                f"family {family.name!r} takes {takes}, got {self.references} references: choose "
+                f"{other}fewer references."
             )
         if self.layers and not family.layers:
             raise SettingError(
-                f"{self.layers} layers and family {family.name!r}, which paints one image: choose "
+                f"family {family.name!r} paints no layers, got {self.layers}: choose "
                 "qwen-image-layered, or 0 layers."
             )
 
@@ -278,13 +278,11 @@ class Setting:
             ("text_encoder_placement", self.text_encoder_place, TEXT_PLACES),
         ):
             if value not in allowed:
-                raise SettingError(
-                    f"{name} {value!r} settles nothing that runs: choose {', '.join(allowed)}."
-                )
+                raise SettingError(f"{name} {value!r} is unknown: choose {', '.join(allowed)}.")
         if self.weight_only and self.precision not in QUANTIZED:
             raise SettingError(
-                f"weights in {self.precision} are multiplied as they are: leave weight_only to "
-                f"{' and '.join(QUANTIZED)}."
+                f"weight_only is for {' and '.join(QUANTIZED)} weights, not {self.precision}: "
+                "leave it off."
             )
 
     @property

@@ -158,7 +158,7 @@ def _plan(
     least = tiles or 1
     if not 1 <= least <= height * width:
         raise SettingError(
-            f"the number of tiles must be from 0, for automatic, to the {height * width} latent "
+            f"the number of tiles must be 0 (automatic) or at most the {height * width} latent "
             f"pixels of the image, got {tiles}."
         )
     # What is there all the time.
@@ -185,9 +185,10 @@ def _plan(
         # One row is the least that the middle takes.
         lacking = -(-(kept + bytes_of(most)) // MIB)
         raise UnavailableError(
-            f"to {direction} {PIXELS_PER_LATENT * width}x{PIXELS_PER_LATENT * height} pixels takes "
-            f"at least {lacking:,} MiB in the smallest tiles and {max(0, budget or 0) // MIB:,} "
-            "MiB is free: choose a smaller size or batch, or free memory on the card."
+            f"too little memory to {direction} "
+            f"{PIXELS_PER_LATENT * width}x{PIXELS_PER_LATENT * height} pixels: the smallest tiles "
+            f"need {lacking:,} MiB and {max(0, budget or 0) // MIB:,} MiB is free, so choose a "
+            "smaller size or batch, or free memory on the card."
         )
     tall, wide = largest_tile(latent, grid)
     count = grid[0] * grid[1]
@@ -258,7 +259,7 @@ def decode_plan(request: RunRequest, free: int | None, others: int = 0) -> VaePl
         raise UnavailableError(
             f"to decode {request.width}x{request.height} whole takes "
             f"{format_gib(whole.peak_bytes)} and the card has {format_gib(most)} with all other "
-            "models off it: set tiles to 0, for as few as fit, or choose a smaller size."
+            "models off it: set tiles to 0 (as few as fit), or choose a smaller size."
         )
     return whole
 

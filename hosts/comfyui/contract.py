@@ -73,7 +73,7 @@ def unsupported_host() -> Fallback | None:
         found = importlib.import_module("comfyui_version").__version__
     except (ImportError, AttributeError):
         return Fallback(
-            f"this ComfyUI does not tell its version: Qwen-Image L40S needs {floor} or newer.",
+            f"this ComfyUI does not give its version: Qwen-Image L40S needs {floor} or newer.",
             final=True,
         )
     if release(found) < COMFYUI_FLOOR:

@@ -79,8 +79,8 @@ class SavedModel:
             lines.append(f"{self.merged} weights with LoRAs merged into them")
         if self.twice:
             lines.append(
-                f"{self.twice} layers were quantized in the model already and were rounded a "
-                "second time, so that both errors add up: start from bf16 to round once"
+                f"{self.twice} layers were already quantized and are rounded a second time, so "
+                "both errors add up: start from bf16 to round once"
             )
         return "\n".join(lines)
 
@@ -232,8 +232,8 @@ def loaded_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
     module = model.model.diffusion_model
     if not isinstance(module, QwenImageTransformer2DModel):
         raise CheckpointError(
-            f"The model is a {type(module).__name__} and only Qwen-Image transformers are written: "
-            "connect a Qwen-Image MODEL."
+            f"The model is a {type(module).__name__} and only Qwen-Image transformers can be "
+            "written: connect a Qwen-Image MODEL."
         )
     if model.get_additional_models_with_key(BYPASS_KEY) or model.get_injections("bypass_lora"):
         raise SettingError(
@@ -247,8 +247,8 @@ def loaded_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
         weight = tensor if backup is None else backup.weight
         if AUXILIARY.search(name) or not weight.is_floating_point():
             raise CheckpointError(
-                f"The model holds {name!r} as {weight.dtype}, which is not written: load a bf16, "
-                "fp8 or int8 safetensors file."
+                f"The model holds {name!r} as {weight.dtype}, which cannot be written: load a "
+                "bf16, fp8 or int8 safetensors file."
             )
         found[name] = weight
     return found

@@ -112,7 +112,7 @@ class TransformerPass:
     def inputs(self, positional: tuple, arguments: dict[str, Any]) -> BlockInputs | Fallback:
         """From what diffusers' loop calls a block with; read again where one was exchanged."""
         if positional or not all(name in arguments for name in STREAM_ARGUMENTS):
-            return Fallback("diffusers passes its blocks other arguments than those known here")
+            return Fallback("diffusers passes its blocks arguments that are unknown here")
         shared = tuple(arguments.get(name) for name in SHARED)
         if self._shared is None or any(
             ours is not theirs for ours, theirs in zip(self._shared, shared, strict=True)

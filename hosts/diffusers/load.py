@@ -80,7 +80,7 @@ def check_fits(model: ModelMixin, shards: Shards) -> None:
     found = shards.tensors
     if missing := expected.keys() - found.keys():
         raise CheckpointError(
-            f"The tensor {min(missing)!r} is missing that config.json asks for ({len(missing)} in "
+            f"The tensor {min(missing)!r} that config.json asks for is missing ({len(missing)} in "
             "all): download the folder again.",
             shards.path,
         )
@@ -200,7 +200,7 @@ def choose_offload(
         raise SettingError(f"offload {requested!r} is unknown: choose {', '.join(OFFLOADS)}.")
     total, largest = sum(weights.values()), max(weights.values())
     if device == "cpu":
-        choice = OffloadChoice("none", "everything runs on the processor")
+        choice = OffloadChoice("none", "everything runs on the CPU")
     elif requested == "auto":
         reason = f"all parts take {format_gib(total)} and {format_gib(free)} is free"
         choice = OffloadChoice("none" if total + work <= free else "model", reason)
@@ -250,8 +250,8 @@ def load_pipeline(
     """
     if attention is not None and optimized is False:
         raise SettingError(
-            f"attention {attention!r} is one of the optimized transformer's, which is off: switch "
-            "it on, or name no attention."
+            f"attention {attention!r} needs the optimized transformer, which is off: switch it on, "
+            "or leave attention out."
         )
     folder = Path(folder)
     _check_pipeline_class(folder)
@@ -267,8 +267,8 @@ def load_pipeline(
     )
     if choice.name not in PRECISION_DTYPES:
         raise SettingError(
-            f"precision {choice.name!r} is not available with diffusers loading yet: choose auto, "
-            f"{', '.join(PRECISION_DTYPES)}."
+            f"precision {choice.name!r} is not available when diffusers loads the model: choose "
+            f"auto, {', '.join(PRECISION_DTYPES)}."
         )
     size = BYTES_PER_WEIGHT[choice.name]
 

@@ -20,8 +20,8 @@ from .layers import is_plain
 
 Timesteps = Callable[[], Sequence[torch.Tensor]]
 
-NO_RUN = Fallback("the call is outside of `Optimized.run`")
-NOT_PLAIN = Fallback("its layers are not plain ones")
+NO_RUN = Fallback("the call is outside `Optimized.run`")
+NOT_PLAIN = Fallback("its layers are not plain linear layers")
 
 
 class TransformerModulation:

@@ -150,7 +150,7 @@ def quantizable(transformer: torch.nn.Module, keep: Sequence[str] = ()) -> list[
         if not isinstance(modules[name], torch.nn.Linear):
             raise SettingError(
                 f"{name} is a {type(modules[name]).__name__}, and only linear layers with plain "
-                "weights are quantized: load the bf16 folder anew, with LoRAs merged."
+                "weights are quantized: load the bf16 folder again, with LoRAs merged."
             )
     return layers
 

@@ -418,7 +418,11 @@ def test_wrong_vaes_are_refused():
     gamma[0] = float("nan")
     cases = [
         ("missing", {n: t for n, t in native.items() if n != "conv2.bias"}, ["conv2.bias"]),
-        ("width", {n: t for n, t in native.items() if n != "decoder.head.0.gamma"}, ["how wide"]),
+        (
+            "width",
+            {n: t for n, t in native.items() if n != "decoder.head.0.gamma"},
+            ["VAE's width"],
+        ),
         ("extra", native | {"decoder.extra": gamma}, ["decoder.extra", "no place"]),
         ("shape", native | {"conv1.bias": gamma[:3]}, ["conv1.bias", "shape"]),
         ("nan", native | {name: gamma}, [name, "NaN"]),

@@ -199,8 +199,8 @@ def test_a_node_without_sockets_speaks_of_none():
 def test_without_a_card_it_is_about_an_l40s_and_says_so():
     _, report, _, found = run()
     assert found["card"] == "L40S"
-    assert any("runs on the processor" in note for note in found["notes"]), found["notes"]
-    assert "about one L40S" in report
+    assert any("runs on the CPU" in note for note in found["notes"]), found["notes"]
+    assert "for one L40S" in report
 
 
 def test_this_card_has_the_memory_that_it_shows():
@@ -330,7 +330,7 @@ def test_wires_replace_the_settings():
     parts = {"model": model, "clip": clip, "vae": vae, "latent": latent}
     _, report, fits, found = run(card="L40S", **parts)
     assert fits and "768x512" in report and "batch 2" in report, report
-    assert "Sizes are those of what is wired in: MODEL, CLIP, VAE, LATENT." in found["notes"]
+    assert "Sizes are read from what is connected: MODEL, CLIP, VAE, LATENT." in found["notes"]
     plan = found["plan"][0]
     assert (plan["precision"], plan["text_encoder_place"]) == ("int8", "cpu")
     assert found["phases"]["sampling"]["parts"]["weights"] < 0.1
@@ -339,7 +339,7 @@ def test_wires_replace_the_settings():
     words = ("precision 'bf16' contradicts the MODEL", "has 'int8'")
     refused(SettingError, *words, run=lambda: run(**parts, precision="bf16"))
     other = SimpleNamespace(model=SimpleNamespace(diffusion_model=torch.nn.Linear(2, 2)))
-    refused(SettingError, "Qwen-Image 1.x alone", run=lambda: run(model=other))
+    refused(SettingError, "only Qwen-Image 1.x", run=lambda: run(model=other))
 
 
 def test_nothing_that_was_measured_since_is_cached():
@@ -358,16 +358,17 @@ def test_nothing_that_was_measured_since_is_cached():
 
 def test_advice_ranks_the_cards_and_draws_them():
     report = shown(advice(images_per_hour=50.0, width=1024, height=1024))
-    assert "50 images an hour" in report.splitlines()[0], report
+    assert "50 images per hour" in report.splitlines()[0], report
     for card in ("L40S", "H100 SXM", "A100 80GB SXM"):
         assert card in report, report
-    assert "L40S against H100 SXM" in report
+    assert "L40S or H100 SXM: the H100 SXM is cheaper above" in report
 
 
 def test_own_prices_stand_over_the_list():
     report = shown(advice(prices="H200 = 0.01\nL40S = 40"))
-    assert "1 H200 in bf16 at $0.01" in report.splitlines()[0], report
-    assert "your own" in report
+    assert ": 1 H200 in bf16, $" in report.splitlines()[0], report
+    assert "\nH200: $0.010 an hour (your own);" in report
+    assert "\nL40S: $40.00 an hour (your own);" in report
     validate = QwenL40SAdviseGPU.validate_inputs
     assert validate() is validate(prices="L40S = 0.79") is validate(prices=None) is True
     assert "prices are 5 and must be" in validate(prices=5)
@@ -376,7 +377,7 @@ def test_own_prices_stand_over_the_list():
 
 
 def test_advice_refuses_what_has_no_answer():
-    words = ("no card of the list that costs something holds this", "price above 0")
+    words = ("this fits no card with a price above 0", "enter a price above 0")
     refused(UnavailableError, *words, run=lambda: advice(width=16384, height=16384))
     for load in (0.0, -1.0, float("nan")):
         refused(SettingError, "above 0", run=lambda load=load: advice(images_per_hour=load))

@@ -533,7 +533,7 @@ def test_damaged_tensors() -> None:
             tensors[f"{LAYER}.lora_up.weight"][5, 1] = bad
             refused(tensors, "NaN or infinity", f"{LAYER}.lora_up.weight", how=how)
         refused({**lora(), f"{LAYER}.alpha": torch.tensor(float("nan"))}, "NaN", how=how)
-        refused({**lora(), f"{LAYER}.alpha": torch.ones(2)}, "alpha is one number", how=how)
+        refused({**lora(), f"{LAYER}.alpha": torch.ones(2)}, "must be one number", how=how)
         half = lora()
         del half[f"{LAYER}.lora_down.weight"]
         refused(half, "lacks the tensor", f"{LAYER}.lora_down.weight", how=how)

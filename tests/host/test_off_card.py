@@ -536,7 +536,7 @@ def test_no_room_for_the_weights_on_their_way():
         failures += [torch.OutOfMemoryError("no room")] * 2
         again = load()
         assert difference(sample(again), plain) < 1e-2
-        assert "computed on the processor" in figures(again).notes[-1]
+        assert "computed on the CPU" in figures(again).notes[-1]
     assert torch.equal(sample(again), plain), "what the processor computed is not kept"
 
 

@@ -304,7 +304,7 @@ def test_a_wan_vae_that_is_not_qwen_image_s():
     altered.first_stage_model.attn_scales = [1.0]
     images, report = decode(altered, latents)
     assert_same(images, core_decode(altered, latents))
-    assert "because the VAE is a WanVAE of other layers than Qwen-Image's" in report
+    assert "because the VAE is a WanVAE whose layers differ from Qwen-Image's" in report
     altered = random_vae()
     altered.encode = lambda pixels: pixels
     assert "because the VAE, a VAE, has its own way to encode" in decode(altered, latents)[1]
@@ -418,7 +418,7 @@ def test_other_models_leave_only_where_no_plan_fits():
 def test_what_fits_nowhere_is_refused():
     latents = torch.zeros(1).expand(1, 16, 1, 512, 512)
     with as_on_a_card(free=0) as card:
-        words = ("to decode 4096x4096 pixels takes at least", "0 MiB is free", "smaller size")
+        words = ("too little memory to decode 4096x4096 pixels", "0 MiB is free", "smaller size")
         refused(UnavailableError, *words, run=lambda: decode(EXACT, latents))
     assert not card.asked
 
@@ -500,7 +500,7 @@ def test_out_of_memory_once_is_done_again_in_tiles():
         images, report = decode(EXACT, latents)
     assert_close(images, known)
     assert torch.equal(latents, before)
-    assert "the card ran out of memory; done again in half of what was free then: in " in report
+    assert "the card ran out of memory; repeated in half of the free memory: in " in report
     assert " exact tiles\n" in report, report
     warning.assert_called_once()
     pixels = random(2, 256, 192, 3).sigmoid()
@@ -556,7 +556,7 @@ def test_out_of_memory_twice_is_one_sentence():
     latents = random(1, 16, 1, 32, 24)
     words = (
         "the card ran out of memory to decode 1 image of 192x256 in ",
-        "were predicted",
+        "was predicted",
         "is free now, so choose a smaller size or batch, or free memory on the card",
     )
     with out_of_memory([0, 1]):

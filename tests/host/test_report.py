@@ -705,7 +705,7 @@ def test_a_card_s_run_is_counted():
     assert 0 < record.asked["step_seconds"] < 6
     report = report_run(model)
     assert report.data["phases"]["sampling"]["measured"]["card_gib"] > 0
-    assert "Memory is not counted" not in report.text
+    assert "Memory is not measured" not in report.text
 
 
 # --------------------------------------------------------------------------------------- the report
@@ -755,7 +755,7 @@ def test_all_phases_of_a_run():
     for line in ("text encode: on ", "blocks: ", "decode 1 image", "encode 1 image", "  a step "):
         assert f"\n{line}" in text, text
     if not CARD:
-        assert "Note: Memory is not counted on the processor." in text
+        assert "Note: Memory is not measured on the CPU." in text
         assert "Note: Nothing is predicted for a run on cpu." in text
 
 
@@ -780,7 +780,7 @@ def test_what_nothing_was_recorded_of():
     with running("a"):
         text = report_run(model, clip, vae).text
     assert "Note: No text encode in this run" in text, text
-    assert "Note: No VAE decode in this run" in text, text
+    assert "Note: No VAE decode was measured" in text, text
 
 
 def test_another_model_is_named():

@@ -122,7 +122,7 @@ def form_notes(model, computed):
     """What is said of a MODEL's form where ComfyUI computes it in a dtype."""
     with mock.patch.object(model.model, "get_dtype_inference", return_value=computed):
         wired, *notes = request(model).notes
-    assert wired == "Sizes are those of what is wired in: MODEL."
+    assert wired == "Sizes are read from what is connected: MODEL."
     return notes
 
 
@@ -183,7 +183,7 @@ def test_loras_are_told():
 
 def test_other_models_are_refused():
     other = SimpleNamespace(diffusion_model=torch.nn.Linear(2, 2))
-    words = ("MODEL is SimpleNamespace", "Qwen-Image 1.x alone", "connect one of these, or none")
+    words = ("MODEL is SimpleNamespace", "only Qwen-Image 1.x", "connect one of these, or none")
     refused(*words, run=lambda: request(SimpleNamespace(model=other)))
 
 
@@ -297,7 +297,7 @@ def test_a_family_that_is_left_open_is_what_is_told():
     with_reference = request(model, references=1)
     assert with_reference.request.family == "qwen-image-edit-2509"
     assert "do not tell Edit from it" in with_reference.notes[-1]
-    refused("3 layers", "paints one image", run=lambda: request(model, layers=3))
+    refused("got 3", "paints no layers", run=lambda: request(model, layers=3))
 
 
 def test_settings_break_no_rule_of_their_own():

@@ -25,8 +25,8 @@ def offer(name, seconds, usd, **more):
     return Offer(CARDS[name], Range(low, high), usd, **more)
 
 
-L40S = offer("L40S", 30, 0.72)  # 120 images an hour
-H100 = offer("H100 SXM", 12, 1.33)  # 300 images an hour
+L40S = offer("L40S", 30, 0.72)  # 120 images per hour
+H100 = offer("H100 SXM", 12, 1.33)  # 300 images per hour
 
 SOME_LOADS = st.one_of(st.integers(1, 100_000), st.floats(0.01, 1e5))
 CENTS = st.integers(0, 500).map(lambda cents: cents / 100)
@@ -170,13 +170,13 @@ def test_the_break_even_load_agrees_with_a_scan_of_loads(seconds, usd, other_sec
 def test_the_break_even_load_in_words():
     ranged = offer("L40S", (24, 40), 0.72)
     for first, second, break_even, sentence in (
-        (L40S, H100, 360, "the H100 SXM is cheaper above 360 images an hour; below, sometimes"),
+        (L40S, H100, 360, "the H100 SXM is cheaper above 360 images per hour; below that, "),
         (L40S, offer("H100 SXM", 30, 1.33), 0, "H100 SXM: the L40S is cheaper at every load."),
         (L40S, replace(L40S, usd_per_hour=1.86), 0, "the L40S at $0.72/h is cheaper at every"),
         (offer("L40S", 30, 0), H100, 0, "the L40S is cheaper at every load"),
-        (L40S, offer("H100 SXM", 15, 1.44), 0, "both cost the same when always busy"),
+        (L40S, offer("H100 SXM", 15, 1.44), 0, "both cost the same at full load"),
         (offer("L40S", 30, 0), offer("H100 SXM", 15, 0), 0, "both cost the same"),
-        (ranged, offer("H100 SXM", (8.5, 15), 1.3), 270, "Their ranges overlap, so"),
+        (ranged, offer("H100 SXM", (8.5, 15), 1.3), 270, "The predicted times overlap, so"),
     ):
         found = compare(first, second)
         assert found.break_even == pytest.approx(break_even, abs=1e-6)

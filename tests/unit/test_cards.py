@@ -145,7 +145,7 @@ def test_names_are_found():
 
 def test_unclear_and_unknown_names_are_refused():
     for name in ("A100", "h100", "NVIDIA A100 80GB", "RTX 6000"):
-        with pytest.raises(SettingError, match=r"may be several cards: choose .*, "):
+        with pytest.raises(SettingError, match=r"matches several cards: choose .*, "):
             find_card(name, CARDS)
     for name, nearest in (
         ("L50S", "L40S"),
@@ -156,7 +156,7 @@ def test_unclear_and_unknown_names_are_refused():
         with pytest.raises(SettingError, match=f"nearest is '({nearest})': choose one of "):
             find_card(name, CARDS)
     for name in ("", "NVIDIA", "s", "ada", "Radeon", "\ud800"):
-        with pytest.raises(SettingError, match=r"no card is known as .*cards\.json"):
+        with pytest.raises(SettingError, match=r"no card is named .*cards\.json"):
             find_card(name, CARDS)
 
 

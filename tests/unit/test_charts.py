@@ -294,7 +294,7 @@ USUAL = (
 def test_the_cost_chart_is_whole_and_legible(texts, load, offers):
     request = RunRequest(loras=Loras(3))
     check_texts(texts, cost_chart(advise(load, offers), request), least=run_chart.LEAST)
-    assert f"Cheapest for {load:,.10g} images an hour" in {text for text, *_ in texts}
+    assert f"Cheapest for {load:,.10g} images per hour" in {text for text, *_ in texts}
 
 
 def test_the_cost_chart_has_the_six_cheapest_and_the_cheapest_on_top(texts):

@@ -67,7 +67,7 @@ def test_the_l40s_is_compared_with_a100_and_h100(capsys):
 def test_the_text(capsys):
     assert main(["advise", "--images-per-hour", "100"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("Cheapest for 100 images an hour: ")
+    assert text.startswith("Cheapest for 100 images per hour: ")
     assert "L40S" in text
     assert "A100 80GB SXM" in text
     assert '--price "L40=1.00"' in text
@@ -79,7 +79,7 @@ def test_the_cheapest_in_bf16_is_named_beside_a_cheaper_one_in_int8(capsys):
     only = ["--only", "L40S", "RTX 4090", "--price", "RTX 4090=0.1"]
     assert main(["advise", "--images-per-hour", "50", "--steps", "20", *only]) == 0
     first, second, _, setting = capsys.readouterr().out.split("\n\n")[0].splitlines()
-    assert first.startswith("Cheapest for 50 images an hour: 1 RTX 4090 in int8, $0.0020 an image")
+    assert first.startswith("Cheapest for 50 images per hour: 1 RTX 4090 in int8, $0.0020 an image")
     assert second.startswith("Cheapest in bf16, as the model was trained: 1 L40S in bf16, tight, $")
     assert setting.startswith("Set: Load Qwen-Image Model: precision int8, modulation ")
 

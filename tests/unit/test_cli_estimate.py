@@ -217,7 +217,7 @@ def test_guidance_is_a_scale_or_a_mode(text, mode):
         (["--card", "L40S", "--batch", "0"], ["batch", "at least 1"]),
         (["--card", "L40S", "--controlnet", "-2"], ["controlnet_gib", "0 GiB or more"]),
         (["--card", "L40S", "--controlnet", "inf"], ["controlnet_gib", "0 GiB or more"]),
-        (["--card", "L40S", "--price", "-1"], ["-1", "US dollars"]),
+        (["--card", "L40S", "--price", "-1"], ["-1", "USD per hour"]),
         (["--card", "L40S", "--price", "nan"], ["nan"]),
         (["--card", "L40S", "--vram", "100"], ["--vram 100", "44.3"]),
         (["--card", "L40S", "--vram", "0"], ["--vram 0"]),

@@ -57,7 +57,7 @@ def test_image_and_report(generate, tmp_path, capsys, tiny_folder):
         "requested",
     )
     assert report["offload"] == "none"
-    assert report["offload_reason"] == "everything runs on the processor"
+    assert report["offload_reason"] == "everything runs on the CPU"
     assert report["seconds"] > 0 and report["load_seconds"] > 0
     assert os.listdir(tmp_path) == ["star.png"]
     with Image.open("star.png") as image:

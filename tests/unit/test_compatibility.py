@@ -76,7 +76,7 @@ def test_too_old(host, version):
 
 
 def test_no_version(host, monkeypatch):
-    expected = "this ComfyUI does not tell its version: Qwen-Image L40S needs 0.33.0 or newer."
+    expected = "this ComfyUI does not give its version: Qwen-Image L40S needs 0.33.0 or newer."
     del host["comfyui_version"].__version__
     assert sentence() == expected
     monkeypatch.setitem(sys.modules, "comfyui_version", None)

@@ -614,7 +614,7 @@ def test_lora_that_comes_and_goes_between_runs(name, fused):
     for scale in (1.0, 0.3):
         lora.scale = scale
         assert relative(same(), without) > 1e-3
-    own = "computed without a table in 2 forward passes, because its layers are not plain ones"
+    own = "in 2 forward passes, because its layers are not plain linear layers"
     assert (own in optimized.report()) == ("mod" in name)
     parent, _, leaf = name.rpartition(".")
     model.get_submodule(f"transformer_blocks.0.{parent}")._modules[leaf] = lora.base_layer
@@ -632,7 +632,7 @@ def test_weights_of_the_modulation_that_change_between_runs(fused):
         expected = type(model).forward(model, **inputs())[0]
         with optimized.run() if marked else nullcontext():
             assert relative(model(**inputs())[0], expected) <= 1e-6
-        table = "1 timesteps in a table" if marked else "outside of `Optimized.run`"
+        table = "1 timesteps in a table" if marked else "outside `Optimized.run`"
         assert table in optimized.report()
         weight.data += 0.1
         assert (weight._version, weight.data_ptr()) == (version, address)

@@ -147,7 +147,7 @@ def test_a_precision_that_the_calibration_left_out_is_a_range():
     assert bf16.step_seconds.low == bf16.step_seconds.high
     assert int8.basis.kind == "predicted"
     assert int8.step_seconds.high < bf16.step_seconds.high  # as the plan says it
-    assert any("because the calibration left int8 out" in note for note in notes_of(int8))
+    assert any("because the calibration did not measure int8" in note for note in notes_of(int8))
 
 
 def test_what_was_not_measured_is_predicted_on_the_measured_card_too():
@@ -243,7 +243,7 @@ def test_weights_that_are_moved_cost_time():
     moved = 2 * slow.option.moved_bytes
     link = card("4090").pcie_bytes_per_second
     assert slow.step_seconds.low > moved / link
-    assert any("cross PCIe in every step" in note for note in notes_of(slow))
+    assert any("crosses PCIe in every step" in note for note in notes_of(slow))
     assert next_step(slow).startswith("Next: set precision int8")
     assert not any("PCIe" in note for note in notes_of(fast))
 
@@ -254,7 +254,7 @@ def test_a_text_encoder_that_leaves_comes_back_for_each_prompt():
     here = replace(USUAL, text_encoder_place="cpu")
     more = leaves.phases["text"].seconds.low - stays.phases["text"].seconds.low
     assert more >= 14 * GIB / L40S.pcie_bytes_per_second
-    assert any("brings the text encoder" in note for note in notes_of(leaves))
+    assert any("loads the text encoder" in note for note in notes_of(leaves))
     assert any("16 cores" in note for note in notes_of(estimate(here, L40S)))
 
 
@@ -301,7 +301,7 @@ def test_without_a_price_there_is_no_cost():
     answer = estimate_json(found)
     assert answer["usd_per_image"] is None
     assert "usd_per_image" not in answer["ranges"]
-    assert any("give yours" in note for note in notes_of(found))
+    assert any("enter yours" in note for note in notes_of(found))
 
 
 @pytest.mark.parametrize("price", [-1, -0.01, math.nan, math.inf, "2"])
@@ -327,7 +327,7 @@ def test_small_cards_are_told_what_they_cost():
 def test_additions_are_named():
     beside = estimate(replace(USUAL, loras=Loras(2, 64, "bypass")), L40S)
     merged = estimate(replace(USUAL, loras=Loras(2, 64, "merge")), L40S)
-    assert any("2 LoRAs in bypass mode take" in note for note in notes_of(beside))
+    assert any("2 LoRAs in bypass mode add" in note for note in notes_of(beside))
     assert beside.step_seconds.low > merged.step_seconds.low
     assert not any("LoRA" in note for note in notes_of(merged))
     control = estimate(replace(USUAL, controlnet_bytes=10**9), L40S)
@@ -354,7 +354,7 @@ def test_the_decoders_turn_is_counted_where_the_transformer_has_to_leave():
     assert any("come back for each image" in note for note in notes_of(tight))
 
 
-@pytest.mark.parametrize(("layers", "words"), [(0, "One picture is counted"), (3, "its 3 layers")])
+@pytest.mark.parametrize(("layers", "words"), [(0, "This counts one picture"), (3, "its 3 layers")])
 def test_what_an_image_is_of_a_layered_model(layers, words):
     request = RunRequest(family="qwen-image-layered", layers=layers)
     found = estimate(request, find_card("L40S", known_cards()))
@@ -416,7 +416,7 @@ def test_every_listed_card_gets_a_sensible_answer(name, family):
     request = RunRequest(family=family, references=min(1, member.most_references))
     for precision in ("auto", "bf16", "int8", "fp8"):
         if not listed.multiplies(precision) and precision != "auto":
-            with pytest.raises(UnavailableError, match=f"{precision} is multiplied by cards from"):
+            with pytest.raises(UnavailableError, match=f"{precision} needs a card of sm_"):
                 estimate(replace(request, precision=precision), listed)
             continue
         found = estimate(replace(request, precision=precision), listed)

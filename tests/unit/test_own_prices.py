@@ -26,13 +26,13 @@ def test_what_is_written_is_read(prices, gap):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("L40S", ("'L40S' is no card and its USD an hour", "'L40S = 0.79'")),
+        ("L40S", ("'L40S' is not a card and its price in USD per hour", "'L40S = 0.79'")),
         ("L40S 0.79", ("'L40S 0.79'", "write")),
         ("= 0.79", ("'= 0.79'", "write")),
         ("L40S = cheap", ("'L40S = cheap'", "write")),
         ("L40S = nan", ("'L40S = nan'", "write")),
-        ("L40S = -0.5", ("at least 0 USD an hour", "-0.5")),
-        ("L40S = inf", ("at least 0 USD an hour", "inf")),
+        ("L40S = -0.5", ("at least 0 USD per hour", "-0.5")),
+        ("L40S = inf", ("at least 0 USD per hour", "inf")),
         ("L41S = 0.79", ("'L41S'", "nearest", "L40S")),
         ("h200 = 3", ("H200 has a price above", "keep one")),
     ],

@@ -114,7 +114,7 @@ def test_what_a_calibration_left_out_is_predicted_and_said(fitted, cards):
         assert replace(rates, gemm=mine.gemm) == mine
         assert {name: rates.gemm[name] for name in mine.gemm} == mine.gemm
     assert basis.left_out == ("int8",)
-    assert "but for int8, left out there and predicted at 45% to 75%" in basis.text
+    assert "except int8, which it did not measure: predicted at 45% to 75%" in basis.text
     ampere = cards["A100 80GB SXM"]  # multiplies no fp8
     assert rates_of(ampere, replace(mine, gemm={"bf16": 1e12, "int8": 1e12}))[2].left_out == ()
     nobodys = replace(card, dense_flops={})
@@ -197,7 +197,7 @@ def test_measured_is_said_of_what_was_measured_alone(asked, setting, words):
         assert basis == MEASURED
         return
     assert basis.kind == "predicted"
-    assert basis.text == f"predicted from rates measured here: no run there had {words}"
+    assert basis.text == f"predicted from rates measured here, but no run there had {words}"
 
 
 def test_a_precision_without_a_measured_rate_is_predicted():

@@ -55,7 +55,7 @@ from qwen_l40s.spec import FAMILIES, TransformerShape, find_family
             "1 of 1328x1328 with 4096 layers",
             "choose fewer layers, a smaller size or batch",
         ),
-        ({"layers": 3}, "paints one image", "choose qwen-image-layered"),
+        ({"layers": 3}, "paints no layers", "choose qwen-image-layered"),
         ({"width": 32768, "height": 16384}, "tokens", "smaller size or batch"),
         ({"steps": 10**400}, "steps must be at most 10000", "far more"),
         ({"controlnet_bytes": 2**41}, "ControlNet bytes must be at most", "got 2199023255552"),

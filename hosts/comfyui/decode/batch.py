@@ -80,7 +80,7 @@ class VaeBatch:
                     # Only here, where the exception with all its tensors is gone.
                     plan = self._smaller(plan)
                     lines.append(
-                        "the card ran out of memory; done again in half of what was free then: "
+                        "the card ran out of memory; repeated in half of the free memory: "
                         f"{_form(plan)}"
                     )
                     logger.warning("%s: %s", self.what, lines[-1])
@@ -93,7 +93,7 @@ class VaeBatch:
             if (moved := others - others_bytes(self.vae)) > 0:
                 lines.append(f"ComfyUI moved {format_gib(moved)} of other models off the card")
             if self._cleared:
-                lines.append("torch's cache was cleared: it kept memory that was needed")
+                lines.append("torch's cache was cleared to free memory")
             recording.path = tuple(lines)
             recording.asked |= {
                 "size": list(self.size),
@@ -157,7 +157,7 @@ class VaeBatch:
         comfy.model_management.soft_empty_cache()
         return UnavailableError(
             f"the card ran out of memory to {self.what} {_form(plan)}: "
-            f"{format_gib(plan.peak_bytes)} of working memory were predicted and "
+            f"{format_gib(plan.peak_bytes)} of working memory was predicted and "
             f"{format_gib(free_bytes(self.vae))} is free now, so {remedy}, or free memory on the "
             "card."
         )
@@ -241,6 +241,7 @@ def check_host_memory(what: str, needed: int) -> None:
     available = available_memory()
     if needed > available:
         raise UnavailableError(
-            f"to {what} takes {format_gib(needed)} of host memory and {format_gib(available)} is "
-            "available: choose a smaller size or batch, or close other programs."
+            f"too little memory to {what}: it takes {format_gib(needed)} of host memory and "
+            f"{format_gib(available)} is available, so choose a smaller size or batch, or close "
+            "other programs."
         )

@@ -92,7 +92,7 @@ def _other_vae(vae: comfy.sd.VAE) -> str | None:
     try:
         channels = vae_shape(model).image_channels
     except SettingError:
-        return "the VAE is a WanVAE of other layers than Qwen-Image's"
+        return "the VAE is a WanVAE whose layers differ from Qwen-Image's"
     if channels != vae.output_channels:
         return f"the VAE takes {vae.output_channels} channels and gives {channels}"
     return None

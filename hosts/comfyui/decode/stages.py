@@ -20,8 +20,8 @@ def vae_shape(model: WanVAE) -> VaeShape:
     known = isinstance(model, WanVAE) and list(model.dim_mult) == [1, 2, 4, 4]
     if not known or model.attn_scales or model.num_res_blocks != 2:
         raise SettingError(
-            f"the VAE is a {type(model).__name__} and exact tiles are known of Qwen-Image's alone, "
-            "which is Wan 2.1's: load Qwen-Image's VAE."
+            f"the VAE is a {type(model).__name__} and exact tiles exist only for Qwen-Image's (Wan "
+            "2.1's): load Qwen-Image's VAE."
         )
     return VaeShape(
         dim=model.dim,

@@ -71,7 +71,7 @@ def card_of(name: str = THIS_CARD, device: torch.device | None = None) -> Chosen
     device = device or comfy.model_management.get_torch_device()
     facts = card_facts(device)
     if facts is None:
-        where = "the processor" if device.type == "cpu" else f"{device.type}, not an NVIDIA card"
-        note = f"ComfyUI runs on {where} here: this is about one {DEFAULT_CARD}."
+        where = "the CPU" if device.type == "cpu" else f"{device.type}, not an NVIDIA card"
+        note = f"ComfyUI runs on {where} here, so this is for one {DEFAULT_CARD}."
         return ChosenCard(find_card(DEFAULT_CARD, cards), note)
     return ChosenCard(card_by_driver(facts, cards))

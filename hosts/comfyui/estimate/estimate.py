@@ -64,7 +64,7 @@ def advise_on(
     advices = advise(images_per_hour, found.offers)
     if not any(advice.offer.fits and advice.offer.usd_per_hour for advice in advices):
         raise UnavailableError(
-            "no card of the list that costs something holds this: choose a smaller size or batch, "
-            "leave settings on auto, or give a price above 0."
+            "this fits no card with a price above 0: choose a smaller size or batch, leave "
+            "settings on auto, or enter a price above 0."
         )
     return LoadAdvice(found, advices, found.comparisons())

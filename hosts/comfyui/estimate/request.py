@@ -65,7 +65,7 @@ def request_from(
         _take_latent(chosen, latent_sizes(latent))
     wired = {"MODEL": model, "CLIP": clip, "VAE": vae, "LATENT": latent}
     if named := [name for name, part in wired.items() if part is not None]:
-        notes.insert(0, f"Sizes are those of what is wired in: {', '.join(named)}.")
+        notes.insert(0, f"Sizes are read from what is connected: {', '.join(named)}.")
     chosen["family"] = _family(chosen, found, notes)
     return WiredRequest(RunRequest(**chosen, parts=Parts(**sizes)), tuple(notes))
 
@@ -79,8 +79,8 @@ def _take_model(chosen: dict[str, Any], found: TrueModel, notes: list[str]) -> d
     if found.loras.count:
         if chosen["loras"].count:
             raise SettingError(
-                f"{chosen['loras'].count} LoRAs are set and the wired MODEL has LoRAs of its own: "
-                "set 0, or disconnect the MODEL."
+                f"{chosen['loras'].count} LoRAs are set and the connected MODEL has LoRAs of its "
+                "own: set 0, or disconnect the MODEL."
             )
         chosen["loras"] = found.loras
     return {
@@ -130,7 +130,7 @@ def _agreed(name: str, asked: str, found: str | None, part: str) -> str:
     if asked == AUTO:
         return found
     raise SettingError(
-        f"{name} {asked!r} contradicts the {part} that is wired in, which has {found!r}: choose "
+        f"{name} {asked!r} contradicts the {part} that is connected, which has {found!r}: choose "
         f"auto, or disconnect the {part}."
     )
 
@@ -143,8 +143,8 @@ def _family(chosen: Mapping[str, Any], found: TrueModel | None, notes: list[str]
     family = FAMILIES.get(asked)
     if found is not None and family is not None and (name := _other_family(family, found)):
         raise SettingError(
-            f"family {asked!r} contradicts the MODEL that is wired in, which is {name!r}: choose "
-            "auto, or disconnect the MODEL."
+            f"family {asked!r} contradicts the connected MODEL, which is {name!r}: choose auto, or "
+            "disconnect the MODEL."
         )
     return asked
 
@@ -171,7 +171,7 @@ def _likely_family(chosen: Mapping[str, Any], found: TrueModel | None, notes: li
     if not chosen["references"]:
         return TEXT_TO_IMAGE
     notes.append(
-        f"With references the MODEL is taken for {EDIT_2509}: its weights do not tell Edit "
-        "from it, and a reference of Edit adds more text tokens."
+        f"With references, the MODEL counts as {EDIT_2509}: its weights do not tell Edit from it, "
+        "and Edit's references add more text tokens."
     )
     return EDIT_2509

@@ -110,7 +110,7 @@ def model_sizes(model: ModelPatcher) -> TrueModel:
     """
     if unsupported_model(model):
         raise SettingError(
-            f"the MODEL is {type(model.model).__name__} and estimates are of Qwen-Image 1.x alone "
+            f"the MODEL is {type(model.model).__name__} and estimates cover only Qwen-Image 1.x "
             "(Qwen-Image, 2512, Edit, Layered): connect one of these, or none."
         )
     transformer = model.model.diffusion_model

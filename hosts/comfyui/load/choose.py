@@ -188,7 +188,7 @@ def find_companion(model: Source, role: str) -> Source:
     if not fitting:
         wanted, place = PLACES[role]
         raise CheckpointError(
-            f"No file in {place} is {wanted} that {model.path.name} needs: download one from "
+            f"{place} has no file that is {wanted} for {model.path.name}: download one from "
             "huggingface.co/Comfy-Org/Qwen-Image_ComfyUI, or choose it by name."
         )
     return min(fitting, key=_rank)

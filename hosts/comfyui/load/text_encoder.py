@@ -47,8 +47,8 @@ WHILE_THERE_IS_ROOM = "ComfyUI moves it to the card and leaves it there while th
 PLACEMENTS = {
     "auto": WHILE_THERE_IS_ROOM,
     ON_CARD: WHILE_THERE_IS_ROOM,
-    ON_PROCESSOR: "computes on the processor and takes no room on the card",
-    DROPPED: "leaves the card after each encoding, so that the transformer need not share it",
+    ON_PROCESSOR: "computes on the CPU and takes no room on the card",
+    DROPPED: "leaves the card after each encoding, so that the transformer has it alone",
 }
 
 

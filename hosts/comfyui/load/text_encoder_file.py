@@ -72,10 +72,10 @@ def read_layout(source: Source) -> TextEncoderLayout:
     if not vision:
         found = dims.get("vision_dim")
         notes.append(
-            "no vision tower in it: encoders for Edit that take images will not work"
+            "no vision tower: Edit's text encode nodes cannot take images"
             if found is None
-            else f"vision tower left out: it is {found} wide and ComfyUI's class has "
-            f"{VISION_DIM}, so encoders for Edit that take images will not work"
+            else f"vision tower left out: it is {found} wide and ComfyUI's class has {VISION_DIM}, "
+            "so Edit's text encode nodes cannot take images"
         )
     loaded = {
         native: name
@@ -130,7 +130,7 @@ def _model_config(source: Source) -> dict[str, Any]:
     ]
     if missing:
         raise CheckpointError(
-            f"This file lacks the tensors that tell its {missing[0]}: download it again.",
+            f"This file lacks the tensors that give its {missing[0]}: download it again.",
             source.path,
         )
     published = Qwen25_7BVLI_Config()
@@ -341,11 +341,11 @@ def _notes(stored: Mapping[str, StoredLayer], rounded: list[str], target: str | 
     if twice := sum(layer in stored for layer in rounded):
         notes.append(f"{twice} of them were quantized in the file: both errors add up")
     if stored and target == "bf16":
-        notes.append("dequantized, which does not bring back what the file's format lost")
+        notes.append("dequantized, which does not restore what the file's format lost")
     elif odd := sum(not _fits_core(stored[layer]) for layer in stored.keys() - set(rounded)):
         notes.append(
             f"{odd} layers in fp8 with one scale for each row became bf16: ComfyUI's layers take "
-            "one for the weight"
+            "one scale for the whole weight"
         )
     if any(_is_unscaled(entry) for entry in stored.values()):
         notes.append(

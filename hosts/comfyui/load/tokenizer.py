@@ -54,9 +54,8 @@ def find_tokenizer(source: Source, vocabulary: int) -> FolderTokenizer:
     folder = next((folder for folder in folders if holds_tokenizer(folder)), None)
     if folder is None:
         raise CheckpointError(
-            f"The text encoder has {vocabulary} tokens, which ComfyUI's own tokenizer does not "
-            "fit, "
-            "and none lies with it: put the model's tokenizer.json, or vocab.json with merges.txt, "
+            f"ComfyUI's own tokenizer does not fit this text encoder ({vocabulary} tokens), and it "
+            "has none of its own: put the model's tokenizer.json, or vocab.json with merges.txt, "
             "into its tokenizer folder.",
             folders[0],
         )
@@ -69,8 +68,8 @@ def find_tokenizer(source: Source, vocabulary: int) -> FolderTokenizer:
         ) from error
     if len(tokenizer) > vocabulary:
         raise CheckpointError(
-            f"The tokenizer has {len(tokenizer)} tokens and the text encoder {vocabulary}: use "
-            "those of one model.",
+            f"The tokenizer has {len(tokenizer)} tokens and the text encoder {vocabulary}: take "
+            "both from one model.",
             folder,
         )
     check_prefix(folder, len(tokenizer(TEMPLATE_PREFIX).input_ids))

@@ -145,7 +145,9 @@ def _what_is_not_quantized(dtype: torch.dtype, kept: Sequence[torch.Tensor]) -> 
         more = sum(weight.numel() for weight in kept) * (dtype.itemsize - 1)
         notes.append(f"{len(kept)} layers kept in {name}, which takes {format_gib(more)} more.")
     if name != "bf16":
-        notes.append(f"All that is not quantized is held in {name}, which this device computes in.")
+        notes.append(
+            f"Weights that are not quantized are held in {name}, which this device computes in."
+        )
     return notes
 
 

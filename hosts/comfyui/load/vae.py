@@ -97,8 +97,8 @@ def _check(source: Source, names: dict[str, str]) -> None:
     dim = source.part.dims.get("dim")
     if not dim:
         raise CheckpointError(
-            "This file lacks the norm before the decoder's last layer, which tells how wide the "
-            "VAE is: download it again.",
+            "This file lacks the norm before the decoder's last layer, which gives the VAE's "
+            "width: download it again.",
             source.path,
         )
     with torch.device("meta"):

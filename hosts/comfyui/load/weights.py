@@ -129,13 +129,13 @@ def _what_was_stored(source: Source) -> list[str]:
     for name, count in formats.most_common():
         if name == "fp8 e4m3, unscaled":
             notes.append(
-                f"{count} layers are stored in e4m3 without scales, which an fp8 GEMM with a fixed "
-                "scale for activations spoils: here they are scaled for each token."
+                f"{count} layers are stored in e4m3 without scales. A fixed scale would spoil "
+                "their activations, which are scaled for each token here."
             )
         elif name == "fp8 e4m3, scaled":
             notes.append(
-                f"{count} layers are stored in e4m3 with one scale each: it is applied to every "
-                "row, and activations are scaled for each token instead of by a stored scale."
+                f"{count} layers are stored in e4m3 with one scale each. Every row uses it, and "
+                "activations are scaled for each token, not by a stored scale."
             )
         elif name.startswith("fp8 e5m2"):
             notes.append(f"{count} layers stored in {name} were converted to bf16.")

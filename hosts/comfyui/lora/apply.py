@@ -112,7 +112,7 @@ def apply_lora(
     if how not in LORA_MODES:
         raise SettingError(f"lora_mode {how!r} is unknown: choose {', '.join(LORA_MODES)}.")
     if not math.isfinite(strength):
-        raise SettingError(f"the strength of a LoRA is {strength}: it must be a finite number.")
+        raise SettingError(f"LoRA strength must be a finite number, got {strength}.")
     path = Path(path)
     part = inspect_lora(path)
     ranks = [int(part.dims[name]) for name in ("rank", "largest_rank") if name in part.dims]
@@ -131,10 +131,9 @@ def apply_lora(
     patches, not_applied = _patches(model, file)
     if not patches:
         raise CheckpointError(
-            f"This LoRA changes nothing in the model, which has none of its {len(file.modules)} "
-            "keys "
-            f"({_list_names(not_applied)}): it looks like {part.family} with {part.variant}, so "
-            "choose a LoRA for this model.",
+            f"This LoRA changes nothing in this model, which has none of its {len(file.modules)} "
+            f"keys ({_list_names(not_applied)}): it looks like {part.family} with {part.variant}, "
+            "so choose a LoRA for this model.",
             path,
         )
     weights = {key: comfy.utils.get_attr(model.model, key) for key in patches}
@@ -167,8 +166,7 @@ def _patches(model: ModelPatcher, file: LoraFile) -> tuple[dict[str, Patch], lis
     ]
     if foreign:
         raise CheckpointError(
-            f"This is a LoRA for another model, which has {foreign[0]!r}: choose a LoRA for "
-            "Qwen-Image.",
+            f"This LoRA is for another model, which has {foreign[0]!r}: choose one for Qwen-Image.",
             file.path,
         )
     if len(set(targets.values())) < len(targets):

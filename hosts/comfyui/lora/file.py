@@ -77,14 +77,14 @@ def read_lora(path: Path) -> LoraFile:
 def _check_tensor(path: Path, name: str, kind: str, tensor: torch.Tensor) -> None:
     if kind == "alpha" and tensor.numel() != 1:
         raise CheckpointError(
-            f"{name!r} has the shape {tuple(tensor.shape)} and alpha is one number: download the "
+            f"{name!r} has the shape {tuple(tensor.shape)} and must be one number: download the "
             "file again.",
             path,
         )
     if kind == "lora_magnitude_vector":
         raise CheckpointError(
             f"This is a DoRA as PEFT writes it ({name!r}), which ComfyUI would apply without its "
-            "magnitudes: save it as a plain LoRA, or merged into the model.",
+            "magnitudes: save it as a plain LoRA, or merge it into the model.",
             path,
         )
     # fp8 has no isfinite.

@@ -35,7 +35,7 @@ def harmless() -> Iterator[None]:
         if kind not in _logged:
             _logged.add(kind)
             logger.warning(
-                "Qwen-Image L40S: a run could not be measured or reported, and goes on: %s.",
+                "Qwen-Image L40S: a run could not be measured or reported and continues: %s.",
                 kind,
                 exc_info=True,
             )

@@ -37,7 +37,7 @@ def mismatches(asked: Mapping[str, Any], path: Sequence[str], request: RunReques
     """Sentences on what ran otherwise than the prediction assumes."""
     notes = []
     if not any(line.startswith(FUSED) for line in path):
-        notes.append("The predicted times are those of fused blocks, which did not run.")
+        notes.append("The predicted times assume fused blocks, which did not run.")
     if asked["controlnet"]:
         notes.append("The prediction leaves out the ControlNet that ran.")
     found = passes_of(asked), prompts_of(asked)
@@ -56,7 +56,7 @@ def mismatches(asked: Mapping[str, Any], path: Sequence[str], request: RunReques
 
 
 FIRST_EDIT = "qwen-image-edit"  # the only one with that many text tokens for one reference
-PARTS_MISSING = "Connect clip and vae to predict the card's memory, which their weights take too."
+PARTS_MISSING = "Connect clip and vae to predict the card's memory: their weights count too."
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ NO_RUN = (
 )
 EARLIER = (
     "Nothing was sampled in this run, because ComfyUI reused an earlier result. These figures are "
-    "of the last run of this MODEL."
+    "from its last run."
 )
 UNWATCHED = (
     "Runs of this MODEL are not measured, because another pack loaded it: put Optimize Qwen-Image "
@@ -85,7 +85,9 @@ def _report(model: ModelPatcher, clip: Any, vae: Any) -> RunReport:
     notes = [] if ran.this_run else [EARLIER]
     notes += [*_missing(clip, vae, ran), *predictions[-1].notes]
     if len(sampled) > 1:
-        notes.append(f"{len(sampled)} samplings ran: times are of all, the step is of the last.")
+        notes.append(
+            f"{len(sampled)} samplings ran: times cover all of them, the step is from the last."
+        )
     beyond = _beyond_steps(sampled)
     if beyond:
         notes.append(f"{seconds_text(beyond)} of sampling were not steps: {FIRST_RUN}.")
@@ -146,7 +148,7 @@ def _missing(clip: Any, vae: Any, ran: LastRun) -> list[str]:
         )
     if vae is not None and not ran.of("decode"):
         notes.append(
-            "No VAE decode in this run, or not by VAE Decode Qwen-Image, the node that is measured."
+            "No VAE decode was measured in this run: only VAE Decode Qwen-Image is measured."
         )
     return notes
 
@@ -155,11 +157,11 @@ def _about_memory(last: Record) -> list[str]:
     measured = last.measured
     if measured.counted:
         return [
-            "Predictions assume that all models are loaded, and of load that nothing is.",
-            "Card memory is the driver's reading: all programs, and what torch keeps in reserve.",
+            "Predictions assume that all models are loaded; the one for load, that none is.",
+            "Card memory is what the driver reports: all programs, and torch's reserve.",
         ]
     if measured.device == "cpu":
-        return ["Memory is not counted on the processor."]
+        return ["Memory is not measured on the CPU."]
     return [f"Memory and steps are measured on CUDA cards only; this ran on {measured.device}."]
 
 

@@ -19,7 +19,7 @@ from .rows import ROW_NAMES, LastRun, PhaseRow, seconds_text
 
 # A run that takes so much more or less than predicted is called slower or faster.
 LIKE_THE_PREDICTION = 0.15
-FIRST_RUN = "a first run also brings the model to the card, compiles kernels and tries attention"
+FIRST_RUN = "a first run also moves the model to the card, compiles kernels and tests attention"
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _next(told: Told) -> str:
         return "put Optimize Qwen-Image before the sampler, because fused blocks did not run"
     if PARTS_MISSING in notes:
         return PARTS_MISSING[0].lower() + PARTS_MISSING[1:-1]
-    return "nothing; the output json holds these figures for programs"
+    return "nothing to change; the json output holds these figures for programs"
 
 
 def report_text(told: Told) -> str:

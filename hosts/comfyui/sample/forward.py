@@ -33,7 +33,7 @@ ARGUMENTS = {
     "timestep_zero_index",
     "transformer_options",
 }
-OTHER_ARGUMENTS = Fallback("ComfyUI passes its blocks other arguments than those known here")
+OTHER_ARGUMENTS = Fallback("ComfyUI passes its blocks arguments that are unknown here")
 COMPILED = Fallback("torch.compile runs the model; without it the fused blocks would")
 INPUT_PATCH = Fallback("another node changes what attention reads (attn1_patch)")
 

@@ -188,8 +188,8 @@ class ModelModulation:
             lines.append(f"modulation: {size} of weights stay in host memory and {moved}")
         elif self.figures.timesteps and on_card and not patcher.is_dynamic():
             lines.append(
-                "modulation: its weights stay on the card with the table, as the loader put them "
-                "there; Load Qwen-Image Model can leave them in host memory"
+                "modulation: its weights stay on the card with the table; modulation off card in "
+                "Load Qwen-Image Model leaves them in host memory"
             )
         return lines + [f"modulation: {note}" for note in dict.fromkeys(passes.notes)]
 

@@ -297,7 +297,7 @@ def compute_off_card(
     needed = LAYERS_ON_CARD * max(layer.nbytes for layer in layers)
     _make_room(needed, device)
     figures.note(
-        f"the card had no room for {format_gib(needed)} of weights on their way, so ComfyUI moved "
+        f"the card had no room for {format_gib(needed)} of weights to upload, so ComfyUI moved "
         "other models off it first"
     )
     try:
@@ -305,8 +305,8 @@ def compute_off_card(
     except torch.OutOfMemoryError:
         pass
     figures.note(
-        "computed on the processor, because the card has no room for one layer's weights; it "
-        "rounds otherwise than the card does, so free memory for an exact picture"
+        "computed on the CPU, because the card has no room for one layer's weights; the CPU rounds "
+        "differently, so free card memory for an exact picture"
     )
     figures.inexact = True
     on_cpu = [embedding.cpu() for embedding in embeddings]
@@ -336,8 +336,8 @@ def _streamed(
     if stream.note:
         figures.note(stream.note.removesuffix("."))
     logger.info(
-        "Qwen-Image L40S: the modulation of %d timesteps took %.2f s, in which %s of weights were "
-        "brought to the card.",
+        "Qwen-Image L40S: the modulation of %d timesteps took %.2f s and moved %s of weights to "
+        "the card.",
         len(embeddings),
         seconds,
         format_gib(stream.bytes),
