@@ -283,7 +283,7 @@ def test_card_that_is_not_listed_has_the_times_that_were_measured_on_it():
     found = estimate(RunRequest(), card, calibration=measured)
     assert found.basis.kind == "measured" and found.step_seconds.low > 0
     assert found.usd_per_image is None
-    assert any("No price of NVIDIA A40 is known" in note for note in notes_of(found))
+    assert any("NVIDIA A40 has no price" in note for note in notes_of(found))
     assert (
         estimate(RunRequest(), card, calibration=measured, usd_per_hour=2.0).usd_per_image.low > 0
     )

@@ -34,7 +34,7 @@ def test_what_is_written_is_read(prices, gap):
         ("L40S = -0.5", ("at least 0 USD per hour", "-0.5")),
         ("L40S = inf", ("at least 0 USD per hour", "inf")),
         ("L41S = 0.79", ("'L41S'", "nearest", "L40S")),
-        ("h200 = 3", ("H200 has a price above", "keep one")),
+        ("h200 = 3", ("H200 already has a price above", "keep one")),
     ],
 )
 def test_a_bad_line_is_named_by_its_number(line, words):

@@ -333,7 +333,9 @@ def test_a_precision_that_the_card_does_not_multiply(name):
 
 def test_turing_holds_int8_and_computes_in_bf16():
     turing = CardFacts("Tesla T4", 15_000 * MIB, (7, 5))
-    with pytest.raises(UnavailableError, match="int8 was demanded"):
+    with pytest.raises(
+        UnavailableError, match="int8 needs a card of sm_80 or newer and Tesla T4 is sm_75"
+    ):
         plan(turing, RunRequest(precision="int8"))
     option = plan(turing, RunRequest())[0]
     assert option.setting.precision == "int8"
@@ -427,7 +429,7 @@ def test_a_card_on_which_nothing_runs():
                 "combine several remedies (run without the ControlNet",
                 "give fewer references",
                 "paint fewer layers",
-                "choose a smaller size or batch",
+                "choose a smaller size or batch)",
             ],
         ),
     ],

@@ -37,17 +37,17 @@ from qwen_l40s.spec import FAMILIES, TransformerShape, find_family
         ({"references": 1}, "takes no reference images", "choose qwen-image-edit-2511"),
         (
             {"family": "qwen-image-edit", "references": 2},
-            "takes 1 reference image:",
+            "takes 1 reference image, got 2",
             "fewer references",
         ),
         (
             {"family": "qwen-image-edit-2511", "references": 4},
-            "takes 3 reference images: choose fewer references.",
+            "takes 3 reference images, got 4 references: choose fewer references.",
             "4 references",
         ),
         (
             {"family": "qwen-image-layered", "references": 2, "layers": 2},
-            "takes 1 reference image: choose fewer references.",
+            "takes 1 reference image, got 2 references: choose fewer references.",
             "2 references",
         ),
         (

@@ -178,7 +178,7 @@ def test_what_is_refused(plan):
     for tiles in (-1, 65):
         with pytest.raises(SettingError, match="number of tiles"):
             plan(FULL, 8, 8, budget=None, tiles=tiles)
-    with pytest.raises(UnavailableError, match=r"1024x512 pixels.*at least.*0 MiB is free"):
+    with pytest.raises(UnavailableError, match=r"1024x512 pixels.*tiles need.*0 MiB is free"):
         plan(FULL, 64, 128, budget=-5)
 
 
