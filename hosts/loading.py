@@ -164,7 +164,7 @@ def _in_few_words(requested: str, stored: str, option: PlanOption | None) -> str
     elif option is None or stored in QUANTIZED:
         words = f"auto: the file holds {stored}"
     elif option.setting.precision == "bf16":
-        words = "auto: the highest precision" + (" that fits" if option.resident else "")
+        words = "auto: the most exact" + (" that fits" if option.resident else "")
     else:
         words = "auto: bf16 does not fit"
     if option is None:
