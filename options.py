@@ -63,7 +63,7 @@ OPTIONS = (
         AUTO,
         "Precision of the transformer. auto: bf16 if it fits on the card, else int8 or fp8. bf16: "
         "38 GiB of weights. int8, fp8: 25 GiB. modulation off card keeps 12.7 GiB of them in host "
-        "memory. int8 is closer to bf16; fp8 is fast on Ada cards and newer.",
+        "memory. int8 is closer to bf16; fp8 needs an Ada card or newer.",
         choices=PRECISIONS,
         wired="With a MODEL connected, auto takes the MODEL's.",
     ),
