@@ -21,11 +21,11 @@ COMMANDS = {
     "submit": "run a workflow on a ComfyUI server, once or many times",
     "estimate": "predict a run's memory, time, disk and cost",
     "advise": "rank cards by the cost of an image",
-    "inspect": "tell what a checkpoint is, from its header",
-    "quantize": "write a transformer in fp8 or int8",
-    "audit": "measure what fp8 or int8 loses on your checkpoint",
+    "inspect": "say what a checkpoint is, from its header",
+    "quantize": "write a transformer to an fp8 or int8 file",
+    "audit": "measure the error of fp8 or int8 on your checkpoint",
     "bench": "time this package against ComfyUI and diffusers",
-    "doctor": "check this machine: card, packages, ComfyUI, disks",
+    "doctor": "check card, packages, ComfyUI, model files and disks",
 }
 EXIT_CODES = """\
 exit codes:
@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
 def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     """The parser, with the arguments of the commands that are named in `argv`."""
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    common.add_argument("--debug", action="store_true", help="show the traceback of errors")
     parser = Parser(
         prog="qwen-l40s",
         description="Qwen-Image, faster and in less memory, on an NVIDIA L40S and other cards.",

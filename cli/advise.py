@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Ranks cards by the cost of an image at your load, each in its best setting, and tells at "
-        "which load an A100 or H100 becomes cheaper than an L40S. Exit code 1 if no card with a "
-        "price can run it."
+        "Ranks cards by the cost of an image at your load, each with its best settings, and names "
+        "the load above which an A100 or H100 is cheaper than an L40S. Exit code 1 if the run fits "
+        "no card with a price."
     )
     parser.add_argument(
         "--images-per-hour",
         type=float,
         required=True,
         metavar="N",
-        help="the load, day and night",
+        help="the load: images an hour, day and night",
     )
     parser.add_argument(
         "--price",
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="CARD=USD",
-        help="an hourly price, in place of the cheapest on-demand price in the list",
+        help="your price an hour, instead of the listed on-demand price",
     )
     parser.add_argument("--cards", type=Path, metavar="FILE", help=CARDS_HELP)
     parser.add_argument(
@@ -45,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="CARD",
-        help="these cards; the first is "
-        "compared with the others; default: all, the L40S with the A100 and the H100",
+        help="rank only these cards and compare the first with the others; default: rank all, "
+        "compare the L40S with the A100 and the H100",
     )
-    parser.add_argument("--plot", metavar="FILE", help="draw cost against load into a .png")
+    parser.add_argument("--plot", metavar="FILE", help="draw the cost at each load into a .png")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_request_arguments(parser)
 

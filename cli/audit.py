@@ -32,8 +32,8 @@ MICRO_PROMPTS = 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Makes images of your prompts in bf16 and in fp8 or int8 from the same noise. Reports how "
-        "far they differ, the error of each layer, and which layers to keep in bf16."
+        "Makes images of your prompts in bf16 and in fp8 or int8, from the same noise. Reports how "
+        "much they differ, the error of each layer, and which layers to keep in bf16."
     )
     parser.add_argument(
         "model",
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cfg", type=float, default=4.0, metavar="SCALE", help="guidance; default: 4"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of every image; default: 0"
+        "--seed", type=int, default=0, metavar="N", help="seed of every image; default: 0"
     )
     parser.add_argument(
         "--keep",
@@ -63,25 +63,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="PATTERN",
-        help="layers that stay in bf16, as in `qwen-l40s quantize`",
+        help="layers to keep in bf16, as in `qwen-l40s quantize`",
     )
     parser.add_argument(
         "--target",
         type=float,
         default=0.5,
         metavar="SHARE",
-        help="the share of the summed error that may remain with the proposed layers in bf16; "
+        help="the share of the summed error that may remain once the proposed layers are in bf16; "
         "default: 0.5",
     )
     parser.add_argument(
         "--layers-only",
         action="store_true",
-        help="make no images: read one weight at a time, with Gaussian activations",
+        help="make no images: measure one weight at a time, with Gaussian activations",
     )
     parser.add_argument(
         "--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N"
     )
-    parser.add_argument("--output", metavar="DIR", help="a folder for the images, in pairs, as PNG")
+    parser.add_argument("--output", metavar="DIR", help="a folder for the pairs of images, as PNG")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not tables")
 
 

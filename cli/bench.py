@@ -30,9 +30,9 @@ FOREIGN = ("size", "references", "layers", "only", "repeats", "warm_up", "profil
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Times this package, ComfyUI and diffusers in one process with the same random weights: "
-        "no model is needed. What is not installed is left out. Runs from a clone; --calibrate "
-        "runs everywhere. Exit code 1 if a row failed."
+        "Times this package, ComfyUI and diffusers in one process with the same random weights; "
+        "needs no model, and leaves out packages that are not installed. Runs from a clone; "
+        "--calibrate runs everywhere. Exit code 1 if a row failed."
     )
     parser.add_argument(
         "what",
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate",
         action="store_true",
-        help="instead measure this card for `qwen-l40s estimate`, in under a minute",
+        help="measure this card for `qwen-l40s estimate` instead, in under a minute",
     )
     parser.add_argument(
         "--size",
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="reference images of 1024x1024, as in Edit-2511; default: 0",
     )
     parser.add_argument(
-        "--layers", type=int, metavar="N", help="blocks; default: 60, for `block` 9"
+        "--layers", type=int, metavar="N", help="blocks; default: 60; for `block` 9"
     )
     parser.add_argument(
         "--width", default="full", metavar="NAME", help="full (3072) or small (128, for a CPU)"
@@ -79,10 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="only these rows, by name or pattern, such as 'ours bf16' 'comfyui *'",
     )
-    parser.add_argument("--repeats", type=int, metavar="N", help="measured calls")
-    parser.add_argument("--warm-up", type=int, metavar="N", help="calls before the measured ones")
+    parser.add_argument("--repeats", type=int, metavar="N", help="number of measured calls")
     parser.add_argument(
-        "--steps", type=int, default=20, metavar="N", help="of `image`; default: 20"
+        "--warm-up", type=int, metavar="N", help="number of calls before the measured ones"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, metavar="N", help="steps of `image`; default: 20"
     )
     parser.add_argument(
         "--profile", action="store_true", help="list the longest kernels; not with `image`"

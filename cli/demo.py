@@ -33,14 +33,14 @@ GALLERY = 12
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Makes a 256x256 image with the bundled micro model and checks it against the prompt: one "
-        "or two objects with size, colour, shape and place, on a background."
+        "Makes a 256x256 image with the bundled micro model and compares it with the prompt. The "
+        "model knows one or two objects with size, colour, shape and place, on a background."
     )
     parser.epilog = f"default prompt: {PROMPT}"
     add_prompt(parser, required=False)
     add_run_arguments(parser, output_help="default: the next free demo_00001.png here")
     parser.add_argument(
-        "--grid", metavar="FILE", help=f"also write a contact sheet of {GALLERY} prompts, .png"
+        "--grid", metavar="FILE", help=f"also write a .png contact sheet of {GALLERY} prompts"
     )
 
 

@@ -61,15 +61,15 @@ class Diagnosis:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Checks this machine: card, driver, packages, ComfyUI, its model files, memory and disks. "
-        "Each line says what can be used, or why not and what to do. Run it with ComfyUI's own "
-        "Python. Exit code 1 when neither the nodes nor `generate` can run."
+        "Each line says whether a part is usable, and what to do if not. Run it with ComfyUI's own "
+        "Python. Exit code 1 if neither the nodes nor `generate` can run."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     parser.add_argument(
         "--models",
         type=Path,
         metavar="DIR",
-        help="the models folder to check; default: that of ComfyUI",
+        help="the models folder to check; default: ComfyUI's",
     )
 
 
@@ -168,7 +168,7 @@ def _model_checks(folders: Mapping[str, list[Path]]) -> Iterator[Capability]:
             reason += f", {len(found) - LISTED} more"
         state = State.USABLE if found else State.NOT_USABLE
         named, place = PLACES[part]
-        remedy = "" if found else f"download one into {place}: docs/models.md and templates list it"
+        remedy = "" if found else f"download one into {place}: docs/models.md lists the files"
         if refused:
             state = State.LIMITED if found else state
             reason += f"; refused: {', '.join(path.name for path in refused)}"

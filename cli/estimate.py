@@ -73,23 +73,23 @@ def _tera(flops: float | None) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Predicts memory, time, disk and cost of a run on a card, and names the settings for it. "
-        "Loads nothing. Exit code 1 if it does not fit."
+        "Predicts memory, time, disk and cost of a run on a card, and names the settings to choose."
+        " Loads no model. Exit code 1 if the run does not fit."
     )
     parser.add_argument(
         "--card",
         metavar="NAME",
-        help=f"a name in --list-cards; default: this machine's card, else {DEFAULT_CARD}",
+        help=f"a card of --list-cards; default: this machine's card, else {DEFAULT_CARD}",
     )
     parser.add_argument(
-        "--vram", type=float, metavar="GIB", help="use only part of the card's memory"
+        "--vram", type=float, metavar="GIB", help="use only this much of the card's memory"
     )
     parser.add_argument(
-        "--price", type=float, metavar="USD", help="the card's hourly price, in place of the list's"
+        "--price", type=float, metavar="USD", help="your price an hour, instead of the listed one"
     )
     parser.add_argument("--cards", type=Path, metavar="FILE", help=CARDS_HELP)
-    parser.add_argument("--list-cards", action="store_true", help="print the known cards")
-    parser.add_argument("--plot", metavar="FILE", help="draw the phases into a .png")
+    parser.add_argument("--list-cards", action="store_true", help="print all known cards")
+    parser.add_argument("--plot", metavar="FILE", help="draw the memory of each phase into a .png")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_request_arguments(parser)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..hosts.diffusers.settings import OFFLOADS, GenerateSettings
+from ..hosts.diffusers.settings import GenerateSettings
 from ..loaders.source import MICRO_ADVICE, MICRO_SIDE
 from .output import (
     ImageTarget,
@@ -35,7 +35,7 @@ PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Makes images with a Qwen-Image diffusers folder. The last line of output is one JSON "
-        "object: the images, the settings, the seconds."
+        "object with images, settings and seconds."
     )
     add_prompt(parser, required=True)
     parser.add_argument(
@@ -46,18 +46,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--size",
         type=parse_size,
         metavar="WxH",
-        help=f"pixels; default: {USUAL_SIDE}x{USUAL_SIDE}, with models/micro "
+        help=f"pixels; default: {USUAL_SIDE}x{USUAL_SIDE}; with models/micro "
         f"{MICRO_SIDE}x{MICRO_SIDE}",
     )
-    parser.add_argument("--width", type=int, metavar="PIXELS", help="replaces the width of --size")
     parser.add_argument(
-        "--height", type=int, metavar="PIXELS", help="replaces the height of --size"
+        "--width", type=int, metavar="PIXELS", help="instead of the width of --size"
     )
     parser.add_argument(
-        "--batch", type=int, default=1, metavar="N", help="images, with seed, seed + 1, ..."
+        "--height", type=int, metavar="PIXELS", help="instead of the height of --size"
+    )
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of images, with seed, seed + 1, ...",
     )
     add_run_arguments(parser, output_help="default: the next free image_00001.png here")
-    parser.add_argument("--grid", metavar="FILE", help="also write a contact sheet, .png")
+    parser.add_argument("--grid", metavar="FILE", help="also write a .png contact sheet")
 
 
 def add_prompt(parser: argparse.ArgumentParser, *, required: bool) -> None:
@@ -70,14 +76,14 @@ def add_prompt(parser: argparse.ArgumentParser, *, required: bool) -> None:
         metavar="PROMPT",
         help="the image in words, in quotes",
     )
-    group.add_argument("--prompt", metavar="TEXT", help="the same as an option")
+    group.add_argument("--prompt", metavar="TEXT", help="the same, as an option")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> None:
     """The arguments that `generate` and `demo` share."""
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="default: 20")
     parser.add_argument(
-        "--cfg", type=float, default=4.0, metavar="SCALE", help="guidance, default 4; 1 is off"
+        "--cfg", type=float, default=4.0, metavar="SCALE", help="guidance; default: 4; 1 is off"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     parser.add_argument(
@@ -90,14 +96,14 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> N
         "--offload",
         default="auto",
         metavar="NAME",
-        help=f"one of {', '.join(OFFLOADS)}. none: all parts stay on the card; model: each part "
-        "waits in host memory for its turn; auto (default): model where they do not fit together",
+        help="auto (default), none or model. none: all parts stay on the card; model: each part "
+        "stays in host memory until its turn; auto: model if the parts do not fit together",
     )
     parser.add_argument(
         "--optimize",
         action=argparse.BooleanOptionalAction,
-        help="fused blocks and the fastest exact attention, or diffusers' own code; default: on "
-        "with a card",
+        help="fused blocks and the fastest exact attention, or diffusers' own code; default: on if "
+        "there is a card",
     )
     parser.add_argument(
         "--attention",
@@ -108,7 +114,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> N
     parser.add_argument(
         "--output",
         metavar="PATH",
-        help=f"a .png file, replaced if it exists, or a folder for numbered files; {output_help}",
+        help=f"a .png file to write or replace, or a folder for numbered files; {output_help}",
     )
 
 

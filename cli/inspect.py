@@ -13,7 +13,7 @@ from .output import print_text
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Tells what a safetensors file, a sharded set or a diffusers folder is and where it "
+        "Says what a safetensors file, a sharded set or a diffusers folder is and where it "
         "belongs. Reads headers only. Exit code 1 if its parts contradict each other."
     )
     parser.add_argument(

@@ -11,21 +11,21 @@ from ..options import OLDER, OPTIONS, Option, likely_family, request_settings, t
 from ..planning.request import AUTO, CFG_MODES, Parts, RunRequest
 
 CARDS_HELP = (
-    "cards of your own, as JSON; default: cards.json in QWEN_L40S_CACHE, else ~/.cache/qwen-l40s"
+    "your own cards, as JSON; default: cards.json in $QWEN_L40S_CACHE, else in ~/.cache/qwen-l40s"
 )
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     """Everything that a `RunRequest` is made of."""
-    group = parser.add_argument_group("what is to run")
+    group = parser.add_argument_group("the run")
     group.add_argument(
         "--model",
         metavar="PATH",
-        help="a checkpoint of your own, for the true sizes: a transformer, a full checkpoint or a "
-        "diffusers folder; only headers are read",
+        help="take the sizes from your checkpoint: a transformer, a full checkpoint or a diffusers "
+        "folder; only headers are read",
     )
     group.add_argument(
-        "--size", default="1328x1328", metavar="WxH", help="pixels, default 1328x1328"
+        "--size", default="1328x1328", metavar="WxH", help="pixels; default: 1328x1328"
     )
     for option in OPTIONS:
         if option.flag is not None:

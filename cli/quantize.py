@@ -15,9 +15,9 @@ PACKAGES = ("torch", "safetensors", "numpy", "psutil")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Writes a Qwen-Image transformer with attention and MLP weights in fp8 or int8: two thirds "
-        "of the bytes, in one .safetensors file. ComfyUI itself reads int8 files too; only this "
-        "package reads fp8 files."
+        "Writes a Qwen-Image transformer with attention and MLP weights in fp8 or int8 to one "
+        ".safetensors file, a third smaller than bf16. ComfyUI itself reads the int8 files too; "
+        "only this package reads the fp8 files."
     )
     parser.add_argument(
         "source",
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="PATTERN",
-        help="layers that stay in bf16, such as 'transformer_blocks.0.*' '*.img_mlp.net.2'",
+        help="layers to keep in bf16, such as 'transformer_blocks.0.*' '*.img_mlp.net.2'",
     )
     parser.add_argument(
         "--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N"

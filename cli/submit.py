@@ -22,20 +22,20 @@ PACKAGES = ("aiohttp", "PIL", "tqdm")
 
 EPILOG = """\
 settings:
-  --set seed=7               an input by its name, if only one node has it
+  --set seed=7               an input by name, if only one node has it
   --set seed=1..8            a job for each whole number
   --set prompt="a red cube"  the sampler's prompt; also: negative prompt
   --set prompt=@prompts.txt  a job for each line of a file
   --set sample.steps=20      an input of one node, by the node's id or title
-  --set "image 1=photo.png"  a picture on this machine, which is uploaded
+  --set "image 1=photo.png"  an image on this machine, which submit uploads
   Several --set make every combination; the last one changes fastest.
 
 what happens:
-  Everything is checked before the first job is queued. All jobs are queued at
-  once. A lost connection or a restarted server is waited for, and jobs that the
-  server forgot are queued again. DIR/<workflow>.submit.jsonl records each job:
-  after an interruption, the same command with --resume does what is missing.
-  Ctrl-C removes the jobs of this run from the server, and no others.
+  submit checks everything, then queues all jobs at once. If the connection
+  breaks or the server restarts, it waits and queues the lost jobs again.
+  DIR/<workflow>.submit.jsonl records each job: after an interruption, the same
+  command with --resume runs the missing ones. Ctrl-C removes the jobs of this
+  run from the server, and no others.
 
 exit codes:
   0 all jobs done, 1 a job failed or was cancelled, 2 bad input, nothing queued,
@@ -48,7 +48,7 @@ example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Runs a workflow on a ComfyUI server and downloads what it makes."
+    parser.description = "Runs a workflow on a ComfyUI server and downloads the results."
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="the value of an input; see below",
+        help="set an input; see below",
     )
     parser.add_argument(
         "--server",
@@ -75,8 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("out"),
         metavar="DIR",
-        help="a folder for results and the journal, in which no file is replaced; default: "
-        "%(default)s",
+        help="a folder for results and the journal; replaces no file; default: %(default)s",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
@@ -84,15 +83,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--wait",
         type=_seconds,
         metavar="SECONDS",
-        help="wait this long for a server that is away or still starting; default: 60 once it "
-        "has answered, 0 before",
+        help="wait this long for a server that is still starting (default: 0) or is lost during "
+        "the run (default: 60)",
     )
     parser.add_argument(
         "--header",
         action="append",
         default=[],
         metavar='"NAME: VALUE"',
-        help='send it with each request, such as "Authorization: Bearer TOKEN"',
+        help='a header for each request, such as "Authorization: Bearer TOKEN"',
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, list the jobs, queue nothing"
