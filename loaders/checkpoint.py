@@ -346,8 +346,7 @@ def _declared_layers(header: Header) -> dict[str, dict[str, Any]]:
             raise ValueError("layers must map every layer to an object")
     except ValueError as error:
         raise CheckpointError(
-            f"The _quantization_metadata is broken ({error}), which must be the JSON that ComfyUI "
-            "writes: save or download the file again.",
+            f"The _quantization_metadata is broken ({error}): save or download the file again.",
             header.path,
         ) from error
     return layers

@@ -188,7 +188,8 @@ def open_regular(path: Path) -> BinaryIO:
         raise CheckpointError("There is no such file: check the path.", path) from error
     except PermissionError as error:
         raise CheckpointError(
-            "This file may not be read by this user: change its permissions or run as its owner.",
+            "This user has no permission to read this file: change its permissions or run as its "
+            "owner.",
             path,
         ) from error
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
@@ -351,7 +352,7 @@ def _in_folder(folder: Path) -> Path:
         names = sorted(entry.name for entry in folder.iterdir())
     except PermissionError as error:
         raise CheckpointError(
-            "This folder may not be listed by this user: change its permissions or run as its "
+            "This user has no permission to list this folder: change its permissions or run as its "
             "owner.",
             folder,
         ) from error

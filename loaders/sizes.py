@@ -141,7 +141,7 @@ def vae_shape(part: CheckpointPart) -> VaeShape:
     numbers = [size for size in sizes if isinstance(size, int)]
     if len(numbers) < len(sizes):
         raise CheckpointError(
-            "The tensors do not tell the VAE's sizes: get it from the model's own source."
+            "The tensors do not give the VAE's sizes: get it from the model's own source."
         )
     return VaeShape(*numbers)
 

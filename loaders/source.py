@@ -54,7 +54,7 @@ def check_prefix(folder: Path, tokens: int) -> None:
     """
     if tokens != TEMPLATE_PREFIX_TOKENS:
         raise CheckpointError(
-            f"The tokenizer encodes Qwen-Image's chat template in {tokens} tokens and not in "
+            f"The tokenizer encodes Qwen-Image's chat template in {tokens} tokens, not "
             f"{TEMPLATE_PREFIX_TOKENS}: use the tokenizer folder of Qwen-Image.",
             folder,
         )

@@ -146,7 +146,9 @@ def driver_capability(cards: InstalledCards, cuda: str | None) -> Capability:
         cuda: `torch.version.cuda`, such as "13.0"; None for a CPU build or without torch.
     """
     if not cards.driver and cards.usable:
-        reason = "torch reaches the card; nvidia-smi, which tells the version, is not installed"
+        reason = (
+            "torch reaches the card; nvidia-smi, which gives the driver's version, is not installed"
+        )
         return Capability("driver", State.USABLE, reason)
     if not cards.driver:
         remedy = "with an NVIDIA card: install its driver"
@@ -214,7 +216,7 @@ def _ask_nvidia_smi() -> tuple[str, tuple[InstalledCard, ...]]:
         try:
             cards.append(_card(row))
         except ValueError:  # "[N/A]": a card that shares the host's memory, or a faulty one
-            logger.info("nvidia-smi does not tell enough of %s", row)
+            logger.info("nvidia-smi gives too little about %s", row)
     return (rows[0][0] if rows else ""), tuple(cards)
 
 

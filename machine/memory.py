@@ -43,7 +43,7 @@ def check_memory() -> Capability:
     if total >= BF16_PARTS:
         return Capability("host memory", State.USABLE, reason)
     reason += f": less than the full model in bf16 ({BF16_PARTS / GIB:.1f} GiB)"
-    remedy = "take int8 or fp8, which need two thirds"
+    remedy = "choose int8 or fp8, which take two thirds"
     return Capability("host memory", State.LIMITED, reason, remedy)
 
 

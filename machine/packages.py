@@ -116,7 +116,7 @@ def torch_capability(torch: Any) -> Capability:
         try:
             cudnn = torch.backends.cudnn.version() or 0
         except RuntimeError as error:  # another cuDNN than torch's own is found first
-            remedy = "take the other cuDNN out of LD_LIBRARY_PATH"
+            remedy = "remove the other cuDNN from LD_LIBRARY_PATH"
             return Capability("torch", State.LIMITED, f"{reason}; {first_line(error)}", remedy)
         reason += f", cuDNN {cudnn}"
         if release(torch.__version__)[:2] == (2, 9) and cudnn < CUDNN_FLOOR:

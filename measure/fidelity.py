@@ -81,8 +81,8 @@ def load_lpips() -> tuple[Distance | None, str]:
         backbone = _backbone()
         if not os.path.isfile(backbone):
             return None, (
-                f"not measured: put {os.path.basename(backbone)}, the weights of torchvision's "
-                f"AlexNet, which nothing here downloads, into {os.path.dirname(backbone)}"
+                f"not measured: put {os.path.basename(backbone)}, torchvision's AlexNet weights "
+                f"(nothing here downloads them), into {os.path.dirname(backbone)}"
             )
         with warnings.catch_warnings():  # of arguments that torchvision has renamed since
             warnings.simplefilter("ignore")

@@ -287,7 +287,7 @@ def _refusal(backend: str, format: str, device: torch.device) -> str:
         return ""
     sm, oldest = _sm(device), OLDEST_CAPABILITY[format]
     if sm is None and device.type != "cpu":
-        return f"{device} is no NVIDIA card that torch reaches"
+        return f"{device} is not an NVIDIA card that torch can use"
     if sm is not None and sm < oldest:
         return f"sm_{sm[0]}{sm[1]}, needs sm_{oldest[0]}{oldest[1]} or newer"
     interpreted = backend == "triton" and kernels.interpreted()

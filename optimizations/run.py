@@ -355,7 +355,9 @@ def _whole_pass_fallback(prepared: PreparedModel, host: HostPass) -> Fallback | 
     if prepared.check.failed:
         return prepared.check.failed
     if torch.is_grad_enabled():
-        return Fallback("gradients are recorded, which the kernels do not: use torch.no_grad()")
+        return Fallback(
+            "gradients are recorded, which the kernels do not support: use torch.no_grad()"
+        )
     if found := host.fallback():
         return found
     if any(map(is_changed, host.blocks)):

@@ -68,8 +68,8 @@ class Attention:
         """
         if mask is not None and not self.masked:
             raise SettingError(
-                f"attention {self.name} was chosen for requests without a mask: "
-                "choose it anew with masked=True"
+                f"attention {self.name} was chosen for requests without a mask: choose it again "
+                "with masked=True"
             )
         return BACKENDS[self.name].attend(q, k, v, mask)
 
@@ -116,10 +116,10 @@ def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention
     if not runs:
         raise UnavailableError(f"no attention runs on {request.device}: {'; '.join(not_here)}")
     if sm is None:
-        return _attention(runs[0], "no card: the first that runs, nothing is measured", request)
+        return _attention(runs[0], "no card to measure on: the first that runs", request)
     if len(quick) < 2:
         only = "the only one that runs here without all scores in memory"
-        reason = only if quick else "nothing runs here that keeps the scores out of memory"
+        reason = only if quick else "every attention that runs here keeps all scores in memory"
         return _attention(runs[0], "; ".join([reason, *not_here]), request)
     measurement, without = _measurement(request, quick)
     if measurement is None:

@@ -45,7 +45,7 @@ def limits_of(backend: Backend, request: AttentionRequest) -> str:
     limits = _limits_on(backend, request.device, sm)
     if limits is None:
         on_cpu = request.device.type == "cpu"
-        other = f"{request.device} is no NVIDIA card that torch reaches"
+        other = f"{request.device} is not an NVIDIA card that torch can use"
         return "needs an NVIDIA card" if on_cpu else other
     return limits.refusal(request, sm)
 

@@ -91,14 +91,14 @@ def test_without_a_card_the_first_that_runs_is_taken(monkeypatch):
     for dtype, masked in ((torch.bfloat16, False), (torch.float32, True)):
         attention = choose_attention(request(dtype=dtype, masked=masked))
         assert attention == Attention(
-            "sdpa_flash", "no card: the first that runs, nothing is measured", True, masked
+            "sdpa_flash", "no card to measure on: the first that runs", True, masked
         )
     assert not os.path.exists(os.environ["QWEN_L40S_CACHE"])
 
 
 def test_a_device_that_torch_does_not_reach(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UnavailableError, match="cuda:7 is no NVIDIA card that torch reaches"):
+    with pytest.raises(UnavailableError, match="cuda:7 is not an NVIDIA card that torch can use"):
         choose_attention(AttentionRequest(torch.device("cuda", 7), torch.bfloat16, 1, 2, 64, 400))
 
 
@@ -237,7 +237,12 @@ def test_a_mask_leaves_what_takes_one(card):
     [
         ((7, 5), torch.float16, "sdpa_efficient", "the only one that runs here without all scores"),
         ((8, 9), torch.float32, "sdpa_efficient", "the only one that runs here without all scores"),
-        ((3, 7), torch.float32, "sliced", "nothing runs here that keeps the scores out of memory"),
+        (
+            (3, 7),
+            torch.float32,
+            "sliced",
+            "every attention that runs here keeps all scores in memory",
+        ),
     ],
 )
 def test_a_single_one_is_not_measured(card, sm, dtype, name, reason):

@@ -319,7 +319,7 @@ def test_a_device_that_torch_does_not_reach(monkeypatch, device):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     gemm = choose_gemm("fp8", torch.device(device))
     assert gemm.backend == "dequantize"
-    assert f"{device} is no NVIDIA card that torch reaches" in gemm.reason
+    assert f"{device} is not an NVIDIA card that torch can use" in gemm.reason
 
 
 def test_environment_asks_unless_the_caller_does(monkeypatch, card):
