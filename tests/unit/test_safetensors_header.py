@@ -341,7 +341,7 @@ def test_permission_denied(tmp_path):
     path.chmod(0)
     if os.geteuid() == 0:
         pytest.skip("root may read everything")
-    with pytest.raises(CheckpointError, match=r"may not be read.*secret\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"no permission to read.*secret\.safetensors"):
         read_header(path)
 
 
@@ -354,7 +354,7 @@ def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Path, "open", refuse
     )  # root, as in containers, is never refused by the real thing
-    with pytest.raises(CheckpointError, match=r"may not be read.*permissions.*secret\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"no permission to read.*permissions.*secret\.safetensors"):
         read_header(path)
 
 
