@@ -58,6 +58,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
                     default="",
                     multiline=True,
                     optional=True,
+                    advanced=True,
                     tooltip=f"Your own prices in USD an hour, one card a line: {EXAMPLE}. Other "
                     "cards take the list's price; the report shows its date.",
                 ),

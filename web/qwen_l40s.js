@@ -13,13 +13,14 @@ const MARGIN = 8
 const MOST_HEIGHT = 128
 
 const STYLE = `
-.qwen-l40s-box { box-sizing: border-box; padding: 4px 8px; overflow: auto; border-radius: 4px;
-    background: var(--comfy-input-bg, #222); color: var(--input-text, #ddd); user-select: text;
+.qwen-l40s-box { box-sizing: border-box; padding: 4px 8px; border-radius: 4px; overflow: hidden;
+    display: flex; flex-direction: column; background: var(--comfy-input-bg, #222); color: var(--input-text, #ddd); user-select: text;
     font: 12px/16px sans-serif; white-space: pre-wrap; overflow-wrap: anywhere; cursor: text; }
 .qwen-l40s-box.error { color: color-mix(in srgb, #f00 55%, var(--input-text, #ddd)); }
 .qwen-l40s-box button, .qwen-l40s-report button { font: 12px/16px sans-serif; padding: 1px 8px;
     color: inherit; background: none; border: 1px solid; border-radius: 4px; cursor: pointer; }
-.qwen-l40s-box button { display: block; margin-top: 4px; opacity: 0.8; }
+.qwen-l40s-box div { min-height: 0; overflow: auto; }
+.qwen-l40s-box button { flex: none; align-self: start; margin-top: 4px; opacity: 0.8; }
 .qwen-l40s-report { margin: auto; padding: 12px; max-width: 94vw; max-height: 90vh; overflow: auto;
     background: var(--comfy-menu-bg, #222); color: var(--input-text, #ddd);
     border: 1px solid var(--border-color, #555); border-radius: 8px; }
@@ -74,10 +75,12 @@ function showReport(title, report) {
 function newElement() {
     const element = document.createElement("div")
     element.className = "qwen-l40s-box"
+    const text = document.createElement("div")
+    element.append(text)
     // Here the pointer selects text instead of dragging the node; the wheel scrolls a long text.
     element.addEventListener("pointerdown", (e) => e.button === 0 && e.stopPropagation())
     element.addEventListener("wheel", (e) => {
-        if (element.scrollHeight > element.clientHeight) e.stopPropagation()
+        if (text.scrollHeight > text.clientHeight) e.stopPropagation()
         else if (!window.LiteGraph?.vueNodesMode) app.canvas.processMouseWheel(e)
     })
     return element
@@ -118,7 +121,8 @@ function show(node, news) {
     if (text) {
         const { element } = boxOf(node, said)
         element.classList.toggle("error", Boolean(said.error))
-        element.replaceChildren(text)
+        element.firstChild.textContent = text
+        element.querySelector("button")?.remove()
         if (said.report && !said.error) {
             const details = document.createElement("button")
             details.textContent = "Details"

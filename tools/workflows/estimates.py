@@ -170,7 +170,7 @@ def micro_report() -> Workflow:
         note(
             title,
             "Predicts a run, paints with the bundled micro model, and compares the prediction with "
-            "the measurement. No download: press **Run** to see a report.",
+            "the measurement. Without an NVIDIA card it only measures. No download: press **Run**.",
             (
                 "**Load Qwen-Image**: your own file. Set the size and steps of its model card in "
                 "**EmptySD3LatentImage**, **Estimate Qwen-Image VRAM** and **KSampler**.",

@@ -16,6 +16,9 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 SIDE, MOST_BYTES = 512, 30_000
+# Signs are drawn between these rows; the page lays a badge over the corner at the top left of a
+# tile, so that they move up and the title stands below them.
+TOP, BOTTOM, MOVED_TO = 88, 432, 44
 DRAWN, MADE = "a drawing of what the workflow does", "made by the workflow"
 BACKGROUND, PANEL, INK, FAINT = "#1d2127", "#2b313a", "#f2f4f7", "#9aa4b2"
 BLUE, GREEN, ORANGE, RED, PURPLE = "#5b9cf5", "#4cc38a", "#f2a33c", "#e5646a", "#c58af9"
@@ -25,13 +28,21 @@ Box = tuple[int, int, int, int]
 
 
 class Drawing:
-    """A square of `SIDE` pixels with a title and a line, between which signs are placed."""
+    """A square of `SIDE` pixels: signs above, a title and a line below."""
 
     def __init__(self, title: str, line: str) -> None:
         self.image = Image.new("RGB", (SIDE, SIDE), BACKGROUND)
         self.draw = ImageDraw.Draw(self.image)
-        self.text((SIDE // 2, 50), title, 50)
-        self.text((SIDE // 2, SIDE - 42), line, 34, FAINT)
+        self.title, self.line = title, line
+
+    def square(self) -> Image.Image:
+        """The finished tile."""
+        signs = self.image.crop((0, TOP, SIDE, BOTTOM))
+        self.draw.rectangle((0, 0, SIDE, SIDE), fill=BACKGROUND)
+        self.image.paste(signs, (0, MOVED_TO))
+        self.text((SIDE // 2, SIDE - 88), self.title, 48)
+        self.text((SIDE // 2, SIDE - 34), self.line, 32, FAINT)
+        return self.image
 
     def text(
         self, at: tuple[int, int], words: str, size: int, colour: str = INK, anchor: str = "mm"
@@ -133,7 +144,7 @@ def framed(title: str, line: str, picture: Image.Image) -> Image.Image:
     small = picture.convert("RGB").resize((320, 320), Image.Resampling.LANCZOS)
     drawing.image.paste(small, (96, 100))
     drawing.draw.rectangle((96, 100, 416, 420), outline=INK, width=4)
-    return drawing.image
+    return drawing.square()
 
 
 def text_to_image(line: str, badge: str, colour: str, sky: str) -> Image.Image:
@@ -142,7 +153,7 @@ def text_to_image(line: str, badge: str, colour: str, sky: str) -> Image.Image:
     drawing.picture((36, 104, 476, 420), sky=sky)
     drawing.prompt((56, 124, 236, 214))
     drawing.badge((56, 286, 296, 400), badge, 92, colour)
-    return drawing.image
+    return drawing.square()
 
 
 def lightning(steps: int, colour: str) -> Image.Image:
@@ -159,7 +170,7 @@ def lightning(steps: int, colour: str) -> Image.Image:
         drawing.draw.rectangle(box, outline=INK, width=3)
     bottom = top + rows * (height + 8)
     drawing.badge((36, bottom + 12, 476, 420), f"{steps} steps", 92, colour)
-    return drawing.image
+    return drawing.square()
 
 
 def lora() -> Image.Image:
@@ -167,7 +178,7 @@ def lora() -> Image.Image:
     drawing = Drawing("With a LoRA", "here 360 degree panoramas")
     drawing.picture((20, 120, 492, 300), ("circle", "triangle", "square"), NIGHT)
     drawing.badge((120, 320, 392, 416), "LoRA", 72, PURPLE)
-    return drawing.image
+    return drawing.square()
 
 
 def large() -> Image.Image:
@@ -180,7 +191,7 @@ def large() -> Image.Image:
         drawing.draw.line((x, 96, x, 424), fill=INK, width=2)
         drawing.draw.line((86, y, 426, y), fill=INK, width=2)
     drawing.badge((136, 310, 376, 400), "2048", 76, BLUE)
-    return drawing.image
+    return drawing.square()
 
 
 def batch() -> Image.Image:
@@ -191,7 +202,7 @@ def batch() -> Image.Image:
         sky = (DAY, NIGHT, SEA, DUSK)[(place + place // 4) % 4]
         sign = ("circle", "square", "triangle")[place % 3]
         drawing.picture((x, y, x + 110, y + 138), (sign,), sky)
-    return drawing.image
+    return drawing.square()
 
 
 def edit() -> Image.Image:
@@ -201,7 +212,7 @@ def edit() -> Image.Image:
     drawing.arrow((216, 230), 296)
     drawing.picture((308, 130, 488, 330), ("triangle",), NIGHT)
     drawing.prompt((124, 346, 388, 424))
-    return drawing.image
+    return drawing.square()
 
 
 def three_references() -> Image.Image:
@@ -213,7 +224,7 @@ def three_references() -> Image.Image:
         drawing.badge((32, top + 8, 68, top + 44), str(place + 1), 32, INK)
     drawing.arrow((186, 262), 254)
     drawing.picture((264, 140, 492, 384), ("circle", "square", "triangle"), DUSK)
-    return drawing.image
+    return drawing.square()
 
 
 def inpaint() -> Image.Image:
@@ -224,7 +235,7 @@ def inpaint() -> Image.Image:
     drawing.text((152, 230), "mask", 40, BACKGROUND)
     drawing.arrow((232, 260), 284)
     drawing.picture((292, 120, 492, 400), ("triangle",))
-    return drawing.image
+    return drawing.square()
 
 
 def layered() -> Image.Image:
@@ -236,7 +247,7 @@ def layered() -> Image.Image:
         x, y = 254 + place * 62, 286 - place * 84
         drawing.checks((x, y, x + 112, y + 136))
         drawing.sign(sign, x + 56, y + 84, 36)
-    return drawing.image
+    return drawing.square()
 
 
 def estimate() -> Image.Image:
@@ -252,7 +263,7 @@ def estimate() -> Image.Image:
         drawing.panel((36, top, 476, top + 68))
         drawing.text((56, top + 34), words, 44, anchor="lm")
         drawing.text((456, top + 34), sign, 44, GREEN, anchor="rm")
-    return drawing.image
+    return drawing.square()
 
 
 def report(title: str, line: str, sky: str, badge: str = "") -> Image.Image:
@@ -267,7 +278,7 @@ def report(title: str, line: str, sky: str, badge: str = "") -> Image.Image:
     ):
         drawing.bar((36, top, 476, top + 68), share, colour)
         drawing.text((60, top + 34), words, 42, BACKGROUND, anchor="lm")
-    return drawing.image
+    return drawing.square()
 
 
 def advise() -> Image.Image:
@@ -278,7 +289,7 @@ def advise() -> Image.Image:
         drawing.text((60, top + 44), str(place + 1), 56)
         drawing.bar((100, top, 476, top + 88), share, colour)
         drawing.text((124, top + 44), "$" * (place + 1), 52, BACKGROUND, anchor="lm")
-    return drawing.image
+    return drawing.square()
 
 
 def save_quantized() -> Image.Image:
@@ -287,7 +298,7 @@ def save_quantized() -> Image.Image:
     drawing.badge((28, 108, 228, 420), "bf16", 72, BLUE)
     drawing.arrow((240, 280), 300)
     drawing.badge((310, 212, 486, 420), "int8", 66, GREEN)
-    return drawing.image
+    return drawing.square()
 
 
 FRAMES = {"micro_text_to_image": ("Try it: micro", "nothing to download")}

@@ -125,7 +125,7 @@ def resolve(name: str, role: str) -> Path:
         place = "models/diffusers" if name.endswith("/") else PLACES[role][1]
         raise SettingError(
             f"{name!r} is not among the files in {place}: put it there and press R to refresh, or "
-            f"choose {_some(choices(role))}."
+            f"choose {_some([*_offered(role)[0], MICRO])}."
         )
     return path
 
