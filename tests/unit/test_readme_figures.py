@@ -24,7 +24,7 @@ CARDS = (
 INTRODUCTION = (
     "One image of the linked workflow: {size}, {steps} steps, CFG. Times are predicted, for the "
     "{measured} from its measurements. **Tight**\nmeans less than 1.5 GiB to spare of a predicted "
-    "peak. `modulation`: a third of the transformer, which sees only the timestep."
+    "peak. `modulation`: a third of the weights, which see only the timestep."
 )
 HEAD = (
     "| card | `precision` | `modulation` | `text_encoder_placement` | to spare | an image | "

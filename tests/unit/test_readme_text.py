@@ -123,8 +123,11 @@ def test_the_table_of_workflows_holds_each_with_its_files():
 
 
 def constants(tree):
-    """The texts in a module, those between the braces of an f-string apart."""
+    """The texts in a module, without docstrings, and without what f-strings compute."""
+    explains = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
+        if id(node) in explains:
+            continue
         if isinstance(node, ast.JoinedStr):
             texts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
             yield "".join(texts)
