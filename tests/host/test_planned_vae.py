@@ -600,7 +600,11 @@ def test_more_than_host_memory_is_refused_before_anything_is_loaded():
         mock.patch.object(management, "load_models_gpu") as load,
     ):
         for run, source, what in refusals:
-            words = (f"to {what} takes", "of host memory and 20.0 GiB is available", "smaller")
+            words = (
+                f"memory to {what}: it takes",
+                "of host memory and 20.0 GiB is available",
+                "smaller",
+            )
             refused(UnavailableError, *words, run=lambda run=run, s=source: run(EXACT, s))
     load.assert_not_called()
 

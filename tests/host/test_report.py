@@ -1022,7 +1022,7 @@ def test_the_request_of_an_edit():
     small = _prediction(model, base | {"references": [[64, 64]]})
     assert "References had 0.25 megapixels; the prediction assumes one each." in small.notes
     many = _prediction(model, base | {"references": [[128, 128]] * 5})
-    assert many.request is None and many.notes[0].startswith("Nothing is predicted: 5 references")
+    assert many.request is None and "takes 3 reference images, got 5" in many.notes[0]
     other = _prediction(model, base | {"controlnet": True, "passes": 9, "computed": 9})
     assert sum("ControlNet" in note or "3 forward passes" in note for note in other.notes) == 2
     # Memory that is short splits a batch: more forward passes of no more prompts.
