@@ -138,7 +138,8 @@ def _price_notes(found: Estimate) -> Iterator[str]:
         return
     if found.usd_per_image is None:
         yield (
-            f"{found.card.name} has no price in the list: enter yours to see the cost of an image."
+            f"{found.card.name} has no price in the list: enter yours (--price, or the node's "
+            "price_per_hour) to see the cost of an image."
         )
         return
     price, source = found.card.price(), "your own"

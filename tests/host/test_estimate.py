@@ -308,7 +308,7 @@ def test_contradictions_are_refused_before_wires_are_followed():
     for changed, words in (
         ({"width": 1000}, ("1000x1328", "divisible by 16", "992x1328")),
         ({"references": 1, "family": "qwen-image"}, ("1 references", "'qwen-image'")),
-        ({"layers": 2, "family": "qwen-image-2512"}, ("2 layers", "qwen-image-layered")),
+        ({"layers": 2, "family": "qwen-image-2512"}, ("got 2", "qwen-image-layered")),
         ({"precision": "nvfp4"}, ("'nvfp4'", "int8")),
         ({"batch": 4096}, ("tokens", "smaller size or batch")),
     ):

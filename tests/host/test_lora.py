@@ -492,7 +492,7 @@ def test_older_names_of_the_mode() -> None:
         try:
             nodes_lora.QwenL40SLoadLora.execute(model, path.name, 1.0, **refused_settings)
         except SettingError as error:
-            assert "lora_mode is 'sideways' and how 'beside'" in str(error)
+            assert "lora_mode is 'sideways', but how is 'beside'" in str(error)
         else:
             raise AssertionError("two modes were accepted")
 

@@ -618,7 +618,7 @@ def test_too_much_for_the_processor_goes_in_tiles():
     free = plans[0].peak_bytes
     with mock.patch.object(vae_batch, "available_memory", return_value=free), plans_run() as plans:
         images, report = decode(EXACT, latents)
-        words = ("to decode 1 image of 192x256 whole takes", "of host memory")
+        words = ("memory to decode 1 image of 192x256 whole: it takes", "of host memory")
         refused(UnavailableError, *words, run=lambda: decode(EXACT, latents, 1))
     assert_close(images, known)
     assert not any(plan.whole for plan in plans) and " exact tiles" in report

@@ -118,7 +118,7 @@ def test_a_text_encoder_of_another_width_is_passed_over(choices, models):
     width = model.part.dims["joint_dim"]
     write(models / "text_encoders" / "a_qwen_other.safetensors", qwen25(2 * width, 2))
     (models / "text_encoders" / "broken.safetensors").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=r"No file in models/text_encoders .* download"):
+    with pytest.raises(CheckpointError, match=r"models/text_encoders has no file .* download"):
         choices.find_companion(model, "text_encoder")
     fits = write(models / "text_encoders" / "b_qwen.safetensors", qwen25(width, 2))
     assert choices.find_companion(model, "text_encoder").path == fits

@@ -32,7 +32,7 @@ def test_a_longer_time_costs_more(price, one, other):
 
 @pytest.mark.parametrize("price", [-0.01, math.nan, math.inf, 10**400, True, "0.72", None])
 def test_no_price(price):
-    with pytest.raises(SettingError, match=r"usd_per_hour is .*: give the US dollars"):
+    with pytest.raises(SettingError, match=r"usd_per_hour is .*: give the price of one card"):
         usd_per_image(price, 30)
 
 

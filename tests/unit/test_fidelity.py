@@ -188,7 +188,9 @@ def test_lpips_without_its_backbone_is_never_built(monkeypatch, tmp_path):
     package.LPIPS = None  # calling it would be an error
     distance, why = load_lpips()
     assert distance is None
-    assert "backbone.pth of torchvision's AlexNet, are not downloaded by this command" in why
+    assert (
+        "put backbone.pth, torchvision's AlexNet weights (nothing here downloads them), into" in why
+    )
     assert str(tmp_path / "checkpoints") in why
 
 
@@ -197,7 +199,7 @@ def test_lpips_that_is_not_installed_or_broken(monkeypatch, tmp_path):
     del package.LPIPS
     distance, why = load_lpips()
     assert distance is None
-    assert "lpips is installed and fails: cannot import name 'LPIPS'" in why
+    assert "lpips fails: cannot import name 'LPIPS'" in why
     monkeypatch.setattr("qwen_l40s.measure.fidelity.find_spec", lambda name: None)
     distance, why = load_lpips()
     assert distance is None

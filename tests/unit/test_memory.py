@@ -157,7 +157,7 @@ def test_a_kept_layer_costs_what_it_saves_less():
 
 
 def test_a_kept_layer_must_be_quantizable():
-    with pytest.raises(SettingError, match=r"'transformer_blocks\.0\.img_mod\.1' is no layer"):
+    with pytest.raises(SettingError, match=r"'transformer_blocks\.0\.img_mod\.1' is not a layer"):
         weight_bytes(REAL, "fp8", frozenset({"transformer_blocks.0.img_mod.1"}))
 
 
@@ -231,7 +231,7 @@ def test_language_model_of_the_published_size():
     assert memory.language_model_parameters({**dims, "vocabulary": 152_064}, 28) == expected
     # 8.29 B with the vision tower (0.68 B) and lm_head (0.54 B)
     assert expected == pytest.approx(8.29e9 - 0.68e9 - 0.54e9, rel=2e-3)
-    with pytest.raises(CheckpointError, match="do not tell all of hidden"):
+    with pytest.raises(CheckpointError, match="do not give its hidden"):
         memory.language_model_parameters(dims, 28)
 
 

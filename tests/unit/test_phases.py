@@ -298,7 +298,7 @@ def test_the_places_of_the_text_encoder():
     assert place["cpu"]["text"].peak_bytes == 0
     for name in ("drop after encoding", "cpu"):
         assert "text encoder" not in place[name]["decode"].resident
-    assert "processor" in place["cpu"]["text"].note
+    assert "CPU" in place["cpu"]["text"].note
 
 
 def test_references_are_encoded_by_the_vae_wherever_the_prompt_is():
@@ -457,7 +457,7 @@ def test_figures_are_those_of_the_code_that_runs(name, value, file):
         ({"modulation": "auto"}, "modulation 'auto'"),
         ({"text_encoder": "auto"}, "text_encoder_precision 'auto'"),
         ({"text_encoder_place": "auto"}, "text_encoder_placement 'auto'"),
-        ({"weight_only": True}, "leave weight_only to fp8 and int8"),
+        ({"weight_only": True}, "weight_only is for fp8 and int8"),
     ],
 )
 def test_what_is_not_settled_is_refused(arguments, message):

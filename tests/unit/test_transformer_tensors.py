@@ -116,8 +116,8 @@ def test_a_missing_tensor_is_named(tmp_path):
             assert re.search(r": (download|get|choose) .*\.$|so get .*\.$", str(error.value)), name
             continue
         assert str(error.value) == (
-            f"{path} lacks the tensor {name!r} (1 in all) that a transformer with 3 blocks has: "
-            "download it again."
+            f"This file lacks the tensor {name!r} (1 in all) that a transformer with 3 blocks has: "
+            f"download it again ({path})."
         )
 
 
@@ -149,8 +149,8 @@ def test_a_tensor_of_another_shape_is_named(tmp_path, name, shape):
     with pytest.raises(CheckpointError) as error:
         check(tmp_path, specs() | {name: ("BF16", shape)})
     assert str(error.value) == (
-        f"{tmp_path / 'file.safetensors'} holds {name!r} with shape {shape} where a transformer "
-        f"with 3 blocks has {expected}: get the file from the model's own source."
+        f"The tensor {name!r} has the shape {shape} where a transformer with 3 blocks has "
+        f"{expected}: get the file from the model's own source ({tmp_path / 'file.safetensors'})."
     )
 
 
