@@ -118,7 +118,7 @@ def test_the_server_ignores_what_is_unknown_of_ours(server, object_info):
     check_graph(newer, object_info)
     newer["other"]["inputs"]["from_the_future"] = 1
     assert server.post(newer).json()["node_errors"] == {}
-    with pytest.raises(SettingError, match="'from_the_future' and so needs a newer"):
+    with pytest.raises(SettingError, match="'from_the_future' that the server does not know"):
         check_graph(newer, object_info)
 
 

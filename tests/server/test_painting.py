@@ -308,7 +308,8 @@ def test_the_estimator_takes_true_sizes_from_the_loader(server: Server):
 def test_what_contradicts_itself_stops_before_anything_is_loaded(server: Server):
     inputs = {**ESTIMATE, "width": 1000, "model": ["load", 0]}
     run = server.run(
-        {"load": graph(seed=99, keep_in_bf16="img_in")["load"]} | alone("EstimateVRAM", **inputs)
+        {"load": graph(seed=99, keep_in_bf16="*.img_mlp.net.2")["load"]}
+        | alone("EstimateVRAM", **inputs)
     )
     assert run.status == "error" and "load" not in run.executed
     assert "both sides must be divisible by 16: use 992x1328" in run.error["exception_message"]

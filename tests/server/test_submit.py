@@ -104,7 +104,9 @@ def test_a_prompt_with_three_seeds_and_the_same_once_more_from_the_cache(
 
 
 def test_every_image_of_a_batch(server: Server, tmp_path: Path):
-    (job,) = submit(server, MICRO, tmp_path / "out", "--set", "Size.batch_size=3", *steps(2))
+    (job,) = submit(
+        server, MICRO, tmp_path / "out", "--set", "EmptySD3LatentImage.batch_size=3", *steps(2)
+    )
     assert len(job["files"]) == len(set(job["files"])) == 3
 
 
@@ -242,7 +244,7 @@ def test_two_clients_at_one_server_get_what_is_theirs(server: Server, tmp_path: 
 def test_progress_names_the_node_and_its_steps(server: Server, tmp_path: Path):
     process = begin(server, MICRO, tmp_path / "out", "--set", "seed=91", *steps(5))
     _, err = process.communicate(timeout=SECONDS)
-    assert re.search(r"^job 1: Sample \d/5$", err, re.M), err
+    assert re.search(r"^job 1: KSampler \d/5$", err, re.M), err
 
 
 def test_five_hundred_jobs(server: Server, tmp_path: Path, tiny: Path):

@@ -28,10 +28,13 @@ KEPT_OPTIONS = (
 )
 # Choices that differ from machine to machine: files, and cards of the user's own list.
 OF_THE_MACHINE = {
-    *(("QwenL40S_Load", name) for name in ("model", "text_encoder", "vae")),
-    *(("QwenL40S_LoadModel", "model"), ("QwenL40S_LoadTextEncoder", "text_encoder")),
-    *(("QwenL40S_LoadVAE", "vae"), ("QwenL40S_LoadLora", "lora"), ("LoadImage", "image")),
-    ("QwenL40S_EstimateVRAM", "card"),
+    *(("QwenL40S_Load", name) for name in ("text_encoder", "vae")),
+    *(("QwenL40S_LoadLora", "lora"), ("LoadImage", "image"), ("QwenL40S_EstimateVRAM", "card")),
+}
+# Their defaults differ too: the first file that fits.
+FILES_FIRST = {
+    *(("QwenL40S_Load", "model"), ("QwenL40S_LoadModel", "model")),
+    *(("QwenL40S_LoadTextEncoder", "text_encoder"), ("QwenL40S_LoadVAE", "vae")),
 }
 # The page changes a seed after a run, so that the first run paints the picture that the file's seed
 # gives, and the next one another. With "fixed" a second press of Run would do nothing: ComfyUI runs
@@ -169,7 +172,9 @@ def _input(node: str, name: str, entry: list[Any], optional: bool) -> dict[str, 
         "widget": kind in WIDGET_TYPES and not options.get("forceInput", False),
         "optional": optional,
     }
-    if kind == "COMBO" and (node, name) not in OF_THE_MACHINE:
+    if kind == "COMBO" and (node, name) not in OF_THE_MACHINE | FILES_FIRST:
         found["choices"] = choices
     found["options"] = {key: options[key] for key in KEPT_OPTIONS if key in options}
+    if (node, name) in FILES_FIRST:
+        del found["options"]["default"]
     return found
