@@ -105,12 +105,9 @@ def choice_input(name: str, choices: Iterable[str], **about: Any) -> io.Combo.In
 
     Its node has to accept all inputs, because ComfyUI drops those that are not declared.
     """
-    older = OLDER.get(name)
-    if older is None:
-        return io.Combo.Input(name, options=list(choices), **about)
-    options = Choices(choices)
-    options.older = tuple(older.values)
-    return io.Combo.Input(name, options=options, extra_dict=_older_names(name), **about)
+    options, older = Choices(choices), _older_names(name)
+    options.older = tuple(older.get("older", ()))
+    return io.Combo.Input(name, options=options, extra_dict=older, **about)
 
 
 def _older_names(name: str) -> dict[str, Any]:

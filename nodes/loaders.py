@@ -11,7 +11,7 @@ from ..hosts.comfyui.load.choose import (
     check_text_width,
     choices,
     find_companion,
-    first_choice,
+    offered,
     source_of,
 )
 from ..hosts.loading import LOADER_PRECISIONS
@@ -63,8 +63,7 @@ def files_behind(name: str | None, role: str) -> Any:
 def _model_input() -> io.Combo.Input:
     return io.Combo.Input(
         "model",
-        options=choices("transformer"),
-        default=first_choice("transformer"),
+        **offered("transformer"),
         tooltip="A file in models/diffusion_models or models/checkpoints, a diffusers folder (its "
         "name ends with /), or micro (bundled), a tiny model for 256x256 that needs no download.",
     )
@@ -214,8 +213,7 @@ class QwenL40SLoadTextEncoder(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "text_encoder",
-                    options=choices("text_encoder"),
-                    default=first_choice("text_encoder"),
+                    **offered("text_encoder"),
                     tooltip="A file in models/text_encoders or models/checkpoints, a diffusers "
                     "folder (its name ends with /), or micro (bundled).",
                 ),
@@ -266,8 +264,7 @@ class QwenL40SLoadVAE(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "vae",
-                    options=choices("vae"),
-                    default=first_choice("vae"),
+                    **offered("vae"),
                     tooltip="A file in models/vae or models/checkpoints, a diffusers folder (its "
                     "name ends with /), or micro (bundled).",
                 ),

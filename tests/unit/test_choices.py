@@ -162,7 +162,7 @@ def named(models, folder, names, tensors=None):
 
 def test_a_new_node_starts_with_what_its_header_says_is_qwen_image(choices, models):
     named(models, "diffusion_models", ["a_flux.safetensors"], {"double_blocks.0.x": ("F32", [1])})
-    assert choices.first_choice("transformer") == choices.MICRO
+    assert choices.offered("transformer")["default"] == choices.MICRO
     assert choices.choices("transformer") == ["a_flux.safetensors", choices.MICRO]
     (models / "diffusion_models" / "b_qwen_page.safetensors").write_text("<html>")
     (models / "diffusion_models" / "c.ckpt").write_bytes(b"\x80\x02")
@@ -177,8 +177,8 @@ def test_a_new_node_starts_with_what_its_header_says_is_qwen_image(choices, mode
         "c.ckpt",
         choices.MICRO,
     ]
-    assert choices.first_choice("transformer") == "z_qwen.safetensors"
-    assert choices.first_choice("vae") == "whole/"
+    assert choices.offered("transformer")["default"] == "z_qwen.safetensors"
+    assert choices.offered("vae")["default"] == "whole/"
 
 
 def test_the_published_parts_come_before_those_of_other_models(choices, models):
@@ -188,7 +188,7 @@ def test_the_published_parts_come_before_those_of_other_models(choices, models):
     assert names == ["qwen_image.safetensors", "a_qwen_layered.safetensors", "a_wan.safetensors"]
     named(models, "text_encoders", ["a_qwen_3b.safetensors"], qwen25(2048, 1))
     named(models, "text_encoders", ["b_qwen_7b.safetensors"], qwen25(3584, 1))
-    assert choices.first_choice("text_encoder") == "b_qwen_7b.safetensors"
+    assert choices.offered("text_encoder")["default"] == "b_qwen_7b.safetensors"
 
 
 def test_of_many_files_few_are_looked_at_and_each_once(choices, models, monkeypatch):
@@ -203,10 +203,10 @@ def test_of_many_files_few_are_looked_at_and_each_once(choices, models, monkeypa
     monkeypatch.setattr(choices, "read_header", lambda path: read.append(path) or original(path))
     offered = choices.choices("transformer")
     assert offered == [*wanted, *many, choices.MICRO]
-    assert [choices.first_choice("transformer"), choices.choices("transformer")] == [
+    assert [choices.offered("transformer")["default"], choices.choices("transformer")] == [
         wanted[0],
         offered,
     ]
     assert [path.name for path in read] == wanted
     write(folder / wanted[0], {"double_blocks.0.x": ("F32", [1])})
-    assert choices.first_choice("transformer") == wanted[1]
+    assert choices.offered("transformer")["default"] == wanted[1]

@@ -12,6 +12,7 @@ import os
 from collections.abc import Hashable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import folder_paths
 
@@ -43,17 +44,16 @@ def choices(role: str) -> list[str]:
     """What fits the role first, then the rest, each as ComfyUI sorts files and then folders; the
     bundled micro model last.
     """
-    fitting, others = _offered(role)
-    return [*fitting, *others, MICRO]
+    return offered(role)["options"]
 
 
-def first_choice(role: str) -> str:
-    """What a new node has chosen: the first that fits, else the bundled micro model."""
-    fitting, _ = _offered(role)
-    return next(iter(fitting), MICRO)
+def offered(role: str) -> dict[str, Any]:
+    """A widget's `options`, and its `default`: the first that fits, else the micro model."""
+    fitting, others = _ranked(role)
+    return {"options": [*fitting, *others, MICRO], "default": next(iter(fitting), MICRO)}
 
 
-def _offered(role: str) -> tuple[list[str], list[str]]:
+def _ranked(role: str) -> tuple[list[str], list[str]]:
     """Choices that fit, the likeliest first, and the others; never an error.
 
     Of more than `LOOKED_AT` files only those that are named after Qwen are looked at.
@@ -125,7 +125,7 @@ def resolve(name: str, role: str) -> Path:
         place = "models/diffusers" if name.endswith("/") else PLACES[role][1]
         raise SettingError(
             f"{name!r} is not among the files in {place}: put it there and press R to refresh, or "
-            f"choose {_some([*_offered(role)[0], MICRO])}."
+            f"choose {_some([*_ranked(role)[0], MICRO])}."
         )
     return path
 
