@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def memory_chart(estimate: Estimate) -> Image.Image:
     """Draws an estimate, with in red what would have to stay on the card and has no room there."""
-    peak, usable = estimate.option.peak_bytes, usable_bytes(estimate)
+    peak, usable = estimate.option.peak_bytes, usable_bytes(estimate.card)
     figures = [Figure("card memory", f"{tenths(peak)} of {tenths(usable)} GiB")]
     if estimate.image_seconds:
         step, cost = duration(estimate.step_seconds), estimate.usd_per_image

@@ -12,6 +12,7 @@ from .figures import adding_up, duration, folded, many, table, tenths, tenths_be
 from .notes import notes_of, price_of
 
 if TYPE_CHECKING:
+    from ..planning.cards import Card
     from ..planning.estimate import Estimate
     from ..planning.plan import PlanOption
 
@@ -78,7 +79,7 @@ def summary_lines(estimate: Estimate) -> list[str]:
 
 def verdict(estimate: Estimate) -> str:
     """Whether it fits, by how much, and where it is tightest: one sentence."""
-    option, usable = estimate.option, usable_bytes(estimate)
+    option, usable = estimate.option, usable_bytes(estimate.card)
     peak, when = option.peak_bytes, PHASE_NAMES[option.peak_phase]
     figures = (
         f"{tenths(peak)} of {tenths(usable)} GiB in {when}, {tenths_between(peak, usable)} GiB"
@@ -150,7 +151,7 @@ def _named(setting: Setting) -> dict[str, str]:
 
 
 def _spare(estimate: Estimate, option: PlanOption) -> str:
-    return tenths_between(option.peak_bytes, usable_bytes(estimate))
+    return tenths_between(option.peak_bytes, usable_bytes(estimate.card))
 
 
 def _slowly(estimate: Estimate) -> str:
@@ -160,9 +161,9 @@ def _slowly(estimate: Estimate) -> str:
     return f"It runs slowly: {size} move to the card in every pass." if moved else ""
 
 
-def usable_bytes(estimate: Estimate) -> int:
-    """Of the card, less what the host keeps free."""
-    return max(0, estimate.card.memory_bytes - KEPT_FREE_BYTES)
+def usable_bytes(card: Card) -> int:
+    """The memory of a card, less what the host keeps free."""
+    return max(0, card.memory_bytes - KEPT_FREE_BYTES)
 
 
 def heading(estimate: Estimate) -> str:
@@ -247,7 +248,7 @@ def _part_table(phases: Iterable[Phase]) -> list[str]:
 
 
 def _needs(estimate: Estimate) -> list[str]:
-    disk = estimate.disk
+    disk, card = estimate.disk, estimate.card
     files = {**disk.files, "software and outputs": disk.container_bytes}
     parts = ", ".join(
         f"{name} {size}" for name, size in zip(files, adding_up([*files.values()]), strict=True)
@@ -255,7 +256,7 @@ def _needs(estimate: Estimate) -> list[str]:
     rows = [
         (
             "Card",
-            f"{tenths(usable_bytes(estimate))} of {tenths(estimate.card.memory_bytes)} GiB usable: "
+            f"{tenths(usable_bytes(card))} of {tenths(card.memory_bytes)} GiB usable: "
             f"ComfyUI keeps {format_gib(KEPT_FREE_BYTES)} free",
         ),
         ("Disk", f"{tenths(disk.total_bytes)} GiB: {parts}"),

@@ -43,7 +43,7 @@ from qwen_l40s.hosts.comfyui.report.table import (
     UNWATCHED,
     report_run,
 )
-from qwen_l40s.hosts.comfyui.report.words import Told, report_text
+from qwen_l40s.hosts.comfyui.report.words import RunFacts, report_text
 from qwen_l40s.hosts.comfyui.sample import off_card as off_card_pass
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of, restore
 from qwen_l40s.hosts.comfyui.sample.run import OPTIMIZATION_KEY as OPTIMIZATION
@@ -856,7 +856,7 @@ def told(*rows, prediction=None, last=None):
     asked |= {"passes": 4, "cfg": None, "text_tokens": 9, "references": []}
     record = Record("sampling", last or Measured(2.0, "cuda:0", True), asked=asked)
     ran = SimpleNamespace(last=record, this_run=True)
-    return Told(ran, rows, prediction or run_request.Prediction(), [])
+    return RunFacts(ran, rows, prediction or run_request.Prediction(), [])
 
 
 def test_the_words_of_a_phase():

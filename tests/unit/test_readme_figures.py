@@ -62,7 +62,7 @@ def row(name):
 
 def spare(found):
     """Of what the card has to use; what is safer where it is tight."""
-    option, usable = found.option, usable_bytes(found)
+    option, usable = found.option, usable_bytes(found.card)
     if not found.fits:
         return f"none: each pass moves {format_gib(option.moved_bytes)}"
     text = f"{tenths_between(option.peak_bytes, usable)} of {tenths(usable)} GiB"

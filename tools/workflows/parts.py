@@ -171,7 +171,7 @@ def takes(request: RunRequest) -> str:
     """Memory and time on an L40S, as `qwen-l40s estimate` says them; nothing is typed."""
     found = estimate(request, _l40s())
     option = found.option
-    peak, usable = tenths(option.peak_bytes), format_gib(usable_bytes(found))
+    peak, usable = tenths(option.peak_bytes), format_gib(usable_bytes(found.card))
     fits = "it fits" if found.fits else "it does not fit"
     if found.tight:
         fits = "tight, not measured"

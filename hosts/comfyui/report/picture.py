@@ -4,30 +4,31 @@ from __future__ import annotations
 
 from ....charts.figures import tenths, usd
 from ....charts.run_chart import Bar, Figure, Limit, RunPicture
-from ....planning.phases import KEPT_FREE_BYTES, Range
+from ....planning.phases import Range
 from .rows import ROW_NAMES, PhaseRow, seconds_text
-from .words import Told, answer, compared, heading, range_text, usable_bytes
+from .words import RunFacts, answer, compared, heading, range_text
 
 SIGNS = {"as predicted": "good", "faster than predicted": "good", "slower than predicted": "tight"}
 
 
-def report_picture(told: Told) -> RunPicture:
+def report_picture(facts: RunFacts) -> RunPicture:
     """What was measured, with what was predicted in brackets and as a mark on each bar."""
-    peak, known = told.most()
-    usable = usable_bytes(told)
-    counted = bool(peak and usable)
+    peak, known = facts.most()
+    limit = None
+    if peak and facts.usable:
+        limit = Limit(peak, facts.usable, facts.prediction.card.card.memory_bytes, known)
     step = ""
-    if told.step is not None:
-        step = f"A step took {seconds_text(told.step)}{_brackets(told.prediction.step)}."
+    if facts.step is not None:
+        step = f"A step took {seconds_text(facts.step)}{_brackets(facts.prediction.step)}."
     return RunPicture(
-        sign=SIGNS.get(compared(told), "plain"),
-        answer=answer(told).partition(" (")[0].partition(", without")[0],
-        basis="measured" if told.predicted is None else "measured (predicted)",
-        lines=[f"{_where(told)} {step}".strip()],
-        about=heading(told.ran.last.asked),
-        figures=_figures(told),
-        bars=[_bar(row, counted=bool(peak)) for row in told.rows if row.measured],
-        limit=Limit(peak, usable, usable + KEPT_FREE_BYTES, known) if counted else None,
+        sign=SIGNS.get(compared(facts), "plain"),
+        answer=answer(facts).partition(" (")[0].partition(", without")[0],
+        basis="measured" if facts.predicted is None else "measured (predicted)",
+        lines=[f"{_where(facts)} {step}".strip()],
+        about=heading(facts.ran.last.asked),
+        figures=_figures(facts),
+        bars=[_bar(row, counted=bool(peak)) for row in facts.rows if row.measured],
+        limit=limit,
     )
 
 
@@ -36,16 +37,16 @@ def nothing_to_draw(text: str) -> RunPicture:
     return RunPicture("plain", "No run to report", lines=[text])
 
 
-def _figures(told: Told) -> list[Figure]:
-    seconds, figures = told.seconds, []
-    peak, _ = told.most()
-    if peak and (usable := usable_bytes(told)):
-        figures.append(Figure("card memory", f"{tenths(peak)} of {tenths(usable)} GiB"))
+def _figures(facts: RunFacts) -> list[Figure]:
+    seconds, figures = facts.seconds, []
+    peak, _ = facts.most()
+    if peak and facts.usable:
+        figures.append(Figure("card memory", f"{tenths(peak)} of {tenths(facts.usable)} GiB"))
     if seconds is None:
         return figures
-    figures.append(Figure("in all", seconds_text(seconds), _brackets(told.predicted).strip()))
-    if cost := told.cost(Range(seconds, seconds)):
-        predicted = told.cost(told.predicted)
+    figures.append(Figure("in all", seconds_text(seconds), _brackets(facts.predicted).strip()))
+    if cost := facts.cost(Range(seconds, seconds)):
+        predicted = facts.cost(facts.predicted)
         below = f"({usd(predicted)})" if predicted else ""
         figures.append(Figure("cost of an image", usd(cost), below))
     return figures
@@ -55,9 +56,9 @@ def _brackets(seconds: Range | None) -> str:
     return f" ({range_text(seconds)})" if seconds else ""
 
 
-def _where(told: Told) -> str:
-    card, device = told.prediction.card, told.ran.last.measured.device
-    earlier = "" if told.ran.this_run else ", in an earlier run"
+def _where(facts: RunFacts) -> str:
+    card, device = facts.prediction.card, facts.ran.last.measured.device
+    earlier = "" if facts.ran.this_run else ", in an earlier run"
     if card is None:
         return f"On {device}{earlier}, where nothing is predicted."
     return f"On {card.card.name}{earlier}."

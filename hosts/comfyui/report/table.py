@@ -19,7 +19,7 @@ from ..sample.optimize import unsupported_model
 from .picture import nothing_to_draw, report_picture
 from .predict import Prediction, predict
 from .rows import LastRun, ends, last_run, rows_of, seconds_text
-from .words import FIRST_RUN, Told, report_text, summary_lines
+from .words import FIRST_RUN, RunFacts, report_text, summary_lines
 
 NO_RUN = (
     "Nothing was sampled with this MODEL since it was loaded: connect the MODEL that goes into the "
@@ -92,9 +92,9 @@ def _report(model: ModelPatcher, clip: Any, vae: Any) -> RunReport:
     if beyond:
         notes.append(f"{seconds_text(beyond)} of sampling were not steps: {FIRST_RUN}.")
     notes += _about_memory(ran.last)
-    told = Told(ran, rows, predictions[-1], notes, beyond)
+    facts = RunFacts(ran, rows, predictions[-1], notes, beyond)
     return RunReport(
-        report_text(told), "\n".join(summary_lines(told)), report_picture(told), _data(told)
+        report_text(facts), "\n".join(summary_lines(facts)), report_picture(facts), _data(facts)
     )
 
 
@@ -165,18 +165,18 @@ def _about_memory(last: Record) -> list[str]:
     return [f"Memory and steps are measured on CUDA cards only; this ran on {measured.device}."]
 
 
-def _data(told: Told) -> dict[str, Any]:
-    step, prediction = told.step, told.prediction
-    times = [time for row in told.rows if (time := row.total_seconds()) is not None]
+def _data(facts: RunFacts) -> dict[str, Any]:
+    step, prediction = facts.step, facts.prediction
+    times = [time for row in facts.rows if (time := row.total_seconds()) is not None]
     return {
-        "this_run": told.ran.this_run,
-        "phases": {row.name: row.as_dict() for row in told.rows},
+        "this_run": facts.ran.this_run,
+        "phases": {row.name: row.as_dict() for row in facts.rows},
         "step_ms": {
             "predicted": None if prediction.step is None else ends(prediction.step.times(1000)),
             "measured": None if step is None else figure(1000 * step),
         },
         "measured_seconds": figure(sum(times)),
-        "predicted_seconds": ends(told.predicted),
+        "predicted_seconds": ends(facts.predicted),
         "basis": prediction.basis or None,
-        "notes": list(told.notes),
+        "notes": list(facts.notes),
     }

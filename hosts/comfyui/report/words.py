@@ -11,8 +11,9 @@ from operator import add
 from typing import Any
 
 from ....charts.figures import duration, folded, table, tenths, usd
+from ....charts.words import usable_bytes
 from ....planning.estimate import usd_range
-from ....planning.phases import KEPT_FREE_BYTES, Range
+from ....planning.phases import Range
 from ....spec import GIB
 from .predict import PARTS_MISSING, Prediction
 from .rows import ROW_NAMES, LastRun, PhaseRow, seconds_text
@@ -23,8 +24,8 @@ FIRST_RUN = "a first run also moves the model to the card, compiles kernels and 
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a report tells: the rows, the last sampling's prediction, and sentences about both.
+class RunFacts:
+    """A run with its prediction: the rows, the last sampling's prediction, and notes on both.
 
     Attributes:
         beyond: Seconds of sampling that were not steps; 0 where they are few.
@@ -38,13 +39,13 @@ class Told:
 
     @property
     def seconds(self) -> float | None:
-        """Of all phases; None where one was not timed."""
+        """How long all phases took; None where one was not timed."""
         times = [row.total_seconds() for row in self.rows if row.measured]
         return None if None in times else sum(times)
 
     @property
     def predicted(self) -> Range | None:
-        """The same as predicted; None where a phase has no prediction."""
+        """How long they take as predicted; None where a phase has no prediction."""
         times = [row.predicted_seconds() for row in self.rows if row.measured]
         return None if None in times or not times else reduce(add, times)
 
@@ -55,8 +56,14 @@ class Told:
 
     @property
     def images(self) -> int:
-        """Of the last sampling."""
+        """How many the last sampling made."""
         return self.ran.last.asked["latent"][0]
+
+    @property
+    def usable(self) -> int:
+        """Bytes of the card that a run may use; 0 where the card is not known."""
+        card = self.prediction.card
+        return usable_bytes(card.card) if card else 0
 
     def most(self) -> tuple[int, int]:
         """(measured, predicted) bytes of the card in its fullest phase; 0 where unknown."""
@@ -64,7 +71,7 @@ class Told:
         return measured, max((row.predicted_card() for row in self.rows), default=0)
 
     def cost(self, seconds: Range | None) -> Range | None:
-        """Of an image; None without a price."""
+        """USD for an image; None without a price."""
         card = self.prediction.card and self.prediction.card.card
         price = card and card.price()
         if not price or seconds is None:
@@ -72,74 +79,68 @@ class Told:
         return usd_range(price.usd_per_hour, seconds.times(1 / self.images))
 
 
-def summary_lines(told: Told) -> list[str]:
+def summary_lines(facts: RunFacts) -> list[str]:
     """The answer, what ran, times, memory, cost, and what to do next."""
     return [
-        answer(told) + ".",
-        heading(told.ran.last.asked),
-        f"Time: {_times(told)}.",
-        f"Memory: {_memory(told)}.",
-        f"Cost: {_cost(told)}.",
-        f"Next: {_next(told)}.",
+        answer(facts) + ".",
+        heading(facts.ran.last.asked),
+        f"Time: {_times(facts)}.",
+        f"Memory: {_memory(facts)}.",
+        f"Cost: {_cost(facts)}.",
+        f"Next: {_next(facts)}.",
     ]
 
 
-def answer(told: Told) -> str:
+def answer(facts: RunFacts) -> str:
     """How long it took, and whether that was predicted."""
-    if told.seconds is None:
-        return f"Not timed on {told.ran.last.measured.device}"
-    took = f"{'' if told.ran.this_run else 'An earlier run '}took {seconds_text(told.seconds)}"
+    if facts.seconds is None:
+        return f"Not timed on {facts.ran.last.measured.device}"
+    took = f"{'' if facts.ran.this_run else 'An earlier run '}took {seconds_text(facts.seconds)}"
     took = took[0].upper() + took[1:]
-    if told.predicted is None:
+    if facts.predicted is None:
         return f"{took}, without a prediction"
-    return f"{took}, {compared(told)} ({duration(told.predicted)})"
+    return f"{took}, {compared(facts)} ({duration(facts.predicted)})"
 
 
-def compared(told: Told) -> str:
+def compared(facts: RunFacts) -> str:
     """How the time of a run is against its prediction; empty without either."""
-    if told.seconds is None or told.predicted is None:
+    if facts.seconds is None or facts.predicted is None:
         return ""
-    low, high = told.predicted
-    if told.seconds > high * (1 + LIKE_THE_PREDICTION):
+    low, high = facts.predicted
+    if facts.seconds > high * (1 + LIKE_THE_PREDICTION):
         return "slower than predicted"
-    if told.seconds < low * (1 - LIKE_THE_PREDICTION):
+    if facts.seconds < low * (1 - LIKE_THE_PREDICTION):
         return "faster than predicted"
     return "as predicted"
 
 
-def _times(told: Told) -> str:
-    each = [f"{ROW_NAMES[row.name]} {row.time()}" for row in told.rows]
-    if told.step is not None:
-        each.append(f"a step {seconds_text(told.step)}")
+def _times(facts: RunFacts) -> str:
+    each = [f"{ROW_NAMES[row.name]} {row.time()}" for row in facts.rows]
+    if facts.step is not None:
+        each.append(f"a step {seconds_text(facts.step)}")
     return ", ".join(each)
 
 
-def _memory(told: Told) -> str:
-    measured, predicted = told.most()
+def _memory(facts: RunFacts) -> str:
+    measured, predicted = facts.most()
     if not measured:
-        return f"not counted on {told.ran.last.measured.device}, only on CUDA cards"
-    of = f" of {tenths(usable_bytes(told))}" if usable_bytes(told) else ""
+        return f"not counted on {facts.ran.last.measured.device}, only on CUDA cards"
+    of = f" of {tenths(facts.usable)}" if facts.usable else ""
     known = f", {tenths(predicted)} predicted" if predicted else ""
     return f"{tenths(measured)}{of} GiB of the card at the peak{known}"
 
 
-def usable_bytes(told: Told) -> int:
-    """Of the card, less what ComfyUI keeps free; 0 where the card is not known."""
-    card = told.prediction.card
-    return max(0, card.card.memory_bytes - KEPT_FREE_BYTES) if card else 0
-
-
-def _cost(told: Told) -> str:
-    cost = told.seconds and told.cost(Range(told.seconds, told.seconds))
+def _cost(facts: RunFacts) -> str:
+    cost = facts.seconds and facts.cost(Range(facts.seconds, facts.seconds))
     return f"{usd(cost)} an image" if cost else "unknown, without a price for this device"
 
 
-def _next(told: Told) -> str:
-    if not told.ran.this_run:
+def _next(facts: RunFacts) -> str:
+    if not facts.ran.this_run:
         return "change the seed and run again for new figures"
-    if told.beyond:
+    if facts.beyond:
         return f"run again, because {FIRST_RUN}"
-    notes = told.prediction.notes
+    notes = facts.prediction.notes
     if any("fused blocks" in note for note in notes):
         return "put Optimize Qwen-Image before the sampler, because fused blocks did not run"
     if PARTS_MISSING in notes:
@@ -147,46 +148,46 @@ def _next(told: Told) -> str:
     return "nothing to change; the json output holds these figures for programs"
 
 
-def report_text(told: Told) -> str:
+def report_text(facts: RunFacts) -> str:
     """The six lines, then all figures, the path of each part, and notes."""
     paths = [
         f"{ROW_NAMES[row.name]}: {line}" if row.name in ("text", "tables") else line
-        for row in told.rows
+        for row in facts.rows
         for line in row.as_dict()["path"]
     ]
-    basis = [f"Times: {told.prediction.basis}"] if told.prediction.basis else []
+    basis = [f"Times: {facts.prediction.basis}"] if facts.prediction.basis else []
     blocks = [
-        summary_lines(told),
-        _time_table(told),
-        _memory_table(told),
+        summary_lines(facts),
+        _time_table(facts),
+        _memory_table(facts),
         [line for path in paths for line in folded(path, "")],
         [
             line
-            for text in (*basis, *(f"Note: {note}" for note in told.notes))
+            for text in (*basis, *(f"Note: {note}" for note in facts.notes))
             for line in folded(text, "")
         ],
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
-def _time_table(told: Told) -> list[str]:
+def _time_table(facts: RunFacts) -> list[str]:
     rows = [["time", "measured", "predicted"]]
-    for row in told.rows:
+    for row in facts.rows:
         rows.append(
             [row.title, row.time(), range_text(row.predicted_seconds() if row.measured else None)]
         )
-        if row.name == "sampling" and told.step is not None:
-            rows.append(["  a step", seconds_text(told.step), range_text(told.prediction.step)])
-    total = "not timed" if told.seconds is None else seconds_text(told.seconds)
-    rows.append(["total", total, range_text(told.predicted)])
+        if row.name == "sampling" and facts.step is not None:
+            rows.append(["  a step", seconds_text(facts.step), range_text(facts.prediction.step)])
+    total = "not timed" if facts.seconds is None else seconds_text(facts.seconds)
+    rows.append(["total", total, range_text(facts.predicted)])
     if not any(row[2] for row in rows[1:]):
         rows = [row[:2] for row in rows]
     return table(rows, right=(1, 2))
 
 
-def _memory_table(told: Told) -> list[str]:
+def _memory_table(facts: RunFacts) -> list[str]:
     rows = [["GiB", "card", "predicted", "working", "predicted"]]
-    for row in told.rows:
+    for row in facts.rows:
         if row.most("card_bytes"):
             pairs = (
                 (row.most("card_bytes"), row.predicted_card()),
