@@ -296,4 +296,4 @@ def likely_family(references: int, layers: int) -> str:
     """The family of `AUTO` where nothing but the request tells it."""
     if layers:
         return "qwen-image-layered"
-    return "qwen-image-edit-2511" if references else "qwen-image"
+    return "qwen-image-edit-2511" if references else TEXT_TO_IMAGE.name

@@ -160,7 +160,7 @@ def _model_checks(folders: Mapping[str, list[Path]]) -> Iterator[Capability]:
                 size = sum(file.stat().st_size for file in open_source(path, part).files)
                 found.append(f"{path.name} ({format_gib(size)})")
             except (CheckpointError, OSError):
-                # Other models lie there too; told is what looks like one, in its own folder.
+                # Other models lie there too: only what is named like one is refused.
                 if "qwen" in path.name.lower() and path.parent in own:
                     refused.append(path)
         reason = ", ".join(found[:LISTED]) if found else f"no file in {own[0]}"

@@ -25,7 +25,7 @@ function fit() {
 }
 
 app.registerExtension({
-    name: "qwen_l40s.templates",
+    name: "QwenL40S.Templates",
     afterConfigureGraph() {
         const { extra } = app.graph
         if (!extra?.qwen_l40s?.fit) return

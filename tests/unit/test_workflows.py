@@ -14,7 +14,7 @@ from PIL import Image
 
 from qwen_l40s import __version__
 from qwen_l40s.tools.workflows import __main__ as builder
-from qwen_l40s.tools.workflows import definitions, thumbnails
+from qwen_l40s.tools.workflows import definitions, thumbnails, ui_form
 from qwen_l40s.tools.workflows.graph import Workflow
 from qwen_l40s.tools.workflows.ui_form import (
     MOST_HEIGHT,
@@ -230,6 +230,14 @@ def test_a_graph_has_four_columns_that_fit_the_window(name: str):
     box = extent(lay_out(workflow))
     assert len(workflow.columns) <= 4
     assert box.width <= MOST_WIDTH and box.height <= MOST_HEIGHT, box
+
+
+def test_the_page_and_the_layout_agree_on_the_bars_of_the_window():
+    script = (FOLDER.parent / "web" / "templates.js").read_text(encoding="utf-8")
+    said = dict(re.findall(r"\b(LEFT|TOP|RIGHT|BOTTOM) = (\d+)", script))
+    assert said == {
+        name: str(getattr(ui_form, name)) for name in ("LEFT", "TOP", "RIGHT", "BOTTOM")
+    }
 
 
 def test_wires_go_to_the_right_or_down(name: str):

@@ -9,7 +9,7 @@ from typing import Any
 from ....errors import SettingError
 from ....options import likely_family
 from ....planning.request import AUTO, Parts, RunRequest
-from ....spec import FAMILIES, Family
+from ....spec import FAMILIES, TEXT_TO_IMAGE, Family
 from .sizes import (
     TrueClip,
     TrueLatent,
@@ -21,7 +21,7 @@ from .sizes import (
     vae_sizes,
 )
 
-TEXT_TO_IMAGE, LAYERED = "qwen-image", "qwen-image-layered"
+LAYERED = "qwen-image-layered"
 EDIT_2509, EDIT_TIMESTEP_ZERO = "qwen-image-edit-2509", "qwen-image-edit-2511"
 # What a LATENT decides, as no rule refuses it before the LATENT is there.
 NO_LATENT = {"width": 16, "height": 16, "batch": 1, "layers": 0}
@@ -169,7 +169,7 @@ def _likely_family(chosen: Mapping[str, Any], found: TrueModel | None, notes: li
     if found.timestep_zero:
         return EDIT_TIMESTEP_ZERO
     if not chosen["references"]:
-        return TEXT_TO_IMAGE
+        return TEXT_TO_IMAGE.name
     notes.append(
         f"With references, the MODEL counts as {EDIT_2509}: its weights do not tell Edit from it, "
         "and Edit's references add more text tokens."
