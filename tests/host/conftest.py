@@ -6,6 +6,7 @@ ComfyUI is imported once in a process, before the first test module is.
 
 import gc
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -111,12 +112,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if on_card and item.get_closest_marker("each_device"):
             item.add_marker(pytest.mark.cuda)
-        fits = (item.get_closest_marker("cuda") is not None) == on_card
+        needed = [name for marker in item.iter_markers("host_has") for name in marker.args]
+        fits = (item.get_closest_marker("cuda") is not None) == on_card and all(map(has, needed))
         (kept if fits else rest).append(item)
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if rest:
         config.hook.pytest_deselected(items=rest)
         items[:] = kept
+
+
+def has(name: str) -> bool:
+    """Whether this ComfyUI has what the dotted name stands for."""
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 @pytest.fixture

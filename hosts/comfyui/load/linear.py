@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import comfy.ops
 import torch
@@ -17,6 +18,7 @@ from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_cl
 from comfy_kitchen.tensor.base import BaseLayoutParams
 from torch.nn import functional as F
 
+from ....errors import UnavailableError
 from ....loaders.quantize import COMFY_QUANT, dequantize_rows, quantize_rows
 from ....optimizations.linear import choose_gemm, quantized_linear
 
@@ -82,6 +84,44 @@ FORMAT_OF_LAYOUT = {LAYOUT: "fp8", "TensorWiseINT8Layout": "int8"}
 LOADED_FORMATS = {**FORMAT_OF_LAYOUT, "TensorCoreFP8E4M3Layout": "fp8"}
 
 
+class AroundLinear(NamedTuple):
+    """What ComfyUI 0.40 and newer ask of a linear layer beside its product:
+    `residual + residual_scale * linear(input_act(x))`, with ComfyUI's names of the activations.
+    """
+
+    input_act: str | None = None
+    act_weight: torch.Tensor | torch.nn.Module | None = None
+    residual: torch.Tensor | None = None
+    residual_scale: torch.Tensor | None = None
+
+    def given(self) -> dict[str, Any]:
+        """The arguments that are there, by name; ComfyUI 0.33 would drop them in silence.
+
+        Raises:
+            UnavailableError: this ComfyUI's linear layers take none of them.
+        """
+        if self.input_act is None and self.residual is None:
+            return {}
+        given = {name: value for name, value in self._asdict().items() if value is not None}
+        if not hasattr(comfy.ops, "_eager_input_act"):
+            raise UnavailableError(
+                f"A linear layer was called with {', '.join(given)}, which the layers of this "
+                "ComfyUI do not compute: update ComfyUI, or remove the node that passes it."
+            )
+        return given
+
+    def run(self, product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """The product with what is around it, by ComfyUI's own functions.
+
+        Args:
+            product: from [..., K] to [..., N].
+        """
+        if not self.given():
+            return product(x)
+        y = product(comfy.ops._eager_input_act(x, self.input_act, self.act_weight))
+        return comfy.ops._linear_residual(y, self.residual, self.residual_scale)
+
+
 def quantized_operations(compute_dtype: torch.dtype) -> type:
     """Returns the operations class for a model whose state dict holds `.comfy_quant` entries.
 
@@ -103,24 +143,43 @@ def quantized_operations(compute_dtype: torch.dtype) -> type:
                 else:
                     super()._load_from_state_dict(state_dict, prefix, *rest)
 
-            def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            def forward(
+                self,
+                input: torch.Tensor,
+                input_act: str | None = None,
+                act_weight: torch.Tensor | torch.nn.Module | None = None,
+                residual: torch.Tensor | None = None,
+                residual_scale: torch.Tensor | None = None,
+                **others: Any,
+            ) -> torch.Tensor:
+                around = AroundLinear(input_act, act_weight, residual, residual_scale)
                 format = FORMAT_OF_LAYOUT.get(getattr(self, "layout_type", None))
-                if format is None or _is_rotated(self.weight):
-                    return super().forward(input, *args, **kwargs)
+                if others or format is None or _is_rotated(self.weight):
+                    # An argument that is unknown here, as well: ComfyUI's own code knows it.
+                    return super().forward(input, **around.given(), **others)
                 comfy.ops.run_every_op()
                 # want_requant: a LoRA that is merged while the weight is faulted in leaves it
                 # quantized.
                 with comfy.ops.CastBiasWeightContext(
                     self, input, offloadable=True, compute_dtype=input.dtype, want_requant=True
                 ) as (weight, bias):
-                    if not isinstance(weight, QuantizedTensor):
-                        return F.linear(input, weight, bias)
-                    if self._computes_in_full_precision(input):
-                        return F.linear(input, weight.dequantize(), bias)
-                    values, scale = weight._qdata, weight._params.scale
-                    if torch.compiler.is_compiling():
-                        return quantized_linear(input, values, scale, bias, format)
-                    return _gemm(format, input.device).linear(input, values, scale, bias)
+                    return around.run(lambda x: self._product(x, weight, bias, format), input)
+
+            def _product(
+                self,
+                input: torch.Tensor,
+                weight: torch.Tensor,
+                bias: torch.Tensor | None,
+                format: str,
+            ) -> torch.Tensor:
+                if not isinstance(weight, QuantizedTensor):
+                    return F.linear(input, weight, bias)
+                if self._computes_in_full_precision(input):
+                    return F.linear(input, weight.dequantize(), bias)
+                values, scale = weight._qdata, weight._params.scale
+                if torch.compiler.is_compiling():
+                    return quantized_linear(input, values, scale, bias, format)
+                return _gemm(format, input.device).linear(input, values, scale, bias)
 
             def _computes_in_full_precision(self, input: torch.Tensor) -> bool:
                 return (

@@ -22,7 +22,13 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from comfy.weight_adapter import LoKrAdapter, LoRAAdapter, WeightAdapterBase
 
+from ....errors import UnavailableError
+from ..load.linear import AroundLinear
+
 BYPASS_KEY = "qwen_l40s_lora"
+# The second tells newer ComfyUI (#16862), whose fused linear layers read weights past `forward`,
+# that this forward counts.
+REPLACED = ("forward", "comfy_force_forward")
 
 
 class LowRank(torch.nn.Module):
@@ -96,20 +102,21 @@ class BypassLayers(torch.nn.Module):
 def run_bypass(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """APPLY_MODEL wrapper: one forward with every change of the patcher that samples."""
     model = executor.class_obj
-    wrapped: list[tuple[torch.nn.Module, Any]] = []
+    wrapped: list[tuple[torch.nn.Module, dict[str, Any]]] = []
     try:
         for loras in model.current_patcher.get_additional_models_with_key(BYPASS_KEY):
             for name, change in zip(loras.model.names, loras.model.changes, strict=True):
                 layer = model.get_submodule(name)
-                wrapped.append((layer, layer.__dict__.get("forward")))
+                own = layer.__dict__
+                wrapped.append((layer, {name: own[name] for name in REPLACED if name in own}))
                 layer.forward = BypassForward(layer.forward, change)
+                layer.comfy_force_forward = True
         return executor(*args, **kwargs)
     finally:
-        for layer, forward in reversed(wrapped):
-            if forward is None:
-                del layer.forward
-            else:
-                layer.forward = forward
+        for layer, before in reversed(wrapped):
+            for name in REPLACED:
+                layer.__dict__.pop(name, None)
+            layer.__dict__.update(before)
 
 
 class BypassForward:
@@ -123,8 +130,22 @@ class BypassForward:
         self.forward = forward
         self._change = change
 
-    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._change(x, self.forward(x, *args, **kwargs))
+    def __call__(
+        self,
+        x: torch.Tensor,
+        input_act: str | None = None,
+        act_weight: torch.Tensor | torch.nn.Module | None = None,
+        residual: torch.Tensor | None = None,
+        residual_scale: torch.Tensor | None = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        if others:
+            raise UnavailableError(
+                f"This ComfyUI calls linear layers with {', '.join(others)}, which a LoRA in "
+                "bypass does not know: apply the LoRA with lora_mode merge."
+            )
+        around = AroundLinear(input_act, act_weight, residual, residual_scale)
+        return around.run(lambda x: self._change(x, self.forward(x)), x)
 
 
 def _patcher(
