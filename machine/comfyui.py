@@ -16,6 +16,9 @@ from .card import Capability, State
 from .packages import release
 
 COMFYUI_FLOOR = (0, 33, 0)
+# What the tests ran on, in words; above the second nothing is known.
+TESTED = "0.33.0, and 0.40's code of the files that matter here"
+NEWEST_TESTED = (0, 40)
 VERSION_FILE = "comfyui_version.py"
 EXTRA_PATHS = "extra_model_paths.yaml"
 # Folders below `models` by the name that ComfyUI gives to each kind; the second is an older name.
@@ -70,7 +73,13 @@ def check_comfyui(folder: Path | None) -> Capability:
     if release(found) < COMFYUI_FLOOR:
         reason = f"{found}, needs {'.'.join(map(str, COMFYUI_FLOOR))} or newer, in {folder}"
         return Capability("ComfyUI", State.NOT_USABLE, reason, "update ComfyUI")
-    return Capability("ComfyUI", State.USABLE, f"{found} in {folder}")
+    newer = f", newer than tested ({TESTED})" if is_newer_than_tested(found) else ""
+    return Capability("ComfyUI", State.USABLE, f"{found}{newer} in {folder}")
+
+
+def is_newer_than_tested(version: str) -> bool:
+    """Whether a ComfyUI of this version is above every tested one."""
+    return release(version)[:2] > NEWEST_TESTED
 
 
 def models_folder(code: Path | None) -> Path | None:

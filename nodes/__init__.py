@@ -6,7 +6,7 @@ import logging
 
 from comfy_api.latest import ComfyExtension, io
 
-from ..hosts.comfyui.contract import unsupported_host
+from ..hosts.comfyui.contract import news_of_host, unsupported_host
 from .advise import QwenL40SAdviseGPU
 from .estimate import QwenL40SEstimateVRAM
 from .guidance import QwenL40SCFGNorm
@@ -42,6 +42,9 @@ class QwenL40SExtension(ComfyExtension):
     async def on_load(self) -> None:
         if fallback := unsupported_host():
             logger.warning(fallback.reason)
+            return
+        for sentence in news_of_host():
+            logger.warning(sentence)
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return NODES

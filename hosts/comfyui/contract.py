@@ -3,6 +3,9 @@
 ComfyUI has no frozen internal interface. What this package hooks into or replaces is listed here
 with the parameters that it relies on, so that a change upstream is one sentence to the user instead
 of a wrong picture or a traceback. What is only imported and called needs no list.
+
+Two things can change. A name or a parameter that is gone: nothing of this package runs. A new
+parameter of what ComfyUI calls here: a call that uses it runs ComfyUI's own code.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ import importlib
 import inspect
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
-from ...machine.comfyui import COMFYUI_FLOOR
+from ...machine.comfyui import COMFYUI_FLOOR, TESTED, is_newer_than_tested
 from ...machine.packages import release
 from ...optimizations.fallback import Fallback
 
@@ -45,8 +49,11 @@ HOOKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     # How weights come to the card, with patches and quantized.
     "comfy.ops": {
         "CastBiasWeightContext": (),
+        "run_every_op": (),
         "cast_bias_weight": ("s", "input", "offloadable", "compute_dtype", "want_requant"),
         "mixed_precision_ops": ("quant_config", "compute_dtype"),
+        "mixed_precision_ops().Linear.forward": ("input",),
+        "disable_weight_init.Linear.forward": ("input",),
     },
     "comfy.quant_ops": {
         "QuantizedTensor": ("qdata", "layout_cls", "params"),
@@ -62,6 +69,27 @@ HOOKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "comfy.lora": {"load_lora": ("lora", "to_load", "log_missing")},
     "comfy.sd": {"VAE.decode": ("samples_in",), "VAE.encode": ("pixel_samples",)},
+}
+
+# What ComfyUI calls here in place of its own code: every parameter that is known. An attention
+# function is called with those of the slot.
+KNOWN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "comfy.ldm.qwen_image.model": {
+        "QwenImageTransformerBlock.forward": (
+            *HOOKS["comfy.ldm.qwen_image.model"]["QwenImageTransformerBlock.forward"],
+        ),
+    },
+    "comfy.ldm.modules.attention": {
+        "optimized_attention_masked": (
+            *HOOKS["comfy.ldm.modules.attention"]["optimized_attention_masked"],
+            *("query", "key", "value"),  # as attention_sub_quad calls them
+            *("attn_precision", "skip_output_reshape", "preferred_attention"),
+        ),
+    },
+    "comfy.ops": dict.fromkeys(
+        ("disable_weight_init.Linear.forward", "mixed_precision_ops().Linear.forward"),
+        ("input", "input_act", "act_weight", "residual", "residual_scale"),
+    ),
 }
 
 
@@ -92,12 +120,52 @@ def unsupported_host() -> Fallback | None:
     return None
 
 
+def news_of_host() -> list[str]:
+    """What to tell once about a ComfyUI that runs but is newer than this package knows.
+
+    Returns:
+        Sentences: a version above the tested ones, and parameters that are new in `KNOWN`.
+    """
+    found = importlib.import_module("comfyui_version").__version__
+    news = []
+    if is_newer_than_tested(found):
+        news.append(
+            f"ComfyUI {found} is newer than what Qwen-Image L40S was tested with ({TESTED}): if "
+            "a picture looks wrong, compare it with ComfyUI's own nodes and tell us."
+        )
+    for module, names in KNOWN.items():
+        for name, known in names.items():
+            new = [
+                parameter.name
+                for parameter in _parameters(module, name)
+                if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+                and parameter.name not in ("self", *known)
+            ]
+            if new:
+                news.append(
+                    f"ComfyUI {found} has the new parameters {', '.join(new)} in {module}.{name}: "
+                    "where it uses them, its own code runs."
+                )
+    return news
+
+
+def _target(module: str, name: str) -> Any:
+    """What the name stands for; a part that ends in () is called for its result."""
+    target = importlib.import_module(module)
+    for part in name.split("."):
+        target = getattr(target, part.removesuffix("()"))
+        target = target() if part.endswith("()") else target
+    return target
+
+
+def _parameters(module: str, name: str) -> list[inspect.Parameter]:
+    return list(inspect.signature(_target(module, name)).parameters.values())
+
+
 def _fault(module: str, name: str, parameters: tuple[str, ...]) -> str | None:
     try:
-        target = importlib.import_module(module)
-        for part in name.split("."):
-            target = getattr(target, part)
-    except (ImportError, AttributeError):
+        target = _target(module, name)
+    except (ImportError, AttributeError, TypeError):
         return f"has no {module}.{name}"
     if not parameters:
         return None

@@ -11,30 +11,39 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from qwen_l40s.hosts.comfyui.contract import HOOKS, unsupported_host
+from qwen_l40s.hosts.comfyui.contract import HOOKS, KNOWN, news_of_host, unsupported_host
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = inspect.Parameter
 
 
 def function(*parameters: str, kind=KINDS.POSITIONAL_OR_KEYWORD):
-    """Something callable with these parameters."""
+    """Something callable with these parameters; called with none, it gives its namespace `made`."""
 
     def called():
-        raise AssertionError("it is only asked for its parameters")
+        return called.made
 
+    called.made = SimpleNamespace()
     called.__signature__ = inspect.Signature([KINDS(name, kind) for name in parameters])
     return called
 
 
-def put(module: ModuleType, name: str, value: object) -> None:
+def owner_of(module: ModuleType, name: str):
+    """What the last part of the name is an attribute of, and that part."""
     *path, last = name.split(".")
     target = module
     for part in path:
-        if not hasattr(target, part):
-            setattr(target, part, SimpleNamespace())
-        target = getattr(target, part)
-    setattr(target, last, value)
+        attribute = part.removesuffix("()")
+        if not hasattr(target, attribute):
+            setattr(target, attribute, SimpleNamespace())
+        target = getattr(target, attribute)
+        target = target() if part.endswith("()") else target
+    return target, last
+
+
+def put(module: ModuleType, name: str, value: object) -> None:
+    owner, last = owner_of(module, name)
+    setattr(owner, last, value)
 
 
 @pytest.fixture
@@ -47,6 +56,9 @@ def host(monkeypatch):
         # Shorter names first: a class before its methods.
         for entry in sorted(entries):
             put(modules[name], entry, function(*entries[entry]))
+    for name, entries in KNOWN.items():
+        for entry in entries:
+            put(modules[name], entry, function("self", *entries[entry]))
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     unsupported_host.cache_clear()
@@ -87,9 +99,8 @@ def test_a_name_that_is_gone(host, monkeypatch):
     host["comfyui_version"].__version__ = "0.40.0"
     for module, names in HOOKS.items():
         for name in names:
-            path, _, last = name.rpartition(".")
             with monkeypatch.context() as patch:
-                patch.delattr(getattr(host[module], path) if path else host[module], last)
+                patch.delattr(*owner_of(host[module], name))
                 text = sentence()
             assert f"ComfyUI 0.40.0 has no {module}.{name}" in text
             assert "update Qwen-Image L40S, and until then use ComfyUI's own loaders" in text
@@ -101,8 +112,7 @@ def test_a_name_that_is_gone(host, monkeypatch):
 def test_a_parameter_that_is_gone(host, monkeypatch):
     for module, names in HOOKS.items():
         for name, parameters in names.items():
-            path, _, last = name.rpartition(".")
-            owner = getattr(host[module], path) if path else host[module]
+            owner, last = owner_of(host[module], name)
             for parameter in parameters:
                 others = [other for other in parameters if other != parameter]
                 with monkeypatch.context() as patch:
@@ -139,3 +149,30 @@ def test_importing_it_imports_neither_comfyui_nor_torch():
     command = [sys.executable, "-c", code, str(ROOT / "__init__.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_a_host_that_is_known_is_no_news(host):
+    for version in ("0.33.0", "0.40.9"):
+        host["comfyui_version"].__version__ = version
+        assert news_of_host() == []
+
+
+def test_a_newer_host_is_told_of_with_what_was_tested(host):
+    for version in ("0.41.0", "0.46.0", "1.0.0"):
+        host["comfyui_version"].__version__ = version
+        (sentence,) = news_of_host()
+        assert sentence.startswith(f"ComfyUI {version} is newer than what Qwen-Image L40S was")
+        assert "0.33.0" in sentence and "0.40" in sentence
+
+
+def test_a_new_parameter_of_what_the_host_calls_is_named(host, monkeypatch):
+    for module, names in KNOWN.items():
+        for name, known in names.items():
+            owner, last = owner_of(host[module], name)
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, last, function("self", *known, "gate", "up"))
+                assert news_of_host() == [
+                    f"ComfyUI 0.33.0 has the new parameters gate, up in {module}.{name}: where it "
+                    "uses them, its own code runs."
+                ]
+                assert unsupported_host() is None
