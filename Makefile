@@ -19,18 +19,19 @@ export TORCH_FOR := $(TORCH)
 
 # Processes that run tests, of one thread each: small work on many threads waits for threads.
 WORKERS ?= 2
-test test-unit test-host test-server test-cuda: export OMP_NUM_THREADS = 1
+test test-unit test-host test-server test-next-host test-cuda: export OMP_NUM_THREADS = 1
 # A file's tests share what it has built; on a card they are many and short.
 DIST = loadgroup
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist $(DIST) --durations=15 --durations-min=5
 
-.PHONY: help install demo test test-all test-unit test-host test-server test-cuda lint
-.PHONY: micro-quality format clean rebuild
+.PHONY: help install demo test test-all test-unit test-host test-server test-next-host test-next
+.PHONY: test-cuda lint micro-quality format clean rebuild
 
 help:
 	@echo "make demo           paint the default prompt with the bundled micro model into out/"
 	@echo "make test           run the tests that need no ComfyUI and seconds each (CPU, 4 minutes)"
 	@echo "make test-all       run all tests, inside ComfyUI and against its server too (CPU, 15 minutes)"
+	@echo "make test-next      run them with the newest torch, ComfyUI packages and ComfyUI's code; print what broke"
 	@echo "make test-cuda      run the tests that need a card"
 	@echo "make lint           check style"
 	@echo "make micro-quality  measure how well the micro model follows held-out prompts"
@@ -47,7 +48,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	@$(PYTEST) tests/unit -m "not slow" $(ARGS)
 
-test-all: test-unit test-host test-server
+test-all: test-unit test-host test-server test-next-host
 
 test-unit: $(STAMP)
 	@$(PYTEST) tests/unit --hypothesis-profile=thorough $(ARGS)
@@ -59,6 +60,16 @@ test-host: $(STAMP)
 # Against a server of the same ComfyUI, and in its page: that of its own frontend, and a newer one's.
 test-server: $(STAMP) $(FRONTEND)
 	@$(PYTEST) tests/server tests/page $(ARGS)
+
+# The same in the newer ComfyUI at COMFYUI_NEXT_PATH: tools/next_host.md.
+test-next-host: $(STAMP)
+	@test -n "$$COMFYUI_NEXT_PATH" || echo "tests/host, tests/server: not run in a newer ComfyUI: name one with COMFYUI_NEXT_PATH"
+	@test -z "$$COMFYUI_NEXT_PATH" || COMFYUI_PATH="$$COMFYUI_NEXT_PATH" $(PYTEST) tests/host $(ARGS)
+	@test -z "$$COMFYUI_NEXT_PATH" || COMFYUI_PATH="$$COMFYUI_NEXT_PATH" $(PYTEST) tests/server $(ARGS)
+
+# With the newest package of everything, in an environment of its own; a table of what broke.
+test-next: $(STAMP)
+	@$(BIN)/python tools/newest.py $(ARGS)
 
 test-cuda: WORKERS = 6
 test-cuda: DIST = load

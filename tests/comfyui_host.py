@@ -1,5 +1,6 @@
 """Where the real ComfyUI is that tests are held against, and the Python that runs it."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -17,6 +18,10 @@ def comfyui_folder() -> Path:
 
 
 def comfyui_python(folder: Path) -> Path:
-    """Its own .venv's Python where it has one, else this one, which then needs its packages."""
+    """COMFYUI_PYTHON, else its own .venv's where it has one, else this one, which then needs its
+    packages.
+    """
+    if named := os.environ.get("COMFYUI_PYTHON"):
+        return Path(named)
     own = folder / ".venv" / "bin" / "python"
     return own if own.exists() else Path(sys.executable)
