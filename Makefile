@@ -69,7 +69,7 @@ test-next-host: $(STAMP)
 
 # With the newest package of everything, in an environment of its own; a table of what broke.
 test-next: $(STAMP)
-	@$(BIN)/python tools/newest.py $(ARGS)
+	@$(BIN)/python -m qwen_l40s.tools.newest $(ARGS)
 
 test-cuda: WORKERS = 6
 test-cuda: DIST = load
@@ -90,7 +90,7 @@ format: $(STAMP)
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-newest build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An empty prerequisite that is never up to date.
