@@ -86,7 +86,9 @@ class HostPass(Protocol):
     def unsupported(self, block: torch.nn.Module) -> Fallback | None:
         """Why the executor does not compute a block, beyond its form."""
 
-    def inputs(self, positional: tuple, arguments: dict[str, Any]) -> BlockInputs | Fallback:
+    def inputs(
+        self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
+    ) -> BlockInputs | Fallback:
         """What a block was called with, or why the executor cannot take it."""
 
     def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
@@ -95,7 +97,7 @@ class HostPass(Protocol):
     def host_attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """The host's own attention, as `block.Attend`."""
+        """The host's own attention of the block that runs, as `block.Attend`."""
 
     def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
         """The block's own forward with the host's own attention."""
@@ -190,7 +192,8 @@ class ForwardPass:
     ) -> Streams:
         """One block; arguments and result are those of the host's block."""
         check, unsupported = self._prepared.check, self._prepared.unsupported
-        inputs = unsupported[index] or check.failed or self._host.inputs(positional, arguments)
+        refusal = unsupported[index] or check.failed
+        inputs = refusal or self._host.inputs(block, positional, arguments)
         if isinstance(inputs, Fallback):
             self._fall_back(inputs, 1)
             return type(block).forward(block, *positional, **arguments)
@@ -280,6 +283,11 @@ class Optimization:
         self._passes = 0
         self._logged: set[str] = set()
 
+    @property
+    def lossy_attention(self) -> bool:
+        """Whether attention differs from exact attention by more than rounding."""
+        return self.attention is not None and self.attention.lossy
+
     def start_run(self) -> None:
         """Forgets what was known in the last run; its report stays until the next pass."""
         self._prepared = WeakKeyDictionary()
@@ -343,8 +351,7 @@ class Optimization:
             host.modulation.start_run()
         known = self._prepared.setdefault(host.owner, {})
         if host.state not in known:
-            lossy = self.attention is not None and self.attention.lossy
-            known[host.state] = PreparedModel(host, lossy)
+            known[host.state] = PreparedModel(host, self.lossy_attention)
         return known[host.state]
 
 

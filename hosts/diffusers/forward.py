@@ -109,7 +109,9 @@ class TransformerPass:
             return Fallback("its attention backend is not that of the first block")
         return None
 
-    def inputs(self, positional: tuple, arguments: dict[str, Any]) -> BlockInputs | Fallback:
+    def inputs(
+        self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
+    ) -> BlockInputs | Fallback:
         """From what diffusers' loop calls a block with; read again where one was exchanged."""
         if positional or not all(name in arguments for name in STREAM_ARGUMENTS):
             return Fallback("diffusers passes its blocks arguments that are unknown here")

@@ -2,20 +2,25 @@
 
 The slot is `transformer_options["optimized_attention_override"]`. Whoever writes it last is heard:
 a node after this one replaces this choice, and a choice that was there before stays where this one
-is "auto".
+is "auto". So does what a model file says of its blocks, which ComfyUI asks after the slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
+import comfy.ldm.modules.attention
 import torch
 from comfy.ldm.modules.attention import optimized_attention_masked
 
 from ....optimizations.attention import ChosenAttention
 
 SLOT = "optimized_attention_override"
+# As in the names of ComfyUI's functions, `attention_pytorch`. Its others quantize or leave out.
+EXACT = frozenset({"basic", "flash", "pytorch", "split", "sub_quad", "xformers"})
 
 
 class SlotAttention(ChosenAttention):
@@ -84,13 +89,15 @@ def host_attention(
     v: torch.Tensor,
     mask: torch.Tensor | None,
     options: dict[str, Any],
+    preferred: torch.nn.Module | None = None,
 ) -> torch.Tensor:
-    """ComfyUI's own attention, with what other nodes have put into the slot.
+    """ComfyUI's own attention, with what other nodes have put into the slot, or what the file says.
 
     Args:
         q, k, v: (batch, joint, heads, head_dim).
         mask: (batch, 1, 1, joint), or None.
         options: The transformer_options of the block, which tell others where they are.
+        preferred: The `file_choice` of the block.
 
     Returns:
         (batch, joint, heads * head_dim).
@@ -98,6 +105,82 @@ def host_attention(
     heads, options = q.shape[2], without_choice(options)
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     mask = None if mask is None else mask.squeeze(1)
+    file = {} if preferred is None else {"preferred_attention": preferred}
     return optimized_attention_masked(
-        q, k, v, heads, mask, transformer_options=options, skip_reshape=True
+        q, k, v, heads, mask, transformer_options=options, skip_reshape=True, **file
     )
+
+
+# What a model file says of a block's attention, in `.attn.comfy_attention.config`.
+
+
+def file_choice(block: torch.nn.Module) -> torch.nn.Module | None:
+    """A block's `ComfyAttention`: what the file says in `config`, and in `function` what ComfyUI
+    runs for it, or None. None where ComfyUI does not read it, as 0.33.
+    """
+    return getattr(getattr(block, "attn", None), "comfy_attention", None)
+
+
+class FileAttention:
+    """What a model file says of the attention of its blocks.
+
+    Attributes:
+        runs: {ComfyUI's name: blocks that run it}.
+        missing: {name: blocks that ask for it where ComfyUI cannot run it}.
+    """
+
+    def __init__(self, blocks: Sequence[torch.nn.Module]) -> None:
+        self.runs: Counter[str] = Counter()
+        self.missing: Counter[str] = Counter()
+        self._blocks = len(blocks)
+        for choice in map(file_choice, blocks):
+            if choice is None:
+                continue
+            runs = None if choice.function is None else _name(choice.function)
+            if runs is not None:
+                self.runs[runs] += 1
+            self.missing.update(takewhile(lambda name, runs=runs: name != runs, _asked(choice)))
+
+    @property
+    def lossy(self) -> bool:
+        """Whether one that runs differs from exact attention by more than rounding."""
+        return bool(self.runs.keys() - EXACT)
+
+    def lines(self, otherwise: list[str]) -> list[str]:
+        """Which attention ran and why, a line each.
+
+        Args:
+            otherwise: What is said where the file chooses nothing that runs.
+        """
+        lines = [
+            f"attention: {name}, {'exact' if name in EXACT else 'lossy'}: the model file chooses "
+            f"it for {count} of {self._blocks} blocks"
+            for name, count in self.runs.items()
+        ]
+        rest = self._blocks - self.runs.total()
+        if lines and rest:
+            lines.append(f"attention: ComfyUI's own in the other {rest}")
+        missing = [
+            f"attention: not {name}, which the model file asks for in {count} of {self._blocks} "
+            f"blocks: {_why_missing(name)}"
+            for name, count in self.missing.items()
+        ]
+        return (lines or otherwise) + missing
+
+
+def _asked(choice: torch.nn.Module) -> list[str]:
+    """The names in a block's config, in the order in which ComfyUI tries them."""
+    configs = choice.config if isinstance(choice.config, list) else [choice.config or {}]
+    return [str(config["attention"]) for config in configs if "attention" in config]
+
+
+def _name(function: Callable[..., torch.Tensor]) -> str:
+    function = getattr(function, "func", function)  # of a partial, with the file's settings
+    return getattr(function, "__name__", str(function)).removeprefix("attention_")
+
+
+def _why_missing(name: str) -> str:
+    known = hasattr(comfy.ldm.modules.attention, f"attention_{name}")
+    if known and name.startswith("comfy_kitchen_"):
+        return "the installed comfy-kitchen cannot run it on this device"
+    return "this ComfyUI takes no attention of that name from a file"

@@ -18,7 +18,7 @@ from ....optimizations.modulation import Entry
 from ....optimizations.reference import Rotary, Tokens
 from ....optimizations.run import BlockInputs
 from ....optimizations.self_check import Streams
-from .attention import SLOT, SlotAttention, host_attention, without_choice
+from .attention import SLOT, SlotAttention, file_choice, host_attention, without_choice
 from .call import is_compiled
 from .layers import ComfyLayers
 from .modulation import ModelModulation
@@ -65,6 +65,7 @@ class ComfyPass:
         self.modulation = ModelModulation.of(model)
         self._own_attention = attention
         self._options = options  # of the block that runs, once one does
+        self._preferred: torch.nn.Module | None = None  # of the block that runs
         self._controlled = controlled
         self._rotation: tuple[torch.Tensor, Rotary] | None = None
         self._masked: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -99,10 +100,13 @@ class ComfyPass:
     def unsupported(self, block: torch.nn.Module) -> Fallback | None:
         """Nothing beyond its form."""
 
-    def inputs(self, positional: tuple, arguments: dict[str, Any]) -> BlockInputs | Fallback:
+    def inputs(
+        self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
+    ) -> BlockInputs | Fallback:
         """From what ComfyUI's loop calls a block with."""
         if positional or arguments.keys() != ARGUMENTS or arguments["image_rotary_emb"] is None:
             return OTHER_ARGUMENTS
+        self._preferred = file_choice(block)
         # A wrapper inside of the call may have added to them.
         self._options = options = arguments["transformer_options"]
         patches = options.get("patches", {})
@@ -127,8 +131,8 @@ class ComfyPass:
     def host_attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """ComfyUI's own, with what other nodes have put into the slot."""
-        return host_attention(q, k, v, mask, self._options)
+        """ComfyUI's own, with what other nodes have put into the slot, or what the file says."""
+        return host_attention(q, k, v, mask, self._options, self._preferred)
 
     def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
         """The block's own forward, without this package's attention."""

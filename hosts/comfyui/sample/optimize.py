@@ -32,7 +32,8 @@ class OptimizeSettings:
 
     Attributes:
         blocks: Fused blocks with modulation tables.
-        attention: "auto" for the fastest exact backend, the name of a backend, or "comfyui".
+        attention: "auto" for what the model file says, else for the fastest exact backend; the
+            name of a backend; or "comfyui".
         tf32: Whether fp32 products are rounded to TF32 during a run; bf16 models have next to none.
         cudnn_benchmark: Whether cuDNN tries out its convolutions during a run.
     """
@@ -67,6 +68,7 @@ def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> M
     optimization = ComfyOptimization(
         settings.blocks, attention, settings.tf32, settings.cudnn_benchmark
     )
+    optimization.read_file(model.model.diffusion_model, options)
     clone.set_attachments(OPTIMIZATION_KEY, optimization)
     record_runs(clone, OPTIMIZATION_KEY)
     if settings.blocks or attention is not None:

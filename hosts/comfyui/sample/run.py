@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from ....optimizations.block_form import blocks_of
 from ....optimizations.run import Optimization
-from .attention import SlotAttention
+from .attention import SLOT, FileAttention, SlotAttention
 from .call import control_of, options_of
 from .flags import flags_for_a_run
 from .forward import ComfyPass
@@ -26,6 +27,9 @@ class ComfyOptimization(Optimization):
         blocks: Whether the executor runs the blocks.
         attention: The attention that fills ComfyUI's slot, or None for the host's.
         tf32, cudnn_benchmark: Switches during a run.
+
+    Attributes:
+        file: What the model file says of attention; None where the slot wins over it.
     """
 
     host = "ComfyUI's"
@@ -39,6 +43,23 @@ class ComfyOptimization(Optimization):
     ) -> None:
         super().__init__(attention, blocks)
         self._flags = tf32, cudnn_benchmark
+        self.file: FileAttention | None = None
+
+    @property
+    def lossy_attention(self) -> bool:
+        """Also by what the model file says."""
+        return super().lossy_attention or (self.file is not None and self.file.lossy)
+
+    def read_file(self, transformer: torch.nn.Module, options: dict[str, Any]) -> None:
+        """Looks at what the file says, which a LoRA may change, where nothing in the slot wins."""
+        filled = options.get(SLOT)
+        free = filled is None or (filled is self.attention and filled.name == "auto")
+        self.file = FileAttention(blocks_of(transformer)) if free else None
+
+    def attention_lines(self) -> list[str]:
+        """Which attention ran, a line each."""
+        lines = super().attention_lines()
+        return lines if self.file is None else self.file.lines(lines)
 
     def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """OUTER_SAMPLE wrapper: one run."""
@@ -54,9 +75,16 @@ class ComfyOptimization(Optimization):
         """APPLY_MODEL wrapper: one forward pass."""
         model, options = executor.class_obj, options_of(args, kwargs)
         controlled = control_of(args, kwargs) is not None
+        self.read_file(model.diffusion_model, options)
+        heeded = self.file is not None and self.file.runs
+        own = options.pop(SLOT, None) if heeded else None
         host = ComfyPass(model, self.attention, x, options, controlled)
-        with ModelModulation.of(model).during(Call(t, options, kwargs)):
-            return self.run_pass(host, lambda: executor(x, t, *args, **kwargs))
+        try:
+            with ModelModulation.of(model).during(Call(t, options, kwargs)):
+                return self.run_pass(host, lambda: executor(x, t, *args, **kwargs))
+        finally:
+            if own is not None:
+                options[SLOT] = own
 
 
 # torch's process-wide switches, set for the length of one run.

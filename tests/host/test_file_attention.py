@@ -1,0 +1,164 @@
+"""What a model file says of attention, which newer ComfyUIs read: against their own blocks."""
+
+import functools
+import json
+
+import comfy.ldm.modules.attention as attention
+import comfy.model_management
+import comfy.patcher_extension
+import comfy_kitchen
+import narrow_transformer as narrow
+import pytest
+import torch
+from comfyui_boot import folder
+
+from qwen_l40s.hosts.comfyui.load.transformer import load_model
+from qwen_l40s.hosts.comfyui.sample.attention import SLOT
+from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
+
+__test__ = hasattr(attention, "ComfyAttention")  # 0.33 does not read it
+pytestmark = pytest.mark.usefixtures("inference_mode")
+FOLDER = folder("file_attention")
+WEIGHTS = narrow.weights()
+INT8, SOL = ({"attention": f"comfy_kitchen_{name}"} for name in ("int8", "sol"))
+COMFYUI = OptimizeSettings(attention="comfyui")
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    """The calls of a comfy-kitchen attention that rounds, on the processor: its block's number."""
+    found = []
+
+    def attention_comfy_kitchen_int8(q, k, v, heads, mask=None, **others):
+        found.append(others["transformer_options"]["block_index"])
+        q, k = ((part * 8).round() / 8 for part in (q, k))
+        return attention.attention_pytorch(q, k, v, heads, mask, **others)
+
+    rounding = attention.wrap_attn(attention_comfy_kitchen_int8)
+    monkeypatch.setattr(attention, "attention_comfy_kitchen_int8", rounding)
+    monkeypatch.setattr(attention, "COMFY_KITCHEN_INT8_ATTENTION_IS_AVAILABLE", True)
+    monkeypatch.setattr(comfy_kitchen, "int8_attention_is_available", lambda device=None: True)
+    return found
+
+
+def configs(*blocks) -> dict[str, torch.Tensor]:
+    """The entries of a file, by what each of its blocks says."""
+    return {
+        f"transformer_blocks.{index}.attn.comfy_attention.config": torch.tensor(
+            list(json.dumps(said).encode()), dtype=torch.uint8
+        )
+        for index, said in enumerate(blocks)
+        if said is not None
+    }
+
+
+def model(*blocks, precision="bf16"):
+    path = FOLDER / f"{len(list(FOLDER.iterdir()))}.safetensors"
+    return load_model(narrow.write(path, WEIGHTS | configs(*blocks)), precision)[0]
+
+
+def forward(patcher, calls, masked=False):
+    """One forward pass behind the one that is checked, and the blocks whose attention rounded."""
+    comfy.model_management.load_models_gpu([patcher])
+    patcher.pre_run()
+    generator = torch.Generator().manual_seed(0)
+    context = torch.randn(1, 7, narrow.SHAPE.joint_dim, generator=generator)
+    noise = torch.randn(1, 16, 1, 8, 8, generator=generator)
+    mask = {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0]])} if masked else {}
+    for _ in range(2):
+        calls.clear()
+        options = comfy.patcher_extension.copy_nested_dicts(
+            patcher.model_options["transformer_options"]
+        )
+        options = comfy.patcher_extension.merge_nested_dicts(
+            options, {"wrappers": patcher.wrappers}
+        )
+        sigma = torch.full((1,), 0.7)
+        found = patcher.model.apply_model(
+            noise, sigma, c_crossattn=context, transformer_options=options, **mask
+        )
+    return found.float(), list(calls)
+
+
+def difference(found, known):
+    return float((found - known).norm() / known.norm())
+
+
+EXACT = functools.cache(lambda: forward(model(), []))
+
+
+@pytest.mark.parametrize("settings", [COMFYUI, OptimizeSettings(), OptimizeSettings(blocks=False)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_file_chooses_as_in_comfyuis_own_blocks(calls, settings, masked):
+    stock = model(INT8, INT8)
+    known = forward(stock, calls, masked)
+    assert known[1] == [0, 1]
+    clone = optimize(stock, settings)
+    assert "comfy_kitchen_int8, lossy: the model file chooses it for 2 of 2" in report_of(clone)
+    found = forward(clone, calls, masked)
+    assert found[1] == [0, 1]
+    assert difference(found[0], known[0]) < 2e-6
+    if not masked:
+        assert difference(known[0], EXACT()[0]) > 1e-4
+    assert report_of(clone).startswith("blocks: fused, " if settings.blocks else "blocks: Comfy")
+    assert "comfy_kitchen_int8, lossy" in report_of(clone)
+
+
+def test_one_block_alone(calls):
+    stock = model(None, INT8)
+    clone = optimize(stock)
+    found, called = forward(clone, calls)
+    assert called == [1]
+    assert difference(found, forward(stock, calls)[0]) < 2e-6
+    assert "for 1 of 2 blocks\nattention: ComfyUI's own in the other 1" in report_of(clone)
+
+
+def test_a_named_attention_and_another_node_win_over_the_file(calls):
+    stock = model(INT8, INT8)
+    for blocks in (True, False):
+        named = optimize(stock, OptimizeSettings(blocks, "math"))
+        found, called = forward(named, calls)
+        assert not called
+        assert difference(found, EXACT()[0]) < 2e-6
+        assert "attention: math: asked for" in report_of(named)
+        assert "model file" not in report_of(named)
+
+    def other(func, *arguments, **options):
+        return func(*arguments, **options) * 0.5
+
+    stock.model_options["transformer_options"][SLOT] = other
+    known = forward(stock, calls)
+    clone = optimize(stock)
+    assert difference(forward(clone, calls)[0], known[0]) < 2e-6
+    assert not calls
+    assert "or what another node has set" in report_of(clone)
+
+
+def test_a_choice_that_comes_after_optimize_as_a_lora_s_does(calls):
+    stock = model()
+    clone = optimize(stock).clone()
+    lora = attention.ComfyAttention()
+    lora.load_state_dict({"config": next(iter(configs(INT8).values()))})
+    clone.add_object_patch("diffusion_model.transformer_blocks.1.attn.comfy_attention", lora)
+    clone.patch_model()
+    assert forward(clone, calls)[1] == [1]
+    assert "the model file chooses it for 1 of 2" in report_of(clone)
+    clone.unpatch_model()
+    without = optimize(stock)
+    assert forward(without, calls)[1] == []
+    assert "model file" not in report_of(without)
+
+
+def test_what_cannot_run_here_is_said(calls):
+    stock = model([SOL, INT8], [SOL, {"attention": "sage9"}])
+    clone = optimize(stock)
+    assert forward(clone, calls)[1] == [0]
+    report = report_of(clone)
+    assert "attention: not comfy_kitchen_sol, which the model file asks for in 2 of 2" in report
+    assert "blocks: the installed comfy-kitchen cannot run it on this device" in report
+    assert "not sage9" in report
+    assert "this ComfyUI takes no attention of that name from a file" in report
+    nothing = optimize(model(SOL, {}))
+    assert difference(forward(nothing, calls)[0], EXACT()[0]) < 2e-6
+    assert "no card to measure on" in report_of(nothing)
+    assert "not comfy_kitchen_sol" in report_of(nothing)
