@@ -36,6 +36,12 @@ COMFY_FORMATS = {
     "mxfp8": "mxfp8",
     "convrot_w4a4": "int4 ConvRot (w4a4)",
     "asym_w4a8_int8": "int4 asymmetric (w4a8)",
+    "w6a8_int8": "int6 (w6a8)",
+}
+# What runs the formats that are decoded to int8.
+HOSTS = {
+    "int4 asymmetric (w4a8)": "ComfyUI 0.33 and comfy-kitchen 0.2.27, or newer",
+    "int6 (w6a8)": "ComfyUI 0.38 and comfy-kitchen 0.2.36, or newer",
 }
 FUTURE = "format from the future: "
 
@@ -46,19 +52,18 @@ AUXILIARY = re.compile(
     r"|wscales|wzeros|wcscales|wtscale|smooth_factor(_orig)?|proj_down|proj_up|SCB"
     r"|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*))$|(^|\.)scaled_fp8$"
 )
-# Formats that store two 4-bit weights in a byte, or eight in an int32.
-PACKED = frozenset(
-    {
-        "nvfp4",
-        "int4 ConvRot (w4a4)",
-        "int4 asymmetric (w4a8)",
-        "SVDQuant (nunchaku)",
-        "AWQ int4 (nunchaku)",
-        "bitsandbytes nf4",
-        "bitsandbytes 4-bit",
-    }
-)
-WEIGHTS_PER_ELEMENT = {"I8": 2, "U8": 2, "I32": 8}
+# {format that stores several weights in an element: bits of each}
+PACKED_BITS = {
+    "nvfp4": 4,
+    "int4 ConvRot (w4a4)": 4,
+    "int4 asymmetric (w4a8)": 4,
+    "int6 (w6a8)": 6,
+    "SVDQuant (nunchaku)": 4,
+    "AWQ int4 (nunchaku)": 4,
+    "bitsandbytes nf4": 4,
+    "bitsandbytes 4-bit": 4,
+}
+ELEMENT_BITS = {"I8": 8, "U8": 8, "I32": 32}
 # What the package computes with, or, for e5m2, converts to bf16 first.
 RUNNABLE = frozenset(
     {
@@ -104,11 +109,19 @@ class Quantization:
                     f"{name} weights are storage only: they are converted to bf16 to compute."
                 )
             elif name not in RUNNABLE:
+                host = HOSTS.get(name)
+                other = f", or load it with ComfyUI's own nodes ({host})" if host else ""
                 sentences.append(
                     f"{name} weights are not run by this package, which computes in bf16, fp8 e4m3 "
-                    "and int8: get the model in one of these."
+                    f"and int8: get the model in one of these{other}."
                 )
         return sentences
+
+    def needs(self) -> list[str]:
+        """What ComfyUI has to be for formats that it has learnt of late, one sentence for each."""
+        return [
+            f"{name} weights need {HOSTS[name]}." for name in sorted(self.formats) if name in HOSTS
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -171,20 +184,26 @@ def computed_precision(formats: Iterable[str]) -> str | None:
 
 
 def count_parameters(tensors: Tensors, quantization: Quantization) -> int:
-    """Counts weights: scales and other descriptions are left out, 4-bit weights that share a byte
+    """Counts weights: scales and other descriptions are left out, weights that share a byte
     are counted one by one.
     """
     packed = {
-        f"{layer}.{suffix}"
+        f"{layer}.{suffix}": PACKED_BITS[name]
         for layer, name in quantization.layers.items()
-        if name in PACKED
+        if name in PACKED_BITS
         for suffix in ("weight", "qweight")
     }
     return sum(
-        info.elements * (WEIGHTS_PER_ELEMENT.get(info.dtype, 1) if name in packed else 1)
+        _weights_in(info, packed.get(name))
         for name, info in tensors.items()
         if not AUXILIARY.search(name)
     )
+
+
+def _weights_in(info: TensorInfo, bits: int | None) -> int:
+    """Elements, or the weights of so many bits that they hold together."""
+    whole = ELEMENT_BITS.get(info.dtype)
+    return info.elements if bits is None or whole is None else info.elements * whole // bits
 
 
 def _layers(tensors: Tensors) -> Iterable[tuple[str, TensorInfo]]:
@@ -241,8 +260,7 @@ def _granularity(tensors: Tensors, layer: str, weight: TensorInfo) -> str:
     if name == "wscales":  # (groups, rows)
         return f"{scale.shape[0] if scale.shape else 1} groups a row"
     if name == "weight.absmax":
-        values = weight.elements * WEIGHTS_PER_ELEMENT.get(weight.dtype, 1)
-        return f"blocks of {values // max(scale.elements, 1)}"
+        return f"blocks of {_weights_in(weight, 4) // max(scale.elements, 1)}"
     if name == "weight_scale_inv" and len(scale.shape) == 2 and len(weight.shape) == 2:
         sides = (
             -(-full // max(part, 1)) for full, part in zip(weight.shape, scale.shape, strict=True)

@@ -325,6 +325,13 @@ def test_a_quantization_that_is_not_run(tmp_path, name):
     assert future == (name == "fp3_spiral")
 
 
+def test_int6_is_named_with_what_runs_it(tmp_path):
+    path = comfy_quant(tmp_path, {"format": "w6a8_int8"})
+    words = "get the model in one of these, or load it with ComfyUI's own nodes (ComfyUI 0.38 and"
+    found = refused(path, "transformer", "int6 (w6a8) weights are not run", words)
+    assert "future" not in found and "comfy-kitchen 0.2.36, or newer)" in found
+
+
 def test_nunchaku(tmp_path, specs):
     tensors = specs["transformer"] | {
         "transformer_blocks.0.attn.to_qkv.qweight": ("I8", (96, 16)),
