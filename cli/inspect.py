@@ -71,6 +71,8 @@ def _part_rows(part: CheckpointPart) -> Iterator[tuple[str, str]]:
     if part.folder:
         inside = part.folder.startswith("diffusers folder")
         yield "belongs in", part.folder if inside else f"ComfyUI/models/{part.folder}/"
+    if part.licence:
+        yield "licence", part.licence
     for sentence in part.cannot_run:
         yield "cannot run", sentence
     for sentence in part.errors:

@@ -26,6 +26,8 @@ SAME = {
         "num_attention_heads": "heads",
         "joint_attention_dim": "joint_dim",
         "in_channels": "in_channels",
+        "context_in_dim": "joint_dim",
+        "out_channels": "out_channels",
     },
     "vae": {"base_dim": "dim", "z_dim": "latent_channels", "input_channels": "image_channels"},
     "text_encoder": {
@@ -92,6 +94,7 @@ class CheckpointPart:
         dtypes: {dtype: {"tensors": count, "bytes": bytes}}
         folder: where it belongs, under ComfyUI's `models/` or inside a diffusers folder; None when
             it does not.
+        licence: of the published weights, where it is another one than this package's.
         cannot_run: sentences about what in it this package cannot run.
         errors: sentences about what contradicts itself in it.
         prefix: what stands before its tensors' names in the file.
@@ -110,6 +113,7 @@ class CheckpointPart:
     dtypes: Mapping[str, Mapping[str, int]]
     quantization: Quantization
     folder: str | None
+    licence: str | None = None
     cannot_run: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
     prefix: str = ""
@@ -270,8 +274,13 @@ def _part(name: str, part: Slice, shards: Shards, config: Mapping[str, Any]) -> 
         dtypes=_dtypes(tensors),
         quantization=quantization,
         folder=identity.folder,
-        cannot_run=(*identity.cannot_run, *quantization.cannot_run()),
-        errors=tuple(contradictions(identity, config, tensors)),
+        licence=identity.licence,
+        cannot_run=(
+            (*identity.cannot_run, *quantization.needs())
+            if identity.cannot_run
+            else tuple(quantization.cannot_run())
+        ),
+        errors=(*identity.errors, *contradictions(identity, config, tensors)),
         prefix=part.prefix,
     )
 

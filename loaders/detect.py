@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .header import TensorInfo
 from .parts import (
+    FAMILY_21,
+    LICENCE_21,
+    MLP_21,
     Identity,
     Tensors,
     count_blocks,
     known,
+    left_to_comfyui,
     other_model,
     qwen3_vl,
+    qwen_image_21,
     qwen_image_21_vae,
     size,
     text_encoder,
@@ -93,7 +98,7 @@ def controlnet(tensors: Tensors) -> Identity | None:
             folder="controlnet",
         )
     if "control_img_in.weight" in tensors and "control_blocks.0.after_proj.weight" in tensors:
-        return Identity(
+        fun = Identity(
             family="ControlNet for Qwen-Image",
             role="controlnet",
             variant="Fun layout",
@@ -103,6 +108,15 @@ def controlnet(tensors: Tensors) -> Identity | None:
             ),
             blocks=count_blocks(tensors, "control_blocks."),
             folder="controlnet",
+        )
+        if not any(f"control_blocks.0.{name}.weight" in tensors for name in MLP_21):
+            return fun
+        return replace(
+            fun,
+            family=f"ControlNet for {FAMILY_21}",
+            folder="model_patches",
+            licence=LICENCE_21,
+            cannot_run=(left_to_comfyui(FAMILY_21, "Load Model Patch", file="its ControlNet"),),
         )
     return None
 
@@ -119,32 +133,6 @@ def model_patch(tensors: Tensors) -> Identity | None:
         ),
         blocks=count_blocks(tensors, "controlnet_blocks."),
         folder="model_patches",
-    )
-
-
-def qwen_image_21(tensors: Tensors) -> Identity | None:
-    """Qwen-Image-2.1 (diffusers' `QwenImage21Transformer2DModel`): one stream, one shared
-    modulation.
-    """
-    if (
-        "txt_in.text_norm.weight" not in tensors
-        or "transformer_blocks.0.img_mlp.gate_layer.weight" not in tensors
-    ):
-        return None
-    return Identity(
-        family="Qwen-Image-2.1",
-        role="transformer",
-        dims=known(
-            dim=size(tensors, "img_in.weight"),
-            head_dim=size(tensors, "transformer_blocks.0.attn.norm_q.weight"),
-            joint_dim=size(tensors, "txt_in.text_norm.weight"),
-        ),
-        blocks=count_blocks(tensors, "transformer_blocks."),
-        folder="diffusion_models",
-        cannot_run=(
-            "Qwen-Image-2.1 is another, single-stream model that this package does not run: load "
-            "it with ComfyUI's own nodes.",
-        ),
     )
 
 
@@ -167,6 +155,8 @@ PREFIXES = {
     "transformer.": "diffusers (transformer.)",
     "lora_unet_": "kohya (lora_unet_)",
     "lycoris_": "LyCORIS (lycoris_)",
+    "lora_transformer_": "OneTrainer (lora_transformer_)",
+    "pipe.dit.": "DiffSynth (pipe.dit.)",
     "transformer_blocks.": "bare (transformer_blocks.)",
 }
 # Module names inside a block of Qwen-Image, in the dotted form; kohya and LyCORIS write "_" for
@@ -180,11 +170,15 @@ TARGETS = (
         for module in ("mlp.net.0.proj", "mlp.net.2", "mod.1")
     ),
 )
-DOTTED = {name.replace(".", "_"): name for name in TARGETS}
+DOTTED = {name.replace(".", "_"): name for name in (*TARGETS, *MLP_21)}
 BLOCK = re.compile(r"(?:^|[._])transformer_blocks[._](\d{1,4})[._](.+)$")
 OWN_TARGETS = ("img_mlp", "img_mod", "txt_mlp", "txt_mod")
 FOREIGN_STACKS = ("single_transformer_blocks", "single_blocks", "double_blocks", "joint_blocks")
 LARGEST_OTHER_STACK = 38  # joint blocks of SD 3.5 Large; FLUX has 19
+# Attention alone tells Qwen-Image-2.1 by its width and by a block beyond those of FLUX.2 klein 9B.
+WIDTH_21, LARGEST_OF_THAT_WIDTH = 4096, 8
+READS_INPUT = {"lora_A", "lora_down", "lora.down", "hada_w1_b"}
+ATTENTION_INPUTS = {"attn.to_q", "attn.to_k", "attn.to_v"}
 
 
 def lora(tensors: Tensors) -> Identity | None:
@@ -203,10 +197,17 @@ def lora(tensors: Tensors) -> Identity | None:
         for start, label in ALGORITHMS.items()
         if any(kind.startswith(start) for kind in kinds)
     )
-    family = _family(modules, targets, blocks, algorithm)
+    widths = {
+        size(tensors, name, 1)
+        for name, match in found.items()
+        if match["kind"] in READS_INPUT and _target(name[: match.start()]) in ATTENTION_INPUTS
+    }
+    of_21 = _is_21(targets, blocks, widths)
     styles = sorted({_style(module) for module in modules})
     return Identity(
-        family=family,
+        family=f"{algorithm} for {FAMILY_21}"
+        if of_21
+        else _family(modules, targets, blocks, algorithm),
         role="lora",
         variant=f"{' and '.join(styles)} keys, {'with' if 'alpha' in kinds else 'without'} alpha",
         dims=known(
@@ -216,7 +217,20 @@ def lora(tensors: Tensors) -> Identity | None:
         ),
         blocks=len(blocks) or None,
         folder="loras",
+        licence=LICENCE_21 if of_21 else None,
+        cannot_run=(left_to_comfyui(FAMILY_21, "Load LoRA", file="its LoRAs"),) if of_21 else (),
     )
+
+
+def _is_21(targets: set[str], blocks: set[int], widths: set[int | None]) -> bool:
+    """Whether a LoRA's modules and the widths of its attention layers are Qwen-Image-2.1's."""
+    if any(name.startswith(OWN_TARGETS) for name in targets & set(TARGETS)):
+        return False
+    if targets & set(MLP_21):
+        return True
+    joint = any(name.startswith("attn.add_") for name in targets)
+    deep = max(blocks, default=0) >= LARGEST_OF_THAT_WIDTH
+    return widths == {WIDTH_21} and deep and not joint
 
 
 def _target(module: str) -> str:
@@ -285,7 +299,7 @@ PARTS = (
     (re.compile(r"text_encoders?\.([^.]+\.transformer\.)?"), "text encoder"),
     (re.compile(r"(cond_stage_model|conditioner)\."), "text encoder"),
 )
-HINTS = ("2512", "2511", "2509", "layered", "edit")
+HINTS = ("2512", "2511", "2509", "layered", "edit", "turbo")
 
 
 @dataclass(frozen=True)

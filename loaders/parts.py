@@ -1,4 +1,4 @@
-"""Recognizes Qwen2.5-VL, VAEs, and the models that are taken for Qwen-Image."""
+"""Recognizes Qwen2.5-VL, VAEs, Qwen-Image-2.1, and the models that are taken for Qwen-Image."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ class Identity:
         dims: sizes read from the tensors, by name.
         blocks: number of blocks or layers, where the model is a stack of them.
         folder: the folder under ComfyUI's `models/` that it belongs in.
+        licence: of the published weights, where it is another one than this package's.
         cannot_run: sentences about what this package cannot run.
+        errors: sentences about tensors that contradict each other.
     """
 
     family: str
@@ -33,7 +35,9 @@ class Identity:
     dims: Mapping[str, int | str] = field(default_factory=dict)
     blocks: int | None = None
     folder: str | None = None
+    licence: str | None = None
     cannot_run: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
 
 
 def size(tensors: Tensors, name: str, axis: int = 0) -> int | None:
@@ -125,29 +129,6 @@ def vision_tower(tensors: Tensors) -> Identity | None:
     return None
 
 
-def qwen3_vl(tensors: Tensors) -> Identity | None:
-    """Qwen3-VL, the text encoder of Qwen-Image-2.1 among others: DeepStack mergers, norms on q and
-    k.
-    """
-    for language, visual, style in LAYOUTS:
-        if f"{visual}deepstack_merger_list.0.norm.weight" not in tensors:
-            continue
-        hidden = size(tensors, f"{language}norm.weight")
-        return Identity(
-            family="Qwen3-VL text encoder (Qwen-Image-2.1 takes the one that is 4096 wide)",
-            role="text_encoder",
-            variant=style,
-            dims=known(hidden=hidden, vocabulary=size(tensors, f"{language}embed_tokens.weight")),
-            blocks=count_blocks(tensors, f"{language}layers."),
-            folder="text_encoders",
-            cannot_run=(
-                "Qwen3-VL belongs to models that this package does not run, such as "
-                "Qwen-Image-2.1: Qwen-Image needs Qwen2.5-VL 7B.",
-            ),
-        )
-    return None
-
-
 # Recognizes the VAE of Qwen-Image, in native and in diffusers names, and the tiny VAEs that stand
 # in for it.
 
@@ -191,26 +172,6 @@ def vae(tensors: Tensors) -> Identity | None:
     )
 
 
-def qwen_image_21_vae(tensors: Tensors) -> Identity | None:
-    """The VAE of Qwen-Image-2.1: 64 latent channels, plain 2-D convolutions, RMS norms."""
-    decoder_in = tensors.get("decoder.conv_in.weight")
-    if "decoder.mid_block.resnets.0.norm1.gamma" not in tensors or decoder_in is None:
-        return None
-    if len(decoder_in.shape) != 4 or decoder_in.shape[1] != 64:
-        return None
-    return Identity(
-        family="Qwen-Image-2.1 VAE",
-        role="vae",
-        variant="diffusers names",
-        dims=known(latent_channels=64, image_channels=size(tensors, "decoder.conv_out.weight")),
-        folder="vae",
-        cannot_run=(
-            "The VAE of Qwen-Image-2.1 has 64 latent channels and Qwen-Image's has 16: get the VAE "
-            "that came with Qwen-Image.",
-        ),
-    )
-
-
 def tiny_vae(tensors: Tensors) -> Identity | None:
     """TAEHV (a list with memory blocks) and TAESD (a list, or diffusers' `AutoencoderTiny`)."""
     if "decoder.22.bias" in tensors and size(tensors, "decoder.1.weight", 1):
@@ -230,6 +191,127 @@ def tiny_vae(tensors: Tensors) -> Identity | None:
         else kind,
         dims=known(latent_channels=channels),
         folder="vae_approx",
+    )
+
+
+# Recognizes Qwen-Image-2.1 and its parts, which ComfyUI's own nodes run.
+
+FAMILY_21 = "Qwen-Image-2.1"
+LICENCE_21 = (
+    "Qwen Research License: research, not commercial use (Qwen-Image-2512 and Edit-2511 are "
+    "Apache-2.0)"
+)
+FILES_21 = "its single file (huggingface.co/Comfy-Org/Qwen-Image-2.1)"
+LATENT_CHANNELS_21 = 64
+# The gated MLP of its blocks: gate and up apart, or, in ComfyUI's files, in one weight.
+MLP_21 = ("img_mlp.proj", "img_mlp.gate_layer", "img_mlp.gate_up", "img_mlp.out")
+
+
+def left_to_comfyui(what: str, node: str, *, file: str = FILES_21, instead: str = "") -> str:
+    """Says which node of ComfyUI loads what this package does not run.
+
+    Args:
+        file: what that node loads.
+        instead: what to choose in this package, with the comma and "or" behind it.
+    """
+    return (
+        f"This package does not run {what}: {instead}load {file} with ComfyUI's {node}, and update "
+        "a ComfyUI older than 0.37 first."
+    )
+
+
+def qwen_image_21(tensors: Tensors) -> Identity | None:
+    """Qwen-Image-2.1 (diffusers' `QwenImage21Transformer2DModel`): one stream, one shared
+    modulation.
+    """
+    if "txt_in.text_norm.weight" not in tensors or not any(".img_mlp." in it for it in tensors):
+        return None
+    dim = size(tensors, "img_in.weight")
+    head_dim = size(tensors, "transformer_blocks.0.attn.norm_q.weight")
+    forms = [
+        form
+        for form in ("img_mlp.gate_up", "img_mlp.gate_layer")
+        if any(f".{form}." in name for name in tensors)
+    ]
+    return Identity(
+        family=FAMILY_21,
+        role="transformer",
+        variant="2.1-Turbo has the same tensors: the header cannot tell which",
+        dims=known(
+            dim=dim,
+            heads=dim // head_dim if dim and head_dim else None,
+            head_dim=head_dim,
+            joint_dim=size(tensors, "txt_in.text_norm.weight"),
+            out_channels=size(tensors, "proj_out.weight"),
+        ),
+        blocks=count_blocks(tensors, "transformer_blocks."),
+        folder="diffusion_models",
+        licence=LICENCE_21,
+        cannot_run=(left_to_comfyui(FAMILY_21, "Load Diffusion Model"),),
+        errors=(
+            f"It holds {' and '.join(forms)}, which are the same weights in two forms: a file has "
+            "one of them, so download it again.",
+        )
+        if len(forms) > 1
+        else (),
+    )
+
+
+def qwen3_vl(tensors: Tensors) -> Identity | None:
+    """Qwen3-VL: DeepStack mergers, norms on q and k. Qwen-Image-2.1 takes the one of 8B."""
+    for language, visual, style in LAYOUTS:
+        if f"{visual}deepstack_merger_list.0.norm.weight" not in tensors:
+            continue
+        hidden = size(tensors, f"{language}norm.weight")
+        own = "choose Qwen2.5-VL 7B for Qwen-Image"
+        if hidden == 4096:
+            family = f"Qwen3-VL 8B text encoder ({FAMILY_21}'s)"
+            node = "Load CLIP (type qwen_image)"
+            refusal = left_to_comfyui("Qwen3-VL 8B", node, instead=f"{own}, or ")
+        else:
+            family = f"Qwen3-VL text encoder ({FAMILY_21} takes the one that is 4096 wide)"
+            refusal = f"This package does not run Qwen3-VL: {own}."
+        return Identity(
+            family=family,
+            role="text_encoder",
+            variant=style,
+            dims=known(hidden=hidden, vocabulary=size(tensors, f"{language}embed_tokens.weight")),
+            blocks=count_blocks(tensors, f"{language}layers."),
+            folder="text_encoders",
+            cannot_run=(refusal,),
+        )
+    return None
+
+
+def qwen_image_21_vae(tensors: Tensors) -> Identity | None:
+    """The VAE of Qwen-Image-2.1: 64 latent channels, RGBA, the layers of Wan 2.2 for one frame."""
+    if "decoder.upsamples.0.upsamples.0.residual.2.weight" in tensors:
+        style, first, last = "native (ComfyUI) names", "conv1", "head.2"
+    elif "decoder.mid_block.resnets.0.norm1.gamma" in tensors:
+        style, first, last = "diffusers names", "conv_in", "conv_out"
+    else:
+        return None
+    channels = size(tensors, f"decoder.{first}.weight", 1)
+    if channels != LATENT_CHANNELS_21:
+        return None
+    return Identity(
+        family=f"{FAMILY_21} VAE",
+        role="vae",
+        variant=style,
+        dims=known(
+            dim=size(tensors, f"encoder.{first}.weight"),
+            latent_channels=channels,
+            image_channels=size(tensors, f"decoder.{last}.weight"),
+        ),
+        folder="vae",
+        licence=LICENCE_21,
+        cannot_run=(
+            left_to_comfyui(
+                f"the VAE of {FAMILY_21} (64 latent channels)",
+                "Load VAE",
+                instead="choose Qwen-Image's own (16), or ",
+            ),
+        ),
     )
 
 
@@ -287,6 +369,9 @@ SIGNS: Mapping[str, tuple[str, ...]] = {
     "a FLUX or Stable Diffusion VAE in diffusers names": (
         "decoder.conv_in.weight",
         "decoder.mid_block.resnets.0.norm1.weight",
+    ),
+    "a Qwen3.5 language model, as the prompt enhancers of Qwen-Image-2.1 are": (
+        "model.language_model.layers.0.linear_attn.A_log",
     ),
     "a T5 text encoder": ("encoder.block.0.layer.0.SelfAttention.k.weight",),
     "a CLIP text encoder": ("text_model.encoder.layers.0.mlp.fc1.weight",),

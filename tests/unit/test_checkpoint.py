@@ -12,10 +12,8 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import (
     AutoencoderKLQwenImage,
-    AutoencoderKLQwenImage21,
     AutoencoderTiny,
     FluxTransformer2DModel,
-    QwenImage21Transformer2DModel,
     QwenImageControlNetModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -195,15 +193,6 @@ def test_a_file_name_is_a_hint_and_no_evidence(tmp_path):
     )
     assert part.family == "Qwen-Image"
     assert part.hint == "the file name says 2509 edit, which nothing in the file confirms"
-
-
-def test_qwen_image_21_is_recognized_and_not_run(tmp_path):
-    part = inspect_specs(tmp_path, specs_of(empty(QwenImage21Transformer2DModel)))
-    assert (part.family, part.parameters, part.blocks) == ("Qwen-Image-2.1", 7_115_124_736, 32)
-    assert "does not run" in part.cannot_run[0]
-    vae = inspect_specs(tmp_path, specs_of(empty(AutoencoderKLQwenImage21)))
-    assert vae.family == "Qwen-Image-2.1 VAE"
-    assert vae.cannot_run
 
 
 def test_a_full_checkpoint_is_reported_as_its_parts(tmp_path):

@@ -210,3 +210,29 @@ def test_of_many_files_few_are_looked_at_and_each_once(choices, models, monkeypa
     assert [path.name for path in read] == wanted
     write(folder / wanted[0], {"double_blocks.0.x": ("F32", [1])})
     assert choices.offered("transformer")["default"] == wanted[1]
+
+
+def test_files_of_qwen_image_21_are_not_suggested(choices, models):
+    dit = {
+        "txt_in.text_norm.weight": ("BF16", (64,)),
+        "transformer_blocks.0.img_mlp.gate_up.weight": ("BF16", (384, 64)),
+    }
+    write(models / "diffusion_models" / "a_qwen_image_2.1.safetensors", dit)
+    write(models / "diffusion_models" / "b_qwen_image.safetensors", micro_transformer())
+    vae = {
+        "decoder.upsamples.0.upsamples.0.residual.2.weight": ("BF16", (8, 8, 1, 3, 3)),
+        "decoder.conv1.weight": ("BF16", (8, 64, 1, 3, 3)),
+    }
+    write(models / "vae" / "a_qwen_image_2.1.safetensors", vae)
+    write(models / "vae" / "b_qwen_image.safetensors", native_vae(dim=8))
+    folder = models / "diffusers" / "Qwen-Image-2.1"
+    write(folder / "transformer" / "model.safetensors", dit)
+    (folder / "model_index.json").write_text('{"_class_name": "QwenImage21Pipeline"}')
+    for role in ("transformer", "vae"):
+        found = choices.offered(role)
+        assert found["default"] == found["options"][0] == "b_qwen_image.safetensors"
+        assert "a_qwen_image_2.1.safetensors" in found["options"]
+    with pytest.raises(CheckpointError, match="load its single file"):
+        choices.source_of("Qwen-Image-2.1/", "transformer")
+    model = choices.source_of("b_qwen_image.safetensors", "transformer")
+    assert choices.find_companion(model, "vae").path.name == "b_qwen_image.safetensors"

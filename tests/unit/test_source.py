@@ -7,17 +7,14 @@ import json
 import os
 
 import pytest
-from diffusers import QwenImage21Transformer2DModel
 from test_checkpoint import (
     LORA_FORMS,
     comfy_quant,
-    empty,
     lora_specs,
     micro_transformer,
     native_vae,
     quantized,
     qwen25,
-    specs_of,
     write,
     write_folder,
     write_sharded,
@@ -296,22 +293,6 @@ def test_two_transformers_in_one_file(tmp_path, specs):
 
 
 # --- what this package does not run
-
-
-def test_qwen_image_21(tmp_path):
-    specs = specs_of(empty(QwenImage21Transformer2DModel))
-    path = write(tmp_path / "file.safetensors", specs)
-    words = ("Qwen-Image-2.1 is another", "does not run", "ComfyUI's own nodes")
-    refused(path, "transformer", *words)
-
-
-def test_the_text_encoder_of_qwen_image_21(tmp_path):
-    specs = qwen25(32, 2, bias=False) | {
-        "model.layers.0.self_attn.q_norm.weight": ("BF16", (128,)),
-        "visual.deepstack_merger_list.0.norm.weight": ("BF16", (8,)),
-    }
-    path = write(tmp_path / "file.safetensors", specs)
-    refused(path, "text_encoder", "Qwen3-VL belongs to models", "Qwen-Image needs Qwen2.5-VL 7B")
 
 
 RULE = "which computes in bf16, fp8 e4m3 and int8: get the model in one of these"

@@ -1,0 +1,424 @@
+"""Qwen-Image-2.1 in every published form is named, and handed to ComfyUI's own nodes.
+
+Headers only: the real names and shapes, from diffusers' and transformers' classes without weights.
+"""
+
+import json
+import re
+
+import pytest
+from diffusers import AutoencoderKLQwenImage21, QwenImage21Transformer2DModel
+from test_checkpoint import (
+    empty,
+    inspect_specs,
+    micro_transformer,
+    only,
+    specs_of,
+    write,
+    write_sharded,
+)
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from qwen_l40s.cli import main
+from qwen_l40s.errors import CheckpointError
+from qwen_l40s.loaders.checkpoint import inspect_checkpoint
+from qwen_l40s.loaders.source import PLACES, open_source
+
+PARAMETERS = 7_115_124_736
+CONVROT = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}
+UPDATE = "and update a ComfyUI older than 0.37 first"
+FILES = "load its single file (huggingface.co/Comfy-Org/Qwen-Image-2.1) with ComfyUI's"
+NODES = {
+    "transformer": "ComfyUI's Load Diffusion Model, ",
+    "text_encoder": "ComfyUI's Load CLIP (type qwen_image), ",
+    "vae": "ComfyUI's Load VAE, ",
+}
+
+
+@pytest.fixture(scope="module")
+def diffusers_form():
+    return specs_of(empty(QwenImage21Transformer2DModel))
+
+
+def fused(specs):
+    """As ComfyUI's single files have it: the rows of the gate, then those of `proj`."""
+    found = {}
+    for name, (dtype, shape) in specs.items():
+        if ".img_mlp.proj." in name:
+            continue
+        if ".img_mlp.gate_layer." in name:
+            name, shape = name.replace("gate_layer", "gate_up"), (2 * shape[0], shape[1])
+        found[name] = dtype, shape
+    return found
+
+
+@pytest.fixture(scope="module")
+def single_file(diffusers_form):
+    return fused(diffusers_form)
+
+
+def native_vae_21():
+    """Wan 2.2's names for the same layers: convolutions over one frame."""
+    renames = (
+        (r"^quant_conv", "conv1"),
+        (r"^post_quant_conv", "conv2"),
+        (r"\.conv_in\.", ".conv1."),
+        (r"\.norm_out\.", ".head.0."),
+        (r"\.conv_out\.", ".head.2."),
+        (r"mid_block\.resnets\.0", "middle.0"),
+        (r"mid_block\.attentions\.0", "middle.1"),
+        (r"mid_block\.resnets\.1", "middle.2"),
+        (r"down_blocks\.(\d)\.resnets\.(\d)", r"downsamples.\1.downsamples.\2"),
+        (r"down_blocks\.(\d)\.downsampler", r"downsamples.\1.downsamples.2"),
+        (r"up_blocks\.(\d)\.resnets\.(\d)", r"upsamples.\1.upsamples.\2"),
+        (r"up_blocks\.(\d)\.upsampler", r"upsamples.\1.upsamples.3"),
+        (r"\.norm1\.", ".residual.0."),
+        (r"\.norm2\.", ".residual.3."),
+        (r"\.conv_shortcut\.", ".shortcut."),
+    )
+    found = {}
+    for name, (dtype, shape) in specs_of(empty(AutoencoderKLQwenImage21)).items():
+        if ".resnets." in name:
+            name = name.replace(".conv1.", ".residual.2.").replace(".conv2.", ".residual.6.")
+        for pattern, to in renames:
+            name = re.sub(pattern, to, name)
+        plain = len(shape) == 4 and name.endswith("weight") and ".resample." not in name
+        if plain and ".to_qkv." not in name and ".proj." not in name:
+            shape = (*shape[:2], 1, *shape[2:])
+        found[name] = dtype, shape
+    return found
+
+
+@pytest.fixture(scope="module")
+def qwen3_vl():
+    text = {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    }
+    vision = {"depth": 27, "hidden_size": 1152, "out_hidden_size": 4096}
+    config = Qwen3VLConfig(text_config=text, vision_config=vision)
+    return specs_of(empty(Qwen3VLForConditionalGeneration, config))
+
+
+def stored(specs, settings, columns=1.0):
+    """The large matrices of a model as `comfy_quant` layers; what stands for their JSON is text."""
+    text = json.dumps(settings).encode()
+    found, contents = {}, {}
+    for name, (dtype, shape) in specs.items():
+        if len(shape) != 2 or min(shape) < 512 or "embed" in name or "lm_head" in name:
+            found[name] = dtype, shape
+            continue
+        rows, width = shape
+        found[name] = "I8", (rows, int(width * columns))
+        layer = name.removesuffix(".weight")
+        if columns == 1:
+            found[f"{layer}.weight_scale"] = "F32", (rows, 1)
+        else:
+            found[f"{layer}.weight_s_rel"] = "F8_E4M3", (rows, width // 16)
+            found[f"{layer}.weight_s_channel"] = "F32", (rows,)
+        found[f"{layer}.comfy_quant"] = "U8", (len(text),)
+        contents[f"{layer}.comfy_quant"] = text
+    return found, contents
+
+
+def refused(path, role, *fragments):
+    with pytest.raises(CheckpointError) as info:
+        open_source(path, role)
+    sentence = str(info.value)
+    assert sentence.endswith(f"({path}).") and sentence.count(". ") == 0
+    for fragment in fragments:
+        assert fragment in sentence
+    return sentence
+
+
+# --- the transformer
+
+
+FORMS = {
+    "diffusers": lambda specs: (specs, None),
+    "single file": lambda specs: (fused(specs), None),
+    "under a prefix": lambda specs: (
+        {f"model.diffusion_model.{name}": spec for name, spec in fused(specs).items()},
+        None,
+    ),
+    "int8 ConvRot": lambda specs: stored(fused(specs), CONVROT),
+    "w4a8": lambda specs: stored(fused(specs), {"format": "asym_w4a8_int8"}, 0.5),
+    "w6a8": lambda specs: stored(fused(specs), {"format": "w6a8_int8"}, 0.75),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_the_transformer(tmp_path, diffusers_form, form):
+    specs, contents = FORMS[form](diffusers_form)
+    path = write(tmp_path / "qwen_image_2.1_turbo.safetensors", specs, contents=contents)
+    part = only(inspect_checkpoint(path))
+    assert (part.family, part.role, part.blocks) == ("Qwen-Image-2.1", "transformer", 32)
+    assert part.parameters == PARAMETERS
+    assert part.dims == {
+        "dim": 4096,
+        "heads": 32,
+        "head_dim": 128,
+        "joint_dim": 4096,
+        "out_channels": 64,
+    }
+    assert "2.1-Turbo has the same tensors" in part.variant
+    assert "the file name says turbo" in part.hint
+    assert part.licence.startswith("Qwen Research License: research, not commercial use")
+    assert "Qwen-Image-2512 and Edit-2511 are Apache-2.0" in part.licence
+    refused(path, "transformer", "does not run Qwen-Image-2.1:", NODES["transformer"], UPDATE)
+
+
+def test_what_a_format_needs_follows(tmp_path, diffusers_form):
+    for name, sentence in {
+        "int8 ConvRot": None,
+        "w4a8": "int4 asymmetric (w4a8) weights need ComfyUI 0.33 and comfy-kitchen 0.2.27, or",
+        "w6a8": "int6 (w6a8) weights need ComfyUI 0.38 and comfy-kitchen 0.2.36, or newer.",
+    }.items():
+        specs, contents = FORMS[name](diffusers_form)
+        found = inspect_specs(tmp_path, specs, contents=contents).cannot_run
+        assert len(found) == 1 + bool(sentence)
+        assert sentence is None or found[1].startswith(sentence)
+
+
+def test_gate_up_and_gate_layer_in_one_file(tmp_path, diffusers_form, single_file, capsys):
+    path = write(tmp_path / "merged.safetensors", diffusers_form | single_file)
+    sentence = "img_mlp.gate_up and img_mlp.gate_layer, which are the same weights in two forms"
+    refused(path, "transformer", sentence, "download it again")
+    assert main(["inspect", str(path)]) == 1
+    assert sentence in capsys.readouterr().out
+
+
+def test_a_half_downloaded_file(tmp_path, single_file):
+    path = write(tmp_path / "model.safetensors", single_file)
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+    refused(path, "transformer", "are there, so download it again")
+
+
+def test_a_half_downloaded_shard(tmp_path, diffusers_form):
+    folder = tmp_path / "transformer"
+    write_sharded(folder, diffusers_form)
+    refused(folder, "transformer", "does not run Qwen-Image-2.1", FILES)
+    first, second = sorted(folder.glob("*.safetensors"))
+    with second.open("r+b") as file:
+        file.truncate(second.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match="are there, so download it again"):
+        open_source(folder, "transformer")
+    second.unlink()
+    with pytest.raises(CheckpointError, match="finish the download"):
+        open_source(folder, "transformer")
+    with pytest.raises(CheckpointError, match="one shard of several"):
+        open_source(first, "transformer")
+
+
+CLASSES = {
+    "transformer": ["diffusers", "QwenImage21Transformer2DModel"],
+    "text_encoder": ["transformers", "Qwen3VLForConditionalGeneration"],
+    "vae": ["diffusers", "AutoencoderKLQwenImage21"],
+    "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+    "processor": ["transformers", "Qwen3VLProcessor"],
+}
+
+
+def test_the_diffusers_folder(tmp_path, diffusers_form, qwen3_vl, capsys):
+    folder = tmp_path / "Qwen-Image-2.1"
+    write_sharded(folder / "transformer", diffusers_form)
+    write_sharded(folder / "text_encoder", qwen3_vl, stem="model")
+    vae = empty(AutoencoderKLQwenImage21)
+    write(folder / "vae" / "diffusion_pytorch_model.safetensors", specs_of(vae, "F32"))
+    for name in ("scheduler", "processor"):
+        (folder / name).mkdir()
+    index = {"_class_name": "QwenImage21Pipeline"} | CLASSES
+    (folder / "model_index.json").write_text(json.dumps(index))
+    config = dict(empty(QwenImage21Transformer2DModel).config)
+    (folder / "transformer" / "config.json").write_text(json.dumps(config))
+    (folder / "vae" / "config.json").write_text(json.dumps(dict(vae.config)))
+    assert main(["inspect", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    parts = {part["name"]: part for part in found["parts"]}
+    assert list(parts) == list(PLACES) and found["errors"] == []
+    assert [part["family"] for part in parts.values()] == [
+        "Qwen-Image-2.1",
+        "Qwen3-VL 8B text encoder (Qwen-Image-2.1's)",
+        "Qwen-Image-2.1 VAE",
+    ]
+    for role, part in parts.items():
+        assert bool(part["licence"]) == (role != "text_encoder")
+        assert UPDATE in part["cannot_run"][0] and NODES[role] in part["cannot_run"][0]
+    for role in PLACES:
+        with pytest.raises(CheckpointError, match="load its single file"):
+            open_source(folder, role)
+    assert main(["inspect", str(folder)]) == 0
+    rows = capsys.readouterr().out
+    assert rows.count("Qwen Research License") == 2
+    (folder / "transformer" / "config.json").write_text(json.dumps(config | {"num_layers": 60}))
+    assert "num_layers is 60 but the tensors say 32" in inspect_checkpoint(folder).errors[0]
+
+
+# --- the text encoder and the VAE
+
+
+def flat(specs):
+    return {
+        name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): spec
+        for name, spec in specs.items()
+    }
+
+
+@pytest.mark.parametrize("rename", [dict, flat])
+@pytest.mark.parametrize("form", ["bf16", "int8 ConvRot", "w4a8"])
+def test_every_form_of_the_text_encoder(tmp_path, qwen3_vl, rename, form):
+    specs, contents = rename(qwen3_vl), None
+    if form != "bf16":
+        w4a8 = ({"format": "asym_w4a8_int8"}, 0.5)
+        specs, contents = stored(specs, *((CONVROT,) if "int8" in form else w4a8))
+    path = write(tmp_path / "file.safetensors", specs, contents=contents)
+    part = only(inspect_checkpoint(path))
+    assert part.family == "Qwen3-VL 8B text encoder (Qwen-Image-2.1's)"
+    assert (part.role, part.blocks, part.folder) == ("text_encoder", 36, "text_encoders")
+    assert part.parameters == 8_767_123_696
+    words = "choose Qwen2.5-VL 7B for Qwen-Image, or load its single file"
+    refused(path, "text_encoder", words, NODES["text_encoder"], UPDATE)
+    refused(path, "vae", "This is a Qwen3-VL 8B text", "not the Qwen-Image VAE: move it to")
+
+
+def test_another_size_of_qwen3_vl(tmp_path):
+    specs = {
+        "model.language_model.norm.weight": ("BF16", (2560,)),
+        "model.visual.deepstack_merger_list.0.norm.weight": ("BF16", (8,)),
+    }
+    path = write(tmp_path / "file.safetensors", specs)
+    refused(path, "text_encoder", "does not run Qwen3-VL: choose Qwen2.5-VL 7B for Qwen-Image")
+
+
+def test_its_prompt_enhancer_is_not_taken_for_it(tmp_path):
+    specs = {
+        "model.language_model.layers.0.linear_attn.A_log": ("F32", (32,)),
+        "model.language_model.norm.weight": ("BF16", (4096,)),
+        "model.visual.blocks.0.attn.qkv.weight": ("BF16", (8, 8)),
+    }
+    path = write(tmp_path / "qwen3.5_9b_qwen_image_2.1_pe_t2i.safetensors", specs)
+    words = "a Qwen3.5 language model, as the prompt enhancers of Qwen-Image-2.1 are"
+    refused(path, "text_encoder", words, "choose the Qwen2.5-VL text encoder")
+
+
+def test_both_forms_of_the_vae(tmp_path):
+    diffusers = specs_of(empty(AutoencoderKLQwenImage21))
+    parts = [inspect_specs(tmp_path, specs) for specs in (diffusers, native_vae_21())]
+    assert parts[0].parameters == parts[1].parameters
+    for part, style in zip(parts, ("diffusers", "native"), strict=True):
+        assert (part.family, part.role, part.folder) == ("Qwen-Image-2.1 VAE", "vae", "vae")
+        assert part.dims == {"dim": 96, "latent_channels": 64, "image_channels": 4}
+        assert part.variant.startswith(style)
+    path = write(tmp_path / "file.safetensors", native_vae_21())
+    words = "choose Qwen-Image's own (16), or load its single file"
+    refused(path, "vae", "(64 latent channels)", words, NODES["vae"], UPDATE)
+    refused(path, "transformer", "This is a Qwen-Image-2.1 VAE, not", "models/vae")
+
+
+# --- what is trained for it
+
+
+PREFIXES = (
+    "",
+    "transformer.",
+    "diffusion_model.",
+    "model.diffusion_model.",
+    "base_model.model.",
+    "base_model.model.transformer.",
+    "pipe.dit.",
+)
+FLAT_PREFIXES = ("lora_unet_", "lycoris_", "lora_transformer_")
+PAIRS = (
+    ("lora_A.weight", "lora_B.weight"),
+    ("lora_A.default.weight", "lora_B.default.weight"),
+    ("lora_down.weight", "lora_up.weight"),
+    ("lora.down.weight", "lora.up.weight"),
+    ("lora_down", "lora_up"),
+)
+SHAPES = {
+    **{f"attn.{name}": (4096, 4096) for name in ("to_q", "to_k", "to_v", "to_out.0")},
+    "img_mlp.proj": (12288, 4096),
+    "img_mlp.gate_layer": (12288, 4096),
+    "img_mlp.gate_up": (24576, 4096),
+    "img_mlp.out": (4096, 12288),
+}
+ATTENTION = tuple(SHAPES)[:4]
+
+
+def lora_21(prefix, pair, targets, blocks=(0, 31), rank=16, shapes=SHAPES):
+    down, up = pair
+    specs = {}
+    for block in blocks:
+        for target in targets:
+            module = f"transformer_blocks.{block}.{target}"
+            module = prefix + (module.replace(".", "_") if prefix in FLAT_PREFIXES else module)
+            rows, columns = shapes[target]
+            specs[f"{module}.{down}"] = ("BF16", (rank, columns))
+            specs[f"{module}.{up}"] = ("BF16", (rows, rank))
+    return specs
+
+
+@pytest.mark.parametrize("prefix", (*PREFIXES, *FLAT_PREFIXES))
+def test_a_lora_in_every_key_style(tmp_path, prefix):
+    for pair in PAIRS:
+        for targets in (ATTENTION, *((name,) for name in SHAPES if "mlp" in name)):
+            part = inspect_specs(tmp_path, lora_21(prefix, pair, targets))
+            assert (part.family, part.role) == ("LoRA for Qwen-Image-2.1", "lora")
+            assert part.dims["targets"] == ", ".join(sorted(targets))
+            assert not part.variant.startswith("unknown")
+            assert part.licence.startswith("Qwen Research License")
+            assert "load its LoRAs with ComfyUI's Load LoRA, " in part.cannot_run[0]
+
+
+def test_a_bundle_with_whole_tensors(tmp_path):
+    specs = lora_21("", PAIRS[-1], SHAPES) | {
+        "img_in.lora_down": ("BF16", (16, 64)),
+        "img_in.lora_up": ("BF16", (4096, 16)),
+        "modulation.1.lora_down": ("BF16", (16, 4096)),
+        "modulation.1.lora_up": ("BF16", (16384, 16)),
+        "proj_out.weight": ("BF16", (64, 4096)),
+        "transformer_blocks.3.attn.norm_q.weight": ("BF16", (128,)),
+    }
+    assert inspect_specs(tmp_path, specs).family == "LoRA for Qwen-Image-2.1"
+
+
+def test_loras_of_others_are_not_taken_for_one(tmp_path):
+    narrow = dict.fromkeys(ATTENTION, (3072, 3072))
+    for specs, family in (
+        (lora_21("", PAIRS[0], ATTENTION, shapes=narrow), "LoRA for Qwen-Image, FLUX or SD 3"),
+        (lora_21("", PAIRS[0], ATTENTION, (0, 59), shapes=narrow), "LoRA for Qwen-Image"),
+        (lora_21("", PAIRS[0], ATTENTION, (0, 7)), "LoRA for Qwen-Image, FLUX or SD 3"),
+    ):
+        part = inspect_specs(tmp_path, specs)
+        assert part.family.startswith(family) and "2.1" not in part.family
+        assert part.licence is None and part.cannot_run == ()
+
+
+def test_the_fun_controlnet(tmp_path, diffusers_form):
+    block = {
+        name.replace("transformer_blocks.", "control_blocks."): spec
+        for name, spec in diffusers_form.items()
+        if name.startswith("transformer_blocks.0.")
+    }
+    for specs in (block, fused(block)):
+        specs |= {
+            "control_img_in.weight": ("BF16", (4096, 129)),
+            "control_img_in.bias": ("BF16", (4096,)),
+            "control_blocks.0.before_proj.weight": ("BF16", (4096, 4096)),
+            "control_blocks.0.after_proj.weight": ("BF16", (4096, 4096)),
+        }
+        path = write(tmp_path / "file.safetensors", specs)
+        part = only(inspect_checkpoint(path))
+        assert (part.family, part.folder) == ("ControlNet for Qwen-Image-2.1", "model_patches")
+        assert "its ControlNet with ComfyUI's Load Model Patch, " in part.cannot_run[0]
+        refused(path, "transformer", "This is a ControlNet for Qwen-Image-2.1, not")
+
+
+def test_qwen_image_has_no_other_licence(tmp_path):
+    assert inspect_specs(tmp_path, micro_transformer()).licence is None
