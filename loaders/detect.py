@@ -218,7 +218,17 @@ def lora(tensors: Tensors) -> Identity | None:
         blocks=len(blocks) or None,
         folder="loras",
         licence=LICENCE_21 if of_21 else None,
-        cannot_run=(left_to_comfyui(FAMILY_21, "Load LoRA", file="its LoRAs"),) if of_21 else (),
+        cannot_run=_left_to_others("proj_out.weight" in tensors) if of_21 else (),
+    )
+
+
+def _left_to_others(whole: bool) -> tuple[str, ...]:
+    """What loads a LoRA of Qwen-Image-2.1; `whole`: it holds whole tensors, as Fun-Acc does."""
+    if not whole:
+        return (left_to_comfyui(FAMILY_21, "Load LoRA", file="its LoRAs"),)
+    return (
+        f"This package does not run {FAMILY_21}, and ComfyUI's Load LoRA leaves out whole tensors "
+        "such as proj_out.weight: load this file with the nodes of its publisher.",
     )
 
 

@@ -259,28 +259,32 @@ def qwen_image_21(tensors: Tensors) -> Identity | None:
 
 def qwen3_vl(tensors: Tensors) -> Identity | None:
     """Qwen3-VL: DeepStack mergers, norms on q and k. Qwen-Image-2.1 takes the one of 8B."""
-    for language, visual, style in LAYOUTS:
-        if f"{visual}deepstack_merger_list.0.norm.weight" not in tensors:
-            continue
-        hidden = size(tensors, f"{language}norm.weight")
-        own = "choose Qwen2.5-VL 7B for Qwen-Image"
-        if hidden == 4096:
-            family = f"Qwen3-VL 8B text encoder ({FAMILY_21}'s)"
-            node = "Load CLIP (type qwen_image)"
-            refusal = left_to_comfyui("Qwen3-VL 8B", node, instead=f"{own}, or ")
-        else:
-            family = f"Qwen3-VL text encoder ({FAMILY_21} takes the one that is 4096 wide)"
-            refusal = f"This package does not run Qwen3-VL: {own}."
-        return Identity(
-            family=family,
-            role="text_encoder",
-            variant=style,
-            dims=known(hidden=hidden, vocabulary=size(tensors, f"{language}embed_tokens.weight")),
-            blocks=count_blocks(tensors, f"{language}layers."),
-            folder="text_encoders",
-            cannot_run=(refusal,),
-        )
-    return None
+    if not any(
+        f"{visual}deepstack_merger_list.0.norm.weight" in tensors for _, visual, _ in LAYOUTS
+    ):
+        return None
+    # ComfyUI's single files have flat names of the language model and nested ones of the tower.
+    language, _, style = next(
+        (layout for layout in LAYOUTS if f"{layout[0]}norm.weight" in tensors), LAYOUTS[-1]
+    )
+    hidden = size(tensors, f"{language}norm.weight")
+    own = "choose Qwen2.5-VL 7B for Qwen-Image"
+    if hidden == 4096:
+        family = f"Qwen3-VL 8B text encoder ({FAMILY_21}'s)"
+        node = "Load CLIP (type qwen_image)"
+        refusal = left_to_comfyui("Qwen3-VL 8B", node, instead=f"{own}, or ")
+    else:
+        family = f"Qwen3-VL text encoder ({FAMILY_21} takes the one that is 4096 wide)"
+        refusal = f"This package does not run Qwen3-VL: {own}."
+    return Identity(
+        family=family,
+        role="text_encoder",
+        variant=style,
+        dims=known(hidden=hidden, vocabulary=size(tensors, f"{language}embed_tokens.weight")),
+        blocks=count_blocks(tensors, f"{language}layers."),
+        folder="text_encoders",
+        cannot_run=(refusal,),
+    )
 
 
 def qwen_image_21_vae(tensors: Tensors) -> Identity | None:

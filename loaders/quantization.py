@@ -48,7 +48,7 @@ FUTURE = "format from the future: "
 # Suffixes of tensors that describe a quantized weight and hold no weights themselves.
 AUXILIARY = re.compile(
     r"\.(comfy_quant|weight_scale(_2|_inv)?|scale_weight|scale_input|input_scale|pre_quant_scale"
-    r"|weight_s_rel|weight_s_channel|weight_codebook"
+    r"|weight_s_rel|weight_s_channel|weight_codebook|weight_correction|comfy_attention\.config"
     r"|wscales|wzeros|wcscales|wtscale|smooth_factor(_orig)?|proj_down|proj_up|SCB"
     r"|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*))$|(^|\.)scaled_fp8$"
 )

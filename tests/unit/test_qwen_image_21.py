@@ -105,25 +105,58 @@ def qwen3_vl():
     return specs_of(empty(Qwen3VLForConditionalGeneration, config))
 
 
-def stored(specs, settings, columns=1.0):
-    """The large matrices of a model as `comfy_quant` layers; what stands for their JSON is text."""
-    text = json.dumps(settings).encode()
+def stored(specs, suffix, width=1.0, settings=CONVROT):
+    """Layers as `comfy_quant` ones: those of the blocks, and what holds the vocabulary in int8."""
     found, contents = {}, {}
     for name, (dtype, shape) in specs.items():
-        if len(shape) != 2 or min(shape) < 512 or "embed" in name or "lm_head" in name:
+        layer = name.removesuffix(".weight")
+        vocabulary = layer.endswith(("embed_tokens", "lm_head"))
+        in_block = re.search(r"blocks\.|model\.(language_model\.)?layers\.", layer)
+        if len(shape) != 2 or "visual." in name or not (in_block or vocabulary):
             found[name] = dtype, shape
             continue
-        rows, width = shape
-        found[name] = "I8", (rows, int(width * columns))
-        layer = name.removesuffix(".weight")
-        if columns == 1:
+        rows, columns = shape
+        if suffix == "int8" or vocabulary:
+            text = json.dumps(CONVROT).encode()
+            found[name] = "I8", shape
             found[f"{layer}.weight_scale"] = "F32", (rows, 1)
         else:
-            found[f"{layer}.weight_s_rel"] = "F8_E4M3", (rows, width // 16)
+            text = json.dumps(settings).encode()
+            found[name] = "I8", (rows, int(columns * width))
+            found[f"{layer}.weight_s_rel"] = "F8_E4M3", (rows, columns // settings["group_size"])
             found[f"{layer}.weight_s_channel"] = "F32", (rows,)
+            if width == 0.5:
+                found[f"{layer}.weight_codebook"] = "F32", (16,)
         found[f"{layer}.comfy_quant"] = "U8", (len(text),)
         contents[f"{layer}.comfy_quant"] = text
     return found, contents
+
+
+def int8(specs):
+    return stored(specs, "int8")
+
+
+def w4a8(specs):
+    settings = {"convrot": True, "convrot_groupsize": 256, "format": "asym_w4a8_int8"}
+    return stored(specs, "w4a8", 0.5, settings | {"group_size": 16})
+
+
+def w6a8(specs):
+    return stored(specs, "w6a8", 0.75, {"format": "w6a8_int8", "group_size": 32})
+
+
+def turbo(specs):
+    """With the attention that the published file asks for in all blocks but the first."""
+    found, contents = int8(specs)
+    text = b'{"attention": "comfy_kitchen_int8"}'
+    for block in range(1, 32):
+        name = f"transformer_blocks.{block}.attn.comfy_attention.config"
+        found[name], contents[name] = ("U8", (len(text),)), text
+    return found, contents
+
+
+def plain(specs):
+    return specs, None
 
 
 def refused(path, role, *fragments):
@@ -139,26 +172,33 @@ def refused(path, role, *fragments):
 # --- the transformer
 
 
+# {form: (tensors, bytes of data)} as published, where it is.
 FORMS = {
-    "diffusers": lambda specs: (specs, None),
-    "single file": lambda specs: (fused(specs), None),
-    "under a prefix": lambda specs: (
-        {f"model.diffusion_model.{name}": spec for name, spec in fused(specs).items()},
-        None,
+    "diffusers": (plain, 297, 14_230_249_472),
+    "single file": (lambda specs: plain(fused(specs)), 265, 14_230_249_472),
+    "under a prefix": (
+        lambda specs: plain(
+            {f"model.diffusion_model.{name}": spec for name, spec in fused(specs).items()}
+        ),
+        265,
+        14_230_249_472,
     ),
-    "int8 ConvRot": lambda specs: stored(fused(specs), CONVROT),
-    "w4a8": lambda specs: stored(fused(specs), {"format": "asym_w4a8_int8"}, 0.5),
-    "w6a8": lambda specs: stored(fused(specs), {"format": "w6a8_int8"}, 0.75),
+    "int8 ConvRot": (lambda specs: int8(fused(specs)), 649, 7_256_708_608),
+    "Turbo": (lambda specs: turbo(fused(specs)), 680, 7_256_708_608 + 31 * 35),
+    "w4a8": (lambda specs: w4a8(fused(specs)), None, None),
+    "w6a8": (lambda specs: w6a8(fused(specs)), None, None),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_the_transformer(tmp_path, diffusers_form, form):
-    specs, contents = FORMS[form](diffusers_form)
+    make, tensors, size = FORMS[form]
+    specs, contents = make(diffusers_form)
     path = write(tmp_path / "qwen_image_2.1_turbo.safetensors", specs, contents=contents)
     part = only(inspect_checkpoint(path))
     assert (part.family, part.role, part.blocks) == ("Qwen-Image-2.1", "transformer", 32)
     assert part.parameters == PARAMETERS
+    assert tensors is None or (part.tensors, part.bytes) == (tensors, size)
     assert part.dims == {
         "dim": 4096,
         "heads": 32,
@@ -174,12 +214,12 @@ def test_every_form_of_the_transformer(tmp_path, diffusers_form, form):
 
 
 def test_what_a_format_needs_follows(tmp_path, diffusers_form):
-    for name, sentence in {
-        "int8 ConvRot": None,
-        "w4a8": "int4 asymmetric (w4a8) weights need ComfyUI 0.33 and comfy-kitchen 0.2.27, or",
-        "w6a8": "int6 (w6a8) weights need ComfyUI 0.38 and comfy-kitchen 0.2.36, or newer.",
-    }.items():
-        specs, contents = FORMS[name](diffusers_form)
+    for make, sentence in (
+        (int8, None),
+        (w4a8, "int4 asymmetric (w4a8) weights need ComfyUI 0.33 and comfy-kitchen 0.2.27, or"),
+        (w6a8, "int6 (w6a8) weights need ComfyUI 0.38 and comfy-kitchen 0.2.36, or newer."),
+    ):
+        specs, contents = make(fused(diffusers_form))
         found = inspect_specs(tmp_path, specs, contents=contents).cannot_run
         assert len(found) == 1 + bool(sentence)
         assert sentence is None or found[1].startswith(sentence)
@@ -263,25 +303,26 @@ def test_the_diffusers_folder(tmp_path, diffusers_form, qwen3_vl, capsys):
 # --- the text encoder and the VAE
 
 
-def flat(specs):
-    return {
-        name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): spec
-        for name, spec in specs.items()
-    }
+def single_file_names(specs):
+    """ComfyUI's: the language model's are flat, the vision tower's are not."""
+    return {name.replace("model.language_model.", "model."): spec for name, spec in specs.items()}
 
 
-@pytest.mark.parametrize("rename", [dict, flat])
-@pytest.mark.parametrize("form", ["bf16", "int8 ConvRot", "w4a8"])
-def test_every_form_of_the_text_encoder(tmp_path, qwen3_vl, rename, form):
-    specs, contents = rename(qwen3_vl), None
-    if form != "bf16":
-        w4a8 = ({"format": "asym_w4a8_int8"}, 0.5)
-        specs, contents = stored(specs, *((CONVROT,) if "int8" in form else w4a8))
+def flat_names(specs):
+    found = single_file_names(specs)
+    return {name.replace("model.visual.", "visual."): spec for name, spec in found.items()}
+
+
+@pytest.mark.parametrize("rename", [dict, single_file_names, flat_names])
+@pytest.mark.parametrize(("form", "tensors"), [(plain, 750), (int8, 1258), (w4a8, 1762)])
+def test_every_form_of_the_text_encoder(tmp_path, qwen3_vl, rename, form, tensors):
+    specs, contents = form(rename(qwen3_vl))
     path = write(tmp_path / "file.safetensors", specs, contents=contents)
     part = only(inspect_checkpoint(path))
     assert part.family == "Qwen3-VL 8B text encoder (Qwen-Image-2.1's)"
     assert (part.role, part.blocks, part.folder) == ("text_encoder", 36, "text_encoders")
-    assert part.parameters == 8_767_123_696
+    assert (part.parameters, part.tensors) == (8_767_123_696, tensors)
+    assert part.dims == {"hidden": 4096, "vocabulary": 151936}
     words = "choose Qwen2.5-VL 7B for Qwen-Image, or load its single file"
     refused(path, "text_encoder", words, NODES["text_encoder"], UPDATE)
     refused(path, "vae", "This is a Qwen3-VL 8B text", "not the Qwen-Image VAE: move it to")
@@ -310,11 +351,12 @@ def test_its_prompt_enhancer_is_not_taken_for_it(tmp_path):
 def test_both_forms_of_the_vae(tmp_path):
     diffusers = specs_of(empty(AutoencoderKLQwenImage21))
     parts = [inspect_specs(tmp_path, specs) for specs in (diffusers, native_vae_21())]
-    assert parts[0].parameters == parts[1].parameters
+    assert parts[1].bytes == 675_480_808  # as published
     for part, style in zip(parts, ("diffusers", "native"), strict=True):
         assert (part.family, part.role, part.folder) == ("Qwen-Image-2.1 VAE", "vae", "vae")
         assert part.dims == {"dim": 96, "latent_channels": 64, "image_channels": 4}
         assert part.variant.startswith(style)
+        assert (part.parameters, part.tensors) == (337_740_404, 238)
     path = write(tmp_path / "file.safetensors", native_vae_21())
     words = "choose Qwen-Image's own (16), or load its single file"
     refused(path, "vae", "(64 latent channels)", words, NODES["vae"], UPDATE)
@@ -382,10 +424,35 @@ def test_a_bundle_with_whole_tensors(tmp_path):
         "img_in.lora_up": ("BF16", (4096, 16)),
         "modulation.1.lora_down": ("BF16", (16, 4096)),
         "modulation.1.lora_up": ("BF16", (16384, 16)),
-        "proj_out.weight": ("BF16", (64, 4096)),
+        "proj_out.weight": ("BF16", (4, 64, 4096)),
         "transformer_blocks.3.attn.norm_q.weight": ("BF16", (128,)),
     }
-    assert inspect_specs(tmp_path, specs).family == "LoRA for Qwen-Image-2.1"
+    part = inspect_specs(tmp_path, specs)
+    assert part.family == "LoRA for Qwen-Image-2.1"
+    assert part.cannot_run[0].endswith("load this file with the nodes of its publisher.")
+
+
+def test_the_turbo_lora(tmp_path):
+    """Ranks of its own for each module, norms as differences, alpha, and an attention."""
+    specs, prefix = {}, "diffusion_model.transformer_blocks"
+    for number, target in enumerate((*ATTENTION, "img_mlp.gate_up", "img_mlp.out")):
+        specs |= lora_21("diffusion_model.", PAIRS[2], [target], rank=64 + number)
+        specs[f"{prefix}.0.{target}.alpha"] = ("F32", ())
+    specs |= {
+        f"{prefix}.0.attn.norm_q.diff": ("BF16", (128,)),
+        f"{prefix}.1.attn.comfy_attention.config": ("U8", (35,)),
+        "diffusion_model.txt_in.text_norm.diff": ("BF16", (4096,)),
+    }
+    part = inspect_specs(
+        tmp_path,
+        specs,
+        contents={
+            f"{prefix}.1.attn.comfy_attention.config": b'{"attention": "comfy_kitchen_int8"}'
+        },
+    )
+    assert (part.family, part.blocks) == ("LoRA for Qwen-Image-2.1", 2)
+    assert (part.dims["rank"], part.dims["largest_rank"]) == (64, 69)
+    assert "load its LoRAs with ComfyUI's Load LoRA, " in part.cannot_run[0]
 
 
 def test_loras_of_others_are_not_taken_for_one(tmp_path):
