@@ -19,8 +19,8 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def parse_object(data: bytes) -> dict[str, Any]:
-    """Parses one UTF-8 JSON object.
+def parse_json(data: bytes) -> Any:
+    """Parses one UTF-8 JSON value.
 
     Raises:
         ValueError: with the reason, when `data` is anything else or an object in it repeats a key.
@@ -35,6 +35,16 @@ def parse_object(data: bytes) -> dict[str, Any]:
         raise ValueError("it is nested too deeply") from None
     except UnicodeError:
         raise ValueError("it is not valid UTF-8") from None
+    return value
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """As `parse_json`, of an object.
+
+    Raises:
+        ValueError: as `parse_json`, and for any other value.
+    """
+    value = parse_json(data)
     if not isinstance(value, dict):
         raise ValueError(f"it is a JSON {type(value).__name__}, not an object")
     return value

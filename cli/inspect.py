@@ -68,6 +68,8 @@ def _part_rows(part: CheckpointPart) -> Iterator[tuple[str, str]]:
         yield "scales", _counts(quantization.granularity)
         yield from _list("layers", quantization.quantized)
         yield from _list("kept", quantization.kept)
+    if part.attention:
+        yield "attention", _counts(part.attention)
     if part.folder:
         inside = part.folder.startswith("diffusers folder")
         yield "belongs in", part.folder if inside else f"ComfyUI/models/{part.folder}/"

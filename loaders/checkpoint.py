@@ -7,17 +7,25 @@ models fails here and not while sampling.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import CheckpointError
 from ..untrusted import parse_object
 from .detect import Slice, file_name_hint, identify, split_parts
 from .header import NUMBERED, Header, Shards, open_regular, read_object, read_shards
 from .parts import Identity, Tensors
-from .quantization import MAX_COMFY_QUANT_BYTES, Quantization, count_parameters, find_quantization
+from .quantization import (
+    ATTENTION_CONFIG,
+    MAX_COMFY_QUANT_BYTES,
+    Quantization,
+    count_parameters,
+    find_quantization,
+    parse_attention,
+)
 
 # {role: {key in config.json: name in Identity.dims}}
 SAME = {
@@ -36,6 +44,7 @@ SAME = {
         "vocab_size": "vocabulary",
     },
 }
+Parsed = TypeVar("Parsed")
 BLOCK_KEYS = {"transformer": "num_layers", "text_encoder": "num_hidden_layers"}
 
 
@@ -98,6 +107,7 @@ class CheckpointPart:
         cannot_run: sentences about what in it this package cannot run.
         errors: sentences about what contradicts itself in it.
         prefix: what stands before its tensors' names in the file.
+        attention: {what the file asks ComfyUI for: number of blocks}; empty when it says nothing.
     """
 
     name: str
@@ -117,6 +127,7 @@ class CheckpointPart:
     cannot_run: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
     prefix: str = ""
+    attention: Mapping[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return {**vars(self), "quantization": self.quantization.as_dict()}
@@ -164,8 +175,8 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Reads the headers of a safetensors file, a sharded set, a component folder or a diffusers
     folder.
 
-    Of the weights it reads only `.comfy_quant` tensors, which are short JSON texts that name a
-    quantization format.
+    Of the weights it reads only `.comfy_quant` and `.comfy_attention.config` tensors, which are
+    short JSON texts that name a quantization format and an attention.
 
     Raises:
         CheckpointError: the path cannot be read as any of these; the message names the file, the
@@ -258,7 +269,12 @@ def _part(name: str, part: Slice, shards: Shards, config: Mapping[str, Any]) -> 
     quantization = find_quantization(
         tensors,
         _metadata_layers(shards, part.prefix),
-        lambda tensor: _comfy_quant(shards, part.prefix + tensor),
+        lambda tensor: _read_text(shards, part.prefix + tensor, parse_object),
+    )
+    attention = Counter(
+        _read_text(shards, part.prefix + name, parse_attention)
+        for name in tensors
+        if name.endswith(ATTENTION_CONFIG)
     )
     return CheckpointPart(
         name=name,
@@ -282,6 +298,7 @@ def _part(name: str, part: Slice, shards: Shards, config: Mapping[str, Any]) -> 
         ),
         errors=(*identity.errors, *contradictions(identity, config, tensors)),
         prefix=part.prefix,
+        attention={name: count for name, count in attention.items() if name},
     )
 
 
@@ -361,7 +378,8 @@ def _declared_layers(header: Header) -> dict[str, dict[str, Any]]:
     return layers
 
 
-def _comfy_quant(shards: Shards, tensor: str) -> dict[str, Any]:
+def _read_text(shards: Shards, tensor: str, parse: Callable[[bytes], Parsed]) -> Parsed:
+    """Returns what `parse` makes of a tensor that holds a JSON text."""
     header = shards.header_of(tensor)
     info = header.tensors[tensor]
     try:
@@ -369,11 +387,11 @@ def _comfy_quant(shards: Shards, tensor: str) -> dict[str, Any]:
             raise ValueError(f"it is {info.nbytes:,} bytes of {info.dtype}")
         with open_regular(header.path) as file:
             file.seek(header.data_start + info.start)
-            return parse_object(file.read(info.nbytes))
+            return parse(file.read(info.nbytes))
     except ValueError as error:
         raise CheckpointError(
             f"The tensor {tensor!r} is broken ({error}), which must hold at most "
-            f"{MAX_COMFY_QUANT_BYTES} bytes of U8 with a JSON object: save or download the file "
+            f"{MAX_COMFY_QUANT_BYTES} bytes of U8 with a JSON text: save or download the file "
             "again.",
             header.path,
         ) from error

@@ -16,10 +16,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..untrusted import parse_json
 from .header import TensorInfo
 from .parts import Tensors
 
 MAX_COMFY_QUANT_BYTES = 4096  # the longest that ComfyUI 0.33 writes is under 200
+# What ComfyUI 0.40 reads of a block's attention, JSON as uint8 too: no weight, and kept as it is.
+ATTENTION_CONFIG = ".comfy_attention.config"
 
 FP8_NAMES = {
     "F8_E4M3": "fp8 e4m3",
@@ -173,6 +176,25 @@ def find_quantization(
     )
 
 
+def parse_attention(data: bytes) -> str:
+    """Returns which attention a `.comfy_attention.config` asks for, of a list the first that runs;
+    "" for none.
+
+    Raises:
+        ValueError: with the reason, when it cannot be read.
+    """
+    value = parse_json(data)
+    names = []
+    for config in value if isinstance(value, list) else [value]:
+        if not isinstance(config, dict):
+            raise ValueError(f"it has a JSON {type(config).__name__} in the place of an object")
+        name = config.get("attention", "")
+        if not isinstance(name, str):
+            raise ValueError(f"its attention is {name!r:.40}, not a name")
+        names.append(name)
+    return ", else ".join(filter(None, names))
+
+
 def computed_precision(formats: Iterable[str]) -> str | None:
     """int8 or fp8, whichever most layers of these formats are computed in; None for neither."""
     for name, _ in Counter(formats).most_common():
@@ -196,7 +218,7 @@ def count_parameters(tensors: Tensors, quantization: Quantization) -> int:
     return sum(
         _weights_in(info, packed.get(name))
         for name, info in tensors.items()
-        if not AUXILIARY.search(name)
+        if not (AUXILIARY.search(name) or name.endswith(ATTENTION_CONFIG))
     )
 
 

@@ -20,7 +20,7 @@ from ..errors import CheckpointError, SettingError, UnavailableError
 from ..spec import METADATA_KEY, QUANTIZED
 from .convert import check_complete, check_finite, not_finite
 from .header import Header, TensorInfo
-from .quantization import AUXILIARY
+from .quantization import ATTENTION_CONFIG, AUXILIARY
 from .quantize import COMFY_QUANT, VALUE_DTYPES, RoundedLayer, layers_to_quantize, quantize_layers
 from .source import Source, open_source
 from .stored import StoredLayer
@@ -178,7 +178,7 @@ def plan_quantized(
 ) -> QuantizedPlan:
     """Reads the headers behind `path` and plans the file that quantizing it gives.
 
-    Attention and MLP of the blocks are quantized, less what `keep` names; every other number
+    Attention and MLP of the blocks are quantized, less what `keep` names; every other weight
     becomes bf16. Names lose a prefix such as `model.diffusion_model.`.
 
     Args:
@@ -345,7 +345,10 @@ def _kept_dtype(source: Source, name: str, info: TensorInfo) -> str:
             "weights: get the original file.",
             source.path,
         )
-    if name.startswith("__") and info.dtype in SAFETENSORS_DTYPES:  # a marker, not a weight
+    # A marker or a text, not a weight.
+    if name.endswith(ATTENTION_CONFIG) or (
+        name.startswith("__") and info.dtype in SAFETENSORS_DTYPES
+    ):
         return info.dtype
     if info.dtype not in FLOAT_DTYPES:
         raise CheckpointError(

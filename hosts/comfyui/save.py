@@ -19,7 +19,7 @@ from comfy.quant_ops import QuantizedTensor
 
 from ...errors import CheckpointError, SettingError, UnavailableError
 from ...loaders.convert import is_finite
-from ...loaders.quantization import AUXILIARY
+from ...loaders.quantization import ATTENTION_CONFIG, AUXILIARY
 from ...loaders.quantize import RoundedLayer, quantize_layers
 from ...loaders.quantized_file import (
     READERS,
@@ -31,10 +31,12 @@ from ...loaders.quantized_file import (
 )
 from ...loaders.stored import StoredLayer
 from ...loaders.writer import SAFETENSORS_DTYPES, SafetensorsLayout, write_safetensors
+from ...optimizations.block_form import blocks_of
 from ...spec import format_gib
 from .load.linear import LOADED_FORMATS
 from .load.plan import STAGING_BYTES
 from .lora.bypass import BYPASS_KEY
+from .sample.attention import file_choice
 from .sample.off_card import named_weights
 
 PREFIX = "diffusion_model."
@@ -127,6 +129,8 @@ def save_quantized(
         layer, shape = name.removesuffix(".weight"), tuple(weight.shape)
         if layer in quantized:
             specs |= specs_of_layer(layer, shape, precision, taken_over.get(layer))
+        elif name.endswith(ATTENTION_CONFIG):
+            specs[name] = ("U8", shape)
         else:  # only a marker has no elements
             specs[name] = ("BF16" if weight.numel() else "F32", shape)
     # No tensor tells how a head is split over time, height and width.
@@ -220,7 +224,8 @@ def _make_folder(folder: Path) -> None:
 
 
 def loaded_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
-    """Returns {name less `diffusion_model.`: tensor}, of a dtype to compute with or quantized.
+    """Returns {name less `diffusion_model.`: tensor}, of a dtype to compute with or quantized, and
+    what the file says of attention, uint8.
 
     Raises:
         CheckpointError: the model is not a Qwen-Image transformer, or of a form that is not known.
@@ -251,6 +256,10 @@ def loaded_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
                 "bf16, fp8 or int8 safetensors file."
             )
         found[name] = weight
+    for index, block in enumerate(blocks_of(module)):
+        choice = file_choice(block)
+        if choice is not None:
+            found |= choice.state_dict(prefix=f"transformer_blocks.{index}.attn.comfy_attention.")
     return found
 
 

@@ -10,11 +10,13 @@ import comfy_kitchen
 import narrow_transformer as narrow
 import pytest
 import torch
-from comfyui_boot import folder
+from comfyui_boot import BASE, folder
+from safetensors.torch import load_file
 
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.sample.attention import SLOT
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
+from qwen_l40s.nodes.quantize import QwenL40SSaveQuantized
 
 __test__ = hasattr(attention, "ComfyAttention")  # 0.33 does not read it
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -162,3 +164,17 @@ def test_what_cannot_run_here_is_said(calls):
     assert difference(forward(nothing, calls)[0], EXACT()[0]) < 2e-6
     assert "no card to measure on" in report_of(nothing)
     assert "not comfy_kitchen_sol" in report_of(nothing)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_a_saved_file_says_the_same(calls, precision):
+    said = [SOL | {"tau": 0.8}, INT8]
+    stock = model(said, None, precision=precision)
+    assert forward(stock, calls)[1] == [0]
+    QwenL40SSaveQuantized.execute(stock, "int8", "said", True, "")
+    path = BASE / "models" / "diffusion_models" / "said.safetensors"
+    entries = {name: t for name, t in load_file(path).items() if "comfy_attention" in name}
+    assert {name: json.loads(bytes(t.tolist())) for name, t in entries.items()} == {
+        "transformer_blocks.0.attn.comfy_attention.config": said
+    }
+    assert forward(load_model(path)[0], calls)[1] == [0]

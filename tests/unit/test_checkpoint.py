@@ -587,6 +587,52 @@ def test_a_broken_comfy_quant_tensor(tmp_path, content):
         inspect_checkpoint(comfy_quant(tmp_path, content))
 
 
+def attention(tmp_path, *texts, dtype="U8"):
+    """A transformer whose blocks say these of their attention, below a prefix."""
+    prefix = "model.diffusion_model."
+    names = [
+        f"{prefix}transformer_blocks.{index}.attn.comfy_attention.config"
+        for index in range(len(texts))
+    ]
+    specs = {f"{prefix}{name}": spec for name, spec in micro_transformer().items()}
+    specs |= {name: (dtype, (len(text),)) for name, text in zip(names, texts, strict=True)}
+    return write(
+        tmp_path / "said.safetensors", specs, contents=dict(zip(names, texts, strict=True))
+    )
+
+
+def test_what_a_file_says_of_attention_is_read(tmp_path):
+    int8 = b'{"attention": "comfy_kitchen_int8"}'
+    both = b'[{"attention": "comfy_kitchen_sol", "tau": 0.8}, {"attention": "comfy_kitchen_int8"}]'
+    part = only(inspect_checkpoint(attention(tmp_path, int8, both, b'{"later": true}')))
+    assert part.attention == {
+        "comfy_kitchen_int8": 1,
+        "comfy_kitchen_sol, else comfy_kitchen_int8": 1,
+    }
+    assert part.family == "Qwen-Image"
+    plain = inspect_specs(tmp_path, micro_transformer())
+    assert part.parameters == plain.parameters
+    assert plain.attention == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"\0" * 20, "Expecting value"),
+        (b'"comfy_kitchen_int8"', "it has a JSON str in the place of an object"),
+        (b"[3]", "it has a JSON int in the place of an object"),
+        (b'{"attention": 3}', "its attention is 3, not a name"),
+        (b'{"attention": "sol"}' + b" " * 4096, "4,116 bytes of U8"),
+    ],
+)
+def test_a_broken_attention_config(tmp_path, text, reason):
+    with pytest.raises(CheckpointError) as error:
+        inspect_checkpoint(attention(tmp_path, text))
+    assert "transformer_blocks.0.attn.comfy_attention.config' is broken" in str(error.value)
+    assert reason in str(error.value)
+    assert str(error.value).endswith("said.safetensors).")
+
+
 def test_quantization_metadata(tmp_path):
     specs = {f"model.diffusion_model.{name}": value for name, value in quantized("F8_E4M3").items()}
     layer = "model.diffusion_model.transformer_blocks.0.attn.to_q"

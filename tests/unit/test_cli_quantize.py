@@ -177,6 +177,24 @@ def test_markers_are_kept_and_edit_2511_gets_the_one_that_comfyui_looks_for(tmp_
         assert inspect_checkpoint(path).parts[0].family == "Qwen-Image-Edit-2511"
 
 
+@pytest.mark.parametrize("format", QUANTIZED)
+def test_what_the_file_says_of_attention_is_kept(tmp_path, weights, files, format, capsys):
+    name = "transformer_blocks.1.attn.comfy_attention.config"
+    text = b'[ {"attention": "comfy_kitchen_sol", "tau": 0.8}, {"attention":"comfy_kitchen_int8"} ]'
+    said = {name: torch.tensor(list(text), dtype=torch.uint8)}
+    save_file({**weights, **said}, tmp_path / "in.safetensors")
+    path = tmp_path / "out.safetensors"
+    assert command(tmp_path / "in.safetensors", path, format) == 0
+    found, expected = load_file(path), load_file(files[format])
+    assert bytes(found.pop(name).tolist()) == text
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[key].float(), expected[key].float()) for key in expected)
+    capsys.readouterr()
+    assert main(["inspect", str(path)]) == 0
+    rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line]
+    assert ["attention", "comfy_kitchen_sol, else comfy_kitchen_int8 (1)"] in rows
+
+
 def test_progress_counts_the_bytes_of_the_source(tmp_path):
     seen = []
     plan = plan_quantized(WEIGHTS, "int8")
