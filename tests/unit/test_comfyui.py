@@ -25,6 +25,7 @@ def test_comfyui_is_read_as_text_and_has_a_floor(tmp_path, text, state):
     check = comfyui.check_comfyui(tmp_path)
     assert check.state is state
     assert str(tmp_path) in check.reason
+    assert ("newer than tested (0.33.0" in check.reason) == ("0.100.1" in text)
 
 
 def test_a_comfyui_path_that_holds_none_is_not_passed_over(tmp_path, monkeypatch):
