@@ -14,6 +14,7 @@ import comfy.sd
 import narrow_transformer as narrow
 import pytest
 import torch
+from comfy.ldm.qwen_image.model import QwenImageTransformerBlock
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfyui_boot import MODE, folder
 
@@ -301,6 +302,37 @@ def test_an_attention_of_another_node():
     assert_same(plain, forward(optimize(model, OptimizeSettings(attention="math"))))
     restored = restore(optimize(model, OptimizeSettings(attention="math")))
     assert restored.model_options["transformer_options"][SLOT] is other
+
+
+def test_what_is_unknown_of_a_call_of_attention_is_left_to_comfyui():
+    slot, calls = SlotAttention("math"), []
+    q = random(1, 4, 6, 32, seed=3)
+
+    def default(*arguments, **options):
+        calls.append(options)
+        return "ComfyUI's"
+
+    known = {"transformer_options": {}, "_inside_attn_wrapper": True}
+    assert slot(default, q, q, q, 4, skip_reshape=True, **known).shape == (1, 6, 128)
+    for name, value in (("scale", 0.5), ("window", 3)):
+        found = slot(default, q, q, q, 4, skip_reshape=True, **known, **{name: value})
+        assert found == "ComfyUI's" and calls.pop()[name] == value and not calls
+
+
+def test_an_argument_of_a_block_that_is_unknown_is_left_to_comfyui(monkeypatch):
+    """As a newer ComfyUI would have it: its loop passes more, and its blocks take it."""
+    own = QwenImageTransformerBlock.forward
+
+    def newer(self, *args, gate=None, **kwargs):
+        return own(self, *args, **kwargs)
+
+    def call(self, *args, **kwargs):
+        return torch.nn.Module.__call__(self, *args, gate=1, **kwargs)
+
+    monkeypatch.setattr(QwenImageTransformerBlock, "forward", newer)
+    monkeypatch.setattr(QwenImageTransformerBlock, "__call__", call, raising=False)
+    clone = compare(stock(), fused_blocks=False, most=0)
+    assert "arguments that are unknown here" in report_of(clone)
 
 
 def test_another_extension_that_has_wrapped_a_block():

@@ -22,6 +22,9 @@ SLOT = "optimized_attention_override"
 # As in the names of ComfyUI's functions, `attention_pytorch`. Its others quantize or leave out.
 EXACT = frozenset({"basic", "flash", "pytorch", "split", "sub_quad", "xformers"})
 
+# What ComfyUI passes beside the named ones without changing the result.
+HARMLESS = {"transformer_options", "_inside_attn_wrapper"}
+
 
 class SlotAttention(ChosenAttention):
     """Attention by the backend that is chosen for the shapes at hand; fills the slot.
@@ -56,7 +59,7 @@ class SlotAttention(ChosenAttention):
             and attn_precision is None
             and q.shape == k.shape == v.shape
             and (mask is None or mask.shape == (q.shape[0], 1, q.shape[2]))
-            and "scale" not in others
+            and others.keys() <= HARMLESS
             and self.fallback is None
             and not torch.compiler.is_compiling()
         )
