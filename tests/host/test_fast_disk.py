@@ -4,7 +4,8 @@ import json
 from unittest import mock
 
 import comfy.model_patcher
-import comfy.sd
+import comfy.utils
+import comfy_aimdo.control
 import narrow_text_encoder
 import narrow_transformer as narrow
 import pytest
@@ -13,10 +14,13 @@ from comfyui_boot import MODE, ROOT, folder
 from safetensors.torch import save_file
 
 from qwen_l40s.hosts.comfyui.load import transformer
+from qwen_l40s.hosts.comfyui.load.plan import plan_load
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
+from qwen_l40s.hosts.comfyui.load.weights import transformer_tensors
 from qwen_l40s.hosts.comfyui.sample.off_card import OffCardDynamicPatcher, off_card_layers
 from qwen_l40s.loaders.quantize import comfy_quant_tensor, quantize_rows
+from qwen_l40s.loaders.source import open_source
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 decided = pytest.mark.host_has("comfy.storage.state_dict_fast_disk")
@@ -53,6 +57,40 @@ def by_row(precision: str) -> narrow.Tensors:
         found |= {f"{layer}.weight": values, f"{layer}.weight_scale": scale}
         found[f"{layer}.comfy_quant"] = comfy_quant_tensor(precision)
     return found
+
+
+def unscaled(dtype: torch.dtype) -> narrow.Tensors:
+    """As most public fp8 files: matrices outside the blocks too."""
+    return {name: w.to(dtype) if w.dim() == 2 else w for name, w in WEIGHTS.items()}
+
+
+def test_the_plan_says_what_dynamic_vram_finds_in_the_file():
+    """Which weights it can read from there, by the place in the file that ComfyUI notes on them."""
+    comfy_aimdo.control.init()
+    int8 = narrow.write(FOLDER / "plan_int8.safetensors", by_row("int8"))
+    e4m3 = narrow.write(FOLDER / "plan_e4m3.safetensors", unscaled(torch.float8_e4m3fn))
+    e5m2 = narrow.write(FOLDER / "plan_e5m2.safetensors", unscaled(torch.float8_e5m2))
+    for path, form, keep, in_file in (
+        (PATH, "bf16", (), True),
+        (PATH, "int8", (), False),
+        (int8, "int8", (), True),
+        (int8, "int8", ("*.1.attn.*",), False),
+        (int8, "fp8", (), False),
+        (int8, "bf16", (), False),
+        (e4m3, "fp8", (), True),
+        (e4m3, "bf16", (), False),
+        (e5m2, "bf16", (), False),
+    ):
+        plan = plan_load(open_source(path, "transformer"), form, keep)
+        with mock.patch(
+            "comfy.utils.load_torch_file", lambda p: comfy.utils.load_safetensors(p)[0]
+        ):
+            tensors = transformer_tensors(plan, torch.device("cpu"))[0]
+        storages = [
+            tensors[f"{layer}.weight"].untyped_storage() for layer in narrow.layers(WEIGHTS)
+        ]
+        mapped = all(hasattr(storage, "_comfy_tensor_file_slice") for storage in storages)
+        assert plan.in_file == mapped == in_file, (path.stem, form, keep, mapped)
 
 
 @decided
