@@ -51,7 +51,7 @@ FUTURE = "format from the future: "
 # Suffixes of tensors that describe a quantized weight and hold no weights themselves.
 AUXILIARY = re.compile(
     r"\.(comfy_quant|weight_scale(_2|_inv)?|scale_weight|scale_input|input_scale|pre_quant_scale"
-    r"|weight_s_rel|weight_s_channel|weight_codebook|weight_correction|comfy_attention\.config"
+    r"|weight_s_rel|weight_s_channel|weight_codebook|weight_correction"
     r"|wscales|wzeros|wcscales|wtscale|smooth_factor(_orig)?|proj_down|proj_up|SCB"
     r"|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*))$|(^|\.)scaled_fp8$"
 )
@@ -188,7 +188,7 @@ def parse_attention(data: bytes) -> str:
     for config in value if isinstance(value, list) else [value]:
         if not isinstance(config, dict):
             raise ValueError(f"it has a JSON {type(config).__name__} in the place of an object")
-        name = config.get("attention", "")
+        name = config.get("attention") or ""
         if not isinstance(name, str):
             raise ValueError(f"its attention is {name!r:.40}, not a name")
         names.append(name)
