@@ -225,7 +225,7 @@ def _make_folder(folder: Path) -> None:
 
 def loaded_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
     """Returns {name less `diffusion_model.`: tensor}, of a dtype to compute with or quantized, and
-    what the file says of attention, uint8.
+    what the files say of attention, uint8.
 
     Raises:
         CheckpointError: the model is not a Qwen-Image transformer, or of a form that is not known.
@@ -257,9 +257,10 @@ def loaded_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
             )
         found[name] = weight
     for index, block in enumerate(blocks_of(module)):
-        choice = file_choice(block)
-        if choice is not None:
-            found |= choice.state_dict(prefix=f"transformer_blocks.{index}.attn.comfy_attention.")
+        if file_choice(block) is not None:
+            name = f"transformer_blocks.{index}.attn.comfy_attention"
+            choice = model.get_model_object(PREFIX + name)  # a LoRA's, where one has its own
+            found |= choice.state_dict(prefix=f"{name}.")
     return found
 
 

@@ -11,11 +11,12 @@ import narrow_transformer as narrow
 import pytest
 import torch
 from comfyui_boot import BASE, folder
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
+from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.sample.attention import SLOT
-from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
+from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of, restore
 from qwen_l40s.nodes.quantize import QwenL40SSaveQuantized
 
 __test__ = hasattr(attention, "ComfyAttention")  # 0.33 does not read it
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("inference_mode")
 FOLDER = folder("file_attention")
 WEIGHTS = narrow.weights()
 INT8, SOL = ({"attention": f"comfy_kitchen_{name}"} for name in ("int8", "sol"))
+SAVED = BASE / "models" / "diffusion_models" / "said.safetensors"
 COMFYUI = OptimizeSettings(attention="comfyui")
 
 
@@ -82,6 +84,13 @@ def forward(patcher, calls, masked=False):
     return found.float(), list(calls)
 
 
+def said_in_saved(patcher):
+    """What Save Quantized writes of attention."""
+    QwenL40SSaveQuantized.execute(patcher, "int8", "said", True, "")
+    entries = {name: t for name, t in load_file(SAVED).items() if "comfy_attention" in name}
+    return {name: json.loads(bytes(t.tolist())) for name, t in entries.items()}
+
+
 def difference(found, known):
     return float((found - known).norm() / known.norm())
 
@@ -96,7 +105,7 @@ def test_a_file_chooses_as_in_comfyuis_own_blocks(calls, settings, masked):
     known = forward(stock, calls, masked)
     assert known[1] == [0, 1]
     clone = optimize(stock, settings)
-    assert "comfy_kitchen_int8, lossy: the model file chooses it for 2 of 2" in report_of(clone)
+    assert "comfy_kitchen_int8, lossy: chosen for 2 of 2 blocks by the file" in report_of(clone)
     found = forward(clone, calls, masked)
     assert found[1] == [0, 1]
     assert difference(found[0], known[0]) < 2e-6
@@ -112,7 +121,9 @@ def test_one_block_alone(calls):
     found, called = forward(clone, calls)
     assert called == [1]
     assert difference(found, forward(stock, calls)[0]) < 2e-6
-    assert "for 1 of 2 blocks\nattention: ComfyUI's own in the other 1" in report_of(clone)
+    report = report_of(clone)
+    assert "for 1 of 2 blocks by the file of the model or of a LoRA\nattention: Comfy" in report
+    assert report.endswith("ComfyUI's own in the other 1")
 
 
 def test_a_named_attention_and_another_node_win_over_the_file(calls):
@@ -123,7 +134,7 @@ def test_a_named_attention_and_another_node_win_over_the_file(calls):
         assert not called
         assert difference(found, EXACT()[0]) < 2e-6
         assert "attention: math: asked for" in report_of(named)
-        assert "model file" not in report_of(named)
+        assert "file" not in report_of(named)
 
     def other(func, *arguments, **options):
         return func(*arguments, **options) * 0.5
@@ -136,19 +147,30 @@ def test_a_named_attention_and_another_node_win_over_the_file(calls):
     assert "or what another node has set" in report_of(clone)
 
 
-def test_a_choice_that_comes_after_optimize_as_a_lora_s_does(calls):
-    stock = model()
-    clone = optimize(stock).clone()
-    lora = attention.ComfyAttention()
-    lora.load_state_dict({"config": next(iter(configs(INT8).values()))})
-    clone.add_object_patch("diffusion_model.transformer_blocks.1.attn.comfy_attention", lora)
-    clone.patch_model()
-    assert forward(clone, calls)[1] == [1]
-    assert "the model file chooses it for 1 of 2" in report_of(clone)
-    clone.unpatch_model()
-    without = optimize(stock)
-    assert forward(without, calls)[1] == []
-    assert "model file" not in report_of(without)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_lora_chooses_too(calls, first):
+    generator = torch.Generator().manual_seed(0)
+    name = "diffusion_model.transformer_blocks.0.attn.to_q"
+    tensors = {f"diffusion_model.{key}": text for key, text in configs(None, INT8).items()}
+    for end, shape in (("lora_A", (2, 128)), ("lora_B", (128, 2))):
+        tensors[f"{name}.{end}.weight"] = torch.randn(shape, generator=generator) / 10
+    path = FOLDER / "lora.safetensors"
+    save_file(tensors, path)
+    stock = model(INT8, None)
+    if first:
+        changed, report = apply_lora(stock, path, 1.0, how="merge")
+        clone = optimize(changed)
+    else:
+        clone, report = apply_lora(optimize(stock), path, 1.0, how="merge")
+    assert (report.applied, report.not_applied) == (1, ())
+    found, called = forward(clone, calls)
+    assert called == [0, 1]
+    assert difference(found, forward(restore(clone), calls)[0]) < 2e-6
+    assert "chosen for 2 of 2" in report_of(clone)
+    assert said_in_saved(clone).keys() == configs(INT8, INT8).keys()
+    plain = optimize(stock)
+    assert forward(plain, calls)[1] == [0]
+    assert said_in_saved(stock).keys() == configs(INT8).keys()
 
 
 def test_what_cannot_run_here_is_said(calls):
@@ -156,7 +178,7 @@ def test_what_cannot_run_here_is_said(calls):
     clone = optimize(stock)
     assert forward(clone, calls)[1] == [0]
     report = report_of(clone)
-    assert "attention: not comfy_kitchen_sol, which the model file asks for in 2 of 2" in report
+    assert "attention: not comfy_kitchen_sol, which a file asks for in 2 of 2" in report
     assert "blocks: the installed comfy-kitchen cannot run it on this device" in report
     assert "not sage9" in report
     assert "this ComfyUI takes no attention of that name from a file" in report
@@ -171,10 +193,5 @@ def test_a_saved_file_says_the_same(calls, precision):
     said = [SOL | {"tau": 0.8}, INT8]
     stock = model(said, None, precision=precision)
     assert forward(stock, calls)[1] == [0]
-    QwenL40SSaveQuantized.execute(stock, "int8", "said", True, "")
-    path = BASE / "models" / "diffusion_models" / "said.safetensors"
-    entries = {name: t for name, t in load_file(path).items() if "comfy_attention" in name}
-    assert {name: json.loads(bytes(t.tolist())) for name, t in entries.items()} == {
-        "transformer_blocks.0.attn.comfy_attention.config": said
-    }
-    assert forward(load_model(path)[0], calls)[1] == [0]
+    assert said_in_saved(stock) == {"transformer_blocks.0.attn.comfy_attention.config": said}
+    assert forward(load_model(SAVED)[0], calls)[1] == [0]

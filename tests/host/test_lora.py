@@ -432,6 +432,8 @@ def test_what_is_not_applied_is_told() -> None:
     norm = "transformer.transformer_blocks.0.attn.norm_q"
     tensors[f"{norm}.diff_b"] = torch.ones(32)
     tensors["something.else"] = torch.ones(1)
+    said = "transformer.transformer_blocks.59.attn.comfy_attention.config"
+    tensors[said] = torch.tensor(list(b'{"attention": "comfy_kitchen_int8"}'), dtype=torch.uint8)
     model, report = apply_lora(build(), saved(tensors), 1.0, how="merge")
     assert (report.applied, report.modules) == (MODULES, MODULES + 4)
     assert dict(report.not_applied) == {
@@ -440,9 +442,10 @@ def test_what_is_not_applied_is_told() -> None:
         "transformer.proj_out": "its tensors are incomplete",
         norm: "not in this model",
         "something.else": "not a tensor of a LoRA",
+        said: "this ComfyUI's model has no such setting",
     }
     text = report.text()
-    assert "28 of 32 keys applied" in text and "and 2 more" in text, text
+    assert "28 of 32 keys applied" in text and "and 3 more" in text, text
     assert len(model.patches) == MODULES
 
 

@@ -22,6 +22,7 @@ from comfy.quant_ops import QuantizedTensor
 from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, WeightAdapterBase
 
 from ....errors import CheckpointError, SettingError
+from ....loaders.convert import normalize_name
 from ....loaders.detect import FOREIGN_STACKS
 from ....planning.request import LORA_MODES
 from ....spec import format_gib
@@ -146,7 +147,8 @@ def apply_lora(
         _apply_bypass(clone, path, patches, weights, strength)
     if file.metadata:
         clone.set_attachments("lora_metadata", file.metadata)  # as core does
-    ignored = ((name, "not a tensor of a LoRA") for name in file.ignored)
+    ignored = [(name, "not a tensor of a LoRA") for name in file.ignored]
+    ignored += _choose_attention(clone, file)
     return clone, replace(
         report,
         applied=len(file.modules) - len(not_applied),
@@ -275,6 +277,25 @@ def _apply_bypass(
     add_bypass(clone, changes)
     if merged:
         clone.add_patches(merged, strength)
+
+
+def _choose_attention(clone: ModelPatcher, file: LoraFile) -> list[tuple[str, str]]:
+    """Has blocks run the attention that the LoRA asks for, whatever its strength, as core does.
+
+    Returns:
+        (name, reason) of what has no place in the model.
+    """
+    missing = []
+    for name, config in file.attention.items():
+        key = f"diffusion_model.{normalize_name(name).removesuffix('.config')}"
+        try:
+            choice = type(clone.get_model_object(key))()
+        except AttributeError:
+            missing.append((name, "this ComfyUI's model has no such setting"))
+            continue
+        choice.load_state_dict({"config": config})
+        clone.add_object_patch(key, choice)
+    return missing
 
 
 def _list_names(not_applied: Sequence[tuple[str, str]]) -> str:

@@ -12,6 +12,7 @@ from ....errors import CheckpointError
 from ....loaders.checkpoint import CheckpointPart, inspect_checkpoint
 from ....loaders.convert import normalize_name
 from ....loaders.detect import SUFFIX
+from ....loaders.quantization import ATTENTION_CONFIG
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class LoraFile:
     Args:
         tensors: by normalized name; on the CPU, in the file's dtypes.
         modules: {normalized name of a module: its name in the file}
+        attention: {name of a `.comfy_attention.config` in the file: its text, uint8}
         ignored: names of tensors that are no LoRA's.
         metadata: the file's own, for nodes that look for it.
     """
@@ -29,6 +31,7 @@ class LoraFile:
     metadata: dict[str, str] | None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
+    attention: dict[str, torch.Tensor] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
 
 
@@ -57,6 +60,9 @@ def read_lora(path: Path) -> LoraFile:
     stored, metadata = comfy.utils.load_torch_file(str(path), safe_load=True, return_metadata=True)
     file = LoraFile(path, metadata)
     for name, tensor in stored.items():
+        if name.endswith(ATTENTION_CONFIG):
+            file.attention[name] = tensor
+            continue
         suffix = SUFFIX.search(name)
         if suffix is None:
             file.ignored.append(name)

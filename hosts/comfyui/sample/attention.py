@@ -2,7 +2,7 @@
 
 The slot is `transformer_options["optimized_attention_override"]`. Whoever writes it last is heard:
 a node after this one replaces this choice, and a choice that was there before stays where this one
-is "auto". So does what a model file says of its blocks, which ComfyUI asks after the slot.
+is "auto". So does what the model's file says of its blocks, which ComfyUI asks after the slot.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def host_attention(
     )
 
 
-# What a model file says of a block's attention, in `.attn.comfy_attention.config`.
+# What the file of a model or of a LoRA says of a block's attention, in
+# `.attn.comfy_attention.config`.
 
 
 def file_choice(block: torch.nn.Module) -> torch.nn.Module | None:
@@ -125,7 +126,7 @@ def file_choice(block: torch.nn.Module) -> torch.nn.Module | None:
 
 
 class FileAttention:
-    """What a model file says of the attention of its blocks.
+    """What files say of the attention of a model's blocks.
 
     Attributes:
         runs: {ComfyUI's name: blocks that run it}.
@@ -156,16 +157,16 @@ class FileAttention:
             otherwise: What is said where the file chooses nothing that runs.
         """
         lines = [
-            f"attention: {name}, {'exact' if name in EXACT else 'lossy'}: the model file chooses "
-            f"it for {count} of {self._blocks} blocks"
+            f"attention: {name}, {'exact' if name in EXACT else 'lossy'}: chosen for {count} of "
+            f"{self._blocks} blocks by the file of the model or of a LoRA"
             for name, count in self.runs.items()
         ]
         rest = self._blocks - self.runs.total()
         if lines and rest:
             lines.append(f"attention: ComfyUI's own in the other {rest}")
         missing = [
-            f"attention: not {name}, which the model file asks for in {count} of {self._blocks} "
-            f"blocks: {_why_missing(name)}"
+            f"attention: not {name}, which a file asks for in {count} of {self._blocks} blocks: "
+            f"{_why_missing(name)}"
             for name, count in self.missing.items()
         ]
         return (lines or otherwise) + missing
