@@ -17,6 +17,7 @@ from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.sample.attention import SLOT
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of, restore
+from qwen_l40s.hosts.comfyui.sample.run import OPTIMIZATION_KEY
 from qwen_l40s.nodes.quantize import QwenL40SSaveQuantized
 
 __test__ = hasattr(attention, "ComfyAttention")  # 0.33 does not read it
@@ -109,6 +110,7 @@ def test_a_file_chooses_as_in_comfyuis_own_blocks(calls, settings, masked):
     found = forward(clone, calls, masked)
     assert found[1] == [0, 1]
     assert difference(found[0], known[0]) < 2e-6
+    assert clone.get_attachment(OPTIMIZATION_KEY).lossy_attention
     if not masked:
         assert difference(known[0], EXACT()[0]) > 1e-4
     assert report_of(clone).startswith("blocks: fused, " if settings.blocks else "blocks: Comfy")

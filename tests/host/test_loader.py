@@ -190,7 +190,9 @@ def test_bf16_is_bit_for_bit_what_comfyui_s_own_loader_gives():
     copy = ours.clone(force_deepcopy=True)  # through cached_patcher_init
     assert torch.equal(sample(copy), known())
     assert torch.equal(loaded("sharded"), known())
-    assert torch.equal(loaded("prefixed.safetensors"), known())
+    prefixed, report = load_model(FOLDER / "prefixed.safetensors")
+    assert torch.equal(sample(prefixed), known())
+    assert any("asks for comfy_kitchen_int8 attention in 1 of its" in it for it in report.notes)
     assert torch.equal(loaded("bf16.safetensors", "int8", keep=["*"]), known())
 
 

@@ -604,7 +604,7 @@ def attention(tmp_path, *texts, dtype="U8"):
 def test_what_a_file_says_of_attention_is_read(tmp_path):
     int8 = b'{"attention": "comfy_kitchen_int8"}'
     both = b'[{"attention": "comfy_kitchen_sol", "tau": 0.8}, {"attention": "comfy_kitchen_int8"}]'
-    part = only(inspect_checkpoint(attention(tmp_path, int8, both, b'{"later": true}')))
+    part = only(inspect_checkpoint(attention(tmp_path, int8, both, b'{"attention": null}')))
     assert part.attention == {
         "comfy_kitchen_int8": 1,
         "comfy_kitchen_sol, else comfy_kitchen_int8": 1,
