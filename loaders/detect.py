@@ -225,7 +225,8 @@ def lora(tensors: Tensors) -> Identity | None:
 def _left_to_others(whole: bool) -> tuple[str, ...]:
     """What loads a LoRA of Qwen-Image-2.1; `whole`: it holds whole tensors, as Fun-Acc does."""
     if not whole:
-        return (left_to_comfyui(FAMILY_21, "Load LoRA", file="its LoRAs"),)
+        own = "choose one for Qwen-Image, or "
+        return (left_to_comfyui(f"LoRAs of {FAMILY_21}", "Load LoRA", file="it", instead=own),)
     return (
         f"This package does not run {FAMILY_21}, and ComfyUI's Load LoRA leaves out whole tensors "
         "such as proj_out.weight: load this file with the nodes of its publisher.",

@@ -415,7 +415,7 @@ def test_a_lora_in_every_key_style(tmp_path, prefix):
             assert part.dims["targets"] == ", ".join(sorted(targets))
             assert not part.variant.startswith("unknown")
             assert part.licence.startswith("Qwen Research License")
-            assert "load its LoRAs with ComfyUI's Load LoRA, " in part.cannot_run[0]
+            assert "for Qwen-Image, or load it with ComfyUI's Load LoRA, " in part.cannot_run[0]
 
 
 def test_a_bundle_with_whole_tensors(tmp_path):
@@ -452,7 +452,7 @@ def test_the_turbo_lora(tmp_path):
     )
     assert (part.family, part.blocks) == ("LoRA for Qwen-Image-2.1", 2)
     assert (part.dims["rank"], part.dims["largest_rank"]) == (64, 69)
-    assert "load its LoRAs with ComfyUI's Load LoRA, " in part.cannot_run[0]
+    assert "for Qwen-Image, or load it with ComfyUI's Load LoRA, " in part.cannot_run[0]
 
 
 def test_loras_of_others_are_not_taken_for_one(tmp_path):

@@ -15,6 +15,7 @@ from typing import Any
 
 import comfy.lora
 import comfy.lora_convert
+import comfy.model_base
 import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -30,6 +31,7 @@ from .bypass import add_bypass, bypass_module
 from .file import LoraFile, inspect_lora, read_lora
 
 LISTED = 3  # names in a message
+QWEN_IMAGE_21 = getattr(comfy.model_base, "QwenImage21", ())  # since ComfyUI 0.37
 TEXT_ENCODER_PREFIXES = ("text_encoder", "text_model", "lora_te", "te_", "clip", "cond_stage_model")
 # What `comfy.lora.load_lora` makes of a module: an adapter, or ("diff", (tensor,)).
 Patch = WeightAdapterBase | tuple[str, tuple[Any, ...]]
@@ -108,7 +110,8 @@ def apply_lora(
     Raises:
         CheckpointError: the file is not a LoRA, is for another model or width, is damaged, holds
             NaN or infinity, or changes nothing in this model.
-        SettingError: `strength` or `how` is invalid, or this kind of LoRA can only be merged.
+        SettingError: `strength` or `how` is invalid, this kind of LoRA can only be merged, or the
+            model is Qwen-Image-2.1 or keeps what the LoRA changes inside a larger weight.
     """
     if how not in LORA_MODES:
         raise SettingError(f"lora_mode {how!r} is unknown: choose {', '.join(LORA_MODES)}.")
@@ -128,6 +131,11 @@ def apply_lora(
     )
     if strength == 0:
         return model, report
+    if isinstance(model.model, QWEN_IMAGE_21):
+        raise SettingError(
+            "The MODEL is Qwen-Image-2.1, to which this node applies no LoRA: load its LoRAs with "
+            "ComfyUI's Load LoRA."
+        )
     file = read_lora(path)
     patches, not_applied = _patches(model, file)
     if not patches:
@@ -169,6 +177,14 @@ def _patches(model: ModelPatcher, file: LoraFile) -> tuple[dict[str, Patch], lis
     if foreign:
         raise CheckpointError(
             f"This LoRA is for another model, which has {foreign[0]!r}: choose one for Qwen-Image.",
+            file.path,
+        )
+    # ComfyUI maps what a model keeps inside a larger weight to (weight, (dim, start, length)).
+    sliced = [file.modules[module] for module, key in targets.items() if not isinstance(key, str)]
+    if sliced:
+        raise SettingError(
+            f"This LoRA changes {sliced[0]!r}, which this MODEL keeps inside a larger weight: load "
+            "it with ComfyUI's Load LoRA.",
             file.path,
         )
     if len(set(targets.values())) < len(targets):

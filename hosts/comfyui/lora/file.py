@@ -12,6 +12,7 @@ from ....errors import CheckpointError
 from ....loaders.checkpoint import CheckpointPart, inspect_checkpoint
 from ....loaders.convert import normalize_name
 from ....loaders.detect import SUFFIX
+from ....loaders.parts import FAMILY_21
 from ....loaders.quantization import ATTENTION_CONFIG
 
 
@@ -39,10 +40,13 @@ def inspect_lora(path: Path) -> CheckpointPart:
     """What a LoRA file is, from its header: a model in the wrong slot has tens of gigabytes.
 
     Raises:
-        CheckpointError: the file is no LoRA; the message says what it is and where it belongs.
+        CheckpointError: the file is no LoRA, or one for Qwen-Image-2.1; the message says what it is
+            and where it belongs.
     """
     parts = inspect_checkpoint(path).parts
     if len(parts) == 1 and parts[0].role == "lora":
+        if FAMILY_21 in parts[0].family:
+            raise CheckpointError(parts[0].cannot_run[0], path)
         return parts[0]
     found = ", ".join(f"{part.family} ({part.role})" for part in parts)
     folders = sorted({part.folder for part in parts if part.folder})
