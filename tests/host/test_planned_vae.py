@@ -642,7 +642,7 @@ def test_an_interruption_stops_it():
 def test_what_is_no_latent_or_image_is_refused():
     vae = VAES["micro"]
     for shape in ((1, 4, 8, 8), (16, 8, 8), (1, 16, 1, 1, 8, 8)):
-        words = (f"the latents are {shape}", "(batch, 16, height, width)", "Qwen-Image model")
+        words = (f"the latents are {shape}", "(batch, 16, height, width)", "the VAE of the model")
         refused(SettingError, *words, run=lambda shape=shape: decode(vae, torch.zeros(shape)))
     refused(SettingError, "(8, 8, 3)", "IMAGE", run=lambda: encode(vae, torch.zeros(8, 8, 3)))
     refused(SettingError, "height", run=lambda: encode(vae, torch.zeros(1, 7, 8, 3)))

@@ -11,11 +11,12 @@ import comfy.sd
 import torch
 
 from ....errors import SettingError
+from ....loaders.parts import LATENT_CHANNELS_21
 from ....loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_VAE
 from ....optimizations import vae as pieces
 from ....optimizations.vae import Progress
 from ....planning.vae import MOST_TOGETHER, VaePlan, plan_decode, plan_encode
-from ....spec import PIXELS_PER_LATENT
+from ....spec import PIXELS_PER_LATENT, VaeShape
 from ..record.record import Recording
 from .batch import WHOLE, VaeBatch
 from .stages import decoder_stages, encoder_stages, vae_shape
@@ -33,7 +34,7 @@ def decode(vae: comfy.sd.VAE, samples: torch.Tensor, tiles: int = 0) -> tuple[to
         to 1; and the report.
 
     Raises:
-        SettingError: the latents are no Qwen-Image latents, or `tiles` is out of range.
+        SettingError: the latents are another model's, or `tiles` is out of range.
         UnavailableError: the card's or the host's memory cannot hold it, or ran out twice.
     """
     latents = samples.unbind()[0] if samples.is_nested else samples
@@ -41,6 +42,7 @@ def decode(vae: comfy.sd.VAE, samples: torch.Tensor, tiles: int = 0) -> tuple[to
     if not other and latents.ndim == 5 and latents.shape[2] > 1:
         other = f"the latent has {latents.shape[2]} frames, as a video or layers have"
     if other:
+        _check_channels(latents, getattr(vae, "latent_channels", None), other=True)
         images, report = _by_host(vae, "decode", latents, other)
     else:
         images, report = _decode_images(vae, latents, tiles)
@@ -98,15 +100,27 @@ def _other_vae(vae: comfy.sd.VAE) -> str | None:
     return None
 
 
+def _check_channels(latents: torch.Tensor, channels: int | None, *, other: bool = False) -> None:
+    """Raises SettingError for latents that the VAE does not take.
+
+    Args:
+        other: of another VAE only what is sure: Qwen-Image's latents are no Qwen-Image-2.1's.
+    """
+    fits = latents.ndim in (4, 5) and latents.shape[1] == channels
+    known = {VaeShape().latent_channels, LATENT_CHANNELS_21}
+    if fits or (other and {*latents.shape[1:2], channels} != known):
+        return
+    raise SettingError(
+        f"the latents are {tuple(latents.shape)} and the VAE takes (batch, {channels}, height, "
+        "width): connect the VAE of the model that painted them."
+    )
+
+
 def _decode_images(
     vae: comfy.sd.VAE, latents: torch.Tensor, tiles: int
 ) -> tuple[torch.Tensor, str]:
     shape = vae_shape(vae.first_stage_model)
-    if latents.ndim not in (4, 5) or latents.shape[1] != shape.latent_channels:
-        raise SettingError(
-            f"the latents are {tuple(latents.shape)} and the VAE takes (batch, "
-            f"{shape.latent_channels}, height, width): connect latents of a Qwen-Image model."
-        )
+    _check_channels(latents, shape.latent_channels)
     latents = latents.unsqueeze(2) if latents.ndim == 4 else latents
     stages = decoder_stages(vae.first_stage_model)
     together = 1 if tiles == WHOLE else min(len(latents), MOST_TOGETHER)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 
+from ....errors import SettingError
 from ....optimizations.block_form import blocks_of
 from ....optimizations.run import Optimization
 from .attention import SLOT, FileAttention, SlotAttention
@@ -61,11 +64,12 @@ class ComfyOptimization(Optimization):
         lines = super().attention_lines()
         return lines if self.file is None else self.file.lines(lines)
 
-    def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def outer_sample(self, executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """OUTER_SAMPLE wrapper: one run."""
+        check_parts(executor.class_obj, noise)
         self.start_run()
         with flags_for_a_run(*self._flags):
-            output = executor(*args, **kwargs)
+            output = executor(noise, *args, **kwargs)
         logger.info("Qwen-Image L40S\n%s", self.report())
         return output
 
@@ -87,4 +91,34 @@ class ComfyOptimization(Optimization):
                 options[SLOT] = own
 
 
-# torch's process-wide switches, set for the length of one run.
+def check_parts(guider: Any, noise: torch.Tensor) -> None:
+    """Looks at what comes from a text encoder and a VAE, before the transformer is loaded.
+
+    With those of Qwen-Image-2.1 ComfyUI fails inside a layer, or takes channels for frames.
+
+    Raises:
+        SettingError: it is another model's.
+    """
+    transformer = guider.model_patcher.model.diffusion_model
+    if not isinstance(transformer, QwenImageTransformer2DModel):
+        return  # another node's
+    prompts = guider.conds.get("positive", ())
+    width = transformer.txt_in.in_features
+    for text in _tensors(prompt.get("cross_attn") for prompt in prompts):
+        if text.shape[-1] != width:
+            raise SettingError(
+                f"The prompt is {text.shape[-1]} wide and the MODEL takes text {width} wide: "
+                "encode it with the model's own text encoder, Qwen2.5-VL 7B for Qwen-Image."
+            )
+    channels = transformer.in_channels // 4  # of a patch of 2 x 2
+    references = (latent for it in prompts for latent in it.get("reference_latents") or ())
+    for latent in _tensors((noise, *references)):
+        if latent.shape[1] != channels:
+            raise SettingError(
+                f"A latent has {latent.shape[1]} channels and the MODEL's have {channels}: encode "
+                "the image with the model's own VAE, Qwen-Image's."
+            )
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    return (value for value in values if isinstance(value, torch.Tensor))

@@ -1,0 +1,248 @@
+"""Qwen-Image-2.1 beside Qwen-Image: parts of one that are wired to the other, and LoRAs.
+
+A small model of ComfyUI's own classes, where it has them.
+"""
+
+from functools import partial
+from unittest import mock
+
+import comfy.ldm.wan.vae2_2
+import comfy.lora
+import comfy.sample
+import comfy.sd
+import comfyui_boot
+import narrow_transformer as narrow
+import pytest
+import torch
+from comfyui_boot import ROOT, folder
+from safetensors.torch import save_file
+
+from qwen_l40s.errors import CheckpointError, SettingError
+from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
+from qwen_l40s.hosts.comfyui.estimate.request import request_from
+from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
+from qwen_l40s.hosts.comfyui.load.vae import load_vae
+from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
+from qwen_l40s.hosts.comfyui.report.table import report_run
+from qwen_l40s.hosts.comfyui.sample.optimize import optimize, report_of
+from qwen_l40s.hosts.comfyui.save import save_quantized
+from qwen_l40s.options import request_settings
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
+newer = pytest.mark.host_has("comfy.model_base.QwenImage21")
+FOLDER = folder("qwen_image_21")
+MICRO = ROOT / "models" / "micro"
+DIM, TEXT = 256, 96  # of the small 2.1; its text is another model's width for the 1.x
+PATH = narrow.write(FOLDER / "qwen_image.safetensors", narrow.weights())
+refused = partial(comfyui_boot.refused, SettingError)
+
+
+def random(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.5 / shape[-1] ** 0.5
+
+
+def weights_21(blocks=2, fused=True):
+    found = {
+        "img_in.weight": random(DIM, 64),
+        "txt_in.text_norm.weight": torch.zeros(TEXT),
+        "txt_in.in_layer.weight": random(DIM, TEXT),
+        "txt_in.out_layer.weight": random(DIM, DIM),
+        "time_text_embed.timestep_embedder.linear_1.weight": random(DIM, 256),
+        "time_text_embed.timestep_embedder.linear_2.weight": random(DIM, DIM),
+        "modulation.1.weight": random(4 * DIM, DIM),
+        "norm_out.linear.weight": random(DIM, DIM),
+        "proj_out.weight": random(64, DIM),
+    }
+    for block in range(blocks):
+        prefix = f"transformer_blocks.{block}"
+        for name in ("to_q", "to_k", "to_v", "to_out.0"):
+            found[f"{prefix}.attn.{name}.weight"] = random(DIM, DIM)
+        for name in ("norm_q", "norm_k"):
+            found[f"{prefix}.attn.{name}.weight"] = torch.ones(128)
+        gates = ("gate_up",) if fused else ("gate_layer", "proj")
+        for name in gates:
+            found[f"{prefix}.img_mlp.{name}.weight"] = random(6 * DIM // len(gates), DIM)
+        found[f"{prefix}.img_mlp.out.weight"] = random(DIM, 3 * DIM)
+    return found
+
+
+def model_21(fused=True):
+    options = {"dtype": torch.float32}
+    return comfy.sd.load_diffusion_model_state_dict(weights_21(fused=fused), model_options=options)
+
+
+def vae_21():
+    model = comfy.ldm.wan.vae2_2.WanVAE(
+        dim=8,
+        dec_dim=8,
+        z_dim=64,
+        dim_mult=[1, 2, 4, 8, 8],
+        num_res_blocks=2,
+        attn_scales=[],
+        temperal_downsample=[False, True, True, True],
+        image_channels=4,
+        patch_size=1,
+        temporal_kernel=1,
+    )
+    return comfy.sd.VAE(sd={name: random(*it.shape) for name, it in model.state_dict().items()})
+
+
+def model_1():
+    return narrow.load_patcher(PATH, "bf16", False)
+
+
+def sample(model, latent, width, **more):
+    prompt = [[torch.ones(1, 5, width), more]]
+    noise = random(*latent.shape)
+    settings = (noise, 1, 1.0, "euler", "simple", prompt, prompt, latent)
+    return comfy.sample.sample(model, *settings, seed=0, disable_pbar=True)
+
+
+def lora(modules, rank=2):
+    """{module: (rows, columns)}, in the plainest form."""
+    path = FOLDER / "lora.safetensors"
+    tensors = {}
+    for module, (rows, columns) in modules.items():
+        tensors[f"{module}.lora_A.weight"] = random(rank, columns)
+        tensors[f"{module}.lora_B.weight"] = random(rows, rank)
+    save_file(tensors, path)
+    return path
+
+
+BLOCK = "transformer_blocks.1"
+OF_1 = {f"{BLOCK}.attn.to_q": (128, 128), f"{BLOCK}.img_mlp.net.2": (128, 512)}
+OF_21 = {
+    f"{BLOCK}.attn.to_q": (DIM, DIM),
+    f"{BLOCK}.img_mlp.gate_layer": (3 * DIM, DIM),
+    f"{BLOCK}.img_mlp.proj": (3 * DIM, DIM),
+}
+
+
+# --- LoRAs
+
+
+def test_a_lora_of_21_is_left_to_comfyui():
+    words = ("does not run LoRAs of Qwen-Image-2.1", "ComfyUI's Load LoRA", "lora.safetensors)")
+    for how in ("merge", "bypass"):
+        comfyui_boot.refused(
+            CheckpointError,
+            *words,
+            run=lambda how=how: apply_lora(model_1(), lora(OF_21), 1.0, how=how),
+        )
+
+
+def test_a_module_inside_a_larger_weight():
+    """As ComfyUI maps what it fuses, here for a model that fuses nothing."""
+    key = f"diffusion_model.{BLOCK}.attn.to_q.weight"
+    for target in ((key, (0, 0, 64)), (key, (0, 64, 64), lambda change: change)):
+        keys = {f"{BLOCK}.attn.to_q": target, f"{BLOCK}.img_mlp.net.2": key}
+        for how in ("merge", "bypass"):
+            with mock.patch.object(comfy.lora, "model_lora_keys_unet", lambda model, _, k=keys: k):
+                refused(
+                    f"This LoRA changes '{BLOCK}.attn.to_q'",
+                    "keeps inside a larger weight: load it with ComfyUI's Load LoRA",
+                    run=lambda how=how: apply_lora(model_1(), lora(OF_1), 1.0, how=how),
+                )
+
+
+def test_what_is_no_slice_is_applied_beside_the_keys_of_slices():
+    known = comfy.lora.model_lora_keys_unet
+
+    def with_slices(model, keys):
+        found = known(model, keys)
+        return found | {"transformer.elsewhere": (next(iter(found.values())), (0, 0, 1))}
+
+    with mock.patch.object(comfy.lora, "model_lora_keys_unet", with_slices):
+        _, report = apply_lora(model_1(), lora(OF_1), 1.0, how="merge")
+    assert (report.applied, report.modules) == (2, 2)
+
+
+@newer
+def test_the_node_applies_nothing_to_a_model_21():
+    for fused in (True, False):
+        model = model_21(fused)
+        for how in ("merge", "bypass"):
+            run = partial(apply_lora, model, lora(OF_1), 1.0, how=how)
+            refused("The MODEL is Qwen-Image-2.1", "with ComfyUI's Load LoRA.", run=run)
+            comfyui_boot.refused(
+                CheckpointError,
+                "does not run LoRAs of Qwen-Image-2.1",
+                run=partial(apply_lora, model, lora(OF_21), 1.0, how=how),
+            )
+        assert apply_lora(model, lora(OF_1), 0.0, how="merge")[0] is model
+
+
+# --- a MODEL
+
+
+@newer
+def test_a_model_21_passes_through():
+    model = model_21()
+    before = sample(model, torch.zeros(1, 64, 8, 8), TEXT)
+    optimized = optimize(model)
+    assert optimized is model
+    words = "The model is QwenImage21, not Qwen-Image 1.x"
+    assert report_of(optimized).startswith(words)
+    assert torch.equal(sample(optimized, torch.zeros(1, 64, 8, 8), TEXT), before)
+    assert report_run(model, None, None).text.startswith(words)
+
+
+@newer
+def test_what_reads_a_model_refuses_21():
+    model, vae = model_21(), vae_21()
+    settings = request_settings()
+    refused("the MODEL is QwenImage21", run=lambda: request_from(settings, model=model))
+    refused("the VAE is a WanVAE and not Qwen", run=lambda: request_from(settings, vae=vae))
+    latent = {"samples": torch.ones(1, 64, 8, 8)}
+    refused("the LATENT is (1, 64, 8, 8)", run=lambda: request_from(settings, latent=latent))
+    comfyui_boot.refused(
+        CheckpointError,
+        "The model is a QwenImage21Transformer2DModel",
+        run=lambda: save_quantized(model, FOLDER / "out.safetensors", "int8"),
+    )
+
+
+# --- the parts of one wired to the other
+
+
+def test_text_and_latents_of_21_in_qwen_image():
+    model, width = optimize(model_1()), narrow.SHAPE.joint_dim
+    empty, of_21 = torch.zeros(1, 16, 1, 8, 8), torch.ones(1, 64, 8, 8)
+    sample(model, empty, width)
+    # KSampler makes an empty one fit.
+    sample(model, comfy.sample.fix_empty_latent_channels(model, torch.zeros(1, 64, 8, 8)), width)
+    refused(
+        f"The prompt is {TEXT} wide and the MODEL takes text {width} wide: encode it with the",
+        run=lambda: sample(model, empty, TEXT),
+    )
+    words = "A latent has 64 channels and the MODEL's have 16: encode the image with the model's"
+    refused(words, run=lambda: sample(model, of_21, width))
+    refused(words, run=lambda: sample(model, empty, width, reference_latents=[of_21]))
+    sample(model, empty, width, reference_latents=[empty + 1])
+
+
+@newer
+def test_vaes_and_latents():
+    of_21, own = vae_21(), load_vae(MICRO)[0]
+    latent_21, latent = random(1, 64, 4, 4), random(1, 16, 1, 4, 4)
+    assert decode(of_21, latent_21)[0].shape == (1, 64, 64, 4)
+    latents, report = encode(of_21, torch.rand(1, 64, 64, 3))
+    assert latents.shape == (1, 64, 4, 4)
+    assert report == "encode: ComfyUI's own, because the VAE is a WanVAE and not Qwen-Image's"
+    words = "connect the VAE of the model that painted them"
+    for vae, wrong in ((of_21, latent), (of_21, latent[:, :, 0]), (own, latent_21)):
+        refused(f"the latents are {tuple(wrong.shape)}", words, run=partial(decode, vae, wrong))
+
+
+def test_files_of_21():
+    """What the loaders say, from headers."""
+    path = FOLDER / "qwen_image_2.1.safetensors"
+    save_file(weights_21(), path)
+    sentence = "load its single file (huggingface.co/Comfy-Org/Qwen-Image-2.1) with ComfyUI's"
+    for word, run in (
+        ("Load Diffusion Model", lambda: narrow.load_patcher(path, "bf16", False)),
+        ("not the Qwen2.5-VL text encoder", lambda: load_text_encoder(path)),
+        ("not the Qwen-Image VAE", lambda: load_vae(path)),
+    ):
+        words = (word, sentence) if "Diffusion" in word else (word, "This is a Qwen-Image-2.1, ")
+        comfyui_boot.refused(CheckpointError, *words, run=run)
