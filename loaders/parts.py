@@ -201,7 +201,7 @@ LICENCE_21 = (
     "Qwen Research License: research, not commercial use (Qwen-Image-2512 and Edit-2511 are "
     "Apache-2.0)"
 )
-FILES_21 = "its single file (huggingface.co/Comfy-Org/Qwen-Image-2.1)"
+FILES_21 = "it as one file (as in huggingface.co/Comfy-Org/Qwen-Image-2.1)"
 LATENT_CHANNELS_21 = 64
 # The gated MLP of its blocks: gate and up apart, or, in ComfyUI's files, in one weight.
 MLP_21 = ("img_mlp.proj", "img_mlp.gate_layer", "img_mlp.gate_up", "img_mlp.out")

@@ -238,7 +238,7 @@ def test_files_of_21():
     """What the loaders say, from headers."""
     path = FOLDER / "qwen_image_2.1.safetensors"
     save_file(weights_21(), path)
-    sentence = "load its single file (huggingface.co/Comfy-Org/Qwen-Image-2.1) with ComfyUI's"
+    sentence = "load it as one file (as in huggingface.co/Comfy-Org/Qwen-Image-2.1) with ComfyUI's"
     for word, run in (
         ("Load Diffusion Model", lambda: narrow.load_patcher(path, "bf16", False)),
         ("not the Qwen2.5-VL text encoder", lambda: load_text_encoder(path)),

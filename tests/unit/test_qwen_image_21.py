@@ -27,7 +27,7 @@ from qwen_l40s.loaders.source import PLACES, open_source
 PARAMETERS = 7_115_124_736
 CONVROT = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}
 UPDATE = "and update a ComfyUI older than 0.37 first"
-FILES = "load its single file (huggingface.co/Comfy-Org/Qwen-Image-2.1) with ComfyUI's"
+FILES = "load it as one file (as in huggingface.co/Comfy-Org/Qwen-Image-2.1) with ComfyUI's"
 NODES = {
     "transformer": "ComfyUI's Load Diffusion Model, ",
     "text_encoder": "ComfyUI's Load CLIP (type qwen_image), ",
@@ -291,7 +291,7 @@ def test_the_diffusers_folder(tmp_path, diffusers_form, qwen3_vl, capsys):
         assert bool(part["licence"]) == (role != "text_encoder")
         assert UPDATE in part["cannot_run"][0] and NODES[role] in part["cannot_run"][0]
     for role in PLACES:
-        with pytest.raises(CheckpointError, match="load its single file"):
+        with pytest.raises(CheckpointError, match="load it as one file"):
             open_source(folder, role)
     assert main(["inspect", str(folder)]) == 0
     rows = capsys.readouterr().out
@@ -323,7 +323,7 @@ def test_every_form_of_the_text_encoder(tmp_path, qwen3_vl, rename, form, tensor
     assert (part.role, part.blocks, part.folder) == ("text_encoder", 36, "text_encoders")
     assert (part.parameters, part.tensors) == (8_767_123_696, tensors)
     assert part.dims == {"hidden": 4096, "vocabulary": 151936}
-    words = "choose Qwen2.5-VL 7B for Qwen-Image, or load its single file"
+    words = "choose Qwen2.5-VL 7B for Qwen-Image, or load it as one file"
     refused(path, "text_encoder", words, NODES["text_encoder"], UPDATE)
     refused(path, "vae", "This is a Qwen3-VL 8B text", "not the Qwen-Image VAE: move it to")
 
@@ -358,7 +358,7 @@ def test_both_forms_of_the_vae(tmp_path):
         assert part.variant.startswith(style)
         assert (part.parameters, part.tensors) == (337_740_404, 238)
     path = write(tmp_path / "file.safetensors", native_vae_21())
-    words = "choose Qwen-Image's own (16), or load its single file"
+    words = "choose Qwen-Image's own (16), or load it as one file"
     refused(path, "vae", "(64 latent channels)", words, NODES["vae"], UPDATE)
     refused(path, "transformer", "This is a Qwen-Image-2.1 VAE, not", "models/vae")
 
