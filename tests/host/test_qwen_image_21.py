@@ -3,7 +3,9 @@
 A small model of ComfyUI's own classes, where it has them.
 """
 
+import pkgutil
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import comfy.ldm.wan.vae2_2
@@ -24,6 +26,7 @@ from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.report.table import report_run
+from qwen_l40s.hosts.comfyui.sample.guidance import rescale_by_token
 from qwen_l40s.hosts.comfyui.sample.optimize import optimize, report_of
 from qwen_l40s.hosts.comfyui.save import save_quantized
 from qwen_l40s.options import request_settings
@@ -184,7 +187,8 @@ def test_a_model_21_passes_through():
     words = "The model is QwenImage21, not Qwen-Image 1.x"
     assert report_of(optimized).startswith(words)
     assert torch.equal(sample(optimized, torch.zeros(1, 64, 8, 8), TEXT), before)
-    assert report_run(model, None, None).text.startswith(words)
+    assert report_run(model, None, vae_21()).text.startswith(words)
+    assert rescale_by_token(model) is model  # diffusers does not rescale this one
 
 
 @newer
@@ -193,6 +197,10 @@ def test_what_reads_a_model_refuses_21():
     settings = request_settings()
     refused("the MODEL is QwenImage21", run=lambda: request_from(settings, model=model))
     refused("the VAE is a WanVAE and not Qwen", run=lambda: request_from(settings, vae=vae))
+    kind = pkgutil.resolve_name("comfy.text_encoders.qwen_image21.QwenImage21TEModel")
+    clip = SimpleNamespace(cond_stage_model=kind.__new__(kind))
+    words = "the CLIP's text encoder is a QwenImage21TEModel and Qwen-Image's is Qwen2.5-VL"
+    refused(words, run=lambda: request_from(settings, clip=clip))
     latent = {"samples": torch.ones(1, 64, 8, 8)}
     refused("the LATENT is (1, 64, 8, 8)", run=lambda: request_from(settings, latent=latent))
     comfyui_boot.refused(

@@ -15,7 +15,6 @@ from typing import Any
 
 import comfy.lora
 import comfy.lora_convert
-import comfy.model_base
 import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -27,11 +26,11 @@ from ....loaders.convert import normalize_name
 from ....loaders.detect import FOREIGN_STACKS
 from ....planning.request import LORA_MODES
 from ....spec import format_gib
+from ..sample.optimize import QWEN_IMAGE_21
 from .bypass import add_bypass, bypass_module
 from .file import LoraFile, inspect_lora, read_lora
 
 LISTED = 3  # names in a message
-QWEN_IMAGE_21 = getattr(comfy.model_base, "QwenImage21", ())  # since ComfyUI 0.37
 TEXT_ENCODER_PREFIXES = ("text_encoder", "text_model", "lora_te", "te_", "clip", "cond_stage_model")
 # What `comfy.lora.load_lora` makes of a module: an adapter, or ("diff", (tensor,)).
 Patch = WeightAdapterBase | tuple[str, tuple[Any, ...]]

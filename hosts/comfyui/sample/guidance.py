@@ -14,6 +14,8 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch.nn import functional as F
 
+from .optimize import QWEN_IMAGE_21
+
 PATCH = 2
 
 
@@ -34,8 +36,11 @@ def token_norms(latent: torch.Tensor) -> torch.Tensor:
 def rescale_by_token(model: ModelPatcher) -> ModelPatcher:
     """Returns a clone whose guided predictions have the token norms of the positive one.
 
-    It takes the one place that ComfyUI has for a guidance function, as CFGNorm does.
+    It takes the one place that ComfyUI has for a guidance function, as CFGNorm does. A MODEL of
+    Qwen-Image-2.1 stays as it is: diffusers guides that one without norms.
     """
+    if isinstance(model.model, QWEN_IMAGE_21):
+        return model
 
     def guide(arguments: dict[str, Any]) -> torch.Tensor:
         cond, uncond = arguments["cond"], arguments["uncond"]

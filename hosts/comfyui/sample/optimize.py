@@ -24,6 +24,7 @@ from .run import OPTIMIZATION_KEY, ComfyOptimization
 
 # ComfyUI's own attention, and with it whatever another node has put into the slot.
 HOST_ATTENTION = "comfyui"
+QWEN_IMAGE_21 = getattr(comfy.model_base, "QwenImage21", ())  # since ComfyUI 0.37
 
 
 @dataclass(frozen=True)
