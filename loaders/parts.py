@@ -264,9 +264,8 @@ def qwen3_vl(tensors: Tensors) -> Identity | None:
     ):
         return None
     # ComfyUI's single files have flat names of the language model and nested ones of the tower.
-    language, _, style = next(
-        (layout for layout in LAYOUTS if f"{layout[0]}norm.weight" in tensors), LAYOUTS[-1]
-    )
+    nested = "model.language_model.norm.weight" in tensors
+    language = "model.language_model." if nested else "model."
     hidden = size(tensors, f"{language}norm.weight")
     own = "choose Qwen2.5-VL 7B for Qwen-Image"
     if hidden == 4096:
@@ -279,7 +278,7 @@ def qwen3_vl(tensors: Tensors) -> Identity | None:
     return Identity(
         family=family,
         role="text_encoder",
-        variant=style,
+        variant="transformers names" if nested else "ComfyUI's names",
         dims=known(hidden=hidden, vocabulary=size(tensors, f"{language}embed_tokens.weight")),
         blocks=count_blocks(tensors, f"{language}layers."),
         folder="text_encoders",
