@@ -205,7 +205,7 @@ def test_the_help_of_each_node_shows(classic: ComfyPage):
         classic.add(node_id)
         classic.page.get_by_test_id("info-button").click()
         text = (HELP / f"{node_id}.md").read_text(encoding="utf-8")
-        content = classic.page.locator(".node-help-content .markdown-content")
+        content = classic.page.locator(".node-help-content [class*=markdown-content]")
         content.get_by_text(plain(text.split("\n\n")[0])).wait_for()
         headings = [plain(line.lstrip("#")) for line in text.splitlines() if line[:1] == "#"]
         assert content.locator("h1, h2, h3, h4").all_inner_texts() == headings
