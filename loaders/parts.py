@@ -273,7 +273,7 @@ def qwen3_vl(tensors: Tensors) -> Identity | None:
         node = "Load CLIP (type qwen_image)"
         refusal = left_to_comfyui("Qwen3-VL 8B", node, instead=f"{own}, or ")
     else:
-        family = f"Qwen3-VL text encoder ({FAMILY_21} takes the one that is 4096 wide)"
+        family = f"Qwen3-VL text encoder ({FAMILY_21} takes the 8B, 4096 wide)"
         refusal = f"This package does not run Qwen3-VL: {own}."
     return Identity(
         family=family,

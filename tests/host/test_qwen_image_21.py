@@ -10,8 +10,10 @@ from unittest import mock
 
 import comfy.ldm.wan.vae2_2
 import comfy.lora
+import comfy.model_base
 import comfy.sample
 import comfy.sd
+import comfy.utils
 import comfyui_boot
 import narrow_transformer as narrow
 import pytest
@@ -74,7 +76,7 @@ def model_21(fused=True):
     return comfy.sd.load_diffusion_model_state_dict(weights_21(fused=fused), model_options=options)
 
 
-def vae_21():
+def vae_weights_21():
     model = comfy.ldm.wan.vae2_2.WanVAE(
         dim=8,
         dec_dim=8,
@@ -87,7 +89,11 @@ def vae_21():
         patch_size=1,
         temporal_kernel=1,
     )
-    return comfy.sd.VAE(sd={name: random(*it.shape) for name, it in model.state_dict().items()})
+    return {name: random(*weight.shape) for name, weight in model.state_dict().items()}
+
+
+def vae_21():
+    return comfy.sd.VAE(sd=vae_weights_21())
 
 
 def model_1():
@@ -242,15 +248,33 @@ def test_vaes_and_latents():
         refused(f"the latents are {tuple(wrong.shape)}", words, run=partial(decode, vae, wrong))
 
 
-def test_files_of_21():
-    """What the loaders say, from headers."""
+def left_to(node, words, run):
+    sentence = f"load it as one file (as in huggingface.co/Comfy-Org/Qwen-Image-2.1) with {node}"
+    comfyui_boot.refused(CheckpointError, *words, sentence, run=run)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_file_of_the_model(fused):
     path = FOLDER / "qwen_image_2.1.safetensors"
-    save_file(weights_21(), path)
-    sentence = "load it as one file (as in huggingface.co/Comfy-Org/Qwen-Image-2.1) with ComfyUI's"
-    for word, run in (
-        ("Load Diffusion Model", lambda: narrow.load_patcher(path, "bf16", False)),
-        ("not the Qwen2.5-VL text encoder", lambda: load_text_encoder(path)),
-        ("not the Qwen-Image VAE", lambda: load_vae(path)),
-    ):
-        words = (word, sentence) if "Diffusion" in word else (word, "This is a Qwen-Image-2.1, ")
-        comfyui_boot.refused(CheckpointError, *words, run=run)
+    save_file(weights_21(fused=fused), path)
+    words = ("This package does not run Qwen-Image-2.1:", "update a ComfyUI older than 0.37 first")
+    run = partial(narrow.load_patcher, path, "bf16", False)
+    left_to("ComfyUI's Load Diffusion Model", words, run)
+    for load, other in ((load_text_encoder, "text encoder"), (load_vae, "VAE")):
+        comfyui_boot.refused(
+            CheckpointError, "This is a Qwen-Image-2.1, not the", other, run=partial(load, path)
+        )
+
+
+@newer
+def test_comfyui_loads_what_is_left_to_it():
+    for fused in (True, False):
+        path = FOLDER / "qwen_image_2.1.safetensors"
+        save_file(weights_21(fused=fused), path)
+        model = comfy.sd.load_diffusion_model(str(path))
+        assert type(model.model) is comfy.model_base.QwenImage21
+    path = FOLDER / "qwen_image_2.1_vae.safetensors"
+    save_file(vae_weights_21(), path)
+    left_to("ComfyUI's Load VAE", ["the VAE of Qwen-Image-2.1"], partial(load_vae, path))
+    vae = comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(path)))
+    assert vae.decode(random(1, 64, 4, 4)).shape == (1, 64, 64, 4)
