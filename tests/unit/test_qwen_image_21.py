@@ -4,10 +4,13 @@ Headers only: the real names and shapes, from diffusers' and transformers' class
 """
 
 import json
+import math
 import re
 
 import pytest
 from diffusers import AutoencoderKLQwenImage21, QwenImage21Transformer2DModel
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from test_checkpoint import (
     empty,
     inspect_specs,
@@ -489,3 +492,41 @@ def test_the_fun_controlnet(tmp_path, diffusers_form):
 
 def test_qwen_image_has_no_other_licence(tmp_path):
     assert inspect_specs(tmp_path, micro_transformer()).licence is None
+
+
+SMALL = specs_of(empty(QwenImage21Transformer2DModel, num_layers=2))
+POOL = sorted(
+    {
+        *(*SMALL, *fused(SMALL)),
+        *lora_21("transformer.", PAIRS[0], SHAPES, blocks=(0, 9)),
+        *("control_img_in.weight", "control_blocks.0.after_proj.weight", "proj_out.comfy_quant"),
+        *("control_blocks.0.img_mlp.gate_up.weight", "transformer.img_in.lora_down"),
+        *(f"model.visual.deepstack_merger_list.0.norm.{end}" for end in ("weight", "bias")),
+        *("model.norm.weight", "model.language_model.norm.weight", "model.embed_tokens.weight"),
+    }
+)
+
+
+@settings(
+    deadline=None,
+    max_examples=100,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    specs=st.dictionaries(
+        st.sampled_from(POOL),
+        st.tuples(
+            st.sampled_from(["BF16", "I8", "U8", "F32", "F8_E4M3"]),
+            st.lists(st.sampled_from([0, 1, 3, 64, 128, 4096]), max_size=5).map(tuple),
+        ).filter(lambda spec: math.prod(spec[1]) < 10**9),
+        max_size=40,
+    ),
+    prefix=st.sampled_from(["", "model.diffusion_model."]),
+)
+def test_what_is_left_of_a_file_never_loads(tmp_path, specs, prefix):
+    path = write(
+        tmp_path / "file.safetensors", {prefix + name: spec for name, spec in specs.items()}
+    )
+    for role in ("transformer", "text_encoder"):
+        with pytest.raises(CheckpointError):
+            open_source(path, role)
