@@ -26,7 +26,10 @@ SUITES = {
     "host": ("tests/host",),
     "server": ("tests/server",),
 }
-LISTED = re.compile(r"torch|triton|comfy|diffusers|transformers|safetensors|numpy")
+LISTED = re.compile(
+    r"torch(vision|audio)?|triton|comfy-(kitchen|aimdo)|comfyui_(frontend_package|workflow_templates)"
+    r"|diffusers|transformers|safetensors|numpy"
+)
 
 
 def main() -> int:
@@ -67,7 +70,7 @@ def versions() -> list[str]:
     """Name and version of the packages that matter most."""
     site = next((ENVIRONMENT / "lib").glob("python*/site-packages"))
     found = {each.metadata["Name"]: each.version for each in distributions(path=[str(site)])}
-    return [f"{name} {found[name]}" for name in sorted(found) if LISTED.match(name.lower())]
+    return [f"{name} {found[name]}" for name in sorted(found) if LISTED.fullmatch(name)]
 
 
 def run(suite: str, workers: str) -> tuple[int, list[tuple[str, str]]]:
