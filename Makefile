@@ -62,10 +62,10 @@ test-server: $(STAMP) $(FRONTEND)
 	@$(PYTEST) tests/server tests/page $(ARGS)
 
 # The same in the newer ComfyUI at COMFYUI_NEXT_PATH: tools/next_host.md.
-test-next-host: $(STAMP)
-	@test -n "$$COMFYUI_NEXT_PATH" || echo "tests/host, tests/server: not run in a newer ComfyUI: name one with COMFYUI_NEXT_PATH"
+test-next-host: $(STAMP) $(FRONTEND)
+	@test -n "$$COMFYUI_NEXT_PATH" || echo "tests/host, tests/server, tests/page: not run in a newer ComfyUI: name one with COMFYUI_NEXT_PATH"
 	@test -z "$$COMFYUI_NEXT_PATH" || COMFYUI_PATH="$$COMFYUI_NEXT_PATH" $(PYTEST) tests/host $(ARGS)
-	@test -z "$$COMFYUI_NEXT_PATH" || COMFYUI_PATH="$$COMFYUI_NEXT_PATH" $(PYTEST) tests/server $(ARGS)
+	@test -z "$$COMFYUI_NEXT_PATH" || COMFYUI_PATH="$$COMFYUI_NEXT_PATH" $(PYTEST) tests/server tests/page $(ARGS)
 
 # With the newest package of everything, in an environment of its own; a table of what broke.
 test-next: $(STAMP)

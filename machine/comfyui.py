@@ -74,7 +74,7 @@ def check_comfyui(folder: Path | None) -> Capability:
         reason = f"{found}, needs {'.'.join(map(str, COMFYUI_FLOOR))} or newer, in {folder}"
         return Capability("ComfyUI", State.NOT_USABLE, reason, "update ComfyUI")
     newer = f", newer than tested ({TESTED})" if is_newer_than_tested(found) else ""
-    return Capability("ComfyUI", State.USABLE, f"{found}{newer} in {folder}")
+    return Capability("ComfyUI", State.USABLE, f"{found} in {folder}{newer}")
 
 
 def is_newer_than_tested(version: str) -> bool:

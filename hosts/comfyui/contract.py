@@ -2,7 +2,7 @@
 
 ComfyUI has no frozen internal interface. What this package hooks into or replaces is listed here
 with the parameters that it relies on, so that a change upstream is one sentence to the user instead
-of a wrong picture or a traceback. What is only imported and called needs no list.
+of a wrong picture or a traceback. A test holds the list to every call with more than one argument.
 
 Two things can change. A name or a parameter that is gone: nothing of this package runs. A new
 parameter of what ComfyUI calls here: a call that uses it runs ComfyUI's own code.
@@ -46,11 +46,18 @@ HOOKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "comfy.ldm.modules.attention": {
         "optimized_attention_masked": ("q", "k", "v", "heads", "mask", "skip_reshape"),
     },
+    "comfy.ldm.wan.vae": {
+        "WanVAE": (
+            *("dim", "z_dim", "dim_mult", "num_res_blocks", "attn_scales", "temperal_downsample"),
+            *("image_channels", "conv_out_channels"),
+        ),
+    },
     # How weights come to the card, with patches and quantized.
     "comfy.ops": {
         "CastBiasWeightContext": (),
         "run_every_op": (),
         "cast_bias_weight": ("s", "input", "offloadable", "compute_dtype", "want_requant"),
+        "manual_cast.Linear": ("in_features", "out_features", "bias", "device"),
         "mixed_precision_ops": ("quant_config", "compute_dtype"),
         "mixed_precision_ops().Linear.forward": ("input",),
         "disable_weight_init.Linear.forward": ("input",),
@@ -61,14 +68,43 @@ HOOKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     # Methods that off-card weights, LoRA files and the plan of a decode replace or call into.
     "comfy.model_patcher": {
+        "ModelPatcher": ("model", "load_device", "offload_device"),
         "ModelPatcher._load_list": ("for_dynamic", "default_device"),
         "ModelPatcher.patch_weight_to_device": ("key", "device_to", "return_weight"),
     },
     "comfy.model_management": {
         "free_memory": ("memory_required", "device", "keep_loaded"),
+        "get_free_memory": ("dev", "torch_free_too"),
+        "load_models_gpu": ("models", "memory_required", "force_full_load"),
+        "unet_dtype": ("model_params", "supported_dtypes", "weight_dtype"),
+        "unet_manual_cast": ("weight_dtype", "inference_device", "supported_dtypes"),
+        "unload_model_and_clones": ("model", "all_devices"),
     },
-    "comfy.lora": {"load_lora": ("lora", "to_load", "log_missing")},
-    "comfy.sd": {"VAE.decode": ("samples_in",), "VAE.encode": ("pixel_samples",)},
+    "comfy.lora": {
+        "calculate_weight": ("patches", "weight", "key"),
+        "load_lora": ("lora", "to_load", "log_missing"),
+        "model_lora_keys_unet": ("model", "key_map"),
+    },
+    # How models are built from files.
+    "comfy.model_detection": {"detect_unet_config": ("state_dict", "key_prefix")},
+    "comfy.sd": {
+        "CLIP": (
+            *("target", "embedding_directory", "parameters", "state_dict", "model_options"),
+            "disable_dynamic",
+        ),
+        "load_text_encoder_state_dicts": (
+            *("state_dicts", "embedding_directory", "clip_type", "model_options"),
+            "disable_dynamic",
+        ),
+        "VAE": ("sd", "dtype"),
+        "VAE.decode": ("samples_in",),
+        "VAE.encode": ("pixel_samples",),
+    },
+    "comfy.text_encoders.llama": {"Llama2_": ("config", "device", "dtype", "ops")},
+    "comfy.utils": {
+        "get_attr": ("obj", "attr"),
+        "load_torch_file": ("ckpt", "safe_load", "return_metadata"),
+    },
 }
 
 # What ComfyUI calls here in place of its own code: every parameter that is known. An attention

@@ -190,6 +190,8 @@ def test_nodes_of_a_host_that_is_off_are_there_and_say_why():
 def test_this_comfyui_is_what_the_package_knows():
     compatibility.unsupported_host.cache_clear()
     assert compatibility.unsupported_host() is None
+    news = [line for line in compatibility.news_of_host() if "newer than" not in line]
+    assert news == []
 
 
 # --- what is stopped while it runs

@@ -25,6 +25,7 @@ from qwen_l40s.errors import CheckpointError, SettingError
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
 from qwen_l40s.hosts.comfyui.estimate.request import request_from
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
+from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.report.table import report_run
@@ -220,19 +221,22 @@ def test_what_reads_a_model_refuses_21():
 
 
 def test_text_and_latents_of_21_in_qwen_image():
-    model, width = optimize(model_1()), narrow.SHAPE.joint_dim
+    width = narrow.SHAPE.joint_dim
     empty, of_21 = torch.zeros(1, 16, 1, 8, 8), torch.ones(1, 64, 8, 8)
-    sample(model, empty, width)
-    # KSampler makes an empty one fit.
-    sample(model, comfy.sample.fix_empty_latent_channels(model, torch.zeros(1, 64, 8, 8)), width)
-    refused(
-        f"The prompt is {TEXT} wide and the MODEL takes text {width} wide: encode it with the",
-        run=lambda: sample(model, empty, TEXT),
-    )
-    words = "A latent has 64 channels and the MODEL's have 16: encode the image with the model's"
-    refused(words, run=lambda: sample(model, of_21, width))
-    refused(words, run=lambda: sample(model, empty, width, reference_latents=[of_21]))
-    sample(model, empty, width, reference_latents=[empty + 1])
+    own = load_model(PATH)[0]
+    for model in (optimize(model_1()), own, optimize(own)):
+        sample(model, empty, width)
+        # KSampler makes an empty one fit.
+        fixed = comfy.sample.fix_empty_latent_channels(model, torch.zeros(1, 64, 8, 8))
+        sample(model, fixed, width)
+        refused(
+            f"The prompt is {TEXT} wide and the MODEL takes text {width} wide: encode it with the",
+            run=partial(sample, model, empty, TEXT),
+        )
+        words = "A latent has 64 channels and the MODEL's have 16: encode the image with the"
+        refused(words, run=partial(sample, model, of_21, width))
+        refused(words, run=partial(sample, model, empty, width, reference_latents=[of_21]))
+        sample(model, empty, width, reference_latents=[empty + 1])
 
 
 @newer

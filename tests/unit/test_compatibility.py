@@ -3,6 +3,7 @@
 That the real ComfyUI is as expected is checked in tests/host/test_nodes.py.
 """
 
+import ast
 import inspect
 import subprocess
 import sys
@@ -71,6 +72,44 @@ def sentence():
     text = unsupported_host().reason
     assert text.endswith(".") and "\n" not in text and ". " not in text, text
     return text
+
+
+def calls_of_comfyui():
+    """(file, dotted name, arguments) of every call of a function of `comfy` in hosts/comfyui."""
+    for file in sorted((ROOT / "hosts" / "comfyui").rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        names = {
+            alias.asname or alias.name: f"{node.module}.{alias.name}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "comfy"
+            for alias in node.names
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                first, *rest = ast.unparse(node.func).split(".")
+                name = ".".join([names.get(first, first), *rest])
+                if name.startswith("comfy."):
+                    yield file.name, name, [keyword.arg for keyword in node.keywords], node.args
+
+
+def test_every_call_with_more_than_one_argument_is_listed():
+    listed = {
+        f"{module}.{name}": known
+        for module, names in HOOKS.items()
+        for name, known in names.items()
+    }
+    # What takes any arguments; and what is looked for before it is called.
+    free = {"comfy.ops.CastBiasWeightContext"}
+    optional = {"comfy.ops._eager_input_act", "comfy.ops._linear_residual"}
+    missing = []
+    for file, name, keywords, positional in calls_of_comfyui():
+        if len(keywords) + len(positional) < 2 or name in free | optional:
+            continue
+        known = listed.get(name, ())
+        new = {"transformer_options", "preferred_attention", None}  # through its **kwargs
+        if len(positional) > len(known) or not set(keywords) - new <= set(known):
+            missing.append((file, name, len(positional), keywords))
+    assert missing == []
 
 
 @pytest.mark.parametrize("version", ["0.33.0", "0.33.0rc1", "0.33.12", "0.34.0", "1.0.0"])

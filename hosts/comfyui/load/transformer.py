@@ -40,6 +40,7 @@ from ..sample.off_card import (
     off_card_layers,
     take_off_card,
 )
+from ..sample.run import PARTS_KEY, check_parts
 from .linear import quantized_operations
 from .plan import LoadPlan, plan_load, require_less_memory
 from .weights import FLOAT_NAMES, transformer_tensors
@@ -136,6 +137,7 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
         assign = True
     model.load_model_weights(tensors, "", assign=assign)
     record_runs(patcher)
+    patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, PARTS_KEY, check_parts)
     if plan.off_card:
         _keep_off_card(patcher, quantized)
     check_first_step(patcher, source.path)

@@ -48,7 +48,7 @@ class ComfyLayers:
             return DENSE
         params = getattr(own["_parameters"]["weight"], "_params", None)
         runs_itself = (
-            own["_full_precision_mm"]
+            own.get("_full_precision_mm", True)
             or own.get("comfy_force_cast_weights")
             or layer.weight_function
             or layer.bias_function

@@ -20,7 +20,7 @@ from ....optimizations.fallback import Fallback
 from ..record.sampling import record_runs
 from .attention import SLOT, SlotAttention
 from .modulation import ModelModulation
-from .run import OPTIMIZATION_KEY, ComfyOptimization
+from .run import OPTIMIZATION_KEY, PARTS_KEY, ComfyOptimization, check_parts
 
 # ComfyUI's own attention, and with it whatever another node has put into the slot.
 HOST_ATTENTION = "comfyui"
@@ -72,6 +72,8 @@ def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> M
     optimization.read_file(model.model.diffusion_model, options)
     clone.set_attachments(OPTIMIZATION_KEY, optimization)
     record_runs(clone, OPTIMIZATION_KEY)
+    if not clone.get_wrappers(WrappersMP.OUTER_SAMPLE, PARTS_KEY):  # of our loader's
+        clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, OPTIMIZATION_KEY, check_parts)
     if settings.blocks or attention is not None:
         clone.add_wrapper_with_key(
             WrappersMP.APPLY_MODEL, OPTIMIZATION_KEY, optimization.apply_model

@@ -21,6 +21,7 @@ from .modulation import Call, ModelModulation
 logger = logging.getLogger(__name__)
 
 OPTIMIZATION_KEY = "qwen_l40s_optimize"
+PARTS_KEY = "qwen_l40s_parts"
 
 
 class ComfyOptimization(Optimization):
@@ -66,7 +67,6 @@ class ComfyOptimization(Optimization):
 
     def outer_sample(self, executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """OUTER_SAMPLE wrapper: one run."""
-        check_parts(executor.class_obj, noise)
         self.start_run()
         with flags_for_a_run(*self._flags):
             output = executor(noise, *args, **kwargs)
@@ -91,17 +91,25 @@ class ComfyOptimization(Optimization):
                 options[SLOT] = own
 
 
-def check_parts(guider: Any, noise: torch.Tensor) -> None:
-    """Looks at what comes from a text encoder and a VAE, before the transformer is loaded.
+def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """OUTER_SAMPLE wrapper: looks at what comes from a text encoder and a VAE, before the
+    transformer is loaded.
 
     With those of Qwen-Image-2.1 ComfyUI fails inside a layer, or takes channels for frames.
 
     Raises:
         SettingError: it is another model's.
     """
+    guider = executor.class_obj
     transformer = guider.model_patcher.model.diffusion_model
-    if not isinstance(transformer, QwenImageTransformer2DModel):
-        return  # another node's
+    if isinstance(transformer, QwenImageTransformer2DModel):  # else another node's
+        _check_parts(transformer, guider, noise)
+    return executor(noise, *args, **kwargs)
+
+
+def _check_parts(
+    transformer: QwenImageTransformer2DModel, guider: Any, noise: torch.Tensor
+) -> None:
     prompts = guider.conds.get("positive", ())
     width = transformer.txt_in.in_features
     for text in _tensors(prompt.get("cross_attn") for prompt in prompts):
