@@ -17,7 +17,7 @@ from .packages import release
 
 COMFYUI_FLOOR = (0, 33, 0)
 # What the tests ran on, in words; above the second nothing is known.
-TESTED = "0.33.0, and 0.40's code of the files that matter here"
+TESTED = "0.33.0, and 0.33.0 with 0.40's model code"
 NEWEST_TESTED = (0, 40)
 VERSION_FILE = "comfyui_version.py"
 EXTRA_PATHS = "extra_model_paths.yaml"

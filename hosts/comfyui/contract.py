@@ -10,8 +10,10 @@ parameter of what ComfyUI calls here: a call that uses it runs ComfyUI's own cod
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import textwrap
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -19,6 +21,14 @@ from typing import Any
 from ...machine.comfyui import COMFYUI_FLOOR, TESTED, is_newer_than_tested
 from ...machine.packages import release
 from ...optimizations.fallback import Fallback
+
+# What ComfyUI's loop gives a block of Qwen-Image, all by name.
+BLOCK_ARGUMENTS = (
+    *("hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb"),
+    *("image_rotary_emb", "timestep_zero_index", "transformer_options"),
+)
+# What a block gives attention by name, as far as the fused blocks give it too.
+ATTENTION_ARGUMENTS = ("mask", "transformer_options", "skip_reshape", "preferred_attention")
 
 # {module: {name: parameters that are passed or read}}; without parameters only the name is looked
 # for.
@@ -38,10 +48,7 @@ HOOKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "comfy.samplers": {"CFGGuider.predict_noise": ()},
     # What the executor runs in place of, and the attention that it hands over to.
     "comfy.ldm.qwen_image.model": {
-        "QwenImageTransformerBlock.forward": (
-            *("hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb"),
-            *("image_rotary_emb", "timestep_zero_index", "transformer_options"),
-        ),
+        "QwenImageTransformerBlock.forward": BLOCK_ARGUMENTS,
     },
     "comfy.ldm.modules.attention": {
         "optimized_attention_masked": ("q", "k", "v", "heads", "mask", "skip_reshape"),
@@ -107,21 +114,9 @@ HOOKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 
-# What ComfyUI calls here in place of its own code: every parameter that is known. An attention
-# function is called with those of the slot.
+# What ComfyUI calls here in place of its own code: every parameter that is known.
 KNOWN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "comfy.ldm.qwen_image.model": {
-        "QwenImageTransformerBlock.forward": (
-            *HOOKS["comfy.ldm.qwen_image.model"]["QwenImageTransformerBlock.forward"],
-        ),
-    },
-    "comfy.ldm.modules.attention": {
-        "optimized_attention_masked": (
-            *HOOKS["comfy.ldm.modules.attention"]["optimized_attention_masked"],
-            *("query", "key", "value"),  # as attention_sub_quad calls them
-            *("attn_precision", "skip_output_reshape", "preferred_attention"),
-        ),
-    },
+    "comfy.ldm.qwen_image.model": {"QwenImageTransformerBlock.forward": BLOCK_ARGUMENTS},
     "comfy.ops": dict.fromkeys(
         ("disable_weight_init.Linear.forward", "mixed_precision_ops().Linear.forward"),
         ("input", "input_act", "act_weight", "residual", "residual_scale"),
@@ -160,7 +155,8 @@ def news_of_host() -> list[str]:
     """What to tell once about a ComfyUI that runs but is newer than this package knows.
 
     Returns:
-        Sentences: a version above the tested ones, and parameters that are new in `KNOWN`.
+        Sentences: a version above the tested ones, parameters that are new in `KNOWN`, and what
+        blocks newly give attention.
     """
     found = importlib.import_module("comfyui_version").__version__
     news = []
@@ -180,9 +176,35 @@ def news_of_host() -> list[str]:
             if new:
                 news.append(
                     f"ComfyUI {found} has the new parameters {', '.join(new)} in {module}.{name}: "
-                    "where it uses them, its own code runs."
+                    "blocks that use them run its own code, and a LoRA in bypass refuses them."
                 )
+    if new := unknown_attention_arguments():
+        news.append(
+            f"ComfyUI {found} gives attention the new arguments {', '.join(new)}: its own blocks "
+            "run."
+        )
     return news
+
+
+@lru_cache(maxsize=1)
+def unknown_attention_arguments() -> tuple[str, ...]:
+    """Names of what ComfyUI's block gives attention and the fused blocks would not.
+
+    Read from the source of the call: attention functions take any argument, and ComfyUI's wrapper
+    takes some of them out before.
+    """
+    try:
+        forward = _target("comfy.ldm.qwen_image.model", "Attention.forward")
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (ImportError, AttributeError, OSError, TypeError, SyntaxError):
+        return ()
+    given = {
+        keyword.arg
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("optimized_attention")
+        for keyword in call.keywords
+    }
+    return tuple(sorted(str(name) for name in given - {*ATTENTION_ARGUMENTS}))
 
 
 def _target(module: str, name: str) -> Any:

@@ -138,6 +138,12 @@ def test_a_named_attention_and_another_node_win_over_the_file(calls):
         assert "attention: math: asked for" in report_of(named)
         assert "file" not in report_of(named)
 
+    # One that gave NaN leaves its place to exact attention, not to the file's.
+    failed = optimize(stock, OptimizeSettings(attention="math"))
+    failed.model_options["transformer_options"][SLOT].give_up()
+    found, called = forward(failed, calls)
+    assert not called and difference(found, EXACT()[0]) < 2e-6
+
     def other(func, *arguments, **options):
         return func(*arguments, **options) * 0.5
 

@@ -566,3 +566,12 @@ def test_fp8_and_bf16_files() -> None:
         expected = sample(by_core(base, rounded))
         for how in ("merge", "bypass"):
             assert distance(sample(applied(base, tensors, how=how)), expected) < 1e-5, (dtype, how)
+
+
+def test_another_model_of_the_same_blocks_is_refused() -> None:
+    """MageFlow has Qwen-Image's blocks, fewer of them."""
+    model = build()
+    model.model.__class__ = type("MageFlow", (type(model.model),), {})
+    words = "The MODEL is MageFlow and this node changes Qwen-Image 1.x"
+    with pytest.raises(SettingError, match=words):
+        applied(model, lora())

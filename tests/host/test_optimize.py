@@ -14,11 +14,12 @@ import comfy.sd
 import narrow_transformer as narrow
 import pytest
 import torch
-from comfy.ldm.qwen_image.model import QwenImageTransformerBlock
+from comfy.ldm.qwen_image.model import Attention, QwenImageTransformerBlock
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfyui_boot import MODE, folder
 
 from qwen_l40s.errors import SettingError
+from qwen_l40s.hosts.comfyui import contract
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.sample.attention import SLOT, SlotAttention
@@ -333,6 +334,24 @@ def test_an_argument_of_a_block_that_is_unknown_is_left_to_comfyui(monkeypatch):
     monkeypatch.setattr(QwenImageTransformerBlock, "__call__", call, raising=False)
     clone = compare(stock(), fused_blocks=False, most=0)
     assert "arguments that are unknown here" in report_of(clone)
+
+
+def test_an_argument_that_a_block_newly_gives_attention_is_left_to_comfyui(monkeypatch):
+    own = Attention.forward
+
+    def forward(self, *args, **kwargs):
+        """Reads as a newer one, whose call the fused blocks do not know."""
+        if False:
+            optimized_attention_masked(*args, window=3)  # noqa: F821
+        return own(self, *args, **kwargs)
+
+    contract.unknown_attention_arguments.cache_clear()
+    try:
+        monkeypatch.setattr(Attention, "forward", forward)
+        clone = compare(stock(), fused_blocks=False, most=0)
+        assert "gives attention window, which is unknown here" in report_of(clone)
+    finally:
+        contract.unknown_attention_arguments.cache_clear()
 
 
 def test_another_extension_that_has_wrapped_a_block():

@@ -101,10 +101,10 @@ def model_1():
     return narrow.load_patcher(PATH, "bf16", False)
 
 
-def sample(model, latent, width, **more):
-    prompt = [[torch.ones(1, 5, width), more]]
+def sample(model, latent, width, negative=None, **more):
+    prompts = [[[torch.ones(1, 5, each), more]] for each in (width, negative or width)]
     noise = random(*latent.shape)
-    settings = (noise, 1, 1.0, "euler", "simple", prompt, prompt, latent)
+    settings = (noise, 1, 1.0, "euler", "simple", *prompts, latent)
     return comfy.sample.sample(model, *settings, seed=0, disable_pbar=True)
 
 
@@ -173,7 +173,7 @@ def test_the_node_applies_nothing_to_a_model_21():
         model = model_21(fused)
         for how in ("merge", "bypass"):
             run = partial(apply_lora, model, lora(OF_1), 1.0, how=how)
-            refused("The MODEL is Qwen-Image-2.1", "with ComfyUI's Load LoRA.", run=run)
+            refused("The MODEL is QwenImage21", "use ComfyUI's Load LoRA.", run=run)
             comfyui_boot.refused(
                 CheckpointError,
                 "does not run LoRAs of Qwen-Image-2.1",
@@ -230,10 +230,12 @@ def test_text_and_latents_of_21_in_qwen_image():
         fixed = comfy.sample.fix_empty_latent_channels(model, torch.zeros(1, 64, 8, 8))
         sample(model, fixed, width)
         refused(
-            f"The prompt is {TEXT} wide and the MODEL takes text {width} wide: encode it with the",
+            f"The prompt is {TEXT} wide and the MODEL takes text {width} wide: use the model's own",
             run=partial(sample, model, empty, TEXT),
         )
-        words = "A latent has 64 channels and the MODEL's have 16: encode the image with the"
+        negative = partial(sample, model, empty, width, negative=TEXT)
+        refused(f"The prompt is {TEXT} wide", run=negative)
+        words = "A latent has 64 channels and the MODEL takes 16: use the model's own VAE"
         refused(words, run=partial(sample, model, of_21, width))
         refused(words, run=partial(sample, model, empty, width, reference_latents=[of_21]))
         sample(model, empty, width, reference_latents=[empty + 1])

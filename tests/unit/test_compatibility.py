@@ -12,7 +12,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from qwen_l40s.hosts.comfyui.contract import HOOKS, KNOWN, news_of_host, unsupported_host
+from qwen_l40s.hosts.comfyui.contract import (
+    HOOKS,
+    KNOWN,
+    news_of_host,
+    unknown_attention_arguments,
+    unsupported_host,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = inspect.Parameter
@@ -63,8 +69,10 @@ def host(monkeypatch):
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     unsupported_host.cache_clear()
+    unknown_attention_arguments.cache_clear()
     yield modules
     unsupported_host.cache_clear()
+    unknown_attention_arguments.cache_clear()
 
 
 def sentence():
@@ -211,7 +219,22 @@ def test_a_new_parameter_of_what_the_host_calls_is_named(host, monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(owner, last, function("self", *known, "gate", "up"))
                 assert news_of_host() == [
-                    f"ComfyUI 0.33.0 has the new parameters gate, up in {module}.{name}: where it "
-                    "uses them, its own code runs."
+                    f"ComfyUI 0.33.0 has the new parameters gate, up in {module}.{name}: blocks "
+                    "that use them run its own code, and a LoRA in bypass refuses them."
                 ]
                 assert unsupported_host() is None
+
+
+class Attention:
+    """As ComfyUI's, of which only the source is read."""
+
+    def forward(self, q, k, v, transformer_options):
+        known = {"transformer_options": transformer_options, "skip_reshape": True}
+        return optimized_attention_masked(q, k, v, 4, window=3, skip_reshape=known)  # noqa: F821
+
+
+def test_a_new_argument_of_the_call_of_attention_is_named(host):
+    host["comfy.ldm.qwen_image.model"].Attention = Attention
+    assert news_of_host() == [
+        "ComfyUI 0.33.0 gives attention the new arguments window: its own blocks run."
+    ]

@@ -183,7 +183,7 @@ def quantized_operations(compute_dtype: torch.dtype) -> type:
 
             def _computes_in_full_precision(self, input: torch.Tensor) -> bool:
                 return (
-                    self._full_precision_mm
+                    getattr(self, "_full_precision_mm", True)
                     or getattr(self, "comfy_force_cast_weights", False)
                     or input.requires_grad
                 )

@@ -44,7 +44,6 @@ class LoadPlan:
         off_card: whether the modulation waits in host memory, and `place_reason` why.
         why: both reasons in a few words.
         modulation_bytes: of the modulation weights in that precision.
-        in_file: whether the weights stay in the mapped file, which dynamic VRAM then reads.
     """
 
     source: Source
@@ -57,7 +56,6 @@ class LoadPlan:
     place_reason: str
     why: str
     modulation_bytes: int
-    in_file: bool
 
 
 def plan_load(
@@ -99,8 +97,6 @@ def plan_load(
         place_reason=decision.place_reason,
         why=decision.why,
         modulation_bytes=sizes[name].modulation,
-        # Layers of a quantized file that are kept in bf16 are made.
-        in_file=_is_as_stored(source, stored, name) and not (keep and name in QUANTIZED),
     )
 
 
@@ -154,11 +150,6 @@ def _stored_precision(source: Source) -> str:
     return STORED[max(plain, key=plain.__getitem__)] if plain else "bf16"
 
 
-def _is_as_stored(source: Source, stored: str, name: str) -> bool:
-    """Whether loading in the precision `name` takes the weights over as they lie in the file."""
-    return name == stored and not STORAGE_ONLY & source.part.quantization.formats.keys()
-
-
 def _sizes(
     source: Source, shape: TransformerShape, stored: str, keep: Sequence[str]
 ) -> dict[str, TransformerBytes]:
@@ -202,7 +193,7 @@ def _host_bytes(
     # What is converted on load is no part of the mapped file any more, wherever it waits.
     if decision.off_card and (stored not in ("fp16", "fp32") or name == stored):
         weights -= size.modulation
-    if _is_as_stored(source, stored, name):
+    if name == stored and not STORAGE_ONLY & source.part.quantization.formats.keys():
         # Under dynamic VRAM the mapped file itself is the model; else the host copies what is
         # not quantized.
         copies = card is None or not comfy.memory_management.aimdo_enabled

@@ -126,7 +126,7 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
         model,
         load_device=load_device,
         offload_device=offload_device,
-        **_fast_disk(plan, patcher_class, tensors),
+        **_fast_disk(patcher_class, tensors),
     )
     if not comfy.model_management.is_device_cpu(offload_device):
         model.to(offload_device)
@@ -146,7 +146,7 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
 
 
 def _fast_disk(
-    plan: LoadPlan, patcher_class: type[ModelPatcher], tensors: dict[str, torch.Tensor]
+    patcher_class: type[ModelPatcher], tensors: dict[str, torch.Tensor]
 ) -> dict[str, bool]:
     """What ComfyUI's own loader tells a patcher about the disk; nothing where it takes nothing.
 
@@ -157,7 +157,13 @@ def _fast_disk(
     if find is None or "fast_disk" not in inspect.signature(patcher_class.__init__).parameters:
         return {}
     # Weights made at load have no file behind them, although norms and biases beside them do.
-    return {"fast_disk": find(tensors if plan.in_file else {})}
+    made = any(
+        name.endswith(".weight")
+        and tensor.dim() == 2
+        and not hasattr(tensor.untyped_storage(), "_comfy_source_path")
+        for name, tensor in tensors.items()
+    )
+    return {"fast_disk": not made and find(tensors)}
 
 
 def _what_is_not_quantized(dtype: torch.dtype, kept: Sequence[torch.Tensor]) -> list[str]:

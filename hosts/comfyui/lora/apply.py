@@ -26,7 +26,7 @@ from ....loaders.convert import normalize_name
 from ....loaders.detect import FOREIGN_STACKS
 from ....planning.request import LORA_MODES
 from ....spec import format_gib
-from ..sample.optimize import QWEN_IMAGE_21
+from ..sample.optimize import unsupported_model
 from .bypass import add_bypass, bypass_module
 from .file import LoraFile, inspect_lora, read_lora
 
@@ -110,7 +110,7 @@ def apply_lora(
         CheckpointError: the file is not a LoRA, is for another model or width, is damaged, holds
             NaN or infinity, or changes nothing in this model.
         SettingError: `strength` or `how` is invalid, this kind of LoRA can only be merged, or the
-            model is Qwen-Image-2.1 or keeps what the LoRA changes inside a larger weight.
+            model is not Qwen-Image 1.x or keeps what the LoRA changes inside a larger weight.
     """
     if how not in LORA_MODES:
         raise SettingError(f"lora_mode {how!r} is unknown: choose {', '.join(LORA_MODES)}.")
@@ -130,9 +130,9 @@ def apply_lora(
     )
     if strength == 0:
         return model, report
-    if isinstance(model.model, QWEN_IMAGE_21):
+    if unsupported_model(model):
         raise SettingError(
-            "The MODEL is Qwen-Image-2.1, to which this node applies no LoRA: load its LoRAs with "
+            f"The MODEL is {type(model.model).__name__} and this node changes Qwen-Image 1.x: use "
             "ComfyUI's Load LoRA."
         )
     file = read_lora(path)

@@ -145,7 +145,8 @@ class FileAttention:
             runs = None if choice.function is None else _name(choice.function)
             if runs is not None:
                 self.runs[runs] += 1
-            self.missing.update(takewhile(lambda name, runs=runs: name != runs, _asked(choice)))
+            asked = takewhile(lambda name, runs=runs: name != runs, _asked(choice))
+            self.missing.update(dict.fromkeys(asked, 1))
 
     @property
     def lossy(self) -> bool:

@@ -18,21 +18,13 @@ from ....optimizations.modulation import Entry
 from ....optimizations.reference import Rotary, Tokens
 from ....optimizations.run import BlockInputs
 from ....optimizations.self_check import Streams
+from ..contract import BLOCK_ARGUMENTS, unknown_attention_arguments
 from .attention import SLOT, SlotAttention, file_choice, host_attention, without_choice
 from .call import is_compiled
 from .layers import ComfyLayers
 from .modulation import ModelModulation
 
-# What ComfyUI's loop gives a block, all by name.
-ARGUMENTS = {
-    "hidden_states",
-    "encoder_hidden_states",
-    "encoder_hidden_states_mask",
-    "temb",
-    "image_rotary_emb",
-    "timestep_zero_index",
-    "transformer_options",
-}
+ARGUMENTS = set(BLOCK_ARGUMENTS)
 OTHER_ARGUMENTS = Fallback("ComfyUI passes its blocks arguments that are unknown here")
 COMPILED = Fallback("torch.compile runs the model; without it the fused blocks would")
 INPUT_PATCH = Fallback("another node changes what attention reads (attn1_patch)")
@@ -95,6 +87,8 @@ class ComfyPass:
         """Options that a node has set for the whole pass."""
         if is_compiled(self._options):
             return COMPILED
+        if new := unknown_attention_arguments():
+            return Fallback(f"ComfyUI gives attention {', '.join(new)}, which is unknown here")
         return INPUT_PATCH if self._options.get("patches", {}).get("attn1_patch") else None
 
     def unsupported(self, block: torch.nn.Module) -> Fallback | None:
@@ -106,9 +100,10 @@ class ComfyPass:
         """From what ComfyUI's loop calls a block with."""
         if positional or arguments.keys() != ARGUMENTS or arguments["image_rotary_emb"] is None:
             return OTHER_ARGUMENTS
-        self._preferred = file_choice(block)
         # A wrapper inside of the call may have added to them.
         self._options = options = arguments["transformer_options"]
+        # What is in the slot wins over the file, even where it has failed.
+        self._preferred = None if SLOT in options else file_choice(block)
         patches = options.get("patches", {})
         if patches.get("attn1_patch"):
             return INPUT_PATCH

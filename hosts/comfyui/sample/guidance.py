@@ -8,6 +8,7 @@ in the final latent of the micro model at scale 4.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from comfy.model_patcher import ModelPatcher
 from torch.nn import functional as F
 
 from .optimize import QWEN_IMAGE_21
+
+logger = logging.getLogger(__name__)
 
 PATCH = 2
 
@@ -40,6 +43,9 @@ def rescale_by_token(model: ModelPatcher) -> ModelPatcher:
     Qwen-Image-2.1 stays as it is: diffusers guides that one without norms.
     """
     if isinstance(model.model, QWEN_IMAGE_21):
+        logger.warning(
+            "CFG Norm Qwen-Image: no effect on Qwen-Image-2.1, which diffusers guides without it."
+        )
         return model
 
     def guide(arguments: dict[str, Any]) -> torch.Tensor:

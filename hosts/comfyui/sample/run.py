@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
+from comfy.samplers import CFGGuider
 
 from ....errors import SettingError
 from ....optimizations.block_form import blocks_of
@@ -110,21 +111,23 @@ def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -
 def _check_parts(
     transformer: QwenImageTransformer2DModel, guider: Any, noise: torch.Tensor
 ) -> None:
-    prompts = guider.conds.get("positive", ())
+    # Another guider's other prompts may be another model's.
+    names = guider.conds if type(guider) is CFGGuider else ("positive",)
+    prompts = [prompt for name in names for prompt in guider.conds.get(name, ())]
     width = transformer.txt_in.in_features
     for text in _tensors(prompt.get("cross_attn") for prompt in prompts):
         if text.shape[-1] != width:
             raise SettingError(
-                f"The prompt is {text.shape[-1]} wide and the MODEL takes text {width} wide: "
-                "encode it with the model's own text encoder, Qwen2.5-VL 7B for Qwen-Image."
+                f"The prompt is {text.shape[-1]} wide and the MODEL takes text {width} wide: use "
+                "the model's own text encoder, Qwen2.5-VL 7B for Qwen-Image."
             )
     channels = transformer.in_channels // 4  # of a patch of 2 x 2
     references = (latent for it in prompts for latent in it.get("reference_latents") or ())
     for latent in _tensors((noise, *references)):
-        if latent.shape[1] != channels:
+        if latent.ndim > 3 and latent.shape[1] != channels:
             raise SettingError(
-                f"A latent has {latent.shape[1]} channels and the MODEL's have {channels}: encode "
-                "the image with the model's own VAE, Qwen-Image's."
+                f"A latent has {latent.shape[1]} channels and the MODEL takes {channels}: use the "
+                "model's own VAE."
             )
 
 
