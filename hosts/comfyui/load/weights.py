@@ -141,7 +141,7 @@ def _what_was_stored(source: Source) -> list[str]:
             notes.append(f"{count} layers stored in {name} were converted to bf16.")
     for name, count in source.part.attention.items():
         notes.append(
-            f"The file asks for {name} attention in {count} of its blocks: ComfyUI 0.40 and newer "
-            "heed it."
+            f"The file asks for {name} attention in {count} of its blocks: ComfyUI before "
+            "0.40 ignores it."
         )
     return notes
