@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 from .header import TensorInfo
 from .parts import (
     FAMILY_21,
-    LICENCE_21,
+    FILES_21,
+    LICENCE_21_OF_OTHERS,
     MLP_21,
+    SINCE_21,
     Identity,
     Tensors,
     count_blocks,
@@ -115,8 +117,8 @@ def controlnet(tensors: Tensors) -> Identity | None:
             fun,
             family=f"ControlNet for {FAMILY_21}",
             folder="model_patches",
-            licence=LICENCE_21,
-            cannot_run=(left_to_comfyui(FAMILY_21, "Load Model Patch", file="its ControlNet"),),
+            licence=LICENCE_21_OF_OTHERS,
+            cannot_run=(left_to_comfyui(f"ControlNets of {FAMILY_21}", "Load Model Patch"),),
         )
     return None
 
@@ -177,8 +179,11 @@ FOREIGN_STACKS = ("single_transformer_blocks", "single_blocks", "double_blocks",
 LARGEST_OTHER_STACK = 38  # joint blocks of SD 3.5 Large; FLUX has 19
 # Attention alone tells Qwen-Image-2.1 by its width and by a block beyond those of FLUX.2 klein 9B.
 WIDTH_21, LARGEST_OF_THAT_WIDTH = 4096, 8
-READS_INPUT = {"lora_A", "lora_down", "lora.down", "hada_w1_b"}
-ATTENTION_INPUTS = {"attn.to_q", "attn.to_k", "attn.to_v"}
+# The second axes of LoKr's two factors multiply to a layer's input.
+READS_INPUT = {"lora_A", "lora_down", "lora.down", "hada_w1_b"} | {
+    f"lokr_w{factor}{part}" for factor in (1, 2) for part in ("", "_b")
+}
+ATTENTION_OF_21 = {"attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"}
 
 
 def lora(tensors: Tensors) -> Identity | None:
@@ -197,17 +202,13 @@ def lora(tensors: Tensors) -> Identity | None:
         for start, label in ALGORITHMS.items()
         if any(kind.startswith(start) for kind in kinds)
     )
-    widths = {
-        size(tensors, name, 1)
-        for name, match in found.items()
-        if match["kind"] in READS_INPUT and _target(name[: match.start()]) in ATTENTION_INPUTS
-    }
-    of_21 = _is_21(targets, blocks, widths)
+    foreign = any(stack in module for module in modules for stack in FOREIGN_STACKS)
+    of_21 = not foreign and _is_21(targets, blocks, _attention_widths(tensors, found))
     styles = sorted({_style(module) for module in modules})
     return Identity(
         family=f"{algorithm} for {FAMILY_21}"
         if of_21
-        else _family(modules, targets, blocks, algorithm),
+        else _family(foreign, targets, blocks, algorithm),
         role="lora",
         variant=f"{' and '.join(styles)} keys, {'with' if 'alpha' in kinds else 'without'} alpha",
         dims=known(
@@ -217,7 +218,7 @@ def lora(tensors: Tensors) -> Identity | None:
         ),
         blocks=len(blocks) or None,
         folder="loras",
-        licence=LICENCE_21 if of_21 else None,
+        licence=LICENCE_21_OF_OTHERS if of_21 else None,
         cannot_run=_left_to_others("proj_out.weight" in tensors) if of_21 else (),
     )
 
@@ -226,14 +227,24 @@ def _left_to_others(whole: bool) -> tuple[str, ...]:
     """What loads a LoRA of Qwen-Image-2.1; `whole`: it holds whole tensors, as Fun-Acc does."""
     if not whole:
         own = "choose one for Qwen-Image, or "
-        return (left_to_comfyui(f"LoRAs of {FAMILY_21}", "Load LoRA", file="it", instead=own),)
+        return (left_to_comfyui(f"LoRAs of {FAMILY_21}", "Load LoRA", instead=own),)
     return (
         f"This package does not run {FAMILY_21}, and ComfyUI's Load LoRA leaves out whole tensors "
         "such as proj_out.weight: load this file with the nodes of its publisher.",
     )
 
 
-def _is_21(targets: set[str], blocks: set[int], widths: set[int | None]) -> bool:
+def _attention_widths(tensors: Tensors, found: dict[str, re.Match[str]]) -> set[int]:
+    """How many inputs the attention layers have that a LoRA changes."""
+    widths: dict[str, int] = {}
+    for name, match in found.items():
+        module = name[: match.start()]
+        if match["kind"] in READS_INPUT and _target(module) in ATTENTION_OF_21:
+            widths[module] = widths.get(module, 1) * (size(tensors, name, 1) or 0)
+    return set(widths.values())
+
+
+def _is_21(targets: set[str], blocks: set[int], widths: set[int]) -> bool:
     """Whether a LoRA's modules and the widths of its attention layers are Qwen-Image-2.1's."""
     if any(name.startswith(OWN_TARGETS) for name in targets & set(TARGETS)):
         return False
@@ -261,8 +272,7 @@ def _style(module: str) -> str:
     )
 
 
-def _family(modules: list[str], targets: set[str], blocks: set[int], algorithm: str) -> str:
-    foreign = any(other in module for module in modules for other in FOREIGN_STACKS)
+def _family(foreign: bool, targets: set[str], blocks: set[int], algorithm: str) -> str:
     if blocks and not foreign:
         if max(blocks) >= LARGEST_OTHER_STACK or any(
             name.startswith(OWN_TARGETS) for name in targets
@@ -330,6 +340,14 @@ def identify(tensors: Tensors) -> Identity:
         if (identity := detector(tensors)) is not None:
             return identity
     return other_model(tensors)
+
+
+def of_folder(identity: Identity) -> Identity:
+    """The same of a folder or of shards, which no node of ComfyUI reads as Qwen-Image-2.1."""
+    if identity.role not in ("transformer", "text_encoder", "vae"):
+        return identity
+    sentences = tuple(it.replace(SINCE_21, FILES_21) for it in identity.cannot_run)
+    return replace(identity, cannot_run=sentences)
 
 
 def split_parts(tensors: Tensors) -> list[Slice]:

@@ -201,23 +201,22 @@ LICENCE_21 = (
     "Qwen Research License: research, not commercial use (Qwen-Image-2512 and Edit-2511 are "
     "Apache-2.0)"
 )
-FILES_21 = "it as one file (as in huggingface.co/Comfy-Org/Qwen-Image-2.1)"
+# A header does not tell the licence of what others train for it.
+LICENCE_21_OF_OTHERS = f"of {FAMILY_21}: research, not commercial use"
+SINCE_21 = "(ComfyUI 0.37 or newer)"
+FILES_21 = f"{SINCE_21} with a file of huggingface.co/Comfy-Org/{FAMILY_21}"
 LATENT_CHANNELS_21 = 64
 # The gated MLP of its blocks: gate and up apart, or, in ComfyUI's files, in one weight.
 MLP_21 = ("img_mlp.proj", "img_mlp.gate_layer", "img_mlp.gate_up", "img_mlp.out")
 
 
-def left_to_comfyui(what: str, node: str, *, file: str = FILES_21, instead: str = "") -> str:
+def left_to_comfyui(what: str, node: str, *, instead: str = "") -> str:
     """Says which node of ComfyUI loads what this package does not run.
 
     Args:
-        file: what that node loads.
         instead: what to choose in this package, with the comma and "or" behind it.
     """
-    return (
-        f"This package does not run {what}: {instead}load {file} with ComfyUI's {node}, and update "
-        "a ComfyUI older than 0.37 first."
-    )
+    return f"This package does not run {what}: {instead}use ComfyUI's {node} {SINCE_21}."
 
 
 def qwen_image_21(tensors: Tensors) -> Identity | None:
@@ -269,8 +268,8 @@ def qwen3_vl(tensors: Tensors) -> Identity | None:
     hidden = size(tensors, f"{language}norm.weight")
     own = "choose Qwen2.5-VL 7B for Qwen-Image"
     if hidden == 4096:
-        family = f"Qwen3-VL 8B text encoder ({FAMILY_21}'s)"
-        node = "Load CLIP (type qwen_image)"
+        family = f"Qwen3-VL 8B text encoder ({FAMILY_21}'s among others)"
+        node = "Load CLIP with type qwen_image"
         refusal = left_to_comfyui("Qwen3-VL 8B", node, instead=f"{own}, or ")
     else:
         family = f"Qwen3-VL text encoder ({FAMILY_21} takes the 8B, 4096 wide)"

@@ -255,7 +255,7 @@ def test_vaes_and_latents():
 
 
 def left_to(node, words, run):
-    sentence = f"load it as one file (as in huggingface.co/Comfy-Org/Qwen-Image-2.1) with {node}"
+    sentence = f"use {node} (ComfyUI 0.37 or newer) (/"
     comfyui_boot.refused(CheckpointError, *words, sentence, run=run)
 
 
@@ -263,7 +263,7 @@ def left_to(node, words, run):
 def test_a_file_of_the_model(fused):
     path = FOLDER / "qwen_image_2.1.safetensors"
     save_file(weights_21(fused=fused), path)
-    words = ("This package does not run Qwen-Image-2.1:", "update a ComfyUI older than 0.37 first")
+    words = ("This package does not run Qwen-Image-2.1:",)
     run = partial(narrow.load_patcher, path, "bf16", False)
     left_to("ComfyUI's Load Diffusion Model", words, run)
     for load, other in ((load_text_encoder, "text encoder"), (load_vae, "VAE")):

@@ -29,12 +29,11 @@ from qwen_l40s.loaders.source import PLACES, open_source
 
 PARAMETERS = 7_115_124_736
 CONVROT = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}
-UPDATE = "and update a ComfyUI older than 0.37 first"
-FILES = "load it as one file (as in huggingface.co/Comfy-Org/Qwen-Image-2.1) with ComfyUI's"
+FILES = "with a file of huggingface.co/Comfy-Org/Qwen-Image-2.1"
 NODES = {
-    "transformer": "ComfyUI's Load Diffusion Model, ",
-    "text_encoder": "ComfyUI's Load CLIP (type qwen_image), ",
-    "vae": "ComfyUI's Load VAE, ",
+    "transformer": "ComfyUI's Load Diffusion Model (ComfyUI 0.37 or newer)",
+    "text_encoder": "ComfyUI's Load CLIP with type qwen_image (ComfyUI 0.37 or newer)",
+    "vae": "ComfyUI's Load VAE (ComfyUI 0.37 or newer)",
 }
 
 
@@ -213,7 +212,7 @@ def test_every_form_of_the_transformer(tmp_path, diffusers_form, form):
     assert "the file name says turbo" in part.hint
     assert part.licence.startswith("Qwen Research License: research, not commercial use")
     assert "Qwen-Image-2512 and Edit-2511 are Apache-2.0" in part.licence
-    refused(path, "transformer", "does not run Qwen-Image-2.1:", NODES["transformer"], UPDATE)
+    refused(path, "transformer", f"does not run Qwen-Image-2.1: use {NODES['transformer']} (/")
 
 
 def test_what_a_format_needs_follows(tmp_path, diffusers_form):
@@ -287,14 +286,14 @@ def test_the_diffusers_folder(tmp_path, diffusers_form, qwen3_vl, capsys):
     assert list(parts) == list(PLACES) and found["errors"] == []
     assert [part["family"] for part in parts.values()] == [
         "Qwen-Image-2.1",
-        "Qwen3-VL 8B text encoder (Qwen-Image-2.1's)",
+        "Qwen3-VL 8B text encoder (Qwen-Image-2.1's among others)",
         "Qwen-Image-2.1 VAE",
     ]
     for role, part in parts.items():
         assert bool(part["licence"]) == (role != "text_encoder")
-        assert UPDATE in part["cannot_run"][0] and NODES[role] in part["cannot_run"][0]
+        assert part["cannot_run"][0].endswith(f"use {NODES[role]} {FILES}.")
     for role in PLACES:
-        with pytest.raises(CheckpointError, match="load it as one file"):
+        with pytest.raises(CheckpointError, match=FILES):
             open_source(folder, role)
     assert main(["inspect", str(folder)]) == 0
     rows = capsys.readouterr().out
@@ -322,12 +321,12 @@ def test_every_form_of_the_text_encoder(tmp_path, qwen3_vl, rename, form, tensor
     specs, contents = form(rename(qwen3_vl))
     path = write(tmp_path / "file.safetensors", specs, contents=contents)
     part = only(inspect_checkpoint(path))
-    assert part.family == "Qwen3-VL 8B text encoder (Qwen-Image-2.1's)"
+    assert part.family == "Qwen3-VL 8B text encoder (Qwen-Image-2.1's among others)"
     assert (part.role, part.blocks, part.folder) == ("text_encoder", 36, "text_encoders")
     assert (part.parameters, part.tensors) == (8_767_123_696, tensors)
     assert part.dims == {"hidden": 4096, "vocabulary": 151936}
-    words = "choose Qwen2.5-VL 7B for Qwen-Image, or load it as one file"
-    refused(path, "text_encoder", words, NODES["text_encoder"], UPDATE)
+    words = "choose Qwen2.5-VL 7B for Qwen-Image, or use"
+    refused(path, "text_encoder", f"{words} {NODES['text_encoder']} (/")
     refused(path, "vae", "This is a Qwen3-VL 8B text", "not the Qwen-Image VAE: move it to")
 
 
@@ -361,8 +360,8 @@ def test_both_forms_of_the_vae(tmp_path):
         assert part.variant.startswith(style)
         assert (part.parameters, part.tensors) == (337_740_404, 238)
     path = write(tmp_path / "file.safetensors", native_vae_21())
-    words = "choose Qwen-Image's own (16), or load it as one file"
-    refused(path, "vae", "(64 latent channels)", words, NODES["vae"], UPDATE)
+    words = "choose Qwen-Image's own (16), or use"
+    refused(path, "vae", f"(64 latent channels): {words} {NODES['vae']} (/")
     refused(path, "transformer", "This is a Qwen-Image-2.1 VAE, not", "models/vae")
 
 
@@ -417,8 +416,8 @@ def test_a_lora_in_every_key_style(tmp_path, prefix):
             assert (part.family, part.role) == ("LoRA for Qwen-Image-2.1", "lora")
             assert part.dims["targets"] == ", ".join(sorted(targets))
             assert not part.variant.startswith("unknown")
-            assert part.licence.startswith("Qwen Research License")
-            assert "for Qwen-Image, or load it with ComfyUI's Load LoRA, " in part.cannot_run[0]
+            assert part.licence == "of Qwen-Image-2.1: research, not commercial use"
+            assert "for Qwen-Image, or use ComfyUI's Load LoRA (ComfyUI" in part.cannot_run[0]
 
 
 def test_a_bundle_with_whole_tensors(tmp_path):
@@ -455,7 +454,42 @@ def test_the_turbo_lora(tmp_path):
     )
     assert (part.family, part.blocks) == ("LoRA for Qwen-Image-2.1", 2)
     assert (part.dims["rank"], part.dims["largest_rank"]) == (64, 69)
-    assert "for Qwen-Image, or load it with ComfyUI's Load LoRA, " in part.cannot_run[0]
+    assert "for Qwen-Image, or use ComfyUI's Load LoRA (ComfyUI" in part.cannot_run[0]
+
+
+def lokr_21(halves):
+    specs = {}
+    for block in range(32):
+        for target in ATTENTION:
+            for name, shape in halves.items():
+                specs[f"lycoris_transformer_blocks_{block}_{target.replace('.', '_')}.{name}"] = (
+                    "BF16",
+                    shape,
+                )
+    return specs
+
+
+def test_attention_alone_in_other_forms(tmp_path):
+    whole = {"lokr_w1": (16, 16), "lokr_w2": (256, 256)}
+    factored = {"lokr_w1": (16, 16), "lokr_w2_a": (256, 8), "lokr_w2_b": (8, 256)}
+    for specs, family in (
+        (lora_21("", PAIRS[0], ["attn.to_out.0"]), "LoRA for Qwen-Image-2.1"),
+        (lokr_21(whole), "LoKr for Qwen-Image-2.1"),
+        (lokr_21(factored), "LoKr for Qwen-Image-2.1"),
+        (lokr_21(whole | {"lokr_w1": (12, 12)}), "LoKr for Qwen-Image, FLUX or SD 3"),
+    ):
+        assert inspect_specs(tmp_path, specs).family.startswith(family)
+
+
+def klein():
+    """FLUX.2 klein 9B's attention, which is as wide as Qwen-Image-2.1's."""
+    specs = lora_21("transformer.", PAIRS[0], ATTENTION, range(8))
+    for block in range(24):
+        for name, rows, columns in (("to_qkv_mlp_proj", 36864, 4096), ("to_out", 4096, 16384)):
+            module = f"transformer.single_transformer_blocks.{block}.attn.{name}"
+            specs[f"{module}.lora_A.weight"] = ("BF16", (16, columns))
+            specs[f"{module}.lora_B.weight"] = ("BF16", (rows, 16))
+    return specs
 
 
 def test_loras_of_others_are_not_taken_for_one(tmp_path):
@@ -464,6 +498,7 @@ def test_loras_of_others_are_not_taken_for_one(tmp_path):
         (lora_21("", PAIRS[0], ATTENTION, shapes=narrow), "LoRA for Qwen-Image, FLUX or SD 3"),
         (lora_21("", PAIRS[0], ATTENTION, (0, 59), shapes=narrow), "LoRA for Qwen-Image"),
         (lora_21("", PAIRS[0], ATTENTION, (0, 7)), "LoRA for Qwen-Image, FLUX or SD 3"),
+        (klein(), "not Qwen-Image: a LoRA for another model"),
     ):
         part = inspect_specs(tmp_path, specs)
         assert part.family.startswith(family) and "2.1" not in part.family
@@ -486,7 +521,7 @@ def test_the_fun_controlnet(tmp_path, diffusers_form):
         path = write(tmp_path / "file.safetensors", specs)
         part = only(inspect_checkpoint(path))
         assert (part.family, part.folder) == ("ControlNet for Qwen-Image-2.1", "model_patches")
-        assert "its ControlNet with ComfyUI's Load Model Patch, " in part.cannot_run[0]
+        assert "of Qwen-Image-2.1: use ComfyUI's Load Model Patch (" in part.cannot_run[0]
         refused(path, "transformer", "This is a ControlNet for Qwen-Image-2.1, not")
 
 
