@@ -25,6 +25,7 @@ SUITES = {
     "unit": ("tests/unit", "-m", "not slow"),
     "host": ("tests/host",),
     "server": ("tests/server",),
+    "page": ("tests/page",),
 }
 LISTED = re.compile(
     r"torch(vision|audio)?|triton|comfy-(kitchen|aimdo)|comfyui_(frontend_package|workflow_templates)"
@@ -60,10 +61,14 @@ def install(folder: Path | None) -> None:
         venv.create(ENVIRONMENT, with_pip=True)
     pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     text = (folder / "requirements.txt").read_text(encoding="utf-8") if folder else ""
-    names = re.findall(r"^[A-Za-z][\w.-]*(?=\s*(?:[=<>~!;]|$))", text, re.MULTILINE)
-    newest = ["torch", "torchvision", "torchaudio", *names]
+    newest = ["torch", "torchvision", "torchaudio", *names_in(text)]
     subprocess.run([*pip, "--upgrade", *newest], check=True)
     subprocess.run([*pip, "--upgrade", "--editable", f"{ROOT}[dev]"], check=True)
+
+
+def names_in(requirements: str) -> list[str]:
+    """The packages that a requirements.txt names, without their versions."""
+    return re.findall(r"^[A-Za-z][\w.-]*(?=\s*(?:[=<>~!;]|$))", requirements, re.MULTILINE)
 
 
 def versions() -> list[str]:
@@ -90,10 +95,11 @@ def run(suite: str, workers: str) -> tuple[int, list[tuple[str, str]]]:
         capture_output=True,
         text=True,
     )
-    if not report.exists():
+    ran, faults = read_report(report) if report.exists() else (0, [])
+    if done.returncode not in (0, 1) or not ran:
         last = (done.stdout + done.stderr).strip().splitlines() or ["it stopped"]
-        return 0, [(f"tests/{suite}", last[-1])]
-    return read_report(report)
+        faults.append((f"tests/{suite}", f"pytest ended with {done.returncode}: {last[-1]}"))
+    return ran, faults
 
 
 def read_report(report: Path) -> tuple[int, list[tuple[str, str]]]:
