@@ -232,7 +232,7 @@ def test_files_of_qwen_image_21_are_not_suggested(choices, models):
         found = choices.offered(role)
         assert found["default"] == found["options"][0] == "b_qwen_image.safetensors"
         assert "a_qwen_image_2.1.safetensors" in found["options"]
-    with pytest.raises(CheckpointError, match="load it as one file"):
+    with pytest.raises(CheckpointError, match="with a file of huggingface"):
         choices.source_of("Qwen-Image-2.1/", "transformer")
     model = choices.source_of("b_qwen_image.safetensors", "transformer")
     assert choices.find_companion(model, "vae").path.name == "b_qwen_image.safetensors"
