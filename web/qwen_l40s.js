@@ -161,12 +161,16 @@ function sentence({ type, message, details = "", extra_info }) {
     return details ? `${message}: ${details}` : message
 }
 
-/** Shows what the server's answer to a prompt says of its nodes, and nothing older. */
+/** Shows what the server's answer to a prompt says of its nodes. */
 function answered(errors) {
     // One problem of two inputs comes twice.
     const said = ({ errors }) => [...new Set(errors.map(sentence))].join("\n")
-    const news = new Map(Object.entries(errors ?? {}).map(([id, found]) => [nodeOf(id), said(found)]))
-    for (const node of [...failed, ...news.keys()]) fails(node, news.get(node))
+    for (const [id, found] of Object.entries(errors ?? {})) fails(nodeOf(id), said(found))
+}
+
+/** Takes away what an older prompt left, before a new one goes out: it may fail before its answer is here. */
+function forgetErrors() {
+    for (const node of [...failed]) fails(node, undefined)
 }
 
 /** Gives the inputs of a saved node the names of today, before the page drops what it lacks. */
@@ -212,6 +216,7 @@ app.registerExtension({
         // The page has no event for a refused prompt.
         const { queuePrompt } = api
         api.queuePrompt = function (...all) {
+            safely(forgetErrors)
             const answer = queuePrompt.apply(this, all)
             answer.then(
                 ({ node_errors }) => safely(() => answered(node_errors)),

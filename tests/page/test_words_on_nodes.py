@@ -103,6 +103,24 @@ def test_a_refused_prompt_says_why_on_the_node(page: ComfyPage):
         assert words(page) == {title: refused["errors"][0]["details"]}
 
 
+def test_a_run_that_fails_before_its_answer_is_here_says_why_too(page: ComfyPage, tmp_path: Path):
+    """As on a slow line: the server's message of the failure overtakes its answer to the prompt."""
+    file = tmp_path / "four_channels.json"
+    file.write_text(json.dumps(FOUR_CHANNELS), encoding="utf-8")
+    page.drop(file)
+    (title,) = (node["title"] for node in page.nodes() if node["type"] == "QwenL40S_VAEDecode")
+    held: list[Any] = []
+    page.page.route("**/prompt", lambda route: held.append((route, route.fetch())))
+    page.page.get_by_test_id("queue-button").click()
+    page.page.locator(".qwen-l40s-box.error").wait_for()
+    with page.page.expect_response("**/prompt"):
+        for route, response in held:
+            route.fulfill(response=response)
+    page.page.unroute("**/prompt")
+    page.draw()
+    assert "(1, 4, 8, 8)" in words(page)[title]
+
+
 def test_a_failed_run_says_why_on_the_node_until_one_succeeds(page: ComfyPage, tmp_path: Path):
     file = tmp_path / "four_channels.json"
     file.write_text(json.dumps(FOUR_CHANNELS), encoding="utf-8")
