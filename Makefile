@@ -19,7 +19,7 @@ export TORCH_FOR := $(TORCH)
 
 # Processes that run tests, of one thread each: small work on many threads waits for threads.
 WORKERS ?= 2
-test test-unit test-host test-server test-next-host test-cuda: export OMP_NUM_THREADS = 1
+test test-unit test-host test-server test-cuda: export OMP_NUM_THREADS = 1
 # A file's tests share what it has built; on a card they are many and short.
 DIST = loadgroup
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist $(DIST) --durations=15 --durations-min=5
@@ -62,10 +62,10 @@ test-server: $(STAMP) $(FRONTEND)
 	@$(PYTEST) tests/server tests/page $(ARGS)
 
 # The same in the newer ComfyUI at COMFYUI_NEXT_PATH: tools/next_host.md.
-test-next-host: $(STAMP) $(FRONTEND)
-	@test -n "$$COMFYUI_NEXT_PATH" || echo "tests/host, tests/server, tests/page: not run in a newer ComfyUI: name one with COMFYUI_NEXT_PATH"
-	@test -z "$$COMFYUI_NEXT_PATH" || COMFYUI_PATH="$$COMFYUI_NEXT_PATH" $(PYTEST) tests/host $(ARGS)
-	@test -z "$$COMFYUI_NEXT_PATH" || COMFYUI_PATH="$$COMFYUI_NEXT_PATH" $(PYTEST) tests/server tests/page $(ARGS)
+test-next-host: $(STAMP)
+	@if [ -n "$$COMFYUI_NEXT_PATH" ]; then \
+		COMFYUI_PATH="$$COMFYUI_NEXT_PATH" $(MAKE) --no-print-directory test-host test-server; \
+	else echo "tests/host, tests/server, tests/page: not run in a newer ComfyUI: name one with COMFYUI_NEXT_PATH"; fi
 
 # With the newest package of everything, in an environment of its own; a table of what broke.
 test-next: $(STAMP)

@@ -169,7 +169,7 @@ def news_of_host() -> list[str]:
         for name, known in names.items():
             new = [
                 parameter.name
-                for parameter in _parameters(module, name)
+                for parameter in inspect.signature(_target(module, name)).parameters.values()
                 if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
                 and parameter.name not in ("self", *known)
             ]
@@ -214,10 +214,6 @@ def _target(module: str, name: str) -> Any:
         target = getattr(target, part.removesuffix("()"))
         target = target() if part.endswith("()") else target
     return target
-
-
-def _parameters(module: str, name: str) -> list[inspect.Parameter]:
-    return list(inspect.signature(_target(module, name)).parameters.values())
 
 
 def _fault(module: str, name: str, parameters: tuple[str, ...]) -> str | None:
