@@ -26,7 +26,7 @@ from ..planning.bytes import step_bytes, table_bytes, weight_bytes
 from ..planning.cards import Card, find_card
 from ..planning.rates import CONSTANT_NAMES, MEASURED, Constants, Rates, rates_by
 from ..planning.request import RunRequest, Setting
-from ..planning.times import Pass, pass_seconds, prompt_seconds, vae_seconds
+from ..planning.times import Pass, pass_times, prompt_seconds, vae_seconds
 from ..spec import PIXELS_PER_LATENT, PUBLISHED_VAE, find_family
 from .inputs import Inputs
 
@@ -58,7 +58,7 @@ def passes_of(run: MeasuredRun) -> list[Pass]:
 def seconds_of(run: MeasuredRun, rates: Rates) -> float:
     """What a run is predicted to take: a step, an image through the VAE, or a prompt."""
     if run["kind"] == "sampling":
-        return sum(pass_seconds(work, run["precision"], rates) for work in passes_of(run))
+        return sum(pass_times(work, run["precision"], rates).seconds for work in passes_of(run))
     if run["kind"] == "text":
         vision = run.get("references", 0) * find_family("qwen-image-edit-2511").vision_tokens
         return prompt_seconds(

@@ -35,6 +35,7 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
         "tight": estimate.tight,
         "headroom_gib": gib(estimate.headroom_bytes),
         **{name: ends and figure(ends.middle) for name, ends in answers.items()},
+        "step_bound_by": estimate.bound,
         "ranges": _ends(ranges),
         "loads": _ends(times and times.loads),
         "loads_prequantized": _ends(times and times.prequantized_loads),

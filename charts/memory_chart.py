@@ -7,10 +7,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..planning.phases import Phase
+from ..planning.times import PROCESSOR
 from .figures import duration, tenths, usd
 from .notes import price_of
 from .run_chart import Bar, Figure, Limit, RunPicture, run_chart
 from .words import (
+    BOUND,
     PHASE_NAMES,
     WORKING,
     answer,
@@ -44,7 +46,11 @@ def memory_chart(estimate: Estimate) -> Image.Image:
             sign="bad" if not estimate.fits else "tight" if estimate.tight else "good",
             answer=answer(estimate),
             basis=rests_on(estimate),
-            lines=[estimate.card_note, *([] if safe else [next_step(estimate)])],
+            lines=[
+                estimate.card_note,
+                f"A step is {BOUND}." if estimate.bound == PROCESSOR else "",
+                "" if safe else next_step(estimate),
+            ],
             about=heading(estimate),
             figures=figures,
             bars=[_bar(estimate, name, phase) for name, phase in estimate.phases.items()],

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..planning.phases import KEPT_FREE_BYTES, Phase
 from ..planning.request import RunRequest, Setting
+from ..planning.times import PROCESSOR
 from ..spec import format_gib
 from .figures import adding_up, duration, folded, many, table, tenths, tenths_between, usd
 from .notes import notes_of, price_of
@@ -33,6 +34,8 @@ CFG_WORDS = {
 WORKS = {"text": "text encoder", "decode": "VAE"}
 WORKING = "working memory"
 PARTS = ("transformer", "text encoder", "VAE", WORKING, "CUDA")
+# Of a step that waits for its launches; that the card bounds it is not worth a word.
+BOUND = "bound by the processor"
 NOTHING_SAFER = "No safer setting stays on the card: choose a smaller size or batch."
 
 
@@ -217,7 +220,8 @@ def _time(estimate: Estimate) -> str:
     if estimate.image_seconds is None:
         return "unknown, because the card is not in the list"
     image, step = duration(estimate.image_seconds), duration(estimate.step_seconds)
-    return f"{image} an image, {step} a step ({rests_on(estimate)})"
+    waits = f", {BOUND}" if estimate.bound == PROCESSOR else ""
+    return f"{image} an image, {step} a step{waits} ({rests_on(estimate)})"
 
 
 def _cost(estimate: Estimate) -> str:

@@ -31,12 +31,21 @@ from .files import (
 from .phases import Phase, Range, transformer_bytes
 from .plan import PlanOption, plan, plan_with_room
 from .rates import Basis, Rates, is_named, measured, rates_of
-from .request import DROPPED, ON_PROCESSOR, TEXT_ENCODER, Loras, RunRequest, Setting
+from .request import (
+    DROPPED,
+    ON_PROCESSOR,
+    TEXT_ENCODER,
+    Loras,
+    RunRequest,
+    Setting,
+    replays_graph,
+)
 from .times import (
     decode_seconds,
     encode_image_seconds,
     encode_text_seconds,
     forward_seconds,
+    forward_times,
     sampling_seconds,
     table_seconds,
 )
@@ -155,6 +164,7 @@ class RunTimes:
         prequantized_loads: The same of a transformer that was quantized once and written; None for
             bf16.
         loras: Of a step, what LoRAs as bypass take.
+        bound: What bounds a step at the slowest, `times.CARD` or `times.PROCESSOR`.
     """
 
     phases: Mapping[str, Range]
@@ -162,6 +172,7 @@ class RunTimes:
     loads: Mapping[str, Range]
     prequantized_loads: Mapping[str, Range] | None
     loras: Range
+    bound: str
 
 
 def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
@@ -169,7 +180,7 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
     request, setting = option.request, option.setting
     place, precision = setting.text_encoder_place, setting.precision
     for_text, for_decoder = _bytes_of_turns(option)
-    load = _load(option)
+    load, moved = _load(option), option.moved_bytes
 
     def between(seconds: Callable[[Rates], float]) -> Range:
         return Range(seconds(fast), seconds(slow))
@@ -180,6 +191,7 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
     def from_usual_sources(load: Load) -> dict[str, Range]:
         return {source: loading(load, source=source) for source in USUAL_SOURCES}
 
+    graph, without = replays_graph(request, setting), replace(request, loras=Loras())
     phases = {
         "load": loading(load),
         "text": between(
@@ -192,14 +204,13 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
         "tables": between(lambda rates: table_seconds(request, rates, setting.modulation)),
         "sampling": between(
             lambda rates: sampling_seconds(
-                request, precision, rates, moved_bytes=option.moved_bytes
+                request, precision, rates, moved_bytes=moved, graph=graph
             )
         ),
         "decode": between(
             lambda rates: decode_seconds(request, option.tiles, rates) + for_decoder / rates.pcie
         ),
     }
-    without = replace(request, loras=Loras())
     ready = None
     if precision in QUANTIZED:
         ready = from_usual_sources(_load(option, quantized_file=True))
@@ -212,11 +223,14 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
             lambda rates: (
                 request.passes
                 * (
-                    forward_seconds(request, precision, rates)
-                    - forward_seconds(without, precision, rates)
+                    forward_seconds(request, precision, rates, graph=graph)
+                    - forward_seconds(
+                        without, precision, rates, graph=replays_graph(without, setting)
+                    )
                 )
             )
         ),
+        bound=forward_times(request, precision, slow, moved_bytes=moved, graph=graph).bound,
     )
 
 
@@ -339,6 +353,11 @@ class Estimate:
     def step_seconds(self) -> Range | None:
         """One step of the sampler, with both prompts where there are two."""
         return self.times and self.times.phases["sampling"].times(1 / self.request.steps)
+
+    @property
+    def bound(self) -> str | None:
+        """What bounds a step, as of `RunTimes`; None without times."""
+        return self.times and self.times.bound
 
     @property
     def image_seconds(self) -> Range | None:

@@ -8,7 +8,7 @@ their errors on both halves; nothing else in an estimate is fitted.
 Figures of the host and its link are no fits: each was measured once, on the host of an H200, and is
 taken for every machine.
 
-    times.LAUNCH_SECONDS, times.TABLE_LAYER_SECONDS     what the processor launches
+    rates.LAUNCHES, times.TABLE_LAYER_SECONDS           what the processor launches
     times.STOCK                                         ComfyUI's own blocks against the fused ones
     times.TABLE_FACTOR, rates.MEASURED_LINK             what copies reach of the link
     times.HOST_BYTES_PER_SECOND                         copies that are not pinned
@@ -16,8 +16,8 @@ taken for every machine.
     files.WHOLE_LOADS, files.QUANTIZING                 files from memory to the card
     files.MAPPED, files.START                           files from a disk; ComfyUI's start
 
-Predicted and not measured are times.PROCESSOR_FLOPS, files.SOURCES, and the shares of
-data sheets' peaks in `rates`.
+Predicted and not measured are times.PROCESSOR_FLOPS, files.SOURCES, `graph` and `host` of
+rates.LAUNCHES, and the shares of data sheets' peaks in `rates`.
 """
 
 from __future__ import annotations
@@ -120,8 +120,32 @@ MEASURED_LINK = 0.864
 
 
 @dataclass(frozen=True)
+class Launches:
+    """Seconds that the processor needs for a forward pass.
+
+    Attributes:
+        block: To launch one block kernel by kernel, by the precision of its weights.
+        graph: To replay all blocks as a CUDA graph.
+        host: For the host's own code before and after the blocks.
+    """
+
+    block: Mapping[str, float]
+    graph: float
+    host: float
+
+    def seconds(self, blocks: int, precision: str, *, graph: bool = False) -> float:
+        """Of one pass, whose blocks replay a graph or not."""
+        return self.host + (self.graph if graph else blocks * self.block[precision])
+
+
+# Of a machine that was not calibrated. `block` with the host's code in it is from an H200's host at
+# 1024x1024, batch 1, before launches were prepared; `graph` and `host` are predicted.
+LAUNCHES = Launches({"bf16": 0.00085, "fp8": 0.00115, "int8": 0.00115}, graph=0.001, host=0.001)
+
+
+@dataclass(frozen=True)
 class Rates:
-    """The rates that a card reaches, per second.
+    """The rates that a card reaches, per second, and what its processor launches.
 
     Attributes:
         gemm: FLOP/s of the transformer's matrix products, by the precision of both operands; a
@@ -132,6 +156,7 @@ class Rates:
         encoder: FLOP/s of matrix products in fp32, in which ComfyUI computes the text encoder.
         pcie: Bytes/s from pinned host memory.
         disk: Bytes/s of the disk that the weights are on; None where nothing says.
+        launches: Of the machine that the card is in.
     """
 
     gemm: Mapping[str, float]
@@ -141,6 +166,7 @@ class Rates:
     encoder: float
     pcie: float
     disk: float | None = None
+    launches: Launches = LAUNCHES
 
 
 @dataclass(frozen=True)

@@ -289,3 +289,18 @@ class Setting:
     def off_card(self) -> bool:
         """Whether the modulation weights wait in host memory."""
         return self.modulation == OFF_CARD
+
+
+# Fewer steps do not repay the capture of a CUDA graph: a run's first step is compared, its second
+# captures.
+LEAST_GRAPH_STEPS = 3
+
+
+def replays_graph(request: RunRequest, setting: Setting) -> bool:
+    """Whether the forward passes of a run replay a CUDA graph of the blocks, as predicted.
+
+    The run itself goes by what it sees: eager where weights move, and where others take part
+    between blocks or in their layers.
+    """
+    eager = request.controlnet_bytes or (request.loras.count and request.loras.mode == "bypass")
+    return setting.resident and not eager and request.steps >= LEAST_GRAPH_STEPS

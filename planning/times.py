@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..spec import (
     BLOCK_GEMMS,
@@ -48,9 +48,6 @@ WIDE = 2  # bytes of a bf16 number
 ROTATION = 4  # of an fp32 cosine or sine
 # Expanding a quantized weight to bf16: read and written once, then scaled in place.
 EXPAND = 1 + WIDE + 2 * WIDE
-# What the processor needs to launch one block, in eager Python (H200's host, 1024x1024, batch 1):
-# a faster card waits for it.
-LAUNCH_SECONDS = {False: 0.00085, True: 0.00115}
 # ComfyUI's own blocks and ours, bf16, 1024x1024, H200: 178.1 and 124.5 ms.
 STOCK = 1.43
 # A pass over the weights takes so many times what the link needs, and the processor so long for
@@ -140,42 +137,69 @@ def norm_bytes(dim: int, narrow: bool) -> int:
     return 3 * WIDE * dim + (dim + BYTES_PER_SCALE if narrow else WIDE * dim)
 
 
-def forward_seconds(
-    request: RunRequest, precision: str, rates: Rates, *, moved_bytes: int = 0
-) -> float:
+# What bounds a pass.
+CARD, PROCESSOR = "card", "processor"
+
+
+class PassTimes(NamedTuple):
+    """Seconds that card and processor need for one forward pass, side by side."""
+
+    card: float
+    processor: float
+
+    @property
+    def seconds(self) -> float:
+        """What the pass takes."""
+        return max(self)
+
+    @property
+    def bound(self) -> str:
+        """Which of the two makes it that long, `CARD` or `PROCESSOR`."""
+        return PROCESSOR if self.processor > self.card else CARD
+
+
+def pass_times(work: Pass, precision: str, rates: Rates, *, graph: bool = False) -> PassTimes:
+    """One forward pass through the fused blocks alone; `graph` as of `forward_times`."""
+    processor = rates.launches.seconds(work.shape.blocks, precision, graph=graph)
+    return PassTimes(_card_seconds(work, precision, rates), processor)
+
+
+def forward_times(
+    request: RunRequest,
+    precision: str,
+    rates: Rates,
+    *,
+    moved_bytes: int = 0,
+    graph: bool = False,
+) -> PassTimes:
     """One forward pass of `request.items` images through the fused blocks.
 
-    What a bypass LoRA and a ControlNet add is counted and was not measured.
+    What a bypass LoRA and a ControlNet add is counted and was not measured; the processor is taken
+    to need as long for it as the card.
 
     Args:
         precision: bf16, fp8 or int8, in which the weights are loaded.
         moved_bytes: of weights that the host brings to the card in each pass, because they do not
             all stay there; added, because not every host computes meanwhile.
+        graph: whether the blocks replay a CUDA graph, as `request.replays_graph` predicts.
     """
-    work = Pass.of(request)
-    seconds = pass_seconds(work, precision, rates)
+    work, added = Pass.of(request), 0.0
     if request.loras.mode == "bypass":
-        seconds += request.loras.count * _lora_seconds(work, request.loras.rank, rates)
+        added += request.loras.count * _lora_seconds(work, request.loras.rank, rates)
     if request.controlnet_bytes:
-        seconds += _controlnet_seconds(work, request.controlnet_bytes, rates)
-    return seconds + moved_bytes / rates.pcie
+        added += _controlnet_seconds(work, request.controlnet_bytes, rates)
+    card, processor = pass_times(work, precision, rates, graph=graph)
+    return PassTimes(card + added + moved_bytes / rates.pcie, processor + added)
 
 
-def pass_seconds(work: Pass, precision: str, rates: Rates) -> float:
-    """One forward pass, no shorter than its launches."""
-    seconds = _card_seconds(work, precision, rates)
-    return max(seconds, work.shape.blocks * LAUNCH_SECONDS[precision in QUANTIZED])
+def forward_seconds(request: RunRequest, precision: str, rates: Rates, **how: Any) -> float:
+    """What one forward pass takes; arguments as of `forward_times`."""
+    return forward_times(request, precision, rates, **how).seconds
 
 
-def sampling_seconds(
-    request: RunRequest, precision: str, rates: Rates, *, moved_bytes: int = 0
-) -> float:
-    """All steps of a run, without the modulation's table."""
-    return (
-        request.steps
-        * request.passes
-        * forward_seconds(request, precision, rates, moved_bytes=moved_bytes)
-    )
+def sampling_seconds(request: RunRequest, precision: str, rates: Rates, **how: Any) -> float:
+    """All steps of a run, without the modulation's table; arguments as of `forward_times`."""
+    return request.steps * request.passes * forward_seconds(request, precision, rates, **how)
 
 
 def table_seconds(request: RunRequest, rates: Rates, modulation: str) -> float:

@@ -93,6 +93,7 @@ def estimate_of(memory_gib, scale=1.0, *, name="L40S", request=None, resident=No
         safer=None,
         headroom_bytes=spare,
         step_seconds=Range(0.28, 0.47),
+        bound="card",
         image_seconds=Range(11.5, 19.4),
         usd_per_image=Range(0.0023, 0.0038),
         disk=Disk({"transformer": 40_900_000_000}, {"software": 20_000_000_000}, {}),
@@ -186,6 +187,15 @@ def check_texts(written, picture, least=15):
 def test_the_memory_chart_is_whole_and_legible(texts, estimate):
     check_texts(texts, picture := memory_chart(estimate), least=run_chart.LEAST)
     assert (BAD in colours_of(picture)) == (not estimate.fits)
+
+
+def test_text_and_picture_say_that_the_processor_bounds_a_step(texts):
+    estimate = estimate_of(48)
+    estimate.bound = "processor"
+    time = "Time: 12 to 19 s an image, 280 to 470 ms a step, bound by the processor (predicted)."
+    assert words.summary_lines(estimate)[2] == time
+    check_texts(texts, memory_chart(estimate), least=run_chart.LEAST)
+    assert any(text == "A step is bound by the processor." for text, *_ in texts)
 
 
 @settings(max_examples=15, deadline=None)

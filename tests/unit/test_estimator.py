@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from qwen_l40s.charts.answer import estimate_json
 from qwen_l40s.charts.notes import notes_of
-from qwen_l40s.charts.words import next_step
+from qwen_l40s.charts.words import estimate_text, next_step
 from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.bytes import weight_bytes
@@ -19,7 +19,7 @@ from qwen_l40s.planning.estimate import TIGHT_BYTES, estimate
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES
 from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.rates import constants, rates_by, rates_of
-from qwen_l40s.planning.request import Loras, Parts, RunRequest
+from qwen_l40s.planning.request import Loras, Parts, RunRequest, replays_graph
 from qwen_l40s.planning.times import forward_seconds
 from qwen_l40s.spec import FAMILIES, FULL_SIZE, GIB
 
@@ -35,6 +35,7 @@ def card(name):
 
 KEYS = {
     *("card", "family", "settings", "phases", "fits", "tight", "headroom_gib", "step_ms"),
+    "step_bound_by",
     *("image_seconds", "first_image_seconds", "cold_start_seconds", "usd_per_image"),
     *("loads", "loads_prequantized"),
     *("ranges", "disk_gib", "disk", "host_ram_gib", "plan", "basis", "basis_detail", "notes"),
@@ -124,6 +125,27 @@ def test_times_add_up():
         rates = rates_of(L40S)[1 - end]
         step = 2 * forward_seconds(found.request, "bf16", rates)
         assert found.step_seconds[end] == pytest.approx(step)
+
+
+@pytest.mark.parametrize(
+    ("changed", "bound"),
+    [
+        ({}, "card"),
+        ({"width": 1328, "height": 1328, "steps": 2}, "card"),
+        ({"steps": 2}, "processor"),
+        ({"loras": Loras(1, 4, "bypass")}, "processor"),
+    ],
+)
+def test_a_step_says_that_the_processor_bounds_it(changed, bound):
+    asked = RunRequest(precision="int8", width=256, height=256)
+    found = estimate(replace(asked, **changed), card("H200"))
+    assert estimate_json(found)["step_bound_by"] == found.bound == bound
+    text = " ".join(estimate_text(found).split())
+    assert ("a step, bound by the processor (" in text) == (bound == "processor")
+    graph = replays_graph(found.request, found.option.setting)
+    rates = rates_of(card("H200"))[0]
+    step = 2 * forward_seconds(found.request, "int8", rates, graph=graph)
+    assert found.step_seconds.low == pytest.approx(step)
 
 
 def test_a_calibration_stands_in_for_the_range():

@@ -10,7 +10,9 @@ from qwen_l40s.planning.request import (
     Loras,
     Parts,
     RunRequest,
+    Setting,
     precision_of_text_encoder,
+    replays_graph,
 )
 from qwen_l40s.spec import FAMILIES, TransformerShape, find_family
 
@@ -109,3 +111,22 @@ def test_true_shapes_stand_above_published_ones():
 def test_a_text_encoder_is_bf16_unless_named():
     assert precision_of_text_encoder(RunRequest()) == "bf16"
     assert precision_of_text_encoder(RunRequest(text_encoder="int8")) == "int8"
+
+
+@pytest.mark.parametrize(
+    ("asked", "setting", "replays"),
+    [
+        (RunRequest(), Setting(), True),
+        (RunRequest(steps=4), Setting("int8", "off card"), True),
+        (RunRequest(loras=Loras(3, 32, "merge")), Setting(), True),
+        (RunRequest(loras=Loras(0, 32, "bypass")), Setting(), True),
+        (RunRequest(loras=Loras(1, 32, "bypass")), Setting(), False),
+        (RunRequest(controlnet_bytes=1), Setting(), False),
+        (RunRequest(steps=2), Setting(), False),
+        (RunRequest(), Setting(resident=False), False),
+    ],
+)
+def test_passes_replay_a_graph_where_weights_stay_and_nobody_else_takes_part(
+    asked, setting, replays
+):
+    assert replays_graph(asked, setting) is replays

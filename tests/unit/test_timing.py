@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from qwen_l40s import SettingError
 from qwen_l40s.bench.inputs import Inputs, forward_work
 from qwen_l40s.planning.files import SOURCES, START, Load, cold_start_seconds, load_seconds
-from qwen_l40s.planning.rates import Rates, measured
+from qwen_l40s.planning.rates import LAUNCHES, Launches, Rates, measured
 from qwen_l40s.planning.request import Loras, RunRequest
 from qwen_l40s.planning.times import (
     Pass,
@@ -21,7 +21,8 @@ from qwen_l40s.planning.times import (
     encode_image_seconds,
     encode_text_seconds,
     forward_seconds,
-    pass_seconds,
+    forward_times,
+    pass_times,
     product_seconds,
     prompt_seconds,
     sampling_seconds,
@@ -68,7 +69,7 @@ def test_arithmetic_is_what_a_forward_pass_is_counted_to_have():
     rates = replace(FREE, gemm={"bf16": 1e12}, attention=1e12)
     flops = forward_work(FULL_SIZE, Inputs(1024, 1024)).flops
     work = Pass(FULL_SIZE, 1, 200, 4096)
-    found = pass_seconds(work, "bf16", rates) * 1e12
+    found = pass_times(work, "bf16", rates).card * 1e12
     assert flops < found < 1.001 * flops  # the layers around the blocks
 
 
@@ -105,10 +106,40 @@ def test_more_work_takes_longer_and_a_slower_card_too(width, height, batch, prec
     assert seconds <= forward_seconds(request, precision, slower(H200, 2)) <= 2.01 * seconds
 
 
-def test_a_small_image_waits_for_the_processor():
+def test_a_small_image_waits_for_the_processor_until_its_blocks_replay_a_graph():
     tiny = RunRequest(width=256, height=256)
     assert forward_seconds(tiny, "bf16", FREE) == forward_seconds(tiny, "bf16", H200)
     assert forward_seconds(tiny, "fp8", H200) > forward_seconds(tiny, "bf16", H200)
+    eager, replayed = (forward_times(tiny, "int8", H200, graph=graph) for graph in (False, True))
+    assert (eager.bound, replayed.bound) == ("processor", "card")
+    assert eager.card == replayed.card == replayed.seconds < eager.seconds
+
+
+@given(
+    width=sizes,
+    precision=st.sampled_from(PRECISIONS),
+    graph=st.booleans(),
+    moved=st.integers(0, 10**10),
+    block=st.floats(1e-5, 1e-2),
+    others=st.tuples(st.floats(0, 0.1), st.floats(0, 0.1)),
+)
+def test_a_pass_takes_as_long_as_the_longer_of_card_and_processor(
+    width, precision, graph, moved, block, others
+):
+    launches = Launches(dict.fromkeys(PRECISIONS, block), *others)
+    rates = replace(H200, launches=launches)
+    how = {"moved_bytes": moved, "graph": graph}
+    found = forward_times(RunRequest(width=width), precision, rates, **how)
+    replay, host = others
+    assert found.processor == pytest.approx(host + (replay if graph else 60 * block))
+    assert found.card == forward_times(RunRequest(width=width), precision, H200, **how).card
+    assert forward_seconds(RunRequest(width=width), precision, rates, **how) == max(found)
+    assert getattr(found, found.bound) == found.seconds
+
+
+def test_a_machine_that_was_not_calibrated_launches_every_precision():
+    assert LAUNCHES.block.keys() == set(PRECISIONS)
+    assert LAUNCHES.graph + LAUNCHES.host < min(LAUNCHES.block.values()) * FULL_SIZE.blocks / 10
 
 
 def test_eight_bits_are_faster_where_the_card_multiplies_them_and_slower_where_not():

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ....charts.words import BOUND
 from ....errors import QwenL40SError
 from ....options import request_settings
 from ....planning.phases import Phase, Range
 from ....planning.request import RunRequest
+from ....planning.times import PROCESSOR
 from ....spec import FAMILIES, PIXELS_PER_LATENT, REFERENCE_SIDE, whole_pixels
 from ..estimate.cards import THIS_CARD, ChosenCard, card_of
 from ..estimate.estimate import estimate_on
@@ -67,6 +69,7 @@ class Prediction:
         request: None where there is no prediction.
         phases: By name.
         step: One evaluation of the sampler, with all its prompts.
+        bound: What bounds it, as of `RunTimes`; None without times.
         whole: Whether all parts are known, so that the phases' `card_bytes` hold.
         basis: What the times rest on.
         notes: What the prediction leaves out, or why there is none.
@@ -76,6 +79,7 @@ class Prediction:
     request: RunRequest | None = None
     phases: Mapping[str, Phase] = field(default_factory=dict)
     step: Range | None = None
+    bound: str | None = None
     whole: bool = False
     basis: str = ""
     notes: tuple[str, ...] = ()
@@ -119,11 +123,13 @@ def predict(
         wired.request,
         estimate.phases,
         estimate.step_seconds,
+        estimate.bound,
         whole,
         estimate.basis.text,
         # The estimate's own notes are about other runs and about money.
         (
             *wired.notes,
+            *([f"The predicted step is {BOUND}."] if estimate.bound == PROCESSOR else []),
             *mismatches(asked, path, wired.request),
             *([] if whole else [PARTS_MISSING]),
         ),

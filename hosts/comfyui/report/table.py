@@ -175,6 +175,7 @@ def _data(facts: RunFacts) -> dict[str, Any]:
             "predicted": None if prediction.step is None else ends(prediction.step.times(1000)),
             "measured": None if step is None else figure(1000 * step),
         },
+        "step_bound_by": prediction.bound,
         "measured_seconds": figure(sum(times)),
         "predicted_seconds": ends(facts.predicted),
         "basis": prediction.basis or None,
