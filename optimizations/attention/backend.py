@@ -31,6 +31,12 @@ class AttentionRequest:
     tokens: int
     masked: bool = False
 
+    @classmethod
+    def of(cls, q: torch.Tensor, mask: torch.Tensor | None) -> AttentionRequest:
+        """The request of a call with q, (batch, tokens, heads, head_dim), and mask."""
+        batch, tokens, heads, head_dim = q.shape
+        return cls(q.device, q.dtype, batch, heads, head_dim, tokens, mask is not None)
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -78,7 +84,7 @@ class Backend:
     Attributes:
         attend: Takes q, k, v, each (B, tokens, heads, head_dim) with any strides but a contiguous
             last dimension, and None or the mask, (B, 1, 1, tokens), which is added to the scores;
-            gives (B, tokens, heads * head_dim).
+            gives (B, tokens, heads * head_dim), contiguous, in memory of its own.
         exact: Whether nothing is quantized: the result is as near to the true one as the dtype
             allows.
         card: Its limits on an NVIDIA card; None where it does not run on one.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -46,6 +46,13 @@ class Attention:
     reason: str
     exact: bool
     masked: bool = False
+    _attend: Callable[..., torch.Tensor] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_attend", BACKENDS[self.name].attend)
+
+    def __reduce__(self) -> tuple:
+        return Attention, (self.name, self.reason, self.exact, self.masked)
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"
@@ -61,7 +68,7 @@ class Attention:
             mask: (B, 1, 1, tokens) in q's dtype, added to the scores.
 
         Returns:
-            (B, tokens, heads * head_dim), contiguous.
+            (B, tokens, heads * head_dim), contiguous, in memory of its own.
 
         Raises:
             SettingError: There is a mask, and the choice was made for requests without.
@@ -71,7 +78,7 @@ class Attention:
                 f"attention {self.name} was chosen for requests without a mask: choose it again "
                 "with masked=True"
             )
-        return BACKENDS[self.name].attend(q, k, v, mask)
+        return self._attend(q, k, v, mask)
 
 
 def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention:
@@ -248,7 +255,7 @@ def is_lossy(
 
 
 class ChosenAttention:
-    """Attention by the backend that is chosen for the shapes at hand, each in its first call.
+    """Attention by the backend that is chosen for the shapes at hand, each once in a run.
 
     Args:
         name: "auto", or the name of a backend.
@@ -274,12 +281,12 @@ class ChosenAttention:
 
     @property
     def used(self) -> bool:
-        """Whether it has computed anything in this run, and is not given up."""
+        """Whether anything was chosen in this run, and is not given up."""
         return bool(self._chosen) and self.fallback is None
 
     def give_up(self) -> None:
         """Leaves the rest of the run to the host's own attention, after NaN or infinity."""
-        names = sorted({attention.name for attention in self._chosen.values()}) or [self.name]
+        names = sorted({attention.name for attention in self._found()}) or [self.name]
         self.fallback = Fallback(f"{' and '.join(names)} gave NaN or infinity", final=True)
         self.fallback.log(f"{self.host} own attention runs from here")
 
@@ -287,21 +294,30 @@ class ChosenAttention:
         """What was chosen and why, a line each."""
         if self.fallback:
             return [f"attention: {self.host} own: {self.fallback}"]
-        found = {f"attention: {chosen.name}: {chosen.reason}" for chosen in self._chosen.values()}
+        found = {f"attention: {chosen}" for chosen in self._found()}
         return sorted(found) or [f"attention: {self.name}, chosen in the first step"]
+
+    def choose(self, request: AttentionRequest) -> Attention:
+        """What computes a request in this run: asked once a pass, it serves all blocks of the pass.
+
+        Whether a `fallback` takes its place is for the caller to look at.
+
+        Raises:
+            UnavailableError: Nothing computes the request.
+        """
+        chosen = self._chosen.get(request)
+        if chosen is None:
+            chosen = self._chosen[request] = self._choose(request)
+        return chosen
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """Attention of q, k and v, (batch, joint, heads, head_dim), as `Attention` computes it."""
-        batch, joint, heads, head_dim = q.shape
-        request = AttentionRequest(
-            q.device, q.dtype, batch, heads, head_dim, joint, mask is not None
-        )
-        chosen = self._chosen.get(request)
-        if chosen is None:
-            chosen = self._chosen[request] = self._choose(request)
-        return chosen(q, k, v, mask)
+        return self.choose(AttentionRequest.of(q, mask))(q, k, v, mask)
+
+    def _found(self) -> list[Attention]:
+        return list(self._chosen.values())  # a copy: a run on another card may be choosing
 
     def _choose(self, request: AttentionRequest) -> Attention:
         try:

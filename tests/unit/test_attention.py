@@ -6,6 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qwen_l40s import SettingError
@@ -13,10 +15,10 @@ from qwen_l40s.optimizations.attention import (
     BACKENDS,
     AttentionRequest,
     aligned_mask,
+    backends,
     choose_attention,
     registry,
 )
-from qwen_l40s.optimizations.attention import backends as sliced
 from qwen_l40s.optimizations.attention.backend import FLOATS, HALVES, Limits
 
 CPU = torch.device("cpu")
@@ -143,6 +145,85 @@ def test_strides_do_not_matter(name, device):
         torch.testing.assert_close(attention(*view), packed, rtol=1e-2, atol=1e-2)
 
 
+SDPA = {
+    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+on_each_of_torch = pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        *(pytest.param(name, CPU) for name in ("sdpa_flash", "math")),
+        *(pytest.param(name, CARD, marks=on_card) for name in SDPA),
+    ],
+    ids=str,
+)
+
+
+@on_each_of_torch
+@pytest.mark.parametrize("masked", [False, True])
+def test_operators_of_torch_give_the_bits_of_its_public_function(monkeypatch, name, device, masked):
+    """And set no flag of the process, which a thread on another card would see."""
+    flags = [name for name in dir(torch._C) if name.startswith("_set_sdp")]
+    assert len(flags) > 3
+
+    def expected(q, k, v, mask):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(SDPA[name]):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return out.transpose(1, 2).flatten(2)
+
+    cases = [(dtype, (2, 333, 3, 128)) for dtype in FLOATS]
+    cases += [(torch.bfloat16, shape) for shape in ((1, 17, 2, 64), (2, 150, 2, 20))]
+    ran = 0
+    for dtype, shape in cases:
+        views = random(*shape, device=device, dtype=dtype)
+        mask = padding(shape[0], shape[1], 5, device, dtype) if masked else None
+        for q, k, v in (views, [x.contiguous() for x in views]):
+            attention = chosen(name, device, dtype, shape=shape, masked=masked)
+            if attention is None:
+                continue
+            with monkeypatch.context() as direct:
+                for flag in flags:
+                    direct.setattr(torch._C, flag, None)
+                out = attention(q, k, v, mask)
+            assert torch.equal(out, expected(q, k, v, mask)), (dtype, shape)
+            assert out.is_contiguous()
+            ran += 1
+    assert ran >= 4 or (masked and not BACKENDS[name].card.masks)
+
+
+def test_gradients_are_those_of_the_public_function():
+    grads = []
+    for attend in (
+        chosen("sdpa_flash", CPU, torch.float32, shape=(1, 50, 2, 32)),
+        lambda *x: F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in x)).transpose(1, 2),
+    ):
+        q, k, v = (x.clone().requires_grad_() for x in random(1, 50, 2, 32, dtype=torch.float32))
+        grads.append(torch.autograd.grad(attend(q, k, v).square().sum(), (q, k, v)))
+    assert all(map(torch.equal, *grads))
+
+
+def test_an_operator_of_another_torch_is_not_called(monkeypatch):
+    """Whose arguments are other ones, or which is not there: the public function serves."""
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    assert backends._operator(name, ("query", "key", "value"), "attn_mask")
+    for other in (
+        (name, ("query", "key", "scores"), "attn_mask"),
+        (name, ("query", "key", "value"), "attn_bias"),
+        (name, ("query", "key"), "attn_mask"),  # the third has no default
+        ("_no_such_attention", ("query", "key", "value"), "attn_mask"),
+    ):
+        assert backends._operator(*other) is None
+    q, k, v = random(2, 90, 3, 32)
+    mask = padding(2, 90, 11)
+    attend = backends._by("MATH", backends._math, backends._MATH, None)
+    expected = BACKENDS["math"].attend(q, k, v, mask)
+    monkeypatch.setattr(backends, "_MATH", None)
+    assert torch.equal(attend(q, k, v, mask), expected)
+
+
 class Copies(TorchDispatchMode):
     """Counts what copies a whole tensor."""
 
@@ -188,7 +269,7 @@ def test_slices_keep_the_scores_below_the_bound():
         (2, 1000, 4000, (1, 1)),
         (2, 1000, 100, (1, 1)),
     ):
-        found = sliced.slices(heads, tokens, score_bytes)
+        found = backends.slices(heads, tokens, score_bytes)
         assert found == expected
         assert found[0] * found[1] * tokens * 4 <= score_bytes or found == (1, 1)
 
@@ -196,10 +277,10 @@ def test_slices_keep_the_scores_below_the_bound():
 def test_slices_of_any_size_give_the_same(monkeypatch):
     q, k, v = random(2, 90, 3, 32, dtype=torch.float32)
     mask = padding(2, 90, 11, dtype=torch.float32)
-    whole = sliced.sliced(q, k, v, mask)
+    whole = backends.sliced(q, k, v, mask)
     for score_bytes in (4 * 90 * 90 * 2, 4 * 90 * 7, 1):
-        monkeypatch.setattr(sliced.slices, "__defaults__", (score_bytes,))
-        torch.testing.assert_close(sliced.sliced(q, k, v, mask), whole, rtol=1e-5, atol=1e-6)
+        monkeypatch.setattr(backends.slices, "__defaults__", (score_bytes,))
+        torch.testing.assert_close(backends.sliced(q, k, v, mask), whole, rtol=1e-5, atol=1e-6)
 
 
 def test_a_mask_is_aligned_once():
@@ -210,6 +291,9 @@ def test_a_mask_is_aligned_once():
     assert aligned_mask(aligned) is aligned
     even = torch.zeros(2, 1, 1, 64)
     assert aligned_mask(even) is even
+    apart = torch.randn(64, 2).t()[:, None, None]
+    assert aligned_mask(apart).stride() == (64, 64, 64, 1)
+    assert torch.equal(aligned_mask(apart), apart)
 
 
 def test_a_mask_is_never_dropped():

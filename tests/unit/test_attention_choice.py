@@ -18,6 +18,7 @@ from qwen_l40s.optimizations.attention import (
     BACKENDS,
     Attention,
     AttentionRequest,
+    ChosenAttention,
     choice,
     choose_attention,
     registry,
@@ -131,6 +132,26 @@ def test_a_choice_is_plain_data():
     attention = choose_attention(request())
     assert pickle.loads(pickle.dumps(attention)) == attention
     assert str(attention) == f"sdpa_flash: {attention.reason}"
+
+
+def test_what_is_chosen_once_serves_every_call_of_its_kind(monkeypatch):
+    q, k, v = torch.randn(3, 2, 50, 3, 64).to(torch.bfloat16)
+    attention = ChosenAttention("sliced")
+    assert not attention.used and attention.lines() == [
+        "attention: sliced, chosen in the first step"
+    ]
+    asked = AttentionRequest.of(q, None)
+    assert asked == AttentionRequest(CPU, torch.bfloat16, 2, 3, 64, 50)
+    assert AttentionRequest.of(q, q) == replace(asked, masked=True)
+    found = attention.choose(asked)
+    assert attention.used and attention.lines() == ["attention: sliced: asked for"]
+    monkeypatch.setattr(choice, "choose_attention", None)
+    assert attention.choose(AttentionRequest.of(q, None)) is found
+    assert torch.equal(attention.attend(q, k, v, None), found(q, k, v))
+    attention.give_up()
+    assert not attention.used and "sliced gave NaN or infinity" in attention.lines()[0]
+    attention.start_run()
+    assert not attention.used and attention.fallback is None
 
 
 def test_a_choice_can_be_called_in_compiled_code():

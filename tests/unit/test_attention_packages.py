@@ -238,9 +238,21 @@ def test_declared_limits(monkeypatch, card):
         ("sage_2", (8, 9), {"tokens": 127}, "needs 128 tokens, there are 127"),
         ("sdpa_flash", (8, 9), {"masked": True}, "takes no mask"),
         ("sdpa_cudnn", (7, 5), {}, "sm_75, needs sm_80 or newer"),
+        ("sdpa_cudnn", (8, 9), {"head_dim": 256}, "takes heads of at most 128, not 256"),
+        ("sdpa_cudnn", (8, 9), {"tokens": 1}, "takes two tokens or more"),
     ):
         card(sm)
         assert registry.refusal(name, request(**about)).startswith(reason)
+
+
+def test_cudnn_is_left_alone_where_torch_is_to_be_deterministic(monkeypatch, card):
+    """As torch does in choosing a kernel; a warning alone is for its backward pass."""
+    card((8, 9))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    reason = "torch counts it as not deterministic"
+    assert registry.refusal("sdpa_cudnn", request()) == reason
+    monkeypatch.setattr(torch, "is_deterministic_algorithms_warn_only_enabled", lambda: True)
+    assert registry.refusal("sdpa_cudnn", request()) != reason
 
 
 # ------------------------------------------------------------------------------------------- doctor
