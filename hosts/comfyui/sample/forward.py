@@ -25,6 +25,7 @@ from .layers import ComfyLayers
 from .modulation import ModelModulation
 
 ARGUMENTS = set(BLOCK_ARGUMENTS)
+SHARED = ("image_rotary_emb", "encoder_hidden_states_mask", "timestep_zero_index")
 OTHER_ARGUMENTS = Fallback("ComfyUI passes its blocks arguments that are unknown here")
 COMPILED = Fallback("torch.compile runs the model; without it the fused blocks would")
 INPUT_PATCH = Fallback("another node changes what attention reads (attn1_patch)")
@@ -57,10 +58,9 @@ class ComfyPass:
         self.modulation = ModelModulation.of(model)
         self._own_attention = attention
         self._options = options  # of the block that runs, once one does
-        self._preferred: torch.nn.Module | None = None  # of the block that runs
+        self._block: torch.nn.Module | None = None  # that runs
         self._controlled = controlled
-        self._rotation: tuple[torch.Tensor, Rotary] | None = None
-        self._masked: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._shared: _Shared | None = None
 
     @property
     def state(self) -> Any:
@@ -102,21 +102,18 @@ class ComfyPass:
             return OTHER_ARGUMENTS
         # A wrapper inside of the call may have added to them.
         self._options = options = arguments["transformer_options"]
-        # What is in the slot wins over the file, even where it has failed.
-        self._preferred = None if SLOT in options else file_choice(block)
+        self._block = block
         patches = options.get("patches", {})
         if patches.get("attn1_patch"):
             return INPUT_PATCH
         image, text = arguments["hidden_states"], arguments["encoder_hidden_states"]
-        zero = arguments["timestep_zero_index"]
-        zero_from = image.shape[1] if zero is None else zero
-        tokens = Tokens(len(image), text.shape[1], image.shape[1], zero_from)
-        mask = self._mask(arguments["encoder_hidden_states_mask"], tokens, image.dtype)
-        step = Step(tokens, self._rotary(arguments["image_rotary_emb"]), mask)
+        shared = self._shared
+        if shared is None or not shared.holds(arguments, text, image):
+            shared = self._shared = _Shared(arguments, text, image)
         watched = patches.get("double_block") or options.get("patches_replace", {}).get("dit")
         comfy.ops.run_every_op()
         return BlockInputs(
-            text, image, arguments["temb"], step, clear=not (self._controlled or watched)
+            text, image, arguments["temb"], shared.step, not (self._controlled or watched)
         )
 
     def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
@@ -127,28 +124,56 @@ class ComfyPass:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """ComfyUI's own, with what other nodes have put into the slot, or what the file says."""
-        return host_attention(q, k, v, mask, self._options, self._preferred)
+        # What is in the slot wins over the file, even where it has failed.
+        said = None if SLOT in self._options else file_choice(self._block)
+        return host_attention(q, k, v, mask, self._options, said)
 
     def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
         """The block's own forward, without this package's attention."""
         options = without_choice(arguments["transformer_options"])
         return type(block).forward(block, **{**arguments, "transformer_options": options})
 
-    def _rotary(self, matrices: torch.Tensor) -> Rotary:
-        """From ComfyUI's (batch, 1, joint, head_dim / 2, 2, 2) of [[cos, -sin], [sin, cos]]."""
-        if self._rotation is None or self._rotation[0] is not matrices:
-            cos, sin = matrices[:, 0, :, :, 0, 0], matrices[:, 0, :, :, 1, 0]
-            self._rotation = matrices, Rotary(cos.contiguous(), sin.contiguous())
-        return self._rotation[1]
 
-    def _mask(
-        self, text_mask: torch.Tensor | None, tokens: Tokens, dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        """From what ComfyUI adds to the scores of the text tokens, (batch, text)."""
-        if text_mask is None:
-            return None
-        if self._masked is None or self._masked[0] is not text_mask:
-            mask = text_mask.new_zeros((tokens.batch, 1, 1, tokens.joint), dtype=dtype)
-            mask[:, 0, 0, : tokens.text] = text_mask
-            self._masked = text_mask, mask
-        return self._masked[1]
+class _Shared:
+    """What ComfyUI gives every block of a pass, and the `Step` that is made from it once.
+
+    Args:
+        arguments: Of a block.
+        text, image: Its streams.
+    """
+
+    __slots__ = ("_form", "_given", "step")
+
+    def __init__(self, arguments: dict[str, Any], text: torch.Tensor, image: torch.Tensor) -> None:
+        matrices, mask, zero = self._given = tuple(map(arguments.get, SHARED))
+        self._form = text.shape, image.shape, image.dtype
+        zero_from = image.shape[1] if zero is None else zero
+        tokens = Tokens(len(image), text.shape[1], image.shape[1], zero_from)
+        self.step = Step(tokens, _rotary(matrices), _mask(mask, tokens, image.dtype))
+
+    def holds(self, arguments: dict[str, Any], text: torch.Tensor, image: torch.Tensor) -> bool:
+        """Whether a block got the same."""
+        matrices, mask, zero = self._given
+        return (
+            arguments["image_rotary_emb"] is matrices
+            and arguments["encoder_hidden_states_mask"] is mask
+            and arguments["timestep_zero_index"] == zero
+            and (text.shape, image.shape, image.dtype) == self._form
+        )
+
+
+def _rotary(matrices: torch.Tensor) -> Rotary:
+    """From ComfyUI's (batch, 1, joint, head_dim / 2, 2, 2) of [[cos, -sin], [sin, cos]]."""
+    cos, sin = matrices[:, 0, :, :, 0, 0], matrices[:, 0, :, :, 1, 0]
+    return Rotary(cos.contiguous(), sin.contiguous())
+
+
+def _mask(
+    text_mask: torch.Tensor | None, tokens: Tokens, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """From what ComfyUI adds to the scores of the text tokens, (batch, text)."""
+    if text_mask is None:
+        return None
+    mask = text_mask.new_zeros((tokens.batch, 1, 1, tokens.joint), dtype=dtype)
+    mask[:, 0, 0, : tokens.text] = text_mask
+    return mask
