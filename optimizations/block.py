@@ -10,21 +10,23 @@ It computes what the block's own `forward` computes (`QwenImageTransformerBlock`
 
 That is 16 launches a block in bf16, of which 12 are GEMMs. In stock ComfyUI a quarter of a forward
 pass is memory traffic between the GEMMs: 44 of 170 ms on an NVIDIA H200 at 1024x1024.
+
+What a shape needs, buffers and launches, is prepared once, in a `Workspace`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
 
-from .fused import LayerInput, Ops, StreamSlice, in_joint_order, in_stream_order
-from .linear import Gemm, dense_linear
+from .fused import Ops
+from .linear import Gemm
+from .products import Operand, merged_product
 from .reference import Modulation, QKNorm, Rotary, Tokens
-
-DENSE = "dense"
+from .workspace import DENSE, BlockForm, LayerForm, Program, Workspace, streams_of
 
 
 class LayerTensors(NamedTuple):
@@ -59,6 +61,11 @@ class Layers(Protocol):
         more than the order of their sums.
         """
 
+    def hold(self, blocks: Sequence[torch.nn.Module]) -> AbstractContextManager[Hashable | None]:
+        """For the length of one pass: a token that says where every tensor of the blocks' layers
+        lies, equal to an earlier one where nothing has moved since; None where they may move.
+        """
+
     def norm_weight(self, norm: torch.nn.Module, like: torch.Tensor) -> torch.Tensor:
         """The weight of an RMSNorm, where `like` is."""
 
@@ -84,39 +91,32 @@ class Step(NamedTuple):
     mask: torch.Tensor | None
 
 
-class _Layer(NamedTuple):
-    """A linear layer, its kind, and what its activations have to be.
+class KnownBlock(NamedTuple):
+    """What is known of a block, its layers in the order of `workspace.PLACES`.
 
     Attributes:
-        module: The host's.
-        kind: As `Layers.kind`.
-        format: "fp8" or "int8" where its GEMM takes quantized rows, else None.
+        modules: The host's layers, and the RMSNorms of a `QKNorm`.
+        form: Equal forms are the same object.
+        operands: Of each layer, or its module where it runs itself; None where tensors may move.
+        norms: Of queries and keys; None where they may move.
     """
 
-    module: torch.nn.Module
-    kind: str | None
-    format: str | None
-
-
-class _Plan(NamedTuple):
-    """The layers of a block by their place; the text stream's first in each tuple."""
-
-    first: tuple[_Layer, ...]  # q, k, v of text, then of image
-    out: tuple[_Layer, _Layer]
-    inner: tuple[_Layer, _Layer]
-    outer: tuple[_Layer, _Layer]
+    modules: tuple[torch.nn.Module, ...]
+    form: BlockForm
+    operands: tuple[Operand | torch.nn.Module, ...] | None = None
+    norms: QKNorm | None = None
 
 
 class _Carried(NamedTuple):
-    """What a block leaves for the next one: its two results, the matrix behind them, and what the
-    next block's first layers read, by the modulation that was announced for it.
+    """What a block leaves for the next one: its two results, the matrix behind them, the modulation
+    that was announced, and the program whose first layers' input is written.
     """
 
     text: torch.Tensor
     image: torch.Tensor
     x: torch.Tensor
-    rows: LayerInput
     norms: Modulation
+    program: Program
 
     def continues(self, text: torch.Tensor, image: torch.Tensor, norms: Modulation) -> bool:
         """Whether a block gets these very tensors, and the modulation that was announced."""
@@ -135,13 +135,25 @@ class BlockExecutor:
         layers: The host's access to layers.
         ops: The kernels.
         attend: The attention.
+        workspace: Whose buffers no other pass uses meanwhile; None for one of its own.
+        known: What was found of blocks whose tensors stay where they are, by block; is added to.
+            None where they may move.
     """
 
-    def __init__(self, layers: Layers, ops: Ops, attend: Attend) -> None:
+    def __init__(
+        self,
+        layers: Layers,
+        ops: Ops,
+        attend: Attend,
+        workspace: Workspace | None = None,
+        known: dict[torch.nn.Module, KnownBlock] | None = None,
+    ) -> None:
         self._layers = layers
-        self._ops = ops
         self._attend = attend
-        self._plans: dict[torch.nn.Module, _Plan] = {}
+        self._workspace = workspace or Workspace(ops)
+        self._held = known is not None
+        self._blocks = {} if known is None else known
+        self._programs: dict[int, Program] = {}  # by the form's id
         self._carried: _Carried | None = None
 
     def run(
@@ -168,182 +180,126 @@ class BlockExecutor:
         Returns:
             text and image, new tensors of the same shapes.
         """
-        tokens, eps = step.tokens, block.img_norm1.eps
-        plan = self._plan(block, image.device)
-        attention, mlp = halves
+        tokens, attention = step.tokens, halves[0]
         carried, self._carried = self._carried, None
-        if carried is not None and carried.continues(text, image, attention):
-            x, rows = carried.x, carried.rows
-        else:
+        if carried is None or not carried.continues(text, image, attention):
+            carried = None
             x = torch.cat([stream.reshape(-1, stream.shape[-1]) for stream in (text, image)])
-            rows = self._norm(x, None, None, attention, tokens, eps, plan.first)
-        del carried, text, image
-        branch = self._attention(block.attn, plan, x, rows, step)
-        rows = self._norm(x, branch, attention, mlp, tokens, eps, plan.inner)
-        branch = self._mlp(plan, x, rows, tokens)
-        rows = None
-        if following is None:
-            self._ops.residual_norm(x, branch, mlp, None, tokens, eps)
         else:
-            after, norms = following
-            readers = self._plan(after, x.device).first
-            rows = self._norm(x, branch, mlp, norms, tokens, eps, readers)
-        text, image = _streams(x, tokens)
-        if following is not None:
-            self._carried = _Carried(text, image, x, rows, norms)
+            x = carried.x
+        here = self.look(block, image)
+        after = here if following is None else self.look(following[0], image)
+        program, next_program = self._both(here.form, after.form, tokens, x)
+        if carried is None or carried.program is not program:
+            program.begin(x, attention)
+        text, image = streams_of(x, tokens)
+        self._run(program, here, x, step, halves)
+        if following is None:
+            program.end(x, halves[1])
+        else:
+            program.go_on(x, halves[1], following[1], next_program)
+            self._carried = _Carried(text, image, x, following[1], next_program)
         return text, image
 
-    def _plan(self, block: torch.nn.Module, device: torch.device) -> _Plan:
-        if block not in self._plans:
-            attn = block.attn
+    def _both(
+        self, form: BlockForm, after: BlockForm, tokens: Tokens, x: torch.Tensor
+    ) -> tuple[Program, Program]:
+        """The programs of two blocks, of the same buffers."""
+        programs = self._programs
+        while True:
+            changes = self._workspace.changes
+            for wanted in (form, after):
+                if id(wanted) not in programs:
+                    programs[id(wanted)] = self._workspace.program(wanted, tokens, x)
+            if changes == self._workspace.changes:
+                return programs[id(form)], programs[id(after)]
+            programs.clear()
 
-            def seen(*layers: torch.nn.Module) -> tuple[_Layer, ...]:
-                return tuple(self._seen(layer, device) for layer in layers)
+    def _run(
+        self,
+        program: Program,
+        here: KnownBlock,
+        x: torch.Tensor,
+        step: Step,
+        halves: tuple[Modulation, Modulation],
+    ) -> None:
+        """All of a block but its first norm and its last residual."""
+        attention, mlp = halves
+        self._multiply(program, here, 0, 6)
+        program.rotate(here.norms or self._norms(here.modules, x), step.rotary)
+        program.mix(self._attend(*program.heads, step.mask))
+        self._multiply(program, here, 6, 8)
+        program.middle(x, attention, mlp)
+        self._multiply(program, here, 8, 10)
+        program.activate()
+        self._multiply(program, here, 10, 12)
 
-            text = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
-            self._plans[block] = _Plan(
-                seen(*text, attn.to_q, attn.to_k, attn.to_v),
-                seen(attn.to_add_out, attn.to_out[0]),
-                seen(block.txt_mlp.net[0].proj, block.img_mlp.net[0].proj),
-                seen(block.txt_mlp.net[2], block.img_mlp.net[2]),
-            )
-        return self._plans[block]
+    def _multiply(self, program: Program, here: KnownBlock, first: int, last: int) -> None:
+        """Runs the products of the places from `first` on, without `last`."""
+        products = program.products[first:last]
+        if here.operands is not None:
+            for product, operand in zip(products, here.operands[first:last], strict=True):
+                product(operand)
+            return
+        like = program.like
+        for place, product in enumerate(products, first):
+            module, form = here.modules[place], here.form.layers[place]
+            if form.kind is None:
+                product(module)
+                continue
+            with self._layers.tensors(module, like) as tensors:
+                if tensors.scale is None and form.format is not None:
+                    product = merged_product(program.reads[place], form.format)
+                elif tensors.scale is None and form.kind != DENSE:
+                    product = program.dense(place)
+                product(Operand.of(*tensors))
 
-    def _seen(self, layer: torch.nn.Module, device: torch.device) -> _Layer:
+    def look(self, block: torch.nn.Module, like: torch.Tensor) -> KnownBlock:
+        """What is known of a block.
+
+        Args:
+            like: Of the dtype and on the device of the pass.
+        """
+        found = self._blocks.get(block)
+        if found is None:
+            found = self._blocks[block] = self._look(block, like)
+        return found
+
+    def _look(self, block: torch.nn.Module, like: torch.Tensor) -> KnownBlock:
+        attn = block.attn
+        modules = (
+            # The image's products first: they run long enough for the processor to get ahead of
+            # the card, which the text's do not.
+            attn.to_q, attn.to_k, attn.to_v, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj,
+            attn.to_out[0], attn.to_add_out,
+            block.img_mlp.net[0].proj, block.txt_mlp.net[0].proj,
+            block.img_mlp.net[2], block.txt_mlp.net[2],
+            attn.norm_q, attn.norm_k, attn.norm_added_q, attn.norm_added_k,
+        )  # fmt: skip
+        layers = tuple(self._form(layer, like.device) for layer in modules[:12])
+        inner = block.img_mlp.net[0].proj.out_features
+        form = BlockForm(layers, attn.heads, inner, block.img_norm1.eps, attn.norm_q.eps)
+        form = self._workspace.forms.setdefault(form, form)
+        if not self._held:
+            return KnownBlock(modules, form)
+        operands = []
+        for module, layer in zip(modules, layers, strict=False):
+            if layer.kind is None:
+                operands.append(module)
+                continue
+            with self._layers.tensors(module, like) as tensors:
+                if (tensors.scale is None) != (layer.kind == DENSE):
+                    return KnownBlock(modules, form)
+                operands.append(Operand.of(*tensors))
+        return KnownBlock(modules, form, tuple(operands), self._norms(modules, like))
+
+    def _form(self, layer: torch.nn.Module, device: torch.device) -> LayerForm:
         kind = self._layers.kind(layer)
         if kind is None or kind == DENSE:
-            return _Layer(layer, kind, None)
+            return LayerForm(kind, None, None)
         gemm = self._layers.gemm(kind, device)
         quantizes = not gemm.weight_only and gemm.takes(layer.out_features, layer.in_features)
-        return _Layer(layer, kind, kind if quantizes else None)
+        return LayerForm(kind, kind if quantizes else None, gemm)
 
-    def _norm(
-        self,
-        x: torch.Tensor,
-        branch: torch.Tensor | None,
-        gates: Modulation | None,
-        norms: Modulation,
-        tokens: Tokens,
-        eps: float,
-        readers: Sequence[_Layer],
-    ) -> LayerInput:
-        """Residual and norm, quantized at once where all that read it want one format."""
-        formats = {layer.format for layer in readers}
-        format = formats.pop() if len(formats) == 1 else None
-        h, scale = self._ops.residual_norm(x, branch, gates, norms, tokens, eps, format)
-        return (
-            LayerInput(self._ops, h)
-            if format is None
-            else LayerInput(self._ops, None, format, (h, scale))
-        )
-
-    def _attention(
-        self, attn: torch.nn.Module, plan: _Plan, x: torch.Tensor, rows: LayerInput, step: Step
-    ) -> torch.Tensor:
-        """The attention branch before its gate, (rows, D) in stream order."""
-        tokens = step.tokens
-        batch, joint, text = tokens.batch, tokens.joint, tokens.text
-        width = attn.to_q.out_features
-        q, k, v = (x.new_empty((batch, joint, width)) for _ in range(3))
-        streams = in_stream_order(tokens)
-        # The image's products first, here and below: they run long enough for the processor to get
-        # ahead of the card, which the text's do not.
-        for layer, out in zip(plan.first[3:], (q, k, v), strict=True):
-            self._linear(layer, rows, streams[1], out[:, text:])
-        for layer, out in zip(plan.first[:3], (q, k, v), strict=True):
-            self._linear(layer, rows, streams[0], out[:, :text])
-        del rows
-        norms = attn.norm_q, attn.norm_k, attn.norm_added_q, attn.norm_added_k
-        weights = QKNorm(*(self._layers.norm_weight(norm, q) for norm in norms))
-        q, k, v = (part.view(batch, joint, attn.heads, -1) for part in (q, k, v))
-        self._ops.qk_norm_rope(q, k, weights, step.rotary, tokens, attn.norm_q.eps)
-        mixed = self._attend(q, k, v, step.mask).reshape(batch * joint, width)
-        del q, k, v
-        rows = LayerInput(self._ops, mixed)
-        formats = {layer.format for layer in plan.out}
-        if len(formats) == 1 and None not in formats:
-            rows.quantize_all(formats.pop())
-        branch = torch.empty_like(x)
-        parts, outs = in_joint_order(tokens), _streams(branch, tokens)
-        for stream in (1, 0):
-            self._linear(plan.out[stream], rows, parts[stream], outs[stream])
-        return branch
-
-    def _mlp(self, plan: _Plan, x: torch.Tensor, rows: LayerInput, tokens: Tokens) -> torch.Tensor:
-        """The MLP branch before its gate, (rows, D) in stream order."""
-        hidden = x.new_empty((tokens.rows, plan.inner[0].module.out_features))
-        parts, outs = in_stream_order(tokens), _streams(hidden, tokens)
-        for stream in (1, 0):
-            layer = plan.inner[stream]
-            self._linear(layer, rows, parts[stream], outs[stream], gelu=layer.format is None)
-        del rows
-        same = len({layer.format for layer in plan.inner}) == 1
-        if same and plan.outer[0].format == plan.outer[1].format:
-            reads = (self._activate(hidden, plan.inner[0], plan.outer[0]),) * 2
-        else:
-            cut = tokens.text_rows
-            text = self._activate(hidden[:cut], plan.inner[0], plan.outer[0])
-            image = self._activate(hidden[cut:], plan.inner[1], plan.outer[1])
-            reads, parts = (text, image), (parts[0], parts[1]._replace(start=0))
-        branch = torch.empty_like(x)
-        outs = _streams(branch, tokens)
-        for stream in (1, 0):
-            self._linear(plan.outer[stream], reads[stream], parts[stream], outs[stream])
-        return branch
-
-    def _activate(self, hidden: torch.Tensor, inner: _Layer, outer: _Layer) -> LayerInput:
-        """What the MLP's second layer reads; the GELU is here where the first could not do it."""
-        if inner.format is None:
-            rows = LayerInput(self._ops, hidden)
-            if outer.format is not None:
-                rows.quantize_all(outer.format)
-            return rows
-        if outer.format is None:
-            return LayerInput(self._ops, torch.ops.aten.gelu_(hidden, approximate="tanh"))
-        quantized = self._ops.gelu_quantize(hidden, outer.format)
-        return LayerInput(self._ops, None, outer.format, quantized)
-
-    def _linear(
-        self,
-        layer: _Layer,
-        rows: LayerInput,
-        part: StreamSlice,
-        out: torch.Tensor,
-        gelu: bool = False,
-    ) -> None:
-        """A layer of one stream's rows into out, (batch, tokens, N), of any strides."""
-        if layer.kind is None:
-            read = rows.plain(part.start, (part.items - 1) * part.step + part.length, out.dtype)
-            shape = part.items, part.length, read.shape[1]
-            result = layer.module(read.as_strided(shape, (part.step * shape[2], shape[2], 1)))
-            out.copy_(torch.ops.aten.gelu(result, approximate="tanh") if gelu else result)
-            return
-        if part.together and out.is_contiguous():
-            pieces = [(part.start, part.items * part.length, out.view(-1, out.shape[-1]))]
-        else:
-            starts = range(part.start, part.start + part.items * part.step, part.step)
-            pieces = [(start, part.length, out[i]) for i, start in enumerate(starts)]
-        with self._layers.tensors(layer.module, out) as (weight, scale, bias):
-            for start, length, piece in pieces:
-                if scale is None:
-                    read = rows.plain(start, length, out.dtype)
-                    dense_linear(read, weight, bias, gelu=gelu, out=piece)
-                    continue
-                gemm = self._layers.gemm(layer.kind, out.device)
-                if layer.format is None:
-                    read = rows.plain(start, length, out.dtype)
-                    piece.copy_(gemm.linear(read, weight, scale, bias))
-                    if gelu:
-                        torch.ops.aten.gelu_(piece, approximate="tanh")
-                else:
-                    read = rows.quantized(layer.format, start, length)
-                    gemm.linear_quantized(*read, weight, scale, bias, out.dtype, out=piece)
-
-
-def _streams(x: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-    """Text and image of a matrix in stream order, each (batch, tokens, columns)."""
-    cut, columns = tokens.text_rows, x.shape[1]
-    return (
-        x[:cut].view(tokens.batch, tokens.text, columns),
-        x[cut:].view(tokens.batch, tokens.image, columns),
-    )
+    def _norms(self, modules: tuple[torch.nn.Module, ...], like: torch.Tensor) -> QKNorm:
+        return QKNorm(*(self._layers.norm_weight(norm, like) for norm in modules[12:]))

@@ -1,11 +1,9 @@
-"""The fused kernels of a block, as one choice, and the rows that pass between them.
-
-Triton on a card, plain torch without one.
-"""
+"""The fused kernels of a block, as one choice: Triton on a card, plain torch without one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -13,21 +11,74 @@ import torch
 from ..machine.card import first_line
 from . import kernels, reference
 from .fallback import Fallback
-from .reference import HEAD_DIMS, Modulation, QKNorm, Rotary, Tokens
+from .reference import HEAD_DIMS, Modulation, QKNorm, QuantizedRows, Rotary, Tokens
 
-ALIGNED_SCALES = 4  # fp32 scales in 16 bytes
 # What the Triton kernels hold in registers, and how `tl.split` pairs a head.
 WIDEST = 16384
 
 
 class Ops(NamedTuple):
-    """The kernels; `reference.py` says what each computes."""
+    """The kernels; `reference.py` says what each computes.
+
+    Attributes:
+        prepared: {name of a kernel: what prepares its launch}, as in the kernels' own files; empty
+            where each call looks at its arguments.
+    """
 
     name: str
     residual_norm: Callable[..., tuple[torch.Tensor | None, torch.Tensor | None]]
     qk_norm_rope: Callable[..., None]
     gelu_quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     row_quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    prepared: Mapping[str, Callable[..., Callable[..., None]]] = MappingProxyType({})
+
+    def prepare_norm(
+        self,
+        x: torch.Tensor,
+        branch: torch.Tensor | None,
+        gates: Modulation | None,
+        norms: Modulation | None,
+        tokens: Tokens,
+        eps: float,
+        format: str | None,
+        out: torch.Tensor | QuantizedRows | None,
+    ) -> Callable[[torch.Tensor, Modulation | None, Modulation | None], None]:
+        """`residual_norm` of a branch into `out`, for x, gates and norms like these."""
+        if prepare := self.prepared.get("residual_norm"):
+            return prepare(x, branch, gates, norms, tokens, eps, format, out)
+
+        def run(x: torch.Tensor, gates: Modulation | None, norms: Modulation | None) -> None:
+            h, scale = self.residual_norm(x, branch, gates, norms, tokens, eps, format)
+            if format is not None:
+                out.write(h, scale)
+            elif out is not None:
+                out.copy_(h)
+
+        return run
+
+    def prepare_rope(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        norm: QKNorm,
+        rotary: Rotary,
+        tokens: Tokens,
+        eps: float,
+    ) -> Callable[[QKNorm, Rotary], None]:
+        """`qk_norm_rope` of these q and k, for a norm and a rotary like these."""
+        if prepare := self.prepared.get("qk_norm_rope"):
+            launch = prepare(q, k, norm, rotary, tokens, eps)
+            return lambda norm, rotary: launch(*norm, *rotary)
+        return lambda norm, rotary: self.qk_norm_rope(q, k, norm, rotary, tokens, eps)
+
+    def prepare_quantizer(
+        self, name: str, x: torch.Tensor, format: str, out: QuantizedRows
+    ) -> Callable[[torch.Tensor], None]:
+        """`gelu_quantize` or `row_quantize` into `out`, of tensors like x."""
+        if prepare := self.prepared.get(name):
+            return prepare(x, format, out)
+        quantize = getattr(self, name)
+        return lambda x: out.write(*quantize(x, format))
 
 
 TORCH = Ops(
@@ -64,11 +115,23 @@ def unsupported_shape(dim: int, head_dim: int, dtype: torch.dtype) -> Fallback |
 
 
 def _triton() -> Ops:
-    from .kernels.qk_norm_rope import qk_norm_rope
-    from .kernels.residual_norm import residual_norm
-    from .kernels.rows import gelu_quantize, row_quantize
+    from .kernels import qk_norm_rope, residual_norm, rows
+    from .kernels.launch import not_direct
 
-    return Ops("Triton", residual_norm, qk_norm_rope, gelu_quantize, row_quantize)
+    prepared = {
+        "residual_norm": residual_norm.prepare_residual_norm,
+        "qk_norm_rope": qk_norm_rope.prepare_qk_norm_rope,
+        "gelu_quantize": rows.prepare_gelu_quantize,
+        "row_quantize": rows.prepare_row_quantize,
+    }
+    return Ops(
+        f"Triton; {not_direct()}" if not_direct() else "Triton",
+        residual_norm.residual_norm,
+        qk_norm_rope.qk_norm_rope,
+        rows.gelu_quantize,
+        rows.row_quantize,
+        prepared,
+    )
 
 
 _TRIED: dict[torch.device, Fallback | None] = {}
@@ -113,88 +176,3 @@ def _compare(ops: Ops, device: torch.device) -> bool:
     reference.qk_norm_rope(*twins, weights, rotary, tokens, 1e-6)
     pairs = ((x, twin), (h, expected), (q, twins[0]), (k, twins[1]))
     return all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in pairs)
-
-
-class StreamSlice(NamedTuple):
-    """One stream's rows in a matrix: `items` runs of `length` rows, one every `step` rows."""
-
-    start: int
-    items: int
-    length: int
-    step: int
-
-    @property
-    def together(self) -> bool:
-        """Whether the runs follow one another without a gap."""
-        return self.items == 1 or self.step == self.length
-
-
-def in_stream_order(tokens: Tokens) -> tuple[StreamSlice, StreamSlice]:
-    """Text and image in a matrix of `tokens.rows` rows in stream order."""
-    return (
-        StreamSlice(0, tokens.batch, tokens.text, tokens.text),
-        StreamSlice(tokens.text_rows, tokens.batch, tokens.image, tokens.image),
-    )
-
-
-def in_joint_order(tokens: Tokens) -> tuple[StreamSlice, StreamSlice]:
-    """Text and image in a matrix of `tokens.rows` rows, item by item."""
-    return (
-        StreamSlice(0, tokens.batch, tokens.text, tokens.joint),
-        StreamSlice(tokens.text, tokens.batch, tokens.image, tokens.joint),
-    )
-
-
-class LayerInput:
-    """(rows, K) as plain numbers, quantized, or both.
-
-    Args:
-        ops: The kernels.
-        plain: bf16, fp16 or fp32; None where only `quantized` is known.
-        format: Of `quantized`.
-        quantized: Values and scales of all rows.
-    """
-
-    def __init__(
-        self,
-        ops: Ops,
-        plain: torch.Tensor | None,
-        format: str | None = None,
-        quantized: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> None:
-        self._ops = ops
-        self._plain = plain
-        self._whole = {} if quantized is None else {format: quantized}
-        self._pieces: dict[tuple[str, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def plain(self, start: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """`length` rows from `start` on, in `dtype`."""
-        if self._plain is not None:
-            return self._plain[start : start + length]
-        # A layer turned out not to be quantized after all, as when the host merged a LoRA.
-        ((values, scale),) = self._whole.values()
-        part = slice(start, start + length)
-        return values[part].to(dtype).mul_(scale[part])
-
-    def quantize_all(self, format: str) -> None:
-        """Quantizes all rows in one launch, where layers of both streams read them."""
-        if format not in self._whole:
-            self._whole[format] = self._ops.row_quantize(self._plain, format)
-
-    def quantized(self, format: str, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and scales of `length` rows from `start` on; the scales' address is aligned.
-
-        cuBLASLt takes scales from addresses of 16 bytes on only, and Triton compiles a kernel of
-        its own for others; the image's rows may begin at any number of text tokens.
-        """
-        key = format, start, length
-        if key not in self._pieces:
-            part = slice(start, start + length)
-            if format in self._whole:
-                values, scale = (tensor[part] for tensor in self._whole[format])
-                if scale.storage_offset() % ALIGNED_SCALES:
-                    scale = scale.clone()
-            else:
-                values, scale = self._ops.row_quantize(self._plain[part], format)
-            self._pieces[key] = values, scale
-        return self._pieces[key]

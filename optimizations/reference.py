@@ -77,6 +77,40 @@ class QKNorm(NamedTuple):
     text_key: torch.Tensor
 
 
+class QuantizedRows(NamedTuple):
+    """Where a kernel writes the rows that it quantizes.
+
+    Attributes:
+        values: (rows, K), float8_e4m3fn or int8, contiguous.
+        scale: (rows + gap, 1), fp32, contiguous: from row `cut` on scales lie `gap` further, so
+            that a GEMM finds those of both streams at multiples of 16 bytes.
+        cut: The first row of the second stream.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    cut: int
+
+    @property
+    def gap(self) -> int:
+        """Scales that are left out before row `cut`."""
+        return len(self.scale) - len(self.values)
+
+    def part(self, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and scales of `length` rows of one stream from `start` on."""
+        shift = self.gap if start >= self.cut else 0
+        return (
+            self.values[start : start + length],
+            self.scale[start + shift : start + shift + length],
+        )
+
+    def write(self, values: torch.Tensor, scale: torch.Tensor) -> None:
+        """Copies (rows, K) values and (rows, 1) scales here."""
+        self.values.copy_(values)
+        self.scale[: self.cut] = scale[: self.cut]
+        self.scale[self.cut + self.gap :] = scale[self.cut :]
+
+
 class Rotary(NamedTuple):
     """Rotation of each token in joint order, each (1 or batch, joint, head_dim / 2), contiguous.
 

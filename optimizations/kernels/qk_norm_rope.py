@@ -8,6 +8,7 @@ import triton.language as tl
 
 from ..reference import HEAD_DIMS, QKNorm, Rotary, Tokens
 from . import on_card_of
+from .launch import Launch, PreparedLaunch
 
 # What one program holds, in elements, and each of its threads: 16 bytes of bf16.
 MOST_ELEMENTS, ELEMENTS_PER_THREAD = 2048, 8
@@ -16,14 +17,14 @@ MOST_ELEMENTS, ELEMENTS_PER_THREAD = 2048, 8
 # The numbers of tokens follow the prompt and the size of the image: no kernel of its own for each.
 @triton.jit(do_not_specialize=["joint", "text"])
 def _qk_norm_rope_kernel(
-    q_ptr,
-    k_ptr,
     q_weight_ptr,
     k_weight_ptr,
     q_text_weight_ptr,
     k_text_weight_ptr,
     cos_ptr,
     sin_ptr,
+    q_ptr,
+    k_ptr,
     q_item_stride,
     q_token_stride,
     k_item_stride,
@@ -81,6 +82,20 @@ def qk_norm_rope(
     q: torch.Tensor, k: torch.Tensor, norm: QKNorm, rotary: Rotary, tokens: Tokens, eps: float
 ) -> None:
     """As `reference.qk_norm_rope`; head_dim is one of `HEAD_DIMS`, a token's heads contiguous."""
+    with on_card_of(q):
+        _launch(q, k, norm, rotary, tokens, eps).once()
+
+
+def prepare_qk_norm_rope(
+    q: torch.Tensor, k: torch.Tensor, norm: QKNorm, rotary: Rotary, tokens: Tokens, eps: float
+) -> PreparedLaunch:
+    """`qk_norm_rope` of these q and k; takes the tensors of a norm and of a rotary like these."""
+    return _launch(q, k, norm, rotary, tokens, eps).prepared()
+
+
+def _launch(
+    q: torch.Tensor, k: torch.Tensor, norm: QKNorm, rotary: Rotary, tokens: Tokens, eps: float
+) -> Launch:
     batch, joint, heads, head_dim = q.shape
     cos, sin = rotary
     rotations = cos.shape[0]
@@ -116,26 +131,14 @@ def qk_norm_rope(
                 f"{', '.join(f'{tuple(w.shape)} {w.dtype}' for w in norm)}"
             )
     together, warps = launch_shape(heads, head_dim)
-    with on_card_of(q):
-        _qk_norm_rope_kernel[(batch * joint * (heads // together) * 2,)](
-            q,
-            k,
-            norm.query,
-            norm.key,
-            norm.text_query,
-            norm.text_key,
-            cos,
-            sin,
-            q_item,
-            q_token,
-            k_item,
-            k_token,
-            joint,
-            tokens.text,
-            heads=heads,
-            head_dim=head_dim,
-            eps=eps,
-            one_rotation=rotations == 1,
-            block_heads=together,
-            num_warps=warps,
-        )
+    constants = {
+        "heads": heads,
+        "head_dim": head_dim,
+        "eps": eps,
+        "one_rotation": rotations == 1,
+        "block_heads": together,
+    }
+    programs = batch * joint * (heads // together) * 2
+    fixed = (q, k, q_item, q_token, k_item, k_token, joint, tokens.text)
+    varying = (*norm, cos, sin)
+    return Launch(_qk_norm_rope_kernel, programs, varying, fixed, constants, num_warps=warps)

@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 
-from ..reference import SMALLEST_ROW, STORAGE, Modulation, Tokens, largest_of
+from ..reference import (
+    SMALLEST_ROW,
+    STORAGE,
+    Modulation,
+    QuantizedRows,
+    Tokens,
+    largest_of,
+)
 from . import on_card_of
+from .launch import Launch
 from .rows import WIDEST_ROW, launch_shape, load_row, quantize_row, store_row, sum_row
 
 
 # The numbers of tokens follow the prompt and the size of the image: no kernel of its own for each.
-@triton.jit(do_not_specialize=["batch", "text", "image", "zero_from"])
+@triton.jit(do_not_specialize=["batch", "text", "image", "zero_from", "gap"])
 def _residual_norm_kernel(
     x_ptr,
-    branch_ptr,
     text_gate_ptr,
     image_gate_ptr,
-    text_gate_stride,
-    image_gate_stride,
     text_norm_ptr,
     image_norm_ptr,
-    text_norm_stride,
-    image_norm_stride,
+    branch_ptr,
     h_ptr,
     scale_ptr,
+    text_gate_stride,
+    image_gate_stride,
+    text_norm_stride,
+    image_norm_stride,
     batch,
     text,
     image,
     zero_from,
+    gap,
     width: tl.constexpr,
     eps: tl.constexpr,
     largest: tl.constexpr,
@@ -87,7 +98,7 @@ def _residual_norm_kernel(
         c = c * inverse * (scale_c + 1.0) + shift_c
         if scale_ptr is not None:
             a, b, c, scale = quantize_row(a, b, c, largest, smallest_row, to_integer)
-            tl.store(scale_ptr + row, scale)
+            tl.store(scale_ptr + row + tl.where(is_text, 0, gap), scale)
         store_row(h_ptr + here, a, b, c, width, part, parts)
 
 
@@ -107,57 +118,84 @@ def residual_norm(
     format: str | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """As `reference.residual_norm`; x is contiguous and at most `WIDEST_ROW` wide."""
+    out = h = scale = None
+    if norms is not None:
+        out = h = torch.empty_like(x, dtype=STORAGE.get(format))
+    if h is not None and format is not None:
+        scale = x.new_empty(len(x), 1, dtype=torch.float32)
+        out = QuantizedRows(h, scale, tokens.text_rows)
+    if branch is not None:
+        branch = branch.contiguous()
+    with on_card_of(x):
+        _launch(x, branch, gates, norms, tokens, eps, format, out).once()
+    return h, scale
+
+
+def prepare_residual_norm(
+    x: torch.Tensor,
+    branch: torch.Tensor | None,
+    gates: Modulation | None,
+    norms: Modulation | None,
+    tokens: Tokens,
+    eps: float,
+    format: str | None,
+    out: torch.Tensor | QuantizedRows | None,
+) -> Callable[[torch.Tensor, Modulation | None, Modulation | None], None]:
+    """`residual_norm` of this branch into `out`, for x, gates and norms like these.
+
+    Args:
+        out: (rows, D) in x's dtype, or quantized rows where there is a format; None without norms.
+    """
+    launch = _launch(x, branch, gates, norms, tokens, eps, format, out).prepared()
+
+    def run(x: torch.Tensor, gates: Modulation | None, norms: Modulation | None) -> None:
+        launch(x, *(gates or NOTHING), *(norms or NOTHING))
+
+    return run
+
+
+NOTHING = (None, None)
+
+
+def _launch(
+    x: torch.Tensor,
+    branch: torch.Tensor | None,
+    gates: Modulation | None,
+    norms: Modulation | None,
+    tokens: Tokens,
+    eps: float,
+    format: str | None,
+    out: torch.Tensor | QuantizedRows | None,
+) -> Launch:
     rows, width = x.shape
     if rows != tokens.rows or width > WIDEST_ROW or not x.is_contiguous():
         raise ValueError(
             f"residual_norm takes contiguous rows of at most {WIDEST_ROW} elements, one for each "
             f"token, got {tuple(x.shape)} with strides {x.stride()} for {tokens.rows} tokens"
         )
-    text_gate = image_gate = text_norm = image_norm = None
-    text_gate_stride = image_gate_stride = text_norm_stride = image_norm_stride = 0
+    gate_strides = norm_strides = (0, 0)
     if branch is not None:
         if branch.shape != x.shape:
             raise ValueError(f"residual_norm adds {tuple(branch.shape)} to {tuple(x.shape)}")
-        branch = branch.contiguous()
-        text_gate, image_gate = gates
-        text_gate_stride, image_gate_stride = _strides(gates, tokens, width)
-    h = scale = largest = None
+        gate_strides = _strides(gates, tokens, width)
     if norms is not None:
-        text_norm, image_norm = norms
-        text_norm_stride, image_norm_stride = _strides(norms, tokens, width)
-        h = torch.empty_like(x, dtype=STORAGE.get(format))
-        if format is not None:
-            largest = largest_of(format)
-            scale = x.new_empty(rows, 1, dtype=torch.float32)
+        norm_strides = _strides(norms, tokens, width)
+    h, scale, gap = out, None, 0
+    if isinstance(out, QuantizedRows):
+        h, scale, gap = out.values, out.scale, out.gap
     part, parts, warps = launch_shape(width)
-    with on_card_of(x):
-        _residual_norm_kernel[(rows,)](
-            x,
-            branch,
-            text_gate,
-            image_gate,
-            text_gate_stride,
-            image_gate_stride,
-            text_norm,
-            image_norm,
-            text_norm_stride,
-            image_norm_stride,
-            h,
-            scale,
-            tokens.batch,
-            tokens.text,
-            tokens.image,
-            tokens.zero_from,
-            width=width,
-            eps=eps,
-            largest=largest,
-            smallest_row=SMALLEST_ROW,
-            to_integer=format == "int8",
-            part=part,
-            parts=parts,
-            num_warps=warps,
-        )
-    return h, scale
+    constants = {
+        "width": width,
+        "eps": eps,
+        "largest": None if format is None else largest_of(format),
+        "smallest_row": SMALLEST_ROW,
+        "to_integer": format == "int8",
+        "part": part,
+        "parts": parts,
+    }
+    varying = (x, *(NOTHING if branch is None else gates), *(norms or NOTHING))
+    fixed = (branch, h, scale, *gate_strides, *norm_strides, *tokens, gap)
+    return Launch(_residual_norm_kernel, rows, varying, fixed, constants, num_warps=warps)
 
 
 def _strides(modulation: Modulation, tokens: Tokens, width: int) -> tuple[int, int]:

@@ -16,8 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference import SMALLEST_ROW, STORAGE, largest_of
+from ..reference import SMALLEST_ROW, STORAGE, QuantizedRows, largest_of
 from . import on_card_of
+from .launch import Launch, PreparedLaunch
 
 # Wider rows would spill.
 WIDEST_ROW = 16384
@@ -114,54 +115,60 @@ def _round_to_step(x, largest: tl.constexpr, to_integer: tl.constexpr):
         return (x + shift) - shift
 
 
-def launch_row_quantizer(
-    kernel: triton.JITFunction, x: torch.Tensor, format: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches a kernel that quantizes each row by its own magnitude, one program a row.
+def _quantizer(
+    kernel: triton.JITFunction, x: torch.Tensor, format: str, out: QuantizedRows
+) -> Launch:
+    """A kernel that quantizes each row by its own magnitude, one program a row.
 
     Args:
         kernel: `_row_quantize_kernel`, or one with the same parameters.
         x: Rows, (M, K), with any row stride; K is at most `WIDEST_ROW`.
         format: "fp8" or "int8".
-
-    Returns:
-        q and scale, as of `reference.row_quantize`.
+        out: Of M rows.
     """
     rows, k = x.shape
     if k > WIDEST_ROW:
         raise ValueError(f"rows of at most {WIDEST_ROW} elements can be quantized, got {k}")
-    largest = largest_of(format)
+    if out.values.shape != x.shape:
+        raise ValueError(f"{tuple(x.shape)} does not fit into {tuple(out.values.shape)}")
+    part, parts, warps = launch_shape(k)
+    constants = {
+        "k": k,
+        "largest": largest_of(format),
+        "smallest_row": SMALLEST_ROW,
+        "to_integer": format == "int8",
+        "part": part,
+        "parts": parts,
+    }
+    fixed = (out.values, out.scale, x.stride(0), out.cut, out.gap)
+    return Launch(kernel, rows, (x,), fixed, constants, num_warps=warps)
+
+
+def _quantize(
+    kernel: triton.JITFunction, x: torch.Tensor, format: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and scale, as of `reference.row_quantize`."""
+    largest_of(format)
     if x.stride(1) != 1:
         x = x.contiguous()
-    q = x.new_empty(rows, k, dtype=STORAGE[format])
-    scale = x.new_empty(rows, 1, dtype=torch.float32)
-    part, parts, warps = launch_shape(k)
+    q = x.new_empty(x.shape, dtype=STORAGE[format])
+    scale = x.new_empty(len(x), 1, dtype=torch.float32)
     with on_card_of(x):
-        kernel[(rows,)](
-            x,
-            q,
-            scale,
-            x.stride(0),
-            k=k,
-            largest=largest,
-            smallest_row=SMALLEST_ROW,
-            to_integer=format == "int8",
-            part=part,
-            parts=parts,
-            num_warps=warps,
-        )
+        _quantizer(kernel, x, format, QuantizedRows(q, scale, len(x))).once()
     return q, scale
 
 
 # Triton: per-row quantization in one pass over the rows.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cut", "gap"])
 def _row_quantize_kernel(
     x_ptr,
     q_ptr,
     scale_ptr,
     x_stride,
+    cut,
+    gap,
     k: tl.constexpr,
     largest: tl.constexpr,
     smallest_row: tl.constexpr,
@@ -174,23 +181,30 @@ def _row_quantize_kernel(
     a, b, c = load_row(x_ptr + row * x_stride, k, part, parts)
     a, b, c, scale = quantize_row(a, b, c, largest, smallest_row, to_integer)
     store_row(q_ptr + row * k, a, b, c, k, part, parts)
-    tl.store(scale_ptr + row, scale)
+    tl.store(scale_ptr + row + tl.where(row >= cut, gap, 0), scale)
 
 
 def row_quantize(x: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
     """As `reference.row_quantize`; x (M, K) may have any row stride, K is at most `WIDEST_ROW`."""
-    return launch_row_quantizer(_row_quantize_kernel, x, format)
+    return _quantize(_row_quantize_kernel, x, format)
+
+
+def prepare_row_quantize(x: torch.Tensor, format: str, out: QuantizedRows) -> PreparedLaunch:
+    """`row_quantize` into `out`, of x or of tensors like it."""
+    return _quantizer(_row_quantize_kernel, x, format, out).prepared()
 
 
 # Triton: tanh GELU and per-row quantization in one pass over the rows.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cut", "gap"])
 def _gelu_quantize_kernel(
     x_ptr,
     q_ptr,
     scale_ptr,
     x_stride,
+    cut,
+    gap,
     k: tl.constexpr,
     largest: tl.constexpr,
     smallest_row: tl.constexpr,
@@ -203,7 +217,7 @@ def _gelu_quantize_kernel(
     a, b, c = load_row(x_ptr + row * x_stride, k, part, parts)
     a, b, c, scale = quantize_row(_gelu(a), _gelu(b), _gelu(c), largest, smallest_row, to_integer)
     store_row(q_ptr + row * k, a, b, c, k, part, parts)
-    tl.store(scale_ptr + row, scale)
+    tl.store(scale_ptr + row + tl.where(row >= cut, gap, 0), scale)
 
 
 @triton.jit
@@ -218,4 +232,9 @@ def _gelu(x):
 
 def gelu_quantize(x: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
     """As `reference.gelu_quantize`; x (M, K) may have any row stride, K is at most `WIDEST_ROW`."""
-    return launch_row_quantizer(_gelu_quantize_kernel, x, format)
+    return _quantize(_gelu_quantize_kernel, x, format)
+
+
+def prepare_gelu_quantize(x: torch.Tensor, format: str, out: QuantizedRows) -> PreparedLaunch:
+    """`gelu_quantize` into `out`, of x or of tensors like it."""
+    return _quantizer(_gelu_quantize_kernel, x, format, out).prepared()

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from . import on_card_of
+from .launch import Launch, PreparedLaunch
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,12 @@ TILES_SM90 = (
 
 @triton.jit(do_not_specialize=["m"])
 def _scaled_gemm_kernel(
-    a_ptr,
     b_ptr,
-    out_ptr,
-    scale_a_ptr,
     scale_b_ptr,
     bias_ptr,
+    a_ptr,
+    scale_a_ptr,
+    out_ptr,
     m,
     n,
     k: tl.constexpr,
@@ -153,6 +154,39 @@ def scaled_gemm(
         out: Where to write, (M, N), contiguous, in `out_dtype`.
         tile: Overrides the choice, for measurements.
     """
+    if out is None:
+        out = a.new_empty(len(a), len(b), dtype=out_dtype)
+    a, b, scale_a, scale_b = (part.contiguous() for part in (a, b, scale_a, scale_b))
+    bias = None if bias is None else bias.contiguous()
+    with on_card_of(a):
+        _launch(a, b, scale_a, scale_b, bias, out, tile).once()
+    return out
+
+
+def prepare_scaled_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> PreparedLaunch:
+    """`scaled_gemm` of this a and scale_a into `out`; takes b, scale_b and bias like these."""
+    launch = _launch(a, b, scale_a, scale_b, bias, out).prepared()
+    if bias is not None:
+        return launch
+    return lambda b, scale_b, _bias: launch(b, scale_b, out)
+
+
+def _launch(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    tile: Tile | None = None,
+) -> Launch:
     m, k = a.shape
     n = b.shape[0]
     if b.shape[1] != k or scale_a.numel() != m or scale_b.numel() != n:
@@ -162,29 +196,24 @@ def scaled_gemm(
         )
     if tile is None:
         tile = choose_tile(m, _capability(a.get_device()))
-    if out is None:
-        out = a.new_empty(m, n, dtype=out_dtype)
     # Rounded up; triton.cdiv takes 2 us of a launch for each of the two.
     tiles = -(-m // tile.m) * -(-n // tile.n)
-    with on_card_of(a):
-        _scaled_gemm_kernel[(tiles,)](
-            a.contiguous(),
-            b.contiguous(),
-            out,
-            scale_a.contiguous(),
-            scale_b.contiguous(),
-            out if bias is None else bias.contiguous(),
-            m,
-            n,
-            k,
-            has_bias=bias is not None,
-            sum_dtype=tl.int32 if a.dtype == torch.int8 else tl.float32,
-            block_m=tile.m,
-            block_n=tile.n,
-            block_k=tile.k,
-            group_m=8,
-            unroll=tile.unroll,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
-    return out
+    constants = {
+        "k": k,
+        "has_bias": bias is not None,
+        "sum_dtype": tl.int32 if a.dtype == torch.int8 else tl.float32,
+        "block_m": tile.m,
+        "block_n": tile.n,
+        "block_k": tile.k,
+        "group_m": 8,
+        "unroll": tile.unroll,
+    }
+    return Launch(
+        _scaled_gemm_kernel,
+        tiles,
+        (b, scale_b, out if bias is None else bias),
+        (a, scale_a, out, m, n),
+        constants,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

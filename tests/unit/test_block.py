@@ -126,6 +126,8 @@ def attend(q, k, v, mask):
 class Gemm:
     """A GEMM of 8-bit rows and weights that adds up as a tensor core does."""
 
+    backend = row_quantizer = "of these tests"
+
     def __init__(self, format, weight_only=False):
         self.format, self.weight_only = format, weight_only
 

@@ -18,7 +18,7 @@ pytestmark = [
 FORMATS = ("fp8", "int8")
 OPERAND = {"fp8": "fp8e4nv", "int8": "i8"}
 STREAMS = ("text", "image")
-COUNTS = ("batch", "text", "image", "zero_from")
+COUNTS = ("batch", "text", "image", "zero_from", "gap")
 KIB = 1024
 # Shared memory that one block can have: CUDA C++ Programming Guide, compute capabilities.
 SHARED = {80: 163 * KIB, 89: 99 * KIB, 90: 227 * KIB}
@@ -117,7 +117,8 @@ def test_quantization_holds_a_row_in_registers(compile_kernel, name, sm, format,
     part, parts, warps = launch_shape(k)
     pointers = {"x_ptr": "bf16", "q_ptr": OPERAND[format], "scale_ptr": "fp32"}
     constants = {"k": k, "part": part, "parts": parts, **quantization(format)}
-    kernel, numbers = getattr(module, f"_{name}_kernel"), {"x_stride": True}
+    kernel = getattr(module, f"_{name}_kernel")
+    numbers = {"x_stride": True, "cut": False, "gap": False}
     ptx = compile_kernel(kernel, sm, pointers, numbers, constants, warps)
     assert_wide(ptx, format, masked_at=None if part * parts == k else k)
 

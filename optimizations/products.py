@@ -1,0 +1,251 @@
+"""The matrix products of a block, prepared for one shape: where each reads and writes is known, and
+a call takes the layer's tensors alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from .linear import FAST, FEW_ROWS, Gemm, dense_linear
+from .reference import QuantizedRows, Tokens
+
+ALIGNMENT = 16  # bytes; cuBLASLt takes scales from such addresses only
+
+
+class Operand(NamedTuple):
+    """A layer's tensors with the views that products read, made once.
+
+    Attributes:
+        weight: (N, K), in the dtype of the activations, or quantized.
+        scale: (N, 1), fp32; None for a weight that is not quantized.
+        bias: (N,), or None.
+        weight_t, scale_t: Transposed.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor | None
+    bias: torch.Tensor | None
+    weight_t: torch.Tensor
+    scale_t: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> Operand:
+        """With its views."""
+        return cls(weight, scale, bias, weight.t(), None if scale is None else scale.t())
+
+
+class StreamSlice(NamedTuple):
+    """One stream's rows in a matrix: `items` runs of `length` rows, one every `step` rows."""
+
+    start: int
+    items: int
+    length: int
+    step: int
+
+    @property
+    def together(self) -> bool:
+        """Whether the runs follow one another without a gap."""
+        return self.items == 1 or self.step == self.length
+
+
+def in_stream_order(tokens: Tokens) -> tuple[StreamSlice, StreamSlice]:
+    """Text and image in a matrix of `tokens.rows` rows in stream order."""
+    return (
+        StreamSlice(0, tokens.batch, tokens.text, tokens.text),
+        StreamSlice(tokens.text_rows, tokens.batch, tokens.image, tokens.image),
+    )
+
+
+def in_joint_order(tokens: Tokens) -> tuple[StreamSlice, StreamSlice]:
+    """Text and image in a matrix of `tokens.rows` rows, item by item."""
+    return (
+        StreamSlice(0, tokens.batch, tokens.text, tokens.joint),
+        StreamSlice(tokens.text, tokens.batch, tokens.image, tokens.joint),
+    )
+
+
+class Rows:
+    """The rows that layers read, plain, quantized, or both.
+
+    Args:
+        matrix: (rows, K); None where another tensor is given before each use.
+
+    Attributes:
+        quantized: By format.
+        fixed: Whether `matrix` stays the same tensor.
+    """
+
+    def __init__(self, matrix: torch.Tensor | None = None) -> None:
+        self.matrix = matrix
+        self.fixed = matrix is not None
+        self.quantized: dict[str, QuantizedRows] = {}
+
+    def plain(self, start: int, length: int) -> torch.Tensor:
+        """`length` rows from `start` on."""
+        return self.matrix[start : start + length]
+
+
+class Read(NamedTuple):
+    """What a layer of one stream reads and writes.
+
+    Attributes:
+        rows: What it reads of.
+        part: Which of them.
+        out: (batch, tokens, N) of any strides.
+        gelu: Whether the tanh GELU of the product is written.
+    """
+
+    rows: Rows
+    part: StreamSlice
+    out: torch.Tensor
+    gelu: bool = False
+
+    def pieces(self) -> list[tuple[int, int, torch.Tensor]]:
+        """First row, rows, and where their product goes, contiguous, of each product."""
+        part, out = self.part, self.out
+        if part.together and out.is_contiguous():
+            return [(part.start, part.items * part.length, out.view(-1, out.shape[-1]))]
+        starts = range(part.start, part.start + part.items * part.step, part.step)
+        return [(start, part.length, out[i]) for i, start in enumerate(starts)]
+
+
+# Takes the operand of a layer, or its module where the layer runs itself.
+Product = Callable[[Any], None]
+
+
+def module_product(read: Read) -> Product:
+    """Of layers that run themselves."""
+    rows, part, out, gelu = read
+
+    def run(module: torch.nn.Module) -> None:
+        x = rows.plain(part.start, (part.items - 1) * part.step + part.length)
+        shape = part.items, part.length, x.shape[1]
+        result = module(x.as_strided(shape, (part.step * shape[2], shape[2], 1)))
+        out.copy_(torch.ops.aten.gelu(result, approximate="tanh") if gelu else result)
+
+    return run
+
+
+def dense_product(read: Read) -> Product:
+    """Of weights in the dtype of the activations."""
+    rows, gelu = read.rows, read.gelu
+    pieces = read.pieces()
+    if not rows.fixed or len(pieces) > 1:
+
+        def run(operand: Operand) -> None:
+            for start, length, out in pieces:
+                _dense(rows.plain(start, length), operand, out, gelu)
+
+        return run
+    ((start, length, out),) = pieces
+    x = rows.plain(start, length)
+    return lambda operand: _dense(x, operand, out, gelu)
+
+
+def _dense(x: torch.Tensor, operand: Operand, out: torch.Tensor, gelu: bool) -> None:
+    """As `linear.dense_linear`, past what it finds out."""
+    bias = operand.bias
+    if bias is None or bias.dtype is not x.dtype or (gelu and not x.is_cuda):
+        dense_linear(x, operand.weight, bias, gelu=gelu, out=out)
+    elif gelu:
+        torch._addmm_activation(bias, x, operand.weight_t, use_gelu=True, out=out)
+    else:
+        torch.addmm(bias, x, operand.weight_t, out=out)
+
+
+def quantized_product(read: Read, format: str, gemm: Gemm) -> Product:
+    """Of quantized weights and rows."""
+    source = read.rows.quantized[format]
+    pieces = [
+        _quantized(gemm, *source.part(start, length), out) for start, length, out in read.pieces()
+    ]
+    if len(pieces) == 1:
+        return pieces[0]
+
+    def run(operand: Operand) -> None:
+        for piece in pieces:
+            piece(operand)
+
+    return run
+
+
+def expanded_product(read: Read, gemm: Gemm) -> Product:
+    """Of quantized weights that the card expands for plain rows."""
+    pieces, rows, gelu = read.pieces(), read.rows, read.gelu
+
+    def run(operand: Operand) -> None:
+        for start, length, out in pieces:
+            x = rows.plain(start, length)
+            out.copy_(gemm.linear(x, operand.weight, operand.scale, operand.bias))
+            if gelu:
+                torch.ops.aten.gelu_(out, approximate="tanh")
+
+    return run
+
+
+def merged_product(read: Read, format: str) -> Product:
+    """Of a weight that turned out plain where quantized rows are there for it, as when ComfyUI has
+    merged a LoRA into it on its way.
+    """
+
+    def run(operand: Operand) -> None:
+        for start, length, out in read.pieces():
+            if read.rows.fixed:  # then only the quantized rows are of this block
+                values, scale = read.rows.quantized[format].part(start, length)
+                x = values.to(out.dtype).mul_(scale)
+            else:
+                x = read.rows.plain(start, length)
+            _dense(x, operand, out, read.gelu)
+
+    return run
+
+
+def _quantized(gemm: Gemm, xq: torch.Tensor, x_scale: torch.Tensor, out: torch.Tensor) -> Product:
+    """`gemm.linear_quantized` of these rows into out, by the cheapest call that there is."""
+    if gemm.backend == "triton" or (gemm.backend, gemm.row_quantizer) == ("kitchen", "triton"):
+        return _triton(xq, x_scale, out)
+    aligned = x_scale.data_ptr() % ALIGNMENT == 0
+    direct = gemm.backend in ("scaled_mm", FAST) and len(xq) > FEW_ROWS and aligned
+    fast = gemm.backend == FAST
+
+    def run(operand: Operand) -> None:
+        bias = operand.bias
+        if direct and bias is not None and bias.dtype is out.dtype is torch.bfloat16:
+            torch._scaled_mm(
+                xq,
+                operand.weight_t,
+                x_scale,
+                operand.scale_t,
+                bias,
+                out_dtype=torch.bfloat16,
+                use_fast_accum=fast,
+                out=out,
+            )
+        else:
+            gemm.linear_quantized(
+                xq, x_scale, operand.weight, operand.scale, bias, out.dtype, out=out
+            )
+
+    return run
+
+
+def _triton(xq: torch.Tensor, x_scale: torch.Tensor, out: torch.Tensor) -> Product:
+    from .kernels.scaled_gemm import prepare_scaled_gemm
+
+    launches: dict[torch.dtype | None, Callable[..., None]] = {}  # by the bias's dtype
+
+    def run(operand: Operand) -> None:
+        bias = operand.bias
+        key = None if bias is None else bias.dtype
+        launch = launches.get(key)
+        if launch is None:
+            launch = prepare_scaled_gemm(xq, operand.weight, x_scale, operand.scale, bias, out)
+            launches[key] = launch
+        launch(operand.weight, operand.scale, bias)
+
+    return run

@@ -1,0 +1,368 @@
+"""What the blocks of a forward pass need for one shape: buffers, and launches that read and write
+them, made once and used by every block of that shape.
+
+A workspace serves one pass at a time. Its buffers are reused from shape to shape; they take what a
+block takes at its peak.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .fused import Ops
+from .linear import Gemm
+from .products import (
+    Product,
+    Read,
+    Rows,
+    dense_product,
+    expanded_product,
+    in_joint_order,
+    in_stream_order,
+    module_product,
+    quantized_product,
+)
+from .reference import STORAGE, Modulation, QKNorm, QuantizedRows, Rotary, Tokens
+
+DENSE = "dense"
+# The layers of a block in the order in which they run, by their stream.
+PLACES = ("image",) * 3 + ("text",) * 3 + ("image", "text") * 3
+# Shapes whose launches are kept: those of a run with CFG, and of a few prompts before.
+MOST_SHAPES = 8
+# Buffers are made for rows up to a multiple of this, so that prompts of other lengths fit.
+ROWS_AT_ONCE = 256
+SCALES_AT_ONCE = 4  # fp32 in 16 bytes
+
+
+class LayerForm(NamedTuple):
+    """How a linear layer is computed.
+
+    Attributes:
+        kind: As `block.Layers.kind`.
+        format: "fp8" or "int8" where its GEMM takes quantized rows, else None.
+        gemm: Of a quantized layer.
+    """
+
+    kind: str | None
+    format: str | None
+    gemm: Gemm | None
+
+
+class BlockForm(NamedTuple):
+    """What blocks have in common that run the same program.
+
+    Attributes:
+        layers: In the order of `PLACES`.
+        heads: Of attention.
+        inner: The MLP's hidden features.
+        eps, head_eps: Of the LayerNorms, and of the RMSNorms of a head.
+    """
+
+    layers: tuple[LayerForm, ...]
+    heads: int
+    inner: int
+    eps: float
+    head_eps: float
+
+
+class Workspace:
+    """The buffers of a pass, and the programs that use them.
+
+    Args:
+        ops: The kernels.
+
+    Attributes:
+        changes: Counts how often a buffer was exchanged for a larger one: what was prepared or
+            captured before that is void.
+        forms: Of the blocks that were seen, so that equal ones are one object.
+    """
+
+    def __init__(self, ops: Ops) -> None:
+        self.ops = ops
+        self.changes = 0
+        self.forms: dict[BlockForm, BlockForm] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._shapes: dict[Hashable, Shape] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def program(self, form: BlockForm, tokens: Tokens, x: torch.Tensor) -> Program:
+        """What a block of this form does.
+
+        Args:
+            x: (rows, D), of the dtype and on the device of the pass.
+        """
+        key = tokens, x.dtype, x.device, x.shape[1], form.inner
+        while True:
+            shape = self._shapes.get(key)
+            if shape is None:
+                while len(self._shapes) >= MOST_SHAPES:
+                    del self._shapes[next(iter(self._shapes))]
+                shape = self._shapes[key] = Shape(self, tokens, x, form.inner)
+            if form not in shape.programs:
+                shape.programs[form] = Program(shape, form)
+            if self._shapes.get(key) is shape:  # else a larger buffer has made it void
+                return shape.programs[form]
+
+    def take(self, name: str, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """A buffer's first bytes as a tensor of the shape, in the dtype of `like`, where it is."""
+        rows, *rest = shape
+        needed = math.prod(shape) * like.dtype.itemsize
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.nbytes < needed or buffer.device != like.device:
+            if buffer is not None:
+                self._shapes.clear()
+                self.changes += 1
+                del buffer, self._buffers[name]
+            rows = -(-rows // ROWS_AT_ONCE) * ROWS_AT_ONCE
+            size = rows * math.prod(rest) * like.dtype.itemsize
+            with torch.inference_mode(False):  # a tensor of that mode cannot be written to outside
+                buffer = torch.empty(size, dtype=torch.uint8, device=like.device)
+            self._buffers[name] = buffer
+        return buffer[:needed].view(like.dtype).view(*shape)
+
+
+class Shape:
+    """The buffers of one shape, and the launches between products.
+
+    Attributes:
+        rows: What the first layers of attention and of the MLP read.
+        mixed: What attention's last layers read.
+        activated: What the MLP's last layers read.
+        branch: (rows, D), what attention or MLP gives.
+    """
+
+    def __init__(self, workspace: Workspace, tokens: Tokens, x: torch.Tensor, inner: int) -> None:
+        self.workspace, self.ops, self.tokens = workspace, workspace.ops, tokens
+        self.like, self.width, self.inner = x[:0], x.shape[1], inner
+        widest = max(3 * self.width, inner)
+        # q, k and v are read before the MLP's hidden rows are written.
+        self.wide = workspace.take("wide", (tokens.rows, widest), self.like).flatten()
+        self.branch = workspace.take("branch", (tokens.rows, self.width), self.like)
+        # A row of h is written after the same row of the branch has been read.
+        self.rows, self.mixed = Rows(self.branch), Rows()
+        self.activated = Rows(self.cut_wide(inner))
+        self.programs: dict[BlockForm, Program] = {}
+        self._norms: dict[tuple, Callable[..., None]] = {}
+
+    def cut_wide(self, columns: int, index: int = 0) -> torch.Tensor:
+        """(rows, columns) of the widest buffer, the `index`-th of them."""
+        size = self.tokens.rows * columns
+        return self.wide[index * size : (index + 1) * size].view(self.tokens.rows, columns)
+
+    def quantized(self, rows: Rows, name: str, columns: int, format: str) -> QuantizedRows:
+        """Where rows of a format go; `name` is the buffer's, which other rows may share."""
+        found = rows.quantized.get(format)
+        if found is None:
+            tokens = self.tokens
+            # Joint order has text first too, where there is one item.
+            cut = tokens.text_rows if rows is not self.mixed or tokens.batch == 1 else tokens.rows
+            gap = -cut % SCALES_AT_ONCE if cut < tokens.rows else 0
+            take = self.workspace.take
+            values = take(f"{name} {format}", (tokens.rows, columns), self._of(STORAGE[format]))
+            scale = take(f"{name} {format} scale", (tokens.rows + gap, 1), self._of(torch.float32))
+            found = rows.quantized[format] = QuantizedRows(values, scale, cut)
+        return found
+
+    def norm(
+        self,
+        x: torch.Tensor,
+        gates: Modulation | None,
+        norms: Modulation | None,
+        eps: float,
+        format: str | None = None,
+    ) -> None:
+        """Residual and norm, in one kernel; into `rows`, quantized where there is a format."""
+        key = format, gates is not None, norms is not None, eps
+        launch = self._norms.get(key)
+        if launch is None:
+            out = None
+            if norms is not None:
+                out = self.branch
+                if format is not None:
+                    out = self.quantized(self.rows, "narrow", self.width, format)
+            branch = None if gates is None else self.branch
+            launch = self._norms[key] = self.ops.prepare_norm(
+                x, branch, gates, norms, self.tokens, eps, format, out
+            )
+        launch(x, gates, norms)
+
+    def _of(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.like.new_empty(0, dtype=dtype)
+
+
+class Program:
+    """What blocks of one form do in one shape.
+
+    Args:
+        shape: Its buffers and launches.
+        form: Of the blocks.
+
+    Attributes:
+        products: Of each layer; takes its operand, or its module where it runs itself.
+        reads: What each reads and writes.
+        heads: q, k and v, (batch, joint, heads, head_dim).
+        first_format: What the first layers read, where it is one format of all.
+        like: An empty tensor of the dtype and on the device of the pass.
+    """
+
+    def __init__(self, shape: Shape, form: BlockForm) -> None:
+        self.shape, self._form = shape, form
+        forms, heads = form.layers, form.heads
+        tokens, width = shape.tokens, shape.width
+        self.like = shape.like
+        size = tokens.batch, tokens.joint, width
+        parts = [shape.cut_wide(width, index).view(size) for index in range(3)]
+        self.heads = tuple(part.view(*size[:2], heads, -1) for part in parts)
+        self.first_format = _common(forms[:6])
+        self._inner_format = _common(forms[8:10])
+        self._first = self._quantizers(shape.rows, forms[:6], self.first_format)
+        self._inner = self._quantizers(shape.rows, forms[8:10], self._inner_format)
+        self._out = self._quantizers(shape.mixed, forms[6:8], None)
+        self._rotate: Callable[[QKNorm, Rotary], None] | None = None
+        hidden = shape.activated.matrix
+        self._activations = self._of_hidden(hidden)
+        streams, joint = in_stream_order(tokens), in_joint_order(tokens)
+        into = {"text": (0, slice(None, tokens.text)), "image": (1, slice(tokens.text, None))}
+        self.reads: list[Read] = []
+        for place, stream in enumerate(PLACES):
+            index, cut = into[stream]
+            if place < 6:
+                read = Read(shape.rows, streams[index], parts[place % 3][:, cut])
+            elif place < 8:
+                read = Read(shape.mixed, joint[index], streams_of(shape.branch, tokens)[index])
+            elif place < 10:
+                gelu = forms[place].format is None
+                out = streams_of(hidden, tokens)[index]
+                read = Read(shape.rows, streams[index], out, gelu)
+            else:
+                out = streams_of(shape.branch, tokens)[index]
+                read = Read(shape.activated, streams[index], out)
+            self.reads.append(read)
+        self.products = tuple(map(_product, self.reads, forms))
+
+    def dense(self, place: int) -> Product:
+        """The product of a place whose weight turned out plain."""
+        return dense_product(self.reads[place])
+
+    def begin(self, x: torch.Tensor, norms: Modulation) -> None:
+        """The first norm of a block whose predecessor left nothing."""
+        self.shape.norm(x, None, norms, self._form.eps, self.first_format)
+        self._quantize_first()
+
+    def rotate(self, norms: QKNorm, rotary: Rotary) -> None:
+        """Norm and rotation of q and k."""
+        if self._rotate is None:
+            shape = self.shape
+            q, k, _ = self.heads
+            self._rotate = shape.ops.prepare_rope(
+                q, k, norms, rotary, shape.tokens, self._form.head_eps
+            )
+        self._rotate(norms, rotary)
+
+    def mix(self, mixed: torch.Tensor) -> None:
+        """Takes what attention gives, (batch, joint, D)."""
+        rows = self.shape.mixed
+        rows.matrix = mixed.reshape(-1, self.shape.width)
+        for quantize in self._out:
+            quantize(rows.matrix)
+
+    def middle(self, x: torch.Tensor, gates: Modulation, norms: Modulation) -> None:
+        """From attention to the MLP."""
+        self.shape.mixed.matrix = None
+        self.shape.norm(x, gates, norms, self._form.eps, self._inner_format)
+        for quantize in self._inner:
+            quantize(self.shape.branch)
+
+    def activate(self) -> None:
+        """What the MLP's second layers read; the GELU is here where the first could not do it."""
+        for activate in self._activations:
+            activate()
+
+    def end(self, x: torch.Tensor, gates: Modulation) -> None:
+        """The last residual of a block."""
+        self.shape.norm(x, gates, None, self._form.eps)
+
+    def go_on(
+        self, x: torch.Tensor, gates: Modulation, norms: Modulation, following: Program
+    ) -> None:
+        """The last residual, with the first norm of the next block, of the same shape."""
+        self.shape.norm(x, gates, norms, self._form.eps, following.first_format)
+        following._quantize_first()
+
+    def _quantize_first(self) -> None:
+        for quantize in self._first:
+            quantize(self.shape.branch)
+
+    def _quantizers(
+        self, rows: Rows, forms: Sequence[LayerForm], written: str | None
+    ) -> list[Callable[[torch.Tensor], None]]:
+        """Launches for the formats that layers read and that are not `written` by a norm."""
+        shape = self.shape
+        if written is not None:
+            shape.quantized(rows, "narrow", shape.width, written)
+            return []
+        like = shape.branch
+        return [
+            shape.ops.prepare_quantizer(
+                "row_quantize", like, format, shape.quantized(rows, "narrow", shape.width, format)
+            )
+            for format in dict.fromkeys(form.format for form in forms)
+            if format is not None
+        ]
+
+    def _of_hidden(self, hidden: torch.Tensor) -> list[Callable[[], None]]:
+        """What happens to the MLP's hidden rows, (rows, 4 D): GELU, quantization, or both."""
+        shape, cut = self.shape, self.shape.tokens.text_rows
+        inner, outer = self._form.layers[8:10], self._form.layers[10:12]
+        needs = [(a.format is not None, b.format) for a, b in zip(inner, outer, strict=True)]
+        parts = [(hidden, *needs[0], slice(None))]
+        if needs[0] != needs[1] or inner[0].format != inner[1].format:
+            image, text = needs
+            parts = [(hidden[:cut], *text, slice(0, cut)), (hidden[cut:], *image, slice(cut, None))]
+        steps: list[Callable[[], None]] = []
+        for part, gelu, format, where in parts:
+            if format is not None:
+                out = shape.quantized(shape.activated, "hidden", shape.inner, format)
+                if part is not hidden:
+                    start = where.start
+                    values, scale = out.part(start, len(part))
+                    out = QuantizedRows(values, scale, len(part))
+                name = "gelu_quantize" if gelu else "row_quantize"
+                launch = shape.ops.prepare_quantizer(name, part, format, out)
+                steps.append(lambda launch=launch, part=part: launch(part))
+            elif gelu:
+                steps.append(lambda part=part: torch.ops.aten.gelu_(part, approximate="tanh"))
+        return steps
+
+
+def _product(read: Read, form: LayerForm) -> Product:
+    if form.kind is None:
+        return module_product(read)
+    if form.kind == DENSE:
+        return dense_product(read)
+    if form.format is None:
+        return expanded_product(read, form.gemm)
+    return quantized_product(read, form.format, form.gemm)
+
+
+def _common(layers: Sequence[LayerForm]) -> str | None:
+    """The format that all read; None where they differ."""
+    formats = {layer.format for layer in layers}
+    return formats.pop() if len(formats) == 1 else None
+
+
+def streams_of(x: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    """Text and image of a matrix in stream order, each (batch, tokens, columns)."""
+    cut, columns = tokens.text_rows, x.shape[1]
+    return (
+        x[:cut].view(tokens.batch, tokens.text, columns),
+        x[cut:].view(tokens.batch, tokens.image, columns),
+    )
