@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from .fallback import Fallback
 from .fused import Ops
 from .linear import Gemm
 from .products import Operand, merged_product
@@ -56,14 +57,22 @@ class Layers(Protocol):
     ) -> AbstractContextManager[LayerTensors]:
         """A layer's tensors for activations like these, as long as the context lasts."""
 
+    def hold(self, blocks: Sequence[torch.nn.Module]) -> AbstractContextManager[Hashable | None]:
+        """Holds the weights for one pass, as far as they can be held.
+
+        The value is a token of where they are, or None where they may move, with the reason in
+        `moving`. The same token: every tensor of the blocks' layers has the address and the layout
+        that it had when the token was last seen. An out-of-memory error that leaves the context may
+        be due to the held weights: the pass runs again without, and no other of the run holds them.
+        """
+
+    @property
+    def moving(self) -> Fallback | None:
+        """Why the last `hold` gave None; None where it gave a token."""
+
     def rounds(self, layer: torch.nn.Module) -> bool:
         """Whether a layer may round its activations to 8 bits: host and executor then differ by
         more than the order of their sums.
-        """
-
-    def hold(self, blocks: Sequence[torch.nn.Module]) -> AbstractContextManager[Hashable | None]:
-        """For the length of one pass: a token that says where every tensor of the blocks' layers
-        lies, equal to an earlier one where nothing has moved since; None where they may move.
         """
 
     def norm_weight(self, norm: torch.nn.Module, like: torch.Tensor) -> torch.Tensor:

@@ -6,15 +6,20 @@ bitsandbytes, torchao or a hook made of a layer keeps its own way.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from ...optimizations.block import DENSE, LayerTensors
-from ...optimizations.block_form import is_changed
+from ...optimizations.block_form import HEAD_NORMS, is_changed, token_layers
+from ...optimizations.fallback import Fallback
 from ...optimizations.linear import Gemm
 from ...spec import QUANTIZED
 from .quantized import QuantizedLinear
+
+OWN_WAY = Fallback("some layers run diffusers' own way")
+APART = Fallback("some of the weights are elsewhere")
 
 
 class DiffusersLayers:
@@ -22,6 +27,29 @@ class DiffusersLayers:
 
     def __init__(self) -> None:
         self._gemms: dict[str, Gemm] = {}
+        self._addresses: list[int] | None = None  # of a layer of each block
+        self._token: Hashable | None = None
+        self.moving: Fallback | None = None
+
+    def hold(self, blocks: Sequence[torch.nn.Module]) -> AbstractContextManager[Hashable | None]:
+        if self._addresses is None or not (self.moving or self._addresses == _addresses(blocks)):
+            self.moving = self._look(blocks)
+            self._addresses = [] if self.moving else _addresses(blocks)
+            self._token = None if self.moving else object()
+        return nullcontext(self._token)
+
+    def _look(self, blocks: Sequence[torch.nn.Module]) -> Fallback | None:
+        """Why the weights may move."""
+        if not all(map(token_layers, blocks)):
+            return OWN_WAY
+        norms = [block.get_submodule(name) for block in blocks for name in HEAD_NORMS]
+        layers = [layer for block in blocks for layer in token_layers(block)]
+        if any(map(is_changed, norms)) or None in map(self.kind, layers):
+            return OWN_WAY
+        tensors = [norm.weight for norm in norms]
+        for layer in layers:
+            tensors += [*layer.parameters(), *layer.buffers()]
+        return APART if len({tensor.device for tensor in tensors}) > 1 else None
 
     def kind(self, layer: torch.nn.Module) -> str | None:
         kind = kind_of(layer)
@@ -48,6 +76,10 @@ class DiffusersLayers:
 
     def gemm(self, format: str, device: torch.device) -> Gemm:
         return self._gemms[format]
+
+
+def _addresses(blocks: Sequence[torch.nn.Module]) -> list[int]:
+    return [block.attn.to_q.weight.data_ptr() for block in blocks]
 
 
 def kind_of(layer: torch.nn.Module) -> str | None:

@@ -40,9 +40,8 @@ class ComfyPass:
         latents: As APPLY_MODEL wrappers get them.
         options: The call's transformer_options.
         controlled: Whether a ControlNet adds to the streams between two blocks.
+        run: Stands for the sampling run; None outside of one.
     """
-
-    layers = ComfyLayers()
 
     def __init__(
         self,
@@ -51,8 +50,10 @@ class ComfyPass:
         latents: torch.Tensor,
         options: dict[str, Any],
         controlled: bool,
+        run: object = None,
     ) -> None:
         self.owner = model
+        self.layers = ComfyLayers(model, run)
         self.blocks = blocks_of(model.diffusion_model)
         self.latents = latents
         self.modulation = ModelModulation.of(model)

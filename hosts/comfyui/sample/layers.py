@@ -8,7 +8,9 @@ ComfyUI's own cast context; everything else runs itself.
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import comfy.ops
 import torch
@@ -16,9 +18,11 @@ from comfy.quant_ops import QuantizedTensor
 
 from ....optimizations.block import DENSE, LayerTensors
 from ....optimizations.block_form import is_changed
+from ....optimizations.fallback import Fallback
 from ....optimizations.linear import Gemm, choose_gemm
 from ....spec import QUANTIZED
 from ..load import linear as operations
+from .held import HeldWeights, stored
 
 # Operations whose `forward` is a product with the weight that the cast context gives.
 DENSE_CLASSES = (comfy.ops.disable_weight_init.Linear, comfy.ops.manual_cast.Linear)
@@ -31,7 +35,31 @@ FORMAT_BY_LAYOUT = {
 
 
 class ComfyLayers:
-    """Implements `optimizations.block.Layers`."""
+    """Implements `optimizations.block.Layers` for one pass.
+
+    Args:
+        model: ComfyUI's BaseModel.
+        run: Stands for the sampling run; None outside of one.
+    """
+
+    def __init__(self, model: Any, run: object = None) -> None:
+        self._model = model
+        self._run = run
+        self._held: HeldWeights | None = None
+
+    @contextmanager
+    def hold(self, blocks: Sequence[torch.nn.Module]) -> Iterator[Hashable | None]:
+        held = HeldWeights.of(self._model)
+        with held.during(self._model, blocks, self._run, self.kind) as token:
+            self._held = None if token is None else held
+            try:
+                yield token
+            finally:
+                self._held = None
+
+    @property
+    def moving(self) -> Fallback | None:
+        return HeldWeights.of(self._model).reason
 
     def kind(self, layer: torch.nn.Module) -> str | None:
         # Every layer is asked in every forward pass, so past Module.__getattr__: a LoRA, or weights
@@ -59,6 +87,9 @@ class ComfyLayers:
     def tensors(
         self, layer: torch.nn.Module, like: torch.Tensor
     ) -> AbstractContextManager[LayerTensors]:
+        if self._held is not None:
+            weight, bias = stored(layer)
+            return nullcontext(_tensors(weight, bias, self._held.row_scale(layer)))
         return _Cast(layer, like)
 
     def rounds(self, layer: torch.nn.Module) -> bool:
@@ -110,14 +141,20 @@ class _Cast:
 
     def __enter__(self) -> LayerTensors:
         weight, bias = self._as_stored if self._context is None else self._context.__enter__()
-        if not isinstance(weight, QuantizedTensor):
-            return LayerTensors(weight, None, bias)
-        scale = weight._params.scale
-        rows = weight._qdata.shape[0]
-        if scale.numel() == 1 < rows:
-            scale = scale.reshape(1, 1).expand(rows, 1).contiguous()
-        return LayerTensors(weight._qdata, scale, bias)
+        return _tensors(weight, bias)
 
     def __exit__(self, *error: object) -> None:
         if self._context is not None:
             self._context.__exit__(*error)
+
+
+def _tensors(
+    weight: torch.Tensor, bias: torch.Tensor | None, row_scale: torch.Tensor | None = None
+) -> LayerTensors:
+    if not isinstance(weight, QuantizedTensor):
+        return LayerTensors(weight, None, bias)
+    scale = weight._params.scale if row_scale is None else row_scale
+    rows = weight._qdata.shape[0]
+    if scale.numel() == 1 < rows:
+        scale = scale.reshape(1, 1).expand(rows, 1).contiguous()
+    return LayerTensors(weight._qdata, scale, bias)

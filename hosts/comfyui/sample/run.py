@@ -49,6 +49,7 @@ class ComfyOptimization(Optimization):
         super().__init__(attention, blocks)
         self._flags = tf32, cudnn_benchmark
         self.file: FileAttention | None = None
+        self._run: object = None  # stands for the run that goes on
 
     @property
     def lossy_attention(self) -> bool:
@@ -69,8 +70,12 @@ class ComfyOptimization(Optimization):
     def outer_sample(self, executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """OUTER_SAMPLE wrapper: one run."""
         self.start_run()
-        with flags_for_a_run(*self._flags):
-            output = executor(noise, *args, **kwargs)
+        before, self._run = self._run, object()
+        try:
+            with flags_for_a_run(*self._flags):
+                output = executor(noise, *args, **kwargs)
+        finally:
+            self._run = before
         logger.info("Qwen-Image L40S\n%s", self.report())
         return output
 
@@ -83,7 +88,7 @@ class ComfyOptimization(Optimization):
         self.read_file(model.diffusion_model, options)
         heeded = self.file is not None and self.file.runs
         own = options.pop(SLOT, None) if heeded else None
-        host = ComfyPass(model, self.attention, x, options, controlled)
+        host = ComfyPass(model, self.attention, x, options, controlled, self._run)
         try:
             with ModelModulation.of(model).during(Call(t, options, kwargs)):
                 return self.run_pass(host, lambda: executor(x, t, *args, **kwargs))
