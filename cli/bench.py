@@ -200,7 +200,9 @@ def calibrate_card(args: argparse.Namespace) -> int:
 
 
 def table(found: Calibration, card: Card | None) -> list[str]:
-    """One line for each rate, with its share of the card's dense peak where that is known."""
+    """One line for each rate, with its share of the card's dense peak where that is known, and for
+    what the processor needs to launch a block and to replay all as a graph.
+    """
     rates = found.rates
     peaks = card.dense_flops if card else {}
     rows = [
@@ -221,6 +223,10 @@ def table(found: Calibration, card: Card | None) -> list[str]:
         ("host to card, pinned", rates.pcie, card and card.pcie_bytes_per_second),
     ):
         lines.append(_line(name, rate / 1e9, rate, peak))
+    launched = {f"{name} block": rates.launches.block[name] for name in rates.gemm}
+    lines.append(f"{'':24}{'ms':>9}")
+    for name, seconds in {**launched, "CUDA graph": rates.launches.graph}.items():
+        lines.append(_line(f"processor, {name}", 1e3 * seconds, seconds, None))
     return lines
 
 

@@ -9,12 +9,12 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..planning.cards import Card, name_key
-from ..planning.rates import Rates
+from ..planning.rates import LAUNCHES, Launches, Rates
 from ..spec import MULTIPLIED
 
 logger = logging.getLogger(__name__)
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 CARDS, CALIBRATION, ATTENTION = "cards.json", "calibration.json", "attention.json"
 VERSION = 1
 FIGURES = ("attention", "bandwidth", "convolution", "encoder", "pcie")
+LAUNCH_SECONDS, GRAPH = "launch_seconds", "graph"
 _logged: set[Path] = set()
 
 
@@ -64,7 +65,7 @@ class Calibration:
         figures = {name: _figure(getattr(self.rates, name)) for name in FIGURES}
         gemm = {name: _figure(rate) for name, rate in self.rates.gemm.items()}
         about = {name: getattr(self, name) for name in ("card", "driver", "torch", "date")}
-        return {**about, "rates": {"gemm": gemm, **figures}}
+        return {**about, "rates": {"gemm": gemm, **figures, **_launch_seconds(self.rates.launches)}}
 
 
 def load_calibration(
@@ -127,7 +128,29 @@ def parse(entry: Any) -> Calibration | None:
         return None
     if not gemm.keys() <= set(MULTIPLIED):
         return None
-    return Calibration(*about, Rates(dict(gemm), **dict(zip(FIGURES, figures, strict=True))))
+    launches = _launches(rates.get(LAUNCH_SECONDS, {}))
+    if launches is None:
+        return None
+    known = dict(zip(FIGURES, figures, strict=True))
+    return Calibration(*about, Rates(dict(gemm), **known, launches=launches))
+
+
+def _launch_seconds(launches: Launches) -> dict[str, dict[str, float]]:
+    """What was measured of the processor: seconds of a block by precision, and of a graph."""
+    known = {**LAUNCHES.block, GRAPH: LAUNCHES.graph}
+    found = {**launches.block, GRAPH: launches.graph}
+    measured = {name: _figure(found[name]) for name in found if found[name] != known[name]}
+    return {LAUNCH_SECONDS: measured} if measured else {}
+
+
+def _launches(measured: Any) -> Launches | None:
+    """The same again, with `LAUNCHES` for what was not measured; None where it makes no sense."""
+    if not isinstance(measured, Mapping) or not measured.keys() <= {*MULTIPLIED, GRAPH}:
+        return None
+    if not all(map(_is_rate, measured.values())):
+        return None
+    block = {**LAUNCHES.block, **measured}
+    return replace(LAUNCHES, graph=block.pop(GRAPH, LAUNCHES.graph), block=block)
 
 
 def _is_rate(value: Any) -> bool:

@@ -19,14 +19,15 @@ from ..errors import UnavailableError
 from ..machine.card import read_cards
 from ..machine.store import Calibration
 from ..optimizations import reference
-from ..optimizations.attention import AttentionRequest, choose_attention
+from ..optimizations.attention import Attention, AttentionRequest, choose_attention
 from ..optimizations.fallback import Fallback
-from ..optimizations.fused import choose_ops
+from ..optimizations.fused import Ops, choose_ops
 from ..optimizations.linear import choose_gemm, dense_linear
 from ..optimizations.reference import Modulation, Tokens
 from ..planning.rates import Rates
 from ..planning.times import Pass, norm_bytes, step_work
 from ..spec import BLOCK_GEMMS, MULTIPLIED, QUANTIZED, TransformerShape, VaeLayer, format_gib
+from .launches import Launched, LaunchedBlocks, launches_of, time_launches
 from .mix import MixPart, MixSum, run_mix
 
 # Of each precision's mix, of the VAE's layers and of fp32 products.
@@ -37,6 +38,7 @@ ENCODER_ROWS, ENCODER_WIDTH, ENCODER_HIDDEN = 264, 3584, 18944
 RESIDUALS = ((96, 1024), (192, 512), (384, 256))
 EPS = 1e-6
 GEMM, ATTENTION, NORM, CONVOLUTION, ENCODER = "gemm", "attention", "norm", "convolution", "encoder"
+GRAPH = "CUDA graph"
 
 
 class CalibrationSizes(NamedTuple):
@@ -78,7 +80,7 @@ def calibrate(
         say: Called with what is measured next.
 
     Returns:
-        The rates, and {precision: why it is not among them}.
+        The rates, and {precision or `GRAPH`: why it is not among them}.
 
     Raises:
         UnavailableError: There is too little free memory.
@@ -96,6 +98,8 @@ def _calibrate(
 ) -> tuple[Calibration, dict[str, str]]:
     work, left_out = sizes.work, {}
     gemm: dict[str, float] = {}
+    launched: dict[str, Launched] = {}
+    attend, ops = _attention(work, device), _ops(device)
     shared = {ATTENTION: MixSum(), NORM: MixSum()}
     for precision in MULTIPLIED:
         say(f"{precision} block")
@@ -103,12 +107,18 @@ def _calibrate(
         if isinstance(found, str):
             left_out[precision] = found
             continue
-        parts = [*found, *_between(work, precision, device)]
+        parts = [*found, *_between(work, precision, attend, ops, device)]
         sums = run_mix(parts, device, sizes.seconds)
         gemm[precision] = sums[GEMM].rate
         for name, total in shared.items():
             total.add(sums[name].work, sums[name].seconds)
         del found, parts
+        say(f"{precision} launches")
+        blocks = LaunchedBlocks(work.shape, precision, ops, attend, device)
+        launched[precision] = time_launches(blocks, device)
+        if isinstance(launched[precision].graph, str):
+            left_out[GRAPH] = launched[precision].graph
+        del blocks
     bandwidth = shared[NORM].rate
     say("VAE")
     convolution = _convolution(sizes, device, bandwidth)
@@ -122,6 +132,7 @@ def _calibrate(
         convolution=convolution,
         encoder=encoder,
         pcie=_link(sizes.copied, device),
+        launches=launches_of(launched),
     )
     return Calibration(*_about(device), rates), left_out
 
@@ -150,17 +161,28 @@ def _products(work: Pass, precision: str, device: torch.device) -> list[MixPart]
     return parts
 
 
-def _between(work: Pass, precision: str, device: torch.device) -> list[MixPart]:
-    """The block's attention and its two norms."""
+def _attention(work: Pass, device: torch.device) -> Attention:
     shape = work.shape
-    request = AttentionRequest(
-        device, torch.bfloat16, work.items, shape.heads, shape.head_dim, work.joint
+    return choose_attention(
+        AttentionRequest(
+            device, torch.bfloat16, work.items, shape.heads, shape.head_dim, work.joint
+        )
     )
-    attend = choose_attention(request)
-    q, k, v = _random(3, work.items, work.joint, shape.heads, shape.head_dim, on=device)
+
+
+def _ops(device: torch.device) -> Ops:
     ops = choose_ops(device)
     if isinstance(ops, Fallback):
         raise UnavailableError(f"the fused blocks, which this measures, do not run here: {ops}.")
+    return ops
+
+
+def _between(
+    work: Pass, precision: str, attend: Attention, ops: Ops, device: torch.device
+) -> list[MixPart]:
+    """The block's attention and its two norms."""
+    shape = work.shape
+    q, k, v = _random(3, work.items, work.joint, shape.heads, shape.head_dim, on=device)
     tokens = Tokens(work.items, work.text, work.image, work.image)
     x, branch = _random(2, work.rows, shape.dim, on=device)
     halves = Modulation(*_random(2, work.items, 3 * shape.dim, on=device))

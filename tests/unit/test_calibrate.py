@@ -27,8 +27,8 @@ from qwen_l40s.machine.store import (
     with_calibration,
 )
 from qwen_l40s.planning.cards import card_by_driver
-from qwen_l40s.planning.rates import Rates
-from qwen_l40s.spec import GIB, CardFacts
+from qwen_l40s.planning.rates import LAUNCHES, Rates
+from qwen_l40s.spec import GIB, MULTIPLIED, CardFacts
 
 ROOT = Path(__file__).resolve().parents[2]
 RATES = Rates(
@@ -68,13 +68,27 @@ def keep(folder, *entries):
 @given(
     gemm=st.dictionaries(st.sampled_from(["fp8", "int8"]), rates),
     figures=st.lists(rates, min_size=6, max_size=6),
+    block=st.dictionaries(st.sampled_from(MULTIPLIED), st.floats(1e-6, 1)),
+    graph=st.sampled_from([LAUNCHES.graph, 0.0123456]),
 )
-def test_what_is_written_is_read_again(gemm, figures):
-    found = Calibration("card", "1", "2", "3", Rates({"bf16": figures[0], **gemm}, *figures[1:]))
+def test_what_is_written_is_read_again(gemm, figures, block, graph):
+    launches = replace(LAUNCHES, block={**LAUNCHES.block, **block}, graph=graph)
+    measured = Rates({"bf16": figures[0], **gemm}, *figures[1:], launches=launches)
+    found = Calibration("card", "1", "2", "3", measured)
     again = parse(json.loads(json.dumps(found.as_dict())))
+    assert again.rates.launches.block == pytest.approx(launches.block, rel=1e-3)
+    assert again.rates.launches.graph == pytest.approx(graph, rel=1e-3)
     assert replace(again, rates=RATES) == replace(found, rates=RATES)
     assert again.rates.gemm == pytest.approx(dict(found.rates.gemm), rel=1e-3)
     assert again.rates.attention == pytest.approx(found.rates.attention, rel=1e-3)
+
+
+def test_a_measurement_without_launches_takes_those_of_other_machines_and_stays_so(folder):
+    """As older versions have written it; another card's measurement writes the file anew."""
+    assert "launch_seconds" not in MINE.as_dict()["rates"]
+    keep(folder, MINE, replace(MINE, card="NVIDIA H200"))
+    text = (folder / CALIBRATION).read_text()
+    assert "launch_seconds" not in text and load_calibration(L40S).launches == LAUNCHES
 
 
 def test_the_newest_measurement_of_a_card_counts(folder):
@@ -140,6 +154,10 @@ def test_a_damaged_file_counts_as_empty_and_is_told_once(folder, caplog, text):
         (("rates", "gemm"), {"bf16": 1e14, "fp4": 1e14}),
         (("rates", "gemm"), {"bf16": -1}),
         (("rates", "gemm"), []),
+        (("rates", "launch_seconds"), None),
+        (("rates", "launch_seconds"), {"bf16": 0}),
+        (("rates", "launch_seconds"), {"fp4": 1e-4}),
+        (("rates", "launch_seconds"), {"graph": "fast"}),
         (("rates",), None),
         (("card",), 3),
         (("date",), None),
@@ -195,6 +213,9 @@ def test_the_table_names_shares_of_the_dense_peak():
     assert shares["memory, fused norm"] == "81%"
     assert shares["host to card, pinned"] == "75%"
     assert not any("int8" in line for line in lines)
+    assert shares["processor, bf16 block"] == "0.85"
+    assert shares["processor, fp8 block"] == "1.15"
+    assert shares["processor, CUDA graph"] == "1"
     assert not any("%" in line for line in bench_calibrate.table(MINE, None))
 
 
@@ -251,6 +272,8 @@ def test_on_a_cpu_it_runs_and_keeps_nothing(folder, tmp_path, capsys):
     assert json.loads(out.splitlines()[-1]) == found
     assert found["card"] == "CPU"
     assert set(found["rates"]["gemm"]) == {"bf16", "fp8", "int8"}
+    assert set(found["rates"]["launch_seconds"]) == {"bf16", "fp8", "int8"}
+    assert "CUDA graph left out: cpu has no CUDA graphs" in out
     assert parse(found) is not None
 
 
@@ -403,6 +426,66 @@ def test_every_product_of_a_block_is_measured_once(module):
     sizes = module.small_sizes(SMALL)
     inputs = Inputs(128, 128, text=8)
     parts = module._products(sizes.work, "bf16", torch.device("cpu"))
-    parts += module._between(sizes.work, "bf16", torch.device("cpu"))
+    cpu = torch.device("cpu")
+    attend = module._attention(sizes.work, cpu)
+    parts += module._between(sizes.work, "bf16", attend, module._ops(cpu), cpu)
     flops = sum(part.work for part in parts if part.name != module.NORM)
     assert flops == forward_work(replace(SMALL, blocks=1), inputs).flops
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("precision", MULTIPLIED)
+def test_what_is_launched_is_the_executors_blocks(module, monkeypatch, precision):
+    """As many as are asked for, each announced to the one before it."""
+    import torch
+
+    from qwen_l40s.measure import launches
+    from qwen_l40s.spec import SMALL
+
+    sizes, cpu, seen = module.small_sizes(SMALL), torch.device("cpu"), []
+
+    class Executor(launches.BlockExecutor):
+        def run(self, block, text, image, step, halves, following=None):
+            seen.append((block, following and following[0]))
+            return super().run(block, text, image, step, halves, following)
+
+    monkeypatch.setattr(launches, "BlockExecutor", Executor)
+    operands = module._ops(cpu), module._attention(sizes.work, cpu), cpu
+    with torch.inference_mode():
+        blocks = launches.LaunchedBlocks(SMALL, precision, *operands)
+        text, image = blocks.run(3)
+    assert (text.shape, image.shape) == ((1, 8, SMALL.dim), (1, 64, SMALL.dim))
+    assert text.isfinite().all() and image.isfinite().all()
+    assert [after for _, after in seen] == [block for block, _ in seen[1:]] + [None]
+    assert len({block for block, _ in seen}) == 3
+
+
+def test_launches_are_timed_on_a_card_that_is_idle(module, monkeypatch):
+    import torch
+
+    from qwen_l40s.measure import launches
+
+    clock, waited = [0.0], []
+
+    def call():
+        assert len(waited) == len(calls) + 1
+        calls.append(clock[0])
+        clock[0] += 1 if len(calls) < 3 else 0.5
+
+    def wait(_):
+        waited.append(clock[0])
+        clock[0] += 10
+
+    calls = []
+    monkeypatch.setattr(launches.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    assert launches._median_seconds(call, torch.device("cuda", 0)) == 0.5
+
+
+def test_a_graph_counts_as_its_slowest_and_what_was_not_timed_as_elsewhere(module):
+    from qwen_l40s.measure.launches import Launched, launches_of
+
+    found = launches_of({"bf16": Launched(1e-4, 5e-4), "int8": Launched(2e-4, "no graph")})
+    block = {"bf16": 1e-4, "int8": 2e-4, "fp8": LAUNCHES.block["fp8"]}
+    assert found == replace(LAUNCHES, block=block, graph=5e-4)
+    assert launches_of({}) == LAUNCHES

@@ -11,8 +11,9 @@ pytest.importorskip("scipy")
 from qwen_l40s import SettingError
 from qwen_l40s.bench import fit
 from qwen_l40s.machine.card_list import known_cards
+from qwen_l40s.machine.store import parse
 from qwen_l40s.planning.cards import find_card
-from qwen_l40s.planning.rates import CONSTANT_NAMES, MEASURED, Constants, Rates, rates_by
+from qwen_l40s.planning.rates import CONSTANT_NAMES, MEASURED, Constants, rates_by
 from qwen_l40s.spec import GIB
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
@@ -186,7 +187,7 @@ def test_prompts_and_images_are_near_what_was_measured(bundled):
 
 def test_what_a_calibration_measured_predicts_the_steps_too(bundled):
     """No constant is fitted for it: `bench --calibrate` ran for half a minute on the same card."""
-    rates = Rates(**bundled["calibration"]["rates"])
+    rates = parse(bundled["calibration"]).rates
     errors = [
         fit.seconds_of(run, rates) / fit.measured_seconds(run) - 1
         for run in bundled["runs"]

@@ -1,0 +1,188 @@
+"""Times the processor's part of a forward pass: launching blocks, and replaying them as a graph.
+
+The executor runs blocks of the model's width on few tokens, with all prepared that a run prepares.
+They hold one set of weights, which mean nothing, and few of them are launched at once, so that the
+card never holds the processor up.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Linear, Module, ModuleList
+
+from ..machine.card import first_line
+from ..optimizations import reference
+from ..optimizations.block import Attend, BlockExecutor, KnownBlock, LayerTensors, Step
+from ..optimizations.fused import Ops
+from ..optimizations.linear import Gemm, choose_gemm
+from ..optimizations.reference import Modulation, Rotary, Tokens
+from ..optimizations.workspace import DENSE, Workspace
+from ..planning.rates import LAUNCHES, Launches
+from ..spec import BLOCK_GEMMS, QUANTIZED, TransformerShape
+
+TOKENS = Tokens(1, 8, 64, 64)
+# Some hundred launches: a driver holds about a thousand before it makes the processor wait.
+LAUNCHED_BLOCKS = 6
+WARM_UP, REPEATS = 2, 10
+EPS = 1e-6
+
+
+class LaunchedBlocks:
+    """Blocks that the executor runs as those of a model.
+
+    Args:
+        shape: Of the transformer; its width is taken, its number of blocks is not.
+        precision: bf16, fp8 or int8, of the weights.
+        ops, attend: The kernels and the attention.
+    """
+
+    def __init__(
+        self,
+        shape: TransformerShape,
+        precision: str,
+        ops: Ops,
+        attend: Attend,
+        device: torch.device,
+    ) -> None:
+        def random(*size: int) -> torch.Tensor:
+            return torch.randn(size, device=device, dtype=torch.bfloat16)
+
+        dim, head = shape.dim, shape.head_dim
+        layers = {}
+        for name, (height, depth) in BLOCK_GEMMS.items():
+            n, k = height * dim, depth * dim
+            weight, scale = random(n, k) * k**-0.5, None
+            if precision in QUANTIZED:
+                weight, scale = reference.row_quantize(weight, precision)
+            layers[name] = Linear(k, n, device="meta")
+            layers[name].stored = LayerTensors(weight, scale, random(n))
+        norm = torch.ones(head, device=device, dtype=torch.bfloat16)
+        self._layers = _Layers(precision)
+        self._ops, self._attend, self._workspace = ops, attend, Workspace(ops)
+        self._known: dict[Module, KnownBlock] = {}
+        self._blocks = [_block(shape, layers, norm) for _ in range(shape.blocks)]
+        turned = torch.zeros(1, TOKENS.joint, head // 2, device=device)
+        self._step = Step(TOKENS, Rotary(turned.cos(), turned), None)
+        halves = [Modulation(random(1, 3 * dim), random(1, 3 * dim)) for _ in range(2)]
+        self._halves = halves[0], halves[1]
+        self._text, self._image = random(1, TOKENS.text, dim), random(1, TOKENS.image, dim)
+
+    def run(self, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass through the first `count` blocks, or through all."""
+        blocks = self._blocks[:count]
+        executor = BlockExecutor(
+            self._layers, self._ops, self._attend, self._workspace, self._known
+        )
+        text, image = self._text, self._image
+        for block, after in zip(blocks, [*blocks[1:], None], strict=True):
+            following = None if after is None else (after, self._halves[0])
+            text, image = executor.run(block, text, image, self._step, self._halves, following)
+        return text, image
+
+
+class Launched(NamedTuple):
+    """Seconds that the processor needed.
+
+    Attributes:
+        block: To launch one block kernel by kernel.
+        graph: To replay all blocks as a CUDA graph, or why there is none.
+    """
+
+    block: float
+    graph: float | str
+
+
+def time_launches(blocks: LaunchedBlocks, device: torch.device) -> Launched:
+    """Launches some of the blocks, then replays all."""
+    seconds = _median_seconds(lambda: blocks.run(LAUNCHED_BLOCKS), device)
+    return Launched(seconds / LAUNCHED_BLOCKS, _replay_seconds(blocks, device))
+
+
+def launches_of(launched: Mapping[str, Launched]) -> Launches:
+    """What was timed in each precision, with `LAUNCHES` for the rest."""
+    block = {precision: found.block for precision, found in launched.items()}
+    graphs = [found.graph for found in launched.values() if not isinstance(found.graph, str)]
+    return replace(
+        LAUNCHES, block={**LAUNCHES.block, **block}, graph=max(graphs, default=LAUNCHES.graph)
+    )
+
+
+def _replay_seconds(blocks: LaunchedBlocks, device: torch.device) -> float | str:
+    if device.type != "cuda":
+        return f"{device.type} has no CUDA graphs"
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            blocks.run()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # an old driver, or a kernel that cannot be captured
+        return first_line(error)
+    return _median_seconds(graph.replay, device)
+
+
+def _median_seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Of the processor alone: the card starts idle, and is not waited for."""
+    seconds = []
+    for _ in range(WARM_UP + REPEATS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[WARM_UP:])
+
+
+class _Layers:
+    """Implements `optimizations.block.Layers` for layers whose tensors are on the card."""
+
+    def __init__(self, precision: str) -> None:
+        self._kind = precision if precision in QUANTIZED else DENSE
+        self._gemms: dict[str, Gemm] = {}
+
+    def kind(self, layer: Module) -> str:
+        return self._kind
+
+    def tensors(self, layer: Module, like: torch.Tensor) -> AbstractContextManager[LayerTensors]:
+        return nullcontext(layer.stored)
+
+    def hold(self, blocks: Sequence[Module]) -> AbstractContextManager[Hashable | None]:
+        return nullcontext(0)
+
+    def rounds(self, layer: Module) -> bool:
+        return self._kind in QUANTIZED
+
+    def norm_weight(self, norm: Module, like: torch.Tensor) -> torch.Tensor:
+        return norm.weight
+
+    def gemm(self, format: str, device: torch.device) -> Gemm:
+        if format not in self._gemms:
+            self._gemms[format] = choose_gemm(format, device)
+        return self._gemms[format]
+
+
+def _block(shape: TransformerShape, layers: dict[str, Linear], weight: torch.Tensor) -> Module:
+    """What the executor reads of a host's block."""
+    block, norm = Module(), Module()
+    norm.weight, norm.eps = weight, EPS
+    block.img_norm1 = norm
+    block.attn = Module()
+    block.attn.heads = shape.heads
+    for name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
+        setattr(block.attn, name, norm)
+    block.attn.to_out = ModuleList([Module()])
+    for stream in ("img_mlp", "txt_mlp"):
+        mlp = Module()
+        mlp.net = ModuleList([Module(), Module(), Module()])
+        setattr(block, stream, mlp)
+    for name, layer in layers.items():
+        where, _, last = name.rpartition(".")
+        block.get_submodule(where).register_module(last, layer)
+    return block
