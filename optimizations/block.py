@@ -25,6 +25,7 @@ import torch
 from .fallback import Fallback
 from .fused import Ops
 from .linear import Gemm
+from .modulation import Entry
 from .products import Operand, merged_product
 from .reference import Modulation, QKNorm, Rotary, Tokens
 from .workspace import DENSE, BlockForm, LayerForm, Program, Workspace, streams_of
@@ -118,14 +119,14 @@ class KnownBlock(NamedTuple):
 
 class _Carried(NamedTuple):
     """What a block leaves for the next one: its two results, the matrix behind them, the modulation
-    that was announced, and the program whose first layers' input is written.
+    that was announced, and the program whose first layers' input is written; None for none.
     """
 
     text: torch.Tensor
     image: torch.Tensor
     x: torch.Tensor
     norms: Modulation
-    program: Program
+    program: Program | None
 
     def continues(self, text: torch.Tensor, image: torch.Tensor, norms: Modulation) -> bool:
         """Whether a block gets these very tensors, and the modulation that was announced."""
@@ -209,6 +210,27 @@ class BlockExecutor:
             program.go_on(x, halves[1], following[1], next_program)
             self._carried = _Carried(text, image, x, following[1], next_program)
         return text, image
+
+    def run_all(
+        self,
+        blocks: Sequence[torch.nn.Module],
+        x: torch.Tensor,
+        step: Step,
+        entry: Entry,
+    ) -> None:
+        """All blocks that nobody watches, in place.
+
+        Args:
+            x: Both streams in stream order, (rows, D), contiguous.
+            entry: The modulation of the blocks.
+        """
+        text, image = streams_of(x, step.tokens)
+        self._carried = _Carried(text, image, x, entry.of(0)[0], None)
+        for index, block in enumerate(blocks):
+            after = None
+            if index + 1 < len(blocks):
+                after = blocks[index + 1], entry.of(index + 1)[0]
+            text, image = self.run(block, text, image, step, entry.of(index), after)
 
     def _both(
         self, form: BlockForm, after: BlockForm, tokens: Tokens, x: torch.Tensor

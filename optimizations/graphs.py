@@ -1,0 +1,300 @@
+"""CUDA graphs of all blocks of a pass: one launch in place of a thousand.
+
+A graph holds addresses. Its inputs are copied into tensors of its own, the weights are where they
+were (`block.Layers.hold`), and the buffers are those of one workspace. What a graph computes is
+what the executor launches, kernel by kernel, so that its results are the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from ..machine.card import first_line
+from .block import BlockExecutor, Step
+from .fused import Ops
+from .modulation import Entry
+from .reference import Rotary, Tokens
+from .workspace import Workspace, streams_of
+
+# Graphs of one model on one card; with CFG a run has two shapes.
+MOST_GRAPHS = 3
+# Shapes whose passes are counted.
+MOST_SEEN = 64
+# A capture takes the processor as long as so many passes that it launches one by one.
+REPAID_BY = 6
+# How many blocks before the last one an event is recorded: once the processor has launched the
+# last, a card that has come past it was waiting.
+LOOK_BACK = 4
+
+
+class Inputs(NamedTuple):
+    """What differs from pass to pass.
+
+    Attributes:
+        x: Both streams in stream order, (rows, D); the result is written over it.
+        entry: The modulation of all blocks.
+        step: Tokens, rotation and mask.
+    """
+
+    x: torch.Tensor
+    entry: Entry
+    step: Step
+
+    def copy(self, text: torch.Tensor, image: torch.Tensor, entry: Entry, step: Step) -> None:
+        """Takes over the inputs of a pass of the same shapes."""
+        for mine, theirs in zip(streams_of(self.x, step.tokens), (text, image), strict=True):
+            mine.copy_(theirs)
+        self.entry.image.copy_(entry.image)
+        self.entry.text.copy_(entry.text)
+        for mine, theirs in zip(self.step.rotary, step.rotary, strict=True):
+            mine.copy_(theirs)
+        if step.mask is not None:
+            self.step.mask.copy_(step.mask)
+
+
+class PassGraph:
+    """A captured pass.
+
+    Args:
+        graph: torch's.
+        inputs: What it reads.
+        weights: The token of where the weights are.
+        changes: Of the workspace, when it was captured.
+    """
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, inputs: Inputs, weights: Hashable, changes: int
+    ) -> None:
+        self._graph, self._inputs = graph, inputs
+        self.weights, self.changes = weights, changes
+
+    def replay(
+        self, text: torch.Tensor, image: torch.Tensor, entry: Entry, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Text and image after all blocks, new tensors."""
+        self._inputs.copy(text, image, entry, step)
+        self._graph.replay()
+        return streams_of(self._inputs.x.clone(), step.tokens)
+
+    def reset(self) -> None:
+        """Frees what it holds."""
+        self._graph.reset()
+
+
+@dataclass
+class Seen:
+    """The passes of one shape.
+
+    Attributes:
+        passes: In this run.
+        runs: Before this one.
+        waited: Whether the card waited for the processor in the last pass that was looked at.
+        refusal: Why no graph is captured in this run.
+    """
+
+    passes: int = 0
+    runs: int = 0
+    waited: bool = False
+    refusal: str = ""
+
+
+@dataclass
+class GraphFigures:
+    """What one run had of graphs.
+
+    Attributes:
+        replayed: Passes that replayed one.
+        captured, seconds: Graphs, and what capturing them took.
+        reasons: Why other passes launched kernel by kernel, with how many.
+    """
+
+    replayed: int = 0
+    captured: int = 0
+    seconds: float = 0.0
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    def refuse(self, reason: str) -> None:
+        """Counts a pass without a graph."""
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+    def lines(self) -> list[str]:
+        """Lines about the run."""
+        lines = []
+        if self.replayed:
+            lines.append(
+                f"CUDA graphs: {self.replayed} forward passes replay one, {self.captured} captured "
+                f"in {self.seconds:.2f} s"
+            )
+        return lines + [
+            f"CUDA graphs: none in {count} forward passes: {reason}"
+            for reason, count in self.reasons.items()
+        ]
+
+
+FEW = "too few steps are left to repay a capture"
+CARD = "the card, not the processor, sets the pace"
+FIRST = "the first pass of a shape launches kernel by kernel"
+
+
+class PassMemory:
+    """What the passes of one model on one card and stream use again: buffers, and graphs.
+
+    Args:
+        ops: The kernels.
+    """
+
+    def __init__(self, ops: Ops) -> None:
+        self.workspace = Workspace(ops)
+        self.taken = False
+        self._graphs: dict[Hashable, PassGraph] = {}  # the least recently used first
+        self._seen: dict[Hashable, Seen] = {}
+        self._pool: tuple[int, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def start_run(self) -> None:
+        """Counts passes anew."""
+        for seen in self._seen.values():
+            seen.runs += bool(seen.passes)
+            seen.passes, seen.refusal = 0, ""
+
+    def end_run(self) -> None:
+        """Frees the buffers where no graph needs them."""
+        if not self._graphs:
+            self.workspace = Workspace(self.workspace.ops)
+
+    def release(self) -> None:
+        """Frees everything."""
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+        self._pool = None
+        self.workspace = Workspace(self.workspace.ops)
+
+    def seen(self, key: Hashable) -> Seen:
+        """The passes of a shape."""
+        found = self._seen.pop(key, None) or Seen()
+        self._seen[key] = found
+        while len(self._seen) > MOST_SEEN:
+            del self._seen[next(iter(self._seen))]
+        return found
+
+    def graph(self, key: Hashable, weights: Hashable) -> PassGraph | None:
+        """The graph of a shape, where what it reads is where it was; others are dropped."""
+        changes = self.workspace.changes
+        for stale in [k for k, graph in self._graphs.items() if graph.changes != changes]:
+            self._graphs.pop(stale).reset()
+        found = self._graphs.pop(key, None)
+        if found is None:
+            return None
+        if found.weights != weights:
+            found.reset()
+            return None
+        self._graphs[key] = found
+        return found
+
+    def capture(
+        self,
+        key: Hashable,
+        weights: Hashable,
+        executor: BlockExecutor,
+        blocks: Sequence[torch.nn.Module],
+        text: torch.Tensor,
+        entry: Entry,
+        step: Step,
+        figures: GraphFigures,
+    ) -> PassGraph | str:
+        """Captures the blocks for a shape that has run before; why not, where that fails.
+
+        Args:
+            executor: In this memory's workspace, with what is known of blocks that are held.
+            text: Of the dtype and on the device of the pass.
+        """
+        start = time.perf_counter()
+        while len(self._graphs) >= MOST_GRAPHS:
+            self._graphs.pop(next(iter(self._graphs))).reset()
+        changes = self.workspace.changes
+        try:
+            inputs = self._inputs(text, entry, step)
+            graph = _captured(
+                lambda: executor.run_all(blocks, inputs.x, inputs.step, inputs.entry),
+                text.device,
+                self._shared_pool(),
+            )
+        except torch.OutOfMemoryError:
+            return "the card has no room for one"
+        except RuntimeError as error:  # drivers, and what cannot be captured
+            return f"capturing one failed: {first_line(error)}"
+        if self.workspace.changes != changes:
+            graph.reset()
+            return FIRST
+        found = self._graphs[key] = PassGraph(graph, inputs, weights, changes)
+        figures.captured += 1
+        figures.seconds += time.perf_counter() - start
+        return found
+
+    def _inputs(self, text: torch.Tensor, entry: Entry, step: Step) -> Inputs:
+        tokens = step.tokens
+        with torch.inference_mode(False):
+            x = self.workspace.take("x", (tokens.rows, text.shape[-1]), text[:0])
+            own = Entry(torch.empty_like(entry.image), torch.empty_like(entry.text))
+            rotary = Rotary(*map(torch.empty_like, step.rotary))
+            mask = None if step.mask is None else torch.empty_like(step.mask)
+        return Inputs(x, own, Step(tokens, rotary, mask))
+
+    def _shared_pool(self) -> tuple[int, int]:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
+
+_streams: dict[int, torch.cuda.Stream] = {}  # a card's, which also keeps cuBLAS's workspace
+
+
+def _captured(
+    work: Callable[[], object], device: torch.device, pool: tuple[int, int]
+) -> torch.cuda.CUDAGraph:
+    """Captures what `work` launches; other threads go on meanwhile.
+
+    Not through `torch.cuda.graph`, which collects garbage and empties the allocator's cache first.
+    """
+    side = _streams.get(device.index)
+    if side is None:
+        side = _streams[device.index] = torch.cuda.Stream(device)
+        with torch.cuda.stream(side):  # cuBLAS's workspace is not part of a graph's memory
+            one = torch.ones(1, 1, device=device)
+            torch.mm(one, one)
+    graph = torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            work()
+        except BaseException:
+            with suppress(RuntimeError):  # a capture that broke cannot be ended either
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    return graph
+
+
+def key_of(
+    text: torch.Tensor, step: Step, entry: Entry, attention: object
+) -> tuple[Hashable, ...]:
+    """What two passes have in common that one graph can compute.
+
+    Args:
+        attention: What computes it.
+    """
+    tokens: Tokens = step.tokens
+    cos = step.rotary.cos
+    mask = None if step.mask is None else (step.mask.shape, step.mask.stride())
+    form = tokens, text.dtype, cos.shape, cos.dtype, mask
+    return (*form, entry.image.shape, entry.text.shape, entry.image.dtype, attention)
