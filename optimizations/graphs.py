@@ -87,6 +87,11 @@ class PassGraph:
         self._graph.reset()
 
 
+FEW = "too few steps are left to repay a capture"
+CARD = "the card, not the processor, sets the pace"
+FIRST = "the first passes of a shape launch kernel by kernel"
+
+
 @dataclass
 class Seen:
     """The passes of one shape.
@@ -94,14 +99,32 @@ class Seen:
     Attributes:
         passes: In this run.
         runs: Before this one.
-        waited: Whether the card waited for the processor in the last pass that was looked at.
+        waited: Whether the card waited for the processor in the last pass that was looked at; None
+            before.
         refusal: Why no graph is captured in this run.
     """
 
     passes: int = 0
     runs: int = 0
-    waited: bool = False
+    waited: bool | None = None
     refusal: str = ""
+
+    def not_worth(self, steps: int | None) -> str:
+        """Why no graph is captured for the pass that is coming, in one clause; empty when one is.
+
+        Args:
+            steps: Of the run; None where nobody tells.
+        """
+        if self.refusal:
+            return self.refusal
+        if self.waited is None or self.passes < 2:
+            return FIRST
+        if not self.waited:
+            return CARD
+        left = self.passes if steps is None else steps - self.passes + 1
+        if self.runs:  # one more is likely
+            left += self.passes if steps is None else steps
+        return FEW if left < REPAID_BY else ""
 
 
 @dataclass
@@ -135,11 +158,6 @@ class GraphFigures:
             f"CUDA graphs: none in {count} forward passes: {reason}"
             for reason, count in self.reasons.items()
         ]
-
-
-FEW = "too few steps are left to repay a capture"
-CARD = "the card, not the processor, sets the pace"
-FIRST = "the first pass of a shape launches kernel by kernel"
 
 
 class PassMemory:
@@ -285,9 +303,7 @@ def _captured(
     return graph
 
 
-def key_of(
-    text: torch.Tensor, step: Step, entry: Entry, attention: object
-) -> tuple[Hashable, ...]:
+def key_of(text: torch.Tensor, step: Step, entry: Entry, attention: object) -> tuple[Hashable, ...]:
     """What two passes have in common that one graph can compute.
 
     Args:

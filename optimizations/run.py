@@ -18,11 +18,12 @@ import torch
 
 from ..machine.card import first_line
 from ..spec import QUANTIZED
-from .attention import ChosenAttention
-from .block import BlockExecutor, Layers, Step
+from .attention import Attention, AttentionRequest, ChosenAttention
+from .block import Attend, BlockExecutor, KnownBlock, Layers, Step
 from .block_form import is_changed, token_layers, unsupported_block
 from .fallback import Fallback
 from .fused import choose_ops
+from .graphs import LOOK_BACK, GraphFigures, PassMemory, Seen, key_of
 from .modulation import Entry, compute_entry
 from .reference import Modulation
 from .self_check import FirstBlockCheck, Streams
@@ -94,6 +95,13 @@ class HostPass(Protocol):
     def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
         """The modulation of all blocks for a timestep embedding."""
 
+    @property
+    def steps(self) -> int | None:
+        """Of the run, where the host tells."""
+
+    def no_graphs(self) -> str:
+        """Why the pass may not replay a CUDA graph, in one clause; empty when it may."""
+
     def host_attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
@@ -113,6 +121,8 @@ class PreparedModel:
     Attributes:
         ops: The kernels; a `Fallback` where there are none.
         unsupported: Of each block, why the executor does not compute it.
+        graphs: What this run had of CUDA graphs.
+        exchanged: Whether somebody exchanged what blocks were given, unannounced.
     """
 
     def __init__(self, host: HostPass, lossy_attention: bool) -> None:
@@ -129,6 +139,16 @@ class PreparedModel:
         self.modulation = host.modulation
         self.passes = self.fused = 0
         self.fallbacks: Counter[Fallback] = Counter()
+        self.graphs = GraphFigures()
+        self.exchanged = False
+        self._weights: Hashable = None
+        self._known: dict[torch.nn.Module, KnownBlock] = {}
+
+    def known(self, weights: Hashable | None) -> dict[torch.nn.Module, KnownBlock] | None:
+        """What is known of blocks whose weights are where this token says."""
+        if weights != self._weights:
+            self._weights, self._known = weights, {}
+        return None if weights is None else self._known
 
     def lines(self, host: str) -> list[str]:
         """What ran, a line each."""
@@ -147,7 +167,7 @@ class PreparedModel:
         if self._kinds[None]:
             own = f"{self._kinds[None]} of {self._kinds.total()} run {host} own way"
             lines.append(f"layers: {own}")
-        return lines + self.modulation.lines()
+        return lines + self.graphs.lines() + self.modulation.lines()
 
 
 class ForwardPass:
@@ -155,6 +175,8 @@ class ForwardPass:
 
     Args:
         fall_back: Called for each block that the host runs, with the reason.
+        memory: That no other pass uses meanwhile.
+        weights: Where they are, of `Layers.hold`; None where they may move.
 
     Attributes:
         fused: How many blocks the executor ran.
@@ -165,13 +187,21 @@ class ForwardPass:
         prepared: PreparedModel,
         host: HostPass,
         fall_back: Callable[[Fallback, int], None],
+        memory: PassMemory | None = None,
+        weights: Hashable | None = None,
     ) -> None:
         self._prepared = prepared
         self._host = host
         self._fall_back = fall_back
-        self._executor = BlockExecutor(host.layers, prepared.ops, self._attend)
+        self._memory = memory or PassMemory(prepared.ops)
+        self._weights = weights
+        self._executor = self._new_executor(self._attend)
+        self._asked: ChosenAttention | None = None
+        self._chosen: Attention | None = None
         self._embedding: torch.Tensor | None = None
         self._entry: Entry | None = None
+        self._handed: tuple[Streams, Streams] | None = None
+        self._watch: _Watch | None = None
         self.fused = 0
 
     @contextmanager
@@ -191,6 +221,8 @@ class ForwardPass:
         self, index: int, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
     ) -> Streams:
         """One block; arguments and result are those of the host's block."""
+        if self._handed is not None:
+            return self._hand_on(index, positional, arguments)
         check, unsupported = self._prepared.check, self._prepared.unsupported
         refusal = unsupported[index] or check.failed
         inputs = refusal or self._host.inputs(block, positional, arguments)
@@ -202,9 +234,14 @@ class ForwardPass:
         following = None
         if clear and index + 1 < len(unsupported) and not unsupported[index + 1]:
             following = self._host.blocks[index + 1], self._entry.of(index + 1)[0]
+        if index == 0 and not check.wanted(step) and self._replay(text, image, step, clear):
+            return text, image
         self.fused += 1
         if self.fused > 1 or not check.wanted(step):
-            return self._executor.run(block, text, image, step, halves, following)
+            result = self._executor.run(block, text, image, step, halves, following)
+            if self._watch is not None:
+                self._watch.after(index)
+            return result
         expected = self._host.host_block(block, arguments)
         try:
             result = self._compared(block, text, image, step, halves, following)
@@ -225,18 +262,96 @@ class ForwardPass:
         attention = self._host.attention
         if attention is None or all(map(_is_finite, result)):
             return result
-        executor = BlockExecutor(self._host.layers, self._prepared.ops, self._host.host_attend)
+        executor = self._new_executor(self._host.host_attend)
         result = executor.run(*operands)
         if all(map(_is_finite, result)):
             attention.give_up()
             self._executor = executor
         return result
 
+    def _new_executor(self, attend: Attend) -> BlockExecutor:
+        prepared = self._prepared
+        known = prepared.known(self._weights)
+        workspace = self._memory.workspace
+        return BlockExecutor(self._host.layers, prepared.ops, attend, workspace, known)
+
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         attention = self._host.attention
-        return (self._host.host_attend if attention is None else attention.attend)(q, k, v, mask)
+        if attention is None:
+            return self._host.host_attend(q, k, v, mask)
+        return self._choice(attention, AttentionRequest.of, q, mask)(q, k, v, mask)
+
+    def _choice(
+        self, attention: ChosenAttention, request: Callable[..., AttentionRequest], *given: Any
+    ) -> Attention:
+        """What was chosen for the shapes of this pass; asked for once."""
+        if attention is not self._asked:
+            self._asked, self._chosen = attention, attention.choose(request(*given))
+        return self._chosen
+
+    def _replay(self, text: torch.Tensor, image: torch.Tensor, step: Step, clear: bool) -> bool:
+        """Has a CUDA graph compute all blocks; whether it did."""
+        if not text.is_cuda:
+            return False
+        figures, attention = self._prepared.graphs, self._host.attention
+        refusal = self._no_graphs(clear, attention)
+        if refusal:
+            figures.refuse(refusal)
+            return False
+        attn, tokens = self._host.blocks[0].attn, step.tokens
+        heads, masked = attn.heads, step.mask is not None
+        size = tokens.batch, heads, text.shape[-1] // heads, tokens.joint, masked
+        chosen = self._choice(attention, AttentionRequest, text.device, text.dtype, *size)
+        key = key_of(text, step, self._entry, chosen)
+        memory, blocks = self._memory, self._host.blocks
+        seen = memory.seen(key)
+        seen.passes += 1
+        graph = memory.graph(key, self._weights)
+        if graph is None:
+            refusal = seen.not_worth(self._host.steps)
+            if not refusal:
+                graph = memory.capture(
+                    key, self._weights, self._executor, blocks, text, self._entry, step, figures
+                )
+                if isinstance(graph, str):
+                    refusal = seen.refusal = graph
+            if refusal:
+                figures.refuse(refusal)
+                if seen.passes > 1:  # the first one also prepares
+                    self._watch = _Watch(seen, len(blocks))
+                return False
+        result = graph.replay(text, image, self._entry, step)
+        self._handed = (text, image), result
+        self.fused += len(blocks)
+        figures.replayed += 1
+        return True
+
+    def _no_graphs(self, clear: bool, attention: ChosenAttention | None) -> str:
+        """Why this pass launches kernel by kernel."""
+        if self._weights is None:
+            return str(self._host.layers.moving)
+        if not clear or self._prepared.exchanged:
+            return "something reads or changes the streams between two blocks"
+        if attention is None:
+            return "the attention is not this package's"
+        if any(self._prepared.unsupported):
+            return "some blocks do not run fused"
+        return self._host.no_graphs()
+
+    def _hand_on(self, index: int, positional: tuple, arguments: dict[str, Any]) -> Streams:
+        """What a block returns whose result a graph has computed."""
+        (text, image), result = self._handed
+        same = (
+            not positional
+            and arguments["hidden_states"] is image
+            and arguments["encoder_hidden_states"] is text
+            and arguments["temb"] is self._embedding
+        )
+        if not same:
+            raise _WatchedError
+        return result if index + 1 == len(self._host.blocks) else (text, image)
 
     def _halves(
         self, index: int, block: torch.nn.Module, embedding: torch.Tensor, batch: int
@@ -246,6 +361,31 @@ class ForwardPass:
         if embedding is not self._embedding:  # another extension has changed it for this block
             return compute_entry((block,), embedding, batch).of(0)
         return self._entry.of(index)
+
+
+class _WatchedError(Exception):
+    """Somebody exchanged what blocks are given, whose results a graph had computed already."""
+
+
+class _Watch:
+    """Finds out whether the card waits for the processor.
+
+    Args:
+        seen: Is told.
+        blocks: Of the pass.
+    """
+
+    def __init__(self, seen: Seen, blocks: int) -> None:
+        self._seen, self._blocks = seen, blocks
+        self._event: torch.cuda.Event | None = None
+
+    def after(self, index: int) -> None:
+        """A block has been launched."""
+        if index + 1 + LOOK_BACK == self._blocks:
+            self._event = torch.cuda.Event()
+            self._event.record()
+        elif index + 1 == self._blocks and self._event is not None:
+            self._seen.waited = self._event.query()
 
 
 class _BoundForward:
@@ -279,8 +419,9 @@ class Optimization:
         self._blocks = blocks
         self._prepared: WeakKeyDictionary[Any, dict[Hashable, PreparedModel]]
         self._prepared = WeakKeyDictionary()
+        self._memories: WeakKeyDictionary[Any, dict[Hashable, PassMemory]] = WeakKeyDictionary()
         self._last: PreparedModel | None = None
-        self._passes = 0
+        self._passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._logged: set[str] = set()
 
     @property
@@ -291,16 +432,33 @@ class Optimization:
     def start_run(self) -> None:
         """Forgets what was known in the last run; its report stays until the next pass."""
         self._prepared = WeakKeyDictionary()
-        self._passes = 0
+        self._passes = WeakKeyDictionary()
         if self.attention is not None:
             self.attention.start_run()
+        for memory in self._all_memories():
+            memory.start_run()
+
+    def end_run(self) -> None:
+        """Lets go of weights, and of buffers that no graph needs."""
+        for known in self._prepared.values():
+            for prepared in known.values():
+                prepared.known(None)
+        for memory in self._all_memories():
+            memory.end_run()
+
+    def release(self, owner: Any) -> None:
+        """Frees graphs and buffers of a model that leaves the card."""
+        for prepared in self._prepared.get(owner, {}).values():
+            prepared.known(None)
+        for memory in self._memories.pop(owner, {}).values():
+            memory.release()
 
     def run_pass(self, host: HostPass, call: Callable[[], Any]) -> Any:
         """One call of the transformer, which `call` makes; once more where attention gave NaN."""
-        self._passes += 1
+        passes = self._passes[host.owner] = self._passes.get(host.owner, 0) + 1
         output = self._run_once(host, call)
         attention = host.attention
-        if attention is None or not attention.used or not (self._passes == 1 or attention.lossy):
+        if attention is None or not attention.used or not (passes == 1 or attention.lossy):
             return output
         found = output if isinstance(output, torch.Tensor) else output[0]
         if _is_finite(found) or not _is_finite(host.latents):
@@ -340,11 +498,49 @@ class Optimization:
         if fallback:
             fall_back(fallback, len(host.blocks))
             return call()
-        forward_pass = ForwardPass(prepared, host, fall_back)
-        with forward_pass.installed():
-            output = call()
+        try:
+            return self._run_fused(prepared, host, fall_back, call)
+        except _WatchedError:
+            prepared.exchanged = True
+            return self._run_fused(prepared, host, fall_back, call)
+
+    def _run_fused(
+        self,
+        prepared: PreparedModel,
+        host: HostPass,
+        fall_back: Callable[[Fallback, int], None],
+        call: Callable[[], Any],
+    ) -> Any:
+        with self._memory(prepared, host) as memory, host.layers.hold(host.blocks) as weights:
+            forward_pass = ForwardPass(prepared, host, fall_back, memory, weights)
+            with forward_pass.installed():
+                output = call()
         prepared.fused += forward_pass.fused
         return output
+
+    @contextmanager
+    def _memory(self, prepared: PreparedModel, host: HostPass) -> Iterator[PassMemory]:
+        """The buffers and graphs for a pass on the current stream, which another pass there may
+        use afterwards.
+        """
+        key: Hashable = host.device
+        if host.device.type == "cuda":
+            key = host.device, torch.cuda.current_stream(host.device).cuda_stream
+        memories = self._memories.setdefault(host.owner, {})
+        memory = memories.get(key)
+        if memory is None or memory.workspace.ops is not prepared.ops:
+            memory = memories[key] = PassMemory(prepared.ops)
+        if memory.taken:  # by another thread
+            yield PassMemory(prepared.ops)
+            return
+        memory.taken = True
+        try:
+            yield memory
+        finally:
+            memory.taken = False
+
+    def _all_memories(self) -> list[PassMemory]:
+        return [memory for found in self._memories.values() for memory in found.values()]
 
     def _prepare(self, host: HostPass) -> PreparedModel:
         if host.owner not in self._prepared:

@@ -180,7 +180,7 @@ class Shape:
         format: str | None = None,
     ) -> None:
         """Residual and norm, in one kernel; into `rows`, quantized where there is a format."""
-        key = format, gates is not None, norms is not None, eps
+        key = format, gates is not None, norms is not None, eps, (norms or gates).text.dtype
         launch = self._norms.get(key)
         if launch is None:
             out = None
@@ -226,7 +226,7 @@ class Program:
         self._first = self._quantizers(shape.rows, forms[:6], self.first_format)
         self._inner = self._quantizers(shape.rows, forms[8:10], self._inner_format)
         self._out = self._quantizers(shape.mixed, forms[6:8], None)
-        self._rotate: Callable[[QKNorm, Rotary], None] | None = None
+        self._rotations: dict[tuple, Callable[[QKNorm, Rotary], None]] = {}
         hidden = shape.activated.matrix
         self._activations = self._of_hidden(hidden)
         streams, joint = in_stream_order(tokens), in_joint_order(tokens)
@@ -259,13 +259,15 @@ class Program:
 
     def rotate(self, norms: QKNorm, rotary: Rotary) -> None:
         """Norm and rotation of q and k."""
-        if self._rotate is None:
-            shape = self.shape
+        cos = rotary.cos
+        key = norms.query.dtype, cos.dtype, len(cos)
+        rotate = self._rotations.get(key)
+        if rotate is None:
+            shape, eps = self.shape, self._form.head_eps
             q, k, _ = self.heads
-            self._rotate = shape.ops.prepare_rope(
-                q, k, norms, rotary, shape.tokens, self._form.head_eps
-            )
-        self._rotate(norms, rotary)
+            rotate = shape.ops.prepare_rope(q, k, norms, rotary, shape.tokens, eps)
+            self._rotations[key] = rotate
+        rotate(norms, rotary)
 
     def mix(self, mixed: torch.Tensor) -> None:
         """Takes what attention gives, (batch, joint, D)."""

@@ -50,6 +50,7 @@ class TransformerPass:
     """
 
     state = None  # a transformer has one set of weights in a run
+    steps = None
 
     def __init__(
         self,
@@ -77,6 +78,10 @@ class TransformerPass:
     def attention(self) -> TransformerAttention | None:
         """This package's, unless diffusers' own computes this pass."""
         return None if self._attention.fallback else self._attention
+
+    def no_graphs(self) -> str:
+        """Nothing speaks against them."""
+        return ""
 
     def fallback(self) -> Fallback | None:
         """Why diffusers computes this call itself: a changed transformer, or its context."""

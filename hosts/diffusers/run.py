@@ -55,6 +55,7 @@ class TransformerOptimization(Optimization):
         finally:
             self._in_run = False
             self._modulation.close_run()
+            self._leave()
 
     def start_run(self) -> None:
         """Forgets what was known in the last run."""
@@ -77,13 +78,25 @@ class TransformerOptimization(Optimization):
             adapter = TransformerPass(
                 transformer, self.attention, self._layers, self._modulation, given
             )
-            return self.run_pass(adapter, lambda: host(*args, **kwargs))
+            try:
+                return self.run_pass(adapter, lambda: host(*args, **kwargs))
+            finally:
+                if not self._in_run:
+                    self._leave()
 
     def close(self) -> None:
         """Frees what it holds; only the report stays."""
         self._closing_report = self.report()
         self._modulation.close_run()
+        self._leave()
         super().start_run()
+
+    def _leave(self) -> None:
+        """Frees graphs and buffers: nothing says whether weights stay until the next run."""
+        self.end_run()
+        transformer = self._transformer()
+        if transformer is not None:
+            self.release(transformer)
 
     def report(self) -> str:
         """Which path every part took in the last run, a line each."""

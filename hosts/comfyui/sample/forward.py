@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import comfy.cli_args
 import comfy.ops
 import torch
 
@@ -83,6 +84,18 @@ class ComfyPass:
         filled = self._options.get(SLOT)
         own = filled is not None and filled is self._own_attention and not filled.fallback
         return filled if own else None
+
+    @property
+    def steps(self) -> int | None:
+        """Of the schedule; None of a sampler that does not tell."""
+        sigmas = self._options.get("sample_sigmas")
+        return None if sigmas is None else len(sigmas) - 1
+
+    def no_graphs(self) -> str:
+        """ComfyUI's own switch, and what is computed by another's attention."""
+        if getattr(comfy.cli_args.args, "disable_cuda_graphs", False):
+            return "ComfyUI runs with --disable-cuda-graphs"
+        return ""
 
     def fallback(self) -> Fallback | None:
         """Options that a node has set for the whole pass."""

@@ -80,7 +80,7 @@ def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> M
             WrappersMP.APPLY_MODEL, OPTIMIZATION_KEY, optimization.apply_model
         )
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, OPTIMIZATION_KEY, optimization.outer_sample)
-    for leave in (ModelModulation.on_detach, HeldWeights.on_detach):
+    for leave in (ModelModulation.on_detach, HeldWeights.on_detach, optimization.on_detach):
         clone.add_callback_with_key(CallbacksMP.ON_DETACH, OPTIMIZATION_KEY, leave)
     return clone
 

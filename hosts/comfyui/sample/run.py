@@ -76,8 +76,15 @@ class ComfyOptimization(Optimization):
                 output = executor(noise, *args, **kwargs)
         finally:
             self._run = before
+            if before is None:
+                self.end_run()
         logger.info("Qwen-Image L40S\n%s", self.report())
         return output
+
+    def on_detach(self, patcher: Any, unpatch_all: bool) -> None:
+        """ON_DETACH callback: graphs and buffers leave the card with the model."""
+        if unpatch_all:
+            self.release(patcher.model)
 
     def apply_model(
         self, executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
