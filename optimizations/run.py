@@ -502,7 +502,10 @@ class Optimization:
             return self._run_fused(prepared, host, fall_back, call)
         except _WatchedError:
             prepared.exchanged = True
-            return self._run_fused(prepared, host, fall_back, call)
+        except torch.OutOfMemoryError:
+            if host.layers.moving or _holds(host):
+                raise
+        return self._run_fused(prepared, host, fall_back, call)
 
     def _run_fused(
         self,
@@ -549,6 +552,12 @@ class Optimization:
         if host.state not in known:
             known[host.state] = PreparedModel(host, self.lossy_attention)
         return known[host.state]
+
+
+def _holds(host: HostPass) -> bool:
+    """Whether the next pass holds the weights, also after memory ran out."""
+    with host.layers.hold(host.blocks) as weights:
+        return weights is not None
 
 
 def _whole_pass_fallback(prepared: PreparedModel, host: HostPass) -> Fallback | None:
