@@ -19,8 +19,6 @@ from ....optimizations.block_form import blocks_of
 from ....optimizations.fallback import Fallback
 from ..record.sampling import record_runs
 from .attention import SLOT, SlotAttention
-from .held import HeldWeights
-from .modulation import ModelModulation
 from .run import OPTIMIZATION_KEY, PARTS_KEY, ComfyOptimization, check_parts
 
 # ComfyUI's own attention, and with it whatever another node has put into the slot.
@@ -80,8 +78,7 @@ def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> M
             WrappersMP.APPLY_MODEL, OPTIMIZATION_KEY, optimization.apply_model
         )
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, OPTIMIZATION_KEY, optimization.outer_sample)
-    for leave in (ModelModulation.on_detach, HeldWeights.on_detach, optimization.on_detach):
-        clone.add_callback_with_key(CallbacksMP.ON_DETACH, OPTIMIZATION_KEY, leave)
+    clone.add_callback_with_key(CallbacksMP.ON_DETACH, OPTIMIZATION_KEY, optimization.on_detach)
     return clone
 
 

@@ -17,6 +17,7 @@ from .attention import SLOT, FileAttention, SlotAttention
 from .call import control_of, options_of
 from .flags import flags_for_a_run
 from .forward import ComfyPass
+from .held import HeldWeights
 from .modulation import Call, ModelModulation
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,9 @@ class ComfyOptimization(Optimization):
         return output
 
     def on_detach(self, patcher: Any, unpatch_all: bool) -> None:
-        """ON_DETACH callback: graphs and buffers leave the card with the model."""
+        """ON_DETACH callback: what is kept for a model leaves the card with it."""
+        ModelModulation.on_detach(patcher, unpatch_all)
+        HeldWeights.on_detach(patcher, unpatch_all)
         if unpatch_all:
             self.release(patcher.model)
 
