@@ -28,7 +28,7 @@ from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, 
 from qwen_l40s.hosts.comfyui.sample.run import OPTIMIZATION_KEY
 from qwen_l40s.nodes.optimize import QwenL40SOptimize
 from qwen_l40s.optimizations import fused
-from qwen_l40s.optimizations.attention import Attention
+from qwen_l40s.optimizations.attention import Attention as ChosenBackend
 
 pytestmark = pytest.mark.each_device
 FOLDER = folder("optimize")
@@ -518,7 +518,7 @@ def test_nothing_is_left_on_the_model():
     before = {name: set(module.__dict__) for name, module in model.model.named_modules()}
     clone = optimize(model)
     forward(clone)
-    with mock.patch.object(Attention, "__call__", side_effect=KeyboardInterrupt):
+    with mock.patch.object(ChosenBackend, "__call__", side_effect=KeyboardInterrupt):
         try:
             forward(clone)
         except KeyboardInterrupt:
@@ -582,7 +582,7 @@ def test_attention_that_gives_nan_is_replaced_for_the_run():
     def nan(self, q, k, v, mask=None):
         return torch.full((*q.shape[:2], q.shape[2] * q.shape[3]), torch.nan, dtype=q.dtype).to(q)
 
-    with mock.patch.object(Attention, "__call__", nan):
+    with mock.patch.object(ChosenBackend, "__call__", nan):
         found = sample(clone)
         assert " gave NaN" in report_of(clone), report_of(clone)
         assert fused_in(clone)
