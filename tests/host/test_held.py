@@ -1,14 +1,28 @@
 """Which moves of weights a token of held weights tells apart, and what stays pinned."""
 
+import contextlib
+import ctypes
+import gc
 import itertools
+import weakref
+from unittest import mock
 
+import comfy.hooks
+import comfy.memory_management
 import comfy.model_management
+import comfy.model_patcher
+import comfy.ops
+import comfy.pinned_memory
+import comfy.sd
+import comfy_aimdo.torch
 import narrow_transformer as narrow
 import pytest
 import torch
+from comfy_aimdo import model_vbar
 from comfyui_boot import folder
 
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
+from qwen_l40s.hosts.comfyui.sample import held
 from qwen_l40s.hosts.comfyui.sample.layers import ComfyLayers
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize
 from qwen_l40s.optimizations.block_form import HEAD_NORMS, blocks_of, token_layers
@@ -16,16 +30,20 @@ from qwen_l40s.optimizations.block_form import HEAD_NORMS, blocks_of, token_laye
 FOLDER = folder("held")
 WEIGHTS = narrow.weights()
 PATH = narrow.write(FOLDER / "bf16.safetensors", WEIGHTS)
+CPU = torch.device("cpu")
+KEY = "diffusion_model.transformer_blocks.1.attn.to_k.weight"
 
 
 def loaded(form="bf16"):
-    model = load_model(PATH, form)[0]
+    """A MODEL and an optimized clone of it that is loaded and samples."""
+    gc.collect()
+    stock = load_model(PATH, form)[0]
     if form == "bf16":
-        model.model.manual_cast_dtype = None  # on a processor ComfyUI computes it in fp32
-    model = optimize(model, OptimizeSettings(attention="comfyui"))
+        stock.model.manual_cast_dtype = None  # on a processor ComfyUI computes it in fp32
+    model = optimize(stock, OptimizeSettings(attention="comfyui"))
     comfy.model_management.load_models_gpu([model])
     model.pre_run()
-    return model
+    return stock, model
 
 
 class Passes:
@@ -37,11 +55,14 @@ class Passes:
         self.known = {}
         self.run = object()
 
-    def __call__(self):
+    def __call__(self, during=lambda: None):
+        """The token, or the reason why there is none."""
         layers = ComfyLayers(self.model, self.run)
         with layers.hold(self.blocks) as token:
+            during()
             if token is None:
                 return layers.moving.reason
+            assert layers.moving is None
             found = self.places(layers)
             assert self.known.setdefault(token, found) == found
             return token
@@ -49,17 +70,351 @@ class Passes:
     def places(self, layers):
         norms = (block.get_submodule(name) for block in self.blocks for name in HEAD_NORMS)
         found = [layers.norm_weight(norm, self.like).data_ptr() for norm in norms]
-        for layer in itertools.chain.from_iterable(map(token_layers, self.blocks)):
+        for layer in self.layers:
             with layers.tensors(layer, self.like) as tensors:
                 found += [part if part is None else part.data_ptr() for part in tensors]
         return found
 
+    @property
+    def layers(self):
+        return list(itertools.chain.from_iterable(map(token_layers, self.blocks)))
+
+
+# ------------------------------------------------------------------------ without dynamic VRAM
+
 
 @pytest.mark.parametrize("form", ["bf16", "fp8", "int8"])
 def test_a_model_that_stays_is_held(form):
-    passes = Passes(loaded(form))
+    passes = Passes(loaded(form)[1])
     token = passes()
     assert isinstance(token, bytes), token
-    assert passes() == token
+    with mock.patch.object(held.HeldWeights, "_look", None):  # once in a run
+        assert passes() == token
     passes.run = object()
     assert passes() == token
+
+
+@contextlib.contextmanager
+def copying(model):
+    """As between a card and host memory: `Module.to` copies, except what is looked at cheaply."""
+    spared = {id(block.attn.to_q.weight) for block in blocks_of(model.model.diffusion_model)}
+
+    def to(module, *_):
+        for parameter in module.parameters():
+            if id(parameter) not in spared:
+                parameter.data = parameter.data.clone()
+        return module
+
+    with mock.patch.object(torch.nn.Module, "to", to):
+        yield
+
+
+def partly(stock, model):
+    assert model.partially_unload(CPU, 1) > 0
+
+
+def back_by_another_clone(stock, model):
+    model.partially_unload(CPU, 1)
+    stock.clone().partially_load(CPU, 1e32)
+
+
+def out_and_in_by_another_clone(stock, model):
+    other = stock.clone()
+    other.detach()
+    other.partially_load(CPU, 1e32)
+
+
+def out(stock, model):
+    model.detach()
+
+
+def with_a_lora(stock, model):
+    patched = stock.clone()
+    patched.add_patches({KEY: ("diff", (torch.ones_like(WEIGHTS[KEY.partition(".")[2]]),))})
+    comfy.model_management.load_models_gpu([patched])
+
+
+def by_another_extension(stock, model):
+    weight = blocks_of(model.model.diffusion_model)[1].attn.to_q.weight
+    weight.data = weight.data.clone()
+
+
+MOVES = (
+    *(partly, back_by_another_clone, out_and_in_by_another_clone, out, with_a_lora),
+    by_another_extension,
+)
+
+
+@pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
+def test_every_move_between_two_passes_is_seen(move):
+    stock, model = loaded()
+    passes = Passes(model)
+    token = passes()
+    with copying(model):
+        move(stock, model)
+        found = passes()
+        assert found != token
+        assert isinstance(found, bytes) == (move is not partly), found
+        assert passes() == found
+        comfy.model_management.load_models_gpu([model])
+        model.partially_load(CPU, 1e32)
+    assert passes() in passes.known
+
+
+def test_weights_that_no_token_can_stand_for():
+    """Hooks, functions on the way, casts, layers that run themselves: each with its reason."""
+    _, model = loaded()
+    passes = Passes(model)
+    layer = passes.layers[-1]
+    model.hook_patches = {"hook": {}}
+    assert passes() == held.HOOKS.reason
+    model.hook_patches = {}
+    layer.weight_function = [lambda weight: weight]
+    passes.run = object()
+    assert passes() == held.ON_THE_WAY.reason
+    layer.weight_function = []
+    passes.run = object()
+    with mock.patch.object(type(model.model), "get_dtype_inference", lambda _: torch.float32):
+        assert passes() == held.CAST.reason
+    passes.run = object()
+    removed = layer.register_forward_hook(lambda *_: None)
+    assert passes() == held.OWN_WAY.reason
+    removed.remove()
+    model.cleanup()  # no sampler runs the model: every pass looks at every layer
+    passes.run = None
+    token = passes()
+    weight = passes.layers[3].weight
+    weight.data = weight.data.clone()
+    assert isinstance(token, bytes) and passes() not in (token, None)
+
+
+def test_a_held_model_goes_with_its_last_patcher():
+    stock, model = loaded()
+    Passes(model)()
+    model.cleanup()
+    gone = weakref.ref(model.model)
+    comfy.model_management.unload_all_models()
+    del stock, model
+    assert gone() is None
+
+
+def test_one_scale_for_all_rows_keeps_its_place():
+    tensors = narrow.quantized(WEIGHTS, narrow.fp8_of_one_scale, {"format": "float8_e4m3fn"})
+    with mock.patch(
+        "comfy.model_detection.detect_unet_config", lambda *_, **__: dict(narrow.CONFIG)
+    ):
+        stock = comfy.sd.load_diffusion_model_state_dict(tensors)
+    model = optimize(stock, OptimizeSettings(attention="comfyui"))
+    comfy.model_management.load_models_gpu([model])
+    model.pre_run()
+    passes = Passes(model)
+    for layer in passes.layers:
+        layer._full_precision_mm = False  # as on a card
+    one = passes.layers[0].weight._params.scale
+    for value in (float(one), 0.5):
+        one.fill_(value)
+        passes.run = object()
+        token = passes()
+        assert isinstance(token, bytes), token
+        layers = ComfyLayers(model.model, passes.run)
+        with layers.hold(passes.blocks), layers.tensors(passes.layers[0], passes.like) as tensors:
+            scale = tensors.scale
+        assert scale.shape == (narrow.SHAPE.dim, 1) and set(scale.flatten().tolist()) == {value}
+    assert list(passes.known) == [token]
+
+
+# --------------------------------------------------------------------------- under dynamic VRAM
+
+
+class Pages:
+    """Stands in for `ModelVBAR`, in memory of the processor; counts pins as aimdo does."""
+
+    base_addr = 1 << 40
+
+    def __init__(self, count):
+        self.serials, self.pins, self.resident = [0] * count, [0] * count, [False] * count
+        self.watermark = count
+        self.memory = {}
+
+    def _numbers(self, address, size):
+        start = address - self.base_addr
+        return range(start // held.PAGE, -(-(start + size) // held.PAGE))
+
+    def fault(self, address, size):
+        numbers = self._numbers(address, size)
+        if numbers.stop > self.watermark:
+            return None
+        for number in numbers:
+            self.serials[number] += not self.resident[number]
+            self.resident[number] = True
+            self.pins[number] += 1
+        signature = (ctypes.c_uint32 * (size // held.PAGE + 2))()
+        signature[: len(numbers)] = [self.serials[number] for number in numbers]
+        return signature
+
+    def unpin(self, address, size):
+        for number in self._numbers(address, size):
+            assert self.pins[number] > 0
+            self.pins[number] -= 1
+            self._leave(number, number >= self.watermark)
+
+    def free(self, pages):
+        """Pages are taken from the top down; pinned ones are passed over."""
+        while pages and self.watermark:
+            self.watermark -= 1
+            pages -= self._leave(self.watermark, True)
+
+    def _leave(self, number, wanted):
+        leaves = wanted and self.resident[number] and not self.pins[number]
+        self.resident[number] &= not leaves
+        return leaves
+
+    def get_residency(self):
+        return [here | 2 * (pins > 0) for here, pins in zip(self.resident, self.pins, strict=True)]
+
+    def get_watermark(self):
+        return self.watermark
+
+    def prioritize(self):
+        self.watermark = len(self.pins)
+
+    def tensor(self, alloc, device):
+        return self.memory[alloc[1]]
+
+
+class Dynamic:
+    """A model whose token layers lie in pages, with those of other layers between."""
+
+    SIZE, GAP = 12 << 20, 100 << 20
+
+    def __init__(self, monkeypatch, form="bf16"):
+        self.model = loaded(form)[1]
+        self.model.is_dynamic = lambda: True
+        self.passes = Passes(self.model)
+        self.pages = Pages(40)
+        address = self.pages.base_addr
+        for index, layer in enumerate(self.passes.layers):
+            address += self.GAP * (index == 10)
+            layer._v, layer._v_signature = (self.pages, address, self.SIZE), None
+            stored = [layer.weight, layer.bias]
+            bytes_ = comfy.memory_management.vram_aligned_size(stored)
+            self.pages.memory[address] = torch.zeros(bytes_, dtype=torch.uint8)
+            address += self.SIZE
+        self.used = [*range(4), *range(6, 13)]
+        monkeypatch.setattr(comfy_aimdo.torch, "aimdo_to_tensor", self.pages.tensor)
+        monkeypatch.setattr(comfy.pinned_memory, "get_pin", lambda *_, **__: None)
+        monkeypatch.setattr(comfy.pinned_memory, "pin_memory", lambda *_, **__: None)
+
+    def read(self, layer):
+        """A layer's tensors as ComfyUI's own cast gives them on a card."""
+        dtype = self.passes.like.dtype
+        layer._pin_state = {"fast_disk": False}
+        comfy.ops.cast_modules_with_vbar([layer], dtype, CPU, dtype, False)
+        tensors = comfy.ops.resolve_cast_module_with_vbar(layer, dtype, CPU, dtype, dtype, True)
+        if layer._prefetch["signature"] is not None:
+            model_vbar.vbar_unpin(layer._v)
+        del layer._prefetch
+        return tensors
+
+    def __call__(self, during=lambda: None):
+        """A pass; without a token its layers are read one by one."""
+        pinned = []
+        found = self.passes(lambda: (pinned.append(any(self.pages.pins)), during()))
+        assert pinned == [isinstance(found, bytes)] and not any(self.pages.pins)
+        if not isinstance(found, bytes):
+            for layer in self.passes.layers:
+                self.read(layer)
+        return found
+
+    def held(self):
+        """The token of a new run's second pass."""
+        self.passes.run = object()
+        assert self() == held.FIRST.reason
+        token = self()
+        assert isinstance(token, bytes), token
+        return token
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8", "int8"])
+def test_pages_that_are_all_there_are_pinned_for_a_pass(monkeypatch, form):
+    dynamic = Dynamic(monkeypatch, form)
+    layer = dynamic.passes.layers[-1]
+    if form != "bf16":  # a LoRA that is merged as its layer is read
+        change = torch.ones_like(layer.weight.dequantize())
+        patches = {KEY: [(1.0, ("diff", (change,)), 1.0, None, None)]}
+        layer.weight_lowvram_function = comfy.model_patcher.LowVramPatch(KEY, patches)
+        layer.seed_key = KEY
+    token = dynamic.held()
+    pages = dynamic.pages
+    assert [number for number, here in enumerate(pages.resident) if here] == dynamic.used
+    pinned = lambda: [number for number, pins in enumerate(pages.pins) if pins]  # noqa: E731
+    with mock.patch.object(held.HeldWeights, "_look", None):  # once in a run
+        assert dynamic(lambda: pinned() == dynamic.used or pytest.fail()) == token
+    assert dynamic.held() == token
+    for layer in dynamic.passes.layers:
+        assert dynamic.read(layer)[0] is layer._v_weight
+
+
+def test_pages_that_are_taken_away_between_two_passes(monkeypatch):
+    dynamic = Dynamic(monkeypatch)
+    token, pages = dynamic.held(), dynamic.pages
+    pages._leave(2, True)
+    assert dynamic() == held.PARTIAL.reason
+    assert dynamic() == token, "the pass before has read it again"
+    pages.free(30)  # nothing is read into the uppermost again
+    assert [dynamic(), dynamic()] == [held.PARTIAL.reason] * 2
+    pages.prioritize()
+    assert [dynamic(), dynamic()] == [held.PARTIAL.reason, token]
+    # Pages that are there, with another's contents.
+    pages._leave(7, True)
+    other = pages, pages.base_addr + 7 * held.PAGE, 1
+    assert model_vbar.vbar_fault(other)
+    model_vbar.vbar_unpin(other)
+    assert [dynamic(), dynamic()] == [held.PARTIAL.reason, token]
+
+
+def test_a_pass_that_fails_leaves_no_pins(monkeypatch):
+    dynamic = Dynamic(monkeypatch)
+    token, pages = dynamic.held(), dynamic.pages
+
+    def fail(error):
+        assert any(pages.pins)
+        raise error
+
+    with pytest.raises(KeyboardInterrupt):
+        dynamic(lambda: fail(KeyboardInterrupt))
+    assert not any(pages.pins) and dynamic() == token
+    with pytest.raises(torch.OutOfMemoryError):
+        dynamic(lambda: fail(torch.OutOfMemoryError))
+    assert not any(pages.pins)
+    assert [dynamic(), dynamic()] == [held.TIGHT.reason] * 2
+    assert dynamic.held() == token
+
+
+def test_memory_that_is_short_during_a_pass_costs_as_many_pages_as_it_needs(monkeypatch):
+    dynamic = Dynamic(monkeypatch)
+    token, pages = dynamic.held(), dynamic.pages
+    assert dynamic(lambda: pages.free(1)) == token
+    assert dynamic() == token, "the watermark went to the bottom with all pages"
+
+
+def test_a_new_load_is_read_by_a_pass_first(monkeypatch):
+    """A LoRA that is merged into the same pages changes no signature."""
+    dynamic = Dynamic(monkeypatch)
+    token = dynamic.held()
+    for layer in dynamic.passes.layers:  # as `load` does
+        layer.weight_function, layer._v_signature = [], None
+    assert [dynamic(), dynamic()] == [held.FIRST.reason, token]
+    norm = dynamic.passes.blocks[0].attn.norm_q
+    norm.weight = torch.nn.Parameter(norm.weight.clone(), requires_grad=False)
+    assert dynamic() == held.FIRST.reason
+    assert isinstance(dynamic(), bytes) and dynamic() != token
+
+
+def test_an_unknown_comfy_aimdo_is_left_alone(monkeypatch):
+    dynamic = Dynamic(monkeypatch)
+    held._knows_pages.cache_clear()
+    monkeypatch.delattr(model_vbar.ModelVBAR, "get_watermark")
+    assert [dynamic(), dynamic()] == [held.UNKNOWN.reason] * 2
+    monkeypatch.undo()
+    held._knows_pages.cache_clear()
