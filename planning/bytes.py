@@ -15,12 +15,13 @@ from ..spec import (
     BYTES_PER_SCALE,
     BYTES_PER_WEIGHT,
     DOUBLE_STREAM,
+    MIB,
     QUANTIZED,
     REFERENCE_TOKENS,
     TIME_CHANNELS,
     TransformerShape,
 )
-from .request import RunRequest, Setting
+from .request import RunRequest, Setting, replays_graph
 
 BF16, FP32 = 2, 4
 
@@ -174,6 +175,8 @@ SAMPLER_LATENTS = 10
 # The entries of optimizations/modulation.py's table.
 MOST_TABLE_BYTES = 512 * 2**20
 MODULATION_ROWS = DOUBLE_STREAM.modulation_rows
+# cuBLAS and cuBLASLt keep a workspace each for the stream of a capture: 32 MiB on an H100 and H200.
+GRAPH_WORKSPACES = 2 * 32 * MIB
 
 
 @dataclass(frozen=True)
@@ -257,9 +260,26 @@ def embedding_rows(request: RunRequest) -> tuple[int, int]:
 
 def table_bytes(request: RunRequest) -> int:
     """The modulation table of a schedule: 4.42 MB for a timestep and each pair of rows."""
-    shape = request.transformer
-    entry = shape.blocks * sum(embedding_rows(request)) * MODULATION_ROWS * shape.dim * BF16
+    entry = _timestep_bytes(request)
     return entry * min(request.steps, max(1, MOST_TABLE_BYTES // entry))
+
+
+def _timestep_bytes(request: RunRequest) -> int:
+    """The modulation of all blocks at one timestep."""
+    shape = request.transformer
+    return shape.blocks * sum(embedding_rows(request)) * MODULATION_ROWS * shape.dim * BF16
+
+
+def graph_bytes(request: RunRequest, setting: Setting) -> int:
+    """CUDA graphs of the blocks, beside what a pass takes without them; 0 where none is predicted.
+
+    They share one pool: the rows of the streams and of attention, which stay where they are from
+    replay to replay, and the modulation of one timestep.
+    """
+    if not replays_graph(request, setting):
+        return 0
+    rows = 2 * TokenRows.of(request).all * request.transformer.dim * BF16
+    return rows + _timestep_bytes(request) + GRAPH_WORKSPACES
 
 
 def lora_bytes(request: RunRequest) -> int:

@@ -14,6 +14,7 @@ from .bytes import (
     TransformerBytes,
     embedding_rows,
     encoding_bytes,
+    graph_bytes,
     input_bytes,
     lora_bytes,
     step_bytes,
@@ -142,6 +143,8 @@ WORKSPACE_BYTES, CONTEXT_BYTES = 0.05 * GIB, 0.74 * GIB
 KEPT_FREE_BYTES = 400 * MIB
 # Modulation layers on the card while their weights pass it: one computes, one is on its way.
 LAYERS_ON_CARD = 2
+# What steps have captured, which stays as long as the transformer does.
+GRAPHS = "CUDA graphs"
 # The published VAE in bf16, 126.9 M parameters.
 VAE_BYTES = 2 * 126_892_531
 
@@ -175,7 +178,8 @@ def phases(
     table, vae = table_bytes(request), vae_bytes(request)
     activations = step_bytes(request, setting).most
     extras = _present({"ControlNet": request.controlnet_bytes, "LoRAs": lora_bytes(request)})
-    stays = _present({"VAE": vae, "modulation table": table}) | extras
+    graphs = graph_bytes(request, setting)
+    stays = _present({"VAE": vae, "modulation table": table, GRAPHS: graphs}) | extras
     sampled, text_stays = on_card, text if setting.text_encoder_place == ON_CARD else 0
     usable = None
     if card_bytes is not None and not setting.resident:
@@ -222,7 +226,8 @@ def vae_bytes(request: RunRequest) -> int:
 def _load(
     request: RunRequest, setting: Setting, weights: int, stays: dict[str, int], overhead: Overhead
 ) -> Phase:
-    resident = {name: count for name, count in stays.items() if name != "modulation table"}
+    later = ("modulation table", GRAPHS)
+    resident = {name: count for name, count in stays.items() if name not in later}
     note = "weights are copied as they are stored"
     if setting.off_card:
         note += "; those of the modulation stay in host memory"

@@ -18,7 +18,7 @@ from ..spec import (
     sm,
 )
 from .bytes import TransformerBytes, text_encoder_bytes
-from .phases import KEPT_FREE_BYTES, Phase, least_weights, phases, transformer_bytes
+from .phases import GRAPHS, KEPT_FREE_BYTES, Phase, least_weights, phases, transformer_bytes
 from .reasons import (
     automatic_precision,
     modulation_words,
@@ -153,8 +153,8 @@ class PlanOption:
     def least_bytes(self) -> int:
         """The smallest card on which a forward pass runs, with all weights moved that can be."""
         sampling = self._steps["sampling"]
-        text = sampling.resident.get("text encoder", 0)
-        rest = sampling.card_bytes - sampling.weights - text
+        leaves = sum(sampling.resident.get(name, 0) for name in ("text encoder", GRAPHS))
+        rest = sampling.card_bytes - sampling.weights - leaves
         return rest + least_weights(self.request, sampling.weights) + KEPT_FREE_BYTES
 
     @property

@@ -19,6 +19,7 @@ from qwen_l40s.planning.bytes import (
     MOST_TABLE_BYTES,
     TokenRows,
     encoding_bytes,
+    graph_bytes,
     lora_bytes,
     step_bytes,
     table_bytes,
@@ -26,7 +27,14 @@ from qwen_l40s.planning.bytes import (
     weight_bytes,
 )
 from qwen_l40s.planning.estimate import host_memory
-from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES, phases, transformer_bytes, vae_bytes
+from qwen_l40s.planning.phases import (
+    GRAPHS,
+    KEPT_FREE_BYTES,
+    PHASES,
+    phases,
+    transformer_bytes,
+    vae_bytes,
+)
 from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.rates import Constants
 from qwen_l40s.planning.request import (
@@ -36,6 +44,7 @@ from qwen_l40s.planning.request import (
     Parts,
     RunRequest,
     Setting,
+    replays_graph,
 )
 from qwen_l40s.spec import GIB, MIB, CardFacts
 
@@ -236,6 +245,25 @@ def test_edit_2511_has_two_rows_of_modulation_for_the_image():
         <= MOST_TABLE_BYTES
         < table_bytes(RunRequest(steps=120)) * 1.02
     )
+
+
+@given(request=requests, setting=settled)
+def test_graphs_stay_with_the_transformer_where_passes_replay_them(request, setting):
+    found, most = phases(request, setting), graph_bytes(request, setting)
+    assert (most > 0) == replays_graph(request, setting)
+    for name, phase in found.items():
+        alone = name == "text" and setting.text_encoder_place == "drop after encoding"
+        expected = 0 if name == "load" or alone else most
+        assert phase.resident.get(GRAPHS, 0) == expected
+    wider = replace(request, text_tokens=request.text_tokens + 100)
+    assert graph_bytes(wider, setting) >= most
+
+
+def test_graphs_of_one_image_take_what_a_run_may_take_for_them():
+    """At 1024x1024 no more than 0.15 GiB: two matrices of rows, workspaces and a timestep."""
+    found = graph_bytes(RunRequest(width=1024, height=1024), Setting())
+    assert found == 2 * (4096 + 200) * 3072 * 2 + 64 * MIB + 60 * 2 * 6 * 3072 * 2
+    assert found < 0.15 * GIB
 
 
 def test_loras_count_beside_the_weights_and_not_in_them():
