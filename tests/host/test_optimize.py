@@ -2,14 +2,17 @@
 
 import contextlib
 import gc
+import itertools
 import logging
 from unittest import mock
 
+import comfy.hooks
 import comfy.model_base
 import comfy.model_management
 import comfy.model_patcher
 import comfy.patcher_extension
 import comfy.sample
+import comfy.samplers
 import comfy.sd
 import narrow_transformer as narrow
 import pytest
@@ -497,6 +500,141 @@ def test_two_cards():
     split = MultiGPUCFGSplitNode.execute(model, 2).result[0]
     assert_same(sample(model, 2.5), sample(split, 2.5))
     assert fused_in(split)
+
+
+# ------------------------------------------------------- what changes between two passes of one run
+
+
+def guided(model, hooks=None, halfway=None) -> torch.Tensor:
+    """Three Euler steps with guidance, whose two prompts never batch.
+
+    Args:
+        hooks: of the positive prompt.
+        halfway: called behind the first step, with the options that the next ones get.
+    """
+
+    def euler(denoiser, x, sigmas, extra_args, **_):
+        for step, (sigma, after) in enumerate(itertools.pairwise(sigmas)):
+            if step == 1 and halfway is not None:
+                halfway(extra_args["model_options"]["transformer_options"])
+            denoised = denoiser(x, sigma.expand(len(x)), **extra_args)
+            x = x + (x - denoised) / sigma * (after - sigma)
+        return x
+
+    noise = random(1, 16, 1, 8, 8)
+    positive, negative = (random(1, n, narrow.SHAPE.joint_dim, seed=n) for n in (20, 7))
+    with torch.inference_mode():
+        return comfy.sample.sample_custom(
+            model,
+            noise,
+            2.5,
+            comfy.samplers.KSAMPLER(euler),
+            torch.tensor([1.0, 0.7, 0.3, 0.0]),
+            [[positive, {} if hooks is None else {"hooks": hooks}]],
+            [[negative, {}]],
+            torch.zeros_like(noise),
+            disable_pbar=True,
+            seed=0,
+        ).float()
+
+
+@pytest.mark.parametrize("kind", ["function", WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL])
+def test_a_timestep_that_changes_for_one_prompt(kind):
+    """ComfyUI gives both prompts of a step the same sigmas, which say nothing of this."""
+    model = stock().clone()
+    plain = guided(model)
+
+    def function(apply_model, given):
+        late = 0.5 if given["cond_or_uncond"] == [1] else 1.0
+        return apply_model(given["input"], given["timestep"] * late, **given["c"])
+
+    def wrapper(executor, x, t, *arguments, **options):
+        given = next(one for one in arguments if isinstance(one, dict) and "uuids" in one)
+        late = 0.5 if given["cond_or_uncond"] == [1] else 1.0
+        return executor(x, t * late, *arguments, **options)
+
+    if kind == "function":
+        model.set_model_unet_function_wrapper(function)
+    else:
+        model.add_wrapper(kind, wrapper)
+    known = guided(model)
+    assert difference(known, plain) > 1e-4
+    clone = optimize(model, HOST_ATTENTION)
+    assert_same(known, guided(clone))
+    assert "6 timesteps in a table" in report_of(clone), report_of(clone)
+
+
+def test_a_lora_that_is_switched_on_for_one_prompt():
+    model = stock().clone(disable_dynamic=True)
+    generator = torch.Generator().manual_seed(1)
+    lora = {}
+    for end, shape in (
+        ("lora_down", (4, narrow.SHAPE.dim)),
+        ("lora_up", (6 * narrow.SHAPE.dim, 4)),
+    ):
+        lora[f"{narrow.MODULATION}.{end}.weight"] = torch.randn(shape, generator=generator) / 5
+    hooked, _, hooks = comfy.hooks.load_hook_lora_for_models(model, None, lora, 1.0, 0.0)
+    known = guided(hooked, hooks)
+    assert difference(known, guided(model)) > 1e-4
+    clone = optimize(hooked, HOST_ATTENTION)
+    assert_same(known, guided(clone, hooks))
+    assert "6 timesteps in a table" in report_of(clone), report_of(clone)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_modulation_layer_that_changes_halfway(hooked):
+    model = stock()
+    plain = guided(model)
+    layer = model.model.diffusion_model.transformer_blocks[1].txt_mod[1]
+    handles = []
+
+    def halfway(options):
+        if hooked:
+            handles.append(layer.register_forward_hook(lambda module, given, out: out * 1.5))
+        else:
+            layer.forward = lambda x: type(layer).forward(layer, x) * 1.5
+
+    clone, outputs = optimize(model, HOST_ATTENTION), []
+    for one in (model, clone):
+        try:
+            outputs.append(guided(one, halfway=halfway))
+        finally:
+            layer.__dict__.pop("forward", None)
+            while handles:
+                handles.pop().remove()
+    assert_same(*outputs)
+    assert difference(outputs[0], plain) > 1e-4
+    without = "computed without a table in 4 forward passes, because another extension has changed"
+    assert without in report_of(clone), report_of(clone)
+    assert "read 1 times" in report_of(clone), report_of(clone)
+
+
+def test_an_attention_that_comes_into_the_slot_halfway():
+    def other(func, *arguments, **options):
+        return func(*arguments, **options) * 0.5
+
+    def halfway(options):
+        options[SLOT] = other
+
+    model = stock()
+    known = guided(model, halfway=halfway)
+    assert difference(known, guided(model)) > 1e-4
+    for settings in (HOST_ATTENTION, OptimizeSettings(), OptimizeSettings(attention="math")):
+        clone = optimize(model, settings)
+        assert_same(known, guided(clone, halfway=halfway))
+        assert fused_in(clone)
+
+
+def test_a_rotation_that_changes_for_one_block():
+    model = stock().clone()
+    plain = forward(model)
+
+    def replace(arguments, extra):
+        arguments["pe"] = arguments["pe"].roll(1, 2)
+        return extra["original_block"](arguments)
+
+    model.set_model_patch_replace(replace, "dit", "double_block", 1)
+    assert difference(forward(compare(model)), plain) > 1e-4
 
 
 # ------------------------------------------------------------------------------ off, wrong, refused
