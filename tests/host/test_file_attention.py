@@ -6,6 +6,7 @@ import json
 import comfy.ldm.modules.attention as attention
 import comfy.model_management
 import comfy.patcher_extension
+import comfy.sample
 import comfy_kitchen
 import narrow_transformer as narrow
 import pytest
@@ -179,6 +180,29 @@ def test_a_lora_chooses_too(calls, first):
     plain = optimize(stock)
     assert forward(plain, calls)[1] == [0]
     assert said_in_saved(stock).keys() == configs(INT8).keys()
+
+
+def test_each_run_reads_the_file_anew(calls):
+    noise = torch.randn(1, 16, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    prompt = [[torch.ones(1, 7, narrow.SHAPE.joint_dim), {}]]
+
+    def run(patcher):
+        calls.clear()
+        rest = (2, 1.0, "euler", "simple", prompt, prompt, torch.zeros_like(noise))
+        comfy.sample.sample(patcher, noise, *rest, disable_pbar=True, seed=0)
+        return set(calls), report_of(patcher)
+
+    tensors = {f"diffusion_model.{name}": text for name, text in configs(INT8, None).items()}
+    for end, shape in (("lora_A", (2, 128)), ("lora_B", (128, 2))):
+        tensors[f"diffusion_model.{narrow.LAYER}.{end}.weight"] = torch.ones(shape)
+    path = FOLDER / "run.safetensors"
+    save_file(tensors, path)
+    clone = optimize(model(None, INT8))
+    behind, _ = apply_lora(clone, path, 1.0, how="merge")
+    for patcher, blocks in ((clone, {1}), (behind, {0, 1}), (clone, {1})):
+        called, report = run(patcher)
+        assert called == blocks
+        assert f"for {len(blocks)} of 2 blocks by the file" in report
 
 
 def test_what_cannot_run_here_is_said(calls):

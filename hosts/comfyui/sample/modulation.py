@@ -120,6 +120,9 @@ class ModelModulation:
         current = self._current
         if current is not None and current.embedding is embedding:
             return current.entry
+        # The step's sigmas, one tensor for both prompts of a guided step, would tell the entry
+        # without a wait for the card, but not for certain: a model_function_wrapper may change the
+        # timestep of one prompt, and tensors of inference mode do not count their versions.
         batch = len(self._call.t)
         self.figures.fallback = self._fallback()
         if self.figures.fallback:

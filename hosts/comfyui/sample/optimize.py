@@ -68,7 +68,7 @@ def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> M
     optimization = ComfyOptimization(
         settings.blocks, attention, settings.tf32, settings.cudnn_benchmark
     )
-    optimization.read_file(model.model.diffusion_model, options)
+    optimization.read_file(model.model, options)
     clone.set_attachments(OPTIMIZATION_KEY, optimization)
     record_runs(clone, OPTIMIZATION_KEY)
     if not clone.get_wrappers(WrappersMP.OUTER_SAMPLE, PARTS_KEY):  # of our loader's

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
@@ -24,6 +25,17 @@ logger = logging.getLogger(__name__)
 
 OPTIMIZATION_KEY = "qwen_l40s_optimize"
 PARTS_KEY = "qwen_l40s_parts"
+
+
+class _Run:
+    """One sampling run.
+
+    Attributes:
+        files: What the files of its models say of attention, found out in the first pass.
+    """
+
+    def __init__(self) -> None:
+        self.files: WeakKeyDictionary[Any, FileAttention] = WeakKeyDictionary()
 
 
 class ComfyOptimization(Optimization):
@@ -50,18 +62,25 @@ class ComfyOptimization(Optimization):
         super().__init__(attention, blocks)
         self._flags = tf32, cudnn_benchmark
         self.file: FileAttention | None = None
-        self._run: object = None  # stands for the run that goes on
+        self._run: _Run | None = None  # that goes on
 
     @property
     def lossy_attention(self) -> bool:
         """Also by what the model file says."""
         return super().lossy_attention or (self.file is not None and self.file.lossy)
 
-    def read_file(self, transformer: torch.nn.Module, options: dict[str, Any]) -> None:
+    def read_file(self, model: Any, options: dict[str, Any]) -> FileAttention | None:
         """Looks at what the file says, which a LoRA may change, where nothing in the slot wins."""
         filled = options.get(SLOT)
         free = filled is None or (filled is self.attention and filled.name == "auto")
-        self.file = FileAttention(blocks_of(transformer)) if free else None
+        file = self.file = self._file_of(model) if free else None
+        return file
+
+    def _file_of(self, model: Any) -> FileAttention:
+        known = {} if self._run is None else self._run.files
+        if model not in known:
+            known[model] = FileAttention(blocks_of(model.diffusion_model))
+        return known[model]
 
     def attention_lines(self) -> list[str]:
         """Which attention ran, a line each."""
@@ -71,7 +90,7 @@ class ComfyOptimization(Optimization):
     def outer_sample(self, executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """OUTER_SAMPLE wrapper: one run."""
         self.start_run()
-        before, self._run = self._run, object()
+        before, self._run = self._run, _Run()
         try:
             with flags_for_a_run(*self._flags):
                 output = executor(noise, *args, **kwargs)
@@ -95,9 +114,8 @@ class ComfyOptimization(Optimization):
         """APPLY_MODEL wrapper: one forward pass."""
         model, options = executor.class_obj, options_of(args, kwargs)
         controlled = control_of(args, kwargs) is not None
-        self.read_file(model.diffusion_model, options)
-        heeded = self.file is not None and self.file.runs
-        own = options.pop(SLOT, None) if heeded else None
+        file = self.read_file(model, options)
+        own = options.pop(SLOT, None) if file is not None and file.runs else None
         host = ComfyPass(model, self.attention, x, options, controlled, self._run)
         try:
             with ModelModulation.of(model).during(Call(t, options, kwargs)):
