@@ -230,12 +230,16 @@ class ForwardPass:
             self._fall_back(inputs, 1)
             return type(block).forward(block, *positional, **arguments)
         text, image, embedding, step, clear = inputs
+        if self._entry is None:
+            self._embedding, self._entry = embedding, self._host.entry(embedding, len(image))
+        # A second call of the transformer in one pass may have another embedding.
+        begins = index == 0 and embedding is self._embedding and not check.wanted(step)
+        if begins and self._replay(text, image, step, clear):
+            return text, image
         halves = self._halves(index, block, embedding, len(image))
         following = None
         if clear and index + 1 < len(unsupported) and not unsupported[index + 1]:
             following = self._host.blocks[index + 1], self._entry.of(index + 1)[0]
-        if index == 0 and not check.wanted(step) and self._replay(text, image, step, clear):
-            return text, image
         self.fused += 1
         if self.fused > 1 or not check.wanted(step):
             result = self._executor.run(block, text, image, step, halves, following)
@@ -356,8 +360,6 @@ class ForwardPass:
     def _halves(
         self, index: int, block: torch.nn.Module, embedding: torch.Tensor, batch: int
     ) -> tuple[Modulation, Modulation]:
-        if self._entry is None:
-            self._embedding, self._entry = embedding, self._host.entry(embedding, batch)
         if embedding is not self._embedding:  # another extension has changed it for this block
             return compute_entry((block,), embedding, batch).of(0)
         return self._entry.of(index)
