@@ -291,16 +291,21 @@ class Setting:
         return self.modulation == OFF_CARD
 
 
-# Fewer steps do not repay the capture of a CUDA graph: a run's first step is compared, its second
-# captures.
-LEAST_GRAPH_STEPS = 3
+# With a new prompt two passes launch kernel by kernel, and a capture is repaid by six
+# (optimizations/graphs.py).
+LEAST_GRAPH_STEPS = 8
+# More tokens in a pass keep any listed card busy while the processor launches: 1024x1024 has some
+# 4300, and an H200 takes 95 ms for them in fp8.
+MOST_GRAPH_ROWS = 6144
 
 
 def replays_graph(request: RunRequest, setting: Setting) -> bool:
     """Whether the forward passes of a run replay a CUDA graph of the blocks, as predicted.
 
-    The run itself goes by what it sees: eager where weights move, and where others take part
-    between blocks or in their layers.
+    The run itself goes by what it sees: whether the card waits for the processor, whether weights
+    move, and whether others take part between blocks or in their layers.
     """
-    eager = request.controlnet_bytes or (request.loras.count and request.loras.mode == "bypass")
-    return setting.resident and not eager and request.steps >= LEAST_GRAPH_STEPS
+    others = request.controlnet_bytes or (request.loras.count and request.loras.mode == "bypass")
+    rows = request.items * (request.prompt_tokens + request.image_tokens)
+    fitting = request.steps >= LEAST_GRAPH_STEPS and rows <= MOST_GRAPH_ROWS
+    return fitting and setting.resident and not others

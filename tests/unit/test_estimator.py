@@ -108,7 +108,9 @@ def test_the_sampling_peak_is_the_transformers_alone():
     assert phase["parts"]["weights"] == pytest.approx(weights, abs=1e-3)
     assert 0.3 < phase["peak_gib"] - weights < 0.8
     resident = phase["parts"]["resident"]
-    assert set(resident) == {"VAE", "modulation table", "text encoder", "CUDA graphs"}
+    assert set(resident) == {"VAE", "modulation table", "text encoder"}
+    small = estimate_json(estimate(RunRequest(precision="int8", width=1024, height=1024), L40S))
+    assert "CUDA graphs" in small["phases"]["sampling"]["parts"]["resident"]
 
 
 # --- times ---
@@ -132,8 +134,8 @@ def test_times_add_up():
     ("changed", "bound"),
     [
         ({}, "card"),
-        ({"width": 1328, "height": 1328, "steps": 2}, "card"),
-        ({"steps": 2}, "processor"),
+        ({"width": 1328, "height": 1328, "steps": 4}, "card"),
+        ({"steps": 4}, "processor"),
         ({"loras": Loras(1, 4, "bypass")}, "processor"),
     ],
 )

@@ -43,6 +43,7 @@ def short(option):
 # --- cards and requests ---
 
 USUAL = RunRequest()
+SMALL = RunRequest(width=768, height=768)
 LARGE = RunRequest(width=2048, height=2048, batch=2)
 EDIT = RunRequest(family="qwen-image-edit-2511", width=1024, height=1024, references=3)
 TABLE = [
@@ -71,7 +72,7 @@ def test_options(asked, name, expected):
 
 
 @pytest.mark.parametrize("name", [*CARDS, *OTHERS])
-@pytest.mark.parametrize("asked", [USUAL, LARGE, EDIT], ids=["usual", "large", "edit"])
+@pytest.mark.parametrize("asked", [SMALL, USUAL, LARGE, EDIT], ids=lambda asked: str(asked.width))
 def test_figures_are_those_of_the_phases(name, asked):
     facts = card(name)
     if asked is LARGE and name == "4 GB":
