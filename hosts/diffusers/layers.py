@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from ...optimizations.block import DENSE, LayerTensors
-from ...optimizations.block_form import HEAD_NORMS, is_changed, token_layers
+from ...optimizations.block_form import head_norms, is_changed, token_layers
 from ...optimizations.fallback import Fallback
 from ...optimizations.linear import Gemm
 from ...spec import QUANTIZED
@@ -42,7 +42,7 @@ class DiffusersLayers:
         """Why the weights may move."""
         if not all(map(token_layers, blocks)):
             return OWN_WAY
-        norms = [block.get_submodule(name) for block in blocks for name in HEAD_NORMS]
+        norms = [norm for block in blocks for norm in head_norms(block)]
         layers = [layer for block in blocks for layer in token_layers(block)]
         if any(map(is_changed, norms)) or None in map(self.kind, layers):
             return OWN_WAY

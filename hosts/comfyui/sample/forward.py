@@ -6,6 +6,7 @@ blocks or around one happens as ever.
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import comfy.cli_args
@@ -22,6 +23,7 @@ from ....optimizations.self_check import Streams
 from ..contract import BLOCK_ARGUMENTS, unknown_attention_arguments
 from .attention import SLOT, SlotAttention, file_choice, host_attention, without_choice
 from .call import is_compiled
+from .held import HeldWeights
 from .layers import ComfyLayers
 from .modulation import ModelModulation
 
@@ -41,7 +43,7 @@ class ComfyPass:
         latents: As APPLY_MODEL wrappers get them.
         options: The call's transformer_options.
         controlled: Whether a ControlNet adds to the streams between two blocks.
-        run: Stands for the sampling run; None outside of one.
+        weights: What the run knows of where each model's are; None outside of a run.
     """
 
     def __init__(
@@ -51,10 +53,10 @@ class ComfyPass:
         latents: torch.Tensor,
         options: dict[str, Any],
         controlled: bool,
-        run: object = None,
+        weights: MutableMapping[Any, HeldWeights] | None = None,
     ) -> None:
         self.owner = model
-        self.layers = ComfyLayers(model, run)
+        self.layers = ComfyLayers(model, weights)
         self.blocks = blocks_of(model.diffusion_model)
         self.latents = latents
         self.modulation = ModelModulation.of(model)

@@ -7,21 +7,20 @@ any time: pages that are all there are pinned for the pass, as ComfyUI does for 
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from comfy.quant_ops import QuantizedTensor
 from comfy_aimdo import model_vbar
 
 from ....optimizations.block import DENSE
-from ....optimizations.block_form import HEAD_NORMS, token_layers
+from ....optimizations.block_form import head_norms, token_layers
 from ....optimizations.fallback import Fallback
 
 PAGE = 32 << 20  # of dynamic VRAM, in bytes
@@ -57,71 +56,42 @@ class Pages(NamedTuple):
 
 
 class HeldWeights:
-    """Holds the weights of one model's blocks pass by pass, over its runs.
+    """Holds the weights of one model's blocks, pass by pass of one run.
 
     Attributes:
         reason: Why the last pass held none; None where it did.
     """
 
-    _of: ClassVar[weakref.WeakKeyDictionary[Any, HeldWeights]] = weakref.WeakKeyDictionary()
-    _serials = itertools.count()
-
     def __init__(self) -> None:
-        # No module: a model's memory has to go when it goes.
         self.reason: Fallback | None = None
-        self._serial = next(self._serials)
-        self._run: object = None
         self._marks: _Marks | None = None
         self._token: Hashable = None  # None until the layers have been looked at
         self._pages: list[Pages] = []
         self._signatures: list[bytes] = []
-        self._tight: object = None  # the run in which memory ran out
-        self._row_scales: weakref.WeakKeyDictionary[torch.nn.Module, torch.Tensor]
-        self._row_scales = weakref.WeakKeyDictionary()
-
-    @classmethod
-    def of(cls, model: Any) -> HeldWeights:
-        """The one of a BaseModel, made on first use."""
-        return cls._of.setdefault(model, cls())
-
-    @staticmethod
-    def on_detach(patcher: Any, unpatch_all: bool) -> None:
-        """ON_DETACH callback: nothing of it stays on the card without the model."""
-        if unpatch_all:
-            HeldWeights.of(patcher.model)._row_scales.clear()
+        self._tight = False
 
     @contextmanager
     def during(
-        self, model: Any, blocks: Sequence[torch.nn.Module], run: object, kind: Kind
+        self, model: Any, blocks: Sequence[torch.nn.Module], kind: Kind
     ) -> Iterator[Hashable | None]:
         """For one pass: a token of where the weights are, or None where they may move.
 
         Args:
             model: ComfyUI's BaseModel.
-            run: Stands for the sampling run; None outside of one.
             kind: As `Layers.kind`.
         """
         with ExitStack() as pins:
-            found = self._hold(model, blocks, run, kind, pins)
+            found = self._hold(model, blocks, kind, pins)
             self.reason = found if isinstance(found, Fallback) else None
             try:
                 yield None if self.reason else found
             except torch.OutOfMemoryError:
                 # Pinned weights do not make room, which they would have without.
-                self._tight = run if self._pages and not self.reason else self._tight
+                self._tight |= bool(self._pages) and not self.reason
                 raise
 
-    def row_scale(self, layer: torch.nn.Module) -> torch.Tensor | None:
-        """The scale of a layer's rows, (N, 1), where the weight has one scale for all."""
-        return self._row_scales.get(layer)
-
     def _hold(
-        self,
-        model: Any,
-        blocks: Sequence[torch.nn.Module],
-        run: object,
-        kind: Kind,
-        pins: ExitStack,
+        self, model: Any, blocks: Sequence[torch.nn.Module], kind: Kind, pins: ExitStack
     ) -> Hashable | Fallback:
         patcher = model.current_patcher
         dynamic = patcher is not None and patcher.is_dynamic()
@@ -135,33 +105,33 @@ class HeldWeights:
             marks = _Marks.of(model, blocks, dynamic)
         except (AttributeError, KeyError):
             return OWN_WAY
-        if run is None or run is not self._run or not marks.same(self._marks):
-            self._run, self._marks, self._token, self._pages = run, marks, None, []
+        if self._marks is None or not marks.same(self._marks):
+            self._marks, self._token, self._pages = marks, None, []
             if dynamic:
                 # It may need more memory than the last one, which pinned weights would not yield.
                 return FIRST
         if isinstance(self._token, Fallback):
             return self._token
-        if dynamic and run is self._tight:
+        if self._tight:
             return TIGHT
-        if self._token is None:
+        known = self._token is not None
+        if dynamic and not known:
             self._pages = _pages(blocks)
             if not _all_resident(self._pages):
                 return PARTIAL
-            self._signatures = []
         signatures = self._pin(pins)
-        if signatures is None or (self._token is not None and signatures != self._signatures):
+        if signatures is None or (known and signatures != self._signatures):
+            found = PARTIAL
+        elif known:
+            return self._token
+        else:
+            found = _look(model, blocks, kind)
+            self._signatures = signatures
+        moves = found is PARTIAL and dynamic  # what is read in this pass is there in the next
+        self._token = None if moves else found
+        if isinstance(found, Fallback):
             pins.close()
-            self._token = None
-            return PARTIAL
-        if self._token is None:
-            found = self._look(model, blocks, kind)
-            if isinstance(found, Fallback):
-                pins.close()
-                self._token = None if found is PARTIAL and dynamic else found
-                return found
-            self._token, self._signatures = found, signatures
-        return self._token
+        return found
 
     def _pin(self, pins: ExitStack) -> list[bytes] | None:
         """Pins the pages until `pins` closes; what they say of their contents, None for absent."""
@@ -176,57 +146,22 @@ class HeldWeights:
             pins.callback(_lift_watermark, self._pages[-1])
         return signatures
 
-    def _look(
-        self, model: Any, blocks: Sequence[torch.nn.Module], kind: Kind
-    ) -> Hashable | Fallback:
-        """At every layer: a token of the addresses and layouts of all tensors."""
-        if not all(map(token_layers, blocks)):
-            return OWN_WAY
-        dtype = model.get_dtype_inference()
-        norms = [block.get_submodule(name) for block in blocks for name in HEAD_NORMS]
-        layers = [layer for block in blocks for layer in token_layers(block)]
-        device = norms[0].weight.device
-        places: list[Any] = [self._serial, model.current_weight_patches_uuid]
-        for module in (*norms, *layers):
-            if getattr(module, "weight_function", None) or getattr(module, "bias_function", None):
-                return ON_THE_WAY
-        for norm in norms:
-            if norm.weight.device != device:
-                return PARTIAL
-            places.append(_place(norm.weight))
-        for layer in layers:
-            form = kind(layer)
-            if form is None:
-                return OWN_WAY
-            if not _is_resident(layer):
-                return PARTIAL
-            weight, bias = stored(layer)
-            if isinstance(weight, QuantizedTensor) == (form == DENSE):
-                return CAST
-            parts = [weight, bias] if form == DENSE else self._parts(layer, weight, bias)
-            for part in parts:
-                if part is not None and part.device != device:
-                    return PARTIAL
-                places.append(part if part is None else _place(part))
-            used = [bias] if form != DENSE and "_v" not in layer.__dict__ else [weight, bias]
-            if any(part is not None and part.dtype != dtype for part in used):
-                return CAST
-        return hashlib.blake2b(repr(places).encode(), digest_size=16).digest()
 
-    def _parts(
-        self, layer: torch.nn.Module, weight: QuantizedTensor, bias: torch.Tensor | None
-    ) -> list[torch.Tensor | None]:
-        values, scale = weight._qdata, weight._params.scale
-        rows = len(values)
-        if scale.numel() == 1 < rows and scale.device == values.device:
-            # One tensor as long as the model is on the card, with the value of today.
-            kept = self._row_scales.get(layer)
-            with torch.inference_mode():
-                if kept is None or (kept.device, len(kept)) != (scale.device, rows):
-                    kept = self._row_scales[layer] = scale.new_empty((rows, 1))
-                kept.copy_(scale.reshape(1, 1).expand(rows, 1))
-            scale = kept
-        return [values, scale, bias]
+# A layer's scale for each row, where its weight has one for all: in one place as long as the model
+# is on the card, so that a token holds from run to run.
+_row_scales: weakref.WeakKeyDictionary[torch.nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
+
+
+def drop_row_scales(blocks: Sequence[torch.nn.Module]) -> None:
+    """What was made for the weights of blocks leaves the card with them."""
+    for block in blocks:
+        for layer in token_layers(block):
+            _row_scales.pop(layer, None)
+
+
+def row_scale(layer: torch.nn.Module) -> torch.Tensor | None:
+    """The scale of a held layer's rows, (N, 1), where its weight has one for all."""
+    return _row_scales.get(layer)
 
 
 def stored(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -235,6 +170,55 @@ def stored(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     if "_v" in own:
         return own["_v_weight"], own["_v_bias"]
     return own["_parameters"]["weight"], own["_parameters"]["bias"]
+
+
+def _look(model: Any, blocks: Sequence[torch.nn.Module], kind: Kind) -> Hashable | Fallback:
+    """At every layer: a token of the addresses and layouts of all tensors."""
+    layers = [token_layers(block) for block in blocks]
+    if not all(layers):
+        return OWN_WAY
+    dtype = model.get_dtype_inference()
+    norms = [norm for block in blocks for norm in head_norms(block)]
+    device = norms[0].weight.device
+    places: list[Any] = [model.current_weight_patches_uuid]
+    for norm in norms:
+        if norm.weight_function or norm.bias_function:
+            return ON_THE_WAY
+        if norm.weight.device != device:
+            return PARTIAL
+        places += _place(norm.weight)
+    for layer in itertools.chain.from_iterable(layers):
+        form = kind(layer)
+        if form is None:
+            return OWN_WAY
+        if layer.weight_function or layer.bias_function:
+            return ON_THE_WAY
+        if not _is_resident(layer):
+            return PARTIAL
+        weight, bias = stored(layer)
+        if isinstance(weight, QuantizedTensor) == (form == DENSE):
+            return CAST
+        for part in (weight, bias) if form == DENSE else (*_quantized_parts(layer, weight), bias):
+            if part is not None and part.device != device:
+                return PARTIAL
+            places += (None,) if part is None else _place(part)
+        used = (bias,) if form != DENSE and "_v" not in layer.__dict__ else (weight, bias)
+        if any(part is not None and part.dtype != dtype for part in used):
+            return CAST
+    return hash(tuple(places))
+
+
+def _quantized_parts(layer: torch.nn.Module, weight: QuantizedTensor) -> Sequence[torch.Tensor]:
+    values, scale = weight._qdata, weight._params.scale
+    rows = len(values)
+    if scale.numel() > 1 or rows == 1 or scale.device != values.device:
+        return values, scale
+    kept = _row_scales.get(layer)
+    with torch.inference_mode():
+        if kept is None or (kept.device, len(kept)) != (scale.device, rows):
+            kept = _row_scales[layer] = scale.new_empty((rows, 1))
+        kept.copy_(scale.reshape(1, 1).expand(rows, 1))
+    return values, kept
 
 
 @cache
@@ -273,7 +257,7 @@ class _Marks(NamedTuple):
             model.model_loaded_weight_memory,
         )
         if not dynamic:  # another extension may move a block on its own
-            values += tuple(_address_of(block) for block in blocks)
+            values += tuple(map(_address_of, blocks))
         return cls(attn.to_q.weight_function, weakref.ref(attn.norm_q.weight), values)
 
     def same(self, other: _Marks) -> bool:
@@ -286,7 +270,7 @@ class _Marks(NamedTuple):
 
 
 def _address_of(block: torch.nn.Module) -> int:
-    # Past Module.__getattr__: it is asked of every block in every pass.
+    # Past Module.__getattr__, which would take most of the time of a pass here.
     layer = block._modules["attn"]._modules["to_q"]
     return _plain(layer._parameters["weight"]).data_ptr()
 

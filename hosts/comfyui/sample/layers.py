@@ -8,7 +8,7 @@ ComfyUI's own cast context; everything else runs itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,7 +22,7 @@ from ....optimizations.fallback import Fallback
 from ....optimizations.linear import Gemm, choose_gemm
 from ....spec import QUANTIZED
 from ..load import linear as operations
-from .held import HeldWeights, stored
+from .held import HeldWeights, row_scale, stored
 
 # Operations whose `forward` is a product with the weight that the cast context gives.
 DENSE_CLASSES = (comfy.ops.disable_weight_init.Linear, comfy.ops.manual_cast.Linear)
@@ -39,27 +39,27 @@ class ComfyLayers:
 
     Args:
         model: ComfyUI's BaseModel.
-        run: Stands for the sampling run; None outside of one.
+        weights: What the run knows of where each model's are; None outside of a run.
+
+    Attributes:
+        moving: Why the pass holds no weights; None where it does.
     """
 
-    def __init__(self, model: Any, run: object = None) -> None:
+    def __init__(self, model: Any, weights: MutableMapping[Any, HeldWeights] | None = None) -> None:
+        self.moving: Fallback | None = None
         self._model = model
-        self._run = run
-        self._held: HeldWeights | None = None
+        weights = {} if weights is None else weights
+        self._weights = weights.setdefault(model, HeldWeights())
+        self._holds = False
 
     @contextmanager
     def hold(self, blocks: Sequence[torch.nn.Module]) -> Iterator[Hashable | None]:
-        held = HeldWeights.of(self._model)
-        with held.during(self._model, blocks, self._run, self.kind) as token:
-            self._held = None if token is None else held
+        with self._weights.during(self._model, blocks, self.kind) as token:
+            self.moving, self._holds = self._weights.reason, token is not None
             try:
                 yield token
             finally:
-                self._held = None
-
-    @property
-    def moving(self) -> Fallback | None:
-        return HeldWeights.of(self._model).reason
+                self._holds = False
 
     def kind(self, layer: torch.nn.Module) -> str | None:
         # Every layer is asked in every forward pass, so past Module.__getattr__: a LoRA, or weights
@@ -87,9 +87,8 @@ class ComfyLayers:
     def tensors(
         self, layer: torch.nn.Module, like: torch.Tensor
     ) -> AbstractContextManager[LayerTensors]:
-        if self._held is not None:
-            weight, bias = stored(layer)
-            return nullcontext(_tensors(weight, bias, self._held.row_scale(layer)))
+        if self._holds:
+            return nullcontext(_tensors(*stored(layer), row_scale(layer)))
         return _Cast(layer, like)
 
     def rounds(self, layer: torch.nn.Module) -> bool:

@@ -18,7 +18,7 @@ from .attention import SLOT, FileAttention, SlotAttention
 from .call import control_of, options_of
 from .flags import flags_for_a_run
 from .forward import ComfyPass
-from .held import HeldWeights
+from .held import HeldWeights, drop_row_scales
 from .modulation import Call, ModelModulation
 
 logger = logging.getLogger(__name__)
@@ -32,10 +32,12 @@ class _Run:
 
     Attributes:
         files: What the files of its models say of attention, found out in the first pass.
+        weights: What is known of where their weights are.
     """
 
     def __init__(self) -> None:
         self.files: WeakKeyDictionary[Any, FileAttention] = WeakKeyDictionary()
+        self.weights: WeakKeyDictionary[Any, HeldWeights] = WeakKeyDictionary()
 
 
 class ComfyOptimization(Optimization):
@@ -104,8 +106,8 @@ class ComfyOptimization(Optimization):
     def on_detach(self, patcher: Any, unpatch_all: bool) -> None:
         """ON_DETACH callback: what is kept for a model leaves the card with it."""
         ModelModulation.on_detach(patcher, unpatch_all)
-        HeldWeights.on_detach(patcher, unpatch_all)
         if unpatch_all:
+            drop_row_scales(blocks_of(patcher.model.diffusion_model))
             self.release(patcher.model)
 
     def apply_model(
@@ -116,7 +118,8 @@ class ComfyOptimization(Optimization):
         controlled = control_of(args, kwargs) is not None
         file = self.read_file(model, options)
         own = options.pop(SLOT, None) if file is not None and file.runs else None
-        host = ComfyPass(model, self.attention, x, options, controlled, self._run)
+        weights = None if self._run is None else self._run.weights
+        host = ComfyPass(model, self.attention, x, options, controlled, weights)
         try:
             with ModelModulation.of(model).during(Call(t, options, kwargs)):
                 return self.run_pass(host, lambda: executor(x, t, *args, **kwargs))
