@@ -174,9 +174,6 @@ class PassMemory:
         self._seen: dict[Hashable, Seen] = {}
         self._pool: tuple[int, int] | None = None
 
-    def __len__(self) -> int:
-        return len(self._graphs)
-
     def start_run(self) -> None:
         """Counts passes anew."""
         for seen in self._seen.values():

@@ -193,7 +193,7 @@ class ForwardPass:
         self._prepared = prepared
         self._host = host
         self._fall_back = fall_back
-        self._memory = memory or PassMemory(prepared.ops)
+        self._memory = PassMemory(prepared.ops) if memory is None else memory
         self._weights = weights
         self._executor = self._new_executor(self._attend)
         self._asked: ChosenAttention | None = None
