@@ -592,7 +592,7 @@ def test_table_is_bounded_and_the_oldest_entries_leave():
     table = ModulationTable(blocks, most_bytes=3 * size)
     for embedding in schedule:
         table.entry(embedding, 1)
-        assert table.bytes <= 3 * size
+        assert table.bytes == size * len(table) <= 3 * size
     assert len(table) == 3
     table.entry(schedule[5], 1)
     assert table.hits == 1
@@ -600,6 +600,9 @@ def test_table_is_bounded_and_the_oldest_entries_leave():
     assert table.hits == 1
     table.entry(schedule[1], 1, schedule=lambda: schedule)  # does not fit as a whole
     assert len(table) == 3
+    assert table.bytes == 3 * size
+    table.drop()
+    assert (len(table), table.bytes) == (0, 0)
 
 
 def test_entries_of_another_dtype_or_batch_are_others():
