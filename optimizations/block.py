@@ -202,7 +202,8 @@ class BlockExecutor:
         program, next_program = self._both(here.form, after.form, tokens, x)
         if carried is None or carried.program is not program:
             program.begin(x, attention)
-        text, image = streams_of(x, tokens)
+        if carried is None:
+            text, image = streams_of(x, tokens)
         self._run(program, here, x, step, halves)
         if following is None:
             program.end(x, halves[1])

@@ -141,7 +141,7 @@ class Shape:
 
     def __init__(self, workspace: Workspace, tokens: Tokens, x: torch.Tensor, inner: int) -> None:
         self.workspace, self.ops, self.tokens = workspace, workspace.ops, tokens
-        self.like, self.width, self.inner = x[:0], x.shape[1], inner
+        self.like, self.width, self.inner = x.new_empty(0), x.shape[1], inner
         widest = max(3 * self.width, inner)
         # q, k and v are read before the MLP's hidden rows are written.
         self.wide = workspace.take("wide", (tokens.rows, widest), self.like).flatten()
@@ -260,7 +260,7 @@ class Program:
     def rotate(self, norms: QKNorm, rotary: Rotary) -> None:
         """Norm and rotation of q and k."""
         cos = rotary.cos
-        key = norms.query.dtype, cos.dtype, len(cos)
+        key = norms.query.dtype, cos.dtype, cos.shape[0]
         rotate = self._rotations.get(key)
         if rotate is None:
             shape, eps = self.shape, self._form.head_eps
