@@ -13,6 +13,7 @@ import narrow_transformer as narrow
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
+from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfyui_boot import MODE, folder
 
 from qwen_l40s.errors import SettingError
@@ -404,6 +405,17 @@ def test_two_passes_through_the_model_in_one_call():
         # The first pass is not of the schedule: it brings the weights once for each of its steps.
         assert len(calls) == 3 and len(moved) == 3 * len(off_card_layers(model.model))
         assert torch.equal(sample(model), plain) and len(moved) == 12
+
+
+def test_a_compiled_block():
+    known, model = (load(off_card=off, disable_dynamic=True) for off in (False, True))
+    outputs = []
+    for one in (known, model):
+        clone, key = one.clone(), "diffusion_model.transformer_blocks.1"
+        set_torch_compile_wrapper(clone, backend="eager", keys=[key])
+        outputs.append(sample(clone))
+    assert torch.equal(*outputs)
+    assert len(ModelModulation.of(model.model).table) == 3
 
 
 def test_a_replaced_block_that_writes_to_the_embedding():
