@@ -80,9 +80,11 @@ HOOKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "ModelPatcher.patch_weight_to_device": ("key", "device_to", "return_weight"),
     },
     "comfy.model_management": {
+        "extra_reserved_memory": (),
         "free_memory": ("memory_required", "device", "keep_loaded"),
         "get_free_memory": ("dev", "torch_free_too"),
         "load_models_gpu": ("models", "memory_required", "force_full_load"),
+        "minimum_inference_memory": (),
         "unet_dtype": ("model_params", "supported_dtypes", "weight_dtype"),
         "unet_manual_cast": ("weight_dtype", "inference_device", "supported_dtypes"),
         "unload_model_and_clones": ("model", "all_devices"),

@@ -13,6 +13,7 @@ import comfy.model_management
 import comfy.model_patcher
 import comfy.ops
 import comfy.pinned_memory
+import comfy.sample
 import comfy.sd
 import comfy_aimdo.torch
 import narrow_transformer as narrow
@@ -31,6 +32,7 @@ FOLDER = folder("held")
 WEIGHTS = narrow.weights()
 PATH = narrow.write(FOLDER / "bf16.safetensors", WEIGHTS)
 CPU = torch.device("cpu")
+LATENTS = torch.Size((1, 16, 1, 8, 8))
 KEY = "diffusion_model.transformer_blocks.1.attn.to_k.weight"
 
 
@@ -57,7 +59,7 @@ class Passes:
 
     def __call__(self, during=lambda: None):
         """The token, or the reason why there is none."""
-        layers = ComfyLayers(self.model, self.run)
+        layers = ComfyLayers(self.model, LATENTS, self.run)
         with layers.hold(self.blocks) as token:
             during()
             if token is None:
@@ -216,7 +218,7 @@ def test_one_scale_for_all_rows_keeps_its_place():
         passes.run = {}
         token = passes()
         assert isinstance(token, int), token
-        layers = ComfyLayers(model.model, passes.run)
+        layers = ComfyLayers(model.model, LATENTS, passes.run)
         with layers.hold(passes.blocks), layers.tensors(passes.layers[0], passes.like) as tensors:
             scale = tensors.scale
         assert scale.shape == (narrow.SHAPE.dim, 1) and set(scale.flatten().tolist()) == {value}
@@ -301,6 +303,13 @@ class Dynamic:
             self.pages.memory[address] = torch.zeros(bytes_, dtype=torch.uint8)
             address += self.SIZE
         self.used = [*range(4), *range(6, 13)]
+        self.free = 0
+        real = comfy.model_management.get_free_memory
+        monkeypatch.setattr(
+            comfy.model_management,
+            "get_free_memory",
+            lambda *given: real(*given) if given[1:] else self.free,
+        )
         monkeypatch.setattr(comfy_aimdo.torch, "aimdo_to_tensor", self.pages.tensor)
         monkeypatch.setattr(comfy.pinned_memory, "get_pin", lambda *_, **__: None)
         monkeypatch.setattr(comfy.pinned_memory, "pin_memory", lambda *_, **__: None)
@@ -327,9 +336,9 @@ class Dynamic:
         return found
 
     def held(self):
-        """The token of a new run's second pass."""
+        """The token of a new run's second pass, where memory is short."""
         self.passes.run = {}
-        assert self() == held.FIRST.reason
+        assert self() == held.ROOM.reason
         token = self()
         assert isinstance(token, int), token
         return token
@@ -398,17 +407,53 @@ def test_memory_that_is_short_during_a_pass_costs_as_many_pages_as_it_needs(monk
     assert dynamic() == token, "the watermark went to the bottom with all pages"
 
 
+def test_where_a_pass_has_room_the_first_one_holds_the_weights_too(monkeypatch):
+    dynamic = Dynamic(monkeypatch)
+    token = dynamic.held()
+    for gib, found in ((1, held.ROOM.reason), (2, token)):
+        dynamic.free, dynamic.passes.run = gib << 30, {}
+        assert [dynamic(), dynamic()] == [found, token]
+    for layer in dynamic.passes.layers:  # as `load` does with another LoRA
+        layer.weight_function, layer._v_signature = [], None
+    assert [dynamic(), dynamic()] == [held.PARTIAL.reason, token]
+
+
 def test_a_new_load_is_read_by_a_pass_first(monkeypatch):
     """A LoRA that is merged into the same pages changes no signature."""
     dynamic = Dynamic(monkeypatch)
     token = dynamic.held()
     for layer in dynamic.passes.layers:  # as `load` does
         layer.weight_function, layer._v_signature = [], None
-    assert [dynamic(), dynamic()] == [held.FIRST.reason, token]
+    assert [dynamic(), dynamic()] == [held.ROOM.reason, token]
     norm = dynamic.passes.blocks[0].attn.norm_q
     norm.weight = torch.nn.Parameter(norm.weight.clone(), requires_grad=False)
-    assert dynamic() == held.FIRST.reason
+    assert dynamic() == held.ROOM.reason
     assert isinstance(dynamic(), int) and dynamic() != token
+
+
+def test_a_run_with_held_pages_gives_the_same_bits(monkeypatch):
+    dynamic = Dynamic(monkeypatch)
+    noise, text = torch.randn(LATENTS), [[torch.randn(1, 9, narrow.SHAPE.joint_dim), {}]]
+    arguments = 3, 2.0, "euler", "simple", text, [[text[0][0][:, :5], {}]], torch.zeros(LATENTS)
+    found = []
+
+    def sample():
+        with torch.inference_mode():
+            return comfy.sample.sample(dynamic.model, noise, *arguments, disable_pbar=True, seed=0)
+
+    def noted(*given, inner=held.HeldWeights._hold):
+        found.append(inner(*given))
+        return found[-1]
+
+    monkeypatch.setattr(held.HeldWeights, "_hold", noted)
+    known = sample()
+    assert found == [held.ROOM] + [held.PARTIAL] * 5
+    for layer in dynamic.passes.layers:
+        dynamic.read(layer)
+    dynamic.free = 2 << 30
+    assert torch.equal(sample(), known)
+    assert found[6] == found[11] and set(map(type, found[6:])) == {int}
+    assert not any(dynamic.pages.pins)
 
 
 def test_an_unknown_comfy_aimdo_is_left_alone(monkeypatch):

@@ -56,7 +56,7 @@ class ComfyPass:
         weights: MutableMapping[Any, HeldWeights] | None = None,
     ) -> None:
         self.owner = model
-        self.layers = ComfyLayers(model, weights)
+        self.layers = ComfyLayers(model, latents.shape, weights)
         self.blocks = blocks_of(model.diffusion_model)
         self.latents = latents
         self.modulation = ModelModulation.of(model)

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from comfy import model_management as management
 from comfy.quant_ops import QuantizedTensor
 from comfy_aimdo import model_vbar
 
@@ -35,7 +36,7 @@ HOOKS = Fallback("hooks change the weights between steps")
 OWN_WAY = Fallback("some layers run ComfyUI's own way")
 ON_THE_WAY = Fallback("weights are changed on their way to their layers")
 CAST = Fallback("weights are cast on their way to their layers")
-FIRST = Fallback("the first pass of a run reads the weights one by one")
+ROOM = Fallback("the first pass of a run may need the memory of weights")
 TIGHT = Fallback("with all weights held, memory ran out")
 
 Kind = Callable[[torch.nn.Module], "str | None"]
@@ -72,16 +73,17 @@ class HeldWeights:
 
     @contextmanager
     def during(
-        self, model: Any, blocks: Sequence[torch.nn.Module], kind: Kind
+        self, model: Any, blocks: Sequence[torch.nn.Module], kind: Kind, shape: torch.Size
     ) -> Iterator[Hashable | None]:
         """For one pass: a token of where the weights are, or None where they may move.
 
         Args:
             model: ComfyUI's BaseModel.
             kind: As `Layers.kind`.
+            shape: Of the latents.
         """
         with ExitStack() as pins:
-            found = self._hold(model, blocks, kind, pins)
+            found = self._hold(model, blocks, kind, shape, pins)
             self.reason = found if isinstance(found, Fallback) else None
             try:
                 yield None if self.reason else found
@@ -91,7 +93,12 @@ class HeldWeights:
                 raise
 
     def _hold(
-        self, model: Any, blocks: Sequence[torch.nn.Module], kind: Kind, pins: ExitStack
+        self,
+        model: Any,
+        blocks: Sequence[torch.nn.Module],
+        kind: Kind,
+        shape: torch.Size,
+        pins: ExitStack,
     ) -> Hashable | Fallback:
         patcher = model.current_patcher
         dynamic = patcher is not None and patcher.is_dynamic()
@@ -107,9 +114,8 @@ class HeldWeights:
             return OWN_WAY
         if self._marks is None or not marks.same(self._marks):
             self._marks, self._token, self._pages = marks, None, []
-            if dynamic:
-                # It may need more memory than the last one, which pinned weights would not yield.
-                return FIRST
+            if dynamic and not _has_room(model, shape):
+                return ROOM  # which pinned weights would not make
         if isinstance(self._token, Fallback):
             return self._token
         if self._tight:
@@ -228,6 +234,14 @@ def _knows_pages() -> bool:
     except AttributeError:
         return False
     return True
+
+
+def _has_room(model: Any, shape: torch.Size) -> bool:
+    """Whether what ComfyUI reserves for a pass is free beside the weights."""
+    # Past the instance, where the loader of this package leaves a part out.
+    needed = type(model).memory_required(model, shape) + management.extra_reserved_memory()
+    free = management.get_free_memory(model.device)
+    return free >= max(needed, management.minimum_inference_memory())
 
 
 class _Marks(NamedTuple):

@@ -39,22 +39,28 @@ class ComfyLayers:
 
     Args:
         model: ComfyUI's BaseModel.
+        shape: Of the latents.
         weights: What the run knows of where each model's are; None outside of a run.
 
     Attributes:
         moving: Why the pass holds no weights; None where it does.
     """
 
-    def __init__(self, model: Any, weights: MutableMapping[Any, HeldWeights] | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        shape: torch.Size,
+        weights: MutableMapping[Any, HeldWeights] | None = None,
+    ) -> None:
         self.moving: Fallback | None = None
-        self._model = model
+        self._model, self._shape = model, shape
         weights = {} if weights is None else weights
         self._weights = weights.setdefault(model, HeldWeights())
         self._holds = False
 
     @contextmanager
     def hold(self, blocks: Sequence[torch.nn.Module]) -> Iterator[Hashable | None]:
-        with self._weights.during(self._model, blocks, self.kind) as token:
+        with self._weights.during(self._model, blocks, self.kind, self._shape) as token:
             self.moving, self._holds = self._weights.reason, token is not None
             try:
                 yield token
@@ -152,8 +158,9 @@ def _tensors(
 ) -> LayerTensors:
     if not isinstance(weight, QuantizedTensor):
         return LayerTensors(weight, None, bias)
-    scale = weight._params.scale if row_scale is None else row_scale
+    scale = weight._params.scale
     rows = weight._qdata.shape[0]
     if scale.numel() == 1 < rows:
-        scale = scale.reshape(1, 1).expand(rows, 1).contiguous()
+        one = scale.reshape(1, 1).expand(rows, 1)
+        scale = one.contiguous() if row_scale is None else row_scale
     return LayerTensors(weight._qdata, scale, bias)
