@@ -28,9 +28,9 @@ MOST_GRAPHS = 3
 MOST_SEEN = 64
 # A capture takes the processor as long as so many passes that it launches one by one.
 REPAID_BY = 6
-# How many blocks before the last one an event is recorded: once the processor has launched the
-# last, a card that has come past it was waiting.
-LOOK_BACK = 4
+# Of a pass, before whose last fifth an event is recorded: once the processor has launched the last
+# block, a card that has come past it was waiting, or soon will.
+LAST_PART = 5
 
 
 class Inputs(NamedTuple):

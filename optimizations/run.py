@@ -23,7 +23,7 @@ from .block import Attend, BlockExecutor, KnownBlock, Layers, Step
 from .block_form import is_changed, token_layers, unsupported_block
 from .fallback import Fallback
 from .fused import choose_ops
-from .graphs import LOOK_BACK, GraphFigures, PassMemory, Seen, key_of
+from .graphs import LAST_PART, GraphFigures, PassMemory, Seen, key_of
 from .modulation import Entry, compute_entry
 from .reference import Modulation
 from .self_check import FirstBlockCheck, Streams
@@ -383,7 +383,7 @@ class _Watch:
 
     def after(self, index: int) -> None:
         """A block has been launched."""
-        if index + 1 + LOOK_BACK == self._blocks:
+        if index + 1 == self._blocks - max(1, self._blocks // LAST_PART):
             self._event = torch.cuda.Event()
             self._event.record()
         elif index + 1 == self._blocks and self._event is not None:
