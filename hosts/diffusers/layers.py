@@ -33,13 +33,14 @@ class DiffusersLayers:
 
     def hold(self, blocks: Sequence[torch.nn.Module]) -> AbstractContextManager[Hashable | None]:
         if self._addresses is None or not (self.moving or self._addresses == _addresses(blocks)):
-            self.moving = self._look(blocks)
+            found = self._look(blocks)
+            self.moving = found if isinstance(found, Fallback) else None
+            self._token = None if self.moving else found
             self._addresses = [] if self.moving else _addresses(blocks)
-            self._token = None if self.moving else object()
         return nullcontext(self._token)
 
-    def _look(self, blocks: Sequence[torch.nn.Module]) -> Fallback | None:
-        """Why the weights may move."""
+    def _look(self, blocks: Sequence[torch.nn.Module]) -> Hashable | Fallback:
+        """At every layer: a token of the addresses and layouts of all tensors."""
         if not all(map(token_layers, blocks)):
             return OWN_WAY
         norms = [norm for block in blocks for norm in head_norms(block)]
@@ -49,7 +50,9 @@ class DiffusersLayers:
         tensors = [norm.weight for norm in norms]
         for layer in layers:
             tensors += [*layer.parameters(), *layer.buffers()]
-        return APART if len({tensor.device for tensor in tensors}) > 1 else None
+        if len({tensor.device for tensor in tensors}) > 1:
+            return APART
+        return hash(tuple((it.data_ptr(), it.dtype, it.shape, it.stride()) for it in tensors))
 
     def kind(self, layer: torch.nn.Module) -> str | None:
         kind = kind_of(layer)

@@ -25,6 +25,7 @@ from diffusers.models.transformers.transformer_qwenimage import (
 from qwen_l40s.cli import main
 from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.hosts.diffusers import attention, forward, modulation
+from qwen_l40s.hosts.diffusers.layers import DiffusersLayers
 from qwen_l40s.hosts.diffusers.load import load_pipeline
 from qwen_l40s.hosts.diffusers.patch import Optimized, optimize
 from qwen_l40s.hosts.diffusers.quantized import quantize_transformer
@@ -1118,3 +1119,30 @@ def test_attention_that_cannot_be_had_is_told_before_weights_are_read(
     code, error, _ = generate(*arguments)
     assert code == 2
     assert message in error and error.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------- held weights
+
+
+def test_a_token_of_held_weights_tells_where_they_are():
+    blocks = new_model().transformer_blocks
+    layers = DiffusersLayers()
+
+    def token(layers):
+        with layers.hold(blocks) as found:
+            assert (found is None) == (layers.moving is not None)
+            return found
+
+    known = token(layers)
+    assert known is not None and token(layers) == known == token(DiffusersLayers())
+    last = blocks[-1].img_mlp.net[2]
+    last.bias.data = last.bias.data.clone()
+    assert token(DiffusersLayers()) not in (known, None)
+    blocks[1].attn.to_q.weight.data = blocks[1].attn.to_q.weight.data.clone()
+    assert token(layers) not in (known, None), "one layer of each block is looked at in every pass"
+    handle = last.register_forward_hook(lambda *_: None)
+    layers = DiffusersLayers()
+    assert token(layers) is token(layers) is None
+    handle.remove()
+    last.to("meta")
+    assert token(DiffusersLayers()) is None
