@@ -20,7 +20,7 @@ import narrow_transformer as narrow
 import pytest
 import torch
 from comfy_aimdo import model_vbar
-from comfyui_boot import folder
+from comfyui_boot import MODE, folder
 
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.sample import held
@@ -431,29 +431,61 @@ def test_a_new_load_is_read_by_a_pass_first(monkeypatch):
     assert isinstance(dynamic(), int) and dynamic() != token
 
 
-def test_a_run_with_held_pages_gives_the_same_bits(monkeypatch):
-    dynamic = Dynamic(monkeypatch)
-    noise, text = torch.randn(LATENTS), [[torch.randn(1, 9, narrow.SHAPE.joint_dim), {}]]
-    arguments = 3, 2.0, "euler", "simple", text, [[text[0][0][:, :5], {}]], torch.zeros(LATENTS)
-    found = []
+def sample(model):
+    noise, text = torch.ones(LATENTS), torch.ones(1, 9, narrow.SHAPE.joint_dim)
+    prompts = [[text, {}]], [[text[:, :5], {}]]
+    arguments = 3, 2.0, "euler", "simple", *prompts, torch.zeros(LATENTS)
+    with torch.inference_mode():
+        return comfy.sample.sample(model, noise, *arguments, disable_pbar=True, seed=0)
 
-    def sample():
-        with torch.inference_mode():
-            return comfy.sample.sample(dynamic.model, noise, *arguments, disable_pbar=True, seed=0)
 
-    def noted(*given, inner=held.HeldWeights._hold):
-        found.append(inner(*given))
-        return found[-1]
+@pytest.fixture
+def found(monkeypatch):
+    """What each pass finds."""
+    results, inner = [], held.HeldWeights._hold
+
+    def noted(*given):
+        results.append(inner(*given))
+        return results[-1]
 
     monkeypatch.setattr(held.HeldWeights, "_hold", noted)
-    known = sample()
+    return results
+
+
+def test_a_run_with_held_pages_gives_the_same_bits(monkeypatch, found):
+    dynamic = Dynamic(monkeypatch)
+    known = sample(dynamic.model)
     assert found == [held.ROOM] + [held.PARTIAL] * 5
     for layer in dynamic.passes.layers:
         dynamic.read(layer)
     dynamic.free = 2 << 30
-    assert torch.equal(sample(), known)
+    assert torch.equal(sample(dynamic.model), known)
     assert found[6] == found[11] and set(map(type, found[6:])) == {int}
     assert not any(dynamic.pages.pins)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(MODE != "dynamic", reason="needs pages of comfy_aimdo: --mode dynamic")
+def test_on_a_card(found):
+    """comfy_aimdo's own pages."""
+    stock = load_model(PATH, "bf16")[0]
+    model = optimize(stock, OptimizeSettings(attention="comfyui"))
+    known = sample(model)
+    assert isinstance(found[-1], int), found
+    found.clear()
+    assert torch.equal(sample(model), known) and set(map(type, found)) == {int}, found
+    vbar = model.model.dynamic_vbars[model.load_device]
+    for layer in itertools.chain.from_iterable(
+        map(token_layers, blocks_of(model.model.diffusion_model))
+    ):
+        assert hasattr(layer, "_v") and model_vbar.vbar_fault(layer._v)
+        model_vbar.vbar_unpin(layer._v)
+    assert not any(page & 2 for page in vbar.get_residency())
+    assert vbar.free_memory(1 << 40) > 0
+    assert not any(page & 1 for page in vbar.get_residency()), "a page was left pinned"
+    found.clear()
+    assert torch.equal(sample(model), known)
+    assert found[0] is held.PARTIAL and isinstance(found[-1], int), found
 
 
 def test_an_unknown_comfy_aimdo_is_left_alone(monkeypatch):
