@@ -180,8 +180,8 @@ class PassMemory:
             seen.runs += bool(seen.passes)
             seen.passes, seen.refusal = 0, ""
 
-    def end_run(self) -> None:
-        """Frees the buffers where no graph needs them."""
+    def free_buffers(self) -> None:
+        """Where no graph needs them."""
         if not self._graphs:
             self.workspace = Workspace(self.workspace.ops)
 

@@ -246,6 +246,9 @@ class ForwardPass:
             if self._watch is not None:
                 self._watch.after(index)
             return result
+        # The host's own block takes more than ours: the buffers make room for it.
+        self._memory.free_buffers()
+        self._executor = self._new_executor(self._attend)
         expected = self._host.host_block(block, arguments)
         try:
             result = self._compared(block, text, image, step, halves, following)
@@ -446,7 +449,7 @@ class Optimization:
             for prepared in known.values():
                 prepared.known(None)
         for memory in self._all_memories():
-            memory.end_run()
+            memory.free_buffers()
 
     def release(self, owner: Any) -> None:
         """Frees graphs and buffers of a model that leaves the card."""

@@ -10,7 +10,7 @@ pytest.importorskip("diffusers")
 
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
 
-from qwen_l40s.optimizations import reference
+from qwen_l40s.optimizations import reference, self_check
 from qwen_l40s.optimizations.block import DENSE, BlockExecutor, LayerTensors, Step
 from qwen_l40s.optimizations.block_form import unsupported_block
 from qwen_l40s.optimizations.fused import TORCH
@@ -619,3 +619,17 @@ def test_entries_of_another_dtype_or_batch_are_others():
     blocks[0].bfloat16()
     table.entry(zeros.bfloat16(), 2)
     assert (len(table), table.hits) == (5, 2)
+
+
+def test_the_check_compares_whole_streams_in_parts(monkeypatch):
+    """What it finds does not depend on how many tokens it takes at a time."""
+    before, ours, host = ((random(2, 5, DIM, seed=seed), random(2, 9, DIM)) for seed in (1, 2, 3))
+    step, found = Step(Tokens(2, 5, 9, 9), None, None), []
+    for count in (512, 4, 1):
+        monkeypatch.setattr(self_check, "TOKENS_AT_ONCE", count)
+        check = self_check.FirstBlockCheck(rounds=False)
+        check._most = 10.0
+        assert check.passes(before, ours, host, step)
+        found.append(check.worst)
+    exact = (ours[0] - host[0]).norm() / host[0].norm()
+    assert found == pytest.approx(3 * [exact.item()], rel=1e-5)
