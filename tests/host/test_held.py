@@ -294,6 +294,7 @@ class Dynamic:
         self.model.is_dynamic = lambda: True
         self.passes = Passes(self.model)
         self.pages = Pages(40)
+        self.model.model.dynamic_vbars = {CPU: self.pages}
         address = self.pages.base_addr
         for index, layer in enumerate(self.passes.layers):
             address += self.GAP * (index == 10)
@@ -413,6 +414,9 @@ def test_where_a_pass_has_room_the_first_one_holds_the_weights_too(monkeypatch):
     for gib, found in ((1, held.ROOM.reason), (2, token)):
         dynamic.free, dynamic.passes.run = gib << 30, {}
         assert [dynamic(), dynamic()] == [found, token]
+    dynamic.model.cleanup()  # nor does it take a sampler for pages to be pinned
+    assert dynamic() == token
+    dynamic.model.pre_run()
     for layer in dynamic.passes.layers:  # as `load` does with another LoRA
         layer.weight_function, layer._v_signature = [], None
     assert [dynamic(), dynamic()] == [held.PARTIAL.reason, token]

@@ -101,7 +101,9 @@ class HeldWeights:
         pins: ExitStack,
     ) -> Hashable | Fallback:
         patcher = model.current_patcher
-        dynamic = patcher is not None and patcher.is_dynamic()
+        dynamic = "dynamic_vbars" in model.__dict__ or (
+            patcher is not None and patcher.is_dynamic()
+        )
         if patcher is not None and patcher.hook_patches:
             return HOOKS
         if getattr(model, "model_lowvram", False):
