@@ -8,6 +8,7 @@ block takes at its peak.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -86,7 +87,7 @@ class Workspace:
         self.changes = 0
         self.forms: dict[BlockForm, BlockForm] = {}
         self._buffers: dict[str, torch.Tensor] = {}
-        self._shapes: dict[Hashable, Shape] = {}
+        self._shapes: dict[Hashable, tuple[Shape, dict[BlockForm, Program]]] = {}
 
     @property
     def bytes(self) -> int:
@@ -101,15 +102,18 @@ class Workspace:
         """
         key = tokens, x.dtype, x.device, x.shape[1], form.inner
         while True:
-            shape = self._shapes.get(key)
-            if shape is None:
+            changes = self.changes
+            if key not in self._shapes:
                 while len(self._shapes) >= MOST_SHAPES:
                     del self._shapes[next(iter(self._shapes))]
-                shape = self._shapes[key] = Shape(self, tokens, x, form.inner)
-            if form not in shape.programs:
-                shape.programs[form] = Program(shape, form)
-            if self._shapes.get(key) is shape:  # else a larger buffer has made it void
-                return shape.programs[form]
+                shape = Shape(self, tokens, x, form.inner)
+                self._shapes[key] = shape, {}
+            shape, programs = self._shapes[key]
+            if form not in programs:
+                programs[form] = Program(shape, form)
+            if changes == self.changes:
+                return programs[form]
+            self._shapes.clear()  # a larger buffer has made them void
 
     def take(self, name: str, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """A buffer's first bytes as a tensor of the shape, in the dtype of `like`, where it is."""
@@ -140,7 +144,9 @@ class Shape:
     """
 
     def __init__(self, workspace: Workspace, tokens: Tokens, x: torch.Tensor, inner: int) -> None:
-        self.workspace, self.ops, self.tokens = workspace, workspace.ops, tokens
+        # Which has this one: in a circle the buffers would wait for Python's collector.
+        self._workspace = weakref.proxy(workspace)
+        self.ops, self.tokens = workspace.ops, tokens
         self.like, self.width, self.inner = x.new_empty(0), x.shape[1], inner
         widest = max(3 * self.width, inner)
         # q, k and v are read before the MLP's hidden rows are written.
@@ -149,7 +155,6 @@ class Shape:
         # A row of h is written after the same row of the branch has been read.
         self.rows, self.mixed = Rows(self.branch), Rows()
         self.activated = Rows(self.cut_wide(inner))
-        self.programs: dict[BlockForm, Program] = {}
         self._norms: dict[tuple, Callable[..., None]] = {}
 
     def cut_wide(self, columns: int, index: int = 0) -> torch.Tensor:
@@ -157,17 +162,17 @@ class Shape:
         size = self.tokens.rows * columns
         return self.wide[index * size : (index + 1) * size].view(self.tokens.rows, columns)
 
-    def quantized(self, rows: Rows, name: str, columns: int, format: str) -> QuantizedRows:
-        """Where rows of a format go; `name` is the buffer's, which other rows may share."""
+    def quantized(self, rows: Rows, columns: int, format: str) -> QuantizedRows:
+        """Where rows of a format go: all share one buffer, as each is read before the next."""
         found = rows.quantized.get(format)
         if found is None:
             tokens = self.tokens
             # Joint order has text first too, where there is one item.
             cut = tokens.text_rows if rows is not self.mixed or tokens.batch == 1 else tokens.rows
             gap = -cut % SCALES_AT_ONCE if cut < tokens.rows else 0
-            take = self.workspace.take
-            values = take(f"{name} {format}", (tokens.rows, columns), self._of(STORAGE[format]))
-            scale = take(f"{name} {format} scale", (tokens.rows + gap, 1), self._of(torch.float32))
+            take = self._workspace.take
+            values = take(format, (tokens.rows, columns), self._of(STORAGE[format]))
+            scale = take(f"{format} scale", (tokens.rows + gap, 1), self._of(torch.float32))
             found = rows.quantized[format] = QuantizedRows(values, scale, cut)
         return found
 
@@ -187,7 +192,7 @@ class Shape:
             if norms is not None:
                 out = self.branch
                 if format is not None:
-                    out = self.quantized(self.rows, "narrow", self.width, format)
+                    out = self.quantized(self.rows, self.width, format)
             branch = None if gates is None else self.branch
             launch = self._norms[key] = self.ops.prepare_norm(
                 x, branch, gates, norms, self.tokens, eps, format, out
@@ -223,12 +228,12 @@ class Program:
         self.heads = tuple(part.view(*size[:2], heads, -1) for part in parts)
         self.first_format = _common(forms[:6])
         self._inner_format = _common(forms[8:10])
+        hidden = shape.activated.matrix
+        self._activations = self._of_hidden(hidden)  # before others: it takes the widest buffers
         self._first = self._quantizers(shape.rows, forms[:6], self.first_format)
         self._inner = self._quantizers(shape.rows, forms[8:10], self._inner_format)
         self._out = self._quantizers(shape.mixed, forms[6:8], None)
         self._rotations: dict[tuple, Callable[[QKNorm, Rotary], None]] = {}
-        hidden = shape.activated.matrix
-        self._activations = self._of_hidden(hidden)
         streams, joint = in_stream_order(tokens), in_joint_order(tokens)
         into = {"text": (0, slice(None, tokens.text)), "image": (1, slice(tokens.text, None))}
         self.reads: list[Read] = []
@@ -309,12 +314,12 @@ class Program:
         """Launches for the formats that layers read and that are not `written` by a norm."""
         shape = self.shape
         if written is not None:
-            shape.quantized(rows, "narrow", shape.width, written)
+            shape.quantized(rows, shape.width, written)
             return []
         like = shape.branch
         return [
             shape.ops.prepare_quantizer(
-                "row_quantize", like, format, shape.quantized(rows, "narrow", shape.width, format)
+                "row_quantize", like, format, shape.quantized(rows, shape.width, format)
             )
             for format in dict.fromkeys(form.format for form in forms)
             if format is not None
@@ -332,7 +337,7 @@ class Program:
         steps: list[Callable[[], None]] = []
         for part, gelu, format, where in parts:
             if format is not None:
-                out = shape.quantized(shape.activated, "hidden", shape.inner, format)
+                out = shape.quantized(shape.activated, shape.inner, format)
                 if part is not hidden:
                     start = where.start
                     values, scale = out.part(start, len(part))

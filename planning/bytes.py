@@ -152,23 +152,23 @@ def _check_precision(precision: str) -> None:
 # What one forward pass of the transformer takes for activations, counted from the code.
 #
 # A stream is one matrix of tokens x dim in bf16. Below, n counts the rows of text and image
-# together, i those of the image and t those of the text, over all items of the batch. Followed
-# through optimizations/block.py and ComfyUI's forward, a block's worst moment is the MLP's second
-# product: the block's input, the residual stream x, the attention's branch, what the MLP has read,
-# its hidden layer (4 streams, and in fp8 and int8 its quantized copy), and the result.
+# together, i those of the image and t those of the text, over all items of the batch. The buffers
+# of optimizations/workspace.py last through the pass: the widest one, in which q, k and v and then
+# the MLP's hidden layer lie, the branch of attention or MLP, and in fp8 and int8 the quantized copy
+# of the hidden layer, which also serves narrower rows. A block's worst moment is the first block's
+# attention: its input, which ComfyUI's loop holds, the residual stream x, and what attention gives.
 #
-#     bf16        1 + 1 + 1 + 1   + 4     + 1 = 9 streams of n
-#     fp8, int8   1 + 1 + 1 + 1/2 + 4 + 2 + 1 = 10.5, and two fp32 scales a row
+#     bf16        1 + 1 + 4 + 1 + 1     = 8 streams of n
+#     fp8, int8   1 + 1 + 4 + 1 + 2 + 1 = 10, and an fp32 scale a row
 #
 # The int32 and fp32 sums of 8-bit products stay in the kernels' registers. The first step also runs
-# one block of ComfyUI's own for the self-check, whose MLP holds 9 i + 2 n, and compares both
-# results in fp32, 8 i with four streams of n.
-#
-# An H200 confirmed it in allocated memory, table left out: bf16 0.229 GiB at 1024x1024 and 0.374 at
-# 1328x1328, where this counts 0.225 and 0.370; fp8 and int8 0.263 and 0.435, 0.262 and 0.431 here;
-# with the first step's check 0.293 and 0.487, 0.293 and 0.488 here.
+# one block of ComfyUI's own for the self-check, whose MLP holds 9 i + 2 n, before there are
+# buffers, and keeps its result; both results are compared in fp32, some tokens at a time.
 
 MLP = 4  # the hidden layer's width in dims
+# Of the executor: the buffers' rows come in such multiples, and so many tokens of each item are
+# compared at a time.
+ROWS_AT_ONCE, COMPARED_AT_ONCE = 256, 512
 # fp32 latents that a sampler and its guider hold while the transformer runs: noise, the image that
 # is painted, the prediction of each prompt with its sum and weight, and a step's intermediate ones.
 SAMPLER_LATENTS = 10
@@ -234,10 +234,12 @@ def step_bytes(request: RunRequest, setting: Setting) -> StepBytes:
     stream = BF16 * shape.dim
     added, control = control_bytes(request)
     around = _around(shape, rows, request) + added
-    fused, left = _fused_block(shape, rows, request, setting)
+    buffers = buffer_bytes(request, setting)
+    fused = buffers + 2 * rows.all * stream + _beside_buffers(shape, rows, request, setting)
     host = _host_block(shape, rows, request)
     expected = rows.all * stream
-    compared = (3 * rows.all + 8 * max(rows.image, rows.text)) * stream + left
+    at_once = min(max(rows.image, rows.text), COMPARED_AT_ONCE * rows.items)
+    compared = buffers + (3 * rows.all + 4 * at_once) * stream
     first = max(host, expected + fused, compared)
     return StepBytes(max(around + first, control), max(around + fused, control))
 
@@ -304,37 +306,42 @@ def _around(shape: TransformerShape, rows: TokenRows, request: RunRequest) -> in
     return sampler + given + rotation + embedding + last
 
 
-def _fused_block(
+def buffer_bytes(request: RunRequest, setting: Setting) -> int:
+    """The executor's buffers, which every block of a pass uses again."""
+    dim, rows = request.transformer.dim, TokenRows.of(request).all
+    rows = -(-rows // ROWS_AT_ONCE) * ROWS_AT_ONCE
+    runs_itself = request.loras.count and request.loras.mode == "bypass"
+    count = rows * (MLP + 1) * dim * BF16
+    if setting.precision in QUANTIZED and not (setting.weight_only or runs_itself):
+        count += rows * (MLP * dim + BYTES_PER_SCALE)
+    return count
+
+
+def _beside_buffers(
     shape: TransformerShape, rows: TokenRows, request: RunRequest, setting: Setting
-) -> tuple[int, int]:
-    """(the worst moment of a block, what it leaves for the next one's first layers)."""
-    stream, n = BF16 * shape.dim, rows.all
-    most, last = max(rows.image, rows.text), 9 * n * stream
-    bypass = request.loras.count and request.loras.mode == "bypass"
-    expanded = MLP * shape.dim * stream if setting.weight_only else 0
-    if expanded:
-        last = max(last + most * stream, (8 * n + MLP * most) * stream) + expanded
-    if bypass:
-        # The layer's output, the LoRA's and their sum, at the MLP's first product, when a weight
-        # that was expanded is gone.
-        return max(last, (8 * n + 3 * MLP * most) * stream), n * stream
-    if expanded or setting.precision not in QUANTIZED:
-        return last, n * stream
-    quantized = n * (shape.dim + BYTES_PER_SCALE)
-    hidden = n * (MLP * shape.dim + BYTES_PER_SCALE)
-    return (8 * n * stream) + quantized + hidden, quantized
+) -> int:
+    """The most that a block takes at once beside its input, the residual stream and buffers."""
+    stream = BF16 * shape.dim
+    most, found = max(rows.image, rows.text), rows.all * stream  # what attention gives
+    if setting.weight_only:
+        # The result of the MLP's first product beside the weight that was expanded for it.
+        found = max(found, MLP * (most + shape.dim) * stream)
+    if request.loras.count and request.loras.mode == "bypass":
+        # The layer's output, the LoRA's and their sum there, when that weight is gone.
+        found = max(found, 3 * MLP * most * stream)
+    return found
 
 
 def _host_block(shape: TransformerShape, rows: TokenRows, request: RunRequest) -> int:
-    """ComfyUI's own block at the GELU of its larger stream, followed through its `forward`.
-
-    The same in 0.33 and 0.40: the query, key and value that 0.40 frees earlier are gone by then.
+    """ComfyUI's own block, followed through its `forward`: at the GELU of its larger stream, or at
+    attention, where 0.33 holds queries, keys and values twice (0.40 frees them earlier).
     """
     most = max(rows.image, rows.text)
     hidden = 2 * MLP
     if request.loras.count and request.loras.mode == "bypass":
         hidden = 3 * MLP
-    return (2 * rows.all + (1 + hidden) * most) * BF16 * shape.dim
+    modulation = MODULATION_ROWS * sum(embedding_rows(request))
+    return (max(2 * rows.all + (1 + hidden) * most, 10 * rows.all) + modulation) * BF16 * shape.dim
 
 
 def _control_blocks(request: RunRequest) -> int:

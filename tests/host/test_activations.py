@@ -6,7 +6,6 @@ attention give what they give on a card: their results, without the temporaries 
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest import mock
 
 import comfy.ldm.qwen_image.controlnet as controlnet
@@ -19,13 +18,14 @@ from tracked_allocations import Allocations
 
 from qwen_l40s.hosts.comfyui.lora.bypass import BypassForward, LowRank
 from qwen_l40s.hosts.comfyui.sample import attention, forward
-from qwen_l40s.hosts.comfyui.sample.layers import ComfyLayers
 from qwen_l40s.optimizations import linear, reference
+from qwen_l40s.optimizations import run as optimized
 from qwen_l40s.optimizations.block import LayerTensors
-from qwen_l40s.optimizations.fused import TORCH, Ops
+from qwen_l40s.optimizations.block_form import token_layers
+from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import compute_entry
-from qwen_l40s.optimizations.run import ForwardPass
-from qwen_l40s.optimizations.self_check import FirstBlockCheck
+from qwen_l40s.optimizations.reference import QKNorm, Rotary
+from qwen_l40s.optimizations.run import Optimization
 from qwen_l40s.planning import bytes as text_encoder
 from qwen_l40s.planning.bytes import FP32, SAMPLER_LATENTS, TokenRows, control_bytes, step_bytes
 from qwen_l40s.planning.request import (
@@ -37,7 +37,7 @@ from qwen_l40s.planning.request import (
 from qwen_l40s.spec import TransformerShape
 
 SHAPE = TransformerShape(
-    blocks=3, dim=256, heads=2, head_dim=128, joint_dim=64, in_channels=64, packed_out_channels=64
+    blocks=2, dim=512, heads=4, head_dim=128, joint_dim=64, in_channels=64, packed_out_channels=64
 )
 BF16 = torch.bfloat16
 
@@ -68,22 +68,46 @@ def _listed(found):
     return found if isinstance(found, tuple) else (found,)
 
 
-KERNELS = Ops(
-    "one kernel each",
-    untracked(TORCH.residual_norm),
-    in_place(TORCH.qk_norm_rope),
-    untracked(TORCH.gelu_quantize),
-    untracked(TORCH.row_quantize),
-)
+def prepared(name):
+    """A kernel's launch into what is there, as of the kernels' own files."""
+
+    def prepare(*like):
+        if name.endswith("quantize"):
+            return in_place(TORCH.prepare_quantizer(name, *like))
+        if name == "residual_norm":
+            return in_place(TORCH.prepare_norm(*like))
+        launch = TORCH.prepare_rope(*like)
+        return in_place(lambda *parts: launch(QKNorm(*parts[:4]), Rotary(*parts[4:])))
+
+    return prepare
+
+
+NAMES = ("residual_norm", "qk_norm_rope", "gelu_quantize", "row_quantize")
+KERNELS = TORCH._replace(prepared={name: prepared(name) for name in NAMES})
 host_attention = untracked(qwen.optimized_attention_masked)
 rotate = untracked(qwen.apply_rope1)
+
+
+def is_wrapped(block):
+    return any("forward" in vars(layer) for layer in token_layers(block))
 
 
 class Int8Layers:
     """Dense layers of a model as int8 ones, with a fused GEMM or without any."""
 
+    backend = row_quantizer = "of these tests"
+    moving = None
+
     def __init__(self, weight_only):
         self.weight_only, self._held = weight_only, {}
+
+    @contextmanager
+    def hold(self, blocks):
+        self.moving = "layers run themselves" if any(map(is_wrapped, blocks)) else None
+        yield None if self.moving else "here"
+
+    def rounds(self, layer):
+        return True
 
     def kind(self, layer):
         return None if "forward" in vars(layer) else "int8"  # as ComfyLayers of one that is changed
@@ -171,8 +195,42 @@ def add_loras(transformer, loras, setting):
             layer.forward = BypassForward(layer.forward, LowRank(up.to(BF16), down.to(BF16), 1.0))
 
 
+class Base(torch.nn.Module):
+    """What is read of ComfyUI's BaseModel, of a model that stays on its device."""
+
+    current_patcher = current_weight_patches_uuid = None
+    device, model_loaded_weight_memory = torch.device("cpu"), 0
+
+    def __init__(self, transformer):
+        super().__init__()
+        self.diffusion_model = transformer
+
+    def get_dtype_inference(self):
+        return BF16
+
+
+class Modulation:
+    """Whose table is filled."""
+
+    def __init__(self, blocks, items):
+        self._blocks, self._items, self._entries = blocks, items, {}
+
+    def start_run(self):
+        pass
+
+    def lines(self):
+        return []
+
+    def entry(self, embedding):
+        key = tuple(embedding.shape)
+        if key not in self._entries:
+            with _disable_current_modes():
+                self._entries[key] = compute_entry(self._blocks, embedding, self._items)
+        return self._entries[key]
+
+
 def followed(request, setting):
-    """(bytes at the worst moment of the first pass, of the second)"""
+    """(bytes at the worst moment of the first pass of a run, of the second)"""
     transformer = model()
     if request.loras.count:
         add_loras(transformer, request.loras, setting)
@@ -182,41 +240,34 @@ def followed(request, setting):
     text = torch.randn(rows.items, request.prompt_tokens, SHAPE.joint_dim).to(BF16)
     references = [torch.randn(rows.items, 16, 1, 128, 128).to(BF16)] * request.references
     timestep = torch.full((rows.items,), 0.5)
-    quantized = setting.precision == "int8"
-    check, peaks = FirstBlockCheck(quantized), []
-    prepared = SimpleNamespace(ops=KERNELS, check=check, unsupported=[None] * len(blocks))
-    layers = Int8Layers(setting.weight_only) if quantized else ComfyLayers()
-    # The modulation is in its table.
-    entries = {}
-
-    class Pass(forward.ComfyPass):
-        def entry(self, embedding, batch):
-            key = tuple(embedding.shape)
-            if key not in entries:
-                with _disable_current_modes():
-                    entries[key] = compute_entry(blocks, embedding, rows.items)
-            return entries[key]
-
+    base, run, optimization = Base(transformer), {}, Optimization(None)
+    modulation, layers = Modulation(blocks, rows.items), Int8Layers(setting.weight_only)
     options = {"ref_latents_method": "index_timestep_zero"} if request.member.timestep_zero else {}
-    with torch.inference_mode(), stand_ins():
-        for _ in range(2):
-            base = SimpleNamespace(diffusion_model=transformer)
-            with mock.patch.object(forward, "ModelModulation"):
-                host = Pass(base, None, x, {}, False)
-            host.layers = layers
-            running = ForwardPass(prepared, host, None)
-            with running.installed(), Allocations(0) as seen:
-                transformer(
-                    x,
-                    timestep,
-                    text,
-                    ref_latents=references or None,
-                    transformer_options={},
-                    **options,
-                )
+
+    def call():
+        return transformer(
+            x, timestep, text, ref_latents=references or None, transformer_options={}, **options
+        )
+
+    peaks = []
+    with (
+        torch.inference_mode(),
+        stand_ins(),
+        mock.patch.object(forward.ModelModulation, "of", lambda model: modulation),
+        mock.patch.object(optimized, "choose_ops", lambda device: KERNELS),
+        Allocations(0) as seen,
+    ):
+        optimization.start_run()
+        for passed in (1, 2):
+            host = forward.ComfyPass(base, None, x, {}, False, run)
+            if setting.precision == "int8":
+                host.layers = layers
+            optimization.run_pass(host, call)
             peaks.append(seen.peak)
-            assert not check.failed, check.failed
-            assert running.fused == len(blocks)
+            seen.peak = seen.live
+            report = optimization.report()
+            assert f"fused, {passed * len(blocks)} of {passed * len(blocks)} in" in report, report
+            assert (host.layers.moving is None) is not bool(request.loras.count)
     return peaks
 
 
