@@ -19,11 +19,11 @@ from torch.nn import Linear, Module, ModuleList
 
 from ..machine.card import first_line
 from ..optimizations import reference
-from ..optimizations.block import Attend, BlockExecutor, KnownBlock, LayerTensors, Step
+from ..optimizations.blocks.block import Attend, BlockExecutor, KnownBlock, LayerTensors, Step
+from ..optimizations.blocks.workspace import DENSE, Workspace
 from ..optimizations.fused import Ops
 from ..optimizations.linear import Gemm, choose_gemm
 from ..optimizations.reference import Modulation, Rotary, Tokens
-from ..optimizations.workspace import DENSE, Workspace
 from ..planning.rates import LAUNCHES, Launches
 from ..spec import BLOCK_GEMMS, QUANTIZED, TransformerShape
 
@@ -141,7 +141,7 @@ def _median_seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 class _Layers:
-    """Implements `optimizations.block.Layers` for layers whose tensors are on the card."""
+    """Implements `optimizations.blocks.block.Layers` for layers whose tensors are on the card."""
 
     def __init__(self, precision: str) -> None:
         self._kind = precision if precision in QUANTIZED else DENSE

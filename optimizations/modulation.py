@@ -19,7 +19,7 @@ from functools import cached_property, partial
 import torch
 
 from ..spec import format_gib
-from .block_form import ModulationLayer, modulation_layers
+from .blocks.block_form import ModulationLayer, modulation_layers
 from .fallback import Fallback
 from .reference import Modulation
 

@@ -19,14 +19,14 @@ import torch
 from ..machine.card import first_line
 from ..spec import QUANTIZED
 from .attention import Attention, AttentionRequest, ChosenAttention
-from .block import Attend, BlockExecutor, KnownBlock, Layers, Step
-from .block_form import is_changed, token_layers, unsupported_block
+from .blocks.block import Attend, BlockExecutor, KnownBlock, Layers, Step
+from .blocks.block_form import is_changed, token_layers, unsupported_block
+from .blocks.graphs import LAST_PART, GraphFigures, PassMemory, Seen, key_of
+from .blocks.self_check import FirstBlockCheck, Streams
 from .fallback import Fallback
 from .fused import choose_ops
-from .graphs import LAST_PART, GraphFigures, PassMemory, Seen, key_of
 from .modulation import Entry, compute_entry
 from .reference import Modulation
-from .self_check import FirstBlockCheck, Streams
 
 
 class BlockInputs(NamedTuple):
@@ -231,12 +231,12 @@ class ForwardPass:
             return type(block).forward(block, *positional, **arguments)
         text, image, embedding, step, clear = inputs
         if self._entry is None:
-            self._embedding, self._entry = embedding, self._host.entry(embedding, len(image))
+            self._embedding, self._entry = embedding, self._host.entry(embedding, step.tokens.batch)
         # A second call of the transformer in one pass may have another embedding.
         begins = index == 0 and embedding is self._embedding and not check.wanted(step)
         if begins and self._replay(text, image, step, clear):
             return text, image
-        halves = self._halves(index, block, embedding, len(image))
+        halves = self._halves(index, block, embedding, step.tokens.batch)
         following = None
         if clear and index + 1 < len(unsupported) and not unsupported[index + 1]:
             following = self._host.blocks[index + 1], self._entry.of(index + 1)[0]

@@ -292,7 +292,7 @@ class Setting:
 
 
 # With a new prompt two passes launch kernel by kernel, and a capture is repaid by six
-# (optimizations/graphs.py).
+# (optimizations/blocks/graphs.py).
 LEAST_GRAPH_STEPS = 8
 # More tokens in a pass keep any listed card busy while the processor launches: 1024x1024 has some
 # 4300, and an H200 takes 95 ms for them in fp8.

@@ -31,7 +31,7 @@ from ...loaders.quantized_file import (
 )
 from ...loaders.stored import StoredLayer
 from ...loaders.writer import SAFETENSORS_DTYPES, SafetensorsLayout, write_safetensors
-from ...optimizations.block_form import blocks_of
+from ...optimizations.blocks.block_form import blocks_of
 from ...spec import format_gib
 from .load.linear import LOADED_FORMATS
 from .load.plan import STAGING_BYTES

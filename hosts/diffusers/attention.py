@@ -48,7 +48,7 @@ def host_attend(
     mask: torch.Tensor | None,
     processor: object,
 ) -> torch.Tensor:
-    """diffusers' own attention, as `optimizations.block.Attend`.
+    """diffusers' own attention, as `optimizations.blocks.block.Attend`.
 
     Args:
         mask: True where a key counts, (batch, 1, 1, joint), as diffusers passes it; or None.

@@ -15,13 +15,13 @@ from diffusers.models.transformers.transformer_qwenimage import (
 )
 
 from ...optimizations.attention import aligned_mask
-from ...optimizations.block import Step
-from ...optimizations.block_form import blocks_of, token_layers
+from ...optimizations.blocks.block import Step
+from ...optimizations.blocks.block_form import blocks_of, token_layers
+from ...optimizations.blocks.self_check import Streams
 from ...optimizations.fallback import Fallback
 from ...optimizations.modulation import Entry
 from ...optimizations.reference import Rotary, Tokens
 from ...optimizations.run import BlockInputs
-from ...optimizations.self_check import Streams
 from .attention import TransformerAttention, backend_of, host_attend
 from .layers import DiffusersLayers
 from .modulation import TransformerModulation

@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ...optimizations.block import DENSE, LayerTensors
-from ...optimizations.block_form import head_norms, is_changed, token_layers
+from ...optimizations.blocks.block import DENSE, LayerTensors
+from ...optimizations.blocks.block_form import head_norms, is_changed, token_layers
 from ...optimizations.fallback import Fallback
 from ...optimizations.linear import Gemm
 from ...spec import QUANTIZED
@@ -23,7 +23,7 @@ APART = Fallback("some of the weights are elsewhere")
 
 
 class DiffusersLayers:
-    """Implements `optimizations.block.Layers` for one run."""
+    """Implements `optimizations.blocks.block.Layers` for one run."""
 
     def __init__(self) -> None:
         self._gemms: dict[str, Gemm] = {}

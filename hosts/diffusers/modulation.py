@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from diffusers import QwenImageTransformer2DModel
 
-from ...optimizations.block_form import blocks_of, is_changed, modulation_layers
+from ...optimizations.blocks.block_form import blocks_of, is_changed, modulation_layers
 from ...optimizations.fallback import Fallback
 from ...optimizations.modulation import Entry, ModulationTable, TableFigures, compute_entry
 from .layers import is_plain

@@ -20,8 +20,8 @@ from qwen_l40s.hosts.comfyui.lora.bypass import BypassForward, LowRank
 from qwen_l40s.hosts.comfyui.sample import attention, forward
 from qwen_l40s.optimizations import linear, reference
 from qwen_l40s.optimizations import run as optimized
-from qwen_l40s.optimizations.block import LayerTensors
-from qwen_l40s.optimizations.block_form import token_layers
+from qwen_l40s.optimizations.blocks.block import LayerTensors
+from qwen_l40s.optimizations.blocks.block_form import token_layers
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import compute_entry
 from qwen_l40s.optimizations.reference import QKNorm, Rotary

@@ -26,7 +26,7 @@ from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.sample import held
 from qwen_l40s.hosts.comfyui.sample.layers import ComfyLayers
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize
-from qwen_l40s.optimizations.block_form import HEAD_NORMS, blocks_of, token_layers
+from qwen_l40s.optimizations.blocks.block_form import HEAD_NORMS, blocks_of, token_layers
 
 FOLDER = folder("held")
 WEIGHTS = narrow.weights()

@@ -10,9 +10,10 @@ pytest.importorskip("diffusers")
 
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
 
-from qwen_l40s.optimizations import reference, self_check
-from qwen_l40s.optimizations.block import DENSE, BlockExecutor, LayerTensors, Step
-from qwen_l40s.optimizations.block_form import unsupported_block
+from qwen_l40s.optimizations import reference
+from qwen_l40s.optimizations.blocks import self_check
+from qwen_l40s.optimizations.blocks.block import DENSE, BlockExecutor, LayerTensors, Step
+from qwen_l40s.optimizations.blocks.block_form import unsupported_block
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import ModulationTable, compute_entry
 from qwen_l40s.optimizations.reference import Rotary, Tokens

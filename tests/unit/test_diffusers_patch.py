@@ -34,7 +34,7 @@ from qwen_l40s.hosts.diffusers.settings import GenerateSettings
 from qwen_l40s.optimizations import run as runs
 from qwen_l40s.optimizations.attention import BACKENDS
 from qwen_l40s.optimizations.attention import backends as sdpa
-from qwen_l40s.optimizations.block import BlockExecutor
+from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.fallback import Fallback
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.linear import choose_gemm

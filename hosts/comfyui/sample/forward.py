@@ -13,13 +13,13 @@ import comfy.cli_args
 import comfy.ops
 import torch
 
-from ....optimizations.block import Step
-from ....optimizations.block_form import blocks_of
+from ....optimizations.blocks.block import Step
+from ....optimizations.blocks.block_form import blocks_of
+from ....optimizations.blocks.self_check import Streams
 from ....optimizations.fallback import Fallback
 from ....optimizations.modulation import Entry
 from ....optimizations.reference import Rotary, Tokens
 from ....optimizations.run import BlockInputs
-from ....optimizations.self_check import Streams
 from ..contract import BLOCK_ARGUMENTS, unknown_attention_arguments
 from .attention import SLOT, SlotAttention, file_choice, host_attention, without_choice
 from .call import is_compiled

@@ -20,8 +20,8 @@ from comfy import model_management as management
 from comfy.quant_ops import QuantizedTensor
 from comfy_aimdo import model_vbar
 
-from ....optimizations.block import DENSE
-from ....optimizations.block_form import head_norms, token_layers
+from ....optimizations.blocks.block import DENSE
+from ....optimizations.blocks.block_form import head_norms, token_layers
 from ....optimizations.fallback import Fallback
 
 PAGE = 32 << 20  # of dynamic VRAM, in bytes

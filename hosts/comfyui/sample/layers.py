@@ -16,8 +16,8 @@ import comfy.ops
 import torch
 from comfy.quant_ops import QuantizedTensor
 
-from ....optimizations.block import DENSE, LayerTensors
-from ....optimizations.block_form import is_changed
+from ....optimizations.blocks.block import DENSE, LayerTensors
+from ....optimizations.blocks.block_form import is_changed
 from ....optimizations.fallback import Fallback
 from ....optimizations.linear import Gemm, choose_gemm
 from ....spec import QUANTIZED
@@ -35,7 +35,7 @@ FORMAT_BY_LAYOUT = {
 
 
 class ComfyLayers:
-    """Implements `optimizations.block.Layers` for one pass.
+    """Implements `optimizations.blocks.block.Layers` for one pass.
 
     Args:
         model: ComfyUI's BaseModel.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from ....optimizations.block_form import MODULATION, blocks_of, is_changed, modulation_layers
+from ....optimizations.blocks.block_form import MODULATION, blocks_of, is_changed, modulation_layers
 from ....optimizations.fallback import Fallback
 from ....optimizations.modulation import Entry, ModulationTable, TableFigures, compute_entries
 from ....spec import format_gib

@@ -19,7 +19,7 @@ import torch
 from comfy.model_patcher import ModelPatcher, ModelPatcherDynamic
 from comfy.quant_ops import QuantizedTensor
 
-from ....optimizations.block_form import (
+from ....optimizations.blocks.block_form import (
     MODULATION,
     ModulationLayer,
     blocks_of,

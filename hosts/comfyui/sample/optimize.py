@@ -15,7 +15,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ....optimizations.attention import is_lossy
-from ....optimizations.block_form import blocks_of
+from ....optimizations.blocks.block_form import blocks_of
 from ....optimizations.fallback import Fallback
 from ..record.sampling import record_runs
 from .attention import SLOT, SlotAttention

@@ -12,7 +12,7 @@ from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.samplers import CFGGuider
 
 from ....errors import SettingError
-from ....optimizations.block_form import blocks_of
+from ....optimizations.blocks.block_form import blocks_of
 from ....optimizations.run import Optimization
 from .attention import SLOT, FileAttention, SlotAttention
 from .call import control_of, options_of

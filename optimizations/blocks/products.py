@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .linear import FAST, FEW_ROWS, Gemm, dense_linear
-from .reference import QuantizedRows, Tokens
+from ..linear import FAST, FEW_ROWS, Gemm, dense_linear
+from ..reference import QuantizedRows, Tokens
 
 ALIGNMENT = 16  # bytes; cuBLASLt takes scales from such addresses only
 
@@ -235,7 +235,7 @@ def _quantized(gemm: Gemm, xq: torch.Tensor, x_scale: torch.Tensor, out: torch.T
 
 
 def _triton(xq: torch.Tensor, x_scale: torch.Tensor, out: torch.Tensor) -> Product:
-    from .kernels.scaled_gemm import prepare_scaled_gemm
+    from ..kernels.scaled_gemm import prepare_scaled_gemm
 
     launches: dict[torch.dtype | None, Callable[..., None]] = {}  # by the bias's dtype
 

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from .fused import Ops
-from .linear import Gemm
+from ..fused import Ops
+from ..linear import Gemm
+from ..reference import STORAGE, Modulation, QKNorm, QuantizedRows, Rotary, Tokens
 from .products import (
     Product,
     Read,
@@ -27,7 +28,6 @@ from .products import (
     module_product,
     quantized_product,
 )
-from .reference import STORAGE, Modulation, QKNorm, QuantizedRows, Rotary, Tokens
 
 DENSE = "dense"
 # The layers of a block in the order in which they run, by their stream.

@@ -22,12 +22,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from .fallback import Fallback
-from .fused import Ops
-from .linear import Gemm
-from .modulation import Entry
+from ..fallback import Fallback
+from ..fused import Ops
+from ..linear import Gemm
+from ..modulation import Entry
+from ..reference import Modulation, QKNorm, Rotary, Tokens
 from .products import Operand, merged_product
-from .reference import Modulation, QKNorm, Rotary, Tokens
 from .workspace import DENSE, BlockForm, LayerForm, Program, Workspace, streams_of
 
 
@@ -165,6 +165,7 @@ class BlockExecutor:
         self._blocks = {} if known is None else known
         self._programs: dict[int, Program] = {}  # by the form's id
         self._carried: _Carried | None = None
+        self._beside: torch.cuda.Stream | None = None  # where the text's products run
 
     def run(
         self,
@@ -218,13 +219,16 @@ class BlockExecutor:
         x: torch.Tensor,
         step: Step,
         entry: Entry,
+        beside: torch.cuda.Stream | None = None,
     ) -> None:
         """All blocks that nobody watches, in place.
 
         Args:
             x: Both streams in stream order, (rows, D), contiguous.
             entry: The modulation of the blocks.
+            beside: Another stream for the text's products, which leave most of a card idle.
         """
+        self._beside = beside
         text, image = streams_of(x, step.tokens)
         self._carried = _Carried(text, image, x, entry.of(0)[0], None)
         for index, block in enumerate(blocks):
@@ -232,6 +236,7 @@ class BlockExecutor:
             if index + 1 < len(blocks):
                 after = blocks[index + 1], entry.of(index + 1)[0]
             text, image = self.run(block, text, image, step, entry.of(index), after)
+        self._beside = None
 
     def _both(
         self, form: BlockForm, after: BlockForm, tokens: Tokens, x: torch.Tensor
@@ -268,6 +273,17 @@ class BlockExecutor:
 
     def _multiply(self, program: Program, here: KnownBlock, first: int, last: int) -> None:
         """Runs the products of the places from `first` on, without `last`."""
+        if self._beside is None:
+            self._multiply_here(program, here, first, last)
+            return
+        middle, current = (first + last) // 2, torch.cuda.current_stream()
+        self._beside.wait_stream(current)
+        with torch.cuda.stream(self._beside):
+            self._multiply_here(program, here, middle, last)
+        self._multiply_here(program, here, first, middle)
+        current.wait_stream(self._beside)
+
+    def _multiply_here(self, program: Program, here: KnownBlock, first: int, last: int) -> None:
         products = program.products[first:last]
         if here.operands is not None:
             for product, operand in zip(products, here.operands[first:last], strict=True):

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..machine.card import first_line
+from ...machine.card import first_line
+from ..fused import Ops
+from ..modulation import Entry
+from ..reference import Rotary, Tokens
 from .block import BlockExecutor, Step
-from .fused import Ops
-from .modulation import Entry
-from .reference import Rotary, Tokens
 from .workspace import Workspace, streams_of
 
 # Graphs of one model on one card; with CFG a run has two shapes.
@@ -239,7 +239,9 @@ class PassMemory:
         try:
             inputs = self._inputs(text, entry, step)
             graph = _captured(
-                lambda: executor.run_all(blocks, inputs.x, inputs.step, inputs.entry),
+                lambda beside: executor.run_all(
+                    blocks, inputs.x, inputs.step, inputs.entry, beside
+                ),
                 text.device,
                 self._shared_pool(),
             )
@@ -270,28 +272,31 @@ class PassMemory:
         return self._pool
 
 
-_streams: dict[int, torch.cuda.Stream] = {}  # a card's, which also keeps cuBLAS's workspace
+_streams: dict[int, list[torch.cuda.Stream]] = {}  # a card's; each keeps a workspace of cuBLAS
 
 
 def _captured(
-    work: Callable[[], object], device: torch.device, pool: tuple[int, int]
+    work: Callable[[torch.cuda.Stream], object], device: torch.device, pool: tuple[int, int]
 ) -> torch.cuda.CUDAGraph:
-    """Captures what `work` launches; other threads go on meanwhile.
+    """Captures what `work` launches, also on the stream that it is given; other threads go on.
 
     Not through `torch.cuda.graph`, which collects garbage and empties the allocator's cache first.
     """
-    side = _streams.get(device.index)
-    if side is None:
-        side = _streams[device.index] = torch.cuda.Stream(device)
-        with torch.cuda.stream(side):  # cuBLAS's workspace is not part of a graph's memory
-            one = torch.ones(1, 1, device=device)
-            torch.mm(one, one)
+    streams = _streams.get(device.index)
+    if streams is None:
+        streams = _streams[device.index] = [torch.cuda.Stream(device) for _ in range(2)]
+        one = torch.ones(1, 1, device=device)
+        for stream in streams:  # cuBLAS's workspace is not part of a graph's memory
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                torch.mm(one, one)
+    side, beside = streams
     graph = torch.cuda.CUDAGraph()
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
-            work()
+            work(beside)
         except BaseException:
             with suppress(RuntimeError):  # a capture that broke cannot be ended either
                 graph.capture_end()

@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ..spec import BLOCK_GEMMS, DOUBLE_STREAM
-from .fallback import Fallback
-from .fused import unsupported_shape
+from ...spec import BLOCK_GEMMS, DOUBLE_STREAM
+from ..fallback import Fallback
+from ..fused import unsupported_shape
 
 # The layers that see the timestep alone, by the stream that they modulate.
 MODULATION = DOUBLE_STREAM.modulation

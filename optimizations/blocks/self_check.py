@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from ..fallback import Fallback
+from ..reference import Tokens
 from .block import Step
-from .fallback import Fallback
-from .reference import Tokens
 
 # What the check allows, of what a block adds to a stream. The fused bf16 block differs by 0.2 % to
 # 0.5 % from the host's, whose roundings it leaves out; a quantized one by what fp8 rounds twice.
