@@ -153,8 +153,8 @@ def _check_precision(precision: str) -> None:
 #
 # A stream is one matrix of tokens x dim in bf16. Below, n counts the rows of text and image
 # together, i those of the image and t those of the text, over all items of the batch. The buffers
-# of optimizations/blocks/workspace.py last through the pass: the widest one, in which q, k and v and then
-# the MLP's hidden layer lie, the branch of attention or MLP, and in fp8 and int8 the quantized copy
+# of optimizations/blocks/ last through the pass: the widest one, in which q, k and v and then the
+# MLP's hidden layer lie, the branch of attention or MLP, and in fp8 and int8 the quantized copy
 # of the hidden layer, which also serves narrower rows. A block's worst moment is the first block's
 # attention: its input, which ComfyUI's loop holds, the residual stream x, and what attention gives.
 #
