@@ -119,18 +119,18 @@ class Workspace:
         """A buffer's first bytes as a tensor of the shape, in the dtype of `like`, where it is."""
         rows, *rest = shape
         needed = math.prod(shape) * like.dtype.itemsize
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.nbytes < needed or buffer.device != like.device:
-            if buffer is not None:
-                self._shapes.clear()
-                self.changes += 1
-                del buffer, self._buffers[name]
-            rows = -(-rows // ROWS_AT_ONCE) * ROWS_AT_ONCE
-            size = rows * math.prod(rest) * like.dtype.itemsize
-            with torch.inference_mode(False):  # a tensor of that mode cannot be written to outside
+        with torch.inference_mode(False):  # a tensor of that mode cannot be written to outside
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.nbytes < needed or buffer.device != like.device:
+                if buffer is not None:
+                    self._shapes.clear()
+                    self.changes += 1
+                    del buffer, self._buffers[name]
+                rows = -(-rows // ROWS_AT_ONCE) * ROWS_AT_ONCE
+                size = rows * math.prod(rest) * like.dtype.itemsize
                 buffer = torch.empty(size, dtype=torch.uint8, device=like.device)
-            self._buffers[name] = buffer
-        return buffer[:needed].view(like.dtype).view(*shape)
+                self._buffers[name] = buffer
+            return buffer[:needed].view(like.dtype).view(*shape)
 
 
 class Shape:

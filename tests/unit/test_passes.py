@@ -1,0 +1,540 @@
+"""What lasts from pass to pass: buffers, prepared launches, CUDA graphs. No card: a graph is played
+by what it would have captured.
+"""
+
+import gc
+import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+from test_block import DIM, MIXES, Case, Layers, attend, new_block, random
+
+from qwen_l40s.optimizations import fused, run
+from qwen_l40s.optimizations.attention import AttentionRequest
+from qwen_l40s.optimizations.blocks import graphs, workspace
+from qwen_l40s.optimizations.blocks.block import BlockExecutor
+from qwen_l40s.optimizations.blocks.graphs import MOST_GRAPHS, GraphFigures, PassMemory, Seen
+from qwen_l40s.optimizations.blocks.products import (
+    Operand,
+    Read,
+    Rows,
+    StreamSlice,
+    merged_product,
+)
+from qwen_l40s.optimizations.blocks.workspace import Workspace
+from qwen_l40s.optimizations.modulation import compute_entry
+from qwen_l40s.optimizations.reference import QuantizedRows, Tokens, row_quantize
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SMALL, OTHER = Tokens(1, 3, 10, 10), Tokens(2, 5, 9, 9)
+MIDDLE, LARGE = Tokens(1, 3, 200, 200), Tokens(1, 40, 280, 280)
+# Its rows are quantized for the first layers alone: a buffer of a quarter of the width.
+NARROW = {"image q": "int8", "image k": "int8", "image v": "int8"}
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+class Chain:
+    """Blocks with layers of several kinds, run as a pass of one shape.
+
+    Args:
+        kinds: Of each block, as of `test_block.Layers`.
+    """
+
+    def __init__(self, *kinds):
+        self.blocks = [new_block(seed) for seed in range(len(kinds))]
+        self.layers = Layers(self.blocks[0], kinds[0])
+        for block, mix in zip(self.blocks[1:], kinds[1:], strict=True):
+            more = Layers(block, mix)
+            self.layers.kinds |= more.kinds
+            self.layers.weights |= more.weights
+
+    def run(self, tokens, space=None):
+        """Text and image after all blocks, in a workspace; in one of each block's own for None."""
+        case = Case(tokens)
+        entry, streams = (
+            compute_entry(self.blocks, case.temb, tokens.batch),
+            (case.text, case.image),
+        )
+        executor = BlockExecutor(self.layers, fused.TORCH, attend, space) if space else None
+        for index, block in enumerate(self.blocks):
+            following = None
+            if executor and index + 1 < len(self.blocks):
+                following = self.blocks[index + 1], entry.of(index + 1)[0]
+            runs = executor or BlockExecutor(self.layers, fused.TORCH, attend)
+            streams = runs.run(block, *streams, case.step, entry.of(index), following)
+        return streams
+
+
+def assert_same(ours, theirs):
+    for mine, their in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, their)
+
+
+# --- the workspace
+
+
+@pytest.mark.parametrize("mix", ["all int8", "fp8 text, int8 image", "opaque inner of fp8"])
+def test_a_workspace_gives_the_bits_of_a_fresh_one_for_every_shape_in_turn(mix):
+    chain, space = Chain(MIXES[mix], {}, MIXES[mix]), Workspace(fused.TORCH)
+    for tokens in (SMALL, OTHER, LARGE, SMALL, LARGE, OTHER):
+        assert_same(chain.run(tokens, space), chain.run(tokens))
+
+
+def test_a_larger_buffer_in_the_middle_of_a_pass_voids_what_was_prepared():
+    chain, space = Chain(NARROW, MIXES["all int8"], NARROW), Workspace(fused.TORCH)
+    assert_same(chain.run(MIDDLE, space), chain.run(MIDDLE))
+    assert space.changes == 1  # the second block's hidden rows are wider
+
+    def program():
+        look = BlockExecutor(chain.layers, fused.TORCH, attend, space).look
+        x = random(MIDDLE.rows, DIM)
+        return space.program(look(chain.blocks[0], x).form, MIDDLE, x)
+
+    before = program()
+    assert program() is before
+    chain.run(LARGE, space)
+    assert space.changes > 1
+    assert program() is not before
+    assert_same(chain.run(MIDDLE, space), chain.run(MIDDLE))
+
+
+def test_prompts_of_many_lengths_take_what_the_longest_takes():
+    chain, spaces = Chain(MIXES["all int8"]), [Workspace(fused.TORCH) for _ in range(2)]
+    for text in (*range(1, 20), 300, *range(280, 300)):
+        chain.run(Tokens(1, text, 10, 10), spaces[0])
+    chain.run(Tokens(1, 300, 10, 10), spaces[1])
+    assert spaces[0].bytes == spaces[1].bytes
+    assert len(spaces[0]._shapes) == workspace.MOST_SHAPES
+    # A row of q, k and v or of hidden ones, of a branch, and of quantized ones with their scale.
+    assert spaces[1].bytes == 512 * (4 * DIM * 4 + DIM * 4 + 4 * DIM + 4)
+
+
+def test_a_workspace_that_inference_mode_made_serves_outside_of_it():
+    chain, space = Chain(MIXES["all int8"], {}), Workspace(fused.TORCH)
+    with torch.inference_mode():
+        inside = chain.run(SMALL, space)
+    assert_same(chain.run(SMALL, space), inside)
+    chain.run(OTHER, space)
+
+
+def test_buffers_go_at_once_and_nothing_holds_the_streams_of_a_pass():
+    """Without Python's collector, which may come when the card is full."""
+    chain, space = Chain(MIXES["all int8"], {}), Workspace(fused.TORCH)
+    gc.collect()
+    gc.disable()
+    try:
+        streams = weakref.ref(chain.run(SMALL, space)[0].untyped_storage())
+        assert streams() is None
+        buffers = [weakref.ref(buffer) for buffer in space._buffers.values()]
+        assert buffers and all(buffer() is not None for buffer in buffers)
+        del space
+        assert not any(buffer() is not None for buffer in buffers)
+    finally:
+        gc.enable()
+
+
+# --- a weight that turned out plain
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_merged_weight_reads_what_is_of_this_block(fixed):
+    rows, part = Rows(random(9, 8)), StreamSlice(2, 2, 3, 4)
+    rows.fixed = fixed
+    values, scale = row_quantize(random(9, 8, seed=1), "int8")
+    rows.quantized["int8"] = QuantizedRows(values, torch.cat([scale[:2], scale[:2], scale[2:]]), 2)
+    weight, bias, out = random(4, 8, seed=2), random(4, seed=3), torch.zeros(2, 5, 4)
+    merged_product(Read(rows, part, out[:, 1:4]), "int8")(Operand.of(weight, None, bias))
+    read = values.float() * scale if fixed else rows.matrix
+    for item, start in enumerate((2, 6)):
+        expected = read[start : start + 3] @ weight.t() + bias
+        torch.testing.assert_close(out[item, 1:4], expected)
+    assert not out[:, 0].any() and not out[:, 4].any()
+
+
+# --- launches
+
+
+class Kernel:
+    """As Triton's JITFunction, and the CompiledKernel that it gives."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self):
+        self.compiled, self.called, self.launched = [], [], []
+
+    def warmup(self, *arguments, grid, **options):
+        self.compiled.append((grid, arguments, options))
+        return self
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: self.called.append((grid, arguments, options))
+
+    def run(self, *arguments):
+        self.launched.append(arguments)
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    pytest.importorskip("triton")
+    from qwen_l40s.optimizations.kernels import launch
+
+    active = SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launch, "not_direct", lambda: "")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    return launch
+
+
+def test_a_prepared_launch_passes_addresses_in_the_kernels_order(launcher):
+    kernel, (x, y, fixed) = Kernel(), (torch.zeros(64) for _ in range(3))
+    made = launcher.Launch(kernel, 5, (x, None), (fixed, 7, None), {"width": 64}, num_warps=2)
+    prepared = made.prepared()
+    options = {"width": 64, "num_warps": 2}
+    assert kernel.compiled == [((5,), (x, None, fixed, 7, None), options)]
+    prepared(y, None)
+    head = 5, 1, 1, "stream of 3", "function", "metadata", None, None, None
+    assert kernel.launched == [(*head, y.data_ptr(), None, fixed.data_ptr(), 7, None, 64)]
+    unaligned = torch.zeros(64)[1:]
+    prepared(unaligned, None)
+    assert len(kernel.launched) == 1
+    ((grid, arguments, found),) = kernel.called
+    assert (grid, found) == ((5,), options)
+    assert arguments[0] is unaligned and arguments[2] is fixed
+    # What it was made with may leave the card.
+    held, storage = launcher.Launch(kernel, 5, (x,), (), {}).prepared(), weakref.ref(x)
+    kernel.compiled.clear()
+    del x, made, prepared
+    assert held is not None and storage() is None
+
+
+def test_a_launch_that_is_not_aligned_or_not_known_goes_through_triton(launcher, monkeypatch):
+    kernel, x = Kernel(), torch.zeros(64)
+    launcher.Launch(kernel, 5, (x,), (x[1:],), {}).prepared()(x)
+    monkeypatch.setattr(launcher, "not_direct", lambda: "another launcher")
+    launcher.Launch(kernel, 5, (x,), (x,), {}).prepared()(x)
+    assert (len(kernel.called), kernel.compiled, kernel.launched) == (2, [], [])
+
+
+def test_another_launcher_of_triton_is_named(monkeypatch):
+    pytest.importorskip("triton")
+    from qwen_l40s.optimizations.kernels import launch
+
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    found = launch.not_direct.__wrapped__
+    assert found() == ""
+
+    class Another:
+        def __getitem__(self, grid):
+            return self.launch(grid)
+
+    monkeypatch.setattr(launch, "CompiledKernel", Another)
+    assert "has another launcher" in found()
+    monkeypatch.setattr(launch, "CompiledKernel", object())
+    assert "has another launcher" in found()
+    monkeypatch.setattr(launch, "interpreted", lambda: True)
+    assert found() == "Triton's interpreter runs"
+
+
+# --- when a graph is worth its capture
+
+
+@pytest.mark.parametrize(
+    ("seen", "steps", "expected"),
+    [
+        (Seen(passes=1), 20, graphs.FIRST),
+        (Seen(passes=2), 20, graphs.FIRST),  # nobody has looked yet
+        (Seen(passes=1, waited=True, runs=1), 20, graphs.FIRST),
+        (Seen(passes=3, waited=False), 20, graphs.CARD),
+        (Seen(passes=3, waited=True), 20, ""),
+        (Seen(passes=15, waited=True), 20, ""),
+        (Seen(passes=16, waited=True), 20, graphs.FEW),
+        (Seen(passes=3, waited=True), 4, graphs.FEW),
+        (Seen(passes=3, waited=True, runs=1), 4, ""),  # the next run repays it
+        (Seen(passes=5, waited=True), None, graphs.FEW),  # as many again as there were
+        (Seen(passes=6, waited=True), None, ""),
+        (Seen(passes=3, waited=True, runs=1), None, ""),
+        (Seen(passes=9, waited=True, refusal="no room"), 50, "no room"),
+    ],
+)
+def test_when_a_capture_is_worth_it(seen, steps, expected):
+    assert seen.not_worth(steps) == expected
+
+
+# --- graphs
+
+
+class Graph:
+    """torch's, which runs again what was captured."""
+
+    made = ()  # by the test that runs
+
+    def __init__(self, work):
+        self.work = work
+        work(None)
+        Graph.made.append(self)
+
+    def replay(self):
+        self.work(None)
+
+    def reset(self):
+        self.work = None
+
+
+@pytest.fixture
+def graphs_here(monkeypatch):
+    monkeypatch.setattr(Graph, "made", [])
+    monkeypatch.setattr(graphs, "_captured", lambda work, device, pool: Graph(work))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    event = SimpleNamespace(record=lambda: None, query=lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+
+
+class Captures:
+    """A memory whose graphs double what they read."""
+
+    def __init__(self):
+        self.memory, self.figures = PassMemory(fused.TORCH), GraphFigures()
+
+    def run_all(self, blocks, x, step, entry, beside):
+        x.mul_(2)
+
+    def capture(self, key, weights="here", tokens=SMALL):
+        case = Case(tokens)
+        entry = compute_entry([new_block()], case.temb, tokens.batch)
+        return self.memory.capture(
+            key, weights, self, [], case.text, entry, case.step, self.figures
+        )
+
+    @property
+    def kept(self):
+        return [graph.work is not None for graph in Graph.made]
+
+
+def test_three_graphs_stay_and_the_least_recently_used_goes(graphs_here):
+    captures = Captures()
+    memory = captures.memory
+    for key in range(MOST_GRAPHS):
+        assert memory.graph(key, "here") is None
+        captures.capture(key)
+    assert memory.graph(0, "here") is not None
+    captures.capture("one more")
+    assert captures.kept == [True, False, True, True]
+    assert [memory.graph(key, "here") is None for key in (0, 1, 2)] == [False, True, False]
+    assert captures.figures.captured == MOST_GRAPHS + 1
+    assert memory.graph(0, "elsewhere") is None  # and it is gone
+    assert captures.kept == [False, False, True, True]
+    memory.release()
+    assert not any(captures.kept)
+    assert memory.workspace.bytes == 0
+
+
+def test_graphs_of_buffers_that_were_exchanged_are_dropped(graphs_here):
+    captures = Captures()
+    captures.capture("small")
+    memory = captures.memory
+    memory.free_buffers()
+    assert memory.workspace.bytes and memory.graph("small", "here") is not None
+    # Its own input is larger: what it would replay was captured in a buffer that is gone.
+    assert captures.capture("large", tokens=LARGE) == graphs.FIRST
+    assert memory.graph("small", "here") is None
+    assert not any(captures.kept)
+    memory.free_buffers()
+    assert memory.workspace.bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("full"), "the card has no room for one"),
+        (RuntimeError("no capture\nof this"), "capturing one failed: no capture"),
+    ],
+)
+def test_a_capture_that_fails_says_why(graphs_here, error, expected):
+    captures = Captures()
+
+    def fails(*operands):
+        raise error
+
+    captures.run_all = fails
+    assert expected in captures.capture("key")
+    assert captures.memory.graph("key", "here") is None
+    assert captures.figures.captured == 0
+
+
+def test_passes_are_counted_by_run():
+    memory = PassMemory(fused.TORCH)
+    memory.seen("a").passes, memory.seen("a").refusal = 4, "no room"
+    memory.seen("b")
+    memory.start_run()
+    assert memory.seen("a") == Seen(passes=0, runs=1)
+    assert memory.seen("b") == Seen(passes=0, runs=0)
+    for key in range(graphs.MOST_SEEN):
+        memory.seen(key)
+    assert memory.seen("a") == Seen()
+
+
+# --- a pass
+
+
+class OnCard(torch.Tensor):
+    """A tensor that says so."""
+
+    is_cuda = True
+
+
+class Model(torch.nn.Module):
+    """A host's transformer, as its blocks see it."""
+
+    def __init__(self, *mixes):
+        super().__init__()
+        self.chain = Chain(*mixes)
+        self.blocks = torch.nn.ModuleList(self.chain.blocks)
+
+    def forward(self, case, between=lambda index, image: image):
+        text, image = (part.as_subclass(OnCard) for part in (case.text, case.image))
+        for index, block in enumerate(self.blocks):
+            image = between(index, image)
+            text, image = block(
+                hidden_states=image, encoder_hidden_states=text, temb=case.temb, step=case.step
+            )
+        return text, image
+
+
+class Attention:
+    """This package's, chosen."""
+
+    used = lossy = False
+
+    def choose(self, request):
+        assert isinstance(request, AttentionRequest)
+        return attend
+
+
+class Host:
+    """One call of a `Model`."""
+
+    state, dtype, device, attention = None, torch.float32, torch.device("cpu"), Attention()
+    modulation = SimpleNamespace(start_run=lambda: None, lines=lambda: [])
+
+    def __init__(self, model, steps=20, weights="here"):
+        self.owner, self.blocks, self.steps = model, tuple(model.blocks), steps
+        self.layers, self.weights = model.chain.layers, weights
+        self.layers.hold, self.layers.moving = self.hold, "it moves"
+        self.layers.rounds = lambda layer: False
+        self.latents = torch.zeros(1)
+
+    @contextmanager
+    def hold(self, blocks):
+        yield self.weights
+
+    def fallback(self):
+        return None
+
+    def unsupported(self, block):
+        return None
+
+    def no_graphs(self):
+        return ""
+
+    def inputs(self, block, positional, arguments):
+        text, image = arguments["encoder_hidden_states"], arguments["hidden_states"]
+        return run.BlockInputs(text, image, arguments["temb"], arguments["step"], True)
+
+    def entry(self, embedding, batch):
+        return compute_entry(self.blocks, embedding, batch)
+
+    def host_block(self, block, arguments):
+        text, image = arguments["encoder_hidden_states"], arguments["hidden_states"]
+        halves = compute_entry((block,), arguments["temb"], len(text)).of(0)
+        executor = BlockExecutor(self.layers, fused.TORCH, attend)
+        return executor.run(block, text, image, arguments["step"], halves)
+
+
+class Passes:
+    """The passes of an optimized model."""
+
+    def __init__(self, *mixes):
+        self.model, self.optimization = Model(*mixes), run.Optimization(None)
+        self.optimization.start_run()
+
+    def __call__(self, tokens=SMALL, weights="here", between=None, seed=0):
+        case = Case(tokens)
+        case.image = random(*case.image.shape, seed=100 + seed)
+        call = [case] if between is None else [case, between]
+        return self.optimization.run_pass(
+            Host(self.model, weights=weights), lambda: self.model(*call)
+        )
+
+    def expected(self, tokens=SMALL, seed=0):
+        """The same, block by block and each in a workspace of its own."""
+        case = Case(tokens)
+        text, image = case.text, random(*case.image.shape, seed=100 + seed)
+        for block in self.model.blocks:
+            halves = compute_entry((block,), case.temb, tokens.batch).of(0)
+            executor = BlockExecutor(self.model.chain.layers, fused.TORCH, attend)
+            text, image = executor.run(block, text, image, case.step, halves)
+        return text, image
+
+    @property
+    def figures(self):
+        return self.optimization._last.graphs
+
+
+@pytest.mark.parametrize("mix", ["all int8", "all dense"])
+def test_a_graph_gives_what_launching_gives(graphs_here, mix):
+    passes = Passes(*[MIXES.get(mix, {})] * 3)
+    for seed in range(5):
+        for tokens in (SMALL, OTHER):
+            found = passes(tokens, seed=seed)
+            assert_same(found, passes.expected(tokens, seed))
+    # The first one is compared, the second one prepares, the third one is watched.
+    assert (passes.figures.captured, passes.figures.replayed) == (2, 4)
+    assert passes.figures.reasons == {graphs.FIRST: 4}
+    passes.optimization.end_run()
+    passes.optimization.start_run()
+    for seed in range(3):
+        assert_same(passes(SMALL, seed=seed), passes.expected(SMALL, seed))
+    assert (passes.figures.captured, passes.figures.replayed) == (0, 2)  # the first one is compared
+    # Weights that have moved are read where they are.
+    assert_same(passes(weights="elsewhere"), passes.expected())
+    assert_same(passes(weights=None), passes.expected())
+    assert passes.figures.reasons["it moves"] == 1
+    passes.optimization.release(passes.model)
+    assert not any(graph.work for graph in Graph.made)
+
+
+def test_what_is_exchanged_between_two_blocks_is_heeded(graphs_here):
+    passes = Passes({}, {}, {})
+    for _ in range(5):
+        passes()
+    assert passes.figures.replayed == 2
+    calls = []
+
+    def between(index, image):
+        calls.append(index)
+        return image + 1 if index == 2 else image
+
+    found = passes(between=between)
+    assert calls == [0, 1, 2] * 2  # what a graph has computed was void
+    case = Case(SMALL)
+    text, image = case.text, random(*case.image.shape, seed=100)
+    for index, block in enumerate(passes.model.blocks):
+        halves = compute_entry((block,), case.temb, 1).of(0)
+        executor = BlockExecutor(passes.model.chain.layers, fused.TORCH, attend)
+        text, image = executor.run(block, text, between(index, image), case.step, halves)
+    assert_same(found, (text, image))
+    calls.clear()
+    passes(between=between)
+    assert calls == [0, 1, 2]  # no graph from then on
+    assert "something reads or changes the streams between two blocks" in passes.figures.reasons
