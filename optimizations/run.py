@@ -317,7 +317,7 @@ class ForwardPass:
         seen.passes += 1
         graph = memory.graph(key, self._weights)
         if graph is None:
-            refusal = seen.not_worth(self._host.steps)
+            refusal = seen.not_worth(self._host.steps, tokens.rows)
             if not refusal:
                 graph = memory.capture(
                     key, self._weights, self._executor, blocks, text, self._entry, step, figures

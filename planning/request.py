@@ -291,12 +291,10 @@ class Setting:
         return self.modulation == OFF_CARD
 
 
-# With a new prompt two passes launch kernel by kernel, and a capture is repaid by six
-# (optimizations/blocks/graphs.py).
-LEAST_GRAPH_STEPS = 8
-# More tokens in a pass keep any listed card busy while the processor launches: 1024x1024 has some
-# 4300, and an H200 takes 95 ms for them in fp8.
-MOST_GRAPH_ROWS = 6144
+# Steps from which a run captures a graph of passes of so many tokens: two passes launch kernel by
+# kernel, and a capture is repaid by six where the processor bounds a pass, else by twelve
+# (optimizations/blocks/graphs.py). 768x768 has some 2500 tokens, 1024x1024 some 4300.
+LEAST_GRAPH_STEPS = {1536: 8, 6144: 14}
 
 
 def replays_graph(request: RunRequest, setting: Setting) -> bool:
@@ -307,5 +305,7 @@ def replays_graph(request: RunRequest, setting: Setting) -> bool:
     """
     others = request.controlnet_bytes or (request.loras.count and request.loras.mode == "bypass")
     rows = request.items * (request.prompt_tokens + request.image_tokens)
-    fitting = request.steps >= LEAST_GRAPH_STEPS and rows <= MOST_GRAPH_ROWS
+    fitting = any(
+        rows <= most and request.steps >= steps for most, steps in LEAST_GRAPH_STEPS.items()
+    )
     return fitting and setting.resident and not others

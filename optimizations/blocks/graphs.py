@@ -26,8 +26,13 @@ from .workspace import Workspace, streams_of
 MOST_GRAPHS = 3
 # Shapes whose passes are counted.
 MOST_SEEN = 64
-# A capture takes the processor as long as so many passes that it launches one by one.
-REPAID_BY = 6
+# So many replays repay a capture: where the card waits for the processor, which a replay spares it,
+# and where it does not, and gains what it computes of text and image side by side.
+REPAID_BY = {True: 6, False: 12}
+# More rows than these keep a card busy with the image alone; 1024x1024 has 4300.
+MOST_ROWS = 6144
+# What buffers may take between two runs for the sake of their graphs: those of 1024x1024.
+KEPT_BYTES = 256 * 2**20
 # Of a pass, before whose last fifth an event is recorded: once the processor has launched the last
 # block, a card that has come past it was waiting, or soon will.
 LAST_PART = 5
@@ -87,8 +92,8 @@ class PassGraph:
         self._graph.reset()
 
 
-FEW = "too few steps are left to repay a capture"
 CARD = "the card, not the processor, sets the pace"
+FEW = "too few steps are left to repay a capture"
 FIRST = "the first passes of a shape launch kernel by kernel"
 
 
@@ -109,22 +114,23 @@ class Seen:
     waited: bool | None = None
     refusal: str = ""
 
-    def not_worth(self, steps: int | None) -> str:
+    def not_worth(self, steps: int | None, rows: int) -> str:
         """Why no graph is captured for the pass that is coming, in one clause; empty when one is.
 
         Args:
             steps: Of the run; None where nobody tells.
+            rows: Tokens of the pass.
         """
         if self.refusal:
             return self.refusal
         if self.waited is None or self.passes < 2:
             return FIRST
-        if not self.waited:
+        if not self.waited and rows > MOST_ROWS:
             return CARD
         left = self.passes if steps is None else steps - self.passes + 1
         if self.runs:  # one more is likely
             left += self.passes if steps is None else steps
-        return FEW if left < REPAID_BY else ""
+        return FEW if left < REPAID_BY[self.waited] else ""
 
 
 @dataclass

@@ -66,6 +66,7 @@ class HeldWeights:
     def __init__(self) -> None:
         self.reason: Fallback | None = None
         self._marks: _Marks | None = None
+        self._stores: list[dict[str, Any]] = []  # of the layers' parameters
         self._token: Hashable = None  # None until the layers have been looked at
         self._pages: list[Pages] = []
         self._signatures: list[bytes] = []
@@ -111,7 +112,10 @@ class HeldWeights:
         if dynamic and not _knows_pages():
             return UNKNOWN
         try:
-            marks = _Marks.of(model, blocks, dynamic)
+            if not self._stores:
+                layers = (layer for block in blocks for layer in token_layers(block))
+                self._stores = [layer._parameters for layer in layers]
+            marks = _Marks.of(model, blocks, [] if dynamic else self._stores)
         except (AttributeError, KeyError):
             return OWN_WAY
         if self._marks is None or not marks.same(self._marks):
@@ -253,15 +257,22 @@ class _Marks(NamedTuple):
         functions: Of a layer; `load` makes a new list.
         norm: Of a norm, whose weight is a new parameter wherever dynamic VRAM loads or unloads.
         values: That are compared.
+        weights: Of the layers, which another extension may exchange.
     """
 
     functions: list[Any]
     norm: Callable[[], torch.Tensor | None]
     values: tuple[Any, ...]
+    weights: list[torch.Tensor]
 
     @classmethod
-    def of(cls, model: Any, blocks: Sequence[torch.nn.Module], dynamic: bool) -> _Marks:
+    def of(
+        cls, model: Any, blocks: Sequence[torch.nn.Module], stores: list[dict[str, Any]]
+    ) -> _Marks:
         """The model's now.
+
+        Args:
+            stores: Of the layers' parameters; none under dynamic VRAM, where the card has copies.
 
         Raises:
             AttributeError, KeyError: Its blocks have another form.
@@ -272,9 +283,10 @@ class _Marks(NamedTuple):
             model.current_weight_patches_uuid,
             model.model_loaded_weight_memory,
         )
-        if not dynamic:  # another extension may move a block on its own
+        if stores:  # another extension may move a block on its own
             values += tuple(map(_address_of, blocks))
-        return cls(attn.to_q.weight_function, weakref.ref(attn.norm_q.weight), values)
+        weights = [store["weight"] for store in stores]
+        return cls(attn.to_q.weight_function, weakref.ref(attn.norm_q.weight), values, weights)
 
     def same(self, other: _Marks) -> bool:
         """Whether nothing has moved between them."""
@@ -282,6 +294,7 @@ class _Marks(NamedTuple):
             self.functions is other.functions
             and self.norm() is other.norm()
             and self.values == other.values
+            and all(map(operator.is_, self.weights, other.weights))
         )
 
 
