@@ -175,7 +175,7 @@ SAMPLER_LATENTS = 10
 # The entries of optimizations/modulation.py's table.
 MOST_TABLE_BYTES = 512 * 2**20
 MODULATION_ROWS = DOUBLE_STREAM.modulation_rows
-# cuBLAS and cuBLASLt keep a workspace each for the stream of a capture: 32 MiB on an H100 and H200.
+# cuBLAS keeps a workspace for each of the two streams of a capture: 32 MiB on an H100 and an H200.
 GRAPH_WORKSPACES = 2 * 32 * MIB
 
 

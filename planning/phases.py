@@ -12,6 +12,7 @@ from .bytes import (
     BF16,
     MODULATION_ROWS,
     TransformerBytes,
+    buffer_bytes,
     embedding_rows,
     encoding_bytes,
     graph_bytes,
@@ -143,7 +144,7 @@ WORKSPACE_BYTES, CONTEXT_BYTES = 0.05 * GIB, 0.74 * GIB
 KEPT_FREE_BYTES = 400 * MIB
 # Modulation layers on the card while their weights pass it: one computes, one is on its way.
 LAYERS_ON_CARD = 2
-# What steps have captured, which stays as long as the transformer does.
+# What steps have captured, which stays as long as the transformer does, and with it the buffers.
 GRAPHS = "CUDA graphs"
 # The published VAE in bf16, 126.9 M parameters.
 VAE_BYTES = 2 * 126_892_531
@@ -178,8 +179,10 @@ def phases(
     table, vae = table_bytes(request), vae_bytes(request)
     activations = step_bytes(request, setting).most
     extras = _present({"ControlNet": request.controlnet_bytes, "LoRAs": lora_bytes(request)})
+    # Graphs keep the buffers of the blocks, beside which the host's block runs for another prompt.
     graphs = graph_bytes(request, setting)
-    stays = _present({"VAE": vae, "modulation table": table, GRAPHS: graphs}) | extras
+    kept = graphs and graphs + buffer_bytes(request, setting)
+    stays = _present({"VAE": vae, "modulation table": table, GRAPHS: kept}) | extras
     sampled, text_stays = on_card, text if setting.text_encoder_place == ON_CARD else 0
     usable = None
     if card_bytes is not None and not setting.resident:

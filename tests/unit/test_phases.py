@@ -18,6 +18,7 @@ from qwen_l40s.planning import phases as phases_module
 from qwen_l40s.planning.bytes import (
     MOST_TABLE_BYTES,
     TokenRows,
+    buffer_bytes,
     encoding_bytes,
     graph_bytes,
     lora_bytes,
@@ -251,12 +252,14 @@ def test_edit_2511_has_two_rows_of_modulation_for_the_image():
 def test_graphs_stay_with_the_transformer_where_passes_replay_them(request, setting):
     found, most = phases(request, setting), graph_bytes(request, setting)
     assert (most > 0) == replays_graph(request, setting)
+    kept = most + buffer_bytes(request, setting) if most else 0
     for name, phase in found.items():
         alone = name == "text" and setting.text_encoder_place == "drop after encoding"
-        expected = 0 if name == "load" or alone else most
+        expected = 0 if name == "load" or alone else kept
         assert phase.resident.get(GRAPHS, 0) == expected
     wider = replace(request, text_tokens=request.text_tokens + 100)
-    assert graph_bytes(wider, setting) >= most
+    if replays_graph(wider, setting):
+        assert graph_bytes(wider, setting) >= most
 
 
 def test_graphs_of_one_image_take_what_a_run_may_take_for_them():

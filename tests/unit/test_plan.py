@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from qwen_l40s.charts.answer import estimate_json
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.machine.card_list import known_cards
-from qwen_l40s.planning.bytes import TransformerBytes, graph_bytes, weight_bytes
+from qwen_l40s.planning.bytes import TransformerBytes, weight_bytes
 from qwen_l40s.planning.cards import find_card, with_memory
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.phases import GRAPHS, KEPT_FREE_BYTES, phases, transformer_bytes
@@ -93,7 +93,7 @@ def test_figures_are_those_of_the_phases(name, asked):
         else:
             shortage = counted["sampling"].card_bytes + KEPT_FREE_BYTES - facts.total_bytes
             # Passes whose weights move replay no graph.
-            shortage -= graph_bytes(asked, replace(option.setting, resident=True))
+            shortage -= counted["sampling"].resident.get(GRAPHS, 0)
             assert option.moved_bytes == max(0, shortage)
             assert not any(GRAPHS in phase.resident for phase in option.phases.values())
         note = option.phases["decode"].note
