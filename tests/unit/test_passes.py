@@ -249,26 +249,33 @@ def test_another_launcher_of_triton_is_named(monkeypatch):
 # --- when a graph is worth its capture
 
 
+SOON, LATER = graphs.REPAID_BY[True], graphs.REPAID_BY[False]  # passes that repay a capture
+FEW_ROWS, MANY_ROWS = graphs.MOST_ROWS, graphs.MOST_ROWS + 1
+
+
 @pytest.mark.parametrize(
-    ("seen", "steps", "expected"),
+    ("seen", "steps", "rows", "expected"),
     [
-        (Seen(passes=1), 20, graphs.FIRST),
-        (Seen(passes=2), 20, graphs.FIRST),  # nobody has looked yet
-        (Seen(passes=1, waited=True, runs=1), 20, graphs.FIRST),
-        (Seen(passes=3, waited=False), 20, graphs.CARD),
-        (Seen(passes=3, waited=True), 20, ""),
-        (Seen(passes=15, waited=True), 20, ""),
-        (Seen(passes=16, waited=True), 20, graphs.FEW),
-        (Seen(passes=3, waited=True), 4, graphs.FEW),
-        (Seen(passes=3, waited=True, runs=1), 4, ""),  # the next run repays it
-        (Seen(passes=5, waited=True), None, graphs.FEW),  # as many again as there were
-        (Seen(passes=6, waited=True), None, ""),
-        (Seen(passes=3, waited=True, runs=1), None, ""),
-        (Seen(passes=9, waited=True, refusal="no room"), 50, "no room"),
+        (Seen(passes=1), 99, FEW_ROWS, graphs.FIRST),
+        (Seen(passes=2), 99, FEW_ROWS, graphs.FIRST),  # nobody has looked yet
+        (Seen(passes=1, waited=True, runs=1), 99, FEW_ROWS, graphs.FIRST),
+        (Seen(passes=3, waited=True), 2 + SOON, MANY_ROWS, ""),
+        (Seen(passes=3, waited=True), 1 + SOON, FEW_ROWS, graphs.FEW),
+        (Seen(passes=3, waited=False), 2 + LATER, FEW_ROWS, ""),
+        (Seen(passes=3, waited=False), 1 + LATER, FEW_ROWS, graphs.FEW),
+        (Seen(passes=3, waited=False), 99, MANY_ROWS, graphs.CARD),
+        # The next run of as many steps repays it too.
+        (Seen(passes=SOON, waited=True, runs=1), SOON, FEW_ROWS, ""),
+        (Seen(passes=SOON, waited=True), SOON, FEW_ROWS, graphs.FEW),
+        # As many again as there were.
+        (Seen(passes=SOON, waited=True), None, FEW_ROWS, ""),
+        (Seen(passes=SOON - 1, waited=True), None, FEW_ROWS, graphs.FEW),
+        (Seen(passes=SOON - 1, waited=True, runs=1), None, FEW_ROWS, ""),
+        (Seen(passes=9, waited=True, refusal="no room"), 99, FEW_ROWS, "no room"),
     ],
 )
-def test_when_a_capture_is_worth_it(seen, steps, expected):
-    assert seen.not_worth(steps) == expected
+def test_when_a_capture_is_worth_it(seen, steps, rows, expected):
+    assert seen.not_worth(steps, rows) == expected
 
 
 # --- graphs
