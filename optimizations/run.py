@@ -508,7 +508,7 @@ class Optimization:
         except _WatchedError:
             prepared.exchanged = True
         except torch.OutOfMemoryError:
-            if host.layers.moving or _holds(host):
+            if not self._drop_graphs(host.owner) and (host.layers.moving or _holds(host)):
                 raise
         return self._run_fused(prepared, host, fall_back, call)
 
@@ -546,6 +546,14 @@ class Optimization:
             yield memory
         finally:
             memory.taken = False
+
+    def _drop_graphs(self, owner: Any) -> bool:
+        """Frees the graphs of a model and their buffers; whether there were any."""
+        memories = self._memories.get(owner, {}).values()
+        found = [memory for memory in memories if memory.has_graphs and not memory.taken]
+        for memory in found:
+            memory.release()
+        return bool(found)
 
     def _all_memories(self) -> list[PassMemory]:
         return [memory for found in self._memories.values() for memory in found.values()]

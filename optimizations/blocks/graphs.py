@@ -180,6 +180,11 @@ class PassMemory:
         self._seen: dict[Hashable, Seen] = {}
         self._pool: tuple[int, int] | None = None
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether there is one."""
+        return bool(self._graphs)
+
     def start_run(self) -> None:
         """Counts passes anew."""
         for seen in self._seen.values():

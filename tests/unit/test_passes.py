@@ -521,6 +521,33 @@ def test_a_graph_gives_what_launching_gives(graphs_here, mix):
     assert not any(graph.work for graph in Graph.made)
 
 
+def test_graphs_make_room_for_the_hosts_block_where_the_card_is_full(graphs_here, monkeypatch):
+    passes = Passes({}, {})
+    for _ in range(4):
+        passes()
+    passes.optimization.end_run()
+    passes.optimization.start_run()
+    of_host, asked = Host.host_block, []
+
+    def host_block(self, block, arguments):
+        asked.append([graph.work is not None for graph in Graph.made])
+        if any(asked[-1]):
+            raise torch.OutOfMemoryError("full")
+        return of_host(self, block, arguments)
+
+    monkeypatch.setattr(Host, "host_block", host_block)
+    assert_same(passes(), passes.expected())
+    assert asked == [[True], [False]]
+    assert_same(passes(), passes.expected())
+
+    def full(self, block, arguments):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(Host, "host_block", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        passes(OTHER)
+
+
 def test_what_is_exchanged_between_two_blocks_is_heeded(graphs_here):
     passes = Passes({}, {}, {})
     for _ in range(5):
