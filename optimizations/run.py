@@ -21,7 +21,7 @@ from ..spec import QUANTIZED
 from .attention import Attention, AttentionRequest, ChosenAttention
 from .blocks.block import Attend, BlockExecutor, KnownBlock, Layers, Step
 from .blocks.block_form import is_changed, token_layers, unsupported_block
-from .blocks.graphs import LAST_PART, GraphFigures, PassMemory, Seen, key_of
+from .blocks.graphs import LAST_PART, MOST_ROWS, GraphFigures, PassMemory, Seen, key_of
 from .blocks.self_check import FirstBlockCheck, Streams
 from .fallback import Fallback
 from .fused import choose_ops
@@ -121,6 +121,7 @@ class PreparedModel:
     Attributes:
         ops: The kernels; a `Fallback` where there are none.
         unsupported: Of each block, why the executor does not compute it.
+        quantized: Whether any of their layers is.
         graphs: What this run had of CUDA graphs.
         exchanged: Whether somebody exchanged what blocks were given, unannounced.
     """
@@ -139,6 +140,7 @@ class PreparedModel:
         self.modulation = host.modulation
         self.passes = self.fused = 0
         self.fallbacks: Counter[Fallback] = Counter()
+        self.quantized = bool(formats)
         self.graphs = GraphFigures()
         self.exchanged = False
         self._weights: Hashable = None
@@ -317,11 +319,11 @@ class ForwardPass:
         seen.passes += 1
         graph = memory.graph(key, self._weights)
         if graph is None:
-            refusal = seen.not_worth(self._host.steps, tokens.rows)
+            beside = tokens.rows <= MOST_ROWS[self._prepared.quantized]
+            refusal = seen.not_worth(self._host.steps, beside)
             if not refusal:
-                graph = memory.capture(
-                    key, self._weights, self._executor, blocks, text, self._entry, step, figures
-                )
+                given = text, self._entry, step, beside, figures
+                graph = memory.capture(key, self._weights, self._executor, blocks, *given)
                 if isinstance(graph, str):
                     refusal = seen.refusal = graph
             if refusal:

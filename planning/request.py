@@ -292,9 +292,11 @@ class Setting:
 
 
 # Steps from which a run captures a graph of passes of so many tokens: two passes launch kernel by
-# kernel, and a capture is repaid by six where the processor bounds a pass, else by twelve
-# (optimizations/blocks/graphs.py). 768x768 has some 2500 tokens, 1024x1024 some 4300.
+# kernel, and a capture is repaid by six where the processor bounds a pass, else by twelve, of
+# quantized weights alone (optimizations/blocks/graphs.py). 768x768 has some 2500 tokens, 1024x1024
+# some 4300.
 LEAST_GRAPH_STEPS = {1536: 8, 6144: 14}
+MOST_PLAIN_GRAPH_ROWS = 1536
 
 
 def replays_graph(request: RunRequest, setting: Setting) -> bool:
@@ -306,6 +308,8 @@ def replays_graph(request: RunRequest, setting: Setting) -> bool:
     others = request.controlnet_bytes or (request.loras.count and request.loras.mode == "bypass")
     rows = request.items * (request.prompt_tokens + request.image_tokens)
     fitting = any(
-        rows <= most and request.steps >= steps for most, steps in LEAST_GRAPH_STEPS.items()
+        rows <= most and request.steps >= steps
+        for most, steps in LEAST_GRAPH_STEPS.items()
+        if most <= MOST_PLAIN_GRAPH_ROWS or setting.precision in QUANTIZED
     )
     return fitting and setting.resident and not others

@@ -29,8 +29,10 @@ MOST_SEEN = 64
 # So many replays repay a capture: where the card waits for the processor, which a replay spares it,
 # and where it does not, and gains what it computes of text and image side by side.
 REPAID_BY = {True: 6, False: 12}
-# More rows than these keep a card busy with the image alone; 1024x1024 has 4300.
-MOST_ROWS = 6144
+# Up to so many rows a graph computes text and image side by side, by whether weights are quantized.
+# A step with graphs took so much of one without (H200, CFG 4; 256, 512, 768 and 1024 pixels): bf16
+# 0.80, 0.98, 1.02 and 1.01; int8 0.75, 0.90, 0.94 and 0.99; fp8 0.50, 0.84, 0.94 and 0.99.
+MOST_ROWS = {False: 1536, True: 6144}
 # What buffers may take between two runs for the sake of their graphs: those of 1024x1024.
 KEPT_BYTES = 256 * 2**20
 # Of a pass, before whose last fifth an event is recorded: once the processor has launched the last
@@ -114,18 +116,18 @@ class Seen:
     waited: bool | None = None
     refusal: str = ""
 
-    def not_worth(self, steps: int | None, rows: int) -> str:
+    def not_worth(self, steps: int | None, beside: bool) -> str:
         """Why no graph is captured for the pass that is coming, in one clause; empty when one is.
 
         Args:
             steps: Of the run; None where nobody tells.
-            rows: Tokens of the pass.
+            beside: Whether it would compute text and image side by side.
         """
         if self.refusal:
             return self.refusal
         if self.waited is None or self.passes < 2:
             return FIRST
-        if not self.waited and rows > MOST_ROWS:
+        if not self.waited and not beside:
             return CARD
         left = self.passes if steps is None else steps - self.passes + 1
         if self.runs:  # one more is likely
@@ -235,6 +237,7 @@ class PassMemory:
         text: torch.Tensor,
         entry: Entry,
         step: Step,
+        beside: bool,
         figures: GraphFigures,
     ) -> PassGraph | str:
         """Captures the blocks for a shape that has run before; why not, where that fails.
@@ -242,6 +245,7 @@ class PassMemory:
         Args:
             executor: In this memory's workspace, with what is known of blocks that are held.
             text: Of the dtype and on the device of the pass.
+            beside: Whether text and image are computed side by side.
         """
         start = time.perf_counter()
         while len(self._graphs) >= MOST_GRAPHS:
@@ -250,8 +254,8 @@ class PassMemory:
         try:
             inputs = self._inputs(text, entry, step)
             graph = _captured(
-                lambda beside: executor.run_all(
-                    blocks, inputs.x, inputs.step, inputs.entry, beside
+                lambda stream: executor.run_all(
+                    blocks, inputs.x, inputs.step, inputs.entry, stream if beside else None
                 ),
                 text.device,
                 self._shared_pool(),

@@ -250,32 +250,32 @@ def test_another_launcher_of_triton_is_named(monkeypatch):
 
 
 SOON, LATER = graphs.REPAID_BY[True], graphs.REPAID_BY[False]  # passes that repay a capture
-FEW_ROWS, MANY_ROWS = graphs.MOST_ROWS, graphs.MOST_ROWS + 1
+BESIDE, ALONE = True, False  # whether text and image are computed side by side
 
 
 @pytest.mark.parametrize(
-    ("seen", "steps", "rows", "expected"),
+    ("seen", "steps", "beside", "expected"),
     [
-        (Seen(passes=1), 99, FEW_ROWS, graphs.FIRST),
-        (Seen(passes=2), 99, FEW_ROWS, graphs.FIRST),  # nobody has looked yet
-        (Seen(passes=1, waited=True, runs=1), 99, FEW_ROWS, graphs.FIRST),
-        (Seen(passes=3, waited=True), 2 + SOON, MANY_ROWS, ""),
-        (Seen(passes=3, waited=True), 1 + SOON, FEW_ROWS, graphs.FEW),
-        (Seen(passes=3, waited=False), 2 + LATER, FEW_ROWS, ""),
-        (Seen(passes=3, waited=False), 1 + LATER, FEW_ROWS, graphs.FEW),
-        (Seen(passes=3, waited=False), 99, MANY_ROWS, graphs.CARD),
+        (Seen(passes=1), 99, BESIDE, graphs.FIRST),
+        (Seen(passes=2), 99, BESIDE, graphs.FIRST),  # nobody has looked yet
+        (Seen(passes=1, waited=True, runs=1), 99, BESIDE, graphs.FIRST),
+        (Seen(passes=3, waited=True), 2 + SOON, ALONE, ""),
+        (Seen(passes=3, waited=True), 1 + SOON, BESIDE, graphs.FEW),
+        (Seen(passes=3, waited=False), 2 + LATER, BESIDE, ""),
+        (Seen(passes=3, waited=False), 1 + LATER, BESIDE, graphs.FEW),
+        (Seen(passes=3, waited=False), 99, ALONE, graphs.CARD),
         # The next run of as many steps repays it too.
-        (Seen(passes=SOON, waited=True, runs=1), SOON, FEW_ROWS, ""),
-        (Seen(passes=SOON, waited=True), SOON, FEW_ROWS, graphs.FEW),
+        (Seen(passes=SOON, waited=True, runs=1), SOON, BESIDE, ""),
+        (Seen(passes=SOON, waited=True), SOON, BESIDE, graphs.FEW),
         # As many again as there were.
-        (Seen(passes=SOON, waited=True), None, FEW_ROWS, ""),
-        (Seen(passes=SOON - 1, waited=True), None, FEW_ROWS, graphs.FEW),
-        (Seen(passes=SOON - 1, waited=True, runs=1), None, FEW_ROWS, ""),
-        (Seen(passes=9, waited=True, refusal="no room"), 99, FEW_ROWS, "no room"),
+        (Seen(passes=SOON, waited=True), None, BESIDE, ""),
+        (Seen(passes=SOON - 1, waited=True), None, BESIDE, graphs.FEW),
+        (Seen(passes=SOON - 1, waited=True, runs=1), None, BESIDE, ""),
+        (Seen(passes=9, waited=True, refusal="no room"), 99, BESIDE, "no room"),
     ],
 )
-def test_when_a_capture_is_worth_it(seen, steps, rows, expected):
-    assert seen.not_worth(steps, rows) == expected
+def test_when_a_capture_is_worth_it(seen, steps, beside, expected):
+    assert seen.not_worth(steps, beside) == expected
 
 
 # --- graphs
@@ -320,7 +320,7 @@ class Captures:
         case = Case(tokens)
         entry = compute_entry([new_block()], case.temb, tokens.batch)
         return self.memory.capture(
-            key, weights, self, [], case.text, entry, case.step, self.figures
+            key, weights, self, [], case.text, entry, case.step, True, self.figures
         )
 
     @property

@@ -264,7 +264,7 @@ def test_graphs_stay_with_the_transformer_where_passes_replay_them(request, sett
 
 def test_graphs_of_one_image_take_what_a_run_may_take_for_them():
     """At 1024x1024 no more than 0.15 GiB: two matrices of rows, workspaces and a timestep."""
-    found = graph_bytes(RunRequest(width=1024, height=1024), Setting())
+    found = graph_bytes(RunRequest(width=1024, height=1024), Setting("int8"))
     assert found == 2 * (4096 + 200) * 3072 * 2 + 64 * MIB + 60 * 2 * 6 * 3072 * 2
     assert found < 0.15 * GIB
 

@@ -116,18 +116,19 @@ def test_a_text_encoder_is_bf16_unless_named():
 @pytest.mark.parametrize(
     ("asked", "setting", "replays"),
     [
-        ({}, Setting(), True),
+        ({}, Setting("fp8"), True),
+        ({}, Setting(), False),
         ({"steps": 14, "text_tokens": 800}, Setting("int8", "off card"), True),
         ({"steps": 8, "width": 512, "height": 512}, Setting(), True),
-        ({"loras": Loras(3, 32, "merge")}, Setting(), True),
-        ({"loras": Loras(0, 32, "bypass")}, Setting(), True),
-        ({"loras": Loras(1, 32, "bypass")}, Setting(), False),
-        ({"controlnet_bytes": 1}, Setting(), False),
-        ({"steps": 13}, Setting(), False),
+        ({"loras": Loras(3, 32, "merge")}, Setting("int8"), True),
+        ({"loras": Loras(0, 32, "bypass")}, Setting("int8"), True),
+        ({"loras": Loras(1, 32, "bypass")}, Setting("int8"), False),
+        ({"controlnet_bytes": 1}, Setting("int8"), False),
+        ({"steps": 13}, Setting("int8"), False),
         ({"steps": 7, "width": 512, "height": 512}, Setting(), False),
-        ({"batch": 2}, Setting(), False),
-        ({"width": 1536}, Setting(), False),
-        ({}, Setting(resident=False), False),
+        ({"batch": 2}, Setting("int8"), False),
+        ({"width": 1536}, Setting("int8"), False),
+        ({}, Setting("int8", resident=False), False),
     ],
 )
 def test_small_passes_replay_a_graph_where_weights_stay_and_nobody_else_takes_part(
