@@ -21,7 +21,7 @@ from ..spec import QUANTIZED
 from .attention import Attention, AttentionRequest, ChosenAttention
 from .blocks.block import Attend, BlockExecutor, KnownBlock, Layers, Step
 from .blocks.block_form import is_changed, token_layers, unsupported_block
-from .blocks.graphs import LAST_PART, MOST_ROWS, GraphFigures, PassMemory, Seen, key_of
+from .blocks.graphs import FIRST, LAST_PART, MOST_ROWS, GraphFigures, PassMemory, Seen, key_of
 from .blocks.self_check import FirstBlockCheck, Streams
 from .fallback import Fallback
 from .fused import choose_ops
@@ -157,9 +157,12 @@ class PreparedModel:
         total = self.fused + self.fallbacks.total()
         lines = []
         if self.fused:
+            check = "checked in an earlier run"
+            if self.check.worst is not None:
+                check = f"the check's largest difference was {self.check.worst:.2g}"
             lines.append(
                 f"blocks: fused, {self.fused} of {total} in {self.passes} forward passes "
-                f"({self.ops.name}); the check's largest difference was {self.check.worst:.2g}"
+                f"({self.ops.name}); {check}"
             )
         for fallback, count in self.fallbacks.most_common():
             lines.append(f"blocks: {host} own, {count} of {total}: {fallback}")
@@ -235,7 +238,7 @@ class ForwardPass:
         if self._entry is None:
             self._embedding, self._entry = embedding, self._host.entry(embedding, step.tokens.batch)
         # A second call of the transformer in one pass may have another embedding.
-        begins = index == 0 and embedding is self._embedding and not check.wanted(step)
+        begins = index == 0 and embedding is self._embedding
         if begins and self._replay(text, image, step, clear):
             return text, image
         halves = self._halves(index, block, embedding, step.tokens.batch)
@@ -301,9 +304,13 @@ class ForwardPass:
         return self._chosen
 
     def _replay(self, text: torch.Tensor, image: torch.Tensor, step: Step, clear: bool) -> bool:
-        """Has a CUDA graph compute all blocks; whether it did."""
+        """Has a CUDA graph compute all blocks; whether it did.
+
+        What a graph of an earlier run computes was compared then, with the same weights.
+        """
         if not text.is_cuda:
             return False
+        compared = not self._prepared.check.wanted(step)
         figures, attention = self._prepared.graphs, self._host.attention
         refusal = self._no_graphs(clear, attention)
         if refusal:
@@ -318,6 +325,9 @@ class ForwardPass:
         seen = memory.seen(key)
         seen.passes += 1
         graph = memory.graph(key, self._weights)
+        if graph is None and not compared:
+            figures.refuse(FIRST)
+            return False
         if graph is None:
             beside = tokens.rows <= MOST_ROWS[self._prepared.quantized]
             refusal = seen.not_worth(self._host.steps, beside)
@@ -328,7 +338,7 @@ class ForwardPass:
                     refusal = seen.refusal = graph
             if refusal:
                 figures.refuse(refusal)
-                if seen.passes > 1:  # the first one also prepares
+                if self._executor.prepared(blocks):
                     self._watch = _Watch(seen, len(blocks))
                 return False
         result = graph.replay(text, image, self._entry, step)

@@ -302,6 +302,10 @@ class BlockExecutor:
                     product = program.dense(place)
                 product(Operand.of(*tensors))
 
+    def prepared(self, blocks: Sequence[torch.nn.Module]) -> bool:
+        """Whether all that is asked of these blocks was found in an earlier pass."""
+        return self._held and len(self._blocks) >= len(blocks)
+
     def look(self, block: torch.nn.Module, like: torch.Tensor) -> KnownBlock:
         """What is known of a block.
 

@@ -125,7 +125,7 @@ class Seen:
         """
         if self.refusal:
             return self.refusal
-        if self.waited is None or self.passes < 2:
+        if self.waited is None:
             return FIRST
         if not self.waited and not beside:
             return CARD

@@ -30,14 +30,14 @@ class FirstBlockCheck:
 
     Attributes:
         failed: Why the host's blocks run from here on.
-        worst: The largest relative difference of a stream that passed.
+        worst: The largest relative difference of a stream that passed; None before.
     """
 
     def __init__(self, rounds: bool) -> None:
         self._most = ROUNDING_TOLERANCE if rounds else EXACT_TOLERANCE
         self._passed: set[tuple[Tokens, bool]] = set()
         self.failed: Fallback | None = None
-        self.worst = 0.0
+        self.worst: float | None = None
 
     def wanted(self, step: Step) -> bool:
         """Whether these shapes have not been compared yet."""
@@ -64,7 +64,7 @@ class FirstBlockCheck:
                     f"adds from the host's own, and {self._most} is allowed"
                 )
                 return False
-            self.worst = max(self.worst, (off / size).item())
+            self.worst = max(self.worst or 0.0, (off / size).item())
         self._passed.add((step.tokens, step.mask is not None))
         return True
 
