@@ -278,10 +278,12 @@ class BlockExecutor:
             return
         middle, current = (first + last) // 2, torch.cuda.current_stream()
         self._beside.wait_stream(current)
-        with torch.cuda.stream(self._beside):
-            self._multiply_here(program, here, middle, last)
-        self._multiply_here(program, here, first, middle)
-        current.wait_stream(self._beside)
+        try:
+            with torch.cuda.stream(self._beside):
+                self._multiply_here(program, here, middle, last)
+            self._multiply_here(program, here, first, middle)
+        finally:  # a capture cannot end while a stream is not joined
+            current.wait_stream(self._beside)
 
     def _multiply_here(self, program: Program, here: KnownBlock, first: int, last: int) -> None:
         products = program.products[first:last]

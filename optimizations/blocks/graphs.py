@@ -313,11 +313,32 @@ def _captured(
         try:
             work(beside)
         except BaseException:
-            with suppress(RuntimeError):  # a capture that broke cannot be ended either
-                graph.capture_end()
+            with suppress(RuntimeError):  # what has raised is to be seen
+                _end(graph, device, pool)
             raise
-        graph.capture_end()
+        _end(graph, device, pool)
     return graph
+
+
+def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> None:
+    """Ends a capture, also one that the driver has broken off.
+
+    There torch leaves its allocator and its random numbers as in the middle of a capture, so that
+    the one keeps what is freed and the others raise. The allocator is told, and a capture that
+    succeeds puts the random numbers right.
+    """
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        with suppress(AttributeError, RuntimeError):
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+            torch._C._cuda_releasePool(device.index, pool)
+        with suppress(RuntimeError):
+            empty = torch.cuda.CUDAGraph()
+            empty.capture_begin(capture_error_mode="thread_local")
+            torch.zeros(1, device=device)
+            empty.capture_end()
+        raise
 
 
 def key_of(text: torch.Tensor, step: Step, entry: Entry, attention: object) -> tuple[Hashable, ...]:
