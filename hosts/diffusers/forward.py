@@ -17,11 +17,11 @@ from diffusers.models.transformers.transformer_qwenimage import (
 from ...optimizations.attention import aligned_mask
 from ...optimizations.blocks.block import Step
 from ...optimizations.blocks.block_form import blocks_of, token_layers
+from ...optimizations.blocks.passes import BlockInputs
 from ...optimizations.blocks.self_check import Streams
 from ...optimizations.fallback import Fallback
 from ...optimizations.modulation import Entry
 from ...optimizations.reference import Rotary, Tokens
-from ...optimizations.run import BlockInputs
 from .attention import TransformerAttention, backend_of, host_attend
 from .layers import DiffusersLayers
 from .modulation import TransformerModulation
@@ -40,7 +40,7 @@ JOINT_MASK = "attention_mask"
 
 
 class TransformerPass:
-    """Implements `optimizations.run.HostPass`.
+    """Implements `optimizations.blocks.passes.HostPass`.
 
     Args:
         transformer: diffusers'.

@@ -25,7 +25,7 @@ NOT_PLAIN = Fallback("its layers are not plain linear layers")
 
 
 class TransformerModulation:
-    """Implements `optimizations.run.RunModulation`."""
+    """Implements `optimizations.blocks.passes.RunModulation`."""
 
     def __init__(self) -> None:
         self.figures = TableFigures()

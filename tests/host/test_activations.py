@@ -19,7 +19,7 @@ from tracked_allocations import Allocations
 from qwen_l40s.hosts.comfyui.lora.bypass import BypassForward, LowRank
 from qwen_l40s.hosts.comfyui.sample import attention, forward
 from qwen_l40s.optimizations import linear, reference
-from qwen_l40s.optimizations import run as optimized
+from qwen_l40s.optimizations.blocks import passes as optimized
 from qwen_l40s.optimizations.blocks.block import LayerTensors
 from qwen_l40s.optimizations.blocks.block_form import token_layers
 from qwen_l40s.optimizations.fused import TORCH

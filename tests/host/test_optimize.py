@@ -678,7 +678,7 @@ def test_a_wrong_kernel_is_noticed_in_the_first_step():
         return result
 
     changed = right._replace(residual_norm=wrong)
-    with mock.patch("qwen_l40s.optimizations.run.choose_ops", lambda device: changed):
+    with mock.patch("qwen_l40s.optimizations.blocks.passes.choose_ops", lambda device: changed):
         found = forward(clone)
     assert torch.equal(found, forward(model))
     assert "differs by" in report_of(clone)
@@ -693,7 +693,7 @@ def test_a_kernel_that_raises_leaves_the_blocks_to_comfyui():
         raise RuntimeError("ptxas failed\nwith a long log")
 
     changed = right._replace(qk_norm_rope=broken)
-    with mock.patch("qwen_l40s.optimizations.run.choose_ops", lambda device: changed):
+    with mock.patch("qwen_l40s.optimizations.blocks.passes.choose_ops", lambda device: changed):
         found = forward(clone)
     assert torch.equal(found, forward(model))
     assert "raised ptxas failed" in report_of(clone)
@@ -702,7 +702,7 @@ def test_a_kernel_that_raises_leaves_the_blocks_to_comfyui():
         clone = optimize(model, HOST_ATTENTION)
         raising = right._replace(qk_norm_rope=mock.Mock(side_effect=error))
         changed = mock.patch(
-            "qwen_l40s.optimizations.run.choose_ops", lambda device, ops=raising: ops
+            "qwen_l40s.optimizations.blocks.passes.choose_ops", lambda device, ops=raising: ops
         )
         with changed, contextlib.suppress(error):
             forward(clone)

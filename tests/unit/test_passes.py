@@ -19,6 +19,7 @@ from qwen_l40s.optimizations.attention import AttentionRequest
 from qwen_l40s.optimizations.blocks import graphs, workspace
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.blocks.graphs import MOST_GRAPHS, GraphFigures, PassMemory, Seen
+from qwen_l40s.optimizations.blocks.passes import BlockInputs
 from qwen_l40s.optimizations.blocks.products import (
     Operand,
     Read,
@@ -456,7 +457,7 @@ class Host:
 
     def inputs(self, block, positional, arguments):
         text, image = arguments["encoder_hidden_states"], arguments["hidden_states"]
-        return run.BlockInputs(text, image, arguments["temb"], arguments["step"], True)
+        return BlockInputs(text, image, arguments["temb"], arguments["step"], True)
 
     def entry(self, embedding, batch):
         return compute_entry(self.blocks, embedding, batch)

@@ -15,11 +15,11 @@ import torch
 
 from ....optimizations.blocks.block import Step
 from ....optimizations.blocks.block_form import blocks_of
+from ....optimizations.blocks.passes import BlockInputs
 from ....optimizations.blocks.self_check import Streams
 from ....optimizations.fallback import Fallback
 from ....optimizations.modulation import Entry
 from ....optimizations.reference import Rotary, Tokens
-from ....optimizations.run import BlockInputs
 from ..contract import BLOCK_ARGUMENTS, unknown_attention_arguments
 from .attention import SLOT, SlotAttention, file_choice, host_attention, without_choice
 from .call import is_compiled
@@ -35,7 +35,7 @@ INPUT_PATCH = Fallback("another node changes what attention reads (attn1_patch)"
 
 
 class ComfyPass:
-    """Implements `optimizations.run.HostPass`.
+    """Implements `optimizations.blocks.passes.HostPass`.
 
     Args:
         model: ComfyUI's BaseModel.

@@ -1,0 +1,420 @@
+"""One forward pass of an optimized model, in whichever host.
+
+The host's own loop over the blocks stays, with what others do between two blocks or around one. For
+the length of one call of the transformer each block's `forward` is replaced by one that runs the
+executor, replays a graph of all blocks, or hands its arguments to the host's own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ...machine.card import first_line
+from ...spec import QUANTIZED
+from ..attention import Attention, AttentionRequest, ChosenAttention
+from ..fallback import Fallback
+from ..fused import choose_ops
+from ..modulation import Entry, compute_entry
+from ..reference import Modulation
+from .block import Attend, BlockExecutor, KnownBlock, Layers, Step
+from .block_form import token_layers, unsupported_block
+from .graphs import FIRST, LAST_PART, MOST_ROWS, GraphFigures, PassMemory, Seen, key_of
+from .self_check import FirstBlockCheck, Streams
+
+
+class BlockInputs(NamedTuple):
+    """The arguments of one block.
+
+    Attributes:
+        text, image: (batch, tokens, D).
+        embedding: Of the timestep, (batch, D), or (2 batch, D) where the second half is for
+            timestep 0.
+        step: What the blocks of the pass share.
+        clear: Whether nothing reads or changes the streams on the way to the next block.
+    """
+
+    text: torch.Tensor
+    image: torch.Tensor
+    embedding: torch.Tensor
+    step: Step
+    clear: bool
+
+
+class RunModulation(Protocol):
+    """A host's modulation of one model, over its runs."""
+
+    def start_run(self) -> None:
+        """Begins the figures of another run."""
+
+    def lines(self) -> list[str]:
+        """Lines about the run."""
+
+
+class HostPass(Protocol):
+    """A host's adapter: one call of its transformer.
+
+    Attributes:
+        owner: The host's model; referenced weakly.
+        state: What its weights are; what is known of the model in this run is known under it.
+        blocks: The transformer's, in order.
+        dtype, device: Of the activations.
+        latents: What the call denoises.
+        layers: Access to its layers.
+        modulation: Of the model.
+        attention: This package's, where it computes the attention of the block that runs.
+    """
+
+    owner: Any
+    state: Hashable
+    blocks: Sequence[torch.nn.Module]
+    dtype: torch.dtype
+    device: torch.device
+    latents: torch.Tensor
+    layers: Layers
+    modulation: RunModulation
+    attention: ChosenAttention | None
+
+    def fallback(self) -> Fallback | None:
+        """Why the host's own blocks run in this pass; None when the executor's do."""
+
+    def unsupported(self, block: torch.nn.Module) -> Fallback | None:
+        """Why the executor does not compute a block, beyond its form."""
+
+    def inputs(
+        self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
+    ) -> BlockInputs | Fallback:
+        """What a block was called with, or why the executor cannot take it."""
+
+    def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
+        """The modulation of all blocks for a timestep embedding."""
+
+    @property
+    def steps(self) -> int | None:
+        """Of the run, where the host tells."""
+
+    def no_graphs(self) -> str:
+        """Why the pass may not replay a CUDA graph, in one clause; empty when it may."""
+
+    def host_attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The host's own attention of the block that runs, as `block.Attend`."""
+
+    def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
+        """The block's own forward with the host's own attention."""
+
+
+class PreparedModel:
+    """What is known of one model with one set of weights in one run; it holds no module.
+
+    Args:
+        host: Its first pass.
+        lossy_attention: Whether attention differs from exact attention by more than rounding.
+
+    Attributes:
+        ops: The kernels; a `Fallback` where there are none.
+        unsupported: Of each block, why the executor does not compute it.
+        quantized: Whether any of their layers is.
+        graphs: What this run had of CUDA graphs.
+        exchanged: Whether somebody exchanged what blocks were given, unannounced.
+    """
+
+    def __init__(self, host: HostPass, lossy_attention: bool) -> None:
+        self.ops = choose_ops(host.device)
+        self.unsupported = [
+            unsupported_block(block, host.dtype) or host.unsupported(block) for block in host.blocks
+        ]
+        pairs = zip(host.blocks, self.unsupported, strict=True)
+        read = [layer for block, reason in pairs if not reason for layer in token_layers(block)]
+        self._kinds = Counter(map(host.layers.kind, read))
+        formats = sorted(set(self._kinds) & set(QUANTIZED))
+        self._gemms = [str(host.layers.gemm(format, host.device)) for format in formats]
+        self.check = FirstBlockCheck(lossy_attention or any(map(host.layers.rounds, read)))
+        self.modulation = host.modulation
+        self.passes = self.fused = 0
+        self.fallbacks: Counter[Fallback] = Counter()
+        self.quantized = bool(formats)
+        self.graphs = GraphFigures()
+        self.exchanged = False
+        self._weights: Hashable = None
+        self._known: dict[torch.nn.Module, KnownBlock] = {}
+
+    def known(self, weights: Hashable | None) -> dict[torch.nn.Module, KnownBlock] | None:
+        """What is known of blocks whose weights are where this token says."""
+        if weights != self._weights:
+            self._weights, self._known = weights, {}
+        return None if weights is None else self._known
+
+    def lines(self, host: str) -> list[str]:
+        """What ran, a line each."""
+        total = self.fused + self.fallbacks.total()
+        lines = []
+        if self.fused:
+            check = "checked in an earlier run"
+            if self.check.worst is not None:
+                check = f"the check's largest difference was {self.check.worst:.2g}"
+            lines.append(
+                f"blocks: fused, {self.fused} of {total} in {self.passes} forward passes "
+                f"({self.ops.name}); {check}"
+            )
+        for fallback, count in self.fallbacks.most_common():
+            lines.append(f"blocks: {host} own, {count} of {total}: {fallback}")
+        if not self.fused:
+            return lines
+        lines += [f"layers: {gemm}" for gemm in self._gemms]
+        if self._kinds[None]:
+            own = f"{self._kinds[None]} of {self._kinds.total()} run {host} own way"
+            lines.append(f"layers: {own}")
+        return lines + self.graphs.lines() + self.modulation.lines()
+
+
+class ForwardPass:
+    """The blocks of one call of a transformer.
+
+    Args:
+        fall_back: Called for each block that the host runs, with the reason.
+        memory: That no other pass uses meanwhile.
+        weights: Where they are, of `Layers.hold`; None where they may move.
+
+    Attributes:
+        fused: How many blocks the executor ran.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        host: HostPass,
+        fall_back: Callable[[Fallback, int], None],
+        memory: PassMemory | None = None,
+        weights: Hashable | None = None,
+    ) -> None:
+        self._prepared = prepared
+        self._host = host
+        self._fall_back = fall_back
+        self._memory = PassMemory(prepared.ops) if memory is None else memory
+        self._weights = weights
+        self._executor = self._new_executor(self._attend)
+        self._asked: ChosenAttention | None = None
+        self._chosen: Attention | None = None
+        self._embedding: torch.Tensor | None = None
+        self._entry: Entry | None = None
+        self._handed: tuple[Streams, Streams] | None = None
+        self._watch: _Watch | None = None
+        self.fused = 0
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Puts the executor into the blocks, and takes it out again."""
+        try:
+            for index, block in enumerate(self._host.blocks):
+                # Not through Module.__setattr__, which costs as much as a launch.
+                block.__dict__["forward"] = _BoundForward(self, index, block)
+            yield
+        finally:
+            for block in self._host.blocks:
+                block.__dict__.pop("forward", None)
+            del self._executor  # which holds this pass, and with it the model, in a circle
+
+    def run(
+        self, index: int, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
+    ) -> Streams:
+        """One block; arguments and result are those of the host's block."""
+        if self._handed is not None:
+            return self._hand_on(index, positional, arguments)
+        check, unsupported = self._prepared.check, self._prepared.unsupported
+        refusal = unsupported[index] or check.failed
+        inputs = refusal or self._host.inputs(block, positional, arguments)
+        if isinstance(inputs, Fallback):
+            self._fall_back(inputs, 1)
+            return type(block).forward(block, *positional, **arguments)
+        text, image, embedding, step, clear = inputs
+        if self._entry is None:
+            self._embedding, self._entry = embedding, self._host.entry(embedding, step.tokens.batch)
+        # A second call of the transformer in one pass may have another embedding.
+        begins = index == 0 and embedding is self._embedding
+        if begins and self._replay(text, image, step, clear):
+            return text, image
+        halves = self._halves(index, block, embedding, step.tokens.batch)
+        following = None
+        if clear and index + 1 < len(unsupported) and not unsupported[index + 1]:
+            following = self._host.blocks[index + 1], self._entry.of(index + 1)[0]
+        self.fused += 1
+        if self.fused > 1 or not check.wanted(step):
+            result = self._executor.run(block, text, image, step, halves, following)
+            if self._watch is not None:
+                self._watch.after(index)
+            return result
+        # The host's own block takes more than ours: the buffers make room for it.
+        self._memory.free_buffers()
+        self._executor = self._new_executor(self._attend)
+        expected = self._host.host_block(block, arguments)
+        try:
+            result = self._compared(block, text, image, step, halves, following)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # compilers, drivers and packages raise anything
+            check.fail(f"the fused block raised {first_line(error)}")
+        else:
+            if check.passes((text, image), result, expected, step):
+                return result
+        self.fused -= 1
+        self._fall_back(check.failed, 1)
+        return expected
+
+    def _compared(self, *operands: Any) -> Streams:
+        """The block that is compared; where it gives NaN, once more with the host's attention."""
+        result = self._executor.run(*operands)
+        attention = self._host.attention
+        if attention is None or all(map(is_finite, result)):
+            return result
+        executor = self._new_executor(self._host.host_attend)
+        result = executor.run(*operands)
+        if all(map(is_finite, result)):
+            attention.give_up()
+            self._executor = executor
+        return result
+
+    def _new_executor(self, attend: Attend) -> BlockExecutor:
+        prepared = self._prepared
+        known = prepared.known(self._weights)
+        workspace = self._memory.workspace
+        return BlockExecutor(self._host.layers, prepared.ops, attend, workspace, known)
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        attention = self._host.attention
+        if attention is None:
+            return self._host.host_attend(q, k, v, mask)
+        return self._choice(attention, AttentionRequest.of, q, mask)(q, k, v, mask)
+
+    def _choice(
+        self, attention: ChosenAttention, request: Callable[..., AttentionRequest], *given: Any
+    ) -> Attention:
+        """What was chosen for the shapes of this pass; asked for once."""
+        if attention is not self._asked:
+            self._asked, self._chosen = attention, attention.choose(request(*given))
+        return self._chosen
+
+    def _replay(self, text: torch.Tensor, image: torch.Tensor, step: Step, clear: bool) -> bool:
+        """Has a CUDA graph compute all blocks; whether it did.
+
+        What a graph of an earlier run computes was compared then, with the same weights.
+        """
+        if not text.is_cuda:
+            return False
+        compared = not self._prepared.check.wanted(step)
+        figures, attention = self._prepared.graphs, self._host.attention
+        refusal = self._no_graphs(clear, attention)
+        if refusal:
+            figures.refuse(refusal)
+            return False
+        attn, tokens = self._host.blocks[0].attn, step.tokens
+        heads, masked = attn.heads, step.mask is not None
+        size = tokens.batch, heads, text.shape[-1] // heads, tokens.joint, masked
+        chosen = self._choice(attention, AttentionRequest, text.device, text.dtype, *size)
+        key = key_of(text, step, self._entry, chosen)
+        memory, blocks = self._memory, self._host.blocks
+        seen = memory.seen(key)
+        seen.passes += 1
+        graph = memory.graph(key, self._weights)
+        if graph is None and not compared:
+            figures.refuse(FIRST)
+            return False
+        if graph is None:
+            beside = tokens.rows <= MOST_ROWS[self._prepared.quantized]
+            refusal = seen.not_worth(self._host.steps, beside)
+            if not refusal:
+                given = text, self._entry, step, beside, figures
+                graph = memory.capture(key, self._weights, self._executor, blocks, *given)
+                if isinstance(graph, str):
+                    refusal = seen.refusal = graph
+            if refusal:
+                figures.refuse(refusal)
+                if self._executor.prepared(blocks):
+                    self._watch = _Watch(seen, len(blocks))
+                return False
+        result = graph.replay(text, image, self._entry, step)
+        self._handed = (text, image), result
+        self.fused += len(blocks)
+        figures.replayed += 1
+        return True
+
+    def _no_graphs(self, clear: bool, attention: ChosenAttention | None) -> str:
+        """Why this pass launches kernel by kernel."""
+        if self._weights is None:
+            return str(self._host.layers.moving)
+        if not clear or self._prepared.exchanged:
+            return "something reads or changes the streams between two blocks"
+        if attention is None:
+            return "the attention is not this package's"
+        if any(self._prepared.unsupported):
+            return "some blocks do not run fused"
+        return self._host.no_graphs()
+
+    def _hand_on(self, index: int, positional: tuple, arguments: dict[str, Any]) -> Streams:
+        """What a block returns whose result a graph has computed."""
+        (text, image), result = self._handed
+        same = (
+            not positional
+            and arguments["hidden_states"] is image
+            and arguments["encoder_hidden_states"] is text
+            and arguments["temb"] is self._embedding
+        )
+        if not same:
+            raise WatchedError
+        return result if index + 1 == len(self._host.blocks) else (text, image)
+
+    def _halves(
+        self, index: int, block: torch.nn.Module, embedding: torch.Tensor, batch: int
+    ) -> tuple[Modulation, Modulation]:
+        if embedding is not self._embedding:  # another extension has changed it for this block
+            return compute_entry((block,), embedding, batch).of(0)
+        return self._entry.of(index)
+
+
+class WatchedError(Exception):
+    """Somebody exchanged what blocks are given, whose results a graph had computed already."""
+
+
+class _Watch:
+    """Finds out whether the card waits for the processor.
+
+    Args:
+        seen: Is told.
+        blocks: Of the pass.
+    """
+
+    def __init__(self, seen: Seen, blocks: int) -> None:
+        self._seen, self._blocks = seen, blocks
+        self._event: torch.cuda.Event | None = None
+
+    def after(self, index: int) -> None:
+        """A block has been launched."""
+        if index + 1 == self._blocks - max(1, self._blocks // LAST_PART):
+            self._event = torch.cuda.Event()
+            self._event.record()
+        elif index + 1 == self._blocks and self._event is not None:
+            self._seen.waited = self._event.query()
+
+
+class _BoundForward:
+    """The `forward` of one block during one call."""
+
+    __slots__ = ("_block", "_index", "_pass")
+
+    def __init__(self, forward_pass: ForwardPass, index: int, block: torch.nn.Module) -> None:
+        self._pass, self._index, self._block = forward_pass, index, block
+
+    def __call__(self, *positional: Any, **arguments: Any) -> Streams:
+        return self._pass.run(self._index, self._block, positional, arguments)
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether it holds neither NaN nor infinity."""
+    return bool(tensor.isfinite().all())
