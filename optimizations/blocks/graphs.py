@@ -282,7 +282,8 @@ class PassMemory:
         return Inputs(x, own, Step(tokens, rotary, mask))
 
     def _shared_pool(self) -> tuple[int, int]:
-        if self._pool is None:
+        # torch takes no pool whose graphs are all gone.
+        if self._pool is None or not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
 
