@@ -231,12 +231,14 @@ class BlockExecutor:
         self._beside = beside
         text, image = streams_of(x, step.tokens)
         self._carried = _Carried(text, image, x, entry.of(0)[0], None)
-        for index, block in enumerate(blocks):
-            after = None
-            if index + 1 < len(blocks):
-                after = blocks[index + 1], entry.of(index + 1)[0]
-            text, image = self.run(block, text, image, step, entry.of(index), after)
-        self._beside = None
+        try:
+            for index, block in enumerate(blocks):
+                after = None
+                if index + 1 < len(blocks):
+                    after = blocks[index + 1], entry.of(index + 1)[0]
+                text, image = self.run(block, text, image, step, entry.of(index), after)
+        finally:  # the pass goes on where a capture fails
+            self._beside = None
 
     def _both(
         self, form: BlockForm, after: BlockForm, tokens: Tokens, x: torch.Tensor
