@@ -5,7 +5,7 @@ in the first step, what falls back and why, and the report. `blocks/passes.py` h
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -132,7 +132,11 @@ class Optimization:
         fall_back: Callable[[Fallback, int], None],
         call: Callable[[], Any],
     ) -> Any:
-        with self._memory(prepared, host) as memory, host.layers.hold(host.blocks) as weights:
+        with (
+            _current(host.device),
+            self._memory(prepared, host) as memory,
+            host.layers.hold(host.blocks) as weights,
+        ):
             forward_pass = ForwardPass(prepared, host, fall_back, memory, weights)
             with forward_pass.installed():
                 output = call()
@@ -178,6 +182,11 @@ class Optimization:
         if host.state not in known:
             known[host.state] = PreparedModel(host, self.lossy_attention)
         return known[host.state]
+
+
+def _current(device: torch.device) -> AbstractContextManager:
+    """Makes a card the current one: kernels are compiled for that one, and launch on it alone."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _holds(host: HostPass) -> bool:

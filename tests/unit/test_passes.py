@@ -3,8 +3,9 @@ by what it would have captured.
 """
 
 import gc
+import itertools
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -287,8 +288,11 @@ class Graph:
 
     made = ()  # by the test that runs
 
-    def __init__(self, work):
-        self.work = work
+    def __init__(self, work, pool):
+        # torch refuses a pool whose graphs are all gone.
+        used = [graph.work is not None for graph in Graph.made if graph.pool == pool]
+        assert any(used) or not used
+        self.work, self.pool = work, pool
         work(None)
         Graph.made.append(self)
 
@@ -302,8 +306,9 @@ class Graph:
 @pytest.fixture
 def graphs_here(monkeypatch):
     monkeypatch.setattr(Graph, "made", [])
-    monkeypatch.setattr(graphs, "_captured", lambda work, device, pool: Graph(work))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(graphs, "_captured", lambda work, device, pool: Graph(work, pool))
+    pools = itertools.count()
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(pools)))
     event = SimpleNamespace(record=lambda: None, query=lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
 
@@ -359,6 +364,8 @@ def test_graphs_of_buffers_that_were_exchanged_are_dropped(graphs_here):
     assert not any(captures.kept)
     memory.free_buffers()
     assert memory.workspace.bytes == 0
+    captures.capture("small")  # in another pool
+    assert memory.has_graphs
 
 
 @pytest.mark.parametrize(
@@ -378,6 +385,26 @@ def test_a_capture_that_fails_says_why(graphs_here, error, expected):
     assert expected in captures.capture("key")
     assert captures.memory.graph("key", "here") is None
     assert captures.figures.captured == 0
+
+
+def test_a_pass_goes_on_upon_one_stream_where_a_capture_fails(monkeypatch):
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    asked = []
+    monkeypatch.setattr(torch.cuda, "stream", lambda it: asked.append(it) or nullcontext())
+
+    def full(*operands):
+        raise torch.OutOfMemoryError("full")
+
+    chain, case = Chain({}), Case(SMALL)
+    entry = compute_entry(chain.blocks, case.temb, 1)
+    executor = BlockExecutor(chain.layers, fused.TORCH, full)
+    x = random(SMALL.rows, DIM)
+    for beside in (stream, None):
+        with pytest.raises(torch.OutOfMemoryError):
+            executor.run_all(chain.blocks, x, case.step, entry, beside)
+        assert asked == [stream]
+        assert executor._beside is None
 
 
 def test_passes_are_counted_by_run():
@@ -521,6 +548,24 @@ def test_a_graph_gives_what_launching_gives(graphs_here, mix):
     assert passes.figures.reasons["it moves"] == 1
     passes.optimization.release(passes.model)
     assert not any(graph.work for graph in Graph.made)
+
+
+def test_a_pass_runs_with_the_models_card_as_the_current_one(graphs_here, monkeypatch):
+    card, current, found = torch.device("cuda", 1), [torch.device("cuda", 0)], []
+
+    @contextmanager
+    def made_current(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(Host, "device", card)
+    monkeypatch.setattr("qwen_l40s.optimizations.blocks.passes.choose_ops", lambda _: fused.TORCH)
+    monkeypatch.setattr(torch.cuda, "device", made_current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+    Passes({}, {})(between=lambda index, image: found.append(current[-1]) or image)
+    assert found == [card] * 2
+    assert len(current) == 1
 
 
 def test_graphs_make_room_for_the_hosts_block_where_the_card_is_full(graphs_here, monkeypatch):
