@@ -16,8 +16,8 @@ taken for every machine.
     files.WHOLE_LOADS, files.QUANTIZING                 files from memory to the card
     files.MAPPED, files.START                           files from a disk; ComfyUI's start
 
-Predicted and not measured are times.PROCESSOR_FLOPS, files.SOURCES, `graph` and `host` of
-rates.LAUNCHES, and the shares of data sheets' peaks in `rates`.
+Predicted and not measured are times.PROCESSOR_FLOPS, files.SOURCES, and the shares of data sheets'
+peaks in `rates`.
 """
 
 from __future__ import annotations
@@ -138,9 +138,9 @@ class Launches:
         return self.host + (self.graph if graph else blocks * self.block[precision])
 
 
-# Of a machine that was not calibrated. `block` with the host's code in it is from an H200's host at
-# 1024x1024, batch 1, before launches were prepared; `graph` and `host` are predicted.
-LAUNCHES = Launches({"bf16": 0.00085, "fp8": 0.00115, "int8": 0.00115}, graph=0.001, host=0.001)
+# Of a machine that was not calibrated: measured on an H200's host at 256x256; `graph` is what a
+# replay adds.
+LAUNCHES = Launches({"bf16": 0.00025, "fp8": 0.00028, "int8": 0.00017}, graph=0.0005, host=0.0033)
 
 
 @dataclass(frozen=True)

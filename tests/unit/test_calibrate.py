@@ -213,9 +213,9 @@ def test_the_table_names_shares_of_the_dense_peak():
     assert shares["memory, fused norm"] == "81%"
     assert shares["host to card, pinned"] == "75%"
     assert not any("int8" in line for line in lines)
-    assert shares["processor, bf16 block"] == "0.85"
-    assert shares["processor, fp8 block"] == "1.15"
-    assert shares["processor, CUDA graph"] == "1"
+    assert shares["processor, bf16 block"] == "0.25"
+    assert shares["processor, fp8 block"] == "0.28"
+    assert shares["processor, CUDA graph"] == "0.5"
     assert not any("%" in line for line in bench_calibrate.table(MINE, None))
 
 
