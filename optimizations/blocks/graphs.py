@@ -195,6 +195,7 @@ class PassMemory:
 
     def free_buffers(self) -> None:
         """Where no graph needs them."""
+        self._drop_void()
         if not self._graphs:
             self.workspace = Workspace(self.workspace.ops)
 
@@ -216,9 +217,7 @@ class PassMemory:
 
     def graph(self, key: Hashable, weights: Hashable) -> PassGraph | None:
         """The graph of a shape, where what it reads is where it was; others are dropped."""
-        changes = self.workspace.changes
-        for stale in [k for k, graph in self._graphs.items() if graph.changes != changes]:
-            self._graphs.pop(stale).reset()
+        self._drop_void()
         found = self._graphs.pop(key, None)
         if found is None:
             return None
@@ -271,6 +270,12 @@ class PassMemory:
         figures.captured += 1
         figures.seconds += time.perf_counter() - start
         return found
+
+    def _drop_void(self) -> None:
+        """Drops the graphs of buffers that were exchanged."""
+        changes = self.workspace.changes
+        for void in [k for k, graph in self._graphs.items() if graph.changes != changes]:
+            self._graphs.pop(void).reset()
 
     def _inputs(self, text: torch.Tensor, entry: Entry, step: Step) -> Inputs:
         tokens = step.tokens

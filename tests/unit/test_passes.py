@@ -568,6 +568,20 @@ def test_a_pass_runs_with_the_models_card_as_the_current_one(graphs_here, monkey
     assert len(current) == 1
 
 
+def test_a_larger_run_without_graphs_leaves_no_buffers(graphs_here):
+    passes = Passes({}, {})
+    for _ in range(4):
+        passes()
+    passes.optimization.end_run()
+    (memory,) = passes.optimization._all_memories()
+    assert memory.has_graphs
+    passes.optimization.start_run()
+    passes(LARGE, weights=None)
+    passes.optimization.end_run()
+    assert not memory.has_graphs
+    assert memory.workspace.bytes == 0
+
+
 def test_graphs_make_room_for_the_hosts_block_where_the_card_is_full(graphs_here, monkeypatch):
     passes = Passes({}, {})
     for _ in range(4):
