@@ -333,7 +333,9 @@ class ForwardPass:
                 given = text, self._entry, step, beside, figures
                 graph = memory.capture(key, self._weights, self._executor, blocks, *given)
                 if isinstance(graph, str):
-                    refusal = seen.refusal = graph
+                    refusal = graph
+                    if graph != FIRST:  # which the next pass is not
+                        seen.refusal = graph
             if refusal:
                 figures.refuse(refusal)
                 if self._executor.prepared(blocks):

@@ -568,6 +568,15 @@ def test_a_pass_runs_with_the_models_card_as_the_current_one(graphs_here, monkey
     assert len(current) == 1
 
 
+def test_a_longer_prompt_beside_a_shorter_one_gets_a_graph_too(graphs_here):
+    passes = Passes({}, {})
+    for seed in range(6):
+        for tokens in (SMALL, LARGE):
+            assert_same(passes(tokens, seed=seed), passes.expected(tokens, seed))
+    # The third pass of the long one takes a larger buffer, which voids the short one's graph.
+    assert (passes.figures.captured, passes.figures.replayed) == (3, 7)
+
+
 def test_a_larger_run_without_graphs_leaves_no_buffers(graphs_here):
     passes = Passes({}, {})
     for _ in range(4):
