@@ -24,7 +24,7 @@ from ..reference import Modulation
 from .block import Attend, BlockExecutor, KnownBlock, Layers, Step
 from .block_form import token_layers, unsupported_block
 from .graphs import FIRST, LAST_PART, MOST_ROWS, GraphFigures, PassMemory, Seen, key_of
-from .self_check import FirstBlockCheck, Streams
+from .self_check import TOKENS_AT_ONCE, FirstBlockCheck, Streams
 
 
 class BlockInputs(NamedTuple):
@@ -418,5 +418,10 @@ class _BoundForward:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether it holds neither NaN nor infinity."""
-    return bool(tensor.isfinite().all())
+    """Whether it holds neither NaN nor infinity; some rows at a time, which take little memory.
+
+    Args:
+        tensor: (..., rows, columns).
+    """
+    parts = tensor.split(TOKENS_AT_ONCE, -2)  # torch's isfinite takes 2.5 times a bf16 tensor
+    return all(bool(part.isfinite().all()) for part in parts)
