@@ -121,7 +121,9 @@ class Optimization:
         except WatchedError:
             prepared.exchanged = True
         except torch.OutOfMemoryError:
-            if not self._drop_graphs(host.owner) and (host.layers.moving or _holds(host)):
+            if self._drop_graphs(host.owner):
+                prepared.dropped += 1
+            elif host.layers.moving or _holds(host):
                 raise
         return self._run_fused(prepared, host, fall_back, call)
 

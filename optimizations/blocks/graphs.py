@@ -194,10 +194,10 @@ class PassMemory:
             seen.passes, seen.refusal = 0, ""
 
     def free_buffers(self) -> None:
-        """Where no graph needs them."""
+        """Where no graph needs them, and large ones with their graphs."""
         self._drop_void()
-        if not self._graphs:
-            self.workspace = Workspace(self.workspace.ops)
+        if not self._graphs or self.workspace.bytes > KEPT_BYTES:
+            self.release()
 
     def release(self) -> None:
         """Frees everything."""

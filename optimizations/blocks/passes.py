@@ -122,6 +122,7 @@ class PreparedModel:
         quantized: Whether any of their layers is.
         graphs: What this run had of CUDA graphs.
         exchanged: Whether somebody exchanged what blocks were given, unannounced.
+        dropped: How often graphs were given up because memory ran out.
     """
 
     def __init__(self, host: HostPass, lossy_attention: bool) -> None:
@@ -141,6 +142,7 @@ class PreparedModel:
         self.quantized = bool(formats)
         self.graphs = GraphFigures()
         self.exchanged = False
+        self.dropped = 0
         self._weights: Hashable = None
         self._known: dict[torch.nn.Module, KnownBlock] = {}
 
@@ -353,6 +355,8 @@ class ForwardPass:
             return str(self._host.layers.moving)
         if not clear or self._prepared.exchanged:
             return "something reads or changes the streams between two blocks"
+        if self._prepared.dropped > 1:  # once, it may have been the check's
+            return "memory ran out with them"
         if attention is None:
             return "the attention is not this package's"
         if any(self._prepared.unsupported):
