@@ -310,6 +310,14 @@ class BlockExecutor:
         """Whether all that is asked of these blocks was found in an earlier pass."""
         return self._held and len(self._blocks) >= len(blocks)
 
+    def replayable(self, blocks: Sequence[torch.nn.Module]) -> bool:
+        """Whether no layer of these blocks is known to run itself, or to be read anew each time."""
+        known = filter(None, map(self._blocks.get, blocks))
+        return not any(
+            block.operands is None or any(layer.kind is None for layer in block.form.layers)
+            for block in known
+        )
+
     def look(self, block: torch.nn.Module, like: torch.Tensor) -> KnownBlock:
         """What is known of a block.
 

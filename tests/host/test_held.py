@@ -164,7 +164,9 @@ def test_every_move_between_two_passes_is_seen(move):
 
 
 def test_weights_that_no_token_can_stand_for():
-    """Hooks, functions on the way, casts, layers that run themselves: each with its reason."""
+    """Hooks, functions on the way, casts: each with its reason. A layer that runs itself is another
+    token's.
+    """
     _, model = loaded()
     passes = Passes(model)
     layer = passes.layers[-1]
@@ -179,8 +181,10 @@ def test_weights_that_no_token_can_stand_for():
     with mock.patch.object(type(model.model), "get_dtype_inference", lambda _: torch.float32):
         assert passes() == held.CAST.reason
     passes.run = {}
+    alone = passes()
+    passes.run = {}
     removed = layer.register_forward_hook(lambda *_: None)
-    assert passes() == held.OWN_WAY.reason
+    assert isinstance(passes(), int) and passes() != alone
     removed.remove()
     model.cleanup()  # no sampler runs the model: every pass looks at every layer
     passes.run = None

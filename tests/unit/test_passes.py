@@ -591,6 +591,14 @@ def test_a_larger_run_without_graphs_leaves_no_buffers(graphs_here):
     assert memory.workspace.bytes == 0
 
 
+def test_layers_that_run_themselves_are_called_in_every_pass(graphs_here):
+    passes = Passes(MIXES["opaque among fp8"], {}, {})
+    for seed in range(5):
+        assert_same(passes(seed=seed), passes.expected(seed=seed))
+    assert passes.figures.captured == 0
+    assert "some layers run themselves, as with a LoRA beside them" in passes.figures.reasons
+
+
 def test_graphs_make_room_for_the_hosts_block_where_the_card_is_full(graphs_here, monkeypatch):
     passes = Passes({}, {})
     for _ in range(4):

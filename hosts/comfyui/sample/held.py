@@ -201,8 +201,9 @@ def _look(model: Any, blocks: Sequence[torch.nn.Module], kind: Kind) -> Hashable
         places += _place(norm.weight)
     for layer in itertools.chain.from_iterable(layers):
         form = kind(layer)
-        if form is None:
-            return OWN_WAY
+        if form is None:  # it runs itself, with weights that it reads itself
+            places.append(id(layer))
+            continue
         if layer.weight_function or layer.bias_function:
             return ON_THE_WAY
         if not _is_resident(layer):
