@@ -21,7 +21,6 @@ from qwen_l40s.hosts.comfyui.sample import attention, forward
 from qwen_l40s.optimizations import linear, reference
 from qwen_l40s.optimizations.blocks import passes as optimized
 from qwen_l40s.optimizations.blocks.block import LayerTensors
-from qwen_l40s.optimizations.blocks.block_form import token_layers
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import compute_entry
 from qwen_l40s.optimizations.reference import QKNorm, Rotary
@@ -88,10 +87,6 @@ host_attention = untracked(qwen.optimized_attention_masked)
 rotate = untracked(qwen.apply_rope1)
 
 
-def is_wrapped(block):
-    return any("forward" in vars(layer) for layer in token_layers(block))
-
-
 class Int8Layers:
     """Dense layers of a model as int8 ones, with a fused GEMM or without any."""
 
@@ -103,8 +98,7 @@ class Int8Layers:
 
     @contextmanager
     def hold(self, blocks):
-        self.moving = "layers run themselves" if any(map(is_wrapped, blocks)) else None
-        yield None if self.moving else "here"
+        yield "here"
 
     def rounds(self, layer):
         return True
@@ -267,16 +261,24 @@ def followed(request, setting):
             seen.peak = seen.live
             report = optimization.report()
             assert f"fused, {passed * len(blocks)} of {passed * len(blocks)} in" in report, report
-            assert (host.layers.moving is None) is not bool(request.loras.count)
+            assert host.layers.moving is None
     return peaks
+
+
+# ComfyUI 0.40's own block, which the first step compares with, takes less than 0.33's, which is
+# counted, and so does its ControlNet.
+LESS = 0.02 if hasattr(comfy.ops, "_eager_input_act") else 0.0
+LESS_OF_CONTROLNET = 0.15 if LESS else 0.1
 
 
 def agrees(request, setting, tolerance=0.001):
     first, later = followed(request, setting)
     counted, given = step_bytes(request, setting), given_bytes(request)
-    for found, expected in ((first, counted.first), (later, counted.later)):
+    for found, expected, less in ((first, counted.first, LESS), (later, counted.later, 0.0)):
         off = (expected - given) / found - 1
-        assert abs(off) <= tolerance, (request, setting.precision, found, expected - given, off)
+        assert -tolerance <= off <= tolerance + less, (
+            request, setting.precision, found, expected - given, off,
+        )  # fmt: skip
 
 
 def requests():
@@ -341,7 +343,7 @@ def test_a_controlnet():
         given = net(x, torch.full((1,), 0.5), text, hint=hint)["input"]
     assert len({part.data_ptr() for part in given}) == blocks
     off = (control_bytes(request)[1] - given_bytes(request)) / seen.peak - 1
-    assert abs(off) <= 0.1, (seen.peak, control_bytes(request), off)
+    assert -0.1 <= off <= LESS_OF_CONTROLNET, (seen.peak, control_bytes(request), off)
 
 
 def test_the_text_encoder():
