@@ -27,7 +27,7 @@ from ..fused import Ops
 from ..linear import Gemm
 from ..modulation import Entry
 from ..reference import Modulation, QKNorm, Rotary, Tokens
-from .products import Operand, merged_product
+from .products import Operand, dense_product, merged_product
 from .workspace import DENSE, BlockForm, LayerForm, Program, Workspace, streams_of
 
 
@@ -303,7 +303,7 @@ class BlockExecutor:
                 if tensors.scale is None and form.format is not None:
                     product = merged_product(program.reads[place], form.format)
                 elif tensors.scale is None and form.kind != DENSE:
-                    product = program.dense(place)
+                    product = dense_product(program.reads[place])
                 product(Operand.of(*tensors))
 
     def prepared(self, blocks: Sequence[torch.nn.Module]) -> bool:

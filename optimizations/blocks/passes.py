@@ -110,7 +110,7 @@ class HostPass(Protocol):
 
 
 class PreparedModel:
-    """What is known of one model with one set of weights in one run; it holds no module.
+    """What is known of one model with one set of weights in one run; it does not hold the model.
 
     Args:
         host: Its first pass.
@@ -192,13 +192,13 @@ class ForwardPass:
         prepared: PreparedModel,
         host: HostPass,
         fall_back: Callable[[Fallback, int], None],
-        memory: PassMemory | None = None,
-        weights: Hashable | None = None,
+        memory: PassMemory,
+        weights: Hashable | None,
     ) -> None:
         self._prepared = prepared
         self._host = host
         self._fall_back = fall_back
-        self._memory = PassMemory(prepared.ops) if memory is None else memory
+        self._memory = memory
         self._weights = weights
         self._executor = self._new_executor(self._attend)
         self._asked: ChosenAttention | None = None

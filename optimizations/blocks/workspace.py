@@ -253,10 +253,6 @@ class Program:
             self.reads.append(read)
         self.products = tuple(map(_product, self.reads, forms))
 
-    def dense(self, place: int) -> Product:
-        """The product of a place whose weight turned out plain."""
-        return dense_product(self.reads[place])
-
     def begin(self, x: torch.Tensor, norms: Modulation) -> None:
         """The first norm of a block whose predecessor left nothing."""
         self.shape.norm(x, None, norms, self._form.eps, self.first_format)

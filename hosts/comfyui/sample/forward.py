@@ -94,7 +94,7 @@ class ComfyPass:
         return None if sigmas is None else len(sigmas) - 1
 
     def no_graphs(self) -> str:
-        """ComfyUI's own switch, and what is computed by another's attention."""
+        """ComfyUI's own switch."""
         if getattr(comfy.cli_args.args, "disable_cuda_graphs", False):
             return "ComfyUI runs with --disable-cuda-graphs"
         return ""
