@@ -315,7 +315,7 @@ def _captured(
     graph = torch.cuda.CUDAGraph()
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        _begin(graph, device, pool)
         try:
             work(beside)
         except BaseException:
@@ -326,12 +326,26 @@ def _captured(
     return graph
 
 
+def _begin(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> None:
+    """Begins a capture with a generator of random numbers of its own.
+
+    The one that takes part raises in other threads ("Offset increment outside graph capture"), as
+    long as a capture lasts and after one that failed. torch takes the default one; here that is
+    over when this returns.
+    """
+    generator = torch.cuda.default_generators[device.index]
+    everybodys = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(generator.clone_state())
+    try:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    finally:
+        generator.graphsafe_set_state(everybodys)
+
+
 def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> None:
     """Ends a capture, also one that the driver has broken off.
 
-    There torch leaves its allocator and its random numbers as in the middle of a capture, so that
-    the one keeps what is freed and the others raise. The allocator is told, and a capture that
-    succeeds puts the random numbers right.
+    There torch leaves its allocator as in the middle of a capture, where it keeps what is freed.
     """
     try:
         graph.capture_end()
@@ -339,11 +353,6 @@ def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int
         with suppress(AttributeError, RuntimeError):
             torch._C._cuda_endAllocateToPool(device.index, pool)
             torch._C._cuda_releasePool(device.index, pool)
-        with suppress(RuntimeError):
-            empty = torch.cuda.CUDAGraph()
-            empty.capture_begin(capture_error_mode="thread_local")
-            torch.zeros(1, device=device)
-            empty.capture_end()
         raise
 
 

@@ -677,7 +677,7 @@ def test_a_wrong_kernel_is_noticed_in_the_first_step():
             x *= 1.2
         return result
 
-    changed = right._replace(residual_norm=wrong)
+    changed = right._replace(residual_norm=wrong, prepared={})
     with mock.patch("qwen_l40s.optimizations.blocks.passes.choose_ops", lambda device: changed):
         found = forward(clone)
     assert torch.equal(found, forward(model))
@@ -692,7 +692,7 @@ def test_a_kernel_that_raises_leaves_the_blocks_to_comfyui():
     def broken(*arguments):
         raise RuntimeError("ptxas failed\nwith a long log")
 
-    changed = right._replace(qk_norm_rope=broken)
+    changed = right._replace(qk_norm_rope=broken, prepared={})
     with mock.patch("qwen_l40s.optimizations.blocks.passes.choose_ops", lambda device: changed):
         found = forward(clone)
     assert torch.equal(found, forward(model))
@@ -700,7 +700,7 @@ def test_a_kernel_that_raises_leaves_the_blocks_to_comfyui():
     # What is no fault of a kernel is passed on.
     for error in (torch.OutOfMemoryError, comfy.model_management.InterruptProcessingException):
         clone = optimize(model, HOST_ATTENTION)
-        raising = right._replace(qk_norm_rope=mock.Mock(side_effect=error))
+        raising = right._replace(qk_norm_rope=mock.Mock(side_effect=error), prepared={})
         changed = mock.patch(
             "qwen_l40s.optimizations.blocks.passes.choose_ops", lambda device, ops=raising: ops
         )
