@@ -1,0 +1,164 @@
+"""The step cache on ComfyUI's hooks: one wrapper around a run, one around a step's prediction.
+
+Both branches of CFG, with their ControlNets and patches, are inside of PREDICT_NOISE, so that a
+skipped step calls nothing of the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.model_sampling import CONST
+from comfy.patcher_extension import WrappersMP
+
+from ....optimizations.step_cache import CachedRun, CacheFigures
+from ....step_cache import CacheSettings
+from ..record.sampling import record_runs
+
+logger = logging.getLogger(__name__)
+
+STEP_CACHE_KEY = "qwen_l40s_steps"
+NOT_A_FLOW = "the model is not a rectified flow, which the forecast is made for"
+
+
+class StepCache:
+    """The attachment that `cache_steps` puts on a patcher; clones of the patcher share it."""
+
+    def __init__(self, settings: CacheSettings) -> None:
+        self._settings = settings
+        self._run: CachedRun | None = None
+        self._last: CacheFigures | None = None
+
+    def outer_sample(
+        self,
+        executor: Any,
+        noise: torch.Tensor,
+        latent_image: torch.Tensor,
+        sampler: Any,
+        sigmas: torch.Tensor,
+        denoise_mask: torch.Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """OUTER_SAMPLE wrapper: one run, which may be inside of another's callback."""
+        before, self._run = self._run, self._new_run(executor.class_obj, sigmas, denoise_mask)
+        try:
+            output = executor(noise, latent_image, sampler, sigmas, denoise_mask, *args, **kwargs)
+            logger.info("Qwen-Image L40S\n%s", "\n".join(self.figures().lines()))
+        finally:
+            self._run = before
+        return output
+
+    def predict_noise(
+        self, executor: Any, x: torch.Tensor, timestep: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """PREDICT_NOISE wrapper: x0 of one step, forecast or computed."""
+        run = self._run
+        if run is None:
+            return executor(x, timestep, *args, **kwargs)
+        sigma = timestep.reshape(-1, *(1,) * (x.ndim - 1))
+        velocity = run.forecast(x, timestep, _guidance(executor.class_obj))
+        if velocity is not None and not run.settings.audit:
+            return x - sigma * velocity
+        denoised = executor(x, timestep, *args, **kwargs)
+        found = (x - denoised) / sigma
+        if velocity is None:
+            run.computed(x, found)
+            return denoised
+        run.audited(found)
+        return x - sigma * velocity
+
+    def figures(self) -> CacheFigures | None:
+        """Of the run that ends, or of the last one."""
+        if self._run is not None:
+            self._last = self._run.finish()
+        return self._last
+
+    def _new_run(self, guider: Any, sigmas: torch.Tensor, mask: torch.Tensor | None) -> CachedRun:
+        schedule = sigmas.tolist()
+        followed = None if mask is None else (mask >= 1).float()
+        refusal = _refusal(guider)
+        if followed is not None and not followed.any():
+            refusal = refusal or "no part of the mask is painted in full"
+        kept = _kept(guider, schedule)
+        return CachedRun(self._settings, schedule, kept=kept, refusal=refusal, followed=followed)
+
+
+def cache_steps(model: ModelPatcher, settings: CacheSettings | None) -> ModelPatcher:
+    """Returns a clone with a step cache, or with none; a second call replaces the first."""
+    clone = model.clone()
+    for kind in (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE):
+        clone.remove_wrappers_with_key(kind, STEP_CACHE_KEY)
+    clone.remove_attachments(STEP_CACHE_KEY)
+    if settings is None:
+        return clone
+    cache = StepCache(settings)
+    clone.set_attachments(STEP_CACHE_KEY, cache)
+    record_runs(clone)
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, STEP_CACHE_KEY, cache.outer_sample)
+    clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, STEP_CACHE_KEY, cache.predict_noise)
+    return clone
+
+
+def _guidance(guider: Any) -> Hashable:
+    """A guider's scales."""
+    return tuple(value for value in vars(guider).values() if isinstance(value, (int, float)))
+
+
+def _refusal(guider: Any) -> str:
+    """Why no step of a run may be skipped, in one clause; empty where some may."""
+    patcher = guider.model_patcher
+    if not isinstance(patcher.model.model_sampling, CONST):
+        return NOT_A_FLOW
+    options = guider.model_options.get("transformer_options", {})
+    wrappers = options.get("wrappers", {}).values()
+    names = {*options, *(str(key) for keyed in wrappers for key in keyed)} - {STEP_CACHE_KEY}
+    if others := sorted(name for name in names if "cache" in name.lower()):
+        return f"another cache is on the MODEL: {', '.join(others)}"
+    if any(map(_is_scheduled, _conds(guider))):
+        return "hooks change the weights in mid-run"
+    return ""
+
+
+def _conds(guider: Any) -> Iterator[Mapping[str, Any]]:
+    return (cond for conds in guider.conds.values() for cond in conds)
+
+
+def _is_scheduled(cond: Mapping[str, Any]) -> bool:
+    hooks = cond.get("hooks")
+    return hooks is not None and any(hook.hook_keyframe.keyframes for hook in hooks.hooks)
+
+
+def _kept(guider: Any, schedule: list[float]) -> set[int]:
+    """The two steps after a prompt or a ControlNet begins or ends, which share no forecast."""
+    to_sigma = guider.model_patcher.model.model_sampling.percent_to_sigma
+    kept = set()
+    for percent in {p for cond in _conds(guider) for p in _percents(cond)}:
+        if 0 < percent < 1:
+            edge = to_sigma(percent)
+            first = sum(sigma > edge for sigma in schedule)
+            # A range ends below the sigma at which the next begins.
+            kept |= {first, first + 1, first + 2}
+    return kept
+
+
+def _percents(cond: Mapping[str, Any]) -> Iterator[float]:
+    """Where something of a prompt begins or ends, as a share of the schedule."""
+    for name in ("start_percent", "end_percent"):
+        if name in cond:
+            yield cond[name]
+    control = cond.get("control")
+    while control is not None:
+        yield from control.timestep_percent_range
+        control = control.previous_controlnet
+
+
+def step_cache_lines(model: ModelPatcher) -> list[str]:
+    """What the step cache of a MODEL did in the last run, a line each; none without one."""
+    cache = model.get_attachment(STEP_CACHE_KEY)
+    figures = None if cache is None else cache.figures()
+    return [] if figures is None else figures.lines()

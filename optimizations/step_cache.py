@@ -1,0 +1,366 @@
+"""A sampling run whose transformer is not called at every step.
+
+What is forecast is the guided velocity in latent space, v = (x - x0) / sigma of a rectified flow:
+both branches of CFG, ControlNets, references and weights that move are skipped together, and the
+state is three latents. At each computed step that follows skipped ones the forecast is compared
+with the velocity that was computed, without waiting for the card.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..step_cache import ADAPTIVE, CacheSettings, StepPlan, ends, plan_steps, unusable_schedule
+
+# A forecast that misses by more has the next ones refused. A first guess: the micro model's good
+# settings miss by 0.012 to 0.035, its poor ones by 0.05 to 0.14.
+MOST_MISSED = 0.15
+# How far a latent may be from where the last velocity leads, in parts of that step.
+MOST_ASTRAY = 0.5
+SAME_SIGMA = 1e-3
+
+
+class Gate(Protocol):
+    """Says how much the first block's input has changed."""
+
+    def change(self, x: torch.Tensor, sigma: float) -> float:
+        """Since the last call, on the scale of `CacheSettings.threshold`; 0 at the first."""
+
+
+class Computed(NamedTuple):
+    """A velocity that the transformer gave, and the step's index and sigma."""
+
+    velocity: torch.Tensor
+    step: int
+    sigma: float
+
+
+class _Later:
+    """Numbers that the card is still computing, copied to the host without waiting.
+
+    Args:
+        step: After whose beginning the card computes them.
+        numbers: 0-dimensional tensors.
+    """
+
+    def __init__(self, step: int, *numbers: torch.Tensor) -> None:
+        self.step = step
+        values = torch.stack([number.float() for number in numbers])
+        self._event: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._values = values.cpu()
+
+    def read(self) -> list[float]:
+        """The numbers, once the card has come that far."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values.tolist()
+
+
+@dataclass
+class CacheFigures:
+    """What a step cache did in one run.
+
+    Attributes:
+        name: Of the settings.
+        steps: Of the schedule.
+        skipped: The steps that were forecast, by index.
+        missed: At each computed step after skipped ones, |forecast - computed| / |computed|.
+        audited: The same of the skipped steps, where `CacheSettings.audit` had them computed.
+        distance: Estimated relative L2 distance of the final latent from that of a run without the
+            cache; None where nothing was skipped.
+        refused: Steps that were computed after all, since a forecast had missed by more than
+            `MOST_MISSED`.
+        forgotten: How often size, device or guidance changed in mid-run.
+        seconds_saved: About.
+        reason: Why the cache was off, or went off in mid-run, in one clause.
+    """
+
+    name: str
+    steps: int
+    skipped: list[int] = field(default_factory=list)
+    missed: list[float] = field(default_factory=list)
+    audited: list[float] = field(default_factory=list)
+    distance: float | None = None
+    refused: int = 0
+    forgotten: int = 0
+    seconds_saved: float = 0.0
+    reason: str = ""
+
+    @property
+    def computed(self) -> int:
+        """Steps that called the transformer."""
+        return self.steps - len(self.skipped)
+
+    def lines(self) -> list[str]:
+        """Lines about the run."""
+        if not self.skipped:
+            return [f"step cache: {self.name}, no effect: {self.reason or 'nothing was skipped'}"]
+        lines = [
+            f"step cache: {self.name}, {self.computed} of {self.steps} steps computed, about "
+            f"{self.seconds_saved:.1f} s saved"
+        ]
+        if self.missed:
+            lines.append(
+                f"step cache: forecasts miss the next velocity by {_mean(self.missed):.2g}, at "
+                f"most {max(self.missed):.2g}; the latent by an estimated {self.distance:.2g}"
+            )
+        if self.audited:
+            lines.append(
+                f"step cache: audited, skipped velocities are off by {_mean(self.audited):.2g}, at "
+                f"most {max(self.audited):.2g}; no time is saved"
+            )
+        if self.refused:
+            lines.append(
+                f"step cache: {self.refused} more steps computed, since a forecast missed by more "
+                f"than {MOST_MISSED:g}"
+            )
+        if self.reason:
+            lines.append(f"step cache: off for the rest of the run: {self.reason}")
+        return lines
+
+
+class CachedRun:
+    """One sampling run with a step cache.
+
+    For each call of the model the host asks for a `forecast`; where there is none it computes, and
+    tells with `computed`. Nothing is kept for another run.
+
+    Args:
+        settings: What may be skipped.
+        sigmas: Of the run, one more than it has steps.
+        kept: Steps that are computed besides.
+        refusal: Why the host wants none skipped, in one clause.
+        followed: Where the sampler follows the model's prediction, broadcastable to the latent;
+            None for everywhere. Inpainting has a mask.
+        gate: For `ADAPTIVE`.
+    """
+
+    def __init__(
+        self,
+        settings: CacheSettings,
+        sigmas: Sequence[float],
+        *,
+        kept: Collection[int] = (),
+        refusal: str = "",
+        followed: torch.Tensor | None = None,
+        gate: Gate | None = None,
+    ) -> None:
+        self.settings = settings
+        self._sigmas = list(sigmas)
+        self._gate = gate
+        self._kept = frozenset(kept)
+        steps = max(0, len(self._sigmas) - 1)
+        if settings.method == ADAPTIVE:
+            plan = StepPlan((False,) * steps, unusable_schedule(self._sigmas))
+            self._ends = ends(steps, settings)
+        else:
+            plan = plan_steps(self._sigmas, settings, kept)
+        self._plan = plan
+        self.figures = CacheFigures(settings.name, steps)
+        self._followed = followed
+        self._reason = refusal or plan.reason
+        self._calls = 0
+        self._key: Hashable = None
+        self._history: list[Computed] = []  # the last two
+        self._since: list[int] = []  # skipped since the last computed step
+        self._spent = 0.0  # of the gate's threshold since the last computed step
+        self._refusing = False
+        self._expected: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._watched: list[_Later] = []
+        self._misses: list[tuple[_Later, float]] = []  # with the weight of their skipped steps
+        self._unread = 0
+        self._audited: list[_Later] = []
+        self._last: _Later | None = None
+        self._started = self._warm = 0.0
+
+    def forecast(
+        self, x: torch.Tensor, sigma: torch.Tensor, key: Hashable = None
+    ) -> torch.Tensor | None:
+        """The velocity of a step that is skipped; None for one that is to be computed.
+
+        Args:
+            x: The latent, of any shape.
+            sigma: Of the call, on the latent's device; every item's.
+            key: What else the velocity depends on; when it changes, what is known is forgotten.
+        """
+        step = self._calls
+        self._calls += 1
+        self._clock(step)
+        if self._reason:
+            return None
+        if step >= self.figures.steps:
+            return self._stop("the sampler calls the model more than once a step")
+        self._forget_if_other((x.shape, x.dtype, x.device, key))
+        self._watch(step, x, sigma)
+        if not self._astray() and self._skips(step, x):
+            velocity = self._extrapolated(self._sigmas[step])
+            self._since.append(step)
+            self.figures.skipped.append(step)
+            self._expect(step, x, velocity)
+            return velocity
+        return None
+
+    def computed(self, x: torch.Tensor, velocity: torch.Tensor) -> None:
+        """The model was called after `forecast` had none.
+
+        Args:
+            x: The latent.
+            velocity: Guided, in the latent's shape.
+        """
+        if self._reason:
+            return
+        step = self._calls - 1
+        sigma = self._sigmas[step]
+        if self._since:
+            self._compare(step, velocity)
+        self._history = [*self._history[-1:], Computed(velocity, step, sigma)]
+        self._spent = 0.0
+        self._expect(step, x, velocity)
+        if step + 1 == self.figures.steps:
+            self._last = _Later(step, (x.float() - sigma * velocity.float()).norm())
+
+    def audited(self, velocity: torch.Tensor) -> None:
+        """The model was called although `forecast` had a velocity, and gave this one."""
+        guess = self._extrapolated(self._sigmas[self._calls - 1])
+        size = velocity.float().norm()
+        self._audited.append(_Later(self._calls, (guess - velocity).float().norm() / size))
+
+    def finish(self) -> CacheFigures:
+        """Waits for the card, and forgets everything but the figures."""
+        figures = self.figures
+        misses = [later.read() for later, _ in self._misses]
+        figures.missed = [miss / size if size else miss for miss, size in misses]
+        figures.audited = [later.read()[0] for later in self._audited]
+        figures.reason = self._reason
+        if self._last is not None and self._misses:
+            moved = sum(m[0] * weight for m, (_, weight) in zip(misses, self._misses, strict=True))
+            figures.distance = moved / (self._last.read()[0] or 1.0)
+        elif self._misses:
+            figures.distance = float("nan")
+        if figures.skipped and not self.settings.audit and figures.computed > 1:
+            seconds = (time.perf_counter() - self._warm) / (figures.computed - 1)
+            figures.seconds_saved = seconds * len(figures.skipped)
+        self._history, self._expected, self._followed = [], None, None
+        return figures
+
+    def _clock(self, step: int) -> None:
+        if step == 1:  # the first also compiles and fills tables
+            self._warm = time.perf_counter()
+
+    def _stop(self, reason: str) -> None:
+        self._reason = reason
+        self._history, self._expected = [], None
+
+    def _forget_if_other(self, key: Hashable) -> None:
+        if key == self._key:
+            return
+        self.figures.forgotten += self._key is not None
+        self._key = key
+        self._history, self._since, self._expected = [], [], None
+
+    def _watch(self, step: int, x: torch.Tensor, sigma: torch.Tensor) -> None:
+        """Has the card look where the sampler has gone, and at which sigma it asks."""
+        found = sigma.flatten()[0]
+        astray = torch.zeros_like(found, dtype=torch.float32)
+        if self._expected is not None:
+            expected, length = self._expected
+            rounding = torch.finfo(x.dtype).eps * self._norm(x)
+            astray = (self._norm(x.float() - expected) - rounding) / length
+        self._watched.append(_Later(step, astray, found))
+
+    def _astray(self) -> bool:
+        """Whether a sampler goes elsewhere than the velocity leads, by what the card has told."""
+        last = self._history[-1].step if self._history else -1
+        while self._watched and self._watched[0].step <= last:
+            later = self._watched.pop(0)
+            astray, sigma = later.read()
+            wanted = self._sigmas[later.step]
+            if not abs(sigma - wanted) <= SAME_SIGMA * max(wanted, SAME_SIGMA):
+                self._stop(
+                    f"the sampler calls the model at sigma {sigma:.3g} in step {later.step + 1}, "
+                    f"whose sigma is {wanted:.3g}"
+                )
+                return True
+            if not astray <= MOST_ASTRAY:
+                self._stop(
+                    f"the sampler leaves the model's direction by {astray:.2g} of a step: it adds "
+                    "noise, or goes by more than the last prediction"
+                )
+                return True
+        return False
+
+    def _skips(self, step: int, x: torch.Tensor) -> bool:
+        wanted = self._plan.skipped[step] if self._gate is None else self._gated(step, x)
+        if not wanted or len(self._history) < 2:
+            return False
+        goes_on = self._since or (self._refusing and self._plan.skipped[step - 1])
+        if not goes_on:
+            self._refusing = self._missed_too_much()
+        self.figures.refused += self._refusing
+        return not self._refusing
+
+    def _gated(self, step: int, x: torch.Tensor) -> bool:
+        """Whether the gate would have a step skipped."""
+        self._spent += self._gate.change(x, self._sigmas[step])
+        first, last = self._ends
+        return (
+            first <= step < last
+            and step not in self._kept
+            and len(self._since) < self.settings.longest
+            and self._spent < self.settings.threshold
+        )
+
+    def _missed_too_much(self) -> bool:
+        """Whether a forecast that the card has compared since the last look missed by too much.
+
+        That of the last computed step is left for the next look: the card still computes it.
+        """
+        last = self._history[-1].step
+        found = False
+        while self._unread < len(self._misses) and self._misses[self._unread][0].step < last:
+            miss, size = self._misses[self._unread][0].read()
+            found |= not miss <= MOST_MISSED * size  # NaN misses
+            self._unread += 1
+        return found
+
+    def _extrapolated(self, sigma: float) -> torch.Tensor:
+        """v1 + gain (v1 - v2) (s - s1) / (s1 - s2), the correction no longer than v1 - v2."""
+        before, last = self._history
+        factor = self.settings.gain * (sigma - last.sigma) / (last.sigma - before.sigma)
+        return torch.lerp(last.velocity, before.velocity, -min(factor, 1.0))
+
+    def _compare(self, step: int, velocity: torch.Tensor) -> None:
+        """Has the card compare what would have been forecast with what was computed."""
+        miss = (self._extrapolated(self._sigmas[step]) - velocity).float().norm()
+        # An error grows with the distance from the last computed step.
+        last, here = self._history[-1].sigma, self._sigmas[step]
+        weight = sum(
+            (self._sigmas[i] - self._sigmas[i + 1]) * (last - self._sigmas[i]) / (last - here)
+            for i in self._since
+        )
+        self._misses.append((_Later(step, miss, velocity.float().norm()), weight))
+        self._since = []
+
+    def _expect(self, step: int, x: torch.Tensor, velocity: torch.Tensor) -> None:
+        """Where the next call's latent is, if the sampler takes an Euler step."""
+        change = (self._sigmas[step + 1] - self._sigmas[step]) * velocity.float()
+        self._expected = x.float() + change, self._norm(change)
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        followed = self._followed
+        return (x.float() if followed is None else x.float() * followed).norm()
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

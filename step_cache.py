@@ -1,0 +1,248 @@
+"""The step cache: its presets, and which steps of a schedule they leave to a forecast.
+
+A sampler asks the transformer for a velocity at each step. Between two steps in the middle of a run
+that velocity hardly changes, so that some of them can be forecast from the steps before
+(`optimizations/step_cache`). Which ones is decided here, before the run, from its sigmas alone: the
+same workflow always skips the same steps.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+
+from .errors import SettingError
+
+OFF, CUSTOM = "off", "custom"
+SCHEDULE, ADAPTIVE = "schedule", "adaptive"
+METHODS = (SCHEDULE, ADAPTIVE)
+# A run of fewer steps, such as one with a Lightning LoRA, has none to spare.
+FEWEST_STEPS = 11
+# Nor does a preset compute fewer, whose picture nobody has measured.
+FEWEST_COMPUTED = 12
+MOST_STEPS = 250
+# Computed at both ends, whatever the shares: the forecast needs two steps.
+FEWEST_ENDS = 2
+MOST_IN_A_ROW = 8
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """What a step cache may skip, and how it forecasts what it skips.
+
+    Args:
+        name: Of the preset, or `CUSTOM`.
+        budget: Most steps that are skipped, as a share of those beyond the tenth.
+        head, tail: Shares of all steps that are computed at the beginning and at the end.
+        longest: Most steps that are skipped in a row.
+        gain: Of the slope between the last two computed velocities; 0 holds the last.
+        method: `SCHEDULE` decides before the run, `ADAPTIVE` at each step by how much the first
+            block's input has changed.
+        threshold: Of `ADAPTIVE`: what those changes may add up to before a step is computed.
+        audit: Whether skipped steps are computed as well, to log the true error of each forecast.
+
+    Raises:
+        SettingError: A value is outside its range.
+    """
+
+    name: str = CUSTOM
+    budget: float = 0.6
+    head: float = 0.16
+    tail: float = 0.08
+    longest: int = 2
+    gain: float = 0.5
+    method: str = SCHEDULE
+    threshold: float = 0.2
+    audit: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, least, most in (
+            ("budget", self.budget, 0, 1),
+            ("head", self.head, 0, 1),
+            ("tail", self.tail, 0, 1),
+            ("longest", self.longest, 1, MOST_IN_A_ROW),
+            ("gain", self.gain, 0, 1),
+            ("threshold", self.threshold, 0, 10),
+        ):
+            if not least <= value <= most:  # NaN neither
+                raise SettingError(
+                    f"The step cache's {name} is {value}: choose a value from {least} to {most}."
+                )
+        if self.method not in METHODS:
+            raise SettingError(
+                f"The step cache has no method {self.method!r}: choose {' or '.join(METHODS)}."
+            )
+
+
+# Of 20, 40 and 50 steps they compute 15, 27 and 34; 14, 22 and 26; 12, 18 and 20.
+PRESETS = {
+    "faithful": CacheSettings("faithful", budget=0.5, head=0.25, tail=0.10, longest=1),
+    "balanced": CacheSettings("balanced", budget=0.6, head=0.16, tail=0.08, longest=2),
+    "fast": CacheSettings("fast", budget=0.75, head=0.12, tail=0.08, longest=3),
+}
+CHOICES = (OFF, *PRESETS)
+
+
+def cache_settings(name: str, *, audit: bool = False) -> CacheSettings | None:
+    """A preset; None for `OFF`.
+
+    Raises:
+        SettingError: There is none of that name.
+    """
+    if name == OFF:
+        return None
+    if name not in PRESETS:
+        raise SettingError(f"There is no step cache {name!r}: choose {', '.join(CHOICES)}.")
+    return replace(PRESETS[name], audit=audit)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Which steps of a run are skipped.
+
+    Attributes:
+        skipped: Of each step, whether it is.
+        reason: Why none is, in one clause; empty where some are.
+    """
+
+    skipped: tuple[bool, ...]
+    reason: str = ""
+
+    @property
+    def steps(self) -> int:
+        """Of the run."""
+        return len(self.skipped)
+
+    @property
+    def computed(self) -> int:
+        """How many steps call the transformer."""
+        return self.steps - sum(self.skipped)
+
+
+def plan_steps(
+    sigmas: Sequence[float], settings: CacheSettings, kept: Collection[int] = ()
+) -> StepPlan:
+    """Chooses the steps of a run that cost the picture least.
+
+    The cost of a skipped step is its length times how far the velocity has moved since the last
+    computed step (`_moved`); of all sets with as many steps as the budget has, or as many as the
+    other limits leave, the cheapest is taken.
+
+    Args:
+        sigmas: Of the run, one more than it has steps.
+        kept: Steps that are computed besides, such as those where a ControlNet ends.
+    """
+    steps = len(sigmas) - 1
+    if reason := unusable_schedule(sigmas):
+        return StepPlan((False,) * max(0, steps), reason)
+    first, last = ends(steps, settings)
+    open_steps = [first <= i < last and i not in kept for i in range(steps)]
+    most = min(round(settings.budget * (steps - FEWEST_STEPS + 1)), sum(open_steps))
+    if settings.name != CUSTOM:
+        most = min(most, steps - FEWEST_COMPUTED)
+    skipped = _cheapest(tuple(sigmas), tuple(open_steps), max(0, most), settings.longest)
+    reason = "" if any(skipped) else f"of {steps} steps none may be skipped"
+    return StepPlan(skipped, reason)
+
+
+def unusable_schedule(sigmas: Sequence[float]) -> str:
+    """Why a run has to compute all steps, in one clause; empty where it has not."""
+    steps = len(sigmas) - 1
+    if steps < FEWEST_STEPS:
+        return f"a run of {FEWEST_STEPS - 1} steps or fewer has none to spare"
+    if steps > MOST_STEPS:
+        return f"it takes runs of up to {MOST_STEPS} steps, this one has {steps}"
+    falling = all(a > b for a, b in zip(sigmas, sigmas[1:], strict=False))
+    if not falling or not all(map(math.isfinite, sigmas)) or sigmas[-1] < 0:
+        return "the sigmas do not fall from step to step"
+    return ""
+
+
+def ends(steps: int, settings: CacheSettings) -> tuple[int, int]:
+    """(the first step that may be skipped, the first of the last ones that may not)."""
+    head = max(FEWEST_ENDS, math.ceil(settings.head * steps))
+    tail = max(FEWEST_ENDS, math.ceil(settings.tail * steps))
+    return head, steps - tail
+
+
+def computed_steps(steps: int, name: str) -> int:
+    """How many of so many steps call the transformer, with diffusers' schedule for 1024x1024."""
+    settings = cache_settings(name)
+    return steps if settings is None else plan_steps(usual_sigmas(steps), settings).computed
+
+
+def usual_sigmas(steps: int, tokens: int = 4096) -> list[float]:
+    """diffusers' sigmas for Qwen-Image: shifted by the size, the last stretched to 0.02.
+
+    Source: `QwenImagePipeline.__call__` and `FlowMatchEulerDiscreteScheduler.set_timesteps` with
+    the scheduler's configuration of Qwen/Qwen-Image.
+    """
+    if steps == 1:
+        return [1.0, 0.0]
+    shift = math.exp(0.5 + (0.9 - 0.5) * (tokens - 256) / (8192 - 256))
+    even = (1 - i * (1 - 1 / steps) / (steps - 1) for i in range(steps))
+    shifted = [shift / (shift + 1 / s - 1) for s in even]
+    stretch = (1 - shifted[-1]) / (1 - 0.02)
+    return [*(1 - (1 - s) / stretch for s in shifted), 0.0]
+
+
+# How far the hidden state after the last block moves from one step to the next: relative L1 of
+# Qwen-Image, the mean over 7 prompts of 20 steps at 512x512 with CFG 4, published in
+# IonDen/mlx-teacache, scripts/_calibration_qwen.json (Apache-2.0).
+PUBLISHED_CHANGES = (
+    *(2.1314, 0.6104, 0.5298, 0.3312, 0.2689, 0.1999, 0.1619, 0.1323, 0.1083, 0.0730),
+    *(0.0782, 0.0928, 0.0880, 0.1370, 0.1516, 0.2050, 0.2942, 0.3347, 0.5514),
+)
+
+
+@lru_cache(maxsize=1)
+def _trace() -> tuple[list[float], list[float]]:
+    """(sigmas, rising; how far the velocity moves from there to the beginning)."""
+    sigmas = usual_sigmas(len(PUBLISHED_CHANGES) + 1, 1024)[:-1]
+    moved = [0.0, *accumulate(PUBLISHED_CHANGES)]
+    return sigmas[::-1], moved[::-1]
+
+
+def _moved(sigma: float) -> float:
+    """How far the velocity moves from the beginning to a sigma, by the published trace."""
+    sigmas, moved = _trace()
+    i = min(max(bisect_right(sigmas, sigma) - 1, 0), len(sigmas) - 2)
+    slope = (moved[i + 1] - moved[i]) / (sigmas[i + 1] - sigmas[i])
+    return moved[i] + slope * (sigma - sigmas[i])
+
+
+@lru_cache(maxsize=64)
+def _cheapest(
+    sigmas: tuple[float, ...], open_steps: tuple[bool, ...], most: int, longest: int
+) -> tuple[bool, ...]:
+    """The cheapest set of at most so many steps, by dynamic programming over steps."""
+    steps = len(open_steps)
+    moved = [_moved(sigma) for sigma in sigmas]
+    # {(skipped so far, skipped in a row): (cost, the steps)}, cheapest ways to reach a step.
+    ways: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 0): (0.0, ())}
+    for i in range(steps):
+        length = sigmas[i] - sigmas[i + 1]
+        found: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
+        for (count, row), (cost, chosen) in ways.items():
+            _keep(found, (count, 0), cost, chosen)
+            if open_steps[i] and row < longest and count < most:
+                more = length * (moved[i] - moved[i - row - 1])
+                _keep(found, (count + 1, row + 1), cost + more, (*chosen, i))
+        ways = found
+    count = max(count for count, _ in ways)
+    _, best = min(way for (skipped, _), way in ways.items() if skipped == count)
+    return tuple(i in best for i in range(steps))
+
+
+def _keep(
+    ways: dict[tuple[int, int], tuple[float, tuple[int, ...]]],
+    key: tuple[int, int],
+    cost: float,
+    chosen: tuple[int, ...],
+) -> None:
+    if key not in ways or cost < ways[key][0]:
+        ways[key] = cost, chosen
