@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from .errors import SettingError
 
@@ -156,7 +156,7 @@ def unusable_schedule(sigmas: Sequence[float]) -> str:
         return f"a run of {FEWEST_STEPS - 1} steps or fewer has none to spare"
     if steps > MOST_STEPS:
         return f"it takes runs of up to {MOST_STEPS} steps, this one has {steps}"
-    falling = all(a > b for a, b in zip(sigmas, sigmas[1:], strict=False))
+    falling = all(a > b for a, b in pairwise(sigmas))
     if not falling or not all(map(math.isfinite, sigmas)) or sigmas[-1] < 0:
         return "the sigmas do not fall from step to step"
     return ""
