@@ -46,7 +46,7 @@ class CacheSettings:
         audit: Whether skipped steps are computed as well, to log the true error of each forecast.
 
     Raises:
-        SettingError: A value is outside its range.
+        SettingError: A value is outside its range, or of another kind.
     """
 
     name: str = CUSTOM
@@ -60,22 +60,23 @@ class CacheSettings:
     audit: bool = False
 
     def __post_init__(self) -> None:
-        for name, value, least, most in (
-            ("budget", self.budget, 0, 1),
-            ("head", self.head, 0, 1),
-            ("tail", self.tail, 0, 1),
-            ("longest", self.longest, 1, MOST_IN_A_ROW),
-            ("gain", self.gain, 0, 1),
-            ("threshold", self.threshold, 0, 10),
+        for name, least, most in (
+            *(("budget", 0, 1), ("head", 0, 1), ("tail", 0, 1), ("gain", 0, 1)),
+            *(("longest", 1, MOST_IN_A_ROW), ("threshold", 0, 10)),
         ):
-            if not least <= value <= most:  # NaN neither
+            value, whole = getattr(self, name), name == "longest"
+            numeric = isinstance(value, int if whole else (int, float))
+            if not numeric or isinstance(value, bool) or not least <= value <= most:  # NaN neither
+                kind = "whole number" if whole else "number"
                 raise SettingError(
-                    f"The step cache's {name} is {value}: choose a value from {least} to {most}."
+                    f"The step cache's {name} is {value!r}: choose a {kind} from {least} to {most}."
                 )
         if self.method not in METHODS:
             raise SettingError(
                 f"The step cache has no method {self.method!r}: choose {' or '.join(METHODS)}."
             )
+        if not isinstance(self.audit, bool):
+            raise SettingError(f"The step cache's audit is {self.audit!r}: choose True or False.")
 
 
 # Of 20, 40 and 50 steps they compute 15, 27 and 34; 14, 22 and 26; 12, 18 and 20.
@@ -95,7 +96,7 @@ def cache_settings(name: str, *, audit: bool = False) -> CacheSettings | None:
     """
     if name == OFF:
         return None
-    if name not in PRESETS:
+    if name not in CHOICES:  # nor a list
         raise SettingError(f"There is no step cache {name!r}: choose {', '.join(CHOICES)}.")
     return replace(PRESETS[name], audit=audit)
 
@@ -164,8 +165,11 @@ def unusable_schedule(sigmas: Sequence[float]) -> str:
 
 def ends(steps: int, settings: CacheSettings) -> tuple[int, int]:
     """(the first step that may be skipped, the first of the last ones that may not)."""
-    head = max(FEWEST_ENDS, math.ceil(settings.head * steps))
-    tail = max(FEWEST_ENDS, math.ceil(settings.tail * steps))
+    head, tail = (
+        # 0.07 * 100 is 7.000000000000001.
+        max(FEWEST_ENDS, math.ceil(round(share * steps, 6)))
+        for share in (settings.head, settings.tail)
+    )
     return head, steps - tail
 
 
