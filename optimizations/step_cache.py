@@ -8,8 +8,9 @@ with the velocity that was computed, without waiting for the card.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -23,6 +24,7 @@ MOST_MISSED = 0.15
 # How far a latent may be from where the last velocity leads, in parts of that step.
 MOST_ASTRAY = 0.5
 SAME_SIGMA = 1e-3
+TINY = torch.finfo(torch.float32).tiny
 
 
 class Gate(Protocol):
@@ -55,8 +57,7 @@ class _Later:
         if values.is_cuda:
             self._values = torch.empty(values.shape, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+            self._event = torch.cuda.current_stream(values.device).record_event()
         else:
             self._values = values.cpu()
 
@@ -75,13 +76,14 @@ class CacheFigures:
         name: Of the settings.
         steps: Of the schedule.
         skipped: The steps that were forecast, by index.
-        missed: At each computed step after skipped ones, |forecast - computed| / |computed|.
+        missed: At each computed step after skipped ones, |forecast - computed| / |computed|; what
+            is not finite is left out.
         audited: The same of the skipped steps, where `CacheSettings.audit` had them computed.
         distance: Estimated relative L2 distance of the final latent from that of a run without the
-            cache; None where nothing was skipped.
+            cache; None where nothing was skipped, or the cache went off in mid-run.
         refused: Steps that were computed after all, since a forecast had missed by more than
             `MOST_MISSED`.
-        forgotten: How often size, device or guidance changed in mid-run.
+        forgotten: How often size, type, device or guidance changed in mid-run.
         seconds_saved: About.
         reason: Why the cache was off, or went off in mid-run, in one clause.
     """
@@ -104,16 +106,19 @@ class CacheFigures:
 
     def lines(self) -> list[str]:
         """Lines about the run."""
+        changed = "the size, type, device or CFG changed in mid-run" if self.forgotten else ""
         if not self.skipped:
-            return [f"step cache: {self.name}, no effect: {self.reason or 'nothing was skipped'}"]
+            reason = self.reason or changed or "nothing was skipped"
+            return [f"step cache: {self.name}, no effect: {reason}"]
         lines = [
             f"step cache: {self.name}, {self.computed} of {self.steps} steps computed, about "
             f"{self.seconds_saved:.1f} s saved"
         ]
         if self.missed:
+            latent = "" if self.distance is None else f"; the latent by about {self.distance:.2g}"
             lines.append(
                 f"step cache: forecasts miss the next velocity by {_mean(self.missed):.2g}, at "
-                f"most {max(self.missed):.2g}; the latent by an estimated {self.distance:.2g}"
+                f"most {max(self.missed):.2g}{latent}"
             )
         if self.audited:
             lines.append(
@@ -125,6 +130,8 @@ class CacheFigures:
                 f"step cache: {self.refused} more steps computed, since a forecast missed by more "
                 f"than {MOST_MISSED:g}"
             )
+        if changed:
+            lines.append(f"step cache: begun anew: {changed}")
         if self.reason:
             lines.append(f"step cache: off for the rest of the run: {self.reason}")
         return lines
@@ -181,8 +188,9 @@ class CachedRun:
         self._misses: list[tuple[_Later, float]] = []  # with the weight of their skipped steps
         self._unread = 0
         self._audited: list[_Later] = []
-        self._last: _Later | None = None
-        self._started = self._warm = 0.0
+        self._final: _Later | None = None  # |the last latent|
+        self._warm = 0.0
+        self._ended = False
 
     def forecast(
         self, x: torch.Tensor, sigma: torch.Tensor, key: Hashable = None
@@ -200,7 +208,8 @@ class CachedRun:
         if self._reason:
             return None
         if step >= self.figures.steps:
-            return self._stop("the sampler calls the model more than once a step")
+            self._stop("the sampler calls the model more than once a step")
+            return None
         self._forget_if_other((x.shape, x.dtype, x.device, key))
         self._watch(step, x, sigma)
         if not self._astray() and self._skips(step, x):
@@ -227,31 +236,29 @@ class CachedRun:
         self._history = [*self._history[-1:], Computed(velocity, step, sigma)]
         self._spent = 0.0
         self._expect(step, x, velocity)
-        if step + 1 == self.figures.steps:
-            self._last = _Later(step, (x.float() - sigma * velocity.float()).norm())
 
     def audited(self, velocity: torch.Tensor) -> None:
         """The model was called although `forecast` had a velocity, and gave this one."""
-        guess = self._extrapolated(self._sigmas[self._calls - 1])
-        size = velocity.float().norm()
-        self._audited.append(_Later(self._calls, (guess - velocity).float().norm() / size))
+        self._audited.append(self._miss(self._calls - 1, velocity))
 
     def finish(self) -> CacheFigures:
         """Waits for the card, and forgets everything but the figures."""
         figures = self.figures
+        if self._ended:
+            return figures
+        self._ended = True
         misses = [later.read() for later, _ in self._misses]
-        figures.missed = [miss / size if size else miss for miss, size in misses]
-        figures.audited = [later.read()[0] for later in self._audited]
-        figures.reason = self._reason
-        if self._last is not None and self._misses:
+        figures.missed = _relative(misses)
+        figures.audited = _relative(later.read() for later in self._audited)
+        if self._final is not None and misses:
             moved = sum(m[0] * weight for m, (_, weight) in zip(misses, self._misses, strict=True))
-            figures.distance = moved / (self._last.read()[0] or 1.0)
-        elif self._misses:
-            figures.distance = float("nan")
+            figures.distance = next(iter(_relative([[moved, *self._final.read()]])), None)
         if figures.skipped and not self.settings.audit and figures.computed > 1:
             seconds = (time.perf_counter() - self._warm) / (figures.computed - 1)
             figures.seconds_saved = seconds * len(figures.skipped)
-        self._history, self._expected, self._followed = [], None, None
+        figures.reason = self._reason
+        self._stop(self._reason or "the run has ended")
+        self._followed = self._gate = None
         return figures
 
     def _clock(self, step: int) -> None:
@@ -276,7 +283,7 @@ class CachedRun:
         if self._expected is not None:
             expected, length = self._expected
             rounding = torch.finfo(x.dtype).eps * self._norm(x)
-            astray = (self._norm(x.float() - expected) - rounding) / length
+            astray = (self._norm(x.float() - expected) - rounding) / length.clamp(min=TINY)
         self._watched.append(_Later(step, astray, found))
 
     def _astray(self) -> bool:
@@ -292,7 +299,10 @@ class CachedRun:
                     f"whose sigma is {wanted:.3g}"
                 )
                 return True
-            if not astray <= MOST_ASTRAY:
+            if math.isnan(astray):
+                self._stop(f"the model's prediction of step {later.step} is not finite")
+                return True
+            if astray > MOST_ASTRAY:
                 self._stop(
                     f"the sampler leaves the model's direction by {astray:.2g} of a step: it adds "
                     "noise, or goes by more than the last prediction"
@@ -304,9 +314,8 @@ class CachedRun:
         wanted = self._plan.skipped[step] if self._gate is None else self._gated(step, x)
         if not wanted or len(self._history) < 2:
             return False
-        goes_on = self._since or (self._refusing and self._plan.skipped[step - 1])
-        if not goes_on:
-            self._refusing = self._missed_too_much()
+        if not self._since and not (self._refusing and self._plan.skipped[step - 1]):
+            self._refusing = self._missed_too_much()  # a row begins
         self.figures.refused += self._refusing
         return not self._refusing
 
@@ -342,24 +351,37 @@ class CachedRun:
 
     def _compare(self, step: int, velocity: torch.Tensor) -> None:
         """Has the card compare what would have been forecast with what was computed."""
-        miss = (self._extrapolated(self._sigmas[step]) - velocity).float().norm()
         # An error grows with the distance from the last computed step.
         last, here = self._history[-1].sigma, self._sigmas[step]
         weight = sum(
             (self._sigmas[i] - self._sigmas[i + 1]) * (last - self._sigmas[i]) / (last - here)
             for i in self._since
         )
-        self._misses.append((_Later(step, miss, velocity.float().norm()), weight))
+        self._misses.append((self._miss(step, velocity), weight))
         self._since = []
+
+    def _miss(self, step: int, velocity: torch.Tensor) -> _Later:
+        """(|forecast - computed|, |computed|) of a step."""
+        guess = self._extrapolated(self._sigmas[step])
+        return _Later(step, self._norm(guess.float() - velocity.float()), self._norm(velocity))
 
     def _expect(self, step: int, x: torch.Tensor, velocity: torch.Tensor) -> None:
         """Where the next call's latent is, if the sampler takes an Euler step."""
         change = (self._sigmas[step + 1] - self._sigmas[step]) * velocity.float()
-        self._expected = x.float() + change, self._norm(change)
+        there = x.float() + change
+        self._expected = there, self._norm(change)
+        if step + 1 == self.figures.steps:
+            self._final = _Later(step, self._norm(there))
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        """Of what the sampler follows, in float32."""
         followed = self._followed
         return (x.float() if followed is None else x.float() * followed).norm()
+
+
+def _relative(misses: Iterable[Sequence[float]]) -> list[float]:
+    """Misses by their sizes, those that are finite."""
+    return [part for miss, size in misses if math.isfinite(part := miss / max(size, TINY))]
 
 
 def _mean(values: Sequence[float]) -> float:
