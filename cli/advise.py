@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError
-from .options import CARDS_HELP, add_request_arguments, request_of
+from .estimate import CARDS_HELP, add_request_arguments, request_of
 from .output import check_plot, print_text, write_plot
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from diffusers import QwenImageTransformer2DModel
 from safetensors.torch import save_file
 
 from qwen_l40s.cli import build_parser, main
-from qwen_l40s.cli.options import request_of
+from qwen_l40s.cli.estimate import request_of
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.request import Loras, RunRequest
 from qwen_l40s.spec import FAMILIES, GIB
