@@ -7,19 +7,22 @@ put theirs. Without it diffusers' code runs, bit for bit.
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from diffusers import QwenImageTransformer2DModel
 
 from ...optimizations.attention import is_lossy
 from ...optimizations.fallback import Fallback
+from ...optimizations.run import Optimization
 from .attention import HOST_ATTENTION, TransformerAttention
-from .modulation import Timesteps
-from .run import TransformerOptimization
+from .forward import TransformerPass
+from .layers import DiffusersLayers
+from .modulation import Timesteps, TransformerModulation
 
 # Where a module's `forward` is found: accelerate keeps the one that it wraps, and puts it back
 # after every image.
@@ -53,11 +56,11 @@ def optimize(transformer: QwenImageTransformer2DModel, *, attention: str = "auto
         device = torch.device("cuda")  # where it will run: not moved yet, or offloaded between runs
     lossy = is_lossy_attention(transformer, attention, device, parameter.dtype)
     before = _installed(transformer)
-    if before is not None and before.optimization is not None:
-        before.optimization.close()
+    if before is not None:
+        before.instead.close()
         before.remove()
     optimization = TransformerOptimization(transformer, TransformerAttention(attention, lossy))
-    forward = _Forward(transformer, optimization)
+    forward = Forward(transformer, optimization)
     forward.install()
     return Optimized(forward)
 
@@ -95,9 +98,9 @@ class Optimized:
         fallback: Why nothing does.
     """
 
-    def __init__(self, forward: _Forward | None, fallback: Fallback | None = None) -> None:
+    def __init__(self, forward: Forward | None, fallback: Fallback | None = None) -> None:
         self._forward = forward
-        self._optimization = None if forward is None else forward.optimization
+        self._optimization = None if forward is None else forward.instead
         self._fallback = fallback
 
     def report(self) -> str:
@@ -116,7 +119,7 @@ class Optimized:
 
     def restore(self) -> None:
         """Takes everything off again; frees the table. A second time does nothing."""
-        if self._forward is not None and self._forward.optimization is not None:
+        if self._forward is not None and self._forward.instead is not None:
             self._forward.remove()
             self._optimization.close()
 
@@ -127,25 +130,123 @@ class Optimized:
         self.restore()
 
 
-class _Forward:
+class TransformerOptimization(Optimization):
+    """Runs in place of a transformer's `forward`.
+
+    It holds the transformer weakly: a pipeline that is deleted frees its memory at once. Nothing in
+    diffusers says where a run begins or that modules have changed, so that a call outside of `run`
+    is a run of its own.
+
+    Args:
+        transformer: diffusers'.
+        attention: Computes the attention of the fused blocks.
+    """
+
+    host = "diffusers'"
+
+    def __init__(
+        self, transformer: QwenImageTransformer2DModel, attention: TransformerAttention
+    ) -> None:
+        super().__init__(attention)
+        self._transformer = weakref.ref(transformer)
+        self._signature = inspect.signature(type(transformer).forward)
+        self._modulation = TransformerModulation()
+        self._layers = DiffusersLayers()
+        self._in_run = False
+        self._closing_report = ""
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def run(self, timesteps: Timesteps | None) -> Iterator[None]:
+        """One sampling run; see `Optimized.run`."""
+        self.start_run()
+        self._modulation.open_run(timesteps)
+        self._in_run = True
+        try:
+            yield
+        finally:
+            self._in_run = False
+            self._modulation.close_run()
+            self._leave()
+
+    def start_run(self) -> None:
+        """Forgets what was known in the last run."""
+        super().start_run()
+        self._layers = DiffusersLayers()
+
+    def forward(
+        self, host: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """One call of the transformer; `host` is its own forward."""
+        transformer = self._transformer()
+        try:
+            given = self._signature.bind(transformer, *args, **kwargs).arguments
+        except TypeError:  # theirs to say
+            return host(*args, **kwargs)
+        # The blocks hold one pass: another thread waits.
+        with self._lock:
+            if not self._in_run:
+                self.start_run()
+            adapter = TransformerPass(
+                transformer, self.attention, self._layers, self._modulation, given
+            )
+            try:
+                return self.run_pass(adapter, lambda: host(*args, **kwargs))
+            finally:
+                if not self._in_run:
+                    self._leave()
+
+    def close(self) -> None:
+        """Frees what it holds; only the report stays."""
+        self._closing_report = self.report()
+        self._modulation.close_run()
+        self._leave()
+        super().start_run()
+
+    def _leave(self) -> None:
+        """Frees graphs and buffers: nothing says whether weights stay until the next run."""
+        self.end_run()
+        transformer = self._transformer()
+        if transformer is not None:
+            self.release(transformer)
+
+    def report(self) -> str:
+        """Which path every part took in the last run, a line each."""
+        return self._closing_report or super().report()
+
+    def attention_lines(self) -> list[str]:
+        """Which attention ran: with blocks of diffusers' own, its own."""
+        if self._last is not None and not self._last.fused:
+            return ["attention: diffusers' own, with its blocks"]
+        return super().attention_lines()
+
+
+class Instead(Protocol):
+    """Runs in place of a transformer's `forward`."""
+
+    def forward(
+        self, host: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """One call of the transformer; `host` is what it would have run."""
+
+
+class Forward:
     """Stands for a transformer's `forward`.
 
     Without a `__dict__`: accelerate and diffusers copy that of what they wrap.
 
     Args:
         transformer: Referenced weakly.
-        optimization: What runs; None for the transformer's own forward.
+        instead: What runs; None for what it stands for.
 
     Attributes:
         before: What was in its place, of another extension; None for the class's own.
     """
 
-    __slots__ = ("__signature__", "_transformer", "before", "optimization")
+    __slots__ = ("__signature__", "_transformer", "before", "instead")
 
-    def __init__(
-        self, transformer: QwenImageTransformer2DModel, optimization: TransformerOptimization | None
-    ) -> None:
-        self.optimization = optimization
+    def __init__(self, transformer: QwenImageTransformer2DModel, instead: Instead | None) -> None:
+        self.instead = instead
         self.before: Callable[..., Any] | None = None
         self._transformer = weakref.ref(transformer)
         self.__signature__ = inspect.signature(type(transformer).forward.__get__(transformer))
@@ -159,7 +260,7 @@ class _Forward:
 
     def remove(self) -> None:
         """Puts back what was there; somebody who has wrapped this one since calls through it."""
-        self.optimization = None
+        self.instead = None
         transformer = self._transformer()
         own = {} if transformer is None else transformer.__dict__
         for slot in SLOTS:
@@ -172,9 +273,9 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Neither the choices nor the launches can be traced.
-        if self.optimization is None or torch.compiler.is_compiling():
+        if self.instead is None or torch.compiler.is_compiling():
             return self._own(*args, **kwargs)
-        return self.optimization.forward(self._own, args, kwargs)
+        return self.instead.forward(self._own, args, kwargs)
 
     def _own(self, *args: Any, **kwargs: Any) -> Any:
         if self.before is not None:
@@ -182,18 +283,19 @@ class _Forward:
         transformer = self._transformer()
         return type(transformer).forward(transformer, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
         """A copy of the transformer runs diffusers' own forward."""
         transformer = self._transformer()
-        return _Forward(memo.get(id(transformer), transformer), None)
+        return Forward(memo.get(id(transformer), transformer), None)
 
 
-def _installed(transformer: QwenImageTransformer2DModel) -> _Forward | None:
+def _installed(transformer: QwenImageTransformer2DModel) -> Forward | None:
     """What an earlier `optimize` hung on a transformer, wherever others have wrapped it."""
     for slot in SLOTS:
         forward = transformer.__dict__.get(slot)
         while forward is not None:
-            if isinstance(forward, _Forward):
+            ours = isinstance(forward, Forward)
+            if ours and isinstance(forward.instead, TransformerOptimization):
                 return forward
-            forward = getattr(forward, "__wrapped__", None)
+            forward = forward.before if ours else getattr(forward, "__wrapped__", None)
     return None
