@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 from ..planning.cards import STARTING, Price
 from .figures import LINE, dollars, duration, folded, table
-from .words import changes, rests_on, safer_text, settings_text, verdict
+from .words import (
+    changes,
+    rests_on,
+    safer_text,
+    settings_text,
+    step_cache_lines,
+    verdict,
+)
 
 if TYPE_CHECKING:
     from ..planning.advise import Advice, Comparison, Market
@@ -36,9 +43,11 @@ def advise_text(
     """
     if not advices:
         return "\n".join(["None of these cards has a price.", *_without_offer(market)])
+    first = market.estimates[advices[0].offer.card.name]
     priced = [line for advice in advices for line in folded(_basis(market, advice), "")]
     blocks = [
         summary_lines(market, advices),
+        [line for text in step_cache_lines(first) for line in folded(text, "")],
         _ranking(market, advices),
         folded(COUNTED, ""),
         priced,

@@ -10,6 +10,7 @@ from ..planning.phases import Phase, Range, figure, gib
 from ..planning.plan import PlanOption
 from ..planning.request import RunRequest
 from ..spec import GB
+from ..step_cache import OFF
 from .notes import notes_of
 
 
@@ -36,6 +37,7 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
         "headroom_gib": gib(estimate.headroom_bytes),
         **{name: ends and figure(ends.middle) for name, ends in answers.items()},
         "step_bound_by": estimate.bound,
+        "step_cache": _step_cache(estimate),
         "ranges": _ends(ranges),
         "loads": _ends(times and times.loads),
         "loads_prequantized": _ends(times and times.prequantized_loads),
@@ -60,6 +62,26 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
         "basis": estimate.basis.kind,
         "basis_detail": estimate.basis.text,
         "notes": [*notes_of(estimate), *estimate.notes, *filter(None, [estimate.card_note])],
+    }
+
+
+def _step_cache(estimate: Estimate) -> dict[str, Any] | None:
+    """What a step cache skips, beside what else saves that time; None without one."""
+    request = estimate.request
+    if request.cache == OFF:
+        return None
+    beside = zip(("fewer_steps", "lightning"), estimate.beside, strict=False)
+    return {
+        "name": request.cache,
+        "computed_steps": request.computed_steps,
+        "beside": {
+            name: {
+                "steps": each.request.steps,
+                "cfg": each.request.cfg,
+                "image_seconds": each.image_seconds and figure(each.image_seconds.middle),
+            }
+            for name, each in beside
+        },
     }
 
 
@@ -122,4 +144,5 @@ def _settings(request: RunRequest, option: PlanOption) -> dict[str, Any]:
         },
         "controlnet_gib": gib(request.controlnet_bytes),
         "tiles": option.tiles,
+        "cache": request.cache,
     }

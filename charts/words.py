@@ -9,6 +9,7 @@ from ..planning.phases import KEPT_FREE_BYTES, Phase
 from ..planning.request import RunRequest, Setting
 from ..planning.times import PROCESSOR
 from ..spec import format_gib
+from ..step_cache import CUSTOM, OFF, cache_settings, plan_steps, usual_sigmas
 from .figures import adding_up, duration, folded, many, table, tenths, tenths_between, usd
 from .notes import notes_of, price_of
 
@@ -36,6 +37,9 @@ WORKING = "working memory"
 PARTS = ("transformer", "text encoder", "VAE", WORKING, "CUDA")
 # Of a step that waits for its launches; that the card bounds it is not worth a word.
 BOUND = "bound by the processor"
+OTHER_PICTURES = (
+    "The cache changes the picture slightly; fewer steps or Lightning give another picture."
+)
 NOTHING_SAFER = "No safer setting stays on the card: choose a smaller size or batch."
 
 
@@ -47,6 +51,7 @@ def estimate_text(estimate: Estimate) -> str:
     phases = estimate.phases.values()
     blocks = [
         summary_lines(estimate),
+        [line for text in step_cache_lines(estimate) for line in folded(text, "")],
         _phase_table(phases),
         _part_table(phases),
         [
@@ -95,6 +100,41 @@ def answer(estimate: Estimate) -> str:
     if not estimate.fits:
         return "Does not fit"
     return "Tight, not measured" if estimate.tight else "Fits"
+
+
+def step_cache_lines(estimate: Estimate) -> list[str]:
+    """What a step cache saves, beside what else saves that time; none without one."""
+    request = estimate.request
+    if request.cache == OFF:
+        return []
+    if not estimate.beside:
+        return [f"Step cache: no effect: {_refusal(request)}."]
+    text = f"Step cache: {steps_text(request)}"
+    if estimate.image_seconds is None:
+        return [f"{text}.", OTHER_PICTURES]
+    times = [duration(each.image_seconds) for each in (estimate, *estimate.beside)]
+    fewer, lightning = (each.request.steps for each in estimate.beside)
+    return [
+        f"{text}, {times[0]} an image. Beside it: {fewer} steps without a cache, {times[1]}; "
+        f"{lightning} steps with a Lightning LoRA and CFG off, {times[2]}.",
+        OTHER_PICTURES,
+    ]
+
+
+def _refusal(request: RunRequest) -> str:
+    """Why a step cache skips nothing, in one clause."""
+    none = f"of {request.steps} steps none may be skipped"
+    if request.cache == CUSTOM:
+        return none
+    return plan_steps(usual_sigmas(request.steps), cache_settings(request.cache)).reason or none
+
+
+def steps_text(request: RunRequest) -> str:
+    """`50 steps`, `balanced computes 26 of 50 steps`."""
+    steps, computed = request.steps, request.computed_steps
+    if computed == steps:
+        return f"{steps} steps"
+    return f"{request.cache} computes {computed} of {steps} steps"
 
 
 def next_step(estimate: Estimate) -> str:
@@ -185,7 +225,7 @@ def request_text(request: RunRequest) -> str:
     words = [
         f"{request.width}x{request.height}",
         f"batch {request.batch}",
-        f"{request.steps} steps",
+        steps_text(request),
     ]
     words.append(CFG_WORDS[request.cfg])
     if request.references:
@@ -220,8 +260,9 @@ def _time(estimate: Estimate) -> str:
     if estimate.image_seconds is None:
         return "unknown, because the card is not in the list"
     image, step = duration(estimate.image_seconds), duration(estimate.step_seconds)
+    computed = " computed" * (estimate.request.computed_steps < estimate.request.steps)
     waits = f", {BOUND}" if estimate.bound == PROCESSOR else ""
-    return f"{image} an image, {step} a step{waits} ({rests_on(estimate)})"
+    return f"{image} an image, {step} a{computed} step{waits} ({rests_on(estimate)})"
 
 
 def _cost(estimate: Estimate) -> str:

@@ -52,7 +52,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
                     step=1.0,
                     tooltip="Your load, around the clock. A rented card costs the same when idle.",
                 ),
-                *request_inputs(rare=False, sockets=False),
+                *request_inputs(sockets=False),
                 io.String.Input(
                     "prices",
                     default="",
@@ -62,6 +62,7 @@ class QwenL40SAdviseGPU(io.ComfyNode):
                     tooltip=f"Your own prices in USD an hour, one card a line: {EXAMPLE}. Other "
                     "cards take the list's price; the report shows its date.",
                 ),
+                *request_inputs(added=True, sockets=False),
             ],
             outputs=[
                 io.Image.Output(

@@ -82,13 +82,16 @@ def loader_settings(estimate: Estimate) -> tuple[str, str, str]:
     return setting.precision, setting.modulation, setting.text_encoder_place
 
 
-def request_inputs(*, rare: bool, sockets: bool = True) -> list[io.Input]:
+def request_inputs(
+    *, rare: bool = False, added: bool = False, sockets: bool = True
+) -> list[io.Input]:
     """The inputs of the estimator's nodes that say what is to run.
 
     Args:
+        rare, added: as of `Option`.
         sockets: whether the node has MODEL, CLIP, VAE and LATENT, which its tooltips then name.
     """
-    return [_input(option, sockets) for option in options(rare=rare)]
+    return [_input(option, sockets) for option in options(rare=rare, added=added)]
 
 
 class Choices(list):
@@ -119,8 +122,10 @@ def _older_names(name: str) -> dict[str, Any]:
 def _input(option: Option, sockets: bool) -> io.Input:
     tooltip = f"{option.help} {option.wired}" if sockets and option.wired else option.help
     about: dict[str, Any] = {"default": option.default, "tooltip": tooltip}
+    if option.rare or option.added:
+        about["optional"] = True
     if option.rare:
-        about |= {"optional": True, "advanced": True}
+        about["advanced"] = True
     if option.choices:
         return choice_input(option.name, option.choices, **about)
     about["extra_dict"] = _older_names(option.name)

@@ -56,7 +56,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
                     tooltip="this card: the card ComfyUI runs on, with its actual memory, or an "
                     "L40S if there is no card. Other cards: the figures of their data sheets.",
                 ),
-                *request_inputs(rare=False),
+                *request_inputs(),
                 io.Model.Input(
                     "model",
                     optional=True,
@@ -95,6 +95,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
                     "list; the report shows its date.",
                 ),
                 *request_inputs(rare=True),
+                *request_inputs(added=True),
             ],
             outputs=[
                 io.Image.Output(

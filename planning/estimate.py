@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..spec import GIB, MIB, ON_CARD, QUANTIZED
+from ..step_cache import OFF
 from .bytes import (
     BF16,
     FP32,
@@ -53,6 +54,9 @@ from .times import (
 # A run that fits with less than this to spare is tight where no peak was measured: a predicted peak
 # may be off by as much, and a desktop or another program may hold some of the card.
 TIGHT_BYTES = 3 * GIB // 2
+
+# Of the Lightning LoRA that is closest to the model without it.
+LIGHTNING_STEPS = 8
 
 # Python, torch with CUDA, ComfyUI and its nodes. Predicted.
 PROGRAM_BYTES = 3 * GIB
@@ -286,6 +290,7 @@ class Estimate:
         basis: What the times rest on.
         times: None, as all times below, on a card that is neither listed nor calibrated.
         own_usd_per_hour: The user's own price; None for the list's.
+        calibration: What the times rest on where the card was measured; else None.
         notes: Sentences of the caller's; `charts.notes` has those of an estimate.
         card_note: Why it is of this card, where the user's own cannot be it; empty elsewhere.
     """
@@ -298,6 +303,7 @@ class Estimate:
     basis: Basis
     times: RunTimes | None = None
     own_usd_per_hour: float | None = None
+    calibration: Rates | None = None
     notes: tuple[str, ...] = field(default=())
     card_note: str = ""
 
@@ -345,14 +351,27 @@ class Estimate:
             return None
         return plan_with_room(self.option.card, self.request, TIGHT_BYTES)
 
+    @cached_property
+    def beside(self) -> tuple[Estimate, ...]:
+        """Where a step cache skips steps, what else saves that time: as many steps without a cache,
+        and a Lightning LoRA. Empty where it skips none.
+        """
+        request = self.request
+        if request.computed_steps == request.steps:
+            return ()
+        fewer = replace(request, steps=request.computed_steps, cache=OFF, computed=0)
+        lightning = replace(fewer, steps=LIGHTNING_STEPS, cfg="off")
+        how = {"calibration": self.calibration, "usd_per_hour": self.own_usd_per_hour}
+        return tuple(estimate(other, self.card, **how) for other in (fewer, lightning))
+
     @property
     def _memory_measured(self) -> bool:
         return is_named(self.card, measured()["conditions"]["card"])
 
     @property
     def step_seconds(self) -> Range | None:
-        """One step of the sampler, with both prompts where there are two."""
-        return self.times and self.times.phases["sampling"].times(1 / self.request.steps)
+        """One computed step of the sampler, with both prompts where there are two."""
+        return self.times and self.times.phases["sampling"].times(1 / self.request.computed_steps)
 
     @property
     def bound(self) -> str | None:
@@ -448,4 +467,5 @@ def estimate(
         basis=basis,
         times=times,
         own_usd_per_hour=usd_per_hour,
+        calibration=calibration,
     )

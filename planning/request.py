@@ -17,6 +17,7 @@ from ..spec import (
     VaeShape,
     find_family,
 )
+from ..step_cache import CHOICES, CUSTOM, OFF, computed_steps
 
 AUTO = "auto"
 PRECISIONS = (AUTO, "bf16", "fp8", "int8")
@@ -94,6 +95,8 @@ class RunRequest:
         loras: on the transformer.
         controlnet_bytes: of the weights of a ControlNet that runs in each step; 0 for none.
         tiles: of the VAE: 0 leaves it to the plan, 1 is whole, more are at least so many.
+        cache: the step cache, one of `step_cache.CHOICES`; "custom" needs `computed`.
+        computed: of the steps, those that call the transformer; 0 counts them from `cache`.
         parts: true sizes of what is at hand.
 
     Raises:
@@ -116,6 +119,8 @@ class RunRequest:
     loras: Loras = Loras()
     controlnet_bytes: int = 0
     tiles: int = 0
+    cache: str = OFF
+    computed: int = 0
     parts: Parts = field(default_factory=Parts)
 
     def __post_init__(self) -> None:
@@ -166,6 +171,11 @@ class RunRequest:
         return 2 if self.cfg == "two passes" else 1
 
     @property
+    def computed_steps(self) -> int:
+        """Steps that call the transformer; a step cache skips the others."""
+        return self.computed or computed_steps(self.steps, self.cache)
+
+    @property
     def items(self) -> int:
         """Images in one forward pass."""
         return 2 * self.batch if self.cfg == "one pass" else self.batch
@@ -178,6 +188,7 @@ class RunRequest:
             ("text_encoder_precision", self.text_encoder, TEXT_ENCODER_PRECISIONS),
             ("text_encoder_placement", self.text_encoder_place, TEXT_ENCODER_PLACEMENTS),
             ("lora_mode", self.loras.mode, LORA_MODES),
+            ("cache", self.cache, (*CHOICES, CUSTOM) if self.computed else CHOICES),
         ):
             if value not in allowed:
                 raise SettingError(f"{name} {value!r} is unknown: choose {', '.join(allowed)}.")
@@ -195,6 +206,7 @@ class RunRequest:
             ("LoRAs", self.loras.count, 0, 1000),
             ("LoRA rank", self.loras.rank, 1, 4096),
             ("ControlNet bytes", self.controlnet_bytes, 0, 2**40),
+            ("computed steps", self.computed, 0, self.steps),
         ):
             if value < least:
                 raise SettingError(f"{name} must be at least {least}, got {value}.")
@@ -308,7 +320,7 @@ def replays_graph(request: RunRequest, setting: Setting) -> bool:
     others = request.controlnet_bytes or (request.loras.count and request.loras.mode == "bypass")
     rows = request.items * (request.prompt_tokens + request.image_tokens)
     fitting = any(
-        rows <= most and request.steps >= steps
+        rows <= most and request.computed_steps >= steps
         for most, steps in LEAST_GRAPH_STEPS.items()
         if most <= MOST_PLAIN_GRAPH_ROWS or setting.precision in QUANTIZED
     )

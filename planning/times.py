@@ -199,7 +199,8 @@ def forward_seconds(request: RunRequest, precision: str, rates: Rates, **how: An
 
 def sampling_seconds(request: RunRequest, precision: str, rates: Rates, **how: Any) -> float:
     """All steps of a run, without the modulation's table; arguments as of `forward_times`."""
-    return request.steps * request.passes * forward_seconds(request, precision, rates, **how)
+    passes = request.computed_steps * request.passes
+    return passes * forward_seconds(request, precision, rates, **how)
 
 
 def table_seconds(request: RunRequest, rates: Rates, modulation: str) -> float:

@@ -133,7 +133,7 @@ def test_the_options_make_the_request():
         "--family qwen-image-edit-2511 --precision int8 --size 1664x928 --batch 2 --steps 8 "
         "--cfg 1 --references 3 --text 99 --modulation on-card --text-encoder-precision fp8 "
         "--text-encoder-placement drop-after-encoding --loras 2 --lora-rank 16 --lora-mode bypass "
-        "--controlnet-gib 3.5 --tiles 4"
+        "--controlnet-gib 3.5 --tiles 4 --cache fast"
     )
     assert request(*argv) == RunRequest(
         family="qwen-image-edit-2511",
@@ -151,6 +151,7 @@ def test_the_options_make_the_request():
         loras=Loras(2, 16, "bypass"),
         controlnet_bytes=7 * GIB // 2,
         tiles=4,
+        cache="fast",
     )
     assert request("--layers", "4").family == "qwen-image-layered"
     assert request("--references", "1").family == "qwen-image-edit-2511"

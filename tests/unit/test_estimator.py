@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_l40s.charts.answer import estimate_json
+from qwen_l40s.charts.figures import duration
 from qwen_l40s.charts.notes import notes_of
 from qwen_l40s.charts.words import estimate_text, next_step
 from qwen_l40s.errors import SettingError, UnavailableError
@@ -35,7 +36,7 @@ def card(name):
 
 KEYS = {
     *("card", "family", "settings", "phases", "fits", "tight", "headroom_gib", "step_ms"),
-    "step_bound_by",
+    *("step_bound_by", "step_cache"),
     *("image_seconds", "first_image_seconds", "cold_start_seconds", "usd_per_image"),
     *("loads", "loads_prequantized"),
     *("ranges", "disk_gib", "disk", "host_ram_gib", "plan", "basis", "basis_detail", "notes"),
@@ -51,8 +52,9 @@ KEYS = {
         RunRequest(family="qwen-image-edit-2511", references=3, precision="int8"),
         RunRequest(family="qwen-image-layered", width=640, height=640, layers=3, references=1),
         RunRequest(loras=Loras(2, 32, "bypass"), controlnet_bytes=3_500_000_000, steps=4),
+        RunRequest(steps=50, cache="balanced"),
     ],
-    ids=["usual", "batch", "edit", "layered", "additions"],
+    ids=["usual", "batch", "edit", "layered", "additions", "cache"],
 )
 def test_json(name, asked):
     if asked.precision != "auto" and not card(name).multiplies(asked.precision):
@@ -128,6 +130,53 @@ def test_times_add_up():
         rates = rates_of(L40S)[1 - end]
         step = 2 * forward_seconds(found.request, "bf16", rates)
         assert found.step_seconds[end] == pytest.approx(step)
+
+
+def test_a_step_cache_takes_its_computed_steps_and_stands_beside_what_else_saves_time():
+    asked = RunRequest(steps=50, cache="balanced")
+    found, plain = (estimate(replace(asked, cache=cache), L40S) for cache in ("balanced", "off"))
+    assert found.step_seconds == pytest.approx(plain.step_seconds)
+    sampling, whole = (each.phases["sampling"] for each in (found, plain))
+    assert sampling.seconds.high == pytest.approx(whole.seconds.high * 26 / 50)
+    latent = 4 * 16 * (1328 // 8) ** 2
+    assert sampling.card_bytes - whole.card_bytes == 3 * latent
+    assert found.phases["tables"].seconds == plain.phases["tables"].seconds
+    assert found.usd_per_image.high < plain.usd_per_image.high
+    fewer, lightning = (
+        estimate(replace(asked, cache="off", steps=steps, cfg=cfg), L40S)
+        for steps, cfg in ((26, "two passes"), (8, "off"))
+    )
+    assert found.beside == (fewer, lightning) and not plain.beside
+    answer = estimate_json(found)
+    assert answer["settings"]["cache"] == "balanced"
+    assert answer["step_cache"] == {
+        "name": "balanced",
+        "computed_steps": 26,
+        "beside": {
+            "fewer_steps": {
+                "steps": 26,
+                "cfg": "two passes",
+                "image_seconds": estimate_json(fewer)["image_seconds"],
+            },
+            "lightning": {
+                "steps": 8,
+                "cfg": "off",
+                "image_seconds": estimate_json(lightning)["image_seconds"],
+            },
+        },
+    }
+    text = " ".join(estimate_text(found).split())
+    times = (duration(each.image_seconds) for each in (found, fewer, lightning))
+    assert (
+        "Step cache: balanced computes 26 of 50 steps, {} an image. Beside it: 26 steps without a "
+        "cache, {}; 8 steps with a Lightning LoRA and CFG off, {}. The cache changes the picture "
+        "slightly; fewer steps or Lightning give another picture.".format(*times)
+    ) in text
+    assert "a computed step" in text and "Step cache" not in estimate_text(plain)
+    none = estimate(replace(asked, steps=8), L40S)
+    assert none.step_seconds == estimate(replace(USUAL, steps=8), L40S).step_seconds
+    assert "Step cache: no effect: a run of 10 steps or fewer" in estimate_text(none)
+    assert estimate_json(none)["step_cache"]["beside"] == {} and not none.beside
 
 
 @pytest.mark.parametrize(

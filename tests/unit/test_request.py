@@ -57,6 +57,9 @@ from qwen_l40s.spec import FAMILIES, TransformerShape, find_family
             "1 of 1328x1328 with 4096 layers",
             "choose fewer layers, a smaller size or batch",
         ),
+        ({"cache": "taylor"}, "cache 'taylor'", "choose off, faithful, balanced, fast."),
+        ({"cache": "custom"}, "cache 'custom'", "choose off, faithful, balanced, fast."),
+        ({"steps": 20, "computed": 21}, "computed steps must be at most 20", "got 21"),
         ({"layers": 3}, "paints no layers", "choose qwen-image-layered"),
         ({"width": 32768, "height": 16384}, "tokens", "smaller size or batch"),
         ({"steps": 10**400}, "steps must be at most 10000", "far more"),
@@ -108,6 +111,14 @@ def test_true_shapes_stand_above_published_ones():
     assert layered.transformer.addition_t_cond and layered.vae.image_channels == 4
 
 
+def test_computed_steps_are_those_of_the_cache_or_those_that_somebody_knows():
+    for cache, computed in (("off", 50), ("faithful", 34), ("balanced", 26), ("fast", 20)):
+        assert RunRequest(steps=50, cache=cache).computed_steps == computed
+        assert RunRequest(steps=8, cache=cache).computed_steps == 8
+    assert RunRequest(steps=50, cache="custom", computed=31).computed_steps == 31
+    assert RunRequest(steps=50, computed=31).computed_steps == 31
+
+
 def test_a_text_encoder_is_bf16_unless_named():
     assert precision_of_text_encoder(RunRequest()) == "bf16"
     assert precision_of_text_encoder(RunRequest(text_encoder="int8")) == "int8"
@@ -129,6 +140,8 @@ def test_a_text_encoder_is_bf16_unless_named():
         ({"batch": 2}, Setting("int8"), False),
         ({"width": 1536}, Setting("int8"), False),
         ({}, Setting("int8", resident=False), False),
+        ({"cache": "balanced"}, Setting("int8"), True),
+        ({"cache": "fast"}, Setting("int8"), False),
     ],
 )
 def test_small_passes_replay_a_graph_where_weights_stay_and_nobody_else_takes_part(
