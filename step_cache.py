@@ -106,12 +106,16 @@ class StepPlan:
     """Which steps of a run are skipped.
 
     Attributes:
-        skipped: Of each step, whether it is.
-        reason: Why none is, in one clause; empty where some are.
+        skipped: Of each step, whether it is; with `ADAPTIVE` none is before the run.
+        reason: Why none is, in one clause; empty where some are, or may be.
+        allowed: Of each step, whether it may be.
+        most: How many steps may be.
     """
 
     skipped: tuple[bool, ...]
     reason: str = ""
+    allowed: tuple[bool, ...] = ()
+    most: int = 0
 
     @property
     def steps(self) -> int:
@@ -141,13 +145,16 @@ def plan_steps(
     if reason := unusable_schedule(sigmas):
         return StepPlan((False,) * max(0, steps), reason)
     first, last = ends(steps, settings)
-    open_steps = [first <= i < last and i not in kept for i in range(steps)]
-    most = min(round(settings.budget * (steps - FEWEST_STEPS + 1)), sum(open_steps))
+    allowed = tuple(first <= i < last and i not in kept for i in range(steps))
+    most = min(round(settings.budget * (steps - FEWEST_STEPS + 1)), sum(allowed))
     if settings.name != CUSTOM:
         most = min(most, steps - FEWEST_COMPUTED)
-    skipped = _cheapest(tuple(sigmas), tuple(open_steps), max(0, most), settings.longest)
-    reason = "" if any(skipped) else f"of {steps} steps none may be skipped"
-    return StepPlan(skipped, reason)
+    most = max(0, most)
+    skipped = (False,) * steps
+    if settings.method == SCHEDULE:
+        skipped = _cheapest(tuple(sigmas), allowed, most, settings.longest)
+    reason = "" if most else f"of {steps} steps none may be skipped"
+    return StepPlan(skipped, reason, allowed, most)
 
 
 def unusable_schedule(sigmas: Sequence[float]) -> str:
@@ -250,3 +257,101 @@ def _keep(
 ) -> None:
     if key not in ways or cost < ways[key][0]:
         ways[key] = cost, chosen
+
+
+# What the adaptive method goes by.
+
+
+@dataclass(frozen=True)
+class Curve:
+    """How far the transformer's answer moves in a step, by how far its first block's input does.
+
+    Both are relative L1 changes since the step before (`optimizations/change_gate`).
+
+    Attributes:
+        coefficients: Of a polynomial, the highest power first.
+        least, most: The changes that it was fitted on.
+        steps: Of the runs that it was fitted on.
+        precision: Of the weights.
+        source: What it is, in a few words for reports.
+    """
+
+    coefficients: tuple[float, ...]
+    least: float
+    most: float
+    steps: int
+    precision: str
+    source: str
+
+    def __call__(self, change: float) -> float:
+        """At least 0; of a change below `least` what that gives.
+
+        Above `most` the polynomial may fall or cross 0, so that the answer is infinite, as for NaN.
+        """
+        if not change <= self.most:
+            return math.inf
+        value = 0.0
+        for coefficient in self.coefficients:
+            value = value * max(change, self.least) + coefficient
+        return max(value, 0.0)
+
+
+# Signal A of IonDen/mlx-teacache (Apache-2.0), Qwen-Image in 4 bits, CFG 4, 7 prompts each:
+# scripts/_calibration_qwen.json for 20 steps at 512x512 (R2 0.946, on 3 other prompts 0.944),
+# src/mlx_teacache/variants/qwen_image/config.py for 50 steps at 768x768 (R2 0.849 and 0.845). For
+# 50 steps `least` is where the curve has the lowest value that docs/calibration.md gives, 0.067,
+# and `most` is where the curve still rises.
+PUBLISHED_CURVES = (
+    Curve(
+        (45.1442944188745, -52.91131412057809, 17.078368811436963, 0.10393043235768819, 0.0),
+        *(0.09283242676308609, 0.7861665809833119, 20, "q4"),
+        "the curve published for 20 steps of Qwen-Image",
+    ),
+    Curve(
+        (-12.954226906135869, 8.883805167578382, -0.9363839862290331, 1.4538816050570036, 0.0),
+        *(0.0466, 0.5, 50, "q4"),
+        "the curve published for 50 steps of Qwen-Image",
+    ),
+)
+
+
+def published_curve(steps: int) -> Curve:
+    """The published curve of a count of steps; for another count one made of both.
+
+    A step of N is N / 20 times shorter than one of 20, and so are the changes in it.
+    """
+    for curve in PUBLISHED_CURVES:
+        if curve.steps == steps:
+            return curve
+    few, many = (_scaled(curve, steps) for curve in PUBLISHED_CURVES)
+    ends = [1 / curve.steps for curve in PUBLISHED_CURVES]
+    share = min(max((ends[0] - 1 / steps) / (ends[0] - ends[1]), 0.0), 1.0)
+
+    def mixed(a: float, b: float) -> float:
+        return (1 - share) * a + share * b
+
+    return Curve(
+        tuple(map(mixed, few.coefficients, many.coefficients)),
+        mixed(few.least, many.least),
+        mixed(few.most, many.most),
+        steps,
+        few.precision,
+        f"a curve for {steps} steps made of those published for 20 and 50, uncalibrated",
+    )
+
+
+def _scaled(curve: Curve, steps: int) -> Curve:
+    """A curve for another count of steps, if changes are in proportion to a step's length."""
+    factor = steps / curve.steps
+    degree = len(curve.coefficients) - 1
+    coefficients = tuple(
+        coefficient * factor ** (degree - place - 1)
+        for place, coefficient in enumerate(curve.coefficients)
+    )
+    return replace(
+        curve,
+        coefficients=coefficients,
+        least=curve.least / factor,
+        most=curve.most / factor,
+        steps=steps,
+    )

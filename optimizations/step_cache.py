@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..step_cache import ADAPTIVE, CacheSettings, StepPlan, ends, plan_steps, unusable_schedule
+from ..step_cache import CacheSettings, plan_steps
 
 # A forecast that misses by more has the next ones refused. A first guess: the micro model's good
 # settings miss by 0.012 to 0.035, its poor ones by 0.05 to 0.14.
@@ -28,7 +28,13 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 class Gate(Protocol):
-    """Says how much the first block's input has changed."""
+    """Says how much the first block's input has changed.
+
+    Attributes:
+        source: What it goes by, in a few words.
+    """
+
+    source: str
 
     def change(self, x: torch.Tensor, sigma: float) -> float:
         """Since the last call, on the scale of `CacheSettings.threshold`; 0 at the first."""
@@ -75,6 +81,7 @@ class CacheFigures:
     Attributes:
         name: Of the settings.
         steps: Of the schedule.
+        source: Of the gate; empty without one.
         skipped: The steps that were forecast, by index.
         missed: At each computed step after skipped ones, |forecast - computed| / |computed|; what
             is not finite is left out.
@@ -90,6 +97,7 @@ class CacheFigures:
 
     name: str
     steps: int
+    source: str = ""
     skipped: list[int] = field(default_factory=list)
     missed: list[float] = field(default_factory=list)
     audited: list[float] = field(default_factory=list)
@@ -107,12 +115,14 @@ class CacheFigures:
     def lines(self) -> list[str]:
         """Lines about the run."""
         changed = "the size, type, device or CFG changed in mid-run" if self.forgotten else ""
+        by = [f"step cache: adaptive, by {self.source}"] if self.source else []
         if not self.skipped:
             reason = self.reason or changed or "nothing was skipped"
-            return [f"step cache: {self.name}, no effect: {reason}"]
+            return [f"step cache: {self.name}, no effect: {reason}", *by]
         lines = [
             f"step cache: {self.name}, {self.computed} of {self.steps} steps computed, about "
-            f"{self.seconds_saved:.1f} s saved"
+            f"{self.seconds_saved:.1f} s saved",
+            *by,
         ]
         if self.missed:
             latent = "" if self.distance is None else f"; the latent by about {self.distance:.2g}"
@@ -166,15 +176,8 @@ class CachedRun:
         self.settings = settings
         self._sigmas = list(sigmas)
         self._gate = gate
-        self._kept = frozenset(kept)
-        steps = max(0, len(self._sigmas) - 1)
-        if settings.method == ADAPTIVE:
-            plan = StepPlan((False,) * steps, unusable_schedule(self._sigmas))
-            self._ends = ends(steps, settings)
-        else:
-            plan = plan_steps(self._sigmas, settings, kept)
-        self._plan = plan
-        self.figures = CacheFigures(settings.name, steps)
+        self._plan = plan = plan_steps(self._sigmas, settings, kept)
+        self.figures = CacheFigures(settings.name, plan.steps, source=gate.source if gate else "")
         self._followed = followed
         self._reason = refusal or plan.reason
         self._calls = 0
@@ -321,11 +324,13 @@ class CachedRun:
 
     def _gated(self, step: int, x: torch.Tensor) -> bool:
         """Whether the gate would have a step skipped."""
+        plan = self._plan
+        if not any(plan.allowed[step : step + 2]):  # whose input nobody compares
+            return False
         self._spent += self._gate.change(x, self._sigmas[step])
-        first, last = self._ends
         return (
-            first <= step < last
-            and step not in self._kept
+            plan.allowed[step]
+            and len(self.figures.skipped) < plan.most
             and len(self._since) < self.settings.longest
             and self._spent < self.settings.threshold
         )
