@@ -233,30 +233,20 @@ def _cheapest(
     """The cheapest set of at most so many steps, by dynamic programming over steps."""
     steps = len(open_steps)
     moved = [_moved(sigma) for sigma in sigmas]
-    # {(skipped so far, skipped in a row): (cost, the steps)}, cheapest ways to reach a step.
-    ways: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 0): (0.0, ())}
+    # {(skipped so far, skipped in a row): (cost, the steps as bits)}, the cheapest ways to a step.
+    ways: dict[tuple[int, int], tuple[float, int]] = {(0, 0): (0.0, 0)}
     for i in range(steps):
         length = sigmas[i] - sigmas[i + 1]
-        found: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
+        found: dict[tuple[int, int], tuple[float, int]] = {}
         for (count, row), (cost, chosen) in ways.items():
-            _keep(found, (count, 0), cost, chosen)
+            found[count, 0] = min(found.get((count, 0), (cost, chosen)), (cost, chosen))
             if open_steps[i] and row < longest and count < most:
                 more = length * (moved[i] - moved[i - row - 1])
-                _keep(found, (count + 1, row + 1), cost + more, (*chosen, i))
+                found[count + 1, row + 1] = cost + more, chosen | 1 << i
         ways = found
     count = max(count for count, _ in ways)
     _, best = min(way for (skipped, _), way in ways.items() if skipped == count)
-    return tuple(i in best for i in range(steps))
-
-
-def _keep(
-    ways: dict[tuple[int, int], tuple[float, tuple[int, ...]]],
-    key: tuple[int, int],
-    cost: float,
-    chosen: tuple[int, ...],
-) -> None:
-    if key not in ways or cost < ways[key][0]:
-        ways[key] = cost, chosen
+    return tuple(bool(best >> i & 1) for i in range(steps))
 
 
 # What the adaptive method goes by.
