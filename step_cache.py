@@ -183,7 +183,12 @@ def ends(steps: int, settings: CacheSettings) -> tuple[int, int]:
 def computed_steps(steps: int, name: str) -> int:
     """How many of so many steps call the transformer, with diffusers' schedule for 1024x1024."""
     settings = cache_settings(name)
-    return steps if settings is None else plan_steps(usual_sigmas(steps), settings).computed
+    return steps if settings is None else computed_with(steps, settings)
+
+
+def computed_with(steps: int, settings: CacheSettings) -> int:
+    """The same with any settings; `ADAPTIVE`, which decides in the run, counts as `SCHEDULE`."""
+    return plan_steps(usual_sigmas(steps), settings).computed
 
 
 def usual_sigmas(steps: int, tokens: int = 4096) -> list[float]:

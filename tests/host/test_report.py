@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import math
+import statistics
 import threading
 import weakref
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_execution.utils import CurrentNodeContext
+from comfy_extras.nodes_easycache import EasyCacheNode, LazyCacheNode
 from comfyui_boot import MODE, ROOT, folder
 
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
@@ -47,11 +49,14 @@ from qwen_l40s.hosts.comfyui.report.words import RunFacts, report_text
 from qwen_l40s.hosts.comfyui.sample import off_card as off_card_pass
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of, restore
 from qwen_l40s.hosts.comfyui.sample.run import OPTIMIZATION_KEY as OPTIMIZATION
+from qwen_l40s.hosts.comfyui.sample.run import STEP_CACHE_KEY as STEP_CACHE
+from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.loaders.source import MICRO_ADVICE
 from qwen_l40s.nodes.report import QwenL40SReport
 from qwen_l40s.planning.phases import Phase, Range
 from qwen_l40s.planning.request import DROPPED
 from qwen_l40s.spec import GIB, CardFacts
+from qwen_l40s.step_cache import CacheSettings, computed_with
 
 pytestmark = pytest.mark.each_device
 FOLDER = folder("report")
@@ -227,11 +232,15 @@ def test_clones_share_the_records():
     assert records(clone)[0].path[0].startswith("blocks: ComfyUI's own")
 
 
-def test_models_of_other_loaders_are_recorded_through_optimize():
+def of_another_loader() -> comfy.model_patcher.ModelPatcher:
     with mock.patch(
         "comfy.model_detection.detect_unet_config", lambda *_, **__: dict(narrow.CONFIG)
     ):
-        model = comfy.sd.load_diffusion_model_state_dict(dict(narrow.weights()))
+        return comfy.sd.load_diffusion_model_state_dict(dict(narrow.weights()))
+
+
+def test_models_of_other_loaders_are_recorded_through_optimize():
+    model = of_another_loader()
     sample(model)
     assert not records(model) and report_run(model).text == UNWATCHED
     clone = optimize(optimize(model, HOST_ATTENTION), HOST_ATTENTION)
@@ -242,6 +251,57 @@ def test_models_of_other_loaders_are_recorded_through_optimize():
     plain = restore(clone)
     assert not any(plain.get_all_wrappers(kind) for kind in plain.wrappers)
     assert plain.get_attachment(OPTIMIZATION) is None
+
+
+CACHE = CacheSettings(budget=0.6, longest=1)
+NUMBERED = mock.patch.object(
+    Marks, "seconds", lambda self: [float(i) for i in range(len(self) - 1)]
+)
+
+
+def cached(model):
+    return cache_steps(model, CACHE)
+
+
+def optimized(model):
+    return optimize(model, HOST_ATTENTION)
+
+
+def test_steps_that_were_skipped_count_nowhere_whoever_wraps_the_others():
+    for seen, made, *nodes in (
+        (True, load, cached),
+        (True, load, optimized, cached),
+        (True, load, cached, optimized),
+        (True, of_another_loader, cached),
+        (True, of_another_loader, cached, optimized, cached),
+        (True, of_another_loader, optimized, cached),
+        (False, of_another_loader, optimized, cached, optimized),
+    ):
+        model = made()
+        for node in nodes:
+            model = node(model)
+        with NUMBERED:
+            sample(model, cfg=2.5, steps=20)
+        found, figures = asked(model), model.get_attachment(STEP_CACHE).figures()
+        assert figures.computed == computed_with(20, CACHE) < 20
+        assert (found["steps"], found["evaluations"]) == (20, figures.computed), nodes
+        assert found["passes"] == 2 * figures.computed
+        computed = [i for i in range(20) if i not in figures.skipped]
+        numbers = computed if seen else range(figures.computed)
+        assert found["step_seconds"] == statistics.median(numbers[1:])
+        lines = [line for line in records(model)[-1].path if line.startswith("step cache: ")]
+        assert lines == figures.lines() and "custom, " in lines[0], lines
+        assert f"20 steps, {figures.computed} evaluations, " in report_run(model).text
+
+
+def test_steps_that_comfyui_skipped_count_nowhere():
+    for node in (EasyCacheNode, LazyCacheNode):
+        model = node.execute(load(), 50.0, 0.15, 0.95, False).args[0]
+        inner = model.model.diffusion_model
+        with mock.patch.object(inner, "_forward", wraps=inner._forward) as forward:
+            sample(model, cfg=2.5, steps=20)
+        found = asked(model)
+        assert 6 < forward.call_count == found["passes"] == 2 * found["evaluations"] < 30, node
 
 
 def test_a_run_that_fails_is_not_recorded():
@@ -1003,6 +1063,20 @@ def test_the_request_of_a_run():
     prediction = _prediction(model)
     assert prediction.request.cfg == "one pass" and prediction.request.items == 2
     assert not any("fused" in note for note in prediction.notes)
+
+
+def test_a_run_with_skipped_steps_is_predicted_by_those_that_were_computed():
+    model = cached(load(off_card=True))
+    sample(model, cfg=2.5, steps=20)
+    computed = computed_with(20, CACHE)
+    prediction = _prediction(model)
+    request = prediction.request
+    assert (request.steps, request.computed_steps, request.cache) == (20, computed, "custom")
+    assert not any("forward passes" in note for note in prediction.notes), prediction.notes
+    sampling, step = prediction.phases["sampling"].seconds, prediction.step
+    assert sampling == pytest.approx(step.times(computed))
+    tables = predicted(model).data["phases"]["tables"]
+    assert tables["predicted"]["seconds"][0] > 0
 
 
 def test_the_request_of_an_edit():

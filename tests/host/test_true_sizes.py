@@ -1,5 +1,6 @@
 """True sizes of what is wired into the estimator."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -30,6 +31,7 @@ from qwen_l40s.hosts.comfyui.estimate.sizes import clip_sizes, latent_sizes, mod
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
+from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.options import request_settings
 from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.spec import (
@@ -38,6 +40,7 @@ from qwen_l40s.spec import (
     QUANTIZED,
     VaeShape,
 )
+from qwen_l40s.step_cache import ADAPTIVE, PRESETS, CacheSettings, computed_with
 
 pytestmark = pytest.mark.each_device
 FOLDER = folder("true_sizes")
@@ -179,6 +182,26 @@ def test_loras_are_told():
             assert mode == "merge" or found.rank in (rank, 2 * rank), found  # bf16 or fp32
         words = ("1 LoRAs are set", "LoRAs of its own", "set 0")
         refused(*words, run=lambda one=one: request(one, loras=1))
+
+
+def test_a_step_cache_is_told():
+    model = load()
+    fast = cache_steps(model, PRESETS["fast"])
+    assert request(model, steps=50).request.cache == "off"
+    assert request(model, steps=50, cache="fast").request.computed_steps == 20
+    custom = CacheSettings(budget=0.3)
+    for settings, cache, computed, words in (
+        (PRESETS["fast"], "fast", 20, ""),
+        (custom, "custom", computed_with(50, custom), ""),
+        (replace(custom, method=ADAPTIVE), "custom", computed_with(50, custom), "by schedule"),
+        (replace(PRESETS["fast"], audit=True), "off", 50, "audit is on"),
+    ):
+        wired = request(cache_steps(model, settings), steps=50)
+        assert (wired.request.cache, wired.request.computed_steps) == (cache, computed)
+        assert any(words in note for note in wired.notes)
+    words = ("cache 'faithful' contradicts the MODEL", "has 'fast'", "choose off, or disconnect")
+    refused(*words, run=lambda: request(fast, cache="faithful"))
+    refused("steps must be at least 1", run=lambda: request(fast, steps=0))
 
 
 def test_other_models_are_refused():

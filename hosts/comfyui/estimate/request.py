@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ....errors import SettingError
 from ....options import likely_family
 from ....planning.request import AUTO, Parts, RunRequest
 from ....spec import FAMILIES, TEXT_TO_IMAGE, Family
+from ....step_cache import ADAPTIVE, OFF, CacheSettings, computed_with
 from .sizes import (
     TrueClip,
     TrueLatent,
@@ -67,7 +68,10 @@ def request_from(
     if named := [name for name, part in wired.items() if part is not None]:
         notes.insert(0, f"Sizes are read from what is connected: {', '.join(named)}.")
     chosen["family"] = _family(chosen, found, notes)
-    return WiredRequest(RunRequest(**chosen, parts=Parts(**sizes)), tuple(notes))
+    request = RunRequest(**chosen, parts=Parts(**sizes))
+    if found is not None and found.cache is not None:
+        request = _with_cache(request, found.cache, notes)
+    return WiredRequest(request, tuple(notes))
 
 
 def _take_model(chosen: dict[str, Any], found: TrueModel, notes: list[str]) -> dict[str, Any]:
@@ -88,6 +92,20 @@ def _take_model(chosen: dict[str, Any], found: TrueModel, notes: list[str]) -> d
         "transformer_bytes": found.bytes,
         "modulation_bytes": found.modulation_bytes,
     }
+
+
+def _with_cache(request: RunRequest, found: CacheSettings, notes: list[str]) -> RunRequest:
+    """The request with a MODEL's step cache; how many steps a past run computed is known."""
+    cache = _agreed("cache", request.cache, found.name, "MODEL", OFF)
+    if found.audit:
+        notes.append("The MODEL's step cache computes every step, because audit is on.")
+        return replace(request, cache=OFF)
+    computed = request.computed
+    if not computed:
+        computed = computed_with(request.steps, found)
+        if found.method == ADAPTIVE:
+            notes.append("The adaptive step cache decides in the run: counted as by schedule.")
+    return replace(request, cache=cache, computed=computed)
 
 
 def _form_note(found: TrueModel) -> str:
@@ -123,15 +141,15 @@ def _take_latent(chosen: dict[str, Any], found: TrueLatent) -> None:
     }
 
 
-def _agreed(name: str, asked: str, found: str | None, part: str) -> str:
-    """What a part tells, else what was asked for."""
+def _agreed(name: str, asked: str, found: str | None, part: str, left: str = AUTO) -> str:
+    """What a part tells, else what was asked for; `left` leaves it to the part."""
     if found is None or asked == found:
         return asked
-    if asked == AUTO:
+    if asked == left:
         return found
     raise SettingError(
         f"{name} {asked!r} contradicts the {part} that is connected, which has {found!r}: choose "
-        f"auto, or disconnect the {part}."
+        f"{left}, or disconnect the {part}."
     )
 
 

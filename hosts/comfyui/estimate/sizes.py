@@ -30,6 +30,7 @@ from ....spec import (
     VaeShape,
     whole_pixels,
 )
+from ....step_cache import CacheSettings
 from ..decode.stages import vae_shape
 from ..load.linear import LOADED_FORMATS
 from ..load.text_encoder import PlacedClip
@@ -37,6 +38,7 @@ from ..load.weights import FLOAT_NAMES
 from ..lora.bypass import BYPASS_KEY
 from ..sample.off_card import named_weights, off_card_layers
 from ..sample.optimize import unsupported_model
+from ..sample.run import STEP_CACHE_KEY
 
 TIMESTEP_ZERO = "index_timestep_zero"  # how Edit-2511 has its references modulated
 FOREIGN = "another extension's quantization"
@@ -56,6 +58,7 @@ class TrueModel:
         modulation: Where the modulation waits; None where no card has decided it.
         loras: On it; of bypass LoRAs the rank that takes as many bytes.
         timestep_zero: Whether references are modulated as at timestep zero.
+        cache: Settings of its step cache; None without one.
     """
 
     shape: TransformerShape
@@ -67,6 +70,7 @@ class TrueModel:
     modulation: str | None
     loras: Loras
     timestep_zero: bool
+    cache: CacheSettings | None
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,7 @@ def model_sizes(model: ModelPatcher) -> TrueModel:
     transformer = model.model.diffusion_model
     shape = transformer_shape(transformer)
     stored = _stored_in(transformer)
+    cache = model.get_attachment(STEP_CACHE_KEY)
     on_processor = comfy.model_management.is_device_cpu(model.load_device)
     place = None if on_processor else ON_CARD
     return TrueModel(
@@ -132,6 +137,7 @@ def model_sizes(model: ModelPatcher) -> TrueModel:
         modulation=OFF_CARD if off_card_layers(transformer) else place,
         loras=_loras(model, shape),
         timestep_zero=transformer.default_ref_method == TIMESTEP_ZERO,
+        cache=None if cache is None else cache.settings,
     )
 
 

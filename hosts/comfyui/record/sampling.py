@@ -15,9 +15,10 @@ from comfy.samplers import CFGGuider
 
 from ....loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_TRANSFORMER
 from ....spec import PIXELS_PER_LATENT
-from ..sample.call import context_of, control_of, options_of
+from ..sample.call import context_of, control_of, is_skipped, options_of
 from ..sample.modulation import MODULATION_KEY as MODULATION
 from ..sample.run import OPTIMIZATION_KEY as OPTIMIZATION
+from ..sample.run import STEP_CACHE_KEY as STEP_CACHE
 from .meter import Marks, only_measures, typical
 from .record import Recording, Records
 
@@ -31,12 +32,18 @@ GUIDED_BY_CFG = ("Guider_PerpNeg", "Guider_DualModel")
 
 def record_runs(patcher: ModelPatcher, key: str = SAMPLING_KEY) -> None:
     """Records the runs of a patcher and of its clones; a second call changes nothing."""
-    if patcher.get_wrappers(WrappersMP.OUTER_SAMPLE, SAMPLING_KEY):
+    if is_recorded(patcher):
         return
     recorder = Recorder(Records.of(patcher.model))
     wrappers = (recorder.outer_sample, recorder.predict_noise, recorder.apply_model)
     for kind, wrapper in zip(WRAPPERS, wrappers, strict=True):
         patcher.add_wrapper_with_key(kind, key, wrapper)
+
+
+def is_recorded(patcher: ModelPatcher) -> bool:
+    """Whether something records the runs of a patcher."""
+    wrappers = patcher.get_all_wrappers(WrappersMP.OUTER_SAMPLE)
+    return any(isinstance(getattr(wrapper, "__self__", None), Recorder) for wrapper in wrappers)
 
 
 class Recorder:
@@ -77,19 +84,26 @@ class Recorder:
         self, executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """APPLY_MODEL wrapper: one forward pass, on any of the cards that share a step."""
-        if self._run is not None:
-            self._run.count_pass(x, args, kwargs)
-        return executor(x, t, *args, **kwargs)
+        run = self._run
+        output = executor(x, t, *args, **kwargs)
+        if run is not None:
+            run.count_pass(x, args, kwargs)
+        return output
 
 
 class SamplingRun:
-    """Counts and settings of one run while it lasts."""
+    """Counts and settings of one run while it lasts.
+
+    An evaluation without a forward pass is a skipped step, whoever skipped it. It counts nowhere:
+    a cache that wraps the recorder hides its skipped steps, one inside shows them.
+    """
 
     def __init__(self, recording: Recording, device: torch.device | None) -> None:
         self.recording = recording
         self._device = device
         self._marks: Marks | None = None
         self._lock = threading.Lock()
+        self._called: list[bool] = []  # in each evaluation, whether the model was
         self._passes = self._computed = self._items = self._text = self._prompts = 0
         self._guided = self._controlled = False
         self._references: list[list[int]] = []
@@ -111,16 +125,21 @@ class SamplingRun:
             self.recording.begin()
             self._marks = Marks(self._device)
         self._marks.mark()
+        self._called.append(False)
 
     @only_measures
     def count_pass(self, x: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Notes a forward pass with what APPLY_MODEL is called with."""
+        """Notes a forward pass that is over, with what APPLY_MODEL was called with."""
         context, options = context_of(args, kwargs), options_of(args, kwargs)
+        if is_skipped(options):
+            return
         prompts = options.get("cond_or_uncond", ())
         references = [list(latent.shape[-2:]) for latent in kwargs.get("ref_latents") or ()]
         sigmas = options.get("sample_sigmas")
         with self._lock:
             self._passes += 1
+            if self._called:
+                self._called[-1] = True
             self._computed += len(x)
             self._items = max(self._items, len(x))
             self._text = max(self._text, 0 if context is None else context.shape[1])
@@ -145,10 +164,11 @@ class SamplingRun:
 
     def asked(self) -> dict[str, Any]:
         """The settings and counts of the run, once the device is done."""
-        seconds = [] if self._marks is None else self._marks.seconds()
+        every = [] if self._marks is None else self._marks.seconds()
+        seconds = [took for took, called in zip(every, self._called, strict=False) if called]
         return {
             "steps": self._schedule,
-            "evaluations": 0 if self._marks is None else max(0, len(self._marks) - 1),
+            "evaluations": sum(self._called),
             "step_seconds": typical(seconds),
             "first_step_seconds": seconds[0] if seconds else None,
             "passes": self._passes,
@@ -184,9 +204,11 @@ def size_advice(model: Any, latent: Sequence[int]) -> str:
 
 def path_of(patcher: ModelPatcher) -> tuple[str, ...]:
     """Which path every part took in the run, a line each."""
+    cache = patcher.get_attachment(STEP_CACHE)
+    skipped = () if cache is None else cache.lines()
     optimization = patcher.get_attachment(OPTIMIZATION)
     if optimization is not None:
-        return tuple(optimization.report().splitlines())
+        return (*optimization.report().splitlines(), *skipped)
     modulation = vars(patcher.model).get(MODULATION)
     lines = () if modulation is None else modulation.lines()
-    return ("blocks: ComfyUI's own; Optimize Qwen-Image fuses them", *lines)
+    return ("blocks: ComfyUI's own; Optimize Qwen-Image fuses them", *lines, *skipped)

@@ -141,11 +141,13 @@ def _settings(asked: Mapping[str, Any], tiles: int) -> dict[str, Any]:
     """Arguments of `RunRequest`; the parts that ran give the rest."""
     batch, _, *frames, height, width = asked["latent"]
     references = len(asked["references"])
+    computed = max(1, asked["evaluations"])
     settings = request_settings(
         width=whole_pixels(PIXELS_PER_LATENT * width),
         height=whole_pixels(PIXELS_PER_LATENT * height),
         batch=batch,
-        steps=max(1, asked["evaluations"]),
+        steps=max(asked["steps"] or 0, computed),
+        computed=computed,
         cfg=_cfg(asked),
         references=references,
         layers=frames[0] - 1 if frames else 0,

@@ -223,7 +223,7 @@ def _settings(record: Record) -> tuple[tuple[str, int], ...]:
         asked = {name: whole_pixels(side) for name, side in (("width", width), ("height", height))}
         asked |= {"batch": images, "layers": 0, "tiles": record.asked["tiles"]}
     elif record.phase == "tables":
-        asked = {"steps": record.asked["timesteps"]}
+        asked = dict.fromkeys(("steps", "computed"), record.asked["timesteps"])
     return tuple(asked.items())
 
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP
 
 from ....charts.run_chart import RunPicture
 from ....planning.phases import figure
 from ..record.meter import harmless
 from ..record.record import Record
-from ..record.sampling import Recorder
+from ..record.sampling import is_recorded
 from ..sample.optimize import unsupported_model
 from .picture import nothing_to_draw, report_picture
 from .predict import Prediction, predict
@@ -78,7 +77,7 @@ def _report(model: ModelPatcher, clip: Any, vae: Any) -> RunReport:
         )
     ran = last_run(model, clip, vae)
     if ran is None:
-        return _sentence(NO_RUN if _is_watched(model) else UNWATCHED)
+        return _sentence(NO_RUN if is_recorded(model) else UNWATCHED)
     sampled = ran.of("sampling")
     predictions = _predictions(sampled, model, clip, vae, _tiles(ran))
     rows = rows_of(ran, predictions)
@@ -131,11 +130,6 @@ def _beyond_steps(sampled: Sequence[Record]) -> float:
         total += measured.seconds
         steps += record.asked["evaluations"] * step
     return total - steps if total - steps >= max(LONG_SECONDS, LONG_SHARE * steps) else 0.0
-
-
-def _is_watched(model: ModelPatcher) -> bool:
-    wrappers = model.get_all_wrappers(WrappersMP.OUTER_SAMPLE)
-    return any(isinstance(getattr(wrapper, "__self__", None), Recorder) for wrapper in wrappers)
 
 
 def _missing(clip: Any, vae: Any, ran: LastRun) -> list[str]:

@@ -26,6 +26,16 @@ def options_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]
     return _argument("transformer_options", args, kwargs) or {}
 
 
+def is_skipped(options: Mapping[str, Any]) -> bool:
+    """Whether ComfyUI's EasyCache has answered a call in the transformer's place.
+
+    Args:
+        options: transformer_options, when the call is over.
+    """
+    wrappers = options.get("wrappers", {}).get("diffusion_model", {})
+    return "easycache" in wrappers and bool(options["easycache"].skip_current_step)
+
+
 def _argument(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     place = CALL_ARGUMENTS.index(name)
     return args[place] if place < len(args) else kwargs.get(name)

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 OPTIMIZATION_KEY = "qwen_l40s_optimize"
 PARTS_KEY = "qwen_l40s_parts"
+STEP_CACHE_KEY = "qwen_l40s_steps"
 
 
 class _Run:

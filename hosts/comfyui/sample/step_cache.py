@@ -18,10 +18,10 @@ from comfy.patcher_extension import WrappersMP
 from ....optimizations.step_cache import CachedRun, CacheFigures
 from ....step_cache import CacheSettings
 from ..record.sampling import record_runs
+from .run import STEP_CACHE_KEY
 
 logger = logging.getLogger(__name__)
 
-STEP_CACHE_KEY = "qwen_l40s_steps"
 NOT_A_FLOW = "the model is not a rectified flow, which the forecast is made for"
 
 
@@ -29,7 +29,7 @@ class StepCache:
     """The attachment that `cache_steps` puts on a patcher; clones of the patcher share it."""
 
     def __init__(self, settings: CacheSettings) -> None:
-        self._settings = settings
+        self.settings = settings
         self._run: CachedRun | None = None
         self._last: CacheFigures | None = None
 
@@ -48,7 +48,7 @@ class StepCache:
         before, self._run = self._run, self._new_run(executor.class_obj, sigmas, denoise_mask)
         try:
             output = executor(noise, latent_image, sampler, sigmas, denoise_mask, *args, **kwargs)
-            logger.info("Qwen-Image L40S\n%s", "\n".join(self.figures().lines()))
+            logger.info("Qwen-Image L40S\n%s", "\n".join(self.lines()))
         finally:
             self._run = before
         return output
@@ -78,6 +78,11 @@ class StepCache:
             self._last = self._run.finish()
         return self._last
 
+    def lines(self) -> list[str]:
+        """What it did in that run, a line each; none before the first."""
+        figures = self.figures()
+        return [] if figures is None else figures.lines()
+
     def _new_run(self, guider: Any, sigmas: torch.Tensor, mask: torch.Tensor | None) -> CachedRun:
         schedule = sigmas.tolist()
         followed = None if mask is None else (mask >= 1).float()
@@ -85,7 +90,7 @@ class StepCache:
         if followed is not None and not followed.any():
             refusal = refusal or "no part of the mask is painted in full"
         kept = _kept(guider, schedule)
-        return CachedRun(self._settings, schedule, kept=kept, refusal=refusal, followed=followed)
+        return CachedRun(self.settings, schedule, kept=kept, refusal=refusal, followed=followed)
 
 
 def cache_steps(model: ModelPatcher, settings: CacheSettings | None) -> ModelPatcher:
@@ -160,5 +165,4 @@ def _percents(cond: Mapping[str, Any]) -> Iterator[float]:
 def step_cache_lines(model: ModelPatcher) -> list[str]:
     """What the step cache of a MODEL did in the last run, a line each; none without one."""
     cache = model.get_attachment(STEP_CACHE_KEY)
-    figures = None if cache is None else cache.figures()
-    return [] if figures is None else figures.lines()
+    return [] if cache is None else cache.lines()
