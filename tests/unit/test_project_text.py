@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "nodes": {"charts", "hosts", "loaders", "machine", "optimizations", "planning"},
     "cli": {"bench", "charts", "client", "hosts", "loaders", "machine", "measure", "micro"}
     | {"optimizations", "planning"},
-    "bench": {"charts", "cli", "hosts", "loaders", "machine", "measure", "optimizations"}
+    "bench": {"charts", "cli", "hosts", "loaders", "machine", "measure", "micro", "optimizations"}
     | {"planning"},
     "tools": {"charts", "hosts", "loaders", "machine", "measure", "micro", "optimizations"}
     | {"planning"},

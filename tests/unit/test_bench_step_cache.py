@@ -1,0 +1,152 @@
+"""The rules that bench/step_cache.py compares, on a toy field of velocities; nothing is painted."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from qwen_l40s.bench.step_cache import magcache, table
+from qwen_l40s.bench.step_cache_rules import (
+    AdaCache,
+    EasyCache,
+    Found,
+    HeldResidual,
+    LazyCache,
+    MeanCache,
+    Ours,
+    Rule,
+    TaylorSeer,
+    TeaCache,
+    calibrate,
+    sample,
+    taylorseer_steps,
+)
+from qwen_l40s.step_cache import PRESETS, CacheSettings, plan_steps, usual_sigmas
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SIGMAS = usual_sigmas(50, 256)
+LATENT = (16, 16, 16)
+
+
+class Toy:
+    """Images whose velocities turn at different rates; the residual is what is added to x."""
+
+    def __init__(self, rates):
+        self.rates = torch.tensor(rates)
+        self.calls = 0
+
+    def compute(self, x, sigma, rows):
+        self.calls += 1
+        rates = self.rates[rows].view(-1, 1, 1, 1)
+        prompt = torch.tanh(x) * torch.cos(rates * sigma) + torch.sin(3 * rates * sigma)
+        velocity = torch.stack((prompt, 0.9 * prompt + 0.1 * x), 1)
+        residual = (velocity - x[:, None]).flatten(3)
+        return Found(velocity, residual, residual[:, 0].clone())
+
+    def finish(self, x, sigma, residual):
+        return x[:, None] + residual.unflatten(3, LATENT[1:])
+
+    def modulated(self, x, sigma):
+        return (x * (1 + sigma)).flatten(2)
+
+
+def noise(count):
+    return torch.randn(count, *LATENT, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def field():
+    return Toy([0.5, 1.0, 4.0])
+
+
+GATED = {
+    "easy": partial(EasyCache, threshold=0.1),
+    "lazy": partial(LazyCache, threshold=0.1),
+    "tea": partial(TeaCache, threshold=0.1, polynomial=[0, 1]),
+    "ada": partial(AdaCache, threshold=1.0),
+    "ours": partial(Ours, settings=PRESETS["fast"]),
+}
+
+
+def test_a_rule_that_skips_nothing_changes_nothing(field):
+    exact = sample(field, SIGMAS, noise(3), Rule)
+    calls = field.calls
+    for make in (
+        partial(Ours, settings=CacheSettings(budget=0)),
+        HeldResidual,
+        partial(EasyCache, threshold=0),
+        partial(LazyCache, threshold=0),
+        partial(TeaCache, threshold=0, polynomial=[0, 1]),
+        partial(TaylorSeer, skipped=(), order=2),
+        partial(AdaCache, threshold=0),
+    ):
+        field.calls = 0
+        found = sample(field, SIGMAS, noise(3), make)
+        assert torch.equal(found.x, exact.x)
+        assert field.calls == calls == 50
+
+
+def test_each_image_skips_as_if_it_were_alone(field):
+    for name, make in GATED.items():
+        together = sample(field, SIGMAS, noise(3), make)
+        assert together.computed.max() < 50, name
+        for i, rate in enumerate(field.rates.tolist()):
+            alone = sample(Toy([rate]), SIGMAS, noise(3)[i : i + 1], make)
+            assert alone.computed == together.computed[i], name
+            torch.testing.assert_close(alone.x[0], together.x[i])
+        if name != "ours":
+            assert len(set(together.computed.tolist())) > 1, name
+
+
+def test_schedules_compute_what_they_are_asked_for(field):
+    ratios = calibrate(field, SIGMAS, noise(3)).ratios
+    assert len(ratios) == 50
+    for steps in (20, 50):
+        for settings in PRESETS.values():
+            computed = plan_steps(usual_sigmas(steps, 256), settings).computed
+            skipped = taylorseer_steps(steps, computed)
+            assert len(skipped) == steps - computed
+            assert min(skipped) >= 3
+            if steps == 50:
+                skipped, _ = magcache(ratios, computed)
+                assert abs(50 - len(skipped) - computed) <= 1
+                assert min(skipped) >= 10
+            found = sample(
+                Toy([1.0]), usual_sigmas(steps, 256), noise(1), partial(Ours, settings=settings)
+            )
+            assert found.computed == computed + found.rule.figures()[0].refused
+    assert sample(field, SIGMAS, noise(3), MeanCache).computed.tolist() == [25, 25, 25]
+
+
+def test_a_series_over_steps_is_exact_for_its_order():
+    class Polynomial(Toy):
+        def compute(self, x, sigma, rows):
+            step = round((1 - sigma) * 50)
+            residual = torch.full((len(x), 2, 16, 256), 0.1 + 0.02 * step + 1e-3 * step**2)
+            velocity = self.finish(x, sigma, residual)
+            return Found(velocity, residual, residual[:, 0].clone())
+
+    sigmas = [1 - i / 50 for i in range(51)]
+    exact = sample(Polynomial([1.0]), sigmas, noise(1), Rule).x
+    errors = [
+        (sample(Polynomial([1.0]), sigmas, noise(1), make).x - exact).norm() / exact.norm()
+        for make in (
+            partial(HeldResidual, skipped=taylorseer_steps(50, 26)),
+            partial(TaylorSeer, skipped=taylorseer_steps(50, 26), order=1),
+            partial(TaylorSeer, skipped=taylorseer_steps(50, 26), order=2),
+        )
+    ]
+    assert errors[0] > 5 * errors[1] > 5 * errors[2]
+
+
+def test_the_table_has_a_row_for_each_rule():
+    row = {"steps": 50, "preset": "fast", "mean": 0.01234, "worst_decile": 0.1}
+    rows = [{"rule": "none", "steps": 50}]
+    rows += [{**row, "rule": rule, "computed": 20.0} for rule in ("ours", "fewer steps")]
+    assert table({"rows": rows}).splitlines() == [
+        "| computed steps | fast: 20 of 50 |",
+        "| --- | --- |",
+        "| ours | 0.0123 / 0.1000 |",
+        "| fewer steps | 0.0123 / 0.1000 |",
+    ]
