@@ -30,6 +30,7 @@ FOLDER = ROOT / "workflows"
 NAMES = [
     "micro_text_to_image",
     "text_to_image_bf16",
+    "text_to_image_cached",
     "text_to_image_fp8",
     "text_to_image_int8",
     "lightning_4_steps",

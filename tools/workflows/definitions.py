@@ -19,7 +19,9 @@ from typing import Any
 
 FILE = Path(__file__).with_name("definitions.json")
 OURS = "QwenL40S_"
-WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
+# A choice that brings widgets of its own; what those are is not kept, since no workflow sets them.
+DYNAMIC_COMBO = "COMFY_DYNAMICCOMBO_V3"
+WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", DYNAMIC_COMBO}
 # What of an input's options changes how it is written. Tooltips may change at any time.
 KEPT_OPTIONS = (
     *("default", "min", "max", "step", "multiline", "advanced"),
@@ -49,7 +51,7 @@ class Input:
     Attributes:
         widget: Whether it has a widget in the page; other inputs are sockets.
         optional: Whether a graph may leave it out.
-        choices: Of a COMBO; None where they differ from machine to machine.
+        choices: Of a COMBO or `DYNAMIC_COMBO`; None where they differ from machine to machine.
         options: What else the node says of it, of `KEPT_OPTIONS`.
     """
 
@@ -174,6 +176,8 @@ def _input(node: str, name: str, entry: list[Any], optional: bool) -> dict[str, 
     }
     if kind == "COMBO" and (node, name) not in OF_THE_MACHINE | FILES_FIRST:
         found["choices"] = choices
+    if kind == DYNAMIC_COMBO:
+        found["choices"] = [option["key"] for option in choices]
     found["options"] = {key: options[key] for key in KEPT_OPTIONS if key in options}
     if (node, name) in FILES_FIRST:
         del found["options"]["default"]

@@ -10,6 +10,7 @@ from ...spec import find_family
 from .graph import EDIT_2511, TEXT_ENCODER, VAE, Link, Workflow
 from .parts import (
     IMAGE,
+    MODEL,
     MODELS,
     PROMPT,
     SAMPLING,
@@ -22,7 +23,7 @@ from .parts import (
     save,
 )
 
-IMAGES, MASK, MODEL = "Images", "Mask", "Model"
+IMAGES, MASK = "Images", "Mask"
 PICTURE = "example.png"  # ComfyUI brings it in its input folder
 FAMILY = "qwen-image-edit-2511"
 STEPS, CFG = find_family(FAMILY).steps, 4.0  # the model card's

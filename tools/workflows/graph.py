@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ... import __version__
-from .definitions import Definition, definitions
+from .definitions import DYNAMIC_COMBO, Definition, definitions
 
 COMFY_QWEN = "https://huggingface.co/Comfy-Org/Qwen-Image_ComfyUI/resolve/main/split_files"
 COMFY_EDIT = "https://huggingface.co/Comfy-Org/Qwen-Image-Edit_ComfyUI/resolve/main/split_files"
@@ -76,6 +76,7 @@ FITS = {
     "STRING": lambda value: isinstance(value, str),
     "BOOLEAN": lambda value: isinstance(value, bool),
     "COMBO": lambda value: isinstance(value, str),
+    DYNAMIC_COMBO: lambda value: isinstance(value, str),
 }
 
 

@@ -6,9 +6,22 @@ from ...planning.request import RunRequest
 from ...spec import find_family
 from .edit import PICTURE
 from .graph import LAYERED, LAYERED_VAE, TEXT_ENCODER, Link, Workflow
-from .parts import IMAGE, MODELS, PROMPT, SAMPLING, decode, encode, fast, load, note, sample, save
+from .parts import (
+    IMAGE,
+    MODEL,
+    MODELS,
+    PROMPT,
+    SAMPLING,
+    decode,
+    encode,
+    fast,
+    load,
+    note,
+    sample,
+    save,
+)
 
-IMAGES, MODEL = "Picture", "Model"
+IMAGES = "Picture"
 FAMILY = "qwen-image-layered"
 STEPS, CFG = find_family(FAMILY).steps, 4.0  # the model card's
 SIDE, LAYERS = 640, 4  # the model card's

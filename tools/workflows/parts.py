@@ -16,7 +16,7 @@ from ...spec import GB, format_gib
 from .graph import TEXT_ENCODER, VAE, Link, ModelFile, Node, Workflow
 
 MODELS, PROMPT, SAMPLING, IMAGE = "Models", "Prompt", "Sampling", "Image"
-LORA = "LoRA"
+LORA, MODEL = "LoRA", "Model"
 SHIFT = 3.1  # of ComfyUI's own templates of 2512 and Edit-2511
 
 
@@ -76,6 +76,12 @@ def fast(
         model=optimize["MODEL"],
         shift=shift,
     )
+    return node["MODEL"]
+
+
+def cached(workflow: Workflow, model: Link, preset: str) -> Link:
+    """The MODEL with a step cache."""
+    node = workflow.add("cache", "QwenL40S_StepCache", MODEL, model=model, cache=preset)
     return node["MODEL"]
 
 

@@ -8,6 +8,7 @@ from ...loaders.source import MICRO_SIDE
 from ...planning.bytes import weight_bytes
 from ...planning.request import Loras, Parts, RunRequest
 from ...spec import find_family
+from ...step_cache import OFF, computed_steps
 from .graph import (
     LIGHTNING_4,
     LIGHTNING_8,
@@ -22,9 +23,12 @@ from .graph import (
 )
 from .parts import (
     IMAGE,
+    MODEL,
     MODELS,
     PROMPT,
+    SAMPLING,
     Loaded,
+    cached,
     decode,
     empty,
     encode,
@@ -38,6 +42,7 @@ from .parts import (
 
 FAMILY = "qwen-image-2512"
 STEPS, CFG = find_family(FAMILY).steps, 4.0  # the model card's
+CACHE = "balanced"
 SIDE = 1328  # the model card's square
 EXAMPLE = (
     "A rainy evening street in a small harbour town, a bookshop with warm light in its window and "
@@ -71,7 +76,32 @@ def text_to_image_bf16() -> Workflow:
         (
             *CHANGE,
             "**Load Qwen-Image**: precision `auto` takes int8 if bf16 does not fit your card.",
+            "The template **text_to_image_cached** gives nearly the same picture in about half "
+            "the sampling time.",
         ),
+    )
+
+
+def text_to_image_cached() -> Workflow:
+    """bf16, with half of the steps forecast."""
+    computed = computed_steps(STEPS, CACHE)
+    return _text_to_image(
+        "text_to_image_cached",
+        "Text to image, step cache",
+        "Nearly the picture of **text_to_image_bf16** in about half the sampling time: "
+        f"**Step Cache Qwen-Image** with `{CACHE}` lets {computed} of {STEPS} steps call the "
+        "transformer and forecasts the others. Use it for the picture of many steps, sooner.",
+        (
+            PROMPT_FIRST,
+            SIZES,
+            "**Step Cache Qwen-Image**: `faithful` stays closer to that picture, `fast` is sooner "
+            "and may change small text. `off` gives that picture, bit for bit.",
+            f"For drafts: **text_to_image_bf16** with {computed} steps or fewer. It takes no "
+            "longer and paints another picture.",
+            "For a picture in seconds: **lightning_4_steps** or **lightning_8_steps**. The cache "
+            "has no effect there.",
+        ),
+        cache=CACHE,
     )
 
 
@@ -192,6 +222,7 @@ def _text_to_image(
     text_encoder: ModelFile = TEXT_ENCODER,
     precision: str = "bf16",
     lora_file: ModelFile | None = None,
+    cache: str = OFF,
     prompt: str = EXAMPLE,
     size: tuple[int, int] = (SIDE, SIDE),
     batch: int = 1,
@@ -213,7 +244,11 @@ def _text_to_image(
     positive = encode(workflow, "positive", prompt, loaded.clip)
     negative = encode(workflow, "negative", NEGATIVE, loaded.clip, "negative prompt")
     latent = empty(workflow, *size, batch)
-    model = fast(workflow, model)
+    if cache == OFF:
+        model = fast(workflow, model)
+    else:  # one more node than a column has room for
+        workflow.columns = ((MODELS,), (PROMPT,), (MODEL,), (SAMPLING, IMAGE))
+        model = cached(workflow, fast(workflow, model, group=MODEL), cache)
     painted = sample(workflow, model, positive, negative, latent, steps=STEPS, cfg=CFG)
     save(workflow, decode(workflow, painted, loaded.vae))
     return workflow

@@ -156,6 +156,18 @@ def text_to_image(line: str, badge: str, colour: str, sky: str) -> Image.Image:
     return drawing.square()
 
 
+def step_cache() -> Image.Image:
+    """Steps in a row; those that are skipped are empty."""
+    drawing = Drawing("Step cache", "nearly the same picture, sooner")
+    drawing.picture((36, 104, 476, 332))
+    for step in range(8):
+        x = 36 + step * 56
+        box = (x, 352, x + 48, 420)
+        drawing.panel(box, PANEL if step in (3, 5, 6) else GREEN)
+    drawing.badge((56, 124, 296, 204), "26 of 50 steps", 36, GREEN)
+    return drawing.square()
+
+
 def lightning(steps: int, colour: str) -> Image.Image:
     """Noise becomes a picture in a few steps."""
     drawing = Drawing("Lightning", "text to image, no CFG")
@@ -304,6 +316,7 @@ def save_quantized() -> Image.Image:
 FRAMES = {"micro_text_to_image": ("Try it: micro", "nothing to download")}
 DRAWINGS: dict[str, Callable[[], Image.Image]] = {
     "text_to_image_bf16": lambda: text_to_image("most faithful", "bf16", BLUE, DAY),
+    "text_to_image_cached": step_cache,
     "text_to_image_fp8": lambda: text_to_image("half the download", "fp8", ORANGE, DUSK),
     "text_to_image_int8": lambda: text_to_image("smaller cards", "int8", GREEN, SEA),
     "lightning_4_steps": lambda: lightning(4, "#ffd84d"),

@@ -14,6 +14,7 @@ from .text_to_image import (
     micro_text_to_image,
     text_to_image_2048,
     text_to_image_bf16,
+    text_to_image_cached,
     text_to_image_fp8,
     text_to_image_int8,
 )
@@ -21,6 +22,7 @@ from .text_to_image import (
 MAKERS = (
     micro_text_to_image,
     text_to_image_bf16,
+    text_to_image_cached,
     text_to_image_fp8,
     text_to_image_int8,
     lightning_4_steps,
