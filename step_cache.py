@@ -161,9 +161,9 @@ def unusable_schedule(sigmas: Sequence[float]) -> str:
     """Why a run has to compute all steps, in one clause; empty where it has not."""
     steps = len(sigmas) - 1
     if steps < FEWEST_STEPS:
-        return f"a run of {FEWEST_STEPS - 1} steps or fewer has none to spare"
+        return f"runs of {FEWEST_STEPS - 1} steps or fewer need every step"
     if steps > MOST_STEPS:
-        return f"it takes runs of up to {MOST_STEPS} steps, this one has {steps}"
+        return f"the run has {steps} steps, more than {MOST_STEPS}"
     falling = all(a > b for a, b in pairwise(sigmas))
     if not falling or not all(map(math.isfinite, sigmas)) or sigmas[-1] < 0:
         return "the sigmas do not fall from step to step"

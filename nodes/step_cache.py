@@ -6,14 +6,23 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..step_cache import CUSTOM, METHODS, MOST_IN_A_ROW, OFF, PRESETS, CacheSettings, cache_settings
+from ..step_cache import (
+    CUSTOM,
+    METHODS,
+    MOST_IN_A_ROW,
+    OFF,
+    PRESETS,
+    CacheSettings,
+    cache_settings,
+    computed_steps,
+)
 from .common import CATEGORY, require_host
 
 USUAL = CacheSettings()
 
 
 class QwenL40SStepCache(io.ComfyNode):
-    """Forecasts some of a sampler's steps from the steps before."""
+    """Forecasts some of a sampler's steps from those that it computes."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -21,11 +30,11 @@ class QwenL40SStepCache(io.ComfyNode):
             node_id="QwenL40S_StepCache",
             display_name="Step Cache Qwen-Image",
             category=CATEGORY,
-            description="Skips the model in steps that can be forecast from the steps before: the "
-            "same picture sooner, with small differences. Off by default. For runs of 20 steps and "
-            "more; runs of 10 or fewer, Lightning LoRAs and samplers that add noise compute every "
-            "step. Place it anywhere before the sampler. Report Qwen-Image Run and ComfyUI's log "
-            "say how far the forecasts were off.",
+            description="Calls the transformer in some of a sampler's steps and forecasts the "
+            "others from them: nearly the same picture, sooner. Off by default. For runs of 20 "
+            "steps and more. Runs of 10 steps or fewer, as with Lightning LoRAs, and samplers that "
+            "add noise compute every step. Report Qwen-Image Run and the log say how far the "
+            "forecasts are off.",
             search_aliases=[
                 "teacache",
                 "easycache",
@@ -47,8 +56,8 @@ class QwenL40SStepCache(io.ComfyNode):
                         *(io.DynamicCombo.Option(name, []) for name in PRESETS),
                         io.DynamicCombo.Option(CUSTOM, _custom_inputs()),
                     ],
-                    tooltip="off: every step calls the model. Of 50 steps faithful computes 34, "
-                    "balanced 26, fast 20; of 20 steps 15, 14, 12. fast may change small text.",
+                    tooltip=f"Steps that call the transformer: {_counts(50)} of 50; {_counts(20)} "
+                    "of 20. off: every step, as without this node. fast may change small text.",
                 ),
             ],
             outputs=[io.Model.Output(tooltip="To the sampler.")],
@@ -65,29 +74,38 @@ class QwenL40SStepCache(io.ComfyNode):
         return io.NodeOutput(cache_steps(model, settings))
 
 
+def _counts(steps: int) -> str:
+    return ", ".join(f"{name} {computed_steps(steps, name)}" for name in PRESETS)
+
+
 def _custom_inputs() -> list[io.Input]:
     def share(name: str, tooltip: str) -> io.Float.Input:
         default = getattr(USUAL, name)
         return io.Float.Input(name, default=default, min=0, max=1, step=0.01, tooltip=tooltip)
 
     return [
-        share("budget", "Most steps that are skipped, as a share of those beyond the tenth."),
-        share("head", "Share of the steps that are computed at the beginning."),
-        share("tail", "Share of the steps that are computed at the end."),
+        share("budget", "How many of the steps after the tenth to skip: 0.6 skips 24 of 50 steps."),
+        share("head", "The share of steps at the beginning that are always computed."),
+        share("tail", "The share of steps at the end that are always computed."),
         io.Int.Input(
             "longest",
             default=USUAL.longest,
             min=1,
             max=MOST_IN_A_ROW,
-            tooltip="Most steps that are skipped in a row.",
+            tooltip="How many steps to skip in a row at most.",
         ),
-        share("gain", "0 holds the last velocity, 1 extends its slope; 0.5 is best in most runs."),
+        share(
+            "gain",
+            "How a forecast goes on from the last two computed steps: 0 repeats the last one, 1 "
+            "continues their change in full. 0.5 is best in most runs of the micro model.",
+        ),
         io.Combo.Input(
             "method",
             options=list(METHODS),
             default=USUAL.method,
-            tooltip="schedule: the same steps in each run, chosen from the sigmas. adaptive: "
-            "chosen in the run, by how much the first block's input changes.",
+            tooltip="schedule: which steps are skipped is decided before the run; the same "
+            "workflow always skips the same ones. adaptive: decided at each step, by how much the "
+            "first block's input has changed; budget is not used.",
         ),
         io.Float.Input(
             "threshold",
@@ -95,12 +113,13 @@ def _custom_inputs() -> list[io.Input]:
             min=0,
             max=10,
             step=0.01,
-            tooltip="With adaptive: what the changes may add up to before a step is computed.",
+            tooltip="For adaptive: how much change to allow before a step is computed. Higher "
+            "skips more.",
         ),
         io.Boolean.Input(
             "audit",
             default=USUAL.audit,
-            tooltip="Computes the skipped steps as well and logs how far each forecast is off. "
+            tooltip="Computes the skipped steps too and reports how far each forecast is off. "
             "Saves no time.",
         ),
     ]

@@ -114,37 +114,36 @@ class CacheFigures:
 
     def lines(self) -> list[str]:
         """Lines about the run."""
-        changed = "the size, type, device or CFG changed in mid-run" if self.forgotten else ""
+        changed = "size, type, device or CFG change during the run" if self.forgotten else ""
         by = [f"step cache: adaptive, by {self.source}"] if self.source else []
         if not self.skipped:
-            reason = self.reason or changed or "nothing was skipped"
-            return [f"step cache: {self.name}, no effect: {reason}", *by]
-        lines = [
-            f"step cache: {self.name}, {self.computed} of {self.steps} steps computed, about "
-            f"{self.seconds_saved:.1f} s saved",
-            *by,
-        ]
-        if self.missed:
-            latent = "" if self.distance is None else f"; the latent by about {self.distance:.2g}"
-            lines.append(
-                f"step cache: forecasts miss the next velocity by {_mean(self.missed):.2g}, at "
-                f"most {max(self.missed):.2g}{latent}"
-            )
+            reason = self.reason or changed or "no step is skipped"
+            return [f"step cache: {self.name} has no effect: {reason}", *by]
+        said = [f"{self.name} computes {self.computed} of {self.steps} steps"]
         if self.audited:
-            lines.append(
-                f"step cache: audited, skipped velocities are off by {_mean(self.audited):.2g}, at "
-                f"most {max(self.audited):.2g}; no time is saved"
+            said = [
+                f"{self.name}, audited, forecasts {len(self.skipped)} of {self.steps} steps and "
+                "computes them too, which saves no time",
+                f"the forecasts of these steps are off by {_spread(self.audited)}",
+            ]
+        else:
+            said[0] += f" and saves about {self.seconds_saved:.1f} s"
+        if self.missed:
+            said.append(
+                f"measured at the next computed step, forecasts are off by {_spread(self.missed)}"
             )
+        if self.distance is not None:
+            said.append(f"the final latent differs by an estimated {_percent(self.distance)}")
         if self.refused:
-            lines.append(
-                f"step cache: {self.refused} more steps computed, since a forecast missed by more "
-                f"than {MOST_MISSED:g}"
+            said.append(
+                f"{self.refused} more steps are computed, because a forecast is off by more than "
+                f"{_percent(MOST_MISSED)}"
             )
         if changed:
-            lines.append(f"step cache: begun anew: {changed}")
+            said.append(f"starts over: {changed}")
         if self.reason:
-            lines.append(f"step cache: off for the rest of the run: {self.reason}")
-        return lines
+            said.append(f"computes the rest of the run: {self.reason}")
+        return [*(f"step cache: {sentence}" for sentence in said), *by]
 
 
 class CachedRun:
@@ -307,8 +306,8 @@ class CachedRun:
                 return True
             if astray > MOST_ASTRAY:
                 self._stop(
-                    f"the sampler leaves the model's direction by {astray:.2g} of a step: it adds "
-                    "noise, or goes by more than the last prediction"
+                    f"the latent is {astray:.2g} of a step away from where the prediction leads: "
+                    "the sampler adds noise or combines several predictions"
                 )
                 return True
         return False
@@ -389,5 +388,9 @@ def _relative(misses: Iterable[Sequence[float]]) -> list[float]:
     return [part for miss, size in misses if math.isfinite(part := miss / max(size, TINY))]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _spread(values: Sequence[float]) -> str:
+    return f"{_percent(sum(values) / len(values))} on average, {_percent(max(values))} at most"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"

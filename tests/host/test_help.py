@@ -69,10 +69,27 @@ def test_a_page_names_every_choice(node):
     for names, words in inputs_on(PAGES[node["name"]]):
         for name in names:
             kind, settings = inputs_of(node)[name]
-            if kind != "COMBO" or name in LISTS or is_list_of_files(node, name):
+            if name in LISTS or is_list_of_files(node, name):
                 continue
-            missing = [choice for choice in settings["options"] if f"`{choice}`" not in words]
+            choices = settings["options"] if kind == "COMBO" else brought_by(settings)
+            missing = [choice for choice in choices if f"`{choice}`" not in words]
             assert missing == [], name
+
+
+def test_a_page_names_every_input_that_a_choice_brings(node):
+    for _, settings in inputs_of(node).values():
+        for inputs in brought_by(settings).values():
+            for name, (kind, rules) in inputs.items():
+                named = [name, *(rules["options"] if kind == "COMBO" else ())]
+                explained = section(PAGES[node["name"]], "Choose")
+                assert [word for word in named if f"`{word}`" not in explained] == []
+                assert rules["tooltip"].endswith("."), name
+
+
+def brought_by(settings: dict) -> dict[str, dict[str, list]]:
+    """{choice: its own inputs} of an input whose choice brings inputs; of another none."""
+    options = [option for option in settings.get("options", ()) if isinstance(option, dict)]
+    return {option["key"]: option["inputs"].get("required", {}) for option in options}
 
 
 def is_list_of_files(node: dict, name: str) -> bool:

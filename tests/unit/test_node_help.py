@@ -16,6 +16,7 @@ from qwen_l40s.planning.cards import find_card
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.request import LORA_MODES, Loras, RunRequest
 from qwen_l40s.spec import GIB
+from qwen_l40s.step_cache import PRESETS, computed_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 WEB = ROOT / qwen_l40s.WEB_DIRECTORY
@@ -117,7 +118,8 @@ def test_sentences_that_a_page_quotes_are_in_the_source(name, sentences):
 def sentences() -> list[str]:
     """Every text of the package, with a mark where a value is put in."""
     found = []
-    for file in (file for layer in SPEAKING for file in (ROOT / layer).rglob("*.py")):
+    files = (file for layer in SPEAKING for file in (ROOT / layer).rglob("*.py"))
+    for file in (*ROOT.glob("*.py"), *files):
         for text in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(text, ast.JoinedStr):
                 parts = (getattr(part, "value", None) for part in text.values)
@@ -151,6 +153,17 @@ def test_predicted_figures_are_the_estimators():
     assert f"{text.weights / GIB:.1f} in bf16" in PAGES["QwenL40S_LoadTextEncoder"].replace(
         " GiB", ""
     )
+
+
+def test_steps_that_a_cache_computes_are_the_plans():
+    counts = (20, 40, 50)
+    whole = (ROOT / "docs" / "step_cache.md").read_text(encoding="utf-8")
+    for name in PRESETS:
+        computed = [computed_steps(count, name) for count in counts]
+        row = f"| `{name}` | {' | '.join(map(str, computed))} |"
+        assert row in PAGES["QwenL40S_StepCache"]
+        gains = (f"{count / each:.3g}" for count, each in zip(counts, computed, strict=True))
+        assert f"{row} {', '.join(gains)} times" in whole
 
 
 def test_measured_figures_are_those_of_the_results():

@@ -137,9 +137,9 @@ def constants(tree):
 
 def test_messages_in_the_table_of_symptoms_are_the_codes_own():
     texts = []
-    for folder in PACKAGE:
-        for file in (ROOT / folder).rglob("*.py"):
-            texts += constants(ast.parse(file.read_text(encoding="utf-8")))
+    files = (file for folder in PACKAGE for file in (ROOT / folder).rglob("*.py"))
+    for file in (*ROOT.glob("*.py"), *files):
+        texts += constants(ast.parse(file.read_text(encoding="utf-8")))
     quoted = re.findall(
         r"“([^”]+)”", section("When something is wrong", ROOT / "docs" / "troubleshooting.md")
     )

@@ -22,7 +22,7 @@ from .run import STEP_CACHE_KEY
 
 logger = logging.getLogger(__name__)
 
-NOT_A_FLOW = "the model is not a rectified flow, which the forecast is made for"
+NOT_A_FLOW = "the model is not a rectified flow"
 
 
 class StepCache:
@@ -88,7 +88,7 @@ class StepCache:
         followed = None if mask is None else (mask >= 1).float()
         refusal = _refusal(guider)
         if followed is not None and not followed.any():
-            refusal = refusal or "no part of the mask is painted in full"
+            refusal = refusal or "the mask has no area that is repainted in full"
         kept = _kept(guider, schedule)
         return CachedRun(self.settings, schedule, kept=kept, refusal=refusal, followed=followed)
 
@@ -125,7 +125,7 @@ def _refusal(guider: Any) -> str:
     if others := sorted(name for name in names if "cache" in name.lower()):
         return f"another cache is on the MODEL: {', '.join(others)}"
     if any(map(_is_scheduled, _conds(guider))):
-        return "hooks change the weights in mid-run"
+        return "hooks change the weights during the run"
     return ""
 
 
