@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...charts.figures import duration, tenths
-from ...charts.words import safer_setting, usable_bytes
+from ...charts.words import safer_setting, step_cache_lines, usable_bytes
 from ...machine.card_list import BUNDLED, known_cards
 from ...planning.cards import Card, find_card
 from ...planning.estimate import estimate
@@ -203,6 +203,7 @@ def takes(request: RunRequest) -> str:
             sentences.append(f"{request.batch} images of {size}: {whole}.")
         else:
             sentences.append(f"An image of {size}: {duration(found.image_seconds)}.")
+    sentences += step_cache_lines(found)
     return " ".join(sentences)
 
 

@@ -96,10 +96,8 @@ def text_to_image_cached() -> Workflow:
             SIZES,
             "**Step Cache Qwen-Image**: `faithful` stays closer to that picture, `fast` is sooner "
             "and may change small text. `off` gives that picture, bit for bit.",
-            f"For drafts: **text_to_image_bf16** with {computed} steps or fewer. It takes no "
-            "longer and paints another picture.",
-            "For a picture in seconds: **lightning_4_steps** or **lightning_8_steps**. The cache "
-            "has no effect there.",
+            f"Where another picture will do: **text_to_image_bf16** with {computed} steps, or "
+            "**lightning_8_steps**; the cache has no effect on Lightning.",
         ),
         cache=CACHE,
     )
@@ -231,7 +229,7 @@ def _text_to_image(
 ) -> Workflow:
     """Guided text to image; `request` is what it runs, for what the note says of it."""
     files = [transformer, text_encoder, VAE, *([lora_file] if lora_file else [])]
-    request = request or RunRequest(family=FAMILY, precision="bf16", steps=STEPS)
+    request = request or RunRequest(family=FAMILY, precision="bf16", steps=STEPS, cache=cache)
     workflow = Workflow(name, title, note(title, what, change, files=files, request=request))
     loaded = load(
         workflow,
