@@ -104,7 +104,7 @@ def checkpoint_id(weights: Iterable[torch.Tensor]) -> str:
     """12 digits for the values of the `IDENTIFYING` tensors, rounded to bf16."""
     digest = hashlib.sha256()
     for weight in weights:
-        rounded = weight.detach().to("cpu", torch.bfloat16).contiguous()
+        rounded = weight.detach().as_subclass(torch.Tensor).to("cpu", torch.bfloat16).contiguous()
         digest.update(rounded.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:12]
 

@@ -107,7 +107,7 @@ def test_published_curves():
     for few, many in ((8, 16), (60, 120)):  # half the change in each step, and half the answer
         assert published_curve(few)(0.2) == pytest.approx(2 * published_curve(many)(0.1))
     between = [published_curve(steps)(0.1) for steps in range(20, 51)]
-    assert min(between) >= 0.13 and max(between) <= 0.15  # 0.133 at 20, 0.144 at 50
+    assert min(between) >= 0.13 and max(between) <= 0.152
 
 
 def test_a_gate_compares_with_the_step_before():

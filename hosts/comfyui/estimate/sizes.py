@@ -119,7 +119,7 @@ def model_sizes(model: ModelPatcher) -> TrueModel:
         )
     transformer = model.model.diffusion_model
     shape = transformer_shape(transformer)
-    stored = _stored_in(transformer)
+    stored = stored_in(transformer)
     cache = model.get_attachment(STEP_CACHE_KEY)
     on_processor = comfy.model_management.is_device_cpu(model.load_device)
     place = None if on_processor else ON_CARD
@@ -173,7 +173,7 @@ def clip_sizes(clip: comfy.sd.CLIP) -> TrueClip:
     has_card = not comfy.model_management.is_device_cpu(comfy.model_management.get_torch_device())
     if has_card and comfy.model_management.is_device_cpu(clip.patcher.load_device):
         place = ON_PROCESSOR
-    stored = _stored_in(encoder)
+    stored = stored_in(encoder)
     return TrueClip(
         bytes=comfy.model_management.module_size(encoder),
         precision=stored if stored in QUANTIZED else "bf16",
@@ -230,7 +230,7 @@ def _is_qwen_image(encoder: Any) -> bool:
     )
 
 
-def _stored_in(module: torch.nn.Module) -> str:
+def stored_in(module: torch.nn.Module) -> str:
     """The form of most elements of weight matrices."""
     elements: Counter[str] = Counter()
     for _, weight in named_weights(module):
