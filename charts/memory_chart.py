@@ -20,6 +20,7 @@ from .words import (
     next_step,
     parts_of,
     rests_on,
+    saved_otherwise,
     usable_bytes,
 )
 
@@ -50,6 +51,7 @@ def memory_chart(estimate: Estimate) -> Image.Image:
                 estimate.card_note,
                 f"A step is {BOUND}." if estimate.bound == PROCESSOR else "",
                 "" if safe else next_step(estimate),
+                saved_otherwise(estimate),
             ],
             about=heading(estimate),
             figures=figures,

@@ -109,16 +109,25 @@ def step_cache_lines(estimate: Estimate) -> list[str]:
         return []
     if not estimate.beside:
         return [f"Step cache: no effect: {_refusal(request)}."]
-    text = f"Step cache: {steps_text(request)}"
-    if estimate.image_seconds is None:
-        return [f"{text}.", OTHER_PICTURES]
-    times = [duration(each.image_seconds) for each in (estimate, *estimate.beside)]
-    fewer, lightning = (each.request.steps for each in estimate.beside)
-    return [
-        f"{text}, {times[0]} an image. Beside it: {fewer} steps without a cache, {times[1]}; "
-        f"{lightning} steps with a Lightning LoRA and CFG off, {times[2]}.",
-        OTHER_PICTURES,
-    ]
+    image = estimate.image_seconds
+    takes = f", {duration(image)} an image" if image else ""
+    lines = [f"Step cache: {steps_text(request)}{takes}.", saved_otherwise(estimate)]
+    return [*filter(None, lines), OTHER_PICTURES]
+
+
+def saved_otherwise(estimate: Estimate) -> str:
+    """How long an image takes that saves time by other means than a step cache; empty where that
+    is not known, or the cache saves none.
+    """
+    request = estimate.request
+    if request.computed_steps == request.steps or estimate.image_seconds is None:
+        return ""
+    fewer, lightning = estimate.beside
+    return (
+        f"Without a cache, {fewer.request.steps} steps take {duration(fewer.image_seconds)}; "
+        f"{lightning.request.steps} steps with a Lightning LoRA and CFG off take "
+        f"{duration(lightning.image_seconds)}."
+    )
 
 
 def _refusal(request: RunRequest) -> str:

@@ -19,6 +19,7 @@ from qwen_l40s.hosts.comfyui.estimate import cards as this_card
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
+from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.machine.store import CALIBRATION
 from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
@@ -31,6 +32,7 @@ from qwen_l40s.spec import (
     PLACES,
     CardFacts,
 )
+from qwen_l40s.step_cache import CacheSettings
 
 MICRO = ROOT / "models" / "micro"
 NODES = (QwenL40SEstimateVRAM, QwenL40SAdviseGPU)
@@ -125,6 +127,25 @@ def test_the_price_is_the_users_own_or_the_lists():
 def test_the_modulation_stays_where_it_is_set():
     for place in PLACES[1:]:
         assert run(card="H200", modulation=place)[3]["settings"]["modulation"] == place
+
+
+def test_a_step_cache_is_counted_by_name_or_as_the_model_has_it():
+    for node in NODES:
+        last = node.GET_SCHEMA().inputs[-1]
+        # Graphs that were saved without it keep the places of their widgets' values.
+        assert (last.id, last.optional, bool(last.advanced)) == ("cache", True, False)
+    by_name = run(card="L40S", cache="balanced")
+    assert "\nStep cache: balanced computes 26 of 50 steps, " in by_name[1]
+    assert by_name[3]["step_cache"]["computed_steps"] == 26
+    inputs = {**defaults(QwenL40SEstimateVRAM), "card": "L40S"}
+    del inputs["cache"]
+    assert json.loads(QwenL40SEstimateVRAM.execute(**inputs).args[3])["step_cache"] is None
+    with torch.inference_mode():
+        model = load_model(MICRO, "bf16")[0]
+    wired = run(card="L40S", model=cache_steps(model, CacheSettings(budget=0.3)))[3]
+    assert wired["step_cache"]["name"] == "custom" and wired["settings"]["cache"] == "custom"
+    assert 26 < wired["step_cache"]["computed_steps"] < 50
+    assert "Step cache: fast computes 20 of 50 steps, " in advice(cache="fast").args[1]
 
 
 def test_a_plan_is_given_as_the_loaders_take_it():

@@ -75,6 +75,19 @@ def test_the_text(capsys):
     assert all(len(line) <= 100 for line in text.splitlines() if not line.startswith("Set: "))
 
 
+def test_a_step_cache_is_cheaper_and_says_what_else_is(capsys):
+    plain, cached = (
+        found(capsys, "--images-per-hour", "100", "--cache", cache)["advices"]
+        for cache in ("off", "balanced")
+    )
+    seconds = [{each["card"]: each["seconds_per_image"] for each in all} for all in (plain, cached)]
+    assert all(seconds[1][card] < 0.6 * took for card, took in seconds[0].items())
+    assert main(["advise", "--images-per-hour", "100", "--cache", "balanced"]) == 0
+    text = capsys.readouterr().out
+    assert "\nStep cache: balanced computes 26 of 50 steps, " in text
+    assert "\nWithout a cache, 26 steps take " in text
+
+
 def test_the_cheapest_in_bf16_is_named_beside_a_cheaper_one_in_int8(capsys):
     only = ["--only", "L40S", "RTX 4090", "--price", "RTX 4090=0.1"]
     assert main(["advise", "--images-per-hour", "50", "--steps", "20", *only]) == 0

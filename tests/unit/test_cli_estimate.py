@@ -212,6 +212,7 @@ def test_guidance_is_a_scale_or_a_mode(text, mode):
             ["modulation is 'on card', but tables is 'on'", "older name", "Give only modulation"],
         ),
         (["--card", "L40S", "--text-encoder-placement", "moon"], ["moon", "cpu"]),
+        (["--card", "L40S", "--cache", "taylor"], ["cache 'taylor'", "faithful, balanced, fast"]),
         (["--card", "L40S", "--cfg", "much"], ["much", "one pass"]),
         (["--card", "L40S", "--cfg", "nan"], ["nan"]),
         (["--card", "L40S", "--cfg", "-1"], ["-1"]),
