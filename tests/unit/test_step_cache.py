@@ -87,11 +87,11 @@ def test_runs_that_cannot_be_skipped_say_why():
     rising, again = fifty.copy(), fifty.copy()
     rising[20], again[20] = fifty[18], fifty[19]
     for sigmas, reason in (
-        ([], "a run of 10 steps or fewer has none to spare"),
-        ([1.0, 0.0], "a run of 10 steps or fewer has none to spare"),
-        (usual_sigmas(10), "a run of 10 steps or fewer has none to spare"),
+        ([], "runs of 10 steps or fewer need every step"),
+        ([1.0, 0.0], "runs of 10 steps or fewer need every step"),
+        (usual_sigmas(10), "runs of 10 steps or fewer need every step"),
         (usual_sigmas(11), "of 11 steps none may be skipped"),
-        (usual_sigmas(20_000), "it takes runs of up to 250 steps, this one has 20000"),
+        (usual_sigmas(20_000), "the run has 20000 steps, more than 250"),
         *(
             (odd, "the sigmas do not fall from step to step")
             for odd in (rising, again, [0.0] * 51, [math.inf, *fifty[1:]], [*fifty[:-1], -0.01])
@@ -102,7 +102,7 @@ def test_runs_that_cannot_be_skipped_say_why():
         assert (plan.reason, any(plan.skipped)) == (reason, False)
         assert plan.steps == max(0, len(sigmas) - 1)
         run = CachedRun(PRESETS["fast"], sigmas)
-        assert run.finish().lines() == [f"step cache: fast, no effect: {reason}"]
+        assert run.finish().lines() == [f"step cache: fast has no effect: {reason}"]
 
 
 def cost(sigmas, chosen):
