@@ -115,7 +115,7 @@ class CacheFigures:
     def lines(self) -> list[str]:
         """Lines about the run."""
         changed = "size, type, device or CFG change during the run" if self.forgotten else ""
-        by = [f"step cache: adaptive, by {self.source}"] if self.source else []
+        by = [f"step cache: chooses its steps by {self.source}"] if self.source else []
         if not self.skipped:
             reason = self.reason or changed or "no step is skipped"
             return [f"step cache: {self.name} has no effect: {reason}", *by]

@@ -62,8 +62,8 @@ def test_the_published_trace_skips_the_cheap_steps():
     for threshold, count in ((0, 0), (0.2, 5), (0.25, 6), (0.4, 10)):
         assert len(replayed(replace(WIDE, threshold=threshold)).skipped) == count
     assert replayed(replace(USUAL, threshold=0)).lines() == [
-        "step cache: custom, no effect: nothing was skipped",
-        "step cache: adaptive, by the curve published for 20 steps of Qwen-Image",
+        "step cache: custom has no effect: no step is skipped",
+        "step cache: chooses its steps by the curve published for 20 steps of Qwen-Image",
     ]
 
 
@@ -79,7 +79,7 @@ def test_the_settings_limit_what_the_gate_skips():
         assert replayed(settings).skipped == skipped
     assert replayed(replace(loose, longest=1), kept={4, 6}).skipped[:4] == [2, 5, 7, 9]
     none = replayed(replace(loose, head=1))
-    assert none.lines()[0] == "step cache: custom, no effect: of 20 steps none may be skipped"
+    assert none.lines()[0] == "step cache: custom has no effect: of 20 steps none may be skipped"
 
 
 def test_a_change_that_the_curve_has_not_seen_is_computed():
