@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         steps=args.steps,
         cfg=args.cfg,
         seed=args.seed,
+        cache=args.cache,
     )
     target = ImageTarget(args.output, stem="demo")
     grid = Path(args.grid) if args.grid else None
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         **({"grid": str(grid)} if grid else {}),
         "seconds": seconds,
         "load_seconds": load_seconds,
-        **run_facts(pipeline, settings),
+        **run_facts(pipeline, result),
         "adherence": _adherence(result.images[0], settings.prompt),
     }
     if grid:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..hosts.diffusers.settings import GenerateSettings
 from ..loaders.source import MICRO_ADVICE, MICRO_SIDE
+from ..step_cache import CHOICES, OFF
 from .output import (
     ImageTarget,
     check_sheet_path,
@@ -26,6 +28,7 @@ from .output import (
 if TYPE_CHECKING:
     from ..hosts.diffusers.load import LoadedPipeline
     from ..hosts.diffusers.sample import Generation
+    from ..optimizations.step_cache import CacheFigures
 
 MAKING = "making images"
 USUAL_SIDE = 1328  # the model card's square
@@ -87,6 +90,13 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> N
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     parser.add_argument(
+        "--cache",
+        default=OFF,
+        metavar="NAME",
+        help="skip steps that can be forecast from the steps before, with small differences: "
+        f"{', '.join(CHOICES)}; default: {OFF}",
+    )
+    parser.add_argument(
         "--precision", default="auto", metavar="NAME", help="auto (default), bf16 or fp32"
     )
     parser.add_argument(
@@ -130,6 +140,7 @@ def run(args: argparse.Namespace) -> int:
         cfg=args.cfg,
         seed=args.seed,
         batch=args.batch,
+        cache=args.cache,
     )
     target = ImageTarget(args.output)
     grid = Path(args.grid) if args.grid else None
@@ -151,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
         **({"grid": str(grid)} if grid else {}),
         "seconds": seconds,
         "load_seconds": load_seconds,
-        **run_facts(pipeline, settings),
+        **run_facts(pipeline, result),
     }
     print(json.dumps(report))
     return 0
@@ -198,7 +209,7 @@ def write_images(target: ImageTarget, pipeline: LoadedPipeline, result: Generati
         versions = {name: version(name) for name in ("torch", "diffusers", "transformers")}
         metadata = {
             **settings,
-            **_where(pipeline),
+            **_where(pipeline, result),
             # The name alone: images are shared, and a path tells about the machine.
             "model": pipeline.folder.resolve().name,
             "versions": {"qwen_l40s": __version__, **versions},
@@ -207,18 +218,19 @@ def write_images(target: ImageTarget, pipeline: LoadedPipeline, result: Generati
     return paths
 
 
-def run_facts(pipeline: LoadedPipeline, settings: GenerateSettings) -> Mapping[str, Any]:
+def run_facts(pipeline: LoadedPipeline, result: Generation) -> Mapping[str, Any]:
     """What the last line of output says of every run."""
     reasons = {
         "precision_reason": pipeline.precision.reason,
         "offload_reason": pipeline.offload.reason,
     }
-    facts = vars(settings) | _where(pipeline) | reasons
+    facts = vars(result.settings) | _where(pipeline, result) | reasons
     return {name: value for name, value in facts.items() if name != "prompt"}
 
 
-def _where(pipeline: LoadedPipeline) -> dict[str, Any]:
-    optimized = pipeline.optimized
+def _where(pipeline: LoadedPipeline, result: Generation) -> dict[str, Any]:
+    optimized, cached = pipeline.optimized, result.cached
+    ran = ["diffusers' own code"] if optimized is None else optimized.report().splitlines()
     return {
         "model": str(pipeline.folder),
         "device": pipeline.device,
@@ -226,7 +238,19 @@ def _where(pipeline: LoadedPipeline) -> dict[str, Any]:
         "offload": pipeline.offload.name,
         "optimized": optimized is not None,
         # The path of every part that ran.
-        "ran": ["diffusers' own code"] if optimized is None else optimized.report().splitlines(),
+        "ran": ran if cached is None else [*ran, *cached.lines()],
+        **({} if cached is None else {"step_cache": _cache_facts(cached)}),
+    }
+
+
+def _cache_facts(cached: CacheFigures) -> dict[str, Any]:
+    distance = cached.distance
+    return {
+        "computed": cached.computed,
+        "skipped": cached.skipped,
+        "missed": [round(missed, 5) for missed in cached.missed],
+        "distance": None if distance is None or math.isnan(distance) else round(distance, 5),
+        "seconds_saved": round(cached.seconds_saved, 3),
     }
 
 

@@ -13,9 +13,12 @@ from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
 from PIL import Image
 
 from ...errors import CheckpointError, UnavailableError
+from ...optimizations.step_cache import CacheFigures
+from ...step_cache import OFF
 from .decode import decode
 from .load import LoadedPipeline
 from .settings import GenerateSettings
+from .step_cache import cache_steps
 
 MAX_PROMPT_TOKENS = 512  # the pipeline's default
 
@@ -27,12 +30,17 @@ StepCallback = Callable[[int, int, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class Generation:
-    """What a run made: image i comes from seed `settings.seed + i`."""
+    """What a run made: image i comes from seed `settings.seed + i`.
+
+    Attributes:
+        cached: what the step cache did; None without one.
+    """
 
     images: list[Image.Image]
     settings: GenerateSettings
     sample_seconds: float
     decode_seconds: float
+    cached: CacheFigures | None = None
 
 
 def generate(
@@ -46,6 +54,7 @@ def generate(
     cfg: float = 4.0,
     seed: int = 0,
     batch: int = 1,
+    cache: str = OFF,
     progress: bool = True,
     callback: StepCallback | None = None,
 ) -> Generation:
@@ -70,10 +79,11 @@ def generate(
         cfg=cfg,
         seed=seed,
         batch=batch,
+        cache=cache,
     )
     start = time.perf_counter()
     try:
-        latents = sample(pipeline, settings, progress=progress, callback=callback)
+        latents, cached = _sample(pipeline, settings, progress, callback)
         sampled = time.perf_counter()
         images = decode(pipeline, latents, height, width)
     except torch.cuda.OutOfMemoryError as error:
@@ -82,7 +92,7 @@ def generate(
             f"{width}x{height} in a batch of {batch} does not fit in the memory of "
             f"{pipeline.device}: use a smaller size or batch{other}."
         ) from error
-    return Generation(images, settings, sampled - start, time.perf_counter() - sampled)
+    return Generation(images, settings, sampled - start, time.perf_counter() - sampled, cached)
 
 
 def sample(
@@ -100,6 +110,15 @@ def sample(
     Returns:
         Packed latents (batch, height/16 * width/16, 64).
     """
+    return _sample(pipeline, settings, progress, callback)[0]
+
+
+def _sample(
+    pipeline: LoadedPipeline,
+    settings: GenerateSettings,
+    progress: bool,
+    callback: StepCallback | None,
+) -> tuple[torch.Tensor, CacheFigures | None]:
     pipe = pipeline.to_diffusers(_scheduler(pipeline, settings.steps))
     pipe.set_progress_bar_config(disable=not progress)
     _warn_if_cut(pipe, settings.prompt)
@@ -112,7 +131,7 @@ def sample(
 
     optimized = pipeline.optimized
     run = optimized.run(lambda: pipe.scheduler.timesteps) if optimized else nullcontext()
-    with run:
+    with run, cache_steps(pipe, settings.cache) as cached:
         latents = pipe(
             settings.prompt,
             negative_prompt=settings.negative_prompt if settings.cfg > 1 else None,
@@ -134,7 +153,9 @@ def sample(
             "finite: try --precision fp32, or download the folder again.",
             pipeline.folder,
         )
-    return latents
+    if cached.figures is not None and not cached.figures.skipped:
+        logger.warning(cached.report())
+    return latents, cached.figures
 
 
 def _scheduler(pipeline: LoadedPipeline, steps: int) -> FlowMatchEulerDiscreteScheduler:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ...errors import SettingError
+from ...step_cache import OFF, cache_settings
 
 OFFLOADS = ("auto", "none", "model")
 SIZE_STEP = 16  # 8 from the VAE times 2 from the transformer's patches
@@ -20,6 +21,7 @@ class GenerateSettings:
         width, height: pixels, divisible by 16.
         cfg: classifier-free guidance scale; at most 1 switches it off and halves the work.
         seed: image i of the batch starts from the noise of `seed + i`.
+        cache: the step cache, one of `step_cache.CHOICES`.
 
     Raises:
         SettingError: a value breaks its rule.
@@ -33,6 +35,7 @@ class GenerateSettings:
     cfg: float = 4.0
     seed: int = 0
     batch: int = 1
+    cache: str = OFF
 
     def __post_init__(self) -> None:
         _check_text("prompt", self.prompt)
@@ -50,6 +53,7 @@ class GenerateSettings:
                 f"cfg must be a finite number of at least 0, got {self.cfg!r}: use 4.0, or 1 to "
                 "switch guidance off."
             )
+        cache_settings(self.cache)
 
 
 def _check_text(name: str, value: str) -> None:

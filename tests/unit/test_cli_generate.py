@@ -81,6 +81,32 @@ def test_settings_in_the_image_make_it_again(generate, capsys):
         assert np.abs(np.asarray(image) - first).max() <= 1
 
 
+def test_step_cache_is_told_in_the_report_and_in_the_image(generate, capsys, caplog):
+    assert generate("--steps", "20", "--cache", "fast", "--output", "a.png") == 0
+    report = last_line(capsys)
+    told = report["step_cache"]
+    assert told.keys() == {"computed", "skipped", "missed", "distance", "seconds_saved"}
+    assert told["skipped"] and told["computed"] + len(told["skipped"]) == 20
+    assert min(told["missed"]) > 0 and told["distance"] > 0 and told["seconds_saved"] > 0
+    assert report["ran"][0] == "diffusers' own code"
+    assert f"step cache: fast, {told['computed']} of 20 steps computed" in report["ran"][1]
+    with Image.open("a.png") as image:
+        metadata = json.loads(image.text["qwen_l40s"])
+    for name in ("cache", "step_cache", "ran"):
+        assert metadata[name] == report[name]
+    assert not caplog.records
+    assert generate("--cache", "fast") == 0
+    report = last_line(capsys)
+    [line] = caplog.messages
+    assert line == "step cache: fast, no effect: a run of 10 steps or fewer has none to spare"
+    assert report["ran"][1:] == [line]
+    assert report["step_cache"]["computed"] == 2 and report["step_cache"]["distance"] is None
+    assert generate() == 0
+    report = last_line(capsys)
+    assert (report["cache"], report["ran"]) == ("off", ["diffusers' own code"])
+    assert "step_cache" not in report
+
+
 def test_width_and_height_replace_those_of_size(generate):
     assert generate("--width", "32", "--height", "80", "--output", "a.png") == 0
     with Image.open("a.png") as image:
@@ -147,6 +173,7 @@ def test_captions_stay_under_their_images(tmp_path, letter):
         (("--precision", "fp9"), "precision 'fp9' is unknown"),
         (("--precision", "fp8"), "precision 'fp8' is not available"),
         (("--device", "tpu"), "device 'tpu' is unknown"),
+        (("--cache", "tea"), "no step cache 'tea': choose off, faithful, balanced, fast"),
         (("--offload", "disk"), "offload 'disk' is unknown: choose auto, none, model"),
         (("--model", "nowhere"), "not a diffusers folder"),
         (("--output", "a.jpg"), "must end in .png"),

@@ -183,6 +183,7 @@ def test_setting_outside_its_rule():
         ({"seed": -1}, "seed .* got -1"),
         ({"seed": 2**63}, "seed .* 2\\*\\*63 - 1"),
         ({"prompt": ["a", "b"]}, "prompt must be one string"),
+        ({"cache": "tea"}, "no step cache 'tea': choose off"),
         ({"prompt": "\udcff"}, "prompt is not valid Unicode"),
     ):
         with pytest.raises(SettingError, match=message):

@@ -1,0 +1,214 @@
+"""The step cache in diffusers: around a transformer's `forward` and a scheduler's `step`.
+
+A pipeline calls the transformer once or twice a step and hands the guided velocity to the
+scheduler. In a skipped step no call runs, and the scheduler gets the forecast itself, whatever the
+pipeline's guidance makes of the calls' outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+
+from ...errors import SettingError
+from ...optimizations.step_cache import CachedRun, CacheFigures
+from ...step_cache import OFF, SCHEDULE, CacheSettings, cache_settings
+from .patch import Forward
+
+
+@contextmanager
+def cache_steps(pipeline: DiffusionPipeline, cache: str | CacheSettings) -> Iterator[StepCache]:
+    """Until the end of the `with` block, skips the transformer in steps that can be forecast from
+    the steps before: the same picture sooner, with small differences.
+
+    Each call of the pipeline is a run of its own. One of ten steps or fewer computes all of them.
+
+    Args:
+        pipeline: Any for Qwen-Image; `optimize` may have made its transformer fast.
+        cache: "off", "faithful", "balanced" or "fast"; or settings of one's own.
+
+    Raises:
+        SettingError: There is no preset of that name, or the method runs in ComfyUI only.
+
+    Example:
+        with cache_steps(pipeline, "balanced") as cached:
+            image = pipeline("a red star", num_inference_steps=50).images[0]
+        print(cached.report())
+    """
+    settings = cache_settings(cache) if isinstance(cache, str) else cache
+    transformer, scheduler = pipeline.transformer, pipeline.scheduler
+    cached = StepCache(transformer, scheduler, settings)
+    if settings is None:
+        yield cached
+        return
+    if settings.method != SCHEDULE:
+        raise SettingError(
+            f"The step cache's method {settings.method!r} runs in ComfyUI only: choose {SCHEDULE}."
+        )
+    forward = Forward(transformer, cached)
+    own, host = vars(scheduler), scheduler.step
+    before = own.get("step")  # of another extension
+
+    @functools.wraps(host)
+    def step(model_output: torch.Tensor, timestep: Any, sample: torch.Tensor, *args, **kwargs):
+        return host(cached.velocity(model_output, sample), timestep, sample, *args, **kwargs)
+
+    forward.install()
+    own["step"] = step
+    try:
+        yield cached
+    finally:
+        cached.drop_run()
+        forward.remove()
+        if own.get("step") is step:  # else somebody has wrapped it, and it does nothing any more
+            own["step"] = before
+            if before is None:
+                del own["step"]
+
+
+class StepCache:
+    """The state of `cache_steps`.
+
+    Args:
+        transformer, scheduler: The pipeline's.
+        settings: None for no cache.
+
+    Attributes:
+        figures: Of the last run, if it came to its end; else None.
+    """
+
+    def __init__(
+        self, transformer: torch.nn.Module, scheduler: Any, settings: CacheSettings | None
+    ) -> None:
+        self.figures: CacheFigures | None = None
+        self._transformer, self._scheduler, self._settings = transformer, scheduler, settings
+        self._run: _Run | None = None
+
+    def report(self) -> str:
+        """Lines about the last run."""
+        if self._settings is None:
+            return f"step cache: {OFF}"
+        if self.figures is None:
+            return (
+                f"step cache: {self._settings.name}, no effect: no run has come to its end, or "
+                "torch.compile runs the whole transformer"
+            )
+        return "\n".join(self.figures.lines())
+
+    def forward(
+        self, host: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """One call of the transformer; `host` is what it would have run."""
+        x = kwargs.get("hidden_states")
+        if x is None:  # no pipeline calls it so
+            return host(*args, **kwargs)
+        if self._run is None or self._run.sigmas is not self._scheduler.sigmas:
+            self._start_run()
+        velocity = self._run.decide(x, kwargs.get("encoder_hidden_states"))
+        if velocity is None or self._settings.audit:
+            return host(*args, **kwargs)
+        # Behind the latent may be reference images, whose output nobody reads.
+        out = velocity.new_zeros(*x.shape[:2], velocity.shape[-1])
+        out[: velocity.shape[0], : velocity.shape[1]] = velocity
+        return Transformer2DModelOutput(out) if kwargs.get("return_dict", True) else (out,)
+
+    def velocity(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+        """What the scheduler is to step by.
+
+        Args:
+            model_output: What the pipeline has made of the transformer's calls.
+            sample: The latent.
+        """
+        run = self._run
+        if run is None:
+            return model_output
+        velocity = run.close_step(model_output, sample)
+        if run.is_over:
+            self.figures = run.cached.finish()
+            self._run = None
+        return velocity
+
+    def drop_run(self) -> None:
+        """Forgets a run that has not come to its end."""
+        self._run = None
+
+    def _start_run(self) -> None:
+        refusal = ""
+        if getattr(self._transformer, "is_cache_enabled", False):
+            refusal = "a cache of diffusers is on the transformer"
+        self.figures, self._run = None, _Run(self._scheduler, self._settings, refusal)
+
+
+class _Run:
+    """One call of a pipeline.
+
+    Args:
+        scheduler: Whose timesteps are set; it makes `sigmas` anew for each run.
+        settings: What may be skipped.
+        refusal: As `CachedRun` has it.
+    """
+
+    def __init__(self, scheduler: Any, settings: CacheSettings, refusal: str) -> None:
+        self.sigmas = scheduler.sigmas
+        self._scheduler = scheduler
+        self.cached = CachedRun(settings, self.sigmas[self._index() :].tolist(), refusal=refusal)
+        self._steps = 0
+        self._shape: torch.Size | None = None  # of the latent, once the scheduler has had it
+        self._text: torch.Tensor | None = None
+        self._decided = False  # the step that is under way
+        self._forecast: torch.Tensor | None = None  # its velocity
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step has been taken."""
+        return self._steps == self.cached.figures.steps
+
+    def decide(self, x: torch.Tensor, text: torch.Tensor | None) -> torch.Tensor | None:
+        """The velocity of the step under way, if it is skipped: decided at its first call.
+
+        Args:
+            x: The latent, with reference images behind it or each item once more for guidance.
+            text: The prompt.
+        """
+        if not self._decided:
+            self._decided = True
+            self._text = text
+            if self._shape is not None:
+                self._forecast = self._ask(x[: self._shape[0], : self._shape[1]])
+        return self._forecast
+
+    def close_step(self, velocity: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Tells the cache what was computed; gives the velocity of the step.
+
+        Args:
+            velocity: Guided.
+            x: The latent.
+        """
+        self._steps += 1
+        if not self._decided:
+            return velocity
+        if self._shape is None:
+            self._shape = x.shape
+            self._ask(x)
+        forecast, self._forecast, self._decided = self._forecast, None, False
+        if forecast is None:
+            self.cached.computed(x, velocity)
+            return velocity
+        if self.cached.settings.audit:
+            self.cached.audited(velocity)
+        return forecast
+
+    def _ask(self, x: torch.Tensor) -> torch.Tensor | None:
+        # A callback may exchange the prompt. Held here, its id is no other's.
+        return self.cached.forecast(x, self.sigmas[self._index()], id(self._text))
+
+    def _index(self) -> int:
+        """Of the scheduler's next step."""
+        scheduler = self._scheduler
+        return scheduler.begin_index or 0 if scheduler.step_index is None else scheduler.step_index
