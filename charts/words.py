@@ -108,7 +108,7 @@ def step_cache_lines(estimate: Estimate) -> list[str]:
     if request.cache == OFF:
         return []
     if not estimate.beside:
-        return [f"Step cache: no effect: {_refusal(request)}."]
+        return [f"Step cache: {request.cache} has no effect: {_refusal(request)}."]
     image = estimate.image_seconds
     takes = f", {duration(image)} an image" if image else ""
     lines = [f"Step cache: {steps_text(request)}{takes}.", saved_otherwise(estimate)]

@@ -105,7 +105,7 @@ def _custom_inputs() -> list[io.Input]:
             default=USUAL.method,
             tooltip="schedule: which steps are skipped is decided before the run; the same "
             "workflow always skips the same ones. adaptive: decided at each step, by how much the "
-            "first block's input has changed; budget is not used.",
+            "first block's input has changed.",
         ),
         io.Float.Input(
             "threshold",

@@ -175,7 +175,7 @@ def test_a_step_cache_takes_its_computed_steps_and_stands_beside_what_else_saves
     assert "a computed step" in text and "Step cache" not in estimate_text(plain)
     none = estimate(replace(asked, steps=8), L40S)
     assert none.step_seconds == estimate(replace(USUAL, steps=8), L40S).step_seconds
-    assert "Step cache: no effect: a run of 10 steps or fewer" in estimate_text(none)
+    assert "Step cache: balanced has no effect: runs of 10 steps or fewer" in estimate_text(none)
     assert estimate_json(none)["step_cache"]["beside"] == {} and not none.beside
 
 
