@@ -303,7 +303,7 @@ def test_a_half_painted_mask_is_no_other_direction():
 
 def test_rounded_latents_are_no_other_direction():
     for dtype in (torch.bfloat16, torch.float16):
-        for sigmas in schedules(50):
+        for sigmas in schedules(50) + schedules(250):
             figures, _, _ = sample(BALANCED, sigmas, x=noise().to(dtype))
             assert figures.skipped == skipped_steps(sigmas, BALANCED)
             assert figures.reason == ""
