@@ -187,8 +187,9 @@ def computed_steps(steps: int, name: str) -> int:
 
 
 def computed_with(steps: int, settings: CacheSettings) -> int:
-    """The same with any settings; `ADAPTIVE`, which decides in the run, counts as `SCHEDULE`."""
-    return plan_steps(usual_sigmas(steps), settings).computed
+    """The same with any settings, as few as it may be with `ADAPTIVE`, which decides in the run."""
+    decided = replace(settings, method=SCHEDULE)
+    return plan_steps(usual_sigmas(steps), decided).computed
 
 
 def usual_sigmas(steps: int, tokens: int = 4096) -> list[float]:

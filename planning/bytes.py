@@ -21,7 +21,7 @@ from ..spec import (
     TIME_CHANNELS,
     TransformerShape,
 )
-from ..step_cache import OFF
+from ..step_cache import CUSTOM, OFF
 from .request import RunRequest, Setting, replays_graph
 
 BF16, FP32 = 2, 4
@@ -174,7 +174,8 @@ ROWS_AT_ONCE, COMPARED_AT_ONCE = 256, 512
 # is painted, the prediction of each prompt with its sum and weight, and a step's intermediate ones.
 SAMPLER_LATENTS = 10
 # And those of a step cache (optimizations/step_cache.py): the last two velocities, and where the
-# next latent is expected. Its temporaries are gone when the transformer runs.
+# next latent is expected. Its temporaries are gone when the transformer runs. A custom one may be
+# adaptive, and then keeps the first block's input.
 CACHE_LATENTS = 3
 # The entries of optimizations/modulation.py's table.
 MOST_TABLE_BYTES = 512 * 2**20
@@ -300,7 +301,10 @@ def _around(shape: TransformerShape, rows: TokenRows, request: RunRequest) -> in
     """Latents, conditioning and rotation, which last through all blocks."""
     latent = shape.in_channels
     latents = SAMPLER_LATENTS + CACHE_LATENTS * (request.cache != OFF)
-    sampler = latents * FP32 * latent * request.batch * (rows.painted // rows.items)
+    sampled = request.batch * request.painted_tokens
+    sampler = latents * FP32 * latent * sampled
+    if request.cache == CUSTOM:
+        sampler += BF16 * shape.dim * sampled
     given = BF16 * latent * rows.image + BF16 * shape.joint_dim * rows.text
     # ComfyUI's matrices of 2 x 2 for every pair of a head, and cosine and sine separately.
     rotation = (4 + 2) * shape.head_dim // 2 * BF16 * rows.all

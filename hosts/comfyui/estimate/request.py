@@ -104,7 +104,7 @@ def _with_cache(request: RunRequest, found: CacheSettings, notes: list[str]) -> 
     if not computed:
         computed = computed_with(request.steps, found)
         if found.method == ADAPTIVE:
-            notes.append("The adaptive step cache decides in the run: counted as by schedule.")
+            notes.append("The adaptive step cache decides in the run: it may skip fewer steps.")
     return replace(request, cache=cache, computed=computed)
 
 
