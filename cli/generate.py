@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Mapping
@@ -244,12 +243,11 @@ def _where(pipeline: LoadedPipeline, result: Generation) -> dict[str, Any]:
 
 
 def _cache_facts(cached: CacheFigures) -> dict[str, Any]:
-    distance = cached.distance
     return {
         "computed": cached.computed,
         "skipped": cached.skipped,
         "missed": [round(missed, 5) for missed in cached.missed],
-        "distance": None if distance is None or math.isnan(distance) else round(distance, 5),
+        "distance": None if cached.distance is None else round(cached.distance, 5),
         "seconds_saved": round(cached.seconds_saved, 3),
     }
 

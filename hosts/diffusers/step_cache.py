@@ -96,7 +96,7 @@ class StepCache:
             return f"step cache: {OFF}"
         if self.figures is None:
             return (
-                f"step cache: {self._settings.name}, no effect: no run has come to its end, or "
+                f"step cache: {self._settings.name} has no effect: no run has come to its end, or "
                 "torch.compile runs the whole transformer"
             )
         return "\n".join(self.figures.lines())
@@ -206,7 +206,8 @@ class _Run:
 
     def _ask(self, x: torch.Tensor) -> torch.Tensor | None:
         # A callback may exchange the prompt. Held here, its id is no other's.
-        return self.cached.forecast(x, self.sigmas[self._index()], id(self._text))
+        sigma = self.sigmas[self._index()].to(x.device)  # some schedulers leave it on the CPU
+        return self.cached.forecast(x, sigma, id(self._text))
 
     def _index(self) -> int:
         """Of the scheduler's next step."""
