@@ -1,32 +1,31 @@
-"""The rules that bench/step_cache.py compares, on a toy field of velocities; nothing is painted."""
+"""The rules that bench/step_cache compares, on a toy field of velocities; nothing is painted."""
 
 from functools import partial
 
 import pytest
 import torch
 
-from qwen_l40s.bench.step_cache import magcache, table
-from qwen_l40s.bench.step_cache_rules import (
+from qwen_l40s.bench.step_cache.__main__ import table
+from qwen_l40s.bench.step_cache.calibration import calibrate, magcache
+from qwen_l40s.bench.step_cache.rules import (
     AdaCache,
     EasyCache,
-    Found,
     HeldResidual,
     LazyCache,
     MeanCache,
     Ours,
-    Rule,
     TaylorSeer,
     TeaCache,
-    calibrate,
-    sample,
     taylorseer_steps,
 )
-from qwen_l40s.step_cache import PRESETS, CacheSettings, plan_steps, usual_sigmas
+from qwen_l40s.bench.step_cache.run import Found, Rule, sample
+from qwen_l40s.step_cache import ADAPTIVE, PRESETS, CacheSettings, Curve, plan_steps, usual_sigmas
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SIGMAS = usual_sigmas(50, 256)
 LATENT = (16, 16, 16)
+LINE = Curve((1.0, 0.0), 0.0, 10.0, 50, "fp32", "a line")
 
 
 class Toy:
@@ -63,9 +62,10 @@ def field():
 GATED = {
     "easy": partial(EasyCache, threshold=0.1),
     "lazy": partial(LazyCache, threshold=0.1),
-    "tea": partial(TeaCache, threshold=0.1, polynomial=[0, 1]),
+    "tea": partial(TeaCache, threshold=0.1, curve=LINE),
     "ada": partial(AdaCache, threshold=1.0),
     "ours": partial(Ours, settings=PRESETS["fast"]),
+    "adaptive": partial(Ours, settings=CacheSettings(method=ADAPTIVE, threshold=0.1), curve=LINE),
 }
 
 
@@ -77,7 +77,7 @@ def test_a_rule_that_skips_nothing_changes_nothing(field):
         HeldResidual,
         partial(EasyCache, threshold=0),
         partial(LazyCache, threshold=0),
-        partial(TeaCache, threshold=0, polynomial=[0, 1]),
+        partial(TeaCache, threshold=0, curve=LINE),
         partial(TaylorSeer, skipped=(), order=2),
         partial(AdaCache, threshold=0),
     ):

@@ -18,7 +18,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -30,42 +30,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..cli.output import write_whole
-from ..machine.device import choose_device
-from ..micro.scene import SEEN_PAIRS, Scene, sample_prompts
-from ..optimizations.step_cache import MOST_MISSED, CacheFigures
-from ..step_cache import PRESETS, plan_steps, usual_sigmas
-from .step_cache_field import TOKENS, Jury, Micro, Prompts, held_out, noise
-from .step_cache_rules import (
-    CFG,
-    AdaCache,
-    Calibration,
-    EasyCache,
-    Field,
-    HeldResidual,
-    LazyCache,
-    MeanCache,
-    Ours,
-    Rule,
-    Run,
-    Sampled,
-    TaylorSeer,
-    TeaCache,
-    calibrate,
-    magcache_steps,
-    sample,
-    taylorseer_steps,
-)
-
-CALIBRATION_SEED = 2
-# Halvings of a threshold's range, and how near the number of computed steps has to come.
-HALVINGS, NEAR = 9, 0.15
-RANGES = {"EasyCache": (1e-3, 10), "LazyCache": (1e-3, 10), "TeaCache": (1e-3, 10)}
-RANGES |= {"AdaCache": (1e-2, 100), "MagCache": (1e-4, 10)}
-GATED = {"EasyCache": EasyCache, "LazyCache": LazyCache, "AdaCache": AdaCache}
-MAGCACHE_ROWS = (2, 3, 4)  # steps in a row, the fewest that reach the number of computed steps
-
-Make = Callable[[Run], Rule]
+from ...cli.output import write_whole
+from ...machine.device import choose_device
+from ...micro.scene import Scene
+from ...optimizations.step_cache import MOST_MISSED, CacheFigures
+from ...step_cache import PRESETS, plan_steps, usual_sigmas
+from .calibration import ADAPTIVE, Calibrated, Make, magcache
+from .field import TOKENS, Jury, Micro, Prompts, held_out, noise
+from .rules import HeldResidual, MeanCache, Ours, TaylorSeer, taylorseer_steps
+from .run import CFG, Field, Rule, Sampled, sample
 
 
 class Batch(NamedTuple):
@@ -89,68 +62,6 @@ def batches(micro: Micro, prompts: int, seeds: int, most: int) -> list[Batch]:
     ]
 
 
-class Calibrated:
-    """Sets rules to a number of computed steps, by prompts that are not held out."""
-
-    def __init__(self, micro: Micro, count: int) -> None:
-        prompts = sample_prompts(count, CALIBRATION_SEED, SEEN_PAIRS)
-        self._field = Prompts(micro, [prompt for prompt, _ in prompts])
-        self._noise = noise(range(count), micro.device)
-        self._known: dict[int, Calibration] = {}
-
-    def of(self, sigmas: Sequence[float]) -> Calibration:
-        """Of a schedule."""
-        steps = len(sigmas) - 1
-        if steps not in self._known:
-            self._known[steps] = calibrate(self._field, sigmas, self._noise)
-        return self._known[steps]
-
-    def threshold(self, name: str, sigmas: Sequence[float], wanted: int) -> float:
-        """Where a rule computes so many steps, or as near as it comes."""
-
-        def count(value: float) -> float:
-            rule = self.gated(name, sigmas, value)
-            return sample(self._field, sigmas, self._noise, rule).computed.mean().item()
-
-        return halve(count, wanted, RANGES[name])
-
-    def gated(self, name: str, sigmas: Sequence[float], threshold: float) -> Make:
-        """A rule with its threshold."""
-        if name == "TeaCache":
-            polynomial = self.of(sigmas).polynomial
-            return partial(TeaCache, threshold=threshold, polynomial=polynomial)
-        return partial(GATED[name], threshold=threshold)
-
-
-def halve(count: Callable[[float], float], wanted: float, ends: tuple[float, float]) -> float:
-    """The value, of a falling function, whose count comes nearest."""
-    low, high = map(math.log, ends)
-    best, nearest = ends[0], math.inf
-    for _ in range(HALVINGS):
-        value = math.exp((low + high) / 2)
-        found = count(value)
-        if abs(found - wanted) < nearest:
-            best, nearest = value, abs(found - wanted)
-        if nearest <= NEAR:
-            break
-        low, high = (math.log(value), high) if found > wanted else (low, math.log(value))
-    return best
-
-
-def magcache(ratios: Sequence[float], wanted: int) -> tuple[set[int], dict[str, float]]:
-    """(the steps that MagCache skips, what sets them) for so many computed steps."""
-    found = []
-    for row in MAGCACHE_ROWS:
-
-        def count(error: float, row: int = row) -> int:
-            return len(ratios) - len(magcache_steps(ratios, error, row))
-
-        error = halve(count, wanted, RANGES["MagCache"])
-        found.append((abs(count(error) - wanted), row, error))
-    _, row, error = min(found)
-    return magcache_steps(ratios, error, row), {"error": error, "in_a_row": row}
-
-
 class Wanted(NamedTuple):
     """How a row is measured.
 
@@ -168,8 +79,8 @@ class Wanted(NamedTuple):
 OURS = "ours"
 GAINS = {"ours, gain 0": 0.0, "ours, gain 1": 1.0}
 RULES = (
-    *(OURS, *GAINS, "fewer steps", "residual held", "EasyCache", "LazyCache", "MagCache"),
-    *("TeaCache", "TaylorSeer 1", "TaylorSeer 2", "AdaCache", "MeanCache"),
+    *(OURS, *GAINS, ADAPTIVE, "fewer steps", "residual held", "EasyCache", "LazyCache"),
+    *("MagCache", "TeaCache", "TaylorSeer 1", "TaylorSeer 2", "AdaCache", "MeanCache"),
 )
 
 
@@ -177,7 +88,7 @@ def wanted_row(name: str, steps: int, preset: str, calibrated: Calibrated) -> Wa
     """A rule that computes as many steps as a preset; None where it has no form for that."""
     sigmas, settings = usual_sigmas(steps, TOKENS), PRESETS[preset]
     plan = plan_steps(sigmas, settings)
-    if name.startswith(OURS):
+    if name in (OURS, *GAINS):
         chosen = replace(settings, gain=GAINS.get(name, settings.gain))
         return Wanted(sigmas, partial(Ours, settings=chosen))
     if name == "fewer steps":
@@ -194,8 +105,7 @@ def wanted_row(name: str, steps: int, preset: str, calibrated: Calibrated) -> Wa
     if name == "MeanCache":
         fits = steps == MeanCache.STEPS and preset == "balanced"
         return Wanted(sigmas, MeanCache) if fits else None
-    threshold = calibrated.threshold(name, sigmas, plan.computed)
-    make = calibrated.gated(name, sigmas, threshold)
+    make, threshold = calibrated.gated(name, sigmas, plan.computed, settings)
     return Wanted(sigmas, make, {"threshold": threshold})
 
 
@@ -278,8 +188,9 @@ class Comparison:
 def _estimates(figures: Sequence[CacheFigures], errors: Sequence[float]) -> dict[str, Any]:
     """What our cache says of each image's run, beside its true error."""
     missed = [miss for each in figures for miss in each.missed]
-    estimates = [each.distance for each in figures]
-    ratios = [e / error for e, error in zip(estimates, errors, strict=True)]
+    pairs = [(f.distance, e) for f, e in zip(figures, errors, strict=True) if f.distance]
+    estimates, errors = zip(*pairs, strict=True)
+    ratios = [estimate / error for estimate, error in pairs]
     tenths = quantiles(ratios, n=10)
     return {
         "missed": mean(missed),

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch.nn.functional import pad, pixel_shuffle, pixel_unshuffle
 
-from ..loaders.source import bundled_micro_folder
-from ..micro.judge import adherence
-from ..micro.scene import Scene, sample_prompts
-from .step_cache_rules import Found
+from ...loaders.source import bundled_micro_folder
+from ...micro.judge import adherence
+from ...micro.scene import Scene, sample_prompts
+from .run import Found
 
 SIDE = 256
 CHANNELS, LATENT = 16, 32

@@ -1,119 +1,21 @@
 """Rules for skipping steps of a sampling run: ours, and those of papers and of ComfyUI's nodes.
 
-Each says which images skip a step, and gives a velocity in place of the model's. `sample` runs one
-over a batch; images skip on their own where a rule decides by the image. All take latents
-[N, 16, H, W] in fp32; velocities of both branches of CFG are [N, 2, 16, H, W], prompt first.
+Each says which images skip a step, and gives a velocity in place of the model's. Images skip on
+their own where a rule decides by the image.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from itertools import pairwise
-from typing import NamedTuple, Protocol
+from collections.abc import Collection, Sequence
+from functools import partial
 
-import numpy as np
 import torch
 
-from ..optimizations.step_cache import CachedRun, CacheFigures
-from ..step_cache import CacheSettings
-
-CFG = 4.0
-
-
-class Found(NamedTuple):
-    """What the model computed for some images.
-
-    Attributes:
-        velocity: [N, 2, 16, H, W].
-        residual: [N, 2, tokens, width], what all blocks together add to the image's tokens.
-        middle: [N, tokens, width], the same of the middle block, with the prompt.
-    """
-
-    velocity: torch.Tensor
-    residual: torch.Tensor
-    middle: torch.Tensor
-
-
-class Field(Protocol):
-    """A model with its prompts."""
-
-    def compute(self, x: torch.Tensor, sigma: float, rows: torch.Tensor) -> Found:
-        """All of the model for the latents of the images `rows`."""
-
-    def finish(self, x: torch.Tensor, sigma: float, residual: torch.Tensor) -> torch.Tensor:
-        """The velocities [N, 2, ...] where the blocks add `residual`; runs no block."""
-
-    def modulated(self, x: torch.Tensor, sigma: float) -> torch.Tensor:
-        """The first block's modulated input [N, tokens, width]."""
-
-
-def guided(velocity: torch.Tensor) -> torch.Tensor:
-    """[N, 2, ...] -> [N, ...]"""
-    return velocity[:, 1] + CFG * (velocity[:, 0] - velocity[:, 1])
-
-
-class Run(NamedTuple):
-    """A batch that is about to be sampled: its model, sigmas, and number of images."""
-
-    field: Field
-    sigmas: Sequence[float]
-    count: int
-
-    @property
-    def steps(self) -> int:
-        return len(self.sigmas) - 1
-
-
-class Rule:
-    """What skips steps of one run; this one skips none."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def skips(self, step: int, x: torch.Tensor, sigma: float) -> bool | torch.Tensor:
-        """Which images skip the step: bool [N], or one answer for all."""
-        return False
-
-    def reuse(self, step: int, x: torch.Tensor, sigma: float) -> torch.Tensor:
-        """Every image's velocity [N, ...] instead of the model's; called if one skips."""
-        raise NotImplementedError
-
-    def computed(
-        self, step: int, x: torch.Tensor, sigma: float, rows: torch.Tensor, found: Found
-    ) -> None:
-        """The images `rows` were computed; x is that of all."""
-
-
-class Sampled(NamedTuple):
-    """Attributes:
-    x: The latents.
-    computed: How many steps of each image were computed, [N].
-    rule: Whose run it was.
-    """
-
-    x: torch.Tensor
-    computed: torch.Tensor
-    rule: Rule
-
-
-def sample(
-    field: Field, sigmas: Sequence[float], x: torch.Tensor, make: Callable[[Run], Rule]
-) -> Sampled:
-    """Euler steps from noise [N, ...] with a rule."""
-    rule = make(Run(field, sigmas, len(x)))
-    counts = torch.zeros(len(x), device=x.device)
-    for step, (sigma, following) in enumerate(pairwise(sigmas)):
-        skipped = torch.as_tensor(rule.skips(step, x, sigma), device=x.device).expand(len(x))
-        rows = (~skipped).nonzero()[:, 0]
-        velocity = rule.reuse(step, x, sigma) if len(rows) < len(x) else torch.empty_like(x)
-        if len(rows):
-            found = field.compute(x[rows], sigma, rows)
-            rule.computed(step, x, sigma, rows, found)
-            velocity[rows] = guided(found.velocity)
-        counts[rows] += 1
-        x = x + (following - sigma) * velocity
-    return Sampled(x, counts, rule)
+from ...optimizations.change_gate import ChangeGate
+from ...optimizations.step_cache import CachedRun, CacheFigures
+from ...step_cache import CacheSettings, Curve
+from .run import Found, Rule, Run, guided
 
 
 def _put(kept: torch.Tensor | None, rows: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -132,13 +34,18 @@ def _mean(x: torch.Tensor) -> torch.Tensor:
 class Ours(Rule):
     """This package's step cache, one `CachedRun` an image, called as a host calls it."""
 
-    def __init__(self, run: Run, settings: CacheSettings) -> None:
+    def __init__(self, run: Run, settings: CacheSettings, curve: Curve | None = None) -> None:
         super().__init__(run)
-        self._runs = [CachedRun(settings, run.sigmas) for _ in range(run.count)]
+        self._curve = curve
+        self._inputs: torch.Tensor | None = None  # of the first block
+        gates = [curve and ChangeGate(partial(self._input, i), curve) for i in range(run.count)]
+        self._runs = [CachedRun(settings, run.sigmas, gate=gate) for gate in gates]
         self._found: list[torch.Tensor | None] = []
 
     def skips(self, step: int, x: torch.Tensor, sigma: float) -> torch.Tensor:
         at = torch.tensor([sigma], device=x.device)
+        if self._curve:
+            self._inputs = self.run.field.modulated(x, sigma)
         self._found = [run.forecast(x[i : i + 1], at) for i, run in enumerate(self._runs)]
         return torch.tensor([found is not None for found in self._found])
 
@@ -151,6 +58,9 @@ class Ours(Rule):
         velocity = guided(found.velocity)
         for place, i in enumerate(rows.tolist()):
             self._runs[i].computed(x[i : i + 1], velocity[place : place + 1])
+
+    def _input(self, image: int, _x: torch.Tensor, _sigma: float) -> torch.Tensor:
+        return self._inputs[image : image + 1]
 
     def figures(self) -> list[CacheFigures]:
         """Of each image, once the run is over."""
@@ -277,10 +187,9 @@ class TeaCache(HeldResidual):
     block's modulated input changes, adds up to less than a threshold; holds the residual.
     """
 
-    def __init__(self, run: Run, threshold: float, polynomial: Sequence[float]) -> None:
+    def __init__(self, run: Run, threshold: float, curve: Curve) -> None:
         super().__init__(run)
-        self._threshold = threshold
-        self._polynomial = polynomial
+        self._threshold, self._curve = threshold, curve
         self._input: torch.Tensor | None = None
         self._total: torch.Tensor | float = 0.0
 
@@ -289,7 +198,9 @@ class TeaCache(HeldResidual):
         if before is None or step == self.run.steps - 1:
             return False
         change = relative_change(self._input, before)
-        total = self._total + sum(c * change**i for i, c in enumerate(self._polynomial))
+        total = self._total
+        for power, coefficient in enumerate(reversed(self._curve.coefficients)):
+            total = total + coefficient * change**power
         skipped = total < self._threshold
         self._total = total * skipped
         return skipped
@@ -405,33 +316,3 @@ class MeanCache(Rule):
         self, step: int, x: torch.Tensor, sigma: float, rows: torch.Tensor, found: Found
     ) -> None:
         self._velocities = [*self._velocities[-1:], guided(found.velocity)]
-
-
-class Calibration(NamedTuple):
-    """What rules know of the model beforehand, from an uncached run of other prompts.
-
-    Attributes:
-        ratios: MagCache's, of each step; the first is 1.
-        polynomial: TeaCache's, the constant first.
-    """
-
-    ratios: list[float]
-    polynomial: list[float]
-
-
-def calibrate(field: Field, sigmas: Sequence[float], x: torch.Tensor) -> Calibration:
-    """Runs without a cache; x is noise [N, ...]."""
-    rows = torch.arange(len(x), device=x.device)
-    ratios, inputs, outputs = [1.0], [], []
-    before: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-    for sigma, following in pairwise(sigmas):
-        found, modulated = field.compute(x, sigma, rows), field.modulated(x, sigma)
-        sizes = found.residual.norm(dim=-1)
-        if before is not None:
-            ratios.append((sizes / before[0]).mean().item())
-            inputs.append(relative_change(modulated, before[1]).cpu())
-            outputs.append(relative_change(found.velocity[:, 0], before[2]).cpu())
-        before = sizes, modulated, found.velocity[:, 0]
-        x = x + (following - sigma) * guided(found.velocity)
-    fit = np.polyfit(torch.cat(inputs).double(), torch.cat(outputs).double(), 4)
-    return Calibration(ratios, fit[::-1].tolist())
