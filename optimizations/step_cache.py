@@ -23,7 +23,7 @@ from ..step_cache import CacheSettings, plan_steps
 MOST_MISSED = 0.15
 # How far a latent may be from where the last velocity leads, in parts of that step.
 MOST_ASTRAY = 0.5
-SAME_SIGMA = 1e-3
+SAME_SIGMA = 1e-3  # relative; float32 rounds by 6e-8
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -201,12 +201,13 @@ class CachedRun:
 
         Args:
             x: The latent, of any shape.
-            sigma: Of the call, on the latent's device; every item's.
+            sigma: Of the call; every item's.
             key: What else the velocity depends on; when it changes, what is known is forgotten.
         """
         step = self._calls
         self._calls += 1
-        self._clock(step)
+        if step == 1:  # the first also compiles and fills tables
+            self._warm = time.perf_counter()
         if self._reason:
             return None
         if step >= self.figures.steps:
@@ -263,10 +264,6 @@ class CachedRun:
         self._followed = self._gate = None
         return figures
 
-    def _clock(self, step: int) -> None:
-        if step == 1:  # the first also compiles and fills tables
-            self._warm = time.perf_counter()
-
     def _stop(self, reason: str) -> None:
         self._reason = reason
         self._history, self._expected = [], None
@@ -277,10 +274,11 @@ class CachedRun:
         self.figures.forgotten += self._key is not None
         self._key = key
         self._history, self._since, self._expected = [], [], None
+        self._unread, self._refusing = len(self._misses), False
 
     def _watch(self, step: int, x: torch.Tensor, sigma: torch.Tensor) -> None:
         """Has the card look where the sampler has gone, and at which sigma it asks."""
-        found = sigma.flatten()[0]
+        found = sigma.flatten()[0].to(x.device, non_blocking=True)
         astray = torch.zeros_like(found, dtype=torch.float32)
         if self._expected is not None:
             expected, length = self._expected

@@ -162,13 +162,14 @@ def test_the_estimate_is_near_the_true_distance():
     assert figures.distance == pytest.approx(norm(last - true_last) / norm(true_last), rel=0.15)
 
 
-def test_after_a_miss_the_next_row_that_can_know_is_computed():
+def switched(step):
+    """Another picture from a step on."""
     before, after = flow(1), flow(7)
+    return lambda x, sigma: (before if sigma > FIFTY[step] else after)(x, sigma)
 
-    def switched(x, sigma):
-        return before(x, sigma) if sigma > FIFTY[18] else after(x, sigma)
 
-    figures, _, _ = sample(BALANCED, velocity=switched)
+def test_after_a_miss_the_next_row_that_can_know_is_computed():
+    figures, _, _ = sample(BALANCED, velocity=switched(18))
     usual, _, _ = sample(BALANCED)
     assert usual.skipped == skipped_steps(FIFTY, BALANCED)
     assert usual.skipped[: len(ROWS)] == ROWS
@@ -181,7 +182,7 @@ def test_after_a_miss_the_next_row_that_can_know_is_computed():
     )
     # With a computed step to spare it is read before the row after it.
     kept = (18, 19)
-    figures, _, _ = sample(BALANCED, velocity=switched, kept=kept)
+    figures, _, _ = sample(BALANCED, velocity=switched(18), kept=kept)
     assert set(skipped_steps(FIFTY, BALANCED, kept)) - set(figures.skipped) == {20, 21}
 
 
@@ -276,6 +277,11 @@ def test_another_size_type_or_guidance_shares_no_forecast():
         assert figures.lines()[-1] == (
             "step cache: starts over: size, type, device or CFG change during the run"
         )
+    # Neither does a miss of before have a row computed.
+    keys = [0] * 19 + [1] * 31
+    figures, _, _ = sample(BALANCED, keys=keys, velocity=switched(18))
+    assert figures.skipped == [step for step in planned if step not in (19, 20)]
+    assert max(figures.missed) > MOST_MISSED
     figures, _, _ = sample(BALANCED, keys=range(50))
     assert figures.lines() == [
         "step cache: balanced has no effect: size, type, device or CFG change during the run"
