@@ -194,6 +194,12 @@ class CachedRun:
         self._warm = 0.0
         self._ended = False
 
+    @property
+    def computed_steps(self) -> int:
+        """How many steps call the transformer, as far as it is known before the run."""
+        every = self._reason or self.settings.audit
+        return self.figures.steps if every else self._plan.computed
+
     def forecast(
         self, x: torch.Tensor, sigma: torch.Tensor, key: Hashable = None
     ) -> torch.Tensor | None:

@@ -1,6 +1,7 @@
 """What a run is recorded and reported as."""
 
 import copy
+import dataclasses
 import gc
 import json
 import math
@@ -47,6 +48,8 @@ from qwen_l40s.hosts.comfyui.report.table import (
 )
 from qwen_l40s.hosts.comfyui.report.words import RunFacts, report_text
 from qwen_l40s.hosts.comfyui.sample import off_card as off_card_pass
+from qwen_l40s.hosts.comfyui.sample.call import options_of
+from qwen_l40s.hosts.comfyui.sample.forward import ComfyPass
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of, restore
 from qwen_l40s.hosts.comfyui.sample.run import OPTIMIZATION_KEY as OPTIMIZATION
 from qwen_l40s.hosts.comfyui.sample.run import STEP_CACHE_KEY as STEP_CACHE
@@ -292,6 +295,28 @@ def test_steps_that_were_skipped_count_nowhere_whoever_wraps_the_others():
         lines = [line for line in records(model)[-1].path if line.startswith("step cache: ")]
         assert lines == figures.lines() and "of 20 steps" in lines[0], lines
         assert f"20 steps, {figures.computed} evaluations, " in report_run(model).text
+
+
+def test_a_pass_knows_how_many_steps_call_the_model():
+    """By them it captures a CUDA graph, as the estimate predicts."""
+    found = []
+
+    def look(executor, x, t, *args, **kwargs):
+        options = options_of(args, kwargs)
+        found.append(ComfyPass(executor.class_obj, None, x, options, False).steps)
+        return executor(x, t, *args, **kwargs)
+
+    model = optimized(load())
+    for changed, steps in (
+        (model, 20),
+        (cached(model), computed_with(20, CACHE)),
+        (cache_steps(model, dataclasses.replace(CACHE, audit=True)), 20),
+    ):
+        found.clear()
+        changed.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "look", look)
+        sample(changed, steps=20)
+        assert found == [steps] * steps
+        changed.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, "look")
 
 
 def test_steps_that_comfyui_skipped_count_nowhere():

@@ -9,6 +9,8 @@ from typing import Any
 # extension may pass them on by name.
 CALL_ARGUMENTS = ("c_concat", "c_crossattn", "control", "transformer_options")
 COMPILED = "torch.compile"  # the key of comfy_api.torch_helpers
+# Of transformer_options: how many steps of a run call the model, where a step cache skips others.
+COMPUTED_STEPS = "qwen_l40s_computed_steps"
 
 
 def context_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -22,7 +22,7 @@ from ....optimizations.modulation import Entry
 from ....optimizations.reference import Rotary, Tokens
 from ..contract import BLOCK_ARGUMENTS, unknown_attention_arguments
 from .attention import SLOT, SlotAttention, file_choice, host_attention, without_choice
-from .call import is_compiled
+from .call import COMPUTED_STEPS, is_compiled
 from .held import HeldWeights
 from .layers import ComfyLayers
 from .modulation import ModelModulation
@@ -89,7 +89,11 @@ class ComfyPass:
 
     @property
     def steps(self) -> int | None:
-        """Of the schedule; None of a sampler that does not tell."""
+        """Of the schedule, without those that a step cache skips; None of a sampler that does not
+        tell.
+        """
+        if computed := self._options.get(COMPUTED_STEPS):
+            return computed
         sigmas = self._options.get("sample_sigmas")
         return None if sigmas is None else len(sigmas) - 1
 

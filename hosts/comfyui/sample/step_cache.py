@@ -30,6 +30,7 @@ from ....step_cache import ADAPTIVE, CacheSettings
 from ..estimate.sizes import stored_in
 from ..load.weights import FLOAT_NAMES
 from ..record.sampling import record_runs
+from .call import COMPUTED_STEPS
 from .optimize import unsupported_model
 from .run import STEP_CACHE_KEY
 
@@ -59,12 +60,16 @@ class StepCache:
         **kwargs: Any,
     ) -> Any:
         """OUTER_SAMPLE wrapper: one run, which may be inside of another's callback."""
-        before, self._run = self._run, self._new_run(executor.class_obj, sigmas, denoise_mask)
+        guider = executor.class_obj
+        before, self._run = self._run, self._new_run(guider, sigmas, denoise_mask)
+        options = guider.model_options.setdefault("transformer_options", {})
+        options[COMPUTED_STEPS] = self._run.computed_steps
         try:
             output = executor(noise, latent_image, sampler, sigmas, denoise_mask, *args, **kwargs)
             logger.info("Qwen-Image L40S\n%s", "\n".join(self.lines()))
         finally:
             self._run = before
+            options.pop(COMPUTED_STEPS, None)
         return output
 
     def predict_noise(
