@@ -96,7 +96,7 @@ def cache_settings(name: str, *, audit: bool = False) -> CacheSettings | None:
     """
     if name == OFF:
         return None
-    if name not in CHOICES:  # nor a list
+    if name not in CHOICES:  # also what has no hash
         raise SettingError(f"There is no step cache {name!r}: choose {', '.join(CHOICES)}.")
     return replace(PRESETS[name], audit=audit)
 
@@ -142,7 +142,7 @@ def plan_steps(
         kept: Steps that are computed besides, such as those where a ControlNet ends.
     """
     steps = len(sigmas) - 1
-    if reason := unusable_schedule(sigmas):
+    if reason := _unusable(sigmas):
         return StepPlan((False,) * max(0, steps), reason)
     first, last = ends(steps, settings)
     allowed = tuple(first <= i < last and i not in kept for i in range(steps))
@@ -157,7 +157,7 @@ def plan_steps(
     return StepPlan(skipped, reason, allowed, most)
 
 
-def unusable_schedule(sigmas: Sequence[float]) -> str:
+def _unusable(sigmas: Sequence[float]) -> str:
     """Why a run has to compute all steps, in one clause; empty where it has not."""
     steps = len(sigmas) - 1
     if steps < FEWEST_STEPS:

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import re
 import weakref
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -174,6 +175,7 @@ def test_after_a_miss_the_next_row_that_can_know_is_computed():
     assert usual.skipped == skipped_steps(FIFTY, BALANCED)
     assert usual.skipped[: len(ROWS)] == ROWS
     assert max(usual.missed) < MOST_MISSED < max(figures.missed)
+    assert re.search(r" off by \d\d % on average, 1\d\d % at most$", figures.lines()[1])
     # Computed in step 18, the miss is read in step 22; that of 21 in step 25.
     assert set(usual.skipped) - set(figures.skipped) == {22, 23, 25, 26}
     assert (figures.refused, figures.reason) == (4, "")
