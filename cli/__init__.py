@@ -14,7 +14,7 @@ from typing import NoReturn
 from .. import __version__
 from ..errors import QwenL40SError
 
-# {name, also of its module: its line of `--help`}, in that order.
+# {name, also of its module, with _ for -: its line of `--help`}, in that order.
 COMMANDS = {
     "demo": "make an image with the bundled micro model",
     "generate": "make images with a Qwen-Image diffusers folder",
@@ -24,6 +24,7 @@ COMMANDS = {
     "inspect": "say what a checkpoint is, from its header",
     "quantize": "write a transformer to an fp8 or int8 file",
     "audit": "measure the error of fp8 or int8 on your checkpoint",
+    "calibrate-cache": "fit the adaptive step cache to your checkpoint",
     "bench": "time this package against ComfyUI and diffusers",
     "doctor": "check card, packages, ComfyUI, model files and disks",
 }
@@ -60,7 +61,7 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         subparser = subparsers.add_parser(name, parents=[common], help=text)
         if name in argv:
-            command = import_module(f".{name}", __name__)
+            command = import_module(f".{name.replace('-', '_')}", __name__)
             command.add_arguments(subparser)
             subparser.set_defaults(run=command.run, error=subparser.error)
     return parser

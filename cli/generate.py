@@ -95,6 +95,16 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> N
         help="skip steps that can be forecast from the steps before, with small differences: "
         f"{', '.join(CHOICES)}; default: {OFF}",
     )
+    add_load_arguments(parser)
+    parser.add_argument(
+        "--output",
+        metavar="PATH",
+        help=f"a .png file to write or replace, or a folder for numbered files; {output_help}",
+    )
+
+
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    """How the folder is loaded; `load` takes them."""
     parser.add_argument(
         "--precision", default="auto", metavar="NAME", help="auto (default), bf16 or fp32"
     )
@@ -119,11 +129,6 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> N
         metavar="NAME",
         help="with --optimize: auto (default), diffusers, or a backend that `qwen-l40s doctor` "
         "lists",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="PATH",
-        help=f"a .png file to write or replace, or a folder for numbered files; {output_help}",
     )
 
 

@@ -19,6 +19,7 @@ from .blocks.block_form import blocks_of
 # By these a checkpoint is known again: small, in front of the first block, quantized in no file of
 # this package, and left alone by most LoRAs.
 IDENTIFYING = ("img_in.weight", "transformer_blocks.0.img_mod.1.bias")
+NOT_ADAPTIVE = "the adaptive method knows the blocks of Qwen-Image 1.x only: choose schedule"
 
 
 class FirstBlock:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import count
+from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
@@ -26,6 +29,8 @@ MAX_PROMPT_TOKENS = 512  # the pipeline's default
 logger = logging.getLogger(__name__)
 
 StepCallback = Callable[[int, int, torch.Tensor], None]
+# (packed latents, guided velocity, the run's sigmas, the step's index), before each step is taken
+StepWatch = Callable[[torch.Tensor, torch.Tensor, list[float], int], None]
 
 
 @dataclass(frozen=True)
@@ -101,16 +106,20 @@ def sample(
     *,
     progress: bool = True,
     callback: StepCallback | None = None,
+    watch: StepWatch | None = None,
 ) -> torch.Tensor:
     """Denoises; arguments and errors as in `generate`.
 
     Noise comes from one CPU generator for each image, so that it depends neither on the device nor
     on the batch.
 
+    Args:
+        watch: called with what the scheduler gets.
+
     Returns:
         Packed latents (batch, height/16 * width/16, 64).
     """
-    return _sample(pipeline, settings, progress, callback)[0]
+    return _sample(pipeline, settings, progress, callback, watch)[0]
 
 
 def _sample(
@@ -118,8 +127,11 @@ def _sample(
     settings: GenerateSettings,
     progress: bool,
     callback: StepCallback | None,
+    watch: StepWatch | None = None,
 ) -> tuple[torch.Tensor, CacheFigures | None]:
     pipe = pipeline.to_diffusers(_scheduler(pipeline, settings.steps))
+    if watch is not None:
+        _watch_steps(pipe.scheduler, watch)
     pipe.set_progress_bar_config(disable=not progress)
     _warn_if_cut(pipe, settings.prompt)
 
@@ -165,11 +177,22 @@ def _scheduler(pipeline: LoadedPipeline, steps: int) -> FlowMatchEulerDiscreteSc
     return FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config, **changes)
 
 
+def _watch_steps(scheduler: FlowMatchEulerDiscreteScheduler, watch: StepWatch) -> None:
+    host, places = scheduler.step, count()
+
+    @functools.wraps(host)
+    def step(velocity: torch.Tensor, time: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        watch(x, velocity, scheduler.sigmas.tolist(), next(places))
+        return host(velocity, time, x, *args, **kwargs)
+
+    scheduler.step = step
+
+
 def _warn_if_cut(pipe: QwenImagePipeline, prompt: str) -> None:
-    count = len(pipe.tokenizer(prompt).input_ids)
-    if count > MAX_PROMPT_TOKENS:
+    tokens = len(pipe.tokenizer(prompt).input_ids)
+    if tokens > MAX_PROMPT_TOKENS:
         logger.warning(
             "the prompt has %d tokens and the model reads %d: its end is cut off",
-            count,
+            tokens,
             MAX_PROMPT_TOKENS,
         )

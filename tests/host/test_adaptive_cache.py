@@ -15,14 +15,10 @@ from safetensors import safe_open
 
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.sample.optimize import optimize
-from qwen_l40s.hosts.comfyui.sample.step_cache import (
-    NOT_ADAPTIVE,
-    cache_steps,
-    step_cache_lines,
-)
+from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps, step_cache_lines
 from qwen_l40s.machine.store import CURVES, with_curve
 from qwen_l40s.optimizations import change_gate
-from qwen_l40s.optimizations.change_gate import IDENTIFYING, checkpoint_id
+from qwen_l40s.optimizations.change_gate import IDENTIFYING, NOT_ADAPTIVE, checkpoint_id
 from qwen_l40s.step_cache import ADAPTIVE, PUBLISHED_CURVES, CacheSettings, usual_sigmas
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -141,7 +137,8 @@ def test_a_calibrated_curve_of_the_checkpoint_wins(tmp_path, monkeypatch):
     (tmp_path / CURVES).write_text(with_curve(tmp_path, identity, never))
     assert sample(micro(), ADAPTIVELY)[1] == [
         "step cache: custom has no effect: no step is skipped",
-        "step cache: chooses its steps by the curve that calibrate-cache fitted on this checkpoint in fp32",
+        "step cache: chooses its steps by the curve that calibrate-cache fitted on this checkpoint "
+        "in fp32",
     ]
     other = narrow(tmp_path)
     assert "published" in sample(other, ADAPTIVELY)[1][-1]

@@ -80,7 +80,7 @@ def test_the_table_of_nodes_holds_each_node():
 
 
 def test_the_table_of_commands_holds_each_command():
-    named = re.findall(r"^\| `qwen-l40s (\w+)", section("The command"), re.M)
+    named = re.findall(r"^\| `qwen-l40s ([\w-]+)", section("The command"), re.M)
     assert set(named) == set(COMMANDS)
 
 

@@ -19,6 +19,7 @@ from comfy.quant_ops import QuantizedTensor
 
 from ....optimizations.change_gate import (
     IDENTIFYING,
+    NOT_ADAPTIVE,
     ChangeGate,
     FirstBlock,
     checkpoint_id,
@@ -37,7 +38,6 @@ from .run import STEP_CACHE_KEY
 logger = logging.getLogger(__name__)
 
 NOT_A_FLOW = "the model is not a rectified flow"
-NOT_ADAPTIVE = "the adaptive method knows the blocks of Qwen-Image 1.x only: choose schedule"
 
 
 class StepCache:
