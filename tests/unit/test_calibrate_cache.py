@@ -92,7 +92,7 @@ def test_the_gate_sees_what_the_first_block_gets(tiny_folder, precision):
     hook = pipeline.transformer.transformer_blocks[0].attn.register_forward_pre_hook(
         lambda _, args, kwargs: given.append(kwargs["hidden_states"]), with_kwargs=True
     )
-    settings = GenerateSettings(STAR, width=64, height=64, steps=3, batch=2)
+    settings = GenerateSettings(prompt=STAR, width=64, height=64, steps=3, batch=2)
     sample(pipeline, settings, progress=False, watch=watch)
     hook.remove()
     assert len(given) == 2 * len(found) == 6

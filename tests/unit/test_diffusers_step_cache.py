@@ -21,7 +21,7 @@ from qwen_l40s.hosts.diffusers.sample import Generation, generate, sample
 from qwen_l40s.hosts.diffusers.settings import GenerateSettings
 from qwen_l40s.hosts.diffusers.step_cache import cache_steps
 from qwen_l40s.loaders.source import bundled_micro_folder
-from qwen_l40s.step_cache import PRESETS, CacheSettings, cache_settings, computed_steps
+from qwen_l40s.step_cache import PRESETS, cache_settings, computed_steps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
