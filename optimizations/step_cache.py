@@ -221,13 +221,13 @@ class CachedRun:
             return None
         self._forget_if_other((x.shape, x.dtype, x.device, key))
         self._watch(step, x, sigma)
-        if not self._astray() and self._skips(step, x):
-            velocity = self._extrapolated(self._sigmas[step])
-            self._since.append(step)
-            self.figures.skipped.append(step)
-            self._expect(step, x, velocity)
-            return velocity
-        return None
+        if self._astray() or not self._skips(step, x):
+            return None
+        velocity = self._extrapolated(self._sigmas[step])
+        self._since.append(step)
+        self.figures.skipped.append(step)
+        self._expect(step, x, velocity)
+        return velocity
 
     def computed(self, x: torch.Tensor, velocity: torch.Tensor) -> None:
         """The model was called after `forecast` had none.
@@ -239,10 +239,9 @@ class CachedRun:
         if self._reason:
             return
         step = self._calls - 1
-        sigma = self._sigmas[step]
         if self._since:
             self._compare(step, velocity)
-        self._history = [*self._history[-1:], Computed(velocity, step, sigma)]
+        self._history = [*self._history[-1:], Computed(velocity, step, self._sigmas[step])]
         self._spent = 0.0
         self._expect(step, x, velocity)
 
@@ -252,10 +251,9 @@ class CachedRun:
 
     def finish(self) -> CacheFigures:
         """Waits for the card, and forgets everything but the figures."""
-        figures = self.figures
-        if self._ended:
+        figures, ended, self._ended = self.figures, self._ended, True
+        if ended:
             return figures
-        self._ended = True
         misses = [later.read() for later, _ in self._misses]
         figures.missed = _relative(misses)
         figures.audited = _relative(later.read() for later in self._audited)
@@ -383,8 +381,7 @@ class CachedRun:
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
         """Of what the sampler follows, in float32."""
-        followed = self._followed
-        return (x.float() if followed is None else x.float() * followed).norm()
+        return (x.float() if self._followed is None else x.float() * self._followed).norm()
 
 
 def _relative(misses: Iterable[Sequence[float]]) -> list[float]:
