@@ -55,7 +55,9 @@ def cache_steps(pipeline: DiffusionPipeline, cache: str | CacheSettings) -> Iter
     if settings is None:
         yield cached
         return
-    forward = Forward(transformer, cached)
+    hung = [Forward(transformer, cached)]
+    if (controlnet := getattr(pipeline, "controlnet", None)) is not None:
+        hung.append(Forward(controlnet, _ControlNet(cached)))
     own, host = vars(scheduler), scheduler.step
     before = own.get("step")  # of another extension
 
@@ -63,13 +65,15 @@ def cache_steps(pipeline: DiffusionPipeline, cache: str | CacheSettings) -> Iter
     def step(model_output: torch.Tensor, timestep: Any, sample: torch.Tensor, *args, **kwargs):
         return host(cached.velocity(model_output, sample), timestep, sample, *args, **kwargs)
 
-    forward.install()
+    for forward in hung:
+        forward.install()
     own["step"] = step
     try:
         yield cached
     finally:
         cached.drop_run()
-        forward.remove()
+        for forward in hung:
+            forward.remove()
         if own.get("step") is step:  # else somebody has wrapped it, and it does nothing any more
             own["step"] = before
             if before is None:
@@ -109,18 +113,27 @@ class StepCache:
         self, host: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """One call of the transformer; `host` is what it would have run."""
-        x = kwargs.get("hidden_states")
-        if x is None:  # no pipeline calls it so
-            return host(*args, **kwargs)
-        if self._run is None or self._run.sigmas is not self._scheduler.sigmas:
-            self._start_run()
-        velocity = self._run.decide(x, kwargs.get("encoder_hidden_states"))
-        if velocity is None or self._settings.audit:
+        velocity = self.forecast(kwargs)
+        if velocity is None:
             return host(*args, **kwargs)
         # Behind the latent may be reference images, whose output nobody reads.
+        x = kwargs["hidden_states"]
         out = velocity.new_zeros(*x.shape[:2], velocity.shape[-1])
         out[: velocity.shape[0], : velocity.shape[1]] = velocity
         return Transformer2DModelOutput(out) if kwargs.get("return_dict", True) else (out,)
+
+    def forecast(self, given: dict[str, Any]) -> torch.Tensor | None:
+        """The velocity that stands for a call; None where it is to run.
+
+        Args:
+            given: What the transformer or the ControlNet is called with, by name.
+        """
+        if "hidden_states" not in given:  # no pipeline calls it so
+            return None
+        if self._run is None or self._run.sigmas is not self._scheduler.sigmas:
+            self._start_run()
+        velocity = self._run.decide(given)
+        return None if self._settings.audit else velocity
 
     def velocity(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
         """What the scheduler is to step by.
@@ -155,6 +168,22 @@ class StepCache:
         self.figures, self._run = None, _Run(self._scheduler, self._settings, refusal, gate)
 
 
+class _ControlNet:
+    """Runs in place of the `forward` of a ControlNet, which the pipeline calls before the
+    transformer: not in a skipped step, where nobody reads what it gives.
+    """
+
+    def __init__(self, cached: StepCache) -> None:
+        self._cached = cached
+
+    def forward(
+        self, host: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """One call; `host` is what it would have run."""
+        skipped = self._cached.forecast(kwargs) is not None and not kwargs.get("return_dict", True)
+        return () if skipped else host(*args, **kwargs)
+
+
 class _Run:
     """One call of a pipeline.
 
@@ -180,6 +209,7 @@ class _Run:
         self._steps = 0
         self._shape: torch.Size | None = None  # of the latent, once the scheduler has had it
         self._text: torch.Tensor | None = None
+        self._control = ""  # how strong a ControlNet is
         self._decided = False  # the step that is under way
         self._forecast: torch.Tensor | None = None  # its velocity
 
@@ -188,18 +218,20 @@ class _Run:
         """Whether the last step has been taken."""
         return self._steps == self.cached.figures.steps
 
-    def decide(self, x: torch.Tensor, text: torch.Tensor | None) -> torch.Tensor | None:
+    def decide(self, given: dict[str, Any]) -> torch.Tensor | None:
         """The velocity of the step under way, if it is skipped: decided at its first call.
 
         Args:
-            x: The latent, with reference images behind it or each item once more for guidance.
-            text: The prompt.
+            given: What that call is made with.
         """
         if not self._decided:
             self._decided = True
-            self._text = text
+            self._text = given.get("encoder_hidden_states")
+            self._control = str(given.get("conditioning_scale"))
             if self._shape is not None:
-                self._forecast = self._ask(x[: self._shape[0], : self._shape[1]])
+                # Behind the latent may be reference images, or it once more for guidance.
+                rows, tokens = self._shape[:2]
+                self._forecast = self._ask(given["hidden_states"][:rows, :tokens])
         return self._forecast
 
     def close_step(self, velocity: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -224,9 +256,9 @@ class _Run:
         return forecast
 
     def _ask(self, x: torch.Tensor) -> torch.Tensor | None:
-        # A callback may exchange the prompt. Held here, its id is no other's.
         sigma = self.sigmas[self._index()].to(x.device)  # some schedulers leave it on the CPU
-        return self.cached.forecast(x, sigma, id(self._text))
+        # A callback may exchange the prompt, whose id is no other's while it is held here.
+        return self.cached.forecast(x, sigma, (id(self._text), self._control))
 
     def _index(self) -> int:
         """Of the scheduler's next step."""

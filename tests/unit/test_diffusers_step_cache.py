@@ -10,6 +10,8 @@ pytest.importorskip("diffusers")
 
 from diffusers import (
     FlowMatchEulerDiscreteScheduler,
+    QwenImageControlNetModel,
+    QwenImageControlNetPipeline,
     QwenImageEditPlusPipeline,
     QwenImageImg2ImgPipeline,
 )
@@ -233,6 +235,32 @@ def test_reference_images_behind_the_latent(micro, calls, monkeypatch):
     assert 0 < relative(ours, plain) < 0.03
 
 
+def test_controlnet_is_skipped_with_the_transformer(micro, calls):
+    net = QwenImageControlNetModel.from_transformer(
+        micro.transformer, num_layers=1, attention_head_dim=32, num_attention_heads=4
+    ).eval()
+    for weight in net.controlnet_blocks.parameters():  # which begin as zeros
+        weight.data.fill_(1e-3)
+    control = []
+    net.register_forward_hook(lambda *call: control.append(len(call[2])))
+    pipe = QwenImageControlNetPipeline(**micro.to_diffusers().components, controlnet=net)
+    pipe.set_progress_bar_config(disable=True)
+    given = {"control_image": Image.new("RGB", (SIDE, SIDE), "red")}
+    before = hung_on(net)
+    plain = painted(pipe, **given)
+    with cache_steps(pipe, "balanced") as cached:
+        ours = painted(pipe, **given)
+    assert len(calls) == 2 * (STEPS + cached.figures.computed)
+    assert control.count(0) == len(cached.figures.skipped) > 0 == cached.figures.forgotten
+    assert 0 < relative(ours, plain) < 0.03
+    first = cached.figures.skipped[0]
+    with cache_steps(pipe, "balanced") as cached:
+        painted(pipe, **given, control_guidance_end=(first + 0.5) / STEPS)
+    assert cached.figures.forgotten == 1
+    assert first not in cached.figures.skipped
+    assert hung_on(net) == before
+
+
 def test_run_that_begins_in_mid_schedule(micro):
     pipe = QwenImageImg2ImgPipeline(**micro.to_diffusers().components)
     pipe.set_progress_bar_config(disable=True)
@@ -292,7 +320,7 @@ def test_runs_that_compute_all_steps_say_why(micro, monkeypatch):
     )
     with monkeypatch.context() as patch:
         patch.setattr(pipe, "scheduler", noisy)
-        assert "the sampler leaves the model's direction" in why()
+        assert "the sampler adds noise" in why()
     monkeypatch.setattr(pipe.transformer, "_cache_config", object())
     assert why().endswith("a cache of diffusers is on the transformer")
 
