@@ -56,7 +56,9 @@ def cache_steps(pipeline: DiffusionPipeline, cache: str | CacheSettings) -> Iter
         yield cached
         return
     hung = [Forward(transformer, cached)]
-    if (controlnet := getattr(pipeline, "controlnet", None)) is not None:
+    controlnet = getattr(pipeline, "controlnet", None)
+    # An adaptive run asks the first block, which need not be on the card in ControlNet's turn.
+    if controlnet is not None and settings.method != ADAPTIVE:
         hung.append(Forward(controlnet, _ControlNet(cached)))
     own, host = vars(scheduler), scheduler.step
     before = own.get("step")  # of another extension
