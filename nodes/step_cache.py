@@ -6,11 +6,12 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..errors import SettingError
 from ..step_cache import (
+    CHOICES,
     CUSTOM,
     METHODS,
     MOST_IN_A_ROW,
-    OFF,
     PRESETS,
     CacheSettings,
     cache_settings,
@@ -52,8 +53,7 @@ class QwenL40SStepCache(io.ComfyNode):
                 io.DynamicCombo.Input(
                     "cache",
                     options=[
-                        io.DynamicCombo.Option(OFF, []),
-                        *(io.DynamicCombo.Option(name, []) for name in PRESETS),
+                        *(io.DynamicCombo.Option(name, []) for name in CHOICES),
                         io.DynamicCombo.Option(CUSTOM, _custom_inputs()),
                     ],
                     tooltip=f"Steps that call the transformer: {_counts(50)} of 50; {_counts(20)} "
@@ -64,10 +64,13 @@ class QwenL40SStepCache(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model: io.Model.Type, cache: dict[str, Any]) -> io.NodeOutput:
+    def execute(cls, model: io.Model.Type, cache: dict[str, Any] | None = None) -> io.NodeOutput:
         require_host()
         from ..hosts.comfyui.sample.step_cache import cache_steps
 
+        if cache is None:  # ComfyUI drops a choice that it does not know
+            choices = ", ".join((*CHOICES, CUSTOM))
+            raise SettingError(f"cache is missing, or is no choice of this node: choose {choices}.")
         given = dict(cache)
         name = given.pop("cache")
         settings = CacheSettings(**given) if name == CUSTOM else cache_settings(name)

@@ -36,6 +36,7 @@ from qwen_l40s.nodes.loaders import (
 from qwen_l40s.nodes.lora import QwenL40SLoadLora
 from qwen_l40s.nodes.optimize import QwenL40SOptimize
 from qwen_l40s.nodes.quantize import QwenL40SSaveQuantized
+from qwen_l40s.nodes.step_cache import QwenL40SStepCache
 from qwen_l40s.nodes.vae import QwenL40SVAEDecode, QwenL40SVAEEncode
 from qwen_l40s.spec import CardFacts
 
@@ -151,6 +152,11 @@ def test_settings_that_mean_nothing_are_refused_before_anything_is_mapped():
         refused(SettingError, *words, run=lambda: load(name, "nvfp4"))
 
 
+def test_a_choice_that_comfyui_drops_is_refused_by_name():
+    words = ("cache is missing, or is no choice", "off, faithful, balanced, fast, custom")
+    refused(SettingError, *words, run=lambda: QwenL40SStepCache.execute(None))
+
+
 def test_nodes_of_a_host_that_is_off_are_there_and_say_why():
     name = written("plain", WEIGHTS)
     off = SimpleNamespace(__version__="0.32.1")
@@ -174,6 +180,7 @@ def test_nodes_of_a_host_that_is_off_are_there_and_say_why():
                 lambda: QwenL40SLoadVAE.execute(MICRO, "auto"),
                 lambda: QwenL40SLoadLora.execute(None, "x", 1.0, lora_mode="merge"),
                 lambda: QwenL40SOptimize.execute(None, "auto", True),
+                lambda: QwenL40SStepCache.execute(None, {"cache": "balanced"}),
                 lambda: QwenL40SSaveQuantized.execute(None, "int8", "x", False),
                 lambda: QwenL40SVAEDecode.execute({"samples": None}, None),
                 lambda: QwenL40SVAEEncode.execute(None, None),

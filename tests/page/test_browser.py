@@ -240,6 +240,30 @@ def test_tooltips_show_under_the_pointer(classic: ComfyPage):
         tooltip.get_by_text(inputs[name][1]["tooltip"]).wait_for()
 
 
+def test_a_step_cache_shows_settings_for_custom_alone(page: ComfyPage):
+    settings = {
+        **{"budget": 0.6, "head": 0.16, "tail": 0.08, "longest": 2, "gain": 0.5},
+        **{"method": "schedule", "threshold": 0.2, "audit": False},
+    }
+    nested = {f"cache.{name}": value for name, value in settings.items()}
+    for choice in ("off", "faithful", "balanced", "fast", "custom"):
+        page.add("QwenL40S_StepCache")
+        page.page.evaluate(
+            "choice => { window.app.graph.nodes[0].widgets[0].value = choice }", choice
+        )
+        page.draw()
+        inputs = {"cache": choice, **(nested if choice == "custom" else {})}
+        assert page.nodes()[0]["widgets"] == inputs
+        assert [node["inputs"] for node in page.prompt().values()] == [inputs]
+    # A saved graph with values of one's own opens with them.
+    page.page.evaluate("() => { window.app.graph.nodes[0].widgets[1].value = 0.25 }")
+    saved = page.page.evaluate("() => window.app.graph.serialize()")
+    assert saved["nodes"][0]["widgets_values"] == ["custom", 0.25, *list(settings.values())[1:]]
+    page.page.evaluate(LOAD, saved)
+    page.draw()
+    assert page.nodes()[0]["widgets"] == inputs | {"cache.budget": 0.25}
+
+
 def test_the_search_finds_each_node_by_its_aliases(page: ComfyPage):
     classes = page.server.client.get("/object_info").json()
     search = page.open_search()
