@@ -25,8 +25,9 @@ FEWEST_STEPS = 11
 # Nor does a preset compute fewer, whose picture nobody has measured.
 FEWEST_COMPUTED = 12
 MOST_STEPS = 250
-# Computed at both ends, whatever the shares: the forecast needs two steps.
-FEWEST_ENDS = 2
+# Computed at both ends, whatever the shares. The forecast needs two steps. The third call finds a
+# sampler that asks twice a step, first where an Euler step ends.
+FEWEST_HEAD, FEWEST_TAIL = 3, 2
 MOST_IN_A_ROW = 8
 
 
@@ -174,8 +175,8 @@ def ends(steps: int, settings: CacheSettings) -> tuple[int, int]:
     """(the first step that may be skipped, the first of the last ones that may not)."""
     head, tail = (
         # 0.07 * 100 is 7.000000000000001.
-        max(FEWEST_ENDS, math.ceil(round(share * steps, 6)))
-        for share in (settings.head, settings.tail)
+        max(fewest, math.ceil(round(share * steps, 6)))
+        for fewest, share in ((FEWEST_HEAD, settings.head), (FEWEST_TAIL, settings.tail))
     )
     return head, steps - tail
 

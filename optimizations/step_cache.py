@@ -217,7 +217,7 @@ class CachedRun:
         if self._reason:
             return None
         if step >= self.figures.steps:
-            self._stop("the sampler calls the model more than once a step")
+            self.stop("the sampler calls the model more than once a step")
             return None
         self._forget_if_other((x.shape, x.dtype, x.device, key))
         self._watch(step, x, sigma)
@@ -249,6 +249,11 @@ class CachedRun:
         """The model was called although `forecast` had a velocity, and gave this one."""
         self._audited.append(self._miss(self._calls - 1, velocity))
 
+    def stop(self, reason: str) -> None:
+        """Has the rest of the run computed; the first reason counts."""
+        self._reason = self._reason or reason
+        self._history, self._expected = [], None
+
     def finish(self) -> CacheFigures:
         """Waits for the card, and forgets everything but the figures."""
         figures, ended, self._ended = self.figures, self._ended, True
@@ -264,13 +269,9 @@ class CachedRun:
             seconds = (time.perf_counter() - self._warm) / (figures.computed - 1)
             figures.seconds_saved = seconds * len(figures.skipped)
         figures.reason = self._reason
-        self._stop(self._reason or "the run has ended")
+        self.stop(self._reason or "the run has ended")
         self._followed = self._gate = None
         return figures
-
-    def _stop(self, reason: str) -> None:
-        self._reason = reason
-        self._history, self._expected = [], None
 
     def _forget_if_other(self, key: Hashable) -> None:
         if key == self._key:
@@ -298,16 +299,16 @@ class CachedRun:
             astray, sigma = later.read()
             wanted = self._sigmas[later.step]
             if not abs(sigma - wanted) <= SAME_SIGMA * max(wanted, SAME_SIGMA):
-                self._stop(
+                self.stop(
                     f"the sampler calls the model at sigma {sigma:.3g} in step {later.step + 1}, "
                     f"whose sigma is {wanted:.3g}"
                 )
                 return True
             if math.isnan(astray):
-                self._stop(f"the model's prediction of step {later.step} is not finite")
+                self.stop(f"the model's prediction of step {later.step} is not finite")
                 return True
             if astray > MOST_ASTRAY:
-                self._stop(
+                self.stop(
                     f"the latent is {astray:.2g} of a step away from where the prediction leads: "
                     "the sampler adds noise or combines several predictions"
                 )

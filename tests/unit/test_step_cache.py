@@ -138,7 +138,7 @@ def test_a_plan_is_the_cheapest_within_its_limits(data):
     kept = data.draw(st.sets(st.integers(-3, steps + 3), max_size=4))
     skipped = skipped_steps(sigmas, settings, kept)
 
-    first, last = max(2, settings.head * steps), steps - max(2, settings.tail * steps)
+    first, last = max(3, settings.head * steps), steps - max(2, settings.tail * steps)
     may = [i for i in range(steps) if first - 1e-9 <= i <= last - 1 + 1e-9 and i not in kept]
     assert set(skipped) <= set(may)
     assert len(skipped) <= settings.budget * (steps - 10) + 0.5
@@ -160,8 +160,8 @@ def test_a_plan_is_the_cheapest_within_its_limits(data):
 def test_the_ends_are_shares_of_the_steps():
     for percent in range(101):
         head, _ = ends(100, CacheSettings(head=percent / 100))  # 0.07 * 100 is above 7
-        assert head == max(2, percent)
-    assert ends(11, CacheSettings(head=0, tail=0)) == (2, 9)
+        assert head == max(3, percent)
+    assert ends(11, CacheSettings(head=0, tail=0)) == (3, 9)
     assert ends(21, PRESETS["faithful"]) == (6, 18)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import comfy.utils
@@ -38,6 +39,9 @@ from .run import STEP_CACHE_KEY
 logger = logging.getLogger(__name__)
 
 NOT_A_FLOW = "the model is not a rectified flow"
+READS_MORE = "the sampler reads a step's branches as well as its prediction, as cfg_pp samplers do"
+# Where a sampler can put functions of its own around the guidance.
+AROUND_GUIDANCE = ("sampler_pre_cfg_function", "sampler_cfg_function", "sampler_post_cfg_function")
 
 
 class StepCache:
@@ -66,10 +70,11 @@ class StepCache:
         options[COMPUTED_STEPS] = self._run.computed_steps
         try:
             output = executor(noise, latent_image, sampler, sigmas, denoise_mask, *args, **kwargs)
-            logger.info("Qwen-Image L40S\n%s", "\n".join(self.lines()))
+            self._last = self._run.finish()
         finally:
             self._run = before
             options.pop(COMPUTED_STEPS, None)
+        logger.info("Qwen-Image L40S\n%s", "\n".join(self.lines()))
         return output
 
     def predict_noise(
@@ -79,8 +84,11 @@ class StepCache:
         run = self._run
         if run is None:
             return executor(x, timestep, *args, **kwargs)
+        guider = executor.class_obj
+        if _reads_more(guider, *args, **kwargs):
+            run.stop(READS_MORE)
         sigma = timestep.reshape(-1, *(1,) * (x.ndim - 1))
-        velocity = run.forecast(x, timestep, _guidance(executor.class_obj))
+        velocity = run.forecast(x, timestep, _guidance(guider))
         if velocity is not None and not run.settings.audit:
             return x - sigma * velocity
         denoised = executor(x, timestep, *args, **kwargs)
@@ -92,15 +100,12 @@ class StepCache:
         return x - sigma * velocity
 
     def figures(self) -> CacheFigures | None:
-        """Of the run that ends, or of the last one."""
-        if self._run is not None:
-            self._last = self._run.finish()
+        """Of the last run that has ended."""
         return self._last
 
     def lines(self) -> list[str]:
         """What it did in that run, a line each; none before the first."""
-        figures = self.figures()
-        return [] if figures is None else figures.lines()
+        return [] if self._last is None else self._last.lines()
 
     def _new_run(self, guider: Any, sigmas: torch.Tensor, mask: torch.Tensor | None) -> CachedRun:
         schedule = sigmas.tolist()
@@ -114,7 +119,7 @@ class StepCache:
                 refusal = NOT_ADAPTIVE
             else:
                 gate = _gate(guider.model_patcher, schedule)
-        kept = _kept(guider, schedule)
+        kept = _kept(guider, sigmas)
         return CachedRun(
             self.settings, schedule, kept=kept, refusal=refusal, followed=followed, gate=gate
         )
@@ -141,10 +146,18 @@ def _guidance(guider: Any) -> Hashable:
     return tuple(value for value in vars(guider).values() if isinstance(value, (int, float)))
 
 
+def _reads_more(
+    guider: Any, model_options: Mapping[str, Any] = MappingProxyType({}), *_: Any, **__: Any
+) -> bool:
+    """Whether a sampler has functions of its own around the guidance, beside those of the MODEL."""
+    own = guider.model_options
+    return any(model_options.get(name) != own.get(name) for name in AROUND_GUIDANCE)
+
+
 def _refusal(guider: Any) -> str:
     """Why no step of a run may be skipped, in one clause; empty where some may."""
-    patcher = guider.model_patcher
-    if not isinstance(patcher.model.model_sampling, CONST):
+    # Patches of the model are not in place before the run has loaded it.
+    if not isinstance(guider.model_patcher.get_model_object("model_sampling"), CONST):
         return NOT_A_FLOW
     options = guider.model_options.get("transformer_options", {})
     wrappers = options.get("wrappers", {}).values()
@@ -165,14 +178,14 @@ def _is_scheduled(cond: Mapping[str, Any]) -> bool:
     return hooks is not None and any(hook.hook_keyframe.keyframes for hook in hooks.hooks)
 
 
-def _kept(guider: Any, schedule: list[float]) -> set[int]:
+def _kept(guider: Any, sigmas: torch.Tensor) -> set[int]:
     """The two steps after a prompt or a ControlNet begins or ends, which share no forecast."""
-    to_sigma = guider.model_patcher.model.model_sampling.percent_to_sigma
+    to_sigma = guider.model_patcher.get_model_object("model_sampling").percent_to_sigma
     kept = set()
     for percent in {p for cond in _conds(guider) for p in _percents(cond)}:
         if 0 < percent < 1:
-            edge = to_sigma(percent)
-            first = sum(sigma > edge for sigma in schedule)
+            # In the sigmas' own precision, as ComfyUI compares: a step may begin at the very edge.
+            first = int((sigmas > to_sigma(percent)).sum())
             # A range ends below the sigma at which the next begins.
             kept |= {first, first + 1, first + 2}
     return kept
