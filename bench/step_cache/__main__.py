@@ -34,7 +34,7 @@ from ...cli.output import write_whole
 from ...machine.device import choose_device
 from ...micro.scene import Scene
 from ...optimizations.step_cache import MOST_MISSED, CacheFigures
-from ...step_cache import PRESETS, plan_steps, usual_sigmas
+from ...step_cache import PRESETS, computed_steps, plan_steps, usual_sigmas
 from .calibration import ADAPTIVE, Calibrated, Make, magcache
 from .field import TOKENS, Jury, Micro, Prompts, held_out, noise
 from .rules import HeldResidual, MeanCache, Ours, TaylorSeer, taylorseer_steps
@@ -77,7 +77,8 @@ class Wanted(NamedTuple):
 
 
 OURS = "ours"
-GAINS = {"ours, gain 0": 0.0, "ours, gain 1": 1.0}
+OTHER_COUNT = 0.5  # steps
+GAINS = {"ours, gain 0": 0.0, "ours, gain 0.75": 0.75, "ours, gain 1": 1.0}
 RULES = (
     *(OURS, *GAINS, ADAPTIVE, "fewer steps", "residual held", "EasyCache", "LazyCache"),
     *("MagCache", "TeaCache", "TaylorSeer 1", "TaylorSeer 2", "AdaCache", "MeanCache"),
@@ -240,28 +241,29 @@ def compare(args: argparse.Namespace) -> None:
                 wanted = wanted_row(name, steps, preset, calibrated)
                 if wanted is not None:
                     about = {"rule": name, "steps": steps, "preset": preset}
+                    about["planned"] = computed_steps(steps, preset)
                     results.take({**about, **comparison.row(steps, wanted)})
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results as Markdown: a row a rule, the errors' mean and worst decile in each column."""
+    """The results as Markdown: each rule's error, mean / worst decile, in percent.
+
+    In brackets the computed steps, where they are others than the preset's.
+    """
     rows = [row for row in results["rows"] if "preset" in row]
-    columns = list(dict.fromkeys((row["steps"], row["preset"]) for row in rows))
-    head = ["computed steps"]
-    for steps, preset in columns:
-        ours = next(
-            r for r in rows if (r["steps"], r["preset"], r["rule"]) == (steps, preset, OURS)
-        )
-        head.append(f"{preset}: {ours['computed']:.4g} of {steps}")
+    columns = {(row["steps"], row["preset"]): row["planned"] for row in rows}
+    head = ["rule", *(f"{n} of {steps}, `{preset}`" for (steps, preset), n in columns.items())]
     lines = [head, ["---"] * len(head)]
     for name in dict.fromkeys(row["rule"] for row in rows):
-        cells = {(r["steps"], r["preset"]): r for r in rows if r["rule"] == name}
-        lines.append([name, *(_cell(cells.get(column)) for column in columns)])
+        cells = {(row["steps"], row["preset"]): _cell(row) for row in rows if row["rule"] == name}
+        lines.append([name, *(cells.get(column, "") for column in columns)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _cell(row: dict[str, Any] | None) -> str:
-    return "" if row is None else f"{row['mean']:.4f} / {row['worst_decile']:.4f}"
+def _cell(row: dict[str, Any]) -> str:
+    other = abs(row["computed"] - row["planned"]) >= OTHER_COUNT
+    computed = f" ({row['computed']:.1f})" if other else ""
+    return f"{100 * row['mean']:.2f} / {100 * row['worst_decile']:.2f}{computed}"
 
 
 def main() -> None:

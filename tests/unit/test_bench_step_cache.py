@@ -140,13 +140,16 @@ def test_a_series_over_steps_is_exact_for_its_order():
     assert errors[0] > 5 * errors[1] > 5 * errors[2]
 
 
-def test_the_table_has_a_row_for_each_rule():
-    row = {"steps": 50, "preset": "fast", "mean": 0.01234, "worst_decile": 0.1}
+def test_the_table_says_where_a_rule_computes_another_number_of_steps():
+    row = {"steps": 50, "preset": "fast", "planned": 20, "mean": 0.01234, "worst_decile": 0.1}
     rows = [{"rule": "none", "steps": 50}]
-    rows += [{**row, "rule": rule, "computed": 20.0} for rule in ("ours", "fewer steps")]
+    rows += [
+        {**row, "rule": name, "computed": computed}
+        for name, computed in (("ours", 20.4), ("TeaCache", 19.4))
+    ]
     assert table({"rows": rows}).splitlines() == [
-        "| computed steps | fast: 20 of 50 |",
+        "| rule | 20 of 50, `fast` |",
         "| --- | --- |",
-        "| ours | 0.0123 / 0.1000 |",
-        "| fewer steps | 0.0123 / 0.1000 |",
+        "| ours | 1.23 / 10.00 |",
+        "| TeaCache | 1.23 / 10.00 (19.4) |",
     ]
