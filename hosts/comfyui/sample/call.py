@@ -34,8 +34,9 @@ def is_skipped(options: Mapping[str, Any]) -> bool:
     Args:
         options: transformer_options, when the call is over.
     """
-    wrappers = options.get("wrappers", {}).get("diffusion_model", {})
-    return "easycache" in wrappers and bool(options["easycache"].skip_current_step)
+    # LazyCache, which keeps the same mark, has no wrapper there and skips the whole evaluation.
+    wrapped = "easycache" in options.get("wrappers", {}).get("diffusion_model", {})
+    return wrapped and bool(getattr(options.get("easycache"), "skip_current_step", False))
 
 
 def _argument(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
