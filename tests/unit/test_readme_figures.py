@@ -1,7 +1,8 @@
-"""The table of cards in the README is what the estimator says, and is printed when it is not."""
+"""Tables of cards and of loops are what was predicted or measured, and are printed when not."""
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from qwen_l40s.charts.figures import duration, tenths, tenths_between, usd
@@ -12,6 +13,7 @@ from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.rates import measured
 from qwen_l40s.planning.request import RunRequest
 from qwen_l40s.spec import format_gib
+from qwen_l40s.step_cache import CHOICES
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -110,3 +112,27 @@ def test_the_promised_accuracy_is_what_was_measured():
     assert f"({percent('step_mean')} on average)" in text
     assert f"activation memory at most {percent('activations_worst')}" in text
     assert f"weights {percent('weights_worst')}" in text
+
+
+def test_the_loops_with_a_step_cache_are_what_was_measured():
+    found = json.loads((ROOT / "bench" / "results" / "step-cache-h200.json").read_text())
+    loops = {(row["model"], row["size"], row["cache"]): row for row in found["rows"]}
+    lines = []
+    for size, model in product((1024, 1328), ("bf16", "int8")):
+        stock = loops["stock", size, "off"]["loop_seconds"]
+        cells = [f"{size}x{size}, {model}", f"{stock:.1f}"]
+        for cache in CHOICES:
+            row = loops.get((model, size, cache), {"loop_seconds": 0})
+            seconds = row["loop_seconds"]
+            cells.append(f"{seconds:.1f} ({seconds / stock:.2f})" if seconds else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert "\n".join(lines) in page, "\n".join(lines)
+    cached = [row for row in found["rows"] if "of_count" in row]
+    parts = sorted(row["of_count"] for row in cached)
+    assert f"{parts[0]:.2f} to {parts[-1]:.2f} of what the\ncount of computed steps" in page
+    skipped = (
+        min(row["skipped_ms_median"] for row in cached),
+        max(row["skipped_ms_max"] for row in cached),
+    )
+    assert "A skipped step takes {} ms, at most {}".format(*skipped) in page
