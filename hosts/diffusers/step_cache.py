@@ -67,10 +67,10 @@ def cache_steps(pipeline: DiffusionPipeline, cache: str | CacheSettings) -> Iter
     def step(model_output: torch.Tensor, timestep: Any, sample: torch.Tensor, *args, **kwargs):
         return host(cached.velocity(model_output, sample), timestep, sample, *args, **kwargs)
 
-    for forward in hung:
-        forward.install()
-    own["step"] = step
     try:
+        for forward in hung:
+            forward.install()
+        own["step"] = step
         yield cached
     finally:
         cached.drop_run()
