@@ -97,8 +97,11 @@ class ChangeGate:
 
 
 def relative_change(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """mean |now - before| / mean |before|, in float32; 0-dimensional."""
-    return (now.float() - before.float()).abs().mean() / before.float().abs().mean()
+    """mean |now - before| / mean |before| of tensors of one shape, 0-dimensional, in float32."""
+    lost, whole = (
+        torch.linalg.vector_norm(x, 1, dtype=torch.float32) for x in (now - before, before)
+    )
+    return lost / whole
 
 
 def checkpoint_id(weights: Iterable[torch.Tensor]) -> str:
@@ -115,7 +118,8 @@ def curve_for(steps: int, checkpoint: str, precision: str) -> Curve:
 
     Args:
         steps: Of the run.
-        checkpoint: Its `checkpoint_id`.
+        checkpoint: Its `checkpoint_id`; empty where that is unknown.
         precision: Of its weights, such as "bf16".
     """
-    return load_curve(checkpoint, precision, steps) or published_curve(steps)
+    stored = load_curve(checkpoint, precision, steps) if checkpoint else None
+    return stored or published_curve(steps)

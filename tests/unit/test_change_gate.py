@@ -137,6 +137,8 @@ def test_a_stored_curve_is_that_of_its_checkpoint_precision_and_steps(folder):
     for checkpoint, precision, steps in (("abd", "bf16", 50), ("abc", "int8", 50)):
         assert curve_for(steps, checkpoint, precision) is PUBLISHED_CURVES[1]
     assert curve_for(40, "abc", "bf16") == published_curve(40)
+    (folder / CURVES).write_text(with_curve(folder, "", FITTED))
+    assert curve_for(50, "", "bf16") is PUBLISHED_CURVES[1]
 
 
 def test_a_damaged_file_counts_as_empty_and_is_told_once(folder, caplog):
