@@ -81,7 +81,8 @@ OTHER_COUNT = 0.5  # steps
 GAINS = {"ours, gain 0": 0.0, "ours, gain 0.75": 0.75, "ours, gain 1": 1.0}
 RULES = (
     *(OURS, *GAINS, ADAPTIVE, "fewer steps", "residual held", "EasyCache", "LazyCache"),
-    *("MagCache", "TeaCache", "TaylorSeer 1", "TaylorSeer 2", "AdaCache", "MeanCache"),
+    *("MagCache", "TeaCache", "TaylorSeer 1", "TaylorSeer 2", "TaylorSeer 1, our steps"),
+    *("TaylorSeer 2, our steps", "AdaCache", "MeanCache"),
 )
 
 
@@ -94,15 +95,16 @@ def wanted_row(name: str, steps: int, preset: str, calibrated: Calibrated) -> Wa
         return Wanted(sigmas, partial(Ours, settings=chosen))
     if name == "fewer steps":
         return Wanted(usual_sigmas(plan.computed, TOKENS), Rule)
+    ours = {step for step, skips in enumerate(plan.skipped) if skips}
     if name == "residual held":
-        skipped = {step for step, skips in enumerate(plan.skipped) if skips}
-        return Wanted(sigmas, partial(HeldResidual, skipped=skipped))
+        return Wanted(sigmas, partial(HeldResidual, skipped=ours))
     if name == "MagCache":
         skipped, set_by = magcache(calibrated.of(sigmas).ratios, plan.computed)
         return Wanted(sigmas, partial(HeldResidual, skipped=skipped), set_by)
     if name.startswith("TaylorSeer"):
-        skipped = taylorseer_steps(steps, plan.computed)
-        return Wanted(sigmas, partial(TaylorSeer, skipped=skipped, order=int(name[-1])))
+        skipped = ours if name.endswith("our steps") else taylorseer_steps(steps, plan.computed)
+        order = 1 if name.startswith("TaylorSeer 1") else 2
+        return Wanted(sigmas, partial(TaylorSeer, skipped=skipped, order=order))
     if name == "MeanCache":
         fits = steps == MeanCache.STEPS and preset == "balanced"
         return Wanted(sigmas, MeanCache) if fits else None
