@@ -1,6 +1,8 @@
 """The rules that bench/step_cache compares, on a toy field of velocities; nothing is painted."""
 
+import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from qwen_l40s.step_cache import ADAPTIVE, PRESETS, CacheSettings, Curve, plan_s
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+ROOT = Path(__file__).resolve().parents[2]
 SIGMAS = usual_sigmas(50, 256)
 LATENT = (16, 16, 16)
 LINE = Curve((1.0, 0.0), 0.0, 10.0, 50, "fp32", "a line")
@@ -153,3 +156,37 @@ def test_the_table_says_where_a_rule_computes_another_number_of_steps():
         "| ours | 1.23 / 10.00 |",
         "| TeaCache | 1.23 / 10.00 (19.4) |",
     ]
+
+
+@pytest.fixture(scope="module")
+def results():
+    path = ROOT / "bench" / "results" / "step-cache-micro.json"
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_docs_hold_the_table_of_the_results(results):
+    docs = (ROOT / "docs" / "step_cache.md").read_text(encoding="utf-8")
+    assert f"-->\n{table(results)}\n<!--" in docs
+    cached = [row for row in results["rows"] if "preset" in row]
+    without = {f"{row['right']:.1f}" for row in results["rows"] if row["rule"] == "none"}
+    right = [row["right"] for row in cached]
+    words = " ".join(docs.split())
+    assert f"of 100, {min(right):.1f} to {max(right):.1f} have the" in words
+    assert [f"and {share} without a cache" in words for share in without] == [True]
+    medians = [row["estimate_by_error"]["median"] for row in cached if row["rule"] == "ours"]
+    assert f"{min(medians):.1f} to {max(medians):.1f} times the true one" in words
+
+
+def test_the_presets_keep_the_latent_as_near_as_was_asked_for(results):
+    rows = {(r["steps"], r["preset"], r["rule"]): r for r in results["rows"] if "preset" in r}
+    for steps, preset, most, worst in (
+        (50, "faithful", 0.004, 0.01),
+        (20, "faithful", 0.008, 0.02),
+        (50, "balanced", 0.008, 0.02),
+    ):
+        ours = rows[steps, preset, "ours"]
+        assert (ours["mean"] <= most, ours["worst_decile"] <= worst) == (True, True)
+        assert abs(ours["change"]) <= 1
+    for (steps, preset, rule), row in rows.items():
+        if not rule.startswith("ours") and not rule.endswith("our steps"):
+            assert rows[steps, preset, "ours"]["mean"] < row["mean"]
