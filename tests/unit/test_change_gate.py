@@ -70,14 +70,14 @@ def test_the_published_trace_skips_the_cheap_steps():
 def test_the_settings_limit_what_the_gate_skips():
     loose = replace(WIDE, threshold=10)
     for settings, skipped in (
-        (replace(loose, longest=2), [2, 3, 5, 6, 8, 9, 11, 12, 14, 15]),
-        (replace(loose, budget=0.4), [2, 3, 4, 5]),
+        (replace(loose, longest=2), [3, 4, 6, 7, 9, 10, 12, 13, 15, 16]),
+        (replace(loose, budget=0.4), [3, 4, 5, 6]),
         (replace(loose, head=0.5, tail=0.25), [10, 11, 12, 13, 14]),
         # A preset computes 12 steps.
-        (replace(loose, name="fast"), [2, 3, 4, 5, 6, 7, 8, 9]),
+        (replace(loose, name="fast"), [3, 4, 5, 6, 7, 8, 9, 10]),
     ):
         assert replayed(settings).skipped == skipped
-    assert replayed(replace(loose, longest=1), kept={4, 6}).skipped[:4] == [2, 5, 7, 9]
+    assert replayed(replace(loose, longest=1), kept={4, 6}).skipped[:4] == [3, 5, 7, 9]
     none = replayed(replace(loose, head=1))
     assert none.lines()[0] == "step cache: custom has no effect: of 20 steps none may be skipped"
 
