@@ -201,8 +201,12 @@ class CachedRun:
     @property
     def computed_steps(self) -> int:
         """How many steps call the transformer, as far as it is known before the run."""
-        every = self._reason or self.settings.audit
-        return self.figures.steps if every else self._plan.computed
+        return self.figures.steps if self._reason or self.settings.audit else self._plan.computed
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps were asked for."""
+        return self._calls >= self.figures.steps
 
     def forecast(
         self, x: torch.Tensor, sigma: torch.Tensor, key: Hashable = None

@@ -100,12 +100,17 @@ class StepCache:
         return x - sigma * velocity
 
     def figures(self) -> CacheFigures | None:
-        """Of the last run that has ended."""
+        """Of the run whose last step is over, which a record inside of this one asks for, or of the
+        last run that has ended.
+        """
+        if self._run is not None and self._run.is_over:
+            self._last = self._run.finish()
         return self._last
 
     def lines(self) -> list[str]:
         """What it did in that run, a line each; none before the first."""
-        return [] if self._last is None else self._last.lines()
+        figures = self.figures()
+        return [] if figures is None else figures.lines()
 
     def _new_run(self, guider: Any, sigmas: torch.Tensor, mask: torch.Tensor | None) -> CachedRun:
         schedule = sigmas.tolist()
