@@ -128,6 +128,10 @@ def test_the_loops_with_a_step_cache_are_what_was_measured():
         lines.append(f"| {' | '.join(cells)} |")
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     assert "\n".join(lines) in page, "\n".join(lines)
+    help_page = (ROOT / "web" / "docs" / "QwenL40S_StepCache.md").read_text(encoding="utf-8")
+    seconds = (loops["bf16", 1024, cache]["loop_seconds"] for cache in CHOICES)
+    said = "{:.1f} s; with `faithful` {:.1f}, `balanced` {:.1f}, `fast` {:.1f}."
+    assert said.format(*seconds) in help_page
     cached = [row for row in found["rows"] if "of_count" in row]
     parts = sorted(row["of_count"] for row in cached)
     assert f"{parts[0]:.2f} to {parts[-1]:.2f} of what the\ncount of computed steps" in page
