@@ -108,6 +108,7 @@ def test_images_are_compared_and_written_side_by_side(report):
         "cfg": 4.0,
         "seed": 0,
         "batch": 1,
+        "cache": "off",
     }
 
 
