@@ -203,11 +203,6 @@ class CachedRun:
         """How many steps call the transformer, as far as it is known before the run."""
         return self.figures.steps if self._reason or self.settings.audit else self._plan.computed
 
-    @property
-    def is_over(self) -> bool:
-        """Whether all steps were asked for."""
-        return self._calls >= self.figures.steps
-
     def forecast(
         self, x: torch.Tensor, sigma: torch.Tensor, key: Hashable = None
     ) -> torch.Tensor | None:
@@ -317,7 +312,7 @@ class CachedRun:
                 return True
             if astray > MOST_ASTRAY:
                 self.stop(
-                    f"the latent is {astray:.2g} of a step away from where the prediction leads: "
+                    f"the latent is {astray:.2g} steps away from where the prediction leads: "
                     "the sampler adds noise or combines several predictions"
                 )
                 return True

@@ -23,7 +23,8 @@ from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.sample.guidance import rescale_by_token
 from qwen_l40s.hosts.comfyui.sample.optimize import optimize
-from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps, step_cache_lines
+from qwen_l40s.hosts.comfyui.sample.run import STEP_CACHE_KEY
+from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.optimizations.step_cache import CachedRun
 from qwen_l40s.step_cache import PRESETS, CacheSettings, plan_steps
 
@@ -125,7 +126,8 @@ def sample(
         disable_pbar=True,
         seed=3,
     )
-    return Run(found, path, computed, len(passes), step_cache_lines(counted))
+    cache = counted.get_attachment(STEP_CACHE_KEY)
+    return Run(found, path, computed, len(passes), [] if cache is None else cache.lines())
 
 
 def same(found: Run, known: Run) -> bool:

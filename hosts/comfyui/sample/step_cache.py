@@ -100,10 +100,8 @@ class StepCache:
         return x - sigma * velocity
 
     def figures(self) -> CacheFigures | None:
-        """Of the run whose last step is over, which a record inside of this one asks for, or of the
-        last run that has ended.
-        """
-        if self._run is not None and self._run.is_over:
+        """Of the last run; a record inside of this wrapper asks where the run ends."""
+        if self._run is not None:
             self._last = self._run.finish()
         return self._last
 
@@ -166,7 +164,7 @@ def _refusal(guider: Any) -> str:
         return NOT_A_FLOW
     options = guider.model_options.get("transformer_options", {})
     wrappers = options.get("wrappers", {}).values()
-    names = {*options, *(str(key) for keyed in wrappers for key in keyed)} - {STEP_CACHE_KEY}
+    names = {*options, *(str(key) for keyed in wrappers for key in keyed)}
     if others := sorted(name for name in names if "cache" in name.lower()):
         return f"another cache is on the MODEL: {', '.join(others)}"
     if any(map(_is_scheduled, _conds(guider))):
@@ -205,12 +203,6 @@ def _percents(cond: Mapping[str, Any]) -> Iterator[float]:
     while control is not None:
         yield from control.timestep_percent_range
         control = control.previous_controlnet
-
-
-def step_cache_lines(model: ModelPatcher) -> list[str]:
-    """What the step cache of a MODEL did in the last run, a line each; none without one."""
-    cache = model.get_attachment(STEP_CACHE_KEY)
-    return [] if cache is None else cache.lines()
 
 
 def _gate(patcher: ModelPatcher, schedule: list[float]) -> ChangeGate:
