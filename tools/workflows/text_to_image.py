@@ -90,7 +90,7 @@ def text_to_image_cached() -> Workflow:
         "Text to image, step cache",
         "Nearly the picture of **text_to_image_bf16** in about half the sampling time: "
         f"**Step Cache Qwen-Image** with `{CACHE}` lets {computed} of {STEPS} steps call the "
-        "transformer and forecasts the others. Use it for the picture of many steps, sooner.",
+        "transformer and forecasts the others.",
         (
             PROMPT_FIRST,
             SIZES,
