@@ -210,7 +210,7 @@ class CachedRun:
 
         Args:
             x: The latent, of any shape.
-            sigma: Of the call; every item's.
+            sigma: Of the call; every item's, on any device.
             key: What else the velocity depends on; when it changes, what is known is forgotten.
         """
         step = self._calls

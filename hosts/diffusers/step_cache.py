@@ -258,9 +258,9 @@ class _Run:
         return forecast
 
     def _ask(self, x: torch.Tensor) -> torch.Tensor | None:
-        sigma = self.sigmas[self._index()].to(x.device)  # some schedulers leave it on the CPU
         # A callback may exchange the prompt, whose id is no other's while it is held here.
-        return self.cached.forecast(x, sigma, (id(self._text), self._control))
+        key = id(self._text), self._control
+        return self.cached.forecast(x, self.sigmas[self._index()], key)
 
     def _index(self) -> int:
         """Of the scheduler's next step."""
