@@ -87,7 +87,7 @@ def _custom_inputs() -> list[io.Input]:
         return io.Float.Input(name, default=default, min=0, max=1, step=0.01, tooltip=tooltip)
 
     return [
-        share("budget", "How many of the steps after the tenth to skip: 0.6 skips 24 of 50 steps."),
+        share("budget", "The share of the steps after the tenth to skip: 0.6 skips 24 of 50."),
         share("head", "The share of steps at the beginning that are always computed."),
         share("tail", "The share of steps at the end that are always computed."),
         io.Int.Input(
@@ -100,7 +100,7 @@ def _custom_inputs() -> list[io.Input]:
         share(
             "gain",
             "How a forecast goes on from the last two computed steps: 0 repeats the last one, 1 "
-            "continues their change in full. 0.5 is best in most runs of the micro model.",
+            "continues their change in full.",
         ),
         io.Combo.Input(
             "method",
