@@ -69,12 +69,12 @@ class ChangeGate:
     """Implements `step_cache.Gate`.
 
     Args:
-        first_block: Such as `FirstBlock`; None for a step whose input it cannot tell.
+        first_block: Such as `FirstBlock`.
         curve: Of the run's count of steps.
     """
 
     def __init__(
-        self, first_block: Callable[[torch.Tensor, float], torch.Tensor | None], curve: Curve
+        self, first_block: Callable[[torch.Tensor, float], torch.Tensor], curve: Curve
     ) -> None:
         self._first_block, self._curve = first_block, curve
         self._before: torch.Tensor | None = None
@@ -87,11 +87,7 @@ class ChangeGate:
         """
         now = self._first_block(x, sigma)
         before, self._before = self._before, now
-        if (
-            now is None
-            or before is None
-            or (before.shape, before.device) != (now.shape, now.device)
-        ):
+        if before is None or (before.shape, before.device) != (now.shape, now.device):
             return 0.0
         return self._curve(relative_change(now, before).item())
 
