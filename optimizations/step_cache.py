@@ -312,7 +312,7 @@ class CachedRun:
                 return True
             if astray > MOST_ASTRAY:
                 self.stop(
-                    f"the latent is {astray:.2g} steps away from where the prediction leads: "
+                    f"the latent is {astray:.3g} steps away from where the prediction leads: "
                     "the sampler adds noise or combines several predictions"
                 )
                 return True
