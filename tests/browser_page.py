@@ -352,8 +352,13 @@ class ComfyPage:
         ):  # until the pointer moves, the page sees the old node
             self.page.mouse.move(x, self.height // 2)
             self.draw()
-        self.page.mouse.dblclick(self.width // 2, self.height // 2)
-        return self.page.get_by_role("search")
+        search = self.page.get_by_role("search")
+        for _ in range(20):  # a busy page takes the two for single clicks
+            self.page.mouse.dblclick(self.width // 2, self.height // 2)
+            self.page.wait_for_timeout(1000)
+            if search.is_visible():
+                break
+        return search
 
     def run(self) -> dict[str, Any]:
         """Presses Run, waits for the end and returns the history entry."""

@@ -112,7 +112,12 @@ def test_a_run_that_fails_before_its_answer_is_here_says_why_too(page: ComfyPage
     held: list[Any] = []
     page.page.route("**/prompt", lambda route: held.append((route, route.fetch())))
     page.page.get_by_test_id("queue-button").click()
-    page.page.locator(".qwen-l40s-box.error").wait_for()
+    box = page.page.locator(".qwen-l40s-box.error")
+    box.wait_for(state="attached")
+    # Without the answer nothing has the page draw the box, as a pointer that moves would.
+    page.page.evaluate("() => window.app.canvas.setDirty(true, true)")
+    page.draw()
+    box.wait_for()
     with page.page.expect_response("**/prompt"):
         for route, response in held:
             route.fulfill(response=response)
