@@ -203,6 +203,11 @@ class CachedRun:
         """How many steps call the transformer, as far as it is known before the run."""
         return self.figures.steps if self._reason or self.settings.audit else self._plan.computed
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps were asked for."""
+        return self._calls >= self.figures.steps
+
     def forecast(
         self, x: torch.Tensor, sigma: torch.Tensor, key: Hashable = None
     ) -> torch.Tensor | None:

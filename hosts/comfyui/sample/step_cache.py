@@ -100,8 +100,10 @@ class StepCache:
         return x - sigma * velocity
 
     def figures(self) -> CacheFigures | None:
-        """Of the last run; a record inside of this wrapper asks where the run ends."""
-        if self._run is not None:
+        """Of the run whose last step is over, which a record inside of this one asks for, or of the
+        last run that has ended. A run that goes on may be the one around it.
+        """
+        if self._run is not None and self._run.is_over:
             self._last = self._run.finish()
         return self._last
 
