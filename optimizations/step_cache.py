@@ -335,12 +335,12 @@ class CachedRun:
     def _gated(self, step: int, x: torch.Tensor) -> bool:
         """Whether the gate would have a step skipped."""
         plan = self._plan
-        if not any(plan.allowed[step : step + 2]):  # whose input nobody compares
+        # Nobody compares the input any more, or not yet.
+        if len(self.figures.skipped) >= plan.most or not any(plan.allowed[step : step + 2]):
             return False
         self._spent += self._gate.change(x, self._sigmas[step])
         return (
             plan.allowed[step]
-            and len(self.figures.skipped) < plan.most
             and len(self._since) < self.settings.longest
             and self._spent < self.settings.threshold
         )
