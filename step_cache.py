@@ -89,7 +89,7 @@ PRESETS = {
 CHOICES = (OFF, *PRESETS)
 
 
-def cache_settings(name: str, *, audit: bool = False) -> CacheSettings | None:
+def cache_settings(name: str) -> CacheSettings | None:
     """A preset; None for `OFF`.
 
     Raises:
@@ -99,7 +99,7 @@ def cache_settings(name: str, *, audit: bool = False) -> CacheSettings | None:
         return None
     if name not in CHOICES:  # also what has no hash
         raise SettingError(f"There is no step cache {name!r}: choose {', '.join(CHOICES)}.")
-    return replace(PRESETS[name], audit=audit)
+    return PRESETS[name]
 
 
 @dataclass(frozen=True)

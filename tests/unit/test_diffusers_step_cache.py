@@ -1,5 +1,6 @@
 """The step cache in diffusers, with the bundled micro model: against the same run without it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,7 @@ from qwen_l40s.hosts.diffusers.sample import Generation, generate, sample
 from qwen_l40s.hosts.diffusers.settings import GenerateSettings
 from qwen_l40s.hosts.diffusers.step_cache import cache_steps
 from qwen_l40s.loaders.source import bundled_micro_folder
-from qwen_l40s.step_cache import PRESETS, cache_settings, computed_steps
+from qwen_l40s.step_cache import PRESETS, computed_steps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -145,7 +146,7 @@ def test_audit_computes_the_skipped_steps_and_changes_nothing(micro, calls):
     pipe.set_progress_bar_config(disable=True)
     images = []
     for audit in (False, True):
-        with cache_steps(pipe, cache_settings("fast", audit=audit)) as cached:
+        with cache_steps(pipe, replace(PRESETS["fast"], audit=audit)) as cached:
             images.append(painted(pipe))
     assert torch.equal(*images)
     figures = cached.figures
