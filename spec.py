@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .errors import CheckpointError, SettingError
 
@@ -31,6 +31,24 @@ MULTIPLIED = ("bf16", *QUANTIZED)  # the precisions that a transformer computes 
 BYTES_PER_SCALE = 4  # fp32, one for each output row
 # Largest magnitude of e4m3, and of int8 used symmetrically.
 LARGEST = {"fp8": 448.0, "int8": 127.0}
+
+
+class RowFormat(NamedTuple):
+    """How the rows of a matrix are quantized, each by its own largest magnitude.
+
+    Attributes:
+        storage: "fp8" or "int8".
+        rotation: Before that, so many columns at a time are multiplied by a Hadamard matrix, as
+            ConvRot does: a power of 4, or 0 for none.
+    """
+
+    storage: str
+    rotation: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.storage} rotated by {self.rotation}" if self.rotation else self.storage
+
+
 # The oldest compute capability whose tensor cores multiply the format here.
 OLDEST_CAPABILITY = {"fp8": (8, 9), "int8": (8, 0)}
 # Those of older cards do not multiply bf16 either; ComfyUI computes in fp32 there.

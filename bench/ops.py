@@ -20,7 +20,7 @@ from ..optimizations.fused import TORCH, Ops, choose_ops
 from ..optimizations.linear import BACKENDS as GEMMS
 from ..optimizations.linear import choose_gemm
 from ..optimizations.reference import Modulation, QKNorm, Rotary, Tokens
-from ..spec import TransformerShape
+from ..spec import RowFormat, TransformerShape
 from .inputs import Inputs
 from .timing import time_cold
 
@@ -143,7 +143,7 @@ def _gemms(dim: int, m: int, device: torch.device) -> list[OpCase]:
                 ) -> Call:
                     gemm = choose_gemm(format, device, backend=backend)
                     x, bias = _normal(m, k, on=device), _normal(n, on=device)
-                    weight, scale = reference.row_quantize(_weight(n, k, device), format)
+                    weight, scale = reference.row_quantize(_weight(n, k, device), RowFormat(format))
                     return lambda: gemm.linear(x, weight, scale, bias)
 
                 name = f"gemm {k}x{n} {format} {backend}"
@@ -176,7 +176,7 @@ def _norms(dim: int, tokens: Tokens, device: torch.device) -> list[OpCase]:
     def modulation() -> Modulation:
         return Modulation(*(0.1 * _normal(tokens.batch, 3 * dim, on=device) for _ in range(2)))
 
-    def fused(of: Callable[[], Ops], branch: bool, format: str | None) -> Call:
+    def fused(of: Callable[[], Ops], branch: bool, format: RowFormat | None) -> Call:
         ops, x, norms = of(), _normal(rows, dim, on=device), modulation()
         added, gates = (_normal(rows, dim, on=device), modulation()) if branch else (None, None)
         return lambda: ops.residual_norm(x, added, gates, norms, tokens, EPS, format)
@@ -200,11 +200,13 @@ def _norms(dim: int, tokens: Tokens, device: torch.device) -> list[OpCase]:
         for what, branch, format, moved in (
             ("norm+modulate", False, None, 2 * once),
             ("residual+norm+modulate", True, None, 4 * once),
-            ("residual+norm+modulate+fp8", True, "fp8", 3 * once + once // 2),
+            ("residual+norm+modulate+fp8", True, RowFormat("fp8"), 3 * once + once // 2),
         ):
 
             def make(
-                of: Callable[[], Ops] = of, branch: bool = branch, format: str | None = format
+                of: Callable[[], Ops] = of,
+                branch: bool = branch,
+                format: RowFormat | None = format,
             ) -> Call:
                 return fused(of, branch, format)
 
@@ -251,13 +253,13 @@ def _rotations(shape: TransformerShape, tokens: Tokens, device: torch.device) ->
 def _quantizers(width: int, rows: int, device: torch.device) -> list[OpCase]:
     cases = []
     for name, of in _programs(device):
-        for format in reference.STORAGE:
+        for format in map(RowFormat, reference.STORAGE):
 
-            def gelu(of: Callable[[], Ops] = of, format: str = format) -> Call:
+            def gelu(of: Callable[[], Ops] = of, format: RowFormat = format) -> Call:
                 ops, x = of(), _normal(rows, width, on=device)
                 return lambda: ops.gelu_quantize(x, format)
 
-            def plain(of: Callable[[], Ops] = of, format: str = format) -> Call:
+            def plain(of: Callable[[], Ops] = of, format: RowFormat = format) -> Call:
                 ops, x = of(), _normal(rows, width, on=device)
                 return lambda: ops.row_quantize(x, format)
 

@@ -26,7 +26,15 @@ from ..optimizations.linear import choose_gemm, dense_linear
 from ..optimizations.reference import Modulation, Tokens
 from ..planning.rates import Rates
 from ..planning.times import Pass, norm_bytes, step_work
-from ..spec import BLOCK_GEMMS, MULTIPLIED, QUANTIZED, TransformerShape, VaeLayer, format_gib
+from ..spec import (
+    BLOCK_GEMMS,
+    MULTIPLIED,
+    QUANTIZED,
+    RowFormat,
+    TransformerShape,
+    VaeLayer,
+    format_gib,
+)
 from .launches import Launched, LaunchedBlocks, launches_of, time_launches
 from .mix import MixPart, MixSum, run_mix
 
@@ -155,7 +163,8 @@ def _products(work: Pass, precision: str, device: torch.device) -> list[MixPart]
         if gemm is None:
             call = partial(dense_linear, x, weight, bias, out=out)
         else:
-            operands = (*gemm.quantize(x), *reference.row_quantize(weight, precision), bias)
+            rounded = reference.row_quantize(weight, RowFormat(precision))
+            operands = (*gemm.quantize(x), *rounded, bias)
             call = partial(gemm.linear_quantized, *operands, out.dtype, out=out)
         parts.append(MixPart(GEMM, call, 2 * m * n * k))
     return parts
@@ -186,7 +195,7 @@ def _between(
     tokens = Tokens(work.items, work.text, work.image, work.image)
     x, branch = _random(2, work.rows, shape.dim, on=device)
     halves = Modulation(*_random(2, work.items, 3 * shape.dim, on=device))
-    format = precision if precision in QUANTIZED else None
+    format = RowFormat(precision) if precision in QUANTIZED else None
     norm = partial(ops.residual_norm, x, branch, halves, halves, tokens, EPS, format)
     moved = work.rows * norm_bytes(shape.dim, format is not None)
     attention = MixPart(

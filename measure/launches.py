@@ -25,7 +25,7 @@ from ..optimizations.fused import Ops
 from ..optimizations.linear import Gemm, choose_gemm
 from ..optimizations.reference import Modulation, Rotary, Tokens
 from ..planning.rates import LAUNCHES, Launches
-from ..spec import BLOCK_GEMMS, QUANTIZED, TransformerShape
+from ..spec import BLOCK_GEMMS, QUANTIZED, RowFormat, TransformerShape
 
 TOKENS = Tokens(1, 8, 64, 64)
 # Some hundred launches: a driver holds about a thousand before it makes the processor wait.
@@ -60,7 +60,7 @@ class LaunchedBlocks:
             n, k = height * dim, depth * dim
             weight, scale = random(n, k) * k**-0.5, None
             if precision in QUANTIZED:
-                weight, scale = reference.row_quantize(weight, precision)
+                weight, scale = reference.row_quantize(weight, RowFormat(precision))
             layers[name] = Linear(k, n, device="meta")
             layers[name].stored = LayerTensors(weight, scale, random(n))
         norm = torch.ones(head, device=device, dtype=torch.bfloat16)
@@ -144,10 +144,10 @@ class _Layers:
     """Implements `optimizations.blocks.block.Layers` for layers whose tensors are on the card."""
 
     def __init__(self, precision: str) -> None:
-        self._kind = precision if precision in QUANTIZED else DENSE
+        self._kind = RowFormat(precision) if precision in QUANTIZED else DENSE
         self._gemms: dict[str, Gemm] = {}
 
-    def kind(self, layer: Module) -> str:
+    def kind(self, layer: Module) -> str | RowFormat:
         return self._kind
 
     def tensors(self, layer: Module, like: torch.Tensor) -> AbstractContextManager[LayerTensors]:
@@ -157,7 +157,7 @@ class _Layers:
         return nullcontext(0)
 
     def rounds(self, layer: Module) -> bool:
-        return self._kind in QUANTIZED
+        return isinstance(self._kind, RowFormat)
 
     def norm_weight(self, norm: Module, like: torch.Tensor) -> torch.Tensor:
         return norm.weight

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..machine.card import first_line
+from ..spec import RowFormat
 from . import kernels, reference
 from .fallback import Fallback
 from .reference import HEAD_DIMS, Modulation, QKNorm, QuantizedRows, Rotary, Tokens
@@ -40,7 +41,7 @@ class Ops(NamedTuple):
         norms: Modulation | None,
         tokens: Tokens,
         eps: float,
-        format: str | None,
+        format: RowFormat | None,
         out: torch.Tensor | QuantizedRows | None,
     ) -> Callable[[torch.Tensor, Modulation | None, Modulation | None], None]:
         """`residual_norm` of a branch into `out`, for x, gates and norms like these."""
@@ -72,7 +73,7 @@ class Ops(NamedTuple):
         return lambda norm, rotary: self.qk_norm_rope(q, k, norm, rotary, tokens, eps)
 
     def prepare_quantizer(
-        self, name: str, x: torch.Tensor, format: str, out: QuantizedRows
+        self, name: str, x: torch.Tensor, format: RowFormat, out: QuantizedRows
     ) -> Callable[[torch.Tensor], None]:
         """`gelu_quantize` or `row_quantize` into `out`, of tensors like x."""
         if prepare := self.prepared.get(name):

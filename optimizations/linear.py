@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ..errors import SettingError, UnavailableError
 from ..machine.card import State, first_line
 from ..machine.packages import check_kitchen
-from ..spec import OLDEST_CAPABILITY
+from ..spec import OLDEST_CAPABILITY, RowFormat
 from . import kernels, reference
 
 # The backends, and the multiple that N and K must be of: other layers fall to `dequantize`.
@@ -115,12 +115,13 @@ class Gemm:
         Returns:
             (M, K) in the format's dtype and the rows' scales, (M, 1), fp32.
         """
+        format = RowFormat(self.format)
         if self.row_quantizer == "triton":
             from .kernels.rows import WIDEST_ROW, row_quantize
 
             if x.shape[1] <= WIDEST_ROW:
-                return row_quantize(x, self.format)
-        return reference.row_quantize(x, self.format)
+                return row_quantize(x, format)
+        return reference.row_quantize(x, format)
 
     def linear_quantized(
         self,

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import SettingError
-from ..spec import LARGEST
+from ..spec import LARGEST, RowFormat
 
 HEAD_DIMS = (16, 32, 64, 128, 256)  # that the kernels take
 
@@ -128,7 +128,7 @@ STORAGE = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 SMALLEST_ROW = 2.0**-100
 
 
-def row_quantize(x: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
+def row_quantize(x: torch.Tensor, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes each row by its own largest magnitude.
 
         scale = max(|row|) / L, or 1 for a zero row;  q = round_to_even(row * (1 / scale))
@@ -140,22 +140,22 @@ def row_quantize(x: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tens
 
     Args:
         x: Rows, (M, K), bf16, fp16 or fp32.
-        format: "fp8" or "int8".
+        format: How.
 
     Returns:
         q: (M, K), float8_e4m3fn or int8.
         scale: (M, 1), fp32; a row is about q * scale.
     """
-    largest = largest_of(format)
+    largest = largest_of(format.storage)
     wide = x.float()
     magnitude = wide.abs().amax(dim=-1, keepdim=True)
     # By a tensor: by a number, a card multiplies with the reciprocal, which is not the same.
     exact = magnitude / torch.full((), largest, device=x.device)
     scale = torch.where(magnitude < SMALLEST_ROW, 1.0, exact)
     steps = (wide * scale.reciprocal()).clamp_(-largest, largest)
-    if format == "int8":
+    if format.storage == "int8":
         steps.round_()
-    return steps.to(STORAGE[format]), scale
+    return steps.to(storage_of(format)), scale
 
 
 def residual_norm(
@@ -165,7 +165,7 @@ def residual_norm(
     norms: Modulation | None,
     tokens: Tokens,
     eps: float,
-    format: str | None = None,
+    format: RowFormat | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Ends one half of a block and begins the next: residual, LayerNorm, modulation.
 
@@ -181,7 +181,7 @@ def residual_norm(
         norms: Whose shift and scale modulate the norm; None computes the residual alone.
         tokens: Which rows belong to which stream and item.
         eps: Added to the variance.
-        format: None, or "fp8" or "int8" for an h that is quantized by rows, as `row_quantize` does.
+        format: How h is quantized, as `row_quantize` does; None where it is not.
 
     Returns:
         h, (rows, D): in x's dtype, or quantized; None without `norms`.
@@ -191,9 +191,9 @@ def residual_norm(
     width = x.shape[1]
     h = scale = None
     if norms is not None:
-        h = torch.empty(x.shape, dtype=STORAGE.get(format, x.dtype), device=x.device)
+        dtype = x.dtype if format is None else storage_of(format)
+        h = torch.empty(x.shape, dtype=dtype, device=x.device)
     if norms is not None and format is not None:
-        largest_of(format)
         scale = torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
     for rows, stream, item in _segments(tokens):
         part = x[rows].to(wide)
@@ -242,12 +242,12 @@ def qk_norm_rope(
             x[:, here] = torch.stack((a * c - b * s, a * s + b * c), dim=-1).flatten(-2)
 
 
-def gelu_quantize(x: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
+def gelu_quantize(x: torch.Tensor, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes the GELU of each row, in its tanh form, as `row_quantize` does.
 
     Args:
         x: Rows, (M, K), of any float dtype; the GELU is computed in fp32, or float64 for float64.
-        format: "fp8" or "int8".
+        format: How.
 
     Returns:
         q, (M, K), and scale, (M, 1), as of `row_quantize`.
@@ -294,6 +294,12 @@ def largest_of(format: str) -> float:
     if format not in LARGEST:
         raise SettingError(f"there is no quantized format {format!r}: use {' or '.join(LARGEST)}")
     return LARGEST[format]
+
+
+def storage_of(format: RowFormat) -> torch.dtype:
+    """What quantized rows are stored as; SettingError for a format that there is not."""
+    largest_of(format.storage)
+    return STORAGE[format.storage]
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:

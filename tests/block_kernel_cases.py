@@ -8,9 +8,10 @@ import torch
 
 from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.reference import Modulation, QKNorm, Rotary, Tokens
+from qwen_l40s.spec import RowFormat
 
 EPS = 1e-6
-FORMATS = ("fp8", "int8")
+FORMATS = (RowFormat("fp8"), RowFormat("int8"))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # batch, text, image, zero_from
 TOKENS = {

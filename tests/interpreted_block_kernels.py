@@ -13,6 +13,7 @@ from qwen_l40s.optimizations.kernels.qk_norm_rope import launch_shape, qk_norm_r
 from qwen_l40s.optimizations.kernels.residual_norm import residual_norm
 from qwen_l40s.optimizations.kernels.rows import WIDEST_ROW, gelu_quantize
 from qwen_l40s.optimizations.reference import QKNorm, Tokens
+from qwen_l40s.spec import RowFormat
 
 FEW = cases.TOKENS["batch of two with a reference"]
 # The first two are held in three parts, the others in one.
@@ -182,4 +183,4 @@ def test_gelu_quantize_of_rows_apart():
 
 def test_gelu_quantize_refuses_rows_that_it_cannot_hold():
     with pytest.raises(ValueError, match=str(WIDEST_ROW)):
-        gelu_quantize(torch.zeros(1, WIDEST_ROW + 1), "int8")
+        gelu_quantize(torch.zeros(1, WIDEST_ROW + 1), RowFormat("int8"))

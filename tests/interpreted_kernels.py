@@ -11,6 +11,7 @@ from qwen_l40s.optimizations import kernels, reference
 from qwen_l40s.optimizations.kernels.rows import WIDEST_ROW, launch_shape, row_quantize
 from qwen_l40s.optimizations.kernels.scaled_gemm import TILES, TILES_SM90, Tile, scaled_gemm
 from qwen_l40s.optimizations.linear import choose_gemm
+from qwen_l40s.spec import RowFormat
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMATS = ("fp8", "int8")
@@ -32,7 +33,8 @@ def operands(m, n, k, format):
     a = torch.randn(m, k, generator=generator)
     b = torch.randn(n, k, generator=generator)
     bias = torch.randn(n, generator=generator).to(torch.bfloat16)
-    return *reference.row_quantize(a, format), *reference.row_quantize(b, format), bias
+    rows = RowFormat(format)
+    return *reference.row_quantize(a, rows), *reference.row_quantize(b, rows), bias
 
 
 def test_it_is_the_interpreter():
@@ -85,7 +87,7 @@ def test_what_is_not_finite_shows_in_the_scale_from_every_part(format, width):
     for row, column in enumerate((0, width // 2, width - 1)):
         x[row, column], x[row + 3, column] = torch.nan, -torch.inf
     x[3, width // 2] = torch.nan  # beside an infinity
-    _, scale = row_quantize(x, format)
+    _, scale = row_quantize(x, RowFormat(format))
     assert scale.isnan().flatten().tolist() == [True] * 4 + [False] * 3
     assert scale.isinf().flatten().tolist() == [False] * 4 + [True] * 2 + [False]
 
@@ -113,12 +115,12 @@ def test_row_quantize_of_rows_apart():
 
 def test_row_quantize_refuses_rows_that_it_cannot_hold():
     with pytest.raises(ValueError, match=str(WIDEST_ROW)):
-        row_quantize(torch.zeros(1, WIDEST_ROW + 1), "int8")
+        row_quantize(torch.zeros(1, WIDEST_ROW + 1), RowFormat("int8"))
 
 
 def check_row_quantize(x, format):
-    q, scale = row_quantize(x, format)
-    twin_q, twin_scale = reference.row_quantize(x, format)
+    q, scale = row_quantize(x, RowFormat(format))
+    twin_q, twin_scale = reference.row_quantize(x, RowFormat(format))
     assert (q.dtype, scale.dtype) == (twin_q.dtype, torch.float32)
     assert torch.equal(scale, twin_scale)
     assert torch.equal(q.float(), twin_q.float())
@@ -172,11 +174,11 @@ def test_scaled_gemm_refuses_operands_that_do_not_fit():
 def test_linear_through_triton(format):
     gemm = choose_gemm(format, CPU, backend="triton")
     assert gemm.row_quantizer == "triton"
-    generator = torch.Generator().manual_seed(0)
+    rows, generator = RowFormat(format), torch.Generator().manual_seed(0)
     x = torch.randn(2, 9, 2, 80, generator=generator)[:, :, 1].to(torch.bfloat16)
-    weight, scale = reference.row_quantize(torch.randn(48, 80, generator=generator), format)
+    weight, scale = reference.row_quantize(torch.randn(48, 80, generator=generator), rows)
     out = gemm.linear(x, weight, scale)
-    q, x_scale = reference.row_quantize(x.reshape(18, 80), format)
+    q, x_scale = reference.row_quantize(x.reshape(18, 80), rows)
     twin = reference.scaled_gemm(q, weight, x_scale, scale, None, torch.bfloat16)
     assert out.shape == (2, 9, 48)
     torch.testing.assert_close(out.reshape(18, 48), twin)

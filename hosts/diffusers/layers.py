@@ -15,7 +15,7 @@ from ...optimizations.blocks.block import DENSE, LayerTensors
 from ...optimizations.blocks.block_form import head_norms, is_changed, token_layers
 from ...optimizations.fallback import Fallback
 from ...optimizations.linear import Gemm
-from ...spec import QUANTIZED
+from ...spec import RowFormat
 from .quantized import QuantizedLinear
 
 OWN_WAY = Fallback("some layers run diffusers' own way")
@@ -54,10 +54,12 @@ class DiffusersLayers:
             return APART
         return hash(tuple((it.data_ptr(), it.dtype, it.shape, it.stride()) for it in tensors))
 
-    def kind(self, layer: torch.nn.Module) -> str | None:
+    def kind(self, layer: torch.nn.Module) -> str | RowFormat | None:
         kind = kind_of(layer)
-        if kind in QUANTIZED and self._gemms.setdefault(kind, layer.product) != layer.product:
-            return None  # a format has one GEMM here, and this layer was given another
+        if isinstance(kind, RowFormat):
+            gemm = self._gemms.setdefault(kind.storage, layer.product)
+            if gemm != layer.product:
+                return None  # a format has one GEMM here, and this layer was given another
         return kind
 
     def tensors(
@@ -85,14 +87,14 @@ def _addresses(blocks: Sequence[torch.nn.Module]) -> list[int]:
     return [block.attn.to_q.weight.data_ptr() for block in blocks]
 
 
-def kind_of(layer: torch.nn.Module) -> str | None:
-    """ "dense", "fp8" or "int8"; None for a layer that has to run itself."""
+def kind_of(layer: torch.nn.Module) -> str | RowFormat | None:
+    """As `optimizations.blocks.block.Layers.kind`, whatever multiplies other layers."""
     if is_changed(layer):
         return None
     if is_plain(layer):
         return DENSE
     if type(layer) is QuantizedLinear and isinstance(layer.product, Gemm):
-        return layer.product.format
+        return RowFormat(layer.product.format)
     return None
 
 

@@ -20,7 +20,7 @@ from ...errors import SettingError, UnavailableError
 from ...loaders.quantize import layers_to_quantize, quantize_rows
 from ...optimizations import reference
 from ...optimizations.linear import choose_gemm
-from ...spec import QUANTIZED
+from ...spec import QUANTIZED, RowFormat
 
 
 class Product(Protocol):
@@ -56,7 +56,7 @@ class PlainProduct:
     ) -> torch.Tensor:
         """As `Gemm.linear`, x rounded too."""
         n, k = weight.shape
-        rows, row_scale = reference.row_quantize(x.reshape(-1, k), self.format)
+        rows, row_scale = reference.row_quantize(x.reshape(-1, k), RowFormat(self.format))
         out = reference.scaled_gemm(rows, weight, row_scale, scale, bias, x.dtype)
         return out.view(*x.shape[:-1], n)
 

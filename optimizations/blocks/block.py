@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ...spec import RowFormat
 from ..fallback import Fallback
 from ..fused import Ops
 from ..linear import Gemm
@@ -48,9 +49,9 @@ class LayerTensors(NamedTuple):
 class Layers(Protocol):
     """A host's access to its layers."""
 
-    def kind(self, layer: torch.nn.Module) -> str | None:
-        """Returns "dense", "fp8" or "int8"; None for a layer that has to run itself, such as one
-        that a LoRA has wrapped.
+    def kind(self, layer: torch.nn.Module) -> str | RowFormat | None:
+        """`DENSE`, or the format of the rows that its quantized weight is multiplied with; None for
+        a layer that has to run itself, such as one that a LoRA has wrapped.
         """
 
     def tensors(
@@ -80,7 +81,7 @@ class Layers(Protocol):
         """The weight of an RMSNorm, where `like` is."""
 
     def gemm(self, format: str, device: torch.device) -> Gemm:
-        """The GEMM of a quantized format."""
+        """The GEMM of weights in "fp8" or "int8"."""
 
 
 # (q, k, v, mask) -> (batch, joint, heads * head_dim) of q, k, v (batch, joint, heads, head_dim)
@@ -361,7 +362,7 @@ class BlockExecutor:
         kind = self._layers.kind(layer)
         if kind is None or kind == DENSE:
             return LayerForm(kind, None, None)
-        gemm = self._layers.gemm(kind, device)
+        gemm = self._layers.gemm(kind.storage, device)
         quantizes = not gemm.weight_only and gemm.takes(layer.out_features, layer.in_features)
         return LayerForm(kind, kind if quantizes else None, gemm)
 

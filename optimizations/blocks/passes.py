@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ...machine.card import first_line
-from ...spec import QUANTIZED
+from ...spec import RowFormat
 from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..fallback import Fallback
 from ..fused import choose_ops
@@ -133,8 +133,8 @@ class PreparedModel:
         pairs = zip(host.blocks, self.unsupported, strict=True)
         read = [layer for block, reason in pairs if not reason for layer in token_layers(block)]
         self._kinds = Counter(map(host.layers.kind, read))
-        formats = sorted(set(self._kinds) & set(QUANTIZED))
-        self._gemms = [str(host.layers.gemm(format, host.device)) for format in formats]
+        formats = sorted(kind for kind in self._kinds if isinstance(kind, RowFormat))
+        self._gemms = [str(host.layers.gemm(it.storage, host.device)) for it in formats]
         self.check = FirstBlockCheck(lossy_attention or any(map(host.layers.rounds, read)))
         self.modulation = host.modulation
         self.passes = self.fused = 0

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...spec import RowFormat
 from ..linear import FAST, FEW_ROWS, Gemm, dense_linear
 from ..reference import QuantizedRows, Tokens
 
@@ -83,7 +84,7 @@ class Rows:
     def __init__(self, matrix: torch.Tensor | None = None) -> None:
         self.matrix = matrix
         self.fixed = matrix is not None
-        self.quantized: dict[str, QuantizedRows] = {}
+        self.quantized: dict[RowFormat, QuantizedRows] = {}
 
     def plain(self, start: int, length: int) -> torch.Tensor:
         """`length` rows from `start` on."""
@@ -158,7 +159,7 @@ def _dense(x: torch.Tensor, operand: Operand, out: torch.Tensor, gelu: bool) -> 
         torch.addmm(bias, x, operand.weight_t, out=out)
 
 
-def quantized_product(read: Read, format: str, gemm: Gemm) -> Product:
+def quantized_product(read: Read, format: RowFormat, gemm: Gemm) -> Product:
     """Of quantized weights and rows."""
     source = read.rows.quantized[format]
     pieces = [
@@ -188,7 +189,7 @@ def expanded_product(read: Read, gemm: Gemm) -> Product:
     return run
 
 
-def merged_product(read: Read, format: str) -> Product:
+def merged_product(read: Read, format: RowFormat) -> Product:
     """Of a weight that turned out plain where quantized rows are there for it, as when ComfyUI has
     merged a LoRA into it on its way.
     """

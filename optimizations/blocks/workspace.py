@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import torch
 
+from ...spec import RowFormat
 from ..fused import Ops
 from ..linear import Gemm
-from ..reference import STORAGE, Modulation, QKNorm, QuantizedRows, Rotary, Tokens
+from ..reference import Modulation, QKNorm, QuantizedRows, Rotary, Tokens, storage_of
 from .products import (
     Product,
     Read,
@@ -44,12 +45,12 @@ class LayerForm(NamedTuple):
 
     Attributes:
         kind: As `block.Layers.kind`.
-        format: "fp8" or "int8" where its GEMM takes quantized rows, else None.
+        format: Of the rows, where its GEMM takes quantized ones; else None.
         gemm: Of a quantized layer.
     """
 
-    kind: str | None
-    format: str | None
+    kind: str | RowFormat | None
+    format: RowFormat | None
     gemm: Gemm | None
 
 
@@ -162,7 +163,7 @@ class Shape:
         size = self.tokens.rows * columns
         return self.wide[index * size : (index + 1) * size].view(self.tokens.rows, columns)
 
-    def quantized(self, rows: Rows, columns: int, format: str) -> QuantizedRows:
+    def quantized(self, rows: Rows, columns: int, format: RowFormat) -> QuantizedRows:
         """Where rows of a format go: all share one buffer, as each is read before the next."""
         found = rows.quantized.get(format)
         if found is None:
@@ -171,7 +172,7 @@ class Shape:
             cut = tokens.text_rows if rows is not self.mixed or tokens.batch == 1 else tokens.rows
             gap = -cut % SCALES_AT_ONCE if cut < tokens.rows else 0
             take = self._workspace.take
-            values = take(format, (tokens.rows, columns), self._of(STORAGE[format]))
+            values = take(str(format), (tokens.rows, columns), self._of(storage_of(format)))
             scale = take(f"{format} scale", (tokens.rows + gap, 1), self._of(torch.float32))
             found = rows.quantized[format] = QuantizedRows(values, scale, cut)
         return found
@@ -182,7 +183,7 @@ class Shape:
         gates: Modulation | None,
         norms: Modulation | None,
         eps: float,
-        format: str | None = None,
+        format: RowFormat | None = None,
     ) -> None:
         """Residual and norm, in one kernel; into `rows`, quantized where there is a format."""
         key = format, gates is not None, norms is not None, eps, (norms or gates).text.dtype
@@ -305,7 +306,7 @@ class Program:
             quantize(self.shape.branch)
 
     def _quantizers(
-        self, rows: Rows, forms: Sequence[LayerForm], written: str | None
+        self, rows: Rows, forms: Sequence[LayerForm], written: RowFormat | None
     ) -> list[Callable[[torch.Tensor], None]]:
         """Launches for the formats that layers read and that are not `written` by a norm."""
         shape = self.shape
@@ -356,7 +357,7 @@ def _product(read: Read, form: LayerForm) -> Product:
     return quantized_product(read, form.format, form.gemm)
 
 
-def _common(layers: Sequence[LayerForm]) -> str | None:
+def _common(layers: Sequence[LayerForm]) -> RowFormat | None:
     """The format that all read; None where they differ."""
     formats = {layer.format for layer in layers}
     return formats.pop() if len(formats) == 1 else None

@@ -8,17 +8,19 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference import (
-    SMALLEST_ROW,
-    STORAGE,
-    Modulation,
-    QuantizedRows,
-    Tokens,
-    largest_of,
-)
+from ...spec import RowFormat
+from ..reference import Modulation, QuantizedRows, Tokens, storage_of
 from . import on_card_of
 from .launch import Launch
-from .rows import WIDEST_ROW, launch_shape, load_row, quantize_row, store_row, sum_row
+from .rows import (
+    WIDEST_ROW,
+    launch_shape,
+    load_row,
+    quantization,
+    quantize_row,
+    store_row,
+    sum_row,
+)
 
 
 # The numbers of tokens follow the prompt and the size of the image: no kernel of its own for each.
@@ -115,12 +117,12 @@ def residual_norm(
     norms: Modulation | None,
     tokens: Tokens,
     eps: float,
-    format: str | None = None,
+    format: RowFormat | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """As `reference.residual_norm`; x is contiguous and at most `WIDEST_ROW` wide."""
     out = h = scale = None
     if norms is not None:
-        out = h = torch.empty_like(x, dtype=STORAGE.get(format))
+        out = h = torch.empty_like(x, dtype=None if format is None else storage_of(format))
     if h is not None and format is not None:
         scale = x.new_empty(len(x), 1, dtype=torch.float32)
         out = QuantizedRows(h, scale, tokens.text_rows)
@@ -138,7 +140,7 @@ def prepare_residual_norm(
     norms: Modulation | None,
     tokens: Tokens,
     eps: float,
-    format: str | None,
+    format: RowFormat | None,
     out: torch.Tensor | QuantizedRows | None,
 ) -> Callable[[torch.Tensor, Modulation | None, Modulation | None], None]:
     """`residual_norm` of this branch into `out`, for x, gates and norms like these.
@@ -164,7 +166,7 @@ def _launch(
     norms: Modulation | None,
     tokens: Tokens,
     eps: float,
-    format: str | None,
+    format: RowFormat | None,
     out: torch.Tensor | QuantizedRows | None,
 ) -> Launch:
     rows, width = x.shape
@@ -187,9 +189,7 @@ def _launch(
     constants = {
         "width": width,
         "eps": eps,
-        "largest": None if format is None else largest_of(format),
-        "smallest_row": SMALLEST_ROW,
-        "to_integer": format == "int8",
+        **quantization(format),
         "part": part,
         "parts": parts,
     }

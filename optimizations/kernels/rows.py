@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference import SMALLEST_ROW, STORAGE, QuantizedRows, largest_of
+from ...spec import RowFormat
+from ..reference import SMALLEST_ROW, QuantizedRows, largest_of, storage_of
 from . import on_card_of
 from .launch import Launch, PreparedLaunch
 
@@ -115,15 +116,24 @@ def _round_to_step(x, largest: tl.constexpr, to_integer: tl.constexpr):
         return (x + shift) - shift
 
 
+def quantization(format: RowFormat | None) -> dict[str, float | bool | None]:
+    """The constants of a kernel that calls `quantize_row`, by name."""
+    return {
+        "largest": None if format is None else largest_of(format.storage),
+        "smallest_row": SMALLEST_ROW,
+        "to_integer": format is not None and format.storage == "int8",
+    }
+
+
 def _quantizer(
-    kernel: triton.JITFunction, x: torch.Tensor, format: str, out: QuantizedRows
+    kernel: triton.JITFunction, x: torch.Tensor, format: RowFormat, out: QuantizedRows
 ) -> Launch:
     """A kernel that quantizes each row by its own magnitude, one program a row.
 
     Args:
         kernel: `_row_quantize_kernel`, or one with the same parameters.
         x: Rows, (M, K), with any row stride; K is at most `WIDEST_ROW`.
-        format: "fp8" or "int8".
+        format: How.
         out: Of M rows.
     """
     rows, k = x.shape
@@ -134,9 +144,7 @@ def _quantizer(
     part, parts, warps = launch_shape(k)
     constants = {
         "k": k,
-        "largest": largest_of(format),
-        "smallest_row": SMALLEST_ROW,
-        "to_integer": format == "int8",
+        **quantization(format),
         "part": part,
         "parts": parts,
     }
@@ -145,13 +153,12 @@ def _quantizer(
 
 
 def _quantize(
-    kernel: triton.JITFunction, x: torch.Tensor, format: str
+    kernel: triton.JITFunction, x: torch.Tensor, format: RowFormat
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q and scale, as of `reference.row_quantize`."""
-    largest_of(format)
     if x.stride(1) != 1:
         x = x.contiguous()
-    q = x.new_empty(x.shape, dtype=STORAGE[format])
+    q = x.new_empty(x.shape, dtype=storage_of(format))
     scale = x.new_empty(len(x), 1, dtype=torch.float32)
     with on_card_of(x):
         _quantizer(kernel, x, format, QuantizedRows(q, scale, len(x))).once()
@@ -184,12 +191,12 @@ def _row_quantize_kernel(
     tl.store(scale_ptr + row + tl.where(row >= cut, gap, 0), scale)
 
 
-def row_quantize(x: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
+def row_quantize(x: torch.Tensor, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """As `reference.row_quantize`; x (M, K) may have any row stride, K is at most `WIDEST_ROW`."""
     return _quantize(_row_quantize_kernel, x, format)
 
 
-def prepare_row_quantize(x: torch.Tensor, format: str, out: QuantizedRows) -> PreparedLaunch:
+def prepare_row_quantize(x: torch.Tensor, format: RowFormat, out: QuantizedRows) -> PreparedLaunch:
     """`row_quantize` into `out`, of x or of tensors like it."""
     return _quantizer(_row_quantize_kernel, x, format, out).prepared()
 
@@ -230,11 +237,11 @@ def _gelu(x):
     return x / (1.0 + tl.exp2(x * (-2.302208198144325 - 0.1029432395800235 * (x * x))))
 
 
-def gelu_quantize(x: torch.Tensor, format: str) -> tuple[torch.Tensor, torch.Tensor]:
+def gelu_quantize(x: torch.Tensor, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """As `reference.gelu_quantize`; x (M, K) may have any row stride, K is at most `WIDEST_ROW`."""
     return _quantize(_gelu_quantize_kernel, x, format)
 
 
-def prepare_gelu_quantize(x: torch.Tensor, format: str, out: QuantizedRows) -> PreparedLaunch:
+def prepare_gelu_quantize(x: torch.Tensor, format: RowFormat, out: QuantizedRows) -> PreparedLaunch:
     """`gelu_quantize` into `out`, of x or of tensors like it."""
     return _quantizer(_gelu_quantize_kernel, x, format, out).prepared()

@@ -33,7 +33,7 @@ from qwen_l40s.planning.request import (
     RunRequest,
     Setting,
 )
-from qwen_l40s.spec import TransformerShape
+from qwen_l40s.spec import RowFormat, TransformerShape
 
 SHAPE = TransformerShape(
     blocks=2, dim=512, heads=4, head_dim=128, joint_dim=64, in_channels=64, packed_out_channels=64
@@ -104,12 +104,13 @@ class Int8Layers:
         return True
 
     def kind(self, layer):
-        return None if "forward" in vars(layer) else "int8"  # as ComfyLayers of one that is changed
+        # As ComfyLayers of one that is changed.
+        return None if "forward" in vars(layer) else RowFormat("int8")
 
     def tensors(self, layer, like):
         if layer not in self._held:
             with _disable_current_modes():
-                self._held[layer] = reference.row_quantize(layer.weight, "int8")
+                self._held[layer] = reference.row_quantize(layer.weight, RowFormat("int8"))
         return nullcontext(LayerTensors(*self._held[layer], layer.bias))
 
     def norm_weight(self, norm, like):
@@ -173,7 +174,7 @@ def given_bytes(request):
 
 def expands(layer):
     """The `forward` of a quantized layer where nothing multiplies 8 bits."""
-    weight, scale = reference.row_quantize(layer.weight, "int8")
+    weight, scale = reference.row_quantize(layer.weight, RowFormat("int8"))
     gemm = linear.Gemm("int8", "dequantize", "")
     return lambda x: gemm.linear(x, weight, scale, layer.bias)
 

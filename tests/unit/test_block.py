@@ -17,6 +17,7 @@ from qwen_l40s.optimizations.blocks.block_form import unsupported_block
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import ModulationTable, compute_entry
 from qwen_l40s.optimizations.reference import Rotary, Tokens
+from qwen_l40s.spec import RowFormat
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -124,6 +125,9 @@ def attend(q, k, v, mask):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
 
 
+ROWS = {"fp8": RowFormat("fp8"), "int8": RowFormat("int8")}
+
+
 class Gemm:
     """A GEMM of 8-bit rows and weights that adds up as a tensor core does."""
 
@@ -154,15 +158,15 @@ class Layers:
             block.get_submodule(name): kinds.get(place, DENSE) for place, name in LAYERS.items()
         }
         self.weights = {
-            layer: reference.row_quantize(layer.weight, kind)
+            layer: reference.row_quantize(layer.weight, ROWS[kind])
             for layer, kind in self.kinds.items()
-            if kind in reference.STORAGE
+            if kind in ROWS
         }
         self.gemms = {format: Gemm(format, format in weight_only) for format in reference.STORAGE}
 
     def kind(self, layer):
         kind = self.kinds.get(layer, DENSE)
-        return None if kind == "opaque" else kind
+        return None if kind == "opaque" else ROWS.get(kind, kind)
 
     def tensors(self, layer, like):
         if self.kind(layer) is None:
@@ -181,9 +185,9 @@ class Layers:
         if kind in (DENSE, "opaque"):
             return layer(x)
         weight, scale = self.weights[layer]
-        if self.gemms[kind].weight_only:
+        if self.gemms[ROWS[kind].storage].weight_only:
             return F.linear(x, weight.to(x.dtype) * scale, layer.bias)
-        q, x_scale = reference.row_quantize(x.reshape(-1, x.shape[-1]), kind)
+        q, x_scale = reference.row_quantize(x.reshape(-1, x.shape[-1]), ROWS[kind])
         out = reference.scaled_gemm(q, weight, x_scale, scale, layer.bias, x.dtype)
         return out.view(*x.shape[:-1], -1)
 
@@ -374,7 +378,7 @@ def test_layer_that_turns_out_dense_reads_the_quantized_rows_back():
         def apply(self, layer, x):
             if layer in (block.attn.to_add_out, block.attn.to_out[0]):
                 return layer(x)  # what attention gives is there unrounded too
-            q, scale = reference.row_quantize(x.reshape(-1, x.shape[-1]), "fp8")
+            q, scale = reference.row_quantize(x.reshape(-1, x.shape[-1]), RowFormat("fp8"))
             return F.linear((q.float() * scale).view(x.shape), layer.weight, layer.bias)
 
     layers = Merged(block, MIXES["all fp8"])
@@ -399,7 +403,7 @@ def test_each_activation_is_quantized_once(mix, expected):
 
     def counted(field):
         def call(*args):
-            fused = field == "residual_norm" and args[-1] in reference.STORAGE
+            fused = field == "residual_norm" and isinstance(args[-1], RowFormat)
             calls.append(names[field] + (f":{args[-1]}" if fused else ""))
             return getattr(TORCH, field)(*args)
 

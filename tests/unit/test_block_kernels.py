@@ -12,6 +12,7 @@ import block_kernel_cases as cases
 from qwen_l40s import SettingError
 from qwen_l40s.optimizations import kernels, reference
 from qwen_l40s.optimizations.reference import Tokens
+from qwen_l40s.spec import RowFormat
 
 # ------------------------------------------------------------------------------- what the twins are
 
@@ -107,9 +108,9 @@ def test_a_format_that_is_none():
     _, norms = cases.halves(tokens, 16)
     x = torch.zeros(tokens.rows, 16)
     with pytest.raises(SettingError, match="'int4': use fp8 or int8"):
-        reference.residual_norm(x, None, None, norms, tokens, cases.EPS, "int4")
+        reference.residual_norm(x, None, None, norms, tokens, cases.EPS, RowFormat("int4"))
     with pytest.raises(SettingError, match="'int4': use fp8 or int8"):
-        reference.gelu_quantize(x, "int4")
+        reference.gelu_quantize(x, RowFormat("int4"))
 
 
 # -------------------------------------------------------------------------------------- on the card
@@ -203,8 +204,9 @@ def test_rows_past_2_to_the_31_elements():
 
     x = torch.zeros(2**31 // 12288 + 9, 12288, dtype=half, device="cuda")
     x[-8:] = last
-    q, scale = gelu_quantize(x, "int8")
-    cases.assert_quantized(q[-8:], scale[-8:], *reference.gelu_quantize(last.double(), "int8"))
+    int8 = RowFormat("int8")
+    q, scale = gelu_quantize(x, int8)
+    cases.assert_quantized(q[-8:], scale[-8:], *reference.gelu_quantize(last.double(), int8))
     del x, q
 
     tokens = Tokens(1, 1, 2**31 // 3072 + 8, 9)

@@ -29,7 +29,7 @@ from qwen_l40s.measure.keep import (
 )
 from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.linear import Gemm
-from qwen_l40s.spec import BLOCK_GEMMS
+from qwen_l40s.spec import BLOCK_GEMMS, RowFormat
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -91,7 +91,7 @@ def test_errors_of_a_gaussian_layer_are_those_of_the_formats():
     x, weight = random_tensor(96, 1024), random_tensor(1024, 1024)
     exact = x.double() @ weight.double().t()
     for format, expected in (("fp8", 0.0373), ("int8", 0.0107)):
-        out = PlainProduct(format).linear(x, *reference.row_quantize(weight, format))
+        out = PlainProduct(format).linear(x, *reference.row_quantize(weight, RowFormat(format)))
         assert relative_error(out, exact) == pytest.approx(expected, abs=0.001)
 
 
@@ -102,7 +102,7 @@ def test_outliers_leave_fp8_as_it_is_and_spoil_int8():
     weight[:, 300] *= 100
     exact = x.double() @ weight.double().t()
     for format, low, high in (("fp8", 0.025, 0.042), ("int8", 0.2, 1.0)):
-        out = PlainProduct(format).linear(x, *reference.row_quantize(weight, format))
+        out = PlainProduct(format).linear(x, *reference.row_quantize(weight, RowFormat(format)))
         assert low < relative_error(out, exact) < high
 
 
@@ -114,8 +114,8 @@ def test_on_a_cpu_activations_are_rounded_too(format):
     product = tensor_core_product(format, CPU)
     x, weight = random_tensor(20, 128), random_tensor(64, 128)
     bias = random_tensor(64)
-    values, scale = reference.row_quantize(weight, format)
-    q, x_scale = reference.row_quantize(x, format)
+    values, scale = reference.row_quantize(weight, RowFormat(format))
+    q, x_scale = reference.row_quantize(x, RowFormat(format))
     exact = (q.double() * x_scale) @ (values.double() * scale).t() + bias
     out = product.linear(x.view(4, 5, 128), values, scale, bias)
     assert out.shape == (4, 5, 64)

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from qwen_l40s import SettingError
 from qwen_l40s.optimizations import kernels, reference
+from qwen_l40s.spec import RowFormat
 
 FORMATS = ("fp8", "int8")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -37,7 +38,7 @@ def random(*shape, device="cpu", seed=0):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_come_back_within_half_a_step(dtype, format):
     x = random(7, 123).to(dtype)
-    q, scale = reference.row_quantize(x, format)
+    q, scale = reference.row_quantize(x, RowFormat(format))
     assert (q.shape, q.dtype) == (x.shape, reference.STORAGE[format])
     assert (scale.shape, scale.dtype) == ((7, 1), torch.float32)
     back = q.double() * scale
@@ -54,7 +55,7 @@ def test_rows_without_a_scale_of_their_own(format):
     x[1] = 1e-38
     x[2, 5] = torch.nan
     x[3, 5] = torch.inf
-    q, scale = reference.row_quantize(x, format)
+    q, scale = reference.row_quantize(x, RowFormat(format))
     assert scale[0] == scale[1] == 1
     assert (q[:2].float() == 0).all()
     assert scale[2].isnan()
@@ -63,19 +64,19 @@ def test_rows_without_a_scale_of_their_own(format):
 
 def test_ties_are_rounded_to_even():
     x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -3.5]])
-    q, _ = reference.row_quantize(x, "int8")
+    q, _ = reference.row_quantize(x, RowFormat("int8"))
     assert q.tolist() == [[127, 0, 2, 2, 0, -4]]
 
 
 def test_a_format_that_is_none():
     with pytest.raises(SettingError, match="'int4': use fp8 or int8"):
-        reference.row_quantize(torch.zeros(1, 16), "int4")
+        reference.row_quantize(torch.zeros(1, 16), RowFormat("int4"))
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_scaled_gemm_is_the_product_of_what_the_rows_mean(format):
-    a, scale_a = reference.row_quantize(random(5, 80), format)
-    b, scale_b = reference.row_quantize(random(24, 80), format)
+    a, scale_a = reference.row_quantize(random(5, 80), RowFormat(format))
+    b, scale_b = reference.row_quantize(random(24, 80), RowFormat(format))
     bias = random(24).to(torch.bfloat16)
     exact = (a.double() * scale_a) @ (b.double() * scale_b).t()
     out = reference.scaled_gemm(a, b, scale_a, scale_b, None, torch.float32)
@@ -168,8 +169,8 @@ def test_row_quantize_on_the_card_is_its_twin(format):
     for shape in ROWS:
         x = random(*shape, device="cuda").to(torch.bfloat16)
         x[0] = 0
-        q, scale = row_quantize(x, format)
-        twin_q, twin_scale = reference.row_quantize(x, format)
+        q, scale = row_quantize(x, RowFormat(format))
+        twin_q, twin_scale = reference.row_quantize(x, RowFormat(format))
         assert torch.equal(scale, twin_scale)
         assert torch.equal(q.float(), twin_q.float())
 
@@ -183,8 +184,8 @@ def test_scaled_gemm_on_the_card_is_its_twin(format):
 
     runnable(format)
     for m, n, k in SHAPES:
-        a, scale_a = reference.row_quantize(random(m, k, device="cuda"), format)
-        b, scale_b = reference.row_quantize(random(n, k, device="cuda", seed=1), format)
+        a, scale_a = reference.row_quantize(random(m, k, device="cuda"), RowFormat(format))
+        b, scale_b = reference.row_quantize(random(n, k, device="cuda", seed=1), RowFormat(format))
         bias = random(n, device="cuda").to(torch.bfloat16)
         out = scaled_gemm(a, b, scale_a, scale_b, bias, torch.float32)
         twin = reference.scaled_gemm(a, b, scale_a, scale_b, bias, torch.float32)

@@ -10,6 +10,7 @@ from qwen_l40s import SettingError, UnavailableError
 from qwen_l40s.machine.card import Capability, State
 from qwen_l40s.optimizations import linear, reference
 from qwen_l40s.optimizations.linear import BACKENDS, Gemm, choose_gemm, dense_linear
+from qwen_l40s.spec import RowFormat
 
 CPU = torch.device("cpu")
 CARD = torch.device("cuda", 0)
@@ -49,7 +50,7 @@ def runnable(format, backend, device):
 
 
 def layer(n, k, format, device):
-    weight, scale = reference.row_quantize(random(n, k, device=device), format)
+    weight, scale = reference.row_quantize(random(n, k, device=device), RowFormat(format))
     return weight, scale, random(n, device=device).to(torch.bfloat16)
 
 
@@ -68,7 +69,7 @@ def test_layer_is_the_product_of_what_it_holds(format, backend, device):
         x = random(40, 256, device=device).to(dtype)
         meant = x.double()
         if not gemm.weight_only:
-            q, x_scale = reference.row_quantize(x, format)
+            q, x_scale = reference.row_quantize(x, RowFormat(format))
             meant = q.double() * x_scale
         exact = meant @ (weight.double() * scale).t()
         out = gemm.linear(x, weight, scale, bias)
@@ -88,7 +89,7 @@ def test_error_against_the_layer_before_quantization(format, backend, device):
     weight = random(64, 512, device=device)
     x = random(33, 512, device=device) * torch.logspace(-2, 2, 33, device=device)[:, None]
     exact = x.double() @ weight.double().t()
-    out = gemm.linear(x.to(torch.bfloat16), *reference.row_quantize(weight, format))
+    out = gemm.linear(x.to(torch.bfloat16), *reference.row_quantize(weight, RowFormat(format)))
     rows = (out.double() - exact).norm(dim=1) / exact.norm(dim=1)
     assert rows.max() < {"fp8": 0.05, "int8": 0.015}[format]
 

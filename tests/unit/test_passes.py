@@ -31,6 +31,7 @@ from qwen_l40s.optimizations.blocks.products import (
 from qwen_l40s.optimizations.blocks.workspace import Workspace
 from qwen_l40s.optimizations.modulation import compute_entry
 from qwen_l40s.optimizations.reference import QuantizedRows, Tokens, row_quantize
+from qwen_l40s.spec import RowFormat
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -153,10 +154,11 @@ def test_buffers_go_at_once_and_nothing_holds_the_streams_of_a_pass():
 def test_a_merged_weight_reads_what_is_of_this_block(fixed):
     rows, part = Rows(random(9, 8)), StreamSlice(2, 2, 3, 4)
     rows.fixed = fixed
-    values, scale = row_quantize(random(9, 8, seed=1), "int8")
-    rows.quantized["int8"] = QuantizedRows(values, torch.cat([scale[:2], scale[:2], scale[2:]]), 2)
+    format = RowFormat("int8")
+    values, scale = row_quantize(random(9, 8, seed=1), format)
+    rows.quantized[format] = QuantizedRows(values, torch.cat([scale[:2], scale[:2], scale[2:]]), 2)
     weight, bias, out = random(4, 8, seed=2), random(4, seed=3), torch.zeros(2, 5, 4)
-    merged_product(Read(rows, part, out[:, 1:4]), "int8")(Operand.of(weight, None, bias))
+    merged_product(Read(rows, part, out[:, 1:4]), format)(Operand.of(weight, None, bias))
     read = values.float() * scale if fixed else rows.matrix
     for item, start in enumerate((2, 6)):
         expected = read[start : start + 3] @ weight.t() + bias

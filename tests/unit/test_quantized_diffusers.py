@@ -36,7 +36,7 @@ from qwen_l40s.measure.layer_errors import (
 from qwen_l40s.micro.scene import parse_prompt
 from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.linear import choose_gemm
-from qwen_l40s.spec import QUANTIZED
+from qwen_l40s.spec import QUANTIZED, RowFormat
 from qwen_l40s.tools.micro import quality
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,7 +74,7 @@ def test_a_layer_multiplies_rounded_activations_with_rounded_weights(format):
     quantized = QuantizedLinear(layer, PlainProduct(format))
     x = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(0))
     values, scale = quantize_rows(layer.weight.detach(), format)
-    rows, x_scale = reference.row_quantize(x.reshape(-1, 64), format)
+    rows, x_scale = reference.row_quantize(x.reshape(-1, 64), RowFormat(format))
     exact = (rows.double() * x_scale) @ (values.double() * scale).t() + layer.bias.double()
     out = quantized(x)
     assert (out.shape, out.dtype) == ((2, 9, 48), torch.float32)

@@ -23,6 +23,7 @@ from comfy_aimdo import model_vbar
 from ....optimizations.blocks.block import DENSE
 from ....optimizations.blocks.block_form import head_norms, token_layers
 from ....optimizations.fallback import Fallback
+from ....spec import RowFormat
 
 PAGE = 32 << 20  # of dynamic VRAM, in bytes
 # What is used of comfy_aimdo.
@@ -39,7 +40,7 @@ CAST = Fallback("weights are cast on their way to their layers")
 ROOM = Fallback("the first pass of a run may need the memory of weights")
 TIGHT = Fallback("with all weights held, memory ran out")
 
-Kind = Callable[[torch.nn.Module], "str | None"]
+Kind = Callable[[torch.nn.Module], "str | RowFormat | None"]
 
 
 class Pages(NamedTuple):

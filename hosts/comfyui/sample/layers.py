@@ -20,7 +20,7 @@ from ....optimizations.blocks.block import DENSE, LayerTensors
 from ....optimizations.blocks.block_form import is_changed
 from ....optimizations.fallback import Fallback
 from ....optimizations.linear import Gemm, choose_gemm
-from ....spec import QUANTIZED
+from ....spec import RowFormat
 from ..load import linear as operations
 from .held import HeldWeights, row_scale, stored
 
@@ -32,6 +32,8 @@ FORMAT_BY_LAYOUT = {
     "TensorCoreFP8Layout": "fp8",
     "TensorCoreFP8E4M3Layout": "fp8",
 }
+# Made once: every layer is asked in every forward pass.
+ROWS = {layout: RowFormat(storage) for layout, storage in FORMAT_BY_LAYOUT.items()}
 
 
 class ComfyLayers:
@@ -67,7 +69,7 @@ class ComfyLayers:
             finally:
                 self._holds = False
 
-    def kind(self, layer: torch.nn.Module) -> str | None:
+    def kind(self, layer: torch.nn.Module) -> str | RowFormat | None:
         # Every layer is asked in every forward pass, so past Module.__getattr__: a LoRA, or weights
         # that ComfyUI moves off the card, can change the answer at any time.
         own = layer.__dict__
@@ -88,7 +90,7 @@ class ComfyLayers:
             or layer.bias_function
             or getattr(params, "convrot", False)
         )
-        return None if params is None or runs_itself else FORMAT_BY_LAYOUT.get(layout)
+        return None if params is None or runs_itself else ROWS.get(layout)
 
     def tensors(
         self, layer: torch.nn.Module, like: torch.Tensor
@@ -98,7 +100,7 @@ class ComfyLayers:
         return _Cast(layer, like)
 
     def rounds(self, layer: torch.nn.Module) -> bool:
-        return self.kind(layer) in QUANTIZED
+        return isinstance(self.kind(layer), RowFormat)
 
     def norm_weight(self, norm: torch.nn.Module, like: torch.Tensor) -> torch.Tensor:
         weight = norm.weight
