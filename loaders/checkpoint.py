@@ -296,7 +296,7 @@ def _part(name: str, part: Slice, shards: Shards, config: Mapping[str, Any]) -> 
         cannot_run=(
             (*identity.cannot_run, *quantization.needs())
             if identity.cannot_run
-            else tuple(quantization.cannot_run())
+            else tuple(quantization.cannot_run(identity.role))
         ),
         errors=(*identity.errors, *contradictions(identity, config, tensors)),
         prefix=part.prefix,

@@ -15,6 +15,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..spec import BLOCK_GEMMS, TIME_CHANNELS, TransformerShape
+from .quantization import unpacked_shape
 from .source import Source
 
 _RESNET = {
@@ -262,7 +263,9 @@ def check_complete(source: Source) -> TransformerShape:
         shape = TransformerShape.from_dims(part.dims, part.blocks, part.family)
     except CheckpointError as error:
         raise CheckpointError(error, source.path) from error
-    found = {name: info.shape for name, info in source.tensors.items()}
+    found = {
+        name: unpacked_shape(part.quantization, name, info) for name, info in source.tensors.items()
+    }
     expected = expected_tensors(shape)
     # What else a file holds, such as scales and markers, is for others to judge.
     known = {name: sizes for name, sizes in found.items() if name in expected}

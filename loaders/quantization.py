@@ -78,6 +78,29 @@ RUNNABLE = frozenset(
     }
 )
 STORAGE_ONLY = frozenset({"fp8 e5m2, scaled", "fp8 e5m2, unscaled"})
+# What a transformer's loader decodes to int8 ConvRot, value for value.
+PACKED = frozenset(HOSTS)
+# What their codes mean, beside one scale for each row.
+DECODING = (".weight_s_rel", ".weight_codebook")
+# What to take on an L40S instead of formats of which nothing is gained there.
+BETTER = "get the model in int8 ConvRot or fp8"
+_BLACKWELL = (
+    "weights are left to ComfyUI's own layers, which multiply them on Blackwell and expand them on "
+    f"Ada: for an L40S {BETTER}, or use ComfyUI's own loader."
+)
+_NUNCHAKU = (
+    "SVDQuant and AWQ weights of nunchaku lie in the order of its own compiled extension, which "
+    f"this package does not call: {BETTER}, or use nunchaku's nodes."
+)
+# {format: why it is not run, and what to do}, where that is known
+REFUSALS = {
+    "nvfp4": f"nvfp4 {_BLACKWELL}",
+    "mxfp8": f"mxfp8 {_BLACKWELL}",
+    "int4 ConvRot (w4a4)": "int4 ConvRot (w4a4) weights are not run, because activations in 4 bits "
+    f"without calibration paint noise with Qwen-Image: {BETTER}.",
+    "SVDQuant (nunchaku)": _NUNCHAKU,
+    "AWQ int4 (nunchaku)": _NUNCHAKU,
+}
 
 
 @dataclass(frozen=True)
@@ -103,22 +126,24 @@ class Quantization:
         """{format: number of layers}"""
         return dict(Counter(self.layers.values()))
 
-    def cannot_run(self) -> list[str]:
-        """One sentence for every format that this package does not compute with."""
+    def cannot_run(self, role: str) -> list[str]:
+        """One sentence for every format that this package does not compute a part with."""
         sentences = []
         for name in sorted(self.formats):
             if name in STORAGE_ONLY:
                 sentences.append(
                     f"{name} weights are storage only: they are converted to bf16 to compute."
                 )
-            elif name not in RUNNABLE:
+            elif name in REFUSALS:
+                sentences.append(REFUSALS[name])
+            elif name not in RUNNABLE and (name not in PACKED or role != "transformer"):
                 host = HOSTS.get(name)
                 other = f", or load it with ComfyUI's own nodes ({host})" if host else ""
                 sentences.append(
                     f"{name} weights are not run by this package, which computes in bf16, fp8 e4m3 "
                     f"and int8: get the model in one of these{other}."
                 )
-        return sentences
+        return [*dict.fromkeys(sentences)]
 
     def needs(self) -> list[str]:
         """What ComfyUI has to be for formats that it has learnt of late, one sentence for each."""
@@ -198,7 +223,7 @@ def parse_attention(data: bytes) -> str:
 def computed_precision(formats: Iterable[str]) -> str | None:
     """int8 or fp8, whichever most layers of these formats are computed in; None for neither."""
     for name, _ in Counter(formats).most_common():
-        if name.startswith("int8"):
+        if name.startswith("int8") or name in PACKED:
             return "int8"
         if name.startswith("fp8 e4m3"):
             return "fp8"
@@ -220,6 +245,14 @@ def count_parameters(tensors: Tensors, quantization: Quantization) -> int:
         for name, info in tensors.items()
         if not (AUXILIARY.search(name) or name.endswith(ATTENTION_CONFIG))
     )
+
+
+def unpacked_shape(quantization: Quantization, name: str, info: TensorInfo) -> tuple[int, ...]:
+    """The shape of a tensor with the weights that share a byte counted one by one."""
+    bits = PACKED_BITS.get(quantization.layers.get(name.removesuffix(".weight"), ""))
+    if bits is None or not name.endswith(".weight") or len(info.shape) != 2:
+        return info.shape
+    return info.shape[0], info.shape[1] * ELEMENT_BITS.get(info.dtype, bits) // bits
 
 
 def _weights_in(info: TensorInfo, bits: int | None) -> int:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import CheckpointError, SettingError
-from ..planning.bytes import part_bytes
+from ..planning.bytes import TransformerBytes, part_bytes
 from ..planning.request import TEXT_ENCODER, TRANSFORMER, VAE, Parts
 from ..spec import QUANTIZED, TransformerShape, VaeShape
 from .checkpoint import CheckpointPart, inspect_checkpoint
-from .quantization import computed_precision
+from .quantization import DECODING, PACKED, computed_precision, unpacked_shape
 from .source import Source, open_source
 
 MODULATION_WEIGHT = re.compile(r"\.(img|txt)_mod\.1\.")
@@ -37,7 +38,7 @@ class CheckpointSizes:
         family: A name in `spec.FAMILIES`; None where the tensors leave it open.
         shape: Of the transformer.
         transformer: What its header says.
-        modulation_bytes: Of the transformer's modulation as stored.
+        loaded: Bytes of the transformer that is loaded as stored.
         text_encoder: None where the checkpoint has none, as `vae`.
     """
 
@@ -45,7 +46,7 @@ class CheckpointSizes:
     family: str | None
     shape: TransformerShape
     transformer: CheckpointPart
-    modulation_bytes: int
+    loaded: TransformerBytes
     text_encoder: CheckpointPart | None
     vae: CheckpointPart | None
 
@@ -83,8 +84,8 @@ class CheckpointSizes:
             precision = stored
             parts = replace(
                 parts,
-                transformer_bytes=self.transformer.bytes,
-                modulation_bytes=self.modulation_bytes,
+                transformer_bytes=self.loaded.total,
+                modulation_bytes=self.loaded.modulation,
             )
         if self.text_encoder is not None:
             text_encoder, count = _text_encoder(self.text_encoder, text_encoder)
@@ -119,7 +120,7 @@ def read_sizes(path: str | os.PathLike[str]) -> CheckpointSizes:
         family=FAMILY_BY_CLASS.get(part.family),
         shape=shape,
         transformer=part,
-        modulation_bytes=modulation_bytes(transformer),
+        loaded=loaded_bytes(transformer),
         **others,
     )
 
@@ -160,7 +161,16 @@ def _text_encoder(part: CheckpointPart, requested: str) -> tuple[str, int]:
     return precision, part_bytes(parameters, precision)
 
 
-def modulation_bytes(source: Source) -> int:
-    """Bytes of a transformer's modulation layers as stored."""
-    tensors = source.tensors.items()
-    return sum(info.nbytes for name, info in tensors if MODULATION_WEIGHT.search(name))
+def loaded_bytes(source: Source) -> TransformerBytes:
+    """Bytes of a transformer that is loaded as stored: weights of 4 and 6 bits become int8."""
+    quantization, total, modulation = source.part.quantization, 0, 0
+    for name, info in source.tensors.items():
+        count = info.nbytes
+        if quantization.layers.get(name.rpartition(".")[0]) in PACKED:
+            if name.endswith(".weight"):
+                count = math.prod(unpacked_shape(quantization, name, info))
+            elif name.endswith(DECODING):
+                count = 0
+        total += count
+        modulation += count if MODULATION_WEIGHT.search(name) else 0
+    return TransformerBytes(total, modulation)

@@ -3,7 +3,7 @@
 What comes out: fp8 e4m3 or int8 weights with one float32 scale for each output row, and everything
 else in a plain dtype under its own name; scales, markers and settings are gone. Values do not
 change, except what was stored in e5m2 and quantized layers that are never computed quantized: these
-become bf16.
+become bf16. Weights of 4 and 6 bits (`PackedLayer`) are codes of rotated int8 weights.
 
 Tensors are read one at a time, and those that need no conversion are passed on as they are: the
 host may have mapped them and not read them yet, so nothing here looks for NaN in them.
@@ -11,7 +11,7 @@ host may have mapped them and not read them yet, so nothing here looks for NaN i
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -19,7 +19,15 @@ import torch
 
 from ..errors import CheckpointError
 from .convert import is_finite
-from .quantization import AUXILIARY, RUNNABLE, STORAGE_ONLY, Quantization
+from .quantization import (
+    AUXILIARY,
+    DECODING,
+    PACKED,
+    PACKED_BITS,
+    RUNNABLE,
+    STORAGE_ONLY,
+    Quantization,
+)
 from .quantize import comfy_quant_tensor, dequantize_rows, is_modulation, layers_to_quantize
 
 DEFAULT_GROUP = 256
@@ -48,9 +56,9 @@ def rotate(weight: torch.Tensor, size: int) -> torch.Tensor:
     return (grouped @ (matrix / size**0.5)).reshape(weight.shape)
 
 
-SCALES = (".weight_scale", ".scale_weight")
+SCALES = (".weight_scale", ".scale_weight", ".weight_s_channel")
 # Activations are scaled for each token as they come: a stored scale for them is not used.
-ACCOMPANYING = (*SCALES, ".comfy_quant", ".input_scale", ".scale_input")
+ACCOMPANYING = (*SCALES, *DECODING, ".comfy_quant", ".input_scale", ".scale_input")
 MARKER = "scaled_fp8"
 # What holds quantized values, and core ComfyUI's name for it with one scale for the weight.
 KINDS = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.int8: "int8"}
@@ -63,6 +71,7 @@ FORM_DTYPES = {
     "fp8 e5m2, unscaled": torch.float8_e5m2,
     "int8": torch.int8,
     "int8 ConvRot": torch.int8,
+    **dict.fromkeys(PACKED, torch.int8),
 }
 REMEDY = "download or save the file again"
 
@@ -113,13 +122,48 @@ class StoredLayer:
         }
 
 
+@dataclass(frozen=True)
+class PackedLayer:
+    """A layer whose weight is stored in 4 or 6 bits, codes of an int8 ConvRot weight [N, K]:
+    `rint(clamp(level * group_scale, -127, 127))`, with the code's entry in the codebook as its
+    level, or without one the code less half of all codes.
+
+    Args:
+        codes: [N, K * bits / 8], int8. A byte holds two codes, the lower bits first. Of 6 bits the
+            upper two follow in K / 4 bytes of four.
+        group_scale: [N, groups], float8_e4m3fn or float32, finite.
+        codebook: [16], float32, finite; None for equal steps, and for 6 bits.
+        bits: 4 or 6.
+        scale, convrot_groupsize, full_precision: as of `StoredLayer`.
+    """
+
+    codes: torch.Tensor
+    group_scale: torch.Tensor
+    codebook: torch.Tensor | None
+    bits: int
+    scale: torch.Tensor
+    convrot_groupsize: int
+    full_precision: bool = False
+
+    def decoded(self, decode: Decode) -> StoredLayer:
+        """As int8 ConvRot."""
+        values = decode(self.codes, self.group_scale, self.codebook, self.bits)
+        return StoredLayer(
+            values, self.scale, "int8 ConvRot", self.convrot_groupsize, self.full_precision
+        )
+
+
+# (codes, group_scale, codebook, bits) of a `PackedLayer` -> int8 [N, K], where codes are or not
+Decode = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", int], torch.Tensor]
+
+
 def accompanies(name: str) -> bool:
     """Whether a tensor is a scale, a setting or a marker of the formats that are read here."""
     return name == MARKER or name.endswith(ACCOMPANYING)
 
 
 def canonical_tensors(
-    tensors: Mapping[str, torch.Tensor], quantization: Quantization
+    tensors: Mapping[str, torch.Tensor], quantization: Quantization, decode: Decode
 ) -> Iterator[tuple[str, torch.Tensor | StoredLayer]]:
     """Yields every weight of a transformer: (layer, `StoredLayer`) for what stays quantized, and
     (name, tensor) for the rest, in the order of `tensors`.
@@ -132,6 +176,7 @@ def canonical_tensors(
         tensors: {name without prefix: tensor}, on any device. A weight is asked for once, when its
             turn comes; scales at once.
         quantization: what `find_quantization` said of the same tensors.
+        decode: for weights in 4 or 6 bits.
 
     Raises:
         CheckpointError: at once, for a format that this package does not run and for a scale that
@@ -139,7 +184,7 @@ def canonical_tensors(
             and for NaN or infinity in what is converted, when its turn comes.
     """
     for layer, form in quantization.layers.items():
-        if form not in RUNNABLE | STORAGE_ONLY:
+        if form not in RUNNABLE | STORAGE_ONLY | PACKED:
             _refuse(
                 f"{layer}.weight",
                 f"is stored as {form}",
@@ -152,7 +197,7 @@ def canonical_tensors(
             _refuse(
                 f"{layer}.weight", f"is {form} and has no scale", "its weight_scale must be there"
             )
-    return _converted(tensors, quantization, scales)
+    return _converted(tensors, quantization, scales, decode)
 
 
 def stored_layers(
@@ -183,6 +228,7 @@ def _converted(
     tensors: Mapping[str, torch.Tensor],
     quantization: Quantization,
     scales: Mapping[str, torch.Tensor],
+    decode: Decode,
 ) -> Iterator[tuple[str, torch.Tensor | StoredLayer]]:
     computed = layers_to_quantize(quantization.layers)
     slow_marker = MARKER in tensors and tensors[MARKER].numel() == 2
@@ -199,30 +245,42 @@ def _converted(
             what = f"is {weight.dtype} and declared as {form}"
             _refuse(name, what, "dtype and format must agree")
         settings = quantization.settings.get(layer, {})
-        entry = _stored(layer, weight, scales.get(layer), settings)
+        if form in PACKED:
+            bits = PACKED_BITS[form]
+            packed = _packed(layer, tensors, scales[layer], settings, bits)
+            entry = packed.decoded(decode)
+        else:
+            entry = _stored(layer, weight, scales.get(layer), settings)
         if form in STORAGE_ONLY or not (layer in computed or is_modulation(layer)):
             yield name, _in_bf16(name, entry)
             continue
-        if weight.dim() != 2:
-            shape = tuple(weight.shape)
-            _refuse(name, f"has the shape {shape}", "a linear layer's weight is a matrix")
+        _check_matrix(name, weight)
         slow = (
             layer not in computed
             or bool(settings.get("full_precision_matrix_mult"))
             or (slow_marker and f"{layer}.scale_weight" in tensors)
         )
-        scale = entry.scale.expand(len(weight), 1).contiguous()
+        scale = entry.scale.expand(len(entry.weight), 1).contiguous()
         yield layer, replace(entry, scale=scale, full_precision=slow)
 
 
 def _scales(
-    tensors: Mapping[str, torch.Tensor], quantized: Container[str]
+    tensors: Mapping[str, torch.Tensor], quantized: Mapping[str, object]
 ) -> dict[str, torch.Tensor]:
-    """Returns {layer: its scale in float32}, and refuses what is left over or impossible."""
+    """Returns {layer: its scale in float32}, and refuses what is left over or impossible.
+
+    Args:
+        quantized: {layer: its form, where it is known}.
+    """
     found: dict[str, torch.Tensor] = {}
     for name in filter(AUXILIARY.search, tensors):
         if not accompanies(name):
             _refuse(name, "changes a weight in an unknown way", "only scales are applied")
+        if (
+            name.endswith((SCALES[2], *DECODING))
+            and quantized.get(name.rpartition(".")[0]) not in PACKED
+        ):
+            _refuse(name, "is of no weight in 4 or 6 bits", "it belongs to one")
         if not name.endswith(SCALES):
             continue
         layer = name.rpartition(".")[0]
@@ -255,13 +313,68 @@ def _stored(
     params = settings.get("params")
     settings = {**(params if isinstance(params, dict) else {}), **settings}
     if kind == "int8" and settings.get("convrot"):
-        kind, group = "int8 ConvRot", _group_size(name, weight, settings)
+        kind, group = (
+            "int8 ConvRot",
+            _group_size(name, weight.shape[-1] if weight.dim() else 0, settings),
+        )
     return StoredLayer(weight, scale, kind, group)
 
 
-def _group_size(name: str, weight: torch.Tensor, settings: Mapping[str, Any]) -> int:
+def _packed(
+    layer: str,
+    tensors: Mapping[str, torch.Tensor],
+    scale: torch.Tensor,
+    settings: Mapping[str, Any],
+    bits: int,
+) -> PackedLayer:
+    """Joins what belongs to a weight in 4 or 6 bits; of the codes only the shape is read."""
+    name, codes = f"{layer}.weight", tensors[f"{layer}.weight"]
+    _check_matrix(name, codes)
+    rows, columns = codes.shape[0], codes.shape[1] * 8 // bits
+    if not codes.numel() or columns * bits != codes.shape[1] * 8 or columns % 16:
+        rule = f"weights of {bits} bits take a multiple of {2 * bits} bytes a row"
+        _refuse(name, f"has {codes.shape[1]} bytes a row", rule)
+    if scale.shape not in ((rows,), (rows, 1)):
+        what = f"has {scale.numel()} scales for {rows} rows"
+        _refuse(f"{layer}.weight_s_channel", what, "one a row is needed")
+    params = settings.get("params")
+    settings = {**(params if isinstance(params, dict) else {}), **settings}
+    size, group_scale = settings.get("group_size", 16), tensors.get(f"{layer}.weight_s_rel")
+    if type(size) is not int or size < 4 or size % 2 or columns % size:
+        what = f"has groups of {size!r} and is {columns} wide"
+        _refuse(name, what, "an even number of at least 4 must divide the width")
+    if group_scale is None:
+        _refuse(name, f"has {bits} bits and no weight_s_rel", "each group has a scale")
+    if group_scale.dtype == torch.uint8:  # as some writers name e4m3
+        group_scale = group_scale.view(torch.float8_e4m3fn)
+    if group_scale.shape != (rows, columns // size):
+        found, needed = tuple(group_scale.shape), (rows, columns // size)
+        _refuse(f"{layer}.weight_s_rel", f"has the shape {found}", f"{needed} is needed")
+    codebook = tensors.get(f"{layer}.weight_codebook")
+    if codebook is not None and (bits != 4 or codebook.shape != (16,)):
+        what = f"has the shape {tuple(codebook.shape)} for {bits} bits"
+        _refuse(f"{layer}.weight_codebook", what, "4 bits take 16 entries, and 6 bits none")
+    for part, numbers in (("weight_s_rel", group_scale), ("weight_codebook", codebook)):
+        if numbers is not None and not is_finite(numbers):
+            _refuse(f"{layer}.{part}", "holds NaN or infinity", "a weight must be finite")
+    return PackedLayer(
+        codes,
+        group_scale,
+        None if codebook is None else codebook.float(),
+        bits,
+        scale.reshape(-1, 1),
+        _group_size(name, columns, settings),
+    )
+
+
+def _check_matrix(name: str, weight: torch.Tensor) -> None:
+    if weight.dim() != 2:
+        shape = tuple(weight.shape)
+        _refuse(name, f"has the shape {shape}", "a linear layer's weight is a matrix")
+
+
+def _group_size(name: str, columns: int, settings: Mapping[str, Any]) -> int:
     size = settings.get("convrot_groupsize", DEFAULT_GROUP)
-    columns = weight.shape[-1] if weight.dim() else 0
     if not is_group_size(size, columns):
         _refuse(
             name,

@@ -319,3 +319,35 @@ def _segments(tokens: Tokens) -> Iterator[tuple[slice, str, int]]:
         begin += tokens.image
         if zero < begin:
             yield slice(zero, begin), "image", tokens.batch + item
+
+
+def decode_weight(
+    codes: torch.Tensor, group_scale: torch.Tensor, codebook: torch.Tensor | None, bits: int
+) -> torch.Tensor:
+    """Expands a weight of 4 or 6 bits to int8: rint(clamp(level * group_scale, -127, 127)).
+
+    A byte holds two codes, the lower bits first; of 6 bits the upper two follow in bytes of four.
+    A code's level is its entry in the codebook, or without one the code less half of all codes.
+
+    Args:
+        codes: (N, K * bits / 8), int8.
+        group_scale: (N, groups), float8_e4m3fn or fp32; groups are K / groups columns wide.
+        codebook: (16,), fp32, or None.
+        bits: 4 or 6.
+
+    Returns:
+        (N, K), int8.
+    """
+    rows, k = len(codes), codes.shape[1] * 8 // bits
+    pairs = codes[:, : k // 2].contiguous().view(torch.uint8)
+    code = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(rows, k)
+    if bits == 6:
+        fours = codes[:, k // 2 :].contiguous().view(torch.uint8)
+        upper = torch.stack([fours >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
+        code |= upper.view(rows, k) << 4
+    if codebook is None:
+        level = code.float() - 2 ** (bits - 1)
+    else:
+        level = codebook.index_select(0, code.flatten().int())
+    level = level.view(*group_scale.shape, -1).mul_(group_scale.float()[..., None])
+    return level.round_().clamp_(-127, 127).to(torch.int8).view(rows, k)

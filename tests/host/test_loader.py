@@ -14,6 +14,10 @@ import comfy.sd
 import narrow_transformer as narrow
 import pytest
 import torch
+from comfy_kitchen.backends.eager.w4a8_int8 import (
+    _dequant_int4_grouped_to_int8,
+    quantize_w4a8_int8_weight,
+)
 from comfyui_boot import folder
 from safetensors.torch import load_file, save_file
 
@@ -69,6 +73,24 @@ def rotated(_layer: str, weight: torch.Tensor) -> Tensors:
     return {"weight": values, "weight_scale": scale, "comfy_quant": marker}
 
 
+def in_four_bits(_layer: str, weight: torch.Tensor) -> Tensors:
+    """As comfy-kitchen writes it."""
+    parts = quantize_w4a8_int8_weight(weight.float())
+    entries = dict(zip(("weight", "weight_s_rel", "weight_s_channel"), parts[:3], strict=True))
+    text = json.dumps({"format": "asym_w4a8_int8", "group_size": 16, "convrot_groupsize": 256})
+    marker = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    return entries | {"weight_codebook": parts[4], "comfy_quant": marker}
+
+
+def as_int8(entries: Tensors) -> Tensors:
+    """The int8 ConvRot layer that comfy-kitchen decodes from one in four bits."""
+    codes, groups, codebook = (entries[f"weight{end}"] for end in ("", "_s_rel", "_codebook"))
+    values = _dequant_int4_grouped_to_int8(codes, groups, codebook, 16)
+    marker = comfy_quant_tensor("int8", {"convrot": True, "convrot_groupsize": 256})
+    scale = entries["weight_s_channel"].reshape(-1, 1)
+    return {"weight": values, "weight_scale": scale, "comfy_quant": marker}
+
+
 @pytest.fixture(scope="module")
 def files() -> None:
     """Every form, in FOLDER."""
@@ -104,6 +126,10 @@ def files() -> None:
     old["scaled_fp8"] = torch.zeros(2, dtype=FP8)
     save_file(old, folder / "fp8_marker.safetensors")
     save_file(quantized(weights, layers, rotated), folder / "convrot.safetensors")
+    modulations = {f"transformer_blocks.0.{stream}_mod.1" for stream in ("img", "txt")}
+    save_file(quantized(weights, layers | modulations, in_four_bits), folder / "w4a8.safetensors")
+    decoded = quantized(weights, layers | modulations, lambda *it: as_int8(in_four_bits(*it)))
+    save_file(decoded, folder / "w4a8_in_int8.safetensors")
     unscaled = {name: weight.to(FP8) for name, weight in weights.items()}
     save_file(unscaled, folder / "unscaled_fp8.safetensors")
     exact = {name: weight.bfloat16() for name, weight in unscaled.items()}
@@ -232,6 +258,18 @@ def test_stored_forms_compute_what_comfyui_computes_from_them(form, bound):
     stored = loaded(f"{form}.safetensors")
     assert 0 < difference(stored, known()) <= bound
     assert difference(stored, stock(f"{form}.safetensors")) <= 5e-3
+
+
+@with_files
+def test_four_bits_are_the_int8_that_comfyui_decodes():
+    model, report = load_model(FOLDER / "w4a8.safetensors")
+    assert torch.equal(sample(model), loaded("w4a8_in_int8.safetensors"))
+    assert report.precision == "int8" and "the file holds int8" in report.reason
+    words = "stored in int4 asymmetric (w4a8) were decoded to int8 ConvRot, exactly."
+    assert any(note.endswith(words) for note in report.notes)
+    # ComfyUI quantizes activations on a CPU too; the rest of the difference is of 4 bits.
+    assert difference(sample(model), stock("w4a8.safetensors")) <= 0.015
+    assert difference(sample(model), known()) <= 0.2
 
 
 @with_files

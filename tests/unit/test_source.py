@@ -21,6 +21,7 @@ from test_checkpoint import (
 )
 
 from qwen_l40s.errors import CheckpointError
+from qwen_l40s.loaders.checkpoint import inspect_checkpoint
 from qwen_l40s.loaders.source import PLACES, fingerprint, open_source
 from qwen_l40s.spec import METADATA_KEY
 
@@ -298,29 +299,43 @@ def test_two_transformers_in_one_file(tmp_path, specs):
 RULE = "which computes in bf16, fp8 e4m3 and int8: get the model in one of these"
 
 
-@pytest.mark.parametrize("name", ["fp3_spiral", "nvfp4", "mxfp8", "convrot_w4a4"])
-def test_a_quantization_that_is_not_run(tmp_path, name):
-    path = comfy_quant(tmp_path, {"format": name})
-    found = refused(path, "transformer", "weights are not run by this package", RULE)
-    future = f"format from the future: {name}" in found
-    assert future == (name == "fp3_spiral")
+BETTER = "get the model in int8 ConvRot or fp8"
 
 
-def test_int6_is_named_with_what_runs_it(tmp_path):
-    path = comfy_quant(tmp_path, {"format": "w6a8_int8"})
+def test_a_quantization_that_is_not_run(tmp_path, specs):
+    path = comfy_quant(tmp_path, {"format": "fp3_spiral"})
+    refused(path, "transformer", "format from the future: fp3_spiral weights are not run by", RULE)
+    for name, reason in (
+        ("nvfp4", "multiply them on Blackwell and expand them on Ada"),
+        ("mxfp8", "multiply them on Blackwell and expand them on Ada"),
+        ("convrot_w4a4", "activations in 4 bits without calibration paint noise with Qwen-Image"),
+    ):
+        path = comfy_quant(tmp_path, {"format": name})
+        assert "future" not in refused(path, "transformer", reason, BETTER)
+    packed = specs["text_encoder"]
+    layer = "model.layers.0.self_attn.q_proj"
+    text = json.dumps({"format": "w6a8_int8"}).encode()
+    packed = packed | {f"{layer}.comfy_quant": ("U8", (len(text),))}
+    contents = {f"{layer}.comfy_quant": text}
+    path = write(tmp_path / "encoder.safetensors", packed, contents=contents)
     words = "get the model in one of these, or load it with ComfyUI's own nodes (ComfyUI 0.38 and"
-    found = refused(path, "transformer", "int6 (w6a8) weights are not run", words)
-    assert "future" not in found and "comfy-kitchen 0.2.36, or newer)" in found
+    refused(path, "text_encoder", "int6 (w6a8) weights are not run", words)
 
 
 def test_nunchaku(tmp_path, specs):
+    """In one sentence, though a file holds both of its formats."""
     tensors = specs["transformer"] | {
         "transformer_blocks.0.attn.to_qkv.qweight": ("I8", (96, 16)),
         "transformer_blocks.0.attn.to_qkv.wscales": ("BF16", (2, 96)),
         "transformer_blocks.0.attn.to_qkv.proj_down": ("BF16", (32, 8)),
+        "transformer_blocks.0.img_mod.1.qweight": ("I32", (48, 16)),
+        "transformer_blocks.0.img_mod.1.wscales": ("BF16", (2, 192)),
+        "transformer_blocks.0.img_mod.1.wzeros": ("BF16", (2, 192)),
     }
     path = write(tmp_path / "file.safetensors", tensors)
-    refused(path, "transformer", "SVDQuant (nunchaku) weights are not run", RULE)
+    refused(path, "transformer", "in the order of its own compiled extension", BETTER)
+    part = inspect_checkpoint(path).parts[0]
+    assert len(part.cannot_run) == 1 and len(part.quantization.formats) == 2
 
 
 def test_bitsandbytes(tmp_path, specs):

@@ -15,9 +15,9 @@ import torch
 
 from ....errors import UnavailableError
 from ....loaders.convert import check_complete
-from ....loaders.quantization import STORAGE_ONLY, computed_precision
+from ....loaders.quantization import PACKED, STORAGE_ONLY, computed_precision
 from ....loaders.quantize import layers_to_quantize
-from ....loaders.sizes import modulation_bytes
+from ....loaders.sizes import loaded_bytes
 from ....loaders.source import Source
 from ....machine.memory import available_memory
 from ....planning.bytes import TransformerBytes, weight_bytes, weights_by_precision
@@ -161,7 +161,7 @@ def _sizes(
         for name, total in weights_by_precision(shape, kept).items()
     }
     if stored in QUANTIZED and not keep:  # taken over as it lies in the file
-        sizes[stored] = TransformerBytes(source.part.bytes, modulation_bytes(source))
+        sizes[stored] = loaded_bytes(source)
     return sizes
 
 
@@ -189,11 +189,12 @@ def _host_bytes(
 ) -> int:
     """Peak of host memory that is no mapped file."""
     name, size = decision.precision, sizes[decision.precision]
-    weights = size.total
+    weights, formats = size.total, source.part.quantization.formats.keys()
     # What is converted on load is no part of the mapped file any more, wherever it waits.
-    if decision.off_card and (stored not in ("fp16", "fp32") or name == stored):
+    mapped = stored not in ("fp16", "fp32") or name == stored
+    if decision.off_card and mapped and not PACKED & formats:
         weights -= size.modulation
-    if name == stored and not STORAGE_ONLY & source.part.quantization.formats.keys():
+    if name == stored and not (STORAGE_ONLY | PACKED) & formats:
         # Under dynamic VRAM the mapped file itself is the model; else the host copies what is
         # not quantized.
         copies = card is None or not comfy.memory_management.aimdo_enabled

@@ -15,9 +15,11 @@ import comfy.utils
 import torch
 
 from ....loaders.convert import not_finite
+from ....loaders.quantization import PACKED
 from ....loaders.quantize import RoundedLayer, layers_to_quantize, quantize_layers
 from ....loaders.source import Source
 from ....loaders.stored import StoredLayer, canonical_tensors
+from ....optimizations.reference import decode_weight
 from ....spec import QUANTIZED
 from .plan import STAGING_BYTES, LoadPlan
 
@@ -56,7 +58,8 @@ def transformer_tensors(
     notes = _what_was_stored(source)
     ready: dict[str, torch.Tensor] = {}
     stored: dict[str, StoredLayer] = {}
-    for name, entry in canonical_tensors(tensors, source.part.quantization):
+    decode = functools.partial(_decoded, device)
+    for name, entry in canonical_tensors(tensors, source.part.quantization, decode):
         if isinstance(entry, StoredLayer):
             stored[name] = entry
         else:
@@ -115,6 +118,18 @@ def quantize_shown(
     return tensors
 
 
+def _decoded(
+    device: torch.device,
+    codes: torch.Tensor,
+    group_scale: torch.Tensor,
+    codebook: torch.Tensor | None,
+    bits: int,
+) -> torch.Tensor:
+    """`decode_weight` on a device, into host memory."""
+    codebook = None if codebook is None else codebook.to(device)
+    return decode_weight(codes.to(device), group_scale.to(device), codebook, bits).cpu()
+
+
 def _is_weight(name: str, tensor: torch.Tensor) -> bool:
     return name.endswith(".weight") and tensor.dim() == 2 and tensor.dtype in FLOAT_NAMES
 
@@ -137,6 +152,8 @@ def _what_was_stored(source: Source) -> list[str]:
                 f"{count} layers are stored in e4m3 with one scale each. Every row uses it, and "
                 "activations are scaled for each token, not by a stored scale."
             )
+        elif name in PACKED:
+            notes.append(f"{count} layers stored in {name} were decoded to int8 ConvRot, exactly.")
         elif name.startswith("fp8 e5m2"):
             notes.append(f"{count} layers stored in {name} were converted to bf16.")
     for name, count in source.part.attention.items():
