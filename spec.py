@@ -49,6 +49,13 @@ class RowFormat(NamedTuple):
         return f"{self.storage} rotated by {self.rotation}" if self.rotation else self.storage
 
 
+def is_rotation(size: object, columns: int) -> bool:
+    """Whether so many columns can be rotated in groups of `size`, a power of 4."""
+    if type(size) is not int or size < 4 or columns % size:
+        return False
+    return size & (size - 1) == 0 and size.bit_length() % 2 == 1
+
+
 # The oldest compute capability whose tensor cores multiply the format here.
 OLDEST_CAPABILITY = {"fp8": (8, 9), "int8": (8, 0)}
 # Those of older cards do not multiply bf16 either; ComfyUI computes in fp32 there.

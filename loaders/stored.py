@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import CheckpointError
+from ..spec import is_rotation
 from .convert import is_finite
 from .quantization import (
     AUXILIARY,
@@ -32,13 +33,6 @@ from .quantize import comfy_quant_tensor, dequantize_rows, is_modulation, layers
 
 DEFAULT_GROUP = 256
 _FOUR = ((1, 1, 1, -1), (1, 1, -1, 1), (1, -1, 1, 1), (-1, 1, 1, 1))
-
-
-def is_group_size(size: object, columns: int) -> bool:
-    """Whether rows of so many columns can be rotated in groups of `size`, a power of 4."""
-    if type(size) is not int or size < 4 or columns % size:
-        return False
-    return size & (size - 1) == 0 and size.bit_length() % 2 == 1
 
 
 def rotate(weight: torch.Tensor, size: int) -> torch.Tensor:
@@ -375,7 +369,7 @@ def _check_matrix(name: str, weight: torch.Tensor) -> None:
 
 def _group_size(name: str, columns: int, settings: Mapping[str, Any]) -> int:
     size = settings.get("convrot_groupsize", DEFAULT_GROUP)
-    if not is_group_size(size, columns):
+    if not is_rotation(size, columns):
         _refuse(
             name,
             f"is rotated in groups of {size!r} and {columns} wide",

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import SettingError
-from ..spec import LARGEST, RowFormat
+from ..spec import LARGEST, RowFormat, is_rotation
 
 HEAD_DIMS = (16, 32, 64, 128, 256)  # that the kernels take
 
@@ -128,12 +128,39 @@ STORAGE = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 SMALLEST_ROW = 2.0**-100
 
 
+def rotate(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Multiplies each group of columns by a Hadamard matrix, so that a large one spreads over all.
+
+    The matrix is the Kronecker power of
+
+        ((1, 1, 1, -1), (1, 1, -1, 1), (1, -1, 1, 1), (-1, 1, 1, 1)) / 2
+
+    that is as large as the group: symmetric and its own inverse, as comfy-kitchen has it for
+    ConvRot. A weight that is rotated too gives the same product.
+
+    Args:
+        x: (M, K), fp32 or float64.
+        size: Of a group, a power of 4 that divides K.
+
+    Returns:
+        (M, K) in x's dtype.
+    """
+    check_rotation(size, x.shape[1])
+    low = 1
+    while low < size:
+        digit = x.unflatten(1, (-1, 4, low))
+        x = (digit.sum(2, keepdim=True) - 2 * digit.flip(2)).flatten(1)
+        low *= 4
+    return x / size**0.5
+
+
 def row_quantize(x: torch.Tensor, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes each row by its own largest magnitude.
 
         scale = max(|row|) / L, or 1 for a zero row;  q = round_to_even(row * (1 / scale))
 
-    with L = 448 for fp8 and 127 for int8. NaN or inf in a row makes its scale NaN or inf, so that
+    with L = 448 for fp8 and 127 for int8, of a row that is rotated before where the format says so
+    (`rotate`). NaN or inf in a row makes its scale NaN or inf, so that
     it shows in whatever is computed from the row. A kernel multiplies by the reciprocal; weights in
     files are divided by the scale (`loaders.quantize.quantize_rows`), bit for bit as other programs
     write them.
@@ -148,6 +175,8 @@ def row_quantize(x: torch.Tensor, format: RowFormat) -> tuple[torch.Tensor, torc
     """
     largest = largest_of(format.storage)
     wide = x.float()
+    if format.rotation:
+        wide = rotate(x.to(_wide(x)), format.rotation).float()
     magnitude = wide.abs().amax(dim=-1, keepdim=True)
     # By a tensor: by a number, a card multiplies with the reciprocal, which is not the same.
     exact = magnitude / torch.full((), largest, device=x.device)
@@ -294,6 +323,15 @@ def largest_of(format: str) -> float:
     if format not in LARGEST:
         raise SettingError(f"there is no quantized format {format!r}: use {' or '.join(LARGEST)}")
     return LARGEST[format]
+
+
+def check_rotation(size: int, columns: int) -> None:
+    """SettingError for groups that do not fit rows of so many columns."""
+    if not is_rotation(size, columns):
+        raise SettingError(
+            f"rows of {columns} columns cannot be rotated in groups of {size}: a group is a power "
+            "of 4 that divides the columns"
+        )
 
 
 def storage_of(format: RowFormat) -> torch.dtype:

@@ -12,6 +12,7 @@ from qwen_l40s.spec import RowFormat
 
 EPS = 1e-6
 FORMATS = (RowFormat("fp8"), RowFormat("int8"))
+ROTATIONS = (16, 64, 256, 1024)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # batch, text, image, zero_from
 TOKENS = {
@@ -71,6 +72,11 @@ def _steps(q):
     return torch.where(bits < 128, bits, 128 - bits)
 
 
+def formats_of(width):
+    """Those that rows of a width can have."""
+    return *FORMATS, *(RowFormat("int8", size) for size in ROTATIONS if width % size == 0)
+
+
 def surrounded(*shape, dtype, device):
     """Zeros of a shape, and the buffer around them: rows before and after that are UNTOUCHED."""
     buffer = torch.full((shape[0] + 2, *shape[1:]), UNTOUCHED, dtype=dtype, device=device)
@@ -121,7 +127,7 @@ def check_residual_norm(function, tokens, width, dtype, *, device="cpu", truncat
     assert torch.equal(x, after)
     assert torch.equal(alone, h)
 
-    for format in FORMATS:
+    for format in formats_of(width):
         twin = reference.row_quantize(exact, format)
         x.copy_(before)
         assert_quantized(*function(x, branch, gates, norms, tokens, EPS, format), *twin)
@@ -160,6 +166,6 @@ def check_qk_norm_rope(
 
 
 def check_gelu_quantize(function, x):
-    for format in FORMATS:
+    for format in formats_of(x.shape[1]):
         q, scale = function(x, format)
         assert_quantized(q, scale, *reference.gelu_quantize(x.double(), format))

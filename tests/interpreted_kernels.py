@@ -7,6 +7,7 @@ before Triton is imported, and nothing can be compiled after that.
 import pytest
 import torch
 
+from qwen_l40s import SettingError
 from qwen_l40s.optimizations import kernels, reference
 from qwen_l40s.optimizations.kernels.rows import WIDEST_ROW, launch_shape, row_quantize
 from qwen_l40s.optimizations.kernels.scaled_gemm import TILES, TILES_SM90, Tile, scaled_gemm
@@ -116,6 +117,36 @@ def test_row_quantize_of_rows_apart():
 def test_row_quantize_refuses_rows_that_it_cannot_hold():
     with pytest.raises(ValueError, match=str(WIDEST_ROW)):
         row_quantize(torch.zeros(1, WIDEST_ROW + 1), RowFormat("int8"))
+
+
+@pytest.mark.parametrize("size", [4, 16, 64, 256, 1024, 4096])
+def test_rows_are_rotated_as_comfy_kitchen_does(size):
+    """Its matrix in float64, whatever part of a row a group is in."""
+    four = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]]).double()
+    matrix = four
+    while len(matrix) < size:
+        matrix = torch.kron(matrix, four)
+    for shape, dtype in (((2, 3 * size), torch.float32), ((3, 7 * size), torch.bfloat16)):
+        if shape[1] > WIDEST_ROW:
+            continue
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(size)).to(dtype)
+        x[:, 3] *= 30
+        exact = (x.double().unflatten(1, (-1, size)) @ matrix / size**0.5).flatten(1)
+        torch.testing.assert_close(reference.rotate(x.double(), size), exact)
+        torch.testing.assert_close(reference.rotate(exact, size), x.double())  # its own inverse
+        q, scale = row_quantize(x, RowFormat("int8", size))
+        twin_q, twin_scale = reference.row_quantize(exact, RowFormat("int8"))
+        torch.testing.assert_close(scale, twin_scale, rtol=2e-6, atol=0)
+        apart = (q.int() - twin_q.int()).abs()
+        assert apart.max() <= 1
+        assert apart.sum() <= q.numel() // 1000
+
+
+def test_a_rotation_that_does_not_fit():
+    for size in (-4, 3, 8, 64, 128):
+        for quantize in (row_quantize, reference.row_quantize):
+            with pytest.raises(SettingError, match=f"96 columns cannot be .* in groups of {size}:"):
+                quantize(torch.zeros(1, 96), RowFormat("int8", size))
 
 
 def check_row_quantize(x, format):

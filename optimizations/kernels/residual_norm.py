@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ...spec import RowFormat
-from ..reference import Modulation, QuantizedRows, Tokens, storage_of
+from ..reference import Modulation, QuantizedRows, Tokens, check_rotation, storage_of
 from . import on_card_of
 from .launch import Launch
 from .rows import (
@@ -48,6 +48,7 @@ def _residual_norm_kernel(
     largest: tl.constexpr,
     smallest_row: tl.constexpr,
     to_integer: tl.constexpr,
+    rotation: tl.constexpr,
     part: tl.constexpr,
     parts: tl.constexpr,
 ):
@@ -99,7 +100,9 @@ def _residual_norm_kernel(
         b = b * inverse * (scale_b + 1.0) + shift_b
         c = c * inverse * (scale_c + 1.0) + shift_c
         if scale_ptr is not None:
-            a, b, c, scale = quantize_row(a, b, c, largest, smallest_row, to_integer)
+            a, b, c, scale = quantize_row(
+                a, b, c, largest, smallest_row, to_integer, rotation, part, parts
+            )
             tl.store(scale_ptr + row + tl.where(is_text, 0, gap), scale)
         store_row(h_ptr + here, a, b, c, width, part, parts)
 
@@ -185,7 +188,10 @@ def _launch(
     h, scale, gap = out, None, 0
     if isinstance(out, QuantizedRows):
         h, scale, gap = out.values, out.scale, out.gap
-    part, parts, warps = launch_shape(width)
+    rotation = 0 if format is None else format.rotation
+    if rotation:
+        check_rotation(rotation, width)
+    part, parts, warps = launch_shape(width, rotation > 0)
     constants = {
         "width": width,
         "eps": eps,

@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from qwen_l40s.optimizations import kernels, reference
+from qwen_l40s.optimizations import kernels
+from qwen_l40s.spec import RowFormat
 
 pytestmark = [
     pytest.mark.skipif(bool(kernels.missing()), reason=kernels.missing() or "-"),
@@ -16,6 +17,7 @@ pytestmark = [
 ]
 
 FORMATS = ("fp8", "int8")
+FP8, INT8, ROTATED = RowFormat("fp8"), RowFormat("int8"), RowFormat("int8", 256)
 OPERAND = {"fp8": "fp8e4nv", "int8": "i8"}
 STREAMS = ("text", "image")
 COUNTS = ("batch", "text", "image", "zero_from", "gap")
@@ -103,8 +105,10 @@ def test_scaled_gemm_fits_the_card_and_uses_its_tensor_cores(compile_kernel, sm,
 
 # Compute capability, format and width of a row: in three parts, in one that fits, in one that is
 # masked.
-ROWS = [(89, "fp8", 12288), (89, "int8", 768), (89, "fp8", 4096), (89, "int8", 16384)]
-ROWS += [(89, "fp8", 12000), (80, "int8", 12288), (90, "fp8", 12288)]
+ROWS = [(89, FP8, 12288), (89, INT8, 768), (89, FP8, 4096), (89, INT8, 16384)]
+ROWS += [(89, FP8, 12000), (80, INT8, 12288), (90, FP8, 12288)]
+ROWS += [(89, ROTATED, 3072), (89, ROTATED, 12288), (90, ROTATED, 12288)]
+ROWS += [(89, RowFormat("int8", 16), 12000), (89, RowFormat("int8", 1024), 16384)]
 ROWS = [other_cards(*case) for case in ROWS]
 
 
@@ -113,19 +117,18 @@ ROWS = [other_cards(*case) for case in ROWS]
 def test_quantization_holds_a_row_in_registers(compile_kernel, name, sm, format, k):
     from qwen_l40s.optimizations.kernels import rows
 
-    launch_shape, module = rows.launch_shape, rows
-    part, parts, warps = launch_shape(k)
-    pointers = {"x_ptr": "bf16", "q_ptr": OPERAND[format], "scale_ptr": "fp32"}
-    constants = {"k": k, "part": part, "parts": parts, **quantization(format)}
-    kernel = getattr(module, f"_{name}_kernel")
+    part, parts, warps = rows.launch_shape(k, format.rotation > 0)
+    pointers = {"x_ptr": "bf16", "q_ptr": OPERAND[format.storage], "scale_ptr": "fp32"}
+    constants = {"k": k, "part": part, "parts": parts, **rows.quantization(format)}
+    kernel = getattr(rows, f"_{name}_kernel")
     numbers = {"x_stride": True, "cut": False, "gap": False}
     ptx = compile_kernel(kernel, sm, pointers, numbers, constants, warps)
     assert_wide(ptx, format, masked_at=None if part * parts == k else k)
 
 
 # sm_80 has nothing that converts to e4m3.
-FORMS = [(sm, format) for sm in (89, 80, 90) for format in (None, *FORMATS)]
-FORMS.remove((80, "fp8"))
+FORMS = [(sm, format) for sm in (89, 80, 90) for format in (None, FP8, INT8, ROTATED)]
+FORMS.remove((80, FP8))
 FORMS = [other_cards(*case) for case in FORMS]
 
 
@@ -140,12 +143,13 @@ def test_residual_norm_holds_a_row_in_registers(compile_kernel, sm, format):
     [
         (3072, "bf16", None, "residual"),
         (3072, "bf16", None, "norm"),
-        (3072, "bf16", "fp8", "norm"),
-        (3072, "bf16", "int8", "norm"),
+        (3072, "bf16", FP8, "norm"),
+        (3072, "bf16", INT8, "norm"),
+        (3072, "bf16", ROTATED, "norm"),
         (3072, "fp32", None, "residual and norm"),
-        (3072, "fp32", "fp8", "residual and norm"),
-        (4096, "bf16", "fp8", "residual and norm"),
-        (16384, "bf16", "fp8", "residual and norm"),
+        (3072, "fp32", FP8, "residual and norm"),
+        (4096, "bf16", FP8, "residual and norm"),
+        (16384, "bf16", FP8, "residual and norm"),
         (16384, "fp32", None, "residual and norm"),
     ],
     ids=str,
@@ -157,18 +161,24 @@ def test_other_forms_of_residual_norm_fit_an_l40s(compile_kernel, width, dtype, 
 
 def residual_norm_of(sm, width, dtype, format, steps):
     """What `compile_kernel` takes; `steps` are those that the launch asks for."""
+    from qwen_l40s.optimizations.kernels import rows
     from qwen_l40s.optimizations.kernels.residual_norm import _residual_norm_kernel
-    from qwen_l40s.optimizations.kernels.rows import launch_shape
 
-    part, parts, warps = launch_shape(width)
+    part, parts, warps = rows.launch_shape(width, format is not None and format.rotation > 0)
     pointers = {"x_ptr": dtype}
-    constants = {"width": width, "eps": 1e-6, "part": part, "parts": parts, **quantization(format)}
+    constants = {
+        "width": width,
+        "eps": 1e-6,
+        "part": part,
+        "parts": parts,
+        **rows.quantization(format),
+    }
     residual = ("branch_ptr", "text_gate_ptr", "image_gate_ptr")
     norm = ("text_norm_ptr", "image_norm_ptr", "h_ptr")
     pointers |= dict.fromkeys(residual if "residual" in steps else (), dtype)
     pointers |= dict.fromkeys(norm if "norm" in steps else (), dtype)
     if format is not None:
-        pointers |= {"h_ptr": OPERAND[format], "scale_ptr": "fp32"}
+        pointers |= {"h_ptr": OPERAND[format.storage], "scale_ptr": "fp32"}
     constants |= dict.fromkeys({*residual, *norm, "scale_ptr"} - {*pointers})
     strides = [f"{stream}_{step}_stride" for stream in STREAMS for step in ("gate", "norm")]
     numbers = dict.fromkeys(strides, True) | dict.fromkeys(COUNTS, False)
@@ -205,15 +215,6 @@ def test_qk_norm_rope_moves_whole_heads(compile_kernel, sm, heads, head_dim, dty
         assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32"}
 
 
-def quantization(format):
-    """The constants of a kernel that quantizes; `format` may be None."""
-    return {
-        "largest": reference.LARGEST.get(format),
-        "smallest_row": reference.SMALLEST_ROW,
-        "to_integer": format == "int8",
-    }
-
-
 def assert_wide(ptx, format, masked_at=None):
     """Rows are read 16 bytes at a time and written 8 or more elements at a time.
 
@@ -226,7 +227,7 @@ def assert_wide(ptx, format, masked_at=None):
     assert alone == (format is not None)
     quantized = {"st.global.v2.b32"} if format is not None else set()
     assert {*stores} - {"st.global.b32"} <= {"st.global.v4.b32", *quantized}
-    if format == "fp8":
+    if format == FP8:
         assert "cvt.rn.satfinite.e4m3x2" in ptx
     ends = re.findall(r"setp\.lt\S*\s.*, (\d{3,});", ptx)
     assert {*map(int, ends)} == ({masked_at} if masked_at else set())

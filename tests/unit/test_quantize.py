@@ -21,8 +21,8 @@ from qwen_l40s.loaders.quantize import (
     relative_error,
     row_scales,
 )
-from qwen_l40s.loaders.stored import is_group_size, rotate
-from qwen_l40s.spec import QUANTIZED
+from qwen_l40s.loaders.stored import rotate
+from qwen_l40s.spec import QUANTIZED, is_rotation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -314,7 +314,7 @@ def test_rotation_is_its_own_inverse_and_keeps_lengths(size):
 
 
 def test_group_sizes():
-    assert [n for n in range(1, 2000) if is_group_size(n, 1024 * n)] == [4, 16, 64, 256, 1024]
-    assert not is_group_size(256, 3000)
-    assert not is_group_size(True, 4)
-    assert not is_group_size("256", 512)
+    assert [n for n in range(1, 2000) if is_rotation(n, 1024 * n)] == [4, 16, 64, 256, 1024]
+    assert not is_rotation(256, 3000)
+    assert not is_rotation(True, 4)
+    assert not is_rotation("256", 512)
