@@ -83,14 +83,16 @@ class Gemm:
         weight: torch.Tensor,
         scale: torch.Tensor,
         bias: torch.Tensor | None = None,
+        rotation: int = 0,
     ) -> torch.Tensor:
-        """x @ (weight * scale).T + bias.
+        """x @ (weight * scale).T + bias, x rotated as the weight is.
 
         Args:
             x: (..., K), bf16, fp16 or fp32, of any strides.
             weight: (N, K), contiguous, float8_e4m3fn or int8.
             scale: (N, 1), fp32, contiguous.
             bias: (N,) of any float dtype, or None.
+            rotation: Columns that the weight is rotated in, as of `RowFormat`.
 
         Returns:
             (..., N) in x's dtype.
@@ -99,23 +101,24 @@ class Gemm:
         if x.numel() == 0:  # which not every backend takes
             return x.new_empty((*x.shape[:-1], n))
         if self.backend == "dequantize" or not self.takes(n, k):
-            return _expanded(x, weight, scale, bias)
+            return _expanded(_rotated(x, rotation), weight, scale, bias)
         if self.backend == "kitchen":
-            return _kitchen(x, weight, scale, bias)
-        q, x_scale = self.quantize(x.reshape(-1, k))
+            return _kitchen(x, weight, scale, bias, rotation)
+        q, x_scale = self.quantize(x.reshape(-1, k), rotation)
         out = self.linear_quantized(q, x_scale, weight, scale, bias, x.dtype)
         return out.view(*x.shape[:-1], n)
 
-    def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(self, x: torch.Tensor, rotation: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows for `linear_quantized`, once for all layers that read them.
 
         Args:
             x: (M, K), bf16, fp16 or fp32.
+            rotation: As of `linear`.
 
         Returns:
             (M, K) in the format's dtype and the rows' scales, (M, 1), fp32.
         """
-        format = RowFormat(self.format)
+        format = RowFormat(self.format, rotation)
         if self.row_quantizer == "triton":
             from .kernels.rows import WIDEST_ROW, row_quantize
 
@@ -203,13 +206,14 @@ def quantized_linear(
     scale: torch.Tensor,
     bias: torch.Tensor | None,
     format: str,
+    rotation: int = 0,
 ) -> torch.Tensor:
     """`Gemm.linear` of the GEMM that is chosen for x's device, as one operator.
 
     torch.compile does not look into it: neither the choice nor the launches can be traced. Eager
     code calls `Gemm.linear` itself, which costs less Python.
     """
-    return choose_gemm(format, x.device).linear(x, weight, scale, bias)
+    return choose_gemm(format, x.device).linear(x, weight, scale, bias, rotation)
 
 
 @quantized_linear.register_fake
@@ -219,6 +223,7 @@ def _(
     scale: torch.Tensor,
     bias: torch.Tensor | None,
     format: str,
+    rotation: int = 0,
 ) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
@@ -320,6 +325,14 @@ def _expand(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> to
     return values.to(dtype).mul_(scale)
 
 
+def _rotated(x: torch.Tensor, rotation: int) -> torch.Tensor:
+    """x with its last dimension rotated, rounded once to its dtype."""
+    if not rotation:
+        return x
+    rows = x.reshape(-1, x.shape[-1]).float()
+    return reference.rotate(rows, rotation).to(x.dtype).view(x.shape)
+
+
 def _expanded(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
@@ -371,10 +384,15 @@ def _deliver(
 
 
 def _kitchen(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    rotation: int,
 ) -> torch.Tensor:
     # Past the registry and the operator, whose Python costs more than the launch.
     from comfy_kitchen.backends.cuda import int8_linear
 
+    rotated = {"convrot": True, "convrot_groupsize": rotation} if rotation else {}
     with kernels.on_card_of(x):
-        return int8_linear(x, weight, scale, bias, x.dtype)
+        return int8_linear(x, weight, scale, bias, x.dtype, **rotated)

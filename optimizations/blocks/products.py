@@ -11,7 +11,7 @@ import torch
 
 from ...spec import RowFormat
 from ..linear import FAST, FEW_ROWS, Gemm, dense_linear
-from ..reference import QuantizedRows, Tokens
+from ..reference import QuantizedRows, Tokens, rotate
 
 ALIGNMENT = 16  # bytes; cuBLASLt takes scales from such addresses only
 
@@ -175,14 +175,14 @@ def quantized_product(read: Read, format: RowFormat, gemm: Gemm) -> Product:
     return run
 
 
-def expanded_product(read: Read, gemm: Gemm) -> Product:
-    """Of quantized weights that the card expands for plain rows."""
+def expanded_product(read: Read, format: RowFormat, gemm: Gemm) -> Product:
+    """Of quantized weights that the card expands for rows that are not quantized."""
     pieces, rows, gelu = read.pieces(), read.rows, read.gelu
 
     def run(operand: Operand) -> None:
         for start, length, out in pieces:
             x = rows.plain(start, length)
-            out.copy_(gemm.linear(x, operand.weight, operand.scale, operand.bias))
+            out.copy_(gemm.linear(x, *operand[:3], format.rotation))
             if gelu:
                 torch.ops.aten.gelu_(out, approximate="tanh")
 
@@ -198,7 +198,10 @@ def merged_product(read: Read, format: RowFormat) -> Product:
         for start, length, out in read.pieces():
             if read.rows.fixed:  # then only the quantized rows are of this block
                 values, scale = read.rows.quantized[format].part(start, length)
-                x = values.to(out.dtype).mul_(scale)
+                if format.rotation:
+                    x = rotate(values.float().mul_(scale), format.rotation).to(out.dtype)
+                else:
+                    x = values.to(out.dtype).mul_(scale)
             else:
                 x = read.rows.plain(start, length)
             _dense(x, operand, out, read.gelu)

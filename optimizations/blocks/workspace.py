@@ -353,7 +353,7 @@ def _product(read: Read, form: LayerForm) -> Product:
     if form.kind == DENSE:
         return dense_product(read)
     if form.format is None:
-        return expanded_product(read, form.gemm)
+        return expanded_product(read, form.kind, form.gemm)
     return quantized_product(read, form.format, form.gemm)
 
 

@@ -122,7 +122,7 @@ class Int8Layers:
     def takes(self, n, k):
         return True
 
-    def linear(self, x, weight, scale, bias):
+    def linear(self, x, weight, scale, bias, rotation):
         return linear.Gemm("int8", "dequantize", "").linear(x, weight, scale, bias)
 
     def linear_quantized(self, xq, x_scale, weight, scale, bias, out_dtype, out):

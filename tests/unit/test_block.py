@@ -125,7 +125,12 @@ def attend(q, k, v, mask):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
 
 
-ROWS = {"fp8": RowFormat("fp8"), "int8": RowFormat("int8")}
+ROWS = {"fp8": RowFormat("fp8"), "int8": RowFormat("int8"), "rotated": RowFormat("int8", 16)}
+
+
+def rotated(x, size):
+    """(..., K) in groups of `size`, or as it is for 0."""
+    return reference.rotate(x.flatten(0, -2), size).view(x.shape) if size else x
 
 
 class Gemm:
@@ -139,8 +144,9 @@ class Gemm:
     def takes(self, n, k):
         return True
 
-    def linear(self, x, weight, scale, bias):
+    def linear(self, x, weight, scale, bias, rotation):
         assert self.weight_only, "rows were to be quantized"
+        x = rotated(x, rotation)
         return F.linear(x, weight.to(x.dtype) * scale.to(x.dtype), bias)
 
     def linear_quantized(self, xq, x_scale, weight, scale, bias, out_dtype, out=None):
@@ -186,6 +192,7 @@ class Layers:
             return layer(x)
         weight, scale = self.weights[layer]
         if self.gemms[ROWS[kind].storage].weight_only:
+            x = rotated(x, ROWS[kind].rotation)
             return F.linear(x, weight.to(x.dtype) * scale, layer.bias)
         q, x_scale = reference.row_quantize(x.reshape(-1, x.shape[-1]), ROWS[kind])
         out = reference.scaled_gemm(q, weight, x_scale, scale, layer.bias, x.dtype)
@@ -310,6 +317,14 @@ IMAGE = tuple(place for place in LAYERS if place.startswith("image"))
 MIXES = {
     "all fp8": dict.fromkeys(LAYERS, "fp8"),
     "all int8": dict.fromkeys(LAYERS, "int8"),
+    "all rotated": dict.fromkeys(LAYERS, "rotated"),
+    "rotated text, int8 image": dict.fromkeys(TEXT, "rotated") | dict.fromkeys(IMAGE, "int8"),
+    "rotated inner, int8 outer": {
+        "text inner": "rotated", "image inner": "rotated",
+        "text outer": "int8", "image outer": "int8",
+    },
+    "opaque and dense among rotated": dict.fromkeys(LAYERS, "rotated")
+    | {"image q": "opaque", "text outer": "opaque", "text k": DENSE},
     "dense text, fp8 image": dict.fromkeys(IMAGE, "fp8"),
     "int8 text, dense image": dict.fromkeys(TEXT, "int8"),
     "fp8 text, int8 image": dict.fromkeys(TEXT, "fp8") | dict.fromkeys(IMAGE, "int8"),
@@ -350,8 +365,8 @@ def test_layers_of_any_kinds_beside_each_other(mix, shape):
 @pytest.mark.parametrize("seed", range(12))
 def test_layers_of_kinds_drawn_at_random(seed):
     generator = torch.Generator().manual_seed(seed)
-    names = (DENSE, "fp8", "int8", "opaque")
-    drawn = torch.randint(4, (len(LAYERS),), generator=generator).tolist()
+    names = (DENSE, "fp8", "int8", "rotated", "opaque")
+    drawn = torch.randint(len(names), (len(LAYERS),), generator=generator).tolist()
     kinds = {place: names[i] for place, i in zip(LAYERS, drawn, strict=True)}
     tokens = list(SHAPES.values())[seed % len(SHAPES)]
     case = Case(tokens, masked=seed % 2 == 0)
@@ -360,14 +375,17 @@ def test_layers_of_kinds_drawn_at_random(seed):
     assert relative(run(block, case, layers), in_plain_arithmetic(block, case, layers)) < 1e-3
 
 
-@pytest.mark.parametrize("mix", ["all fp8", "dense text, fp8 image", "opaque inner of fp8"])
+@pytest.mark.parametrize(
+    "mix", ["all fp8", "all rotated", "dense text, fp8 image", "opaque inner of fp8"]
+)
 def test_weights_that_are_expanded_leave_activations_as_they_are(mix):
     case, block = Case(TWO), new_block()
     layers = Layers(block, MIXES[mix], weight_only=("fp8", "int8"))
     assert relative(run(block, case, layers), in_plain_arithmetic(block, case, layers)) < 1e-6
 
 
-def test_layer_that_turns_out_dense_reads_the_quantized_rows_back():
+@pytest.mark.parametrize("kind", ["fp8", "rotated"])
+def test_layer_that_turns_out_dense_reads_the_quantized_rows_back(kind):
     """As ComfyUI's fp8 layers do where a LoRA was merged into the weight on its way."""
     case, block = Case(TWO), new_block()
 
@@ -378,10 +396,11 @@ def test_layer_that_turns_out_dense_reads_the_quantized_rows_back():
         def apply(self, layer, x):
             if layer in (block.attn.to_add_out, block.attn.to_out[0]):
                 return layer(x)  # what attention gives is there unrounded too
-            q, scale = reference.row_quantize(x.reshape(-1, x.shape[-1]), RowFormat("fp8"))
-            return F.linear((q.float() * scale).view(x.shape), layer.weight, layer.bias)
+            q, scale = reference.row_quantize(x.reshape(-1, x.shape[-1]), ROWS[kind])
+            read = rotated((q.float() * scale).view(x.shape), ROWS[kind].rotation)
+            return F.linear(read, layer.weight, layer.bias)
 
-    layers = Merged(block, MIXES["all fp8"])
+    layers = Merged(block, MIXES[f"all {kind}"])
     assert relative(run(block, case, layers), in_plain_arithmetic(block, case, layers)) < 1e-3
 
 
@@ -389,6 +408,8 @@ def test_layer_that_turns_out_dense_reads_the_quantized_rows_back():
     ("mix", "expected"),
     [
         ("all fp8", "norm:fp8 rope row norm:fp8 gelu norm"),
+        ("all rotated", "norm:int8 rotated by 16 rope row norm:int8 rotated by 16 gelu norm"),
+        ("rotated text, int8 image", "norm row row rope row row norm row row gelu gelu norm"),
         ("fp8 text, int8 image", "norm row row rope row row norm row row gelu gelu norm"),
         ("dense inner, int8 outer", "norm rope norm row norm"),
         ("outs in two formats", "norm rope row row norm norm"),

@@ -95,6 +95,21 @@ def test_error_against_the_layer_before_quantization(format, backend, device):
 
 
 @on_each
+def test_a_rotated_weight_takes_rotated_rows(format, backend, device):
+    """Large columns, which would take most of the steps of plain rows, then lose little."""
+    gemm = runnable(format, backend, device)
+    rows = RowFormat(format, 64)
+    x, weight = random(2, 20, 256, device=device), random(48, 256, device=device)
+    x[..., 7] *= 30
+    exact = x.double() @ weight.double().t()
+    held = reference.row_quantize(weight, rows)
+    assert distance(gemm.linear(x, *held, None, rows.rotation), exact) < 0.06
+    q, x_scale = gemm.quantize(x.flatten(0, 1), rows.rotation)
+    out = gemm.linear_quantized(q, x_scale, *held, None, torch.float32)
+    assert distance(out, exact.flatten(0, 1)) < 0.06
+
+
+@on_each
 def test_any_leading_shape(format, backend, device):
     gemm = runnable(format, backend, device)
     weight, scale, bias = layer(32, 64, format, device)
