@@ -334,9 +334,9 @@ def _packed(
     params = settings.get("params")
     settings = {**(params if isinstance(params, dict) else {}), **settings}
     size, group_scale = settings.get("group_size", 16), tensors.get(f"{layer}.weight_s_rel")
-    if type(size) is not int or size < 4 or size % 2 or columns % size:
+    if type(size) is not int or size < 4 or size % 4 or columns % size:
         what = f"has groups of {size!r} and is {columns} wide"
-        _refuse(name, what, "an even number of at least 4 must divide the width")
+        _refuse(name, what, "a multiple of 4 that divides the width is needed")
     if group_scale is None:
         _refuse(name, f"has {bits} bits and no weight_s_rel", "each group has a scale")
     if group_scale.dtype == torch.uint8:  # as some writers name e4m3

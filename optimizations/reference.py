@@ -369,13 +369,16 @@ def decode_weight(
 
     Args:
         codes: (N, K * bits / 8), int8.
-        group_scale: (N, groups), float8_e4m3fn or fp32; groups are K / groups columns wide.
+        group_scale: (N, groups), fp32 or float8_e4m3fn, also as uint8; a group is K / groups
+            columns wide.
         codebook: (16,), fp32, or None.
         bits: 4 or 6.
 
     Returns:
         (N, K), int8.
     """
+    if group_scale.dtype == torch.uint8:
+        group_scale = group_scale.view(torch.float8_e4m3fn)
     rows, k = len(codes), codes.shape[1] * 8 // bits
     pairs = codes[:, : k // 2].contiguous().view(torch.uint8)
     code = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(rows, k)

@@ -9,6 +9,7 @@ import torch
 
 from qwen_l40s import SettingError
 from qwen_l40s.optimizations import kernels, reference
+from qwen_l40s.optimizations.kernels.decode_weight import decode_weight
 from qwen_l40s.optimizations.kernels.rows import WIDEST_ROW, launch_shape, row_quantize
 from qwen_l40s.optimizations.kernels.scaled_gemm import TILES, TILES_SM90, Tile, scaled_gemm
 from qwen_l40s.optimizations.linear import choose_gemm
@@ -214,3 +215,31 @@ def test_linear_through_triton(format):
     assert out.shape == (2, 9, 48)
     torch.testing.assert_close(out.reshape(18, 48), twin)
     assert gemm.linear(x[:, :0], weight, scale).shape == (2, 0, 48)
+
+
+def test_decode_weight_is_its_twin():
+    generator = torch.Generator().manual_seed(0)
+    e4m3 = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)  # each, with subnormals
+    for bits, rows, k, group, dtype, with_codebook in (
+        (4, 8, 4096, 16, torch.float8_e4m3fn, True),
+        (4, 5, 96, 48, torch.float32, True),
+        (4, 3, 160, 4, torch.float8_e4m3fn, False),
+        (6, 8, 4096, 16, torch.float8_e4m3fn, False),
+        (6, 3, 192, 64, torch.float32, False),
+    ):
+        codes = torch.randint(-128, 128, (rows, k * bits // 8), generator=generator).to(torch.int8)
+        places = torch.randint(0, len(e4m3), (rows, k // group), generator=generator)
+        scale = e4m3.view(torch.uint8)[places].view(torch.float8_e4m3fn).to(dtype)
+        codebook = torch.randn(16, generator=generator).mul_(3) if with_codebook else None
+        twin = reference.decode_weight(codes, scale, codebook, bits)
+        assert torch.equal(decode_weight(codes, scale, codebook, bits), twin)
+        if dtype != torch.float32:
+            assert torch.equal(decode_weight(codes, scale.view(torch.uint8), codebook, bits), twin)
+        assert twin.float().std() > 10 and {-127, 127} <= set(twin.flatten().tolist())
+
+
+def test_decode_weight_refuses_what_does_not_fit():
+    codes = torch.zeros(2, 16, dtype=torch.int8)
+    for scale in (torch.ones(2, 3), torch.ones(1, 2), torch.ones(2, 16)):
+        with pytest.raises(ValueError, match=r"are no codes and scales of \(2, 32\) in 4 bits"):
+            decode_weight(codes, scale, None, 4)

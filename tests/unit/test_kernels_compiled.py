@@ -126,6 +126,24 @@ def test_quantization_holds_a_row_in_registers(compile_kernel, name, sm, format,
     assert_wide(ptx, format, masked_at=None if part * parts == k else k)
 
 
+@pytest.mark.parametrize(("sm", "bits"), [other_cards(*it) for it in ((89, 4), (89, 6), (80, 4))])
+def test_decode_weight_reads_and_writes_wide(compile_kernel, sm, bits):
+    from qwen_l40s.optimizations.kernels import decode_weight
+
+    unit = 16
+    pointers = {"codes_ptr": "i8", "scale_ptr": "u8", "out_ptr": "i8"}
+    constants = {"k": 12288, "group": unit, "unit": unit, "bits": bits, "is_e4m3": True}
+    constants["at_once"] = decode_weight.COLUMNS_AT_ONCE // unit
+    if bits == 4:
+        pointers["codebook_ptr"] = "fp32"
+    else:
+        constants["codebook_ptr"] = None
+    kernel, warps = decode_weight._decode_weight_kernel, decode_weight.WARPS
+    ptx = compile_kernel(kernel, sm, pointers, {"units": False}, constants, warps)
+    assert "st.global.v4.b32" in ptx
+    assert "ld.global.v2.b32" in ptx
+
+
 # sm_80 has nothing that converts to e4m3.
 FORMS = [(sm, format) for sm in (89, 80, 90) for format in (None, FP8, INT8, ROTATED)]
 FORMS.remove((80, FP8))
