@@ -201,7 +201,8 @@ def calibrate_card(args: argparse.Namespace) -> int:
 
 def table(found: Calibration, card: Card | None) -> list[str]:
     """One line for each rate, with its share of the card's dense peak where that is known, and for
-    what the processor needs to launch a block and to replay all as a graph.
+    what the processor needs to launch a block and to replay all as a graph. Of int4 the peak is
+    int8's, which data sheets of Ada name for both.
     """
     rates = found.rates
     peaks = card.dense_flops if card else {}
@@ -214,6 +215,10 @@ def table(found: Calibration, card: Card | None) -> list[str]:
         ("attention, bf16", rates.attention, peaks.get("bf16")),
         ("VAE convolutions, bf16", rates.convolution, peaks.get("bf16")),
         ("text encoder, fp32", rates.encoder, peaks.get("fp32")),
+    ]
+    rows += [
+        (f"{name} instructions", rate, peaks.get("int8"))
+        for name, rate in found.instructions.items()
     ]
     lines = [f"{'':24}{'TFLOP/s':>9}{'of peak':>9}"]
     lines += [_line(name, rate / 1e12, rate, peak) for name, rate, peak in rows]

@@ -9,7 +9,7 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ class Calibration:
         driver, torch: Their versions.
         date: Of the measurement, ISO 8601.
         rates: What was measured; `disk` is None.
+        instructions: {"int8", "int4": operations a second of the tensor cores' own instructions};
+            empty where they were not measured. No estimate uses them.
     """
 
     card: str
@@ -61,13 +63,19 @@ class Calibration:
     torch: str
     date: str
     rates: Rates
+    instructions: Mapping[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; `parse` reads it."""
         figures = {name: _figure(getattr(self.rates, name)) for name in FIGURES}
         gemm = {name: _figure(rate) for name, rate in self.rates.gemm.items()}
         about = {name: getattr(self, name) for name in ("card", "driver", "torch", "date")}
-        return {**about, "rates": {"gemm": gemm, **figures, **_launch_seconds(self.rates.launches)}}
+        found = {"gemm": gemm, **figures, **_launch_seconds(self.rates.launches)}
+        if self.instructions:
+            found["instructions"] = {
+                name: _figure(rate) for name, rate in self.instructions.items()
+            }
+        return {**about, "rates": found}
 
 
 def load_calibration(
@@ -133,8 +141,12 @@ def parse(entry: Any) -> Calibration | None:
     launches = _launches(rates.get(LAUNCH_SECONDS, {}))
     if launches is None:
         return None
+    instructions = rates.get("instructions", {})
+    if not isinstance(instructions, Mapping) or not all(map(_is_rate, instructions.values())):
+        return None
     known = dict(zip(FIGURES, figures, strict=True))
-    return Calibration(*about, Rates(dict(gemm), **known, launches=launches))
+    found = Rates(dict(gemm), **known, launches=launches)
+    return Calibration(*about, found, dict(instructions))
 
 
 def _launch_seconds(launches: Launches) -> dict[str, dict[str, float]]:

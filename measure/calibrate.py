@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import UnavailableError
-from ..machine.card import read_cards
+from ..machine.card import first_line, read_cards
 from ..machine.store import Calibration
-from ..optimizations import reference
+from ..optimizations import kernels, reference
 from ..optimizations.attention import Attention, AttentionRequest, choose_attention
 from ..optimizations.fallback import Fallback
 from ..optimizations.fused import Ops, choose_ops
@@ -29,11 +29,13 @@ from ..planning.times import Pass, norm_bytes, step_work
 from ..spec import (
     BLOCK_GEMMS,
     MULTIPLIED,
+    OLDEST_CAPABILITY,
     QUANTIZED,
     RowFormat,
     TransformerShape,
     VaeLayer,
     format_gib,
+    sm,
 )
 from .launches import Launched, LaunchedBlocks, launches_of, time_launches
 from .mix import MixPart, MixSum, run_mix
@@ -46,7 +48,9 @@ ENCODER_ROWS, ENCODER_WIDTH, ENCODER_HIDDEN = 264, 3584, 18944
 RESIDUALS = ((96, 1024), (192, 512), (384, 256))
 EPS = 1e-6
 GEMM, ATTENTION, NORM, CONVOLUTION, ENCODER = "gemm", "attention", "norm", "convolution", "encoder"
-GRAPH = "CUDA graph"
+GRAPH, INT4 = "CUDA graph", "int4 instructions"
+# From here on cards have no int4 tensor cores: the instruction is emulated.
+WITHOUT_INT4 = (9, 0)
 
 
 class CalibrationSizes(NamedTuple):
@@ -88,7 +92,7 @@ def calibrate(
         say: Called with what is measured next.
 
     Returns:
-        The rates, and {precision or `GRAPH`: why it is not among them}.
+        The rates, and {precision, `GRAPH` or `INT4`: why it is not among them}.
 
     Raises:
         UnavailableError: There is too little free memory.
@@ -142,7 +146,11 @@ def _calibrate(
         pcie=_link(sizes.copied, device),
         launches=launches_of(launched),
     )
-    return Calibration(*_about(device), rates), left_out
+    say("int4 instructions")
+    instructions = _instructions(device, sizes.seconds)
+    if isinstance(instructions, str):
+        left_out[INT4], instructions = instructions, {}
+    return Calibration(*_about(device), rates, instructions), left_out
 
 
 def _products(work: Pass, precision: str, device: torch.device) -> list[MixPart] | str:
@@ -268,6 +276,25 @@ def _link(size: int, device: torch.device) -> float:
     begin = time.perf_counter()
     target.copy_(source)
     return size / (time.perf_counter() - begin)
+
+
+def _instructions(device: torch.device, seconds: float) -> dict[str, float] | str:
+    """As `instruction_rates`; or why there are none."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "needs an NVIDIA card"
+    if kernels.missing():
+        return kernels.missing()
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY["int8"]:
+        return f"{sm(capability)}, needs {sm(OLDEST_CAPABILITY['int8'])}"
+    if capability >= WITHOUT_INT4:
+        return f"{sm(capability)} has no int4 tensor cores and emulates them"
+    from .tensor_cores import instruction_rates
+
+    try:
+        return instruction_rates(device, seconds)
+    except Exception as error:  # Triton and C compilers raise anything
+        return f"a trial failed: {first_line(error)}"
 
 
 def _about(device: torch.device) -> tuple[str, str, str, str]:
