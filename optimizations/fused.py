@@ -31,6 +31,7 @@ class Ops(NamedTuple):
     qk_norm_rope: Callable[..., None]
     gelu_quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     row_quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    decode_weight: Callable[..., torch.Tensor]
     prepared: Mapping[str, Callable[..., Callable[..., None]]] = MappingProxyType({})
 
     def prepare_norm(
@@ -81,6 +82,19 @@ class Ops(NamedTuple):
         quantize = getattr(self, name)
         return lambda x: out.write(*quantize(x, format))
 
+    def prepare_decoder(
+        self,
+        codes: torch.Tensor,
+        group_scale: torch.Tensor,
+        codebook: torch.Tensor | None,
+        bits: int,
+        out: torch.Tensor,
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]:
+        """`decode_weight` into `out`, of codes, scales and a codebook like these."""
+        if prepare := self.prepared.get("decode_weight"):
+            return prepare(codes, group_scale, codebook, bits, out)
+        return lambda *packed: out.copy_(self.decode_weight(*packed, bits))
+
 
 TORCH = Ops(
     "plain torch: no card",
@@ -88,6 +102,7 @@ TORCH = Ops(
     reference.qk_norm_rope,
     reference.gelu_quantize,
     reference.row_quantize,
+    reference.decode_weight,
 )
 
 
@@ -116,7 +131,7 @@ def unsupported_shape(dim: int, head_dim: int, dtype: torch.dtype) -> Fallback |
 
 
 def _triton() -> Ops:
-    from .kernels import qk_norm_rope, residual_norm, rows
+    from .kernels import decode_weight, qk_norm_rope, residual_norm, rows
     from .kernels.launch import not_direct
 
     prepared = {
@@ -124,6 +139,7 @@ def _triton() -> Ops:
         "qk_norm_rope": qk_norm_rope.prepare_qk_norm_rope,
         "gelu_quantize": rows.prepare_gelu_quantize,
         "row_quantize": rows.prepare_row_quantize,
+        "decode_weight": decode_weight.prepare_decode_weight,
     }
     return Ops(
         f"Triton; {not_direct()}" if not_direct() else "Triton",
@@ -131,6 +147,7 @@ def _triton() -> Ops:
         qk_norm_rope.qk_norm_rope,
         rows.gelu_quantize,
         rows.row_quantize,
+        decode_weight.decode_weight,
         prepared,
     )
 

@@ -28,7 +28,7 @@ from ..fused import Ops
 from ..linear import Gemm
 from ..modulation import Entry
 from ..reference import Modulation, QKNorm, Rotary, Tokens
-from .products import Operand, dense_product, merged_product
+from .products import Operand, PackedOperand, PackedWeight, dense_product, merged_product
 from .workspace import DENSE, BlockForm, LayerForm, Program, Workspace, streams_of
 
 
@@ -36,12 +36,12 @@ class LayerTensors(NamedTuple):
     """The tensors of a linear layer on the card, for one product.
 
     Attributes:
-        weight: (N, K), in the dtype of the activations, or quantized.
+        weight: (N, K), in the dtype of the activations, or quantized, in 4 or 6 bits too.
         scale: (N, 1), fp32; None for a weight that is not quantized.
         bias: (N,), or None.
     """
 
-    weight: torch.Tensor
+    weight: torch.Tensor | PackedWeight
     scale: torch.Tensor | None
     bias: torch.Tensor | None
 
@@ -114,7 +114,7 @@ class KnownBlock(NamedTuple):
 
     modules: tuple[torch.nn.Module, ...]
     form: BlockForm
-    operands: tuple[Operand | torch.nn.Module, ...] | None = None
+    operands: tuple[Operand | PackedOperand | torch.nn.Module, ...] | None = None
     norms: QKNorm | None = None
 
 
@@ -291,8 +291,8 @@ class BlockExecutor:
     def _multiply_here(self, program: Program, here: KnownBlock, first: int, last: int) -> None:
         products = program.products[first:last]
         if here.operands is not None:
-            for product, operand in zip(products, here.operands[first:last], strict=True):
-                product(operand)
+            for place, product in enumerate(products, first):
+                product(program.readable(place, here.operands[place]))
             return
         like = program.like
         for place, product in enumerate(products, first):
@@ -305,7 +305,7 @@ class BlockExecutor:
                     product = merged_product(program.reads[place], form.format)
                 elif tensors.scale is None and form.kind != DENSE:
                     product = dense_product(program.reads[place])
-                product(Operand.of(*tensors))
+                product(program.readable(place, Operand.of(*tensors)))
 
     def prepared(self, blocks: Sequence[torch.nn.Module]) -> bool:
         """Whether all that is asked of these blocks was found in an earlier pass."""

@@ -4,16 +4,41 @@ a call takes the layer's tensors alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
 
 from ...spec import RowFormat
+from ..fused import Ops
 from ..linear import FAST, FEW_ROWS, Gemm, dense_linear
 from ..reference import QuantizedRows, Tokens, rotate
 
 ALIGNMENT = 16  # bytes; cuBLASLt takes scales from such addresses only
+
+
+class PackedWeight(NamedTuple):
+    """A weight in 4 or 6 bits, which stands for int8; as `reference.decode_weight` takes it.
+
+    Attributes:
+        codes: (N, K * bits / 8), int8, contiguous.
+        group_scale: (N, groups), fp32 or bytes of e4m3, contiguous.
+        codebook: (16,), fp32, or None.
+        bits: 4 or 6.
+    """
+
+    codes: torch.Tensor
+    group_scale: torch.Tensor
+    codebook: torch.Tensor | None
+    bits: int
+
+
+class PackedOperand(NamedTuple):
+    """A layer's tensors whose weight has to be decoded before each product."""
+
+    weight: PackedWeight
+    scale: torch.Tensor
+    bias: torch.Tensor | None
 
 
 class Operand(NamedTuple):
@@ -34,9 +59,14 @@ class Operand(NamedTuple):
 
     @classmethod
     def of(
-        cls, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None
-    ) -> Operand:
-        """With its views."""
+        cls,
+        weight: torch.Tensor | PackedWeight,
+        scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> Operand | PackedOperand:
+        """With its views, where the weight can be read as it is."""
+        if isinstance(weight, PackedWeight):
+            return PackedOperand(weight, scale, bias)
         return cls(weight, scale, bias, weight.t(), None if scale is None else scale.t())
 
 
@@ -207,6 +237,30 @@ def merged_product(read: Read, format: RowFormat) -> Product:
             _dense(x, operand, out, read.gelu)
 
     return run
+
+
+class Decoder:
+    """Decodes weights of one place of a block into a buffer, which the next one overwrites.
+
+    Args:
+        values: int8, (N, K).
+    """
+
+    def __init__(self, ops: Ops, values: torch.Tensor) -> None:
+        self._ops, self._values, self._values_t = ops, values, values.t()
+        self._launches: dict[Hashable, Callable[..., None]] = {}
+
+    def decoded(self, operand: PackedOperand) -> Operand:
+        """With the weight in int8."""
+        codes, group_scale, codebook, bits = operand.weight
+        key = bits, group_scale.shape, group_scale.dtype, codebook is None
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._ops.prepare_decoder(*operand.weight, self._values)
+            self._launches[key] = launch
+        launch(codes, group_scale, codebook)
+        scale = operand.scale
+        return Operand(self._values, scale, operand.bias, self._values_t, scale.t())
 
 
 def _quantized(gemm: Gemm, xq: torch.Tensor, x_scale: torch.Tensor, out: torch.Tensor) -> Product:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,8 @@ from ..fused import Ops
 from ..linear import Gemm
 from ..reference import Modulation, QKNorm, QuantizedRows, Rotary, Tokens, storage_of
 from .products import (
+    Decoder,
+    PackedOperand,
     Product,
     Read,
     Rows,
@@ -177,6 +179,14 @@ class Shape:
             found = rows.quantized[format] = QuantizedRows(values, scale, cut)
         return found
 
+    def decoded(self, stream: str, n: int, k: int) -> torch.Tensor:
+        """(N, K) of int8, where one weight of a stream at a time is decoded: the text's products
+        may run beside the image's.
+        """
+        most = (self.inner, self.width)
+        whole = self._workspace.take(f"decoded {stream}", most, self._of(torch.int8))
+        return whole.flatten()[: n * k].view(n, k)
+
     def norm(
         self,
         x: torch.Tensor,
@@ -253,6 +263,22 @@ class Program:
                 read = Read(shape.activated, streams[index], out)
             self.reads.append(read)
         self.products = tuple(map(_product, self.reads, forms))
+        self._decoders: dict[int, Decoder] = {}  # by place
+
+    def readable(self, place: int, operand: Any) -> Any:
+        """An operand as products read it: decoded, where its weight is in 4 or 6 bits."""
+        if type(operand) is not PackedOperand:
+            return operand
+        decoder = self._decoders.get(place)
+        if decoder is None:
+            values = self.shape.decoded(PLACES[place], *self._weights(place))
+            decoder = self._decoders[place] = Decoder(self.shape.ops, values)
+        return decoder.decoded(operand)
+
+    def _weights(self, place: int) -> tuple[int, int]:
+        """(N, K) of a place's weight."""
+        width, inner = self.shape.width, self.shape.inner
+        return (width, width) if place < 8 else (inner, width) if place < 10 else (width, inner)
 
     def begin(self, x: torch.Tensor, norms: Modulation) -> None:
         """The first norm of a block whose predecessor left nothing."""

@@ -14,6 +14,7 @@ from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.blocks import self_check
 from qwen_l40s.optimizations.blocks.block import DENSE, BlockExecutor, LayerTensors, Step
 from qwen_l40s.optimizations.blocks.block_form import unsupported_block
+from qwen_l40s.optimizations.blocks.products import PackedWeight
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import ModulationTable, compute_entry
 from qwen_l40s.optimizations.reference import Rotary, Tokens
@@ -126,6 +127,22 @@ def attend(q, k, v, mask):
 
 
 ROWS = {"fp8": RowFormat("fp8"), "int8": RowFormat("int8"), "rotated": RowFormat("int8", 16)}
+ROWS["packed"] = ROWS["rotated"]
+
+
+def packed(weight):
+    """Numbers as large as a weight's, in 4 or, where there are more columns than rows, 6 bits."""
+    (rows, columns), generator = weight.shape, torch.Generator().manual_seed(len(weight))
+    bits = 6 if columns > rows else 4
+    codes = torch.randint(-128, 128, (rows, columns * bits // 8), generator=generator)
+    scale = torch.rand(rows, columns // 16, generator=generator) * 50 / 2**bits + 1
+    codebook = torch.randn(16, generator=generator) * 4 if bits == 4 else None
+    found = PackedWeight(codes.to(torch.int8), scale, codebook, bits)
+    return found, torch.full((rows, 1), weight.std().item() / 30)
+
+
+def as_int8(weight):
+    return reference.decode_weight(*weight) if isinstance(weight, PackedWeight) else weight
 
 
 def rotated(x, size):
@@ -164,7 +181,9 @@ class Layers:
             block.get_submodule(name): kinds.get(place, DENSE) for place, name in LAYERS.items()
         }
         self.weights = {
-            layer: reference.row_quantize(layer.weight, ROWS[kind])
+            layer: packed(layer.weight)
+            if kind == "packed"
+            else reference.row_quantize(layer.weight, ROWS[kind])
             for layer, kind in self.kinds.items()
             if kind in ROWS
         }
@@ -191,6 +210,7 @@ class Layers:
         if kind in (DENSE, "opaque"):
             return layer(x)
         weight, scale = self.weights[layer]
+        weight = as_int8(weight)
         if self.gemms[ROWS[kind].storage].weight_only:
             x = rotated(x, ROWS[kind].rotation)
             return F.linear(x, weight.to(x.dtype) * scale, layer.bias)
@@ -318,6 +338,10 @@ MIXES = {
     "all fp8": dict.fromkeys(LAYERS, "fp8"),
     "all int8": dict.fromkeys(LAYERS, "int8"),
     "all rotated": dict.fromkeys(LAYERS, "rotated"),
+    "all packed": dict.fromkeys(LAYERS, "packed"),
+    "packed among rotated and fp8": dict.fromkeys(TEXT, "fp8")
+    | dict.fromkeys(("image q", "image inner"), "packed")
+    | dict.fromkeys(("image k", "image v", "image out", "image outer"), "rotated"),
     "rotated text, int8 image": dict.fromkeys(TEXT, "rotated") | dict.fromkeys(IMAGE, "int8"),
     "rotated inner, int8 outer": {
         "text inner": "rotated", "image inner": "rotated",
@@ -365,7 +389,7 @@ def test_layers_of_any_kinds_beside_each_other(mix, shape):
 @pytest.mark.parametrize("seed", range(12))
 def test_layers_of_kinds_drawn_at_random(seed):
     generator = torch.Generator().manual_seed(seed)
-    names = (DENSE, "fp8", "int8", "rotated", "opaque")
+    names = (DENSE, "fp8", "int8", "rotated", "packed", "opaque")
     drawn = torch.randint(len(names), (len(LAYERS),), generator=generator).tolist()
     kinds = {place: names[i] for place, i in zip(LAYERS, drawn, strict=True)}
     tokens = list(SHAPES.values())[seed % len(SHAPES)]
@@ -376,7 +400,7 @@ def test_layers_of_kinds_drawn_at_random(seed):
 
 
 @pytest.mark.parametrize(
-    "mix", ["all fp8", "all rotated", "dense text, fp8 image", "opaque inner of fp8"]
+    "mix", ["all fp8", "all rotated", "all packed", "dense text, fp8 image", "opaque inner of fp8"]
 )
 def test_weights_that_are_expanded_leave_activations_as_they_are(mix):
     case, block = Case(TWO), new_block()
