@@ -47,6 +47,7 @@ MODEL_INPUTS = {
     ("QwenL40S_LoadTextEncoder", "text_encoder"): "text_encoders",
     ("QwenL40S_LoadVAE", "vae"): "vae",
     ("QwenL40S_LoadLora", "lora"): "loras",
+    ("ControlNetLoader", "control_net_name"): "controlnet",
 }
 ADDITION = "time_text_embed.addition_t_embedding.weight"
 NO_FILES = ("micro (bundled)", "automatic")
@@ -55,6 +56,8 @@ NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 HOLE = (96, 64, 160, 128)  # where a picture is transparent: what LoadImage gives as its mask
 SEES = "TextEncodeQwenImageEditPlus"
 VISION_BLOCKS, VISION_MLP = 2, 64  # as workflow_nodes.py has it
+# What ComfyUI takes for granted; a picture, a mask and a picture to paint into.
+CONTROL_BLOCKS, CONTROL_CHANNELS = 5, 33
 
 
 def models_named(graph: Graph) -> set[tuple[str, str]]:
@@ -131,6 +134,8 @@ def _kind(folder: str, name: str) -> str:
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     if folder in ("loras", "vae"):
         return f"layered_{folder}" if "layered" in words else folder
+    if folder == "controlnet":
+        return folder
     if folder == "text_encoders":
         return f"text_encoder_{'fp8' if 'fp8' in words else 'bf16'}"
     family = "edit_2511" if {"edit", "2511"} <= words else "text_to_image"
@@ -170,8 +175,8 @@ def _vae_shapes(channels: int = 3) -> dict[str, tuple[int, ...]]:
 
 def _published(path: Path, kind: str) -> None:
     """A header that could be the published file's, and a hole instead of the weights."""
-    if kind == "loras":
-        write_lora(path)
+    if kind in SMALL:
+        SMALL[kind](path)
         return
     if kind.startswith("text_encoder"):
         shapes = _text_encoder_shapes()
@@ -208,8 +213,8 @@ def _stored(tensors: Tensors, kind: str) -> Tensors:
 
 
 def _micro_parts(path: Path, kind: str) -> None:
-    if kind == "loras":
-        write_lora(path)
+    if kind in SMALL:
+        SMALL[kind](path)
     elif kind.endswith("vae"):
         vae = _micro("vae")
         save_file(_with_alpha(vae) if kind.startswith("layered") else vae, path)
@@ -274,3 +279,26 @@ def write_lora(path: Path) -> None:
             tensors[f"{layer}.lora_up.weight"] = torch.randn(128, 4, generator=generator) * 0.01
             tensors[f"{layer}.alpha"] = torch.tensor(4.0)
     save_file(tensors, path)
+
+
+def write_control(path: Path) -> None:
+    """A ControlNet in the keys of Qwen-Image-2512-Fun-Controlnet-Union, of the micro model's first
+    block: what it adds is little, and depends on the picture.
+    """
+    generator = torch.Generator().manual_seed(0)
+    first = "transformer_blocks.0."
+    block = {n.removeprefix(first): w for n, w in _micro("transformer").items() if first in n}
+    width = narrow_transformer.SHAPE.dim
+    layers = {"control_img_in": torch.randn(width, 4 * CONTROL_CHANNELS, generator=generator) * 0.1}
+    layers["control_blocks.0.before_proj"] = torch.randn(width, width, generator=generator) * 0.1
+    tensors: Tensors = {}
+    for index in range(CONTROL_BLOCKS):
+        layers[f"control_blocks.{index}.after_proj"] = torch.eye(width) * 0.02
+        tensors |= {f"control_blocks.{index}.{name}": w.clone() for name, w in block.items()}
+    for layer, weight in layers.items():
+        tensors[f"{layer}.weight"] = weight
+        tensors[f"{layer}.bias"] = torch.zeros(width)
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, path)
+
+
+SMALL = {"loras": write_lora, "controlnet": write_control}  # in every test

@@ -5,6 +5,7 @@ blocks and paint beside references of a megapixel each.
 """
 
 import functools
+import sys
 import time
 
 import comfy.model_management
@@ -20,7 +21,11 @@ whole_upscale = comfy.utils.common_upscale
 
 
 def smaller_upscale(samples, width, height, upscale_method, crop):
-    """As ComfyUI's own, to sides that stay multiples of 16, as its nodes' are."""
+    """As ComfyUI's own, to sides that stay multiples of 16, as its nodes' are; what a ControlNet
+    sees has the size of the latent.
+    """
+    if sys._getframe(1).f_globals["__name__"] == "comfy.controlnet":
+        return whole_upscale(samples, width, height, upscale_method, crop)
     width, height = (max(1, round(side / SCALE / 16)) * 16 for side in (width, height))
     return whole_upscale(samples, width, height, upscale_method, crop)
 

@@ -50,7 +50,7 @@ NOW = [done_by(file) for file in SHIPPED]
 # Of the released files, those that run as one of today's do are only posted.
 RUN = [*SHIPPED, *(file for file in FROZEN if done_by(file) not in NOW)]
 EDITS = [file for file in RUN if file.stem.startswith(("edit", "inpaint"))]
-PAINT = ("text_to_image", "lightning", "lora", "batch")
+PAINT = ("text_to_image", "lightning", "lora", "batch", "controlnet")
 TEXT_TO_IMAGE = [file for file in RUN if file.stem.startswith(PAINT)]
 
 
@@ -204,6 +204,8 @@ def test_an_edit_has_the_shape_of_its_first_picture(server: Server, file: Path):
     found, given = (np.asarray(each.convert("RGB")).astype(int) for each in (image, scaled))
     assert found.std() > 1  # neither black nor of one colour
     changed = np.abs(found - given).max(axis=-1)
+    if "lora" in graph:
+        assert "8 of 8 keys applied" in run.text("lora")
     if file.stem != "inpaint":
         assert (changed > 8).mean() > 0.5
         return
@@ -214,19 +216,58 @@ def test_an_edit_has_the_shape_of_its_first_picture(server: Server, file: Path):
     assert (changed[covered == 255] > 8).mean() > 0.5
 
 
-def test_each_reference_counts(server: Server):
-    graph = small(FOLDER / "edit_2511_three_references.json")
+@pytest.mark.parametrize(
+    ("file", "ids"),
+    [
+        ("edit_2511_three_references", ("image_1", "image_2", "image_3")),
+        ("try_on", ("person", "garment")),
+    ],
+)
+def test_each_reference_counts(server: Server, file: str, ids: tuple[str, ...]):
+    graph = small(FOLDER / f"{file}.json")
     graph["sample"]["inputs"]["steps"] = 1
-    references = [graph[f"image_{index}"]["inputs"] for index in (1, 2, 3)]
+    references = [graph[id]["inputs"] for id in ids]
     names = [inputs["image"] for inputs in references]
-    assert len(set(names)) == 3
+    assert len(set(names)) == len(ids)
     seen = []
-    for instead in (None, *range(3)):
+    for instead in (None, *range(len(ids))):
         for index, (inputs, name) in enumerate(zip(references, names, strict=True)):
             inputs["image"] = "another.png" if index == instead else name
         (image,) = pictures(server, run_small(server, graph), "save")
         seen.append(image.tobytes())
-    assert len(set(seen)) == 4
+    assert len(set(seen)) == len(ids) + 1
+
+
+def test_a_try_on_has_either_size(server: Server):
+    graph, shipped = small(FOLDER / "try_on.json"), read(FOLDER / "try_on.json")
+    for size in ((720, 1280), (480, 720)):
+        graph["size"]["inputs"] |= dict(zip(("width", "height"), size, strict=True))
+        run = run_small(server, graph)
+        (image,) = pictures(server, run, "save")
+        assert image.size == size
+        assert np.asarray(image).std() > 1
+        assert "8 of 8 keys applied" in run.text("lora")
+    assert graph["sample"] == shipped["sample"]
+
+
+def test_a_controlnet_follows_the_picture_optimized_or_not(server: Server):
+    graph = small(FOLDER / "controlnet.json")
+    graph["sample"]["inputs"]["steps"] = 2
+    graph["size"] = read(FOLDER / "controlnet.json")["size"]  # the picture's
+    control, picture = graph["control"]["inputs"], graph["image"]["inputs"]
+
+    def painted() -> np.ndarray:
+        (image,) = pictures(server, run_small(server, graph), "save")
+        assert image.size == (384, 288)
+        return np.asarray(image.convert("RGB")).astype(int)
+
+    followed = painted()
+    assert "blocks: fused, 24 of 24 in 4 forward passes" in server.tail()
+    graph["shift"]["inputs"]["model"] = ["load", 0]
+    assert np.abs(painted() - followed).max() <= 2
+    for inputs, name, value in ((picture, "image", "another.png"), (control, "strength", 0.0)):
+        inputs[name] = value
+        assert np.abs(painted() - followed).max() > 8, name
 
 
 def test_the_estimate_is_text_and_picture(server: Server):

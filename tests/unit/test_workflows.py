@@ -36,10 +36,13 @@ NAMES = [
     "lightning_4_steps",
     "lightning_8_steps",
     "edit_2511",
+    "edit_2511_lightning",
     "edit_2511_three_references",
+    "try_on",
     "inpaint",
     "layered",
     "lora",
+    "controlnet",
     "batch_of_8",
     "text_to_image_2048",
     "micro_report",
@@ -49,6 +52,7 @@ NAMES = [
     "save_quantized",
 ]
 NOTE = "MarkdownNote"
+MODEL_FOLDERS = ("diffusion_models", "text_encoders", "vae", "loras", "controlnet")
 MODEL_FILE = re.compile(r"\.(safetensors|sft|ckpt|pt|gguf)$")
 
 
@@ -201,7 +205,7 @@ def test_every_model_file_has_its_link(name: str):
             assert set(link) == {"name", "url", "directory"}
             assert link["url"].startswith("https://huggingface.co/")
             assert link["url"].endswith(f"/{link['name']}")
-            assert link["directory"] in ("diffusion_models", "text_encoders", "vae", "loras")
+            assert link["directory"] in MODEL_FOLDERS
 
 
 def described(name: str) -> Workflow:

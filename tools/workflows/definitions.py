@@ -32,6 +32,7 @@ KEPT_OPTIONS = (
 OF_THE_MACHINE = {
     *(("QwenL40S_Load", name) for name in ("text_encoder", "vae")),
     *(("QwenL40S_LoadLora", "lora"), ("LoadImage", "image"), ("QwenL40S_EstimateVRAM", "card")),
+    ("ControlNetLoader", "control_net_name"),
 }
 # Their defaults differ too: the first file that fits.
 FILES_FIRST = {

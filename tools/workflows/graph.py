@@ -12,9 +12,11 @@ from .definitions import DYNAMIC_COMBO, Definition, definitions
 COMFY_QWEN = "https://huggingface.co/Comfy-Org/Qwen-Image_ComfyUI/resolve/main/split_files"
 COMFY_EDIT = "https://huggingface.co/Comfy-Org/Qwen-Image-Edit_ComfyUI/resolve/main/split_files"
 LIGHTNING = "https://huggingface.co/lightx2v/Qwen-Image-2512-Lightning/resolve/main"
+EDIT_LIGHTNING = "https://huggingface.co/lightx2v/Qwen-Image-Edit-2511-Lightning/resolve/main"
 COMFY_LAYERED = (
     "https://huggingface.co/Comfy-Org/Qwen-Image-Layered_ComfyUI/resolve/main/split_files"
 )
+FUN_CONTROL = "https://huggingface.co/alibaba-pai/Qwen-Image-2512-Fun-Controlnet-Union/resolve/main"
 PANORAMA = "https://huggingface.co/ProGamerGov/qwen-360-diffusion/resolve/main"
 
 
@@ -67,6 +69,13 @@ LIGHTNING_8 = ModelFile(
 PANORAMA_360 = ModelFile("qwen-360-diffusion-2512-int8-bf16-v2.safetensors", PANORAMA, "loras")
 LAYERED = _transformer("qwen_image_layered_bf16.safetensors", COMFY_LAYERED, 40.9)
 LAYERED_VAE = ModelFile("qwen_image_layered_vae.safetensors", f"{COMFY_LAYERED}/vae", "vae", 0.25)
+EDIT_LIGHTNING_4 = ModelFile(
+    "Qwen-Image-Edit-2511-Lightning-4steps-V1.0-bf16.safetensors", EDIT_LIGHTNING, "loras", 0.85
+)
+# Five blocks, made for 2512; the union of InstantX was made for the first Qwen-Image.
+CONTROL_UNION = ModelFile(
+    "Qwen-Image-2512-Fun-Controlnet-Union-2602.safetensors", FUN_CONTROL, "controlnet", 3.51
+)
 
 
 # Numbers of a widget's type; bool is an int to Python and none to ComfyUI.

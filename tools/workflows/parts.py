@@ -10,7 +10,7 @@ from ...charts.figures import duration, tenths
 from ...charts.words import safer_setting, step_cache_lines, usable_bytes
 from ...machine.card_list import BUNDLED, known_cards
 from ...planning.cards import Card, find_card
-from ...planning.estimate import estimate
+from ...planning.estimate import Estimate, estimate
 from ...planning.request import RunRequest
 from ...spec import GB, format_gib
 from .graph import TEXT_ENCODER, VAE, Link, ModelFile, Node, Workflow
@@ -18,6 +18,11 @@ from .graph import TEXT_ENCODER, VAE, Link, ModelFile, Node, Workflow
 MODELS, PROMPT, SAMPLING, IMAGE = "Models", "Prompt", "Sampling", "Image"
 LORA, MODEL = "LoRA", "Model"
 SHIFT = 3.1  # of ComfyUI's own templates of 2512 and Edit-2511
+LIGHTNING_SHIFT = 3.0  # the LoRAs were trained with it, not with the template's 3.1
+ON_SMALLER_CARDS = (
+    "On smaller cards: precision `int8` or `fp8`, with lora_mode `bypass`; `merge` rounds the "
+    "8-bit weights once more."
+)
 
 
 class Loaded(NamedTuple):
@@ -91,6 +96,14 @@ def encode(workflow: Workflow, id: str, text: str, clip: Link, about: str = "") 
     return node["CONDITIONING"]
 
 
+def no_negative(workflow: Workflow, positive: Link) -> Link:
+    """What the sampler wants as a negative and at CFG 1 never looks at: no prompt is encoded."""
+    node = workflow.add(
+        "negative", "ConditioningZeroOut", PROMPT, folded=True, conditioning=positive
+    )
+    return node["CONDITIONING"]
+
+
 def empty(workflow: Workflow, width: int, height: int, batch: int = 1, *, id: str = "size") -> Link:
     """Latents to begin with, of a size in pixels."""
     node = workflow.add(
@@ -152,6 +165,7 @@ def note(
     *,
     files: Sequence[ModelFile] = (),
     request: RunRequest | None = None,
+    also: Sequence[RunRequest] = (),
 ) -> str:
     """Markdown.
 
@@ -160,6 +174,7 @@ def note(
         change: what to change first, a sentence each.
         files: that have to be downloaded.
         request: what the workflow runs, for what it takes of an L40S.
+        also: other sizes, of which the time is said.
     """
     parts = [f"## {title}", what]
     if files:
@@ -168,12 +183,12 @@ def note(
         both = [text for pair in zip(lines, folders, strict=True) for text in pair]
         parts.append("\n".join(["**Files**", "", *both]))
     if request:
-        parts.append(f"**What it takes**\n\n{takes(request)}")
+        parts.append(f"**What it takes**\n\n{takes(request, also)}")
     parts.append("\n".join(["**Change first**", "", *(f"- {sentence}" for sentence in change)]))
     return "\n\n".join(parts) + "\n"
 
 
-def takes(request: RunRequest) -> str:
+def takes(request: RunRequest, also: Sequence[RunRequest] = ()) -> str:
     """Memory and time on an L40S, as `qwen-l40s estimate` says them; nothing is typed."""
     found = estimate(request, _l40s())
     option = found.option
@@ -196,15 +211,22 @@ def takes(request: RunRequest) -> str:
         sentences.append("The text encoder leaves the card after encoding.")
     if option.tiles > 1:
         sentences.append(f"The VAE decodes in {option.tiles} tiles.")
-    if found.image_seconds is not None:
-        size = f"{request.width}x{request.height} in {request.steps} steps"
-        if request.batch > 1:
-            whole = duration(found.image_seconds.times(request.batch))
-            sentences.append(f"{request.batch} images of {size}: {whole}.")
-        else:
-            sentences.append(f"An image of {size}: {duration(found.image_seconds)}.")
+    sentences += [
+        _time(request, found),
+        *(_time(other, estimate(other, _l40s())) for other in also),
+    ]
     sentences += step_cache_lines(found)
-    return " ".join(sentences)
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def _time(request: RunRequest, found: Estimate) -> str:
+    if found.image_seconds is None:
+        return ""
+    size = f"{request.width}x{request.height} in {request.steps} steps"
+    if request.batch > 1:
+        whole = duration(found.image_seconds.times(request.batch))
+        return f"{request.batch} images of {size}: {whole}."
+    return f"An image of {size}: {duration(found.image_seconds)}."
 
 
 @functools.cache

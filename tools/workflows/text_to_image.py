@@ -23,8 +23,10 @@ from .graph import (
 )
 from .parts import (
     IMAGE,
+    LIGHTNING_SHIFT,
     MODEL,
     MODELS,
+    ON_SMALLER_CARDS,
     PROMPT,
     SAMPLING,
     Loaded,
@@ -34,6 +36,7 @@ from .parts import (
     encode,
     fast,
     load,
+    no_negative,
     note,
     sample,
     save,
@@ -287,8 +290,7 @@ def _lightning(name: str, steps: int, lora_file: ModelFile) -> Workflow:
                 "The prompt.",
                 SIZES,
                 f"**KSampler**: keep {steps} steps and CFG 1; the LoRA was trained for them.",
-                "On smaller cards: precision `int8` or `fp8`, with lora_mode `bypass`; `merge` "
-                "rounds the 8-bit weights once more.",
+                ON_SMALLER_CARDS,
             ),
             files=(QWEN_2512, TEXT_ENCODER, VAE, lora_file),
             request=RunRequest(
@@ -299,13 +301,9 @@ def _lightning(name: str, steps: int, lora_file: ModelFile) -> Workflow:
     loaded = load(workflow, QWEN_2512, precision="bf16")
     model = with_lora(workflow, loaded.model, lora_file)
     positive = encode(workflow, "positive", EXAMPLE, loaded.clip)
-    # The sampler wants a negative and at CFG 1 never looks at it: no second prompt is encoded.
-    negative = workflow.add(
-        "negative", "ConditioningZeroOut", PROMPT, folded=True, conditioning=positive
-    )["CONDITIONING"]
+    negative = no_negative(workflow, positive)
     latent = empty(workflow, SIDE, SIDE)
-    # The LoRA was trained with this shift, not with the template's 3.1.
-    model = fast(workflow, model, shift=3.0)
+    model = fast(workflow, model, shift=LIGHTNING_SHIFT)
     painted = sample(workflow, model, positive, negative, latent, steps=steps, cfg=1.0)
     save(workflow, decode(workflow, painted, loaded.vae))
     return workflow

@@ -22,7 +22,7 @@ TOP, BOTTOM, MOVED_TO = 88, 432, 44
 DRAWN, MADE = "a drawing of what the workflow does", "made by the workflow"
 BACKGROUND, PANEL, INK, FAINT = "#1d2127", "#2b313a", "#f2f4f7", "#9aa4b2"
 BLUE, GREEN, ORANGE, RED, PURPLE = "#5b9cf5", "#4cc38a", "#f2a33c", "#e5646a", "#c58af9"
-DAY, DUSK, SEA, NIGHT = "#31507c", "#8a4b2f", "#1f6b63", "#4d3b74"
+DAY, DUSK, SEA, NIGHT, SKIN = "#31507c", "#8a4b2f", "#1f6b63", "#4d3b74", "#e8c39e"
 
 Box = tuple[int, int, int, int]
 
@@ -106,6 +106,23 @@ class Drawing:
             self.draw.rectangle(box, fill=RED)
         else:
             self.draw.regular_polygon((x, y, size), 3, fill="#d8d35a")
+
+    def person(self, box: Box, clothes: str) -> None:
+        """A framed figure in a shirt."""
+        left, top, right, bottom = box
+        middle, unit = (left + right) // 2, (bottom - top) // 10
+        self.draw.rectangle(box, fill=DAY)
+        for x in (middle - unit * 2 // 3, middle + unit * 2 // 3):
+            self.draw.line((x, top + 6 * unit, x, bottom - unit // 2), fill=PANEL, width=unit)
+        self.draw.circle((middle, top + unit * 3 // 2), unit, SKIN)
+        self.garment(middle, top + 5 * unit, 2 * unit, clothes)
+        self.draw.rectangle(box, outline=INK, width=4)
+
+    def garment(self, x: int, y: int, size: int, colour: str) -> None:
+        """A shirt around a point."""
+        half = ((0.35, -1), (0.8, -0.85), (1.25, -0.1), (0.85, 0.1), (0.6, -0.25), (0.6, 1))
+        shirt = [*half, *((-across, down) for across, down in reversed(half))]
+        self.draw.polygon([(x + size * across, y + size * down) for across, down in shirt], colour)
 
     def noise(self, box: Box, share: float) -> None:
         """Grey squares over a share of a picture."""
@@ -217,13 +234,38 @@ def batch() -> Image.Image:
     return drawing.square()
 
 
-def edit() -> Image.Image:
+def edit(title: str, line: str, badge: str = "") -> Image.Image:
     """A picture before and after."""
-    drawing = Drawing("Edit a picture", "as the prompt says")
+    drawing = Drawing(title, line)
     drawing.picture((24, 130, 204, 330))
     drawing.arrow((216, 230), 296)
     drawing.picture((308, 130, 488, 330), ("triangle",), NIGHT)
-    drawing.prompt((124, 346, 388, 424))
+    if badge:
+        drawing.badge((124, 346, 388, 424), badge, 60, "#ffd84d")
+    else:
+        drawing.prompt((124, 346, 388, 424))
+    return drawing.square()
+
+
+def try_on() -> Image.Image:
+    """A person and a garment become one picture."""
+    drawing = Drawing("Try on clothes", "a person, a garment, 4 steps")
+    drawing.person((24, 104, 164, 304), FAINT)
+    drawing.draw.rectangle((24, 316, 164, 426), fill=INK)
+    drawing.garment(94, 372, 40, PURPLE)
+    drawing.arrow((178, 264), 248)
+    drawing.person((262, 104, 488, 426), PURPLE)
+    return drawing.square()
+
+
+def controlnet() -> Image.Image:
+    """Edges become a picture."""
+    drawing = Drawing("ControlNet", "painted along edges")
+    drawing.draw.rectangle((24, 120, 224, 400), fill="#000", outline=INK, width=4)
+    drawing.draw.ellipse((107, 182, 207, 282), outline=INK, width=4)
+    drawing.draw.arc((-42, 307, 184, 540), 246, 348, fill=INK, width=4)
+    drawing.arrow((232, 260), 284)
+    drawing.picture((292, 120, 492, 400))
     return drawing.square()
 
 
@@ -322,10 +364,13 @@ DRAWINGS: dict[str, Callable[[], Image.Image]] = {
     "lightning_4_steps": lambda: lightning(4, "#ffd84d"),
     "lightning_8_steps": lambda: lightning(8, ORANGE),
     "lora": lora,
+    "controlnet": controlnet,
     "text_to_image_2048": large,
     "batch_of_8": batch,
-    "edit_2511": edit,
+    "edit_2511": lambda: edit("Edit a picture", "as the prompt says"),
+    "edit_2511_lightning": lambda: edit("Edit, Lightning", "a picture, no CFG", "4 steps"),
     "edit_2511_three_references": three_references,
+    "try_on": try_on,
     "inpaint": inpaint,
     "layered": layered,
     "estimate": estimate,

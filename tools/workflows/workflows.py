@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .edit import edit_2511, edit_2511_three_references, inpaint
+from .controlnet import controlnet
+from .edit import edit_2511, edit_2511_lightning, edit_2511_three_references, inpaint, try_on
 from .estimates import advise, estimate, estimate_generate_report, micro_report, save_quantized
 from .graph import Workflow
 from .layers import layered
@@ -28,10 +29,13 @@ MAKERS = (
     lightning_4_steps,
     lightning_8_steps,
     edit_2511,
+    edit_2511_lightning,
     edit_2511_three_references,
+    try_on,
     inpaint,
     layered,
     lora,
+    controlnet,
     batch_of_8,
     text_to_image_2048,
     micro_report,
