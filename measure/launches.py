@@ -153,6 +153,9 @@ class _Layers:
     def tensors(self, layer: Module, like: torch.Tensor) -> AbstractContextManager[LayerTensors]:
         return nullcontext(layer.stored)
 
+    def low_rank(self, layer: Module) -> None:
+        return None
+
     def hold(self, blocks: Sequence[Module]) -> AbstractContextManager[Hashable | None]:
         return nullcontext(0)
 

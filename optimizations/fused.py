@@ -12,7 +12,7 @@ from ..machine.card import first_line
 from ..spec import RowFormat
 from . import kernels, reference
 from .fallback import Fallback
-from .reference import HEAD_DIMS, Modulation, QKNorm, QuantizedRows, Rotary, Tokens
+from .reference import HEAD_DIMS, Modulation, QKNorm, QuantizedRows, Rotary, RowOrder, Tokens
 
 # What the Triton kernels hold in registers, and how `tl.split` pairs a head.
 WIDEST = 16384
@@ -31,6 +31,7 @@ class Ops(NamedTuple):
     qk_norm_rope: Callable[..., None]
     gelu_quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     row_quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    low_rank_rows: Callable[..., torch.Tensor]
     decode_weight: Callable[..., torch.Tensor]
     prepared: Mapping[str, Callable[..., Callable[..., None]]] = MappingProxyType({})
 
@@ -95,6 +96,20 @@ class Ops(NamedTuple):
             return prepare(codes, group_scale, codebook, bits, out)
         return lambda *packed: out.copy_(self.decode_weight(*packed, bits))
 
+    def prepare_low_rank(
+        self,
+        x: torch.Tensor,
+        text_down: torch.Tensor | None,
+        image_down: torch.Tensor | None,
+        order: RowOrder,
+        gelu: tuple[bool, bool],
+        out: torch.Tensor,
+    ) -> Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], None]:
+        """`low_rank_rows` into `out`, of tensors like these."""
+        if prepare := self.prepared.get("low_rank_rows"):
+            return prepare(x, text_down, image_down, order, gelu, out)
+        return lambda x, *downs: self.low_rank_rows(x, *downs, order, gelu, out)
+
 
 TORCH = Ops(
     "plain torch: no card",
@@ -102,6 +117,7 @@ TORCH = Ops(
     reference.qk_norm_rope,
     reference.gelu_quantize,
     reference.row_quantize,
+    reference.low_rank_rows,
     reference.decode_weight,
 )
 
@@ -131,7 +147,7 @@ def unsupported_shape(dim: int, head_dim: int, dtype: torch.dtype) -> Fallback |
 
 
 def _triton() -> Ops:
-    from .kernels import decode_weight, qk_norm_rope, residual_norm, rows
+    from .kernels import decode_weight, low_rank, qk_norm_rope, residual_norm, rows
     from .kernels.launch import not_direct
 
     prepared = {
@@ -139,6 +155,7 @@ def _triton() -> Ops:
         "qk_norm_rope": qk_norm_rope.prepare_qk_norm_rope,
         "gelu_quantize": rows.prepare_gelu_quantize,
         "row_quantize": rows.prepare_row_quantize,
+        "low_rank_rows": low_rank.prepare_low_rank_rows,
         "decode_weight": decode_weight.prepare_decode_weight,
     }
     return Ops(
@@ -147,6 +164,7 @@ def _triton() -> Ops:
         qk_norm_rope.qk_norm_rope,
         rows.gelu_quantize,
         rows.row_quantize,
+        low_rank.low_rank_rows,
         decode_weight.decode_weight,
         prepared,
     )

@@ -111,6 +111,30 @@ class QuantizedRows(NamedTuple):
         self.scale[self.cut + self.gap :] = scale[self.cut :]
 
 
+class RowOrder(NamedTuple):
+    """Rows of a matrix: `items` times `text` rows of the text stream, then `image` rows of the
+    image stream.
+    """
+
+    items: int
+    text: int
+    image: int
+
+
+class LowRank(NamedTuple):
+    """What all LoRAs of a layer add beside it: `x @ down[start : start + R].T @ up.T`.
+
+    Attributes:
+        down: (R or more, K), contiguous: of all layers that read the same rows of one stream.
+        start: The layer's first row in it.
+        up: (N, R), contiguous.
+    """
+
+    down: torch.Tensor
+    start: int
+    up: torch.Tensor
+
+
 class Rotary(NamedTuple):
     """Rotation of each token in joint order, each (1 or batch, joint, head_dim / 2), contiguous.
 
@@ -291,12 +315,14 @@ def scaled_gemm(
     scale_b: torch.Tensor,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    beside: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Multiplies quantized rows and gives back real numbers.
 
         out[m, n] = (sum over k of a[m, k] * b[n, k]) * scale_a[m] * scale_b[n] + bias[n]
+                    + sum over r of t[m, r] * up[n, r]
 
-    Sums of int8 are exact, sums of fp8 are fp32; scales and bias are applied in fp32.
+    Sums of int8 are exact, sums of fp8 are fp32; all that is added is added in fp32.
 
     Args:
         a: Activations, (M, K), int8 or float8_e4m3fn.
@@ -305,6 +331,8 @@ def scaled_gemm(
         scale_b: (N, 1), fp32.
         bias: (N,) of any float dtype, or None.
         out_dtype: bf16, fp16 or fp32.
+        beside: t, (M, R), and up, (N, R), of one float dtype: `low_rank_rows` of LoRAs, and their
+            second matrix. None for none.
 
     Returns:
         (M, N) in `out_dtype`.
@@ -315,7 +343,51 @@ def scaled_gemm(
     total = total.mul_(scale_a).mul_(scale_b.t())
     if bias is not None:
         total = total.add_(bias)
+    if beside is not None:
+        t, up = beside
+        total = total.addmm_(t.float(), up.float().t())
     return total.to(out_dtype)
+
+
+def low_rank_rows(
+    x: torch.Tensor,
+    text_down: torch.Tensor | None,
+    image_down: torch.Tensor | None,
+    order: RowOrder,
+    gelu: tuple[bool, bool] = (False, False),
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What LoRAs make of the rows of both streams before their second matrix.
+
+        t = f(x) @ down.T, with the tanh GELU or nothing for f
+
+    Sums are fp32 and rounded once; a GELU is computed in fp32 and rounded to x's dtype.
+
+    Args:
+        x: (rows, K), bf16, fp16 or fp32.
+        text_down, image_down: (R, K) in x's dtype, contiguous; None for a stream without LoRAs.
+        order: Which rows are of which stream.
+        gelu: Of text rows, and of image rows.
+        out: Where to write, (rows, R or more).
+
+    Returns:
+        (rows, the larger R) in x's dtype, or `out`. Columns from a stream's own R on are not
+        written.
+    """
+    downs = text_down, image_down
+    if out is None:
+        out = x.new_zeros(len(x), max(len(down) for down in downs if down is not None))
+    begin = 0
+    for _ in range(order.items):
+        for length, down, act in zip(order[1:], downs, gelu, strict=True):
+            rows = slice(begin, begin + length)
+            if down is not None:
+                part = x[rows]
+                if act:
+                    part = F.gelu(part.to(_wide(x)), approximate="tanh").to(x.dtype)
+                out[rows, : len(down)] = part @ down.t()
+            begin += length
+    return out
 
 
 def largest_of(format: str) -> float:

@@ -10,9 +10,11 @@ import torch
 from qwen_l40s import SettingError
 from qwen_l40s.optimizations import kernels, reference
 from qwen_l40s.optimizations.kernels.decode_weight import decode_weight
+from qwen_l40s.optimizations.kernels.low_rank import low_rank_rows
 from qwen_l40s.optimizations.kernels.rows import WIDEST_ROW, launch_shape, row_quantize
 from qwen_l40s.optimizations.kernels.scaled_gemm import TILES, TILES_SM90, Tile, scaled_gemm
 from qwen_l40s.optimizations.linear import choose_gemm
+from qwen_l40s.optimizations.reference import RowOrder
 from qwen_l40s.spec import RowFormat
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -192,6 +194,48 @@ def test_every_tile_computes_the_same(tile):
     out = scaled_gemm(a, b, scale_a, scale_b, bias, torch.float32, tile=tile)
     twin = reference.scaled_gemm(a, b, scale_a, scale_b, bias, torch.float32)
     torch.testing.assert_close(out, twin, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_scaled_gemm_adds_loras(format, dtype):
+    for (m, n, k), rank in zip(SHAPES.values(), (16, 64, 5, 40), strict=True):
+        a, scale_a, b, scale_b, bias = operands(m, n, k, format)
+        t, up = torch.randn(m, rank + 3).to(dtype)[:, 1:-2], torch.randn(n, rank).to(dtype)
+        out = scaled_gemm(a, b, scale_a, scale_b, bias, torch.float32, beside=(t, up))
+        twin = reference.scaled_gemm(a, b, scale_a, scale_b, bias, torch.float32, (t, up))
+        torch.testing.assert_close(out, twin, rtol=1e-5, atol=1e-4)
+        truth = (a.double() * scale_a) @ (b.double() * scale_b).t() + bias.double()
+        truth += t.double() @ up.double().t()
+        assert (out - truth).norm() < 1e-6 * truth.norm()
+    with pytest.raises(ValueError, match=r"up \(N, R\)"):
+        scaled_gemm(a, b, scale_a, scale_b, bias, dtype, beside=(t, up[:, 1:]))
+
+
+ORDERS = [RowOrder(1, 5, 70), RowOrder(3, 2, 9), RowOrder(1, 1, 1)]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_low_rank_rows_is_its_twin_and_float64(dtype, order):
+    rows = order.items * (order.text + order.image)
+    generator = torch.Generator().manual_seed(0)
+    for k, ranks in ((256, (16, 16)), (80, (5, 200)), (144, (0, 24)), (64, (32, 0))):
+        x = torch.randn(rows, k + 8, generator=generator).to(dtype)[:, :k]
+        downs = [torch.randn(r, k, generator=generator).to(dtype) if r else None for r in ranks]
+        for gelu in ((False, False), (True, True), (True, False), (False, True)):
+            out = torch.full((rows, max(ranks) + 3), 2.0**30, dtype=dtype)
+            twin = out.clone()
+            assert low_rank_rows(x, *downs, order, gelu, out) is out
+            reference.low_rank_rows(x, *downs, order, gelu, twin)
+            rtol, atol = (1e-5, 1e-4) if dtype is torch.float32 else (1e-2, 0.2)
+            torch.testing.assert_close(out, twin, rtol=rtol, atol=atol)
+            assert torch.equal(out == 2.0**30, twin == 2.0**30)  # what is not to be written
+        fresh = low_rank_rows(x, *downs, order, gelu)
+        assert torch.equal(fresh[out[:, :-3] != 2.0**30], out[:, :-3][out[:, :-3] != 2.0**30])
+        if gelu == (False, True) and ranks[0] and dtype is torch.float32:
+            truth = x[: order.text].double() @ downs[0].double().t()
+            assert (out[: order.text, : ranks[0]] - truth).norm() < 1e-6 * truth.norm()
 
 
 def test_scaled_gemm_refuses_operands_that_do_not_fit():

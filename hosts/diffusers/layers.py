@@ -68,6 +68,9 @@ class DiffusersLayers:
         scale = getattr(layer, "weight_scale", None)
         return nullcontext(LayerTensors(layer.weight, scale, layer.bias))
 
+    def low_rank(self, layer: torch.nn.Module) -> None:
+        return None  # a layer of PEFT's runs itself
+
     def rounds(self, layer: torch.nn.Module) -> bool:
         # A LoRA over a plain weight does not.
         if kind_of(layer) == DENSE:

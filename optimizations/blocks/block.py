@@ -27,7 +27,8 @@ from ..fallback import Fallback
 from ..fused import Ops
 from ..linear import Gemm
 from ..modulation import Entry
-from ..reference import Modulation, QKNorm, Rotary, Tokens
+from ..reference import LowRank, Modulation, QKNorm, Rotary, Tokens
+from .loras import LowForm, downs_of
 from .products import Operand, PackedOperand, PackedWeight, dense_product, merged_product
 from .workspace import DENSE, BlockForm, LayerForm, Program, Workspace, streams_of
 
@@ -51,13 +52,18 @@ class Layers(Protocol):
 
     def kind(self, layer: torch.nn.Module) -> str | RowFormat | None:
         """`DENSE`, or the format of the rows that its quantized weight is multiplied with; None for
-        a layer that has to run itself, such as one that a LoRA has wrapped.
+        a layer that has to run itself, such as one that another extension has wrapped.
         """
 
     def tensors(
         self, layer: torch.nn.Module, like: torch.Tensor
     ) -> AbstractContextManager[LayerTensors]:
         """A layer's tensors for activations like these, as long as the context lasts."""
+
+    def low_rank(self, layer: torch.nn.Module) -> LowRank | None:
+        """What LoRAs add beside a layer that does not run itself, on the card in the dtype of the
+        activations; None without. Layers that read the same rows of one stream have one `down`.
+        """
 
     def hold(self, blocks: Sequence[torch.nn.Module]) -> AbstractContextManager[Hashable | None]:
         """Holds the weights for one pass, as far as they can be held.
@@ -108,12 +114,16 @@ class KnownBlock(NamedTuple):
     Attributes:
         modules: The host's layers, and the RMSNorms of a `QKNorm`.
         form: Equal forms are the same object.
+        ups: The second matrix of each layer's LoRAs, or None.
+        downs: As of `loras.downs_of`; empty where there are no LoRAs.
         operands: Of each layer, or its module where it runs itself; None where tensors may move.
         norms: Of queries and keys; None where they may move.
     """
 
     modules: tuple[torch.nn.Module, ...]
     form: BlockForm
+    ups: tuple[torch.Tensor | None, ...]
+    downs: tuple[tuple[torch.Tensor | None, ...], ...]
     operands: tuple[Operand | PackedOperand | torch.nn.Module, ...] | None = None
     norms: QKNorm | None = None
 
@@ -276,6 +286,9 @@ class BlockExecutor:
 
     def _multiply(self, program: Program, here: KnownBlock, first: int, last: int) -> None:
         """Runs the products of the places from `first` on, without `last`."""
+        reader = max(0, first // 2 - 2)
+        if here.downs and any(down is not None for down in here.downs[reader]):
+            program.compute_low(reader, here.downs[reader])
         if self._beside is None:
             self._multiply_here(program, here, first, last)
             return
@@ -305,7 +318,7 @@ class BlockExecutor:
                     product = merged_product(program.reads[place], form.format)
                 elif tensors.scale is None and form.kind != DENSE:
                     product = dense_product(program.reads[place])
-                product(program.readable(place, Operand.of(*tensors)))
+                product(program.readable(place, Operand.of(*tensors, here.ups[place])))
 
     def prepared(self, blocks: Sequence[torch.nn.Module]) -> bool:
         """Whether all that is asked of these blocks was found in an earlier pass."""
@@ -341,30 +354,39 @@ class BlockExecutor:
             block.img_mlp.net[2], block.txt_mlp.net[2],
             attn.norm_q, attn.norm_k, attn.norm_added_q, attn.norm_added_k,
         )  # fmt: skip
-        layers = tuple(self._form(layer, like.device) for layer in modules[:12])
+        layers, lows = zip(*(self._form(it, like.device) for it in modules[:12]), strict=True)
+        ups = tuple(low and low.up for low in lows)
+        downs = downs_of(lows) if any(lows) else ()
         inner = block.img_mlp.net[0].proj.out_features
         form = BlockForm(layers, attn.heads, inner, block.img_norm1.eps, attn.norm_q.eps)
         form = self._workspace.forms.setdefault(form, form)
         if not self._held:
-            return KnownBlock(modules, form)
+            return KnownBlock(modules, form, ups, downs)
         operands = []
-        for module, layer in zip(modules, layers, strict=False):
+        for module, layer, up in zip(modules, layers, ups, strict=False):
             if layer.kind is None:
                 operands.append(module)
                 continue
             with self._layers.tensors(module, like) as tensors:
                 if (tensors.scale is None) != (layer.kind == DENSE):
-                    return KnownBlock(modules, form)
-                operands.append(Operand.of(*tensors))
-        return KnownBlock(modules, form, tuple(operands), self._norms(modules, like))
+                    return KnownBlock(modules, form, ups, downs)
+                operands.append(Operand.of(*tensors, up))
+        norms = self._norms(modules, like)
+        return KnownBlock(modules, form, ups, downs, tuple(operands), norms)
 
-    def _form(self, layer: torch.nn.Module, device: torch.device) -> LayerForm:
+    def _form(
+        self, layer: torch.nn.Module, device: torch.device
+    ) -> tuple[LayerForm, LowRank | None]:
         kind = self._layers.kind(layer)
-        if kind is None or kind == DENSE:
-            return LayerForm(kind, None, None)
+        if kind is None:
+            return LayerForm(None, None, None), None
+        low = self._layers.low_rank(layer)
+        low_form = LowForm.of(low)
+        if kind == DENSE:
+            return LayerForm(kind, None, None, low_form), low
         gemm = self._layers.gemm(kind.storage, device)
         quantizes = not gemm.weight_only and gemm.takes(layer.out_features, layer.in_features)
-        return LayerForm(kind, kind if quantizes else None, gemm)
+        return LayerForm(kind, kind if quantizes else None, gemm, low_form), low
 
     def _norms(self, modules: tuple[torch.nn.Module, ...], like: torch.Tensor) -> QKNorm:
         return QKNorm(*(self._layers.norm_weight(norm, like) for norm in modules[12:]))

@@ -332,7 +332,7 @@ class ForwardPass:
             beside = tokens.rows <= MOST_ROWS[self._prepared.quantized]
             refusal = seen.not_worth(self._host.steps, beside)
             if not self._executor.replayable(blocks):
-                refusal = "some layers run themselves, as with a LoRA beside them"
+                refusal = "some layers run themselves, as with a LoKr beside them"
             if not refusal:
                 given = text, self._entry, step, beside, figures
                 graph = memory.capture(key, self._weights, self._executor, blocks, *given)

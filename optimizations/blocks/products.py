@@ -39,6 +39,7 @@ class PackedOperand(NamedTuple):
     weight: PackedWeight
     scale: torch.Tensor
     bias: torch.Tensor | None
+    up: torch.Tensor | None
 
 
 class Operand(NamedTuple):
@@ -49,6 +50,9 @@ class Operand(NamedTuple):
         scale: (N, 1), fp32; None for a weight that is not quantized.
         bias: (N,), or None.
         weight_t, scale_t: Transposed.
+        up: The second matrix of the layer's LoRAs, (N, R), in the dtype of the activations; None
+            without.
+        up_t: Transposed.
     """
 
     weight: torch.Tensor
@@ -56,6 +60,8 @@ class Operand(NamedTuple):
     bias: torch.Tensor | None
     weight_t: torch.Tensor
     scale_t: torch.Tensor | None
+    up: torch.Tensor | None
+    up_t: torch.Tensor | None
 
     @classmethod
     def of(
@@ -63,11 +69,13 @@ class Operand(NamedTuple):
         weight: torch.Tensor | PackedWeight,
         scale: torch.Tensor | None,
         bias: torch.Tensor | None,
+        up: torch.Tensor | None = None,
     ) -> Operand | PackedOperand:
         """With its views, where the weight can be read as it is."""
         if isinstance(weight, PackedWeight):
-            return PackedOperand(weight, scale, bias)
-        return cls(weight, scale, bias, weight.t(), None if scale is None else scale.t())
+            return PackedOperand(weight, scale, bias, up)
+        scale_t, up_t = (None if part is None else part.t() for part in (scale, up))
+        return cls(weight, scale, bias, weight.t(), scale_t, up, up_t)
 
 
 class StreamSlice(NamedTuple):
@@ -129,12 +137,19 @@ class Read(NamedTuple):
         part: Which of them.
         out: (batch, tokens, N) of any strides.
         gelu: Whether the tanh GELU of the product is written.
+        low: What the second matrix of the layer's LoRAs reads, (rows, R), a row for each of `rows`;
+            None without LoRAs.
     """
 
     rows: Rows
     part: StreamSlice
     out: torch.Tensor
     gelu: bool = False
+    low: torch.Tensor | None = None
+
+    def low_of(self, start: int, length: int) -> torch.Tensor | None:
+        """`low` of `length` rows from `start` on."""
+        return None if self.low is None else self.low[start : start + length]
 
     def pieces(self) -> list[tuple[int, int, torch.Tensor]]:
         """First row, rows, and where their product goes, contiguous, of each product."""
@@ -151,7 +166,7 @@ Product = Callable[[Any], None]
 
 def module_product(read: Read) -> Product:
     """Of layers that run themselves."""
-    rows, part, out, gelu = read
+    rows, part, out, gelu, _ = read
 
     def run(module: torch.nn.Module) -> None:
         x = rows.plain(part.start, (part.items - 1) * part.step + part.length)
@@ -170,18 +185,27 @@ def dense_product(read: Read) -> Product:
 
         def run(operand: Operand) -> None:
             for start, length, out in pieces:
-                _dense(rows.plain(start, length), operand, out, gelu)
+                x = rows.plain(start, length)
+                _dense(x, operand, out, gelu, read.low_of(start, length))
 
         return run
     ((start, length, out),) = pieces
-    x = rows.plain(start, length)
-    return lambda operand: _dense(x, operand, out, gelu)
+    x, low = rows.plain(start, length), read.low_of(start, length)
+    return lambda operand: _dense(x, operand, out, gelu, low)
 
 
-def _dense(x: torch.Tensor, operand: Operand, out: torch.Tensor, gelu: bool) -> None:
-    """As `linear.dense_linear`, past what it finds out."""
+def _dense(
+    x: torch.Tensor, operand: Operand, out: torch.Tensor, gelu: bool, low: torch.Tensor | None
+) -> None:
+    """As `linear.dense_linear`, past what it finds out; with LoRAs beside."""
     bias = operand.bias
-    if bias is None or bias.dtype is not x.dtype or (gelu and not x.is_cuda):
+    if low is not None:
+        # cuBLAS adds one matrix to a product: what LoRAs add is there before.
+        dense_linear(low, operand.up, bias, out=out)
+        torch.addmm(out, x, operand.weight_t, out=out)
+        if gelu:
+            torch.ops.aten.gelu_(out, approximate="tanh")
+    elif bias is None or bias.dtype is not x.dtype or (gelu and not x.is_cuda):
         dense_linear(x, operand.weight, bias, gelu=gelu, out=out)
     elif gelu:
         torch._addmm_activation(bias, x, operand.weight_t, use_gelu=True, out=out)
@@ -193,7 +217,8 @@ def quantized_product(read: Read, format: RowFormat, gemm: Gemm) -> Product:
     """Of quantized weights and rows."""
     source = read.rows.quantized[format]
     pieces = [
-        _quantized(gemm, *source.part(start, length), out) for start, length, out in read.pieces()
+        _quantized(gemm, *source.part(start, length), out, read.low_of(start, length))
+        for start, length, out in read.pieces()
     ]
     if len(pieces) == 1:
         return pieces[0]
@@ -213,6 +238,8 @@ def expanded_product(read: Read, format: RowFormat, gemm: Gemm) -> Product:
         for start, length, out in pieces:
             x = rows.plain(start, length)
             out.copy_(gemm.linear(x, *operand[:3], format.rotation))
+            if read.low is not None:
+                out.addmm_(read.low_of(start, length), operand.up_t)
             if gelu:
                 torch.ops.aten.gelu_(out, approximate="tanh")
 
@@ -234,7 +261,7 @@ def merged_product(read: Read, format: RowFormat) -> Product:
                     x = values.to(out.dtype).mul_(scale)
             else:
                 x = read.rows.plain(start, length)
-            _dense(x, operand, out, read.gelu)
+            _dense(x, operand, out, read.gelu, read.low_of(start, length))
 
     return run
 
@@ -247,7 +274,7 @@ class Decoder:
     """
 
     def __init__(self, ops: Ops, values: torch.Tensor) -> None:
-        self._ops, self._values, self._values_t = ops, values, values.t()
+        self._ops, self._values = ops, values
         self._launches: dict[Hashable, Callable[..., None]] = {}
 
     def decoded(self, operand: PackedOperand) -> Operand:
@@ -259,14 +286,23 @@ class Decoder:
             launch = self._ops.prepare_decoder(*operand.weight, self._values)
             self._launches[key] = launch
         launch(codes, group_scale, codebook)
-        scale = operand.scale
-        return Operand(self._values, scale, operand.bias, self._values_t, scale.t())
+        return Operand.of(self._values, operand.scale, operand.bias, operand.up)
 
 
-def _quantized(gemm: Gemm, xq: torch.Tensor, x_scale: torch.Tensor, out: torch.Tensor) -> Product:
-    """`gemm.linear_quantized` of these rows into out, by the cheapest call that there is."""
-    if gemm.backend == "triton" or (gemm.backend, gemm.row_quantizer) == ("kitchen", "triton"):
-        return _triton(xq, x_scale, out)
+def _quantized(
+    gemm: Gemm,
+    xq: torch.Tensor,
+    x_scale: torch.Tensor,
+    out: torch.Tensor,
+    low: torch.Tensor | None,
+) -> Product:
+    """`gemm.linear_quantized` of these rows into out, with LoRAs beside, by the cheapest call that
+    there is.
+    """
+    triton = gemm.backend == "triton" or (gemm.backend, gemm.row_quantizer) == ("kitchen", "triton")
+    # Only Triton's epilogue adds LoRAs, which spares a pass over the output.
+    if triton or (low is not None and gemm.row_quantizer == "triton"):
+        return _triton(xq, x_scale, out, low)
     aligned = x_scale.data_ptr() % ALIGNMENT == 0
     direct = gemm.backend in ("scaled_mm", FAST) and len(xq) > FEW_ROWS and aligned
     fast = gemm.backend == FAST
@@ -288,11 +324,15 @@ def _quantized(gemm: Gemm, xq: torch.Tensor, x_scale: torch.Tensor, out: torch.T
             gemm.linear_quantized(
                 xq, x_scale, operand.weight, operand.scale, bias, out.dtype, out=out
             )
+        if low is not None:
+            out.addmm_(low, operand.up_t)
 
     return run
 
 
-def _triton(xq: torch.Tensor, x_scale: torch.Tensor, out: torch.Tensor) -> Product:
+def _triton(
+    xq: torch.Tensor, x_scale: torch.Tensor, out: torch.Tensor, low: torch.Tensor | None
+) -> Product:
     from ..kernels.scaled_gemm import prepare_scaled_gemm
 
     launches: dict[torch.dtype | None, Callable[..., None]] = {}  # by the bias's dtype
@@ -302,8 +342,10 @@ def _triton(xq: torch.Tensor, x_scale: torch.Tensor, out: torch.Tensor) -> Produ
         key = None if bias is None else bias.dtype
         launch = launches.get(key)
         if launch is None:
-            launch = prepare_scaled_gemm(xq, operand.weight, x_scale, operand.scale, bias, out)
-            launches[key] = launch
-        launch(operand.weight, operand.scale, bias)
+            beside = None if low is None else (low, operand.up)
+            launch = launches[key] = prepare_scaled_gemm(
+                xq, operand.weight, x_scale, operand.scale, bias, out, beside
+            )
+        launch(operand.weight, operand.scale, bias, operand.up)
 
     return run

@@ -18,6 +18,7 @@ from ...spec import RowFormat
 from ..fused import Ops
 from ..linear import Gemm
 from ..reference import Modulation, QKNorm, QuantizedRows, Rotary, Tokens, storage_of
+from .loras import LowForm, LowRows
 from .products import (
     Decoder,
     PackedOperand,
@@ -49,11 +50,13 @@ class LayerForm(NamedTuple):
         kind: As `block.Layers.kind`.
         format: Of the rows, where its GEMM takes quantized ones; else None.
         gemm: Of a quantized layer.
+        low: Of the LoRAs beside it; None without.
     """
 
     kind: str | RowFormat | None
     format: RowFormat | None
     gemm: Gemm | None
+    low: LowForm | None = None
 
 
 class BlockForm(NamedTuple):
@@ -187,6 +190,10 @@ class Shape:
         whole = self._workspace.take(f"decoded {stream}", most, self._of(torch.int8))
         return whole.flatten()[: n * k].view(n, k)
 
+    def take(self, name: str, columns: int) -> torch.Tensor:
+        """A buffer of the workspace for all rows."""
+        return self._workspace.take(name, (self.tokens.rows, columns), self.like)
+
     def norm(
         self,
         x: torch.Tensor,
@@ -237,6 +244,7 @@ class Program:
         size = tokens.batch, tokens.joint, width
         parts = [shape.cut_wide(width, index).view(size) for index in range(3)]
         self.heads = tuple(part.view(*size[:2], heads, -1) for part in parts)
+        self._low = LowRows(shape, forms)
         self.first_format = _common(forms[:6])
         self._inner_format = _common(forms[8:10])
         hidden = shape.activated.matrix
@@ -261,7 +269,7 @@ class Program:
             else:
                 out = streams_of(shape.branch, tokens)[index]
                 read = Read(shape.activated, streams[index], out)
-            self.reads.append(read)
+            self.reads.append(read._replace(low=self._low.of(place)))
         self.products = tuple(map(_product, self.reads, forms))
         self._decoders: dict[int, Decoder] = {}  # by place
 
@@ -279,6 +287,11 @@ class Program:
         """(N, K) of a place's weight."""
         width, inner = self.shape.width, self.shape.inner
         return (width, width) if place < 8 else (inner, width) if place < 10 else (width, inner)
+
+    def compute_low(self, reader: int, downs: tuple[torch.Tensor | None, ...]) -> None:
+        """What the LoRAs of `loras.READERS[reader]` make of the rows that are there."""
+        rows = (self.shape.rows, self.shape.mixed, self.shape.rows, self.shape.activated)[reader]
+        self._low.compute(reader, rows, downs)
 
     def begin(self, x: torch.Tensor, norms: Modulation) -> None:
         """The first norm of a block whose predecessor left nothing."""
@@ -384,8 +397,8 @@ def _product(read: Read, form: LayerForm) -> Product:
 
 
 def _common(layers: Sequence[LayerForm]) -> RowFormat | None:
-    """The format that all read; None where they differ."""
-    formats = {layer.format for layer in layers}
+    """The format that all read; None where they differ, or where LoRAs read plain rows too."""
+    formats = {None if layer.low else layer.format for layer in layers}
     return formats.pop() if len(formats) == 1 else None
 
 

@@ -1,4 +1,4 @@
-"""Triton: int8 or e4m3 GEMM with scales and bias in its epilogue."""
+"""Triton: int8 or e4m3 GEMM with scales, bias and LoRAs in its epilogue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import on_card_of
+from . import interpreted, on_card_of
 from .launch import Launch, PreparedLaunch
 
 
@@ -54,26 +54,45 @@ TILES_SM90 = (
 )
 
 
+_INTERPRETED = tl.constexpr(interpreted())
+
+
+@triton.jit
+def wide_dot(a, b, total):
+    """total + a @ b of one float dtype, with fp32 sums; fp32 is not rounded to TF32."""
+    if _INTERPRETED:  # whose products of bf16 are those of the bits
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
 @triton.jit(do_not_specialize=["m"])
 def _scaled_gemm_kernel(
     b_ptr,
     scale_b_ptr,
     bias_ptr,
+    up_ptr,
     a_ptr,
     scale_a_ptr,
+    t_ptr,
     out_ptr,
     m,
     n,
+    t_stride,
     k: tl.constexpr,
     has_bias: tl.constexpr,
+    rank: tl.constexpr,
     sum_dtype: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
+    block_rank: tl.constexpr,
     group_m: tl.constexpr,
     unroll: tl.constexpr,
 ):
-    """out[m, n] = (sum_k a[m, k] * b[n, k]) * scale_a[m] * scale_b[n] + bias[n]."""
+    """out[m, n] = (sum_k a[m, k] * b[n, k]) * scale_a[m] * scale_b[n] + bias[n]
+    + sum_r t[m, r] * up[n, r]
+    """
     # Programs that run together share rows of a and b: group_m tiles high, all of n wide.
     # https://triton-lang.org/main/getting-started/tutorials/03-matrix-multiplication.html
     program = tl.program_id(0)
@@ -111,6 +130,21 @@ def _scaled_gemm_kernel(
     out = total.to(tl.float32) * row_scale[:, None] * column_scale[None, :]
     if has_bias:
         out += tl.load(bias_ptr + tile_n + columns).to(tl.float32)[None, :]
+    if rank > 0:
+        depth = tl.arange(0, block_rank)
+        t_ptrs = t_ptr + tile_m.to(tl.int64) * t_stride
+        t_ptrs += rows[:, None] * t_stride + depth[None, :]
+        up_ptrs = up_ptr + tile_n * rank + (columns[None, :] * rank + depth[:, None])
+        for done in tl.range(0, rank, block_rank):
+            if rank % block_rank == 0:
+                t = tl.load(t_ptrs)
+                up = tl.load(up_ptrs)
+            else:
+                t = tl.load(t_ptrs, mask=depth[None, :] < rank - done, other=0.0)
+                up = tl.load(up_ptrs, mask=depth[:, None] < rank - done, other=0.0)
+            out = wide_dot(t, up, out)
+            t_ptrs += block_rank
+            up_ptrs += block_rank
     out_rows = tl.arange(0, block_m)
     out_columns = tl.arange(0, block_n)
     out_ptrs = out_ptr + tile_m.to(tl.int64) * n + tile_n
@@ -145,6 +179,7 @@ def scaled_gemm(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     *,
+    beside: tuple[torch.Tensor, torch.Tensor] | None = None,
     out: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
@@ -158,8 +193,9 @@ def scaled_gemm(
         out = a.new_empty(len(a), len(b), dtype=out_dtype)
     a, b, scale_a, scale_b = (part.contiguous() for part in (a, b, scale_a, scale_b))
     bias = None if bias is None else bias.contiguous()
+    t, up = beside or (None, None)
     with on_card_of(a):
-        _launch(a, b, scale_a, scale_b, bias, out, tile).once()
+        _launch(a, b, scale_a, scale_b, bias, out, t, up, tile).once()
     return out
 
 
@@ -170,12 +206,16 @@ def prepare_scaled_gemm(
     scale_b: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    beside: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> PreparedLaunch:
-    """`scaled_gemm` of this a and scale_a into `out`; takes b, scale_b and bias like these."""
-    launch = _launch(a, b, scale_a, scale_b, bias, out).prepared()
+    """`scaled_gemm` of this a, scale_a and t into `out`; takes b, scale_b, bias and up like
+    these.
+    """
+    t, up = beside or (None, None)
+    launch = _launch(a, b, scale_a, scale_b, bias, out, t, up).prepared()
     if bias is not None:
         return launch
-    return lambda b, scale_b, _bias: launch(b, scale_b, out)
+    return lambda b, scale_b, _bias, up: launch(b, scale_b, out, up)
 
 
 def _launch(
@@ -185,6 +225,8 @@ def _launch(
     scale_b: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    t: torch.Tensor | None = None,
+    up: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> Launch:
     m, k = a.shape
@@ -194,6 +236,11 @@ def _launch(
             f"scaled_gemm takes a (M, K), b (N, K) and a scale for each row, got {tuple(a.shape)}, "
             f"{tuple(b.shape)}, {scale_a.numel()} and {scale_b.numel()} scales"
         )
+    rank = 0 if t is None else t.shape[1]
+    if t is not None and (t.shape != (m, rank) or up.shape != (n, rank) or t.stride(1) != 1):
+        raise ValueError(
+            f"scaled_gemm takes t (M, R) and up (N, R), got {tuple(t.shape)} and {tuple(up.shape)}"
+        )
     if tile is None:
         tile = choose_tile(m, _capability(a.get_device()))
     # Rounded up; triton.cdiv takes 2 us of a launch for each of the two.
@@ -201,18 +248,20 @@ def _launch(
     constants = {
         "k": k,
         "has_bias": bias is not None,
+        "rank": rank,
         "sum_dtype": tl.int32 if a.dtype == torch.int8 else tl.float32,
         "block_m": tile.m,
         "block_n": tile.n,
         "block_k": tile.k,
+        "block_rank": 32 if rank % 32 == 0 else 16,
         "group_m": 8,
         "unroll": tile.unroll,
     }
     return Launch(
         _scaled_gemm_kernel,
         tiles,
-        (b, scale_b, out if bias is None else bias),
-        (a, scale_a, out, m, n),
+        (b, scale_b, out if bias is None else bias, up),
+        (a, scale_a, t, out, m, n, 0 if t is None else t.stride(0)),
         constants,
         num_warps=tile.warps,
         num_stages=tile.stages,

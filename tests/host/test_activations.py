@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from tracked_allocations import Allocations
 
-from qwen_l40s.hosts.comfyui.lora.bypass import BypassForward, LowRank
+from qwen_l40s.hosts.comfyui.lora.bypass import BypassForward, BypassLayers, Matrices
 from qwen_l40s.hosts.comfyui.sample import attention, forward
 from qwen_l40s.optimizations import linear, reference
 from qwen_l40s.optimizations.blocks import passes as optimized
@@ -113,6 +113,9 @@ class Int8Layers:
                 self._held[layer] = reference.row_quantize(layer.weight, RowFormat("int8"))
         return nullcontext(LayerTensors(*self._held[layer], layer.bias))
 
+    def low_rank(self, layer):
+        return None
+
     def norm_weight(self, norm, like):
         return norm.weight
 
@@ -187,7 +190,8 @@ def add_loras(transformer, loras, setting):
             layer.forward = expands(layer)
         for _ in range(loras.count):
             up, down = torch.zeros(rows, loras.rank), torch.zeros(loras.rank, columns)
-            layer.forward = BypassForward(layer.forward, LowRank(up.to(BF16), down.to(BF16), 1.0))
+            beside = BypassLayers([(name, Matrices(up.to(BF16), down.to(BF16)))])
+            layer.forward = BypassForward(layer.forward, beside.changes[0])
 
 
 class Base(torch.nn.Module):

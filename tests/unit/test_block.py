@@ -17,7 +17,7 @@ from qwen_l40s.optimizations.blocks.block_form import unsupported_block
 from qwen_l40s.optimizations.blocks.products import PackedWeight
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import ModulationTable, compute_entry
-from qwen_l40s.optimizations.reference import Rotary, Tokens
+from qwen_l40s.optimizations.reference import LowRank, Rotary, Tokens
 from qwen_l40s.spec import RowFormat
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -173,10 +173,25 @@ class Gemm:
 
 
 class Layers:
-    """Layers held as `kinds` says, by a layer's name; "opaque" is a layer that runs itself."""
+    """Layers held as `kinds` says, by a layer's name; "opaque" is a layer that runs itself.
 
-    def __init__(self, block, kinds=None, weight_only=()):
-        kinds = kinds or {}
+    `ranks` are those of LoRAs, by a layer's name.
+    """
+
+    def __init__(self, block, kinds=None, weight_only=(), ranks=()):
+        kinds, self.lows = kinds or {}, {}
+        for stream in ("text", "image"):
+            for readers in (("q", "k", "v"), ("out",), ("inner",), ("outer",)):
+                names = [place for it in readers if (place := f"{stream} {it}") in ranks]
+                layers = {name: block.get_submodule(LAYERS[name]) for name in names}
+                width = max((layer.in_features for layer in layers.values()), default=1)
+                down = random(sum(ranks[it] for it in names), width, seed=7) * width**-0.5
+                start = 0
+                for i, (name, layer) in enumerate(layers.items()):
+                    up = random(layer.out_features, ranks[name], seed=70 + i) * ranks[name] ** -0.5
+                    dtype = layer.weight.dtype
+                    self.lows[layer] = LowRank(down.to(dtype), start, up.to(dtype))
+                    start += ranks[name]
         self.kinds = {
             block.get_submodule(name): kinds.get(place, DENSE) for place, name in LAYERS.items()
         }
@@ -198,6 +213,10 @@ class Layers:
             raise AssertionError("a layer that runs itself was read")
         return nullcontext(LayerTensors(*self.weights.get(layer, (layer.weight, None)), layer.bias))
 
+    def low_rank(self, layer):
+        assert self.kind(layer) is not None, "the LoRA of a layer that runs itself was read"
+        return self.lows.get(layer)
+
     def norm_weight(self, norm, like):
         return norm.weight
 
@@ -206,6 +225,13 @@ class Layers:
 
     def apply(self, layer, x):
         """The same layer in plain arithmetic."""
+        out = self.apply_weight(layer, x)
+        if low := self.lows.get(layer):
+            down = low.down[low.start : low.start + low.up.shape[1]]
+            out = out + F.linear(F.linear(x, down), low.up)
+        return out
+
+    def apply_weight(self, layer, x):
         kind = self.kinds[layer]
         if kind in (DENSE, "opaque"):
             return layer(x)
@@ -408,6 +434,27 @@ def test_weights_that_are_expanded_leave_activations_as_they_are(mix):
     assert relative(run(block, case, layers), in_plain_arithmetic(block, case, layers)) < 1e-6
 
 
+def test_loras_beside_layers_of_any_kinds():
+    """Of all layers and of some, of one rank and of several, in one stream and in both."""
+    some = {"image k": 3, "image v": 24, "text q": 16, "text inner": 40, "image outer": 8}
+    for seed, ranks in enumerate(
+        (dict.fromkeys(LAYERS, 16), some, {"image out": 5, "text out": 32}, {"text outer": 16})
+    ):
+        for name in ("all dense", "all fp8", *MIXES):
+            kinds = MIXES.get(name, {})
+            beside = {place: ranks[place] for place in ranks if kinds.get(place) != "opaque"}
+            weight_only = ("int8",) if seed == 1 else ()
+            tokens = list(SHAPES.values())[(seed + len(name)) % len(SHAPES)]
+            case = Case(tokens, masked=True)
+            block = new_block(seed, zero_cond_t=case.zero)
+            layers = Layers(block, kinds, weight_only, beside)
+            expected = in_plain_arithmetic(block, case, layers)
+            error = relative(run(block, case, layers), expected)
+            assert error < (1e-6 if set(kinds.values()) <= {DENSE, "opaque"} else 1e-3), name
+            without = relative(run(block, case, Layers(block, kinds, weight_only)), expected)
+            assert not beside or without > 5e-3, name
+
+
 @pytest.mark.parametrize("kind", ["fp8", "rotated"])
 def test_layer_that_turns_out_dense_reads_the_quantized_rows_back(kind):
     """As ComfyUI's fp8 layers do where a LoRA was merged into the weight on its way."""
@@ -417,7 +464,7 @@ def test_layer_that_turns_out_dense_reads_the_quantized_rows_back(kind):
         def tensors(self, layer, like):
             return nullcontext(LayerTensors(layer.weight, None, layer.bias))
 
-        def apply(self, layer, x):
+        def apply_weight(self, layer, x):
             if layer in (block.attn.to_add_out, block.attn.to_out[0]):
                 return layer(x)  # what attention gives is there unrounded too
             q, scale = reference.row_quantize(x.reshape(-1, x.shape[-1]), ROWS[kind])

@@ -80,8 +80,11 @@ def tiles():
     return [other_cards(*case) for case in cases]
 
 
+@pytest.mark.parametrize("rank", [0, 64])
 @pytest.mark.parametrize(("sm", "format", "tile"), tiles(), ids=str)
-def test_scaled_gemm_fits_the_card_and_uses_its_tensor_cores(compile_kernel, sm, format, tile):
+def test_scaled_gemm_fits_the_card_and_uses_its_tensor_cores(
+    compile_kernel, sm, format, tile, rank
+):
     from triton import language
 
     from qwen_l40s.optimizations.kernels.scaled_gemm import _scaled_gemm_kernel
@@ -90,16 +93,41 @@ def test_scaled_gemm_fits_the_card_and_uses_its_tensor_cores(compile_kernel, sm,
     pointers = {"a_ptr": operand, "b_ptr": operand, "out_ptr": "bf16", "bias_ptr": "bf16"}
     pointers |= {"scale_a_ptr": "fp32", "scale_b_ptr": "fp32"}
     constants = {"k": 3072, "has_bias": True, "group_m": 8, "unroll": tile.unroll}
+    constants |= {"rank": rank, "block_rank": 32}
+    low_rank = ("t_ptr", "up_ptr")
+    if rank:
+        pointers |= dict.fromkeys(low_rank, "bf16")
+    else:
+        constants |= dict.fromkeys(low_rank)
     constants |= {"block_m": tile.m, "block_n": tile.n, "block_k": tile.k}
     constants["sum_dtype"] = language.int32 if format == "int8" else language.float32
-    numbers = {"m": False, "n": True}
+    numbers = {"m": False, "n": True, "t_stride": True}
     ptx = compile_kernel(
         _scaled_gemm_kernel, sm, pointers, numbers, constants, tile.warps, tile.stages
     )
     product = {"fp8": r"f32\.e4m3\.e4m3", "int8": r"s32\.s8\.s8"}[format]
     instruction = r"mma\.sync" if sm < 90 else r"wgmma\.mma_async"
     assert re.search(rf"{instruction}\S*\.{product}", ptx)
-    assert not re.search(r"mma\S*\.(f16|bf16)\.", ptx)  # nothing is widened before it
+    # Nothing is widened before it; what LoRAs add is bf16.
+    assert bool(re.search(r"mma\S*\.(f16|bf16)\.", ptx)) == bool(rank)
+    assert "cp.async.cg.shared.global" in ptx  # 16 bytes at a time, loaded ahead
+
+
+@pytest.mark.parametrize(("k", "gelu"), [(3072, False), (12288, True)])
+@pytest.mark.parametrize("sm", [89, other_cards(80), other_cards(90)])
+def test_low_rank_rows_fits_the_card_and_uses_its_tensor_cores(compile_kernel, sm, k, gelu):
+    from qwen_l40s.optimizations.kernels.low_rank import TILE, _low_rank_rows_kernel
+
+    names = ("x_ptr", "text_down_ptr", "image_down_ptr", "out_ptr")
+    constants = {"k": k, "text_rank": 192, "image_rank": 192, "text_gelu": gelu, "image_gelu": gelu}
+    constants |= {"block_m": TILE.m, "block_n": TILE.n, "block_k": TILE.k}
+    numbers = {"text": False, "image": False, "x_stride": True, "out_stride": True}
+    pointers = dict.fromkeys(names, "bf16")
+    ptx = compile_kernel(
+        _low_rank_rows_kernel, sm, pointers, numbers, constants, TILE.warps, TILE.stages
+    )
+    instruction = r"mma\.sync" if sm < 90 or TILE.m < 64 else r"wgmma\.mma_async"
+    assert re.search(rf"{instruction}\S*\.f32\.bf16\.bf16", ptx)
     assert "cp.async.cg.shared.global" in ptx  # 16 bytes at a time, loaded ahead
 
 

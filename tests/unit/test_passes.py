@@ -598,7 +598,7 @@ def test_layers_that_run_themselves_are_called_in_every_pass(graphs_here):
     for seed in range(5):
         assert_same(passes(seed=seed), passes.expected(seed=seed))
     assert passes.figures.captured == 0
-    assert "some layers run themselves, as with a LoRA beside them" in passes.figures.reasons
+    assert "some layers run themselves, as with a LoKr beside them" in passes.figures.reasons
 
 
 def test_graphs_make_room_for_the_hosts_block_where_the_card_is_full(graphs_here, monkeypatch):

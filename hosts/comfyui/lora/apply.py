@@ -27,7 +27,7 @@ from ....loaders.detect import FOREIGN_STACKS
 from ....planning.request import LORA_MODES
 from ....spec import format_gib
 from ..sample.optimize import unsupported_model
-from .bypass import add_bypass, bypass_module
+from .bypass import add_bypass, bypass_change
 from .file import LoraFile, inspect_lora, read_lora
 
 LISTED = 3  # names in a message
@@ -278,7 +278,7 @@ def _apply_bypass(
         layer = clone.model.get_submodule(name.rpartition(".")[0] if name == key else name)
         change = None
         if isinstance(patch, WeightAdapterBase) and hasattr(layer, "in_features"):
-            change = bypass_module(patch, strength, dtype)
+            change = bypass_change(patch, strength, dtype)
         if change is not None:
             changes[name] = change
         elif isinstance(patch, WeightAdapterBase) or _is_quantized(weights[key]):

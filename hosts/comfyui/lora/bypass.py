@@ -6,15 +6,18 @@ the order in which they were made); it stays with the modules of the first model
 another one (torch.compile under dynamic VRAM, MultiGPU); it ignores `dora_scale`; and its copies on
 the card are not counted as memory.
 
-Here the small matrices are an additional model, which the host counts, loads, moves and frees, and
-an APPLY_MODEL wrapper wraps the layers' `forward` for the length of one call only.
+Here the small matrices of all LoRAs are an additional model, which the host counts, loads, moves
+and frees, and an APPLY_MODEL wrapper wraps the layers' `forward` for the length of one call only.
+The block executor does not call these: it reads the matrices (`Beside`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import comfy.ops
 import torch
@@ -23,23 +26,49 @@ from comfy.patcher_extension import WrappersMP
 from comfy.weight_adapter import LoKrAdapter, LoRAAdapter, WeightAdapterBase
 
 from ....errors import UnavailableError
+from ....optimizations import reference
+from ....optimizations.blocks.block_form import is_changed
 from ..load.linear import AroundLinear
 
 BYPASS_KEY = "qwen_l40s_lora"
 # The second tells newer ComfyUI (#16862), whose fused linear layers read weights past `forward`,
 # that this forward counts.
 REPLACED = ("forward", "comfy_force_forward")
+# Layers of one parent that read the same rows.
+SAME_ROWS = (("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"))
+
+
+class Matrices(NamedTuple):
+    """One LoRA of one layer, with strength and alpha in `up`: up [N, R] and down [R, K]."""
+
+    up: torch.Tensor
+    down: torch.Tensor
 
 
 class LowRank(torch.nn.Module):
-    """y + scale * up(down(x)), for x [..., K] and y [..., N]."""
+    """y + up(down(x)) for x [..., K] and y [..., N], of all LoRAs of a layer.
 
-    def __init__(self, up: torch.Tensor, down: torch.Tensor, scale: float) -> None:
+    Args:
+        up: [N, R].
+        down: A linear layer [R or more, K], which others share and `BypassLayers` holds.
+        start: The first row of it that is this layer's.
+    """
+
+    def __init__(self, up: torch.Tensor, down: torch.nn.Linear, start: int = 0) -> None:
         super().__init__()
-        self.up, self.down, self.scale = _linear(up), _linear(down), scale
+        self.up, self.start = _linear(up), start
+        self.__dict__["down"] = down  # held, moved and counted once
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch.add(y, self.up(self.down(x)), alpha=self.scale)
+        down, _ = comfy.ops.cast_bias_weight(self.down, x)
+        down = down[self.start : self.start + self.up.in_features]
+        return y + self.up(torch.nn.functional.linear(x, down))
+
+    @property
+    def matrices(self) -> Matrices:
+        """On the CPU, as they are."""
+        down = self.down.weight[self.start : self.start + self.up.in_features]
+        return Matrices(self.up.weight.detach().cpu(), down.detach().cpu())
 
 
 class Kronecker(torch.nn.Module):
@@ -54,19 +83,20 @@ class Kronecker(torch.nn.Module):
         return torch.add(y, self.outer(halves).transpose(-1, -2).flatten(-2), alpha=self.scale)
 
 
-def bypass_module(
+def bypass_change(
     adapter: WeightAdapterBase, strength: float, dtype: torch.dtype
-) -> torch.nn.Module | None:
-    """The adapter as a module in `dtype`; None for a kind that must be merged (LoHa, DoRA, and
-    everything that is made for a convolution).
+) -> Matrices | Kronecker | None:
+    """The adapter in `dtype`; None for a kind that must be merged (LoHa, DoRA, and everything that
+    is made for a convolution).
     """
     weights = adapter.weights
     if isinstance(adapter, LoRAAdapter):
         up, down, alpha, *others = weights
         if any(other is not None for other in others):
             return None
-        scale = 1.0 if alpha is None else alpha / len(down)
-        return LowRank(up.flatten(1).to(dtype), down.flatten(1).to(dtype), strength * scale)
+        scale = strength * (1.0 if alpha is None else alpha / len(down))
+        up = (up.flatten(1).float() * scale).to(dtype)
+        return Matrices(up, down.flatten(1).to(dtype))
     if isinstance(adapter, LoKrAdapter):
         outer, inner, alpha, outer_a, outer_b, inner_a, inner_b, *others = weights
         if any(other is not None for other in others):
@@ -80,43 +110,150 @@ def bypass_module(
     return None
 
 
-def add_bypass(patcher: ModelPatcher, changes: Mapping[str, torch.nn.Module]) -> None:
+def add_bypass(patcher: ModelPatcher, changes: Mapping[str, Matrices | Kronecker]) -> None:
     """Adds changes, by the dotted name of their layer in the model, to those that are there."""
-    layers = BypassLayers(changes)
-    added = _patcher(layers, patcher.load_device, patcher.offload_device)
-    others = patcher.get_additional_models_with_key(BYPASS_KEY)
-    patcher.set_additional_models(BYPASS_KEY, [*others, added])
+    before = [change for model in bypass_models(patcher) for change in model.all()]
+    layers = BypassLayers([*before, *changes.items()])
+    patcher.set_additional_models(
+        BYPASS_KEY, [_patcher(layers, patcher.load_device, patcher.offload_device)]
+    )
     if not patcher.get_wrappers(WrappersMP.APPLY_MODEL, BYPASS_KEY):
         patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, BYPASS_KEY, run_bypass)
 
 
-class BypassLayers(torch.nn.Module):
-    """Holds the changes of one LoRA; a ModuleDict takes no names with dots."""
+def bypass_models(patcher: ModelPatcher | None) -> list[BypassLayers]:
+    """What lies beside the layers of a patcher's model."""
+    found = () if patcher is None else patcher.get_additional_models_with_key(BYPASS_KEY)
+    return [added.model for added in found]
 
-    def __init__(self, changes: Mapping[str, torch.nn.Module]) -> None:
+
+class BypassLayers(torch.nn.Module):
+    """Holds what all LoRAs of a patcher change.
+
+    Args:
+        changes: (name of a layer, change), as often as there are LoRAs.
+
+    Attributes:
+        names: Of the layers, for each of `changes`; a ModuleDict takes no names with dots.
+        downs: That the `LowRank` of `changes` share.
+    """
+
+    def __init__(self, changes: Iterable[tuple[str, Matrices | Kronecker]]) -> None:
         super().__init__()
-        self.names = tuple(changes)
-        self.changes = torch.nn.ModuleList(changes.values())
+        pairs: dict[str, list[Matrices]] = defaultdict(list)
+        others: list[tuple[str, Kronecker]] = []
+        for name, change in changes:
+            if isinstance(change, Matrices):
+                pairs[name].append(change)
+            else:
+                others.append((name, change))
+        readers: dict[str, list[str]] = defaultdict(list)
+        for name in pairs:
+            readers[_reader(name)].append(name)
+        self.downs = torch.nn.ModuleList()
+        found: list[tuple[str, torch.nn.Module]] = []
+        for names in readers.values():
+            down = _linear(torch.cat([pair.down for name in names for pair in pairs[name]]))
+            self.downs.append(down)
+            start = 0
+            for name in names:
+                low = LowRank(torch.cat([pair.up for pair in pairs[name]], dim=1), down, start)
+                start += low.up.in_features
+                found.append((name, low))
+        found += others
+        self.names = tuple(name for name, _ in found)
+        self.changes = torch.nn.ModuleList(change for _, change in found)
+        self._linears = (*self.downs, *(low.up for _, low in found if isinstance(low, LowRank)))
+        self._placed: tuple[Any, list[weakref.ref]] | None = None
+
+    def all(self) -> list[tuple[str, Matrices | Kronecker]]:
+        """The changes that it was made of, those of a layer as one."""
+        return [
+            (name, change.matrices if isinstance(change, LowRank) else copy.deepcopy(change).cpu())
+            for name, change in zip(self.names, self.changes, strict=True)
+        ]
+
+    def of(self, model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+        """(layer of the model, change) of each; finding the layers takes 5 ms the first time."""
+        if self._placed is None or self._placed[0]() is not model:
+            # Weakly: the model has to go when it goes.
+            layers = [weakref.ref(model.get_submodule(name)) for name in self.names]
+            self._placed = weakref.ref(model), layers
+        layers = [layer() for layer in self._placed[1]]
+        if None in layers:
+            self._placed = None
+            return self.of(model)
+        return list(zip(layers, self.changes, strict=True))
+
+    def is_there(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether all pairs of matrices are on a device, in a dtype."""
+        weights = (linear._parameters["weight"] for linear in self._linears)
+        return all(weight.device == device and weight.dtype == dtype for weight in weights)
+
+    @property
+    def place(self) -> Hashable:
+        """Changes with every way in which the host moves it."""
+        ends = (self._linears[0], self._linears[-1]) if self._linears else ()
+        return weakref.ref(self), *(linear._parameters["weight"].data_ptr() for linear in ends)
+
+
+class Beside:
+    """What lies beside the layers of ComfyUI's BaseModel in one pass.
+
+    Attributes:
+        lows: Of each layer that is changed: what the executor adds. None where the layer runs
+            itself, because a change is not two matrices, or because matrices are elsewhere.
+        place: Changes where the host moves them.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.lows: dict[torch.nn.Module, reference.LowRank | None] = {}
+        place: list[Hashable] = []
+        patcher = model.current_patcher
+        for layers in bypass_models(patcher):
+            there = layers.is_there(patcher.load_device, model.get_dtype_inference())
+            place += (there, layers.place)
+            for layer, change in layers.of(model):
+                low = None
+                if there and layer not in self.lows and isinstance(change, LowRank):
+                    weights = change.down.weight, change.start, change.up.weight
+                    low = reference.LowRank(*weights)
+                self.lows[layer] = low
+        self.place = tuple(place)
+
+    def runs_itself(self, layer: torch.nn.Module) -> bool:
+        """Whether the layer has a change that only its `forward` knows."""
+        changed = isinstance(layer.__dict__.get("forward"), BypassForward) or layer in self.lows
+        return changed and self.lows.get(layer) is None
+
+
+def is_foreign(layer: torch.nn.Module) -> bool:
+    """Whether somebody else than a LoRA of ours has changed what a layer computes."""
+    forward = layer.__dict__.get("forward")
+    if not isinstance(forward, BypassForward) or layer._forward_hooks or layer._forward_pre_hooks:
+        return is_changed(layer)
+    while isinstance(forward, BypassForward):
+        forward = forward.forward
+    return getattr(forward, "__func__", None) is not type(layer).forward
 
 
 def run_bypass(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """APPLY_MODEL wrapper: one forward with every change of the patcher that samples."""
     model = executor.class_obj
-    wrapped: list[tuple[torch.nn.Module, dict[str, Any]]] = []
+    wrapped: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:
-        for loras in model.current_patcher.get_additional_models_with_key(BYPASS_KEY):
-            for name, change in zip(loras.model.names, loras.model.changes, strict=True):
-                layer = model.get_submodule(name)
-                own = layer.__dict__
-                wrapped.append((layer, {name: own[name] for name in REPLACED if name in own}))
-                layer.forward = BypassForward(layer.forward, change)
-                layer.comfy_force_forward = True
+        for layers in bypass_models(model.current_patcher):
+            for layer, change in layers.of(model):
+                own = layer.__dict__  # past Module.__setattr__
+                wrapped.append((own, {name: own[name] for name in REPLACED if name in own}))
+                own["forward"] = BypassForward(layer.forward, change)
+                own["comfy_force_forward"] = True
         return executor(*args, **kwargs)
     finally:
-        for layer, before in reversed(wrapped):
+        for own, before in reversed(wrapped):
             for name in REPLACED:
-                layer.__dict__.pop(name, None)
-            layer.__dict__.update(before)
+                own.pop(name, None)
+            own.update(before)
 
 
 class BypassForward:
@@ -165,6 +302,12 @@ def _second_patcher(
     disable_dynamic: bool = True,  # ComfyUI passes it; there is no other kind
 ) -> ModelPatcher:
     return _patcher(copy.deepcopy(layers), load_device, offload_device)
+
+
+def _reader(name: str) -> str:
+    """Equal for layers that read the same rows."""
+    parent, _, last = name.rpartition(".")
+    return next((f"{parent}.{it[0]}" for it in SAME_ROWS if last in it), name)
 
 
 def _linear(weight: torch.Tensor) -> torch.nn.Linear:

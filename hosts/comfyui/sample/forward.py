@@ -6,6 +6,7 @@ blocks or around one happens as ever.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from ....optimizations.fallback import Fallback
 from ....optimizations.modulation import Entry
 from ....optimizations.reference import Rotary, Tokens
 from ..contract import BLOCK_ARGUMENTS, unknown_attention_arguments
+from ..lora.bypass import bypass_models
 from .attention import SLOT, SlotAttention, file_choice, host_attention, without_choice
 from .call import COMPUTED_STEPS, is_compiled
 from .held import HeldWeights
@@ -68,8 +70,9 @@ class ComfyPass:
 
     @property
     def state(self) -> Any:
-        """The set of patches on the weights."""
-        return getattr(self.owner.current_patcher, "patches_uuid", None)
+        """The set of patches on the weights, and the LoRAs beside them."""
+        patches = getattr(self.owner.current_patcher, "patches_uuid", None)
+        return patches, *map(weakref.ref, bypass_models(self.owner.current_patcher))
 
     @property
     def dtype(self) -> torch.dtype:

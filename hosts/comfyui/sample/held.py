@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from comfy import model_management as management
@@ -24,6 +24,7 @@ from ....optimizations.blocks.block import DENSE
 from ....optimizations.blocks.block_form import head_norms, token_layers
 from ....optimizations.fallback import Fallback
 from ....spec import RowFormat
+from ..lora.bypass import Beside
 
 PAGE = 32 << 20  # of dynamic VRAM, in bytes
 # What is used of comfy_aimdo.
@@ -40,7 +41,14 @@ CAST = Fallback("weights are cast on their way to their layers")
 ROOM = Fallback("the first pass of a run may need the memory of weights")
 TIGHT = Fallback("with all weights held, memory ran out")
 
-Kind = Callable[[torch.nn.Module], "str | RowFormat | None"]
+
+class ReadLayers(Protocol):
+    """What is asked of `ComfyLayers`."""
+
+    beside: Beside
+
+    def kind(self, layer: torch.nn.Module) -> str | RowFormat | None:
+        """As of `block.Layers`."""
 
 
 class Pages(NamedTuple):
@@ -75,17 +83,17 @@ class HeldWeights:
 
     @contextmanager
     def during(
-        self, model: Any, blocks: Sequence[torch.nn.Module], kind: Kind, shape: torch.Size
+        self, model: Any, blocks: Sequence[torch.nn.Module], read: ReadLayers, shape: torch.Size
     ) -> Iterator[Hashable | None]:
         """For one pass: a token of where the weights are, or None where they may move.
 
         Args:
             model: ComfyUI's BaseModel.
-            kind: As `Layers.kind`.
+            read: The pass's access to layers.
             shape: Of the latents.
         """
         with ExitStack() as pins:
-            found = self._hold(model, blocks, kind, shape, pins)
+            found = self._hold(model, blocks, read, shape, pins)
             self.reason = found if isinstance(found, Fallback) else None
             try:
                 yield None if self.reason else found
@@ -98,7 +106,7 @@ class HeldWeights:
         self,
         model: Any,
         blocks: Sequence[torch.nn.Module],
-        kind: Kind,
+        read: ReadLayers,
         shape: torch.Size,
         pins: ExitStack,
     ) -> Hashable | Fallback:
@@ -116,7 +124,7 @@ class HeldWeights:
             if not self._stores:
                 layers = (layer for block in blocks for layer in token_layers(block))
                 self._stores = [layer._parameters for layer in layers]
-            marks = _Marks.of(model, blocks, [] if dynamic else self._stores)
+            marks = _Marks.of(model, blocks, [] if dynamic else self._stores, read.beside)
         except (AttributeError, KeyError):
             return OWN_WAY
         if self._marks is None or not marks.same(self._marks):
@@ -138,7 +146,7 @@ class HeldWeights:
         elif known:
             return self._token
         else:
-            found = _look(model, blocks, kind)
+            found = _look(model, blocks, read)
             self._signatures = signatures
         moves = found is PARTIAL and dynamic  # what is read in this pass is there in the next
         self._token = None if moves else found
@@ -185,7 +193,7 @@ def stored(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     return own["_parameters"]["weight"], own["_parameters"]["bias"]
 
 
-def _look(model: Any, blocks: Sequence[torch.nn.Module], kind: Kind) -> Hashable | Fallback:
+def _look(model: Any, blocks: Sequence[torch.nn.Module], read: ReadLayers) -> Hashable | Fallback:
     """At every layer: a token of the addresses and layouts of all tensors."""
     layers = [token_layers(block) for block in blocks]
     if not all(layers):
@@ -201,7 +209,7 @@ def _look(model: Any, blocks: Sequence[torch.nn.Module], kind: Kind) -> Hashable
             return PARTIAL
         places += _place(norm.weight)
     for layer in itertools.chain.from_iterable(layers):
-        form = kind(layer)
+        form = read.kind(layer)
         if form is None:  # it runs itself, with weights that it reads itself
             places.append(id(layer))
             continue
@@ -216,6 +224,8 @@ def _look(model: Any, blocks: Sequence[torch.nn.Module], kind: Kind) -> Hashable
             if part is not None and part.device != device:
                 return PARTIAL
             places += (None,) if part is None else _place(part)
+        if low := read.beside.lows.get(layer):
+            places += (*_place(low.down), low.start, *_place(low.up))
         used = (bias,) if form != DENSE and "_v" not in layer.__dict__ else (weight, bias)
         if any(part is not None and part.dtype != dtype for part in used):
             return CAST
@@ -269,12 +279,17 @@ class _Marks(NamedTuple):
 
     @classmethod
     def of(
-        cls, model: Any, blocks: Sequence[torch.nn.Module], stores: list[dict[str, Any]]
+        cls,
+        model: Any,
+        blocks: Sequence[torch.nn.Module],
+        stores: list[dict[str, Any]],
+        beside: Beside,
     ) -> _Marks:
         """The model's now.
 
         Args:
             stores: Of the layers' parameters; none under dynamic VRAM, where the card has copies.
+            beside: The LoRAs beside the layers.
 
         Raises:
             AttributeError, KeyError: Its blocks have another form.
@@ -284,6 +299,7 @@ class _Marks(NamedTuple):
             model.device,
             model.current_weight_patches_uuid,
             model.model_loaded_weight_memory,
+            beside.place,
         )
         if stores:  # another extension may move a block on its own
             values += tuple(map(_address_of, blocks))

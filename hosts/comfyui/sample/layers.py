@@ -17,11 +17,12 @@ import torch
 from comfy.quant_ops import QuantizedTensor
 
 from ....optimizations.blocks.block import DENSE, LayerTensors
-from ....optimizations.blocks.block_form import is_changed
 from ....optimizations.fallback import Fallback
 from ....optimizations.linear import Gemm, choose_gemm
+from ....optimizations.reference import LowRank
 from ....spec import RowFormat
 from ..load import linear as operations
+from ..lora.bypass import Beside, is_foreign
 from .held import HeldWeights, row_scale, stored
 
 # Operations whose `forward` is a product with the weight that the cast context gives.
@@ -45,6 +46,7 @@ class ComfyLayers:
         weights: What the run knows of where each model's are; None outside of a run.
 
     Attributes:
+        beside: The model's LoRAs as bypass.
         moving: Why the pass holds no weights; None where it does.
     """
 
@@ -59,10 +61,11 @@ class ComfyLayers:
         weights = {} if weights is None else weights
         self._weights = weights.setdefault(model, HeldWeights())
         self._holds = False
+        self.beside = Beside(model)
 
     @contextmanager
     def hold(self, blocks: Sequence[torch.nn.Module]) -> Iterator[Hashable | None]:
-        with self._weights.during(self._model, blocks, self.kind, self._shape) as token:
+        with self._weights.during(self._model, blocks, self, self._shape) as token:
             self.moving, self._holds = self._weights.reason, token is not None
             try:
                 yield token
@@ -73,7 +76,9 @@ class ComfyLayers:
         # Every layer is asked in every forward pass, so past Module.__getattr__: a LoRA, or weights
         # that ComfyUI moves off the card, can change the answer at any time.
         own = layer.__dict__
-        if is_changed(layer) or own["_parameters"].get("weight") is None:
+        if is_foreign(layer) or own["_parameters"].get("weight") is None:
+            return None
+        if self.beside.runs_itself(layer):
             return None
         if type(layer) in DENSE_CLASSES:
             return DENSE
@@ -98,6 +103,9 @@ class ComfyLayers:
         if self._holds:
             return nullcontext(_tensors(*stored(layer), row_scale(layer)))
         return _Cast(layer, like)
+
+    def low_rank(self, layer: torch.nn.Module) -> LowRank | None:
+        return self.beside.lows.get(layer)
 
     def rounds(self, layer: torch.nn.Module) -> bool:
         return isinstance(self.kind(layer), RowFormat)

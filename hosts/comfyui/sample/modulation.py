@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from ....optimizations.blocks.block_form import MODULATION, blocks_of, is_changed, modulation_layers
+from ....optimizations.blocks.block_form import MODULATION, blocks_of, modulation_layers
 from ....optimizations.fallback import Fallback
 from ....optimizations.modulation import Entry, ModulationTable, TableFigures, compute_entries
 from ....spec import format_gib
-from ..lora.bypass import BYPASS_KEY, BypassForward
+from ..lora.bypass import bypass_models, is_foreign
 from ..record.record import inner_phase
 from .call import options_of
 from .off_card import OffCardLinear, PassFigures, compute_off_card, off_card_layers
@@ -143,7 +143,7 @@ class ModelModulation:
         ComfyUI's own blocks ask for the image stream with the whole embedding, then for the text
         stream with it or with its first half.
         """
-        if self._call is None or torch.is_grad_enabled() or _is_foreign(layer):
+        if self._call is None or torch.is_grad_enabled() or is_foreign(layer):
             return None
         if (layer.block, layer.stream) == (0, "image"):  # a pass through the model begins
             self.entry(embedding)
@@ -207,7 +207,7 @@ class ModelModulation:
             return Fallback("no ComfyUI sampler runs the model")
         if torch.is_grad_enabled():
             return Fallback("gradients are recorded")
-        if any(map(_is_foreign, _touched(self._blocks))):
+        if any(map(is_foreign, _touched(self._blocks))):
             return Fallback("another extension has changed its layers")
         return None
 
@@ -219,10 +219,7 @@ class ModelModulation:
             patcher.patches_uuid,
             torch.backends.cuda.matmul.allow_tf32,
             tuple((hook.hook_ref, hook.strength) for hook in hooks),
-            tuple(
-                weakref.ref(loras.model)
-                for loras in patcher.get_additional_models_with_key(BYPASS_KEY)
-            ),
+            tuple(map(weakref.ref, bypass_models(patcher))),
             tuple(
                 (name, _identity(patch))
                 for name, patch in patcher.object_patches.items()
@@ -282,13 +279,3 @@ def _touched(blocks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
         for layer in layers
         if layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
     ]
-
-
-def _is_foreign(linear: torch.nn.Module) -> bool:
-    """Whether somebody else than a LoRA of ours has changed what a layer computes."""
-    forward = linear.__dict__.get("forward")
-    if not isinstance(forward, BypassForward) or linear._forward_hooks or linear._forward_pre_hooks:
-        return is_changed(linear)
-    while isinstance(forward, BypassForward):
-        forward = forward.forward
-    return getattr(forward, "__func__", None) is not type(linear).forward
