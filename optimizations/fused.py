@@ -45,13 +45,16 @@ class Ops(NamedTuple):
         eps: float,
         format: RowFormat | None,
         out: torch.Tensor | QuantizedRows | None,
+        plain: torch.Tensor | None = None,
     ) -> Callable[[torch.Tensor, Modulation | None, Modulation | None], None]:
         """`residual_norm` of a branch into `out`, for x, gates and norms like these."""
         if prepare := self.prepared.get("residual_norm"):
-            return prepare(x, branch, gates, norms, tokens, eps, format, out)
+            return prepare(x, branch, gates, norms, tokens, eps, format, out, plain)
+
+        also = {} if plain is None else {"plain": plain}
 
         def run(x: torch.Tensor, gates: Modulation | None, norms: Modulation | None) -> None:
-            h, scale = self.residual_norm(x, branch, gates, norms, tokens, eps, format)
+            h, scale = self.residual_norm(x, branch, gates, norms, tokens, eps, format, **also)
             if format is not None:
                 out.write(h, scale)
             elif out is not None:

@@ -219,6 +219,7 @@ def residual_norm(
     tokens: Tokens,
     eps: float,
     format: RowFormat | None = None,
+    plain: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Ends one half of a block and begins the next: residual, LayerNorm, modulation.
 
@@ -235,6 +236,7 @@ def residual_norm(
         tokens: Which rows belong to which stream and item.
         eps: Added to the variance.
         format: How h is quantized, as `row_quantize` does; None where it is not.
+        plain: Where a quantized h is written as it was before, (rows, D) in x's dtype, contiguous.
 
     Returns:
         h, (rows, D): in x's dtype, or quantized; None without `norms`.
@@ -259,6 +261,8 @@ def residual_norm(
         modulation = getattr(norms, stream)[item].to(wide)
         part = F.layer_norm(part, (width,), eps=eps)
         part = torch.addcmul(modulation[:width], part, 1 + modulation[width : 2 * width])
+        if plain is not None:
+            plain[rows] = part.to(plain.dtype)
         if format is None:
             h[rows] = part
         else:

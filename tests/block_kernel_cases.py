@@ -133,6 +133,11 @@ def check_residual_norm(function, tokens, width, dtype, *, device="cpu", truncat
         assert_quantized(*function(x, branch, gates, norms, tokens, EPS, format), *twin)
         assert torch.equal(x, after)
         assert_quantized(*function(x, None, None, norms, tokens, EPS, format), *twin)
+        # As LoRAs read it: over the branch.
+        x.copy_(before)
+        over = branch.clone()
+        assert_quantized(*function(x, over, gates, norms, tokens, EPS, format, over), *twin)
+        assert torch.equal(over, h)
     assert_surrounded(buffer)
 
 

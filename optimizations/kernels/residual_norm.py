@@ -34,6 +34,7 @@ def _residual_norm_kernel(
     branch_ptr,
     h_ptr,
     scale_ptr,
+    plain_ptr,
     text_gate_stride,
     image_gate_stride,
     text_norm_stride,
@@ -99,6 +100,8 @@ def _residual_norm_kernel(
         a = a * inverse * (scale_a + 1.0) + shift_a
         b = b * inverse * (scale_b + 1.0) + shift_b
         c = c * inverse * (scale_c + 1.0) + shift_c
+        if plain_ptr is not None:
+            store_row(plain_ptr + here, a, b, c, width, part, parts)
         if scale_ptr is not None:
             a, b, c, scale = quantize_row(
                 a, b, c, largest, smallest_row, to_integer, rotation, part, parts
@@ -121,6 +124,7 @@ def residual_norm(
     tokens: Tokens,
     eps: float,
     format: RowFormat | None = None,
+    plain: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """As `reference.residual_norm`; x is contiguous and at most `WIDEST_ROW` wide."""
     out = h = scale = None
@@ -132,7 +136,7 @@ def residual_norm(
     if branch is not None:
         branch = branch.contiguous()
     with on_card_of(x):
-        _launch(x, branch, gates, norms, tokens, eps, format, out).once()
+        _launch(x, branch, gates, norms, tokens, eps, format, out, plain).once()
     return h, scale
 
 
@@ -145,13 +149,15 @@ def prepare_residual_norm(
     eps: float,
     format: RowFormat | None,
     out: torch.Tensor | QuantizedRows | None,
+    plain: torch.Tensor | None,
 ) -> Callable[[torch.Tensor, Modulation | None, Modulation | None], None]:
     """`residual_norm` of this branch into `out`, for x, gates and norms like these.
 
     Args:
         out: (rows, D) in x's dtype, or quantized rows where there is a format; None without norms.
+        plain: As of `residual_norm`; it may be the branch.
     """
-    launch = _launch(x, branch, gates, norms, tokens, eps, format, out).prepared()
+    launch = _launch(x, branch, gates, norms, tokens, eps, format, out, plain).prepared()
 
     def run(x: torch.Tensor, gates: Modulation | None, norms: Modulation | None) -> None:
         launch(x, *(gates or NOTHING), *(norms or NOTHING))
@@ -171,6 +177,7 @@ def _launch(
     eps: float,
     format: RowFormat | None,
     out: torch.Tensor | QuantizedRows | None,
+    plain: torch.Tensor | None,
 ) -> Launch:
     rows, width = x.shape
     if rows != tokens.rows or width > WIDEST_ROW or not x.is_contiguous():
@@ -200,7 +207,7 @@ def _launch(
         "parts": parts,
     }
     varying = (x, *(NOTHING if branch is None else gates), *(norms or NOTHING))
-    fixed = (branch, h, scale, *gate_strides, *norm_strides, *tokens, gap)
+    fixed = (branch, h, scale, plain, *gate_strides, *norm_strides, *tokens, gap)
     return Launch(_residual_norm_kernel, rows, varying, fixed, constants, num_warps=warps)
 
 

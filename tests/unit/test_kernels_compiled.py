@@ -238,7 +238,8 @@ def residual_norm_of(sm, width, dtype, format, steps):
     pointers |= dict.fromkeys(norm if "norm" in steps else (), dtype)
     if format is not None:
         pointers |= {"h_ptr": OPERAND[format.storage], "scale_ptr": "fp32"}
-    constants |= dict.fromkeys({*residual, *norm, "scale_ptr"} - {*pointers})
+    pointers |= {"plain_ptr": dtype} if "plain" in steps else {}
+    constants |= dict.fromkeys({*residual, *norm, "scale_ptr", "plain_ptr"} - {*pointers})
     strides = [f"{stream}_{step}_stride" for stream in STREAMS for step in ("gate", "norm")]
     numbers = dict.fromkeys(strides, True) | dict.fromkeys(COUNTS, False)
     return _residual_norm_kernel, sm, pointers, numbers, constants, warps
