@@ -137,7 +137,9 @@ def put_files(base: Path) -> None:
     """Empty files in the places of the models, which the page only lists, and the pictures."""
     for graph in GRAPHS.values():
         for name, folder in models_of(graph).items():
-            (base / "models" / folder / name).touch()
+            file = base / "models" / folder / name
+            file.parent.mkdir(parents=True, exist_ok=True)  # ComfyUI makes some of these itself
+            file.touch()
         for node in graph.values():
             if node["class_type"] == "LoadImage":
                 Image.new("RGB", (64, 64), "teal").save(base / "input" / node["inputs"]["image"])

@@ -8,6 +8,7 @@ from .edit import PICTURE
 from .graph import CONTROL_UNION, QWEN_2512, TEXT_ENCODER, VAE, Workflow
 from .parts import (
     IMAGE,
+    MODEL,
     MODELS,
     PROMPT,
     SAMPLING,
@@ -22,6 +23,7 @@ from .parts import (
 from .text_to_image import CFG, FAMILY, NEGATIVE, PROMPT_FIRST, SIDE, STEPS, STEPS_LAST
 
 EDGES, CONTROL = "Edges", "ControlNet"
+EDGES_HEIGHT = 150  # as shown
 MEGAPIXELS = round(SIDE**2 / 2**20, 2)  # as ComfyUI counts them
 THRESHOLDS = {"low_threshold": 0.33, "high_threshold": 0.35}  # of ComfyUI's own template
 PIXELS = 16  # of a token, in both directions
@@ -59,7 +61,7 @@ def controlnet() -> Workflow:
                 controlnet_bytes=round(CONTROL_UNION.gb * GB),
             ),
         ),
-        columns=((MODELS,), (EDGES,), (PROMPT, CONTROL), (SAMPLING, IMAGE)),
+        columns=((MODELS,), (EDGES, MODEL), (PROMPT, CONTROL), (SAMPLING, IMAGE)),
     )
     # With the ControlNet, an L40S has no room for the text encoder while it samples.
     loaded = load(workflow, QWEN_2512, precision="bf16", placement="drop after encoding")
@@ -82,7 +84,7 @@ def controlnet() -> Workflow:
         resolution_steps=PIXELS,
     )["IMAGE"]
     edges = workflow.add("edges", "Canny", EDGES, image=scaled, **THRESHOLDS)["IMAGE"]
-    workflow.add("edges_picture", "PreviewImage", EDGES, images=edges)
+    workflow.add("edges_picture", "PreviewImage", EDGES, shown=EDGES_HEIGHT, images=edges)
     size = workflow.add("picture_size", "GetImageSize", PROMPT, folded=True, image=scaled)
     latent = workflow.add(
         "size",
@@ -105,7 +107,7 @@ def controlnet() -> Workflow:
     )
     painted = sample(
         workflow,
-        fast(workflow, loaded.model, folded=True),
+        fast(workflow, loaded.model, group=MODEL, folded=True),
         controlled["positive"],
         controlled["negative"],
         latent,

@@ -36,7 +36,7 @@ STEPS, CFG = find_family(FAMILY).steps, 4.0  # the model card's
 LIGHTNING_STEPS = 4
 COLUMNS = ((MODELS,), (IMAGES, MASK, MODEL), (PROMPT,), (SAMPLING, IMAGE))
 STEPS_LAST = f"**KSampler**: the model card uses {STEPS} steps; 20 take half the time."
-LIGHTNING_COLUMNS = ((MODELS,), (IMAGES,), (PROMPT, LORA), (SAMPLING, IMAGE))
+LIGHTNING_COLUMNS = ((MODELS,), (IMAGES,), (PROMPT, LORA, MODEL), (SAMPLING, IMAGE))
 KEEP_STEPS = f"**KSampler**: keep {LIGHTNING_STEPS} steps and CFG 1; the LoRA was trained for them."
 FILES = (EDIT_2511, TEXT_ENCODER, VAE)
 LIGHTNING_FILES = (*FILES, EDIT_LIGHTNING_4)
@@ -128,7 +128,7 @@ def try_on() -> Workflow:
             (
                 "**Load Image**: image 1 is the person, image 2 the garment, alone or worn; at "
                 "first, both are ComfyUI's example.",
-                "The prompt: name the garment, such as `the red dress of image 2`.",
+                "The prompt: name the garment, such as `the red dress`.",
                 f"**EmptySD3LatentImage**: {large}, or {small} for drafts. Take the aspect ratio "
                 "of the person's picture; sides are multiples of 16.",
                 KEEP_STEPS,
@@ -146,7 +146,7 @@ def try_on() -> Workflow:
         for about in ("person", "garment")
     ]
     positive = _prompt(workflow, loaded, images, "positive", "prompt", TRY_ON)
-    _lightning(workflow, loaded, positive, empty(workflow, *LARGE))
+    _lightning(workflow, loaded, positive, empty(workflow, *LARGE, group=IMAGES))
     return workflow
 
 
@@ -340,7 +340,7 @@ def _sample(
 def _lightning(workflow: Workflow, loaded: Loaded, positive: Link, latent: Link) -> None:
     """From the prompt to the file; CFG Norm changes nothing at CFG 1."""
     model = with_lora(workflow, loaded.model, EDIT_LIGHTNING_4)
-    model = fast(workflow, model, shift=LIGHTNING_SHIFT, folded=True)
+    model = fast(workflow, model, shift=LIGHTNING_SHIFT, group=MODEL, folded=True)
     negative = no_negative(workflow, positive)
     painted = sample(workflow, model, positive, negative, latent, steps=LIGHTNING_STEPS, cfg=1.0)
     save(workflow, decode(workflow, painted, loaded.vae, folded=True))

@@ -104,10 +104,18 @@ def no_negative(workflow: Workflow, positive: Link) -> Link:
     return node["CONDITIONING"]
 
 
-def empty(workflow: Workflow, width: int, height: int, batch: int = 1, *, id: str = "size") -> Link:
+def empty(
+    workflow: Workflow,
+    width: int,
+    height: int,
+    batch: int = 1,
+    *,
+    id: str = "size",
+    group: str = PROMPT,
+) -> Link:
     """Latents to begin with, of a size in pixels."""
     node = workflow.add(
-        id, "EmptySD3LatentImage", PROMPT, width=width, height=height, batch_size=batch
+        id, "EmptySD3LatentImage", group, width=width, height=height, batch_size=batch
     )
     return node["LATENT"]
 

@@ -63,6 +63,7 @@ SHOWN |= {"PreviewImage": PICTURE, "QwenL40S_AdviseGPU": PICTURE, "QwenL40S_Repo
 BADGED = {"FluxKontextMultiReferenceLatentMethod"}  # of ComfyUI's own: with the word BETA
 # How much a node grows when it says what it did, or below it what is wrong with it.
 SAYS, ISSUES = 148, 28
+READS_FILE = {"LoadImage", "ControlNetLoader"}  # of ComfyUI's own: a file may be missing
 # The page says in the upper right corner, over the last column, that files are missing.
 CORNER = 105
 FOLDED_EDGE, FOLDED_LETTER, FOLDED = 60, 7.5, 225
@@ -167,7 +168,7 @@ def room_below(node: Node) -> int:
         return 0
     if node.definition.is_ours:
         return SAYS
-    return ISSUES if node.definition.class_type == "LoadImage" else 0
+    return ISSUES if node.definition.class_type in READS_FILE else 0
 
 
 def size(node: Node) -> tuple[int, int]:
