@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,6 +125,10 @@ class Quantization:
     def formats(self) -> dict[str, int]:
         """{format: number of layers}"""
         return dict(Counter(self.layers.values()))
+
+    def layers_in(self, formats: Container[str]) -> list[str]:
+        """The layers that are stored in one of these formats."""
+        return [layer for layer, name in self.layers.items() if name in formats]
 
     def cannot_run(self, role: str) -> list[str]:
         """One sentence for every format that this package does not compute a part with."""

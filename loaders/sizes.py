@@ -161,12 +161,16 @@ def _text_encoder(part: CheckpointPart, requested: str) -> tuple[str, int]:
     return precision, part_bytes(parameters, precision)
 
 
-def loaded_bytes(source: Source) -> TransformerBytes:
-    """Bytes of a transformer that is loaded as stored: weights of 4 and 6 bits become int8."""
+def loaded_bytes(source: Source, packed: bool = False) -> TransformerBytes:
+    """Bytes of a transformer that is loaded as stored.
+
+    Args:
+        packed: whether weights of 4 and 6 bits stay so, and do not become int8.
+    """
     quantization, total, modulation = source.part.quantization, 0, 0
     for name, info in source.tensors.items():
         count = info.nbytes
-        if quantization.layers.get(name.rpartition(".")[0]) in PACKED:
+        if not packed and quantization.layers.get(name.rpartition(".")[0]) in PACKED:
             if name.endswith(".weight"):
                 count = math.prod(unpacked_shape(quantization, name, info))
             elif name.endswith(DECODING):

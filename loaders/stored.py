@@ -139,6 +139,22 @@ class PackedLayer:
     convrot_groupsize: int
     full_precision: bool = False
 
+    def tensors(self, layer: str) -> dict[str, torch.Tensor]:
+        """Returns the layer as a file holds it, by name."""
+        settings: dict[str, Any] = {"format": PACKED_NAMES[self.bits]}
+        settings["group_size"] = self.codes.shape[1] * 8 // self.bits // self.group_scale.shape[1]
+        settings["convrot_groupsize"] = self.convrot_groupsize
+        if self.full_precision:
+            settings["full_precision_matrix_mult"] = True
+        found = {
+            "weight": self.codes,
+            "weight_s_rel": self.group_scale,
+            "weight_s_channel": self.scale.flatten(),
+            "weight_codebook": self.codebook,
+            "comfy_quant": comfy_quant_tensor("int8", settings),
+        }
+        return {f"{layer}.{end}": tensor for end, tensor in found.items() if tensor is not None}
+
     def decoded(self, decode: Decode) -> StoredLayer:
         """As int8 ConvRot."""
         values = decode(self.codes, self.group_scale, self.codebook, self.bits)
@@ -147,6 +163,7 @@ class PackedLayer:
         )
 
 
+PACKED_NAMES = {4: "asym_w4a8_int8", 6: "w6a8_int8"}
 # (codes, group_scale, codebook, bits) of a `PackedLayer` -> int8 [N, K], where codes are or not
 Decode = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", int], torch.Tensor]
 
@@ -157,8 +174,12 @@ def accompanies(name: str) -> bool:
 
 
 def canonical_tensors(
-    tensors: Mapping[str, torch.Tensor], quantization: Quantization, decode: Decode
-) -> Iterator[tuple[str, torch.Tensor | StoredLayer]]:
+    tensors: Mapping[str, torch.Tensor],
+    quantization: Quantization,
+    decode: Decode,
+    *,
+    packed: bool = False,
+) -> Iterator[tuple[str, torch.Tensor | StoredLayer | PackedLayer]]:
     """Yields every weight of a transformer: (layer, `StoredLayer`) for what stays quantized, and
     (name, tensor) for the rest, in the order of `tensors`.
 
@@ -171,6 +192,7 @@ def canonical_tensors(
             turn comes; scales at once.
         quantization: what `find_quantization` said of the same tensors.
         decode: for weights in 4 or 6 bits.
+        packed: whether these stay so, as `PackedLayer`, where they stay quantized.
 
     Raises:
         CheckpointError: at once, for a format that this package does not run and for a scale that
@@ -191,7 +213,7 @@ def canonical_tensors(
             _refuse(
                 f"{layer}.weight", f"is {form} and has no scale", "its weight_scale must be there"
             )
-    return _converted(tensors, quantization, scales, decode)
+    return _converted(tensors, quantization, scales, decode, packed)
 
 
 def stored_layers(
@@ -223,7 +245,8 @@ def _converted(
     quantization: Quantization,
     scales: Mapping[str, torch.Tensor],
     decode: Decode,
-) -> Iterator[tuple[str, torch.Tensor | StoredLayer]]:
+    packed: bool,
+) -> Iterator[tuple[str, torch.Tensor | StoredLayer | PackedLayer]]:
     computed = layers_to_quantize(quantization.layers)
     slow_marker = MARKER in tensors and tensors[MARKER].numel() == 2
     for name in tensors:
@@ -239,21 +262,24 @@ def _converted(
             what = f"is {weight.dtype} and declared as {form}"
             _refuse(name, what, "dtype and format must agree")
         settings = quantization.settings.get(layer, {})
-        if form in PACKED:
-            bits = PACKED_BITS[form]
-            packed = _packed(layer, tensors, scales[layer], settings, bits)
-            entry = packed.decoded(decode)
-        else:
-            entry = _stored(layer, weight, scales.get(layer), settings)
-        if form in STORAGE_ONLY or not (layer in computed or is_modulation(layer)):
-            yield name, _in_bf16(name, entry)
-            continue
-        _check_matrix(name, weight)
+        stays = form not in STORAGE_ONLY and (layer in computed or is_modulation(layer))
         slow = (
             layer not in computed
             or bool(settings.get("full_precision_matrix_mult"))
             or (slow_marker and f"{layer}.scale_weight" in tensors)
         )
+        if form in PACKED:
+            entry = _packed(layer, tensors, scales[layer], settings, PACKED_BITS[form])
+            if packed and stays:
+                yield layer, replace(entry, full_precision=slow)
+                continue
+            entry = entry.decoded(decode)
+        else:
+            entry = _stored(layer, weight, scales.get(layer), settings)
+        if not stays:
+            yield name, _in_bf16(name, entry)
+            continue
+        _check_matrix(name, weight)
         scale = entry.scale.expand(len(entry.weight), 1).contiguous()
         yield layer, replace(entry, scale=scale, full_precision=slow)
 
@@ -334,9 +360,10 @@ def _packed(
     params = settings.get("params")
     settings = {**(params if isinstance(params, dict) else {}), **settings}
     size, group_scale = settings.get("group_size", 16), tensors.get(f"{layer}.weight_s_rel")
-    if type(size) is not int or size < 4 or size % 4 or columns % size:
+    known = type(size) is int and size >= 4 and not columns % size
+    if not known or (size % 16 and (bits == 6 or 16 % size)):
         what = f"has groups of {size!r} and is {columns} wide"
-        _refuse(name, what, "a multiple of 4 that divides the width is needed")
+        _refuse(name, what, "4, 8 or a multiple of 16 that divides the width is needed")
     if group_scale is None:
         _refuse(name, f"has {bits} bits and no weight_s_rel", "each group has a scale")
     if group_scale.dtype == torch.uint8:  # as some writers name e4m3

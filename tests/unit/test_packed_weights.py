@@ -147,8 +147,11 @@ BAD = {
     "another dtype": (changed(part=lambda it: it.float()), "dtype and format must agree"),
     "a correction": (changed(name="weight_correction", part=torch.ones(4, ROWS)), "in an unknown"),
     **{
-        f"groups of {size!r}": (changed(group_size=size), "a multiple of 4 that divides")
-        for size in (0, 2, 6, 48, 128, "16", True, None)
+        f"groups of {size!r}": (
+            changed(group_size=size),
+            "or a multiple of 16 that divides the width",
+        )
+        for size in (0, 2, 6, 12, 48, 128, "16", True, None)
     },
     **{
         f"rotated by {size!r}": (changed(convrot_groupsize=size), "a power of 4 that divides")

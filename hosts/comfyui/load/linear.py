@@ -23,6 +23,8 @@ from ....loaders.quantize import COMFY_QUANT, dequantize_rows, quantize_rows
 from ....optimizations.linear import choose_gemm, quantized_linear
 
 LAYOUT = "QwenL40S_FP8Rows"
+# ComfyUI's own, of 4 bits and in newer versions of 6.
+PACKED_LAYOUT = "AsymW4A8Int8Layout"
 
 
 class FP8RowsLayout(QuantizedLayout):

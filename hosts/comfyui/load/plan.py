@@ -4,6 +4,7 @@ the card and the memory.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import comfy.memory_management
 import comfy.model_management
 import torch
+from comfy.quant_ops import QUANT_ALGOS
 
 from ....errors import UnavailableError
 from ....loaders.convert import check_complete
@@ -44,6 +46,8 @@ class LoadPlan:
         off_card: whether the modulation waits in host memory, and `place_reason` why.
         why: both reasons in a few words.
         modulation_bytes: of the modulation weights in that precision.
+        packed: whether weights of 4 and 6 bits stay so on the card, and are int8 for the length of
+            a product.
     """
 
     source: Source
@@ -56,6 +60,7 @@ class LoadPlan:
     place_reason: str
     why: str
     modulation_bytes: int
+    packed: bool = False
 
 
 def plan_load(
@@ -78,14 +83,17 @@ def plan_load(
     stored = _stored_precision(source)
     sizes = _sizes(source, shape, stored, keep)
     card = card_facts(comfy.model_management.get_torch_device())
-    decision = decide_load(
-        requested, modulation, stored=stored, shape=shape, card=card, sizes=sizes
+    decide = functools.partial(
+        decide_load, requested, modulation, stored=stored, shape=shape, card=card
     )
+    decision, packed = decide(sizes=sizes), False
+    if not keep and _can_stay_packed(source, decision, stored):
+        smaller = {**sizes, stored: loaded_bytes(source, packed=True)}
+        decision, packed, sizes = decide(sizes=smaller), True, smaller
     name = decision.precision
     _check_card(source, decision, card)
-    check_host_memory(
-        _host_bytes(source, stored, decision, sizes, card), f"{source.path.name} in {name}"
-    )
+    needed = 0 if packed else _host_bytes(source, stored, decision, sizes, card)
+    check_host_memory(needed, f"{source.path.name} in {name}")
     return LoadPlan(
         source=source,
         shape=shape,
@@ -97,6 +105,7 @@ def plan_load(
         place_reason=decision.place_reason,
         why=decision.why,
         modulation_bytes=sizes[name].modulation,
+        packed=packed,
     )
 
 
@@ -148,6 +157,16 @@ def _stored_precision(source: Source) -> str:
         return computed_precision(formats) or "bf16"
     plain = {name: entry["bytes"] for name, entry in source.part.dtypes.items() if name in STORED}
     return STORED[max(plain, key=plain.__getitem__)] if plain else "bf16"
+
+
+def _can_stay_packed(source: Source, decision: LoadDecision, stored: str) -> bool:
+    """Whether weights of 4 and 6 bits are taken as they are: where they would not stay on the card
+    in int8, and this ComfyUI knows them.
+    """
+    quantization, option = source.part.quantization, decision.option
+    names = {quantization.settings[it]["format"] for it in quantization.layers_in(PACKED)}
+    small = decision.precision == stored and option is not None and not option.resident
+    return small and bool(names) and names <= QUANT_ALGOS.keys()
 
 
 def _sizes(

@@ -18,7 +18,7 @@ from ....loaders.convert import not_finite
 from ....loaders.quantization import PACKED
 from ....loaders.quantize import RoundedLayer, layers_to_quantize, quantize_layers
 from ....loaders.source import Source
-from ....loaders.stored import StoredLayer, canonical_tensors
+from ....loaders.stored import PackedLayer, StoredLayer, canonical_tensors
 from ....optimizations.reference import decode_weight
 from ....spec import QUANTIZED
 from .plan import STAGING_BYTES, LoadPlan
@@ -55,13 +55,16 @@ def transformer_tensors(
     """
     source, precision = plan.source, plan.precision
     tensors = map_tensors(source)
-    notes = _what_was_stored(source)
+    notes = _what_was_stored(source, plan.packed)
     ready: dict[str, torch.Tensor] = {}
     stored: dict[str, StoredLayer] = {}
     decode = functools.partial(_decoded, device)
-    for name, entry in canonical_tensors(tensors, source.part.quantization, decode):
+    quantization = source.part.quantization
+    for name, entry in canonical_tensors(tensors, quantization, decode, packed=plan.packed):
         if isinstance(entry, StoredLayer):
             stored[name] = entry
+        elif isinstance(entry, PackedLayer):
+            ready |= entry.tensors(name)
         else:
             ready[name] = entry
     linear = [
@@ -73,7 +76,7 @@ def transformer_tensors(
 
     to_round = []
     # What the author of a quantized file left in bf16 stays so.
-    if precision in QUANTIZED and not quantizable & stored.keys():
+    if precision in QUANTIZED and not (plan.packed or quantizable & stored.keys()):
         to_round = sorted(quantizable - kept)
     for layer, entry in stored.items():
         if precision not in QUANTIZED or layer in kept:
@@ -138,7 +141,7 @@ def _layer(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def _what_was_stored(source: Source) -> list[str]:
+def _what_was_stored(source: Source, packed: bool) -> list[str]:
     notes = []
     formats = Counter(source.part.quantization.layers.values())
     for name, count in formats.most_common():
@@ -153,7 +156,12 @@ def _what_was_stored(source: Source) -> list[str]:
                 "activations are scaled for each token, not by a stored scale."
             )
         elif name in PACKED:
-            notes.append(f"{count} layers stored in {name} were decoded to int8 ConvRot, exactly.")
+            notes.append(
+                f"{count} layers stay in {name}, because in int8 they would not stay on the card; "
+                "each is decoded to int8 for its product."
+                if packed
+                else f"{count} layers stored in {name} were decoded to int8 ConvRot, exactly."
+            )
         elif name.startswith("fp8 e5m2"):
             notes.append(f"{count} layers stored in {name} were converted to bf16.")
     for name, count in source.part.attention.items():

@@ -22,8 +22,10 @@ from comfy_aimdo import model_vbar
 
 from ....optimizations.blocks.block import DENSE
 from ....optimizations.blocks.block_form import head_norms, token_layers
+from ....optimizations.blocks.products import PackedWeight
 from ....optimizations.fallback import Fallback
 from ....spec import RowFormat
+from ..load.linear import PACKED_LAYOUT
 from ..lora.bypass import Beside
 
 PAGE = 32 << 20  # of dynamic VRAM, in bytes
@@ -234,6 +236,9 @@ def _look(model: Any, blocks: Sequence[torch.nn.Module], read: ReadLayers) -> Ha
 
 def _quantized_parts(layer: torch.nn.Module, weight: QuantizedTensor) -> Sequence[torch.Tensor]:
     values, scale = weight._qdata, weight._params.scale
+    if weight._layout_cls == PACKED_LAYOUT:
+        packed, row_scale = packed_parts(weight)
+        return [part for part in (*packed[:3], row_scale) if part is not None]
     rows = len(values)
     if scale.numel() > 1 or rows == 1 or scale.device != values.device:
         return values, scale
@@ -243,6 +248,14 @@ def _quantized_parts(layer: torch.nn.Module, weight: QuantizedTensor) -> Sequenc
             kept = _row_scales[layer] = scale.new_empty((rows, 1))
         kept.copy_(scale.reshape(1, 1).expand(rows, 1))
     return values, kept
+
+
+def packed_parts(weight: QuantizedTensor) -> tuple[PackedWeight, torch.Tensor]:
+    """A weight in 4 or 6 bits and its rows' scales, (N, 1), without copies."""
+    codes, params = weight._qdata, weight._params
+    scale = params.scale.view(torch.uint8) if params.scale.itemsize == 1 else params.scale
+    bits = codes.shape[1] * 8 // params.orig_shape[1]
+    return PackedWeight(codes, scale, params.codebook, bits), params.s_channel.view(-1, 1)
 
 
 @cache

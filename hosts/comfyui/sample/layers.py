@@ -23,7 +23,7 @@ from ....optimizations.reference import LowRank
 from ....spec import RowFormat
 from ..load import linear as operations
 from ..lora.bypass import Beside, is_foreign
-from .held import HeldWeights, row_scale, stored
+from .held import HeldWeights, packed_parts, row_scale, stored
 
 # Operations whose `forward` is a product with the weight that the cast context gives.
 DENSE_CLASSES = (comfy.ops.disable_weight_init.Linear, comfy.ops.manual_cast.Linear)
@@ -95,7 +95,9 @@ class ComfyLayers:
             or layer.bias_function
             or getattr(params, "convrot", False)
         )
-        return None if params is None or runs_itself else ROWS.get(layout)
+        if params is None or runs_itself:
+            return None
+        return _packed_rows(params) if layout == operations.PACKED_LAYOUT else ROWS.get(layout)
 
     def tensors(
         self, layer: torch.nn.Module, like: torch.Tensor
@@ -119,6 +121,18 @@ class ComfyLayers:
     def gemm(self, format: str, device: torch.device) -> Gemm:
         return _gemm(format, device)
 
+
+def _packed_rows(params: Any) -> RowFormat | None:
+    """Of a weight in 4 or 6 bits; None for those that do not stand for int8 alone, or that newer
+    versions of comfy-kitchen hold in another order.
+    """
+    if params.correction is not None or getattr(params, "mma_packed", False):
+        return None
+    return _rotated_rows(params.convrot_groupsize)
+
+
+# Made once: every layer is asked in every forward pass.
+_rotated_rows = functools.cache(functools.partial(RowFormat, "int8"))
 
 # One choice for each format and device: every layer asks for it in every step.
 _gemm = functools.cache(choose_gemm)
@@ -168,6 +182,8 @@ def _tensors(
 ) -> LayerTensors:
     if not isinstance(weight, QuantizedTensor):
         return LayerTensors(weight, None, bias)
+    if weight._layout_cls == operations.PACKED_LAYOUT:
+        return LayerTensors(*packed_parts(weight), bias)
     scale = weight._params.scale
     rows = weight._qdata.shape[0]
     if scale.numel() == 1 < rows:
