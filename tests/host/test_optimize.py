@@ -23,6 +23,7 @@ from comfyui_boot import MODE, folder
 
 from qwen_l40s.errors import SettingError
 from qwen_l40s.hosts.comfyui import contract
+from qwen_l40s.hosts.comfyui.load import plan as load_plan
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.sample.attention import SLOT, SlotAttention
@@ -199,6 +200,38 @@ def test_files_of_other_loaders():
         assert model is not None
         # Core's scale for activations is one number of the file; ours is one for each token.
         compare(model, most=0.05 if name == "one_scale" and MODE != "cpu" else SAME)
+
+
+def test_weights_in_four_bits():
+    """On the card in 4 bits, or decoded on load: the same int8 for every product."""
+    from comfy_kitchen.tensor.w4a8_int8 import quantize_w4a8_int8_weight
+
+    def in_four_bits(weight):
+        codes, groups, rows, _, codebook = quantize_w4a8_int8_weight(
+            weight.float(), convrot_groupsize=64
+        )
+        entries = {"weight": codes, "weight_s_rel": groups, "weight_s_channel": rows}
+        return entries | {"weight_codebook": codebook}
+
+    marker = {"format": "asym_w4a8_int8", "convrot_groupsize": 64}
+    layers = [*narrow.layers(WEIGHTS), narrow.MODULATION]
+    tensors = narrow.quantized(WEIGHTS, in_four_bits, marker, layers)
+    path = narrow.write(FOLDER / "w4a8.safetensors", tensors)
+    decoded = load_model(path)[0]
+    with mock.patch.object(load_plan, "_why_packed", return_value="they were asked to"):
+        packed, report = load_model(path)
+    assert any("(w4a8), because they were asked to; each is" in note for note in report.notes)
+    weight = packed.model.diffusion_model.get_submodule(narrow.LAYER).weight
+    assert weight._qdata.shape == (128, 64)
+    # ComfyUI's own layers quantize activations on a CPU too.
+    clones = [compare(model, most=2e-2) for model in (decoded, packed)]
+    assert difference(*(forward(clone) for clone in clones)) < 1e-3
+    assert "layers: int8 through" in report_of(clones[1])
+    with mock.patch(
+        "comfy.model_detection.detect_unet_config", lambda *_, **__: dict(narrow.CONFIG)
+    ):
+        core = comfy.sd.load_diffusion_model_state_dict(dict(tensors))
+    assert difference(forward(compare(core, most=2e-2)), forward(clones[1])) < 2e-2
 
 
 def test_a_merged_lora_and_one_beside():

@@ -46,8 +46,8 @@ class LoadPlan:
         off_card: whether the modulation waits in host memory, and `place_reason` why.
         why: both reasons in a few words.
         modulation_bytes: of the modulation weights in that precision.
-        packed: whether weights of 4 and 6 bits stay so on the card, and are int8 for the length of
-            a product.
+        packed: why weights of 4 and 6 bits stay so, and are int8 for the length of a product; empty
+            where they become int8 on load.
     """
 
     source: Source
@@ -60,7 +60,7 @@ class LoadPlan:
     place_reason: str
     why: str
     modulation_bytes: int
-    packed: bool = False
+    packed: str = ""
 
 
 def plan_load(
@@ -86,13 +86,15 @@ def plan_load(
     decide = functools.partial(
         decide_load, requested, modulation, stored=stored, shape=shape, card=card
     )
-    decision, packed = decide(sizes=sizes), False
-    if not keep and _can_stay_packed(source, decision, stored):
-        smaller = {**sizes, stored: loaded_bytes(source, packed=True)}
-        decision, packed, sizes = decide(sizes=smaller), True, smaller
+    decision, packed = decide(sizes=sizes), ""
+    needed = _host_bytes(source, stored, decision, sizes, card)
+    if not keep and decision.precision == stored and _knows_packed(source):
+        packed = _why_packed(decision, needed)
+    if packed:
+        sizes = {**sizes, stored: loaded_bytes(source, packed=True)}
+        decision, needed = decide(sizes=sizes), 0
     name = decision.precision
     _check_card(source, decision, card)
-    needed = 0 if packed else _host_bytes(source, stored, decision, sizes, card)
     check_host_memory(needed, f"{source.path.name} in {name}")
     return LoadPlan(
         source=source,
@@ -159,14 +161,22 @@ def _stored_precision(source: Source) -> str:
     return STORED[max(plain, key=plain.__getitem__)] if plain else "bf16"
 
 
-def _can_stay_packed(source: Source, decision: LoadDecision, stored: str) -> bool:
-    """Whether weights of 4 and 6 bits are taken as they are: where they would not stay on the card
-    in int8, and this ComfyUI knows them.
+def _knows_packed(source: Source) -> bool:
+    """Whether the file has weights in 4 or 6 bits, and this ComfyUI's layers take all of them."""
+    quantization = source.part.quantization
+    names = {quantization.settings[layer]["format"] for layer in quantization.layers_in(PACKED)}
+    return bool(names) and names <= QUANT_ALGOS.keys()
+
+
+def _why_packed(decision: LoadDecision, needed: int) -> str:
+    """Why weights stay in 4 or 6 bits, in one clause; empty where they become int8.
+
+    Args:
+        needed: bytes of host memory that this would take.
     """
-    quantization, option = source.part.quantization, decision.option
-    names = {quantization.settings[it]["format"] for it in quantization.layers_in(PACKED)}
-    small = decision.precision == stored and option is not None and not option.resident
-    return small and bool(names) and names <= QUANT_ALGOS.keys()
+    if decision.option is not None and not decision.option.resident:
+        return "in int8 they would not stay on the card"
+    return "host memory has no room for them in int8" if needed > available_memory() else ""
 
 
 def _sizes(

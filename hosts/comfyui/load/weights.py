@@ -60,7 +60,7 @@ def transformer_tensors(
     stored: dict[str, StoredLayer] = {}
     decode = functools.partial(_decoded, device)
     quantization = source.part.quantization
-    for name, entry in canonical_tensors(tensors, quantization, decode, packed=plan.packed):
+    for name, entry in canonical_tensors(tensors, quantization, decode, packed=bool(plan.packed)):
         if isinstance(entry, StoredLayer):
             stored[name] = entry
         elif isinstance(entry, PackedLayer):
@@ -141,7 +141,7 @@ def _layer(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def _what_was_stored(source: Source, packed: bool) -> list[str]:
+def _what_was_stored(source: Source, packed: str) -> list[str]:
     notes = []
     formats = Counter(source.part.quantization.layers.values())
     for name, count in formats.most_common():
@@ -157,8 +157,8 @@ def _what_was_stored(source: Source, packed: bool) -> list[str]:
             )
         elif name in PACKED:
             notes.append(
-                f"{count} layers stay in {name}, because in int8 they would not stay on the card; "
-                "each is decoded to int8 for its product."
+                f"{count} layers stay in {name}, because {packed}; each is decoded to int8 for its "
+                "product."
                 if packed
                 else f"{count} layers stored in {name} were decoded to int8 ConvRot, exactly."
             )

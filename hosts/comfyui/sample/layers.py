@@ -131,7 +131,7 @@ def _packed_rows(params: Any) -> RowFormat | None:
     return _rotated_rows(params.convrot_groupsize)
 
 
-# Made once: every layer is asked in every forward pass.
+# Made once, as `ROWS`.
 _rotated_rows = functools.cache(functools.partial(RowFormat, "int8"))
 
 # One choice for each format and device: every layer asks for it in every step.
