@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from ..optimizations.attention import BACKENDS
+from ..optimizations.attention import BACKENDS, FAST, MOST_ERROR
 from .common import CATEGORY, require_host, with_report
 
-ATTENTION_CHOICES = ["auto", "comfyui", *BACKENDS]
+ATTENTION_CHOICES = ["auto", FAST, "comfyui", *BACKENDS]
 
 
 class QwenL40SOptimize(io.ComfyNode):
@@ -41,8 +41,8 @@ class QwenL40SOptimize(io.ComfyNode):
                     options=ATTENTION_CHOICES,
                     default="auto",
                     tooltip="auto: measures the card's exact backends once and uses the fastest. "
-                    "comfyui: ComfyUI's own. sage_2: faster on some cards, but changes the picture "
-                    "slightly.",
+                    "fast: also allows attention in 8 bits, up to attention_error. comfyui: "
+                    "ComfyUI's own. int8, int8_fp8, sage_2: 8 bits, whatever the error.",
                 ),
                 io.Boolean.Input(
                     "fused_blocks",
@@ -66,6 +66,16 @@ class QwenL40SOptimize(io.ComfyNode):
                     tooltip="Lets cuDNN time its convolution algorithms during the run. The "
                     "transformer has no convolutions; a ControlNet may have.",
                 ),
+                io.Float.Input(
+                    "attention_error",
+                    default=MOST_ERROR,
+                    min=0.001,
+                    max=0.1,
+                    step=0.001,
+                    optional=True,
+                    tooltip="The largest relative error that attention fast allows, measured in "
+                    "the run. 0.02 allows int8, 0.045 also int8_fp8.",
+                ),
             ],
             outputs=[
                 io.Model.Output(tooltip="To the sampler."),
@@ -85,10 +95,11 @@ class QwenL40SOptimize(io.ComfyNode):
         fused_blocks: bool,
         tf32: bool = False,
         cudnn_benchmark: bool = False,
+        attention_error: float = MOST_ERROR,
     ) -> io.NodeOutput:
         require_host()
         from ..hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 
-        settings = OptimizeSettings(fused_blocks, attention, tf32, cudnn_benchmark)
+        settings = OptimizeSettings(fused_blocks, attention, tf32, cudnn_benchmark, attention_error)
         optimized = optimize(model, settings)
         return with_report(optimized, report=report_of(optimized))

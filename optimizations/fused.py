@@ -10,7 +10,8 @@ import torch
 
 from ..machine.card import first_line
 from ..spec import RowFormat
-from . import kernels, reference
+from . import attention_8bit, kernels, reference
+from .attention_8bit import Heads
 from .fallback import Fallback
 from .reference import HEAD_DIMS, Modulation, QKNorm, QuantizedRows, Rotary, RowOrder, Tokens
 
@@ -33,6 +34,8 @@ class Ops(NamedTuple):
     row_quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     low_rank_rows: Callable[..., torch.Tensor]
     decode_weight: Callable[..., torch.Tensor]
+    quantize_values: Callable[..., None]
+    attention_8bit: Callable[..., None]
     prepared: Mapping[str, Callable[..., Callable[..., None]]] = MappingProxyType({})
 
     def prepare_norm(
@@ -70,12 +73,35 @@ class Ops(NamedTuple):
         rotary: Rotary,
         tokens: Tokens,
         eps: float,
+        into: Heads | None = None,
     ) -> Callable[[QKNorm, Rotary], None]:
         """`qk_norm_rope` of these q and k, for a norm and a rotary like these."""
         if prepare := self.prepared.get("qk_norm_rope"):
-            launch = prepare(q, k, norm, rotary, tokens, eps)
-            return lambda norm, rotary: launch(*norm, *rotary)
-        return lambda norm, rotary: self.qk_norm_rope(q, k, norm, rotary, tokens, eps)
+            return prepare(q, k, norm, rotary, tokens, eps, into)
+        return lambda norm, rotary: self.qk_norm_rope(q, k, norm, rotary, tokens, eps, into)
+
+    def prepare_attention(
+        self, heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor
+    ) -> Callable[[torch.Tensor | None], None]:
+        """`attention_8bit` of these heads and values into `out`, for a mask like this."""
+        quantize, attend = map(self.prepared.get, ("quantize_values", "attention_8bit"))
+        if attend is None:
+
+            def quantize() -> None:
+                self.quantize_values(v, heads)
+
+            def attend(mask: torch.Tensor | None) -> None:
+                self.attention_8bit(heads, v, mask, out)
+        else:
+            quantize, attend = quantize(v, heads), attend(heads, v, mask, out)
+        if heads.v is None:
+            return attend
+
+        def run(mask: torch.Tensor | None) -> None:
+            quantize()
+            attend(mask)
+
+        return run
 
     def prepare_quantizer(
         self, name: str, x: torch.Tensor, format: RowFormat, out: QuantizedRows
@@ -117,11 +143,13 @@ class Ops(NamedTuple):
 TORCH = Ops(
     "plain torch: no card",
     reference.residual_norm,
-    reference.qk_norm_rope,
+    attention_8bit.qk_norm_rope,
     reference.gelu_quantize,
     reference.row_quantize,
     reference.low_rank_rows,
     reference.decode_weight,
+    attention_8bit.quantize_values,
+    attention_8bit.attention_8bit,
 )
 
 
@@ -150,6 +178,7 @@ def unsupported_shape(dim: int, head_dim: int, dtype: torch.dtype) -> Fallback |
 
 
 def _triton() -> Ops:
+    from .kernels import attention_8bit as attention
     from .kernels import decode_weight, low_rank, qk_norm_rope, residual_norm, rows
     from .kernels.launch import not_direct
 
@@ -160,6 +189,8 @@ def _triton() -> Ops:
         "row_quantize": rows.prepare_row_quantize,
         "low_rank_rows": low_rank.prepare_low_rank_rows,
         "decode_weight": decode_weight.prepare_decode_weight,
+        "quantize_values": attention.prepare_quantize_values,
+        "attention_8bit": attention.prepare_attention_8bit,
     }
     return Ops(
         f"Triton; {not_direct()}" if not_direct() else "Triton",
@@ -169,6 +200,8 @@ def _triton() -> Ops:
         rows.row_quantize,
         low_rank.low_rank_rows,
         decode_weight.decode_weight,
+        attention.quantize_values,
+        attention.attention_8bit,
         prepared,
     )
 

@@ -101,6 +101,8 @@ class Optimization:
         return self.attention.lines()
 
     def _run_once(self, host: HostPass, call: Callable[[], Any]) -> Any:
+        if host.attention is not None:
+            host.attention.start_blocks(len(host.blocks))
         if not self._blocks:
             return call()
         prepared = self._last = self._prepare(host)

@@ -6,7 +6,8 @@ the twin in float64, which tests/unit/test_block_kernels.py compares with publis
 
 import torch
 
-from qwen_l40s.optimizations import reference
+from qwen_l40s.optimizations import attention_8bit, reference
+from qwen_l40s.optimizations.attention_8bit import Heads
 from qwen_l40s.optimizations.reference import Modulation, QKNorm, Rotary, Tokens
 from qwen_l40s.spec import RowFormat
 
@@ -174,3 +175,90 @@ def check_gelu_quantize(function, x):
     for format in formats_of(x.shape[1]):
         q, scale = function(x, format)
         assert_quantized(q, scale, *reference.gelu_quantize(x.double(), format))
+
+
+# batch, text, image; heads, head_dim: one token, the ends of tiles, and other widths of a head.
+ATTENTION = [((1, 0, 1), (2, 128)), ((2, 3, 40), (4, 32)), ((1, 7, 150), (2, 64))]
+ATTENTION += [((1, 1, 127), (1, 128)), ((1, 0, 128), (1, 64)), ((2, 9, 184), (3, 128))]
+# Of one call against exact attention, on Gaussian q, k and v.
+MOST_ERROR = {"int8": 0.015, "int8_fp8": 0.042}
+# The same of norms whose weights make a few keys count.
+MOST_ERROR_OF_FEW = {"int8": 0.03, "int8_fp8": 0.06}
+
+
+def relative(ours, theirs):
+    return ((ours.double() - theirs).norm() / theirs.norm()).item()
+
+
+def check_attention_8bit(
+    ops, tokens, heads, head_dim, form, *, dtype=torch.bfloat16, device="cpu", offset=0.0, most=None
+):
+    """Norm, rotation and attention in 8 bits, with a mask and without, against exact attention.
+
+    Args:
+        ops: What has the functions of `attention_8bit`.
+        offset: Added to ten channels of every key's weight.
+        most: The largest error; None for `MOST_ERROR_OF_FEW`.
+    """
+    batch, text, image = tokens
+    tokens = Tokens(batch, text, image, image)
+    shape = tokens.joint, 3, heads, head_dim
+    _, buffer = surrounded(batch, *shape, dtype=dtype, device=device)
+    q, k, v = (buffer[1:-1, :, part] for part in range(3))
+    for part, seed in ((q, 6), (k, 7), (v, 8)):
+        part.copy_(random(*q.shape, seed=seed))
+    v[..., 0] *= 20  # a channel of its own scale
+    k[..., 4:14] += offset
+    rotary = rotation(1, tokens.joint, head_dim, device=device)
+    norm = norm_weights(head_dim, dtype, device)
+    before = buffer.clone()
+    twin, ours = (Heads.empty(form, q) for _ in range(2))
+    attention_8bit.qk_norm_rope(q, k, norm, rotary, tokens, EPS, twin)
+    assert ops.qk_norm_rope(q, k, norm, rotary, tokens, EPS, ours) is None
+    rows = tokens.joint
+    for name in ("q", "k"):
+        steps = [getattr(x, name)[:, :, :rows].int() for x in (ours, twin)]
+        assert (steps[0] - steps[1]).abs().max() <= (1 if rows > 1 else 255)
+        scales = [getattr(x, f"{name}_scale")[:, :, :rows] for x in (ours, twin)]
+        torch.testing.assert_close(*scales, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.mean, twin.mean, rtol=1e-5, atol=1e-5)
+    if form == "int8_fp8":
+        attention_8bit.quantize_values(v, twin)
+        ops.quantize_values(v, ours)
+        assert torch.equal(ours.v_scale, twin.v_scale)
+        apart = (ours.v.float() - twin.v.float()).abs() / twin.v.float().abs().clamp(min=2.0**-9)
+        assert apart.max() <= 1  # e4m3's own step, where a reciprocal put it beyond a middle
+        assert (apart > 0).float().mean() < 1e-3
+    exact_q, exact_k = q.double(), k.double()
+    reference.qk_norm_rope(exact_q, exact_k, doubled(norm), doubled(rotary), tokens, EPS)
+    mask = torch.zeros(batch, 1, 1, rows, dtype=dtype, device=device)
+    mask[-1, ..., : rows // 3] = -torch.inf
+    mask[0, ..., rows // 2 :: 5] = -1
+    for added in (None, mask):
+        exact = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (exact_q, exact_k, v.double())),
+            attn_mask=None if added is None else added.double(),
+        ).transpose(1, 2)
+        out, around = surrounded(batch, *q.shape[1:], dtype=dtype, device=device)
+        out.fill_(torch.nan)
+        ops.attention_8bit(ours, v, added, out)
+        assert relative(out, exact) <= (most or MOST_ERROR_OF_FEW[form])
+        expected = torch.empty_like(out)
+        attention_8bit.attention_8bit(ours, v, added, expected)
+        assert relative(out, expected.double()) <= (most or {"int8": 4e-3, "int8_fp8": 8e-3}[form])
+        assert_surrounded(around)
+    assert torch.equal(buffer, before)
+
+
+def check_attention_of_nan(ops, form, device="cpu"):
+    """What is not finite shows in the result, of its own head alone."""
+    for part, value in ((0, torch.nan), (1, torch.nan), (1, torch.inf), (2, torch.nan)):
+        q, k, v = random(3, 1, 40, 2, 64, dtype=torch.float16, device=device)
+        (q, k, v)[part][0, 20, 1, 3] = value
+        heads, out = Heads.empty(form, q), torch.zeros_like(q)
+        ops.quantize_heads(q, k, heads)
+        if form == "int8_fp8":
+            ops.quantize_values(v, heads)
+        ops.attention_8bit(heads, v, None, out)
+        assert out[0, :, 0].isfinite().all()
+        assert not out[0, 20, 1].isfinite().all()

@@ -4,11 +4,15 @@ tests/unit/test_kernels.py runs this file in a process of its own: TRITON_INTERP
 before Triton is imported, and nothing can be compiled after that.
 """
 
+from types import SimpleNamespace
+
 import block_kernel_cases as cases
 import pytest
 import torch
 
-from qwen_l40s.optimizations import reference
+from qwen_l40s.optimizations import attention_8bit, reference
+from qwen_l40s.optimizations.kernels import attention_8bit as attention
+from qwen_l40s.optimizations.kernels import qk_norm_rope as rope
 from qwen_l40s.optimizations.kernels.qk_norm_rope import launch_shape, qk_norm_rope
 from qwen_l40s.optimizations.kernels.residual_norm import residual_norm
 from qwen_l40s.optimizations.kernels.rows import WIDEST_ROW, gelu_quantize
@@ -22,7 +26,9 @@ WIDTHS += [(123, torch.bfloat16), (1, torch.float16)]
 # The interpreter casts to bf16 without rounding; ptxas' and every card's cast rounds.
 IN_INTERPRETER = {"truncated": True}
 # numpy: exp of what is far below zero, and the arithmetic of NaN and inf.
-quiet = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+quiet = pytest.mark.filterwarnings(
+    "ignore:(overflow|invalid value) encountered:RuntimeWarning", "ignore:All-NaN:RuntimeWarning"
+)
 
 
 @pytest.mark.parametrize("tokens", cases.TOKENS.values(), ids=cases.TOKENS)
@@ -184,3 +190,38 @@ def test_gelu_quantize_of_rows_apart():
 def test_gelu_quantize_refuses_rows_that_it_cannot_hold():
     with pytest.raises(ValueError, match=str(WIDEST_ROW)):
         gelu_quantize(torch.zeros(1, WIDEST_ROW + 1), RowFormat("int8"))
+
+
+EIGHT_BIT = SimpleNamespace(
+    qk_norm_rope=rope.qk_norm_rope,
+    quantize_heads=rope.quantize_heads,
+    quantize_values=attention.quantize_values,
+    attention_8bit=attention.attention_8bit,
+)
+# It multiplies bf16 as the integers of its bits, and its cast to e4m3 truncates.
+HALF = {"dtype": torch.float16}
+TRUNCATED = {"int8": None, "int8_fp8": 0.12}
+
+
+@quiet
+@pytest.mark.parametrize("form", attention_8bit.FORMS)
+def test_attention_in_8_bits(form):
+    for tokens, heads in cases.ATTENTION:
+        cases.check_attention_8bit(EIGHT_BIT, tokens, *heads, form, **HALF, most=TRUNCATED[form])
+
+
+@quiet
+@pytest.mark.parametrize("form", attention_8bit.FORMS)
+def test_attention_in_8_bits_shows_what_is_not_finite(form):
+    cases.check_attention_of_nan(EIGHT_BIT, form)
+
+
+def test_attention_in_8_bits_refuses_what_it_does_not_take():
+    q, v = cases.random(2, 1, 5, 2, 64)
+    heads = cases.Heads.empty("int8", q)
+    with pytest.raises(ValueError, match="padded to 256 tokens"):
+        attention.attention_8bit(heads, cases.random(1, 129, 2, 64), None, q)
+    with pytest.raises(ValueError, match="heads side by side"):
+        attention.attention_8bit(heads, v, None, torch.zeros(1, 2, 5, 64).transpose(1, 2))
+    with pytest.raises(ValueError, match="a mask of 1 x 1 x 1 x 5"):
+        attention.attention_8bit(heads, v, torch.zeros(1, 1, 5, 5), q)

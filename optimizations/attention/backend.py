@@ -95,6 +95,7 @@ class Backend:
             calls are tested against the published signature, with a module that stands in for it.
         whole_scores: Whether it writes the matrix of scores to memory: never the fastest.
         further: Gives what else speaks against a request.
+        quantizes: Whether the fused blocks make its operands where they normalize q and k.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Backend:
     unproven: str = ""
     whole_scores: bool = False
     further: Callable[[AttentionRequest], str] | None = None
+    quantizes: bool = False
 
 
 def sm_of(device: torch.device) -> tuple[int, int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from ...machine.card import read_cards
 from ...machine.store import AttentionTimings, load_attention, save_attention
 from ..fallback import Fallback
 from .backend import AttentionRequest, dtype_name, sm_of
+from .fast import FAST, MOST_ERROR, MeasuredErrors, lossy_backends
 from .registry import BACKENDS, limits_of, refusal
 from .timing import measure
 
@@ -50,6 +52,11 @@ class Attention:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_attend", BACKENDS[self.name].attend)
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the fused blocks make its operands where they normalize q and k."""
+        return BACKENDS[self.name].quantizes
 
     def __reduce__(self) -> tuple:
         return Attention, (self.name, self.reason, self.exact, self.masked)
@@ -90,7 +97,8 @@ def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention
 
     Args:
         name: A key of `BACKENDS`, which has to run here, or "auto": then the environment's
-            QWEN_L40S_ATTENTION counts as if it were named.
+            QWEN_L40S_ATTENTION counts as if it were named. "fast" is a run's to choose
+            (`ChosenAttention`), here it counts as "auto".
 
     Raises:
         SettingError: There is no such backend.
@@ -102,8 +110,8 @@ def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention
     sm = sm_of(request.device)
     launches = _may_launch(sm, request.device)
     refuse = refusal if launches else _declared_refusal
-    asked = os.environ.get(VARIABLE, "auto") if name == "auto" else name
-    if asked != "auto":
+    asked = asked_name(name)
+    if asked not in ("auto", FAST):
         _check_asked(asked, request, refuse)
         by = f" by {VARIABLE}" if name == "auto" else ""
         return _attention(asked, f"asked for{by}", request)
@@ -136,14 +144,39 @@ def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention
     )
 
 
+def choose_fast(request: AttentionRequest, errors: MeasuredErrors) -> Attention:
+    """The fastest of the best exact backend and the quantized ones within the bound.
+
+    Raises:
+        UnavailableError: Nothing computes the request.
+    """
+    exact = choose_attention(request)
+    allowed = [name for name in errors.allowed if not refusal(name, request)]
+    found = "; ".join(errors.clause(name) for name in lossy_backends())
+    found = f"fast: {found}; at most {errors.most:g} allowed"
+    if not allowed or sm_of(request.device) is None:
+        return replace(exact, reason=f"{exact.reason}; {found}")
+    measurement, without = _measurement(request, [exact.name, *allowed], "quantized")
+    if measurement is None:
+        return replace(exact, reason="; ".join([exact.reason, *without, found]))
+    name = min((exact.name, *allowed), key=lambda name: measurement.ms.get(name, math.inf))
+    times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in measurement.ms.items())
+    reason = "; ".join([f"fastest at {measurement.tokens} tokens: {times}", *without, found])
+    return _attention(name, reason, request)
+
+
 def _measurement(
-    request: AttentionRequest, quick: list[str]
+    request: AttentionRequest, quick: list[str], kind: str = ""
 ) -> tuple[AttentionTimings | None, list[str]]:
-    """The times of the backends that run: known, read, or measured now."""
-    key = measurement_key(request)
+    """The times of the backends that run: known, read, or measured now.
+
+    Args:
+        kind: Of the measurement, where it is not of exact backends.
+    """
+    key = "|".join(filter(None, (measurement_key(request), kind)))
     known = _measured.get(key) or load_attention(key)
     without: list[str] = []
-    if known is None or known.fastest not in quick:
+    if known is None or (known.fastest not in quick if not kind else set(quick) - set(known.ms)):
         known, without = measure(quick, request)
         if known is None:
             return None, without
@@ -228,7 +261,8 @@ def _check_asked(
     asked: str, request: AttentionRequest, refuse: Callable[[str, AttentionRequest], str]
 ) -> None:
     if asked not in BACKENDS:
-        raise SettingError(f"there is no attention {asked!r}: use auto or {' or '.join(BACKENDS)}")
+        names = " or ".join(("auto", FAST, *BACKENDS))
+        raise SettingError(f"there is no attention {asked!r}: use {names}")
     reason = refuse(asked, request)
     if reason:
         others = {name: refuse(name, request) for name in BACKENDS if name != asked}
@@ -236,6 +270,11 @@ def _check_asked(
         clauses.append(f"use auto or {' or '.join(name for name, no in others.items() if not no)}")
         clauses += [f"not {name}: {no}" for name, no in others.items() if no]
         raise UnavailableError("; ".join(clauses))
+
+
+def asked_name(name: str) -> str:
+    """The backend, "auto" or "fast": the environment's where the name is "auto"."""
+    return os.environ.get(VARIABLE, "auto") if name == "auto" else name
 
 
 def is_lossy(
@@ -248,8 +287,9 @@ def is_lossy(
     Raises:
         SettingError, UnavailableError: As `choose_attention`.
     """
-    if name == "auto" and os.environ.get(VARIABLE, "auto") == "auto":
-        return False
+    asked = asked_name(name)
+    if asked in ("auto", FAST):
+        return asked == FAST
     request = AttentionRequest(device, dtype, 1, heads, head_dim, 4096 + 200)
     return not choose_attention(request, name).exact
 
@@ -258,8 +298,9 @@ class ChosenAttention:
     """Attention by the backend that is chosen for the shapes at hand, each once in a run.
 
     Args:
-        name: "auto", or the name of a backend.
+        name: "auto", "fast", or the name of a backend.
         lossy: Whether that backend differs from exact attention by more than rounding.
+        most_error: What "fast" allows.
 
     Attributes:
         host: Whose attention stands in for it, in the genitive.
@@ -268,16 +309,32 @@ class ChosenAttention:
 
     host = "the host's"
 
-    def __init__(self, name: str, lossy: bool = False) -> None:
+    def __init__(self, name: str, lossy: bool = False, most_error: float = MOST_ERROR) -> None:
         self.name = name
         self.lossy = lossy
         self.fallback: Fallback | None = None
-        self._chosen: dict[AttentionRequest, Attention] = {}
+        self._most_error = most_error
+        self._errors: MeasuredErrors | None = None
+        # By the request, and whether errors were measured beside it.
+        self._chosen: dict[tuple[AttentionRequest, bool], Attention] = {}
 
     def start_run(self) -> None:
         """Forgets the last run: what was chosen, and what went wrong."""
         self._chosen.clear()
+        self._errors = None
         self.fallback = None
+
+    def start_blocks(self, blocks: int) -> None:
+        """Before a pass over so many blocks: "fast" measures errors in the first one."""
+        if asked_name(self.name) != FAST:
+            return
+        if self._errors is None or not self._errors.complete:
+            self._errors = MeasuredErrors(self._most_error, blocks)
+
+    @property
+    def measuring(self) -> bool:
+        """Whether exact attention runs in this pass, because errors are measured beside it."""
+        return self._errors is not None and not self._errors.complete
 
     @property
     def used(self) -> bool:
@@ -305,21 +362,41 @@ class ChosenAttention:
         Raises:
             UnavailableError: Nothing computes the request.
         """
-        chosen = self._chosen.get(request)
+        key = request, self.measuring
+        chosen = self._chosen.get(key)
         if chosen is None:
-            chosen = self._chosen[request] = self._choose(request)
+            chosen = self._chosen[key] = self._choose(request)
         return chosen
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """Attention of q, k and v, (batch, joint, heads, head_dim), as `Attention` computes it."""
-        return self.choose(AttentionRequest.of(q, mask))(q, k, v, mask)
+        out = self.choose(AttentionRequest.of(q, mask))(q, k, v, mask)
+        self.look(q, k, v, mask, out)
+        return out
+
+    def look(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Measures errors against what attention gave, where they are not known yet."""
+        if self.measuring:
+            self._errors.add(q, k, v, mask, out)
 
     def _found(self) -> list[Attention]:
         return list(self._chosen.values())  # a copy: a run on another card may be choosing
 
     def _choose(self, request: AttentionRequest) -> Attention:
+        if self.measuring:
+            chosen = choose_attention(request)
+            return replace(chosen, reason=f"in the first pass, to compare with; {chosen.reason}")
+        if self._errors is not None:
+            return choose_fast(request, self._errors)
         try:
             return choose_attention(request, self.name)
         except UnavailableError as error:

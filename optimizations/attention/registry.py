@@ -19,13 +19,14 @@ from .backends import (
     SDPA_FLASH,
     SLICED,
 )
+from .eight_bit import INT8, INT8_FP8
 from .sage import SAGE_2
 
 BACKENDS = {
     backend.name: backend
     for backend in (
         *(SDPA_FLASH, SDPA_CUDNN, SDPA_EFFICIENT, FLASH_ATTN_2, FLASH_ATTN_3),
-        *(SAGE_2, SLICED, MATH),
+        *(INT8, INT8_FP8, SAGE_2, SLICED, MATH),
     )
 }
 
@@ -34,8 +35,8 @@ TRIAL_TOKENS = 333
 # How far from the result in float64, relative. PyTorch's CPU kernels come to 0.0022, 0.0003 and
 # 5e-7 on the trial's inputs; a card may compute fp32 in TF32.
 EXACT_ERROR = {torch.bfloat16: 0.01, torch.float16: 0.002, torch.float32: 0.002}
-# SageAttention's is off by 0.038 on an H200. A tail of 77 in 333 keys that is left out or
-# counted twice is off by 0.3 and more.
+# SageAttention and int8_fp8 are off by 0.038 on an H200. A tail of 77 in 333 keys that is left out
+# or counted twice is off by 0.3 and more.
 LOSSY_ERROR = 0.08
 
 

@@ -159,6 +159,8 @@ class BlockExecutor:
         workspace: Whose buffers no other pass uses meanwhile; None for one of its own.
         known: What was found of blocks whose tensors stay where they are, by block; is added to.
             None where they may move.
+        form: Gives, for queries and a mask, the form of 8-bit attention that takes the place of
+            `attend` (`attention_8bit.FORMS`), or None.
     """
 
     def __init__(
@@ -168,9 +170,11 @@ class BlockExecutor:
         attend: Attend,
         workspace: Workspace | None = None,
         known: dict[torch.nn.Module, KnownBlock] | None = None,
+        form: Callable[[torch.Tensor, torch.Tensor | None], str | None] | None = None,
     ) -> None:
         self._layers = layers
         self._attend = attend
+        self._attention_form = form
         self._workspace = workspace or Workspace(ops)
         self._held = known is not None
         self._blocks = {} if known is None else known
@@ -276,8 +280,14 @@ class BlockExecutor:
         """All of a block but its first norm and its last residual."""
         attention, mlp = halves
         self._multiply(program, here, 0, 6)
-        program.rotate(here.norms or self._norms(here.modules, x), step.rotary)
-        program.mix(self._attend(*program.heads, step.mask))
+        norms = here.norms or self._norms(here.modules, x)
+        form = self._attention_form and self._attention_form(program.heads[0], step.mask)
+        if form:
+            mixed = program.attend(form, norms, step.rotary, step.mask)
+        else:
+            program.rotate(norms, step.rotary)
+            mixed = self._attend(*program.heads, step.mask)
+        program.mix(mixed)
         self._multiply(program, here, 6, 8)
         program.middle(x, attention, mlp)
         self._multiply(program, here, 8, 10)

@@ -200,7 +200,7 @@ class ForwardPass:
         self._fall_back = fall_back
         self._memory = memory
         self._weights = weights
-        self._executor = self._new_executor(self._attend)
+        self._executor = self._new_executor(self._attend, self._form)
         self._asked: ChosenAttention | None = None
         self._chosen: Attention | None = None
         self._embedding: torch.Tensor | None = None
@@ -253,7 +253,7 @@ class ForwardPass:
             return result
         # The host's own block takes more than ours: the buffers make room for it.
         self._memory.free_buffers()
-        self._executor = self._new_executor(self._attend)
+        self._executor = self._new_executor(self._attend, self._form)
         expected = self._host.host_block(block, arguments)
         try:
             result = self._compared(block, text, image, step, halves, following)
@@ -281,11 +281,13 @@ class ForwardPass:
             self._executor = executor
         return result
 
-    def _new_executor(self, attend: Attend) -> BlockExecutor:
+    def _new_executor(
+        self, attend: Attend, form: Callable[..., str | None] | None = None
+    ) -> BlockExecutor:
         prepared = self._prepared
         known = prepared.known(self._weights)
         workspace = self._memory.workspace
-        return BlockExecutor(self._host.layers, prepared.ops, attend, workspace, known)
+        return BlockExecutor(self._host.layers, prepared.ops, attend, workspace, known, form)
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
@@ -293,7 +295,17 @@ class ForwardPass:
         attention = self._host.attention
         if attention is None:
             return self._host.host_attend(q, k, v, mask)
-        return self._choice(attention, AttentionRequest.of, q, mask)(q, k, v, mask)
+        out = self._choice(attention, AttentionRequest.of, q, mask)(q, k, v, mask)
+        attention.look(q, k, v, mask, out)
+        return out
+
+    def _form(self, q: torch.Tensor, mask: torch.Tensor | None) -> str | None:
+        """The form of the 8-bit attention that was chosen for queries like these, or None."""
+        attention = self._host.attention
+        if attention is None:
+            return None
+        chosen = self._choice(attention, AttentionRequest.of, q, mask)
+        return chosen.name if chosen.quantizes else None
 
     def _choice(
         self, attention: ChosenAttention, request: Callable[..., AttentionRequest], *given: Any
@@ -361,6 +373,8 @@ class ForwardPass:
             return "memory ran out with them"
         if attention is None:
             return "the attention is not this package's"
+        if attention.measuring:
+            return "attention measures its error in this pass"
         if any(self._prepared.unsupported):
             return "some blocks do not run fused"
         return self._host.no_graphs()

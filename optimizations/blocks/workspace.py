@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...spec import RowFormat
+from ..attention_8bit import Heads
 from ..fused import Ops
 from ..linear import Gemm
 from ..reference import Modulation, QKNorm, QuantizedRows, Rotary, Tokens, storage_of
@@ -228,6 +229,12 @@ class Shape:
             )
         launch(x, gates, norms)
 
+    def heads_8bit(self, form: str, like: torch.Tensor) -> Heads:
+        """Where 8-bit attention has its operands, for heads like these."""
+        size = sum(Heads.sizes(form, like.shape))
+        memory = self._workspace.take(form, (size,), self._of(torch.uint8))
+        return Heads.of(form, like.shape, memory)
+
     def _of(self, dtype: torch.dtype) -> torch.Tensor:
         return self.like.new_empty(0, dtype=dtype)
 
@@ -269,6 +276,8 @@ class Program:
         self._inner = self._quantizers(shape.rows, forms[8:10], self._inner_format)
         self._out = self._quantizers(shape.mixed, forms[6:8], None)
         self._rotations: dict[tuple, Callable[[QKNorm, Rotary], None]] = {}
+        self._heads_8bit: dict[str, Heads] = {}
+        self._attentions: dict[tuple, Callable[[torch.Tensor | None], None]] = {}
         streams, joint = in_stream_order(tokens), in_joint_order(tokens)
         into = {"text": (0, slice(None, tokens.text)), "image": (1, slice(tokens.text, None))}
         self.reads: list[Read] = []
@@ -314,17 +323,34 @@ class Program:
         self.shape.norm(x, None, norms, self._form.eps, self.first_format, self.first_plain)
         self._quantize_first()
 
-    def rotate(self, norms: QKNorm, rotary: Rotary) -> None:
-        """Norm and rotation of q and k."""
+    def rotate(self, norms: QKNorm, rotary: Rotary, into: Heads | None = None) -> None:
+        """Norm and rotation of q and k, in place or into 8 bits."""
         cos = rotary.cos
-        key = norms.query.dtype, cos.dtype, cos.shape[0]
+        key = norms.query.dtype, cos.dtype, cos.shape[0], into and id(into)
         rotate = self._rotations.get(key)
         if rotate is None:
             shape, eps = self.shape, self._form.head_eps
             q, k, _ = self.heads
-            rotate = shape.ops.prepare_rope(q, k, norms, rotary, shape.tokens, eps)
+            rotate = shape.ops.prepare_rope(q, k, norms, rotary, shape.tokens, eps, into)
             self._rotations[key] = rotate
         rotate(norms, rotary)
+
+    def attend(
+        self, form: str, norms: QKNorm, rotary: Rotary, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Norm, rotation and attention in 8 bits; (batch, joint, D), where q was."""
+        q, _, v = self.heads
+        into = self._heads_8bit.get(form)
+        if into is None:
+            into = self._heads_8bit[form] = self.shape.heads_8bit(form, q)
+        self.rotate(norms, rotary, into)
+        key = form, mask if mask is None else (mask.dtype, mask.stride(), len(mask))
+        attend = self._attentions.get(key)
+        if attend is None:
+            attend = self.shape.ops.prepare_attention(into, v, mask, q)
+            self._attentions[key] = attend
+        attend(mask)
+        return q.flatten(2)
 
     def mix(self, mixed: torch.Tensor) -> None:
         """Takes what attention gives, (batch, joint, D)."""

@@ -1,21 +1,25 @@
-"""Triton: RMSNorm of the heads of queries and keys, and their rotation, in place."""
+"""Triton: RMSNorm of the heads of queries and keys, and their rotation, in place or into int8."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 
-from ..reference import HEAD_DIMS, QKNorm, Rotary, Tokens
+from ..attention_8bit import SAMPLED, Heads, padded, score_scale
+from ..reference import HEAD_DIMS, SMALLEST_ROW, QKNorm, Rotary, Tokens
 from . import on_card_of
-from .launch import Launch, PreparedLaunch
+from .launch import Launch
+from .rows import magnitude, round_to_step
 
 # What one program holds, in elements, and each of its threads: 16 bytes of bf16.
 MOST_ELEMENTS, ELEMENTS_PER_THREAD = 2048, 8
 
 
 # The numbers of tokens follow the prompt and the size of the image: no kernel of its own for each.
-@triton.jit(do_not_specialize=["joint", "text"])
+@triton.jit(do_not_specialize=["joint", "text", "length"])
 def _qk_norm_rope_kernel(
     q_weight_ptr,
     k_weight_ptr,
@@ -25,8 +29,101 @@ def _qk_norm_rope_kernel(
     sin_ptr,
     q_ptr,
     k_ptr,
+    q8_ptr,
+    k8_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    mean_ptr,
     q_item_stride,
     q_token_stride,
+    k_item_stride,
+    k_token_stride,
+    joint,
+    text,
+    length,
+    heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    eps: tl.constexpr,
+    one_rotation: tl.constexpr,
+    score_scale: tl.constexpr,
+    smallest: tl.constexpr,
+    block_heads: tl.constexpr,
+):
+    """n = x / sqrt(mean(x * x) + eps) * weight; (a, b) = (a cos - b sin, a sin + b cos).
+
+    In place, or in int8 where there is q8; without weights q and k are normalized and rotated.
+    """
+    # Programs that share a rotation follow one another: all heads of q, then of k, of one token.
+    groups: tl.constexpr = heads // block_heads
+    program = tl.program_id(0)
+    row = program // (2 * groups)
+    item = row // joint
+    token = row - item * joint
+    group = program % groups
+    is_q = program % (2 * groups) < groups
+    if is_q:
+        x_ptr = q_ptr + item.to(tl.int64) * q_item_stride + token.to(tl.int64) * q_token_stride
+    else:
+        x_ptr = k_ptr + item.to(tl.int64) * k_item_stride + token.to(tl.int64) * k_token_stride
+
+    head = group * block_heads + tl.arange(0, block_heads)
+    element = tl.arange(0, head_dim)
+    x_ptrs = x_ptr + head[:, None] * head_dim + element[None, :]
+    x = tl.load(x_ptrs).to(tl.float32)
+    if q_weight_ptr is not None:
+        is_text = token < text
+        if is_q:
+            weight_ptr = q_text_weight_ptr if is_text else q_weight_ptr
+        else:
+            weight_ptr = k_text_weight_ptr if is_text else k_weight_ptr
+        weight = tl.load(weight_ptr + element).to(tl.float32)
+        half: tl.constexpr = head_dim // 2
+        angle = (token if one_rotation else row).to(tl.int64) * half + tl.arange(0, half)
+        cos = tl.load(cos_ptr + angle).to(tl.float32)
+        sin = tl.load(sin_ptr + angle).to(tl.float32)
+        x = _norm_and_turn(
+            x, weight[None, :], cos[None, :], sin[None, :], block_heads, head_dim, eps
+        )
+    if q8_ptr is None:
+        tl.store(x_ptrs, x.to(q_ptr.dtype.element_ty))
+    else:
+        pair = item * heads + head
+        if is_q:
+            to_ptr = q8_ptr
+            scales_ptr = q_scale_ptr
+        else:
+            to_ptr = k8_ptr
+            scales_ptr = k_scale_ptr
+            x -= tl.load(mean_ptr + pair[:, None] * head_dim + element[None, :])
+        largest = magnitude(x, 1)
+        scale = tl.where(largest < smallest, 1.0, tl.div_rn(largest, 127.0))
+        steps = round_to_step(x * tl.div_rn(1.0, scale)[:, None], 127.0, True)
+        place = pair.to(tl.int64) * length + token
+        tl.store(to_ptr + place[:, None] * head_dim + element[None, :], steps.to(tl.int8))
+        tl.store(scales_ptr + place, scale * tl.where(is_q, score_scale, 1.0))
+
+
+@triton.jit
+def _norm_and_turn(
+    x, weight, cos, sin, rows: tl.constexpr, head_dim: tl.constexpr, eps: tl.constexpr
+):
+    """Of x (rows, head_dim); the others have one row, or as many."""
+    mean_square = tl.sum(x * x, axis=1) / head_dim
+    x = x * tl.rsqrt(mean_square + eps)[:, None] * weight
+    # Whole rows are loaded and split in registers: loading every other element took 17 times as
+    # long (H200).
+    a, b = tl.split(tl.reshape(x, (rows, head_dim // 2, 2)))
+    return tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), (rows, head_dim))
+
+
+@triton.jit(do_not_specialize=["joint", "text"])
+def _key_mean_kernel(
+    k_weight_ptr,
+    k_text_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    k_ptr,
+    mean_ptr,
     k_item_stride,
     k_token_stride,
     joint,
@@ -35,41 +132,27 @@ def _qk_norm_rope_kernel(
     head_dim: tl.constexpr,
     eps: tl.constexpr,
     one_rotation: tl.constexpr,
-    block_heads: tl.constexpr,
+    samples: tl.constexpr,
 ):
-    """n = x / sqrt(mean(x * x) + eps) * weight; (a, b) = (a cos - b sin, a sin + b cos)."""
-    # Programs that share a rotation follow one another: all heads of q, then of k, of one token.
-    groups: tl.constexpr = heads // block_heads
-    program = tl.program_id(0)
-    row = program // (2 * groups)
-    item = row // joint
-    token = row - item * joint
-    group = program % groups
-    is_text = token < text
-    if program % (2 * groups) < groups:
-        x_ptr = q_ptr + item.to(tl.int64) * q_item_stride + token.to(tl.int64) * q_token_stride
-        weight_ptr = q_text_weight_ptr if is_text else q_weight_ptr
-    else:
-        x_ptr = k_ptr + item.to(tl.int64) * k_item_stride + token.to(tl.int64) * k_token_stride
-        weight_ptr = k_text_weight_ptr if is_text else k_weight_ptr
-
-    head = group * block_heads + tl.arange(0, block_heads)
+    """The mean of some keys of a head, normalized and rotated where there are weights."""
+    pair = tl.program_id(0)
+    item = pair // heads
+    head = pair - item * heads
+    token = (tl.arange(0, samples).to(tl.int64) * joint) // samples
     element = tl.arange(0, head_dim)
-    x_ptrs = x_ptr + head[:, None] * head_dim + element[None, :]
-    x = tl.load(x_ptrs).to(tl.float32)
-    weight = tl.load(weight_ptr + element).to(tl.float32)
-    mean_square = tl.sum(x * x, axis=1) / head_dim
-    x = x * tl.rsqrt(mean_square + eps)[:, None] * weight[None, :]
-
-    half: tl.constexpr = head_dim // 2
-    angle = (token if one_rotation else row).to(tl.int64) * half + tl.arange(0, half)
-    cos = tl.load(cos_ptr + angle).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + angle).to(tl.float32)[None, :]
-    # Whole rows are loaded and split in registers: loading every other element took 17 times as
-    # long (H200).
-    a, b = tl.split(tl.reshape(x, (block_heads, half, 2)))
-    x = tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), (block_heads, head_dim))
-    tl.store(x_ptrs, x.to(q_ptr.dtype.element_ty))
+    k_ptr += item.to(tl.int64) * k_item_stride + head * head_dim
+    x = tl.load(k_ptr + token[:, None] * k_token_stride + element[None, :]).to(tl.float32)
+    if k_weight_ptr is not None:
+        image_weight = tl.load(k_weight_ptr + element).to(tl.float32)
+        text_weight = tl.load(k_text_weight_ptr + element).to(tl.float32)
+        weight = tl.where((token < text)[:, None], text_weight[None, :], image_weight[None, :])
+        half: tl.constexpr = head_dim // 2
+        row = token if one_rotation else item * joint + token
+        angle = row[:, None] * half + tl.arange(0, half)[None, :]
+        cos = tl.load(cos_ptr + angle).to(tl.float32)
+        sin = tl.load(sin_ptr + angle).to(tl.float32)
+        x = _norm_and_turn(x, weight, cos, sin, samples, head_dim, eps)
+    tl.store(mean_ptr + pair * head_dim + element, tl.sum(x, axis=0) / samples)
 
 
 def launch_shape(heads: int, head_dim: int) -> tuple[int, int]:
@@ -79,26 +162,62 @@ def launch_shape(heads: int, head_dim: int) -> tuple[int, int]:
 
 
 def qk_norm_rope(
-    q: torch.Tensor, k: torch.Tensor, norm: QKNorm, rotary: Rotary, tokens: Tokens, eps: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    norm: QKNorm,
+    rotary: Rotary,
+    tokens: Tokens,
+    eps: float,
+    into: Heads | None = None,
 ) -> None:
     """As `reference.qk_norm_rope`; head_dim is one of `HEAD_DIMS`, a token's heads contiguous."""
     with on_card_of(q):
-        _launch(q, k, norm, rotary, tokens, eps).once()
+        for launch in _launches(q, k, norm, rotary, tokens, eps, into):
+            launch.once()
 
 
 def prepare_qk_norm_rope(
-    q: torch.Tensor, k: torch.Tensor, norm: QKNorm, rotary: Rotary, tokens: Tokens, eps: float
-) -> PreparedLaunch:
-    """`qk_norm_rope` of these q and k; takes the tensors of a norm and of a rotary like these."""
-    return _launch(q, k, norm, rotary, tokens, eps).prepared()
+    q: torch.Tensor,
+    k: torch.Tensor,
+    norm: QKNorm,
+    rotary: Rotary,
+    tokens: Tokens,
+    eps: float,
+    into: Heads | None = None,
+) -> Callable[[QKNorm, Rotary], None]:
+    """`qk_norm_rope` of these q and k, for a norm and a rotary like these."""
+    launch, *means = (
+        found.prepared() for found in _launches(q, k, norm, rotary, tokens, eps, into)[::-1]
+    )
+
+    def run(norm: QKNorm, rotary: Rotary) -> None:
+        for mean in means:
+            mean(norm.key, norm.text_key, *rotary)
+        launch(*norm, *rotary)
+
+    return run
 
 
-def _launch(
-    q: torch.Tensor, k: torch.Tensor, norm: QKNorm, rotary: Rotary, tokens: Tokens, eps: float
-) -> Launch:
+def quantize_heads(q: torch.Tensor, k: torch.Tensor, into: Heads) -> None:
+    """As `attention_8bit.quantize_heads`."""
+    batch, tokens, _, head_dim = q.shape
+    q, k = (part if part.stride()[2:] == (head_dim, 1) else part.contiguous() for part in (q, k))
+    with on_card_of(q):
+        for launch in _launches(q, k, None, None, Tokens(batch, 0, tokens, tokens), 0.0, into):
+            launch.once()
+
+
+def _launches(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    norm: QKNorm | None,
+    rotary: Rotary | None,
+    tokens: Tokens,
+    eps: float,
+    into: Heads | None,
+) -> list[Launch]:
+    """The mean of the keys, which int8 needs, and the rest."""
     batch, joint, heads, head_dim = q.shape
-    cos, sin = rotary
-    rotations = cos.shape[0]
     q_item, q_token, *q_packed = q.stride()
     k_item, k_token, *k_packed = k.stride()
     if head_dim not in HEAD_DIMS:
@@ -113,6 +232,37 @@ def _launch(
             "qk_norm_rope takes q and k whose heads lie side by side, got strides "
             f"{q.stride()} and {k.stride()}"
         )
+    rotations = 1
+    if norm is not None:
+        rotations = len(rotary.cos)
+        _check_weights(norm, rotary, batch, joint, head_dim)
+    together, warps = launch_shape(heads, head_dim)
+    shared = {"heads": heads, "head_dim": head_dim, "eps": eps, "one_rotation": rotations == 1}
+    constants = {
+        **shared,
+        "score_scale": score_scale(head_dim),
+        "smallest": SMALLEST_ROW,
+        "block_heads": together,
+    }
+    programs = batch * joint * (heads // together) * 2
+    strides = q_item, q_token, k_item, k_token
+    quantized = (None,) * 5 if into is None else into[:5]
+    length = padded(joint)
+    fixed = (q, k, *quantized, *strides, joint, tokens.text, length)
+    varying = (*(norm or (None,) * 4), *(rotary or (None,) * 2))
+    main = Launch(_qk_norm_rope_kernel, programs, varying, fixed, constants, num_warps=warps)
+    if into is None:
+        return [main]
+    varying = (None,) * 4 if norm is None else (norm.key, norm.text_key, *rotary)
+    fixed = (k, into.mean, k_item, k_token, joint, tokens.text)
+    constants = {**shared, "samples": SAMPLED}
+    mean = Launch(_key_mean_kernel, batch * heads, varying, fixed, constants, num_warps=8)
+    return [mean, main]
+
+
+def _check_weights(norm: QKNorm, rotary: Rotary, batch: int, joint: int, head_dim: int) -> None:
+    cos, sin = rotary
+    rotations = cos.shape[0]
     if (
         rotations not in (1, batch)
         or not cos.shape == sin.shape == (rotations, joint, head_dim // 2)
@@ -130,15 +280,3 @@ def _launch(
                 f"qk_norm_rope takes contiguous weights of {head_dim} elements and one dtype, got "
                 f"{', '.join(f'{tuple(w.shape)} {w.dtype}' for w in norm)}"
             )
-    together, warps = launch_shape(heads, head_dim)
-    constants = {
-        "heads": heads,
-        "head_dim": head_dim,
-        "eps": eps,
-        "one_rotation": rotations == 1,
-        "block_heads": together,
-    }
-    programs = batch * joint * (heads // together) * 2
-    fixed = (q, k, q_item, q_token, k_item, k_token, joint, tokens.text)
-    varying = (*norm, cos, sin)
-    return Launch(_qk_norm_rope_kernel, programs, varying, fixed, constants, num_warps=warps)

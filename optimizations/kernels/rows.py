@@ -104,9 +104,9 @@ def quantize_row(
     magnitude = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
     scale = tl.where(magnitude < smallest_row, 1.0, tl.div_rn(magnitude, largest))
     steps_in_one = tl.div_rn(1.0, scale)
-    a = _round_to_step(a * steps_in_one, largest, to_integer)
-    b = _round_to_step(b * steps_in_one, largest, to_integer)
-    c = _round_to_step(c * steps_in_one, largest, to_integer)
+    a = round_to_step(a * steps_in_one, largest, to_integer)
+    b = round_to_step(b * steps_in_one, largest, to_integer)
+    c = round_to_step(c * steps_in_one, largest, to_integer)
     return a, b, c, scale
 
 
@@ -138,7 +138,13 @@ def _magnitude_bits(x):
 
 
 @triton.jit
-def _round_to_step(x, largest: tl.constexpr, to_integer: tl.constexpr):
+def magnitude(x, axis: tl.constexpr):
+    """The largest |x| along an axis; NaN where there is one."""
+    return tl.max(_magnitude_bits(x), axis=axis).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_to_step(x, largest: tl.constexpr, to_integer: tl.constexpr):
     """To even: an int32 whose low byte is the whole number, or fp32 that e4m3 holds.
 
     Adding 1.5 * 2**(23 + s) leaves no bits below 2**s; with s = 0 the number is in the low bits of

@@ -166,7 +166,7 @@ def choose_tile(rows: int, sm: tuple[int, int]) -> Tile:
 
 
 @functools.cache
-def _capability(index: int) -> tuple[int, int]:
+def capability(index: int) -> tuple[int, int]:
     """The compute capability of a card by its index; (0, 0) for the CPU, which is -1."""
     return (0, 0) if index < 0 else torch.cuda.get_device_capability(index)
 
@@ -242,7 +242,7 @@ def _launch(
             f"scaled_gemm takes t (M, R) and up (N, R), got {tuple(t.shape)} and {tuple(up.shape)}"
         )
     if tile is None:
-        tile = choose_tile(m, _capability(a.get_device()))
+        tile = choose_tile(m, capability(a.get_device()))
     # Rounded up; triton.cdiv takes 2 us of a launch for each of the two.
     tiles = -(-m // tile.m) * -(-n // tile.n)
     constants = {

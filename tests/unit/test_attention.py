@@ -20,6 +20,7 @@ from qwen_l40s.optimizations.attention import (
     registry,
 )
 from qwen_l40s.optimizations.attention.backend import FLOATS, HALVES, Limits
+from qwen_l40s.optimizations.attention_8bit import FORMS
 
 CPU = torch.device("cpu")
 CARD = torch.device("cuda", 0)
@@ -46,7 +47,7 @@ def chosen(name, device, dtype=torch.bfloat16, *, shape, masked=False):
     reason = registry.refusal(name, request)
     if "not installed" in reason:
         pytest.skip(reason)
-    if reason and device == CPU:
+    if reason and device == CPU and not reason.startswith("takes heads of 32, 64, 128"):
         raise AssertionError(reason)
     return None if reason else choose_attention(request, name)
 
@@ -125,7 +126,11 @@ def test_masked_tokens_have_no_part_in_the_result(name, device):
     out = attention(q, k, v, mask)
     k, v = k.clone(), v.clone()
     k[1, 130:], v[1, 130:] = 7, -50
-    assert torch.equal(attention(q, k, v, mask)[1, :130], out[1, :130])
+    again = attention(q, k, v, mask)
+    if attention.exact:
+        assert torch.equal(again[1, :130], out[1, :130])
+    else:  # the keys' mean and the values' scales are of all tokens
+        assert distance(again, q, k, v, mask) < most(attention)
 
 
 @on_each
@@ -383,7 +388,10 @@ def test_every_backend_says_what_it_is():
     for name, backend in BACKENDS.items():
         assert backend.name == name
         assert backend.card is not None
-    assert [name for name, backend in BACKENDS.items() if not backend.exact] == ["sage_2"]
+    assert [name for name, backend in BACKENDS.items() if not backend.exact] == [
+        *FORMS,
+        "sage_2",
+    ]
     assert {name for name, backend in BACKENDS.items() if backend.unproven} == {
         "flash_attn_2",
         "flash_attn_3",

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import threading
 from dataclasses import replace
 
@@ -104,7 +105,9 @@ def test_a_device_that_torch_does_not_reach(monkeypatch):
 
 
 def test_names_that_are_none():
-    with pytest.raises(SettingError, match="no attention 'xformers': use auto or sdpa_flash or "):
+    with pytest.raises(
+        SettingError, match="no attention 'xformers': use auto or fast or sdpa_flash or "
+    ):
         choose_attention(request(), "xformers")
 
 
@@ -114,7 +117,8 @@ def test_a_backend_that_is_asked_for_runs_or_raises():
         choose_attention(request(), "sdpa_cudnn")
     assert str(caught.value).startswith(
         "attention sdpa_cudnn cannot run on cpu: needs an NVIDIA card; "
-        "use auto or sdpa_flash or sliced or math; not sdpa_efficient: needs an NVIDIA card; "
+        "use auto or sdpa_flash or int8 or int8_fp8 or sliced or math; "
+        "not sdpa_efficient: needs an NVIDIA card; "
     )
 
 
@@ -469,3 +473,42 @@ def test_a_card_is_measured_in_under_two_seconds(masked):
     assert choose_attention(asked) == attention
     (key,) = kept()
     assert torch.cuda.get_device_name(CARD) in key and torch.__version__ in key
+
+
+# --------------------------------------------------------------------------------------------- fast
+
+
+@pytest.mark.parametrize(("most", "name"), [(0.005, ""), (0.02, "int8"), (0.045, "int8_fp8")])
+def test_fast_takes_the_fastest_within_its_bound(monkeypatch, most, name):
+    """Exact attention in the first pass, in which the errors of three blocks are measured."""
+    q, k, v = torch.randn(3, 1, 400, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    times = AttentionTimings(400, {"int8_fp8": 0.5, "int8": 0.6, "sdpa_flash": 0.8})
+    monkeypatch.setattr(choice, "sm_of", lambda device: (8, 9))
+    monkeypatch.setattr(choice, "_measurement", lambda *_: (times, []))
+    exact = BACKENDS["sdpa_flash"].attend(q, k, v)
+    expected = BACKENDS[name].attend(q, k, v) if name else exact
+    attention = ChosenAttention("fast", True, most)
+    for _ in range(2):  # runs
+        attention.start_run()
+        for out in (exact, expected, expected):
+            attention.start_blocks(7)
+            for _ in range(7):
+                assert torch.equal(attention.attend(q, k, v, None), out)
+        lines = "\n".join(attention.lines())
+        assert "in the first pass, to compare with" in lines
+        assert re.search(r"int8 error 0\.0\d+; int8_fp8 error 0\.0\d+; not sage_2: needs", lines)
+        assert (
+            f"at most {most} allowed" in lines and f"attention: {name or 'sdpa_flash'}: " in lines
+        )
+
+
+def test_fast_keeps_exact_attention_where_one_gives_nan(monkeypatch):
+    q, k, v = torch.randn(3, 1, 200, 2, 64).bfloat16()
+    nan = replace(BACKENDS["int8"], attend=lambda q, *_: torch.full_like(q, torch.nan).flatten(2))
+    monkeypatch.setitem(BACKENDS, "int8", nan)
+    monkeypatch.setattr(choice, "sm_of", lambda device: (8, 9))
+    attention = ChosenAttention("fast", True)
+    for _ in range(2):
+        attention.start_blocks(1)
+        assert attention.attend(q, k, v, None).isfinite().all()
+    assert "not int8: a trial gave values that are not finite" in "".join(attention.lines())

@@ -3,14 +3,17 @@
 tests/interpreted_block_kernels.py has Triton's without a card.
 """
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import block_kernel_cases as cases
+import torch.nn.functional as F
 
 from qwen_l40s import SettingError
-from qwen_l40s.optimizations import kernels, reference
+from qwen_l40s.optimizations import attention_8bit, kernels, reference
 from qwen_l40s.optimizations.reference import Tokens
 from qwen_l40s.spec import RowFormat
 
@@ -101,6 +104,32 @@ def test_the_twin_of_qk_norm_rope_rounds_once(dtype):
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_the_twin_of_gelu_quantize_computes_in_fp32(dtype):
     cases.check_gelu_quantize(reference.gelu_quantize, cases.random(5, 1000, dtype=dtype) * 3)
+
+
+@pytest.mark.parametrize("form", attention_8bit.FORMS)
+def test_the_twin_of_attention_in_8_bits_is_near_exact_attention(form):
+    for tokens, heads in cases.ATTENTION:
+        cases.check_attention_8bit(attention_8bit, tokens, *heads, form)
+    cases.check_attention_of_nan(attention_8bit, form)
+    check_gaussian_heads(attention_8bit, (1, 1000, 2, 128), form)
+
+
+def check_gaussian_heads(ops, shape, form, device="cpu"):
+    """As they come, and with ten channels of every key apart."""
+    q, k, v = cases.random(3, *shape, dtype=torch.bfloat16, device=device)
+    for offset, most in ((0, cases.MOST_ERROR[form]), (30, 1.1 * cases.MOST_ERROR[form])):
+        shifted = k.float()
+        shifted[..., :10] += offset
+        shifted = shifted.to(k.dtype)
+        out, heads = torch.empty_like(q), cases.Heads.empty(form, q)
+        ops.quantize_heads(q, shifted, heads)
+        if form == "int8_fp8":
+            ops.quantize_values(v, heads)
+        ops.attention_8bit(heads, v, None, out)
+        exact = F.scaled_dot_product_attention(
+            *(x.transpose(1, 2).double() for x in (q, shifted, v))
+        ).transpose(1, 2)
+        assert cases.relative(out, exact) <= most
 
 
 def test_a_format_that_is_none():
@@ -256,3 +285,39 @@ def test_a_prompt_of_another_length_compiles_nothing():
         cases.check_qk_norm_rope(qk_norm_rope.qk_norm_rope, tokens, 24, 128, half, device="cuda")
         seen.append(compiled())
     assert seen[0] == seen[-1]
+
+
+@on_card
+@pytest.mark.parametrize("form", attention_8bit.FORMS)
+def test_attention_in_8_bits_on_the_card(form):
+    from qwen_l40s.optimizations.kernels import attention_8bit as attention
+    from qwen_l40s.optimizations.kernels import qk_norm_rope as rope
+
+    if form == "int8_fp8":
+        needs_e4m3()
+    ops = SimpleNamespace(
+        qk_norm_rope=rope.qk_norm_rope,
+        quantize_heads=rope.quantize_heads,
+        quantize_values=attention.quantize_values,
+        attention_8bit=attention.attention_8bit,
+    )
+    sizes = [*cases.ATTENTION, ((1, 200, 4096), (4, 128)), ((2, 77, 1024), (24, 128))]
+    for tokens, heads in sizes:
+        for dtype in cases.DTYPES[:2]:
+            cases.check_attention_8bit(ops, tokens, *heads, form, dtype=dtype, device="cuda")
+    cases.check_attention_of_nan(ops, form, "cuda")
+    check_gaussian_heads(ops, (1, 4296, 4, 128), form, "cuda")
+
+
+@on_card
+def test_attention_in_8_bits_of_40_000_tokens():
+    """Offsets past 2**31 bytes, and a result that does not depend on how many tokens there are."""
+    from qwen_l40s.optimizations.attention import BACKENDS
+
+    if torch.cuda.mem_get_info()[0] < 16 * 2**30:
+        pytest.skip("needs 16 GiB of free memory on the card")
+    q, k, v = torch.randn(3, 5, 40_000, 24, 128, device="cuda", dtype=torch.bfloat16)
+    exact = BACKENDS["sdpa_flash"].attend(q[-1:], k[-1:], v[-1:])
+    for form in attention_8bit.FORMS:
+        out = BACKENDS[form].attend(q, k, v)[-1:]
+        assert cases.relative(out, exact.double()) <= cases.MOST_ERROR[form]

@@ -16,7 +16,7 @@ pytest.importorskip("diffusers")
 from test_block import DIM, MIXES, Case, Layers, attend, new_block, random
 
 from qwen_l40s.optimizations import fused, run
-from qwen_l40s.optimizations.attention import AttentionRequest
+from qwen_l40s.optimizations.attention import AttentionRequest, ChosenAttention
 from qwen_l40s.optimizations.blocks import graphs, workspace
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.blocks.graphs import MOST_GRAPHS, GraphFigures, PassMemory, Seen
@@ -448,20 +448,23 @@ class Model(torch.nn.Module):
         return text, image
 
 
-class Attention:
+class Attention(ChosenAttention):
     """This package's, chosen."""
 
-    used = lossy = False
+    used = False
 
     def choose(self, request):
         assert isinstance(request, AttentionRequest)
         return attend
 
 
+attend.quantizes = False
+
+
 class Host:
     """One call of a `Model`."""
 
-    state, dtype, device, attention = None, torch.float32, torch.device("cpu"), Attention()
+    state, dtype, device, attention = None, torch.float32, torch.device("cpu"), Attention("auto")
     modulation = SimpleNamespace(start_run=lambda: None, lines=lambda: [])
 
     def __init__(self, model, steps=20, weights="here"):

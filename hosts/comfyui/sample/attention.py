@@ -16,7 +16,7 @@ import comfy.ldm.modules.attention
 import torch
 from comfy.ldm.modules.attention import optimized_attention_masked
 
-from ....optimizations.attention import ChosenAttention
+from ....optimizations.attention import MOST_ERROR, ChosenAttention
 
 SLOT = "optimized_attention_override"
 # As in the names of ComfyUI's functions, `attention_pytorch`. Its others quantize or leave out.
@@ -31,12 +31,19 @@ class SlotAttention(ChosenAttention):
 
     Args:
         before: What another node had put into the slot.
+        most_error: What "fast" allows.
     """
 
     host = "ComfyUI's"
 
-    def __init__(self, name: str, lossy: bool = False, before: Callable | None = None) -> None:
-        super().__init__(name, lossy)
+    def __init__(
+        self,
+        name: str,
+        lossy: bool = False,
+        before: Callable | None = None,
+        most_error: float = MOST_ERROR,
+    ) -> None:
+        super().__init__(name, lossy, most_error)
         self.before = before
 
     def __call__(

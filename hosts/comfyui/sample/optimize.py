@@ -14,7 +14,7 @@ from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-from ....optimizations.attention import is_lossy
+from ....optimizations.attention import MOST_ERROR, is_lossy
 from ....optimizations.blocks.block_form import blocks_of
 from ....optimizations.fallback import Fallback
 from ..record.sampling import record_runs
@@ -33,15 +33,17 @@ class OptimizeSettings:
     Attributes:
         blocks: Fused blocks with modulation tables.
         attention: "auto" for what the model file says, else for the fastest exact backend; the
-            name of a backend; or "comfyui".
+            name of a backend; "fast"; or "comfyui".
         tf32: Whether fp32 products are rounded to TF32 during a run; bf16 models have next to none.
         cudnn_benchmark: Whether cuDNN tries out its convolutions during a run.
+        attention_error: The largest relative error that "fast" allows.
     """
 
     blocks: bool = True
     attention: str = "auto"
     tf32: bool = False
     cudnn_benchmark: bool = False
+    attention_error: float = MOST_ERROR
 
 
 def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> ModelPatcher:
@@ -64,7 +66,9 @@ def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> M
         attn = blocks_of(model.model.diffusion_model)[0].attn
         form = model.load_device, model.model.get_dtype_inference(), attn.heads, attn.dim_head
         lossy = is_lossy(settings.attention, *form)
-        attention = options[SLOT] = SlotAttention(settings.attention, lossy, others)
+        attention = options[SLOT] = SlotAttention(
+            settings.attention, lossy, others, settings.attention_error
+        )
     optimization = ComfyOptimization(
         settings.blocks, attention, settings.tf32, settings.cudnn_benchmark
     )

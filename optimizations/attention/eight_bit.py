@@ -1,0 +1,61 @@
+"""This package's attention in 8 bits as backends: on heads that are normalized and rotated already.
+
+Inside the fused blocks queries and keys never are in 16 bits: the kernel that normalizes and
+rotates them writes int8 (`blocks/workspace.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ...spec import OLDEST_CAPABILITY
+from .. import attention_8bit, kernels
+from ..attention_8bit import HEAD_DIMS, Heads
+from .backend import ANY, HALVES, AttentionRequest, Backend, Limits
+
+
+def attend(
+    form: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `Backend.attend`, by the form "int8" or "int8_fp8"."""
+    into = Heads.empty(form, q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    mask = mask if mask is None or mask.stride(3) == 1 else mask.contiguous()
+    if q.is_cuda:
+        from ..kernels.attention_8bit import attention_8bit as run
+        from ..kernels.attention_8bit import quantize_values
+        from ..kernels.qk_norm_rope import quantize_heads
+    else:
+        run, quantize_values = attention_8bit.attention_8bit, attention_8bit.quantize_values
+        quantize_heads = attention_8bit.quantize_heads
+    quantize_heads(q, k, into)
+    if into.v is not None:
+        quantize_values(v, into)
+    run(into, v, mask, out)
+    return out.flatten(2)
+
+
+def _refusal(request: AttentionRequest) -> str:
+    if request.head_dim not in HEAD_DIMS:
+        return f"takes heads of {', '.join(map(str, HEAD_DIMS))}, not {request.head_dim}"
+    return kernels.missing() if request.device.type == "cuda" else ""
+
+
+INT8, INT8_FP8 = (
+    Backend(
+        form,
+        functools.partial(attend, form),
+        exact=False,
+        card=Limits(OLDEST_CAPABILITY[oldest], dtypes=HALVES),
+        cpu=ANY,
+        further=_refusal,
+        quantizes=True,
+    )
+    for form, oldest in (("int8", "int8"), ("int8_fp8", "fp8"))
+)

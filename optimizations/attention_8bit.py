@@ -1,0 +1,193 @@
+"""Attention whose products run in 8 bits: what its operands are, and what its kernels compute.
+
+softmax(q k^T) v with q and k in int8, one scale for each head of each token, after SageAttention
+(arXiv 2410.02367, 2411.10958): softmax does not see a vector that is taken from every key, and
+without their mean keys are small enough for 8 bits. `int8` multiplies weights and values in the
+values' own dtype, `int8_fp8` both in e4m3, with one scale for each channel of v.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from . import reference
+from .reference import SMALLEST_ROW, QKNorm, Rotary, Tokens
+
+FORMS = ("int8", "int8_fp8")
+HEAD_DIMS = (32, 64, 128)  # that the kernels take
+# The tokens of a head are padded to a multiple of this, the longest step over keys.
+TOKENS_AT_ONCE = 128
+# Keys that their mean is taken of; any vector near it does.
+SAMPLED = 128
+# Weights of e4m3, 1 at most, are multiplied by this: below 2**-9 nothing is left of them.
+WEIGHT_SCALE = 256.0
+LARGEST_VALUE = 448.0
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values of (batch, heads) in 8 bits; P is `padded(tokens)`.
+
+    Attributes:
+        q, k: (batch, heads, P, head_dim), int8; k less `mean`.
+        q_scale: (batch, heads, P), fp32, with log2(e) / sqrt(head_dim) in it.
+        k_scale: (batch, heads, P), fp32.
+        mean: (batch, heads, head_dim), fp32: of `SAMPLED` keys.
+        v: (batch, heads, head_dim, P), float8_e4m3fn, zero past the last token; None for "int8".
+        v_scale: (batch, heads, head_dim), fp32; None for "int8".
+        v_largest: (batch, heads, P / TOKENS_AT_ONCE, head_dim), fp32: of so many tokens each.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    q_scale: torch.Tensor
+    k_scale: torch.Tensor
+    mean: torch.Tensor
+    v: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    v_largest: torch.Tensor | None = None
+
+    @classmethod
+    def empty(cls, form: str, like: torch.Tensor) -> Heads:
+        """Room for heads like these, (batch, tokens, heads, head_dim), in one piece of memory."""
+        sizes = cls.sizes(form, like.shape)
+        return cls.of(form, like.shape, like.new_empty(sum(sizes), dtype=torch.uint8))
+
+    @classmethod
+    def of(cls, form: str, shape: tuple[int, ...], memory: torch.Tensor) -> Heads:
+        """In memory of `sum(sizes(form, shape))` bytes, (bytes,), uint8."""
+        batch, tokens, heads, head_dim = shape
+        rows, length = (batch, heads), padded(tokens)
+        dtypes = [torch.int8, torch.int8, *[torch.float32] * 3]
+        shapes = [(length, head_dim)] * 2 + [(length,)] * 2 + [(head_dim,)]
+        if form == "int8_fp8":
+            dtypes += [torch.float8_e4m3fn, torch.float32, torch.float32]
+            shapes += [(head_dim, length), (head_dim,), (length // TOKENS_AT_ONCE, head_dim)]
+        parts = memory.split(cls.sizes(form, shape))
+        return cls(
+            *(
+                part.view(dtype).view(*rows, *size)
+                for part, dtype, size in zip(parts, dtypes, shapes, strict=True)
+            )
+        )
+
+    @staticmethod
+    def sizes(form: str, shape: tuple[int, ...]) -> list[int]:
+        """Bytes of each tensor, for heads of this shape, (batch, tokens, heads, head_dim)."""
+        batch, tokens, heads, head_dim = shape
+        rows, length = batch * heads, padded(tokens)
+        sizes = [rows * length * head_dim] * 2 + [4 * rows * length] * 2 + [4 * rows * head_dim]
+        if form == "int8_fp8":
+            sizes += [rows * length * head_dim, 4 * rows * head_dim]
+            sizes += [4 * rows * length // TOKENS_AT_ONCE * head_dim]
+        return sizes
+
+
+def padded(tokens: int) -> int:
+    """The next multiple of `TOKENS_AT_ONCE`."""
+    return -(-tokens // TOKENS_AT_ONCE) * TOKENS_AT_ONCE
+
+
+def qk_norm_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    norm: QKNorm,
+    rotary: Rotary,
+    tokens: Tokens,
+    eps: float,
+    into: Heads | None = None,
+) -> None:
+    """As `reference.qk_norm_rope`, or with the result in int8.
+
+    Args:
+        into: Is written, and q and k stay as they are; None changes them in place.
+    """
+    if into is not None:
+        q, k = (part.to(torch.float32, copy=True) for part in (q, k))
+    reference.qk_norm_rope(q, k, norm, rotary, tokens, eps)
+    if into is not None:
+        quantize_heads(q, k, into)
+
+
+def score_scale(head_dim: int) -> float:
+    """What queries are multiplied by, for weights that are powers of two."""
+    return math.log2(math.e) / math.sqrt(head_dim)
+
+
+def quantize_heads(q: torch.Tensor, k: torch.Tensor, into: Heads) -> None:
+    """Queries and keys in int8, by the largest magnitude of each head of each token.
+
+        scale = max(|row|) / 127, or 1 for a zero row;  q = round_to_even(row / scale)
+
+    Args:
+        q, k: (batch, tokens, heads, head_dim), normalized and rotated.
+        into: Is written, of `tokens` tokens.
+    """
+    tokens, head_dim = q.shape[1], q.shape[3]
+    q, k = (part.transpose(1, 2).float() for part in (q, k))
+    into.mean.copy_(k[:, :, sampled(tokens, k.device)].mean(2))
+    k = k - into.mean.unsqueeze(2)
+    for x, values, scales, factor in (
+        (q, into.q, into.q_scale, score_scale(head_dim)),
+        (k, into.k, into.k_scale, 1.0),
+    ):
+        largest = x.abs().amax(-1)
+        scale = torch.where(largest < SMALLEST_ROW, 1.0, largest / 127)
+        steps = (x * scale.reciprocal().unsqueeze(-1)).clamp(-127, 127).round()
+        values[:, :, :tokens] = steps.to(torch.int8)
+        scales[:, :, :tokens] = scale * factor
+
+
+def sampled(tokens: int, device: torch.device | None = None) -> torch.Tensor:
+    """The tokens that the mean of the keys is taken of, (SAMPLED,), int64."""
+    return torch.arange(SAMPLED, device=device) * tokens // SAMPLED
+
+
+def quantize_values(v: torch.Tensor, into: Heads) -> None:
+    """Values in e4m3, transposed, by the largest magnitude of each channel.
+
+    Args:
+        v: (batch, tokens, heads, head_dim).
+    """
+    tokens = v.shape[1]
+    v = v.permute(0, 2, 3, 1).float()
+    largest = v.abs().amax(-1)
+    scale = torch.where(largest < SMALLEST_ROW, 1.0, largest / LARGEST_VALUE)
+    into.v.zero_()
+    into.v[..., :tokens] = (v / scale.unsqueeze(-1)).to(into.v.dtype)
+    into.v_scale.copy_(scale)
+
+
+def attention_8bit(
+    heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """softmax(q @ k.T + mask) @ v of heads in 8 bits; some queries at a time.
+
+    Args:
+        heads: With values in e4m3 where weights are to be multiplied in it.
+        v: (batch, tokens, heads, head_dim), any strides.
+        mask: (batch, 1, 1, tokens), added to the scores, or None.
+        out: (batch, tokens, heads, head_dim), is written.
+    """
+    tokens = v.shape[1]
+    k = (heads.k * heads.k_scale.unsqueeze(-1))[:, :, :tokens]
+    if heads.v is None:
+        values = v.transpose(1, 2).float()
+    else:
+        values = heads.v[..., :tokens].float().transpose(2, 3)
+    for start in range(0, tokens, TOKENS_AT_ONCE):
+        some = slice(start, min(start + TOKENS_AT_ONCE, tokens))
+        q = heads.q[:, :, some] * heads.q_scale[:, :, some].unsqueeze(-1)
+        scores = q @ k.transpose(2, 3)
+        if mask is not None:
+            scores = scores + mask.float() * math.log2(math.e)
+        weights = torch.exp2(scores - scores.amax(-1, keepdim=True))
+        sums = weights.sum(-1, keepdim=True)
+        if heads.v is None:
+            mixed = weights.to(v.dtype).float() @ values / sums
+        else:
+            weights = (weights * WEIGHT_SCALE).to(heads.v.dtype).float()
+            mixed = weights @ values / (sums * WEIGHT_SCALE) * heads.v_scale.unsqueeze(2)
+        out[:, some] = mixed.transpose(1, 2).to(out.dtype)

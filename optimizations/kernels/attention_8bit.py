@@ -1,0 +1,334 @@
+"""Triton: attention with queries and keys in int8, and weights and values in bf16 or e4m3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..attention_8bit import HEAD_DIMS, LARGEST_VALUE, TOKENS_AT_ONCE, WEIGHT_SCALE, Heads, padded
+from ..reference import SMALLEST_ROW
+from . import on_card_of
+from .launch import Launch, PreparedLaunch
+from .rows import magnitude, round_to_step
+from .scaled_gemm import capability
+
+
+class Tile(NamedTuple):
+    """Queries of a program, keys of a step, and how Triton compiles it."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# sm_90: the fastest of eight at 4,296 and 16,584 tokens, 24 heads x 128 (H200, triton 3.6): 0.448
+# and 5.68 ms in int8, 0.392 and 4.93 in int8_fp8, where FlashAttention-2 takes 0.727 and 9.43.
+# Elsewhere predicted: 99 KiB of shared memory a block, and half as many registers a thread.
+TILES = {"int8": Tile(128, 64, 8, 3), "int8_fp8": Tile(128, 64, 8, 3)}
+TILES_SM90 = {"int8": Tile(128, 64, 4, 3), "int8_fp8": Tile(64, 128, 4, 3)}
+# On every card: with a mask in registers too, the others spill.
+TILES_MASKED = {"int8": Tile(128, 64, 8, 3), "int8_fp8": Tile(128, 32, 8, 3)}
+
+
+@triton.jit(do_not_specialize=["mask_stride", "tokens", "length"])
+def _attention_kernel(
+    mask_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    out_ptr,
+    mask_stride,
+    v_item_stride,
+    v_token_stride,
+    v_head_stride,
+    out_item_stride,
+    out_token_stride,
+    tokens,
+    length,
+    heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    queries: tl.constexpr,
+    keys: tl.constexpr,
+    weight_scale: tl.constexpr,
+):
+    """One tile of queries of one head, over all keys; FlashAttention-2's loop (arXiv 2307.08691).
+
+    v is (batch, tokens, heads, head_dim) by its strides, or with v_scale (batch, heads, head_dim,
+    length).
+    """
+    tiles = tl.cdiv(tokens, queries)
+    program = tl.program_id(0)
+    pair = program // tiles
+    first = (program - pair * tiles) * queries
+    item = pair // heads
+    head = pair - item * heads
+    start = pair.to(tl.int64) * length
+    row = first + tl.arange(0, queries)
+    channel = tl.arange(0, head_dim)
+    q = tl.load(q_ptr + (start + row)[:, None] * head_dim + channel[None, :])
+    q_scale = tl.load(q_scale_ptr + start + row)
+    k_ptr += start * head_dim
+    k_scale_ptr += start
+    if v_scale_ptr is not None:
+        v_ptr += start * head_dim
+    else:
+        v_ptr += item.to(tl.int64) * v_item_stride + head.to(tl.int64) * v_head_stride
+    if mask_ptr is not None:
+        mask_ptr += item * mask_stride
+
+    best = tl.full((queries,), -1e30, tl.float32)
+    sums = tl.zeros((queries,), tl.float32)
+    total = tl.zeros((queries, head_dim), tl.float32)
+    # Steps of whole tiles, without a comparison for each key; then what is left.
+    whole = tokens // keys * keys
+    for key in range(0, whole, keys):
+        best, sums, total = _step(
+            q, q_scale, best, sums, total, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, mask_ptr,
+            v_token_stride, key, tokens, length, head_dim, keys, weight_scale, False,
+        )  # fmt: skip
+    if whole < tokens:
+        best, sums, total = _step(
+            q, q_scale, best, sums, total, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, mask_ptr,
+            v_token_stride, whole, tokens, length, head_dim, keys, weight_scale, True,
+        )  # fmt: skip
+    out = total / sums[:, None]
+    if v_scale_ptr is not None:
+        v_scale = tl.load(v_scale_ptr + pair * head_dim + channel)
+        out *= (v_scale / weight_scale)[None, :]
+    out_ptr += item.to(tl.int64) * out_item_stride + head * head_dim
+    out_ptrs = out_ptr + row.to(tl.int64)[:, None] * out_token_stride + channel[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(row < tokens)[:, None])
+
+
+@triton.jit
+def _step(
+    q,
+    q_scale,
+    best,
+    sums,
+    total,
+    k_ptr,
+    k_scale_ptr,
+    v_ptr,
+    v_scale_ptr,
+    mask_ptr,
+    v_token_stride,
+    first,
+    tokens,
+    length,
+    head_dim: tl.constexpr,
+    keys: tl.constexpr,
+    weight_scale: tl.constexpr,
+    last: tl.constexpr,
+):
+    """The softmax so far with `keys` more keys from `first` on, some of them past the end in the
+    last step.
+    """
+    key = first + tl.arange(0, keys)
+    channel = tl.arange(0, head_dim)
+    inside = key < tokens
+    # Rows of k go on to the next multiple of every step.
+    k = tl.load(k_ptr + key[None, :] * head_dim + channel[:, None])
+    k_scale = tl.load(k_scale_ptr + key)
+    scores = tl.dot(q, k, out_dtype=tl.int32).to(tl.float32) * k_scale[None, :]
+    if mask_ptr is not None:
+        # The mask in the unit of these scores, before q's scale.
+        added = tl.load(mask_ptr + key, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+        scores = scores * q_scale[:, None] + added[None, :]
+    if last:
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+    if mask_ptr is not None:
+        now = tl.maximum(best, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - now[:, None])
+    else:  # one multiplication and addition; a scale is never negative
+        now = tl.maximum(best, tl.max(scores, axis=1) * q_scale)
+        weights = tl.exp2(scores * q_scale[:, None] - now[:, None])
+    shrunk = tl.exp2(best - now)
+    sums = sums * shrunk + tl.sum(weights, axis=1)
+    total *= shrunk[:, None]
+    if v_scale_ptr is not None:
+        v = tl.load(v_ptr + channel[:, None] * length + key[None, :])
+        # Added up in fp32: tensor cores keep 14 bits of a sum of e4m3 products.
+        weights = (weights * weight_scale).to(v_ptr.dtype.element_ty)
+        total += tl.dot(weights, tl.trans(v))
+    else:
+        v_ptrs = v_ptr + key.to(tl.int64)[:, None] * v_token_stride + channel[None, :]
+        v = tl.load(v_ptrs, mask=inside[:, None], other=0.0) if last else tl.load(v_ptrs)
+        total = tl.dot(weights.to(v_ptr.dtype.element_ty), v, total, input_precision="ieee")
+    return now, sums, total
+
+
+# Values in e4m3: the largest magnitude of each channel, then what they are divided by.
+
+
+@triton.jit(do_not_specialize=["tokens", "chunks"])
+def _largest_kernel(
+    v_ptr,
+    largest_ptr,
+    v_item_stride,
+    v_token_stride,
+    v_head_stride,
+    tokens,
+    chunks,
+    heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    chunk: tl.constexpr,
+):
+    """The largest magnitude of each channel among `chunk` tokens of one head."""
+    program = tl.program_id(0)
+    pair = program // chunks
+    token = (program - pair * chunks) * chunk + tl.arange(0, chunk)
+    item = pair // heads
+    v_ptr += item.to(tl.int64) * v_item_stride
+    v_ptr += (pair - item * heads).to(tl.int64) * v_head_stride
+    channel = tl.arange(0, head_dim)
+    v_ptrs = v_ptr + token.to(tl.int64)[:, None] * v_token_stride + channel[None, :]
+    v = tl.load(v_ptrs, mask=(token < tokens)[:, None], other=0.0).to(tl.float32)
+    tl.store(largest_ptr + program * head_dim + channel, magnitude(v, 0))
+
+
+@triton.jit(do_not_specialize=["tokens", "length", "chunks"])
+def _values_kernel(
+    v_ptr,
+    largest_ptr,
+    q_ptr,
+    scale_ptr,
+    v_item_stride,
+    v_token_stride,
+    v_head_stride,
+    tokens,
+    length,
+    chunks,
+    heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    chunk: tl.constexpr,
+    largest_value: tl.constexpr,
+    smallest: tl.constexpr,
+):
+    """`chunk` tokens of one head in e4m3, transposed."""
+    program = tl.program_id(0)
+    pair = program // chunks
+    token = (program - pair * chunks) * chunk + tl.arange(0, chunk)
+    item = pair // heads
+    channel = tl.arange(0, head_dim)
+    largest = tl.zeros((head_dim,), tl.int32)
+    for other in range(0, chunks):
+        found = tl.load(largest_ptr + (pair * chunks + other) * head_dim + channel)
+        largest = tl.maximum(largest, found.to(tl.int32, bitcast=True))
+    largest = largest.to(tl.float32, bitcast=True)
+    scale = tl.where(largest < smallest, 1.0, tl.div_rn(largest, largest_value))
+    tl.store(scale_ptr + pair * head_dim + channel, scale)  # each program of the head the same
+    v_ptr += item.to(tl.int64) * v_item_stride
+    v_ptr += (pair - item * heads).to(tl.int64) * v_head_stride
+    v_ptrs = v_ptr + token.to(tl.int64)[:, None] * v_token_stride + channel[None, :]
+    v = tl.load(v_ptrs, mask=(token < tokens)[:, None], other=0.0).to(tl.float32)
+    v = round_to_step(v * tl.div_rn(1.0, scale)[None, :], largest_value, False)
+    q_ptrs = q_ptr + (pair.to(tl.int64) * head_dim + channel)[:, None] * length + token[None, :]
+    tl.store(q_ptrs, tl.trans(v.to(q_ptr.dtype.element_ty)))
+
+
+def quantize_values(v: torch.Tensor, into: Heads) -> None:
+    """As `attention_8bit.quantize_values`; v has a contiguous last dimension."""
+    with on_card_of(v):
+        for launch in _value_launches(v, into):
+            launch.once()
+
+
+def prepare_quantize_values(v: torch.Tensor, into: Heads) -> Callable[[], None]:
+    """`quantize_values` of this v."""
+    largest, values = (launch.prepared() for launch in _value_launches(v, into))
+
+    def run() -> None:
+        largest(v)
+        values(v)
+
+    return run
+
+
+def _value_launches(v: torch.Tensor, into: Heads) -> tuple[Launch, Launch]:
+    batch, tokens, heads, head_dim = v.shape
+    length = padded(tokens)
+    chunks = length // TOKENS_AT_ONCE
+    strides = v.stride(0), v.stride(1), v.stride(2)
+    constants = {"heads": heads, "head_dim": head_dim, "chunk": TOKENS_AT_ONCE}
+    fixed = (into.v_largest, *strides, tokens, chunks)
+    programs = batch * heads * chunks
+    largest = Launch(_largest_kernel, programs, (v,), fixed, constants, num_warps=4)
+    constants = {**constants, "largest_value": LARGEST_VALUE, "smallest": SMALLEST_ROW}
+    fixed = (into.v_largest, into.v, into.v_scale, *strides, tokens, length, chunks)
+    values = Launch(_values_kernel, programs, (v,), fixed, constants, num_warps=4)
+    return largest, values
+
+
+def attention_8bit(
+    heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """As `attention_8bit.attention_8bit`; v, mask and out have a contiguous last dimension."""
+    with on_card_of(v):
+        _launch(heads, v, mask, out).once()
+
+
+def prepare_attention_8bit(
+    heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor
+) -> PreparedLaunch:
+    """`attention_8bit` of these tensors; takes a mask like this one, or None without one."""
+    return _launch(heads, v, mask, out).prepared()
+
+
+def _launch(heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor) -> Launch:
+    batch, tokens, count, head_dim = v.shape
+    length = padded(tokens)
+    if head_dim not in HEAD_DIMS or heads.q.shape != (batch, count, length, head_dim):
+        raise ValueError(
+            f"attention_8bit takes heads of {HEAD_DIMS} elements, padded to {length} tokens, got "
+            f"{tuple(heads.q.shape)} for values {tuple(v.shape)}"
+        )
+    if out.shape != v.shape or out.stride()[2:] != (head_dim, 1) or v.stride(3) != 1:
+        raise ValueError(
+            f"attention_8bit takes values and a result of one shape, heads side by side in the "
+            f"result, got {tuple(v.shape)} {v.stride()} and {tuple(out.shape)} {out.stride()}"
+        )
+    if mask is not None and (mask.shape[1:] != (1, 1, tokens) or mask.stride(3) != 1):
+        raise ValueError(
+            f"attention_8bit takes a mask of {batch} x 1 x 1 x {tokens}, got {tuple(mask.shape)}"
+        )
+    form = "int8" if heads.v is None else "int8_fp8"
+    tile = choose_tile(form, capability(v.get_device()), mask is not None)
+    constants = {
+        "heads": count,
+        "head_dim": head_dim,
+        "queries": tile.queries,
+        "keys": tile.keys,
+        "weight_scale": WEIGHT_SCALE,
+    }
+    fixed = (
+        *(heads.q, heads.k, v if heads.v is None else heads.v),
+        *(heads.q_scale, heads.k_scale, heads.v_scale, out),
+        *(0 if mask is None or len(mask) == 1 else mask.stride(0), *v.stride()[:3]),
+        *(*out.stride()[:2], tokens, length),
+    )
+    programs = batch * count * -(-tokens // tile.queries)
+    return Launch(
+        _attention_kernel,
+        programs,
+        (mask,),
+        fixed,
+        constants,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def choose_tile(form: str, sm: tuple[int, int], masked: bool) -> Tile:
+    """The tile of "int8" or "int8_fp8" on a card of compute capability `sm`."""
+    if masked:
+        return TILES_MASKED[form]
+    return (TILES_SM90 if sm == (9, 0) else TILES)[form]
