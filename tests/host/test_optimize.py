@@ -23,6 +23,7 @@ from comfyui_boot import MODE, folder
 
 from qwen_l40s.errors import SettingError
 from qwen_l40s.hosts.comfyui import contract
+from qwen_l40s.hosts.comfyui.estimate import sizes as true_sizes
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
@@ -220,12 +221,15 @@ def test_weights_in_four_bits():
     decoded = load_model(path)[0]
     with mock.patch.object(load_plan, "_why_packed", return_value="they were asked to"):
         packed, report = load_model(path)
+        off_card = load_model(path, modulation="off card")[0]
     assert any("(w4a8), because they were asked to; each is" in note for note in report.notes)
     weight = packed.model.diffusion_model.get_submodule(narrow.LAYER).weight
     assert weight._qdata.shape == (128, 64)
+    assert true_sizes.model_sizes(packed).precision == "int8"
     # ComfyUI's own layers quantize activations on a CPU too.
-    clones = [compare(model, most=2e-2) for model in (decoded, packed)]
-    assert difference(*(forward(clone) for clone in clones)) < 1e-3
+    clones = [compare(model, most=2e-2) for model in (decoded, packed, off_card)]
+    assert difference(*(forward(clone) for clone in clones[:2])) < 1e-3
+    assert torch.equal(*(forward(clone) for clone in clones[1:]))
     assert "layers: int8 through" in report_of(clones[1])
     with mock.patch(
         "comfy.model_detection.detect_unet_config", lambda *_, **__: dict(narrow.CONFIG)

@@ -32,7 +32,7 @@ from ....spec import (
 )
 from ....step_cache import CacheSettings
 from ..decode.stages import vae_shape
-from ..load.linear import LOADED_FORMATS
+from ..load.linear import LOADED_FORMATS, PACKED_LAYOUT
 from ..load.text_encoder import PlacedClip
 from ..load.weights import FLOAT_NAMES
 from ..lora.bypass import BYPASS_KEY
@@ -42,6 +42,7 @@ from ..sample.run import STEP_CACHE_KEY
 
 TIMESTEP_ZERO = "index_timestep_zero"  # how Edit-2511 has its references modulated
 FOREIGN = "another extension's quantization"
+COMPUTED_IN = {**LOADED_FORMATS, PACKED_LAYOUT: "int8"}  # 4 bits are codes of int8
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ def stored_in(module: torch.nn.Module) -> str:
 def _form(weight: torch.Tensor) -> str:
     weight = getattr(weight, "data", weight)
     if isinstance(weight, QuantizedTensor):
-        return LOADED_FORMATS.get(weight._layout_cls, weight._layout_cls)
+        return COMPUTED_IN.get(weight._layout_cls, weight._layout_cls)
     # Blocks of whole numbers, as GGUF's: what they are is known to what loaded them.
     return _name(weight.dtype) if weight.is_floating_point() else FOREIGN
 
