@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import SettingError
-from ..spec import LARGEST, QUANTIZED
+from ..spec import LARGEST, QUANTIZED, RowFormat
 
 VALUE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 # What `.comfy_quant` calls them. Core ComfyUI has no fp8 with one scale a row: it refuses our name
@@ -40,6 +40,42 @@ _QUANTIZED = re.compile(
 _MODULATION = re.compile(r"transformer_blocks\.[0-9]+\.(img|txt)_mod\.1")
 
 
+# Groups of columns that int8 is rotated in: the first that divides the columns. ComfyUI's own files
+# have 256.
+ROTATIONS = (256, 64)
+
+
+def row_format(format: str, columns: int) -> RowFormat:
+    """How attention and MLP of the blocks are rounded: int8 after a rotation, as ConvRot.
+
+    Large channels, which would take most of the steps of a row, are spread over a group first. The
+    steps of e4m3 follow the size of each value, and need none.
+    """
+    sizes = (size for size in ROTATIONS if columns % size == 0)
+    return RowFormat(_known(format), next(sizes, 0) if format == "int8" else 0)
+
+
+def rotate(weight: torch.Tensor, size: int) -> torch.Tensor:
+    """Rotates a weight [N, K] of a floating dtype in groups of `size`, as ConvRot does.
+
+    Each group is multiplied by comfy-kitchen's Hadamard matrix, which spreads outliers before they
+    are rounded to int8: the Kronecker power of a symmetric 4 x 4 matrix with rows of equal sum,
+    divided by the square root of its size. It is its own inverse.
+
+    Sums are taken in one order on every device, so that files are the same.
+    """
+    low = 1
+    while low < size:
+        # Rows of the matrix: + + + -, + + - +, + - + +, - + + +.
+        a, b, c, d = weight.unflatten(1, (-1, 4, low)).unbind(2)
+        left, right, left_difference, right_difference = a + b, c + d, a - b, c - d
+        parts = (left + right_difference, left - right_difference)
+        parts += (left_difference + right, right - left_difference)
+        weight = torch.stack(parts, dim=2).flatten(1)
+        low *= 4
+    return weight / size**0.5
+
+
 def row_scales(weight: torch.Tensor, format: str) -> torch.Tensor:
     """Returns the scale of every row of a weight [N, K], float32 [N, 1]: 1 for a row of zeros, NaN
     or infinity for a row that holds one.
@@ -55,7 +91,7 @@ def row_scales(weight: torch.Tensor, format: str) -> torch.Tensor:
 
 
 def quantize_rows(
-    weight: torch.Tensor, format: str, *, seed: int | None = None
+    weight: torch.Tensor, format: str, *, rotation: int = 0, seed: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rounds a weight to one of `QUANTIZED`.
 
@@ -65,25 +101,28 @@ def quantize_rows(
 
     Args:
         weight: [N, K], any floating dtype, on any device.
+        rotation: so many columns are rotated together before, as in `RowFormat`.
         seed: rounds stochastically instead of to nearest (even), so that changes under a step
             survive on average; the numbers drawn depend on the device.
 
     Returns:
         values [N, K] of float8_e4m3fn or int8 and scales [N, 1] of float32, where values * scales
-        is the weight. A row that holds NaN or infinity has a scale that is not finite: its values
-        mean nothing.
+        is the weight, rotated. A row that holds NaN or infinity has a scale that is not finite: its
+        values mean nothing.
 
     Raises:
         SettingError: the format is not in `QUANTIZED`.
     """
-    scale = row_scales(weight, format)
-    limit = LARGEST[format]
+    limit = LARGEST[_known(format)]
+    scale = torch.empty((len(weight), 1), device=weight.device)
     values = torch.empty(weight.shape, dtype=VALUE_DTYPES[format], device=weight.device)
     generator = None
     if seed is not None:
         generator = torch.Generator(weight.device).manual_seed(seed)
     for rows in _pieces(weight):
-        scaled = weight[rows].float() / scale[rows]
+        piece = _rotated(weight[rows].float(), rotation)
+        scale[rows] = row_scales(piece, format)
+        scaled = piece / scale[rows]
         if generator is not None:
             _dither(scaled, format, generator)
         elif format == "int8":
@@ -104,21 +143,31 @@ def dequantize_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtyp
     return weight
 
 
-def relative_error(weight: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> float:
-    """Returns |values * scale - weight| / |weight|, in Frobenius norms; 0 for a weight of zeros."""
-    return _ratio(_squares(weight, values, scale))
+def relative_error(
+    weight: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, rotation: int = 0
+) -> float:
+    """Returns |values * scale - weight| / |weight|, in Frobenius norms, of a weight that is rotated
+    as the values are; 0 for a weight of zeros.
+    """
+    return _ratio(_squares(weight, values, scale, rotation))
 
 
-def _squares(weight: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _squares(
+    weight: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, rotation: int
+) -> torch.Tensor:
     """Sums of squares [2] in float64, of what rounding changed and of the weight."""
     # Sums in place: a list of small results between large temporaries would fragment the heap.
     sums = torch.zeros(2, dtype=torch.float64, device=weight.device)
     for rows in _pieces(weight):
-        exact = weight[rows].float()
+        exact = _rotated(weight[rows].float(), rotation)
         rounded = _as_float(values[rows]) * scale[rows]
         sums[0] += torch.linalg.vector_norm(rounded.sub_(exact)).double() ** 2
         sums[1] += torch.linalg.vector_norm(exact).double() ** 2
     return sums
+
+
+def _rotated(piece: torch.Tensor, rotation: int) -> torch.Tensor:
+    return rotate(piece, rotation) if rotation else piece
 
 
 def _ratio(squares: torch.Tensor) -> float:
@@ -235,7 +284,8 @@ SLAB_BYTES = 8 * 2**20
 
 
 class RoundedLayer(NamedTuple):
-    """values [N, K] * scale is the weight; both on the CPU, scale float32 [N, 1], or [] for one.
+    """values [N, K] * scale is the weight, rotated as `form` says; both on the CPU, scale float32
+    [N, 1], or [] for one.
 
     `error` is `relative_error`, None where it was not asked for.
     """
@@ -243,6 +293,7 @@ class RoundedLayer(NamedTuple):
     layer: str
     values: torch.Tensor
     scale: torch.Tensor
+    form: RowFormat
     error: float | None
 
 
@@ -309,25 +360,30 @@ class _Staging(threading.local):
 
     def round(self, layer: str, weight_of: Callable[[str], torch.Tensor]) -> RoundedLayer:
         weight = weight_of(layer)
-        shape = weight.shape
+        shape, form = weight.shape, RowFormat(self._format)
+        if self._per_row and _QUANTIZED.fullmatch(layer):
+            form = row_format(self._format, shape[1])
         if not self._per_row:
             weight = weight.reshape(1, -1)
         rows = SLAB_BYTES // max(1, weight.shape[1] * weight.itemsize)
         if self._device.type == "cuda" and weight.device.type == "cpu" and rows:
-            values, scale, squares = self._in_slabs(weight, rows)
+            values, scale, squares = self._in_slabs(weight, rows, form.rotation)
         else:
-            values, scale, squares = self._whole(weight.to(self._device))
+            there = weight.to(self._device)
+            values, scale, squares = self._whole(there, form.rotation)
         error = _ratio(squares) if self._measured else None
         scale = scale if self._per_row else scale.reshape(())
-        return RoundedLayer(layer, values.reshape(shape), scale, error)
+        return RoundedLayer(layer, values.reshape(shape), scale, form, error)
 
-    def _whole(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        values, scale = quantize_rows(weight, self._format)
-        squares = _squares(weight, values, scale) if self._measured else torch.zeros(2)
+    def _whole(
+        self, weight: torch.Tensor, rotation: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        values, scale = quantize_rows(weight, self._format, rotation=rotation)
+        squares = _squares(weight, values, scale, rotation) if self._measured else torch.zeros(2)
         return values.cpu(), scale.cpu(), squares
 
     def _in_slabs(
-        self, weight: torch.Tensor, rows: int
+        self, weight: torch.Tensor, rows: int, rotation: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self._stream is None:  # `__init__` also runs in the thread that hands out the work
             self._stream = torch.cuda.Stream(self._device)
@@ -340,11 +396,11 @@ class _Staging(threading.local):
             for slab, slab_values, slab_scale in slabs:
                 up = self._up[: slab.nbytes].view(slab.dtype).view(slab.shape).copy_(slab)
                 there = up.to(self._device, non_blocking=True)
-                rounded, found = quantize_rows(there, self._format)
+                rounded, found = quantize_rows(there, self._format, rotation=rotation)
                 down = self._down[: slab_values.nbytes].view(rounded.dtype).view(rounded.shape)
                 down.copy_(rounded, non_blocking=True)
                 if self._measured:
-                    squares += _squares(there, rounded, found).cpu()
+                    squares += _squares(there, rounded, found, rotation).cpu()
                 slab_scale.copy_(found)  # waits for the stream
                 self._stream.synchronize()
                 slab_values.copy_(down)

@@ -21,7 +21,14 @@ from ..spec import METADATA_KEY, QUANTIZED
 from .convert import check_complete, check_finite, not_finite
 from .header import Header, TensorInfo
 from .quantization import ATTENTION_CONFIG, AUXILIARY
-from .quantize import COMFY_QUANT, VALUE_DTYPES, RoundedLayer, layers_to_quantize, quantize_layers
+from .quantize import (
+    COMFY_QUANT,
+    VALUE_DTYPES,
+    RoundedLayer,
+    layers_to_quantize,
+    quantize_layers,
+    row_format,
+)
 from .source import Source, open_source
 from .stored import StoredLayer
 from .writer import SAFETENSORS_DTYPES, SafetensorsLayout, Specs, write_safetensors
@@ -69,7 +76,8 @@ def specs_of_layer(
     """{name: (dtype, shape)} of a quantized layer, as rounding gives it or as `stored`."""
     if stored is None:
         values = torch.empty(shape, dtype=VALUE_DTYPES[precision], device="meta")
-        stored = StoredLayer(values, torch.empty((shape[0], 1), device="meta"), precision)
+        scale = torch.empty((shape[0], 1), device="meta")
+        stored = StoredLayer.rounded(values, scale, row_format(precision, shape[1]))
     tensors = stored.tensors(layer)
     return {name: (DTYPE_NAMES[value.dtype], tuple(value.shape)) for name, value in tensors.items()}
 
@@ -309,8 +317,8 @@ def _quantize_file(
             return file.get_tensor(f"{prefix}{layer}.weight")
 
         def take_rounded(rounded: RoundedLayer) -> None:
-            layer, values, scale, errors[rounded.layer] = rounded
-            take(bytes_of[layer], StoredLayer(values, scale, plan.precision).tensors(layer))
+            layer, values, scale, form, errors[rounded.layer] = rounded
+            take(bytes_of[layer], StoredLayer.rounded(values, scale, form).tensors(layer))
 
         def refuse(name: str) -> CheckpointError:
             return not_finite(header.path, prefix + name)

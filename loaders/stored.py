@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import CheckpointError
-from ..spec import is_rotation
+from ..spec import RowFormat, is_rotation
 from .convert import is_finite
 from .quantization import (
     AUXILIARY,
@@ -29,25 +29,9 @@ from .quantization import (
     STORAGE_ONLY,
     Quantization,
 )
-from .quantize import comfy_quant_tensor, dequantize_rows, is_modulation, layers_to_quantize
+from .quantize import comfy_quant_tensor, dequantize_rows, is_modulation, layers_to_quantize, rotate
 
 DEFAULT_GROUP = 256
-_FOUR = ((1, 1, 1, -1), (1, 1, -1, 1), (1, -1, 1, 1), (-1, 1, 1, 1))
-
-
-def rotate(weight: torch.Tensor, size: int) -> torch.Tensor:
-    """Rotates a weight [N, K] of a floating dtype in groups of `size`, as ConvRot does.
-
-    Each group is multiplied by comfy-kitchen's Hadamard matrix, which spreads outliers before they
-    are rounded to int8: the Kronecker power of a symmetric 4 x 4 matrix with rows of equal sum,
-    divided by the square root of its size. It is its own inverse.
-    """
-    four = torch.tensor(_FOUR, dtype=weight.dtype, device=weight.device)
-    matrix = four
-    while len(matrix) < size:
-        matrix = torch.kron(matrix, four)
-    grouped = weight.reshape(-1, weight.shape[1] // size, size)
-    return (grouped @ (matrix / size**0.5)).reshape(weight.shape)
 
 
 SCALES = (".weight_scale", ".scale_weight", ".weight_s_channel")
@@ -97,6 +81,12 @@ class StoredLayer:
             return dequantize_rows(self.weight, scale, dtype)
         rotated = dequantize_rows(self.weight, scale, torch.float32)
         return rotate(rotated, self.convrot_groupsize).to(dtype)
+
+    @classmethod
+    def rounded(cls, values: torch.Tensor, scale: torch.Tensor, form: RowFormat) -> StoredLayer:
+        """What rounding a weight gives."""
+        name = "int8 ConvRot" if form.rotation else form.storage
+        return cls(values, scale, name, form.rotation or None)
 
     def tensors(self, layer: str) -> dict[str, torch.Tensor]:
         """Returns the layer as a file holds it: weight, weight_scale and comfy_quant by name."""

@@ -28,7 +28,7 @@ from ..hosts.diffusers.quantized import (
     tensor_core_product,
 )
 from ..loaders.convert import is_finite
-from ..loaders.quantize import quantize_rows, relative_error
+from ..loaders.quantize import quantize_rows, relative_error, row_format
 from ..loaders.source import Source
 from ..machine.device import available_bytes
 from .fidelity import ErrorSum
@@ -88,8 +88,9 @@ def measured_layers(
         product = tensor_core_product(precision, layer.weight.device)
 
         def compare(layer, inputs, output, total=total, product=product):
-            values, scale = quantize_rows(layer.weight, precision)
-            total.add(product.linear(inputs[0], values, scale, layer.bias), output)
+            rotation = row_format(precision, layer.in_features).rotation
+            values, scale = quantize_rows(layer.weight, precision, rotation=rotation)
+            total.add(product.linear(inputs[0], values, scale, layer.bias, rotation), output)
 
         handles.append(layer.register_forward_hook(compare))
     try:
@@ -183,7 +184,9 @@ def sampled_errors(
     found = []
     for name, total in sums.items():
         weight = transformer.get_submodule(name).weight.detach()
-        rounding = relative_error(weight, *quantize_rows(weight, precision))
+        rotation = row_format(precision, weight.shape[1]).rotation
+        rounded = quantize_rows(weight, precision, rotation=rotation)
+        rounding = relative_error(weight, *rounded, rotation)
         effect = None if alone is None else alone[name]
         size = bytes_to_keep(*weight.shape)
         found.append(LayerError(name, total.error, rounding, size, effect))
@@ -231,10 +234,11 @@ def file_errors(
                     )
                 x = torch.randn(GAUSSIAN_ROWS, weight.shape[1], generator=generator)
                 x = x.to(where, torch.bfloat16)
-                values, scale = quantize_rows(weight, precision)
+                rotation = row_format(precision, weight.shape[1]).rotation
+                values, scale = quantize_rows(weight, precision, rotation=rotation)
                 total = ErrorSum()
-                total.add(product.linear(x, values, scale), F.linear(x, weight))
-                rounding = relative_error(weight, values, scale)
+                total.add(product.linear(x, values, scale, rotation=rotation), F.linear(x, weight))
+                rounding = relative_error(weight, values, scale, rotation)
                 size = bytes_to_keep(*weight.shape)
                 found[layer] = LayerError(layer, total.error, rounding, size)
                 if progress is not None:

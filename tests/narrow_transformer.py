@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from qwen_l40s.loaders.convert import expected_tensors
-from qwen_l40s.loaders.quantize import layers_to_quantize
+from qwen_l40s.loaders.quantize import layers_to_quantize, quantize_rows, row_format
+from qwen_l40s.loaders.stored import StoredLayer
 from qwen_l40s.spec import TransformerShape
 
 SHAPE = TransformerShape(
@@ -82,6 +83,12 @@ def quantized(
             text = json.dumps(marker).encode()
             found[f"{layer}.comfy_quant"] = torch.tensor(list(text), dtype=torch.uint8)
     return found
+
+
+def rounded(weight: torch.Tensor, precision: str) -> StoredLayer:
+    """A layer of the blocks as this package rounds it."""
+    form = row_format(precision, weight.shape[1])
+    return StoredLayer.rounded(*quantize_rows(weight, precision, rotation=form.rotation), form)
 
 
 def fp8_of_one_scale(weight: torch.Tensor) -> Tensors:

@@ -7,7 +7,7 @@ nothing is rounded twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import comfy.lora
@@ -32,8 +32,8 @@ from ...loaders.quantized_file import (
 from ...loaders.stored import StoredLayer
 from ...loaders.writer import SAFETENSORS_DTYPES, SafetensorsLayout, write_safetensors
 from ...optimizations.blocks.block_form import blocks_of
-from ...spec import format_gib
-from .load.linear import LOADED_FORMATS
+from ...spec import RowFormat, format_gib
+from .load.linear import LOADED_FORMATS, rotation_of
 from .load.plan import STAGING_BYTES
 from .lora.bypass import BYPASS_KEY
 from .sample.attention import file_choice
@@ -194,8 +194,8 @@ def _stream(
         return weight.float() if weight.itemsize == 1 else weight
 
     def take_rounded(rounded: RoundedLayer) -> None:
-        layer, values, scale, _ = rounded
-        take(StoredLayer(values, scale, precision).tensors(layer))
+        layer, values, scale, form, _ = rounded
+        take(StoredLayer.rounded(values, scale, form).tensors(layer))
 
     to_round = sorted(layer for layer in chosen if layer not in taken_over)
     quantize_layers(to_round, weight_of, precision, device, take_rounded, _not_finite)
@@ -283,11 +283,10 @@ def _as_loaded(
         return StoredLayer(weight, torch.ones((len(weight), 1)), precision) if unscaled else None
     if LOADED_FORMATS.get(weight._layout_cls) != precision:
         return None
-    group = _rotated_in(weight)
-    form = "int8 ConvRot" if group else precision
+    form = RowFormat(precision, rotation_of(weight._params))
     module = model.model.diffusion_model.get_submodule(layer)
     scale, slow = _row_scales(weight), module._full_precision_mm_config
-    return StoredLayer(weight._qdata, scale, form, group, slow)
+    return replace(StoredLayer.rounded(weight._qdata, scale, form), full_precision=slow)
 
 
 def _with_patches(
@@ -310,17 +309,11 @@ def _dequantized(weight: QuantizedTensor) -> torch.Tensor:
     """In float32: the host rounds to the dtype that the weight stands for, and rotates in it."""
     if weight._layout_cls not in LOADED_FORMATS:
         return weight.dequantize()
-    form = LOADED_FORMATS[weight._layout_cls]
-    loaded = StoredLayer(weight._qdata, _row_scales(weight), form, _rotated_in(weight))
+    form = RowFormat(LOADED_FORMATS[weight._layout_cls], rotation_of(weight._params))
+    loaded = StoredLayer.rounded(weight._qdata, _row_scales(weight), form)
     return loaded.dequantized(torch.float32)
 
 
 def _row_scales(weight: QuantizedTensor) -> torch.Tensor:
     """[N, 1] float32, also of a weight with one scale."""
     return weight._params.scale.float().reshape(-1, 1).expand(len(weight), 1).contiguous()
-
-
-def _rotated_in(weight: QuantizedTensor) -> int | None:
-    """The group size of ConvRot; None for what is not rotated."""
-    params = weight._params
-    return params.convrot_groupsize if getattr(params, "convrot", False) else None

@@ -97,7 +97,7 @@ def kind_of(layer: torch.nn.Module) -> str | RowFormat | None:
     if is_plain(layer):
         return DENSE
     if type(layer) is QuantizedLinear and isinstance(layer.product, Gemm):
-        return RowFormat(layer.product.format)
+        return layer.form
     return None
 
 

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from ...errors import SettingError, UnavailableError
-from ...loaders.quantize import layers_to_quantize, quantize_rows
+from ...loaders.quantize import layers_to_quantize, quantize_rows, row_format
 from ...optimizations import reference
 from ...optimizations.linear import choose_gemm
 from ...spec import QUANTIZED, RowFormat
@@ -34,6 +34,7 @@ class Product(Protocol):
         weight: torch.Tensor,
         scale: torch.Tensor,
         bias: torch.Tensor | None = None,
+        rotation: int = 0,
     ) -> torch.Tensor:
         """As `Gemm.linear`: (..., K) and (N, K) to (..., N)."""
 
@@ -53,10 +54,12 @@ class PlainProduct:
         weight: torch.Tensor,
         scale: torch.Tensor,
         bias: torch.Tensor | None = None,
+        rotation: int = 0,
     ) -> torch.Tensor:
         """As `Gemm.linear`, x rounded too."""
         n, k = weight.shape
-        rows, row_scale = reference.row_quantize(x.reshape(-1, k), RowFormat(self.format))
+        form = RowFormat(self.format, rotation)
+        rows, row_scale = reference.row_quantize(x.reshape(-1, k), form)
         out = reference.scaled_gemm(rows, weight, row_scale, scale, bias, x.dtype)
         return out.view(*x.shape[:-1], n)
 
@@ -85,6 +88,7 @@ class QuantizedLinear(torch.nn.Module):
     Attributes:
         weight: (N, K), float8_e4m3fn or int8.
         weight_scale: (N, 1), fp32.
+        form: how the rows are quantized that it multiplies.
         bias: (N,) in the dtype of the layer that it was, or None.
     """
 
@@ -96,7 +100,9 @@ class QuantizedLinear(torch.nn.Module):
         """
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        values, scale = quantize_rows(layer.weight.detach(), product.format)
+        self.form = row_format(product.format, layer.in_features)
+        weight, rotation = layer.weight.detach(), self.form.rotation
+        values, scale = quantize_rows(weight, product.format, rotation=rotation)
         self.register_buffer("weight", values)
         self.register_buffer("weight_scale", scale)
         self.bias = layer.bias
@@ -104,7 +110,7 @@ class QuantizedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., K) to (..., N) in x's dtype."""
-        return self.product.linear(x, self.weight, self.weight_scale, self.bias)
+        return self.product.linear(x, self.weight, self.weight_scale, self.bias, self.form.rotation)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> QuantizedLinear:
         # `.to(dtype)` of a whole model means its other tensors: cast, the values would be numbers

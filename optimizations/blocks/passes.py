@@ -133,13 +133,14 @@ class PreparedModel:
         pairs = zip(host.blocks, self.unsupported, strict=True)
         read = [layer for block, reason in pairs if not reason for layer in token_layers(block)]
         self._kinds = Counter(map(host.layers.kind, read))
-        formats = sorted(kind for kind in self._kinds if isinstance(kind, RowFormat))
-        self._gemms = [str(host.layers.gemm(it.storage, host.device)) for it in formats]
+        self._formats = sorted(kind for kind in self._kinds if isinstance(kind, RowFormat))
+        storages = dict.fromkeys(format.storage for format in self._formats)
+        self._gemms = [str(host.layers.gemm(storage, host.device)) for storage in storages]
         self.check = FirstBlockCheck(lossy_attention or any(map(host.layers.rounds, read)))
         self.modulation = host.modulation
         self.passes = self.fused = 0
         self.fallbacks: Counter[Fallback] = Counter()
-        self.quantized = bool(formats)
+        self.quantized = bool(self._formats)
         self.graphs = GraphFigures()
         self.exchanged = False
         self.dropped = 0
@@ -169,9 +170,13 @@ class PreparedModel:
         if not self.fused:
             return lines
         lines += [f"layers: {gemm}" for gemm in self._gemms]
+        layers = self._kinds.total()
+        for format in self._formats:
+            if format.rotation:
+                count = f"{self._kinds[format]} of {layers}"
+                lines.append(f"layers: {count} rotated, {format.rotation} columns at a time")
         if self._kinds[None]:
-            own = f"{self._kinds[None]} of {self._kinds.total()} run {host} own way"
-            lines.append(f"layers: {own}")
+            lines.append(f"layers: {self._kinds[None]} of {layers} run {host} own way")
         return lines + self.graphs.lines() + self.modulation.lines()
 
 

@@ -47,9 +47,8 @@ def quantized(weights: Tensors, layers: frozenset[str], change) -> Tensors:
 
 def by_row(precision: str):
     def change(_layer: str, weight: torch.Tensor) -> Tensors:
-        values, scale = quantize_rows(weight, precision)
-        marker = comfy_quant_tensor(precision)
-        return {"weight": values, "weight_scale": scale, "comfy_quant": marker}
+        entries = narrow.rounded(weight, precision).tensors("")
+        return {name[1:]: tensor for name, tensor in entries.items()}
 
     return change
 

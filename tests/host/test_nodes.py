@@ -24,7 +24,6 @@ from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui import contract as compatibility
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
 from qwen_l40s.hosts.comfyui.load import text_encoder, vae, weights
-from qwen_l40s.loaders.quantize import quantize_rows
 from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
 from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM
 from qwen_l40s.nodes.loaders import (
@@ -291,8 +290,9 @@ def test_a_file_in_e5m2_becomes_bf16():
             assert held.dtype == torch.bfloat16
             assert torch.equal(held, rounded[f"{layer}.weight"].bfloat16()), layer
     held = weight(load(name, "int8")[0], f"{narrow.LAYER}.weight")
-    values, scale = quantize_rows(rounded[f"{narrow.LAYER}.weight"].bfloat16(), "int8")
-    assert torch.equal(held._qdata, values) and torch.equal(held._params.scale, scale)
+    stored = narrow.rounded(rounded[f"{narrow.LAYER}.weight"].bfloat16(), "int8")
+    assert torch.equal(held._qdata, stored.weight)
+    assert torch.equal(held._params.scale, stored.scale)
 
 
 def test_kept_layers_are_what_the_file_holds():

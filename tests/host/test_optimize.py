@@ -4,6 +4,7 @@ import contextlib
 import gc
 import itertools
 import logging
+import re
 from unittest import mock
 
 import comfy.hooks
@@ -21,7 +22,7 @@ from comfy.ldm.qwen_image.model import Attention, QwenImageTransformerBlock
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfyui_boot import MODE, folder
 
-from qwen_l40s.errors import SettingError
+from qwen_l40s.errors import CheckpointError, SettingError
 from qwen_l40s.hosts.comfyui import contract
 from qwen_l40s.hosts.comfyui.estimate import sizes as true_sizes
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
@@ -31,6 +32,7 @@ from qwen_l40s.hosts.comfyui.sample.attention import SLOT, SlotAttention
 from qwen_l40s.hosts.comfyui.sample.modulation import ModelModulation
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of, restore
 from qwen_l40s.hosts.comfyui.sample.run import OPTIMIZATION_KEY
+from qwen_l40s.loaders.quantize import quantize_rows
 from qwen_l40s.nodes.optimize import QwenL40SOptimize
 from qwen_l40s.optimizations import fused
 from qwen_l40s.optimizations.attention import Attention as ChosenBackend
@@ -183,6 +185,43 @@ def test_quantized_weights():
     for form in ("int8", "fp8"):
         clone = compare(stock(form), most=SAME if MODE == "cpu" else 2e-2)
         assert f"layers: {form} through" in report_of(clone)
+        assert (rotated_layers(clone) == {"64": "20 of 24", "256": "4 of 24"}) == (form == "int8")
+
+
+def rotated_layers(model) -> dict[str, str]:
+    """{columns at a time: how many layers}, by the report."""
+    found = re.findall(r"layers: (.*) rotated, (\d+) columns", report_of(model))
+    return {size: count for count, size in found}
+
+
+def int8_rotated_by(size):
+    """A change for `narrow.quantized`, and its marker; 0 for plain int8."""
+    settings = {"convrot": True, "convrot_groupsize": size} if size else {}
+
+    def change(weight):
+        parts = quantize_rows(weight, "int8", rotation=size)
+        return dict(zip(("weight", "weight_scale"), parts, strict=True))
+
+    return change, {"format": "int8_tensorwise", **settings}
+
+
+def test_int8_of_other_programs_in_any_groups_and_plain():
+    """Through ComfyUI's own loader, and through ours."""
+    for size in (64, 16, 4, 0):
+        tensors = narrow.quantized(WEIGHTS, *int8_rotated_by(size))
+        known = {str(size): "24 of 24"} if size else {}
+        with mock.patch(
+            "comfy.model_detection.detect_unet_config", lambda *_, **__: dict(narrow.CONFIG)
+        ):
+            core = comfy.sd.load_diffusion_model_state_dict(dict(tensors))
+        ours = load_model(narrow.write(FOLDER / "groups.safetensors", tensors))[0]
+        for model in (core, ours):  # core's layers quantize rows on a CPU too
+            clone = compare(model, most=0.02)
+            assert rotated_layers(clone) == known, report_of(clone)
+    marker = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 128}
+    tensors = narrow.quantized(WEIGHTS, int8_rotated_by(0)[0], marker)
+    with pytest.raises(CheckpointError, match="rotated in groups of 128"):
+        load_model(narrow.write(FOLDER / "groups.safetensors", tensors))
 
 
 def test_files_of_other_loaders():

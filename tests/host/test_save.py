@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.save import save_quantized
-from qwen_l40s.loaders.quantize import comfy_quant_tensor, dequantize_rows, quantize_rows
+from qwen_l40s.loaders.quantize import dequantize_rows, quantize_rows
 from qwen_l40s.loaders.source import open_source
 from qwen_l40s.loaders.stored import rotate
 from qwen_l40s.nodes.lora import QwenL40SLoadLora
@@ -106,11 +106,10 @@ def dequantized(tensors, layer):
 def is_rounded_once(tensors, precision, exact):
     """Whether every layer is what rounding the exact weight once gives."""
     for layer in LAYERS:
-        values, scale = quantize_rows(exact[f"{layer}.weight"], precision)
-        assert torch.equal(tensors[f"{layer}.weight"].float(), values.float()), layer
-        assert tensors[f"{layer}.weight"].dtype == values.dtype
-        assert torch.equal(tensors[f"{layer}.weight_scale"], scale), layer
-        assert torch.equal(tensors[f"{layer}.comfy_quant"], comfy_quant_tensor(precision))
+        stored = narrow.rounded(exact[f"{layer}.weight"], precision)
+        for name, tensor in stored.tensors(layer).items():
+            assert tensors[name].dtype == tensor.dtype
+            assert torch.equal(tensors[name].float(), tensor.float()), name
     return True
 
 
@@ -191,7 +190,7 @@ def test_a_lora_on_quantized_weights_starts_from_their_exact_values():
         merged = {}
         for name, weight in WEIGHTS.items():
             if name.removesuffix(".weight") in LAYERS:
-                weight = dequantize_rows(*quantize_rows(weight, held), torch.float32)
+                weight = narrow.rounded(weight, held).dequantized(torch.float32)
             merged[name] = weight.float() + changes[name] if name in changes else weight
         for precision in QUANTIZED:
             tensors, report = save(with_lora(model(held)), precision)
@@ -220,8 +219,8 @@ def test_the_other_format_is_rounded_from_exact_values():
     for held, precision in (("int8", "fp8"), ("fp8", "int8")):
         exact = dict(WEIGHTS)
         for layer in LAYERS:
-            values = quantize_rows(WEIGHTS[f"{layer}.weight"], held)
-            exact[f"{layer}.weight"] = dequantize_rows(*values, torch.float32)
+            stored = narrow.rounded(WEIGHTS[f"{layer}.weight"], held)
+            exact[f"{layer}.weight"] = stored.dequantized(torch.float32)
         tensors, report = save(model(held), precision)
         assert is_rounded_once(tensors, precision, exact) and others_are(tensors, WEIGHTS)
         assert "24 layers were already quantized" in report
@@ -235,7 +234,7 @@ def test_kept_layers_are_bf16_whatever_the_model_holds():
         for layer in kept:
             weight = WEIGHTS[f"{layer}.weight"]
             if held != "bf16":
-                weight = dequantize_rows(*quantize_rows(weight, held), torch.bfloat16)
+                weight = narrow.rounded(weight, held).dequantized()
             assert torch.equal(tensors[f"{layer}.weight"], weight)
             assert f"{layer}.comfy_quant" not in tensors
             assert f"{layer}.weight_scale" not in tensors

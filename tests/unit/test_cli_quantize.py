@@ -19,13 +19,14 @@ from qwen_l40s.errors import SettingError
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
 from qwen_l40s.loaders.header import DTYPE_BITS, read_header
 from qwen_l40s.loaders.quantize import (
-    comfy_quant_tensor,
     layers_to_quantize,
     quantize_rows,
     relative_error,
+    row_format,
 )
 from qwen_l40s.loaders.quantized_file import plan_quantized, write_quantized
 from qwen_l40s.loaders.source import open_source
+from qwen_l40s.loaders.stored import StoredLayer
 from qwen_l40s.spec import QUANTIZED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -77,11 +78,16 @@ def test_every_tensor_of_the_file(files, weights, format):
     for name, tensor in weights.items():
         layer = name.removesuffix(".weight")
         if name.endswith(".weight") and layer in quantized:
-            values, scale = quantize_rows(tensor, format)
+            form = row_format(format, tensor.shape[1])
+            size = 64 if tensor.shape[1] == 128 else 256
+            assert form.rotation == (0 if format == "fp8" else size)
+            values, scale = quantize_rows(tensor, format, rotation=form.rotation)
+            stored = StoredLayer.rounded(values, scale, form).tensors(layer)
             assert torch.equal(written[name].float(), values.float())
             assert written[name].dtype == values.dtype
             assert torch.equal(written[f"{layer}.weight_scale"], scale)
-            assert torch.equal(written[f"{layer}.comfy_quant"], comfy_quant_tensor(format))
+            marker = f"{layer}.comfy_quant"
+            assert torch.equal(written[marker], stored[marker])
         else:
             assert written[name].dtype == torch.bfloat16
             assert torch.equal(written[name], tensor.bfloat16())
@@ -105,7 +111,7 @@ def test_the_file_is_what_readers_want(files, format):
     # No tensor tells it, and the file has no config.json beside it.
     assert open_source(files[format], "transformer").config["axes_dims_rope"]
     (part,) = inspect_checkpoint(files[format]).parts
-    form = {"fp8": "fp8 e4m3, scaled per row", "int8": "int8"}[format]
+    form = {"fp8": "fp8 e4m3, scaled per row", "int8": "int8 ConvRot"}[format]
     assert part.quantization.formats == {form: 72}
     assert part.quantization.granularity == {"per row": 72}
     assert part.cannot_run == part.errors == ()
@@ -233,7 +239,7 @@ def refused(capsys, folder, *arguments):
 def test_a_quantized_source(tmp_path, capsys, files, weights):
     out = tmp_path / "out.safetensors"
     sentence = refused(capsys, tmp_path, files["int8"], out, "fp8")
-    assert "is quantized already (int8 in 72 layers)" in sentence
+    assert "is quantized already (int8 ConvRot in 72 layers)" in sentence
     assert "start from the bf16 file" in sentence
     sentence = refused(capsys, tmp_path, files["fp8"], out, "fp8")
     assert "(fp8 e4m3, scaled per row in 72 layers)" in sentence
@@ -315,7 +321,7 @@ def test_destinations(tmp_path, capsys):
     sentence = refused(capsys, tmp_path, source, source, "int8", "--overwrite")
     assert "is the file to read" in sentence
     assert command(source, there, "int8", "--overwrite") == 0
-    assert inspect_checkpoint(there).parts[0].quantization.formats == {"int8": 72}
+    assert inspect_checkpoint(there).parts[0].quantization.formats == {"int8 ConvRot": 72}
 
 
 def test_settings(tmp_path, capsys):

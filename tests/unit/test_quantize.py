@@ -19,9 +19,9 @@ from qwen_l40s.loaders.quantize import (
     layers_to_quantize,
     quantize_rows,
     relative_error,
+    rotate,
     row_scales,
 )
-from qwen_l40s.loaders.stored import rotate
 from qwen_l40s.spec import QUANTIZED, is_rotation
 
 pytestmark = pytest.mark.usefixtures("one_thread")

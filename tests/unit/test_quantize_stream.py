@@ -8,8 +8,8 @@ import torch
 
 from qwen_l40s.errors import CheckpointError, SettingError
 from qwen_l40s.loaders import quantize
-from qwen_l40s.loaders.quantize import quantize_layers, quantize_rows, relative_error
-from qwen_l40s.spec import QUANTIZED
+from qwen_l40s.loaders.quantize import quantize_layers, quantize_rows, relative_error, row_format
+from qwen_l40s.spec import QUANTIZED, RowFormat
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,6 +27,8 @@ def layers() -> dict[str, torch.Tensor]:
         for dtype in DTYPES
     }
     found["zeros"] = torch.zeros(3, 5)
+    found["transformer_blocks.0.attn.to_q"] = torch.randn(12, 512, generator=generator)
+    found["transformer_blocks.0.img_mlp.net.2"] = torch.randn(12, 192, generator=generator)
     # Not contiguous, as a view of a packed projection is.
     found["columns of another"] = torch.randn(20, 30, generator=generator)[:, 3:17]
     return found
@@ -62,18 +64,20 @@ def test_every_layer_is_what_quantize_rows_makes_of_it(format):
     assert found.keys() == weights.keys()
     for layer, weight in weights.items():
         assert torch.equal(weight, layers()[layer])
-        expected = quantize_rows(weight, format)
-        _, values, scale, error = found[layer]
+        _, values, scale, form, error = found[layer]
+        in_a_block = layer.startswith("transformer_blocks.")
+        assert form == (row_format(format, weight.shape[1]) if in_a_block else RowFormat(format))
+        expected = quantize_rows(weight, format, rotation=form.rotation)
         assert (values.dtype, scale.dtype) == (expected[0].dtype, torch.float32)
         assert scale.shape == (len(weight), 1)
         assert same((values, scale), expected), layer
-        assert error == relative_error(weight, *expected)
+        assert error == relative_error(weight, *expected, form.rotation)
     assert workers() == []
 
 
 def test_one_scale_for_the_whole_weight():
     weights = {"a": torch.randn(5, 7, generator=torch.Generator().manual_seed(0))}
-    _, values, scale, error = stream(weights, "fp8", per_row=False)["a"]
+    _, values, scale, _, error = stream(weights, "fp8", per_row=False)["a"]
     assert values.shape == (5, 7) and scale.shape == () and error is None
     expected, one = quantize_rows(weights["a"].reshape(1, -1), "fp8")
     assert same((values, scale), (expected.reshape(5, 7), one.reshape(())))

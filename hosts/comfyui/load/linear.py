@@ -156,7 +156,7 @@ def quantized_operations(compute_dtype: torch.dtype) -> type:
             ) -> torch.Tensor:
                 around = AroundLinear(input_act, act_weight, residual, residual_scale)
                 format = FORMAT_OF_LAYOUT.get(getattr(self, "layout_type", None))
-                if others or format is None or _is_rotated(self.weight):
+                if others or format is None:
                     # An argument that is unknown here, as well: ComfyUI's own code knows it.
                     return super().forward(input, **around.given(), **others)
                 comfy.ops.run_every_op()
@@ -179,9 +179,10 @@ def quantized_operations(compute_dtype: torch.dtype) -> type:
                 if self._computes_in_full_precision(input):
                     return F.linear(input, weight.dequantize(), bias)
                 values, scale = weight._qdata, weight._params.scale
+                rotation = rotation_of(weight._params)
                 if torch.compiler.is_compiling():
-                    return quantized_linear(input, values, scale, bias, format)
-                return _gemm(format, input.device).linear(input, values, scale, bias)
+                    return quantized_linear(input, values, scale, bias, format, rotation)
+                return _gemm(format, input.device).linear(input, values, scale, bias, rotation)
 
             def _computes_in_full_precision(self, input: torch.Tensor) -> bool:
                 return (
@@ -201,9 +202,9 @@ def _format(marker: torch.Tensor | None) -> str | None:
     return None if marker is None else json.loads(marker.numpy().tobytes()).get("format")
 
 
-def _is_rotated(weight: torch.Tensor) -> bool:
-    """ConvRot rotates activations too: ComfyUI's own operation does it in one kernel."""
-    return isinstance(weight, QuantizedTensor) and getattr(weight._params, "convrot", False)
+def rotation_of(params: Any) -> int:
+    """The group size of ConvRot in a quantized weight's params; 0 for what is not rotated."""
+    return params.convrot_groupsize if getattr(params, "convrot", False) else 0
 
 
 def _load_fp8_rows(

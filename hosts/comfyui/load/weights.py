@@ -112,8 +112,8 @@ def quantize_shown(
 
     def take(rounded: RoundedLayer) -> None:
         nonlocal tensors
-        layer, values, scale, _ = rounded
-        tensors |= StoredLayer(values, scale, precision).tensors(layer)
+        layer, values, scale, form, _ = rounded
+        tensors |= StoredLayer.rounded(values, scale, form).tensors(layer)
         progress.update(1)  # raises when the user cancels the prompt
 
     refuse = functools.partial(not_finite, source.path)

@@ -20,7 +20,7 @@ from ....optimizations.blocks.block import DENSE, LayerTensors
 from ....optimizations.fallback import Fallback
 from ....optimizations.linear import Gemm, choose_gemm
 from ....optimizations.reference import LowRank
-from ....spec import RowFormat
+from ....spec import RowFormat, is_rotation
 from ..load import linear as operations
 from ..lora.bypass import Beside, is_foreign
 from .held import HeldWeights, packed_parts, row_scale, stored
@@ -34,7 +34,7 @@ FORMAT_BY_LAYOUT = {
     "TensorCoreFP8E4M3Layout": "fp8",
 }
 # Made once: every layer is asked in every forward pass.
-ROWS = {layout: RowFormat(storage) for layout, storage in FORMAT_BY_LAYOUT.items()}
+_row_format = functools.cache(RowFormat)
 
 
 class ComfyLayers:
@@ -93,11 +93,15 @@ class ComfyLayers:
             or own.get("comfy_force_cast_weights")
             or layer.weight_function
             or layer.bias_function
-            or getattr(params, "convrot", False)
         )
         if params is None or runs_itself:
             return None
-        return _packed_rows(params) if layout == operations.PACKED_LAYOUT else ROWS.get(layout)
+        if layout == operations.PACKED_LAYOUT:
+            return _packed_rows(params)
+        storage, rotation = FORMAT_BY_LAYOUT.get(layout), operations.rotation_of(params)
+        if storage is None or (rotation and not is_rotation(rotation, layer.in_features)):
+            return None
+        return _row_format(storage, rotation)
 
     def tensors(
         self, layer: torch.nn.Module, like: torch.Tensor
@@ -128,11 +132,8 @@ def _packed_rows(params: Any) -> RowFormat | None:
     """
     if params.correction is not None or getattr(params, "mma_packed", False):
         return None
-    return _rotated_rows(params.convrot_groupsize)
+    return _row_format("int8", params.convrot_groupsize)
 
-
-# Made once, as `ROWS`.
-_rotated_rows = functools.cache(functools.partial(RowFormat, "int8"))
 
 # One choice for each format and device: every layer asks for it in every step.
 _gemm = functools.cache(choose_gemm)
