@@ -105,6 +105,7 @@ def decide_load(
     shape: TransformerShape,
     card: CardFacts | None,
     sizes: Mapping[str, TransformerBytes] | None = None,
+    packed: TransformerBytes | None = None,
 ) -> LoadDecision:
     """Decides how a transformer is loaded.
 
@@ -118,6 +119,7 @@ def decide_load(
         stored: what the file holds, a key of `BYTES_PER_WEIGHT`.
         card: where the transformer runs; None for the CPU.
         sizes: {precision: bytes} where shape and precision do not tell them.
+        packed: as of `Parts`.
 
     Raises:
         SettingError: the precision or the place is unknown.
@@ -133,7 +135,7 @@ def decide_load(
         width=USUAL_SIDE,
         height=USUAL_SIDE,
         modulation=modulation,
-        parts=Parts(transformer=shape),
+        parts=Parts(transformer=shape, packed=packed),
     )
     sizes = dict(sizes or {})
     if card is None:

@@ -39,6 +39,7 @@ class CheckpointSizes:
         shape: Of the transformer.
         transformer: What its header says.
         loaded: Bytes of the transformer that is loaded as stored.
+        packed: The same where weights in 4 bits stay so; None where there are none.
         text_encoder: None where the checkpoint has none, as `vae`.
     """
 
@@ -47,6 +48,7 @@ class CheckpointSizes:
     shape: TransformerShape
     transformer: CheckpointPart
     loaded: TransformerBytes
+    packed: TransformerBytes | None
     text_encoder: CheckpointPart | None
     vae: CheckpointPart | None
 
@@ -86,6 +88,7 @@ class CheckpointSizes:
                 parts,
                 transformer_bytes=self.loaded.total,
                 modulation_bytes=self.loaded.modulation,
+                packed=self.packed,
             )
         if self.text_encoder is not None:
             text_encoder, count = _text_encoder(self.text_encoder, text_encoder)
@@ -95,6 +98,10 @@ class CheckpointSizes:
                 parts, vae=vae_shape(self.vae), vae_bytes=part_bytes(self.vae.parameters, "bf16")
             )
         return precision, text_encoder, parts
+
+
+# The oldest ComfyUI that this package runs in holds weights of 4 bits, and not those of 6.
+HELD = "int4 asymmetric (w4a8)"
 
 
 def read_sizes(path: str | os.PathLike[str]) -> CheckpointSizes:
@@ -121,6 +128,9 @@ def read_sizes(path: str | os.PathLike[str]) -> CheckpointSizes:
         shape=shape,
         transformer=part,
         loaded=loaded_bytes(transformer),
+        packed=loaded_bytes(transformer, packed=True)
+        if HELD in part.quantization.formats
+        else None,
         **others,
     )
 

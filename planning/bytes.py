@@ -323,7 +323,8 @@ def buffer_bytes(request: RunRequest, setting: Setting) -> int:
     count = rows * (MLP + 1) * dim * BF16
     if setting.precision in QUANTIZED and not (setting.weight_only or runs_itself):
         count += rows * (MLP * dim + BYTES_PER_SCALE)
-    return count
+    # One weight of each stream is decoded at a time, which may be the MLP's.
+    return count + (2 * MLP * dim * dim if setting.packed else 0)
 
 
 def _beside_buffers(

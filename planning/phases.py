@@ -216,6 +216,8 @@ def transformer_bytes(request: RunRequest, setting: Setting) -> TransformerBytes
     above what its shape tells.
     """
     counted, parts = weight_bytes(request.transformer, setting.precision), request.parts
+    if setting.packed and parts.packed is not None:
+        return TransformerBytes(*parts.packed)
     total = counted.total if parts.transformer_bytes is None else parts.transformer_bytes
     modulation = counted.modulation if parts.modulation_bytes is None else parts.modulation_bytes
     return TransformerBytes(total, min(total, modulation))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,6 +24,7 @@ from .reasons import (
     automatic_precision,
     modulation_words,
     need_words,
+    packed_words,
     requested_precision,
     room_words,
     text_encoder_words,
@@ -177,6 +179,7 @@ def plan(
 
     What the request names is kept. Of the rest the most faithful precision is recommended that
     stays on the card; a quantized file stays as it is, because dequantizing brings nothing back.
+    One in 4 or 6 bits becomes int8 where that stays.
     Where not all parts fit, the modulation leaves the card first, then the text encoder. Next come
     less faithful precisions, and last more faithful ones that the host would have to move in each
     step. Where a named setting does not stay, it comes first with that said, and then what would
@@ -254,8 +257,11 @@ class _Case:
         request = sized(self.request, precision, self.stored, self.known_sizes)
         text = precision_of_text_encoder(request)
         expanded = not self.card.multiplies(precision)
-        for modulation, place in self._places():
-            setting = Setting(precision, modulation, text, place, weight_only=expanded)
+        packs = (False, True) if precision == "int8" and request.parts.packed else (False,)
+        for packed, (modulation, place) in itertools.product(packs, [*self._places()]):
+            setting = Setting(
+                precision, modulation, text, place, weight_only=expanded, packed=packed
+            )
             option = PlanOption(self.card, request, setting)
             if option.fits and option.headroom_bytes >= spare:
                 return option
@@ -290,6 +296,7 @@ class _Case:
         reasons = {
             "precision": self._precision_reason(option, first, found),
             "products": weight_only(setting.precision, card),
+            "packed": self._packed_reason(option),
             "modulation": self._modulation_reason(option, option is first),
             "text encoder": text_encoder_words(setting.text_encoder_place, named, text),
             "room": room_words(
@@ -318,6 +325,12 @@ class _Case:
             bf16_fits=found[0].resident,
             least="" if first.resident else first.setting.precision,
         )
+
+    def _packed_reason(self, option: PlanOption) -> str:
+        if not option.setting.packed:
+            return ""
+        decoded = replace(option, setting=replace(option.setting, packed=False))
+        return packed_words(decoded.weights_bytes)
 
     def _modulation_reason(self, option: PlanOption, explain: bool) -> str:
         sizes = transformer_bytes(option.request, option.setting)

@@ -60,6 +60,18 @@ def weight_only(name: str, card: CardFacts | None) -> str:
     )
 
 
+def packed_words(weights: int) -> str:
+    """Says why weights stay in 4 or 6 bits.
+
+    Args:
+        weights: bytes that steps would read on the card in int8.
+    """
+    return (
+        f"weights stay in the file's 4 or 6 bits and are decoded one by one, because "
+        f"{format_gib(weights)} of int8 do not stay on the card"
+    )
+
+
 def requested_precision(name: str, stored: str | None, as_stored: bool) -> str:
     """The reason for a precision that was requested, or that a file keeps."""
     if as_stored:

@@ -61,6 +61,8 @@ class Parts:
         text_encoder_bytes: of the text encoder as loaded.
         vae: its shape.
         vae_bytes: of its weights as loaded.
+        packed: (transformer_bytes, modulation_bytes) of a file in 4 or 6 bits whose weights stay
+            so where int8 does not stay on the card.
         file_bytes: what their files take, as stored: pairs of `TRANSFORMER`, `TEXT_ENCODER` or
             `VAE` and bytes; what is not named takes its size as loaded.
     """
@@ -71,6 +73,7 @@ class Parts:
     text_encoder_bytes: int | None = None
     vae: VaeShape | None = None
     vae_bytes: int | None = None
+    packed: tuple[int, int] | None = None
     file_bytes: tuple[tuple[str, int], ...] = ()
 
 
@@ -270,6 +273,7 @@ class Setting:
         resident: False where the host has to move weights to the card and off it during a run.
         weight_only: whether the card's tensor cores do not multiply the precision, so that weights
             are expanded to bf16 one by one.
+        packed: whether weights stay in 4 or 6 bits, as `Parts.packed`, and are decoded one by one.
 
     Raises:
         SettingError: a precision or a place is unknown, or bf16 is to be expanded to bf16.
@@ -281,6 +285,7 @@ class Setting:
     text_encoder_place: str = ON_CARD
     resident: bool = True
     weight_only: bool = False
+    packed: bool = False
 
     def __post_init__(self) -> None:
         for name, value, allowed in (

@@ -261,7 +261,7 @@ def test_weights_in_four_bits():
     with mock.patch.object(load_plan, "_why_packed", return_value="they were asked to"):
         packed, report = load_model(path)
         off_card = load_model(path, modulation="off card")[0]
-    assert any("(w4a8), because they were asked to; each is" in note for note in report.notes)
+    assert any("(w4a8), because they were asked to." in note for note in report.notes)
     weight = packed.model.diffusion_model.get_submodule(narrow.LAYER).weight
     assert weight._qdata.shape == (128, 64)
     assert true_sizes.model_sizes(packed).precision == "int8"

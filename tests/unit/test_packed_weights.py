@@ -1,6 +1,7 @@
 """Weights in 4 and 6 bits: what they decode to, and what is wrong with those that do not."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ from qwen_l40s.loaders.sizes import loaded_bytes
 from qwen_l40s.loaders.source import open_source
 from qwen_l40s.loaders.stored import StoredLayer, canonical_tensors, rotate
 from qwen_l40s.optimizations.reference import decode_weight
+from qwen_l40s.planning.bytes import TransformerBytes, buffer_bytes
+from qwen_l40s.planning.plan import plan
+from qwen_l40s.planning.request import Parts, RunRequest, Setting
+from qwen_l40s.spec import GIB, CardFacts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -216,3 +221,21 @@ def test_a_truncated_file_is_refused(tmp_path):
         file.truncate(path.stat().st_size - 1000)
     with pytest.raises(CheckpointError, match="are there, so download it again"):
         open_source(path, "transformer")
+
+
+def test_an_estimate_keeps_four_bits_where_int8_does_not_stay():
+    int8 = TransformerBytes(19 * GIB, 7 * GIB)
+    small = (11 * GIB, 4 * GIB)
+    parts = Parts(transformer_bytes=int8.total, modulation_bytes=int8.modulation, packed=small)
+    request = RunRequest(precision="int8", parts=parts)
+    for gib, packed, weights in ((12, True, 7), (16, False, 12), (48, False, 19)):
+        option = plan(CardFacts("card", gib * GIB, (8, 9)), request, "int8")[0]
+        assert (option.setting.packed, option.resident) == (packed, True)
+        assert option.weights_bytes == weights * GIB
+        sentence = "stay in the file's 4 or 6 bits and are decoded one by one, because 12.0 GiB"
+        assert (sentence in option.reason) == packed
+    whole = buffer_bytes(request, Setting("int8"))
+    scratch = buffer_bytes(request, Setting("int8", packed=True)) - whole
+    assert scratch == 2 * 3072 * 12288
+    bf16 = plan(CardFacts("card", 12 * GIB, (8, 9)), replace(request, precision="bf16"), "int8")[0]
+    assert not bf16.setting.packed

@@ -86,13 +86,14 @@ def plan_load(
     decide = functools.partial(
         decide_load, requested, modulation, stored=stored, shape=shape, card=card
     )
-    decision, packed = decide(sizes=sizes), ""
+    small = loaded_bytes(source, packed=True) if _knows_packed(source) and not keep else None
+    decision = decide(sizes=sizes, packed=small)
     needed = _host_bytes(source, stored, decision, sizes, card)
-    if not keep and decision.precision == stored and _knows_packed(source):
-        packed = _why_packed(decision, needed)
+    packed = "" if small is None or decision.precision != stored else _why_packed(decision, needed)
     if packed:
-        sizes = {**sizes, stored: loaded_bytes(source, packed=True)}
-        decision, needed = decide(sizes=sizes), 0
+        sizes, needed = {**sizes, stored: small}, 0
+        if decision.option is None or not decision.option.setting.packed:
+            decision = decide(sizes=sizes)
     name = decision.precision
     _check_card(source, decision, card)
     check_host_memory(needed, f"{source.path.name} in {name}")
@@ -174,7 +175,7 @@ def _why_packed(decision: LoadDecision, needed: int) -> str:
     Args:
         needed: bytes of host memory that this would take.
     """
-    if decision.option is not None and not decision.option.resident:
+    if decision.option is not None and decision.option.setting.packed:
         return "in int8 they would not stay on the card"
     return "host memory has no room for them in int8" if needed > available_memory() else ""
 

@@ -157,8 +157,7 @@ def _what_was_stored(source: Source, packed: str) -> list[str]:
             )
         elif name in PACKED:
             notes.append(
-                f"{count} layers stay in {name}, because {packed}; each is decoded to int8 for its "
-                "product."
+                f"{count} layers stay in {name}, because {packed}."
                 if packed
                 else f"{count} layers stored in {name} were decoded to int8 ConvRot, exactly."
             )
