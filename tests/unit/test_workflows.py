@@ -299,14 +299,22 @@ def test_ids_and_inputs_of_the_demo_stay():
 
 
 def test_lightning_runs_as_it_was_trained():
-    for name, steps in (("lightning_4_steps", 4), ("lightning_8_steps", 8)):
+    edit = "Edit-2511-Lightning-4steps"
+    for name, steps, lora in (
+        ("lightning_4_steps", 4, "2512-Lightning-4steps"),
+        ("lightning_8_steps", 8, "2512-Lightning-8steps"),
+        ("edit_2511_lightning", 4, edit),
+        ("try_on", 4, edit),
+    ):
         graph = api(name)
         inputs = graph["sample"]["inputs"]
         chosen = [inputs[key] for key in ("steps", "cfg", "sampler_name", "scheduler")]
         assert chosen == [steps, 1.0, "euler", "simple"]
         assert graph["shift"]["inputs"]["shift"] == 3.0
-        assert f"2512-Lightning-{steps}steps" in graph["lora"]["inputs"]["lora"]
-        assert "2512" in graph["load"]["inputs"]["model"]
+        assert lora in graph["lora"]["inputs"]["lora"]
+        family = lora.partition("-Lightning")[0].lower().replace("-", "_")
+        assert family in graph["load"]["inputs"]["model"]
+        assert graph["negative"]["class_type"] == "ConditioningZeroOut"
 
 
 def test_pictures_are_small_and_say_what_they_are(name: str):
