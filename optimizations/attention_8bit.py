@@ -134,7 +134,7 @@ def quantize_heads(q: torch.Tensor, k: torch.Tensor, into: Heads) -> None:
         (k, into.k, into.k_scale, 1.0),
     ):
         largest = x.abs().amax(-1)
-        scale = torch.where(largest < SMALLEST_ROW, 1.0, largest / 127)
+        scale = _scale(largest, 127.0)
         steps = (x * scale.reciprocal().unsqueeze(-1)).clamp(-127, 127).round()
         values[:, :, :tokens] = steps.to(torch.int8)
         scales[:, :, :tokens] = scale * factor
@@ -154,10 +154,16 @@ def quantize_values(v: torch.Tensor, into: Heads) -> None:
     tokens = v.shape[1]
     v = v.permute(0, 2, 3, 1).float()
     largest = v.abs().amax(-1)
-    scale = torch.where(largest < SMALLEST_ROW, 1.0, largest / LARGEST_VALUE)
+    scale = _scale(largest, LARGEST_VALUE)
     into.v.zero_()
-    into.v[..., :tokens] = (v / scale.unsqueeze(-1)).to(into.v.dtype)
+    into.v[..., :tokens] = (v * scale.reciprocal().unsqueeze(-1)).to(into.v.dtype)
     into.v_scale.copy_(scale)
+
+
+def _scale(largest: torch.Tensor, steps: float) -> torch.Tensor:
+    # By a tensor: by a number, a card multiplies with the reciprocal, which is not the same.
+    exact = largest / torch.full((), steps, device=largest.device)
+    return torch.where(largest < SMALLEST_ROW, 1.0, exact)
 
 
 def attention_8bit(

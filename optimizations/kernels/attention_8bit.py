@@ -30,12 +30,10 @@ class Tile(NamedTuple):
 # and 5.68 ms in int8, 0.392 and 4.93 in int8_fp8, where FlashAttention-2 takes 0.727 and 9.43.
 # Elsewhere predicted: 99 KiB of shared memory a block, and half as many registers a thread.
 TILES = {"int8": Tile(128, 64, 8, 3), "int8_fp8": Tile(128, 64, 8, 3)}
-TILES_SM90 = {"int8": Tile(128, 64, 4, 3), "int8_fp8": Tile(64, 128, 4, 3)}
-# On every card: with a mask in registers too, the others spill.
-TILES_MASKED = {"int8": Tile(128, 64, 8, 3), "int8_fp8": Tile(128, 32, 8, 3)}
+TILES_SM90 = {"int8": Tile(64, 128, 4, 3), "int8_fp8": Tile(64, 128, 4, 3)}
 
 
-@triton.jit(do_not_specialize=["mask_stride", "tokens", "length"])
+@triton.jit(do_not_specialize=["mask_stride", "tokens"])
 def _attention_kernel(
     mask_ptr,
     q_ptr,
@@ -62,7 +60,7 @@ def _attention_kernel(
     """One tile of queries of one head, over all keys; FlashAttention-2's loop (arXiv 2307.08691).
 
     v is (batch, tokens, heads, head_dim) by its strides, or with v_scale (batch, heads, head_dim,
-    length).
+    length). Triton sees that length is a multiple of 16, without which it reads v byte by byte.
     """
     tiles = tl.cdiv(tokens, queries)
     program = tl.program_id(0)
@@ -195,7 +193,7 @@ def _largest_kernel(
     tl.store(largest_ptr + program * head_dim + channel, magnitude(v, 0))
 
 
-@triton.jit(do_not_specialize=["tokens", "length", "chunks"])
+@triton.jit(do_not_specialize=["tokens", "chunks"])
 def _values_kernel(
     v_ptr,
     largest_ptr,
@@ -301,7 +299,7 @@ def _launch(heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch
             f"attention_8bit takes a mask of {batch} x 1 x 1 x {tokens}, got {tuple(mask.shape)}"
         )
     form = "int8" if heads.v is None else "int8_fp8"
-    tile = choose_tile(form, capability(v.get_device()), mask is not None)
+    tile = choose_tile(form, capability(v.get_device()))
     constants = {
         "heads": count,
         "head_dim": head_dim,
@@ -327,8 +325,6 @@ def _launch(heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch
     )
 
 
-def choose_tile(form: str, sm: tuple[int, int], masked: bool) -> Tile:
+def choose_tile(form: str, sm: tuple[int, int]) -> Tile:
     """The tile of "int8" or "int8_fp8" on a card of compute capability `sm`."""
-    if masked:
-        return TILES_MASKED[form]
     return (TILES_SM90 if sm == (9, 0) else TILES)[form]

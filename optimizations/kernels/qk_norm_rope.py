@@ -19,7 +19,7 @@ MOST_ELEMENTS, ELEMENTS_PER_THREAD = 2048, 8
 
 
 # The numbers of tokens follow the prompt and the size of the image: no kernel of its own for each.
-@triton.jit(do_not_specialize=["joint", "text", "length"])
+@triton.jit(do_not_specialize=["joint", "text"])
 def _qk_norm_rope_kernel(
     q_weight_ptr,
     k_weight_ptr,

@@ -266,7 +266,7 @@ def test_qk_norm_rope_moves_whole_heads(compile_kernel, sm, heads, head_dim, dty
     pointers = {name: dtype for name in names if name.endswith("_ptr")}
     pointers |= {"cos_ptr": "fp32", "sin_ptr": "fp32"}
     numbers = {name: True for name in names if name.endswith("_stride")}
-    numbers |= {"joint": False, "text": False, "length": False}
+    numbers |= {"joint": False, "text": False, "length": True}
     constants = {"heads": heads, "head_dim": head_dim, "block_heads": together}
     constants |= {"eps": 1e-6, "one_rotation": True, "score_scale": 0.125, "smallest": 2.0**-100}
     eight_bit = ("q8_ptr", "k8_ptr", "q_scale_ptr", "k_scale_ptr", "mean_ptr")
@@ -310,7 +310,7 @@ ATTENTION += [(90, form, 128, mask) for form in ("int8", "int8_fp8") for mask in
 def test_attention_in_8_bits_uses_the_tensor_cores(compile_kernel, sm, form, head_dim, mask):
     from qwen_l40s.optimizations.kernels import attention_8bit
 
-    tile = attention_8bit.choose_tile(form, (sm // 10, sm % 10), mask)
+    tile = attention_8bit.choose_tile(form, (sm // 10, sm % 10))
     kernel = attention_8bit._attention_kernel
     fp8 = form == "int8_fp8"
     pointers = {"q_ptr": "i8", "k_ptr": "i8", "v_ptr": "fp8e4nv" if fp8 else "bf16"}
@@ -323,7 +323,7 @@ def test_attention_in_8_bits_uses_the_tensor_cores(compile_kernel, sm, form, hea
         else:
             constants[name] = None
     strides = [name for name in kernel.arg_names if name.endswith("_stride")]
-    numbers = {name: name != "mask_stride" for name in strides} | {"tokens": False, "length": False}
+    numbers = {name: name != "mask_stride" for name in strides} | {"tokens": False, "length": True}
     ptx = compile_kernel(kernel, sm, pointers, numbers, constants, tile.warps, tile.stages)
     instruction = r"mma\.sync" if sm < 90 else r"wgmma\.mma_async"
     assert re.search(rf"{instruction}\S*\.s32\.s8\.s8", ptx)
@@ -341,7 +341,7 @@ def test_numbers_of_tokens_make_no_kernels_of_their_own():
         return {param.name for param in kernel.params if param.do_not_specialize}
 
     assert free(_residual_norm_kernel) == set(COUNTS)
-    assert free(_qk_norm_rope_kernel) == {"joint", "text", "length"}
+    assert free(_qk_norm_rope_kernel) == {"joint", "text"}
 
 
 def test_tile_by_rows():
