@@ -265,16 +265,18 @@ def test_weights_in_four_bits():
     weight = packed.model.diffusion_model.get_submodule(narrow.LAYER).weight
     assert weight._qdata.shape == (128, 64)
     assert true_sizes.model_sizes(packed).precision == "int8"
-    # ComfyUI's own layers quantize activations on a CPU too.
-    clones = [compare(model, most=2e-2) for model in (decoded, packed, off_card)]
-    assert difference(*(forward(clone) for clone in clones[:2])) < 1e-3
-    assert torch.equal(*(forward(clone) for clone in clones[1:]))
+    most = SAME if MODE == "cpu" else 2e-2
+    clones = [compare(model, most=most) for model in (decoded, packed, off_card)]
+    ours = [forward(clone) for clone in clones]
+    assert torch.equal(ours[0], ours[1]) and torch.equal(ours[0], ours[2])
+    assert torch.equal(forward(decoded), forward(packed))
     assert "layers: int8 through" in report_of(clones[1])
     with mock.patch(
         "comfy.model_detection.detect_unet_config", lambda *_, **__: dict(narrow.CONFIG)
     ):
         core = comfy.sd.load_diffusion_model_state_dict(dict(tensors))
-    assert difference(forward(compare(core, most=2e-2)), forward(clones[1])) < 2e-2
+    # ComfyUI's own layers quantize activations on a CPU too.
+    assert difference(forward(compare(core, most=2e-2)), ours[0]) < 2e-2
 
 
 def test_a_merged_lora_and_one_beside():

@@ -14,12 +14,21 @@ from typing import Any, NamedTuple
 
 import comfy.ops
 import torch
-from comfy.quant_ops import QuantizedLayout, QuantizedTensor, register_layout_class
+from comfy.quant_ops import (
+    QuantizedLayout,
+    QuantizedTensor,
+    TensorWiseINT8Layout,
+    register_layout_class,
+)
 from comfy_kitchen.tensor.base import BaseLayoutParams
 from torch.nn import functional as F
 
 from ....errors import UnavailableError
 from ....loaders.quantize import COMFY_QUANT, dequantize_rows, quantize_rows
+from ....optimizations import reference
+from ....optimizations.blocks.products import PackedWeight
+from ....optimizations.fallback import Fallback
+from ....optimizations.fused import choose_ops
 from ....optimizations.linear import choose_gemm, quantized_linear
 
 LAYOUT = "QwenL40S_FP8Rows"
@@ -155,7 +164,7 @@ def quantized_operations(compute_dtype: torch.dtype) -> type:
                 **others: Any,
             ) -> torch.Tensor:
                 around = AroundLinear(input_act, act_weight, residual, residual_scale)
-                format = FORMAT_OF_LAYOUT.get(getattr(self, "layout_type", None))
+                format = _format_of_product(self)
                 if others or format is None:
                     # An argument that is unknown here, as well: ComfyUI's own code knows it.
                     return super().forward(input, **around.given(), **others)
@@ -176,6 +185,8 @@ def quantized_operations(compute_dtype: torch.dtype) -> type:
             ) -> torch.Tensor:
                 if not isinstance(weight, QuantizedTensor):
                     return F.linear(input, weight, bias)
+                if weight._layout_cls == PACKED_LAYOUT:
+                    weight = _as_int8(weight)
                 if self._computes_in_full_precision(input):
                     return F.linear(input, weight.dequantize(), bias)
                 values, scale = weight._qdata, weight._params.scale
@@ -200,6 +211,51 @@ _gemm = functools.cache(choose_gemm)
 
 def _format(marker: torch.Tensor | None) -> str | None:
     return None if marker is None else json.loads(marker.numpy().tobytes()).get("format")
+
+
+def _format_of_product(layer: torch.nn.Module) -> str | None:
+    """ "fp8" or "int8" where the product is ours."""
+    layout = getattr(layer, "layout_type", None)
+    if layout == PACKED_LAYOUT:
+        return "int8" if is_packed_int8(layer.weight._params) else None
+    return FORMAT_OF_LAYOUT.get(layout)
+
+
+def is_packed_int8(params: Any) -> bool:
+    """Whether a weight in 4 or 6 bits stands for int8 alone, in the order of files: newer versions
+    of comfy-kitchen may have another on the card.
+    """
+    return params.correction is None and not getattr(params, "mma_packed", False)
+
+
+def packed_parts(weight: QuantizedTensor) -> tuple[PackedWeight, torch.Tensor]:
+    """A weight in 4 or 6 bits and its rows' scales, (N, 1), without copies."""
+    codes, params = weight._qdata, weight._params
+    scale = params.scale.view(torch.uint8) if params.scale.itemsize == 1 else params.scale
+    bits = codes.shape[1] * 8 // params.orig_shape[1]
+    return PackedWeight(codes, scale, params.codebook, bits), params.s_channel.view(-1, 1)
+
+
+def _as_int8(weight: QuantizedTensor) -> QuantizedTensor:
+    """A weight in 4 or 6 bits as the rotated int8 that it stands for."""
+    packed, scale = packed_parts(weight)
+    own = weight._params
+    params = TensorWiseINT8Layout.Params(
+        scale=scale,
+        orig_dtype=own.orig_dtype,
+        orig_shape=own.orig_shape,
+        convrot=True,
+        convrot_groupsize=own.convrot_groupsize,
+    )
+    compiling = torch.compiler.is_compiling()  # which cannot trace a launch
+    decode = reference.decode_weight if compiling else _decoder(scale.device)
+    return QuantizedTensor(decode(*packed), "TensorWiseINT8Layout", params)
+
+
+@functools.cache
+def _decoder(device: torch.device) -> Callable[..., torch.Tensor]:
+    ops = choose_ops(device)
+    return reference.decode_weight if isinstance(ops, Fallback) else ops.decode_weight
 
 
 def rotation_of(params: Any) -> int:

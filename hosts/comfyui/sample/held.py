@@ -22,10 +22,9 @@ from comfy_aimdo import model_vbar
 
 from ....optimizations.blocks.block import DENSE
 from ....optimizations.blocks.block_form import head_norms, token_layers
-from ....optimizations.blocks.products import PackedWeight
 from ....optimizations.fallback import Fallback
 from ....spec import RowFormat
-from ..load.linear import PACKED_LAYOUT
+from ..load.linear import PACKED_LAYOUT, packed_parts
 from ..lora.bypass import Beside
 
 PAGE = 32 << 20  # of dynamic VRAM, in bytes
@@ -248,14 +247,6 @@ def _quantized_parts(layer: torch.nn.Module, weight: QuantizedTensor) -> Sequenc
             kept = _row_scales[layer] = scale.new_empty((rows, 1))
         kept.copy_(scale.reshape(1, 1).expand(rows, 1))
     return values, kept
-
-
-def packed_parts(weight: QuantizedTensor) -> tuple[PackedWeight, torch.Tensor]:
-    """A weight in 4 or 6 bits and its rows' scales, (N, 1), without copies."""
-    codes, params = weight._qdata, weight._params
-    scale = params.scale.view(torch.uint8) if params.scale.itemsize == 1 else params.scale
-    bits = codes.shape[1] * 8 // params.orig_shape[1]
-    return PackedWeight(codes, scale, params.codebook, bits), params.s_channel.view(-1, 1)
 
 
 @cache

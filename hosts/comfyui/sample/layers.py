@@ -23,7 +23,7 @@ from ....optimizations.reference import LowRank
 from ....spec import RowFormat, is_rotation
 from ..load import linear as operations
 from ..lora.bypass import Beside, is_foreign
-from .held import HeldWeights, packed_parts, row_scale, stored
+from .held import HeldWeights, row_scale, stored
 
 # Operations whose `forward` is a product with the weight that the cast context gives.
 DENSE_CLASSES = (comfy.ops.disable_weight_init.Linear, comfy.ops.manual_cast.Linear)
@@ -97,7 +97,8 @@ class ComfyLayers:
         if params is None or runs_itself:
             return None
         if layout == operations.PACKED_LAYOUT:
-            return _packed_rows(params)
+            known = operations.is_packed_int8(params)
+            return _row_format("int8", params.convrot_groupsize) if known else None
         storage, rotation = FORMAT_BY_LAYOUT.get(layout), operations.rotation_of(params)
         if storage is None or (rotation and not is_rotation(rotation, layer.in_features)):
             return None
@@ -124,15 +125,6 @@ class ComfyLayers:
 
     def gemm(self, format: str, device: torch.device) -> Gemm:
         return _gemm(format, device)
-
-
-def _packed_rows(params: Any) -> RowFormat | None:
-    """Of a weight in 4 or 6 bits; None for those that do not stand for int8 alone, or that newer
-    versions of comfy-kitchen hold in another order.
-    """
-    if params.correction is not None or getattr(params, "mma_packed", False):
-        return None
-    return _row_format("int8", params.convrot_groupsize)
 
 
 # One choice for each format and device: every layer asks for it in every step.
@@ -184,7 +176,7 @@ def _tensors(
     if not isinstance(weight, QuantizedTensor):
         return LayerTensors(weight, None, bias)
     if weight._layout_cls == operations.PACKED_LAYOUT:
-        return LayerTensors(*packed_parts(weight), bias)
+        return LayerTensors(*operations.packed_parts(weight), bias)
     scale = weight._params.scale
     rows = weight._qdata.shape[0]
     if scale.numel() == 1 < rows:
