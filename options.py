@@ -174,9 +174,9 @@ OPTIONS = (
     ),
     Option(
         "lora_mode",
-        "merge",
-        "merge: added to the weights; steps take no longer. bypass: computed in each step; exact "
-        "on quantized weights, but slower.",
+        "auto",
+        "auto: bypass on int8 and fp8 weights, else merge. merge: added to the weights; steps take "
+        "no longer. bypass: computed in each step; exact on quantized weights, but slower.",
         choices=LORA_MODES,
         rare=True,
     ),
@@ -277,7 +277,7 @@ def request_settings(
     text_encoder_placement: str = AUTO,
     loras: int = 0,
     lora_rank: int = 32,
-    lora_mode: str = "merge",
+    lora_mode: str = "auto",
     controlnet_gib: float = 0.0,
     **settings: Any,
 ) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def _addition_notes(found: Estimate) -> Iterator[str]:
     request = found.request
     if found.times is None:
         return
-    if request.loras.count and request.loras.mode == "bypass":
+    if request.loras.beside(found.option.setting.precision):
         yield (
             f"{many(request.loras.count, 'LoRA')} in bypass mode add {duration(found.times.loras)} "
             "to each step (computed, not measured). Merged, they cost nothing."

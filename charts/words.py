@@ -25,7 +25,11 @@ PHASE_NAMES = {
     "sampling": "sampling",
     "decode": "decode",
 }
-LORA_WORDS = {"merge": "merged", "bypass": "in bypass mode"}
+LORA_WORDS = {
+    "auto": "merged, or in bypass mode beside int8 and fp8",
+    "merge": "merged",
+    "bypass": "in bypass mode",
+}
 CFG_WORDS = {
     "two passes": "CFG in two passes",
     "one pass": "CFG in one pass",

@@ -66,9 +66,9 @@ class QwenL40SLoadLora(io.ComfyNode):
                     LORA_MODES,
                     default=LORA_MODES[0],
                     optional=True,  # files of 0.1 have it under its older name
-                    tooltip="merge: added to the weights; steps take no longer, but fp8 or int8 "
-                    "weights are rounded once more. bypass: computed in bf16 in each step; exact, "
-                    "but slower.",
+                    tooltip="auto: bypass on int8 and fp8 weights, else merge. merge: added to the "
+                    "weights; steps take no longer, but fp8 or int8 weights are rounded once more. "
+                    "bypass: computed in bf16 in each step; exact, but slower.",
                 ),
             ],
             accept_all_inputs=True,  # older names

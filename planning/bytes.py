@@ -241,7 +241,7 @@ def step_bytes(request: RunRequest, setting: Setting) -> StepBytes:
     around = _around(shape, rows, request) + added
     buffers = buffer_bytes(request, setting)
     fused = buffers + 2 * rows.all * stream + _beside_buffers(shape, rows, request, setting)
-    host = _host_block(shape, rows, request)
+    host = _host_block(shape, rows, request, setting)
     expected = rows.all * stream
     at_once = min(max(rows.image, rows.text), COMPARED_AT_ONCE * rows.items)
     compared = buffers + (3 * rows.all + 4 * at_once) * stream
@@ -289,12 +289,15 @@ def graph_bytes(request: RunRequest, setting: Setting) -> int:
     return rows + _timestep_bytes(request) + GRAPH_WORKSPACES
 
 
-def lora_bytes(request: RunRequest) -> int:
+def lora_bytes(request: RunRequest, setting: Setting) -> int:
     """Bypass LoRAs: rank x (K + N) in bf16 for every layer that can have one."""
-    if request.loras.mode != "bypass":
-        return 0
     layers = request.transformer.quantizable_layers().values()
-    return BF16 * request.loras.count * request.loras.rank * sum(map(sum, layers))
+    return BF16 * _ranks_beside(request, setting) * sum(map(sum, layers))
+
+
+def _ranks_beside(request: RunRequest, setting: Setting) -> int:
+    """The rank of all bypass LoRAs of a layer together."""
+    return request.loras.beside(setting.precision) * request.loras.rank
 
 
 def _around(shape: TransformerShape, rows: TokenRows, request: RunRequest) -> int:
@@ -319,9 +322,10 @@ def buffer_bytes(request: RunRequest, setting: Setting) -> int:
     """The executor's buffers, which every block of a pass uses again."""
     dim, rows = request.transformer.dim, TokenRows.of(request).all
     rows = -(-rows // ROWS_AT_ONCE) * ROWS_AT_ONCE
-    runs_itself = request.loras.count and request.loras.mode == "bypass"
     count = rows * (MLP + 1) * dim * BF16
-    if setting.precision in QUANTIZED and not (setting.weight_only or runs_itself):
+    # What LoRAs make of the rows that q, k and v read.
+    count += rows * 3 * _ranks_beside(request, setting) * BF16
+    if setting.precision in QUANTIZED and not setting.weight_only:
         count += rows * (MLP * dim + BYTES_PER_SCALE)
     # One weight of each stream is decoded at a time, which may be the MLP's.
     return count + (2 * MLP * dim * dim if setting.packed else 0)
@@ -336,22 +340,23 @@ def _beside_buffers(
     if setting.weight_only:
         # The result of the MLP's first product beside the weight that was expanded for it.
         found = max(found, MLP * (most + shape.dim) * stream)
-    if request.loras.count and request.loras.mode == "bypass":
-        # The layer's output, the LoRA's and their sum there, when that weight is gone.
-        found = max(found, 3 * MLP * most * stream)
     return found
 
 
-def _host_block(shape: TransformerShape, rows: TokenRows, request: RunRequest) -> int:
+def _host_block(
+    shape: TransformerShape, rows: TokenRows, request: RunRequest, setting: Setting | None = None
+) -> int:
     """ComfyUI's own block, followed through its `forward`: at the GELU of its larger stream, or at
     attention, where 0.33 holds queries, keys and values twice (0.40 frees them earlier).
     """
     most = max(rows.image, rows.text)
-    hidden = 2 * MLP
-    if request.loras.count and request.loras.mode == "bypass":
+    hidden, attended = 2 * MLP, 10 * rows.all
+    if setting and request.loras.beside(setting.precision):
+        # The layer's output, the LoRA's and their sum; the text's comes last.
         hidden = 3 * MLP
+        attended += max(2 * rows.text, 2 * rows.image - rows.text)
     modulation = MODULATION_ROWS * sum(embedding_rows(request))
-    return (max(2 * rows.all + (1 + hidden) * most, 10 * rows.all) + modulation) * BF16 * shape.dim
+    return (max(2 * rows.all + (1 + hidden) * most, attended) + modulation) * BF16 * shape.dim
 
 
 def _control_blocks(request: RunRequest) -> int:

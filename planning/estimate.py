@@ -143,7 +143,7 @@ def not_measured(request: RunRequest, setting: Setting) -> Iterator[str]:
         yield f"{setting.precision} weights that are computed in bf16"
     if setting.text_encoder_place != ON_CARD:
         yield "a text encoder off the card"
-    if request.loras.count and request.loras.mode == "bypass":
+    if request.loras.beside(setting.precision):
         yield "bypass LoRAs"
     if request.controlnet_bytes:
         yield "a ControlNet"

@@ -178,7 +178,9 @@ def phases(
     text = text_encoder_bytes(request, setting.text_encoder)
     table, vae = table_bytes(request), vae_bytes(request)
     activations = step_bytes(request, setting).most
-    extras = _present({"ControlNet": request.controlnet_bytes, "LoRAs": lora_bytes(request)})
+    extras = _present(
+        {"ControlNet": request.controlnet_bytes, "LoRAs": lora_bytes(request, setting)}
+    )
     # Graphs keep the buffers of the blocks, beside which the host's block runs for another prompt.
     graphs = graph_bytes(request, setting)
     kept = graphs and graphs + buffer_bytes(request, setting)

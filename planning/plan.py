@@ -475,7 +475,7 @@ def _extras(request: RunRequest) -> list[str]:
     extras = []
     if request.controlnet_bytes:
         extras.append(f"a ControlNet of {format_gib(request.controlnet_bytes)}")
-    if count := _bypass_loras(request):
+    if count := _loras_beside(request):
         loras = "1 LoRA" if count == 1 else f"{count} LoRAs"
         extras.append(f"{loras} of rank {request.loras.rank} as bypass")
     if request.references:
@@ -492,7 +492,7 @@ def _remedies(request: RunRequest) -> dict[str, RunRequest]:
     remedies = {}
     if request.controlnet_bytes:
         remedies["run without the ControlNet"] = replace(request, controlnet_bytes=0)
-    if _bypass_loras(request):
+    if _loras_beside(request):
         merged = replace(request.loras, mode="merge")
         remedies["merge the LoRAs into the weights"] = replace(request, loras=merged)
     if request.references:
@@ -503,8 +503,9 @@ def _remedies(request: RunRequest) -> dict[str, RunRequest]:
     return {**remedies, "choose a smaller size or batch": smaller}
 
 
-def _bypass_loras(request: RunRequest) -> int:
-    return request.loras.count if request.loras.mode == "bypass" else 0
+def _loras_beside(request: RunRequest) -> int:
+    """How many may be beside the weights, in some precision."""
+    return 0 if request.loras.mode == "merge" else request.loras.count
 
 
 def _runs(case: _Case, request: RunRequest) -> bool:

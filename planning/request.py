@@ -27,7 +27,7 @@ TEXT_ENCODER_PLACEMENTS = (AUTO, ON_CARD, ON_PROCESSOR, DROPPED)
 # "off" is CFG 1: one forward pass a step. Prompts of different lengths take two passes in ComfyUI;
 # "one pass" computes both at once, as ComfyUI does for prompts of one length.
 CFG_MODES = ("two passes", "one pass", "off")
-LORA_MODES = ("merge", "bypass")
+LORA_MODES = ("auto", "merge", "bypass")
 # Parts of a model, as `Parts.file_bytes` names them.
 TRANSFORMER, TEXT_ENCODER, VAE = "transformer", "text encoder", "VAE"
 MOST_TOKENS = 2**20
@@ -42,12 +42,27 @@ class Loras:
     Args:
         count: how many.
         rank: of each.
-        mode: "merge" into the weights, or "bypass": computed with them in each step.
+        mode: "merge" into the weights, "bypass": computed beside them in each step, or "auto":
+            bypass beside quantized weights, which a merge would round once more.
     """
 
     count: int = 0
     rank: int = 32
-    mode: str = "merge"
+    mode: str = "auto"
+
+    def mode_for(self, precision: str) -> str:
+        """ "merge" or "bypass".
+
+        Args:
+            precision: Of the weights as loaded.
+        """
+        if self.mode != "auto":
+            return self.mode
+        return "bypass" if precision in QUANTIZED else "merge"
+
+    def beside(self, precision: str) -> int:
+        """How many are beside weights of a precision."""
+        return self.count if self.mode_for(precision) == "bypass" else 0
 
 
 @dataclass(frozen=True)
@@ -322,7 +337,7 @@ def replays_graph(request: RunRequest, setting: Setting) -> bool:
     The run itself goes by what it sees: whether the card waits for the processor, whether weights
     move, and whether others take part between blocks or in their layers.
     """
-    others = request.controlnet_bytes or (request.loras.count and request.loras.mode == "bypass")
+    others = request.controlnet_bytes
     rows = request.items * (request.prompt_tokens + request.image_tokens)
     fitting = any(
         rows <= most and request.computed_steps >= steps

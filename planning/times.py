@@ -184,8 +184,8 @@ def forward_times(
         graph: whether the blocks replay a CUDA graph, as `request.replays_graph` predicts.
     """
     work, added = Pass.of(request), 0.0
-    if request.loras.mode == "bypass":
-        added += request.loras.count * _lora_seconds(work, request.loras.rank, rates)
+    if beside := request.loras.beside(precision):
+        added += beside * _lora_seconds(work, request.loras.rank, rates)
     if request.controlnet_bytes:
         added += _controlnet_seconds(work, request.controlnet_bytes, rates)
     card, processor = pass_times(work, precision, rates, graph=graph)

@@ -6,6 +6,7 @@ attention give what they give on a card: their results, without the temporaries 
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import comfy.ldm.qwen_image.controlnet as controlnet
@@ -16,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from tracked_allocations import Allocations
 
-from qwen_l40s.hosts.comfyui.lora.bypass import BypassForward, BypassLayers, Matrices
+from qwen_l40s.hosts.comfyui.lora.bypass import Beside, BypassForward, BypassLayers, Matrices
 from qwen_l40s.hosts.comfyui.sample import attention, forward
 from qwen_l40s.optimizations import linear, reference
 from qwen_l40s.optimizations.blocks import passes as optimized
@@ -75,13 +76,15 @@ def prepared(name):
             return in_place(TORCH.prepare_quantizer(name, *like))
         if name == "residual_norm":
             return in_place(TORCH.prepare_norm(*like))
+        if name == "low_rank_rows":
+            return in_place(TORCH.prepare_low_rank(*like))
         launch = TORCH.prepare_rope(*like)
         return in_place(lambda *parts: launch(QKNorm(*parts[:4]), Rotary(*parts[4:])))
 
     return prepare
 
 
-NAMES = ("residual_norm", "qk_norm_rope", "gelu_quantize", "row_quantize")
+NAMES = ("residual_norm", "qk_norm_rope", "gelu_quantize", "row_quantize", "low_rank_rows")
 KERNELS = TORCH._replace(prepared={name: prepared(name) for name in NAMES})
 host_attention = untracked(qwen.optimized_attention_masked)
 rotate = untracked(qwen.apply_rope1)
@@ -93,8 +96,8 @@ class Int8Layers:
     backend = row_quantizer = "of these tests"
     moving = None
 
-    def __init__(self, weight_only):
-        self.weight_only, self._held = weight_only, {}
+    def __init__(self, weight_only, beside):
+        self.weight_only, self._held, self.beside = weight_only, {}, beside
 
     @contextmanager
     def hold(self, blocks):
@@ -104,8 +107,7 @@ class Int8Layers:
         return True
 
     def kind(self, layer):
-        # As ComfyLayers of one that is changed.
-        return None if "forward" in vars(layer) else RowFormat("int8")
+        return None if self.beside.runs_itself(layer) else RowFormat("int8")
 
     def tensors(self, layer, like):
         if layer not in self._held:
@@ -114,7 +116,7 @@ class Int8Layers:
         return nullcontext(LayerTensors(*self._held[layer], layer.bias))
 
     def low_rank(self, layer):
-        return None
+        return self.beside.lows.get(layer)
 
     def norm_weight(self, norm, like):
         return norm.weight
@@ -182,16 +184,32 @@ def expands(layer):
     return lambda x: gemm.linear(x, weight, scale, layer.bias)
 
 
-def add_loras(transformer, loras, setting):
-    """As `beside.run_bypass` for the length of a forward pass."""
+def add_loras(base, loras, setting):
+    """As `bypass.run_bypass` for the length of a forward pass."""
+    changes = []
     for name, (rows, columns) in SHAPE.quantizable_layers().items():
-        layer = transformer.get_submodule(name)
-        if setting.weight_only:
-            layer.forward = expands(layer)
-        for _ in range(loras.count):
-            up, down = torch.zeros(rows, loras.rank), torch.zeros(loras.rank, columns)
-            beside = BypassLayers([(name, Matrices(up.to(BF16), down.to(BF16)))])
-            layer.forward = BypassForward(layer.forward, beside.changes[0])
+        up, down = torch.zeros(rows, loras.rank), torch.zeros(loras.rank, columns)
+        changes.append((f"diffusion_model.{name}", Matrices(up.to(BF16), down.to(BF16))))
+    layers = BypassLayers(changes * loras.count)
+    base.current_patcher = Patcher(layers)
+    for layer, change in layers.of(base):
+        forward = expands(layer) if setting.weight_only else layer.forward
+        layer.forward = BypassForward(forward, change)
+
+
+class Patcher:
+    """What is read of ComfyUI's patcher of a model with LoRAs beside its layers."""
+
+    load_device, hook_patches, patches_uuid = torch.device("cpu"), {}, None
+
+    def __init__(self, layers):
+        self._added = [SimpleNamespace(model=layers)]
+
+    def get_additional_models_with_key(self, key):
+        return self._added
+
+    def is_dynamic(self):
+        return False
 
 
 class Base(torch.nn.Module):
@@ -231,16 +249,18 @@ class Modulation:
 def followed(request, setting):
     """(bytes at the worst moment of the first pass of a run, of the second)"""
     transformer = model()
+    base = Base(transformer)
     if request.loras.count:
-        add_loras(transformer, request.loras, setting)
+        add_loras(base, request.loras, setting)
     blocks, rows = tuple(transformer.transformer_blocks), TokenRows.of(request)
     side = request.height // 8, request.width // 8
     x = torch.randn(rows.items, 16, 1, *side).to(BF16)
     text = torch.randn(rows.items, request.prompt_tokens, SHAPE.joint_dim).to(BF16)
     references = [torch.randn(rows.items, 16, 1, 128, 128).to(BF16)] * request.references
     timestep = torch.full((rows.items,), 0.5)
-    base, run, optimization = Base(transformer), {}, Optimization(None)
-    modulation, layers = Modulation(blocks, rows.items), Int8Layers(setting.weight_only)
+    run, optimization = {}, Optimization(None)
+    modulation = Modulation(blocks, rows.items)
+    layers = Int8Layers(setting.weight_only, Beside(base))
     options = {"ref_latents_method": "index_timestep_zero"} if request.member.timestep_zero else {}
 
     def call():

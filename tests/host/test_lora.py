@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from unittest import mock
 
+import comfy.hooks
 import comfy.model_management
 import comfy.model_patcher
 import comfy.ops
@@ -26,6 +27,7 @@ from safetensors.torch import save_file
 
 from qwen_l40s.errors import CheckpointError, SettingError
 from qwen_l40s.hosts.comfyui.lora.apply import LoraReport, apply_lora
+from qwen_l40s.hosts.comfyui.sample.optimize import optimize, report_of
 from qwen_l40s.nodes import lora as nodes_lora
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -128,10 +130,12 @@ def build(form: str | None = PLAIN, disable_dynamic: bool = False) -> Patcher:
     return patcher
 
 
-def sample(model: Patcher) -> torch.Tensor:
+def sample(model: Patcher, hooks: comfy.hooks.HookGroup | None = None) -> torch.Tensor:
     noise = torch.Generator().manual_seed(3)
     latent = torch.randn(1, 16, 1, 8, 8, generator=noise)
     prompt = [[torch.randn(1, 5, DIMS["joint_attention_dim"], generator=noise), {}]]
+    if hooks is not None:
+        prompt = comfy.hooks.set_hooks_for_conditioning(prompt, hooks)
     settings = (model, latent, 1, 1.0, "euler", "simple", prompt, prompt, torch.zeros_like(latent))
     return comfy.sample.sample(*settings, seed=0, disable_pbar=True)
 
@@ -259,6 +263,36 @@ def test_beside_leaves_quantized_weights_alone() -> None:
             assert same == (how == "bypass"), (form, how)
 
 
+def test_auto_leaves_quantized_weights_alone() -> None:
+    path, noise = saved(lora(), "auto"), torch.Generator().manual_seed(4)
+    for form, how in ((PLAIN, "merge"), (INT8, "bypass"), (FP8, "bypass")):
+        base = build(form)
+        model, report = apply_lora(base, path, 1.0, how="auto")
+        assert report.how == how, form
+        assert ("would round the quantized weights" in report.text()) == (how == "bypass"), form
+        assert torch.equal(sample(model), sample(applied(base, lora(), how=how))), form
+    loha = {}
+    for factor in ("w1", "w2"):
+        loha[f"{LAYER}.hada_{factor}_a"] = torch.randn(128, 2, generator=noise)
+        loha[f"{LAYER}.hada_{factor}_b"] = torch.randn(2, 128, generator=noise)
+    _, report = apply_lora(build(INT8), saved(loha, "loha"), 1.0, how="auto")
+    assert report.how == "merge" and "has no bypass" in report.text(), report.text()
+
+
+def test_hooks_on_quantized_weights_are_refused() -> None:
+    """ComfyUI fails in the middle of the first step, inside a layer."""
+    hooks = comfy.hooks.create_hook_lora(lora(), 1.0, 0.0)
+    for form in (PLAIN, INT8, FP8):
+        model = optimize(build(form))
+        known = sample(model)
+        if form is PLAIN:
+            assert distance(sample(model, hooks), known) > 0.05
+        else:
+            with pytest.raises(SettingError, match=r"hook on a prompt.*precision bf16"):
+                sample(model, hooks)
+        assert torch.equal(sample(model), known), form
+
+
 def test_loras_stack() -> None:
     base, first, second = build(), lora(1), lora(2, rank=8, alpha=None)
     expected = sample(by_core(by_core(base, first), second, -0.5))
@@ -289,6 +323,33 @@ def test_clones_are_independent() -> None:
         assert torch.equal(results[2], without) and torch.equal(results[4], without), how
         assert torch.equal(results[3], results[0]), how
         assert distance(results[1], results[0]) > 0.05, how
+
+
+def test_the_executor_runs_loras_beside() -> None:
+    """In fp32 against ComfyUI's own merge: several, other strengths, none, on one optimized MODEL;
+    no layer runs itself for their sake.
+    """
+    for form in (PLAIN, INT8, FP8):
+        base = build(form)
+        optimized = optimize(base)
+        known, expected = sample(optimized), sample(base)
+        assert distance(known, expected) < (1e-4 if form is PLAIN else 0.3)
+        own_way = "own way" in report_of(optimized)  # ComfyUI may expand 8 bits on a CPU
+        assert not (own_way and form is PLAIN)
+        for loras in ([(1, 4, 0.7)], [(1, 4, -1.0), (2, 24, 0.5), (3, 1, 1.0)], [(1, 4, 0.2)]):
+            merged, beside = base, optimized
+            for seed, rank, strength in loras:
+                tensors = lora(seed, rank)
+                merged = applied(merged, tensors, strength, "merge" if form is PLAIN else "bypass")
+                beside = applied(beside, tensors, strength, "bypass")
+            found = sample(beside)
+            lines = report_of(beside)
+            assert "fused, 4 of 4" in lines or "fused, 2 of 2" in lines, lines
+            assert ("own way" in lines) == own_way, lines
+            error = distance(found, sample(merged))
+            assert error < (1e-4 if form is PLAIN else 0.3), (form, loras, error)
+            assert distance(found, known) > 0.02, (form, loras)
+        assert torch.equal(sample(optimized), known), form
 
 
 def test_unload_and_reload() -> None:

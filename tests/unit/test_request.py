@@ -26,7 +26,7 @@ from qwen_l40s.spec import FAMILIES, TransformerShape, find_family
         ({"modulation": "disk"}, "modulation 'disk'", "choose auto"),
         ({"text_encoder": "fp4"}, "text_encoder_precision 'fp4'", "choose auto"),
         ({"text_encoder_place": "disk"}, "text_encoder_placement 'disk'", "choose auto"),
-        ({"loras": Loras(1, 8, "above")}, "lora_mode 'above'", "choose merge"),
+        ({"loras": Loras(1, 8, "above")}, "lora_mode 'above'", "choose auto, merge"),
         ({"loras": Loras(-1)}, "LoRAs must be at least 0", "got -1"),
         ({"loras": Loras(1, 0)}, "LoRA rank must be at least 1", "got 0"),
         ({"width": 0}, "width must be at least 16", "got 0"),

@@ -20,8 +20,8 @@ LORA, MODEL = "LoRA", "Model"
 SHIFT = 3.1  # of ComfyUI's own templates of 2512 and Edit-2511
 LIGHTNING_SHIFT = 3.0  # the LoRAs were trained with it, not with the template's 3.1
 ON_SMALLER_CARDS = (
-    "On smaller cards: precision `int8` or `fp8`, with lora_mode `bypass`; `merge` rounds the "
-    "8-bit weights once more."
+    "On smaller cards: precision `int8` or `fp8`; lora_mode `auto` then computes the LoRA beside "
+    "the 8-bit weights, which `merge` rounds once more."
 )
 
 

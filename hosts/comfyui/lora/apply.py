@@ -27,10 +27,16 @@ from ....loaders.detect import FOREIGN_STACKS
 from ....planning.request import LORA_MODES
 from ....spec import format_gib
 from ..sample.optimize import unsupported_model
-from .bypass import add_bypass, bypass_change
+from .bypass import Kronecker, Matrices, add_bypass, bypass_change
 from .file import LoraFile, inspect_lora, read_lora
 
 LISTED = 3  # names in a message
+# What the report says where `auto` has chosen for quantized weights.
+ROUNDED = (
+    "auto takes bypass because a merge would round the quantized weights once more; others report "
+    "grids from that."
+)
+NO_BYPASS = "auto takes merge because this kind of LoRA has no bypass."
 TEXT_ENCODER_PREFIXES = ("text_encoder", "text_model", "lora_te", "te_", "clip", "cond_stage_model")
 # What `comfy.lora.load_lora` makes of a module: an adapter, or ("diff", (tensor,)).
 Patch = WeightAdapterBase | tuple[str, tuple[Any, ...]]
@@ -41,13 +47,14 @@ class LoraReport:
     """The result of `apply_lora`.
 
     Args:
-        how: one of `LORA_MODES`.
+        how: "merge" or "bypass".
         applied: modules of the model that the LoRA changes.
         modules: modules that the file names.
         not_applied: (name as in the file, reason) of the others.
         ranks: smallest and largest, or None where the kind of LoRA has none.
         bytes: of the tensors in the file.
         quantized: changed modules whose weight is quantized.
+        why: what "auto" went by, in one sentence; empty where the mode was asked for.
     """
 
     path: Path
@@ -59,6 +66,7 @@ class LoraReport:
     ranks: tuple[int, int] | None = None
     bytes: int = 0
     quantized: int = 0
+    why: str = ""
 
     def summary(self) -> str:
         """How much was applied, for the node."""
@@ -83,7 +91,7 @@ class LoraReport:
             f"{self.path.name}: {self.applied} of {self.modules} keys applied at strength "
             f"{self.strength:g}, {how} ({', '.join(size)})."
         )
-        notes = []
+        notes = [self.why] if self.why else []
         if self.quantized and self.how == "merge":
             notes.append(
                 f"{self.quantized} of these weights are quantized and were rounded again with the "
@@ -104,7 +112,8 @@ def apply_lora(
         path: a safetensors file with a LoRA, LoHa or LoKr in any of the usual key styles.
         strength: factor on the change, also negative; 0 returns the model itself.
         how: "merge" adds the change to the weights as ComfyUI does, which rounds quantized weights
-            again; "bypass" computes it in the dtype of the activations and leaves weights alone.
+            again; "bypass" computes it in the dtype of the activations and leaves weights alone;
+            "auto" is bypass where weights are quantized, as far as the kind of LoRA has one.
 
     Raises:
         CheckpointError: the file is not a LoRA, is for another model or width, is damaged, holds
@@ -121,7 +130,7 @@ def apply_lora(
     ranks = [int(part.dims[name]) for name in ("rank", "largest_rank") if name in part.dims]
     report = LoraReport(
         path=path,
-        how=how,
+        how="merge" if how == "auto" else how,
         strength=strength,
         applied=0,
         modules=int(part.dims["modules"]),
@@ -148,19 +157,32 @@ def apply_lora(
     for key, patch in patches.items():
         _check_shape(path, key, patch, tuple(weights[key].shape))
     clone = model.clone()
-    if how == "merge":
-        clone.add_patches(patches, strength)
-    else:
-        _apply_bypass(clone, path, patches, weights, strength)
+    quantized = sum(map(_is_quantized, weights.values()))
+    beside, why = None, ""
+    if how == "bypass" or (how == "auto" and quantized):
+        try:
+            beside = _beside(clone, path, patches, weights, strength)
+            why = ROUNDED if how == "auto" else ""
+        except SettingError:
+            if how != "auto":
+                raise
+            why = NO_BYPASS
+    changes, merged = beside or ({}, patches)
+    if changes:
+        add_bypass(clone, changes)
+    if merged:
+        clone.add_patches(merged, strength)
     if file.metadata:
         clone.set_attachments("lora_metadata", file.metadata)  # as core does
     ignored = [(name, "not a tensor of a LoRA") for name in file.ignored]
     ignored += _choose_attention(clone, file)
     return clone, replace(
         report,
+        how="merge" if beside is None else "bypass",
         applied=len(file.modules) - len(not_applied),
         not_applied=(*not_applied, *ignored),
-        quantized=sum(map(_is_quantized, weights.values())),
+        quantized=quantized,
+        why=why,
     )
 
 
@@ -264,13 +286,18 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> tuple[int, int]:
     return left.shape[0], right.shape[1:].numel()
 
 
-def _apply_bypass(
+def _beside(
     clone: ModelPatcher,
     path: Path,
     patches: Mapping[str, Patch],
     weights: Mapping[str, torch.Tensor],
     strength: float,
-) -> None:
+) -> tuple[dict[str, Matrices | Kronecker], dict[str, Patch]]:
+    """What is computed beside the layers, by their names, and what is merged all the same.
+
+    Raises:
+        SettingError: a change has no bypass.
+    """
     dtype = clone.model.get_dtype_inference()
     changes, merged = {}, {}
     for key, patch in patches.items():
@@ -289,9 +316,7 @@ def _apply_bypass(
             )
         else:
             merged[key] = patch  # a norm or a bias, given as its whole change
-    add_bypass(clone, changes)
-    if merged:
-        clone.add_patches(merged, strength)
+    return changes, merged
 
 
 def _choose_attention(clone: ModelPatcher, file: LoraFile) -> list[tuple[str, str]]:

@@ -9,10 +9,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
+from comfy.quant_ops import QuantizedTensor
 from comfy.samplers import CFGGuider
 
 from ....errors import SettingError
-from ....optimizations.blocks.block_form import blocks_of
+from ....optimizations.blocks.block_form import blocks_of, token_layers
 from ....optimizations.run import Optimization
 from .attention import SLOT, FileAttention, SlotAttention
 from .call import control_of, options_of
@@ -133,16 +134,29 @@ def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -
     """OUTER_SAMPLE wrapper: looks at what comes from a text encoder and a VAE, before the
     transformer is loaded.
 
-    With those of Qwen-Image-2.1 ComfyUI fails inside a layer, or takes channels for frames.
+    With those of Qwen-Image-2.1 ComfyUI fails inside a layer, or takes channels for frames; with a
+    hook's LoRA on quantized weights, in the middle of the first step.
 
     Raises:
-        SettingError: it is another model's.
+        SettingError: it is another model's, or hooks would change quantized weights.
     """
     guider = executor.class_obj
-    transformer = guider.model_patcher.model.diffusion_model
+    patcher = guider.model_patcher
+    transformer = patcher.model.diffusion_model
     if isinstance(transformer, QwenImageTransformer2DModel):  # else another node's
         _check_parts(transformer, guider, noise)
+        if any(patcher.hook_patches.values()) and _is_quantized(transformer):
+            raise SettingError(
+                "A LoRA hook on a prompt changes the weights, which ComfyUI cannot do with "
+                "quantized ones: load the MODEL with precision bf16, or put the LoRA on all "
+                "prompts with Load Qwen-Image LoRA."
+            )
     return executor(noise, *args, **kwargs)
+
+
+def _is_quantized(transformer: torch.nn.Module) -> bool:
+    layers = (layer for block in blocks_of(transformer) for layer in token_layers(block))
+    return any(isinstance(layer.weight, QuantizedTensor) for layer in layers)
 
 
 def _check_parts(
