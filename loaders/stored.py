@@ -32,8 +32,6 @@ from .quantization import (
 from .quantize import comfy_quant_tensor, dequantize_rows, is_modulation, layers_to_quantize, rotate
 
 DEFAULT_GROUP = 256
-
-
 SCALES = (".weight_scale", ".scale_weight", ".weight_s_channel")
 # Activations are scaled for each token as they come: a stored scale for them is not used.
 ACCOMPANYING = (*SCALES, *DECODING, ".comfy_quant", ".input_scale", ".scale_input")
@@ -41,15 +39,10 @@ MARKER = "scaled_fp8"
 # What holds quantized values, and core ComfyUI's name for it with one scale for the weight.
 KINDS = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.int8: "int8"}
 CORE_FP8 = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
+E_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FORM_DTYPES = {
-    "fp8 e4m3, scaled": torch.float8_e4m3fn,
-    "fp8 e4m3, scaled per row": torch.float8_e4m3fn,
-    "fp8 e4m3, unscaled": torch.float8_e4m3fn,
-    "fp8 e5m2, scaled": torch.float8_e5m2,
-    "fp8 e5m2, unscaled": torch.float8_e5m2,
-    "int8": torch.int8,
-    "int8 ConvRot": torch.int8,
-    **dict.fromkeys(PACKED, torch.int8),
+    form: next((dtype for name, dtype in E_DTYPES.items() if name in form), torch.int8)
+    for form in RUNNABLE | STORAGE_ONLY | PACKED
 }
 REMEDY = "download or save the file again"
 
@@ -286,14 +279,11 @@ def _scales(
     for name in filter(AUXILIARY.search, tensors):
         if not accompanies(name):
             _refuse(name, "changes a weight in an unknown way", "only scales are applied")
-        if (
-            name.endswith((SCALES[2], *DECODING))
-            and quantized.get(name.rpartition(".")[0]) not in PACKED
-        ):
+        layer = name.rpartition(".")[0]
+        if name.endswith((SCALES[2], *DECODING)) and quantized.get(layer) not in PACKED:
             _refuse(name, "is of no weight in 4 or 6 bits", "it belongs to one")
         if not name.endswith(SCALES):
             continue
-        layer = name.rpartition(".")[0]
         scale = tensors[name].float()
         if not (scale.numel() and scale.isfinite().all() and (scale > 0).all()):
             _refuse(name, "holds NaN, infinity, zero or a negative number", "scales are above 0")
@@ -320,13 +310,10 @@ def _stored(
         what = f"has {scale.numel()} scales for {rows} rows"
         _refuse(name, what, "one value or one a row is needed")
     scale = scale.reshape(() if scale.numel() == 1 else (-1, 1))
-    params = settings.get("params")
-    settings = {**(params if isinstance(params, dict) else {}), **settings}
+    settings = _flat(settings)
     if kind == "int8" and settings.get("convrot"):
-        kind, group = (
-            "int8 ConvRot",
-            _group_size(name, weight.shape[-1] if weight.dim() else 0, settings),
-        )
+        columns = weight.shape[-1] if weight.dim() else 0
+        kind, group = "int8 ConvRot", _group_size(name, columns, settings)
     return StoredLayer(weight, scale, kind, group)
 
 
@@ -347,8 +334,7 @@ def _packed(
     if scale.shape not in ((rows,), (rows, 1)):
         what = f"has {scale.numel()} scales for {rows} rows"
         _refuse(f"{layer}.weight_s_channel", what, "one a row is needed")
-    params = settings.get("params")
-    settings = {**(params if isinstance(params, dict) else {}), **settings}
+    settings = _flat(settings)
     size, group_scale = settings.get("group_size", 16), tensors.get(f"{layer}.weight_s_rel")
     known = type(size) is int and size >= 4 and not columns % size
     if not known or (size % 16 and (bits == 6 or 16 % size)):
@@ -358,6 +344,8 @@ def _packed(
         _refuse(name, f"has {bits} bits and no weight_s_rel", "each group has a scale")
     if group_scale.dtype == torch.uint8:  # as some writers name e4m3
         group_scale = group_scale.view(torch.float8_e4m3fn)
+    if group_scale.dtype != torch.float8_e4m3fn:
+        group_scale = group_scale.float()
     if group_scale.shape != (rows, columns // size):
         found, needed = tuple(group_scale.shape), (rows, columns // size)
         _refuse(f"{layer}.weight_s_rel", f"has the shape {found}", f"{needed} is needed")
@@ -376,6 +364,12 @@ def _packed(
         scale.reshape(-1, 1),
         _group_size(name, columns, settings),
     )
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """With what some files put under `params`."""
+    params = settings.get("params")
+    return {**(params if isinstance(params, dict) else {}), **settings}
 
 
 def _check_matrix(name: str, weight: torch.Tensor) -> None:
