@@ -279,7 +279,7 @@ def test_weights_in_four_bits():
     assert difference(forward(compare(core, most=2e-2)), ours[0]) < 2e-2
 
 
-def test_a_merged_lora_and_one_beside():
+def lora_file():
     generator = torch.Generator().manual_seed(1)
     lora = {}
     for layer in (*narrow.layers(WEIGHTS), narrow.MODULATION):
@@ -288,6 +288,23 @@ def test_a_merged_lora_and_one_beside():
         lora[f"{layer}.lora_up.weight"] = torch.randn(rows, 4, generator=generator) / 10
     path = FOLDER / "lora.safetensors"
     narrow.save_file(lora, path)
+    return path
+
+
+def test_a_lora_merged_into_rotated_weights():
+    """ComfyUI rotates what it has merged as the weight was."""
+    path = lora_file()
+    exact = forward(apply_lora(stock(), path, 3.0, how="merge")[0])
+    plain = stock("int8")
+    known = rotated_layers(compare(plain, most=SAME if MODE == "cpu" else 2e-2))
+    model = apply_lora(plain, path, 3.0, how="merge")[0]
+    clone = compare(model, most=SAME if MODE == "cpu" else 2e-2)
+    assert rotated_layers(clone) == known != {}
+    assert difference(forward(clone), exact) < 0.05 * difference(forward(plain), exact)
+
+
+def test_a_merged_lora_and_one_beside():
+    path = lora_file()
     for form in ("plain", "int8", "fp8"):
         plain = stock() if form == "plain" else stock(form)
         known = forward(plain)
