@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import UnavailableError
+from ..loaders.quantize import row_format
 from ..machine.card import first_line, read_cards
 from ..machine.store import Calibration
 from ..optimizations import kernels, reference
@@ -203,7 +204,7 @@ def _between(
     tokens = Tokens(work.items, work.text, work.image, work.image)
     x, branch = _random(2, work.rows, shape.dim, on=device)
     halves = Modulation(*_random(2, work.items, 3 * shape.dim, on=device))
-    format = RowFormat(precision) if precision in QUANTIZED else None
+    format = row_format(precision, shape.dim) if precision in QUANTIZED else None
     norm = partial(ops.residual_norm, x, branch, halves, halves, tokens, EPS, format)
     moved = work.rows * norm_bytes(shape.dim, format is not None)
     attention = MixPart(

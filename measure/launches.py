@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Linear, Module, ModuleList
 
+from ..loaders.quantize import row_format
 from ..machine.card import first_line
 from ..optimizations import reference
 from ..optimizations.blocks.block import Attend, BlockExecutor, KnownBlock, LayerTensors, Step
@@ -60,7 +61,7 @@ class LaunchedBlocks:
             n, k = height * dim, depth * dim
             weight, scale = random(n, k) * k**-0.5, None
             if precision in QUANTIZED:
-                weight, scale = reference.row_quantize(weight, RowFormat(precision))
+                weight, scale = reference.row_quantize(weight, row_format(precision, k))
             layers[name] = Linear(k, n, device="meta")
             layers[name].stored = LayerTensors(weight, scale, random(n))
         norm = torch.ones(head, device=device, dtype=torch.bfloat16)
@@ -144,11 +145,13 @@ class _Layers:
     """Implements `optimizations.blocks.block.Layers` for layers whose tensors are on the card."""
 
     def __init__(self, precision: str) -> None:
-        self._kind = RowFormat(precision) if precision in QUANTIZED else DENSE
+        self._precision = precision
         self._gemms: dict[str, Gemm] = {}
 
     def kind(self, layer: Module) -> str | RowFormat:
-        return self._kind
+        if self._precision not in QUANTIZED:
+            return DENSE
+        return row_format(self._precision, layer.in_features)
 
     def tensors(self, layer: Module, like: torch.Tensor) -> AbstractContextManager[LayerTensors]:
         return nullcontext(layer.stored)
@@ -160,7 +163,7 @@ class _Layers:
         return nullcontext(0)
 
     def rounds(self, layer: Module) -> bool:
-        return isinstance(self._kind, RowFormat)
+        return self._precision in QUANTIZED
 
     def norm_weight(self, norm: Module, like: torch.Tensor) -> torch.Tensor:
         return norm.weight

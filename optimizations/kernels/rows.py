@@ -92,6 +92,7 @@ def quantize_row(
 
     x is rotated before in groups of `rotation` columns, which divide a part; 0 for none.
     """
+    unit: tl.constexpr = 1.0 if rotation == 0 else rotation**-0.5  # a power of 2: exact anywhere
     if rotation > 0:
         a = _rotate(a, part, rotation)
         if parts == 3:
@@ -101,9 +102,9 @@ def quantize_row(
             b, c = a, a
     # Magnitudes sort like their bits, NaN above inf above all else; a float max drops NaN.
     bits = tl.maximum(tl.maximum(_magnitude_bits(a), _magnitude_bits(b)), _magnitude_bits(c))
-    magnitude = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+    magnitude = tl.max(bits, axis=0).to(tl.float32, bitcast=True) * unit
     scale = tl.where(magnitude < smallest_row, 1.0, tl.div_rn(magnitude, largest))
-    steps_in_one = tl.div_rn(1.0, scale)
+    steps_in_one = tl.div_rn(1.0, scale) * unit
     a = round_to_step(a * steps_in_one, largest, to_integer)
     b = round_to_step(b * steps_in_one, largest, to_integer)
     c = round_to_step(c * steps_in_one, largest, to_integer)
@@ -112,24 +113,33 @@ def quantize_row(
 
 @triton.jit
 def _rotate(x, part: tl.constexpr, size: tl.constexpr):
-    """As `reference.rotate`, of one part of a row."""
+    """As `reference.rotate` of one part of a row, times sqrt(size)."""
     for digit in tl.static_range(7):
         if 4 << (2 * digit) <= size:
             x = _rotate_digit(x, part, 1 << (2 * digit))
-    return x * (size**-0.5)
+    return x
 
 
 @triton.jit
 def _rotate_digit(x, part: tl.constexpr, low: tl.constexpr):
-    """One factor of the matrix, over the digit of base 4 that is worth `low` columns.
-
-    Between neighbours of its lower bit x becomes p = x + x' and m = x - x'; p + m' over the higher
-    bit is the sum of all four less twice the one with both bits turned.
+    """One factor of the matrix, over the digit of base 4 that is worth `low` columns: the sum of
+    all four columns, less twice the one where both bits of the digit are turned.
     """
     x = tl.reshape(x, (part // (4 * low), 2, 2, low))
-    p = tl.sum(x, axis=2, keep_dims=True)
-    m = 2.0 * x - p
-    return tl.reshape(p + (tl.sum(m, axis=1, keep_dims=True) - m), (part,))
+    if low <= 4:  # a thread holds all four: the fewest additions
+        four = tl.sum(tl.sum(x, axis=2, keep_dims=True), axis=1, keep_dims=True)
+        x = four - 2.0 * _neighbour(_neighbour(x, 2), 1)
+    else:  # other threads do: the fewest shuffles
+        other = _neighbour(x, 2)
+        x = (x + other) + _neighbour(x - other, 1)
+    return tl.reshape(x, (part,))
+
+
+@triton.jit
+def _neighbour(x, axis: tl.constexpr):
+    """x with the two entries of an axis exchanged."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ tl.xor_sum(bits, axis=axis, keep_dims=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
