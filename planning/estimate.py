@@ -141,6 +141,8 @@ def not_measured(request: RunRequest, setting: Setting) -> Iterator[str]:
         yield "weights that leave the card"
     if setting.weight_only:
         yield f"{setting.precision} weights that are computed in bf16"
+    if setting.packed:
+        yield "weights in 4 bits"
     if setting.text_encoder_place != ON_CARD:
         yield "a text encoder off the card"
     if request.loras.beside(setting.precision):
@@ -196,6 +198,7 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
         return {source: loading(load, source=source) for source in USUAL_SOURCES}
 
     graph, without = replays_graph(request, setting), replace(request, loras=Loras())
+    how = {"moved_bytes": moved, "graph": graph, "packed": setting.packed}
     phases = {
         "load": loading(load),
         "text": between(
@@ -206,11 +209,7 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
             )
         ),
         "tables": between(lambda rates: table_seconds(request, rates, setting.modulation)),
-        "sampling": between(
-            lambda rates: sampling_seconds(
-                request, precision, rates, moved_bytes=moved, graph=graph
-            )
-        ),
+        "sampling": between(lambda rates: sampling_seconds(request, precision, rates, **how)),
         "decode": between(
             lambda rates: decode_seconds(request, option.tiles, rates) + for_decoder / rates.pcie
         ),
@@ -234,7 +233,7 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
                 )
             )
         ),
-        bound=forward_times(request, precision, slow, moved_bytes=moved, graph=graph).bound,
+        bound=forward_times(request, precision, slow, **how).bound,
     )
 
 
