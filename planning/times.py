@@ -71,6 +71,11 @@ class Work(NamedTuple):
     bytes: int
 
 
+# Layers that read the same rows: the first, and those that come with it.
+FIRST_OF_THREE = ("to_q", "add_q_proj")
+OTHERS_OF_THREE = ("to_k", "to_v", "add_k_proj", "add_v_proj")
+
+
 @dataclass(frozen=True)
 class Pass:
     """One forward pass.
@@ -190,7 +195,7 @@ def forward_times(
     """
     work, added = Pass.of(request), 0.0
     if beside := request.loras.beside(precision):
-        added += beside * _lora_seconds(work, request.loras.rank, rates)
+        added += _lora_seconds(work, beside * request.loras.rank, precision, rates)
     if request.controlnet_bytes:
         added += _controlnet_seconds(work, request.controlnet_bytes, rates)
     if packed:
@@ -276,19 +281,25 @@ def _outside_seconds(work: Pass, rates: Rates) -> float:
     return seconds + (10 * work.rows + table) * shape.dim * WIDE / rates.bandwidth
 
 
-def _lora_seconds(work: Pass, rank: int, rates: Rates) -> float:
-    """One LoRA on every layer of every block, computed as a bypass, as ComfyUI calls layers.
+def _lora_seconds(work: Pass, rank: int, precision: str, rates: Rates) -> float:
+    """LoRAs of a rank together on every layer of every block, computed beside the weights.
 
-    Two thin products, their sum with the layer's output, and a copy of it to where the fused
-    block wants it.
+    A thin product of plain rows, which q, k and v share, and which a quantizing norm then writes
+    too. The second one is in the epilogue of a quantized product; cuBLAS has no such epilogue: in
+    bf16 the output is written and read once more, and the GELU is apart.
     """
     block = 0.0
     for layer, (rows, columns) in BLOCK_GEMMS.items():
         n, k = rows * work.shape.dim, columns * work.shape.dim
         count, m = work.products(layer)
-        block += product_seconds(m, rank, k, "bf16", rates, count)
-        block += product_seconds(m, n, rank, "bf16", rates, count)
-        block += count * (3 + 2) * m * n * WIDE / rates.bandwidth
+        first, inner = layer.endswith(FIRST_OF_THREE), rows > columns
+        if not layer.endswith(OTHERS_OF_THREE):
+            block += product_seconds(m, (3 if first else 1) * rank, k, "bf16", rates, count)
+        if precision in QUANTIZED:
+            again = m * k * WIDE if first or inner else 0
+        else:
+            again = (4 if inner else 2) * m * n * WIDE
+        block += count * (2 * m * n * rank / rates.gemm["bf16"] + again / rates.bandwidth)
     return work.shape.blocks * block
 
 

@@ -336,7 +336,7 @@ def test_the_executor_runs_loras_beside() -> None:
         assert distance(known, expected) < (1e-4 if form is PLAIN else 0.3)
         own_way = "own way" in report_of(optimized)  # ComfyUI may expand 8 bits on a CPU
         assert not (own_way and form is PLAIN)
-        for loras in ([(1, 4, 0.7)], [(1, 4, -1.0), (2, 24, 0.5), (3, 1, 1.0)], [(1, 4, 0.2)]):
+        for loras in ([(1, 4, 0.7)], [(1, 4, -1.0), (2, 24, 0.5), (3, 1, 1.0)], [(4, 512, 0.02)]):
             merged, beside = base, optimized
             for seed, rank, strength in loras:
                 tensors = lora(seed, rank)
@@ -605,6 +605,7 @@ def test_damaged_tensors() -> None:
         refused(odd, LAYER, "do not fit", how=how)
         wide = {**lora(), f"{LAYER}.lora_down.weight": torch.ones(4, 256)}
         refused(wide, LAYER, "(128, 256)", "(128, 128)", how=how)
+        refused(lora(rank=0), "rank 0", how=how)
         refused({**lora(), f"{LAYER}.lokr_w1": torch.ones(8, 8)}, LAYER, how=how)
         refused({**lora(), f"{LAYER}.diff_b": torch.ones(64)}, LAYER, "(64,)", how=how)
     refused({**lora(), f"{LAYER}.lora_magnitude_vector": torch.ones(128)}, "DoRA", "PEFT")

@@ -187,7 +187,7 @@ def test_a_step_cache_takes_its_computed_steps_and_stands_beside_what_else_saves
         ({}, "card"),
         ({"width": 1328, "height": 1328, "steps": 4}, "card"),
         ({"steps": 4}, "processor"),
-        ({"loras": Loras(1, 4, "bypass")}, "processor"),
+        ({"loras": Loras(1, 4, "bypass")}, "card"),  # a graph replays them too
     ],
 )
 def test_a_step_says_that_the_processor_bounds_it(changed, bound):

@@ -228,7 +228,7 @@ def test_more_never_takes_less(request, setting, data):
         )
     assert step_bytes(more, setting).first >= step_bytes(request, setting).first
     assert step_bytes(more, setting).later >= step_bytes(request, setting).later
-    assert lora_bytes(more) >= lora_bytes(request)
+    assert lora_bytes(more, setting) >= lora_bytes(request, setting)
     assert encoding_bytes(more) >= encoding_bytes(request)
     assert sum(host_memory(more, setting).values()) >= sum(host_memory(request, setting).values())
     less, most = phases(request, setting), phases(more, setting)

@@ -133,7 +133,7 @@ def test_a_text_encoder_is_bf16_unless_named():
         ({"steps": 8, "width": 512, "height": 512}, Setting(), True),
         ({"loras": Loras(3, 32, "merge")}, Setting("int8"), True),
         ({"loras": Loras(0, 32, "bypass")}, Setting("int8"), True),
-        ({"loras": Loras(1, 32, "bypass")}, Setting("int8"), False),
+        ({"loras": Loras(1, 32, "bypass")}, Setting("int8"), True),
         ({"controlnet_bytes": 1}, Setting("int8"), False),
         ({"steps": 13}, Setting("int8"), False),
         ({"steps": 7, "width": 512, "height": 512}, Setting(), False),

@@ -157,7 +157,7 @@ def test_merged_loras_cost_nothing_and_others_each():
         for count, mode in ((2, "merge"), (1, "bypass"), (2, "bypass"))
     )
     assert merged == forward_seconds(RunRequest(), "bf16", H200)
-    assert two - one == pytest.approx(one - merged)
+    assert 0 < two - one < one - merged  # what is read and written once serves all
 
 
 def test_weights_that_move_in_each_step_take_the_link():
