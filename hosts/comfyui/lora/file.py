@@ -58,8 +58,8 @@ def read_lora(path: Path) -> LoraFile:
     """Reads a file that `inspect_lora` knows.
 
     Raises:
-        CheckpointError: it names a module twice, holds NaN or infinity, or is of a form that
-            ComfyUI would apply wrongly.
+        CheckpointError: it names a module twice, holds NaN, infinity or nothing, or is of a form
+            that ComfyUI would apply wrongly.
     """
     stored, metadata = comfy.utils.load_torch_file(str(path), safe_load=True, return_metadata=True)
     file = LoraFile(path, metadata)
@@ -89,6 +89,12 @@ def _check_tensor(path: Path, name: str, kind: str, tensor: torch.Tensor) -> Non
         raise CheckpointError(
             f"{name!r} has the shape {tuple(tensor.shape)} and must be one number: download the "
             "file again.",
+            path,
+        )
+    if tensor.numel() == 0:
+        raise CheckpointError(
+            f"{name!r} has the shape {tuple(tensor.shape)}, and a LoRA of rank 0 changes nothing: "
+            "download the file again.",
             path,
         )
     if kind == "lora_magnitude_vector":
