@@ -310,7 +310,7 @@ ATTENTION += [(90, form, 128, mask) for form in ("int8", "int8_fp8") for mask in
 def test_attention_in_8_bits_uses_the_tensor_cores(compile_kernel, sm, form, head_dim, mask):
     from qwen_l40s.optimizations.kernels import attention_8bit
 
-    tile = attention_8bit.choose_tile(form, (sm // 10, sm % 10))
+    tile = attention_8bit.choose_tile(form, mask, (sm // 10, sm % 10))
     kernel = attention_8bit._attention_kernel
     fp8 = form == "int8_fp8"
     pointers = {"q_ptr": "i8", "k_ptr": "i8", "v_ptr": "fp8e4nv" if fp8 else "bf16"}
