@@ -117,6 +117,7 @@ def op_cases(shape: TransformerShape, inputs: Inputs, device: torch.device) -> l
         *_norms(shape.dim, tokens, device),
         *_rotations(shape, tokens, device),
         *_quantizers(4 * shape.dim, tokens.rows, device),
+        *_decoders(4 * shape.dim, shape.dim, device),
     ]
 
 
@@ -267,6 +268,23 @@ def _quantizers(width: int, rows: int, device: torch.device) -> list[OpCase]:
             cases.append(OpCase(f"gelu+quantize {format} {name}", gelu, 0, moved))
             cases.append(OpCase(f"quantize {format} {name}", plain, 0, moved))
     return cases
+
+
+def _decoders(n: int, k: int, device: torch.device) -> list[OpCase]:
+    """Of a weight in 4 bits, with a scale for 16 of them."""
+
+    def decode(of: Callable[[], Ops]) -> Call:
+        ops = of()
+        codes = torch.randint(-128, 128, (n, k // 2), dtype=torch.int8, device=device)
+        scale = torch.rand(n, k // 16, device=device).to(torch.float8_e4m3fn).view(torch.uint8)
+        codebook = torch.randn(16, device=device)
+        return lambda: ops.decode_weight(codes, scale, codebook, 4)
+
+    moved = n * k // 2 + n * k // 16 + n * k
+    return [
+        OpCase(f"decode {n}x{k} int4 {name}", lambda of=of: decode(of), 0, moved)
+        for name, of in _programs(device)
+    ]
 
 
 def _programs(device: torch.device) -> tuple[tuple[str, Callable[[], Ops]], ...]:

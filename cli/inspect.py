@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from ..charts.figures import file_size
 from ..loaders.checkpoint import Checkpoint, CheckpointPart, inspect_checkpoint
+from ..loaders.quantization import PACKED
 from .output import print_text
 
 
@@ -65,6 +66,8 @@ def _part_rows(part: CheckpointPart) -> Iterator[tuple[str, str]]:
     quantization = part.quantization
     yield "quantized", _counts(quantization.formats) or "no"
     if quantization.formats:
+        if PACKED & quantization.formats.keys() and not part.cannot_run:
+            yield "loads as", "int8 ConvRot, decoded value for value"
         yield "scales", _counts(quantization.granularity)
         yield from _list("layers", quantization.quantized)
         yield from _list("kept", quantization.kept)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_checkpoint import micro_transformer, write
 
+from qwen_l40s.cli import main
 from qwen_l40s.errors import CheckpointError
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
 from qwen_l40s.loaders.sizes import loaded_bytes
@@ -197,7 +198,7 @@ def packed_specs(bits):
 
 
 @pytest.mark.parametrize("bits", FORMATS)
-def test_a_header_is_recognized_and_counted_as_int8(tmp_path, bits):
+def test_a_header_is_recognized_and_counted_as_int8(tmp_path, capsys, bits):
     specs, contents = packed_specs(bits)
     path = write(tmp_path / "file.safetensors", specs, contents=contents)
     part = open_source(path, "transformer").part
@@ -212,6 +213,8 @@ def test_a_header_is_recognized_and_counted_as_int8(tmp_path, bits):
     decoded = sum(rows * columns * 8 // bits for rows, columns in packed.values())
     stored = sum(rows * columns for rows, columns in packed.values())
     groups = sum(rows * columns * 8 // bits // 16 for rows, columns in packed.values())
+    assert main(["inspect", str(path)]) == 0
+    assert "loads as      int8 ConvRot, decoded" in capsys.readouterr().out
     found = loaded_bytes(open_source(path, "transformer"))
     assert found.total == part.bytes + decoded - stored - groups
     assert 0 < found.modulation < found.total
