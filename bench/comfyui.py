@@ -35,8 +35,9 @@ from ..hosts.comfyui.sample.attention import SLOT
 from ..hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from ..hosts.comfyui.sample.run import OPTIMIZATION_KEY
 from ..loaders.convert import expected_tensors
-from ..loaders.quantize import comfy_quant_tensor, quantize_rows
+from ..loaders.quantize import quantize_rows, row_format
 from ..loaders.quantized_file import MARKER_2511
+from ..loaders.stored import StoredLayer
 from ..loaders.writer import SafetensorsLayout, write_safetensors
 from ..optimizations.modulation import ModulationTable
 from ..spec import FULL_SIZE, LARGEST, TransformerShape
@@ -115,7 +116,9 @@ def forget_models() -> None:
 
 
 def _quantized(weight: torch.Tensor, precision: str) -> tuple[torch.Tensor, ...]:
-    return (*quantize_rows(weight, precision), comfy_quant_tensor(precision))
+    form = row_format(precision, weight.shape[1])
+    rounded = quantize_rows(weight, precision, rotation=form.rotation)
+    return tuple(StoredLayer.rounded(*rounded, form).tensors("").values())
 
 
 def _core_quantized(weight: torch.Tensor, precision: str) -> tuple[torch.Tensor, ...]:

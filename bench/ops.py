@@ -254,7 +254,7 @@ def _rotations(shape: TransformerShape, tokens: Tokens, device: torch.device) ->
 def _quantizers(width: int, rows: int, device: torch.device) -> list[OpCase]:
     cases = []
     for name, of in _programs(device):
-        for format in map(RowFormat, reference.STORAGE):
+        for format in (*map(RowFormat, reference.STORAGE), RowFormat("int8", 256)):
 
             def gelu(of: Callable[[], Ops] = of, format: RowFormat = format) -> Call:
                 ops, x = of(), _normal(rows, width, on=device)

@@ -199,7 +199,7 @@ def test_a_model_that_is_quantized_already(tmp_path, capsys):
     assert main(["quantize", str(MICRO), str(quantized), "--precision", "int8"]) == 0
     capsys.readouterr()
     sentence = refused(capsys, quantized, "--layers-only")
-    assert "is quantized already (int8 in 72 layers)" in sentence
+    assert "is quantized already (int8 ConvRot in 72 layers)" in sentence
     assert "audit the bf16 file or folder that it was made from" in sentence
     folder = shutil.copytree(MICRO, tmp_path / "folder")
     shutil.copy(quantized, folder / "transformer" / WEIGHTS.name)
