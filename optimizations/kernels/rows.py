@@ -36,8 +36,9 @@ def launch_shape(k: int, rotated: bool = False) -> tuple[int, int, int]:
     # The next power of two; triton.next_power_of_2 takes 3 us for it.
     covering = max(1 << (k - 1).bit_length(), NARROWEST_PART)
     # In three parts a thread then holds 8 elements of each: 16 bytes of bf16. Of a rotated row it
-    # holds 16, so that a warp holds whole groups: a prototype took 19.3 and 59.8 us for rows of
-    # 3072 and 12288 with 2 and 8 warps (H200, 4296 rows; 14.5 and 43.4 without the rotation).
+    # holds 16, so that fewer of a group are in other threads: 17.6, 54.4 and 64.8 us for rows of
+    # 3072 and 12288 and for the GELU of 12288, 14.4, 43.5 and 46 without the rotation (H200, 4296
+    # rows).
     warps = min(max(covering // (2048 if rotated else 1024), 1), 16)
     part = covering // 4
     if k == 3 * part and part >= NARROWEST_PART:

@@ -5,6 +5,7 @@ import gc
 import inspect
 import json
 import logging
+import re
 import threading
 import weakref
 from contextlib import nullcontext
@@ -678,6 +679,10 @@ def test_quantized_layers(precision, fused):
         assert "layers: 36 of 36 run diffusers' own way" in optimized.report()
         return
     assert "layers: int8 through int_mm" in optimized.report()
+    assert re.findall(r"layers: (.*) rotated, (.*) columns", optimized.report()) == [
+        ("30 of 36", "64"),
+        ("6 of 36", "256"),
+    ]
     assert "run diffusers' own way" not in optimized.report()
     layer = model.transformer_blocks[2].attn.to_q
     layer.product = choose_gemm("int8", torch.device("cpu"), backend="dequantize")
