@@ -104,13 +104,13 @@ class Ops(NamedTuple):
         return run
 
     def prepare_quantizer(
-        self, name: str, x: torch.Tensor, format: RowFormat, out: QuantizedRows
+        self, name: str, x: torch.Tensor, format: RowFormat, out: QuantizedRows, **how: bool
     ) -> Callable[[torch.Tensor], None]:
-        """`gelu_quantize` or `row_quantize` into `out`, of tensors like x."""
+        """`gelu_quantize` or `row_quantize` into `out`, of tensors like x; `how` is its own."""
         if prepare := self.prepared.get(name):
-            return prepare(x, format, out)
+            return prepare(x, format, out, **how)
         quantize = getattr(self, name)
-        return lambda x: out.write(*quantize(x, format))
+        return lambda x: out.write(*quantize(x, format, **how))
 
     def prepare_decoder(
         self,
@@ -131,13 +131,12 @@ class Ops(NamedTuple):
         text_down: torch.Tensor | None,
         image_down: torch.Tensor | None,
         order: RowOrder,
-        gelu: tuple[bool, bool],
         out: torch.Tensor,
     ) -> Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], None]:
         """`low_rank_rows` into `out`, of tensors like these."""
         if prepare := self.prepared.get("low_rank_rows"):
-            return prepare(x, text_down, image_down, order, gelu, out)
-        return lambda x, *downs: self.low_rank_rows(x, *downs, order, gelu, out)
+            return prepare(x, text_down, image_down, order, out)
+        return lambda x, *downs: self.low_rank_rows(x, *downs, order, out)
 
 
 TORCH = Ops(

@@ -299,17 +299,23 @@ def qk_norm_rope(
             x[:, here] = torch.stack((a * c - b * s, a * s + b * c), dim=-1).flatten(-2)
 
 
-def gelu_quantize(x: torch.Tensor, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
+def gelu_quantize(
+    x: torch.Tensor, format: RowFormat, keep: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes the GELU of each row, in its tanh form, as `row_quantize` does.
 
     Args:
         x: Rows, (M, K), of any float dtype; the GELU is computed in fp32, or float64 for float64.
         format: How.
+        keep: Whether the GELU is written over x, rounded to its dtype.
 
     Returns:
         q, (M, K), and scale, (M, 1), as of `row_quantize`.
     """
-    return row_quantize(F.gelu(x.to(_wide(x)), approximate="tanh"), format)
+    activated = F.gelu(x.to(_wide(x)), approximate="tanh")
+    if keep:
+        x.copy_(activated)
+    return row_quantize(activated, format)
 
 
 def scaled_gemm(
@@ -358,20 +364,18 @@ def low_rank_rows(
     text_down: torch.Tensor | None,
     image_down: torch.Tensor | None,
     order: RowOrder,
-    gelu: tuple[bool, bool] = (False, False),
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What LoRAs make of the rows of both streams before their second matrix.
 
-        t = f(x) @ down.T, with the tanh GELU or nothing for f
+        t = x @ down.T
 
-    Sums are fp32 and rounded once; a GELU is computed in fp32 and rounded to x's dtype.
+    Sums are fp32 and rounded once.
 
     Args:
         x: (rows, K), bf16, fp16 or fp32.
         text_down, image_down: (R, K) in x's dtype, contiguous; None for a stream without LoRAs.
         order: Which rows are of which stream.
-        gelu: Of text rows, and of image rows.
         out: Where to write, (rows, R or more).
 
     Returns:
@@ -383,13 +387,10 @@ def low_rank_rows(
         out = x.new_zeros(len(x), max(len(down) for down in downs if down is not None))
     begin = 0
     for _ in range(order.items):
-        for length, down, act in zip(order[1:], downs, gelu, strict=True):
+        for length, down in zip(order[1:], downs, strict=True):
             rows = slice(begin, begin + length)
             if down is not None:
-                part = x[rows]
-                if act:
-                    part = F.gelu(part.to(_wide(x)), approximate="tanh").to(x.dtype)
-                out[rows, : len(down)] = part @ down.t()
+                out[rows, : len(down)] = x[rows] @ down.t()
             begin += length
     return out
 

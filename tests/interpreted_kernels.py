@@ -220,20 +220,26 @@ ORDERS = [RowOrder(1, 5, 70), RowOrder(3, 2, 9), RowOrder(1, 1, 1)]
 def test_low_rank_rows_is_its_twin_and_float64(dtype, order):
     rows = order.items * (order.text + order.image)
     generator = torch.Generator().manual_seed(0)
-    for k, ranks in ((256, (16, 16)), (80, (5, 200)), (144, (0, 24)), (64, (32, 0))):
+    for k, ranks in (
+        (256, (16, 16)),
+        (2048, (16, 16)),
+        (4100, (9, 7)),
+        (80, (5, 200)),
+        (144, (0, 24)),
+        (64, (32, 0)),
+    ):
         x = torch.randn(rows, k + 8, generator=generator).to(dtype)[:, :k]
         downs = [torch.randn(r, k, generator=generator).to(dtype) if r else None for r in ranks]
-        for gelu in ((False, False), (True, True), (True, False), (False, True)):
-            out = torch.full((rows, max(ranks) + 3), 2.0**30, dtype=dtype)
-            twin = out.clone()
-            assert low_rank_rows(x, *downs, order, gelu, out) is out
-            reference.low_rank_rows(x, *downs, order, gelu, twin)
-            rtol, atol = (1e-5, 1e-4) if dtype is torch.float32 else (1e-2, 0.2)
-            torch.testing.assert_close(out, twin, rtol=rtol, atol=atol)
-            assert torch.equal(out == 2.0**30, twin == 2.0**30)  # what is not to be written
-        fresh = low_rank_rows(x, *downs, order, gelu)
+        out = torch.full((rows, max(ranks) + 3), 2.0**30, dtype=dtype)
+        twin = out.clone()
+        assert low_rank_rows(x, *downs, order, out) is out
+        reference.low_rank_rows(x, *downs, order, twin)
+        rtol, atol = (1e-5, 2e-3) if dtype is torch.float32 else (1e-2, 0.5)
+        torch.testing.assert_close(out, twin, rtol=rtol, atol=atol)
+        assert torch.equal(out == 2.0**30, twin == 2.0**30)  # what is not to be written
+        fresh = low_rank_rows(x, *downs, order)
         assert torch.equal(fresh[out[:, :-3] != 2.0**30], out[:, :-3][out[:, :-3] != 2.0**30])
-        if gelu == (False, True) and ranks[0] and dtype is torch.float32:
+        if ranks[0] and dtype is torch.float32:
             truth = x[: order.text].double() @ downs[0].double().t()
             assert (out[: order.text, : ranks[0]] - truth).norm() < 1e-6 * truth.norm()
 

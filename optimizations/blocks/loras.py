@@ -85,19 +85,12 @@ class LowRows:
         """
         launch = self._launches.get(reader)
         if launch is None:
-            shape, layers = self._shape, self._layers
-            tokens = shape.tokens
+            shape, tokens = self._shape, self._shape.tokens
             order = RowOrder(1, tokens.text_rows, tokens.rows - tokens.text_rows)
             if rows is shape.mixed:
                 order = RowOrder(tokens.batch, tokens.text, tokens.image)
-            # In memory the hidden rows have no GELU where their quantizer takes it.
-            gelu = tuple(
-                rows is shape.activated
-                and None not in (layers[outer - 2].format, layers[outer].format)
-                for outer in (11, 10)
-            )
             out = self._out(reader)
-            launch = shape.ops.prepare_low_rank(rows.matrix, *downs, order, gelu, out)
+            launch = shape.ops.prepare_low_rank(rows.matrix, *downs, order, out)
             self._launches[reader] = launch
         launch(rows.matrix, *downs)
 

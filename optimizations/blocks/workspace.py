@@ -427,8 +427,11 @@ class Program:
                     start = where.start
                     values, scale = out.part(start, len(part))
                     out = QuantizedRows(values, scale, len(part))
-                name = "gelu_quantize" if gelu else "row_quantize"
-                launch = shape.ops.prepare_quantizer(name, part, format, out)
+                name, how = "row_quantize", {}
+                if gelu:  # LoRAs read plain rows
+                    name = "gelu_quantize"
+                    how = {"keep": True} if any(form.low for form in outer) else {}
+                launch = shape.ops.prepare_quantizer(name, part, format, out, **how)
                 steps.append(lambda launch=launch, part=part: launch(part))
             elif gelu:
                 steps.append(lambda part=part: torch.ops.aten.gelu_(part, approximate="tanh"))

@@ -11,7 +11,6 @@ import triton.language as tl
 from ..reference import RowOrder
 from . import on_card_of
 from .launch import Launch, PreparedLaunch
-from .rows import _gelu
 from .scaled_gemm import wide_dot
 
 
@@ -25,8 +24,12 @@ class LowRankTile(NamedTuple):
     stages: int
 
 
-# Predicted. Low enough that 4296 rows fill a card.
-TILE = LowRankTile(32, 64, 128, 4, 3)
+# The best of seven tiles at 4296 rows on an H200, for few programs and for many: K = 3072 takes 14,
+# 20 and 39 us for ranks of 64, 192 and 576. They fit sm_89 too, on which nobody has run them.
+TILE, TILE_OF_MANY = LowRankTile(64, 64, 128, 4, 3), LowRankTile(128, 64, 64, 4, 4)
+MANY = 400  # programs
+# K is split until so many programs would run, down to sums of so many products.
+MOST_PROGRAMS, LEAST_DEPTH = 280, 1024
 
 
 # The numbers of tokens follow the prompt and the size of the image: no kernel of its own for each.
@@ -36,27 +39,32 @@ def _low_rank_rows_kernel(
     text_down_ptr,
     image_down_ptr,
     out_ptr,
+    part_ptr,
+    ticket_ptr,
     text,
     image,
     x_stride,
     out_stride,
+    part_stride,
     k: tl.constexpr,
     text_rank: tl.constexpr,
     image_rank: tl.constexpr,
-    text_gelu: tl.constexpr,
-    image_gelu: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
+    splits: tl.constexpr,
 ):
-    """t[row, r] = sum_k f(x[row, k]) * down[r, k], with the down of the row's stream.
+    """t[row, r] = sum_k x[row, k] * down[r, k], with the down of the row's stream.
 
-    A rank of 0 leaves a stream out.
+    A rank of 0 leaves a stream out. Of the programs that share a tile, each with a part of K, the
+    last one adds up what all have left, always in the same order.
     """
     tiles_n: tl.constexpr = (max(text_rank, image_rank) + block_n - 1) // block_n
     program = tl.program_id(0)
-    tile_n = (program % tiles_n) * block_n
-    tile = program // tiles_n
+    split = program % splits
+    shared = program // splits
+    tile_n = (shared % tiles_n) * block_n
+    tile = shared // tiles_n
     # Tiles of an item: of its text rows, then of its image rows.
     text_tiles = tl.cdiv(text, block_m) if text_rank > 0 else 0
     image_tiles = tl.cdiv(image, block_m) if image_rank > 0 else 0
@@ -68,9 +76,10 @@ def _low_rank_rows_kernel(
     rank = tl.where(is_text, text_rank, image_rank)
     start = (item * (text + image) + tl.where(is_text, 0, text) + first).to(tl.int64)
 
+    part: tl.constexpr = (k + splits * block_k - 1) // (splits * block_k) * block_k
     rows = tl.minimum(tl.arange(0, block_m), length - 1 - first)
     columns = tl.minimum(tile_n + tl.arange(0, block_n), rank - 1)
-    depth = tl.arange(0, block_k)
+    depth = split * part + tl.arange(0, block_k)
     x_ptrs = x_ptr + start * x_stride + (rows[:, None] * x_stride + depth[None, :])
     if text_rank == 0:
         down_ptr = image_down_ptr
@@ -81,31 +90,39 @@ def _low_rank_rows_kernel(
     down_ptrs = down_ptr + (columns[None, :] * k + depth[:, None])
 
     total = tl.zeros((block_m, block_n), dtype=tl.float32)
-    for done in tl.range(0, k, block_k):
-        if k % block_k == 0:
+    for done in tl.range(0, part, block_k):
+        if k % (splits * block_k) == 0:
             x = tl.load(x_ptrs)
             down = tl.load(down_ptrs)
         else:
             x = tl.load(x_ptrs, mask=depth[None, :] < k - done, other=0.0)
             down = tl.load(down_ptrs, mask=depth[:, None] < k - done, other=0.0)
-        if text_gelu and image_gelu:
-            x = _gelu(x.to(tl.float32)).to(down.dtype)
-        elif text_gelu:
-            x = tl.where(is_text, _gelu(x.to(tl.float32)).to(down.dtype), x)
-        elif image_gelu:
-            x = tl.where(is_text, x, _gelu(x.to(tl.float32)).to(down.dtype))
         total = wide_dot(x, down, total)
         x_ptrs += block_k
         down_ptrs += block_k
 
     out_rows = tl.arange(0, block_m)
     out_columns = tile_n + tl.arange(0, block_n)
-    out_ptrs = out_ptr + start * out_stride
-    tl.store(
-        out_ptrs + out_rows[:, None] * out_stride + out_columns[None, :],
-        total.to(out_ptr.dtype.element_ty),
-        mask=(out_rows[:, None] < length - first) & (out_columns[None, :] < rank),
+    inside = (out_rows[:, None] < length - first) & (out_columns[None, :] < rank)
+    out_ptrs = (
+        out_ptr + start * out_stride + (out_rows[:, None] * out_stride + out_columns[None, :])
     )
+    if splits == 1:
+        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        width: tl.constexpr = max(text_rank, image_rank)
+        part_ptrs = part_ptr + start * width + (out_rows[:, None] * width + out_columns[None, :])
+        tl.store(part_ptrs + split * part_stride, total, mask=inside)
+        tl.debug_barrier()  # all threads have stored before one takes the ticket
+        if tl.atomic_add(ticket_ptr + shared, 1, sem="acq_rel") == splits - 1:
+            total = tl.zeros((block_m, block_n), dtype=tl.float32)
+            for other in range(splits):
+                # Past L1, where another multiprocessor's stores do not show.
+                total += tl.load(
+                    part_ptrs + other * part_stride, mask=inside, other=0.0, cache_modifier=".cg"
+                )
+            tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(ticket_ptr + shared, 0)  # for the next launch
 
 
 def low_rank_rows(
@@ -113,7 +130,6 @@ def low_rank_rows(
     text_down: torch.Tensor | None,
     image_down: torch.Tensor | None,
     order: RowOrder,
-    gelu: tuple[bool, bool] = (False, False),
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `reference.low_rank_rows`; x may have any row stride."""
@@ -121,7 +137,7 @@ def low_rank_rows(
         downs = (down for down in (text_down, image_down) if down is not None)
         out = x.new_zeros(len(x), max(map(len, downs)))
     with on_card_of(x):
-        _launch(x, text_down, image_down, order, gelu, out).once()
+        _launch(x, text_down, image_down, order, out)[0].once()
     return out
 
 
@@ -130,11 +146,16 @@ def prepare_low_rank_rows(
     text_down: torch.Tensor | None,
     image_down: torch.Tensor | None,
     order: RowOrder,
-    gelu: tuple[bool, bool],
     out: torch.Tensor,
 ) -> PreparedLaunch:
     """`low_rank_rows` into `out`; takes x, text_down and image_down like these."""
-    return _launch(x, text_down, image_down, order, gelu, out).prepared()
+    launch, scratch = _launch(x, text_down, image_down, order, out)
+    prepared = launch.prepared()
+
+    def run(*varying: torch.Tensor | None, _held: object = scratch) -> None:
+        prepared(*varying)
+
+    return run
 
 
 def _launch(
@@ -142,29 +163,46 @@ def _launch(
     text_down: torch.Tensor | None,
     image_down: torch.Tensor | None,
     order: RowOrder,
-    gelu: tuple[bool, bool],
     out: torch.Tensor,
-    tile: LowRankTile = TILE,
-) -> Launch:
+) -> tuple[Launch, tuple[torch.Tensor | None, ...]]:
+    """The launch, and tensors that have to live as long as it does."""
     ranks = [0 if down is None else len(down) for down in (text_down, image_down)]
-    lengths = zip(ranks, order[1:], strict=True)
-    tiles = order.items * sum(-(-length // tile.m) for rank, length in lengths if rank)
+    tile, k = TILE, x.shape[1]
+    programs = _programs(ranks, order, tile)
+    if programs > MANY:
+        tile = TILE_OF_MANY
+        programs = _programs(ranks, order, tile)
+    splits = 1
+    while 2 * splits * programs <= MOST_PROGRAMS and k // (2 * splits) >= LEAST_DEPTH:
+        splits *= 2
+    part = ticket = None
+    if splits > 1:
+        part = x.new_empty(splits, len(x), max(ranks), dtype=torch.float32)
+        ticket = x.new_zeros(programs, dtype=torch.int32)
     constants = {
-        "k": x.shape[1],
+        "k": k,
         "text_rank": ranks[0],
         "image_rank": ranks[1],
-        "text_gelu": gelu[0],
-        "image_gelu": gelu[1],
         "block_m": tile.m,
         "block_n": tile.n,
         "block_k": tile.k,
+        "splits": splits,
     }
-    return Launch(
+    strides = x.stride(0), out.stride(0), len(x) * max(ranks)
+    launch = Launch(
         _low_rank_rows_kernel,
-        tiles * -(-max(ranks) // tile.n),
+        programs * splits,
         (x, text_down, image_down),
-        (out, order.text, order.image, x.stride(0), out.stride(0)),
+        (out, part, ticket, order.text, order.image, *strides),
         constants,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+    return launch, (part, ticket)
+
+
+def _programs(ranks: list[int], order: RowOrder, tile: LowRankTile) -> int:
+    """How many tiles there are."""
+    lengths = zip(ranks, order[1:], strict=True)
+    rows = order.items * sum(-(-length // tile.m) for rank, length in lengths if rank)
+    return rows * -(-max(ranks) // tile.n)

@@ -184,7 +184,11 @@ def quantization(format: RowFormat | None) -> dict[str, float | bool | None]:
 
 
 def _quantizer(
-    kernel: triton.JITFunction, x: torch.Tensor, format: RowFormat, out: QuantizedRows
+    kernel: triton.JITFunction,
+    x: torch.Tensor,
+    format: RowFormat,
+    out: QuantizedRows,
+    **more: bool,
 ) -> Launch:
     """A kernel that quantizes each row by its own magnitude, one program a row.
 
@@ -193,6 +197,7 @@ def _quantizer(
         x: Rows, (M, K), with any row stride; K is at most `WIDEST_ROW`.
         format: How.
         out: Of M rows.
+        more: Further constants of the kernel.
     """
     rows, k = x.shape
     if k > WIDEST_ROW:
@@ -207,13 +212,14 @@ def _quantizer(
         **quantization(format),
         "part": part,
         "parts": parts,
+        **more,
     }
     fixed = (out.values, out.scale, x.stride(0), out.cut, out.gap)
     return Launch(kernel, rows, (x,), fixed, constants, num_warps=warps)
 
 
 def _quantize(
-    kernel: triton.JITFunction, x: torch.Tensor, format: RowFormat
+    kernel: triton.JITFunction, x: torch.Tensor, format: RowFormat, **more: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q and scale, as of `reference.row_quantize`."""
     if x.stride(1) != 1:
@@ -221,7 +227,7 @@ def _quantize(
     q = x.new_empty(x.shape, dtype=storage_of(format))
     scale = x.new_empty(len(x), 1, dtype=torch.float32)
     with on_card_of(x):
-        _quantizer(kernel, x, format, QuantizedRows(q, scale, len(x))).once()
+        _quantizer(kernel, x, format, QuantizedRows(q, scale, len(x)), **more).once()
     return q, scale
 
 
@@ -280,13 +286,19 @@ def _gelu_quantize_kernel(
     rotation: tl.constexpr,
     part: tl.constexpr,
     parts: tl.constexpr,
+    keep: tl.constexpr,
 ):
-    """As `quantize_row`, of the GELU of a row in memory."""
+    """As `quantize_row`, of the GELU of a row in memory, which is written over the row to `keep`
+    it.
+    """
     row = tl.program_id(0).to(tl.int64)
     a, b, c = load_row(x_ptr + row * x_stride, k, part, parts)
-    a, b, c, scale = quantize_row(
-        _gelu(a), _gelu(b), _gelu(c), largest, smallest_row, to_integer, rotation, part, parts
-    )
+    a = _gelu(a)
+    b = _gelu(b)
+    c = _gelu(c)
+    if keep:
+        store_row(x_ptr + row * x_stride, a, b, c, k, part, parts)
+    a, b, c, scale = quantize_row(a, b, c, largest, smallest_row, to_integer, rotation, part, parts)
     store_row(q_ptr + row * k, a, b, c, k, part, parts)
     tl.store(scale_ptr + row + tl.where(row >= cut, gap, 0), scale)
 
@@ -301,11 +313,17 @@ def _gelu(x):
     return x / (1.0 + tl.exp2(x * (-2.302208198144325 - 0.1029432395800235 * (x * x))))
 
 
-def gelu_quantize(x: torch.Tensor, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `reference.gelu_quantize`; x (M, K) may have any row stride, K is at most `WIDEST_ROW`."""
-    return _quantize(_gelu_quantize_kernel, x, format)
+def gelu_quantize(
+    x: torch.Tensor, format: RowFormat, keep: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `reference.gelu_quantize`; x (M, K) may have any row stride, K is at most `WIDEST_ROW`.
+    To keep the GELU its columns have to lie side by side.
+    """
+    return _quantize(_gelu_quantize_kernel, x, format, keep=keep)
 
 
-def prepare_gelu_quantize(x: torch.Tensor, format: RowFormat, out: QuantizedRows) -> PreparedLaunch:
+def prepare_gelu_quantize(
+    x: torch.Tensor, format: RowFormat, out: QuantizedRows, keep: bool = False
+) -> PreparedLaunch:
     """`gelu_quantize` into `out`, of x or of tensors like it."""
-    return _quantizer(_gelu_quantize_kernel, x, format, out).prepared()
+    return _quantizer(_gelu_quantize_kernel, x, format, out, keep=keep).prepared()

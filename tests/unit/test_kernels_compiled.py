@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 from qwen_l40s.optimizations import kernels
 from qwen_l40s.spec import RowFormat
@@ -72,10 +72,11 @@ def tiles():
     """(compute capability, format, tile) of every tile that a card can be given."""
     if kernels.missing():
         return []
-    from qwen_l40s.optimizations.kernels.scaled_gemm import TILES, TILES_SM90
+    from qwen_l40s.optimizations.kernels.scaled_gemm import TILES, TILES_SM90, TILES_SM90_INT8
 
     cases = [(89, format, tile) for format in FORMATS for _, tile in TILES]
     cases += [(90, format, tile) for format in FORMATS for _, tile in TILES_SM90]
+    cases.append((90, "int8", TILES_SM90_INT8[-1][1]))
     cases.append((80, "int8", TILES[-1][1]))  # where there is no e4m3
     return [other_cards(*case) for case in cases]
 
@@ -113,22 +114,29 @@ def test_scaled_gemm_fits_the_card_and_uses_its_tensor_cores(
     assert "cp.async.cg.shared.global" in ptx  # 16 bytes at a time, loaded ahead
 
 
-@pytest.mark.parametrize(("k", "gelu"), [(3072, False), (12288, True)])
+@pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("sm", [89, other_cards(80), other_cards(90)])
-def test_low_rank_rows_fits_the_card_and_uses_its_tensor_cores(compile_kernel, sm, k, gelu):
-    from qwen_l40s.optimizations.kernels.low_rank import TILE, _low_rank_rows_kernel
+def test_low_rank_rows_fits_the_card_and_uses_its_tensor_cores(compile_kernel, sm, splits):
+    from qwen_l40s.optimizations.kernels.low_rank import TILE, TILE_OF_MANY, _low_rank_rows_kernel
 
-    names = ("x_ptr", "text_down_ptr", "image_down_ptr", "out_ptr")
-    constants = {"k": k, "text_rank": 192, "image_rank": 192, "text_gelu": gelu, "image_gelu": gelu}
-    constants |= {"block_m": TILE.m, "block_n": TILE.n, "block_k": TILE.k}
-    numbers = {"text": False, "image": False, "x_stride": True, "out_stride": True}
-    pointers = dict.fromkeys(names, "bf16")
-    ptx = compile_kernel(
-        _low_rank_rows_kernel, sm, pointers, numbers, constants, TILE.warps, TILE.stages
-    )
-    instruction = r"mma\.sync" if sm < 90 or TILE.m < 64 else r"wgmma\.mma_async"
-    assert re.search(rf"{instruction}\S*\.f32\.bf16\.bf16", ptx)
-    assert "cp.async.cg.shared.global" in ptx  # 16 bytes at a time, loaded ahead
+    for tile in (TILE, TILE_OF_MANY):
+        names = ("x_ptr", "text_down_ptr", "image_down_ptr", "out_ptr")
+        constants = {"k": 12288, "text_rank": 192, "image_rank": 192, "splits": splits}
+        constants |= {"block_m": tile.m, "block_n": tile.n, "block_k": tile.k}
+        numbers = {"text": False, "image": False, "x_stride": True, "out_stride": True}
+        numbers["part_stride"] = True
+        pointers = dict.fromkeys(names, "bf16")
+        if splits > 1:
+            pointers |= {"part_ptr": "fp32", "ticket_ptr": "i32"}
+        else:
+            constants |= {"part_ptr": None, "ticket_ptr": None}
+        ptx = compile_kernel(
+            _low_rank_rows_kernel, sm, pointers, numbers, constants, tile.warps, tile.stages
+        )
+        instruction = r"mma\.sync" if sm < 90 else r"wgmma\.mma_async"
+        assert re.search(rf"{instruction}\S*\.f32\.bf16\.bf16", ptx)
+        assert "cp.async.cg.shared.global" in ptx  # 16 bytes at a time, loaded ahead
+        assert ("atom.global.gpu.acq_rel" in ptx) == (splits > 1)
 
 
 # Compute capability, format and width of a row: in three parts, in one that fits, in one that is
@@ -150,8 +158,9 @@ def test_quantization_holds_a_row_in_registers(compile_kernel, name, sm, format,
     constants = {"k": k, "part": part, "parts": parts, **rows.quantization(format)}
     kernel = getattr(rows, f"_{name}_kernel")
     numbers = {"x_stride": True, "cut": False, "gap": False}
-    ptx = compile_kernel(kernel, sm, pointers, numbers, constants, warps)
-    assert_wide(ptx, format, masked_at=None if part * parts == k else k)
+    for keep in ({"keep": False}, {"keep": True}) if name == "gelu_quantize" else ({},):
+        ptx = compile_kernel(kernel, sm, pointers, numbers, constants | keep, warps)
+        assert_wide(ptx, format, masked_at=None if part * parts == k else k)
 
 
 @pytest.mark.parametrize(("sm", "bits"), [other_cards(*it) for it in ((89, 4), (89, 6), (80, 4))])
@@ -345,10 +354,19 @@ def test_numbers_of_tokens_make_no_kernels_of_their_own():
 
 
 def test_tile_by_rows():
-    from qwen_l40s.optimizations.kernels.scaled_gemm import TILES, TILES_SM90, choose_tile
+    from qwen_l40s.optimizations.kernels.scaled_gemm import (
+        TILES,
+        TILES_SM90,
+        TILES_SM90_INT8,
+        choose_tile,
+    )
 
-    assert choose_tile(1, (8, 9)) is choose_tile(16, (8, 0)) is TILES[0][1]
-    assert choose_tile(17, (8, 9)) is TILES[1][1]
-    assert choose_tile(4296, (8, 9)) is choose_tile(513, (12, 0)) is TILES[-1][1]
-    assert choose_tile(1, (9, 0)) is TILES_SM90[0][1]
-    assert choose_tile(4296, (9, 0)) is TILES_SM90[-1][1]
+    int8, fp8 = torch.int8, torch.float8_e4m3fn
+
+    assert choose_tile(1, (8, 9), fp8) is choose_tile(16, (8, 0), fp8) is TILES[0][1]
+    assert choose_tile(17, (8, 9), fp8) is TILES[1][1]
+    assert choose_tile(4296, (8, 9), fp8) is choose_tile(513, (12, 0), fp8) is TILES[-1][1]
+    assert choose_tile(1, (9, 0), fp8) is TILES_SM90[0][1]
+    assert choose_tile(4296, (9, 0), fp8) is TILES_SM90[-1][1]
+    assert choose_tile(4296, (9, 0), int8) is TILES_SM90_INT8[-1][1]
+    assert choose_tile(4296, (8, 9), int8) is TILES[-1][1]
