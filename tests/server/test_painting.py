@@ -114,7 +114,8 @@ def test_quantized_on_load_it_still_paints_the_prompt(server: Server, precision:
     run = server.run(graph(seed=4, precision=precision))
     assert run.status == "success"
     assert shows(server.image(run, "save"))
-    assert f"72 layers quantized to {precision}, one scale for each row." in run.text("load")
+    form = {"int8": "int8, rotated (ConvRot)"}.get(precision, precision)
+    assert f"72 layers quantized to {form}, one scale for each row." in run.text("load")
 
 
 def test_a_diffusers_folder_is_one_choice_for_all_three(server: Server):

@@ -92,7 +92,8 @@ def transformer_tensors(
 
     if to_round:
         ready |= quantize_shown(source, to_round, weight_of, precision, device)
-        notes.append(f"{len(to_round)} layers quantized to {precision}, one scale for each row.")
+        form = "int8, rotated (ConvRot)" if precision == "int8" else precision
+        notes.append(f"{len(to_round)} layers quantized to {form}, one scale for each row.")
     return ready, notes, kept if precision in QUANTIZED else frozenset()
 
 
