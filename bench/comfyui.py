@@ -7,11 +7,10 @@ patches, wrappers and callbacks apply as they do in a workflow.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import comfy.ldm.wan.vae
 import comfy.model_management
@@ -31,16 +30,17 @@ from comfy.text_encoders.llama import Qwen25_7BVLI
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..hosts.comfyui.load.linear import quantized_operations
+from ..hosts.comfyui.lora.bypass import Matrices, add_bypass
 from ..hosts.comfyui.sample.attention import SLOT
 from ..hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from ..hosts.comfyui.sample.run import OPTIMIZATION_KEY
 from ..loaders.convert import expected_tensors
-from ..loaders.quantize import quantize_rows, row_format
+from ..loaders.quantize import layers_to_quantize, quantize_rows, row_format
 from ..loaders.quantized_file import MARKER_2511
 from ..loaders.stored import StoredLayer
 from ..loaders.writer import SafetensorsLayout, write_safetensors
 from ..optimizations.modulation import ModulationTable
-from ..spec import FULL_SIZE, LARGEST, TransformerShape
+from ..spec import FULL_SIZE, LARGEST, RowFormat, TransformerShape
 from . import timing as measure
 from .forward import (
     CHECKED,
@@ -59,7 +59,10 @@ from .inputs import rope_axes
 from .memory import TEXT_ENCODER, TEXT_WIDTH, TRANSFORMER, VAE
 from .timing import time_calls
 
-CORE_FORMATS = {"fp8": "float8_e4m3fn", "int8": "int8_tensorwise"}
+if TYPE_CHECKING:
+    from .rows import Row
+
+LORA_RANK = 64
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
 VOCABULARY = 152_064
@@ -86,13 +89,20 @@ def bf16_model(
 
 @torch.inference_mode()  # as loader nodes run: quantized tensors cannot enter it later
 def quantized_model(
-    shape: TransformerShape, precision: str, device: torch.device, edit: bool, *, stock: bool
+    shape: TransformerShape,
+    precision: str,
+    device: torch.device,
+    edit: bool,
+    *,
+    stock: bool,
+    rotate: bool = True,
 ) -> comfy.model_patcher.ModelPatcher:
     """The same weights in fp8 or int8, made tensor by tensor.
 
     Args:
-        stock: As ComfyUI's own files and operations have it (fp8 and int8 with one scale a tensor);
-            else as this package's loader does (one scale a row).
+        stock: As ComfyUI's own files and operations have it (fp8 with one scale a tensor, int8 as
+            ConvRot); else as this package's loader does (one scale a row).
+        rotate: Whether this package's int8 is rotated.
     """
     chosen = quantizable_weights(shape)
     tensors: Tensors = {}
@@ -100,12 +110,9 @@ def quantized_model(
         if name not in chosen:
             tensors[name] = tensor
             continue
-        layer = name.removesuffix(".weight")
+        form = row_format(precision, tensor.shape[1]) if rotate else RowFormat(precision)
         quantize = _core_quantized if stock else _quantized
-        values, scale, marker = quantize(tensor, precision)
-        tensors[name] = values
-        tensors[f"{layer}.weight_scale"] = scale
-        tensors[f"{layer}.comfy_quant"] = marker
+        tensors |= quantize(tensor, form).tensors(name.removesuffix(".weight"))
     operations = None if stock else quantized_operations(torch.bfloat16)
     return _patcher(shape, tensors, device, edit, build_on=device, operations=operations)
 
@@ -115,21 +122,22 @@ def forget_models() -> None:
     comfy.model_management.unload_all_models()
 
 
-def _quantized(weight: torch.Tensor, precision: str) -> tuple[torch.Tensor, ...]:
-    form = row_format(precision, weight.shape[1])
-    rounded = quantize_rows(weight, precision, rotation=form.rotation)
-    return tuple(StoredLayer.rounded(*rounded, form).tensors("").values())
+def _quantized(weight: torch.Tensor, form: RowFormat) -> StoredLayer:
+    values, scale = quantize_rows(weight, form.storage, rotation=form.rotation)
+    return StoredLayer.rounded(values, scale, form)
 
 
-def _core_quantized(weight: torch.Tensor, precision: str) -> tuple[torch.Tensor, ...]:
-    name = CORE_FORMATS[precision]
-    marker = torch.tensor(list(json.dumps({"format": name}).encode()), dtype=torch.uint8)
-    if precision == "fp8":  # what the published scaled files hold
+def _core_quantized(weight: torch.Tensor, form: RowFormat) -> StoredLayer:
+    if form.storage == "fp8":  # what the published scaled files hold
         scale = weight.abs().amax().float() / LARGEST["fp8"]
-        return (weight.float() / scale).to(torch.float8_e4m3fn), scale, marker
-    layout = comfy.quant_ops.QUANT_ALGOS[name]["comfy_tensor_layout"]
-    stored = comfy.quant_ops.QuantizedTensor.from_float(weight, layout)
-    return stored._qdata, stored._params.scale, marker
+        return StoredLayer((weight.float() / scale).to(torch.float8_e4m3fn), scale, "fp8")
+    stored = comfy.quant_ops.QuantizedTensor.from_float(
+        *(weight, "TensorWiseINT8Layout"),
+        per_channel=True,
+        convrot=True,
+        convrot_groupsize=form.rotation,
+    )
+    return StoredLayer.rounded(stored._qdata, stored._params.scale, form)
 
 
 def _patcher(
@@ -170,26 +178,38 @@ def _unet_config(shape: TransformerShape, edit: bool) -> dict[str, Any]:
     return config
 
 
-def stock(patcher: ModelPatcher) -> ModelPatcher:
-    """ComfyUI as it is."""
-    return patcher
+def prepared(patcher: ModelPatcher, row: Row) -> ModelPatcher:
+    """A model as a row runs it; the model itself stays as it is.
 
-
-def stock_cudnn(patcher: ModelPatcher) -> ModelPatcher:
-    """ComfyUI with cuDNN's attention, through its own slot."""
+    Raises:
+        UnavailableError: The row's attention cannot run here.
+    """
+    if row.variant == "stock":
+        return patcher
     clone = patcher.clone()
-    clone.model_options["transformer_options"][SLOT] = _cudnn_attention
-    return clone
+    if row.variant == "stock_cudnn":  # through ComfyUI's own slot
+        clone.model_options["transformer_options"][SLOT] = _cudnn_attention
+        return clone
+    for number in range(row.loras):
+        add_bypass(clone, _random_lora(clone, number))
+    settings = OptimizeSettings(blocks=row.variant != "attention", attention=row.attention)
+    return optimize(clone, settings)
 
 
-def ours(patcher: ModelPatcher) -> ModelPatcher:
-    """What the node Optimize makes of a model."""
-    return optimize(patcher, OptimizeSettings())
-
-
-def ours_attention(patcher: ModelPatcher) -> ModelPatcher:
-    """The choice of attention alone; the blocks are ComfyUI's."""
-    return optimize(patcher, OptimizeSettings(blocks=False))
+def _random_lora(patcher: ModelPatcher, number: int) -> dict[str, Matrices]:
+    """Beside each layer of attention and MLP, a twentieth as large as what the layer gives."""
+    changes = {}
+    transformer = patcher.model.diffusion_model
+    names = (name for name, part in transformer.named_modules() if hasattr(part, "in_features"))
+    for name in sorted(layers_to_quantize(names)):
+        layer = transformer.get_submodule(name)
+        sizes = {"up": (layer.out_features, LORA_RANK), "down": (LORA_RANK, layer.in_features)}
+        up, down = (
+            random_tensor(f"{name}.{number}.{part}", size, patcher.load_device).cpu()
+            for part, size in sizes.items()
+        )
+        changes[f"diffusion_model.{name}"] = Matrices(up * 0.1, down)
+    return changes
 
 
 def measure_pass(

@@ -39,6 +39,8 @@ class Row:
         precision: bf16, fp8 or int8.
         needs_card: whether it has nothing to run on a CPU.
         step: the technique that it adds to the row before it in the waterfall.
+        attention: as the node Optimize takes it, of "ours".
+        loras: how many of rank 64 are beside all layers of attention and MLP.
     """
 
     name: str
@@ -48,6 +50,8 @@ class Row:
     precision: str = "bf16"
     needs_card: bool = False
     step: str = ""
+    attention: str = "auto"
+    loras: int = 0
 
 
 BASELINE = "comfyui bf16"
@@ -58,17 +62,39 @@ FORWARD = (
     Row("ours bf16 attention", COMFYUI, "bf16", "attention", step="+ attention choice"),
     Row("ours bf16 blocks", COMFYUI, "bf16", "unscheduled", step="+ fused blocks"),
     Row("ours bf16", COMFYUI, "bf16", "ours", step="+ modulation tables"),
+    Row("ours bf16, 1 LoRA", COMFYUI, "bf16", "ours", loras=1),
+    Row("ours bf16, 3 LoRAs", COMFYUI, "bf16", "ours", loras=3),
     Row(TABLE, COMFYUI, "bf16", "table"),
     Row("diffusers bf16 eager", DIFFUSERS, "bf16", "eager"),
     Row("ours bf16 in diffusers", DIFFUSERS, "bf16", "ours"),
     Row("diffusers bf16 compiled", DIFFUSERS, "bf16", "compiled", needs_card=True),
     Row("comfyui fp8", COMFYUI, "comfyui fp8", "stock", "fp8"),
     Row("ours fp8", COMFYUI, "ours fp8", "ours", "fp8", step="+ fp8"),
+    Row("ours fp8, 1 LoRA", COMFYUI, "ours fp8", "ours", "fp8", loras=1),
+    Row("ours fp8, 3 LoRAs", COMFYUI, "ours fp8", "ours", "fp8", loras=3),
     Row("comfyui int8", COMFYUI, "comfyui int8", "stock", "int8"),
+    Row("ours int8 plain", COMFYUI, "ours int8 plain", "ours", "int8"),
     Row("ours int8", COMFYUI, "ours int8", "ours", "int8", step="or int8"),
+    *(
+        Row(f"ours int8, attention {name}", COMFYUI, "ours int8", "ours", "int8", attention=name)
+        for name in ("int8", "int8_fp8")
+    ),
+    # The best exact attention of an L40S.
+    Row(
+        "ours int8, attention sdpa_flash",
+        *(COMFYUI, "ours int8", "ours", "int8"),
+        needs_card=True,
+        attention="sdpa_flash",
+    ),
+    Row("ours int8, 1 LoRA", COMFYUI, "ours int8", "ours", "int8", loras=1),
+    Row("ours int8, 3 LoRAs", COMFYUI, "ours int8", "ours", "int8", loras=3),
 )
 BLOCK = tuple(row for row in FORWARD if row.name != TABLE)
-IMAGE = tuple(row for row in FORWARD if row.host == COMFYUI and row.variant in ("stock", "ours"))
+IMAGE = tuple(
+    row
+    for row in FORWARD
+    if row.host == COMFYUI and row.variant in ("stock", "ours") and not row.loras
+)
 
 
 def select(rows: Sequence[Row], patterns: Sequence[str]) -> tuple[Row, ...]:
@@ -96,14 +122,6 @@ def select_names(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ..
     )
 
 
-# Which function of bench/comfyui.py prepares the patcher of a variant.
-PREPARED_BY = {
-    "stock": "stock",
-    "stock_cudnn": "stock_cudnn",
-    "attention": "ours_attention",
-    "unscheduled": "ours",
-    "ours": "ours",
-}
 DENSE = "bf16"
 
 
@@ -111,7 +129,8 @@ class RandomModels:
     """The models over one set of weights; close them before the next are built.
 
     Args:
-        weights: "bf16", which both hosts share, or a program and a precision: "ours fp8".
+        weights: "bf16", which both hosts share, or a program and a precision: "ours fp8"; "plain"
+            behind them is int8 that is not rotated.
         edit: whether it is an Edit-2511.
     """
 
@@ -135,7 +154,7 @@ class RandomModels:
         if row.variant == "table":
             patcher = self.patcher()
             return comfyui.measure_table(patcher, tensors, repeats, self._device), None
-        patcher = getattr(comfyui, PREPARED_BY[row.variant])(self.patcher())
+        patcher = comfyui.prepared(self.patcher(), row)
         scheduled = row.variant != "unscheduled"
         return comfyui.measure_pass(patcher, tensors, repeats, self._device, scheduled=scheduled)
 
@@ -148,9 +167,10 @@ class RandomModels:
             if self._weights == DENSE:
                 self._patcher = bf16_model(self._shape, self._dense(), *place)
             else:
-                program, precision = self._weights.split()
-                stock = program == "comfyui"
-                self._patcher = quantized_model(self._shape, precision, *place, stock=stock)
+                program, precision, *plain = self._weights.split()
+                self._patcher = quantized_model(
+                    *(self._shape, precision, *place), stock=program == "comfyui", rotate=not plain
+                )
         return self._patcher
 
     def close(self) -> None:
@@ -227,8 +247,8 @@ class BenchSetup:
 
 
 def run_forward(setup: BenchSetup, take: RowSink) -> None:
-    """Whole forward passes."""
-    known: dict[Inputs, ForwardOutput] = {}
+    """Whole forward passes; the error with LoRAs is that of the same LoRAs beside bf16."""
+    known: dict[tuple[Inputs, int], ForwardOutput] = {}
     tensors = _all_tensors(setup)
 
     def measure(models: RandomModels, row: Row, inputs: Inputs) -> Fields:
@@ -237,9 +257,9 @@ def run_forward(setup: BenchSetup, take: RowSink) -> None:
         fields, output = models.measure(row, tensors[inputs], setup.repeats)
         if output is None:
             return fields
-        if row.name == BASELINE:
-            known[inputs] = output
-        fields |= relative_errors(output, known.get(inputs))
+        if row.name == BASELINE or (row.loras and row.precision == DENSE):
+            known[inputs, row.loras] = output
+        fields |= relative_errors(output, known.get((inputs, row.loras)))
         return fields | achieved(forward_work(setup.shape, inputs, row.precision), fields["ms"])
 
     _each(setup, measure, take)
@@ -286,7 +306,7 @@ def run_image(setup: BenchSetup, take: RowSink) -> None:
 
         if not vaes:
             vaes.append(comfyui.random_vae(setup.device, small=setup.shape.dim < 3072))
-        patcher = getattr(comfyui, row.variant)(models.patcher())
+        patcher = comfyui.prepared(models.patcher(), row)
 
         def paint() -> comfyui.ImageTimes:
             return comfyui.paint(patcher, vaes[0], tensors[inputs], setup.steps, setup.device)

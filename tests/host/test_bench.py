@@ -76,7 +76,7 @@ def test_errors_are_those_of_the_same_weights_and_inputs(in_comfyui):
     limits = {"comfyui bf16": 0, "ours bf16": 0.004, "ours bf16 attention": 0.004}
     limits |= {"ours bf16 blocks": 0.004, "diffusers bf16 eager": 0.01}
     limits["ours bf16 in diffusers"] = 0.01
-    limits |= dict.fromkeys(("comfyui fp8", "ours fp8", "comfyui int8", "ours int8"), 0.03)
+    limits |= {row.name: 0.03 for row in FORWARD if row.precision != "bf16" and row.name in rows}
     for name, limit in limits.items():
         assert rows[name]["rel_error"] <= limit
         assert rows[name]["rel_error_blocks"] <= limit
@@ -85,10 +85,13 @@ def test_errors_are_those_of_the_same_weights_and_inputs(in_comfyui):
 
 def test_ours_ran_fused_with_and_without_tables(in_comfyui):
     rows = rows_of(in_comfyui, "forward")
-    for name in ("ours bf16", "ours bf16 blocks", "ours fp8", "ours int8"):
+    for name in (row.name for row in FORWARD if row.variant in ("unscheduled", "ours")):
+        if name not in rows or "diffusers" in name:
+            continue
         # First call, two repetitions, and the call whose output is compared.
         assert "blocks: fused, 8 of 8 in 4 forward passes" in rows[name]["paths"]
     assert "modulation: 20 timesteps" in rows["ours bf16 in diffusers"]["paths"]
+    assert "attention: int8_fp8" in rows["ours int8, attention int8_fp8"]["paths"]
     # In ComfyUI the table outlives a run: of 20 timesteps one was there, for another row.
     table = r"modulation: (\d+) timesteps in a table .*, (\d+) computed in this run"
     known, computed = map(int, re.search(table, rows["ours bf16"]["paths"]).groups())
