@@ -73,6 +73,7 @@ class QwenL40SOptimize(io.ComfyNode):
                     max=0.1,
                     step=0.001,
                     optional=True,
+                    advanced=True,
                     tooltip="The largest relative error that attention fast allows, measured in "
                     "the run. 0.02 allows int8, 0.045 also int8_fp8.",
                 ),

@@ -72,6 +72,9 @@ HOOKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "comfy.quant_ops": {
         "QuantizedTensor": ("qdata", "layout_cls", "params"),
         "register_layout_class": ("name", "cls"),
+        "TensorWiseINT8Layout.Params": (
+            *("scale", "orig_dtype", "orig_shape", "convrot", "convrot_groupsize"),
+        ),
     },
     # Methods that off-card weights, LoRA files and the plan of a decode replace or call into.
     "comfy.model_patcher": {

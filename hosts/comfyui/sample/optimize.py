@@ -14,6 +14,7 @@ from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
+from ....errors import SettingError
 from ....optimizations.attention import MOST_ERROR, is_lossy
 from ....optimizations.blocks.block_form import blocks_of
 from ....optimizations.fallback import Fallback
@@ -37,6 +38,9 @@ class OptimizeSettings:
         tf32: Whether fp32 products are rounded to TF32 during a run; bf16 models have next to none.
         cudnn_benchmark: Whether cuDNN tries out its convolutions during a run.
         attention_error: The largest relative error that "fast" allows.
+
+    Raises:
+        SettingError: attention_error is not above 0 and at most 1.
     """
 
     blocks: bool = True
@@ -44,6 +48,13 @@ class OptimizeSettings:
     tf32: bool = False
     cudnn_benchmark: bool = False
     attention_error: float = MOST_ERROR
+
+    def __post_init__(self) -> None:
+        if not 0 < self.attention_error <= 1:
+            raise SettingError(
+                f"attention_error must be above 0 and at most 1, got {self.attention_error!r}: use "
+                f"{MOST_ERROR}."
+            )
 
 
 def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> ModelPatcher:
