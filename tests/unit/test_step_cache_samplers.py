@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from qwen_l40s.bench.step_cache_samplers import table
+from qwen_l40s.bench.step_cache.samplers import table
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "bench" / "results" / "step-cache-samplers.json"

@@ -1,6 +1,6 @@
 """What the step cache's watch reads of ComfyUI's samplers and schedulers, and what skipping costs.
 
-    python -m qwen_l40s.bench.step_cache_samplers OUT.json
+    python -m qwen_l40s.bench.step_cache.samplers OUT.json
 
 Runs in the Python that runs ComfyUI, on the processor, with the micro model. Rows that OUT holds
 are kept. A reading is |x - (x_prev + ds v_prev)| / |ds v_prev|. The cached runs are those of a
@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from ..cli.output import write_whole
-from ..optimizations.step_cache import MOST_ASTRAY, SAME_SIGMA, CachedRun
-from ..step_cache import cache_settings
-from .command import import_comfyui
+from ...cli.output import write_whole
+from ...optimizations.step_cache import MOST_ASTRAY, SAME_SIGMA, CachedRun
+from ...step_cache import cache_settings
+from ..command import import_comfyui
 
-MICRO = Path(__file__).resolve().parents[1] / "models" / "micro"
+MICRO = Path(__file__).resolve().parents[2] / "models" / "micro"
 PROMPT = "a large green circle at the bottom right on a white background"
 LATENT = (1, 16, 1, 32, 32)
 CFG, SEED, STEPS, MORE_STEPS = 4.0, 3, 20, 50
@@ -87,9 +87,9 @@ class Bench:
     """The micro model with a cache that watches."""
 
     def __init__(self) -> None:
-        from ..hosts.comfyui.load.text_encoder import load_text_encoder
-        from ..hosts.comfyui.load.transformer import load_model
-        from ..hosts.comfyui.sample import step_cache
+        from ...hosts.comfyui.load.text_encoder import load_text_encoder
+        from ...hosts.comfyui.load.transformer import load_model
+        from ...hosts.comfyui.sample import step_cache
 
         step_cache.CachedRun = Watched
         self._model = load_model(MICRO)[0]
