@@ -145,4 +145,5 @@ def _settings(request: RunRequest, option: PlanOption) -> dict[str, Any]:
         "controlnet_gib": gib(request.controlnet_bytes),
         "tiles": option.tiles,
         "cache": request.cache,
+        "attention": setting.attention,
     }

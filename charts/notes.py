@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from ..planning.cards import STARTING
 from ..planning.files import NETWORK, NVME, PAGE_CACHE, SOURCES
 from ..planning.phases import Range
-from ..planning.rates import GEMM, constants, measured
-from ..planning.request import DROPPED, ON_PROCESSOR
+from ..planning.rates import GEMM, attention_share, constants, measured
+from ..planning.request import DROPPED, EXACT, FAST, ON_PROCESSOR
 from ..spec import GIB, QUANTIZED, format_gib, sm
 from .figures import dollars, duration, many
 
@@ -61,7 +61,9 @@ def _range_notes(found: Estimate) -> Iterator[str]:
     low, high = found.step_seconds
     if low == high:
         return
-    setting = found.option.setting
+    setting, left_out = found.option.setting, found.basis.left_out
+    if found.basis.origin and setting.precision not in left_out:
+        return  # attention in 8 bits, which says so
     if found.basis.origin:
         yield f"Times are a range because the calibration did not measure {setting.precision}."
     if setting.precision in QUANTIZED and not setting.weight_only:
@@ -122,6 +124,7 @@ def _addition_notes(found: Estimate) -> Iterator[str]:
             f"{many(request.loras.count, 'LoRA')} in bypass mode add {duration(found.times.loras)} "
             "to each step (computed, not measured). Merged, they cost nothing."
         )
+    yield from _attention_notes(found)
     if request.controlnet_bytes:
         yield "The ControlNet's time is computed from its size, not measured."
     if request.member.layers and request.layers:
@@ -131,6 +134,21 @@ def _addition_notes(found: Estimate) -> Iterator[str]:
             "This counts one picture. Qwen-Image-Layered also paints layers, 3 by default in "
             "ComfyUI's node: set layers (--layers) to count them."
         )
+
+
+def _attention_notes(found: Estimate) -> Iterator[str]:
+    """Which attention counts, where it is not simply exact."""
+    asked, form = found.request.attention, found.option.setting.attention
+    if form != EXACT:
+        best, worst = attention_share(found.card, form)
+        share = f"{best:.0%}" if best == worst else f"{best:.0%} to {worst:.0%}"
+        fast = "fast counts as " * (asked == FAST)
+        yield (
+            f"Attention {fast}{form}: predicted at {share} of the time of exact attention, not "
+            "measured in a run."
+        )
+    elif asked == FAST:
+        yield "Attention fast counts as exact, which is predicted to be faster on this card."
 
 
 def _price_notes(found: Estimate) -> Iterator[str]:

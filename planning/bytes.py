@@ -22,7 +22,7 @@ from ..spec import (
     TransformerShape,
 )
 from ..step_cache import CUSTOM, OFF
-from .request import RunRequest, Setting, replays_graph
+from .request import EXACT, FAST, INT8_FP8, RunRequest, Setting, replays_graph
 
 BF16, FP32 = 2, 4
 
@@ -162,7 +162,8 @@ def _check_precision(precision: str) -> None:
 #     bf16        1 + 1 + 4 + 1 + 1     = 8 streams of n
 #     fp8, int8   1 + 1 + 4 + 1 + 2 + 1 = 10, and an fp32 scale a row
 #
-# The int32 and fp32 sums of 8-bit products stay in the kernels' registers. The first step also runs
+# The int32 and fp32 sums of 8-bit products stay in the kernels' registers. Attention in 8 bits has
+# q and k (and v) in a buffer of its own and writes its result where q was. The first step also runs
 # one block of ComfyUI's own for the self-check, whose MLP holds 9 i + 2 n, before there are
 # buffers, and keeps its result; both results are compared in fp32, some tokens at a time.
 
@@ -170,6 +171,11 @@ MLP = 4  # the hidden layer's width in dims
 # Of the executor: the buffers' rows come in such multiples, and so many tokens of each item are
 # compared at a time.
 ROWS_AT_ONCE, COMPARED_AT_ONCE = 256, 512
+# The tokens of a head in 8 bits are padded to a multiple of this (optimizations/attention_8bit.py).
+HEAD_TOKENS_AT_ONCE = 128
+# What `fast` holds of the image and text streams where it measures an error: a result, and it in
+# fp32 less the exact one.
+MEASURED_STREAMS = 3
 # fp32 latents that a sampler and its guider hold while the transformer runs: noise, the image that
 # is painted, the prediction of each prompt with its sum and weight, and a step's intermediate ones.
 SAMPLER_LATENTS = 10
@@ -232,21 +238,34 @@ class StepBytes:
 def step_bytes(request: RunRequest, setting: Setting) -> StepBytes:
     """Activations of a forward pass in bytes, without modulation table and workspaces.
 
-    Counted for the fused blocks with exact attention, in ComfyUI, where its loop holds a block's
-    input; diffusers holds no more.
+    Counted for the fused blocks in ComfyUI, where its loop holds a block's input; diffusers holds
+    no more. `fast` attends exactly in its first pass, in which it measures errors.
     """
     shape, rows = request.transformer, TokenRows.of(request)
     stream = BF16 * shape.dim
     added, control = control_bytes(request)
     around = _around(shape, rows, request) + added
-    buffers = buffer_bytes(request, setting)
-    fused = buffers + 2 * rows.all * stream + _beside_buffers(shape, rows, request, setting)
+    buffers, fused = _fused_bytes(shape, rows, request, setting)
+    begins = fused
+    if request.attention == FAST:
+        exact = replace(setting, attention=EXACT)
+        buffers, begins = _fused_bytes(shape, rows, request, exact)
+        begins += MEASURED_STREAMS * rows.all * stream
     host = _host_block(shape, rows, request, setting)
     expected = rows.all * stream
     at_once = min(max(rows.image, rows.text), COMPARED_AT_ONCE * rows.items)
     compared = buffers + (3 * rows.all + 4 * at_once) * stream
-    first = max(host, expected + fused, compared)
+    first = max(host, expected + begins, compared)
     return StepBytes(max(around + first, control), max(around + fused, control))
+
+
+def _fused_bytes(
+    shape: TransformerShape, rows: TokenRows, request: RunRequest, setting: Setting
+) -> tuple[int, int]:
+    """(the buffers; all of a fused block at its worst moment)."""
+    buffers = buffer_bytes(request, setting)
+    streams = 2 * rows.all * BF16 * shape.dim
+    return buffers, buffers + streams + _beside_buffers(shape, rows, request, setting)
 
 
 def input_bytes(request: RunRequest) -> int:
@@ -280,12 +299,13 @@ def _timestep_bytes(request: RunRequest) -> int:
 def graph_bytes(request: RunRequest, setting: Setting) -> int:
     """CUDA graphs of the blocks, beside what a pass takes without them; 0 where none is predicted.
 
-    They share one pool: the rows of the streams and of attention, which stay where they are from
-    replay to replay, and the modulation of one timestep.
+    They share one pool: the rows of the streams and of exact attention, which stay where they are
+    from replay to replay, and the modulation of one timestep.
     """
     if not replays_graph(request, setting):
         return 0
-    rows = 2 * TokenRows.of(request).all * request.transformer.dim * BF16
+    streams = 2 if setting.attention == EXACT else 1
+    rows = streams * TokenRows.of(request).all * request.transformer.dim * BF16
     return rows + _timestep_bytes(request) + GRAPH_WORKSPACES
 
 
@@ -327,8 +347,24 @@ def buffer_bytes(request: RunRequest, setting: Setting) -> int:
     count += rows * 3 * _ranks_beside(request, setting) * BF16
     if setting.precision in QUANTIZED and not setting.weight_only:
         count += rows * (MLP * dim + BYTES_PER_SCALE)
+    count += -(-heads_bytes(request, setting.attention) // ROWS_AT_ONCE) * ROWS_AT_ONCE
     # One weight of each stream is decoded at a time, which may be the MLP's.
     return count + (2 * MLP * dim * dim if setting.packed else 0)
+
+
+def heads_bytes(request: RunRequest, attention: str) -> int:
+    """What attention in 8 bits reads: q, k and their scales, the mean of k, and values in e4m3 with
+    scales and largest magnitudes; 0 for exact attention.
+    """
+    if attention == EXACT:
+        return 0
+    head_dim = request.transformer.head_dim
+    padded = request.prompt_tokens + request.image_tokens
+    padded = -(-padded // HEAD_TOKENS_AT_ONCE) * HEAD_TOKENS_AT_ONCE
+    head = 2 * padded * (head_dim + FP32) + FP32 * head_dim
+    if attention == INT8_FP8:
+        head += padded * head_dim + FP32 * head_dim * (1 + padded // HEAD_TOKENS_AT_ONCE)
+    return request.items * request.transformer.heads * head
 
 
 def _beside_buffers(
@@ -336,7 +372,8 @@ def _beside_buffers(
 ) -> int:
     """The most that a block takes at once beside its input, the residual stream and buffers."""
     stream = BF16 * shape.dim
-    most, found = max(rows.image, rows.text), rows.all * stream  # what attention gives
+    most = max(rows.image, rows.text)
+    found = rows.all * stream if setting.attention == EXACT else 0  # what attention gives
     if setting.weight_only:
         # The result of the MLP's first product beside the weight that was expanded for it.
         found = max(found, MLP * (most + shape.dim) * stream)
@@ -356,7 +393,9 @@ def _host_block(
         hidden = 3 * MLP
         attended += max(2 * rows.text, 2 * rows.image - rows.text)
     modulation = MODULATION_ROWS * sum(embedding_rows(request))
-    return (max(2 * rows.all + (1 + hidden) * most, attended) + modulation) * BF16 * shape.dim
+    stream, heads = BF16 * shape.dim, setting and heads_bytes(request, setting.attention)
+    attends = attended * stream + (heads or 0)
+    return max((2 * rows.all + (1 + hidden) * most) * stream, attends) + modulation * stream
 
 
 def _control_blocks(request: RunRequest) -> int:

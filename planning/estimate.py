@@ -31,9 +31,10 @@ from .files import (
 )
 from .phases import Phase, Range, transformer_bytes
 from .plan import PlanOption, plan, plan_with_room
-from .rates import Basis, Rates, is_named, measured, rates_of
+from .rates import Basis, Rates, attending, is_named, measured, rates_of
 from .request import (
     DROPPED,
+    EXACT,
     ON_PROCESSOR,
     TEXT_ENCODER,
     Loras,
@@ -143,6 +144,8 @@ def not_measured(request: RunRequest, setting: Setting) -> Iterator[str]:
         yield f"{setting.precision} weights that are computed in bf16"
     if setting.packed:
         yield "weights in 4 bits"
+    if setting.attention != EXACT:
+        yield "attention in 8 bits"
     if setting.text_encoder_place != ON_CARD:
         yield "a text encoder off the card"
     if request.loras.beside(setting.precision):
@@ -199,6 +202,7 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
 
     graph, without = replays_graph(request, setting), replace(request, loras=Loras())
     how = {"moved_bytes": moved, "graph": graph, "packed": setting.packed}
+    how["attention"] = setting.attention
     phases = {
         "load": loading(load),
         "text": between(
@@ -455,6 +459,7 @@ def estimate(
     basis = Basis("unknown", f"not predicted: {card.name} is not in the list of cards")
     if calibration is not None or not isinstance(card, UnlistedCard):
         slow, fast, basis = rates_of(card, calibration)
+        slow, fast = attending(card, option.setting.attention, slow, fast)
         basis = basis_within(basis, request, option.setting)
         times = run_times(option, slow, fast)
     return Estimate(

@@ -20,6 +20,7 @@ from ..spec import (
 )
 from .bytes import TransformerBytes, text_encoder_bytes
 from .phases import GRAPHS, KEPT_FREE_BYTES, Phase, least_weights, phases, transformer_bytes
+from .rates import CUDNN_GENERATIONS
 from .reasons import (
     automatic_precision,
     modulation_words,
@@ -34,6 +35,10 @@ from .reasons import (
 from .request import (
     AUTO,
     DROPPED,
+    EIGHT_BIT,
+    EXACT,
+    FAST,
+    INT8,
     PRECISIONS,
     TEXT_PLACES,
     RunRequest,
@@ -198,13 +203,15 @@ def plan(
 
     Raises:
         CheckpointError: `stored` is no precision that this package computes with.
-        UnavailableError: the card does not multiply a precision that was asked for; or neither
-            steps nor decoder run on it, even with weights that are moved.
+        UnavailableError: the card does not multiply a precision that was asked for, or that its
+            attention takes; or neither steps nor decoder run on it, even with weights that are
+            moved.
     """
     if stored is not None:
         check_stored(stored)
     if not as_stored and request.parts.transformer_bytes is None:
         check_tensor_cores(request.precision, card, PRECISIONS)
+    check_attention(request.attention, card)
     case = _Case(card, request, stored, as_stored, known_sizes or {})
     found = [case.option(precision) for precision in case.precisions()]
     run = [option for option in found if option.least_bytes <= card.total_bytes]
@@ -256,12 +263,13 @@ class _Case:
         """
         request = sized(self.request, precision, self.stored, self.known_sizes)
         text = precision_of_text_encoder(request)
-        expanded = not self.card.multiplies(precision)
+        others = {
+            "weight_only": not self.card.multiplies(precision),
+            "attention": attention_form(request, self.card),
+        }
         packs = (False, True) if precision == "int8" and request.parts.packed else (False,)
         for packed, (modulation, place) in itertools.product(packs, [*self._places()]):
-            setting = Setting(
-                precision, modulation, text, place, weight_only=expanded, packed=packed
-            )
+            setting = Setting(precision, modulation, text, place, packed=packed, **others)
             option = PlanOption(self.card, request, setting)
             if option.fits and option.headroom_bytes >= spare:
                 return option
@@ -410,6 +418,26 @@ def check_tensor_cores(name: str, card: CardFacts, choices: tuple[str, ...]) -> 
         f"{name} needs a card of {sm(OLDEST_CAPABILITY[name])} or newer and {card.name} is "
         f"{sm(card.capability)}: choose {', '.join(others)}."
     )
+
+
+def check_attention(name: str, card: CardFacts) -> None:
+    """Raises UnavailableError for a form of attention in 8 bits that a card does not multiply."""
+    needs = EIGHT_BIT.get(name)
+    if needs is None or card.multiplies(needs):
+        return
+    others = [form for form, other in EIGHT_BIT.items() if card.multiplies(other)]
+    raise UnavailableError(
+        f"attention {name} needs a card of {sm(OLDEST_CAPABILITY[needs])} or newer and {card.name} "
+        f"is {sm(card.capability)}: choose {', '.join([EXACT, *others])}."
+    )
+
+
+def attention_form(request: RunRequest, card: CardFacts) -> str:
+    """The form in which attention is predicted to run."""
+    if request.attention != FAST:
+        return request.attention
+    slower = card.capability[0] in CUDNN_GENERATIONS or not card.multiplies(EIGHT_BIT[INT8])
+    return EXACT if slower else INT8
 
 
 def check_stored(stored: str) -> None:

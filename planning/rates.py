@@ -16,8 +16,8 @@ taken for every machine.
     files.WHOLE_LOADS, files.QUANTIZING                 files from memory to the card
     files.MAPPED, files.START                           files from a disk; ComfyUI's start
 
-Predicted and not measured are times.PROCESSOR_FLOPS, files.SOURCES, and the shares of data sheets'
-peaks in `rates`.
+Predicted and not measured are times.PROCESSOR_FLOPS, files.SOURCES, and in `rates` the shares of
+data sheets' peaks and attention in 8 bits.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from typing import Any
 from ..errors import UnavailableError
 from ..spec import MULTIPLIED
 from .cards import Card
+from .request import EXACT, INT8, INT8_FP8
 
 MEASURED = Path(__file__).with_name("measured.json")
 
@@ -109,6 +110,32 @@ def _is_figure(value: object) -> bool:
 GEMM = (0.45, 0.75)
 ATTENTION = (0.30, 0.60)
 BANDWIDTH = (0.70, 0.90)
+# Attention in 8 bits, predicted: its time in that of exact attention. What warps execute for 128
+# queries and 64 keys of 128 channels, counted in the code for sm_89 (Triton 3.9) of our kernels and
+# of FlashAttention-2's algorithm:
+#
+#                                         bf16   int8   int8_fp8
+#     in bf16 (HMMA.16816)                1024    512          0
+#     in int8 (IMMA.16832)                   0    256        256
+#     in e4m3 (QMMA.16832)                   0      0        256
+#     cycles of an L40S's tensor cores    4096   3072       2048
+#     exponentials (MUFU.EX2)              272    272        272
+#     conversions (I2FP, F2FP)             128    384        384
+#     FMUL, FFMA, FADD, FMNMX             1376   1632       1888
+#     read from shared memory (LDSM, LDS)  576    480        352
+#     instructions besides products       2672   3512       3624
+#     cycles to issue these                668    878        906
+#
+# No other unit is as busy as the tensor cores: shared memory takes 2304, 1792 and 1280 cycles,
+# exponentials 544. At best products hide all the rest, at worst nothing of it; our kernels are
+# taken to reach the same share of that as FlashAttention-2.
+BESIDE_PRODUCTS = {EXACT: 668 / 4096, INT8: 878 / 4096, INT8_FP8: 906 / 4096}
+# Which products run in which precision.
+PRODUCTS = {INT8: ("int8", "bf16"), INT8_FP8: ("int8", "fp8")}
+# Where cuDNN has a faster exact attention for the card's own instructions: the middle of what an
+# H200 measured against it at 4,296 and 16,584 tokens (1.26 and 1.10; 0.95 and 0.87).
+CUDNN_GENERATIONS = (9, 10)
+BESIDE_CUDNN = {INT8: 1.18, INT8_FP8: 0.91}
 # The VAE's and the link's, around what was measured on one card.
 CONVOLUTION = (0.6, 1.1)
 LINK = (0.75, 0.95)
@@ -150,7 +177,7 @@ class Rates:
     Attributes:
         gemm: FLOP/s of the transformer's matrix products, by the precision of both operands; a
             precision that the card's tensor cores do not multiply is absent.
-        attention: FLOP/s in bf16.
+        attention: FLOP/s in bf16; in 8 bits after `attending`.
         bandwidth: Bytes/s of its memory.
         convolution: FLOP/s of the VAE's convolutions in bf16.
         encoder: FLOP/s of matrix products in fp32, in which ComfyUI computes the text encoder.
@@ -213,6 +240,28 @@ def rates_of(card: Card, calibration: Rates | None = None) -> tuple[Rates, Rates
         "bench --calibrate` measures yours"
     )
     return slow, fast, Basis("predicted", text)
+
+
+def attention_share(card: Card, form: str) -> tuple[float, float]:
+    """The time of attention in a form, in that of exact attention: (at best, at worst)."""
+    if form == EXACT:
+        return 1.0, 1.0
+    if card.capability[0] in CUDNN_GENERATIONS:
+        return BESIDE_CUDNN[form], BESIDE_CUDNN[form]
+    # Nobody has listed the peaks of a card that is only calibrated.
+    peaks = card.dense_flops or {"bf16": 1, "fp8": 2, "int8": 2}
+    products = sum(peaks["bf16"] / peaks.get(name, peaks["bf16"]) for name in PRODUCTS[form]) / 2
+    worst = (products + BESIDE_PRODUCTS[form]) / (1 + BESIDE_PRODUCTS[EXACT])
+    return products, worst
+
+
+def attending(card: Card, form: str, slow: Rates, fast: Rates) -> tuple[Rates, Rates]:
+    """Rates of a card, the slowest and the fastest, whose attention is in a form."""
+    best, worst = attention_share(card, form)
+    return (
+        replace(slow, attention=slow.attention / worst),
+        replace(fast, attention=fast.attention / best),
+    )
 
 
 def rates_by(found: Constants, card: Card) -> Rates:

@@ -28,6 +28,11 @@ TEXT_ENCODER_PLACEMENTS = (AUTO, ON_CARD, ON_PROCESSOR, DROPPED)
 # "one pass" computes both at once, as ComfyUI does for prompts of one length.
 CFG_MODES = ("two passes", "one pass", "off")
 LORA_MODES = ("auto", "merge", "bypass")
+EXACT, FAST = "exact", "fast"
+# The forms of attention in 8 bits, and which precision a card has to multiply for each.
+INT8, INT8_FP8 = "int8", "int8_fp8"
+EIGHT_BIT = {INT8: "int8", INT8_FP8: "fp8"}
+ATTENTIONS = (EXACT, *EIGHT_BIT, FAST)
 # Parts of a model, as `Parts.file_bytes` names them.
 TRANSFORMER, TEXT_ENCODER, VAE = "transformer", "text encoder", "VAE"
 MOST_TOKENS = 2**20
@@ -115,6 +120,7 @@ class RunRequest:
         tiles: of the VAE: 0 leaves it to the plan, 1 is whole, more are at least so many.
         cache: the step cache, one of `step_cache.CHOICES`; "custom" needs `computed`.
         computed: of the steps, those that call the transformer; 0 counts them from `cache`.
+        attention: one of `ATTENTIONS`; "fast" with its default bound, which allows "int8".
         parts: true sizes of what is at hand.
 
     Raises:
@@ -139,6 +145,7 @@ class RunRequest:
     tiles: int = 0
     cache: str = OFF
     computed: int = 0
+    attention: str = EXACT
     parts: Parts = field(default_factory=Parts)
 
     def __post_init__(self) -> None:
@@ -206,6 +213,7 @@ class RunRequest:
             ("text_encoder_precision", self.text_encoder, TEXT_ENCODER_PRECISIONS),
             ("text_encoder_placement", self.text_encoder_place, TEXT_ENCODER_PLACEMENTS),
             ("lora_mode", self.loras.mode, LORA_MODES),
+            ("attention", self.attention, ATTENTIONS),
             ("cache", self.cache, (*CHOICES, CUSTOM) if self.computed else CHOICES),
         ):
             if value not in allowed:
@@ -289,9 +297,10 @@ class Setting:
         weight_only: whether the card's tensor cores do not multiply the precision, so that weights
             are expanded to bf16 one by one.
         packed: whether weights stay in 4 or 6 bits, as `Parts.packed`, and are decoded one by one.
+        attention: "exact", or a form of attention in 8 bits.
 
     Raises:
-        SettingError: a precision or a place is unknown, or bf16 is to be expanded to bf16.
+        SettingError: a precision, a place or a form is unknown, or bf16 is to be expanded to bf16.
     """
 
     precision: str = "bf16"
@@ -301,6 +310,7 @@ class Setting:
     resident: bool = True
     weight_only: bool = False
     packed: bool = False
+    attention: str = EXACT
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -308,6 +318,7 @@ class Setting:
             ("modulation", self.modulation, (ON_CARD, OFF_CARD)),
             ("text_encoder_precision", self.text_encoder, LOADED_PRECISIONS),
             ("text_encoder_placement", self.text_encoder_place, TEXT_PLACES),
+            ("attention", self.attention, (EXACT, *EIGHT_BIT)),
         ):
             if value not in allowed:
                 raise SettingError(f"{name} {value!r} is unknown: choose {', '.join(allowed)}.")

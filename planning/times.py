@@ -40,7 +40,7 @@ from .bytes import (
     weight_bytes,
 )
 from .rates import Rates
-from .request import ON_PROCESSOR, RunRequest
+from .request import EXACT, INT8_FP8, ON_PROCESSOR, RunRequest
 from .vae import Direction, Size, in_pixels
 
 TEXT_LAYERS = DOUBLE_STREAM.text_layers
@@ -117,21 +117,28 @@ class Pass:
         return (self.items, tokens) if layer.startswith("attn.") else (1, self.items * tokens)
 
 
-def block_bytes(work: Pass, precision: str, *, expanded: bool = False) -> int:
+def block_bytes(
+    work: Pass, precision: str, *, expanded: bool = False, attention: str = EXACT
+) -> int:
     """Bytes that the kernels between the products of one block read and write.
 
     Of a token of width D: gate, residual, norm and modulation, twice, read two rows and write two,
     the second in the precision of what reads it; the norm of q and k and their rotation read and
     write both; in fp8 and int8 the attention's output and the MLP's hidden rows, four times as
-    wide, are quantized, the latter with the GELU, which in bf16 is in the product's epilogue.
+    wide, are quantized, the latter with the GELU, which in bf16 is in the product's epilogue. For
+    attention in 8 bits q and k are written in int8; values are read twice and written in e4m3.
 
     Args:
         expanded: whether the card does not multiply the precision, so that activations stay bf16
             and outputs of products are copied.
+        attention: as of `Setting`.
     """
     dim = work.shape.dim
     narrow = precision in QUANTIZED and not expanded
-    each = 2 * norm_bytes(dim, narrow) + 4 * WIDE * dim + ROTATION * work.shape.head_dim
+    each = 2 * norm_bytes(dim, narrow) + 2 * WIDE * dim + ROTATION * work.shape.head_dim
+    each += 2 * (WIDE * dim if attention == EXACT else dim + BYTES_PER_SCALE * work.shape.heads)
+    if attention == INT8_FP8:
+        each += (2 * WIDE + 1) * dim
     if narrow:
         each += (WIDE + 1) * dim + (WIDE + 1) * 4 * dim + 2 * BYTES_PER_SCALE
     elif expanded:
@@ -166,10 +173,12 @@ class PassTimes(NamedTuple):
         return PROCESSOR if self.processor > self.card else CARD
 
 
-def pass_times(work: Pass, precision: str, rates: Rates, *, graph: bool = False) -> PassTimes:
-    """One forward pass through the fused blocks alone; `graph` as of `forward_times`."""
+def pass_times(
+    work: Pass, precision: str, rates: Rates, *, graph: bool = False, attention: str = EXACT
+) -> PassTimes:
+    """One forward pass through the fused blocks alone; arguments as of `forward_times`."""
     processor = rates.launches.seconds(work.shape.blocks, precision, graph=graph)
-    return PassTimes(_card_seconds(work, precision, rates), processor)
+    return PassTimes(_card_seconds(work, precision, rates, attention), processor)
 
 
 def forward_times(
@@ -180,6 +189,7 @@ def forward_times(
     moved_bytes: int = 0,
     graph: bool = False,
     packed: bool = False,
+    attention: str = EXACT,
 ) -> PassTimes:
     """One forward pass of `request.items` images through the fused blocks.
 
@@ -188,10 +198,12 @@ def forward_times(
 
     Args:
         precision: bf16, fp8 or int8, in which the weights are loaded.
+        rates: after `attending`, where attention is in 8 bits.
         moved_bytes: of weights that the host brings to the card in each pass, because they do not
             all stay there; added, because not every host computes meanwhile.
         graph: whether the blocks replay a CUDA graph, as `request.replays_graph` predicts.
         packed: whether weights are decoded one by one, as `Setting.packed`.
+        attention: as of `Setting`.
     """
     work, added = Pass.of(request), 0.0
     if beside := request.loras.beside(precision):
@@ -201,7 +213,7 @@ def forward_times(
     if packed:
         layers = request.transformer.quantizable_layers().values()
         added += DECODE * sum(rows * columns for rows, columns in layers) / rates.bandwidth
-    card, processor = pass_times(work, precision, rates, graph=graph)
+    card, processor = pass_times(work, precision, rates, graph=graph, attention=attention)
     return PassTimes(card + added + moved_bytes / rates.pcie, processor + added)
 
 
@@ -241,13 +253,14 @@ def product_seconds(
     return count * max(arithmetic, moved / rates.bandwidth)
 
 
-def _card_seconds(work: Pass, precision: str, rates: Rates) -> float:
+def _card_seconds(work: Pass, precision: str, rates: Rates, attention: str = EXACT) -> float:
     """Seconds of the card alone, without waiting for the processor."""
     shape = work.shape
     expanded = precision in QUANTIZED and precision not in rates.gemm
     multiplied = "bf16" if expanded else precision
     block = attention_seconds(work, rates)
-    block += block_bytes(work, precision, expanded=expanded) / rates.bandwidth
+    moved = block_bytes(work, precision, expanded=expanded, attention=attention)
+    block += moved / rates.bandwidth
     for layer, (rows, columns) in BLOCK_GEMMS.items():
         n, k = rows * shape.dim, columns * shape.dim
         count, m = work.products(layer)

@@ -19,12 +19,14 @@ from qwen_l40s.hosts.comfyui.estimate import cards as this_card
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
+from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.machine.store import CALIBRATION
 from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
 from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM
 from qwen_l40s.nodes.loaders import QwenL40SLoadModel, QwenL40SLoadTextEncoder
+from qwen_l40s.optimizations.attention.choice import VARIABLE
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.request import RunRequest
 from qwen_l40s.spec import (
@@ -146,6 +148,25 @@ def test_a_step_cache_is_counted_by_name_or_as_the_model_has_it():
     assert wired["step_cache"]["name"] == "custom" and wired["settings"]["cache"] == "custom"
     assert 26 < wired["step_cache"]["computed_steps"] < 50
     assert "Step cache: fast computes 20 of 50 steps, " in advice(cache="fast").args[1]
+
+
+def test_attention_in_8_bits_is_counted_as_the_model_has_it():
+    with torch.inference_mode():
+        model = load_model(MICRO, "bf16")[0]
+    for asked, by_variable, counted in (
+        ("auto", "", "exact"),
+        ("math", "", "exact"),
+        ("int8", "", "int8"),
+        ("int8_fp8", "", "int8_fp8"),
+        ("fast", "", "int8"),
+        ("auto", "fast", "int8"),
+    ):
+        with mock.patch.dict("os.environ", {VARIABLE: by_variable} if by_variable else {}):
+            wired = run(card="L40S", model=optimize(model, OptimizeSettings(attention=asked)))[3]
+        assert wired["settings"]["attention"] == counted
+        said = [note for note in wired["notes"] if note.startswith("Attention ")]
+        assert len(said) == (counted != "exact")
+    assert said[0].startswith("Attention fast counts as int8: predicted at ")
 
 
 def test_a_plan_is_given_as_the_loaders_take_it():

@@ -17,6 +17,7 @@ from test_block import DIM, MIXES, Case, Layers, attend, new_block, random
 
 from qwen_l40s.optimizations import fused, run
 from qwen_l40s.optimizations.attention import AttentionRequest, ChosenAttention
+from qwen_l40s.optimizations.attention_8bit import FORMS
 from qwen_l40s.optimizations.blocks import graphs, workspace
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.blocks.graphs import MOST_GRAPHS, GraphFigures, PassMemory, Seen
@@ -31,6 +32,8 @@ from qwen_l40s.optimizations.blocks.products import (
 from qwen_l40s.optimizations.blocks.workspace import Workspace
 from qwen_l40s.optimizations.modulation import compute_entry
 from qwen_l40s.optimizations.reference import QuantizedRows, Tokens, row_quantize
+from qwen_l40s.planning.bytes import buffer_bytes, heads_bytes, step_bytes
+from qwen_l40s.planning.request import EIGHT_BIT, RunRequest, Setting
 from qwen_l40s.spec import RowFormat
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -121,6 +124,25 @@ def test_prompts_of_many_lengths_take_what_the_longest_takes():
     assert len(spaces[0]._shapes) == workspace.MOST_SHAPES
     # A row of q, k and v or of hidden ones, of a branch, and of quantized ones with their scale.
     assert spaces[1].bytes == 512 * (4 * DIM * 4 + DIM * 4 + 4 * DIM + 4)
+
+
+def test_attention_in_8_bits_takes_what_planning_counts():
+    assert tuple(EIGHT_BIT) == FORMS
+    for form, batch, text in itertools.product(FORMS, (1, 3), (7, 300)):
+        request = RunRequest(width=256, height=256, batch=batch, cfg="off", text_tokens=text)
+        width, heads = request.transformer.dim, request.transformer.heads
+        tokens, space = Tokens(batch, text, 256, 256), Workspace(fused.TORCH)
+        x = torch.empty(tokens.rows, width, dtype=torch.bfloat16)
+        shape = workspace.Shape(space, tokens, x, 4 * width)
+        q = shape.cut_wide(width).view(batch, tokens.joint, heads, -1)
+        assert space.bytes == buffer_bytes(request, Setting())
+        found = shape.heads_8bit(form, q)
+        assert space.bytes == buffer_bytes(request, Setting(attention=form))
+        taken = sum(part.nbytes for part in found if part is not None)
+        assert heads_bytes(request, form) == taken
+        # No copy of the result, which is where q was.
+        exact, ours = (step_bytes(request, Setting(attention=it)).later for it in ("exact", form))
+        assert exact - 2 * width * tokens.rows <= ours <= exact + taken
 
 
 def test_a_workspace_that_inference_mode_made_serves_outside_of_it():

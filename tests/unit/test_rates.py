@@ -1,6 +1,7 @@
 """What a card is expected to do in a second: measured, calibrated or a range."""
 
 import importlib
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -8,23 +9,26 @@ from dataclasses import replace
 import pytest
 
 from qwen_l40s import UnavailableError
+from qwen_l40s.charts.notes import notes_of
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning import rates as module
 from qwen_l40s.planning import rates as rates_module
+from qwen_l40s.planning.bytes import step_bytes
 from qwen_l40s.planning.cards import find_card, with_memory
-from qwen_l40s.planning.estimate import basis_within
+from qwen_l40s.planning.estimate import basis_within, estimate
 from qwen_l40s.planning.rates import (
     CONSTANT_NAMES,
     Basis,
     Constants,
     Rates,
+    attention_share,
     constants,
     is_named,
     measured,
     plain_name,
     rates_of,
 )
-from qwen_l40s.planning.request import Loras, RunRequest, Setting
+from qwen_l40s.planning.request import ATTENTIONS, EIGHT_BIT, Loras, RunRequest, Setting
 from qwen_l40s.spec import MULTIPLIED
 
 VALUES = {"gemm_bf16": 0.6, "gemm_fp8": 0.45, "gemm_int8": 0.42, "attention": 0.65}
@@ -179,6 +183,7 @@ MEASURED = Basis("measured", "measured here; within 5%", "measured here")
             "a text encoder off the card",
         ),
         (RunRequest(loras=Loras(1, 32, "bypass")), Setting(), "bypass LoRAs"),
+        (RunRequest(), Setting(attention="int8"), "attention in 8 bits"),
         (RunRequest(controlnet_bytes=10**9), Setting(), "a ControlNet"),
         (RunRequest(family="qwen-image-layered", layers=2), Setting(), "layers"),
         (RunRequest(width=2064), Setting(), "a side above 2048 pixels"),
@@ -198,6 +203,50 @@ def test_measured_is_said_of_what_was_measured_alone(asked, setting, words):
         return
     assert basis.kind == "predicted"
     assert basis.text == f"predicted from rates measured here, but no run there had {words}"
+
+
+def test_attention_in_8_bits_takes_a_share_of_exact_attentions_time(cards):
+    """On Ada half a product in int8 is a quarter less at best, and both in 8 bits half."""
+    shares = {form: attention_share(cards["L40S"], form) for form in EIGHT_BIT}
+    assert shares["int8"] == pytest.approx((0.75, 0.83), abs=0.01)
+    assert shares["int8_fp8"] == pytest.approx((0.50, 0.62), abs=0.01)
+    for card in cards.values():
+        for form, precision in EIGHT_BIT.items():
+            if card.multiplies(precision):
+                best, worst = attention_share(card, form)
+                assert 0.3 < best <= worst < 1.2, (card.name, form)
+                # cuDNN's exact attention is faster than int8 on a Hopper.
+                assert (worst > 1) == (card.capability == (9, 0) and form == "int8")
+    assert attention_share(cards["L40S"], "exact") == (1, 1)
+
+
+def test_times_follow_the_attention_that_a_request_names(cards):
+    step, seen = {}, {}
+    for attention, name in itertools.product(ATTENTIONS, ("L40S", "H200", "A100 80GB SXM")):
+        request = RunRequest(precision="int8", width=2048, height=2048, attention=attention)
+        if (attention, name) == ("int8_fp8", "A100 80GB SXM"):
+            with pytest.raises(UnavailableError, match="int8_fp8 needs a card of sm_89"):
+                estimate(request, cards[name])
+            continue
+        found = estimate(request, cards[name])
+        step[attention, name], seen[attention, name] = found.step_seconds, found
+        said = [note for note in notes_of(found) if note.startswith("Attention")]
+        assert len(said) == (attention != "exact")
+        predicted = found.option.setting.attention != "exact" or name != "H200"
+        assert found.basis.kind == ("predicted" if predicted else "measured")
+    exact, int8, int8_fp8 = (step[form, "L40S"] for form in ("exact", "int8", "int8_fp8"))
+    for end in (0, 1):
+        assert int8_fp8[end] < 0.8 * exact[end] < int8[end] < 0.9 * exact[end]
+    assert step["fast", "L40S"] == int8 and step["fast", "A100 80GB SXM"] < step["exact", "L40S"]
+    assert step["fast", "H200"] == step["exact", "H200"] < step["int8", "H200"]
+    note = next(note for note in notes_of(seen["fast", "L40S"]) if "Attention" in note)
+    assert note.startswith("Attention fast counts as int8: predicted at 75% to 83% of the time")
+    # `fast` measures errors beside exact attention in the first pass.
+    exact, fast = (
+        step_bytes(seen[it, "L40S"].request, seen[it, "L40S"].option.setting)
+        for it in ("exact", "fast")
+    )
+    assert fast.first > exact.first
 
 
 def test_a_precision_without_a_measured_rate_is_predicted():

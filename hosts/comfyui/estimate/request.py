@@ -8,7 +8,7 @@ from typing import Any
 
 from ....errors import SettingError
 from ....options import likely_family
-from ....planning.request import AUTO, Parts, RunRequest
+from ....planning.request import AUTO, EXACT, Parts, RunRequest
 from ....spec import FAMILIES, TEXT_TO_IMAGE, Family
 from ....step_cache import ADAPTIVE, OFF, CacheSettings, computed_with
 from .sizes import (
@@ -78,6 +78,8 @@ def _take_model(chosen: dict[str, Any], found: TrueModel, notes: list[str]) -> d
     chosen["precision"] = _agreed("precision", chosen["precision"], found.precision, "MODEL")
     place = _agreed("modulation", chosen["modulation"], found.modulation, "MODEL")
     chosen["modulation"] = place
+    asked = chosen.get("attention", EXACT)
+    chosen["attention"] = _agreed("attention", asked, found.attention, "MODEL", EXACT)
     if note := _form_note(found):
         notes.append(note)
     if found.loras.count:

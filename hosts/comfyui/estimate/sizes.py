@@ -20,7 +20,8 @@ from comfy.quant_ops import QuantizedTensor
 from comfy.text_encoders.qwen_image import QwenImageTEModel
 
 from ....errors import SettingError
-from ....planning.request import ON_PROCESSOR, Loras
+from ....optimizations.attention.choice import asked_name
+from ....planning.request import EIGHT_BIT, FAST, ON_PROCESSOR, Loras
 from ....spec import (
     OFF_CARD,
     ON_CARD,
@@ -36,6 +37,7 @@ from ..load.linear import LOADED_FORMATS, PACKED_LAYOUT
 from ..load.text_encoder import PlacedClip
 from ..load.weights import FLOAT_NAMES
 from ..lora.bypass import BYPASS_KEY
+from ..sample.attention import SLOT, SlotAttention
 from ..sample.off_card import named_weights, off_card_layers
 from ..sample.optimize import unsupported_model
 from ..sample.run import STEP_CACHE_KEY
@@ -60,6 +62,7 @@ class TrueModel:
         loras: On it; of bypass LoRAs the rank that takes as many bytes.
         timestep_zero: Whether references are modulated as at timestep zero.
         cache: Settings of its step cache; None without one.
+        attention: "fast" or a form of attention in 8 bits, where one is to run; else None.
     """
 
     shape: TransformerShape
@@ -72,6 +75,7 @@ class TrueModel:
     loras: Loras
     timestep_zero: bool
     cache: CacheSettings | None
+    attention: str | None
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,14 @@ def model_sizes(model: ModelPatcher) -> TrueModel:
         loras=_loras(model, shape),
         timestep_zero=transformer.default_ref_method == TIMESTEP_ZERO,
         cache=None if cache is None else cache.settings,
+        attention=_attention(model),
     )
+
+
+def _attention(model: ModelPatcher) -> str | None:
+    filled = model.model_options["transformer_options"].get(SLOT)
+    name = asked_name(filled.name) if isinstance(filled, SlotAttention) else None
+    return name if name in (FAST, *EIGHT_BIT) else None
 
 
 def transformer_shape(transformer: QwenImageTransformer2DModel) -> TransformerShape:
