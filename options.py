@@ -65,7 +65,7 @@ OPTIONS = (
     Option(
         "precision",
         AUTO,
-        "Precision of the transformer. auto: bf16 if it fits on the card, else int8 or fp8. bf16: "
+        "Precision of the transformer. auto: bf16 if it fits on the card, else int8. bf16: "
         "38 GiB of weights. int8, fp8: 25 GiB. modulation off card keeps 12.7 GiB of them in host "
         "memory. int8 is closer to bf16; fp8 needs an Ada card or newer.",
         choices=PRECISIONS,

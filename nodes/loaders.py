@@ -74,8 +74,8 @@ def _precision_input() -> io.Combo.Input:
         "precision",
         options=list(LOADER_PRECISIONS),
         default="auto",
-        tooltip="Precision of the transformer. auto: bf16 if it fits on the card, else int8 or "
-        "fp8. bf16: 38 GiB, or 25 with modulation off card. int8, fp8: 25 GiB, or 13. int8 is "
+        tooltip="Precision of the transformer. auto: bf16 if it fits on the card, else int8. "
+        "bf16: 38 GiB, or 25 with modulation off card. int8, fp8: 25 GiB, or 13. int8 is "
         "closer to bf16; fp8 needs an Ada card or newer. as stored: the file's own.",
     )
 
