@@ -96,7 +96,7 @@ def _capability(backend: Backend, device: torch.device) -> Capability:
     masked = refusal(
         backend.name, AttentionRequest(device, torch.bfloat16, 1, 24, 128, 4096, masked=True)
     )
-    clauses = ["exact" if backend.exact else "quantized, only when it is asked for"]
+    clauses = ["exact" if backend.exact else "quantized, by name or with fast"]
     clauses.append(f"not with a mask: {masked}" if masked else "with and without a mask")
     if backend.package is not None:
         clauses.insert(0, check_package(backend.package)[0].reason)

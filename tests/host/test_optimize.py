@@ -22,7 +22,7 @@ from comfy.ldm.qwen_image.model import Attention, QwenImageTransformerBlock
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfyui_boot import MODE, folder
 
-from qwen_l40s.errors import CheckpointError, SettingError
+from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui import contract
 from qwen_l40s.hosts.comfyui.estimate import sizes as true_sizes
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
@@ -33,8 +33,10 @@ from qwen_l40s.hosts.comfyui.sample.modulation import ModelModulation
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of, restore
 from qwen_l40s.hosts.comfyui.sample.run import OPTIMIZATION_KEY
 from qwen_l40s.loaders.quantize import quantize_rows
+from qwen_l40s.machine.store import AttentionTimings
 from qwen_l40s.nodes.optimize import QwenL40SOptimize
 from qwen_l40s.optimizations import fused
+from qwen_l40s.optimizations.attention import BACKENDS, choice
 from qwen_l40s.optimizations.attention import Attention as ChosenBackend
 
 pytestmark = pytest.mark.each_device
@@ -112,6 +114,18 @@ def difference(found, known) -> float:
 def assert_same(known, found, most=SAME):
     assert torch.isfinite(found).all()
     assert difference(found, known) <= most, difference(found, known)
+
+
+@contextlib.contextmanager
+def logged():
+    """What this package logs meanwhile."""
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("qwen_l40s").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("qwen_l40s").removeHandler(handler)
 
 
 def fused_in(model) -> bool:
@@ -809,29 +823,21 @@ def test_a_kernel_that_raises_leaves_the_blocks_to_comfyui():
 def test_attention_that_gives_nan_is_replaced_for_the_run():
     model = stock()
     clone = optimize(model)
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("qwen_l40s").addHandler(handler)
 
     def nan(self, q, k, v, mask=None):
         return torch.full((*q.shape[:2], q.shape[2] * q.shape[3]), torch.nan, dtype=q.dtype).to(q)
 
-    with mock.patch.object(ChosenBackend, "__call__", nan):
+    with mock.patch.object(ChosenBackend, "__call__", nan), logged() as lines:
         found = sample(clone)
         assert " gave NaN" in report_of(clone), report_of(clone)
         assert fused_in(clone)
-    logging.getLogger("qwen_l40s").removeHandler(handler)
     assert_same(sample(model), found)
     assert len(lines) == 1, lines
     assert_same(sample(model), sample(clone))
     assert "NaN" not in report_of(clone)
 
 
-def test_every_exact_attention_that_runs_here():
-    from qwen_l40s.errors import UnavailableError
-    from qwen_l40s.optimizations.attention import BACKENDS
-
+def test_every_attention_that_runs_here():
     model, ran = stock(), []
     known = forward(model)
     for name in BACKENDS:
@@ -844,7 +850,92 @@ def test_every_exact_attention_that_runs_here():
         assert_same(known, forward(clone), 0.05 if lossy else SAME)
         assert f"attention: {name}" in report_of(clone)
         ran.append(name)
-    assert {"sliced", "math"} <= set(ran)
+    assert {"int8", "int8_fp8", "sliced", "math"} <= set(ran)
+
+
+# ------------------------------------------------------------------------------ attention in 8 bits
+
+IN_8_BITS = {"int8": 0.02, "int8_fp8": 0.06}
+ON_A_CARD = 0 if MODE == "cpu" else 0.02  # bf16, and rows in int8
+
+
+def test_attention_in_8_bits_runs_inside_the_blocks():
+    """The executor makes its operands: the backend, which takes q, k and v in 16 bits, is not
+    called.
+    """
+    references = [random(2, 16, 1, 8, 8, seed=3), random(2, 16, 1, 4, 6, seed=4)]
+    edit = {"ref_latents": references, "ref_latents_method": "index_timestep_zero"}
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+    for form, (name, most) in itertools.product(("bf16", "int8"), IN_8_BITS.items()):
+        model = stock(form)
+        with mock.patch.object(ChosenBackend, "__call__", side_effect=AssertionError):
+            for case in (
+                {},
+                {"batch": 2, "text": 6, "attention_mask": mask},
+                {"text": 300, "side": 7},
+                {"batch": 2, **edit},
+            ):
+                settings = OptimizeSettings(attention=name)
+                clone = compare(model, settings, most=most + ON_A_CARD, **case)
+                assert f"attention: {name}: asked for" in report_of(clone)
+            # Two prompts of different lengths.
+            assert_same(sample(model, 2.5), sample(clone, 2.5), most + ON_A_CARD)
+        assert "8 of 8 in 4 forward passes" in report_of(clone), report_of(clone)
+    apart = optimize(model, OptimizeSettings(blocks=False, attention="int8"))
+    assert_same(forward(model), forward(apart), 0.02)
+
+
+def test_fast_measures_in_the_first_pass_and_says_what_it_found():
+    model = stock()
+    known = sample(model, steps=3)
+    clone = optimize(model, OptimizeSettings(attention="fast"))
+    assert_same(known, sample(clone, steps=3), SAME if MODE == "cpu" else 0.02)
+    assert "; at most 0.02 allowed" in report_of(clone), report_of(clone)
+    if MODE != "cpu":  # where it is timed
+        return
+    times = AttentionTimings(300, {"int8_fp8": 0.5, "int8": 0.6, "sdpa_flash": 0.8})
+    with (
+        mock.patch.object(choice, "sm_of", lambda device: (8, 9)),
+        mock.patch.object(choice, "_measurement", lambda *_: (times, [])),
+    ):
+        for most, name in ((0.001, "sdpa_flash"), (0.02, "int8"), (0.1, "int8_fp8")):
+            clone = optimize(model, OptimizeSettings(attention="fast", attention_error=most))
+            assert_same(known, sample(clone, steps=3), IN_8_BITS.get(name, SAME))
+            lines = report_of(clone)
+            assert f"attention: {name}: " in lines and "to compare with; " in lines, lines
+            found = re.search(r"int8 error (.*); int8_fp8 error (.*); not sage_2: .*; at", lines)
+            assert 0.001 < float(found[1]) < 0.02 < float(found[2]) < 0.06, lines
+            assert f"; at most {most} allowed" in lines, lines
+            assert fused_in(clone)
+
+
+def test_attention_in_8_bits_that_gives_nan_leaves_the_run_to_comfyui():
+    model, right = stock(), fused.choose_ops(DEVICE)
+    for at in (1, 4):  # blocks: of the first and of the second step
+        calls = []
+
+        def broken(heads, v, mask, out, at=at, calls=calls):
+            right.attention_8bit(heads, v, mask, out)
+            calls.append(1)
+            if len(calls) == at:
+                out[0, -1] = torch.nan
+
+        changed = right._replace(attention_8bit=broken, prepared={})
+        passes = "qwen_l40s.optimizations.blocks.passes.choose_ops"
+        clone = optimize(model, OptimizeSettings(attention="int8"))
+        with mock.patch(passes, lambda device, ops=changed: ops), logged() as lines:
+            found = sample(clone, steps=4)
+        assert_same(sample(model, steps=4), found, SAME if at == 1 else 0.02 + ON_A_CARD)
+        assert "attention: ComfyUI's own: int8 gave NaN or infinity" in report_of(clone)
+        assert fused_in(clone) and len(calls) == at
+        (line,) = lines
+        assert line.endswith("gave NaN or infinity: ComfyUI's own attention runs from here.")
+
+
+def test_a_bound_that_is_none_is_refused():
+    for error in (0, -0.02, 1.5, float("nan")):
+        with pytest.raises(SettingError, match="attention_error must be above 0 and at most 1"):
+            OptimizeSettings(attention="fast", attention_error=error)
 
 
 def test_other_models_pass_through():

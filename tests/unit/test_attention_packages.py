@@ -272,6 +272,10 @@ def test_nothing_of_a_package_is_imported_without_a_card(monkeypatch, tmp_path):
             f"needs an NVIDIA card; {BACKENDS[name].unproven}",
         )
     assert checks["attention sliced"].reason == "exact; with and without a mask"
+    for name in ("int8", "int8_fp8"):
+        found = checks[f"attention {name}"]
+        assert found.state is State.USABLE
+        assert found.reason == "quantized, by name or with fast; with and without a mask"
 
 
 def test_each_backend_has_its_state_and_reason(monkeypatch, card):
@@ -284,7 +288,7 @@ def test_each_backend_has_its_state_and_reason(monkeypatch, card):
     flash = checks["flash_attn_2"]
     assert flash.state is State.LIMITED
     assert flash.reason.endswith("; exact; not with a mask: takes no mask; " + UNPROVEN)
-    assert "; quantized, only when it is asked for; " in checks["sage_2"].reason
+    assert "; quantized, by name or with fast; " in checks["sage_2"].reason
     assert checks["flash_attn_3"].state is State.NOT_USABLE
     assert checks["flash_attn_3"].reason == "sm_89, has code for sm_90; not run by us"
     assert checks["sdpa_flash"].state is State.LIMITED

@@ -32,6 +32,8 @@ def test_json_gives_a_state_and_a_reason_for_every_check(capsys):
         "torch",
         "triton",
         "attention sdpa_flash",
+        "attention int8",
+        "attention int8_fp8",
         "attention sage_2",
         "attention sliced",
         "comfy-kitchen",
