@@ -283,11 +283,10 @@ class BlockExecutor:
         norms = here.norms or self._norms(here.modules, x)
         form = self._attention_form and self._attention_form(program.heads[0], step.mask)
         if form:
-            mixed = program.attend(form, norms, step.rotary, step.mask)
+            program.mix(program.attend(form, norms, step.rotary, step.mask))
         else:
             program.rotate(norms, step.rotary)
-            mixed = self._attend(*program.heads, step.mask)
-        program.mix(mixed)
+            program.mix(self._attend(*program.heads, step.mask))
         self._multiply(program, here, 6, 8)
         program.middle(x, attention, mlp)
         self._multiply(program, here, 8, 10)

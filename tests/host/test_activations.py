@@ -24,7 +24,6 @@ from qwen_l40s.optimizations.blocks import passes as optimized
 from qwen_l40s.optimizations.blocks.block import LayerTensors
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import compute_entry
-from qwen_l40s.optimizations.reference import QKNorm, Rotary
 from qwen_l40s.optimizations.run import Optimization
 from qwen_l40s.planning import bytes as text_encoder
 from qwen_l40s.planning.bytes import FP32, SAMPLER_LATENTS, TokenRows, control_bytes, step_bytes
@@ -71,15 +70,14 @@ def _listed(found):
 def prepared(name):
     """A kernel's launch into what is there, as of the kernels' own files."""
 
-    def prepare(*like):
+    def prepare(*like, **how):
         if name.endswith("quantize"):
-            return in_place(TORCH.prepare_quantizer(name, *like))
+            return in_place(TORCH.prepare_quantizer(name, *like, **how))
         if name == "residual_norm":
             return in_place(TORCH.prepare_norm(*like))
         if name == "low_rank_rows":
             return in_place(TORCH.prepare_low_rank(*like))
-        launch = TORCH.prepare_rope(*like)
-        return in_place(lambda *parts: launch(QKNorm(*parts[:4]), Rotary(*parts[4:])))
+        return in_place(TORCH.prepare_rope(*like))
 
     return prepare
 
