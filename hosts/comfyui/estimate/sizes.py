@@ -266,7 +266,7 @@ def _name(dtype: torch.dtype) -> str:
 def _loras(model: ModelPatcher, shape: TransformerShape) -> Loras:
     bypass = model.get_additional_models_with_key(BYPASS_KEY)
     if not bypass:
-        return Loras(count=max(map(len, model.patches.values()), default=0))
+        return Loras(count=max(map(len, model.patches.values()), default=0), mode="merge")
     size = sum(comfy.model_management.module_size(patcher.model) for patcher in bypass)
     of_rank_one = 2 * sum(rows + columns for rows, columns in shape.quantizable_layers().values())
     rank = max(1, math.ceil(size / len(bypass) / of_rank_one))
