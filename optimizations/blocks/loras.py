@@ -16,7 +16,8 @@ from ..reference import LowRank, RowOrder
 from .products import Rows
 
 if TYPE_CHECKING:
-    from .workspace import LayerForm, Shape
+    from .shape import Shape
+    from .workspace import LayerForm
 
 # The places of a block that read the same rows: of the text and of the image.
 READERS = (
