@@ -178,7 +178,7 @@ def unsupported_shape(dim: int, head_dim: int, dtype: torch.dtype) -> Fallback |
 
 def _triton() -> Ops:
     from .kernels import attention_8bit as attention
-    from .kernels import decode_weight, low_rank, qk_norm_rope, residual_norm, rows
+    from .kernels import decode_weight, low_rank, qk_norm_rope, residual_norm, rows, scaled_gemm
     from .kernels.launch import not_direct
 
     prepared = {
@@ -187,6 +187,7 @@ def _triton() -> Ops:
         "gelu_quantize": rows.prepare_gelu_quantize,
         "row_quantize": rows.prepare_row_quantize,
         "low_rank_rows": low_rank.prepare_low_rank_rows,
+        "scaled_gemm": scaled_gemm.prepare_scaled_gemm,
         "decode_weight": decode_weight.prepare_decode_weight,
         "quantize_values": attention.prepare_quantize_values,
         "attention_8bit": attention.prepare_attention_8bit,

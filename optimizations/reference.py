@@ -321,28 +321,30 @@ def gelu_quantize(
 def scaled_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
+    scale_a: torch.Tensor | None,
+    scale_b: torch.Tensor | None,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     beside: tuple[torch.Tensor, torch.Tensor] | None = None,
+    gelu: bool = False,
 ) -> torch.Tensor:
-    """Multiplies quantized rows and gives back real numbers.
+    """Multiplies rows, quantized or not, and gives back real numbers.
 
         out[m, n] = (sum over k of a[m, k] * b[n, k]) * scale_a[m] * scale_b[n] + bias[n]
                     + sum over r of t[m, r] * up[n, r]
 
-    Sums of int8 are exact, sums of fp8 are fp32; all that is added is added in fp32.
+    Sums of int8 are exact, others are fp32; all that is added is added in fp32.
 
     Args:
-        a: Activations, (M, K), int8 or float8_e4m3fn.
+        a: Activations, (M, K), int8, float8_e4m3fn, bf16 or fp16.
         b: Weights, (N, K), of a's dtype.
-        scale_a: (M, 1), fp32.
-        scale_b: (N, 1), fp32.
+        scale_a: (M, 1), fp32, of rows in 8 bits; else None.
+        scale_b: (N, 1), fp32, or None as scale_a.
         bias: (N,) of any float dtype, or None.
         out_dtype: bf16, fp16 or fp32.
         beside: t, (M, R), and up, (N, R), of one float dtype: `low_rank_rows` of LoRAs, and their
             second matrix. None for none.
+        gelu: Whether the tanh GELU of the sum is given.
 
     Returns:
         (M, N) in `out_dtype`.
@@ -350,12 +352,15 @@ def scaled_gemm(
     # int8: K * 127 * 127 stays far below 2**53, and CUDA has no integer matmul in every shape.
     wide = torch.float64 if a.dtype == torch.int8 else torch.float32
     total = (a.to(wide) @ b.to(wide).t()).float()
-    total = total.mul_(scale_a).mul_(scale_b.t())
+    if scale_a is not None:
+        total = total.mul_(scale_a).mul_(scale_b.t())
     if bias is not None:
         total = total.add_(bias)
     if beside is not None:
         t, up = beside
         total = total.addmm_(t.float(), up.float().t())
+    if gelu:
+        total = torch.ops.aten.gelu_(total, approximate="tanh")
     return total.to(out_dtype)
 
 

@@ -4,15 +4,26 @@ tests/unit/test_kernels.py runs this file in a process of its own: TRITON_INTERP
 before Triton is imported, and nothing can be compiled after that.
 """
 
+import itertools
+
 import pytest
 import torch
 
 from qwen_l40s import SettingError
 from qwen_l40s.optimizations import kernels, reference
+from qwen_l40s.optimizations.blocks import products
+from qwen_l40s.optimizations.blocks.products import Operand, Read, Rows, StreamSlice
+from qwen_l40s.optimizations.fused import choose_ops
 from qwen_l40s.optimizations.kernels.decode_weight import decode_weight
 from qwen_l40s.optimizations.kernels.low_rank import low_rank_rows
 from qwen_l40s.optimizations.kernels.rows import WIDEST_ROW, launch_shape, row_quantize
-from qwen_l40s.optimizations.kernels.scaled_gemm import TILES, TILES_SM90, Tile, scaled_gemm
+from qwen_l40s.optimizations.kernels.scaled_gemm import (
+    TILES,
+    TILES_SM90,
+    TILES_SM90_INT8,
+    Tile,
+    scaled_gemm,
+)
 from qwen_l40s.optimizations.linear import choose_gemm
 from qwen_l40s.optimizations.reference import RowOrder
 from qwen_l40s.spec import RowFormat
@@ -30,6 +41,8 @@ SHAPES = {
     "odd": (5, 24, 123),
     "several tiles": (131, 272, 336),
 }
+
+far_below_zero = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of exp2
 
 
 def operands(m, n, k, format):
@@ -184,7 +197,8 @@ def test_scaled_gemm_writes_the_dtype_that_is_asked_for(dtype):
 
 
 # The last one is for many tiles of few rows: three groups, the last of them not full.
-EVERY_TILE = [*(tile for _, tile in (*TILES, *TILES_SM90)), Tile(16, 32, 32, 4, 2, 1)]
+EVERY_TILE = [tile for _, tile in (*TILES, *TILES_SM90, TILES_SM90_INT8[-2])]
+EVERY_TILE.append(Tile(16, 32, 32, 4, 2, 1))
 
 
 @pytest.mark.parametrize("tile", EVERY_TILE, ids=str)
@@ -210,6 +224,65 @@ def test_scaled_gemm_adds_loras(format, dtype):
         assert (out - truth).norm() < 1e-6 * truth.norm()
     with pytest.raises(ValueError, match=r"up \(N, R\)"):
         scaled_gemm(a, b, scale_a, scale_b, bias, dtype, beside=(t, up[:, 1:]))
+
+
+@far_below_zero
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_scaled_gemm_of_rows_that_are_not_quantized(dtype):
+    for (m, n, k), rank in zip(SHAPES.values(), (16, 64, 5, 40), strict=True):
+        a, b, t, up = (
+            torch.randn(*size, generator=torch.Generator().manual_seed(i)).to(dtype)
+            for i, size in enumerate([(m, k), (n, k), (m, rank), (n, rank)])
+        )
+        bias = torch.randn(n, generator=torch.Generator().manual_seed(4)).to(dtype)
+        truth = a.double() @ b.double().t() + t.double() @ up.double().t()
+        for added, gelu in ((None, False), (bias, False), (bias, True)):
+            how = {"beside": (t, up), "gelu": gelu}
+            out = scaled_gemm(a, b, None, None, added, torch.float32, **how)
+            twin = reference.scaled_gemm(a, b, None, None, added, torch.float32, **how)
+            torch.testing.assert_close(out, twin, rtol=1e-5, atol=1e-4)
+            exact = truth if added is None else truth + added.double()
+            if gelu:
+                exact = torch.nn.functional.gelu(exact, approximate="tanh")
+            assert (out - exact).norm() < 1e-6 * exact.norm()
+            narrow = scaled_gemm(a, b, None, None, added, dtype, **how)
+            torch.testing.assert_close(narrow, out.to(dtype))
+
+
+@far_below_zero
+def test_plain_layers_of_many_rows_take_loras_in_the_epilogue(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    sizes = (100, 40), (24, 40), (24,), (100, 8), (24, 8)
+    x, weight, bias, low, up = (
+        torch.randn(size, generator=generator).to(torch.bfloat16) for size in sizes
+    )
+    ops, launched = choose_ops(CPU), []
+    prepare = ops.prepared["scaled_gemm"]
+
+    def prepare_and_tell(a, *rest):
+        launched.append(tuple(a.shape))
+        return prepare(a, *rest)
+
+    ops = ops._replace(prepared={"scaled_gemm": prepare_and_tell})
+    part = StreamSlice(5, 2, 40, 50)
+    for fixed, added, gelu, many in itertools.product(
+        (True, False), (bias, None), (True, False), (40, 41)
+    ):
+        monkeypatch.setattr(products, "MANY_ROWS", many)
+        rows, out = Rows(x if fixed else None), torch.zeros(2, 40, 24, dtype=torch.bfloat16)
+        product = products.dense_product(Read(rows, part, out, gelu, low), ops)
+        for factor in (1, 2):  # prepared once, and taken again with other rows
+            rows.matrix = x if fixed else x * factor
+            product(Operand.of(weight, None, added, up))
+            for i, start in enumerate((5, 55)):
+                cut = slice(start, start + 40)
+                beside = low[cut], up
+                expected = reference.scaled_gemm(
+                    rows.matrix[cut], weight, None, None, added, torch.bfloat16, beside, gelu
+                )
+                torch.testing.assert_close(out[i], expected, rtol=2e-2, atol=5e-2)
+        assert launched == ([(40, 40)] * 2 if many == 40 else [])
+        launched.clear()
 
 
 ORDERS = [RowOrder(1, 5, 70), RowOrder(3, 2, 9), RowOrder(1, 1, 1)]
@@ -250,6 +323,10 @@ def test_scaled_gemm_refuses_operands_that_do_not_fit():
         scaled_gemm(a, b[:, :16], scale_a, scale_b, None, torch.float32)
     with pytest.raises(ValueError, match="1 scales"):
         scaled_gemm(a, b, scale_a, scale_b[:1], None, torch.float32)
+    with pytest.raises(ValueError, match="0 and 0 scales"):
+        scaled_gemm(a, b, None, None, None, torch.float32)
+    with pytest.raises(ValueError, match="4 and 16 scales"):
+        scaled_gemm(a.bfloat16(), b.bfloat16(), scale_a, scale_b, None, torch.float32)
 
 
 @pytest.mark.parametrize("format", FORMATS)

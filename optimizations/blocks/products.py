@@ -16,6 +16,9 @@ from ..reference import QuantizedRows, Tokens, rotate
 
 ALIGNMENT = 16  # bytes; cuBLASLt takes scales from such addresses only
 
+# From so many rows on bf16 layers with LoRAs go through Triton; with few, cuBLAS has better tiles.
+MANY_ROWS = 1024
+
 
 class PackedWeight(NamedTuple):
     """A weight in 4 or 6 bits, which stands for int8; as `reference.decode_weight` takes it.
@@ -177,21 +180,43 @@ def module_product(read: Read) -> Product:
     return run
 
 
-def dense_product(read: Read) -> Product:
+def dense_product(read: Read, ops: Ops) -> Product:
     """Of weights in the dtype of the activations."""
-    rows, gelu = read.rows, read.gelu
-    pieces = read.pieces()
+    rows = read.rows
+    pieces = [
+        (start, length, _dense_piece(out, read.low_of(start, length), read.gelu, ops))
+        for start, length, out in read.pieces()
+    ]
     if not rows.fixed or len(pieces) > 1:
 
         def run(operand: Operand) -> None:
-            for start, length, out in pieces:
-                x = rows.plain(start, length)
-                _dense(x, operand, out, gelu, read.low_of(start, length))
+            for start, length, piece in pieces:
+                piece(operand, rows.plain(start, length))
 
         return run
-    ((start, length, out),) = pieces
-    x, low = rows.plain(start, length), read.low_of(start, length)
-    return lambda operand: _dense(x, operand, out, gelu, low)
+    ((start, length, piece),) = pieces
+    x = rows.plain(start, length)
+    return lambda operand: piece(operand, x)
+
+
+# Takes an operand, and rows of the shape that it is for.
+Piece = Callable[[Operand, torch.Tensor], None]
+
+
+def _dense_piece(out: torch.Tensor, low: torch.Tensor | None, gelu: bool, ops: Ops) -> Piece:
+    def run(operand: Operand, x: torch.Tensor) -> None:
+        _dense(x, operand, out, gelu, low)
+
+    prepare = ops.prepared.get("scaled_gemm")
+    if prepare is None or low is None or len(out) < MANY_ROWS or out.dtype is torch.float32:
+        return run
+    beside = _triton(prepare, None, out, low, gelu)
+
+    def run_beside(operand: Operand, x: torch.Tensor) -> None:
+        whole = operand.weight.is_contiguous() and x.is_contiguous()
+        (beside if whole else run)(operand, x)
+
+    return run_beside
 
 
 def _dense(
@@ -302,7 +327,10 @@ def _quantized(
     triton = gemm.backend == "triton" or (gemm.backend, gemm.row_quantizer) == ("kitchen", "triton")
     # Only Triton's epilogue adds LoRAs, which spares a pass over the output.
     if triton or (low is not None and gemm.row_quantizer == "triton"):
-        return _triton(xq, x_scale, out, low)
+        from ..kernels.scaled_gemm import prepare_scaled_gemm
+
+        run_triton = _triton(prepare_scaled_gemm, x_scale, out, low)
+        return lambda operand: run_triton(operand, xq)
     aligned = x_scale.data_ptr() % ALIGNMENT == 0
     direct = gemm.backend in ("scaled_mm", FAST) and len(xq) > FEW_ROWS and aligned
     fast = gemm.backend == FAST
@@ -331,21 +359,23 @@ def _quantized(
 
 
 def _triton(
-    xq: torch.Tensor, x_scale: torch.Tensor, out: torch.Tensor, low: torch.Tensor | None
-) -> Product:
-    from ..kernels.scaled_gemm import prepare_scaled_gemm
-
+    prepare: Callable[..., Callable[..., None]],
+    x_scale: torch.Tensor | None,
+    out: torch.Tensor,
+    low: torch.Tensor | None,
+    gelu: bool = False,
+) -> Piece:
+    """Through `kernels.scaled_gemm.prepare_scaled_gemm`."""
     launches: dict[torch.dtype | None, Callable[..., None]] = {}  # by the bias's dtype
 
-    def run(operand: Operand) -> None:
-        bias = operand.bias
+    def run(operand: Operand, x: torch.Tensor) -> None:
+        weight, scale, bias, up = operand.weight, operand.scale, operand.bias, operand.up
         key = None if bias is None else bias.dtype
         launch = launches.get(key)
         if launch is None:
-            beside = None if low is None else (low, operand.up)
-            launch = launches[key] = prepare_scaled_gemm(
-                xq, operand.weight, x_scale, operand.scale, bias, out, beside
-            )
-        launch(operand.weight, operand.scale, bias, operand.up)
+            beside = None if low is None else (low, up)
+            launch = prepare(x, weight, x_scale, scale, bias, out, beside, gelu)
+            launches[key] = launch
+        launch(weight, scale, bias, up, x)
 
     return run

@@ -195,7 +195,9 @@ class Program:
                 out = streams_of(shape.branch, tokens)[index]
                 read = Read(shape.activated, streams[index], out)
             self.reads.append(read._replace(low=self._low.of(place)))
-        self.products = tuple(map(_product, self.reads, forms))
+        self.products = tuple(
+            _product(read, layer, shape.ops) for read, layer in zip(self.reads, forms, strict=True)
+        )
         self._decoders: dict[int, Decoder] = {}  # by place
 
     def readable(self, place: int, operand: Any) -> Any:
@@ -338,11 +340,11 @@ class Program:
         return steps
 
 
-def _product(read: Read, form: LayerForm) -> Product:
+def _product(read: Read, form: LayerForm, ops: Ops) -> Product:
     if form.kind is None:
         return module_product(read)
     if form.kind == DENSE:
-        return dense_product(read)
+        return dense_product(read, ops)
     if form.format is None:
         return expanded_product(read, form.kind, form.gemm)
     return quantized_product(read, form.format, form.gemm)

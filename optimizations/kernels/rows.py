@@ -293,9 +293,9 @@ def _gelu_quantize_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     a, b, c = load_row(x_ptr + row * x_stride, k, part, parts)
-    a = _gelu(a)
-    b = _gelu(b)
-    c = _gelu(c)
+    a = gelu_tanh(a)
+    b = gelu_tanh(b)
+    c = gelu_tanh(c)
     if keep:
         store_row(x_ptr + row * x_stride, a, b, c, k, part, parts)
     a, b, c, scale = quantize_row(a, b, c, largest, smallest_row, to_integer, rotation, part, parts)
@@ -304,7 +304,7 @@ def _gelu_quantize_kernel(
 
 
 @triton.jit
-def _gelu(x):
+def gelu_tanh(x):
     """x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 x**3).
 
     (1 + tanh(u)) / 2 is 1 / (1 + exp(-2 u)), which loses no bits where tanh(u) is near -1.

@@ -1,4 +1,4 @@
-"""Triton: int8 or e4m3 GEMM with scales, bias and LoRAs in its epilogue."""
+"""Triton: GEMM of int8, e4m3 or bf16 with scales, bias, LoRAs and GELU in its epilogue."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import triton.language as tl
 
 from . import interpreted, on_card_of
 from .launch import Launch, PreparedLaunch
+from .rows import gelu_tanh
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,18 @@ TILES = (
 TILES_SM90 = (
     (64, Tile(64, 64, 256, 4, 4, 1)),
     (512, Tile(64, 128, 128, 4, 4, 1)),
-    (2048, Tile(128, 256, 128, 8, 3, 1)),
-    # Two of these run beside each other, one's epilogue beside the other's sums. int8, 4296 rows,
-    # (K, N) 3072x3072, 3072x12288, 12288x3072: 83, 291, 281 us for 104, 337, 352 by the larger one
-    # (H200). fp8 loses 0 to 7 %, but its products go through scaled_mm where there is no LoRA.
+    # Two run beside each other, one's epilogue beside the other's sums: of int8, (N, K) of
+    # 3072x3072, 12288x3072 and 3072x12288 take 63, 249 and 217 us for 79, 305 and 261 by the larger
+    # one (H200, 4096 rows, triton 3.6). fp8 takes the same or up to 7 % more, but spills in the
+    # larger one with a LoRA.
     (None, Tile(128, 128, 128, 4, 3, 1)),
 )
-# int8 takes two such tiles on each multiprocessor, one's end beside the other's sum: (N, K) of
-# 3072x3072, 12288x3072 and 3072x12288 take 63, 249 and 217 us in place of 79, 305 and 261; fp8 the
-# same (H200, 4096 rows, triton 3.6).
-TILES_SM90_INT8 = (*TILES_SM90[:-1], (None, Tile(128, 128, 128, 4, 3, 1)))
+# At 1100 rows the larger one takes 0 to 10 % less for int8.
+TILES_SM90_INT8 = (*TILES_SM90[:-1], (2048, Tile(128, 256, 128, 8, 3, 1)), TILES_SM90[-1])
+# bf16 is for many rows alone: (N, K) of 3072x3072, 12288x3072 and 3072x12288 with a LoRA of rank 64
+# take 114, 481 and 397 us by this tile (H200, 4096 rows); cuBLAS, which adds the LoRA's part in a
+# product of its own, 117, 443 and 426, and 62 more for the GELU of the second. It fits every card.
+TILE_BF16 = Tile(128, 256, 64, 8, 3, 1)
 
 
 _INTERPRETED = tl.constexpr(interpreted())
@@ -88,8 +91,8 @@ def _scaled_gemm_kernel(
     n,
     t_stride,
     k: tl.constexpr,
-    has_bias: tl.constexpr,
     rank: tl.constexpr,
+    gelu: tl.constexpr,
     sum_dtype: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
@@ -99,7 +102,7 @@ def _scaled_gemm_kernel(
     unroll: tl.constexpr,
 ):
     """out[m, n] = (sum_k a[m, k] * b[n, k]) * scale_a[m] * scale_b[n] + bias[n]
-    + sum_r t[m, r] * up[n, r]
+    + sum_r t[m, r] * up[n, r], and its GELU where asked for; None leaves scales and bias out.
     """
     # Programs that run together share rows of a and b: group_m tiles high, all of n wide.
     # https://triton-lang.org/main/getting-started/tutorials/03-matrix-multiplication.html
@@ -129,14 +132,19 @@ def _scaled_gemm_kernel(
         else:
             a = tl.load(a_ptrs, mask=depth[None, :] < k - done, other=0.0)
             b = tl.load(b_ptrs, mask=depth[:, None] < k - done, other=0.0)
-        total = tl.dot(a, b, total, out_dtype=sum_dtype)
+        if scale_a_ptr is None:
+            total = wide_dot(a, b, total)
+        else:
+            total = tl.dot(a, b, total, out_dtype=sum_dtype)
         a_ptrs += block_k
         b_ptrs += block_k
 
-    row_scale = tl.load(scale_a_ptr + tile_m + rows)
-    column_scale = tl.load(scale_b_ptr + tile_n + columns)
-    out = total.to(tl.float32) * row_scale[:, None] * column_scale[None, :]
-    if has_bias:
+    out = total.to(tl.float32)
+    if scale_a_ptr is not None:
+        row_scale = tl.load(scale_a_ptr + tile_m + rows)
+        column_scale = tl.load(scale_b_ptr + tile_n + columns)
+        out = out * row_scale[:, None] * column_scale[None, :]
+    if bias_ptr is not None:
         out += tl.load(bias_ptr + tile_n + columns).to(tl.float32)[None, :]
     if rank > 0:
         depth = tl.arange(0, block_rank)
@@ -153,6 +161,8 @@ def _scaled_gemm_kernel(
             out = wide_dot(t, up, out)
             t_ptrs += block_rank
             up_ptrs += block_rank
+    if gelu:
+        out = gelu_tanh(out)
     out_rows = tl.arange(0, block_m)
     out_columns = tl.arange(0, block_n)
     out_ptrs = out_ptr + tile_m.to(tl.int64) * n + tile_n
@@ -166,6 +176,8 @@ def _scaled_gemm_kernel(
 
 def choose_tile(rows: int, sm: tuple[int, int], dtype: torch.dtype) -> Tile:
     """The tile for `rows` rows of activations on a card of compute capability `sm`."""
+    if dtype.itemsize > 1:
+        return TILE_BF16
     table = TILES
     if sm == (9, 0):
         table = TILES_SM90_INT8 if dtype == torch.int8 else TILES_SM90
@@ -184,12 +196,13 @@ def capability(index: int) -> tuple[int, int]:
 def scaled_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
+    scale_a: torch.Tensor | None,
+    scale_b: torch.Tensor | None,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     *,
     beside: tuple[torch.Tensor, torch.Tensor] | None = None,
+    gelu: bool = False,
     out: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
@@ -201,51 +214,50 @@ def scaled_gemm(
     """
     if out is None:
         out = a.new_empty(len(a), len(b), dtype=out_dtype)
-    a, b, scale_a, scale_b = (part.contiguous() for part in (a, b, scale_a, scale_b))
-    bias = None if bias is None else bias.contiguous()
-    t, up = beside or (None, None)
+    a, b, scale_a, scale_b, bias = (
+        None if part is None else part.contiguous() for part in (a, b, scale_a, scale_b, bias)
+    )
     with on_card_of(a):
-        _launch(a, b, scale_a, scale_b, bias, out, t, up, tile).once()
+        _launch(a, b, scale_a, scale_b, bias, out, beside, gelu, tile).once()
     return out
 
 
 def prepare_scaled_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
+    scale_a: torch.Tensor | None,
+    scale_b: torch.Tensor | None,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     beside: tuple[torch.Tensor, torch.Tensor] | None = None,
+    gelu: bool = False,
 ) -> PreparedLaunch:
-    """`scaled_gemm` of this a, scale_a and t into `out`; takes b, scale_b, bias and up like
-    these.
+    """`scaled_gemm` of this scale_a and t into `out`; takes b, scale_b, bias, up and a like these,
+    all contiguous.
     """
-    t, up = beside or (None, None)
-    launch = _launch(a, b, scale_a, scale_b, bias, out, t, up).prepared()
-    if bias is not None:
-        return launch
-    return lambda b, scale_b, _bias, up: launch(b, scale_b, out, up)
+    return _launch(a, b, scale_a, scale_b, bias, out, beside, gelu).prepared()
 
 
 def _launch(
     a: torch.Tensor,
     b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
+    scale_a: torch.Tensor | None,
+    scale_b: torch.Tensor | None,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    t: torch.Tensor | None = None,
-    up: torch.Tensor | None = None,
+    beside: tuple[torch.Tensor, torch.Tensor] | None,
+    gelu: bool,
     tile: Tile | None = None,
 ) -> Launch:
     m, k = a.shape
     n = b.shape[0]
-    if b.shape[1] != k or scale_a.numel() != m or scale_b.numel() != n:
+    scales = [0 if scale is None else scale.numel() for scale in (scale_a, scale_b)]
+    if b.shape[1] != k or scales != ([m, n] if a.dtype.itemsize == 1 else [0, 0]):
         raise ValueError(
-            f"scaled_gemm takes a (M, K), b (N, K) and a scale for each row, got {tuple(a.shape)}, "
-            f"{tuple(b.shape)}, {scale_a.numel()} and {scale_b.numel()} scales"
+            f"scaled_gemm takes a (M, K), b (N, K) and a scale for each row of 8 bits, got "
+            f"{tuple(a.shape)}, {tuple(b.shape)}, {scales[0]} and {scales[1]} scales"
         )
+    t, up = beside or (None, None)
     rank = 0 if t is None else t.shape[1]
     if t is not None and (t.shape != (m, rank) or up.shape != (n, rank) or t.stride(1) != 1):
         raise ValueError(
@@ -257,8 +269,8 @@ def _launch(
     tiles = -(-m // tile.m) * -(-n // tile.n)
     constants = {
         "k": k,
-        "has_bias": bias is not None,
         "rank": rank,
+        "gelu": gelu,
         "sum_dtype": tl.int32 if a.dtype == torch.int8 else tl.float32,
         "block_m": tile.m,
         "block_n": tile.n,
@@ -270,8 +282,8 @@ def _launch(
     return Launch(
         _scaled_gemm_kernel,
         tiles,
-        (b, scale_b, out if bias is None else bias, up),
-        (a, scale_a, t, out, m, n, 0 if t is None else t.stride(0)),
+        (b, scale_b, bias, up, a),
+        (scale_a, t, out, m, n, 0 if t is None else t.stride(0)),
         constants,
         num_warps=tile.warps,
         num_stages=tile.stages,

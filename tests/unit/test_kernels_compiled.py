@@ -18,7 +18,7 @@ pytestmark = [
 
 FORMATS = ("fp8", "int8")
 FP8, INT8, ROTATED = RowFormat("fp8"), RowFormat("int8"), RowFormat("int8", 256)
-OPERAND = {"fp8": "fp8e4nv", "int8": "i8"}
+OPERAND = {"fp8": "fp8e4nv", "int8": "i8", "bf16": "bf16"}
 STREAMS = ("text", "image")
 COUNTS = ("batch", "text", "image", "zero_from", "gap")
 KIB = 1024
@@ -69,20 +69,26 @@ def other_cards(sm, *case):
 
 
 def tiles():
-    """(compute capability, format, tile) of every tile that a card can be given."""
+    """(compute capability, operands, tile, rank of LoRAs) of all that a card can be given."""
     if kernels.missing():
         return []
-    from qwen_l40s.optimizations.kernels.scaled_gemm import TILES, TILES_SM90, TILES_SM90_INT8
+    from qwen_l40s.optimizations.kernels.scaled_gemm import (
+        TILE_BF16,
+        TILES,
+        TILES_SM90,
+        TILES_SM90_INT8,
+    )
 
     cases = [(89, format, tile) for format in FORMATS for _, tile in TILES]
-    cases += [(90, format, tile) for format in FORMATS for _, tile in TILES_SM90]
-    cases.append((90, "int8", TILES_SM90_INT8[-1][1]))
+    cases += [(90, "fp8", tile) for _, tile in TILES_SM90]
+    cases += [(90, "int8", tile) for _, tile in TILES_SM90_INT8]
     cases.append((80, "int8", TILES[-1][1]))  # where there is no e4m3
-    return [other_cards(*case) for case in cases]
+    cases += [(sm, "bf16", TILE_BF16) for sm in (89, 80, 90)]
+    ranks = {"bf16": (64, 40)}  # without LoRAs cuBLAS multiplies
+    return [other_cards(*case, rank) for case in cases for rank in ranks.get(case[1], (0, 64, 40))]
 
 
-@pytest.mark.parametrize("rank", [0, 64])
-@pytest.mark.parametrize(("sm", "format", "tile"), tiles(), ids=str)
+@pytest.mark.parametrize(("sm", "format", "tile", "rank"), tiles(), ids=str)
 def test_scaled_gemm_fits_the_card_and_uses_its_tensor_cores(
     compile_kernel, sm, format, tile, rank
 ):
@@ -90,25 +96,23 @@ def test_scaled_gemm_fits_the_card_and_uses_its_tensor_cores(
 
     from qwen_l40s.optimizations.kernels.scaled_gemm import _scaled_gemm_kernel
 
-    operand = {"fp8": "fp8e4nv", "int8": "i8"}[format]
+    operand = OPERAND[format]
     pointers = {"a_ptr": operand, "b_ptr": operand, "out_ptr": "bf16", "bias_ptr": "bf16"}
-    pointers |= {"scale_a_ptr": "fp32", "scale_b_ptr": "fp32"}
-    constants = {"k": 3072, "has_bias": True, "group_m": 8, "unroll": tile.unroll}
-    constants |= {"rank": rank, "block_rank": 32}
-    low_rank = ("t_ptr", "up_ptr")
-    if rank:
-        pointers |= dict.fromkeys(low_rank, "bf16")
-    else:
-        constants |= dict.fromkeys(low_rank)
+    constants = {"k": 3072, "group_m": 8, "unroll": tile.unroll, "gelu": format == "bf16"}
+    constants |= {"rank": rank, "block_rank": 16 if rank % 32 else 32}
+    scales, low_rank = ("scale_a_ptr", "scale_b_ptr"), ("t_ptr", "up_ptr")
+    pointers |= dict.fromkeys(scales if format != "bf16" else (), "fp32")
+    pointers |= dict.fromkeys(low_rank if rank else (), "bf16")
+    constants |= dict.fromkeys({*scales, *low_rank} - {*pointers})
     constants |= {"block_m": tile.m, "block_n": tile.n, "block_k": tile.k}
     constants["sum_dtype"] = language.int32 if format == "int8" else language.float32
     numbers = {"m": False, "n": True, "t_stride": True}
     ptx = compile_kernel(
         _scaled_gemm_kernel, sm, pointers, numbers, constants, tile.warps, tile.stages
     )
-    product = {"fp8": r"f32\.e4m3\.e4m3", "int8": r"s32\.s8\.s8"}[format]
+    product = {"fp8": r"f32\.e4m3\.e4m3", "int8": r"s32\.s8\.s8", "bf16": r"f32\.bf16\.bf16"}
     instruction = r"mma\.sync" if sm < 90 else r"wgmma\.mma_async"
-    assert re.search(rf"{instruction}\S*\.{product}", ptx)
+    assert re.search(rf"{instruction}\S*\.{product[format]}", ptx)
     # Nothing is widened before it; what LoRAs add is bf16.
     assert bool(re.search(r"mma\S*\.(f16|bf16)\.", ptx)) == bool(rank)
     assert "cp.async.cg.shared.global" in ptx  # 16 bytes at a time, loaded ahead
@@ -355,6 +359,7 @@ def test_numbers_of_tokens_make_no_kernels_of_their_own():
 
 def test_tile_by_rows():
     from qwen_l40s.optimizations.kernels.scaled_gemm import (
+        TILE_BF16,
         TILES,
         TILES_SM90,
         TILES_SM90_INT8,
@@ -370,3 +375,5 @@ def test_tile_by_rows():
     assert choose_tile(4296, (9, 0), fp8) is TILES_SM90[-1][1]
     assert choose_tile(4296, (9, 0), int8) is TILES_SM90_INT8[-1][1]
     assert choose_tile(4296, (8, 9), int8) is TILES[-1][1]
+    assert choose_tile(1100, (9, 0), int8) is TILES_SM90_INT8[-2][1]
+    assert choose_tile(4296, (9, 0), torch.bfloat16) is TILE_BF16
