@@ -84,18 +84,21 @@ class Ops(NamedTuple):
         self, heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor
     ) -> Callable[[torch.Tensor | None], None]:
         """`attention_8bit` of these heads and values into `out`, for a mask like this."""
-        quantize, attend = map(self.prepared.get, ("quantize_values", "attention_8bit"))
-        if attend is None:
-
-            def quantize() -> None:
-                self.quantize_values(v, heads)
+        if prepare := self.prepared.get("attention_8bit"):
+            attend = prepare(heads, v, mask, out)
+        else:
 
             def attend(mask: torch.Tensor | None) -> None:
                 self.attention_8bit(heads, v, mask, out)
-        else:
-            quantize, attend = quantize(v, heads), attend(heads, v, mask, out)
+
         if heads.v is None:
             return attend
+        if prepare := self.prepared.get("quantize_values"):
+            quantize = prepare(v, heads)
+        else:
+
+            def quantize() -> None:
+                self.quantize_values(v, heads)
 
         def run(mask: torch.Tensor | None) -> None:
             quantize()
