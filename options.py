@@ -9,8 +9,10 @@ from typing import Any
 
 from .errors import SettingError
 from .planning.request import (
+    ATTENTIONS,
     AUTO,
     CFG_MODES,
+    EXACT,
     LORA_MODES,
     PRECISIONS,
     TEXT_ENCODER_PLACEMENTS,
@@ -203,6 +205,15 @@ OPTIONS = (
         "faithful computes 34, balanced 26, fast 20. No effect with Lightning LoRAs.",
         choices=CHOICES,
         wired="With a MODEL connected, off takes the MODEL's.",
+        added=True,
+    ),
+    Option(
+        "attention",
+        EXACT,
+        "Attention of Optimize Qwen-Image. int8, int8_fp8: in 8 bits, which changes the picture "
+        "slightly; predicted from instruction counts. fast: as int8, where that is faster.",
+        choices=ATTENTIONS,
+        wired="With a MODEL connected, exact takes the MODEL's.",
         added=True,
     ),
 )

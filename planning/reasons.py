@@ -17,10 +17,11 @@ WORK_OF_PHASE = {
 }
 # Measured after 60 blocks at 1024x1024 on random weights, relative to bf16: 0.0064 for int8, 0.0100
 # for fp8. In one block int8 is off by 0.018 and fp8 by 0.054; with channels 30 times as large as
-# others by 0.024 and 0.048, 100 times by 0.066 and 0.049 (bench/results/fidelity-planted-h200.json).
+# others by 0.024 and 0.048, 100 times by 0.066 and 0.049
+# (bench/results/fidelity-planted-h200.json).
 INT8_BEFORE_FP8 = (
-    "int8 is as small as fp8 and closer to bf16, because a rotation spreads outliers before it is "
-    "rounded (`qwen-l40s audit` measures yours)"
+    "int8 is as small as fp8 and closer to bf16, because a rotation spreads the outliers of "
+    "weights and activations (`qwen-l40s audit` measures yours)"
 )
 FP8_AFTER_INT8 = "fp8: as small as int8, and closer to bf16 only where outliers are extreme"
 

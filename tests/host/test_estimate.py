@@ -133,9 +133,10 @@ def test_the_modulation_stays_where_it_is_set():
 
 def test_a_step_cache_is_counted_by_name_or_as_the_model_has_it():
     for node in NODES:
-        last = node.GET_SCHEMA().inputs[-1]
-        # Graphs that were saved without it keep the places of their widgets' values.
-        assert (last.id, last.optional, bool(last.advanced)) == ("cache", True, False)
+        last = node.GET_SCHEMA().inputs[-2:]
+        # Graphs that were saved without them keep the places of their widgets' values.
+        assert [each.id for each in last] == ["cache", "attention"]
+        assert all(each.optional and not each.advanced for each in last)
     by_name = run(card="L40S", cache="balanced")
     assert "\nStep cache: balanced computes 26 of 50 steps, " in by_name[1]
     assert by_name[3]["step_cache"]["computed_steps"] == 26
@@ -167,6 +168,11 @@ def test_attention_in_8_bits_is_counted_as_the_model_has_it():
         said = [note for note in wired["notes"] if note.startswith("Attention ")]
         assert len(said) == (counted != "exact")
     assert said[0].startswith("Attention fast counts as int8: predicted at ")
+    notes = run(card="L40S", attention="int8_fp8")[3]["notes"]
+    (note,) = (note for note in notes if note.startswith("Attention "))
+    assert note.startswith("Attention int8_fp8: predicted at 49% to 61% of the time of exact")
+    named = QwenL40SAdviseGPU.execute(**{**defaults(QwenL40SAdviseGPU), "attention": "int8_fp8"})
+    assert "needs a card of sm_89 or newer" in named.args[1]
 
 
 def test_a_plan_is_given_as_the_loaders_take_it():

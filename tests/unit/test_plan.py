@@ -121,7 +121,7 @@ def test_the_reasons_of_the_card_that_this_is_made_for():
     assert first.reason.startswith("auto: bf16 is what the model was trained in, and it fits; ")
     words = "12.7 GiB stays in host memory, because 38.1 GiB of transformer and 14.4 GiB of text"
     assert words in first.reason
-    assert "closer to bf16, because a rotation spreads outliers" in second.reason
+    assert "closer to bf16, because a rotation spreads the outliers" in second.reason
     assert "only where outliers are extreme" in third.reason
     assert 41.5 * GIB < first.peak_bytes < 43.5 * GIB  # 42.0 measured on an H200
 
