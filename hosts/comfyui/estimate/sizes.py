@@ -36,7 +36,7 @@ from ..decode.stages import vae_shape
 from ..load.linear import LOADED_FORMATS, PACKED_LAYOUT
 from ..load.text_encoder import PlacedClip
 from ..load.weights import FLOAT_NAMES
-from ..lora.bypass import BYPASS_KEY
+from ..lora.bypass import bypass_models
 from ..sample.attention import SLOT, SlotAttention
 from ..sample.off_card import named_weights, off_card_layers
 from ..sample.optimize import unsupported_model
@@ -264,10 +264,11 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _loras(model: ModelPatcher, shape: TransformerShape) -> Loras:
-    bypass = model.get_additional_models_with_key(BYPASS_KEY)
+    bypass = bypass_models(model)
     if not bypass:
         return Loras(count=max(map(len, model.patches.values()), default=0), mode="merge")
-    size = sum(comfy.model_management.module_size(patcher.model) for patcher in bypass)
+    count = sum(layers.count for layers in bypass)
+    size = sum(map(comfy.model_management.module_size, bypass))
     of_rank_one = 2 * sum(rows + columns for rows, columns in shape.quantizable_layers().values())
-    rank = max(1, math.ceil(size / len(bypass) / of_rank_one))
-    return Loras(count=len(bypass), rank=rank, mode="bypass")
+    rank = max(1, math.ceil(size / count / of_rank_one))
+    return Loras(count=count, rank=rank, mode="bypass")

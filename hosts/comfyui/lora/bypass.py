@@ -112,8 +112,10 @@ def bypass_change(
 
 def add_bypass(patcher: ModelPatcher, changes: Mapping[str, Matrices | Kronecker]) -> None:
     """Adds changes, by the dotted name of their layer in the model, to those that are there."""
-    before = [change for model in bypass_models(patcher) for change in model.all()]
-    layers = BypassLayers([*before, *changes.items()])
+    there = bypass_models(patcher)
+    before = [change for layers in there for change in layers.all()]
+    count = 1 + sum(layers.count for layers in there)
+    layers = BypassLayers([*before, *changes.items()], count)
     patcher.set_additional_models(
         BYPASS_KEY, [_patcher(layers, patcher.load_device, patcher.offload_device)]
     )
@@ -132,14 +134,17 @@ class BypassLayers(torch.nn.Module):
 
     Args:
         changes: (name of a layer, change), as often as there are LoRAs.
+        count: Of the LoRAs.
 
     Attributes:
+        count: As given.
         names: Of the layers, for each of `changes`; a ModuleDict takes no names with dots.
         downs: That the `LowRank` of `changes` share.
     """
 
-    def __init__(self, changes: Iterable[tuple[str, Matrices | Kronecker]]) -> None:
+    def __init__(self, changes: Iterable[tuple[str, Matrices | Kronecker]], count: int = 1) -> None:
         super().__init__()
+        self.count = count
         pairs: dict[str, list[Matrices]] = defaultdict(list)
         others: list[tuple[str, Kronecker]] = []
         for name, change in changes:
