@@ -124,7 +124,7 @@ def _addition_notes(found: Estimate) -> Iterator[str]:
             f"{many(request.loras.count, 'LoRA')} in bypass mode add {duration(found.times.loras)} "
             "to each step (computed, not measured). Merged, they cost nothing."
         )
-    yield from _attention_notes(found)
+    yield from attention_notes(found)
     if request.controlnet_bytes:
         yield "The ControlNet's time is computed from its size, not measured."
     if request.member.layers and request.layers:
@@ -136,7 +136,7 @@ def _addition_notes(found: Estimate) -> Iterator[str]:
         )
 
 
-def _attention_notes(found: Estimate) -> Iterator[str]:
+def attention_notes(found: Estimate) -> Iterator[str]:
     """Which attention counts, where it is not simply exact."""
     asked, form = found.request.attention, found.option.setting.attention
     if form != EXACT:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..planning.phases import KEPT_FREE_BYTES, Phase
-from ..planning.request import RunRequest, Setting
+from ..planning.request import EXACT, RunRequest, Setting
 from ..planning.times import PROCESSOR
 from ..spec import format_gib
 from ..step_cache import CUSTOM, OFF, cache_settings, plan_steps, usual_sigmas
@@ -241,6 +241,8 @@ def request_text(request: RunRequest) -> str:
         steps_text(request),
     ]
     words.append(CFG_WORDS[request.cfg])
+    if request.attention != EXACT:
+        words.append(f"attention {request.attention}")
     if request.references:
         words.append(many(request.references, "reference"))
     if request.layers:

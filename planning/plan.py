@@ -265,7 +265,7 @@ class _Case:
         text = precision_of_text_encoder(request)
         others = {
             "weight_only": not self.card.multiplies(precision),
-            "attention": attention_form(request, self.card),
+            "attention": attention_form(request.attention, self.card),
         }
         packs = (False, True) if precision == "int8" and request.parts.packed else (False,)
         for packed, (modulation, place) in itertools.product(packs, [*self._places()]):
@@ -432,10 +432,10 @@ def check_attention(name: str, card: CardFacts) -> None:
     )
 
 
-def attention_form(request: RunRequest, card: CardFacts) -> str:
-    """The form in which attention is predicted to run."""
-    if request.attention != FAST:
-        return request.attention
+def attention_form(name: str, card: CardFacts) -> str:
+    """The form in which an attention of `ATTENTIONS` is predicted to run."""
+    if name != FAST:
+        return name
     slower = card.capability[0] in CUDNN_GENERATIONS or not card.multiplies(EIGHT_BIT[INT8])
     return EXACT if slower else INT8
 

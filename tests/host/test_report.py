@@ -1090,6 +1090,31 @@ def test_the_request_of_a_run():
     assert not any("fused" in note for note in prediction.notes)
 
 
+def test_attention_is_predicted_as_it_ran():
+    base = load()
+    for name, counted in (
+        ("comfyui", "exact"),
+        ("math", "exact"),
+        ("int8", "int8"),
+        ("int8_fp8", "int8_fp8"),
+    ):
+        prediction = _run_attention(base, name)
+        assert prediction.request.attention == counted, (name, records(base)[0].path)
+        said = [note for note in prediction.notes if note.startswith("Attention ")]
+        assert len(said) == (counted != "exact"), prediction.notes
+    # On the CPU errors are measured too, and exact attention then stays.
+    prediction = _run_attention(base, "fast")
+    assert prediction.request.attention == "exact", records(base)[0].path
+    path = (*records(base)[0].path, "attention: int8: fastest; fast: int8 error 0.01")
+    assert run_request._attention(path, L40S) == "fast"
+    assert run_request._attention([path[-1].replace("int8:", "int8_fp8:")], L40S) == "int8_fp8"
+
+
+def _run_attention(model, name):
+    sample(optimize(model, OptimizeSettings(attention=name)))
+    return _prediction(model)
+
+
 def test_a_run_with_skipped_steps_is_predicted_by_those_that_were_computed():
     model = cached(load(off_card=True))
     sample(model, cfg=2.5, steps=20)

@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ....charts.notes import attention_notes
 from ....charts.words import BOUND
 from ....errors import QwenL40SError
 from ....options import request_settings
 from ....planning.phases import Phase, Range
-from ....planning.request import RunRequest
+from ....planning.plan import attention_form
+from ....planning.request import EIGHT_BIT, EXACT, FAST, RunRequest
 from ....planning.times import PROCESSOR
-from ....spec import FAMILIES, PIXELS_PER_LATENT, REFERENCE_SIDE, whole_pixels
+from ....spec import FAMILIES, PIXELS_PER_LATENT, REFERENCE_SIDE, CardFacts, whole_pixels
 from ..estimate.cards import THIS_CARD, ChosenCard, card_of
 from ..estimate.estimate import estimate_on
 from ..estimate.request import WiredRequest, request_from
@@ -23,6 +25,7 @@ LIKE_A_MEGAPIXEL = 0.1
 # A sampler can add a pass here and there; more of them are another run.
 LIKE_THE_PASSES = 0.25
 FUSED = "blocks: fused, "
+ATTENTION, MEASURED_ERRORS = "attention: ", "; fast: "
 
 
 def passes_of(asked: Mapping[str, Any]) -> float:
@@ -109,11 +112,13 @@ def predict(
         tiles: tiles of the decode; 0 where unknown.
     """
     device = model.load_device
-    if card_facts(device) is None:
+    facts = card_facts(device)
+    if facts is None:
         return Prediction(notes=(f"Nothing is predicted for a run on {device}.",))
     try:
         wired = request_from(_settings(asked, tiles), model=model, clip=clip, vae=vae)
-        wired = replace(wired, request=_with_tokens(wired.request, asked["text_tokens"]))
+        request = _with_tokens(wired.request, asked["text_tokens"])
+        wired = replace(wired, request=replace(request, attention=_attention(path, facts)))
         card = card_of(THIS_CARD, device)
         estimate = estimate_on(card, wired, None)
     except QwenL40SError as error:
@@ -130,6 +135,7 @@ def predict(
         (
             *wired.notes,
             *([f"The predicted step is {BOUND}."] if estimate.bound == PROCESSOR else []),
+            *attention_notes(estimate),
             *mismatches(asked, path, wired.request),
             *([] if whole else [PARTS_MISSING]),
         ),
@@ -156,6 +162,15 @@ def _settings(asked: Mapping[str, Any], tiles: int) -> dict[str, Any]:
     if references == 1 and asked["text_tokens"] > FAMILIES[FIRST_EDIT].vision_tokens:
         settings["family"] = FIRST_EDIT
     return settings
+
+
+def _attention(path: Sequence[str], card: CardFacts) -> str:
+    """The attention that ran: "fast" where it chose what is predicted of it."""
+    lines = [line for line in path if line.startswith(ATTENTION)]
+    names = {line.removeprefix(ATTENTION).partition(":")[0] for line in lines}
+    ran = next((form for form in EIGHT_BIT if form in names), EXACT)
+    fast = any(MEASURED_ERRORS in line for line in lines)
+    return FAST if fast and attention_form(FAST, card) == ran else ran
 
 
 def _with_tokens(request: RunRequest, tokens: int) -> RunRequest:
