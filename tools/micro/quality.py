@@ -3,11 +3,13 @@
     make micro-quality                      200 prompts, about 4 minutes on two CPU cores
     python -m qwen_l40s.tools.micro.quality --seed 7 --pairs seen
     python -m qwen_l40s.tools.micro.quality --precision fp8
+    python -m qwen_l40s.tools.micro.quality --attention int8
 
 Ends with one JSON line; exits with 1 when the bar is missed: colours and position right in 95 % of
-the images, the shape in 90 %. fp8 and int8 are compared with bf16 from the same noise, too: no
-share may fall by more than 2 points, and the line has the PSNR. Their activations are rounded as
-tensor cores need it, on a CPU too: hosts/diffusers/quantized.py says why.
+the images, the shape in 90 %. fp8, int8 and an attention that is named are compared with bf16 from
+the same noise, too: no share may fall by more than 2 points, and the line has the PSNR. Their
+activations are rounded as tensor cores need it, on a CPU too: hosts/diffusers/quantized.py says
+why.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
@@ -24,6 +27,7 @@ import numpy as np
 from PIL import Image
 
 from ...hosts.diffusers.load import LoadedPipeline, load_pipeline
+from ...hosts.diffusers.patch import optimize
 from ...hosts.diffusers.quantized import quantize_transformer
 from ...hosts.diffusers.sample import generate
 from ...loaders.source import bundled_micro_folder
@@ -99,19 +103,35 @@ def psnr_summary(
 
 
 def compare(
-    pipeline: LoadedPipeline, prompts: Prompts, precision: str, keep: Sequence[str], **run: float
+    pipeline: LoadedPipeline,
+    prompts: Prompts,
+    precision: str,
+    keep: Sequence[str],
+    attention: str | None = None,
+    **run: float,
 ) -> dict[str, object]:
-    """Paints in bf16, quantizes the transformer in place, and paints the same again.
+    """Paints in bf16 with diffusers' own attention, changes the transformer in place, and paints
+    the same again.
+
+    Args:
+        precision: Into which the transformer is quantized; bf16 leaves it as it is.
+        attention: Of the optimized transformer; None leaves diffusers' own code.
 
     Returns:
-        The shares in the precision, those in bf16 under `bf16`, and `psnr`.
+        The shares after the change, those in bf16 under `bf16`, and `psnr`.
     """
     exact = paint(pipeline, prompts, **run)
     print("bf16:", file=sys.stderr)
     plain = judge(exact, prompts)
-    quantize_transformer(pipeline.transformer, precision, keep)
+    if precision in QUANTIZED:
+        quantize_transformer(pipeline.transformer, precision, keep)
+    if attention is not None:
+        optimized = optimize(pipeline.transformer, attention=attention)
+        pipeline = replace(pipeline, optimized=optimized)
     images = paint(pipeline, prompts, **run)
-    print(f"{precision}:", file=sys.stderr)
+    if attention is not None:
+        print(optimized.report(), file=sys.stderr)
+    print(f"{precision}, attention {attention or 'of diffusers'}:", file=sys.stderr)
     quality = judge(images, prompts)
     return {**quality, "bf16": plain, "psnr": psnr_summary(images, exact), "keep": list(keep)}
 
@@ -138,19 +158,22 @@ def main() -> int:
     parser.add_argument("--cfg", type=float, default=4.0)
     parser.add_argument("--precision", default="auto", help="auto, bf16, fp32, fp8 or int8")
     parser.add_argument("--keep", nargs="+", default=[], help="layers that stay in bf16")
+    parser.add_argument("--attention", help="of the optimized transformer, compared with bf16")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
     prompts = sample_prompts(args.count, args.seed, PAIRS[args.pairs])
     run = {"steps": args.steps, "cfg": args.cfg}
     lossy = args.precision in QUANTIZED
-    precision = "bf16" if lossy else args.precision
+    compared = lossy or args.attention is not None
+    precision = "bf16" if compared else args.precision
     pipeline = load_pipeline(args.model, precision=precision, device=args.device)
-    if lossy:
-        quality = compare(pipeline, prompts, args.precision, args.keep, **run)
+    if compared:
+        quality = compare(pipeline, prompts, args.precision, args.keep, args.attention, **run)
     else:
         quality = judge(paint(pipeline, prompts, **run), prompts)
     name = args.precision if lossy else pipeline.precision.name
     where = {"device": pipeline.device, "precision": name, "seed": args.seed}
+    where |= {"attention": args.attention} if args.attention else {}
     passed = passes(quality)
     about = {"pairs": args.pairs, "count": args.count, **run, **where}
     print(json.dumps({**quality, **about, "passed": passed}))
