@@ -127,8 +127,8 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--attention",
         metavar="NAME",
-        help="with --optimize: auto (default), diffusers, or a backend that `qwen-l40s doctor` "
-        "lists",
+        help="with --optimize: auto (default), fast (8 bits too, by their error in the run), "
+        "diffusers, or a backend that `qwen-l40s doctor` lists",
     )
 
 

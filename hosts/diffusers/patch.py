@@ -36,7 +36,8 @@ def optimize(transformer: QwenImageTransformer2DModel, *, attention: str = "auto
 
     Args:
         transformer: Such as `pipeline.transformer`; of any pipeline for Qwen-Image.
-        attention: "auto" for the fastest exact backend, the name of one, or "diffusers".
+        attention: "auto" for the fastest exact backend, "fast" for the fastest with an error of at
+            most `MOST_ERROR`, the name of one, or "diffusers".
 
     Raises:
         SettingError: There is no attention backend of that name.

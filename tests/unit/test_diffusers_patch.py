@@ -500,6 +500,20 @@ def test_attention_that_is_named(fused, monkeypatch):
         optimize(new_model())
 
 
+def test_attention_in_8_bits_and_the_fastest(fused):
+    given = inputs(encoder_hidden_states_mask=text_mask(3))
+    for name, most in (("int8", 0.02), ("int8_fp8", 0.06), ("fast", 1e-6)):
+        optimized = assert_fused(new_model(), given, fused, most, attention=name)
+        assert f"attention: {name}: asked for" in optimized.report() or name == "fast"
+    assert "in the first pass, to compare with" in optimized.report()
+    optimized = optimize(model := new_model(), attention="fast")
+    with optimized.run():
+        for _ in range(2):  # the second pass knows the errors
+            model(**given)
+    assert "; fast: int8 error 0.0" in optimized.report(), optimized.report()
+    assert "not sage_2: needs an NVIDIA card; at most 0.02 allowed" in optimized.report()
+
+
 def test_named_attention_that_takes_no_mask_leaves_masked_passes_to_another(fused, monkeypatch):
     limits = sdpa.Limits(masks=False)
     without_masks = sdpa.Backend("maskless", sdpa.MATH.attend, cpu=limits)
