@@ -285,12 +285,13 @@ def test_weights_in_four_bits():
     assert torch.equal(ours[0], ours[1]) and torch.equal(ours[0], ours[2])
     assert torch.equal(forward(decoded), forward(packed))
     assert "layers: int8 through" in report_of(clones[1])
-    with mock.patch(
-        "comfy.model_detection.detect_unet_config", lambda *_, **__: dict(narrow.CONFIG)
-    ):
-        core = comfy.sd.load_diffusion_model_state_dict(dict(tensors))
-    # ComfyUI's own layers quantize activations on a CPU too.
-    assert difference(forward(compare(core, most=2e-2)), ours[0]) < 2e-2
+    if MODE == "cpu":  # comfy-kitchen's kernel for one row takes groups of 256 alone
+        with mock.patch(
+            "comfy.model_detection.detect_unet_config", lambda *_, **__: dict(narrow.CONFIG)
+        ):
+            core = comfy.sd.load_diffusion_model_state_dict(dict(tensors))
+        # ComfyUI's own layers quantize activations on a CPU too.
+        assert difference(forward(compare(core, most=2e-2)), ours[0]) < 2e-2
 
 
 def lora_file():
