@@ -61,7 +61,9 @@ class MeasuredErrors:
     @functools.cached_property
     def errors(self) -> dict[str, float]:
         """The largest error of each backend that runs; NaN where one gave NaN."""
-        return {name: torch.stack(found).max().item() for name, found in self._found.items()}
+        # One by one: those of a run on several cards are on several.
+        found = {name: [error.item() for error in part] for name, part in self._found.items()}
+        return {name: torch.tensor(part).max().item() for name, part in found.items()}
 
     @property
     def allowed(self) -> list[str]:
