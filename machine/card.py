@@ -234,5 +234,9 @@ def _join(listed: tuple[InstalledCard, ...], reason: str) -> str:
 
 
 def first_line(error: object) -> str:
-    """The first line of an exception's or warning's text; its class when the text is empty."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    """The first line of an exception's or warning's text; its class when the text is empty.
+
+    Of Triton's compiler the last one: its first lines are a place and the kernel's source.
+    """
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1] if type(error).__name__ == "CompilationError" else lines[0]

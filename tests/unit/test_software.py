@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from qwen_l40s.machine import packages as software
-from qwen_l40s.machine.card import InstalledCards, State
+from qwen_l40s.machine.card import InstalledCards, State, first_line
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,16 @@ def test_a_package_that_is_not_there_is_named_with_its_requirement():
     assert module is None
     assert check.state is State.NOT_USABLE
     assert check.remedy == 'pip install "qwen-none>=1.2"'
+
+
+def test_an_error_of_tritons_compiler_is_told_by_its_last_line():
+    class CompilationError(Exception):
+        pass
+
+    text = "at 23:13:\n    x = tl.load(x_ptr)\n        ^\nAttributeError('no type')"
+    assert first_line(CompilationError(text)) == "AttributeError('no type')"
+    assert first_line(ValueError("one\ntwo")) == "one"
+    assert first_line(ValueError()) == "ValueError"
 
 
 def test_a_package_broken_at_import_gives_the_first_line_of_its_error(package_folder):
