@@ -14,7 +14,8 @@ import torch
 from .attention import ChosenAttention
 from .blocks.block_form import is_changed
 from .blocks.graphs import PassMemory
-from .blocks.passes import ForwardPass, HostPass, PreparedModel, WatchedError, is_finite
+from .blocks.host import HostPass, PreparedModel
+from .blocks.passes import ForwardPass, WatchedError, is_finite
 from .fallback import Fallback
 
 

@@ -25,7 +25,7 @@ NOT_PLAIN = Fallback("its layers are not plain linear layers")
 
 
 class TransformerModulation:
-    """Implements `optimizations.blocks.passes.RunModulation`."""
+    """Implements `optimizations.blocks.host.RunModulation`."""
 
     def __init__(self) -> None:
         self.figures = TableFigures()

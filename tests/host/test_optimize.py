@@ -790,7 +790,7 @@ def test_a_wrong_kernel_is_noticed_in_the_first_step():
         return result
 
     changed = right._replace(residual_norm=wrong, prepared={})
-    with mock.patch("qwen_l40s.optimizations.blocks.passes.choose_ops", lambda device: changed):
+    with mock.patch("qwen_l40s.optimizations.blocks.host.choose_ops", lambda device: changed):
         found = forward(clone)
     assert torch.equal(found, forward(model))
     assert "differs by" in report_of(clone)
@@ -805,7 +805,7 @@ def test_a_kernel_that_raises_leaves_the_blocks_to_comfyui():
         raise RuntimeError("ptxas failed\nwith a long log")
 
     changed = right._replace(qk_norm_rope=broken, prepared={})
-    with mock.patch("qwen_l40s.optimizations.blocks.passes.choose_ops", lambda device: changed):
+    with mock.patch("qwen_l40s.optimizations.blocks.host.choose_ops", lambda device: changed):
         found = forward(clone)
     assert torch.equal(found, forward(model))
     assert "raised ptxas failed" in report_of(clone)
@@ -814,7 +814,7 @@ def test_a_kernel_that_raises_leaves_the_blocks_to_comfyui():
         clone = optimize(model, HOST_ATTENTION)
         raising = right._replace(qk_norm_rope=mock.Mock(side_effect=error), prepared={})
         changed = mock.patch(
-            "qwen_l40s.optimizations.blocks.passes.choose_ops", lambda device, ops=raising: ops
+            "qwen_l40s.optimizations.blocks.host.choose_ops", lambda device, ops=raising: ops
         )
         with changed, contextlib.suppress(error):
             forward(clone)
@@ -922,7 +922,7 @@ def test_attention_in_8_bits_that_gives_nan_leaves_the_run_to_comfyui():
                 out[0, -1] = torch.nan
 
         changed = right._replace(attention_8bit=broken, prepared={})
-        passes = "qwen_l40s.optimizations.blocks.passes.choose_ops"
+        passes = "qwen_l40s.optimizations.blocks.host.choose_ops"
         clone = optimize(model, OptimizeSettings(attention="int8"))
         with mock.patch(passes, lambda device, ops=changed: ops), logged() as lines:
             found = sample(clone, steps=4)

@@ -35,7 +35,7 @@ from qwen_l40s.hosts.diffusers.settings import GenerateSettings
 from qwen_l40s.optimizations import run as runs
 from qwen_l40s.optimizations.attention import BACKENDS
 from qwen_l40s.optimizations.attention import backends as sdpa
-from qwen_l40s.optimizations.blocks import passes
+from qwen_l40s.optimizations.blocks import host as block_host
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.fallback import Fallback
 from qwen_l40s.optimizations.fused import TORCH
@@ -928,7 +928,7 @@ def test_models_that_the_kernels_do_not_take(fused, monkeypatch, caplog):
     [record] = caplog.records  # a reason is logged once
     assert record.getMessage() == f"Qwen-Image L40S: {reason}: diffusers' own blocks run."
     missing = Fallback("Triton is missing", final=True)
-    monkeypatch.setattr(passes, "choose_ops", lambda device: missing)
+    monkeypatch.setattr(block_host, "choose_ops", lambda device: missing)
     assert_host(new_model(), inputs(), fused, "Triton is missing")
 
 
@@ -1004,7 +1004,7 @@ def test_embedding_that_is_changed_for_one_block_counts(fused, monkeypatch):
 
 def sabotaged(monkeypatch, **changes):
     ops = TORCH._replace(**changes)
-    monkeypatch.setattr(passes, "choose_ops", lambda device: ops)
+    monkeypatch.setattr(block_host, "choose_ops", lambda device: ops)
 
 
 def wrong_gate(x, branch, gates, *others):

@@ -21,7 +21,7 @@ from qwen_l40s.optimizations.attention_8bit import FORMS
 from qwen_l40s.optimizations.blocks import graphs, workspace
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
 from qwen_l40s.optimizations.blocks.graphs import MOST_GRAPHS, GraphFigures, PassMemory, Seen
-from qwen_l40s.optimizations.blocks.passes import BlockInputs
+from qwen_l40s.optimizations.blocks.host import BlockInputs
 from qwen_l40s.optimizations.blocks.products import (
     Operand,
     Read,
@@ -587,7 +587,7 @@ def test_a_pass_runs_with_the_models_card_as_the_current_one(graphs_here, monkey
         current.pop()
 
     monkeypatch.setattr(Host, "device", card)
-    monkeypatch.setattr("qwen_l40s.optimizations.blocks.passes.choose_ops", lambda _: fused.TORCH)
+    monkeypatch.setattr("qwen_l40s.optimizations.blocks.host.choose_ops", lambda _: fused.TORCH)
     monkeypatch.setattr(torch.cuda, "device", made_current)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
     Passes({}, {})(between=lambda index, image: found.append(current[-1]) or image)

@@ -16,7 +16,7 @@ import torch
 
 from ....optimizations.blocks.block import Step
 from ....optimizations.blocks.block_form import blocks_of
-from ....optimizations.blocks.passes import BlockInputs
+from ....optimizations.blocks.host import BlockInputs
 from ....optimizations.blocks.self_check import Streams
 from ....optimizations.fallback import Fallback
 from ....optimizations.modulation import Entry
@@ -37,7 +37,7 @@ INPUT_PATCH = Fallback("another node changes what attention reads (attn1_patch)"
 
 
 class ComfyPass:
-    """Implements `optimizations.blocks.passes.HostPass`.
+    """Implements `optimizations.blocks.host.HostPass`.
 
     Args:
         model: ComfyUI's BaseModel.

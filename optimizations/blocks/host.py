@@ -1,0 +1,172 @@
+"""What a host gives a forward pass, and what is known of its model in a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ...spec import RowFormat
+from ..attention import ChosenAttention
+from ..fallback import Fallback
+from ..fused import choose_ops
+from ..modulation import Entry
+from .block import KnownBlock, Layers, Step
+from .block_form import token_layers, unsupported_block
+from .graphs import GraphFigures
+from .self_check import FirstBlockCheck, Streams
+
+
+class BlockInputs(NamedTuple):
+    """The arguments of one block.
+
+    Attributes:
+        text, image: (batch, tokens, D).
+        embedding: Of the timestep, (batch, D), or (2 batch, D) where the second half is for
+            timestep 0.
+        step: What the blocks of the pass share.
+        clear: Whether nothing reads or changes the streams on the way to the next block.
+    """
+
+    text: torch.Tensor
+    image: torch.Tensor
+    embedding: torch.Tensor
+    step: Step
+    clear: bool
+
+
+class RunModulation(Protocol):
+    """A host's modulation of one model, over its runs."""
+
+    def start_run(self) -> None:
+        """Begins the figures of another run."""
+
+    def lines(self) -> list[str]:
+        """Lines about the run."""
+
+
+class HostPass(Protocol):
+    """A host's adapter: one call of its transformer.
+
+    Attributes:
+        owner: The host's model; referenced weakly.
+        state: What its weights are; what is known of the model in this run is known under it.
+        blocks: The transformer's, in order.
+        dtype, device: Of the activations.
+        latents: What the call denoises.
+        layers: Access to its layers.
+        modulation: Of the model.
+        attention: This package's, where it computes the attention of the block that runs.
+    """
+
+    owner: Any
+    state: Hashable
+    blocks: Sequence[torch.nn.Module]
+    dtype: torch.dtype
+    device: torch.device
+    latents: torch.Tensor
+    layers: Layers
+    modulation: RunModulation
+    attention: ChosenAttention | None
+
+    def fallback(self) -> Fallback | None:
+        """Why the host's own blocks run in this pass; None when the executor's do."""
+
+    def unsupported(self, block: torch.nn.Module) -> Fallback | None:
+        """Why the executor does not compute a block, beyond its form."""
+
+    def inputs(
+        self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
+    ) -> BlockInputs | Fallback:
+        """What a block was called with, or why the executor cannot take it."""
+
+    def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
+        """The modulation of all blocks for a timestep embedding."""
+
+    @property
+    def steps(self) -> int | None:
+        """Of the run, where the host tells."""
+
+    def no_graphs(self) -> str:
+        """Why the pass may not replay a CUDA graph, in one clause; empty when it may."""
+
+    def host_attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The host's own attention of the block that runs, as `block.Attend`."""
+
+    def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
+        """The block's own forward with the host's own attention."""
+
+
+class PreparedModel:
+    """What is known of one model with one set of weights in one run; it does not hold the model.
+
+    Args:
+        host: Its first pass.
+        lossy_attention: Whether attention differs from exact attention by more than rounding.
+
+    Attributes:
+        ops: The kernels; a `Fallback` where there are none.
+        unsupported: Of each block, why the executor does not compute it.
+        quantized: Whether any of their layers is.
+        graphs: What this run had of CUDA graphs.
+        exchanged: Whether somebody exchanged what blocks were given, unannounced.
+        dropped: How often graphs were given up because memory ran out.
+    """
+
+    def __init__(self, host: HostPass, lossy_attention: bool) -> None:
+        self.ops = choose_ops(host.device)
+        self.unsupported = [
+            unsupported_block(block, host.dtype) or host.unsupported(block) for block in host.blocks
+        ]
+        pairs = zip(host.blocks, self.unsupported, strict=True)
+        read = [layer for block, reason in pairs if not reason for layer in token_layers(block)]
+        self._kinds = Counter(map(host.layers.kind, read))
+        self._formats = sorted(kind for kind in self._kinds if isinstance(kind, RowFormat))
+        storages = dict.fromkeys(format.storage for format in self._formats)
+        self._gemms = [str(host.layers.gemm(storage, host.device)) for storage in storages]
+        self.check = FirstBlockCheck(lossy_attention or any(map(host.layers.rounds, read)))
+        self.modulation = host.modulation
+        self.passes = self.fused = 0
+        self.fallbacks: Counter[Fallback] = Counter()
+        self.quantized = bool(self._formats)
+        self.graphs = GraphFigures()
+        self.exchanged = False
+        self.dropped = 0
+        self._weights: Hashable = None
+        self._known: dict[torch.nn.Module, KnownBlock] = {}
+
+    def known(self, weights: Hashable | None) -> dict[torch.nn.Module, KnownBlock] | None:
+        """What is known of blocks whose weights are where this token says."""
+        if weights != self._weights:
+            self._weights, self._known = weights, {}
+        return None if weights is None else self._known
+
+    def lines(self, host: str) -> list[str]:
+        """What ran, a line each."""
+        total = self.fused + self.fallbacks.total()
+        lines = []
+        if self.fused:
+            check = "checked in an earlier run"
+            if self.check.worst is not None:
+                check = f"the check's largest difference was {self.check.worst:.2g}"
+            lines.append(
+                f"blocks: fused, {self.fused} of {total} in {self.passes} forward passes "
+                f"({self.ops.name}); {check}"
+            )
+        for fallback, count in self.fallbacks.most_common():
+            lines.append(f"blocks: {host} own, {count} of {total}: {fallback}")
+        if not self.fused:
+            return lines
+        lines += [f"layers: {gemm}" for gemm in self._gemms]
+        layers = self._kinds.total()
+        for format in self._formats:
+            if format.rotation:
+                count = f"{self._kinds[format]} of {layers}"
+                lines.append(f"layers: {count} rotated, {format.rotation} columns at a time")
+        if self._kinds[None]:
+            lines.append(f"layers: {self._kinds[None]} of {layers} run {host} own way")
+        return lines + self.graphs.lines() + self.modulation.lines()
