@@ -93,7 +93,9 @@ BLOCK = tuple(row for row in FORWARD if row.name != TABLE)
 IMAGE = tuple(
     row
     for row in FORWARD
-    if row.host == COMFYUI and row.variant in ("stock", "ours") and not row.loras
+    if row.host == COMFYUI
+    and row.variant in ("stock", "ours")
+    and not (row.loras or row.attention != "auto" or row.weights.endswith("plain"))
 )
 
 

@@ -206,7 +206,7 @@ TRUNCATED = {"int8": None, "int8_fp8": 0.12}
 @quiet
 @pytest.mark.parametrize("form", attention_8bit.FORMS)
 def test_attention_in_8_bits(form):
-    for tokens, heads in cases.ATTENTION:
+    for tokens, heads in cases.FEW_ATTENTION:
         cases.check_attention_8bit(EIGHT_BIT, tokens, *heads, form, **HALF, most=TRUNCATED[form])
 
 
