@@ -117,7 +117,13 @@ def test_a_launch_switches_the_card_only_where_another_one_is_current(monkeypatc
 
 
 @with_triton
-@pytest.mark.parametrize("name", ["interpreted_kernels.py", "interpreted_block_kernels.py"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "interpreted_kernels.py",
+        pytest.param("interpreted_block_kernels.py", marks=pytest.mark.slow),  # 4 minutes
+    ],
+)
 def test_kernels_in_the_interpreter(name):
     file = Path(__file__).parents[1] / name
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
