@@ -52,37 +52,33 @@ class Heads(NamedTuple):
     @classmethod
     def empty(cls, form: str, like: torch.Tensor) -> Heads:
         """Room for heads like these, (batch, tokens, heads, head_dim), in one piece of memory."""
-        sizes = cls.sizes(form, like.shape)
-        return cls.of(form, like.shape, like.new_empty(sum(sizes), dtype=torch.uint8))
+        size = sum(cls.sizes(form, like.shape))
+        return cls.of(form, like.shape, like.new_empty(size, dtype=torch.uint8))
 
     @classmethod
     def of(cls, form: str, shape: tuple[int, ...], memory: torch.Tensor) -> Heads:
         """In memory of `sum(sizes(form, shape))` bytes, (bytes,), uint8."""
-        batch, tokens, heads, head_dim = shape
-        rows, length = (batch, heads), padded(tokens)
-        dtypes = [torch.int8, torch.int8, *[torch.float32] * 3]
-        shapes = [(length, head_dim)] * 2 + [(length,)] * 2 + [(head_dim,)]
-        if form == "int8_fp8":
-            dtypes += [torch.float8_e4m3fn, torch.float32, torch.float32]
-            shapes += [(head_dim, length), (head_dim,), (length // TOKENS_AT_ONCE, head_dim)]
         parts = memory.split(cls.sizes(form, shape))
-        return cls(
-            *(
-                part.view(dtype).view(*rows, *size)
-                for part, dtype, size in zip(parts, dtypes, shapes, strict=True)
-            )
-        )
+        tensors = zip(parts, _tensors(form, shape), strict=True)
+        return cls(*(part.view(dtype).view(size) for part, (dtype, size) in tensors))
 
     @staticmethod
     def sizes(form: str, shape: tuple[int, ...]) -> list[int]:
         """Bytes of each tensor, for heads of this shape, (batch, tokens, heads, head_dim)."""
-        batch, tokens, heads, head_dim = shape
-        rows, length = batch * heads, padded(tokens)
-        sizes = [rows * length * head_dim] * 2 + [4 * rows * length] * 2 + [4 * rows * head_dim]
-        if form == "int8_fp8":
-            sizes += [rows * length * head_dim, 4 * rows * head_dim]
-            sizes += [4 * rows * length // TOKENS_AT_ONCE * head_dim]
-        return sizes
+        return [dtype.itemsize * math.prod(size) for dtype, size in _tensors(form, shape)]
+
+
+def _tensors(form: str, shape: tuple[int, ...]) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtype and shape of each tensor of `Heads`, in order."""
+    batch, tokens, heads, head_dim = shape
+    pair, length = (batch, heads), padded(tokens)
+    values, scales = (*pair, length, head_dim), (*pair, length)
+    channels = (*pair, head_dim)
+    found = [(torch.int8, values)] * 2 + [(torch.float32, scales)] * 2 + [(torch.float32, channels)]
+    if form == "int8_fp8":
+        found += [(torch.float8_e4m3fn, (*channels, length)), (torch.float32, channels)]
+        found += [(torch.float32, (*pair, length // TOKENS_AT_ONCE, head_dim))]
+    return found
 
 
 def padded(tokens: int) -> int:
@@ -104,11 +100,12 @@ def qk_norm_rope(
     Args:
         into: Is written, and q and k stay as they are; None changes them in place.
     """
-    if into is not None:
-        q, k = (part.to(torch.float32, copy=True) for part in (q, k))
+    if into is None:
+        reference.qk_norm_rope(q, k, norm, rotary, tokens, eps)
+        return
+    q, k = (part.to(torch.float32, copy=True) for part in (q, k))
     reference.qk_norm_rope(q, k, norm, rotary, tokens, eps)
-    if into is not None:
-        quantize_heads(q, k, into)
+    quantize_heads(q, k, into)
 
 
 def score_scale(head_dim: int) -> float:

@@ -4,6 +4,8 @@ The same checks are for the plain-torch twins, for Triton's interpreter and for 
 the twin in float64, which tests/unit/test_block_kernels.py compares with published code.
 """
 
+from types import SimpleNamespace
+
 import torch
 
 from qwen_l40s.optimizations import attention_8bit, reference
@@ -193,6 +195,19 @@ ATTENTION += [((2, 9, 184), (3, 128))]
 MOST_ERROR = {"int8": 0.015, "int8_fp8": 0.042}
 # The same of norms whose weights make a few keys count.
 MOST_ERROR_OF_FEW = {"int8": 0.03, "int8_fp8": 0.06}
+
+
+def attention_kernels():
+    """Triton's, under the names of `attention_8bit`."""
+    from qwen_l40s.optimizations.kernels import attention_8bit as kernels
+    from qwen_l40s.optimizations.kernels import qk_norm_rope as rope
+
+    return SimpleNamespace(
+        qk_norm_rope=rope.qk_norm_rope,
+        quantize_heads=rope.quantize_heads,
+        quantize_values=kernels.quantize_values,
+        attention_8bit=kernels.attention_8bit,
+    )
 
 
 def relative(ours, theirs):

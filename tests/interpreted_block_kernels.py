@@ -4,15 +4,12 @@ tests/unit/test_kernels.py runs this file in a process of its own: TRITON_INTERP
 before Triton is imported, and nothing can be compiled after that.
 """
 
-from types import SimpleNamespace
-
 import block_kernel_cases as cases
 import pytest
 import torch
 
 from qwen_l40s.optimizations import attention_8bit, reference
 from qwen_l40s.optimizations.kernels import attention_8bit as attention
-from qwen_l40s.optimizations.kernels import qk_norm_rope as rope
 from qwen_l40s.optimizations.kernels.qk_norm_rope import launch_shape, qk_norm_rope
 from qwen_l40s.optimizations.kernels.residual_norm import residual_norm
 from qwen_l40s.optimizations.kernels.rows import WIDEST_ROW, gelu_quantize
@@ -192,12 +189,7 @@ def test_gelu_quantize_refuses_rows_that_it_cannot_hold():
         gelu_quantize(torch.zeros(1, WIDEST_ROW + 1), RowFormat("int8"))
 
 
-EIGHT_BIT = SimpleNamespace(
-    qk_norm_rope=rope.qk_norm_rope,
-    quantize_heads=rope.quantize_heads,
-    quantize_values=attention.quantize_values,
-    attention_8bit=attention.attention_8bit,
-)
+EIGHT_BIT = cases.attention_kernels()
 # It multiplies bf16 as the integers of its bits, and its cast to e4m3 truncates.
 HALF = {"dtype": torch.float16}
 TRUNCATED = {"int8": None, "int8_fp8": 0.12}

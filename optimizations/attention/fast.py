@@ -62,8 +62,10 @@ class MeasuredErrors:
     def errors(self) -> dict[str, float]:
         """The largest error of each backend that runs; NaN where one gave NaN."""
         # One by one: those of a run on several cards are on several.
-        found = {name: [error.item() for error in part] for name, part in self._found.items()}
-        return {name: torch.tensor(part).max().item() for name, part in found.items()}
+        return {
+            name: torch.tensor([error.item() for error in found]).max().item()
+            for name, found in self._found.items()
+        }
 
     @property
     def allowed(self) -> list[str]:

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from ..attention_8bit import (
-    FORMS,
     HEAD_DIMS,
     LARGEST_VALUE,
     TOKENS_AT_ONCE,
@@ -38,7 +37,7 @@ class Tile(NamedTuple):
 # 24 heads x 128 (H200, triton 3.6): 0.531 ms in int8 and 0.402 in int8_fp8, with a mask 0.701 and
 # 0.475, where FlashAttention-2 takes 0.728; at 16,584 tokens 6.50 and 5.15 of 9.54.
 # Elsewhere predicted: what keeps all in registers within 99 KiB of shared memory.
-TILES = {(form, masked): Tile(128, 64, 8, 3) for form in FORMS for masked in (False, True)}
+TILE = Tile(128, 64, 8, 3)
 TILES_SM90 = {
     ("int8", False): Tile(128, 128, 8, 3),
     ("int8", True): Tile(64, 64, 4, 3),
@@ -181,6 +180,27 @@ def _step(
 # Values in e4m3: the largest magnitude of each channel, then what they are divided by.
 
 
+@triton.jit
+def _load_values(
+    v_ptr,
+    v_item_stride,
+    v_token_stride,
+    v_head_stride,
+    pair,
+    token,
+    tokens,
+    heads: tl.constexpr,
+    head_dim: tl.constexpr,
+):
+    """These tokens of one head in fp32, with zeros past the last one."""
+    item = pair // heads
+    v_ptr += item.to(tl.int64) * v_item_stride
+    v_ptr += (pair - item * heads).to(tl.int64) * v_head_stride
+    channel = tl.arange(0, head_dim)
+    v_ptrs = v_ptr + token.to(tl.int64)[:, None] * v_token_stride + channel[None, :]
+    return tl.load(v_ptrs, mask=(token < tokens)[:, None], other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["tokens", "chunks"])
 def _largest_kernel(
     v_ptr,
@@ -198,12 +218,10 @@ def _largest_kernel(
     program = tl.program_id(0)
     pair = program // chunks
     token = (program - pair * chunks) * chunk + tl.arange(0, chunk)
-    item = pair // heads
-    v_ptr += item.to(tl.int64) * v_item_stride
-    v_ptr += (pair - item * heads).to(tl.int64) * v_head_stride
     channel = tl.arange(0, head_dim)
-    v_ptrs = v_ptr + token.to(tl.int64)[:, None] * v_token_stride + channel[None, :]
-    v = tl.load(v_ptrs, mask=(token < tokens)[:, None], other=0.0).to(tl.float32)
+    v = _load_values(
+        v_ptr, v_item_stride, v_token_stride, v_head_stride, pair, token, tokens, heads, head_dim
+    )
     tl.store(largest_ptr + program * head_dim + channel, magnitude(v, 0))
 
 
@@ -229,7 +247,6 @@ def _values_kernel(
     program = tl.program_id(0)
     pair = program // chunks
     token = (program - pair * chunks) * chunk + tl.arange(0, chunk)
-    item = pair // heads
     channel = tl.arange(0, head_dim)
     largest = tl.zeros((head_dim,), tl.int32)
     for other in range(0, chunks):
@@ -238,10 +255,9 @@ def _values_kernel(
     largest = largest.to(tl.float32, bitcast=True)
     scale = tl.where(largest < smallest, 1.0, tl.div_rn(largest, largest_value))
     tl.store(scale_ptr + pair * head_dim + channel, scale)  # each program of the head the same
-    v_ptr += item.to(tl.int64) * v_item_stride
-    v_ptr += (pair - item * heads).to(tl.int64) * v_head_stride
-    v_ptrs = v_ptr + token.to(tl.int64)[:, None] * v_token_stride + channel[None, :]
-    v = tl.load(v_ptrs, mask=(token < tokens)[:, None], other=0.0).to(tl.float32)
+    v = _load_values(
+        v_ptr, v_item_stride, v_token_stride, v_head_stride, pair, token, tokens, heads, head_dim
+    )
     v = round_to_step(v * tl.div_rn(1.0, scale)[None, :], largest_value, False)
     q_ptrs = q_ptr + (pair.to(tl.int64) * head_dim + channel)[:, None] * length + token[None, :]
     tl.store(q_ptrs, tl.trans(v.to(q_ptr.dtype.element_ty)))
@@ -341,4 +357,4 @@ def _launch(heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch
 
 def choose_tile(form: str, masked: bool, sm: tuple[int, int]) -> Tile:
     """The tile of "int8" or "int8_fp8" on a card of compute capability `sm`."""
-    return (TILES_SM90 if sm == (9, 0) else TILES)[form, masked]
+    return TILES_SM90[form, masked] if sm == (9, 0) else TILE

@@ -3,8 +3,6 @@
 tests/interpreted_block_kernels.py has Triton's without a card.
 """
 
-from types import SimpleNamespace
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -290,17 +288,9 @@ def test_a_prompt_of_another_length_compiles_nothing():
 @on_card
 @pytest.mark.parametrize("form", attention_8bit.FORMS)
 def test_attention_in_8_bits_on_the_card(form):
-    from qwen_l40s.optimizations.kernels import attention_8bit as attention
-    from qwen_l40s.optimizations.kernels import qk_norm_rope as rope
-
     if form == "int8_fp8":
         needs_e4m3()
-    ops = SimpleNamespace(
-        qk_norm_rope=rope.qk_norm_rope,
-        quantize_heads=rope.quantize_heads,
-        quantize_values=attention.quantize_values,
-        attention_8bit=attention.attention_8bit,
-    )
+    ops = cases.attention_kernels()
     sizes = [*cases.ATTENTION, ((1, 200, 4096), (4, 128)), ((2, 77, 1024), (24, 128))]
     for tokens, heads in sizes:
         for dtype in cases.DTYPES[:2]:
