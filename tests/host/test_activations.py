@@ -20,7 +20,7 @@ from tracked_allocations import Allocations
 from qwen_l40s.hosts.comfyui.lora.bypass import Beside, BypassForward, BypassLayers, Matrices
 from qwen_l40s.hosts.comfyui.sample import attention, forward
 from qwen_l40s.optimizations import linear, reference
-from qwen_l40s.optimizations.blocks import passes as optimized
+from qwen_l40s.optimizations.blocks import host as block_host
 from qwen_l40s.optimizations.blocks.block import LayerTensors
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import compute_entry
@@ -271,7 +271,7 @@ def followed(request, setting):
         torch.inference_mode(),
         stand_ins(),
         mock.patch.object(forward.ModelModulation, "of", lambda model: modulation),
-        mock.patch.object(optimized, "choose_ops", lambda device: KERNELS),
+        mock.patch.object(block_host, "choose_ops", lambda device: KERNELS),
         Allocations(0) as seen,
     ):
         optimization.start_run()
