@@ -135,7 +135,10 @@ def test_row_quantize_refuses_rows_that_it_cannot_hold():
         row_quantize(torch.zeros(1, WIDEST_ROW + 1), RowFormat("int8"))
 
 
-@pytest.mark.parametrize("size", [4, 16, 64, 256, 1024, 4096])
+SLOW = [pytest.param(size, marks=pytest.mark.slow) for size in (1024, 4096)]
+
+
+@pytest.mark.parametrize("size", [4, 16, 64, 256, *SLOW])
 def test_rows_are_rotated_as_comfy_kitchen_does(size):
     """Its matrix in float64, whatever part of a row a group is in."""
     four = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]]).double()
@@ -288,6 +291,7 @@ def test_plain_layers_of_many_rows_take_loras_in_the_epilogue(monkeypatch):
 ORDERS = [RowOrder(1, 5, 70), RowOrder(3, 2, 9), RowOrder(1, 1, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_low_rank_rows_is_its_twin_and_float64(dtype, order):

@@ -30,7 +30,8 @@ STAR_AND_CIRCLE = Scene(
 )
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+# The judge changes with the micro model, which is seldom.
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 
 def painted(scenes, seed=0, side=256):
@@ -72,7 +73,6 @@ def test_painted_images_are_right_in_everything(images, scenes):
     assert min(right(images, scenes)) >= 0.99 * len(scenes)
 
 
-@pytest.mark.slow
 def test_mild_blur_and_noise_change_nothing(images, scenes):
     noise = np.random.default_rng(22)
     for rows, sigma, level in (
@@ -212,7 +212,6 @@ def test_a_missing_or_an_extra_object_fails_in_everything():
 # --- wrong images
 
 
-@pytest.mark.slow
 def test_images_of_other_prompts_score_under_20_percent(images, scenes):
     results = [
         adherence(images[row - shift], scene)
@@ -230,7 +229,6 @@ def test_a_blank_image_shows_nothing(background):
     assert adherence(blank, one(colour=colour, background=background)).score == 0
 
 
-@pytest.mark.slow
 def test_images_of_no_scene_fail_without_an_exception(scenes):
     noise = np.random.default_rng(24)
     ramp = np.linspace(0, 255, 256)[:, None, None] * np.ones((1, 256, 3))
@@ -282,7 +280,6 @@ def test_a_figure_that_is_none_of_the_shapes_is_no_shape(name):
         assert (result.shape, result.colours) == (False, True), shape
 
 
-@pytest.mark.slow
 def test_lumpy_blobs_are_no_shape():
     rng = np.random.default_rng(25)
     x, y = plane()

@@ -65,6 +65,7 @@ def test_prompt_outside_the_grammar_has_no_adherence(toy_demo, capsys):
     assert line["adherence"] is None
 
 
+@pytest.mark.slow
 def test_png_contact_sheet_has_twelve_different_images(toy_demo, capsys):
     assert toy_demo("--grid", "sheet.png") == 0
     assert report(capsys)["grid"] == "sheet.png"

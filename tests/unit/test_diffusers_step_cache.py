@@ -102,6 +102,7 @@ def test_computed_steps_alone_call_the_transformer(micro, calls):
     assert f"in {2 * computed_steps(STEPS, 'balanced')} forward passes" in fast.optimized.report()
 
 
+@pytest.mark.slow
 def test_latent_is_nearer_than_that_of_as_many_plain_steps(micro):
     uncached = run(micro, cache="off")
     before = 0.0
@@ -165,6 +166,7 @@ def painted(pipe, prompt=STAR, **more) -> torch.Tensor:
     return pipe(prompt=prompt, generator=generator, **about | more).images
 
 
+@pytest.mark.slow
 def test_no_state_goes_from_run_to_run(micro):
     pipe = micro.to_diffusers()
     pipe.set_progress_bar_config(disable=True)

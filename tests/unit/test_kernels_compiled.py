@@ -63,9 +63,9 @@ def compile_kernel(tmp_path_factory):
         yield compile_one
 
 
-def other_cards(sm, *case):
-    """A case that only `make test-all` runs where it is not of an L40S."""
-    return pytest.param(sm, *case, marks=[] if sm == 89 else pytest.mark.slow)
+def case(sm, *values, usual=True):
+    """`make test` compiles what an L40S usually runs, `make test-all` all that a card can run."""
+    return pytest.param(sm, *values, marks=[] if usual and sm == 89 else pytest.mark.slow)
 
 
 def tiles():
@@ -85,7 +85,11 @@ def tiles():
     cases.append((80, "int8", TILES[-1][1]))  # where there is no e4m3
     cases += [(sm, "bf16", TILE_BF16) for sm in (89, 80, 90)]
     ranks = {"bf16": (64, 40)}  # without LoRAs cuBLAS multiplies
-    return [other_cards(*case, rank) for case in cases for rank in ranks.get(case[1], (0, 64, 40))]
+    return [
+        case(*values, rank, usual=rank != 40 and values[2] in (TILES[-1][1], TILE_BF16))
+        for values in cases
+        for rank in ranks.get(values[1], (0, 64, 40))
+    ]
 
 
 @pytest.mark.parametrize(("sm", "format", "tile", "rank"), tiles(), ids=str)
@@ -119,7 +123,7 @@ def test_scaled_gemm_fits_the_card_and_uses_its_tensor_cores(
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("sm", [89, other_cards(80), other_cards(90)])
+@pytest.mark.parametrize("sm", [case(89), case(80), case(90)])
 def test_low_rank_rows_fits_the_card_and_uses_its_tensor_cores(compile_kernel, sm, splits):
     from qwen_l40s.optimizations.kernels.low_rank import TILE, TILE_OF_MANY, _low_rank_rows_kernel
 
@@ -149,7 +153,7 @@ ROWS = [(89, FP8, 12288), (89, INT8, 768), (89, FP8, 4096), (89, INT8, 16384)]
 ROWS += [(89, FP8, 12000), (80, INT8, 12288), (90, FP8, 12288)]
 ROWS += [(89, ROTATED, 3072), (89, ROTATED, 12288), (90, ROTATED, 12288)]
 ROWS += [(89, RowFormat("int8", 16), 12000), (89, RowFormat("int8", 1024), 16384)]
-ROWS = [other_cards(*case) for case in ROWS]
+ROWS = [case(*row, usual=row[2] in (3072, 12288)) for row in ROWS]
 
 
 @pytest.mark.parametrize("name", ["row_quantize", "gelu_quantize"])
@@ -167,7 +171,7 @@ def test_quantization_holds_a_row_in_registers(compile_kernel, name, sm, format,
         assert_wide(ptx, format, masked_at=None if part * parts == k else k)
 
 
-@pytest.mark.parametrize(("sm", "bits"), [other_cards(*it) for it in ((89, 4), (89, 6), (80, 4))])
+@pytest.mark.parametrize(("sm", "bits"), [case(89, 4), case(89, 6), case(80, 4)])
 def test_decode_weight_reads_and_writes_wide(compile_kernel, sm, bits):
     from qwen_l40s.optimizations.kernels import decode_weight
 
@@ -201,7 +205,7 @@ def test_the_loop_that_compares_int4_with_int8_consists_of_their_instructions(co
 # sm_80 has nothing that converts to e4m3.
 FORMS = [(sm, format) for sm in (89, 80, 90) for format in (None, FP8, INT8, ROTATED)]
 FORMS.remove((80, FP8))
-FORMS = [other_cards(*case) for case in FORMS]
+FORMS = [case(*form) for form in FORMS]
 
 
 @pytest.mark.parametrize(("sm", "format"), FORMS, ids=str)
@@ -262,8 +266,8 @@ def residual_norm_of(sm, width, dtype, format, steps):
     ("sm", "heads", "head_dim", "dtype"),
     [
         (89, 24, 128, "bf16"),
-        other_cards(80, 24, 128, "bf16"),
-        other_cards(90, 24, 128, "bf16"),
+        case(80, 24, 128, "bf16"),
+        case(90, 24, 128, "bf16"),
         (89, 24, 128, "fp32"),
         (89, 24, 256, "fp32"),
         (89, 16, 64, "fp16"),
@@ -317,9 +321,10 @@ def assert_wide(ptx, format, masked_at=None):
 ATTENTION = [(89, form, 128, mask) for form in ("int8", "int8_fp8") for mask in (False, True)]
 ATTENTION += [(89, "int8", 32, True), (89, "int8_fp8", 64, False), (80, "int8", 128, False)]
 ATTENTION += [(90, form, 128, mask) for form in ("int8", "int8_fp8") for mask in (False, True)]
+ATTENTION = [case(*it, usual=it[2:] == (128, False)) for it in ATTENTION]
 
 
-@pytest.mark.parametrize(("sm", "form", "head_dim", "mask"), [other_cards(*it) for it in ATTENTION])
+@pytest.mark.parametrize(("sm", "form", "head_dim", "mask"), ATTENTION)
 def test_attention_in_8_bits_uses_the_tensor_cores(compile_kernel, sm, form, head_dim, mask):
     from qwen_l40s.optimizations.kernels import attention_8bit
 

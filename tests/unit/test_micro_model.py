@@ -124,6 +124,7 @@ def test_images_never_reach_the_time_taps_that_are_zero(pipeline):
             assert weight[:, :, 2].abs().max() > 0, name
 
 
+@pytest.mark.slow
 def test_the_model_paints_what_it_is_told(pipeline):
     """Prompts of (shape, colour) pairs that training never showed, by diffusers' own pipeline."""
     prompts = gallery_prompts(10, seed=3)

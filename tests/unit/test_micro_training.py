@@ -18,7 +18,8 @@ CPU = torch.device("cpu")
 WEIGHTED = ("transformer", "vae", "text_encoder")
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+# Training is for who makes another micro model.
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 
 def generator(seed=0):
@@ -138,7 +139,6 @@ def reconstruction_error(vae, pixels):
     return (image[:, :, 0] - (pixels / 127.5 - 1)).abs().mean().item()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("small_steps")
 def test_the_vae_learns():
     vae, pixels = new_vae(), painted(8)
@@ -149,7 +149,6 @@ def test_the_vae_learns():
     assert not vae.training
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("small_steps")
 def test_the_decoder_learns_alone_and_the_latents_stay():
     vae, pixels = new_vae(), painted(8)
@@ -251,7 +250,6 @@ def test_the_loss_is_zero_for_the_velocity_that_the_scheduler_integrates(untrain
     assert seen["sigma"].median() == pytest.approx(shift / (1 + shift), abs=0.02)
 
 
-@pytest.mark.slow
 def test_the_transformer_learns(untrained):
     saved = []
     train_vae.initialize(untrained.vae)
