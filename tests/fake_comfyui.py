@@ -458,3 +458,7 @@ async def _end_tasks() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    # A client that connects while the server goes away has a connection that no handler closes.
+    for transport in list(asyncio.get_running_loop()._transports.values()):
+        transport.abort()
+    await asyncio.sleep(0)  # they close in the loop's next turn
