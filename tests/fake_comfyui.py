@@ -449,6 +449,7 @@ def fake_comfyui(**faults: Any) -> Iterator[FakeComfyUI]:
         server.call(_end_tasks())
         server.loop.call_soon_threadsafe(server.loop.stop)
         thread.join()
+        server.loop.run_until_complete(_end_connections())  # once nobody can connect any more
         server.loop.close()
         sys.setswitchinterval(usual)
 
@@ -458,7 +459,10 @@ async def _end_tasks() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    # A client that connects while the server goes away has a connection that no handler closes.
+
+
+async def _end_connections() -> None:
+    """Also of clients that connected while the server went away, which no handler closes."""
     for transport in list(asyncio.get_running_loop()._transports.values()):
         transport.abort()
     await asyncio.sleep(0)  # they close in the loop's next turn
