@@ -95,7 +95,8 @@ IMAGE = tuple(
     for row in FORWARD
     if row.host == COMFYUI
     and row.variant in ("stock", "ours")
-    and not (row.loras or row.attention != "auto" or row.weights.endswith("plain"))
+    and row.attention == "auto"
+    and not (row.loras or row.weights.endswith("plain"))
 )
 
 

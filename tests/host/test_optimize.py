@@ -922,9 +922,9 @@ def test_attention_in_8_bits_that_gives_nan_leaves_the_run_to_comfyui():
                 out[0, -1] = torch.nan
 
         changed = right._replace(attention_8bit=broken, prepared={})
-        passes = "qwen_l40s.optimizations.blocks.host.choose_ops"
+        chosen = "qwen_l40s.optimizations.blocks.host.choose_ops"
         clone = optimize(model, OptimizeSettings(attention="int8"))
-        with mock.patch(passes, lambda device, ops=changed: ops), logged() as lines:
+        with mock.patch(chosen, lambda device, ops=changed: ops), logged() as lines:
             found = sample(clone, steps=4)
         assert_same(sample(model, steps=4), found, SAME if at == 1 else 0.02 + ON_A_CARD)
         assert "attention: ComfyUI's own: int8 gave NaN or infinity" in report_of(clone)

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 WEIGHTED = ("transformer", "vae", "text_encoder")
 
 
-# Training is for who makes another micro model.
+# Only who makes another micro model trains one.
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 
