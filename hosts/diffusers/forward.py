@@ -51,6 +51,7 @@ class TransformerPass:
 
     state = None  # a transformer has one set of weights in a run
     steps = None
+    peers = additions = ()  # diffusers runs a pass on one card
 
     def __init__(
         self,

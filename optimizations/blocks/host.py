@@ -59,6 +59,10 @@ class HostPass(Protocol):
         layers: Access to its layers.
         modulation: Of the model.
         attention: This package's, where it computes the attention of the block that runs.
+        peers: Of cards that have nothing to do in this pass, each with its own copy of the model;
+            they have no modulation of their own in it, and what the host gives blocks is here.
+        additions: What the host adds to the first image rows after each block, (batch or 1, rows,
+            D) in any floating dtype, on this pass's device, or None; empty where nothing is added.
     """
 
     owner: Any
@@ -70,6 +74,8 @@ class HostPass(Protocol):
     layers: Layers
     modulation: RunModulation
     attention: ChosenAttention | None
+    peers: Sequence[HostPass]
+    additions: Sequence[torch.Tensor | None]
 
     def fallback(self) -> Fallback | None:
         """Why the host's own blocks run in this pass; None when the executor's do."""

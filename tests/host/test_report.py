@@ -303,7 +303,7 @@ def test_a_pass_knows_how_many_steps_call_the_model():
 
     def look(executor, x, t, *args, **kwargs):
         options = options_of(args, kwargs)
-        found.append(ComfyPass(executor.class_obj, None, x, options, False).steps)
+        found.append(ComfyPass(executor.class_obj, None, x, options).steps)
         return executor(x, t, *args, **kwargs)
 
     model = optimized(load())

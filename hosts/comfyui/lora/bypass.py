@@ -16,7 +16,8 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import comfy.ops
@@ -244,7 +245,13 @@ def is_foreign(layer: torch.nn.Module) -> bool:
 
 def run_bypass(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """APPLY_MODEL wrapper: one forward with every change of the patcher that samples."""
-    model = executor.class_obj
+    with bypassed(executor.class_obj):
+        return executor(*args, **kwargs)
+
+
+@contextmanager
+def bypassed(model: Any) -> Iterator[None]:
+    """Puts every change of the patcher that samples into the layers of a BaseModel."""
     wrapped: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:
         for layers in bypass_models(model.current_patcher):
@@ -253,7 +260,7 @@ def run_bypass(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
                 wrapped.append((own, {name: own[name] for name in REPLACED if name in own}))
                 own["forward"] = BypassForward(layer.forward, change)
                 own["comfy_force_forward"] = True
-        return executor(*args, **kwargs)
+        yield
     finally:
         for own, before in reversed(wrapped):
             for name in REPLACED:

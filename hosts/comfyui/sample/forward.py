@@ -7,7 +7,7 @@ blocks or around one happens as ever.
 from __future__ import annotations
 
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import comfy.cli_args
@@ -44,8 +44,13 @@ class ComfyPass:
         attention: What computes attention as long as it is in ComfyUI's slot; None for whatever is.
         latents: As APPLY_MODEL wrappers get them.
         options: The call's transformer_options.
-        controlled: Whether a ControlNet adds to the streams between two blocks.
+        control: The output of ControlNets, which the host adds between two blocks; None without.
         weights: What the run knows of where each model's are; None outside of a run.
+        idle: BaseModels of cards that have nothing to do in this pass.
+
+    Attributes:
+        peers: Of these models, with the same options and attention.
+        additions: What ControlNets add after each block.
     """
 
     def __init__(
@@ -54,8 +59,9 @@ class ComfyPass:
         attention: SlotAttention | None,
         latents: torch.Tensor,
         options: dict[str, Any],
-        controlled: bool,
+        control: Mapping[str, Sequence[torch.Tensor | None]] | None = None,
         weights: MutableMapping[Any, HeldWeights] | None = None,
+        idle: Sequence[Any] = (),
     ) -> None:
         self.owner = model
         self.layers = ComfyLayers(model, latents.shape, weights)
@@ -65,8 +71,11 @@ class ComfyPass:
         self._own_attention = attention
         self._options = options  # of the block that runs, once one does
         self._block: torch.nn.Module | None = None  # that runs
-        self._controlled = controlled
+        self._control = control
         self._shared: _Shared | None = None
+        self.peers: Sequence[ComfyPass] = tuple(
+            ComfyPass(peer, attention, latents, options, weights=weights) for peer in idle
+        )
 
     @property
     def state(self) -> Any:
@@ -89,6 +98,14 @@ class ComfyPass:
         filled = self._options.get(SLOT)
         own = filled is not None and filled is self._own_attention and not filled.fallback
         return filled if own else None
+
+    @property
+    def additions(self) -> Sequence[torch.Tensor | None]:
+        """As QwenImageTransformer2DModel adds them: (batch or 1, rows, D), in any dtype."""
+        if self._control is None:
+            return ()
+        given = self._control.get("input", ())
+        return [given[index] if index < len(given) else None for index in range(len(self.blocks))]
 
     @property
     def steps(self) -> int | None:
@@ -124,8 +141,9 @@ class ComfyPass:
         if positional or arguments.keys() != ARGUMENTS or arguments["image_rotary_emb"] is None:
             return OTHER_ARGUMENTS
         # A wrapper inside of the call may have added to them.
-        self._options = options = arguments["transformer_options"]
-        self._block = block
+        for host in (self, *self.peers):
+            host._options, host._block = arguments["transformer_options"], block
+        options = self._options
         patches = options.get("patches", {})
         if patches.get("attn1_patch"):
             return INPUT_PATCH
@@ -136,7 +154,7 @@ class ComfyPass:
         watched = patches.get("double_block") or options.get("patches_replace", {}).get("dit")
         comfy.ops.run_every_op()
         return BlockInputs(
-            text, image, arguments["temb"], shared.step, not (self._controlled or watched)
+            text, image, arguments["temb"], shared.step, self._control is None and not watched
         )
 
     def entry(self, embedding: torch.Tensor, batch: int) -> Entry:

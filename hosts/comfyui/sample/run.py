@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,11 +14,13 @@ from comfy.quant_ops import QuantizedTensor
 from comfy.samplers import CFGGuider
 
 from ....errors import SettingError
+from ....machine.flags import flags_for_a_run
 from ....optimizations.blocks.block_form import blocks_of, token_layers
 from ....optimizations.run import Optimization
+from ..lora.bypass import bypassed
 from .attention import SLOT, FileAttention, SlotAttention
 from .call import control_of, options_of
-from .flags import flags_for_a_run
+from .cards import idle_models
 from .forward import ComfyPass
 from .held import HeldWeights, drop_row_scales
 from .modulation import Call, ModelModulation
@@ -117,13 +120,16 @@ class ComfyOptimization(Optimization):
     ) -> torch.Tensor:
         """APPLY_MODEL wrapper: one forward pass."""
         model, options = executor.class_obj, options_of(args, kwargs)
-        controlled = control_of(args, kwargs) is not None
         file = self.read_file(model, options)
         own = options.pop(SLOT, None) if file is not None and file.runs else None
         weights = None if self._run is None else self._run.weights
-        host = ComfyPass(model, self.attention, x, options, controlled, weights)
+        control, idle = control_of(args, kwargs), idle_models(options, model)
+        host = ComfyPass(model, self.attention, x, options, control, weights, idle)
         try:
-            with ModelModulation.of(model).during(Call(t, options, kwargs)):
+            with ExitStack() as stack:
+                for peer in idle:
+                    stack.enter_context(bypassed(peer))
+                stack.enter_context(ModelModulation.of(model).during(Call(t, options, kwargs)))
                 return self.run_pass(host, lambda: executor(x, t, *args, **kwargs))
         finally:
             if own is not None:
