@@ -21,7 +21,7 @@ from ..step_cache import Curve
 logger = logging.getLogger(__name__)
 
 CARDS, CALIBRATION, ATTENTION = "cards.json", "calibration.json", "attention.json"
-CURVES = "step_cache.json"
+CURVES, LINKS = "step_cache.json", "links.json"
 VERSION = 1
 FIGURES = ("attention", "bandwidth", "convolution", "encoder", "pcie")
 LAUNCH_SECONDS, GRAPH = "launch_seconds", "graph"
@@ -215,15 +215,32 @@ def load_attention(key: str) -> AttentionTimings | None:
 
 
 def save_attention(key: str, timings: AttentionTimings) -> None:
-    """Adds or replaces one entry, in one step: no reader sees half a file.
+    """Adds or replaces one entry."""
+    ms = {name: _figure(value) for name, value in timings.ms.items()}
+    _save(cache_folder() / ATTENTION, key, {"tokens": timings.tokens, "ms": ms})
+
+
+# What joins two cards, in this boot.
+
+
+def load_link(key: str) -> Any:
+    """What was kept of a pair of cards; None where nothing that can be read."""
+    entries = _measured(cache_folder() / LINKS)
+    return entries.get(key) if isinstance(entries, dict) else None
+
+
+def save_link(key: str, entry: Mapping[str, Any]) -> None:
+    """Adds or replaces what is kept of a pair of cards."""
+    _save(cache_folder() / LINKS, key, entry)
+
+
+def _save(path: Path, key: str, entry: Mapping[str, Any]) -> None:
+    """Adds or replaces one entry of a file, in one step: no reader sees half a file.
 
     A file that cannot be written stays as it is, which is logged once.
     """
-    path = cache_folder() / ATTENTION
     entries = _measured(path)
-    ms = {name: _figure(value) for name, value in timings.ms.items()}
-    kept = entries if isinstance(entries, dict) else {}
-    entries = {**kept, key: {"tokens": timings.tokens, "ms": ms}}
+    entries = {**(entries if isinstance(entries, dict) else {}), key: entry}
     text = json.dumps({"version": VERSION, "measured": entries}, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -328,6 +345,7 @@ REMEDIES = {
     CALIBRATION: "`qwen-l40s bench --calibrate`",
     ATTENTION: "attention is measured again",
     CURVES: "`qwen-l40s calibrate-cache`",
+    LINKS: "links between cards are verified again",
 }
 
 

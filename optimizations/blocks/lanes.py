@@ -1,0 +1,73 @@
+"""Copies from one card to another whose loss is found: a number follows each of them.
+
+With an IOMMU or ACS between two cards a copy can vanish, or come late, without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...machine.copies import Move, Route
+
+# Copies whose numbers are kept until somebody asks.
+KEPT = 1024
+
+
+class Lane(Route):
+    """A `Route` that sends its running number after each copy, on the same way.
+
+    As soon as the copy is said to be done, the number that lies on the target is copied to host
+    memory: nothing waits for that but `missed`, and no kernel is launched for it.
+
+    Args:
+        source, target: Cards, or the CPU for both.
+        peer: Whether copies go from card to card; else through pinned host memory.
+        operations: What copies; of the source by default.
+
+    Raises:
+        UnavailableError: No host memory can be pinned, or no driver answers.
+    """
+
+    def __init__(
+        self, source: torch.device, target: torch.device, peer: bool, operations: Any = None
+    ) -> None:
+        super().__init__(source, target, peer, operations)
+        # In each place two numbers take turns: what an earlier copy left there is none of them.
+        self._numbers = torch.arange(1, 2 * KEPT + 1, dtype=torch.int32).to(source)
+        self._places = torch.zeros(KEPT, dtype=torch.int32).to(target)
+        self._seen = self._operations.pinned(self._places.nbytes).view(torch.int32).zero_()
+        self._addresses = [x.data_ptr() for x in (self._places, self._numbers, self._seen)]
+        self._looked = self._operations.event()
+        self._copies = self._checked = 0
+        self._missed = False
+
+    def _copy(self, moves: Sequence[Move]) -> None:
+        if self._copies - self._checked == KEPT:
+            self._check()
+        places, numbers, seen = self._addresses
+        place, number = 4 * (self._copies % KEPT), 4 * (self._copies % (2 * KEPT))
+        super()._copy([*moves, (places + place, numbers + number, 4)])
+        self._copies += 1
+        if self.peer:
+            self.into.wait_event(self.landed)
+        self._operations.copy(seen + place, places + place, 4, self.into)
+
+    def missed(self) -> bool:
+        """Whether a copy since the last call had not arrived when it was said to be done.
+
+        Waits for the last copy, and for nothing else on either card.
+        """
+        self._check()
+        missed, self._missed = self._missed, False
+        return missed
+
+    def _check(self) -> None:
+        self._looked.record(self.into)
+        self._looked.synchronize()
+        seen = self._seen.tolist()
+        for copy in range(self._checked, self._copies):
+            self._missed |= seen[copy % KEPT] != copy % (2 * KEPT) + 1
+        self._checked = self._copies
