@@ -15,6 +15,7 @@ from .lora import QwenL40SLoadLora
 from .optimize import QwenL40SOptimize
 from .quantize import QwenL40SSaveQuantized
 from .report import QwenL40SReport
+from .split_cards import QwenL40SSplitCards
 from .step_cache import QwenL40SStepCache
 from .vae import QwenL40SVAEDecode, QwenL40SVAEEncode
 
@@ -27,6 +28,7 @@ NODES: list[type[io.ComfyNode]] = [
     QwenL40SLoadVAE,
     QwenL40SLoadLora,
     QwenL40SOptimize,
+    QwenL40SSplitCards,
     QwenL40SCFGNorm,
     QwenL40SStepCache,
     QwenL40SVAEDecode,

@@ -37,6 +37,7 @@ HOOKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "comfy.patcher_extension": {
         "WrappersMP.OUTER_SAMPLE": (),
         "WrappersMP.PREDICT_NOISE": (),
+        "WrappersMP.CALC_COND_BATCH": (),
         "WrappersMP.APPLY_MODEL": (),
         "CallbacksMP.ON_DETACH": (),
     },
@@ -45,7 +46,10 @@ HOOKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             *("x", "t", "c_concat", "c_crossattn", "control", "transformer_options"),
         ),
     },
-    "comfy.samplers": {"CFGGuider.predict_noise": ()},
+    "comfy.samplers": {
+        "CFGGuider.predict_noise": (),
+        "get_area_and_mult": ("conds", "x_in", "timestep_in"),
+    },
     # What the executor runs in place of, and the attention that it hands over to.
     "comfy.ldm.qwen_image.model": {
         "QwenImageTransformerBlock.forward": BLOCK_ARGUMENTS,

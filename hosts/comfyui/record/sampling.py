@@ -17,6 +17,7 @@ from ....loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_TRANSFORMER
 from ....spec import PIXELS_PER_LATENT
 from ..sample.call import context_of, control_of, is_skipped, options_of
 from ..sample.modulation import MODULATION_KEY as MODULATION
+from ..sample.run import CARDS_KEY as CARDS
 from ..sample.run import OPTIMIZATION_KEY as OPTIMIZATION
 from ..sample.run import STEP_CACHE_KEY as STEP_CACHE
 from .meter import Marks, only_measures, typical
@@ -205,10 +206,11 @@ def size_advice(model: Any, latent: Sequence[int]) -> str:
 def path_of(patcher: ModelPatcher) -> tuple[str, ...]:
     """Which path every part took in the run, a line each."""
     cache = patcher.get_attachment(STEP_CACHE)
-    skipped = () if cache is None else cache.lines()
+    others = () if cache is None else cache.lines()
+    others = (*others, *(patcher.get_attachment(CARDS) or ()))
     optimization = patcher.get_attachment(OPTIMIZATION)
     if optimization is not None:
-        return (*optimization.report().splitlines(), *skipped)
+        return (*optimization.report().splitlines(), *others)
     modulation = vars(patcher.model).get(MODULATION)
     lines = () if modulation is None else modulation.lines()
-    return ("blocks: ComfyUI's own; Optimize Qwen-Image fuses them", *lines, *skipped)
+    return ("blocks: ComfyUI's own; Optimize Qwen-Image fuses them", *lines, *others)

@@ -11,6 +11,8 @@ CALL_ARGUMENTS = ("c_concat", "c_crossattn", "control", "transformer_options")
 COMPILED = "torch.compile"  # the key of comfy_api.torch_helpers
 # Of transformer_options: how many steps of a run call the model, where a step cache skips others.
 COMPUTED_STEPS = "qwen_l40s_computed_steps"
+# {BaseModel that works: the BaseModels of cards that have nothing to do meanwhile}.
+IDLE = "qwen_l40s_idle"
 
 
 def context_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -26,6 +28,11 @@ def control_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def options_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The call's transformer_options."""
     return _argument("transformer_options", args, kwargs) or {}
+
+
+def idle_models(options: Mapping[str, Any], model: Any) -> Sequence[Any]:
+    """The BaseModels of the idle cards that may help a pass of `model`; empty without any."""
+    return options.get(IDLE, {}).get(model, ())
 
 
 def is_skipped(options: Mapping[str, Any]) -> bool:

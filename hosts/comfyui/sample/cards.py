@@ -1,30 +1,149 @@
-"""Which cards work on a forward pass of a MODEL that ComfyUI has on several.
+"""Several cards for one MODEL: ComfyUI's clones of it, and who works on which forward pass.
 
 ComfyUI gives every conditioning of a step to one card. At CFG 1, or with more cards than
-conditionings, some get none: these are shared out among the cards that work.
+conditionings, some get none: these are shared out among the cards that work, as evenly as it goes.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
+from comfy import model_management as management
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
 from comfy.samplers import get_area_and_mult
 
-# Of transformer_options: {BaseModel that works: the BaseModels of idle cards that help it}.
-IDLE = "qwen_l40s_idle"
+from ....errors import QwenL40SError
+from ....machine.card import InstalledCard, first_line
+from ....optimizations.fallback import Fallback
+from ....spec import format_gib
+from .call import IDLE
+from .optimize import unsupported_model
+from .run import CARDS_KEY, OPTIMIZATION_KEY
+
+# Cards of one kind tell nearly the same memory: error correction and faulty rows take some.
+LIKE_MEMORY = 0.1
 
 
-def idle_models(options: Mapping[str, Any], model: Any) -> Sequence[Any]:
-    """The models of the cards that have nothing to do while this one runs a pass.
+def split_cards(model: ModelPatcher, cards: int) -> tuple[ModelPatcher, str]:
+    """Returns a clone that runs on up to so many cards, and a line for each thing to know of them.
 
-    Args:
-        options: transformer_options of the pass.
-        model: ComfyUI's BaseModel.
+    ComfyUI loads the model once for each further card, and keeps patches, memory and interrupts of
+    these copies as it keeps the MODEL's. A second call replaces the first. Where there is one card,
+    or no copy can be made, the run has one card and the lines say why.
     """
-    return options.get(IDLE, {}).get(model, ())
+    if fallback := unsupported_model(model):
+        return model, fallback.reason
+    clone = model.clone()
+    clone.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, CARDS_KEY)
+    lines = []
+    alike, notes = _cards_like(clone.load_device, cards)
+    found = alike if isinstance(alike, Fallback) else _cloned(clone, 1 + len(alike))
+    if isinstance(found, Fallback):
+        lines = [f"cards: one, {found}"]
+    else:
+        clone = found
+        clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, CARDS_KEY, share_idle_cards)
+        names = ", ".join(map(str, (clone.load_device, *alike)))
+        lines = [
+            f"cards: {names}; each prompt of a step goes to one, and a card without a prompt takes "
+            "a part of another's image rows"
+        ]
+        if clone.get_attachment(OPTIMIZATION_KEY) is None:
+            lines.append(
+                "cards: image rows are not shared without Optimize Qwen-Image: connect it before "
+                "this node"
+            )
+        lines += [line for device in alike for line in _tight(clone, device)]
+    lines += notes
+    clone.set_attachments(CARDS_KEY, tuple(lines))
+    return clone, "\n".join(lines)
+
+
+def _cards_like(
+    own: torch.device, cards: int
+) -> tuple[Sequence[torch.device] | Fallback, list[str]]:
+    """The first other cards that ComfyUI takes, as many as are like the MODEL's own, and notes."""
+    if cards < 2:
+        return Fallback("as asked for"), []
+    visible = management.get_all_torch_devices()
+    others = [device for device in visible if device != own]
+    if not others:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if hidden is None:
+            return Fallback("which is all that ComfyUI sees"), []
+        return Fallback(
+            f"because CUDA_VISIBLE_DEVICES={hidden} shows ComfyUI no other: start ComfyUI without "
+            "it, or with --cuda-device all"
+        ), []
+    taken, notes = others[: cards - 1], []
+    alike = list(takewhile(lambda device: _are_alike(own, device), taken))
+    if len(taken) < cards - 1:
+        notes.append(f"cards: {cards} are asked for, and ComfyUI sees {1 + len(others)}")
+    if alike == taken:
+        return alike, notes
+    other = taken[len(alike)]
+    reason = (
+        f"{other} ({_kind(other)}) is not like {own} ({_kind(own)}), and the slower card would "
+        "hold up the faster"
+    )
+    if not alike:
+        return Fallback(f"because {reason}"), notes
+    return alike, [*notes, f"cards: {len(alike) + 1} of {cards}, because {reason}"]
+
+
+def _kind(device: torch.device) -> InstalledCard | str:
+    if device.type != "cuda":
+        return device.type
+    found = torch.cuda.get_device_properties(device)
+    return InstalledCard(found.name, (found.major, found.minor), found.total_memory)
+
+
+def _are_alike(first: torch.device, second: torch.device) -> bool:
+    one, other = _kind(first), _kind(second)
+    if isinstance(one, str) or isinstance(other, str):
+        return one == other
+    apart = abs(one.memory_bytes - other.memory_bytes)
+    same = (one.name, one.sm) == (other.name, other.sm)
+    return same and apart <= LIKE_MEMORY * one.memory_bytes
+
+
+def _cloned(model: ModelPatcher, cards: int) -> ModelPatcher | Fallback:
+    """With a copy for each further card."""
+    try:
+        from comfy.multigpu import create_multigpu_deepclones
+    except ImportError:
+        return Fallback("because this ComfyUI has no comfy.multigpu: update ComfyUI")
+    if model.cached_patcher_init is None:
+        return Fallback(
+            "because the node that loaded the MODEL cannot load it again: use Load Qwen-Image "
+            "Model or Load Diffusion Model"
+        )
+    management.cleanup_models_gc()
+    management.cleanup_models()
+    # ComfyUI 0.33 fails where it looks among its loaded models and one's MODEL is gone.
+    reuse = None not in management.loaded_models()
+    try:
+        return create_multigpu_deepclones(model, cards, reuse_loaded=reuse)
+    except (RuntimeError, QwenL40SError) as error:
+        return Fallback(f"because the MODEL could not be loaded again: {first_line(error)}")
+
+
+def _tight(model: ModelPatcher, device: torch.device) -> list[str]:
+    """A line where a card has no room for the weights, whatever ComfyUI takes off it."""
+    own = (it for it in management.current_loaded_models if it.device == device)
+    free = management.get_free_memory(device) + sum(it.model_loaded_memory() for it in own)
+    if free >= model.model_size():
+        return []
+    return [
+        f"cards: {device} has {format_gib(free)} for {format_gib(model.model_size())} of weights: "
+        "the rest waits in host memory, which slows every step; close what else uses this card"
+    ]
 
 
 def share_idle_cards(
@@ -35,11 +154,11 @@ def share_idle_cards(
     timestep: torch.Tensor,
     model_options: dict[str, Any],
 ) -> Any:
-    """CALC_COND_BATCH wrapper: lets the passes of one step know of the idle cards."""
+    """CALC_COND_BATCH wrapper: tells the passes of one step of the cards that have none."""
     clones = model_options.get("multigpu_clones", {})
-    options = model_options.setdefault("transformer_options", {})
     working = _working(conds, x, timestep, len(clones))
     models = [patcher.model for patcher in clones.values()]
+    options = model_options["transformer_options"]
     options[IDLE] = {
         lead: tuple(models[working + place :: working])
         for place, lead in enumerate(models[:working])
@@ -47,7 +166,7 @@ def share_idle_cards(
     try:
         return executor(model, conds, x, timestep, model_options)
     finally:
-        options.pop(IDLE, None)
+        del options[IDLE]
 
 
 def _working(
@@ -56,9 +175,9 @@ def _working(
     timestep: torch.Tensor,
     cards: int,
 ) -> int:
-    """How many of the cards ComfyUI gives conditionings: it fills them one after the other."""
+    """How many cards get conditionings: ComfyUI fills one after the other."""
     given = [cond for prompts in conds if prompts is not None for cond in prompts]
-    if not given or not cards or any("default" in cond for cond in given):
-        return cards  # a default one is computed where others leave something
+    if any("default" in cond for cond in given):
+        return cards  # which ComfyUI computes where others leave something
     count = sum(get_area_and_mult(cond, x, timestep) is not None for cond in given)
-    return math.ceil(count / math.ceil(count / cards)) if count else cards
+    return math.ceil(count / math.ceil(count / cards)) if count and cards else cards

@@ -19,8 +19,7 @@ from ....optimizations.blocks.block_form import blocks_of, token_layers
 from ....optimizations.run import Optimization
 from ..lora.bypass import bypassed
 from .attention import SLOT, FileAttention, SlotAttention
-from .call import control_of, options_of
-from .cards import idle_models
+from .call import control_of, idle_models, options_of
 from .forward import ComfyPass
 from .held import HeldWeights, drop_row_scales
 from .modulation import Call, ModelModulation
@@ -30,6 +29,7 @@ logger = logging.getLogger(__name__)
 OPTIMIZATION_KEY = "qwen_l40s_optimize"
 PARTS_KEY = "qwen_l40s_parts"
 STEP_CACHE_KEY = "qwen_l40s_steps"
+CARDS_KEY = "qwen_l40s_cards"
 
 
 class _Run:

@@ -1,0 +1,287 @@
+"""One MODEL on several cards: ComfyUI's copies of it, and which pass may use which idle card.
+
+"cpu", "cpu:1" and so on stand for cards: they are different devices whose tensors are the CPU's.
+"""
+
+import contextlib
+from types import SimpleNamespace
+from unittest import mock
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.multigpu
+import comfy.sample
+import narrow_transformer as narrow
+import pytest
+import torch
+from comfyui_boot import folder
+from safetensors.torch import save_file
+
+from qwen_l40s.hosts.comfyui.load.transformer import load_model
+from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
+from qwen_l40s.hosts.comfyui.lora.bypass import BypassForward
+from qwen_l40s.hosts.comfyui.record.sampling import path_of
+from qwen_l40s.hosts.comfyui.sample import cards
+from qwen_l40s.hosts.comfyui.sample.call import IDLE
+from qwen_l40s.hosts.comfyui.sample.cards import split_cards
+from qwen_l40s.hosts.comfyui.sample.forward import ComfyPass
+from qwen_l40s.hosts.comfyui.sample.optimize import optimize
+from qwen_l40s.hosts.comfyui.sample.run import ComfyOptimization
+from qwen_l40s.nodes.split_cards import QwenL40SSplitCards
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
+FOLDER = folder("cards")
+WEIGHTS = narrow.weights()
+PATH = narrow.write(FOLDER / "bf16.safetensors", WEIGHTS)
+LAYER = "transformer_blocks.1.attn.to_q"
+Patcher = comfy.model_patcher.ModelPatcher
+
+
+def card(index: int) -> torch.device:
+    return torch.device("cpu", index) if index else torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch):
+    """Sets how many cards ComfyUI sees: four, where nobody says otherwise."""
+
+    def visible(count: int) -> None:
+        devices = [card(index) for index in range(count)]
+        find = lambda exclude_current=False: devices  # noqa: E731
+        monkeypatch.setattr(comfy.model_management, "get_all_torch_devices", find)
+
+    visible(4)
+    yield visible
+    comfy.model_management.unload_all_models()
+
+
+def prompt(tokens: int, **options: object) -> list:
+    generator = torch.Generator().manual_seed(tokens)
+    return [torch.randn(1, tokens, narrow.SHAPE.joint_dim, generator=generator), options]
+
+
+def sample(model: Patcher, cfg: float = 1.0, positive: list | None = None, **options: object):
+    """Two Euler steps; prompts of different lengths never batch."""
+    noise = torch.randn(1, 16, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    positive = [prompt(20)] if positive is None else positive
+    steps = (2, cfg, "euler", "simple", positive, [prompt(7)])
+    latent = torch.zeros_like(noise)
+    return comfy.sample.sample(
+        model, noise, *steps, latent, disable_pbar=True, seed=0, **options
+    ).float()
+
+
+@contextlib.contextmanager
+def watched():
+    """The passes of the runs inside: (card, cards of its peers), and the adapter of each."""
+    run_pass = ComfyOptimization.run_pass
+    passes, hosts = [], []
+
+    def watch(self, host, call):
+        assert all(peer.owner.current_patcher.load_device == peer.device for peer in host.peers)
+        passes.append((host.device.index or 0, [peer.device.index for peer in host.peers]))
+        hosts.append(host)
+        return run_pass(self, host, call)
+
+    with mock.patch.object(ComfyOptimization, "run_pass", watch):
+        yield passes, hosts
+
+
+def lora() -> str:
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        f"{LAYER}.lora_{name}.weight": torch.randn(*shape, generator=generator)
+        for name, shape in (("A", (4, 128)), ("B", (128, 4)))
+    }
+    save_file(tensors, FOLDER / "lora.safetensors")
+    return FOLDER / "lora.safetensors"
+
+
+def test_cards_without_a_prompt_are_shared_out():
+    model = optimize(load_model(PATH, "bf16")[0])
+    halves = [prompt(20, end_percent=0.2), prompt(20, start_percent=0.2)]
+    expected = {cfg: sample(model, cfg) for cfg in (1.0, 4.0)}
+    # {(cards, CFG): what the passes of one step get}
+    pairs = {
+        (2, 1.0): [(0, [1])],
+        (2, 4.0): [(0, []), (1, [])],
+        (3, 1.0): [(0, [1, 2])],
+        (3, 4.0): [(0, [2]), (1, [])],
+        (4, 4.0): [(0, [2]), (1, [3])],
+    }
+    for (count, cfg), step in pairs.items():
+        split, report = split_cards(model, count)
+        assert report.startswith("cards: cpu, cpu:1") and "\n" not in report, report
+        with watched() as (passes, hosts):
+            assert torch.equal(sample(split, cfg), expected[cfg]), (count, cfg)
+        assert sorted(passes) == sorted(2 * step), (count, cfg)
+        options = [host._options for host in hosts]
+        assert all(it is options[0] for it in (peer._options for peer in hosts[0].peers))
+        assert report in "\n".join(path_of(split))
+    # Prompts that take turns count once; three prompts fill two of three cards.
+    split = split_cards(model, 2)[0]
+    with watched() as (passes, _):
+        sample(split, positive=halves)
+    assert passes == [(0, [1])] * 2
+    with watched() as (passes, _):
+        sample(split_cards(model, 3)[0], 4.0, positive=[prompt(20), prompt(9), prompt(11)])
+    assert dict(passes) == {0: [2], 1: []}
+
+
+def test_only_this_node_shares_cards_out():
+    model = optimize(load_model(PATH, "bf16")[0])
+    split = comfy.multigpu.create_multigpu_deepclones(model, 2, reuse_loaded=True)
+    for other in (model, split, split_cards(split_cards(model, 2)[0], 1)[0]):
+        with watched() as (passes, _):
+            sample(other)
+        assert passes == [(0, [])] * 2
+
+
+@pytest.mark.parametrize("mode", ["merge", "bypass"])
+def test_a_lora_behind_the_node_is_on_every_card(mode):
+    model = optimize(load_model(PATH, "bf16")[0])
+    split = split_cards(model, 2)[0]
+    plain = sample(split, 4.0)
+    changed, split = (apply_lora(it, lora(), 1.0, how=mode)[0] for it in (model, split))
+    for cfg in (4.0, 1.0):
+        with watched() as (_, hosts):
+            found = sample(split, cfg)
+        assert not torch.equal(found, plain)
+        # "cpu:1" is not where a tensor says that it is, so that a bypass goes ComfyUI's way there.
+        tolerance = {"merge": 0, "bypass": 1e-5}[mode]
+        torch.testing.assert_close(found, sample(changed, cfg), rtol=0, atol=tolerance)
+    (peer,) = hosts[0].peers
+    layer = peer.owner.diffusion_model.get_submodule(LAYER)
+    if mode == "bypass":
+        assert peer.layers.beside.lows.keys() == {layer}
+        return
+    own = hosts[0].owner.diffusion_model.get_submodule(LAYER)
+    assert layer is not own and torch.equal(layer.weight, own.weight)
+    assert not torch.equal(layer.weight, WEIGHTS[f"{LAYER}.weight"])
+
+
+def test_a_change_that_only_the_layer_knows_is_in_the_layers_of_peers():
+    """As an APPLY_MODEL wrapper puts it into those of the model that runs."""
+    model = optimize(load_model(PATH, "bf16")[0])
+    split = apply_lora(split_cards(model, 2)[0], lora(), 1.0, how="bypass")[0]
+    seen = []
+
+    def watch(self, host, call):
+        models = (host.owner, *(peer.owner for peer in host.peers))
+        layers = [it.diffusion_model.get_submodule(LAYER) for it in models]
+        seen.append([isinstance(it.__dict__.get("forward"), BypassForward) for it in layers])
+        return call()
+
+    with mock.patch.object(ComfyOptimization, "run_pass", watch):
+        sample(split)
+    assert seen[0][1:] == [True]
+
+
+def test_copies_come_and_go_with_the_host():
+    """One is unloaded, all are unloaded, and a run is interrupted: the next one paints the same."""
+    split = split_cards(optimize(load_model(PATH, "bf16")[0]), 2)[0]
+    expected = sample(split, 4.0)
+    (copy,) = split.get_additional_models_with_key("multigpu")
+    loaded = comfy.model_management.loaded_models()
+    assert {it.load_device for it in loaded} == {card(0), card(1)}
+    comfy.model_management.unload_model_and_clones(copy)
+    assert torch.equal(sample(split, 4.0), expected)
+    comfy.model_management.unload_all_models()
+    assert torch.equal(sample(split, 4.0), expected)
+
+    def interrupt(*_):
+        comfy.model_management.interrupt_current_processing()
+
+    for cfg in (1.0, 4.0):
+        with pytest.raises(comfy.model_management.InterruptProcessingException):
+            sample(split, cfg, callback=interrupt)
+        assert IDLE not in split.model_options["transformer_options"]
+    assert torch.equal(sample(split, 4.0), expected)
+
+
+def said(model: Patcher, count: int) -> str:
+    """What the node says; the run that follows paints on one card."""
+    split, report = QwenL40SSplitCards.execute(model, count).args
+    with watched() as (passes, _):
+        sample(split)
+    assert passes in ([(0, [])] * 2, [])
+    return report
+
+
+def test_what_cannot_be_split_runs_on_one_card(machine, monkeypatch):
+    model = optimize(load_model(PATH, "bf16")[0])
+    assert said(model, 1) == "cards: one, as asked for"
+    kinds = {card(0): "NVIDIA L40S"}
+    with mock.patch.object(cards, "_kind", lambda device: kinds.get(device, "Tesla T4")):
+        assert said(model, 2) == (
+            "cards: one, because cpu:1 (Tesla T4) is not like cpu (NVIDIA L40S), and the slower "
+            "card would hold up the faster"
+        )
+    with mock.patch.dict("sys.modules", {"comfy.multigpu": None}):
+        assert said(model, 2).endswith("because this ComfyUI has no comfy.multigpu: update ComfyUI")
+    other = model.clone()
+    other.cached_patcher_init = None
+    assert "because the node that loaded the MODEL cannot load it again: use" in said(other, 2)
+    other.cached_patcher_init = (mock.Mock(side_effect=RuntimeError("no room\nat all")), ())
+    assert said(other, 2).endswith("because the MODEL could not be loaded again: no room")
+    machine(1)
+    assert said(model, 2) == "cards: one, which is all that ComfyUI sees"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert "because CUDA_VISIBLE_DEVICES=1 shows ComfyUI no other: start" in said(model, 2)
+
+
+def test_what_is_split_with_a_note(machine):
+    model = load_model(PATH, "bf16")[0]
+    notes = split_cards(model, 2)[1].splitlines()
+    assert "not shared without Optimize Qwen-Image" in notes[1] and len(notes) == 2
+    model = optimize(model)
+    kinds = {card(3): "Tesla T4"}
+    with mock.patch.object(cards, "_kind", lambda device: kinds.get(device, "NVIDIA L40S")):
+        split, report = split_cards(model, 4)
+    assert len(split.get_additional_models_with_key("multigpu")) == 2
+    assert "cards: 3 of 4, because cpu:3 (Tesla T4) is not like cpu" in report
+
+    def free(device=None, torch_free_too=False):
+        count = 1000 if device == card(1) else 10**9
+        return (count, count) if torch_free_too else count
+
+    machine(2)
+    with mock.patch.object(comfy.model_management, "get_free_memory", free):
+        notes = split_cards(model, 3)[1].splitlines()
+    assert notes[1].startswith("cards: cpu:1 has ") and "close what else uses this card" in notes[1]
+    assert notes[2] == "cards: 3 are asked for, and ComfyUI sees 2"
+
+
+def test_cards_of_one_kind():
+    found = {0: ("NVIDIA L40S", 8, 9, 47_000), 1: ("NVIDIA L40S", 8, 9, 44_000)}
+    found |= {2: ("NVIDIA L40", 8, 9, 47_000), 3: ("NVIDIA L40S", 8, 9, 23_000)}
+    names = ("name", "major", "minor", "total_memory")
+
+    def properties(device):
+        return SimpleNamespace(**dict(zip(names, found[device.index], strict=True)))
+
+    own = torch.device("cuda", 0)
+    with mock.patch.object(torch.cuda, "get_device_properties", properties):
+        alike = [cards._are_alike(own, torch.device("cuda", index)) for index in range(4)]
+    assert alike == [True, True, False, False]
+
+
+def test_another_model_passes_through():
+    other = SimpleNamespace(model=SimpleNamespace(diffusion_model=None))
+    split, report = split_cards(other, 2)
+    assert split is other and "not Qwen-Image 1.x" in report
+
+
+def test_what_a_controlnet_adds_is_known_for_each_block():
+    model = load_model(PATH, "bf16")[0]
+    added = torch.ones(1, 4, 128)
+    for control, expected in (
+        (None, []),
+        ({}, [None, None]),
+        ({"input": [added]}, [added, None]),
+        ({"input": (None, added, added), "middle": []}, [None, added]),
+    ):
+        latents = torch.zeros(1, 16, 1, 8, 8)
+        host = ComfyPass(model.model, None, latents, {}, control)
+        assert all(map(lambda one, two: one is two, host.additions, expected))
+        assert len(host.additions) == len(expected)
