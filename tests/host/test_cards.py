@@ -21,7 +21,7 @@ from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.lora.bypass import BypassForward
 from qwen_l40s.hosts.comfyui.record.sampling import path_of
-from qwen_l40s.hosts.comfyui.sample import cards
+from qwen_l40s.hosts.comfyui.sample import cards, run
 from qwen_l40s.hosts.comfyui.sample.call import IDLE
 from qwen_l40s.hosts.comfyui.sample.cards import split_cards
 from qwen_l40s.hosts.comfyui.sample.forward import ComfyPass
@@ -285,3 +285,25 @@ def test_what_a_controlnet_adds_is_known_for_each_block():
         host = ComfyPass(model.model, None, latents, {}, control)
         assert all(map(lambda one, two: one is two, host.additions, expected))
         assert len(host.additions) == len(expected)
+
+
+def test_copies_that_lose_data_are_told():
+    """Whoever made the copies of the MODEL: ComfyUI's go between the same cards."""
+    model = load_model(PATH, "bf16")[0].clone()
+    own, others = torch.device("cuda", 0), [torch.device("cuda", 1), torch.device("cuda", 2)]
+    asked = []
+
+    def link(*pair):
+        asked.append(pair)
+        return SimpleNamespace(warning="Peer copies lose data." if pair[1] == others[1] else "")
+
+    copies = [SimpleNamespace(load_device=device) for device in others]
+    run._warning.cache_clear()
+    with mock.patch.object(run, "link_between", link):
+        assert run.unsafe_copies(model) == []
+        model.load_device, model.additional_models["multigpu"] = own, copies
+        assert run.unsafe_copies(model) == ["cards: Peer copies lose data."]
+        assert asked == [(own, other) for other in others]
+        assert "cards: Peer copies lose data." in path_of(model)
+    assert len(asked) == 2
+    run._warning.cache_clear()

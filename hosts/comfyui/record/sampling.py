@@ -20,6 +20,7 @@ from ..sample.modulation import MODULATION_KEY as MODULATION
 from ..sample.run import CARDS_KEY as CARDS
 from ..sample.run import OPTIMIZATION_KEY as OPTIMIZATION
 from ..sample.run import STEP_CACHE_KEY as STEP_CACHE
+from ..sample.run import unsafe_copies
 from .meter import Marks, only_measures, typical
 from .record import Recording, Records
 
@@ -207,7 +208,7 @@ def path_of(patcher: ModelPatcher) -> tuple[str, ...]:
     """Which path every part took in the run, a line each."""
     cache = patcher.get_attachment(STEP_CACHE)
     others = () if cache is None else cache.lines()
-    others = (*others, *(patcher.get_attachment(CARDS) or ()))
+    others = (*others, *(patcher.get_attachment(CARDS) or ()), *unsafe_copies(patcher))
     optimization = patcher.get_attachment(OPTIMIZATION)
     if optimization is not None:
         return (*optimization.report().splitlines(), *others)

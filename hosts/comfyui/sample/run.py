@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from comfy.samplers import CFGGuider
 
 from ....errors import SettingError
 from ....machine.flags import flags_for_a_run
+from ....machine.links import link_between
 from ....optimizations.blocks.block_form import blocks_of, token_layers
 from ....optimizations.run import Optimization
 from ..lora.bypass import bypassed
@@ -137,8 +139,8 @@ class ComfyOptimization(Optimization):
 
 
 def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """OUTER_SAMPLE wrapper: looks at what comes from a text encoder and a VAE, before the
-    transformer is loaded.
+    """OUTER_SAMPLE wrapper: looks at what comes from a text encoder and a VAE, and at the links
+    between cards, before the transformer is loaded.
 
     With those of Qwen-Image-2.1 ComfyUI fails inside a layer, or takes channels for frames; with a
     hook's LoRA on quantized weights, in the middle of the first step.
@@ -148,6 +150,7 @@ def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -
     """
     guider = executor.class_obj
     patcher = guider.model_patcher
+    unsafe_copies(patcher)
     transformer = patcher.model.diffusion_model
     if isinstance(transformer, QwenImageTransformer2DModel):  # else another node's
         _check_parts(transformer, guider, noise)
@@ -158,6 +161,26 @@ def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -
                 "prompts with Load Qwen-Image LoRA."
             )
     return executor(noise, *args, **kwargs)
+
+
+def unsafe_copies(patcher: Any) -> list[str]:
+    """A line for each card whose copies to and from the MODEL's own one lose data, ComfyUI's too.
+
+    The first call for a pair of cards verifies their link, and tells at once.
+    """
+    clones = patcher.get_additional_models_with_key("multigpu")
+    own, devices = patcher.load_device, [clone.load_device for clone in clones]
+    pairs = [(own, other) for other in devices if own.type == other.type == "cuda"]
+    return [f"cards: {warning}" for warning in (_warning(*pair) for pair in pairs) if warning]
+
+
+# Once a process: after a run the cards may have no room for what verifies a link.
+@functools.cache
+def _warning(source: torch.device, target: torch.device) -> str:
+    warning = link_between(source, target).warning
+    if warning:
+        logger.warning("Qwen-Image L40S: %s", warning)
+    return warning
 
 
 def _is_quantized(transformer: torch.nn.Module) -> bool:
