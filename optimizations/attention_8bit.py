@@ -28,11 +28,13 @@ LARGEST_VALUE = 448.0
 
 
 class Heads(NamedTuple):
-    """Queries, keys and values of (batch, heads) in 8 bits; P is `padded(tokens)`.
+    """Queries, keys and values of (batch, heads) in 8 bits; P is `padded(tokens)`, and Q that of
+    the queries, where there are fewer.
 
     Attributes:
-        q, k: (batch, heads, P, head_dim), int8; k less `mean`.
-        q_scale: (batch, heads, P), fp32, with log2(e) / sqrt(head_dim) in it.
+        q: (batch, heads, Q, head_dim), int8.
+        k: (batch, heads, P, head_dim), int8; less `mean`.
+        q_scale: (batch, heads, Q), fp32, with log2(e) / sqrt(head_dim) in it.
         k_scale: (batch, heads, P), fp32.
         mean: (batch, heads, head_dim), fp32: of `SAMPLED` keys.
         v: (batch, heads, head_dim, P), float8_e4m3fn, zero past the last token; None for "int8".
@@ -50,31 +52,43 @@ class Heads(NamedTuple):
     v_largest: torch.Tensor | None = None
 
     @classmethod
-    def empty(cls, form: str, like: torch.Tensor) -> Heads:
-        """Room for heads like these, (batch, tokens, heads, head_dim), in one piece of memory."""
-        size = sum(cls.sizes(form, like.shape))
-        return cls.of(form, like.shape, like.new_empty(size, dtype=torch.uint8))
+    def empty(cls, form: str, keys: torch.Tensor, queries: int | None = None) -> Heads:
+        """Room for keys like these, (batch, tokens, heads, head_dim), and as many queries, or
+        `queries` of them, in one piece of memory.
+        """
+        size = sum(cls.sizes(form, keys.shape, queries))
+        return cls.of(form, keys.shape, keys.new_empty(size, dtype=torch.uint8), queries)
 
     @classmethod
-    def of(cls, form: str, shape: tuple[int, ...], memory: torch.Tensor) -> Heads:
-        """In memory of `sum(sizes(form, shape))` bytes, (bytes,), uint8."""
-        parts = memory.split(cls.sizes(form, shape))
-        tensors = zip(parts, _tensors(form, shape), strict=True)
+    def of(
+        cls,
+        form: str,
+        shape: tuple[int, ...],
+        memory: torch.Tensor,
+        queries: int | None = None,
+    ) -> Heads:
+        """In memory of `sum(sizes(form, shape, queries))` bytes, (bytes,), uint8."""
+        parts = memory.split(cls.sizes(form, shape, queries))
+        tensors = zip(parts, _tensors(form, shape, queries), strict=True)
         return cls(*(part.view(dtype).view(size) for part, (dtype, size) in tensors))
 
     @staticmethod
-    def sizes(form: str, shape: tuple[int, ...]) -> list[int]:
-        """Bytes of each tensor, for heads of this shape, (batch, tokens, heads, head_dim)."""
-        return [dtype.itemsize * math.prod(size) for dtype, size in _tensors(form, shape)]
+    def sizes(form: str, shape: tuple[int, ...], queries: int | None = None) -> list[int]:
+        """Bytes of each tensor, for keys of this shape, (batch, tokens, heads, head_dim)."""
+        tensors = _tensors(form, shape, queries)
+        return [dtype.itemsize * math.prod(size) for dtype, size in tensors]
 
 
-def _tensors(form: str, shape: tuple[int, ...]) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+def _tensors(
+    form: str, shape: tuple[int, ...], queries: int | None
+) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     """Dtype and shape of each tensor of `Heads`, in order."""
     batch, tokens, heads, head_dim = shape
     pair, length = (batch, heads), padded(tokens)
-    values, scales = (*pair, length, head_dim), (*pair, length)
     channels = (*pair, head_dim)
-    found = [(torch.int8, values)] * 2 + [(torch.float32, scales)] * 2 + [(torch.float32, channels)]
+    lengths = padded(tokens if queries is None else queries), length
+    found = [(torch.int8, (*pair, it, head_dim)) for it in lengths]
+    found += [(torch.float32, (*pair, it)) for it in lengths] + [(torch.float32, channels)]
     if form == "int8_fp8":
         found += [(torch.float8_e4m3fn, (*channels, length)), (torch.float32, channels)]
         found += [(torch.float32, (*pair, length // TOKENS_AT_ONCE, head_dim))]
@@ -94,6 +108,7 @@ def qk_norm_rope(
     tokens: Tokens,
     eps: float,
     into: Heads | None = None,
+    first: int = 0,
 ) -> None:
     """As `reference.qk_norm_rope`, or with the result in int8.
 
@@ -101,10 +116,10 @@ def qk_norm_rope(
         into: Is written, and q and k stay as they are; None changes them in place.
     """
     if into is None:
-        reference.qk_norm_rope(q, k, norm, rotary, tokens, eps)
+        reference.qk_norm_rope(q, k, norm, rotary, tokens, eps, first)
         return
     q, k = (part.to(torch.float32, copy=True) for part in (q, k))
-    reference.qk_norm_rope(q, k, norm, rotary, tokens, eps)
+    reference.qk_norm_rope(q, k, norm, rotary, tokens, eps, first)
     quantize_heads(q, k, into)
 
 
@@ -119,10 +134,10 @@ def quantize_heads(q: torch.Tensor, k: torch.Tensor, into: Heads) -> None:
         scale = max(|row|) / 127, or 1 for a zero row;  q = round_to_even(row / scale)
 
     Args:
-        q, k: (batch, tokens, heads, head_dim), normalized and rotated.
-        into: Is written, of `tokens` tokens.
+        q, k: (batch, tokens, heads, head_dim), normalized and rotated; q may have fewer tokens.
+        into: Is written, of as many.
     """
-    tokens, head_dim = q.shape[1], q.shape[3]
+    tokens, head_dim = k.shape[1], k.shape[3]
     q, k = (part.transpose(1, 2).float() for part in (q, k))
     into.mean.copy_(k[:, :, sampled(tokens, k.device)].mean(2))
     k = k - into.mean.unsqueeze(2)
@@ -133,8 +148,8 @@ def quantize_heads(q: torch.Tensor, k: torch.Tensor, into: Heads) -> None:
         largest = x.abs().amax(-1)
         scale = _scale(largest, 127.0)
         steps = (x * scale.reciprocal().unsqueeze(-1)).clamp(-127, 127).round()
-        values[:, :, :tokens] = steps.to(torch.int8)
-        scales[:, :, :tokens] = scale * factor
+        values[:, :, : x.shape[2]] = steps.to(torch.int8)
+        scales[:, :, : x.shape[2]] = scale * factor
 
 
 def sampled(tokens: int, device: torch.device | None = None) -> torch.Tensor:
@@ -172,7 +187,7 @@ def attention_8bit(
         heads: With values in e4m3 where weights are to be multiplied in it.
         v: (batch, tokens, heads, head_dim), any strides.
         mask: (batch, 1, 1, tokens), added to the scores, or None.
-        out: (batch, tokens, heads, head_dim), is written.
+        out: (batch, queries, heads, head_dim), is written.
     """
     tokens = v.shape[1]
     k = (heads.k * heads.k_scale.unsqueeze(-1))[:, :, :tokens]
@@ -180,8 +195,9 @@ def attention_8bit(
         values = v.transpose(1, 2).float()
     else:
         values = heads.v[..., :tokens].float().transpose(2, 3)
-    for start in range(0, tokens, TOKENS_AT_ONCE):
-        some = slice(start, min(start + TOKENS_AT_ONCE, tokens))
+    queries = out.shape[1]
+    for start in range(0, queries, TOKENS_AT_ONCE):
+        some = slice(start, min(start + TOKENS_AT_ONCE, queries))
         q = heads.q[:, :, some] * heads.q_scale[:, :, some].unsqueeze(-1)
         scores = q @ k.transpose(2, 3)
         if mask is not None:

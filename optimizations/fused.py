@@ -74,11 +74,12 @@ class Ops(NamedTuple):
         tokens: Tokens,
         eps: float,
         into: Heads | None = None,
+        first: int = 0,
     ) -> Callable[[QKNorm, Rotary], None]:
         """`qk_norm_rope` of these q and k, for a norm and a rotary like these."""
         if prepare := self.prepared.get("qk_norm_rope"):
-            return prepare(q, k, norm, rotary, tokens, eps, into)
-        return lambda norm, rotary: self.qk_norm_rope(q, k, norm, rotary, tokens, eps, into)
+            return prepare(q, k, norm, rotary, tokens, eps, into, first)
+        return lambda norm, rotary: self.qk_norm_rope(q, k, norm, rotary, tokens, eps, into, first)
 
     def prepare_attention(
         self, heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor

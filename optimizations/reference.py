@@ -271,7 +271,13 @@ def residual_norm(
 
 
 def qk_norm_rope(
-    q: torch.Tensor, k: torch.Tensor, norm: QKNorm, rotary: Rotary, tokens: Tokens, eps: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    norm: QKNorm,
+    rotary: Rotary,
+    tokens: Tokens,
+    eps: float,
+    first: int = 0,
 ) -> None:
     """Normalizes the heads of queries and keys and turns them by their position, in place.
 
@@ -281,7 +287,9 @@ def qk_norm_rope(
     q, and rounded once.
 
     Args:
-        q, k: (B, joint, heads, head_dim) in joint order; batch and tokens with any stride.
+        q: (B, queries, heads, head_dim), in joint order from token `first` on; batch and tokens
+            with any stride.
+        k: (B, joint, heads, head_dim), likewise.
         norm: Weights of both streams.
         rotary: Cosines and sines of every token.
         tokens: How many of the tokens are text.
@@ -289,13 +297,18 @@ def qk_norm_rope(
     """
     wide = _wide(q)
     cos, sin = (part.to(wide).unsqueeze(2) for part in rotary)
-    text, image = slice(0, tokens.text), slice(tokens.text, tokens.joint)
-    for x, weights in ((q, (norm.text_query, norm.query)), (k, (norm.text_key, norm.key))):
-        for here, weight in zip((text, image), weights, strict=True):
+    for x, start, weights in (
+        (q, first, (norm.text_query, norm.query)),
+        (k, 0, (norm.text_key, norm.key)),
+    ):
+        stop = start + x.shape[1]
+        cut = min(max(tokens.text, start), stop)
+        for begin, end, weight in ((start, cut, weights[0]), (cut, stop, weights[1])):
+            here = slice(begin - start, end - start)
             part = x[:, here].to(wide)
             part = part * (part.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(wide)
             a, b = part.unflatten(-1, (-1, 2)).unbind(-1)
-            c, s = cos[:, here], sin[:, here]
+            c, s = cos[:, begin:end], sin[:, begin:end]
             x[:, here] = torch.stack((a * c - b * s, a * s + b * c), dim=-1).flatten(-2)
 
 

@@ -5,17 +5,20 @@ in the first step, what falls back and why, and the report. `blocks/passes.py` h
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import permutations
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from ..machine.lanes import lane_between
 from .attention import ChosenAttention
 from .blocks.block_form import is_changed
 from .blocks.graphs import PassMemory
 from .blocks.host import HostPass, PreparedModel
 from .blocks.passes import ForwardPass, WatchedError, is_finite
+from .blocks.team import Member, Team
 from .fallback import Fallback
 
 
@@ -40,6 +43,7 @@ class Optimization:
         self._prepared = WeakKeyDictionary()
         self._memories: WeakKeyDictionary[Any, dict[Hashable, PassMemory]] = WeakKeyDictionary()
         self._last: PreparedModel | None = None
+        self._gains: dict[Hashable, float] = {}  # of several cards
         self._passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._logged: set[str] = set()
 
@@ -137,16 +141,40 @@ class Optimization:
         fall_back: Callable[[Fallback, int], None],
         call: Callable[[], Any],
     ) -> Any:
-        with (
-            _current(host.device),
-            self._memory(prepared, host) as memory,
-            host.layers.hold(host.blocks) as weights,
-        ):
-            forward_pass = ForwardPass(prepared, host, fall_back, memory, weights)
+        with ExitStack() as stack:
+            stack.enter_context(_current(host.device))
+            first = self._member(prepared, host, stack)
+            team = self._team(first, stack) if host.peers else None
+            memory, weights = first.memory, first.weights
+            forward_pass = ForwardPass(prepared, host, fall_back, memory, weights, team)
             with forward_pass.installed():
                 output = call()
         prepared.fused += forward_pass.fused
         return output
+
+    def _member(self, prepared: PreparedModel, host: HostPass, stack: ExitStack) -> Member:
+        """A card's part in a pass, for as long as the stack is open."""
+        memory = stack.enter_context(self._memory(prepared, host))
+        weights = stack.enter_context(host.layers.hold(host.blocks))
+        return Member(host, prepared, memory, weights)
+
+    def _team(self, first: Member, stack: ExitStack) -> Team | None:
+        """The cards that may share a pass; None where they may not."""
+        members = [first]
+        for peer in first.host.peers:
+            with _current(peer.device):
+                prepared = self._prepare(peer)
+                fallback = _whole_pass_fallback(prepared, peer)
+                if fallback:
+                    first.prepared.split.refuse(f"{peer.device}: {fallback}")
+                    return None
+                members.append(self._member(prepared, peer, stack))
+        lanes = {
+            (source, target): lane_between(members[source].host.device, members[target].host.device)
+            for source, target in permutations(range(len(members)), 2)
+        }
+        gbps = min(lane.gbps for lane in lanes.values())
+        return Team(members, lanes, gbps, self._gains)
 
     @contextmanager
     def _memory(self, prepared: PreparedModel, host: HostPass) -> Iterator[PassMemory]:

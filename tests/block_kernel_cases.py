@@ -287,3 +287,35 @@ def check_attention_of_nan(ops, form, device="cpu"):
         ops.attention_8bit(heads, v, None, out)
         assert out[0, :, 0].isfinite().all()
         assert not out[0, 20, 1].isfinite().all()
+
+
+def check_some_queries(ops, form, *, dtype=torch.bfloat16, device="cpu", spans=((0, 9), (5, 14))):
+    """Queries of some tokens alone are those of a whole pass, bit for bit."""
+    batch, heads, head_dim = 2, 3, 64
+    tokens = Tokens(batch, 6, 17, 11)
+    q, k, v = random(3, batch, tokens.joint, heads, head_dim, dtype=dtype, device=device)
+    rotary = rotation(1, tokens.joint, head_dim, device=device)
+    norm = norm_weights(head_dim, dtype, device)
+    whole, out = Heads.empty(form, k), torch.empty_like(q)
+    ops.qk_norm_rope(q, k, norm, rotary, tokens, EPS, whole)
+    turned = q.clone(), k.clone()
+    ops.qk_norm_rope(*turned, norm, rotary, tokens, EPS)
+    if form == "int8_fp8":
+        ops.quantize_values(v, whole)
+    ops.attention_8bit(whole, v, None, out)
+    for first, stop in spans:
+        some = q[:, first:stop].contiguous()
+        ours, mixed = Heads.empty(form, k, stop - first), torch.empty_like(some)
+        ops.qk_norm_rope(some, k, norm, rotary, tokens, EPS, ours, first)
+        joint = tokens.joint
+        assert torch.equal(ours.q[:, :, : stop - first], whole.q[:, :, first:stop])
+        assert torch.equal(ours.k[:, :, :joint], whole.k[:, :, :joint])
+        assert torch.equal(ours.k_scale[:, :, :joint], whole.k_scale[:, :, :joint])
+        if form == "int8_fp8":
+            ops.quantize_values(v, ours)
+        ops.attention_8bit(ours, v, None, mixed)
+        torch.testing.assert_close(mixed, out[:, first:stop], rtol=1e-2, atol=1e-5)
+        keys = k.clone()
+        ops.qk_norm_rope(some, keys, norm, rotary, tokens, EPS, None, first)
+        assert torch.equal(some, turned[0][:, first:stop])
+        assert torch.equal(keys, turned[1])

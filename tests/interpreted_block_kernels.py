@@ -147,7 +147,7 @@ def test_qk_norm_rope_refuses_what_does_not_fit():
         call(q=torch.zeros(1, 8, 2, 48))
     with pytest.raises(ValueError, match=r"\(1, 8, 1, 32\)"):
         call(k=q[:, :, :1])
-    with pytest.raises(ValueError, match=r"1 x 8 tokens, got \(2, 8"):
+    with pytest.raises(ValueError, match=r"1 x 8 tokens, q from token 0 on, got \(2, 8"):
         call(q=q.expand(2, -1, -1, -1), k=q.expand(2, -1, -1, -1))
     with pytest.raises(ValueError, match=r"strides \(512, 32, 256, 1\)"):
         call(q=torch.zeros(1, 2, 8, 32).transpose(1, 2))
@@ -208,12 +208,18 @@ def test_attention_in_8_bits_shows_what_is_not_finite(form):
     cases.check_attention_of_nan(EIGHT_BIT, form)
 
 
+@quiet
+@pytest.mark.parametrize("form", attention_8bit.FORMS)
+def test_attention_of_some_queries(form):
+    cases.check_some_queries(EIGHT_BIT, form, **HALF)
+
+
 def test_attention_in_8_bits_refuses_what_it_does_not_take():
     q, v = cases.random(2, 1, 5, 2, 64)
     heads = cases.Heads.empty("int8", q)
-    with pytest.raises(ValueError, match="padded to 256 tokens"):
+    with pytest.raises(ValueError, match="padded to 128 and 256 tokens"):
         attention.attention_8bit(heads, cases.random(1, 129, 2, 64), None, q)
-    with pytest.raises(ValueError, match="heads side by side"):
+    with pytest.raises(ValueError, match="lie side by side in the result"):
         attention.attention_8bit(heads, v, None, torch.zeros(1, 2, 5, 64).transpose(1, 2))
     with pytest.raises(ValueError, match="a mask of 1 x 1 x 1 x 5"):
         attention.attention_8bit(heads, v, torch.zeros(1, 1, 5, 5), q)

@@ -131,7 +131,7 @@ class TransformerPass:
                 return Fallback(str(reason))
             self._shared = shared
         image, text = (arguments[name] for name in STREAM_ARGUMENTS)
-        return BlockInputs(text, image, arguments["temb"], self._step, not self._controlled)
+        return BlockInputs(text, image, arguments["temb"], self._step, self._controlled)
 
     def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
         """The modulation from the run's table, if there is one."""

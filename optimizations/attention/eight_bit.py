@@ -24,7 +24,7 @@ def attend(
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `Backend.attend`, by the form "int8" or "int8_fp8"."""
-    into = Heads.empty(form, q)
+    into = Heads.empty(form, k, q.shape[1])
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     mask = mask if mask is None or mask.stride(3) == 1 else mask.contiguous()
     if q.is_cuda:

@@ -16,7 +16,7 @@ What a shape needs, buffers and launches, is prepared once, in a `Workspace`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
@@ -30,6 +30,7 @@ from ..modulation import Entry
 from ..reference import LowRank, Modulation, QKNorm, Rotary, Tokens
 from .loras import LowForm, downs_of
 from .products import Operand, PackedOperand, PackedWeight, dense_product, merged_product
+from .shape import Share
 from .workspace import DENSE, BlockForm, LayerForm, Program, Workspace, streams_of
 
 
@@ -264,7 +265,8 @@ class BlockExecutor:
             changes = self._workspace.changes
             for wanted in (form, after):
                 if id(wanted) not in programs:
-                    programs[id(wanted)] = self._workspace.program(wanted, tokens, x)
+                    share = Share.all(tokens)
+                    programs[id(wanted)] = self._workspace.program(wanted, share, x)
             if changes == self._workspace.changes:
                 return programs[id(form)], programs[id(after)]
             programs.clear()
@@ -278,10 +280,21 @@ class BlockExecutor:
         halves: tuple[Modulation, Modulation],
     ) -> None:
         """All of a block but its first norm and its last residual."""
-        attention, mlp = halves
         self._multiply(program, here, 0, 6)
+        self.finish(program, here, x, step, halves)
+
+    def finish(
+        self,
+        program: Program,
+        here: KnownBlock,
+        x: torch.Tensor,
+        step: Step,
+        halves: tuple[Modulation, Modulation],
+    ) -> None:
+        """From q, k and v to what the block's last residual adds."""
+        attention, mlp = halves
         norms = here.norms or self._norms(here.modules, x)
-        form = self._attention_form and self._attention_form(program.heads[0], step.mask)
+        form = self._attention_form and self._attention_form(program.heads[1], step.mask)
         if form:
             program.mix(program.attend(form, norms, step.rotary, step.mask))
         else:
@@ -295,29 +308,37 @@ class BlockExecutor:
 
     def _multiply(self, program: Program, here: KnownBlock, first: int, last: int) -> None:
         """Runs the products of the places from `first` on, without `last`."""
-        reader = max(0, first // 2 - 2)
-        if here.downs and any(down is not None for down in here.downs[reader]):
-            program.compute_low(reader, here.downs[reader])
+        self.compute_low(program, here, max(0, first // 2 - 2))
         if self._beside is None:
-            self._multiply_here(program, here, first, last)
+            self.multiply(program, here, range(first, last))
             return
         middle, current = (first + last) // 2, torch.cuda.current_stream()
         self._beside.wait_stream(current)
         try:
             with torch.cuda.stream(self._beside):
-                self._multiply_here(program, here, middle, last)
-            self._multiply_here(program, here, first, middle)
+                self.multiply(program, here, range(middle, last))
+            self.multiply(program, here, range(first, middle))
         finally:  # a capture cannot end while a stream is not joined
             current.wait_stream(self._beside)
 
-    def _multiply_here(self, program: Program, here: KnownBlock, first: int, last: int) -> None:
-        products = program.products[first:last]
-        if here.operands is not None:
-            for place, product in enumerate(products, first):
-                product(program.readable(place, here.operands[place]))
+    def compute_low(self, program: Program, here: KnownBlock, reader: int) -> None:
+        """What the LoRAs of `loras.READERS[reader]` make of the rows that are there."""
+        if here.downs and any(down is not None for down in here.downs[reader]):
+            program.compute_low(reader, here.downs[reader])
+
+    def multiply(self, program: Program, here: KnownBlock, places: Iterable[int]) -> None:
+        """Runs the products of these places, for which `compute_low` has run."""
+        products, operands = program.products, here.operands
+        if operands is not None:
+            for place in places:
+                if (product := products[place]) is not None:
+                    product(program.readable(place, operands[place]))
             return
         like = program.like
-        for place, product in enumerate(products, first):
+        for place in places:
+            product = products[place]
+            if product is None:
+                continue
             module, form = here.modules[place], here.form.layers[place]
             if form.kind is None:
                 product(module)

@@ -17,6 +17,7 @@ from .block import KnownBlock, Layers, Step
 from .block_form import token_layers, unsupported_block
 from .graphs import GraphFigures
 from .self_check import FirstBlockCheck, Streams
+from .team import SplitFigures
 
 
 class BlockInputs(NamedTuple):
@@ -27,14 +28,15 @@ class BlockInputs(NamedTuple):
         embedding: Of the timestep, (batch, D), or (2 batch, D) where the second half is for
             timestep 0.
         step: What the blocks of the pass share.
-        clear: Whether nothing reads or changes the streams on the way to the next block.
+        watched: Whether something reads or changes the streams on the way to the next block,
+            besides what `HostPass.additions` says.
     """
 
     text: torch.Tensor
     image: torch.Tensor
     embedding: torch.Tensor
     step: Step
-    clear: bool
+    watched: bool
 
 
 class RunModulation(Protocol):
@@ -119,6 +121,7 @@ class PreparedModel:
         unsupported: Of each block, why the executor does not compute it.
         quantized: Whether any of their layers is.
         graphs: What this run had of CUDA graphs.
+        split: What it had of several cards.
         exchanged: Whether somebody exchanged what blocks were given, unannounced.
         dropped: How often graphs were given up because memory ran out.
     """
@@ -134,7 +137,9 @@ class PreparedModel:
         self._formats = sorted(kind for kind in self._kinds if isinstance(kind, RowFormat))
         storages = dict.fromkeys(format.storage for format in self._formats)
         self._gemms = [str(host.layers.gemm(storage, host.device)) for storage in storages]
-        self.check = FirstBlockCheck(lossy_attention or any(map(host.layers.rounds, read)))
+        rounds = lossy_attention or any(map(host.layers.rounds, read))
+        self.check = FirstBlockCheck(rounds)
+        self.split = SplitFigures(FirstBlockCheck(rounds))
         self.modulation = host.modulation
         self.passes = self.fused = 0
         self.fallbacks: Counter[Fallback] = Counter()
@@ -157,8 +162,9 @@ class PreparedModel:
         lines = []
         if self.fused:
             check = "checked in an earlier run"
-            if self.check.worst is not None:
-                check = f"the check's largest difference was {self.check.worst:.2g}"
+            worst = [it.worst for it in (self.check, self.split.check) if it.worst is not None]
+            if worst:
+                check = f"the check's largest difference was {max(worst):.2g}"
             lines.append(
                 f"blocks: fused, {self.fused} of {total} in {self.passes} forward passes "
                 f"({self.ops.name}); {check}"
@@ -175,4 +181,4 @@ class PreparedModel:
                 lines.append(f"layers: {count} rotated, {format.rotation} columns at a time")
         if self._kinds[None]:
             lines.append(f"layers: {self._kinds[None]} of {layers} run {host} own way")
-        return lines + self.graphs.lines() + self.modulation.lines()
+        return lines + self.split.lines() + self.graphs.lines() + self.modulation.lines()

@@ -7,6 +7,7 @@ executor, replays a graph of all blocks, or hands its arguments to the host's ow
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,8 @@ from .block import Attend, BlockExecutor, Step
 from .graphs import FIRST, LAST_PART, MOST_ROWS, PassMemory, Seen, key_of
 from .host import HostPass, PreparedModel
 from .self_check import TOKENS_AT_ONCE, Streams
+from .split import LostCopyError
+from .team import LEAST_GAIN, Team
 
 
 class ForwardPass:
@@ -31,6 +34,7 @@ class ForwardPass:
         fall_back: Called for each block that the host runs, with the reason.
         memory: That no other pass uses meanwhile.
         weights: Where they are, of `Layers.hold`; None where they may move.
+        team: The cards that may share the rows; None for one card alone.
 
     Attributes:
         fused: How many blocks the executor ran.
@@ -43,8 +47,10 @@ class ForwardPass:
         fall_back: Callable[[Fallback, int], None],
         memory: PassMemory,
         weights: Hashable | None,
+        team: Team | None = None,
     ) -> None:
         self._prepared = prepared
+        self._team = team
         self._host = host
         self._fall_back = fall_back
         self._memory = memory
@@ -83,13 +89,16 @@ class ForwardPass:
         if isinstance(inputs, Fallback):
             self._fall_back(inputs, 1)
             return type(block).forward(block, *positional, **arguments)
-        text, image, embedding, step, clear = inputs
+        text, image, embedding, step, watched = inputs
+        clear = not watched and not self._host.additions
         if self._entry is None:
             self._embedding, self._entry = embedding, self._host.entry(embedding, step.tokens.batch)
         # A second call of the transformer in one pass may have another embedding.
-        begins = index == 0 and embedding is self._embedding
-        if begins and self._replay(text, image, step, clear):
-            return text, image
+        if index == 0 and embedding is self._embedding:
+            if self._team and self._share(block, text, image, step, arguments, watched):
+                return text, image
+            if self._replay(text, image, step, clear):
+                return text, image
         halves = self._halves(index, block, embedding, step.tokens.batch)
         following = None
         if clear and index + 1 < len(unsupported) and not unsupported[index + 1]:
@@ -100,9 +109,7 @@ class ForwardPass:
             if self._watch is not None:
                 self._watch.after(index)
             return result
-        # The host's own block takes more than ours: the buffers make room for it.
-        self._memory.free_buffers()
-        self._executor = self._new_executor(self._attend, self._form)
+        self._free_buffers()
         expected = self._host.host_block(block, arguments)
         try:
             result = self._compared(block, text, image, step, halves, following)
@@ -116,6 +123,11 @@ class ForwardPass:
         self.fused -= 1
         self._fall_back(check.failed, 1)
         return expected
+
+    def _free_buffers(self) -> None:
+        """The host's own block takes more than ours: the buffers make room for it."""
+        self._memory.free_buffers()
+        self._executor = self._new_executor(self._attend, self._form)
 
     def _compared(self, *operands: Any) -> Streams:
         """The block that is compared; where it gives NaN, once more with the host's attention."""
@@ -148,12 +160,12 @@ class ForwardPass:
         attention.look(q, k, v, mask, out)
         return out
 
-    def _form(self, q: torch.Tensor, mask: torch.Tensor | None) -> str | None:
-        """The form of the 8-bit attention that was chosen for queries like these, or None."""
+    def _form(self, k: torch.Tensor, mask: torch.Tensor | None) -> str | None:
+        """The form of the 8-bit attention that was chosen for keys like these, or None."""
         attention = self._host.attention
         if attention is None:
             return None
-        chosen = self._choice(attention, AttentionRequest.of, q, mask)
+        chosen = self._choice(attention, AttentionRequest.of, k, mask)
         return chosen.name if chosen.quantizes else None
 
     def _choice(
@@ -163,6 +175,70 @@ class ForwardPass:
         if attention is not self._asked:
             self._asked, self._chosen = attention, attention.choose(request(*given))
         return self._chosen
+
+    def _share(
+        self,
+        block: torch.nn.Module,
+        text: torch.Tensor,
+        image: torch.Tensor,
+        step: Step,
+        arguments: dict[str, Any],
+        watched: bool,
+    ) -> bool:
+        """Has several cards compute all blocks; whether they did."""
+        figures, host = self._prepared.split, self._host
+        plan = self._no_split(watched) or self._team.plan(text, step, host.attention)
+        if isinstance(plan, str):
+            figures.refuse(plan)
+            return False
+        given = text, image, step, self._entry
+        try:
+            wanted = figures.check.wanted(step)
+            if wanted:
+                self._free_buffers()
+                expected = host.host_block(block, arguments)
+            split = self._team.split(plan, step, host.attention)
+            if wanted:
+                result = split.run(*given, 0, 1)
+                if not figures.check.passes((text, image), result, expected, step):
+                    figures.refuse(str(figures.check.failed), final=True)
+                    return False
+            gain = self._team.gain(self._executor, split, given)
+            if gain is not None and gain < LEAST_GAIN:
+                figures.refuse(f"several gain {gain:.2f} times, measured", final=True)
+                return False
+            figures.gain = gain
+            start = time.perf_counter()
+            result = split.run(*given, 0, len(host.blocks))
+        except LostCopyError:
+            figures.refuse("a copy between two cards was lost; the step ran again", final=True)
+        except torch.OutOfMemoryError:
+            self._team.release()
+            figures.refuse("a card ran out of memory", final=True)
+        except Exception as error:  # compilers, drivers and packages raise anything
+            figures.refuse(f"several cards raised {first_line(error)}", final=True)
+        else:
+            figures.seconds += split.issued - start
+            figures.blocks += len(host.blocks)
+            figures.passes += 1
+            figures.plan = plan
+            self._handed = (text, image), result
+            self.fused += len(host.blocks)
+            return True
+        return False
+
+    def _no_split(self, watched: bool) -> str:
+        """Why this pass runs on one card."""
+        attention = self._host.attention
+        if self._prepared.split.refusal:
+            return self._prepared.split.refusal
+        if watched or self._prepared.exchanged:
+            return "something reads or changes the streams between two blocks"
+        if attention is None:
+            return "the attention is not this package's"
+        if attention.measuring:
+            return "attention measures its error in this pass"
+        return self._team.refusal
 
     def _replay(self, text: torch.Tensor, image: torch.Tensor, step: Step, clear: bool) -> bool:
         """Has a CUDA graph compute all blocks; whether it did.

@@ -1,10 +1,10 @@
-"""The buffers of one shape of a pass, which all its blocks use."""
+"""The buffers of one shape of a pass, or of a card's share of it, which all its blocks use."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -19,23 +19,68 @@ if TYPE_CHECKING:
 SCALES_AT_ONCE = 4  # fp32 in 16 bytes
 
 
-class Shape:
-    """The buffers of one shape, and the launches between products.
+class Share(NamedTuple):
+    """The rows of a pass that one card computes.
 
     Attributes:
+        whole: Tokens of the pass.
+        text: Whether the text's rows are among them.
+        start, stop: The image tokens of each item that are.
+        received: The shares of other cards whose normalized rows come here, so that their keys and
+            values are made here; empty where keys and values come.
+    """
+
+    whole: Tokens
+    text: bool
+    start: int
+    stop: int
+    received: tuple[Share, ...] = ()
+
+    @classmethod
+    def all(cls, tokens: Tokens) -> Share:
+        """That of a card alone."""
+        return cls(tokens, True, 0, tokens.image)
+
+    @property
+    def tokens(self) -> Tokens:
+        """Its own."""
+        batch, text, _, zero_from = self.whole
+        image = self.stop - self.start
+        zero_from = min(max(zero_from - self.start, 0), image)
+        return Tokens(batch, text if self.text else 0, image, zero_from)
+
+    @property
+    def first(self) -> int:
+        """The first of its tokens in joint order; they follow one another."""
+        return 0 if self.text else self.whole.text + self.start
+
+    @property
+    def image(self) -> slice:
+        """Its image tokens in joint order."""
+        return slice(self.whole.text + self.start, self.whole.text + self.stop)
+
+
+class Shape:
+    """The buffers of one share, and the launches between products.
+
+    Attributes:
+        share: The rows that are computed; all in a pass on one card.
+        tokens: Theirs.
         rows: What the first layers of attention and of the MLP read.
         mixed: What attention's last layers read.
         activated: What the MLP's last layers read.
         branch: (rows, D), what attention or MLP gives.
     """
 
-    def __init__(self, workspace: Workspace, tokens: Tokens, x: torch.Tensor, inner: int) -> None:
+    def __init__(self, workspace: Workspace, share: Share, x: torch.Tensor, inner: int) -> None:
         # Which has this one: in a circle the buffers would wait for Python's collector.
         self._workspace = weakref.proxy(workspace)
-        self.ops, self.tokens = workspace.ops, tokens
+        self.ops, self.share = workspace.ops, share
+        tokens = self.tokens = share.tokens
         self.like, self.width, self.inner = x.new_empty(0), x.shape[1], inner
-        widest = max(3 * self.width, inner)
         # q, k and v are read before the MLP's hidden rows are written.
+        heads = (tokens.rows + 2 * share.whole.rows) * self.width
+        widest = -(-max(heads, tokens.rows * inner) // tokens.rows)
         self.wide = workspace.take("wide", (tokens.rows, widest), self.like).flatten()
         self.branch = workspace.take("branch", (tokens.rows, self.width), self.like)
         # A row of h is written after the same row of the branch has been read.
@@ -43,10 +88,30 @@ class Shape:
         self.activated = Rows(self.cut_wide(inner))
         self._norms: dict[tuple, Callable[..., None]] = {}
 
-    def cut_wide(self, columns: int, index: int = 0) -> torch.Tensor:
-        """(rows, columns) of the widest buffer, the `index`-th of them."""
-        size = self.tokens.rows * columns
-        return self.wide[index * size : (index + 1) * size].view(self.tokens.rows, columns)
+    def cut_wide(self, columns: int) -> torch.Tensor:
+        """(rows, columns) of the widest buffer."""
+        return self.wide[: self.tokens.rows * columns].view(self.tokens.rows, columns)
+
+    def heads(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q of the share, k and v of all, each (batch, tokens, D), in the widest buffer."""
+        sizes = self.tokens, self.share.whole, self.share.whole
+        parts = self.wide[: sum(it.rows for it in sizes) * self.width].split(
+            [it.rows * self.width for it in sizes]
+        )
+        q, k, v = (
+            part.view(it.batch, it.joint, self.width) for part, it in zip(parts, sizes, strict=True)
+        )
+        return q, k, v
+
+    def received(self, share: Share, format: RowFormat | None) -> Rows:
+        """Where another card's normalized rows come to, in its stream order."""
+        tokens = share.tokens
+        name, size = f"received {share.start}", (tokens.rows, self.width)
+        if format is None:
+            return Rows(self._workspace.take(name, size, self.like))
+        rows = Rows()
+        rows.quantized[format] = self._quantized(name, size, format, tokens.text_rows)
+        return rows
 
     def quantized(self, rows: Rows, columns: int, format: RowFormat) -> QuantizedRows:
         """Where rows of a format go: all share one buffer, as each is read before the next."""
@@ -55,12 +120,17 @@ class Shape:
             tokens = self.tokens
             # Joint order has text first too, where there is one item.
             cut = tokens.text_rows if rows is not self.mixed or tokens.batch == 1 else tokens.rows
-            gap = -cut % SCALES_AT_ONCE if cut < tokens.rows else 0
-            take = self._workspace.take
-            values = take(str(format), (tokens.rows, columns), self._of(storage_of(format)))
-            scale = take(f"{format} scale", (tokens.rows + gap, 1), self._of(torch.float32))
-            found = rows.quantized[format] = QuantizedRows(values, scale, cut)
+            found = self._quantized(str(format), (tokens.rows, columns), format, cut)
+            rows.quantized[format] = found
         return found
+
+    def _quantized(
+        self, name: str, size: tuple[int, int], format: RowFormat, cut: int
+    ) -> QuantizedRows:
+        gap = -cut % SCALES_AT_ONCE if cut < size[0] else 0
+        values = self._workspace.take(name, size, self._of(storage_of(format)))
+        scale = self._workspace.take(f"{name} scale", (size[0] + gap, 1), self._of(torch.float32))
+        return QuantizedRows(values, scale, cut)
 
     def decoded(self, stream: str, n: int, k: int) -> torch.Tensor:
         """(N, K) of int8, where one weight of a stream at a time is decoded: the text's products
@@ -108,11 +178,12 @@ class Shape:
             )
         launch(x, gates, norms)
 
-    def heads_8bit(self, form: str, like: torch.Tensor) -> Heads:
-        """Where 8-bit attention has its operands, for heads like these."""
-        size = sum(Heads.sizes(form, like.shape))
+    def heads_8bit(self, form: str, keys: torch.Tensor) -> Heads:
+        """Where 8-bit attention has its operands, for keys like these."""
+        queries = self.tokens.joint
+        size = sum(Heads.sizes(form, keys.shape, queries))
         memory = self._workspace.take(form, (size,), self._of(torch.uint8))
-        return Heads.of(form, like.shape, memory)
+        return Heads.of(form, keys.shape, memory, queries)
 
     def _of(self, dtype: torch.dtype) -> torch.Tensor:
         return self.like.new_empty(0, dtype=dtype)

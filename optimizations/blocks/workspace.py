@@ -32,9 +32,10 @@ from .products import (
     module_product,
     quantized_product,
 )
-from .shape import Shape
+from .shape import Shape, Share
 
 DENSE = "dense"
+STREAMS = ("text", "image")
 # The layers of a block in the order in which they run, by their stream.
 PLACES = ("image",) * 3 + ("text",) * 3 + ("image", "text") * 3
 # Shapes whose launches are kept: those of a run with CFG, and of a few prompts before.
@@ -75,6 +76,15 @@ class BlockForm(NamedTuple):
     eps: float
     head_eps: float
 
+    @property
+    def sends_rows(self) -> bool:
+        """Whether other cards can make keys and values of the rows that the first layers read: all
+        read one form of them, and nothing besides.
+        """
+        first = self.layers[:6]
+        alone = all(layer.kind is not None and layer.low is None for layer in first)
+        return alone and len({layer.format for layer in first}) == 1
+
 
 class Workspace:
     """The buffers of a pass, and the programs that use them.
@@ -100,19 +110,19 @@ class Workspace:
         """Bytes of the buffers."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    def program(self, form: BlockForm, tokens: Tokens, x: torch.Tensor) -> Program:
+    def program(self, form: BlockForm, share: Share, x: torch.Tensor) -> Program:
         """What a block of this form does.
 
         Args:
-            x: (rows, D), of the dtype and on the device of the pass.
+            x: (rows of the share, D), of the dtype and on the device of the pass.
         """
-        key = tokens, x.dtype, x.device, x.shape[1], form.inner
+        key = share, x.dtype, x.device, x.shape[1], form.inner
         while True:
             changes = self.changes
             if key not in self._shapes:
                 while len(self._shapes) >= MOST_SHAPES:
                     del self._shapes[next(iter(self._shapes))]
-                shape = Shape(self, tokens, x, form.inner)
+                shape = Shape(self, share, x, form.inner)
                 self._shapes[key] = shape, {}
             shape, programs = self._shapes[key]
             if form not in programs:
@@ -147,9 +157,12 @@ class Program:
         form: Of the blocks.
 
     Attributes:
-        products: Of each layer; takes its operand, or its module where it runs itself.
+        products: Of each layer; takes its operand, or its module where it runs itself; None of a
+            stream that is on another card.
+        received: Rows of other cards, and what makes keys and values of them: a place and a product
+            each.
         reads: What each reads and writes.
-        heads: q, k and v, (batch, joint, heads, head_dim).
+        heads: q of the share's tokens, k and v of all, (batch, tokens, heads, head_dim).
         first_format: What the first layers read, where it is one format of all.
         first_plain: Whether LoRAs beside them read plain rows too.
         like: An empty tensor of the dtype and on the device of the pass.
@@ -158,11 +171,10 @@ class Program:
     def __init__(self, shape: Shape, form: BlockForm) -> None:
         self.shape, self._form = shape, form
         forms, heads = form.layers, form.heads
-        tokens, width = shape.tokens, shape.width
+        share, tokens = shape.share, shape.tokens
         self.like = shape.like
-        size = tokens.batch, tokens.joint, width
-        parts = [shape.cut_wide(width, index).view(size) for index in range(3)]
-        self.heads = tuple(part.view(*size[:2], heads, -1) for part in parts)
+        parts = shape.heads()
+        self.heads = tuple(part.unflatten(2, (heads, -1)) for part in parts)
         self._low = LowRows(shape, forms)
         self.first_format = _common(forms[:6])
         self._inner_format = _common(forms[8:10])
@@ -179,12 +191,11 @@ class Program:
         self._heads_8bit: dict[str, Heads] = {}
         self._attentions: dict[tuple, Callable[[torch.Tensor | None], None]] = {}
         streams, joint = in_stream_order(tokens), in_joint_order(tokens)
-        into = {"text": (0, slice(None, tokens.text)), "image": (1, slice(tokens.text, None))}
         self.reads: list[Read] = []
         for place, stream in enumerate(PLACES):
-            index, cut = into[stream]
+            index = STREAMS.index(stream)
             if place < 6:
-                read = Read(shape.rows, streams[index], parts[place % 3][:, cut])
+                read = Read(shape.rows, streams[index], _of_share(parts, place, share))
             elif place < 8:
                 read = Read(shape.mixed, joint[index], streams_of(shape.branch, tokens)[index])
             elif place < 10:
@@ -196,9 +207,29 @@ class Program:
                 read = Read(shape.activated, streams[index], out)
             self.reads.append(read._replace(low=self._low.of(place)))
         self.products = tuple(
-            _product(read, layer, shape.ops) for read, layer in zip(self.reads, forms, strict=True)
+            _product(read, layer, shape.ops) if read.part.length else None
+            for read, layer in zip(self.reads, forms, strict=True)
         )
+        self.received = [self._received(other, parts, forms) for other in share.received]
         self._decoders: dict[int, Decoder] = {}  # by place
+
+    def _received(
+        self, other: Share, parts: Sequence[torch.Tensor], forms: Sequence[LayerForm]
+    ) -> tuple[Rows, list[tuple[int, Product]]]:
+        """Another card's rows, and what makes keys and values of them."""
+        shape, streams = self.shape, in_stream_order(other.tokens)
+        rows = shape.received(other, self.first_format)
+        made = []
+        for place in (1, 2, 4, 5) if other.text else (1, 2):
+            index = STREAMS.index(PLACES[place])
+            read = Read(rows, streams[index], _of_share(parts, place, other))
+            made.append((place, _product(read, forms[place], shape.ops)))
+        return rows, made
+
+    def rows_of(self, other: Share) -> Rows:
+        """Where another card's rows come to."""
+        shares = [share.start for share in self.shape.share.received]
+        return self.received[shares.index(other.start)][0]
 
     def readable(self, place: int, operand: Any) -> Any:
         """An operand as products read it: decoded, where its weight is in 4 or 6 bits."""
@@ -233,18 +264,21 @@ class Program:
         if rotate is None:
             shape, eps = self.shape, self._form.head_eps
             q, k, _ = self.heads
-            rotate = shape.ops.prepare_rope(q, k, norms, rotary, shape.tokens, eps, into)
+            share = shape.share
+            rotate = shape.ops.prepare_rope(
+                q, k, norms, rotary, share.whole, eps, into, share.first
+            )
             self._rotations[key] = rotate
         rotate(norms, rotary)
 
     def attend(
         self, form: str, norms: QKNorm, rotary: Rotary, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Norm, rotation and attention in 8 bits; (batch, joint, D), where q was."""
-        q, _, v = self.heads
+        """Norm, rotation and attention in 8 bits; (batch, tokens, D), where q was."""
+        q, k, v = self.heads
         into = self._heads_8bit.get(form)
         if into is None:
-            into = self._heads_8bit[form] = self.shape.heads_8bit(form, q)
+            into = self._heads_8bit[form] = self.shape.heads_8bit(form, k)
         self.rotate(norms, rotary, into)
         key = form, mask if mask is None else (mask.dtype, mask.stride(), len(mask))
         attend = self._attentions.get(key)
@@ -255,7 +289,7 @@ class Program:
         return q.flatten(2)
 
     def mix(self, mixed: torch.Tensor) -> None:
-        """Takes what attention gives, (batch, joint, D)."""
+        """Takes what attention gives, (batch, tokens, D)."""
         rows = self.shape.mixed
         rows.matrix = mixed.reshape(-1, self.shape.width)
         for quantize in self._out:
@@ -318,7 +352,7 @@ class Program:
         inner, outer = self._form.layers[8:10], self._form.layers[10:12]
         needs = [(a.format is not None, b.format) for a, b in zip(inner, outer, strict=True)]
         parts = [(hidden, *needs[0], slice(None))]
-        if needs[0] != needs[1] or inner[0].format != inner[1].format:
+        if cut and (needs[0] != needs[1] or inner[0].format != inner[1].format):
             image, text = needs
             parts = [(hidden[:cut], *text, slice(0, cut)), (hidden[cut:], *image, slice(cut, None))]
         steps: list[Callable[[], None]] = []
@@ -348,6 +382,15 @@ def _product(read: Read, form: LayerForm, ops: Ops) -> Product:
     if form.format is None:
         return expanded_product(read, form.kind, form.gemm)
     return quantized_product(read, form.format, form.gemm)
+
+
+def _of_share(parts: Sequence[torch.Tensor], place: int, share: Share) -> torch.Tensor:
+    """Where the rows of a share go: (batch, tokens, D) of its queries, of all keys or values."""
+    part, whole, text = parts[place % 3], share.whole, PLACES[place] == "text"
+    if place % 3:
+        return part[:, : whole.text] if text else part[:, share.image]
+    cut = share.tokens.text
+    return part[:, :cut] if text else part[:, cut:]
 
 
 def _common(layers: Sequence[LayerForm]) -> RowFormat | None:

@@ -46,7 +46,7 @@ TILES_SM90 = {
 }
 
 
-@triton.jit(do_not_specialize=["mask_stride", "tokens"])
+@triton.jit(do_not_specialize=["mask_stride", "tokens", "queries"])
 def _attention_kernel(
     mask_ptr,
     q_ptr,
@@ -63,29 +63,32 @@ def _attention_kernel(
     out_item_stride,
     out_token_stride,
     tokens,
+    queries,
     length,
+    q_length,
     heads: tl.constexpr,
     head_dim: tl.constexpr,
-    queries: tl.constexpr,
+    tile: tl.constexpr,
     keys: tl.constexpr,
     weight_scale: tl.constexpr,
 ):
-    """One tile of queries of one head, over all keys; FlashAttention-2's loop (arXiv 2307.08691).
+    """A tile of the queries of one head, over all keys; FlashAttention-2's loop (arXiv 2307.08691).
 
     v is (batch, tokens, heads, head_dim) by its strides, or with v_scale (batch, heads, head_dim,
     length). Triton sees that length is a multiple of 16, without which it reads v byte by byte.
     """
-    tiles = tl.cdiv(tokens, queries)
+    tiles = tl.cdiv(queries, tile)
     program = tl.program_id(0)
     pair = program // tiles
-    first = (program - pair * tiles) * queries
+    first = (program - pair * tiles) * tile
     item = pair // heads
     head = pair - item * heads
     start = pair.to(tl.int64) * length
-    row = first + tl.arange(0, queries)
+    row = first + tl.arange(0, tile)
     channel = tl.arange(0, head_dim)
-    q = tl.load(q_ptr + (start + row)[:, None] * head_dim + channel[None, :])
-    q_scale = tl.load(q_scale_ptr + start + row)
+    q_row = pair.to(tl.int64) * q_length + row
+    q = tl.load(q_ptr + q_row[:, None] * head_dim + channel[None, :])
+    q_scale = tl.load(q_scale_ptr + q_row)
     k_ptr += start * head_dim
     k_scale_ptr += start
     if v_scale_ptr is not None:
@@ -95,9 +98,9 @@ def _attention_kernel(
     if mask_ptr is not None:
         mask_ptr += item * mask_stride
 
-    best = tl.full((queries,), -1e30, tl.float32)
-    sums = tl.zeros((queries,), tl.float32)
-    total = tl.zeros((queries, head_dim), tl.float32)
+    best = tl.full((tile,), -1e30, tl.float32)
+    sums = tl.zeros((tile,), tl.float32)
+    total = tl.zeros((tile, head_dim), tl.float32)
     # Steps of whole tiles, without a comparison for each key; then what is left.
     whole = tokens // keys * keys
     for key in range(0, whole, keys):
@@ -116,7 +119,7 @@ def _attention_kernel(
         out *= (v_scale / weight_scale)[None, :]
     out_ptr += item.to(tl.int64) * out_item_stride + head * head_dim
     out_ptrs = out_ptr + row.to(tl.int64)[:, None] * out_token_stride + channel[None, :]
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(row < tokens)[:, None])
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(row < queries)[:, None])
 
 
 @triton.jit
@@ -313,16 +316,22 @@ def prepare_attention_8bit(
 
 def _launch(heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor) -> Launch:
     batch, tokens, count, head_dim = v.shape
-    length = padded(tokens)
-    if head_dim not in HEAD_DIMS or heads.q.shape != (batch, count, length, head_dim):
+    queries = out.shape[1]
+    length, q_length = padded(tokens), padded(queries)
+    fits = heads.k.shape == (batch, count, length, head_dim)
+    fits = fits and heads.q.shape == (batch, count, q_length, head_dim)
+    if head_dim not in HEAD_DIMS or not fits:
         raise ValueError(
-            f"attention_8bit takes heads of {HEAD_DIMS} elements, padded to {length} tokens, got "
-            f"{tuple(heads.q.shape)} for values {tuple(v.shape)}"
+            f"attention_8bit takes heads of {HEAD_DIMS} elements, padded to {q_length} and "
+            f"{length} tokens, got {tuple(heads.q.shape)} and {tuple(heads.k.shape)} for values "
+            f"{tuple(v.shape)}"
         )
-    if out.shape != v.shape or out.stride()[2:] != (head_dim, 1) or v.stride(3) != 1:
+    whole = out.shape == (batch, queries, count, head_dim)
+    if not whole or out.stride()[2:] != (head_dim, 1) or v.stride(3) != 1:
         raise ValueError(
-            f"attention_8bit takes values and a result of one shape, heads side by side in the "
-            f"result, got {tuple(v.shape)} {v.stride()} and {tuple(out.shape)} {out.stride()}"
+            f"attention_8bit takes values and a result of the same heads, which lie side by side "
+            f"in the result, got {tuple(v.shape)} {v.stride()} and {tuple(out.shape)} "
+            f"{out.stride()}"
         )
     if mask is not None and (mask.shape[1:] != (1, 1, tokens) or mask.stride(3) != 1):
         raise ValueError(
@@ -333,7 +342,7 @@ def _launch(heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch
     constants = {
         "heads": count,
         "head_dim": head_dim,
-        "queries": tile.queries,
+        "tile": tile.queries,
         "keys": tile.keys,
         "weight_scale": WEIGHT_SCALE,
     }
@@ -341,9 +350,9 @@ def _launch(heads: Heads, v: torch.Tensor, mask: torch.Tensor | None, out: torch
         *(heads.q, heads.k, v if heads.v is None else heads.v),
         *(heads.q_scale, heads.k_scale, heads.v_scale, out),
         *(0 if mask is None or len(mask) == 1 else mask.stride(0), *v.stride()[:3]),
-        *(*out.stride()[:2], tokens, length),
+        *(*out.stride()[:2], tokens, queries, length, q_length),
     )
-    programs = batch * count * -(-tokens // tile.queries)
+    programs = batch * count * -(-queries // tile.queries)
     return Launch(
         _attention_kernel,
         programs,

@@ -19,7 +19,7 @@ MOST_ELEMENTS, ELEMENTS_PER_THREAD = 2048, 8
 
 
 # The numbers of tokens follow the prompt and the size of the image: no kernel of its own for each.
-@triton.jit(do_not_specialize=["joint", "text"])
+@triton.jit(do_not_specialize=["joint", "text", "first", "queries"])
 def _qk_norm_rope_kernel(
     q_weight_ptr,
     k_weight_ptr,
@@ -40,7 +40,10 @@ def _qk_norm_rope_kernel(
     k_token_stride,
     joint,
     text,
-    length,
+    first,
+    queries,
+    q_length,
+    k_length,
     heads: tl.constexpr,
     head_dim: tl.constexpr,
     eps: tl.constexpr,
@@ -61,8 +64,11 @@ def _qk_norm_rope_kernel(
     token = row - item * joint
     group = program % groups
     is_q = program % (2 * groups) < groups
+    query = token - first  # queries may be those of some tokens alone
+    if is_q & ((query < 0) | (query >= queries)):
+        return
     if is_q:
-        x_ptr = q_ptr + item.to(tl.int64) * q_item_stride + token.to(tl.int64) * q_token_stride
+        x_ptr = q_ptr + item.to(tl.int64) * q_item_stride + query.to(tl.int64) * q_token_stride
     else:
         x_ptr = k_ptr + item.to(tl.int64) * k_item_stride + token.to(tl.int64) * k_token_stride
 
@@ -91,14 +97,15 @@ def _qk_norm_rope_kernel(
         if is_q:
             to_ptr = q8_ptr
             scales_ptr = q_scale_ptr
+            place = pair.to(tl.int64) * q_length + query
         else:
             to_ptr = k8_ptr
             scales_ptr = k_scale_ptr
+            place = pair.to(tl.int64) * k_length + token
             x -= tl.load(mean_ptr + pair[:, None] * head_dim + element[None, :])
         largest = magnitude(x, 1)
         scale = tl.where(largest < smallest, 1.0, tl.div_rn(largest, 127.0))
         steps = round_to_step(x * tl.div_rn(1.0, scale)[:, None], 127.0, True)
-        place = pair.to(tl.int64) * length + token
         tl.store(to_ptr + place[:, None] * head_dim + element[None, :], steps.to(tl.int8))
         tl.store(scales_ptr + place, scale * tl.where(is_q, score_scale, 1.0))
 
@@ -169,10 +176,11 @@ def qk_norm_rope(
     tokens: Tokens,
     eps: float,
     into: Heads | None = None,
+    first: int = 0,
 ) -> None:
     """As `reference.qk_norm_rope`; head_dim is one of `HEAD_DIMS`, a token's heads contiguous."""
     with on_card_of(q):
-        for launch in _launches(q, k, norm, rotary, tokens, eps, into):
+        for launch in _launches(q, k, norm, rotary, tokens, eps, into, first):
             launch.once()
 
 
@@ -184,10 +192,11 @@ def prepare_qk_norm_rope(
     tokens: Tokens,
     eps: float,
     into: Heads | None = None,
+    first: int = 0,
 ) -> Callable[[QKNorm, Rotary], None]:
     """`qk_norm_rope` of these q and k, for a norm and a rotary like these."""
     launch, *means = (
-        found.prepared() for found in _launches(q, k, norm, rotary, tokens, eps, into)[::-1]
+        found.prepared() for found in _launches(q, k, norm, rotary, tokens, eps, into, first)[::-1]
     )
 
     def run(norm: QKNorm, rotary: Rotary) -> None:
@@ -200,10 +209,10 @@ def prepare_qk_norm_rope(
 
 def quantize_heads(q: torch.Tensor, k: torch.Tensor, into: Heads) -> None:
     """As `attention_8bit.quantize_heads`."""
-    batch, tokens, _, head_dim = q.shape
+    batch, tokens, _, head_dim = k.shape
     q, k = (part if part.stride()[2:] == (head_dim, 1) else part.contiguous() for part in (q, k))
     with on_card_of(q):
-        for launch in _launches(q, k, None, None, Tokens(batch, 0, tokens, tokens), 0.0, into):
+        for launch in _launches(q, k, None, None, Tokens(batch, 0, tokens, tokens), 0.0, into, 0):
             launch.once()
 
 
@@ -215,17 +224,22 @@ def _launches(
     tokens: Tokens,
     eps: float,
     into: Heads | None,
+    first: int,
 ) -> list[Launch]:
     """The mean of the keys, which int8 needs, and the rest."""
-    batch, joint, heads, head_dim = q.shape
+    batch, joint, heads, _ = k.shape
+    queries, head_dim = q.shape[1], q.shape[3]
     q_item, q_token, *q_packed = q.stride()
     k_item, k_token, *k_packed = k.stride()
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"qk_norm_rope takes heads of {HEAD_DIMS} elements, got {head_dim}")
-    if k.shape != q.shape or k.dtype != q.dtype or (batch, joint) != (tokens.batch, tokens.joint):
+    alike = q.dtype == k.dtype and q.shape == (batch, queries, *k.shape[2:])
+    inside = 0 <= first <= first + queries <= joint
+    if not alike or not inside or (batch, joint) != (tokens.batch, tokens.joint):
         raise ValueError(
-            f"qk_norm_rope takes q and k of one shape and dtype for {tokens.batch} x "
-            f"{tokens.joint} tokens, got {tuple(q.shape)} {q.dtype} and {tuple(k.shape)} {k.dtype}"
+            f"qk_norm_rope takes q and k of one dtype for {tokens.batch} x {tokens.joint} tokens, "
+            f"q from token {first} on, got {tuple(q.shape)} {q.dtype} and {tuple(k.shape)} "
+            f"{k.dtype}"
         )
     if not q_packed == k_packed == [head_dim, 1]:
         raise ValueError(
@@ -247,8 +261,8 @@ def _launches(
     programs = batch * joint * (heads // together) * 2
     strides = q_item, q_token, k_item, k_token
     quantized = (None,) * 5 if into is None else into[:5]
-    length = padded(joint)
-    fixed = (q, k, *quantized, *strides, joint, tokens.text, length)
+    lengths = padded(queries), padded(joint)
+    fixed = (q, k, *quantized, *strides, joint, tokens.text, first, queries, *lengths)
     varying = (*(norm or (None,) * 4), *(rotary or (None,) * 2))
     main = Launch(_qk_norm_rope_kernel, programs, varying, fixed, constants, num_warps=warps)
     if into is None:

@@ -109,6 +109,7 @@ def test_the_twin_of_attention_in_8_bits_is_near_exact_attention(form):
     for tokens, heads in cases.ATTENTION:
         cases.check_attention_8bit(attention_8bit, tokens, *heads, form)
     cases.check_attention_of_nan(attention_8bit, form)
+    cases.check_some_queries(attention_8bit, form)
     check_gaussian_heads(attention_8bit, (1, 1000, 2, 128), form)
 
 
@@ -296,6 +297,7 @@ def test_attention_in_8_bits_on_the_card(form):
         for dtype in cases.DTYPES[:2]:
             cases.check_attention_8bit(ops, tokens, *heads, form, dtype=dtype, device="cuda")
     cases.check_attention_of_nan(ops, form, "cuda")
+    cases.check_some_queries(ops, form, device="cuda")
     check_gaussian_heads(ops, (1, 4296, 4, 128), form, "cuda")
 
 

@@ -283,7 +283,8 @@ def test_qk_norm_rope_moves_whole_heads(compile_kernel, sm, heads, head_dim, dty
     pointers = {name: dtype for name in names if name.endswith("_ptr")}
     pointers |= {"cos_ptr": "fp32", "sin_ptr": "fp32"}
     numbers = {name: True for name in names if name.endswith("_stride")}
-    numbers |= {"joint": False, "text": False, "length": True}
+    numbers |= {"joint": False, "text": False, "first": False, "queries": False}
+    numbers |= {"q_length": True, "k_length": True}
     constants = {"heads": heads, "head_dim": head_dim, "block_heads": together}
     constants |= {"eps": 1e-6, "one_rotation": True, "score_scale": 0.125, "smallest": 2.0**-100}
     eight_bit = ("q8_ptr", "k8_ptr", "q_scale_ptr", "k_scale_ptr", "mean_ptr")
@@ -333,7 +334,7 @@ def test_attention_in_8_bits_uses_the_tensor_cores(compile_kernel, sm, form, hea
     fp8 = form == "int8_fp8"
     pointers = {"q_ptr": "i8", "k_ptr": "i8", "v_ptr": "fp8e4nv" if fp8 else "bf16"}
     pointers |= {"q_scale_ptr": "fp32", "k_scale_ptr": "fp32", "out_ptr": "bf16"}
-    constants = {"heads": 24, "head_dim": head_dim, "queries": tile.queries, "keys": tile.keys}
+    constants = {"heads": 24, "head_dim": head_dim, "tile": tile.queries, "keys": tile.keys}
     constants["weight_scale"] = 256.0
     for name, dtype, given in (("mask_ptr", "bf16", mask), ("v_scale_ptr", "fp32", fp8)):
         if given:
@@ -341,7 +342,8 @@ def test_attention_in_8_bits_uses_the_tensor_cores(compile_kernel, sm, form, hea
         else:
             constants[name] = None
     strides = [name for name in kernel.arg_names if name.endswith("_stride")]
-    numbers = {name: name != "mask_stride" for name in strides} | {"tokens": False, "length": True}
+    numbers = {name: name != "mask_stride" for name in strides}
+    numbers |= {"tokens": False, "queries": False, "length": True, "q_length": True}
     ptx = compile_kernel(kernel, sm, pointers, numbers, constants, tile.warps, tile.stages)
     instruction = r"mma\.sync" if sm < 90 else r"wgmma\.mma_async"
     assert re.search(rf"{instruction}\S*\.s32\.s8\.s8", ptx)
@@ -359,7 +361,7 @@ def test_numbers_of_tokens_make_no_kernels_of_their_own():
         return {param.name for param in kernel.params if param.do_not_specialize}
 
     assert free(_residual_norm_kernel) == set(COUNTS)
-    assert free(_qk_norm_rope_kernel) == {"joint", "text"}
+    assert free(_qk_norm_rope_kernel) == {"joint", "text", "first", "queries"}
 
 
 def test_tile_by_rows():

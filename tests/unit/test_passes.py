@@ -29,6 +29,7 @@ from qwen_l40s.optimizations.blocks.products import (
     StreamSlice,
     merged_product,
 )
+from qwen_l40s.optimizations.blocks.shape import Share
 from qwen_l40s.optimizations.blocks.workspace import Workspace
 from qwen_l40s.optimizations.modulation import compute_entry
 from qwen_l40s.optimizations.reference import QuantizedRows, Tokens, row_quantize
@@ -105,7 +106,7 @@ def test_a_larger_buffer_in_the_middle_of_a_pass_voids_what_was_prepared():
     def program():
         look = BlockExecutor(chain.layers, fused.TORCH, attend, space).look
         x = random(MIDDLE.rows, DIM)
-        return space.program(look(chain.blocks[0], x).form, MIDDLE, x)
+        return space.program(look(chain.blocks[0], x).form, Share.all(MIDDLE), x)
 
     before = program()
     assert program() is before
@@ -133,7 +134,7 @@ def test_attention_in_8_bits_takes_what_planning_counts():
         width, heads = request.transformer.dim, request.transformer.heads
         tokens, space = Tokens(batch, text, 256, 256), Workspace(fused.TORCH)
         x = torch.empty(tokens.rows, width, dtype=torch.bfloat16)
-        shape = workspace.Shape(space, tokens, x, 4 * width)
+        shape = workspace.Shape(space, Share.all(tokens), x, 4 * width)
         q = shape.cut_wide(width).view(batch, tokens.joint, heads, -1)
         assert space.bytes == buffer_bytes(request, Setting())
         found = shape.heads_8bit(form, q)
@@ -486,6 +487,7 @@ attend.quantizes = False
 class Host:
     """One call of a `Model`."""
 
+    peers = additions = ()
     state, dtype, device, attention = None, torch.float32, torch.device("cpu"), Attention("auto")
     modulation = SimpleNamespace(start_run=lambda: None, lines=lambda: [])
 
@@ -511,7 +513,7 @@ class Host:
 
     def inputs(self, block, positional, arguments):
         text, image = arguments["encoder_hidden_states"], arguments["hidden_states"]
-        return BlockInputs(text, image, arguments["temb"], arguments["step"], True)
+        return BlockInputs(text, image, arguments["temb"], arguments["step"], False)
 
     def entry(self, embedding, batch):
         return compute_entry(self.blocks, embedding, batch)

@@ -153,9 +153,7 @@ class ComfyPass:
             shared = self._shared = _Shared(arguments, text, image)
         watched = patches.get("double_block") or options.get("patches_replace", {}).get("dit")
         comfy.ops.run_every_op()
-        return BlockInputs(
-            text, image, arguments["temb"], shared.step, self._control is None and not watched
-        )
+        return BlockInputs(text, image, arguments["temb"], shared.step, bool(watched))
 
     def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
         """The modulation from the model's table."""

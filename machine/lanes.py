@@ -5,12 +5,14 @@ With an IOMMU or ACS between two cards a copy can vanish, or come late, without 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ...machine.copies import Move, Route
+from .copies import Move, Route
+from .links import link_between
 
 # Copies whose numbers are kept until somebody asks.
 KEPT = 1024
@@ -27,6 +29,9 @@ class Lane(Route):
         peer: Whether copies go from card to card; else through pinned host memory.
         operations: What copies; of the source by default.
 
+    Attributes:
+        gbps: What it reaches while the other way is as busy; 0 where nobody knows.
+
     Raises:
         UnavailableError: No host memory can be pinned, or no driver answers.
     """
@@ -35,6 +40,7 @@ class Lane(Route):
         self, source: torch.device, target: torch.device, peer: bool, operations: Any = None
     ) -> None:
         super().__init__(source, target, peer, operations)
+        self.gbps = 0.0
         # In each place two numbers take turns: what an earlier copy left there is none of them.
         self._numbers = torch.arange(1, 2 * KEPT + 1, dtype=torch.int32).to(source)
         self._places = torch.zeros(KEPT, dtype=torch.int32).to(target)
@@ -71,3 +77,14 @@ class Lane(Route):
         for copy in range(self._checked, self._copies):
             self._missed |= seen[copy % KEPT] != copy % (2 * KEPT) + 1
         self._checked = self._copies
+
+
+@functools.cache
+def lane_between(source: torch.device, target: torch.device) -> Lane:
+    """The lane from one card to another, verified and measured as `link_between` does."""
+    if source.type == "cpu":
+        return Lane(source, target, True)
+    link = link_between(source, target)
+    lane = Lane(source, target, link.peer)
+    lane.gbps = link.gbps
+    return lane

@@ -1,0 +1,336 @@
+"""A pass whose rows several cards share, against the same pass on one: cards are the CPU here."""
+
+from itertools import permutations
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+from test_block import DIM, MIXES, Case, attend, random
+from test_passes import Attention, Chain, Host, Model
+
+from qwen_l40s.optimizations import fused, run
+from qwen_l40s.optimizations.attention_8bit import FORMS
+from qwen_l40s.optimizations.blocks import team
+from qwen_l40s.optimizations.blocks.block import BlockExecutor
+from qwen_l40s.optimizations.blocks.split import KEYS, ROWS, Card, LostCopyError, Split, shares_of
+from qwen_l40s.optimizations.blocks.workspace import Workspace
+from qwen_l40s.optimizations.modulation import compute_entry
+from qwen_l40s.optimizations.reference import Tokens
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+# Tokens, and image tokens of each card.
+SHAPES = {
+    "one item": (Tokens(1, 5, 40, 40), (18, 22)),
+    "rows that nothing divides": (Tokens(1, 7, 37, 37), (1, 36)),
+    "references at timestep 0 on both cards": (Tokens(1, 5, 40, 12), (18, 22)),
+    "references on the second card alone": (Tokens(1, 5, 40, 30), (18, 22)),
+    "two items": (Tokens(2, 3, 20, 20), (8, 12)),
+    "three items with references": (Tokens(3, 4, 20, 9), (11, 9)),
+    "three cards": (Tokens(2, 3, 31, 17), (7, 11, 13)),
+}
+PASS = Tokens(1, 3, 40, 40)
+QUANTIZED = ("all int8", "all rotated", "all fp8")
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+class Lane:
+    """A copy is there at once, or never comes after `lost` of them."""
+
+    def __init__(self, lost=None):
+        self.copies, self.bytes, self._lost = 0, 0, lost
+
+    def copy(self, pairs):
+        self.copies += 1
+        for source, target in pairs:
+            assert source.is_contiguous() and target.is_contiguous()
+            assert (source.shape, source.dtype) == (target.shape, target.dtype)
+            self.bytes += source.nbytes
+            if self._lost is None or self.copies <= self._lost:
+                target.copy_(source)
+
+    def arrive(self):
+        """It is there."""
+
+    departed = arrive
+
+    def missed(self):
+        return self._lost is not None and self.copies > self._lost
+
+
+def split(chain, shares, lost=None, additions=(), form=None):
+    lanes = {pair: Lane(lost) for pair in permutations(range(len(shares)), 2)}
+    cards = []
+    for _ in shares:
+        space = Workspace(fused.TORCH)
+        executor = BlockExecutor(chain.layers, fused.TORCH, attend, space, {}, form)
+        cards.append(Card(executor, space, chain.blocks, CPU))
+    return Split(cards, shares, lanes, additions), lanes
+
+
+def both_ways(mix, shape, exchange, *, masked=False, form=None, blocks=3):
+    tokens, images = SHAPES[shape]
+    chain, case = Chain(*[MIXES.get(mix, {})] * blocks), Case(tokens, masked=masked)
+    entry = compute_entry(chain.blocks, case.temb, tokens.batch)
+    executor = BlockExecutor(
+        chain.layers, fused.TORCH, attend, Workspace(fused.TORCH), {}, form and (lambda *_: form)
+    )
+    alone, streams = [], (case.text, case.image)
+    for index, block in enumerate(chain.blocks):
+        streams = executor.run(block, *streams, case.step, entry.of(index))
+        alone.append(streams)
+    over, lanes = split(chain, shares_of(tokens, images, exchange), form=form and (lambda *_: form))
+    before = case.text.clone(), case.image.clone()
+    ours = over.run(case.text, case.image, case.step, entry, 0, blocks)
+    assert torch.equal(case.text, before[0]) and torch.equal(case.image, before[1])
+    return ours, alone[-1], lanes
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("exchange", [KEYS, ROWS])
+@pytest.mark.parametrize("mix", ["plain", *QUANTIZED, "all packed"])
+def test_the_shares_together_are_the_pass(mix, exchange, shape):
+    ours, alone, _ = both_ways(mix, shape, exchange)
+    for mine, theirs in zip(ours, alone, strict=True):
+        assert mine.shape == theirs.shape
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("exchange", [KEYS, ROWS])
+@pytest.mark.parametrize("form", FORMS)
+def test_with_a_mask_and_in_8_bits(exchange, form):
+    for masked in (False, True):
+        ours, alone, _ = both_ways("all int8", "one item", exchange, masked=masked, form=form)
+        for mine, theirs in zip(ours, alone, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("mix", ["opaque among fp8", "dense text, fp8 image", "all opaque"])
+def test_layers_of_any_kind_exchange_keys(mix):
+    ours, alone, _ = both_ways(mix, "two items", KEYS)
+    for mine, theirs in zip(ours, alone, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
+
+
+def test_what_is_sent_is_what_was_counted():
+    tokens, images = SHAPES["one item"]
+    rows = tokens.text + images[0], images[1]
+    for exchange, a_row in ((KEYS, 2 * 4 * DIM), (ROWS, DIM + 4)):
+        _, _, lanes = both_ways("all int8", "one item", exchange, blocks=3)
+        _, _, fewer = both_ways("all int8", "one item", exchange, blocks=2)
+        for (source, _), lane in lanes.items():
+            a_block = lane.bytes - fewer[source, 1 - source].bytes
+            gap = -tokens.text % 4 * 4 if exchange == ROWS and not source else 0
+            own = 6 * DIM * 4 if not source else 0  # the modulation of one more block
+            assert a_block == rows[source] * a_row + gap + own
+
+
+def test_what_the_host_adds_between_blocks_is_added_to_every_share():
+    tokens, images = SHAPES["two items"]
+    chain, case = Chain({}, {}, {}), Case(tokens)
+    entry = compute_entry(chain.blocks, case.temb, tokens.batch)
+    # ControlNet's may be shorter than the image with its references, and of one item.
+    additions = [random(2, 20, DIM, seed=8), random(1, 13, DIM, seed=9)]
+    streams = case.text, case.image
+    for index, block in enumerate(chain.blocks):
+        runs = BlockExecutor(chain.layers, fused.TORCH, attend)
+        text, image = runs.run(block, *streams, case.step, entry.of(index))
+        if index < len(additions):
+            image = image.clone()
+            image[:, : additions[index].shape[1]] += additions[index]
+        streams = text, image
+    for exchange in (KEYS, ROWS):
+        over, _ = split(chain, shares_of(tokens, images, exchange), additions=additions)
+        ours = over.run(case.text, case.image, case.step, entry, 0, 3)
+        for mine, theirs in zip(ours, streams, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3])
+@pytest.mark.parametrize("exchange", [KEYS, ROWS])
+def test_a_copy_that_does_not_come_is_told(exchange, lost):
+    tokens, images = SHAPES["one item"]
+    chain, case = Chain({}, {}, {}), Case(tokens)
+    entry = compute_entry(chain.blocks, case.temb, 1)
+    over, _ = split(chain, shares_of(tokens, images, exchange), lost=lost)
+    with pytest.raises(LostCopyError):
+        over.run(case.text, case.image, case.step, entry, 0, 3)
+
+
+def test_shares_are_all_of_the_image():
+    tokens = Tokens(1, 5, 40, 40)
+    for images in ((18, 21), (0, 40), (41, -1)):
+        with pytest.raises(ValueError, match="40 image tokens cannot be shared"):
+            shares_of(tokens, images, KEYS)
+
+
+# --- a pass
+
+
+class PassHost(Host):
+    """One call of a `Model` on the first of several cards."""
+
+    attention = Attention("auto")
+
+    def __init__(self, model, peers=(), additions=(), watched=False, weights="here"):
+        super().__init__(model, weights=weights)
+        self.peers, self.additions, self.watched = peers, additions, watched
+
+    def no_graphs(self):
+        return "there is no card"
+
+    def host_attend(self, *operands):
+        return attend(*operands)
+
+    def inputs(self, block, positional, arguments):
+        return super().inputs(block, positional, arguments)._replace(watched=self.watched)
+
+
+class Passes:
+    """The passes of a model on two cards that are the CPU."""
+
+    def __init__(self, monkeypatch, gbps=250.0, lost=None, mix="all int8"):
+        self.lanes = {}
+
+        def lane_between(source, target):
+            lane = self.lanes[len(self.lanes)] = Lane(lost)
+            lane.gbps = gbps
+            return lane
+
+        monkeypatch.setattr(run, "lane_between", lane_between)
+        kinds = [MIXES.get(mix, {})] * 3
+        self.model, self.other = Model(*kinds), Model(*kinds)
+        self.optimization = run.Optimization(None)
+        self.optimization.start_run()
+
+    def __call__(self, tokens=PASS, weights="here", additions=(), **how):
+        case = Case(tokens)
+        host = PassHost(self.model, [PassHost(self.other, weights=weights)], additions, **how)
+
+        def between(index, image):  # as ComfyUI adds what ControlNets give
+            if 0 < index <= len(additions):
+                image[:, : additions[index - 1].shape[1]] += additions[index - 1]
+            return image
+
+        case.image = case.image.clone()
+        return self.optimization.run_pass(host, lambda: self.model(case, between))
+
+    def expected(self, tokens=PASS, additions=()):
+        case = Case(tokens)
+        text, image = case.text, case.image
+        for index, block in enumerate(self.model.blocks):
+            halves = compute_entry((block,), case.temb, tokens.batch).of(0)
+            executor = BlockExecutor(self.model.chain.layers, fused.TORCH, attend)
+            text, image = executor.run(block, text, image, case.step, halves)
+            if index < len(additions) and index + 1 < len(self.model.blocks):
+                image = image.clone()
+                image[:, : additions[index].shape[1]] += additions[index]
+        return text, image
+
+    def gives_the_same(self, *args, additions=(), **how):
+        ours = self(*args, additions=additions, **how)
+        for mine, theirs in zip(ours, self.expected(additions=additions), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
+
+    @property
+    def figures(self):
+        return self.optimization._last.split
+
+    @property
+    def reasons(self):
+        return list(self.figures.reasons)
+
+
+@pytest.mark.parametrize(("gbps", "exchange"), [(17.0, "normalized rows"), (250.0, "keys and")])
+def test_a_pass_is_shared_and_says_so(monkeypatch, gbps, exchange):
+    passes = Passes(monkeypatch, gbps)
+    for _ in range(3):
+        passes.gives_the_same()
+    report = passes.optimization.report()
+    assert "blocks: fused, 9 of 9 in 3 forward passes" in report
+    assert "cards: 2 share 3 forward passes, image tokens 18 + 22" in report
+    assert f"they exchange {exchange}" in report
+    assert not passes.figures.reasons
+    passes.gives_the_same(additions=[random(1, 30, DIM, seed=8), random(1, 13, DIM, seed=9)])
+    assert passes.figures.passes == 4
+
+
+@pytest.mark.parametrize("lost", [1, 3])  # in the compared block, and later
+def test_a_lost_copy_ends_the_split_and_loses_nothing(monkeypatch, lost):
+    passes = Passes(monkeypatch, lost=lost)
+    passes.gives_the_same()
+    passes.gives_the_same()
+    assert passes.reasons == ["a copy between two cards was lost; the step ran again"]
+    assert "cards: one in 2 forward passes: a copy between" in passes.optimization.report()
+
+
+def test_the_second_card_runs_out_of_memory(monkeypatch):
+    passes = Passes(monkeypatch)
+    passes.gives_the_same()
+    released = []
+    monkeypatch.setattr(team.Team, "release", lambda self: released.append(self))
+
+    def tensors(layer, like):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(passes.other.chain.layers, "tensors", tensors)
+    passes.optimization.start_run()
+    passes.gives_the_same()
+    assert released
+    assert passes.reasons == ["a card ran out of memory"]
+
+
+def test_an_error_ends_the_split(monkeypatch):
+    passes = Passes(monkeypatch)
+
+    def fail(*_):
+        raise RuntimeError("no such layer")
+
+    monkeypatch.setattr(Split, "run", fail)
+    passes.gives_the_same()
+    assert passes.reasons == ["several cards raised no such layer"]
+
+
+def test_another_model_on_the_second_card_is_found(monkeypatch):
+    passes = Passes(monkeypatch)
+    with torch.no_grad():
+        for parameter in passes.other.parameters():
+            parameter.mul_(-3)
+    passes.other.chain = type(passes.other.chain)(*[MIXES["all fp8"]] * 3)
+    passes.other.chain.blocks = list(passes.other.blocks)
+    passes.gives_the_same()
+    (reason,) = passes.reasons
+    assert "of what the block adds from the host's own" in reason
+
+
+def test_passes_on_one_card_say_why(monkeypatch):
+    passes = Passes(monkeypatch)
+    passes.gives_the_same(weights=None)
+    assert passes.reasons.pop().endswith("it moves")
+    passes.figures.reasons.clear()
+    passes.gives_the_same(watched=True)
+    assert passes.reasons == ["something reads or changes the streams between two blocks"]
+    monkeypatch.setattr(PassHost, "attention", None)
+    passes.figures.reasons.clear()
+    passes()
+    assert passes.reasons == ["the attention is not this package's"]
+    passes.figures.reasons.clear()
+    monkeypatch.setattr(PassHost, "attention", Attention("auto"))
+    passes(Tokens(1, 40, 30, 30))
+    assert passes.reasons == ["the text has more rows than a card's share"]
+
+
+def test_a_small_gain_is_left_alone(monkeypatch):
+    passes = Passes(monkeypatch)
+    monkeypatch.setattr(team.Team, "gain", lambda *_: 1.1)
+    passes.gives_the_same()
+    passes.gives_the_same()
+    assert passes.reasons == ["several gain 1.10 times, measured"]
