@@ -9,7 +9,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -111,6 +111,7 @@ def diagnose(models: Path | None = None) -> Diagnosis:
     checks = (
         Capability("Python", State.USABLE, python),
         *_card_checks(cards),
+        *_link_checks(cards),
         driver_capability(cards, torch.version.cuda if torch else None),
         *tensor_cores(cards.usable[0] if cards.usable else None),
         *needed,
@@ -139,6 +140,15 @@ def _card_checks(cards: InstalledCards) -> tuple[Capability, ...]:
         Capability(f"card {index}", state, f"{card}{warned}", cards.remedy)
         for index, card in enumerate(cards.usable)
     )
+
+
+def _link_checks(cards: InstalledCards) -> Iterable[Capability]:
+    """One line for each pair of cards; takes about a second for each, once a boot."""
+    if len(cards.usable) < 2:
+        return ()
+    from ..machine.links import check_links
+
+    return check_links(cards)
 
 
 def _attention_checks(cards: InstalledCards, torch_check: Capability) -> tuple[Capability, ...]:

@@ -7,8 +7,10 @@ returns without an error, and its data never arrives. Whether it does is tried o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +19,9 @@ import torch
 from ..errors import UnavailableError
 from ..spec import MIB
 from . import copies
+from .card import Capability, InstalledCards, State, first_line
 from .copies import Route
+from .slots import places_of
 from .store import load_link, save_link
 
 SIZES = tuple(1024 * 4**step for step in range(10))  # bytes: 1 KB to 256 MB
@@ -34,7 +38,8 @@ PRODUCTS, PRODUCTS_PER_MIB = 4, 1
 
 NO_ACCESS = "the driver gives no peer access"
 NO_MEMORY = "too little card memory is free to verify peer copies"
-REMEDY = "boot with `iommu=pt`, or turn ACS off in the BIOS"
+CORE_TOO = "ComfyUI's own copies between these cards would be wrong too"
+REMEDY = "Boot with `iommu=pt`, or turn ACS off in the BIOS"
 
 
 class Speed(NamedTuple):
@@ -85,9 +90,8 @@ class Link:
             return ""
         pair = " and ".join(sorted(map(str, (self.source, self.target))))
         return (
-            f"Peer copies between {pair} lose data on this machine (IOMMU or ACS), ComfyUI's own "
-            "copies between these cards too; this package copies through host memory: "
-            f"{REMEDY}."
+            f"Copies between {pair} lose data on this machine (IOMMU or ACS): {CORE_TOO}. This "
+            f"package copies through host memory. {REMEDY}."
         )
 
 
@@ -99,6 +103,9 @@ def link_between(source: torch.device, target: torch.device) -> Link:
 
     Args:
         source, target: Two cards of this machine with their indices.
+
+    Raises:
+        RuntimeError: A card does not answer.
     """
     first, second = sorted((source, target), key=str)
     found = _known.get((first, second))
@@ -109,6 +116,50 @@ def link_between(source: torch.device, target: torch.device) -> Link:
     way = 0 if source == first else 1
     direct, host = (speeds[way] if speeds else None for speeds in (found.direct, found.host))
     return Link(source, target, not found.reason, found.reason, direct, host, found.damaged)
+
+
+def check_links(cards: InstalledCards) -> list[Capability]:
+    """A line for each pair of cards; verifies those that were not verified in this boot."""
+    found = []
+    for first, second in combinations(range(len(cards.usable)), 2):
+        devices = [torch.device("cuda", index) for index in (first, second)]
+        name = f"cards {first} and {second}"
+        try:
+            link, back = link_between(*devices), link_between(*reversed(devices))
+        except RuntimeError as error:  # a card that has failed
+            found.append(Capability(name, State.NOT_USABLE, first_line(error)))
+            continue
+        uuids = [cards.usable[index].uuid for index in (first, second)]
+        parts = [_way(link), *_rates(link, back), str(places_of(*uuids))]
+        state = State.USABLE if link.peer else State.LIMITED
+        found.append(Capability(name, state, "; ".join(filter(None, parts)), _remedy(link)))
+    return found
+
+
+def _way(link: Link) -> str:
+    if link.peer:
+        return "peer copies arrive whole"
+    if link.damaged:
+        return f"{link.reason}; {CORE_TOO}; this package copies through host memory"
+    return f"copies go through host memory: {link.reason}"
+
+
+def _remedy(link: Link) -> str:
+    if link.damaged:
+        return REMEDY[0].lower() + REMEDY[1:]
+    return "end other programs on the cards" if link.reason == NO_MEMORY else ""
+
+
+def _rates(link: Link, back: Link) -> Iterator[str]:
+    """GB/s of both ways, alone and at once."""
+    there, again = (f"{way.source.index} to {way.target.index}" for way in (link, back))
+    for name, one, other in (
+        ("peer", link.direct, back.direct),
+        ("through host memory", link.host, back.host),
+    ):
+        if one and other:
+            alone = f"{there} {one.alone:.1f}, {again} {other.alone:.1f}"
+            yield f"{name} {alone}, both at once {one.both:.1f} and {other.both:.1f} GB/s"
 
 
 @dataclass(frozen=True)
@@ -316,7 +367,7 @@ def _speeds(entry: Any) -> tuple[Speed, Speed] | None:
     if entry is None:
         return None
     first, second = (Speed(*map(float, speed)) for speed in entry)
-    if min(*first, *second) <= 0:
+    if not all(0 < value < math.inf for value in (*first, *second)):
         raise ValueError("no speed")
     return first, second
 

@@ -6,7 +6,7 @@ from qwen_l40s.machine.copies import CpuOperations
 
 
 class Vanishing(CpuOperations):
-    """Copies nothing from the `start`th copy on."""
+    """Copies nothing, from the `start`th copy on."""
 
     def __init__(self, start=0):
         self.start, self.copies = start, 0
@@ -23,24 +23,26 @@ class Vanishing(CpuOperations):
 
 
 class Partial(Vanishing):
-    """Leaves out the last byte, as it does with whatever follows a page."""
+    """Leaves out the last byte."""
 
     def lose(self, target, source, size):
         ctypes.memmove(target, source, size - 1)
 
 
 class Late(Vanishing):
-    """Copies what it has read as the next copy begins."""
+    """Writes what a copy has read only when two others have begun."""
 
     def __init__(self, start=0):
         super().__init__(start)
-        self.waiting = None
+        self.waiting = []
 
     def copy(self, target, source, size, stream):
-        if self.waiting:
-            ctypes.memmove(*self.waiting)
-            self.waiting = None
+        if len(self.waiting) > 1:
+            ctypes.memmove(*self.waiting.pop(0))
         super().copy(target, source, size, stream)
 
     def lose(self, target, source, size):
-        self.waiting = target, ctypes.string_at(source, size), size
+        self.waiting.append((target, ctypes.string_at(source, size), size))
+
+
+FAULTS = Vanishing, Partial, Late
