@@ -18,7 +18,7 @@ from .blocks.block_form import is_changed
 from .blocks.graphs import PassMemory
 from .blocks.host import HostPass, PreparedModel
 from .blocks.passes import ForwardPass, WatchedError, is_finite
-from .blocks.team import Member, Team
+from .cards.team import Member, Team
 from .fallback import Fallback
 
 
@@ -43,7 +43,7 @@ class Optimization:
         self._prepared = WeakKeyDictionary()
         self._memories: WeakKeyDictionary[Any, dict[Hashable, PassMemory]] = WeakKeyDictionary()
         self._last: PreparedModel | None = None
-        self._gains: dict[Hashable, float] = {}  # of several cards
+        self._measured: dict[Hashable, float] = {}  # milliseconds of blocks on several cards
         self._passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._logged: set[str] = set()
 
@@ -160,13 +160,17 @@ class Optimization:
 
     def _team(self, first: Member, stack: ExitStack) -> Team | None:
         """The cards that may share a pass; None where they may not."""
+        figures = first.prepared.split
+        if figures.refusal:
+            figures.refuse(figures.refusal)
+            return None
         members = [first]
         for peer in first.host.peers:
             with _current(peer.device):
                 prepared = self._prepare(peer)
                 fallback = _whole_pass_fallback(prepared, peer)
                 if fallback:
-                    first.prepared.split.refuse(f"{peer.device}: {fallback}")
+                    figures.refuse(f"{peer.device}: {fallback}")
                     return None
                 members.append(self._member(prepared, peer, stack))
         lanes = {
@@ -174,7 +178,7 @@ class Optimization:
             for source, target in permutations(range(len(members)), 2)
         }
         gbps = min(lane.gbps for lane in lanes.values())
-        return Team(members, lanes, gbps, self._gains)
+        return Team(members, lanes, gbps, self._measured)
 
     @contextmanager
     def _memory(self, prepared: PreparedModel, host: HostPass) -> Iterator[PassMemory]:

@@ -281,9 +281,10 @@ class BlockExecutor:
     ) -> None:
         """All of a block but its first norm and its last residual."""
         self._multiply(program, here, 0, 6)
-        self.finish(program, here, x, step, halves)
+        self.go_to_last(program, here, x, step, halves)
+        self._multiply(program, here, 10, 12)
 
-    def finish(
+    def go_to_last(
         self,
         program: Program,
         here: KnownBlock,
@@ -291,7 +292,7 @@ class BlockExecutor:
         step: Step,
         halves: tuple[Modulation, Modulation],
     ) -> None:
-        """From q, k and v to what the block's last residual adds."""
+        """From q, k and v to what the MLP's last layers read."""
         attention, mlp = halves
         norms = here.norms or self._norms(here.modules, x)
         form = self._attention_form and self._attention_form(program.heads[1], step.mask)
@@ -304,7 +305,6 @@ class BlockExecutor:
         program.middle(x, attention, mlp)
         self._multiply(program, here, 8, 10)
         program.activate()
-        self._multiply(program, here, 10, 12)
 
     def _multiply(self, program: Program, here: KnownBlock, first: int, last: int) -> None:
         """Runs the products of the places from `first` on, without `last`."""

@@ -10,6 +10,7 @@ import torch
 
 from ...spec import RowFormat
 from ..attention import ChosenAttention
+from ..cards.team import SplitFigures
 from ..fallback import Fallback
 from ..fused import choose_ops
 from ..modulation import Entry
@@ -17,7 +18,6 @@ from .block import KnownBlock, Layers, Step
 from .block_form import token_layers, unsupported_block
 from .graphs import GraphFigures
 from .self_check import FirstBlockCheck, Streams
-from .team import SplitFigures
 
 
 class BlockInputs(NamedTuple):
@@ -119,7 +119,8 @@ class PreparedModel:
     Attributes:
         ops: The kernels; a `Fallback` where there are none.
         unsupported: Of each block, why the executor does not compute it.
-        quantized: Whether any of their layers is.
+        kinds: Of their layers, with how many.
+        quantized: Whether any is.
         graphs: What this run had of CUDA graphs.
         split: What it had of several cards.
         exchanged: Whether somebody exchanged what blocks were given, unannounced.
@@ -133,8 +134,8 @@ class PreparedModel:
         ]
         pairs = zip(host.blocks, self.unsupported, strict=True)
         read = [layer for block, reason in pairs if not reason for layer in token_layers(block)]
-        self._kinds = Counter(map(host.layers.kind, read))
-        self._formats = sorted(kind for kind in self._kinds if isinstance(kind, RowFormat))
+        self.kinds = Counter(map(host.layers.kind, read))
+        self._formats = sorted(kind for kind in self.kinds if isinstance(kind, RowFormat))
         storages = dict.fromkeys(format.storage for format in self._formats)
         self._gemms = [str(host.layers.gemm(storage, host.device)) for storage in storages]
         rounds = lossy_attention or any(map(host.layers.rounds, read))
@@ -174,11 +175,11 @@ class PreparedModel:
         if not self.fused:
             return lines
         lines += [f"layers: {gemm}" for gemm in self._gemms]
-        layers = self._kinds.total()
+        layers = self.kinds.total()
         for format in self._formats:
             if format.rotation:
-                count = f"{self._kinds[format]} of {layers}"
+                count = f"{self.kinds[format]} of {layers}"
                 lines.append(f"layers: {count} rotated, {format.rotation} columns at a time")
-        if self._kinds[None]:
-            lines.append(f"layers: {self._kinds[None]} of {layers} run {host} own way")
+        if self.kinds[None]:
+            lines.append(f"layers: {self.kinds[None]} of {layers} run {host} own way")
         return lines + self.split.lines() + self.graphs.lines() + self.modulation.lines()

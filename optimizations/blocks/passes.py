@@ -15,7 +15,10 @@ from typing import Any
 import torch
 
 from ...machine.card import first_line
+from ...split_cost import LEAST_GAIN
 from ..attention import Attention, AttentionRequest, ChosenAttention
+from ..cards.split import LostCopyError
+from ..cards.team import Team
 from ..fallback import Fallback
 from ..modulation import Entry, compute_entry
 from ..reference import Modulation
@@ -23,8 +26,6 @@ from .block import Attend, BlockExecutor, Step
 from .graphs import FIRST, LAST_PART, MOST_ROWS, PassMemory, Seen, key_of
 from .host import HostPass, PreparedModel
 from .self_check import TOKENS_AT_ONCE, Streams
-from .split import LostCopyError
-from .team import LEAST_GAIN, Team
 
 
 class ForwardPass:
@@ -187,12 +188,16 @@ class ForwardPass:
     ) -> bool:
         """Has several cards compute all blocks; whether they did."""
         figures, host = self._prepared.split, self._host
-        plan = self._no_split(watched) or self._team.plan(text, step, host.attention)
-        if isinstance(plan, str):
-            figures.refuse(plan)
+        refusal = self._no_split(watched)
+        if refusal:
+            figures.refuse(refusal)
             return False
         given = text, image, step, self._entry
         try:
+            plan = self._team.plan(self._executor, given)
+            if isinstance(plan, str):
+                figures.refuse(plan)
+                return False
             wanted = figures.check.wanted(step)
             if wanted:
                 self._free_buffers()
@@ -203,11 +208,13 @@ class ForwardPass:
                 if not figures.check.passes((text, image), result, expected, step):
                     figures.refuse(str(figures.check.failed), final=True)
                     return False
-            gain = self._team.gain(self._executor, split, given)
-            if gain is not None and gain < LEAST_GAIN:
-                figures.refuse(f"several gain {gain:.2f} times, measured", final=True)
+            figures.gain = self._team.gain(split, given)
+            if figures.gain < LEAST_GAIN:
+                figures.refuse(
+                    f"several are {figures.gain:.2f} times as fast as one, and {LEAST_GAIN} is "
+                    "needed"
+                )
                 return False
-            figures.gain = gain
             start = time.perf_counter()
             result = split.run(*given, 0, len(host.blocks))
         except LostCopyError:
@@ -230,8 +237,6 @@ class ForwardPass:
     def _no_split(self, watched: bool) -> str:
         """Why this pass runs on one card."""
         attention = self._host.attention
-        if self._prepared.split.refusal:
-            return self._prepared.split.refusal
         if watched or self._prepared.exchanged:
             return "something reads or changes the streams between two blocks"
         if attention is None:

@@ -157,6 +157,7 @@ class Program:
         form: Of the blocks.
 
     Attributes:
+        form: Of the blocks.
         products: Of each layer; takes its operand, or its module where it runs itself; None of a
             stream that is on another card.
         received: Rows of other cards, and what makes keys and values of them: a place and a product
@@ -166,10 +167,11 @@ class Program:
         first_format: What the first layers read, where it is one format of all.
         first_plain: Whether LoRAs beside them read plain rows too.
         like: An empty tensor of the dtype and on the device of the pass.
+        tails: What `split` keeps for the program that follows, by its id.
     """
 
     def __init__(self, shape: Shape, form: BlockForm) -> None:
-        self.shape, self._form = shape, form
+        self.shape, self.form = shape, form
         forms, heads = form.layers, form.heads
         share, tokens = shape.share, shape.tokens
         self.like = shape.like
@@ -207,10 +209,11 @@ class Program:
                 read = Read(shape.activated, streams[index], out)
             self.reads.append(read._replace(low=self._low.of(place)))
         self.products = tuple(
-            _product(read, layer, shape.ops) if read.part.length else None
+            product_of(read, layer, shape.ops) if read.part.length else None
             for read, layer in zip(self.reads, forms, strict=True)
         )
         self.received = [self._received(other, parts, forms) for other in share.received]
+        self.tails: dict[int, Any] = {}
         self._decoders: dict[int, Decoder] = {}  # by place
 
     def _received(
@@ -223,7 +226,7 @@ class Program:
         for place in (1, 2, 4, 5) if other.text else (1, 2):
             index = STREAMS.index(PLACES[place])
             read = Read(rows, streams[index], _of_share(parts, place, other))
-            made.append((place, _product(read, forms[place], shape.ops)))
+            made.append((place, product_of(read, forms[place], shape.ops)))
         return rows, made
 
     def rows_of(self, other: Share) -> Rows:
@@ -253,7 +256,7 @@ class Program:
 
     def begin(self, x: torch.Tensor, norms: Modulation) -> None:
         """The first norm of a block whose predecessor left nothing."""
-        self.shape.norm(x, None, norms, self._form.eps, self.first_format, self.first_plain)
+        self.shape.norm(x, None, norms, self.form.eps, self.first_format, self.first_plain)
         self._quantize_first()
 
     def rotate(self, norms: QKNorm, rotary: Rotary, into: Heads | None = None) -> None:
@@ -262,7 +265,7 @@ class Program:
         key = norms.query.dtype, cos.dtype, cos.shape[0], into and id(into)
         rotate = self._rotations.get(key)
         if rotate is None:
-            shape, eps = self.shape, self._form.head_eps
+            shape, eps = self.shape, self.form.head_eps
             q, k, _ = self.heads
             share = shape.share
             rotate = shape.ops.prepare_rope(
@@ -298,7 +301,7 @@ class Program:
     def middle(self, x: torch.Tensor, gates: Modulation, norms: Modulation) -> None:
         """From attention to the MLP."""
         self.shape.mixed.matrix = None
-        self.shape.norm(x, gates, norms, self._form.eps, self._inner_format, self._inner_plain)
+        self.shape.norm(x, gates, norms, self.form.eps, self._inner_format, self._inner_plain)
         for quantize in self._inner:
             quantize(self.shape.branch)
 
@@ -309,7 +312,7 @@ class Program:
 
     def end(self, x: torch.Tensor, gates: Modulation) -> None:
         """The last residual of a block."""
-        self.shape.norm(x, gates, None, self._form.eps)
+        self.shape.norm(x, gates, None, self.form.eps)
 
     def go_on(
         self, x: torch.Tensor, gates: Modulation, norms: Modulation, following: Program
@@ -319,7 +322,7 @@ class Program:
             x,
             gates,
             norms,
-            self._form.eps,
+            self.form.eps,
             following.first_format,
             following.first_plain,
         )
@@ -349,7 +352,7 @@ class Program:
     def _of_hidden(self, hidden: torch.Tensor) -> list[Callable[[], None]]:
         """What happens to the MLP's hidden rows, (rows, 4 D): GELU, quantization, or both."""
         shape, cut = self.shape, self.shape.tokens.text_rows
-        inner, outer = self._form.layers[8:10], self._form.layers[10:12]
+        inner, outer = self.form.layers[8:10], self.form.layers[10:12]
         needs = [(a.format is not None, b.format) for a, b in zip(inner, outer, strict=True)]
         parts = [(hidden, *needs[0], slice(None))]
         if cut and (needs[0] != needs[1] or inner[0].format != inner[1].format):
@@ -374,7 +377,8 @@ class Program:
         return steps
 
 
-def _product(read: Read, form: LayerForm, ops: Ops) -> Product:
+def product_of(read: Read, form: LayerForm, ops: Ops) -> Product:
+    """What multiplies the rows of a layer of this form."""
     if form.kind is None:
         return module_product(read)
     if form.kind == DENSE:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ...split_cost import KEYS, ROWS, BlockSeconds, Rows, SplitCost, row_bytes
 from ..attention import Attention, AttentionRequest, ChosenAttention
+from ..blocks.block import BlockExecutor, Step
+from ..blocks.self_check import FirstBlockCheck
 from ..modulation import Entry
-from .block import BlockExecutor, Step
-from .self_check import FirstBlockCheck
-from .split import KEYS, ROWS, Card, CopyLane, Split, shares_of
+from .parts import Card
+from .split import CopyLane, Split, Timed, shares_of
 
 if TYPE_CHECKING:
-    from .graphs import PassMemory
-    from .host import HostPass, PreparedModel
+    from ..blocks.graphs import PassMemory
+    from ..blocks.host import HostPass, PreparedModel
 
 EXCHANGED = {KEYS: "keys and values", ROWS: "normalized rows"}
-LEAST_GAIN = 1.25  # below which one card is left the work
 TRIED = 3  # blocks, to find out
-FAST_LINK = 100.0  # GB/s, from which on keys and values cost less than making them
 Given = tuple[torch.Tensor, torch.Tensor, Step, Entry]  # text, image, step, modulation
 
 
@@ -53,12 +53,14 @@ class SplitPlan(NamedTuple):
     """How a pass is split.
 
     Attributes:
-        exchange: `KEYS` or `ROWS`.
+        exchange: `split_cost.KEYS` or `split_cost.ROWS`.
         images: Image tokens of an item for each card; the first has the text as well.
+        early: Whether normalized rows leave in two pieces.
     """
 
     exchange: str
     images: tuple[int, ...]
+    early: bool
 
 
 class Member(NamedTuple):
@@ -147,7 +149,7 @@ class Team:
         members: The first is the one that the host has called.
         lanes: Of each pair, from the one to the other.
         gbps: What the slowest of them reaches.
-        gains: What was measured, by shape; is added to.
+        measured: Milliseconds of a block by what was measured; is added to.
 
     Attributes:
         refusal: Why they cannot share it, in one clause; empty where they can.
@@ -158,63 +160,83 @@ class Team:
         members: Sequence[Member],
         lanes: dict[tuple[int, int], CopyLane],
         gbps: float,
-        gains: dict[Hashable, float],
+        measured: dict[Hashable, float],
     ) -> None:
-        self._members, self._lanes, self._gbps, self._gains = members, lanes, gbps, gains
+        self._members, self._lanes, self._gbps, self._measured = members, lanes, gbps, measured
         self.refusal = next(filter(None, (member.refusal() for member in members)), "")
 
-    def plan(self, text: torch.Tensor, step: Step, attention: ChosenAttention) -> SplitPlan | str:
-        """How a pass is split, or why it is not."""
-        count, tokens = len(self._members), step.tokens
-        rows = tokens.joint // count
-        first = rows - tokens.text
-        if first < 1:
-            return "the text has more rows than a card's share"
-        rest = tokens.image - first
-        images = [
-            first,
-            *(rest * (i + 1) // (count - 1) - rest * i // (count - 1) for i in range(count - 1)),
-        ]
-        return SplitPlan(ROWS if self._gbps < FAST_LINK else KEYS, tuple(images))
+    def plan(self, executor: BlockExecutor, given: Given) -> SplitPlan | str:
+        """How a pass is split, or why it is not; measures some blocks on one card, once.
+
+        Args:
+            executor: Of the first card alone.
+        """
+        text, _, step, _ = given
+        tokens, width = step.tokens, text.shape[2]
+        blocks = self._members[0].host.blocks
+        known = [executor.look(block, text) for block in blocks]
+        firsts = [it.form.layers[0].format for it in known]
+        sends = all(it.form.sends_rows and it.operands is not None for it in known)
+        rows = Rows(tokens.batch, tokens.text, tokens.image, width)
+        quantized = self._members[0].prepared.quantized
+        seconds = self._of_a_block(1, given, lambda: self._alone(executor, given)) / 1000
+        cost = SplitCost(
+            rows,
+            BlockSeconds.shared(seconds, rows, quantized=quantized),
+            row_bytes(width, quantized=None not in firsts) if sends else None,
+            len(self._members),
+            self._gbps * 1e9,
+            len(blocks),
+        )
+        if not cost.pays:
+            return cost.words
+        best = cost.best
+        return SplitPlan(best.name, best.image_rows, best.name == ROWS and best.exposed > 0)
 
     def split(self, plan: SplitPlan, step: Step, attention: ChosenAttention) -> Split:
         """The pass itself."""
         cards = [member.card(attention) for member in self._members]
         shares = shares_of(step.tokens, plan.images, plan.exchange)
-        return Split(cards, shares, self._lanes, self._members[0].host.additions)
+        return Split(cards, shares, self._lanes, self._members[0].host.additions, plan.early)
 
-    def gain(self, executor: BlockExecutor, split: Split, given: Given) -> float | None:
+    def gain(self, split: Split, given: Given) -> float:
         """How many times as fast as one card they are, by a few blocks both ways; once for a shape.
 
         Args:
-            executor: Of one card alone.
-            given: As `Split.run` takes it.
+            given: Of a pass that `plan` has seen.
         """
+        count = len(self._members)
+        alone = self._of_a_block(1, given, None)
+        return alone / self._of_a_block(count, given, lambda: self._together(split, given))
+
+    def _of_a_block(self, cards: int, given: Given, measure: Callable[[], float] | None) -> float:
+        text, _, step, _ = given
+        kinds = frozenset(self._members[0].prepared.kinds.items())
+        key = step.tokens, step.mask is None, text.dtype, kinds, cards
+        if key not in self._measured:
+            self._measured[key] = measure()
+        return self._measured[key]
+
+    def _alone(self, executor: BlockExecutor, given: Given) -> float:
+        """Milliseconds of a block on the first card."""
         text, image, step, entry = given
-        host = self._members[0].host
-        if host.device.type != "cuda":
-            return None
-        key = step.tokens, text.dtype, len(self._members)
-        if key not in self._gains:
-            blocks = host.blocks[:TRIED]
-            for _ in range(2):  # the first compiles
-                x = torch.cat([it.reshape(-1, it.shape[-1]) for it in (text, image)])
-                alone = _timed(executor.run_all, blocks, x, step, entry)
-                split.run(*given, 0, len(blocks))
-            self._gains[key] = alone / split.milliseconds()
-        return self._gains[key]
+        blocks = self._members[0].host.blocks[:TRIED]
+        for _ in range(2):  # the first compiles
+            x = torch.cat([it.reshape(-1, it.shape[-1]) for it in (text, image)])
+            timed = Timed(x.device)
+            timed.start()
+            executor.run_all(blocks, x, step, entry)
+            timed.stop()
+        return timed.milliseconds / len(blocks)
+
+    def _together(self, split: Split, given: Given) -> float:
+        """The same on all cards."""
+        blocks = min(TRIED, len(self._members[0].host.blocks))
+        for _ in range(2):
+            split.run(*given, 0, blocks)
+        return split.timed.milliseconds / blocks
 
     def release(self) -> None:
         """Frees what other cards than the first keep for passes."""
         for member in self._members[1:]:
             member.memory.release()
-
-
-def _timed(work: Callable[..., object], *given: Any) -> float:
-    """Milliseconds of the current card."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    work(*given)
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)

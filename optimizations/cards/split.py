@@ -16,22 +16,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
+from ...split_cost import KEYS
+from ..blocks.block import Step
+from ..blocks.self_check import Streams
+from ..blocks.shape import Share
+from ..blocks.workspace import streams_of
 from ..modulation import Entry
 from ..reference import Rotary, Tokens
-from .block import BlockExecutor, KnownBlock, Step
-from .self_check import Streams
-from .shape import Share
-from .workspace import Program, Workspace, streams_of
-
-KEYS, ROWS = "keys", "rows"
-# By what they make of a card's own rows: keys and values first, which others wait for.
-KEY_PLACES, QUERY_PLACES = (1, 2, 4, 5), (0, 3)
-Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+from .parts import Card, Pairs, Part
 
 
 class CopyLane(Protocol):
@@ -50,23 +46,34 @@ class LostCopyError(Exception):
     """What one card sent has not come to another."""
 
 
-class Card(NamedTuple):
-    """What computes a share.
+class Timed:
+    """The time of a card between two points of its current stream; of the processor on the CPU."""
 
-    Attributes:
-        executor: In the card's workspace, with what is known of its blocks.
-        blocks: Of its own copy of the model.
-        device: Of both.
-    """
+    def __init__(self, device: torch.device) -> None:
+        self._events: list[torch.cuda.Event] = []
+        if device.type == "cuda":
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._times = [0.0, 0.0]
 
-    executor: BlockExecutor
-    workspace: Workspace
-    blocks: Sequence[torch.nn.Module]
-    device: torch.device
+    def start(self) -> None:
+        self._mark(0)
 
-    def current(self) -> AbstractContextManager:
-        """Makes it the current card, as launches of kernels need."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+    def stop(self) -> None:
+        self._mark(1)
+
+    def _mark(self, which: int) -> None:
+        if self._events:
+            self._events[which].record()
+        self._times[which] = time.perf_counter()
+
+    @property
+    def milliseconds(self) -> float:
+        """Waits for the second point."""
+        if not self._events:
+            return 1000 * (self._times[1] - self._times[0])
+        start, stop = self._events
+        stop.synchronize()
+        return start.elapsed_time(stop)
 
 
 def shares_of(tokens: Tokens, images: Sequence[int], exchange: str) -> list[Share]:
@@ -103,8 +110,12 @@ class Split:
         additions: What the host adds to the image's rows after each block, (batch or 1, tokens, D)
             on the first card, or None; empty where it adds nothing.
 
+        early: Whether normalized rows leave in two pieces, the first while the MLP goes on; of one
+            item.
+
     Attributes:
         issued: When the processor had issued all of the last run, by `time.perf_counter`.
+        timed: The blocks of the last run, on the first card.
     """
 
     def __init__(
@@ -113,11 +124,13 @@ class Split:
         shares: Sequence[Share],
         lanes: dict[tuple[int, int], CopyLane],
         additions: Sequence[torch.Tensor | None] = (),
+        early: bool = False,
     ) -> None:
+        self._early = early and shares[0].whole.batch == 1 and bool(shares[0].received)
         self._cards, self._shares, self._lanes = cards, shares, lanes
         self._additions = additions
         self._kept: list[Pairs] = []  # that copies read
-        self._marks: list[torch.cuda.Event] = []
+        self.timed = Timed(cards[0].device)
         self.issued = 0.0
 
     def run(
@@ -166,45 +179,46 @@ class Split:
         for part in parts:
             with part.card.current():
                 part.open(first, last)
-        self._mark()
+        self.timed.start()
+        piece = None  # that is left to be sent
         for index in range(first, last):
             for part in parts:
                 with part.card.current():
                     part.begin()
-            for (source, target), lane in self._lanes.items():
-                lane.copy(parts[source].sent_to(parts[target]))
+            self._exchange(parts, piece)
             for part in parts:
                 with part.card.current():
                     part.multiply_rest()
             for here, part in enumerate(parts):
                 with part.card.current():
                     self._arrive(here)
-                    part.finish(index, self._added(index, here))
-        self._mark()
+                    part.go_to_last(index)
+            piece = 1 if self._leaves_early(index, last) else None
+            for here, part in enumerate(parts):
+                with part.card.current():
+                    if piece:
+                        part.finish_first(index)
+                    else:
+                        part.finish(index, self._added(index, here))
+            if piece:
+                self._exchange(parts, 0)
+                for part in parts:
+                    with part.card.current():
+                        part.finish_second()
+        self.timed.stop()
         result = self._gather(parts, image)
         self.issued = time.perf_counter()
         return result
 
-    def milliseconds(self) -> float:
-        """Of the blocks of the last run, on the first card."""
-        start, end = self._marks[-2:]
-        end.synchronize()
-        return start.elapsed_time(end)
-
-    def _mark(self) -> None:
-        if self._cards[0].device.type == "cuda":
-            self._marks = [*self._marks[-1:], torch.cuda.Event(enable_timing=True)]
-            self._marks[-1].record()
-
     def _begin(
         self, text: torch.Tensor, image: torch.Tensor, step: Step, entry: Entry
-    ) -> list[_Part]:
-        parts: list[_Part] = []
+    ) -> list[Part]:
+        parts: list[Part] = []
         for here, (card, share) in enumerate(zip(self._cards, self._shares, strict=True)):
             own = image[:, share.start : share.stop]
             if not here:
                 x = torch.cat([part.reshape(-1, part.shape[-1]) for part in (text, own)])
-                part = _Part(card, share, x, Step(share.tokens, step.rotary, step.mask), entry)
+                part = Part(card, share, x, Step(share.tokens, step.rotary, step.mask), entry)
             else:
                 part = self._send(here, card, share, own, step, entry)
             parts.append(part)
@@ -218,7 +232,7 @@ class Split:
         image: torch.Tensor,
         step: Step,
         entry: Entry,
-    ) -> _Part:
+    ) -> Part:
         """What another card than the first needs for its share."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -241,7 +255,16 @@ class Split:
         self._lanes[0, here].arrive()
         # The text's modulation has no rows here to change.
         own = Entry(modulation, modulation[:, : entry.text.shape[1]])
-        return _Part(card, share, x, Step(share.tokens, rotary, mask), own)
+        return Part(card, share, x, Step(share.tokens, rotary, mask), own)
+
+    def _exchange(self, parts: Sequence[Part], piece: int | None) -> None:
+        for (source, target), lane in self._lanes.items():
+            lane.copy(parts[source].sent_to(parts[target], piece))
+
+    def _leaves_early(self, index: int, last: int) -> bool:
+        """Whether the rows of the block after this one are sent in two pieces."""
+        added = index < len(self._additions) and self._additions[index] is not None
+        return self._early and not added and index + 1 < last
 
     def _arrive(self, here: int) -> None:
         """This card waits for what it gets, and for what it sends, which it then overwrites."""
@@ -269,7 +292,7 @@ class Split:
         self._kept.append(pairs)
         self._lanes[source, target].copy(pairs)
 
-    def _gather(self, parts: Sequence[_Part], image: torch.Tensor) -> Streams:
+    def _gather(self, parts: Sequence[Part], image: torch.Tensor) -> Streams:
         result = torch.empty_like(image, memory_format=torch.contiguous_format)
         text, own = streams_of(parts[0].x, parts[0].share.tokens)
         result[:, : own.shape[1]].copy_(own)
@@ -281,87 +304,3 @@ class Split:
             with parts[0].card.current():
                 lane.arrive()
         return text, result
-
-
-class _Part:
-    """One card's share of a pass, block by block.
-
-    Attributes:
-        x: Its rows, in stream order.
-    """
-
-    def __init__(self, card: Card, share: Share, x: torch.Tensor, step: Step, entry: Entry) -> None:
-        self.card, self.share, self.x = card, share, x
-        self._step, self._entry = step, entry
-        self._blocks: dict[int, tuple[KnownBlock, Program]] = {}
-        self._known: KnownBlock
-        self._program: Program
-
-    def open(self, first: int, last: int) -> None:
-        """Prepares blocks from `first` on, without `last`, and runs the norm of the first."""
-        card, indices = self.card, range(first, last)
-        known = [card.executor.look(card.blocks[index], self.x) for index in indices]
-        changes = None
-        while changes != card.workspace.changes:  # a larger buffer makes all programs void
-            changes = card.workspace.changes
-            programs = [card.workspace.program(it.form, self.share, self.x) for it in known]
-        self._blocks = dict(zip(indices, zip(known, programs, strict=True), strict=True))
-        self._known, self._program = self._blocks[first]
-        self._program.begin(self.x, self._entry.of(first)[0])
-
-    def begin(self) -> None:
-        """What is exchanged."""
-        if not self.share.received:
-            self.card.executor.compute_low(self._program, self._known, 0)
-            self.card.executor.multiply(self._program, self._known, KEY_PLACES)
-
-    def multiply_rest(self) -> None:
-        """What else is made of the card's own rows, while copies are on their way."""
-        places = (*KEY_PLACES, *QUERY_PLACES) if self.share.received else QUERY_PLACES
-        self.card.executor.multiply(self._program, self._known, places)
-
-    def finish(self, index: int, added: torch.Tensor | None) -> None:
-        """What is left of a block once everything has come, and the next one's norm.
-
-        Args:
-            added: To the image after the block.
-        """
-        executor, known, program = self.card.executor, self._known, self._program
-        for _, products in program.received:
-            for place, product in products:
-                product(program.readable(place, known.operands[place]))
-        halves = self._entry.of(index)
-        executor.finish(program, known, self.x, self._step, halves)
-        if index + 1 not in self._blocks:
-            program.end(self.x, halves[1])
-            return
-        norms = self._entry.of(index + 1)[0]
-        self._known, self._program = self._blocks[index + 1]
-        if added is None:
-            program.go_on(self.x, halves[1], norms, self._program)
-            return
-        program.end(self.x, halves[1])
-        added = added[:, self.share.start : self.share.stop]
-        streams_of(self.x, self.share.tokens)[1][:, : added.shape[1]] += added
-        self._program.begin(self.x, norms)
-
-    def sent_to(self, other: _Part) -> Pairs:
-        """Tensors here, and where they go to on the other card."""
-        if not other.share.received:
-            return self._keys_to(other)
-        program, format = self._program, self._program.first_format
-        there = other._program.rows_of(self.share)
-        if format is None:
-            return [(program.shape.rows.matrix, there.matrix)]
-        mine, theirs = program.shape.rows.quantized[format], there.quantized[format]
-        return [(mine.values, theirs.values), (mine.scale, theirs.scale)]
-
-    def _keys_to(self, other: _Part) -> Pairs:
-        stop = self.share.image.stop
-        cut = slice(0 if self.share.text else self.share.image.start, stop)
-        pairs = zip(self._program.heads[1:], other._program.heads[1:], strict=True)
-        return [
-            (here[:, cut], there[:, cut])
-            for mine, theirs in pairs
-            for here, there in zip(mine.split(1), theirs.split(1), strict=True)
-        ]

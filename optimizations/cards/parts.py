@@ -1,0 +1,225 @@
+"""One card's share of a pass, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from ..blocks.block import BlockExecutor, KnownBlock, Step
+from ..blocks.products import StreamSlice
+from ..blocks.shape import SCALES_AT_ONCE, Share
+from ..blocks.workspace import Program, Workspace, product_of, streams_of
+from ..modulation import Entry
+from ..reference import Modulation, QuantizedRows, Tokens
+
+# Places of a block's layers. By what they make of a card's own rows: keys and values first, which
+# others wait for.
+KEY_PLACES, QUERY_PLACES = (1, 2, 4, 5), (0, 3)
+IMAGE_LAST, TEXT_LAST = 10, 11
+CUT = 128  # rows of a tile of most products
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Card(NamedTuple):
+    """What computes a share.
+
+    Attributes:
+        executor: In the card's workspace, with what is known of its blocks.
+        blocks: Of its own copy of the model.
+        device: Of both.
+    """
+
+    executor: BlockExecutor
+    workspace: Workspace
+    blocks: Sequence[torch.nn.Module]
+    device: torch.device
+
+    def current(self) -> AbstractContextManager:
+        """Makes it the current card, as launches of kernels need."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+
+class _Tail:
+    """The end of a block and the next one's first norm in two pieces of a card's rows: what the
+    first gives leaves the card while the second is computed.
+
+    Args:
+        program, following: Of both blocks, of one item.
+    """
+
+    def __init__(self, program: Program, following: Program) -> None:
+        shape, tokens = program.shape, program.shape.tokens
+        cut = tokens.image // 2
+        cut -= cut % (CUT if cut > CUT else SCALES_AT_ONCE)
+        read = program.reads[IMAGE_LAST]
+        self._program, self._following = program, following
+        self._cut = tokens.text_rows + cut
+        self._tokens = (
+            Tokens(1, tokens.text, cut, min(tokens.zero_from, cut)),
+            Tokens(1, 0, tokens.image - cut, max(tokens.zero_from - cut, 0)),
+        )
+        self._products = [
+            product_of(
+                read._replace(part=StreamSlice(start, 1, rows, rows), out=out),
+                program.form.layers[IMAGE_LAST],
+                shape.ops,
+            )
+            for start, rows, out in (
+                (read.part.start, cut, read.out[:, :cut]),
+                (read.part.start + cut, tokens.image - cut, read.out[:, cut:]),
+            )
+        ]
+        self._norms: list[Callable[..., None] | None] = [None, None]
+
+    def run(
+        self, piece: int, operand: Any, x: torch.Tensor, gates: Modulation, norms: Modulation
+    ) -> None:
+        """The image's product, residual and norm of the first or the second piece."""
+        self._products[piece](self._program.readable(IMAGE_LAST, operand))
+        x = self._of(x, piece)
+        norm = self._norms[piece]
+        if norm is None:
+            shape, format = self._program.shape, self._following.first_format
+            branch, out = self._of(shape.branch, piece), None
+            if format is None:
+                out = branch
+            else:
+                values, scale, cut = self._following.shape.rows.quantized[format]
+                at = self._cut + len(scale) - len(values)
+                parts = [
+                    (values[: self._cut], scale[:at], cut),
+                    (values[self._cut :], scale[at:], 0),
+                ]
+                out = QuantizedRows(*parts[piece])
+            norm = self._norms[piece] = shape.ops.prepare_norm(
+                x, branch, gates, norms, self._tokens[piece], self._program.form.eps, format, out
+            )
+        norm(x, gates, norms)
+
+    def rows(self, pairs: Pairs, piece: int) -> Pairs:
+        """Of rows and their scales, those of a piece."""
+        (values, _), *scales = pairs
+        gaps = [len(scale) - len(values) for scale, _ in scales]
+        cuts = [self._cut, *(self._cut + gap for gap in gaps)]
+        return [
+            (mine[:cut], theirs[:cut]) if not piece else (mine[cut:], theirs[cut:])
+            for (mine, theirs), cut in zip(pairs, cuts, strict=True)
+        ]
+
+    def _of(self, rows: torch.Tensor, piece: int) -> torch.Tensor:
+        return rows[self._cut :] if piece else rows[: self._cut]
+
+
+class Part:
+    """One card's share of a pass, block by block.
+
+    Attributes:
+        x: Its rows, in stream order.
+    """
+
+    def __init__(self, card: Card, share: Share, x: torch.Tensor, step: Step, entry: Entry) -> None:
+        self.card, self.share, self.x = card, share, x
+        self._step, self._entry = step, entry
+        self._blocks: dict[int, tuple[KnownBlock, Program]] = {}
+        self._known: KnownBlock
+        self._program: Program
+        self._ending: tuple[_Tail, tuple[Any, ...]]
+
+    def open(self, first: int, last: int) -> None:
+        """Prepares blocks from `first` on, without `last`, and runs the norm of the first."""
+        card, indices = self.card, range(first, last)
+        known = [card.executor.look(card.blocks[index], self.x) for index in indices]
+        changes = None
+        while changes != card.workspace.changes:  # a larger buffer makes all programs void
+            changes = card.workspace.changes
+            programs = [card.workspace.program(it.form, self.share, self.x) for it in known]
+        self._blocks = dict(zip(indices, zip(known, programs, strict=True), strict=True))
+        self._known, self._program = self._blocks[first]
+        self._program.begin(self.x, self._entry.of(first)[0])
+
+    def begin(self) -> None:
+        """What is exchanged."""
+        if not self.share.received:
+            self.card.executor.compute_low(self._program, self._known, 0)
+            self.card.executor.multiply(self._program, self._known, KEY_PLACES)
+
+    def multiply_rest(self) -> None:
+        """What else is made of the card's own rows, while copies are on their way."""
+        places = (*KEY_PLACES, *QUERY_PLACES) if self.share.received else QUERY_PLACES
+        self.card.executor.multiply(self._program, self._known, places)
+
+    def go_to_last(self, index: int) -> None:
+        """Of a block, once everything has come, all to what the MLP's last layers read."""
+        executor, known, program = self.card.executor, self._known, self._program
+        for _, products in program.received:
+            for place, product in products:
+                product(program.readable(place, known.operands[place]))
+        executor.go_to_last(program, known, self.x, self._step, self._entry.of(index))
+        executor.compute_low(program, known, 3)
+
+    def finish_first(self, index: int) -> None:
+        """What is left of a block, with the next one's norm, for the first piece of the rows."""
+        known, program = self._known, self._program
+        self._known, self._program = self._blocks[index + 1]
+        tail = program.tails.get(id(self._program))
+        if tail is None:
+            tail = program.tails[id(self._program)] = _Tail(program, self._program)
+        self.card.executor.multiply(program, known, (TEXT_LAST,))
+        gates, norms = self._entry.of(index)[1], self._entry.of(index + 1)[0]
+        self._ending = tail, (known.operands[IMAGE_LAST], self.x, gates, norms)
+        tail.run(0, *self._ending[1])
+
+    def finish_second(self) -> None:
+        """The same for the second."""
+        tail, given = self._ending
+        tail.run(1, *given)
+
+    def finish(self, index: int, added: torch.Tensor | None) -> None:
+        """What is left of a block, and the next one's norm.
+
+        Args:
+            added: To the image after the block.
+        """
+        known, program = self._known, self._program
+        self.card.executor.multiply(program, known, (TEXT_LAST, IMAGE_LAST))
+        gates = self._entry.of(index)[1]
+        if index + 1 not in self._blocks:
+            program.end(self.x, gates)
+            return
+        norms = self._entry.of(index + 1)[0]
+        self._known, self._program = self._blocks[index + 1]
+        if added is None:
+            program.go_on(self.x, gates, norms, self._program)
+            return
+        program.end(self.x, gates)
+        added = added[:, self.share.start : self.share.stop]
+        streams_of(self.x, self.share.tokens)[1][:, : added.shape[1]] += added
+        self._program.begin(self.x, norms)
+
+    def sent_to(self, other: Part, piece: int | None = None) -> Pairs:
+        """Tensors here, and where they go to on the other card; those of a piece alone where one is
+        named.
+        """
+        if not other.share.received:
+            return self._keys_to(other)
+        program, format = self._program, self._program.first_format
+        there = other._program.rows_of(self.share)
+        if format is None:
+            pairs = [(program.shape.rows.matrix, there.matrix)]
+        else:
+            mine, theirs = program.shape.rows.quantized[format], there.quantized[format]
+            pairs = [(mine.values, theirs.values), (mine.scale, theirs.scale)]
+        return pairs if piece is None else self._ending[0].rows(pairs, piece)
+
+    def _keys_to(self, other: Part) -> Pairs:
+        stop = self.share.image.stop
+        cut = slice(0 if self.share.text else self.share.image.start, stop)
+        pairs = zip(self._program.heads[1:], other._program.heads[1:], strict=True)
+        return [
+            (here[:, cut], there[:, cut])
+            for mine, theirs in pairs
+            for here, there in zip(mine.split(1), theirs.split(1), strict=True)
+        ]
