@@ -10,10 +10,9 @@ torch = pytest.importorskip("torch")
 from faulty_copies import Late, Vanishing
 
 from qwen_l40s.errors import UnavailableError
-from qwen_l40s.machine import copies
+from qwen_l40s.machine import copies, lanes
 from qwen_l40s.machine.copies import CardOperations, CpuOperations, Route
-from qwen_l40s.optimizations.blocks import lanes
-from qwen_l40s.optimizations.blocks.lanes import Lane
+from qwen_l40s.machine.lanes import Lane
 
 CPU = torch.device("cpu")
 CARDS = [torch.device("cpu", index) for index in range(2)]
