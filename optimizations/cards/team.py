@@ -171,6 +171,8 @@ class Team:
         Args:
             executor: Of the first card alone.
         """
+        if not self._gbps:
+            return "the link between the cards has not been measured: too little memory was free"
         text, _, step, _ = given
         tokens, width = step.tokens, text.shape[2]
         blocks = self._members[0].host.blocks

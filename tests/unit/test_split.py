@@ -68,7 +68,7 @@ class Lane:
         return self._lost is not None and self.copies > self._lost
 
 
-def split(chain, shares, lost=None, additions=(), form=None, early=False):
+def split(chain, shares, lost=None, additions=(), form=None, early=False, attend=attend):
     lanes = {pair: Lane(lost) for pair in permutations(range(len(shares)), 2)}
     cards = []
     for _ in shares:
@@ -118,6 +118,26 @@ def test_with_a_mask_and_in_8_bits(exchange, form):
         ours, alone, _ = both_ways("all int8", "one item", exchange, masked=masked, form=form)
         for mine, theirs in zip(ours, alone, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("mix", ["all int8", "all rotated"])
+def test_keys_and_values_of_integer_products_are_the_same_bits(mix):
+    tokens, images = SHAPES["references at timestep 0 on both cards"]
+    chain, case = Chain(MIXES[mix]), Case(tokens)
+    entry, heads = compute_entry(chain.blocks, case.temb, 1), []
+
+    def recorded(q, k, v, mask):
+        heads.append((k.clone(), v.clone()))
+        return attend(q, k, v, mask)
+
+    executor = BlockExecutor(chain.layers, fused.TORCH, recorded, Workspace(fused.TORCH), {})
+    executor.run(chain.blocks[0], case.text, case.image, case.step, entry.of(0))
+    over, _ = split(chain, shares_of(tokens, images, ROWS), attend=recorded)
+    over.run(case.text, case.image, case.step, entry, 0, 1)
+    alone, *others = heads
+    assert len(others) == 2
+    for ours in others:
+        assert all(map(torch.equal, ours, alone))
 
 
 @pytest.mark.parametrize("mix", ["opaque among fp8", "dense text, fp8 image", "all opaque"])
@@ -346,3 +366,6 @@ def test_a_small_gain_is_left_alone(monkeypatch):
     passes.gives_the_same()
     (reason,) = passes.reasons
     assert reason.startswith("2 cards would compute a pass 0.0")
+    passes = Passes(monkeypatch, gbps=0.0)
+    passes.gives_the_same()
+    assert passes.reasons[0].startswith("the link between the cards has not been measured")
