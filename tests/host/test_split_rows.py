@@ -1,0 +1,125 @@
+"""The rows of a forward pass on several cards, in ComfyUI's own sampling, against one card.
+
+"cpu" and "cpu:1" stand for the cards: different devices whose tensors are the CPU's.
+"""
+
+import comfy.model_management
+import comfy.sample
+import narrow_transformer as narrow
+import pytest
+import torch
+from comfyui_boot import folder
+
+from qwen_l40s.hosts.comfyui.load.transformer import load_model
+from qwen_l40s.hosts.comfyui.record.sampling import path_of
+from qwen_l40s.hosts.comfyui.sample.cards import split_cards
+from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize
+from qwen_l40s.machine.lanes import Lane
+from qwen_l40s.optimizations import run
+from qwen_l40s.optimizations.cards import team
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
+FOLDER, WEIGHTS = folder("split"), narrow.weights()
+PATH = narrow.write(FOLDER / "bf16.safetensors", WEIGHTS)
+# The CPU casts bf16 weights on their way, which no card does.
+PLAIN = narrow.write(FOLDER / "fp32.safetensors", {n: it.float() for n, it in WEIGHTS.items()})
+CARDS = [torch.device("cpu"), torch.device("cpu", 1), torch.device("cpu", 2)]
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """Three cards, where a split always pays; what is measured on them is not."""
+    monkeypatch.setattr(
+        comfy.model_management, "get_all_torch_devices", lambda exclude_current=False: CARDS
+    )
+    monkeypatch.setattr(team.Team, "_alone", lambda *_: 100.0)
+    monkeypatch.setattr(team.Team, "_together", lambda *_: 50.0)
+    monkeypatch.setattr(team.SplitCost, "pays", True)
+
+    def links(gbps):
+        def lane_between(source, target):
+            lane = Lane(source, target, True)
+            lane.gbps = gbps
+            return lane
+
+        monkeypatch.setattr(run, "lane_between", lane_between)
+
+    links(50.0)
+    yield links
+    comfy.model_management.unload_all_models()
+
+
+def sample(model, cfg=1.0, references=0, batch=1, callback=None):
+    """Three Euler steps of 256x192 pixels."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(batch, 16, 1, 24, 32, generator=generator)
+    extra = {}
+    if references:
+        latents = [torch.randn(1, 16, 1, 16, 16, generator=generator) for _ in range(references)]
+        extra = {"reference_latents": latents, "reference_latents_method": "index_timestep_zero"}
+    prompts = [
+        [[torch.randn(1, tokens, narrow.SHAPE.joint_dim, generator=generator), extra]]
+        for tokens in (20, 7)
+    ]
+    steps = (3, cfg, "euler", "simple", *prompts, torch.zeros_like(noise))
+    return comfy.sample.sample(
+        model, noise, *steps, disable_pbar=True, seed=0, callback=callback
+    ).float()
+
+
+def report(model):
+    return "\n".join(path_of(model))
+
+
+@pytest.mark.parametrize("precision", ["auto", "int8", "fp8"])
+def test_images_are_those_of_one_card(machine, precision):
+    path = PLAIN if precision == "auto" else PATH
+    model = optimize(load_model(path, precision)[0])
+    for cards in (2, 3):
+        split = split_cards(model, cards)[0]
+        for gbps, exchange in ((1e-3, "normalized rows"), (1e3, "keys and values")):
+            machine(gbps)
+            for how in ({}, {"references": 2}, {"batch": 2}):
+                expected, found = sample(model, **how), sample(split, **how)
+                error = (found - expected).norm() / expected.norm()
+                assert error < 0.004, (cards, exchange, how, error)
+                said = report(split)
+                assert f"cards: {cards} share 3 forward passes" in said, said
+                assert exchange in said, said
+
+
+def test_a_card_for_each_prompt_shares_none(machine):
+    model = optimize(load_model(PATH, "bf16")[0])
+    split = split_cards(model, 2)[0]
+    assert torch.equal(sample(split, 4.0), sample(model, 4.0))
+    assert "share" not in report(split)
+    three = split_cards(model, 3)[0]
+    expected = sample(model, 4.0)
+    assert (sample(three, 4.0) - expected).norm() / expected.norm() < 0.004
+
+
+def test_what_does_not_share_says_why(machine):
+    model = load_model(PATH, "bf16")[0]
+    split = split_cards(optimize(model, OptimizeSettings(attention="comfyui")), 2)[0]
+    sample(split)
+    assert "cards: one in 3 forward passes: the attention is not this package's" in report(split)
+    split = split_cards(optimize(model), 2)[0]
+    split.model_options["transformer_options"]["patches_replace"] = {
+        "dit": {("double_block", 1): lambda args, extra: extra["original_block"](args)}
+    }
+    sample(split)
+    assert "something reads or changes the streams between two blocks" in report(split)
+
+
+def test_an_interrupt_in_the_middle_leaves_nothing_behind(machine):
+    model = optimize(load_model(PATH, "int8")[0])
+    split = split_cards(model, 2)[0]
+
+    def stop(step, *_):
+        if step == 1:
+            raise comfy.model_management.InterruptProcessingException
+
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        sample(split, callback=stop)
+    expected = sample(model)
+    assert (sample(split) - expected).norm() / expected.norm() < 0.004
