@@ -73,8 +73,9 @@ class CardOperations:
             torch.empty(1, device=one).copy_(torch.zeros(1, device=other))
 
     def free(self, device: torch.device) -> int:
-        """Bytes that can be allocated on a card."""
-        return torch.cuda.mem_get_info(device)[0]
+        """About how many bytes can be allocated on a card; torch keeps some of them."""
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
 
     def load(self, device: torch.device) -> Load:
         """Matrix products that keep a card busy."""
@@ -94,6 +95,7 @@ class Load:
                 2, self.SIZE, self.SIZE, device=device, dtype=torch.float16
             )
             self._out = torch.empty_like(self._x)
+        self.queue(1)  # which takes cuBLAS's memory
 
     def queue(self, count: int) -> None:
         with torch.cuda.stream(self._stream):
@@ -129,7 +131,7 @@ class CpuOperations:
         pass
 
     def free(self, device: torch.device) -> int:
-        return 64 * MIB
+        return 80 * MIB
 
     def load(self, device: torch.device) -> Any:
         return _NOW
@@ -219,6 +221,11 @@ class Route:
     def departed(self) -> None:
         """The source's current stream waits until the last copy has read its sources."""
         self._operations.current(self.source).wait_event(self._left)
+
+    def finish(self) -> None:
+        """Waits until all copies are done."""
+        for stream in (self.out, self.into):
+            stream.synchronize()
 
     def _copy(self, moves: Sequence[Move]) -> None:
         current = self._operations.current

@@ -30,8 +30,8 @@ ROUNDS = 2
 SMALL, SMALL_COPIES = MIB, 8
 # Values are made and compared so many at a time.
 CHUNK = 4 * MIB
-# Of the free memory of a card, at most so much is taken.
-MOST_OF_FREE = 0.5
+# The largest size that is tried, at least; and what it may take of a card's free memory.
+LEAST_BYTES, MOST_OF_FREE = 16 * MIB, 0.5
 MEASURED_BYTES, MEASURED_COPIES = 64 * MIB, 6
 # Matrix products that are queued with a copy, and for each MiB of it.
 PRODUCTS, PRODUCTS_PER_MIB = 4, 1
@@ -203,28 +203,29 @@ def examine(first: torch.device, second: torch.device, operations: Any = None) -
         operations: As `copies.operations_on`; that of the cards by default.
     """
     operations = operations or copies.operations_on(first)
-    memory: list[_Memory] = []
     damaged, reason, direct, host = False, NO_ACCESS, None, None
     try:
-        size = _size(operations, (first, second))
-        memory = [_Memory(device, size) for device in (first, second)]
+        sides = _take(operations, (first, second))
         if operations.can_access(first, second):
-            routes = _routes(first, second, True, operations)
-            reason = _fault(memory, routes, operations)
-            damaged = bool(reason)
-            direct = None if damaged else _measure(memory, routes, operations)
-        with contextlib.suppress(UnavailableError):  # no pinned memory
-            host = _measure(memory, _routes(first, second, False, operations), operations)
+            with _routes(first, second, True, operations) as routes:
+                reason = _fault(sides, routes)
+                damaged = bool(reason)
+                direct = None if damaged else _measure(sides, routes, operations)
+        with (
+            contextlib.suppress(UnavailableError),  # no pinned memory
+            _routes(first, second, False, operations) as routes,
+        ):
+            host = _measure(sides, routes, operations)
     except torch.OutOfMemoryError:
         return Verdict(NO_MEMORY, False, None, None)
     return Verdict(reason, damaged, direct, host)
 
 
-class _Memory:
-    """What is copied on one card, and what it has to be."""
+class _Side:
+    """What is copied on one card, what it has to be, and what the card computes meanwhile."""
 
-    def __init__(self, device: torch.device, size: int) -> None:
-        self.device, self.size = device, size
+    def __init__(self, device: torch.device, size: int, operations: Any) -> None:
+        self.size = size
         new = {"dtype": torch.int32, "device": device}
         self.source, self.target = (torch.zeros(size // 4, **new) for _ in range(2))
         self._chunk = min(CHUNK, size // 4)
@@ -232,6 +233,7 @@ class _Memory:
         self._pattern = torch.arange(self._chunk, **new).mul_(-1640531527)
         self._work = torch.empty_like(self._pattern)
         self._wrong = torch.zeros(len(_plan(size)), dtype=torch.bool, device=device)
+        self.load = operations.load(device)
 
     def fill(self, size: int, seed: int, other: int) -> None:
         """Its source with the values of a seed; its target with no byte of another seed's."""
@@ -265,39 +267,52 @@ def _plan(size: int) -> list[int]:
     return once * ROUNDS
 
 
-def _size(operations: Any, devices: Sequence[torch.device]) -> int:
-    """The largest of `SIZES` that both cards have room for, twice."""
-    free = min(operations.free(device) for device in devices)
-    found = [size for size in SIZES if 2 * size <= MOST_OF_FREE * free]
-    if not found:
-        raise torch.OutOfMemoryError(NO_MEMORY)
-    return found[-1]
+def _take(operations: Any, devices: Sequence[torch.device]) -> list[_Side]:
+    """The memory for the largest of `SIZES` that both cards have room for, twice.
+
+    Raises:
+        torch.OutOfMemoryError: There is too little.
+    """
+    free = min(map(operations.free, devices))
+    for size in reversed(SIZES):
+        if LEAST_BYTES <= size <= free * MOST_OF_FREE / 2:
+            with contextlib.suppress(torch.OutOfMemoryError):  # what is free lies in pieces
+                return [_Side(device, size, operations) for device in devices]
+    raise torch.OutOfMemoryError(NO_MEMORY)
 
 
-def _routes(first: torch.device, second: torch.device, peer: bool, operations: Any) -> list[Route]:
-    return [Route(a, b, peer, operations) for a, b in ((first, second), (second, first))]
+@contextlib.contextmanager
+def _routes(
+    first: torch.device, second: torch.device, peer: bool, operations: Any
+) -> Iterator[list[Route]]:
+    """Both ways; at the end all copies are done, and what they read and wrote may be freed."""
+    routes = [Route(a, b, peer, operations) for a, b in ((first, second), (second, first))]
+    try:
+        yield routes
+    finally:
+        for route in routes:
+            route.finish()
 
 
-def _fault(memory: Sequence[_Memory], routes: Sequence[Route], operations: Any) -> str:
+def _fault(sides: Sequence[_Side], routes: Sequence[Route]) -> str:
     """Copies patterns both ways while both cards compute; what did not arrive, in one clause."""
-    loads = [operations.load(part.device) for part in memory]
-    ways = [(*memory, routes[0]), (*reversed(memory), routes[1])]
-    plan = _plan(memory[0].size)
+    ways = [(*sides, routes[0]), (*reversed(sides), routes[1])]
+    plan = _plan(sides[0].size)
     for index, size in enumerate(plan):
-        for load in loads:
-            load.queue(PRODUCTS + PRODUCTS_PER_MIB * size // MIB)
+        for side in sides:
+            side.load.queue(PRODUCTS + PRODUCTS_PER_MIB * size // MIB)
         seeds = 2 * index, 2 * index + 1
-        memory[0].fill(size, *seeds)
-        memory[1].fill(size, *reversed(seeds))
+        sides[0].fill(size, *seeds)
+        sides[1].fill(size, *reversed(seeds))
         for source, target, route in ways:
             route.copy([(source.source[: size // 4], target.target[: size // 4])])
         for (_, target, route), seed in zip(ways, seeds, strict=True):
             route.arrive()
             target.compare(size, seed, index)
             route.departed()
-    wrong = [size for part in memory for size, bad in zip(plan, part.wrong(), strict=True) if bad]
-    for load in loads:
-        load.finish()
+    wrong = [size for side in sides for size, bad in zip(plan, side.wrong(), strict=True) if bad]
+    for side in sides:
+        side.load.finish()  # what follows is timed
     if not wrong:
         return ""
     return (
@@ -311,11 +326,11 @@ def _bytes(size: int) -> str:
 
 
 def _measure(
-    memory: Sequence[_Memory], routes: Sequence[Route], operations: Any
+    sides: Sequence[_Side], routes: Sequence[Route], operations: Any
 ) -> tuple[Speed, Speed]:
     """Both ways."""
     part = slice(0, MEASURED_BYTES // 4)
-    one, other = memory
+    one, other = sides
     pairs = [(one.source[part], other.target[part]), (other.source[part], one.target[part])]
     ways = list(zip(routes, pairs, strict=True))
     alone = [_gbps([way], operations)[0] for way in ways]

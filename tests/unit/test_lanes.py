@@ -102,14 +102,15 @@ def test_without_pinned_memory():
 class Queue:
     """A stream: what is queued, and marks that it waits for."""
 
-    def __init__(self):
-        self.work = []
+    def __init__(self, streams):
+        self.streams, self.work = streams, []
 
     def wait_event(self, event):
         self.work.append(event.mark)
 
     def synchronize(self):
-        pass
+        while self.work and self.streams.step():
+            pass
 
     def step(self):
         """Whether the first of its work could run."""
@@ -140,14 +141,14 @@ class Streams(CpuOperations):
     """Two cards whose streams advance in the order that `choose` picks, no sooner than asked."""
 
     def __init__(self, choose):
-        self.choose, self.home = choose, {card: Queue() for card in CARDS}
+        self.choose, self.home = choose, {card: Queue(self) for card in CARDS}
         self.queues = list(self.home.values())
 
     def current(self, device):
         return self.home[device]
 
     def stream(self, device):
-        self.queues.append(Queue())
+        self.queues.append(Queue(self))
         return self.queues[-1]
 
     def event(self, timed=False):
@@ -231,7 +232,7 @@ def test_a_late_copy_is_missed_on_streams_too(peer):
             super().copy(target, source, size, other)
 
     streams = Slow(list)
-    streams.slow = Queue()  # advances when nobody waits any more
+    streams.slow = Queue(streams)  # advances when nobody waits any more
     lane = Lane(*CARDS, peer, streams)
     pair = bits(100, 0), bits(100, 1)
     lane.copy([pair])

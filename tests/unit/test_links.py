@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from faulty_copies import FAULTS
+from test_lanes import Mark, Streams, orders
 
 from qwen_l40s.cli import doctor
 from qwen_l40s.errors import UnavailableError
@@ -22,6 +24,11 @@ CPU = torch.device("cpu")
 CARDS = [torch.device("cuda", index) for index in range(3)]
 GOOD = Verdict("", False, (Speed(24, 20), Speed(23, 19)), (Speed(12, 10), Speed(11, 9)))
 BAD = Verdict("7 of 200 peer copies arrived damaged", True, None, GOOD.host)
+
+
+@pytest.fixture(autouse=True)
+def small_copies(monkeypatch):
+    monkeypatch.setattr(links, "LEAST_BYTES", SIZES[0])
 
 
 def small(operations):
@@ -49,17 +56,69 @@ def test_every_fault_is_found_whenever_it_begins():
 
 
 def test_sizes_grow_to_256_mb_or_to_what_is_free(monkeypatch):
-    def size(*free):
-        sizes = iter(free)
-        return links._size(SimpleNamespace(free=lambda device: next(sizes)), CARDS[:2])
+    monkeypatch.setattr(links, "LEAST_BYTES", 16 * MIB)
+    operations = CpuOperations()
 
+    class Side:
+        def __init__(self, device, size, operations):
+            self.size = size
+            if size > operations.whole:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def size(*free, whole=2**40):
+        operations.whole, sizes = whole, iter(free)
+        operations.free = lambda device: next(sizes)
+        return links._take(operations, CARDS[:2])[0].size
+
+    monkeypatch.setattr(links, "_Side", Side)
     assert (SIZES[0], SIZES[-1]) == (1024, 256 * MIB)
     assert size(80 << 30, 40 << 30) == 256 * MIB
-    assert size(80 << 30, 600 * MIB) == 64 * MIB
-    with pytest.raises(torch.OutOfMemoryError):
-        size(80 << 30, 2048)
+    assert size(80 << 30, 600 * MIB) == size(80 << 30, 80 << 30, whole=255 * MIB) == 64 * MIB
+    for free, whole in ((2048, 2**40), (80 << 30, 15 * MIB)):
+        with pytest.raises(torch.OutOfMemoryError):
+            size(80 << 30, free, whole=whole)
     for known in SIZES:
         assert set(links._plan(known)) == {size for size in SIZES if size <= known}
+
+
+def test_cards_compute_with_every_copy_that_is_verified(monkeypatch):
+    queued, copied = [], []
+    load = SimpleNamespace(queue=lambda count: queued.append(count), finish=queued.clear)
+
+    class Counting(CpuOperations):
+        def copy(self, target, source, size, stream):
+            copied.append((len(queued), min(queued, default=0)))
+            super().copy(target, source, size, stream)
+
+        def load(self, device):
+            return load
+
+    links.examine(CPU, CPU, small(Counting()))
+    plan = len(links._plan(SIZES[3]))
+    assert [count for count, _ in copied[: 2 * plan]] == [2 * (i // 2 + 1) for i in range(2 * plan)]
+    assert all(least > 0 for _, least in copied[: 2 * plan])
+    assert not any(count for count, _ in copied[2 * plan :])  # nor where copies are timed
+
+
+def test_copies_are_compared_once_they_are_said_to_be_done():
+    """What is filled and compared here is so at once; copies begin when somebody waits."""
+    for choose in islice(orders(), 3):
+        streams = small(Streams(choose))
+        for queue in streams.home.values():
+            queue.wait_event = lambda event: event.synchronize()
+        streams.event = lambda timed=False, streams=streams: Timed(streams)
+        found = links.examine(*streams.home, streams)
+        assert (found.reason, found.damaged) == ("", False)
+
+
+class Timed(Mark):
+    def record(self, queue):
+        super().record(queue)
+        if queue in self.streams.home.values():
+            queue.step()
+
+    def elapsed_time(self, end):
+        return 1.0
 
 
 def test_nothing_is_verified_without_access_or_memory():
