@@ -87,6 +87,7 @@ HOOKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "ModelPatcher.patch_weight_to_device": ("key", "device_to", "return_weight"),
     },
     "comfy.model_management": {
+        "cuda_device_context": (),
         "extra_reserved_memory": (),
         "free_memory": ("memory_required", "device", "keep_loaded"),
         "get_free_memory": ("dev", "torch_free_too"),

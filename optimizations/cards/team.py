@@ -164,6 +164,9 @@ class Team:
     ) -> None:
         self._members, self._lanes, self._gbps, self._measured = members, lanes, gbps, measured
         self.refusal = next(filter(None, (member.refusal() for member in members)), "")
+        changed = [it for it in members if it.prepared.kinds != members[0].prepared.kinds]
+        if changed and not self.refusal:  # as a LoRA of another node that knows one model alone
+            self.refusal = f"{changed[0].host.device}: its layers are not those of the first card"
 
     def plan(self, executor: BlockExecutor, given: Given) -> SplitPlan | str:
         """How a pass is split, or why it is not; measures some blocks on one card, once.

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import itertools
 from types import SimpleNamespace
 from unittest import mock
 
@@ -21,13 +22,17 @@ from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.lora.bypass import BypassForward
 from qwen_l40s.hosts.comfyui.record.sampling import path_of
-from qwen_l40s.hosts.comfyui.sample import cards, run
+from qwen_l40s.hosts.comfyui.sample import cards, layers, run
 from qwen_l40s.hosts.comfyui.sample.call import IDLE
 from qwen_l40s.hosts.comfyui.sample.cards import split_cards
 from qwen_l40s.hosts.comfyui.sample.forward import ComfyPass
+from qwen_l40s.hosts.comfyui.sample.layers import ComfyLayers
 from qwen_l40s.hosts.comfyui.sample.optimize import optimize
 from qwen_l40s.hosts.comfyui.sample.run import ComfyOptimization
 from qwen_l40s.nodes.split_cards import QwenL40SSplitCards
+from qwen_l40s.optimizations.blocks.block_form import blocks_of, token_layers
+from qwen_l40s.optimizations.cards.team import SplitPlan, Team
+from qwen_l40s.split_cost import ROWS
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 FOLDER = folder("cards")
@@ -61,8 +66,8 @@ def prompt(tokens: int, **options: object) -> list:
 
 
 def sample(model: Patcher, cfg: float = 1.0, positive: list | None = None, **options: object):
-    """Two Euler steps; prompts of different lengths never batch."""
-    noise = torch.randn(1, 16, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    """Two Euler steps of 64 image tokens; prompts of different lengths never batch."""
+    noise = torch.randn(1, 16, 1, 16, 16, generator=torch.Generator().manual_seed(0))
     positive = [prompt(20)] if positive is None else positive
     steps = (2, cfg, "euler", "simple", positive, [prompt(7)])
     latent = torch.zeros_like(noise)
@@ -126,6 +131,72 @@ def test_cards_without_a_prompt_are_shared_out():
     with watched() as (passes, _):
         sample(split_cards(model, 3)[0], 4.0, positive=[prompt(20), prompt(9), prompt(11)])
     assert dict(passes) == {0: [2], 1: []}
+
+
+@pytest.fixture
+def pays(monkeypatch: pytest.MonkeyPatch):
+    """Has every pass split that can be, whatever it gains on a processor."""
+
+    def plan(self, _, given):
+        count, tokens = len(self._members), given[2].tokens.image
+        first = tokens // count - 3
+        rest = tokens - first
+        cuts = [rest * i // (count - 1) for i in range(count)]
+        images = first, *(after - before for before, after in itertools.pairwise(cuts))
+        return SplitPlan(ROWS, images, False)
+
+    monkeypatch.setattr(Team, "plan", plan)
+    monkeypatch.setattr(Team, "gain", lambda *_: 2.0)
+
+
+def report(model: Patcher) -> str:
+    return "\n".join(path_of(model))
+
+
+def controlled(model: Patcher) -> Patcher:
+    """With what a ControlNet adds to the first rows after the second block."""
+
+    def call(apply_model, given):
+        rows = given["input"].new_full((1, 50, 128), 0.3)
+        given["c"]["control"] = {"input": [None, rows]}
+        return apply_model(given["input"], given["timestep"], **given["c"])
+
+    clone = model.clone()
+    clone.set_model_unet_function_wrapper(call)
+    return clone
+
+
+def test_the_rows_of_a_pass_are_shared_in_a_run_of_comfyui(pays):
+    """Weights in fp32, which nobody casts on a processor."""
+    tensors = {name: tensor.float() for name, tensor in WEIGHTS.items()}
+    path = narrow.write(FOLDER / "fp32.safetensors", tensors)
+    model = optimize(load_model(path, "as stored")[0])
+    reference = [prompt(9, reference_latents=[torch.ones(1, 16, 1, 8, 8)])]
+    cases = {
+        "plain": (model, {}),
+        "reference": (model, {"positive": reference}),
+        "ControlNet": (controlled(model), {}),
+        "LoRA": (apply_lora(model, lora(), 1.0, how="merge")[0], {}),
+    }
+    plain = sample(model)
+    for name, (patcher, options) in cases.items():
+        expected = sample(patcher, **options)
+        assert name == "plain" or not torch.equal(expected, plain), name
+        for count in (2, 3):
+            split = split_cards(patcher, count)[0]
+            found = sample(split, **options)
+            assert f"cards: {count} share 2 forward passes" in report(split), report(split)
+            torch.testing.assert_close(found, expected, rtol=0, atol=2e-5, msg=name)
+    split = split_cards(model, 4)[0]
+    expected, found = sample(model, 4.0), sample(split, 4.0)
+    assert "cards: 2 share 2 forward passes" in report(split)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    # What another extension does to the layers of one model is not on the other cards.
+    layer = model.model.diffusion_model.get_submodule(LAYER)
+    layer.forward = lambda x: 2 * type(layer).forward(layer, x)
+    expected, found = sample(model), sample(split)
+    assert "forward passes: cpu:1: its layers are not those of the first card" in report(split)
+    assert torch.equal(found, expected) and not torch.equal(found, plain)
 
 
 def test_only_this_node_shares_cards_out():
@@ -295,7 +366,7 @@ def test_copies_that_lose_data_are_told():
 
     def link(*pair):
         asked.append(pair)
-        return SimpleNamespace(warning="Peer copies lose data." if pair[1] == others[1] else "")
+        return SimpleNamespace(warning="Peer copies lose data." if pair == (own, others[1]) else "")
 
     copies = [SimpleNamespace(load_device=device) for device in others]
     run._warning.cache_clear()
@@ -303,7 +374,33 @@ def test_copies_that_lose_data_are_told():
         assert run.unsafe_copies(model) == []
         model.load_device, model.additional_models["multigpu"] = own, copies
         assert run.unsafe_copies(model) == ["cards: Peer copies lose data."]
-        assert asked == [(own, other) for other in others]
+        assert asked == [(own, others[0]), (own, others[1]), tuple(others)]
         assert "cards: Peer copies lose data." in path_of(model)
-    assert len(asked) == 2
+    assert len(asked) == 3
     run._warning.cache_clear()
+
+
+def test_weights_that_nobody_uses_are_brought_once_a_run():
+    """Under dynamic VRAM a layer's weights come when it is first used; an idle card uses none."""
+    split = split_cards(optimize(load_model(PATH, "bf16")[0]), 2)[0]
+    (copy,) = split.get_additional_models_with_key("multigpu")
+    brought = []
+    tensors = ComfyLayers.tensors
+
+    def watch(self, layer, like):
+        brought.append((layer, like.device, like.dtype))
+        return tensors(self, layer, like)
+
+    def waits(blocks):
+        return blocks[0] is copy.model.diffusion_model.transformer_blocks[0]
+
+    with mock.patch.object(layers, "waits", waits):
+        with mock.patch.object(ComfyLayers, "tensors", watch), watched() as (passes, _):
+            sample(split)
+        assert len(passes) == 2
+        own = [it for block in blocks_of(copy.model.diffusion_model) for it in token_layers(block)]
+        assert [it for it in brought if it[0] in set(own)] == [
+            (layer, card(0), torch.float32) for layer in own
+        ]
+        with mock.patch.object(ComfyLayers, "bring", side_effect=torch.OutOfMemoryError):
+            sample(split)

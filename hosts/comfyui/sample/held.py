@@ -169,6 +169,12 @@ class HeldWeights:
         return signatures
 
 
+def waits(blocks: Sequence[torch.nn.Module]) -> bool:
+    """Whether dynamic VRAM has yet to bring a layer's weights to the card."""
+    pages = _pages(blocks)
+    return bool(pages) and not _all_resident(pages)
+
+
 # A layer's scale for each row, where its weight has one for all: in one place as long as the model
 # is on the card, so that a token holds from run to run.
 _row_scales: weakref.WeakKeyDictionary[torch.nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()

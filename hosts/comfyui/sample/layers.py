@@ -17,13 +17,14 @@ import torch
 from comfy.quant_ops import QuantizedTensor
 
 from ....optimizations.blocks.block import DENSE, LayerTensors
+from ....optimizations.blocks.block_form import token_layers
 from ....optimizations.fallback import Fallback
 from ....optimizations.linear import Gemm, choose_gemm
 from ....optimizations.reference import LowRank
 from ....spec import RowFormat, is_rotation
 from ..load import linear as operations
 from ..lora.bypass import Beside, is_foreign
-from .held import HeldWeights, row_scale, stored
+from .held import HeldWeights, row_scale, stored, waits
 
 # Operations whose `forward` is a product with the weight that the cast context gives.
 DENSE_CLASSES = (comfy.ops.disable_weight_init.Linear, comfy.ops.manual_cast.Linear)
@@ -110,6 +111,21 @@ class ComfyLayers:
         if self._holds:
             return nullcontext(_tensors(*stored(layer), row_scale(layer)))
         return _Cast(layer, like)
+
+    def bring(self, blocks: Sequence[torch.nn.Module], like: torch.Tensor) -> None:
+        """Brings what dynamic VRAM brings when a layer is first used, of blocks that nobody calls.
+
+        Args:
+            like: Of the dtype and on the device of the activations.
+        """
+        if not waits(blocks):
+            return
+        for layer in (layer for block in blocks for layer in token_layers(block)):
+            if self.kind(layer) is None:
+                layer(like.new_zeros((1, layer.in_features)))
+                continue
+            with self.tensors(layer, like):
+                pass
 
     def low_rank(self, layer: torch.nn.Module) -> LowRank | None:
         return self.beside.lows.get(layer)

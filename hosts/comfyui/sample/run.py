@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from itertools import combinations
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
+from comfy.model_management import cuda_device_context
 from comfy.quant_ops import QuantizedTensor
 from comfy.samplers import CFGGuider
 
@@ -40,11 +42,13 @@ class _Run:
     Attributes:
         files: What the files of its models say of attention, found out in the first pass.
         weights: What is known of where their weights are.
+        brought: Models of idle cards whose weights were asked for.
     """
 
     def __init__(self) -> None:
         self.files: WeakKeyDictionary[Any, FileAttention] = WeakKeyDictionary()
         self.weights: WeakKeyDictionary[Any, HeldWeights] = WeakKeyDictionary()
+        self.brought: WeakSet[Any] = WeakSet()
 
 
 class ComfyOptimization(Optimization):
@@ -129,13 +133,23 @@ class ComfyOptimization(Optimization):
         host = ComfyPass(model, self.attention, x, options, control, weights, idle)
         try:
             with ExitStack() as stack:
-                for peer in idle:
-                    stack.enter_context(bypassed(peer))
+                for peer in host.peers:
+                    self._bring(peer)
+                    stack.enter_context(bypassed(peer.owner))
                 stack.enter_context(ModelModulation.of(model).during(Call(t, options, kwargs)))
                 return self.run_pass(host, lambda: executor(x, t, *args, **kwargs))
         finally:
             if own is not None:
                 options[SLOT] = own
+
+    def _bring(self, peer: ComfyPass) -> None:
+        """Has the weights of an idle card brought, once a run."""
+        if self._run is None or peer.owner in self._run.brought:
+            return
+        self._run.brought.add(peer.owner)
+        # Without room for them they wait in host memory, and the pass runs on one card.
+        with cuda_device_context(peer.device), suppress(torch.OutOfMemoryError):
+            peer.layers.bring(peer.blocks, torch.empty(0, dtype=peer.dtype, device=peer.device))
 
 
 def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -164,13 +178,14 @@ def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -
 
 
 def unsafe_copies(patcher: Any) -> list[str]:
-    """A line for each card whose copies to and from the MODEL's own one lose data, ComfyUI's too.
+    """A line for each pair of a MODEL's cards whose copies lose data, ComfyUI's own too.
 
     The first call for a pair of cards verifies their link, and tells at once.
     """
     clones = patcher.get_additional_models_with_key("multigpu")
-    own, devices = patcher.load_device, [clone.load_device for clone in clones]
-    pairs = [(own, other) for other in devices if own.type == other.type == "cuda"]
+    devices = [patcher.load_device, *(clone.load_device for clone in clones)]
+    devices = [device for device in devices if device.type == "cuda"]
+    pairs = combinations(devices, 2)
     return [f"cards: {warning}" for warning in (_warning(*pair) for pair in pairs) if warning]
 
 
