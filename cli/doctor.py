@@ -60,9 +60,9 @@ class Diagnosis:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Checks this machine: card, driver, packages, ComfyUI, its model files, memory and disks. "
-        "Each line says whether a part is usable, and what to do if not. Run it with ComfyUI's own "
-        "Python. Exit code 1 if neither the nodes nor `generate` can run."
+        "Checks this machine: card, links between cards, driver, packages, ComfyUI, its model "
+        "files, memory and disks. Each line says whether a part is usable, and what to do if not. "
+        "Run it with ComfyUI's own Python. Exit code 1 if neither the nodes nor `generate` can run."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     parser.add_argument(

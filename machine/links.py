@@ -34,7 +34,7 @@ CHUNK = 4 * MIB
 LEAST_BYTES, MOST_OF_FREE = 16 * MIB, 0.5
 MEASURED_BYTES, MEASURED_COPIES = 64 * MIB, 6
 # Matrix products that are queued with a copy, and for each MiB of it.
-PRODUCTS, PRODUCTS_PER_MIB = 4, 1
+PRODUCTS, PRODUCTS_PER_MIB = 12, 1
 
 NO_ACCESS = "the driver gives no peer access"
 NO_MEMORY = "too little card memory is free to verify peer copies"
