@@ -56,10 +56,11 @@ class Chain:
 
     Args:
         kinds: Of each block, as of `test_block.Layers`.
+        place: What blocks are moved to.
     """
 
-    def __init__(self, *kinds):
-        self.blocks = [new_block(seed) for seed in range(len(kinds))]
+    def __init__(self, *kinds, place=torch.float32):
+        self.blocks = [new_block(seed).to(place) for seed in range(len(kinds))]
         self.layers = Layers(self.blocks[0], kinds[0])
         for block, mix in zip(self.blocks[1:], kinds[1:], strict=True):
             more = Layers(block, mix)

@@ -10,15 +10,17 @@ pytest.importorskip("diffusers")
 from test_block import DIM, MIXES, Case, attend, random
 from test_passes import Attention, Chain, Host, Model
 
+from qwen_l40s.machine.lanes import lane_between
 from qwen_l40s.optimizations import fused, run
 from qwen_l40s.optimizations.attention_8bit import FORMS
-from qwen_l40s.optimizations.blocks.block import BlockExecutor
-from qwen_l40s.optimizations.blocks.workspace import Workspace
+from qwen_l40s.optimizations.blocks.block import BlockExecutor, Step
+from qwen_l40s.optimizations.blocks.workspace import Workspace, streams_of
 from qwen_l40s.optimizations.cards import team
 from qwen_l40s.optimizations.cards.parts import Card
 from qwen_l40s.optimizations.cards.split import LostCopyError, Split, shares_of
+from qwen_l40s.optimizations.linear import choose_gemm
 from qwen_l40s.optimizations.modulation import compute_entry
-from qwen_l40s.optimizations.reference import Tokens
+from qwen_l40s.optimizations.reference import Rotary, Tokens
 from qwen_l40s.split_cost import KEYS, ROWS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -373,3 +375,64 @@ def test_a_small_gain_is_left_alone(monkeypatch):
     passes = Passes(monkeypatch, gbps=0.0)
     passes.gives_the_same()
     assert passes.reasons[0].startswith("the link between the cards has not been measured")
+
+
+# --- two cards
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("exchange", "early"), [(KEYS, False), (ROWS, False), (ROWS, True)], ids=str
+)
+@pytest.mark.parametrize("mix", ["plain", "all int8", "all rotated", "all fp8"])
+def test_on_two_cards(mix, exchange, early):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two cards")
+    devices = [torch.device("cuda", index) for index in range(2)]
+    tokens, blocks, half = Tokens(1, 77, 1500, 900), 4, torch.bfloat16
+    case = Case(tokens, dtype=half)
+    text, image, temb = (it.to(devices[0]) for it in (case.text, case.image, case.temb))
+    rotary = Rotary(*(it.to(devices[0]) for it in case.step.rotary))
+    step, heads = Step(tokens, rotary, None), []
+
+    def recorded(q, k, v, mask):
+        heads.append((k.cpu(), v.cpu()))
+        return attend(q, k, v, mask)
+
+    cards = []
+    for device in devices:
+        with torch.cuda.device(device):
+            chain = Chain(*[MIXES.get(mix, {})] * blocks, place=half)
+            for layer, parts in chain.layers.weights.items():
+                chain.layers.weights[layer] = tuple(part.to(device) for part in parts)
+            for block in chain.blocks:
+                block.to(device)
+            chain.layers.gemms = {it: choose_gemm(it, device) for it in ("int8", "fp8")}
+            ops = fused.choose_ops(device)
+            space = Workspace(ops)
+            executor = BlockExecutor(chain.layers, ops, recorded, space, {})
+            cards.append(Card(executor, space, chain.blocks, device))
+    entry = compute_entry(cards[0].blocks, temb, 1)
+    x = torch.cat([part.reshape(-1, DIM) for part in (text, image)])
+    alone = BlockExecutor(
+        cards[0].executor._layers, fused.choose_ops(devices[0]), recorded, None, {}
+    )
+    alone.run_all(cards[0].blocks, x, step, entry)
+    lanes = {(a, b): lane_between(devices[a], devices[b]) for a, b in permutations(range(2))}
+    over = Split(cards, shares_of(tokens, (711, 789), exchange), lanes, (), early)
+    for _ in range(3):
+        del heads[blocks:]
+        ours = over.run(text, image, step, entry, 0, blocks)
+        for mine, theirs in zip(ours, streams_of(x, tokens), strict=True):
+            assert (mine - theirs).norm() <= 0.01 * theirs.norm()
+        if mix in ("all int8", "all rotated"):  # of the first block, whose rows are the same
+            assert all(map(torch.equal, heads[blocks], heads[0]))
+            assert all(map(torch.equal, heads[blocks + 1], heads[0]))
+    copy = lanes[1, 0]._operations.copy
+    try:
+        lanes[1, 0]._operations.copy = lambda *_: None
+        with pytest.raises(LostCopyError):
+            over.run(text, image, step, entry, 0, blocks)
+    finally:
+        lanes[1, 0]._operations.copy = copy
+    assert torch.isfinite(over.run(text, image, step, entry, 0, blocks)[1]).all()
