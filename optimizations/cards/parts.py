@@ -118,6 +118,7 @@ class Part:
 
     Attributes:
         x: Its rows, in stream order.
+        program: Of the block that is computed.
     """
 
     def __init__(self, card: Card, share: Share, x: torch.Tensor, step: Step, entry: Entry) -> None:
@@ -125,7 +126,7 @@ class Part:
         self._step, self._entry = step, entry
         self._blocks: dict[int, tuple[KnownBlock, Program]] = {}
         self._known: KnownBlock
-        self._program: Program
+        self.program: Program
         self._ending: tuple[_Tail, tuple[Any, ...]]
 
     def open(self, first: int, last: int) -> None:
@@ -137,23 +138,23 @@ class Part:
             changes = card.workspace.changes
             programs = [card.workspace.program(it.form, self.share, self.x) for it in known]
         self._blocks = dict(zip(indices, zip(known, programs, strict=True), strict=True))
-        self._known, self._program = self._blocks[first]
-        self._program.begin(self.x, self._entry.of(first)[0])
+        self._known, self.program = self._blocks[first]
+        self.program.begin(self.x, self._entry.of(first)[0])
 
     def begin(self) -> None:
         """What is exchanged."""
         if not self.share.received:
-            self.card.executor.compute_low(self._program, self._known, 0)
-            self.card.executor.multiply(self._program, self._known, KEY_PLACES)
+            self.card.executor.compute_low(self.program, self._known, 0)
+            self.card.executor.multiply(self.program, self._known, KEY_PLACES)
 
     def multiply_rest(self) -> None:
         """What else is made of the card's own rows, while copies are on their way."""
         places = (*KEY_PLACES, *QUERY_PLACES) if self.share.received else QUERY_PLACES
-        self.card.executor.multiply(self._program, self._known, places)
+        self.card.executor.multiply(self.program, self._known, places)
 
     def go_to_last(self, index: int) -> None:
         """Of a block, once everything has come, all to what the MLP's last layers read."""
-        executor, known, program = self.card.executor, self._known, self._program
+        executor, known, program = self.card.executor, self._known, self.program
         for _, products in program.received:
             for place, product in products:
                 product(program.readable(place, known.operands[place]))
@@ -162,11 +163,11 @@ class Part:
 
     def finish_first(self, index: int) -> None:
         """What is left of a block, with the next one's norm, for the first piece of the rows."""
-        known, program = self._known, self._program
-        self._known, self._program = self._blocks[index + 1]
-        tail = program.tails.get(id(self._program))
+        known, program = self._known, self.program
+        self._known, self.program = self._blocks[index + 1]
+        tail = program.tails.get(id(self.program))
         if tail is None:
-            tail = program.tails[id(self._program)] = _Tail(program, self._program)
+            tail = program.tails[id(self.program)] = _Tail(program, self.program)
         self.card.executor.multiply(program, known, (TEXT_LAST,))
         gates, norms = self._entry.of(index)[1], self._entry.of(index + 1)[0]
         self._ending = tail, (known.operands[IMAGE_LAST], self.x, gates, norms)
@@ -183,21 +184,21 @@ class Part:
         Args:
             added: To the image after the block.
         """
-        known, program = self._known, self._program
+        known, program = self._known, self.program
         self.card.executor.multiply(program, known, (TEXT_LAST, IMAGE_LAST))
         gates = self._entry.of(index)[1]
         if index + 1 not in self._blocks:
             program.end(self.x, gates)
             return
         norms = self._entry.of(index + 1)[0]
-        self._known, self._program = self._blocks[index + 1]
+        self._known, self.program = self._blocks[index + 1]
         if added is None:
-            program.go_on(self.x, gates, norms, self._program)
+            program.go_on(self.x, gates, norms, self.program)
             return
         program.end(self.x, gates)
         added = added[:, self.share.start : self.share.stop]
         streams_of(self.x, self.share.tokens)[1][:, : added.shape[1]] += added
-        self._program.begin(self.x, norms)
+        self.program.begin(self.x, norms)
 
     def sent_to(self, other: Part, piece: int | None = None) -> Pairs:
         """Tensors here, and where they go to on the other card; those of a piece alone where one is
@@ -205,8 +206,8 @@ class Part:
         """
         if not other.share.received:
             return self._keys_to(other)
-        program, format = self._program, self._program.first_format
-        there = other._program.rows_of(self.share)
+        program, format = self.program, self.program.first_format
+        there = other.program.rows_of(self.share)
         if format is None:
             pairs = [(program.shape.rows.matrix, there.matrix)]
         else:
@@ -217,7 +218,7 @@ class Part:
     def _keys_to(self, other: Part) -> Pairs:
         stop = self.share.image.stop
         cut = slice(0 if self.share.text else self.share.image.start, stop)
-        pairs = zip(self._program.heads[1:], other._program.heads[1:], strict=True)
+        pairs = zip(self.program.heads[1:], other.program.heads[1:], strict=True)
         return [
             (here[:, cut], there[:, cut])
             for mine, theirs in pairs

@@ -15,7 +15,7 @@ cards, block by block; copies run beside q, k and v.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 import torch
@@ -130,6 +130,7 @@ class Split:
         self._cards, self._shares, self._lanes = cards, shares, lanes
         self._additions = additions
         self._kept: list[Pairs] = []  # that copies read
+        self._sent: dict[Hashable, Pairs] = {}  # in blocks
         self.timed = Timed(cards[0].device)
         self.issued = 0.0
 
@@ -158,6 +159,7 @@ class Split:
             torch.OutOfMemoryError: A card has no room.
         """
         self._kept.clear()
+        self._sent.clear()
         try:
             result = self._run(text, image, step, entry, first, last)
         finally:  # nobody copies from or to what is freed next
@@ -259,7 +261,13 @@ class Split:
 
     def _exchange(self, parts: Sequence[Part], piece: int | None) -> None:
         for (source, target), lane in self._lanes.items():
-            lane.copy(parts[source].sent_to(parts[target], piece))
+            here, there = parts[source], parts[target]
+            # Found once: views made anew for each block cost the processor as much as its launches.
+            key = source, target, id(here.program), id(there.program), piece
+            pairs = self._sent.get(key)
+            if pairs is None:
+                pairs = self._sent[key] = here.sent_to(there, piece)
+            lane.copy(pairs)
 
     def _leaves_early(self, index: int, last: int) -> bool:
         """Whether the rows of the block after this one are sent in two pieces."""
