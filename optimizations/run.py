@@ -18,7 +18,7 @@ from .blocks.block_form import is_changed
 from .blocks.graphs import PassMemory
 from .blocks.host import HostPass, PreparedModel
 from .blocks.passes import ForwardPass, WatchedError, is_finite
-from .cards.team import Member, Team
+from .cards.team import Known, Member, Team
 from .fallback import Fallback
 
 
@@ -43,7 +43,7 @@ class Optimization:
         self._prepared = WeakKeyDictionary()
         self._memories: WeakKeyDictionary[Any, dict[Hashable, PassMemory]] = WeakKeyDictionary()
         self._last: PreparedModel | None = None
-        self._measured: dict[Hashable, float] = {}  # milliseconds of blocks on several cards
+        self._of_cards = Known({}, {})
         self._passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._logged: set[str] = set()
 
@@ -178,7 +178,7 @@ class Optimization:
             for source, target in permutations(range(len(members)), 2)
         }
         gbps = min(lane.gbps for lane in lanes.values())
-        return Team(members, lanes, gbps, self._measured)
+        return Team(members, lanes, gbps, self._of_cards)
 
     @contextmanager
     def _memory(self, prepared: PreparedModel, host: HostPass) -> Iterator[PassMemory]:

@@ -142,6 +142,18 @@ class SplitFigures:
         ]
 
 
+class Known(NamedTuple):
+    """What was found out of several cards, by shape, over the runs of a model.
+
+    Attributes:
+        milliseconds: Of a block, measured.
+        plans: How a pass is split, or why it is not.
+    """
+
+    milliseconds: dict[Hashable, float]
+    plans: dict[Hashable, SplitPlan | str]
+
+
 class Team:
     """The cards of one pass.
 
@@ -149,7 +161,7 @@ class Team:
         members: The first is the one that the host has called.
         lanes: Of each pair, from the one to the other.
         gbps: What the slowest of them reaches.
-        measured: Milliseconds of a block by what was measured; is added to.
+        known: Is added to.
 
     Attributes:
         refusal: Why they cannot share it, in one clause; empty where they can.
@@ -160,9 +172,9 @@ class Team:
         members: Sequence[Member],
         lanes: dict[tuple[int, int], CopyLane],
         gbps: float,
-        measured: dict[Hashable, float],
+        known: Known,
     ) -> None:
-        self._members, self._lanes, self._gbps, self._measured = members, lanes, gbps, measured
+        self._members, self._lanes, self._gbps, self._known = members, lanes, gbps, known
         self.refusal = next(filter(None, (member.refusal() for member in members)), "")
         changed = [it for it in members if it.prepared.kinds != members[0].prepared.kinds]
         if changed and not self.refusal:  # as a LoRA of another node that knows one model alone
@@ -177,26 +189,30 @@ class Team:
         if not self._gbps:
             return "the link between the cards has not been measured: too little memory was free"
         text, _, step, _ = given
-        tokens, width = step.tokens, text.shape[2]
-        blocks = self._members[0].host.blocks
-        known = [executor.look(block, text) for block in blocks]
-        firsts = [it.form.layers[0].format for it in known]
+        first = self._members[0]
+        known = [executor.look(block, text) for block in first.host.blocks]
         sends = all(it.form.sends_rows and it.operands is not None for it in known)
-        rows = Rows(tokens.batch, tokens.text, tokens.image, width)
-        quantized = self._members[0].prepared.quantized
-        seconds = self._of_a_block(1, given, lambda: self._alone(executor, given)) / 1000
-        cost = SplitCost(
-            rows,
-            BlockSeconds.shared(seconds, rows, quantized=quantized),
-            row_bytes(width, quantized=None not in firsts) if sends else None,
-            len(self._members),
-            self._gbps * 1e9,
-            len(blocks),
-        )
-        if not cost.pays:
-            return cost.words
-        best = cost.best
-        return SplitPlan(best.name, best.image_rows, best.name == ROWS and best.exposed > 0)
+        quantized = all(it.form.layers[0].format is not None for it in known)
+        key = self._key(given, len(self._members)), sends, quantized
+        plan = self._known.plans.get(key)
+        if plan is None:
+            width, tokens = text.shape[2], step.tokens
+            rows = Rows(tokens.batch, tokens.text, tokens.image, width)
+            seconds = self._of_a_block(1, given, lambda: self._alone(executor, given)) / 1000
+            cost = SplitCost(
+                rows,
+                BlockSeconds.shared(seconds, rows, quantized=first.prepared.quantized),
+                row_bytes(width, quantized=quantized) if sends else None,
+                len(self._members),
+                self._gbps * 1e9,
+                len(known),
+            )
+            best, plan = cost.best, cost.words
+            if cost.pays:
+                early = best.name == ROWS and best.exposed > 0
+                plan = SplitPlan(best.name, best.image_rows, early)
+            self._known.plans[key] = plan
+        return plan
 
     def split(self, plan: SplitPlan, step: Step, attention: ChosenAttention) -> Split:
         """The pass itself."""
@@ -210,17 +226,20 @@ class Team:
         Args:
             given: Of a pass that `plan` has seen.
         """
+        alone = self._known.milliseconds[self._key(given, 1)]
         count = len(self._members)
-        alone = self._of_a_block(1, given, None)
         return alone / self._of_a_block(count, given, lambda: self._together(split, given))
 
-    def _of_a_block(self, cards: int, given: Given, measure: Callable[[], float] | None) -> float:
+    def _of_a_block(self, cards: int, given: Given, measure: Callable[[], float]) -> float:
+        key, found = self._key(given, cards), self._known.milliseconds
+        if key not in found:
+            found[key] = measure()
+        return found[key]
+
+    def _key(self, given: Given, cards: int) -> Hashable:
         text, _, step, _ = given
         kinds = frozenset(self._members[0].prepared.kinds.items())
-        key = step.tokens, step.mask is None, text.dtype, kinds, cards
-        if key not in self._measured:
-            self._measured[key] = measure()
-        return self._measured[key]
+        return step.tokens, step.mask is None, text.dtype, kinds, cards
 
     def _alone(self, executor: BlockExecutor, given: Given) -> float:
         """Milliseconds of a block on the first card."""
