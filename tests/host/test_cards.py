@@ -15,7 +15,7 @@ import comfy.sample
 import narrow_transformer as narrow
 import pytest
 import torch
-from comfyui_boot import folder
+from comfyui_boot import MODE, folder
 from safetensors.torch import save_file
 
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
@@ -55,7 +55,8 @@ def machine(monkeypatch: pytest.MonkeyPatch):
         find = lambda exclude_current=False: devices  # noqa: E731
         monkeypatch.setattr(comfy.model_management, "get_all_torch_devices", find)
 
-    visible(4)
+    if MODE == "cpu":
+        visible(4)
     yield visible
     comfy.model_management.unload_all_models()
 
@@ -404,3 +405,27 @@ def test_weights_that_nobody_uses_are_brought_once_a_run():
         ]
         with mock.patch.object(ComfyLayers, "bring", side_effect=torch.OutOfMemoryError):
             sample(split)
+
+
+@pytest.mark.cuda
+def test_two_real_cards(pays):
+    """In each mode of ComfyUI's memory; needs two cards."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one card")
+    for form in ("bf16", "int8"):
+        model = optimize(load_model(PATH, form)[0])
+        changed = apply_lora(model, lora(), 1.0, how="auto")[0]
+        for patcher in (model, changed):
+            expected = {cfg: sample(patcher, cfg) for cfg in (1.0, 4.0)}
+            split, said = split_cards(patcher, 2)
+            assert said.startswith("cards: cuda:0, cuda:1;")
+            for cfg in (4.0, 1.0, 1.0):
+                found = sample(split, cfg)
+                apart = (found - expected[cfg]).norm() / expected[cfg].norm()
+                assert apart <= 4e-3, (form, cfg, float(apart), report(split))
+            assert "cards: 2 share 2 forward passes" in report(split), report(split)
+        (copy,) = split.get_additional_models_with_key("multigpu")
+        comfy.model_management.unload_model_and_clones(copy)
+        assert torch.equal(sample(split, 1.0), found)
+        assert "cards: 2 share 2 forward passes" in report(split), report(split)
+        comfy.model_management.unload_all_models()
