@@ -124,20 +124,21 @@ def _cloned(model: ModelPatcher, cards: int) -> ModelPatcher | Fallback:
             "because the node that loaded the MODEL cannot load it again: use Load Qwen-Image "
             "Model or Load Diffusion Model"
         )
-    management.cleanup_models_gc()
-    management.cleanup_models()
-    # ComfyUI 0.33 fails where it looks among its loaded models and one's MODEL is gone.
-    reuse = None not in management.loaded_models()
+    # Where a MODEL is gone and others share its weights, ComfyUI 0.33 unloads the entry no more,
+    # and looking for a copy to use again fails.
+    loaded = management.current_loaded_models
+    loaded[:] = [entry for entry in loaded if entry.model is not None]
     try:
-        return create_multigpu_deepclones(model, cards, reuse_loaded=reuse)
+        return create_multigpu_deepclones(model, cards, reuse_loaded=True)
     except (RuntimeError, QwenL40SError) as error:
         return Fallback(f"because the MODEL could not be loaded again: {first_line(error)}")
 
 
 def _tight(model: ModelPatcher, device: torch.device) -> list[str]:
     """A line where a card has no room for the weights, whatever ComfyUI takes off it."""
-    own = (it for it in management.current_loaded_models if it.device == device)
-    free = management.get_free_memory(device) + sum(it.model_loaded_memory() for it in own)
+    loaded = management.loaded_models()
+    own = sum(it.loaded_size() for it in loaded if it is not None and it.load_device == device)
+    free = management.get_free_memory(device) + own
     if free >= model.model_size():
         return []
     return [
