@@ -89,10 +89,13 @@ def test_the_optimized_model_paints_the_same_image(server: Server):
         # cfg_batching was an input before the first release: ComfyUI passes over it.
         "inputs": {**optimize, "cfg_batching": "off", "tf32": False, "cudnn_benchmark": False},
     }
-    nodes["sample"]["inputs"]["model"] = ["optimize", 0]
+    split = {"model": ["optimize", 0], "cards": 2}  # of which this server has none
+    nodes["split"] = {"class_type": "QwenL40S_SplitCards", "inputs": split}
+    nodes["sample"]["inputs"]["model"] = ["split", 0]
     run = server.run(nodes)
     assert run.status == "success"
     assert "fused; the first step compares" in run.text("optimize")
+    assert run.text("split").startswith("cards: one, ")
     image = server.image(run, "save")
     assert shows(image)
     difference = np.abs(pixels(image).astype(int) - pixels(server.image(server.run(plain), "save")))
