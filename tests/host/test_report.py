@@ -933,6 +933,9 @@ def test_predicted_beside_measured():
     assert any(line.startswith("GiB") for line in lines) == CARD
     assert phase["predicted"]["parts"]["resident"], phase
     assert "onnect clip and vae" not in report.text
+    model.set_additional_models("multigpu", [model.clone()])
+    text = predicted(model, clip=clip, vae=vae).text
+    assert "The MODEL ran on 2 cards; the prediction is for one." in text, text
 
 
 def told(*rows, prediction=None, last=None):

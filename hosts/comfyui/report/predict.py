@@ -64,6 +64,11 @@ FIRST_EDIT = "qwen-image-edit"  # the only one with that many text tokens for on
 PARTS_MISSING = "Connect clip and vae to predict the card's memory: their weights count too."
 
 
+def _cards_note(model: Any) -> list[str]:
+    copies = len(model.get_additional_models_with_key("multigpu"))
+    return [f"The MODEL ran on {copies + 1} cards; the prediction is for one."] if copies else []
+
+
 @dataclass(frozen=True)
 class Prediction:
     """What the estimator says of a run.
@@ -137,6 +142,7 @@ def predict(
             *([f"The predicted step is {BOUND}."] if estimate.bound == PROCESSOR else []),
             *attention_notes(estimate),
             *mismatches(asked, path, wired.request),
+            *_cards_note(model),
             *([] if whole else [PARTS_MISSING]),
         ),
         card,
