@@ -151,8 +151,8 @@ class SplitCost:
         check_link(self.link)
         if not 2 <= self.cards <= self.rows.image:
             raise SettingError(
-                f"{self.rows.image} image rows do not split over {self.cards} cards: each card "
-                "takes one at least."
+                f"{self.rows.image} image rows do not split over {self.cards} cards: a split has 2 "
+                "cards at least, and each takes a row."
             )
 
     @cached_property

@@ -47,14 +47,18 @@ OTHER_PICTURES = (
 NOTHING_SAFER = "No safer setting stays on the card: choose a smaller size or batch."
 
 
-def estimate_text(estimate: Estimate) -> str:
+def estimate_text(estimate: Estimate, cards: Iterable[str] = ()) -> str:
     """What `qwen-l40s estimate` prints and a node keeps behind its picture: the answer, then what
     it rests on.
+
+    Args:
+        cards: sentences about several cards (`cards.cards_lines`).
     """
     notes = (*notes_of(estimate), *estimate.notes)
     phases = estimate.phases.values()
     blocks = [
         summary_lines(estimate),
+        [line for text in cards for line in folded(text, "")],
         [line for text in step_cache_lines(estimate) for line in folded(text, "")],
         _phase_table(phases),
         _part_table(phases),

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,11 +19,10 @@ from ..options import OLDER, OPTIONS, Option, likely_family, request_settings, t
 from ..planning.cards import DEFAULT_CARD
 from ..planning.request import AUTO, CFG_MODES, Parts, RunRequest
 from ..spec import GIB, MULTIPLIED
+from ..split_cost import check_cards, check_link
 from .output import check_plot, print_text, write_plot
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ..planning.cards import Card
     from ..spec import CardFacts
 
@@ -92,7 +91,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--price", type=float, metavar="USD", help="your price an hour, instead of the listed one"
     )
-    parser.add_argument("--cards", type=Path, metavar="FILE", help=CARDS_HELP)
+    parser.add_argument(
+        "--cards",
+        action="append",
+        default=[],
+        metavar="N|FILE",
+        help=f"a number: paint one image on so many such cards; a file: {CARDS_HELP}",
+    )
+    parser.add_argument(
+        "--link",
+        type=float,
+        metavar="GBPS",
+        help="GB/s from card to card, each way; default: what PCIe is likely to reach",
+    )
     parser.add_argument("--list-cards", action="store_true", help="print all known cards")
     parser.add_argument("--plot", metavar="FILE", help="draw the memory of each phase into a .png")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -105,13 +116,17 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0 when it fits, 1 when it does not.
     """
+    from ..charts.cards import cards_json, cards_lines
     from ..charts.words import estimate_text
     from ..machine.card_list import known_cards
     from ..machine.store import load_calibration
+    from ..planning.advise import together
     from ..planning.cards import with_memory
     from ..planning.estimate import estimate
 
-    cards = known_cards(args.cards)
+    count, file = _count_and_file(args.cards)
+    link = _link(args.link, count)
+    cards = known_cards(file)
     if args.list_cards:
         print_text(cards_table(cards, as_json=args.json))
         return 0
@@ -128,13 +143,45 @@ def run(args: argparse.Namespace) -> int:
         from ..charts.memory_chart import memory_chart
 
         write_plot(memory_chart(found), args.plot)
+    several = together(found, count, link) if count > 1 else None
     if args.json:
         from ..charts.answer import estimate_json
 
-        print_text(json.dumps(estimate_json(found)))
+        answer = estimate_json(found)
+        if count > 1:
+            answer["cards"] = several and cards_json(several)
+        print_text(json.dumps(answer))
     else:
-        print_text(estimate_text(found))
+        print_text(estimate_text(found, cards_lines(several) if several else ()))
     return 0 if found.fits else 1
+
+
+def _count_and_file(given: Sequence[str]) -> tuple[int, Path | None]:
+    """(how many cards paint an image, the file of the user's own cards) of --cards, which takes
+    either; of each the last.
+    """
+    count, file = 1, None
+    for text in given:
+        try:
+            number = float(text)
+        except ValueError:
+            file = Path(text)
+            continue
+        if not number.is_integer():
+            raise SettingError(f"--cards {text} must be a whole number of cards, or a file.")
+        count = int(number)
+    check_cards(count)
+    return count, file
+
+
+def _link(gbps: float | None, cards: int) -> float | None:
+    """Bytes a second of --link."""
+    if gbps is None:
+        return None
+    check_link(1e9 * gbps)
+    if cards == 1:
+        raise SettingError("--link is for several cards: give their number too, as --cards 2.")
+    return 1e9 * gbps
 
 
 def _card(name: str | None, cards: Mapping[str, Card]) -> Card:

@@ -3,21 +3,28 @@
 N images an hour at t seconds each need ceil(N t / 3600) cards, so the cost of an image is a
 sawtooth over the load: lowest where the cards are busy all the time. Where t is predicted as a
 range, its slow end counts, so that the cards carry the load in any case.
+
+And what several cards of a machine are for: one image sooner, or many images.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from ..errors import SettingError, UnavailableError
+from ..spec import QUANTIZED
+from ..split_cost import LEAST_GAIN, ROWS, Rows, SplitCost, check_link, row_bytes
+from .bytes import share_bytes
 from .cards import SECONDS_PER_HOUR, Card, Price, check_positive, check_price
 from .estimate import Estimate, estimate, usd_range
-from .phases import Range, figure
-from .rates import Rates
-from .request import RunRequest
+from .phases import GRAPHS, Range, figure
+from .plan import PlanOption
+from .rates import Rates, attending, rates_of
+from .request import Loras, RunRequest, replays_graph
+from .times import Pass, block_seconds, forward_times
 
 # The card that this package is about, and those that it is most often compared with.
 SUBJECT = "L40S"
@@ -264,3 +271,198 @@ def market(
             prices[card.name] = price
             offers.append(Offer(card, found.image_seconds, usd, found.fits, found.tight))
     return Market(tuple(offers), estimates, prices, tuple(unpriced), refused)
+
+
+# From card to card over PCIe without NVLink, each way with both busy: the least, the likely and the
+# most of 16 lanes of PCIe 4, which carry 32 GB/s. From what others measured on L40 and L20; through
+# host memory it is the least.
+PCIE_4 = 32e9
+LINKS = (12e9, 17e9, 24e9)
+# How many times as fast two cards are that compute one prompt each: others' measurements.
+CFG_SPLIT = Range(1.7, 1.95)
+
+
+class SplitPass(NamedTuple):
+    """One pass on one card, and on several.
+
+    Attributes:
+        alone: Seconds on one card.
+        cost: On all; None where it has one card or is not split.
+        refusal: Why it is not, in one clause.
+    """
+
+    alone: float
+    cost: SplitCost | None = None
+    refusal: str = ""
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as one card all are."""
+        return 1.0 if self.cost is None else self.alone / self.cost.seconds
+
+    @property
+    def exchange(self) -> str | None:
+        """What cards exchange, `KEYS` or `ROWS`; None where there is no split."""
+        return self.cost and self.cost.best.name
+
+    @property
+    def seconds(self) -> float:
+        """What it takes: a split that gains too little steps aside."""
+        return self.alone / self.gain if self.gain >= LEAST_GAIN else self.alone
+
+
+@dataclass(frozen=True)
+class Together:
+    """One image on several cards of one kind, and many images on as many servers.
+
+    Attributes:
+        cards: How many.
+        links: Bytes a second each way: the least, the likely and the most.
+        assumed: Whether nobody has given the link.
+        prompts: How many are computed at once, each on its own cards: 2 with CFG.
+        likely: A pass at the likely link, at the fastest and at the slowest of each card.
+        gain: How many times as fast as one card the cards of a pass are, over all links.
+        alone: Seconds of an image on one card.
+        together: On all of them.
+        first_bytes, other_bytes: The most on the first card, and on each other one.
+    """
+
+    cards: int
+    links: tuple[float, float, float]
+    assumed: bool
+    prompts: int
+    likely: tuple[SplitPass, SplitPass]
+    gain: Range
+    alone: Range
+    together: Range
+    first_bytes: int
+    other_bytes: int
+
+    @property
+    def each(self) -> int:
+        """Cards of one pass."""
+        return self.cards // self.prompts
+
+    @property
+    def faster(self) -> Range:
+        """How many times as fast as on one card an image is."""
+        ends = [one / all_cards for one, all_cards in zip(self.alone, self.together, strict=True)]
+        return Range(min(ends), max(ends))
+
+    @property
+    def splits(self) -> bool:
+        """Whether the rows of a pass are split, at some of the rates at least."""
+        return self.gain.high >= LEAST_GAIN
+
+    @property
+    def per_hour(self) -> tuple[Range, Range]:
+        """Images an hour (on as many servers; one after the other on all cards)."""
+        servers, one = (
+            Range(count * SECONDS_PER_HOUR / seconds.high, count * SECONDS_PER_HOUR / seconds.low)
+            for count, seconds in ((self.cards, self.alone), (1, self.together))
+        )
+        return servers, one
+
+
+def together(found: Estimate, cards: int, link: float | None = None) -> Together | None:
+    """An estimate's image on several such cards; None where no times are known.
+
+    Args:
+        cards: at least 2; with CFG, half of them compute each prompt.
+        link: bytes a second each way between two cards; None for what PCIe is likely to reach.
+
+    Raises:
+        SettingError: the link carries nothing.
+    """
+    scale = (found.card.pcie_bytes_per_second or PCIE_4) / PCIE_4
+    links = tuple(scale * each for each in LINKS) if link is None else (link,) * 3
+    check_link(links[0])
+    if found.times is None:
+        return None
+    option, form = found.option, found.option.setting.attention
+    request, prompts = option.request, 1 if option.request.cfg == "off" else 2
+    slow, fast = attending(found.card, form, *rates_of(found.card, found.calibration)[:2])
+    at_fast, at_slow = (
+        [_split_pass(option, rates, cards // prompts, each) for each in links]
+        for rates in (fast, slow)
+    )
+    # Both prompts take as long as one, but for what the host's split of prompts loses.
+    low, high = (2 / end if prompts == 2 else 1 for end in (CFG_SPLIT.high, CFG_SPLIT.low))
+    sampling = Range(at_fast[2].seconds * low, at_slow[0].seconds * high)
+    phases = found.times.phases
+    image = phases["text"] + phases["decode"] + sampling.times(request.computed_steps)
+    gains = [each.gain for each in (*at_fast, *at_slow)]
+    first, other = _held(found, at_slow[1])
+    return Together(
+        cards=cards,
+        links=links,
+        assumed=link is None,
+        prompts=prompts,
+        likely=(at_fast[1], at_slow[1]),
+        gain=Range(min(gains), max(gains)),
+        alone=found.image_seconds,
+        together=image.times(1 / request.batch),
+        first_bytes=first,
+        other_bytes=other,
+    )
+
+
+def _split_pass(option: PlanOption, rates: Rates, cards: int, link: float) -> SplitPass:
+    """A pass of one prompt on so many cards; not split where weights move."""
+    request, setting = replace(option.request, cfg="off"), option.setting
+    precision, form = setting.precision, setting.attention
+    how = {"packed": setting.packed, "attention": form, "graph": replays_graph(request, setting)}
+    times = forward_times(request, precision, rates, moved_bytes=option.moved_bytes, **how)
+    if cards < 2:
+        return SplitPass(times.seconds)
+    if not option.resident:
+        return SplitPass(times.seconds, refusal="its weights do not stay there")
+    if request.image_tokens < cards:
+        return SplitPass(times.seconds, refusal="it has fewer image tokens than cards")
+    work, blocks = Pass.of(request), request.transformer.blocks
+    block = block_seconds(work, precision, rates, form)
+    plain = forward_times(replace(request, loras=Loras()), precision, rates, **how)
+    beside = (times.card - plain.card) / blocks
+    cost = SplitCost(
+        Rows(work.items, work.text, work.image, work.shape.dim),
+        replace(block, image=block.image + beside),
+        _row_bytes(option),
+        cards,
+        link,
+        blocks=blocks,
+        outside=plain.card - blocks * block.all,
+        launch=rates.launches.block[precision],
+    )
+    return SplitPass(times.seconds, cost)
+
+
+def _row_bytes(option: PlanOption) -> int | None:
+    """Of a normalized row that is sent; None with LoRAs beside weights, which read plain rows."""
+    request, setting = option.request, option.setting
+    if request.loras.beside(setting.precision):
+        return None
+    quantized = setting.precision in QUANTIZED and not setting.weight_only
+    return row_bytes(request.transformer.dim, quantized=quantized)
+
+
+def _held(found: Estimate, split: SplitPass) -> tuple[int, int]:
+    """(bytes of the first card, of each other one) at their worst moments.
+
+    All hold the transformer. The first tries a block alone before, so that it has the buffers of
+    one card; graphs are not captured of passes that are split.
+    """
+    phases = dict(found.phases)
+    sampling = phases.pop("sampling")
+    others = replace(
+        sampling, resident={"modulation table": sampling.resident.get("modulation table", 0)}
+    )
+    first = sampling.card_bytes
+    if split.cost is not None:
+        request, setting = replace(found.option.request, cfg="off"), found.option.setting
+        best, rows = split.cost.best, split.cost.rows
+        sent = split.cost.row_bytes if best.name == ROWS else None
+        own = rows.items * max(best.image_rows[1:])
+        others = replace(others, activations=share_bytes(request, setting, own, sent), resident={})
+        first += (rows.all - rows.items * (rows.text + best.image_rows[0])) * (sent or 0)
+        first -= sampling.resident.get(GRAPHS, 0)
+    return max(first, *(phase.card_bytes for phase in phases.values())), others.card_bytes

@@ -30,6 +30,7 @@ from ..spec import (
     parts,
     up_steps,
 )
+from ..split_cost import BlockSeconds
 from .bytes import (
     HIDDEN,
     LANGUAGE,
@@ -255,19 +256,26 @@ def product_seconds(
 
 def _card_seconds(work: Pass, precision: str, rates: Rates, attention: str = EXACT) -> float:
     """Seconds of the card alone, without waiting for the processor."""
+    block = block_seconds(work, precision, rates, attention)
+    return work.shape.blocks * block.all + _outside_seconds(work, rates)
+
+
+def block_seconds(work: Pass, precision: str, rates: Rates, attention: str = EXACT) -> BlockSeconds:
+    """One block of the pass; arguments as of `forward_times`."""
     shape = work.shape
     expanded = precision in QUANTIZED and precision not in rates.gemm
     multiplied = "bf16" if expanded else precision
-    block = attention_seconds(work, rates)
     moved = block_bytes(work, precision, expanded=expanded, attention=attention)
-    block += moved / rates.bandwidth
+    products = {True: 0.0, False: 0.0}
     for layer, (rows, columns) in BLOCK_GEMMS.items():
         n, k = rows * shape.dim, columns * shape.dim
         count, m = work.products(layer)
-        block += product_seconds(m, n, k, multiplied, rates, count)
+        seconds = product_seconds(m, n, k, multiplied, rates, count)
         if expanded:
-            block += count * EXPAND * n * k / rates.bandwidth
-    return shape.blocks * block + _outside_seconds(work, rates)
+            seconds += count * EXPAND * n * k / rates.bandwidth
+        products[layer.startswith(TEXT_LAYERS)] += seconds
+    joint = attention_seconds(work, rates) + moved / rates.bandwidth
+    return BlockSeconds(image=products[False], text=products[True], joint=joint)
 
 
 def attention_seconds(work: Pass, rates: Rates) -> float:
