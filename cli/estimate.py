@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +24,7 @@ from .output import check_plot, print_text, write_plot
 
 if TYPE_CHECKING:
     from ..planning.cards import Card
+    from ..planning.estimate import Estimate
     from ..spec import CardFacts
 
 CARDS_HELP = (
@@ -116,11 +117,9 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0 when it fits, 1 when it does not.
     """
-    from ..charts.cards import cards_json, cards_lines
     from ..charts.words import estimate_text
     from ..machine.card_list import known_cards
     from ..machine.store import load_calibration
-    from ..planning.advise import together
     from ..planning.cards import with_memory
     from ..planning.estimate import estimate
 
@@ -143,16 +142,13 @@ def run(args: argparse.Namespace) -> int:
         from ..charts.memory_chart import memory_chart
 
         write_plot(memory_chart(found), args.plot)
-    several = together(found, count, link) if count > 1 else None
+    cards_lines, cards_answer = _several(found, count, link) if count > 1 else ((), {})
     if args.json:
         from ..charts.answer import estimate_json
 
-        answer = estimate_json(found)
-        if count > 1:
-            answer["cards"] = several and cards_json(several)
-        print_text(json.dumps(answer))
+        print_text(json.dumps({**estimate_json(found), **cards_answer}))
     else:
-        print_text(estimate_text(found, cards_lines(several) if several else ()))
+        print_text(estimate_text(found, cards_lines))
     return 0 if found.fits else 1
 
 
@@ -172,6 +168,19 @@ def _count_and_file(given: Sequence[str]) -> tuple[int, Path | None]:
         count = int(number)
     check_cards(count)
     return count, file
+
+
+def _several(
+    found: Estimate, count: int, link: float | None
+) -> tuple[Iterable[str], dict[str, Any]]:
+    """(sentences about several cards, what of them belongs into the JSON object)."""
+    from ..charts.cards import cards_json, cards_lines
+    from ..planning.advise import together
+
+    several = together(found, count, link)
+    if several is None:
+        return (), {"cards": None}
+    return cards_lines(several), {"cards": cards_json(several)}
 
 
 def _link(gbps: float | None, cards: int) -> float | None:
