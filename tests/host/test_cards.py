@@ -18,6 +18,7 @@ import narrow_transformer as narrow
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
+from comfy_extras.nodes_model_advanced import ModelSamplingAuraFlow
 from comfyui_boot import MODE, folder
 from safetensors.torch import save_file
 
@@ -32,10 +33,12 @@ from qwen_l40s.hosts.comfyui.sample.forward import ComfyPass
 from qwen_l40s.hosts.comfyui.sample.layers import ComfyLayers
 from qwen_l40s.hosts.comfyui.sample.optimize import optimize
 from qwen_l40s.hosts.comfyui.sample.run import ComfyOptimization
+from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.nodes.split_cards import QwenL40SSplitCards
 from qwen_l40s.optimizations.blocks.block_form import blocks_of, token_layers
 from qwen_l40s.optimizations.cards.team import SplitPlan, Team
 from qwen_l40s.split_cost import ROWS
+from qwen_l40s.step_cache import cache_settings
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 FOLDER = folder("cards")
@@ -190,6 +193,28 @@ def test_what_others_add_is_on_every_card_that_shares_rows(pays):
             found = sample(split)
             assert f"cards: {count} share 2 forward passes" in report(split), report(split)
             torch.testing.assert_close(found, expected, rtol=0, atol=2e-5, msg=name)
+
+
+def test_nodes_may_stand_in_any_order(pays):
+    model = in_fp32()
+    shifted = lambda it: ModelSamplingAuraFlow().patch_aura(it, 3.0)[0]  # noqa: E731
+    cached = lambda it: cache_steps(it, cache_settings("fast"))  # noqa: E731
+    expected = sample(cached(shifted(model)))
+    for nodes in (
+        (split_two, optimize, shifted, cached),
+        (cached, split_two, shifted, optimize),
+        (shifted, cached, optimize, split_two),
+    ):
+        made = model
+        for node in nodes:
+            made = node(made)
+        found = sample(made)
+        assert "cards: 2 share 2 forward passes" in report(made), report(made)
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+
+
+def split_two(model: Patcher) -> Patcher:
+    return split_cards(model, 2)[0]
 
 
 def compiled(model: Patcher) -> None:
