@@ -113,7 +113,7 @@ class ComfyLayers:
         return _Cast(layer, like)
 
     def bring(self, blocks: Sequence[torch.nn.Module], like: torch.Tensor) -> None:
-        """Brings what dynamic VRAM brings when a layer is first used, of blocks that nobody calls.
+        """Brings what dynamic VRAM brings when a layer is first used, before any is.
 
         Args:
             like: Of the dtype and on the device of the activations.

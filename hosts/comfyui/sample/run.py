@@ -42,7 +42,7 @@ class _Run:
     Attributes:
         files: What the files of its models say of attention, found out in the first pass.
         weights: What is known of where their weights are.
-        brought: Models of idle cards whose weights were asked for.
+        brought: Models on cards that share a pass, whose weights were asked for.
     """
 
     def __init__(self) -> None:
@@ -129,27 +129,29 @@ class ComfyOptimization(Optimization):
         file = self.read_file(model, options)
         own = options.pop(SLOT, None) if file is not None and file.runs else None
         weights = None if self._run is None else self._run.weights
-        control, idle = control_of(args, kwargs), idle_models(options, model)
+        control = control_of(args, kwargs)
+        idle = idle_models(options, model) if self._blocks else ()
         host = ComfyPass(model, self.attention, x, options, control, weights, idle)
         try:
             with ExitStack() as stack:
-                for peer in host.peers:
-                    self._bring(peer)
-                    stack.enter_context(bypassed(peer.owner))
+                for each in (host, *host.peers) if idle else ():
+                    self._bring(each)
+                for peer in idle:
+                    stack.enter_context(bypassed(peer))
                 stack.enter_context(ModelModulation.of(model).during(Call(t, options, kwargs)))
                 return self.run_pass(host, lambda: executor(x, t, *args, **kwargs))
         finally:
             if own is not None:
                 options[SLOT] = own
 
-    def _bring(self, peer: ComfyPass) -> None:
-        """Has the weights of an idle card brought, once a run."""
-        if self._run is None or peer.owner in self._run.brought:
+    def _bring(self, host: ComfyPass) -> None:
+        """Has the weights of a card that shares a pass brought, once a run."""
+        if self._run is None or host.owner in self._run.brought:
             return
-        self._run.brought.add(peer.owner)
+        self._run.brought.add(host.owner)
         # Without room for them they wait in host memory, and the pass runs on one card.
-        with cuda_device_context(peer.device), suppress(torch.OutOfMemoryError):
-            peer.layers.bring(peer.blocks, torch.empty(0, dtype=peer.dtype, device=peer.device))
+        with cuda_device_context(host.device), suppress(torch.OutOfMemoryError):
+            host.layers.bring(host.blocks, torch.empty(0, dtype=host.dtype, device=host.device))
 
 
 def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
