@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..planning.advise import together
 from ..planning.phases import figure, gib
 from ..split_cost import KEYS, LEAST_GAIN, ROWS
 from .figures import between, duration, many, significant, tenths
 
 if TYPE_CHECKING:
     from ..planning.advise import Together
+    from ..planning.estimate import Estimate
 
 EXCHANGED = {ROWS: "normalized rows", KEYS: "keys and values"}
+
+
+def cards_answer(
+    found: Estimate, count: int, link: float | None = None
+) -> tuple[Iterable[str], dict[str, Any]]:
+    """(sentences about several cards, what of them belongs into the estimate's JSON object).
+
+    Args:
+        count, link: as of `together`.
+
+    Raises:
+        SettingError: the link carries nothing.
+    """
+    several = together(found, count, link)
+    if several is None:
+        return (), {"cards": None}
+    return cards_lines(several), {"cards": cards_json(several)}
 
 
 def cards_lines(found: Together) -> Iterator[str]:

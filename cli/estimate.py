@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +24,6 @@ from .output import check_plot, print_text, write_plot
 
 if TYPE_CHECKING:
     from ..planning.cards import Card
-    from ..planning.estimate import Estimate
     from ..spec import CardFacts
 
 CARDS_HELP = (
@@ -142,13 +141,17 @@ def run(args: argparse.Namespace) -> int:
         from ..charts.memory_chart import memory_chart
 
         write_plot(memory_chart(found), args.plot)
-    cards_lines, cards_answer = _several(found, count, link) if count > 1 else ((), {})
+    lines, answer = (), {}
+    if count > 1:
+        from ..charts.cards import cards_answer
+
+        lines, answer = cards_answer(found, count, link)
     if args.json:
         from ..charts.answer import estimate_json
 
-        print_text(json.dumps({**estimate_json(found), **cards_answer}))
+        print_text(json.dumps({**estimate_json(found), **answer}))
     else:
-        print_text(estimate_text(found, cards_lines))
+        print_text(estimate_text(found, lines))
     return 0 if found.fits else 1
 
 
@@ -168,19 +171,6 @@ def _count_and_file(given: Sequence[str]) -> tuple[int, Path | None]:
         count = int(number)
     check_cards(count)
     return count, file
-
-
-def _several(
-    found: Estimate, count: int, link: float | None
-) -> tuple[Iterable[str], dict[str, Any]]:
-    """(sentences about several cards, what of them belongs into the JSON object)."""
-    from ..charts.cards import cards_json, cards_lines
-    from ..planning.advise import together
-
-    several = together(found, count, link)
-    if several is None:
-        return (), {"cards": None}
-    return cards_lines(several), {"cards": cards_json(several)}
 
 
 def _link(gbps: float | None, cards: int) -> float | None:

@@ -163,6 +163,7 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
     ) -> io.NodeOutput:
         require_host()
         from ..charts.answer import estimate_json
+        from ..charts.cards import cards_answer
         from ..charts.memory_chart import memory_chart
         from ..charts.words import estimate_text, summary_text
         from ..hosts.comfyui.estimate.cards import card_of
@@ -173,12 +174,13 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
             request_settings(**todays(settings)), model=model, clip=clip, vae=vae, latent=latent
         )
         found = estimate_on(card_of(card), wired, price_per_hour or None)
+        lines, answer = cards_answer(found, wired.cards) if wired.cards > 1 else ((), {})
         return with_picture(
             cls,
             memory_chart(found),
             summary_text(found),
-            estimate_text(found),
+            estimate_text(found, lines),
             found.fits,
-            json.dumps(estimate_json(found), indent=2),
+            json.dumps({**estimate_json(found), **answer}, indent=2),
             *loader_settings(found),
         )

@@ -151,6 +151,18 @@ def test_a_step_cache_is_counted_by_name_or_as_the_model_has_it():
     assert "Step cache: fast computes 20 of 50 steps, " in advice(cache="fast").args[1]
 
 
+def test_a_model_on_several_cards_is_answered_for_all_of_them():
+    with torch.inference_mode():
+        model = load_model(MICRO, "bf16")[0]
+    alone = run(card="L40S", model=model, width=1024, height=1024)
+    model.set_additional_models("multigpu", [model.clone()])
+    together = run(card="L40S", model=model, width=1024, height=1024)
+    assert "cards" not in alone[3] and together[3]["cards"]["count"] == 2
+    assert "\nOne image on 2 cards: " in together[1] and "\nMany images: " in together[1]
+    del together[3]["cards"]
+    assert together[3] == alone[3]
+
+
 def test_attention_in_8_bits_is_counted_as_the_model_has_it():
     with torch.inference_mode():
         model = load_model(MICRO, "bf16")[0]

@@ -30,10 +30,11 @@ NO_LATENT = {"width": 16, "height": 16, "batch": 1, "layers": 0}
 
 @dataclass(frozen=True)
 class WiredRequest:
-    """A request, and sentences about what was taken from where."""
+    """A request, sentences about what was taken from where, and how many cards the MODEL is on."""
 
     request: RunRequest
     notes: tuple[str, ...] = ()
+    cards: int = 1
 
 
 def request_from(
@@ -71,7 +72,7 @@ def request_from(
     request = RunRequest(**chosen, parts=Parts(**sizes))
     if found is not None and found.cache is not None:
         request = _with_cache(request, found.cache, notes)
-    return WiredRequest(request, tuple(notes))
+    return WiredRequest(request, tuple(notes), 1 if found is None else found.cards)
 
 
 def _take_model(chosen: dict[str, Any], found: TrueModel, notes: list[str]) -> dict[str, Any]:

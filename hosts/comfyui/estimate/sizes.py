@@ -63,6 +63,7 @@ class TrueModel:
         timestep_zero: Whether references are modulated as at timestep zero.
         cache: Settings of its step cache; None without one.
         attention: "fast" or a form of attention in 8 bits, where one is to run; else None.
+        cards: That each have a copy of it.
     """
 
     shape: TransformerShape
@@ -76,6 +77,7 @@ class TrueModel:
     timestep_zero: bool
     cache: CacheSettings | None
     attention: str | None
+    cards: int
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,7 @@ def model_sizes(model: ModelPatcher) -> TrueModel:
         timestep_zero=transformer.default_ref_method == TIMESTEP_ZERO,
         cache=None if cache is None else cache.settings,
         attention=_attention(model),
+        cards=1 + len(model.get_additional_models_with_key("multigpu")),
     )
 
 
