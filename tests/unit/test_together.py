@@ -1,10 +1,12 @@
 """One image on several cards, and many images on as many servers: what the estimate says."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from qwen_l40s.charts.cards import cards_json, cards_lines
+from qwen_l40s.charts.figures import between
 from qwen_l40s.cli import main
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.advise import LINKS, together
@@ -30,6 +32,16 @@ def test_what_two_l40s_are_expected_to_gain():
             assert least < found.gain.low <= found.gain.high < most
             assert found.likely[0].exchange == "rows"
             assert 1 < found.faster.low <= found.faster.high < found.gain.high
+
+
+def test_the_table_in_the_docs():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "cards.md").read_text(encoding="utf-8")
+    for side in (1024, 1328, 2048):
+        gains = (
+            on_cards(precision=name, width=side, height=side).gain for name in ("bf16", "int8")
+        )
+        cells = " | ".join(between(each, "{:.2f}".format) for each in gains)
+        assert f"| {side}x{side} | {cells} |" in text
 
 
 def test_servers_paint_more_images_than_one_split_paints():
