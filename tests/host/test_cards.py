@@ -5,7 +5,6 @@
 
 import contextlib
 import gc
-import itertools
 import weakref
 from types import SimpleNamespace
 from unittest import mock
@@ -34,10 +33,11 @@ from qwen_l40s.hosts.comfyui.sample.layers import ComfyLayers
 from qwen_l40s.hosts.comfyui.sample.optimize import optimize
 from qwen_l40s.hosts.comfyui.sample.run import ComfyOptimization
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
+from qwen_l40s.machine.lanes import Lane
 from qwen_l40s.nodes.split_cards import QwenL40SSplitCards
+from qwen_l40s.optimizations import run as shared_run
 from qwen_l40s.optimizations.blocks.block_form import blocks_of, token_layers
-from qwen_l40s.optimizations.cards.team import SplitPlan, Team
-from qwen_l40s.split_cost import ROWS
+from qwen_l40s.optimizations.cards import team
 from qwen_l40s.step_cache import cache_settings
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -140,18 +140,18 @@ def test_cards_without_a_prompt_are_shared_out():
 
 @pytest.fixture
 def pays(monkeypatch: pytest.MonkeyPatch):
-    """Has every pass split that can be, whatever it gains on a processor."""
+    """Has every pass split that can be, whatever it gains here."""
+    monkeypatch.setattr(team.SplitCost, "pays", True)
+    monkeypatch.setattr(team.Team, "_alone", lambda *_: 100.0)
+    monkeypatch.setattr(team.Team, "_together", lambda *_: 50.0)
 
-    def plan(self, _, given):
-        count, tokens = len(self._members), given[2].tokens.image
-        first = tokens // count - 3
-        rest = tokens - first
-        cuts = [rest * i // (count - 1) for i in range(count)]
-        images = first, *(after - before for before, after in itertools.pairwise(cuts))
-        return SplitPlan(ROWS, images, False)
+    def lane_between(source, target):
+        lane = Lane(source, target, True)
+        lane.gbps = 50.0
+        return lane
 
-    monkeypatch.setattr(Team, "plan", plan)
-    monkeypatch.setattr(Team, "gain", lambda *_: 2.0)
+    if MODE == "cpu":
+        monkeypatch.setattr(shared_run, "lane_between", lane_between)
 
 
 def report(model: Patcher) -> str:

@@ -167,7 +167,7 @@ def share_idle_cards(
     try:
         return executor(model, conds, x, timestep, model_options)
     finally:
-        del options[IDLE]
+        options.pop(IDLE, None)
 
 
 def _working(
