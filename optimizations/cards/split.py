@@ -239,12 +239,10 @@ class Split:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def sent(name: str, tensor: torch.Tensor, rows: bool = False) -> torch.Tensor:
-            shape = (share.tokens.rows, tensor.shape[-1]) if rows else tensor.shape
-            like = torch.empty(0, dtype=tensor.dtype, device=card.device)
-            there = card.workspace.take(f"sent {name}", shape, like)
-            parts = there.view(tensor.shape).unbind() if rows else (there,)
+            there = _place(card, f"sent {name}", tensor)
+            parts = there.unbind() if rows else (there,)
             pairs.extend(zip(tensor.unbind() if rows else (tensor,), parts, strict=True))
-            return there
+            return there.view(share.tokens.rows, -1) if rows else there
 
         with card.current():
             x = sent("x", image.contiguous(), rows=True)
@@ -289,9 +287,7 @@ class Split:
         added = self._additions[index]
         if not here:
             return added
-        card = self._cards[here]
-        like = torch.empty(0, dtype=added.dtype, device=card.device)
-        there = card.workspace.take("added", added.shape, like)
+        there = _place(self._cards[here], "added", added)
         self._copy(0, here, [(added.contiguous(), there)])
         self._lanes[0, here].arrive()
         return there
@@ -312,3 +308,9 @@ class Split:
             with parts[0].card.current():
                 lane.arrive()
         return text, result
+
+
+def _place(card: Card, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Where a tensor comes to on a card; a number is a row, as buffers are made for 256 at least."""
+    like = torch.empty(0, dtype=tensor.dtype, device=card.device)
+    return card.workspace.take(name, (tensor.numel(),), like).view(tensor.shape)

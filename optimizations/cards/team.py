@@ -189,6 +189,8 @@ class Team:
         if not self._gbps:
             return "the link between the cards has not been measured: too little memory was free"
         text, _, step, _ = given
+        if step.tokens.image < len(self._members):
+            return "the image has fewer tokens than there are cards"
         first = self._members[0]
         known = [executor.look(block, text) for block in first.host.blocks]
         sends = all(it.form.sends_rows and it.operands is not None for it in known)

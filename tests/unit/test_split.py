@@ -1,5 +1,6 @@
 """A pass whose rows several cards share, against the same pass on one: cards are the CPU here."""
 
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from test_block import DIM, MIXES, Case, attend, random
+from test_block import DIM, HEAD_DIM, HEADS, MIXES, Case, attend, random
 from test_passes import Attention, Chain, Host, Model
 
 from qwen_l40s.machine.lanes import lane_between
@@ -21,7 +22,10 @@ from qwen_l40s.optimizations.cards.split import LostCopyError, Split, shares_of
 from qwen_l40s.optimizations.linear import choose_gemm
 from qwen_l40s.optimizations.modulation import compute_entry
 from qwen_l40s.optimizations.reference import Rotary, Tokens
-from qwen_l40s.split_cost import KEYS, ROWS
+from qwen_l40s.planning import bytes as planning
+from qwen_l40s.planning.request import Parts, RunRequest, Setting
+from qwen_l40s.spec import FULL_SIZE
+from qwen_l40s.split_cost import KEYS, ROWS, row_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -160,6 +164,26 @@ def test_what_is_sent_is_what_was_counted():
             gap = -tokens.text % 4 * 4 if exchange == ROWS and not source else 0
             own = 6 * DIM * 4 if not source else 0  # the modulation of one more block
             assert a_block == rows[source] * a_row + gap + own
+
+
+@pytest.mark.parametrize("exchange", [KEYS, ROWS])
+@pytest.mark.parametrize("mix", ["plain", "all int8"])
+def test_the_second_card_holds_what_was_counted(monkeypatch, mix, exchange):
+    """Buffers come in multiples of 256 rows; attention's result is in none."""
+    monkeypatch.setattr(planning, "BF16", 4)  # numbers are fp32 here
+    narrow = replace(FULL_SIZE, blocks=2, dim=DIM, heads=HEADS, head_dim=HEAD_DIM)
+    request = RunRequest(
+        width=512, height=512, cfg="off", text_tokens=256, parts=Parts(transformer=narrow)
+    )
+    tokens, images = Tokens(1, 256, 1024, 1024), (256, 768)
+    chain, case = Chain(*[MIXES.get(mix, {})] * 2), Case(tokens)
+    over, _ = split(chain, shares_of(tokens, images, exchange))
+    over.run(case.text, case.image, case.step, compute_entry(chain.blocks, case.temb, 1), 0, 2)
+    quantized = mix != "plain"
+    each = (row_bytes(DIM, quantized=True) if quantized else 4 * DIM) if exchange == ROWS else None
+    setting = Setting("int8" if quantized else "bf16")
+    counted = planning.share_bytes(request, setting, images[1], each) - images[1] * 4 * DIM
+    assert over._cards[1].workspace.bytes == pytest.approx(counted, rel=0.01)
 
 
 def test_what_the_host_adds_between_blocks_is_added_to_every_share():
@@ -355,6 +379,9 @@ def test_passes_on_one_card_say_why(monkeypatch):
     passes.figures.reasons.clear()
     passes.gives_the_same(watched=True)
     assert passes.reasons == ["something reads or changes the streams between two blocks"]
+    passes.figures.reasons.clear()
+    passes(Tokens(1, 5, 1, 1))
+    assert passes.reasons == ["the image has fewer tokens than there are cards"]
     monkeypatch.setattr(PassHost, "attention", None)
     passes.figures.reasons.clear()
     passes()
