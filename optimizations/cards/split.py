@@ -311,6 +311,6 @@ class Split:
 
 
 def _place(card: Card, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Where a tensor comes to on a card; a number is a row, as buffers are made for 256 at least."""
+    """Where a tensor comes to on a card: a number is a row, as buffers have 256 rows at least."""
     like = torch.empty(0, dtype=tensor.dtype, device=card.device)
     return card.workspace.take(name, (tensor.numel(),), like).view(tensor.shape)
