@@ -439,7 +439,7 @@ def test_copies_that_lose_data_are_told():
         return SimpleNamespace(warning="Peer copies lose data." if pair == (own, others[1]) else "")
 
     copies = [SimpleNamespace(load_device=device) for device in others]
-    run._warning.cache_clear()
+    run.link_warning.cache_clear()
     with mock.patch.object(run, "link_between", link):
         assert run.unsafe_copies(model) == []
         model.load_device, model.additional_models["multigpu"] = own, copies
@@ -447,7 +447,25 @@ def test_copies_that_lose_data_are_told():
         assert asked == [(own, others[0]), (own, others[1]), tuple(others)]
         assert "cards: Peer copies lose data." in path_of(model)
     assert len(asked) == 3
-    run._warning.cache_clear()
+    run.link_warning.cache_clear()
+
+
+def test_where_copies_lose_data_prompts_stay_on_one_card(pays):
+    """ComfyUI would copy them to the other cards and back."""
+    model = in_fp32()
+    expected = sample(model, 4.0)
+    with mock.patch.object(cards, "link_warning", lambda *pair: str(pair)):
+        for count in (2, 3):
+            split = split_cards(model, count)[0]
+            with watched() as (passes, _):
+                found = sample(split, 4.0)
+            assert passes == 4 * [(0, list(range(1, count)))]
+            assert f"cards: {count} share 4 forward passes" in report(split), report(split)
+            torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    with mock.patch.object(run, "link_between", side_effect=RuntimeError("CUDA error: 1\nmore")):
+        pair = torch.device("cuda", 0), torch.device("cuda", 1)
+        assert run.link_warning(*pair).endswith("is not verified: CUDA error: 1")
+    run.link_warning.cache_clear()
 
 
 def test_weights_that_nobody_uses_are_brought_once_a_run():

@@ -24,8 +24,9 @@ from ....optimizations.fallback import Fallback
 from ....spec import format_gib
 from .call import IDLE
 from .optimize import unsupported_model
-from .run import CARDS_KEY, OPTIMIZATION_KEY
+from .run import CARDS_KEY, OPTIMIZATION_KEY, link_warning
 
+CLONES = "multigpu_clones"  # of model_options: {card: patcher}, the MODEL's own first
 # Cards of one kind tell nearly the same memory: error correction and faulty rows take some.
 LIKE_MEMORY = 0.1
 
@@ -41,7 +42,6 @@ def split_cards(model: ModelPatcher, cards: int) -> tuple[ModelPatcher, str]:
         return model, fallback.reason
     clone = model.clone()
     clone.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, CARDS_KEY)
-    lines = []
     alike, notes = _cards_like(clone.load_device, cards)
     found = alike if isinstance(alike, Fallback) else _cloned(clone, 1 + len(alike))
     if isinstance(found, Fallback):
@@ -155,9 +155,17 @@ def share_idle_cards(
     timestep: torch.Tensor,
     model_options: dict[str, Any],
 ) -> Any:
-    """CALC_COND_BATCH wrapper: tells the passes of one step of the cards that have none."""
-    clones = model_options.get("multigpu_clones", {})
-    working = _working(conds, x, timestep, len(clones))
+    """CALC_COND_BATCH wrapper: tells the passes of one step of the cards that have none.
+
+    Where copies between cards lose data, as ComfyUI's own would, all prompts stay on one card.
+    """
+    clones = model_options.get(CLONES, {})
+    own, *others = clones or (x.device,)
+    if any(link_warning(own, other) for other in others):
+        working = 1
+        model_options = {name: it for name, it in model_options.items() if name != CLONES}
+    else:
+        working = _working(conds, x, timestep, len(clones))
     models = [patcher.model for patcher in clones.values()]
     options = model_options["transformer_options"]
     options[IDLE] = {

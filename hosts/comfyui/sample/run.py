@@ -17,6 +17,7 @@ from comfy.quant_ops import QuantizedTensor
 from comfy.samplers import CFGGuider
 
 from ....errors import SettingError
+from ....machine.card import first_line
 from ....machine.flags import flags_for_a_run
 from ....machine.links import link_between
 from ....optimizations.blocks.block_form import blocks_of, token_layers
@@ -185,16 +186,20 @@ def unsafe_copies(patcher: Any) -> list[str]:
     The first call for a pair of cards verifies their link, and tells at once.
     """
     clones = patcher.get_additional_models_with_key("multigpu")
-    devices = [patcher.load_device, *(clone.load_device for clone in clones)]
-    devices = [device for device in devices if device.type == "cuda"]
-    pairs = combinations(devices, 2)
-    return [f"cards: {warning}" for warning in (_warning(*pair) for pair in pairs) if warning]
+    pairs = combinations([it.load_device for it in (patcher, *clones)], 2)
+    return [f"cards: {warning}" for warning in (link_warning(*pair) for pair in pairs) if warning]
 
 
 # Once a process: after a run the cards may have no room for what verifies a link.
 @functools.cache
-def _warning(source: torch.device, target: torch.device) -> str:
-    warning = link_between(source, target).warning
+def link_warning(source: torch.device, target: torch.device) -> str:
+    """What to say of two cards whose copies lose data; empty where they arrive."""
+    if source.type != "cuda" or target.type != "cuda":
+        return ""
+    try:
+        warning = link_between(source, target).warning
+    except RuntimeError as error:  # of a driver, which says nothing of the run
+        warning = f"The link between {source} and {target} is not verified: {first_line(error)}"
     if warning:
         logger.warning("Qwen-Image L40S: %s", warning)
     return warning
