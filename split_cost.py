@@ -6,7 +6,7 @@ has the text rows and fewer image rows for that. Two exchanges bring K and V tog
     keys   K and V of the own rows are sent, in bf16; the copy hides behind the own q
     rows   the normalized rows that q, k and v are made of are sent, in 8 bits where the layers
            take them, and K and V of the others' rows are made here, too; the copy hides behind
-           the own q, k and v
+           the own q, k and v, and where that is not enough behind the MLP of the block before
 
 A block then takes, with the share of the rows that a card has:
 
@@ -30,8 +30,10 @@ LEAST_GAIN = 1.25
 FIXED = 0.00006
 BF16 = 2  # bytes of a number
 # Of a stream's products in one block, those of q alone; of K and V; and of all three.
-QUERY, KEYS_AND_VALUES, FIRST = (
-    count * 2 / sum(rows * columns for rows, columns in BLOCK_GEMMS.values()) for count in (1, 2, 3)
+# And half of the MLP's last one.
+QUERY, KEYS_AND_VALUES, FIRST, HALF_OF_LAST = (
+    count * 2 / sum(rows * columns for rows, columns in BLOCK_GEMMS.values())
+    for count in (1, 2, 3, 2)
 )
 # Products with fewer rows take as long as reading their weights does: the operations of a byte,
 # which are 200 to 400 on cards with tensor cores.
@@ -106,7 +108,9 @@ class Exchange:
         sent: Bytes that a card sends or receives in a block, whichever is more.
         extra: Seconds for K and V of the others' rows.
         window: Seconds of the products behind which the copy hides.
-        exposed: Seconds of the copy that they do not hide.
+        early: Whether rows leave in two pieces, the first behind the second's last product of the
+            block before: only where the copy would be exposed otherwise, and of one item.
+        exposed: Seconds of the copy that nothing hides.
         seconds: Of the whole block.
     """
 
@@ -115,6 +119,7 @@ class Exchange:
     sent: int
     extra: float
     window: float
+    early: bool
     exposed: float
     seconds: float
 
@@ -246,10 +251,14 @@ class SplitCost:
         else:
             each, extra, window = 2 * BF16 * rows.width, 0.0, QUERY * products
         sent = round(each * max(own * (self.cards - 1), rows.all - own))
-        exposed = max(0.0, sent / self.link - window)
+        copy = sent / self.link
+        exposed = max(0.0, copy - window)
+        early = name == ROWS and rows.items == 1 and exposed > 0
+        if early:
+            exposed = max(0.0, exposed - min(copy / 2, HALF_OF_LAST * part * block.image))
         seconds = products + block.joint * own / rows.all + extra + exposed + FIXED
         seconds = max(seconds, self.cards * self.launch)
-        return Exchange(name, (), sent, extra, window, exposed, seconds)
+        return Exchange(name, (), sent, extra, window, early, exposed, seconds)
 
 
 def row_bytes(width: int, *, quantized: bool) -> int:

@@ -211,8 +211,7 @@ class Team:
             )
             best, plan = cost.best, cost.words
             if cost.pays:
-                early = best.name == ROWS and best.exposed > 0
-                plan = SplitPlan(best.name, best.image_rows, early)
+                plan = SplitPlan(best.name, best.image_rows, best.early)
             self._known.plans[key] = plan
         return plan
 
