@@ -322,6 +322,30 @@ def test_copies_come_and_go_with_the_host():
     assert torch.equal(sample(split, 4.0), expected)
 
 
+def test_a_card_without_room_leaves_the_run_to_the_first(caplog):
+    model = optimize(load_model(PATH, "bf16")[0])
+    split = split_cards(model, 3)[0]
+    expected, run_pass = sample(model, 4.0), ComfyOptimization.run_pass
+    ran = []
+
+    def fill(self, host, call):
+        ran.append(host.device.index or 0)
+        if host.device == card(1):
+            raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+        return run_pass(self, host, call)
+
+    with mock.patch.object(ComfyOptimization, "run_pass", fill):
+        assert torch.equal(sample(split, 4.0), expected)
+    assert sorted(ran) == [0] * 5 + [1]
+    assert "cards: CUDA out of memory. The run goes on with one card: close" in caplog.text
+    full = mock.patch.object(ComfyOptimization, "run_pass", side_effect=torch.OutOfMemoryError)
+    with full, pytest.raises(torch.OutOfMemoryError):
+        sample(split)
+    with watched() as (passes, _):
+        assert torch.equal(sample(split, 4.0), expected)
+    assert {device for device, _ in passes} == {0, 1}
+
+
 def test_a_copy_that_nobody_needs_is_freed(pays):
     model = in_fp32()
     split = split_cards(model, 2)[0]

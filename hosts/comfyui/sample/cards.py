@@ -6,11 +6,13 @@ conditionings, some get none: these are shared out among the cards that work, as
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from comfy import model_management as management
@@ -25,6 +27,8 @@ from ....spec import format_gib
 from .call import IDLE
 from .optimize import unsupported_model
 from .run import CARDS_KEY, OPTIMIZATION_KEY, link_warning
+
+logger = logging.getLogger(__name__)
 
 CLONES = "multigpu_clones"  # of model_options: {card: patcher}, the MODEL's own first
 # Cards of one kind tell nearly the same memory: error correction and faulty rows take some.
@@ -157,15 +161,16 @@ def share_idle_cards(
 ) -> Any:
     """CALC_COND_BATCH wrapper: tells the passes of one step of the cards that have none.
 
-    Where copies between cards lose data, as ComfyUI's own would, all prompts stay on one card.
+    Where copies between cards lose data, as ComfyUI's own would, all prompts stay on one card. Once
+    a card has run out of memory, the rest of the run does without the others.
     """
-    clones = model_options.get(CLONES, {})
-    own, *others = clones or (x.device,)
-    if any(link_warning(own, other) for other in others):
-        working = 1
-        model_options = {name: it for name, it in model_options.items() if name != CLONES}
-    else:
-        working = _working(conds, x, timestep, len(clones))
+    clones, pool = model_options.get(CLONES, {}), model_options.get("multigpu_thread_pool")
+    alone = {name: it for name, it in model_options.items() if name != CLONES}
+    if not clones or pool in _full:
+        return executor(model, conds, x, timestep, alone)
+    own, *others = clones
+    unsafe = any(link_warning(own, other) for other in others)
+    working = 1 if unsafe else _working(conds, x, timestep, len(clones))
     models = [patcher.model for patcher in clones.values()]
     options = model_options["transformer_options"]
     options[IDLE] = {
@@ -173,9 +178,22 @@ def share_idle_cards(
         for place, lead in enumerate(models[:working])
     }
     try:
-        return executor(model, conds, x, timestep, model_options)
+        return executor(model, conds, x, timestep, alone if unsafe else model_options)
+    except torch.OutOfMemoryError as error:
+        logger.warning(
+            "Qwen-Image L40S, cards: %s The run goes on with one card: close what else uses the "
+            "others.",
+            first_line(error),
+        )
     finally:
         options.pop(IDLE, None)
+    # The other cards' results still wait in the pool, where the next step would take them.
+    if pool is not None:
+        _full.add(pool)
+    return executor(model, conds, x, timestep, alone)
+
+
+_full: WeakSet[Any] = WeakSet()  # ComfyUI's pools of threads in whose run a card had no room
 
 
 def _working(
