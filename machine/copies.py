@@ -192,14 +192,13 @@ class Route:
         self.source, self.target, self.peer = source, target, peer
         self._operations = operations = operations or operations_on(source)
         self.out, self.into = operations.stream(source), operations.stream(target)
-        self._ready, self._free, self._left = (operations.event() for _ in range(3))
-        self.landed = self._left if peer else operations.event()
         self._turn = 0
         self._buffers = []
         if peer:
             operations.allow(source, target)
         else:
             self._buffers = [_Buffer(operations) for _ in range(BUFFERS)]
+        self._make_events()
         for stream in (self.out, self.into):  # before what it copies through is freed
             weakref.finalize(self, stream.synchronize).atexit = False
 
@@ -226,6 +225,13 @@ class Route:
         """Waits until all copies are done."""
         for stream in (self.out, self.into):
             stream.synchronize()
+
+    def _make_events(self) -> None:
+        event = self._operations.event
+        self._ready, self._free, self._left = (event() for _ in range(3))
+        self.landed = self._left if self.peer else event()
+        for buffer in self._buffers:
+            buffer.filled, buffer.read = event(), event()
 
     def _copy(self, moves: Sequence[Move]) -> None:
         current = self._operations.current
@@ -267,7 +273,8 @@ class _Buffer:
     def __init__(self, operations: Any) -> None:
         self._memory = operations.pinned(BUFFER_BYTES)
         self.address = self._memory.data_ptr()
-        self.filled, self.read = operations.event(), operations.event()
+        self.filled: Any
+        self.read: Any
 
 
 def _moves(pairs: Iterable[Pair]) -> list[Move]:

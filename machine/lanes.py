@@ -6,7 +6,7 @@ With an IOMMU or ACS between two cards a copy can vanish, or come late, without 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class Lane(Route):
         self._places = torch.zeros(KEPT, dtype=torch.int32).to(target)
         self._seen = self._operations.pinned(self._places.nbytes).view(torch.int32).zero_()
         self._addresses = [x.data_ptr() for x in (self._places, self._numbers, self._seen)]
+        self._nothing = torch.zeros_like(self._places)
         self._looked = self._operations.event()
         self._copies = self._checked = 0
         self._missed = False
@@ -69,6 +70,39 @@ class Lane(Route):
         self._check()
         missed, self._missed = self._missed, False
         return missed
+
+    @functools.cached_property
+    def captured(self) -> Lane:
+        """Another one between the same cards, for CUDA graphs alone."""
+        return Lane(self.source, self.target, self.peer, self._operations)
+
+    def begin_capture(self) -> None:
+        """Copies from here on are part of a graph, which the current streams of both cards capture.
+
+        At each replay no number is there before its copy.
+        """
+        self._make_events()  # a graph may not wait for one of before
+        self._copies = self._checked = 0
+        self._free.record(self._operations.current(self.target))
+        self.into.wait_event(self._free)
+        nothing = self._nothing
+        self._operations.copy(self._addresses[0], nothing.data_ptr(), nothing.nbytes, self.into)
+        cleared = self._operations.event()
+        cleared.record(self.into)
+        self.out.wait_event(cleared)
+
+    def end_capture(self) -> Callable[[], bool]:
+        """The current streams of both cards wait for all copies.
+
+        Returns:
+            Whether one had not arrived in a replay; asked when that is over.
+        """
+        current, copies = self._operations.current, self._copies
+        for card, stream in ((self.source, self.out), (self.target, self.into)):
+            done = self._operations.event()
+            done.record(stream)
+            current(card).wait_event(done)
+        return lambda: self._seen[:copies].tolist() != list(range(1, copies + 1))
 
     def _check(self) -> None:
         self._looked.record(self.into)

@@ -75,6 +75,8 @@ class Optimization:
             prepared.known(None)
         for memory in self._memories.pop(owner, {}).values():
             memory.release()
+        for memory in self._all_memories():  # graphs over this card and another
+            memory.drop_void()
 
     def run_pass(self, host: HostPass, call: Callable[[], Any]) -> Any:
         """One call of the transformer, which `call` makes; once more where attention gave NaN."""

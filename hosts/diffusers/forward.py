@@ -52,6 +52,7 @@ class TransformerPass:
     state = None  # a transformer has one set of weights in a run
     steps = None
     peers = additions = ()  # diffusers runs a pass on one card
+    in_turns = False
 
     def __init__(
         self,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,7 +18,8 @@ from ...machine.card import first_line
 from ..fused import Ops
 from ..modulation import Entry
 from ..reference import Rotary, Tokens
-from .block import BlockExecutor, Step
+from .block import Step
+from .capture import capture, pool_on
 from .workspace import Workspace, streams_of
 
 # Graphs of one model on one card; with CFG a run has two shapes.
@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
     entry: Entry
     step: Step
 
-    def copy(self, text: torch.Tensor, image: torch.Tensor, entry: Entry, step: Step) -> None:
+    def copy(self, text: torch.Tensor, image: torch.Tensor, step: Step, entry: Entry) -> None:
         """Takes over the inputs of a pass of the same shapes."""
         for mine, theirs in zip(streams_of(self.x, step.tokens), (text, image), strict=True):
             mine.copy_(theirs)
@@ -65,33 +65,80 @@ class Inputs(NamedTuple):
             self.step.mask.copy_(step.mask)
 
 
+class Work(NamedTuple):
+    """What a graph computes.
+
+    Attributes:
+        key: What two passes have in common that one graph can compute.
+        weights: The token of where the weights are.
+        replayable: Whether all of it is launched in the same way each time.
+        prepared: Whether all that is asked of its blocks was found in an earlier pass.
+        beside: Whether text and image are computed side by side.
+        launch: Is called before a capture. What it returns launches the work in place of the
+            inputs' `x`, with another stream on their card; and that returns what raises after a
+            replay whose result is wrong, or None.
+        cards: Others that take part, each with its memory.
+    """
+
+    key: Hashable
+    weights: Hashable
+    replayable: bool
+    prepared: bool
+    beside: bool
+    launch: Callable[[], Callable[[Inputs, torch.cuda.Stream], Callable[[], None] | None]]
+    cards: Sequence[tuple[torch.device, PassMemory]] = ()
+
+
 class PassGraph:
     """A captured pass.
 
     Args:
         graph: torch's.
+        pool: What it allocated comes from.
         inputs: What it reads.
         weights: The token of where the weights are.
-        changes: Of the workspace, when it was captured.
+        workspaces: Whose buffers it uses.
+        check: Of a replay, as `Work.launch` gives it.
+
+    Attributes:
+        issued: When the processor had issued the last replay, by `time.perf_counter`.
     """
 
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, inputs: Inputs, weights: Hashable, changes: int
+        self,
+        graph: torch.cuda.CUDAGraph,
+        pool: tuple[int, int],
+        inputs: Inputs,
+        weights: Hashable,
+        workspaces: Sequence[Workspace],
+        check: Callable[[], None] | None,
     ) -> None:
-        self._graph, self._inputs = graph, inputs
-        self.weights, self.changes = weights, changes
+        self._graph, self._inputs, self._check = graph, inputs, check
+        self.pool, self.weights = pool, weights
+        self.issued = 0.0
+        self._buffers = [(workspace, workspace.changes) for workspace in workspaces]
+
+    @property
+    def void(self) -> bool:
+        """Whether a buffer was exchanged since, or the graph was reset."""
+        return not self._buffers or any(it.changes != changes for it, changes in self._buffers)
 
     def replay(
-        self, text: torch.Tensor, image: torch.Tensor, entry: Entry, step: Step
+        self, text: torch.Tensor, image: torch.Tensor, step: Step, entry: Entry
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Text and image after all blocks, new tensors."""
-        self._inputs.copy(text, image, entry, step)
+        self._inputs.copy(text, image, step, entry)
         self._graph.replay()
+        self.issued = time.perf_counter()
+        if self._check is not None:
+            self._check()
         return streams_of(self._inputs.x.clone(), step.tokens)
 
     def reset(self) -> None:
         """Frees what it holds."""
-        self._graph.reset()
+        if self._buffers:
+            self._buffers = []
+            self._graph.reset()
 
 
 CARD = "the card, not the processor, sets the pace"
@@ -181,6 +228,7 @@ class PassMemory:
         self._graphs: dict[Hashable, PassGraph] = {}  # the least recently used first
         self._seen: dict[Hashable, Seen] = {}
         self._pool: tuple[int, int] | None = None
+        self._lent: torch.cuda.MemPool | None = None
 
     @property
     def has_graphs(self) -> bool:
@@ -195,7 +243,7 @@ class PassMemory:
 
     def free_buffers(self) -> None:
         """Where no graph needs them, and large ones with their graphs."""
-        self._drop_void()
+        self.drop_void()
         if not self._graphs or self.workspace.bytes > KEPT_BYTES:
             self.release()
 
@@ -204,7 +252,7 @@ class PassMemory:
         for graph in self._graphs.values():
             graph.reset()
         self._graphs.clear()
-        self._pool = None
+        self._pool = self._lent = None
         self.workspace = Workspace(self.workspace.ops)
 
     def seen(self, key: Hashable) -> Seen:
@@ -215,67 +263,64 @@ class PassMemory:
             del self._seen[next(iter(self._seen))]
         return found
 
-    def graph(self, key: Hashable, weights: Hashable) -> PassGraph | None:
-        """The graph of a shape, where what it reads is where it was; others are dropped."""
-        self._drop_void()
-        found = self._graphs.pop(key, None)
+    def graph(self, work: Work) -> PassGraph | None:
+        """The graph of some work, where what it reads is where it was; others are dropped."""
+        self.drop_void()
+        found = self._graphs.pop(work.key, None)
         if found is None:
             return None
-        if found.weights != weights:
+        if found.weights != work.weights:
             found.reset()
             return None
-        self._graphs[key] = found
+        self._graphs[work.key] = found
         return found
 
     def capture(
-        self,
-        key: Hashable,
-        weights: Hashable,
-        executor: BlockExecutor,
-        blocks: Sequence[torch.nn.Module],
-        text: torch.Tensor,
-        entry: Entry,
-        step: Step,
-        beside: bool,
-        figures: GraphFigures,
+        self, work: Work, text: torch.Tensor, entry: Entry, step: Step, figures: GraphFigures
     ) -> PassGraph | str:
-        """Captures the blocks for a shape that has run before; why not, where that fails.
+        """Captures work that has run before; why not, where that fails.
 
         Args:
-            executor: In this memory's workspace, with what is known of blocks that are held.
             text: Of the dtype and on the device of the pass.
-            beside: Whether text and image are computed side by side.
         """
         start = time.perf_counter()
-        while len(self._graphs) >= MOST_GRAPHS:
-            self._graphs.pop(next(iter(self._graphs))).reset()
-        changes = self.workspace.changes
+        memories = [self, *(memory for _, memory in work.cards)]
+        for memory in memories:
+            memory._make_room()
+        spaces = [memory.workspace for memory in memories]
+        changes = [space.changes for space in spaces]
+        checks: list[Callable[[], None] | None] = []
         try:
-            inputs = self._inputs(text, entry, step)
-            graph = _captured(
-                lambda stream: executor.run_all(
-                    blocks, inputs.x, inputs.step, inputs.entry, stream if beside else None
-                ),
+            inputs, pool, launch = self._inputs(text, entry, step), self._own_pool(), work.launch()
+            graph = capture(
+                lambda stream: checks.append(launch(inputs, stream)),
                 text.device,
-                self._shared_pool(),
+                pool,
+                {card: memory._pool_of(card) for card, memory in work.cards},
             )
         except torch.OutOfMemoryError:
             return "the card has no room for one"
         except RuntimeError as error:  # drivers, and what cannot be captured
             return f"capturing one failed: {first_line(error)}"
-        if self.workspace.changes != changes:
+        if [space.changes for space in spaces] != changes:
             graph.reset()
             return FIRST
-        found = self._graphs[key] = PassGraph(graph, inputs, weights, changes)
+        found = PassGraph(graph, pool, inputs, work.weights, spaces, checks[0])
+        for memory in memories:  # each keeps the buffers as long as the graph is there
+            memory._graphs[work.key] = found
         figures.captured += 1
         figures.seconds += time.perf_counter() - start
         return found
 
-    def _drop_void(self) -> None:
+    def drop_void(self) -> None:
         """Drops the graphs of buffers that were exchanged."""
-        changes = self.workspace.changes
-        for void in [k for k, graph in self._graphs.items() if graph.changes != changes]:
+        for void in [key for key, graph in self._graphs.items() if graph.void]:
             self._graphs.pop(void).reset()
+
+    def _make_room(self) -> None:
+        self.drop_void()
+        while len(self._graphs) >= MOST_GRAPHS:
+            self._graphs.pop(next(iter(self._graphs))).reset()
 
     def _inputs(self, text: torch.Tensor, entry: Entry, step: Step) -> Inputs:
         tokens = step.tokens
@@ -286,74 +331,17 @@ class PassMemory:
             mask = None if step.mask is None else torch.empty_like(step.mask)
         return Inputs(x, own, Step(tokens, rotary, mask))
 
-    def _shared_pool(self) -> tuple[int, int]:
+    def _own_pool(self) -> tuple[int, int]:
         # torch takes no pool whose graphs are all gone.
-        if self._pool is None or not self._graphs:
+        if all(graph.pool != self._pool for graph in self._graphs.values()):
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
 
-
-_streams: dict[int, list[torch.cuda.Stream]] = {}  # a card's; each keeps a workspace of cuBLAS
-
-
-def _captured(
-    work: Callable[[torch.cuda.Stream], object], device: torch.device, pool: tuple[int, int]
-) -> torch.cuda.CUDAGraph:
-    """Captures what `work` launches, also on the stream that it is given; other threads go on.
-
-    Not through `torch.cuda.graph`, which collects garbage and empties the allocator's cache first.
-    """
-    streams = _streams.get(device.index)
-    if streams is None:
-        streams = _streams[device.index] = [torch.cuda.Stream(device) for _ in range(2)]
-        one = torch.ones(1, 1, device=device)
-        for stream in streams:  # cuBLAS's workspace is not part of a graph's memory
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                torch.mm(one, one)
-    side, beside = streams
-    graph = torch.cuda.CUDAGraph()
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        _begin(graph, device, pool)
-        try:
-            work(beside)
-        except BaseException:
-            with suppress(RuntimeError):  # what has raised is to be seen
-                _end(graph, device, pool)
-            raise
-        _end(graph, device, pool)
-    return graph
-
-
-def _begin(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> None:
-    """Begins a capture with a generator of random numbers of its own.
-
-    The one that takes part raises in other threads ("Offset increment outside graph capture"), as
-    long as a capture lasts and after one that failed. torch takes the default one; here that is
-    over when this returns.
-    """
-    generator = torch.cuda.default_generators[device.index]
-    everybodys = generator.graphsafe_get_state()
-    generator.graphsafe_set_state(generator.clone_state())
-    try:
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-    finally:
-        generator.graphsafe_set_state(everybodys)
-
-
-def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> None:
-    """Ends a capture, also one that the driver has broken off.
-
-    There torch leaves its allocator as in the middle of a capture, where it keeps what is freed.
-    """
-    try:
-        graph.capture_end()
-    except RuntimeError:
-        with suppress(AttributeError, RuntimeError):
-            torch._C._cuda_endAllocateToPool(device.index, pool)
-            torch._C._cuda_releasePool(device.index, pool)
-        raise
+    def _pool_of(self, card: torch.device) -> torch.cuda.MemPool | None:
+        """For graphs that another card replays."""
+        if self._lent is None:
+            self._lent = pool_on(card)
+        return self._lent
 
 
 def key_of(text: torch.Tensor, step: Step, entry: Entry, attention: object) -> tuple[Hashable, ...]:

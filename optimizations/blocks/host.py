@@ -63,6 +63,8 @@ class HostPass(Protocol):
         attention: This package's, where it computes the attention of the block that runs.
         peers: Of cards that have nothing to do in this pass, each with its own copy of the model;
             they have no modulation of their own in it, and what the host gives blocks is here.
+        in_turns: Whether passes of other cards are launched meanwhile, by threads that the
+            interpreter lets run in turns.
         additions: What the host adds to the first image rows after each block, (batch or 1, rows,
             D) in any floating dtype, on this pass's device, or None; empty where nothing is added.
     """
@@ -77,6 +79,7 @@ class HostPass(Protocol):
     modulation: RunModulation
     attention: ChosenAttention | None
     peers: Sequence[HostPass]
+    in_turns: bool
     additions: Sequence[torch.Tensor | None]
 
     def fallback(self) -> Fallback | None:

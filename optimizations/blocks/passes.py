@@ -18,12 +18,12 @@ from ...machine.card import first_line
 from ...split_cost import LEAST_GAIN
 from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..cards.split import LostCopyError
-from ..cards.team import Team
+from ..cards.team import Given, Team
 from ..fallback import Fallback
 from ..modulation import Entry, compute_entry
 from ..reference import Modulation
-from .block import Attend, BlockExecutor, Step
-from .graphs import FIRST, LAST_PART, MOST_ROWS, PassMemory, Seen, key_of
+from .block import Attend, BlockExecutor
+from .graphs import FIRST, LAST_PART, MOST_ROWS, Inputs, PassGraph, PassMemory, Seen, Work, key_of
 from .host import HostPass, PreparedModel
 from .self_check import TOKENS_AT_ONCE, Streams
 
@@ -96,9 +96,10 @@ class ForwardPass:
             self._embedding, self._entry = embedding, self._host.entry(embedding, step.tokens.batch)
         # A second call of the transformer in one pass may have another embedding.
         if index == 0 and embedding is self._embedding:
-            if self._team and self._share(block, text, image, step, arguments, watched):
+            given = text, image, step, self._entry
+            if self._team and self._share(block, given, arguments, watched):
                 return text, image
-            if self._replay(text, image, step, clear):
+            if self._replay(given, clear):
                 return text, image
         halves = self._halves(index, block, embedding, step.tokens.batch)
         following = None
@@ -178,13 +179,7 @@ class ForwardPass:
         return self._chosen
 
     def _share(
-        self,
-        block: torch.nn.Module,
-        text: torch.Tensor,
-        image: torch.Tensor,
-        step: Step,
-        arguments: dict[str, Any],
-        watched: bool,
+        self, block: torch.nn.Module, given: Given, arguments: dict[str, Any], watched: bool
     ) -> bool:
         """Has several cards compute all blocks; whether they did."""
         figures, host = self._prepared.split, self._host
@@ -192,7 +187,7 @@ class ForwardPass:
         if refusal:
             figures.refuse(refusal)
             return False
-        given = text, image, step, self._entry
+        text, image, step, _ = given
         try:
             plan = self._team.plan(self._executor, given)
             if isinstance(plan, str):
@@ -202,7 +197,7 @@ class ForwardPass:
             if wanted:
                 self._free_buffers()
                 expected = host.host_block(block, arguments)
-            split = self._team.split(plan, step, host.attention)
+            split = self._team.split(plan, step)
             if wanted:
                 result = split.run(*given, 0, 1)
                 if not figures.check.passes((text, image), result, expected, step):
@@ -215,8 +210,17 @@ class ForwardPass:
                     "needed"
                 )
                 return False
+            graph = self._graph(
+                lambda: self._team.work(split, plan, self._key(given)),
+                given,
+                not wanted,
+                not host.additions,
+            )
             start = time.perf_counter()
-            result = split.run(*given, 0, len(host.blocks))
+            if graph is not None:
+                result = graph.replay(*given)
+            else:
+                result = split.run(*given, 0, len(host.blocks), self._watch and self._watch.after)
         except LostCopyError:
             figures.refuse("a copy between two cards was lost; the step ran again", final=True)
         except torch.OutOfMemoryError:
@@ -225,13 +229,13 @@ class ForwardPass:
         except Exception as error:  # compilers, drivers and packages raise anything
             figures.refuse(f"several cards raised {first_line(error)}", final=True)
         else:
-            figures.seconds += split.issued - start
+            figures.seconds += (graph or split).issued - start
             figures.blocks += len(host.blocks)
             figures.passes += 1
             figures.plan = plan
-            self._handed = (text, image), result
-            self.fused += len(host.blocks)
+            self._hand(given, result, graph)
             return True
+        self._watch = None
         return False
 
     def _no_split(self, watched: bool) -> str:
@@ -245,53 +249,90 @@ class ForwardPass:
             return "attention measures its error in this pass"
         return self._team.refusal
 
-    def _replay(self, text: torch.Tensor, image: torch.Tensor, step: Step, clear: bool) -> bool:
+    def _replay(self, given: Given, clear: bool) -> bool:
         """Has a CUDA graph compute all blocks; whether it did.
 
         What a graph of an earlier run computes was compared then, with the same weights.
         """
+        text, _, step, _ = given
         if not text.is_cuda:
             return False
         compared = not self._prepared.check.wanted(step)
-        figures, attention = self._prepared.graphs, self._host.attention
-        refusal = self._no_graphs(clear, attention)
+        graph = self._graph(lambda: self._work(given), given, compared, clear)
+        if graph is None:
+            return False
+        self._hand(given, graph.replay(*given), graph)
+        return True
+
+    def _work(self, given: Given) -> Work:
+        """The pass as a graph of one card computes it."""
+        executor, blocks = self._executor, self._host.blocks
+        beside = given[2].tokens.rows <= MOST_ROWS[self._prepared.quantized]
+
+        def launch(inputs: Inputs, stream: torch.cuda.Stream) -> None:
+            more = stream if beside else None
+            executor.run_all(blocks, inputs.x, inputs.step, inputs.entry, more)
+
+        ready = executor.replayable(blocks), executor.prepared(blocks)
+        return Work(self._key(given), self._weights, *ready, beside, lambda: launch)
+
+    def _key(self, given: Given) -> tuple[Hashable, ...]:
+        """What two passes have in common that one graph can compute."""
+        text, _, step, entry = given
+        heads, tokens = self._host.blocks[0].attn.heads, step.tokens
+        size = tokens.batch, heads, text.shape[-1] // heads, tokens.joint, step.mask is not None
+        request = text.device, text.dtype, *size
+        chosen = self._choice(self._host.attention, AttentionRequest, *request)
+        return key_of(text, step, entry, chosen)
+
+    def _graph(
+        self, work_of: Callable[[], Work], given: Given, compared: bool, clear: bool
+    ) -> PassGraph | None:
+        """What computes this pass in one launch; None where kernels are launched one by one.
+
+        Args:
+            work_of: Says what it computes.
+            compared: Whether some blocks of the shape were compared with the host's.
+            clear: Whether nothing reads or changes the streams between two blocks.
+        """
+        figures, host, memory = self._prepared.graphs, self._host, self._memory
+        refusal = self._no_graphs(clear, host.attention)
         if refusal:
             figures.refuse(refusal)
-            return False
-        attn, tokens = self._host.blocks[0].attn, step.tokens
-        heads, masked = attn.heads, step.mask is not None
-        size = tokens.batch, heads, text.shape[-1] // heads, tokens.joint, masked
-        chosen = self._choice(attention, AttentionRequest, text.device, text.dtype, *size)
-        key = key_of(text, step, self._entry, chosen)
-        memory, blocks = self._memory, self._host.blocks
-        seen = memory.seen(key)
+            return None
+        work = work_of()
+        seen = memory.seen(work.key)
         seen.passes += 1
-        graph = memory.graph(key, self._weights)
-        if graph is None and not compared:
+        graph = memory.graph(work)
+        if graph is not None:
+            return graph
+        if not compared:
             figures.refuse(FIRST)
-            return False
-        if graph is None:
-            beside = tokens.rows <= MOST_ROWS[self._prepared.quantized]
-            refusal = seen.not_worth(self._host.steps, beside)
-            if not self._executor.replayable(blocks):
-                refusal = "some layers run themselves, as with a LoKr beside them"
-            if not refusal:
-                given = text, self._entry, step, beside, figures
-                graph = memory.capture(key, self._weights, self._executor, blocks, *given)
-                if isinstance(graph, str):
-                    refusal = graph
-                    if graph != FIRST:  # which the next pass is not
-                        seen.refusal = graph
-            if refusal:
-                figures.refuse(refusal)
-                if self._executor.prepared(blocks):
-                    self._watch = _Watch(seen, len(blocks))
-                return False
-        result = graph.replay(text, image, self._entry, step)
+            return None
+        if host.in_turns and seen.waited is not None:
+            seen.waited = True
+        refusal = seen.not_worth(host.steps, work.beside)
+        if not work.replayable:
+            refusal = "some layers run themselves, as with a LoKr beside them"
+        if not refusal:
+            text, _, step, entry = given
+            graph = memory.capture(work, text, entry, step, figures)
+            if isinstance(graph, PassGraph):
+                return graph
+            refusal = graph
+            if graph != FIRST:  # which the next pass is not
+                seen.refusal = graph
+        figures.refuse(refusal)
+        if work.prepared:
+            self._watch = _Watch(seen, len(host.blocks))
+        return None
+
+    def _hand(self, given: Given, result: Streams, graph: PassGraph | None) -> None:
+        """Keeps what the last block will return."""
+        text, image, *_ = given
         self._handed = (text, image), result
-        self.fused += len(blocks)
-        figures.replayed += 1
-        return True
+        self.fused += len(self._host.blocks)
+        self._prepared.graphs.replayed += graph is not None
 
     def _no_graphs(self, clear: bool, attention: ChosenAttention | None) -> str:
         """Why this pass launches kernel by kernel."""

@@ -15,7 +15,7 @@ cards, block by block; copies run beside q, k and v.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 import torch
@@ -29,6 +29,8 @@ from ..modulation import Entry
 from ..reference import Rotary, Tokens
 from .parts import Card, Pairs, Part
 
+CONTIGUOUS = torch.contiguous_format
+
 
 class CopyLane(Protocol):
     """Copies from one card to another, in order: `lanes.Lane`."""
@@ -40,6 +42,10 @@ class CopyLane(Protocol):
     def departed(self) -> None: ...
 
     def missed(self) -> bool: ...
+
+    def begin_capture(self) -> None: ...
+
+    def end_capture(self) -> Callable[[], bool]: ...
 
 
 class LostCopyError(Exception):
@@ -134,6 +140,18 @@ class Split:
         self.timed = Timed(cards[0].device)
         self.issued = 0.0
 
+    @property
+    def replayable(self) -> bool:
+        """Whether a CUDA graph can compute the pass."""
+        return not any(it is not None for it in self._additions) and all(
+            card.executor.replayable(card.blocks) for card in self._cards
+        )
+
+    @property
+    def prepared(self) -> bool:
+        """Whether all that is asked of the blocks was found in an earlier pass."""
+        return all(card.executor.prepared(card.blocks) for card in self._cards)
+
     def run(
         self,
         text: torch.Tensor,
@@ -142,6 +160,7 @@ class Split:
         entry: Entry,
         first: int,
         last: int,
+        after: Callable[[int], None] | None = None,
     ) -> Streams:
         """Blocks from `first` on, without `last`.
 
@@ -150,6 +169,7 @@ class Split:
             image: (batch, image tokens, D), there too.
             step: What the pass is about.
             entry: The modulation of all blocks.
+            after: Is called with the index of each block that was launched.
 
         Returns:
             text and image after these blocks, new tensors on the first card.
@@ -161,27 +181,49 @@ class Split:
         self._kept.clear()
         self._sent.clear()
         try:
-            result = self._run(text, image, step, entry, first, last)
+            parts = self._begin(text, image, step, entry, first, last)
+            self.timed.start()
+            self._run(parts, first, last, after)
+            self.timed.stop()
+            result = self._gather(parts, torch.empty_like(image, memory_format=CONTIGUOUS))
+            self.issued = time.perf_counter()
         finally:  # nobody copies from or to what is freed next
             missed = [lane.missed() for lane in self._lanes.values()]
         if any(missed):
             raise LostCopyError
         return result
 
+    def capture(self, x: torch.Tensor, step: Step, entry: Entry) -> Callable[[], None]:
+        """All blocks, in place, while the current streams of all cards capture a CUDA graph.
+
+        Args:
+            x: Both streams in stream order, (rows, D), on the first card.
+
+        Returns:
+            What waits for a replay and raises LostCopyError where a copy did not come.
+        """
+        for lane in self._lanes.values():
+            lane.begin_capture()
+        text, image = streams_of(x, step.tokens)
+        blocks = len(self._cards[0].blocks)
+        parts = self._begin(text, image, step, entry, 0, blocks)
+        self._run(parts, 0, blocks, None)
+        own, _ = self._gather(parts, image)
+        text.copy_(own)
+        missed = [lane.end_capture() for lane in self._lanes.values()]
+        device = x.device
+
+        def check() -> None:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+            if any(lane() for lane in missed):
+                raise LostCopyError
+
+        return check
+
     def _run(
-        self,
-        text: torch.Tensor,
-        image: torch.Tensor,
-        step: Step,
-        entry: Entry,
-        first: int,
-        last: int,
-    ) -> Streams:
-        parts = self._begin(text, image, step, entry)
-        for part in parts:
-            with part.card.current():
-                part.open(first, last)
-        self.timed.start()
+        self, parts: Sequence[Part], first: int, last: int, after: Callable[[int], None] | None
+    ) -> None:
         piece = None  # that is left to be sent
         for index in range(first, last):
             for part in parts:
@@ -207,13 +249,17 @@ class Split:
                 for part in parts:
                     with part.card.current():
                         part.finish_second()
-        self.timed.stop()
-        result = self._gather(parts, image)
-        self.issued = time.perf_counter()
-        return result
+            if after is not None:
+                after(index)
 
     def _begin(
-        self, text: torch.Tensor, image: torch.Tensor, step: Step, entry: Entry
+        self,
+        text: torch.Tensor,
+        image: torch.Tensor,
+        step: Step,
+        entry: Entry,
+        first: int,
+        last: int,
     ) -> list[Part]:
         parts: list[Part] = []
         for here, (card, share) in enumerate(zip(self._cards, self._shares, strict=True)):
@@ -224,6 +270,9 @@ class Split:
             else:
                 part = self._send(here, card, share, own, step, entry)
             parts.append(part)
+        for part in parts:
+            with part.card.current():
+                part.open(first, last)
         return parts
 
     def _send(
@@ -296,8 +345,8 @@ class Split:
         self._kept.append(pairs)
         self._lanes[source, target].copy(pairs)
 
-    def _gather(self, parts: Sequence[Part], image: torch.Tensor) -> Streams:
-        result = torch.empty_like(image, memory_format=torch.contiguous_format)
+    def _gather(self, parts: Sequence[Part], result: torch.Tensor) -> Streams:
+        """The text, and the image of all cards in `result`."""
         text, own = streams_of(parts[0].x, parts[0].share.tokens)
         result[:, : own.shape[1]].copy_(own)
         for here, part in enumerate(parts[1:], 1):

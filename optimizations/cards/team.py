@@ -11,6 +11,7 @@ import torch
 from ...split_cost import KEYS, ROWS, BlockSeconds, Rows, SplitCost, row_bytes
 from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..blocks.block import BlockExecutor, Step
+from ..blocks.graphs import Inputs, Work
 from ..blocks.self_check import FirstBlockCheck
 from ..modulation import Entry
 from .parts import Card
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 EXCHANGED = {KEYS: "keys and values", ROWS: "normalized rows"}
 TRIED = 3  # blocks, to find out
+AHEAD = 20_000_000  # cycles of a card, about 10 ms
 Given = tuple[torch.Tensor, torch.Tensor, Step, Entry]  # text, image, step, modulation
 
 
@@ -215,11 +217,34 @@ class Team:
             self._known.plans[key] = plan
         return plan
 
-    def split(self, plan: SplitPlan, step: Step, attention: ChosenAttention) -> Split:
+    def split(self, plan: SplitPlan, step: Step) -> Split:
         """The pass itself."""
-        cards = [member.card(attention) for member in self._members]
+        return self._split(plan, step, self._lanes)
+
+    def work(self, split: Split, plan: SplitPlan, key: tuple[Hashable, ...]) -> Work:
+        """The pass as a CUDA graph over all cards computes it.
+
+        Args:
+            split: Of this plan.
+            key: Of the pass.
+        """
+
+        def launch() -> Callable[[Inputs, torch.cuda.Stream], Callable[[], None]]:
+            lanes = {pair: lane.captured for pair, lane in self._lanes.items()}
+            return lambda inputs, _: self._split(plan, inputs.step, lanes).capture(
+                inputs.x, inputs.step, inputs.entry
+            )
+
+        weights = tuple(member.weights for member in self._members)
+        others = [(member.host.device, member.memory) for member in self._members[1:]]
+        ready = split.replayable, split.prepared
+        return Work((plan, *key), weights, *ready, False, launch, others)
+
+    def _split(self, plan: SplitPlan, step: Step, lanes: dict[tuple[int, int], CopyLane]) -> Split:
+        host = self._members[0].host
+        cards = [member.card(host.attention) for member in self._members]
         shares = shares_of(step.tokens, plan.images, plan.exchange)
-        return Split(cards, shares, self._lanes, self._members[0].host.additions, plan.early)
+        return Split(cards, shares, lanes, host.additions, plan.early)
 
     def gain(self, split: Split, given: Given) -> float:
         """How many times as fast as one card they are, by a few blocks both ways; once for a shape.
@@ -245,9 +270,11 @@ class Team:
     def _alone(self, executor: BlockExecutor, given: Given) -> float:
         """Milliseconds of a block on the first card."""
         text, image, step, entry = given
-        blocks = self._members[0].host.blocks[:TRIED]
+        first = self._members[:1]
+        blocks = first[0].host.blocks[:TRIED]
         for _ in range(2):  # the first compiles
             x = torch.cat([it.reshape(-1, it.shape[-1]) for it in (text, image)])
+            self._get_ahead(first)
             timed = Timed(x.device)
             timed.start()
             executor.run_all(blocks, x, step, entry)
@@ -258,8 +285,17 @@ class Team:
         """The same on all cards."""
         blocks = min(TRIED, len(self._members[0].host.blocks))
         for _ in range(2):
+            self._get_ahead(self._members)
             split.run(*given, 0, blocks)
         return split.timed.milliseconds / blocks
+
+    def _get_ahead(self, members: Sequence[Member]) -> None:
+        """Keeps cards waiting until some blocks are launched, as a graph launches them."""
+        host = members[0].host
+        if host.device.type == "cuda" and not (host.additions or host.no_graphs()):
+            for member in members:
+                with torch.cuda.device(member.host.device):
+                    torch.cuda._sleep(AHEAD)
 
     def release(self) -> None:
         """Frees what other cards than the first keep for passes."""

@@ -193,6 +193,60 @@ def test_contents_hold_in_every_order(peer):
         assert all(map(torch.equal, read, values)) and len(read) == len(values)
 
 
+class Recorded:
+    """What two cards were given between two points, to run again, as a CUDA graph does."""
+
+    def __init__(self, streams, lane, pairs):
+        self.streams = streams
+        before = [len(queue.work) for queue in streams.queues]
+        lane.begin_capture()
+        for pair in pairs:
+            lane.copy([pair])
+            lane.arrive()
+            lane.departed()
+        self.missed = lane.end_capture()
+        assert not any(before)
+        self.work = [list(queue.work) for queue in streams.queues]
+        for queue in streams.queues:
+            queue.work.clear()
+
+    def replay(self, left_out=None):
+        """Once more, without one of the operations on the lane's streams."""
+        for queue, work in zip(self.streams.queues, self.work, strict=True):
+            for item in work:
+                if isinstance(item, partial) and item.args == (True,):
+                    item.func.__self__.clear()  # nothing has come past this mark
+            queue.work = [item for item in work if item is not left_out]
+        while self.streams.step():
+            pass
+        assert not any(queue.work for queue in self.streams.queues)
+
+
+def test_replayed_copies_are_checked_each_time(peer):
+    for choose in [*orders()][:6]:
+        streams = Streams(choose)
+        lane = Lane(*CARDS, peer, streams).captured
+        sources, targets = ([bits(600, 9 * way + n) for n in range(4)] for way in range(2))
+        graph = Recorded(streams, lane, list(zip(sources, targets, strict=True)))
+        first = lane._addresses[1]
+        numbers = range(first, first + lane._numbers.nbytes)
+        sent = [
+            item
+            for work in graph.work
+            for item in work
+            if isinstance(item, partial) and len(item.args) == 4 and item.args[1] in numbers
+        ]
+        assert len(sent) == len(sources)
+        for turn in range(3):
+            for source in sources:
+                source.copy_(bits(600, 100 + turn))
+            graph.replay()
+            assert all(map(torch.equal, sources, targets)) and not graph.missed()
+            for lost in sent if peer else ():  # host memory loses nothing
+                graph.replay(left_out=lost)
+                assert graph.missed()
+
+
 def test_a_copy_waits_for_both_cards_and_nobody_for_it(peer):
     streams = Streams(list)
     lane = Lane(*CARDS, peer, streams)

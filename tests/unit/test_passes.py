@@ -20,7 +20,13 @@ from qwen_l40s.optimizations.attention import AttentionRequest, ChosenAttention
 from qwen_l40s.optimizations.attention_8bit import FORMS
 from qwen_l40s.optimizations.blocks import graphs, workspace
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
-from qwen_l40s.optimizations.blocks.graphs import MOST_GRAPHS, GraphFigures, PassMemory, Seen
+from qwen_l40s.optimizations.blocks.graphs import (
+    MOST_GRAPHS,
+    GraphFigures,
+    PassMemory,
+    Seen,
+    Work,
+)
 from qwen_l40s.optimizations.blocks.host import BlockInputs
 from qwen_l40s.optimizations.blocks.products import (
     Operand,
@@ -314,7 +320,7 @@ class Graph:
 
     made = ()  # by the test that runs
 
-    def __init__(self, work, pool):
+    def __init__(self, work, pool, others):
         # torch refuses a pool whose graphs are all gone.
         used = [graph.work is not None for graph in Graph.made if graph.pool == pool]
         assert any(used) or not used
@@ -329,14 +335,21 @@ class Graph:
         self.work = None
 
 
-@pytest.fixture
-def graphs_here(monkeypatch):
+def with_graphs(monkeypatch):
+    """Graphs without a card; each run waits for the processor."""
     monkeypatch.setattr(Graph, "made", [])
-    monkeypatch.setattr(graphs, "_captured", lambda work, device, pool: Graph(work, pool))
+    monkeypatch.setattr(
+        graphs, "capture", lambda work, device, pool, others: Graph(work, pool, others)
+    )
     pools = itertools.count()
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(pools)))
     event = SimpleNamespace(record=lambda: None, query=lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+
+
+@pytest.fixture
+def graphs_here(monkeypatch):
+    with_graphs(monkeypatch)
 
 
 class Captures:
@@ -344,16 +357,22 @@ class Captures:
 
     def __init__(self):
         self.memory, self.figures = PassMemory(fused.TORCH), GraphFigures()
+        self.cards = ()
 
-    def run_all(self, blocks, x, step, entry, beside):
-        x.mul_(2)
+    def launch(self, inputs, beside):
+        inputs.x.mul_(2)
+
+    def work(self, key, weights="here"):
+        return Work(key, weights, True, True, True, lambda: self.launch, self.cards)
 
     def capture(self, key, weights="here", tokens=SMALL):
         case = Case(tokens)
         entry = compute_entry([new_block()], case.temb, tokens.batch)
-        return self.memory.capture(
-            key, weights, self, [], case.text, entry, case.step, True, self.figures
-        )
+        work = self.work(key, weights)
+        return self.memory.capture(work, case.text, entry, case.step, self.figures)
+
+    def graph(self, key, weights="here"):
+        return self.memory.graph(self.work(key, weights))
 
     @property
     def kept(self):
@@ -364,14 +383,14 @@ def test_three_graphs_stay_and_the_least_recently_used_goes(graphs_here):
     captures = Captures()
     memory = captures.memory
     for key in range(MOST_GRAPHS):
-        assert memory.graph(key, "here") is None
+        assert captures.graph(key) is None
         captures.capture(key)
-    assert memory.graph(0, "here") is not None
+    assert captures.graph(0) is not None
     captures.capture("one more")
     assert captures.kept == [True, False, True, True]
-    assert [memory.graph(key, "here") is None for key in (0, 1, 2)] == [False, True, False]
+    assert [captures.graph(key) is None for key in (0, 1, 2)] == [False, True, False]
     assert captures.figures.captured == MOST_GRAPHS + 1
-    assert memory.graph(0, "elsewhere") is None  # and it is gone
+    assert captures.graph(0, "elsewhere") is None  # and it is gone
     assert captures.kept == [False, False, True, True]
     memory.release()
     assert not any(captures.kept)
@@ -383,15 +402,39 @@ def test_graphs_of_buffers_that_were_exchanged_are_dropped(graphs_here):
     captures.capture("small")
     memory = captures.memory
     memory.free_buffers()
-    assert memory.workspace.bytes and memory.graph("small", "here") is not None
+    assert memory.workspace.bytes and captures.graph("small") is not None
     # Its own input is larger: what it would replay was captured in a buffer that is gone.
     assert captures.capture("large", tokens=LARGE) == graphs.FIRST
-    assert memory.graph("small", "here") is None
+    assert captures.graph("small") is None
     assert not any(captures.kept)
     memory.free_buffers()
     assert memory.workspace.bytes == 0
     captures.capture("small")  # in another pool
     assert memory.has_graphs
+
+
+def test_a_graph_over_two_cards_is_in_the_memory_of_both(graphs_here, monkeypatch):
+    monkeypatch.setattr(graphs, "pool_on", lambda card: object())
+    captures, other = Captures(), PassMemory(fused.TORCH)
+    captures.cards = [(torch.device("cpu", 1), other)]
+    case = Case(SMALL)
+
+    def used(inputs, beside):
+        other.workspace.take("rows", (SMALL.rows, DIM), case.text[:0])
+
+    captures.launch = used
+    captures.capture("both")
+    other.free_buffers()
+    assert other.workspace.bytes  # what the graph reads stays
+    assert captures.graph("both") is not None
+    other.workspace.take("rows", (LARGE.rows * 9, DIM), case.text[:0])
+    assert captures.graph("both") is None
+    for memory in (other, captures.memory):  # a model leaves one of the cards
+        captures.capture("both")
+        memory.release()
+        assert captures.graph("both") is None
+        assert not any(captures.kept)
+        assert not (other.has_graphs and next(iter(other._graphs.values())).void is False)
 
 
 @pytest.mark.parametrize(
@@ -407,9 +450,9 @@ def test_a_capture_that_fails_says_why(graphs_here, error, expected):
     def fails(*operands):
         raise error
 
-    captures.run_all = fails
+    captures.launch = fails
     assert expected in captures.capture("key")
-    assert captures.memory.graph("key", "here") is None
+    assert captures.graph("key") is None
     assert captures.figures.captured == 0
 
 
@@ -489,6 +532,7 @@ class Host:
     """One call of a `Model`."""
 
     peers = additions = ()
+    in_turns = False
     state, dtype, device, attention = None, torch.float32, torch.device("cpu"), Attention("auto")
     modulation = SimpleNamespace(start_run=lambda: None, lines=lambda: [])
 

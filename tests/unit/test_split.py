@@ -9,12 +9,14 @@ import torch
 pytest.importorskip("diffusers")
 
 from test_block import DIM, HEAD_DIM, HEADS, MIXES, Case, attend, random
-from test_passes import Attention, Chain, Host, Model
+from test_passes import Attention, Chain, Graph, Host, Model, with_graphs
 
 from qwen_l40s.machine.lanes import lane_between
 from qwen_l40s.optimizations import fused, run
 from qwen_l40s.optimizations.attention_8bit import FORMS
+from qwen_l40s.optimizations.blocks import graphs as blocks_graphs
 from qwen_l40s.optimizations.blocks.block import BlockExecutor, Step
+from qwen_l40s.optimizations.blocks.graphs import GraphFigures, PassMemory, Work
 from qwen_l40s.optimizations.blocks.workspace import Workspace, streams_of
 from qwen_l40s.optimizations.cards import team
 from qwen_l40s.optimizations.cards.parts import Card
@@ -68,10 +70,17 @@ class Lane:
     def arrive(self):
         """It is there."""
 
-    departed = arrive
+    departed = begin_capture = arrive
 
     def missed(self):
         return self._lost is not None and self.copies > self._lost
+
+    def end_capture(self):
+        return self.missed
+
+    @property
+    def captured(self):
+        return self
 
 
 def split(chain, shares, lost=None, additions=(), form=None, early=False, attend=attend):
@@ -372,6 +381,26 @@ def test_another_model_on_the_second_card_is_found(monkeypatch):
     assert reason.endswith("its layers are not those of the first card")
 
 
+@pytest.mark.parametrize("exchange", [KEYS, ROWS])
+def test_one_graph_computes_the_shares_of_all_cards(monkeypatch, exchange):
+    with_graphs(monkeypatch)
+    monkeypatch.setattr(PassHost, "no_graphs", lambda self: "")
+    monkeypatch.setattr(blocks_graphs, "pool_on", lambda card: None)
+    passes = Passes(monkeypatch, 250.0 if exchange == KEYS else 0.5)
+    for _ in range(6):
+        passes.gives_the_same()
+    report = passes.optimization.report()
+    assert "cards: 2 share 6 forward passes" in report
+    assert "CUDA graphs: 4 forward passes replay one, 1 captured" in report
+    (graph,) = Graph.made
+    for lane in passes.lanes.values():  # in a replay
+        lane._lost = lane.copies + 3
+    passes.gives_the_same()
+    assert passes.reasons == ["a copy between two cards was lost; the step ran again"]
+    passes.optimization.release(passes.other)  # whose card the graph runs on, too
+    assert graph.work is None
+
+
 def test_passes_on_one_card_say_why(monkeypatch):
     passes = Passes(monkeypatch)
     passes.gives_the_same(weights=None)
@@ -422,11 +451,14 @@ def test_on_two_cards(mix, exchange, early):
     rotary = Rotary(*(it.to(devices[0]) for it in case.step.rotary))
     step, heads = Step(tokens, rotary, None), []
 
+    recording = True
+
     def recorded(q, k, v, mask):
-        heads.append((k.cpu(), v.cpu()))
+        if recording:  # which no graph can
+            heads.append((k.cpu(), v.cpu()))
         return attend(q, k, v, mask)
 
-    cards = []
+    cards, memories = [], []
     for device in devices:
         with torch.cuda.device(device):
             chain = Chain(*[MIXES.get(mix, {})] * blocks, place=half)
@@ -436,7 +468,8 @@ def test_on_two_cards(mix, exchange, early):
                 block.to(device)
             chain.layers.gemms = {it: choose_gemm(it, device) for it in ("int8", "fp8")}
             ops = fused.choose_ops(device)
-            space = Workspace(ops)
+            memories.append(PassMemory(ops))
+            space = memories[-1].workspace
             executor = BlockExecutor(chain.layers, ops, recorded, space, {})
             cards.append(Card(executor, space, chain.blocks, device))
     entry = compute_entry(cards[0].blocks, temb, 1)
@@ -455,6 +488,19 @@ def test_on_two_cards(mix, exchange, early):
         if mix in ("all int8", "all rotated"):  # of the first block, whose rows are the same
             assert all(map(torch.equal, heads[blocks], heads[0]))
             assert all(map(torch.equal, heads[blocks + 1], heads[0]))
+    recording = False
+    inner = Split(cards, over._shares, {k: lane.captured for k, lane in lanes.items()}, (), early)
+
+    def launch(inputs, _):
+        return inner.capture(inputs.x, inputs.step, inputs.entry)
+
+    work = Work("pass", "here", True, True, False, lambda: launch, [(devices[1], memories[1])])
+    graph = memories[0].capture(work, text, entry, step, GraphFigures())
+    assert not isinstance(graph, str), graph
+    for _ in range(3):
+        assert all(map(torch.equal, graph.replay(text, image, step, entry), ours))
+    graph.reset()
+    recording = True
     copy = lanes[1, 0]._operations.copy
     try:
         lanes[1, 0]._operations.copy = lambda *_: None

@@ -35,6 +35,11 @@ def idle_models(options: Mapping[str, Any], model: Any) -> Sequence[Any]:
     return options.get(IDLE, {}).get(model, ())
 
 
+def several_work(options: Mapping[str, Any]) -> bool:
+    """Whether prompts of the step may be on several cards, each launched by a thread of its own."""
+    return "multigpu_thread_device" in options and len(options.get(IDLE, ())) != 1
+
+
 def is_skipped(options: Mapping[str, Any]) -> bool:
     """Whether ComfyUI's EasyCache has answered a call in the transformer's place.
 

@@ -24,7 +24,7 @@ from ....optimizations.reference import Rotary, Tokens
 from ..contract import BLOCK_ARGUMENTS, unknown_attention_arguments
 from ..lora.bypass import bypass_models
 from .attention import SLOT, SlotAttention, file_choice, host_attention, without_choice
-from .call import COMPUTED_STEPS, is_compiled
+from .call import COMPUTED_STEPS, is_compiled, several_work
 from .held import HeldWeights
 from .layers import ComfyLayers
 from .modulation import ModelModulation
@@ -106,6 +106,11 @@ class ComfyPass:
             return ()
         given = self._control.get("input", ())
         return [given[index] if index < len(given) else None for index in range(len(self.blocks))]
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether ComfyUI's MultiGPU CFG Split, or ours, has prompts on more cards than this."""
+        return several_work(self._options)
 
     @property
     def steps(self) -> int | None:
