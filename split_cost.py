@@ -3,7 +3,7 @@
 Every card computes the blocks for its own rows; only K and V are needed of all rows. The first card
 has the text rows and fewer image rows for that. Two exchanges bring K and V together:
 
-    keys   K and V of the own rows are sent, in bf16; the copy hides behind the own q
+    keys   K and V of the own rows are sent, in bf16; K's copy hides behind the own v, V's behind q
     rows   the normalized rows that q, k and v are made of are sent, in 8 bits where the layers
            take them, and K and V of the others' rows are made here, too; the copy hides behind
            the own q, k and v, and where that is not enough behind the MLP of the block before
@@ -249,7 +249,7 @@ class SplitCost:
         if name == ROWS:
             each, extra, window = self.row_bytes, KEYS_AND_VALUES * others, FIRST * products
         else:
-            each, extra, window = 2 * BF16 * rows.width, 0.0, QUERY * products
+            each, extra, window = 2 * BF16 * rows.width, 0.0, 2 * QUERY * products
         sent = round(each * max(own * (self.cards - 1), rows.all - own))
         copy = sent / self.link
         exposed = max(0.0, copy - window)

@@ -56,10 +56,16 @@ class Lane(Route):
             self._check()
         places, numbers, seen = self._addresses
         place, number = 4 * (self._copies % KEPT), 4 * (self._copies % (2 * KEPT))
-        super()._copy([*moves, (places + place, numbers + number, 4)])
+        follows = places + place, numbers + number, 4
         self._copies += 1
         if self.peer:
-            self.into.wait_event(self.landed)
+            super()._copy(moves)
+            # `landed` is before the number: a card goes on with what has come while that is sent.
+            self._operations.copy(*follows, self.out)
+            self._numbered.record(self.out)
+            self.into.wait_event(self._numbered)
+        else:
+            super()._copy([*moves, follows])
         self._operations.copy(seen + place, places + place, 4, self.into)
 
     def missed(self) -> bool:
@@ -103,6 +109,10 @@ class Lane(Route):
             done.record(stream)
             current(card).wait_event(done)
         return lambda: self._seen[:copies].tolist() != list(range(1, copies + 1))
+
+    def _make_events(self) -> None:
+        super()._make_events()
+        self._numbered = self._operations.event()
 
     def _check(self) -> None:
         self._looked.record(self.into)

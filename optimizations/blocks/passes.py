@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ...machine.card import first_line
-from ...split_cost import LEAST_GAIN
 from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..cards.split import LostCopyError
 from ..cards.team import Given, Team
@@ -193,29 +192,27 @@ class ForwardPass:
             if isinstance(plan, str):
                 figures.refuse(plan)
                 return False
-            wanted = figures.check.wanted(step)
-            if wanted:
+            split = self._team.split(plan, step)
+            compared = not figures.check.wanted(step)
+            graph = self._graph(
+                lambda: self._team.work(split, plan, self._key(given)),
+                given,
+                compared,
+                not host.additions,
+            )
+            if not (graph or compared):
                 self._free_buffers()
                 expected = host.host_block(block, arguments)
-            split = self._team.split(plan, step)
-            if wanted:
+                split = self._team.split(plan, step)
                 result = split.run(*given, 0, 1)
                 if not figures.check.passes((text, image), result, expected, step):
                     figures.refuse(str(figures.check.failed), final=True)
                     return False
             figures.gain = self._team.gain(split, given)
-            if figures.gain < LEAST_GAIN:
-                figures.refuse(
-                    f"several are {figures.gain:.2f} times as fast as one, and {LEAST_GAIN} is "
-                    "needed"
-                )
+            plan = self._team.plan(self._executor, given)
+            if isinstance(plan, str):
+                figures.refuse(plan)
                 return False
-            graph = self._graph(
-                lambda: self._team.work(split, plan, self._key(given)),
-                given,
-                not wanted,
-                not host.additions,
-            )
             start = time.perf_counter()
             if graph is not None:
                 result = graph.replay(*given)

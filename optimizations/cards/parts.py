@@ -15,9 +15,8 @@ from ..blocks.workspace import Program, Workspace, product_of, streams_of
 from ..modulation import Entry
 from ..reference import Modulation, QuantizedRows, Tokens
 
-# Places of a block's layers. By what they make of a card's own rows: keys and values first, which
-# others wait for.
-KEY_PLACES, QUERY_PLACES = (1, 2, 4, 5), (0, 3)
+# Places of a block's layers, by what they make of a card's own rows: queries, keys and values.
+QUERIES, KEYS, VALUES = (0, 3), (1, 4), (2, 5)
 IMAGE_LAST, TEXT_LAST = 10, 11
 CUT = 128  # rows of a tile of most products
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -142,15 +141,13 @@ class Part:
         self.program.begin(self.x, self._entry.of(first)[0])
 
     def begin(self) -> None:
-        """What is exchanged."""
-        if not self.share.received:
-            self.card.executor.compute_low(self.program, self._known, 0)
-            self.card.executor.multiply(self.program, self._known, KEY_PLACES)
+        """What the LoRAs beside the first layers make of the card's rows."""
+        self.card.executor.compute_low(self.program, self._known, 0)
 
-    def multiply_rest(self) -> None:
-        """What else is made of the card's own rows, while copies are on their way."""
-        places = (*KEY_PLACES, *QUERY_PLACES) if self.share.received else QUERY_PLACES
-        self.card.executor.multiply(self.program, self._known, places)
+    def multiply(self, *places: tuple[int, ...]) -> None:
+        """`QUERIES`, `KEYS` or `VALUES` of the card's own rows."""
+        for these in places:
+            self.card.executor.multiply(self.program, self._known, these)
 
     def go_to_last(self, index: int) -> None:
         """Of a block, once everything has come, all to what the MLP's last layers read."""
@@ -200,12 +197,17 @@ class Part:
         streams_of(self.x, self.share.tokens)[1][:, : added.shape[1]] += added
         self.program.begin(self.x, norms)
 
-    def sent_to(self, other: Part, piece: int | None = None) -> Pairs:
-        """Tensors here, and where they go to on the other card; those of a piece alone where one is
-        named.
+    def heads_to(self, other: Part, which: int) -> Pairs:
+        """Keys (1) or values (2) here, and where they go to on the other card."""
+        cut = slice(0 if self.share.text else self.share.image.start, self.share.image.stop)
+        mine, theirs = self.program.heads[which], other.program.heads[which]
+        items = zip(mine.split(1), theirs.split(1), strict=True)
+        return [(here[:, cut], there[:, cut]) for here, there in items]
+
+    def rows_to(self, other: Part, piece: int | None) -> Pairs:
+        """Normalized rows here, and where they go to on the other card; those of a piece alone
+        where one is named.
         """
-        if not other.share.received:
-            return self._keys_to(other)
         program, format = self.program, self.program.first_format
         there = other.program.rows_of(self.share)
         if format is None:
@@ -214,13 +216,3 @@ class Part:
             mine, theirs = program.shape.rows.quantized[format], there.quantized[format]
             pairs = [(mine.values, theirs.values), (mine.scale, theirs.scale)]
         return pairs if piece is None else self._ending[0].rows(pairs, piece)
-
-    def _keys_to(self, other: Part) -> Pairs:
-        stop = self.share.image.stop
-        cut = slice(0 if self.share.text else self.share.image.start, stop)
-        pairs = zip(self.program.heads[1:], other.program.heads[1:], strict=True)
-        return [
-            (here[:, cut], there[:, cut])
-            for mine, theirs in pairs
-            for here, there in zip(mine.split(1), theirs.split(1), strict=True)
-        ]

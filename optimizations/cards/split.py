@@ -3,10 +3,10 @@
 A card computes what the executor computes, for its rows; attention alone needs the others' keys and
 values. They come in one of two ways, each once a block:
 
-- `KEYS`: keys and values themselves, 4 bytes x D a row in bf16;
-- `ROWS`: the normalized rows that q, k and v are made of, as the layers read them, 1 or 2 bytes
-  x D a row, and every card makes all keys and values. Integer products of the same rows are the
-  same bits.
+- `split_cost.KEYS`: keys and values themselves, 4 bytes x D a row in bf16;
+- `split_cost.ROWS`: the normalized rows that q, k and v are made of, as the layers read them, 1 or
+  2 bytes x D a row, and every card makes all keys and values. Integer products of the same rows
+  are the same bits.
 
 Image rows are cut anywhere, and the text's are on the first card. One thread issues the work of all
 cards, block by block; copies run beside q, k and v.
@@ -16,18 +16,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from ...split_cost import KEYS
+from ... import split_cost
 from ..blocks.block import Step
 from ..blocks.self_check import Streams
 from ..blocks.shape import Share
 from ..blocks.workspace import streams_of
 from ..modulation import Entry
 from ..reference import Rotary, Tokens
-from .parts import Card, Pairs, Part
+from .parts import KEYS, QUERIES, VALUES, Card, Pairs, Part
 
 CONTIGUOUS = torch.contiguous_format
 
@@ -98,7 +98,7 @@ def shares_of(tokens: Tokens, images: Sequence[int], exchange: str) -> list[Shar
         Share(tokens, not index, stop - count, stop)
         for index, (count, stop) in enumerate(zip(images, stops, strict=True))
     ]
-    if exchange == KEYS:
+    if exchange == split_cost.KEYS:
         return alone
     return [
         share._replace(received=tuple(other for other in alone if other is not share))
@@ -229,10 +229,7 @@ class Split:
             for part in parts:
                 with part.card.current():
                     part.begin()
-            self._exchange(parts, piece)
-            for part in parts:
-                with part.card.current():
-                    part.multiply_rest()
+            self._exchange_first(parts, piece)
             for here, part in enumerate(parts):
                 with part.card.current():
                     self._arrive(here)
@@ -245,7 +242,7 @@ class Split:
                     else:
                         part.finish(index, self._added(index, here))
             if piece:
-                self._exchange(parts, 0)
+                self._exchange(parts, Part.rows_to, 0)
                 for part in parts:
                     with part.card.current():
                         part.finish_second()
@@ -306,14 +303,32 @@ class Split:
         own = Entry(modulation, modulation[:, : entry.text.shape[1]])
         return Part(card, share, x, Step(share.tokens, rotary, mask), own)
 
-    def _exchange(self, parts: Sequence[Part], piece: int | None) -> None:
+    def _exchange_first(self, parts: Sequence[Part], piece: int | None) -> None:
+        """Makes q, k and v of all cards' own rows, and sends what others need of them."""
+        if self._shares[0].received:
+            self._exchange(parts, Part.rows_to, piece)
+            self._multiply(parts, QUERIES, KEYS, VALUES)
+            return
+        for which, places in ((1, KEYS), (2, VALUES)):  # keys leave while values are made
+            self._multiply(parts, places)
+            self._exchange(parts, Part.heads_to, which)
+        self._multiply(parts, QUERIES)
+
+    def _multiply(self, parts: Sequence[Part], *places: tuple[int, ...]) -> None:
+        for part in parts:
+            with part.card.current():
+                part.multiply(*places)
+
+    def _exchange(
+        self, parts: Sequence[Part], sent: Callable[[Part, Part, Any], Pairs], what: int | None
+    ) -> None:
         for (source, target), lane in self._lanes.items():
             here, there = parts[source], parts[target]
             # Found once: views made anew for each block cost the processor as much as its launches.
-            key = source, target, id(here.program), id(there.program), piece
+            key = source, target, id(here.program), id(there.program), what
             pairs = self._sent.get(key)
             if pairs is None:
-                pairs = self._sent[key] = here.sent_to(there, piece)
+                pairs = self._sent[key] = sent(here, there, what)
             lane.copy(pairs)
 
     def _leaves_early(self, index: int, last: int) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ...split_cost import KEYS, ROWS, BlockSeconds, Rows, SplitCost, row_bytes
+from ...split_cost import KEYS, LEAST_GAIN, ROWS, BlockSeconds, Rows, SplitCost, row_bytes
 from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..blocks.block import BlockExecutor, Step
 from ..blocks.graphs import Inputs, Work
@@ -177,6 +177,7 @@ class Team:
         known: Known,
     ) -> None:
         self._members, self._lanes, self._gbps, self._known = members, lanes, gbps, known
+        self._planned: Hashable = None
         self.refusal = next(filter(None, (member.refusal() for member in members)), "")
         changed = [it for it in members if it.prepared.kinds != members[0].prepared.kinds]
         if changed and not self.refusal:  # as a LoRA of another node that knows one model alone
@@ -215,6 +216,7 @@ class Team:
             if cost.pays:
                 plan = SplitPlan(best.name, best.image_rows, best.early)
             self._known.plans[key] = plan
+        self._planned = key
         return plan
 
     def split(self, plan: SplitPlan, step: Step) -> Split:
@@ -249,12 +251,19 @@ class Team:
     def gain(self, split: Split, given: Given) -> float:
         """How many times as fast as one card they are, by a few blocks both ways; once for a shape.
 
+        Where that is too little, `plan` says so from then on.
+
         Args:
-            given: Of a pass that `plan` has seen.
+            given: Of the pass that `plan` has seen last.
         """
         alone = self._known.milliseconds[self._key(given, 1)]
         count = len(self._members)
-        return alone / self._of_a_block(count, given, lambda: self._together(split, given))
+        gain = alone / self._of_a_block(count, given, lambda: self._together(split, given))
+        if gain < LEAST_GAIN:
+            self._known.plans[self._planned] = (
+                f"several are {gain:.2f} times as fast as one, and {LEAST_GAIN} is needed"
+            )
+        return gain
 
     def _of_a_block(self, cards: int, given: Given, measure: Callable[[], float]) -> float:
         key, found = self._key(given, cards), self._known.milliseconds
