@@ -53,7 +53,12 @@ class Optimization:
         return self.attention is not None and self.attention.lossy
 
     def start_run(self) -> None:
-        """Forgets what was known in the last run; its report stays until the next pass."""
+        """Forgets what was known in the last run; its report stays until the next pass.
+
+        Raises:
+            LostCopyError: As of `confirm`, in a run that goes on around this one.
+        """
+        self.confirm()
         self._prepared = WeakKeyDictionary()
         self._passes = WeakKeyDictionary()
         if self.attention is not None:
@@ -61,11 +66,21 @@ class Optimization:
         for memory in self._all_memories():
             memory.start_run()
 
+    def confirm(self) -> None:
+        """Waits for the copies between cards of the last pass; a host calls it at the end of a run.
+
+        Raises:
+            LostCopyError: One was lost: the run has to begin again, which it does on one card. So
+                does each pass but the first of a run.
+        """
+        for prepared in self._all_prepared():
+            prepared.split.confirm()
+
     def end_run(self) -> None:
         """Lets go of weights, and of buffers that no graph needs."""
-        for known in self._prepared.values():
-            for prepared in known.values():
-                prepared.known(None)
+        for prepared in self._all_prepared():
+            prepared.known(None)
+            prepared.split.unchecked = None
         for memory in self._all_memories():
             memory.free_buffers()
 
@@ -210,6 +225,9 @@ class Optimization:
         for memory in found:
             memory.release()
         return bool(found)
+
+    def _all_prepared(self) -> list[PreparedModel]:
+        return [prepared for known in self._prepared.values() for prepared in known.values()]
 
     def _all_memories(self) -> list[PassMemory]:
         return [memory for found in self._memories.values() for memory in found.values()]

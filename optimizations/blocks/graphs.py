@@ -18,7 +18,7 @@ from ...machine.card import first_line
 from ..fused import Ops
 from ..modulation import Entry
 from ..reference import Rotary, Tokens
-from .block import Step
+from .block import BlockExecutor, Step
 from .capture import capture, pool_on
 from .workspace import Workspace, streams_of
 
@@ -71,22 +71,30 @@ class Work(NamedTuple):
     Attributes:
         key: What two passes have in common that one graph can compute.
         weights: The token of where the weights are.
-        replayable: Whether all of it is launched in the same way each time.
-        prepared: Whether all that is asked of its blocks was found in an earlier pass.
+        parts: What launches blocks of which model.
         beside: Whether text and image are computed side by side.
         launch: Is called before a capture. What it returns launches the work in place of the
-            inputs' `x`, with another stream on their card; and that returns what raises after a
-            replay whose result is wrong, or None.
+            inputs' `x`, with another stream on their card; and that returns whether a replay that
+            is over has gone wrong, or None.
         cards: Others that take part, each with its memory.
     """
 
     key: Hashable
     weights: Hashable
-    replayable: bool
-    prepared: bool
+    parts: Sequence[tuple[BlockExecutor, Sequence[torch.nn.Module]]]
     beside: bool
-    launch: Callable[[], Callable[[Inputs, torch.cuda.Stream], Callable[[], None] | None]]
+    launch: Callable[[], Callable[[Inputs, torch.cuda.Stream], Callable[[], bool] | None]]
     cards: Sequence[tuple[torch.device, PassMemory]] = ()
+
+    @property
+    def replayable(self) -> bool:
+        """Whether all of it is launched in the same way each time."""
+        return all(executor.replayable(blocks) for executor, blocks in self.parts)
+
+    @property
+    def prepared(self) -> bool:
+        """Whether all that is asked of the blocks was found in an earlier pass."""
+        return all(executor.prepared(blocks) for executor, blocks in self.parts)
 
 
 class PassGraph:
@@ -98,7 +106,7 @@ class PassGraph:
         inputs: What it reads.
         weights: The token of where the weights are.
         workspaces: Whose buffers it uses.
-        check: Of a replay, as `Work.launch` gives it.
+        wrong: Of a replay, as `Work.launch` gives it.
 
     Attributes:
         issued: When the processor had issued the last replay, by `time.perf_counter`.
@@ -111,9 +119,9 @@ class PassGraph:
         inputs: Inputs,
         weights: Hashable,
         workspaces: Sequence[Workspace],
-        check: Callable[[], None] | None,
+        wrong: Callable[[], bool] | None,
     ) -> None:
-        self._graph, self._inputs, self._check = graph, inputs, check
+        self._graph, self._inputs, self._wrong = graph, inputs, wrong
         self.pool, self.weights = pool, weights
         self.issued = 0.0
         self._buffers = [(workspace, workspace.changes) for workspace in workspaces]
@@ -130,9 +138,21 @@ class PassGraph:
         self._inputs.copy(text, image, step, entry)
         self._graph.replay()
         self.issued = time.perf_counter()
-        if self._check is not None:
-            self._check()
         return streams_of(self._inputs.x.clone(), step.tokens)
+
+    def check(self) -> Callable[[], bool]:
+        """What waits until the last replay is over, and says whether it has gone wrong."""
+        over, wrong = None, self._wrong
+        if self._inputs.x.is_cuda:
+            over = torch.cuda.Event()
+            over.record()
+
+        def look() -> bool:
+            if over is not None:
+                over.synchronize()
+            return wrong is not None and wrong()
+
+        return look
 
     def reset(self) -> None:
         """Frees what it holds."""
@@ -289,11 +309,11 @@ class PassMemory:
             memory._make_room()
         spaces = [memory.workspace for memory in memories]
         changes = [space.changes for space in spaces]
-        checks: list[Callable[[], None] | None] = []
+        wrong: list[Callable[[], bool] | None] = []
         try:
             inputs, pool, launch = self._inputs(text, entry, step), self._own_pool(), work.launch()
             graph = capture(
-                lambda stream: checks.append(launch(inputs, stream)),
+                lambda stream: wrong.append(launch(inputs, stream)),
                 text.device,
                 pool,
                 {card: memory._pool_of(card) for card, memory in work.cards},
@@ -305,7 +325,7 @@ class PassMemory:
         if [space.changes for space in spaces] != changes:
             graph.reset()
             return FIRST
-        found = PassGraph(graph, pool, inputs, work.weights, spaces, checks[0])
+        found = PassGraph(graph, pool, inputs, work.weights, spaces, wrong[0])
         for memory in memories:  # each keeps the buffers as long as the graph is there
             memory._graphs[work.key] = found
         figures.captured += 1

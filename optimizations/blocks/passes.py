@@ -182,32 +182,22 @@ class ForwardPass:
     ) -> bool:
         """Has several cards compute all blocks; whether they did."""
         figures, host = self._prepared.split, self._host
+        figures.confirm()
         refusal = self._no_split(watched)
         if refusal:
             figures.refuse(refusal)
             return False
-        text, image, step, _ = given
         try:
             plan = self._team.plan(self._executor, given)
             if isinstance(plan, str):
                 figures.refuse(plan)
                 return False
-            split = self._team.split(plan, step)
-            compared = not figures.check.wanted(step)
-            graph = self._graph(
-                lambda: self._team.work(split, plan, self._key(given)),
-                given,
-                compared,
-                not host.additions,
-            )
-            if not (graph or compared):
-                self._free_buffers()
-                expected = host.host_block(block, arguments)
-                split = self._team.split(plan, step)
-                result = split.run(*given, 0, 1)
-                if not figures.check.passes((text, image), result, expected, step):
-                    figures.refuse(str(figures.check.failed), final=True)
-                    return False
+            compared = not figures.check.wanted(given[2])
+            work = lambda: self._team.work(plan, self._key(given))  # noqa: E731
+            graph = self._graph(work, given, compared, not host.additions)
+            if not (graph or compared) and not self._shared_block_passes(block, given, arguments):
+                return False
+            split = self._team.split(plan, given[2])
             figures.gain = self._team.gain(split, given)
             plan = self._team.plan(self._executor, given)
             if isinstance(plan, str):
@@ -219,7 +209,7 @@ class ForwardPass:
             else:
                 result = split.run(*given, 0, len(host.blocks), self._watch and self._watch.after)
         except LostCopyError:
-            figures.refuse("a copy between two cards was lost; the step ran again", final=True)
+            figures.refuse("a copy between two cards was lost", final=True)
         except torch.OutOfMemoryError:
             self._team.release()
             figures.refuse("a card ran out of memory", final=True)
@@ -230,9 +220,26 @@ class ForwardPass:
             figures.blocks += len(host.blocks)
             figures.passes += 1
             figures.plan = plan
+            figures.unchecked = (graph or split).check()
             self._hand(given, result, graph)
             return True
         self._watch = None
+        return False
+
+    def _shared_block_passes(
+        self, block: torch.nn.Module, given: Given, arguments: dict[str, Any]
+    ) -> bool:
+        """Compares a block on several cards with the host's own."""
+        figures, (text, image, step, _) = self._prepared.split, given
+        self._free_buffers()
+        expected = self._host.host_block(block, arguments)
+        split = self._team.split(self._team.plan(self._executor, given), step)
+        result = split.run(*given, 0, 1)
+        if split.check()():
+            raise LostCopyError
+        if figures.check.passes((text, image), result, expected, step):
+            return True
+        figures.refuse(str(figures.check.failed), final=True)
         return False
 
     def _no_split(self, watched: bool) -> str:
@@ -270,8 +277,8 @@ class ForwardPass:
             more = stream if beside else None
             executor.run_all(blocks, inputs.x, inputs.step, inputs.entry, more)
 
-        ready = executor.replayable(blocks), executor.prepared(blocks)
-        return Work(self._key(given), self._weights, *ready, beside, lambda: launch)
+        parts = [(executor, blocks)]
+        return Work(self._key(given), self._weights, parts, beside, lambda: launch)
 
     def _key(self, given: Given) -> tuple[Hashable, ...]:
         """What two passes have in common that one graph can compute."""

@@ -363,7 +363,7 @@ class Captures:
         inputs.x.mul_(2)
 
     def work(self, key, weights="here"):
-        return Work(key, weights, True, True, True, lambda: self.launch, self.cards)
+        return Work(key, weights, [], True, lambda: self.launch, self.cards)
 
     def capture(self, key, weights="here", tokens=SMALL):
         case = Case(tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import combinations
 from typing import Any
@@ -21,6 +21,7 @@ from ....machine.card import first_line
 from ....machine.flags import flags_for_a_run
 from ....machine.links import link_between
 from ....optimizations.blocks.block_form import blocks_of, token_layers
+from ....optimizations.cards.split import LostCopyError
 from ....optimizations.run import Optimization
 from ..lora.bypass import bypassed
 from .attention import SLOT, FileAttention, SlotAttention
@@ -107,12 +108,30 @@ class ComfyOptimization(Optimization):
         before, self._run = self._run, _Run()
         try:
             with flags_for_a_run(*self._flags):
-                output = executor(noise, *args, **kwargs)
+                output = self._sample(executor, noise, args, kwargs)
         finally:
             self._run = before
             if before is None:
                 self.end_run()
         logger.info("Qwen-Image L40S\n%s", self.report())
+        return output
+
+    def _sample(
+        self, executor: Any, noise: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Once more from the first step, on one card, where a copy between cards was lost."""
+        guider = executor.class_obj
+        prompts = {name: [dict(prompt) for prompt in it] for name, it in guider.conds.items()}
+        try:
+            output = executor(noise, *args, **kwargs)
+            self.confirm()
+        except LostCopyError:
+            logger.warning(
+                "Qwen-Image L40S, cards: a copy between two cards was lost. The run begins again, "
+                "on one card: see `qwen-l40s doctor`."
+            )
+            guider.conds = prompts
+            output = executor(noise, *args, **kwargs)
         return output
 
     def on_detach(self, patcher: Any, unpatch_all: bool) -> None:
