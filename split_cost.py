@@ -81,11 +81,14 @@ class BlockSeconds:
         return BlockSeconds(self.image * factor, self.text * factor, self.joint * factor)
 
     @classmethod
-    def shared(cls, seconds: float, rows: Rows, *, quantized: bool) -> BlockSeconds:
+    def shared(
+        cls, seconds: float, rows: Rows, *, quantized: bool, text: float | None = None
+    ) -> BlockSeconds:
         """A measured block, shared out by the operations of its parts.
 
         Args:
             quantized: whether products are in 8 bits.
+            text: seconds of the text's products, where they were measured.
         """
         weights = sum(n * k for n, k in BLOCK_GEMMS.values()) // 2 * rows.width**2
         product = 2 * weights * (QUANTIZED_OPERATION if quantized else 1)
@@ -95,7 +98,10 @@ class BlockSeconds:
             product * max(LEAST_ROWS, rows.items * rows.text),
             ATTENTION_OPERATION * attention,
         )
-        return parts.scaled(seconds)
+        if text is None:
+            return parts.scaled(seconds)
+        rest = replace(parts, text=0.0).scaled(max(seconds - text, 0.0))
+        return replace(rest, text=min(text, seconds))
 
 
 @dataclass(frozen=True)

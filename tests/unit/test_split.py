@@ -271,6 +271,7 @@ class Passes:
         monkeypatch.setattr(run, "lane_between", lane_between)
         # Of a block of so few rows nothing can be gained.
         monkeypatch.setattr(team.Team, "_alone", lambda *_: 2.0)
+        monkeypatch.setattr(team.Team, "_of_text", lambda *_: 0.1)
         monkeypatch.setattr(team.Team, "_together", lambda *_: 1.0)
         kinds = [MIXES.get(mix, {})] * 3
         self.model, self.other = Model(*kinds), Model(*kinds)
@@ -441,6 +442,21 @@ def test_passes_on_one_card_say_why(monkeypatch):
     passes.figures.reasons.clear()
     passes()
     assert passes.reasons == ["the attention is not this package's"]
+
+
+def test_shares_follow_what_the_text_takes(monkeypatch):
+    measured = team.Team._of_text
+    first = {}
+    for text in (0.05, 0.4):
+        passes = Passes(monkeypatch)
+        monkeypatch.setattr(team.Team, "_of_text", lambda *_, text=text: text)
+        passes.gives_the_same()
+        first[text] = passes.figures.plan.images[0]
+    assert first[0.05] - first[0.4] > 100  # of 1,000 rows
+    passes = Passes(monkeypatch)
+    monkeypatch.setattr(team.Team, "_of_text", lambda *given: (measured(*given) > 0) * 0.1)
+    passes.gives_the_same()
+    assert passes.figures.passes == 1
 
 
 def test_a_small_gain_is_left_alone(monkeypatch):
