@@ -337,6 +337,7 @@ class Team:
             timed = Timed(text.device)
             timed.start()
             for program, it in zip(programs, known, strict=True):
+                program.mix(program.heads[0].flatten(2))
                 executor.multiply(program, it, TEXT_PLACES)
             timed.stop()
         return timed.milliseconds / len(blocks)

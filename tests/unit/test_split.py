@@ -453,10 +453,11 @@ def test_shares_follow_what_the_text_takes(monkeypatch):
         passes.gives_the_same()
         first[text] = passes.figures.plan.images[0]
     assert first[0.05] - first[0.4] > 100  # of 1,000 rows
-    passes = Passes(monkeypatch)
-    monkeypatch.setattr(team.Team, "_of_text", lambda *given: (measured(*given) > 0) * 0.1)
-    passes.gives_the_same()
-    assert passes.figures.passes == 1
+    for mix in ("plain", "all fp8", "dense text, fp8 image"):
+        passes = Passes(monkeypatch, mix=mix)
+        monkeypatch.setattr(team.Team, "_of_text", lambda *given: (measured(*given) > 0) * 0.1)
+        passes.gives_the_same()
+        assert passes.figures.passes == 1
 
 
 def test_a_small_gain_is_left_alone(monkeypatch):
