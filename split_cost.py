@@ -26,8 +26,8 @@ from .spec import BLOCK_GEMMS, BYTES_PER_SCALE
 KEYS, ROWS = "keys", "rows"
 # A split has to be so many times as fast as one card; below that it steps aside.
 LEAST_GAIN = 1.25
-# Events and waits of one block, in seconds. Predicted: 0.04 to 0.08 ms.
-FIXED = 0.00006
+# Events and waits of one block, in seconds. Fitted to 13 times in bf16, two H100 (docs/cards.md).
+FIXED = 0.00004
 BF16 = 2  # bytes of a number
 # Of a stream's products in one block, those of q alone; of K and V; and of all three.
 # And half of the MLP's last one.

@@ -258,10 +258,7 @@ class ForwardPass:
 
         What a graph of an earlier run computes was compared then, with the same weights.
         """
-        text, _, step, _ = given
-        if not text.is_cuda:
-            return False
-        compared = not self._prepared.check.wanted(step)
+        compared = not self._prepared.check.wanted(given[2])
         graph = self._graph(lambda: self._work(given), given, compared, clear)
         if graph is None:
             return False
@@ -299,6 +296,8 @@ class ForwardPass:
             compared: Whether some blocks of the shape were compared with the host's.
             clear: Whether nothing reads or changes the streams between two blocks.
         """
+        if not given[0].is_cuda:
+            return None
         figures, host, memory = self._prepared.graphs, self._host, self._memory
         refusal = self._no_graphs(clear, host.attention)
         if refusal:

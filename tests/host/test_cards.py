@@ -143,6 +143,7 @@ def pays(monkeypatch: pytest.MonkeyPatch):
     """Has every pass split that can be, whatever it gains here."""
     monkeypatch.setattr(team.SplitCost, "pays", True)
     monkeypatch.setattr(team.Team, "_alone", lambda *_: 100.0)
+    monkeypatch.setattr(team.Team, "_of_text", lambda *_: 5.0)
     monkeypatch.setattr(team.Team, "_together", lambda *_: 50.0)
 
     def lane_between(source, target):

@@ -14,6 +14,7 @@ from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.record.sampling import path_of
 from qwen_l40s.hosts.comfyui.sample.cards import split_cards
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize
+from qwen_l40s.machine.copies import CpuOperations
 from qwen_l40s.machine.lanes import Lane
 from qwen_l40s.optimizations import run
 from qwen_l40s.optimizations.cards import team
@@ -33,6 +34,7 @@ def machine(monkeypatch):
         comfy.model_management, "get_all_torch_devices", lambda exclude_current=False: CARDS
     )
     monkeypatch.setattr(team.Team, "_alone", lambda *_: 100.0)
+    monkeypatch.setattr(team.Team, "_of_text", lambda *_: 5.0)
     monkeypatch.setattr(team.Team, "_together", lambda *_: 50.0)
     monkeypatch.setattr(team.SplitCost, "pays", True)
 
@@ -110,6 +112,43 @@ def test_what_does_not_share_says_why(machine):
     }
     sample(split)
     assert "something reads or changes the streams between two blocks" in report(split)
+
+
+class Losing(CpuOperations):
+    """Copies nothing while it loses."""
+
+    loses = False
+
+    def copy(self, target, source, size, stream):
+        if not Losing.loses:
+            super().copy(target, source, size, stream)
+
+
+@pytest.mark.parametrize("step", [0, 1])  # after which copies are lost: of the second, of the last
+def test_a_lost_copy_begins_the_run_again_on_one_card(machine, monkeypatch, caplog, step):
+    def lane_between(source, target):
+        lane = Lane(source, target, True, Losing())
+        lane.gbps = 50.0
+        return lane
+
+    monkeypatch.setattr(run, "lane_between", lane_between)
+    monkeypatch.setattr(Losing, "loses", False)
+    model = optimize(load_model(PATH, "int8")[0])
+    split = split_cards(model, 2)[0]
+    steps = []
+
+    def lose(index, *_):
+        steps.append(index)
+        Losing.loses |= index == step
+
+    expected, found = sample(model, cfg=1.0), sample(split, callback=lose)
+    assert torch.equal(found, expected)
+    assert steps == [*range(step + 2), *range(3)]
+    assert "The run begins again, on one card" in caplog.text
+    assert "cards: one in 4 forward passes: a copy between two cards was lost" in report(split)
+    Losing.loses = False
+    assert (sample(split) - expected).norm() / expected.norm() < 0.004
+    assert "cards: 2 share 3 forward passes" in report(split)
 
 
 def test_an_interrupt_in_the_middle_leaves_nothing_behind(machine):

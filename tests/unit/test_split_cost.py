@@ -50,8 +50,9 @@ def test_bytes_of_a_block():
 def test_gathered_rows_gain_what_the_research_says():
     """Its lower figures are without copies behind the MLP, its upper ones with all of them there.
 
-    0.04 to 0.08 ms a block are fixed there.
+    0.04 to 0.08 ms a block are fixed there, in the middle 0.02 more than here.
     """
+    more = 0.00006 - FIXED
     expected = (
         *((1024, 12, 1.48, 1.61), (1024, 17, 1.62, 1.72), (1024, 24, 1.73, 1.73)),
         *((1328, 17, 1.66, 1.77), (2048, 17, 1.75, 1.85)),
@@ -62,8 +63,8 @@ def test_gathered_rows_gain_what_the_research_says():
             found = cost(side, link, times)
             best = found.normalized
             late = max(0.0, best.sent / found.link - best.window) - best.exposed
-            assert gain(found, best, -late) == pytest.approx(low, rel=0.012), (side, link)
-            assert low * 0.988 <= gain(found, best) <= high * 1.012, (side, link)
+            assert gain(found, best, -late - more) == pytest.approx(low, rel=0.012), (side, link)
+            assert low * 0.988 <= gain(found, best, -more) <= high * 1.012, (side, link)
             assert best.early == (late > 0)
 
 
