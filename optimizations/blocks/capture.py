@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 
 import torch
 
@@ -14,7 +14,7 @@ def capture(
     work: Callable[[torch.cuda.Stream], object],
     device: torch.device,
     pool: tuple[int, int],
-    others: Mapping[torch.device, torch.cuda.MemPool | None],
+    others: Mapping[torch.device, torch.cuda.MemPool],
 ) -> torch.cuda.CUDAGraph:
     """Captures what `work` launches, also on the stream that it is given; other threads go on.
 
@@ -37,7 +37,7 @@ def capture(
         try:
             with ExitStack() as pools:
                 for card, its_pool in others.items():
-                    pools.enter_context(_allocating(card, its_pool))
+                    pools.enter_context(torch.cuda.use_mem_pool(its_pool, card))
                     _streams_of(card)[0].wait_stream(side)
                 work(beside)
                 for card in others:
@@ -50,14 +50,17 @@ def capture(
     return graph
 
 
-def pool_on(card: torch.device) -> torch.cuda.MemPool | None:
-    """Memory of a card for the graphs of another; None where the allocator gives graphs their own.
+def pool_on(card: torch.device) -> torch.cuda.MemPool:
+    """Memory of a card for the graphs of another.
 
     Raises:
-        RuntimeError: This torch has none.
+        RuntimeError: This torch, or its allocator, has none.
     """
     if torch.cuda.get_allocator_backend() != "native":
-        return None
+        raise RuntimeError(
+            "a graph over several cards needs PyTorch's own allocator: start ComfyUI with "
+            "--disable-cuda-malloc"
+        )
     if not hasattr(torch.cuda, "use_mem_pool"):
         raise RuntimeError("a graph over several cards needs torch 2.6")
     with torch.cuda.device(card):
@@ -74,10 +77,6 @@ def _streams_of(device: torch.device) -> list[torch.cuda.Stream]:
             with torch.cuda.stream(stream):
                 torch.mm(one, one)
     return streams
-
-
-def _allocating(card: torch.device, pool: torch.cuda.MemPool | None) -> AbstractContextManager:
-    return nullcontext() if pool is None else torch.cuda.use_mem_pool(pool, card)
 
 
 def _begin(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> None:

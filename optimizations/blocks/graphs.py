@@ -357,7 +357,7 @@ class PassMemory:
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
 
-    def _pool_of(self, card: torch.device) -> torch.cuda.MemPool | None:
+    def _pool_of(self, card: torch.device) -> torch.cuda.MemPool:
         """For graphs that another card replays."""
         if self._lent is None:
             self._lent = pool_on(card)
