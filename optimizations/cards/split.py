@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from ... import split_cost
+from ...errors import UnavailableError
 from ..blocks.block import Step
 from ..blocks.self_check import Streams
 from ..blocks.shape import Share
@@ -49,8 +50,14 @@ class CopyLane(Protocol):
     def end_capture(self) -> Missed: ...
 
 
-class LostCopyError(Exception):
-    """What one card sent has not come to another, in a pass whose result is used already."""
+class LostCopyError(UnavailableError):
+    """What one card sent has not come to another; the pass has to run again, or its run."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a copy between two cards was lost, and what is made of it is wrong: run once more, "
+            "on one card if it happens again, and see `qwen-l40s doctor`."
+        )
 
 
 class Timed:
