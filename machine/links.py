@@ -79,11 +79,6 @@ class Link:
         return speed.both if speed else 0.0
 
     @property
-    def host_gbps(self) -> float:
-        """The same through pinned host memory."""
-        return self.host.both if self.host else 0.0
-
-    @property
     def warning(self) -> str:
         """What a user has to know of a machine that loses copies; empty elsewhere."""
         if not self.damaged:

@@ -17,7 +17,7 @@ import torch
 from ...machine.card import first_line
 from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..cards.split import LostCopyError
-from ..cards.team import Given, Team
+from ..cards.team import Given, SplitPlan, Team
 from ..fallback import Fallback
 from ..modulation import Entry, compute_entry
 from ..reference import Modulation
@@ -195,11 +195,11 @@ class ForwardPass:
             compared = not figures.check.wanted(given[2])
             work = lambda: self._team.work(plan, self._key(given))  # noqa: E731
             graph = self._graph(work, given, compared, not host.additions)
-            if not (graph or compared) and not self._shared_block_passes(block, given, arguments):
+            if not (graph or compared) and not self._compare_shared(block, given, arguments, plan):
                 return False
             split = self._team.split(plan, given[2])
             figures.gain = self._team.gain(split, given)
-            plan = self._team.plan(self._executor, given)
+            plan = self._team.plan(self._executor, given)  # which a small gain has changed
             if isinstance(plan, str):
                 figures.refuse(plan)
                 return False
@@ -226,14 +226,14 @@ class ForwardPass:
         self._watch = None
         return False
 
-    def _shared_block_passes(
-        self, block: torch.nn.Module, given: Given, arguments: dict[str, Any]
+    def _compare_shared(
+        self, block: torch.nn.Module, given: Given, arguments: dict[str, Any], plan: SplitPlan
     ) -> bool:
-        """Compares a block on several cards with the host's own."""
+        """Whether a block on several cards is the host's own but for rounding."""
         figures, (text, image, step, _) = self._prepared.split, given
         self._free_buffers()
         expected = self._host.host_block(block, arguments)
-        split = self._team.split(self._team.plan(self._executor, given), step)
+        split = self._team.split(plan, step)
         result = split.run(*given, 0, 1)
         if split.check()():
             raise LostCopyError

@@ -228,12 +228,16 @@ class Team:
         if plan is None:
             width, tokens = text.shape[2], step.tokens
             rows = Rows(tokens.batch, tokens.text, tokens.image, width)
-            block = self._of_a_block(1, given, lambda: self._alone(executor, given)) / 1000
-            text_s = self._of_text(executor, given) / 1000
-            eight = first.prepared.quantized
+            milliseconds = self._of_a_block(1, given, lambda: self._alone(executor, given))
+            block = BlockSeconds.shared(
+                milliseconds / 1000,
+                rows,
+                quantized=first.prepared.quantized,
+                text=self._of_text(executor, given) / 1000,
+            )
             cost = SplitCost(
                 rows,
-                BlockSeconds.shared(block, rows, quantized=eight, text=text_s),
+                block,
                 row_bytes(width, quantized=quantized) if sends else None,
                 len(self._members),
                 self._gbps * 1e9,

@@ -198,14 +198,13 @@ class Recorded:
 
     def __init__(self, streams, lane, pairs):
         self.streams = streams
-        before = [len(queue.work) for queue in streams.queues]
+        assert not any(queue.work for queue in streams.queues)
         lane.begin_capture()
         for pair in pairs:
             lane.copy([pair])
             lane.arrive()
             lane.departed()
         self.missed = lane.end_capture()
-        assert not any(before)
         self.work = [list(queue.work) for queue in streams.queues]
         for queue in streams.queues:
             queue.work.clear()

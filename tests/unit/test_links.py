@@ -176,8 +176,8 @@ def test_a_pair_is_verified_once_a_boot(machine):
     one, other = CARDS[:2]
     there, back = links.link_between(one, other), links.link_between(other, one)
     assert machine.tried == [(one, other)]
-    assert there.peer and (there.gbps, there.host_gbps) == (20, 10)
-    assert back.peer and (back.gbps, back.host_gbps, back.direct.alone) == (19, 9, 23)
+    assert there.peer and (there.gbps, there.host.both) == (20, 10)
+    assert back.peer and (back.gbps, back.host.both, back.direct.alone) == (19, 9, 23)
     assert there.warning == there.reason == ""
 
     machine.restart()
@@ -252,7 +252,7 @@ def test_a_folder_that_cannot_be_written(machine, monkeypatch, tmp_path, caplog)
 def test_a_machine_that_loses_copies_is_told(machine):
     machine.verdict = BAD
     link = links.link_between(CARDS[1], CARDS[0])
-    assert (link.peer, link.gbps, link.host_gbps) == (False, 9, 9)
+    assert (link.peer, link.gbps, link.host.both) == (False, 9, 9)
     assert link.warning == (
         "Copies between cuda:0 and cuda:1 lose data on this machine (IOMMU or ACS): ComfyUI's own "
         "copies between these cards would be wrong too. This package copies through host memory. "
