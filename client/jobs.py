@@ -13,11 +13,11 @@ from typing import Any
 
 from .files import collect
 from .follow import Follower, QueueWatch, withdraw
+from .graph.workflow import title
 from .ledger import CANCELLED, COLLECTING, DONE, FAILED, LOST, OPEN, QUEUED, WAITING, Job, Ledger
 from .progress import Progress
 from .server import Accepted, Server, failure, of_validation
 from .transport import AnswerError, ServerError
-from .workflow import title
 
 # Between two looks at the queue, with a websocket and without.
 POLL_SECONDS, POLL_SECONDS_ALONE = 5.0, 1.0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,20 +11,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..errors import SettingError
-from .check import check_graph
-from .files import Upload, image_inputs, local_images, with_uploaded
+from .graph.check import check_graph
+from .graph.images import Upload, image_inputs, local_images, server_name, with_uploaded
+from .graph.settings import InputSetting, parse_settings, variations
+from .graph.workflow import Graph, read_workflow
 from .jobs import JobRun
 from .ledger import CANCELLED, DONE, LOST, OPEN, QUEUED, Job, Ledger, keys_of, labels
 from .progress import Progress, cancelled_by_signals
 from .server import Server, failure
-from .settings import InputSetting, parse_settings, variations
 from .transport import AnswerError, ServerError
-from .workflow import Graph, read_workflow
 
-# Of the server's input folder, so that uploads do not mix with what people put there.
-SUBFOLDER = "qwen-l40s-submit"
-NAME_LETTERS = 40
-HASH_LETTERS = 16
 STOP_SECONDS = 15.0
 
 
@@ -67,7 +61,7 @@ def plan_jobs(
             uploads[wanted] = local_images(variation.graph, object_info, folder)
             for upload in uploads[wanted]:
                 if upload.path not in names:
-                    names[upload.path] = f"{SUBFOLDER}/{_server_name(upload.path)}"
+                    names[upload.path] = server_name(upload.path)
         ready = with_uploaded(variation.graph, uploads[wanted], names)
         check_graph(ready, object_info)
         graphs.append(ready)
@@ -103,13 +97,6 @@ def rename(jobs: Iterable[Job], name: str, given: str) -> None:
             for key, value in node["inputs"].items():
                 if value == name:
                     node["inputs"][key] = given
-
-
-def _server_name(path: Path) -> str:
-    """Of the file's content, so that two files of one name never meet."""
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:HASH_LETTERS]
-    stem = re.sub(r"[^A-Za-z0-9]+", "-", path.stem).strip("-")[:NAME_LETTERS] or "image"
-    return f"{stem}-{digest}{path.suffix.lower()}"
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import aiohttp
 from yarl import URL
 
 from ..errors import QwenL40SError, SettingError
-from .inputs import shortened
+from .graph.inputs import shortened
 
 PATIENCE_STATUS = (429, 502, 503, 504)
 # How long a server may be away, unless `wait` says otherwise.

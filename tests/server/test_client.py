@@ -5,8 +5,8 @@ import io
 import pytest
 from server_nodes import limited, stored
 
-from qwen_l40s.client.check import check_graph
-from qwen_l40s.client.workflow import IMAGE_FORMATS
+from qwen_l40s.client.graph.check import check_graph
+from qwen_l40s.client.graph.workflow import IMAGE_FORMATS
 from qwen_l40s.errors import SettingError
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from server_nodes import stored
 
-from qwen_l40s.client.check import check_graph
-from qwen_l40s.client.inputs import node_inputs
-from qwen_l40s.client.workflow import read_workflow
+from qwen_l40s.client.graph.check import check_graph
+from qwen_l40s.client.graph.inputs import node_inputs
+from qwen_l40s.client.graph.workflow import read_workflow
 from qwen_l40s.errors import SettingError
 
 RELEASED = Path(__file__).resolve().parents[1] / "workflows"

@@ -7,8 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_nodes import stored
 
-from qwen_l40s.client.inputs import NodeInput, value_of
-from qwen_l40s.client.settings import MAX_JOBS, InputSetting, find_input, parse_settings, variations
+from qwen_l40s.client.graph.inputs import NodeInput, value_of
+from qwen_l40s.client.graph.settings import (
+    MAX_JOBS,
+    InputSetting,
+    find_input,
+    parse_settings,
+    variations,
+)
 from qwen_l40s.errors import SettingError
 
 INFO = stored()

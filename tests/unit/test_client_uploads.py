@@ -9,8 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_nodes import stored
 
-from qwen_l40s.client.files import Upload, local_images, with_uploaded
-from qwen_l40s.client.workflow import IMAGE_FORMATS, check_image
+from qwen_l40s.client.graph.images import (
+    IMAGE_FORMATS,
+    Upload,
+    check_image,
+    local_images,
+    with_uploaded,
+)
 from qwen_l40s.errors import SettingError
 
 Image = pytest.importorskip("PIL.Image")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..errors import SettingError
+from ...errors import SettingError
 
 # Inputs whose list the server does not hold them to: their class checks by itself (ComfyUI 0.33).
 UNLISTED = {

@@ -1,4 +1,4 @@
-"""Workflow files in ComfyUI's API form: reading them, names of their nodes, images they load."""
+"""Workflow files in ComfyUI's API form: reading them, and what people call their nodes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
-from ..errors import SettingError
+from ...errors import SettingError
 
 Graph = dict[str, dict[str, Any]]  # {node id: {class_type, inputs, _meta?}}
 
-# What is asked of Pillow, so that a file cannot reach its readers of documents and video.
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 PNG_START = b"\x89PNG\r\n\x1a\n"
 EXPORT = "export it on ComfyUI's page with File > Export (API)"
 
@@ -41,41 +39,6 @@ def without(graph: Graph, places: Iterable[tuple[str, str]]) -> Graph:
     return copy
 
 
-def check_image(path: Path, used_by: str) -> None:
-    """Reads the first picture of a file to its end.
-
-    Args:
-        used_by: the node that wants it, for the message.
-
-    Raises:
-        SettingError: the file is missing, empty, no image, damaged, cut off or too large.
-    """
-    try:
-        if path.stat().st_size == 0:
-            raise SettingError(f"the picture for {used_by} is empty: give another.", path)
-        with warnings.catch_warnings():
-            # From 89 megapixels Pillow warns, and cameras make those; from 179 it refuses.
-            warnings.simplefilter("ignore")
-            with Image.open(path, formats=_formats()) as image:
-                image.load()
-    except SettingError:
-        raise
-    except UnidentifiedImageError as error:
-        raise SettingError(
-            f"the picture for {used_by} is not a readable image: give a "
-            f"{', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]}.",
-            path,
-        ) from error
-    except Image.DecompressionBombError as error:
-        raise SettingError(
-            f"the picture for {used_by} is too large ({error}): scale it down.", path
-        ) from error
-    except Exception as error:  # a damaged file makes Pillow's readers fail in many ways
-        raise SettingError(
-            f"the picture for {used_by} cannot be read ({error}): save it again.", path
-        ) from error
-
-
 def png_text(path: Path, key: str) -> str | None:
     """A text chunk of a PNG file; None where it has no such chunk.
 
@@ -94,11 +57,6 @@ def png_text(path: Path, key: str) -> str | None:
             path,
         ) from error
     return text if isinstance(text, str) else None
-
-
-def _formats() -> list[str]:
-    Image.init()
-    return [name for name in IMAGE_FORMATS if name in Image.OPEN]
 
 
 def read_workflow(path: Path) -> Graph:

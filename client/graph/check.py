@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..errors import SettingError
+from ...errors import SettingError
 from .inputs import NodeInput, check_bounds, is_link, listed, nearest, node_inputs, shortened
 from .workflow import Graph, called, input_called
 

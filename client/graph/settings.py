@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import SettingError
+from ...errors import SettingError
 from .inputs import (
     NodeInput,
     is_link,
