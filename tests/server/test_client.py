@@ -6,7 +6,7 @@ import pytest
 from server_nodes import limited, stored
 
 from qwen_l40s.client.graph.check import check_graph
-from qwen_l40s.client.graph.workflow import IMAGE_FORMATS
+from qwen_l40s.client.graph.images import IMAGE_FORMATS
 from qwen_l40s.errors import SettingError
 
 
