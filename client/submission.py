@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..errors import SettingError
-from .graph.check import check_graph
+from .graph.check import Checker
 from .graph.images import Upload, image_inputs, local_images, server_name, with_uploaded
 from .graph.settings import InputSetting, parse_settings, variations
 from .graph.workflow import Graph, read_workflow
@@ -48,6 +48,7 @@ def plan_jobs(
         SettingError: a setting, an image or the workflow does not suit this server.
     """
     found = variations(graph, settings, object_info)
+    checker = Checker(object_info)
     uploads: dict[tuple[tuple[str, str, str], ...], list[Upload]] = {}
     names: dict[Path, str] = {}
     graphs = []
@@ -63,7 +64,7 @@ def plan_jobs(
                 if upload.path not in names:
                     names[upload.path] = server_name(upload.path)
         ready = with_uploaded(variation.graph, uploads[wanted], names)
-        check_graph(ready, object_info)
+        checker.check(ready)
         graphs.append(ready)
     chosen = [variation.chosen for variation in found]
     rows = zip(keys_of(graphs), graphs, chosen, labels(chosen), strict=True)

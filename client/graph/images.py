@@ -81,15 +81,8 @@ def image_inputs(
 
 
 def with_uploaded(graph: Graph, uploads: Iterable[Upload], names: Mapping[Path, str]) -> Graph:
-    """A copy of the graph that names the uploaded files as the server does.
-
-    Args:
-        uploads: of this graph, by `local_images`.
-        names: what the server called each path: `name`, or `subfolder/name`.
-    """
-    return with_inputs(
-        graph, {(upload.node, upload.input): names[upload.path] for upload in uploads}
-    )
+    """A copy of the graph with what the server called each path: `name`, or `subfolder/name`."""
+    return with_inputs(graph, {(each.node, each.input): names[each.path] for each in uploads})
 
 
 def _on_server(value: str, spec: NodeInput) -> bool:
@@ -134,35 +127,26 @@ def check_image(path: Path, used_by: str) -> None:
     Raises:
         SettingError: the file is missing, empty, no image, damaged, cut off or too large.
     """
+    Image.init()
+    formats = [name for name in IMAGE_FORMATS if name in Image.OPEN]
     try:
-        if path.stat().st_size == 0:
-            raise SettingError(f"the picture for {used_by} is empty: give another.", path)
         with warnings.catch_warnings():
             # From 89 megapixels Pillow warns, and cameras make those; from 179 it refuses.
             warnings.simplefilter("ignore")
-            with Image.open(path, formats=_formats()) as image:
+            with Image.open(path, formats=formats) as image:
                 image.load()
-    except SettingError:
-        raise
+        return
     except UnidentifiedImageError as error:
-        raise SettingError(
-            f"the picture for {used_by} is not a readable image: give a "
-            f"{', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]}.",
-            path,
-        ) from error
+        cause: Exception = error
+        what = "is not a readable image"
+        remedy = f"give a {', '.join(IMAGE_FORMATS[:-1])} or {IMAGE_FORMATS[-1]}"
+        if not path.stat().st_size:
+            what, remedy = "is empty", "give another"
     except Image.DecompressionBombError as error:
-        raise SettingError(
-            f"the picture for {used_by} is too large ({error}): scale it down.", path
-        ) from error
+        cause, what, remedy = error, f"is too large ({error})", "scale it down"
     except Exception as error:  # a damaged file makes Pillow's readers fail in many ways
-        raise SettingError(
-            f"the picture for {used_by} cannot be read ({error}): save it again.", path
-        ) from error
-
-
-def _formats() -> list[str]:
-    Image.init()
-    return [name for name in IMAGE_FORMATS if name in Image.OPEN]
+        cause, what, remedy = error, f"cannot be read ({error})", "save it again"
+    raise SettingError(f"the picture for {used_by} {what}: {remedy}.", path) from cause
 
 
 def server_name(path: Path) -> str:

@@ -40,6 +40,7 @@ class NodeInput:
         choices: what a COMBO lists.
         closed: whether the server takes nothing but what is listed.
         required: the server refuses the node without it.
+        opens: whether what it is set to decides which other inputs the node has.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class NodeInput:
     choices: tuple[Any, ...] = ()
     closed: bool = False
     required: bool = False
+    opens: bool = False
 
     @property
     def takes_image(self) -> bool:
@@ -82,36 +84,33 @@ def other_names(known: Mapping[str, NodeInput]) -> dict[str, str]:
     return found | {other: name for name, other in found.items()}
 
 
-def is_link(value: Any) -> bool:
-    """Whether an input is wired: ComfyUI takes every list for a link."""
-    return isinstance(value, list)
-
-
 def _add_groups(
     found: dict[str, NodeInput], groups: Mapping[str, Any], node: Mapping[str, Any], prefix: str
 ) -> None:
     for group in ("required", "optional"):
-        for name, entry in (groups.get(group) or {}).items():
-            kind = entry[0]
-            rules = entry[1] if len(entry) > 1 and isinstance(entry[1], dict) else {}
-            required = group == "required"
+        for name, (kind, *more) in (groups.get(group) or {}).items():
+            rules = more[0] if more and isinstance(more[0], dict) else {}
             if kind == "COMFY_DYNAMICCOMBO_V3":
                 _add_dynamic_combo(found, rules, node, prefix + name)
             elif kind == "COMFY_AUTOGROW_V3":
-                _add_growing(found, rules, node, prefix + name)
-            elif kind == "COMBO" or isinstance(kind, list):
-                listed = kind if isinstance(kind, list) else rules.get("options")
+                _add_growing(found, rules["template"], node, f"{prefix}{name}.")
+            else:
+                choices = kind if isinstance(kind, list) else rules.get("options")
+                combo = isinstance(kind, list) or kind == "COMBO"
                 closed = (
-                    listed is not None
+                    combo
+                    and choices is not None
                     and "remote" not in rules
                     and not any(rule.endswith("_upload") for rule in rules)
                     and (node["class_type"], name) not in UNLISTED
                 )
                 found[prefix + name] = NodeInput(
-                    "COMBO", rules, tuple(listed or ()), closed, required
+                    "COMBO" if combo else str(kind),
+                    rules,
+                    tuple(choices or ()) if combo else (),
+                    closed,
+                    required=group == "required",
                 )
-            else:
-                found[prefix + name] = NodeInput(str(kind), rules, required=required)
 
 
 def _add_dynamic_combo(
@@ -119,25 +118,26 @@ def _add_dynamic_combo(
 ) -> None:
     options = {option["key"]: option["inputs"] for option in rules.get("options", ())}
     # Not required: the server misses it only when the node runs.
-    found[name] = NodeInput("COMBO", rules, tuple(options), closed=True)
+    found[name] = NodeInput("COMBO", rules, tuple(options), closed=True, opens=True)
     chosen = node["inputs"].get(name)
     if isinstance(chosen, str) and chosen in options:
         _add_groups(found, options[chosen], node, f"{name}.")
 
 
 def _add_growing(
-    found: dict[str, NodeInput], rules: Mapping[str, Any], node: Mapping[str, Any], name: str
+    found: dict[str, NodeInput], template: Mapping[str, Any], node: Mapping[str, Any], prefix: str
 ) -> None:
-    template = rules["template"]
     grown = template.get("names") or [
         f"{template['prefix']}{number}" for number in range(template["max"])
     ]
     for group, entries in template["input"].items():
+        least = template["min"] if group == "required" else 0
         for entry in entries.values():
-            for number, each in enumerate(grown):
-                required = group == "required" and number < template["min"]
-                one = {"required" if required else "optional": {each: entry}}
-                _add_groups(found, one, node, f"{name}.")
+            groups = {
+                "required": dict.fromkeys(grown[:least], entry),
+                "optional": dict.fromkeys(grown[least:], entry),
+            }
+            _add_groups(found, groups, node, prefix)
 
 
 def number_range(text: str, spec: NodeInput, where: str) -> range | None:
@@ -167,9 +167,9 @@ def value_of(text: str, spec: NodeInput, where: str) -> Any:
         SettingError: the text is no such value, or breaks the input's rules.
     """
     if spec.kind == "INT":
-        return check_bounds(_whole(text.strip(), where), spec, where, typed=True)
+        return _in_steps(check_bounds(_whole(text.strip(), where), spec, where), spec, where)
     if spec.kind == "FLOAT":
-        return check_bounds(_number(text.strip(), where), spec, where, typed=True)
+        return check_bounds(_number(text.strip(), where), spec, where)
     if spec.kind == "BOOLEAN":
         return _yes_or_no(text.strip(), where)
     if spec.kind == "COMBO":
@@ -179,30 +179,32 @@ def value_of(text: str, spec: NodeInput, where: str) -> Any:
     raise SettingError(f"{where} takes a link of type {spec.kind}, which cannot be typed.")
 
 
-def check_bounds(value: Any, spec: NodeInput, where: str, *, typed: bool = False) -> Any:
-    """The number, where the input's rules allow it.
-
-    Args:
-        typed: holds a whole number to the step too, as the page's box does and the server does not.
+def check_bounds(value: Any, spec: NodeInput, where: str) -> Any:
+    """The number, where it is neither too small nor too large.
 
     Raises:
-        SettingError: it is too small, too large or between two steps.
+        SettingError: it is.
     """
     least, most = spec.rules.get("min"), spec.rules.get("max")
-    least = -math.inf if least is None else least
-    most = math.inf if most is None else most
-    if not least <= value <= most:
-        raise SettingError(f"{where} is {value} and must be {_between(least, most)}.")
-    step = spec.rules.get("step")
-    if typed and isinstance(value, int) and isinstance(step, int) and step > 1:
-        over = (value - (0 if math.isinf(least) else least)) % step
-        if over:
-            near = [side for side in (value - over, value - over + step) if least <= side <= most]
-            raise SettingError(
-                f"{where} is {value} and goes in steps of {step}: take "
-                f"{' or '.join(map(str, near))}."
-            )
-    return value
+    if (least is None or least <= value) and (most is None or value <= most):
+        return value
+    between = f"from {least} to {most}"
+    if least is None or most is None:
+        between = f"{most} or less" if least is None else f"{least} or more"
+    raise SettingError(f"{where} is {value} and must be {between}.")
+
+
+def _in_steps(value: int, spec: NodeInput, where: str) -> int:
+    """The number, held to the step as the page's box does and the server does not."""
+    least, most, step = (spec.rules.get(rule) for rule in ("min", "max", "step"))
+    over = (value - (least or 0)) % step if isinstance(step, int) and step > 1 else 0
+    if not over:
+        return value
+    near = [value - over, value - over + step]
+    near = [each for each in near if most is None or each <= most]
+    raise SettingError(
+        f"{where} is {value} and goes in steps of {step}: take {' or '.join(map(str, near))}."
+    )
 
 
 def nearest(word: str, names: Iterable[str]) -> list[str]:
@@ -225,14 +227,6 @@ def listed(names: Sequence[str], most: int = SHOWN) -> str:
 def shortened(text: str, most: int = 60) -> str:
     """A text in quotes, cut where it is long."""
     return repr(text if len(text) <= most else f"{text[:most]}...")
-
-
-def _between(least: float, most: float) -> str:
-    if math.isinf(most):
-        return f"{least} or more"
-    if math.isinf(least):
-        return f"{most} or less"
-    return f"from {least} to {most}"
 
 
 def _whole(text: str, where: str) -> int:
@@ -258,7 +252,7 @@ def _yes_or_no(text: str, where: str) -> bool:
 
 
 def _choice(text: str, spec: NodeInput, where: str) -> Any:
-    # An empty list is a folder without models, of which `check_graph` knows more to say.
+    # An empty list is a folder without models, of which `Checker` knows more to say.
     if not spec.closed or not spec.choices:
         return text
     for same in (str, lambda choice: str(choice).strip().casefold()):

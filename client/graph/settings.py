@@ -13,7 +13,6 @@ from typing import Any
 from ...errors import SettingError
 from .inputs import (
     NodeInput,
-    is_link,
     listed,
     nearest,
     node_inputs,
@@ -22,17 +21,26 @@ from .inputs import (
     shortened,
     value_of,
 )
-from .workflow import Graph, called, input_called, nodes_called, plain, with_inputs, without
+from .workflow import (
+    Graph,
+    called,
+    input_called,
+    is_link,
+    nodes_called,
+    plain,
+    source,
+    with_inputs,
+    without,
+)
 
 TYPED = ("INT", "FLOAT", "BOOLEAN", "STRING", "COMBO")
 # How many of a graph's inputs a message lists.
 SHOWN = 16
+# Another seed of a graph of 13 nodes takes 1.2 KB of this machine's memory, so these take 1.2 GB.
+MAX_JOBS = 1_000_000
+LINE_END = re.compile(r"\r\n|\r|\n")
 
 Place = tuple[str, str]  # node id, input name
-
-# What ComfyUI's history holds: it forgets the oldest jobs beyond.
-MAX_JOBS = 10_000
-LINE_END = re.compile(r"\r\n|\r|\n")
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,7 @@ class InputTarget:
     """The input that a key means.
 
     Attributes:
+        where: its address, for messages.
         other: the other name of the input, where it has an older one; else empty.
     """
 
@@ -71,8 +80,7 @@ def find_input(graph: Graph, key: str, object_info: Mapping[str, Any]) -> InputT
         raise SettingError(inputs.not_there(key))
     if len(found) > 1:
         raise SettingError(
-            f"{key!r} means several inputs: write one of "
-            f"{listed([input_called(graph, *place) for place in found], SHOWN)}."
+            f"{key!r} means several inputs: write one of {listed(inputs.called(found), SHOWN)}."
         )
     [(node, name)] = found
     where = input_called(graph, node, name)
@@ -102,56 +110,64 @@ class _Inputs:
         """The other name of an input that has an older one; else empty."""
         return other_names(self.known[node] or {}).get(name, "")
 
-    def unwired(self, node: str) -> list[str]:
+    def unwired(self, nodes: Iterable[str]) -> list[Place]:
         """The inputs that hold a value, without those that the node's class does not have."""
-        known = self.known[node]
         return [
-            name
+            (node, name)
+            for node in nodes
             for name, value in self.graph[node]["inputs"].items()
-            if not isinstance(value, list | dict) and (known is None or name in known)
+            if not isinstance(value, list | dict)
+            and (self.known[node] is None or name in self.known[node])
         ]
+
+    def called(self, places: Iterable[Place]) -> list[str]:
+        return [input_called(self.graph, *place) for place in places]
 
     def at(self, key: str) -> list[Place]:
         """The inputs that `node.input` means; one that the file leaves out may be among them."""
         found = []
-        for place, letter in enumerate(key):  # titles and inputs may hold dots themselves
-            if letter != ".":
-                continue
-            name = key[place + 1 :]
-            for node in nodes_called(self.graph, key[:place]):
-                there = {**self.graph[node]["inputs"], **(self.known[node] or {})}
-                same = [each for each in there if plain(each) == plain(name)]
-                found += [(node, each) for each in ([name] if name in there else same)]
+        for node, name in self._split(key):
+            there = {**self.graph[node]["inputs"], **(self.known[node] or {})}
+            same = [each for each in there if plain(each) == plain(name)]
+            found += [(node, each) for each in ([name] if name in there else same)]
         return found
+
+    def _split(self, key: str) -> list[Place]:
+        """Each node before a dot of the key, and what follows: both may hold dots themselves."""
+        return [
+            (node, key[dot.end() :])
+            for dot in re.finditer(r"\.", key)
+            for node in nodes_called(self.graph, key[: dot.start()])
+        ]
 
     def of_node(self, key: str) -> list[Place]:
         """The inputs that a node's id or title means; none where that is one node with several, and
         there are inputs of that name.
         """
         nodes = nodes_called(self.graph, key)
-        found = [(node, name) for node in nodes for name in self._main_inputs(node, key)]
-        if len(nodes) == 1 and len(found) > 1 and self._unwired_by_name(key):
+        found = [place for node in nodes for place in self._main_inputs(node, key)]
+        if len(nodes) == 1 and len(found) > 1 and self._unwired_named(key):
             return []
         return found
 
-    def _main_inputs(self, node: str, key: str) -> list[str]:
-        names = self.unwired(node)
-        same = [name for name in names if plain(name) == plain(key)]
-        texts = [name for name in names if self.spec(node, name).kind == "STRING"]
-        return next((some for some in (same, texts, names) if len(some) == 1), names)
+    def _main_inputs(self, node: str, key: str) -> list[Place]:
+        places = self.unwired([node])
+        same = [place for place in places if plain(place[1]) == plain(key)]
+        texts = [place for place in places if self.spec(*place).kind == "STRING"]
+        return next((some for some in (same, texts) if len(some) == 1), places)
 
     def named(self, key: str) -> list[Place]:
-        """The inputs of that name; the wired ones only where all are."""
+        """The inputs of that name; a wired one only where all are."""
         wired = [
             (node, name)
             for node, described in self.graph.items()
             for name, value in described["inputs"].items()
             if is_link(value) and plain(name) == plain(key)
         ]
-        return self._unwired_by_name(key) or wired[:1]
+        return self._unwired_named(key) or wired[:1]
 
-    def _unwired_by_name(self, key: str) -> list[Place]:
-        places = [(node, name) for node in self.graph for name in self.unwired(node)]
+    def _unwired_named(self, key: str) -> list[Place]:
+        places = self.unwired(self.graph)
         others = [(node, self.other(node, name)) for node, name in places]
         same = (
             [place for place in some if plain(place[1]) == plain(key)] for some in (places, others)
@@ -160,32 +176,22 @@ class _Inputs:
 
     def fed_by(self, link: list[Any]) -> str:
         """Which node a wired input gets its value from."""
-        source = link[0] if link else None
-        if not isinstance(source, str) or source not in self.graph:
+        feeder = source(self.graph, link)
+        if feeder is None:
             return "it is wired to a node that is not there"
-        names = [input_called(self.graph, source, name) for name in self.unwired(source)]
+        names = self.called(self.unwired([feeder]))
         instead = f", so set {listed(names)} instead" if names else ""
-        return f"{called(self.graph, source)} feeds it{instead}"
+        return f"{called(self.graph, feeder)} feeds it{instead}"
 
     def not_there(self, key: str) -> str:
         """The sentence for a key that means nothing."""
-        owners = nodes_called(self.graph, key) or [
-            node
-            for place, letter in enumerate(key)
-            if letter == "."
-            for node in nodes_called(self.graph, key[:place])
-        ]
-        names = [
-            input_called(self.graph, node, name)
-            for node in owners or self.graph
-            for name in self.unwired(node)
-        ]
-        if not names:
-            owner = called(self.graph, owners[0]) if owners else "the workflow"
-            return f"{owner} has no input that can be set."
-        return (
-            f"there is no input {key!r} to set: take one of {listed(nearest(key, names), SHOWN)}."
-        )
+        owners = nodes_called(self.graph, key) or [node for node, _ in self._split(key)]
+        names = self.called(self.unwired(owners or self.graph))
+        if names:
+            names = nearest(key, names)
+            return f"there is no input {key!r} to set: take one of {listed(names, SHOWN)}."
+        owner = called(self.graph, owners[0]) if owners else "the workflow"
+        return f"{owner} has no input that can be set."
 
 
 @dataclass(frozen=True)
@@ -201,7 +207,7 @@ class InputSetting:
     values: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Variation:
     """A graph, and what was chosen for it.
 
@@ -230,7 +236,8 @@ def parse_settings(texts: Sequence[str]) -> list[InputSetting]:
                 f"--set {shortened(text)} must be KEY=VALUE, such as seed=7, seed=1..8 or "
                 "prompt=@prompts.txt."
             )
-        if not _is_unicode(text):
+        # A terminal's bytes that are not UTF-8 arrive as lone surrogates.
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
             raise SettingError(
                 f"--set {shortened(text)} is not UTF-8: type it in a UTF-8 terminal."
             )
@@ -248,6 +255,8 @@ def variations(
 ) -> list[Variation]:
     """A graph for each combination of the settings' values; the last setting varies fastest.
 
+    The graphs share every node that no setting changes.
+
     Args:
         object_info: of GET /object_info, which says what types the inputs have.
 
@@ -255,24 +264,26 @@ def variations(
         SettingError: a key means no input or several, two mean the same one, a value does not fit
             its input, or there would be more than `MAX_JOBS` graphs.
     """
-    axes: list[tuple[str, InputTarget, list[range | tuple[str, ...]]]] = []
+    targets: dict[str, InputTarget] = {}
+    axes: list[list[str | range]] = []
     for setting in settings:
         target = find_input(graph, setting.key, object_info)
-        for key, other, _ in axes:
+        for key, other in targets.items():
             if other.node == target.node and other.input in (target.input, target.other):
                 raise SettingError(
                     f"--set {key} and --set {setting.key} both mean {target.where}: give one."
                 )
-        axes.append((setting.key, target, [_axis(value, target) for value in setting.values]))
-    graph = without(graph, [(target.node, target.other) for _, target, _ in axes])
-    _check_count([(key, sum(map(_count, parts))) for key, _, parts in axes])
-    keys = [key for key, _, _ in axes]
-    places = [(target.node, target.input) for _, target, _ in axes]
-    values = [_converted(target, parts) for _, target, parts in axes]
+        targets[setting.key] = target
+        ranges = [number_range(text, target.spec, target.where) for text in setting.values]
+        axes.append([one or text for one, text in zip(ranges, setting.values, strict=True)])
+    _check_count({key: sum(map(_count, axis)) for key, axis in zip(targets, axes, strict=True)})
+    values = [_converted(*pair) for pair in zip(targets.values(), axes, strict=True)]
+    graph = without(graph, [(target.node, target.other) for target in targets.values()])
+    places = [(target.node, target.input) for target in targets.values()]
     return [
         Variation(
             with_inputs(graph, dict(zip(places, row, strict=True))),
-            dict(zip(keys, row, strict=True)),
+            dict(zip(targets, row, strict=True)),
         )
         for row in itertools.product(*values)
     ]
@@ -301,31 +312,21 @@ def _values(key: str, value: str) -> tuple[str, ...]:
     return lines
 
 
-def _is_unicode(text: str) -> bool:
-    # A terminal's bytes that are not UTF-8 arrive as lone surrogates.
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
-def _axis(text: str, target: InputTarget) -> range | tuple[str, ...]:
-    found = number_range(text, target.spec, target.where)
-    return (text,) if found is None else found
-
-
-def _count(part: range | tuple[str, ...]) -> int:
+def _count(part: str | range) -> int:
     # len() fails beyond 2**63.
-    return part.stop - part.start if isinstance(part, range) else len(part)
+    return part.stop - part.start if isinstance(part, range) else 1
 
 
-def _check_count(counts: Sequence[tuple[str, int]]) -> None:
-    total = math.prod(count for _, count in counts)
+def _check_count(counts: Mapping[str, int]) -> None:
+    total = math.prod(counts.values())
     if total > MAX_JOBS:
-        product = " x ".join(f"{count:,} ({key})" for key, count in counts if count > 1)
+        product = " x ".join(f"{count:,} ({key})" for key, count in counts.items() if count > 1)
         raise SettingError(
-            f"--set asks for {total:,} jobs, {product}, but a server remembers only {MAX_JOBS:,}: "
+            f"--set asks for {total:,} jobs, {product}, but one call takes only {MAX_JOBS:,}: "
             "split them into several calls."
         )
 
 
-def _converted(target: InputTarget, parts: Iterable[range | tuple[str, ...]]) -> list[Any]:
-    texts = [str(value) for part in parts for value in part]
+def _converted(target: InputTarget, axis: Iterable[str | range]) -> list[Any]:
+    texts = [str(each) for part in axis for each in (part if isinstance(part, range) else [part])]
     return [value_of(text, target.spec, target.where) for text in texts]

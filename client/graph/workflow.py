@@ -39,26 +39,6 @@ def without(graph: Graph, places: Iterable[tuple[str, str]]) -> Graph:
     return copy
 
 
-def png_text(path: Path, key: str) -> str | None:
-    """A text chunk of a PNG file; None where it has no such chunk.
-
-    Raises:
-        SettingError: the file is no PNG or is damaged.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with Image.open(path, formats=("PNG",)) as image:
-                text = image.info.get(key)
-    except Exception as error:  # a damaged file makes Pillow's readers fail in many ways
-        raise SettingError(
-            f"this PNG cannot be read ({error}): give one that ComfyUI saved, or a workflow in API "
-            "form.",
-            path,
-        ) from error
-    return text if isinstance(text, str) else None
-
-
 def read_workflow(path: Path) -> Graph:
     """The graph of a workflow file.
 
@@ -79,20 +59,32 @@ def read_workflow(path: Path) -> Graph:
             f"cannot read the workflow ({reason}): give a file in API form.", path
         ) from error
     if data.startswith(PNG_START):
-        return _graph(path, _parsed(path, _prompt_chunk(path)))
+        return _graph(path, _prompt_of(path))
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise SettingError(
             f"this is neither UTF-8 text nor a PNG: give a workflow in API form, or {EXPORT}.", path
         ) from error
-    return _graph(path, _parsed(path, text))
+    return _graph(path, text)
 
 
-def _prompt_chunk(path: Path) -> str:
-    text = png_text(path, "prompt")
-    if text is None:
-        only = "only the UI form of a workflow" if png_text(path, "workflow") else "no workflow"
+def _prompt_of(path: Path) -> str:
+    """What ComfyUI writes into the pictures that it saves."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a large picture
+            with Image.open(path, formats=("PNG",)) as image:
+                texts = image.info
+    except Exception as error:  # a damaged file makes Pillow's readers fail in many ways
+        raise SettingError(
+            f"this PNG cannot be read ({error}): give one that ComfyUI saved, or a workflow in API "
+            "form.",
+            path,
+        ) from error
+    text = texts.get("prompt")
+    if not isinstance(text, str):
+        only = "only the UI form of a workflow" if "workflow" in texts else "no workflow"
         raise SettingError(
             f"this PNG holds {only}: give one that ComfyUI saved with its metadata, or open the "
             f"workflow and {EXPORT}.",
@@ -101,33 +93,26 @@ def _prompt_chunk(path: Path) -> str:
     return text
 
 
-def _parsed(path: Path, text: str) -> Any:
+def _graph(path: Path, text: str) -> Graph:
     if not text.strip():
         raise SettingError(f"this workflow file is empty: {EXPORT}.", path)
     try:
-        return json.loads(text)
+        data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise SettingError(f"this is not JSON ({error}): {EXPORT} again.", path) from error
-
-
-def _graph(path: Path, data: Any) -> Graph:
     if isinstance(data, dict):
         body = data.get("prompt")
         if isinstance(body, dict) and "class_type" not in body:  # else a node of that id
             data = body
-    if isinstance(data, dict) and isinstance(data.get("nodes"), list):
-        raise _page_form(path)
     if not isinstance(data, dict) or not data:
         raise SettingError(f"this holds no nodes: give a workflow in API form, or {EXPORT}.", path)
+    if isinstance(data.get("nodes"), list):
+        sibling = path.parent / "api" / path.name
+        other = f", or give {sibling}" if sibling.is_file() else ""
+        raise SettingError(
+            f"this is the UI form, and a server takes the API form: {EXPORT}{other}.", path
+        )
     return {node: _node(path, node, described) for node, described in data.items()}
-
-
-def _page_form(path: Path) -> SettingError:
-    sibling = path.parent / "api" / path.name
-    other = f", or give {sibling}" if sibling.is_file() else ""
-    return SettingError(
-        f"this is the UI form, and a server takes the API form: {EXPORT}{other}.", path
-    )
 
 
 def _node(path: Path, node: str, described: Any) -> dict[str, Any]:
@@ -146,17 +131,32 @@ def _node(path: Path, node: str, described: Any) -> dict[str, Any]:
     return {key: described[key] for key in ("class_type", "inputs", "_meta") if key in described}
 
 
+def is_link(value: Any) -> bool:
+    """Whether an input is wired: ComfyUI takes every list for a link."""
+    return isinstance(value, list)
+
+
+def source(graph: Mapping[str, Any], value: Any) -> str | None:
+    """The node that a link comes from; None for a value, and for a link to nowhere."""
+    if is_link(value) and len(value) == 2 and isinstance(value[0], str) and value[0] in graph:
+        return value[0]
+    return None
+
+
+def meta(node: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the page saved of a node besides its inputs."""
+    found = node.get("_meta")
+    return found if isinstance(found, dict) else {}
+
+
 def title(graph: Mapping[str, Any], node: str) -> str:
     """The node's title on the page, such as `Prompt`; its class where the file names none, and its
     id where the graph has no such node, as a server may tell of one.
     """
     if node not in graph:
         return node
-    meta = graph[node].get("_meta")
-    text = meta.get("title") if isinstance(meta, dict) else None
-    if isinstance(text, str) and text.strip():
-        return text.strip()
-    return graph[node]["class_type"]
+    text = meta(graph[node]).get("title")
+    return text.strip() if isinstance(text, str) and text.strip() else graph[node]["class_type"]
 
 
 def called(graph: Mapping[str, Any], node: str) -> str:
@@ -191,21 +191,20 @@ def nodes_called(graph: Graph, name: str) -> list[str]:
 
 def _prompts(graph: Graph, wanted: str) -> list[str]:
     """The nodes with a text that leads to a sampler's input `positive` or `negative`."""
+    positive = _texts_at(graph, "positive")
     if wanted == "negativeprompt":
         # With ConditioningZeroOut the text of the positive prompt is all that leads there.
-        positive = _texts_at(graph, "positive")
         return [node for node in _texts_at(graph, "negative") if node not in positive]
-    return _texts_at(graph, "positive") if wanted in ("prompt", "positiveprompt") else []
+    return positive if wanted in ("prompt", "positiveprompt") else []
 
 
 def _texts_at(graph: Graph, name: str) -> list[str]:
     found: set[str] = set()
+    seen: set[str] = set()
     waiting = [node["inputs"][name] for node in graph.values() if name in node["inputs"]]
-    seen = set()
     while waiting:
-        link = waiting.pop()
-        node = link[0] if isinstance(link, list) and link else None
-        if not isinstance(node, str) or node not in graph or node in seen:
+        node = source(graph, waiting.pop())
+        if node is None or node in seen:
             continue
         seen.add(node)
         inputs = graph[node]["inputs"]

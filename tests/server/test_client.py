@@ -5,7 +5,7 @@ import io
 import pytest
 from server_nodes import limited, stored
 
-from qwen_l40s.client.graph.check import check_graph
+from qwen_l40s.client.graph.check import Checker
 from qwen_l40s.client.graph.images import IMAGE_FORMATS
 from qwen_l40s.errors import SettingError
 
@@ -97,7 +97,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_the_client_passes_the_server_takes(server, object_info, name):
-    check_graph(RIGHT[name], object_info)
+    Checker(object_info).check(RIGHT[name])
     answer = server.post(RIGHT[name])
     assert answer.status_code == 200, answer.text
     assert answer.json()["node_errors"] == {}
@@ -106,20 +106,20 @@ def test_what_the_client_passes_the_server_takes(server, object_info, name):
 @pytest.mark.parametrize("name", WRONG)
 def test_what_the_client_refuses_the_server_does_not_take(server, object_info, name):
     with pytest.raises(SettingError):
-        check_graph(WRONG[name], object_info)
+        Checker(object_info).check(WRONG[name])
     assert server.post(WRONG[name]).status_code == 400
 
 
 def test_the_server_ignores_what_is_unknown_of_ours(server, object_info):
-    """Why `check_graph` refuses it: the picture would silently be made without it."""
+    """Why `Checker` refuses it: the picture would silently be made without it."""
     newer = with_node("QwenL40S_EstimateVRAM")
     spec = object_info["QwenL40S_EstimateVRAM"]["input"]["required"]
     newer["other"]["inputs"] = {key: entry[1]["default"] for key, entry in spec.items()}
-    check_graph(newer, object_info)
+    Checker(object_info).check(newer)
     newer["other"]["inputs"]["from_the_future"] = 1
     assert server.post(newer).json()["node_errors"] == {}
     with pytest.raises(SettingError, match="'from_the_future' that the server does not know"):
-        check_graph(newer, object_info)
+        Checker(object_info).check(newer)
 
 
 @pytest.mark.parametrize("kind", IMAGE_FORMATS)

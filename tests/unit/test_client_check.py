@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from server_nodes import stored
 
-from qwen_l40s.client.graph.check import check_graph
+from qwen_l40s.client.graph.check import Checker
 from qwen_l40s.client.graph.inputs import node_inputs
 from qwen_l40s.client.graph.workflow import read_workflow
 from qwen_l40s.errors import SettingError
@@ -85,14 +85,18 @@ def changed(node, **inputs):
     return graph
 
 
+def check(graph, info=None):
+    Checker(info or stored()).check(graph)
+
+
 def problems(graph, info=None):
     with pytest.raises(SettingError) as caught:
-        check_graph(graph, info or stored())
+        check(graph, info)
     return str(caught.value).split("\n")
 
 
 def test_a_graph_that_runs_passes():
-    check_graph(GRAPH, stored())
+    check(GRAPH)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +214,7 @@ def test_a_server_without_our_pack_is_told_apart_from_an_old_one():
 def test_a_released_workflow_is_not_called_newer(path):
     """Its settings may have older names; its models are not here."""
     try:
-        check_graph(read_workflow(path), stored())
+        check(read_workflow(path))
     except SettingError as error:
         assert "does not know" not in str(error)
         assert "must be one of" not in str(error)
@@ -218,32 +222,32 @@ def test_a_released_workflow_is_not_called_newer(path):
 
 def test_a_node_that_leads_to_no_output_is_not_judged():
     loose = {"class_type": "KSampler", "inputs": {"steps": 0}}
-    check_graph({**GRAPH, "loose": loose}, stored())
+    check({**GRAPH, "loose": loose})
 
 
 def test_values_of_other_packs_are_left_to_the_server():
     info = stored()
     info["KSampler"]["python_module"] = "custom_nodes.faster"
-    check_graph(changed("sample", steps=0, sampler_name="new", more=1), info)
+    check(changed("sample", steps=0, sampler_name="new", more=1), info)
     assert len(problems(changed("sample", latent_image=None), info)) == 1
 
 
 def test_an_unknown_input_of_a_core_node_is_not_judged():
-    check_graph(changed("empty", control_after_generate="fixed"), stored())
+    check(changed("empty", control_after_generate="fixed"))
 
 
 def test_numbers_as_text_and_wrapped_values_pass():
-    check_graph(changed("sample", steps="20", scheduler={"__value__": "simple"}), stored())
+    check(changed("sample", steps="20", scheduler={"__value__": "simple"}))
 
 
 def test_a_circle_comes_to_an_end():
-    check_graph(changed("decode", samples=["decode", 0]), stored())
+    check(changed("decode", samples=["decode", 0]))
 
 
 def test_an_upload_and_a_remote_list_take_any_name():
     for kind in ("LoadImage", "LoadImageOutput"):
         image = {"class_type": kind, "inputs": {"image": "sub/any.png"}}
-        check_graph(changed("save", images=["image", 0]) | {"image": image}, stored())
+        check(changed("save", images=["image", 0]) | {"image": image})
 
 
 # Inputs that come with others
@@ -261,7 +265,7 @@ def resized(**inputs):
 def test_inputs_of_the_chosen_option_are_known():
     chosen = {"resize_type": "scale dimensions", "resize_type.width": 64}
     rest = {"resize_type.height": 64, "resize_type.crop": "center"}
-    check_graph(resized(**chosen, **rest), stored())
+    check(resized(**chosen, **rest))
     [missing] = problems(resized(**chosen, **{"resize_type.height": 64}))
     assert "lacks its input 'resize_type.crop'" in missing
     [outside] = problems(resized(**chosen, **{**rest, "resize_type.height": 99999}))
@@ -270,11 +274,25 @@ def test_inputs_of_the_chosen_option_are_known():
     assert "ResizeImageMaskNode.resize_type is 'scale' and must be one of scale" in unknown
 
 
+def test_a_checker_takes_each_job_for_itself():
+    checker = Checker(stored())
+    chosen = {"resize_type": "scale dimensions", "resize_type.width": 64}
+    rest = {"resize_type.height": 64, "resize_type.crop": "center"}
+    checker.check(resized(**chosen, **rest))
+    checker.check(resized(resize_type="scale by multiplier", **{"resize_type.multiplier": 2.0}))
+    for _ in range(2):
+        with pytest.raises(SettingError, match=r"lacks its input 'resize_type.crop'"):
+            checker.check(resized(**chosen, **{"resize_type.height": 64}))
+        checker.check(changed("sample", seed=7))
+        with pytest.raises(SettingError, match="'steps' of 'Sample'"):
+            checker.check(changed("sample", steps=0))
+
+
 def test_inputs_that_grow_are_known():
     image = {"class_type": "LoadImage", "inputs": {"image": "x.png"}}
     batch = {"class_type": "BatchImagesNode", "inputs": {"images.image0": ["image", 0]}}
     graph = changed("save", images=["batch", 0]) | {"image": image, "batch": batch}
-    check_graph(graph, stored())
+    check(graph)
     batch["inputs"]["images.image1"] = ["nowhere", 0]
     assert "'images.image1' of BatchImagesNode (id batch) is wired" in problems(graph)[0]
     batch["inputs"].clear()

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_nodes import stored
 
+from qwen_l40s.client.graph import settings
 from qwen_l40s.client.graph.inputs import NodeInput, value_of
 from qwen_l40s.client.graph.settings import (
-    MAX_JOBS,
     InputSetting,
     find_input,
     parse_settings,
@@ -513,14 +513,23 @@ def test_the_graph_that_was_given_stays_as_it_was():
 @pytest.mark.parametrize(
     ("texts", "says"),
     [
-        (["seed=1..1000000"], r"asks for 1,000,000 jobs, 1,000,000 \(seed\), but .* 10,000:"),
+        (["seed=1..1000001"], r"asks for 1,000,001 jobs, 1,000,001 \(seed\), but .* 1,000,000:"),
         (["seed=0..18446744073709551615"], "18,446,744,073,709,551,616 jobs"),
-        (["seed=1..101", "steps=1..100"], r"10,100 jobs, 101 \(seed\) x 100 \(steps\)"),
+        (["seed=1..1001", "steps=1..1000"], r"1,001,000 jobs, 1,001 \(seed\) x 1,000 \(steps\)"),
     ],
 )
 def test_too_many_jobs_are_counted_and_refused(texts, says):
     assert re.search(says, refused(*texts))
 
 
-def test_as_many_jobs_as_a_server_remembers_are_made():
-    assert len(made(f"seed=1..{MAX_JOBS}")) == MAX_JOBS
+def test_jobs_share_the_nodes_that_no_setting_changes():
+    first, second = made("seed=1..2")
+    assert all(
+        first.graph[key] is GRAPH[key] is second.graph[key] for key in GRAPH.keys() - {"sample"}
+    )
+
+
+def test_as_many_jobs_as_one_call_takes_are_made(monkeypatch):
+    monkeypatch.setattr(settings, "MAX_JOBS", 10)
+    assert len(made("seed=1..10")) == 10
+    assert "asks for 11 jobs" in refused("seed=1..11")
