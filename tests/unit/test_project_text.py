@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "planning": set(),
     "machine": {"planning"},
     "charts": {"planning"},
-    "client": set(),
+    "client": {"planning"},
     "micro": set(),
     "loaders": {"planning"},
     "optimizations": {"machine", "planning"},
