@@ -15,9 +15,10 @@ from ..errors import SettingError
 from .output import print_text, require_packages
 
 if TYPE_CHECKING:
-    from ..client.ledger import Job
-    from ..client.submission import SubmitOutcome
+    from ..client.scheduler import Job
+    from ..client.submit import SubmitOutcome
 
+SERVER = "http://127.0.0.1:8188"
 PACKAGES = ("aiohttp", "PIL", "tqdm")
 
 EPILOG = """\
@@ -31,15 +32,16 @@ settings:
   Several --set make every combination; the last one changes fastest.
 
 what happens:
-  submit checks everything, then queues all jobs at once. If the connection
-  breaks or the server restarts, it waits and queues the lost jobs again.
+  submit checks everything, then keeps two jobs at each server. A server that
+  stops gives its jobs to the others, or waits to be back. Images are named
+  DIR/<hash of the job>_<number>.png; a job whose images are there is done.
   DIR/<workflow>.submit.jsonl records each job: after an interruption, the same
   command with --resume runs the missing ones. Ctrl-C removes the jobs of this
-  run from the server, and no others.
+  run from the servers, and no others.
 
 exit codes:
   0 all jobs done, 1 a job failed or was cancelled, 2 bad input, nothing queued,
-  3 server not reachable or lost, 130 Ctrl-C
+  3 no server, or the disk is full, 130 Ctrl-C
 
 example:
   qwen-l40s submit workflows/api/micro_text_to_image.json --set seed=1..4 \\
@@ -48,7 +50,7 @@ example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Runs a workflow on a ComfyUI server and downloads the results."
+    parser.description = "Runs a workflow on ComfyUI servers and downloads the results."
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
@@ -66,9 +68,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--server",
-        default="http://127.0.0.1:8188",
+        action="append",
+        default=[],
         metavar="URL",
-        help="default: %(default)s; may be https, with a path prefix",
+        help=f"default: {SERVER}; may be https, with a path prefix; repeat it for several",
+    )
+    parser.add_argument(
+        "--servers",
+        type=Path,
+        metavar="FILE",
+        help="a list of servers: servers.json of `qwen-l40s fleet`, or one address on each line; "
+        "read again when it changes",
     )
     parser.add_argument(
         "--output",
@@ -83,8 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--wait",
         type=_seconds,
         metavar="SECONDS",
-        help="wait this long for a server that is still starting (default: 0) or is lost during "
-        "the run (default: 60)",
+        help="wait this long for a server that is still starting (default: 0), and for servers "
+        "that are lost during the run (default: 60)",
     )
     parser.add_argument(
         "--header",
@@ -106,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     """
     require_packages("submit", PACKAGES, extra="client", instead=", or use ComfyUI's own Python")
     from ..client.progress import losable
-    from ..client.submission import SubmitRequest, submit
+    from ..client.submit import SubmitRequest, submit
     from ..client.transport import ServerError
 
     printer = Printer()
@@ -118,7 +128,8 @@ def run(args: argparse.Namespace) -> int:
 
     request = SubmitRequest(
         workflow=args.workflow,
-        server=args.server,
+        servers=args.server or ([] if args.servers else [SERVER]),
+        server_file=args.servers,
         output=args.output,
         settings=args.set,
         headers=_headers(args.header),

@@ -1,64 +1,107 @@
-"""The results of a job, fetched from its server."""
+"""The results of a prompt: fetched from its server, then given their names, once."""
 
 from __future__ import annotations
 
+import errno
 import filecmp
 import os
 import re
-import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .graph.workflow import title
-from .ledger import CANCELLED, DONE, FAILED, Job
-from .server import Server, failure, of_execution
-from .transport import AnswerError
+from .journal import DiskError
+from .server import Server
 
 ENDS = ("execution_success", "execution_error", "execution_interrupted")
-# What Windows forbids in a name, and what steers a terminal.
-FORBIDDEN = re.compile(r'[<>:"|?*\x00-\x1f\x7f]')
+# What a suffix of a server's file may be; another is left out.
+SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,8}")
 
 
-async def collect(
+@dataclass
+class Fetched:
+    """What a prompt made.
+
+    Attributes:
+        parts: complete files under temporary names, and their suffixes.
+        texts: {title of a node: the texts that it shows}.
+        seconds: that the run took, by the server's clock; None where it does not say.
+        broken: what execution_error said; None without an error.
+        interrupted: whether someone stopped it.
+    """
+
+    parts: list[tuple[Path, str]] = field(default_factory=list)
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    seconds: float | None = None
+    broken: Mapping[str, Any] | None = None
+    interrupted: bool = False
+
+    def discard(self) -> None:
+        """Removes what has not been given a name."""
+        for part, _ in self.parts:
+            part.unlink(missing_ok=True)
+
+
+async def fetch(
     server: Server,
-    job: Job,
+    graph: Mapping[str, Any],
     entry: Mapping[str, Any],
-    folder: Path,
-    reported: Mapping[str, Any] | None = None,
-) -> tuple[str, dict[str, Any] | None]:
-    """Fetches what an ended job made; files and texts of a failed one too, as far as they are.
+    part: Callable[[], Path],
+    fetched: Fetched,
+) -> None:
+    """Fetches what an ended prompt made; of a failed one too, as far as it is there.
 
     Args:
         entry: of the server's history.
-        reported: an execution_error of the websocket, which the history may not have.
-
-    Returns:
-        The job's status, and why it failed; see `server.failure`.
+        part: makes a temporary name on the disk of the results.
+        fetched: is filled.
 
     Raises:
-        ServerError: the server went away.
+        ServerError: the server went away, or does not give a file.
+        DiskError: the folder takes no more.
     """
     messages = dict((entry.get("status") or {}).get("messages", ()))
-    job.seconds = _seconds(messages)
-    if "execution_interrupted" in messages:
-        return CANCELLED, failure("interrupted", "someone interrupted it on the server.")
-    job.texts = texts_of(entry, job.graph)
-    broken = messages.get("execution_error", reported)
-    error = None if broken is None else of_execution(job.graph, broken)
+    fetched.seconds = _seconds(messages)
+    fetched.interrupted = "execution_interrupted" in messages
+    if fetched.interrupted:
+        return
+    fetched.texts = texts_of(entry, graph)
+    fetched.broken = messages.get("execution_error")
     for image in files_of(entry):
+        suffix = Path(image["filename"]).suffix
+        path = part()
+        fetched.parts.append((path, suffix if SUFFIX.fullmatch(suffix) else ""))
         try:
-            job.files.append(await download(server, image, folder))
-        except AnswerError as refused:
-            message = f"{image['filename']} cannot be fetched: {refused}"
-            error = error or failure("download", message)
-        except OSError as full:
-            message = (
-                f"{image['filename']} cannot be written ({full.strerror or full}): make room, "
-                "then --resume fetches it."
-            )
-            error = error or failure("download", message)
-    return (DONE if error is None else FAILED), error
+            await server.download(image, path)
+        except OSError as error:
+            raise _no_room(error, path.parent) from error
+
+
+def place(fetched: Fetched, folder: Path, key: str) -> list[Path]:
+    """Gives the files their names, `<key>_<n>.png` from 1, and replaces none.
+
+    A file that is there with the same content, from a run that was killed before it noted the job
+    as done, is the result.
+
+    Raises:
+        DiskError: the folder takes no names.
+    """
+    found = []
+    number = 1
+    for part, suffix in fetched.parts:
+        path = folder / f"{key}_{number}{suffix}"
+        try:
+            while not _linked(part, path):
+                number += 1
+                path = folder / f"{key}_{number}{suffix}"
+        except OSError as error:
+            raise _no_room(error, folder) from error
+        number += 1
+        found.append(path)
+    fetched.discard()
+    return found
 
 
 def files_of(entry: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -90,63 +133,31 @@ def texts_of(entry: Mapping[str, Any], graph: Mapping[str, Any]) -> dict[str, li
     return texts
 
 
-async def download(server: Server, image: Mapping[str, str], folder: Path) -> Path:
-    """Downloads a file into `folder`, whole or not at all, and replaces nothing.
-
-    Returns:
-        Its path: the server's subfolder and name, with a number where another file has that name.
-
-    Raises:
-        ServerError: the server does not give it.
-        OSError: the folder cannot take it.
-    """
-    target = folder.joinpath(*_safe_parts(image["subfolder"]), _safe_name(image["filename"]))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.parent / f".{uuid.uuid4().hex}.part"
+def _linked(part: Path, path: Path) -> bool:
+    """Whether the file has the name now, or had it; unlike a rename, a link replaces nothing."""
     try:
-        await server.download(image, part)
-        return _placed(part, target)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _placed(part: Path, target: Path) -> Path:
-    """Gives a complete file its name without replacing another; the same file stays one."""
-    path, number = target, 1
-    while True:
-        if path.is_file() and filecmp.cmp(part, path, shallow=False):
-            return path
-        try:
-            _rename_new(part, path)
-            return path
-        except FileExistsError:
-            number += 1
-            path = target.with_name(f"{target.stem}-{number}{target.suffix}")
-
-
-def _rename_new(part: Path, path: Path) -> None:
-    try:
-        os.link(part, path)  # unlike a rename it never replaces a file
+        os.link(part, path)
     except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links
+        return filecmp.cmp(part, path, shallow=False)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        # A file system without hard links.
         if path.exists():
-            raise FileExistsError(path) from None
+            return filecmp.cmp(part, path, shallow=False)
         part.rename(path)
+    return True
 
 
-def _safe_parts(subfolder: str) -> list[str]:
-    """Of a server on Windows or Linux; none that leads out of the folder."""
-    return [_safe_name(part) for part in re.split(r"[/\\]", subfolder) if part.strip(". ")]
-
-
-def _safe_name(name: str) -> str:
-    name = FORBIDDEN.sub("_", re.split(r"[/\\]", name)[-1]).strip()
-    return name if name.strip(". ") else "_"
+def _no_room(error: OSError, folder: Path) -> DiskError:
+    return DiskError(
+        f"results cannot be written ({error.strerror or error}): make room, then --resume fetches "
+        "them.",
+        folder,
+    )
 
 
 def _seconds(messages: Mapping[str, Mapping[str, Any]]) -> float | None:
-    """That the run took, by the server's clock; None where it does not say."""
     start = messages.get("execution_start", {}).get("timestamp")
     end = next((messages[kind].get("timestamp") for kind in messages if kind in ENDS), None)
     return None if start is None or end is None else round((end - start) / 1000, 3)

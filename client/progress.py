@@ -59,7 +59,6 @@ class Progress:
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self._total = 0
         self._stream = stream
         self._last = ("", 0.0)
         self._drawn = 0.0
@@ -71,7 +70,7 @@ class Progress:
         Args:
             done: jobs that earlier runs did; they say nothing about the time that is left.
         """
-        self._total, stream = total, self._stream
+        stream = self._stream
         if stream.isatty():
             layout = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
             options = {"file": stream, "leave": False, **_size(stream)}
@@ -101,7 +100,7 @@ class Progress:
         with self.paused():
             self._stream.write(printable(text, self._stream) + "\n")
 
-    def show(self, *, done: int, failed: int, ahead: int | None) -> None:
+    def show(self, *, done: int, total: int, failed: int, ahead: int | None) -> None:
         """The whole run.
 
         Args:
@@ -112,11 +111,11 @@ class Progress:
         facts = [f"{failed} failed"] * bool(failed)
         facts += [f"{ahead} ahead in the queue"] * bool(ahead)
         if self._jobs is not None:
-            self._jobs.n = done
+            self._jobs.n, self._jobs.total = done, total
             self._jobs.set_postfix_str(", ".join(facts), refresh=False)
             self._draw()
         elif ahead:
-            self._line("queue", f"{done}/{self._total} jobs, {', '.join(facts)}")
+            self._line("queue", f"{done}/{total} jobs, {', '.join(facts)}")
 
     def node(self, job: str, name: str, value: float, maximum: float, place: str) -> None:
         """The node that runs.

@@ -15,10 +15,6 @@ from .transport import Address, AnswerError, ServerAnswer, ServerError, Transpor
 
 # Pings, whose missing answers tell of a connection that died without a word.
 HEARTBEAT_SECONDS = 20.0
-# In extra_data of a prompt: finds it on a server that chooses the prompt id itself.
-TAG = "qwen_l40s_submit"
-# Finished prompts among which a lost answer's one is looked for by its tag.
-RECENT = 100
 
 
 def failure(kind: str, message: str) -> dict[str, Any]:
@@ -80,38 +76,28 @@ class ServerQueue:
 
     places: Mapping[str, int]  # {prompt id: how many are before it}
     running: frozenset[str]
-    called: Mapping[str, str]  # {the id that a client of ours chose: the server's}
 
     def __contains__(self, prompt_id: object) -> bool:
         return prompt_id in self.places
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """What POST /prompt took: the id that the server uses, and the nodes that it left out."""
-
-    prompt_id: str
-    node_errors: Mapping[str, Any]
 
 
 class Server:
     """An async context manager; every method raises ServerError when the server stays away.
 
     Args:
-        url: http(s)://host:port/prefix, or host:port.
         headers, wait, notify: see `Transport`.
     """
 
     def __init__(
         self,
-        url: str,
+        address: Address,
         *,
-        headers: Mapping[str, str] | None = None,
-        wait: float | None = None,
+        headers: Mapping[str, str],
+        wait: float,
         notify: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.address = Address.parse(url)
-        self.transport = Transport(self.address, headers=headers or {}, wait=wait, notify=notify)
+        self.address = address
+        self.transport = Transport(address, headers=headers, wait=wait, notify=notify)
 
     async def __aenter__(self) -> Server:
         await self.transport.open()
@@ -120,24 +106,28 @@ class Server:
     async def __aexit__(self, *error: object) -> None:
         await self.transport.close()
 
-    async def object_info(self) -> dict[str, Any]:
-        """Every node class of the server with its inputs.
+    async def object_info(self) -> bytes:
+        """The JSON of every node class of the server with its inputs.
 
         Raises:
             ServerError: what answers is no ComfyUI.
         """
         try:
-            found = await self._json("GET", "object_info")
+            found = (await self.transport.call("GET", "object_info")).body
         except AnswerError as error:
-            if error.status not in (200, 404, 405):
+            if error.status not in (404, 405):
                 raise
-            found = None
-        if not isinstance(found, dict) or "SaveImage" not in found:
+            found = b""
+        if b'"SaveImage"' not in found:
             raise ServerError(
                 f"what answers at {self.address} is not ComfyUI, for it has no list of nodes: give "
                 "--server the address of ComfyUI's page."
             )
         return found
+
+    async def stats(self) -> dict[str, Any]:
+        """ComfyUI's version, the memory and the cards (GET /system_stats)."""
+        return await self._json("GET", "system_stats")
 
     async def queue(self) -> ServerQueue:
         found = await self._json("GET", "queue")
@@ -147,7 +137,6 @@ class Server:
         return ServerQueue(
             {item[1]: place for place, item in enumerate(items)},
             frozenset(item[1] for item in running),
-            {item[3][TAG]: item[1] for item in items if TAG in item[3]},
         )
 
     async def history(self, prompt_id: str) -> dict[str, Any] | None:
@@ -158,53 +147,61 @@ class Server:
         """The id of the prompt that ended last; None with an empty history."""
         return next(iter(await self._json("GET", "history", params={"max_items": "1"})), None)
 
-    async def find(self, chosen: str) -> str | None:
-        """The server's id of the prompt that was posted with this one; None where it has none."""
-        queue = await self.queue()
-        if chosen in queue or chosen in queue.called:
-            return queue.called.get(chosen, chosen)
-        if await self.history(chosen) is not None:
-            return chosen
-        recent = await self._json("GET", "history", params={"max_items": str(RECENT)})
-        for prompt_id, entry in recent.items():
-            if entry["prompt"][3].get(TAG) == chosen:
-                return prompt_id
-        return None
+    async def has(self, prompt_id: str) -> bool:
+        """Whether the prompt waits, runs or has ended."""
+        return prompt_id in await self.queue() or await self.history(prompt_id) is not None
 
-    async def submit(self, graph: Mapping[str, Any], prompt_id: str, client_id: str) -> Accepted:
+    async def submit(
+        self, graph: Mapping[str, Any], prompt_id: str, client_id: str
+    ) -> Mapping[str, Any]:
         """Queues a graph under an id of ours, once, even when the answer gets lost.
+
+        Returns:
+            The nodes that the server left out, with their errors.
 
         Raises:
             AnswerError: the server refuses the graph.
+            ServerError: it chooses the id itself.
         """
         body = {
             "prompt": graph,
             "prompt_id": prompt_id,
             "client_id": client_id,
             # Nobody looks at previews here, and drawing them takes time from the run.
-            "extra_data": {TAG: prompt_id, "preview_method": "none"},
+            "extra_data": {"preview_method": "none"},
         }
 
-        async def already() -> Accepted | None:
-            known = await self.find(prompt_id)
-            return None if known is None else Accepted(known, {})
+        async def already() -> dict[str, Any] | None:
+            return {} if await self.has(prompt_id) else None
 
         answer = await self.transport.call("POST", "prompt", before_retry=already, json=body)
-        if isinstance(answer, Accepted):
+        if not isinstance(answer, ServerAnswer):
             return answer
         content = self._parsed(answer, "POST /prompt")
-        return Accepted(content.get("prompt_id", prompt_id), content.get("node_errors") or {})
+        if content.get("prompt_id") != prompt_id:
+            raise ServerError(
+                f"{self.address} chooses the ids of prompts itself, as ComfyUI before 0.33 may: "
+                "update ComfyUI there."
+            )
+        return content.get("node_errors") or {}
 
-    async def upload(self, data: bytes, name: str, subfolder: str) -> str:
+    async def upload(self, path: Path, name: str) -> str:
         """Puts an image into the server's input folder; the same bytes again change nothing.
 
+        Args:
+            name: subfolder/name there.
+
         Returns:
-            What an image input takes: subfolder/name.
+            What the server calls it, should it have another file of that name.
+
+        Raises:
+            AnswerError: the server does not take it.
         """
+        data, (subfolder, _, file) = path.read_bytes(), name.rpartition("/")
 
         def form() -> aiohttp.FormData:
             fields = aiohttp.FormData()
-            fields.add_field("image", data, filename=name)
+            fields.add_field("image", data, filename=file)
             fields.add_field("subfolder", subfolder)
             return fields
 

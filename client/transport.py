@@ -23,8 +23,6 @@ from ..errors import QwenL40SError, SettingError
 from .graph.inputs import shortened
 
 PATIENCE_STATUS = (429, 502, 503, 504)
-# How long a server may be away, unless `wait` says otherwise.
-WAIT_SECONDS = 60.0
 CONNECT_SECONDS = 10.0
 # A server that runs a node holds Python's lock and may answer late.
 READ_SECONDS = 120.0
@@ -87,7 +85,17 @@ class Address:
 
 
 class ServerError(QwenL40SError):
-    """The server cannot be reached, is no ComfyUI or was lost; the command's exit code is 3."""
+    """The server cannot be reached, is no ComfyUI or was lost; the command's exit code is 3.
+
+    Attributes:
+        waited: seconds for which it was silent before.
+    """
+
+    waited = 0.0
+
+
+class GoneError(ServerError):
+    """Nothing listens at the address: no process, and so no queue."""
 
 
 class AnswerError(ServerError):
@@ -191,8 +199,7 @@ class Transport:
 
     Args:
         headers: sent with every request.
-        wait: seconds to go on trying after a failure; None for WAIT_SECONDS, and for none where
-            nothing has ever listened: the address is wrong, or ComfyUI is not started.
+        wait: seconds to go on trying after a failure; none where nothing listens.
         notify: gets one line when the server is waited for, and when it is back.
 
     Attributes:
@@ -204,13 +211,12 @@ class Transport:
         address: Address,
         *,
         headers: Mapping[str, str],
-        wait: float | None,
+        wait: float,
         notify: Callable[[str], None],
     ) -> None:
         self.address = address
         self.breaks = 0
-        self._wait = WAIT_SECONDS if wait is None else wait
-        self._wait_to_start = wait is not None
+        self._wait = wait
         self._notify = notify
         self._answered = False
         self._waiting = False
@@ -298,7 +304,7 @@ class Transport:
         once: Callable[[], Awaitable[Any]],
         before_retry: Callable[[], Awaitable[Any]] | None,
     ) -> Any:
-        pause, give_up = FIRST_PAUSE, None
+        pause, start = FIRST_PAUSE, time.monotonic()
         while True:
             try:
                 found = await once()
@@ -326,23 +332,24 @@ class Transport:
                     self._waiting = False
                     self._notify(f"{self.address} is back")
                 return found
-            if reason == REFUSED and not (self._answered or self._wait_to_start):
-                raise ServerError(
+            self.breaks += 1
+            if reason == REFUSED:
+                raise GoneError(
                     f"nothing listens at {self.address} (connection refused): start ComfyUI there, "
                     "name another --server, or wait for it with --wait SECONDS."
                 )
-            self.breaks += 1
-            now = time.monotonic()
-            give_up = now + self._wait if give_up is None else give_up
-            if now >= give_up:
-                raise ServerError(
+            left = start + self._wait - time.monotonic()
+            if left <= 0:
+                silent = ServerError(
                     f"{self.address} gave no answer for {self._wait:g} s ({reason}): start ComfyUI "
                     "there, name another --server, or wait longer with --wait SECONDS."
                 )
+                silent.waited = self._wait
+                raise silent
             if not self._waiting:
                 self._waiting = True
                 self._notify(f"waiting up to {self._wait:g} s for {self.address}: {reason}")
-            await asyncio.sleep(min(pause if asked is None else asked, give_up - now))
+            await asyncio.sleep(min(pause if asked is None else asked, left))
             pause = min(2 * pause, LONGEST_PAUSE)
             if before_retry is not None and (known := await before_retry()) is not None:
                 return known

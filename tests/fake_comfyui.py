@@ -101,6 +101,12 @@ class Faults:
     slow_file: float = 0.0  # /view: seconds in the middle
     cut_file: int = 0  # /view ends in the middle
     cached: bool = False  # as for a graph that ran before
+    version: str = "0.33.0"
+    lacks: str = ""  # a node class
+    refuse: bool = False  # 400 to every prompt
+    small: bool = False  # every prompt runs out of memory
+    frozen: bool = False  # takes connections and answers nothing
+    job_seconds: float = 0.0
 
 
 @dataclass
@@ -120,6 +126,7 @@ class FakeComfyUI:
 
     Attributes:
         requests: "METHOD /path" of each, in order.
+        headers: of each.
         posted: the bodies of POST /prompt that were queued.
         interrupts: the prompt ids of POST /interrupt.
         uploads: {subfolder/name: bytes}.
@@ -130,6 +137,7 @@ class FakeComfyUI:
         self.faults = faults
         self.state = State()
         self.requests: list[str] = []
+        self.headers: list[dict[str, str]] = []
         self.posted: list[dict[str, Any]] = []
         self.interrupts: list[str] = []
         self.uploads: dict[str, bytes] = {}
@@ -156,6 +164,7 @@ class FakeComfyUI:
             [
                 web.get("/ws", self._socket),
                 web.get("/object_info", self._object_info),
+                web.get("/system_stats", self._system_stats),
                 web.get("/queue", self._get_queue),
                 web.post("/queue", self._post_queue),
                 web.get("/history", self._get_all_history),
@@ -192,14 +201,23 @@ class FakeComfyUI:
 
     @web.middleware
     async def _faulty(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        while self.faults.frozen:
+            await asyncio.sleep(0.01)
         self.requests.append(f"{request.method} {request.path}")
+        self.headers.append(dict(request.headers))
         if self.faults.busy and request.path != "/ws":
             self.faults.busy -= 1
             return web.Response(status=503, headers={"Retry-After": self.faults.retry_after})
         return await handler(request)
 
     async def _object_info(self, request: web.Request) -> web.Response:
-        return web.json_response(OBJECT_INFO)
+        known = {name: OBJECT_INFO[name] for name in OBJECT_INFO if name != self.faults.lacks}
+        return web.json_response(known)
+
+    async def _system_stats(self, request: web.Request) -> web.Response:
+        system = {"comfyui_version": self.faults.version, "ram_total": 64 << 30}
+        device = {"name": "cuda:0 NVIDIA L40S", "type": "cuda", "vram_total": 48 << 30}
+        return web.json_response({"system": system, "devices": [device]})
 
     async def _socket(self, request: web.Request) -> web.StreamResponse:
         if self.faults.refuse_socket:
@@ -282,7 +300,7 @@ class FakeComfyUI:
         node_errors = {
             "draw": {"errors": [error], "dependent_outputs": ["save"], "class_type": "Draw"}
         }
-        if text == "refuse":
+        if text == "refuse" or self.faults.refuse:
             refused = {
                 "type": "prompt_outputs_failed_validation",
                 "message": "Prompt outputs failed validation",
@@ -381,6 +399,9 @@ class FakeComfyUI:
             await asyncio.sleep(0)
         while text == "slow" and not self.state.interrupted:
             await asyncio.sleep(0.005)
+        await asyncio.sleep(self.faults.job_seconds)
+        while self.faults.frozen:
+            await asyncio.sleep(0.01)
         where = {"node_id": "draw", "node_type": "Draw", "executed": []}
         broken = {
             **where,
@@ -393,8 +414,10 @@ class FakeComfyUI:
         if self.state.interrupted:
             status = "error"
             await add("execution_interrupted", **where)
-        elif text == "fail":
+        elif text == "fail" or self.faults.small:
             status = "error"
+            if self.faults.small:
+                broken["exception_type"] = "torch.OutOfMemoryError"
             await add("execution_error", **broken)
         else:
             if text == "block":

@@ -135,7 +135,7 @@ def test_images_of_one_name_are_uploaded_side_by_side(server: Server, tmp_path: 
         "invert": {"class_type": "ImageInvert", "inputs": {"image": ["load", 0]}},
         "save": {
             "class_type": "SaveImage",
-            "inputs": {"images": ["invert", 0], "filename_prefix": "sub/inverted"},
+            "inputs": {"images": ["invert", 0], "filename_prefix": "inverted"},
         },
     }
     path = tmp_path / "invert.json"
@@ -147,7 +147,6 @@ def test_images_of_one_name_are_uploaded_side_by_side(server: Server, tmp_path: 
     listed.write_text("a/same.png\nb/same.png\n")
     jobs = submit(server, path, tmp_path / "out", "--set", f"Image 1=@{listed}")
     assert [pixels(job["files"][0]).mean() for job in jobs] == pytest.approx([245, 55], abs=1)
-    assert Path(jobs[0]["files"][0]).parent == tmp_path / "out" / "sub"
     # The same again: the server takes the upload for what it has.
     uploads = sorted((server.base / "input").rglob("*.png"))
     submit(server, path, tmp_path / "more", "--set", f"Image 1=@{listed}")
@@ -199,9 +198,9 @@ def test_ctrl_c_stops_ours_and_leaves_the_jobs_of_others(
     server: Server, tmp_path: Path, tiny: Path
 ):
     process = begin(server, MICRO, tmp_path / "out", "--set", "seed=51..53", *steps(2000))
-    until(lambda: len(queue(server)[1]) == 2)
+    until(lambda: len(queue(server)[1]) == 1)
     other = begin(server, tiny, tmp_path / "other", "--set", "color=99")
-    until(lambda: len(queue(server)[1]) == 3)
+    until(lambda: len(queue(server)[1]) == 2)
     process.send_signal(signal.SIGINT)
     jobs = end(process, code=130)
     assert [job["status"] for job in jobs] == ["cancelled"] * 3
@@ -272,7 +271,7 @@ def test_the_server_is_killed_and_started_again_in_the_middle(
         out, err = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, err
         assert [job["status"] for job in json.loads(out)["jobs"]] == ["done"] * 4
-        assert "the server was restarted: " in err
+        assert " is back" in err
         assert len(list((tmp_path / "out").glob("*.png"))) == 4
         assert httpx.get(f"http://127.0.0.1:{server.port}/queue").json()["queue_pending"] == []
     finally:

@@ -11,8 +11,9 @@ import pytest
 from fake_comfyui import FakeComfyUI, fake_comfyui, graph
 
 from qwen_l40s.client import follow
-from qwen_l40s.client.follow import Follower
+from qwen_l40s.client.follow import Listener
 from qwen_l40s.client.server import Server
+from qwen_l40s.client.transport import Address
 
 
 @pytest.fixture(autouse=True)
@@ -20,27 +21,28 @@ def quick(monkeypatch):
     monkeypatch.setattr(follow, "FIRST_PAUSE", 0.01)
 
 
-def follower() -> Follower:
-    async def make() -> Follower:
-        return Follower(None, "me")
+def listening() -> Listener:
+    async def make() -> Listener:
+        return Listener(None)
 
     return asyncio.run(make())
 
 
-def hear(listener: Follower, kind: str, **data: Any) -> None:
+def hear(listener: Listener, kind: str, **data: Any) -> None:
     listener.hear(json.dumps({"type": kind, "data": {"prompt_id": "p", **data}}))
 
 
-def following(fake: FakeComfyUI, work: Callable[[Server, Follower], Awaitable[Any]]) -> list[str]:
+def following(fake: FakeComfyUI, work: Callable[[Server, Listener], Awaitable[Any]]) -> list[str]:
     """Runs `work` while a follower listens; returns the lines that were told."""
     lines: list[str] = []
 
     async def run() -> None:
-        async with Server(fake.url) as server:
-            listener = Follower(server, "me", notify=lines.append)
+        options = {"headers": {}, "wait": 5.0, "notify": lines.append}
+        async with Server(Address.parse(fake.url), **options) as server:
+            listener = Listener(server, notify=lines.append)
             listening = asyncio.create_task(listener.listen())
             try:
-                await asyncio.wait_for(listener.first_try(), 5)
+                await asyncio.wait_for(listener.tried.wait(), 5)
                 await work(server, listener)
             finally:
                 listening.cancel()
@@ -59,7 +61,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 def test_progress_of_the_node_that_runs():
-    listener = follower()
+    listener = listening()
     hear(listener, "execution_start")
     hear(listener, "execution_cached", nodes=["load"])
     hear(listener, "executing", node="sample", display_node="sample")
@@ -70,7 +72,7 @@ def test_progress_of_the_node_that_runs():
 
 
 def test_a_node_that_another_made_counts_as_the_one_on_the_page():
-    listener = follower()
+    listener = listening()
     state = {"value": 1, "max": 4, "state": "running", "display_node_id": "loop"}
     done = {"value": 1, "max": 1, "state": "finished", "display_node_id": "load"}
     hear(listener, "progress_state", nodes={"loop.0.7": state, "load": done})
@@ -80,7 +82,7 @@ def test_a_node_that_another_made_counts_as_the_one_on_the_page():
 
 
 def test_only_executing_none_tells_the_end_for_the_history_is_written_just_before():
-    listener = follower()
+    listener = listening()
     hear(listener, "execution_success")
     assert listener.ended == []
     hear(listener, "executing", node=None)
@@ -92,7 +94,7 @@ def test_only_executing_none_tells_the_end_for_the_history_is_written_just_befor
     "text", ["no json", "[]", "{}", '{"type": "x", "data": null}', '{"type": "x", "data": {}}']
 )
 def test_messages_of_custom_nodes_are_passed_over(text):
-    listener = follower()
+    listener = listening()
     listener.hear(text)
     assert (listener.ended, listener.running) == ([], {})
 
@@ -113,41 +115,45 @@ def test_messages_of_custom_nodes_are_passed_over(text):
     ],
 )
 def test_messages_of_a_known_type_and_another_form_end_nothing(kind, data):
-    listener = follower()
+    listener = listening()
     hear(listener, "executing", node="draw")
     hear(listener, kind, **data)
     running = listener.running["p"]
     assert (running.node, running.value, running.maximum) == ("draw", 0, 0)
 
 
+PROMPT = "11111111-1111-4111-8111-111111111111"
+
+
 def test_previews_and_messages_arrive_and_the_end_is_told():
     with fake_comfyui() as fake:
 
-        async def work(server: Server, listener: Follower) -> None:
-            fake.call(fake.state.sockets["me"].send_bytes(b"\x00\x00\x00\x01preview"))
-            accepted = await server.submit(graph(), "11111111-1111-4111-8111-111111111111", "me")
-            await until(lambda: accepted.prompt_id in listener.ended)
+        async def work(server: Server, listener: Listener) -> None:
+            socket = fake.state.sockets[listener.client_id]
+            fake.call(socket.send_bytes(b"\x00\x00\x00\x01preview"))
+            await server.submit(graph(), PROMPT, listener.client_id)
+            await until(lambda: PROMPT in listener.ended)
 
         assert following(fake, work) == []
 
 
-def test_a_dropped_socket_is_opened_again_under_the_same_id():
+def test_a_dropped_socket_is_opened_again_as_another_client():
     with fake_comfyui(drop_socket_after=2) as fake:
 
-        async def work(server: Server, listener: Follower) -> None:
-            await until(lambda: listener.turns == 3 and listener.connected)
-            await server.submit(graph(), "11111111-1111-4111-8111-111111111111", "me")
-            await until(lambda: len(listener.ended) == 1)
+        async def work(server: Server, listener: Listener) -> None:
+            first = listener.client_id
+            await until(lambda: listener.turns == 3 and listener.client_id != first)
+            await server.submit(graph(), PROMPT, listener.client_id)
+            await until(lambda: listener.ended == [PROMPT])
 
         following(fake, work)
         assert fake.opened_sockets == 2
-        assert list(fake.state.sockets) in ([], ["me"])
 
 
 def test_a_refused_socket_is_told_once_and_tried_again():
     with fake_comfyui(refuse_socket=True) as fake:
 
-        async def work(server: Server, listener: Follower) -> None:
+        async def work(server: Server, listener: Listener) -> None:
             assert not listener.connected
             await until(lambda: fake.requests.count("GET /ws") >= 3)
             fake.faults.refuse_socket = False
@@ -156,21 +162,5 @@ def test_a_refused_socket_is_told_once_and_tried_again():
 
         lines = following(fake, work)
     assert lines == [
-        "no websocket (the answer is 403): progress is not shown, but results are fetched",
-        "the server reports progress again",
+        "no websocket (the answer is 403): progress is not shown, but results are fetched"
     ]
-
-
-def test_a_mute_socket_is_renewed():
-    with fake_comfyui(mute_socket_after=3) as fake:
-
-        async def work(server: Server, listener: Follower) -> None:
-            await server.submit(graph(), "11111111-1111-4111-8111-111111111111", "me")
-            await until(lambda: fake.state.history)
-            assert listener.ended == []
-            await listener.renew()
-            await until(lambda: fake.opened_sockets == 2 and listener.connected)
-            await server.submit(graph(), "21111111-1111-4111-8111-111111111111", "me")
-            await until(lambda: len(listener.ended) == 1)
-
-        following(fake, work)

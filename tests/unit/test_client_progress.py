@@ -7,8 +7,8 @@ import io
 import pytest
 
 from qwen_l40s.client import progress as module
-from qwen_l40s.client.ledger import labels
 from qwen_l40s.client.progress import Progress
+from qwen_l40s.client.submit import labels
 from qwen_l40s.untrusted import printable
 
 
@@ -27,8 +27,8 @@ def run(stream: io.StringIO, jobs: int) -> str:
         for number in range(jobs):
             for step in range(1, 5):
                 progress.node(f"job {number + 1}", "Sample", step, 4, "2/3")
-                progress.show(done=number, failed=0, ahead=None)
-        progress.show(done=jobs, failed=2, ahead=None)
+                progress.show(done=number, total=jobs, failed=0, ahead=None)
+        progress.show(done=jobs, total=jobs, failed=2, ahead=None)
         progress.say("the end")
     return stream.getvalue()
 
@@ -65,7 +65,7 @@ def test_the_position_in_the_queue():
     for stream in (io.StringIO(), Terminal()):
         with Progress(stream) as progress:
             progress.begin(2)
-            progress.show(done=0, failed=0, ahead=7)
+            progress.show(done=0, total=2, failed=0, ahead=7)
         assert "7 ahead in the queue" in stream.getvalue()
 
 

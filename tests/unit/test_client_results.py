@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from fake_comfyui import fake_comfyui, graph
 
-from qwen_l40s.client import files as results
 from qwen_l40s.client import transport
-from qwen_l40s.client.files import download, files_of, texts_of
+from qwen_l40s.client.files import Fetched, fetch, files_of, place, texts_of
+from qwen_l40s.client.journal import DiskError
 from qwen_l40s.client.server import Server
-from qwen_l40s.client.transport import AnswerError
+from qwen_l40s.client.transport import Address, AnswerError
 
 
 @pytest.fixture(autouse=True)
@@ -26,18 +26,32 @@ def image(name: str = "a.png", subfolder: str = "", kind: str = "output") -> dic
     return {"filename": name, "subfolder": subfolder, "type": kind}
 
 
-def fetch(folder: Path, item: dict[str, str], data: bytes = b"data", **faults: object) -> Path:
-    async def run(url: str) -> Path:
-        async with Server(url, wait=5) as server:
-            return await download(server, item, folder)
+def fetched(
+    folder: Path, *items: dict[str, str], data: bytes = b"data", **faults: object
+) -> list[Path]:
+    """Fetches the files of a prompt, and gives them the names of the job "key"."""
+
+    async def run(url: str) -> list[Path]:
+        options = {"headers": {}, "wait": 5, "notify": lambda line: None}
+        async with Server(Address.parse(url), **options) as server:
+            found = Fetched()
+            entry = {"outputs": {"1": {"images": list(items)}}}
+            part = iter(folder / f".{number}.part" for number in range(9)).__next__
+            try:
+                await fetch(server, {}, entry, part, found)
+                return place(found, folder, "key")
+            finally:
+                found.discard()
 
     with fake_comfyui(**faults) as fake:
-        fake.files[item["filename"]] = data
+        fake.files.update({item["filename"]: data for item in items})
         return asyncio.run(run(fake.url))
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.*"))
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
 
 
 def test_previews_count_only_where_nothing_else_was_made():
@@ -73,60 +87,56 @@ def test_texts_stand_under_the_titles_of_their_nodes():
     }
 
 
-def test_a_file_of_another_content_is_never_replaced(tmp_path: Path):
-    assert fetch(tmp_path, image(), b"one") == tmp_path / "a.png"
-    assert fetch(tmp_path, image(), b"two") == tmp_path / "a-2.png"
-    assert fetch(tmp_path, image(), b"three") == tmp_path / "a-3.png"
-    assert fetch(tmp_path, image(), b"two") == tmp_path / "a-2.png"  # the same file
-    assert names(tmp_path) == ["a-2.png", "a-3.png", "a.png"]
-    assert (tmp_path / "a.png").read_bytes() == b"one"
+def test_files_are_numbered_under_the_key_of_their_job_and_keep_their_kind(tmp_path: Path):
+    found = fetched(tmp_path, image("b.png"), image("a.webp"), image("c"), image("d.p/ng"))
+    assert [path.name for path in found] == ["key_1.png", "key_2.webp", "key_3", "key_4"]
+    assert names(tmp_path) == ["key_1.png", "key_2.webp", "key_3", "key_4"]
 
 
-def test_nor_where_the_file_system_has_no_links(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_of_another_content_is_never_replaced(tmp_path: Path, monkeypatch, links: bool):
     def refuse(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "not supported")
 
-    monkeypatch.setattr(os, "link", refuse)
-    assert fetch(tmp_path, image(), b"one") == tmp_path / "a.png"
-    assert fetch(tmp_path, image(), b"two") == tmp_path / "a-2.png"
-    assert names(tmp_path) == ["a-2.png", "a.png"]
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    for data, name in ((b"one", "key_1.png"), (b"two", "key_2.png"), (b"two", "key_2.png")):
+        assert fetched(tmp_path, image(), data=data) == [tmp_path / name]
+    assert names(tmp_path) == ["key_1.png", "key_2.png"]
+    assert (tmp_path / "key_1.png").read_bytes() == b"one"
 
 
-@pytest.mark.parametrize(
-    ("subfolder", "name", "path"),
-    [
-        ("day/one", "a.png", "day/one/a.png"),
-        ("day\\one", "a.png", "day/one/a.png"),
-        ("../..", "a.png", "a.png"),
-        ("/etc", "a.png", "etc/a.png"),
-        ("C:\\x", "a.png", "C_/x/a.png"),
-        ("", "../../a.png", "a.png"),
-        ("", "a:b?.png", "a_b_.png"),
-        ("", "grüße 猫.png", "grüße 猫.png"),
-    ],
-)
-def test_a_subfolder_is_kept_and_never_leads_out(tmp_path: Path, subfolder, name, path):
-    assert fetch(tmp_path, image(name, subfolder)) == tmp_path / path
-    assert names(tmp_path) == [path]
+def test_a_name_of_the_server_never_leads_out_of_the_folder(tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    fetched(tmp_path / "out", image("../../a.png", "/etc"), image("C:\\x.png", ".."))
+    assert names(tmp_path) == ["out/key_1.png", "out/key_2.png"]
 
 
 def test_a_cut_download_is_tried_again_and_leaves_nothing_else(tmp_path: Path):
-    data = bytes(1000)
-    assert fetch(tmp_path, image(), data, cut_file=2).read_bytes() == data
-    assert names(tmp_path) == ["a.png"]
+    (path,) = fetched(tmp_path, image(), data=bytes(1000), cut_file=2)
+    assert path.read_bytes() == bytes(1000)
+    assert names(tmp_path) == ["key_1.png"]
 
 
 def test_a_file_that_the_server_no_longer_has(tmp_path: Path):
     with pytest.raises(AnswerError, match="answered 404 to GET /view"):
-        fetch(tmp_path, image(), no_file=1)
+        fetched(tmp_path, image("a.png"), image("b.png"), no_file=1)
     assert names(tmp_path) == []
 
 
-def test_a_full_disk_leaves_no_half_file(tmp_path: Path, monkeypatch):
-    def full(part: Path, target: Path) -> Path:
+@pytest.mark.parametrize("step", ["download", "link"])
+def test_a_full_disk_leaves_no_half_file(tmp_path: Path, monkeypatch, step: str):
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(results, "_placed", full)
-    with pytest.raises(OSError, match="No space left"):
-        fetch(tmp_path, image())
+    async def half(server: Server, item: object, target: Path) -> None:
+        target.write_bytes(b"half")
+        full()
+
+    if step == "download":
+        monkeypatch.setattr(Server, "download", half)
+    else:
+        monkeypatch.setattr(os, "link", full)
+    with pytest.raises(DiskError, match="No space left"):
+        fetched(tmp_path, image())
     assert names(tmp_path) == []

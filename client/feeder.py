@@ -1,0 +1,524 @@
+"""Feeds one server: keeps two jobs there, follows them, fetches what they made, and outlasts its
+restarts.
+
+What the server's queue and history say decides. A job in neither of them was taken out by someone,
+or forgotten by a process that ended. While no connection was lost since the job was last seen, the
+process is the same. After a lost connection it is the same where its history still has an entry
+that it had before, or where the fleet's file gives it the same boot id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import SettingError
+from .files import Fetched, fetch, place
+from .follow import Listener
+from .graph.workflow import Graph, with_inputs
+from .journal import Attempt, DiskError, Journal
+from .scheduler import CANCELLED, COLLECTING, DONE, FAILED, QUEUED, WAITING, Job, Scheduler
+from .server import Server, failure, of_execution, of_validation
+from .servers import Admission, Listed
+from .transport import AnswerError, GoneError, ServerError
+
+# Between two looks at the queue, with a websocket and without.
+POLL_SECONDS, POLL_SECONDS_ALONE = 5.0, 1.0
+# A look at a queue of hundreds of long graphs takes time of the server: at most this part of it.
+POLL_SHARE = 0.05
+# A websocket that says nothing for so long is not waited for.
+SOCKET_SECONDS = 5.0
+# After a server was lost, before it is tried again; doubled for each further time.
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
+# A job that shows no progress for so long, and for so many times the longest job, hangs.
+HUNG_SECONDS, HUNG_TIMES = 1800.0, 20
+# A run that is stopped waits so long for the answer to a prompt on its way, and for prompts to end.
+ANSWER_SECONDS, LOOKS, LOOK_SECONDS = 5.0, 40, 0.25
+DOWNLOADS = 4
+
+
+@dataclass
+class Posted:
+    """A job at this server.
+
+    Attributes:
+        breaks: `Feeder._breaks` when the server was last known to have it.
+        ran: whether it ran, as far as was seen.
+        hung: whether it stopped going on.
+        moved: when it was last seen to go on.
+    """
+
+    job: Job
+    boot: str
+    breaks: int = -1
+    ran: bool = False
+    hung: bool = False
+    moved: float = field(default_factory=time.monotonic)
+    progress: tuple[Any, ...] = ()
+
+
+@dataclass
+class Context:
+    """What the feeders of a run share.
+
+    Attributes:
+        journal: None until jobs are there.
+        said: gets lines for people.
+        ended: called once for each job that ended.
+        wake: makes every feeder look for jobs.
+        wait: seconds that a server may be silent before its jobs go to others.
+        all_asked: set once every server was asked for the jobs of earlier runs.
+    """
+
+    scheduler: Scheduler
+    said: Callable[[str], None]
+    ended: Callable[[Job], None]
+    wake: Callable[[], None]
+    wait: float
+    journal: Journal | None = None
+    downloads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(DOWNLOADS))
+    all_asked: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Feeder:
+    """One server of a run.
+
+    Attributes:
+        name: the server's address.
+        boot: which process it is: the id in the fleet's file, or one that is made when the server
+            is first met and after each restart.
+        ahead: prompts of others before the first of ours; 0 while one of ours runs.
+        error: why it is away; None while it is not.
+        away_since: when it was lost (time.monotonic).
+        asked: set once it has said what it has, or was lost.
+        leaving: it gets no more jobs; `go` returns when it has none.
+    """
+
+    def __init__(
+        self,
+        listed: Listed,
+        context: Context,
+        admission: Admission,
+    ) -> None:
+        self.listed = listed
+        self.name = str(listed.address)
+        self.boot = listed.boot or uuid.uuid4().hex
+        self.ahead = 0
+        self.error: ServerError | None = None
+        self.away_since = 0.0
+        self.asked = asyncio.Event()
+        self.leaving = False
+        self.wake = asyncio.Event()
+        self.server = Server(
+            listed.address, headers=admission.headers, wait=context.wait, notify=context.said
+        )
+        self.listener = Listener(self.server, changed=self.wake.set, notify=context.said)
+        self._context = context
+        self._scheduler = context.scheduler
+        self._admission = admission
+        self._posted: dict[str, Posted] = {}
+        self._witness: str | None = None  # a prompt in the history of the process we know
+        self._uploaded: dict[str, str] = {}  # {what graphs call an image: what the server does}
+        self._posting: asyncio.Task[Any] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._disk: DiskError | None = None
+        self._longest = 0.0
+        self._met = False
+
+    @property
+    def here(self) -> bool:
+        """Whether it gets jobs, as far as is known."""
+        return self.error is None and not self.leaving
+
+    def follow(self, posted: Iterable[tuple[Attempt, Job]]) -> None:
+        """Takes in jobs that earlier runs posted to this server."""
+        for attempt, job in posted:
+            self._posted[attempt.prompt_id] = Posted(job, attempt.boot)
+            self._met = False
+
+    async def go(self) -> None:
+        """Feeds the server until it leaves, or is cancelled.
+
+        Raises:
+            DiskError: the output folder takes no more.
+        """
+        listening = asyncio.create_task(self.listener.listen())
+        pause = FIRST_PAUSE
+        try:
+            await _within(self.listener.tried.wait(), SOCKET_SECONDS)
+            while True:
+                try:
+                    await self._meet()
+                    self.asked.set()
+                    pause = FIRST_PAUSE
+                    await self._context.all_asked.wait()
+                    await self._feed()
+                    return
+                except ServerError as error:
+                    self._lose(error)
+                    if self.leaving:
+                        return
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+        finally:
+            self._scheduler.leave(self.name)
+            for task in (listening, *self._tasks):
+                task.cancel()
+            await asyncio.gather(listening, *self._tasks, return_exceptions=True)
+
+    async def stop(self) -> bool:
+        """Takes our jobs off the server.
+
+        Returns:
+            Whether it has none of them any more; a node that runs may take long to notice.
+
+        Raises:
+            ServerError: it stayed away.
+        """
+        self._scheduler.leave(self.name)
+        if self._posting is not None:
+            await asyncio.wait({self._posting}, timeout=ANSWER_SECONDS)
+            self._posting.cancel()
+            await asyncio.gather(self._posting, return_exceptions=True)
+        return await self._withdraw(list(self._posted))
+
+    def running(self) -> tuple[Job, Any] | None:
+        """The job that runs, and how far it is."""
+        for prompt_id, state in self.listener.running.items():
+            if prompt_id in self._posted:
+                return self._posted[prompt_id].job, state
+        return None
+
+    async def _meet(self) -> None:
+        """Asks the server what it is and what it has, before it gets work."""
+        self._met = True
+        takes = await self._admission.admit(self.name, self.server)
+        await self._recognize()
+        queue = await self.server.queue()
+        strays = []
+        for prompt_id, posted in list(self._posted.items()):
+            entry = None if prompt_id in queue else await self.server.history(prompt_id)
+            if entry is not None:
+                self._collect(prompt_id, entry)
+            elif prompt_id not in queue:
+                del self._posted[prompt_id]
+                if posted.ran and posted.boot != self.boot:
+                    self._died(posted)
+            elif posted.job.status == WAITING and not posted.hung:
+                posted.breaks = self._breaks
+                self._scheduler.hold(posted.job, self.name)
+            elif posted.job.server != self.name or not posted.job.open:
+                strays.append(prompt_id)
+        if strays and not await self._withdraw(strays):
+            raise ServerError(f"{self.name} still runs a job that another server has.")
+        if self.error is not None:
+            self._context.said(f"{self.name} is back")
+        self.error = None
+        if not self.leaving:
+            self._scheduler.join(self.name, takes)
+
+    async def _recognize(self) -> None:
+        """Finds out whether this is the process that we know."""
+        known = {self._witness, *(i for i, p in self._posted.items() if p.boot == self.boot)}
+        known.discard(None)
+        same = bool(self.listed.boot) and self.listed.boot == self.boot
+        for prompt_id in [] if self.listed.boot else known:
+            same = same or await self.server.has(prompt_id)
+        if not same:
+            self.boot = self.listed.boot or uuid.uuid4().hex
+            self._uploaded.clear()
+            self._witness = None
+        self._witness = self._witness or await self.server.newest()
+
+    async def _feed(self) -> None:
+        next_look, breaks = 0.0, self._breaks
+        while self._posted or not self.leaving:
+            if self._disk is not None:
+                raise self._disk
+            if not self._met:
+                await self._meet()
+            while (job := self._scheduler.next(self.name)) is not None:
+                await self._post(job)
+            # A server that has nothing of ours is left alone.
+            pause = max(0.0, next_look - time.monotonic()) if self._posted else None
+            await _within(self.wake.wait(), pause)
+            self.wake.clear()
+            await self._look_up_ended()
+            # A websocket that was lost may mean that the server is.
+            if self._posted and (time.monotonic() >= next_look or breaks != self._breaks):
+                breaks = self._breaks
+                took = await self._look()
+                usual = POLL_SECONDS if self.listener.connected else POLL_SECONDS_ALONE
+                next_look = time.monotonic() + max(usual, took / POLL_SHARE)
+
+    async def _post(self, job: Job) -> None:
+        attempt = Attempt(str(uuid.uuid4()), self.name, self.boot)
+        try:
+            await self._upload(job)
+            graph = _renamed(job.graph, self._uploaded) if job.images else job.graph
+            self._context.journal.queued(job.key, attempt)
+            posted = self._posted[attempt.prompt_id] = Posted(job, self.boot)
+            job.prompt_id = attempt.prompt_id
+            post = self.server.submit(graph, attempt.prompt_id, self.listener.client_id)
+            self._posting = asyncio.create_task(post)
+            # Ctrl-C must not cut off a prompt that the server would queue after we left.
+            left_out = await asyncio.shield(self._posting)
+        except SettingError as error:  # of an image
+            self._refuse(job, attempt, str(error))
+            return
+        except AnswerError as error:
+            if error.status not in (400, 413, 500):
+                raise
+            self._refuse(job, attempt, error.body if error.status == 400 else str(error))
+            return
+        if left_out:
+            await self._withdraw([attempt.prompt_id])
+            self._refuse(job, attempt, {"node_errors": left_out})
+            return
+        posted.breaks = self._breaks
+
+    async def _upload(self, job: Job) -> None:
+        for name, path in job.images.items():
+            if name in self._uploaded:
+                continue
+            try:
+                self._uploaded[name] = await self.server.upload(path, name)
+            except AnswerError as error:
+                if error.status not in (400, 413):
+                    raise
+                raise SettingError(f"{path} cannot be uploaded: {error}") from error
+            except OSError as error:
+                raise SettingError(f"{path} cannot be read any more: {error.strerror}") from error
+
+    def _refuse(self, job: Job, attempt: Attempt, body: Any) -> None:
+        self._posted.pop(attempt.prompt_id, None)
+        error = of_validation(job.graph, body)
+        self._journal("refused", job, attempt.prompt_id)
+        if self._scheduler.refuse(job, self.name, error):
+            self._ended(job, attempt.prompt_id)
+        else:
+            self._context.said(f"{self.name} refuses {job.label}: {error['message']}")
+            self._context.wake()
+
+    async def _look_up_ended(self) -> None:
+        """Looks up jobs that ended by what the websocket said, or by what another server did."""
+        ended, self.listener.ended[:] = set(self.listener.ended), []
+        for prompt_id, posted in list(self._posted.items()):
+            if not posted.job.open:
+                await self._withdraw([prompt_id])
+                self._posted.pop(prompt_id, None)
+            elif prompt_id in ended:
+                entry = await self.server.history(prompt_id)
+                if entry is not None:
+                    self._collect(prompt_id, entry)
+
+    async def _look(self) -> float:
+        """Looks at the server's queue, and at the history of what is not in it.
+
+        Returns:
+            The seconds that the server took to tell.
+        """
+        start, breaks = time.monotonic(), self._breaks
+        queue = await self.server.queue()
+        took = time.monotonic() - start
+        places = []
+        for prompt_id, posted in list(self._posted.items()):
+            if prompt_id in queue:
+                places.append(queue.places[prompt_id])
+                posted.breaks = breaks
+                self._check_progress(prompt_id, posted, prompt_id in queue.running)
+                continue
+            entry = await self.server.history(prompt_id)
+            if entry is not None:
+                self._collect(prompt_id, entry)
+            elif entry is None and posted.job.status == QUEUED and posted.job.server == self.name:
+                known = self.listed.boot in ("", self.boot) and posted.breaks == breaks
+                if not known and not await self._same_process():
+                    raise ServerError(f"{self.name} was restarted and has forgotten its jobs.")
+                del self._posted[prompt_id]
+                message = "someone took it out of the server's queue."
+                self._end(posted.job, prompt_id, CANCELLED, failure("removed", message))
+        self.ahead = min(places, default=0)
+        return took
+
+    async def _same_process(self) -> bool:
+        boot = self.boot
+        await self._recognize()
+        return boot == self.boot
+
+    def _check_progress(self, prompt_id: str, posted: Posted, runs: bool) -> None:
+        state = self.listener.running.get(prompt_id)
+        progress = (runs, state and (state.node, state.value))
+        posted.ran = posted.ran or runs
+        if progress != posted.progress or not runs:
+            posted.progress, posted.moved = progress, time.monotonic()
+        silent = time.monotonic() - posted.moved
+        if silent > max(HUNG_SECONDS, HUNG_TIMES * self._longest):
+            posted.hung = True
+            self._died(posted)
+            raise ServerError(
+                f"{self.name} has shown no progress of {posted.job.label} for {silent:.0f} s: see "
+                "its log, and restart it."
+            )
+
+    def _collect(self, prompt_id: str, entry: dict[str, Any]) -> None:
+        """Fetches what a prompt made, unless its job has a result."""
+        self._witness = prompt_id
+        posted = self._posted.get(prompt_id)
+        if posted is None or (posted.job.status == COLLECTING and posted.job.server == self.name):
+            return
+        if not self._scheduler.collect(posted.job, self.name):
+            del self._posted[prompt_id]
+            self._journal("late", posted.job, prompt_id)
+            return
+        self.wake.set()  # there is room for another
+        task = asyncio.create_task(self._fetch(posted.job, prompt_id, entry))
+        self._tasks.add(task)
+        task.add_done_callback(self._fetched)
+
+    def _fetched(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and isinstance(task.exception(), DiskError):
+            self._disk = task.exception()
+        self.wake.set()
+
+    async def _fetch(self, job: Job, prompt_id: str, entry: dict[str, Any]) -> None:
+        fetched = Fetched()
+        try:
+            async with self._context.downloads:
+                await fetch(self.server, job.graph, entry, self._context.journal.part, fetched)
+        except ServerError as lost:
+            fetched.discard()
+            if isinstance(lost, AnswerError):
+                self._posted.pop(prompt_id, None)
+                self._end(job, prompt_id, FAILED, failure("download", str(lost)))
+            else:  # the server is asked again when it is back
+                self._scheduler.give_back(job, self.name)
+                self._context.wake()
+            return
+        except BaseException:
+            fetched.discard()
+            raise
+        self._posted.pop(prompt_id, None)
+        # A node that blocks the rest with a message is reported on the websocket alone.
+        broken = fetched.broken or self.listener.errors.pop(prompt_id, None)
+        job.seconds = fetched.seconds
+        self._longest = max(self._longest, fetched.seconds or 0.0)
+        if fetched.interrupted:
+            message = "someone interrupted it on the server."
+            self._end(job, prompt_id, CANCELLED, failure("interrupted", message))
+        elif broken is not None:
+            error = of_execution(job.graph, broken)
+            if "OutOfMemory" in error["type"] and not self._scheduler.refuse(job, self.name, error):
+                self._context.said(f"{self.name} has too little memory for {job.label}")
+                self._context.wake()
+            else:
+                self._end(job, prompt_id, FAILED, error, fetched)
+        else:
+            self._end(job, prompt_id, DONE, None, fetched)
+
+    def _end(
+        self,
+        job: Job,
+        prompt_id: str,
+        status: str,
+        error: dict[str, Any] | None = None,
+        fetched: Fetched | None = None,
+    ) -> None:
+        """Accepts a result, if it is the first: the files get their names, the journal its line."""
+        if self._scheduler.end(job, self.name, status, error):
+            if fetched is not None:
+                job.files = place(fetched, self._context.journal.path.parent, job.key)
+                job.texts = fetched.texts
+            self._ended(job, prompt_id)
+        else:
+            self._journal("late", job, prompt_id)
+        if fetched is not None:
+            fetched.discard()
+
+    def _ended(self, job: Job, prompt_id: str) -> None:
+        job.prompt_id = prompt_id
+        facts = {"seconds": job.seconds, "texts": job.texts}
+        facts["files"] = [path.name for path in job.files]
+        self._journal(job.status, job, prompt_id, **facts)
+        self._context.ended(job)
+
+    def _journal(self, event: str, job: Job, prompt_id: str, **facts: Any) -> None:
+        self._context.journal.ended(
+            event, job.key, prompt_id, server=self.name, boot=self.boot, **facts
+        )
+
+    def _lose(self, error: ServerError) -> None:
+        """The server is away, or another process: its jobs go to whoever is free."""
+        back = self._scheduler.lose(self.name)
+        for posted in self._posted.values():
+            # The first one's turn had come; it may have taken the server down at once.
+            posted.ran = posted.ran or (posted.job in back[:1] and not self.ahead)
+        if self.error is None:
+            gone = isinstance(error, GoneError)
+            fact = f"{self.name} is gone (connection refused)." if gone else error
+            jobs = f" Its jobs wait again: {len(back)}." if back else ""
+            self._context.said(f"{fact}{jobs}")
+            self.away_since = time.monotonic() - error.waited
+        self.error = error
+        self.asked.set()
+        self._context.wake()
+
+    def _died(self, posted: Posted) -> None:
+        if self._scheduler.died(posted.job, self.name, posted.boot):
+            where = f" Its log: {self.listed.log}." if self.listed.log else ""
+            posted.job.error["message"] += where
+            self._ended(posted.job, posted.job.prompt_id)
+
+    async def _withdraw(self, prompt_ids: list[str]) -> bool:
+        """Takes prompts out of the queue, and interrupts one that runs.
+
+        What waits goes first, so that none of it begins when the running one stops.
+
+        Returns:
+            Whether the server has none of them any more.
+        """
+        left = prompt_ids
+        for _ in range(LOOKS if left else 0):
+            await self.server.delete(left)
+            queue = await self.server.queue()
+            left = [prompt_id for prompt_id in left if prompt_id in queue]
+            if not left:
+                break
+            for prompt_id in left:
+                if prompt_id in queue.running:
+                    await self.server.interrupt(prompt_id)
+            await asyncio.sleep(LOOK_SECONDS)
+        return not left
+
+    @property
+    def _breaks(self) -> int:
+        """Grows with each connection that is lost, and with each websocket that is opened."""
+        return self.server.transport.breaks + self.listener.turns
+
+
+async def _within(waiting: Coroutine[Any, Any, Any], seconds: float | None) -> None:
+    """Not asyncio.wait_for: before Python 3.12 it can swallow a Ctrl-C that arrives just then."""
+    task = asyncio.create_task(waiting)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        task.cancel()
+
+
+def _renamed(graph: Graph, names: Mapping[str, str]) -> Graph:
+    """The graph with the names that the server gave to uploaded images."""
+    given = {name: to for name, to in names.items() if name != to}
+    if not given:
+        return graph
+    values = {
+        (node, key): given[value]
+        for node, described in graph.items()
+        for key, value in described["inputs"].items()
+        if isinstance(value, str) and value in given
+    }
+    return with_inputs(graph, values)

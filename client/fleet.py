@@ -1,0 +1,195 @@
+"""Servers as a Python object: graphs go in, futures of their images come out."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..errors import QwenL40SError
+from .graph.loaders import loaders_key
+from .graph.workflow import read_workflow
+from .journal import Journal, key_of
+from .progress import Progress
+from .run import WAIT_SECONDS, Run
+from .scheduler import DONE, Job
+from .servers import Admission, Listed, ServerList
+
+
+class JobError(QwenL40SError):
+    """A job failed, was cancelled, or no server was left for it.
+
+    Attributes:
+        status: "failed", "cancelled", "poison" or "lost".
+        nodes: what went wrong in which node: id, title, class_type, message.
+    """
+
+    def __init__(self, status: str, message: str, nodes: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(message)
+        self.status = status
+        self.nodes = list(nodes)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a job made.
+
+    Attributes:
+        files: in the output folder, `<hash of the graph>_<n>.png`.
+        texts: {title of a node: the texts that it shows}.
+        seconds: that the server ran it; None where it does not say.
+        server: its address.
+    """
+
+    files: list[Path]
+    texts: dict[str, list[str]]
+    seconds: float | None
+    server: str
+
+
+class Fleet:
+    """ComfyUI servers that share the graphs submitted here; a context manager.
+
+    Every graph runs to one accepted result, however often servers stop; equal graphs are one job.
+    Leaving the context waits for all jobs; leaving it by an exception takes them off the servers.
+
+    Args:
+        servers: addresses, such as "http://127.0.0.1:8188".
+        output: folder for the results and the journal; a graph whose images are there is not run
+            again, in a later process either.
+        server_file: servers.json of `qwen-l40s fleet`, or a text with an address on each line; read
+            again when it changes.
+        headers: sent with every request, such as {"Authorization": "Bearer TOKEN"}.
+        wait: seconds to wait for a server where there is none.
+        log: gets lines about servers that come and go; None for none.
+
+    Raises:
+        SettingError: an address or a file is wrong, or another process uses the output folder.
+
+    Example:
+        with Fleet(["http://10.0.0.5:8188", "http://10.0.0.6:8188"], output="out") as fleet:
+            futures = [fleet.submit(graph) for graph in graphs]
+            for future in futures:
+                print(future.result().files)
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[str] = (),
+        output: Path | str = "out",
+        *,
+        server_file: Path | str | None = None,
+        headers: Mapping[str, str] | None = None,
+        wait: float = WAIT_SECONDS,
+        log: TextIO | None = sys.stderr,
+    ) -> None:
+        self._progress = Progress(io.StringIO() if log is None else log)
+        file = None if server_file is None else Path(server_file)
+        listed = ServerList([servers] if isinstance(servers, str) else servers, file, self._say)
+        first = listed.read()
+        self._journal = Journal(Path(output), "fleet")
+        self._futures: dict[str, Future[Result]] = {}
+        self._numbers = 0
+        self._closing = False
+        self._started = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        admission = Admission(headers or {}, self._say)
+        self._run = Run(listed, admission, progress=self._progress, wait=wait, ended=self._ended)
+        self._thread = threading.Thread(target=self._work, args=(first,), name="qwen-l40s fleet")
+        self._thread.start()
+        self._started.wait()
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.close(wait=kind is None)
+
+    def submit(self, graph: Mapping[str, Any] | Path | str) -> Future[Result]:
+        """Runs a graph on whichever server is free first.
+
+        Args:
+            graph: a workflow in API form, or the path of one. It names images that the servers
+                have.
+
+        Returns:
+            A future; `result()` raises JobError where the job failed.
+
+        Raises:
+            SettingError: the file holds no workflow.
+            RuntimeError: the fleet is closed.
+        """
+        if isinstance(graph, str | Path):
+            graph = read_workflow(Path(graph))
+        if self._closing:
+            raise RuntimeError("the fleet is closed: submit before that.")
+        key = key_of(graph)
+        if key not in self._futures:
+            self._numbers += 1
+            job = Job(self._numbers, key, graph, label=f"job {self._numbers}")
+            job.loads = loaders_key(graph)
+            self._futures[key] = Future()
+            self._futures[key].set_running_or_notify_cancel()
+            self._loop.call_soon_threadsafe(self._add, job)
+        return self._futures[key]
+
+    def close(self, *, wait: bool = True) -> None:
+        """Ends the fleet.
+
+        Args:
+            wait: for all jobs; else they are taken off the servers.
+        """
+        if not self._closing:
+            self._closing = True
+            self._loop.call_soon_threadsafe(self._run.wake if wait else self._going.cancel)
+        self._thread.join()
+
+    def _work(self, listed: list[Listed]) -> None:
+        reason: Exception = JobError("cancelled", "the fleet was closed.")
+        try:
+            self._loop.run_until_complete(self._go(listed))
+        except asyncio.CancelledError:
+            pass
+        except Exception as error:
+            reason = error
+        self._closing = True
+        for future in self._futures.values():
+            if not future.done():
+                future.set_exception(reason)
+        self._loop.close()
+        self._progress.__exit__()
+        self._journal.__exit__()
+
+    async def _go(self, listed: list[Listed]) -> None:
+        self._going = asyncio.current_task()
+        async with self._run as run:
+            for each in listed:
+                await run.start(each)
+            run.begin(self._journal, [], "Fleet")
+            self._started.set()
+            try:
+                await run.go(lambda: not self._closing)
+            except asyncio.CancelledError:
+                await run.stop()
+
+    def _add(self, job: Job) -> None:
+        self._run.add([job])
+        if job.status == DONE:
+            self._ended(job)
+
+    def _ended(self, job: Job) -> None:
+        future = self._futures[job.key]
+        if job.status == DONE:
+            future.set_result(Result(job.files, job.texts, job.seconds, job.server))
+        else:
+            error = job.error or {"message": "it was stopped.", "nodes": []}
+            future.set_exception(JobError(job.status, error["message"], error["nodes"]))
+
+    def _say(self, text: str) -> None:
+        self._progress.say(text)

@@ -1,0 +1,255 @@
+"""The journal of a run, from which a later one goes on: one JSON object a line, one writer."""
+
+from __future__ import annotations
+
+import errno
+import glob
+import hashlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..errors import QwenL40SError, SettingError
+from .scheduler import DONE
+
+SUFFIX = ".submit.jsonl"
+# Version 1 had one server, and its name in the line "run" alone.
+VERSION = 2
+KEY_LETTERS = 16
+
+
+class DiskError(QwenL40SError):
+    """The output folder takes no more; what the servers have stays there for a later run."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A job that was posted to a server.
+
+    Attributes:
+        boot: which process of the server; see `feeder.Feeder.boot`.
+    """
+
+    prompt_id: str
+    server: str = ""
+    boot: str = ""
+
+
+@dataclass(slots=True)
+class Record:
+    """What the journal says of a job.
+
+    Attributes:
+        status: of the last line; "queued" while a server has it.
+        open: attempts that brought nothing yet.
+    """
+
+    status: str = ""
+    prompt_id: str = ""
+    server: str = ""
+    seconds: float | None = None
+    files: tuple[str, ...] = ()
+    texts: Mapping[str, list[str]] = field(default_factory=dict)
+    open: list[Attempt] = field(default_factory=list)
+
+
+class Journal:
+    """The journal of one workflow in one output folder; a context manager.
+
+    Lines are appended at once. The line of a job is there before a server hears of it, so a run
+    that is killed leaves no unknown job.
+
+    Args:
+        resume: there has to be one from an earlier run.
+
+    Attributes:
+        records: {job key: what is known of it} from earlier runs.
+
+    Raises:
+        SettingError: nothing can be written in the folder, another run has the journal, a newer
+            version wrote it, or there is none to resume.
+    """
+
+    def __init__(self, folder: Path, stem: str, *, resume: bool = False) -> None:
+        self.path = folder / f"{stem}{SUFFIX}"
+        self.records: dict[str, Record] = {}
+        if resume and not self.path.is_file():
+            raise SettingError(
+                "there is no run to resume here: check --output and the workflow's name, or leave "
+                "out --resume.",
+                self.path,
+            )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a+b", buffering=0)
+        except OSError as error:
+            raise SettingError(
+                f"--output cannot be written ({error.strerror}): name another folder.", folder
+            ) from error
+        self._part = f".{stem}."
+        self._server, self._version = "", 1
+        try:
+            self._lock()
+            self._read()
+            for left in folder.glob(f"{glob.escape(self._part)}*.part"):  # by a killed run
+                left.unlink(missing_ok=True)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def part(self) -> Path:
+        """A name in the output folder for a file that is not complete yet."""
+        return self.path.parent / f"{self._part}{uuid.uuid4().hex}.part"
+
+    def finished(self, key: str) -> Record | None:
+        """The record of a job that is done and whose files are all here."""
+        record = self.records.get(key)
+        if record is None or record.status != DONE:
+            return None
+        there = all((self.path.parent / name).is_file() for name in record.files)
+        return record if there else None
+
+    def attempts(self, key: str) -> list[Attempt]:
+        """Where a server may still have the job, or its results that are not here."""
+        record = self.records.get(key, Record())
+        done = [Attempt(record.prompt_id, record.server)] if record.status == DONE else []
+        return record.open + done
+
+    def begin(self, workflow: str, servers: list[str]) -> None:
+        """Notes that a run begins."""
+        self._write("run", version=VERSION, workflow=workflow, servers=servers)
+
+    def queued(self, key: str, attempt: Attempt) -> None:
+        """Notes a job before its server hears of it.
+
+        Raises:
+            DiskError: no room; the next line is whole again.
+        """
+        self._write(
+            "queued",
+            key=key,
+            prompt_id=attempt.prompt_id,
+            server=attempt.server,
+            boot=attempt.boot,
+        )
+
+    def ended(self, event: str, key: str, prompt_id: str, **facts: Any) -> None:
+        """Notes what became of an attempt: "done", "failed", ..., "late" for a dropped result.
+
+        Args:
+            facts: `files` are names in the output folder.
+
+        Raises:
+            DiskError: no room.
+        """
+        facts = {name: value for name, value in facts.items() if value}
+        self._write(event, key=key, prompt_id=prompt_id, **facts)
+
+    def _lock(self) -> None:
+        try:
+            free = lock(self._file)
+        except OSError as error:
+            raise SettingError(
+                f"this folder's disk locks no files ({error.strerror}), as some network disks do: "
+                "name an --output on a disk of this machine.",
+                self.path,
+            ) from error
+        if not free:
+            raise SettingError(
+                "another run writes this journal: wait for it, or name another --output.",
+                self.path,
+            )
+
+    def _read(self) -> None:
+        line = b""
+        with self.path.open("rb") as lines:
+            for line in lines:
+                try:
+                    self._take(json.loads(line))
+                except (ValueError, LookupError, TypeError, AttributeError):
+                    continue  # a line that a killed run began
+        self._torn = bool(line) and not line.endswith(b"\n")
+        if self._version > VERSION:
+            raise SettingError(
+                "a newer version of Qwen-Image L40S wrote this journal: update this one, or name "
+                "another --output.",
+                self.path,
+            )
+
+    def _take(self, entry: Mapping[str, Any]) -> None:
+        if entry["event"] == "run":
+            self._server = str(entry.get("server", ""))
+            self._version = max(self._version, entry.get("version", 1))
+        else:
+            self._note(self.records.setdefault(entry["key"], Record()), entry["event"], entry)
+
+    def _note(self, record: Record, event: str, entry: Mapping[str, Any]) -> None:
+        prompt_id = str(entry["prompt_id"])
+        if event == "queued":
+            attempt = Attempt(prompt_id, entry.get("server", self._server), entry.get("boot", ""))
+            record.open.append(attempt)
+        else:
+            record.open = [each for each in record.open if each.prompt_id != prompt_id]
+            if record.status == DONE or event == "late":
+                return
+            record.prompt_id, record.server = prompt_id, entry.get("server", "")
+            record.seconds, record.files = entry.get("seconds"), tuple(entry.get("files", ()))
+            record.texts = entry.get("texts", {})
+        record.status = event
+
+    def _write(self, event: str, **facts: Any) -> None:
+        line = {"event": event, "time": round(time.time(), 3), **facts}
+        data = b"\n" * self._torn + json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        self._torn = True
+        try:
+            if self._file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise DiskError(
+                f"the journal cannot be written ({error.strerror}): make room, then --resume goes "
+                f"on ({self.path})."
+            ) from error
+        self._torn = False
+
+
+def key_of(graph: Mapping[str, Any]) -> str:
+    """The hash of what a graph computes, whatever its nodes are titled."""
+    bare = {node: (content["class_type"], content["inputs"]) for node, content in graph.items()}
+    text = json.dumps(bare, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:KEY_LETTERS]
+
+
+def lock(file: BinaryIO) -> bool:
+    """Locks a file until its process ends, however it ends.
+
+    Returns:
+        Whether nobody else has it locked.
+
+    Raises:
+        OSError: its disk locks no files.
+    """
+    try:
+        try:
+            import fcntl
+        except ImportError:
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+            return False
+        raise
+    return True

@@ -1,0 +1,319 @@
+"""A run: jobs on servers that come and go, from the first question to the last result."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ..errors import SettingError
+from .feeder import Context, Feeder
+from .graph.workflow import title
+from .journal import Attempt, Journal
+from .progress import Progress
+from .scheduler import DONE, FAILED, Job, Scheduler
+from .servers import Admission, Listed, ServerList
+from .transport import GoneError, ServerError
+
+# How long a server may be away before its jobs go to others, and all before the run ends.
+WAIT_SECONDS = 60.0
+# Between two looks at the file of servers and at how far the jobs are.
+TICK_SECONDS = 0.1
+STOP_SECONDS = 15.0
+# Between two tries to reach the first server.
+PAUSE_SECONDS = 0.5
+
+Takes = Callable[[Job], "dict[str, Any] | None"]
+
+
+class Run:
+    """The feeders of a run, one for each server.
+
+    Args:
+        admission: lets servers in.
+        wait: see `WAIT_SECONDS`.
+        ended: called once for each job, when its results are there or it failed.
+
+    Attributes:
+        scheduler: of its jobs.
+    """
+
+    def __init__(
+        self,
+        servers: ServerList,
+        admission: Admission,
+        *,
+        progress: Progress,
+        wait: float = WAIT_SECONDS,
+        ended: Callable[[Job], None] = lambda job: None,
+    ) -> None:
+        self.scheduler = Scheduler()
+        self.feeders: dict[str, Feeder] = {}
+        self._servers = servers
+        self._admission = admission
+        self._progress = progress
+        self._wait = wait
+        self._ended = ended
+        self._context = Context(self.scheduler, progress.say, self._job_ended, self.wake, wait)
+        self._changed = asyncio.Event()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._sessions = contextlib.AsyncExitStack()
+        self._posted: dict[str, list[tuple[Attempt, Job]]] = {}
+        self._counts = {"total": 0, "done": 0, "failed": 0}
+        self._alone_since: float | None = None
+        self._stranded_since: float | None = None
+
+    async def __aenter__(self) -> Run:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self._sessions.aclose()
+
+    def begin(self, journal: Journal, jobs: list[Job], workflow: str) -> None:
+        """Takes in the jobs and what the journal knows of them."""
+        self._context.journal = journal
+        journal.begin(workflow, list(self.feeders))
+        self.add(jobs)
+        done = sum(job.status == DONE for job in jobs)
+        there = sum(map(len, self._posted.values()))
+        if done or there:
+            self._progress.say(
+                f"an earlier run left {self._context.journal.path}: {done} of {len(jobs)} jobs are "
+                f"done, {there} may be on a server"
+            )
+        unknown = [name for name in self._posted if name not in self.feeders]
+        if unknown and not self._servers.file:
+            self._progress.say(
+                f"not among the servers now: {', '.join(sorted(unknown))}; its jobs run again"
+            )
+        self._progress.begin(len(jobs), done=done)
+
+    def add(self, jobs: Iterable[Job]) -> None:
+        """Takes in jobs; those that are done by the journal have their results at once."""
+        journal = self._context.journal
+        for job in jobs:
+            self._counts["total"] += 1
+            record = journal.finished(job.key)
+            if record is not None:
+                job.status, job.prompt_id, job.server = DONE, record.prompt_id, record.server
+                job.seconds, job.texts = record.seconds, dict(record.texts)
+                job.files = [journal.path.parent / name for name in record.files]
+                self._counts["done"] += 1
+            else:
+                for attempt in journal.attempts(job.key):
+                    self._posted.setdefault(attempt.server, []).append((attempt, job))
+            self.scheduler.add(job)
+        for name in self._posted.keys() & self._tasks.keys():
+            self.feeders[name].follow(self._posted.pop(name))
+        self.wake()
+
+    async def reach(self, listed: list[Listed], wait: float) -> dict[str, Takes]:
+        """Asks all servers what they are, until one answers.
+
+        Args:
+            wait: seconds to go on asking.
+
+        Returns:
+            {server: what tells why it cannot run a job}, of those that answer.
+
+        Raises:
+            ServerError: none answered.
+        """
+        give_up, told = time.monotonic() + wait, False
+        while True:
+            for each in listed:
+                await self.start(each)
+            found = await asyncio.gather(
+                *(self._admission.admit(name, each.server) for name, each in self.feeders.items()),
+                return_exceptions=True,
+            )
+            answers = dict(zip(self.feeders, found, strict=True))
+            errors = {n: e for n, e in answers.items() if isinstance(e, BaseException)}
+            for error in errors.values():
+                if not isinstance(error, ServerError):
+                    raise error
+            if len(errors) < len(answers):
+                for error in errors.values():
+                    self._progress.say(str(error))
+                return {name: takes for name, takes in answers.items() if name not in errors}
+            now = time.monotonic()
+            if now >= give_up or not all(isinstance(e, GoneError) for e in errors.values()):
+                raise next(iter(errors.values()), None) or ServerError(
+                    f"no server of {self._servers.file} is ready: start qwen-l40s fleet, or wait "
+                    "for it with --wait SECONDS."
+                )
+            if not told:
+                names = ", ".join(answers) or self._servers.file
+                self._progress.say(f"waiting up to {wait:g} s for {names}")
+                told = True
+            await asyncio.sleep(min(PAUSE_SECONDS, give_up - now))
+            listed = self._servers.changed() or []
+
+    async def go(self, more: Callable[[], bool] = lambda: False) -> None:
+        """Returns when no job is open, and no more come.
+
+        Raises:
+            ServerError: all servers stayed away; jobs that are open may still run there.
+            DiskError: the output folder takes no more.
+        """
+        for name, feeder in self.feeders.items():
+            self._feed(name, feeder)
+        while self.scheduler.open or more():
+            for name, task in list(self._tasks.items()):
+                if task.done():
+                    del self._tasks[name]
+                    if not task.cancelled() and task.exception() is not None:
+                        raise task.exception()
+            if not self._context.all_asked.is_set() and all(
+                feeder.asked.is_set() for feeder in self.feeders.values()
+            ):
+                self._context.all_asked.set()
+            await self._update()
+            self._check_stalled()
+            self._show()
+            changed = asyncio.create_task(self._changed.wait())
+            try:
+                await asyncio.wait({changed}, timeout=TICK_SECONDS)
+            finally:
+                changed.cancel()
+            self._changed.clear()
+
+    async def stop(self) -> bool:
+        """Takes the open jobs off all servers.
+
+        Returns:
+            Whether no server has one any more.
+        """
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        stops = [feeder.stop() for feeder in self.feeders.values() if feeder.error is None]
+        done, late = await asyncio.wait(
+            [asyncio.ensure_future(stop) for stop in stops] or [asyncio.ensure_future(_nothing())],
+            timeout=STOP_SECONDS,
+        )
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+        return not late and all(not task.exception() and task.result() for task in done)
+
+    def wake(self) -> None:
+        """Makes every server look for jobs, and `go` for what changed."""
+        self._changed.set()
+        for feeder in self.feeders.values():
+            feeder.wake.set()
+
+    async def start(self, listed: Listed) -> None:
+        """Takes in a server, or what is new about one."""
+        name = str(listed.address)
+        if name in self.feeders:
+            self.feeders[name].listed = listed
+            return
+        feeder = Feeder(listed, self._context, self._admission)
+        await self._sessions.enter_async_context(feeder.server)
+        self.feeders[name] = feeder
+
+    def _feed(self, name: str, feeder: Feeder) -> None:
+        feeder.follow(self._posted.pop(name, []))
+        self._tasks[name] = asyncio.create_task(feeder.go())
+
+    async def _update(self) -> None:
+        """Takes in the servers that the file lists now."""
+        listed = self._servers.changed()
+        if listed is None:
+            return
+        for each in listed:
+            name = str(each.address)
+            await self.start(each)
+            self.feeders[name].leaving = False
+            if name not in self._tasks:
+                self._progress.say(f"{name} gets jobs now")
+                self._feed(name, self.feeders[name])
+        names = {str(each.address) for each in listed}
+        for name, feeder in self.feeders.items():
+            if name not in names and not feeder.leaving:
+                feeder.leaving = True
+                self.scheduler.leave(name)
+                self._progress.say(f"{name} gets no more jobs")
+
+    def _check_stalled(self) -> None:
+        """Ends the run where no server is left, and jobs that no server takes."""
+        feeders = list(self.feeders.values())
+        here = [feeder for feeder in feeders if feeder.here]
+        now = time.monotonic()
+        if here or not self.scheduler.open:
+            self._alone_since = None
+        else:
+            if self._alone_since is None:
+                self._alone_since = now
+                self._progress.say(f"no server is left: waiting up to {self._wait:g} s for one")
+            errors = {feeder.away_since: feeder.error for feeder in feeders if feeder.error}
+            if now - min(self._alone_since, max(errors, default=now)) >= self._wait:
+                reason = errors[max(errors)] if errors else "the list of servers is empty."
+                raise ServerError(f"no server for {self._wait:g} s: {reason}")
+        held = any(lane.held for lane in self.scheduler.lanes.values())
+        if held or not (here and self.scheduler.waiting and self._context.all_asked.is_set()):
+            self._stranded_since = None
+            return
+        self._stranded_since = self._stranded_since or now
+        away = len(here) < len(feeders) or self._servers.file is not None
+        if now - self._stranded_since >= (self._wait if away else 0):
+            for job in self.scheduler.stranded():
+                error = self.scheduler.reason(job)
+                self.scheduler.end(job, "", FAILED, error)
+                self._job_ended(job)
+
+    def _job_ended(self, job: Job) -> None:
+        self._counts["done"] += 1
+        self._counts["failed"] += job.status != DONE
+        self._ended(job)
+        self._changed.set()
+
+    def _show(self) -> None:
+        running = [found for feeder in self.feeders.values() if (found := feeder.running())]
+        ahead = min((f.ahead for f in self.feeders.values() if f.here), default=0)
+        self._progress.show(
+            done=self._counts["done"],
+            total=self._counts["total"],
+            failed=self._counts["failed"],
+            ahead=None if running else ahead,
+        )
+        for job, state in running[-1:]:
+            if state.node is not None:
+                name = title(job.graph, state.node)
+                place = f"{min(len(state.finished) + 1, len(job.graph))}/{len(job.graph)}"
+                self._progress.node(job.label, name, state.value, state.maximum, place)
+
+
+async def _nothing() -> bool:
+    return True
+
+
+def check_jobs(jobs: Iterable[Job], takes: Mapping[str, Takes]) -> list[str]:
+    """Checks that some server takes each job.
+
+    Returns:
+        A sentence for each server that does not take the first job while another does.
+
+    Raises:
+        SettingError: no server takes one of the jobs.
+    """
+    first: dict[str, dict[str, Any]] = {}
+    for place, job in enumerate(jobs):
+        errors = {}
+        for name, why in takes.items():
+            error = why(job)
+            if error is None and place:
+                break
+            if error is not None:
+                errors[name] = error
+        if len(errors) == len(takes):
+            raise SettingError(next(iter(errors.values()))["message"])
+        if not place:
+            first = errors
+    return [f"{name} gets none of these jobs: {error['message']}" for name, error in first.items()]

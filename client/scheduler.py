@@ -1,0 +1,343 @@
+"""Which server runs which job: decisions alone, without connections, files or a clock.
+
+A job is executed at least once and accepted exactly once. A server that is lost gives its jobs
+back, and they wait at the front; whichever server brings the first result wins, and `end` says so
+to the others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+WAITING = "waiting"
+QUEUED = "queued"  # a server has it
+COLLECTING = "collecting"  # it ended, and its results are fetched
+DONE = "done"
+FAILED = "failed"
+CANCELLED = "cancelled"
+POISON = "poison"  # it ended `MOST_DEATHS` servers
+LOST = "lost"  # the run ended without it
+OPEN = (WAITING, QUEUED, COLLECTING)
+
+# One runs and one waits, so that a server never waits for this machine.
+DEPTH = 2
+MOST_DEATHS = 3
+# A server reloads 20 to 40 GB for jobs of other models only where so many of them wait for each
+# server that has these loaded: fewer are done there before the reload ends.
+WORTH_A_RELOAD = 3
+# A server that refuses so many jobs of one kind, and has taken none, is offered no more of them.
+MOST_REFUSALS = 3
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """Changes as the run goes on.
+
+    Attributes:
+        number: from 1, in the order of the settings.
+        key: the hash of its graph.
+        settings: what --set chose, by key.
+        label: for people, with the settings in which the jobs differ: "job 3 (seed=3)".
+        images: {what the graph calls it: its file here}, for each server to get first.
+        loads: equal for jobs that share loaded models; see `graph.loaders_key`.
+        prompt_id: of the attempt that brought the result, or of the last one.
+        server: that attempt's.
+        seconds: that the server ran it.
+        error: see `server.failure`; None unless it failed.
+        deaths: (server, boot) of those that ended while they ran it.
+        refused: {server: why it does not take this job}.
+    """
+
+    number: int
+    key: str
+    graph: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    label: str = ""
+    images: Mapping[str, Path] = field(default_factory=dict)
+    loads: str = ""
+    prompt_id: str = ""
+    server: str = ""
+    status: str = WAITING
+    seconds: float | None = None
+    files: list[Path] = field(default_factory=list)
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    error: dict[str, Any] | None = None
+    deaths: set[tuple[str, str]] = field(default_factory=set)
+    refused: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def open(self) -> bool:
+        return self.status in OPEN
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "key": self.key,
+            "server": self.server or None,
+            "prompt_id": self.prompt_id or None,
+            "settings": dict(self.settings),
+            "status": self.status,
+            "seconds": self.seconds,
+            "files": [str(path) for path in self.files],
+            "texts": self.texts,
+            "error": self.error,
+        }
+
+
+@dataclass(eq=False, slots=True)
+class Lane:
+    """A server as the scheduler knows it.
+
+    Attributes:
+        takes: why it cannot run a job; None where it can.
+        held: what it was given and has not ended, in that order.
+        loads: of the job that it was given last: what it has loaded, or will have.
+        taken: the loads of jobs that it did not refuse.
+        refusals: {loads: how many of these jobs it refused}.
+        seen: {loads: the group's `arrivals` when it had nothing for this server}.
+    """
+
+    name: str
+    takes: Callable[[Job], dict[str, Any] | None] = lambda job: None
+    held: dict[Job, None] = field(default_factory=dict)
+    loads: str | None = None
+    taken: set[str] = field(default_factory=set)
+    refusals: dict[str, int] = field(default_factory=dict)
+    seen: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """Jobs that load the same.
+
+    Attributes:
+        jobs: those that wait, among others that no longer do: taking one out of the middle of a
+            million would take milliseconds.
+        waiting: how many wait.
+        arrivals: how often one was added.
+        lanes: servers that have these models loaded.
+    """
+
+    jobs: deque[Job] = field(default_factory=deque)
+    waiting: int = 0
+    arrivals: int = 0
+    lanes: int = 0
+
+
+class Scheduler:
+    """Jobs and servers of a run.
+
+    Args:
+        depth: jobs that a server holds at once.
+
+    Attributes:
+        lanes: {server: what is known of it}.
+        ready: servers that may be given jobs.
+        waiting: how many jobs no server has.
+        open: how many jobs have not ended.
+    """
+
+    def __init__(self, jobs: Iterable[Job] = (), *, depth: int = DEPTH) -> None:
+        self.lanes: dict[str, Lane] = {}
+        self.ready: set[str] = set()
+        self.waiting = self.open = 0
+        self._depth = depth
+        self._groups: dict[str, Group] = {}
+        for job in jobs:
+            self.add(job)
+
+    def add(self, job: Job) -> None:
+        """Takes in a job; one that has ended is left alone."""
+        if job.open:
+            self.open += 1
+            self._wait(job)
+
+    def join(
+        self, server: str, takes: Callable[[Job], dict[str, Any] | None] | None = None
+    ) -> None:
+        """The server may be given jobs from now on."""
+        lane = self._lane(server)
+        lane.seen.clear()
+        if takes is not None:
+            lane.takes = takes
+        self.ready.add(server)
+
+    def leave(self, server: str) -> None:
+        """The server gets no more jobs; those that it has go on."""
+        self.ready.discard(server)
+
+    def lose(self, server: str) -> list[Job]:
+        """The server is gone: its jobs wait again, before all others.
+
+        Returns:
+            These jobs.
+        """
+        self.leave(server)
+        lane = self._lane(server)
+        self._load(lane, None)
+        back = [job for job in lane.held if job.status == QUEUED and job.server == server]
+        lane.held.clear()
+        for job in reversed(back):
+            self._wait(job, first=True)
+        return back
+
+    def next(self, server: str) -> Job | None:
+        """Gives the server a job; None where it has enough, or none is for it."""
+        lane = self.lanes[server]
+        if not (self.waiting and server in self.ready and len(lane.held) < self._depth):
+            return None
+        # The last jobs go to whoever is free first, and wait behind none.
+        if lane.held and self.waiting < len(self.ready):
+            return None
+        for loads, group in self._order(lane):
+            job = self._first(group, lane)
+            if job is not None:
+                self._load(lane, loads)
+                self.hold(job, server)
+                return job
+            lane.seen[loads] = group.arrivals
+        return None
+
+    def hold(self, job: Job, server: str) -> None:
+        """The server has the job: it was given it, or was found to have it still."""
+        self._unwait(job)
+        self._lane(server).held[job] = None
+        job.status, job.server = QUEUED, server
+
+    def collect(self, job: Job, server: str) -> bool:
+        """The server ended the job, and its results are fetched.
+
+        Returns:
+            Whether they are wanted: the job has not ended elsewhere.
+        """
+        lane = self._lane(server)
+        lane.held.pop(job, None)
+        if job.open:
+            lane.taken.add(job.loads)
+            self._unwait(job)
+            job.status, job.server = COLLECTING, server
+        return job.open
+
+    def give_back(self, job: Job, server: str) -> None:
+        """The server has not ended the job and never will."""
+        self._lane(server).held.pop(job, None)
+        if job.status in (QUEUED, COLLECTING) and job.server == server:
+            self._wait(job, first=True)
+
+    def refuse(self, job: Job, server: str, error: dict[str, Any]) -> bool:
+        """The server does not take the job; others may.
+
+        Returns:
+            Whether the job ended so, because no server takes it.
+        """
+        lane = self._lane(server)
+        job.refused[server] = error
+        if job.loads not in lane.taken:
+            lane.refusals[job.loads] = lane.refusals.get(job.loads, 0) + 1
+        self.give_back(job, server)
+        if any(self._suits(job, other) for other in self.lanes.values()):
+            return False
+        return self.end(job, server, FAILED, error)
+
+    def died(self, job: Job, server: str, boot: str) -> bool:
+        """The server ended while it ran the job.
+
+        Returns:
+            Whether it was one too many, and the job is set aside.
+        """
+        job.deaths.add((server, boot))
+        if len(job.deaths) < MOST_DEATHS:
+            return False
+        names = ", ".join(sorted({name for name, _ in job.deaths}))
+        message = f"a server ended {len(job.deaths)} times while it ran this job ({names})."
+        return self.end(job, server, POISON, {"type": "poison", "message": message, "nodes": []})
+
+    def end(self, job: Job, server: str, status: str, error: dict[str, Any] | None = None) -> bool:
+        """The job's result is here.
+
+        Returns:
+            Whether it is the first: a later one changes nothing.
+        """
+        self._lane(server).held.pop(job, None)
+        if not job.open:
+            return False
+        self._unwait(job)
+        job.status, job.error, job.server = status, error, server
+        self.open -= 1
+        return True
+
+    def stranded(self) -> list[Job]:
+        """Jobs that wait although no server that is ready takes them."""
+        ready = [self.lanes[name] for name in self.ready]
+        waiting = {job: None for group in self._groups.values() for job in group.jobs}
+        return [
+            job
+            for job in waiting
+            if job.status == WAITING and not any(self._suits(job, lane) for lane in ready)
+        ]
+
+    def reason(self, job: Job) -> dict[str, Any]:
+        """Why a server does not take the job."""
+        found = (job.refused.get(lane.name) or lane.takes(job) for lane in self.lanes.values())
+        nobody = {"type": "refused", "message": "no server takes it.", "nodes": []}
+        return next(filter(None, found), nobody)
+
+    def _lane(self, server: str) -> Lane:
+        return self.lanes.setdefault(server, Lane(server))
+
+    def _order(self, lane: Lane) -> Iterator[tuple[str, Group]]:
+        """What the server may load, the best first: what it has, then what waits longest."""
+        some = {
+            loads: group
+            for loads, group in self._groups.items()
+            if group.waiting
+            and lane.refusals.get(loads, 0) < MOST_REFUSALS
+            and lane.seen.get(loads) != group.arrivals
+        }
+        if lane.loads in some:
+            yield lane.loads, some.pop(lane.loads)
+        by_need = sorted(some.items(), key=lambda each: -each[1].waiting / (each[1].lanes + 1))
+        for loads, group in by_need:
+            if lane.loads is None or group.waiting > WORTH_A_RELOAD * group.lanes:
+                yield loads, group
+
+    def _first(self, group: Group, lane: Lane) -> Job | None:
+        """Takes the first job that suits the server out of the group."""
+        passed = []
+        found = None
+        while group.jobs and found is None:
+            job = group.jobs.popleft()
+            if job.status != WAITING:
+                continue
+            if self._suits(job, lane):
+                found = job
+            else:
+                passed.append(job)
+        group.jobs.extendleft(reversed(passed))
+        return found
+
+    def _suits(self, job: Job, lane: Lane) -> bool:
+        return lane.name not in job.refused and lane.takes(job) is None
+
+    def _wait(self, job: Job, *, first: bool = False) -> None:
+        job.status = WAITING
+        group = self._groups.setdefault(job.loads, Group())
+        (group.jobs.appendleft if first else group.jobs.append)(job)
+        group.waiting += 1
+        group.arrivals += 1
+        self.waiting += 1
+
+    def _unwait(self, job: Job) -> None:
+        """The job waits no longer; `_first` drops its place."""
+        if job.status == WAITING:
+            self._groups[job.loads].waiting -= 1
+            self.waiting -= 1
+
+    def _load(self, lane: Lane, loads: str | None) -> None:
+        for each, change in ((lane.loads, -1), (loads, 1)):
+            if each is not None:
+                self._groups[each].lanes += change
+        lane.loads = loads

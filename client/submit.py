@@ -1,0 +1,193 @@
+"""`qwen-l40s submit`: from a workflow file, checked before anything is queued, to the results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..errors import QwenL40SError
+from .graph.images import image_inputs, local_images, server_name, with_uploaded
+from .graph.loaders import loaders_key
+from .graph.settings import InputSetting, parse_settings, variations
+from .graph.workflow import Graph, read_workflow
+from .journal import DiskError, Journal, key_of
+from .progress import Progress, cancelled_by_signals
+from .run import WAIT_SECONDS, Run, check_jobs
+from .scheduler import CANCELLED, DONE, LOST, Job
+from .server import failure
+from .servers import Admission, ServerList
+from .transport import ServerError
+
+LONGEST_VALUE = 40
+
+
+def plan_jobs(
+    graph: Graph, settings: Sequence[InputSetting], object_info: Mapping[str, Any], folder: Path
+) -> tuple[list[Job], int]:
+    """The jobs of a workflow, each graph once.
+
+    Args:
+        folder: of the workflow file.
+
+    Returns:
+        The jobs, and how many equal ones were left out.
+
+    Raises:
+        SettingError: a setting or an image does not suit this server.
+    """
+    found = variations(graph, settings, object_info)
+    named: dict[Any, tuple[Any, dict[Path, str]]] = {}
+    jobs: dict[str, Job] = {}
+    for variation, label in zip(found, labels([each.chosen for each in found]), strict=True):
+        # Hundreds of seeds on one image: it is read once.
+        inputs = image_inputs(variation.graph, object_info)
+        wanted = tuple((node, name, value) for node, name, _, value in inputs)
+        if wanted not in named:
+            uploads = local_images(variation.graph, object_info, folder)
+            named[wanted] = (uploads, {each.path: server_name(each.path) for each in uploads})
+        uploads, names = named[wanted]
+        ready = with_uploaded(variation.graph, uploads, names)
+        key = key_of(ready)
+        if key not in jobs:
+            images = {name: path for path, name in names.items()}
+            facts = (ready, variation.chosen, label, images, loaders_key(ready))
+            jobs[key] = Job(len(jobs) + 1, key, *facts)
+    return list(jobs.values()), len(found) - len(jobs)
+
+
+def labels(chosen: Sequence[Mapping[str, Any]]) -> list[str]:
+    """For jobs with these settings."""
+    first = chosen[0] if chosen else {}
+    differing = [key for key in first if any(job[key] != first[key] for job in chosen)]
+    found = []
+    for number, job in enumerate(chosen, start=1):
+        facts = ", ".join(f"{key}={_short(job[key])}" for key in differing)
+        found.append(f"job {number} ({facts})" if facts else f"job {number}")
+    return found
+
+
+def _short(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
+
+
+@dataclass(frozen=True)
+class SubmitRequest:
+    """What was asked for.
+
+    Attributes:
+        servers: addresses.
+        server_file: see `ServerList`.
+        settings: as they are typed after --set.
+        wait: seconds to wait for a first server; None for none, and `WAIT_SECONDS` for lost ones.
+    """
+
+    workflow: Path
+    output: Path
+    servers: Sequence[str] = ()
+    server_file: Path | None = None
+    settings: Sequence[str] = ()
+    headers: Mapping[str, str] | None = None
+    wait: float | None = None
+    resume: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class SubmitOutcome:
+    """How a run ended.
+
+    Attributes:
+        servers: their addresses without passwords.
+        error: why it ended early; None when it did not.
+        stopped: by Ctrl-C or SIGTERM.
+    """
+
+    request: SubmitRequest
+    servers: list[str]
+    jobs: list[Job]
+    error: QwenL40SError | None = None
+    stopped: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        if self.stopped:
+            return 130
+        if self.error is not None:
+            return 3
+        return 0 if self.request.dry_run or all(job.status == DONE for job in self.jobs) else 1
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "servers": self.servers,
+            "workflow": str(self.request.workflow),
+            "jobs": [job.as_dict() for job in self.jobs],
+        }
+
+
+async def submit(
+    request: SubmitRequest, log: TextIO, ended: Callable[[Job], None]
+) -> SubmitOutcome:
+    """Runs a workflow on servers.
+
+    Args:
+        log: for progress and notes.
+        ended: called once for each job that ended, while no bar is drawn.
+
+    Raises:
+        SettingError: bad input; nothing was queued.
+        ServerError: no server; nothing was queued.
+        asyncio.CancelledError: stopped before anything was queued.
+    """
+    with cancelled_by_signals(asyncio.current_task()), Progress(log) as progress:
+        graph = read_workflow(request.workflow)
+        settings = parse_settings(request.settings)
+        admission = Admission(request.headers or {}, progress.say)
+        servers = ServerList(request.servers, request.server_file, progress.say)
+        listed = servers.read()
+        wait = WAIT_SECONDS if request.wait is None else request.wait
+
+        def tell(job: Job) -> None:
+            if job.error is not None:
+                progress.say(f"{job.label} {job.status}: {job.error['message']}")
+            with progress.paused():
+                ended(job)
+
+        async with Run(servers, admission, progress=progress, wait=wait, ended=tell) as run:
+            takes = await run.reach(listed, request.wait or 0)
+            info = admission.object_info(next(iter(takes)))
+            jobs, equal = plan_jobs(graph, settings, info, request.workflow.parent)
+            for line in check_jobs(jobs, takes):
+                progress.say(line)
+            if equal:
+                progress.say(f"equal jobs run once: {equal} left out")
+            if request.dry_run:
+                return SubmitOutcome(request, list(run.feeders), jobs)
+            with Journal(request.output, request.workflow.stem, resume=request.resume) as journal:
+                run.begin(journal, jobs, str(request.workflow))
+                return await _go(request, run, jobs, progress)
+
+
+async def _go(
+    request: SubmitRequest, run: Run, jobs: list[Job], progress: Progress
+) -> SubmitOutcome:
+    error, stopped = None, False
+    try:
+        await run.go()
+    except (ServerError, DiskError) as lost:
+        error = lost
+        for job in jobs:
+            if job.open:
+                job.status, job.error = LOST, failure("server", str(lost))
+    except asyncio.CancelledError:
+        stopped = True
+        progress.say("stopping: removing our jobs from the queue (Ctrl-C again ends at once)")
+        if not await run.stop():
+            progress.say("a server has not confirmed: a job of ours may still run there")
+        for job in jobs:
+            if job.open:
+                job.status = CANCELLED
+    return SubmitOutcome(request, list(run.feeders), jobs, error, stopped)

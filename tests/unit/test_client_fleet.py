@@ -1,0 +1,343 @@
+"""Several servers: nothing lost and nothing twice, whichever of them stops, hangs or refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import io
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import waiting
+from fake_comfyui import FakeComfyUI, fake_comfyui, graph
+
+from qwen_l40s.client import Fleet, JobError, feeder, follow, run, transport
+from qwen_l40s.client.scheduler import Job
+from qwen_l40s.client.submit import SubmitOutcome, SubmitRequest, submit
+from qwen_l40s.errors import SettingError
+
+until = functools.partial(waiting.until, seconds=30)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(feeder, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(feeder, "POLL_SECONDS_ALONE", 0.02)
+    monkeypatch.setattr(feeder, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(run, "TICK_SECONDS", 0.02)
+    monkeypatch.setattr(follow, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(transport, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(transport, "READ_SECONDS", 0.2)
+
+
+def start(
+    folder: Path,
+    *servers: FakeComfyUI | str,
+    jobs: int = 20,
+    meanwhile: Callable[[], None] = lambda: None,
+    **more: Any,
+) -> tuple[SubmitOutcome, str]:
+    """Submits a job for each seed."""
+    workflow = folder / "work.json"
+    workflow.write_text(json.dumps(graph()))
+    names = [each if isinstance(each, str) else each.url for each in servers]
+    options = {"settings": [f"seed=1..{jobs}"], "servers": names, "wait": 5.0} | more
+    log = io.StringIO()
+    helper = threading.Thread(target=meanwhile)
+    helper.start()
+    try:
+        request = SubmitRequest(workflow, folder / "out", **options)
+        outcome = asyncio.run(submit(request, log, lambda job: None))
+    finally:
+        helper.join()
+    return outcome, log.getvalue()
+
+
+def check(folder: Path, jobs: list[Job]) -> Counter[str]:
+    """Each job is done, has one image of its own, and one line says so; returns all events."""
+    assert [job.status for job in jobs] == ["done"] * len(jobs)
+    assert sorted((folder / "out").iterdir()) == sorted(
+        [*(folder / "out" / f"{job.key}_1.png" for job in jobs), folder / "out/work.submit.jsonl"]
+    )
+    lines = (folder / "out/work.submit.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    done = Counter(entry["key"] for entry in entries if entry["event"] == "done")
+    assert done == Counter(job.key for job in jobs)
+    return Counter(entry["event"] for entry in entries)
+
+
+def test_two_servers_share_the_jobs(tmp_path: Path):
+    with fake_comfyui(job_seconds=0.02) as one, fake_comfyui(job_seconds=0.02) as two:
+        outcome, _ = start(tmp_path, one, two, jobs=40)
+        shares = [len(one.posted), len(two.posted)]
+    assert sum(shares) == 40 and min(shares) >= 15
+    assert check(tmp_path, outcome.jobs) == {"run": 1, "queued": 40, "done": 40}
+    assert {job.server for job in outcome.jobs} == {one.url, two.url}
+
+
+def test_a_server_that_dies_for_good_gives_its_jobs_to_the_others(tmp_path: Path):
+    with fake_comfyui(paused=True) as one, fake_comfyui() as two:
+
+        def die() -> None:
+            until(lambda: len(one.state.queue) == 2)
+            one.call(one.stop())
+
+        outcome, log = start(tmp_path, one, two, meanwhile=die)
+        one.state.queue.clear()
+        one.call(one.start())
+    check(tmp_path, outcome.jobs)
+    assert f"{one.url} is gone (connection refused). Its jobs wait again: 2." in log
+
+
+@pytest.mark.parametrize("finishes", [False, True])
+def test_the_first_result_wins_when_a_server_comes_back_with_an_old_one(
+    tmp_path: Path, finishes: bool
+):
+    with fake_comfyui(paused=True) as one, fake_comfyui(job_seconds=0.05) as two:
+
+        def freeze() -> None:
+            until(lambda: len(one.state.queue) == 2)
+            one.faults.frozen = True
+            # Its first job goes to the other server, and first of all that wait.
+            seed = one.state.queue[0][2]["draw"]["inputs"]["seed"]
+            until(lambda: seed in {body["prompt"]["draw"]["inputs"]["seed"] for body in two.posted})
+            two.faults.paused = True
+            one.faults.paused = not finishes
+            one.faults.frozen = False
+            if finishes:  # both of its jobs
+                until(lambda: len(one.state.history) >= 2)
+            else:
+                until(lambda: one.requests.count("GET /queue") >= 3)
+                one.faults.paused = False
+            two.faults.paused = False
+
+        outcome, _ = start(tmp_path, one, two, meanwhile=freeze, wait=0.3)
+    events = check(tmp_path, outcome.jobs)
+    assert events["queued"] <= 22
+
+
+def test_a_silent_server_with_the_last_jobs_holds_nobody_up(tmp_path: Path):
+    with fake_comfyui(paused=True) as one, fake_comfyui() as two:
+
+        def freeze() -> None:
+            until(lambda: len(one.state.queue) == 1)
+            one.faults.frozen = True
+
+        outcome, log = start(tmp_path, one, two, jobs=2, meanwhile=freeze, wait=0.3)
+        one.faults.frozen = False
+        one.state.queue.clear()
+    check(tmp_path, outcome.jobs)
+    assert f"{one.url} gave no answer for 0.3 s" in log
+
+
+def test_a_server_without_a_node_gets_nothing_and_says_why(tmp_path: Path):
+    with fake_comfyui(lacks="Draw") as one, fake_comfyui() as two:
+        outcome, log = start(tmp_path, one, two, jobs=4)
+        assert one.posted == []
+    check(tmp_path, outcome.jobs)
+    assert f"{one.url} gets none of these jobs: 'Prompt' (Draw, id draw) is missing" in log
+
+
+@pytest.mark.parametrize("fault", ["refuse", "small"])
+def test_what_one_server_refuses_or_has_no_memory_for_runs_on_another(tmp_path: Path, fault: str):
+    with fake_comfyui(**{fault: True}) as one, fake_comfyui(job_seconds=0.05) as two:
+        outcome, log = start(tmp_path, one, two, jobs=12)
+        tried = len(one.posted) + one.requests.count("POST /prompt") * (fault == "refuse")
+    check(tmp_path, outcome.jobs)
+    assert {job.server for job in outcome.jobs} == {two.url}
+    words = {"refuse": "refuses job", "small": "has too little memory for job"}
+    assert f"{one.url} {words[fault]}" in log
+    assert 1 <= tried <= 12
+
+
+@pytest.mark.parametrize("fault", ["refuse", "small"])
+def test_what_every_server_refuses_fails(tmp_path: Path, fault: str):
+    faults = {fault: True}
+    with fake_comfyui(**faults) as one, fake_comfyui(**faults) as two:
+        outcome, _ = start(tmp_path, one, two, jobs=3)
+    assert [job.status for job in outcome.jobs] == ["failed"] * 3
+    assert outcome.exit_code == 1
+
+
+def test_different_comfyuis_an_address_twice_and_one_that_is_away_are_said(tmp_path: Path):
+    with fake_comfyui() as one, fake_comfyui(version="0.40.0") as two:
+        same = one.url.replace("127.0.0.1", "localhost")
+        outcome, log = start(tmp_path, one, two, same, "127.0.0.1:1", jobs=4)
+    check(tmp_path, outcome.jobs)
+    assert "is named twice and used once" in log
+    assert "the servers run different ComfyUIs" in log
+    assert f"0.40.0: {two.url}" in log
+    assert "nothing listens at http://127.0.0.1:1" in log
+
+
+def listed(file: Path, **states: tuple[FakeComfyUI, str]) -> None:
+    servers = [
+        {"url": server.url, "boot": boot, "state": state, "log": f"/logs/{boot}"}
+        for boot, (server, state) in states.items()
+    ]
+    (file.parent / "new").write_text(json.dumps({"version": 1, "servers": servers}))
+    (file.parent / "new").replace(file)
+
+
+def test_servers_come_and_go_with_their_file(tmp_path: Path):
+    file = tmp_path / "servers.json"
+    with fake_comfyui(paused=True) as one, fake_comfyui(job_seconds=0.01) as two:
+        listed(file, a=(one, "ready"), b=(two, "starting"))
+
+        def change() -> None:
+            until(lambda: len(one.state.queue) == 2)
+            listed(file, a=(one, "draining"), b=(two, "ready"))
+            until(lambda: len(two.state.history) >= 5)
+            one.faults.paused = False  # what it has goes on
+
+        outcome, log = start(tmp_path, jobs=30, server_file=file, meanwhile=change)
+        assert (len(one.posted), len(two.posted)) == (2, 28)
+    assert check(tmp_path, outcome.jobs)["queued"] == 30
+    assert f"{two.url} gets jobs now" in log
+    assert f"{one.url} gets no more jobs" in log
+    entry = json.loads((tmp_path / "out/work.submit.jsonl").read_text().splitlines()[1])
+    assert (entry["server"], entry["boot"]) == (one.url, "a")
+
+
+def test_a_new_boot_in_the_file_tells_of_a_restart_that_nobody_saw(tmp_path: Path):
+    file = tmp_path / "servers.json"
+    with fake_comfyui(paused=True) as one:
+        listed(file, a=(one, "ready"))
+
+        def restart() -> None:
+            until(lambda: len(one.state.queue) == 2)
+            listed(file, b=(one, "ready"))
+            time.sleep(0.1)  # until it is read
+            one.state.queue.clear()
+            one.faults.paused = False
+
+        outcome, log = start(tmp_path, jobs=4, server_file=file, meanwhile=restart)
+    assert check(tmp_path, outcome.jobs)["queued"] == 6
+    assert "was restarted and has forgotten its jobs" in log
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "--servers cannot be read"),
+        ('{"version": 2, "servers": []}', "a newer version"),
+        ('{"version": 1}', "is no list of servers"),
+        (
+            '{"version": 1, "servers": [{"url": "ftp://x", "boot": "", "state": "ready"}]}',
+            "address",
+        ),
+        ("ftp://x", "is not an address"),
+    ],
+)
+def test_a_file_that_lists_no_servers(tmp_path: Path, text: str | None, words: str):
+    file = tmp_path / "servers"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SettingError, match=words):
+        start(tmp_path, server_file=file)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_text_file_lists_servers_and_a_broken_change_of_it_changes_nothing(tmp_path: Path):
+    file = tmp_path / "servers.txt"
+    with fake_comfyui(job_seconds=0.01) as one:
+        file.write_text(f"# ours\n\n{one.url}  # here\n")
+
+        def spoil() -> None:
+            until(lambda: one.state.history)
+            file.write_text("ftp://x\n")
+
+        outcome, log = start(tmp_path, server_file=file, meanwhile=spoil)
+    check(tmp_path, outcome.jobs)
+    assert "The servers stay as they were." in log
+
+
+def test_a_further_run_asks_every_server_before_it_queues_anything(tmp_path: Path):
+    with fake_comfyui(paused=True) as one, fake_comfyui(paused=True) as two:
+
+        def vanish() -> None:
+            until(lambda: len(one.state.queue) == len(two.state.queue) == 2)
+            one.call(one.stop())
+            two.call(two.stop())
+
+        outcome, _ = start(tmp_path, one, two, jobs=6, meanwhile=vanish, wait=0.2)
+        assert outcome.exit_code == 3
+        for server in (one, two):
+            server.faults.paused = False
+            server.call(server.start())  # it kept its queue
+        two.faults.busy = 10  # and one takes its time
+        outcome, _ = start(tmp_path, one, two, jobs=6, resume=True)
+    assert check(tmp_path, outcome.jobs)["queued"] == 6
+
+
+def test_a_token_stands_in_no_line_file_or_error(tmp_path: Path):
+    with fake_comfyui() as one, fake_comfyui(refuse=True) as two:
+        named = [each.url.replace("//", "//me:secret@") for each in (one, two)]
+        outcome, log = start(
+            tmp_path, *named, "http://me:secret@127.0.0.1:1", headers={"X-Token": "hidden"}, jobs=4
+        )
+        assert all(each["X-Token"] == "hidden" for each in one.headers + two.headers)
+    check(tmp_path, outcome.jobs)
+    everything = (
+        log + json.dumps(outcome.as_dict()) + (tmp_path / "out/work.submit.jsonl").read_text()
+    )
+    assert "secret" not in everything and "hidden" not in everything
+
+
+def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch):
+    now = time.time
+
+    def jumping() -> float:
+        return now() + (86_400 if int(now() * 20) % 2 else -86_400)
+
+    monkeypatch.setattr(time, "time", jumping)
+    with fake_comfyui(job_seconds=0.01) as one, fake_comfyui(job_seconds=0.01) as two:
+        outcome, _ = start(tmp_path, one, two, wait=1.0)
+    assert check(tmp_path, outcome.jobs)["queued"] == 20
+
+
+def test_graphs_become_futures_and_equal_ones_the_same(tmp_path: Path):
+    log = io.StringIO()
+    with (
+        fake_comfyui() as one,
+        fake_comfyui() as two,
+        Fleet([one.url, two.url], tmp_path, log=log) as fleet,
+    ):
+        futures = [fleet.submit(graph(seed=seed)) for seed in range(10)]
+        assert fleet.submit(graph(seed=3)) is futures[3]
+        bad = fleet.submit(graph("fail"))
+        results = [future.result(30) for future in futures]
+        with pytest.raises(JobError, match="the pencil broke") as error:
+            bad.result(30)
+    assert len({path for result in results for path in result.files}) == 10
+    assert {result.server for result in results} <= {one.url, two.url}
+    assert (error.value.status, error.value.nodes[0]["id"]) == ("failed", "draw")
+    with pytest.raises(RuntimeError, match="closed"):
+        fleet.submit(graph(seed=11))
+    with fake_comfyui() as three, Fleet(three.url, tmp_path, log=None) as fleet:
+        assert fleet.submit(graph(seed=3)).result(30).files == results[3].files
+        assert three.posted == []
+
+
+def test_a_fleet_left_by_an_exception_takes_its_jobs_off_the_servers(tmp_path: Path):
+    with fake_comfyui(paused=True) as one:
+        with pytest.raises(KeyError), Fleet(one.url, tmp_path, log=None) as fleet:
+            future = fleet.submit(graph())
+            until(lambda: one.state.queue)
+            raise KeyError
+        assert one.state.queue == []
+    with pytest.raises(JobError, match="the fleet was closed"):
+        future.result(0)
+
+
+def test_a_fleet_whose_servers_stay_away_says_so_in_each_future(tmp_path: Path):
+    with Fleet("127.0.0.1:1", tmp_path, wait=0.2, log=None) as fleet:
+        future = fleet.submit(graph())
+        with pytest.raises(transport.ServerError, match="nothing listens at"):
+            future.result(30)

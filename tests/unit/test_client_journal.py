@@ -1,0 +1,167 @@
+"""The journal of a run, however it ended."""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from fake_comfyui import graph
+
+from qwen_l40s.client.journal import Attempt, DiskError, Journal, key_of
+from qwen_l40s.errors import SettingError
+
+
+def queue(journal: Journal, key: str, prompt_id: str = "p", server: str = "http://a") -> None:
+    journal.queued(key, Attempt(prompt_id, server, "boot"))
+
+
+def test_a_job_is_done_while_its_files_are_here(tmp_path: Path):
+    (tmp_path / "a.png").write_bytes(b"x")
+    with Journal(tmp_path, "work") as journal:
+        journal.begin("work.json", ["http://a"])
+        queue(journal, "k1", "p1")
+        queue(journal, "k2", "p2")
+        journal.ended("done", "k1", "p1", server="http://a", seconds=1.5, files=["a.png"])
+    with Journal(tmp_path, "work") as journal:
+        record = journal.finished("k1")
+        assert (record.prompt_id, record.server, record.seconds) == ("p1", "http://a", 1.5)
+        assert journal.finished("k2") is None
+        assert journal.attempts("k2") == [Attempt("p2", "http://a", "boot")]
+        (tmp_path / "a.png").unlink()
+        assert journal.finished("k1") is None
+        assert journal.attempts("k1") == [Attempt("p1", "http://a")]
+        assert journal.attempts("k3") == []
+
+
+def test_a_late_result_changes_nothing_and_leaves_no_attempt_open(tmp_path: Path):
+    (tmp_path / "a.png").write_bytes(b"x")
+    with Journal(tmp_path, "work") as journal:
+        queue(journal, "k", "p1", "http://a")
+        queue(journal, "k", "p2", "http://b")
+        journal.ended("done", "k", "p2", server="http://b", files=["a.png"])
+        journal.ended("late", "k", "p1", server="http://a")
+    with Journal(tmp_path, "work") as journal:
+        assert journal.finished("k").server == "http://b"
+        assert journal.records["k"].open == []
+
+
+def test_a_journal_of_the_first_version_goes_on(tmp_path: Path):
+    (tmp_path / "fake.png").write_bytes(b"x")
+    lines = [
+        {"event": "run", "client_id": "me", "server": "http://a", "workflow": "work.json"},
+        {"event": "queued", "key": "k1", "prompt_id": "p1", "settings": {"seed": 1}},
+        {"event": "queued", "key": "k2", "prompt_id": "p2", "settings": {"seed": 2}},
+        {"event": "done", "key": "k1", "prompt_id": "p1", "files": ["fake.png"], "texts": {}},
+    ]
+    (tmp_path / "work.submit.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in lines))
+    with Journal(tmp_path, "work", resume=True) as journal:
+        assert journal.finished("k1").files == ("fake.png",)
+        assert journal.attempts("k2") == [Attempt("p2", "http://a")]
+
+
+def test_a_journal_of_a_newer_version_is_left_alone(tmp_path: Path):
+    path = tmp_path / "work.submit.jsonl"
+    path.write_text('{"event": "run", "version": 3}\n')
+    with pytest.raises(SettingError, match="a newer version of Qwen-Image"):
+        Journal(tmp_path, "work")
+    assert path.read_text() == '{"event": "run", "version": 3}\n'
+
+
+def test_a_second_run_is_refused_while_the_first_one_writes(tmp_path: Path):
+    with Journal(tmp_path, "work"):
+        with pytest.raises(SettingError, match="another run writes this journal"):
+            Journal(tmp_path, "work")
+        Journal(tmp_path, "other").__exit__()
+    Journal(tmp_path, "work").__exit__()
+
+
+def test_a_disk_that_locks_no_files_is_refused(tmp_path: Path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(SettingError, match="name an --output on a disk of"):
+        Journal(tmp_path, "work")
+
+
+def test_what_a_killed_run_left_half_is_removed_and_nothing_else(tmp_path: Path):
+    with Journal(tmp_path, "work") as journal, Journal(tmp_path, "other") as other:
+        left, kept = journal.part(), other.part()
+        left.touch(), kept.touch()
+    with Journal(tmp_path, "work"):
+        assert (left.exists(), kept.exists()) == (False, True)
+
+
+def test_there_has_to_be_a_run_to_resume(tmp_path: Path):
+    with pytest.raises(SettingError, match="no run to resume here"):
+        Journal(tmp_path / "out", "work", resume=True)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("cut", range(1, 40, 6))
+def test_a_torn_last_line_is_passed_over_and_what_follows_it_is_read(tmp_path: Path, cut: int):
+    with Journal(tmp_path, "work") as journal:
+        queue(journal, "k1", "p1")
+        queue(journal, "k2", "p2")
+    data = journal.path.read_bytes()
+    journal.path.write_bytes(data[:-cut])
+    with Journal(tmp_path, "work") as journal:
+        assert "k1" in journal.records
+        queue(journal, "k3", "p3")
+    with Journal(tmp_path, "work") as journal:
+        assert {"k1", "k3"} <= set(journal.records)
+
+
+def test_each_line_is_there_as_soon_as_it_is_written(tmp_path: Path):
+    with Journal(tmp_path, "work") as journal:
+        queue(journal, "k", "p")
+        assert json.loads(journal.path.read_text())["prompt_id"] == "p"
+
+
+def test_a_line_cut_by_a_full_disk_spoils_no_other(tmp_path: Path, monkeypatch):
+    class Full:
+        def __init__(self, file):
+            self.file = file
+
+        def write(self, data):
+            return self.file.write(data[:5])
+
+        def close(self):
+            self.file.close()
+
+    with Journal(tmp_path, "work") as journal:
+        file = journal._file
+        journal._file = Full(file)
+        with pytest.raises(DiskError, match="No space left"):
+            queue(journal, "k1", "p1")
+        journal._file = file
+        queue(journal, "k2", "p2")
+    with Journal(tmp_path, "work") as journal:
+        assert list(journal.records) == ["k2"]
+
+
+@pytest.mark.parametrize("what", ["file", "below a file"])
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path, what: str):
+    place = tmp_path / "taken"
+    place.write_text("")
+    with pytest.raises(SettingError, match="--output cannot be written"):
+        Journal(place if what == "file" else place / "sub", "work")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is a folder of Linux")
+def test_a_folder_without_permission():
+    with pytest.raises(SettingError, match="name another folder"):
+        Journal(Path("/proc/nowhere"), "work")
+
+
+def test_a_key_is_of_what_is_computed_not_of_titles_and_order():
+    plain = graph()
+    titled = {node: {**content, "_meta": {"title": "X"}} for node, content in plain.items()}
+    turned = dict(reversed(titled.items()))
+    assert key_of(plain) == key_of(titled) == key_of(turned)
+    assert key_of(plain) != key_of(graph(seed=1))
