@@ -18,7 +18,8 @@ from ..errors import QwenL40SError
 COMMANDS = {
     "demo": "make an image with the bundled micro model",
     "generate": "make images with a Qwen-Image diffusers folder",
-    "submit": "run a workflow on a ComfyUI server, once or many times",
+    "submit": "run a workflow on ComfyUI servers, once or many times",
+    "fleet": "run a ComfyUI server on each card, and show what they do",
     "estimate": "predict a run's memory, time, disk and cost",
     "advise": "rank cards by the cost of an image",
     "inspect": "say what a checkpoint is, from its header",
@@ -33,7 +34,7 @@ exit codes:
   0    done
   1    the answer is no: it does not fit, a job failed, nothing can run here
   2    bad input; nothing was done
-  3    submit: the server cannot be reached, or was lost
+  3    submit: no server, or the disk is full; fleet: the Ray cluster is lost
   130  stopped by Ctrl-C
 """
 

@@ -108,7 +108,7 @@ def read_cards(torch: ModuleType | None) -> InstalledCards:
     Args:
         torch: The imported module; None when it is not installed or broken.
     """
-    driver, listed = _ask_nvidia_smi()
+    driver, listed = ask_nvidia_smi()
     if torch is None:
         reason = "torch is missing" if listed else "no NVIDIA driver answers"
         remedy = "install torch" if listed else ""
@@ -197,7 +197,7 @@ def _ask_torch(torch: Any, driver: str, listed: tuple[InstalledCard, ...]) -> In
     return InstalledCards(driver=driver, reason=_join(listed, reason), remedy=remedy)
 
 
-def _ask_nvidia_smi() -> tuple[str, tuple[InstalledCard, ...]]:
+def ask_nvidia_smi() -> tuple[str, tuple[InstalledCard, ...]]:
     """The driver's version and its cards; ("", ()) when there is no driver."""
     command = ["nvidia-smi", "--format=csv,noheader,nounits"]
     command.append("--query-gpu=driver_version,name,compute_cap,memory.total,uuid,ecc.mode.current")

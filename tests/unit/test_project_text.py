@@ -21,20 +21,21 @@ NETWORK = {
     *("aiohttp", "websockets"),
 }
 # What talks to a server that the user names; nothing else of the package does.
-MAY_USE_NETWORK = {"bench", "client"}
+MAY_USE_NETWORK = {"bench", "client", "fleet"}
 # Imports point one way: each layer may import the ones that are listed for it, and itself.
 MAY_IMPORT = {
     "planning": set(),
     "machine": {"planning"},
     "charts": {"planning"},
     "client": {"planning"},
+    "fleet": {"client", "machine"},
     "micro": set(),
     "loaders": {"planning"},
     "optimizations": {"machine", "planning"},
     "hosts": {"charts", "loaders", "machine", "optimizations", "planning"},
     "measure": {"hosts", "loaders", "machine", "optimizations", "planning"},
     "nodes": {"charts", "hosts", "loaders", "machine", "optimizations", "planning"},
-    "cli": {"bench", "charts", "client", "hosts", "loaders", "machine", "measure", "micro"}
+    "cli": {"bench", "charts", "client", "fleet", "hosts", "loaders", "machine", "measure", "micro"}
     | {"optimizations", "planning"},
     "bench": {"charts", "cli", "hosts", "loaders", "machine", "measure", "micro", "optimizations"}
     | {"planning"},

@@ -1,0 +1,1 @@
+"""A fleet of ComfyUI servers: one for each card, started, watched and restarted."""

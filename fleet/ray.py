@@ -1,0 +1,246 @@
+"""The fleet of a Ray cluster: each server is an actor, which Ray places and restarts.
+
+Ray knows nothing of jobs: these go by HTTP, and their journal is the client's. So Ray may end at
+any time, and the next fleet goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ..errors import SettingError, UnavailableError
+from .server import FleetServer, ServerPlan
+from .state import RESTARTING, ServerState, StateFile
+
+# A cluster whose cards are taken, or has none, would be waited for without an end.
+PLACE_SECONDS = 120.0
+POLL_SECONDS = 2.0
+# Ray waits for a raylet that is gone without an end.
+LOST_SECONDS = 60.0
+EXIT_LOST = 3
+# That a server tries on its machine.
+PORTS = 100
+
+
+class ServerActor:
+    """A server of the fleet on a machine of the cluster; runs as a Ray actor."""
+
+    def __init__(self, plan: ServerPlan, cpu: bool, ports: range) -> None:
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        port = _free_port(ports)
+        # Ray shows the process its own card alone.
+        listening = replace(plan, arguments=("--listen", host, *plan.arguments))
+        self._server = FleetServer(listening, port, "cpu" if cpu else "", host=host)
+        if not cpu:
+            self._server.state.card = ",".join(map(str, ray.get_gpu_ids()))
+        self._server.start()
+
+    def state(self) -> dict[str, Any]:
+        return vars(self._server.state)
+
+    def drain(self) -> None:
+        self._server.stopping.set()
+
+    def ended(self) -> bool:
+        return self._server.join(0)
+
+
+def run_ray_fleet(
+    plan: ServerPlan,
+    address: str,
+    count: int | None,
+    port: int,
+    notify: Callable[[str], None],
+    *,
+    cpu: bool = False,
+) -> int:
+    """Runs a server on each card of a cluster until SIGINT or SIGTERM.
+
+    Args:
+        address: of the cluster: "auto", "host:6379" or "ray://host:10001".
+        count: servers; None for one on each card.
+        port: the first that a server tries on its machine.
+        cpu: whether the servers use no card.
+
+    Returns:
+        The exit code: 0 after a signal, 3 where the cluster was lost.
+
+    Raises:
+        UnavailableError: Ray is missing, has another version, or the cluster lacks the cards.
+        SettingError: no cluster is there.
+    """
+    ray = _connect(address)
+    cards = int(ray.cluster_resources().get("GPU", 0))
+    count = count if count is not None else cards
+    if not count or (count > cards and not cpu):
+        raise UnavailableError(
+            f"the cluster has {cards} GPUs, and {count or 1} servers need one each: start Ray with "
+            "--num-gpus on machines with cards, or name fewer with --cards."
+        )
+    file = StateFile(plan.folder)
+    stop = threading.Event()
+    before = {
+        number: signal.signal(number, lambda *_: stop.set())
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    heard = Heartbeat(notify)
+    try:
+        with heard:
+            _run(ray, plan, count, port, cpu, file, stop, heard, notify)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        file.close()
+    ray.shutdown()
+    return 0
+
+
+def _run(
+    ray: Any,
+    plan: ServerPlan,
+    count: int,
+    port: int,
+    cpu: bool,
+    file: StateFile,
+    stop: threading.Event,
+    heard: Heartbeat,
+    notify: Callable[[str], None],
+) -> None:
+    remote = ray.remote(
+        num_cpus=1 if cpu else 0,
+        num_gpus=0 if cpu else 1,
+        max_restarts=-1,
+        max_task_retries=0,
+        scheduling_strategy="SPREAD",
+    )(ServerActor)
+    # Several may come to one machine at the same time: each has ports of its own.
+    ports = [range(port + number, port + PORTS * count, count) for number in range(count)]
+    actors = [remote.remote(plan, cpu, own) for own in ports]
+    states: dict[int, ServerState] = {}
+    said: dict[int, str] = {}
+    give_up = time.monotonic() + PLACE_SECONDS
+    draining = False
+    while True:
+        heard.beat()
+        for number, actor in enumerate(actors):
+            try:
+                found = ray.get(actor.state.remote(), timeout=POLL_SECONDS)
+                states[number] = ServerState(**found)
+            except ray.exceptions.GetTimeoutError:
+                if number not in states and time.monotonic() > give_up:
+                    raise UnavailableError(
+                        f"Ray has not started server {number + 1} of {count} within "
+                        f"{PLACE_SECONDS:.0f} s: its resources are taken (`ray status` shows by "
+                        "whom), or name fewer with --cards."
+                    ) from None
+            except ray.exceptions.RayActorError as error:
+                if number not in states:
+                    raise UnavailableError(f"Ray cannot start a server: {error}") from error
+                else:  # Ray starts it again, perhaps elsewhere
+                    reason = str(error).splitlines()[0]
+                    states[number] = replace(states[number], state=RESTARTING, error=reason)
+        file.write(list(states.values()))
+        for number, state in states.items():
+            words = f"{state.url} on {state.machine} (card {state.card}) {state.state}"
+            words += f": {state.error}" if state.error else ""
+            if said.get(number) != words:
+                said[number] = words
+                notify(words)
+        if stop.is_set():
+            if not draining:
+                notify("draining the servers")
+                ray.get([actor.drain.remote() for actor in actors], timeout=LOST_SECONDS)
+                draining = True
+            if all(ray.get([actor.ended.remote() for actor in actors], timeout=LOST_SECONDS)):
+                ended = ray.get([actor.state.remote() for actor in actors], timeout=LOST_SECONDS)
+                file.write([ServerState(**each) for each in ended])
+                return
+        stop.wait(POLL_SECONDS if not draining else 0) or time.sleep(POLL_SECONDS * draining)
+
+
+class Heartbeat:
+    """Ends the process where Ray answers no more: its calls then return to nobody.
+
+    The servers end with their cluster. A context manager.
+    """
+
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify = notify
+        self._last = time.monotonic()
+        self._done = threading.Event()
+
+    def beat(self) -> None:
+        self._last = time.monotonic()
+
+    def __enter__(self) -> Heartbeat:
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+
+    def _watch(self) -> None:
+        while not self._done.wait(1.0):
+            if time.monotonic() - self._last > LOST_SECONDS:
+                self._notify(
+                    f"the Ray cluster has not answered for {LOST_SECONDS:.0f} s and is lost, with "
+                    "its servers: start it again, then the fleet. Jobs go on with submit --resume."
+                )
+                os._exit(EXIT_LOST)
+
+
+def _connect(address: str) -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise UnavailableError(
+            'fleet --ray needs Ray, not installed here: run `pip install ".[ray]"`.'
+        ) from error
+    if address != "auto":
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), 10).close()
+        except (OSError, ValueError) as error:
+            raise SettingError(
+                f"no Ray cluster answers at {address!r} ({error}): give the address that "
+                "`ray start --head` printed, such as 10.0.0.5:6379."
+            ) from error
+    # Other machines need not have this package under the name that it has here.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__.split(".")[0]])
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except ConnectionError as error:
+        raise SettingError(
+            f"no Ray cluster is running here ({error}): start one with `ray start --head`, or "
+            "give its address."
+        ) from error
+    except RuntimeError as error:
+        # Ray compares its own version and Python's with the cluster's.
+        text = " ".join(str(error).split())
+        if "ersion" not in text:
+            raise
+        raise UnavailableError(
+            f"the cluster has another Ray or Python ({text[:300]}): install the same here."
+        ) from error
+    return ray
+
+
+def _free_port(ports: range) -> int:
+    for port in ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+            return port
+    raise UnavailableError(f"no port from {ports[0]} to {ports[-1]} is free on this machine.")

@@ -1,0 +1,296 @@
+"""One ComfyUI server of a fleet: started, warmed up, watched, started again, and drained.
+
+The process never outlives the fleet: the kernel kills it when the thread that started it ends,
+however that ends, so no orphan holds the card. It is in a process group of its own, so that Ctrl-C
+reaches the fleet alone, and in no session of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import SettingError
+from .state import (
+    DRAINING,
+    FAILED,
+    READY,
+    RESTARTING,
+    STARTING,
+    STOPPED,
+    WARMING,
+    ServerState,
+)
+
+PACK = Path(__file__).resolve().parent.parent
+# Importing torch from a cold disk takes minutes.
+START_SECONDS = 600.0
+# A server that loads a model holds Python's lock and answers late; one that is stopped never does.
+SILENT_SECONDS = 120.0
+# Probing more often has been seen to slow servers that restart.
+PROBE_SECONDS, START_PROBE_SECONDS = 10.0, 0.5
+# Between two starts; doubled for each further one, and the first again after a time of health.
+FIRST_PAUSE, LONGEST_PAUSE, HEALTHY_SECONDS = 1.0, 60.0, 300.0
+# A server that was never ready is not started more often.
+MOST_STARTS = 3
+TICK_SECONDS = 0.2
+END_SECONDS = 20.0
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """What the servers of a fleet have in common.
+
+    Attributes:
+        comfyui: ComfyUI's folder.
+        python: that has its requirements.
+        folder: for logs, outputs and temporary files.
+        arguments: more of ComfyUI's command line.
+        warm_up: a workflow in API form, run before the server is ready; None for none.
+        settings: of the warm-up, as after `submit --set`.
+        drain: seconds to wait for a server's jobs before it is stopped.
+    """
+
+    comfyui: Path
+    python: Path
+    folder: Path
+    arguments: Sequence[str] = ()
+    warm_up: Path | None = None
+    settings: Sequence[str] = ()
+    drain: float = 600.0
+
+    def command(self, port: int, card: str) -> list[str]:
+        """ComfyUI's, for a card: an index, "cpu", or empty for what the environment shows."""
+        own = self.folder / str(port)
+        where = {"cpu": ["--cpu"], "": []}.get(card, ["--cuda-device", card])
+        return [
+            *(str(self.python), str(self.comfyui / "main.py"), "--disable-auto-launch"),
+            *("--port", str(port), "--output-directory", str(own / "output")),
+            *("--temp-directory", str(own / "temp"), "--database-url", "sqlite:///:memory:"),
+            *where,
+            *self.arguments,
+        ]
+
+    def warm_up_command(self, url: str, output: str) -> list[str]:
+        """`submit` in ComfyUI's Python; samplers take one step."""
+        graph = json.loads(self.warm_up.read_text(encoding="utf-8"))
+        steps = [
+            f"{node}.steps=1"
+            for node, described in graph.items()
+            if isinstance(described.get("inputs", {}).get("steps"), int)
+        ]
+        settings = [part for each in (*steps, *self.settings) for part in ("--set", each)]
+        command = [str(self.python), str(PACK), "submit", str(self.warm_up), "--server", url]
+        return [*command, "--output", output, *settings]
+
+
+class FleetServer:
+    """Keeps one server running, in a thread of its own.
+
+    Args:
+        host: under which the server is reached.
+        changed: called whenever `state` has changed.
+
+    Attributes:
+        state: for servers.json.
+        stopping: set to drain the server and end the thread.
+        hurry: set to end without draining.
+    """
+
+    def __init__(
+        self,
+        plan: ServerPlan,
+        port: int,
+        card: str,
+        *,
+        host: str = "127.0.0.1",
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.stopping, self.hurry = threading.Event(), threading.Event()
+        self._plan, self._port = plan, port
+        self._changed = changed
+        own = plan.folder / str(port)
+        own.mkdir(parents=True, exist_ok=True)
+        self.state = ServerState(f"http://{host}:{port}", card, log=str(own / "server.log"))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._in_child = _die_with_parent(os.getpid()) if sys.platform == "linux" else None
+        self._thread = threading.Thread(target=self._keep, name=f"server {port}")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Whether the thread has ended."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _keep(self) -> None:
+        pause, was_ready = FIRST_PAUSE, False
+        try:
+            while not self.stopping.is_set():
+                since = time.monotonic()
+                try:
+                    self._start()
+                    self._warm_up()
+                    if not self.stopping.is_set():
+                        was_ready, since = True, time.monotonic()
+                        self._set(READY, error="")
+                    self._watch()
+                except SettingError as error:  # of the warm-up: the next one would fail too
+                    self._end()
+                    self._set(FAILED, error=str(error))
+                    return
+                except ServerEndedError as fault:
+                    self._end()
+                    if not was_ready and self.state.starts >= MOST_STARTS:
+                        self._set(FAILED, error=str(fault))
+                        return
+                    self._set(RESTARTING, error=str(fault))
+                if time.monotonic() - since > HEALTHY_SECONDS:
+                    pause = FIRST_PAUSE
+                self.stopping.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+            self._drain()
+        except Exception as error:  # nobody else would say it
+            self._set(FAILED, error=repr(error))
+            raise
+        finally:
+            self._end()
+            if self.state.state != FAILED:
+                self._set(STOPPED)
+
+    def _start(self) -> None:
+        log = Path(self.state.log)
+        command = self._plan.command(self._port, self.state.card)
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=log.parent,
+                preexec_fn=self._in_child,
+            )
+        self.state.boot, self.state.pid = uuid.uuid4().hex, self._process.pid
+        self.state.starts += 1
+        self._set(STARTING)
+        give_up = time.monotonic() + START_SECONDS
+        while not self.ask("/system_stats", 2.0):
+            self._check_alive()
+            if time.monotonic() > give_up:
+                raise ServerEndedError(f"it did not answer within {START_SECONDS:.0f} s ({log}).")
+            if self.stopping.wait(START_PROBE_SECONDS):
+                return
+
+    def _warm_up(self) -> None:
+        if self._plan.warm_up is None or self.stopping.is_set():
+            return
+        self._set(WARMING)
+        # A folder of its own each time: `submit` does not run a job again whose images are there.
+        with tempfile.TemporaryDirectory(prefix="warm-up-") as output:
+            command = self._plan.warm_up_command(self.state.url, output)
+            pipes = {"stdout": subprocess.DEVNULL, "preexec_fn": self._in_child}
+            with (
+                tempfile.TemporaryFile() as errors,
+                subprocess.Popen(command, stderr=errors, **pipes) as submit,
+            ):
+                while submit.poll() is None:
+                    if self._process.poll() is not None or self.hurry.is_set():
+                        submit.terminate()
+                    time.sleep(TICK_SECONDS)
+                errors.seek(0)
+                said = errors.read().decode("utf-8", "replace").strip()
+        self._check_alive()
+        if submit.returncode in (1, 2):
+            raise SettingError(f"the warm-up fails: {said.removeprefix('qwen-l40s: error: ')}")
+        if submit.returncode and not self.hurry.is_set():
+            raise ServerEndedError(f"the warm-up ended early: {said}")
+
+    def _watch(self) -> None:
+        """Returns when the server is to stop."""
+        probe = heard = time.monotonic()
+        while not self.stopping.wait(TICK_SECONDS):
+            self._check_alive()
+            now = time.monotonic()
+            if now >= probe:
+                if self.ask("/system_stats", PROBE_SECONDS):
+                    heard = time.monotonic()
+                elif now - heard > SILENT_SECONDS:
+                    raise ServerEndedError(f"it was silent for {now - heard:.0f} s.")
+                probe = time.monotonic() + PROBE_SECONDS
+
+    def _drain(self) -> None:
+        self._set(DRAINING)
+        give_up = time.monotonic() + self._plan.drain
+        while self._process is not None and self._process.poll() is None:
+            answer = self.ask("/prompt", 5.0)
+            left = answer and answer["exec_info"]["queue_remaining"]
+            if left == 0 or time.monotonic() > give_up or self.hurry.wait(TICK_SECONDS):
+                return
+
+    def _end(self) -> None:
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # also a stopped one
+            self._process.wait()
+
+    def _check_alive(self) -> None:
+        code = self._process.poll()
+        if code is not None:
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            raise ServerEndedError(f"it ended with {how}: {self._last_line()} ({self.state.log}).")
+
+    def _last_line(self) -> str:
+        lines = Path(self.state.log).read_text(errors="replace")[-4000:].splitlines()
+        return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+
+    def ask(self, path: str, seconds: float) -> Any:
+        """The JSON that the server answers; None where it does not."""
+        with contextlib.suppress(OSError, ValueError):
+            request = urllib.request.Request(f"{self.state.url}{path}")
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with opener.open(request, timeout=seconds) as answer:
+                return json.load(answer)
+        return None
+
+    def _set(self, state: str, *, error: str | None = None) -> None:
+        self.state.state = state
+        if error is not None:
+            self.state.error = error
+        self._changed()
+
+
+class ServerEndedError(Exception):
+    """The server ended or hangs; it is started again."""
+
+
+def _die_with_parent(parent: int) -> Callable[[], None]:
+    """What the child does before ComfyUI: a group of its own, and the kernel's kill when we end."""
+    prctl = ctypes.CDLL(None).prctl
+
+    def prepare() -> None:
+        os.setpgid(0, 0)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended just before
+            os._exit(1)
+
+    return prepare

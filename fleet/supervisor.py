@@ -1,0 +1,143 @@
+"""The fleet of one machine: a server for each card, until a signal drains them."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..errors import SettingError, UnavailableError
+from ..machine.card import ask_nvidia_smi
+from .server import FleetServer, ServerPlan
+from .state import FAILED, StateFile
+
+JOIN_SECONDS = 0.2
+
+
+def check_plan(plan: ServerPlan) -> None:
+    """Raises SettingError where ComfyUI, its Python or the warm-up is not there."""
+    if not (plan.comfyui / "main.py").is_file():
+        raise SettingError("--comfyui is no ComfyUI, for it has no main.py.", plan.comfyui)
+    if not plan.python.is_file():
+        raise SettingError(
+            "ComfyUI's Python is not there: name it with --python.",
+            plan.python,
+        )
+    if plan.warm_up is not None:
+        with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+            plan.warm_up_command("", "")
+            return
+        raise SettingError(
+            "--warm-up is no workflow in API form: export one with File > Export (API).",
+            plan.warm_up,
+        )
+
+
+def find_cards(text: str) -> list[str]:
+    """The cards that `--cards` means: "all", "0,1", or "cpu:2" for two servers without a card.
+
+    Raises:
+        SettingError: it means none.
+        UnavailableError: the machine has no such card.
+    """
+    kind, _, count = text.partition(":")
+    if kind == "cpu":
+        if not (count or "1").isdecimal() or int(count or 1) < 1:
+            raise SettingError(f"--cards {text!r} must be cpu:N with the number of servers.")
+        return ["cpu"] * int(count or 1)
+    found = len(ask_nvidia_smi()[1])
+    if text == "all":
+        if not found:
+            raise UnavailableError(
+                "nvidia-smi lists no card: name cards with --cards 0,1, or --cards cpu:2."
+            )
+        return [str(card) for card in range(found)]
+    cards = [part.strip() for part in text.split(",")]
+    if not all(card.isdecimal() for card in cards) or len(set(cards)) < len(cards):
+        raise SettingError(f"--cards {text!r} must be all, numbers such as 0,1, or cpu:2.")
+    for card in cards:
+        if found and int(card) >= found:
+            raise UnavailableError(f"there is no card {card}: nvidia-smi lists 0 to {found - 1}.")
+    return cards
+
+
+def check_ports(ports: Sequence[int]) -> None:
+    """Raises SettingError where something listens already."""
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except (OSError, OverflowError) as error:
+                raise SettingError(
+                    f"port {port} cannot be used ({getattr(error, 'strerror', None) or error}): "
+                    "stop what listens there, or name another first --port."
+                ) from error
+
+
+def run_fleet(
+    plan: ServerPlan, cards: Sequence[str], port: int, notify: Callable[[str], None]
+) -> int:
+    """Runs a server for each card until SIGINT or SIGTERM.
+
+    The first signal drains the servers, a second one ends them at once.
+
+    Args:
+        port: of the first server; the next ones count upwards.
+        notify: gets a line for each change.
+
+    Returns:
+        The exit code: 0 after a signal, 1 where no server can be started.
+
+    Raises:
+        SettingError: bad input; nothing was started.
+    """
+    check_plan(plan)
+    check_ports(range(port, port + len(cards)))
+    file = StateFile(plan.folder)
+    said: dict[str, str] = {}
+
+    def changed() -> None:
+        states = [server.state for server in servers]
+        file.write(states)
+        for state in states:
+            words = f"{state.state}{f': {state.error}' if state.error else ''}"
+            if said.get(state.url) != words:
+                said[state.url] = words
+                notify(f"{state.url} (card {state.card}) {words}")
+
+    servers: list[FleetServer] = []
+    servers += [
+        FleetServer(plan, port + place, card, changed=changed) for place, card in enumerate(cards)
+    ]
+    with _signals(servers, notify):
+        changed()
+        for server in servers:
+            server.start()
+        # Not one long join: the main thread would hear of no signal.
+        for server in servers:
+            while not server.join(JOIN_SECONDS):
+                pass
+    file.close()
+    return int(all(server.state.state == FAILED for server in servers))
+
+
+@contextlib.contextmanager
+def _signals(servers: Sequence[FleetServer], notify: Callable[[str], None]) -> Any:
+    def handle(*_: Any) -> None:
+        again = servers[0].stopping.is_set()
+        for server in servers:
+            (server.hurry if again else server.stopping).set()
+        # Not from here: a handler must not wait for a lock that the main thread has.
+        words = "stopping at once" if again else "draining: a second signal ends the jobs"
+        threading.Thread(target=notify, args=(words,)).start()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
