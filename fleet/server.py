@@ -2,16 +2,16 @@
 
 The process never outlives the fleet: the kernel kills it when the thread that started it ends,
 however that ends, so no orphan holds the card. It is in a process group of its own, so that Ctrl-C
-reaches the fleet alone, and in no session of its own.
+reaches the fleet alone and what it starts ends with it, and in no session of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -49,7 +49,19 @@ FIRST_PAUSE, LONGEST_PAUSE, HEALTHY_SECONDS = 1.0, 60.0, 300.0
 MOST_STARTS = 3
 TICK_SECONDS = 0.2
 END_SECONDS = 20.0
+# A queue stays empty for this long before its server ends: clients fetch their last images.
+SETTLED_SECONDS = 5.0
+# What runs before ComfyUI, in the same process. It is a program of its own, not code between fork
+# and exec, where a fleet of many threads, or Ray's, could hang.
+GUARD = """
+import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
+os.setpgid(0, 0)
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):  # it ended just before
+    sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 @dataclass(frozen=True)
@@ -128,7 +140,7 @@ class FleetServer:
         own.mkdir(parents=True, exist_ok=True)
         self.state = ServerState(f"http://{host}:{port}", card, log=str(own / "server.log"))
         self._process: subprocess.Popen[bytes] | None = None
-        self._in_child = _die_with_parent(os.getpid()) if sys.platform == "linux" else None
+        self._probe = self._heard = 0.0
         self._thread = threading.Thread(target=self._keep, name=f"server {port}")
 
     def start(self) -> None:
@@ -177,17 +189,16 @@ class FleetServer:
     def _start(self) -> None:
         log = Path(self.state.log)
         command = self._plan.command(self._port, self.state.card)
-        with log.open("wb") as file:
-            self._process = subprocess.Popen(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                cwd=log.parent,
-                preexec_fn=self._in_child,
-            )
-        self.state.boot, self.state.pid = uuid.uuid4().hex, self._process.pid
         self.state.starts += 1
+        self._check_port()
+        with contextlib.suppress(FileNotFoundError):  # which says why the last one ended
+            log.replace(log.with_suffix(".log.1"))
+        with log.open("wb") as file:
+            pipes = {"stdout": file, "stderr": subprocess.STDOUT}
+            # The numbers of nvidia-smi; by itself CUDA counts the fastest card first.
+            environment = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **os.environ}
+            self._process = _guarded(command, cwd=log.parent, env=environment, **pipes)
+        self.state.boot, self.state.pid = uuid.uuid4().hex, self._process.pid
         self._set(STARTING)
         give_up = time.monotonic() + START_SECONDS
         while not self.ask("/system_stats", 2.0):
@@ -196,6 +207,7 @@ class FleetServer:
                 raise ServerEndedError(f"it did not answer within {START_SECONDS:.0f} s ({log}).")
             if self.stopping.wait(START_PROBE_SECONDS):
                 return
+        self._probe = self._heard = time.monotonic()
 
     def _warm_up(self) -> None:
         if self._plan.warm_up is None or self.stopping.is_set():
@@ -204,15 +216,13 @@ class FleetServer:
         # A folder of its own each time: `submit` does not run a job again whose images are there.
         with tempfile.TemporaryDirectory(prefix="warm-up-") as output:
             command = self._plan.warm_up_command(self.state.url, output)
-            pipes = {"stdout": subprocess.DEVNULL, "preexec_fn": self._in_child}
-            with (
-                tempfile.TemporaryFile() as errors,
-                subprocess.Popen(command, stderr=errors, **pipes) as submit,
-            ):
-                while submit.poll() is None:
-                    if self._process.poll() is not None or self.hurry.is_set():
-                        submit.terminate()
-                    time.sleep(TICK_SECONDS)
+            with tempfile.TemporaryFile() as errors:
+                submit = _guarded(command, stdout=subprocess.DEVNULL, stderr=errors)
+                try:
+                    while submit.poll() is None and not self.hurry.wait(TICK_SECONDS):
+                        self._listen()
+                finally:
+                    _end(submit)
                 errors.seek(0)
                 said = errors.read().decode("utf-8", "replace").strip()
         self._check_alive()
@@ -223,41 +233,52 @@ class FleetServer:
 
     def _watch(self) -> None:
         """Returns when the server is to stop."""
-        probe = heard = time.monotonic()
         while not self.stopping.wait(TICK_SECONDS):
-            self._check_alive()
-            now = time.monotonic()
-            if now >= probe:
-                if self.ask("/system_stats", PROBE_SECONDS):
-                    heard = time.monotonic()
-                elif now - heard > SILENT_SECONDS:
-                    raise ServerEndedError(f"it was silent for {now - heard:.0f} s.")
-                probe = time.monotonic() + PROBE_SECONDS
+            self._listen()
+
+    def _listen(self) -> None:
+        """Raises ServerEndedError where the process has ended, or was silent for long."""
+        self._check_alive()
+        now = time.monotonic()
+        if now >= self._probe:
+            if self.ask("/system_stats", PROBE_SECONDS):
+                self._heard = time.monotonic()
+            elif now - self._heard > SILENT_SECONDS:
+                raise ServerEndedError(f"it was silent for {now - self._heard:.0f} s.")
+            self._probe = time.monotonic() + PROBE_SECONDS
 
     def _drain(self) -> None:
         self._set(DRAINING)
-        give_up = time.monotonic() + self._plan.drain
+        busy = time.monotonic()
+        give_up = busy + self._plan.drain
         while self._process is not None and self._process.poll() is None:
             answer = self.ask("/prompt", 5.0)
-            left = answer and answer["exec_info"]["queue_remaining"]
-            if left == 0 or time.monotonic() > give_up or self.hurry.wait(TICK_SECONDS):
+            if answer is None or answer["exec_info"]["queue_remaining"]:
+                busy = time.monotonic()
+            idle = time.monotonic() - busy > SETTLED_SECONDS
+            if idle or time.monotonic() > give_up or self.hurry.wait(TICK_SECONDS):
                 return
 
     def _end(self) -> None:
-        if self._process is None or self._process.poll() is not None:
-            return
-        self._process.terminate()
-        try:
-            self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()  # also a stopped one
-            self._process.wait()
+        if self._process is not None:
+            _end(self._process)
 
     def _check_alive(self) -> None:
-        code = self._process.poll()
-        if code is not None:
+        if _has_ended(self._process):
+            _end(self._process)
+            code = self._process.returncode
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             raise ServerEndedError(f"it ended with {how}: {self._last_line()} ({self.state.log}).")
+
+    def _check_port(self) -> None:
+        """Who else listens there would answer in the server's place."""
+        host, _, port = self.state.url.removeprefix("http://").rpartition(":")
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, int(port)))
+            except OSError as error:
+                raise ServerEndedError(f"its port {port} is taken ({error.strerror}).") from error
 
     def _last_line(self) -> str:
         lines = Path(self.state.log).read_text(errors="replace")[-4000:].splitlines()
@@ -283,14 +304,33 @@ class ServerEndedError(Exception):
     """The server ended or hangs; it is started again."""
 
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
-    """What the child does before ComfyUI: a group of its own, and the kernel's kill when we end."""
-    prctl = ctypes.CDLL(None).prctl
+def _guarded(command: Sequence[str], **pipes: Any) -> subprocess.Popen[bytes]:
+    """Starts a process that ends with this thread."""
+    guard = [sys.executable, "-I", "-S", "-c", GUARD, str(os.getpid()), *command]
+    return subprocess.Popen(guard, stdin=subprocess.DEVNULL, **pipes)
 
-    def prepare() -> None:
-        os.setpgid(0, 0)
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended just before
-            os._exit(1)
 
-    return prepare
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Leaves its number taken, so that it is no other group's."""
+    if process.returncode is not None:
+        return True
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process, and what it has started and left."""
+    if process.returncode is not None:
+        return
+    _signal(process, signal.SIGTERM)
+    give_up = time.monotonic() + END_SECONDS
+    while not _has_ended(process) and time.monotonic() < give_up:
+        time.sleep(TICK_SECONDS)
+    _signal(process, signal.SIGKILL)  # also a stopped one
+    process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:  # it has not made its group yet
+        process.send_signal(number)

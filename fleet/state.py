@@ -13,7 +13,7 @@ from ..client.journal import lock
 from ..errors import SettingError
 
 VERSION = 1
-NAME = "servers.json"
+NAME, LOCK = "servers.json", "fleet.lock"
 
 STARTING = "starting"  # the process is there and does not answer yet
 WARMING = "warming"  # it answers, and runs the warm-up
@@ -63,7 +63,7 @@ class StateFile:
         self._writing = threading.Lock()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (folder / "fleet.lock").open("ab")
+            self._lock = (folder / LOCK).open("ab")
             free = lock(self._lock)
         except OSError as error:
             raise SettingError(
@@ -87,6 +87,15 @@ class StateFile:
     def close(self) -> None:
         """Lets another fleet use the folder."""
         self._lock.close()
+
+
+def is_running(path: Path) -> bool:
+    """Whether a fleet of this machine has the file; as far as this machine can tell."""
+    try:
+        with (path.parent / LOCK).open("rb") as file:
+            return not lock(file)
+    except OSError:  # of another machine, or copied
+        return True
 
 
 def read_states(path: Path) -> list[ServerState]:

@@ -15,8 +15,9 @@ from .state import READY, ServerState
 
 ASK_SECONDS = 5.0
 HOUR = 3600.0
-# Of the newest prompts: more than a card paints in an hour.
-HISTORY = 1000
+# Of the newest prompts: each comes with its graph, some 10 KB, and ComfyUI answers nobody else
+# while it writes them.
+HISTORY = 100
 
 
 @dataclass

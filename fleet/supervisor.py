@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,10 +18,29 @@ from .server import FleetServer, ServerPlan
 from .state import FAILED, StateFile
 
 JOIN_SECONDS = 0.2
+# Of which each server has its own.
+OWN_FLAGS = {"--port", "--output-directory", "--temp-directory", "--cuda-device", "--database-url"}
 
 
 def check_plan(plan: ServerPlan) -> None:
-    """Raises SettingError where ComfyUI, its Python or the warm-up is not there."""
+    """Checks what can be checked before anything starts.
+
+    Raises:
+        SettingError: ComfyUI, its Python or the warm-up is not there, or ComfyUI's arguments have
+            one that a fleet sets.
+        UnavailableError: the system is not Linux.
+    """
+    if sys.platform != "linux":
+        raise UnavailableError(
+            "fleet needs Linux, whose kernel ends the servers with the fleet: here, start ComfyUI "
+            "for each card, and name each with `submit --server`."
+        )
+    for word in plan.arguments:
+        if word.partition("=")[0] in OWN_FLAGS:
+            raise SettingError(
+                f"{word} cannot follow `--`, for each server of a fleet has its own: see --port, "
+                "--folder and --cards."
+            )
     if not (plan.comfyui / "main.py").is_file():
         raise SettingError("--comfyui is no ComfyUI, for it has no main.py.", plan.comfyui)
     if not plan.python.is_file():
@@ -48,29 +70,44 @@ def find_cards(text: str) -> list[str]:
         if not (count or "1").isdecimal() or int(count or 1) < 1:
             raise SettingError(f"--cards {text!r} must be cpu:N with the number of servers.")
         return ["cpu"] * int(count or 1)
-    found = len(ask_nvidia_smi()[1])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        teller, found = "nvidia-smi", [str(card) for card in range(len(ask_nvidia_smi()[1]))]
+    else:  # a scheduler, which gives this process some of the machine's cards
+        teller, found = "CUDA_VISIBLE_DEVICES", [card.strip() for card in visible.split(",")]
+        found = [card for card in found if card]
     if text == "all":
         if not found:
             raise UnavailableError(
-                "nvidia-smi lists no card: name cards with --cards 0,1, or --cards cpu:2."
+                f"{teller} lists no card: name cards with --cards 0,1, or --cards cpu:2."
             )
-        return [str(card) for card in range(found)]
+        return found
     cards = [part.strip() for part in text.split(",")]
-    if not all(card.isdecimal() for card in cards) or len(set(cards)) < len(cards):
+    if not all(card.isdecimal() or card in found for card in cards) or len({*cards}) < len(cards):
         raise SettingError(f"--cards {text!r} must be all, numbers such as 0,1, or cpu:2.")
     for card in cards:
-        if found and int(card) >= found:
-            raise UnavailableError(f"there is no card {card}: nvidia-smi lists 0 to {found - 1}.")
+        if found and card not in found:
+            raise UnavailableError(f"there is no card {card}: {teller} lists {', '.join(found)}.")
     return cards
 
 
-def check_ports(ports: Sequence[int]) -> None:
+def listen_address(arguments: Sequence[str]) -> str:
+    """Where this machine reaches a server with these arguments of ComfyUI."""
+    words = [*arguments, "--"]
+    for word, following in itertools.pairwise(words):
+        if word.partition("=")[0] == "--listen":
+            address = (word.partition("=")[2] or following).partition(",")[0]
+            return "127.0.0.1" if address in ("0.0.0.0", "::") or address[0] == "-" else address
+    return "127.0.0.1"
+
+
+def check_ports(ports: Sequence[int], host: str = "127.0.0.1") -> None:
     """Raises SettingError where something listens already."""
     for port in ports:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind((host, port))
             except (OSError, OverflowError) as error:
                 raise SettingError(
                     f"port {port} cannot be used ({getattr(error, 'strerror', None) or error}): "
@@ -96,13 +133,17 @@ def run_fleet(
         SettingError: bad input; nothing was started.
     """
     check_plan(plan)
-    check_ports(range(port, port + len(cards)))
+    host = listen_address(plan.arguments)
+    check_ports(range(port, port + len(cards)), host)
     file = StateFile(plan.folder)
     said: dict[str, str] = {}
 
     def changed() -> None:
         states = [server.state for server in servers]
-        file.write(states)
+        try:
+            file.write(states)
+        except OSError as error:  # a full disk ends no server
+            notify(f"{file.path} cannot be written ({error.strerror}): free space.")
         for state in states:
             words = f"{state.state}{f': {state.error}' if state.error else ''}"
             if said.get(state.url) != words:
@@ -111,7 +152,8 @@ def run_fleet(
 
     servers: list[FleetServer] = []
     servers += [
-        FleetServer(plan, port + place, card, changed=changed) for place, card in enumerate(cards)
+        FleetServer(plan, port + place, card, host=host, changed=changed)
+        for place, card in enumerate(cards)
     ]
     with _signals(servers, notify):
         changed()

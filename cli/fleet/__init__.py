@@ -12,7 +12,7 @@ from ...errors import SettingError
 from ..output import print_text
 
 PORT = 8188
-REFRESH_SECONDS = 2.0
+REFRESH_SECONDS = 5.0
 CLEAR = "\x1b[H\x1b[J"
 
 EPILOG = """\
@@ -25,7 +25,7 @@ temporary files are in FOLDER/<port>.
 examples:
   qwen-l40s fleet --comfyui ~/ComfyUI --warm-up workflows/api/text_to_image_int8.json
   qwen-l40s submit workflows/api/text_to_image_int8.json --set seed=1..500 \\
-      --servers fleet/servers.json
+      --servers out/fleet/servers.json
   qwen-l40s fleet status
   qwen-l40s fleet --comfyui ~/ComfyUI --cards cpu:2 -- --disable-api-nodes
 """
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--folder",
         type=Path,
-        default=Path("fleet"),
+        default=Path("out/fleet"),
         metavar="FOLDER",
         help="for servers.json, logs and outputs; default: %(default)s",
     )
@@ -102,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.rest == ["status"]:
         return _status(args)
+    if args.rest and not args.rest[0].startswith("-"):
+        raise SettingError(f"{args.rest[0]!r} is neither `status` nor an argument of ComfyUI.")
     if args.comfyui is None:
         raise SettingError("--comfyui names ComfyUI's folder: give one.")
     from ...fleet.server import ServerPlan
@@ -135,12 +137,11 @@ def _say(text: str) -> None:
 
 def _python_of(comfyui: Path) -> Path:
     places = [comfyui / name / "bin" / "python" for name in (".venv", "venv")]
-    places += [comfyui / name / "Scripts" / "python.exe" for name in (".venv", "venv")]
     return next((place for place in places if place.is_file()), Path(sys.executable))
 
 
 def _status(args: argparse.Namespace) -> int:
-    from ...fleet.state import NAME, read_states
+    from ...fleet.state import NAME, is_running, read_states
     from ...fleet.status import ask_all, table
 
     path = args.folder / NAME
@@ -149,9 +150,12 @@ def _status(args: argparse.Namespace) -> int:
         if args.json:
             print_text(json.dumps({"servers": [row.as_dict() for row in rows]}))
             return 0
+        text = table(rows)
+        if not is_running(path):
+            text += "\nno fleet runs in this folder now: start it again"
         if not sys.stdout.isatty():
-            print_text(table(rows))
+            print_text(text)
             return 0
         sys.stdout.write(CLEAR)
-        print_text(table(rows))
+        print_text(text)
         time.sleep(REFRESH_SECONDS)
