@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -281,7 +282,10 @@ class FleetServer:
                 raise ServerEndedError(f"its port {port} is taken ({error.strerror}).") from error
 
     def _last_line(self) -> str:
-        lines = Path(self.state.log).read_text(errors="replace")[-4000:].splitlines()
+        text = re.sub(
+            r"\x1b\[[\d;]*m", "", Path(self.state.log).read_text(errors="replace")[-4000:]
+        )
+        lines = text.splitlines()
         return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
 
     def ask(self, path: str, seconds: float) -> Any:

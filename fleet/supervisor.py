@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import SettingError, UnavailableError
 from ..machine.card import ask_nvidia_smi
 from .server import FleetServer, ServerPlan
-from .state import FAILED, StateFile
+from .state import FAILED, RESTARTING, StateFile
 
 JOIN_SECONDS = 0.2
 # Of which each server has its own.
@@ -145,7 +145,10 @@ def run_fleet(
         except OSError as error:  # a full disk ends no server
             notify(f"{file.path} cannot be written ({error.strerror}): free space.")
         for state in states:
-            words = f"{state.state}{f': {state.error}' if state.error else ''}"
+            error = (
+                f": {state.error}" if state.error and state.state in (RESTARTING, FAILED) else ""
+            )
+            words = f"{state.state}{error}"
             if said.get(state.url) != words:
                 said[state.url] = words
                 notify(f"{state.url} (card {state.card}) {words}")
