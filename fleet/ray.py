@@ -15,17 +15,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import SettingError, UnavailableError
 from .server import FleetServer, ServerPlan
-from .state import RESTARTING, ServerState, StateFile
+from .state import RESTARTING, STOPPED, ServerState, StateFile
 
 # A cluster whose cards are taken, or has none, would be waited for without an end.
 PLACE_SECONDS = 120.0
 POLL_SECONDS = 2.0
-# Ray waits for a raylet that is gone without an end.
-LOST_SECONDS = 60.0
+# Ray's calls wait for a cluster that is gone, some without an end; after 60 s Ray ends the process
+# itself, and does not say what to do.
+LOST_SECONDS = 30.0
 EXIT_LOST = 3
 # That a server tries on its machine.
 PORTS = 100
@@ -34,9 +35,13 @@ PORTS = 100
 class ServerActor:
     """A server of the fleet on a machine of the cluster; runs as a Ray actor."""
 
-    def __init__(self, plan: ServerPlan, cpu: bool, ports: range) -> None:
+    def __init__(self, plan: ServerPlan, cpu: bool, ports: range, threads: str | None) -> None:
         import ray
 
+        # Ray sets one thread, in which ComfyUI would quantize and encode on the processor.
+        os.environ.pop("OMP_NUM_THREADS", None)
+        if threads:
+            os.environ["OMP_NUM_THREADS"] = threads
         host = ray.util.get_node_ip_address()
         port = _free_port(ports)
         # Ray shows the process its own card alone.
@@ -94,10 +99,21 @@ def run_ray_fleet(
         number: signal.signal(number, lambda *_: stop.set())
         for number in (signal.SIGINT, signal.SIGTERM)
     }
-    heard = Heartbeat(notify)
+    states: dict[int, ServerState] = {}
+
+    def lost() -> NoReturn:
+        ended = [replace(state, state=STOPPED, error="") for state in states.values()]
+        with contextlib.suppress(OSError):
+            file.write(ended)
+        notify(
+            "the Ray cluster is lost, and its servers with it: start it again, then the fleet. "
+            "Jobs go on with submit --resume."
+        )
+        os._exit(EXIT_LOST)  # Ray's own end would wait for the cluster
+
     try:
-        with heard:
-            _run(ray, plan, count, port, cpu, file, stop, heard, notify)
+        with Heartbeat(lost) as heard:
+            _run(ray, plan, count, port, cpu, file, stop, states, heard, notify)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -114,6 +130,7 @@ def _run(
     cpu: bool,
     file: StateFile,
     stop: threading.Event,
+    states: dict[int, ServerState],
     heard: Heartbeat,
     notify: Callable[[str], None],
 ) -> None:
@@ -126,17 +143,21 @@ def _run(
     )(ServerActor)
     # Several may come to one machine at the same time: each has ports of its own.
     ports = [range(port + number, port + PORTS * count, count) for number in range(count)]
-    actors = [remote.remote(plan, cpu, own) for own in ports]
-    states: dict[int, ServerState] = {}
+    threads = os.environ.get("OMP_NUM_THREADS")
+    actors = [remote.remote(plan, cpu, own, threads) for own in ports]
     said: dict[int, str] = {}
+    home = ray.get_runtime_context().get_node_id()
     give_up = time.monotonic() + PLACE_SECONDS
     draining = False
     while True:
+        if not any(node["Alive"] and node["NodeID"] == home for node in ray.nodes()):
+            heard.lost()
         heard.beat()
-        for number, actor in enumerate(actors):
+        asked = [actor.state.remote() for actor in actors]
+        ray.wait(asked, num_returns=count, timeout=POLL_SECONDS)
+        for number, answer in enumerate(asked):
             try:
-                found = ray.get(actor.state.remote(), timeout=POLL_SECONDS)
-                states[number] = ServerState(**found)
+                states[number] = ServerState(**ray.get(answer, timeout=0))
             except ray.exceptions.GetTimeoutError:
                 if number not in states and time.monotonic() > give_up:
                     raise UnavailableError(
@@ -170,13 +191,12 @@ def _run(
 
 
 class Heartbeat:
-    """Ends the process where Ray answers no more: its calls then return to nobody.
-
-    The servers end with their cluster. A context manager.
+    """Calls `lost` where nothing was heard of Ray for long: its calls then return to nobody. A
+    context manager.
     """
 
-    def __init__(self, notify: Callable[[str], None]) -> None:
-        self._notify = notify
+    def __init__(self, lost: Callable[[], NoReturn]) -> None:
+        self.lost = lost
         self._last = time.monotonic()
         self._done = threading.Event()
 
@@ -193,11 +213,7 @@ class Heartbeat:
     def _watch(self) -> None:
         while not self._done.wait(1.0):
             if time.monotonic() - self._last > LOST_SECONDS:
-                self._notify(
-                    f"the Ray cluster has not answered for {LOST_SECONDS:.0f} s and is lost, with "
-                    "its servers: start it again, then the fleet. Jobs go on with submit --resume."
-                )
-                os._exit(EXIT_LOST)
+                self.lost()
 
 
 def _connect(address: str) -> Any:
