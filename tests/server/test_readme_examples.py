@@ -1,4 +1,4 @@
-"""The examples of the README and of docs/serverless.md run as they stand, on a real server."""
+"""The examples of the README and of docs/ run as they stand, on a real server."""
 
 import json
 import os
@@ -85,7 +85,7 @@ def test_curl(server, folder):
 
 
 def test_the_download_is_that_of_its_workflow(folder):
-    [example] = [block for block in blocks("README.md", "bash") if "--create-dirs" in block]
+    [example] = [block for block in blocks("docs/models.md", "bash") if "--create-dirs" in block]
     printed = run(["bash", "-c", f'curl() {{ echo "${{@: -2}}"; }}\n{example}'], folder)
     graph = json.loads((ROOT / "workflows" / "api" / "text_to_image_fp8.json").read_text("utf-8"))
     models = [model for node in graph.values() for model in node["_meta"].get("models", ())]
@@ -110,7 +110,7 @@ class Worker:
 
     def __init__(self, folder, *arguments, **environment):
         comfyui = comfyui_folder()
-        [script] = [block for block in blocks("docs/serverless.md", "bash") if "READY" in block][:1]
+        [script] = [block for block in blocks("docs/serverless.md", "bash") if "READY" in block]
         (folder / "start.sh").write_text(script, encoding="utf-8")
         self.ready, self.log = folder / "ready", folder / "log"
         environment = {

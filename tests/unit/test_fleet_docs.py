@@ -1,0 +1,115 @@
+"""docs/fleet.md and the commands of the pages on servers: each is read by the tool it is for."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qwen_l40s.cli import COMMANDS, build_parser
+from qwen_l40s.fleet import state
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "fleet.md"
+PAGES = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{n}.md" for n in ("fleet", "headless", "serverless")),
+]
+# However the command is called, up to what ends a command in a shell.
+COMMAND = re.compile(
+    r'(?:qwen-l40s|python \.|comfyui-qwen-image-l40s|"\$pack") '
+    rf"((?:{'|'.join(COMMANDS)})\b[^\n>|&;)`]*)"
+)
+
+
+def text_of(page):
+    """With each command on a line of its own."""
+    return page.read_text(encoding="utf-8").replace("\\\n", " ")
+
+
+def blocks(page, language):
+    """The fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
+
+
+def commands(page):
+    """The whole commands: of a sentence those that have an option, of which N is a number."""
+    fence = re.compile(r"^```.*?^```", re.M | re.S)
+    text = text_of(page)
+    inline = re.findall(r"`[^`\n]+ -[^`\n]+`", fence.sub("", text))
+    return COMMAND.findall("\n".join((*fence.findall(text), *inline)))
+
+
+def manifests():
+    """What KubeRay and what SkyPilot read."""
+    cluster, task = (yaml.safe_load(block) for block in blocks(PAGE, "yaml"))
+    return cluster, task
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_have_the_parsers_options(page):
+    found = commands(page)
+    assert found
+    for command in found:
+        words = shlex.split(re.sub(r"\bN\b", "1", command))
+        build_parser(words).parse_args(words)
+
+
+def test_the_page_has_a_command_for_each_way():
+    fleets = [shlex.split(command) for command in commands(PAGE) if command.startswith("fleet --")]
+    assert sum("--ray" in words for words in fleets) >= 2
+    assert sum("--listen" in words for words in fleets) == 2
+    assert all("--comfyui" in words or "auto" in words for words in fleets)
+
+
+def test_the_shell_can_read_every_script():
+    _, task = manifests()
+    scripts = [*blocks(PAGE, "bash"), task["setup"], task["run"]]
+    for script in scripts:
+        done = subprocess.run(
+            ["bash", "-n"], input=script, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{script}\n{done.stderr}"
+
+
+def test_the_table_of_states_holds_each_state():
+    found = re.findall(r"^\| `(\w+)` \|.* (yes|no) \|$", text_of(PAGE), re.M)
+    known = {getattr(state, name) for name in dir(state) if name.isupper()}
+    assert {name for name, _ in found} == {each for each in known if str(each).isalpha()}
+    assert [name for name, new in found if new == "yes"] == [state.READY]
+
+
+def test_kuberay_gets_a_cluster_with_cards():
+    cluster, _ = manifests()
+    assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
+    spec = cluster["spec"]
+    assert f"ray[default]=={spec['rayVersion']}" in text_of(PAGE)
+    [workers] = spec["workerGroupSpecs"]
+    assert workers["groupName"] and workers["replicas"] > 1
+    for group in (spec["headGroupSpec"], workers):
+        [container] = group["template"]["spec"]["containers"]
+        assert container["name"] and container["image"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+    volumes = {volume["name"] for volume in workers["template"]["spec"]["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    assert f"ray.io/cluster={cluster['metadata']['name']}," in text_of(PAGE)
+
+
+def test_skypilot_accepts_the_task():
+    sky = pytest.importorskip("sky", reason="SkyPilot is not installed here")
+    task = sky.Task.from_yaml_config(manifests()[1])
+    assert task.num_nodes == 2
+    assert [resources.accelerators for resources in task.resources] == [{"L40S": 4}]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the tests have Ray on Linux alone")
+def test_ray_start_has_the_options():
+    scripts = pytest.importorskip("ray.scripts.scripts", reason="Ray is not installed here")
+    options = {option for each in scripts.start.params for option in each.opts}
+    named = re.findall(r"ray start((?: [^`\n]*)?)", text_of(PAGE))
+    assert {
+        word.partition("=")[0] for part in named for word in part.split() if "--" in word
+    } <= options
