@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,39 +27,6 @@ from qwen_l40s.fleet.status import ServerStatus, ask_all, rate, table
 ROOT = Path(__file__).resolve().parents[2]
 until = functools.partial(waiting.until, seconds=20)
 
-# Stands in for ComfyUI: the routes that a fleet asks, with faults from a file.
-MAIN = """
-import json, subprocess, sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-
-port = int(sys.argv[sys.argv.index("--port") + 1])
-faults = json.loads((Path(__file__).parent / "faults.json").read_text())
-print("arguments", *sys.argv[1:], flush=True)
-if "child" in faults:
-    print("child", subprocess.Popen(["sleep", "600"]).pid, flush=True)
-if "end" in faults:
-    sys.exit("no such file: a model")
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        faults = json.loads((Path(__file__).parent / "faults.json").read_text())
-        queue = {"exec_info": {"queue_remaining": faults.get("left", 0)}}
-        answers = {"/system_stats": {"system": {}}, "/prompt": queue}
-        body = json.dumps(answers[self.path]).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
-
-ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
-"""
-
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
@@ -73,7 +41,7 @@ def quick(monkeypatch):
 def plan(tmp_path: Path) -> ServerPlan:
     comfyui = tmp_path / "a ComfyUI"
     comfyui.mkdir()
-    (comfyui / "main.py").write_text(MAIN)
+    shutil.copy(ROOT / "tests/fake_comfyui_main.py", comfyui / "main.py")
     (comfyui / "faults.json").write_text("{}")
     return ServerPlan(comfyui, Path(sys.executable), tmp_path / "fleet", ("--more", "x"))
 
