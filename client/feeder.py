@@ -20,7 +20,7 @@ from ..errors import SettingError
 from .files import Fetched, fetch, place
 from .follow import Listener
 from .graph.workflow import Graph, with_inputs
-from .journal import Attempt, DiskError, Journal
+from .journal import Attempt, Journal
 from .scheduler import CANCELLED, COLLECTING, DONE, FAILED, QUEUED, WAITING, Job, Scheduler
 from .server import Server, failure, of_execution, of_validation
 from .servers import Admission, Listed
@@ -125,7 +125,7 @@ class Feeder:
         self._uploaded: dict[str, str] = {}  # {what graphs call an image: what the server does}
         self._posting: asyncio.Task[Any] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._disk: DiskError | None = None
+        self._fault: BaseException | None = None  # of a task that fetched results
         self._longest = 0.0
         self._met = False
 
@@ -237,8 +237,8 @@ class Feeder:
     async def _feed(self) -> None:
         next_look, breaks = 0.0, self._breaks
         while self._posted or not self.leaving:
-            if self._disk is not None:
-                raise self._disk
+            if self._fault is not None:
+                raise self._fault
             if not self._met:
                 await self._meet()
             while (job := self._scheduler.next(self.name)) is not None:
@@ -339,7 +339,6 @@ class Feeder:
                 known = self.listed.boot in ("", self.boot) and posted.breaks == breaks
                 if not known and not await self._same_process():
                     raise ServerError(f"{self.name} was restarted and has forgotten its jobs.")
-                del self._posted[prompt_id]
                 message = "someone took it out of the server's queue."
                 self._end(posted.job, prompt_id, CANCELLED, failure("removed", message))
         self.ahead = min(places, default=0)
@@ -382,8 +381,8 @@ class Feeder:
 
     def _fetched(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and isinstance(task.exception(), DiskError):
-            self._disk = task.exception()
+        if not task.cancelled():
+            self._fault = self._fault or task.exception()
         self.wake.set()
 
     async def _fetch(self, job: Job, prompt_id: str, entry: dict[str, Any]) -> None:
@@ -391,35 +390,34 @@ class Feeder:
         try:
             async with self._context.downloads:
                 await fetch(self.server, job.graph, entry, self._context.journal.part, fetched)
-        except ServerError as lost:
+            self._accept(job, prompt_id, fetched)
+        except AnswerError as error:
+            self._end(job, prompt_id, FAILED, failure("download", str(error)))
+        except ServerError:  # it is asked again when it is back
+            self._scheduler.give_back(job, self.name)
+            self._context.wake()
+        finally:
             fetched.discard()
-            if isinstance(lost, AnswerError):
-                self._posted.pop(prompt_id, None)
-                self._end(job, prompt_id, FAILED, failure("download", str(lost)))
-            else:  # the server is asked again when it is back
-                self._scheduler.give_back(job, self.name)
-                self._context.wake()
-            return
-        except BaseException:
-            fetched.discard()
-            raise
-        self._posted.pop(prompt_id, None)
+
+    def _accept(self, job: Job, prompt_id: str, fetched: Fetched) -> None:
+        """Ends a job by what its prompt made."""
         # A node that blocks the rest with a message is reported on the websocket alone.
         broken = fetched.broken or self.listener.errors.pop(prompt_id, None)
-        job.seconds = fetched.seconds
+        error = None if broken is None else of_execution(job.graph, broken)
         self._longest = max(self._longest, fetched.seconds or 0.0)
         if fetched.interrupted:
             message = "someone interrupted it on the server."
             self._end(job, prompt_id, CANCELLED, failure("interrupted", message))
-        elif broken is not None:
-            error = of_execution(job.graph, broken)
-            if "OutOfMemory" in error["type"] and not self._scheduler.refuse(job, self.name, error):
-                self._context.said(f"{self.name} has too little memory for {job.label}")
-                self._context.wake()
-            else:
-                self._end(job, prompt_id, FAILED, error, fetched)
-        else:
+        elif error is None:
             self._end(job, prompt_id, DONE, None, fetched)
+        elif "OutOfMemory" not in error["type"]:
+            self._end(job, prompt_id, FAILED, error, fetched)
+        elif self._scheduler.refuse(job, self.name, error):
+            self._ended(job, prompt_id)
+        else:
+            self._posted.pop(prompt_id, None)
+            self._context.said(f"{self.name} has too little memory for {job.label}")
+            self._context.wake()
 
     def _end(
         self,
@@ -430,17 +428,17 @@ class Feeder:
         fetched: Fetched | None = None,
     ) -> None:
         """Accepts a result, if it is the first: the files get their names, the journal its line."""
-        if self._scheduler.end(job, self.name, status, error):
-            if fetched is not None:
-                job.files = place(fetched, self._context.journal.path.parent, job.key)
-                job.texts = fetched.texts
-            self._ended(job, prompt_id)
-        else:
+        self._posted.pop(prompt_id, None)
+        if not self._scheduler.end(job, self.name, status, error):
             self._journal("late", job, prompt_id)
+            return
         if fetched is not None:
-            fetched.discard()
+            job.files = place(fetched, self._context.journal.path.parent, job.key)
+            job.texts, job.seconds = fetched.texts, fetched.seconds
+        self._ended(job, prompt_id)
 
     def _ended(self, job: Job, prompt_id: str) -> None:
+        self._posted.pop(prompt_id, None)
         job.prompt_id = prompt_id
         facts = {"seconds": job.seconds, "texts": job.texts}
         facts["files"] = [path.name for path in job.files]

@@ -19,7 +19,7 @@ import pytest
 import waiting
 from fake_comfyui import FakeComfyUI, fake_comfyui, graph
 
-from qwen_l40s.client import Fleet, JobError, feeder, follow, run, transport
+from qwen_l40s.client import Fleet, JobError, feeder, files, follow, run, transport
 from qwen_l40s.client.scheduler import Job
 from qwen_l40s.client.submit import SubmitOutcome, SubmitRequest, submit
 from qwen_l40s.errors import SettingError
@@ -162,7 +162,8 @@ def test_what_one_server_refuses_or_has_no_memory_for_runs_on_another(tmp_path: 
 def test_what_every_server_refuses_fails(tmp_path: Path, fault: str):
     faults = {fault: True}
     with fake_comfyui(**faults) as one, fake_comfyui(**faults) as two:
-        outcome, _ = start(tmp_path, one, two, jobs=3)
+        outcome, log = start(tmp_path, one, two, jobs=3)
+    assert "job 1 (seed=1) failed: 'Prompt' (Draw, id draw)" in log
     assert [job.status for job in outcome.jobs] == ["failed"] * 3
     assert outcome.exit_code == 1
 
@@ -343,6 +344,15 @@ def test_ten_thousand_jobs_on_a_hundred_servers(tmp_path: Path, monkeypatch):
     assert cpu / len(outcome.jobs) < 0.005
     assert size < 1024
     assert grown < 32
+
+
+def test_an_error_of_ours_ends_the_run_instead_of_being_waited_for(tmp_path: Path, monkeypatch):
+    def broken(entry: dict[str, Any], nodes: dict[str, Any]) -> None:
+        raise KeyError("ours")
+
+    monkeypatch.setattr(files, "texts_of", broken)
+    with fake_comfyui() as one, pytest.raises(KeyError, match="ours"):
+        start(tmp_path, one, jobs=3)
 
 
 def test_graphs_become_futures_and_equal_ones_the_same(tmp_path: Path):
