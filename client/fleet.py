@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import io
 import sys
 import threading
@@ -127,6 +128,7 @@ class Fleet:
         """
         if isinstance(graph, str | Path):
             graph = read_workflow(Path(graph))
+        graph = copy.deepcopy(graph)  # the caller may set the next seed in it
         if self._closing:
             raise RuntimeError("the fleet is closed: submit before that.")
         key = key_of(graph)

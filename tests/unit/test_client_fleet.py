@@ -364,11 +364,17 @@ def test_graphs_become_futures_and_equal_ones_the_same(tmp_path: Path):
     ):
         futures = [fleet.submit(graph(seed=seed)) for seed in range(10)]
         assert fleet.submit(graph(seed=3)) is futures[3]
+        changing = graph(seed=100)
+        for seed in (101, 102):
+            changing["draw"]["inputs"]["seed"] = seed
+            futures.append(fleet.submit(changing))
         bad = fleet.submit(graph("fail"))
         results = [future.result(30) for future in futures]
         with pytest.raises(JobError, match="the pencil broke") as error:
             bad.result(30)
-    assert len({path for result in results for path in result.files}) == 10
+        seeds = {each["prompt"]["draw"]["inputs"]["seed"] for each in one.posted + two.posted}
+    assert seeds >= {101, 102}
+    assert len({path for result in results for path in result.files}) == 12
     assert {result.server for result in results} <= {one.url, two.url}
     assert (error.value.status, error.value.nodes[0]["id"]) == ("failed", "draw")
     with pytest.raises(RuntimeError, match="closed"):
