@@ -134,11 +134,22 @@ class Feeder:
         """Whether it gets jobs, as far as is known."""
         return self.error is None and not self.leaving
 
+    @property
+    def busy(self) -> bool:
+        """Whether it is there and has jobs of ours."""
+        return self.error is None and bool(self._posted)
+
     def follow(self, posted: Iterable[tuple[Attempt, Job]]) -> None:
         """Takes in jobs that earlier runs posted to this server."""
         for attempt, job in posted:
             self._posted[attempt.prompt_id] = Posted(job, attempt.boot)
             self._met = False
+
+    def stay(self) -> None:
+        """Undoes `leaving`: the server is asked what it has, and gets jobs again."""
+        if self.leaving:
+            self.leaving = self._met = False
+            self.wake.set()
 
     async def go(self) -> None:
         """Feeds the server until it leaves, or is cancelled.

@@ -21,6 +21,8 @@ from .transport import GoneError, ServerError
 WAIT_SECONDS = 60.0
 # Between two looks at the file of servers and at how far the jobs are.
 TICK_SECONDS = 0.1
+# How long all servers of a fleet's file may be away: it starts them again, and loads models.
+RESTART_SECONDS = 600.0
 STOP_SECONDS = 15.0
 # Between two tries to reach the first server.
 PAUSE_SECONDS = 0.5
@@ -55,6 +57,7 @@ class Run:
         self._admission = admission
         self._progress = progress
         self._wait = wait
+        self._patience = wait if servers.file is None else max(wait, RESTART_SECONDS)
         self._ended = ended
         self._context = Context(self.scheduler, progress.say, self._job_ended, self.wake, wait)
         self._changed = asyncio.Event()
@@ -192,11 +195,11 @@ class Run:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        stops = [feeder.stop() for feeder in self.feeders.values() if feeder.error is None]
-        done, late = await asyncio.wait(
-            [asyncio.ensure_future(stop) for stop in stops] or [asyncio.ensure_future(_nothing())],
-            timeout=STOP_SECONDS,
-        )
+        here = [feeder for feeder in self.feeders.values() if feeder.error is None]
+        if not here:
+            return True
+        stops = [asyncio.create_task(feeder.stop()) for feeder in here]
+        done, late = await asyncio.wait(stops, timeout=STOP_SECONDS)
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
@@ -230,10 +233,12 @@ class Run:
         for each in listed:
             name = str(each.address)
             await self.start(each)
-            self.feeders[name].leaving = False
-            if name not in self._tasks:
+            feeder, task = self.feeders[name], self._tasks.get(name)
+            if feeder.leaving or task is None:
                 self._progress.say(f"{name} gets jobs now")
-                self._feed(name, self.feeders[name])
+            feeder.stay()
+            if task is None or task.done():
+                self._feed(name, feeder)
         names = {str(each.address) for each in listed}
         for name, feeder in self.feeders.items():
             if name not in names and not feeder.leaving:
@@ -246,16 +251,16 @@ class Run:
         feeders = list(self.feeders.values())
         here = [feeder for feeder in feeders if feeder.here]
         now = time.monotonic()
-        if here or not self.scheduler.open:
+        if here or any(feeder.busy for feeder in feeders) or not self.scheduler.open:
             self._alone_since = None
         else:
             if self._alone_since is None:
                 self._alone_since = now
-                self._progress.say(f"no server is left: waiting up to {self._wait:g} s for one")
+                self._progress.say(f"no server is left: waiting up to {self._patience:g} s for one")
             errors = {feeder.away_since: feeder.error for feeder in feeders if feeder.error}
-            if now - min(self._alone_since, max(errors, default=now)) >= self._wait:
+            if now - min(self._alone_since, max(errors, default=now)) >= self._patience:
                 reason = errors[max(errors)] if errors else "the list of servers is empty."
-                raise ServerError(f"no server for {self._wait:g} s: {reason}")
+                raise ServerError(f"no server for {self._patience:g} s: {reason}")
         held = any(lane.held for lane in self.scheduler.lanes.values())
         if held or not (here and self.scheduler.waiting and self._context.all_asked.is_set()):
             self._stranded_since = None
@@ -288,10 +293,6 @@ class Run:
                 name = title(job.graph, state.node)
                 place = f"{min(len(state.finished) + 1, len(job.graph))}/{len(job.graph)}"
                 self._progress.node(job.label, name, state.value, state.maximum, place)
-
-
-async def _nothing() -> bool:
-    return True
 
 
 def check_jobs(jobs: Iterable[Job], takes: Mapping[str, Takes]) -> list[str]:

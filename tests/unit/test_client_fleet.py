@@ -208,6 +208,24 @@ def test_servers_come_and_go_with_their_file(tmp_path: Path):
     assert (entry["server"], entry["boot"]) == (one.url, "a")
 
 
+def test_a_server_that_the_file_takes_back_gets_jobs_again(tmp_path: Path):
+    file = tmp_path / "servers.json"
+    with fake_comfyui(paused=True) as one:
+        listed(file, a=(one, "ready"))
+
+        def change() -> None:
+            until(lambda: len(one.state.queue) == 2)
+            listed(file, a=(one, "draining"))
+            time.sleep(0.1)  # until it is read
+            listed(file, a=(one, "ready"))
+            time.sleep(0.1)
+            one.faults.paused = False
+
+        outcome, log = start(tmp_path, jobs=6, server_file=file, meanwhile=change)
+    assert check(tmp_path, outcome.jobs)["queued"] == 6
+    assert f"{one.url} gets no more jobs\n{one.url} gets jobs now" in log
+
+
 def test_a_new_boot_in_the_file_tells_of_a_restart_that_nobody_saw(tmp_path: Path):
     file = tmp_path / "servers.json"
     with fake_comfyui(paused=True) as one:
