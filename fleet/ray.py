@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from ..errors import SettingError, UnavailableError
 from .server import FleetServer, ServerPlan
-from .state import RESTARTING, STOPPED, ServerState, StateFile
+from .state import FAILED, RESTARTING, STOPPED, ServerState, StateFile
 
 # A cluster whose cards are taken, or has none, would be waited for without an end.
 PLACE_SECONDS = 120.0
@@ -79,115 +79,162 @@ def run_ray_fleet(
         cpu: whether the servers use no card.
 
     Returns:
-        The exit code: 0 after a signal, 3 where the cluster was lost.
+        The exit code: 0 after a signal, 1 where no server can be started, 3 where the cluster was
+        lost.
 
     Raises:
         UnavailableError: Ray is missing, has another version, or the cluster lacks the cards.
         SettingError: no cluster is there.
     """
+    if count is not None and count < 1:
+        raise SettingError("--cards must name at least one server.")
     ray = _connect(address)
     cards = int(ray.cluster_resources().get("GPU", 0))
-    count = count if count is not None else cards
+    count = count or cards
     if not count or (count > cards and not cpu):
         raise UnavailableError(
             f"the cluster has {cards} GPUs, and {count or 1} servers need one each: start Ray with "
             "--num-gpus on machines with cards, or name fewer with --cards."
         )
-    file = StateFile(plan.folder)
+    fleet = RayFleet(ray, StateFile(plan.folder), notify)
     stop = threading.Event()
     before = {
         number: signal.signal(number, lambda *_: stop.set())
         for number in (signal.SIGINT, signal.SIGTERM)
     }
-    states: dict[int, ServerState] = {}
-
-    def lost() -> NoReturn:
-        ended = [replace(state, state=STOPPED, error="") for state in states.values()]
-        with contextlib.suppress(OSError):
-            file.write(ended)
-        notify(
-            "the Ray cluster is lost, and its servers with it: start it again, then the fleet. "
-            "Jobs go on with submit --resume."
-        )
-        os._exit(EXIT_LOST)  # Ray's own end would wait for the cluster
-
     try:
-        with Heartbeat(lost) as heard:
-            _run(ray, plan, count, port, cpu, file, stop, states, heard, notify)
+        with Heartbeat(fleet.lost) as heard:
+            fleet.start(plan, count, port, cpu=cpu)
+            while not (stop.is_set() or fleet.failed):
+                fleet.look()
+                heard.beat()
+                stop.wait(POLL_SECONDS)
+            while not fleet.drained():
+                heard.beat()
+                time.sleep(POLL_SECONDS)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        file.close()
+        fleet.file.close()
     ray.shutdown()
-    return 0
+    return int(fleet.failed)
 
 
-def _run(
-    ray: Any,
-    plan: ServerPlan,
-    count: int,
-    port: int,
-    cpu: bool,
-    file: StateFile,
-    stop: threading.Event,
-    states: dict[int, ServerState],
-    heard: Heartbeat,
-    notify: Callable[[str], None],
-) -> None:
-    remote = ray.remote(
-        num_cpus=1 if cpu else 0,
-        num_gpus=0 if cpu else 1,
-        max_restarts=-1,
-        max_task_retries=0,
-        scheduling_strategy="SPREAD",
-    )(ServerActor)
-    # Several may come to one machine at the same time: each has ports of its own.
-    ports = [range(port + number, port + PORTS * count, count) for number in range(count)]
-    threads = os.environ.get("OMP_NUM_THREADS")
-    actors = [remote.remote(plan, cpu, own, threads) for own in ports]
-    said: dict[int, str] = {}
-    home = ray.get_runtime_context().get_node_id()
-    give_up = time.monotonic() + PLACE_SECONDS
-    draining = False
-    while True:
-        if not any(node["Alive"] and node["NodeID"] == home for node in ray.nodes()):
-            heard.lost()
-        heard.beat()
-        asked = [actor.state.remote() for actor in actors]
-        ray.wait(asked, num_returns=count, timeout=POLL_SECONDS)
+class RayFleet:
+    """The actors of a fleet, and what they said last.
+
+    Args:
+        ray: the module, connected.
+        file: for their states.
+        notify: gets a line for each change.
+    """
+
+    def __init__(self, ray: Any, file: StateFile, notify: Callable[[str], None]) -> None:
+        self.file = file
+        self._ray, self._notify = ray, notify
+        self._home = ray.get_runtime_context().get_node_id()
+        self._actors: list[Any] = []
+        self._states: dict[int, ServerState] = {}
+        self._said: dict[int, str] = {}
+        self._give_up = 0.0
+        self._draining = False
+
+    def start(self, plan: ServerPlan, count: int, port: int, *, cpu: bool) -> None:
+        """Asks Ray for the actors."""
+        remote = self._ray.remote(
+            num_cpus=1 if cpu else 0,
+            num_gpus=0 if cpu else 1,
+            max_restarts=-1,
+            max_task_retries=0,
+            scheduling_strategy="SPREAD",
+        )(ServerActor)
+        # Several may come to one machine at the same time: each has ports of its own.
+        ports = [range(port + number, port + PORTS * count, count) for number in range(count)]
+        threads = os.environ.get("OMP_NUM_THREADS")
+        self._actors = [remote.remote(plan, cpu, own, threads) for own in ports]
+        self._give_up = time.monotonic() + PLACE_SECONDS
+
+    @property
+    def failed(self) -> bool:
+        """Whether no server is started again."""
+        ended = [state for state in self._states.values() if state.state == FAILED]
+        return len(ended) == len(self._actors)
+
+    def look(self) -> None:
+        """Asks the actors how their servers fare.
+
+        Raises:
+            UnavailableError: Ray starts none.
+        """
+        nodes = self._ray.nodes()
+        if not any(node["Alive"] and node["NodeID"] == self._home for node in nodes):
+            self.lost()
+        asked = [actor.state.remote() for actor in self._actors]
+        self._ray.wait(asked, num_returns=len(asked), timeout=POLL_SECONDS)
         for number, answer in enumerate(asked):
             try:
-                states[number] = ServerState(**ray.get(answer, timeout=0))
-            except ray.exceptions.GetTimeoutError:
-                if number not in states and time.monotonic() > give_up:
+                self._states[number] = ServerState(**self._ray.get(answer, timeout=0))
+            except self._ray.exceptions.GetTimeoutError:
+                if number not in self._states and time.monotonic() > self._give_up:
                     raise UnavailableError(
-                        f"Ray has not started server {number + 1} of {count} within "
+                        f"Ray has not started server {number + 1} of {len(asked)} within "
                         f"{PLACE_SECONDS:.0f} s: its resources are taken (`ray status` shows by "
                         "whom), or name fewer with --cards."
                     ) from None
-            except ray.exceptions.RayActorError as error:
-                if number not in states:
+            except self._ray.exceptions.RayActorError as error:
+                if number not in self._states:
                     raise UnavailableError(f"Ray cannot start a server: {error}") from error
-                else:  # Ray starts it again, perhaps elsewhere
-                    reason = str(error).splitlines()[0]
-                    states[number] = replace(states[number], state=RESTARTING, error=reason)
-        file.write(list(states.values()))
-        for number, state in states.items():
+                # Ray starts it again, perhaps elsewhere.
+                reason = str(error).splitlines()[0]
+                self._set(number, RESTARTING, reason)
+        self._write()
+
+    def drained(self) -> bool:
+        """Lets the servers end their jobs; whether all have ended."""
+        if not self._draining:
+            self._notify("draining the servers")
+            self._draining = True
+        left = False
+        for number, actor in enumerate(self._actors):
+            try:
+                self._ray.get(actor.drain.remote(), timeout=POLL_SECONDS)
+                ended = self._ray.get(actor.ended.remote(), timeout=POLL_SECONDS)
+                found = self._ray.get(actor.state.remote(), timeout=POLL_SECONDS)
+                self._states[number] = ServerState(**found)
+            except self._ray.exceptions.RayActorError:
+                self._ray.kill(actor)  # or Ray would start it again
+                self._set(number, STOPPED, "")
+                ended = True
+            except self._ray.exceptions.GetTimeoutError:
+                ended = False
+            left = left or not ended
+        self._write()
+        return not left
+
+    def lost(self) -> NoReturn:
+        """Ends the process, for Ray's own end would wait for the cluster."""
+        for number in self._states:
+            self._set(number, STOPPED, "")
+        with contextlib.suppress(OSError):
+            self.file.write(list(self._states.values()))
+        self._notify(
+            "the Ray cluster is lost, and its servers with it: start it again, then the fleet. "
+            "Jobs go on with submit --resume."
+        )
+        os._exit(EXIT_LOST)
+
+    def _set(self, number: int, state: str, error: str) -> None:
+        if number in self._states:
+            self._states[number] = replace(self._states[number], state=state, error=error)
+
+    def _write(self) -> None:
+        self.file.write(list(self._states.values()))
+        for number, state in self._states.items():
             words = f"{state.url} on {state.machine} (card {state.card}) {state.state}"
             words += f": {state.error}" if state.error else ""
-            if said.get(number) != words:
-                said[number] = words
-                notify(words)
-        if stop.is_set():
-            if not draining:
-                notify("draining the servers")
-                ray.get([actor.drain.remote() for actor in actors], timeout=LOST_SECONDS)
-                draining = True
-            if all(ray.get([actor.ended.remote() for actor in actors], timeout=LOST_SECONDS)):
-                ended = ray.get([actor.state.remote() for actor in actors], timeout=LOST_SECONDS)
-                file.write([ServerState(**each) for each in ended])
-                return
-        stop.wait(POLL_SECONDS if not draining else 0) or time.sleep(POLL_SECONDS * draining)
+            if self._said.get(number) != words:
+                self._said[number] = words
+                self._notify(words)
 
 
 class Heartbeat:

@@ -72,13 +72,19 @@ def comfyui(tmp_path: Path) -> Path:
     return folder
 
 
-def fleet(comfyui: Path, address: str, *more: str) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def fleet(comfyui: Path, address: str, *more: str):
+    """The driver's process, which does not outlive the test."""
     command = [sys.executable, ROOT, "fleet", "--ray", address, "--comfyui", comfyui]
     command += ["--python", sys.executable, "--folder", comfyui / "fleet", "--port", port()]
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
-    return subprocess.Popen(
+    with subprocess.Popen(
         [*map(str, command), *more], stderr=subprocess.PIPE, text=True, env=environment
-    )
+    ) as driver:
+        try:
+            yield driver
+        finally:
+            driver.kill()
 
 
 def states(comfyui: Path) -> list[ServerState]:
@@ -99,6 +105,7 @@ def alive(pid: int) -> bool:
 def test_an_actor_that_is_killed_comes_back_and_a_signal_drains_all(cluster, comfyui: Path):
     with fleet(comfyui, cluster[1], "--cards", "cpu:2") as driver:
         until(lambda: ready(comfyui) or driver.poll() is not None)
+        assert ready(comfyui)
         first, second = states(comfyui)
         assert first.url != second.url
         actor = next(
@@ -121,6 +128,7 @@ def test_no_server_outlives_the_raylet_or_the_fleet(cluster, comfyui: Path, who:
     ray, address = cluster
     with fleet(comfyui, address, "--cards", "cpu:2") as driver:
         until(lambda: ready(comfyui) or driver.poll() is not None)
+        assert ready(comfyui)
         pids = [each.pid for each in states(comfyui)]
         if who == "driver":
             driver.kill()
@@ -138,8 +146,16 @@ def test_a_cluster_that_has_no_gpu_or_is_not_there_is_said(cluster, comfyui: Pat
         (cluster[1], "the cluster has 0 GPUs, and 1 servers need one each"),
         (f"127.0.0.1:{port()}", "no Ray cluster answers at"),
     ):
-        driver = fleet(comfyui, address)
-        _, said = driver.communicate(timeout=90)
+        with fleet(comfyui, address) as driver:
+            _, said = driver.communicate(timeout=90)
         assert driver.returncode == 2, said
         assert words in said
     assert states(comfyui) == []
+
+
+def test_servers_that_cannot_start_end_the_fleet_with_their_last_words(cluster, comfyui: Path):
+    (comfyui / "faults.json").write_text('{"end": 1}')
+    with fleet(comfyui, cluster[1], "--cards", "cpu:2") as driver:
+        _, said = driver.communicate(timeout=90)
+    assert driver.returncode == 1, said
+    assert "failed: it ended with exit code 1: no such file: a model" in said
