@@ -30,9 +30,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from aiohttp import WSCloseCode, web
 from PIL import Image
 from waiting import SECONDS
+
+from qwen_l40s.client import feeder, follow, run, transport
 
 OBJECT_INFO = {
     "Draw": {
@@ -79,6 +82,16 @@ def graph(text: str = "a cat", seed: int = 0) -> dict[str, Any]:
             "_meta": {"title": "Save"},
         },
     }
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's pauses, as short as tests want them."""
+    monkeypatch.setattr(feeder, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(feeder, "POLL_SECONDS_ALONE", 0.02)
+    monkeypatch.setattr(feeder, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(run, "TICK_SECONDS", 0.02)
+    monkeypatch.setattr(follow, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(transport, "FIRST_PAUSE", 0.01)
 
 
 @dataclass
@@ -486,6 +499,6 @@ async def _end_tasks() -> None:
 
 async def _end_connections() -> None:
     """Also of clients that connected while the server went away, which no handler closes."""
-    for transport in list(asyncio.get_running_loop()._transports.values()):
-        transport.abort()
+    for each in list(asyncio.get_running_loop()._transports.values()):
+        each.abort()
     await asyncio.sleep(0)  # they close in the loop's next turn

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import waiting
-from fake_comfyui import FakeComfyUI, fake_comfyui, graph
+from fake_comfyui import FakeComfyUI, fake_comfyui, graph, hurry
 
-from qwen_l40s.client import Fleet, JobError, feeder, files, follow, run, transport
+from qwen_l40s.client import Fleet, JobError, feeder, files, run, transport
 from qwen_l40s.client.scheduler import Job
 from qwen_l40s.client.submit import SubmitOutcome, SubmitRequest, submit
 from qwen_l40s.errors import SettingError
@@ -29,12 +29,7 @@ until = functools.partial(waiting.until, seconds=30)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(feeder, "POLL_SECONDS", 0.1)
-    monkeypatch.setattr(feeder, "POLL_SECONDS_ALONE", 0.02)
-    monkeypatch.setattr(feeder, "FIRST_PAUSE", 0.02)
-    monkeypatch.setattr(run, "TICK_SECONDS", 0.02)
-    monkeypatch.setattr(follow, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(transport, "FIRST_PAUSE", 0.01)
+    hurry(monkeypatch)
     monkeypatch.setattr(transport, "READ_SECONDS", 0.2)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import waiting
-from fake_comfyui import FakeComfyUI, fake_comfyui, graph
+from fake_comfyui import FakeComfyUI, fake_comfyui, graph, hurry
 
-from qwen_l40s.client import feeder, follow, run, scheduler, transport
+from qwen_l40s.client import scheduler
 from qwen_l40s.client.journal import DiskError, Journal
 from qwen_l40s.client.scheduler import Job
 from qwen_l40s.client.server import Server
@@ -27,13 +27,7 @@ until = functools.partial(waiting.until, seconds=30)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """The same, in a hurry."""
-    monkeypatch.setattr(feeder, "POLL_SECONDS", 0.1)
-    monkeypatch.setattr(feeder, "POLL_SECONDS_ALONE", 0.02)
-    monkeypatch.setattr(feeder, "FIRST_PAUSE", 0.02)
-    monkeypatch.setattr(run, "TICK_SECONDS", 0.02)
-    monkeypatch.setattr(follow, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(transport, "FIRST_PAUSE", 0.01)
+    hurry(monkeypatch)
 
 
 class Ran:
