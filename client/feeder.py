@@ -125,7 +125,7 @@ class Feeder:
         self._uploaded: dict[str, str] = {}  # {what graphs call an image: what the server does}
         self._posting: asyncio.Task[Any] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._fault: BaseException | None = None  # of a task that fetched results
+        self.fault: BaseException | None = None  # of a task that fetched results
         self._longest = 0.0
         self._met = False
 
@@ -248,8 +248,8 @@ class Feeder:
     async def _feed(self) -> None:
         next_look, breaks = 0.0, self._breaks
         while self._posted or not self.leaving:
-            if self._fault is not None:
-                raise self._fault
+            if self.fault is not None:
+                raise self.fault
             if not self._met:
                 await self._meet()
             while (job := self._scheduler.next(self.name)) is not None:
@@ -265,6 +265,8 @@ class Feeder:
                 took = await self._look()
                 usual = POLL_SECONDS if self.listener.connected else POLL_SECONDS_ALONE
                 next_look = time.monotonic() + max(usual, took / POLL_SHARE)
+        if self.fault is not None:
+            raise self.fault
 
     async def _post(self, job: Job) -> None:
         attempt = Attempt(str(uuid.uuid4()), self.name, self.boot)
@@ -393,7 +395,7 @@ class Feeder:
     def _fetched(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            self._fault = self._fault or task.exception()
+            self.fault = self.fault or task.exception()
         self.wake.set()
 
     async def _fetch(self, job: Job, prompt_id: str, entry: dict[str, Any]) -> None:
@@ -440,12 +442,13 @@ class Feeder:
     ) -> None:
         """Accepts a result, if it is the first: the files get their names, the journal its line."""
         self._posted.pop(prompt_id, None)
-        if not self._scheduler.end(job, self.name, status, error):
+        if not job.open:
             self._journal("late", job, prompt_id)
             return
-        if fetched is not None:
+        if fetched is not None:  # on a full disk the job stays open
             job.files = place(fetched, self._context.journal.path.parent, job.key)
             job.texts, job.seconds = fetched.texts, fetched.seconds
+        self._scheduler.end(job, self.name, status, error)
         self._ended(job, prompt_id)
 
     def _ended(self, job: Job, prompt_id: str) -> None:

@@ -185,6 +185,9 @@ class Run:
             finally:
                 changed.cancel()
             self._changed.clear()
+        for feeder in self.feeders.values():
+            if feeder.fault is not None:  # of the last job
+                raise feeder.fault
 
     async def stop(self) -> bool:
         """Takes the open jobs off all servers.
