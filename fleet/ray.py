@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import sys
 import threading
@@ -19,7 +18,8 @@ from typing import Any, NoReturn
 
 from ..errors import SettingError, UnavailableError
 from .server import FleetServer, ServerPlan
-from .state import FAILED, RESTARTING, STOPPED, ServerState, StateFile
+from .state import FAILED, RESTARTING, STOPPED, ServerState, StateFile, try_port
+from .supervisor import on_signals
 
 # A cluster whose cards are taken, or has none, would be waited for without an end.
 PLACE_SECONDS = 120.0
@@ -98,12 +98,8 @@ def run_ray_fleet(
         )
     fleet = RayFleet(ray, StateFile(plan.folder), notify)
     stop = threading.Event()
-    before = {
-        number: signal.signal(number, lambda *_: stop.set())
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
     try:
-        with Heartbeat(fleet.lost) as heard:
+        with on_signals(stop.set), Heartbeat(fleet.lost) as heard:
             fleet.start(plan, count, port, cpu=cpu)
             while not (stop.is_set() or fleet.failed):
                 fleet.look()
@@ -113,8 +109,6 @@ def run_ray_fleet(
                 heard.beat()
                 time.sleep(POLL_SECONDS)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         fleet.file.close()
     ray.shutdown()
     return int(fleet.failed)
@@ -302,8 +296,7 @@ def _connect(address: str) -> Any:
 
 def _free_port(ports: range) -> int:
     for port in ports:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("", port))
+        with contextlib.suppress(OSError):
+            try_port("", port)
             return port
     raise UnavailableError(f"no port from {ports[0]} to {ports[-1]} is free on this machine.")

@@ -12,13 +12,11 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import urllib.request
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +33,8 @@ from .state import (
     STOPPED,
     WARMING,
     ServerState,
+    get_json,
+    try_port,
 )
 
 PACK = Path(__file__).resolve().parent.parent
@@ -274,12 +274,10 @@ class FleetServer:
     def _check_port(self) -> None:
         """Who else listens there would answer in the server's place."""
         host, _, port = self.state.url.removeprefix("http://").rpartition(":")
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, int(port)))
-            except OSError as error:
-                raise ServerEndedError(f"its port {port} is taken ({error.strerror}).") from error
+        try:
+            try_port(host, int(port))
+        except OSError as error:
+            raise ServerEndedError(f"its port {port} is taken ({error.strerror}).") from error
 
     def _last_line(self) -> str:
         text = re.sub(
@@ -291,10 +289,7 @@ class FleetServer:
     def ask(self, path: str, seconds: float) -> Any:
         """The JSON that the server answers; None where it does not."""
         with contextlib.suppress(OSError, ValueError):
-            request = urllib.request.Request(f"{self.state.url}{path}")
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            with opener.open(request, timeout=seconds) as answer:
-                return json.load(answer)
+            return get_json(f"{self.state.url}{path}", seconds)
         return None
 
     def _set(self, state: str, *, error: str | None = None) -> None:

@@ -6,8 +6,10 @@ import json
 import os
 import socket
 import threading
+import urllib.request
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..client.journal import lock
 from ..errors import SettingError
@@ -87,6 +89,24 @@ class StateFile:
     def close(self) -> None:
         """Lets another fleet use the folder."""
         self._lock.close()
+
+
+def get_json(url: str, seconds: float) -> Any:
+    """What a server of the fleet answers, past any proxy.
+
+    Raises:
+        OSError, ValueError: it does not answer in time, or not in JSON.
+    """
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(url, timeout=seconds) as answer:
+        return json.load(answer)
+
+
+def try_port(host: str, port: int) -> None:
+    """Raises OSError or OverflowError where a server could not listen."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
 
 
 def is_running(path: Path) -> bool:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .state import READY, ServerState
+from .state import READY, ServerState, get_json
 
 ASK_SECONDS = 5.0
 HOUR = 3600.0
@@ -48,15 +46,15 @@ def ask_all(servers: Sequence[ServerState]) -> list[ServerStatus]:
         return list(pool.map(ask, servers))
 
 
-def ask(server: ServerState, now: float | None = None) -> ServerStatus:
-    """Asks a server that is ready or drains."""
+def ask(server: ServerState) -> ServerStatus:
+    """Asks one server."""
     status = ServerStatus(server)
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        queue = _get(f"{server.url}/queue")
+        queue = get_json(f"{server.url}/queue", ASK_SECONDS)
         status.job = next((item[1] for item in queue["queue_running"]), "")
         status.waiting = len(queue["queue_pending"])
-        history = _get(f"{server.url}/history?max_items={HISTORY}")
-        status.images_per_hour, status.failures = rate(history, now or time.time())
+        history = get_json(f"{server.url}/history?max_items={HISTORY}", ASK_SECONDS)
+        status.images_per_hour, status.failures = rate(history, time.time())
     return status
 
 
@@ -107,9 +105,3 @@ def table(rows: Sequence[ServerStatus]) -> str:
     images = sum(row.images_per_hour for row in rows)
     lines.append(f"{ready} of {len(rows)} servers ready, {images:.0f} images an hour")
     return "\n".join(lines)
-
-
-def _get(url: str) -> Any:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(url, timeout=ASK_SECONDS) as answer:
-        return json.load(answer)

@@ -6,16 +6,14 @@ import contextlib
 import itertools
 import os
 import signal
-import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 from ..errors import SettingError, UnavailableError
 from ..machine.card import ask_nvidia_smi
 from .server import FleetServer, ServerPlan
-from .state import FAILED, RESTARTING, StateFile
+from .state import FAILED, RESTARTING, StateFile, try_port
 
 JOIN_SECONDS = 0.2
 # Of which each server has its own.
@@ -104,15 +102,13 @@ def listen_address(arguments: Sequence[str]) -> str:
 def check_ports(ports: Sequence[int], host: str = "127.0.0.1") -> None:
     """Raises SettingError where something listens already."""
     for port in ports:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except (OSError, OverflowError) as error:
-                raise SettingError(
-                    f"port {port} cannot be used ({getattr(error, 'strerror', None) or error}): "
-                    "stop what listens there, or name another first --port."
-                ) from error
+        try:
+            try_port(host, port)
+        except (OSError, OverflowError) as error:
+            raise SettingError(
+                f"port {port} cannot be used ({getattr(error, 'strerror', None) or error}): "
+                "stop what listens there, or name another first --port."
+            ) from error
 
 
 def run_fleet(
@@ -158,7 +154,16 @@ def run_fleet(
         FleetServer(plan, port + place, card, host=host, changed=changed)
         for place, card in enumerate(cards)
     ]
-    with _signals(servers, notify):
+
+    def stop() -> None:
+        again = servers[0].stopping.is_set()
+        for server in servers:
+            (server.hurry if again else server.stopping).set()
+        # Not from here: a handler must not wait for a lock that the main thread has.
+        words = "stopping at once" if again else "draining: a second signal ends the jobs"
+        threading.Thread(target=notify, args=(words,)).start()
+
+    with on_signals(stop):
         changed()
         for server in servers:
             server.start()
@@ -171,16 +176,12 @@ def run_fleet(
 
 
 @contextlib.contextmanager
-def _signals(servers: Sequence[FleetServer], notify: Callable[[str], None]) -> Any:
-    def handle(*_: Any) -> None:
-        again = servers[0].stopping.is_set()
-        for server in servers:
-            (server.hurry if again else server.stopping).set()
-        # Not from here: a handler must not wait for a lock that the main thread has.
-        words = "stopping at once" if again else "draining: a second signal ends the jobs"
-        threading.Thread(target=notify, args=(words,)).start()
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+def on_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Calls `stop` for each SIGINT and SIGTERM."""
+    before = {
+        number: signal.signal(number, lambda *_: stop())
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
