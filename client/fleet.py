@@ -92,7 +92,9 @@ class Fleet:
     ) -> None:
         self._progress = Progress(io.StringIO() if log is None else log)
         file = None if server_file is None else Path(server_file)
-        listed = ServerList([servers] if isinstance(servers, str) else servers, file, self._say)
+        listed = ServerList(
+            [servers] if isinstance(servers, str) else servers, file, self._progress.say
+        )
         first = listed.read()
         self._journal = Journal(Path(output), "fleet")
         self._futures: dict[str, Future[Result]] = {}
@@ -100,7 +102,7 @@ class Fleet:
         self._closing = False
         self._started = threading.Event()
         self._loop = asyncio.new_event_loop()
-        admission = Admission(headers or {}, self._say)
+        admission = Admission(headers or {}, self._progress.say)
         self._run = Run(listed, admission, progress=self._progress, wait=wait, ended=self._ended)
         self._thread = threading.Thread(target=self._work, args=(first,), name="qwen-l40s fleet")
         self._thread.start()
@@ -161,6 +163,7 @@ class Fleet:
         except Exception as error:
             reason = error
         self._closing = True
+        self._started.set()  # also where it could not start
         for future in self._futures.values():
             if not future.done():
                 future.set_exception(reason)
@@ -192,6 +195,3 @@ class Fleet:
         else:
             error = job.error or {"message": "it was stopped.", "nodes": []}
             future.set_exception(JobError(job.status, error["message"], error["nodes"]))
-
-    def _say(self, text: str) -> None:
-        self._progress.say(text)
