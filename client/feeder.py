@@ -23,7 +23,7 @@ from .graph.workflow import Graph, with_inputs
 from .journal import Attempt, Journal
 from .scheduler import CANCELLED, COLLECTING, DONE, FAILED, QUEUED, WAITING, Job, Scheduler
 from .server import Server, failure, of_execution, of_validation
-from .servers import Admission, Listed
+from .servers import Admission, Listed, Takes
 from .transport import AnswerError, GoneError, ServerError
 
 # Between two looks at the queue, with a websocket and without.
@@ -96,6 +96,7 @@ class Feeder:
         away_since: when it was lost (time.monotonic).
         asked: set once it has said what it has, or was lost.
         leaving: it gets no more jobs; `go` returns when it has none.
+        takes: what `Admission.admit` gave, where it was asked just now: some megabytes.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Feeder:
         self.fault: BaseException | None = None  # of a task that fetched results
         self._longest = 0.0
         self._met = False
+        self.takes: Takes | None = None
 
     @property
     def here(self) -> bool:
@@ -207,7 +209,8 @@ class Feeder:
     async def _meet(self) -> None:
         """Asks the server what it is and what it has, before it gets work."""
         self._met = True
-        takes = await self._admission.admit(self.name, self.server)
+        takes, self.takes = self.takes, None
+        takes = takes or await self._admission.admit(self.name, self.server)
         await self._recognize()
         queue = await self.server.queue()
         strays = []

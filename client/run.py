@@ -14,7 +14,7 @@ from .graph.workflow import title
 from .journal import Attempt, Journal
 from .progress import Progress
 from .scheduler import DONE, FAILED, Job, Scheduler
-from .servers import Admission, Listed, ServerList
+from .servers import Admission, Listed, ServerList, Takes
 from .transport import GoneError, ServerError
 
 # How long a server may be away before its jobs go to others, and all before the run ends.
@@ -26,8 +26,6 @@ RESTART_SECONDS = 600.0
 STOP_SECONDS = 15.0
 # Between two tries to reach the first server.
 PAUSE_SECONDS = 0.5
-
-Takes = Callable[[Job], "dict[str, Any] | None"]
 
 
 class Run:
@@ -143,7 +141,10 @@ class Run:
             if len(errors) < len(answers):
                 for error in errors.values():
                     self._progress.say(str(error))
-                return {name: takes for name, takes in answers.items() if name not in errors}
+                takes = {name: found for name, found in answers.items() if name not in errors}
+                for name, found in takes.items():
+                    self.feeders[name].takes = found
+                return takes
             now = time.monotonic()
             if now >= give_up or not all(isinstance(e, GoneError) for e in errors.values()):
                 raise next(iter(errors.values()), None) or ServerError(

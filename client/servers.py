@@ -21,6 +21,10 @@ from .transport import Address, AnswerError
 VERSION = 1
 
 
+# Tells why a server cannot run a job; None where it can.
+Takes = Callable[[Job], "dict[str, Any] | None"]
+
+
 @dataclass(frozen=True)
 class Listed:
     """A server by its address.
@@ -143,7 +147,7 @@ class Admission:
         """Of a server that was let in."""
         return self._checkers[self._of[name]][0]
 
-    async def admit(self, name: str, server: Server) -> Callable[[Job], dict[str, Any] | None]:
+    async def admit(self, name: str, server: Server) -> Takes:
         """What tells why a server cannot run a job; None where it can.
 
         Raises:
