@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import socket
 import sys
 import threading
 import time
@@ -160,6 +161,7 @@ class FakeComfyUI:
         self.port = 0
         self.loop = asyncio.new_event_loop()
         self._runner: web.AppRunner | None = None
+        self._listener: socket.socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -190,9 +192,9 @@ class FakeComfyUI:
         )
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        await web.SockSite(self._runner, self._listener).start()
+        self.port = self._listener.getsockname()[1]
         self._tasks.append(asyncio.create_task(self._work()))
 
     async def stop(self) -> None:
@@ -200,8 +202,11 @@ class FakeComfyUI:
             if task is not asyncio.current_task():
                 task.cancel()
         self._tasks.clear()
-        for socket in list(self.state.sockets.values()):
-            await socket.close(code=WSCloseCode.GOING_AWAY)
+        for each in list(self.state.sockets.values()):
+            await each.close(code=WSCloseCode.GOING_AWAY)
+        # asyncio loses a connection that it has accepted, not yet attached, when a server closes.
+        self.loop.remove_reader(self._listener)
+        await asyncio.sleep(0)
         await self._runner.cleanup()
 
     async def restart(self) -> None:
@@ -235,24 +240,24 @@ class FakeComfyUI:
     async def _socket(self, request: web.Request) -> web.StreamResponse:
         if self.faults.refuse_socket:
             return web.Response(status=403)
-        socket = web.WebSocketResponse()
-        await socket.prepare(request)
+        ws = web.WebSocketResponse()
+        await ws.prepare(request)
         client = request.query["clientId"]
         self.opened_sockets += 1
-        self.state.sockets[client] = socket
+        self.state.sockets[client] = ws
         status = {"status": self._queue_info(), "sid": client}
         await self._send("status", status, client)
-        async for message in socket:
+        async for message in ws:
             if message.json().get("type") == "feature_flags":
                 flags = {"supports_preview_metadata": True, "max_upload_size": 104857600}
                 await self._send("feature_flags", flags, client)
-        if self.state.sockets.get(client) is socket:
+        if self.state.sockets.get(client) is ws:
             del self.state.sockets[client]
-        return socket
+        return ws
 
     async def _send(self, kind: str, data: dict[str, Any], client: str | None) -> None:
-        socket = self.state.sockets.get(client)
-        if socket is None or socket.closed:
+        ws = self.state.sockets.get(client)
+        if ws is None or ws.closed:
             return
         if self.faults.mute_socket_after:
             self.faults.mute_socket_after -= 1
@@ -260,11 +265,11 @@ class FakeComfyUI:
                 del self.state.sockets[client]  # open, but no longer told anything
                 return
         with contextlib.suppress(ConnectionError):  # send_socket_catch_exception
-            await socket.send_json({"type": kind, "data": data})
+            await ws.send_json({"type": kind, "data": data})
         if self.faults.drop_socket_after:
             self.faults.drop_socket_after -= 1
             if not self.faults.drop_socket_after:
-                await socket.close()
+                await ws.close()
 
     async def _queue_updated(self) -> None:
         for client in list(self.state.sockets):
