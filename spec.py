@@ -6,7 +6,7 @@ Everything that tells one family of models from another is in its `Family`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from .errors import CheckpointError, SettingError
@@ -110,21 +110,25 @@ def whole_pixels(pixels: int) -> int:
     return -(-pixels // PIXELS_PER_TOKEN_SIDE) * PIXELS_PER_TOKEN_SIDE
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockSpec:
     """The layers of one transformer block.
 
     Attributes:
         gemms: {layer: (rows, columns) in multiples of dim}, those that may be quantized.
+        head_norms: The RMSNorms of queries and keys.
+        biases: Whether its layers have biases.
         text_layers: How the names of layers begin that the text stream goes through.
         modulation: {stream: the layer that makes its shifts, scales and gates}.
         modulation_rows: What that layer gives: shift, scale and gate, of attention and of the MLP.
     """
 
     gemms: Mapping[str, tuple[int, int]]
-    text_layers: tuple[str, ...]
-    modulation: Mapping[str, str]
-    modulation_rows: int
+    head_norms: tuple[str, ...]
+    biases: bool
+    text_layers: tuple[str, ...] = ()
+    modulation: Mapping[str, str] = field(default_factory=dict)
+    modulation_rows: int = 0
 
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
@@ -135,11 +139,31 @@ DOUBLE_STREAM = BlockSpec(
         **{f"{stream}_mlp.net.0.proj": (4, 1) for stream in ("img", "txt")},
         **{f"{stream}_mlp.net.2": (1, 4) for stream in ("img", "txt")},
     },
+    head_norms=("attn.norm_q", "attn.norm_k", "attn.norm_added_q", "attn.norm_added_k"),
+    biases=True,
     text_layers=("attn.add_", "attn.to_add_out", "txt_mlp."),
     modulation={"image": "img_mod", "text": "txt_mod"},
     modulation_rows=6,
 )
 BLOCK_GEMMS = DOUBLE_STREAM.gemms
+
+# Qwen-Image-2.1: text and image are one stream, and one modulation is shared by all blocks. The
+# gated MLP's first weights are apart, or [gate; up] in one, as ComfyUI's own files have them.
+GATE_UP = "img_mlp.gate_up"
+GATED = ("img_mlp.gate_layer", "img_mlp.proj")  # the halves of GATE_UP, in its order
+SINGLE_STREAM, FUSED_SINGLE_STREAM = (
+    BlockSpec(
+        gemms={
+            **{f"attn.{name}": (1, 1) for name in ATTENTION},
+            **first,
+            "img_mlp.out": (1, 3),
+        },
+        head_norms=("attn.norm_q", "attn.norm_k"),
+        biases=False,
+    )
+    for first in (dict.fromkeys(GATED, (3, 1)), {GATE_UP: (6, 1)})
+)
+FAMILY_21 = "Qwen-Image-2.1"  # as header inspection calls it
 
 
 @dataclass(frozen=True)
@@ -163,6 +187,11 @@ class TransformerShape:
     in_channels: int
     packed_out_channels: int
     addition_t_cond: bool = False
+
+    @property
+    def block(self) -> BlockSpec:
+        """The layers of its blocks."""
+        return DOUBLE_STREAM
 
     @classmethod
     def from_dims(
@@ -189,15 +218,94 @@ class TransformerShape:
                 f"the transformer is {sizes['dim']} wide and its heads are {sizes['head_dim']}: "
                 "the width must be a whole number of heads, so get the file again."
             )
-        return cls(**sizes, addition_t_cond=family == "Qwen-Image-Layered")
+        if family == FAMILY_21:
+            return SingleStreamShape(**sizes, fused_mlp=dims.get("mlp") == GATE_UP)
+        return TransformerShape(**sizes, addition_t_cond=family == "Qwen-Image-Layered")
 
     def quantizable_layers(self) -> dict[str, tuple[int, int]]:
         """{layer name without `.weight`: (rows, columns)} of every layer that may be quantized."""
         return {
             f"transformer_blocks.{block}.{layer}": (rows * self.dim, columns * self.dim)
             for block in range(self.blocks)
-            for layer, (rows, columns) in BLOCK_GEMMS.items()
+            for layer, (rows, columns) in self.block.gemms.items()
         }
+
+    def modulation_layers(self) -> dict[str, tuple[int, int]]:
+        """{layer name without `.weight`: (rows, columns)} of what sees the timestep alone, in the
+        blocks.
+        """
+        size = (self.block.modulation_rows * self.dim, self.dim)
+        return {
+            f"transformer_blocks.{block}.{name}.1": size
+            for block in range(self.blocks)
+            for name in self.block.modulation.values()
+        }
+
+    def outer_layers(self) -> dict[str, tuple[int, int]]:
+        """{layer name without `.weight`: (rows, columns)} of the layers around the blocks."""
+        dim, time = self.dim, "time_text_embed.timestep_embedder"
+        return {
+            "img_in": (dim, self.in_channels),
+            "txt_in": (dim, self.joint_dim),
+            f"{time}.linear_1": (dim, TIME_CHANNELS),
+            f"{time}.linear_2": (dim, dim),
+            "norm_out.linear": (2 * dim, dim),
+            "proj_out": (self.packed_out_channels, dim),
+        }
+
+    def other_tensors(self) -> dict[str, tuple[int, ...]]:
+        """{name: shape} of what is no linear layer."""
+        found: dict[str, tuple[int, ...]] = {"txt_norm.weight": (self.joint_dim,)}
+        if self.addition_t_cond:
+            found["time_text_embed.addition_t_embedding.weight"] = (2, self.dim)
+        return found | self._head_norms()
+
+    def _head_norms(self) -> dict[str, tuple[int, ...]]:
+        return {
+            f"transformer_blocks.{block}.{name}.weight": (self.head_dim,)
+            for block in range(self.blocks)
+            for name in self.block.head_norms
+        }
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """{name: shape} of every parameter, with the names of diffusers' class, which ComfyUI
+        keeps.
+        """
+        found: dict[str, tuple[int, ...]] = self.other_tensors()
+        layers = self.outer_layers() | self.quantizable_layers() | self.modulation_layers()
+        for name, (rows, columns) in layers.items():
+            found[f"{name}.weight"] = (rows, columns)
+            if self.block.biases:
+                found[f"{name}.bias"] = (rows,)
+        return found
+
+
+@dataclass(frozen=True)
+class SingleStreamShape(TransformerShape):
+    """The same of a Qwen-Image-2.1: diffusers' `QwenImage21Transformer2DModel`.
+
+    Args:
+        fused_mlp: whether gate and up are one weight, as in ComfyUI's own files.
+    """
+
+    fused_mlp: bool = False
+
+    @property
+    def block(self) -> BlockSpec:
+        return FUSED_SINGLE_STREAM if self.fused_mlp else SINGLE_STREAM
+
+    def outer_layers(self) -> dict[str, tuple[int, int]]:
+        found, dim = super().outer_layers(), self.dim
+        del found["txt_in"]
+        return found | {
+            "txt_in.in_layer": (dim, self.joint_dim),
+            "txt_in.out_layer": (dim, dim),
+            "modulation.1": (4 * dim, dim),
+            "norm_out.linear": (dim, dim),
+        }
+
+    def other_tensors(self) -> dict[str, tuple[int, ...]]:
+        return {"txt_in.text_norm.weight": (self.joint_dim,)} | self._head_norms()
 
 
 # The published models: Qwen-Image, 2512, Edit, 2509 and 2511.
@@ -216,6 +324,17 @@ SMALL = TransformerShape(
     blocks=60, dim=128, heads=4, head_dim=32, joint_dim=64, in_channels=64, packed_out_channels=64
 )
 LAYERED_SHAPE = replace(FULL_SIZE, addition_t_cond=True)
+# Qwen-Image-2.1 and its Turbo: 7.1 B parameters.
+SHAPE_21 = SingleStreamShape(
+    blocks=32,
+    dim=4096,
+    heads=32,
+    head_dim=128,
+    joint_dim=4096,
+    in_channels=64,
+    packed_out_channels=64,
+    fused_mlp=True,
+)
 
 # --- the VAE ---
 
@@ -385,7 +504,6 @@ class Family:
         layers: Whether several layers are painted together.
         vision_tokens: Text tokens that each reference image adds to the prompt: the text encoder
             sees one megapixel in Edit and 384x384 pixels in its successors, 28x28 a token.
-        block: The layers of its transformer's blocks.
         transformer, vae: The published sizes.
     """
 
@@ -395,7 +513,6 @@ class Family:
     timestep_zero: bool = False
     layers: bool = False
     vision_tokens: int = 0
-    block: BlockSpec = DOUBLE_STREAM
     transformer: TransformerShape = FULL_SIZE
     vae: VaeShape = PUBLISHED_VAE
 

@@ -34,7 +34,6 @@ from ..hosts.comfyui.lora.bypass import Matrices, add_bypass
 from ..hosts.comfyui.sample.attention import SLOT
 from ..hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from ..hosts.comfyui.sample.run import OPTIMIZATION_KEY
-from ..loaders.convert import expected_tensors
 from ..loaders.quantize import layers_to_quantize, quantize_rows, row_format
 from ..loaders.quantized_file import MARKER_2511
 from ..loaders.stored import StoredLayer
@@ -394,7 +393,7 @@ def write_models(folder: Path, device: torch.device | None = None) -> None:
     ComfyUI's names. A file that is there is left alone.
     """
     for path, shapes in (
-        (folder / "diffusion_models" / TRANSFORMER, expected_tensors(FULL_SIZE)),
+        (folder / "diffusion_models" / TRANSFORMER, FULL_SIZE.tensors()),
         (folder / "text_encoders" / TEXT_ENCODER, text_encoder_shapes()),
         (folder / "vae" / VAE, vae_shapes()),
     ):

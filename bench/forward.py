@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import UnavailableError
-from ..loaders.convert import expected_tensors
 from ..loaders.quantize import layers_to_quantize
 from ..spec import REFERENCE_SIDE, TransformerShape
 from . import timing as measure
@@ -309,7 +308,7 @@ def random_tensors(
     A tensor depends on its name and its device alone, so that a quantized model can be made tensor
     by tensor from the same weights. Activations stay finite through 60 blocks.
     """
-    for name, size in expected_tensors(shape).items():
+    for name, size in shape.tensors().items():
         yield name, random_tensor(name, size, device)
 
 
@@ -329,6 +328,6 @@ def random_tensor(name: str, size: tuple[int, ...], device: torch.device) -> tor
 
 def quantizable_weights(shape: TransformerShape) -> frozenset[str]:
     """Names of the weights that fp8 and int8 models hold quantized."""
-    weights = (name for name in expected_tensors(shape) if name.endswith(".weight"))
+    weights = (name for name in shape.tensors() if name.endswith(".weight"))
     layers = layers_to_quantize(name.removesuffix(".weight") for name in weights)
     return frozenset(f"{layer}.weight" for layer in layers)

@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ..spec import FAMILY_21
 from .header import TensorInfo
 from .parts import (
-    FAMILY_21,
     FILES_21,
     LICENCE_21_OF_OTHERS,
     MLP_21,

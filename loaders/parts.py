@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ..spec import FAMILY_21, GATE_UP, GATED
 from .header import TensorInfo
 
 Tensors = Mapping[str, TensorInfo]
@@ -196,7 +197,6 @@ def tiny_vae(tensors: Tensors) -> Identity | None:
 
 # Recognizes Qwen-Image-2.1 and its parts, which ComfyUI's own nodes run.
 
-FAMILY_21 = "Qwen-Image-2.1"
 LICENCE_21 = (
     "Qwen Research License: research, not commercial use (Qwen-Image-2512 and Edit-2511 are "
     "Apache-2.0)"
@@ -207,7 +207,7 @@ SINCE_21 = "(ComfyUI 0.37 or newer)"
 FILES_21 = f"{SINCE_21} with a file of huggingface.co/Comfy-Org/{FAMILY_21}"
 LATENT_CHANNELS_21 = 64
 # The gated MLP of its blocks: gate and up apart, or, in ComfyUI's files, in one weight.
-MLP_21 = ("img_mlp.proj", "img_mlp.gate_layer", "img_mlp.gate_up", "img_mlp.out")
+MLP_21 = ("img_mlp.proj", "img_mlp.gate_layer", GATE_UP, "img_mlp.out")
 
 
 def left_to_comfyui(what: str, node: str, *, instead: str = "") -> str:
@@ -227,11 +227,7 @@ def qwen_image_21(tensors: Tensors) -> Identity | None:
         return None
     dim = size(tensors, "img_in.weight")
     head_dim = size(tensors, "transformer_blocks.0.attn.norm_q.weight")
-    forms = [
-        form
-        for form in ("img_mlp.gate_up", "img_mlp.gate_layer")
-        if any(f".{form}." in name for name in tensors)
-    ]
+    forms = [form for form in (GATE_UP, GATED[0]) if any(f".{form}." in name for name in tensors)]
     return Identity(
         family=FAMILY_21,
         role="transformer",
@@ -241,7 +237,9 @@ def qwen_image_21(tensors: Tensors) -> Identity | None:
             heads=dim // head_dim if dim and head_dim else None,
             head_dim=head_dim,
             joint_dim=size(tensors, "txt_in.text_norm.weight"),
-            out_channels=size(tensors, "proj_out.weight"),
+            in_channels=size(tensors, "img_in.weight", 1),
+            packed_out_channels=size(tensors, "proj_out.weight"),
+            mlp=forms[0] if forms else None,
         ),
         blocks=count_blocks(tensors, "transformer_blocks."),
         folder="diffusion_models",

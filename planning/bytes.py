@@ -6,6 +6,8 @@ needed: the answer comes before gigabytes are read.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -18,7 +20,6 @@ from ..spec import (
     MIB,
     QUANTIZED,
     REFERENCE_TOKENS,
-    TIME_CHANNELS,
     TransformerShape,
 )
 from ..step_cache import CUSTOM, OFF
@@ -77,14 +78,13 @@ def weight_bytes(
         )
     size = BYTES_PER_WEIGHT[precision]
     plain = 2 if precision in QUANTIZED else size
-    gemm = scales = biases = 0
+    gemm = scales = 0
     for name, (rows, columns) in layers.items():
         quantized = precision in QUANTIZED and name not in keep
         gemm += rows * columns * (size if quantized else plain)
         scales += rows * BYTES_PER_SCALE if quantized else 0
-        biases += rows
-    rest = biases + 4 * shape.head_dim * shape.blocks + _outside_blocks(shape)
-    return WeightBytes(gemm, _modulation(shape) * plain, rest * plain, scales)
+    count = _parameters(shape)
+    return WeightBytes(gemm, count.modulation * plain, count.rest * plain, scales)
 
 
 def weights_by_precision(
@@ -132,15 +132,20 @@ def language_model_parameters(dims: Mapping[str, int | str], layers: int) -> int
     return layers * layer + vocabulary * hidden + hidden
 
 
-def _modulation(shape: TransformerShape) -> int:
-    return 2 * shape.blocks * (shape.dim + 1) * 6 * shape.dim
+class _Parameters(NamedTuple):
+    """Parameters of a transformer beside the weights of its quantizable layers."""
+
+    modulation: int
+    rest: int
 
 
-def _outside_blocks(shape: TransformerShape) -> int:
-    dim = shape.dim
-    inputs = (shape.in_channels + 1) * dim + (shape.joint_dim + 1) * dim + shape.joint_dim
-    time = (TIME_CHANNELS + 1) * dim + (dim + 1) * dim + (2 * dim if shape.addition_t_cond else 0)
-    return inputs + time + (dim + 1) * 2 * dim + (dim + 1) * shape.packed_out_channels
+@functools.cache
+def _parameters(shape: TransformerShape) -> _Parameters:
+    every = sum(map(math.prod, shape.tensors().values()))
+    gemm = sum(map(math.prod, shape.quantizable_layers().values()))
+    columns = 1 if shape.block.biases else 0  # a bias is one more
+    modulation = sum(n * (k + columns) for n, k in shape.modulation_layers().values())
+    return _Parameters(modulation, every - gemm - modulation)
 
 
 def _check_precision(precision: str) -> None:

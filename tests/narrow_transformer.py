@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from qwen_l40s.loaders.convert import expected_tensors
 from qwen_l40s.loaders.quantize import layers_to_quantize, quantize_rows, row_format
 from qwen_l40s.loaders.stored import StoredLayer
 from qwen_l40s.spec import TransformerShape
@@ -43,7 +42,7 @@ def weights(shape: TransformerShape = SHAPE) -> Tensors:
     """Random bf16 weights of a size at which activations stay around 1."""
     generator = torch.Generator().manual_seed(0)
     found: Tensors = {}
-    for name, size in expected_tensors(shape).items():
+    for name, size in shape.tensors().items():
         weight = torch.randn(size, generator=generator)
         weight *= 0.5 / size[1] ** 0.5 if len(size) == 2 else 0.02
         found[name] = (weight + (len(size) == 1 and "norm" in name)).bfloat16()

@@ -26,7 +26,6 @@ from published_text_encoder import published_shapes
 from safetensors.torch import load_file, save_file
 
 from qwen_l40s.loaders.convert import (
-    expected_tensors,
     text_encoder_name_to_native,
     vae_name_to_native,
 )
@@ -184,7 +183,7 @@ def _published(path: Path, kind: str) -> None:
         shapes = _vae_shapes(4 if "layered" in kind else 3)
         if not kind.endswith("vae"):
             layered = kind.startswith("layered")
-            shapes = expected_tensors(replace(PUBLISHED, addition_t_cond=layered))
+            shapes = replace(PUBLISHED, addition_t_cond=layered).tensors()
     # On `meta` nothing has values.
     tensors = {n: torch.empty(s, dtype=torch.bfloat16, device="meta") for n, s in shapes.items()}
     tensors = _stored(tensors, kind)

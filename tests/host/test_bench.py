@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from qwen_l40s.bench import timing as measure
 from qwen_l40s.bench.rows import FORWARD, TABLE
 from qwen_l40s.cli import main
-from qwen_l40s.loaders.convert import check_complete, expected_tensors
+from qwen_l40s.loaders.convert import check_complete
 from qwen_l40s.loaders.source import open_source
 from qwen_l40s.loaders.writer import SafetensorsLayout
 from qwen_l40s.spec import FULL_SIZE
@@ -150,7 +150,7 @@ def header_only(path, shapes):
 def test_the_random_weights_are_those_of_the_published_files(tmp_path):
     from qwen_l40s.bench.comfyui import text_encoder_shapes, vae_shapes
 
-    shapes = expected_tensors(FULL_SIZE), text_encoder_shapes(), vae_shapes()
+    shapes = FULL_SIZE.tensors(), text_encoder_shapes(), vae_shapes()
     roles = ("transformer", "text_encoder", "vae")
     files = [
         header_only(tmp_path / f"{role}.safetensors", found)

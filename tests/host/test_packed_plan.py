@@ -8,7 +8,6 @@ from comfy.quant_ops import QUANT_ALGOS
 from comfyui_boot import folder
 
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
-from qwen_l40s.loaders.convert import expected_tensors
 from qwen_l40s.loaders.source import Source, open_source
 from qwen_l40s.loaders.writer import SafetensorsLayout
 from qwen_l40s.spec import FULL_SIZE, GIB, CardFacts
@@ -20,7 +19,7 @@ FORMATS = {4: "asym_w4a8_int8", 6: "w6a8_int8"}
 def published(bits: int) -> Source:
     """The header of a published transformer with all of its blocks' matrices in so many bits."""
     specs, texts = {}, {}
-    for name, shape in expected_tensors(FULL_SIZE).items():
+    for name, shape in FULL_SIZE.tensors().items():
         specs[name] = "BF16", shape
         if "transformer_blocks" not in name or len(shape) != 2:
             continue

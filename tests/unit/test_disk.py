@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from qwen_l40s.loaders.convert import expected_tensors
 from qwen_l40s.loaders.sizes import read_sizes
 from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.planning.files import against_guides, disk, made_on_load
@@ -95,7 +94,7 @@ def test_files_are_as_stored_whatever_is_held():
 @pytest.mark.parametrize(("dtype", "width"), [("F32", 4), ("F16", 2), ("BF16", 2)])
 def test_a_file_takes_what_its_header_says(tmp_path, dtype, width):
     header, end = {}, 0
-    for name, shape in expected_tensors(SMALL).items():
+    for name, shape in SMALL.tensors().items():
         count = width * math.prod(shape)
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + count]}
         end += count

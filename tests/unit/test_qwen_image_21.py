@@ -6,6 +6,7 @@ Headers only: the real names and shapes, from diffusers' and transformers' class
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from diffusers import AutoencoderKLQwenImage21, QwenImage21Transformer2DModel
@@ -26,6 +27,7 @@ from qwen_l40s.cli import main
 from qwen_l40s.errors import CheckpointError
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
 from qwen_l40s.loaders.source import PLACES, open_source
+from qwen_l40s.spec import SHAPE_21, TransformerShape
 
 PARAMETERS = 7_115_124_736
 CONVROT = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}
@@ -206,8 +208,14 @@ def test_every_form_of_the_transformer(tmp_path, diffusers_form, form):
         "heads": 32,
         "head_dim": 128,
         "joint_dim": 4096,
-        "out_channels": 64,
+        "in_channels": 64,
+        "packed_out_channels": 64,
+        "mlp": "img_mlp.gate_layer" if form == "diffusers" else "img_mlp.gate_up",
     }
+    shape = TransformerShape.from_dims(part.dims, part.blocks, part.family)
+    assert shape == replace(SHAPE_21, fused_mlp=form != "diffusers")
+    if form in ("diffusers", "single file"):
+        assert shape.tensors() == {name: sizes for name, (_, sizes) in specs.items()}
     assert "2.1-Turbo has the same tensors" in part.variant
     assert "the file name says turbo" in part.hint
     assert part.licence.startswith("Qwen Research License: research, not commercial use")

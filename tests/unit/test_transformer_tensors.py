@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_checkpoint import write
 
 from qwen_l40s.errors import CheckpointError
-from qwen_l40s.loaders.convert import check_complete, expected_tensors
+from qwen_l40s.loaders.convert import check_complete
 from qwen_l40s.loaders.source import open_source
 from qwen_l40s.spec import TransformerShape
 
@@ -41,7 +41,7 @@ def diffusers_tensors(shape: TransformerShape) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("shape", [PUBLISHED, ODD], ids=["published", "odd"])
 def test_they_are_those_of_diffusers(shape, layered):
     shape = replace(shape, addition_t_cond=layered)
-    expected = expected_tensors(shape)
+    expected = shape.tensors()
     assert expected == diffusers_tensors(shape)
     assert ("time_text_embed.addition_t_embedding.weight" in expected) == layered
 
@@ -62,14 +62,14 @@ def test_they_are_those_of_diffusers_at_any_size(
     head = 2 * half_head
     sizes = (blocks, heads * head, heads, head, joint, channels, 4 * out)
     shape = TransformerShape(*sizes, addition_t_cond=layered)
-    assert expected_tensors(shape) == diffusers_tensors(shape)
+    assert shape.tensors() == diffusers_tensors(shape)
 
 
 # --- files
 
 
 def specs(shape: TransformerShape = ODD) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {name: ("BF16", sizes) for name, sizes in expected_tensors(shape).items()}
+    return {name: ("BF16", sizes) for name, sizes in shape.tensors().items()}
 
 
 def check(tmp_path, tensors, prefix=""):
@@ -145,7 +145,7 @@ def test_a_whole_block_that_is_missing_counts_its_tensors(tmp_path):
     ],
 )
 def test_a_tensor_of_another_shape_is_named(tmp_path, name, shape):
-    expected = expected_tensors(ODD)[name]
+    expected = ODD.tensors()[name]
     with pytest.raises(CheckpointError) as error:
         check(tmp_path, specs() | {name: ("BF16", shape)})
     assert str(error.value) == (

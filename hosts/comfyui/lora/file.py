@@ -12,8 +12,8 @@ from ....errors import CheckpointError
 from ....loaders.checkpoint import CheckpointPart, inspect_checkpoint
 from ....loaders.convert import normalize_name
 from ....loaders.detect import SUFFIX
-from ....loaders.parts import FAMILY_21
 from ....loaders.quantization import ATTENTION_CONFIG
+from ....spec import FAMILY_21
 
 
 @dataclass(frozen=True)
