@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import CheckpointError
 from ..hosts.diffusers.settings import GenerateSettings
-from ..loaders.source import MICRO_SIDE
+from ..loaders.source import MICRO_FOLDERS, MICRO_SIDE
 from .generate import (
     MAKING,
     PACKAGES,
@@ -38,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = f"default prompt: {PROMPT}"
     add_prompt(parser, required=False)
+    parser.add_argument(
+        "--family",
+        choices=MICRO_FOLDERS,
+        default=next(iter(MICRO_FOLDERS)),
+        help="the micro Qwen-Image (default) or the micro Qwen-Image-2.1",
+    )
     add_run_arguments(parser, output_help="default: the next free demo_00001.png here")
     parser.add_argument(
         "--grid", metavar="FILE", help=f"also write a .png contact sheet of {GALLERY} prompts"
@@ -58,11 +65,18 @@ def run(args: argparse.Namespace) -> int:
     grid = Path(args.grid) if args.grid else None
     if grid:
         check_sheet_path(grid)
-    instead = ", or `make demo` there"
-    require_packages(MAKING, (*PACKAGES, "scipy", "tqdm"), instead=instead)
     from ..loaders.source import bundled_micro_folder
 
-    pipeline, load_seconds = load(bundled_micro_folder(), args)
+    folder = bundled_micro_folder(args.family)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"The micro model of {args.family} is not in this copy of the package: choose another "
+            "--family, or train it with `python -m qwen_l40s.tools.micro.train`.",
+            folder,
+        )
+    instead = ", or `make demo` there"
+    require_packages(MAKING, (*PACKAGES, "scipy", "tqdm"), instead=instead)
+    pipeline, load_seconds = load(folder, args)
     result, seconds = make(pipeline, settings)
     [path] = write_images(target, pipeline, result)
     report = {

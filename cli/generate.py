@@ -174,9 +174,10 @@ def run(args: argparse.Namespace) -> int:
 
 def side_of(model: str | Path) -> int:
     """The side of the images that a model is trained for."""
-    from ..loaders.source import bundled_micro_folder
+    from ..loaders.source import MICRO_FOLDERS, bundled_micro_folder
 
-    return MICRO_SIDE if Path(model).resolve() == bundled_micro_folder() else USUAL_SIDE
+    micro = Path(model).resolve() in map(bundled_micro_folder, MICRO_FOLDERS)
+    return MICRO_SIDE if micro else USUAL_SIDE
 
 
 def load(folder: str | Path, args: argparse.Namespace) -> tuple[LoadedPipeline, float]:

@@ -24,9 +24,12 @@ MICRO_ADVICE = f"micro is trained at {MICRO_SIDE}x{MICRO_SIDE}: paint at that si
 MICRO_TRANSFORMER, MICRO_VAE = (6, 512), 8
 
 
-def bundled_micro_folder() -> Path:
-    """The micro Qwen-Image, a diffusers folder."""
-    return Path(__file__).resolve().parents[1] / "models" / "micro"
+MICRO_FOLDERS = {"1.x": "micro", "2.1": "micro_21"}  # {family: folder in models/}
+
+
+def bundled_micro_folder(family: str = "1.x") -> Path:
+    """The micro model of a family, a diffusers folder; that of 2.1 need not be there."""
+    return Path(__file__).resolve().parents[1] / "models" / MICRO_FOLDERS[family]
 
 
 # What Qwen-Image puts before every prompt, and cuts off again after encoding.

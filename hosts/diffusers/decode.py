@@ -7,7 +7,7 @@ without them the same arithmetic takes less than half the memory.
 from __future__ import annotations
 
 import torch
-from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
+from diffusers import AutoencoderKLQwenImage, AutoencoderKLQwenImage21
 from PIL import Image
 
 from ...errors import SettingError
@@ -81,7 +81,7 @@ def decode(
 ) -> list[Image.Image]:
     """Decodes packed latents, one image at a time so that peak memory does not grow with the batch.
 
-    The arithmetic and its dtype are those of `QwenImagePipeline.__call__`, so that the images are
+    The arithmetic and its dtype are those of the pipeline's `__call__`, so that the images are
     bit-identical to it where they fit whole. Where they do not, exact tiles give them up to
     rounding.
 
@@ -90,7 +90,7 @@ def decode(
         height, width: pixels of the image.
 
     Returns:
-        B images in RGB, or in RGBA from the VAE of Qwen-Image-Layered.
+        B images in RGB, or in RGBA from the VAE of 2.1 or of Qwen-Image-Layered.
 
     Raises:
         UnavailableError: not even the smallest tile fits in what is free on the card.
@@ -98,16 +98,17 @@ def decode(
     """
     pipe = pipeline.to_diffusers()
     vae = pipeline.vae.to(pipeline.device)  # diffusers may have it wait in host memory
-    latents = QwenImagePipeline._unpack_latents(latents, height, width, pipe.vae_scale_factor)
-    latents = latents.to(vae.dtype)  # (B, 16, 1, height/8, width/8)
+    latents = pipe._unpack_latents(latents, height, width, pipe.vae_scale_factor)
+    latents = latents.to(vae.dtype)  # (B, 16, 1, height/8, width/8), 2.1: (B, 64, 1, .../16, ...)
     mean, std = (
         torch.tensor(values, device=latents.device, dtype=latents.dtype).view(1, -1, 1, 1, 1)
         for values in (vae.config.latents_mean, vae.config.latents_std)
     )
-    latents = latents / (1.0 / std) + mean
+    is_21 = isinstance(vae, AutoencoderKLQwenImage21)
+    latents = (latents * std if is_21 else latents / (1.0 / std)) + mean
     images = []
     for latent in latents.split(1):
-        pixels = decode_latent(vae, latent)[:, :, 0]
+        pixels = (vae.decode(latent).sample if is_21 else decode_latent(vae, latent))[:, :, 0]
         images += pipe.image_processor.postprocess(pixels, output_type="pil")
     if pipeline.offload.name == "model":
         vae.to("cpu")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,32 +17,86 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import (
     AutoencoderKLQwenImage,
+    AutoencoderKLQwenImage21,
     ConfigMixin,
+    DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     ModelMixin,
+    QwenImage21Pipeline,
+    QwenImage21Transformer2DModel,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
 from safetensors import safe_open
-from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers import (
+    PreTrainedModel,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+)
 
-from ...errors import CheckpointError, SettingError, UnavailableError
+from ...errors import CheckpointError, SettingError
 from ...loaders.convert import check_finite
 from ...loaders.header import PLAIN_DTYPES, Shards, read_object, read_shards
 from ...machine.device import available_bytes, choose_device
 from ...machine.memory import available_memory
-from ...spec import BYTES_PER_WEIGHT, USUAL_SIDE, format_gib
+from ...spec import BYTES_PER_WEIGHT, USUAL_SIDE
 from ..loading import PrecisionChoice, choose_precision
 from .patch import Optimized, is_lossy_attention, optimize
-from .settings import OFFLOADS
-from .text_encoder import load_text_encoder, load_tokenizer
+from .settings import SIZE_STEP, OffloadChoice, choose_offload
+from .text_encoder import load_processor, load_text_encoder, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 PRECISION_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-MODEL_CLASSES = {"transformer": QwenImageTransformer2DModel, "vae": AutoencoderKLQwenImage}
-WEIGHT_FOLDERS = (*MODEL_CLASSES, "text_encoder")
-PIPELINE_CLASS = "QwenImagePipeline"
+MAX_PROMPT_TOKENS = 512  # the default of Qwen-Image's pipeline
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs between the pipelines that run here.
+
+    Attributes:
+        models: {part: class} of what diffusers itself defines.
+        words: The part that cuts prompts into tokens, which `load_words` reads from its folder.
+        arguments: Of a call of this pipeline alone.
+        size_step: What divides width and height, in pixels.
+        optimizes: Whether `patch.optimize` knows the transformer.
+    """
+
+    pipeline: type[DiffusionPipeline]
+    models: Mapping[str, type[ModelMixin]]
+    text_encoder: type[PreTrainedModel]
+    words: str
+    load_words: Callable[[Path], Qwen2Tokenizer | Qwen3VLProcessor]
+    arguments: Mapping[str, Any]
+    size_step: int
+    optimizes: bool
+
+
+FAMILIES = {
+    "QwenImagePipeline": Family(
+        pipeline=QwenImagePipeline,
+        models={"transformer": QwenImageTransformer2DModel, "vae": AutoencoderKLQwenImage},
+        text_encoder=Qwen2_5_VLForConditionalGeneration,
+        words="tokenizer",
+        load_words=load_tokenizer,
+        arguments={"max_sequence_length": MAX_PROMPT_TOKENS},
+        size_step=SIZE_STEP,
+        optimizes=True,
+    ),
+    "QwenImage21Pipeline": Family(
+        pipeline=QwenImage21Pipeline,
+        models={"transformer": QwenImage21Transformer2DModel, "vae": AutoencoderKLQwenImage21},
+        text_encoder=Qwen3VLForConditionalGeneration,
+        words="processor",
+        load_words=load_processor,
+        arguments={},
+        size_step=32,  # 16 from the VAE, in pairs
+        optimizes=False,
+    ),
+}
 # What decoding takes for a pixel in bf16, more than the other parts take for activations;
 # measured on an H200 from 1024x1024 to 3072x3072 as allocated memory.
 DECODE_BYTES_PER_PIXEL = 1259
@@ -138,10 +192,11 @@ class LoadedPipeline:
     """
 
     folder: Path
-    transformer: QwenImageTransformer2DModel
-    vae: AutoencoderKLQwenImage
-    text_encoder: Qwen2_5_VLForConditionalGeneration
-    tokenizer: Qwen2Tokenizer
+    family: Family
+    transformer: ModelMixin
+    vae: ModelMixin
+    text_encoder: PreTrainedModel
+    words: Qwen2Tokenizer | Qwen3VLProcessor
     scheduler: FlowMatchEulerDiscreteScheduler
     device: str
     precision: PrecisionChoice
@@ -150,73 +205,19 @@ class LoadedPipeline:
 
     def to_diffusers(
         self, scheduler: FlowMatchEulerDiscreteScheduler | None = None
-    ) -> QwenImagePipeline:
+    ) -> DiffusionPipeline:
         """diffusers' pipeline over these parts; its scheduler, which has state, is its own."""
-        pipeline = QwenImagePipeline(
+        pipeline = self.family.pipeline(
             transformer=self.transformer,
             vae=self.vae,
             text_encoder=self.text_encoder,
-            tokenizer=self.tokenizer,
+            **{self.family.words: self.words},
             scheduler=scheduler
             or FlowMatchEulerDiscreteScheduler.from_config(self.scheduler.config),
         )
         if self.offload.name == "model":
             pipeline.enable_model_cpu_offload(device=self.device)
         return pipeline
-
-
-@dataclass(frozen=True)
-class OffloadChoice:
-    """ "none" or "model", as in `load_pipeline`, and why."""
-
-    name: str
-    reason: str
-
-
-def choose_offload(
-    requested: str,
-    *,
-    what: str,
-    device: str,
-    weights: Mapping[str, int],
-    work: int,
-    free: int,
-    host_free: int,
-) -> OffloadChoice:
-    """Resolves `auto`, and refuses weights that cannot fit.
-
-    Args:
-        requested: one of `OFFLOADS`.
-        what: the subject of a refusal, such as `models/Qwen-Image in bf16`.
-        weights: {part: bytes}.
-        work: bytes that `auto` leaves free on a card for activations.
-        free, host_free: bytes that can be had on the device and in host memory now.
-
-    Raises:
-        SettingError: `requested` is unknown.
-        UnavailableError: the device or host memory is too small.
-    """
-    if requested not in OFFLOADS:
-        raise SettingError(f"offload {requested!r} is unknown: choose {', '.join(OFFLOADS)}.")
-    total, largest = sum(weights.values()), max(weights.values())
-    if device == "cpu":
-        choice = OffloadChoice("none", "everything runs on the CPU")
-    elif requested == "auto":
-        reason = f"all parts take {format_gib(total)} and {format_gib(free)} is free"
-        choice = OffloadChoice("none" if total + work <= free else "model", reason)
-    else:
-        choice = OffloadChoice(requested, "requested")
-    needs = [(total if choice.name == "none" else largest, device, free)]
-    if choice.name == "model":
-        needs.append((total, "the host", host_free))
-    for needed, place, there in needs:
-        if needed > there:
-            raise UnavailableError(
-                f"{what} needs {format_gib(needed)} for its weights alone and {place} has "
-                f"{format_gib(there)} free: free memory, or choose another --device, "
-                "--precision or --offload."
-            )
-    return choice
 
 
 def load_pipeline(
@@ -254,8 +255,15 @@ def load_pipeline(
             "or leave attention out."
         )
     folder = Path(folder)
-    _check_pipeline_class(folder)
-    shards = {part: read_shards(folder / part) for part in WEIGHT_FOLDERS}
+    family = _family(folder)
+    if not family.optimizes:
+        if optimized or attention is not None:
+            raise SettingError(
+                f"{family.pipeline.__name__} runs with diffusers' own code here: leave out "
+                "--optimize and --attention."
+            )
+        optimized = False
+    shards = {part: read_shards(folder / part) for part in (*family.models, "text_encoder")}
     where = choose_device(device)
     parameters = {
         part: sum(info.elements for info in found.tensors.values())
@@ -285,11 +293,12 @@ def load_pipeline(
     if optimized is None:
         optimized = where != "cpu" or attention is not None
     attention = (attention or "auto") if optimized else None
-    return _load_parts(folder, shards, choice, where, attention, chosen)
+    return _load_parts(folder, family, shards, choice, where, attention, chosen)
 
 
 def _load_parts(
     folder: Path,
+    family: Family,
     shards: Mapping[str, Shards],
     choice: PrecisionChoice,
     device: str,
@@ -299,11 +308,11 @@ def _load_parts(
     """Reads what `load_pipeline` has checked; without an attention nothing is optimized."""
     dtype = PRECISION_DTYPES[choice.name]
     # What is cheap to check comes first: a wrong folder is then refused before minutes of reading.
-    tokenizer = load_tokenizer(folder / "tokenizer")
+    words = family.load_words(folder / family.words)
     scheduler_config = _config(folder, "scheduler", FlowMatchEulerDiscreteScheduler)
     models = {
         part: build_empty(model_class, _config(folder, part, model_class))
-        for part, model_class in MODEL_CLASSES.items()
+        for part, model_class in family.models.items()
     }
     for part in shards.values():
         check_dtypes(part)
@@ -312,16 +321,19 @@ def _load_parts(
     if attention is not None:
         is_lossy_attention(models["transformer"], attention, torch.device(device), dtype)
     place = device if offload.name == "none" else "cpu"
-    text_encoder = load_text_encoder(folder / "text_encoder", dtype=dtype, device=place)
+    text_encoder = load_text_encoder(
+        family.text_encoder, folder / "text_encoder", dtype=dtype, device=place
+    )
     for part, model in models.items():
         fill(model, stream_tensors(shards[part]), dtype=dtype, device=place)
         model.eval()
     transformer = models["transformer"]
     return LoadedPipeline(
         folder=folder,
+        family=family,
         **models,
         text_encoder=text_encoder,
-        tokenizer=tokenizer,
+        words=words,
         scheduler=FlowMatchEulerDiscreteScheduler.from_config(scheduler_config),
         device=device,
         precision=choice,
@@ -342,21 +354,20 @@ def _config(folder: Path, part: str, expected: type[ConfigMixin]) -> dict[str, o
     return config
 
 
-def _check_pipeline_class(folder: Path) -> None:
+def _family(folder: Path) -> Family:
     path = folder / "model_index.json"
     if not os.path.isfile(path):
         raise CheckpointError(
             f"This is not a diffusers folder: it must hold {path.name} and the parts.", folder
         )
     name = str(read_object(path, "the list of a diffusers folder's parts").get("_class_name"))
-    if name == PIPELINE_CLASS:
-        return
+    if name in FAMILIES:
+        return FAMILIES[name]
+    known = " or ".join(FAMILIES)
     if name.startswith(("QwenImageEdit", "QwenImageLayered")):
         raise CheckpointError(
-            f"This is a {name}, and only text to image ({PIPELINE_CLASS}) runs here: use a "
+            f"This is a {name}, and only text to image ({known}) runs here: use a "
             "Qwen-Image or Qwen-Image-2512 folder, or the ComfyUI nodes.",
             folder,
         )
-    raise CheckpointError(
-        f"This is a {name}, not a {PIPELINE_CLASS}: use a Qwen-Image folder.", folder
-    )
+    raise CheckpointError(f"This is a {name}, not a {known}: use a Qwen-Image folder.", folder)

@@ -12,19 +12,16 @@ from itertools import count
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
-from ...errors import CheckpointError, UnavailableError
+from ...errors import CheckpointError, SettingError, UnavailableError
 from ...optimizations.step_cache import CacheFigures
 from ...step_cache import OFF
 from .decode import decode
 from .load import LoadedPipeline
 from .settings import GenerateSettings
 from .step_cache import cache_steps
-
-MAX_PROMPT_TOKENS = 512  # the pipeline's default
-
 
 logger = logging.getLogger(__name__)
 
@@ -133,10 +130,10 @@ def _sample(
     if watch is not None:
         _watch_steps(pipe.scheduler, watch)
     pipe.set_progress_bar_config(disable=not progress)
-    _warn_if_cut(pipe, settings.prompt)
+    _check(pipeline, settings)
 
     def on_step_end(
-        _pipe: QwenImagePipeline, step: int, _time: torch.Tensor, tensors: dict
+        _pipe: DiffusionPipeline, step: int, _time: torch.Tensor, tensors: dict
     ) -> dict:
         callback(step + 1, settings.steps, tensors["latents"])
         return {}
@@ -156,8 +153,8 @@ def _sample(
                 torch.Generator().manual_seed(settings.seed + i) for i in range(settings.batch)
             ],
             callback_on_step_end=on_step_end if callback else None,
-            max_sequence_length=MAX_PROMPT_TOKENS,
             output_type="latent",
+            **pipeline.family.arguments,
         ).images
     if not torch.isfinite(latents).all():
         raise CheckpointError(
@@ -188,11 +185,18 @@ def _watch_steps(scheduler: FlowMatchEulerDiscreteScheduler, watch: StepWatch) -
     scheduler.step = step
 
 
-def _warn_if_cut(pipe: QwenImagePipeline, prompt: str) -> None:
-    tokens = len(pipe.tokenizer(prompt).input_ids)
-    if tokens > MAX_PROMPT_TOKENS:
+def _check(pipeline: LoadedPipeline, settings: GenerateSettings) -> None:
+    """Warns of a prompt that is cut off, and refuses a size that the pipeline would change."""
+    family = pipeline.family
+    for name in ("width", "height"):
+        value, step = getattr(settings, name), family.size_step
+        if value % step:
+            raise SettingError(
+                f"{name} must be divisible by {step} with {family.pipeline.__name__}, got {value}: "
+                f"use {max(step, step * round(value / step))}."
+            )
+    limit = family.arguments.get("max_sequence_length")
+    if limit is not None and (tokens := len(pipeline.words(settings.prompt).input_ids)) > limit:
         logger.warning(
-            "the prompt has %d tokens and the model reads %d: its end is cut off",
-            tokens,
-            MAX_PROMPT_TOKENS,
+            "the prompt has %d tokens and the model reads %d: its end is cut off", tokens, limit
         )

@@ -1,11 +1,13 @@
-"""The settings of one generation, checked before anything heavy is imported or loaded."""
+"""The settings of one generation and of its place, checked before anything heavy is loaded."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...errors import SettingError
+from ...errors import SettingError, UnavailableError
+from ...spec import format_gib
 from ...step_cache import OFF, cache_settings
 
 OFFLOADS = ("auto", "none", "model")
@@ -83,3 +85,57 @@ def _check_count(name: str, value: int) -> None:
         raise SettingError(
             f"{name} must be a whole number of at least 1, got {value!r}: use 1 or more."
         )
+
+
+@dataclass(frozen=True)
+class OffloadChoice:
+    """ "none" or "model", as in `load_pipeline`, and why."""
+
+    name: str
+    reason: str
+
+
+def choose_offload(
+    requested: str,
+    *,
+    what: str,
+    device: str,
+    weights: Mapping[str, int],
+    work: int,
+    free: int,
+    host_free: int,
+) -> OffloadChoice:
+    """Resolves `auto`, and refuses weights that cannot fit.
+
+    Args:
+        requested: one of `OFFLOADS`.
+        what: the subject of a refusal, such as `models/Qwen-Image in bf16`.
+        weights: {part: bytes}.
+        work: bytes that `auto` leaves free on a card for activations.
+        free, host_free: bytes that can be had on the device and in host memory now.
+
+    Raises:
+        SettingError: `requested` is unknown.
+        UnavailableError: the device or host memory is too small.
+    """
+    if requested not in OFFLOADS:
+        raise SettingError(f"offload {requested!r} is unknown: choose {', '.join(OFFLOADS)}.")
+    total, largest = sum(weights.values()), max(weights.values())
+    if device == "cpu":
+        choice = OffloadChoice("none", "everything runs on the CPU")
+    elif requested == "auto":
+        reason = f"all parts take {format_gib(total)} and {format_gib(free)} is free"
+        choice = OffloadChoice("none" if total + work <= free else "model", reason)
+    else:
+        choice = OffloadChoice(requested, "requested")
+    needs = [(total if choice.name == "none" else largest, device, free)]
+    if choice.name == "model":
+        needs.append((total, "the host", host_free))
+    for needed, place, there in needs:
+        if needed > there:
+            raise UnavailableError(
+                f"{what} needs {format_gib(needed)} for its weights alone and {place} has "
+                f"{format_gib(there)} free: free memory, or choose another --device, "
+                "--precision or --offload."
+            )
+    return choice

@@ -1,4 +1,4 @@
-"""Loads the prompt side: the Qwen2.5-VL text encoder through transformers, and its tokenizer.
+"""Loads the prompt side through transformers: the text encoder, and its tokenizer or processor.
 
 transformers fills what a checkpoint lacks with random numbers and a tokenizer folder without files
 with an empty vocabulary, and only logs it. Both would paint a wrong image, so both are errors here.
@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers import PreTrainedModel, Qwen2Tokenizer, Qwen3VLProcessor
+from transformers.processing_utils import ProcessorMixin
 
 from ...errors import CheckpointError
 from ...loaders.convert import check_finite
@@ -20,8 +21,8 @@ from ...loaders.source import TEMPLATE_PREFIX, check_prefix, holds_tokenizer
 
 
 def load_text_encoder(
-    folder: Path, *, dtype: torch.dtype, device: str
-) -> Qwen2_5_VLForConditionalGeneration:
+    model_class: type[PreTrainedModel], folder: Path, *, dtype: torch.dtype, device: str
+) -> PreTrainedModel:
     """Loads the safetensors in `folder` in evaluation mode.
 
     Raises:
@@ -29,7 +30,7 @@ def load_text_encoder(
             config.json asks for.
     """
     with _quiet_report():
-        model, report = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        model, report = model_class.from_pretrained(
             folder,
             dtype=dtype,
             device_map=device,
@@ -79,12 +80,43 @@ def load_tokenizer(folder: Path) -> Qwen2Tokenizer:
         CheckpointError: neither is there, or Qwen-Image's chat template before the prompt is not 34
             tokens long, which is what the pipeline cuts off.
     """
+    _check_tokenizer(folder)
+    tokenizer = Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
+    check_prefix(folder, len(tokenizer(TEMPLATE_PREFIX).input_ids))
+    return tokenizer
+
+
+class ImageProcessor(Qwen3VLProcessor):
+    """Qwen3-VL's processor of text and images, without that of videos, which needs torchvision."""
+
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None) -> None:
+        for name in ("image", "video", "vision_start", "vision_end"):
+            token = f"<|{name}_pad|>" if name in ("image", "video") else f"<|{name}|>"
+            setattr(self, f"{name}_token", token)
+            setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+def load_processor(folder: Path) -> ImageProcessor:
+    """Loads what Qwen-Image-2.1 reads prompts and references with.
+
+    Raises:
+        CheckpointError: the tokenizer or another file is missing.
+    """
+    _check_tokenizer(folder)
+    try:
+        return ImageProcessor.from_pretrained(folder, local_files_only=True)
+    except OSError as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"The processor cannot be read ({reason}): download the folder again.", folder
+        ) from error
+
+
+def _check_tokenizer(folder: Path) -> None:
     if not holds_tokenizer(folder):
         raise CheckpointError(
             "The tokenizer is missing (tokenizer.json, or vocab.json and merges.txt): download the "
             "folder again.",
             folder,
         )
-    tokenizer = Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
-    check_prefix(folder, len(tokenizer(TEMPLATE_PREFIX).input_ids))
-    return tokenizer

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from waiting import SECONDS
 
@@ -26,7 +27,11 @@ def in_tmp(tmp_path, monkeypatch):
 @pytest.fixture
 def toy_demo(in_tmp, tiny_folder, monkeypatch):
     """The command with the toy in the place of the bundled model."""
-    monkeypatch.setattr("qwen_l40s.loaders.source.bundled_micro_folder", lambda: tiny_folder)
+    return demo_of(monkeypatch, tiny_folder)
+
+
+def demo_of(monkeypatch, folder):
+    monkeypatch.setattr("qwen_l40s.loaders.source.bundled_micro_folder", lambda _: folder)
 
     def run(*arguments: str) -> int:
         return main(["demo", "--steps", "1", "--cfg", "1", "--device", "cpu", *arguments])
@@ -63,6 +68,54 @@ def test_prompt_outside_the_grammar_has_no_adherence(toy_demo, capsys):
     line = report(capsys)
     assert line["prompt"] == "a cat reading a newspaper"
     assert line["adherence"] is None
+
+
+@pytest.mark.slow
+def test_the_other_family_is_painted_by_its_own_pipeline(in_tmp, monkeypatch, capsys):
+    """Untrained; pixel for pixel what diffusers' pipeline paints from the same noise."""
+    from qwen_l40s.hosts.diffusers.load import load_pipeline
+    from qwen_l40s.tools.micro.families import QWEN_IMAGE_21
+    from qwen_l40s.tools.micro.model import build
+
+    build(0, QWEN_IMAGE_21).save(in_tmp / "model")
+    demo = demo_of(monkeypatch, in_tmp / "model")
+    assert demo("--family", "2.1", "--steps", "2", "--cfg", "3", "--output", "a.png") == 0
+    line = report(capsys)
+    assert line["ran"] == ["diffusers' own code"] and line["adherence"]["score"] < 1
+    pipeline = load_pipeline(in_tmp / "model", device="cpu", precision="fp32").to_diffusers()
+    [image] = pipeline(
+        DEFAULT_PROMPT,
+        negative_prompt=" ",
+        true_cfg_scale=3.0,
+        num_inference_steps=2,
+        height=256,
+        width=256,
+        generator=[torch.Generator().manual_seed(0)],
+    ).images
+    assert np.array_equal(np.asarray(Image.open("a.png")), np.asarray(image))
+
+    generate = ["generate", "a star", "--model", "model", "--steps", "1", "--device", "cpu"]
+    assert main([*generate, "--size", "256x272"]) == 2
+    assert "height must be divisible by 32 with QwenImage21Pipeline" in capsys.readouterr().err
+    (in_tmp / "model" / "processor" / "preprocessor_config.json").unlink()
+    assert main([*generate, "--size", "256x256"]) == 2
+    assert "The processor cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [("--optimize",), ("--attention", "sdpa")])
+def test_the_other_family_has_no_fast_path(in_tmp, monkeypatch, capsys, arguments):
+    (in_tmp / "model").mkdir()
+    (in_tmp / "model" / "model_index.json").write_text('{"_class_name": "QwenImage21Pipeline"}')
+    assert demo_of(monkeypatch, in_tmp / "model")("--family", "2.1", *arguments) == 2
+    assert "QwenImage21Pipeline runs with diffusers' own code here" in capsys.readouterr().err
+
+
+def test_a_copy_without_the_other_family_says_so(in_tmp, monkeypatch, capsys):
+    assert demo_of(monkeypatch, in_tmp / "models" / "micro_21")("--family", "2.1") == 2
+    message = capsys.readouterr().err
+    assert "The micro model of 2.1 is not in this copy of the package: choose another" in message
+    assert "micro_21" in message and message.count("\n") == 1
+    assert os.listdir(in_tmp) == []
 
 
 @pytest.mark.slow
