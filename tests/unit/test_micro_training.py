@@ -2,20 +2,23 @@
 
 import math
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
-from diffusers.models.transformers import transformer_qwenimage
+from diffusers import QwenImagePipeline
+from diffusers.models.transformers import transformer_qwenimage, transformer_qwenimage21
 
+from qwen_l40s.hosts.diffusers.text_encoder import load_processor
 from qwen_l40s.micro.scene import SEEN_PAIRS, random_scene
-from qwen_l40s.tools.micro import train_transformer, train_vae
-from qwen_l40s.tools.micro.model import TRANSFORMER, VAE, MicroModel, build, load
+from qwen_l40s.tools.micro import streams, train_transformer, train_vae
+from qwen_l40s.tools.micro.families import FAMILIES, QWEN_IMAGE, QWEN_IMAGE_21
+from qwen_l40s.tools.micro.model import WEIGHTED, MicroModel, build, load
 from qwen_l40s.tools.micro.painter import paint
+from qwen_l40s.tools.micro.train import main
 
 CPU = torch.device("cpu")
-WEIGHTED = ("transformer", "vae", "text_encoder")
 
 
 # Only who makes another micro model trains one.
@@ -26,10 +29,15 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def new_vae():
+@pytest.fixture(params=FAMILIES.values(), ids=list(FAMILIES))
+def family(request):
+    return request.param
+
+
+def new_vae(family=QWEN_IMAGE):
     """An untrained VAE whose signal survives every layer, in all time taps."""
     torch.manual_seed(0)
-    vae = AutoencoderKLQwenImage(**VAE).eval()
+    vae = family.vae(**family.vae_dims).eval()
     train_vae.initialize(vae)
     return vae
 
@@ -40,34 +48,36 @@ def painted(count, side=64):
     return paint(scenes, generator=generator(41), side=side)
 
 
-def latents(side=8):
-    return torch.randn(2, 16, 1, side, side, generator=generator(42))
+def latents(side=8, channels=16):
+    return torch.randn(2, channels, 1, side, side, generator=generator(42))
 
 
 @pytest.fixture
-def untrained(monkeypatch):
+def untrained(monkeypatch, family):
     """A new model; diffusers' rotary function, which training replaces, is put back afterwards."""
-    stock = transformer_qwenimage.apply_rotary_emb_qwen
-    monkeypatch.setattr(transformer_qwenimage, "apply_rotary_emb_qwen", stock)
-    return build()
+    for module in (transformer_qwenimage, transformer_qwenimage21):
+        monkeypatch.setattr(module, "apply_rotary_emb_qwen", module.apply_rotary_emb_qwen)
+    return build(0, family)
 
 
 # --- VAE
 
 
 @torch.no_grad()
-def test_2d_convolutions_give_what_the_3d_ones_give():
-    vae, pixels, z = new_vae(), painted(2), latents()
+def test_2d_convolutions_give_what_the_3d_ones_give(family):
+    vae = new_vae(family)
+    images, z = train_vae.to_images(vae, painted(2)), latents(channels=vae.config.z_dim)
     mean, std = train_vae.latent_statistics(vae, CPU)
-    stock = vae.encode(pixels[:, :, None] / 127.5 - 1).latent_dist
+    stock = vae.encode(images[:, :, None]).latent_dist
     stock_image = vae.decode(z * std + mean).sample[:, :, 0]
     with train_vae.image_convolutions():
-        mu, log_variance = train_vae.encode(vae, pixels)
+        mu, log_variance = train_vae.encode(vae, images)
         image = train_vae.decode(vae, z)
     torch.testing.assert_close(mu, (stock.mean - mean) / std, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(log_variance, stock.logvar - 2 * std.log(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(image.clamp(-1, 1), stock_image, atol=1e-5, rtol=1e-5)
     assert mu.std() > 0.1 and stock_image.std() > 0.1
+    assert images.shape[1] == stock_image.shape[1] and (images[:, 3:] == 1).all()
 
 
 def test_2d_convolutions_last_as_long_as_the_block_even_when_it_fails():
@@ -99,28 +109,29 @@ def test_time_taps_that_no_image_reaches_can_be_cleared():
 
 
 @torch.no_grad()
-def test_initialization_keeps_a_signals_size():
-    vae = new_vae()
+def test_initialization_keeps_a_signals_size(family):
+    vae = new_vae(family)
     convolutions = [m for m in vae.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Conv3d)]
     assert max(m.bias.abs().max() for m in convolutions) == 0
-    mu = vae.encode(painted(4)[:, :, None] / 127.5 - 1).latent_dist.mean
+    mu = vae.encode(train_vae.to_images(vae, painted(4))[:, :, None]).latent_dist.mean
     assert 0.1 < mu.std() < 10
 
 
 @torch.no_grad()
-def test_fitting_the_statistics_moves_latents_and_leaves_images():
-    vae, pixels = new_vae(), painted(32)
+def test_fitting_the_statistics_moves_latents_and_leaves_images(family):
+    vae = new_vae(family)
+    images = train_vae.to_images(vae, painted(32))
     mean, std = train_vae.latent_statistics(vae, CPU)
-    z = vae.encode(pixels[:, :, None] / 127.5 - 1).latent_dist
+    z = vae.encode(images[:, :, None]).latent_dist
     before, old = vae.decode(z.mean).sample, z
-    train_vae._fit_statistics(vae, pixels)
-    z = vae.encode(pixels[:, :, None] / 127.5 - 1).latent_dist
+    train_vae._fit_statistics(vae, images)
+    z = vae.encode(images[:, :, None]).latent_dist
     torch.testing.assert_close(vae.decode(z.mean).sample, before, atol=1e-4, rtol=1e-4)
-    normal = (z.mean - mean) / std
-    torch.testing.assert_close(normal.mean((0, 2, 3, 4)), torch.zeros(16), atol=1e-4, rtol=0)
-    torch.testing.assert_close(normal.std((0, 2, 3, 4)), torch.ones(16), atol=1e-4, rtol=0)
+    normal, channels = (z.mean - mean) / std, vae.config.z_dim
+    torch.testing.assert_close(normal.mean((0, 2, 3, 4)), torch.zeros(channels), atol=1e-4, rtol=0)
+    torch.testing.assert_close(normal.std((0, 2, 3, 4)), torch.ones(channels), atol=1e-4, rtol=0)
     # The posterior's width grows by the same factor in each channel as the latents do.
-    factor = (z.mean.std((0, 2, 3, 4)) / old.mean.std((0, 2, 3, 4))).view(1, 16, 1, 1, 1)
+    factor = (z.mean.std((0, 2, 3, 4)) / old.mean.std((0, 2, 3, 4))).view(1, -1, 1, 1, 1)
     torch.testing.assert_close(z.std, old.std * factor, atol=1e-4, rtol=1e-3)
     assert (factor.log().abs() > 0.1).any()
 
@@ -135,13 +146,13 @@ def small_steps(monkeypatch):
 
 @torch.no_grad()
 def reconstruction_error(vae, pixels):
-    image = vae.decode(vae.encode(pixels[:, :, None] / 127.5 - 1).latent_dist.mean).sample
-    return (image[:, :, 0] - (pixels / 127.5 - 1)).abs().mean().item()
+    images = train_vae.to_images(vae, pixels)[:, :, None]
+    return (vae.decode(vae.encode(images).latent_dist.mean).sample - images).abs().mean().item()
 
 
 @pytest.mark.usefixtures("small_steps")
-def test_the_vae_learns():
-    vae, pixels = new_vae(), painted(8)
+def test_the_vae_learns(family):
+    vae, pixels = new_vae(family), painted(8)
     before = reconstruction_error(vae, pixels)
     train_vae.train_vae(vae, steps=10, batch=2, seed=0, device=CPU)
     assert all(weight.isfinite().all() for weight in vae.parameters())
@@ -165,43 +176,65 @@ def test_the_decoder_learns_alone_and_the_latents_stay():
 # --- transformer
 
 
-def transformer_inputs(batch=2):
-    return {
-        "hidden_states": torch.randn(batch, 256, 64, generator=generator(44)),
-        "encoder_hidden_states": torch.randn(batch, 24, 512, generator=generator(45)),
-        "encoder_hidden_states_mask": torch.ones(batch, 24, dtype=torch.bool),
-        "timestep": torch.tensor([0.3, 0.9]),
-        "img_shapes": [[(1, 16, 16)]] * batch,
-        "return_dict": False,
-    }
+def velocity_inputs(family, batch=2):
+    """Latents, sigmas, text features and their mask: the second prompt is 5 tokens shorter."""
+    config = family.transformer_dims
+    width = config.get("joint_attention_dim") or config["context_in_dim"]
+    mask = torch.ones(batch, 24, dtype=torch.bool)
+    mask[1:, 19:] = False
+    return (
+        torch.randn(batch, 256, 64, generator=generator(44)),
+        torch.linspace(0.3, 0.9, batch),
+        torch.randn(batch, 24, width, generator=generator(45)),
+        mask,
+    )
 
 
 @torch.no_grad()
-def test_the_real_rotation_equals_the_complex_one(untrained):
-    transformer = untrained.transformer
-    (stock,) = transformer(**transformer_inputs())
+def test_the_real_rotation_equals_the_complex_one():
     x = torch.randn(2, 10, 4, 32, generator=generator(46))
-    freqs = transformer.pos_embed([(1, 5, 2)], device=CPU, max_txt_seq_len=4)[0]
+    freqs = torch.polar(torch.ones(10, 16), torch.randn(10, 16, generator=generator(47)))
     rotated = transformer_qwenimage.apply_rotary_emb_qwen(x, freqs, use_real=False)
-    train_transformer._real_rotary_embedding(transformer)
-    real = transformer_qwenimage.apply_rotary_emb_qwen(x, torch.view_as_real(freqs))
+    real = streams.rotate(x, torch.view_as_real(freqs))
     torch.testing.assert_close(real, rotated, atol=1e-6, rtol=1e-6)
     assert (real - x).abs().max() > 0.1
-    torch.testing.assert_close(transformer(**transformer_inputs())[0], stock, atol=1e-5, rtol=1e-5)
+
+
+def pipeline_of(model, folder):
+    """diffusers' pipeline over the parts of a model."""
+    parts = {name: getattr(model, name) for name in (*WEIGHTED, "scheduler")}
+    if model.family.words == "processor":
+        model.save(folder)
+        return model.family.pipeline(**parts, processor=load_processor(folder / "processor"))
+    return model.family.pipeline(**parts, tokenizer=model.tokenizer)
 
 
 @torch.no_grad()
-def test_text_features_are_what_the_pipeline_computes(untrained):
+def test_a_batch_has_the_velocities_that_the_pipeline_computes_for_each_prompt(untrained, tmp_path):
+    """From the words to the first step's velocity, in fp32; the prompts differ in length."""
+    pipeline, transformer, outputs = pipeline_of(untrained, tmp_path), untrained.transformer, []
+    pipeline.set_progress_bar_config(disable=True)
+    for weight in transformer.parameters():  # with their own, text hardly reaches the velocity
+        if weight.ndim == 2:
+            torch.nn.init.normal_(weight, std=0.15, generator=generator(48))
     prompts = ["a red star", "a small blue ring at the top left on a gray background."]
-    parts = {field.name: getattr(untrained, field.name) for field in fields(untrained)}
-    embeddings, mask = QwenImagePipeline(**parts).encode_prompt(prompts, device=CPU)
+    noisy, size = torch.randn(2, 256, 64, generator=generator(44)), {"height": 256, "width": 256}
+    handle = transformer.register_forward_hook(lambda _, args, output: outputs.append(output[0]))
+    for prompt, latents in zip(prompts, noisy.split(1), strict=True):
+        pipeline(
+            prompt, latents=latents, num_inference_steps=2, true_cfg_scale=1.0, **size,
+            output_type="latent",
+        )  # fmt: skip
+    handle.remove()
+    stock = torch.cat([output[:, -256:] for output in outputs[::2]])
     batch = train_transformer.PaddedPrompts(untrained, prompts, CPU)
-    found, found_mask = train_transformer.text_features(untrained, batch.ids[:2], batch.mask[:2])
-    for row, known in enumerate(mask.bool()):
-        assert found_mask[row].sum() == known.sum()
-        torch.testing.assert_close(
-            found[row][found_mask[row]], embeddings[row][known], atol=1e-5, rtol=1e-5
-        )
+    features = train_transformer.text_features(untrained, batch.ids[:2], batch.mask[:2])
+    stream = untrained.family.stream
+    stream.real_rotation(transformer)
+    found = stream.velocity(transformer, noisy, torch.ones(2), *features)
+    torch.testing.assert_close(found, stock, atol=3e-5, rtol=1e-5)
+    other = stream.velocity(transformer, noisy, torch.ones(2), features[0].flip(0), features[1])
+    assert (found - other).abs().mean() > 1e-3
 
 
 def test_a_tenth_of_the_prompts_is_unconditional(untrained):
@@ -220,7 +253,8 @@ def test_a_tenth_of_the_prompts_is_unconditional(untrained):
 @torch.no_grad()
 def test_a_fresh_transformer_starts_at_zero(untrained):
     train_transformer.prepare_for_training(untrained, fresh=True, compile_blocks=False)
-    assert untrained.transformer(**transformer_inputs())[0].abs().max() == 0
+    velocity = untrained.family.stream.velocity
+    assert velocity(untrained.transformer, *velocity_inputs(untrained.family)).abs().max() == 0
 
 
 @torch.no_grad()
@@ -231,6 +265,8 @@ def test_the_loss_is_zero_for_the_velocity_that_the_scheduler_integrates(untrain
         velocity = (hidden_states - clean) / timestep[:, None, None]
         seen.update(x=hidden_states, velocity=velocity, sigma=timestep)
         return (velocity,)
+
+    perfect.pos_embed = SimpleNamespace()
 
     model = replace(untrained, transformer=perfect)
     prompts = train_transformer.PaddedPrompts(
@@ -290,24 +326,29 @@ def test_the_transformer_learns(untrained):
 @pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated:FutureWarning")
 def test_a_saved_model_loads_with_the_same_weights(untrained, tmp_path):
     untrained.save(tmp_path / "model")
-    again = load(tmp_path / "model")
-    pipeline = QwenImagePipeline.from_pretrained(tmp_path / "model", local_files_only=True)
-    for part in WEIGHTED:
-        known = getattr(untrained, part).state_dict()
-        for found in (getattr(again, part), getattr(pipeline, part)):
-            state = found.state_dict()
+    again, family = load(tmp_path / "model"), untrained.family
+    found = {name: [getattr(again, name)] for name in WEIGHTED}
+    if family is QWEN_IMAGE:
+        pipeline = QwenImagePipeline.from_pretrained(tmp_path / "model", local_files_only=True)
+        assert dict(again.scheduler.config) == dict(pipeline.scheduler.config)
+        for name, parts in found.items():
+            parts.append(getattr(pipeline, name))
+    for name, parts in found.items():
+        known = getattr(untrained, name).state_dict()
+        for part in parts:
+            state = part.state_dict()
             assert set(state) == set(known)
-            for name, weight in state.items():
-                assert torch.equal(weight.float(), known[name].bfloat16().float()), (part, name)
+            for key, weight in state.items():
+                assert torch.equal(weight.float(), known[key].bfloat16().float()), (name, key)
     # Saving has not turned what is being trained into bf16.
     assert untrained.transformer.dtype == again.transformer.dtype == torch.float32
-    assert isinstance(again, MicroModel)
+    assert isinstance(again, MicroModel) and again.family is family
     assert again.tokenizer.get_vocab() == untrained.tokenizer.get_vocab()
-    assert dict(again.scheduler.config) == dict(pipeline.scheduler.config)
 
 
 def test_building_is_reproducible(untrained):
-    again, other = build(0), build(1)
+    family = untrained.family
+    again, other = build(0, family), build(1, family)
     for part in WEIGHTED:
         known = getattr(untrained, part).state_dict()
         assert all(torch.equal(w, known[n]) for n, w in getattr(again, part).state_dict().items())
@@ -315,5 +356,11 @@ def test_building_is_reproducible(untrained):
     assert not torch.equal(
         other.transformer.state_dict()[weight], untrained.transformer.state_dict()[weight]
     )
-    assert isinstance(again.transformer, QwenImageTransformer2DModel)
-    assert again.transformer.config.num_layers == TRANSFORMER["num_layers"] >= 6
+
+
+def test_a_folder_of_another_family_is_refused(tmp_path, capsys, monkeypatch):
+    build(0, QWEN_IMAGE_21).save(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train", "vae", "--folder", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        main()
+    assert f"{tmp_path} holds a 2.1: give --family 2.1." in capsys.readouterr().err

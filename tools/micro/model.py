@@ -1,64 +1,22 @@
-"""The micro Qwen-Image with untrained weights.
-
-The real classes at the smallest dims that both hosts accept: ComfyUI fixes the text encoder's
-head_dim at 128 and finds it by 512 key rows; transformers wants hidden = heads x 128; so the text
-encoder has 4 heads, 4 key-value heads and a hidden size of 512. The VAE keeps the real compression,
-channels and latent statistics: ComfyUI's Wan 2.1 latent format holds those as constants.
-"""
+"""The micro models with untrained weights, and their folders."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import diffusers
 import torch
-from diffusers import (
-    AutoencoderKLQwenImage,
-    FlowMatchEulerDiscreteScheduler,
-    QwenImagePipeline,
-    QwenImageTransformer2DModel,
-)
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2TokenizerFast
+from diffusers import FlowMatchEulerDiscreteScheduler, ModelMixin
+from transformers import PreTrainedConfig, PreTrainedModel, Qwen2TokenizerFast
 
+from .families import FAMILIES, QWEN_IMAGE, Family
 from .tokenizer import save_tokenizer, train_tokenizer
 
-TRANSFORMER = {
-    "patch_size": 2,
-    "in_channels": 64,
-    "out_channels": 16,
-    "num_layers": 6,
-    "num_attention_heads": 4,
-    "attention_head_dim": 32,
-    "joint_attention_dim": 512,
-    "axes_dims_rope": (8, 12, 12),
-}
-VAE = {"base_dim": 8, "z_dim": 16}
-TEXT = {
-    "hidden_size": 512,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000.0,
-    "rope_scaling": {
-        "type": "mrope",
-        "rope_type": "default",
-        "mrope_section": [16, 24, 24],
-        "rope_theta": 1_000_000.0,
-    },
-}
-VISION = {
-    "depth": 1,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_heads": 2,
-    "out_hidden_size": 512,
-    "fullatt_block_indexes": [0],
-}
-# The real Qwen-Image scheduler.
+# The real Qwen-Image scheduler. ComfyUI's shift of 2.1, 0.69, is what it gives at 1024x1024.
 SCHEDULER = {
     "num_train_timesteps": 1000,
     "shift": 1.0,
@@ -73,59 +31,101 @@ SCHEDULER = {
 _VOCABULARY_MULTIPLE = 32
 
 
+INDEX = "model_index.json"
+WEIGHTED = ("transformer", "vae", "text_encoder")
+_WORDS = {"tokenizer": "Qwen2Tokenizer", "processor": "Qwen3VLProcessor"}
+_PROCESSORS = {
+    "preprocessor_config.json": {"image_processor_type": "Qwen2VLImageProcessorFast"},
+    "video_preprocessor_config.json": {"video_processor_type": "Qwen3VLVideoProcessor"},
+}
+# The image side of a Qwen3-VL processor: pixels from -1 to 1, in merged patches of 2 x 2.
+_IMAGES = {
+    "patch_size": 16,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216},  # pixels
+}
+_TEMPLATE = (
+    "{% for turn in messages %}<|im_start|>{{ turn.role }}\n"
+    "{% for part in turn.content %}{{ part.text }}{% endfor %}<|im_end|>\n{% endfor %}"
+)
+
+
 @dataclass
 class MicroModel:
-    """The five components of the pipeline."""
+    """The components of the pipeline."""
 
-    transformer: QwenImageTransformer2DModel
-    vae: AutoencoderKLQwenImage
-    text_encoder: Qwen2_5_VLForConditionalGeneration
+    transformer: ModelMixin
+    vae: ModelMixin
+    text_encoder: PreTrainedModel
     tokenizer: Qwen2TokenizerFast
     scheduler: FlowMatchEulerDiscreteScheduler
+    family: Family = QWEN_IMAGE
 
     def save(self, folder: Path) -> None:
         """Writes an ordinary diffusers folder with bf16 weights."""
-        parts = {name: getattr(self, name) for name in ("transformer", "vae", "text_encoder")}
-        half = {name: _half_copy(part) for name, part in parts.items()}
-        pipeline = QwenImagePipeline(**half, tokenizer=self.tokenizer, scheduler=self.scheduler)
-        pipeline.save_pretrained(folder)
-        save_tokenizer(folder / "tokenizer")
-        _add_transformers_4_rope(folder / "text_encoder" / "config.json")
+        family = self.family
+        for name in WEIGHTED:
+            _half_copy(getattr(self, name)).save_pretrained(folder / name)
+        self.scheduler.save_pretrained(folder / "scheduler")
+        save_tokenizer(folder / family.words, family.templates)
+        if family.words == "processor":
+            (folder / "processor" / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
+            for name, kind in _PROCESSORS.items():
+                _write(folder / "processor" / name, _IMAGES | kind)
+        _add_transformers_4_rope(folder / "text_encoder" / "config.json", family.text)
+        index = {
+            "_class_name": family.pipeline.__name__,
+            "_diffusers_version": diffusers.__version__,
+            "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+            "text_encoder": ["transformers", family.text_encoder.__name__],
+            "transformer": ["diffusers", family.transformer.__name__],
+            "vae": ["diffusers", family.vae.__name__],
+            family.words: ["transformers", _WORDS[family.words]],
+        }
+        _write(folder / INDEX, index)
 
 
-def _add_transformers_4_rope(path: Path) -> None:
+def _write(path: Path, settings: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _add_transformers_4_rope(path: Path, text: Mapping[str, Any]) -> None:
     """transformers 5 writes `rope_parameters` alone; 4 reads `rope_theta` and `rope_scaling`."""
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["text_config"] |= {name: TEXT[name] for name in ("rope_theta", "rope_scaling")}
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    config["text_config"] |= {name: text[name] for name in ("rope_theta", "rope_scaling")}
+    _write(path, config)
 
 
-def build(seed: int = 0) -> MicroModel:
+def build(seed: int = 0, family: Family = QWEN_IMAGE) -> MicroModel:
     """Builds the untrained components in fp32 on the CPU, the same for the same seed."""
     torch.manual_seed(seed)
-    tokenizer = train_tokenizer()
+    tokenizer = train_tokenizer(templates=family.templates)
     return MicroModel(
-        transformer=QwenImageTransformer2DModel(**TRANSFORMER),
-        vae=AutoencoderKLQwenImage(**VAE),
-        text_encoder=Qwen2_5_VLForConditionalGeneration(_text_config(tokenizer)),
+        transformer=family.transformer(**family.transformer_dims),
+        vae=family.vae(**family.vae_dims),
+        text_encoder=family.text_encoder(_text_config(family, tokenizer)),
         tokenizer=tokenizer,
         scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
+        family=family,
     )
 
 
-def _text_config(tokenizer: Qwen2TokenizerFast) -> Qwen2_5_VLConfig:
+def _text_config(family: Family, tokenizer: Qwen2TokenizerFast) -> PreTrainedConfig:
     names = ("endoftext", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
     ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in names}
-    return Qwen2_5_VLConfig(
+    return family.text_config(
         text_config=dict(
-            TEXT,
+            family.text,
             vocab_size=-(-len(tokenizer) // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE,
             bos_token_id=None,
             eos_token_id=ids["im_end"],
             pad_token_id=ids["endoftext"],
             tie_word_embeddings=True,
         ),
-        vision_config=VISION,
+        vision_config=dict(family.vision),
         image_token_id=ids["image_pad"],
         video_token_id=ids["video_pad"],
         vision_start_token_id=ids["vision_start"],
@@ -135,7 +135,7 @@ def _text_config(tokenizer: Qwen2TokenizerFast) -> Qwen2_5_VLConfig:
 
 
 def _half_copy(part: torch.nn.Module) -> torch.nn.Module:
-    if isinstance(part, Qwen2_5_VLForConditionalGeneration):
+    if isinstance(part, PreTrainedModel):
         copy = type(part)(part.config)
     else:  # without _name_or_path, the folder that the part came from
         copy = type(part)(**{k: v for k, v in part.config.items() if not k.startswith("_")})
@@ -145,5 +145,17 @@ def _half_copy(part: torch.nn.Module) -> torch.nn.Module:
 
 def load(folder: Path) -> MicroModel:
     """Reads a folder that `MicroModel.save` wrote, in fp32, to train on."""
-    pipeline = QwenImagePipeline.from_pretrained(folder, local_files_only=True).to(torch.float32)
-    return MicroModel(**{name: getattr(pipeline, name) for name in MicroModel.__dataclass_fields__})
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    [family] = (f for f in FAMILIES.values() if f.pipeline.__name__ == index["_class_name"])
+    kinds = {name: getattr(family, name) for name in WEIGHTED}
+    return MicroModel(
+        **{
+            name: kind.from_pretrained(folder / name, local_files_only=True).float()
+            for name, kind in kinds.items()
+        },
+        tokenizer=Qwen2TokenizerFast.from_pretrained(folder / family.words, local_files_only=True),
+        scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(
+            folder / "scheduler", local_files_only=True
+        ),
+        family=family,
+    )

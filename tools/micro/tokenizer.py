@@ -1,7 +1,7 @@
-"""Trains the micro model's tokenizer: a byte-level BPE of the Qwen2 kind.
+"""Trains a micro model's tokenizer: a byte-level BPE of the Qwen2 kind.
 
-Its corpus is the grammar and the chat templates. Both hosts cut the template's prefix off by
-counting tokens: 34 for text-to-image, 64 for editing. The real vocabulary gives each word of those
+Its corpus is the grammar and the chat templates. Both hosts cut 1.x's prefix off by counting
+tokens: 34 for text-to-image, 64 for editing. The real vocabulary gives each word of those
 templates one token, so this one must too; `train_tokenizer` checks it.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tokenizers import (
@@ -55,8 +56,13 @@ _CORPUS_PROMPTS = 20_000
 _MAX_VOCABULARY = 1024
 
 
-def train_tokenizer(seed: int = 0) -> Qwen2TokenizerFast:
+def train_tokenizer(
+    seed: int = 0, templates: Mapping[str, int | None] = PREFIX_TOKENS
+) -> Qwen2TokenizerFast:
     """Trains the tokenizer; the same seed gives the same vocabulary.
+
+    Args:
+        templates: {what stands before a prompt: the tokens that it must have, or None}.
 
     Raises:
         RuntimeError: when a template's prefix does not encode to the number of tokens that the
@@ -77,7 +83,7 @@ def train_tokenizer(seed: int = 0) -> Qwen2TokenizerFast:
         min_frequency=20,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_corpus(seed), trainer)
+    tokenizer.train_from_iterator(_corpus(seed, templates), trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
     fast = Qwen2TokenizerFast(
         tokenizer_object=tokenizer,
@@ -88,24 +94,24 @@ def train_tokenizer(seed: int = 0) -> Qwen2TokenizerFast:
         model_max_length=2048,
         padding_side="right",
     )
-    for prefix, count in PREFIX_TOKENS.items():
+    for prefix, count in templates.items():
         found = len(fast(prefix).input_ids)
-        if found != count:
+        if count not in (None, found):
             raise RuntimeError(f"a prefix has {found} tokens, must have {count}: {prefix!r}")
     return fast
 
 
-def _corpus(seed: int) -> list[str]:
+def _corpus(seed: int, templates: Iterable[str]) -> list[str]:
     """Prompts of the grammar, and the templates' words often enough that each becomes one token."""
     rng = random.Random(seed)
     prompts = [describe(random_scene(rng, PAIRS), rng) for _ in range(_CORPUS_PROMPTS)]
-    templates = [re.sub(r"<\|\w+\|>", "", text) for text in (*PREFIX_TOKENS, SUFFIX)]
-    return prompts + templates * 25
+    known = [re.sub(r"<\|\w+\|>", "", text) for text in (*templates, SUFFIX)]
+    return prompts + known * 25
 
 
-def save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder: Path, templates: Mapping[str, int | None] = PREFIX_TOKENS) -> None:
     """Writes the tokenizer in today's form (tokenizer.json) and in the one of transformers 4."""
-    tokenizer = train_tokenizer()
+    tokenizer = train_tokenizer(templates=templates)
     tokenizer.save_pretrained(folder)
     tokenizer.backend_tokenizer.model.save(str(folder))
     config = folder / "tokenizer_config.json"

@@ -1,8 +1,10 @@
-"""Trains the bundled micro model on a CUDA GPU and writes it as a diffusers folder.
+"""Trains a bundled micro model on a CUDA GPU and writes it as a diffusers folder.
 
     python -m qwen_l40s.tools.micro.train vae         --folder models/micro
     python -m qwen_l40s.tools.micro.train decoder     --folder models/micro
     python -m qwen_l40s.tools.micro.train transformer --folder models/micro --fresh
+
+`--family 2.1` names the family of a new folder, and models/micro_21 where there is no --folder.
 
 Each stage reads what the folder holds and goes on from those weights; where there is no folder it
 starts from the seed. The order matters: `vae` moves the latents, `decoder` does not, and the
@@ -17,7 +19,9 @@ from pathlib import Path
 
 import torch
 
-from .model import MicroModel, build, load
+from ...loaders.source import bundled_micro_folder
+from .families import FAMILIES, QWEN_IMAGE
+from .model import INDEX, MicroModel, build, load
 from .train_transformer import prepare_for_training, train_transformer
 from .train_vae import initialize, train_vae
 
@@ -27,8 +31,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("stage", choices=("vae", "decoder", "transformer"))
+    parser.add_argument("--family", choices=FAMILIES, default=QWEN_IMAGE.name)
     parser.add_argument(
-        "--folder", type=Path, required=True, help="the diffusers folder to go on from and to write"
+        "--folder",
+        type=Path,
+        help="the diffusers folder to go on from and to write; default: the family's in models/",
     )
     parser.add_argument(
         "--steps", type=int, help="optimizer steps (default: 4000, transformer: 12000)"
@@ -55,8 +62,12 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     device = torch.device(args.device)
     torch.set_float32_matmul_precision("high")
-    exists = (args.folder / "model_index.json").exists()
-    model = load(args.folder) if exists else build(args.seed)
+    family = FAMILIES[args.family]
+    folder = args.folder or bundled_micro_folder(family.name)
+    exists = (folder / INDEX).exists()
+    model = load(folder) if exists else build(args.seed, family)
+    if model.family is not family:
+        parser.error(f"{folder} holds a {model.family.name}: give --family {model.family.name}.")
     if args.stage != "transformer":
         if not exists:
             initialize(model.vae)
@@ -68,11 +79,11 @@ def main() -> None:
             device=device,
             decoder_only=args.stage == "decoder",
         )
-        save(model, args.folder)
+        save(model, folder)
         return
     fresh = args.fresh or not exists
     if fresh:
-        untrained = build(args.seed)
+        untrained = build(args.seed, family)
         model.transformer, model.text_encoder = untrained.transformer, untrained.text_encoder
     model.transformer.to(device).train()
     model.text_encoder.to(device).train()
@@ -85,7 +96,7 @@ def main() -> None:
         seed=args.seed,
         device=device,
         learning_rate=args.learning_rate,
-        save=lambda trained: save(trained, args.folder),
+        save=lambda trained: save(trained, folder),
         save_every=args.save_every,
     )
 

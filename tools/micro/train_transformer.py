@@ -12,23 +12,19 @@ import math
 import random
 import time
 from collections.abc import Callable
-from typing import Any
+from itertools import cycle
 
 import torch
 import torch.nn.functional as F
-from diffusers import QwenImagePipeline
-from diffusers.models.transformers import transformer_qwenimage
 
-from ...loaders.source import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
 from ...micro.scene import SEEN_PAIRS, describe, random_scene
 from .model import MicroModel
-from .painter import IMAGE_SIDE, encode_scenes, paint
+from .painter import encode_scenes, paint
 from .tokenizer import SUFFIX
-from .train_vae import encode, image_convolutions
+from .train_vae import encode, image_convolutions, to_images
 
 logger = logging.getLogger(__name__)
 
-TOKENS = IMAGE_SIDE // 16  # a side, in 2 x 2 patches of the 8 x compressed latent
 # Negative prompts people use; each stands for 5 % of the training prompts.
 UNCONDITIONAL = (" ", "")
 DROPOUT = 0.1
@@ -47,7 +43,8 @@ class PaddedPrompts:
     """Prompts in the template, on the device, padded to one length: `ids`, `mask` (N, length)."""
 
     def __init__(self, model: MicroModel, texts: list[str], device: torch.device) -> None:
-        texts = [TEMPLATE_PREFIX + text + SUFFIX for text in (*texts, *UNCONDITIONAL)]
+        before = model.family.dropped + model.family.prefix
+        texts = [before + text + SUFFIX for text in (*texts, *UNCONDITIONAL)]
         encoded = model.tokenizer(texts, padding=True, pad_to_multiple_of=8, return_tensors="pt")
         self.ids, self.mask = encoded.input_ids.to(device), encoded.attention_mask.to(device)
         self.conditional = len(texts) - len(UNCONDITIONAL)
@@ -78,10 +75,13 @@ def encode_dataset(
     packed = []
     with image_convolutions(), torch.autocast(generator.device.type, torch.bfloat16):
         for chunk in codes.split(256):
-            latents = encode(model.vae, paint(chunk, generator=generator))[0].to(torch.bfloat16)
+            images = to_images(model.vae, paint(chunk, generator=generator))
+            latents = encode(model.vae, images)[0].to(torch.bfloat16)
             side = latents.shape[-1]
             packed.append(
-                QwenImagePipeline._pack_latents(latents[:, :, 0], len(chunk), 16, side, side)
+                model.family.pipeline._pack_latents(
+                    latents[:, :, 0], *latents.shape[:2], side, side
+                )
             )
     return torch.cat(packed)
 
@@ -91,8 +91,8 @@ def text_features(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the pipeline's encode_prompt gives: hidden states after the prefix, and their mask."""
     language_model = model.text_encoder.model.language_model
-    hidden = language_model(input_ids=ids, attention_mask=mask).last_hidden_state
-    start = TEMPLATE_PREFIX_TOKENS
+    hidden = model.family.stream.hidden_states(language_model, ids, mask)
+    start = len(model.tokenizer(model.family.dropped).input_ids)
     return hidden[:, start:].float(), mask[:, start:].bool()
 
 
@@ -102,47 +102,20 @@ def prepare_for_training(model: MicroModel, *, fresh: bool, compile_blocks: bool
     The residual stream stays fp32. Patches diffusers' rotary embedding for the whole process, so
     train in a process of its own.
     """
-    transformer = model.transformer
+    transformer, stream = model.transformer, model.family.stream
     if fresh:
-        zero = [transformer.norm_out.linear, transformer.proj_out]
-        for block in transformer.transformer_blocks:
-            zero += [block.img_mod[1], block.txt_mod[1]]
-        for layer in zero:
-            torch.nn.init.zeros_(layer.weight)
-            torch.nn.init.zeros_(layer.bias)
-    _real_rotary_embedding(transformer)
+        for layer in stream.zero_at_start(transformer):
+            for weight in layer.parameters():
+                torch.nn.init.zeros_(weight)
+    stream.real_rotation(transformer)
     if compile_blocks:
         transformer.compile_repeated_blocks(fullgraph=True)
     device = transformer.device.type
     for block in transformer.transformer_blocks:
         block.forward = torch.autocast(device, torch.bfloat16)(block.forward)
-    _mix_timestep_precision(transformer)
-
-
-def _real_rotary_embedding(transformer: torch.nn.Module) -> None:
-    """The same rotation in real arithmetic: the compiler does not fuse complex numbers."""
-    stock = transformer.pos_embed.forward
-
-    def real(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.view_as_real(freqs) for freqs in stock(*args, **kwargs))
-
-    def rotate(x: torch.Tensor, freqs: torch.Tensor, use_real: bool = False) -> torch.Tensor:
-        a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-        cos, sin = freqs[:, None].unbind(-1)
-        return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).type_as(x)
-
-    transformer.pos_embed.forward = real
-    transformer_qwenimage.apply_rotary_emb_qwen = rotate
-
-
-def _mix_timestep_precision(transformer: torch.nn.Module) -> None:
-    """Every second step embeds timesteps as a bf16 run does: rounded, with rounded frequencies.
-
-    So the model works in both precisions.
-    """
-    time_proj = transformer.time_text_embed.time_proj
-    stock, calls = time_proj.forward, iter(range(2**62))
-    time_proj.forward = lambda t: stock(t.bfloat16() if next(calls) % 2 else t).float()
+    # Every second step embeds timesteps as a bf16 run does: rounded, with rounded frequencies. So
+    # the model works in both precisions.
+    stream.mix_timestep_precision(transformer, cycle((0, 1)))
 
 
 def train_transformer(
@@ -232,14 +205,7 @@ def _loss(
     noisy = torch.lerp(clean, noise, sigma[:, None, None])
     with torch.autocast(device.type, torch.bfloat16):
         features, mask = text_features(model, *prompt)
-    predicted = model.transformer(
-        hidden_states=noisy,
-        encoder_hidden_states=features,
-        encoder_hidden_states_mask=mask,
-        timestep=sigma,
-        img_shapes=[[(1, TOKENS, TOKENS)]] * batch,
-        return_dict=False,
-    )[0]
+    predicted = model.family.stream.velocity(model.transformer, noisy, sigma, features, mask)
     return F.mse_loss(predicted.float(), noise - clean)
 
 

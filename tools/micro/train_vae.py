@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKLQwenImage
+from diffusers import AutoencoderKLQwenImage21, ModelMixin
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 
 from ...micro.scene import SEEN_PAIRS, random_scene
@@ -34,7 +34,7 @@ _SCENES = 50_000
 
 
 @torch.no_grad()
-def initialize(vae: AutoencoderKLQwenImage) -> None:
+def initialize(vae: ModelMixin) -> None:
     """Weights that keep a signal's variance through each convolution, and no bias.
 
     PyTorch's default shrinks it about 3 times a layer here (and counts the time taps that no image
@@ -75,35 +75,43 @@ def image_convolutions() -> Iterator[None]:
         QwenImageCausalConv3d.forward = stock
 
 
-def latent_statistics(
-    vae: AutoencoderKLQwenImage, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and standard deviation of the latents that both hosts assume, each (1, 16, 1, 1, 1)."""
+def latent_statistics(vae: ModelMixin, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and standard deviation of the latents that both hosts assume, each (1, z, 1, 1, 1)."""
     both = torch.tensor([vae.config.latents_mean, vae.config.latents_std], device=device)
     mean, std = both.view(2, 1, -1, 1, 1, 1)
     return mean, std
 
 
-def encode(vae: AutoencoderKLQwenImage, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalized posterior of painted images (N, 3, H, W) in 0..255.
+def to_images(vae: ModelMixin, painted: torch.Tensor) -> torch.Tensor:
+    """Painted scenes (N, 3, H, W) in 0..255 as the VAE takes them; a fourth channel is opaque."""
+    images = painted / 127.5 - 1
+    opaque = images.new_ones(1).expand(
+        len(images), vae.encoder.conv_in.in_channels - 3, *images.shape[2:]
+    )
+    return torch.cat([images, opaque], 1)
+
+
+def encode(vae: ModelMixin, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalized posterior of images (N, channels, H, W) from -1 to 1.
 
     Returns:
-        Mean and log-variance, each (N, 16, 1, H/8, W/8).
+        Mean and log-variance, each (N, 16, 1, H/8, W/8), or (N, 64, 1, H/16, W/16) of 2.1.
     """
-    mean, std = latent_statistics(vae, pixels.device)
-    moments = vae.quant_conv(vae.encoder(pixels[:, :, None] / 127.5 - 1)).float()
+    mean, std = latent_statistics(vae, images.device)
+    moments = vae.quant_conv(vae.encoder(images[:, :, None])).float()
     mu, log_variance = moments.chunk(2, dim=1)
     return (mu - mean) / std, log_variance.clamp(-30, 20) - 2 * std.log()
 
 
-def decode(vae: AutoencoderKLQwenImage, latents: torch.Tensor) -> torch.Tensor:
-    """Images (N, 3, H, W) in -1..1 from normalized latents (N, 16, 1, H/8, W/8)."""
+def decode(vae: ModelMixin, latents: torch.Tensor) -> torch.Tensor:
+    """Images as `encode` takes them, from normalized latents."""
     mean, std = latent_statistics(vae, latents.device)
-    return vae.decoder(vae.post_quant_conv(latents * std + mean))[:, :, 0].float()
+    first = {"first_chunk": True} if isinstance(vae, AutoencoderKLQwenImage21) else {}
+    return vae.decoder(vae.post_quant_conv(latents * std + mean), **first)[:, :, 0].float()
 
 
 def train_vae(
-    vae: AutoencoderKLQwenImage,
+    vae: ModelMixin,
     *,
     steps: int,
     batch: int,
@@ -141,12 +149,12 @@ def train_vae(
             if step < steps * (1 - WHOLE_SHARE):
                 top, left = (rng.randrange(0, pixels.shape[2] - CROP, 8) for _ in range(2))
                 pixels = pixels[:, :, top : top + CROP, left : left + CROP]
+            target = to_images(vae, pixels)
             with torch.autocast(device.type, torch.bfloat16):
                 with torch.set_grad_enabled(not decoder_only):
-                    mu, log_variance = encode(vae, pixels)
+                    mu, log_variance = encode(vae, target)
                 noise = torch.randn(mu.shape, device=device, generator=generator)
                 image = decode(vae, mu + noise * (0.5 * log_variance).exp())
-            target = pixels / 127.5 - 1
             kl = 0.5 * (mu**2 + log_variance.exp() - 1 - log_variance).mean()
             pixel = (image - target).abs().mean()
             edge = sum((image.diff(dim=d) - target.diff(dim=d)).abs().mean() for d in (2, 3))
@@ -164,19 +172,19 @@ def train_vae(
                 )  # fmt: skip
         vae.eval()
         if not decoder_only:
-            _fit_statistics(vae, paint(scenes[:1024], generator=generator))
+            _fit_statistics(vae, to_images(vae, paint(scenes[:1024], generator=generator)))
     _clear_unused_taps(vae)
 
 
 @torch.no_grad()
-def _fit_statistics(vae: AutoencoderKLQwenImage, pixels: torch.Tensor) -> None:
+def _fit_statistics(vae: ModelMixin, images: torch.Tensor) -> None:
     """Gives the latents mean 0 and deviation 1 after the normalization that the hosts hard-code.
 
     A scale and a shift per channel go into the 1 x 1 convolutions around the latent; the decoder
     undoes them, so images stay the same.
     """
-    mean, std = latent_statistics(vae, pixels.device)
-    mu = torch.cat([encode(vae, chunk)[0] for chunk in pixels.split(128)])
+    mean, std = latent_statistics(vae, images.device)
+    mu = torch.cat([encode(vae, chunk)[0] for chunk in images.split(128)])
     shift, scale = mu.mean((0, 2, 3, 4)), mu.std((0, 2, 3, 4))
     mean, std, channels = mean.flatten(), std.flatten(), len(shift)
     # New latent z' = a z + b in the config's units, chosen so that (z' - mean) / std has mean 0 and
@@ -184,15 +192,15 @@ def _fit_statistics(vae: AutoencoderKLQwenImage, pixels: torch.Tensor) -> None:
     a = 1 / scale
     b = mean - a * (mean + std * shift)
     quant, post = vae.quant_conv, vae.post_quant_conv
-    quant.weight[:channels] *= a.view(-1, 1, 1, 1, 1)
+    quant.weight[:channels] *= a.view(-1, *[1] * (quant.weight.ndim - 1))
     quant.bias[:channels] = quant.bias[:channels] * a + b
     quant.bias[channels:] += 2 * a.log()
-    post.bias -= (post.weight[:, :, 0, 0, 0] * (b / a)).sum(1)
-    post.weight /= a.view(1, -1, 1, 1, 1)
+    post.bias -= (post.weight.flatten(1) * (b / a)).sum(1)
+    post.weight /= a.view(1, -1, *[1] * (post.weight.ndim - 2))
 
 
 @torch.no_grad()
-def _clear_unused_taps(vae: AutoencoderKLQwenImage) -> None:
+def _clear_unused_taps(vae: ModelMixin) -> None:
     for module in vae.modules():
         if isinstance(module, QwenImageCausalConv3d):
             module.weight[:, :, :-1] = 0
