@@ -163,6 +163,7 @@ SINGLE_STREAM, FUSED_SINGLE_STREAM = (
     )
     for first in (dict.fromkeys(GATED, (3, 1)), {GATE_UP: (6, 1)})
 )
+BLOCKS = (DOUBLE_STREAM, SINGLE_STREAM, FUSED_SINGLE_STREAM)
 FAMILY_21 = "Qwen-Image-2.1"  # as header inspection calls it
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..spec import FAMILY_21, GATE_UP, GATED
+from ..spec import FAMILY_21, GATE_UP, GATED, SHAPE_21
 from .header import TensorInfo
 
 Tensors = Mapping[str, TensorInfo]
@@ -195,7 +195,7 @@ def tiny_vae(tensors: Tensors) -> Identity | None:
     )
 
 
-# Recognizes Qwen-Image-2.1 and its parts, which ComfyUI's own nodes run.
+# Recognizes Qwen-Image-2.1 and its parts.
 
 LICENCE_21 = (
     "Qwen Research License: research, not commercial use (Qwen-Image-2512 and Edit-2511 are "
@@ -227,6 +227,7 @@ def qwen_image_21(tensors: Tensors) -> Identity | None:
         return None
     dim = size(tensors, "img_in.weight")
     head_dim = size(tensors, "transformer_blocks.0.attn.norm_q.weight")
+    blocks = count_blocks(tensors, "transformer_blocks.")
     forms = [form for form in (GATE_UP, GATED[0]) if any(f".{form}." in name for name in tensors)]
     return Identity(
         family=FAMILY_21,
@@ -241,10 +242,9 @@ def qwen_image_21(tensors: Tensors) -> Identity | None:
             packed_out_channels=size(tensors, "proj_out.weight"),
             mlp=forms[0] if forms else None,
         ),
-        blocks=count_blocks(tensors, "transformer_blocks."),
+        blocks=blocks,
         folder="diffusion_models",
-        licence=LICENCE_21,
-        cannot_run=(left_to_comfyui(FAMILY_21, "Load Diffusion Model"),),
+        licence=LICENCE_21 if (dim, blocks) == (SHAPE_21.dim, SHAPE_21.blocks) else None,
         errors=(
             f"It holds {' and '.join(forms)}, which are the same weights in two forms: a file has "
             "one of them, so download it again.",

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import SettingError
-from ..spec import LARGEST, QUANTIZED, RowFormat
+from ..spec import BLOCKS, LARGEST, QUANTIZED, RowFormat
 
 VALUE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 # What `.comfy_quant` calls them. Core ComfyUI has no fp8 with one scale a row: it refuses our name
@@ -32,12 +32,14 @@ SMALLEST_SCALE = 1e-30
 # Values in a piece: small enough for a processor's cache, large enough to fill a card.
 PIECE = {"cpu": 2**19, "cuda": 2**24}
 
-_QUANTIZED = re.compile(
-    r"transformer_blocks\.[0-9]+\.("
-    r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
-    r"|(img|txt)_mlp\.net\.(0\.proj|2))"
-)
-_MODULATION = re.compile(r"transformer_blocks\.[0-9]+\.(img|txt)_mod\.1")
+
+def _in_a_block(names: Iterable[str]) -> re.Pattern[str]:
+    ends = "|".join(re.escape(name) for name in dict.fromkeys(names))
+    return re.compile(rf"transformer_blocks\.[0-9]+\.({ends})")
+
+
+_QUANTIZED = _in_a_block(name for block in BLOCKS for name in block.gemms)
+_MODULATION = _in_a_block(f"{it}.1" for block in BLOCKS for it in block.modulation.values())
 
 
 # Groups of columns that int8 is rotated in: the first that divides the columns. ComfyUI's own files
@@ -191,8 +193,7 @@ def layers_to_quantize(layers: Iterable[str], keep: Sequence[str] = ()) -> froze
         if not matching:
             raise SettingError(
                 f"keep_in_bf16 (--keep) {pattern!r} matches no layer that is quantized: whole "
-                "names are "
-                "compared, such as transformer_blocks.59.img_mlp.net.2, so begin with * or "
+                "names are compared, such as transformer_blocks.5.attn.to_q, so begin with * or "
                 "transformer_blocks."
             )
         kept |= matching

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..errors import CheckpointError, SettingError
 from ..planning.bytes import TransformerBytes, part_bytes
 from ..planning.request import TEXT_ENCODER, TRANSFORMER, VAE, Parts
-from ..spec import QUANTIZED, TransformerShape, VaeShape
+from ..spec import FAMILY_21, QUANTIZED, TransformerShape, VaeShape
 from .checkpoint import CheckpointPart, inspect_checkpoint
 from .quantization import DECODING, PACKED, computed_precision, unpacked_shape
 from .source import Source, open_source
@@ -24,6 +24,7 @@ FAMILY_BY_CLASS = {
     "Qwen-Image-Edit-2511": EDIT_2511,
     "Qwen-Image-Edit-2509": "qwen-image-edit-2509",
     "Qwen-Image-Edit": "qwen-image-edit",
+    FAMILY_21: "qwen-image-2.1",
 }
 # Their tensors, or the marker among them, tell these from the rest of the family.
 FAMILIES_OF_TENSORS = (LAYERED, EDIT_2511)

@@ -212,7 +212,7 @@ def test_of_many_files_few_are_looked_at_and_each_once(choices, models, monkeypa
     assert choices.offered("transformer")["default"] == wanted[1]
 
 
-def test_files_of_qwen_image_21_are_not_suggested(choices, models):
+def test_files_of_qwen_image_21_come_after_others(choices, models):
     dit = {
         "txt_in.text_norm.weight": ("BF16", (64,)),
         "transformer_blocks.0.img_mlp.gate_up.weight": ("BF16", (384, 64)),
@@ -232,7 +232,8 @@ def test_files_of_qwen_image_21_are_not_suggested(choices, models):
         found = choices.offered(role)
         assert found["default"] == found["options"][0] == "b_qwen_image.safetensors"
         assert "a_qwen_image_2.1.safetensors" in found["options"]
-    with pytest.raises(CheckpointError, match="with a file of huggingface"):
-        choices.source_of("Qwen-Image-2.1/", "transformer")
+    found = choices.choices("transformer")
+    assert found[1:3] == ["a_qwen_image_2.1.safetensors", "Qwen-Image-2.1/"]
+    assert choices.source_of("Qwen-Image-2.1/", "transformer").part.family == "Qwen-Image-2.1"
     model = choices.source_of("b_qwen_image.safetensors", "transformer")
     assert choices.find_companion(model, "vae").path.name == "b_qwen_image.safetensors"

@@ -1,6 +1,7 @@
-"""Qwen-Image-2.1 in every published form is named, and handed to ComfyUI's own nodes.
+"""Qwen-Image-2.1 in every published form: the transformer is read and quantized, the rest named.
 
-Headers only: the real names and shapes, from diffusers' and transformers' classes without weights.
+Headers with the real names and shapes, from diffusers' and transformers' classes without weights;
+quantized is a small one.
 """
 
 import json
@@ -9,9 +10,11 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from diffusers import AutoencoderKLQwenImage21, QwenImage21Transformer2DModel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from test_checkpoint import (
     empty,
     inspect_specs,
@@ -26,14 +29,16 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from qwen_l40s.cli import main
 from qwen_l40s.errors import CheckpointError
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
+from qwen_l40s.loaders.convert import check_complete
+from qwen_l40s.loaders.quantize import layers_to_quantize, quantize_rows
 from qwen_l40s.loaders.source import PLACES, open_source
-from qwen_l40s.spec import SHAPE_21, TransformerShape
+from qwen_l40s.spec import QUANTIZED, SHAPE_21, TransformerShape
 
 PARAMETERS = 7_115_124_736
+SHAPE_21_APART = replace(SHAPE_21, fused_mlp=False)
 CONVROT = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}
 FILES = "with a file of huggingface.co/Comfy-Org/Qwen-Image-2.1"
 NODES = {
-    "transformer": "ComfyUI's Load Diffusion Model (ComfyUI 0.37 or newer)",
     "text_encoder": "ComfyUI's Load CLIP with type qwen_image (ComfyUI 0.37 or newer)",
     "vae": "ComfyUI's Load VAE (ComfyUI 0.37 or newer)",
 }
@@ -195,7 +200,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_the_transformer(tmp_path, diffusers_form, form):
+def test_every_form_of_the_transformer(tmp_path, diffusers_form, form, capsys):
     make, tensors, size = FORMS[form]
     specs, contents = make(diffusers_form)
     path = write(tmp_path / "qwen_image_2.1_turbo.safetensors", specs, contents=contents)
@@ -220,16 +225,27 @@ def test_every_form_of_the_transformer(tmp_path, diffusers_form, form):
     assert "the file name says turbo" in part.hint
     assert part.licence.startswith("Qwen Research License: research, not commercial use")
     assert "Qwen-Image-2512 and Edit-2511 are Apache-2.0" in part.licence
-    refused(path, "transformer", f"does not run Qwen-Image-2.1: use {NODES['transformer']} (/")
+    assert part.cannot_run == part.errors == ()
+    source = open_source(path, "transformer")
+    assert check_complete(source) == shape
+    layers = [name.removesuffix(".weight") for name in source.tensors if name.endswith(".weight")]
+    chosen = shape.quantizable_layers()
+    assert layers_to_quantize(layers) == chosen.keys()
+    assert len(chosen) == 32 * (6 + (form == "diffusers"))
+    assert part.quantization.layers.keys() == (chosen.keys() if part.quantization.layers else set())
+    assert main(["inspect", str(path)]) == 0
+    rows = capsys.readouterr().out
+    assert "Qwen Research License" in rows
+    assert ("loads as" in rows) == (form in ("w4a8", "w6a8"))
 
 
-def test_what_a_format_needs_follows(tmp_path, diffusers_form):
+def test_what_a_format_needs_follows(tmp_path, qwen3_vl):
     for make, sentence in (
         (int8, None),
         (w4a8, "int4 asymmetric (w4a8) weights need ComfyUI 0.33 and comfy-kitchen 0.2.27, or"),
         (w6a8, "int6 (w6a8) weights need ComfyUI 0.38 and comfy-kitchen 0.2.36, or newer."),
     ):
-        specs, contents = make(fused(diffusers_form))
+        specs, contents = make(qwen3_vl)
         found = inspect_specs(tmp_path, specs, contents=contents).cannot_run
         assert len(found) == 1 + bool(sentence)
         assert sentence is None or found[1].startswith(sentence)
@@ -253,7 +269,7 @@ def test_a_half_downloaded_file(tmp_path, single_file):
 def test_a_half_downloaded_shard(tmp_path, diffusers_form):
     folder = tmp_path / "transformer"
     write_sharded(folder, diffusers_form)
-    refused(folder, "transformer", "does not run Qwen-Image-2.1", FILES)
+    assert check_complete(open_source(folder, "transformer")) == SHAPE_21_APART
     first, second = sorted(folder.glob("*.safetensors"))
     with second.open("r+b") as file:
         file.truncate(second.stat().st_size // 2)
@@ -299,8 +315,10 @@ def test_the_diffusers_folder(tmp_path, diffusers_form, qwen3_vl, capsys):
     ]
     for role, part in parts.items():
         assert bool(part["licence"]) == (role != "text_encoder")
-        assert part["cannot_run"][0].endswith(f"use {NODES[role]} {FILES}.")
-    for role in PLACES:
+        if role in NODES:
+            assert part["cannot_run"][0].endswith(f"use {NODES[role]} {FILES}.")
+    assert check_complete(open_source(folder, "transformer")) == SHAPE_21_APART
+    for role in NODES:
         with pytest.raises(CheckpointError, match=FILES):
             open_source(folder, role)
     assert main(["inspect", str(folder)]) == 0
@@ -308,6 +326,59 @@ def test_the_diffusers_folder(tmp_path, diffusers_form, qwen3_vl, capsys):
     assert rows.count("Qwen Research License") == 2
     (folder / "transformer" / "config.json").write_text(json.dumps(config | {"num_layers": 60}))
     assert "num_layers is 60 but the tensors say 32" in inspect_checkpoint(folder).errors[0]
+
+
+CONFIG = {
+    "num_layers": 2,
+    "attention_head_dim": 32,
+    "num_attention_heads": 8,
+    "context_in_dim": 96,
+    "axes_dims_rope": (8, 12, 12),
+}
+
+
+@pytest.mark.parametrize("format", QUANTIZED)
+def test_quantizing_both_forms(tmp_path, format, capsys):
+    torch.manual_seed(0)
+    model = QwenImage21Transformer2DModel(**CONFIG).to(torch.bfloat16)
+    folder, single = tmp_path / "transformer", tmp_path / "single.safetensors"
+    model.save_pretrained(folder, max_shard_size="1MB")
+    apart = model.state_dict()
+    gates = {
+        name.replace("gate_layer", "gate_up"): torch.cat(
+            [apart[name], apart[name.replace("gate_layer", "proj")]]
+        )
+        for name in apart
+        if ".gate_layer." in name
+    }
+    config = {name: apart[name] for name in apart if not re.search("gate_layer|mlp.proj", name)}
+    choice = "transformer_blocks.1.attn.comfy_attention.config"
+    asked = {choice: torch.tensor(list(b'{"attention": "pytorch"}'), dtype=torch.uint8)}
+    save_file(config | gates | asked, single)
+    for source, weights in ((folder, apart), (single, config | gates | asked)):
+        path = tmp_path / f"{source.stem}_{format}.safetensors"
+        command = ["quantize", str(source), str(path), "--precision", format, "--device", "cpu"]
+        assert main(command) == 0
+        done = json.loads(capsys.readouterr().out)
+        found = load_file(path)
+        part = only(inspect_checkpoint(path))
+        shape = check_complete(open_source(path, "transformer"))
+        chosen = shape.quantizable_layers()
+        assert done["quantized"] == len(chosen) == 2 * (7 if source is folder else 6)
+        assert part.quantization.layers.keys() == chosen.keys()
+        assert (part.family, part.licence) == ("Qwen-Image-2.1", None)  # no published size
+        rotation = 256 if format == "int8" else 0
+        for name, weight in weights.items():
+            layer = name.removesuffix(".weight")
+            if layer not in chosen:
+                assert torch.equal(found[name], weight)
+                continue
+            values, scale = quantize_rows(weight, format, rotation=rotation)
+            assert torch.equal(found[name].float(), values.float())
+            assert torch.equal(found[f"{layer}.weight_scale"], scale)
+            if format == "int8":
+                marker = json.loads(bytes(found[f"{layer}.comfy_quant"].tolist()))
+                assert marker == CONVROT
 
 
 # --- the text encoder and the VAE
@@ -570,6 +641,7 @@ def test_what_is_left_of_a_file_never_loads(tmp_path, specs, prefix):
     path = write(
         tmp_path / "file.safetensors", {prefix + name: spec for name, spec in specs.items()}
     )
-    for role in ("transformer", "text_encoder"):
-        with pytest.raises(CheckpointError):
-            open_source(path, role)
+    with pytest.raises(CheckpointError):
+        check_complete(open_source(path, "transformer"))
+    with pytest.raises(CheckpointError):
+        open_source(path, "text_encoder")

@@ -21,7 +21,7 @@ from ....loaders.checkpoint import PIPELINES, read_index
 from ....loaders.detect import identify, split_parts
 from ....loaders.header import NUMBERED, read_header
 from ....loaders.source import PIPELINE_INDEX, PLACES, Source, bundled_micro_folder, open_source
-from ....spec import FULL_SIZE
+from ....spec import FAMILY_21, FULL_SIZE
 
 MICRO = "micro (bundled)"
 AUTOMATIC = "automatic"
@@ -38,6 +38,9 @@ DEPTH = 2  # models/diffusers/<owner>/<name>
 LOOKED_AT = 12
 NAMED = "qwen"
 LISTED = 3  # choices in a message
+# What a new node has chosen only where there is nothing else.
+LATER = ("Qwen-Image-Layered", FAMILY_21)
+PIPELINE_21 = "QwenImage21Pipeline"
 
 
 def choices(role: str) -> list[str]:
@@ -80,8 +83,8 @@ def _rank_of_file(name: str, role: str) -> tuple[bool, ...] | None:
 def _rank_of_header(path: Path, role: str, *state: int) -> tuple[bool, ...] | None:
     """Sorts what fits first; None for what does not, from one header alone.
 
-    The published Qwen-Image comes before Layered, and its VAE before Wan's, which has the same
-    tensors.
+    The published Qwen-Image comes before Layered and 2.1, and its VAE before Wan's, which has the
+    same tensors.
     """
     if path.suffix != ".safetensors" or NUMBERED.search(path.name):
         return None
@@ -92,8 +95,8 @@ def _rank_of_header(path: Path, role: str, *state: int) -> tuple[bool, ...] | No
     found = [part for part in parts if part.role == role and not part.cannot_run]
     if len(found) != 1 or found[0].dims.get("hidden") not in (None, FULL_SIZE.joint_dim):
         return None
-    layered = "Layered" in found[0].family or found[0].dims.get("image_channels") == 4
-    return False, NAMED not in path.name.lower(), layered
+    later = found[0].family in LATER or found[0].dims.get("image_channels") == 4
+    return False, NAMED not in path.name.lower(), later
 
 
 def _rank_of_folder(path: Path, role: str) -> tuple[bool, ...] | None:
@@ -101,11 +104,14 @@ def _rank_of_folder(path: Path, role: str) -> tuple[bool, ...] | None:
     try:
         if os.path.isfile(path / PIPELINE_INDEX):
             _, pipeline = read_index(path)
-            return (True, False, "Layered" in pipeline) if pipeline in PIPELINES else None
+            if pipeline in PIPELINES:
+                return True, False, "Layered" in pipeline
+            if pipeline != PIPELINE_21:
+                return None
         source = _inspected(path, role)
     except CheckpointError:
         return None
-    return True, False, "Layered" in source.part.family
+    return True, False, source.part.family in LATER
 
 
 def resolve(name: str, role: str) -> Path:
