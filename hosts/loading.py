@@ -16,6 +16,7 @@ from ..planning.request import Parts, RunRequest
 from ..spec import (
     BYTES_PER_WEIGHT,
     OFF_CARD,
+    ON_CARD,
     QUANTIZED,
     USUAL_SIDE,
     CardFacts,
@@ -25,6 +26,7 @@ from ..spec import (
 
 PIPELINE_PRECISIONS = ("auto", "bf16", "fp32", "fp8", "int8")
 AS_STORED = "as stored"
+ONE_MODULATION = "modulation: stays on the card, because all blocks of this model share one"
 LOADER_PRECISIONS = ("auto", "bf16", "fp8", "int8", AS_STORED)
 
 
@@ -138,6 +140,8 @@ def decide_load(
         parts=Parts(transformer=shape, packed=packed),
     )
     sizes = dict(sizes or {})
+    if not shape.modulation_layers():
+        request = replace(request, modulation=ON_CARD)
     if card is None:
         return _on_processor(requested, modulation, stored)
     if not as_stored:
@@ -148,6 +152,8 @@ def decide_load(
     option = _recommended(card, request, stored, as_stored, sizes)
     reasons = {**option.reasons}
     place_reason = reasons.pop("modulation")
+    if not shape.modulation_layers():
+        place_reason = ONE_MODULATION if modulation == OFF_CARD else ""
     reasons.pop("text encoder", None)  # its own loader says where it is
     return LoadDecision(
         precision=name or option.setting.precision,

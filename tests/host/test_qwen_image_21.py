@@ -4,6 +4,7 @@ A small model of ComfyUI's own classes, where it has them.
 """
 
 import pkgutil
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -13,17 +14,21 @@ import comfy.lora
 import comfy.model_base
 import comfy.sample
 import comfy.sd
+import comfy.supported_models
 import comfy.utils
 import comfyui_boot
 import narrow_transformer as narrow
 import pytest
 import torch
+from comfy.quant_ops import QuantizedTensor
 from comfyui_boot import ROOT, folder
 from safetensors.torch import save_file
 
-from qwen_l40s.errors import CheckpointError, SettingError
+from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
 from qwen_l40s.hosts.comfyui.estimate.request import request_from
+from qwen_l40s.hosts.comfyui.load.linear import LAYOUT
+from qwen_l40s.hosts.comfyui.load.plan import check_settings
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
@@ -32,6 +37,8 @@ from qwen_l40s.hosts.comfyui.report.table import report_run
 from qwen_l40s.hosts.comfyui.sample.guidance import rescale_by_token
 from qwen_l40s.hosts.comfyui.sample.optimize import optimize, report_of
 from qwen_l40s.hosts.comfyui.save import save_quantized
+from qwen_l40s.loaders.quantized_file import plan_quantized, write_quantized
+from qwen_l40s.loaders.source import open_source
 from qwen_l40s.options import request_settings
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -66,8 +73,9 @@ def weights_21(blocks=2, fused=True):
         for name in ("norm_q", "norm_k"):
             found[f"{prefix}.attn.{name}.weight"] = torch.ones(128)
         gates = ("gate_up",) if fused else ("gate_layer", "proj")
-        for name in gates:
-            found[f"{prefix}.img_mlp.{name}.weight"] = random(6 * DIM // len(gates), DIM)
+        whole = random(6 * DIM, DIM)
+        for name, weight in zip(gates, whole.chunk(len(gates)), strict=True):
+            found[f"{prefix}.img_mlp.{name}.weight"] = weight.clone()
         found[f"{prefix}.img_mlp.out.weight"] = random(DIM, 3 * DIM)
     return found
 
@@ -126,6 +134,127 @@ OF_21 = {
     f"{BLOCK}.img_mlp.gate_layer": (3 * DIM, DIM),
     f"{BLOCK}.img_mlp.proj": (3 * DIM, DIM),
 }
+
+
+# --- the transformer
+
+
+def write_21(fused=True, change=lambda weights: weights):
+    path = FOLDER / "qwen_image_2.1.safetensors"
+    save_file(change(weights_21(fused=fused)), path)
+    return path
+
+
+def in_bf16(weights):
+    return {name: weight.bfloat16() for name, weight in weights.items()}
+
+
+def stored(model):
+    """{name: what is stored}, of quantized weights the values and the scales."""
+    found = {}
+    for name, weight in model.model.diffusion_model.state_dict().items():
+        if not name.endswith("comfy_quant"):
+            found[name] = weight.float()
+    return found
+
+
+def assert_same(model, other):
+    ours, theirs = stored(model), stored(other)
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        assert torch.equal(weight, theirs[name]), name
+
+
+def paint(model):
+    return sample(model, torch.zeros(1, 64, 8, 8), TEXT)
+
+
+def test_an_older_comfyui_is_told(monkeypatch):
+    monkeypatch.delattr(comfy.supported_models, "QwenImage21", raising=False)
+    for fused in (True, False):
+        source = open_source(write_21(fused), "transformer")
+        for run in (
+            partial(load_model, source),
+            partial(check_settings, source, "auto", ()),
+        ):
+            comfyui_boot.refused(
+                UnavailableError,
+                "Qwen-Image-2.1 needs ComfyUI 0.37 or newer",
+                "update ComfyUI (/",
+                run=run,
+            )
+
+
+@newer
+@pytest.mark.parametrize("precision", ["as stored", "bf16"])
+def test_the_model_is_comfyuis_own(precision):
+    path = write_21(change=in_bf16)
+    model, report = load_model(path, precision)
+    own = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": torch.bfloat16})
+    assert type(model.model) is comfy.model_base.QwenImage21
+    assert_same(model, own)
+    assert torch.equal(paint(model), paint(own))
+    assert (report.family, report.precision, report.where) == ("Qwen-Image-2.1", "bf16", "")
+    # Gate and up of a file that has them apart become one weight.
+    assert_same(load_model(write_21(False, in_bf16), precision)[0], own)
+
+
+@newer
+@pytest.mark.parametrize("fused", [True, False])
+def test_quantized_weights_are_those_of_comfyui(fused):
+    """A file that `qwen-l40s quantize` wrote, and weights that are quantized as they load."""
+    plain = write_21(fused, in_bf16)
+    path = FOLDER / "qwen_image_2.1_int8.safetensors"
+    write_quantized(plan_quantized(plain, "int8"), path, overwrite=True)
+    model, report = load_model(path)
+    assert report.precision == "int8"
+    for again in (load_model(path, "int8")[0], load_model(plain, "int8")[0]):
+        assert_same(again, model)
+    whole = FOLDER / "qwen_image_2.1_int8_fused.safetensors"
+    write_quantized(plan_quantized(write_21(True, in_bf16), "int8"), whole, overwrite=True)
+    own = comfy.sd.load_diffusion_model(str(whole))
+    assert_same(model, own)
+    layer = model.model.diffusion_model.transformer_blocks[0].img_mlp.gate_up
+    assert layer.weight._params.convrot_groupsize == 256
+    ours, theirs = paint(model), paint(own)
+    assert (ours - theirs).norm() / theirs.norm() < 0.02  # where products round differs
+    exact = paint(load_model(plain, "bf16")[0])
+    assert (ours - exact).norm() / exact.norm() < 0.05
+
+
+@newer
+@pytest.mark.parametrize("fused", [True, False])
+def test_fp8_and_layers_kept_in_bf16(fused):
+    path = write_21(fused, in_bf16)
+    model, report = load_model(path, "fp8", keep=["*.gate_up", "transformer_blocks.0.*"])
+    blocks = model.model.diffusion_model.transformer_blocks
+    assert blocks[1].attn.to_q.layout_type == LAYOUT
+    assert not isinstance(blocks[1].img_mlp.gate_up.weight, QuantizedTensor)
+    assert "7 layers kept" in report.text()
+    exact = paint(load_model(path, "bf16")[0])
+    assert (paint(model) - exact).norm() / exact.norm() < 0.1
+
+
+@newer
+def test_gates_that_are_stored_in_two_ways_become_bf16():
+    path = FOLDER / "qwen_image_2.1_mixed.safetensors"
+    plan = plan_quantized(write_21(False, in_bf16), "int8", keep=["*.gate_layer"])
+    write_quantized(plan, path, overwrite=True)
+    model = load_model(path)[0]
+    gate_up = model.model.diffusion_model.transformer_blocks[1].img_mlp.gate_up.weight
+    whole = weights_21()["transformer_blocks.1.img_mlp.gate_up.weight"].bfloat16()
+    assert torch.equal(gate_up[: 3 * DIM], whole[: 3 * DIM].to(gate_up.dtype))
+    assert (gate_up - whole).norm() / whole.norm() < 0.02
+
+
+@newer
+def test_the_licence_and_the_modulation_are_told():
+    source = open_source(write_21(), "transformer")
+    licence = "Qwen Research License"
+    source = replace(source, part=replace(source.part, licence=licence))
+    report = load_model(source, modulation="off card")[1]
+    assert f"{licence}." in report.text() and report.summary().endswith(licence)
+    assert "stays with the other weights" in report.text()
 
 
 # --- LoRAs
@@ -260,25 +389,16 @@ def left_to(node, words, run):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_file_of_the_model(fused):
-    path = FOLDER / "qwen_image_2.1.safetensors"
-    save_file(weights_21(fused=fused), path)
-    words = ("This package does not run Qwen-Image-2.1:",)
-    run = partial(narrow.load_patcher, path, "bf16", False)
-    left_to("ComfyUI's Load Diffusion Model", words, run)
+def test_a_file_of_the_model_in_another_place(fused):
+    path = write_21(fused)
     for load, other in ((load_text_encoder, "text encoder"), (load_vae, "VAE")):
         comfyui_boot.refused(
-            CheckpointError, "This is a Qwen-Image-2.1, not the", other, run=partial(load, path)
+            CheckpointError, "not the" if other == "VAE" else "", other, run=partial(load, path)
         )
 
 
 @newer
 def test_comfyui_loads_what_is_left_to_it():
-    for fused in (True, False):
-        path = FOLDER / "qwen_image_2.1.safetensors"
-        save_file(weights_21(fused=fused), path)
-        model = comfy.sd.load_diffusion_model(str(path))
-        assert type(model.model) is comfy.model_base.QwenImage21
     path = FOLDER / "qwen_image_2.1_vae.safetensors"
     save_file(vae_weights_21(), path)
     left_to("ComfyUI's Load VAE", ["the VAE of Qwen-Image-2.1"], partial(load_vae, path))

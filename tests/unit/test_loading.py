@@ -14,7 +14,7 @@ from qwen_l40s.planning.bytes import TransformerBytes, weight_bytes
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, Setting, phases
 from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.request import RunRequest
-from qwen_l40s.spec import FULL_SIZE, GIB, MIB, PLACES, CardFacts
+from qwen_l40s.spec import FULL_SIZE, GIB, MIB, OFF_CARD, PLACES, SHAPE_21, CardFacts
 
 L40S = CardFacts("NVIDIA L40S", 46068 * MIB, (8, 9))
 H100 = CardFacts("NVIDIA H100", 80 * GIB, (9, 0))
@@ -278,6 +278,14 @@ def test_the_place_and_its_reason():
         found = decide("fp8", "bf16", card, "off card")
         assert found.off_card and "as requested" in found.place_reason
         assert not decide("bf16", "bf16", card, "on card").off_card
+
+
+@pytest.mark.parametrize("card", [L40S, RTX_3060])
+def test_one_modulation_for_all_blocks_has_no_place_to_choose(card):
+    for place in PLACES:
+        found = decide_load("auto", place, stored="bf16", shape=SHAPE_21, card=card)
+        assert not found.off_card
+        assert ("all blocks of this model share one" in found.place_reason) == (place == OFF_CARD)
 
 
 def test_on_the_processor_there_is_no_card_to_leave():

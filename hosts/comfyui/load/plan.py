@@ -16,7 +16,6 @@ import torch
 from comfy.quant_ops import QUANT_ALGOS
 
 from ....errors import UnavailableError
-from ....loaders.convert import check_complete
 from ....loaders.quantization import PACKED, STORAGE_ONLY, computed_precision
 from ....loaders.quantize import layers_to_quantize
 from ....loaders.sizes import loaded_bytes
@@ -26,8 +25,9 @@ from ....planning.bytes import TransformerBytes, weight_bytes, weights_by_precis
 from ....planning.estimate import STAGING_BYTES
 from ....planning.phases import KEPT_FREE_BYTES
 from ....planning.plan import check_tensor_cores
-from ....spec import QUANTIZED, CardFacts, TransformerShape, format_gib
+from ....spec import GATED, QUANTIZED, CardFacts, TransformerShape, format_gib
 from ...loading import LOADER_PRECISIONS, LoadDecision, check_requested, decide_load
+from .host_class import host_shape
 
 STORED = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 
@@ -77,9 +77,10 @@ def plan_load(
         CheckpointError: a tensor is missing or has another shape.
         SettingError: the precision or the place is unknown, or a pattern in `keep` matches no
             layer.
-        UnavailableError: the card cannot compute it, or memory does not suffice.
+        UnavailableError: the card cannot compute it, memory does not suffice, or this ComfyUI is
+            older than the model.
     """
-    shape = check_complete(source)
+    shape = host_shape(source)
     stored = _stored_precision(source)
     sizes = _sizes(source, shape, stored, keep)
     card = card_facts(comfy.model_management.get_torch_device())
@@ -119,7 +120,7 @@ def check_settings(source: Source, requested: str, keep: Sequence[str]) -> None:
         CheckpointError, SettingError, UnavailableError: as of `plan_load`.
     """
     check_requested(requested)
-    layers_to_quantize(check_complete(source).quantizable_layers(), keep)
+    layers_to_quantize(host_shape(source).quantizable_layers(), keep)
     card = card_facts(comfy.model_management.get_torch_device())
     if card is not None and requested in QUANTIZED:
         check_tensor_cores(requested, card, LOADER_PRECISIONS)
@@ -163,8 +164,13 @@ def _stored_precision(source: Source) -> str:
 
 
 def _knows_packed(source: Source) -> bool:
-    """Whether the file has weights in 4 or 6 bits, and this ComfyUI's layers take all of them."""
+    """Whether the file has weights in 4 or 6 bits, and this ComfyUI's layers take all of them.
+
+    Each has a codebook of its own: gate and up that are apart become one weight in int8.
+    """
     quantization = source.part.quantization
+    if joined_bytes(source):
+        return False
     names = {quantization.settings[layer]["format"] for layer in quantization.layers_in(PACKED)}
     return bool(names) and names <= QUANT_ALGOS.keys()
 
@@ -228,8 +234,14 @@ def _host_bytes(
         # Under dynamic VRAM the mapped file itself is the model; else the host copies what is
         # not quantized.
         copies = card is None or not comfy.memory_management.aimdo_enabled
-        return weights if copies and name not in QUANTIZED else 0
+        return weights if copies and name not in QUANTIZED else joined_bytes(source)
     return weights + STAGING_BYTES
+
+
+def joined_bytes(source: Source) -> int:
+    """Bytes of gates and ups that the file has apart, which `transformer_tensors` joins."""
+    halves = tuple(f".{half}.weight" for half in GATED)
+    return sum(info.nbytes for name, info in source.tensors.items() if name.endswith(halves))
 
 
 # Without dynamic VRAM ComfyUI reserves a tenth more than the weights it is about to load, 2.5 GiB

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import comfy.memory_management
-import comfy.model_detection
 import comfy.model_management
 import comfy.model_patcher
 import comfy.supported_models
@@ -41,8 +40,9 @@ from ..sample.off_card import (
     take_off_card,
 )
 from ..sample.run import PARTS_KEY, check_parts
+from .host_class import model_config
 from .linear import quantized_operations
-from .plan import LoadPlan, plan_load, require_less_memory
+from .plan import LoadPlan, joined_bytes, plan_load, require_less_memory
 from .weights import FLOAT_NAMES, transformer_tensors
 
 KEEP_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -66,12 +66,16 @@ def load_model(
     Raises:
         CheckpointError: the file is not a Qwen-Image transformer, or is damaged.
         SettingError: the precision or the place is unknown, or a pattern matches no layer.
-        UnavailableError: the precision cannot be had on this card, or memory does not suffice.
+        UnavailableError: the precision cannot be had on this card, memory does not suffice, or
+            this ComfyUI is older than the model.
     """
     plan = plan_load(open_source(path, "transformer"), precision, keep, modulation)
     patcher, notes = _build(plan)
     if plan.place_reason:
         notes.append(f"{plan.place_reason[0].upper()}{plan.place_reason[1:]}.")
+    licence = plan.source.part.licence or ""
+    if licence:
+        notes.append(f"{licence}.")
     if plan.precision in QUANTIZED:
         notes.append(f"{choose_gemm(plan.precision, patcher.load_device)}.")
     report = LoadReport(
@@ -83,7 +87,9 @@ def load_model(
         bytes=patcher.model_size(),
         why=plan.why,
         where=_where(plan, patcher.load_device),
-        hint=MICRO_ADVICE if (plan.shape.blocks, plan.shape.joint_dim) == MICRO_TRANSFORMER else "",
+        hint=MICRO_ADVICE
+        if (plan.shape.blocks, plan.shape.joint_dim) == MICRO_TRANSFORMER
+        else licence,
         notes=tuple(notes),
     )
     return patcher, report
@@ -92,7 +98,7 @@ def load_model(
 def _where(plan: LoadPlan, device: torch.device) -> str:
     if plan.off_card:
         return f"modulation off card ({format_gib(plan.modulation_bytes)} in host memory)"
-    return "" if device.type == "cpu" else "modulation on card"
+    return "modulation on card" if plan.modulation_bytes and device.type != "cpu" else ""
 
 
 def load_patcher(plan: LoadPlan, disable_dynamic: bool = False) -> ModelPatcher:
@@ -131,8 +137,8 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
     if not comfy.model_management.is_device_cpu(offload_device):
         model.to(offload_device)
     assign = patcher.is_dynamic()
-    if not assign and not quantized and source.part.quantization.layers:
-        # What was dequantized is taken over; copied, as mapped tensors are, it would exist twice.
+    if not assign and not quantized and (source.part.quantization.layers or joined_bytes(source)):
+        # What was converted is taken over; copied, as mapped tensors are, it would exist twice.
         tensors = {name: _in_dtype_of(model, tensor) for name, tensor in tensors.items()}
         assign = True
     model.load_model_weights(tensors, "", assign=assign)
@@ -213,9 +219,9 @@ def _loaded_precision(patcher: ModelPatcher, precision: str) -> str:
 
 def _model_config(
     plan: LoadPlan, tensors: dict[str, torch.Tensor], device: torch.device
-) -> comfy.supported_models.QwenImage:
+) -> comfy.supported_models.BASE:
     """ComfyUI's configuration of the model, with the dtypes that its own loader would choose."""
-    config = comfy.supported_models.QwenImage(_unet_config(plan, tensors))
+    config = model_config(plan.source, plan.shape, tensors)
     supported = config.supported_inference_dtypes
     quantized = any(name.endswith(".comfy_quant") for name in tensors)
     dtype = KEEP_DTYPE.get(plan.precision)
@@ -230,34 +236,6 @@ def _model_config(
     if quantized:
         config.custom_operations = quantized_operations(cast or dtype)
     return config
-
-
-def _unet_config(plan: LoadPlan, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What ComfyUI detects itself, completed by the sizes that it takes for granted."""
-    shape = plan.shape
-    config = comfy.model_detection.detect_unet_config(tensors, "")
-    config.update(
-        num_attention_heads=shape.heads,
-        attention_head_dim=shape.head_dim,
-        joint_attention_dim=shape.joint_dim,
-        out_channels=shape.packed_out_channels // 4,
-        **_rope_axes(plan.source, shape.head_dim),
-    )
-    return config
-
-
-def _rope_axes(source: Source, head_dim: int) -> dict[str, tuple[int, ...]]:
-    """The split of a head over time, height and width, which no tensor tells."""
-    axes = source.config.get("axes_dims_rope")
-    if axes is None and head_dim == 128:
-        return {}  # the published models: ComfyUI's default
-    if not isinstance(axes, list) or len(axes) != 3 or sum(axes) != head_dim:
-        raise CheckpointError(
-            f"axes_dims_rope is {axes} in config.json and must be three numbers that add up to "
-            f"{head_dim}: put the config.json of the model next to its weights.",
-            source.path,
-        )
-    return {"axes_dims_rope": tuple(axes)}
 
 
 # Notices NaN and infinity at a model's first step, and names where they come from.

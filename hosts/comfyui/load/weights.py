@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import comfy.model_management
 import comfy.utils
@@ -20,7 +21,7 @@ from ....loaders.quantize import RoundedLayer, layers_to_quantize, quantize_laye
 from ....loaders.source import Source
 from ....loaders.stored import PackedLayer, StoredLayer, canonical_tensors
 from ....optimizations.reference import decode_weight
-from ....spec import QUANTIZED
+from ....spec import GATE_UP, GATED, QUANTIZED
 from .plan import STAGING_BYTES, LoadPlan
 
 
@@ -67,8 +68,10 @@ def transformer_tensors(
             ready |= entry.tensors(name)
         else:
             ready[name] = entry
+    halves = _join_gates(ready, stored)
     linear = [
         *stored,
+        *halves,
         *(_layer(name) for name, tensor in ready.items() if _is_weight(name, tensor)),
     ]
     quantizable = layers_to_quantize(linear)
@@ -87,9 +90,13 @@ def transformer_tensors(
             ready |= entry.tensors(layer)
 
     def weight_of(layer: str) -> torch.Tensor:
+        if layer in halves:
+            return torch.cat(halves[layer])
         entry = stored.get(layer)
         return ready[f"{layer}.weight"] if entry is None else entry.dequantized()
 
+    for layer in halves.keys() - to_round:
+        ready[f"{layer}.weight"] = weight_of(layer)
     if to_round:
         ready |= quantize_shown(source, to_round, weight_of, precision, device)
         form = "int8, rotated (ConvRot)" if precision == "int8" else precision
@@ -120,6 +127,33 @@ def quantize_shown(
     refuse = functools.partial(not_finite, source.path)
     quantize_layers(layers, weight_of, precision, device, take, refuse, per_row=per_row)
     return tensors
+
+
+def _join_gates(
+    ready: dict[str, torch.Tensor], stored: dict[str, StoredLayer]
+) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Puts gates and ups that diffusers has apart into one layer, as ComfyUI's own files have them,
+    of which one product is made.
+
+    Returns:
+        {layer: its gate and its up} of those that are in a dtype to compute with.
+    """
+    plain = {}
+    for gate in [it for it in map(_layer, (*stored, *ready)) if it.endswith(GATED[0])]:
+        block = gate.removesuffix(GATED[0])
+        parts = [stored.pop(block + it, None) or ready.pop(f"{block}{it}.weight") for it in GATED]
+        form, other = (
+            isinstance(it, StoredLayer) and replace(it, weight=None, scale=None) for it in parts
+        )
+        if form and form == other:
+            weight = torch.cat([it.weight for it in parts])
+            scale = torch.cat([it.scale for it in parts])
+            stored[block + GATE_UP] = replace(form, weight=weight, scale=scale)
+        else:
+            plain[block + GATE_UP] = tuple(
+                it.dequantized() if isinstance(it, StoredLayer) else it for it in parts
+            )
+    return plain
 
 
 def _decoded(

@@ -199,6 +199,8 @@ def cfg_of(guider: Any) -> float | None:
 def size_advice(model: Any, latent: Sequence[int]) -> str:
     """What to say of a size that the model was not trained at; empty for all but micro."""
     transformer = model.diffusion_model
+    if not hasattr(transformer, "txt_norm"):  # Qwen-Image-2.1
+        return ""
     form = len(transformer.transformer_blocks), len(transformer.txt_norm.weight)
     sides = {PIXELS_PER_LATENT * side for side in latent[-2:]}
     return MICRO_ADVICE if form == MICRO_TRANSFORMER and sides != {MICRO_SIDE} else ""
