@@ -164,3 +164,6 @@ def test_comfyui_recognizes_and_computes_the_micro_21(monkeypatch):
     known = velocity.transpose(1, 2).reshape(latents.shape)
     torch.testing.assert_close(found, known, atol=TOLERANCE, rtol=0)
     assert known.std() > 0.1
+    statistics, vae = comfy.latent_formats.QwenImage21(), model.vae.config
+    assert statistics.latents_mean.flatten().tolist() == pytest.approx(vae.latents_mean)
+    assert statistics.latents_std.flatten().tolist() == pytest.approx(vae.latents_std)

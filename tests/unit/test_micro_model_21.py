@@ -1,0 +1,103 @@
+"""The micro Qwen-Image-2.1: small, ordinary, and what both hosts ask of its dims.
+
+Where models/micro_21 is absent, an untrained one takes its place, and nothing is painted.
+"""
+
+import json
+
+import pytest
+import torch
+from diffusers import AutoencoderKLQwenImage21
+from safetensors import safe_open
+
+from qwen_l40s.hosts.diffusers.load import load_pipeline
+from qwen_l40s.hosts.diffusers.sample import generate
+from qwen_l40s.loaders.source import bundled_micro_folder
+from qwen_l40s.micro.judge import adherence
+from qwen_l40s.micro.scene import gallery_prompts, parse_prompt
+from qwen_l40s.tools.micro.families import QWEN_IMAGE_21
+from qwen_l40s.tools.micro.model import SCHEDULER, WEIGHTED, build
+
+SHIPPED = bundled_micro_folder("2.1")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    if SHIPPED.is_dir():
+        return SHIPPED
+    path = tmp_path_factory.mktemp("micro_21")
+    build(0, QWEN_IMAGE_21).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def config(folder):
+    names = {"scheduler": "scheduler_config.json", **dict.fromkeys(WEIGHTED, "config.json")}
+    return {
+        part: json.loads((folder / part / name).read_text(encoding="utf-8"))
+        for part, name in names.items()
+    }
+
+
+def test_the_folder_is_at_most_8_megabytes(folder):
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files if file.suffix != ".md") <= 8_000_000
+    assert {file.suffix for file in files} <= {".json", ".safetensors", ".txt", ".jinja", ".md"}
+
+
+def test_the_index_names_the_real_models_classes(folder):
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    assert {name: value for name, value in index.items() if name != "_diffusers_version"} == {
+        "_class_name": "QwenImage21Pipeline",
+        "processor": ["transformers", "Qwen3VLProcessor"],
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+        "text_encoder": ["transformers", "Qwen3VLForConditionalGeneration"],
+        "transformer": ["diffusers", "QwenImage21Transformer2DModel"],
+        "vae": ["diffusers", "AutoencoderKLQwenImage21"],
+    }
+
+
+@pytest.mark.parametrize("part", WEIGHTED)
+def test_every_weight_is_a_finite_bf16(folder, part):
+    (file,) = (folder / part).glob("*.safetensors")
+    with safe_open(file, "pt") as weights:
+        for name in weights.keys():  # noqa: SIM118 (not a dict)
+            weight = weights.get_tensor(name)
+            assert weight.dtype == torch.bfloat16 and weight.isfinite().all(), name
+
+
+def test_comfyuis_constants_hold(config):
+    transformer, text, vae = config["transformer"], config["text_encoder"], config["vae"]
+    assert transformer["attention_head_dim"] == text["text_config"]["head_dim"] == 128
+    assert transformer["axes_dims_rope"] == [16, 56, 56] and transformer["causal_condition"]
+    assert transformer["num_attention_heads"] >= 2  # or one head's place hides another's
+    assert transformer["context_in_dim"] == text["text_config"]["hidden_size"]
+    assert text["text_config"]["rope_parameters"]["mrope_section"] == [24, 20, 20]
+    assert text["vision_config"]["deepstack_visual_indexes"]  # ComfyUI knows Qwen3-VL by them
+    stock = AutoencoderKLQwenImage21(base_dim=4).config
+    assert all(vae[name] == stock[name] for name in ("latents_mean", "latents_std"))
+    assert (vae["dim_mult"], vae["num_res_blocks"], vae["z_dim"]) == ([1, 2, 4, 8, 8], 2, 64)
+    assert {name: config["scheduler"][name] for name in SCHEDULER} == SCHEDULER
+
+
+def test_prompts_are_cut_after_the_system_turn(folder):
+    """Where the second turn starts, by which ComfyUI finds it."""
+    pipeline = load_pipeline(folder, device="cpu", precision="fp32").to_diffusers()
+    words = pipeline.processor.tokenizer
+    ids = words(pipeline.prompt_template_t2i.format("a red star")).input_ids
+    assert words.decode(ids[pipeline._drop_idx :]).startswith("<|im_start|>user\na red star")
+    assert ids[pipeline._drop_idx] == ids[0] == words.convert_tokens_to_ids("<|im_start|>")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHIPPED.is_dir(), reason="models/micro_21 is not here")
+def test_the_model_paints_what_it_is_told():
+    """Prompts of (shape, colour) pairs that training never showed."""
+    pipeline = load_pipeline(SHIPPED, device="cpu", precision="fp32")
+    results = []
+    for seed, prompt in enumerate(gallery_prompts(10, seed=3)):
+        painted = generate(pipeline, prompt, width=256, height=256, seed=seed, progress=False)
+        results.append(adherence(painted.images[0], parse_prompt(prompt)))
+    assert sum(result.score == 1 for result in results) >= 8
