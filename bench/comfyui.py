@@ -190,7 +190,7 @@ def prepared(patcher: ModelPatcher, row: Row) -> ModelPatcher:
         clone.model_options["transformer_options"][SLOT] = _cudnn_attention
         return clone
     for number in range(row.loras):
-        add_bypass(clone, _random_lora(clone, number))
+        add_bypass(clone, _random_lora(clone, number).items())
     settings = OptimizeSettings(blocks=row.variant != "attention", attention=row.attention)
     return optimize(clone, settings)
 

@@ -183,6 +183,11 @@ WIDTH_21, LARGEST_OF_THAT_WIDTH = 4096, 8
 READS_INPUT = {"lora_A", "lora_down", "lora.down", "hada_w1_b"} | {
     f"lokr_w{factor}{part}" for factor in (1, 2) for part in ("", "_b")
 }
+# Of Fun-Acc, for one.
+WHOLE_TENSORS = (
+    "This LoRA holds whole tensors such as proj_out.weight, which this package and ComfyUI's Load "
+    "LoRA leave out: load the file with the nodes of its publisher."
+)
 ATTENTION_OF_21 = {"attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"}
 
 
@@ -219,18 +224,7 @@ def lora(tensors: Tensors) -> Identity | None:
         blocks=len(blocks) or None,
         folder="loras",
         licence=LICENCE_21_OF_OTHERS if of_21 else None,
-        cannot_run=_left_to_others("proj_out.weight" in tensors) if of_21 else (),
-    )
-
-
-def _left_to_others(whole: bool) -> tuple[str, ...]:
-    """What loads a LoRA of Qwen-Image-2.1; `whole`: it holds whole tensors, as Fun-Acc does."""
-    if not whole:
-        own = "choose one for Qwen-Image, or "
-        return (left_to_comfyui(f"LoRAs of {FAMILY_21}", "Load LoRA", instead=own),)
-    return (
-        f"This package does not run {FAMILY_21}, and ComfyUI's Load LoRA leaves out whole tensors "
-        "such as proj_out.weight: load this file with the nodes of its publisher.",
+        cannot_run=(WHOLE_TENSORS,) if of_21 and "proj_out.weight" in tensors else (),
     )
 
 

@@ -38,6 +38,7 @@ from .load.plan import STAGING_BYTES
 from .lora.bypass import BYPASS_KEY
 from .sample.attention import file_choice
 from .sample.off_card import named_weights
+from .sample.optimize import QWEN_IMAGE_21
 
 PREFIX = "diffusion_model."
 FOLDER = "diffusion_models"
@@ -235,7 +236,8 @@ def loaded_weights(model: ModelPatcher) -> dict[str, torch.Tensor]:
     # again when it samples.
     model.unpatch_model(unpatch_weights=False)
     module = model.model.diffusion_model
-    if not isinstance(module, QwenImageTransformer2DModel):
+    is_21 = isinstance(model.model, QWEN_IMAGE_21)
+    if not (is_21 or isinstance(module, QwenImageTransformer2DModel)):
         raise CheckpointError(
             f"The model is a {type(module).__name__} and only Qwen-Image transformers can be "
             "written: connect a Qwen-Image MODEL."

@@ -634,6 +634,6 @@ def test_another_model_of_the_same_blocks_is_refused() -> None:
     """MageFlow has Qwen-Image's blocks, fewer of them."""
     model = build()
     model.model.__class__ = type("MageFlow", (type(model.model),), {})
-    words = "The MODEL is MageFlow and this node changes Qwen-Image 1.x"
+    words = "The MODEL is MageFlow and this node changes Qwen-Image"
     with pytest.raises(SettingError, match=words):
         applied(model, lora())

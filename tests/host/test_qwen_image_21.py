@@ -33,6 +33,7 @@ from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
+from qwen_l40s.hosts.comfyui.lora.bypass import bypass_models
 from qwen_l40s.hosts.comfyui.report.table import report_run
 from qwen_l40s.hosts.comfyui.sample.guidance import rescale_by_token
 from qwen_l40s.hosts.comfyui.sample.optimize import optimize, report_of
@@ -40,6 +41,7 @@ from qwen_l40s.hosts.comfyui.save import save_quantized
 from qwen_l40s.loaders.quantized_file import plan_quantized, write_quantized
 from qwen_l40s.loaders.source import open_source
 from qwen_l40s.options import request_settings
+from qwen_l40s.spec import QUANTIZED
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 newer = pytest.mark.host_has("comfy.model_base.QwenImage21")
@@ -260,26 +262,137 @@ def test_the_licence_and_the_modulation_are_told():
 # --- LoRAs
 
 
-def test_a_lora_of_21_is_left_to_comfyui():
-    words = ("does not run LoRAs of Qwen-Image-2.1", "ComfyUI's Load LoRA", "lora.safetensors)")
+HALVES = tuple(f"{BLOCK}.img_mlp.{name}" for name in ("gate_layer", "proj"))
+STYLES = ("", "transformer.", "diffusion_model.", "base_model.model.", "lora_unet_", "lycoris_")
+
+
+def with_lora(model, path, how, strength=0.7, applied=None):
+    patched, report = apply_lora(model, path, strength, how=how)
+    assert not report.not_applied and applied in (None, report.applied)
+    return patched
+
+
+def merged_by_core(model, path, strength=0.7):
+    return comfy.sd.load_lora_for_models(
+        model, None, comfy.utils.load_torch_file(str(path)), strength, 0
+    )[0]
+
+
+def distance(one, other):
+    return ((one - other).norm() / other.norm()).item()
+
+
+def of_another(lora_of, model, family):
     for how in ("merge", "bypass"):
         comfyui_boot.refused(
             CheckpointError,
-            *words,
-            run=lambda how=how: apply_lora(model_1(), lora(OF_21), 1.0, how=how),
+            f"and the MODEL is {family}: choose a LoRA for {family}, or load the model that",
+            "lora.safetensors)",
+            run=partial(apply_lora, model, lora(lora_of), 1.0, how=how),
         )
 
 
-def test_a_module_inside_a_larger_weight():
-    """As ComfyUI maps what it fuses, here for a model that fuses nothing."""
+def test_a_lora_of_21_in_another_model():
+    of_another(OF_21, model_1(), "Qwen-Image 1.x")
+
+
+@newer
+def test_a_lora_of_another_model_in_21():
+    of_another(OF_1, model_21(), "Qwen-Image-2.1")
+    path = lora({"transformer_blocks.1.attn.to_q": (128, 128)})
+    comfyui_boot.refused(
+        CheckpointError,
+        "the shape (128, 128) and this model's (256, 256)",
+        run=partial(apply_lora, model_21(), path, 1.0, how="merge"),
+    )
+    path = FOLDER / "fun_acc.safetensors"
+    whole = comfy.utils.load_torch_file(str(lora(OF_21))) | {"proj_out.weight": random(64, DIM)}
+    save_file(whole, path)
+    comfyui_boot.refused(
+        CheckpointError,
+        "holds whole tensors such as proj_out.weight",
+        "with the nodes of its publisher",
+        run=partial(apply_lora, model_21(), path, 1.0, how="merge"),
+    )
+
+
+@newer
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("how", ["merge", "bypass"])
+def test_a_lora_does_what_cores_does(fused, how):
+    path = lora(OF_21, rank=3)
+    model = model_21(fused)
+    plain, core = paint(model), paint(merged_by_core(model, path))
+    assert distance(core, plain) > 1e-3
+    ours = paint(with_lora(model, path, how, applied=3))
+    assert torch.equal(ours, core) if how == "merge" else distance(ours, core) < 1e-5
+    assert torch.equal(paint(model), plain)
+    # One half alone, and two LoRAs of one weight.
+    first, second = (
+        lora({half: (3 * DIM, DIM)}, rank=2).rename(FOLDER / f"{half}.safetensors")
+        for half in HALVES
+    )
+    core = paint(merged_by_core(merged_by_core(model, first), second, -0.4))
+    both = with_lora(with_lora(model, first, how, applied=1), second, how, -0.4, applied=1)
+    assert distance(paint(both), core) < 1e-5
+
+
+@newer
+def test_every_style_of_keys_is_applied():
+    model = model_21()
+    expected = paint(with_lora(model, lora(OF_21), "merge"))
+    for style in STYLES:
+        flat = style.endswith("_")
+        names = {style + (it.replace(".", "_") if flat else it): OF_21[it] for it in OF_21}
+        assert torch.equal(paint(with_lora(model, lora(names), "merge", applied=3)), expected)
+    # Turbo's names the whole weight.
+    for style in STYLES:
+        name = f"{BLOCK}.img_mlp.gate_up"
+        name = style + (name.replace(".", "_") if style.endswith("_") else name)
+        for how in ("merge", "bypass"):
+            with_lora(model, lora({name: (6 * DIM, DIM)}), how, applied=1)
+
+
+@newer
+def test_halves_beside_a_quantized_weight_keep_their_ranks():
+    path = write_21(change=in_bf16)
+    model = load_model(path, "int8")[0]
+    patched, report = apply_lora(model, lora(OF_21, rank=3), 1.0, how="auto")
+    assert (report.how, report.applied, report.quantized) == ("bypass", 3, 3)
+    (layers,) = bypass_models(patched)
+    changes = dict(zip(layers.names, layers.changes, strict=True))
+    low = changes[f"diffusion_model.{BLOCK}.img_mlp.gate_up"].matrices
+    assert (low.up.shape, low.down.shape) == ((6 * DIM, 6), (6, DIM))
+    assert not low.up[3 * DIM :, :3].any() and not low.up[: 3 * DIM, 3:].any()
+    exact = merged_by_core(load_model(path, "bf16")[0], lora(OF_21, rank=3), 1.0)
+    assert distance(paint(patched), paint(exact)) < 0.05
+
+
+@newer
+def test_lokr_on_halves():
+    path = FOLDER / "lokr.safetensors"
+    tensors = {}
+    for half in HALVES:
+        tensors[f"{half}.lokr_w1"] = random(12, 8) * 0.3
+        tensors[f"{half}.lokr_w2"] = random(64, 32) + 0.01
+    save_file(tensors, path)
+    model = model_21()
+    core = paint(merged_by_core(model, path))
+    assert distance(core, paint(model)) > 1e-3
+    assert torch.equal(paint(with_lora(model, path, "merge", applied=2)), core)
+    assert distance(paint(with_lora(model, path, "bypass", applied=2)), core) < 1e-5
+
+
+def test_a_module_inside_a_larger_weight_in_another_form():
+    """As ComfyUI maps what it transposes, here for a model that it does this to nowhere."""
     key = f"diffusion_model.{BLOCK}.attn.to_q.weight"
-    for target in ((key, (0, 0, 64)), (key, (0, 64, 64), lambda change: change)):
+    for target in ((key, (1, 0, 64)), (key, (0, 64, 64), lambda change: change)):
         keys = {f"{BLOCK}.attn.to_q": target, f"{BLOCK}.img_mlp.net.2": key}
         for how in ("merge", "bypass"):
             with mock.patch.object(comfy.lora, "model_lora_keys_unet", lambda model, _, k=keys: k):
                 refused(
                     f"This LoRA changes '{BLOCK}.attn.to_q'",
-                    "keeps inside a larger weight: load it with ComfyUI's Load LoRA",
+                    "inside a larger weight in another form: load it with ComfyUI's Load LoRA",
                     run=lambda how=how: apply_lora(model_1(), lora(OF_1), 1.0, how=how),
                 )
 
@@ -297,18 +410,24 @@ def test_what_is_no_slice_is_applied_beside_the_keys_of_slices():
 
 
 @newer
-def test_the_node_applies_nothing_to_a_model_21():
-    for fused in (True, False):
-        model = model_21(fused)
-        for how in ("merge", "bypass"):
-            run = partial(apply_lora, model, lora(OF_1), 1.0, how=how)
-            refused("The MODEL is QwenImage21", "use ComfyUI's Load LoRA.", run=run)
-            comfyui_boot.refused(
-                CheckpointError,
-                "does not run LoRAs of Qwen-Image-2.1",
-                run=partial(apply_lora, model, lora(OF_21), 1.0, how=how),
-            )
-        assert apply_lora(model, lora(OF_1), 0.0, how="merge")[0] is model
+@pytest.mark.parametrize("precision", QUANTIZED)
+def test_saving_with_a_lora(precision):
+    source = write_21(change=in_bf16)
+    model = load_model(source, "bf16")[0]
+    path = FOLDER / "saved.safetensors"
+    saved = save_quantized(model, path, precision, overwrite=True)
+    assert (saved.quantized, saved.twice, saved.merged) == (12, 0, 0)
+    written = FOLDER / "written.safetensors"
+    write_quantized(plan_quantized(source, precision), written, overwrite=True)
+    assert_same(load_model(path)[0], load_model(written)[0])
+    patched = with_lora(model, lora(OF_21), "merge")
+    saved = save_quantized(patched, path, precision, overwrite=True)
+    assert (saved.quantized, saved.merged) == (12, 2)  # gate and up are one
+    exact = paint(patched)
+    assert distance(paint(load_model(path)[0]), exact) < (0.05 if precision == "int8" else 0.1)
+    own = comfy.sd.load_diffusion_model(str(source), model_options={"dtype": torch.bfloat16})
+    save_quantized(own, path, precision, overwrite=True)
+    assert_same(load_model(path)[0], load_model(written)[0])
 
 
 # --- a MODEL
@@ -339,11 +458,6 @@ def test_what_reads_a_model_refuses_21():
     refused(words, run=lambda: request_from(settings, clip=clip))
     latent = {"samples": torch.ones(1, 64, 8, 8)}
     refused("the LATENT is (1, 64, 8, 8)", run=lambda: request_from(settings, latent=latent))
-    comfyui_boot.refused(
-        CheckpointError,
-        "The model is a QwenImage21Transformer2DModel",
-        run=lambda: save_quantized(model, FOLDER / "out.safetensors", "int8"),
-    )
 
 
 # --- the parts of one wired to the other

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ from comfy.quant_ops import QuantizedTensor
 from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, WeightAdapterBase
 
 from ....errors import CheckpointError, SettingError
+from ....loaders.checkpoint import CheckpointPart
 from ....loaders.convert import normalize_name
 from ....loaders.detect import FOREIGN_STACKS
 from ....planning.request import LORA_MODES
-from ....spec import format_gib
-from ..sample.optimize import unsupported_model
-from .bypass import Kronecker, Matrices, add_bypass, bypass_change
+from ....spec import FAMILY_21, format_gib
+from ..sample.optimize import QWEN_IMAGE_21, unsupported_model
+from .bypass import Kronecker, Matrices, add_bypass, bypass_change, in_rows
 from .file import LoraFile, inspect_lora, read_lora
 
 LISTED = 3  # names in a message
@@ -40,6 +41,8 @@ NO_BYPASS = "auto takes merge because this kind of LoRA has no bypass."
 TEXT_ENCODER_PREFIXES = ("text_encoder", "text_model", "lora_te", "te_", "clip", "cond_stage_model")
 # What `comfy.lora.load_lora` makes of a module: an adapter, or ("diff", (tensor,)).
 Patch = WeightAdapterBase | tuple[str, tuple[Any, ...]]
+# How ComfyUI names what a patch changes: a weight, or (weight, (dim, start, length)) inside it.
+Key = str | tuple[str, tuple[int, int, int]]
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def apply_lora(
     """Returns a clone of the model with the LoRA, and the report.
 
     Args:
-        model: a Qwen-Image MODEL, quantized or not, with or without other LoRAs.
+        model: a Qwen-Image MODEL, 2.1 too, quantized or not, with or without other LoRAs.
         path: a safetensors file with a LoRA, LoHa or LoKr in any of the usual key styles.
         strength: factor on the change, also negative; 0 returns the model itself.
         how: "merge" adds the change to the weights as ComfyUI does, which rounds quantized weights
@@ -119,7 +122,7 @@ def apply_lora(
         CheckpointError: the file is not a LoRA, is for another model or width, is damaged, holds
             NaN or infinity, or changes nothing in this model.
         SettingError: `strength` or `how` is invalid, this kind of LoRA can only be merged, or the
-            model is not Qwen-Image 1.x or keeps what the LoRA changes inside a larger weight.
+            model is not Qwen-Image or keeps what the LoRA changes in other rows than its own.
     """
     if how not in LORA_MODES:
         raise SettingError(f"lora_mode {how!r} is unknown: choose {', '.join(LORA_MODES)}.")
@@ -139,11 +142,7 @@ def apply_lora(
     )
     if strength == 0:
         return model, report
-    if unsupported_model(model):
-        raise SettingError(
-            f"The MODEL is {type(model.model).__name__} and this node changes Qwen-Image 1.x: use "
-            "ComfyUI's Load LoRA."
-        )
+    _check_family(model, part, path)
     file = read_lora(path)
     patches, not_applied = _patches(model, file)
     if not patches:
@@ -153,9 +152,11 @@ def apply_lora(
             "so choose a LoRA for this model.",
             path,
         )
-    weights = {key: comfy.utils.get_attr(model.model, key) for key in patches}
+    weights = {key: comfy.utils.get_attr(model.model, _name(key)) for key in patches}
     for key, patch in patches.items():
-        _check_shape(path, key, patch, tuple(weights[key].shape))
+        rows, *others = weights[key].shape
+        shape = (rows if isinstance(key, str) else key[1][2], *others)
+        _check_shape(path, _name(key), patch, shape)
     clone = model.clone()
     quantized = sum(map(_is_quantized, weights.values()))
     beside, why = None, ""
@@ -167,7 +168,7 @@ def apply_lora(
             if how != "auto":
                 raise
             why = NO_BYPASS
-    changes, merged = beside or ({}, patches)
+    changes, merged = beside or ((), patches)
     if changes:
         add_bypass(clone, changes)
     if merged:
@@ -186,10 +187,41 @@ def apply_lora(
     )
 
 
-def _patches(model: ModelPatcher, file: LoraFile) -> tuple[dict[str, Patch], list[tuple[str, str]]]:
+def _check_family(model: ModelPatcher, part: CheckpointPart, path: Path) -> None:
+    of_21 = isinstance(model.model, QWEN_IMAGE_21)
+    if not of_21 and unsupported_model(model):
+        raise SettingError(
+            f"The MODEL is {type(model.model).__name__} and this node changes Qwen-Image: use "
+            "ComfyUI's Load LoRA."
+        )
+    # Of others the shapes tell.
+    is_other = part.family.endswith("for Qwen-Image") if of_21 else FAMILY_21 in part.family
+    if is_other:
+        family = FAMILY_21 if of_21 else "Qwen-Image 1.x"
+        raise CheckpointError(
+            f"This is a {part.family} and the MODEL is {family}: choose a LoRA for {family}, or "
+            "load the model that this one is for.",
+            path,
+        )
+
+
+def _name(key: Key) -> str:
+    """The weight that holds what a patch changes."""
+    return key if isinstance(key, str) else key[0]
+
+
+def _known_as(module: str) -> Iterator[str]:
+    """Names that ComfyUI may map a module by: of Qwen-Image-2.1 it maps the halves of `gate_up` by
+    bare names and LyCORIS's, and the whole by others.
+    """
+    yield from (module, f"diffusion_model.{module}", module.replace("lora_unet_", "lycoris_", 1))
+
+
+def _patches(model: ModelPatcher, file: LoraFile) -> tuple[dict[Key, Patch], list[tuple[str, str]]]:
     """Returns {weight of the model: patch}, and (name, reason) of the modules without one."""
     known = comfy.lora.model_lora_keys_unet(model.model, {})
-    targets = {module: known[module] for module in file.modules if module in known}
+    names = {it: next((n for n in _known_as(it) if n in known), None) for it in file.modules}
+    targets = {module: known[name] for module, name in names.items() if name is not None}
     foreign = [
         name
         for module, name in file.modules.items()
@@ -200,12 +232,15 @@ def _patches(model: ModelPatcher, file: LoraFile) -> tuple[dict[str, Patch], lis
             f"This LoRA is for another model, which has {foreign[0]!r}: choose one for Qwen-Image.",
             file.path,
         )
-    # ComfyUI maps what a model keeps inside a larger weight to (weight, (dim, start, length)).
-    sliced = [file.modules[module] for module, key in targets.items() if not isinstance(key, str)]
+    sliced = [
+        file.modules[module]
+        for module, key in targets.items()
+        if not isinstance(key, str) and (len(key) > 2 or key[1][0])
+    ]
     if sliced:
         raise SettingError(
-            f"This LoRA changes {sliced[0]!r}, which this MODEL keeps inside a larger weight: load "
-            "it with ComfyUI's Load LoRA.",
+            f"This LoRA changes {sliced[0]!r}, which this MODEL keeps inside a larger weight in "
+            "another form: load it with ComfyUI's Load LoRA.",
             file.path,
         )
     if len(set(targets.values())) < len(targets):
@@ -223,11 +258,11 @@ def _patches(model: ModelPatcher, file: LoraFile) -> tuple[dict[str, Patch], lis
             f"This LoRA lacks the tensor {error} of a pair: download the file again.", file.path
         ) from error
     weights = model.model.state_dict()
-    patches = {key: patch for key, patch in loaded.items() if key in weights}
+    patches = {key: patch for key, patch in loaded.items() if _name(key) in weights}
     not_applied = []
     for module, name in file.modules.items():
         key = targets.get(module, "")
-        keys = {key, f"{key.removesuffix('.weight')}.bias"}
+        keys = {key, f"{_name(key).removesuffix('.weight')}.bias"}
         if module.startswith(TEXT_ENCODER_PREFIXES):
             not_applied.append((name, "text encoder"))
         elif not key or (keys & loaded.keys() and not keys & patches.keys()):
@@ -289,25 +324,27 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> tuple[int, int]:
 def _beside(
     clone: ModelPatcher,
     path: Path,
-    patches: Mapping[str, Patch],
-    weights: Mapping[str, torch.Tensor],
+    patches: Mapping[Key, Patch],
+    weights: Mapping[Key, torch.Tensor],
     strength: float,
-) -> tuple[dict[str, Matrices | Kronecker], dict[str, Patch]]:
+) -> tuple[list[tuple[str, Matrices | Kronecker]], dict[Key, Patch]]:
     """What is computed beside the layers, by their names, and what is merged all the same.
 
     Raises:
         SettingError: a change has no bypass.
     """
     dtype = clone.model.get_dtype_inference()
-    changes, merged = {}, {}
+    changes, merged = [], {}
     for key, patch in patches.items():
-        name = key.removesuffix(".weight")
+        name = _name(key).removesuffix(".weight")
         layer = clone.model.get_submodule(name.rpartition(".")[0] if name == key else name)
         change = None
         if isinstance(patch, WeightAdapterBase) and hasattr(layer, "in_features"):
             change = bypass_change(patch, strength, dtype)
         if change is not None:
-            changes[name] = change
+            if not isinstance(key, str):
+                change = in_rows(change, key[1][1], layer.out_features)
+            changes.append((name, change))
         elif isinstance(patch, WeightAdapterBase) or _is_quantized(weights[key]):
             raise SettingError(
                 f"This LoRA changes {name!r} by more than two matrices, which has no bypass: "

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -111,12 +111,28 @@ def bypass_change(
     return None
 
 
-def add_bypass(patcher: ModelPatcher, changes: Mapping[str, Matrices | Kronecker]) -> None:
+def in_rows(change: Matrices | Kronecker, start: int, rows: int) -> Matrices | Kronecker:
+    """A change of some rows of a layer as one of all its `rows`: those before `start` and behind
+    it stay as they are.
+    """
+    if isinstance(change, Matrices):
+        return change._replace(up=_padded(change.up, start, rows))
+    # A row of `outer` makes as many rows as `inner` has.
+    inner = change.inner.out_features
+    outer = _padded(change.outer.weight.detach(), start // inner, rows // inner)
+    return Kronecker(outer, change.inner.weight.detach(), change.scale)
+
+
+def _padded(matrix: torch.Tensor, start: int, rows: int) -> torch.Tensor:
+    return torch.nn.functional.pad(matrix, (0, 0, start, rows - start - len(matrix)))
+
+
+def add_bypass(patcher: ModelPatcher, changes: Iterable[tuple[str, Matrices | Kronecker]]) -> None:
     """Adds changes, by the dotted name of their layer in the model, to those that are there."""
     there = bypass_models(patcher)
     before = [change for layers in there for change in layers.all()]
     count = 1 + sum(layers.count for layers in there)
-    layers = BypassLayers([*before, *changes.items()], count)
+    layers = BypassLayers([*before, *changes], count)
     patcher.set_additional_models(
         BYPASS_KEY, [_patcher(layers, patcher.load_device, patcher.offload_device)]
     )

@@ -11,9 +11,8 @@ import torch
 from ....errors import CheckpointError
 from ....loaders.checkpoint import CheckpointPart, inspect_checkpoint
 from ....loaders.convert import normalize_name
-from ....loaders.detect import SUFFIX
+from ....loaders.detect import SUFFIX, WHOLE_TENSORS
 from ....loaders.quantization import ATTENTION_CONFIG
-from ....spec import FAMILY_21
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,13 @@ def inspect_lora(path: Path) -> CheckpointPart:
     """What a LoRA file is, from its header: a model in the wrong slot has tens of gigabytes.
 
     Raises:
-        CheckpointError: the file is no LoRA, or one for Qwen-Image-2.1; the message says what it is
-            and where it belongs.
+        CheckpointError: the file is no LoRA, or more than one; the message says what it is and
+            where it belongs.
     """
     parts = inspect_checkpoint(path).parts
     if len(parts) == 1 and parts[0].role == "lora":
-        if FAMILY_21 in parts[0].family:
-            raise CheckpointError(parts[0].cannot_run[0], path)
+        if WHOLE_TENSORS in parts[0].cannot_run:
+            raise CheckpointError(WHOLE_TENSORS, path)
         return parts[0]
     found = ", ".join(f"{part.family} ({part.role})" for part in parts)
     folders = sorted({part.folder for part in parts if part.folder})
