@@ -5,6 +5,7 @@ Everything that tells one family of models from another is in its `Family`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -151,18 +152,24 @@ BLOCK_GEMMS = DOUBLE_STREAM.gemms
 # gated MLP's first weights are apart, or [gate; up] in one, as ComfyUI's own files have them.
 GATE_UP = "img_mlp.gate_up"
 GATED = ("img_mlp.gate_layer", "img_mlp.proj")  # the halves of GATE_UP, in its order
-SINGLE_STREAM, FUSED_SINGLE_STREAM = (
-    BlockSpec(
+
+
+@functools.cache
+def single_stream(fused_mlp: bool, mlp_ratio: int = 3) -> BlockSpec:
+    """A block of Qwen-Image-2.1, as of `SingleStreamShape`."""
+    first = {GATE_UP: (2 * mlp_ratio, 1)} if fused_mlp else dict.fromkeys(GATED, (mlp_ratio, 1))
+    return BlockSpec(
         gemms={
             **{f"attn.{name}": (1, 1) for name in ATTENTION},
             **first,
-            "img_mlp.out": (1, 3),
+            "img_mlp.out": (1, mlp_ratio),
         },
         head_norms=("attn.norm_q", "attn.norm_k"),
         biases=False,
     )
-    for first in (dict.fromkeys(GATED, (3, 1)), {GATE_UP: (6, 1)})
-)
+
+
+SINGLE_STREAM, FUSED_SINGLE_STREAM = single_stream(False), single_stream(True)
 BLOCKS = (DOUBLE_STREAM, SINGLE_STREAM, FUSED_SINGLE_STREAM)
 FAMILY_21 = "Qwen-Image-2.1"  # as header inspection calls it
 
@@ -220,7 +227,12 @@ class TransformerShape:
                 "the width must be a whole number of heads, so get the file again."
             )
         if family == FAMILY_21:
-            return SingleStreamShape(**sizes, fused_mlp=dims.get("mlp") == GATE_UP)
+            ratio = dims.get("mlp_ratio")
+            return SingleStreamShape(
+                **sizes,
+                fused_mlp=dims.get("mlp") == GATE_UP,
+                mlp_ratio=ratio if isinstance(ratio, int) else 3,
+            )
         return TransformerShape(**sizes, addition_t_cond=family == "Qwen-Image-Layered")
 
     def quantizable_layers(self) -> dict[str, tuple[int, int]]:
@@ -287,13 +299,15 @@ class SingleStreamShape(TransformerShape):
 
     Args:
         fused_mlp: whether gate and up are one weight, as in ComfyUI's own files.
+        mlp_ratio: width of the gated MLP in multiples of dim.
     """
 
     fused_mlp: bool = False
+    mlp_ratio: int = 3
 
     @property
     def block(self) -> BlockSpec:
-        return FUSED_SINGLE_STREAM if self.fused_mlp else SINGLE_STREAM
+        return single_stream(self.fused_mlp, self.mlp_ratio)
 
     def outer_layers(self) -> dict[str, tuple[int, int]]:
         found, dim = super().outer_layers(), self.dim

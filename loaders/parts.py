@@ -229,6 +229,8 @@ def qwen_image_21(tensors: Tensors) -> Identity | None:
     head_dim = size(tensors, "transformer_blocks.0.attn.norm_q.weight")
     blocks = count_blocks(tensors, "transformer_blocks.")
     forms = [form for form in (GATE_UP, GATED[0]) if any(f".{form}." in name for name in tensors)]
+    mlp = forms[0] if forms else None
+    rows = size(tensors, f"transformer_blocks.0.{mlp}.weight")
     return Identity(
         family=FAMILY_21,
         role="transformer",
@@ -240,7 +242,8 @@ def qwen_image_21(tensors: Tensors) -> Identity | None:
             joint_dim=size(tensors, "txt_in.text_norm.weight"),
             in_channels=size(tensors, "img_in.weight", 1),
             packed_out_channels=size(tensors, "proj_out.weight"),
-            mlp=forms[0] if forms else None,
+            mlp=mlp,
+            mlp_ratio=rows // dim // (2 if mlp == GATE_UP else 1) if rows and dim else None,
         ),
         blocks=blocks,
         folder="diffusion_models",

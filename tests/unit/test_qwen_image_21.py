@@ -216,6 +216,7 @@ def test_every_form_of_the_transformer(tmp_path, diffusers_form, form, capsys):
         "in_channels": 64,
         "packed_out_channels": 64,
         "mlp": "img_mlp.gate_layer" if form == "diffusers" else "img_mlp.gate_up",
+        "mlp_ratio": 3,
     }
     shape = TransformerShape.from_dims(part.dims, part.blocks, part.family)
     assert shape == replace(SHAPE_21, fused_mlp=form != "diffusers")
@@ -334,6 +335,7 @@ CONFIG = {
     "num_attention_heads": 8,
     "context_in_dim": 96,
     "axes_dims_rope": (8, 12, 12),
+    "mlp_ratio": 2,
 }
 
 
