@@ -293,11 +293,7 @@ def _part(name: str, part: Slice, shards: Shards, config: Mapping[str, Any]) -> 
         quantization=quantization,
         folder=identity.folder,
         licence=identity.licence,
-        cannot_run=(
-            (*identity.cannot_run, *quantization.needs())
-            if identity.cannot_run
-            else tuple(quantization.cannot_run(identity.role))
-        ),
+        cannot_run=identity.cannot_run or tuple(quantization.cannot_run(identity.role)),
         errors=(*identity.errors, *contradictions(identity, config, tensors)),
         prefix=part.prefix,
         attention={name: count for name, count in attention.items() if name},

@@ -206,6 +206,7 @@ LICENCE_21_OF_OTHERS = f"of {FAMILY_21}: research, not commercial use"
 SINCE_21 = "(ComfyUI 0.37 or newer)"
 FILES_21 = f"{SINCE_21} with a file of huggingface.co/Comfy-Org/{FAMILY_21}"
 LATENT_CHANNELS_21 = 64
+QWEN3_VL_8B = f"Qwen3-VL 8B text encoder ({FAMILY_21}'s among others)"
 # The gated MLP of its blocks: gate and up apart, or, in ComfyUI's files, in one weight.
 MLP_21 = ("img_mlp.proj", "img_mlp.gate_layer", GATE_UP, "img_mlp.out")
 
@@ -267,22 +268,20 @@ def qwen3_vl(tensors: Tensors) -> Identity | None:
     nested = "model.language_model.norm.weight" in tensors
     language = "model.language_model." if nested else "model."
     hidden = size(tensors, f"{language}norm.weight")
-    own = "choose Qwen2.5-VL 7B for Qwen-Image"
-    if hidden == 4096:
-        family = f"Qwen3-VL 8B text encoder ({FAMILY_21}'s among others)"
-        node = "Load CLIP with type qwen_image"
-        refusal = left_to_comfyui("Qwen3-VL 8B", node, instead=f"{own}, or ")
-    else:
-        family = f"Qwen3-VL text encoder ({FAMILY_21} takes the 8B, 4096 wide)"
-        refusal = f"This package does not run Qwen3-VL: {own}."
+    fits = hidden == SHAPE_21.joint_dim
     return Identity(
-        family=family,
+        family=QWEN3_VL_8B if fits else f"Qwen3-VL text encoder ({FAMILY_21} takes the 8B)",
         role="text_encoder",
         variant="transformers names" if nested else "ComfyUI's names",
         dims=known(hidden=hidden, vocabulary=size(tensors, f"{language}embed_tokens.weight")),
         blocks=count_blocks(tensors, f"{language}layers."),
         folder="text_encoders",
-        cannot_run=(refusal,),
+        cannot_run=()
+        if fits
+        else (
+            "This package runs no Qwen3-VL of this size: choose the 8B, 4096 wide, for "
+            f"{FAMILY_21}, or Qwen2.5-VL 7B for Qwen-Image.",
+        ),
     )
 
 

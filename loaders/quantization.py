@@ -149,12 +149,6 @@ class Quantization:
                 )
         return [*dict.fromkeys(sentences)]
 
-    def needs(self) -> list[str]:
-        """What ComfyUI has to be for formats that it has learnt of late, one sentence for each."""
-        return [
-            f"{name} weights need {HOSTS[name]}." for name in sorted(self.formats) if name in HOSTS
-        ]
-
     def as_dict(self) -> dict[str, Any]:
         return {
             "formats": self.formats,

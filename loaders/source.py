@@ -196,9 +196,8 @@ def _fact(part: CheckpointPart) -> str:
         return f"This {name}, not Qwen-Image"
     if part.role == "other":
         return f"{name[0].upper()}{name[1:]}"
-    if part.role in PLACES and not part.cannot_run:
-        called = PLACES[part.role][0].removeprefix("the ")
-        return f"This is a {called}" + (f" ({name})" if called != name else "")
+    if part.role == "transformer" and not part.cannot_run:
+        return f"This is a Qwen-Image transformer ({name})"
     article = "" if name.startswith(("a ", "mmproj")) else "a "
     return f"This is {article}{name}"
 

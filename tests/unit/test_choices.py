@@ -237,3 +237,7 @@ def test_files_of_qwen_image_21_come_after_others(choices, models):
     assert choices.source_of("Qwen-Image-2.1/", "transformer").part.family == "Qwen-Image-2.1"
     model = choices.source_of("b_qwen_image.safetensors", "transformer")
     assert choices.find_companion(model, "vae").path.name == "b_qwen_image.safetensors"
+    model = choices.source_of("a_qwen_image_2.1.safetensors", "transformer")
+    words = "is the Qwen3-VL 8B text encoder for .*huggingface.co/Comfy-Org/Qwen-Image-2.1"
+    with pytest.raises(CheckpointError, match=words):
+        choices.find_companion(model, "text_encoder")

@@ -20,8 +20,9 @@ from ....errors import CheckpointError, SettingError
 from ....loaders.checkpoint import PIPELINES, read_index
 from ....loaders.detect import identify, split_parts
 from ....loaders.header import NUMBERED, read_header
+from ....loaders.parts import LATENT_CHANNELS, LATENT_CHANNELS_21, QWEN3_VL_8B
 from ....loaders.source import PIPELINE_INDEX, PLACES, Source, bundled_micro_folder, open_source
-from ....spec import FAMILY_21, FULL_SIZE
+from ....spec import FAMILY_21, FULL_SIZE, SHAPE_21
 
 MICRO = "micro (bundled)"
 AUTOMATIC = "automatic"
@@ -39,8 +40,9 @@ LOOKED_AT = 12
 NAMED = "qwen"
 LISTED = 3  # choices in a message
 # What a new node has chosen only where there is nothing else.
-LATER = ("Qwen-Image-Layered", FAMILY_21)
+LATER = ("Qwen-Image-Layered", FAMILY_21, QWEN3_VL_8B)
 PIPELINE_21 = "QwenImage21Pipeline"
+FOR_21 = {"text_encoder": "the Qwen3-VL 8B text encoder", "vae": f"the {FAMILY_21} VAE"}
 
 
 def choices(role: str) -> list[str]:
@@ -93,7 +95,8 @@ def _rank_of_header(path: Path, role: str, *state: int) -> tuple[bool, ...] | No
     except CheckpointError:
         return None
     found = [part for part in parts if part.role == role and not part.cannot_run]
-    if len(found) != 1 or found[0].dims.get("hidden") not in (None, FULL_SIZE.joint_dim):
+    widths = None, FULL_SIZE.joint_dim, SHAPE_21.joint_dim
+    if len(found) != 1 or found[0].dims.get("hidden") not in widths:
         return None
     later = found[0].family in LATER or found[0].dims.get("image_channels") == 4
     return False, NAMED not in path.name.lower(), later
@@ -192,10 +195,12 @@ def find_companion(model: Source, role: str) -> Source:
             raise
     fitting = [source for source in _sources(role) if _fits(model, source)]
     if not fitting:
-        wanted, place = PLACES[role]
+        (wanted, place), repository = PLACES[role], "Qwen-Image_ComfyUI"
+        if model.part.family == FAMILY_21:
+            wanted, repository = FOR_21[role], FAMILY_21
         raise CheckpointError(
             f"{place} has no file that is {wanted} for {model.path.name}: download one from "
-            "huggingface.co/Comfy-Org/Qwen-Image_ComfyUI, or choose it by name."
+            f"huggingface.co/Comfy-Org/{repository}, or choose it by name."
         )
     return min(fitting, key=_rank)
 
@@ -221,8 +226,11 @@ def _rank(source: Source) -> tuple[bool, bool, bool]:
 def _fits(model: Source, source: Source) -> bool:
     if source.role == "text_encoder":
         return source.part.dims.get("hidden") == model.part.dims.get("joint_dim")
+    of_21 = model.part.family == FAMILY_21
     layered = model.part.family == "Qwen-Image-Layered"
-    return source.part.dims.get("image_channels") == (4 if layered else 3)
+    channels = LATENT_CHANNELS_21 if of_21 else LATENT_CHANNELS, 4 if of_21 or layered else 3
+    dims = source.part.dims
+    return (dims.get("latent_channels"), dims.get("image_channels")) == channels
 
 
 def _sources(role: str) -> Iterator[Source]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import comfy.model_detection
@@ -29,12 +30,16 @@ def host_shape(source: Source) -> TransformerShape:
     shape = check_complete(source)
     if not isinstance(shape, SingleStreamShape):
         return shape
+    require_21(source.path)
+    return replace(shape, fused_mlp=True)
+
+
+def require_21(path: Path) -> None:
+    """Raises UnavailableError where this ComfyUI is older than Qwen-Image-2.1."""
     if not hasattr(comfy.supported_models, CLASSES[SingleStreamShape]):
         raise UnavailableError(
-            f"{FAMILY_21} needs ComfyUI 0.37 or newer, and this one is older: update ComfyUI.",
-            source.path,
+            f"{FAMILY_21} needs ComfyUI 0.37 or newer, and this one is older: update ComfyUI.", path
         )
-    return replace(shape, fused_mlp=True)
 
 
 def model_config(

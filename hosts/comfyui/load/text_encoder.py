@@ -1,4 +1,4 @@
-"""Loads the Qwen2.5-VL text encoder into a ComfyUI CLIP that says where it stays.
+"""Loads a text encoder of Qwen-Image into a ComfyUI CLIP that says where it stays.
 
 ComfyUI moves the encoder to the card before each encoding, 15 GiB of the full-size one, and leaves
 it there until something else needs the room.
@@ -33,6 +33,7 @@ from ..record.record import Recording, Records, running
 from .plan import STAGING_BYTES, check_host_memory
 from .text_encoder_file import (
     LANGUAGE_LINEAR,
+    QWEN25,
     TextEncoderLayout,
     TextEncoderTensors,
     read_layout,
@@ -162,10 +163,10 @@ def load_text_encoder(
         disable_dynamic: loads without dynamic VRAM, as ComfyUI's own loaders take it.
 
     Raises:
-        CheckpointError: the file is not a Qwen2.5-VL that ComfyUI can run, is damaged, or its
-            tokenizer is missing.
+        CheckpointError: the file is not a text encoder of Qwen-Image that ComfyUI can run, is
+            damaged, or its tokenizer is missing.
         SettingError: the precision or the placement is unknown.
-        UnavailableError: host memory does not suffice.
+        UnavailableError: host memory does not suffice, or this ComfyUI is older than the model.
     """
     if precision not in LOADER_PRECISIONS:
         raise SettingError(
@@ -183,7 +184,7 @@ def load_text_encoder(
     _check_memory(source, layout, precision, mapped)
     prepared = text_encoder_tensors(source, layout, map_tensors(source), precision)
     options = _model_options(layout, tokenizer, prepared) | devices
-    clip = _build(source, tokenizer, prepared, options, disable_dynamic)
+    clip = _build(source, layout.kind, tokenizer, prepared, options, disable_dynamic)
     clip.patcher.cached_patcher_init = (
         load_text_encoder_patcher,
         (source, precision, placement),
@@ -233,9 +234,9 @@ def _model_options(
 ) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if layout.config:
-        options["qwen25_7b_model_config"] = dict(layout.config)
+        options[f"{layout.kind}_model_config"] = dict(layout.config)
     if not layout.vision:
-        options["qwen25_7b_class"] = text_only_class(tokenizer.pad if tokenizer else PUBLISHED_PAD)
+        options[f"{QWEN25}_class"] = text_only_class(tokenizer.pad if tokenizer else PUBLISHED_PAD)
     if prepared.converted:
         # These layers take a weight over, where the plain ones would copy it.
         options["quantization_metadata"] = {"mixed_ops": True}
@@ -244,6 +245,7 @@ def _model_options(
 
 def _build(
     source: Source,
+    kind: str,
     tokenizer: FolderTokenizer | None,
     prepared: TextEncoderTensors,
     options: dict[str, Any],
@@ -252,10 +254,10 @@ def _build(
     tensors = prepared.tensors
     embeddings = folder_paths.get_folder_paths("embeddings")
     if tokenizer is None:
-        if comfy.sd.detect_te_model(tensors) is not comfy.sd.TEModel.QWEN25_7B:
+        if comfy.sd.detect_te_model(tensors) is not comfy.sd.TEModel[kind.upper()]:
             raise CheckpointError(
-                "ComfyUI does not recognize this as the Qwen2.5-VL 7B of Qwen-Image: get the "
-                "model's own text encoder.",
+                "ComfyUI does not recognize this as the text encoder of Qwen-Image: get the "
+                "model's own.",
                 source.path,
             )
         return comfy.sd.load_text_encoder_state_dicts(

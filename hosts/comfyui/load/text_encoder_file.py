@@ -1,7 +1,7 @@
 """Fits a Qwen2.5-VL file to ComfyUI: the class that takes it, and its weights as that loads them.
 
 ComfyUI's class is the published 7B. Its sizes can be set; the vision tower, 1280 wide with 32
-blocks, is always built.
+blocks, is always built. Qwen-Image-2.1's Qwen3-VL loads as published, 8B.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ from comfy.text_encoders.llama import BaseLlama, Llama2_, Qwen25_7BVLI, Qwen25_7
 from ....errors import CheckpointError, UnavailableError
 from ....loaders.convert import check_finite, check_names, shapes_of, text_encoder_name_to_native
 from ....loaders.header import TensorInfo
-from ....loaders.parts import SIZES
+from ....loaders.parts import QWEN3_VL_8B, SIZES
 from ....loaders.source import Source
 from ....loaders.stored import KINDS, StoredLayer, accompanies, stored_layers
+from .host_class import require_21
 from .weights import FLOAT_NAMES, quantize_shown
 
 HEAD_DIM = 128  # fixed in ComfyUI's class
 VISION_DIM = 1280
 HEAD = "model.lm_head."
 VISION = "visual."
+NO_HEAD = "lm_head left out: prompts are encoded, not continued"
+# What ComfyUI calls its classes.
+QWEN25, QWEN3_VL = "qwen25_7b", "qwen3vl_8b"
 ONLY_7B = "Qwen-Image needs the 7B, which is 3584 wide: get the model's own text encoder."
 
 
@@ -36,6 +40,7 @@ class TextEncoderLayout:
     """How a file fits ComfyUI's class.
 
     Args:
+        kind: what ComfyUI calls the class.
         names: {native name: name in the file, less its prefix} of what is loaded.
         infos: {native name: header entry} of the same.
         config: the sizes that differ from the published 7B.
@@ -44,6 +49,7 @@ class TextEncoderLayout:
         notes: sentences about what is left out.
     """
 
+    kind: str
     names: Mapping[str, str]
     infos: Mapping[str, TensorInfo]
     config: Mapping[str, Any]
@@ -58,7 +64,10 @@ def read_layout(source: Source) -> TextEncoderLayout:
     Raises:
         CheckpointError: a tensor is missing, unexpected, or of a shape that ComfyUI cannot compute;
             or the file is another size of Qwen2.5-VL.
+        UnavailableError: this ComfyUI is older than the model.
     """
+    if source.part.family == QWEN3_VL_8B:
+        return _layout_of_21(source)
     dims = source.part.dims
     other = SIZES.get((dims.get("hidden"), source.part.blocks))
     if other not in (None, "7B"):
@@ -67,7 +76,7 @@ def read_layout(source: Source) -> TextEncoderLayout:
     names, infos = _native_names(source)
     notes = []
     if any(name.startswith(HEAD) for name in names):
-        notes.append("lm_head left out: prompts are encoded, not continued")
+        notes.append(NO_HEAD)
     vision = dims.get("vision_dim") == VISION_DIM
     if not vision:
         found = dims.get("vision_dim")
@@ -86,6 +95,7 @@ def read_layout(source: Source) -> TextEncoderLayout:
     shapes = {name: infos[name].shape for name in loaded if not accompanies(name)}
     check_names(source.path, shapes, shapes_of(model), "ComfyUI's Qwen2.5-VL")
     return TextEncoderLayout(
+        kind=QWEN25,
         names=loaded,
         infos={name: infos[name] for name in loaded},
         config=config,
@@ -93,6 +103,33 @@ def read_layout(source: Source) -> TextEncoderLayout:
         vocabulary=int(dims["vocabulary"]),
         notes=tuple(notes),
     )
+
+
+def _layout_of_21(source: Source) -> TextEncoderLayout:
+    """Of Qwen3-VL 8B, whose vision tower ComfyUI knows by nested names."""
+    require_21(source.path)
+    from comfy.text_encoders.qwen3vl import Qwen3VL
+
+    names, infos = _native_names(source)
+    loaded = {_nested(native): native for native in names if not native.startswith(HEAD)}
+    config = {"lm_head": False}
+    model = Qwen3VL(config, torch.bfloat16, "meta", torch.nn)
+    expected = {_nested(name): shape for name, shape in shapes_of(model).items()}
+    shapes = {name: infos[old].shape for name, old in loaded.items() if not accompanies(name)}
+    check_names(source.path, shapes, expected, "ComfyUI's Qwen3-VL 8B")
+    return TextEncoderLayout(
+        kind=QWEN3_VL,
+        names={name: names[old] for name, old in loaded.items()},
+        infos={name: infos[old] for name, old in loaded.items()},
+        config=config,
+        vision=True,
+        vocabulary=int(source.part.dims["vocabulary"]),
+        notes=(NO_HEAD,) if len(loaded) < len(names) else (),
+    )
+
+
+def _nested(name: str) -> str:
+    return f"model.{name}" if name.startswith(VISION) else name
 
 
 def _native_names(source: Source) -> tuple[dict[str, str], dict[str, TensorInfo]]:
