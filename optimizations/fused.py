@@ -32,6 +32,7 @@ class Ops(NamedTuple):
     qk_norm_rope: Callable[..., None]
     gelu_quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     row_quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    swiglu_quantize: Callable[..., tuple[torch.Tensor, torch.Tensor] | None]
     low_rank_rows: Callable[..., torch.Tensor]
     decode_weight: Callable[..., torch.Tensor]
     quantize_values: Callable[..., None]
@@ -116,6 +117,25 @@ class Ops(NamedTuple):
         quantize = getattr(self, name)
         return lambda x: out.write(*quantize(x, format, **how))
 
+    def prepare_swiglu(
+        self,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        format: RowFormat | None,
+        out: QuantizedRows | None,
+        keep: bool,
+    ) -> Callable[[], None]:
+        """`swiglu_quantize` of gate and up into `out`."""
+        if prepare := self.prepared.get("swiglu_quantize"):
+            return prepare(gate, up, format, out, keep)
+
+        def run() -> None:
+            found = self.swiglu_quantize(gate, up, format, keep)
+            if out is not None:
+                out.write(*found)
+
+        return run
+
     def prepare_decoder(
         self,
         codes: torch.Tensor,
@@ -149,6 +169,7 @@ TORCH = Ops(
     attention_8bit.qk_norm_rope,
     reference.gelu_quantize,
     reference.row_quantize,
+    reference.swiglu_quantize,
     reference.low_rank_rows,
     reference.decode_weight,
     attention_8bit.quantize_values,
@@ -182,7 +203,15 @@ def unsupported_shape(dim: int, head_dim: int, dtype: torch.dtype) -> Fallback |
 
 def _triton() -> Ops:
     from .kernels import attention_8bit as attention
-    from .kernels import decode_weight, low_rank, qk_norm_rope, residual_norm, rows, scaled_gemm
+    from .kernels import (
+        decode_weight,
+        low_rank,
+        qk_norm_rope,
+        residual_norm,
+        rows,
+        scaled_gemm,
+        swiglu,
+    )
     from .kernels.launch import not_direct
 
     prepared = {
@@ -190,6 +219,7 @@ def _triton() -> Ops:
         "qk_norm_rope": qk_norm_rope.prepare_qk_norm_rope,
         "gelu_quantize": rows.prepare_gelu_quantize,
         "row_quantize": rows.prepare_row_quantize,
+        "swiglu_quantize": swiglu.prepare_swiglu_quantize,
         "low_rank_rows": low_rank.prepare_low_rank_rows,
         "scaled_gemm": scaled_gemm.prepare_scaled_gemm,
         "decode_weight": decode_weight.prepare_decode_weight,
@@ -202,6 +232,7 @@ def _triton() -> Ops:
         qk_norm_rope.qk_norm_rope,
         rows.gelu_quantize,
         rows.row_quantize,
+        swiglu.swiglu_quantize,
         low_rank.low_rank_rows,
         decode_weight.decode_weight,
         attention.quantize_values,

@@ -331,6 +331,26 @@ def gelu_quantize(
     return row_quantize(activated, format)
 
 
+def swiglu_quantize(
+    gate: torch.Tensor, up: torch.Tensor, format: RowFormat | None, keep: bool = False
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Quantizes silu(gate) * up, as `row_quantize` does.
+
+    Args:
+        gate, up: (M, K), of one float dtype; computed in fp32, or float64 for float64.
+        format: How; None only writes the product over the gate.
+        keep: Whether it is written over the gate as well, rounded to its dtype.
+
+    Returns:
+        q, (M, K), and scale, (M, 1), as of `row_quantize`; None without a format.
+    """
+    wide = _wide(gate)
+    activated = F.silu(gate.to(wide)) * up.to(wide)
+    if keep or format is None:
+        gate.copy_(activated)
+    return None if format is None else row_quantize(activated, format)
+
+
 def scaled_gemm(
     a: torch.Tensor,
     b: torch.Tensor,

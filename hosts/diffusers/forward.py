@@ -17,7 +17,7 @@ from diffusers.models.transformers.transformer_qwenimage import (
 from ...optimizations.attention import aligned_mask
 from ...optimizations.blocks.block import Step
 from ...optimizations.blocks.block_form import blocks_of, token_layers
-from ...optimizations.blocks.host import BlockInputs
+from ...optimizations.blocks.host import BlockInputs, DoubleStream
 from ...optimizations.blocks.self_check import Streams
 from ...optimizations.fallback import Fallback
 from ...optimizations.modulation import Entry
@@ -39,7 +39,7 @@ STREAM_ARGUMENTS = ("hidden_states", "encoder_hidden_states")
 JOINT_MASK = "attention_mask"
 
 
-class TransformerPass:
+class TransformerPass(DoubleStream):
     """Implements `optimizations.blocks.host.HostPass`.
 
     Args:

@@ -1,6 +1,6 @@
-"""Runs the double-stream block of Qwen-Image with few kernels, on either host's module.
+"""Runs the blocks of Qwen-Image with few kernels, on either host's module.
 
-It computes what the block's own `forward` computes (`QwenImageTransformerBlock` in both hosts):
+It computes what a block's own `forward` computes (`QwenImageTransformerBlock` in both hosts):
 
 - both streams are rows of one matrix, so that each step between two GEMMs is one kernel for both;
 - gate, residual, the next LayerNorm and its modulation are one kernel, across the border between
@@ -10,6 +10,10 @@ It computes what the block's own `forward` computes (`QwenImageTransformerBlock`
 
 That is 16 launches a block in bf16, of which 12 are GEMMs. In stock ComfyUI a quarter of a forward
 pass is memory traffic between the GEMMs: 44 of 170 ms on an NVIDIA H200 at 1024x1024.
+
+A block of Qwen-Image-2.1 (`QwenImage21TransformerBlock`) is run as one whose text has no rows:
+without shift and bias, with SwiGLU in the GELU's place, and with keys and values of the text and
+the references from the host's cache, beside which those of the image are written.
 
 What a shape needs, buffers and launches, is prepared once, in a `Workspace`.
 """
@@ -28,10 +32,11 @@ from ..fused import Ops
 from ..linear import Gemm
 from ..modulation import Entry
 from ..reference import LowRank, Modulation, QKNorm, Rotary, Tokens
+from .block_form import layout_of, part_of
 from .loras import LowForm, downs_of
 from .products import Operand, PackedOperand, PackedWeight, dense_product, merged_product
 from .shape import Share
-from .workspace import DENSE, BlockForm, LayerForm, Program, Workspace, streams_of
+from .workspace import DENSE, BlockForm, LayerForm, Prefix, Program, Workspace, streams_of
 
 
 class LayerTensors(NamedTuple):
@@ -101,12 +106,20 @@ class Step(NamedTuple):
     Attributes:
         tokens: How many there are.
         rotary: Their rotation.
-        mask: Added to the scores, (batch, 1, 1, joint) in the activations' dtype, or None.
+        mask: Added to the scores, (batch, 1, 1, joint) in the activations' dtype, or None; of the
+            prefix too.
+        prefix: What the block's attention reads besides; of this block alone.
     """
 
     tokens: Tokens
     rotary: Rotary
     mask: torch.Tensor | None
+    prefix: Prefix | None = None
+
+    @property
+    def before(self) -> int:
+        """Tokens of the prefix."""
+        return 0 if self.prefix is None else self.prefix.keys.shape[1]
 
 
 class KnownBlock(NamedTuple):
@@ -216,7 +229,8 @@ class BlockExecutor:
             x = carried.x
         here = self.look(block, image)
         after = here if following is None else self.look(following[0], image)
-        program, next_program = self._both(here.form, after.form, tokens, x)
+        share = Share.all(tokens, step.before)
+        program, next_program = self._both(here.form, after.form, share, x)
         if carried is None or carried.program is not program:
             program.begin(x, attention)
         if carried is None:
@@ -236,6 +250,7 @@ class BlockExecutor:
         step: Step,
         entry: Entry,
         beside: torch.cuda.Stream | None = None,
+        prefixes: Sequence[Prefix] | None = None,
     ) -> None:
         """All blocks that nobody watches, in place.
 
@@ -243,6 +258,7 @@ class BlockExecutor:
             x: Both streams in stream order, (rows, D), contiguous.
             entry: The modulation of the blocks.
             beside: Another stream for the text's products, which leave most of a card idle.
+            prefixes: Of the blocks; None for those without.
         """
         self._beside = beside
         text, image = streams_of(x, step.tokens)
@@ -252,12 +268,14 @@ class BlockExecutor:
                 after = None
                 if index + 1 < len(blocks):
                     after = blocks[index + 1], entry.of(index + 1)[0]
+                if prefixes is not None:
+                    step = step._replace(prefix=prefixes[index])
                 text, image = self.run(block, text, image, step, entry.of(index), after)
         finally:  # the pass goes on where a capture fails
             self._beside = None
 
     def _both(
-        self, form: BlockForm, after: BlockForm, tokens: Tokens, x: torch.Tensor
+        self, form: BlockForm, after: BlockForm, share: Share, x: torch.Tensor
     ) -> tuple[Program, Program]:
         """The programs of two blocks, of the same buffers."""
         programs = self._programs
@@ -265,7 +283,6 @@ class BlockExecutor:
             changes = self._workspace.changes
             for wanted in (form, after):
                 if id(wanted) not in programs:
-                    share = Share.all(tokens)
                     programs[id(wanted)] = self._workspace.program(wanted, share, x)
             if changes == self._workspace.changes:
                 return programs[id(form)], programs[id(after)]
@@ -294,6 +311,8 @@ class BlockExecutor:
     ) -> None:
         """From q, k and v to what the MLP's last layers read."""
         attention, mlp = halves
+        if step.prefix is not None:
+            program.place(step.prefix)
         norms = here.norms or self._norms(here.modules, x)
         form = self._attention_form and self._attention_form(program.heads[1], step.mask)
         if form:
@@ -322,7 +341,7 @@ class BlockExecutor:
             current.wait_stream(self._beside)
 
     def compute_low(self, program: Program, here: KnownBlock, reader: int) -> None:
-        """What the LoRAs of `loras.READERS[reader]` make of the rows that are there."""
+        """What the LoRAs of a reader make of the rows that are there."""
         if here.downs and any(down is not None for down in here.downs[reader]):
             program.compute_low(reader, here.downs[reader])
 
@@ -374,22 +393,14 @@ class BlockExecutor:
         return found
 
     def _look(self, block: torch.nn.Module, like: torch.Tensor) -> KnownBlock:
-        attn = block.attn
-        modules = (
-            # The image's products first: they run long enough for the processor to get ahead of
-            # the card, which the text's do not.
-            attn.to_q, attn.to_k, attn.to_v, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj,
-            attn.to_out[0], attn.to_add_out,
-            block.img_mlp.net[0].proj, block.txt_mlp.net[0].proj,
-            block.img_mlp.net[2], block.txt_mlp.net[2],
-            attn.norm_q, attn.norm_k, attn.norm_added_q, attn.norm_added_k,
-        )  # fmt: skip
+        attn, layout = block.attn, layout_of(block)
+        modules = tuple(part_of(block, it) for it in (*layout.places, *layout.head_norms))
         layers, lows = zip(*(self._form(it, like.device) for it in modules[:12]), strict=True)
         ups = tuple(low and low.up for low in lows)
-        downs = downs_of(lows) if any(lows) else ()
-        inner = block.img_mlp.net[0].proj.out_features
-        form = BlockForm(layers, attn.heads, inner, block.img_norm1.eps, attn.norm_q.eps)
+        inner, eps = modules[10].in_features, (block.img_norm1.eps, attn.norm_q.eps)
+        form = BlockForm(layers, attn.heads, inner, *eps, layout.activation)
         form = self._workspace.forms.setdefault(form, form)
+        downs = downs_of(lows, form.readers) if any(lows) else ()
         if not self._held:
             return KnownBlock(modules, form, ups, downs)
         operands = []

@@ -20,7 +20,7 @@ from ..modulation import Entry
 from ..reference import Rotary, Tokens
 from .block import BlockExecutor, Step
 from .capture import capture, pool_on
-from .workspace import Workspace, streams_of
+from .workspace import Prefix, Workspace, streams_of
 
 # Graphs of one model on one card; with CFG a run has two shapes.
 MOST_GRAPHS = 3
@@ -77,6 +77,7 @@ class Work(NamedTuple):
             inputs' `x`, with another stream on their card; and that returns whether a replay that
             is over has gone wrong, or None.
         cards: Others that take part, each with its memory.
+        borrowed: The host's tensors that it reads where they are, until the run ends.
     """
 
     key: Hashable
@@ -85,6 +86,7 @@ class Work(NamedTuple):
     beside: bool
     launch: Callable[[], Callable[[Inputs, torch.cuda.Stream], Callable[[], bool] | None]]
     cards: Sequence[tuple[torch.device, PassMemory]] = ()
+    borrowed: Sequence[Prefix] | None = None
 
     @property
     def replayable(self) -> bool:
@@ -107,6 +109,7 @@ class PassGraph:
         weights: The token of where the weights are.
         workspaces: Whose buffers it uses.
         wrong: Of a replay, as `Work.launch` gives it.
+        borrowed: Of the work.
 
     Attributes:
         issued: When the processor had issued the last replay, by `time.perf_counter`.
@@ -120,9 +123,11 @@ class PassGraph:
         weights: Hashable,
         workspaces: Sequence[Workspace],
         wrong: Callable[[], bool] | None,
+        borrowed: Sequence[Prefix] | None = None,
     ) -> None:
         self._graph, self._inputs, self._wrong = graph, inputs, wrong
         self.pool, self.weights = pool, weights
+        self.borrowed = borrowed
         self.issued = 0.0
         self._buffers = [(workspace, workspace.changes) for workspace in workspaces]
 
@@ -157,7 +162,7 @@ class PassGraph:
     def reset(self) -> None:
         """Frees what it holds."""
         if self._buffers:
-            self._buffers = []
+            self._buffers, self.borrowed = [], None
             self._graph.reset()
 
 
@@ -263,6 +268,8 @@ class PassMemory:
 
     def free_buffers(self) -> None:
         """Where no graph needs them, and large ones with their graphs."""
+        for key in [key for key, graph in self._graphs.items() if graph.borrowed is not None]:
+            self._graphs.pop(key).reset()
         self.drop_void()
         if not self._graphs or self.workspace.bytes > KEPT_BYTES:
             self.release()
@@ -325,7 +332,7 @@ class PassMemory:
         if [space.changes for space in spaces] != changes:
             graph.reset()
             return FIRST
-        found = PassGraph(graph, pool, inputs, work.weights, spaces, wrong[0])
+        found = PassGraph(graph, pool, inputs, work.weights, spaces, wrong[0], work.borrowed)
         for memory in memories:  # each keeps the buffers as long as the graph is there
             memory._graphs[work.key] = found
         figures.captured += 1
@@ -373,5 +380,6 @@ def key_of(text: torch.Tensor, step: Step, entry: Entry, attention: object) -> t
     tokens: Tokens = step.tokens
     cos = step.rotary.cos
     mask = None if step.mask is None else (step.mask.shape, step.mask.stride())
-    form = tokens, text.dtype, cos.shape, cos.dtype, mask
+    prefix = None if step.prefix is None else (step.prefix.keys.data_ptr(), step.before)
+    form = tokens, text.dtype, cos.shape, cos.dtype, mask, prefix
     return (*form, entry.image.shape, entry.text.shape, entry.image.dtype, attention)

@@ -18,6 +18,7 @@ from .block import KnownBlock, Layers, Step
 from .block_form import token_layers, unsupported_block
 from .graphs import GraphFigures
 from .self_check import FirstBlockCheck, Streams
+from .workspace import Prefix
 
 
 class BlockInputs(NamedTuple):
@@ -26,7 +27,8 @@ class BlockInputs(NamedTuple):
     Attributes:
         text, image: (batch, tokens, D).
         embedding: Of the timestep, (batch, D), or (2 batch, D) where the second half is for
-            timestep 0.
+            timestep 0; or whatever else the host makes the modulation of, the same object in all
+            blocks of a pass.
         step: What the blocks of the pass share.
         watched: Whether something reads or changes the streams on the way to the next block,
             besides what `HostPass.additions` says.
@@ -34,9 +36,36 @@ class BlockInputs(NamedTuple):
 
     text: torch.Tensor
     image: torch.Tensor
-    embedding: torch.Tensor
+    embedding: Any
     step: Step
     watched: bool
+
+
+class DoubleStream:
+    """What the hosts' passes of Qwen-Image 1.x have in common."""
+
+    names = ()
+    prefixes = None
+
+    def unchanged(
+        self,
+        index: int,
+        positional: tuple,
+        arguments: dict[str, Any],
+        inputs: tuple[torch.Tensor, torch.Tensor, object],
+    ) -> bool:
+        """As of `HostPass`."""
+        text, image, embedding = inputs
+        return (
+            not positional
+            and arguments["hidden_states"] is image
+            and arguments["encoder_hidden_states"] is text
+            and arguments["temb"] is embedding
+        )
+
+    def output(self, streams: Streams) -> Streams:
+        """Text and image, as they are."""
+        return streams
 
 
 class RunModulation(Protocol):
@@ -65,6 +94,7 @@ class HostPass(Protocol):
             they have no modulation of their own in it, and what the host gives blocks is here.
         in_turns: Whether passes of other cards are launched meanwhile, by threads that the
             interpreter lets run in turns.
+        names: Of a block's arguments, as far as the host passes them by place.
         additions: What the host adds to the first image rows after each block, (batch or 1, rows,
             D) in any floating dtype, on this pass's device, or None; empty where nothing is added.
     """
@@ -80,6 +110,7 @@ class HostPass(Protocol):
     attention: ChosenAttention | None
     peers: Sequence[HostPass]
     in_turns: bool
+    names: Sequence[str]
     additions: Sequence[torch.Tensor | None]
 
     def fallback(self) -> Fallback | None:
@@ -90,10 +121,32 @@ class HostPass(Protocol):
 
     def inputs(
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
-    ) -> BlockInputs | Fallback:
-        """What a block was called with, or why the executor cannot take it."""
+    ) -> BlockInputs | Fallback | None:
+        """What a block was called with, or why the executor cannot take it; None where the call is
+        beside the pass and the host's own.
+        """
 
-    def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
+    def unchanged(
+        self,
+        index: int,
+        positional: tuple,
+        arguments: dict[str, Any],
+        inputs: tuple[torch.Tensor, torch.Tensor, object],
+    ) -> bool:
+        """Whether a block was called with these text, image and embedding, as `inputs` would find,
+        and with the prefix that was announced.
+        """
+
+    def output(self, streams: Streams) -> Any:
+        """What the host's block returns for text and image."""
+
+    @property
+    def prefixes(self) -> Sequence[Prefix] | None:
+        """What the attention of each block reads besides, where that is known before it is called
+        and stays where it is until the run ends; None for none.
+        """
+
+    def entry(self, embedding: Any, batch: int) -> Entry:
         """The modulation of all blocks for a timestep embedding."""
 
     @property

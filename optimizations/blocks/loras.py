@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     from .workspace import LayerForm
 
 # The places of a block that read the same rows: of the text and of the image.
-READERS = (
+Readers = tuple[tuple[range, range], ...]
+READERS: Readers = (
     (range(3, 6), range(3)),
     *((range(i + 1, i + 2), range(i, i + 1)) for i in (6, 8, 10)),
 )
+# The same where gate and up are two layers of the image's rows.
+SPLIT_READERS: Readers = (*READERS[:2], (range(0), range(8, 10)), READERS[3])
 
 
 class LowForm(NamedTuple):
@@ -39,8 +42,10 @@ class LowForm(NamedTuple):
         return None if low is None else cls(len(low.down), low.start, low.up.shape[1])
 
 
-def downs_of(lows: Sequence[LowRank | None]) -> tuple[tuple[torch.Tensor | None, ...], ...]:
-    """The first matrices of text and image for each of `READERS`.
+def downs_of(
+    lows: Sequence[LowRank | None], readers: Readers = READERS
+) -> tuple[tuple[torch.Tensor | None, ...], ...]:
+    """The first matrices of text and image for each of the readers.
 
     Args:
         lows: Of the layers, by place.
@@ -49,7 +54,7 @@ def downs_of(lows: Sequence[LowRank | None]) -> tuple[tuple[torch.Tensor | None,
     def found(places: range) -> Iterator[torch.Tensor]:
         return (lows[place].down for place in places if lows[place] is not None)
 
-    return tuple(tuple(next(found(places), None) for places in pair) for pair in READERS)
+    return tuple(tuple(next(found(places), None) for places in pair) for pair in readers)
 
 
 class LowRows:
@@ -60,10 +65,13 @@ class LowRows:
     Args:
         shape: Its buffers.
         layers: By place.
+        readers: `READERS`, or those of another block.
     """
 
-    def __init__(self, shape: Shape, layers: Sequence[LayerForm]) -> None:
-        self._shape, self._layers = shape, layers
+    def __init__(
+        self, shape: Shape, layers: Sequence[LayerForm], readers: Readers = READERS
+    ) -> None:
+        self._shape, self._layers, self._readers = shape, layers, readers
         ranks = [layer.low.rows for layer in layers if layer.low]
         self._buffer = shape.take("low rank", max(ranks)).flatten() if ranks else None
         self._launches: dict[int, Callable[..., None]] = {}
@@ -73,13 +81,13 @@ class LowRows:
         low = self._layers[place].low
         if low is None:
             return None
-        (reader,) = (i for i, pair in enumerate(READERS) if any(place in it for it in pair))
+        (reader,) = (i for i, pair in enumerate(self._readers) if any(place in it for it in pair))
         return self._out(reader)[:, low.start : low.start + low.rank]
 
     def compute(
         self, reader: int, rows: Rows, downs: tuple[torch.Tensor | None, torch.Tensor | None]
     ) -> None:
-        """Multiplies the rows that `READERS[reader]` read.
+        """Multiplies the rows that one of the readers reads.
 
         Args:
             downs: Of `downs_of`.
@@ -96,7 +104,7 @@ class LowRows:
         launch(rows.matrix, *downs)
 
     def _out(self, reader: int) -> torch.Tensor:
-        places = (place for pair in READERS[reader] for place in pair)
+        places = (place for pair in self._readers[reader] for place in pair)
         found = max(self._layers[place].low.rows for place in places if self._layers[place].low)
         rows = self._shape.tokens.rows
         return self._buffer[: rows * found].view(rows, found)

@@ -58,7 +58,7 @@ class ForwardPass:
         self._executor = self._new_executor(self._attend, self._form)
         self._asked: ChosenAttention | None = None
         self._chosen: Attention | None = None
-        self._embedding: torch.Tensor | None = None
+        self._embedding: Any = None
         self._entry: Entry | None = None
         self._handed: tuple[Streams, Streams] | None = None
         self._watch: _Watch | None = None
@@ -79,15 +79,20 @@ class ForwardPass:
 
     def run(
         self, index: int, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
-    ) -> Streams:
+    ) -> Any:
         """One block; arguments and result are those of the host's block."""
+        host = self._host
+        if positional and host.names:
+            arguments = {**dict(zip(host.names, positional, strict=False)), **arguments}
+            positional = positional[len(host.names) :]
         if self._handed is not None:
-            return self._hand_on(index, positional, arguments)
+            return host.output(self._hand_on(index, positional, arguments))
         check, unsupported = self._prepared.check, self._prepared.unsupported
         refusal = unsupported[index] or check.failed
-        inputs = refusal or self._host.inputs(block, positional, arguments)
-        if isinstance(inputs, Fallback):
-            self._fall_back(inputs, 1)
+        inputs = refusal or host.inputs(block, positional, arguments)
+        if inputs is None or isinstance(inputs, Fallback):
+            if inputs is not None:
+                self._fall_back(inputs, 1)
             return type(block).forward(block, *positional, **arguments)
         text, image, embedding, step, watched = inputs
         clear = not watched and not self._host.additions
@@ -97,9 +102,9 @@ class ForwardPass:
         if index == 0 and embedding is self._embedding:
             given = text, image, step, self._entry
             if self._team and self._share(block, given, arguments, watched):
-                return text, image
+                return host.output((text, image))
             if self._replay(given, clear):
-                return text, image
+                return host.output((text, image))
         halves = self._halves(index, block, embedding, step.tokens.batch)
         following = None
         if clear and index + 1 < len(unsupported) and not unsupported[index + 1]:
@@ -109,7 +114,7 @@ class ForwardPass:
             result = self._executor.run(block, text, image, step, halves, following)
             if self._watch is not None:
                 self._watch.after(index)
-            return result
+            return host.output(result)
         self._free_buffers()
         expected = self._host.host_block(block, arguments)
         try:
@@ -120,10 +125,10 @@ class ForwardPass:
             check.fail(f"the fused block raised {first_line(error)}")
         else:
             if check.passes((text, image), result, expected, step):
-                return result
+                return host.output(result)
         self.fused -= 1
         self._fall_back(check.failed, 1)
-        return expected
+        return host.output(expected)
 
     def _free_buffers(self) -> None:
         """The host's own block takes more than ours: the buffers make room for it."""
@@ -267,21 +272,23 @@ class ForwardPass:
 
     def _work(self, given: Given) -> Work:
         """The pass as a graph of one card computes it."""
-        executor, blocks = self._executor, self._host.blocks
+        executor, blocks, prefixes = self._executor, self._host.blocks, self._host.prefixes
         beside = given[2].tokens.rows <= MOST_ROWS[self._prepared.quantized]
 
         def launch(inputs: Inputs, stream: torch.cuda.Stream) -> None:
             more = stream if beside else None
-            executor.run_all(blocks, inputs.x, inputs.step, inputs.entry, more)
+            executor.run_all(blocks, inputs.x, inputs.step, inputs.entry, more, prefixes)
 
         parts = [(executor, blocks)]
-        return Work(self._key(given), self._weights, parts, beside, lambda: launch)
+        key = self._key(given)
+        return Work(key, self._weights, parts, beside, lambda: launch, borrowed=prefixes)
 
     def _key(self, given: Given) -> tuple[Hashable, ...]:
         """What two passes have in common that one graph can compute."""
         text, _, step, entry = given
         heads, tokens = self._host.blocks[0].attn.heads, step.tokens
-        size = tokens.batch, heads, text.shape[-1] // heads, tokens.joint, step.mask is not None
+        joint = step.before + tokens.joint
+        size = tokens.batch, heads, text.shape[-1] // heads, joint, step.mask is not None
         request = text.device, text.dtype, *size
         chosen = self._choice(self._host.attention, AttentionRequest, *request)
         return key_of(text, step, entry, chosen)
@@ -356,13 +363,8 @@ class ForwardPass:
     def _hand_on(self, index: int, positional: tuple, arguments: dict[str, Any]) -> Streams:
         """What a block returns whose result a graph has computed."""
         (text, image), result = self._handed
-        same = (
-            not positional
-            and arguments["hidden_states"] is image
-            and arguments["encoder_hidden_states"] is text
-            and arguments["temb"] is self._embedding
-        )
-        if not same:
+        given = text, image, self._embedding
+        if not self._host.unchanged(index, positional, arguments, given):
             raise WatchedError
         return result if index + 1 == len(self._host.blocks) else (text, image)
 
@@ -407,7 +409,7 @@ class _BoundForward:
     def __init__(self, forward_pass: ForwardPass, index: int, block: torch.nn.Module) -> None:
         self._pass, self._index, self._block = forward_pass, index, block
 
-    def __call__(self, *positional: Any, **arguments: Any) -> Streams:
+    def __call__(self, *positional: Any, **arguments: Any) -> Any:
         return self._pass.run(self._index, self._block, positional, arguments)
 
 

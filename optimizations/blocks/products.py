@@ -173,8 +173,8 @@ def module_product(read: Read) -> Product:
 
     def run(module: torch.nn.Module) -> None:
         x = rows.plain(part.start, (part.items - 1) * part.step + part.length)
-        shape = part.items, part.length, x.shape[1]
-        result = module(x.as_strided(shape, (part.step * shape[2], shape[2], 1)))
+        shape, row = (part.items, part.length, x.shape[1]), x.stride(0)
+        result = module(x.as_strided(shape, (part.step * row, row, 1)))
         out.copy_(torch.ops.aten.gelu(result, approximate="tanh") if gelu else result)
 
     return run
@@ -230,6 +230,8 @@ def _dense(
         torch.addmm(out, x, operand.weight_t, out=out)
         if gelu:
             torch.ops.aten.gelu_(out, approximate="tanh")
+    elif bias is None and not gelu:
+        torch.mm(x, operand.weight_t, out=out)
     elif bias is None or bias.dtype is not x.dtype or (gelu and not x.is_cuda):
         dense_linear(x, operand.weight, bias, gelu=gelu, out=out)
     elif gelu:
@@ -337,7 +339,8 @@ def _quantized(
 
     def run(operand: Operand) -> None:
         bias = operand.bias
-        if direct and bias is not None and bias.dtype is out.dtype is torch.bfloat16:
+        plain = bias is None or bias.dtype is out.dtype
+        if direct and plain and out.dtype is torch.bfloat16:
             torch._scaled_mm(
                 xq,
                 operand.weight_t,

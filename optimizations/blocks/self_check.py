@@ -35,13 +35,13 @@ class FirstBlockCheck:
 
     def __init__(self, rounds: bool) -> None:
         self._most = ROUNDING_TOLERANCE if rounds else EXACT_TOLERANCE
-        self._passed: set[tuple[Tokens, bool]] = set()
+        self._passed: set[tuple[Tokens, int, bool]] = set()
         self.failed: Fallback | None = None
         self.worst: float | None = None
 
     def wanted(self, step: Step) -> bool:
         """Whether these shapes have not been compared yet."""
-        return (step.tokens, step.mask is not None) not in self._passed
+        return _form(step) not in self._passed
 
     def fail(self, reason: str) -> None:
         """Leaves the blocks to the host from here on."""
@@ -65,8 +65,12 @@ class FirstBlockCheck:
                 )
                 return False
             self.worst = max(self.worst or 0.0, (off / size).item())
-        self._passed.add((step.tokens, step.mask is not None))
+        self._passed.add(_form(step))
         return True
+
+
+def _form(step: Step) -> tuple[Tokens, int, bool]:
+    return step.tokens, step.before, step.mask is not None
 
 
 def _norms(

@@ -11,6 +11,7 @@ import torch
 from ...spec import RowFormat
 from ..attention_8bit import Heads
 from ..reference import Modulation, QuantizedRows, Tokens, storage_of
+from .block_form import GELU, SPLIT_SWIGLU, SWIGLU
 from .products import Rows
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Share(NamedTuple):
         start, stop: The image tokens of each item that are.
         received: The shares of other cards whose normalized rows come here, so that their keys and
             values are made here; empty where keys and values come.
+        cached: Whether the text's keys and values come from a cache, normalized and rotated.
     """
 
     whole: Tokens
@@ -35,11 +37,20 @@ class Share(NamedTuple):
     start: int
     stop: int
     received: tuple[Share, ...] = ()
+    cached: bool = False
 
     @classmethod
-    def all(cls, tokens: Tokens) -> Share:
-        """That of a card alone."""
-        return cls(tokens, True, 0, tokens.image)
+    def all(cls, tokens: Tokens, prefix: int = 0) -> Share:
+        """That of a card alone.
+
+        Args:
+            prefix: Tokens before those of each item whose keys and values are cached; the text is
+                among them.
+        """
+        if not prefix:
+            return cls(tokens, True, 0, tokens.image)
+        whole = tokens._replace(text=prefix)
+        return cls(whole, False, 0, tokens.image, cached=True)
 
     @property
     def tokens(self) -> Tokens:
@@ -68,24 +79,45 @@ class Shape:
         tokens: Theirs.
         rows: What the first layers of attention and of the MLP read.
         mixed: What attention's last layers read.
+        hidden: What the MLP's first layers write, (rows, columns) each: one matrix, or gate and up,
+            of one row stride.
         activated: What the MLP's last layers read.
         branch: (rows, D), what attention or MLP gives.
+
+    Args:
+        inner: Columns of `activated`.
+        activation: As of `block_form.BlockLayout`.
     """
 
-    def __init__(self, workspace: Workspace, share: Share, x: torch.Tensor, inner: int) -> None:
+    def __init__(
+        self,
+        workspace: Workspace,
+        share: Share,
+        x: torch.Tensor,
+        inner: int,
+        activation: str = GELU,
+    ) -> None:
         # Which has this one: in a circle the buffers would wait for Python's collector.
         self._workspace = weakref.proxy(workspace)
         self.ops, self.share = workspace.ops, share
         tokens = self.tokens = share.tokens
         self.like, self.width, self.inner = x.new_empty(0), x.shape[1], inner
+        self.first = 2 * inner if activation == SWIGLU else inner  # rows of the first weight
         # q, k and v are read before the MLP's hidden rows are written.
         heads = (tokens.rows + 2 * share.whole.rows) * self.width
-        widest = -(-max(heads, tokens.rows * inner) // tokens.rows)
+        hidden = inner if activation == GELU else 2 * inner
+        widest = -(-max(heads, tokens.rows * hidden) // tokens.rows)
         self.wide = workspace.take("wide", (tokens.rows, widest), self.like).flatten()
         self.branch = workspace.take("branch", (tokens.rows, self.width), self.like)
         # A row of h is written after the same row of the branch has been read.
         self.rows, self.mixed = Rows(self.branch), Rows()
-        self.activated = Rows(self.cut_wide(inner))
+        columns = self.cut_wide(hidden)
+        self.hidden = (columns,)
+        if activation == SWIGLU:
+            self.hidden = columns[:, :inner], columns[:, inner:]
+        elif activation == SPLIT_SWIGLU:
+            self.hidden = columns.view(2, tokens.rows, inner).unbind()
+        self.activated = Rows(self.hidden[0])  # written over what it is made of
         self._norms: dict[tuple, Callable[..., None]] = {}
 
     def cut_wide(self, columns: int) -> torch.Tensor:
@@ -136,7 +168,7 @@ class Shape:
         """(N, K) of int8, where one weight of a stream at a time is decoded: the text's products
         may run beside the image's.
         """
-        most = (self.inner, self.width)
+        most = (self.first, self.width)
         whole = self._workspace.take(f"decoded {stream}", most, self._of(torch.int8))
         return whole.flatten()[: n * k].view(n, k)
 

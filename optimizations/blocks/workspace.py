@@ -18,7 +18,8 @@ from ..attention_8bit import Heads
 from ..fused import Ops
 from ..linear import Gemm
 from ..reference import Modulation, QKNorm, QuantizedRows, Rotary, Tokens
-from .loras import LowForm, LowRows
+from .block_form import GELU, SPLIT_SWIGLU
+from .loras import READERS, SPLIT_READERS, LowForm, LowRows, Readers
 from .products import (
     Decoder,
     PackedOperand,
@@ -44,6 +45,15 @@ MOST_SHAPES = 8
 ROWS_AT_ONCE = 256
 
 
+class Prefix(NamedTuple):
+    """Keys and values of the tokens before those of a pass, each (batch, tokens, heads, head_dim),
+    normalized and rotated.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
 class LayerForm(NamedTuple):
     """How a linear layer is computed.
 
@@ -66,8 +76,9 @@ class BlockForm(NamedTuple):
     Attributes:
         layers: In the order of `PLACES`.
         heads: Of attention.
-        inner: The MLP's hidden features.
+        inner: What the MLP's last layers read, in columns.
         eps, head_eps: Of the LayerNorms, and of the RMSNorms of a head.
+        activation: As of `block_form.BlockLayout`.
     """
 
     layers: tuple[LayerForm, ...]
@@ -75,6 +86,12 @@ class BlockForm(NamedTuple):
     inner: int
     eps: float
     head_eps: float
+    activation: str = GELU
+
+    @property
+    def readers(self) -> Readers:
+        """The places that read the same rows."""
+        return SPLIT_READERS if self.activation == SPLIT_SWIGLU else READERS
 
     @property
     def sends_rows(self) -> bool:
@@ -116,13 +133,13 @@ class Workspace:
         Args:
             x: (rows of the share, D), of the dtype and on the device of the pass.
         """
-        key = share, x.dtype, x.device, x.shape[1], form.inner
+        key = share, x.dtype, x.device, x.shape[1], form.inner, form.activation
         while True:
             changes = self.changes
             if key not in self._shapes:
                 while len(self._shapes) >= MOST_SHAPES:
                     del self._shapes[next(iter(self._shapes))]
-                shape = Shape(self, share, x, form.inner)
+                shape = Shape(self, share, x, form.inner, form.activation)
                 self._shapes[key] = shape, {}
             shape, programs = self._shapes[key]
             if form not in programs:
@@ -177,15 +194,15 @@ class Program:
         self.like = shape.like
         parts = shape.heads()
         self.heads = tuple(part.unflatten(2, (heads, -1)) for part in parts)
-        self._low = LowRows(shape, forms)
+        self._low = LowRows(shape, forms, form.readers)
         self.first_format = _common(forms[:6])
         self._inner_format = _common(forms[8:10])
         # LoRAs read plain rows: of rows in 8 bits their part would have an error of 1 to 3 %.
         self.first_plain, self._inner_plain = (
             any(form.low for form in part) for part in (forms[:6], forms[8:10])
         )
-        hidden = shape.activated.matrix
-        self._activations = self._of_hidden(hidden)  # before others: it takes the widest buffers
+        # Before others: they take the widest buffers.
+        self._activations = self._gelu() if form.activation == GELU else [self._swiglu()]
         self._first = self._quantizers(shape.rows, forms[:6], self.first_format)
         self._inner = self._quantizers(shape.rows, forms[8:10], self._inner_format)
         self._out = self._quantizers(shape.mixed, forms[6:8], None)
@@ -201,9 +218,7 @@ class Program:
             elif place < 8:
                 read = Read(shape.mixed, joint[index], streams_of(shape.branch, tokens)[index])
             elif place < 10:
-                gelu = forms[place].format is None
-                out = streams_of(hidden, tokens)[index]
-                read = Read(shape.rows, streams[index], out, gelu)
+                read = self._read_first(place)
             else:
                 out = streams_of(shape.branch, tokens)[index]
                 read = Read(shape.activated, streams[index], out)
@@ -215,6 +230,20 @@ class Program:
         self.received = [self._received(other, parts, forms) for other in share.received]
         self.tails: dict[int, Any] = {}
         self._decoders: dict[int, Decoder] = {}  # by place
+
+    def _read_first(self, place: int) -> Read:
+        """Of the MLP's first layers."""
+        shape, tokens, activation = self.shape, self.shape.tokens, self.form.activation
+        streams, index = in_stream_order(tokens), STREAMS.index(PLACES[place])
+        if activation == GELU:
+            gelu = self.form.layers[place].format is None
+            out = streams_of(shape.hidden[0], tokens)[index]
+            return Read(shape.rows, streams[index], out, gelu)
+        if activation == SPLIT_SWIGLU:  # gate and up, both of the image's rows
+            out = streams_of(shape.hidden[place - 8], tokens)[1]
+            return Read(shape.rows, streams[1], out)
+        both = shape.cut_wide(2 * shape.inner)
+        return Read(shape.rows, streams[index], streams_of(both, tokens)[index])
 
     def _received(
         self, other: Share, parts: Sequence[torch.Tensor], forms: Sequence[LayerForm]
@@ -246,11 +275,12 @@ class Program:
 
     def _weights(self, place: int) -> tuple[int, int]:
         """(N, K) of a place's weight."""
-        width, inner = self.shape.width, self.shape.inner
-        return (width, width) if place < 8 else (inner, width) if place < 10 else (width, inner)
+        shape = self.shape
+        width, inner, first = shape.width, shape.inner, shape.first
+        return (width, width) if place < 8 else (first, width) if place < 10 else (width, inner)
 
     def compute_low(self, reader: int, downs: tuple[torch.Tensor | None, ...]) -> None:
-        """What the LoRAs of `loras.READERS[reader]` make of the rows that are there."""
+        """What the LoRAs of a reader make of the rows that are there."""
         rows = (self.shape.rows, self.shape.mixed, self.shape.rows, self.shape.activated)[reader]
         self._low.compute(reader, rows, downs)
 
@@ -268,11 +298,17 @@ class Program:
             shape, eps = self.shape, self.form.head_eps
             q, k, _ = self.heads
             share = shape.share
-            rotate = shape.ops.prepare_rope(
-                q, k, norms, rotary, share.whole, eps, into, share.first
-            )
+            tokens, first = share.whole, share.first
+            if share.cached:  # the keys before are normalized and rotated
+                k, tokens, first = k[:, tokens.text :], share.tokens, 0
+            rotate = shape.ops.prepare_rope(q, k, norms, rotary, tokens, eps, into, first)
             self._rotations[key] = rotate
         rotate(norms, rotary)
+
+    def place(self, prefix: Prefix) -> None:
+        """Takes the keys and values of the tokens before those of the pass."""
+        cut = self.shape.share.whole.text
+        torch._foreach_copy_([part[:, :cut] for part in self.heads[1:]], list(prefix))
 
     def attend(
         self, form: str, norms: QKNorm, rotary: Rotary, mask: torch.Tensor | None
@@ -282,7 +318,11 @@ class Program:
         into = self._heads_8bit.get(form)
         if into is None:
             into = self._heads_8bit[form] = self.shape.heads_8bit(form, k)
-        self.rotate(norms, rotary, into)
+        if self.shape.share.cached:
+            self.rotate(norms, rotary)
+            self._quantize_heads(into)
+        else:
+            self.rotate(norms, rotary, into)
         key = form, mask if mask is None else (mask.dtype, mask.stride(), len(mask))
         attend = self._attentions.get(key)
         if attend is None:
@@ -290,6 +330,17 @@ class Program:
             self._attentions[key] = attend
         attend(mask)
         return q.flatten(2)
+
+    def _quantize_heads(self, into: Heads) -> None:
+        """Queries and keys that are normalized and rotated."""
+        quantize = self._rotations.get(id(into))
+        if quantize is None:
+            q, k, _ = self.heads
+            share = self.shape.share
+            tokens = Tokens(share.whole.batch, 0, share.whole.joint, share.whole.joint)
+            quantize = self.shape.ops.prepare_rope(q, k, None, None, tokens, 0.0, into, 0)
+            self._rotations[id(into)] = quantize
+        quantize(None, None)
 
     def mix(self, mixed: torch.Tensor) -> None:
         """Takes what attention gives, (batch, tokens, D)."""
@@ -349,9 +400,18 @@ class Program:
             if format is not None
         ]
 
-    def _of_hidden(self, hidden: torch.Tensor) -> list[Callable[[], None]]:
+    def _swiglu(self) -> Callable[[], None]:
+        """SiLU of the gate times up, over the gate, quantized, or both."""
+        shape, outer = self.shape, self.form.layers[10]
+        out = None
+        if outer.format is not None:
+            out = shape.quantized(shape.activated, shape.inner, outer.format)
+        return shape.ops.prepare_swiglu(*shape.hidden, outer.format, out, bool(outer.low))
+
+    def _gelu(self) -> list[Callable[[], None]]:
         """What happens to the MLP's hidden rows, (rows, 4 D): GELU, quantization, or both."""
         shape, cut = self.shape, self.shape.tokens.text_rows
+        (hidden,) = shape.hidden
         inner, outer = self.form.layers[8:10], self.form.layers[10:12]
         needs = [(a.format is not None, b.format) for a, b in zip(inner, outer, strict=True)]
         parts = [(hidden, *needs[0], slice(None))]

@@ -27,7 +27,7 @@ from qwen_l40s.optimizations.blocks.graphs import (
     Seen,
     Work,
 )
-from qwen_l40s.optimizations.blocks.host import BlockInputs
+from qwen_l40s.optimizations.blocks.host import BlockInputs, DoubleStream
 from qwen_l40s.optimizations.blocks.products import (
     Operand,
     Read,
@@ -528,7 +528,7 @@ class Attention(ChosenAttention):
 attend.quantizes = False
 
 
-class Host:
+class Host(DoubleStream):
     """One call of a `Model`."""
 
     peers = additions = ()

@@ -16,7 +16,7 @@ import torch
 
 from ....optimizations.blocks.block import Step
 from ....optimizations.blocks.block_form import blocks_of
-from ....optimizations.blocks.host import BlockInputs
+from ....optimizations.blocks.host import BlockInputs, DoubleStream
 from ....optimizations.blocks.self_check import Streams
 from ....optimizations.fallback import Fallback
 from ....optimizations.modulation import Entry
@@ -36,7 +36,7 @@ COMPILED = Fallback("torch.compile runs the model; without it the fused blocks w
 INPUT_PATCH = Fallback("another node changes what attention reads (attn1_patch)")
 
 
-class ComfyPass:
+class ComfyPass(DoubleStream):
     """Implements `optimizations.blocks.host.HostPass`.
 
     Args:
