@@ -103,8 +103,8 @@ def padded(tokens: int) -> int:
 def qk_norm_rope(
     q: torch.Tensor,
     k: torch.Tensor,
-    norm: QKNorm,
-    rotary: Rotary,
+    norm: QKNorm | None,
+    rotary: Rotary | None,
     tokens: Tokens,
     eps: float,
     into: Heads | None = None,
@@ -113,8 +113,12 @@ def qk_norm_rope(
     """As `reference.qk_norm_rope`, or with the result in int8.
 
     Args:
+        norm, rotary: None where q and k are normalized and rotated, for int8.
         into: Is written, and q and k stay as they are; None changes them in place.
     """
+    if norm is None:
+        quantize_heads(q, k, into)
+        return
     if into is None:
         reference.qk_norm_rope(q, k, norm, rotary, tokens, eps, first)
         return

@@ -70,13 +70,13 @@ class Ops(NamedTuple):
         self,
         q: torch.Tensor,
         k: torch.Tensor,
-        norm: QKNorm,
-        rotary: Rotary,
+        norm: QKNorm | None,
+        rotary: Rotary | None,
         tokens: Tokens,
         eps: float,
         into: Heads | None = None,
         first: int = 0,
-    ) -> Callable[[QKNorm, Rotary], None]:
+    ) -> Callable[[QKNorm | None, Rotary | None], None]:
         """`qk_norm_rope` of these q and k, for a norm and a rotary like these."""
         if prepare := self.prepared.get("qk_norm_rope"):
             return prepare(q, k, norm, rotary, tokens, eps, into, first)

@@ -58,6 +58,23 @@ class Entry:
         return self.image.nbytes + self.text.nbytes
 
 
+def shared_entry(
+    scales: Sequence[torch.Tensor], gates: Sequence[torch.Tensor], blocks: int, batch: int
+) -> Entry:
+    """The modulation of Qwen-Image-2.1, which all blocks share, without shifts.
+
+    Args:
+        scales, gates: Of attention and of the MLP, each (1 or batch, D).
+    """
+    parts = [
+        part
+        for scale, gate in zip(scales, gates, strict=True)
+        for part in (torch.zeros_like(scale), scale, gate)
+    ]
+    rows = torch.cat(parts, -1).expand(batch, -1).expand(blocks, -1, -1)
+    return Entry(rows, rows)
+
+
 @dataclass
 class TableFigures:
     """What one run asked of a table.

@@ -187,6 +187,29 @@ def check_gelu_quantize(function, x):
         torch.testing.assert_close(kept, twin, rtol=2**-7, atol=1e-6, equal_nan=True)
 
 
+def check_swiglu_quantize(function, gate, up):
+    for format in (None, *formats_of(gate.shape[1])):
+        kept, twin = gate.clone(), gate.clone()
+        if gate.stride(1) == 1 and not gate.is_contiguous():  # halves of one matrix
+            kept, twin = (gate.new_empty(len(gate), 2 * gate.shape[1])[:, : gate.shape[1]],) * 2
+            kept.copy_(gate)
+            twin = gate.clone()
+        given = up if kept.stride() == up.stride() else up.contiguous()
+        found = function(kept, given, format, keep=True)
+        exact = reference.swiglu_quantize(gate.double(), up.double(), format)
+        reference.swiglu_quantize(twin, up, None)
+        # The interpreter truncates a cast to bf16.
+        torch.testing.assert_close(kept, twin, rtol=2**-7, atol=1e-6, equal_nan=True)
+        if format is None:
+            assert found is None
+            continue
+        assert_quantized(*found, *exact)
+        again = gate.clone()
+        if up.stride() == again.stride():
+            q, _ = function(again, up, format)
+            assert torch.equal(q.float(), found[0].float()) and torch.equal(again, gate)
+
+
 # batch, text, image; heads, head_dim: one token, the ends of tiles, and other widths of a head.
 FEW_ATTENTION = [((1, 0, 1), (2, 128)), ((2, 3, 40), (4, 32)), ((1, 7, 123), (1, 64))]
 ATTENTION = [*FEW_ATTENTION, ((1, 1, 127), (1, 128)), ((1, 0, 128), (1, 64))]

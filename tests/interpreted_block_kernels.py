@@ -13,6 +13,7 @@ from qwen_l40s.optimizations.kernels import attention_8bit as attention
 from qwen_l40s.optimizations.kernels.qk_norm_rope import launch_shape, qk_norm_rope
 from qwen_l40s.optimizations.kernels.residual_norm import residual_norm
 from qwen_l40s.optimizations.kernels.rows import WIDEST_ROW, gelu_quantize
+from qwen_l40s.optimizations.kernels.swiglu import swiglu_quantize
 from qwen_l40s.optimizations.reference import QKNorm, Tokens
 from qwen_l40s.spec import RowFormat
 
@@ -182,6 +183,29 @@ def test_gelu_quantize_of_rows_apart():
     cases.check_gelu_quantize(gelu_quantize, wide[:, 1])
     cases.check_gelu_quantize(gelu_quantize, wide[:, 1, :40])
     cases.check_gelu_quantize(gelu_quantize, wide[0, :, :40].t())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_quantize_of_halves_and_of_two_matrices(dtype):
+    for rows, width in ((5, 96), (3, 768), (2, 40)):
+        both = cases.random(rows, 2 * width, dtype=dtype) * 3
+        cases.check_swiglu_quantize(swiglu_quantize, both[:, :width], both[:, width:])
+        gate, up = (half.contiguous() for half in both.chunk(2, 1))
+        cases.check_swiglu_quantize(swiglu_quantize, gate, up)
+
+
+@quiet
+def test_swiglu_quantize_far_out():
+    gate = torch.tensor([[1e4, -1e4, 0.0, -88.0]]).expand(2, -1).repeat(1, 16).contiguous()
+    cases.check_swiglu_quantize(swiglu_quantize, gate, torch.ones_like(gate))
+
+
+def test_swiglu_quantize_refuses_what_does_not_fit():
+    gate, up = torch.zeros(2, 8), torch.zeros(8, 2).t()
+    with pytest.raises(ValueError, match="one shape and row stride"):
+        swiglu_quantize(gate, up, RowFormat("int8"))
+    with pytest.raises(ValueError, match=str(WIDEST_ROW)):
+        swiglu_quantize(*torch.zeros(2, 1, WIDEST_ROW + 1), RowFormat("int8"))
 
 
 def test_gelu_quantize_refuses_rows_that_it_cannot_hold():

@@ -27,6 +27,8 @@ BLOCK_ARGUMENTS = (
     *("hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb"),
     *("image_rotary_emb", "timestep_zero_index", "transformer_options"),
 )
+# And a block of Qwen-Image-2.1, by place.
+SINGLE_STREAM_ARGUMENTS = ("x", "mod", "pe", "attn_fn", "prefix_len", "transformer_options")
 # What a block gives attention by name, as far as the fused blocks give it too.
 ATTENTION_ARGUMENTS = ("mask", "transformer_options", "skip_reshape", "preferred_attention")
 
@@ -194,6 +196,13 @@ def news_of_host() -> list[str]:
             "run."
         )
     return news
+
+
+@lru_cache(maxsize=1)
+def knows_single_stream() -> bool:
+    """Whether ComfyUI's block of Qwen-Image-2.1 is called as this package knows it."""
+    forward = _target("comfy.ldm.qwen_image21.model", "QwenImage21TransformerBlock.forward")
+    return tuple(inspect.signature(forward).parameters)[1:] == SINGLE_STREAM_ARGUMENTS
 
 
 @lru_cache(maxsize=1)

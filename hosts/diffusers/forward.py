@@ -5,6 +5,7 @@ diffusers' own loop over the blocks stays, with ControlNet's residuals between t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,13 +15,19 @@ from diffusers.models.transformers.transformer_qwenimage import (
     QwenImageTransformerBlock,
 )
 
+try:  # since diffusers 0.42
+    from diffusers.models.transformers import transformer_qwenimage21
+except ImportError:
+    transformer_qwenimage21 = None
+
 from ...optimizations.attention import aligned_mask
 from ...optimizations.blocks.block import Step
 from ...optimizations.blocks.block_form import blocks_of, token_layers
 from ...optimizations.blocks.host import BlockInputs, DoubleStream
 from ...optimizations.blocks.self_check import Streams
+from ...optimizations.blocks.workspace import Prefix
 from ...optimizations.fallback import Fallback
-from ...optimizations.modulation import Entry
+from ...optimizations.modulation import Entry, shared_entry
 from ...optimizations.reference import Rotary, Tokens
 from .attention import TransformerAttention, backend_of, host_attend
 from .layers import DiffusersLayers
@@ -34,6 +41,13 @@ SHARED = (
     "joint_attention_kwargs",
     "modulate_index",
 )
+SINGLE_STREAM_SHARED = ("modulation", "rotary_emb", "attention_mask")
+# What a block of Qwen-Image-2.1 is called with.
+SINGLE_STREAM = {
+    *SINGLE_STREAM_SHARED,
+    *("hidden_states", "target_token_mask", "layer_cache", "kv_cache_mode"),
+    *("cache_write_slice", "segments", "key_valid"),
+}
 STREAM_ARGUMENTS = ("hidden_states", "encoder_hidden_states")
 # diffusers 0.37 and 0.38 hand the joint mask on among the arguments of attention.
 JOINT_MASK = "attention_mask"
@@ -49,6 +63,8 @@ class TransformerPass(DoubleStream):
         given: What the transformer was called with, by name.
     """
 
+    block_class: type = QwenImageTransformerBlock
+    processors: tuple[type, ...] = (QwenDoubleStreamAttnProcessor2_0,)
     state = None  # a transformer has one set of weights in a run
     steps = None
     peers = additions = ()  # diffusers runs a pass on one card
@@ -96,7 +112,7 @@ class TransformerPass(DoubleStream):
         if self.latents.is_cuda and torch.cuda.is_current_stream_capturing():
             return Fallback("a CUDA graph is being captured")
         classes = set(map(type, self.blocks))
-        if classes != {QwenImageTransformerBlock}:
+        if classes != {self.block_class}:
             names = " and ".join(sorted(found.__name__ for found in classes))
             return Fallback(f"its blocks are {names}")
         if any(block._compiled_call_impl is not None for block in self.blocks):
@@ -108,7 +124,7 @@ class TransformerPass(DoubleStream):
         if any(hasattr(layer.weight, "device_mesh") for layer in token_layers(block)):
             return Fallback("its weights are spread over several cards")
         processor = _processor_of(block)
-        if type(processor) is not QwenDoubleStreamAttnProcessor2_0:
+        if type(processor) not in self.processors:
             return Fallback(f"its attention processor is {type(processor).__name__}")
         if getattr(processor, "_parallel_config", None) is not None:
             return Fallback("its attention runs on several cards")
@@ -168,6 +184,103 @@ class TransformerPass(DoubleStream):
             scores = torch.zeros(mask.shape, dtype=image.dtype, device=image.device)
             mask = aligned_mask(scores.masked_fill_(~mask, float("-inf")))
         return Step(tokens, rotary, mask)
+
+
+class SingleStreamPass(TransformerPass):
+    """The same of Qwen-Image-2.1, whose blocks run with the rows of the image alone, beside the
+    keys and values in diffusers' cache. The first step, which fills the cache, is diffusers' own.
+    """
+
+    def unchanged(
+        self,
+        index: int,
+        positional: tuple,
+        arguments: dict[str, Any],
+        inputs: tuple[torch.Tensor, torch.Tensor, object],
+    ) -> bool:
+        """As of `HostPass`."""
+        _, image, modulation = inputs
+        prefix = _prefix_of(arguments)
+        return (
+            not positional
+            and arguments["hidden_states"] is image
+            and arguments["modulation"] is modulation
+            and prefix is not None
+            and prefix.keys is self.prefixes[index].keys
+        )
+
+    def output(self, streams: Streams) -> torch.Tensor:
+        """The image alone."""
+        return streams[1]
+
+    @property
+    def prefixes(self) -> Sequence[Prefix] | None:
+        """Of diffusers' cache, which stays where it is until the pipeline ends."""
+        layers = getattr(self._given.get("kv_cache"), "layer_caches", ())
+        return [Prefix(*layer.get()) for layer in layers] or None
+
+    def fallback(self) -> Fallback | None:
+        """As of 1.x, or no cache."""
+        if self._given.get("kv_cache") is None:
+            return Fallback("diffusers runs without its prefix cache")
+        return super().fallback()
+
+    def inputs(
+        self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
+    ) -> BlockInputs | Fallback | None:
+        """From what diffusers' loop calls a block with; None where it fills the cache."""
+        if arguments.get("kv_cache_mode") == "extract":
+            return None
+        prefix = _prefix_of(arguments)
+        if positional or prefix is None or arguments.keys() - SINGLE_STREAM:
+            return Fallback("diffusers passes its blocks arguments that are unknown here")
+        shared = tuple(arguments.get(name) for name in SINGLE_STREAM_SHARED)
+        if self._shared is None or any(
+            ours is not theirs for ours, theirs in zip(self._shared, shared, strict=True)
+        ):
+            self._step, self._shared = self._single_step(arguments), shared
+        image = arguments["hidden_states"]
+        step = self._step._replace(prefix=prefix)
+        return BlockInputs(image[:, :0], image, arguments["modulation"], step, False)
+
+    def entry(self, embedding: torch.Tensor, batch: int) -> Entry:
+        """From the modulation of all blocks, whose last row is for timestep 0."""
+        scale1, gate1, scale2, gate2 = embedding[:-1].chunk(4, -1)
+        scales, gates = (scale1, scale2), (gate1.tanh(), gate2.tanh())
+        return shared_entry(scales, gates, len(self.blocks), batch)
+
+    def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
+        """The block's own forward."""
+        image = arguments["hidden_states"]
+        return image[:, :0], type(block).forward(block, **arguments)
+
+    def _single_step(self, arguments: dict[str, Any]) -> Step:
+        image, turns = arguments["hidden_states"], arguments["rotary_emb"]
+        tokens = Tokens(len(image), 0, image.shape[1], image.shape[1])
+        mask = self._mask = arguments.get("attention_mask")
+        if mask is not None:
+            scores = torch.zeros(mask.shape, dtype=image.dtype, device=image.device)
+            mask = aligned_mask(scores.masked_fill_(~mask, float("-inf")))
+        turns = turns.unsqueeze(0)
+        return Step(tokens, Rotary(turns.real.contiguous(), turns.imag.contiguous()), mask)
+
+
+def _prefix_of(arguments: dict[str, Any]) -> Prefix | None:
+    """The cached keys and values of a block."""
+    layer = arguments.get("layer_cache")
+    if layer is None or layer.k is None or arguments.get("kv_cache_mode") != "cached":
+        return None
+    return Prefix(*layer.get())
+
+
+PASSES: dict[type, type[TransformerPass]] = {QwenImageTransformer2DModel: TransformerPass}
+if transformer_qwenimage21 is not None:
+    SingleStreamPass.block_class = transformer_qwenimage21.QwenImage21TransformerBlock
+    SingleStreamPass.processors = (
+        transformer_qwenimage21.QwenImage21AttnProcessor,
+        transformer_qwenimage21.QwenImage21FlexAttnProcessor,
+    )
+    PASSES[transformer_qwenimage21.QwenImage21Transformer2DModel] = SingleStreamPass
 
 
 class _UnknownError(Exception):

@@ -20,7 +20,7 @@ from ...optimizations.attention import is_lossy
 from ...optimizations.fallback import Fallback
 from ...optimizations.run import Optimization
 from .attention import HOST_ATTENTION, TransformerAttention
-from .forward import TransformerPass
+from .forward import PASSES
 from .layers import DiffusersLayers
 from .modulation import Timesteps, TransformerModulation
 
@@ -30,7 +30,7 @@ SLOTS = ("_old_forward", "forward")
 
 
 def optimize(transformer: QwenImageTransformer2DModel, *, attention: str = "auto") -> Optimized:
-    """Makes a transformer run fast; a model that is not Qwen-Image 1.x stays as it is.
+    """Makes a transformer run fast; a model that is not Qwen-Image stays as it is.
 
     Optimizing a second time replaces what the first time did.
 
@@ -81,12 +81,12 @@ def is_lossy_attention(
 
 
 def unsupported_model(transformer: object) -> Fallback | None:
-    """Why a model is not optimized, in one sentence; None when it is Qwen-Image 1.x."""
-    if type(transformer) is QwenImageTransformer2DModel and len(transformer.transformer_blocks):
+    """Why a model is not optimized, in one sentence; None when it is Qwen-Image."""
+    if type(transformer) in PASSES and len(transformer.transformer_blocks):
         return None
     return Fallback(
-        f"The model is {type(transformer).__name__}, not the transformer of Qwen-Image 1.x "
-        "(QwenImageTransformer2DModel): it stays as it is.",
+        f"The model is {type(transformer).__name__}, not a transformer of Qwen-Image "
+        "(QwenImageTransformer2DModel, QwenImage21Transformer2DModel): it stays as it is.",
         final=True,
     )
 
@@ -188,7 +188,7 @@ class TransformerOptimization(Optimization):
         with self._lock:
             if not self._in_run:
                 self.start_run()
-            adapter = TransformerPass(
+            adapter = PASSES[type(transformer)](
                 transformer, self.attention, self._layers, self._modulation, given
             )
             try:

@@ -171,14 +171,14 @@ def launch_shape(heads: int, head_dim: int) -> tuple[int, int]:
 def qk_norm_rope(
     q: torch.Tensor,
     k: torch.Tensor,
-    norm: QKNorm,
-    rotary: Rotary,
+    norm: QKNorm | None,
+    rotary: Rotary | None,
     tokens: Tokens,
     eps: float,
     into: Heads | None = None,
     first: int = 0,
 ) -> None:
-    """As `reference.qk_norm_rope`; head_dim is one of `HEAD_DIMS`, a token's heads contiguous."""
+    """As `attention_8bit.qk_norm_rope`; head_dim is one of `HEAD_DIMS`, heads lie side by side."""
     with on_card_of(q):
         for launch in _launches(q, k, norm, rotary, tokens, eps, into, first):
             launch.once()
@@ -187,22 +187,23 @@ def qk_norm_rope(
 def prepare_qk_norm_rope(
     q: torch.Tensor,
     k: torch.Tensor,
-    norm: QKNorm,
-    rotary: Rotary,
+    norm: QKNorm | None,
+    rotary: Rotary | None,
     tokens: Tokens,
     eps: float,
     into: Heads | None = None,
     first: int = 0,
-) -> Callable[[QKNorm, Rotary], None]:
+) -> Callable[[QKNorm | None, Rotary | None], None]:
     """`qk_norm_rope` of these q and k, for a norm and a rotary like these."""
     launch, *means = (
         found.prepared() for found in _launches(q, k, norm, rotary, tokens, eps, into, first)[::-1]
     )
 
-    def run(norm: QKNorm, rotary: Rotary) -> None:
+    def run(norm: QKNorm | None, rotary: Rotary | None) -> None:
+        norms, turns = norm or (None,) * 4, rotary or (None,) * 2
         for mean in means:
-            mean(norm.key, norm.text_key, *rotary)
-        launch(*norm, *rotary)
+            mean(norms[1], norms[3], *turns)
+        launch(*norms, *turns)
 
     return run
 

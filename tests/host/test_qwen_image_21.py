@@ -22,6 +22,7 @@ import pytest
 import torch
 from comfy.quant_ops import QuantizedTensor
 from comfyui_boot import ROOT, folder
+from narrow_21 import DIM, TEXT, random, weights_21
 from safetensors.torch import save_file
 
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
@@ -34,9 +35,8 @@ from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.lora.bypass import bypass_models
-from qwen_l40s.hosts.comfyui.report.table import report_run
 from qwen_l40s.hosts.comfyui.sample.guidance import rescale_by_token
-from qwen_l40s.hosts.comfyui.sample.optimize import optimize, report_of
+from qwen_l40s.hosts.comfyui.sample.optimize import optimize
 from qwen_l40s.hosts.comfyui.save import save_quantized
 from qwen_l40s.loaders.quantized_file import plan_quantized, write_quantized
 from qwen_l40s.loaders.source import open_source
@@ -47,39 +47,8 @@ pytestmark = pytest.mark.usefixtures("inference_mode")
 newer = pytest.mark.host_has("comfy.model_base.QwenImage21")
 FOLDER = folder("qwen_image_21")
 MICRO = ROOT / "models" / "micro"
-DIM, TEXT = 256, 96  # of the small 2.1; its text is another model's width for the 1.x
 PATH = narrow.write(FOLDER / "qwen_image.safetensors", narrow.weights())
 refused = partial(comfyui_boot.refused, SettingError)
-
-
-def random(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.5 / shape[-1] ** 0.5
-
-
-def weights_21(blocks=2, fused=True):
-    found = {
-        "img_in.weight": random(DIM, 64),
-        "txt_in.text_norm.weight": torch.zeros(TEXT),
-        "txt_in.in_layer.weight": random(DIM, TEXT),
-        "txt_in.out_layer.weight": random(DIM, DIM),
-        "time_text_embed.timestep_embedder.linear_1.weight": random(DIM, 256),
-        "time_text_embed.timestep_embedder.linear_2.weight": random(DIM, DIM),
-        "modulation.1.weight": random(4 * DIM, DIM),
-        "norm_out.linear.weight": random(DIM, DIM),
-        "proj_out.weight": random(64, DIM),
-    }
-    for block in range(blocks):
-        prefix = f"transformer_blocks.{block}"
-        for name in ("to_q", "to_k", "to_v", "to_out.0"):
-            found[f"{prefix}.attn.{name}.weight"] = random(DIM, DIM)
-        for name in ("norm_q", "norm_k"):
-            found[f"{prefix}.attn.{name}.weight"] = torch.ones(128)
-        gates = ("gate_up",) if fused else ("gate_layer", "proj")
-        whole = random(6 * DIM, DIM)
-        for name, weight in zip(gates, whole.chunk(len(gates)), strict=True):
-            found[f"{prefix}.img_mlp.{name}.weight"] = weight.clone()
-        found[f"{prefix}.img_mlp.out.weight"] = random(DIM, 3 * DIM)
-    return found
 
 
 def model_21(fused=True):
@@ -434,15 +403,8 @@ def test_saving_with_a_lora(precision):
 
 
 @newer
-def test_a_model_21_passes_through():
+def test_guidance_is_not_rescaled():
     model = model_21()
-    before = sample(model, torch.zeros(1, 64, 8, 8), TEXT)
-    optimized = optimize(model)
-    assert optimized is model
-    words = "The model is QwenImage21, not Qwen-Image 1.x"
-    assert report_of(optimized).startswith(words)
-    assert torch.equal(sample(optimized, torch.zeros(1, 64, 8, 8), TEXT), before)
-    assert report_run(model, None, vae_21()).text.startswith(words)
     assert rescale_by_token(model) is model  # diffusers does not rescale this one
 
 
@@ -482,6 +444,18 @@ def test_text_and_latents_of_21_in_qwen_image():
         refused(words, run=partial(sample, model, of_21, width))
         refused(words, run=partial(sample, model, empty, width, reference_latents=[of_21]))
         sample(model, empty, width, reference_latents=[empty + 1])
+
+
+@newer
+def test_text_and_latents_of_qwen_image_in_21():
+    model = optimize(model_21())
+    empty = torch.zeros(1, 64, 8, 8)
+    words = f"The prompt is {TEXT + 8} wide and the MODEL takes text {TEXT} wide"
+    encoder = "Qwen3-VL 8B for Qwen-Image-2.1"
+    refused(words, encoder, run=partial(sample, model, empty, TEXT + 8))
+    words = "A latent has 16 channels and the MODEL takes 64: use the model's own VAE"
+    run = partial(sample, model, empty, TEXT, reference_latents=[torch.ones(1, 16, 1, 8, 8)])
+    refused(words, run=run)
 
 
 @newer

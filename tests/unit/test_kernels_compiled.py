@@ -171,6 +171,31 @@ def test_quantization_holds_a_row_in_registers(compile_kernel, name, sm, format,
         assert_wide(ptx, format, masked_at=None if part * parts == k else k)
 
 
+SWIGLU = [(89, None, 12288), (89, FP8, 12288), (89, ROTATED, 12288), (80, INT8, 12000)]
+SWIGLU = [case(*row, usual=row[1] is ROTATED) for row in SWIGLU]
+
+
+@pytest.mark.parametrize(("sm", "format", "k"), SWIGLU, ids=str)
+def test_swiglu_holds_two_rows_in_registers(compile_kernel, sm, format, k):
+    from qwen_l40s.optimizations.kernels import rows, swiglu
+
+    part, parts, warps = rows.launch_shape(k, format is not None and format.rotation > 0)
+    pointers = {"gate_ptr": "bf16", "up_ptr": "bf16"}
+    constants = {"k": k, "part": part, "parts": parts, **rows.quantization(format)}
+    if format is None:
+        constants |= {"q_ptr": None, "scale_ptr": None}
+    else:
+        pointers |= {"q_ptr": OPERAND[format.storage], "scale_ptr": "fp32"}
+    numbers = {"stride": True, "cut": False, "gap": False}
+    for keep in (True,) if format is None else (False, True):
+        constants["keep"] = keep
+        kernel = swiglu._swiglu_quantize_kernel
+        ptx = compile_kernel(kernel, sm, pointers, numbers, constants, warps)
+        masked_at = None if part * parts == k else k
+        assert_wide(ptx, format, masked_at=masked_at) if format else None
+        assert "ld.global.v4.b32" in ptx
+
+
 @pytest.mark.parametrize(("sm", "bits"), [case(89, 4), case(89, 6), case(80, 4)])
 def test_decode_weight_reads_and_writes_wide(compile_kernel, sm, bits):
     from qwen_l40s.optimizations.kernels import decode_weight

@@ -39,6 +39,7 @@ from ..load.weights import FLOAT_NAMES
 from ..lora.bypass import bypass_models
 from ..sample.attention import SLOT, SlotAttention
 from ..sample.off_card import named_weights, off_card_layers
+from ..sample.forward import QWEN_IMAGE_21
 from ..sample.optimize import unsupported_model
 from ..sample.run import STEP_CACHE_KEY
 
@@ -119,7 +120,7 @@ def model_sizes(model: ModelPatcher) -> TrueModel:
     Raises:
         SettingError: it is not Qwen-Image 1.x.
     """
-    if unsupported_model(model):
+    if unsupported_model(model) or type(model.model) is QWEN_IMAGE_21:
         raise SettingError(
             f"the MODEL is {type(model.model).__name__} and estimates cover only Qwen-Image 1.x "
             "(Qwen-Image, 2512, Edit, Layered): connect one of these, or none."

@@ -6,11 +6,13 @@ blocks or around one happens as ever.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import comfy.cli_args
+import comfy.model_base
 import comfy.ops
 import torch
 
@@ -18,10 +20,16 @@ from ....optimizations.blocks.block import Step
 from ....optimizations.blocks.block_form import blocks_of
 from ....optimizations.blocks.host import BlockInputs, DoubleStream
 from ....optimizations.blocks.self_check import Streams
+from ....optimizations.blocks.workspace import Prefix
 from ....optimizations.fallback import Fallback
-from ....optimizations.modulation import Entry
+from ....optimizations.modulation import Entry, shared_entry
 from ....optimizations.reference import Rotary, Tokens
-from ..contract import BLOCK_ARGUMENTS, unknown_attention_arguments
+from ..contract import (
+    BLOCK_ARGUMENTS,
+    SINGLE_STREAM_ARGUMENTS,
+    knows_single_stream,
+    unknown_attention_arguments,
+)
 from ..lora.bypass import bypass_models
 from .attention import SLOT, SlotAttention, file_choice, host_attention, without_choice
 from .call import COMPUTED_STEPS, is_compiled, several_work
@@ -29,10 +37,15 @@ from .held import HeldWeights
 from .layers import ComfyLayers
 from .modulation import ModelModulation
 
+QWEN_IMAGE_21 = getattr(comfy.model_base, "QwenImage21", None)  # since ComfyUI 0.37
 ARGUMENTS = set(BLOCK_ARGUMENTS)
 SHARED = ("image_rotary_emb", "encoder_hidden_states_mask", "timestep_zero_index")
 OTHER_ARGUMENTS = Fallback("ComfyUI passes its blocks arguments that are unknown here")
 COMPILED = Fallback("torch.compile runs the model; without it the fused blocks would")
+NO_PREFIX_CACHE = Fallback(
+    "ComfyUI's prefix cache is off: a node switches it off, hooks into the blocks, or leaves it no "
+    "memory"
+)
 INPUT_PATCH = Fallback("another node changes what attention reads (attn1_patch)")
 
 
@@ -176,6 +189,115 @@ class ComfyPass(DoubleStream):
         """The block's own forward, without this package's attention."""
         options = without_choice(arguments["transformer_options"])
         return type(block).forward(block, **{**arguments, "transformer_options": options})
+
+
+class SingleStreamPass(ComfyPass):
+    """The same of Qwen-Image-2.1, whose blocks run with the rows of the image alone, beside the
+    keys and values in ComfyUI's prefix cache. What fills the cache is ComfyUI's own.
+    """
+
+    names = SINGLE_STREAM_ARGUMENTS
+    additions = ()
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.peers = ()  # other cards have no part in a pass
+        self._fills = False
+        self._turned: torch.Tensor | None = None  # what the step's rotation was made of
+        self._step: Step | None = None
+
+    def fallback(self) -> Fallback | None:
+        """As of 1.x, or another ComfyUI than is known here."""
+        return super().fallback() or (None if knows_single_stream() else OTHER_ARGUMENTS)
+
+    def no_graphs(self) -> str:
+        """Where the cache is filled or moves, nobody knows what later blocks read."""
+        if self._fills:
+            return "ComfyUI fills its prefix cache"
+        if self.prefixes is None:
+            return "ComfyUI's prefix cache is in host memory or in 8 or 4 bits"
+        return super().no_graphs()
+
+    def inputs(
+        self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
+    ) -> BlockInputs | Fallback | None:
+        """From what ComfyUI's loop calls a block with; None of the rows that fill the cache."""
+        if positional or arguments.keys() != set(self.names):
+            return OTHER_ARGUMENTS
+        x, mod, pe, attend, before, options = map(arguments.get, self.names)
+        if before:
+            self._fills = before == x.shape[1]
+            return None if self._fills else NO_PREFIX_CACHE
+        prefix = _prefix_of(attend)
+        if prefix is None:
+            return NO_PREFIX_CACHE
+        self._options, self._block = options, block
+        tokens = Tokens(len(x), 0, x.shape[1], x.shape[1])
+        if self._turned is not pe or self._step.tokens != tokens:
+            self._turned, self._step = pe, Step(tokens, _rotary(pe.transpose(1, 2)), None)
+        comfy.ops.run_every_op()
+        return BlockInputs(x[:, :0], x, mod, self._step._replace(prefix=prefix), False)
+
+    def unchanged(
+        self,
+        index: int,
+        positional: tuple,
+        arguments: dict[str, Any],
+        inputs: tuple[torch.Tensor, torch.Tensor, object],
+    ) -> bool:
+        """As of `HostPass`."""
+        _, image, mod = inputs
+        if positional or arguments["x"] is not image or arguments["mod"] is not mod:
+            return False
+        prefix, expected = _prefix_of(arguments["attn_fn"]), self.prefixes
+        return (
+            prefix is not None
+            and expected is not None
+            and prefix.keys.data_ptr() == expected[index].keys.data_ptr()
+        )
+
+    def output(self, streams: Streams) -> torch.Tensor:
+        """The image alone."""
+        return streams[1]
+
+    @functools.cached_property
+    def prefixes(self) -> Sequence[Prefix] | None:
+        """Of ComfyUI's prefix cache, where it lies on the card as it is read."""
+        cache = self.owner.diffusion_model.prefix_cache
+        try:
+            blocks = cache.slot["blocks"]
+            if cache.dtype != "default" or cache.store_device != self.device:
+                return None
+            return [Prefix(*blocks[index].unbind(1)) for index in range(len(self.blocks))]
+        except (AttributeError, KeyError, TypeError):  # it is off, or another
+            return None
+
+    def entry(self, embedding: Any, batch: int) -> Entry:
+        """From the modulation of all blocks: (scale, tanh of the gate) twice, and a zero."""
+        scale1, gate1, scale2, gate2 = (target.squeeze(1) for _, target in embedding[:4])
+        return shared_entry((scale1, scale2), (gate1, gate2), len(self.blocks), batch)
+
+    def host_block(self, block: torch.nn.Module, arguments: dict[str, Any]) -> Streams:
+        """The block's own forward, which writes over its input."""
+        x = arguments["x"]
+        return x[:, :0], type(block).forward(block, **{**arguments, "x": x.clone()})
+
+
+PASSES: dict[type, type[ComfyPass]] = {comfy.model_base.QwenImage: ComfyPass}
+if QWEN_IMAGE_21 is not None:
+    PASSES[QWEN_IMAGE_21] = SingleStreamPass
+
+
+def _prefix_of(attend: Callable[..., torch.Tensor]) -> Prefix | None:
+    """The keys and values that ComfyUI's `prefix_cached_attention` has bound; None of others."""
+    # Calling it would join them with those of the image in new tensors.
+    code = getattr(attend, "__code__", None)
+    if code is None or not attend.__qualname__.startswith("prefix_cached_attention."):
+        return None
+    bound = dict(zip(code.co_freevars, attend.__closure__, strict=True))
+    if not {"prefix_k", "prefix_v"} <= bound.keys():
+        return None
+    return Prefix(bound["prefix_k"].cell_contents, bound["prefix_v"].cell_contents)
 
 
 class _Shared:

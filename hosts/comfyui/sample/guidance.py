@@ -15,7 +15,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch.nn import functional as F
 
-from .optimize import QWEN_IMAGE_21
+from .forward import QWEN_IMAGE_21
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def rescale_by_token(model: ModelPatcher) -> ModelPatcher:
     It takes the one place that ComfyUI has for a guidance function, as CFGNorm does. A MODEL of
     Qwen-Image-2.1 stays as it is: diffusers guides that one without norms.
     """
-    if isinstance(model.model, QWEN_IMAGE_21):
+    if type(model.model) is QWEN_IMAGE_21:
         logger.warning(
             "CFG Norm Qwen-Image: no effect on Qwen-Image-2.1, which diffusers guides without it."
         )

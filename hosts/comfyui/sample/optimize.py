@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import comfy.model_base
-from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
@@ -20,11 +18,11 @@ from ....optimizations.blocks.block_form import blocks_of
 from ....optimizations.fallback import Fallback
 from ..record.sampling import record_runs
 from .attention import SLOT, SlotAttention
+from .forward import PASSES
 from .run import OPTIMIZATION_KEY, PARTS_KEY, ComfyOptimization, check_parts
 
 # ComfyUI's own attention, and with it whatever another node has put into the slot.
 HOST_ATTENTION = "comfyui"
-QWEN_IMAGE_21 = getattr(comfy.model_base, "QwenImage21", ())  # since ComfyUI 0.37
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class OptimizeSettings:
 
 
 def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> ModelPatcher:
-    """Returns a clone that runs fast, or the same patcher for a model that is not Qwen-Image 1.x.
+    """Returns a clone that runs fast, or the same patcher for a model that is not Qwen-Image.
 
     Optimizing a second time replaces what the first time did.
 
@@ -75,8 +73,9 @@ def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> M
     attention = None
     if settings.attention != HOST_ATTENTION and not (others and settings.attention == "auto"):
         attn = blocks_of(model.model.diffusion_model)[0].attn
-        form = model.load_device, model.model.get_dtype_inference(), attn.heads, attn.dim_head
-        lossy = is_lossy(settings.attention, *form)
+        form = model.load_device, model.model.get_dtype_inference()
+        heads, width = attn.heads, attn.to_q.out_features
+        lossy = is_lossy(settings.attention, *form, heads, width // heads)
         attention = options[SLOT] = SlotAttention(
             settings.attention, lossy, others, settings.attention_error
         )
@@ -113,16 +112,15 @@ def restore(model: ModelPatcher) -> ModelPatcher:
 
 
 def unsupported_model(model: ModelPatcher) -> Fallback | None:
-    """Why a MODEL is not optimized, in one sentence; None when it is Qwen-Image 1.x."""
+    """Why a MODEL is not optimized, in one sentence; None when it is Qwen-Image."""
     inner = model.model
     transformer = getattr(inner, "diffusion_model", None)
-    if type(inner) is comfy.model_base.QwenImage and (
-        type(transformer) is QwenImageTransformer2DModel
-    ):
+    known = "QwenImageTransformer2DModel", "QwenImage21Transformer2DModel"
+    if type(inner) in PASSES and type(transformer).__name__ in known:
         return None
     return Fallback(
-        f"The model is {type(inner).__name__}, not Qwen-Image 1.x (Qwen-Image, 2512, Edit, "
-        "Layered): it passes through unchanged.",
+        f"The model is {type(inner).__name__}, not Qwen-Image (2512, Edit, Layered, 2.1): it "
+        "passes through unchanged.",
         final=True,
     )
 

@@ -11,7 +11,6 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 from comfy.model_management import cuda_device_context
 from comfy.quant_ops import QuantizedTensor
 from comfy.samplers import CFGGuider
@@ -21,12 +20,13 @@ from ....machine.card import first_line
 from ....machine.flags import flags_for_a_run
 from ....machine.links import link_between
 from ....optimizations.blocks.block_form import blocks_of, token_layers
+from ....optimizations.blocks.host import HostPass
 from ....optimizations.cards.split import LostCopyError
 from ....optimizations.run import Optimization
 from ..lora.bypass import bypassed
 from .attention import SLOT, FileAttention, SlotAttention
 from .call import control_of, idle_models, options_of
-from .forward import ComfyPass
+from .forward import PASSES, QWEN_IMAGE_21
 from .held import HeldWeights, drop_row_scales
 from .modulation import Call, ModelModulation
 
@@ -151,10 +151,11 @@ class ComfyOptimization(Optimization):
         weights = None if self._run is None else self._run.weights
         control = control_of(args, kwargs)
         idle = idle_models(options, model) if self._blocks else ()
-        host = ComfyPass(model, self.attention, x, options, control, weights, idle)
+        pass_class = PASSES[type(model)]
+        host = pass_class(model, self.attention, x, options, control, weights, idle)
         try:
             with ExitStack() as stack:
-                for each in (host, *host.peers) if idle else ():
+                for each in (host, *host.peers) if host.peers else ():
                     self._bring(each)
                 for peer in idle:
                     stack.enter_context(bypassed(peer))
@@ -164,7 +165,7 @@ class ComfyOptimization(Optimization):
             if own is not None:
                 options[SLOT] = own
 
-    def _bring(self, host: ComfyPass) -> None:
+    def _bring(self, host: HostPass) -> None:
         """Has the weights of a card that shares a pass brought, once a run."""
         if self._run is None or host.owner in self._run.brought:
             return
@@ -178,8 +179,8 @@ def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -
     """OUTER_SAMPLE wrapper: looks at what comes from a text encoder and a VAE, and at the links
     between cards, before the transformer is loaded.
 
-    With those of Qwen-Image-2.1 ComfyUI fails inside a layer, or takes channels for frames; with a
-    hook's LoRA on quantized weights, in the middle of the first step.
+    With those of the other family ComfyUI fails inside a layer, or takes channels for frames; with
+    a hook's LoRA on quantized weights, in the middle of the first step.
 
     Raises:
         SettingError: it is another model's, or hooks would change quantized weights.
@@ -188,8 +189,8 @@ def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -
     patcher = guider.model_patcher
     unsafe_copies(patcher)
     transformer = patcher.model.diffusion_model
-    if isinstance(transformer, QwenImageTransformer2DModel):  # else another node's
-        _check_parts(transformer, guider, noise)
+    if type(patcher.model) in PASSES:  # else another node's
+        _check_parts(patcher.model, guider, noise)
         if any(patcher.hook_patches.values()) and _is_quantized(transformer):
             raise SettingError(
                 "A LoRA hook on a prompt changes the weights, which ComfyUI cannot do with "
@@ -229,20 +230,23 @@ def _is_quantized(transformer: torch.nn.Module) -> bool:
     return any(isinstance(layer.weight, QuantizedTensor) for layer in layers)
 
 
-def _check_parts(
-    transformer: QwenImageTransformer2DModel, guider: Any, noise: torch.Tensor
-) -> None:
+def _check_parts(model: Any, guider: Any, noise: torch.Tensor) -> None:
+    transformer = model.diffusion_model
+    if type(model) is QWEN_IMAGE_21:
+        width, channels = transformer.txt_in.in_layer.in_features, transformer.img_in.in_features
+        encoder = "Qwen3-VL 8B for Qwen-Image-2.1"
+    else:
+        width, channels = transformer.txt_in.in_features, transformer.in_channels // 4
+        encoder = "Qwen2.5-VL 7B for Qwen-Image"
     # Another guider's other prompts may be another model's.
     names = guider.conds if type(guider) is CFGGuider else ("positive",)
     prompts = [prompt for name in names for prompt in guider.conds.get(name, ())]
-    width = transformer.txt_in.in_features
     for text in _tensors(prompt.get("cross_attn") for prompt in prompts):
         if text.shape[-1] != width:
             raise SettingError(
                 f"The prompt is {text.shape[-1]} wide and the MODEL takes text {width} wide: use "
-                "the model's own text encoder, Qwen2.5-VL 7B for Qwen-Image."
+                f"the model's own text encoder, {encoder}."
             )
-    channels = transformer.in_channels // 4  # of a patch of 2 x 2
     references = (latent for it in prompts for latent in it.get("reference_latents") or ())
     for latent in _tensors((noise, *references)):
         if latent.ndim > 3 and latent.shape[1] != channels:

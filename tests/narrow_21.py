@@ -1,0 +1,35 @@
+"""The weights of a small Qwen-Image-2.1."""
+
+import torch
+
+DIM, TEXT = 256, 96  # its text is of another width than that of the small 1.x
+
+
+def random(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.5 / shape[-1] ** 0.5
+
+
+def weights_21(blocks=2, fused=True):
+    found = {
+        "img_in.weight": random(DIM, 64),
+        "txt_in.text_norm.weight": torch.zeros(TEXT),
+        "txt_in.in_layer.weight": random(DIM, TEXT),
+        "txt_in.out_layer.weight": random(DIM, DIM),
+        "time_text_embed.timestep_embedder.linear_1.weight": random(DIM, 256),
+        "time_text_embed.timestep_embedder.linear_2.weight": random(DIM, DIM),
+        "modulation.1.weight": random(4 * DIM, DIM),
+        "norm_out.linear.weight": random(DIM, DIM),
+        "proj_out.weight": random(64, DIM),
+    }
+    for block in range(blocks):
+        prefix = f"transformer_blocks.{block}"
+        for name in ("to_q", "to_k", "to_v", "to_out.0"):
+            found[f"{prefix}.attn.{name}.weight"] = random(DIM, DIM)
+        for name in ("norm_q", "norm_k"):
+            found[f"{prefix}.attn.{name}.weight"] = torch.ones(128)
+        gates = ("gate_up",) if fused else ("gate_layer", "proj")
+        whole = random(6 * DIM, DIM)
+        for name, weight in zip(gates, whole.chunk(len(gates)), strict=True):
+            found[f"{prefix}.img_mlp.{name}.weight"] = weight.clone()
+        found[f"{prefix}.img_mlp.out.weight"] = random(DIM, 3 * DIM)
+    return found

@@ -1,0 +1,278 @@
+"""Qwen-Image-2.1's blocks: fused in diffusers' own model, and the executor beside a prefix."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import QwenImage21Transformer2DModel
+from diffusers.models.transformers.transformer_qwenimage21 import (
+    QwenImage21KVCache,
+    QwenImage21TransformerBlock,
+)
+from test_block import Gemm, attend, random, relative
+from test_block import Layers as DoubleLayers
+
+from qwen_l40s.hosts.diffusers.patch import optimize
+from qwen_l40s.optimizations import reference
+from qwen_l40s.optimizations.blocks.block import DENSE, BlockExecutor, Step
+from qwen_l40s.optimizations.blocks.block_form import layout_of, part_of, unsupported_block
+from qwen_l40s.optimizations.blocks.workspace import Prefix
+from qwen_l40s.optimizations.fused import TORCH
+from qwen_l40s.optimizations.modulation import shared_entry
+from qwen_l40s.optimizations.reference import LowRank, Rotary, Tokens
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HEADS, HEAD_DIM, BLOCKS = 4, 32, 3
+DIM = HEADS * HEAD_DIM
+REFERENCE, TARGET, TEXT = (1, 4, 4), (1, 8, 8), 9
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.inference_mode():
+        yield
+
+
+def fill(module, seed=0):
+    for i, weight in enumerate(module.parameters()):
+        scale = weight.shape[1] ** -0.5 if weight.dim() == 2 else 0.2
+        weight.copy_(random(*weight.shape, seed=1000 * seed + i) * scale + (weight.dim() == 1))
+    return module.eval()
+
+
+# --- in diffusers
+
+
+def new_model():
+    return fill(
+        QwenImage21Transformer2DModel(
+            in_channels=16,
+            out_channels=16,
+            num_layers=BLOCKS,
+            attention_head_dim=HEAD_DIM,
+            num_attention_heads=HEADS,
+            context_in_dim=24,
+            axes_dims_rope=(8, 12, 12),
+        )
+    )
+
+
+def paint(model, batch=1, masked=False, cached=True, steps=3):
+    """Predictions along a schedule, with a reference image in the middle of the text."""
+    slots, target = 4, 64
+    text = random(batch, TEXT + slots, 24, seed=1).to(model.dtype)
+    x, picture = (random(batch, rows, 16, seed=2).to(model.dtype) for rows in (target, 16))
+    images = torch.zeros(batch, TEXT + slots + target // 4, dtype=torch.bool)
+    images[:, 3 : 3 + slots] = images[:, TEXT + slots :] = True
+    mask = torch.ones(batch, TEXT + slots, dtype=torch.bool)
+    mask[0, -2:] = not masked
+    cache, found = QwenImage21KVCache(BLOCKS), []
+    for step in range(steps):
+        mode = "cached" if step else "extract"
+        out = model(
+            hidden_states=torch.cat([picture, x], 1),
+            encoder_hidden_states=text,
+            timestep=torch.full((batch,), 1 - step / 4),
+            img_shapes=[[REFERENCE, TARGET]] * batch,
+            img_mask=images,
+            encoder_hidden_states_mask=mask if masked else None,
+            kv_cache=cache if cached else None,
+            kv_cache_mode=mode if cached else None,
+            return_dict=False,
+        )[0][:, -target:]
+        found.append(out)
+        x = x - 0.25 * out
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_blocks_are_diffusers_own_but_for_rounding(batch, masked):
+    model = new_model()
+    expected = paint(model, batch, masked)
+    with optimize(model) as optimized:
+        with optimized.run():
+            found = paint(model, batch, masked)
+        report = optimized.report()
+    assert relative([found], [expected]) < 1e-6
+    assert f"blocks: fused, {2 * BLOCKS} of {2 * BLOCKS} in 3 forward passes" in report
+    assert torch.equal(paint(model, batch, masked), expected)
+
+
+def test_bf16_is_as_near_to_fp32_as_diffusers_own():
+    model = new_model()
+    exact = paint(model)
+    model.bfloat16()
+    theirs = relative([paint(model)], [exact])
+    with optimize(model) as optimized, optimized.run():
+        ours = relative([paint(model)], [exact])
+        assert "fused" in optimized.report()
+    assert ours < 1.1 * theirs
+
+
+def test_without_the_prefix_cache_diffusers_blocks_run():
+    model = new_model()
+    expected = paint(model, cached=False)
+    with optimize(model) as optimized, optimized.run():
+        assert torch.equal(paint(model, cached=False), expected)
+        assert "diffusers runs without its prefix cache" in optimized.report()
+
+
+# --- the executor
+
+TOKENS, BEFORE = Tokens(2, 0, 11, 11), 5
+
+
+class Fused(torch.nn.Module):
+    """A gated MLP with gate and up in one weight, as ComfyUI's."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        inner = mlp.proj.out_features
+        self.gate_up = torch.nn.Linear(DIM, 2 * inner, bias=False)
+        self.gate_up.weight.copy_(torch.cat([mlp.gate_layer.weight, mlp.proj.weight]))
+        self.out = mlp.out
+
+
+def new_block(fused, seed=0):
+    block = fill(QwenImage21TransformerBlock(DIM, HEADS, HEAD_DIM), seed)
+    if fused:
+        block.img_mlp = Fused(block.img_mlp)
+    return block
+
+
+class Layers(DoubleLayers):
+    """All layers of a block in one kind, with LoRAs beside some."""
+
+    def __init__(self, block, kind=DENSE, ranks=None, weight_only=()):
+        layers = {part_of(block, name): name for name in layout_of(block).places}
+        self.kinds = dict.fromkeys(layers, kind)
+        formats = {"int8": reference.RowFormat("int8", 16), "fp8": reference.RowFormat("fp8")}
+        self.formats, self.weights, self.lows = formats, {}, {}
+        for layer, name in layers.items():
+            if kind in formats:
+                self.weights[layer] = reference.row_quantize(layer.weight, formats[kind])
+            if rank := (ranks or {}).get(name):
+                down = random(rank, layer.in_features, seed=7) * layer.in_features**-0.5
+                up = random(layer.out_features, rank, seed=8)
+                self.lows[layer] = LowRank(down, 0, up * rank**-0.5)
+        self.gemms = {it: Gemm(it, it in weight_only) for it in reference.STORAGE}
+
+    def kind(self, layer):
+        kind = self.kinds[layer]
+        return None if kind == "opaque" else self.formats.get(kind, kind)
+
+    def apply_weight(self, layer, x):
+        if layer not in self.weights:
+            return layer(x)
+        (weight, scale), format = self.weights[layer], self.kind(layer)
+        if self.gemms[format.storage].weight_only:
+            x = reference.rotate(x, format.rotation) if format.rotation else x
+            return F.linear(x, weight.to(x.dtype) * scale)
+        q, x_scale = reference.row_quantize(x, format)
+        return reference.scaled_gemm(q, weight, x_scale, scale, None, x.dtype)
+
+
+class Case:
+    """A pass beside a prefix, for the executor and in plain arithmetic."""
+
+    def __init__(self, masked=False, blocks=1):
+        batch, _, tokens, _ = TOKENS
+        self.x = random(batch, tokens, DIM, seed=1)
+        self.prefixes = [
+            Prefix(*random(2, batch, BEFORE, HEADS, HEAD_DIM, seed=20 + i)) for i in range(blocks)
+        ]
+        angles = random(tokens, HEAD_DIM // 2, seed=3)
+        self.turns = torch.polar(torch.ones_like(angles), angles)
+        self.rows = random(4, batch, DIM, seed=4) * 0.5
+        mask = None
+        if masked:
+            mask = torch.zeros(batch, 1, 1, BEFORE + tokens)
+            mask[0, ..., :2] = -torch.inf
+        rotary = Rotary(self.turns.real[None].contiguous(), self.turns.imag[None].contiguous())
+        self.step = Step(TOKENS, rotary, mask)
+        scale1, gate1, scale2, gate2 = self.rows
+        self.entry = shared_entry((scale1, scale2), (gate1, gate2), blocks, batch)
+
+    def run(self, block, layers, form=None):
+        executor = BlockExecutor(layers, TORCH, attend, form=form and (lambda q, mask: form))
+        step = self.step._replace(prefix=self.prefixes[0])
+        return executor.run(block, self.x[:, :0], self.x, step, self.entry.of(0))[1]
+
+    def expected(self, block, layers):
+        """From the block's definition."""
+        scale1, gate1, scale2, gate2 = (row.unsqueeze(1) for row in self.rows)
+        attn, mlp, prefix = block.attn, block.img_mlp, self.prefixes[0]
+
+        def apply(layer, x):
+            return layers.apply(layer, x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+        def turned(x, norm):
+            x = F.rms_norm(x.unflatten(-1, (HEADS, HEAD_DIM)), (HEAD_DIM,), norm.weight, norm.eps)
+            pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+            return torch.view_as_real(pairs * self.turns[:, None]).flatten(-2)
+
+        h = F.layer_norm(self.x, (DIM,), eps=1e-6) * (1 + scale1)
+        q, k = turned(apply(attn.to_q, h), attn.norm_q), turned(apply(attn.to_k, h), attn.norm_k)
+        v = apply(attn.to_v, h).unflatten(-1, (HEADS, HEAD_DIM))
+        k, v = torch.cat([prefix.keys, k], 1), torch.cat([prefix.values, v], 1)
+        x = self.x + gate1 * apply(attn.to_out[0], attend(q, k, v, self.step.mask))
+        h = F.layer_norm(x, (DIM,), eps=1e-6) * (1 + scale2)
+        if isinstance(mlp, Fused):
+            gate, up = apply(mlp.gate_up, h).chunk(2, -1)
+        else:
+            gate, up = apply(mlp.gate_layer, h), apply(mlp.proj, h)
+        return x + gate2 * apply(mlp.out, F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", [DENSE, "int8", "fp8", "opaque"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_block_beside_a_prefix(fused, kind, masked):
+    block, case = new_block(fused), Case(masked)
+    assert unsupported_block(block, torch.float32) is None
+    layers = Layers(block, kind)
+    tolerance = 1e-6 if kind in (DENSE, "opaque") else 2e-3  # a rounded step apart
+    assert relative([case.run(block, layers)], [case.expected(block, layers)]) < tolerance
+
+
+@pytest.mark.parametrize("kind", [DENSE, "int8"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_loras_beside_its_layers(fused, kind):
+    block, case = new_block(fused), Case()
+    names = dict.fromkeys(layout_of(block).places)
+    ranks = {name: 4 for name in names if not name.startswith(("attn.to_k", "img_mlp.gate_l"))}
+    layers = Layers(block, kind, ranks)
+    tolerance = 1e-6 if kind == DENSE else 2e-3
+    assert relative([case.run(block, layers)], [case.expected(block, layers)]) < tolerance
+    assert relative([case.run(block, Layers(block, kind))], [case.expected(block, layers)]) > 0.01
+
+
+def test_weights_that_are_expanded():
+    block, case = new_block(True), Case()
+    layers = Layers(block, "fp8", weight_only=("fp8",))
+    assert relative([case.run(block, layers)], [case.expected(block, layers)]) < 1e-6
+
+
+@pytest.mark.parametrize("form", ["int8", "int8_fp8"])
+def test_attention_in_8_bits_reads_the_prefix_as_it_is(form):
+    block, case = new_block(True), Case(masked=True)
+    layers = Layers(block)
+    found, exact = case.run(block, layers, form), case.expected(block, layers)
+    assert 1e-4 < relative([found], [exact]) < 0.03
+
+
+def test_all_blocks_at_once_are_one_after_the_other():
+    blocks, case = [new_block(True, seed) for seed in range(3)], Case(blocks=3)
+    layers = Layers(blocks[0])
+    for block in blocks[1:]:
+        layers.kinds |= Layers(block).kinds
+    executor, x = BlockExecutor(layers, TORCH, attend), case.x.flatten(0, 1).clone()
+    executor.run_all(blocks, x, case.step, case.entry, prefixes=case.prefixes)
+    expected = case.x
+    for index, block in enumerate(blocks):
+        executor = BlockExecutor(layers, TORCH, attend)
+        step = case.step._replace(prefix=case.prefixes[index])
+        given = expected[:, :0], expected, step, case.entry.of(index)
+        _, expected = executor.run(block, *given)
+    assert torch.equal(x.view_as(expected), expected)
