@@ -267,29 +267,37 @@ class TransformerShape:
         }
 
     def other_tensors(self) -> dict[str, tuple[int, ...]]:
-        """{name: shape} of what is no linear layer."""
+        """{name: shape} of what is no linear layer, around the blocks."""
         found: dict[str, tuple[int, ...]] = {"txt_norm.weight": (self.joint_dim,)}
         if self.addition_t_cond:
             found["time_text_embed.addition_t_embedding.weight"] = (2, self.dim)
-        return found | self._head_norms()
-
-    def _head_norms(self) -> dict[str, tuple[int, ...]]:
-        return {
-            f"transformer_blocks.{block}.{name}.weight": (self.head_dim,)
-            for block in range(self.blocks)
-            for name in self.block.head_norms
-        }
+        return found
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """{name: shape} of every parameter, with the names of diffusers' class, which ComfyUI
         keeps.
         """
-        found: dict[str, tuple[int, ...]] = self.other_tensors()
-        layers = self.outer_layers() | self.quantizable_layers() | self.modulation_layers()
-        for name, (rows, columns) in layers.items():
+        found = self.other_tensors()
+
+        def linear(name: str, rows: int, columns: int) -> None:
             found[f"{name}.weight"] = (rows, columns)
             if self.block.biases:
                 found[f"{name}.bias"] = (rows,)
+
+        outer, modulation = self.outer_layers(), self.modulation_layers()
+        behind = ("norm_out.linear", "proj_out")
+        for name, size in outer.items():
+            if name not in behind:
+                linear(name, *size)
+        for block in (f"transformer_blocks.{index}" for index in range(self.blocks)):
+            for name, (rows, columns) in self.block.gemms.items():
+                linear(f"{block}.{name}", rows * self.dim, columns * self.dim)
+            for name in self.block.head_norms:
+                found[f"{block}.{name}.weight"] = (self.head_dim,)
+            for name in self.block.modulation.values():
+                linear(f"{block}.{name}.1", *modulation[f"{block}.{name}.1"])
+        for name in behind:
+            linear(name, *outer[name])
         return found
 
 
@@ -320,7 +328,7 @@ class SingleStreamShape(TransformerShape):
         }
 
     def other_tensors(self) -> dict[str, tuple[int, ...]]:
-        return {"txt_in.text_norm.weight": (self.joint_dim,)} | self._head_norms()
+        return {"txt_in.text_norm.weight": (self.joint_dim,)}
 
 
 # The published models: Qwen-Image, 2512, Edit, 2509 and 2511.

@@ -14,12 +14,17 @@ import torch
 
 from ..machine.store import load_curve
 from ..step_cache import Curve, published_curve
-from .blocks.block_form import blocks_of
+from .blocks.block_form import blocks_of, layout_of
 
 # By these a checkpoint is known again: small, in front of the first block, quantized in no file of
 # this package, and left alone by most LoRAs.
 IDENTIFYING = ("img_in.weight", "transformer_blocks.0.img_mod.1.bias")
 NOT_ADAPTIVE = "the adaptive method knows the blocks of Qwen-Image 1.x only: choose schedule"
+
+
+def is_adaptive(transformer: torch.nn.Module) -> bool:
+    """Whether the adaptive method knows a transformer's blocks."""
+    return bool(layout_of(blocks_of(transformer)[0]).spec.modulation)
 
 
 class FirstBlock:

@@ -23,6 +23,7 @@ from ...optimizations.change_gate import (
     FirstBlock,
     checkpoint_id,
     curve_for,
+    is_adaptive,
 )
 from ...optimizations.step_cache import CachedRun, CacheFigures
 from ...step_cache import ADAPTIVE, OFF, CacheSettings, cache_settings
@@ -163,7 +164,7 @@ class StepCache:
             refusal = "a cache of diffusers is on the transformer"
         gate = None
         if self._settings.method == ADAPTIVE:
-            if unsupported_model(self._transformer):
+            if unsupported_model(self._transformer) or not is_adaptive(self._transformer):
                 refusal = NOT_ADAPTIVE
             else:
                 gate = functools.partial(_gate, self._transformer)

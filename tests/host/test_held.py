@@ -26,7 +26,7 @@ from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.sample import held
 from qwen_l40s.hosts.comfyui.sample.layers import ComfyLayers
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize
-from qwen_l40s.optimizations.blocks.block_form import HEAD_NORMS, blocks_of, token_layers
+from qwen_l40s.optimizations.blocks.block_form import blocks_of, head_norms, token_layers
 
 FOLDER = folder("held")
 WEIGHTS = narrow.weights()
@@ -70,7 +70,7 @@ class Passes:
             return token
 
     def places(self, layers):
-        norms = (block.get_submodule(name) for block in self.blocks for name in HEAD_NORMS)
+        norms = (norm for block in self.blocks for norm in head_norms(block))
         found = [layers.norm_weight(norm, self.like).data_ptr() for norm in norms]
         for layer in self.layers:
             with layers.tensors(layer, self.like) as tensors:

@@ -38,8 +38,8 @@ from ..load.text_encoder import PlacedClip
 from ..load.weights import FLOAT_NAMES
 from ..lora.bypass import bypass_models
 from ..sample.attention import SLOT, SlotAttention
-from ..sample.off_card import named_weights, off_card_layers
 from ..sample.forward import QWEN_IMAGE_21
+from ..sample.off_card import named_weights, off_card_layers
 from ..sample.optimize import unsupported_model
 from ..sample.run import STEP_CACHE_KEY
 

@@ -25,6 +25,7 @@ from ....optimizations.change_gate import (
     FirstBlock,
     checkpoint_id,
     curve_for,
+    is_adaptive,
 )
 from ....optimizations.step_cache import CachedRun, CacheFigures
 from ....spec import QUANTIZED
@@ -120,7 +121,8 @@ class StepCache:
             refusal = refusal or "the mask has no area that is repainted in full"
         gate = None
         if self.settings.method == ADAPTIVE and not refusal:
-            if unsupported_model(guider.model_patcher):
+            patcher = guider.model_patcher
+            if unsupported_model(patcher) or not is_adaptive(patcher.model.diffusion_model):
                 refusal = NOT_ADAPTIVE
             else:
                 gate = _gate(guider.model_patcher, schedule)
