@@ -37,8 +37,8 @@ from .load.linear import LOADED_FORMATS, rotation_of
 from .load.plan import STAGING_BYTES
 from .lora.bypass import BYPASS_KEY
 from .sample.attention import file_choice
+from .sample.forward import QWEN_IMAGE_21
 from .sample.off_card import named_weights
-from .sample.optimize import QWEN_IMAGE_21
 
 PREFIX = "diffusion_model."
 FOLDER = "diffusion_models"

@@ -27,7 +27,8 @@ from ....loaders.convert import normalize_name
 from ....loaders.detect import FOREIGN_STACKS
 from ....planning.request import LORA_MODES
 from ....spec import FAMILY_21, format_gib
-from ..sample.optimize import QWEN_IMAGE_21, unsupported_model
+from ..sample.forward import QWEN_IMAGE_21
+from ..sample.optimize import unsupported_model
 from .bypass import Kronecker, Matrices, add_bypass, bypass_change, in_rows
 from .file import LoraFile, inspect_lora, read_lora
 

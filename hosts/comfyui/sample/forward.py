@@ -37,7 +37,7 @@ from .held import HeldWeights
 from .layers import ComfyLayers
 from .modulation import ModelModulation
 
-QWEN_IMAGE_21 = getattr(comfy.model_base, "QwenImage21", None)  # since ComfyUI 0.37
+QWEN_IMAGE_21 = getattr(comfy.model_base, "QwenImage21", ())  # since ComfyUI 0.37
 ARGUMENTS = set(BLOCK_ARGUMENTS)
 SHARED = ("image_rotary_emb", "encoder_hidden_states_mask", "timestep_zero_index")
 OTHER_ARGUMENTS = Fallback("ComfyUI passes its blocks arguments that are unknown here")
@@ -284,7 +284,7 @@ class SingleStreamPass(ComfyPass):
 
 
 PASSES: dict[type, type[ComfyPass]] = {comfy.model_base.QwenImage: ComfyPass}
-if QWEN_IMAGE_21 is not None:
+if QWEN_IMAGE_21:
     PASSES[QWEN_IMAGE_21] = SingleStreamPass
 
 
