@@ -170,7 +170,7 @@ def quantize_transformer(
     """Quantizes attention and MLP of the blocks in place, on the device where they are.
 
     Args:
-        transformer: diffusers' `QwenImageTransformer2DModel`.
+        transformer: diffusers' `QwenImageTransformer2DModel` or `QwenImage21Transformer2DModel`.
         precision: "fp8" or "int8".
         keep: as in `quantizable`.
         product: what multiplies; without it a card's tensor cores, or the same numbers in plain

@@ -36,8 +36,10 @@ from qwen_l40s.measure.layer_errors import (
 from qwen_l40s.micro.scene import parse_prompt
 from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.linear import choose_gemm
-from qwen_l40s.spec import QUANTIZED
+from qwen_l40s.spec import QUANTIZED, single_stream
 from qwen_l40s.tools.micro import quality
+from qwen_l40s.tools.micro.families import QWEN_IMAGE_21
+from qwen_l40s.tools.micro.model import build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -159,6 +161,23 @@ def test_the_prediction_is_off_by_what_the_format_loses(transformer, bf16, forma
     low, high = {"fp8": (0.01, 0.2), "int8": (0.003, 0.06)}[format]
     assert low < error < high
     assert relative_error(half, plain) < 0.9 * error
+
+
+@pytest.mark.parametrize(("format", "most"), [("int8", 0.03), ("fp8", 0.15)])
+def test_the_transformer_of_qwen_image_21(format, most):
+    exact = build(0, QWEN_IMAGE_21).transformer
+    for weight in exact.parameters():
+        if weight.ndim == 2:
+            torch.nn.init.normal_(weight, std=0.08)
+    quantized = copy.deepcopy(exact)
+    layers = quantize_transformer(quantized, format)
+    block = single_stream(fused_mlp=False).gemms
+    assert set(layers) == {f"transformer_blocks.{it}.{name}" for it in range(4) for name in block}
+    torch.manual_seed(0)
+    text, mask = torch.randn(1, 9, 128), torch.ones(1, 9, dtype=torch.bool)
+    inputs = torch.randn(1, 64, 64), torch.tensor([0.7]), text, mask
+    found, known = (QWEN_IMAGE_21.stream.velocity(it, *inputs) for it in (quantized, exact))
+    assert 0 < (found - known).norm() / known.norm() < most
 
 
 def test_what_cannot_be_quantized_is_refused_and_left_alone(transformer):
