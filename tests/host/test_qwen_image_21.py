@@ -36,7 +36,7 @@ from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.lora.bypass import bypass_models
 from qwen_l40s.hosts.comfyui.sample.guidance import rescale_by_token
-from qwen_l40s.hosts.comfyui.sample.optimize import optimize
+from qwen_l40s.hosts.comfyui.sample.optimize import optimize, report_of
 from qwen_l40s.hosts.comfyui.save import save_quantized
 from qwen_l40s.loaders.quantized_file import plan_quantized, write_quantized
 from qwen_l40s.loaders.source import open_source
@@ -335,6 +335,16 @@ def test_halves_beside_a_quantized_weight_keep_their_ranks():
     assert not low.up[3 * DIM :, :3].any() and not low.up[: 3 * DIM, 3:].any()
     exact = merged_by_core(load_model(path, "bf16")[0], lora(OF_21, rank=3), 1.0)
     assert distance(paint(patched), paint(exact)) < 0.05
+
+
+@newer
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_the_executor_computes_halves_beside(precision):
+    model = model_21() if precision == "fp32" else load_model(write_21(change=in_bf16), "int8")[0]
+    patched = with_lora(model, lora(OF_21, rank=3), "bypass", applied=3)
+    fast = optimize(patched)
+    assert distance(paint(fast), paint(patched)) < (1e-5 if precision == "fp32" else 0.02)
+    assert "blocks: fused, 2 of 2" in report_of(fast)
 
 
 @newer
