@@ -122,6 +122,8 @@ class BlockSpec:
         text_layers: How the names of layers begin that the text stream goes through.
         modulation: {stream: the layer that makes its shifts, scales and gates}.
         modulation_rows: What that layer gives: shift, scale and gate, of attention and of the MLP.
+        hidden, inner: Columns in multiples of dim of what the MLP's first layers give, and of what
+            its last ones read: a gate halves them.
     """
 
     gemms: Mapping[str, tuple[int, int]]
@@ -130,6 +132,8 @@ class BlockSpec:
     text_layers: tuple[str, ...] = ()
     modulation: Mapping[str, str] = field(default_factory=dict)
     modulation_rows: int = 0
+    hidden: int = 4
+    inner: int = 4
 
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
@@ -166,6 +170,8 @@ def single_stream(fused_mlp: bool, mlp_ratio: int = 3) -> BlockSpec:
         },
         head_norms=("attn.norm_q", "attn.norm_k"),
         biases=False,
+        hidden=6,
+        inner=3,
     )
 
 
@@ -511,7 +517,98 @@ def parts(size: int, count: int) -> list[Interval]:
     return [(i * size // count, (i + 1) * size // count) for i in range(count)]
 
 
+# --- the text encoders ---
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """The sizes of a Qwen-VL text encoder, without lm_head, which encoding never reads.
+
+    Attributes:
+        name: Of the published model.
+        hidden, intermediate, heads, kv_heads, layers, vocabulary: Of the language model.
+        biases: Whether q, k and v have biases; heads are normalized where not.
+        vision, vision_hidden, vision_head: Parameters of the vision tower, its width, and that of
+            a head.
+        template: Tokens of the system prompt, which are cut off what comes out.
+    """
+
+    name: str
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    layers: int
+    vocabulary: int
+    biases: bool
+    vision: int
+    vision_hidden: int
+    vision_head: int
+    template: int
+    head_dim: int = 128
+
+    @property
+    def query(self) -> int:
+        """Columns of the queries."""
+        return self.heads * self.head_dim
+
+    @property
+    def linears(self) -> tuple[tuple[int, int], ...]:
+        """One layer's, (rows, columns): q, k, v, output, gate, up and down."""
+        hidden, inner, key = self.hidden, self.intermediate, self.kv_heads * self.head_dim
+        attention = (self.query, hidden), (key, hidden), (key, hidden), (hidden, self.query)
+        return (*attention, (inner, hidden), (inner, hidden), (hidden, inner))
+
+    @property
+    def quantized_bytes(self) -> int:
+        """The language model's linears in fp8 or int8, with a scale for each row."""
+        return self.layers * sum(n * k + BYTES_PER_SCALE * n for n, k in self.linears)
+
+    @property
+    def layer_parameters(self) -> int:
+        """What every token goes through: all but the embedding, of which a row is looked up."""
+        small = 2 * self.hidden
+        small += sum(n for n, _ in self.linears[:3]) if self.biases else 2 * self.head_dim
+        return self.layers * (sum(n * k for n, k in self.linears) + small) + self.hidden
+
+    @property
+    def language(self) -> int:
+        """Parameters of the language model."""
+        return self.layer_parameters + self.vocabulary * self.hidden
+
+
+QWEN25_VL = TextEncoder(
+    name="Qwen2.5-VL 7B",
+    hidden=3584,
+    intermediate=18944,
+    heads=28,
+    kv_heads=4,
+    layers=28,
+    vocabulary=152_064,
+    biases=True,
+    vision=676_550_144,
+    vision_hidden=1280,
+    vision_head=80,
+    template=64,
+)
+QWEN3_VL = TextEncoder(
+    name="Qwen3-VL 8B",
+    hidden=4096,
+    intermediate=12288,
+    heads=32,
+    kv_heads=8,
+    layers=36,
+    vocabulary=151_936,
+    biases=False,
+    vision=576_388_336,
+    vision_hidden=1152,
+    vision_head=72,
+    template=20,
+)
+
 # --- the families ---
+
+APACHE = "Apache-2.0"
 
 
 @dataclass(frozen=True)
@@ -526,8 +623,14 @@ class Family:
             of the modulation.
         layers: Whether several layers are painted together.
         vision_tokens: Text tokens that each reference image adds to the prompt: the text encoder
-            sees one megapixel in Edit and 384x384 pixels in its successors, 28x28 a token.
-        transformer, vae: The published sizes.
+            sees one megapixel in Edit and 384x384 pixels in its successors, 28x28 a token; one
+            megapixel of 32x32 a token in 2.1, whose transformer has the reference in their place.
+        transformer, vae, text_encoder: The published sizes.
+        vae_bytes: Of the VAE's weights in bf16.
+        licence: Of the weights.
+        size_step: What both sides are multiples of, in pixels.
+        cached_prefix: Whether text and references are computed in a prompt's first step alone, and
+            their keys and values kept for the others.
     """
 
     name: str
@@ -538,6 +641,11 @@ class Family:
     vision_tokens: int = 0
     transformer: TransformerShape = FULL_SIZE
     vae: VaeShape = PUBLISHED_VAE
+    text_encoder: TextEncoder = QWEN25_VL
+    vae_bytes: int = 2 * 126_892_531
+    licence: str = APACHE
+    size_step: int = PIXELS_PER_TOKEN_SIDE
+    cached_prefix: bool = False
 
 
 FAMILIES = {

@@ -16,10 +16,11 @@ from ..errors import CheckpointError, SettingError
 from ..spec import (
     BYTES_PER_SCALE,
     BYTES_PER_WEIGHT,
-    DOUBLE_STREAM,
     MIB,
     QUANTIZED,
+    QWEN25_VL,
     REFERENCE_TOKENS,
+    TextEncoder,
     TransformerShape,
 )
 from ..step_cache import CUSTOM, OFF
@@ -172,7 +173,6 @@ def _check_precision(precision: str) -> None:
 # one block of ComfyUI's own for the self-check, whose MLP holds 9 i + 2 n, before there are
 # buffers, and keeps its result; both results are compared in fp32, some tokens at a time.
 
-MLP = 4  # the hidden layer's width in dims
 # Of the executor: the buffers' rows come in such multiples, and so many tokens of each item are
 # compared at a time.
 ROWS_AT_ONCE, COMPARED_AT_ONCE = 256, 512
@@ -190,7 +190,6 @@ SAMPLER_LATENTS = 10
 CACHE_LATENTS = 3
 # The entries of optimizations/modulation.py's table.
 MOST_TABLE_BYTES = 512 * 2**20
-MODULATION_ROWS = DOUBLE_STREAM.modulation_rows
 # cuBLAS keeps a workspace for each of the two streams of a capture: 32 MiB on an H100 and an H200.
 GRAPH_WORKSPACES = 2 * 32 * MIB
 
@@ -204,17 +203,22 @@ class TokenRows:
         text: Rows of the text stream.
         painted: Rows of the image stream that are denoised.
         image: Rows of the image stream, references included.
+        prefix: Rows before those of each step, whose keys and values are cached.
     """
 
     items: int
     text: int
     painted: int
     image: int
+    prefix: int = 0
 
     @classmethod
     def of(cls, request: RunRequest) -> TokenRows:
         """Those of a request."""
-        tokens = request.prompt_tokens, request.painted_tokens, request.image_tokens
+        tokens = request.prompt_tokens, request.painted_tokens, request.image_tokens, 0
+        if request.member.cached_prefix:
+            painted = request.painted_tokens
+            tokens = 0, painted, painted, request.prefix_tokens
         return cls(request.items, *(request.items * count for count in tokens))
 
     @property
@@ -242,6 +246,8 @@ class StepBytes:
 
 def step_bytes(request: RunRequest, setting: Setting) -> StepBytes:
     """Activations of a forward pass in bytes, without modulation table and workspaces.
+
+    Of Qwen-Image-2.1 the first step also computes the prefix in the host's own blocks; predicted.
 
     Counted for the fused blocks in ComfyUI, where its loop holds a block's input; diffusers holds
     no more. `fast` attends exactly in its first pass, in which it measures errors.
@@ -292,13 +298,14 @@ def embedding_rows(request: RunRequest) -> tuple[int, int]:
 def table_bytes(request: RunRequest) -> int:
     """The modulation table of a schedule: 4.42 MB for a timestep and each pair of rows."""
     entry = _timestep_bytes(request)
-    return entry * min(request.steps, max(1, MOST_TABLE_BYTES // entry))
+    return entry and entry * min(request.steps, max(1, MOST_TABLE_BYTES // entry))
 
 
 def _timestep_bytes(request: RunRequest) -> int:
     """The modulation of all blocks at one timestep."""
     shape = request.transformer
-    return shape.blocks * sum(embedding_rows(request)) * MODULATION_ROWS * shape.dim * BF16
+    rows = shape.block.modulation_rows * sum(embedding_rows(request))
+    return shape.blocks * rows * shape.dim * BF16
 
 
 def graph_bytes(request: RunRequest, setting: Setting) -> int:
@@ -333,28 +340,33 @@ def _around(shape: TransformerShape, rows: TokenRows, request: RunRequest) -> in
     sampler = latents * FP32 * latent * sampled
     if request.cache == CUSTOM:
         sampler += BF16 * shape.dim * sampled
-    given = BF16 * latent * rows.image + BF16 * shape.joint_dim * rows.text
+    text = rows.text or request.items * request.prompt_tokens
+    given = BF16 * latent * rows.image + BF16 * shape.joint_dim * text
     # ComfyUI's matrices of 2 x 2 for every pair of a head, and cosine and sine separately.
-    rotation = (4 + 2) * shape.head_dim // 2 * BF16 * rows.all
+    rotation = (4 + 2) * shape.head_dim // 2 * BF16 * (rows.all + rows.prefix)
     embedding = BF16 * shape.dim * embedding_rows(request)[0]
     last = 0
     if rows.image > rows.painted:  # the loop over references keeps the last one and its places
         last = rows.items * REFERENCE_TOKENS * (BF16 * latent + 3 * FP32)
-    return sampler + given + rotation + embedding + last
+    prefixes = request.passes * 2 * shape.blocks * rows.prefix * shape.dim * BF16
+    return sampler + given + rotation + embedding + last + prefixes
 
 
 def buffer_bytes(request: RunRequest, setting: Setting) -> int:
     """The executor's buffers, which every block of a pass uses again."""
-    dim, rows = request.transformer.dim, TokenRows.of(request).all
-    rows = -(-rows // ROWS_AT_ONCE) * ROWS_AT_ONCE
-    count = rows * (MLP + 1) * dim * BF16
+    dim, block, tokens = request.transformer.dim, request.transformer.block, TokenRows.of(request)
+    # q of these rows with k and v of all, or the MLP's hidden rows.
+    widest = max(3 * tokens.all + 2 * tokens.prefix, block.hidden * tokens.all) * dim
+    rows = -(-tokens.all // ROWS_AT_ONCE) * ROWS_AT_ONCE
+    count = rows * (-(-widest // tokens.all) + dim) * BF16
     # What LoRAs make of the rows that q, k and v read.
     count += rows * 3 * _ranks_beside(request, setting) * BF16
     if setting.precision in QUANTIZED and not setting.weight_only:
-        count += rows * (MLP * dim + BYTES_PER_SCALE)
+        count += rows * (block.inner * dim + BYTES_PER_SCALE)
     count += -(-heads_bytes(request, setting.attention) // ROWS_AT_ONCE) * ROWS_AT_ONCE
     # One weight of each stream is decoded at a time, which may be the MLP's.
-    return count + (2 * MLP * dim * dim if setting.packed else 0)
+    streams = 2 if block.text_layers else 1
+    return count + (streams * block.hidden * dim * dim if setting.packed else 0)
 
 
 def share_bytes(request: RunRequest, setting: Setting, own: int, row_bytes: int | None) -> int:
@@ -369,12 +381,13 @@ def share_bytes(request: RunRequest, setting: Setting, own: int, row_bytes: int 
         row_bytes: of a normalized row that is sent; None where keys and values are.
     """
     dim, whole = request.transformer.dim, TokenRows.of(request).all
-    count = max(own + 2 * whole, MLP * own) * dim * BF16 + own * dim * BF16
+    hidden = request.transformer.block.hidden
+    count = max(own + 2 * whole, hidden * own) * dim * BF16 + own * dim * BF16
     count += own * 3 * _ranks_beside(request, setting) * BF16
     if setting.precision in QUANTIZED and not setting.weight_only:
-        count += own * (MLP * dim + BYTES_PER_SCALE)
+        count += own * (hidden * dim + BYTES_PER_SCALE)
     count += heads_bytes(request, setting.attention) + (
-        2 * MLP * dim * dim if setting.packed else 0
+        2 * hidden * dim * dim if setting.packed else 0
     )
     streams = 2 if setting.attention == EXACT else 1
     rotation = request.transformer.head_dim * BF16 * whole
@@ -389,11 +402,14 @@ def heads_bytes(request: RunRequest, attention: str) -> int:
     if attention == EXACT:
         return 0
     head_dim = request.transformer.head_dim
-    padded = request.prompt_tokens + request.image_tokens
-    padded = -(-padded // HEAD_TOKENS_AT_ONCE) * HEAD_TOKENS_AT_ONCE
-    head = 2 * padded * (head_dim + FP32) + FP32 * head_dim
+    rows = TokenRows.of(request)
+    queries, keys = (
+        -(-count // (rows.items * HEAD_TOKENS_AT_ONCE)) * HEAD_TOKENS_AT_ONCE
+        for count in (rows.all, rows.all + rows.prefix)
+    )
+    head = (queries + keys) * (head_dim + FP32) + FP32 * head_dim
     if attention == INT8_FP8:
-        head += padded * head_dim + FP32 * head_dim * (1 + padded // HEAD_TOKENS_AT_ONCE)
+        head += keys * head_dim + FP32 * head_dim * (1 + keys // HEAD_TOKENS_AT_ONCE)
     return request.items * request.transformer.heads * head
 
 
@@ -406,7 +422,7 @@ def _beside_buffers(
     found = rows.all * stream if setting.attention == EXACT else 0  # what attention gives
     if setting.weight_only:
         # The result of the MLP's first product beside the weight that was expanded for it.
-        found = max(found, MLP * (most + shape.dim) * stream)
+        found = max(found, shape.block.hidden * (most + shape.dim) * stream)
     return found
 
 
@@ -416,13 +432,15 @@ def _host_block(
     """ComfyUI's own block, followed through its `forward`: at the GELU of its larger stream, or at
     attention, where 0.33 holds queries, keys and values twice (0.40 frees them earlier).
     """
-    most = max(rows.image, rows.text)
-    hidden, attended = 2 * MLP, 10 * rows.all
+    block, most = shape.block, max(rows.image, rows.text, rows.prefix)
+    # The GELU's input and result; or gate and up with their product.
+    hidden = block.hidden + block.inner
+    attended = 10 * rows.all + 2 * rows.prefix
     if setting and request.loras.beside(setting.precision):
         # The layer's output, the LoRA's and their sum; the text's comes last.
-        hidden = 3 * MLP
+        hidden = 3 * block.hidden
         attended += max(2 * rows.text, 2 * rows.image - rows.text)
-    modulation = MODULATION_ROWS * sum(embedding_rows(request))
+    modulation = block.modulation_rows * sum(embedding_rows(request))
     stream, heads = BF16 * shape.dim, setting and heads_bytes(request, setting.attention)
     attends = attended * stream + (heads or 0)
     return max((2 * rows.all + (1 + hidden) * most) * stream, attends) + modulation * stream
@@ -432,8 +450,9 @@ def _control_blocks(request: RunRequest) -> int:
     """Blocks of a ControlNet, from its bytes: each has a transformer block's weights in bf16
     and one projection; 5 in InstantX's.
     """
-    dim = request.transformer.dim
-    block = BF16 * dim * dim * (2 * 4 + 4 * MLP + 2 * MODULATION_ROWS + 1)
+    dim, spec = request.transformer.dim, request.transformer.block
+    parameters = sum(rows * columns for rows, columns in spec.gemms.values())
+    block = BF16 * dim * dim * (parameters + 2 * spec.modulation_rows + 1)
     return min(request.transformer.blocks, max(1, request.controlnet_bytes // block))
 
 
@@ -449,49 +468,11 @@ def control_bytes(request: RunRequest) -> tuple[int, int]:
     return added, _around(shape, seen, request) + added + _host_block(shape, seen, request)
 
 
-# What the text encoder of Qwen-Image takes: its weights, and one encoding in ComfyUI.
-#
-# Qwen2.5-VL-7B without lm_head, which encoding never reads. ComfyUI holds it as it is stored and
-# computes in fp32, one layer's weight cast at a time (comfy/text_encoders/llama.py, qwen_vl.py).
+# What the text encoder takes: its weights, and one encoding in ComfyUI, which holds it as it is
+# stored and computes in fp32, one layer's weight cast at a time (comfy/text_encoders/llama.py,
+# qwen_vl.py).
 
-HIDDEN, INTERMEDIATE, QUERY_WIDTH, KEY_WIDTH, LAYERS, HEADS = 3584, 18944, 3584, 512, 28, 28
-VOCABULARY = 152_064
-# One layer's linears, (rows, columns): q, k, v, output, gate, up and down.
-LINEARS = (
-    (QUERY_WIDTH, HIDDEN),
-    (KEY_WIDTH, HIDDEN),
-    (KEY_WIDTH, HIDDEN),
-    (HIDDEN, QUERY_WIDTH),
-    (INTERMEDIATE, HIDDEN),
-    (INTERMEDIATE, HIDDEN),
-    (HIDDEN, INTERMEDIATE),
-)
-LANGUAGE = language_model_parameters(
-    {
-        "hidden": HIDDEN,
-        "intermediate": INTERMEDIATE,
-        "q_dim": QUERY_WIDTH,
-        "kv_dim": KEY_WIDTH,
-        "vocabulary": VOCABULARY,
-    },
-    LAYERS,
-)
-VISION_HIDDEN, VISION_INTERMEDIATE, VISION_LAYERS, VISION_PATCH = 1280, 3420, 32, 3 * 2 * 14 * 14
-VISION_HEAD = 80
 PATCHES_PER_TOKEN = 4
-# The system prompt that ComfyUI puts around a prompt, and cuts off what comes out.
-TEMPLATE_TOKENS = 64
-
-
-def _vision_parameters() -> int:
-    hidden, inner, merged = VISION_HIDDEN, VISION_INTERMEDIATE, PATCHES_PER_TOKEN * VISION_HIDDEN
-    attention = (hidden + 1) * 3 * hidden + (hidden + 1) * hidden
-    mlp = 2 * (hidden + 1) * inner + (inner + 1) * hidden
-    merger = hidden + (merged + 1) * merged + (merged + 1) * HIDDEN
-    return VISION_PATCH * hidden + VISION_LAYERS * (attention + mlp + 2 * hidden) + merger
-
-
-VISION = _vision_parameters()
 
 
 def text_encoder_bytes(request: RunRequest, precision: str) -> int:
@@ -502,15 +483,12 @@ def text_encoder_bytes(request: RunRequest, precision: str) -> int:
     """
     if request.parts.text_encoder_bytes is not None:
         return request.parts.text_encoder_bytes
-    total = 2 * (LANGUAGE + VISION)
+    encoder = request.member.text_encoder
+    total = 2 * (encoder.language + encoder.vision)
     if precision not in QUANTIZED:
         return total
-    return total - 2 * LAYERS * sum(n * k for n, k in LINEARS) + quantized_language_bytes()
-
-
-def quantized_language_bytes() -> int:
-    """The language model's linears in fp8 or int8, with a scale for each row."""
-    return LAYERS * sum(n * k + BYTES_PER_SCALE * n for n, k in LINEARS)
+    plain = 2 * encoder.layers * sum(n * k for n, k in encoder.linears)
+    return total - plain + encoder.quantized_bytes
 
 
 def encoding_bytes(request: RunRequest) -> int:
@@ -521,20 +499,21 @@ def encoding_bytes(request: RunRequest) -> int:
     it may be the attention, whose scores are computed whole because keys have fewer heads than
     queries, or the vision tower, of one image at a time: both followed through ComfyUI's classes.
     """
-    tokens = TEMPLATE_TOKENS + request.prompt_tokens
-    cast = FP32 * HIDDEN * INTERMEDIATE
-    streams = FP32 * tokens * 3 * HIDDEN
-    mlp = streams + max(cast + 2 * FP32 * tokens * INTERMEDIATE, 3 * FP32 * tokens * INTERMEDIATE)
-    scores = 2 * FP32 * HEADS * tokens**2
-    attention = FP32 * tokens * (2 * HIDDEN + 3 * QUERY_WIDTH) + scores
+    encoder = request.member.text_encoder
+    tokens, hidden = encoder.template + request.prompt_tokens, encoder.hidden
+    cast = FP32 * hidden * encoder.intermediate
+    streams, wide = FP32 * tokens * 3 * hidden, FP32 * tokens * encoder.intermediate
+    mlp = streams + max(cast + 2 * wide, 3 * wide)
+    scores = 2 * FP32 * encoder.heads * tokens**2
+    attention = FP32 * tokens * (2 * hidden + 3 * encoder.query) + scores
     patches = PATCHES_PER_TOKEN * request.member.vision_tokens if request.references else 0
-    return max(mlp, attention, vision_bytes(patches)) + FP32 * tokens**2
+    return max(mlp, attention, vision_bytes(patches, encoder)) + FP32 * tokens**2
 
 
-def vision_bytes(patches: int) -> int:
+def vision_bytes(patches: int, encoder: TextEncoder = QWEN25_VL) -> int:
     """The vision tower on one image of so many patches of 14 x 14 pixels: where keys are rotated,
     or where what the patches give is merged by its largest weight.
     """
-    hidden, merged = VISION_HIDDEN, PATCHES_PER_TOKEN * VISION_HIDDEN
-    rotated = patches * (11 * hidden + 4 * VISION_HEAD)
+    hidden, merged = encoder.vision_hidden, PATCHES_PER_TOKEN * encoder.vision_hidden
+    rotated = patches * (11 * hidden + 4 * encoder.vision_head)
     return FP32 * max(rotated, merged * merged + 3 * patches * hidden) if patches else 0

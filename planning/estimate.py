@@ -11,9 +11,6 @@ from ..step_cache import OFF
 from .bytes import (
     BF16,
     FP32,
-    LAYERS,
-    LINEARS,
-    quantized_language_bytes,
     text_encoder_bytes,
     weight_bytes,
 )
@@ -98,7 +95,7 @@ def host_memory(
     if setting.text_encoder_place != ON_CARD:
         parts["text encoder that waits"] = text_encoder_bytes(request, setting.text_encoder)
     elif quantize_on_load and encoder_made_on_load(request, setting):
-        parts["text encoder, quantized on load"] = quantized_language_bytes()
+        parts["text encoder, quantized on load"] = request.member.text_encoder.quantized_bytes
     parts["transformer that is moved in each pass"] = max(0, moved_bytes - copied)
     pixels = request.batch * request.frames * request.width * request.height
     parts["images"] = IMAGE_COPIES * FP32 * request.vae.image_channels * pixels
@@ -254,7 +251,8 @@ def _load(option: PlanOption, *, quantized_file: bool = False) -> Load:
     ready = files.transformer_bytes if setting.precision in QUANTIZED and not made else 0
     quantized = weight_bytes(request.transformer, "bf16").gemm if made else 0
     if encoder_made_on_load(request, setting):
-        quantized += BF16 * LAYERS * sum(n * k for n, k in LINEARS)
+        encoder = request.member.text_encoder
+        quantized += BF16 * encoder.layers * sum(n * k for n, k in encoder.linears)
     return Load(
         read=files.files_bytes - ready,
         read_quantized=ready,

@@ -10,7 +10,6 @@ from ..errors import UnavailableError
 from ..spec import GIB, MIB, ON_CARD, PIXELS_PER_LATENT, REFERENCE_SIDE, format_gib
 from .bytes import (
     BF16,
-    MODULATION_ROWS,
     TransformerBytes,
     buffer_bytes,
     embedding_rows,
@@ -146,8 +145,6 @@ KEPT_FREE_BYTES = 400 * MIB
 LAYERS_ON_CARD = 2
 # What steps have captured, which stays as long as the transformer does, and with it the buffers.
 GRAPHS = "CUDA graphs"
-# The published VAE in bf16, 126.9 M parameters.
-VAE_BYTES = 2 * 126_892_531
 
 
 class Overhead(NamedTuple):
@@ -227,7 +224,8 @@ def transformer_bytes(request: RunRequest, setting: Setting) -> TransformerBytes
 
 def vae_bytes(request: RunRequest) -> int:
     """The VAE's weights as loaded."""
-    return VAE_BYTES if request.parts.vae_bytes is None else request.parts.vae_bytes
+    known = request.parts.vae_bytes
+    return request.member.vae_bytes if known is None else known
 
 
 def _load(
@@ -285,11 +283,12 @@ def _tables(
 ) -> Phase:
     """The first step waits for it: the input of its first block is there."""
     dim, steps = request.transformer.dim, request.steps
+    modulation_rows = request.transformer.block.modulation_rows
     # All rows at once through a layer, and once more for the first layer's proof.
     rows = steps * sum(embedding_rows(request))
-    activations = input_bytes(request) + BF16 * rows * dim * (1 + 3 * MODULATION_ROWS)
+    activations = input_bytes(request) + BF16 * rows * dim * (1 + 3 * modulation_rows)
     if setting.off_card:
-        layer = MODULATION_ROWS * dim * (dim + 1) * BF16
+        layer = modulation_rows * dim * (dim + 1) * BF16
         passing, rest = min(weights.modulation, LAYERS_ON_CARD * layer), sampled
         note = (
             f"{format_gib(weights.modulation)} of weights pass through the card layer by layer, "
@@ -298,6 +297,8 @@ def _tables(
     else:
         passing = min(weights.modulation, sampled)
         rest, note = sampled - passing, "from weights on the card, once for each new schedule"
+    if not weights.modulation:
+        note = "all blocks share one modulation, which every step computes"
     resident = {**stays, **_present({"transformer": rest})}
     return Phase(
         "tables",

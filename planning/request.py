@@ -37,6 +37,7 @@ ATTENTIONS = (EXACT, *EIGHT_BIT, FAST)
 TRANSFORMER, TEXT_ENCODER, VAE = "transformer", "text encoder", "VAE"
 MOST_TOKENS = 2**20
 MOST_PIXELS = 2**20
+REFERENCE_WORDS = 6  # around a reference in 2.1's prompt: "<image1>" and the marks of vision
 NEWEST_EDIT = "qwen-image-edit-2511"  # the newest of the families that take the most references
 
 
@@ -191,6 +192,12 @@ class RunRequest:
         return self.painted_tokens + self.references * REFERENCE_TOKENS
 
     @property
+    def prefix_tokens(self) -> int:
+        """Tokens of one item before those that are denoised, of a family that caches them."""
+        words = REFERENCE_WORDS * self.references
+        return self.text_tokens + words + self.references * REFERENCE_TOKENS
+
+    @property
     def passes(self) -> int:
         """Forward passes in each step."""
         return 2 if self.cfg == "two passes" else 1
@@ -239,7 +246,7 @@ class RunRequest:
             if value > most:
                 got = value if value < 10 * most else "far more"
                 raise SettingError(f"{name} must be at most {most}, got {got}.")
-        side = PIXELS_PER_TOKEN_SIDE
+        side = self.member.size_step
         if self.width % side or self.height % side:
             nearest = (max(side, side * round(edge / side)) for edge in (self.width, self.height))
             raise SettingError(
@@ -349,7 +356,10 @@ def replays_graph(request: RunRequest, setting: Setting) -> bool:
     move, and whether others take part between blocks or in their layers.
     """
     others = request.controlnet_bytes
-    rows = request.items * (request.prompt_tokens + request.image_tokens)
+    tokens = request.prompt_tokens + request.image_tokens
+    if request.member.cached_prefix:
+        tokens = request.painted_tokens
+    rows = request.items * tokens
     fitting = any(
         rows <= most and request.computed_steps >= steps
         for most, steps in LEAST_GRAPH_STEPS.items()

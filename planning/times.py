@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..spec import (
-    BLOCK_GEMMS,
     BYTES_PER_SCALE,
     BYTES_PER_WEIGHT,
     DOUBLE_STREAM,
@@ -19,8 +18,10 @@ from ..spec import (
     ON_CARD,
     PIXELS_PER_LATENT,
     QUANTIZED,
+    QWEN25_VL,
     REFERENCE_SIDE,
     Interval,
+    TextEncoder,
     TransformerShape,
     VaeLayer,
     VaeShape,
@@ -31,15 +32,7 @@ from ..spec import (
     up_steps,
 )
 from ..split_cost import BlockSeconds
-from .bytes import (
-    HIDDEN,
-    LANGUAGE,
-    PATCHES_PER_TOKEN,
-    TEMPLATE_TOKENS,
-    VISION,
-    VOCABULARY,
-    weight_bytes,
-)
+from .bytes import PATCHES_PER_TOKEN, weight_bytes
 from .rates import Rates
 from .request import EXACT, INT8_FP8, ON_PROCESSOR, RunRequest
 from .vae import Direction, Size, in_pixels
@@ -86,16 +79,21 @@ class Pass:
         items: images in it.
         text: text tokens of each, with those that references add.
         image: image tokens of each, with those of references.
+        prefix: tokens before those of each, whose keys and values are cached.
     """
 
     shape: TransformerShape
     items: int
     text: int
     image: int
+    prefix: int = 0
 
     @classmethod
     def of(cls, request: RunRequest) -> Pass:
         """The forward pass of a request."""
+        shape, items = request.transformer, request.items
+        if request.member.cached_prefix:
+            return cls(shape, items, 0, request.painted_tokens, request.prefix_tokens)
         return cls(request.transformer, request.items, request.prompt_tokens, request.image_tokens)
 
     @property
@@ -134,18 +132,22 @@ def block_bytes(
             and outputs of products are copied.
         attention: as of `Setting`.
     """
-    dim = work.shape.dim
+    dim, block = work.shape.dim, work.shape.block
     narrow = precision in QUANTIZED and not expanded
     each = 2 * norm_bytes(dim, narrow) + 2 * WIDE * dim + ROTATION * work.shape.head_dim
     each += 2 * (WIDE * dim if attention == EXACT else dim + BYTES_PER_SCALE * work.shape.heads)
     if attention == INT8_FP8:
         each += (2 * WIDE + 1) * dim
     if narrow:
-        each += (WIDE + 1) * dim + (WIDE + 1) * 4 * dim + 2 * BYTES_PER_SCALE
+        each += (WIDE + 1) * dim + (WIDE * block.hidden + block.inner) * dim + 2 * BYTES_PER_SCALE
     elif expanded:
         # q, k, v, the output, the hidden rows and theirs are copied; the GELU runs by itself.
-        each += 2 * WIDE * (3 + 1 + 4 + 1) * dim + 2 * WIDE * 4 * dim
-    return work.rows * each
+        each += 2 * WIDE * (3 + 1 + block.hidden + 1) * dim
+        each += WIDE * (block.hidden + block.inner) * dim
+    elif block.hidden > block.inner:  # no epilogue multiplies gate and up
+        each += WIDE * (block.hidden + block.inner) * dim
+    # Cached keys and values are copied to those of the pass.
+    return work.rows * each + 2 * 2 * WIDE * dim * work.items * work.prefix
 
 
 def norm_bytes(dim: int, narrow: bool) -> int:
@@ -226,7 +228,11 @@ def forward_seconds(request: RunRequest, precision: str, rates: Rates, **how: An
 def sampling_seconds(request: RunRequest, precision: str, rates: Rates, **how: Any) -> float:
     """All steps of a run, without the modulation's table; arguments as of `forward_times`."""
     passes = request.computed_steps * request.passes
-    return passes * forward_seconds(request, precision, rates, **how)
+    seconds = passes * forward_seconds(request, precision, rates, **how)
+    if request.member.cached_prefix:  # by the host's own blocks, once a prompt
+        prefix = Pass(request.transformer, request.items, 0, request.prefix_tokens)
+        seconds += request.passes * STOCK * pass_times(prefix, precision, rates).seconds
+    return seconds
 
 
 def table_seconds(request: RunRequest, rates: Rates, modulation: str) -> float:
@@ -238,6 +244,8 @@ def table_seconds(request: RunRequest, rates: Rates, modulation: str) -> float:
     weights = request.parts.modulation_bytes
     if weights is None:
         weights = weight_bytes(request.transformer, "bf16").modulation
+    if not weights:
+        return 0.0
     rate = rates.pcie / TABLE_FACTOR if modulation == OFF_CARD else rates.bandwidth
     return max(weights / rate, 2 * request.transformer.blocks * TABLE_LAYER_SECONDS)
 
@@ -267,7 +275,7 @@ def block_seconds(work: Pass, precision: str, rates: Rates, attention: str = EXA
     multiplied = "bf16" if expanded else precision
     moved = block_bytes(work, precision, expanded=expanded, attention=attention)
     products = {True: 0.0, False: 0.0}
-    for layer, (rows, columns) in BLOCK_GEMMS.items():
+    for layer, (rows, columns) in shape.block.gemms.items():
         n, k = rows * shape.dim, columns * shape.dim
         count, m = work.products(layer)
         seconds = product_seconds(m, n, k, multiplied, rates, count)
@@ -280,8 +288,10 @@ def block_seconds(work: Pass, precision: str, rates: Rates, attention: str = EXA
 
 def attention_seconds(work: Pass, rates: Rates) -> float:
     """One block: 4 joint^2 dim operations an item, no shorter than q, k, v and the output."""
-    arithmetic = 4 * work.items * work.joint**2 * work.shape.dim / rates.attention
-    return max(arithmetic, 4 * WIDE * work.rows * work.shape.dim / rates.bandwidth)
+    keys = work.joint + work.prefix
+    arithmetic = 4 * work.items * work.joint * keys * work.shape.dim / rates.attention
+    moved = 2 * WIDE * work.items * (work.joint + keys) * work.shape.dim
+    return max(arithmetic, moved / rates.bandwidth)
 
 
 def _outside_seconds(work: Pass, rates: Rates) -> float:
@@ -298,7 +308,7 @@ def _outside_seconds(work: Pass, rates: Rates) -> float:
         (image, shape.packed_out_channels, shape.dim),
     )
     seconds = sum(product_seconds(*sizes, "bf16", rates) for sizes in products)
-    table = 2 * 6 * shape.blocks * work.items
+    table = 2 * shape.block.modulation_rows * shape.blocks * work.items
     return seconds + (10 * work.rows + table) * shape.dim * WIDE / rates.bandwidth
 
 
@@ -310,7 +320,7 @@ def _lora_seconds(work: Pass, rank: int, precision: str, rates: Rates) -> float:
     bf16 the output is written and read once more, and the GELU is apart.
     """
     block = 0.0
-    for layer, (rows, columns) in BLOCK_GEMMS.items():
+    for layer, (rows, columns) in work.shape.block.gemms.items():
         n, k = rows * work.shape.dim, columns * work.shape.dim
         count, m = work.products(layer)
         first, inner = layer.endswith(FIRST_OF_THREE), rows > columns
@@ -334,10 +344,8 @@ def _controlnet_seconds(work: Pass, weights: int, rates: Rates) -> float:
     return STOCK * share * _card_seconds(work, "bf16", rates) + added
 
 
-# How long Qwen2.5-VL takes to encode prompts, which ComfyUI computes in fp32.
+# How long a text encoder takes to encode prompts, which ComfyUI computes in fp32.
 
-# What every token goes through: all but the embedding, of which a row is looked up.
-LAYER_PARAMETERS = LANGUAGE - VOCABULARY * HIDDEN
 # A weight read, written in fp32 and read again; a quantized one is scaled in between.
 CAST_BYTES, EXPAND_BYTES = 2 + 4 + 4, 1 + 4 + (4 + 4) + 4
 # fp32 products on the processor, predicted: 16 cores.
@@ -358,7 +366,8 @@ def encode_text_seconds(
     """
     prompts = 1 if request.cfg == "off" else 2
     vision = request.references * request.member.vision_tokens
-    return prompts * prompt_seconds(request.prompt_tokens, rates, place, precision, vision)
+    encoder, tokens = request.member.text_encoder, request.prompt_tokens
+    return prompts * prompt_seconds(tokens, rates, place, precision, vision, encoder)
 
 
 def prompt_seconds(
@@ -367,6 +376,7 @@ def prompt_seconds(
     place: str = ON_CARD,
     precision: str = "bf16",
     vision_tokens: int = 0,
+    encoder: TextEncoder = QWEN25_VL,
 ) -> float:
     """One prompt.
 
@@ -375,12 +385,12 @@ def prompt_seconds(
         place, precision: as of `encode_text_seconds`.
         vision_tokens: how many of them are of images.
     """
-    flops = 2 * LAYER_PARAMETERS * (tokens + TEMPLATE_TOKENS)
-    flops += 2 * VISION * PATCHES_PER_TOKEN * vision_tokens
+    flops = 2 * encoder.layer_parameters * (tokens + encoder.template)
+    flops += 2 * encoder.vision * PATCHES_PER_TOKEN * vision_tokens
     if place == ON_PROCESSOR:
         return flops / PROCESSOR_FLOPS
-    moved = LAYER_PARAMETERS * (EXPAND_BYTES if precision in QUANTIZED else CAST_BYTES)
-    moved += CAST_BYTES * VISION if vision_tokens else 0
+    moved = encoder.layer_parameters * (EXPAND_BYTES if precision in QUANTIZED else CAST_BYTES)
+    moved += CAST_BYTES * encoder.vision if vision_tokens else 0
     return flops / rates.encoder + moved / rates.bandwidth
 
 

@@ -33,7 +33,7 @@ from qwen_l40s.planning.request import (
     RunRequest,
     Setting,
 )
-from qwen_l40s.spec import RowFormat, TransformerShape
+from qwen_l40s.spec import QWEN25_VL, RowFormat, TransformerShape
 
 SHAPE = TransformerShape(
     blocks=2, dim=512, heads=4, head_dim=128, joint_dim=64, in_channels=64, packed_out_channels=64
@@ -372,13 +372,13 @@ def test_a_controlnet():
 def test_the_text_encoder():
     """Full width, two layers: they come and go one after the other."""
     encoder = llama.Qwen25_7BVLI({"num_hidden_layers": 2}, BF16, "meta", comfy.ops.manual_cast)
-    assert sum(weight.numel() for weight in encoder.visual.parameters()) == text_encoder.VISION
+    assert sum(weight.numel() for weight in encoder.visual.parameters()) == QWEN25_VL.vision
     for tokens in (100, 264, 1633):
-        embeds = torch.empty(1, tokens, text_encoder.HIDDEN, device="meta")
+        embeds = torch.empty(1, tokens, QWEN25_VL.hidden, device="meta")
         mask = torch.ones(1, tokens, dtype=torch.long, device="meta")
         with torch.inference_mode(), Allocations(0) as seen:
             encoder(None, attention_mask=mask, embeds=embeds, dtype=torch.float32)
-        request = RunRequest(text_tokens=tokens - text_encoder.TEMPLATE_TOKENS)
+        request = RunRequest(text_tokens=tokens - QWEN25_VL.template)
         off = text_encoder.encoding_bytes(request) / seen.peak - 1
         assert abs(off) <= 0.03, (tokens, seen.peak, off)
     tower = encoder.visual
@@ -387,7 +387,7 @@ def test_the_text_encoder():
     for weight in tower.parameters():
         weight.data.fill_(0.01)
     for side in (28, 50):
-        pixels = torch.zeros(side**2, text_encoder.VISION_PATCH)
+        pixels = torch.zeros(side**2, 3 * 2 * 14 * 14)
         with torch.inference_mode(), Allocations(0) as seen:
             tower(pixels, torch.tensor([[1, side, side]]))
         off = text_encoder.vision_bytes(side**2) / seen.peak - 1
