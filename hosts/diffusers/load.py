@@ -62,7 +62,6 @@ class Family:
         words: The part that cuts prompts into tokens, which `load_words` reads from its folder.
         arguments: Of a call of this pipeline alone.
         size_step: What divides width and height, in pixels.
-        optimizes: Whether `patch.optimize` knows the transformer.
     """
 
     pipeline: type[DiffusionPipeline]
@@ -72,7 +71,6 @@ class Family:
     load_words: Callable[[Path], Qwen2Tokenizer | Qwen3VLProcessor]
     arguments: Mapping[str, Any]
     size_step: int
-    optimizes: bool
 
 
 FAMILIES = {
@@ -84,7 +82,6 @@ FAMILIES = {
         load_words=load_tokenizer,
         arguments={"max_sequence_length": MAX_PROMPT_TOKENS},
         size_step=SIZE_STEP,
-        optimizes=True,
     ),
     "QwenImage21Pipeline": Family(
         pipeline=QwenImage21Pipeline,
@@ -94,7 +91,6 @@ FAMILIES = {
         load_words=load_processor,
         arguments={},
         size_step=32,  # 16 from the VAE, in pairs
-        optimizes=False,
     ),
 }
 # What decoding takes for a pixel in bf16, more than the other parts take for activations;
@@ -256,13 +252,6 @@ def load_pipeline(
         )
     folder = Path(folder)
     family = _family(folder)
-    if not family.optimizes:
-        if optimized or attention is not None:
-            raise SettingError(
-                f"{family.pipeline.__name__} runs with diffusers' own code here: leave out "
-                "--optimize and --attention."
-            )
-        optimized = False
     shards = {part: read_shards(folder / part) for part in (*family.models, "text_encoder")}
     where = choose_device(device)
     parameters = {

@@ -92,7 +92,14 @@ def test_the_other_family_is_painted_by_its_own_pipeline(in_tmp, monkeypatch, ca
         width=256,
         generator=[torch.Generator().manual_seed(0)],
     ).images
-    assert np.array_equal(np.asarray(Image.open("a.png")), np.asarray(image))
+    plain = np.asarray(image)
+    assert np.array_equal(np.asarray(Image.open("a.png")), plain)
+
+    fast = ("--optimize", "--family", "2.1", "--steps", "2", "--cfg", "3", "--output", "b.png")
+    assert demo(*fast) == 0
+    assert report(capsys)["optimized"]
+    difference = np.asarray(Image.open("b.png")).astype(int) - plain
+    assert abs(difference).max() <= 2 and plain.std() > 1
 
     generate = ["generate", "a star", "--model", "model", "--steps", "1", "--device", "cpu"]
     assert main([*generate, "--size", "256x272"]) == 2
@@ -100,14 +107,6 @@ def test_the_other_family_is_painted_by_its_own_pipeline(in_tmp, monkeypatch, ca
     (in_tmp / "model" / "processor" / "preprocessor_config.json").unlink()
     assert main([*generate, "--size", "256x256"]) == 2
     assert "The processor cannot be read" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [("--optimize",), ("--attention", "sdpa")])
-def test_the_other_family_has_no_fast_path(in_tmp, monkeypatch, capsys, arguments):
-    (in_tmp / "model").mkdir()
-    (in_tmp / "model" / "model_index.json").write_text('{"_class_name": "QwenImage21Pipeline"}')
-    assert demo_of(monkeypatch, in_tmp / "model")("--family", "2.1", *arguments) == 2
-    assert "QwenImage21Pipeline runs with diffusers' own code here" in capsys.readouterr().err
 
 
 def test_a_copy_without_the_other_family_says_so(in_tmp, monkeypatch, capsys):
