@@ -7,6 +7,7 @@ import pytest
 import torch
 from narrow_21 import TEXT, random, weights_21
 
+from qwen_l40s.hosts.comfyui.sample import forward
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 
 pytestmark = [
@@ -57,3 +58,39 @@ def test_off_is_comfyuis_own():
     model = model_21()
     off = optimize(model, OptimizeSettings(blocks=False, attention="comfyui"))
     assert torch.equal(sample(off), sample(model))
+
+
+def test_what_a_graph_would_read_is_what_the_blocks_are_given(monkeypatch):
+    """ComfyUI's cache, from which graphs know all prefixes before the first block runs."""
+    found, own = [], forward.SingleStreamPass.inputs
+
+    def inputs(self, block, positional, arguments):
+        given = own(self, block, positional, arguments)
+        if given is not None:
+            index = self.blocks.index(block)
+            found.append((index, self.prefixes, given.step.prefix, self.no_graphs()))
+        return given
+
+    monkeypatch.setattr(forward.SingleStreamPass, "inputs", inputs)
+    sample(optimize(model_21()), cfg=3.0)
+    assert [filling for *_, filling in found[:2]] == ["ComfyUI fills its prefix cache"] * 2
+    # The first step of each prompt fills the cache; the rest read it.
+    for index, prefixes, prefix, refusal in found[4:]:
+        assert refusal == ""
+        assert prefixes[index].keys.data_ptr() == prefix.keys.data_ptr()
+        assert prefixes[index].values.data_ptr() == prefix.values.data_ptr()
+    sample(optimize(model_21()), cfg=1.0)
+    options = {"qwen_image21_cache": {"device": "gpu", "dtype": "int8"}}
+    del found[:]
+    model = optimize(model_21())
+    model.model_options["transformer_options"].update(options)
+    sample(model)
+    assert found[-1][3] == "ComfyUI's prefix cache is in host memory or in 8 or 4 bits"
+
+
+def test_without_the_cache_comfyuis_blocks_run():
+    model = model_21()
+    model.model_options["transformer_options"]["qwen_image21_cache"] = {"device": "off"}
+    optimized = optimize(model)
+    assert torch.equal(sample(optimized), sample(model))
+    assert "ComfyUI's prefix cache is off" in report_of(optimized)

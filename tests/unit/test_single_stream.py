@@ -1,5 +1,8 @@
 """Qwen-Image-2.1's blocks: fused in diffusers' own model, and the executor beside a prefix."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,15 +13,18 @@ from diffusers.models.transformers.transformer_qwenimage21 import (
 )
 from test_block import Gemm, attend, random, relative
 from test_block import Layers as DoubleLayers
+from test_passes import Graph, Host, OnCard, with_graphs
 
 from qwen_l40s.hosts.diffusers.patch import optimize
 from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.blocks.block import DENSE, BlockExecutor, Step
 from qwen_l40s.optimizations.blocks.block_form import layout_of, part_of, unsupported_block
+from qwen_l40s.optimizations.blocks.host import BlockInputs
 from qwen_l40s.optimizations.blocks.workspace import Prefix
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import shared_entry
 from qwen_l40s.optimizations.reference import LowRank, Rotary, Tokens
+from qwen_l40s.optimizations.run import Optimization
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -276,3 +282,83 @@ def test_all_blocks_at_once_are_one_after_the_other():
         given = expected[:, :0], expected, step, case.entry.of(index)
         _, expected = executor.run(block, *given)
     assert torch.equal(x.view_as(expected), expected)
+
+
+# --- graphs of a pass
+
+
+class Model(torch.nn.Module):
+    """A host's transformer, as its blocks see it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(new_block(True, seed) for seed in range(BLOCKS))
+        self.chain = SimpleNamespace(layers=Layers(self.blocks[0]))
+        for block in self.blocks[1:]:
+            self.chain.layers.kinds |= Layers(block).kinds
+
+    def forward(self, case, x, exchange=None):
+        x = x.as_subclass(OnCard)
+        for index, block in enumerate(self.blocks):
+            prefix = case.prefixes[index if exchange is None else exchange(index)]
+            x = block(x, case.entry, step=case.step._replace(prefix=prefix))
+        return x
+
+
+class Pass(Host):
+    """One call of a `Model`."""
+
+    names = ("x", "mod")
+
+    def __init__(self, model, case):
+        super().__init__(model)
+        self.prefixes = case.prefixes
+
+    def inputs(self, block, positional, arguments):
+        x, entry, step = (arguments[name] for name in ("x", "mod", "step"))
+        return BlockInputs(x[:, :0], x, entry, step, False)
+
+    def unchanged(self, index, positional, arguments, inputs):
+        _, image, entry = inputs
+        same = arguments["step"].prefix.keys is self.prefixes[index].keys
+        return same and arguments["x"] is image and arguments["mod"] is entry
+
+    def output(self, streams):
+        return streams[1]
+
+    def entry(self, embedding, batch):
+        return embedding
+
+    def host_block(self, block, arguments):
+        executor = BlockExecutor(self.layers, TORCH, attend)
+        x, step = arguments["x"], arguments["step"]
+        return executor.run(block, x[:, :0], x, step, arguments["mod"].of(0))
+
+
+def test_a_graph_reads_the_prefix_where_it_is_until_the_run_ends(monkeypatch):
+    with_graphs(monkeypatch)
+    model, optimization = Model(), Optimization(None)
+    cases = [Case(blocks=BLOCKS), Case(blocks=BLOCKS)]
+    for i, prefix in enumerate(cases[1].prefixes):  # of another prompt
+        cases[1].prefixes[i] = Prefix(prefix.keys + 1, prefix.values)
+
+    def passed(case, seed, exchange=None):
+        x = random(*case.x.shape, seed=seed)
+        call = partial(model, case, x, exchange)
+        found = optimization.run_pass(Pass(model, case), call)
+        for index, block in enumerate(model.blocks):
+            step = case.step._replace(prefix=case.prefixes[index if not exchange else 0])
+            executor = BlockExecutor(model.chain.layers, TORCH, attend)
+            x = executor.run(block, x[:, :0], x, step, case.entry.of(index))[1]
+        assert torch.equal(found, x)
+
+    optimization.start_run()
+    for seed in range(5):
+        for case in cases:
+            passed(case, seed)
+    figures = optimization._last.graphs
+    assert (figures.captured, figures.replayed) == (2, 7)  # the shape is compared once
+    passed(cases[0], 9, exchange=lambda index: 0)  # the second block gets another prefix
+    assert optimization._last.exchanged
+    optimization.end_run()
+    assert not any(graph.work for graph in Graph.made)
