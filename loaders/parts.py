@@ -206,7 +206,8 @@ LICENCE_21_OF_OTHERS = f"of {FAMILY_21}: research, not commercial use"
 SINCE_21 = "(ComfyUI 0.37 or newer)"
 FILES_21 = f"{SINCE_21} with a file of huggingface.co/Comfy-Org/{FAMILY_21}"
 LATENT_CHANNELS_21 = 64
-QWEN3_VL_8B = f"Qwen3-VL 8B text encoder ({FAMILY_21}'s among others)"
+QWEN3_VL = "Qwen3-VL"
+SIZES_OF_QWEN3_VL = {2048: "2B", 2560: "4B", 4096: "8B", 5120: "32B"}  # by their width
 # The gated MLP of its blocks: gate and up apart, or, in ComfyUI's files, in one weight.
 MLP_21 = ("img_mlp.proj", "img_mlp.gate_layer", GATE_UP, "img_mlp.out")
 
@@ -260,28 +261,36 @@ def qwen_image_21(tensors: Tensors) -> Identity | None:
 
 def qwen3_vl(tensors: Tensors) -> Identity | None:
     """Qwen3-VL: DeepStack mergers, norms on q and k. Qwen-Image-2.1 takes the one of 8B."""
-    if not any(
-        f"{visual}deepstack_merger_list.0.norm.weight" in tensors for _, visual, _ in LAYOUTS
-    ):
+    towers = [it for _, it, _ in LAYOUTS if f"{it}deepstack_merger_list.0.norm.weight" in tensors]
+    if not towers:
         return None
     # ComfyUI's single files have flat names of the language model and nested ones of the tower.
     nested = "model.language_model.norm.weight" in tensors
     language = "model.language_model." if nested else "model."
     hidden = size(tensors, f"{language}norm.weight")
-    fits = hidden == SHAPE_21.joint_dim
+    published = SIZES_OF_QWEN3_VL.get(hidden, "of a size that was never published")
+    other = hidden != SHAPE_21.joint_dim and hidden in SIZES_OF_QWEN3_VL
+    first = f"{language}layers.0"
     return Identity(
-        family=QWEN3_VL_8B if fits else f"Qwen3-VL text encoder ({FAMILY_21} takes the 8B)",
+        family=f"{QWEN3_VL} text encoder" + ("" if other else f" ({FAMILY_21}'s among others)"),
         role="text_encoder",
-        variant="transformers names" if nested else "ComfyUI's names",
-        dims=known(hidden=hidden, vocabulary=size(tensors, f"{language}embed_tokens.weight")),
+        variant=f"{published}, " + ("transformers names" if nested else "ComfyUI's names"),
+        dims=known(
+            hidden=hidden,
+            intermediate=size(tensors, f"{first}.mlp.gate_proj.weight"),
+            q_dim=size(tensors, f"{first}.self_attn.q_proj.weight"),
+            kv_dim=size(tensors, f"{first}.self_attn.k_proj.weight"),
+            vocabulary=size(tensors, f"{language}embed_tokens.weight"),
+            vision_dim=size(tensors, f"{towers[0]}patch_embed.proj.weight"),
+        ),
         blocks=count_blocks(tensors, f"{language}layers."),
         folder="text_encoders",
-        cannot_run=()
-        if fits
-        else (
-            "This package runs no Qwen3-VL of this size: choose the 8B, 4096 wide, for "
-            f"{FAMILY_21}, or Qwen2.5-VL 7B for Qwen-Image.",
-        ),
+        cannot_run=(
+            f"This is the {published} of {QWEN3_VL}: choose the 8B, 4096 wide, for {FAMILY_21}, or "
+            "Qwen2.5-VL 7B for Qwen-Image.",
+        )
+        if other
+        else (),
     )
 
 

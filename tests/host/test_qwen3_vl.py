@@ -2,7 +2,6 @@
 
 import functools
 from functools import partial
-from unittest import mock
 
 import comfy.sd
 import comfyui_boot
@@ -11,11 +10,13 @@ import torch
 from comfy.text_encoders import llama
 from comfyui_boot import folder
 from safetensors.torch import save_file
+from transformers import AutoTokenizer
 
 from qwen_l40s.errors import CheckpointError, UnavailableError
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
-from qwen_l40s.loaders import parts
 from qwen_l40s.loaders.source import open_source
+from qwen_l40s.tools.micro.families import QWEN_IMAGE_21, SYSTEM_21, USER
+from qwen_l40s.tools.micro.model import build
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 newer = pytest.mark.host_has("comfy.model_base.QwenImage21")
@@ -48,7 +49,6 @@ NAMES = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """ComfyUI's class with other sizes, and files of these sizes taken for the published one's."""
-    monkeypatch.setattr(parts, "SHAPE_21", mock.Mock(joint_dim=WIDTH))
     if not hasattr(llama, "Qwen3VL_8BConfig"):
         return
     from comfy.text_encoders import qwen3vl
@@ -99,7 +99,7 @@ def test_it_encodes_as_comfyuis_own(names):
         assert torch.equal(ours["cond"], theirs["cond"]) and ours["cond"].shape[-1] == WIDTH
         assert ours.get("image_slots") == theirs.get("image_slots")
     assert ("lm_head left out" in report.text()) and report.precision == "bf16"
-    assert report.family.startswith("Qwen3-VL 8B text encoder")
+    assert report.family.startswith("Qwen3-VL text encoder")
 
 
 @newer
@@ -140,3 +140,27 @@ def test_an_older_comfyui_is_told(monkeypatch):
         "Qwen-Image-2.1 needs ComfyUI 0.37 or newer",
         run=partial(load_text_encoder, open_source(path, "text_encoder")),
     )
+
+
+@newer
+def test_a_small_one_with_a_tokenizer_of_its_own(monkeypatch):
+    """The micro model's: ComfyUI encodes a prompt as transformers does."""
+    monkeypatch.undo()
+    path = FOLDER / "micro_21"
+    build(0, QWEN_IMAGE_21).save(path)
+    clip, report = load_text_encoder(path)
+    assert "no vision tower" in report.text() or "vision tower left out" in report.text()
+    words = AutoTokenizer.from_pretrained(path / "processor")
+    prompt = "a small red star at the top left"
+    ids = words(
+        f"{SYSTEM_21}{USER}{prompt}<|im_end|>\n<|im_start|>assistant\n", return_tensors="pt"
+    )
+    language = build(0, QWEN_IMAGE_21).text_encoder.model.language_model
+    for weight in language.parameters():
+        weight.copy_(weight.bfloat16())  # as the file has it
+    hidden = QWEN_IMAGE_21.stream.hidden_states(language, ids.input_ids, ids.attention_mask)
+    dropped = len(words(SYSTEM_21).input_ids)
+    found = encoded(clip, prompt)["cond"]
+    torch.testing.assert_close(found, hidden[:, dropped:].float(), atol=1e-4, rtol=0)
+    with pytest.raises(UnavailableError, match="has no vision tower"):
+        clip.tokenize(prompt, images=[torch.rand(1, 64, 64, 3)])

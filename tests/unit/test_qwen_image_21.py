@@ -299,7 +299,7 @@ def test_the_diffusers_folder(tmp_path, diffusers_form, qwen3_vl, capsys):
     assert list(parts) == list(PLACES) and found["errors"] == []
     assert [part["family"] for part in parts.values()] == [
         "Qwen-Image-2.1",
-        "Qwen3-VL 8B text encoder (Qwen-Image-2.1's among others)",
+        "Qwen3-VL text encoder (Qwen-Image-2.1's among others)",
         "Qwen-Image-2.1 VAE",
     ]
     for role, part in parts.items():
@@ -390,10 +390,18 @@ def test_every_form_of_the_text_encoder(tmp_path, qwen3_vl, rename, form, tensor
     specs, contents = form(rename(qwen3_vl))
     path = write(tmp_path / "file.safetensors", specs, contents=contents)
     part = only(inspect_checkpoint(path))
-    assert part.family == "Qwen3-VL 8B text encoder (Qwen-Image-2.1's among others)"
+    assert part.family == "Qwen3-VL text encoder (Qwen-Image-2.1's among others)"
     assert (part.role, part.blocks, part.folder) == ("text_encoder", 36, "text_encoders")
     assert (part.parameters, part.tensors) == (8_767_123_696, tensors)
-    assert part.dims == {"hidden": 4096, "vocabulary": 151936}
+    assert part.dims == {
+        "hidden": 4096,
+        "intermediate": 12288,
+        "q_dim": 4096,
+        "kv_dim": 1024,
+        "vocabulary": 151936,
+        "vision_dim": 1152,
+    }
+    assert part.variant.startswith("8B, ")
     if form is w4a8:
         needed = "ComfyUI 0.33 and comfy-kitchen 0.2.27, or newer"
         words = f"get the model in one of these, or load it with ComfyUI's own nodes ({needed})"
@@ -401,7 +409,7 @@ def test_every_form_of_the_text_encoder(tmp_path, qwen3_vl, rename, form, tensor
     else:
         assert part.cannot_run == ()
         assert open_source(path, "text_encoder").part == part
-    refused(path, "vae", "This is a Qwen3-VL 8B text", "not the Qwen-Image VAE: move it to")
+    refused(path, "vae", "This is a Qwen3-VL text", "not the Qwen-Image VAE: move it to")
 
 
 def test_another_size_of_qwen3_vl(tmp_path):
@@ -411,7 +419,7 @@ def test_another_size_of_qwen3_vl(tmp_path):
     }
     path = write(tmp_path / "file.safetensors", specs)
     words = "choose the 8B, 4096 wide, for Qwen-Image-2.1, or Qwen2.5-VL 7B for Qwen-Image"
-    refused(path, "text_encoder", f"runs no Qwen3-VL of this size: {words}")
+    refused(path, "text_encoder", f"This is the 4B of Qwen3-VL: {words}")
 
 
 def test_its_prompt_enhancer_is_not_taken_for_it(tmp_path):

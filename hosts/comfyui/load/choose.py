@@ -20,7 +20,7 @@ from ....errors import CheckpointError, SettingError
 from ....loaders.checkpoint import PIPELINES, read_index
 from ....loaders.detect import identify, split_parts
 from ....loaders.header import NUMBERED, read_header
-from ....loaders.parts import LATENT_CHANNELS, LATENT_CHANNELS_21, QWEN3_VL_8B
+from ....loaders.parts import LATENT_CHANNELS, LATENT_CHANNELS_21
 from ....loaders.source import PIPELINE_INDEX, PLACES, Source, bundled_micro_folder, open_source
 from ....spec import FAMILY_21, FULL_SIZE, SHAPE_21
 
@@ -40,7 +40,7 @@ LOOKED_AT = 12
 NAMED = "qwen"
 LISTED = 3  # choices in a message
 # What a new node has chosen only where there is nothing else.
-LATER = ("Qwen-Image-Layered", FAMILY_21, QWEN3_VL_8B)
+LATER = ("Qwen-Image-Layered", FAMILY_21)
 PIPELINE_21 = "QwenImage21Pipeline"
 FOR_21 = {"text_encoder": "the Qwen3-VL 8B text encoder", "vae": f"the {FAMILY_21} VAE"}
 
@@ -98,7 +98,8 @@ def _rank_of_header(path: Path, role: str, *state: int) -> tuple[bool, ...] | No
     widths = None, FULL_SIZE.joint_dim, SHAPE_21.joint_dim
     if len(found) != 1 or found[0].dims.get("hidden") not in widths:
         return None
-    later = found[0].family in LATER or found[0].dims.get("image_channels") == 4
+    width, channels = (found[0].dims.get(name) for name in ("hidden", "image_channels"))
+    later = found[0].family in LATER or width == SHAPE_21.joint_dim or channels == 4
     return False, NAMED not in path.name.lower(), later
 
 

@@ -15,7 +15,6 @@ import comfy.memory_management
 import comfy.model_management
 import comfy.model_patcher
 import comfy.sd
-import comfy.text_encoders.qwen_image
 import comfy.utils
 import folder_paths
 import torch
@@ -30,17 +29,17 @@ from ...loading import AS_STORED, LOADER_PRECISIONS
 from ..messages import LoadReport
 from ..record.meter import harmless
 from ..record.record import Recording, Records, running
+from .encoder_kind import EncoderKind
 from .plan import STAGING_BYTES, check_host_memory
 from .text_encoder_file import (
     LANGUAGE_LINEAR,
-    QWEN25,
+    VISION,
     TextEncoderLayout,
     TextEncoderTensors,
     read_layout,
     text_encoder_tensors,
-    text_only_class,
 )
-from .tokenizer import FolderTokenizer, encoder_class, find_tokenizer, tokenizer_class
+from .tokenizer import FolderTokenizer, find_tokenizer, tokenizer_class
 from .weights import map_tensors
 
 WHILE_THERE_IS_ROOM = "ComfyUI moves it to the card and leaves it there while there is room"
@@ -234,9 +233,10 @@ def _model_options(
 ) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if layout.config:
-        options[f"{layout.kind}_model_config"] = dict(layout.config)
+        options[f"{layout.kind.name}_model_config"] = dict(layout.config)
     if not layout.vision:
-        options[f"{QWEN25}_class"] = text_only_class(tokenizer.pad if tokenizer else PUBLISHED_PAD)
+        pad = tokenizer.pad if tokenizer else PUBLISHED_PAD
+        options[f"{layout.kind.name}_class"] = layout.kind.text_only_clip(pad)
     if prepared.converted:
         # These layers take a weight over, where the plain ones would copy it.
         options["quantization_metadata"] = {"mixed_ops": True}
@@ -245,16 +245,18 @@ def _model_options(
 
 def _build(
     source: Source,
-    kind: str,
+    kind: EncoderKind,
     tokenizer: FolderTokenizer | None,
     prepared: TextEncoderTensors,
     options: dict[str, Any],
     disable_dynamic: bool,
 ) -> comfy.sd.CLIP:
     tensors = prepared.tensors
+    if kind.nested and tokenizer is None:
+        tensors = {f"model.{it}" if it.startswith(VISION) else it: tensors[it] for it in tensors}
     embeddings = folder_paths.get_folder_paths("embeddings")
     if tokenizer is None:
-        if comfy.sd.detect_te_model(tensors) is not comfy.sd.TEModel[kind.upper()]:
+        if comfy.sd.detect_te_model(tensors) is not comfy.sd.TEModel[kind.name.upper()]:
             raise CheckpointError(
                 "ComfyUI does not recognize this as the text encoder of Qwen-Image: get the "
                 "model's own.",
@@ -267,11 +269,11 @@ def _build(
             model_options=options,
             disable_dynamic=disable_dynamic,
         )
-    base = comfy.text_encoders.qwen_image.te(**comfy.sd.llama_detect([tensors]))
+    base, width = kind.te(**comfy.sd.llama_detect([tensors])), int(source.part.dims["hidden"])
     target = SimpleNamespace(
         params={},
-        clip=encoder_class(base, tokenizer),
-        tokenizer=tokenizer_class(tokenizer, int(source.part.dims["hidden"])),
+        clip=kind.own_encoder(base, tokenizer),
+        tokenizer=tokenizer_class(tokenizer, width, kind.tokenizer, kind.name),
     )
     return comfy.sd.CLIP(
         target,

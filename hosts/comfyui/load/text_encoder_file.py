@@ -1,8 +1,4 @@
-"""Fits a Qwen2.5-VL file to ComfyUI: the class that takes it, and its weights as that loads them.
-
-ComfyUI's class is the published 7B. Its sizes can be set; the vision tower, 1280 wide with 32
-blocks, is always built. Qwen-Image-2.1's Qwen3-VL loads as published, 8B.
-"""
+"""Fits a text encoder's file to ComfyUI: its sizes, and its weights as that loads them."""
 
 from __future__ import annotations
 
@@ -12,26 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import comfy.model_management
-import comfy.sd1_clip
 import torch
-from comfy.text_encoders.llama import BaseLlama, Llama2_, Qwen25_7BVLI, Qwen25_7BVLI_Config
 
-from ....errors import CheckpointError, UnavailableError
+from ....errors import CheckpointError
 from ....loaders.convert import check_finite, check_names, shapes_of, text_encoder_name_to_native
 from ....loaders.header import TensorInfo
-from ....loaders.parts import QWEN3_VL_8B, SIZES
+from ....loaders.parts import SIZES
 from ....loaders.source import Source
 from ....loaders.stored import KINDS, StoredLayer, accompanies, stored_layers
-from .host_class import require_21
+from .encoder_kind import EncoderKind, kind_of
 from .weights import FLOAT_NAMES, quantize_shown
 
 HEAD_DIM = 128  # fixed in ComfyUI's class
-VISION_DIM = 1280
 HEAD = "model.lm_head."
 VISION = "visual."
 NO_HEAD = "lm_head left out: prompts are encoded, not continued"
-# What ComfyUI calls its classes.
-QWEN25, QWEN3_VL = "qwen25_7b", "qwen3vl_8b"
 ONLY_7B = "Qwen-Image needs the 7B, which is 3584 wide: get the model's own text encoder."
 
 
@@ -40,7 +31,7 @@ class TextEncoderLayout:
     """How a file fits ComfyUI's class.
 
     Args:
-        kind: what ComfyUI calls the class.
+        kind: the class.
         names: {native name: name in the file, less its prefix} of what is loaded.
         infos: {native name: header entry} of the same.
         config: the sizes that differ from the published 7B.
@@ -49,7 +40,7 @@ class TextEncoderLayout:
         notes: sentences about what is left out.
     """
 
-    kind: str
+    kind: EncoderKind
     names: Mapping[str, str]
     infos: Mapping[str, TensorInfo]
     config: Mapping[str, Any]
@@ -66,36 +57,35 @@ def read_layout(source: Source) -> TextEncoderLayout:
             or the file is another size of Qwen2.5-VL.
         UnavailableError: this ComfyUI is older than the model.
     """
-    if source.part.family == QWEN3_VL_8B:
-        return _layout_of_21(source)
-    dims = source.part.dims
+    kind, dims = kind_of(source), source.part.dims
     other = SIZES.get((dims.get("hidden"), source.part.blocks))
     if other not in (None, "7B"):
         raise CheckpointError(f"This is the {other} of Qwen2.5-VL: {ONLY_7B}", source.path)
-    config = _model_config(source)
+    config = _model_config(source, kind)
     names, infos = _native_names(source)
     notes = []
     if any(name.startswith(HEAD) for name in names):
         notes.append(NO_HEAD)
-    vision = dims.get("vision_dim") == VISION_DIM
+    vision = dims.get("vision_dim") == kind.vision_width
     if not vision:
         found = dims.get("vision_dim")
         notes.append(
             "no vision tower: Edit's text encode nodes cannot take images"
             if found is None
-            else f"vision tower left out: it is {found} wide and ComfyUI's class has {VISION_DIM}, "
-            "so Edit's text encode nodes cannot take images"
+            else f"vision tower left out: it is {found} wide and ComfyUI's class has "
+            f"{kind.vision_width}, so Edit's text encode nodes cannot take images"
         )
     loaded = {
         native: name
         for native, name in names.items()
         if not native.startswith(HEAD) and (vision or not native.startswith(VISION))
     }
-    model = (Qwen25_7BVLI if vision else TextOnlyQwen25)(config, torch.bfloat16, "meta", torch.nn)
+    model_class = kind.model if vision else kind.text_only
+    model = model_class(config, torch.bfloat16, "meta", torch.nn)
     shapes = {name: infos[name].shape for name in loaded if not accompanies(name)}
-    check_names(source.path, shapes, shapes_of(model), "ComfyUI's Qwen2.5-VL")
+    check_names(source.path, shapes, shapes_of(model), f"ComfyUI's {kind.title}")
     return TextEncoderLayout(
-        kind=QWEN25,
+        kind=kind,
         names=loaded,
         infos={name: infos[name] for name in loaded},
         config=config,
@@ -103,33 +93,6 @@ def read_layout(source: Source) -> TextEncoderLayout:
         vocabulary=int(dims["vocabulary"]),
         notes=tuple(notes),
     )
-
-
-def _layout_of_21(source: Source) -> TextEncoderLayout:
-    """Of Qwen3-VL 8B, whose vision tower ComfyUI knows by nested names."""
-    require_21(source.path)
-    from comfy.text_encoders.qwen3vl import Qwen3VL
-
-    names, infos = _native_names(source)
-    loaded = {_nested(native): native for native in names if not native.startswith(HEAD)}
-    config = {"lm_head": False}
-    model = Qwen3VL(config, torch.bfloat16, "meta", torch.nn)
-    expected = {_nested(name): shape for name, shape in shapes_of(model).items()}
-    shapes = {name: infos[old].shape for name, old in loaded.items() if not accompanies(name)}
-    check_names(source.path, shapes, expected, "ComfyUI's Qwen3-VL 8B")
-    return TextEncoderLayout(
-        kind=QWEN3_VL,
-        names={name: names[old] for name, old in loaded.items()},
-        infos={name: infos[old] for name, old in loaded.items()},
-        config=config,
-        vision=True,
-        vocabulary=int(source.part.dims["vocabulary"]),
-        notes=(NO_HEAD,) if len(loaded) < len(names) else (),
-    )
-
-
-def _nested(name: str) -> str:
-    return f"model.{name}" if name.startswith(VISION) else name
 
 
 def _native_names(source: Source) -> tuple[dict[str, str], dict[str, TensorInfo]]:
@@ -147,7 +110,7 @@ def _native_names(source: Source) -> tuple[dict[str, str], dict[str, TensorInfo]
     return names, infos
 
 
-def _model_config(source: Source) -> dict[str, Any]:
+def _model_config(source: Source, kind: EncoderKind) -> dict[str, Any]:
     """The sizes from the tensors, and from config.json what no tensor tells."""
     dims = source.part.dims
     nested = source.config.get("text_config")
@@ -170,8 +133,8 @@ def _model_config(source: Source) -> dict[str, Any]:
             f"This file lacks the tensors that give its {missing[0]}: download it again.",
             source.path,
         )
-    published = Qwen25_7BVLI_Config()
-    return {
+    published = kind.config()
+    return dict(kind.fixed) | {
         name: value
         for name, value in found.items()
         if value is not None and value != getattr(published, name)
@@ -194,60 +157,6 @@ def _rope_theta(settings: Mapping[str, Any]) -> float | None:
     nested = settings.get("rope_parameters")
     inner = nested.get("rope_theta") if isinstance(nested, dict) else None
     return settings.get("rope_theta", inner)
-
-
-class TextOnlyQwen25(BaseLlama, torch.nn.Module):
-    """The language model as ComfyUI's `Qwen25_7BVLI` has it, without the vision tower."""
-
-    def __init__(
-        self,
-        config_dict: Mapping[str, Any],
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
-        operations: Any,
-    ) -> None:
-        super().__init__()
-        config = Qwen25_7BVLI_Config(**config_dict)
-        self.num_layers = config.num_hidden_layers
-        self.model = Llama2_(config, device=device, dtype=dtype, ops=operations)
-        self.dtype = dtype
-
-    def preprocess_embed(self, embed: Mapping[str, Any], device: torch.device) -> None:
-        """Refuses images, which the host would leave out of the prompt without a word."""
-        refuse_images()
-
-
-def refuse_images() -> None:
-    """Raises UnavailableError: the prompt has an image and nothing here can see it."""
-    raise UnavailableError(
-        "This text encoder has no vision tower, which the image in the prompt needs: load the "
-        "text encoder of a Qwen-Image-Edit model, or encode without an image."
-    )
-
-
-def text_only_class(pad: int) -> type[comfy.sd1_clip.SDClipModel]:
-    """The class that replaces ComfyUI's `Qwen25_7BVLIModel`; `pad` is its tokenizer's padding."""
-
-    class TextOnlyModel(comfy.sd1_clip.SDClipModel):
-        def __init__(
-            self,
-            device: torch.device | str = "cpu",
-            dtype: torch.dtype | None = None,
-            model_options: Mapping[str, Any] | None = None,
-        ) -> None:
-            super().__init__(
-                device=device,
-                textmodel_json_config={},
-                dtype=dtype,
-                special_tokens={"pad": pad},
-                layer_norm_hidden_state=False,
-                model_class=TextOnlyQwen25,
-                enable_attention_masks=True,
-                return_attention_masks=True,
-                model_options=model_options or {},
-            )
-
-    return TextOnlyModel
 
 
 # Brings the weights of a Qwen2.5-VL into a form that ComfyUI's own layers load.

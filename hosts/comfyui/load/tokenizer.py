@@ -1,4 +1,4 @@
-"""Uses a model folder's own tokenizer where ComfyUI would use that of the published Qwen2.5-VL.
+"""Uses a model folder's own tokenizer where ComfyUI would use that of the published model.
 
 ComfyUI finds the end of the chat template by the ids of the published vocabulary; here the same
 search runs with the ids of the folder's.
@@ -13,12 +13,12 @@ from typing import Any
 
 import comfy.sd1_clip
 import torch
-from comfy.text_encoders.qwen_image import QwenImageTEModel, QwenImageTokenizer
+from comfy.text_encoders.qwen_image import QwenImageTEModel
 from transformers import Qwen2Tokenizer
 
-from ....errors import CheckpointError
+from ....errors import CheckpointError, UnavailableError
+from ....loaders.parts import QWEN3_VL
 from ....loaders.source import TEMPLATE_PREFIX, Source, check_prefix, holds_tokenizer
-from .text_encoder_file import refuse_images
 
 START = "<|im_start|>"
 USER = "user\n"
@@ -43,14 +43,15 @@ class FolderTokenizer:
 
 
 def find_tokenizer(source: Source, vocabulary: int) -> FolderTokenizer:
-    """Finds the tokenizer of a text encoder: in `tokenizer/` next to its folder, or with it.
+    """Finds the tokenizer of a text encoder: in `tokenizer/` or `processor/` next to its folder, or
+    with it.
 
     Raises:
         CheckpointError: there is none or it is broken, it has more tokens than the embedding has
             rows, or it cuts the chat template into another number of tokens than Qwen-Image's.
     """
     weights = source.files[0].parent
-    folders = (weights.parent / "tokenizer", weights)
+    folders = (weights.parent / "tokenizer", weights.parent / "processor", weights)
     folder = next((folder for folder in folders if holds_tokenizer(folder)), None)
     if folder is None:
         raise CheckpointError(
@@ -72,7 +73,8 @@ def find_tokenizer(source: Source, vocabulary: int) -> FolderTokenizer:
             "both from one model.",
             folder,
         )
-    check_prefix(folder, len(tokenizer(TEMPLATE_PREFIX).input_ids))
+    if not source.part.family.startswith(QWEN3_VL):  # whose template ends where a turn does
+        check_prefix(folder, len(tokenizer(TEMPLATE_PREFIX).input_ids))
     user = tokenizer(USER).input_ids
     pad = tokenizer.pad_token_id
     return FolderTokenizer(
@@ -87,22 +89,37 @@ def end_of_template(ids: Sequence[object], tokenizer: FolderTokenizer) -> int:
     """Counts the tokens up to the prompt: through the second `<|im_start|>` and `user` and a line
     end after it. Images and textual inversions in `ids` are no numbers.
     """
-    starts = [index for index, token in enumerate(ids) if _is(token, tokenizer.start)][:2]
+    starts = [index for index, token in enumerate(ids) if is_token(token, tokenizer.start)][:2]
     if not starts:
         return 0
     after = starts[-1] + 1
     header = ids[after : after + len(tokenizer.user)]
-    matches = len(header) == len(tokenizer.user) and all(map(_is, header, tokenizer.user))
+    matches = len(header) == len(tokenizer.user) and all(map(is_token, header, tokenizer.user))
     end = after + len(tokenizer.user)
     return end if matches and len(ids) > end else starts[-1]
 
 
-def _is(token: object, expected: int) -> bool:
+def is_token(token: object, expected: int) -> bool:
+    """Whether it is that id, and no image or textual inversion."""
     return not torch.is_tensor(token) and token == expected
 
 
-def tokenizer_class(tokenizer: FolderTokenizer, width: int) -> type[QwenImageTokenizer]:
-    """ComfyUI's `QwenImageTokenizer` over the folder's vocabulary, for embeddings `width` wide."""
+def refuse_images() -> None:
+    """Raises UnavailableError: the prompt has an image and nothing here can see it."""
+    raise UnavailableError(
+        "This text encoder has no vision tower, which the image in the prompt needs: load the "
+        "text encoder of a Qwen-Image-Edit model, or encode without an image."
+    )
+
+
+def tokenizer_class(
+    tokenizer: FolderTokenizer, width: int, base: type[comfy.sd1_clip.SD1Tokenizer], name: str
+) -> type[comfy.sd1_clip.SD1Tokenizer]:
+    """ComfyUI's tokenizer over the folder's vocabulary, for embeddings `width` wide.
+
+    Args:
+        name: What ComfyUI calls the text encoder.
+    """
 
     class Words(comfy.sd1_clip.SDTokenizer):
         def __init__(
@@ -112,7 +129,7 @@ def tokenizer_class(tokenizer: FolderTokenizer, width: int) -> type[QwenImageTok
                 str(tokenizer.folder),
                 pad_with_end=False,
                 embedding_size=width,
-                embedding_key=NAME,
+                embedding_key=name,
                 tokenizer_class=Qwen2Tokenizer,
                 has_start_token=False,
                 has_end_token=False,
@@ -124,11 +141,11 @@ def tokenizer_class(tokenizer: FolderTokenizer, width: int) -> type[QwenImageTok
                 tokenizer_args={"local_files_only": True},
             )
 
-    class Tokenizer(QwenImageTokenizer):
+    class Tokenizer(base):
         def __init__(
             self, embedding_directory: object = None, tokenizer_data: dict[str, Any] | None = None
         ) -> None:
-            data = {**(tokenizer_data or {}), f"{NAME}_tokenizer_class": Words}
+            data = {**(tokenizer_data or {}), f"{name}_tokenizer_class": Words}
             super().__init__(embedding_directory=embedding_directory, tokenizer_data=data)
 
         def tokenize_with_weights(

@@ -1,0 +1,129 @@
+"""What of ComfyUI the text encoders are built with: Qwen2.5-VL, and Qwen3-VL for Qwen-Image-2.1.
+
+ComfyUI's classes are the published 7B and 8B. Their sizes can be set; the vision tower, 1280 wide
+with 32 blocks in the 7B, is always built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import comfy.sd1_clip
+import comfy.text_encoders.qwen_image
+import torch
+from comfy.text_encoders.llama import BaseLlama, Llama2_, Qwen25_7BVLI, Qwen25_7BVLI_Config
+from comfy.text_encoders.qwen_image import QwenImageTokenizer
+
+from ....loaders.parts import QWEN3_VL
+from ....loaders.source import Source
+from .host_class import require_21
+from .tokenizer import FolderTokenizer, encoder_class, refuse_images
+
+
+@dataclass(frozen=True)
+class EncoderKind:
+    """One of them.
+
+    Attributes:
+        name: What ComfyUI calls it.
+        title: The same for people.
+        config: The published sizes.
+        fixed: What else its class is told.
+        vision_width: Of the vision tower in ComfyUI.
+        model: The module; `text_only` without the vision tower.
+        text_only_clip: From the id of the padding to the class around `text_only`.
+        te: ComfyUI's function of that name.
+        tokenizer: ComfyUI's class.
+        own_encoder: From what `te` returns, and a folder's tokenizer, to a class that cuts off the
+            chat template by that tokenizer's ids.
+        nested: Whether ComfyUI recognizes a file by nested names of the vision tower.
+    """
+
+    name: str
+    title: str
+    config: Callable[..., Any]
+    vision_width: int
+    model: type[torch.nn.Module]
+    text_only: type[torch.nn.Module]
+    text_only_clip: Callable[[int], type[comfy.sd1_clip.SDClipModel]]
+    te: Callable[..., type]
+    tokenizer: type[comfy.sd1_clip.SD1Tokenizer]
+    own_encoder: Callable[[type, FolderTokenizer], type]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    nested: bool = False
+
+
+def kind_of(source: Source) -> EncoderKind:
+    """What a file is loaded with.
+
+    Raises:
+        UnavailableError: this ComfyUI is older than the model.
+    """
+    if not source.part.family.startswith(QWEN3_VL):
+        return QWEN25
+    require_21(source.path)
+    from .qwen3_vl import qwen3_vl
+
+    return qwen3_vl()
+
+
+class TextOnlyQwen25(BaseLlama, torch.nn.Module):
+    """The language model as ComfyUI's `Qwen25_7BVLI` has it, without the vision tower."""
+
+    def __init__(
+        self,
+        config_dict: Mapping[str, Any],
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        operations: Any,
+    ) -> None:
+        super().__init__()
+        config = Qwen25_7BVLI_Config(**config_dict)
+        self.num_layers = config.num_hidden_layers
+        self.model = Llama2_(config, device=device, dtype=dtype, ops=operations)
+        self.dtype = dtype
+
+    def preprocess_embed(self, embed: Mapping[str, Any], device: torch.device) -> None:
+        """Refuses images, which the host would leave out of the prompt without a word."""
+        refuse_images()
+
+
+def text_only_class(pad: int) -> type[comfy.sd1_clip.SDClipModel]:
+    """The class that replaces ComfyUI's `Qwen25_7BVLIModel`; `pad` is its tokenizer's padding."""
+
+    class TextOnlyModel(comfy.sd1_clip.SDClipModel):
+        def __init__(
+            self,
+            device: torch.device | str = "cpu",
+            dtype: torch.dtype | None = None,
+            model_options: Mapping[str, Any] | None = None,
+        ) -> None:
+            super().__init__(
+                device=device,
+                textmodel_json_config={},
+                dtype=dtype,
+                special_tokens={"pad": pad},
+                layer_norm_hidden_state=False,
+                model_class=TextOnlyQwen25,
+                enable_attention_masks=True,
+                return_attention_masks=True,
+                model_options=model_options or {},
+            )
+
+    return TextOnlyModel
+
+
+QWEN25 = EncoderKind(
+    name="qwen25_7b",
+    title="Qwen2.5-VL",
+    config=Qwen25_7BVLI_Config,
+    vision_width=1280,
+    model=Qwen25_7BVLI,
+    text_only=TextOnlyQwen25,
+    text_only_clip=text_only_class,
+    te=comfy.text_encoders.qwen_image.te,
+    tokenizer=QwenImageTokenizer,
+    own_encoder=encoder_class,
+)
