@@ -51,7 +51,18 @@ def choices(models, monkeypatch):
     monkeypatch.delitem(sys.modules, "qwen_l40s.hosts.comfyui.load.choose", raising=False)
     module = importlib.import_module("qwen_l40s.hosts.comfyui.load.choose")
     monkeypatch.delitem(sys.modules, "qwen_l40s.hosts.comfyui.load.choose")
+    # That of 2.1 need not be there.
+    folders = {"1.x": module.bundled_micro_folder(), "2.1": models / "micro_21"}
+    monkeypatch.setattr(module, "bundled_micro_folder", folders.__getitem__)
     return module
+
+
+def test_the_micro_model_of_21_where_it_is_there(choices, models):
+    assert choices.choices("transformer") == [choices.MICRO]
+    (models / "micro_21").mkdir()
+    found = choices.offered("transformer")
+    assert found == {"options": ["micro 2.1 (bundled)", choices.MICRO], "default": choices.MICRO}
+    assert choices.resolve("micro 2.1 (bundled)", "vae") == models / "micro_21"
 
 
 def test_files_come_first_then_folders_then_the_micro_model(choices, models):

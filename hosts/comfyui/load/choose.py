@@ -25,6 +25,7 @@ from ....loaders.source import PIPELINE_INDEX, PLACES, Source, bundled_micro_fol
 from ....spec import FAMILY_21, FULL_SIZE, SHAPE_21
 
 MICRO = "micro (bundled)"
+MICROS = {"micro 2.1 (bundled)": "2.1", MICRO: "1.x"}
 AUTOMATIC = "automatic"
 # Where ComfyUI keeps each part, alone or in a full checkpoint; folders of a whole model lie in
 # `diffusers`.
@@ -55,7 +56,8 @@ def choices(role: str) -> list[str]:
 def offered(role: str) -> dict[str, Any]:
     """A widget's `options`, and its `default`: the first that fits, else the micro model."""
     fitting, others = _ranked(role)
-    return {"options": [*fitting, *others, MICRO], "default": next(iter(fitting), MICRO)}
+    micros = [name for name in MICROS if bundled_micro_folder(MICROS[name]).is_dir()]
+    return {"options": [*fitting, *others, *micros], "default": next(iter(fitting), MICRO)}
 
 
 def _ranked(role: str) -> tuple[list[str], list[str]]:
@@ -124,8 +126,8 @@ def resolve(name: str, role: str) -> Path:
     Raises:
         SettingError: there is no such choice; the message lists the ones that look like it.
     """
-    if name == MICRO:
-        return bundled_micro_folder()
+    if name in MICROS:
+        return bundled_micro_folder(MICROS[name])
     if name.endswith("/"):
         path = _folders(role).get(name.removesuffix("/"))
     else:
@@ -236,7 +238,7 @@ def _fits(model: Source, source: Source) -> bool:
 
 def _sources(role: str) -> Iterator[Source]:
     for name in choices(role):
-        if name != MICRO:
+        if name not in MICROS:
             try:
                 yield source_of(name, role)
             except CheckpointError:
