@@ -96,8 +96,8 @@ OPTIONS = (
     Option(
         "steps",
         TEXT_TO_IMAGE.steps,
-        "Sampling steps. Time grows with them; memory does not. The model cards use 50 (Edit-2509 "
-        "and Edit-2511: 40), Lightning LoRAs 4 or 8.",
+        "Sampling steps. Time grows with them; memory does not. The model cards use 50 (Edit-2509, "
+        "Edit-2511 and 2.1: 40), Lightning LoRAs 4, 2.1 Turbo 8.",
         least=1,
     ),
     Option(

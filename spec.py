@@ -170,8 +170,8 @@ def single_stream(fused_mlp: bool, mlp_ratio: int = 3) -> BlockSpec:
         },
         head_norms=("attn.norm_q", "attn.norm_k"),
         biases=False,
-        hidden=6,
-        inner=3,
+        hidden=2 * mlp_ratio,
+        inner=mlp_ratio,
     )
 
 
@@ -376,7 +376,7 @@ class VaeShape:
 
     Args:
         dim: channels at full resolution: 96 in the published VAE.
-        latent_channels: 16 in all of them.
+        latent_channels: 16.
         image_channels: 3, or 4 in Qwen-Image-Layered.
         padded_frames: the frames that a convolution over time reads of one image: 1 in ComfyUI,
             which cuts the kernel; 3 in diffusers, which pads the image and, of 16-bit tensors,
@@ -387,6 +387,7 @@ class VaeShape:
     latent_channels: int = 16
     image_channels: int = 3
     padded_frames: int = 1
+    pixels = PIXELS_PER_LATENT  # of a latent one's side
 
     @property
     def middle_channels(self) -> int:
@@ -395,6 +396,38 @@ class VaeShape:
 
 
 PUBLISHED_VAE = VaeShape()
+
+
+@dataclass(frozen=True)
+class StripCost:
+    """What a host's own VAE takes that cuts an image into exact strips.
+
+    Attributes:
+        fixed: Bytes at once, of an image of any size.
+        bytes: At once, for a pixel.
+        flops, moved: Operations of convolutions, and bytes read and written, for a pixel.
+    """
+
+    fixed: int
+    bytes: int
+    flops: int
+    moved: int
+
+
+@dataclass(frozen=True)
+class StripVae:
+    """The VAE of Qwen-Image-2.1. ComfyUI cuts each layer of one image into strips of rows that read
+    what they need of their neighbours, so that nothing is left to plan.
+
+    The costs are counted in bf16, on tensors without memory that went through ComfyUI's class at
+    512x512 to 2048x2048 (4.64 GiB to decode, 2.44 to encode); no card has confirmed them.
+    """
+
+    latent_channels: int = 64
+    image_channels: int = 4
+    decode: StripCost = StripCost(137_600_000, 1_154, 17_700_000, 90_700)
+    encode: StripCost = StripCost(116_100_000, 597, 3_050_000, 29_900)
+    pixels = 16  # of a latent one's side
 
 
 # The layers of Qwen-Image's VAE as tiles see them: how far each one reads.
@@ -628,6 +661,7 @@ class Family:
         transformer, vae, text_encoder: The published sizes.
         vae_bytes: Of the VAE's weights in bf16.
         licence: Of the weights.
+        side: Of a square that it is trained to paint, in pixels.
         size_step: What both sides are multiples of, in pixels.
         cached_prefix: Whether text and references are computed in a prompt's first step alone, and
             their keys and values kept for the others.
@@ -640,10 +674,11 @@ class Family:
     layers: bool = False
     vision_tokens: int = 0
     transformer: TransformerShape = FULL_SIZE
-    vae: VaeShape = PUBLISHED_VAE
+    vae: VaeShape | StripVae = PUBLISHED_VAE
     text_encoder: TextEncoder = QWEN25_VL
     vae_bytes: int = 2 * 126_892_531
     licence: str = APACHE
+    side: int = USUAL_SIDE
     size_step: int = PIXELS_PER_TOKEN_SIDE
     cached_prefix: bool = False
 
@@ -669,11 +704,38 @@ FAMILIES = {
             transformer=LAYERED_SHAPE,
             vae=VaeShape(image_channels=4),
         ),
+        Family(
+            "qwen-image-2.1",
+            steps=40,
+            most_references=10,
+            vision_tokens=1024,
+            transformer=SHAPE_21,
+            vae=StripVae(),
+            text_encoder=QWEN3_VL,
+            vae_bytes=675_509_688,
+            licence="Qwen Research License, not for commercial use",
+            side=2048,
+            size_step=32,
+            cached_prefix=True,
+        ),
     )
 }
 
 
 TEXT_TO_IMAGE = FAMILIES["qwen-image"]
+SINGLE_STREAM_FAMILY = FAMILIES["qwen-image-2.1"]
+
+
+def pixels_of(channels: int) -> int:
+    """Pixels of a latent pixel's side, by the latent's channels."""
+    vae = SINGLE_STREAM_FAMILY.vae
+    return vae.pixels if channels == vae.latent_channels else PIXELS_PER_LATENT
+
+
+def family_of(shape: TransformerShape) -> Family:
+    """The family that a transformer's shape tells; the first of those that share it."""
+    single = isinstance(shape, SingleStreamShape)
+    return SINGLE_STREAM_FAMILY if single else TEXT_TO_IMAGE
 
 
 def find_family(name: str) -> Family:

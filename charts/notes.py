@@ -10,7 +10,7 @@ from ..planning.files import NETWORK, NVME, PAGE_CACHE, SOURCES
 from ..planning.phases import Range
 from ..planning.rates import GEMM, attention_share, constants, measured
 from ..planning.request import DROPPED, EXACT, FAST, ON_PROCESSOR
-from ..spec import GIB, QUANTIZED, format_gib, sm
+from ..spec import APACHE, GIB, QUANTIZED, format_gib, sm
 from .figures import dollars, duration, many
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ SMALL_CARD_BYTES = 6 * GIB
 
 def notes_of(found: Estimate) -> tuple[str, ...]:
     """What an estimate has to say, without the caller's own notes."""
-    return (*_time_notes(found), *_room_notes(found), *_addition_notes(found), *_price_notes(found))
+    parts = _time_notes, _room_notes, _addition_notes, _licence_notes, _price_notes
+    return tuple(note for part in parts for note in part(found))
 
 
 def price_of(found: Estimate) -> str:
@@ -149,6 +150,15 @@ def attention_notes(found: Estimate) -> Iterator[str]:
         )
     elif asked == FAST:
         yield "Attention fast counts as exact, which is predicted to be faster on this card."
+
+
+def _licence_notes(found: Estimate) -> Iterator[str]:
+    family = found.request.member
+    if family.licence != APACHE:
+        yield (
+            f"{family.name} is under the {family.licence}; Qwen-Image-2512 and Edit-2511 are "
+            f"{APACHE}."
+        )
 
 
 def _price_notes(found: Estimate) -> Iterator[str]:

@@ -18,7 +18,7 @@ from ..machine.card_list import card_notes
 from ..options import OLDER, OPTIONS, Option, likely_family, request_settings, todays
 from ..planning.cards import DEFAULT_CARD
 from ..planning.request import AUTO, CFG_MODES, Parts, RunRequest
-from ..spec import GIB, MULTIPLIED
+from ..spec import GIB, MULTIPLIED, USUAL_SIDE, find_family
 from ..split_cost import check_cards, check_link
 from .output import check_plot, print_text, write_plot
 
@@ -240,7 +240,9 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
         "folder; only headers are read",
     )
     group.add_argument(
-        "--size", default="1328x1328", metavar="WxH", help="pixels; default: 1328x1328"
+        "--size",
+        metavar="WxH",
+        help=f"pixels; default: {USUAL_SIDE}x{USUAL_SIDE}, and 2048x2048 of qwen-image-2.1",
     )
     for option in OPTIONS:
         if option.flag is not None:
@@ -275,8 +277,7 @@ def request_of(args: argparse.Namespace) -> RunRequest:
         SettingError: an option breaks its rule or contradicts another.
         CheckpointError: `--model` is no Qwen-Image that this package runs.
     """
-    width, height = _size(args.size)
-    settings = request_settings(width=width, height=height, **_values(args))
+    settings = request_settings(**_values(args))
     family, parts = settings["family"], Parts()
     if args.model is not None:
         from ..loaders.sizes import read_sizes
@@ -288,7 +289,10 @@ def request_of(args: argparse.Namespace) -> RunRequest:
         )
     elif family == AUTO:
         family = likely_family(settings["references"], settings["layers"])
-    return RunRequest(**{**settings, "family": family}, parts=parts)
+    side = find_family(family).side
+    width, height = (side, side) if args.size is None else _size(args.size)
+    settings |= {"family": family, "width": width, "height": height}
+    return RunRequest(**settings, parts=parts)
 
 
 def _values(args: argparse.Namespace) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from ..spec import (
     OFF_CARD,
     ON_CARD,
     QUANTIZED,
-    USUAL_SIDE,
     CardFacts,
     TransformerShape,
+    family_of,
     format_gib,
 )
 
@@ -111,7 +111,7 @@ def decide_load(
 ) -> LoadDecision:
     """Decides how a transformer is loaded.
 
-    `auto` is what `plan` recommends for one image of 1328x1328 next to a text encoder
+    `auto` is what `plan` recommends for one image of the family's size next to a text encoder
     in bf16. Weights that do not stay on the card are no error, because the host moves them to it
     in every step; the reason then says so.
 
@@ -132,10 +132,12 @@ def decide_load(
     check_requested(requested)
     check_stored(stored)
     as_stored = requested == AS_STORED
+    family = family_of(shape)
     request = RunRequest(
+        family=family.name,
         precision="auto" if as_stored else requested,
-        width=USUAL_SIDE,
-        height=USUAL_SIDE,
+        width=family.side,
+        height=family.side,
         modulation=modulation,
         parts=Parts(transformer=shape, packed=packed),
     )

@@ -11,7 +11,14 @@ from pathlib import Path
 from ..errors import CheckpointError, SettingError
 from ..planning.bytes import TransformerBytes, part_bytes
 from ..planning.request import TEXT_ENCODER, TRANSFORMER, VAE, Parts
-from ..spec import FAMILY_21, QUANTIZED, TransformerShape, VaeShape
+from ..spec import (
+    FAMILY_21,
+    QUANTIZED,
+    SINGLE_STREAM_FAMILY,
+    StripVae,
+    TransformerShape,
+    VaeShape,
+)
 from .checkpoint import CheckpointPart, inspect_checkpoint
 from .quantization import DECODING, PACKED, computed_precision, unpacked_shape
 from .source import Source, open_source
@@ -24,10 +31,10 @@ FAMILY_BY_CLASS = {
     "Qwen-Image-Edit-2511": EDIT_2511,
     "Qwen-Image-Edit-2509": "qwen-image-edit-2509",
     "Qwen-Image-Edit": "qwen-image-edit",
-    FAMILY_21: "qwen-image-2.1",
+    FAMILY_21: SINGLE_STREAM_FAMILY.name,
 }
 # Their tensors, or the marker among them, tell these from the rest of the family.
-FAMILIES_OF_TENSORS = (LAYERED, EDIT_2511)
+FAMILIES_OF_TENSORS = (LAYERED, EDIT_2511, SINGLE_STREAM_FAMILY.name)
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,8 @@ class CheckpointSizes:
         if requested is None:
             return self.family or "qwen-image"
         found = self.family or "qwen-image"
-        if requested != found and (LAYERED in (requested, found) or found in FAMILIES_OF_TENSORS):
+        own = LAYERED, SINGLE_STREAM_FAMILY.name  # whose tensors no other family has
+        if requested != found and ({requested, found} & {*own} or found in FAMILIES_OF_TENSORS):
             raise SettingError(
                 f"family is {requested!r} and the file's tensors are those of {found}: leave "
                 "--family out, or name a file of that family.",
@@ -143,7 +151,7 @@ def stored_precision(part: CheckpointPart) -> str:
     return computed_precision(part.quantization.layers.values()) or "bf16"
 
 
-def vae_shape(part: CheckpointPart) -> VaeShape:
+def vae_shape(part: CheckpointPart) -> VaeShape | StripVae:
     """The sizes that fix a VAE's activations.
 
     Raises:
@@ -155,6 +163,9 @@ def vae_shape(part: CheckpointPart) -> VaeShape:
         raise CheckpointError(
             "The tensors do not give the VAE's sizes: get it from the model's own source."
         )
+    found = StripVae()
+    if part.dims["latent_channels"] == found.latent_channels:
+        return found
     return VaeShape(*numbers)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..errors import UnavailableError
-from ..spec import GIB, MIB, ON_CARD, PIXELS_PER_LATENT, REFERENCE_SIDE, format_gib
+from ..spec import GIB, MIB, ON_CARD, REFERENCE_SIDE, format_gib
 from .bytes import (
     BF16,
     TransformerBytes,
@@ -261,7 +261,7 @@ def _text(
     else:
         resident |= _present({"transformer": transformer})
     if request.references:
-        side = REFERENCE_SIDE // PIXELS_PER_LATENT
+        side = REFERENCE_SIDE // request.vae.pixels
         encoded = encode_peak_bytes(request.vae, side, side, BF16)
         activations = max(activations, encoded)
         notes.append(

@@ -13,6 +13,7 @@ from ..spec import (
     QUANTIZED,
     REFERENCE_TOKENS,
     Family,
+    StripVae,
     TransformerShape,
     VaeShape,
     find_family,
@@ -92,7 +93,7 @@ class Parts:
     transformer_bytes: int | None = None
     modulation_bytes: int | None = None
     text_encoder_bytes: int | None = None
-    vae: VaeShape | None = None
+    vae: VaeShape | StripVae | None = None
     vae_bytes: int | None = None
     packed: tuple[int, int] | None = None
     file_bytes: tuple[tuple[str, int], ...] = ()
@@ -166,7 +167,7 @@ class RunRequest:
         return self.parts.transformer or self.member.transformer
 
     @property
-    def vae(self) -> VaeShape:
+    def vae(self) -> VaeShape | StripVae:
         """The VAE's shape: the true one, or the published."""
         return self.parts.vae or self.member.vae
 

@@ -16,11 +16,11 @@ from ..spec import (
     DOUBLE_STREAM,
     OFF_CARD,
     ON_CARD,
-    PIXELS_PER_LATENT,
     QUANTIZED,
     QWEN25_VL,
     REFERENCE_SIDE,
     Interval,
+    StripVae,
     TextEncoder,
     TransformerShape,
     VaeLayer,
@@ -424,12 +424,12 @@ def decode_seconds(request: RunRequest, tiles: Size | int, rates: Rates) -> floa
 
 def encode_image_seconds(request: RunRequest, rates: Rates, tiles: Size | int = 1) -> float:
     """The reference images of a run, each of one megapixel; once for all of its prompts."""
-    side = REFERENCE_SIDE // PIXELS_PER_LATENT
+    side = REFERENCE_SIDE // request.vae.pixels
     return request.references * vae_seconds("encode", request.vae, (side, side), tiles, rates)
 
 
 def vae_seconds(
-    direction: Direction, shape: VaeShape, latent: Size, tiles: Size | int, rates: Rates
+    direction: Direction, shape: VaeShape | StripVae, latent: Size, tiles: Size | int, rates: Rates
 ) -> float:
     """One image, from or to host memory.
 
@@ -437,14 +437,19 @@ def vae_seconds(
         latent: latent pixels, (height, width).
         tiles: as of `decode_seconds`; the middle runs whole.
     """
-    rows, columns = in_pixels(latent)
+    rows, columns = (shape.pixels * side for side in latent)
     moved = PIXEL_BYTES * shape.image_channels * rows * columns
     copied = moved / min(HOST_BYTES_PER_SECOND, rates.pcie)
+    if isinstance(shape, StripVae):
+        cost = getattr(shape, direction)
+        seconds = cost.flops / rates.convolution + cost.moved / rates.bandwidth
+        return copied + rows * columns * seconds
     return copied + _seconds(direction, shape, latent, tiles, rates)
 
 
 def _latent(request: RunRequest) -> Size:
-    return request.height // PIXELS_PER_LATENT, request.width // PIXELS_PER_LATENT
+    side = request.vae.pixels
+    return request.height // side, request.width // side
 
 
 def _seconds(

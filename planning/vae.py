@@ -17,6 +17,7 @@ from ..spec import (
     GIB,
     MIB,
     PIXELS_PER_LATENT,
+    StripVae,
     VaeLayer,
     VaeShape,
     after_middle,
@@ -133,8 +134,10 @@ def plan_encode(
     return _plan("encode", shape, (height, width), batch, itemsize, budget, tiles, image_on_card)
 
 
-def encode_peak_bytes(shape: VaeShape, height: int, width: int, itemsize: int) -> int:
+def encode_peak_bytes(shape: VaeShape | StripVae, height: int, width: int, itemsize: int) -> int:
     """Peak bytes of encoding one item whole; height and width are latent pixels."""
+    if isinstance(shape, StripVae):
+        return shape.encode.fixed + shape.encode.bytes * shape.pixels**2 * height * width
     latent = (height, width)
     return latent_bytes(shape, latent, itemsize) + whole_bytes("encode", shape, latent, itemsize)
 
@@ -238,6 +241,8 @@ def decode_plan(request: RunRequest, free: int | None, others: int = 0) -> VaePl
     Raises:
         UnavailableError: it does not fit `free` and `others` together.
     """
+    if isinstance(request.vae, StripVae):
+        return _in_strips(request, free, others)
     together = 1 if request.tiles == 1 else min(request.batch * request.frames, MOST_TOGETHER)
 
     def planner(budget: int | None) -> VaePlan:
@@ -254,14 +259,30 @@ def decode_plan(request: RunRequest, free: int | None, others: int = 0) -> VaePl
     if request.tiles != 1:
         return planner(None) if free is None else plan_in_room(planner, max(0, free), others)
     whole = planner(None)
-    most = None if free is None else max(0, free) + others
-    if most is not None and whole.peak_bytes > most:
-        raise UnavailableError(
-            f"to decode {request.width}x{request.height} whole takes "
-            f"{format_gib(whole.peak_bytes)} and the card has {format_gib(most)} with all other "
-            "models off it: set tiles to 0 (as few as fit), or choose a smaller size."
-        )
+    remedy = "set tiles to 0 (as few as fit), or choose a smaller size"
+    _check_room(request, "whole", whole.peak_bytes, free, others, remedy)
     return whole
+
+
+def _in_strips(request: RunRequest, free: int | None, others: int) -> VaePlan:
+    """ComfyUI's own, which takes a batch one by one where it does not fit together."""
+    cost, pixels = request.vae.decode, request.width * request.height
+    peak = cost.fixed + cost.bytes * pixels
+    _check_room(request, "in strips", peak, free, others, "choose a smaller size")
+    latent = request.height // request.vae.pixels, request.width // request.vae.pixels
+    reason = f"in exact strips of ComfyUI's own, {format_gib(peak)}"
+    return VaePlan("decode", latent, (1, 1), latent[0], 1, peak, reason)
+
+
+def _check_room(
+    request: RunRequest, how: str, peak: int, free: int | None, others: int, remedy: str
+) -> None:
+    most = None if free is None else max(0, free) + others
+    if most is not None and peak > most:
+        raise UnavailableError(
+            f"to decode {request.width}x{request.height} {how} takes {format_gib(peak)} and the "
+            f"card has {format_gib(most)} with all other models off it: {remedy}."
+        )
 
 
 def plan_in_room(planner: Planner, free: int, others: int) -> VaePlan:

@@ -89,7 +89,7 @@ def test_everything_is_described():
     known = ["this card", *known_cards()]
     inputs = {part.id: part for part in QwenL40SEstimateVRAM.GET_SCHEMA().inputs}
     assert inputs["card"].options == known and inputs["card"].default == "this card"
-    assert inputs["references"].max == 3
+    assert inputs["references"].max == 10
 
 
 def test_the_answer_stands_on_the_node():
@@ -399,7 +399,7 @@ def test_wires_replace_the_settings():
     words = ("precision 'bf16' contradicts the MODEL", "has 'int8'")
     refused(SettingError, *words, run=lambda: run(**parts, precision="bf16"))
     other = SimpleNamespace(model=SimpleNamespace(diffusion_model=torch.nn.Linear(2, 2)))
-    refused(SettingError, "only Qwen-Image 1.x", run=lambda: run(model=other))
+    refused(SettingError, "cover only Qwen-Image", run=lambda: run(model=other))
 
 
 def test_nothing_that_was_measured_since_is_cached():

@@ -41,7 +41,7 @@ from qwen_l40s.hosts.comfyui.save import save_quantized
 from qwen_l40s.loaders.quantized_file import plan_quantized, write_quantized
 from qwen_l40s.loaders.source import open_source
 from qwen_l40s.options import request_settings
-from qwen_l40s.spec import QUANTIZED
+from qwen_l40s.spec import QUANTIZED, StripVae
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 newer = pytest.mark.host_has("comfy.model_base.QwenImage21")
@@ -419,17 +419,36 @@ def test_guidance_is_not_rescaled():
 
 
 @newer
-def test_what_reads_a_model_refuses_21():
+def test_an_estimate_reads_the_parts_of_21():
     model, vae = model_21(), vae_21()
-    settings = request_settings()
-    refused("the MODEL is QwenImage21", run=lambda: request_from(settings, model=model))
-    refused("the VAE is a WanVAE and not Qwen", run=lambda: request_from(settings, vae=vae))
+    settings = request_settings(width=1024, height=1024)
+    latent = {"samples": torch.ones(1, 64, 8, 10)}
+    request = request_from(settings, model=model, vae=vae, latent=latent).request
+    assert (request.family, request.width, request.height) == ("qwen-image-2.1", 160, 128)
+    names = {name: tuple(it.shape) for name, it in model.model.diffusion_model.named_parameters()}
+    assert request.transformer.tensors() == names
+    assert request.vae == StripVae()
     kind = pkgutil.resolve_name("comfy.text_encoders.qwen_image21.QwenImage21TEModel")
-    clip = SimpleNamespace(cond_stage_model=kind.__new__(kind))
-    words = "the CLIP's text encoder is a QwenImage21TEModel and Qwen-Image's is Qwen2.5-VL"
+    encoder = kind.__new__(kind)
+    torch.nn.Module.__init__(encoder)
+    patcher = SimpleNamespace(load_device=torch.device("cpu"))
+    clip = SimpleNamespace(cond_stage_model=encoder, patcher=patcher)
+    request_from(settings, model=model, clip=clip)
+    words = "the CLIP is Qwen3-VL 8B and qwen-image reads Qwen2.5-VL 7B"
     refused(words, run=lambda: request_from(settings, clip=clip))
-    latent = {"samples": torch.ones(1, 64, 8, 8)}
-    refused("the LATENT is (1, 64, 8, 8)", run=lambda: request_from(settings, latent=latent))
+    words = "the VAE has 64 latent channels and qwen-image paints 16"
+    refused(words, run=lambda: request_from(settings, vae=vae))
+    words = "the VAE has 16 latent channels and qwen-image-2.1 paints 64"
+    own = load_vae(MICRO)[0]
+    refused(words, run=lambda: request_from(settings, model=model, vae=own))
+    other = {**settings, "family": "qwen-image-2512"}
+    words = "contradicts the connected MODEL, which is 'qwen-image-2.1'"
+    refused(words, run=lambda: request_from(other, model=model))
+    refused("takes 10 reference images, got 11", run=eleven)
+
+
+def eleven():
+    request_from(request_settings(family="qwen-image-2.1", width=1024, height=1024, references=11))
 
 
 # --- the parts of one wired to the other

@@ -206,7 +206,7 @@ def test_a_step_cache_is_told():
 
 def test_other_models_are_refused():
     other = SimpleNamespace(diffusion_model=torch.nn.Linear(2, 2))
-    words = ("MODEL is SimpleNamespace", "only Qwen-Image 1.x", "connect one of these, or none")
+    words = ("MODEL is SimpleNamespace", "cover only Qwen-Image", "connect one of these, or none")
     refused(*words, run=lambda: request(SimpleNamespace(model=other)))
 
 

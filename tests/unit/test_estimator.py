@@ -489,7 +489,8 @@ def test_every_listed_card_gets_a_sensible_answer(name, family):
     """With weights that move in each step where they do not stay, and never a refusal."""
     listed = card(name)
     member = FAMILIES[family]
-    request = RunRequest(family=family, references=min(1, member.most_references))
+    size = dict.fromkeys(("width", "height"), min(member.side, 1344))
+    request = RunRequest(family=family, references=min(1, member.most_references), **size)
     for precision in ("auto", "bf16", "int8", "fp8"):
         if not listed.multiplies(precision) and precision != "auto":
             with pytest.raises(UnavailableError, match=f"{precision} needs a card of sm_"):

@@ -83,6 +83,8 @@ def test_passes_and_items_make_up_every_prompt(family, batch, cfg, references, l
     member = FAMILIES[family]
     request = RunRequest(
         family=family,
+        width=member.side,
+        height=member.side,
         batch=batch,
         cfg=cfg,
         references=min(references, member.most_references),

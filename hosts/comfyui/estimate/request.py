@@ -9,7 +9,16 @@ from typing import Any
 from ....errors import SettingError
 from ....options import likely_family
 from ....planning.request import AUTO, EXACT, Parts, RunRequest
-from ....spec import FAMILIES, TEXT_TO_IMAGE, Family
+from ....spec import (
+    FAMILIES,
+    SINGLE_STREAM_FAMILY,
+    TEXT_TO_IMAGE,
+    Family,
+    SingleStreamShape,
+    StripVae,
+    VaeShape,
+    find_family,
+)
 from ....step_cache import ADAPTIVE, OFF, CacheSettings, computed_with
 from .sizes import (
     TrueClip,
@@ -69,10 +78,25 @@ def request_from(
     if named := [name for name, part in wired.items() if part is not None]:
         notes.insert(0, f"Sizes are read from what is connected: {', '.join(named)}.")
     chosen["family"] = _family(chosen, found, notes)
+    _check_parts(find_family(chosen["family"]), clip and clip_sizes(clip), sizes.get("vae"))
     request = RunRequest(**chosen, parts=Parts(**sizes))
     if found is not None and found.cache is not None:
         request = _with_cache(request, found.cache, notes)
     return WiredRequest(request, tuple(notes), 1 if found is None else found.cards)
+
+
+def _check_parts(family: Family, clip: TrueClip | None, vae: VaeShape | StripVae | None) -> None:
+    """Refuses a text encoder or a VAE of the other generation."""
+    wanted = family.text_encoder.name
+    if clip is not None and clip.name != wanted:
+        raise SettingError(
+            f"the CLIP is {clip.name} and {family.name} reads {wanted}: connect that, or none."
+        )
+    if vae is not None and vae.latent_channels != family.vae.latent_channels:
+        raise SettingError(
+            f"the VAE has {vae.latent_channels} latent channels and {family.name} paints "
+            f"{family.vae.latent_channels}: connect its own VAE, or none."
+        )
 
 
 def _take_model(chosen: dict[str, Any], found: TrueModel, notes: list[str]) -> dict[str, Any]:
@@ -175,6 +199,8 @@ def _other_family(family: Family, found: TrueModel) -> str:
 
     An Edit-2511 without its marker can be set by a node to modulate as at timestep zero.
     """
+    if (single := isinstance(found.shape, SingleStreamShape)) != family.cached_prefix:
+        return SINGLE_STREAM_FAMILY.name if single else "not one of 2.1"
     if found.shape.addition_t_cond != family.layers:
         return LAYERED if found.shape.addition_t_cond else "one without layers"
     if found.timestep_zero and not family.timestep_zero:
@@ -185,6 +211,8 @@ def _other_family(family: Family, found: TrueModel) -> str:
 def _likely_family(chosen: Mapping[str, Any], found: TrueModel | None, notes: list[str]) -> str:
     if found is None:
         return likely_family(chosen["references"], chosen["layers"])
+    if isinstance(found.shape, SingleStreamShape):
+        return SINGLE_STREAM_FAMILY.name
     if found.shape.addition_t_cond:
         return LAYERED
     if found.timestep_zero:

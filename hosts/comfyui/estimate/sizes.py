@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import comfy.ldm.wan.vae2_2
 import comfy.model_management
 import comfy.sd
 import torch
@@ -25,10 +26,14 @@ from ....planning.request import EIGHT_BIT, FAST, ON_PROCESSOR, Loras
 from ....spec import (
     OFF_CARD,
     ON_CARD,
-    PIXELS_PER_LATENT,
     QUANTIZED,
+    QWEN3_VL,
+    QWEN25_VL,
+    SingleStreamShape,
+    StripVae,
     TransformerShape,
     VaeShape,
+    pixels_of,
     whole_pixels,
 )
 from ....step_cache import CacheSettings
@@ -38,7 +43,6 @@ from ..load.text_encoder import PlacedClip
 from ..load.weights import FLOAT_NAMES
 from ..lora.bypass import bypass_models
 from ..sample.attention import SLOT, SlotAttention
-from ..sample.forward import QWEN_IMAGE_21
 from ..sample.off_card import named_weights, off_card_layers
 from ..sample.optimize import unsupported_model
 from ..sample.run import STEP_CACHE_KEY
@@ -89,18 +93,20 @@ class TrueClip:
         bytes: Of the whole text encoder as it is stored.
         precision: bf16, fp8 or int8, in which most of it is stored.
         place: Where it is to stay; None where nobody has asked.
+        name: Of the published model.
     """
 
     bytes: int
     precision: str
     place: str | None
+    name: str
 
 
 @dataclass(frozen=True)
 class TrueVae:
     """A VAE's shape, and its weights as they are stored, in bytes."""
 
-    shape: VaeShape
+    shape: VaeShape | StripVae
     bytes: int
 
 
@@ -118,12 +124,12 @@ def model_sizes(model: ModelPatcher) -> TrueModel:
     """Reads a MODEL.
 
     Raises:
-        SettingError: it is not Qwen-Image 1.x.
+        SettingError: it is not Qwen-Image.
     """
-    if unsupported_model(model) or type(model.model) is QWEN_IMAGE_21:
+    if unsupported_model(model):
         raise SettingError(
-            f"the MODEL is {type(model.model).__name__} and estimates cover only Qwen-Image 1.x "
-            "(Qwen-Image, 2512, Edit, Layered): connect one of these, or none."
+            f"the MODEL is {type(model.model).__name__} and estimates cover only Qwen-Image "
+            "(2512, Edit, Layered, 2.1): connect one of these, or none."
         )
     transformer = model.model.diffusion_model
     shape = transformer_shape(transformer)
@@ -137,14 +143,14 @@ def model_sizes(model: ModelPatcher) -> TrueModel:
         modulation_bytes=sum(
             comfy.model_management.module_size(modulation)
             for block in transformer.transformer_blocks
-            for modulation in (block.img_mod, block.txt_mod)
+            for modulation in map(block.get_submodule, shape.block.modulation.values())
         ),
         precision=stored if stored in QUANTIZED else "bf16",
         stored="" if stored in (*QUANTIZED, "bf16") else stored,
         computed=_name(model.model.get_dtype_inference()),
         modulation=OFF_CARD if off_card_layers(transformer) else place,
         loras=_loras(model, shape),
-        timestep_zero=transformer.default_ref_method == TIMESTEP_ZERO,
+        timestep_zero=getattr(transformer, "default_ref_method", "") == TIMESTEP_ZERO,
         cache=None if cache is None else cache.settings,
         attention=_attention(model),
         cards=1 + len(model.get_additional_models_with_key("multigpu")),
@@ -157,9 +163,21 @@ def _attention(model: ModelPatcher) -> str | None:
     return name if name in (FAST, *EIGHT_BIT) else None
 
 
-def transformer_shape(transformer: QwenImageTransformer2DModel) -> TransformerShape:
+def transformer_shape(transformer: torch.nn.Module) -> TransformerShape:
     """The sizes of a transformer's modules."""
     blocks = transformer.transformer_blocks
+    if not isinstance(transformer, QwenImageTransformer2DModel):
+        heads, dim = blocks[0].attn.heads, transformer.inner_dim
+        return SingleStreamShape(
+            blocks=len(blocks),
+            dim=dim,
+            heads=heads,
+            head_dim=dim // heads,
+            joint_dim=transformer.txt_in.in_layer.in_features,
+            in_channels=transformer.img_in.in_features,
+            packed_out_channels=transformer.proj_out.out_features,
+            fused_mlp=hasattr(blocks[0].img_mlp, "gate_up"),
+        )
     return TransformerShape(
         blocks=len(blocks),
         dim=transformer.inner_dim,
@@ -179,7 +197,8 @@ def clip_sizes(clip: comfy.sd.CLIP) -> TrueClip:
         SettingError: its text encoder is another one than Qwen-Image's.
     """
     encoder = getattr(clip, "cond_stage_model", None)
-    if not _is_qwen_image(encoder):
+    of_21 = type(encoder).__module__ == "comfy.text_encoders.qwen_image21"
+    if not of_21 and not _is_qwen_image(encoder):
         raise SettingError(
             f"the CLIP's text encoder is a {type(encoder).__name__} and Qwen-Image's is Qwen2.5-VL:"
             " connect Qwen-Image's CLIP, or none."
@@ -194,6 +213,7 @@ def clip_sizes(clip: comfy.sd.CLIP) -> TrueClip:
         bytes=comfy.model_management.module_size(encoder),
         precision=stored if stored in QUANTIZED else "bf16",
         place=None if place == "auto" else place,
+        name=(QWEN3_VL if of_21 else QWEN25_VL).name,
     )
 
 
@@ -204,6 +224,8 @@ def vae_sizes(vae: comfy.sd.VAE) -> TrueVae:
         SettingError: it is another one than Qwen-Image's.
     """
     model = getattr(vae, "first_stage_model", None)
+    if isinstance(model, comfy.ldm.wan.vae2_2.WanVAE) and model.z_dim == StripVae().latent_channels:
+        return TrueVae(StripVae(), comfy.model_management.module_size(model))
     try:
         shape = vae_shape(model)
     except SettingError as error:
@@ -221,17 +243,18 @@ def latent_sizes(latent: Mapping[str, Any]) -> TrueLatent:
         SettingError: it holds something that is no latent of Qwen-Image's.
     """
     samples = latent["samples"]
-    channels = VaeShape().latent_channels
+    channels = VaeShape().latent_channels, StripVae().latent_channels
     image = not samples.is_nested and samples.ndim in (4, 5)
     empty = image and not samples.count_nonzero()
-    if not image or (samples.shape[1] != channels and not empty):
+    if not image or (samples.shape[1] not in channels and not empty):
         what = "of several tensors" if samples.is_nested else f"{tuple(samples.shape)}"
         raise SettingError(
-            f"the LATENT is {what} and Qwen-Image's are (batch, {channels}, height / 8, width / 8):"
-            " connect one of Qwen-Image's, or none."
+            f"the LATENT is {what} and Qwen-Image's are (batch, {channels[0]}, height / 8, "
+            f"width / 8), 2.1's (batch, {channels[1]}, height / 16, width / 16): connect one of "
+            "Qwen-Image's, or none."
         )
     ratio = latent.get("downscale_ratio_spacial") if empty else None
-    ratio = ratio or PIXELS_PER_LATENT
+    ratio = ratio or pixels_of(samples.shape[1])
     height, width = (whole_pixels(round(side * ratio)) for side in samples.shape[-2:])
     frames = samples.shape[2] if samples.ndim == 5 else 1
     return TrueLatent(width, height, len(samples), frames)

@@ -12,9 +12,9 @@ from ....errors import QwenL40SError
 from ....options import request_settings
 from ....planning.phases import Phase, Range
 from ....planning.plan import attention_form
-from ....planning.request import EIGHT_BIT, EXACT, FAST, RunRequest
+from ....planning.request import EIGHT_BIT, EXACT, FAST, REFERENCE_WORDS, RunRequest
 from ....planning.times import PROCESSOR
-from ....spec import FAMILIES, PIXELS_PER_LATENT, REFERENCE_SIDE, CardFacts, whole_pixels
+from ....spec import FAMILIES, REFERENCE_SIDE, CardFacts, pixels_of, whole_pixels
 from ..estimate.cards import THIS_CARD, ChosenCard, card_of
 from ..estimate.estimate import estimate_on
 from ..estimate.request import WiredRequest, request_from
@@ -52,7 +52,7 @@ def mismatches(asked: Mapping[str, Any], path: Sequence[str], request: RunReques
             f"A step took {found[0]:.3g} forward passes with {found[1]:.3g} prompts; the "
             f"prediction assumes {known[0]} with {known[1]:.0f}."
         )
-    area = (REFERENCE_SIDE // PIXELS_PER_LATENT) ** 2
+    area = (REFERENCE_SIDE // pixels_of(asked["latent"][1])) ** 2
     sizes = [height * width / area for height, width in asked["references"]]
     if any(abs(size - 1) > LIKE_A_MEGAPIXEL for size in sizes):
         megapixels = ", ".join(f"{size:.2g}" for size in sizes)
@@ -151,12 +151,13 @@ def predict(
 
 def _settings(asked: Mapping[str, Any], tiles: int) -> dict[str, Any]:
     """Arguments of `RunRequest`; the parts that ran give the rest."""
-    batch, _, *frames, height, width = asked["latent"]
+    batch, channels, *frames, height, width = asked["latent"]
+    side = pixels_of(channels)
     references = len(asked["references"])
     computed = max(1, asked["evaluations"])
     settings = request_settings(
-        width=whole_pixels(PIXELS_PER_LATENT * width),
-        height=whole_pixels(PIXELS_PER_LATENT * height),
+        width=whole_pixels(side * width),
+        height=whole_pixels(side * height),
         batch=batch,
         steps=max(asked["steps"] or 0, computed),
         computed=computed,
@@ -181,9 +182,9 @@ def _attention(path: Sequence[str], card: CardFacts) -> str:
 
 def _with_tokens(request: RunRequest, tokens: int) -> RunRequest:
     """Sets the prompt's own tokens: the family counts those of references."""
-    return replace(
-        request, text_tokens=max(1, tokens - request.references * request.member.vision_tokens)
-    )
+    member = request.member
+    each = REFERENCE_WORDS if member.cached_prefix else member.vision_tokens
+    return replace(request, text_tokens=max(1, tokens - request.references * each))
 
 
 def _cfg(asked: Mapping[str, Any]) -> str:
