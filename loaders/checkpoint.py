@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from ..errors import CheckpointError
 from ..untrusted import parse_object
-from .detect import Slice, file_name_hint, identify, of_folder, split_parts
+from .detect import Slice, file_name_hint, identify, split_parts
 from .header import NUMBERED, Header, Shards, open_regular, read_object, read_shards
 from .parts import Identity, Tensors
 from .quantization import (
@@ -266,8 +266,6 @@ def _config_of(folder: Path) -> dict[str, Any]:
 def _part(name: str, part: Slice, shards: Shards, config: Mapping[str, Any]) -> CheckpointPart:
     tensors = part.tensors
     identity = _family_from_config(identify(tensors), config)
-    if shards.index is not None or os.path.isdir(shards.path):
-        identity = of_folder(identity)
     quantization = find_quantization(
         tensors,
         _metadata_layers(shards, part.prefix),

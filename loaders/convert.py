@@ -67,6 +67,42 @@ def _coder_name(rest: str) -> str | None:
     return None
 
 
+# The names of `AutoencoderKLQwenImage21` in ComfyUI's class, the layers of Wan 2.2 for one frame.
+_VAE_21 = (
+    (re.compile(r"mid_block\.((?:resnets|attentions)\.\d)\.(.+)"), None),
+    (re.compile(r"down_blocks\.(\d)\.resnets\.(\d)\.(.+)"), "downsamples.{}.downsamples.{}.{}"),
+    (re.compile(r"down_blocks\.(\d)\.downsampler\.(.+)"), "downsamples.{}.downsamples.2.{}"),
+    (re.compile(r"up_blocks\.(\d)\.resnets\.(\d)\.(.+)"), "upsamples.{}.upsamples.{}.{}"),
+    (re.compile(r"up_blocks\.(\d)\.upsampler\.(.+)"), "upsamples.{}.upsamples.3.{}"),
+)
+
+
+def vae_21_name_to_native(name: str) -> str:
+    """The same of Qwen-Image-2.1's VAE.
+
+    Raises:
+        CheckpointError: the name is not one of it in diffusers form.
+    """
+    for prefix, native in (("quant_conv.", "conv1."), ("post_quant_conv.", "conv2.")):
+        if name.startswith(prefix):
+            return native + name.removeprefix(prefix)
+    half, _, rest = name.partition(".")
+    stem, _, end = rest.partition(".")
+    if stem in _ENDS:
+        return f"{half}.{_ENDS[stem]}.{end}"
+    for pattern, form in _VAE_21:
+        if match := pattern.fullmatch(rest):
+            *where, inner = match.groups()
+            inner = _resnet_or_same(inner)
+            if form is None:
+                return f"{half}.{_MIDDLE[where[0]]}.{inner}"
+            return f"{half}.{form.format(*where, inner)}"
+    raise CheckpointError(
+        f"The tensor {name!r} is not one of Qwen-Image-2.1's VAE in diffusers form: give the vae/ "
+        "folder of its diffusers folder."
+    )
+
+
 def _resnet_or_same(inner: str) -> str:
     stem, _, end = inner.partition(".")
     return f"{_RESNET[stem]}.{end}" if stem in _RESNET else inner

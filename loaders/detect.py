@@ -15,10 +15,8 @@ from dataclasses import dataclass, replace
 from ..spec import FAMILY_21
 from .header import TensorInfo
 from .parts import (
-    FILES_21,
     LICENCE_21_OF_OTHERS,
     MLP_21,
-    SINCE_21,
     Identity,
     Tensors,
     count_blocks,
@@ -334,14 +332,6 @@ def identify(tensors: Tensors) -> Identity:
         if (identity := detector(tensors)) is not None:
             return identity
     return other_model(tensors)
-
-
-def of_folder(identity: Identity) -> Identity:
-    """The same of a folder or of shards, which no node of ComfyUI reads as Qwen-Image-2.1."""
-    if identity.role not in ("transformer", "text_encoder", "vae"):
-        return identity
-    sentences = tuple(it.replace(SINCE_21, FILES_21) for it in identity.cannot_run)
-    return replace(identity, cannot_run=sentences)
 
 
 def split_parts(tensors: Tensors) -> list[Slice]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..spec import FAMILY_21, GATE_UP, GATED, SHAPE_21
+from ..spec import FAMILY_21, GATE_UP, GATED, PUBLISHED_VAE, SHAPE_21
 from .header import TensorInfo
 
 Tensors = Mapping[str, TensorInfo]
@@ -204,7 +204,6 @@ LICENCE_21 = (
 # A header does not tell the licence of what others train for it.
 LICENCE_21_OF_OTHERS = f"of {FAMILY_21}: research, not commercial use"
 SINCE_21 = "(ComfyUI 0.37 or newer)"
-FILES_21 = f"{SINCE_21} with a file of huggingface.co/Comfy-Org/{FAMILY_21}"
 LATENT_CHANNELS_21 = 64
 QWEN3_VL = "Qwen3-VL"
 SIZES_OF_QWEN3_VL = {2048: "2B", 2560: "4B", 4096: "8B", 5120: "32B"}  # by their width
@@ -305,24 +304,18 @@ def qwen_image_21_vae(tensors: Tensors) -> Identity | None:
     channels = size(tensors, f"decoder.{first}.weight", 1)
     if channels != LATENT_CHANNELS_21:
         return None
+    dim = size(tensors, f"encoder.{first}.weight")
     return Identity(
         family=f"{FAMILY_21} VAE",
         role="vae",
         variant=style,
         dims=known(
-            dim=size(tensors, f"encoder.{first}.weight"),
+            dim=dim,
             latent_channels=channels,
             image_channels=size(tensors, f"decoder.{last}.weight"),
         ),
         folder="vae",
-        licence=LICENCE_21,
-        cannot_run=(
-            left_to_comfyui(
-                f"the VAE of {FAMILY_21} (64 latent channels)",
-                "Load VAE",
-                instead="choose Qwen-Image's own (16), or ",
-            ),
-        ),
+        licence=LICENCE_21 if dim == PUBLISHED_VAE.dim else None,
     )
 
 

@@ -494,15 +494,10 @@ def test_vaes_and_latents():
     assert decode(of_21, latent_21)[0].shape == (1, 64, 64, 4)
     latents, report = encode(of_21, torch.rand(1, 64, 64, 3))
     assert latents.shape == (1, 64, 4, 4)
-    assert report == "encode: ComfyUI's own, because the VAE is a WanVAE and not Qwen-Image's"
+    assert "ComfyUI's own, because it cuts the images of Qwen-Image-2.1 into exact strips" in report
     words = "connect the VAE of the model that painted them"
     for vae, wrong in ((of_21, latent), (of_21, latent[:, :, 0]), (own, latent_21)):
         refused(f"the latents are {tuple(wrong.shape)}", words, run=partial(decode, vae, wrong))
-
-
-def left_to(node, words, run):
-    sentence = f"use {node} (ComfyUI 0.37 or newer) (/"
-    comfyui_boot.refused(CheckpointError, *words, sentence, run=run)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -514,10 +509,31 @@ def test_a_file_of_the_model_in_another_place(fused):
         )
 
 
-@newer
-def test_comfyui_loads_what_is_left_to_it():
+def vae_file_21():
     path = FOLDER / "qwen_image_2.1_vae.safetensors"
     save_file(vae_weights_21(), path)
-    left_to("ComfyUI's Load VAE", ["the VAE of Qwen-Image-2.1"], partial(load_vae, path))
-    vae = comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(path)))
-    assert vae.decode(random(1, 64, 4, 4)).shape == (1, 64, 64, 4)
+    return path
+
+
+@newer
+def test_a_file_of_the_vae():
+    path = vae_file_21()
+    vae, report = load_vae(path, "fp32")
+    host = comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(path)), dtype=torch.float32)
+    latents, pixels = random(1, 64, 4, 6), torch.rand(1, 64, 96, 4)
+    assert torch.equal(vae.decode(latents), host.decode(latents))
+    assert torch.equal(vae.encode(pixels), host.encode(pixels))
+    assert (report.family, report.precision) == ("Qwen-Image-2.1 VAE", "fp32")
+    weights = vae_weights_21()
+    del weights["decoder.middle.0.residual.2.weight"]
+    save_file(weights, FOLDER / "lacking.safetensors")
+    words = "lacks", "'decoder.middle.0.residual.2.weight'"
+    run = partial(load_vae, FOLDER / "lacking.safetensors")
+    comfyui_boot.refused(CheckpointError, *words, run=run)
+
+
+@newer
+def test_a_host_without_it_says_which_has_it(monkeypatch):
+    monkeypatch.delattr("comfy.supported_models.QwenImage21", raising=False)
+    words = "Qwen-Image-2.1 needs ComfyUI 0.37 or newer"
+    comfyui_boot.refused(UnavailableError, words, run=partial(load_vae, vae_file_21()))

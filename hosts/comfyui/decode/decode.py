@@ -89,6 +89,8 @@ def _other_vae(vae: comfy.sd.VAE) -> str | None:
         if getattr(getattr(vae, name), "__func__", None) is not getattr(comfy.sd.VAE, name):
             return f"the VAE, a {type(vae).__name__}, has its own way to {name}"
     model = vae.first_stage_model
+    if vae.latent_channels == LATENT_CHANNELS_21:
+        return "it cuts the images of Qwen-Image-2.1 into exact strips"
     if type(model) is not comfy.ldm.wan.vae.WanVAE:
         return f"the VAE is a {type(model).__name__} and not Qwen-Image's"
     try:

@@ -5,16 +5,25 @@ from __future__ import annotations
 import os
 
 import comfy.ldm.wan.vae
+import comfy.ldm.wan.vae2_2
 import comfy.model_patcher
 import comfy.sd
 import torch
 
 from ....errors import CheckpointError, SettingError
-from ....loaders.convert import check_finite, check_names, shapes_of, vae_name_to_native
+from ....loaders.convert import (
+    check_finite,
+    check_names,
+    shapes_of,
+    vae_21_name_to_native,
+    vae_name_to_native,
+)
 from ....loaders.header import PLAIN_DTYPES
-from ....loaders.parts import LATENT_CHANNELS
+from ....loaders.parts import LATENT_CHANNELS, LATENT_CHANNELS_21
 from ....loaders.source import Source, open_source
+from ....spec import FAMILY_21
 from ..messages import LoadReport
+from .host_class import require_21
 from .weights import FLOAT_NAMES, map_tensors
 
 VAE_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -24,7 +33,7 @@ NATIVE = "decoder.middle.0.residual.0.gamma"
 def load_vae(
     path: str | os.PathLike[str] | Source, precision: str = "auto"
 ) -> tuple[comfy.sd.VAE, LoadReport]:
-    """Loads the VAE behind `path`: Qwen-Image's with 3 channels, or Layered's with 4.
+    """Loads the VAE behind `path`: Qwen-Image's with 3 channels, Layered's with 4, or 2.1's.
 
     Args:
         path: a safetensors file, a vae/ folder, a diffusers folder, or one of them as
@@ -34,16 +43,20 @@ def load_vae(
     Raises:
         CheckpointError: the file is not a Qwen-Image VAE, or is damaged.
         SettingError: the precision is unknown.
+        UnavailableError: this ComfyUI is older than the model.
     """
     if precision not in VAE_DTYPES:
         raise SettingError(
             f"VAE precision {precision!r} is unknown: choose {', '.join(VAE_DTYPES)}."
         )
     source = open_source(path, "vae")
+    if _is_21(source):
+        require_21(source.path)
     names = _native_names(source)
-    _check(source, names)
+    shapes = _check(source, names)
     mapped = map_tensors(source)
-    tensors = {native: mapped[name] for name, native in names.items()}
+    # diffusers convolves one frame of 2.1 in 2 dimensions.
+    tensors = {native: mapped[name].view(shapes[native]) for name, native in names.items()}
     for name, tensor in tensors.items():
         check_finite(source.path, name, tensor)
     vae = comfy.sd.VAE(sd=tensors, dtype=VAE_DTYPES[precision])
@@ -78,11 +91,16 @@ def _native_names(source: Source) -> dict[str, str]:
     names = list(source.tensors)
     if NATIVE in names:
         return {name: name for name in names}
-    return {name: vae_name_to_native(name) for name in names}
+    to_native = vae_21_name_to_native if _is_21(source) else vae_name_to_native
+    return {name: to_native(name) for name in names}
 
 
-def _check(source: Source, names: dict[str, str]) -> None:
-    """Compares names, shapes and dtypes in the header with ComfyUI's class."""
+def _is_21(source: Source) -> bool:
+    return source.part.dims.get("latent_channels") == LATENT_CHANNELS_21
+
+
+def _check(source: Source, names: dict[str, str]) -> dict[str, tuple[int, ...]]:
+    """Compares names, shapes and dtypes in the header with ComfyUI's class; gives its shapes."""
     tensors = source.tensors
     infos = {native: tensors[name] for name, native in names.items()}
     for name, info in infos.items():
@@ -101,6 +119,17 @@ def _check(source: Source, names: dict[str, str]) -> None:
             "width: download it again.",
             source.path,
         )
+    if _is_21(source):
+        decoder = found.get("decoder.head.0.gamma", (dim,))[0]
+        with torch.device("meta"):
+            shapes = shapes_of(_class_21(int(dim), int(decoder), found))
+        found |= {
+            name: (*size[:2], 1, *size[2:])
+            for name, size in found.items()
+            if len(size) == 4 and len(shapes.get(name, ())) == 5
+        }
+        check_names(source.path, found, shapes, f"the {FAMILY_21} VAE")
+        return shapes
     with torch.device("meta"):
         expected = comfy.ldm.wan.vae.WanVAE(
             dim=int(dim),
@@ -113,6 +142,23 @@ def _check(source: Source, names: dict[str, str]) -> None:
             conv_out_channels=_channels(found, "decoder.head.2.weight", 0),
         )
     check_names(source.path, found, shapes_of(expected), "the Qwen-Image VAE")
+    return found
+
+
+def _class_21(dim: int, decoder: int, found: dict[str, tuple[int, ...]]) -> torch.nn.Module:
+    """As ComfyUI builds it."""
+    return comfy.ldm.wan.vae2_2.WanVAE(
+        dim=dim,
+        dec_dim=decoder,
+        z_dim=LATENT_CHANNELS_21,
+        dim_mult=[1, 2, 4, 8, 8],
+        num_res_blocks=2,
+        attn_scales=[],
+        temperal_downsample=[False, True, True, True],
+        image_channels=found.get("decoder.head.2.weight", (4,))[0],
+        patch_size=1,
+        temporal_kernel=1,
+    )
 
 
 def _channels(found: dict[str, tuple[int, ...]], name: str, axis: int) -> int:
@@ -124,6 +170,8 @@ def _notes(source: Source, names: dict[str, str]) -> tuple[str, ...]:
     notes = []
     if any(name != native for name, native in names.items()):
         notes.append("diffusers names converted to ComfyUI's")
-    if source.part.dims.get("image_channels") == 4:
+    if _is_21(source):
+        notes.append(f"{source.part.licence}")
+    elif source.part.dims.get("image_channels") == 4:
         notes.append("4 channels: it decodes to RGBA, for Qwen-Image-Layered")
     return tuple(notes)
