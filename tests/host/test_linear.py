@@ -83,12 +83,18 @@ def _in_order(arguments):
     return [arguments.get(name) for name in names]
 
 
+def low_rank(up, down):
+    layer = comfy.ops.manual_cast.Linear(K, len(down), bias=False)
+    layer.weight = torch.nn.Parameter(down, requires_grad=False)
+    return LowRank(up, layer)
+
+
 @newer
 def test_a_bypass_reads_what_the_layer_reads_and_stands_inside_of_the_gate():
     up, down = random(N, 4, scale=0.1), random(4, K)
     for format in FORMATS:
         ours, core = layers(format)
-        forward = BypassForward(ours.forward, LowRank(up, down, 0.5))
+        forward = BypassForward(ours.forward, low_rank(up * 0.5, down))
         merged = comfy.ops.manual_cast.Linear(K, N, dtype=torch.float32)
         weight = core.weight.float() + 0.5 * up.float() @ down.float()
         merged.load_state_dict({"weight": weight, "bias": core.bias.float()})
@@ -102,7 +108,7 @@ def test_a_host_whose_layers_do_not_know_them_is_told_so(monkeypatch):
     monkeypatch.delattr(comfy.ops, "_eager_input_act", raising=False)
     for format in FORMATS:
         ours, _ = layers(format)
-        bypass = BypassForward(ours.forward, LowRank(random(N, 4), random(4, K), 1.0))
+        bypass = BypassForward(ours.forward, low_rank(random(N, 4), random(4, K)))
         for call in (ours, bypass):
             words = ("input_act", "residual", "update ComfyUI")
             arguments = {"input_act": "gelu_tanh", "residual": random(2, 3, N)}
@@ -119,5 +125,5 @@ def test_an_argument_that_nobody_knows_reaches_the_hosts_own_code(monkeypatch):
 
     monkeypatch.setattr(type(ours).__mro__[1], "forward", forward)
     assert ours(random(2, 3, K), gate=3) == "the host's" and seen == {"gate": 3}
-    bypass = BypassForward(ours.forward, LowRank(random(N, 4), random(4, K), 1.0))
+    bypass = BypassForward(ours.forward, low_rank(random(N, 4), random(4, K)))
     refused(UnavailableError, "gate", "merge", run=lambda: bypass(random(2, 3, K), gate=3))

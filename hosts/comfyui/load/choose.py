@@ -101,7 +101,7 @@ def _rank_of_header(path: Path, role: str, *state: int) -> tuple[bool, ...] | No
     if len(found) != 1 or found[0].dims.get("hidden") not in widths:
         return None
     width, channels = (found[0].dims.get(name) for name in ("hidden", "image_channels"))
-    later = found[0].family in LATER or width == SHAPE_21.joint_dim or channels == 4
+    later = found[0].family.startswith(LATER) or width == SHAPE_21.joint_dim or channels == 4
     return False, NAMED not in path.name.lower(), later
 
 
