@@ -7,7 +7,7 @@ without them the same arithmetic takes less than half the memory.
 from __future__ import annotations
 
 import torch
-from diffusers import AutoencoderKLQwenImage, AutoencoderKLQwenImage21
+from diffusers import AutoencoderKLQwenImage
 from PIL import Image
 
 from ...errors import SettingError
@@ -104,7 +104,7 @@ def decode(
         torch.tensor(values, device=latents.device, dtype=latents.dtype).view(1, -1, 1, 1, 1)
         for values in (vae.config.latents_mean, vae.config.latents_std)
     )
-    is_21 = isinstance(vae, AutoencoderKLQwenImage21)
+    is_21 = not isinstance(vae, AutoencoderKLQwenImage)
     latents = (latents * std if is_21 else latents / (1.0 / std)) + mean
     images = []
     for latent in latents.split(1):

@@ -17,26 +17,18 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import (
     AutoencoderKLQwenImage,
-    AutoencoderKLQwenImage21,
     ConfigMixin,
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     ModelMixin,
-    QwenImage21Pipeline,
-    QwenImage21Transformer2DModel,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
 from safetensors import safe_open
-from transformers import (
-    PreTrainedModel,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2Tokenizer,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLProcessor,
-)
+from transformers import PreTrainedModel, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers.processing_utils import ProcessorMixin
 
-from ...errors import CheckpointError, SettingError
+from ...errors import CheckpointError, SettingError, UnavailableError
 from ...loaders.convert import check_finite
 from ...loaders.header import PLAIN_DTYPES, Shards, read_object, read_shards
 from ...machine.device import available_bytes, choose_device
@@ -68,13 +60,13 @@ class Family:
     models: Mapping[str, type[ModelMixin]]
     text_encoder: type[PreTrainedModel]
     words: str
-    load_words: Callable[[Path], Qwen2Tokenizer | Qwen3VLProcessor]
+    load_words: Callable[[Path], Qwen2Tokenizer | ProcessorMixin]
     arguments: Mapping[str, Any]
     size_step: int
 
 
-FAMILIES = {
-    "QwenImagePipeline": Family(
+def _qwen_image() -> Family:
+    return Family(
         pipeline=QwenImagePipeline,
         models={"transformer": QwenImageTransformer2DModel, "vae": AutoencoderKLQwenImage},
         text_encoder=Qwen2_5_VLForConditionalGeneration,
@@ -82,8 +74,18 @@ FAMILIES = {
         load_words=load_tokenizer,
         arguments={"max_sequence_length": MAX_PROMPT_TOKENS},
         size_step=SIZE_STEP,
-    ),
-    "QwenImage21Pipeline": Family(
+    )
+
+
+def _qwen_image_21() -> Family:
+    from diffusers import (
+        AutoencoderKLQwenImage21,
+        QwenImage21Pipeline,
+        QwenImage21Transformer2DModel,
+    )
+    from transformers import Qwen3VLForConditionalGeneration
+
+    return Family(
         pipeline=QwenImage21Pipeline,
         models={"transformer": QwenImage21Transformer2DModel, "vae": AutoencoderKLQwenImage21},
         text_encoder=Qwen3VLForConditionalGeneration,
@@ -91,8 +93,10 @@ FAMILIES = {
         load_words=load_processor,
         arguments={},
         size_step=32,  # 16 from the VAE, in pairs
-    ),
-}
+    )
+
+
+FAMILIES = {"QwenImagePipeline": _qwen_image, "QwenImage21Pipeline": _qwen_image_21}
 # What decoding takes for a pixel in bf16, more than the other parts take for activations;
 # measured on an H200 from 1024x1024 to 3072x3072 as allocated memory.
 DECODE_BYTES_PER_PIXEL = 1259
@@ -192,7 +196,7 @@ class LoadedPipeline:
     transformer: ModelMixin
     vae: ModelMixin
     text_encoder: PreTrainedModel
-    words: Qwen2Tokenizer | Qwen3VLProcessor
+    words: Qwen2Tokenizer | ProcessorMixin
     scheduler: FlowMatchEulerDiscreteScheduler
     device: str
     precision: PrecisionChoice
@@ -351,7 +355,14 @@ def _family(folder: Path) -> Family:
         )
     name = str(read_object(path, "the list of a diffusers folder's parts").get("_class_name"))
     if name in FAMILIES:
-        return FAMILIES[name]
+        try:
+            return FAMILIES[name]()
+        except ImportError as error:
+            raise UnavailableError(
+                f"This is a {name}, which needs diffusers 0.42 and transformers 4.57 or newer: "
+                'run pip install --upgrade "diffusers>=0.42" "transformers>=4.57".',
+                folder,
+            ) from error
     known = " or ".join(FAMILIES)
     if name.startswith(("QwenImageEdit", "QwenImageLayered")):
         raise CheckpointError(

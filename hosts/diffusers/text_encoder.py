@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, Qwen2Tokenizer, Qwen3VLProcessor
+from transformers import PreTrainedModel, Qwen2Tokenizer
 from transformers.processing_utils import ProcessorMixin
 
 from ...errors import CheckpointError
@@ -86,23 +86,30 @@ def load_tokenizer(folder: Path) -> Qwen2Tokenizer:
     return tokenizer
 
 
-class ImageProcessor(Qwen3VLProcessor):
-    """Qwen3-VL's processor of text and images, without that of videos, which needs torchvision."""
-
-    def __init__(self, image_processor=None, tokenizer=None, chat_template=None) -> None:
-        for name in ("image", "video", "vision_start", "vision_end"):
-            token = f"<|{name}_pad|>" if name in ("image", "video") else f"<|{name}|>"
-            setattr(self, f"{name}_token", token)
-            setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
-        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+SPECIAL_TOKENS = {
+    "image": "<|image_pad|>",
+    "video": "<|video_pad|>",
+    "vision_start": "<|vision_start|>",
+    "vision_end": "<|vision_end|>",
+}
 
 
-def load_processor(folder: Path) -> ImageProcessor:
-    """Loads what Qwen-Image-2.1 reads prompts and references with.
+def load_processor(folder: Path) -> ProcessorMixin:
+    """Loads what Qwen-Image-2.1 reads prompts and references with: Qwen3-VL's processor without
+    that of videos, which needs torchvision.
 
     Raises:
         CheckpointError: the tokenizer or another file is missing.
     """
+    from transformers import Qwen3VLProcessor  # since 4.57
+
+    class ImageProcessor(Qwen3VLProcessor):
+        def __init__(self, image_processor=None, tokenizer=None, chat_template=None) -> None:
+            for name, token in SPECIAL_TOKENS.items():
+                setattr(self, f"{name}_token", token)
+                setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
+            ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
     _check_tokenizer(folder)
     try:
         return ImageProcessor.from_pretrained(folder, local_files_only=True)

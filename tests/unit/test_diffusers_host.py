@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.hosts.diffusers.decode import decode
 from qwen_l40s.hosts.diffusers.load import (
+    FAMILIES,
     PRECISION_DTYPES,
     LoadedPipeline,
     OffloadChoice,
@@ -201,6 +202,16 @@ def edit_weights(path: Path, change) -> None:
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_a_pipeline_that_diffusers_does_not_have_yet(own_folder, monkeypatch):
+    def missing():
+        raise ImportError("cannot import name 'QwenImage21Pipeline'")
+
+    monkeypatch.setitem(FAMILIES, "QwenImage21Pipeline", missing)
+    (own_folder / "model_index.json").write_text('{"_class_name": "QwenImage21Pipeline"}')
+    with pytest.raises(UnavailableError, match=r"needs diffusers 0\.42 and transformers 4\.57"):
+        load_pipeline(own_folder)
 
 
 def test_other_pipelines_are_refused(own_folder):
