@@ -1,5 +1,6 @@
-"""The weights of a small Qwen-Image-2.1."""
+"""A small Qwen-Image-2.1."""
 
+import comfy.sd
 import torch
 
 DIM, TEXT = 256, 96  # its text is of another width than that of the small 1.x
@@ -9,7 +10,7 @@ def random(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.5 / shape[-1] ** 0.5
 
 
-def weights_21(blocks=2, fused=True):
+def weights_21(blocks=2, fused=True, ratio=3):
     found = {
         "img_in.weight": random(DIM, 64),
         "txt_in.text_norm.weight": torch.zeros(TEXT),
@@ -28,8 +29,14 @@ def weights_21(blocks=2, fused=True):
         for name in ("norm_q", "norm_k"):
             found[f"{prefix}.attn.{name}.weight"] = torch.ones(128)
         gates = ("gate_up",) if fused else ("gate_layer", "proj")
-        whole = random(6 * DIM, DIM)
+        whole = random(2 * ratio * DIM, DIM)
         for name, weight in zip(gates, whole.chunk(len(gates)), strict=True):
             found[f"{prefix}.img_mlp.{name}.weight"] = weight.clone()
-        found[f"{prefix}.img_mlp.out.weight"] = random(DIM, 3 * DIM)
+        found[f"{prefix}.img_mlp.out.weight"] = random(DIM, ratio * DIM)
     return found
+
+
+def model_21(fused=True, ratio=3):
+    """As ComfyUI loads them, in fp32."""
+    weights, options = weights_21(fused=fused, ratio=ratio), {"dtype": torch.float32}
+    return comfy.sd.load_diffusion_model_state_dict(weights, model_options=options)

@@ -22,7 +22,7 @@ import pytest
 import torch
 from comfy.quant_ops import QuantizedTensor
 from comfyui_boot import ROOT, folder
-from narrow_21 import DIM, TEXT, random, weights_21
+from narrow_21 import DIM, TEXT, model_21, random, weights_21
 from safetensors.torch import save_file
 
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
@@ -49,11 +49,6 @@ FOLDER = folder("qwen_image_21")
 MICRO = ROOT / "models" / "micro"
 PATH = narrow.write(FOLDER / "qwen_image.safetensors", narrow.weights())
 refused = partial(comfyui_boot.refused, SettingError)
-
-
-def model_21(fused=True):
-    options = {"dtype": torch.float32}
-    return comfy.sd.load_diffusion_model_state_dict(weights_21(fused=fused), model_options=options)
 
 
 def vae_weights_21():
@@ -425,8 +420,10 @@ def test_an_estimate_reads_the_parts_of_21():
     latent = {"samples": torch.ones(1, 64, 8, 10)}
     request = request_from(settings, model=model, vae=vae, latent=latent).request
     assert (request.family, request.width, request.height) == ("qwen-image-2.1", 160, 128)
-    names = {name: tuple(it.shape) for name, it in model.model.diffusion_model.named_parameters()}
-    assert request.transformer.tensors() == names
+    for other in (model, model_21(fused=False), model_21(ratio=1)):
+        found = other.model.diffusion_model.named_parameters()
+        shape = request_from(settings, model=other).request.transformer
+        assert shape.tensors() == {name: tuple(it.shape) for name, it in found}
     assert request.vae == StripVae()
     kind = pkgutil.resolve_name("comfy.text_encoders.qwen_image21.QwenImage21TEModel")
     encoder = kind.__new__(kind)

@@ -5,7 +5,7 @@ import comfy.sample
 import comfy.sd
 import pytest
 import torch
-from narrow_21 import TEXT, random, weights_21
+from narrow_21 import TEXT, model_21, random
 
 from qwen_l40s.hosts.comfyui.sample import forward
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
@@ -15,11 +15,6 @@ pytestmark = [
     pytest.mark.host_has("comfy.model_base.QwenImage21"),
 ]
 EMPTY = torch.zeros(1, 64, 8, 8)
-
-
-def model_21(fused=True):
-    options = {"dtype": torch.float32}
-    return comfy.sd.load_diffusion_model_state_dict(weights_21(fused=fused), model_options=options)
 
 
 def sample(model, steps=3, cfg=1.0, batch=1, references=(), **more):

@@ -19,7 +19,7 @@ from ....planning.vae import MOST_TOGETHER, VaePlan, plan_decode, plan_encode
 from ....spec import PIXELS_PER_LATENT, VaeShape
 from ..record.record import Recording
 from .batch import WHOLE, VaeBatch
-from .stages import decoder_stages, encoder_stages, vae_shape
+from .stages import cuts_strips, decoder_stages, encoder_stages, vae_shape
 
 
 def decode(vae: comfy.sd.VAE, samples: torch.Tensor, tiles: int = 0) -> tuple[torch.Tensor, str]:
@@ -89,7 +89,7 @@ def _other_vae(vae: comfy.sd.VAE) -> str | None:
         if getattr(getattr(vae, name), "__func__", None) is not getattr(comfy.sd.VAE, name):
             return f"the VAE, a {type(vae).__name__}, has its own way to {name}"
     model = vae.first_stage_model
-    if vae.latent_channels == LATENT_CHANNELS_21:
+    if cuts_strips(model):
         return "it cuts the images of Qwen-Image-2.1 into exact strips"
     if type(model) is not comfy.ldm.wan.vae.WanVAE:
         return f"the VAE is a {type(model).__name__} and not Qwen-Image's"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from comfy.ldm.wan import vae2_2
 from comfy.ldm.wan.vae import WanVAE
 
 from ....errors import SettingError
 from ....optimizations.vae import DecoderStages, EncoderStages, Middle
-from ....spec import VaeShape
+from ....spec import StripVae, VaeShape
 
 
 def vae_shape(model: WanVAE) -> VaeShape:
@@ -28,6 +29,12 @@ def vae_shape(model: WanVAE) -> VaeShape:
         latent_channels=model.z_dim,
         image_channels=model.decoder.head[-1].out_channels,
     )
+
+
+def cuts_strips(model: torch.nn.Module | None) -> bool:
+    """Whether a VAE's `first_stage_model` is Qwen-Image-2.1's, which runs in exact strips."""
+    # Of other models that have as many latent channels the class differs.
+    return isinstance(model, vae2_2.WanVAE) and model.z_dim == StripVae().latent_channels
 
 
 def decoder_stages(model: WanVAE) -> DecoderStages:

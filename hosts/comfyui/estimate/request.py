@@ -68,8 +68,9 @@ def request_from(
     found = None if model is None else model_sizes(model)
     if found is not None:
         sizes |= _take_model(chosen, found, notes)
-    if clip is not None:
-        sizes |= _take_clip(chosen, clip_sizes(clip))
+    encoder = None if clip is None else clip_sizes(clip)
+    if encoder is not None:
+        sizes |= _take_clip(chosen, encoder)
     if vae is not None:
         sizes |= _take_vae(vae_sizes(vae))
     if latent is not None:
@@ -78,7 +79,7 @@ def request_from(
     if named := [name for name, part in wired.items() if part is not None]:
         notes.insert(0, f"Sizes are read from what is connected: {', '.join(named)}.")
     chosen["family"] = _family(chosen, found, notes)
-    _check_parts(find_family(chosen["family"]), clip and clip_sizes(clip), sizes.get("vae"))
+    _check_parts(find_family(chosen["family"]), encoder, sizes.get("vae"))
     request = RunRequest(**chosen, parts=Parts(**sizes))
     if found is not None and found.cache is not None:
         request = _with_cache(request, found.cache, notes)

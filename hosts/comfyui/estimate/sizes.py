@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import comfy.ldm.wan.vae2_2
 import comfy.model_management
 import comfy.sd
 import torch
@@ -37,7 +36,7 @@ from ....spec import (
     whole_pixels,
 )
 from ....step_cache import CacheSettings
-from ..decode.stages import vae_shape
+from ..decode.stages import cuts_strips, vae_shape
 from ..load.linear import LOADED_FORMATS, PACKED_LAYOUT
 from ..load.text_encoder import PlacedClip
 from ..load.weights import FLOAT_NAMES
@@ -177,6 +176,7 @@ def transformer_shape(transformer: torch.nn.Module) -> TransformerShape:
             in_channels=transformer.img_in.in_features,
             packed_out_channels=transformer.proj_out.out_features,
             fused_mlp=hasattr(blocks[0].img_mlp, "gate_up"),
+            mlp_ratio=blocks[0].img_mlp.out.in_features // dim,
         )
     return TransformerShape(
         blocks=len(blocks),
@@ -224,7 +224,7 @@ def vae_sizes(vae: comfy.sd.VAE) -> TrueVae:
         SettingError: it is another one than Qwen-Image's.
     """
     model = getattr(vae, "first_stage_model", None)
-    if isinstance(model, comfy.ldm.wan.vae2_2.WanVAE) and model.z_dim == StripVae().latent_channels:
+    if cuts_strips(model):
         return TrueVae(StripVae(), comfy.model_management.module_size(model))
     try:
         shape = vae_shape(model)

@@ -170,8 +170,8 @@ def _notes(source: Source, names: dict[str, str]) -> tuple[str, ...]:
     notes = []
     if any(name != native for name, native in names.items()):
         notes.append("diffusers names converted to ComfyUI's")
-    if _is_21(source):
-        notes.append(f"{source.part.licence}")
-    elif source.part.dims.get("image_channels") == 4:
+    if source.part.licence:
+        notes.append(source.part.licence)
+    if not _is_21(source) and source.part.dims.get("image_channels") == 4:
         notes.append("4 channels: it decodes to RGBA, for Qwen-Image-Layered")
     return tuple(notes)

@@ -189,12 +189,12 @@ def apply_lora(
 
 
 def _check_family(model: ModelPatcher, part: CheckpointPart, path: Path) -> None:
-    of_21 = isinstance(model.model, QWEN_IMAGE_21)
-    if not of_21 and unsupported_model(model):
+    if unsupported_model(model):
         raise SettingError(
             f"The MODEL is {type(model.model).__name__} and this node changes Qwen-Image: use "
             "ComfyUI's Load LoRA."
         )
+    of_21 = isinstance(model.model, QWEN_IMAGE_21)
     # Of others the shapes tell.
     is_other = part.family.endswith("for Qwen-Image") if of_21 else FAMILY_21 in part.family
     if is_other:
