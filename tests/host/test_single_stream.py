@@ -7,6 +7,7 @@ import pytest
 import torch
 from narrow_21 import TEXT, model_21, random
 
+from qwen_l40s.hosts.comfyui.report.table import report_run
 from qwen_l40s.hosts.comfyui.sample import forward
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 
@@ -89,3 +90,11 @@ def test_without_the_cache_comfyuis_blocks_run():
     optimized = optimize(model)
     assert torch.equal(sample(optimized), sample(model))
     assert "ComfyUI's prefix cache is off" in report_of(optimized)
+
+
+def test_a_report_says_what_ran():
+    model = optimize(model_21())
+    sample(model, references=[random(1, 64, 4, 6)], image_slots=[3])
+    text = report_run(model, None, None).text
+    assert "Sampled: 128x128, batch 1, 3 steps" in text
+    assert "blocks: fused, 6 of 6 in 3 forward passes" in text

@@ -14,7 +14,7 @@ from ....charts.figures import duration, folded, table, tenths, usd
 from ....charts.words import usable_bytes
 from ....planning.estimate import usd_range
 from ....planning.phases import Range
-from ....spec import GIB
+from ....spec import GIB, pixels_of
 from .predict import PARTS_MISSING, Prediction
 from .rows import ROW_NAMES, LastRun, PhaseRow, seconds_text
 
@@ -208,8 +208,9 @@ def _gib(count: int) -> str:
 
 def heading(asked: Mapping[str, Any]) -> str:
     """What was sampled, in one line."""
-    batch, _, *frames, height, width = asked["latent"]
-    words = [f"{8 * width}x{8 * height}", f"batch {batch}"]
+    batch, channels, *frames, height, width = asked["latent"]
+    side = pixels_of(channels)
+    words = [f"{side * width}x{side * height}", f"batch {batch}"]
     if frames and frames[0] > 1:
         words.append(f"{frames[0]} frames")
     steps = asked["steps"]
