@@ -417,6 +417,8 @@ def _split_pass(option: PlanOption, rates: Rates, cards: int, link: float) -> Sp
         return SplitPass(times.seconds)
     if not option.resident:
         return SplitPass(times.seconds, refusal="its weights do not stay there")
+    if request.member.cached_prefix:
+        return SplitPass(times.seconds, refusal=f"the rows of {request.family} are not shared")
     if request.image_tokens < cards:
         return SplitPass(times.seconds, refusal="it has fewer image tokens than cards")
     work, blocks = Pass.of(request), request.transformer.blocks

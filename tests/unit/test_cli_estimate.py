@@ -123,6 +123,13 @@ def test_every_family(capsys, family):
     assert found(capsys, "--card", "H200", "--family", family)["family"] == family
 
 
+def test_qwen_image_21_shares_no_rows_and_names_its_licence(capsys):
+    assert main(["estimate", "--card", "L40S", "--family", "qwen-image-2.1", "--cards", "2"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "one card computes a pass, as the rows of qwen-image-2.1 are not shared" in words
+    assert "Qwen Research License: research, not commercial use" in words
+
+
 def request(*argv):
     return request_of(build_parser(["estimate"]).parse_args(["estimate", *argv]))
 
