@@ -642,6 +642,10 @@ QWEN3_VL = TextEncoder(
 # --- the families ---
 
 APACHE = "Apache-2.0"
+LICENCE_21 = (
+    "Qwen Research License: research, not commercial use (Qwen-Image-2512 and Edit-2511 are "
+    f"{APACHE})"
+)
 
 
 @dataclass(frozen=True)
@@ -713,7 +717,7 @@ FAMILIES = {
             vae=StripVae(),
             text_encoder=QWEN3_VL,
             vae_bytes=675_480_808,
-            licence="Qwen Research License, not for commercial use",
+            licence=LICENCE_21,
             side=2048,
             size_step=32,
             cached_prefix=True,

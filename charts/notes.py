@@ -155,10 +155,7 @@ def attention_notes(found: Estimate) -> Iterator[str]:
 def _licence_notes(found: Estimate) -> Iterator[str]:
     family = found.request.member
     if family.licence != APACHE:
-        yield (
-            f"{family.name} is under the {family.licence}; Qwen-Image-2512 and Edit-2511 are "
-            f"{APACHE}."
-        )
+        yield f"The licence of the weights: {family.licence}."
 
 
 def _price_notes(found: Estimate) -> Iterator[str]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..spec import FAMILY_21, GATE_UP, GATED, PUBLISHED_VAE, SHAPE_21
+from ..spec import FAMILY_21, GATE_UP, GATED, LICENCE_21, PUBLISHED_VAE, SHAPE_21
 from .header import TensorInfo
 
 Tensors = Mapping[str, TensorInfo]
@@ -197,10 +197,6 @@ def tiny_vae(tensors: Tensors) -> Identity | None:
 
 # Recognizes Qwen-Image-2.1 and its parts.
 
-LICENCE_21 = (
-    "Qwen Research License: research, not commercial use (Qwen-Image-2512 and Edit-2511 are "
-    "Apache-2.0)"
-)
 # A header does not tell the licence of what others train for it.
 LICENCE_21_OF_OTHERS = f"of {FAMILY_21}: research, not commercial use"
 SINCE_21 = "(ComfyUI 0.37 or newer)"

@@ -215,10 +215,8 @@ class TokenRows:
     @classmethod
     def of(cls, request: RunRequest) -> TokenRows:
         """Those of a request."""
-        tokens = request.prompt_tokens, request.painted_tokens, request.image_tokens, 0
-        if request.member.cached_prefix:
-            painted = request.painted_tokens
-            tokens = 0, painted, painted, request.prefix_tokens
+        text, image, prefix = request.step_tokens
+        tokens = text, request.painted_tokens, image, prefix
         return cls(request.items, *(request.items * count for count in tokens))
 
     @property
@@ -247,10 +245,9 @@ class StepBytes:
 def step_bytes(request: RunRequest, setting: Setting) -> StepBytes:
     """Activations of a forward pass in bytes, without modulation table and workspaces.
 
-    Of Qwen-Image-2.1 the first step also computes the prefix in the host's own blocks; predicted.
-
     Counted for the fused blocks in ComfyUI, where its loop holds a block's input; diffusers holds
-    no more. `fast` attends exactly in its first pass, in which it measures errors.
+    no more. `fast` attends exactly in its first pass, in which it measures errors. A cached prefix
+    is computed in the host's own blocks, in the first step.
     """
     shape, rows = request.transformer, TokenRows.of(request)
     stream = BF16 * shape.dim
@@ -340,7 +337,7 @@ def _around(shape: TransformerShape, rows: TokenRows, request: RunRequest) -> in
     sampler = latents * FP32 * latent * sampled
     if request.cache == CUSTOM:
         sampler += BF16 * shape.dim * sampled
-    text = rows.text or request.items * request.prompt_tokens
+    text = request.items * request.prompt_tokens
     given = BF16 * latent * rows.image + BF16 * shape.joint_dim * text
     # ComfyUI's matrices of 2 x 2 for every pair of a head, and cosine and sine separately.
     rotation = (4 + 2) * shape.head_dim // 2 * BF16 * (rows.all + rows.prefix)

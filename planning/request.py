@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..errors import SettingError
 from ..spec import (
@@ -97,6 +98,19 @@ class Parts:
     vae_bytes: int | None = None
     packed: tuple[int, int] | None = None
     file_bytes: tuple[tuple[str, int], ...] = ()
+
+
+class StepTokens(NamedTuple):
+    """Tokens of one item in a forward pass.
+
+    Attributes:
+        text, image: That are computed; references are among the image's.
+        prefix: Before them, whose keys and values are cached.
+    """
+
+    text: int
+    image: int
+    prefix: int = 0
 
 
 @dataclass(frozen=True)
@@ -197,6 +211,13 @@ class RunRequest:
         """Tokens of one item before those that are denoised, of a family that caches them."""
         words = REFERENCE_WORDS * self.references
         return self.text_tokens + words + self.references * REFERENCE_TOKENS
+
+    @property
+    def step_tokens(self) -> StepTokens:
+        """Tokens of one item in a forward pass."""
+        if self.member.cached_prefix:
+            return StepTokens(0, self.painted_tokens, self.prefix_tokens)
+        return StepTokens(self.prompt_tokens, self.image_tokens)
 
     @property
     def passes(self) -> int:
@@ -357,10 +378,8 @@ def replays_graph(request: RunRequest, setting: Setting) -> bool:
     move, and whether others take part between blocks or in their layers.
     """
     others = request.controlnet_bytes
-    tokens = request.prompt_tokens + request.image_tokens
-    if request.member.cached_prefix:
-        tokens = request.painted_tokens
-    rows = request.items * tokens
+    tokens = request.step_tokens
+    rows = request.items * (tokens.text + tokens.image)
     fitting = any(
         rows <= most and request.computed_steps >= steps
         for most, steps in LEAST_GRAPH_STEPS.items()

@@ -91,10 +91,7 @@ class Pass:
     @classmethod
     def of(cls, request: RunRequest) -> Pass:
         """The forward pass of a request."""
-        shape, items = request.transformer, request.items
-        if request.member.cached_prefix:
-            return cls(shape, items, 0, request.painted_tokens, request.prefix_tokens)
-        return cls(request.transformer, request.items, request.prompt_tokens, request.image_tokens)
+        return cls(request.transformer, request.items, *request.step_tokens)
 
     @property
     def joint(self) -> int:
@@ -229,8 +226,8 @@ def sampling_seconds(request: RunRequest, precision: str, rates: Rates, **how: A
     """All steps of a run, without the modulation's table; arguments as of `forward_times`."""
     passes = request.computed_steps * request.passes
     seconds = passes * forward_seconds(request, precision, rates, **how)
-    if request.member.cached_prefix:  # by the host's own blocks, once a prompt
-        prefix = Pass(request.transformer, request.items, 0, request.prefix_tokens)
+    if tokens := request.step_tokens.prefix:  # by the host's own blocks, once a prompt
+        prefix = Pass(request.transformer, request.items, 0, tokens)
         seconds += request.passes * STOCK * pass_times(prefix, precision, rates).seconds
     return seconds
 
