@@ -375,27 +375,52 @@ class VaeShape:
     """The sizes that fix a VAE's activations.
 
     Args:
-        dim: channels at full resolution: 96 in the published VAE.
-        latent_channels: 16.
-        image_channels: 3, or 4 in Qwen-Image-Layered.
-        padded_frames: the frames that a convolution over time reads of one image: 1 in ComfyUI,
-            which cuts the kernel; 3 in diffusers, which pads the image and, of 16-bit tensors,
-            norms and enlarges copies in fp32.
+        dim: channels of the decoder at full resolution: 96 in the published VAE.
+        latent_channels: 16, or 64 in Qwen-Image-2.1.
+        image_channels: 3, or 4 in Qwen-Image-Layered and Qwen-Image-2.1.
+        padded_frames: the frames of the padded copy that a convolution reads of one image: 0 in
+            ComfyUI, where the kernel pads; 3 in diffusers, 1 in its class of Qwen-Image-2.1. Of
+            16-bit tensors diffusers norms and enlarges copies in fp32.
+        encoder_dim: the same of the encoder; None where it is the decoder's.
+        widths: channels of each stage from full to latent resolution, in multiples of those.
+        shortcut_frames: of each halving from full resolution, the frames that the shortcut around
+            its stage spreads one image over; empty where no shortcut leads around a stage.
     """
 
     dim: int = 96
     latent_channels: int = 16
     image_channels: int = 3
-    padded_frames: int = 1
-    pixels = PIXELS_PER_LATENT  # of a latent one's side
+    padded_frames: int = 0
+    encoder_dim: int | None = None
+    widths: tuple[int, ...] = (1, 2, 4, 4)
+    shortcut_frames: tuple[int, ...] = ()
 
     @property
-    def middle_channels(self) -> int:
-        """Channels at latent resolution, in the middle of the encoder and the decoder."""
-        return 4 * self.dim
+    def pixels(self) -> int:
+        """Of a latent one's side."""
+        return 2 ** (len(self.widths) - 1)
+
+    def channels(self, direction: str) -> tuple[int, ...]:
+        """Of each stage, from full to latent resolution."""
+        dim = self.encoder_dim if direction == "encode" else None
+        return tuple((dim or self.dim) * width for width in self.widths)
+
+    def middle_channels(self, direction: str) -> int:
+        """Channels at latent resolution, in the middle of the encoder or the decoder."""
+        return self.channels(direction)[-1]
 
 
 PUBLISHED_VAE = VaeShape()
+# In diffusers, where it is cut into tiles; `StripVae` is the same in ComfyUI.
+VAE_21 = VaeShape(
+    dim=144,
+    latent_channels=64,
+    image_channels=4,
+    padded_frames=1,
+    encoder_dim=96,
+    widths=(1, 2, 4, 8, 8),
+    shortcut_frames=(1, 2, 2, 2),
+)
 
 
 @dataclass(frozen=True)
@@ -432,11 +457,12 @@ class StripVae:
 
 # The layers of Qwen-Image's VAE as tiles see them: how far each one reads.
 #
-# The network is Wan 2.1's: widths of 1, 2, 4 and 4 times `dim`, three halvings, and one attention
+# The network is Wan 2.1's: stages of residual blocks with halvings between them, and one attention
 # over all latent pixels in the middle. Everything else reads at most a pixel to each side in a
 # convolution, and norms are per pixel, so that a tile with a margin gives what the whole gives.
+# Qwen-Image-2.1's is Wan 2.2's, where a shortcut leads around each stage.
 
-Kind = Literal["convolution", "residual", "attention", "up", "down", "head"]
+Kind = Literal["convolution", "residual", "attention", "up", "down", "head", "stage"]
 Interval = tuple[int, int]
 
 
@@ -448,12 +474,16 @@ class VaeLayer:
         kind: "convolution" is one of 3x3; "residual" is two with norms, and a shortcut;
             "attention" reads every pixel of the whole, so that no tile runs it; "up" doubles the
             pixels before a convolution; "down" is one of stride 2 that pads below and to the
-            right; "head" is a norm and a convolution.
+            right; "head" is a norm and a convolution; "stage" is `inner` with a shortcut around
+            all of it, which averages or repeats pixels.
+        frames: of a stage, those that its shortcut spreads one image over.
     """
 
     kind: Kind
     channels_in: int
     channels_out: int
+    inner: tuple[VaeLayer, ...] = ()
+    frames: int = 1
 
     def reads(self, low: int, high: int) -> Interval:
         """The rows (or columns) of the input behind rows [low, high) of the output."""
@@ -461,6 +491,11 @@ class VaeLayer:
             return (low - 1) // 2, -(-(high + 1) // 2)
         if self.kind == "down":
             return 2 * low, 2 * high + 1
+        if self.kind == "stage":
+            for step in reversed(self.inner):
+                low, high = step.reads(low, high)
+            # Its shortcut averages whole squares of 2x2.
+            return low, high + high % 2 if self.inner[-1].kind == "down" else high
         margin = 2 if self.kind == "residual" else 1
         return low - margin, high + margin
 
@@ -470,35 +505,51 @@ class VaeLayer:
             return 2 * low, 2 * high
         if self.kind == "down":
             return low // 2, high // 2
+        for step in self.inner:
+            low, high = step.gives(low, high)
         return low, high
 
 
+def _blocks(channels_in: int, channels: int, count: int) -> list[VaeLayer]:
+    first = VaeLayer("residual", channels_in, channels)
+    return [first] + [VaeLayer("residual", channels, channels)] * (count - 1)
+
+
+def _stage(steps: list[VaeLayer], frames: int) -> VaeLayer:
+    return VaeLayer("stage", steps[0].channels_in, steps[-1].channels_out, tuple(steps), frames)
+
+
 def up_steps(shape: VaeShape) -> tuple[VaeLayer, ...]:
-    """The decoder behind its middle: four stages of three residual blocks, and the head."""
-    dim, steps = shape.dim, []
-    for width, block_in in ((4, 4), (4, 2), (2, 2), (1, 1)):
-        steps.append(VaeLayer("residual", block_in * dim, width * dim))
-        steps += [VaeLayer("residual", width * dim, width * dim)] * 2
-        if width > 1:
-            steps.append(VaeLayer("up", width * dim, width * dim // 2))
-    return (*steps, VaeLayer("head", dim, shape.image_channels))
+    """The decoder behind its middle: stages of three residual blocks, and the head."""
+    stages, frames = shape.channels("decode")[::-1], shape.shortcut_frames[::-1]
+    steps, given = [], stages[0]
+    for index, channels in enumerate(stages):
+        stage = _blocks(given, channels, 3)
+        if index < len(stages) - 1:
+            # Without a shortcut, enlarging halves the channels.
+            given = channels if frames else channels // 2
+            stage.append(VaeLayer("up", channels, given))
+            stage = [_stage(stage, frames[index])] if frames else stage
+        steps += stage
+    return (*steps, VaeLayer("head", stages[-1], shape.image_channels))
 
 
 def down_steps(shape: VaeShape) -> tuple[VaeLayer, ...]:
-    """The encoder before its middle: the first convolution and four stages of two blocks."""
-    dim = shape.dim
-    steps = [VaeLayer("convolution", shape.image_channels, dim)]
-    for stage, (block_in, width) in enumerate(((1, 1), (1, 2), (2, 4), (4, 4))):
-        steps.append(VaeLayer("residual", block_in * dim, width * dim))
-        steps.append(VaeLayer("residual", width * dim, width * dim))
-        if stage < 3:
-            steps.append(VaeLayer("down", width * dim, width * dim))
+    """The encoder before its middle: the first convolution and stages of two residual blocks."""
+    stages, frames = shape.channels("encode"), shape.shortcut_frames
+    steps, given = [VaeLayer("convolution", shape.image_channels, stages[0])], stages[0]
+    for index, channels in enumerate(stages):
+        stage = _blocks(given, channels, 2)
+        if index < len(stages) - 1:
+            stage.append(VaeLayer("down", channels, channels))
+        steps += [_stage(stage, (*frames, 1)[index])] if frames else stage
+        given = channels
     return tuple(steps)
 
 
 def before_middle(shape: VaeShape, direction: str) -> tuple[VaeLayer, ...]:
     """What precedes the attention and is sliced with it."""
-    width = shape.middle_channels
+    width = shape.middle_channels(direction)
     block = VaeLayer("residual", width, width)
     if direction == "encode":
         return (block,)
@@ -507,7 +558,7 @@ def before_middle(shape: VaeShape, direction: str) -> tuple[VaeLayer, ...]:
 
 def after_middle(shape: VaeShape, direction: str) -> tuple[VaeLayer, ...]:
     """What follows the attention and is sliced with it."""
-    width = shape.middle_channels
+    width = shape.middle_channels(direction)
     block = VaeLayer("residual", width, width)
     if direction == "decode":
         return (block,)
@@ -516,7 +567,8 @@ def after_middle(shape: VaeShape, direction: str) -> tuple[VaeLayer, ...]:
 
 def middle_steps(shape: VaeShape, direction: str) -> tuple[VaeLayer, ...]:
     """The attention with what precedes and follows it."""
-    attention = VaeLayer("attention", shape.middle_channels, shape.middle_channels)
+    width = shape.middle_channels(direction)
+    attention = VaeLayer("attention", width, width)
     return (*before_middle(shape, direction), attention, *after_middle(shape, direction))
 
 

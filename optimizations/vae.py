@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from ..errors import SettingError
 from ..planning.vae import VaePlan
 from ..spec import (
-    PIXELS_PER_LATENT,
     Interval,
     VaeLayer,
     VaeShape,
@@ -79,6 +78,11 @@ def part(x: torch.Tensor, tile: Tile) -> torch.Tensor:
     """A view of a tile's rows and columns."""
     rows, columns = tile
     return x[..., slice(*rows), slice(*columns)]
+
+
+def stage(layers: tuple[Layer, ...], shortcut: Layer) -> Layer:
+    """Layers with a shortcut around them, whose sum takes the place of what the layers give."""
+    return lambda x: _chain(layers, x).add_(shortcut(x))
 
 
 @dataclass(frozen=True)
@@ -245,7 +249,8 @@ def decode(
         latents: (B, latent channels, 1, h, w) on the compute device and in the VAE's dtype, as the
             host's own decode takes them.
         plan: for latents of this size, from `plan_decode`.
-        out: where the images go, (B, image channels, 1, 8h, 8w) in any dtype, on any device.
+        out: where the images go, (B, image channels, 1, 8h, 8w), of 2.1 16h and 16w, in any dtype,
+            on any device.
         progress: called after each tile, or each part of a batch, with (done, in all).
 
     Returns:
@@ -256,7 +261,7 @@ def decode(
     """
     shape = stages.shape
     _check_plan(plan, "decode", latents, shape.latent_channels, 1)
-    height, width = (PIXELS_PER_LATENT * side for side in plan.latent)
+    height, width = (shape.pixels * side for side in plan.latent)
     wanted = (latents.shape[0], shape.image_channels, 1, height, width)
     if out is not None and tuple(out.shape) != wanted:
         raise SettingError(f"the images are {wanted} and `out` is {tuple(out.shape)}.")
@@ -268,7 +273,7 @@ def decode(
     report = _Counter(progress, len(latents) * plan.count)
     for item, image in zip(latents.split(1), out.split(1), strict=True):
         hidden = _chain(_middle_layers(stages, plan), item)
-        for tile in _tiles(plan, PIXELS_PER_LATENT):
+        for tile in _tiles(plan, shape.pixels):
             part(image, tile).copy_(stages.rest.tile(hidden, tile))
             report()
         del hidden
@@ -288,8 +293,8 @@ def encode(
     """Encodes a batch to the mean of its latents.
 
     Args:
-        pixels: (B, image channels, 1, 8h, 8w) in the range that the host's encoder takes; may be
-            in host memory, from where it moves tile by tile.
+        pixels: (B, image channels, 1, 8h, 8w), of 2.1 16h and 16w, in the range that the host's
+            encoder takes; may be in host memory, from where it moves tile by tile.
         plan: for latents of this size, from `plan_encode`.
         device: where to compute; the pixels' own by default.
         dtype: the VAE's; the pixels' own by default.
@@ -302,7 +307,7 @@ def encode(
         SettingError: the plan is for another size or direction.
     """
     shape = stages.shape
-    _check_plan(plan, "encode", pixels, shape.image_channels, PIXELS_PER_LATENT)
+    _check_plan(plan, "encode", pixels, shape.image_channels, shape.pixels)
     device, dtype = torch.device(device or pixels.device), dtype or pixels.dtype
     if plan.whole:
         layers = (*stages.down, *_middle_layers(stages, plan))
@@ -313,7 +318,7 @@ def encode(
     out = torch.empty(size, device=device, dtype=dtype)
     report = _Counter(progress, len(pixels) * plan.count)
     for item, mean in zip(pixels.split(1), out.split(1), strict=True):
-        hidden = mean.new_empty((1, shape.middle_channels, 1, *plan.latent))
+        hidden = mean.new_empty((1, shape.middle_channels("encode"), 1, *plan.latent))
         for tile in _tiles(plan, 1):
             part(hidden, tile).copy_(stages.rest.tile(item, tile, device, dtype))
             report()

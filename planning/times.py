@@ -456,7 +456,9 @@ def _seconds(
     rows, columns = tiles if isinstance(tiles, tuple) else _grid(tiles)
     decodes = direction == "decode"
     steps = up_steps(shape) if decodes else down_steps(shape)
-    end, begin = (in_pixels(latent), latent) if decodes else (latent, in_pixels(latent))
+    end, begin = (
+        (in_pixels(shape, latent), latent) if decodes else (latent, in_pixels(shape, latent))
+    )
     down, across = (
         _lengths(steps, end[axis], begin[axis], count) for axis, count in ((0, rows), (1, columns))
     )

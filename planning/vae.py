@@ -16,7 +16,6 @@ from ..errors import SettingError, UnavailableError
 from ..spec import (
     GIB,
     MIB,
-    PIXELS_PER_LATENT,
     StripVae,
     VaeLayer,
     VaeShape,
@@ -130,7 +129,7 @@ def plan_encode(
     tiles: int | None = None,
     image_on_card: bool = False,
 ) -> VaePlan:
-    """As `plan_decode`; height and width are latent pixels here too, pixels / 8."""
+    """As `plan_decode`; height and width are latent pixels here too."""
     return _plan("encode", shape, (height, width), batch, itemsize, budget, tiles, image_on_card)
 
 
@@ -189,7 +188,7 @@ def _plan(
         lacking = -(-(kept + bytes_of(most)) // MIB)
         raise UnavailableError(
             f"too little memory to {direction} "
-            f"{PIXELS_PER_LATENT * width}x{PIXELS_PER_LATENT * height} pixels: the smallest tiles "
+            f"{shape.pixels * width}x{shape.pixels * height} pixels: the smallest tiles "
             f"need {lacking:,} MiB and {max(0, budget or 0) // MIB:,} MiB is free, so choose a "
             "smaller size or batch, or free memory on the card."
         )
@@ -248,8 +247,8 @@ def decode_plan(request: RunRequest, free: int | None, others: int = 0) -> VaePl
     def planner(budget: int | None) -> VaePlan:
         return plan_decode(
             request.vae,
-            request.height // PIXELS_PER_LATENT,
-            request.width // PIXELS_PER_LATENT,
+            request.height // request.vae.pixels,
+            request.width // request.vae.pixels,
             batch=together,
             budget=None if request.tiles == 1 else budget,
             tiles=request.tiles,
@@ -333,9 +332,9 @@ ACCUMULATOR_BYTES = 4
 SLICE_PIXELS = 2**16
 
 
-def in_pixels(latent: Size) -> Size:
+def in_pixels(shape: VaeShape, latent: Size) -> Size:
     """Pixels of so many latent pixels, (height, width)."""
-    return PIXELS_PER_LATENT * latent[0], PIXELS_PER_LATENT * latent[1]
+    return shape.pixels * latent[0], shape.pixels * latent[1]
 
 
 def layer_bytes(
@@ -347,12 +346,15 @@ def layer_bytes(
         size: rows and columns of its input.
         input_bytes: what keeps its input alive; more than the input where that is a view.
     """
+    if step.kind == "stage":
+        return _stage_bytes(step, shape, itemsize, size, input_bytes)
     rows, columns = size
     area = step.gives(0, rows)[1] * step.gives(0, columns)[1]
     i = rows * columns * step.channels_in * itemsize
     o = area * step.channels_out * itemsize
-    padding = shape.padded_frames > 1
+    padding = shape.padded_frames > 0
     wide = max(1, 4 // itemsize) if padding else 1  # its fp32 copies of 16-bit tensors
+    sums = 4 * rows * columns if padding else 0  # its norm's, in fp32
 
     def convolve(given: int, channels: int) -> float:
         copy = 0
@@ -367,9 +369,9 @@ def layer_bytes(
         shortcut = o if step.channels_in != step.channels_out else 0
         first = shortcut if padding else 0  # diffusers computes it before the rest
         most = max(
-            first + 2 * wide * i,
+            first + 2 * wide * i + sums,
             first + i + convolve(i, step.channels_in),
-            first + o + 2 * wide * o,
+            first + o + 2 * wide * o + sums,
             first + o + convolve(o, step.channels_out),
             shortcut + convolve(i, step.channels_in),
         )
@@ -377,6 +379,23 @@ def layer_bytes(
         copy = 0 if step.kind == "convolution" else i  # its norm or, going down, its padded input
         most = max(2 * wide * copy, copy + convolve(i, step.channels_in))
     return input_bytes + int(most)
+
+
+def _stage_bytes(
+    step: VaeLayer, shape: VaeShape, itemsize: int, size: Size, input_bytes: int
+) -> int:
+    """The same of layers with a shortcut around them, for which their input stays."""
+    rows, columns = size
+    given = rows * columns * step.channels_in * itemsize
+    most, kept, made = 0, input_bytes, 0
+    for inner in step.inner:
+        most = max(most, layer_bytes(inner, shape, itemsize, (rows, columns), kept))
+        rows, columns = inner.gives(0, rows)[1], inner.gives(0, columns)[1]
+        made = rows * columns * inner.channels_out * itemsize
+        kept = input_bytes + made
+    # The shortcut copies the larger of both twice, and averages the input into one more.
+    spread = step.frames * max(given, made)
+    return max(most, kept + max(2 * spread, spread + made))
 
 
 def tile_bytes(
@@ -419,35 +438,36 @@ def latent_bytes(shape: VaeShape, latent: Size, itemsize: int) -> int:
 
 def image_bytes(shape: VaeShape, latent: Size, itemsize: int) -> int:
     """Bytes of one item's image."""
-    rows, columns = in_pixels(latent)
+    rows, columns = in_pixels(shape, latent)
     return rows * columns * shape.image_channels * itemsize
 
 
-def hidden_bytes(shape: VaeShape, latent: Size, itemsize: int) -> int:
+def hidden_bytes(direction: str, shape: VaeShape, latent: Size, itemsize: int) -> int:
     """Bytes of what goes between the middle and the tiles of the rest."""
-    return latent[0] * latent[1] * shape.middle_channels * itemsize
+    return latent[0] * latent[1] * shape.middle_channels(direction) * itemsize
 
 
 def outside_middle_bytes(
     direction: str, shape: VaeShape, latent: Size, itemsize: int, tile: Size
 ) -> int:
     """The most that one tile of latent pixels `tile` holds outside the middle."""
-    hidden = hidden_bytes(shape, latent, itemsize)
+    hidden = hidden_bytes(direction, shape, latent, itemsize)
     if direction == "decode":
         most = tile_bytes(
-            up_steps(shape), shape, itemsize, in_pixels(tile), latent, owns_input=False
+            up_steps(shape), shape, itemsize, in_pixels(shape, tile), latent, owns_input=False
         )
     else:
         most = tile_bytes(
-            down_steps(shape), shape, itemsize, tile, in_pixels(latent), owns_input=True
+            down_steps(shape), shape, itemsize, tile, in_pixels(shape, latent), owns_input=True
         )
     return hidden + most
 
 
-def attention_bytes(shape: VaeShape, itemsize: int, pixels: int) -> int:
+def attention_bytes(direction: str, shape: VaeShape, itemsize: int, pixels: int) -> int:
     """The most that attention holds with `pixels` queries and as many keys, with its input."""
     accumulator = ACCUMULATOR_BYTES if itemsize < ACCUMULATOR_BYTES else 0
-    return pixels * shape.middle_channels * (ATTENTION_STREAMS * itemsize + accumulator)
+    channels = shape.middle_channels(direction)
+    return pixels * channels * (ATTENTION_STREAMS * itemsize + accumulator)
 
 
 def middle_bytes(direction: str, shape: VaeShape, latent: Size, itemsize: int, rows: int) -> int:
@@ -456,7 +476,7 @@ def middle_bytes(direction: str, shape: VaeShape, latent: Size, itemsize: int, r
     Args:
         rows: latent rows of a slice; all of them for a middle that runs whole.
     """
-    hidden = hidden_bytes(shape, latent, itemsize)
+    hidden = hidden_bytes(direction, shape, latent, itemsize)
     whole = rows >= latent[0]
     around = [
         tile_bytes(
@@ -464,7 +484,7 @@ def middle_bytes(direction: str, shape: VaeShape, latent: Size, itemsize: int, r
         )
         for steps in (before_middle(shape, direction), after_middle(shape, direction))
     ]
-    attention = attention_bytes(shape, itemsize, min(rows, latent[0]) * latent[1])
+    attention = attention_bytes(direction, shape, itemsize, min(rows, latent[0]) * latent[1])
     if whole:
         return max(*around, attention)
     # Slices are read from one whole tensor and written into another; the attention changes one in

@@ -1,7 +1,14 @@
 """Diffusers' VAE encoder in the pieces that a plan runs, of which the package has the decoder's."""
 
 from qwen_l40s.hosts.diffusers.decode import _head, _middle, vae_shape
-from qwen_l40s.optimizations.vae import EncoderStages
+from qwen_l40s.optimizations.vae import EncoderStages, stage
+
+
+def _layer(block):
+    if not hasattr(block, "avg_shortcut"):
+        return block
+    halving = [block.downsampler] if block.downsampler else []
+    return stage((*block.resnets, *halving), block.avg_shortcut)
 
 
 def encoder_stages(vae):
@@ -10,7 +17,7 @@ def encoder_stages(vae):
     head = _head(encoder)
     return EncoderStages(
         shape=vae_shape(vae),
-        down=(encoder.conv_in, *encoder.down_blocks),
+        down=(encoder.conv_in, *map(_layer, encoder.down_blocks)),
         middle=_middle(encoder.mid_block),
         after=lambda hidden: vae.quant_conv(head(hidden)).chunk(2, dim=1)[0],
     )

@@ -6,32 +6,46 @@ without them the same arithmetic takes less than half the memory.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import torch
-from diffusers import AutoencoderKLQwenImage
+from diffusers import AutoencoderKLQwenImage, ModelMixin
 from PIL import Image
 
 from ...errors import SettingError
 from ...machine.device import available_bytes
 from ...optimizations import vae as planned
-from ...optimizations.vae import DecoderStages, Middle
+from ...optimizations.vae import DecoderStages, Layer, Middle, stage
 from ...planning.vae import plan_decode
-from ...spec import VaeShape
+from ...spec import FAMILY_21, PUBLISHED_VAE, VAE_21, VaeShape
 from .load import LoadedPipeline
 
 FRAMES = 3  # a kernel's reach over time; the class pads an image to it
 
 
-def vae_shape(vae: AutoencoderKLQwenImage) -> VaeShape:
+def vae_shape(vae: ModelMixin) -> VaeShape:
     """The sizes of a VAE.
 
     Raises:
         SettingError: it is another network than Qwen-Image's.
     """
-    config = vae.config
-    if list(config.dim_mult) != [1, 2, 4, 4] or config.attn_scales or config.num_res_blocks != 2:
+    config, is_21 = vae.config, not isinstance(vae, AutoencoderKLQwenImage)
+    known, name = (VAE_21, FAMILY_21) if is_21 else (PUBLISHED_VAE, "Qwen-Image")
+    other = config.attn_scales or config.num_res_blocks != 2
+    if is_21:
+        other = other or config.patch_size or not config.is_residual
+    if other or tuple(config.dim_mult) != known.widths:
         raise SettingError(
-            "the VAE's config.json has another dim_mult, attn_scales or num_res_blocks than "
-            "Qwen-Image's: use Qwen-Image's VAE."
+            f"the VAE's config.json describes other layers than {name}'s: use {name}'s VAE."
+        )
+    if is_21:
+        return replace(
+            known,
+            dim=config.decoder_base_dim or config.base_dim,
+            encoder_dim=config.base_dim,
+            latent_channels=config.z_dim,
+            image_channels=config.out_channels,
         )
     return VaeShape(
         dim=config.base_dim,
@@ -41,7 +55,7 @@ def vae_shape(vae: AutoencoderKLQwenImage) -> VaeShape:
     )
 
 
-def decoder_stages(vae: AutoencoderKLQwenImage) -> DecoderStages:
+def decoder_stages(vae: ModelMixin) -> DecoderStages:
     """The decoder's own modules; their image is not yet clamped to -1 ... 1.
 
     Raises:
@@ -50,13 +64,21 @@ def decoder_stages(vae: AutoencoderKLQwenImage) -> DecoderStages:
     shape, decoder = vae_shape(vae), vae.decoder
     layers = []
     for block in decoder.up_blocks:
-        layers += [*block.resnets, *(block.upsamplers or ())]
+        layers += _up_layers(block)
     return DecoderStages(
         shape=shape,
         before=lambda latents: decoder.conv_in(vae.post_quant_conv(latents)),
         middle=_middle(decoder.mid_block),
         up=(*layers, _head(decoder)),
     )
+
+
+def _up_layers(block: torch.nn.Module) -> list[Layer]:
+    shortcut = getattr(block, "avg_shortcut", None)
+    if shortcut is None:
+        return [*block.resnets, *(getattr(block, "upsamplers", None) or ())]
+    # Of the frames that it makes of one, the last is the image.
+    return [stage((*block.resnets, block.upsampler), partial(shortcut, first_chunk=True))]
 
 
 def _head(coder: torch.nn.Module) -> torch.nn.Sequential:
@@ -108,22 +130,21 @@ def decode(
     latents = (latents * std if is_21 else latents / (1.0 / std)) + mean
     images = []
     for latent in latents.split(1):
-        pixels = (vae.decode(latent).sample if is_21 else decode_latent(vae, latent))[:, :, 0]
+        pixels = decode_latent(vae, latent)[:, :, 0]
         images += pipe.image_processor.postprocess(pixels, output_type="pil")
     if pipeline.offload.name == "model":
         vae.to("cpu")
     return images
 
 
-def decode_latent(vae: torch.nn.Module, latent: torch.Tensor) -> torch.Tensor:
+def decode_latent(vae: ModelMixin, latent: torch.Tensor) -> torch.Tensor:
     """Decodes one item as `vae.decode` does, in the memory that is free.
 
     Args:
-        vae: diffusers' AutoencoderKLQwenImage.
-        latent: (1, 16, 1, h, w), denormalized, on the VAE's device and in its dtype.
+        latent: (1, latent channels, 1, h, w), denormalized, on the VAE's device and in its dtype.
 
     Returns:
-        (1, channels, 1, 8h, 8w) from -1 to 1.
+        (1, image channels, 1, 8h, 8w), of 2.1 16h and 16w, from -1 to 1.
 
     Raises:
         UnavailableError: not even the smallest tile fits in what is free on the card.

@@ -21,16 +21,25 @@ from qwen_l40s.planning.vae import (
     plan_encode,
     plan_in_room,
 )
-from qwen_l40s.spec import GIB, MIB, VaeLayer, down_steps, intervals, parts, up_steps
+from qwen_l40s.spec import (
+    GIB,
+    MIB,
+    VAE_21,
+    VaeLayer,
+    down_steps,
+    intervals,
+    parts,
+    up_steps,
+)
 
 FULL = VaeShape()
 PLANS = [plan_decode, plan_encode]
 sizes = st.integers(1, 700)
-shapes = st.builds(
+shapes = st.just(VAE_21) | st.builds(
     VaeShape,
     dim=st.sampled_from([8, 16, 96]),
     image_channels=st.sampled_from([3, 4]),
-    padded_frames=st.sampled_from([1, 3]),
+    padded_frames=st.sampled_from([0, 1, 3]),
 )
 
 
@@ -240,14 +249,15 @@ def test_margins_are_what_the_layers_read():
 # --------------------------------------------------------------------------- what is held, followed
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["bf16", "fp32"])
+@pytest.fixture(scope="module", params=["1.x, bf16", "1.x, fp32", "2.1, bf16", "2.1, fp32"])
 def published(request):
-    """The VAE at its published size without memory behind it."""
+    """A VAE at its published size without memory behind it."""
     torch = pytest.importorskip("torch")
     diffusers = pytest.importorskip("diffusers")
     with torch.device("meta"):
-        vae = diffusers.AutoencoderKLQwenImage(base_dim=96)
-    return vae.to(torch.bfloat16 if request.param == 2 else torch.float32).eval()
+        of_21 = "2.1" in request.param
+        vae = (diffusers.AutoencoderKLQwenImage21 if of_21 else diffusers.AutoencoderKLQwenImage)()
+    return vae.to(torch.bfloat16 if "bf16" in request.param else torch.float32).eval()
 
 
 def held(vae, plan):
@@ -261,8 +271,9 @@ def held(vae, plan):
 
     shape = decoder_stages(vae).shape
     like = {"device": "meta", "dtype": vae.dtype}
-    latents = torch.empty(1, 16, 1, *plan.latent, **like)
-    pixels = torch.empty(1, 3, 1, *(8 * side for side in plan.latent), **like)
+    latents = torch.empty(1, shape.latent_channels, 1, *plan.latent, **like)
+    sides = (shape.pixels * side for side in plan.latent)
+    pixels = torch.empty(1, shape.image_channels, 1, *sides, **like)
     tracked = Allocations(CONVOLUTION_WORKSPACE)
     with fused_attention(), tracked:
         if plan.direction == "decode":

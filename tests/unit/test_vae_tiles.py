@@ -55,6 +55,13 @@ def layered():
     return diffusers.AutoencoderKLQwenImage(base_dim=8, input_channels=4).eval()
 
 
+@pytest.fixture(scope="module")
+def of_21():
+    """Qwen-Image-2.1's with random weights, as wide as its micro model's."""
+    torch.manual_seed(0)
+    return diffusers.AutoencoderKLQwenImage21(base_dim=4, decoder_base_dim=8).eval()
+
+
 def smooth_image(height: int, width: int, channels: int = 3, batch: int = 1) -> torch.Tensor:
     """(batch, channels, 1, height, width) from -1 to 1, of waves."""
     y, x = torch.meshgrid(torch.arange(height) / 90, torch.arange(width) / 90, indexing="ij")
@@ -64,7 +71,7 @@ def smooth_image(height: int, width: int, channels: int = 3, batch: int = 1) -> 
 
 def latents_of(vae, batch: int, height: int, width: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(height * width)
-    noise = torch.randn(batch, 16, 1, height, width, generator=generator)
+    noise = torch.randn(batch, vae.config.z_dim, 1, height, width, generator=generator)
     mean, std = (
         torch.tensor(values).view(1, -1, 1, 1, 1)
         for values in (vae.config.latents_mean, vae.config.latents_std)
@@ -88,11 +95,17 @@ def decibels(found: torch.Tensor, known: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("micro", torch.float32), ("wide", torch.bfloat16), ("layered", torch.float32)],
+    [
+        ("micro", torch.float32),
+        ("wide", torch.bfloat16),
+        ("layered", torch.float32),
+        ("of_21", torch.float32),
+        ("of_21", torch.bfloat16),
+    ],
 )
 def test_the_whole_is_the_hosts_own_bit_for_bit(request, name, dtype):
     vae = request.getfixturevalue(name)
-    vae = diffusers.AutoencoderKLQwenImage.from_config(vae.config).to(dtype).eval()
+    vae = type(vae).from_config(vae.config).to(dtype).eval()
     latents = latents_of(vae, 3, 7, 12).to(dtype)
     with torch.no_grad():
         known = vae.decode(latents).sample
@@ -154,6 +167,21 @@ def test_tiles_of_other_vaes(wide, layered):
         assert decibels(encode(encoder_stages(vae), known, plan), mean) >= EXACT_DB
 
 
+@pytest.mark.parametrize(("batch", "height", "width", "tiles", "way"), [*GRIDS[:2], *GRIDS[-2:]])
+def test_tiles_of_21(of_21, batch, height, width, tiles, way):
+    stages, back = decoder_stages(of_21), encoder_stages(of_21)
+    shape, latents = stages.shape, latents_of(of_21, batch, height, width)
+    sizes = {"batch": batch, "budget": None}
+    known = decode(stages, latents, plan_decode(shape, height, width, **sizes))
+    assert known.shape == (batch, 4, 1, 16 * height, 16 * width)
+    plan = replace(plan_decode(shape, height, width, **sizes, tiles=tiles), **way)
+    assert decibels(decode(stages, latents, plan), known) >= EXACT_DB
+    mean = encode(back, known, plan_encode(shape, height, width, **sizes))
+    assert mean.shape == latents.shape
+    plan = replace(plan_encode(shape, height, width, **sizes, tiles=tiles), **way)
+    assert decibels(encode(back, known, plan), mean) >= EXACT_DB
+
+
 def test_tiles_in_bf16_differ_by_rounding(wide):
     """Tiles err against fp32 as the whole does, up to a tenth."""
     exact = latents_of(wide, 1, 20, 28)
@@ -171,8 +199,11 @@ def test_tiles_in_bf16_differ_by_rounding(wide):
     assert error > 0 and max(errors) <= 1.1 * error
 
 
-@pytest.mark.parametrize("kind", ["convolution", "residual", "head"])
-def test_a_margin_of_less_would_not_do(micro, monkeypatch, kind):
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("micro", "convolution"), ("micro", "residual"), ("micro", "head"), ("of_21", "residual")],
+)
+def test_a_margin_of_less_would_not_do(request, monkeypatch, name, kind):
     """The tests above notice a layer that reads further than its step says."""
     reads = VaeLayer.reads
 
@@ -180,7 +211,8 @@ def test_a_margin_of_less_would_not_do(micro, monkeypatch, kind):
         cut = self.kind == kind
         return reads(self, low + cut, high - cut)
 
-    stages, latents = decoder_stages(micro), latents_of(micro, 1, 16, 16)
+    vae = request.getfixturevalue(name)
+    stages, latents = decoder_stages(vae), latents_of(vae, 1, 16, 16)
     known = decode(stages, latents, plan_decode(stages.shape, 16, 16, budget=None))
     plan = replace(plan_decode(stages.shape, 16, 16, budget=None, tiles=4), middle_rows=4)
     assert decibels(decode(stages, latents, plan), known) >= EXACT_DB
@@ -224,25 +256,33 @@ def test_what_is_refused(micro):
     with pytest.raises(SettingError, match="use Qwen-Image's VAE"):
         DecoderStages(stages.shape, stages.before, stages.middle, stages.up[1:])
     other = diffusers.AutoencoderKLQwenImage(base_dim=8, num_res_blocks=1)
-    with pytest.raises(SettingError, match="use Qwen-Image's VAE"):
-        decoder_stages(other)
+    others = [{"num_res_blocks": 1}, {"is_residual": False}, {"patch_size": 2}]
+    of_21 = [diffusers.AutoencoderKLQwenImage21(4, 8, **changed) for changed in others]
+    for name, vaes in (("Qwen-Image", [other]), ("Qwen-Image-2.1", of_21)):
+        for vae in vaes:
+            with pytest.raises(SettingError, match=f"use {name}'s VAE"):
+                decoder_stages(vae)
 
 
 # ---------------------------------------------------------------------------------- diffusers' host
 
 
-def test_the_host_decodes_whole_in_all_the_room_and_in_tiles_in_less(micro, monkeypatch):
-    latent = latents_of(micro, 1, 16, 16)
+@pytest.mark.parametrize(("name", "size"), [("micro", "128x128"), ("of_21", "256x256")])
+def test_the_host_decodes_whole_in_all_the_room_and_in_tiles_in_less(
+    request, monkeypatch, name, size
+):
+    vae = request.getfixturevalue(name)
+    latent = latents_of(vae, 1, 16, 16)
     with torch.no_grad():
-        known = micro.decode(latent).sample
-        assert torch.equal(host.decode_latent(micro, latent), known)
-        least = plan_decode(vae_shape(micro), 16, 16, itemsize=4, budget=None).peak_bytes
+        known = vae.decode(latent).sample
+        assert torch.equal(host.decode_latent(vae, latent), known)
+        least = plan_decode(vae_shape(vae), 16, 16, itemsize=4, budget=None).peak_bytes
         monkeypatch.setattr(host, "free_bytes", lambda device: least // 2)
-        tiled = host.decode_latent(micro, latent)
+        tiled = host.decode_latent(vae, latent)
     assert decibels(tiled, known) >= EXACT_DB
     monkeypatch.setattr(host, "free_bytes", lambda device: 0)
-    with pytest.raises(UnavailableError, match="128x128 pixels"):
-        host.decode_latent(micro, latent)
+    with pytest.raises(UnavailableError, match=f"{size} pixels"):
+        host.decode_latent(vae, latent)
 
 
 def test_what_is_free_is_asked_of_the_card(monkeypatch):
