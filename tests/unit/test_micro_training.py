@@ -138,8 +138,7 @@ def test_fitting_the_statistics_moves_latents_and_leaves_images(family):
 
 @pytest.fixture
 def small_steps(monkeypatch):
-    """VAE steps of 32 x 32 crops, the last one of whole images, of 8 scenes."""
-    monkeypatch.setattr(train_vae, "CROP", 32)
+    """VAE steps of 8 scenes, the last one of whole images."""
     monkeypatch.setattr(train_vae, "WHOLE_SHARE", 0.1)
     monkeypatch.setattr(train_vae, "_SCENES", 8)
 
@@ -154,7 +153,7 @@ def reconstruction_error(vae, pixels):
 def test_the_vae_learns(family):
     vae, pixels = new_vae(family), painted(8)
     before = reconstruction_error(vae, pixels)
-    train_vae.train_vae(vae, steps=10, batch=2, seed=0, device=CPU)
+    train_vae.train_vae(vae, steps=10, batch=2, seed=0, device=CPU, crop=32)
     assert all(weight.isfinite().all() for weight in vae.parameters())
     assert reconstruction_error(vae, pixels) < 0.97 * before
     assert not vae.training
@@ -164,7 +163,8 @@ def test_the_vae_learns(family):
 def test_the_decoder_learns_alone_and_the_latents_stay():
     vae, pixels = new_vae(), painted(8)
     stock = {name: weight.clone() for name, weight in vae.state_dict().items()}
-    train_vae.train_vae(vae, steps=2, batch=2, seed=0, device=CPU, decoder_only=True)
+    how = {"decoder_only": True, "crop": 32, "latent_noise": 0.4}
+    train_vae.train_vae(vae, steps=2, batch=2, seed=0, device=CPU, **how)
     train_vae._clear_unused_taps(fresh := new_vae())
     with torch.no_grad():
         z, known = (v.encode(pixels[:, :, None] / 127.5 - 1).latent_dist for v in (vae, fresh))

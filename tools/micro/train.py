@@ -41,6 +41,10 @@ def main() -> None:
         "--steps", type=int, help="optimizer steps (default: 4000, transformer: 12000)"
     )
     parser.add_argument("--batch", type=int, help="images a step (default: 64, transformer: 384)")
+    parser.add_argument("--crop", type=int, default=128, help="side of most images of a VAE stage")
+    parser.add_argument(
+        "--latent-noise", type=float, default=0.0, help="on the decoder's latents, at most"
+    )
     parser.add_argument(
         "--scenes", type=int, default=200_000, help="painted scenes to train the transformer on"
     )
@@ -78,6 +82,8 @@ def main() -> None:
             seed=args.seed,
             device=device,
             decoder_only=args.stage == "decoder",
+            crop=args.crop,
+            latent_noise=args.latent_noise,
         )
         save(model, folder)
         return

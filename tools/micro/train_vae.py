@@ -29,7 +29,7 @@ EDGE_WEIGHT = 1.0  # reached after EDGE_RAMP of the steps: from the start it hol
 EDGE_RAMP = 0.3
 # Most steps see crops: a quarter of the work, and edges at their real scale. The last share sees
 # whole images.
-CROP, WHOLE_SHARE = 128, 0.1
+WHOLE_SHARE = 0.1
 _SCENES = 50_000
 
 
@@ -118,6 +118,8 @@ def train_vae(
     seed: int,
     device: torch.device,
     decoder_only: bool = False,
+    crop: int = 128,
+    latent_noise: float = 0.0,
 ) -> None:
     """Trains in place and fits the latents to the statistics of the config.
 
@@ -126,6 +128,9 @@ def train_vae(
             0 as a cosine.
         batch: images a step, 256 x 256.
         decoder_only: leave the encoder, and so the latents that a transformer has learned, alone.
+        crop: the side of what most steps see.
+        latent_noise: the largest deviation of the noise on the decoder's latents beyond their own:
+            a transformer's latents are not the encoder's either.
     """
     rng, generator = random.Random(seed), torch.Generator(device).manual_seed(seed)
     scenes = encode_scenes([random_scene(rng, SEEN_PAIRS) for _ in range(_SCENES)]).to(device)
@@ -147,14 +152,16 @@ def train_vae(
             rows = torch.randint(len(scenes), (batch,), device=device, generator=generator)
             pixels = paint(scenes[rows], generator=generator)
             if step < steps * (1 - WHOLE_SHARE):
-                top, left = (rng.randrange(0, pixels.shape[2] - CROP, 8) for _ in range(2))
-                pixels = pixels[:, :, top : top + CROP, left : left + CROP]
+                top, left = (rng.randrange(0, pixels.shape[2] - crop, 8) for _ in range(2))
+                pixels = pixels[:, :, top : top + crop, left : left + crop]
             target = to_images(vae, pixels)
             with torch.autocast(device.type, torch.bfloat16):
                 with torch.set_grad_enabled(not decoder_only):
                     mu, log_variance = encode(vae, target)
                 noise = torch.randn(mu.shape, device=device, generator=generator)
-                image = decode(vae, mu + noise * (0.5 * log_variance).exp())
+                more = torch.rand(len(mu), 1, 1, 1, 1, device=device, generator=generator)
+                variance = log_variance.exp() + (latent_noise * more) ** 2
+                image = decode(vae, mu + noise * variance.sqrt())
             kl = 0.5 * (mu**2 + log_variance.exp() - 1 - log_variance).mean()
             pixel = (image - target).abs().mean()
             edge = sum((image.diff(dim=d) - target.diff(dim=d)).abs().mean() for d in (2, 3))
