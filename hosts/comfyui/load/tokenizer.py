@@ -108,7 +108,8 @@ def refuse_images() -> None:
     """Raises UnavailableError: the prompt has an image and nothing here can see it."""
     raise UnavailableError(
         "This text encoder has no vision tower, which the image in the prompt needs: load the "
-        "text encoder of a Qwen-Image-Edit model, or encode without an image."
+        "text encoder of a Qwen-Image-Edit model (for Qwen-Image-2.1 Qwen3-VL 8B), or encode "
+        "without an image."
     )
 
 
