@@ -38,7 +38,7 @@ from .layers import ComfyLayers
 from .modulation import ModelModulation
 
 QWEN_IMAGE_21 = getattr(comfy.model_base, "QwenImage21", ())  # since ComfyUI 0.37
-ARGUMENTS = set(BLOCK_ARGUMENTS)
+ARGUMENTS, ARGUMENTS_21 = set(BLOCK_ARGUMENTS), set(SINGLE_STREAM_ARGUMENTS)
 SHARED = ("image_rotary_emb", "encoder_hidden_states_mask", "timestep_zero_index")
 OTHER_ARGUMENTS = Fallback("ComfyUI passes its blocks arguments that are unknown here")
 COMPILED = Fallback("torch.compile runs the model; without it the fused blocks would")
@@ -222,9 +222,9 @@ class SingleStreamPass(ComfyPass):
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
     ) -> BlockInputs | Fallback | None:
         """From what ComfyUI's loop calls a block with; None of the rows that fill the cache."""
-        if positional or arguments.keys() != set(self.names):
+        if positional or arguments.keys() != ARGUMENTS_21:
             return OTHER_ARGUMENTS
-        x, mod, pe, attend, before, options = map(arguments.get, self.names)
+        x, mod, pe, attend, before, options = map(arguments.get, SINGLE_STREAM_ARGUMENTS)
         if before:
             self._fills = before == x.shape[1]
             return None if self._fills else NO_PREFIX_CACHE
