@@ -143,6 +143,7 @@ def _settings(request: RunRequest, option: PlanOption) -> dict[str, Any]:
             "mode": request.loras.mode,
         },
         "controlnet_gib": gib(request.controlnet_bytes),
+        "with": [f"{other.family}:{other.precision}" for other in request.others],
         "tiles": option.tiles,
         "cache": request.cache,
         "attention": setting.attention,

@@ -258,6 +258,7 @@ def request_text(request: RunRequest) -> str:
         )
     if request.controlnet_bytes:
         words.append(f"ControlNet of {format_gib(request.controlnet_bytes)}")
+    words += (f"beside {other.family} in {other.precision}" for other in request.others)
     return ", ".join(words)
 
 

@@ -17,7 +17,7 @@ from ..errors import SettingError
 from ..machine.card_list import card_notes
 from ..options import OLDER, OPTIONS, Option, likely_family, request_settings, todays
 from ..planning.cards import DEFAULT_CARD
-from ..planning.request import AUTO, CFG_MODES, Parts, RunRequest
+from ..planning.request import AUTO, CFG_MODES, OtherModel, Parts, RunRequest
 from ..spec import GIB, MULTIPLIED, USUAL_SIDE, find_family
 from ..split_cost import check_cards, check_link
 from .output import check_plot, print_text, write_plot
@@ -104,6 +104,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GBPS",
         help="GB/s from card to card, each way; default: what PCIe is likely to reach",
     )
+    parser.add_argument(
+        "--with",
+        dest="others",
+        action="append",
+        default=[],
+        metavar="FAMILY:PRECISION",
+        help="a model that stays on the card beside this one, with its text encoder and VAE, such "
+        "as qwen-image-2.1:int8; may be repeated",
+    )
     parser.add_argument("--list-cards", action="store_true", help="print all known cards")
     parser.add_argument("--plot", metavar="FILE", help="draw the memory of each phase into a .png")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -130,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.plot:
         check_plot(args.plot)
-    request = request_of(args)
+    request = replace(request_of(args), others=_others(args.others))
     card = _card(args.card, cards)
     card = with_memory(card, _usable_bytes(args.vram, card))
     calibration = load_calibration(card)
@@ -171,6 +180,17 @@ def _count_and_file(given: Sequence[str]) -> tuple[int, Path | None]:
         count = int(number)
     check_cards(count)
     return count, file
+
+
+def _others(given: Sequence[str]) -> tuple[OtherModel, ...]:
+    """The models of --with."""
+    found = [OtherModel(*text.rpartition(":")[::2]) for text in given]
+    for text, other in zip(given, found, strict=True):
+        if not other.family or not other.precision:
+            raise SettingError(
+                f"--with {text} must be FAMILY:PRECISION, such as qwen-image-2.1:int8."
+            )
+    return tuple(found)
 
 
 def _link(gbps: float | None, cards: int) -> float | None:

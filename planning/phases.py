@@ -177,7 +177,7 @@ def phases(
     activations = step_bytes(request, setting).most
     extras = _present(
         {"ControlNet": request.controlnet_bytes, "LoRAs": lora_bytes(request, setting)}
-    )
+    ) | others_bytes(request, setting)
     # Graphs keep the buffers of the blocks, beside which the host's block runs for another prompt.
     graphs = graph_bytes(request, setting)
     kept = graphs and graphs + buffer_bytes(request, setting)
@@ -226,6 +226,26 @@ def vae_bytes(request: RunRequest) -> int:
     """The VAE's weights as loaded."""
     known = request.parts.vae_bytes
     return request.member.vae_bytes if known is None else known
+
+
+def others_bytes(request: RunRequest, setting: Setting) -> dict[str, int]:
+    """{family and precision: bytes} of the models that stay on the card beside the one that runs. A
+    text encoder or VAE that several have is there once.
+    """
+    member, found = request.member, {}
+    encoders, vaes = {member.text_encoder}, {member.vae}
+    for family, precision in request.others:
+        other = RunRequest(family=family, width=256, height=256)  # of any size
+        count = weight_bytes(other.transformer, precision).total
+        if other.member.text_encoder not in encoders:
+            count += text_encoder_bytes(other, setting.text_encoder)
+        if other.member.vae not in vaes:
+            count += other.member.vae_bytes
+        encoders.add(other.member.text_encoder)
+        vaes.add(other.member.vae)
+        name = f"{family} in {precision}"
+        found[name] = found.get(name, 0) + count
+    return found
 
 
 def _load(

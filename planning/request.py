@@ -113,6 +113,18 @@ class StepTokens(NamedTuple):
     prefix: int = 0
 
 
+class OtherModel(NamedTuple):
+    """A model that stays on the card beside the one that runs, with its text encoder and VAE.
+
+    Attributes:
+        family: A name in `spec.FAMILIES`.
+        precision: Of its transformer: bf16, fp8 or int8.
+    """
+
+    family: str
+    precision: str
+
+
 @dataclass(frozen=True)
 class RunRequest:
     """A run to plan. "auto" and 0 tiles leave a choice to the plan.
@@ -133,6 +145,7 @@ class RunRequest:
             all fits.
         loras: on the transformer.
         controlnet_bytes: of the weights of a ControlNet that runs in each step; 0 for none.
+        others: models that stay on the card beside it.
         tiles: of the VAE: 0 leaves it to the plan, 1 is whole, more are at least so many.
         cache: the step cache, one of `step_cache.CHOICES`; "custom" needs `computed`.
         computed: of the steps, those that call the transformer; 0 counts them from `cache`.
@@ -158,6 +171,7 @@ class RunRequest:
     text_encoder_place: str = "auto"
     loras: Loras = Loras()
     controlnet_bytes: int = 0
+    others: tuple[OtherModel, ...] = ()
     tiles: int = 0
     cache: str = OFF
     computed: int = 0
@@ -169,6 +183,13 @@ class RunRequest:
         self._check_choices()
         self._check_numbers()
         self._check_family(family)
+        for other in self.others:
+            find_family(other.family)
+            if other.precision not in LOADED_PRECISIONS:
+                raise SettingError(
+                    f"{other.precision!r} is no precision of a model that stays on the card: "
+                    f"choose {', '.join(LOADED_PRECISIONS)}."
+                )
 
     @property
     def member(self) -> Family:

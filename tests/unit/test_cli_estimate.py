@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from qwen_l40s.cli import build_parser, main
 from qwen_l40s.cli.estimate import request_of
 from qwen_l40s.machine.card_list import known_cards
+from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.planning.request import Loras, RunRequest
-from qwen_l40s.spec import FAMILIES, GIB
+from qwen_l40s.spec import FAMILIES, GIB, find_family
 
 ROOT = Path(__file__).resolve().parents[2]
 ISSUE = shlex.split(
@@ -129,6 +130,41 @@ def test_qwen_image_21_shares_no_rows_and_names_its_licence(capsys):
     words = " ".join(capsys.readouterr().out.split())
     assert "one card computes a pass, as the rows of qwen-image-2.1 are not shared" in words
     assert "Qwen Research License: research, not commercial use" in words
+
+
+def test_models_that_stay_beside_it_take_their_memory(capsys):
+    """A text encoder and a VAE that two families share are there once."""
+    run = ["estimate", "--card", "H200", "--family", "qwen-image-2512", "--json"]
+
+    def taken(*others):
+        assert main([*run, *(word for other in others for word in ("--with", other))]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["settings"]["with"] == list(others)
+        return -found["headroom_gib"]
+
+    alone = taken()
+    edit, other = taken("qwen-image-edit-2511:int8"), taken("qwen-image-2.1:int8")
+    family = find_family("qwen-image-2.1")
+    transformer = weight_bytes(family.transformer, "int8").total
+    encoder = 2 * (family.text_encoder.language + family.text_encoder.vision)
+    shared = weight_bytes(find_family("qwen-image-edit-2511").transformer, "int8").total
+    assert other - alone == pytest.approx((transformer + encoder + family.vae_bytes) / GIB, abs=0.1)
+    assert edit - alone == pytest.approx(shared / GIB, abs=0.1)
+    assert main([*run[:-1], "--with", "qwen-image-2.1:int8"]) == 0
+    assert "beside qwen-image-2.1 in int8" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ("qwen-image-2.1", "--with qwen-image-2.1 must be FAMILY:PRECISION"),
+        ("qwen-image-3:int8", "qwen-image-3"),
+        ("qwen-image-2.1:int4", "'int4' is no precision of a model that stays on the card"),
+    ],
+)
+def test_a_model_beside_it_that_is_unknown_is_refused(capsys, other, words):
+    assert main(["estimate", "--card", "L40S", "--with", other]) == 2
+    assert words in capsys.readouterr().err
 
 
 def request(*argv):
