@@ -1,7 +1,4 @@
-"""The micro Qwen-Image-2.1: small, ordinary, and what both hosts ask of its dims.
-
-Where models/micro_21 is absent, an untrained one takes its place, and nothing is painted.
-"""
+"""The micro Qwen-Image-2.1: small, ordinary, and what both hosts ask of its dims."""
 
 import json
 
@@ -15,40 +12,30 @@ from qwen_l40s.hosts.diffusers.sample import generate
 from qwen_l40s.loaders.source import bundled_micro_folder
 from qwen_l40s.micro.judge import adherence
 from qwen_l40s.micro.scene import gallery_prompts, parse_prompt
-from qwen_l40s.tools.micro.families import QWEN_IMAGE_21
-from qwen_l40s.tools.micro.model import SCHEDULER, WEIGHTED, build
+from qwen_l40s.tools.micro.model import SCHEDULER, WEIGHTED
 
-SHIPPED = bundled_micro_folder("2.1")
+FOLDER = bundled_micro_folder("2.1")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    if SHIPPED.is_dir():
-        return SHIPPED
-    path = tmp_path_factory.mktemp("micro_21")
-    build(0, QWEN_IMAGE_21).save(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def config(folder):
+def config():
     names = {"scheduler": "scheduler_config.json", **dict.fromkeys(WEIGHTED, "config.json")}
     return {
-        part: json.loads((folder / part / name).read_text(encoding="utf-8"))
+        part: json.loads((FOLDER / part / name).read_text(encoding="utf-8"))
         for part, name in names.items()
     }
 
 
-def test_the_folder_is_at_most_8_megabytes(folder):
-    files = [file for file in folder.rglob("*") if file.is_file()]
+def test_the_folder_is_at_most_8_megabytes():
+    files = [file for file in FOLDER.rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files if file.suffix != ".md") <= 8_000_000
     assert {file.suffix for file in files} <= {".json", ".safetensors", ".txt", ".jinja", ".md"}
 
 
-def test_the_index_names_the_real_models_classes(folder):
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+def test_the_index_names_the_real_models_classes():
+    index = json.loads((FOLDER / "model_index.json").read_text(encoding="utf-8"))
     assert {name: value for name, value in index.items() if name != "_diffusers_version"} == {
         "_class_name": "QwenImage21Pipeline",
         "processor": ["transformers", "Qwen3VLProcessor"],
@@ -60,8 +47,8 @@ def test_the_index_names_the_real_models_classes(folder):
 
 
 @pytest.mark.parametrize("part", WEIGHTED)
-def test_every_weight_is_a_finite_bf16(folder, part):
-    (file,) = (folder / part).glob("*.safetensors")
+def test_every_weight_is_a_finite_bf16(part):
+    (file,) = (FOLDER / part).glob("*.safetensors")
     with safe_open(file, "pt") as weights:
         for name in weights.keys():  # noqa: SIM118 (not a dict)
             weight = weights.get_tensor(name)
@@ -82,9 +69,9 @@ def test_comfyuis_constants_hold(config):
     assert {name: config["scheduler"][name] for name in SCHEDULER} == SCHEDULER
 
 
-def test_prompts_are_cut_after_the_system_turn(folder):
+def test_prompts_are_cut_after_the_system_turn():
     """Where the second turn starts, by which ComfyUI finds it."""
-    pipeline = load_pipeline(folder, device="cpu", precision="fp32").to_diffusers()
+    pipeline = load_pipeline(FOLDER, device="cpu", precision="fp32").to_diffusers()
     words = pipeline.processor.tokenizer
     ids = words(pipeline.prompt_template_t2i.format("a red star")).input_ids
     assert words.decode(ids[pipeline._drop_idx :]).startswith("<|im_start|>user\na red star")
@@ -92,10 +79,9 @@ def test_prompts_are_cut_after_the_system_turn(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not SHIPPED.is_dir(), reason="models/micro_21 is not here")
 def test_the_model_paints_what_it_is_told():
     """Prompts of (shape, colour) pairs that training never showed."""
-    pipeline = load_pipeline(SHIPPED, device="cpu", precision="fp32")
+    pipeline = load_pipeline(FOLDER, device="cpu", precision="fp32")
     results = []
     for seed, prompt in enumerate(gallery_prompts(10, seed=3)):
         painted = generate(pipeline, prompt, width=256, height=256, seed=seed, progress=False)

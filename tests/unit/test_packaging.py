@@ -115,7 +115,7 @@ def test_wheel_holds_the_package_the_micro_model_and_nothing_else(wheel, source)
         f"qwen_l40s/{file.relative_to(source).as_posix()}"
         for file in [
             *source.rglob("*.py"),
-            *(source / "models" / "micro").rglob("*"),
+            *(source / "models").rglob("*"),
             *(source / "planning").glob("*.json"),
         ]
         if file.is_file() and file.relative_to(source).parts[0] not in NOT_PACKAGES
