@@ -49,7 +49,7 @@ MODEL_INPUTS = {
     ("ControlNetLoader", "control_net_name"): "controlnet",
 }
 ADDITION = "time_text_embed.addition_t_embedding.weight"
-NO_FILES = ("micro (bundled)", "automatic")
+NO_FILES = ("micro (bundled)", "micro 2.1 (bundled)", "automatic")
 IMAGE_SIDES = (256, 192)
 NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 HOLE = (96, 64, 160, 128)  # where a picture is transparent: what LoadImage gives as its mask

@@ -14,16 +14,18 @@ from ...options import likely_family
 from ...planning.cards import name_key
 from ...planning.plan import LEAST_SIDE, plan
 from ...planning.request import AUTO, RunRequest
-from ...spec import CardFacts, whole_pixels
+from ...spec import SINGLE_STREAM_FAMILY, CardFacts, whole_pixels
 from .workflow import Graph, source
 
 CARDS = Path(__file__).parents[2] / "planning" / "gpus.json"
 # `cuda:0 NVIDIA L40S : cudaMallocAsync` (comfy.model_management.get_torch_device_name).
 DEVICE = re.compile(r"cuda:\d+ (.+?)( : \w*)?")
 LOADERS = ("QwenL40S_Load", "QwenL40S_LoadModel")
-MICRO, AS_STORED = "micro (bundled)", "as stored"
+MICROS, AS_STORED = ("micro (bundled)", "micro 2.1 (bundled)"), "as stored"
 SAMPLERS = ("KSampler", "KSamplerAdvanced", "SamplerCustom", "SamplerCustomAdvanced")
 EMPTY = ("EmptyLatentImage", "EmptySD3LatentImage", "EmptyQwenImageLayeredLatentImage")
+# How files of Qwen-Image-2.1 are called; 2511 and 2512 are others.
+NAMED_21 = re.compile(r"(?<!\d)2[._-]?1(?!\d)")
 # Nodes of any pack that use other cards or paint in parts: a pass takes less of the first card.
 ELSEWHERE = re.compile("Cards|Context|Device|MultiGPU|Tile|Window")
 
@@ -84,15 +86,16 @@ def _request(graph: Graph, node: str) -> RunRequest | None:
     *between, loader = _behind(graph, node, "guider", "model")
     *_, latent = _behind(graph, node, "latent_image")
     load = loader["inputs"]
-    if loader["class_type"] not in LOADERS or load.get("model") == MICRO:
+    if loader["class_type"] not in LOADERS or load.get("model") in MICROS:
         return None
     if any(ELSEWHERE.search(other["class_type"]) for other in between):
         return None
     size = _counts(latent) if latent["class_type"] in EMPTY else {}
     layers, precision = size.get("layers", 0), load.get("precision", AUTO)
+    is_21 = NAMED_21.search(str(load.get("model")))
     try:
         return RunRequest(
-            family=likely_family(0, layers),
+            family=SINGLE_STREAM_FAMILY.name if is_21 else likely_family(0, layers),
             precision=AUTO if precision == AS_STORED else precision,
             width=whole_pixels(size.get("width", LEAST_SIDE)),
             height=whole_pixels(size.get("height", LEAST_SIDE)),

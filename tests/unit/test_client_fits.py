@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qwen_l40s.client.graph.fits import ELSEWHERE, MICRO, misfit
+from qwen_l40s.client.graph.fits import ELSEWHERE, MICROS, misfit
 from qwen_l40s.client.graph.workflow import read_workflow
 from qwen_l40s.errors import UnavailableError
 from qwen_l40s.machine.card_list import known_cards
@@ -110,10 +110,27 @@ def test_a_graph_of_other_nodes_is_not_judged():
     linked = changed(
         "text_to_image_2048", size={"batch_size": ["positive", 0], "width": [], "x": 1}
     )
-    assert GRAPHS["micro_text_to_image"]["load"]["inputs"]["model"] == MICRO
-    micro = changed("text_to_image_2048", load={"model": MICRO}, size={"batch_size": 64})
-    for graph in (stock, tiled, linked, micro):
+    templates = ("micro_text_to_image", "micro_qwen_image_21")
+    assert tuple(GRAPHS[name]["load"]["inputs"]["model"] for name in templates) == MICROS
+    micros = [
+        changed("text_to_image_2048", load={"model": model}, size={"batch_size": 64})
+        for model in MICROS
+    ]
+    for graph in (stock, tiled, linked, *micros):
         assert misfit(graph, small) is None
+
+
+def test_qwen_image_21_is_known_by_its_file():
+    """Whose blocks are wider and whose weights are fewer: other batches fit."""
+    size = {"width": 2048, "height": 2048, "batch_size": 8}
+    for model, refused in (
+        ("qwen_image_2.1_bf16.safetensors", True),
+        ("sub/Qwen-Image-2_1-Turbo.safetensors", True),
+        ("qwen_image_2512_bf16.safetensors", False),
+        ("qwen_image_edit_2511_bf16.safetensors", False),
+    ):
+        graph = changed("qwen_image_21", load={"model": model}, size=size)
+        assert (misfit(graph, stats("RTX 3060 12GB")) is not None) == refused, model
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,13 @@ CARDS = (
     *("L40S", "H200", "H100 SXM", "A100 80GB SXM"),
     *("RTX 5090", "RTX 4090", "RTX 3090", "RTX 4080", "RTX 3060 12GB", "RTX 4060"),
 )
+# Of Qwen-Image-2.1, whose weights are a third.
+CARDS_21 = ("L40S", "RTX 4090", "RTX 3060 12GB")
 INTRODUCTION = (
-    "One image of the linked workflow: {size}, {steps} steps, CFG. Times are predicted, for the "
-    "{measured} from its measurements. **Tight**\nmeans less than 1.5 GiB to spare of a predicted "
-    "peak. `modulation`: a third of the weights, which see only the timestep."
+    "One image of the linked workflow: {size}, {steps} steps, CFG; in the rows of 2.1 {size_21}, "
+    "{steps_21} steps, no CFG. Times are predicted,\nfor the {measured} from its measurements. "
+    "**Tight** means less than 1.5 GiB to spare of a predicted peak. `modulation`: a third of the "
+    "weights of 1.x, which see only the timestep."
 )
 HEAD = (
     "| card | `precision` | `modulation` | `text_encoder_placement` | to spare | an image | "
@@ -34,13 +37,18 @@ HEAD = (
 )
 
 
-def sampled(precision):
-    """What the linked workflow samples, as its file says."""
-    path = ROOT / "workflows" / "api" / f"text_to_image_{precision}.json"
+def sampled(name):
+    """What a workflow samples, as its file says."""
+    path = ROOT / "workflows" / "api" / f"{name}.json"
     nodes = json.loads(path.read_text(encoding="utf-8"))
     size, sample = nodes["size"]["inputs"], nodes["sample"]["inputs"]
-    assert size["batch_size"] == 1 and sample["cfg"] > 1
-    return RunRequest(width=size["width"], height=size["height"], steps=sample["steps"])
+    assert size["batch_size"] == 1
+    request = RunRequest(width=size["width"], height=size["height"], steps=sample["steps"])
+    if "2.1" not in nodes["load"]["inputs"]["model"]:
+        assert sample["cfg"] > 1
+        return request
+    assert sample["cfg"] == 1
+    return replace(request, family="qwen-image-2.1", cfg="off")
 
 
 def workflow(precision):
@@ -51,14 +59,26 @@ def workflow(precision):
 
 def row(name):
     card = find_card(name, known_cards())
-    found = estimate(sampled("bf16"), card)
+    found = estimate(sampled("text_to_image_bf16"), card)
     setting = found.option.setting
-    assert found.request == sampled(setting.precision)
+    assert found.request == sampled(f"text_to_image_{setting.precision}")
     cost = "" if found.usd_per_image is None else usd(found.usd_per_image)
     return (
         f"| {name} | {workflow(setting.precision)} | {setting.modulation} | "
         f"{setting.text_encoder_place} | {spare(found)} | {duration(found.image_seconds)} | "
         f"{cost} | {faster(found, card)} |"
+    )
+
+
+def row_21(name):
+    card = find_card(name, known_cards())
+    found = estimate(sampled("qwen_image_21"), card)
+    setting = found.option.setting
+    cost = "" if found.usd_per_image is None else usd(found.usd_per_image)
+    return (
+        f"| {name}, [2.1](workflows/qwen_image_21.json) | {setting.precision} |  | "
+        f"{setting.text_encoder_place} | {spare(found)} | {duration(found.image_seconds)} | "
+        f"{cost} |  |"
     )
 
 
@@ -92,13 +112,15 @@ def faster(found, card):
 
 
 def test_the_table_of_cards_is_the_estimators():
-    asked = sampled("bf16")
+    asked, of_21 = sampled("text_to_image_bf16"), sampled("qwen_image_21")
     introduction = INTRODUCTION.format(
         size=f"{asked.width}x{asked.height}",
         steps=asked.steps,
+        size_21=f"{of_21.width}x{of_21.height}",
+        steps_21=of_21.steps,
         measured=measured()["conditions"]["card"].removeprefix("NVIDIA "),
     )
-    block = "\n".join((introduction, "", HEAD, *map(row, CARDS)))
+    block = "\n".join((introduction, "", HEAD, *map(row, CARDS), *map(row_21, CARDS_21)))
     assert f"{MARK}\n\n{block}\n\n" in README, f"put this behind the mark:\n\n{block}\n"
 
 

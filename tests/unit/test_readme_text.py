@@ -118,7 +118,9 @@ def test_the_table_of_workflows_holds_each_with_its_files():
     expected = {
         name: ", ".join(map(str, sorted(files))) or "none" for name, files in needed.items()
     }
-    found = {re.findall(r"\w+", cells[0])[0]: cells[2] for cells in rows("Workflows")}
+    found = {
+        name: cells[2] for cells in rows("Workflows") for name in re.findall(r"\[(\w+)\]", cells[0])
+    }
     assert found == expected
     assert {path.stem for path in (ROOT / "workflows").glob("*.json")} == set(expected)
 

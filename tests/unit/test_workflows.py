@@ -14,7 +14,7 @@ from PIL import Image
 
 from qwen_l40s import __version__
 from qwen_l40s.tools.workflows import __main__ as builder
-from qwen_l40s.tools.workflows import definitions, thumbnails, ui_form
+from qwen_l40s.tools.workflows import definitions, thumbnails, ui_form, workflows
 from qwen_l40s.tools.workflows.graph import Workflow
 from qwen_l40s.tools.workflows.ui_form import (
     MOST_HEIGHT,
@@ -23,7 +23,6 @@ from qwen_l40s.tools.workflows.ui_form import (
     lay_out,
     room_below,
 )
-from qwen_l40s.tools.workflows.workflows import workflows
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "workflows"
@@ -45,6 +44,11 @@ NAMES = [
     "controlnet",
     "batch_of_8",
     "text_to_image_2048",
+    "qwen_image_21",
+    "qwen_image_21_2048",
+    "qwen_image_21_turbo",
+    "qwen_image_21_edit",
+    "micro_qwen_image_21",
     "micro_report",
     "estimate",
     "estimate_generate_report",
@@ -275,7 +279,8 @@ def test_the_note_names_each_file_and_what_it_takes(name: str):
     for link in links(name):
         assert f"[{link['name']}]({link['url']})" in text
         assert f"`models/{link['directory']}`" in text
-    paints = any(node["class_type"] == "KSampler" for node in api(name).values())
+    samplers = {"KSampler", "SamplerCustom"}
+    paints = not samplers.isdisjoint(node["class_type"] for node in api(name).values())
     assert ("On an L40S, predicted:" in text) == (paints and bool(links(name)))
 
 
@@ -287,7 +292,8 @@ def test_the_text_encoder_leaves_the_card_where_the_note_says_so(name: str):
 
 
 def test_what_no_file_is_needed_for_names_none():
-    for name in ("micro_text_to_image", "micro_report", "estimate", "advise"):
+    micro = ("micro_text_to_image", "micro_qwen_image_21", "micro_report")
+    for name in (*micro, "estimate", "advise"):
         assert "safetensors" not in json.dumps(api(name))
 
 
@@ -317,13 +323,29 @@ def test_lightning_runs_as_it_was_trained():
         assert graph["negative"]["class_type"] == "ConditioningZeroOut"
 
 
+def test_those_of_qwen_image_21_say_what_they_need_and_its_licence():
+    for name in NAMES:
+        if "qwen_image_21" in name:
+            text = ui(name)["nodes"][0]["widgets_values"][0]
+            assert text.split("\n\n")[1].startswith("**Needs ComfyUI 0.37 or newer.**")
+            assert ("Qwen Research License" in text) == ("micro" not in name)
+
+
+def test_the_turbo_keeps_its_own_sigmas():
+    graph = api("qwen_image_21_turbo")
+    sigmas = [float(value) for value in graph["sigmas"]["inputs"]["sigmas"].split(",")]
+    assert len(sigmas) == 8 + 1 and sigmas == sorted(sigmas, reverse=True)
+    assert (sigmas[0], sigmas[-1]) == (1.0, 0.0)
+    assert graph["sample"]["inputs"]["cfg"] == 1.0
+
+
 def test_pictures_are_small_and_say_what_they_are(name: str):
     path = FOLDER / f"{name}.jpg"
     with Image.open(path) as picture:
         assert picture.format == "JPEG" and picture.mode == "RGB"
         assert picture.size == (thumbnails.SIDE, thumbnails.SIDE)
     assert path.stat().st_size <= thumbnails.MOST_BYTES
-    made = name == "micro_text_to_image"
+    made = name in ("micro_text_to_image", "micro_qwen_image_21")
     # Others become "made by the workflow" as soon as a card has painted them.
     allowed = {thumbnails.MADE} if made else {thumbnails.MADE, thumbnails.DRAWN}
     assert thumbnails.comment_of(path) in allowed

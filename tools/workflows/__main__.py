@@ -19,10 +19,9 @@ from typing import Any
 from PIL import Image
 
 from ... import __version__
-from . import definitions, thumbnails
+from . import definitions, thumbnails, workflows
 from .graph import api_form
 from .ui_form import ui_form
-from .workflows import workflows
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "workflows"

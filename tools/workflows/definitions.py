@@ -5,7 +5,8 @@ A part of that answer lies in `definitions.json`, so that workflows are written 
     curl -s http://127.0.0.1:8188/object_info > object_info.json
     python -m qwen_l40s.tools.workflows --definitions object_info.json
 
-A further node of ComfyUI's is added there first, as `"Name": {}`.
+It is that of a ComfyUI with Qwen-Image-2.1, 0.37 or newer. A further node of ComfyUI's is added
+there first, as `"Name": {}`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ FILE = Path(__file__).with_name("definitions.json")
 OURS = "QwenL40S_"
 # A choice that brings widgets of its own; what those are is not kept, since no workflow sets them.
 DYNAMIC_COMBO = "COMFY_DYNAMICCOMBO_V3"
+# Sockets that the page adds as wires come; kept are those that workflows use, and one more.
+AUTOGROW, GROWN = "COMFY_AUTOGROW_V3", 3
 WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", DYNAMIC_COMBO}
 # What of an input's options changes how it is written. Tooltips may change at any time.
 KEPT_OPTIONS = (
@@ -153,15 +156,24 @@ def definitions() -> dict[str, Definition]:
 
 def _node(name: str, info: Mapping[str, Any]) -> dict[str, Any]:
     inputs = [
-        _input(name, input_name, info["input"][section][input_name], section == "optional")
+        entry
         for section in ("required", "optional")
         for input_name in info["input_order"].get(section, [])
+        for entry in _inputs(name, input_name, info["input"][section][input_name], section)
     ]
     outputs = [
         {"name": output_name, "type": output_type}
         for output_name, output_type in zip(info["output_name"], info["output"], strict=True)
     ]
     return {"display_name": info.get("display_name"), "inputs": inputs, "outputs": outputs}
+
+
+def _inputs(node: str, name: str, entry: list[Any], section: str) -> list[dict[str, Any]]:
+    if entry[0] != AUTOGROW:
+        return [_input(node, name, entry, section == "optional")]
+    template = entry[1]["template"]
+    (grown,) = template["input"]["required"].values()
+    return [_input(node, f"{name}.{each}", grown, True) for each in template["names"][:GROWN]]
 
 
 def _input(node: str, name: str, entry: list[Any], optional: bool) -> dict[str, Any]:

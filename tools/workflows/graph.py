@@ -17,6 +17,7 @@ COMFY_LAYERED = (
     "https://huggingface.co/Comfy-Org/Qwen-Image-Layered_ComfyUI/resolve/main/split_files"
 )
 FUN_CONTROL = "https://huggingface.co/alibaba-pai/Qwen-Image-2512-Fun-Controlnet-Union/resolve/main"
+COMFY_21 = "https://huggingface.co/Comfy-Org/Qwen-Image-2.1/resolve/main"
 PANORAMA = "https://huggingface.co/ProGamerGov/qwen-360-diffusion/resolve/main"
 
 
@@ -49,8 +50,8 @@ def _transformer(name: str, folder: str, gb: float) -> ModelFile:
     return ModelFile(name, f"{folder}/diffusion_models", "diffusion_models", gb)
 
 
-def _text_encoder(name: str, gb: float) -> ModelFile:
-    return ModelFile(name, f"{COMFY_QWEN}/text_encoders", "text_encoders", gb)
+def _text_encoder(name: str, gb: float, folder: str = COMFY_QWEN) -> ModelFile:
+    return ModelFile(name, f"{folder}/text_encoders", "text_encoders", gb)
 
 
 QWEN_2512 = _transformer("qwen_image_2512_bf16.safetensors", COMFY_QWEN, 40.9)
@@ -76,6 +77,11 @@ EDIT_LIGHTNING_4 = ModelFile(
 CONTROL_UNION = ModelFile(
     "Qwen-Image-2512-Fun-Controlnet-Union-2602.safetensors", FUN_CONTROL, "controlnet", 3.51
 )
+QWEN_21 = _transformer("qwen_image_2.1_bf16.safetensors", COMFY_21, 14.23)
+QWEN_21_INT8 = _transformer("qwen_image_2.1_int8_convrot.safetensors", COMFY_21, 7.26)
+TURBO_21 = _transformer("qwen_image_2.1_turbo_int8_convrot.safetensors", COMFY_21, 7.26)
+TEXT_ENCODER_21 = _text_encoder("qwen3vl_8b_int8_convrot.safetensors", 9.35, COMFY_21)
+VAE_21 = ModelFile("qwen_image_2.1_vae_bf16.safetensors", f"{COMFY_21}/vae", "vae", 0.68)
 
 
 # Numbers of a widget's type; bool is an int to Python and none to ComfyUI.

@@ -67,12 +67,14 @@ def fast(
     workflow: Workflow,
     model: Link,
     *,
-    shift: float = SHIFT,
+    shift: float | None = SHIFT,
     group: str = SAMPLING,
     folded: bool = False,
 ) -> Link:
-    """The MODEL as it is sampled: optimized, with the noise schedule's shift."""
+    """The MODEL as it is sampled: optimized, with the noise schedule's shift; None: ComfyUI's."""
     optimize = workflow.add("optimize", "QwenL40S_Optimize", group, folded=folded, model=model)
+    if shift is None:
+        return optimize["MODEL"]
     node = workflow.add(
         "shift",
         "ModelSamplingAuraFlow",

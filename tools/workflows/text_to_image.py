@@ -339,7 +339,7 @@ def micro_text_to_image() -> Workflow:
     return workflow
 
 
-def load_micro(workflow: Workflow) -> Loaded:
-    """The bundled model, which needs no file."""
-    node = workflow.add("load", "QwenL40S_Load", MODELS, model=MICRO)
+def load_micro(workflow: Workflow, model: str = MICRO) -> Loaded:
+    """A bundled model, which needs no file."""
+    node = workflow.add("load", "QwenL40S_Load", MODELS, model=model)
     return Loaded(node["MODEL"], node["CLIP"], node["VAE"])

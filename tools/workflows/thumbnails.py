@@ -169,7 +169,7 @@ def text_to_image(line: str, badge: str, colour: str, sky: str) -> Image.Image:
     drawing = Drawing("Text to image", line)
     drawing.picture((36, 104, 476, 420), sky=sky)
     drawing.prompt((56, 124, 236, 214))
-    drawing.badge((56, 286, 296, 400), badge, 92, colour)
+    drawing.badge((56, 286, 296, 400), badge, min(92, 400 // len(badge)), colour)
     return drawing.square()
 
 
@@ -355,7 +355,10 @@ def save_quantized() -> Image.Image:
     return drawing.square()
 
 
-FRAMES = {"micro_text_to_image": ("Try it: micro", "nothing to download")}
+FRAMES = {
+    "micro_text_to_image": ("Try it: micro", "nothing to download"),
+    "micro_qwen_image_21": ("Try it: micro 2.1", "nothing to download"),
+}
 DRAWINGS: dict[str, Callable[[], Image.Image]] = {
     "text_to_image_bf16": lambda: text_to_image("most faithful", "bf16", BLUE, DAY),
     "text_to_image_cached": step_cache,
@@ -367,6 +370,10 @@ DRAWINGS: dict[str, Callable[[], Image.Image]] = {
     "controlnet": controlnet,
     "text_to_image_2048": large,
     "batch_of_8": batch,
+    "qwen_image_21": lambda: text_to_image("Qwen-Image-2.1", "2.1", PURPLE, NIGHT),
+    "qwen_image_21_2048": lambda: text_to_image("Qwen-Image-2.1", "2048", PURPLE, SEA),
+    "qwen_image_21_turbo": lambda: text_to_image("2.1-Turbo, 8 steps", "Turbo", "#ffd84d", DUSK),
+    "qwen_image_21_edit": lambda: edit("Edit, 2 pictures", "Qwen-Image-2.1", "2.1"),
     "edit_2511": lambda: edit("Edit a picture", "as the prompt says"),
     "edit_2511_lightning": lambda: edit("Edit, Lightning", "a picture, no CFG", "4 steps"),
     "edit_2511_three_references": three_references,
