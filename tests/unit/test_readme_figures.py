@@ -26,10 +26,10 @@ CARDS = (
 # Of Qwen-Image-2.1, whose weights are a third.
 CARDS_21 = ("L40S", "RTX 4090", "RTX 3060 12GB")
 INTRODUCTION = (
-    "One image of the linked workflow: {size}, {steps} steps, CFG; in the rows of 2.1 {size_21}, "
-    "{steps_21} steps, no CFG. Times are predicted,\nfor the {measured} from its measurements. "
+    "One image of the linked workflow: {size}, {steps} steps, CFG (rows of 2.1: {size_21}, "
+    "{steps_21} steps, no CFG). Times are predicted, for the\n{measured} from its measurements. "
     "**Tight** means less than 1.5 GiB to spare of a predicted peak. `modulation`: a third of the "
-    "weights of 1.x, which see only the timestep."
+    "weights,\nwhich see only the timestep; 2.1 has none."
 )
 HEAD = (
     "| card | `precision` | `modulation` | `text_encoder_placement` | to spare | an image | "
