@@ -478,9 +478,12 @@ def text_encoder_bytes(request: RunRequest, precision: str) -> int:
     Args:
         precision: bf16, fp8 or int8. True sizes in `request.parts` stand above it.
     """
-    if request.parts.text_encoder_bytes is not None:
-        return request.parts.text_encoder_bytes
-    encoder = request.member.text_encoder
+    known = request.parts.text_encoder_bytes
+    return encoder_bytes(request.member.text_encoder, precision) if known is None else known
+
+
+def encoder_bytes(encoder: TextEncoder, precision: str) -> int:
+    """The same of a published encoder."""
     total = 2 * (encoder.language + encoder.vision)
     if precision not in QUANTIZED:
         return total

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..errors import UnavailableError
-from ..spec import GIB, MIB, ON_CARD, REFERENCE_SIDE, format_gib
+from ..spec import GIB, MIB, ON_CARD, REFERENCE_SIDE, find_family, format_gib
 from .bytes import (
     BF16,
     TransformerBytes,
     buffer_bytes,
     embedding_rows,
+    encoder_bytes,
     encoding_bytes,
     graph_bytes,
     input_bytes,
@@ -235,14 +236,14 @@ def others_bytes(request: RunRequest, setting: Setting) -> dict[str, int]:
     member, found = request.member, {}
     encoders, vaes = {member.text_encoder}, {member.vae}
     for family, precision in request.others:
-        other = RunRequest(family=family, width=256, height=256)  # of any size
+        other = find_family(family)
         count = weight_bytes(other.transformer, precision).total
-        if other.member.text_encoder not in encoders:
-            count += text_encoder_bytes(other, setting.text_encoder)
-        if other.member.vae not in vaes:
-            count += other.member.vae_bytes
-        encoders.add(other.member.text_encoder)
-        vaes.add(other.member.vae)
+        if other.text_encoder not in encoders:
+            count += encoder_bytes(other.text_encoder, setting.text_encoder)
+        if other.vae not in vaes:
+            count += other.vae_bytes
+        encoders.add(other.text_encoder)
+        vaes.add(other.vae)
         name = f"{family} in {precision}"
         found[name] = found.get(name, 0) + count
     return found
