@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...loaders.source import MICRO_SIDE
 from ...planning.request import RunRequest
 from ...spec import LICENCE_21, SINGLE_STREAM_FAMILY
 from .edit import IMAGES, PICTURE
@@ -38,10 +37,9 @@ from .parts import (
     sample,
     save,
 )
-from .text_to_image import EXAMPLE, MICRO_PROMPT, MICRO_STEPS, load_micro
+from .text_to_image import EXAMPLE, micro
 
 HOST = "**Needs ComfyUI 0.37 or newer.**"
-LICENCE = f"{LICENCE_21}."
 FAMILY = SINGLE_STREAM_FAMILY.name
 STEPS = 25  # of ComfyUI's own template; the model card takes 40
 SIDE = 1024
@@ -138,8 +136,8 @@ def qwen_image_21_edit() -> Workflow:
         ),
         QWEN_21_INT8,
         _request("int8", references=2),
-        COLUMNS,
     )
+    workflow.columns = COLUMNS
     loaded = _load(workflow, QWEN_21_INT8, "int8")
     first, second = (
         workflow.add(f"image_{index}", "LoadImage", IMAGES, about=f"image {index}", image=PICTURE)
@@ -165,29 +163,13 @@ def qwen_image_21_edit() -> Workflow:
 
 def micro_qwen_image_21() -> Workflow:
     """The bundled micro model of 2.1, which runs anywhere."""
-    title = "Qwen-Image-2.1, bundled micro model"
-    workflow = Workflow(
+    return micro(
         "micro_qwen_image_21",
-        title,
-        note(
-            title,
-            f"{HOST} Press **Run**: a tiny Qwen-Image-2.1 that comes with this pack paints "
-            "coloured shapes. It needs no download and also runs on a CPU.",
-            (
-                "The prompt: a size, a colour, a shape, a place and a background, such as `a small "
-                "red star at the top left on a blue background`.",
-                "Keep 256x256: the model was trained at that size.",
-            ),
-        ),
+        "Qwen-Image-2.1, bundled micro model",
+        f"{HOST} Press **Run**: a tiny Qwen-Image-2.1 that comes with this pack paints coloured "
+        "shapes. It needs no download and also runs on a CPU.",
+        MICRO,
     )
-    loaded = load_micro(workflow, MICRO)
-    positive = encode(workflow, "positive", MICRO_PROMPT, loaded.clip)
-    negative = encode(workflow, "negative", " ", loaded.clip, "negative prompt")
-    latent = empty(workflow, MICRO_SIDE, MICRO_SIDE, id="empty")
-    painted = sample(workflow, loaded.model, positive, negative, latent, steps=MICRO_STEPS, cfg=4.0)
-    images = workflow.add("decode", "VAEDecode", IMAGE, samples=painted, vae=loaded.vae)["IMAGE"]
-    save(workflow, images, "micro")
-    return workflow
 
 
 def _request(
@@ -224,14 +206,10 @@ def _workflow(
     change: Sequence[str],
     transformer: ModelFile,
     request: RunRequest,
-    columns: Sequence[Sequence[str]] | None = None,
 ) -> Workflow:
     files = (transformer, TEXT_ENCODER_21, VAE_21)
-    workflow = Workflow(
-        name, title, note(title, f"{HOST} {what} {LICENCE}", change, files=files, request=request)
-    )
-    workflow.columns = columns or workflow.columns
-    return workflow
+    text = note(title, f"{HOST} {what} {LICENCE_21}.", change, files=files, request=request)
+    return Workflow(name, title, text)
 
 
 def _load(workflow: Workflow, transformer: ModelFile, precision: str) -> Loaded:

@@ -314,14 +314,23 @@ def _lightning(name: str, steps: int, lora_file: ModelFile) -> Workflow:
 
 def micro_text_to_image() -> Workflow:
     """The bundled model of 7.8 M parameters: what `make demo` runs, in ComfyUI."""
-    title = "Text to image, bundled micro model"
-    workflow = Workflow(
+    return micro(
         "micro_text_to_image",
+        "Text to image, bundled micro model",
+        "Press **Run**: the tiny Qwen-Image that comes with this pack paints coloured shapes. "
+        "It needs no download and also runs on a CPU.",
+        MICRO,
+    )
+
+
+def micro(name: str, title: str, what: str, model: str) -> Workflow:
+    """Text to image with a bundled model, through ComfyUI's own decoder."""
+    workflow = Workflow(
+        name,
         title,
         note(
             title,
-            "Press **Run**: the tiny Qwen-Image that comes with this pack paints coloured shapes. "
-            "It needs no download and also runs on a CPU.",
+            what,
             (
                 "The prompt: a size, a colour, a shape, a place and a background, such as `a small "
                 "red star at the top left on a blue background`.",
@@ -329,7 +338,7 @@ def micro_text_to_image() -> Workflow:
             ),
         ),
     )
-    loaded = load_micro(workflow)
+    loaded = load_micro(workflow, model)
     positive = encode(workflow, "positive", MICRO_PROMPT, loaded.clip)
     negative = encode(workflow, "negative", " ", loaded.clip, "negative prompt")
     latent = empty(workflow, MICRO_SIDE, MICRO_SIDE, id="empty")
