@@ -62,11 +62,10 @@ def row(name):
     found = estimate(sampled("text_to_image_bf16"), card)
     setting = found.option.setting
     assert found.request == sampled(f"text_to_image_{setting.precision}")
-    cost = "" if found.usd_per_image is None else usd(found.usd_per_image)
     return (
         f"| {name} | {workflow(setting.precision)} | {setting.modulation} | "
         f"{setting.text_encoder_place} | {spare(found)} | {duration(found.image_seconds)} | "
-        f"{cost} | {faster(found, card)} |"
+        f"{cost(found)} | {faster(found, card)} |"
     )
 
 
@@ -74,12 +73,15 @@ def row_21(name):
     card = find_card(name, known_cards())
     found = estimate(sampled("qwen_image_21"), card)
     setting = found.option.setting
-    cost = "" if found.usd_per_image is None else usd(found.usd_per_image)
     return (
         f"| {name}, [2.1](workflows/qwen_image_21.json) | {setting.precision} |  | "
         f"{setting.text_encoder_place} | {spare(found)} | {duration(found.image_seconds)} | "
-        f"{cost} |  |"
+        f"{cost(found)} |  |"
     )
+
+
+def cost(found):
+    return "" if found.usd_per_image is None else usd(found.usd_per_image)
 
 
 def spare(found):
