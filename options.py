@@ -19,7 +19,9 @@ from .planning.request import (
     TEXT_ENCODER_PRECISIONS,
     Loras,
 )
-from .spec import FAMILIES, GB, GIB, OFF_CARD, ON_CARD, PLACES, TEXT_TO_IMAGE
+from .spec.families import FAMILIES, TEXT_TO_IMAGE
+from .spec.formats import GB, GIB
+from .spec.transformer import OFF_CARD, ON_CARD, PLACES
 from .step_cache import CHOICES, OFF
 
 MOST_PIXELS = 16384

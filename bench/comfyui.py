@@ -39,7 +39,8 @@ from ..loaders.quantized_file import MARKER_2511
 from ..loaders.stored import StoredLayer
 from ..loaders.writer import SafetensorsLayout, write_safetensors
 from ..optimizations.modulation import ModulationTable
-from ..spec import FULL_SIZE, LARGEST, RowFormat, TransformerShape
+from ..spec.formats import LARGEST, RowFormat
+from ..spec.transformer import FULL_SIZE, TransformerShape
 from . import timing as measure
 from .forward import (
     CHECKED,

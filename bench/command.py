@@ -25,7 +25,8 @@ from ..machine.card import first_line, read_cards
 from ..machine.comfyui import check_comfyui, find_comfyui
 from ..planning.bytes import step_bytes, weight_bytes
 from ..planning.request import NEWEST_EDIT, Parts, RunRequest, Setting
-from ..spec import TransformerShape, format_gib
+from ..spec.formats import format_gib
+from ..spec.transformer import TransformerShape
 from .inputs import Inputs
 from .rows import BLOCK, COMFYUI, DIFFUSERS, FORWARD, IMAGE, BenchSetup, Row, select, select_names
 

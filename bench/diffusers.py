@@ -9,7 +9,7 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 
 from ..hosts.diffusers.patch import optimize
-from ..spec import TransformerShape
+from ..spec.transformer import TransformerShape
 from .forward import CHECKED, ForwardOutput, ForwardProgram, InputTensors, Repeats, measure_forward
 from .inputs import rope_axes
 

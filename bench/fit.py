@@ -27,7 +27,8 @@ from ..planning.cards import Card, find_card
 from ..planning.rates import CONSTANT_NAMES, MEASURED, Constants, Rates, rates_by
 from ..planning.request import RunRequest, Setting
 from ..planning.times import Pass, pass_times, prompt_seconds, vae_seconds
-from ..spec import PIXELS_PER_LATENT, PUBLISHED_VAE, find_family
+from ..spec.families import find_family
+from ..spec.vae import PIXELS_PER_LATENT, PUBLISHED_VAE
 from .inputs import Inputs
 
 MeasuredRun = Mapping[str, Any]

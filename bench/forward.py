@@ -18,7 +18,7 @@ import torch
 
 from ..errors import UnavailableError
 from ..loaders.quantize import layers_to_quantize
-from ..spec import REFERENCE_SIDE, TransformerShape
+from ..spec.transformer import REFERENCE_SIDE, TransformerShape
 from . import timing as measure
 from .inputs import Inputs
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..planning.times import TEXT_LAYERS, Work
-from ..spec import (
+from ..spec.formats import BYTES_PER_SCALE, QUANTIZED
+from ..spec.transformer import (
     BLOCK_GEMMS,
-    BYTES_PER_SCALE,
     PIXELS_PER_TOKEN_SIDE,
-    QUANTIZED,
     REFERENCE_TOKENS,
     TransformerShape,
 )

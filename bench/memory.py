@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..spec import GIB
+from ..spec.formats import GIB
 from .memory_record import CardMeter, ImageRun, MemoryResults, record_of, summary
 from .server import ComfyUIServer, ComfyUIServerError
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..cli.output import write_whole
 from ..errors import UnavailableError
-from ..spec import GIB
+from ..spec.formats import GIB
 from .server import ComfyUIServer
 
 MEMORY_SECONDS, PCIE_SECONDS = 0.005, 0.02

@@ -20,7 +20,8 @@ from ..optimizations.fused import TORCH, Ops, choose_ops
 from ..optimizations.linear import BACKENDS as GEMMS
 from ..optimizations.linear import choose_gemm
 from ..optimizations.reference import Modulation, QKNorm, Rotary, Tokens
-from ..spec import RowFormat, TransformerShape
+from ..spec.formats import RowFormat
+from ..spec.transformer import TransformerShape
 from .inputs import Inputs
 from .timing import time_cold
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingError, UnavailableError
 from ..machine.card import first_line
-from ..spec import TransformerShape
+from ..spec.transformer import TransformerShape
 from .inputs import Inputs, forward_work
 
 if TYPE_CHECKING:

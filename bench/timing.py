@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..spec import GIB
+from ..spec.formats import GIB
 
 # More than any L2 cache; writing it also takes longer than launching what is timed after it.
 FLUSHED_BYTES = 2**28

@@ -9,7 +9,7 @@ from ..planning.estimate import Estimate
 from ..planning.phases import Phase, Range, figure, gib
 from ..planning.plan import PlanOption
 from ..planning.request import RunRequest
-from ..spec import GB
+from ..spec.formats import GB
 from ..step_cache import OFF
 from .notes import notes_of
 

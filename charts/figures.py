@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 from ..planning.phases import Range
-from ..spec import GIB
+from ..spec.formats import GIB
 
 LINE = 100  # characters
 

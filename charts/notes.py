@@ -10,7 +10,8 @@ from ..planning.files import NETWORK, NVME, PAGE_CACHE, SOURCES
 from ..planning.phases import Range
 from ..planning.rates import GEMM, attention_share, constants, measured
 from ..planning.request import DROPPED, EXACT, FAST, ON_PROCESSOR
-from ..spec import APACHE, GIB, QUANTIZED, format_gib, sm
+from ..spec.families import APACHE
+from ..spec.formats import GIB, QUANTIZED, format_gib, sm
 from .figures import dollars, duration, many
 
 if TYPE_CHECKING:

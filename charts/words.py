@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..planning.phases import KEPT_FREE_BYTES, Phase
 from ..planning.request import EXACT, RunRequest, Setting
 from ..planning.times import PROCESSOR
-from ..spec import format_gib
+from ..spec.formats import format_gib
 from ..step_cache import CUSTOM, OFF, cache_settings, plan_steps, usual_sigmas
 from .figures import adding_up, duration, folded, many, table, tenths, tenths_between, usd
 from .notes import notes_of, price_of

@@ -14,7 +14,7 @@ from ..errors import CheckpointError, SettingError, UnavailableError
 from ..hosts.diffusers.settings import GenerateSettings
 from ..loaders.source import MICRO_SIDE
 from ..measure.keep import LayerCost, kind_of, propose_keep, summed_error
-from ..spec import QUANTIZED
+from ..spec.formats import QUANTIZED
 from .generate import MAKING, PACKAGES, make, parse_size, side_of
 from .output import ImageTarget, check_writable, print_text, require_packages, write_sheet
 

@@ -12,7 +12,8 @@ from ..errors import SettingError, UnavailableError, plain_write_errors
 from ..machine.card_list import known_cards
 from ..machine.store import CALIBRATION, Calibration, cache_folder, with_calibration
 from ..planning.cards import Card, find_card
-from ..spec import FULL_SIZE, MULTIPLIED, SMALL
+from ..spec.formats import MULTIPLIED
+from ..spec.transformer import FULL_SIZE, SMALL
 from .output import check_target, require_packages, write_whole
 
 # Not by its import name: an editable install beside a wheel would find its own.

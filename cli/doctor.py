@@ -28,7 +28,7 @@ from ..machine.card import (
     read_cards,
     tensor_cores,
 )
-from ..spec import format_gib
+from ..spec.formats import format_gib
 
 # {part: the kinds of folders that ComfyUI's nodes look for it in}
 PARTS = {

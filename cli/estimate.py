@@ -18,13 +18,15 @@ from ..machine.card_list import card_notes
 from ..options import OLDER, OPTIONS, Option, likely_family, request_settings, todays
 from ..planning.cards import DEFAULT_CARD
 from ..planning.request import AUTO, CFG_MODES, OtherModel, Parts, RunRequest
-from ..spec import GIB, MULTIPLIED, USUAL_SIDE, find_family
+from ..spec.families import find_family
+from ..spec.formats import GIB, MULTIPLIED
+from ..spec.transformer import USUAL_SIDE
 from ..split_cost import check_cards, check_link
 from .output import check_plot, print_text, write_plot
 
 if TYPE_CHECKING:
     from ..planning.cards import Card
-    from ..spec import CardFacts
+    from ..spec.formats import CardFacts
 
 CARDS_HELP = (
     "your own cards, as JSON; default: cards.json in $QWEN_L40S_CACHE, else in ~/.cache/qwen-l40s"
@@ -226,7 +228,7 @@ def _card_of_this_machine() -> tuple[CardFacts | None, str]:
         return None, "torch, which finds this machine's card, is not installed"
     from ..machine.card import read_cards
     from ..machine.packages import check_torch
-    from ..spec import CardFacts
+    from ..spec.formats import CardFacts
 
     cards = read_cards(check_torch()[1])
     if not cards.usable:

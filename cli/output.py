@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import SettingError, UnavailableError, plain_write_errors
-from ..spec import METADATA_KEY
+from ..spec.formats import METADATA_KEY
 from ..untrusted import printable
 
 if TYPE_CHECKING:

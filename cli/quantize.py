@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from ..spec import GIB
+from ..spec.formats import GIB
 from .output import require_packages
 
 PACKAGES = ("torch", "safetensors", "numpy", "psutil")

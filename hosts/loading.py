@@ -13,16 +13,9 @@ from ..planning.bytes import TransformerBytes, weight_bytes
 from ..planning.plan import LEAST_SIDE, PlanOption, check_stored, check_tensor_cores, plan
 from ..planning.reasons import kept_precision, requested_precision, weight_only
 from ..planning.request import Parts, RunRequest
-from ..spec import (
-    BYTES_PER_WEIGHT,
-    OFF_CARD,
-    ON_CARD,
-    QUANTIZED,
-    CardFacts,
-    TransformerShape,
-    family_of,
-    format_gib,
-)
+from ..spec.families import family_of
+from ..spec.formats import BYTES_PER_WEIGHT, QUANTIZED, CardFacts, format_gib
+from ..spec.transformer import OFF_CARD, ON_CARD, TransformerShape
 
 PIPELINE_PRECISIONS = ("auto", "bf16", "fp32", "fp8", "int8")
 AS_STORED = "as stored"
@@ -117,7 +110,7 @@ def decide_load(
 
     Args:
         requested: one of `LOADER_PRECISIONS`.
-        modulation: one of `spec.PLACES`.
+        modulation: one of `spec.transformer.PLACES`.
         stored: what the file holds, a key of `BYTES_PER_WEIGHT`.
         card: where the transformer runs; None for the CPU.
         sizes: {precision: bytes} where shape and precision do not tell them.

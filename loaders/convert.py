@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError
-from ..spec import TransformerShape
+from ..spec.transformer import TransformerShape
 from .quantization import unpacked_shape
 from .source import Source
 

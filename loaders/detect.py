@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..spec import FAMILY_21
+from ..spec.transformer import FAMILY_21
 from .header import TensorInfo
 from .parts import (
     LICENCE_21_OF_OTHERS,

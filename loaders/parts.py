@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..spec import FAMILY_21, GATE_UP, GATED, LICENCE_21, PUBLISHED_VAE, SHAPE_21
+from ..spec.families import LICENCE_21
+from ..spec.transformer import FAMILY_21, GATE_UP, GATED, SHAPE_21
+from ..spec.vae import PUBLISHED_VAE
 from .header import TensorInfo
 
 Tensors = Mapping[str, TensorInfo]

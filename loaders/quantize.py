@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import SettingError
-from ..spec import BLOCKS, LARGEST, QUANTIZED, RowFormat
+from ..spec.formats import LARGEST, QUANTIZED, RowFormat
+from ..spec.transformer import BLOCKS
 
 VALUE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 # What `.comfy_quant` calls them. Core ComfyUI has no fp8 with one scale a row: it refuses our name

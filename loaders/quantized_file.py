@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from .. import __version__
 from ..errors import CheckpointError, SettingError, UnavailableError
-from ..spec import METADATA_KEY, QUANTIZED
+from ..spec.formats import METADATA_KEY, QUANTIZED
 from .convert import check_complete, check_finite, not_finite
 from .header import Header, TensorInfo
 from .quantization import ATTENTION_CONFIG, AUXILIARY

@@ -11,14 +11,10 @@ from pathlib import Path
 from ..errors import CheckpointError, SettingError
 from ..planning.bytes import TransformerBytes, part_bytes
 from ..planning.request import TEXT_ENCODER, TRANSFORMER, VAE, Parts
-from ..spec import (
-    FAMILY_21,
-    QUANTIZED,
-    SINGLE_STREAM_FAMILY,
-    StripVae,
-    TransformerShape,
-    VaeShape,
-)
+from ..spec.families import SINGLE_STREAM_FAMILY
+from ..spec.formats import QUANTIZED
+from ..spec.transformer import FAMILY_21, TransformerShape
+from ..spec.vae import StripVae, VaeShape
 from .checkpoint import CheckpointPart, inspect_checkpoint
 from .quantization import DECODING, PACKED, computed_precision, unpacked_shape
 from .source import Source, open_source
@@ -43,7 +39,7 @@ class CheckpointSizes:
 
     Attributes:
         path: As it was named.
-        family: A name in `spec.FAMILIES`; None where the tensors leave it open.
+        family: A name in `spec.families.FAMILIES`; None where the tensors leave it open.
         shape: Of the transformer.
         transformer: What its header says.
         loaded: Bytes of the transformer that is loaded as stored.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from ..spec import METADATA_KEY
+from ..spec.formats import METADATA_KEY
 from ..untrusted import parse_object
 from .checkpoint import PIPELINES, CheckpointPart, inspect_shards, read_index
 from .header import NUMBERED, STEMS, Shards, TensorInfo, read_object, read_shards

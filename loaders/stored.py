@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import CheckpointError
-from ..spec import RowFormat, is_rotation
+from ..spec.formats import RowFormat, is_rotation
 from .convert import is_finite
 from .quantization import (
     AUXILIARY,

@@ -20,7 +20,7 @@ from uuid import uuid4
 import torch
 
 from ..errors import UnavailableError, plain_write_errors
-from ..spec import format_gib
+from ..spec.formats import format_gib
 from .header import DTYPE_BITS, TensorInfo
 
 ALIGNMENT = 8

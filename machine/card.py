@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from ..spec import GIB, MIB, OLDEST_BF16
+from ..spec.formats import GIB, MIB, OLDEST_BF16
 
 logger = logging.getLogger(__name__)
 

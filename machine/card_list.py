@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import SettingError
 from ..planning.cards import Card, Price, card_names, name_key
-from ..spec import MIB
+from ..spec.formats import MIB
 from ..untrusted import parse_object
 from .store import own_cards_path
 

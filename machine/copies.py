@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import UnavailableError
-from ..spec import MIB
+from ..spec.formats import MIB
 
 # Pinned host memory of a route that does not go from card to card.
 BUFFERS, BUFFER_BYTES = 4, 8 * MIB

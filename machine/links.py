@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import UnavailableError
-from ..spec import MIB
+from ..spec.formats import MIB
 from . import copies
 from .card import Capability, InstalledCards, State, first_line
 from .copies import Route

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..spec import GB, GIB
+from ..spec.formats import GB, GIB
 from .card import Capability, State
 
 # bf16: two bytes for each parameter of the transformer, the text encoder and the VAE.

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..planning.cards import Card, name_key
 from ..planning.rates import LAUNCHES, Launches, Rates
-from ..spec import MULTIPLIED
+from ..spec.formats import MULTIPLIED
 from ..step_cache import Curve
 
 logger = logging.getLogger(__name__)

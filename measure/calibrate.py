@@ -27,17 +27,9 @@ from ..optimizations.linear import choose_gemm, dense_linear
 from ..optimizations.reference import Modulation, Tokens
 from ..planning.rates import Rates
 from ..planning.times import Pass, norm_bytes, step_work
-from ..spec import (
-    BLOCK_GEMMS,
-    MULTIPLIED,
-    OLDEST_CAPABILITY,
-    QUANTIZED,
-    RowFormat,
-    TransformerShape,
-    VaeLayer,
-    format_gib,
-    sm,
-)
+from ..spec.formats import MULTIPLIED, OLDEST_CAPABILITY, QUANTIZED, RowFormat, format_gib, sm
+from ..spec.transformer import BLOCK_GEMMS, TransformerShape
+from ..spec.vae import VaeLayer
 from .launches import Launched, LaunchedBlocks, launches_of, time_launches
 from .mix import MixPart, MixSum, run_mix
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from ..spec import BYTES_PER_SCALE
+from ..spec.formats import BYTES_PER_SCALE
 
 
 @dataclass(frozen=True)

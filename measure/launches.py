@@ -26,7 +26,8 @@ from ..optimizations.fused import Ops
 from ..optimizations.linear import Gemm, choose_gemm
 from ..optimizations.reference import Modulation, Rotary, Tokens
 from ..planning.rates import LAUNCHES, Launches
-from ..spec import BLOCK_GEMMS, QUANTIZED, RowFormat, TransformerShape
+from ..spec.formats import QUANTIZED, RowFormat
+from ..spec.transformer import BLOCK_GEMMS, TransformerShape
 
 TOKENS = Tokens(1, 8, 64, 64)
 # Some hundred launches: a driver holds about a thousand before it makes the processor wait.

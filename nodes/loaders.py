@@ -17,7 +17,7 @@ from ..hosts.comfyui.load.choose import (
 from ..hosts.loading import LOADER_PRECISIONS
 from ..loaders.source import Source, fingerprint
 from ..planning.request import TEXT_ENCODER_PLACEMENTS
-from ..spec import PLACES
+from ..spec.transformer import PLACES
 from .common import CATEGORY, require_host, with_report
 
 # Search words of people who want another precision, or less memory.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..machine.card import first_line
-from ..spec import RowFormat
+from ..spec.formats import RowFormat
 from . import attention_8bit, kernels, reference
 from .attention_8bit import Heads
 from .fallback import Fallback

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ..errors import SettingError, UnavailableError
 from ..machine.card import State, first_line
 from ..machine.packages import check_kitchen
-from ..spec import OLDEST_CAPABILITY, RowFormat
+from ..spec.formats import OLDEST_CAPABILITY, RowFormat
 from . import kernels, reference
 
 # The backends, and the multiple that N and K must be of: other layers fall to `dequantize`.

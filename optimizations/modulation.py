@@ -18,7 +18,7 @@ from functools import cached_property, partial
 
 import torch
 
-from ..spec import format_gib
+from ..spec.formats import format_gib
 from .blocks.block_form import ModulationLayer, modulation_layers
 from .fallback import Fallback
 from .reference import Modulation

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import SettingError
-from ..spec import LARGEST, RowFormat, is_rotation
+from ..spec.formats import LARGEST, RowFormat, is_rotation
 
 HEAD_DIMS = (16, 32, 64, 128, 256)  # that the kernels take
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..spec import MIB
+from ..spec.formats import MIB
 
 CHUNK_BYTES = 32 * MIB
 PINNED_BYTES = 128 * MIB

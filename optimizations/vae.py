@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from ..errors import SettingError
 from ..planning.vae import VaePlan
-from ..spec import (
+from ..spec.vae import (
     Interval,
     VaeLayer,
     VaeShape,
@@ -170,7 +170,7 @@ class DecoderStages:
 
     Args:
         before: latents to the middle's input; reads one latent pixel to each side.
-        up: one layer for each of `spec.up_steps(shape)`.
+        up: one layer for each of `spec.vae.up_steps(shape)`.
     """
 
     shape: VaeShape
@@ -200,7 +200,7 @@ class EncoderStages:
     """A host's encoder in pieces; tensors are (B, channels, 1, height, width).
 
     Args:
-        down: one layer for each of `spec.down_steps(shape)`.
+        down: one layer for each of `spec.vae.down_steps(shape)`.
         after: the middle's output to the mean; reads one latent pixel to each side.
     """
 

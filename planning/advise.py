@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..errors import SettingError, UnavailableError
-from ..spec import QUANTIZED
+from ..spec.formats import QUANTIZED
 from ..split_cost import LEAST_GAIN, ROWS, Rows, SplitCost, check_link, row_bytes
 from .bytes import share_bytes
 from .cards import SECONDS_PER_HOUR, Card, Price, check_positive, check_price

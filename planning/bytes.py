@@ -13,16 +13,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..errors import CheckpointError, SettingError
-from ..spec import (
-    BYTES_PER_SCALE,
-    BYTES_PER_WEIGHT,
-    MIB,
-    QUANTIZED,
-    QWEN25_VL,
-    REFERENCE_TOKENS,
-    TextEncoder,
-    TransformerShape,
-)
+from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, MIB, QUANTIZED
+from ..spec.text_encoder import QWEN25_VL, TextEncoder
+from ..spec.transformer import REFERENCE_TOKENS, TransformerShape
 from ..step_cache import CUSTOM, OFF
 from .request import EXACT, FAST, INT8_FP8, RunRequest, Setting, replays_graph
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import SettingError
-from ..spec import MIB, OLDEST_CAPABILITY, CardFacts
+from ..spec.formats import MIB, OLDEST_CAPABILITY, CardFacts
 
 STARTING = "from"  # the kind of a price that is published as "from $0.72"
 # Words of a driver's name that tell no card from another.

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ..spec import GIB, MIB, ON_CARD, QUANTIZED
+from ..spec.formats import GIB, MIB, QUANTIZED
+from ..spec.transformer import ON_CARD
 from ..step_cache import OFF
 from .bytes import (
     BF16,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import SettingError
-from ..spec import GB, QUANTIZED
+from ..spec.formats import GB, QUANTIZED
 from .bytes import text_encoder_bytes, weight_bytes
 from .phases import Range, transformer_bytes, vae_bytes
 from .rates import Rates, measured

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..errors import UnavailableError
-from ..spec import GIB, MIB, ON_CARD, REFERENCE_SIDE, find_family, format_gib
+from ..spec.families import find_family
+from ..spec.formats import GIB, MIB, format_gib
+from ..spec.transformer import ON_CARD, REFERENCE_SIDE
 from .bytes import (
     BF16,
     TransformerBytes,

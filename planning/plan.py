@@ -8,16 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..errors import CheckpointError, UnavailableError
-from ..spec import (
-    BYTES_PER_WEIGHT,
-    OFF_CARD,
-    OLDEST_CAPABILITY,
-    ON_CARD,
-    QUANTIZED,
-    CardFacts,
-    format_gib,
-    sm,
-)
+from ..spec.formats import BYTES_PER_WEIGHT, OLDEST_CAPABILITY, QUANTIZED, CardFacts, format_gib, sm
+from ..spec.transformer import OFF_CARD, ON_CARD
 from .bytes import TransformerBytes, text_encoder_bytes
 from .phases import GRAPHS, KEPT_FREE_BYTES, Phase, least_weights, phases, transformer_bytes
 from .rates import CUDNN_GENERATIONS

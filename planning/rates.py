@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UnavailableError
-from ..spec import MULTIPLIED
+from ..spec.formats import MULTIPLIED
 from .cards import Card
 from .request import EXACT, INT8, INT8_FP8
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..spec import GIB, OFF_CARD, OLDEST_CAPABILITY, QUANTIZED, CardFacts, format_gib, sm
+from ..spec.formats import GIB, OLDEST_CAPABILITY, QUANTIZED, CardFacts, format_gib, sm
+from ..spec.transformer import OFF_CARD
 from .phases import KEPT_FREE_BYTES
 from .request import DROPPED, ON_PROCESSOR
 

@@ -6,19 +6,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..errors import SettingError
-from ..spec import (
+from ..spec.families import Family, find_family
+from ..spec.formats import QUANTIZED
+from ..spec.transformer import (
     OFF_CARD,
     ON_CARD,
     PIXELS_PER_TOKEN_SIDE,
     PLACES,
-    QUANTIZED,
     REFERENCE_TOKENS,
-    Family,
-    StripVae,
     TransformerShape,
-    VaeShape,
-    find_family,
 )
+from ..spec.vae import StripVae, VaeShape
 from ..step_cache import CHOICES, CUSTOM, OFF, computed_steps
 
 AUTO = "auto"
@@ -117,7 +115,7 @@ class OtherModel(NamedTuple):
     """A model that stays on the card beside the one that runs, with its text encoder and VAE.
 
     Attributes:
-        family: A name in `spec.FAMILIES`.
+        family: A name in `spec.families.FAMILIES`.
         precision: Of its transformer: bf16, fp8 or int8.
     """
 
@@ -130,7 +128,7 @@ class RunRequest:
     """A run to plan. "auto" and 0 tiles leave a choice to the plan.
 
     Args:
-        family: a name in `spec.FAMILIES`.
+        family: a name in `spec.families.FAMILIES`.
         precision: of the transformer, one of `PRECISIONS`.
         width, height: pixels, divisible by 16.
         batch: images that are sampled together.
@@ -139,7 +137,7 @@ class RunRequest:
         references: reference images, of one megapixel each.
         layers: that Layered paints besides the whole image; 0 elsewhere.
         text_tokens: of the longest prompt, without what references add.
-        modulation: where a third of the transformer waits, one of `spec.PLACES`.
+        modulation: where a third of the transformer waits, one of `spec.transformer.PLACES`.
         text_encoder: its precision, one of `TEXT_ENCODER_PRECISIONS`; "auto" is bf16.
         text_encoder_place: one of `TEXT_ENCODER_PLACEMENTS`; "auto" leaves it on the card where
             all fits.

@@ -10,19 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..spec import (
-    BYTES_PER_SCALE,
-    BYTES_PER_WEIGHT,
-    DOUBLE_STREAM,
-    OFF_CARD,
-    ON_CARD,
-    QUANTIZED,
-    QWEN25_VL,
-    REFERENCE_SIDE,
+from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, QUANTIZED
+from ..spec.text_encoder import QWEN25_VL, TextEncoder
+from ..spec.transformer import DOUBLE_STREAM, OFF_CARD, ON_CARD, REFERENCE_SIDE, TransformerShape
+from ..spec.vae import (
     Interval,
     StripVae,
-    TextEncoder,
-    TransformerShape,
     VaeLayer,
     VaeShape,
     down_steps,

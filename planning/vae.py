@@ -13,16 +13,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import SettingError, UnavailableError
-from ..spec import (
-    GIB,
-    MIB,
+from ..spec.formats import GIB, MIB, format_gib
+from ..spec.vae import (
     StripVae,
     VaeLayer,
     VaeShape,
     after_middle,
     before_middle,
     down_steps,
-    format_gib,
     intervals,
     up_steps,
 )

@@ -11,7 +11,7 @@ import torch
 from qwen_l40s.optimizations import attention_8bit, reference
 from qwen_l40s.optimizations.attention_8bit import Heads
 from qwen_l40s.optimizations.reference import Modulation, QKNorm, Rotary, Tokens
-from qwen_l40s.spec import RowFormat
+from qwen_l40s.spec.formats import RowFormat
 
 EPS = 1e-6
 FORMATS = (RowFormat("fp8"), RowFormat("int8"))

@@ -31,7 +31,7 @@ def estimate_picture():
     from qwen_l40s.planning.cards import find_card
     from qwen_l40s.planning.estimate import estimate
     from qwen_l40s.planning.request import RunRequest
-    from qwen_l40s.spec import find_family
+    from qwen_l40s.spec.families import find_family
 
     card = find_card("L40S", known_cards(BUNDLED))
     return memory_chart(estimate(RunRequest(steps=find_family(FAMILY).steps), card)).reduce(2)
@@ -43,7 +43,7 @@ def advise_picture():
     from qwen_l40s.machine.card_list import BUNDLED, known_cards
     from qwen_l40s.planning.advise import advise, market
     from qwen_l40s.planning.request import RunRequest
-    from qwen_l40s.spec import find_family
+    from qwen_l40s.spec.families import find_family
 
     request = RunRequest(steps=find_family(FAMILY).steps)
     found = market(request, known_cards(BUNDLED).values(), {}, lambda name: None)

@@ -15,7 +15,7 @@ from qwen_l40s.optimizations.kernels.residual_norm import residual_norm
 from qwen_l40s.optimizations.kernels.rows import WIDEST_ROW, gelu_quantize
 from qwen_l40s.optimizations.kernels.swiglu import swiglu_quantize
 from qwen_l40s.optimizations.reference import QKNorm, Tokens
-from qwen_l40s.spec import RowFormat
+from qwen_l40s.spec.formats import RowFormat
 
 FEW = cases.TOKENS["batch of two with a reference"]
 # The first two are held in three parts, the others in one.

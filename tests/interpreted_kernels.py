@@ -26,7 +26,7 @@ from qwen_l40s.optimizations.kernels.scaled_gemm import (
 )
 from qwen_l40s.optimizations.linear import choose_gemm
 from qwen_l40s.optimizations.reference import RowOrder
-from qwen_l40s.spec import RowFormat
+from qwen_l40s.spec.formats import RowFormat
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMATS = ("fp8", "int8")

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from qwen_l40s.loaders.quantize import layers_to_quantize, quantize_rows, row_format
 from qwen_l40s.loaders.stored import StoredLayer
-from qwen_l40s.spec import TransformerShape
+from qwen_l40s.spec.transformer import TransformerShape
 
 SHAPE = TransformerShape(
     blocks=2, dim=128, heads=4, head_dim=32, joint_dim=64, in_channels=64, packed_out_channels=64

@@ -31,7 +31,7 @@ from qwen_l40s.loaders.convert import (
 )
 from qwen_l40s.loaders.quantized_file import MARKER_2511
 from qwen_l40s.loaders.writer import SAFETENSORS_DTYPES, SafetensorsLayout
-from qwen_l40s.spec import TransformerShape
+from qwen_l40s.spec.transformer import TransformerShape
 
 Graph = dict[str, dict[str, Any]]
 Tensors = dict[str, torch.Tensor]

@@ -14,7 +14,9 @@ from ...options import likely_family
 from ...planning.cards import name_key
 from ...planning.plan import LEAST_SIDE, plan
 from ...planning.request import AUTO, RunRequest
-from ...spec import SINGLE_STREAM_FAMILY, CardFacts, whole_pixels
+from ...spec.families import SINGLE_STREAM_FAMILY
+from ...spec.formats import CardFacts
+from ...spec.transformer import whole_pixels
 from .workflow import Graph, source
 
 CARDS = Path(__file__).parents[2] / "planning" / "gpus.json"

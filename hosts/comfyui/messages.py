@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...spec import format_gib
+from ...spec.formats import format_gib
 
 
 @dataclass(frozen=True)

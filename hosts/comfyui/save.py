@@ -32,7 +32,7 @@ from ...loaders.quantized_file import (
 from ...loaders.stored import StoredLayer
 from ...loaders.writer import SAFETENSORS_DTYPES, SafetensorsLayout, write_safetensors
 from ...optimizations.blocks.block_form import blocks_of
-from ...spec import RowFormat, format_gib
+from ...spec.formats import RowFormat, format_gib
 from .load.linear import LOADED_FORMATS, rotation_of
 from .load.plan import STAGING_BYTES
 from .lora.bypass import BYPASS_KEY

@@ -18,7 +18,8 @@ from ...machine.device import available_bytes
 from ...optimizations import vae as planned
 from ...optimizations.vae import DecoderStages, Layer, Middle, stage
 from ...planning.vae import plan_decode
-from ...spec import FAMILY_21, PUBLISHED_VAE, VAE_21, VaeShape
+from ...spec.transformer import FAMILY_21
+from ...spec.vae import PUBLISHED_VAE, VAE_21, VaeShape
 from .load import LoadedPipeline
 
 FRAMES = 3  # a kernel's reach over time; the class pads an image to it

@@ -15,7 +15,7 @@ from ...optimizations.blocks.block import DENSE, LayerTensors
 from ...optimizations.blocks.block_form import head_norms, is_changed, token_layers
 from ...optimizations.fallback import Fallback
 from ...optimizations.linear import Gemm
-from ...spec import RowFormat
+from ...spec.formats import RowFormat
 from .quantized import QuantizedLinear
 
 OWN_WAY = Fallback("some layers run diffusers' own way")

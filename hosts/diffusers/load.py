@@ -33,7 +33,8 @@ from ...loaders.convert import check_finite
 from ...loaders.header import PLAIN_DTYPES, Shards, read_object, read_shards
 from ...machine.device import available_bytes, choose_device
 from ...machine.memory import available_memory
-from ...spec import BYTES_PER_WEIGHT, USUAL_SIDE
+from ...spec.formats import BYTES_PER_WEIGHT
+from ...spec.transformer import USUAL_SIDE
 from ..loading import PrecisionChoice, choose_precision
 from .patch import Optimized, is_lossy_attention, optimize
 from .settings import SIZE_STEP, OffloadChoice, choose_offload

@@ -20,7 +20,7 @@ from ...errors import SettingError, UnavailableError
 from ...loaders.quantize import layers_to_quantize, quantize_rows, row_format
 from ...optimizations import reference
 from ...optimizations.linear import choose_gemm
-from ...spec import QUANTIZED, RowFormat
+from ...spec.formats import QUANTIZED, RowFormat
 
 
 class Product(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...errors import SettingError, UnavailableError
-from ...spec import format_gib
+from ...spec.formats import format_gib
 from ...step_cache import OFF, cache_settings
 
 OFFLOADS = ("auto", "none", "model")

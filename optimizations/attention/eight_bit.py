@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from ...spec import OLDEST_CAPABILITY
+from ...spec.formats import OLDEST_CAPABILITY
 from .. import attention_8bit, kernels
 from ..attention_8bit import HEAD_DIMS, Heads
 from .backend import ANY, HALVES, AttentionRequest, Backend, Limits

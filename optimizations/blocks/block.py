@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ...spec import RowFormat
+from ...spec.formats import RowFormat
 from ..fallback import Fallback
 from ..fused import Ops
 from ..linear import Gemm

@@ -11,7 +11,14 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ...spec import DOUBLE_STREAM, FUSED_SINGLE_STREAM, GATE_UP, GATED, SINGLE_STREAM, BlockSpec
+from ...spec.transformer import (
+    DOUBLE_STREAM,
+    FUSED_SINGLE_STREAM,
+    GATE_UP,
+    GATED,
+    SINGLE_STREAM,
+    BlockSpec,
+)
 from ..fallback import Fallback
 from ..fused import unsupported_shape
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ...spec import RowFormat
+from ...spec.formats import RowFormat
 from ..attention import ChosenAttention
 from ..cards.team import SplitFigures
 from ..fallback import Fallback

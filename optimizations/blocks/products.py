@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...spec import RowFormat
+from ...spec.formats import RowFormat
 from ..fused import Ops
 from ..linear import FAST, FEW_ROWS, Gemm, dense_linear
 from ..reference import QuantizedRows, Tokens, rotate

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ...spec import RowFormat
+from ...spec.formats import RowFormat
 from ..attention_8bit import Heads
 from ..reference import Modulation, QuantizedRows, Tokens, storage_of
 from .block_form import GELU, SPLIT_SWIGLU, SWIGLU

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...spec import RowFormat
+from ...spec.formats import RowFormat
 from ..attention_8bit import Heads
 from ..fused import Ops
 from ..linear import Gemm

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...spec import RowFormat
+from ...spec.formats import RowFormat
 from ..reference import Modulation, QuantizedRows, Tokens, check_rotation, storage_of
 from . import on_card_of
 from .launch import Launch

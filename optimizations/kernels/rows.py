@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...spec import RowFormat
+from ...spec.formats import RowFormat
 from ..reference import SMALLEST_ROW, QuantizedRows, check_rotation, largest_of, storage_of
 from . import on_card_of
 from .launch import Launch, PreparedLaunch

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...spec import RowFormat
+from ...spec.formats import RowFormat
 from ..reference import QuantizedRows, check_rotation, storage_of
 from . import on_card_of
 from .launch import Launch, PreparedLaunch

@@ -33,7 +33,9 @@ from qwen_l40s.planning.request import (
     RunRequest,
     Setting,
 )
-from qwen_l40s.spec import QWEN25_VL, RowFormat, TransformerShape
+from qwen_l40s.spec.formats import RowFormat
+from qwen_l40s.spec.text_encoder import QWEN25_VL
+from qwen_l40s.spec.transformer import TransformerShape
 
 SHAPE = TransformerShape(
     blocks=2, dim=512, heads=4, head_dim=128, joint_dim=64, in_channels=64, packed_out_channels=64

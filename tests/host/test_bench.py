@@ -17,7 +17,7 @@ from qwen_l40s.cli import main
 from qwen_l40s.loaders.convert import check_complete
 from qwen_l40s.loaders.source import open_source
 from qwen_l40s.loaders.writer import SafetensorsLayout
-from qwen_l40s.spec import FULL_SIZE
+from qwen_l40s.spec.transformer import FULL_SIZE
 
 SMALL = ["--device", "cpu", "--width", "small", "--text", "5", "--repeats", "2", "--warm-up", "1"]
 RUNS = {

@@ -29,11 +29,8 @@ from qwen_l40s.nodes.loaders import QwenL40SLoadModel, QwenL40SLoadTextEncoder
 from qwen_l40s.optimizations.attention.choice import VARIABLE
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.request import RunRequest
-from qwen_l40s.spec import (
-    GIB,
-    PLACES,
-    CardFacts,
-)
+from qwen_l40s.spec.formats import GIB, CardFacts
+from qwen_l40s.spec.transformer import PLACES
 from qwen_l40s.step_cache import CacheSettings
 
 MICRO = ROOT / "models" / "micro"

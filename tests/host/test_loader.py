@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.loaders.quantize import comfy_quant_tensor, layers_to_quantize, quantize_rows
 from qwen_l40s.loaders.stored import rotate
-from qwen_l40s.spec import TransformerShape
+from qwen_l40s.spec.transformer import TransformerShape
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 with_files = pytest.mark.usefixtures("files", "sizes")

@@ -32,7 +32,7 @@ from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, 
 from qwen_l40s.hosts.comfyui.sample.run import OPTIMIZATION_KEY as OPTIMIZATION
 from qwen_l40s.hosts.comfyui.save import loaded_weights
 from qwen_l40s.optimizations.stream import WeightStream
-from qwen_l40s.spec import GIB, CardFacts
+from qwen_l40s.spec.formats import GIB, CardFacts
 
 pytestmark = pytest.mark.each_device
 FOLDER = folder("off_card")

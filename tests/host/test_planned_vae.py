@@ -24,7 +24,7 @@ from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.loaders.source import MICRO_ADVICE
 from qwen_l40s.nodes.vae import QwenL40SVAEDecode, QwenL40SVAEEncode
-from qwen_l40s.spec import GIB, MIB
+from qwen_l40s.spec.formats import GIB, MIB
 
 pytestmark = [pytest.mark.each_device, pytest.mark.usefixtures("exact_convolutions")]
 MICRO = ROOT / "models" / "micro"

@@ -41,7 +41,8 @@ from qwen_l40s.hosts.comfyui.save import save_quantized
 from qwen_l40s.loaders.quantized_file import plan_quantized, write_quantized
 from qwen_l40s.loaders.source import open_source
 from qwen_l40s.options import request_settings
-from qwen_l40s.spec import QUANTIZED, StripVae
+from qwen_l40s.spec.formats import QUANTIZED
+from qwen_l40s.spec.vae import StripVae
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 newer = pytest.mark.host_has("comfy.model_base.QwenImage21")

@@ -58,7 +58,7 @@ from qwen_l40s.loaders.source import MICRO_ADVICE
 from qwen_l40s.nodes.report import QwenL40SReport
 from qwen_l40s.planning.phases import Phase, Range
 from qwen_l40s.planning.request import DROPPED
-from qwen_l40s.spec import GIB, CardFacts
+from qwen_l40s.spec.formats import GIB, CardFacts
 from qwen_l40s.step_cache import CacheSettings, computed_with
 
 pytestmark = pytest.mark.each_device

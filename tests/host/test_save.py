@@ -25,7 +25,7 @@ from qwen_l40s.loaders.source import open_source
 from qwen_l40s.loaders.stored import rotate
 from qwen_l40s.nodes.lora import QwenL40SLoadLora
 from qwen_l40s.nodes.quantize import QwenL40SSaveQuantized
-from qwen_l40s.spec import QUANTIZED
+from qwen_l40s.spec.formats import QUANTIZED
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 LAYER, MODULATION = narrow.LAYER, narrow.MODULATION

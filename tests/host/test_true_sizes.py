@@ -34,12 +34,9 @@ from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.options import request_settings
 from qwen_l40s.planning.bytes import weight_bytes
-from qwen_l40s.spec import (
-    FAMILIES,
-    GIB,
-    QUANTIZED,
-    VaeShape,
-)
+from qwen_l40s.spec.families import FAMILIES
+from qwen_l40s.spec.formats import GIB, QUANTIZED
+from qwen_l40s.spec.vae import VaeShape
 from qwen_l40s.step_cache import ADAPTIVE, PRESETS, CacheSettings, computed_with
 
 pytestmark = pytest.mark.each_device

@@ -32,7 +32,7 @@ from qwen_l40s.bench.memory_record import (
     phases_of,
     summary,
 )
-from qwen_l40s.spec import GIB
+from qwen_l40s.spec.formats import GIB
 
 # --- the log
 

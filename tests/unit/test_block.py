@@ -19,7 +19,7 @@ from qwen_l40s.optimizations.blocks.workspace import Workspace
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import ModulationTable, compute_entry
 from qwen_l40s.optimizations.reference import LowRank, Rotary, Tokens
-from qwen_l40s.spec import RowFormat
+from qwen_l40s.spec.formats import RowFormat
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from qwen_l40s import SettingError
 from qwen_l40s.optimizations import attention_8bit, kernels, reference
 from qwen_l40s.optimizations.reference import Tokens
-from qwen_l40s.spec import RowFormat
+from qwen_l40s.spec.formats import RowFormat
 
 # ------------------------------------------------------------------------------- what the twins are
 

@@ -28,7 +28,7 @@ from qwen_l40s.machine.store import (
 )
 from qwen_l40s.planning.cards import card_by_driver
 from qwen_l40s.planning.rates import LAUNCHES, Rates
-from qwen_l40s.spec import GIB, MULTIPLIED, CardFacts
+from qwen_l40s.spec.formats import GIB, MULTIPLIED, CardFacts
 
 ROOT = Path(__file__).resolve().parents[2]
 RATES = Rates(
@@ -433,7 +433,7 @@ def test_a_precision_that_the_card_does_not_multiply_is_left_out(module, monkeyp
     import torch
 
     from qwen_l40s.optimizations.linear import Gemm
-    from qwen_l40s.spec import SMALL
+    from qwen_l40s.spec.transformer import SMALL
 
     gemm = Gemm("fp8", "dequantize", "sm_80, needs sm_89")
     monkeypatch.setattr(module, "choose_gemm", lambda *_: gemm)
@@ -446,7 +446,7 @@ def test_every_product_of_a_block_is_measured_once(module):
     import torch
 
     from qwen_l40s.bench.inputs import Inputs, forward_work
-    from qwen_l40s.spec import SMALL
+    from qwen_l40s.spec.transformer import SMALL
 
     sizes = module.small_sizes(SMALL)
     inputs = Inputs(128, 128, text=8)
@@ -465,7 +465,7 @@ def test_what_is_launched_is_the_executors_blocks(module, monkeypatch, precision
     import torch
 
     from qwen_l40s.measure import launches
-    from qwen_l40s.spec import SMALL
+    from qwen_l40s.spec.transformer import SMALL
 
     sizes, cpu, seen = module.small_sizes(SMALL), torch.device("cpu"), []
 

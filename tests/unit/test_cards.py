@@ -17,7 +17,7 @@ from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.rates import rates_of
 from qwen_l40s.planning.request import Loras, RunRequest
-from qwen_l40s.spec import GIB, MIB, CardFacts
+from qwen_l40s.spec.formats import GIB, MIB, CardFacts
 
 CARDS = known_cards(BUNDLED)
 LISTED = json.loads(BUNDLED.read_text(encoding="utf-8"))

@@ -17,7 +17,7 @@ from qwen_l40s.planning.files import CARD_MEMORY, Disk, GuideFigure
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES, Phase, Range
 from qwen_l40s.planning.rates import Basis
 from qwen_l40s.planning.request import Loras, RunRequest
-from qwen_l40s.spec import GB, GIB
+from qwen_l40s.spec.formats import GB, GIB
 
 Image = pytest.importorskip("PIL.Image")
 ImageColor = pytest.importorskip("PIL.ImageColor")

@@ -23,7 +23,7 @@ from qwen_l40s.bench.inputs import Inputs, forward_work, rope_axes
 from qwen_l40s.bench.report import draw_chart, waterfall
 from qwen_l40s.bench.rows import BLOCK, FORWARD, IMAGE
 from qwen_l40s.cli import main
-from qwen_l40s.spec import FULL_SIZE, SMALL
+from qwen_l40s.spec.transformer import FULL_SIZE, SMALL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

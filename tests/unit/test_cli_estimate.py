@@ -17,7 +17,8 @@ from qwen_l40s.cli.estimate import request_of
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.planning.request import Loras, RunRequest
-from qwen_l40s.spec import FAMILIES, GIB, find_family
+from qwen_l40s.spec.families import FAMILIES, find_family
+from qwen_l40s.spec.formats import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 ISSUE = shlex.split(

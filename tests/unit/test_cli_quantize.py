@@ -27,7 +27,7 @@ from qwen_l40s.loaders.quantize import (
 from qwen_l40s.loaders.quantized_file import plan_quantized, write_quantized
 from qwen_l40s.loaders.source import open_source
 from qwen_l40s.loaders.stored import StoredLayer
-from qwen_l40s.spec import QUANTIZED
+from qwen_l40s.spec.formats import QUANTIZED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

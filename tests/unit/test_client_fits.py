@@ -15,7 +15,7 @@ from qwen_l40s.errors import UnavailableError
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.request import RunRequest
-from qwen_l40s.spec import GIB
+from qwen_l40s.spec.formats import GIB
 
 API = Path(__file__).resolve().parents[2] / "workflows" / "api"
 GRAPHS = {path.stem: read_workflow(path) for path in sorted(API.glob("*.json"))}

@@ -27,7 +27,7 @@ from qwen_l40s.hosts.diffusers.settings import GenerateSettings
 from qwen_l40s.hosts.loading import choose_precision
 from qwen_l40s.loaders.source import TEMPLATE_PREFIX, TEMPLATE_PREFIX_TOKENS
 from qwen_l40s.machine.device import choose_device
-from qwen_l40s.spec import MIB
+from qwen_l40s.spec.formats import MIB
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

@@ -14,7 +14,8 @@ from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.planning.files import against_guides, disk, made_on_load
 from qwen_l40s.planning.phases import transformer_bytes
 from qwen_l40s.planning.request import LOADED_PRECISIONS, Loras, Parts, RunRequest, Setting
-from qwen_l40s.spec import GB, GIB, TransformerShape
+from qwen_l40s.spec.formats import GB, GIB
+from qwen_l40s.spec.transformer import TransformerShape
 
 SMALL = TransformerShape(
     blocks=2, dim=256, heads=2, head_dim=128, joint_dim=64, in_channels=64, packed_out_channels=64

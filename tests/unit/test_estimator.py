@@ -22,7 +22,9 @@ from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.rates import constants, rates_by, rates_of
 from qwen_l40s.planning.request import Loras, Parts, RunRequest, replays_graph
 from qwen_l40s.planning.times import forward_seconds
-from qwen_l40s.spec import FAMILIES, FULL_SIZE, GIB
+from qwen_l40s.spec.families import FAMILIES
+from qwen_l40s.spec.formats import GIB
+from qwen_l40s.spec.transformer import FULL_SIZE
 
 CARDS = known_cards()
 L40S = CARDS["L40S"]

@@ -37,7 +37,8 @@ from qwen_l40s.measure.keep import (
 )
 from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.linear import Gemm
-from qwen_l40s.spec import BLOCK_GEMMS, RowFormat
+from qwen_l40s.spec.formats import RowFormat
+from qwen_l40s.spec.transformer import BLOCK_GEMMS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,7 +14,7 @@ from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.machine.store import parse
 from qwen_l40s.planning.cards import find_card
 from qwen_l40s.planning.rates import CONSTANT_NAMES, MEASURED, Constants, rates_by
-from qwen_l40s.spec import GIB
+from qwen_l40s.spec.formats import GIB
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 TRUE = {"gemm_bf16": 0.62, "gemm_fp8": 0.44, "gemm_int8": 0.41, "attention": 0.58}

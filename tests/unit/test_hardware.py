@@ -8,7 +8,7 @@ import pytest
 
 from qwen_l40s.machine import card as hardware
 from qwen_l40s.machine.card import InstalledCard, InstalledCards, State
-from qwen_l40s.spec import GIB, MIB
+from qwen_l40s.spec.formats import GIB, MIB
 
 L40S = InstalledCard("NVIDIA L40S", (8, 9), 46068 * MIB, "aa-bb", True)
 SMI_L40S = "550.54.15, NVIDIA L40S, 8.9, 46068, GPU-aa-bb, Enabled"

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from qwen_l40s import SettingError
 from qwen_l40s.optimizations import kernels, reference
-from qwen_l40s.spec import RowFormat
+from qwen_l40s.spec.formats import RowFormat
 
 FORMATS = ("fp8", "int8")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

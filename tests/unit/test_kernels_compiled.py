@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from qwen_l40s.optimizations import kernels
-from qwen_l40s.spec import RowFormat
+from qwen_l40s.spec.formats import RowFormat
 
 pytestmark = [
     pytest.mark.skipif(bool(kernels.missing()), reason=kernels.missing() or "-"),

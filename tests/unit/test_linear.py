@@ -10,7 +10,7 @@ from qwen_l40s import SettingError, UnavailableError
 from qwen_l40s.machine.card import Capability, State
 from qwen_l40s.optimizations import linear, reference
 from qwen_l40s.optimizations.linear import BACKENDS, Gemm, choose_gemm, dense_linear
-from qwen_l40s.spec import RowFormat
+from qwen_l40s.spec.formats import RowFormat
 
 CPU = torch.device("cpu")
 CARD = torch.device("cuda", 0)

@@ -18,7 +18,7 @@ from qwen_l40s.machine import copies, links, slots, store
 from qwen_l40s.machine.card import InstalledCard, InstalledCards, State
 from qwen_l40s.machine.copies import CpuOperations
 from qwen_l40s.machine.links import NO_ACCESS, NO_MEMORY, SIZES, Speed, Verdict
-from qwen_l40s.spec import MIB
+from qwen_l40s.spec.formats import MIB
 
 CPU = torch.device("cpu")
 CARDS = [torch.device("cuda", index) for index in range(3)]

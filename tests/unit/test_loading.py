@@ -14,7 +14,8 @@ from qwen_l40s.planning.bytes import TransformerBytes, weight_bytes
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, Setting, phases
 from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.request import RunRequest
-from qwen_l40s.spec import FULL_SIZE, GIB, MIB, OFF_CARD, PLACES, SHAPE_21, CardFacts
+from qwen_l40s.spec.formats import GIB, MIB, CardFacts
+from qwen_l40s.spec.transformer import FULL_SIZE, OFF_CARD, PLACES, SHAPE_21
 
 L40S = CardFacts("NVIDIA L40S", 46068 * MIB, (8, 9))
 H100 = CardFacts("NVIDIA H100", 80 * GIB, (9, 0))

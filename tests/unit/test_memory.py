@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen_l40s import spec
+from qwen_l40s.spec import formats
 from qwen_l40s.errors import CheckpointError, SettingError
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
 from qwen_l40s.loaders.quantize import layers_to_quantize
 from qwen_l40s.planning import bytes as memory
 from qwen_l40s.planning.bytes import weight_bytes
-from qwen_l40s.spec import GIB, MIB, TransformerShape
+from qwen_l40s.spec.formats import GIB, MIB
+from qwen_l40s.spec.transformer import TransformerShape
 
 REAL = TransformerShape(
     blocks=60,
@@ -90,7 +91,7 @@ def shapes_of(model):
 # --- weights ---
 
 
-@pytest.mark.parametrize("precision", spec.BYTES_PER_WEIGHT)
+@pytest.mark.parametrize("precision", formats.BYTES_PER_WEIGHT)
 @pytest.mark.parametrize(
     "shape",
     [REAL, ODD, replace(ODD, addition_t_cond=True)],
@@ -242,7 +243,7 @@ def test_language_model_of_the_published_size():
     ("count", "text"), [(38.05 * GIB, "38.0 GiB"), (GIB // 2, "0.5 GiB"), (6 * MIB, "6 MiB")]
 )
 def test_units(count, text):
-    assert spec.format_gib(count) == text
+    assert formats.format_gib(count) == text
 
 
 def test_planning_needs_the_standard_library_only():

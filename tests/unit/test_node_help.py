@@ -15,7 +15,7 @@ from qwen_l40s.machine.card_list import BUNDLED, known_cards
 from qwen_l40s.planning.cards import find_card
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.request import LORA_MODES, Loras, RunRequest
-from qwen_l40s.spec import GIB
+from qwen_l40s.spec.formats import GIB
 from qwen_l40s.step_cache import PRESETS, computed_steps
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,7 +23,7 @@ from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.rates import constants, rates_by
 from qwen_l40s.planning.request import Parts, RunRequest, Setting
 from qwen_l40s.planning.times import forward_seconds
-from qwen_l40s.spec import GIB, CardFacts
+from qwen_l40s.spec.formats import GIB, CardFacts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

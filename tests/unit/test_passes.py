@@ -41,7 +41,7 @@ from qwen_l40s.optimizations.modulation import compute_entry
 from qwen_l40s.optimizations.reference import QuantizedRows, Tokens, row_quantize
 from qwen_l40s.planning.bytes import buffer_bytes, heads_bytes, step_bytes
 from qwen_l40s.planning.request import EIGHT_BIT, RunRequest, Setting
-from qwen_l40s.spec import RowFormat
+from qwen_l40s.spec.formats import RowFormat
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

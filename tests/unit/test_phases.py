@@ -49,7 +49,7 @@ from qwen_l40s.planning.request import (
     Setting,
     replays_graph,
 )
-from qwen_l40s.spec import GIB, MIB, QUANTIZED, CardFacts
+from qwen_l40s.spec.formats import GIB, MIB, QUANTIZED, CardFacts
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 CARD = int(44.4 * GIB)

@@ -16,7 +16,8 @@ from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.phases import GRAPHS, KEPT_FREE_BYTES, phases, transformer_bytes
 from qwen_l40s.planning.plan import plan
 from qwen_l40s.planning.request import DROPPED, ON_PROCESSOR, Loras, Parts, RunRequest
-from qwen_l40s.spec import BYTES_PER_WEIGHT, FULL_SIZE, GIB, MIB, OFF_CARD, ON_CARD, CardFacts
+from qwen_l40s.spec.formats import BYTES_PER_WEIGHT, GIB, MIB, CardFacts
+from qwen_l40s.spec.transformer import FULL_SIZE, OFF_CARD, ON_CARD
 
 CARDS = known_cards()
 OTHERS = {

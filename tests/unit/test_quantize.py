@@ -22,7 +22,7 @@ from qwen_l40s.loaders.quantize import (
     rotate,
     row_scales,
 )
-from qwen_l40s.spec import QUANTIZED, is_rotation
+from qwen_l40s.spec.formats import QUANTIZED, is_rotation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -9,7 +9,7 @@ import torch
 from qwen_l40s.errors import CheckpointError, SettingError
 from qwen_l40s.loaders import quantize
 from qwen_l40s.loaders.quantize import quantize_layers, quantize_rows, relative_error, row_format
-from qwen_l40s.spec import QUANTIZED, RowFormat
+from qwen_l40s.spec.formats import QUANTIZED, RowFormat
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -36,7 +36,8 @@ from qwen_l40s.measure.layer_errors import (
 from qwen_l40s.micro.scene import parse_prompt
 from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.linear import choose_gemm
-from qwen_l40s.spec import QUANTIZED, single_stream
+from qwen_l40s.spec.formats import QUANTIZED
+from qwen_l40s.spec.transformer import single_stream
 from qwen_l40s.tools.micro import quality
 from qwen_l40s.tools.micro.families import QWEN_IMAGE_21
 from qwen_l40s.tools.micro.model import build

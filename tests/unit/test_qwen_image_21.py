@@ -33,7 +33,8 @@ from qwen_l40s.loaders.checkpoint import inspect_checkpoint
 from qwen_l40s.loaders.convert import check_complete, vae_21_name_to_native
 from qwen_l40s.loaders.quantize import layers_to_quantize, quantize_rows
 from qwen_l40s.loaders.source import PLACES, open_source
-from qwen_l40s.spec import QUANTIZED, SHAPE_21, TransformerShape
+from qwen_l40s.spec.formats import QUANTIZED
+from qwen_l40s.spec.transformer import SHAPE_21, TransformerShape
 
 PARAMETERS = 7_115_124_736
 SHAPE_21_APART = replace(SHAPE_21, fused_mlp=False)

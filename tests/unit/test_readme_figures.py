@@ -12,7 +12,7 @@ from qwen_l40s.planning.cards import find_card
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.rates import measured
 from qwen_l40s.planning.request import RunRequest
-from qwen_l40s.spec import format_gib
+from qwen_l40s.spec.formats import format_gib
 from qwen_l40s.step_cache import CHOICES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from qwen_l40s.cli import COMMANDS
-from qwen_l40s.spec import GB, format_gib
+from qwen_l40s.spec.formats import GB, format_gib
 from qwen_l40s.tools.workflows import graph as models
 from qwen_l40s.tools.workflows.graph import ModelFile
 

@@ -14,7 +14,8 @@ from qwen_l40s.planning.request import (
     precision_of_text_encoder,
     replays_graph,
 )
-from qwen_l40s.spec import FAMILIES, TransformerShape, find_family
+from qwen_l40s.spec.families import FAMILIES, find_family
+from qwen_l40s.spec.transformer import TransformerShape
 
 
 @pytest.mark.parametrize(

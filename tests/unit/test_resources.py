@@ -8,7 +8,7 @@ import pytest
 
 from qwen_l40s.machine import memory as resources
 from qwen_l40s.machine.card import State
-from qwen_l40s.spec import GIB
+from qwen_l40s.spec.formats import GIB
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from test_checkpoint import (
 from qwen_l40s.errors import CheckpointError
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
 from qwen_l40s.loaders.source import PLACES, fingerprint, open_source
-from qwen_l40s.spec import METADATA_KEY
+from qwen_l40s.spec.formats import METADATA_KEY
 
 ROLES = tuple(PLACES)
 FAMILIES = {

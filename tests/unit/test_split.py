@@ -26,7 +26,7 @@ from qwen_l40s.optimizations.modulation import compute_entry
 from qwen_l40s.optimizations.reference import Rotary, Tokens
 from qwen_l40s.planning import bytes as planning
 from qwen_l40s.planning.request import Parts, RunRequest, Setting
-from qwen_l40s.spec import FULL_SIZE
+from qwen_l40s.spec.transformer import FULL_SIZE
 from qwen_l40s.split_cost import KEYS, ROWS, row_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")

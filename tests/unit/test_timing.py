@@ -30,7 +30,9 @@ from qwen_l40s.planning.times import (
     table_seconds,
     vae_seconds,
 )
-from qwen_l40s.spec import BLOCK_GEMMS, FULL_SIZE, MIB, VaeShape, down_steps, middle_steps, up_steps
+from qwen_l40s.spec.formats import MIB
+from qwen_l40s.spec.transformer import BLOCK_GEMMS, FULL_SIZE
+from qwen_l40s.spec.vae import VaeShape, down_steps, middle_steps, up_steps
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 # Of the order of an H200's.

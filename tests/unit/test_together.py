@@ -12,7 +12,7 @@ from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.advise import LINKS, together
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.request import Loras, RunRequest
-from qwen_l40s.spec import GIB
+from qwen_l40s.spec.formats import GIB
 from qwen_l40s.split_cost import LEAST_GAIN
 
 CARDS = known_cards()

@@ -15,7 +15,7 @@ from test_checkpoint import write
 from qwen_l40s.errors import CheckpointError
 from qwen_l40s.loaders.convert import check_complete
 from qwen_l40s.loaders.source import open_source
-from qwen_l40s.spec import TransformerShape
+from qwen_l40s.spec.transformer import TransformerShape
 
 PUBLISHED = TransformerShape(60, 3072, 24, 128, 3584, 64, 64)
 ODD = TransformerShape(3, 5 * 12, 5, 12, 17, 20, 28)

@@ -21,16 +21,8 @@ from qwen_l40s.planning.vae import (
     plan_encode,
     plan_in_room,
 )
-from qwen_l40s.spec import (
-    GIB,
-    MIB,
-    VAE_21,
-    VaeLayer,
-    down_steps,
-    intervals,
-    parts,
-    up_steps,
-)
+from qwen_l40s.spec.formats import GIB, MIB
+from qwen_l40s.spec.vae import VAE_21, VaeLayer, down_steps, intervals, parts, up_steps
 
 FULL = VaeShape()
 PLANS = [plan_decode, plan_encode]

@@ -17,7 +17,7 @@ from qwen_l40s.hosts.diffusers.decode import decoder_stages, vae_shape
 from qwen_l40s.loaders.source import bundled_micro_folder
 from qwen_l40s.optimizations.vae import DecoderStages, decode, encode
 from qwen_l40s.planning.vae import plan_decode, plan_encode
-from qwen_l40s.spec import VaeLayer
+from qwen_l40s.spec.vae import VaeLayer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EXACT_DB = 80

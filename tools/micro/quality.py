@@ -34,7 +34,7 @@ from ...loaders.source import bundled_micro_folder
 from ...measure.fidelity import psnr
 from ...micro.judge import Adherence, adherence
 from ...micro.scene import HELD_OUT_PAIRS, SEEN_PAIRS, Scene, sample_prompts
-from ...spec import QUANTIZED
+from ...spec.formats import QUANTIZED
 from .painter import IMAGE_SIDE
 
 COLOURS_AND_POSITION_BAR, SHAPE_BAR = 0.95, 0.90

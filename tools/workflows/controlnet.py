@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...planning.request import RunRequest
-from ...spec import GB
+from ...spec.formats import GB
 from .edit import PICTURE
 from .graph import CONTROL_UNION, QWEN_2512, TEXT_ENCODER, VAE, Workflow
 from .parts import (

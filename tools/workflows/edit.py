@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...planning.request import Loras, RunRequest
-from ...spec import find_family
+from ...spec.families import find_family
 from .graph import EDIT_2511, EDIT_LIGHTNING_4, TEXT_ENCODER, VAE, Link, Workflow
 from .parts import (
     IMAGE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...planning.request import RunRequest
-from ...spec import find_family
+from ...spec.families import find_family
 from .edit import PICTURE
 from .graph import LAYERED, LAYERED_VAE, TEXT_ENCODER, Link, Workflow
 from .parts import (

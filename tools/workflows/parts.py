@@ -12,7 +12,7 @@ from ...machine.card_list import BUNDLED, known_cards
 from ...planning.cards import Card, find_card
 from ...planning.estimate import Estimate, estimate
 from ...planning.request import RunRequest
-from ...spec import GB, format_gib
+from ...spec.formats import GB, format_gib
 from .graph import TEXT_ENCODER, VAE, Link, ModelFile, Node, Workflow
 
 MODELS, PROMPT, SAMPLING, IMAGE = "Models", "Prompt", "Sampling", "Image"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...planning.request import RunRequest
-from ...spec import LICENCE_21, SINGLE_STREAM_FAMILY
+from ...spec.families import LICENCE_21, SINGLE_STREAM_FAMILY
 from .edit import IMAGES, PICTURE
 from .graph import (
     QWEN_21,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...loaders.source import MICRO_SIDE
 from ...planning.bytes import weight_bytes
 from ...planning.request import Loras, Parts, RunRequest
-from ...spec import find_family
+from ...spec.families import find_family
 from ...step_cache import OFF, computed_steps
 from .graph import (
     LIGHTNING_4,

@@ -19,7 +19,7 @@ from ....errors import UnavailableError
 from ....machine.memory import available_memory
 from ....optimizations.vae import Progress
 from ....planning.vae import VaePlan, plan_in_room, plan_within
-from ....spec import format_gib
+from ....spec.formats import format_gib
 from ..record.record import Recording
 
 logger = logging.getLogger(__name__)

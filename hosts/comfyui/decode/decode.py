@@ -16,7 +16,7 @@ from ....loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_VAE
 from ....optimizations import vae as pieces
 from ....optimizations.vae import Progress
 from ....planning.vae import MOST_TOGETHER, VaePlan, plan_decode, plan_encode
-from ....spec import PIXELS_PER_LATENT, VaeShape
+from ....spec.vae import PIXELS_PER_LATENT, VaeShape
 from ..record.record import Recording
 from .batch import WHOLE, VaeBatch
 from .stages import cuts_strips, decoder_stages, encoder_stages, vae_shape

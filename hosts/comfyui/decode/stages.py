@@ -8,7 +8,7 @@ from comfy.ldm.wan.vae import WanVAE
 
 from ....errors import SettingError
 from ....optimizations.vae import DecoderStages, EncoderStages, Middle
-from ....spec import StripVae, VaeShape
+from ....spec.vae import StripVae, VaeShape
 
 
 def vae_shape(model: WanVAE) -> VaeShape:

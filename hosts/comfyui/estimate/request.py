@@ -9,16 +9,9 @@ from typing import Any
 from ....errors import SettingError
 from ....options import likely_family
 from ....planning.request import AUTO, EXACT, Parts, RunRequest
-from ....spec import (
-    FAMILIES,
-    SINGLE_STREAM_FAMILY,
-    TEXT_TO_IMAGE,
-    Family,
-    SingleStreamShape,
-    StripVae,
-    VaeShape,
-    find_family,
-)
+from ....spec.families import FAMILIES, SINGLE_STREAM_FAMILY, TEXT_TO_IMAGE, Family, find_family
+from ....spec.transformer import SingleStreamShape
+from ....spec.vae import StripVae, VaeShape
 from ....step_cache import ADAPTIVE, OFF, CacheSettings, computed_with
 from .sizes import (
     TrueClip,

@@ -22,19 +22,17 @@ from comfy.text_encoders.qwen_image import QwenImageTEModel
 from ....errors import SettingError
 from ....optimizations.attention.choice import asked_name
 from ....planning.request import EIGHT_BIT, FAST, ON_PROCESSOR, Loras
-from ....spec import (
+from ....spec.families import pixels_of
+from ....spec.formats import QUANTIZED
+from ....spec.text_encoder import QWEN3_VL, QWEN25_VL
+from ....spec.transformer import (
     OFF_CARD,
     ON_CARD,
-    QUANTIZED,
-    QWEN3_VL,
-    QWEN25_VL,
     SingleStreamShape,
-    StripVae,
     TransformerShape,
-    VaeShape,
-    pixels_of,
     whole_pixels,
 )
+from ....spec.vae import StripVae, VaeShape
 from ....step_cache import CacheSettings
 from ..decode.stages import cuts_strips, vae_shape
 from ..load.linear import LOADED_FORMATS, PACKED_LAYOUT

@@ -22,7 +22,7 @@ from ....loaders.detect import identify, split_parts
 from ....loaders.header import NUMBERED, read_header
 from ....loaders.parts import LATENT_CHANNELS, LATENT_CHANNELS_21
 from ....loaders.source import PIPELINE_INDEX, PLACES, Source, bundled_micro_folder, open_source
-from ....spec import FAMILY_21, FULL_SIZE, SHAPE_21
+from ....spec.transformer import FAMILY_21, FULL_SIZE, SHAPE_21
 
 MICRO = "micro (bundled)"
 MICROS = {"micro 2.1 (bundled)": "2.1", MICRO: "1.x"}

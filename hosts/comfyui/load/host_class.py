@@ -14,7 +14,7 @@ import torch
 from ....errors import CheckpointError, UnavailableError
 from ....loaders.convert import check_complete
 from ....loaders.source import Source
-from ....spec import FAMILY_21, SingleStreamShape, TransformerShape
+from ....spec.transformer import FAMILY_21, SingleStreamShape, TransformerShape
 
 # {form of the sizes: ComfyUI's configuration class}
 CLASSES = {TransformerShape: "QwenImage", SingleStreamShape: "QwenImage21"}

@@ -25,7 +25,8 @@ from ....planning.bytes import TransformerBytes, weight_bytes, weights_by_precis
 from ....planning.estimate import STAGING_BYTES
 from ....planning.phases import KEPT_FREE_BYTES
 from ....planning.plan import check_tensor_cores
-from ....spec import GATED, QUANTIZED, CardFacts, TransformerShape, format_gib
+from ....spec.formats import QUANTIZED, CardFacts, format_gib
+from ....spec.transformer import GATED, TransformerShape
 from ...loading import LOADER_PRECISIONS, LoadDecision, check_requested, decide_load
 from .host_class import host_shape
 
@@ -71,7 +72,7 @@ def plan_load(
     Args:
         requested: one of `hosts.loading.LOADER_PRECISIONS`.
         keep: shell patterns of layers that stay in bf16.
-        modulation: one of `spec.PLACES`.
+        modulation: one of `spec.transformer.PLACES`.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape.

@@ -24,7 +24,7 @@ from ....errors import CheckpointError, SettingError
 from ....loaders.parts import SIZES
 from ....loaders.source import Source, open_source
 from ....planning.request import DROPPED, ON_PROCESSOR
-from ....spec import ON_CARD
+from ....spec.transformer import ON_CARD
 from ...loading import AS_STORED, LOADER_PRECISIONS
 from ..messages import LoadReport
 from ..record.meter import harmless

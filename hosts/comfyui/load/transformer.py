@@ -28,7 +28,7 @@ from ....loaders.convert import is_finite, not_finite
 from ....loaders.quantized_file import MARKER_2511
 from ....loaders.source import MICRO_ADVICE, MICRO_TRANSFORMER, Source, open_source
 from ....optimizations.linear import choose_gemm
-from ....spec import QUANTIZED, format_gib
+from ....spec.formats import QUANTIZED, format_gib
 from ..messages import LoadReport
 from ..record.sampling import record_runs
 from ..sample.modulation import MODULATION_KEY, ModelModulation
@@ -61,7 +61,7 @@ def load_model(
             as `open_source` read it.
         precision: auto, bf16, fp8, int8 or "as stored".
         keep: shell patterns of layers that stay in bf16 when the others are quantized.
-        modulation: where a third of the weights waits, one of `spec.PLACES`.
+        modulation: where a third of the weights waits, one of `spec.transformer.PLACES`.
 
     Raises:
         CheckpointError: the file is not a Qwen-Image transformer, or is damaged.

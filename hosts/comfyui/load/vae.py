@@ -21,7 +21,7 @@ from ....loaders.convert import (
 from ....loaders.header import PLAIN_DTYPES
 from ....loaders.parts import LATENT_CHANNELS, LATENT_CHANNELS_21
 from ....loaders.source import Source, open_source
-from ....spec import FAMILY_21
+from ....spec.transformer import FAMILY_21
 from ..messages import LoadReport
 from .host_class import require_21
 from .weights import FLOAT_NAMES, map_tensors

@@ -21,7 +21,8 @@ from ....loaders.quantize import RoundedLayer, layers_to_quantize, quantize_laye
 from ....loaders.source import Source
 from ....loaders.stored import PackedLayer, StoredLayer, canonical_tensors
 from ....optimizations.reference import decode_weight
-from ....spec import GATE_UP, GATED, QUANTIZED
+from ....spec.formats import QUANTIZED
+from ....spec.transformer import GATE_UP, GATED
 from .plan import STAGING_BYTES, LoadPlan
 
 

@@ -26,7 +26,8 @@ from ....loaders.checkpoint import CheckpointPart
 from ....loaders.convert import normalize_name
 from ....loaders.detect import FOREIGN_STACKS
 from ....planning.request import LORA_MODES
-from ....spec import FAMILY_21, format_gib
+from ....spec.formats import format_gib
+from ....spec.transformer import FAMILY_21
 from ..sample.forward import QWEN_IMAGE_21
 from ..sample.optimize import unsupported_model
 from .bypass import Kronecker, Matrices, add_bypass, bypass_change, in_rows

@@ -14,7 +14,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy.samplers import CFGGuider
 
 from ....loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_TRANSFORMER
-from ....spec import PIXELS_PER_LATENT
+from ....spec.vae import PIXELS_PER_LATENT
 from ..sample.call import context_of, control_of, is_skipped, options_of
 from ..sample.modulation import MODULATION_KEY as MODULATION
 from ..sample.run import CARDS_KEY as CARDS

@@ -14,7 +14,9 @@ from ....planning.phases import Phase, Range
 from ....planning.plan import attention_form
 from ....planning.request import EIGHT_BIT, EXACT, FAST, REFERENCE_WORDS, RunRequest
 from ....planning.times import PROCESSOR
-from ....spec import FAMILIES, REFERENCE_SIDE, CardFacts, pixels_of, whole_pixels
+from ....spec.families import FAMILIES, pixels_of
+from ....spec.formats import CardFacts
+from ....spec.transformer import REFERENCE_SIDE, whole_pixels
 from ..estimate.cards import THIS_CARD, ChosenCard, card_of
 from ..estimate.estimate import estimate_on
 from ..estimate.request import WiredRequest, request_from

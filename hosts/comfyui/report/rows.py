@@ -14,7 +14,7 @@ from ....charts.answer import phase_json
 from ....charts.figures import duration
 from ....charts.words import PHASE_NAMES
 from ....planning.phases import Phase, Range, figure, gib
-from ....spec import whole_pixels
+from ....spec.transformer import whole_pixels
 from ..record.meter import Measured
 from ..record.record import Record, prompt_id, recorded
 from .predict import Prediction

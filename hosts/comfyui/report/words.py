@@ -14,7 +14,8 @@ from ....charts.figures import duration, folded, table, tenths, usd
 from ....charts.words import usable_bytes
 from ....planning.estimate import usd_range
 from ....planning.phases import Range
-from ....spec import GIB, pixels_of
+from ....spec.families import pixels_of
+from ....spec.formats import GIB
 from .predict import PARTS_MISSING, Prediction
 from .rows import ROW_NAMES, LastRun, PhaseRow, seconds_text
 

@@ -23,7 +23,7 @@ from comfy.samplers import get_area_and_mult
 from ....errors import QwenL40SError
 from ....machine.card import InstalledCard, first_line
 from ....optimizations.fallback import Fallback
-from ....spec import format_gib
+from ....spec.formats import format_gib
 from .call import IDLE
 from .forward import QWEN_IMAGE_21
 from .optimize import unsupported_model

@@ -23,7 +23,7 @@ from comfy_aimdo import model_vbar
 from ....optimizations.blocks.block import DENSE
 from ....optimizations.blocks.block_form import head_norms, token_layers
 from ....optimizations.fallback import Fallback
-from ....spec import RowFormat
+from ....spec.formats import RowFormat
 from ..load.linear import PACKED_LAYOUT, packed_parts
 from ..lora.bypass import Beside
 

@@ -21,7 +21,7 @@ from ....optimizations.blocks.block_form import token_layers
 from ....optimizations.fallback import Fallback
 from ....optimizations.linear import Gemm, choose_gemm
 from ....optimizations.reference import LowRank
-from ....spec import RowFormat, is_rotation
+from ....spec.formats import RowFormat, is_rotation
 from ..load import linear as operations
 from ..lora.bypass import Beside, is_foreign
 from .held import HeldWeights, row_scale, stored, waits

@@ -17,7 +17,7 @@ from comfy.model_patcher import ModelPatcher
 from ....optimizations.blocks.block_form import MODULATION, blocks_of, modulation_layers
 from ....optimizations.fallback import Fallback
 from ....optimizations.modulation import Entry, ModulationTable, TableFigures, compute_entries
-from ....spec import format_gib
+from ....spec.formats import format_gib
 from ..lora.bypass import bypass_models, is_foreign
 from ..record.record import inner_phase
 from .call import options_of

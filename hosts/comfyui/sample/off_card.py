@@ -28,7 +28,7 @@ from ....optimizations.blocks.block_form import (
 from ....optimizations.modulation import Entry, compute_entries
 from ....optimizations.stream import WeightStream
 from ....planning.phases import LAYERS_ON_CARD
-from ....spec import format_gib
+from ....spec.formats import format_gib
 
 TENSORS = ("weight", "bias")
 

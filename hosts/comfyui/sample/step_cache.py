@@ -28,7 +28,7 @@ from ....optimizations.change_gate import (
     is_adaptive,
 )
 from ....optimizations.step_cache import CachedRun, CacheFigures
-from ....spec import QUANTIZED
+from ....spec.formats import QUANTIZED
 from ....step_cache import ADAPTIVE, CacheSettings
 from ..estimate.sizes import stored_in
 from ..load.weights import FLOAT_NAMES

@@ -1,0 +1,129 @@
+"""The published models: everything that tells one family from another is in its `Family`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import SettingError
+from .text_encoder import QWEN3_VL, QWEN25_VL, TextEncoder
+from .transformer import (
+    FULL_SIZE,
+    LAYERED_SHAPE,
+    PIXELS_PER_TOKEN_SIDE,
+    SHAPE_21,
+    USUAL_SIDE,
+    SingleStreamShape,
+    TransformerShape,
+)
+from .vae import PIXELS_PER_LATENT, PUBLISHED_VAE, StripVae, VaeShape
+
+APACHE = "Apache-2.0"
+LICENCE_21 = (
+    "Qwen Research License: research, not commercial use (Qwen-Image-2512 and Edit-2511 are "
+    f"{APACHE})"
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One published model.
+
+    Attributes:
+        name: As `--family` takes it.
+        steps: Of the sampler, as in its model card.
+        most_references: Reference images that its workflows take.
+        timestep_zero: Whether references are modulated as at timestep zero, which doubles the rows
+            of the modulation.
+        layers: Whether several layers are painted together.
+        vision_tokens: Text tokens that each reference image adds to the prompt: the text encoder
+            sees one megapixel in Edit and 384x384 pixels in its successors, 28x28 a token; one
+            megapixel of 32x32 a token in 2.1, whose transformer has the reference in their place.
+        transformer, vae, text_encoder: The published sizes.
+        vae_bytes: Of the VAE's weights in bf16.
+        licence: Of the weights.
+        side: Of a square that it is trained to paint, in pixels.
+        size_step: What both sides are multiples of, in pixels.
+        cached_prefix: Whether text and references are computed in a prompt's first step alone, and
+            their keys and values kept for the others.
+    """
+
+    name: str
+    steps: int = 50
+    most_references: int = 0
+    timestep_zero: bool = False
+    layers: bool = False
+    vision_tokens: int = 0
+    transformer: TransformerShape = FULL_SIZE
+    vae: VaeShape | StripVae = PUBLISHED_VAE
+    text_encoder: TextEncoder = QWEN25_VL
+    vae_bytes: int = 2 * 126_892_531
+    licence: str = APACHE
+    side: int = USUAL_SIDE
+    size_step: int = PIXELS_PER_TOKEN_SIDE
+    cached_prefix: bool = False
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("qwen-image"),
+        Family("qwen-image-2512"),
+        Family("qwen-image-edit", most_references=1, vision_tokens=1369),
+        Family("qwen-image-edit-2509", steps=40, most_references=3, vision_tokens=196),
+        Family(
+            "qwen-image-edit-2511",
+            steps=40,
+            most_references=3,
+            timestep_zero=True,
+            vision_tokens=196,
+        ),
+        Family(
+            "qwen-image-layered",
+            most_references=1,
+            layers=True,
+            transformer=LAYERED_SHAPE,
+            vae=VaeShape(image_channels=4),
+        ),
+        Family(
+            "qwen-image-2.1",
+            steps=40,
+            most_references=10,
+            vision_tokens=1024,
+            transformer=SHAPE_21,
+            vae=StripVae(),
+            text_encoder=QWEN3_VL,
+            vae_bytes=675_480_808,
+            licence=LICENCE_21,
+            side=2048,
+            size_step=32,
+            cached_prefix=True,
+        ),
+    )
+}
+
+
+TEXT_TO_IMAGE = FAMILIES["qwen-image"]
+SINGLE_STREAM_FAMILY = FAMILIES["qwen-image-2.1"]
+
+
+def pixels_of(channels: int) -> int:
+    """Pixels of a latent pixel's side, by the latent's channels."""
+    vae = SINGLE_STREAM_FAMILY.vae
+    return vae.pixels if channels == vae.latent_channels else PIXELS_PER_LATENT
+
+
+def family_of(shape: TransformerShape) -> Family:
+    """The family that a transformer's shape tells; the first of those that share it."""
+    single = isinstance(shape, SingleStreamShape)
+    return SINGLE_STREAM_FAMILY if single else TEXT_TO_IMAGE
+
+
+def find_family(name: str) -> Family:
+    """The family of a name.
+
+    Raises:
+        SettingError: there is none.
+    """
+    if name not in FAMILIES:
+        raise SettingError(f"family {name!r} is unknown: choose {', '.join(FAMILIES)}.")
+    return FAMILIES[name]

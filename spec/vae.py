@@ -1,0 +1,242 @@
+"""The sizes and layers of the VAEs, and which rows a layer reads for the rows that it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+PIXELS_PER_LATENT = 8
+
+
+@dataclass(frozen=True)
+class VaeShape:
+    """The sizes that fix a VAE's activations.
+
+    Args:
+        dim: channels of the decoder at full resolution: 96 in the published VAE.
+        latent_channels: 16, or 64 in Qwen-Image-2.1.
+        image_channels: 3, or 4 in Qwen-Image-Layered and Qwen-Image-2.1.
+        padded_frames: the frames of the padded copy that a convolution reads of one image: 0 in
+            ComfyUI, where the kernel pads; 3 in diffusers, 1 in its class of Qwen-Image-2.1. Of
+            16-bit tensors diffusers norms and enlarges copies in fp32.
+        encoder_dim: the same of the encoder; None where it is the decoder's.
+        widths: channels of each stage from full to latent resolution, in multiples of those.
+        shortcut_frames: of each halving from full resolution, the frames that the shortcut around
+            its stage spreads one image over; empty where no shortcut leads around a stage.
+    """
+
+    dim: int = 96
+    latent_channels: int = 16
+    image_channels: int = 3
+    padded_frames: int = 0
+    encoder_dim: int | None = None
+    widths: tuple[int, ...] = (1, 2, 4, 4)
+    shortcut_frames: tuple[int, ...] = ()
+
+    @property
+    def pixels(self) -> int:
+        """Of a latent one's side."""
+        return 2 ** (len(self.widths) - 1)
+
+    def channels(self, direction: str) -> tuple[int, ...]:
+        """Of each stage, from full to latent resolution."""
+        dim = self.encoder_dim if direction == "encode" else None
+        return tuple((dim or self.dim) * width for width in self.widths)
+
+    def middle_channels(self, direction: str) -> int:
+        """Channels at latent resolution, in the middle of the encoder or the decoder."""
+        return self.channels(direction)[-1]
+
+
+PUBLISHED_VAE = VaeShape()
+# In diffusers, where it is cut into tiles; `StripVae` is the same in ComfyUI.
+VAE_21 = VaeShape(
+    dim=144,
+    latent_channels=64,
+    image_channels=4,
+    padded_frames=1,
+    encoder_dim=96,
+    widths=(1, 2, 4, 8, 8),
+    shortcut_frames=(1, 2, 2, 2),
+)
+
+
+@dataclass(frozen=True)
+class StripCost:
+    """What a host's own VAE takes that cuts an image into exact strips.
+
+    Attributes:
+        fixed: Bytes at once, of an image of any size.
+        bytes: At once, for a pixel.
+        flops, moved: Operations of convolutions, and bytes read and written, for a pixel.
+    """
+
+    fixed: int
+    bytes: int
+    flops: int
+    moved: int
+
+
+@dataclass(frozen=True)
+class StripVae:
+    """The VAE of Qwen-Image-2.1. ComfyUI cuts each layer of one image into strips of rows that read
+    what they need of their neighbours, so that nothing is left to plan.
+
+    The costs are counted in bf16, on tensors without memory that went through ComfyUI's class at
+    512x512 to 2048x2048. An H200 took 4.68 GiB to decode 2048x2048 where 4.64 are counted. It took
+    3.41 to encode where tensors alone are 2.44: the bytes of a pixel are the measured ones.
+    """
+
+    latent_channels: int = 64
+    image_channels: int = 4
+    decode: StripCost = StripCost(137_600_000, 1_154, 17_700_000, 90_700)
+    encode: StripCost = StripCost(116_100_000, 845, 3_050_000, 29_900)
+    pixels = 16  # of a latent one's side
+
+
+# The layers of Qwen-Image's VAE as tiles see them: how far each one reads.
+#
+# The network is Wan 2.1's: stages of residual blocks with halvings between them, and one attention
+# over all latent pixels in the middle. Everything else reads at most a pixel to each side in a
+# convolution, and norms are per pixel, so that a tile with a margin gives what the whole gives.
+# Qwen-Image-2.1's is Wan 2.2's, where a shortcut leads around each stage.
+
+Kind = Literal["convolution", "residual", "attention", "up", "down", "head", "stage"]
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class VaeLayer:
+    """One layer that a tile runs through.
+
+    Args:
+        kind: "convolution" is one of 3x3; "residual" is two with norms, and a shortcut;
+            "attention" reads every pixel of the whole, so that no tile runs it; "up" doubles the
+            pixels before a convolution; "down" is one of stride 2 that pads below and to the
+            right; "head" is a norm and a convolution; "stage" is `inner` with a shortcut around
+            all of it, which averages or repeats pixels.
+        frames: of a stage, those that its shortcut spreads one image over.
+    """
+
+    kind: Kind
+    channels_in: int
+    channels_out: int
+    inner: tuple[VaeLayer, ...] = ()
+    frames: int = 1
+
+    def reads(self, low: int, high: int) -> Interval:
+        """The rows (or columns) of the input behind rows [low, high) of the output."""
+        if self.kind == "up":
+            return (low - 1) // 2, -(-(high + 1) // 2)
+        if self.kind == "down":
+            return 2 * low, 2 * high + 1
+        if self.kind == "stage":
+            for step in reversed(self.inner):
+                low, high = step.reads(low, high)
+            # Its shortcut averages whole squares of 2x2.
+            return low, high + high % 2 if self.inner[-1].kind == "down" else high
+        margin = 2 if self.kind == "residual" else 1
+        return low - margin, high + margin
+
+    def gives(self, low: int, high: int) -> Interval:
+        """The rows of the output that come out when rows [low, high) go in."""
+        if self.kind == "up":
+            return 2 * low, 2 * high
+        if self.kind == "down":
+            return low // 2, high // 2
+        for step in self.inner:
+            low, high = step.gives(low, high)
+        return low, high
+
+
+def _blocks(channels_in: int, channels: int, count: int) -> list[VaeLayer]:
+    first = VaeLayer("residual", channels_in, channels)
+    return [first] + [VaeLayer("residual", channels, channels)] * (count - 1)
+
+
+def _stage(steps: list[VaeLayer], frames: int) -> VaeLayer:
+    return VaeLayer("stage", steps[0].channels_in, steps[-1].channels_out, tuple(steps), frames)
+
+
+def up_steps(shape: VaeShape) -> tuple[VaeLayer, ...]:
+    """The decoder behind its middle: stages of three residual blocks, and the head."""
+    stages, frames = shape.channels("decode")[::-1], shape.shortcut_frames[::-1]
+    steps, given = [], stages[0]
+    for index, channels in enumerate(stages):
+        stage = _blocks(given, channels, 3)
+        if index < len(stages) - 1:
+            # Without a shortcut, enlarging halves the channels.
+            given = channels if frames else channels // 2
+            stage.append(VaeLayer("up", channels, given))
+            stage = [_stage(stage, frames[index])] if frames else stage
+        steps += stage
+    return (*steps, VaeLayer("head", stages[-1], shape.image_channels))
+
+
+def down_steps(shape: VaeShape) -> tuple[VaeLayer, ...]:
+    """The encoder before its middle: the first convolution and stages of two residual blocks."""
+    stages, frames = shape.channels("encode"), shape.shortcut_frames
+    steps, given = [VaeLayer("convolution", shape.image_channels, stages[0])], stages[0]
+    for index, channels in enumerate(stages):
+        stage = _blocks(given, channels, 2)
+        if index < len(stages) - 1:
+            stage.append(VaeLayer("down", channels, channels))
+        steps += [_stage(stage, (*frames, 1)[index])] if frames else stage
+        given = channels
+    return tuple(steps)
+
+
+def before_middle(shape: VaeShape, direction: str) -> tuple[VaeLayer, ...]:
+    """What precedes the attention and is sliced with it."""
+    width = shape.middle_channels(direction)
+    block = VaeLayer("residual", width, width)
+    if direction == "encode":
+        return (block,)
+    return (VaeLayer("convolution", shape.latent_channels, width), block)
+
+
+def after_middle(shape: VaeShape, direction: str) -> tuple[VaeLayer, ...]:
+    """What follows the attention and is sliced with it."""
+    width = shape.middle_channels(direction)
+    block = VaeLayer("residual", width, width)
+    if direction == "decode":
+        return (block,)
+    return (block, VaeLayer("head", width, 2 * shape.latent_channels))
+
+
+def middle_steps(shape: VaeShape, direction: str) -> tuple[VaeLayer, ...]:
+    """The attention with what precedes and follows it."""
+    width = shape.middle_channels(direction)
+    attention = VaeLayer("attention", width, width)
+    return (*before_middle(shape, direction), attention, *after_middle(shape, direction))
+
+
+def intervals(
+    steps: Sequence[VaeLayer], low: int, high: int, size: int | None = None
+) -> list[Interval]:
+    """What each step needs so that rows [low, high) come out of the last one.
+
+    Args:
+        low, high: rows of the last step's output.
+        size: rows of the whole at the first step's input, where intervals are cut, so that a
+            convolution pads there as it does in the whole; None for a whole without end.
+
+    Returns:
+        One interval for each step's input, and (low, high) itself.
+    """
+    sizes = [size]
+    for step in steps[:-1]:
+        sizes.append(None if sizes[-1] is None else step.gives(0, sizes[-1])[1])
+    found = [(low, high)]
+    for step, whole in zip(reversed(steps), reversed(sizes), strict=True):
+        low, high = step.reads(low, high)
+        if whole is not None:
+            low, high = max(0, low), min(whole, high)
+        found.append((low, high))
+    return found[::-1]
+
+
+def parts(size: int, count: int) -> list[Interval]:
+    """Splits [0, size) into `count` intervals whose lengths differ by at most one."""
+    return [(i * size // count, (i + 1) * size // count) for i in range(count)]
