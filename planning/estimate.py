@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..spec.formats import GIB, MIB, QUANTIZED
-from ..spec.transformer import ON_CARD
+from ..spec.transformer import FAMILY_21, ON_CARD, SHAPE_21
 from ..step_cache import OFF
 from .bytes import (
     BF16,
@@ -156,7 +156,9 @@ def not_measured(request: RunRequest, setting: Setting) -> Iterator[str]:
         yield f"a side above {MOST_SIDE} pixels"
     if request.items > MOST_ITEMS:
         yield f"more than {MOST_ITEMS} images in a pass"
-    if request.transformer != request.member.transformer:
+    if request.member.transformer == SHAPE_21:
+        yield FAMILY_21
+    elif request.transformer != request.member.transformer:
         yield "a transformer of this shape"
 
 

@@ -26,8 +26,8 @@ LOADERS = ("QwenL40S_Load", "QwenL40S_LoadModel")
 MICROS, AS_STORED = ("micro (bundled)", "micro 2.1 (bundled)"), "as stored"
 SAMPLERS = ("KSampler", "KSamplerAdvanced", "SamplerCustom", "SamplerCustomAdvanced")
 EMPTY = ("EmptyLatentImage", "EmptySD3LatentImage", "EmptyQwenImageLayeredLatentImage")
-# How files of Qwen-Image-2.1 are called; 2511 and 2512 are others.
-NAMED_21 = re.compile(r"(?<!\d)2[._-]?1(?!\d)")
+# How files of Qwen-Image-2.1 are called; 2511 is another, and so is a fine-tune's own v2.1.
+NAMED_21 = re.compile(r"(?:qwen|image)[ ._-]*v?2[._-]?1(?!\d)", re.IGNORECASE)
 # Nodes of any pack that use other cards or paint in parts: a pass takes less of the first card.
 ELSEWHERE = re.compile("Cards|Context|Device|MultiGPU|Tile|Window")
 

@@ -127,6 +127,7 @@ def test_qwen_image_21_is_known_by_its_file():
         ("qwen_image_2.1_bf16.safetensors", True),
         ("sub/Qwen-Image-2_1-Turbo.safetensors", True),
         ("qwen_image_2512_bf16.safetensors", False),
+        ("qwen_image_2512_style_v2.1.safetensors", False),
         ("qwen_image_edit_2511_bf16.safetensors", False),
     ):
         graph = changed("qwen_image_21", load={"model": model}, size=size)

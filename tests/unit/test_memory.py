@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen_l40s.spec import formats
 from qwen_l40s.errors import CheckpointError, SettingError
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
 from qwen_l40s.loaders.quantize import layers_to_quantize
 from qwen_l40s.planning import bytes as memory
 from qwen_l40s.planning.bytes import weight_bytes
+from qwen_l40s.spec import formats
 from qwen_l40s.spec.formats import GIB, MIB
 from qwen_l40s.spec.transformer import TransformerShape
 

@@ -186,6 +186,11 @@ MEASURED = Basis("measured", "measured here; within 5%", "measured here")
         (RunRequest(), Setting(attention="int8"), "attention in 8 bits"),
         (RunRequest(controlnet_bytes=10**9), Setting(), "a ControlNet"),
         (RunRequest(family="qwen-image-layered", layers=2), Setting(), "layers"),
+        (
+            RunRequest(family="qwen-image-2.1", width=1024, height=1024),
+            Setting(),
+            "Qwen-Image-2.1",
+        ),
         (RunRequest(width=2064), Setting(), "a side above 2048 pixels"),
         (RunRequest(batch=3), Setting(), "more than 2 images in a pass"),
         (RunRequest(batch=2, cfg="one pass"), Setting(), "more than 2 images in a pass"),
