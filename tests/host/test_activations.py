@@ -291,17 +291,18 @@ def followed(request, setting):
 
 
 # ComfyUI 0.40's own block, which the first step compares with, takes less than 0.33's, which is
-# counted, and so does its ControlNet.
+# counted, and so does its ControlNet; more so with LoRAs beside the weights.
 LESS = 0.02 if hasattr(comfy.ops, "_eager_input_act") else 0.0
+LESS_WITH_LORAS = 0.1 if LESS else 0.0
 LESS_OF_CONTROLNET = 0.15 if LESS else 0.1
 
 
-def agrees(request, setting, tolerance=0.001):
+def agrees(request, setting, tolerance=0.001, less=LESS):
     first, later = followed(request, setting)
     counted, given = step_bytes(request, setting), given_bytes(request)
-    for found, expected, less in ((first, counted.first, LESS), (later, counted.later, 0.0)):
+    for found, expected, most in ((first, counted.first, less), (later, counted.later, 0.0)):
         off = (expected - given) / found - 1
-        assert -tolerance <= off <= tolerance + less, (
+        assert -tolerance <= off <= tolerance + most, (
             request, setting.precision, found, expected - given, off,
         )  # fmt: skip
 
@@ -332,7 +333,8 @@ def test_int8_that_is_expanded():
 def test_loras_beside():
     for request in requests():
         for count in (1, 2):
-            agrees(replace(request, loras=Loras(count, 32, "bypass")), Setting())
+            beside = replace(request, loras=Loras(count, 32, "bypass"))
+            agrees(beside, Setting(), less=LESS_WITH_LORAS)
 
 
 def test_loras_beside_weights_that_are_expanded():
