@@ -83,7 +83,12 @@ def add_prompt(parser: argparse.ArgumentParser, *, required: bool) -> None:
 
 def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> None:
     """The arguments that `generate` and `demo` share."""
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="default: 20")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="default: as many as a Turbo folder is trained for, 20 of any other",
+    )
     parser.add_argument(
         "--cfg", type=float, default=4.0, metavar="SCALE", help="guidance; default: 4; 1 is off"
     )

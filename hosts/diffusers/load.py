@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,7 @@ class LoadedPipeline:
         device: Where the parts run.
         offload: Whether they wait in host memory for their turn, and why.
         optimized: What makes the transformer fast; None where diffusers' own code runs.
+        sigmas: Of each step, where the checkpoint is trained for these alone, as a Turbo is.
     """
 
     folder: Path
@@ -203,11 +205,13 @@ class LoadedPipeline:
     precision: PrecisionChoice
     offload: OffloadChoice
     optimized: Optimized | None = None
+    sigmas: tuple[float, ...] | None = None
 
     def to_diffusers(
         self, scheduler: FlowMatchEulerDiscreteScheduler | None = None
     ) -> DiffusionPipeline:
         """diffusers' pipeline over these parts; its scheduler, which has state, is its own."""
+        trained = {"sample_sigmas": list(self.sigmas)} if self.sigmas else {}
         pipeline = self.family.pipeline(
             transformer=self.transformer,
             vae=self.vae,
@@ -215,6 +219,7 @@ class LoadedPipeline:
             **{self.family.words: self.words},
             scheduler=scheduler
             or FlowMatchEulerDiscreteScheduler.from_config(self.scheduler.config),
+            **trained,
         )
         if self.offload.name == "model":
             pipeline.enable_model_cpu_offload(device=self.device)
@@ -256,7 +261,7 @@ def load_pipeline(
             "or leave attention out."
         )
     folder = Path(folder)
-    family = _family(folder)
+    family, sigmas = _family(folder)
     shards = {part: read_shards(folder / part) for part in (*family.models, "text_encoder")}
     where = choose_device(device)
     parameters = {
@@ -287,7 +292,7 @@ def load_pipeline(
     if optimized is None:
         optimized = where != "cpu" or attention is not None
     attention = (attention or "auto") if optimized else None
-    return _load_parts(folder, family, shards, choice, where, attention, chosen)
+    return _load_parts(folder, family, shards, choice, where, attention, chosen, sigmas)
 
 
 def _load_parts(
@@ -298,6 +303,7 @@ def _load_parts(
     device: str,
     attention: str | None,
     offload: OffloadChoice,
+    sigmas: tuple[float, ...] | None,
 ) -> LoadedPipeline:
     """Reads what `load_pipeline` has checked; without an attention nothing is optimized."""
     dtype = PRECISION_DTYPES[choice.name]
@@ -333,6 +339,7 @@ def _load_parts(
         precision=choice,
         offload=offload,
         optimized=None if attention is None else optimize(transformer, attention=attention),
+        sigmas=sigmas,
     )
 
 
@@ -348,16 +355,32 @@ def _config(folder: Path, part: str, expected: type[ConfigMixin]) -> dict[str, o
     return config
 
 
-def _family(folder: Path) -> Family:
+def _sigmas(found: object, path: Path) -> tuple[float, ...] | None:
+    """`sample_sigmas` of a folder, from 1 down; the last step ends at 0, which is not listed."""
+    if found is None:
+        return None
+    numbers = isinstance(found, list) and all(type(sigma) in (int, float) for sigma in found)
+    if numbers and found and all(a > b for a, b in pairwise((*found, 0))) and found[0] <= 1:
+        return tuple(map(float, found))
+    raise CheckpointError(
+        "Its sample_sigmas are not numbers that fall from at most 1 and stay above 0: download "
+        "the file again.",
+        path,
+    )
+
+
+def _family(folder: Path) -> tuple[Family, tuple[float, ...] | None]:
+    """The pipeline that a folder is made for, and the sigmas that it is trained for."""
     path = folder / "model_index.json"
     if not os.path.isfile(path):
         raise CheckpointError(
             f"This is not a diffusers folder: it must hold {path.name} and the parts.", folder
         )
-    name = str(read_object(path, "the list of a diffusers folder's parts").get("_class_name"))
+    index = read_object(path, "the list of a diffusers folder's parts")
+    name = str(index.get("_class_name"))
     if name in FAMILIES:
         try:
-            return FAMILIES[name]()
+            return FAMILIES[name](), _sigmas(index.get("sample_sigmas"), path)
         except ImportError as error:
             raise UnavailableError(
                 f"This is a {name}, which needs diffusers 0.42 and transformers 4.57 or newer: "

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -20,7 +20,7 @@ from ...optimizations.step_cache import CacheFigures
 from ...step_cache import OFF
 from .decode import decode
 from .load import LoadedPipeline
-from .settings import GenerateSettings
+from .settings import STEPS, GenerateSettings
 from .step_cache import cache_steps
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def generate(
     negative_prompt: str = " ",
     width: int,
     height: int,
-    steps: int = 20,
+    steps: int | None = None,
     cfg: float = 4.0,
     seed: int = 0,
     batch: int = 1,
@@ -72,7 +72,7 @@ def generate(
         CheckpointError: the model returned NaN or infinity.
         UnavailableError: the card ran out of memory.
     """
-    settings = GenerateSettings(
+    asked = GenerateSettings(
         prompt=prompt,
         negative_prompt=negative_prompt,
         width=width,
@@ -83,6 +83,7 @@ def generate(
         batch=batch,
         cache=cache,
     )
+    settings = _with_steps(asked, pipeline)
     start = time.perf_counter()
     try:
         latents, cached = _sample(pipeline, settings, progress, callback)
@@ -116,7 +117,7 @@ def sample(
     Returns:
         Packed latents (batch, height/16 * width/16, 64).
     """
-    return _sample(pipeline, settings, progress, callback, watch)[0]
+    return _sample(pipeline, _with_steps(settings, pipeline), progress, callback, watch)[0]
 
 
 def _sample(
@@ -165,6 +166,19 @@ def _sample(
     if cached.figures is not None and not cached.figures.skipped:
         logger.warning(cached.report())
     return latents, cached.figures
+
+
+def _with_steps(settings: GenerateSettings, pipeline: LoadedPipeline) -> GenerateSettings:
+    """The settings with a number of steps, and no other than the checkpoint is trained for."""
+    trained = None if pipeline.sigmas is None else len(pipeline.sigmas)
+    if settings.steps is None:
+        return replace(settings, steps=trained or STEPS)
+    if trained not in (None, settings.steps):
+        raise SettingError(
+            f"steps is {settings.steps}, and {pipeline.folder} is trained for the {trained} sigmas "
+            f"in its model_index.json: leave steps out, or use {trained}."
+        )
+    return settings
 
 
 def _scheduler(pipeline: LoadedPipeline, steps: int) -> FlowMatchEulerDiscreteScheduler:

@@ -13,6 +13,7 @@ from ...step_cache import OFF, cache_settings
 OFFLOADS = ("auto", "none", "model")
 SIZE_STEP = 16  # 8 from the VAE times 2 from the transformer's patches
 MAX_SEED = 2**63 - 1
+STEPS = 20  # of a checkpoint that is trained for any number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class GenerateSettings:
 
     Attributes:
         width, height: pixels, divisible by 16.
+        steps: None for as many as the checkpoint is trained for, else `STEPS`.
         cfg: classifier-free guidance scale; at most 1 switches it off and halves the work.
         seed: image i of the batch starts from the noise of `seed + i`.
         cache: the step cache, one of `step_cache.CHOICES`.
@@ -33,7 +35,7 @@ class GenerateSettings:
     negative_prompt: str = " "
     width: int
     height: int
-    steps: int = 20
+    steps: int | None = None
     cfg: float = 4.0
     seed: int = 0
     batch: int = 1
@@ -44,7 +46,8 @@ class GenerateSettings:
         _check_text("negative_prompt", self.negative_prompt)
         _check_size("width", self.width)
         _check_size("height", self.height)
-        _check_count("steps", self.steps)
+        if self.steps is not None:
+            _check_count("steps", self.steps)
         _check_count("batch", self.batch)
         if not isinstance(self.seed, int) or not 0 <= self.seed <= MAX_SEED:
             raise SettingError(

@@ -1,12 +1,15 @@
 """The micro Qwen-Image-2.1: small, ordinary, and what both hosts ask of its dims."""
 
 import json
+import shutil
 
+import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLQwenImage21
 from safetensors import safe_open
 
+from qwen_l40s.errors import CheckpointError, SettingError
 from qwen_l40s.hosts.diffusers.load import load_pipeline
 from qwen_l40s.hosts.diffusers.sample import generate
 from qwen_l40s.loaders.source import bundled_micro_folder
@@ -76,6 +79,43 @@ def test_prompts_are_cut_after_the_system_turn():
     ids = words(pipeline.prompt_template_t2i.format("a red star")).input_ids
     assert words.decode(ids[pipeline._drop_idx :]).startswith("<|im_start|>user\na red star")
     assert ids[pipeline._drop_idx] == ids[0] == words.convert_tokens_to_ids("<|im_start|>")
+
+
+@pytest.fixture
+def turbo(tmp_path):
+    """A folder that is trained for certain sigmas; `write` puts others into it."""
+    folder = tmp_path / "turbo"
+    shutil.copytree(FOLDER, folder)
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+
+    def write(sigmas):
+        text = json.dumps(index | {"sample_sigmas": sigmas})
+        (folder / "model_index.json").write_text(text, encoding="utf-8")
+        return folder
+
+    return write
+
+
+def test_a_turbo_folder_runs_the_sigmas_that_it_is_trained_for(turbo):
+    sigmas, asked = [1.0, 0.9, 0.4], {"width": 64, "height": 64}
+    stock = load_pipeline(FOLDER, device="cpu", precision="fp32").to_diffusers()
+    stock.set_progress_bar_config(disable=True)
+    noise = torch.Generator().manual_seed(7)
+    [expected] = stock("a red star", **asked, sigmas=sigmas, generator=noise).images
+    ours = load_pipeline(turbo(sigmas), device="cpu", precision="fp32")
+    made = generate(ours, "a red star", **asked, cfg=1.0, seed=7, progress=False)
+    assert made.settings.steps == 3
+    assert np.array_equal(np.asarray(made.images[0]), np.asarray(expected))
+    with pytest.raises(SettingError, match=r"trained for the 3 sigmas .*: leave steps out, or use"):
+        generate(ours, "a red star", **asked, steps=8, progress=False)
+
+
+@pytest.mark.parametrize(
+    "sigmas", [[], 8, ["1"], [0.4, 0.9], [1.0, 0.0], [1.5, 0.5], [1.0, 1.0], [True]]
+)
+def test_sigmas_that_are_none(turbo, sigmas):
+    with pytest.raises(CheckpointError, match="sample_sigmas are not numbers that fall"):
+        load_pipeline(turbo(sigmas), device="cpu")
 
 
 @pytest.mark.slow
