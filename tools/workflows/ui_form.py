@@ -334,6 +334,9 @@ def _node(node: Node, number: int, box: Box, order: int, links: list[list[Any]])
 
 def _input(known: Input, link: int | None) -> dict[str, Any]:
     entry: dict[str, Any] = {"name": known.name}
+    group, _, label = known.name.rpartition(".")
+    if group:  # the page writes only the last part of an input that grows
+        entry["label"] = label
     if known.optional:
         entry["shape"] = OPTIONAL_SLOT
     entry["type"] = known.type
