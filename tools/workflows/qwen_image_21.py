@@ -50,7 +50,7 @@ TURBO_STEPS = TURBO.count(",")
 COLUMNS = ((MODELS,), (IMAGES, MODEL), (PROMPT,), (SAMPLING, IMAGE))
 PROMPT_FIRST = "The prompt. CFG is 1, so there is no negative prompt."
 SIZES = "**EmptySD3LatentImage**: any size in multiples of 32, up to 2048x2048."
-STEPS_LAST = f"**KSampler**: the model card takes 40 steps; {STEPS} are ComfyUI's."
+STEPS_LAST = f"**KSampler**: {STEPS} steps, as in ComfyUI's own template; the model card takes 40."
 COMBINE = "Put the object of <image2> into the scene of <image1>, in the light of that scene"
 
 
