@@ -237,8 +237,9 @@ class Feeder:
 
     async def _recognize(self) -> None:
         """Finds out whether this is the process that we know."""
-        known = {self._witness, *(i for i, p in self._posted.items() if p.boot == self.boot)}
-        known.discard(None)
+        # A later prompt may have reached the next process before we knew of it: it proves nothing.
+        oldest = [i for i, p in self._posted.items() if p.boot == self.boot][:1]
+        known = {self._witness, *oldest} - {None}
         same = bool(self.listed.boot) and self.listed.boot == self.boot
         for prompt_id in [] if self.listed.boot else known:
             same = same or await self.server.has(prompt_id)
@@ -352,7 +353,8 @@ class Feeder:
             if entry is not None:
                 self._collect(prompt_id, entry)
             elif entry is None and posted.job.status == QUEUED and posted.job.server == self.name:
-                known = self.listed.boot in ("", self.boot) and posted.breaks == breaks
+                # Counted now: the next process may have answered before the break was noticed.
+                known = self.listed.boot in ("", self.boot) and posted.breaks == self._breaks
                 if not known and not await self._same_process():
                     raise ServerError(f"{self.name} was restarted and has forgotten its jobs.")
                 message = "someone took it out of the server's queue."
