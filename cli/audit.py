@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--size", type=parse_size, metavar="WxH", help="pixels; default: as `generate`"
     )
     parser.add_argument(
-        "--cfg", type=float, default=4.0, metavar="SCALE", help="guidance; default: 4"
+        "--cfg", type=float, metavar="SCALE", help="guidance; default: as of `generate`"
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of every image; default: 0"
@@ -224,6 +224,7 @@ def audit_images(
     """
     from ..hosts.diffusers.load import load_pipeline
     from ..hosts.diffusers.quantized import quantize_transformer
+    from ..hosts.diffusers.sample import settled
     from ..measure import layer_errors
 
     try:
@@ -232,6 +233,7 @@ def audit_images(
         raise UnavailableError(
             f"{str(error).rstrip('.')}; `audit --layers-only` needs one weight at a time."
         ) from error
+    runs = [settled(run, pipeline) for run in runs]
     transformer = pipeline.transformer
     with layer_errors.measured_layers(transformer, args.precision, args.keep) as sums:
         with layer_errors.recorded_probes(transformer) as probes:

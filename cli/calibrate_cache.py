@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--size", type=parse_size, metavar="WxH", help="pixels; default: as of `generate`"
     )
     parser.add_argument(
-        "--cfg", type=float, default=4.0, metavar="SCALE", help="guidance; default: 4"
+        "--cfg", type=float, metavar="SCALE", help="guidance; default: as of `generate`"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     add_load_arguments(parser)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 PROMPT = "a small red star at the top left on a blue background"
 GALLERY = 12
+CFG = 4.0  # both micro models are judged at it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         width=MICRO_SIDE,
         height=MICRO_SIDE,
         steps=args.steps,
-        cfg=args.cfg,
+        cfg=CFG if args.cfg is None else args.cfg,
         seed=args.seed,
         cache=args.cache,
     )

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
+from ..errors import CheckpointError
 from ..hosts.diffusers.settings import GenerateSettings
 from ..loaders.source import MICRO_ADVICE, MICRO_SIDE
+from ..spec.families import SINGLE_STREAM_FAMILY, TEXT_TO_IMAGE
 from ..step_cache import CHOICES, OFF
 from .output import (
     ImageTarget,
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from ..optimizations.step_cache import CacheFigures
 
 MAKING = "making images"
-USUAL_SIDE = 1328  # the model card's square
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "PIL", "psutil")
 
 
@@ -48,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--size",
         type=parse_size,
         metavar="WxH",
-        help=f"pixels; default: {USUAL_SIDE}x{USUAL_SIDE}; with models/micro "
+        help=f"pixels; default: {TEXT_TO_IMAGE.side}x{TEXT_TO_IMAGE.side}, with Qwen-Image-2.1 "
+        f"{SINGLE_STREAM_FAMILY.side}x{SINGLE_STREAM_FAMILY.side}, with a bundled model "
         f"{MICRO_SIDE}x{MICRO_SIDE}",
     )
     parser.add_argument(
@@ -90,7 +92,10 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> N
         help="default: as many as a Turbo folder is trained for, 20 of any other",
     )
     parser.add_argument(
-        "--cfg", type=float, default=4.0, metavar="SCALE", help="guidance; default: 4; 1 is off"
+        "--cfg",
+        type=float,
+        metavar="SCALE",
+        help="guidance, 1 is off; default: 4, and 1 in `generate` with Qwen-Image-2.1",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     parser.add_argument(
@@ -179,10 +184,17 @@ def run(args: argparse.Namespace) -> int:
 
 def side_of(model: str | Path) -> int:
     """The side of the images that a model is trained for."""
+    from ..loaders.checkpoint import PIPELINE_21, read_index
     from ..loaders.source import MICRO_FOLDERS, bundled_micro_folder
 
-    micro = Path(model).resolve() in map(bundled_micro_folder, MICRO_FOLDERS)
-    return MICRO_SIDE if micro else USUAL_SIDE
+    folder = Path(model)
+    if folder.resolve() in map(bundled_micro_folder, MICRO_FOLDERS):
+        return MICRO_SIDE
+    try:
+        _, pipeline = read_index(folder)
+    except CheckpointError:  # the loader says what is wrong with it
+        pipeline = ""
+    return (SINGLE_STREAM_FAMILY if pipeline == PIPELINE_21 else TEXT_TO_IMAGE).side
 
 
 def load(folder: str | Path, args: argparse.Namespace) -> tuple[LoadedPipeline, float]:

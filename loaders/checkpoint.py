@@ -88,6 +88,7 @@ PIPELINES = {
     "QwenImageEditPlusPipeline": "Qwen-Image-Edit-2509",
     "QwenImageLayeredPipeline": "Qwen-Image-Layered",
 }
+PIPELINE_21 = "QwenImage21Pipeline"
 # Ends of the class names of components without weights
 WEIGHTLESS = ("Scheduler", "Tokenizer", "TokenizerFast", "Processor", "FeatureExtractor")
 

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel, Qwen2_5_VLForConditionalGeneration, Qw
 from transformers.processing_utils import ProcessorMixin
 
 from ...errors import CheckpointError, SettingError, UnavailableError
+from ...loaders.checkpoint import PIPELINE_21
 from ...loaders.convert import check_finite
 from ...loaders.header import PLAIN_DTYPES, Shards, read_object, read_shards
 from ...machine.device import available_bytes, choose_device
@@ -56,6 +57,7 @@ class Family:
         words: The part that cuts prompts into tokens, which `load_words` reads from its folder.
         arguments: Of a call of this pipeline alone.
         size_step: What divides width and height, in pixels.
+        cfg: Guidance that a call of this pipeline takes by default.
     """
 
     pipeline: type[DiffusionPipeline]
@@ -65,6 +67,7 @@ class Family:
     load_words: Callable[[Path], Qwen2Tokenizer | ProcessorMixin]
     arguments: Mapping[str, Any]
     size_step: int
+    cfg: float
 
 
 def _qwen_image() -> Family:
@@ -76,6 +79,7 @@ def _qwen_image() -> Family:
         load_words=load_tokenizer,
         arguments={"max_sequence_length": MAX_PROMPT_TOKENS},
         size_step=SIZE_STEP,
+        cfg=4.0,
     )
 
 
@@ -95,10 +99,11 @@ def _qwen_image_21() -> Family:
         load_words=load_processor,
         arguments={},
         size_step=32,  # 16 from the VAE, in pairs
+        cfg=1.0,
     )
 
 
-FAMILIES = {"QwenImagePipeline": _qwen_image, "QwenImage21Pipeline": _qwen_image_21}
+FAMILIES = {"QwenImagePipeline": _qwen_image, PIPELINE_21: _qwen_image_21}
 # What decoding takes for a pixel in bf16, more than the other parts take for activations;
 # measured on an H200 from 1024x1024 to 3072x3072 as allocated memory.
 DECODE_BYTES_PER_PIXEL = 1259

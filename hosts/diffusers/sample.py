@@ -53,7 +53,7 @@ def generate(
     width: int,
     height: int,
     steps: int | None = None,
-    cfg: float = 4.0,
+    cfg: float | None = None,
     seed: int = 0,
     batch: int = 1,
     cache: str = OFF,
@@ -83,7 +83,7 @@ def generate(
         batch=batch,
         cache=cache,
     )
-    settings = _with_steps(asked, pipeline)
+    settings = settled(asked, pipeline)
     start = time.perf_counter()
     try:
         latents, cached = _sample(pipeline, settings, progress, callback)
@@ -117,7 +117,7 @@ def sample(
     Returns:
         Packed latents (batch, height/16 * width/16, 64).
     """
-    return _sample(pipeline, _with_steps(settings, pipeline), progress, callback, watch)[0]
+    return _sample(pipeline, settled(settings, pipeline), progress, callback, watch)[0]
 
 
 def _sample(
@@ -168,17 +168,19 @@ def _sample(
     return latents, cached.figures
 
 
-def _with_steps(settings: GenerateSettings, pipeline: LoadedPipeline) -> GenerateSettings:
-    """The settings with a number of steps, and no other than the checkpoint is trained for."""
+def settled(settings: GenerateSettings, pipeline: LoadedPipeline) -> GenerateSettings:
+    """The settings with steps and guidance, and no steps but those that a Turbo is trained for."""
     trained = None if pipeline.sigmas is None else len(pipeline.sigmas)
-    if settings.steps is None:
-        return replace(settings, steps=trained or STEPS)
-    if trained not in (None, settings.steps):
+    if trained and settings.steps not in (None, trained):
         raise SettingError(
             f"steps is {settings.steps}, and {pipeline.folder} is trained for the {trained} sigmas "
             f"in its model_index.json: leave steps out, or use {trained}."
         )
-    return settings
+    return replace(
+        settings,
+        steps=settings.steps or trained or STEPS,
+        cfg=pipeline.family.cfg if settings.cfg is None else settings.cfg,
+    )
 
 
 def _scheduler(pipeline: LoadedPipeline, steps: int) -> FlowMatchEulerDiscreteScheduler:

@@ -23,7 +23,8 @@ class GenerateSettings:
     Attributes:
         width, height: pixels, divisible by 16.
         steps: None for as many as the checkpoint is trained for, else `STEPS`.
-        cfg: classifier-free guidance scale; at most 1 switches it off and halves the work.
+        cfg: classifier-free guidance scale; at most 1 switches it off and halves the work. None for
+            the pipeline's own: 4, and 1 of Qwen-Image-2.1.
         seed: image i of the batch starts from the noise of `seed + i`.
         cache: the step cache, one of `step_cache.CHOICES`.
 
@@ -36,7 +37,7 @@ class GenerateSettings:
     width: int
     height: int
     steps: int | None = None
-    cfg: float = 4.0
+    cfg: float | None = None
     seed: int = 0
     batch: int = 1
     cache: str = OFF
@@ -53,7 +54,8 @@ class GenerateSettings:
             raise SettingError(
                 f"seed must be a whole number from 0 to 2**63 - 1, got {self.seed!r}."
             )
-        if not isinstance(self.cfg, int | float) or not math.isfinite(self.cfg) or self.cfg < 0:
+        cfg = 0 if self.cfg is None else self.cfg
+        if not isinstance(cfg, int | float) or not math.isfinite(cfg) or cfg < 0:
             raise SettingError(
                 f"cfg must be a finite number of at least 0, got {self.cfg!r}: use 4.0, or 1 to "
                 "switch guidance off."

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from waiting import SECONDS
 
 from qwen_l40s.cli import main
+from qwen_l40s.cli.generate import side_of
 from qwen_l40s.cli.output import ImageTarget, write_sheet, write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +40,15 @@ def last_line(capsys: pytest.CaptureFixture) -> dict:
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     return json.loads(out)
+
+
+def test_the_side_is_the_one_that_the_model_is_trained_at(tmp_path):
+    for pipeline, side in (("QwenImagePipeline", 1328), ("QwenImage21Pipeline", 2048)):
+        text = json.dumps({"_class_name": pipeline})
+        (tmp_path / "model_index.json").write_text(text, encoding="utf-8")
+        assert side_of(tmp_path) == side
+    assert side_of(tmp_path / "missing") == 1328  # an error of the loader's
+    assert {side_of(ROOT / "models" / name) for name in ("micro", "micro_21")} == {256}
 
 
 # --- what it writes ---

@@ -103,8 +103,8 @@ def test_a_turbo_folder_runs_the_sigmas_that_it_is_trained_for(turbo):
     noise = torch.Generator().manual_seed(7)
     [expected] = stock("a red star", **asked, sigmas=sigmas, generator=noise).images
     ours = load_pipeline(turbo(sigmas), device="cpu", precision="fp32")
-    made = generate(ours, "a red star", **asked, cfg=1.0, seed=7, progress=False)
-    assert made.settings.steps == 3
+    made = generate(ours, "a red star", **asked, seed=7, progress=False)
+    assert (made.settings.steps, made.settings.cfg) == (3, 1.0)  # as diffusers, without guidance
     assert np.array_equal(np.asarray(made.images[0]), np.asarray(expected))
     with pytest.raises(SettingError, match=r"trained for the 3 sigmas .*: leave steps out, or use"):
         generate(ours, "a red star", **asked, steps=8, progress=False)
@@ -124,6 +124,8 @@ def test_the_model_paints_what_it_is_told():
     pipeline = load_pipeline(FOLDER, device="cpu", precision="fp32")
     results = []
     for seed, prompt in enumerate(gallery_prompts(10, seed=3)):
-        painted = generate(pipeline, prompt, width=256, height=256, seed=seed, progress=False)
+        painted = generate(
+            pipeline, prompt, width=256, height=256, cfg=4.0, seed=seed, progress=False
+        )
         results.append(adherence(painted.images[0], parse_prompt(prompt)))
     assert sum(result.score == 1 for result in results) >= 8

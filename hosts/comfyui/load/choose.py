@@ -17,7 +17,7 @@ from typing import Any
 import folder_paths
 
 from ....errors import CheckpointError, SettingError
-from ....loaders.checkpoint import PIPELINES, read_index
+from ....loaders.checkpoint import PIPELINE_21, PIPELINES, read_index
 from ....loaders.detect import identify, split_parts
 from ....loaders.header import NUMBERED, read_header
 from ....loaders.parts import LATENT_CHANNELS, LATENT_CHANNELS_21
@@ -42,7 +42,6 @@ NAMED = "qwen"
 LISTED = 3  # choices in a message
 # What a new node has chosen only where there is nothing else.
 LATER = ("Qwen-Image-Layered", FAMILY_21)
-PIPELINE_21 = "QwenImage21Pipeline"
 FOR_21 = {"text_encoder": "the Qwen3-VL 8B text encoder", "vae": f"the {FAMILY_21} VAE"}
 
 
