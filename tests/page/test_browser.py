@@ -84,8 +84,17 @@ def test_the_page_lists_each_workflow_with_its_picture(page: ComfyPage):
     assert page.problems == []
 
 
+def known_nodes(page: ComfyPage, name: str) -> dict[str, Any]:
+    """What the server says of its nodes; skips a template that needs a newer ComfyUI."""
+    known = page.server.client.get("/object_info").json()
+    if lacks := {kind for kind, _ in by_title(GRAPHS[name]).values()} - known.keys():
+        pytest.skip(f"this ComfyUI has no {min(lacks)}")
+    return known
+
+
 @each_template
 def test_a_template_opens_as_its_api_form(classic: ComfyPage, name: str):
+    known_nodes(classic, name)
     classic.open_template(PACK, name)
     classic.draw()
     assert classic.errors_shown() == ""
@@ -102,12 +111,12 @@ def test_a_template_opens_as_its_api_form(classic: ComfyPage, name: str):
 
 @each_template
 def test_a_template_opens_with_nodes_2_too(modern: ComfyPage, name: str):
+    classes = known_nodes(modern, name)
     file = ROOT / "workflows" / f"{name}.json"
     modern.load(file)
     nodes = json.loads(file.read_text(encoding="utf-8"))["nodes"]
     collapsed = {node["title"] for node in nodes if node["flags"].get("collapsed")}
     shown = {node["title"]: node for node in modern.elements()}
-    classes = modern.server.client.get("/object_info").json()
     for title, (kind, inputs) in by_title(GRAPHS[name]).items():
         known = classes[kind]["input"]
         options = known.get("required", {}) | known.get("optional", {})
