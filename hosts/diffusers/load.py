@@ -360,8 +360,9 @@ def _config(folder: Path, part: str, expected: type[ConfigMixin]) -> dict[str, o
     return config
 
 
-def _sigmas(found: object, path: Path) -> tuple[float, ...] | None:
+def _sigmas(index: Mapping[str, Any], path: Path) -> tuple[float, ...] | None:
     """`sample_sigmas` of a folder, from 1 down; the last step ends at 0, which is not listed."""
+    found = index.get("sample_sigmas")
     if found is None:
         return None
     numbers = isinstance(found, list) and all(type(sigma) in (int, float) for sigma in found)
@@ -385,13 +386,14 @@ def _family(folder: Path) -> tuple[Family, tuple[float, ...] | None]:
     name = str(index.get("_class_name"))
     if name in FAMILIES:
         try:
-            return FAMILIES[name](), _sigmas(index.get("sample_sigmas"), path)
+            family = FAMILIES[name]()
         except ImportError as error:
             raise UnavailableError(
                 f"This is a {name}, which needs diffusers 0.42 and transformers 4.57 or newer: "
                 'run pip install --upgrade "diffusers>=0.42" "transformers>=4.57".',
                 folder,
             ) from error
+        return family, _sigmas(index, path) if name == PIPELINE_21 else None
     known = " or ".join(FAMILIES)
     if name.startswith(("QwenImageEdit", "QwenImageLayered")):
         raise CheckpointError(
