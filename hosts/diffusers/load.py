@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class Family:
     Attributes:
         models: {part: class} of what diffusers itself defines.
         words: The part that cuts prompts into tokens, which `load_words` reads from its folder.
-        arguments: Of a call of this pipeline alone.
+        arguments: Of a call of this pipeline alone; of a Turbo the sigmas that it is trained for.
         size_step: What divides width and height, in pixels.
         cfg: Guidance that a call of this pipeline takes by default.
     """
@@ -196,7 +196,6 @@ class LoadedPipeline:
         device: Where the parts run.
         offload: Whether they wait in host memory for their turn, and why.
         optimized: What makes the transformer fast; None where diffusers' own code runs.
-        sigmas: Of each step, where the checkpoint is trained for these alone, as a Turbo is.
     """
 
     folder: Path
@@ -210,13 +209,11 @@ class LoadedPipeline:
     precision: PrecisionChoice
     offload: OffloadChoice
     optimized: Optimized | None = None
-    sigmas: tuple[float, ...] | None = None
 
     def to_diffusers(
         self, scheduler: FlowMatchEulerDiscreteScheduler | None = None
     ) -> DiffusionPipeline:
         """diffusers' pipeline over these parts; its scheduler, which has state, is its own."""
-        trained = {"sample_sigmas": list(self.sigmas)} if self.sigmas else {}
         pipeline = self.family.pipeline(
             transformer=self.transformer,
             vae=self.vae,
@@ -224,7 +221,6 @@ class LoadedPipeline:
             **{self.family.words: self.words},
             scheduler=scheduler
             or FlowMatchEulerDiscreteScheduler.from_config(self.scheduler.config),
-            **trained,
         )
         if self.offload.name == "model":
             pipeline.enable_model_cpu_offload(device=self.device)
@@ -266,7 +262,7 @@ def load_pipeline(
             "or leave attention out."
         )
     folder = Path(folder)
-    family, sigmas = _family(folder)
+    family = _family(folder)
     shards = {part: read_shards(folder / part) for part in (*family.models, "text_encoder")}
     where = choose_device(device)
     parameters = {
@@ -297,7 +293,7 @@ def load_pipeline(
     if optimized is None:
         optimized = where != "cpu" or attention is not None
     attention = (attention or "auto") if optimized else None
-    return _load_parts(folder, family, shards, choice, where, attention, chosen, sigmas)
+    return _load_parts(folder, family, shards, choice, where, attention, chosen)
 
 
 def _load_parts(
@@ -308,7 +304,6 @@ def _load_parts(
     device: str,
     attention: str | None,
     offload: OffloadChoice,
-    sigmas: tuple[float, ...] | None,
 ) -> LoadedPipeline:
     """Reads what `load_pipeline` has checked; without an attention nothing is optimized."""
     dtype = PRECISION_DTYPES[choice.name]
@@ -344,7 +339,6 @@ def _load_parts(
         precision=choice,
         offload=offload,
         optimized=None if attention is None else optimize(transformer, attention=attention),
-        sigmas=sigmas,
     )
 
 
@@ -360,14 +354,11 @@ def _config(folder: Path, part: str, expected: type[ConfigMixin]) -> dict[str, o
     return config
 
 
-def _sigmas(index: Mapping[str, Any], path: Path) -> tuple[float, ...] | None:
+def _sigmas(found: object, path: Path) -> list[float]:
     """`sample_sigmas` of a folder, from 1 down; the last step ends at 0, which is not listed."""
-    found = index.get("sample_sigmas")
-    if found is None:
-        return None
     numbers = isinstance(found, list) and all(type(sigma) in (int, float) for sigma in found)
     if numbers and found and all(a > b for a, b in pairwise((*found, 0))) and found[0] <= 1:
-        return tuple(map(float, found))
+        return [float(sigma) for sigma in found]
     raise CheckpointError(
         "Its sample_sigmas are not numbers that fall from at most 1 and stay above 0: download "
         "the file again.",
@@ -375,8 +366,7 @@ def _sigmas(index: Mapping[str, Any], path: Path) -> tuple[float, ...] | None:
     )
 
 
-def _family(folder: Path) -> tuple[Family, tuple[float, ...] | None]:
-    """The pipeline that a folder is made for, and the sigmas that it is trained for."""
+def _family(folder: Path) -> Family:
     path = folder / "model_index.json"
     if not os.path.isfile(path):
         raise CheckpointError(
@@ -393,7 +383,10 @@ def _family(folder: Path) -> tuple[Family, tuple[float, ...] | None]:
                 'run pip install --upgrade "diffusers>=0.42" "transformers>=4.57".',
                 folder,
             ) from error
-        return family, _sigmas(index, path) if name == PIPELINE_21 else None
+        sigmas = index.get("sample_sigmas") if name == PIPELINE_21 else None
+        if sigmas is None:
+            return family
+        return replace(family, arguments={**family.arguments, "sigmas": _sigmas(sigmas, path)})
     known = " or ".join(FAMILIES)
     if name.startswith(("QwenImageEdit", "QwenImageLayered")):
         raise CheckpointError(

@@ -170,7 +170,7 @@ def _sample(
 
 def settled(settings: GenerateSettings, pipeline: LoadedPipeline) -> GenerateSettings:
     """The settings with steps and guidance, and no steps but those that a Turbo is trained for."""
-    trained = None if pipeline.sigmas is None else len(pipeline.sigmas)
+    trained = len(pipeline.family.arguments.get("sigmas", ()))
     if trained and settings.steps not in (None, trained):
         raise SettingError(
             f"steps is {settings.steps}, and {pipeline.folder} is trained for the {trained} sigmas "

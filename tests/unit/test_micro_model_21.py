@@ -113,7 +113,7 @@ def test_a_turbo_folder_runs_the_sigmas_that_it_is_trained_for(turbo):
 @pytest.mark.parametrize(
     "sigmas", [[], 8, ["1"], [0.4, 0.9], [1.0, 0.0], [1.5, 0.5], [1.0, 1.0], [True]]
 )
-def test_sigmas_that_are_none(turbo, sigmas):
+def test_damaged_sigmas(turbo, sigmas):
     with pytest.raises(CheckpointError, match="sample_sigmas are not numbers that fall"):
         load_pipeline(turbo(sigmas), device="cpu")
 
