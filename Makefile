@@ -1,16 +1,18 @@
-# `make demo` and `make test` do everything from a fresh clone: .venv is built when it is missing, when pyproject.toml has
-# changed, when the folder has moved, and when PYTHON or TORCH differ from the last time.
+# `make demo` and `make test` do everything from a fresh clone: .venv is built when it is missing, when pyproject.toml or
+# constraints.txt have changed, when the folder has moved, and when PYTHON or TORCH differ from the last time.
 
-# Which Python builds .venv, and which torch goes into it: a requirement, a path or any arguments of
-# `pip install`, such as TORCH="torch --index-url ADDRESS" for a CPU build.
+# Which Python builds .venv, 3.10 to 3.14, and which torch goes into it: a requirement, a path or any arguments of
+# `pip install`. Where pip's find-links or extra index offer a CPU build of this version, pip takes that.
 PYTHON ?= python3
-TORCH ?= torch
+TORCH ?= torch==2.13.0
 # Further arguments for the command, as in: make demo ARGS='--prompt "a blue ring on a white background"'
 ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/built-for
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP_LOG := $(VENV)/pip.log
 # A newer page than ComfyUI's own, with Nodes 2.0; COMFYUI_FRONTEND_PATH names the folder of another.
 FRONTEND := $(VENV)/frontend-1.58.1
 
@@ -101,21 +103,24 @@ $(STAMP): rebuild
 endif
 
 # torch goes in first, so that what depends on it takes the build that was asked for.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml constraints.txt
 	@command -v "$(PYTHON)" >/dev/null || \
-		{ echo "make: there is no $(PYTHON): install Python 3.10 or newer, or name one with PYTHON=" >&2; exit 1; }
-	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "make: $$("$(PYTHON)" --version 2>&1) is too old: name Python 3.10 or newer with PYTHON=" >&2; exit 1; }
+		{ echo "make: there is no $(PYTHON): install Python 3.10 to 3.14, or name one with PYTHON=" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' || \
+		{ echo "make: constraints.txt has no versions for $$("$(PYTHON)" --version 2>&1): name Python 3.10 to 3.14 with PYTHON=" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || \
 		{ echo "make: $(PYTHON) cannot build a virtual environment: install python3-venv, or name another with PYTHON=" >&2; exit 1; }
 	@test "$$(head -n 1 $@ 2>/dev/null)" = "$$VENV_FOR" || "$(PYTHON)" -m venv --clear $(VENV)
 	@rm -f $@
 	@echo "make: installing $(TORCH) and the packages of pyproject.toml into $(VENV)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@{ $(PIP) --constraint constraints.txt $(TORCH) && $(PIP) --constraint constraints.txt --editable '.[dev]'; } \
+		>$(PIP_LOG) 2>&1 || \
+		{ echo "make: pip ended with \"$$(sed -n '/Impossible/d; s/.*ERROR: //p' $(PIP_LOG) | tail -n 1)\":" \
+		"$$TORCH_FOR and the versions of constraints.txt come from a package index: connect one that has them" \
+		"(pip config set global.index-url), or name another torch with TORCH=; $(PIP_LOG) holds all that pip said" >&2; exit 1; }
 	@printf '%s\n' "$$VENV_FOR" "$$TORCH_FOR" > $@
 
 # Without it, as on a machine without an index, the tests that need it are skipped.
 $(FRONTEND): | $(STAMP)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ \
+	@$(PIP) --no-deps --target $@ \
 		comfyui-frontend-package==1.58.1 || echo "make: tests of the newer page are left out" >&2
