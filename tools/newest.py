@@ -42,7 +42,10 @@ def main() -> int:
     if named := os.environ.get("COMFYUI_NEXT_PATH"):
         os.environ["COMFYUI_PATH"] = named
     folder = find_comfyui()
-    install(folder)
+    try:
+        install(folder)
+    except subprocess.CalledProcessError:
+        sys.exit("pip could not install the newest packages, see above: connect a package index")
     print(f"ComfyUI: {check_comfyui(folder).reason}")
     print(", ".join(versions()), flush=True)
     broken: list[tuple[str, str, str]] = []

@@ -1,5 +1,6 @@
 """The runner of `make test-next`, without its environment: what it reads, and what is broken."""
 
+from subprocess import CalledProcessError
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,16 @@ FAULTS = [
 ]
 EMPTY = "<testsuites/>"
 PASSED = '<testsuites><testcase classname="a" name="b"/></testsuites>'
+
+
+def test_no_index(monkeypatch):
+    def pip(_):
+        raise CalledProcessError(1, ["pip"])
+
+    monkeypatch.setattr(newest, "install", pip)
+    monkeypatch.setattr("sys.argv", ["newest"])
+    with pytest.raises(SystemExit, match=r"^pip could not install .*: connect a package index$"):
+        newest.main()
 
 
 def test_names_of_requirements():
