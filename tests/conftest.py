@@ -33,14 +33,17 @@ if importlib.util.find_spec("qwen_l40s") is None:
 sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "unit")]
 pytest_plugins = ["tiny_model"]
 
+import own_warnings
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the folder for the pictures of the page that page/test_browser.py can take."""
     parser.addoption("--screenshots", type=Path, help="folder for test_browser.py's screenshots")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Who ends a run that takes too long sends SIGTERM: servers and browsers stop as on Ctrl-C."""
+    own_warnings.fail_tests(config)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         import hypothesis

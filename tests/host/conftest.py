@@ -80,7 +80,9 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     if INSIDE in os.environ and not distributes:
         import comfyui_boot
+        import own_warnings
 
+        own_warnings.fail_tests(config)
         comfyui_boot.start(Path(os.environ[INSIDE]), config.getoption("--mode"))
 
 

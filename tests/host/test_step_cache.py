@@ -367,7 +367,7 @@ def test_no_run_knows_of_another():
 def test_nothing_is_left_after_a_run():
     def runs():
         gc.collect()
-        return [item for item in gc.get_objects() if isinstance(item, CachedRun)]
+        return [item for item in gc.get_objects() if type(item) is CachedRun]
 
     patcher, within = cached(), []
     sample(patcher, at_step=lambda step, guider: step == 9 and within.append(len(runs())))
