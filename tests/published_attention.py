@@ -42,7 +42,7 @@ def flash_attn_func(
     return exact(q, k, v, softmax_scale)[0]
 
 
-# The same commit, hopper/flash_attn_interface.py; fa3_fwd_interface.py of fa3-fwd 0.0.3 has the same.
+# The same commit, hopper/flash_attn_interface.py; the same in fa3_fwd_interface.py of fa3-fwd 0.0.3
 def flash_attn_func_3(
     q,
     k,
