@@ -35,12 +35,21 @@ class Package:
         floor: The oldest version that is accepted, as in pyproject.toml; empty when any will do.
         needs: A name in the module that loads the code a run really uses: diffusers and
             transformers import lazily, and what does not fit together fails only there.
+        other: The same code under another name, which serves where this one is not installed.
     """
 
     distribution: str
     module: str
     floor: str = ""
     needs: str = ""
+    other: Package | None = None
+
+    @property
+    def present(self) -> Package:
+        """The other one where that alone is installed, else this one."""
+        if self.other is None or find_spec(self.module) is not None:
+            return self
+        return self if find_spec(self.other.module) is None else self.other
 
     @property
     def requirement(self) -> str:
@@ -61,10 +70,13 @@ STANDALONE = (
     Package("tqdm", "tqdm"),
     Package("psutil", "psutil"),
 )
-# What can make attention faster on a card. Built from source against one torch and one CUDA: no
-# single pip command is right everywhere.
+# What can make attention faster on a card. Most are built from source against one torch and one
+# CUDA: no single pip command is right everywhere. fa3-fwd is a wheel of version 3's forward pass.
 FLASH_ATTENTION_2 = Package("flash-attn", "flash_attn", "2.0", "flash_attn_func")
-FLASH_ATTENTION_3 = Package("flash-attn-3", "flash_attn_interface", "", "flash_attn_func")
+FLASH_ATTENTION_3 = Package(
+    *("fa3-fwd", "fa3_fwd_interface", "", "flash_attn_func"),
+    other=Package("flash-attn-3", "flash_attn_interface", "", "flash_attn_func"),
+)
 SAGE_ATTENTION = Package("sageattention", "sageattention", "2.0")
 KITCHEN = Package("comfy-kitchen", "comfy_kitchen", "", "list_backends")
 
@@ -78,6 +90,7 @@ def check_package(package: Package, *, load: bool = True) -> tuple[Capability, M
     Returns:
         The capability, and the module when it was imported.
     """
+    package = package.present
     name = package.distribution
     install = f'pip install "{package.requirement}"'
     if find_spec(package.module) is None:

@@ -127,8 +127,8 @@ class ModulationTable:
 
     Attributes:
         bytes: Of the entries, on the card.
-        hits, filled, passes: Entries that were there, entries that were computed, and passes over
-            the weights for them.
+        hits, filled, passes: Entries that were there, entries that were computed, and walks through
+            the layers for them.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class ModulationTable:
             batch: Items of the batch.
             state: What the weights are; entries are found again under the same state only.
             schedule: Asked where the entry is not there: the embeddings of the run's schedule, in
-                order. Where this one is among them, all are computed in one pass over the weights.
+                order. Where this one is among them, all are computed while each layer is at hand.
         """
         (key,) = _keys(embedding.unsqueeze(0), batch, state)
         found = self._entries.get(key)
@@ -208,34 +208,22 @@ def compute_entries(
     batch: int,
     layers: Iterator[ModulationLayer] | None = None,
 ) -> list[Entry]:
-    """What the modules give for several embeddings of one shape, in one pass over the weights.
-
-    All rows go through a layer at once where that gives the same bits as one embedding at a time,
-    which the first block shows; else each embedding goes alone.
+    """What the modules give for several embeddings of one shape, each of which goes alone: a GEMM
+    of more rows may add up in another order, for any weight, device and torch.
 
     Args:
         embeddings: As of `ModulationTable.entry`.
         batch: Items of the batch.
         layers: The modulation layers of the blocks, in order; a host whose weights are elsewhere
-            brings each to the embeddings while it is had from this iterator.
+            brings each to the embeddings once, while it is had from this iterator.
     """
     entries = [_empty_entry(blocks, embedding, batch) for embedding in embeddings]
     # As the hosts do: a half of the rows is a tensor of its own only where there are two.
     rows = {"image": list(embeddings), "text": [embedding[:batch] for embedding in embeddings]}
-    together = {stream: torch.cat(parts) for stream, parts in rows.items()}
-    exact: dict[str, list[tuple] | None] = {}  # the form of a layer whose bits were equal
     with closing(layers or modulation_layers(blocks)) as walked:
         for index, stream, module in walked:
-            parts = rows[stream]
-            if exact.get(stream) == _form(module):
-                values = module(together[stream]).split(len(parts[0]))
-            else:
-                values = [module(part) for part in parts]
-            if stream not in exact:
-                shown = len(parts) > 1 and torch.equal(module(together[stream]), torch.cat(values))
-                exact[stream] = _form(module) if shown else None
-            for entry, value in zip(entries, values, strict=True):
-                getattr(entry, stream)[index].copy_(value)
+            for entry, part in zip(entries, rows[stream], strict=True):
+                getattr(entry, stream)[index].copy_(module(part))
     return entries
 
 
@@ -249,16 +237,6 @@ def _keys(embeddings: torch.Tensor, batch: int, state: Hashable) -> list[tuple[H
     bits = embeddings.detach().cpu().contiguous().view(torch.uint8).numpy()
     form = state, batch, embeddings.device, embeddings.shape[1:], embeddings.dtype
     return [(*form, row.tobytes()) for row in bits]
-
-
-def _form(module: torch.nn.Module) -> list[tuple]:
-    """How a modulation layer stores its weights: what one shows holds for others of its form."""
-    weights = [(part, getattr(part, "weight", None)) for part in module.modules()]
-    return [
-        (type(part), getattr(part, "layout_type", None), weight.dtype)
-        for part, weight in weights
-        if weight is not None
-    ]
 
 
 def _empty_entry(blocks: Sequence[torch.nn.Module], embedding: torch.Tensor, batch: int) -> Entry:

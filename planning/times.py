@@ -40,10 +40,10 @@ EXPAND = 1 + WIDE + 2 * WIDE
 DECODE = 1.41 * (1 / 2 + 1 / 16 + 1)
 # ComfyUI's own blocks and ours, bf16, 1024x1024, H200: 178.1 and 124.5 ms.
 STOCK = 1.43
-# A pass over the weights takes so many times what the link needs, and the processor so long for
-# each of the two layers of a block (H200).
+# A pass over the modulation's weights takes so many times what the link needs (H200), and the
+# processor so long for each timestep of each of the two layers of a block (predicted).
 TABLE_FACTOR = 1.05
-TABLE_LAYER_SECONDS = 0.0003
+TABLE_LAYER_SECONDS = 0.00003
 
 
 class Work(NamedTuple):
@@ -226,7 +226,8 @@ def sampling_seconds(request: RunRequest, precision: str, rates: Rates, **how: A
 
 
 def table_seconds(request: RunRequest, rates: Rates, modulation: str) -> float:
-    """One pass over the modulation weights, which a new schedule takes.
+    """The modulation of a new schedule: one pass of the weights over the link where they are off
+    the card, and one over the card's memory for each timestep.
 
     Args:
         modulation: "on card" or "off card".
@@ -236,8 +237,9 @@ def table_seconds(request: RunRequest, rates: Rates, modulation: str) -> float:
         weights = weight_bytes(request.transformer, "bf16").modulation
     if not weights:
         return 0.0
-    rate = rates.pcie / TABLE_FACTOR if modulation == OFF_CARD else rates.bandwidth
-    return max(weights / rate, 2 * request.transformer.blocks * TABLE_LAYER_SECONDS)
+    launches = 2 * request.transformer.blocks * TABLE_LAYER_SECONDS
+    seconds = request.steps * max(weights / rates.bandwidth, launches)
+    return max(seconds, weights * TABLE_FACTOR / rates.pcie) if modulation == OFF_CARD else seconds
 
 
 def product_seconds(

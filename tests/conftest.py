@@ -91,6 +91,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(item.path.stem if folder == "unit" else folder))
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request):
+    """Where a test computes: on the processor, and once more on a card."""
+    return pytest.importorskip("torch").device(request.param)
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """Torch's threads wait for one another: on a busy machine small work takes 20 times as long."""

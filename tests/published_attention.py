@@ -1,4 +1,4 @@
-"""Stands in for attention packages that no machine of this project has run.
+"""Stands in for attention packages, which run on a card alone.
 
 Each function has the published signature and computes attention exactly, in fp32 on any device.
 What a published function takes as **kwargs it ignores: that is left out here, so that a misspelled
@@ -42,7 +42,7 @@ def flash_attn_func(
     return exact(q, k, v, softmax_scale)[0]
 
 
-# The same commit, hopper/flash_attn_interface.py
+# The same commit, hopper/flash_attn_interface.py; the same in fa3_fwd_interface.py of fa3-fwd 0.0.3
 def flash_attn_func_3(
     q,
     k,

@@ -114,7 +114,7 @@ class Optimized:
 
         Args:
             timesteps: Gives the scheduler's timesteps, from 1000 to 0, when the first step asks for
-                them: the modulation of all steps is then computed in one pass over its weights.
+                them: the modulation of all steps is then computed at once.
         """
         return self._optimization.run(timesteps) if self._optimization else nullcontext()
 

@@ -18,6 +18,7 @@ from .backends import (
     SDPA_EFFICIENT,
     SDPA_FLASH,
     SLICED,
+    flash_attention_3,
 )
 from .eight_bit import INT8, INT8_FP8
 from .sage import SAGE_2
@@ -73,7 +74,7 @@ def refusal(name: str, request: AttentionRequest) -> str:
 
 def forget() -> None:
     """Asks everything anew, as after a package was installed."""
-    for remembered in (_missing, _trial):
+    for remembered in (_missing, _trial, flash_attention_3):
         remembered.cache_clear()
 
 
@@ -114,7 +115,7 @@ def _limits_on(backend: Backend, device: torch.device, sm: tuple[int, int] | Non
 @functools.cache
 def _missing(package: Package) -> str:
     capability, module = check_package(package)
-    return "" if module is not None else f"{package.distribution} {capability.reason}"
+    return "" if module is not None else f"{capability.name} {capability.reason}"
 
 
 @functools.cache

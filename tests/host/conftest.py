@@ -57,7 +57,9 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         **os.environ,
         INSIDE: str(folder),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(HERE / "packages"),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, (str(HERE / "packages"), os.environ.get("PYTHONPATH")))
+        ),
         "QWEN_L40S_PACKAGES": sysconfig.get_path("purelib"),
     }
     code = "import comfy.options, comfy_kitchen, pytest"

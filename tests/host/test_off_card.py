@@ -487,6 +487,21 @@ def test_a_second_image_moves_nothing():
         assert modulation.table.passes == 3, "the plain weights' entries are still there"
 
 
+def test_a_layer_is_brought_once_for_all_timesteps():
+    """Though each timestep goes through it alone."""
+    model = load()
+    on_card, brought = OffCardLinear.on_card, []
+
+    def counted(layer, *arguments):
+        brought.append(layer)
+        return on_card(layer, *arguments)
+
+    with mock.patch.object(OffCardLinear, "on_card", counted):
+        sample(model, steps=5)
+    assert len(ModelModulation.of(model.model).table) == 5
+    assert brought == off_card_layers(model.model)
+
+
 def test_the_table_leaves_with_the_model():
     model = load()
     sample(model)

@@ -5,6 +5,7 @@ import gc
 import itertools
 import logging
 import re
+from dataclasses import replace
 from unittest import mock
 
 import comfy.hooks
@@ -257,19 +258,22 @@ def test_files_of_other_loaders():
 
 
 def test_weights_in_four_bits():
-    """On the card in 4 bits, or decoded on load: the same int8 for every product."""
+    """On the card in 4 bits, or decoded on load: the same int8 for every product.
+
+    256 wide: comfy-kitchen rotates groups of 256 alone on a card, and under dynamic VRAM ComfyUI
+    rounds what is smaller than 16 KiB once more.
+    """
     from comfy_kitchen.tensor.w4a8_int8 import quantize_w4a8_int8_weight
 
     def in_four_bits(weight):
-        codes, groups, rows, _, codebook = quantize_w4a8_int8_weight(
-            weight.float(), convrot_groupsize=64
-        )
+        codes, groups, rows, _, codebook = quantize_w4a8_int8_weight(weight.float())
         entries = {"weight": codes, "weight_s_rel": groups, "weight_s_channel": rows}
         return entries | {"weight_codebook": codebook}
 
-    marker = {"format": "asym_w4a8_int8", "convrot_groupsize": 64}
-    layers = [*narrow.layers(WEIGHTS), narrow.MODULATION]
-    tensors = narrow.quantized(WEIGHTS, in_four_bits, marker, layers)
+    marker = {"format": "asym_w4a8_int8", "convrot_groupsize": 256}
+    weights = narrow.weights(replace(narrow.SHAPE, dim=256, heads=8))
+    layers = [*narrow.layers(weights), narrow.MODULATION]
+    tensors = narrow.quantized(weights, in_four_bits, marker, layers)
     path = narrow.write(FOLDER / "w4a8.safetensors", tensors)
     decoded = load_model(path)[0]
     with mock.patch.object(load_plan, "_why_packed", return_value="they were asked to"):
@@ -277,7 +281,7 @@ def test_weights_in_four_bits():
         off_card = load_model(path, modulation="off card")[0]
     assert any("(w4a8), because they were asked to." in note for note in report.notes)
     weight = packed.model.diffusion_model.get_submodule(narrow.LAYER).weight
-    assert weight._qdata.shape == (128, 64)
+    assert weight._qdata.shape == (256, 128)
     assert true_sizes.model_sizes(packed).precision == "int8"
     most = SAME if MODE == "cpu" else 2e-2
     clones = [compare(model, most=most) for model in (decoded, packed, off_card)]
@@ -285,13 +289,13 @@ def test_weights_in_four_bits():
     assert torch.equal(ours[0], ours[1]) and torch.equal(ours[0], ours[2])
     assert torch.equal(forward(decoded), forward(packed))
     assert "layers: int8 through" in report_of(clones[1])
-    if MODE == "cpu":  # comfy-kitchen's kernel for one row takes groups of 256 alone
-        with mock.patch(
-            "comfy.model_detection.detect_unet_config", lambda *_, **__: dict(narrow.CONFIG)
-        ):
-            core = comfy.sd.load_diffusion_model_state_dict(dict(tensors))
-        # ComfyUI's own layers quantize activations on a CPU too.
-        assert difference(forward(compare(core, most=2e-2)), ours[0]) < 2e-2
+    with mock.patch(
+        "comfy.model_detection.detect_unet_config",
+        lambda *_, **__: narrow.CONFIG | {"num_attention_heads": 8},
+    ):
+        core = comfy.sd.load_diffusion_model_state_dict(dict(tensors))
+    # ComfyUI's own layers quantize activations on a CPU too.
+    assert difference(forward(compare(core, most=2e-2)), ours[0]) < 2e-2
 
 
 def lora_file():
@@ -309,10 +313,11 @@ def lora_file():
 def test_a_lora_merged_into_rotated_weights():
     """ComfyUI rotates what it has merged as the weight was."""
     path = lora_file()
-    exact = forward(apply_lora(stock(), path, 3.0, how="merge")[0])
+    strength = 5.0  # beside its change the rounding of bf16 on a card is small
+    exact = forward(apply_lora(stock(), path, strength, how="merge")[0])
     plain = stock("int8")
     known = rotated_layers(compare(plain, most=SAME if MODE == "cpu" else 2e-2))
-    model = apply_lora(plain, path, 3.0, how="merge")[0]
+    model = apply_lora(plain, path, strength, how="merge")[0]
     clone = compare(model, most=SAME if MODE == "cpu" else 2e-2)
     assert rotated_layers(clone) == known != {}
     assert difference(forward(clone), exact) < 0.05 * difference(forward(plain), exact)

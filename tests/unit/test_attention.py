@@ -394,6 +394,5 @@ def test_every_backend_says_what_it_is():
     ]
     assert {name for name, backend in BACKENDS.items() if backend.unproven} == {
         "flash_attn_2",
-        "flash_attn_3",
         "sage_2",
     }

@@ -1,6 +1,6 @@
 """FlashAttention and SageAttention as they are published, and every way in which they are broken.
 
-No machine of this project has run them on a card: `published_attention.py` stands in for them.
+They run on a card alone: `published_attention.py` stands in for them.
 """
 
 import importlib.util
@@ -20,6 +20,7 @@ from qwen_l40s.optimizations.attention import (
     choose_attention,
     registry,
     sage,
+    timing,
 )
 
 CPU = torch.device("cpu")
@@ -31,10 +32,10 @@ spec.loader.exec_module(published)
 
 PACKAGES = {
     "flash_attn_2": ("flash_attn", published.FLASH_2, (8, 9)),
-    "flash_attn_3": ("flash_attn_interface", published.FLASH_3, (9, 0)),
+    "flash_attn_3": ("fa3_fwd_interface", published.FLASH_3, (9, 0)),
     "sage_2": ("sageattention", published.SAGE, (8, 9)),
 }
-UNPROVEN = "not run by us, agrees here with PyTorch in a trial"
+UNPROVEN = "not run by us but on sm_90, agrees here with PyTorch in a trial"
 on_each = pytest.mark.parametrize("name", PACKAGES)
 
 
@@ -97,6 +98,26 @@ def test_flash_attention_3_of_the_first_releases_gave_a_pair(monkeypatch, card):
     )
     q, k, v = random(140)
     assert distance(choose_attention(request(), "flash_attn_3")(q, k, v), q, k, v) < 8e-3
+
+
+@pytest.mark.parametrize("module", ["fa3_fwd_interface", "flash_attn_interface"])
+def test_auto_takes_flash_attention_3_under_either_name(monkeypatch, card, tmp_path, module):
+    """The wheel's, and that of what is built from source."""
+    monkeypatch.setenv("QWEN_L40S_CACHE", str(tmp_path))
+    monkeypatch.setattr(choice, "_measured", {})
+    monkeypatch.setattr(choice, "_machine", lambda device: module)
+    monkeypatch.setattr(timing, "timed_ms", lambda call, *_: 2.0 - (call is fastest))
+    fastest = BACKENDS["flash_attn_3"].attend
+    card((9, 0))
+    assert choose_attention(request()).name != "flash_attn_3"
+    card((9, 0))
+    calls = published.install(monkeypatch, module, published.FLASH_3)
+    attention = choose_attention(request(tokens=1300))
+    assert attention.name == "flash_attn_3" and attention.reason.startswith("fastest exact of ")
+    calls.clear()
+    q, k, v = random(1300)
+    assert distance(attention(q, k, v), q, k, v) < 8e-3
+    assert len(calls) == 1
 
 
 def test_sage_calls_the_kernel_of_the_card(monkeypatch, card):
@@ -266,10 +287,9 @@ def test_nothing_of_a_package_is_imported_without_a_card(monkeypatch, tmp_path):
     checks = {check.name: check for check in check_backends(InstalledCards())}
     assert list(checks) == [f"attention {name}" for name in BACKENDS]
     for name in PACKAGES:
+        unproven = "" if name == "flash_attn_3" else "; not run by us but on sm_90"
         assert checks[f"attention {name}"] == Capability(
-            f"attention {name}",
-            State.NOT_USABLE,
-            f"needs an NVIDIA card; {BACKENDS[name].unproven}",
+            f"attention {name}", State.NOT_USABLE, f"needs an NVIDIA card{unproven}"
         )
     assert checks["attention sliced"].reason == "exact; with and without a mask"
     for name in ("int8", "int8_fp8"):
@@ -290,7 +310,7 @@ def test_each_backend_has_its_state_and_reason(monkeypatch, card):
     assert flash.reason.endswith("; exact; not with a mask: takes no mask; " + UNPROVEN)
     assert "; quantized, by name or with fast; " in checks["sage_2"].reason
     assert checks["flash_attn_3"].state is State.NOT_USABLE
-    assert checks["flash_attn_3"].reason == "sm_89, has code for sm_90; not run by us"
+    assert checks["flash_attn_3"].reason == "sm_89, has code for sm_90"
     assert checks["sdpa_flash"].state is State.LIMITED
     assert checks["sdpa_cudnn"].reason.startswith("a trial failed: ")
     assert checks["math"].state is State.USABLE

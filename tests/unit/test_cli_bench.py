@@ -280,7 +280,6 @@ def test_every_image_and_block_row_is_a_forward_row():
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA card")
 def test_a_card_s_kernels_and_memory_are_seen(without_comfyui, capsys):
     arguments = ["forward", "--layers", "2", "--size", "256x256", "--only", "diffusers bf16 eager"]
     assert bench(*arguments, "--profile") == 0

@@ -69,8 +69,12 @@ def layers_of(tensors):
 
 
 @pytest.mark.parametrize("format", QUANTIZED)
-def test_every_tensor_of_the_file(files, weights, format):
-    written = load_file(files[format])
+def test_every_tensor_of_the_file(tmp_path, capsys, files, weights, format, device):
+    path = tmp_path / "out.safetensors"
+    assert command(MICRO, path, format, "--device", device.type) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["device"].startswith(device.type)
+    assert path.read_bytes() == files[format].read_bytes()
+    written = load_file(path)
     quantized = layers_to_quantize(layers_of(weights))
     assert len(quantized) == 6 * 12
     names = {f"{layer}.{end}" for layer in quantized for end in ("weight_scale", "comfy_quant")}
@@ -210,16 +214,6 @@ def test_progress_counts_the_bytes_of_the_source(tmp_path):
     assert seen[-1] == (plan.source.part.bytes, plan.source.part.bytes)
     assert len(seen) == plan.source.part.tensors
     assert plan.layout.file_bytes == path.stat().st_size
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA card")
-@pytest.mark.parametrize("format", QUANTIZED)
-def test_a_card_writes_the_same_file(tmp_path, files, format):
-    path = tmp_path / "card.safetensors"
-    report = write_quantized(plan_quantized(MICRO, format), path, device="cuda")
-    assert report.device.startswith("cuda")
-    assert path.read_bytes() == files[format].read_bytes()
 
 
 # --- what is refused

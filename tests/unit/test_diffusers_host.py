@@ -53,10 +53,10 @@ def settings(**changes) -> GenerateSettings:
 @pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated")  # its successor is not in 0.36
 @pytest.mark.parametrize("cfg", [1.0, 4.0])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_latents_and_image_are_bit_identical_to_diffusers(tiny_folder, precision, cfg):
+def test_latents_and_image_are_bit_identical_to_diffusers(tiny_folder, precision, cfg, device):
     stock = QwenImagePipeline.from_pretrained(
         tiny_folder, torch_dtype=PRECISION_DTYPES[precision], local_files_only=True
-    )
+    ).to(device)
 
     def run_stock(output_type):
         return stock(
@@ -70,7 +70,7 @@ def test_latents_and_image_are_bit_identical_to_diffusers(tiny_folder, precision
             output_type=output_type,
         ).images
 
-    ours = load_pipeline(tiny_folder, precision=precision, device="cpu")
+    ours = load_pipeline(tiny_folder, precision=precision, device=device.type)
     latents = sample(ours, settings(cfg=cfg), progress=False)
     assert latents.dtype == PRECISION_DTYPES[precision]
     assert torch.equal(latents, run_stock("latent"))

@@ -36,6 +36,7 @@ def bits(tensor):
 
 def same_values(one, other):
     """Bit for bit, sign of zero included, but for which NaN it is."""
+    one = one.cpu()
     nan = one.isnan()
     return torch.equal(nan, other.isnan()) and torch.equal(bits(one)[~nan], bits(other)[~nan])
 
@@ -60,17 +61,18 @@ def neighbours(values, format):
 # --- bits
 
 
-def test_every_byte_of_fp8_reads_as_torch_reads_it():
+def test_every_byte_of_fp8_reads_as_torch_reads_it(device):
     e4m3, e5m2 = BYTES.view(torch.float8_e4m3fn), BYTES.view(torch.float8_e5m2)
-    assert same_values(e4m3_as_float(e4m3), e4m3.float())
+    assert same_values(e4m3_as_float(e4m3.to(device)), e4m3.float())
     numbers = e4m3[~e4m3.float().isnan()]
     assert len(numbers) == 254  # without NaN another path is taken
-    assert same_values(e4m3_as_float(numbers), numbers.float())
-    assert same_values(e5m2_as_half(e5m2).float(), e5m2.float())
-    scale = torch.full((2, 1), 0.5)
+    assert same_values(e4m3_as_float(numbers.to(device)), numbers.float())
+    assert same_values(e5m2_as_half(e5m2.to(device)).float(), e5m2.float())
+    scale = torch.full((2, 1), 0.5, device=device)
     for values in (e4m3, e5m2):
         rows = values.reshape(2, 128)
-        assert same_values(dequantize_rows(rows, scale, torch.float32), rows.float() / 2)
+        read = dequantize_rows(rows.to(device), scale, torch.float32)
+        assert same_values(read, rows.float() / 2)
 
 
 # --- rounding
@@ -78,12 +80,12 @@ def test_every_byte_of_fp8_reads_as_torch_reads_it():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", QUANTIZED)
-def test_every_value_is_rounded_to_the_nearest(format, dtype):
-    original = weight(dtype=dtype)
-    values, scale = quantize_rows(original, format)
+def test_every_value_is_rounded_to_the_nearest(format, dtype, device):
+    original = weight(rows=300, columns=1000, dtype=dtype)
+    values, scale = (part.cpu() for part in quantize_rows(original.to(device), format))
     assert values.dtype == {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[format]
     assert scale.dtype == torch.float32
-    assert scale.shape == (7, 1)
+    assert scale.shape == (300, 1)
     limit = LIMITS[format]
     assert torch.equal(scale, original.float().abs().amax(dim=1, keepdim=True) / limit)
     assert (values.float().abs().amax(dim=1) == limit).all()
@@ -93,11 +95,11 @@ def test_every_value_is_rounded_to_the_nearest(format, dtype):
     assert torch.equal((values.float() - scaled).abs(), nearest)
 
 
-def test_a_tie_goes_to_the_even_neighbour():
+def test_a_tie_goes_to_the_even_neighbour(device):
     """The row's largest is 127, so that the scale is 1."""
-    row = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5]])
+    row = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5]], device=device)
     assert quantize_rows(row, "int8")[0].tolist() == [[127, 0, 2, 2, 0, -2]]
-    row = torch.tensor([[448.0, 17, 19, -17, -19]])  # e4m3 has 16, 18 and 20 there
+    row = torch.tensor([[448.0, 17, 19, -17, -19]], device=device)  # e4m3 has 16, 18 and 20 there
     assert quantize_rows(row, "fp8")[0].float().tolist() == [[448, 16, 20, -16, -20]]
 
 
@@ -117,8 +119,8 @@ def test_rows_are_independent_and_pieces_do_not_show(monkeypatch, format):
 
 
 @pytest.mark.parametrize("format", QUANTIZED)
-def test_zeros_and_what_is_no_number(format):
-    original = weight(rows=5)
+def test_zeros_and_what_is_no_number(format, device):
+    original = weight(rows=5).to(device)
     original[1] = 0
     original[2, 3], original[3, 0], original[4, 39] = float("nan"), float("inf"), float("-inf")
     values, scale = quantize_rows(original, format)
@@ -182,8 +184,8 @@ def test_stochastic_rounding_keeps_the_mean_of_subnormal_numbers():
     assert (draws * 2**9 == (draws * 2**9).round()).all()
 
 
-def test_relative_error_is_the_norm_of_the_difference():
-    original = weight(rows=64, columns=512, dtype=torch.float32)
+def test_relative_error_is_the_norm_of_the_difference(device):
+    original = weight(rows=64, columns=512, dtype=torch.float32).to(device)
     for format, expected in (("int8", 0.007), ("fp8", 0.0265)):
         values, scale = quantize_rows(original, format)
         rounded = dequantize_rows(values, scale, torch.float32)
@@ -224,23 +226,6 @@ def test_unknown_format():
     for call in (lambda: quantize_rows(weight(), "fp4"), lambda: comfy_quant_tensor("fp4")):
         with pytest.raises(SettingError, match="'fp4' is unknown: choose fp8 or int8"):
             call()
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA card")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", QUANTIZED)
-def test_a_card_rounds_as_the_processor_does(format, dtype):
-    original = weight(rows=300, columns=1000, dtype=dtype)
-    original[5] = 0
-    here, there = quantize_rows(original, format), quantize_rows(original.cuda(), format)
-    assert torch.equal(here[0].view(torch.uint8), there[0].cpu().view(torch.uint8))
-    assert torch.equal(here[1], there[1].cpu())
-    back = dequantize_rows(*there, torch.bfloat16)
-    assert torch.equal(back.cpu(), dequantize_rows(*here, torch.bfloat16))
-    assert relative_error(original.cuda(), *there) == pytest.approx(
-        relative_error(original, *here), rel=1e-3
-    )
 
 
 # --- which layers
