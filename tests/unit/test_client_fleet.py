@@ -430,7 +430,7 @@ def test_a_fleet_that_a_full_disk_has_ended_says_so_to_the_next_graph(tmp_path: 
     with fake_comfyui() as one, Fleet(one.url, tmp_path, log=None) as fleet:
         with pytest.raises(DiskError, match="No space left"):
             fleet.submit(graph()).result(30)
-        with pytest.raises(RuntimeError, match="the fleet has ended: .*No space left"):
+        with pytest.raises(RuntimeError, match=r"the fleet has ended: .*No space left"):
             fleet.submit(graph(seed=1))
 
 
