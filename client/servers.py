@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import SettingError
 from .graph.check import Checker
-from .graph.fits import misfit
+from .graph.fits import misfit, too_old
 from .scheduler import Job
 from .server import Server, failure
 from .transport import Address, AnswerError
@@ -170,7 +170,7 @@ class Admission:
             try:
                 checker.check(job.graph)
             except SettingError as error:
-                return failure("refused", str(error))
+                return failure("refused", too_old(job.graph, stats) or str(error))
             reason = misfit(job.graph, stats)
             return None if reason is None else failure("memory", reason)
 

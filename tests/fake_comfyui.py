@@ -117,6 +117,7 @@ class Faults:
     cached: bool = False  # as for a graph that ran before
     version: str = "0.33.0"
     lacks: str = ""  # a node class
+    knows: dict[str, Any] = field(default_factory=dict)  # further node classes
     refuse: bool = False  # 400 to every prompt
     small: bool = False  # every prompt runs out of memory
     frozen: bool = False  # takes connections and answers nothing
@@ -229,8 +230,8 @@ class FakeComfyUI:
         return await handler(request)
 
     async def _object_info(self, request: web.Request) -> web.Response:
-        known = {name: OBJECT_INFO[name] for name in OBJECT_INFO if name != self.faults.lacks}
-        return web.json_response(known)
+        known = OBJECT_INFO | self.faults.knows
+        return web.json_response({name: known[name] for name in known if name != self.faults.lacks})
 
     async def _system_stats(self, request: web.Request) -> web.Response:
         system = {"comfyui_version": self.faults.version, "ram_total": 64 << 30}
