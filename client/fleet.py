@@ -63,7 +63,7 @@ class Fleet:
     Args:
         servers: addresses, such as "http://127.0.0.1:8188".
         output: folder for the results and the journal; a graph whose images are there is not run
-            again, in a later process either.
+            again, in a later process either, unless a model of it was replaced on this machine.
         server_file: servers.json of `qwen-l40s fleet`, or a text with an address on each line; read
             again when it changes.
         headers: sent with every request, such as {"Authorization": "Bearer TOKEN"}.

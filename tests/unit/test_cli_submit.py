@@ -345,6 +345,53 @@ def test_resume_after_a_kill_runs_only_what_is_missing(workflow: Path, capsys):
     assert len(list((workflow.parent / "out").glob("*.png"))) == 4
 
 
+LORA = "style.safetensors"
+LORA_LOADER = {
+    "input": {"required": {"lora_name": [[LORA], {}]}},
+    "output": ["MODEL"],
+    "output_node": False,
+}
+
+
+def test_a_replaced_lora_and_again_run_jobs_that_are_done(workflow: Path, capsys):
+    lora = workflow.parent / "loras" / LORA
+    lora.parent.mkdir()
+    lora.write_bytes(b"old")
+    node = {"class_type": "LoraLoaderModelOnly", "inputs": {"lora_name": LORA}}
+    workflow.write_text(json.dumps({**graph(), "lora": node}))
+    journal = workflow.parent / "out" / "work.submit.jsonl"
+    knows = {"LoraLoaderModelOnly": LORA_LOADER}
+    with fake_comfyui(folders=(lora.parent, Path("/nowhere")), knows=knows) as fake:
+
+        def ran(*more: str) -> tuple[int, str]:
+            before = len(fake.posted)
+            assert main(arguments(fake, workflow, "--set", "seed=1..2", "--json", *more)) == 0
+            out, err = capsys.readouterr()
+            assert [job["status"] for job in json.loads(out)["jobs"]] == ["done", "done"]
+            return len(fake.posted) - before, err
+
+        assert ran()[0] == 2
+        assert ran()[0] == ran("--resume")[0] == 0
+        lora.write_bytes(b"replaced")
+        count, log = ran("--resume")
+        assert count == 2 and f"replaced since an earlier run: {lora}; 2 jobs run again\n" in log
+        assert ran()[0] == 0
+        assert ran("--again")[0] == 2
+        assert ran("--resume")[0] == 0
+        entries = list(map(json.loads, journal.read_text().splitlines()))
+        assert len({entry["key"] for entry in entries if "key" in entry}) == 2
+        for entry in entries:
+            entry.pop("local", None)  # as an older version wrote them
+        journal.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+        lora.write_bytes(b"replaced again")
+        assert ran("--resume")[0] == 0
+
+
+def test_again_and_resume_are_two_wishes(workflow: Path):
+    with pytest.raises(SystemExit):
+        main(arguments(None, workflow, "--again", "--resume"))
+
+
 def test_a_reader_that_leaves_ends_no_run(workflow: Path):
     with fake_comfyui(paused=True) as fake:
         process = started(fake, workflow, "--set", "seed=1..4")
