@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from .generate import (
     add_run_arguments,
     load,
     make,
+    print_report,
     run_facts,
     write_images,
 )
@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     require_packages(MAKING, (*PACKAGES, "scipy", "tqdm"), instead=instead)
     pipeline, load_seconds = load(folder, args)
     result, seconds = make(pipeline, settings)
+    adherence = _adherence(result.images[0], settings.prompt)
     [path] = write_images(target, pipeline, result)
     report = {
         "prompt": settings.prompt,
@@ -87,11 +88,12 @@ def run(args: argparse.Namespace) -> int:
         "seconds": seconds,
         "load_seconds": load_seconds,
         **run_facts(pipeline, result),
-        "adherence": _adherence(result.images[0], settings.prompt),
+        "adherence": adherence,
     }
     if grid:
         _write_gallery(grid, pipeline, settings)
-    print(json.dumps(report))
+    more = "" if adherence is None else f"; {adherence['score']:.0%} of the prompt is in the image"
+    print_report(report, as_json=args.json, more=more)
     return 0
 
 

@@ -21,6 +21,7 @@ from .output import (
     ImageTarget,
     check_sheet_path,
     png_bytes,
+    print_text,
     require_packages,
     write_sheet,
     write_whole,
@@ -36,10 +37,7 @@ PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Makes images with a Qwen-Image diffusers folder. The last line of output is one JSON "
-        "object with images, settings and seconds."
-    )
+    parser.description = "Makes images with a Qwen-Image diffusers folder, and says where they are."
     add_prompt(parser, required=True)
     parser.add_argument(
         "--model", required=True, metavar="DIR", help="a Qwen-Image diffusers folder"
@@ -106,6 +104,9 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> N
         f"{', '.join(CHOICES)}; default: {OFF}",
     )
     add_load_arguments(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object with images, settings, seconds"
+    )
     parser.add_argument(
         "--output",
         metavar="PATH",
@@ -178,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
         "load_seconds": load_seconds,
         **run_facts(pipeline, result),
     }
-    print(json.dumps(report))
+    print_report(report, as_json=args.json)
     return 0
 
 
@@ -240,8 +241,19 @@ def write_images(target: ImageTarget, pipeline: LoadedPipeline, result: Generati
     return paths
 
 
+def print_report(report: Mapping[str, Any], *, as_json: bool, more: str = "") -> None:
+    """Prints one JSON object, or a sentence with the files and the seconds that they took.
+
+    Args:
+        more: ends the sentence.
+    """
+    files = [*report.get("images", [report["image"]]), *filter(None, [report.get("grid")])]
+    sentence = f"saved {', '.join(files)} in {report['seconds']:.1f} s{more}"
+    print_text(json.dumps(report) if as_json else sentence)
+
+
 def run_facts(pipeline: LoadedPipeline, result: Generation) -> Mapping[str, Any]:
-    """What the last line of output says of every run."""
+    """What the JSON object says of every run."""
     reasons = {
         "precision_reason": pipeline.precision.reason,
         "offload_reason": pipeline.offload.reason,

@@ -34,7 +34,8 @@ settings:
 what happens:
   submit checks everything, then keeps two jobs at each server. A server that
   stops gives its jobs to the others, or waits to be back. Images are named
-  DIR/<hash of the job>_<number>.png; a job whose images are there is done.
+  DIR/<hash of the job>_<number>.png; a job whose images are there is done,
+  until a model that it loads is replaced, where this machine has the file.
   DIR/<workflow>.submit.jsonl records each job: after an interruption, the same
   command with --resume runs the missing ones. Ctrl-C removes the jobs of this
   run from the servers, and no others.
@@ -88,7 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a folder for results and the journal; replaces no file; default: %(default)s",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
+    past = parser.add_mutually_exclusive_group()
+    past.add_argument("--resume", action="store_true", help="continue an interrupted run")
+    past.add_argument("--again", action="store_true", help="run jobs that are done, too")
     parser.add_argument(
         "--wait",
         type=_seconds,
@@ -135,6 +138,7 @@ def run(args: argparse.Namespace) -> int:
         headers=_headers(args.header),
         wait=args.wait,
         resume=args.resume,
+        again=args.again,
         dry_run=args.dry_run,
     )
     try:

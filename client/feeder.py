@@ -273,7 +273,8 @@ class Feeder:
             raise self.fault
 
     async def _post(self, job: Job) -> None:
-        attempt = Attempt(str(uuid.uuid4()), self.name, self.boot)
+        local = self._admission.local_files(self.name, job.graph)
+        attempt = Attempt(str(uuid.uuid4()), self.name, self.boot, local)
         try:
             await self._upload(job)
             graph = _renamed(job.graph, self._uploaded) if job.images else job.graph

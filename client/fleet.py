@@ -63,7 +63,7 @@ class Fleet:
     Args:
         servers: addresses, such as "http://127.0.0.1:8188".
         output: folder for the results and the journal; a graph whose images are there is not run
-            again, in a later process either.
+            again, in a later process either, unless a model of it was replaced on this machine.
         server_file: servers.json of `qwen-l40s fleet`, or a text with an address on each line; read
             again when it changes.
         headers: sent with every request, such as {"Authorization": "Bearer TOKEN"}.
@@ -98,8 +98,9 @@ class Fleet:
         first = listed.read()
         self._journal = Journal(Path(output), "fleet")
         self._futures: dict[str, Future[Result]] = {}
-        self._numbers = 0
-        self._closing = False
+        self._lock = threading.Lock()  # of _futures and _closing
+        self._closing = self._last = False
+        self._reason: Exception | None = None
         self._started = threading.Event()
         self._loop = asyncio.new_event_loop()
         admission = Admission(headers or {}, self._progress.say)
@@ -126,22 +127,24 @@ class Fleet:
 
         Raises:
             SettingError: the file holds no workflow.
-            RuntimeError: the fleet is closed.
+            RuntimeError: the fleet is closed, or has ended; the message says why.
         """
         if isinstance(graph, str | Path):
             graph = read_workflow(Path(graph))
         graph = copy.deepcopy(graph)  # the caller may set the next seed in it
-        if self._closing:
-            raise RuntimeError("the fleet is closed: submit before that.")
-        key = key_of(graph)
-        if key not in self._futures:
-            self._numbers += 1
-            job = Job(self._numbers, key, graph, label=f"job {self._numbers}")
-            job.loads = loaders_key(graph)
-            self._futures[key] = Future()
-            self._futures[key].set_running_or_notify_cancel()
-            self._loop.call_soon_threadsafe(self._add, job)
-        return self._futures[key]
+        key, loads = key_of(graph), loaders_key(graph)
+        with self._lock:
+            if self._reason is not None:
+                raise RuntimeError(f"the fleet has ended: {self._reason}") from self._reason
+            if self._closing:
+                raise RuntimeError("the fleet is closed: submit before that.")
+            if key not in self._futures:
+                number = len(self._futures) + 1
+                job = Job(number, key, graph, label=f"job {number}", loads=loads)
+                self._futures[key] = Future()
+                self._futures[key].set_running_or_notify_cancel()
+                self._loop.call_soon_threadsafe(self._add, job)
+            return self._futures[key]
 
     def close(self, *, wait: bool = True) -> None:
         """Ends the fleet.
@@ -149,9 +152,10 @@ class Fleet:
         Args:
             wait: for all jobs; else they are taken off the servers.
         """
-        if not self._closing:
-            self._closing = True
-            self._loop.call_soon_threadsafe(self._run.wake if wait else self._going.cancel)
+        with self._lock:
+            if not self._closing:
+                self._closing = True
+                self._loop.call_soon_threadsafe(self._finish if wait else self._going.cancel)
         self._thread.join()
 
     def _work(self, listed: list[Listed]) -> None:
@@ -161,8 +165,9 @@ class Fleet:
         except asyncio.CancelledError:
             pass
         except Exception as error:
-            reason = error
-        self._closing = True
+            reason = self._reason = error
+        with self._lock:  # from here on no future is added
+            self._closing = True
         self._started.set()  # also where it could not start
         for future in self._futures.values():
             if not future.done():
@@ -179,9 +184,14 @@ class Fleet:
             run.begin(self._journal, [], "Fleet")
             self._started.set()
             try:
-                await run.go(lambda: not self._closing)
+                await run.go(lambda: not self._last)
             except asyncio.CancelledError:
                 await run.stop()
+
+    def _finish(self) -> None:
+        """Runs after every `_add` before it, so that no job is left out."""
+        self._last = True
+        self._run.wake()
 
     def _add(self, job: Job) -> None:
         self._run.add([job])

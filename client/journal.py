@@ -7,6 +7,7 @@ import glob
 import hashlib
 import json
 import os
+import stat
 import time
 import uuid
 from collections.abc import Mapping
@@ -33,11 +34,13 @@ class Attempt:
 
     Attributes:
         boot: which process of the server; see `feeder.Feeder.boot`.
+        local: {path: `file_state`} of the models that it loads and this machine has.
     """
 
     prompt_id: str
     server: str = ""
     boot: str = ""
+    local: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -46,6 +49,7 @@ class Record:
 
     Attributes:
         status: of the last line; "queued" while a server has it.
+        local: of the attempt that ended.
         open: attempts that brought nothing yet.
     """
 
@@ -55,6 +59,7 @@ class Record:
     seconds: float | None = None
     files: tuple[str, ...] = ()
     texts: Mapping[str, list[str]] = field(default_factory=dict)
+    local: Mapping[str, Any] = field(default_factory=dict)
     open: list[Attempt] = field(default_factory=list)
 
 
@@ -126,6 +131,22 @@ class Journal:
         done = [Attempt(record.prompt_id, record.server)] if record.status == DONE else []
         return record.open + done
 
+    def changed(self, key: str) -> set[str]:
+        """The paths of local files that were replaced since the job was posted."""
+        record = self.records.get(key, Record())
+        posted = [record.local, *(attempt.local for attempt in record.open)]
+        return {
+            path
+            for local in posted
+            for path, state in local.items()
+            if file_state(Path(path)) not in (None, state)  # None: this is another machine
+        }
+
+    def forget(self, key: str) -> None:
+        """Notes that a job runs again, whatever became of it; its files stay."""
+        if self.records.pop(key, None) is not None:
+            self._write("again", key=key)
+
     def begin(self, workflow: str, servers: list[str]) -> None:
         """Notes that a run begins."""
         self._write("run", version=VERSION, workflow=workflow, servers=servers)
@@ -142,6 +163,7 @@ class Journal:
             prompt_id=attempt.prompt_id,
             server=attempt.server,
             boot=attempt.boot,
+            **({"local": attempt.local} if attempt.local else {}),
         )
 
     def ended(self, event: str, key: str, prompt_id: str, **facts: Any) -> None:
@@ -191,18 +213,22 @@ class Journal:
         if entry["event"] == "run":
             self._server = str(entry.get("server", ""))
             self._version = max(self._version, entry.get("version", 1))
+        elif entry["event"] == "again":
+            self.records.pop(entry["key"], None)
         else:
             self._note(self.records.setdefault(entry["key"], Record()), entry["event"], entry)
 
     def _note(self, record: Record, event: str, entry: Mapping[str, Any]) -> None:
         prompt_id = str(entry["prompt_id"])
         if event == "queued":
-            attempt = Attempt(prompt_id, entry.get("server", self._server), entry.get("boot", ""))
-            record.open.append(attempt)
+            server, boot = entry.get("server", self._server), entry.get("boot", "")
+            record.open.append(Attempt(prompt_id, server, boot, dict(entry.get("local", {}))))
         else:
+            ended = [each for each in record.open if each.prompt_id == prompt_id]
             record.open = [each for each in record.open if each.prompt_id != prompt_id]
             if record.status == DONE or event == "late":
                 return
+            record.local = ended[-1].local if ended else {}
             record.prompt_id, record.server = prompt_id, entry.get("server", "")
             record.seconds, record.files = entry.get("seconds"), tuple(entry.get("files", ()))
             record.texts = entry.get("texts", {})
@@ -228,6 +254,15 @@ def key_of(graph: Mapping[str, Any]) -> str:
     bare = {node: (content["class_type"], content["inputs"]) for node, content in graph.items()}
     text = json.dumps(bare, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_LETTERS]
+
+
+def file_state(path: Path) -> list[int] | None:
+    """Size in bytes and time of change in ns; None where there is no file."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):  # ValueError: a zero byte in the name
+        return None
+    return [found.st_size, found.st_mtime_ns] if stat.S_ISREG(found.st_mode) else None
 
 
 def lock(file: BinaryIO) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -75,10 +76,18 @@ class Run:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await self._sessions.aclose()
 
-    def begin(self, journal: Journal, jobs: list[Job], workflow: str) -> None:
-        """Takes in the jobs and what the journal knows of them."""
+    def begin(
+        self, journal: Journal, jobs: list[Job], workflow: str, *, again: bool = False
+    ) -> None:
+        """Takes in the jobs and what the journal knows of them.
+
+        Args:
+            again: run all jobs, also those that are done.
+        """
         self._context.journal = journal
         journal.begin(workflow, list(self.feeders))
+        for job in jobs if again else ():
+            journal.forget(job.key)
         self.add(jobs)
         done = sum(job.status == DONE for job in jobs)
         there = sum(map(len, self._posted.values()))
@@ -95,10 +104,16 @@ class Run:
         self._progress.begin(len(jobs), done=done)
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """Takes in jobs; those that are done by the journal have their results at once."""
+        """Takes in jobs; those that are done by the journal have their results at once, unless a
+        model of theirs was replaced.
+        """
         journal = self._context.journal
+        replaced: Counter[str] = Counter()
         for job in jobs:
             self._counts["total"] += 1
+            if changed := journal.changed(job.key):
+                replaced.update(changed)
+                journal.forget(job.key)
             record = journal.finished(job.key)
             if record is not None:
                 job.status, job.prompt_id, job.server = DONE, record.prompt_id, record.server
@@ -109,6 +124,8 @@ class Run:
                 for attempt in journal.attempts(job.key):
                     self._posted.setdefault(attempt.server, []).append((attempt, job))
             self.scheduler.add(job)
+        for path, count in replaced.items():
+            self._progress.say(f"replaced since an earlier run: {path}; {count} jobs run again")
         for name in self._posted.keys() & self._tasks.keys():
             self.feeders[name].follow(self._posted.pop(name))
         self.wake()

@@ -129,6 +129,14 @@ class Server:
         """ComfyUI's version, the memory and the cards (GET /system_stats)."""
         return await self._json("GET", "system_stats")
 
+    async def model_folders(self) -> set[Path]:
+        """Where the server looks for models, on its own disk; empty where it does not tell."""
+        try:
+            found = await self._json("GET", "experiment/models")
+            return {Path(folder) for kind in found for folder in kind["folders"]}
+        except (AnswerError, LookupError, TypeError):  # an older ComfyUI, or a proxy
+            return set()
+
     async def queue(self) -> ServerQueue:
         found = await self._json("GET", "queue")
         running, pending = found["queue_running"], found["queue_pending"]

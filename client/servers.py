@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,10 @@ from typing import Any
 
 from ..errors import SettingError
 from .graph.check import Checker
-from .graph.fits import misfit
+from .graph.fits import misfit, too_old
+from .graph.loaders import loaded_names
+from .graph.workflow import Graph
+from .journal import file_state
 from .scheduler import Job
 from .server import Server, failure
 from .transport import Address, AnswerError
@@ -142,10 +146,24 @@ class Admission:
     _checkers: dict[bytes, tuple[Mapping[str, Any], Checker]] = field(default_factory=dict)
     _classes: dict[str, Any] = field(default_factory=dict)
     _of: dict[str, bytes] = field(default_factory=dict)
+    _folders: dict[str, set[Path]] = field(default_factory=dict)
+    _paths: dict[tuple[str, str], list[Path]] = field(default_factory=dict)
 
     def object_info(self, name: str) -> Mapping[str, Any]:
         """Of a server that was let in."""
         return self._checkers[self._of[name]][0]
+
+    def local_files(self, name: str, graph: Graph) -> dict[str, list[int]]:
+        """{path: `file_state`} of the models that a graph loads on a server that was let in, where
+        its folders are on this machine.
+        """
+        found = {}
+        for text in loaded_names(graph):
+            if (name, text) not in self._paths:  # on a network disk each look takes its time
+                paths = [folder / text for folder in self._folders[name]]
+                self._paths[name, text] = [path for path in paths if file_state(path)]
+            found |= {str(path): file_state(path) for path in self._paths[name, text]}
+        return {path: state for path, state in found.items() if state}
 
     async def admit(self, name: str, server: Server) -> Takes:
         """What tells why a server cannot run a job; None where it can.
@@ -165,12 +183,13 @@ class Admission:
         except AnswerError:  # a proxy that lets no one see it
             stats = {}
         self._compare(name, stats)
+        self._folders[name] = set(filter(os.path.isdir, await server.model_folders()))
 
         def takes(job: Job) -> dict[str, Any] | None:
             try:
                 checker.check(job.graph)
             except SettingError as error:
-                return failure("refused", str(error))
+                return failure("refused", too_old(job.graph, stats) or str(error))
             reason = misfit(job.graph, stats)
             return None if reason is None else failure("memory", reason)
 

@@ -82,6 +82,7 @@ class SubmitRequest:
         servers: addresses.
         server_file: see `ServerList`.
         settings: as they are typed after --set.
+        again: run jobs that are done, too.
         wait: seconds to wait for a first server; None for none, and `WAIT_SECONDS` for lost ones.
     """
 
@@ -93,6 +94,7 @@ class SubmitRequest:
     headers: Mapping[str, str] | None = None
     wait: float | None = None
     resume: bool = False
+    again: bool = False
     dry_run: bool = False
 
 
@@ -167,7 +169,7 @@ async def submit(
             if request.dry_run:
                 return SubmitOutcome(request, list(run.feeders), jobs)
             with Journal(request.output, request.workflow.stem, resume=request.resume) as journal:
-                run.begin(journal, jobs, str(request.workflow))
+                run.begin(journal, jobs, str(request.workflow), again=request.again)
                 return await _go(request, run, jobs, progress)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..spec.families import LICENCE_21
-from ..spec.transformer import FAMILY_21, GATE_UP, GATED, SHAPE_21
+from ..spec.transformer import COMFYUI_21, FAMILY_21, GATE_UP, GATED, SHAPE_21
 from ..spec.vae import PUBLISHED_VAE
 from .header import TensorInfo
 
@@ -201,7 +201,6 @@ def tiny_vae(tensors: Tensors) -> Identity | None:
 
 # A header does not tell the licence of what others train for it.
 LICENCE_21_OF_OTHERS = f"of {FAMILY_21}: research, not commercial use"
-SINCE_21 = "(ComfyUI 0.37 or newer)"
 LATENT_CHANNELS_21 = 64
 QWEN3_VL = "Qwen3-VL"
 SIZES_OF_QWEN3_VL = {2048: "2B", 2560: "4B", 4096: "8B", 5120: "32B"}  # by their width
@@ -215,7 +214,8 @@ def left_to_comfyui(what: str, node: str, *, instead: str = "") -> str:
     Args:
         instead: what to choose in this package, with the comma and "or" behind it.
     """
-    return f"This package does not run {what}: {instead}use ComfyUI's {node} {SINCE_21}."
+    since = f"(ComfyUI {COMFYUI_21} or newer)"
+    return f"This package does not run {what}: {instead}use ComfyUI's {node} {since}."
 
 
 def qwen_image_21(tensors: Tensors) -> Identity | None:

@@ -92,6 +92,8 @@ def single_stream(fused_mlp: bool, mlp_ratio: int = 3) -> BlockSpec:
 SINGLE_STREAM, FUSED_SINGLE_STREAM = single_stream(False), single_stream(True)
 BLOCKS = (DOUBLE_STREAM, SINGLE_STREAM, FUSED_SINGLE_STREAM)
 FAMILY_21 = "Qwen-Image-2.1"  # as header inspection calls it
+COMFYUI_21 = "0.37"  # the first that has it
+NEEDS_21 = f"{FAMILY_21} needs ComfyUI {COMFYUI_21} or newer"
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ Where each shape comes from, in ComfyUI:
     /ws, its first messages, and what closes it      server.py, websocket_handler
     /prompt, /queue, /history, /interrupt            server.py, post_prompt ... get_queue
     /upload/image, /view                             server.py, image_upload, view_image
+    /experiment/models                               app/model_manager.py, get_model_folders
     queue items, history entries                     execution.py, PromptQueue
     node_errors                                      execution.py, validate_prompt
     execution_* and executing messages               execution.py, PromptExecutor; main.py,
@@ -29,6 +30,7 @@ import uuid
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,7 +118,9 @@ class Faults:
     cut_file: int = 0  # /view ends in the middle
     cached: bool = False  # as for a graph that ran before
     version: str = "0.33.0"
+    folders: tuple[Path, ...] = ()  # of LoRAs
     lacks: str = ""  # a node class
+    knows: dict[str, Any] = field(default_factory=dict)  # further node classes
     refuse: bool = False  # 400 to every prompt
     small: bool = False  # every prompt runs out of memory
     frozen: bool = False  # takes connections and answers nothing
@@ -180,6 +184,7 @@ class FakeComfyUI:
                 web.get("/ws", self._socket),
                 web.get("/object_info", self._object_info),
                 web.get("/system_stats", self._system_stats),
+                web.get("/experiment/models", self._models),
                 web.get("/queue", self._get_queue),
                 web.post("/queue", self._post_queue),
                 web.get("/history", self._get_all_history),
@@ -229,13 +234,19 @@ class FakeComfyUI:
         return await handler(request)
 
     async def _object_info(self, request: web.Request) -> web.Response:
-        known = {name: OBJECT_INFO[name] for name in OBJECT_INFO if name != self.faults.lacks}
-        return web.json_response(known)
+        known = OBJECT_INFO | self.faults.knows
+        return web.json_response({name: known[name] for name in known if name != self.faults.lacks})
 
     async def _system_stats(self, request: web.Request) -> web.Response:
         system = {"comfyui_version": self.faults.version, "ram_total": 64 << 30}
         device = {"name": "cuda:0 NVIDIA L40S", "type": "cuda", "vram_total": 48 << 30}
         return web.json_response({"system": system, "devices": [device]})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        folders = [str(folder) for folder in self.faults.folders]
+        if not folders:  # as servers that do not tell
+            return web.Response(status=404)
+        return web.json_response([{"name": "loras", "folders": folders, "extensions": []}])
 
     async def _socket(self, request: web.Request) -> web.StreamResponse:
         if self.faults.refuse_socket:

@@ -1,4 +1,4 @@
-"""Whether the card of a server can run a job at all, as the planner counts it."""
+"""Whether a server can run a job at all: its card, as the planner counts it, and its version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...planning.plan import LEAST_SIDE, plan
 from ...planning.request import AUTO, RunRequest
 from ...spec.families import SINGLE_STREAM_FAMILY
 from ...spec.formats import CardFacts
-from ...spec.transformer import whole_pixels
+from ...spec.transformer import COMFYUI_21, NEEDS_21, whole_pixels
 from .workflow import Graph, source
 
 CARDS = Path(__file__).parents[2] / "planning" / "gpus.json"
@@ -28,6 +28,7 @@ SAMPLERS = ("KSampler", "KSamplerAdvanced", "SamplerCustom", "SamplerCustomAdvan
 EMPTY = ("EmptyLatentImage", "EmptySD3LatentImage", "EmptyQwenImageLayeredLatentImage")
 # How files of Qwen-Image-2.1 are called; 2511 is another, and so is a fine-tune's own v2.1.
 NAMED_21 = re.compile(r"(?:qwen|image)[ ._-]*v?2[._-]?1(?!\d)", re.IGNORECASE)
+VERSION = re.compile(r"v?(\d+)\.(\d+)")
 # Nodes of any pack that use other cards or paint in parts: a pass takes less of the first card.
 ELSEWHERE = re.compile("Cards|Context|Device|MultiGPU|Tile|Window")
 
@@ -45,6 +46,24 @@ def misfit(graph: Graph, stats: Mapping[str, Any]) -> str | None:
     card = _card(stats)
     reasons = (_refusal(card, request) for request in _requests(graph)) if card else ()
     return next(filter(None, reasons), None)
+
+
+def too_old(graph: Graph, stats: Mapping[str, Any]) -> str | None:
+    """Why a server's ComfyUI knows no model of the graph, by its file's name, with the remedy; None
+    where it does, and where its version is not known.
+
+    Args:
+        stats: what the server answers to GET /system_stats.
+    """
+    has = str((stats.get("system") or {}).get("comfyui_version"))
+    version, first = VERSION.match(has), VERSION.match(COMFYUI_21)
+    if version is None or [*map(int, version.groups())] >= [*map(int, first.groups())]:
+        return None
+    loads = (node for node in graph.values() if "Load" in node["class_type"])
+    values = (str(value) for node in loads for value in node["inputs"].values())
+    if not any(it.endswith(".safetensors") and NAMED_21.search(it) for it in values):
+        return None
+    return f"{NEEDS_21}, and the server has {has}: update ComfyUI there."
 
 
 def _card(stats: Mapping[str, Any]) -> CardFacts | None:

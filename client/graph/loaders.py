@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from .workflow import Graph, is_link
 
@@ -28,7 +30,18 @@ def loaders_key(graph: Graph) -> str:
             ],
             sort_keys=True,
         )
-        for node in graph.values()
-        if LOADS.search(node["class_type"]) and not LOADS_DATA.search(node["class_type"])
+        for node in _loaders(graph)
     )
     return hashlib.sha256("\n".join(loads).encode()).hexdigest()[:16]
+
+
+def loaded_names(graph: Graph) -> set[str]:
+    """The texts in the nodes that load models or LoRAs, among them the names of their files."""
+    values = (value for node in _loaders(graph) for value in node["inputs"].values())
+    return {value for value in values if isinstance(value, str)}
+
+
+def _loaders(graph: Graph) -> Iterator[Mapping[str, Any]]:
+    for node in graph.values():
+        if LOADS.search(node["class_type"]) and not LOADS_DATA.search(node["class_type"]):
+            yield node

@@ -13,9 +13,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 from comfyui_host import comfyui_folder
 from comfyui_server import Server
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from waiting import SECONDS, until
 
 from qwen_l40s.bench import server as bench_server
@@ -276,3 +278,35 @@ def test_the_server_is_killed_and_started_again_in_the_middle(
         assert httpx.get(f"http://127.0.0.1:{server.port}/queue").json()["queue_pending"] == []
     finally:
         server.stop()
+
+
+def test_a_lora_that_is_replaced_under_its_name_gives_new_images(server: Server, tmp_path: Path):
+    micro = ROOT / "models" / "micro" / "transformer" / "diffusion_pytorch_model.safetensors"
+    layer = "transformer_blocks.0.attn.to_q"
+    rows, columns = load_file(micro)[f"{layer}.weight"].shape
+    lora = server.base / "models" / "loras" / "replaced.safetensors"
+    lora.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(value: float) -> None:
+        ends = {"lora_A.weight": (4, columns), "lora_B.weight": (rows, 4)}
+        save_file({f"{layer}.{end}": torch.full(size, value) for end, size in ends.items()}, lora)
+
+    graph = json.loads(MICRO.read_text())
+    graph["lora"] = {
+        "class_type": "QwenL40S_LoadLora",
+        "inputs": {"model": ["load", 0], "lora": lora.name, "strength": 1.0},
+    }
+    graph["sample"]["inputs"] |= {"model": ["lora", 0], "steps": 2}
+    workflow = tmp_path / "lora.json"
+    workflow.write_text(json.dumps(graph))
+    write(0.0)
+    (first,) = submit(server, workflow, tmp_path)
+    (same,) = submit(server, workflow, tmp_path)
+    write(1.0)
+    (new,) = submit(server, workflow, tmp_path)
+    assert same["files"] == first["files"] != new["files"]
+    assert new["key"] == first["key"]
+    assert (pixels(first["files"][0]) != pixels(new["files"][0])).any()
+    (again,) = submit(server, workflow, tmp_path, "--again")
+    assert again["prompt_id"] != new["prompt_id"]
+    assert (pixels(again["files"][0]) == pixels(new["files"][0])).all()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,8 +34,9 @@ def toy_demo(in_tmp, tiny_folder, monkeypatch):
 def demo_of(monkeypatch, folder):
     monkeypatch.setattr("qwen_l40s.loaders.source.bundled_micro_folder", lambda _: folder)
 
-    def run(*arguments: str) -> int:
-        return main(["demo", "--steps", "1", "--cfg", "1", "--device", "cpu", *arguments])
+    def run(*arguments: str, plain: bool = False) -> int:
+        fixed = ["--steps", "1", "--cfg", "1", "--device", "cpu", *([] if plain else ["--json"])]
+        return main(["demo", *fixed, *arguments])
 
     return run
 
@@ -44,7 +46,7 @@ def report(capsys: pytest.CaptureFixture) -> dict:
 
 
 def test_bundled_model_paints_what_the_default_prompt_says(in_tmp, capsys):
-    assert main(["demo", "--output", "demo.png", "--device", "cpu"]) == 0
+    assert main(["demo", "--json", "--output", "demo.png", "--device", "cpu"]) == 0
     line = report(capsys)
     assert line["prompt"] == DEFAULT_PROMPT
     assert line["image"] == "demo.png"
@@ -61,6 +63,15 @@ def test_noise_does_not_adhere(toy_demo, capsys):
     line = report(capsys)
     assert line["image"] == "demo_00001.png"
     assert line["adherence"]["score"] < 1.0
+
+
+def test_it_ends_in_one_sentence(toy_demo, capsys):
+    saved = r"saved demo_0000{}\.png in \d+\.\d s{}\n"
+    assert toy_demo(plain=True) == 0
+    more = r"; \d+% of the prompt is in the image"
+    assert re.fullmatch(saved.format(1, more), capsys.readouterr().out)
+    assert toy_demo("a cat reading a newspaper", plain=True) == 0
+    assert re.fullmatch(saved.format(2, ""), capsys.readouterr().out)
 
 
 def test_prompt_outside_the_grammar_has_no_adherence(toy_demo, capsys):

@@ -29,8 +29,9 @@ def generate(tiny_folder, tmp_path, monkeypatch):
     """Runs the command in an empty folder with the toy model; returns the exit code."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments: str, model: Path = tiny_folder) -> int:
+    def run(*arguments: str, model: Path = tiny_folder, plain: bool = False) -> int:
         fixed = ["--prompt", "a red star", "--size", "64x48", "--steps", "2", "--device", "cpu"]
+        fixed += [] if plain else ["--json"]
         return main(["generate", "--model", str(model), *fixed, *arguments])
 
     return run
@@ -75,6 +76,12 @@ def test_image_and_report(generate, tmp_path, capsys, tiny_folder):
         metadata = json.loads(image.text["qwen_l40s"])
     assert metadata["model"] == tiny_folder.name
     assert metadata["versions"].keys() == {"qwen_l40s", "torch", "diffusers", "transformers"}
+
+
+def test_it_ends_in_one_sentence(generate, capsys):
+    assert generate("--batch", "2", "--grid", "sheet.png", plain=True) == 0
+    sentence = r"saved image_00001.png, image_00002.png, sheet.png in \d+\.\d s\n"
+    assert re.fullmatch(sentence, capsys.readouterr().out)
 
 
 def test_settings_in_the_image_make_it_again(generate, capsys):
@@ -244,7 +251,7 @@ def test_micro_has_its_own_size(tiny_folder, tmp_path, monkeypatch, capsys, size
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("qwen_l40s.loaders.source.bundled_micro_folder", lambda _: tiny_folder)
     monkeypatch.setattr("qwen_l40s.cli.generate.MICRO_SIDE", 32)
-    fixed = ["a star", "--model", str(tiny_folder), "--steps", "1", "--device", "cpu"]
+    fixed = ["a star", "--json", "--model", str(tiny_folder), "--steps", "1", "--device", "cpu"]
     assert main(["generate", *fixed, *size]) == 0
     captured = capsys.readouterr()
     report = json.loads(captured.out)

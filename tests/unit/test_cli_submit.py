@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from fake_comfyui import FakeComfyUI, fake_comfyui, graph
 from PIL import Image
+from server_nodes import stored
 from waiting import SECONDS, until
 
 from qwen_l40s.cli import build_parser, main
@@ -86,6 +87,38 @@ def test_bad_input_is_exit_code_2_and_nothing_is_queued(workflow: Path, capsys, 
     assert out == ""
     assert err.startswith("qwen-l40s: error: ")
     assert words in err
+
+
+@pytest.mark.parametrize("loader", ["ours", "ComfyUI's"])
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        (
+            "0.33.0",
+            "Qwen-Image-2.1 needs ComfyUI 0.37 or newer, and the server has 0.33.0: update ComfyUI "
+            "there.\n",
+        ),
+        ("0.37.1", "download it from https://"),
+        ("v1.0", "download it from https://"),
+        ("unknown", "download it from https://"),
+    ],
+)
+def test_a_server_that_is_older_than_the_model_is_told_before_its_files(
+    tmp_path: Path, capsys, loader, version, says
+):
+    path = ROOT / "workflows" / "api" / "qwen_image_21.json"
+    if loader != "ours":
+        name = "qwen_image_2.1_bf16.safetensors"
+        node = {"class_type": "UNETLoader", "inputs": {"unet_name": name}}
+        models = [{"name": name, "url": "https://example.org", "directory": "diffusion_models"}]
+        found = {**graph(), "load": {**node, "_meta": {"models": models}}}
+        found["draw"]["inputs"]["text"] = ["load", 0]
+        path = tmp_path / "work.json"
+        path.write_text(json.dumps(found))
+    with fake_comfyui(version=version, knows=stored()) as fake:
+        assert main(arguments(fake, path, "--dry-run", "--output", str(tmp_path))) == 2
+    error = capsys.readouterr().err.removeprefix("qwen-l40s: error: ")
+    assert error == says if says.endswith("\n") else says in error
 
 
 def test_a_set_that_is_no_setting_needs_no_server(workflow: Path, capsys):
@@ -310,6 +343,53 @@ def test_resume_after_a_kill_runs_only_what_is_missing(workflow: Path, capsys):
     assert [job["status"] for job in json.loads(out)["jobs"]] == ["done"] * 4
     assert "0 of 4 jobs are done, 2 may be on a server" in err
     assert len(list((workflow.parent / "out").glob("*.png"))) == 4
+
+
+LORA = "style.safetensors"
+LORA_LOADER = {
+    "input": {"required": {"lora_name": [[LORA], {}]}},
+    "output": ["MODEL"],
+    "output_node": False,
+}
+
+
+def test_a_replaced_lora_and_again_run_jobs_that_are_done(workflow: Path, capsys):
+    lora = workflow.parent / "loras" / LORA
+    lora.parent.mkdir()
+    lora.write_bytes(b"old")
+    node = {"class_type": "LoraLoaderModelOnly", "inputs": {"lora_name": LORA}}
+    workflow.write_text(json.dumps({**graph(), "lora": node}))
+    journal = workflow.parent / "out" / "work.submit.jsonl"
+    knows = {"LoraLoaderModelOnly": LORA_LOADER}
+    with fake_comfyui(folders=(lora.parent, Path("/nowhere")), knows=knows) as fake:
+
+        def ran(*more: str) -> tuple[int, str]:
+            before = len(fake.posted)
+            assert main(arguments(fake, workflow, "--set", "seed=1..2", "--json", *more)) == 0
+            out, err = capsys.readouterr()
+            assert [job["status"] for job in json.loads(out)["jobs"]] == ["done", "done"]
+            return len(fake.posted) - before, err
+
+        assert ran()[0] == 2
+        assert ran()[0] == ran("--resume")[0] == 0
+        lora.write_bytes(b"replaced")
+        count, log = ran("--resume")
+        assert count == 2 and f"replaced since an earlier run: {lora}; 2 jobs run again\n" in log
+        assert ran()[0] == 0
+        assert ran("--again")[0] == 2
+        assert ran("--resume")[0] == 0
+        entries = list(map(json.loads, journal.read_text().splitlines()))
+        assert len({entry["key"] for entry in entries if "key" in entry}) == 2
+        for entry in entries:
+            entry.pop("local", None)  # as an older version wrote them
+        journal.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+        lora.write_bytes(b"replaced again")
+        assert ran("--resume")[0] == 0
+
+
+def test_again_and_resume_are_two_wishes(workflow: Path):
+    with pytest.raises(SystemExit):
+        main(arguments(None, workflow, "--again", "--resume"))
 
 
 def test_a_reader_that_leaves_ends_no_run(workflow: Path):

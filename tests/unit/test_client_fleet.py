@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ import waiting
 from fake_comfyui import FakeComfyUI, fake_comfyui, graph, hurry
 
 from qwen_l40s.client import Fleet, JobError, feeder, files, run, transport
+from qwen_l40s.client.journal import DiskError
 from qwen_l40s.client.scheduler import Job
+from qwen_l40s.client.server import Server
 from qwen_l40s.client.submit import SubmitOutcome, SubmitRequest, submit
 from qwen_l40s.errors import SettingError
 
@@ -395,6 +398,40 @@ def test_graphs_become_futures_and_equal_ones_the_same(tmp_path: Path):
     with fake_comfyui() as three, Fleet(three.url, tmp_path, log=None) as fleet:
         assert fleet.submit(graph(seed=3)).result(30).files == results[3].files
         assert three.posted == []
+
+
+class Meeting(dict):
+    """A graph whose nodes are first read when two threads do so."""
+
+    both, met = threading.Barrier(2), False
+
+    def values(self) -> Any:
+        if not self.met:
+            self.met = True
+            self.both.wait(30)
+        return super().values()
+
+
+def test_two_threads_that_submit_equal_graphs_get_one_job_and_the_fleet_goes_on(tmp_path: Path):
+    with fake_comfyui() as one, Fleet(one.url, tmp_path, log=None) as fleet:
+        with ThreadPoolExecutor(2) as threads:
+            futures = list(threads.map(fleet.submit, [Meeting(graph()), Meeting(graph())]))
+        first, second = (future.result(30) for future in futures)
+        assert first.files == second.files
+        assert fleet.submit(graph(seed=1)).result(30).files != first.files
+        assert len(one.posted) == 2
+
+
+def test_a_fleet_that_a_full_disk_has_ended_says_so_to_the_next_graph(tmp_path: Path, monkeypatch):
+    async def full(self: Server, image: Any, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Server, "download", full)
+    with fake_comfyui() as one, Fleet(one.url, tmp_path, log=None) as fleet:
+        with pytest.raises(DiskError, match="No space left"):
+            fleet.submit(graph()).result(30)
+        with pytest.raises(RuntimeError, match=r"the fleet has ended: .*No space left"):
+            fleet.submit(graph(seed=1))
 
 
 def test_a_fleet_left_by_an_exception_takes_its_jobs_off_the_servers(tmp_path: Path):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 from fake_comfyui import graph
 
-from qwen_l40s.client.journal import Attempt, DiskError, Journal, key_of
+from qwen_l40s.client.journal import Attempt, DiskError, Journal, file_state, key_of
 from qwen_l40s.errors import SettingError
 
 
@@ -46,6 +47,48 @@ def test_a_late_result_changes_nothing_and_leaves_no_attempt_open(tmp_path: Path
     with Journal(tmp_path, "work") as journal:
         assert journal.finished("k").server == "http://b"
         assert journal.records["k"].open == []
+
+
+def test_a_job_that_is_forgotten_runs_again_however_its_run_ends(tmp_path: Path):
+    (tmp_path / "a.png").write_bytes(b"x")
+    with Journal(tmp_path, "work") as journal:
+        for key in ("k1", "k2"):
+            queue(journal, key, "p1")
+            journal.ended("done", key, "p1", server="http://a", files=["a.png"])
+        queue(journal, "k1", "p2")  # and the server still has it
+    with Journal(tmp_path, "work") as journal:
+        journal.forget("k1")
+        journal.forget("k3")
+    with Journal(tmp_path, "work", resume=True) as journal:
+        assert (journal.finished("k1"), journal.attempts("k1")) == (None, [])
+        assert journal.finished("k2") is not None
+        queue(journal, "k1", "p3")
+        journal.ended("done", "k1", "p3", server="http://a", files=["a.png"])
+    with Journal(tmp_path, "work") as journal:
+        assert journal.finished("k1").prompt_id == "p3"
+
+
+def test_a_local_file_of_a_job_changes_by_its_size_or_time_and_not_by_its_absence(tmp_path: Path):
+    lora, key = tmp_path / "lora.safetensors", "k"
+    lora.write_bytes(b"old")
+    size, changed = file_state(lora)
+    with Journal(tmp_path, "work") as journal:
+        journal.queued(key, Attempt("p1", "http://a", "boot", {str(lora): [size, changed]}))
+    for ended in (False, True):
+        with Journal(tmp_path, "work") as journal:
+            assert journal.changed(key) == journal.changed("another") == set()
+            lora.write_bytes(b"larger")
+            os.utime(lora, ns=(0, changed))
+            assert journal.changed(key) == {str(lora)}
+            lora.write_bytes(b"new")
+            os.utime(lora, ns=(0, changed + 1))
+            assert journal.changed(key) == {str(lora)}
+            lora.unlink()  # as on another machine
+            assert journal.changed(key) == set()
+            lora.write_bytes(b"old")
+            os.utime(lora, ns=(0, changed))
+            if not ended:
+                journal.ended("done", key, "p1", server="http://a")
 
 
 def test_a_journal_of_the_first_version_goes_on(tmp_path: Path):

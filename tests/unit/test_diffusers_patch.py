@@ -1087,7 +1087,7 @@ def generate(tiny_folder, tmp_path, monkeypatch, capsys):
     """Runs the command; returns the exit code, the report and what the image says of itself."""
     monkeypatch.chdir(tmp_path)
     fixed = ["--prompt", "a red star", "--size", "64x48", "--steps", "2", "--device", "cpu"]
-    fixed += ["--precision", "fp32", "--output", "a.png", "--model", str(tiny_folder)]
+    fixed += ["--precision", "fp32", "--output", "a.png", "--json", "--model", str(tiny_folder)]
 
     def run(*arguments):
         code = main(["generate", *fixed, *arguments])

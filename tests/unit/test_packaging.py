@@ -230,7 +230,7 @@ def check_command(command, tmp_path, package, **environment):
     assert str(micro) in json.dumps(json.loads(inspect))
     if find_spec("torch") is None:
         return
-    painting = [*command, "demo", "--steps", "2", "--output", tmp_path / "two steps.png"]
+    painting = [*command, "demo", "--steps", "2", "--json", "--output", tmp_path / "two steps.png"]
     report = json.loads(run(painting, folder=tmp_path, **environment).splitlines()[-1])
     assert report["steps"] == 2
     assert Path(report["image"]).read_bytes().startswith(b"\x89PNG")

@@ -125,6 +125,12 @@ def test_the_table_of_workflows_holds_each_with_its_files():
     assert {path.stem for path in (ROOT / "workflows").glob("*.json")} == set(expected)
 
 
+def test_the_python_program_has_what_it_imports_installed_first():
+    before, _, program = section("Headless").partition("```python\n")
+    assert program.startswith("import json\nfrom qwen_l40s.client import ")
+    assert 'pip install ".[client]"' in before.rstrip().splitlines()[-1]
+
+
 def constants(tree):
     """The texts in a module, without docstrings, and without what f-strings compute."""
     explains = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

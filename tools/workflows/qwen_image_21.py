@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from ...planning.request import RunRequest
 from ...spec.families import LICENCE_21, SINGLE_STREAM_FAMILY
+from ...spec.transformer import COMFYUI_21
 from .edit import IMAGES, PICTURE
 from .graph import (
     QWEN_21,
@@ -39,7 +40,7 @@ from .parts import (
 )
 from .text_to_image import EXAMPLE, micro
 
-HOST = "**Needs ComfyUI 0.37 or newer.**"
+HOST = f"**Needs ComfyUI {COMFYUI_21} or newer.**"
 FAMILY = SINGLE_STREAM_FAMILY.name
 STEPS = 25  # of ComfyUI's own template; the model card takes 40
 SIDE = 1024

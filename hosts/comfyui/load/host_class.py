@@ -14,7 +14,7 @@ import torch
 from ....errors import CheckpointError, UnavailableError
 from ....loaders.convert import check_complete
 from ....loaders.source import Source
-from ....spec.transformer import FAMILY_21, SingleStreamShape, TransformerShape
+from ....spec.transformer import NEEDS_21, SingleStreamShape, TransformerShape
 
 # {form of the sizes: ComfyUI's configuration class}
 CLASSES = {TransformerShape: "QwenImage", SingleStreamShape: "QwenImage21"}
@@ -37,9 +37,7 @@ def host_shape(source: Source) -> TransformerShape:
 def require_21(path: Path) -> None:
     """Raises UnavailableError where this ComfyUI is older than Qwen-Image-2.1."""
     if not hasattr(comfy.supported_models, CLASSES[SingleStreamShape]):
-        raise UnavailableError(
-            f"{FAMILY_21} needs ComfyUI 0.37 or newer, and this one is older: update ComfyUI.", path
-        )
+        raise UnavailableError(f"{NEEDS_21}, and this one is older: update ComfyUI.", path)
 
 
 def model_config(
