@@ -97,6 +97,7 @@ def sample(
     latent: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     at_step: Callable[[int, Any], None] = lambda step, guider: None,
+    guider_class: type = comfy.samplers.CFGGuider,
 ) -> Run:
     """One run, of 20 steps at 64 x 64 unless told; `at_step` is called in each step's callback."""
     counted, passes, path, computed = patcher.clone(), [], [], set()
@@ -111,7 +112,7 @@ def sample(
         at_step(step, guider)
 
     counted.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "count", count)
-    guider = comfy.samplers.CFGGuider(counted)
+    guider = guider_class(counted)
     # Prompts of different lengths never batch: each evaluation takes two passes.
     guider.set_conds(prompt() if positive is None else positive, prompt(" "))
     guider.set_cfg(CFG)
@@ -318,6 +319,29 @@ def test_guidance_that_changes_in_mid_run_begins_anew():
     run, plain = sample(cached(EAGER), at_step=change), sample(model(), at_step=change)
     assert {10, 11} <= run.computed and {9, 12} <= run.skipped, run.skipped
     assert not same(run, sample(cached(EAGER))) and error(run, plain) < 0.1
+
+
+class CountingGuider(comfy.samplers.CFGGuider):
+    """Counts its steps, as other packs' guiders do that change something in a later one."""
+
+    def __init__(self, patcher):
+        super().__init__(patcher)
+        self.step = 0
+
+    def __call__(self, *args, **kwargs):
+        self.step += 1
+        return super().__call__(*args, **kwargs)
+
+
+def test_a_guider_that_counts_its_steps_is_no_other_guidance():
+    counters = []
+    run = sample(
+        cached(),
+        guider_class=CountingGuider,
+        at_step=lambda step, guider: counters.append(guider.step),
+    )
+    assert counters == [*range(1, STEPS + 1)]
+    assert run.skipped and same(run, sample(cached())), run.lines
 
 
 def test_a_prediction_that_is_not_a_number_ends_it():

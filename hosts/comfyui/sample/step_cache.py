@@ -44,6 +44,9 @@ READS_MORE = "the sampler reads a step's branches as well as its prediction, as 
 # Where a sampler can put functions of its own around the guidance.
 AROUND_GUIDANCE = ("sampler_pre_cfg_function", "sampler_cfg_function", "sampler_post_cfg_function")
 
+# Of ComfyUI's guiders. Other numbers of a guider may change in every step, as a counter does.
+SCALES = ("cfg", "cfg1", "cfg2", "neg_scale")
+
 
 class StepCache:
     """The attachment that `cache_steps` puts on a patcher; clones of the patcher share it."""
@@ -149,8 +152,8 @@ def cache_steps(model: ModelPatcher, settings: CacheSettings | None) -> ModelPat
 
 
 def _guidance(guider: Any) -> Hashable:
-    """A guider's scales."""
-    return tuple(value for value in vars(guider).values() if isinstance(value, (int, float)))
+    scales = (getattr(guider, name, None) for name in SCALES)
+    return tuple(scale if isinstance(scale, (int, float)) else None for scale in scales)
 
 
 def _reads_more(
