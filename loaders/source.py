@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import CheckpointError
 from ..spec.formats import METADATA_KEY
 from ..untrusted import parse_object
-from .checkpoint import PIPELINES, CheckpointPart, inspect_shards, read_index
+from .checkpoint import PIPELINES, Checkpoint, CheckpointPart, inspect_shards, read_index
 from .header import NUMBERED, STEMS, Shards, TensorInfo, read_object, read_shards
 
 MICRO_SIDE = 256  # the only size that the micro model was trained at
@@ -119,27 +119,49 @@ def open_source(path: str | os.PathLike[str] | Source, role: str) -> Source:
         return path
     path = Path(path)
     if not os.path.isfile(path / PIPELINE_INDEX):
-        return _source(path, role)
+        return _part_of(path, role, *_read(path))
     _, pipeline = read_index(path)
     if not os.path.isdir(path / role):
         raise CheckpointError(
             f"The folder {role}/ is missing, which holds {PLACES[role][0]}: finish the download.",
             path,
         )
-    source = _source(path / role, role)
+    source = _part_of(path / role, role, *_read(path / role))
     if source.part.family == "Qwen-Image" and pipeline in PIPELINES:
         source = replace(source, part=replace(source.part, family=PIPELINES[pipeline]))
     return source
 
 
-def _source(path: Path, role: str) -> Source:
+def open_parts(path: Path) -> dict[str, Source | str]:
+    """Reads the headers behind a file or a component folder once, for every role.
+
+    Returns:
+        {role: its part, or why it has none that runs}
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    shards, checkpoint = _read(path)
+    found: dict[str, Source | str] = {}
+    for role in PLACES:
+        try:
+            found[role] = _part_of(path, role, shards, checkpoint)
+        except CheckpointError as error:
+            found[role] = str(error)
+    return found
+
+
+def _read(path: Path) -> tuple[Shards, Checkpoint]:
     if NUMBERED.search(path.name):
         raise CheckpointError(
             "This is one shard of several: choose the folder or the index that names them all.",
             path,
         )
     shards = read_shards(path)
-    checkpoint = inspect_shards(shards)
+    return shards, inspect_shards(shards)
+
+
+def _part_of(path: Path, role: str, shards: Shards, checkpoint: Checkpoint) -> Source:
     parts = [part for part in checkpoint.parts if part.role == role]
     if len(parts) != 1:
         raise CheckpointError(_wrong(role, checkpoint.parts, len(parts)), path)

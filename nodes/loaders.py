@@ -346,12 +346,16 @@ class QwenL40SLoad(io.ComfyNode):
         )
 
     @classmethod
-    def _sources(cls, model: str, text_encoder: str, vae: str) -> list[Source]:
+    def _sources(
+        cls, model: str, text_encoder: str, vae: str, *, look: bool = False
+    ) -> list[Source]:
         """The three parts, in the order of the outputs."""
         sources = [source_of(model, "transformer")]
         for name, role in ((text_encoder, "text_encoder"), (vae, "vae")):
-            automatic = name == AUTOMATIC
-            sources.append(find_companion(sources[0], role) if automatic else source_of(name, role))
+            if name == AUTOMATIC:
+                sources.append(find_companion(sources[0], role, look=look))
+            else:
+                sources.append(source_of(name, role))
         check_text_width(*sources[:2])
         return sources
 
@@ -366,7 +370,7 @@ class QwenL40SLoad(io.ComfyNode):
     ) -> bool:
         check_transformer(model, precision, keep_in_bf16)
         if all(isinstance(name, str) for name in (model, text_encoder, vae)):
-            cls._sources(model, text_encoder, vae)
+            cls._sources(model, text_encoder, vae, look=True)
         return True
 
     @classmethod

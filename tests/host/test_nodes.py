@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import os
 import re
 import sys
 import threading
@@ -24,6 +25,8 @@ from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui import contract as compatibility
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
 from qwen_l40s.hosts.comfyui.load import text_encoder, vae, weights
+from qwen_l40s.loaders import header
+from qwen_l40s.loaders.source import bundled_micro_folder
 from qwen_l40s.nodes.advise import QwenL40SAdviseGPU
 from qwen_l40s.nodes.estimate import QwenL40SEstimateVRAM
 from qwen_l40s.nodes.loaders import (
@@ -69,6 +72,81 @@ def nothing_mapped():
     with mock.patch.object(weights, "map_tensors") as mapping:
         yield
         mapping.assert_not_called()
+
+
+# --- a folder with many files
+
+
+class Looked:
+    """Counts the looks at files of a folder, and the headers that are read."""
+
+    def __init__(self, folder):
+        self.folder, self.looks, self.read = f"{folder}{os.sep}", 0, []
+
+    @contextlib.contextmanager
+    def counting(self):
+        look, scan, read = os.stat, os.scandir, header.read_header
+
+        def count_look(path, *more, **options):
+            self.looks += str(path).startswith(self.folder)
+            return look(path, *more, **options)
+
+        @contextlib.contextmanager
+        def count_scan(path):
+            with scan(path) as entries:
+                yield (Entry(entry, count_look) for entry in entries)
+
+        def count_read(path):
+            self.read.append(path)
+            return read(path)
+
+        with (
+            mock.patch.object(os, "stat", count_look),
+            mock.patch.object(os, "scandir", count_scan),
+            mock.patch.object(header, "read_header", count_read),
+        ):
+            yield
+
+
+class Entry:
+    """What os.scandir gives, counted as os.stat is."""
+
+    def __init__(self, entry, look):
+        self.name, self.path, self.is_dir = entry.name, entry.path, entry.is_dir
+        self.stat = functools.partial(look, entry.path)
+
+
+def test_a_prompt_looks_once_at_each_of_many_files_and_reads_each_header_once():
+    micro, names = bundled_micro_folder(), [f"{number:03}.safetensors" for number in range(200)]
+    models = MODELS.parent
+    encoders, vae = models / "text_encoders", models / "vae" / "many.safetensors"
+    for folder in (MODELS, encoders, vae.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    links = {MODELS / "many": "transformer", models / "tokenizer": "tokenizer"}
+    links |= {vae: "vae/diffusion_pytorch_model.safetensors"}
+    links |= {encoders / name: "text_encoder/model.safetensors" for name in names}
+    for link, target in links.items():
+        link.symlink_to(micro / target)
+    model = MODELS / "many" / "diffusion_pytorch_model.safetensors"
+    chosen = {"model": f"many/{model.name}", "text_encoder": "automatic", "vae": "automatic"}
+    QwenL40SLoad.GET_SCHEMA()  # ComfyUI lists the folders, and of few files reads the headers
+    looked, better = Looked(encoders), encoders / "qwen.safetensors"
+    try:
+        for most in (6, 2):  # looks at each file; reading a header takes four, once
+            looked.looks = 0
+            with looked.counting():
+                assert QwenL40SLoad.validate_inputs(**chosen) is True
+                first = QwenL40SLoad.fingerprint_inputs(**chosen)
+                report = QwenL40SLoad.execute(**chosen, precision="auto").args[-1]
+            assert str(encoders / names[0]) in report
+            assert looked.looks <= most * len(names) + 40
+        assert sorted(looked.read) == [encoders / name for name in names]
+        assert QwenL40SLoad.fingerprint_inputs(**chosen) == first
+        (encoders / names[-1]).rename(better)
+        assert QwenL40SLoad.fingerprint_inputs(**chosen)[1][0][0] == str(better)
+    finally:
+        for link in (*links, better):
+            link.unlink(missing_ok=True)
 
 
 # --- what is refused before it runs

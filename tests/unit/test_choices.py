@@ -10,6 +10,7 @@ import pytest
 from test_checkpoint import micro_transformer, native_vae, qwen25, write, write_folder
 
 from qwen_l40s.errors import CheckpointError, SettingError
+from qwen_l40s.loaders import header
 
 EXTENSIONS = (".safetensors", ".ckpt")
 
@@ -163,6 +164,27 @@ def test_headers_are_read_once_until_a_file_is_replaced(choices, models):
     assert choices.source_of("whole/", "transformer").config == {}
 
 
+def test_what_the_disk_refused_is_tried_again_and_what_a_header_lacks_is_not(
+    choices, models, monkeypatch
+):
+    write(models / "vae" / "vae.safetensors", native_vae(dim=8))
+    write(models / "vae" / "other.safetensors", {"x": ("F32", [1])})
+    original, read = header.open_regular, []
+
+    def away(path):
+        raise CheckpointError("This file cannot be opened.") from OSError(5, "Input/output error")
+
+    monkeypatch.setattr(header, "open_regular", away)
+    with pytest.raises(CheckpointError, match="cannot be opened"):
+        choices.source_of("vae.safetensors", "vae")
+    monkeypatch.setattr(header, "open_regular", lambda path: read.append(path) or original(path))
+    assert choices.source_of("vae.safetensors", "vae").part.dims["dim"] == 8
+    for role in ("vae", "vae", "transformer"):
+        with pytest.raises((CheckpointError, SettingError)):
+            choices.source_of("other.safetensors", role)
+    assert [path.name for path in read] == ["vae.safetensors", "other.safetensors"]
+
+
 # --- what a new node starts with
 
 
@@ -210,8 +232,8 @@ def test_of_many_files_few_are_looked_at_and_each_once(choices, models, monkeypa
     for name in many:
         (folder / name).touch()
     named(models, "diffusion_models", wanted)
-    read, original = [], choices.read_header
-    monkeypatch.setattr(choices, "read_header", lambda path: read.append(path) or original(path))
+    read, original = [], header.read_header
+    monkeypatch.setattr(header, "read_header", lambda path: read.append(path) or original(path))
     offered = choices.choices("transformer")
     assert offered == [*wanted, *many, choices.MICRO]
     assert [choices.offered("transformer")["default"], choices.choices("transformer")] == [

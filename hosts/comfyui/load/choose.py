@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Hashable, Iterator
+import stat
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,16 @@ import folder_paths
 
 from ....errors import CheckpointError, SettingError
 from ....loaders.checkpoint import PIPELINE_21, PIPELINES, read_index
-from ....loaders.detect import identify, split_parts
-from ....loaders.header import NUMBERED, read_header
+from ....loaders.header import STEMS
 from ....loaders.parts import LATENT_CHANNELS, LATENT_CHANNELS_21
-from ....loaders.source import PIPELINE_INDEX, PLACES, Source, bundled_micro_folder, open_source
+from ....loaders.source import (
+    PIPELINE_INDEX,
+    PLACES,
+    Source,
+    bundled_micro_folder,
+    open_parts,
+    open_source,
+)
 from ....spec.transformer import FAMILY_21, FULL_SIZE, SHAPE_21
 
 MICRO = "micro (bundled)"
@@ -64,7 +71,7 @@ def _ranked(role: str) -> tuple[list[str], list[str]]:
 
     Of more than `LOOKED_AT` files only those that are named after Qwen are looked at.
     """
-    files = [name for folder in FOLDERS[role] for name in folder_paths.get_filename_list(folder)]
+    files = _files(role)
     folders = {f"{name}/": path for name, path in _folders(role).items()}
     looked_at = files if len(files) <= LOOKED_AT else [it for it in files if NAMED in it.lower()]
     ranks = {name: _rank_of_file(name, role) for name in looked_at[:LOOKED_AT]}
@@ -74,34 +81,20 @@ def _ranked(role: str) -> tuple[list[str], list[str]]:
 
 
 def _rank_of_file(name: str, role: str) -> tuple[bool, ...] | None:
-    try:
-        path = resolve(name, role)
-        status = path.stat()
-    except (OSError, ValueError, SettingError):  # removed just now
-        return None
-    return _rank_of_header(path, role, status.st_mtime_ns, status.st_size)
-
-
-@functools.lru_cache(maxsize=1024)
-def _rank_of_header(path: Path, role: str, *state: int) -> tuple[bool, ...] | None:
-    """Sorts what fits first; None for what does not, from one header alone.
+    """Sorts what fits first; None for what does not.
 
     The published Qwen-Image comes before Layered and 2.1, and its VAE before Wan's, which has the
     same tensors.
     """
-    if path.suffix != ".safetensors" or NUMBERED.search(path.name):
-        return None
     try:
-        parts = [identify(part.tensors) for part in split_parts(read_header(path).tensors)]
-    except CheckpointError:
+        part = source_of(name, role).part
+    except (OSError, ValueError):  # removed just now, or of another model
         return None
-    found = [part for part in parts if part.role == role and not part.cannot_run]
-    widths = None, FULL_SIZE.joint_dim, SHAPE_21.joint_dim
-    if len(found) != 1 or found[0].dims.get("hidden") not in widths:
+    width, channels = (part.dims.get(name) for name in ("hidden", "image_channels"))
+    if width not in (None, FULL_SIZE.joint_dim, SHAPE_21.joint_dim):
         return None
-    width, channels = (found[0].dims.get(name) for name in ("hidden", "image_channels"))
-    later = found[0].family.startswith(LATER) or width == SHAPE_21.joint_dim or channels == 4
-    return False, NAMED not in path.name.lower(), later
+    later = part.family.startswith(LATER) or width == SHAPE_21.joint_dim or channels == 4
+    return False, NAMED not in name.rpartition("/")[2].lower(), later
 
 
 def _rank_of_folder(path: Path, role: str) -> tuple[bool, ...] | None:
@@ -158,33 +151,59 @@ def source_of(name: str, role: str) -> Source:
 
 
 def _inspected(path: Path, role: str) -> Source:
-    return _read(path, role, _state(path, role))
+    found = _read(path, *_state(path, role))[role]
+    if isinstance(found, str):
+        raise CheckpointError(found)
+    return found
 
 
-@functools.lru_cache(maxsize=16)
-def _read(path: Path, role: str, state: Hashable) -> Source:
-    return open_source(path, role)
+@functools.lru_cache(maxsize=1024)
+def _read(path: Path, role: str | None, *state: Hashable) -> Mapping[str, Source | str]:
+    try:
+        return open_parts(path) if role is None else {role: open_source(path, role)}
+    except CheckpointError as error:
+        if isinstance(error.__cause__, OSError):  # of the disk: the next time it may be well
+            raise
+        return dict.fromkeys(PLACES, str(error))
 
 
-def _state(path: Path, role: str) -> Hashable:
-    """Changes when a file is replaced, added or removed that `open_source` reads."""
+def _state(path: Path, role: str) -> tuple[Hashable, ...]:
+    """Returns the role where the files that are read differ by role, else None; then what changes
+    when one of them is replaced, added or removed.
+    """
+    try:
+        status = path.stat()
+    except (OSError, ValueError):  # reading says what is wrong
+        return (None,)
+    if not stat.S_ISDIR(status.st_mode):
+        beside = _state(path.with_name("config.json"), role) if path.stem in STEMS else ()
+        return None, status.st_mtime_ns, status.st_size, beside
     found = []
-    for folder in (path, path / role) if path.is_dir() else (path.parent,):
+    for folder in (path, path / role):
         with suppress(OSError), os.scandir(folder) as entries:
             for entry in entries:
                 if entry.name.endswith((".safetensors", ".json")):
                     with suppress(OSError):  # a link to nothing
                         status = entry.stat()
                         found.append((entry.path, status.st_mtime_ns, status.st_size))
-    return tuple(sorted(found))
+    whole = any(entry[0] == str(path / PIPELINE_INDEX) for entry in found)
+    return role if whole else None, *sorted(found)
 
 
-def find_companion(model: Source, role: str) -> Source:
+# {(model, role): the choices of its last check, and the companion that was found}
+_companions: dict[tuple[Path, str], tuple[list[str], Path]] = {}
+
+
+def find_companion(model: Source, role: str, *, look: bool = True) -> Source:
     """The text encoder or VAE that belongs to a model: from the same folder or checkpoint, else the
     file whose header fits.
 
     Of several, one that is named after Qwen comes first (Wan 2.1's VAE has the same tensors), then
     a text encoder with its vision tower, then what is not quantized, then ComfyUI's order.
+
+    Args:
+        look: through the folder, as the check of a prompt does. Without it, as in the run of that
+            prompt, what the check found is taken, unless a file has come or gone.
 
     Raises:
         CheckpointError: none fits; the message says what to download to where.
@@ -195,6 +214,9 @@ def find_companion(model: Source, role: str) -> Source:
     except CheckpointError:
         if whole != model.path:  # a diffusers folder says what is wrong with it
             raise
+    key, files = (model.path, role), _files(role)
+    if not look and key in _companions and _companions[key][0] == files:
+        return _inspected(_companions[key][1], role)
     fitting = [source for source in _sources(role) if _fits(model, source)]
     if not fitting:
         (wanted, place), repository = PLACES[role], "Qwen-Image_ComfyUI"
@@ -204,7 +226,9 @@ def find_companion(model: Source, role: str) -> Source:
             f"{place} has no file that is {wanted} for {model.path.name}: download one from "
             f"huggingface.co/Comfy-Org/{repository}, or choose it by name."
         )
-    return min(fitting, key=_rank)
+    found = min(fitting, key=_rank)
+    _companions[key] = files, found.path
+    return found
 
 
 def check_text_width(model: Source, text_encoder: Source) -> None:
@@ -236,12 +260,15 @@ def _fits(model: Source, source: Source) -> bool:
 
 
 def _sources(role: str) -> Iterator[Source]:
-    for name in choices(role):
-        if name not in MICROS:
-            try:
-                yield source_of(name, role)
-            except CheckpointError:
-                continue  # another model's file
+    fitting, others = _ranked(role)
+    folders = {f"{name}/": path for name, path in _folders(role).items()}
+    for name in (*fitting, *others):
+        with suppress(CheckpointError, SettingError):  # another model's file, or removed just now
+            yield _inspected(folders[name] if name in folders else resolve(name, role), role)
+
+
+def _files(role: str) -> list[str]:
+    return [name for folder in FOLDERS[role] for name in folder_paths.get_filename_list(folder)]
 
 
 def _folders(role: str) -> dict[str, Path]:
@@ -263,7 +290,7 @@ def _roots(*names: str) -> Iterator[Path]:
 def _subfolders(root: Path, depth: int) -> Iterator[Path]:
     try:
         with os.scandir(root) as entries:
-            folders = [Path(entry.path) for entry in entries if os.path.isdir(entry.path)]
+            folders = [Path(entry.path) for entry in entries if _is_folder(entry)]
     except OSError:  # a configured folder that does not exist
         return
     for folder in folders:
@@ -271,6 +298,12 @@ def _subfolders(root: Path, depth: int) -> Iterator[Path]:
         # Parts of a diffusers folder are no choices of their own.
         if depth > 1 and not os.path.isfile(folder / PIPELINE_INDEX):
             yield from _subfolders(folder, depth - 1)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    with suppress(OSError):  # a link that goes round in circles
+        return entry.is_dir()
+    return False
 
 
 def _is_model_folder(path: Path) -> bool:
