@@ -217,7 +217,7 @@ def find_companion(model: Source, role: str, *, look: bool = True) -> Source:
     key, files = (model.path, role), _files(role)
     if not look and key in _companions and _companions[key][0] == files:
         return _inspected(_companions[key][1], role)
-    fitting = [source for source in _sources(role) if _fits(model, source)]
+    fitting = [(path, source) for path, source in _sources(role) if _fits(model, source)]
     if not fitting:
         (wanted, place), repository = PLACES[role], "Qwen-Image_ComfyUI"
         if model.part.family == FAMILY_21:
@@ -226,8 +226,8 @@ def find_companion(model: Source, role: str, *, look: bool = True) -> Source:
             f"{place} has no file that is {wanted} for {model.path.name}: download one from "
             f"huggingface.co/Comfy-Org/{repository}, or choose it by name."
         )
-    found = min(fitting, key=_rank)
-    _companions[key] = files, found.path
+    path, found = min(fitting, key=lambda it: _rank(it[1]))
+    _companions[key] = files, path
     return found
 
 
@@ -259,12 +259,13 @@ def _fits(model: Source, source: Source) -> bool:
     return (dims.get("latent_channels"), dims.get("image_channels")) == channels
 
 
-def _sources(role: str) -> Iterator[Source]:
+def _sources(role: str) -> Iterator[tuple[Path, Source]]:
     fitting, others = _ranked(role)
     folders = {f"{name}/": path for name, path in _folders(role).items()}
     for name in (*fitting, *others):
         with suppress(CheckpointError, SettingError):  # another model's file, or removed just now
-            yield _inspected(folders[name] if name in folders else resolve(name, role), role)
+            path = folders[name] if name in folders else resolve(name, role)
+            yield path, _inspected(path, role)
 
 
 def _files(role: str) -> list[str]:
