@@ -30,6 +30,8 @@ BACKENDS = {
 # error is 0.15 % and the product takes 9 to 18 % longer (H200, M = 4296).
 FAST = "scaled_mm_fast"
 
+FULL = "no memory is free for a trial"
+
 # So few rows that a separate addition of the bias costs nothing.
 FEW_ROWS = 64
 
@@ -57,12 +59,14 @@ class Gemm:
         backend: A key of `BACKENDS[format]`.
         reason: Why this one, and why not those that would be faster.
         row_quantizer: "triton" or "torch": what quantizes the activations.
+        lasting: Whether the next choice is the same: not where the card was full in a trial.
     """
 
     format: str
     backend: str
     reason: str
     row_quantizer: str = "torch"
+    lasting: bool = True
 
     def __str__(self) -> str:
         return f"{self.format} through {self.backend}: {self.reason}"
@@ -253,14 +257,28 @@ def choose_gemm(format: str, device: torch.device, *, backend: str | None = None
     if device.type == "cpu":
         return Gemm(format, "dequantize", f"no card: {format} saves memory here, not time")
     order, ground = PREFERENCE.get((format, _sm(device)), PREFERENCE[format, None])
-    refused = []
+    refused, lasting = [], True
     for name in order:
         refusal = _refusal(name, format, device)
         if not refusal:
             reason = "; ".join([f"{ground} to be the fastest that runs here", *refused])
-            return _gemm(name, format, device, reason)
+            return _gemm(name, format, device, reason, lasting)
         refused.append(f"not {name}: {refusal}")
-    return Gemm(format, "dequantize", "; ".join(refused))
+        lasting = lasting and refusal != FULL
+    return Gemm(format, "dequantize", "; ".join(refused), lasting=lasting)
+
+
+_known: dict[tuple[str, torch.device], Gemm] = {}
+
+
+def known_gemm(format: str, device: torch.device) -> Gemm:
+    """Remembers what `choose_gemm` chose: 720 layers ask for it in every step."""
+    gemm = _known.get((format, device))
+    if gemm is None:
+        gemm = choose_gemm(format, device)
+        if gemm.lasting:
+            _known[format, device] = gemm
+    return gemm
 
 
 def _check_asked(asked: str, format: str, device: torch.device) -> None:
@@ -281,14 +299,26 @@ def _sm(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if usable else None
 
 
-def _gemm(backend: str, format: str, device: torch.device, reason: str) -> Gemm:
-    without_triton = backend == "dequantize" or _refusal("triton", format, device)
-    return Gemm(format, backend, reason, "torch" if without_triton else "triton")
+def _gemm(
+    backend: str, format: str, device: torch.device, reason: str, lasting: bool = True
+) -> Gemm:
+    if backend == "dequantize":
+        return Gemm(format, backend, reason)
+    refusal = _refusal("triton", format, device)
+    quantizer = "torch" if refusal else "triton"
+    return Gemm(format, backend, reason, quantizer, lasting and refusal != FULL)
+
+
+def _refusal(backend: str, format: str, device: torch.device) -> str:
+    """Says why a backend does not run on a device, in one clause; empty when it does."""
+    try:
+        return _lasting_refusal(backend, format, device)
+    except torch.OutOfMemoryError:  # another time the card has room: nothing is remembered
+        return FULL
 
 
 @functools.cache
-def _refusal(backend: str, format: str, device: torch.device) -> str:
-    """Why a backend does not run on a device, in one clause; empty when it does."""
+def _lasting_refusal(backend: str, format: str, device: torch.device) -> str:
     if backend == "dequantize":
         return ""
     sm, oldest = _sm(device), OLDEST_CAPABILITY[format]
@@ -315,6 +345,8 @@ def _trial(gemm: Gemm, device: torch.device) -> str:
         weight = torch.ones(32, 64, device=device).to(reference.STORAGE[gemm.format])
         scale = torch.full((32, 1), 0.5, device=device)
         right = bool((gemm.linear(x, weight, scale, x[0, :32]) == 33).all())
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # torch, Triton and C compilers raise anything
         return f"a trial failed: {first_line(error)}"
     return "" if right else "a trial gave a wrong result"

@@ -92,6 +92,7 @@ class CacheFigures:
         audited: The same of the skipped steps, where `CacheSettings.audit` had them computed.
         distance: Estimated relative L2 distance of the final latent from that of a run without the
             cache; None where nothing was skipped, or the cache went off in mid-run.
+        not_estimated: Why the host does not trust `distance`, in one clause; empty where it does.
         refused: Steps that were computed after all, since a forecast had missed by more than
             `MOST_MISSED`.
         forgotten: How often size, type, device or guidance changed in mid-run.
@@ -106,6 +107,7 @@ class CacheFigures:
     missed: list[float] = field(default_factory=list)
     audited: list[float] = field(default_factory=list)
     distance: float | None = None
+    not_estimated: str = ""
     refused: int = 0
     forgotten: int = 0
     seconds_saved: float = 0.0
@@ -136,7 +138,11 @@ class CacheFigures:
             said.append(
                 f"measured at the next computed step, forecasts are off by {_spread(self.missed)}"
             )
-        if self.distance is not None:
+        if self.not_estimated:
+            said.append(
+                f"how much the final latent differs is not estimated, because {self.not_estimated}"
+            )
+        elif self.distance is not None:
             said.append(f"the final latent differs by an estimated {_percent(self.distance)}")
         if self.refused:
             said.append(

@@ -407,8 +407,8 @@ def check_tensor_cores(name: str, card: CardFacts, choices: tuple[str, ...]) -> 
         return
     others = [other for other in choices if other != name and card.multiplies(other)]
     raise UnavailableError(
-        f"{name} needs a card of {sm(OLDEST_CAPABILITY[name])} or newer and {card.name} is "
-        f"{sm(card.capability)}: choose {', '.join(others)}."
+        f"precision {name} needs a card of {sm(OLDEST_CAPABILITY[name])} or newer and {card.name} "
+        f"is {sm(card.capability)}: choose {', '.join(others)}."
     )
 
 

@@ -314,28 +314,25 @@ class ChosenAttention:
         self.name = name
         self.lossy = lossy
         self.fallback: Fallback | None = None
-        self._most_error = most_error
-        self._errors: MeasuredErrors | None = None
+        self._errors = MeasuredErrors(most_error)
         # By the request, and whether errors were measured beside it.
         self._chosen: dict[tuple[AttentionRequest, bool], Attention] = {}
 
     def start_run(self) -> None:
         """Forgets the last run: what was chosen, and what went wrong."""
         self._chosen.clear()
-        self._errors = None
+        self._errors = MeasuredErrors(self._errors.most)
         self.fallback = None
 
     def start_blocks(self, blocks: int) -> None:
-        """Before a pass over so many blocks: "fast" measures errors in the first one."""
-        if asked_name(self.name) != FAST:
-            return
-        if self._errors is None or not self._errors.complete:
-            self._errors = MeasuredErrors(self._most_error, blocks)
+        """Begins a pass over so many blocks: "fast" measures errors in the first one."""
+        if asked_name(self.name) == FAST:
+            self._errors.start_pass(blocks)
 
     @property
     def measuring(self) -> bool:
         """Whether exact attention runs in this pass, because errors are measured beside it."""
-        return self._errors is not None and not self._errors.complete
+        return self._errors.measuring
 
     @property
     def used(self) -> bool:
@@ -396,7 +393,7 @@ class ChosenAttention:
         if self.measuring:
             chosen = choose_attention(request)
             return replace(chosen, reason=f"in the first pass, to compare with; {chosen.reason}")
-        if self._errors is not None:
+        if self._errors.complete:
             return choose_fast(request, self._errors)
         try:
             return choose_attention(request, self.name)

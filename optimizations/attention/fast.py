@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import threading
 
 import torch
 
@@ -14,26 +14,40 @@ FAST = "fast"
 MOST_ERROR = 0.02
 
 
+class _Pass(threading.local):
+    calls = 0
+    wanted = frozenset[int]()
+
+
 class MeasuredErrors:
     """How far quantized backends are from exact attention, on the run's own queries, keys and
     values of a first, a middle and the last block.
 
+    Cards that each compute a prompt do so in threads: a pass counts the blocks of its own thread.
+
     Args:
         most: The largest relative error that is allowed.
-        blocks: Of the model.
+
+    Attributes:
+        complete: Whether the last block of a pass was measured.
     """
 
-    def __init__(self, most: float, blocks: int) -> None:
+    def __init__(self, most: float) -> None:
         self.most = most
-        self._wanted = {0, blocks // 2, blocks - 1}
-        self._calls = 0
+        self.complete = False
+        self._pass = _Pass()
         self._found: dict[str, list[torch.Tensor]] = {}
         self._refused: dict[str, str] = {}
 
+    def start_pass(self, blocks: int) -> None:
+        """Begins to count blocks, which are measured unless those of another pass were."""
+        self._pass.calls = 0
+        self._pass.wanted = frozenset(() if self.complete else (0, blocks // 2, blocks - 1))
+
     @property
-    def complete(self) -> bool:
-        """Whether the last block was measured."""
-        return self._calls > max(self._wanted)
+    def measuring(self) -> bool:
+        """Whether blocks of this pass are still to be measured."""
+        return self._pass.calls <= max(self._pass.wanted, default=-1)
 
     def add(
         self,
@@ -49,22 +63,23 @@ class MeasuredErrors:
             q, k, v, mask: As `Backend.attend`.
             exact: What exact attention gave of them.
         """
-        if self._calls in self._wanted:
+        if self._pass.calls in self._pass.wanted:
             request, size = AttentionRequest.of(q, mask), exact.float().norm()
             for name in lossy_backends():
                 self._refused[name] = refusal(name, request)
                 if not self._refused[name]:
                     off = BACKENDS[name].attend(q, k, v, mask).sub_(exact).float().norm()
                     self._found.setdefault(name, []).append(off / size)
-        self._calls += 1
+        self._pass.calls += 1
+        self.complete = self.complete or not self.measuring
 
-    @functools.cached_property
+    @property
     def errors(self) -> dict[str, float]:
         """The largest error of each backend that runs; NaN where one gave NaN."""
-        # One by one: those of a run on several cards are on several.
+        # Copies, since another card may be measuring; one by one, since its errors are there.
         return {
-            name: torch.tensor([error.item() for error in found]).max().item()
-            for name, found in self._found.items()
+            name: torch.tensor([error.item() for error in list(found)]).max().item()
+            for name, found in list(self._found.items())
         }
 
     @property

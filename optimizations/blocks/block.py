@@ -34,7 +34,7 @@ from ..modulation import Entry
 from ..reference import LowRank, Modulation, QKNorm, Rotary, Tokens
 from .block_form import layout_of, part_of
 from .loras import LowForm, downs_of
-from .products import Operand, PackedOperand, PackedWeight, dense_product, merged_product
+from .products import Operand, PackedOperand, PackedWeight, merged_product
 from .shape import Share
 from .workspace import DENSE, BlockForm, LayerForm, Prefix, Program, Workspace, streams_of
 
@@ -363,10 +363,8 @@ class BlockExecutor:
                 product(module)
                 continue
             with self._layers.tensors(module, like) as tensors:
-                if tensors.scale is None and form.format is not None:
+                if tensors.scale is None and form.kind != DENSE:
                     product = merged_product(program.reads[place], form.format)
-                elif tensors.scale is None and form.kind != DENSE:
-                    product = dense_product(program.reads[place])
                 product(program.readable(place, Operand.of(*tensors, here.ups[place])))
 
     def prepared(self, blocks: Sequence[torch.nn.Module]) -> bool:

@@ -273,14 +273,17 @@ def expanded_product(read: Read, format: RowFormat, gemm: Gemm) -> Product:
     return run
 
 
-def merged_product(read: Read, format: RowFormat) -> Product:
-    """Of a weight that turned out plain where quantized rows are there for it, as when ComfyUI has
-    merged a LoRA into it on its way.
+def merged_product(read: Read, format: RowFormat | None) -> Product:
+    """Multiplies by a weight that turned out plain, as when ComfyUI has merged a LoRA into it on
+    its way.
+
+    Args:
+        format: Of the rows that are there for the quantized weight; None where they are plain.
     """
 
     def run(operand: Operand) -> None:
         for start, length, out in read.pieces():
-            if read.rows.fixed:  # then only the quantized rows are of this block
+            if format and read.rows.fixed:  # then only the quantized rows are of this block
                 values, scale = read.rows.quantized[format].part(start, length)
                 if format.rotation:
                     x = rotate(values.float().mul_(scale), format.rotation).to(out.dtype)

@@ -352,6 +352,15 @@ def test_the_executor_runs_loras_beside() -> None:
         assert torch.equal(sample(optimized), known), form
 
 
+def test_comfyuis_own_bypass_is_no_other_extension() -> None:
+    model = comfy.sd.load_bypass_lora_for_models(build(), None, lora(), 0.7, 0)[0]
+    optimized = optimize(model)
+    assert distance(sample(optimized), sample(model)) < 1e-4
+    lines = report_of(optimized)
+    assert "because ComfyUI's own LoRA in bypass has changed its layers" in lines, lines
+    assert "another extension" not in lines, lines
+
+
 def test_unload_and_reload() -> None:
     for how in ("merge", "bypass"):
         model = applied(build(INT8), lora(), how=how)

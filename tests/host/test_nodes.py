@@ -166,10 +166,11 @@ def test_choices_are_validated_from_headers():
             assert node.validate_inputs(**{slot: None}) is True  # a link is known when it runs
             assert node.validate_inputs(**{slot: MICRO}) is True
             run = functools.partial(node.validate_inputs, **{slot: "nothing.safetensors"})
-            refused(SettingError, "'nothing.safetensors' is not among the files in", MICRO, run=run)
+            words = f"{slot}: 'nothing.safetensors' is not among the files in", MICRO
+            refused(SettingError, *words, run=run)
         for node in (QwenL40SLoad, QwenL40SLoadModel):
             words = (
-                "This is a Qwen-Image VAE, not the Qwen-Image transformer",
+                "model: a Qwen-Image VAE, not the Qwen-Image transformer",
                 "move it to models/",
             )
             run = functools.partial(node.validate_inputs, model=wrong)
@@ -180,7 +181,7 @@ def test_fp8_on_a_card_without_it_is_refused_before_anything_is_mapped():
     name = written("plain", WEIGHTS)
     old = CardFacts("NVIDIA A100", 40 * 2**30, (8, 0))
     with mock.patch.object(load_plan, "card_facts", return_value=old), nothing_mapped():
-        words = ("fp8 needs a card of sm_89", "NVIDIA A100 is sm_80", "int8")
+        words = ("precision fp8 needs a card of sm_89", "NVIDIA A100 is sm_80", "int8")
         refused(UnavailableError, *words, run=lambda: load(name, "fp8"))
         run = functools.partial(QwenL40SLoadModel.validate_inputs, name, "fp8")
         refused(UnavailableError, *words, run=run)
@@ -211,7 +212,11 @@ def test_a_text_encoder_of_another_width_is_refused_from_its_header():
     save_file(tensors, folder / "narrow.safetensors")
     choice = {"precision": "auto", "text_encoder": "narrow.safetensors", "vae": MICRO}
     with nothing_mapped():
-        words = ("takes text 512 wide", "gives 64", "text encoder that belongs to the model")
+        words = (
+            "text_encoder: the model takes text 512 wide",
+            "gives 64",
+            "text encoder that belongs to the model",
+        )
         for run in (QwenL40SLoad.execute, QwenL40SLoad.validate_inputs):
             refused(CheckpointError, *words, run=functools.partial(run, model=MICRO, **choice))
 

@@ -421,6 +421,8 @@ def test_an_attention_of_another_node():
     behind = optimize(stock())
     behind.model_options["transformer_options"][SLOT] = other
     assert_same(known, forward(behind))
+    said = "attention: another node's, set after Optimize Qwen-Image"
+    assert report_of(behind).endswith(said), report_of(behind)
     assert_same(plain, forward(optimize(model, OptimizeSettings(attention="math"))))
     restored = restore(optimize(model, OptimizeSettings(attention="math")))
     assert restored.model_options["transformer_options"][SLOT] is other
@@ -581,6 +583,10 @@ def test_torch_compile_runs_comfyuis_own_blocks():
     set_torch_compile_wrapper(clone, backend="eager", keys=[key])
     assert_same(sample(model), sample(clone))
     assert "torch.compile" in report_of(clone)
+    whole = optimize(model).clone(disable_dynamic=True)
+    set_torch_compile_wrapper(whole, backend="eager")
+    assert_same(sample(model), sample(whole))
+    assert report_of(whole).endswith("attention: ComfyUI's own"), report_of(whole)
 
 
 def test_a_deep_copy():

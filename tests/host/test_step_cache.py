@@ -14,6 +14,8 @@ import pytest
 import torch
 from comfy.model_management import InterruptProcessingException
 from comfy.patcher_extension import WrappersMP
+from comfy_extras.nodes_apg import APG
+from comfy_extras.nodes_cfg import CFGNorm
 from comfy_extras.nodes_differential_diffusion import DifferentialDiffusion
 from comfy_extras.nodes_easycache import EasyCacheNode, LazyCacheNode
 from comfy_extras.nodes_model_advanced import ModelSamplingAuraFlow, ModelSamplingDiscrete
@@ -97,6 +99,7 @@ def sample(
     latent: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     at_step: Callable[[int, Any], None] = lambda step, guider: None,
+    guider_class: type = comfy.samplers.CFGGuider,
 ) -> Run:
     """One run, of 20 steps at 64 x 64 unless told; `at_step` is called in each step's callback."""
     counted, passes, path, computed = patcher.clone(), [], [], set()
@@ -111,7 +114,7 @@ def sample(
         at_step(step, guider)
 
     counted.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "count", count)
-    guider = comfy.samplers.CFGGuider(counted)
+    guider = guider_class(counted)
     # Prompts of different lengths never batch: each evaluation takes two passes.
     guider.set_conds(prompt() if positive is None else positive, prompt(" "))
     guider.set_cfg(CFG)
@@ -318,6 +321,88 @@ def test_guidance_that_changes_in_mid_run_begins_anew():
     run, plain = sample(cached(EAGER), at_step=change), sample(model(), at_step=change)
     assert {10, 11} <= run.computed and {9, 12} <= run.skipped, run.skipped
     assert not same(run, sample(cached(EAGER))) and error(run, plain) < 0.1
+
+
+class CountingGuider(comfy.samplers.CFGGuider):
+    """Counts its steps, as other packs' guiders do that change something in a later one."""
+
+    def __init__(self, patcher):
+        super().__init__(patcher)
+        self.step = 0
+
+    def __call__(self, *args, **kwargs):
+        self.step += 1
+        return super().__call__(*args, **kwargs)
+
+
+def test_a_guider_that_counts_its_steps_is_no_other_guidance():
+    counters = []
+    run = sample(
+        cached(),
+        guider_class=CountingGuider,
+        at_step=lambda step, guider: counters.append(guider.step),
+    )
+    assert counters == [*range(1, STEPS + 1)]
+    assert run.skipped and same(run, sample(cached())), run.lines
+
+
+def with_apg(momentum):
+    return APG.execute(model(), 1.0, 5.0, momentum).result[0]
+
+
+def with_function(add, function):
+    patcher = model().clone()
+    getattr(patcher, add)(function)
+    return patcher
+
+
+def test_it_steps_aside_for_guidance_that_remembers_earlier_steps():
+    """A step that is skipped would not come into its average."""
+    average, options = {}, "set_model_sampler_post_cfg_function"
+
+    def averaged(args):
+        average["of all"] = (average.get("of all", 0) + args["denoised"]) / 2
+        return average["of all"]
+
+    for make in (lambda: with_apg(0.3), lambda: with_function(options, averaged)):
+        average.clear()
+        plain = sample(make())
+        average.clear()
+        run = sample(cached(patcher=make()))
+        assert same(run, plain)
+        assert run.lines == [
+            "step cache: balanced has no effect: guidance remembers earlier steps, as APG with "
+            "momentum does"
+        ]
+
+    kept_once = []
+
+    def logged(args):
+        logged.sigma = args["sigma"]
+        if not kept_once:
+            kept_once.append(torch.ones_like(args["denoised"]))
+        return args["denoised"] * kept_once[0]
+
+    others = CFGNorm.execute(model(), 0.9).result[0], with_function(options, logged)
+    for patcher in (with_apg(0.0), *others):
+        run = sample(cached(patcher=patcher))
+        assert run.skipped and "differs by an estimated" in "\n".join(run.lines), run.lines
+
+
+def test_of_prompts_that_are_combined_nothing_is_estimated():
+    other = prompt("a small red star at the top left on a blue background")
+    sentence = (
+        "step cache: how much the final latent differs is not estimated, because several prompts "
+        "are combined"
+    )
+    for positive, told in (
+        ([*prompt(), *other], True),
+        ([*between(0, 0.6), *between(0.4, 1, other)], True),
+        ([*between(0, 0.5), *between(0.5, 1, other)], False),
+    ):
+        run = sample(cached(), positive=positive)
+        assert run.skipped and (sentence in run.lines) == told, run.lines
+        assert ("differs by an estimated" in "\n".join(run.lines)) != told
 
 
 def test_a_prediction_that_is_not_a_number_ends_it():

@@ -502,6 +502,48 @@ def test_fast_takes_the_fastest_within_its_bound(monkeypatch, most, name):
         )
 
 
+def test_fast_counts_the_blocks_of_each_card_for_itself(monkeypatch):
+    """Each computes a prompt in a thread; the second begins in the pass of the first."""
+    q, k, v = torch.randn(3, 1, 200, 2, 64).bfloat16()
+    monkeypatch.setattr(choice, "sm_of", lambda device: (8, 9))
+    measured, block, turn = [], threading.local(), threading.Barrier(2, timeout=20)
+
+    def attend(*given, attend=BACKENDS["int8"].attend):
+        if given[0].shape == q.shape:  # else of a trial
+            measured.append(block.index)
+        return attend(*given)
+
+    monkeypatch.setitem(BACKENDS, "int8", replace(BACKENDS["int8"], attend=attend))
+    attention = ChosenAttention("fast", True)
+
+    def run(blocks):
+        for block.index in blocks:
+            assert attention.measuring
+            attention.attend(q, k, v, None)
+
+    def second():
+        turn.wait()  # the first card has computed three blocks
+        attention.start_blocks(7)
+        run(range(5))
+        turn.wait()
+        turn.wait()  # and all
+        run(range(5, 7))
+
+    other = threading.Thread(target=second)
+    attention.start_blocks(7)
+    run(range(3))
+    other.start()
+    turn.wait()
+    turn.wait()
+    run(range(3, 7))
+    assert not attention.measuring
+    turn.wait()
+    other.join()
+    assert measured == [0, 0, 3, 3, 6, 6]
+    attention.start_blocks(7)
+    assert not attention.measuring
+
+
 def test_fast_keeps_exact_attention_where_one_gives_nan(monkeypatch):
     q, k, v = torch.randn(3, 1, 200, 2, 64).bfloat16()
     nan = replace(BACKENDS["int8"], attend=lambda q, *_: torch.full_like(q, torch.nan).flatten(2))

@@ -475,15 +475,28 @@ def test_loras_beside_layers_of_any_kinds():
             assert not beside or without > 5e-3, name
 
 
+class Plain(Layers):
+    """Layers whose weights turn out plain."""
+
+    def tensors(self, layer, like):
+        return nullcontext(LayerTensors(layer.weight, None, layer.bias))
+
+
+@pytest.mark.parametrize("ranks", [{}, dict.fromkeys(LAYERS, 16)], ids=["alone", "loras"])
+def test_layer_that_is_expanded_may_turn_out_dense(ranks):
+    """As fp8 weights do that ComfyUI casts on their way, on a card without fp8 products."""
+    case, block = Case(TWO), new_block()
+    layers = Plain(block, MIXES["all fp8"], weight_only=("fp8",), ranks=ranks)
+    expected = in_plain_arithmetic(block, case, Layers(block, ranks=ranks))
+    assert relative(run(block, case, layers), expected) < 1e-6
+
+
 @pytest.mark.parametrize("kind", ["fp8", "rotated"])
 def test_layer_that_turns_out_dense_reads_the_quantized_rows_back(kind):
     """As ComfyUI's fp8 layers do where a LoRA was merged into the weight on its way."""
     case, block = Case(TWO), new_block()
 
-    class Merged(Layers):
-        def tensors(self, layer, like):
-            return nullcontext(LayerTensors(layer.weight, None, layer.bias))
-
+    class Merged(Plain):
         def apply_weight(self, layer, x):
             if layer in (block.attn.to_add_out, block.attn.to_out[0]):
                 return layer(x)  # what attention gives is there unrounded too

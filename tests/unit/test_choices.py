@@ -87,7 +87,9 @@ def test_a_choice_is_found_again(choices, models):
     assert choices.resolve("owner/name/", "text_encoder") == folder
     assert (choices.resolve(choices.MICRO, "vae") / "model_index.json").is_file()
     for gone in ("no.safetensors", "no/", "../all.safetensors"):
-        with pytest.raises(SettingError, match=r"is not among the files .* press R to refresh"):
+        with pytest.raises(
+            SettingError, match=r"^model: '.*' is not among the files .* press R to refresh"
+        ):
             choices.resolve(gone, "transformer")
 
 
@@ -130,7 +132,9 @@ def test_a_text_encoder_of_another_width_is_passed_over(choices, models):
     width = model.part.dims["joint_dim"]
     write(models / "text_encoders" / "a_qwen_other.safetensors", qwen25(2 * width, 2))
     (models / "text_encoders" / "broken.safetensors").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=r"models/text_encoders has no file .* download"):
+    with pytest.raises(
+        CheckpointError, match=r"^text_encoder: models/text_encoders has no file .* download"
+    ):
         choices.find_companion(model, "text_encoder")
     fits = write(models / "text_encoders" / "b_qwen.safetensors", qwen25(width, 2))
     assert choices.find_companion(model, "text_encoder").path == fits

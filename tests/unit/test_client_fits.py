@@ -78,8 +78,8 @@ def test_the_sentence_tells_fact_rule_and_remedy():
         "choose a card with more memory."
     )
     assert misfit(GRAPHS["text_to_image_fp8"], stats("RTX 3060 12GB")) == (
-        "fp8 needs a card of sm_89 or newer and NVIDIA GeForce RTX 3060 is sm_86: choose auto, "
-        "bf16, int8."
+        "precision fp8 needs a card of sm_89 or newer and NVIDIA GeForce RTX 3060 is sm_86: choose "
+        "auto, bf16, int8."
     )
     assert misfit(LARGE, stats("L40S")) is None
 

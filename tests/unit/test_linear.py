@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from qwen_l40s import SettingError, UnavailableError
 from qwen_l40s.machine.card import Capability, State
 from qwen_l40s.optimizations import linear, reference
-from qwen_l40s.optimizations.linear import BACKENDS, Gemm, choose_gemm, dense_linear
+from qwen_l40s.optimizations.linear import BACKENDS, Gemm, choose_gemm, dense_linear, known_gemm
 from qwen_l40s.spec.formats import RowFormat
 
 CPU = torch.device("cpu")
@@ -32,9 +32,14 @@ on_each = pytest.mark.parametrize(("format", "backend", "device"), CASES, ids=st
 def nothing_remembered(monkeypatch):
     monkeypatch.delenv("QWEN_L40S_GEMM_FP8", raising=False)
     monkeypatch.delenv("QWEN_L40S_GEMM_INT8", raising=False)
-    linear._refusal.cache_clear()
+    forget()
     yield
-    linear._refusal.cache_clear()
+    forget()
+
+
+def forget():
+    linear._lasting_refusal.cache_clear()
+    linear._known.clear()
 
 
 def random(*shape, device=CPU):
@@ -264,7 +269,7 @@ def card(monkeypatch):
             return "a trial failed: no kernel image" if gemm.backend in failing else ""
 
         monkeypatch.setattr(linear, "_trial", trial)
-        linear._refusal.cache_clear()
+        forget()
 
     return set_up
 
@@ -370,10 +375,49 @@ def test_a_trial_that_goes_wrong_is_told(monkeypatch):
     monkeypatch.setattr(torch, "_int_mm", fails)
     with pytest.raises(UnavailableError, match="trial failed: not compiled for this card; use"):
         choose_gemm("int8", CPU, backend="int_mm")
-    linear._refusal.cache_clear()
+    forget()
     monkeypatch.setattr(torch, "_int_mm", lambda a, b: torch.zeros(32, 32, dtype=torch.int32))
     with pytest.raises(UnavailableError, match="wrong result"):
         choose_gemm("int8", CPU, backend="int_mm")
+
+
+def test_a_full_card_refuses_no_gemm_for_good(monkeypatch):
+    full = [True]
+
+    def multiply(*args, multiply=torch._int_mm):
+        if full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return multiply(*args)
+
+    monkeypatch.setattr(torch, "_int_mm", multiply)
+    with pytest.raises(UnavailableError, match="int_mm cannot run on cpu: no memory is free for"):
+        choose_gemm("int8", CPU, backend="int_mm")
+    full.clear()
+    assert choose_gemm("int8", CPU, backend="int_mm").backend == "int_mm"
+
+
+def test_what_a_full_card_leaves_is_chosen_again(monkeypatch, card):
+    """Each layer of the hosts asks for the choice that is known."""
+    for full, chosen in (
+        ({"kitchen", "triton", "int_mm"}, ("dequantize", "torch")),
+        ({"triton"}, ("kitchen", "torch")),
+        ({"kitchen"}, ("triton", "triton")),
+    ):
+        card((8, 9))
+        room = linear._trial
+
+        def trial(gemm, device, full=full, room=room):
+            if gemm.backend in full:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return room(gemm, device)
+
+        monkeypatch.setattr(linear, "_trial", trial)
+        gemm = known_gemm("int8", CARD)
+        assert (gemm.backend, gemm.row_quantizer) == chosen
+        full.clear()
+        gemm = known_gemm("int8", CARD)
+        assert (gemm.backend, gemm.row_quantizer) == ("kitchen", "triton")
+        assert known_gemm("int8", CARD) is gemm
 
 
 def test_a_gemm_is_plain_data():

@@ -41,6 +41,9 @@ FOLDERS = {
     "text_encoder": ("text_encoders", "checkpoints"),
     "vae": ("vae", "checkpoints"),
 }
+# A refusal begins with the widget that is wrong. ComfyUI's page names another one of the same node,
+# where the node behind it has an input of that name: `vae` of VAE Decode.
+WIDGETS = {"transformer": "model", "text_encoder": "text_encoder", "vae": "vae"}
 DEPTH = 2  # models/diffusers/<owner>/<name>
 # ComfyUI asks for the choices several times for each prompt, and a header takes 15 ms the first
 # time, or as long as a network disk takes: of many files only these are looked at.
@@ -128,8 +131,8 @@ def resolve(name: str, role: str) -> Path:
     if path is None:
         place = "models/diffusers" if name.endswith("/") else PLACES[role][1]
         raise SettingError(
-            f"{name!r} is not among the files in {place}: put it there and press R to refresh, or "
-            f"choose {_some([*_ranked(role)[0], MICRO])}."
+            f"{WIDGETS[role]}: {name!r} is not among the files in {place}: put it there and press "
+            f"R to refresh, or choose {_some([*_ranked(role)[0], MICRO])}."
         )
     return path
 
@@ -151,9 +154,12 @@ def source_of(name: str, role: str) -> Source:
 
 
 def _inspected(path: Path, role: str) -> Source:
-    found = _read(path, *_state(path, role))[role]
+    try:
+        found = _read(path, *_state(path, role))[role]
+    except CheckpointError as error:
+        found = str(error)
     if isinstance(found, str):
-        raise CheckpointError(found)
+        raise CheckpointError(f"{WIDGETS[role]}: {found.removeprefix('This is ')}")
     return found
 
 
@@ -223,8 +229,8 @@ def find_companion(model: Source, role: str, *, look: bool = True) -> Source:
         if model.part.family == FAMILY_21:
             wanted, repository = FOR_21[role], FAMILY_21
         raise CheckpointError(
-            f"{place} has no file that is {wanted} for {model.path.name}: download one from "
-            f"huggingface.co/Comfy-Org/{repository}, or choose it by name."
+            f"{WIDGETS[role]}: {place} has no file that is {wanted} for {model.path.name}: "
+            f"download one from huggingface.co/Comfy-Org/{repository}, or choose it by name."
         )
     path, found = min(fitting, key=lambda it: _rank(it[1]))
     _companions[key] = files, path
@@ -236,8 +242,8 @@ def check_text_width(model: Source, text_encoder: Source) -> None:
     takes, gives = model.part.dims.get("joint_dim"), text_encoder.part.dims.get("hidden")
     if takes != gives:
         raise CheckpointError(
-            f"The model takes text {takes} wide and the text encoder gives {gives}: choose the "
-            "text encoder that belongs to the model.",
+            f"text_encoder: the model takes text {takes} wide and the text encoder gives {gives}: "
+            "choose the text encoder that belongs to the model.",
             text_encoder.path,
         )
 

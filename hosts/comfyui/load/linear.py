@@ -29,7 +29,7 @@ from ....optimizations import reference
 from ....optimizations.blocks.products import PackedWeight
 from ....optimizations.fallback import Fallback
 from ....optimizations.fused import choose_ops
-from ....optimizations.linear import choose_gemm, quantized_linear
+from ....optimizations.linear import known_gemm, quantized_linear
 
 LAYOUT = "QwenL40S_FP8Rows"
 # ComfyUI's own, of 4 bits and in newer versions of 6.
@@ -193,7 +193,8 @@ def quantized_operations(compute_dtype: torch.dtype) -> type:
                 rotation = rotation_of(weight._params)
                 if torch.compiler.is_compiling():
                     return quantized_linear(input, values, scale, bias, format, rotation)
-                return _gemm(format, input.device).linear(input, values, scale, bias, rotation)
+                gemm = known_gemm(format, input.device)
+                return gemm.linear(input, values, scale, bias, rotation)
 
             def _computes_in_full_precision(self, input: torch.Tensor) -> bool:
                 return (
@@ -203,10 +204,6 @@ def quantized_operations(compute_dtype: torch.dtype) -> type:
                 )
 
     return Operations
-
-
-# One choice for each format and device: 720 layers ask for it in every step.
-_gemm = functools.cache(choose_gemm)
 
 
 def _format(marker: torch.Tensor | None) -> str | None:

@@ -259,6 +259,12 @@ def is_foreign(layer: torch.nn.Module) -> bool:
     return getattr(forward, "__func__", None) is not type(layer).forward
 
 
+def is_of_comfyui(layer: torch.nn.Module) -> bool:
+    """Whether ComfyUI's own LoRA in bypass has changed what a layer computes."""
+    owner = getattr(layer.__dict__.get("forward"), "__self__", None)
+    return type(owner).__module__ == "comfy.weight_adapter.bypass"
+
+
 def run_bypass(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """APPLY_MODEL wrapper: one forward with every change of the patcher that samples."""
     with bypassed(executor.class_obj):

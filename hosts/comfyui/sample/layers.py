@@ -19,7 +19,7 @@ from comfy.quant_ops import QuantizedTensor
 from ....optimizations.blocks.block import DENSE, LayerTensors
 from ....optimizations.blocks.block_form import token_layers
 from ....optimizations.fallback import Fallback
-from ....optimizations.linear import Gemm, choose_gemm
+from ....optimizations.linear import Gemm, known_gemm
 from ....optimizations.reference import LowRank
 from ....spec.formats import RowFormat, is_rotation
 from ..load import linear as operations
@@ -140,11 +140,7 @@ class ComfyLayers:
         return comfy.ops.cast_bias_weight(norm, like)[0]
 
     def gemm(self, format: str, device: torch.device) -> Gemm:
-        return _gemm(format, device)
-
-
-# One choice for each format and device: every layer asks for it in every step.
-_gemm = functools.cache(choose_gemm)
+        return known_gemm(format, device)
 
 
 def _is_known(layer_class: type) -> bool:

@@ -18,7 +18,7 @@ from ....optimizations.blocks.block_form import MODULATION, blocks_of, modulatio
 from ....optimizations.fallback import Fallback
 from ....optimizations.modulation import Entry, ModulationTable, TableFigures, compute_entries
 from ....spec.formats import format_gib
-from ..lora.bypass import bypass_models, is_foreign
+from ..lora.bypass import bypass_models, is_foreign, is_of_comfyui
 from ..record.record import inner_phase
 from .call import options_of
 from .off_card import OffCardLinear, PassFigures, compute_off_card, off_card_layers
@@ -207,8 +207,10 @@ class ModelModulation:
             return Fallback("no ComfyUI sampler runs the model")
         if torch.is_grad_enabled():
             return Fallback("gradients are recorded")
-        if any(map(is_foreign, _touched(self._blocks))):
-            return Fallback("another extension has changed its layers")
+        if foreign := list(filter(is_foreign, _touched(self._blocks))):
+            core = all(map(is_of_comfyui, foreign))
+            who = "ComfyUI's own LoRA in bypass" if core else "another extension"
+            return Fallback(f"{who} has changed its layers")
         return None
 
     def _state(self) -> Hashable:

@@ -36,6 +36,7 @@ OPTIMIZATION_KEY = "qwen_l40s_optimize"
 PARTS_KEY = "qwen_l40s_parts"
 STEP_CACHE_KEY = "qwen_l40s_steps"
 CARDS_KEY = "qwen_l40s_cards"
+OTHER_NODES = "another node's, set after Optimize Qwen-Image"
 
 
 class _Run:
@@ -77,6 +78,7 @@ class ComfyOptimization(Optimization):
         super().__init__(attention, blocks)
         self._flags = tf32, cudnn_benchmark
         self.file: FileAttention | None = None
+        self._instead = ""  # whose attention ran in the last pass where none was chosen
         self._run: _Run | None = None  # that goes on
 
     @property
@@ -99,7 +101,9 @@ class ComfyOptimization(Optimization):
 
     def attention_lines(self) -> list[str]:
         """Which attention ran, a line each."""
-        lines = super().attention_lines()
+        lines, ours = super().attention_lines(), self.attention
+        if self._instead and ours is not None and not (ours.used or ours.fallback):
+            lines = [f"attention: {self._instead}"]
         return lines if self.file is None else self.file.lines(lines)
 
     def outer_sample(self, executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -147,6 +151,8 @@ class ComfyOptimization(Optimization):
         """APPLY_MODEL wrapper: one forward pass."""
         model, options = executor.class_obj, options_of(args, kwargs)
         file = self.read_file(model, options)
+        others = not isinstance(options.get(SLOT), SlotAttention | None)
+        self._instead = OTHER_NODES if others else "ComfyUI's own"
         own = options.pop(SLOT, None) if file is not None and file.runs else None
         weights = None if self._run is None else self._run.weights
         control = control_of(args, kwargs)

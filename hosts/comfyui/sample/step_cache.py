@@ -7,7 +7,10 @@ skipped step calls nothing of the model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -41,8 +44,15 @@ logger = logging.getLogger(__name__)
 
 NOT_A_FLOW = "the model is not a rectified flow"
 READS_MORE = "the sampler reads a step's branches as well as its prediction, as cfg_pp samplers do"
+# With APG's momentum of 0.8, forecasts of 14 of 20 steps miss by 0.5 % and the final latent by 53 %
+# (micro model, CFG 4): a step that is skipped does not come into its average.
+REMEMBERS = "guidance remembers earlier steps, as APG with momentum does"
+COMBINED = "several prompts are combined"
 # Where a sampler can put functions of its own around the guidance.
 AROUND_GUIDANCE = ("sampler_pre_cfg_function", "sampler_cfg_function", "sampler_post_cfg_function")
+
+# Of ComfyUI's guiders. Other numbers of a guider may change in every step, as a counter does.
+SCALES = ("cfg", "cfg1", "cfg2", "neg_scale")
 
 
 class StepCache:
@@ -51,6 +61,7 @@ class StepCache:
     def __init__(self, settings: CacheSettings) -> None:
         self.settings = settings
         self._run: CachedRun | None = None
+        self._remembered: list[torch.Tensor] | None = None  # after the last computed step
         self._last: CacheFigures | None = None
 
     def outer_sample(
@@ -66,14 +77,15 @@ class StepCache:
     ) -> Any:
         """OUTER_SAMPLE wrapper: one run, which may be inside of another's callback."""
         guider = executor.class_obj
-        before, self._run = self._run, self._new_run(guider, sigmas, denoise_mask)
+        before = self._run, self._remembered
+        self._run, self._remembered = self._new_run(guider, sigmas, denoise_mask), None
         options = guider.model_options.setdefault("transformer_options", {})
         options[COMPUTED_STEPS] = self._run.computed_steps
         try:
             output = executor(noise, latent_image, sampler, sigmas, denoise_mask, *args, **kwargs)
             self._last = self._run.finish()
         finally:
-            self._run = before
+            self._run, self._remembered = before
             options.pop(COMPUTED_STEPS, None)
         logger.info("Qwen-Image L40S\n%s", "\n".join(self.lines()))
         return output
@@ -93,6 +105,8 @@ class StepCache:
         if velocity is not None and not run.settings.audit:
             return x - sigma * velocity
         denoised = executor(x, timestep, *args, **kwargs)
+        if self._remembers(guider):
+            run.stop(REMEMBERS)
         found = (x - denoised) / sigma
         if velocity is None:
             run.computed(x, found)
@@ -113,6 +127,11 @@ class StepCache:
         figures = self.figures()
         return [] if figures is None else figures.lines()
 
+    def _remembers(self, guider: Any) -> bool:
+        """Whether the guidance keeps another tensor than after the step before."""
+        before, self._remembered = self._remembered, _remembered_by(guider)
+        return before is not None and not {*map(id, self._remembered)} <= {*map(id, before)}
+
     def _new_run(self, guider: Any, sigmas: torch.Tensor, mask: torch.Tensor | None) -> CachedRun:
         schedule = sigmas.tolist()
         followed = None if mask is None else (mask >= 1).float()
@@ -127,9 +146,12 @@ class StepCache:
             else:
                 gate = _gate(guider.model_patcher, schedule)
         kept = _kept(guider, sigmas)
-        return CachedRun(
+        run = CachedRun(
             self.settings, schedule, kept=kept, refusal=refusal, followed=followed, gate=gate
         )
+        if any(map(_overlap, guider.conds.values())):
+            run.figures.not_estimated = COMBINED
+        return run
 
 
 def cache_steps(model: ModelPatcher, settings: CacheSettings | None) -> ModelPatcher:
@@ -149,8 +171,8 @@ def cache_steps(model: ModelPatcher, settings: CacheSettings | None) -> ModelPat
 
 
 def _guidance(guider: Any) -> Hashable:
-    """A guider's scales."""
-    return tuple(value for value in vars(guider).values() if isinstance(value, (int, float)))
+    scales = (getattr(guider, name, None) for name in SCALES)
+    return tuple(scale if isinstance(scale, (int, float)) else None for scale in scales)
 
 
 def _reads_more(
@@ -183,6 +205,43 @@ def _conds(guider: Any) -> Iterator[Mapping[str, Any]]:
 def _is_scheduled(cond: Mapping[str, Any]) -> bool:
     hooks = cond.get("hooks")
     return hooks is not None and any(hook.hook_keyframe.keyframes for hook in hooks.hooks)
+
+
+def _overlap(conds: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether two prompts are active in the same steps."""
+    spans = sorted((it.get("start_percent", 0.0), it.get("end_percent", 1.0)) for it in conds)
+    return any(after[0] < before[1] for before, after in pairwise(spans))
+
+
+def _remembered_by(guider: Any) -> list[torch.Tensor]:
+    """Finds the tensors that a guider and the functions around its guidance hold."""
+    functions = {name: guider.model_options.get(name) for name in AROUND_GUIDANCE}
+    return [*_tensors_in(guider, 2), *_tensors_in(functions, 4)]
+
+
+def _tensors_in(thing: Any, depth: int) -> Iterator[torch.Tensor]:
+    """Finds the tensors of a container, or of an object's or a function's variables; sigmas, which
+    the next step tells again, have one dimension.
+    """
+    if isinstance(thing, torch.Tensor):
+        if thing.ndim > 1:
+            yield thing
+    elif depth:
+        for part in _parts_of(thing):
+            yield from _tensors_in(part, depth - 1)
+
+
+def _parts_of(thing: Any) -> Iterator[Any]:
+    if isinstance(thing, Mapping):
+        yield from thing.values()
+    elif isinstance(thing, (list, tuple, deque)):
+        yield from thing
+    else:
+        yield from getattr(thing, "__dict__", {}).values()
+        yield from getattr(getattr(thing, "__self__", None), "__dict__", {}).values()
+        for cell in getattr(thing, "__closure__", None) or ():
+            with suppress(ValueError):  # not filled yet
+                yield cell.cell_contents
 
 
 def _kept(guider: Any, sigmas: torch.Tensor) -> set[int]:
