@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..charts.figures import folded, table
-from ..errors import SettingError
+from ..errors import DoesNotFitError, SettingError
 from ..machine.card_list import card_notes
 from ..options import OLDER, OPTIONS, Option, likely_family, request_settings, todays
 from ..planning.cards import DEFAULT_CARD
@@ -80,7 +80,7 @@ def _tera(flops: float | None) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Predicts memory, time, disk and cost of a run on a card, and names the settings to choose."
-        " Loads no model. Exit code 1 if the run does not fit."
+        " Loads no model. Exit code 4 if the run is slow as weights move, 1 if it does not fit."
     )
     parser.add_argument(
         "--card",
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the estimate.
 
     Returns:
-        0 when it fits, 1 when it does not.
+        0 when it fits, 4 when it runs slowly, 1 when it does not fit.
     """
     from ..charts.words import estimate_text
     from ..machine.card_list import known_cards
@@ -145,7 +145,16 @@ def run(args: argparse.Namespace) -> int:
     card = _card(args.card, cards)
     card = with_memory(card, _usable_bytes(args.vram, card))
     calibration = load_calibration(card)
-    found = estimate(request, card, calibration=calibration, usd_per_hour=args.price)
+    try:
+        found = estimate(request, card, calibration=calibration, usd_per_hour=args.price)
+    except DoesNotFitError as error:
+        from ..charts.refusal import Refusal
+
+        refusal = Refusal(card, request, str(error))
+        if args.plot:
+            write_plot(refusal.chart(), args.plot)
+        print_text(json.dumps(refusal.as_dict()) if args.json else refusal.text)
+        return 1
     if args.model is not None:
         found = replace(found, notes=(*found.notes, f"Sizes are those of {args.model}."))
     if args.plot:
@@ -163,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
         print_text(json.dumps({**estimate_json(found), **answer}))
     else:
         print_text(estimate_text(found, lines))
-    return 0 if found.fits else 1
+    return 0 if found.fits else 4
 
 
 def _count_and_file(given: Sequence[str]) -> tuple[int, Path | None]:
