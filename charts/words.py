@@ -180,7 +180,8 @@ def remedy(estimate: Estimate) -> str:
         return ""
     other = next((option for option in estimate.options if option.resident), None)
     if other is not None:
-        changed = changes(estimate.option.setting, other.setting)
+        tiles = "tiles 0" * (other.request.tiles != estimate.request.tiles)
+        changed = ", ".join(filter(None, (changes(estimate.option.setting, other.setting), tiles)))
         return f"Next: set {changed}, which fits with {_spare(estimate, other)} GiB to spare."
     # Where weights move in each pass, a smaller image changes that little.
     return "" if estimate.option.moved_bytes else "Next: choose a smaller size or batch."

@@ -88,6 +88,9 @@ def test_what_does_not_stay_on_the_card_is_exit_code_4(capsys):
     assert output["headroom_gib"] < 0
     main(["estimate", "--card", "L40S", *argv])
     assert "Next: set modulation off card, which fits with " in capsys.readouterr().out
+    whole = ["--size", "2560x2560", "--precision", "bf16", "--tiles", "1"]
+    main(["estimate", "--card", "L40S", "--text-encoder-placement", "on card", *whole])
+    assert "Next: set tiles 0, which fits with " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("card", ["RTX 3060 12GB", "RTX 4070", "RTX 4060"])
