@@ -125,7 +125,7 @@ def test_the_model_paints_what_it_is_told():
     results = []
     for seed, prompt in enumerate(gallery_prompts(10, seed=3)):
         painted = generate(
-            pipeline, prompt, width=256, height=256, cfg=4.0, seed=seed, progress=False
+            pipeline, prompt, width=256, height=256, steps=20, cfg=4.0, seed=seed, progress=False
         )
         results.append(adherence(painted.images[0], parse_prompt(prompt)))
     assert sum(result.score == 1 for result in results) >= 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...loaders.source import MICRO_SIDE
+from ...loaders.source import MICRO_SIDE, MICRO_STEPS
 from ...planning.request import RunRequest
 from .graph import QWEN_2512, TEXT_ENCODER, VAE, Link, Workflow
 from .parts import (
@@ -25,7 +25,6 @@ from .text_to_image import (
     EXAMPLE,
     FAMILY,
     MICRO_PROMPT,
-    MICRO_STEPS,
     NEGATIVE,
     PROMPT_FIRST,
     SIDE,
