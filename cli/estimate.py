@@ -18,9 +18,8 @@ from ..machine.card_list import card_notes
 from ..options import OLDER, OPTIONS, Option, likely_family, request_settings, todays
 from ..planning.cards import DEFAULT_CARD
 from ..planning.request import AUTO, CFG_MODES, OtherModel, Parts, RunRequest
-from ..spec.families import find_family
+from ..spec.families import SINGLE_STREAM_FAMILY, TEXT_TO_IMAGE
 from ..spec.formats import GIB, MULTIPLIED
-from ..spec.transformer import USUAL_SIDE
 from ..split_cost import check_cards, check_link
 from .output import check_plot, print_text, write_plot
 
@@ -273,7 +272,8 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--size",
         metavar="WxH",
-        help=f"pixels; default: {USUAL_SIDE}x{USUAL_SIDE}, and 2048x2048 of qwen-image-2.1",
+        help=f"pixels; default: the family's, {TEXT_TO_IMAGE.side}x{TEXT_TO_IMAGE.side}, of "
+        f"qwen-image-2.1 {SINGLE_STREAM_FAMILY.side}x{SINGLE_STREAM_FAMILY.side}",
     )
     for option in OPTIONS:
         if option.flag is not None:
@@ -318,12 +318,12 @@ def request_of(args: argparse.Namespace) -> RunRequest:
         settings["precision"], settings["text_encoder"], parts = sizes.settled(
             settings["precision"], settings["text_encoder"]
         )
+        settings["steps"] = settings["steps"] or sizes.steps or None
     elif family == AUTO:
         family = likely_family(settings["references"], settings["layers"])
-    side = find_family(family).side
-    width, height = (side, side) if args.size is None else _size(args.size)
-    settings |= {"family": family, "width": width, "height": height}
-    return RunRequest(**settings, parts=parts)
+    if args.size is not None:
+        settings["width"], settings["height"] = _size(args.size)
+    return RunRequest(**{**settings, "family": family}, parts=parts)
 
 
 def _values(args: argparse.Namespace) -> dict[str, Any]:
@@ -363,7 +363,7 @@ def _size(text: str) -> tuple[int, int]:
 def _cfg(text: str) -> str:
     """A mode by name, or of a scale: 1 switches guidance off, any other takes two passes."""
     name = text.replace("-", " ")
-    if name in CFG_MODES:
+    if name in (AUTO, *CFG_MODES):
         return name
     try:
         scale = float(text)

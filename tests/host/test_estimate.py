@@ -333,6 +333,17 @@ def test_a_card_that_is_too_small_is_answered():
     assert output.ui["qwen_l40s"][0].startswith(f"Does not fit: {settings[0].message}\n")
 
 
+def test_what_is_left_out_is_the_familys_own():
+    for family, side, steps, cfg in (
+        ("auto", 1328, 50, "two passes"),
+        ("qwen-image-edit-2511", 1328, 40, "two passes"),
+        ("qwen-image-2.1", 2048, 40, "off"),
+    ):
+        found = run(card="H200", family=family)[3]["settings"]
+        named = ("width", "height", "steps", "cfg")
+        assert [found[name] for name in named] == [side, side, steps, cfg]
+
+
 # --- what is refused before anything is loaded
 
 

@@ -251,6 +251,14 @@ def test_the_options_make_the_request():
     assert request("--references", "1").family == "qwen-image-edit-2511"
 
 
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_what_is_left_out_is_the_familys_own(family):
+    own = request("--family", family.name)
+    assert (own.width, own.height, own.steps) == (family.side, family.side, family.steps)
+    assert own.passes == (2 if family.cfg > 1 else 1)
+    assert request("--family", family.name, "--steps", "7").steps == 7
+
+
 def test_flags_of_the_first_version_mean_what_they_meant(capsys):
     argv = shlex.split(
         "--tables on --text-encoder fp8 --text-encoder-place drop-after-encoding --loras 2 "

@@ -52,7 +52,7 @@ def estimate() -> Workflow:
             "model and no card.",
             (
                 "`card`: `this card` is the card in this machine, or an L40S if there is none.",
-                "Size, batch, steps and references: the run you plan.",
+                "Size, batch, steps and references: the run you plan. 0 is the family's own.",
                 "Cards we have not measured get a range of times. `qwen-l40s bench --calibrate`, "
                 "run on the card, narrows it to one figure.",
             ),
@@ -83,7 +83,7 @@ def advise() -> Workflow:
             "Ranks rented cards by the cost of an image at your load. Needs no model and no card.",
             (
                 "`images_per_hour`: your load, around the clock.",
-                "Size, steps and references: the images you plan.",
+                "Size, steps and references: the images you plan. 0 is the family's own.",
                 "`prices`: your own prices in USD an hour, one card a line: `L40S = 0.79`.",
             ),
         ),
