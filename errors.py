@@ -4,6 +4,7 @@
     +-- CheckpointError   (also ValueError)    a file or folder is not what it must be
     +-- SettingError      (also ValueError)    an argument breaks its rule
     +-- UnavailableError  (also RuntimeError)  the machine lacks a package, a card, memory or disk
+        +-- DoesNotFitError                    the card is too small, even where weights move
 
 Every message is one sentence for the person who typed the command: what is wrong, the rule, the
 remedy, and last the path where there is one. The command line prints it and exits with code 2.
@@ -45,6 +46,10 @@ class SettingError(QwenL40SError, ValueError):
 
 class UnavailableError(QwenL40SError, RuntimeError):
     """The machine lacks what the request needs: a package, a card, memory or disk space."""
+
+
+class DoesNotFitError(UnavailableError):
+    """The card's memory is too small for a run, even where weights move to it and off it."""
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from .planning.request import (
     TEXT_ENCODER_PRECISIONS,
     Loras,
 )
-from .spec.families import FAMILIES, TEXT_TO_IMAGE
+from .spec.families import FAMILIES, SINGLE_STREAM_FAMILY, TEXT_TO_IMAGE
 from .spec.formats import GB, GIB
 from .spec.transformer import OFF_CARD, ON_CARD, PLACES
 from .step_cache import CHOICES, OFF
@@ -78,9 +78,9 @@ OPTIONS = (
     *(
         Option(
             side,
-            1328,
-            "In pixels, a multiple of 16. Time grows faster than the area.",
-            least=16,
+            0,
+            "In pixels, a multiple of 16. Time grows faster than the area. 0: the family's, "
+            f"{TEXT_TO_IMAGE.side}, or {SINGLE_STREAM_FAMILY.side} of 2.1.",
             most=MOST_PIXELS,
             step=16,
             wired="A connected LATENT replaces it.",
@@ -97,18 +97,17 @@ OPTIONS = (
     ),
     Option(
         "steps",
-        TEXT_TO_IMAGE.steps,
-        "Sampling steps. Time grows with them; memory does not. The model cards use 50 (Edit-2509, "
-        "Edit-2511 and 2.1: 40), Lightning LoRAs 4, 2.1 Turbo 8.",
-        least=1,
+        0,
+        "Sampling steps. Time grows with them; memory does not. 0: as many as the family's model "
+        "card uses, 50 (Edit-2509, Edit-2511 and 2.1: 40). Lightning LoRAs use 4, 2.1 Turbo 8.",
     ),
     Option(
         "cfg",
-        "two passes",
-        "two passes: CFG above 1, one prompt after the other; twice the time of off. one pass: "
-        "both prompts at once, as ComfyUI does if they have the same length; more memory. off: "
-        "CFG 1, as with Lightning LoRAs.",
-        choices=CFG_MODES,
+        AUTO,
+        "auto: two passes; off for 2.1. two passes: CFG above 1, one prompt after the other; twice "
+        "the time of off. one pass: both prompts at once, as ComfyUI does if they have the same "
+        "length; more memory. off: CFG 1, as with Lightning LoRAs.",
+        choices=(AUTO, *CFG_MODES),
     ),
     Option(
         "references",
@@ -286,6 +285,9 @@ def options(*, rare: bool = False, added: bool = False) -> Iterator[Option]:
 
 def request_settings(
     *,
+    width: int = 0,
+    height: int = 0,
+    steps: int = 0,
     text_encoder_precision: str = AUTO,
     text_encoder_placement: str = AUTO,
     loras: int = 0,
@@ -294,7 +296,7 @@ def request_settings(
     controlnet_gib: float = 0.0,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Arguments of `RunRequest` from values of options; what is left out keeps its default.
+    """Arguments of `RunRequest` from values of options; what is left out is the option's default.
 
     Raises:
         SettingError: the ControlNet's size is negative or not finite.
@@ -310,7 +312,11 @@ def request_settings(
         "modulation": AUTO,
         "references": 0,
         "layers": 0,
+        "cfg": AUTO,
         **settings,
+        "width": width or None,
+        "height": height or None,
+        "steps": steps or None,
         "text_encoder": text_encoder_precision,
         "text_encoder_place": text_encoder_placement,
         "loras": Loras(loras, lora_rank, lora_mode),

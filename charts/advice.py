@@ -61,7 +61,7 @@ def summary_lines(market: Market, advices: Sequence[Advice]) -> list[str]:
     """What the node shows: the cheapest card, what follows, and the settings; at most six lines."""
     fitting = [advice for advice in advices if advice.offer.fits]
     if not fitting:
-        return ["This fits none of the cards with a price: choose a smaller size or batch."]
+        return ["This runs slowly on every card with a price: choose a smaller size or batch."]
     best, *others = fitting
     found = market.estimates[best.offer.card.name]
     load = f"{best.images_per_hour:,.10g} images per hour"
@@ -172,7 +172,7 @@ def _basis(market: Market, advice: Advice) -> str:
     price = f"${dollars(offer.usd_per_hour)} an hour ({price_source(market.prices[name])})"
     says = [f"{price}; {rests_on(found)}; {setting_text(market, name)}"]
     if not offer.fits:
-        says.insert(0, "does not fit")
+        says.insert(0, found.verdict)
     if found.safer:
         says.append(f"safer: {changes(found.option.setting, found.safer.setting)}")
     return f"{name}: {'; '.join(says)}"

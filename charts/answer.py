@@ -34,6 +34,7 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
         "phases": {name: phase_json(phase) for name, phase in estimate.phases.items()},
         "fits": estimate.fits,
         "tight": estimate.tight,
+        "verdict": estimate.verdict,
         "headroom_gib": gib(estimate.headroom_bytes),
         **{name: ends and figure(ends.middle) for name, ends in answers.items()},
         "step_bound_by": estimate.bound,

@@ -10,15 +10,17 @@ from ..planning.phases import Phase
 from ..planning.times import PROCESSOR
 from .figures import duration, tenths, usd
 from .notes import price_of
-from .run_chart import Bar, Figure, Limit, RunPicture, run_chart
+from .run_chart import HOST_MEMORY, Bar, Figure, Limit, RunPicture, run_chart
 from .words import (
     BOUND,
     PHASE_NAMES,
     WORKING,
     answer,
+    fullest,
     heading,
-    next_step,
+    moves,
     parts_of,
+    remedy,
     rests_on,
     saved_otherwise,
     usable_bytes,
@@ -31,8 +33,8 @@ if TYPE_CHECKING:
 
 
 def memory_chart(estimate: Estimate) -> Image.Image:
-    """Draws an estimate, with in red what would have to stay on the card and has no room there."""
-    peak, usable = estimate.option.peak_bytes, usable_bytes(estimate.card)
+    """Draws an estimate, with in amber what has no room on the card and waits in host memory."""
+    peak, usable = fullest(estimate).card_bytes, usable_bytes(estimate.card)
     figures = [Figure("card memory", f"{tenths(peak)} of {tenths(usable)} GiB")]
     if estimate.image_seconds:
         step, cost = duration(estimate.step_seconds), estimate.usd_per_image
@@ -41,16 +43,16 @@ def memory_chart(estimate: Estimate) -> Image.Image:
             figures.append(Figure("cost of an image", usd(cost), f"at {price_of(estimate)}"))
         else:
             figures.append(Figure("cost of an image", "unknown", "no price known"))
-    safe = estimate.fits and not estimate.tight
     return run_chart(
         RunPicture(
-            sign="bad" if not estimate.fits else "tight" if estimate.tight else "good",
+            sign="good" if estimate.fits and not estimate.tight else "tight",
             answer=answer(estimate),
             basis=rests_on(estimate),
             lines=[
                 estimate.card_note,
                 f"A step is {BOUND}." if estimate.bound == PROCESSOR else "",
-                "" if safe else next_step(estimate),
+                "" if estimate.fits else f"{moves(estimate)}.",
+                remedy(estimate),
                 saved_otherwise(estimate),
             ],
             about=heading(estimate),
@@ -62,14 +64,14 @@ def memory_chart(estimate: Estimate) -> Image.Image:
 
 
 def _bar(estimate: Estimate, name: str, phase: Phase) -> Bar:
-    # What would have to stay there too.
+    # What would have to be there too for all to stay.
     beyond = max(0, estimate.option.needs.get(name, 0) - phase.card_bytes)
     held = parts_of(phase)
     parts = {part: held.pop(part) for part in ("transformer", "text encoder", WORKING)}
     time = "" if phase.seconds is None else duration(phase.seconds)
     return Bar(
         PHASE_NAMES[name],
-        {**parts, "other": sum(held.values()), "beyond the card": beyond},
+        {**parts, "other": sum(held.values()), HOST_MEMORY: beyond},
         f"{tenths(phase.card_bytes)} GiB",
         time,
     )

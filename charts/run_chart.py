@@ -37,12 +37,13 @@ SIDE = 40  # pixels of margin
 NAMES, SIZES, TIMES = 216, 160, 270  # pixels at both ends of the phases' bars
 BAR = 32
 SIGNS = {"good": GOOD, "tight": WARN, "bad": BAD, "plain": INK}
+HOST_MEMORY = "in host memory"
 COLOURS = {
     "transformer": "#56b4e9",
     "text encoder": "#d58fb8",
     "working memory": "#f0e442",
     "other": "#9aa5b1",
-    "beyond the card": BAD,
+    HOST_MEMORY: WARN,
     "measured": "#56b4e9",
 }
 

@@ -94,20 +94,32 @@ def summary_lines(estimate: Estimate) -> list[str]:
 
 
 def verdict(estimate: Estimate) -> str:
-    """Whether it fits, by how much, and where it is tightest: one sentence."""
-    option, usable = estimate.option, usable_bytes(estimate.card)
-    peak, when = option.peak_bytes, PHASE_NAMES[option.peak_phase]
-    figures = (
-        f"{tenths(peak)} of {tenths(usable)} GiB in {when}, {tenths_between(peak, usable)} GiB"
-    )
-    return f"{answer(estimate)}: {figures} {'to spare' if estimate.fits else 'too much'}."
+    """Whether it fits, by how much, and where the card is fullest: one sentence."""
+    usable, phase = usable_bytes(estimate.card), fullest(estimate)
+    peak = phase.card_bytes
+    figures = f"{tenths(peak)} of {tenths(usable)} GiB in {PHASE_NAMES[phase.name]}"
+    if estimate.fits:
+        return f"{answer(estimate)}: {figures}, {tenths_between(peak, usable)} GiB to spare."
+    return f"{answer(estimate)}: {moves(estimate)}; {figures}."
 
 
 def answer(estimate: Estimate) -> str:
     """Whether it fits, in at most three words."""
     if not estimate.fits:
-        return "Does not fit"
+        return "Runs slowly"
     return "Tight, not measured" if estimate.tight else "Fits"
+
+
+def fullest(estimate: Estimate) -> Phase:
+    """The phase with the most on the card, as it runs."""
+    return max(estimate.phases.values(), key=lambda phase: phase.card_bytes)
+
+
+def moves(estimate: Estimate) -> str:
+    """What moves in a run that is slow, in one clause."""
+    if moved := estimate.option.moved_bytes:
+        return f"{format_gib(moved)} move in every pass"
+    return f"{format_gib(-estimate.headroom_bytes)} leave the card for each image and come back"
 
 
 def step_cache_lines(estimate: Estimate) -> list[str]:
@@ -156,15 +168,23 @@ def steps_text(request: RunRequest) -> str:
 
 def next_step(estimate: Estimate) -> str:
     """What to do with the answer."""
+    as_it_is = "Next: load with these settings; Report Qwen-Image Run shows what a run took."
+    return remedy(estimate) or as_it_is
+
+
+def remedy(estimate: Estimate) -> str:
+    """What to set where it is tight or slow; empty where nothing helps, or nothing has to."""
     if estimate.tight:
         return safer_text(estimate)
     if estimate.fits:
-        return "Next: load with these settings; Report Qwen-Image Run shows what a run took."
+        return ""
     other = next((option for option in estimate.options if option.resident), None)
-    if other is None:
-        return _slowly(estimate) or "Next: choose a smaller size or batch."
-    changed = changes(estimate.option.setting, other.setting)
-    return f"Next: set {changed}, which fits with {_spare(estimate, other)} GiB to spare."
+    if other is not None:
+        tiles = "tiles 0" * (other.request.tiles != estimate.request.tiles)
+        changed = ", ".join(filter(None, (changes(estimate.option.setting, other.setting), tiles)))
+        return f"Next: set {changed}, which fits with {_spare(estimate, other)} GiB to spare."
+    # Where weights move in each pass, a smaller image changes that little.
+    return "" if estimate.option.moved_bytes else "Next: choose a smaller size or batch."
 
 
 def safer_text(estimate: Estimate) -> str:
@@ -212,13 +232,6 @@ def _named(setting: Setting) -> dict[str, str]:
 
 def _spare(estimate: Estimate, option: PlanOption) -> str:
     return tenths_between(option.peak_bytes, usable_bytes(estimate.card))
-
-
-def _slowly(estimate: Estimate) -> str:
-    """Where weights move in each pass, which a smaller image changes little; else empty."""
-    moved = estimate.option.moved_bytes
-    size = format_gib(moved)
-    return f"It runs slowly: {size} move to the card in every pass." if moved else ""
 
 
 def usable_bytes(card: Card) -> int:
@@ -339,8 +352,10 @@ def _plan_heading(options: Sequence[PlanOption]) -> str:
 def _plan_lines(estimate: Estimate) -> list[str]:
     lines = []
     for option in estimate.options:
-        room = "to spare" if option.headroom_bytes >= 0 else "too much"
-        figures = f"{tenths(option.peak_bytes)} GiB, {_spare(estimate, option)} {room}"
+        peak, spare = tenths(option.peak_bytes), _spare(estimate, option)
+        figures = f"{peak} GiB, {spare} to spare"
+        if option.headroom_bytes < 0:
+            figures = f"all of it takes {peak} GiB, {spare} too much"
         mark = "->" if option.recommended else "  "
         lines += folded(f"{mark} {option_text(option)}: {figures}", "")
         for reason in option.reasons.values():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
 from ..hosts.diffusers.settings import GenerateSettings
-from ..loaders.source import MICRO_FOLDERS, MICRO_SIDE
+from ..loaders.source import MICRO_FOLDERS, MICRO_SIDE, MICRO_STEPS
 from .generate import (
     MAKING,
     PACKAGES,
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         prompt=PROMPT if args.prompt is None else args.prompt,
         width=MICRO_SIDE,
         height=MICRO_SIDE,
-        steps=args.steps,
+        steps=MICRO_STEPS if args.steps is None else args.steps,
         cfg=CFG if args.cfg is None else args.cfg,
         seed=args.seed,
         cache=args.cache,

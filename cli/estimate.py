@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..charts.figures import folded, table
-from ..errors import SettingError
+from ..errors import DoesNotFitError, SettingError
 from ..machine.card_list import card_notes
 from ..options import OLDER, OPTIONS, Option, likely_family, request_settings, todays
 from ..planning.cards import DEFAULT_CARD
 from ..planning.request import AUTO, CFG_MODES, OtherModel, Parts, RunRequest
-from ..spec.families import find_family
+from ..spec.families import SINGLE_STREAM_FAMILY, TEXT_TO_IMAGE
 from ..spec.formats import GIB, MULTIPLIED
-from ..spec.transformer import USUAL_SIDE
 from ..split_cost import check_cards, check_link
 from .output import check_plot, print_text, write_plot
 
@@ -80,7 +79,7 @@ def _tera(flops: float | None) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Predicts memory, time, disk and cost of a run on a card, and names the settings to choose."
-        " Loads no model. Exit code 1 if the run does not fit."
+        " Loads no model. Exit code 4 if the run is slow as weights move, 1 if it does not fit."
     )
     parser.add_argument(
         "--card",
@@ -125,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the estimate.
 
     Returns:
-        0 when it fits, 1 when it does not.
+        0 when it fits, 4 when it runs slowly, 1 when it does not fit.
     """
     from ..charts.words import estimate_text
     from ..machine.card_list import known_cards
@@ -145,7 +144,16 @@ def run(args: argparse.Namespace) -> int:
     card = _card(args.card, cards)
     card = with_memory(card, _usable_bytes(args.vram, card))
     calibration = load_calibration(card)
-    found = estimate(request, card, calibration=calibration, usd_per_hour=args.price)
+    try:
+        found = estimate(request, card, calibration=calibration, usd_per_hour=args.price)
+    except DoesNotFitError as error:
+        from ..charts.refusal import Refusal
+
+        refusal = Refusal(card, request, str(error))
+        if args.plot:
+            write_plot(refusal.chart(), args.plot)
+        print_text(json.dumps(refusal.as_dict()) if args.json else refusal.text)
+        return 1
     if args.model is not None:
         found = replace(found, notes=(*found.notes, f"Sizes are those of {args.model}."))
     if args.plot:
@@ -163,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
         print_text(json.dumps({**estimate_json(found), **answer}))
     else:
         print_text(estimate_text(found, lines))
-    return 0 if found.fits else 1
+    return 0 if found.fits else 4
 
 
 def _count_and_file(given: Sequence[str]) -> tuple[int, Path | None]:
@@ -264,7 +272,8 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--size",
         metavar="WxH",
-        help=f"pixels; default: {USUAL_SIDE}x{USUAL_SIDE}, and 2048x2048 of qwen-image-2.1",
+        help=f"pixels; default: the family's, {TEXT_TO_IMAGE.side}x{TEXT_TO_IMAGE.side}, of "
+        f"qwen-image-2.1 {SINGLE_STREAM_FAMILY.side}x{SINGLE_STREAM_FAMILY.side}",
     )
     for option in OPTIONS:
         if option.flag is not None:
@@ -309,12 +318,12 @@ def request_of(args: argparse.Namespace) -> RunRequest:
         settings["precision"], settings["text_encoder"], parts = sizes.settled(
             settings["precision"], settings["text_encoder"]
         )
+        settings["steps"] = settings["steps"] or sizes.steps or None
     elif family == AUTO:
         family = likely_family(settings["references"], settings["layers"])
-    side = find_family(family).side
-    width, height = (side, side) if args.size is None else _size(args.size)
-    settings |= {"family": family, "width": width, "height": height}
-    return RunRequest(**settings, parts=parts)
+    if args.size is not None:
+        settings["width"], settings["height"] = _size(args.size)
+    return RunRequest(**{**settings, "family": family}, parts=parts)
 
 
 def _values(args: argparse.Namespace) -> dict[str, Any]:
@@ -354,7 +363,7 @@ def _size(text: str) -> tuple[int, int]:
 def _cfg(text: str) -> str:
     """A mode by name, or of a scale: 1 switches guidance off, any other takes two passes."""
     name = text.replace("-", " ")
-    if name in CFG_MODES:
+    if name in (AUTO, *CFG_MODES):
         return name
     try:
         scale = float(text)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..errors import CheckpointError
 from ..hosts.diffusers.settings import GenerateSettings
-from ..loaders.source import MICRO_ADVICE, MICRO_SIDE
+from ..loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_STEPS
 from ..spec.families import SINGLE_STREAM_FAMILY, TEXT_TO_IMAGE
 from ..step_cache import CHOICES, OFF
 from .output import (
@@ -87,7 +87,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, output_help: str) -> N
         "--steps",
         type=int,
         metavar="N",
-        help="default: as many as a Turbo folder is trained for, 20 of any other",
+        help=f"default: the model card's, {TEXT_TO_IMAGE.steps}, of Qwen-Image-2.1 "
+        f"{SINGLE_STREAM_FAMILY.steps}, of a Turbo folder its own; in `demo` {MICRO_STEPS}",
     )
     parser.add_argument(
         "--cfg",

@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
 
@@ -231,11 +232,37 @@ def read_index(folder: Path) -> tuple[dict[str, Any], str]:
     return index, pipeline
 
 
+def sample_sigmas(index: Mapping[str, Any], path: Path) -> list[float]:
+    """The sigmas that a Turbo is trained for, from 1 down; the last step ends at 0, which is not
+    listed. Empty of any other folder.
+
+    Args:
+        index: of the folder.
+        path: of the index.
+
+    Raises:
+        CheckpointError: they are no sigmas.
+    """
+    found = index.get("sample_sigmas") if index.get("_class_name") == PIPELINE_21 else None
+    if found is None:
+        return []
+    numbers = isinstance(found, list) and all(type(sigma) in (int, float) for sigma in found)
+    if numbers and found and all(a > b for a, b in pairwise((*found, 0))) and found[0] <= 1:
+        return [float(sigma) for sigma in found]
+    raise CheckpointError(
+        "Its sample_sigmas are not numbers that fall from at most 1 and stay above 0: download "
+        "the file again.",
+        path,
+    )
+
+
 def _components(path: Path, index: Mapping[str, Any]) -> list[str]:
     """Returns the components that have weights, after checking that every component is there."""
     weighted = []
     for name, value in index.items():
-        if name.startswith("_") or not isinstance(value, list) or value[:1] in ([], [None]):
+        # [library, class]; other lists are settings, such as a Turbo's sigmas.
+        named = isinstance(value, list) and value and isinstance(value[0], str)
+        if name.startswith("_") or not named:
             continue
         plain = name == PurePosixPath(name).name == PureWindowsPath(name).name
         if not plain or name == "..":

@@ -15,9 +15,9 @@ from ..spec.families import SINGLE_STREAM_FAMILY
 from ..spec.formats import QUANTIZED
 from ..spec.transformer import FAMILY_21, TransformerShape
 from ..spec.vae import StripVae, VaeShape
-from .checkpoint import CheckpointPart, inspect_checkpoint
+from .checkpoint import CheckpointPart, inspect_checkpoint, read_index, sample_sigmas
 from .quantization import DECODING, PACKED, computed_precision, unpacked_shape
-from .source import Source, open_source
+from .source import PIPELINE_INDEX, Source, open_source
 
 MODULATION_WEIGHT = re.compile(r"\.(img|txt)_mod\.1\.")
 LAYERED, EDIT_2511 = "qwen-image-layered", "qwen-image-edit-2511"
@@ -45,6 +45,7 @@ class CheckpointSizes:
         loaded: Bytes of the transformer that is loaded as stored.
         packed: The same where weights in 4 bits stay so; None where there are none.
         text_encoder: None where the checkpoint has none, as `vae`.
+        steps: That a Turbo is trained for; 0 of any other.
     """
 
     path: str
@@ -55,6 +56,7 @@ class CheckpointSizes:
     packed: TransformerBytes | None
     text_encoder: CheckpointPart | None
     vae: CheckpointPart | None
+    steps: int = 0
 
     def family_for(self, requested: str | None) -> str:
         """The family of an estimate.
@@ -127,6 +129,7 @@ def read_sizes(path: str | os.PathLike[str]) -> CheckpointSizes:
         role: open_source(path, role).part if role in roles else None
         for role in ("text_encoder", "vae")
     }
+    index = Path(path) / PIPELINE_INDEX
     return CheckpointSizes(
         path=str(path),
         family=FAMILY_BY_CLASS.get(part.family),
@@ -136,6 +139,7 @@ def read_sizes(path: str | os.PathLike[str]) -> CheckpointSizes:
         packed=loaded_bytes(transformer, packed=True)
         if HELD in part.quantization.formats
         else None,
+        steps=len(sample_sigmas(read_index(Path(path))[0], index)) if index.is_file() else 0,
         **others,
     )
 

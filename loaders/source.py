@@ -19,6 +19,7 @@ from .checkpoint import PIPELINES, Checkpoint, CheckpointPart, inspect_shards, r
 from .header import NUMBERED, STEMS, Shards, TensorInfo, read_object, read_shards
 
 MICRO_SIDE = 256  # the only size that the micro model was trained at
+MICRO_STEPS = 20  # that it is judged at
 MICRO_ADVICE = f"micro is trained at {MICRO_SIDE}x{MICRO_SIDE}: paint at that size"
 # What tells it from other sizes of Qwen-Image: blocks and text width, and the width of its VAE.
 MICRO_TRANSFORMER, MICRO_VAE = (6, 512), 8

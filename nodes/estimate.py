@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 from comfy_api.latest import io
+from comfy_execution.graph_utils import ExecutionBlocker
 
-from ..errors import QwenL40SError
+from ..errors import DoesNotFitError, QwenL40SError
 from ..hosts.comfyui.estimate.cards import THIS_CARD, card_choices, own_files_changed_at
 from ..options import request_settings, todays
 from .common import (
@@ -115,6 +116,10 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
                     tooltip="The same figures as `qwen-l40s estimate --json`.",
                 ),
                 *setting_outputs(),
+                io.String.Output(
+                    display_name="verdict",
+                    tooltip="fits, runs slowly (because weights move), or does not fit.",
+                ),
             ],
         )
 
@@ -165,15 +170,32 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
         from ..charts.answer import estimate_json
         from ..charts.cards import cards_answer
         from ..charts.memory_chart import memory_chart
+        from ..charts.refusal import Refusal
         from ..charts.words import estimate_text, summary_text
         from ..hosts.comfyui.estimate.cards import card_of
         from ..hosts.comfyui.estimate.estimate import estimate_on
         from ..hosts.comfyui.estimate.request import request_from
+        from ..planning.estimate import DOES_NOT_FIT
 
+        chosen = card_of(card)
         wired = request_from(
             request_settings(**todays(settings)), model=model, clip=clip, vae=vae, latent=latent
         )
-        found = estimate_on(card_of(card), wired, price_per_hour or None)
+        try:
+            found = estimate_on(chosen, wired, price_per_hour or None)
+        except DoesNotFitError as error:
+            refusal = Refusal(chosen.card, wired.request, str(error), chosen.note)
+            return with_picture(
+                cls,
+                refusal.chart(),
+                refusal.summary,
+                refusal.text,
+                False,
+                json.dumps(refusal.as_dict(), indent=2),
+                # What is to load with these settings does not run, and shows the reason.
+                *[ExecutionBlocker(refusal.reason)] * len(setting_outputs()),
+                DOES_NOT_FIT,
+            )
         lines, answer = cards_answer(found, wired.cards) if wired.cards > 1 else ((), {})
         return with_picture(
             cls,
@@ -183,4 +205,5 @@ class QwenL40SEstimateVRAM(io.ComfyNode):
             found.fits,
             json.dumps({**estimate_json(found), **answer}, indent=2),
             *loader_settings(found),
+            found.verdict,
         )

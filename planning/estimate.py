@@ -50,6 +50,9 @@ from .times import (
     table_seconds,
 )
 
+# The answers: all stays on the card, weights move to it and off it, or it stops (DoesNotFitError).
+FITS, RUNS_SLOWLY, DOES_NOT_FIT = "fits", "runs slowly", "does not fit"
+
 # A run that fits with less than this to spare is tight where no peak was measured: a predicted peak
 # may be off by as much, and a desktop or another program may hold some of the card.
 TIGHT_BYTES = 3 * GIB // 2
@@ -334,8 +337,13 @@ class Estimate:
         return self.headroom_bytes >= 0
 
     @property
+    def verdict(self) -> str:
+        """`FITS` or `RUNS_SLOWLY`; of a run that stops there is no estimate."""
+        return FITS if self.fits else RUNS_SLOWLY
+
+    @property
     def headroom_bytes(self) -> int:
-        """Free bytes of the card in the worst phase; negative where it is too small."""
+        """Free bytes of the card in the worst phase; negative where not all stays there."""
         return self.option.headroom_bytes
 
     @property
@@ -450,7 +458,8 @@ def estimate(
 
     Raises:
         SettingError: the price is negative or no number.
-        UnavailableError: nothing that the request allows runs on the card.
+        UnavailableError: the card does not compute what the request names.
+        DoesNotFitError: nothing that the request allows runs on the card.
     """
     if usd_per_hour is not None:
         check_price(usd_per_hour)

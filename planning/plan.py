@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ..errors import CheckpointError, UnavailableError
+from ..errors import CheckpointError, DoesNotFitError, UnavailableError
 from ..spec.formats import BYTES_PER_WEIGHT, OLDEST_CAPABILITY, QUANTIZED, CardFacts, format_gib, sm
 from ..spec.transformer import OFF_CARD, ON_CARD
 from .bytes import TransformerBytes, text_encoder_bytes
@@ -196,8 +196,8 @@ def plan(
     Raises:
         CheckpointError: `stored` is no precision that this package computes with.
         UnavailableError: the card does not multiply a precision that was asked for, or that its
-            attention takes; or neither steps nor decoder run on it, even with weights that are
-            moved.
+            attention takes.
+        DoesNotFitError: steps or decoder do not run on it, even with weights that are moved.
     """
     if stored is not None:
         check_stored(stored)
@@ -208,7 +208,7 @@ def plan(
     found = [case.option(precision) for precision in case.precisions()]
     run = [option for option in found if option.least_bytes <= card.total_bytes]
     if not run:
-        raise UnavailableError(_refusal(case, min(option.least_bytes for option in found)))
+        raise DoesNotFitError(_refusal(case, min(option.least_bytes for option in found)))
     order = _order(run)
     stay = [] if order[0].resident else _what_would_stay(case)
     asked = [

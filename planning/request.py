@@ -130,10 +130,10 @@ class RunRequest:
     Args:
         family: a name in `spec.families.FAMILIES`.
         precision: of the transformer, one of `PRECISIONS`.
-        width, height: pixels, divisible by 16.
+        width, height: pixels, divisible by 16; None is the family's side.
         batch: images that are sampled together.
-        steps: of the sampler, each with one forward pass, or two with `cfg`.
-        cfg: one of `CFG_MODES`.
+        steps: of the sampler, each with one forward pass, or two with `cfg`; None is the family's.
+        cfg: one of `CFG_MODES`; "auto" is the family's.
         references: reference images, of one megapixel each.
         layers: that Layered paints besides the whole image; 0 elsewhere.
         text_tokens: of the longest prompt, without what references add.
@@ -156,10 +156,10 @@ class RunRequest:
 
     family: str = "qwen-image"
     precision: str = "auto"
-    width: int = 1328
-    height: int = 1328
+    width: int | None = 1328
+    height: int | None = 1328
     batch: int = 1
-    steps: int = 20
+    steps: int | None = 20
     cfg: str = "two passes"
     references: int = 0
     layers: int = 0
@@ -178,6 +178,11 @@ class RunRequest:
 
     def __post_init__(self) -> None:
         family = find_family(self.family)
+        cfg = "off" if family.cfg == 1 else "two passes"
+        own = {"width": family.side, "height": family.side, "steps": family.steps, "cfg": cfg}
+        for name, value in own.items():
+            if getattr(self, name) in (None, AUTO):
+                object.__setattr__(self, name, value)
         self._check_choices()
         self._check_numbers()
         self._check_family(family)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import SettingError, UnavailableError
+from ..errors import DoesNotFitError, SettingError, UnavailableError
 from ..spec.formats import GIB, MIB, format_gib
 from ..spec.vae import (
     StripVae,
@@ -184,7 +184,7 @@ def _plan(
     if grid is None:
         # One row is the least that the middle takes.
         lacking = -(-(kept + bytes_of(most)) // MIB)
-        raise UnavailableError(
+        raise DoesNotFitError(
             f"too little memory to {direction} "
             f"{shape.pixels * width}x{shape.pixels * height} pixels: the smallest tiles "
             f"need {lacking:,} MiB and {max(0, budget or 0) // MIB:,} MiB is free, so choose a "
@@ -276,7 +276,7 @@ def _check_room(
 ) -> None:
     most = None if free is None else max(0, free) + others
     if most is not None and peak > most:
-        raise UnavailableError(
+        raise DoesNotFitError(
             f"to decode {request.width}x{request.height} {how} takes {format_gib(peak)} and the "
             f"card has {format_gib(most)} with all other models off it: {remedy}."
         )

@@ -31,6 +31,7 @@ class Family:
     Attributes:
         name: As `--family` takes it.
         steps: Of the sampler, as in its model card.
+        cfg: The scale of classifier-free guidance, as in its pipeline; 1 is off.
         most_references: Reference images that its workflows take.
         timestep_zero: Whether references are modulated as at timestep zero, which doubles the rows
             of the modulation.
@@ -49,6 +50,7 @@ class Family:
 
     name: str
     steps: int = 50
+    cfg: float = 4.0
     most_references: int = 0
     timestep_zero: bool = False
     layers: bool = False
@@ -87,6 +89,7 @@ FAMILIES = {
         Family(
             "qwen-image-2.1",
             steps=40,
+            cfg=1.0,
             most_references=10,
             vision_tokens=1024,
             transformer=SHAPE_21,

@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,17 @@ from transformers import PreTrainedModel, Qwen2_5_VLForConditionalGeneration, Qw
 from transformers.processing_utils import ProcessorMixin
 
 from ...errors import CheckpointError, SettingError, UnavailableError
-from ...loaders.checkpoint import PIPELINE_21
+from ...loaders.checkpoint import PIPELINE_21, sample_sigmas
 from ...loaders.convert import check_finite
 from ...loaders.header import PLAIN_DTYPES, Shards, read_object, read_shards
 from ...machine.device import available_bytes, choose_device
 from ...machine.memory import available_memory
+from ...spec import families
 from ...spec.formats import BYTES_PER_WEIGHT
 from ...spec.transformer import USUAL_SIDE
 from ..loading import PrecisionChoice, choose_precision
 from .patch import Optimized, is_lossy_attention, optimize
-from .settings import SIZE_STEP, OffloadChoice, choose_offload
+from .settings import OffloadChoice, choose_offload
 from .text_encoder import load_processor, load_text_encoder, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -56,8 +56,7 @@ class Family:
         models: {part: class} of what diffusers itself defines.
         words: The part that cuts prompts into tokens, which `load_words` reads from its folder.
         arguments: Of a call of this pipeline alone; of a Turbo the sigmas that it is trained for.
-        size_step: What divides width and height, in pixels.
-        cfg: Guidance that a call of this pipeline takes by default.
+        member: The published model, with its steps and guidance.
     """
 
     pipeline: type[DiffusionPipeline]
@@ -66,8 +65,7 @@ class Family:
     words: str
     load_words: Callable[[Path], Qwen2Tokenizer | ProcessorMixin]
     arguments: Mapping[str, Any]
-    size_step: int
-    cfg: float
+    member: families.Family
 
 
 def _qwen_image() -> Family:
@@ -78,8 +76,7 @@ def _qwen_image() -> Family:
         words="tokenizer",
         load_words=load_tokenizer,
         arguments={"max_sequence_length": MAX_PROMPT_TOKENS},
-        size_step=SIZE_STEP,
-        cfg=4.0,
+        member=families.TEXT_TO_IMAGE,
     )
 
 
@@ -98,8 +95,7 @@ def _qwen_image_21() -> Family:
         words="processor",
         load_words=load_processor,
         arguments={},
-        size_step=32,  # 16 from the VAE, in pairs
-        cfg=1.0,
+        member=families.SINGLE_STREAM_FAMILY,
     )
 
 
@@ -354,18 +350,6 @@ def _config(folder: Path, part: str, expected: type[ConfigMixin]) -> dict[str, o
     return config
 
 
-def _sigmas(found: object, path: Path) -> list[float]:
-    """`sample_sigmas` of a folder, from 1 down; the last step ends at 0, which is not listed."""
-    numbers = isinstance(found, list) and all(type(sigma) in (int, float) for sigma in found)
-    if numbers and found and all(a > b for a, b in pairwise((*found, 0))) and found[0] <= 1:
-        return [float(sigma) for sigma in found]
-    raise CheckpointError(
-        "Its sample_sigmas are not numbers that fall from at most 1 and stay above 0: download "
-        "the file again.",
-        path,
-    )
-
-
 def _family(folder: Path) -> Family:
     path = folder / "model_index.json"
     if not os.path.isfile(path):
@@ -383,10 +367,10 @@ def _family(folder: Path) -> Family:
                 'run pip install --upgrade "diffusers>=0.42" "transformers>=4.57".',
                 folder,
             ) from error
-        sigmas = index.get("sample_sigmas") if name == PIPELINE_21 else None
-        if sigmas is None:
+        sigmas = sample_sigmas(index, path)
+        if not sigmas:
             return family
-        return replace(family, arguments={**family.arguments, "sigmas": _sigmas(sigmas, path)})
+        return replace(family, arguments={**family.arguments, "sigmas": sigmas})
     known = " or ".join(FAMILIES)
     if name.startswith(("QwenImageEdit", "QwenImageLayered")):
         raise CheckpointError(

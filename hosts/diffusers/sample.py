@@ -20,7 +20,7 @@ from ...optimizations.step_cache import CacheFigures
 from ...step_cache import OFF
 from .decode import decode
 from .load import LoadedPipeline
-from .settings import STEPS, GenerateSettings
+from .settings import GenerateSettings
 from .step_cache import cache_steps
 
 logger = logging.getLogger(__name__)
@@ -178,8 +178,8 @@ def settled(settings: GenerateSettings, pipeline: LoadedPipeline) -> GenerateSet
         )
     return replace(
         settings,
-        steps=settings.steps or trained or STEPS,
-        cfg=pipeline.family.cfg if settings.cfg is None else settings.cfg,
+        steps=settings.steps or trained or pipeline.family.member.steps,
+        cfg=pipeline.family.member.cfg if settings.cfg is None else settings.cfg,
     )
 
 
@@ -205,7 +205,7 @@ def _check(pipeline: LoadedPipeline, settings: GenerateSettings) -> None:
     """Warns of a prompt that is cut off, and refuses a size that the pipeline would change."""
     family = pipeline.family
     for name in ("width", "height"):
-        value, step = getattr(settings, name), family.size_step
+        value, step = getattr(settings, name), family.member.size_step
         if value % step:
             raise SettingError(
                 f"{name} must be divisible by {step} with {family.pipeline.__name__}, got {value}: "

@@ -13,7 +13,6 @@ from ...step_cache import OFF, cache_settings
 OFFLOADS = ("auto", "none", "model")
 SIZE_STEP = 16  # 8 from the VAE times 2 from the transformer's patches
 MAX_SEED = 2**63 - 1
-STEPS = 20  # of a checkpoint that is trained for any number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +21,7 @@ class GenerateSettings:
 
     Attributes:
         width, height: pixels, divisible by 16.
-        steps: None for as many as the checkpoint is trained for, else `STEPS`.
+        steps: None for as many as a Turbo is trained for, else as of the family's model card.
         cfg: classifier-free guidance scale; at most 1 switches it off and halves the work. None for
             the pipeline's own: 4, and 1 of Qwen-Image-2.1.
         seed: image i of the batch starts from the noise of `seed + i`.

@@ -10,6 +10,7 @@ import comfy.model_management as management
 import folder_paths
 import numpy as np
 import torch
+from comfy_execution.graph_utils import ExecutionBlocker
 from comfyui_boot import BASE, ROOT, refused
 from PIL import Image
 
@@ -185,13 +186,13 @@ def test_attention_in_8_bits_is_counted_as_the_model_has_it():
 
 
 def test_a_plan_is_given_as_the_loaders_take_it():
-    for node, settings, first in (
-        (QwenL40SEstimateVRAM, {"card": "RTX 4090"}, 4),
-        (QwenL40SAdviseGPU, {}, 2),
+    for node, settings, places in (
+        (QwenL40SEstimateVRAM, {"card": "RTX 4090"}, slice(4, 7)),
+        (QwenL40SAdviseGPU, {}, slice(2, None)),
     ):
         output = node.execute(**{**defaults(node), **settings})
-        given = output.args[first:]
-        names = [each.display_name for each in node.GET_SCHEMA().outputs[first:]]
+        given = output.args[places]
+        names = [each.display_name for each in node.GET_SCHEMA().outputs[places]]
         assert names == ["precision", "modulation", "placement"]
         model = {each.id: each for each in QwenL40SLoadModel.GET_SCHEMA().inputs}
         encoder = {each.id: each for each in QwenL40SLoadTextEncoder.GET_SCHEMA().inputs}
@@ -317,14 +318,30 @@ def test_a_list_of_ones_own_in_the_cache_folder_is_read():
 
 
 def test_a_card_that_is_too_small_is_answered():
-    facts = CardFacts("NVIDIA L40S", 4 * GIB, (8, 9))
-    with mock.patch.object(this_card, "card_facts", return_value=facts):
-        try:
-            _, report, fits, _ = run()
-        except UnavailableError as error:
-            assert "4.0 GiB" in str(error) and str(error).endswith(".")
-        else:
-            assert not fits and "fit" in report
+    """The verdict is the last output; where a run stops, so does what is wired to the settings."""
+    assert QwenL40SEstimateVRAM.GET_SCHEMA().outputs[-1].display_name == "verdict"
+    for gib, verdict in ((139, "fits"), (4, "runs slowly"), (2, "does not fit")):
+        facts = CardFacts("NVIDIA L40S", gib * GIB, (8, 9))
+        with mock.patch.object(this_card, "card_facts", return_value=facts):
+            output = QwenL40SEstimateVRAM.execute(**defaults(QwenL40SEstimateVRAM))
+        assert shown(output).startswith(verdict.capitalize())
+        _, _, fits, text, *settings, last = output.args
+        assert last == json.loads(text)["verdict"] == verdict and fits is (verdict == "fits")
+        blocked = [isinstance(each, ExecutionBlocker) for each in settings]
+        assert blocked == [verdict == "does not fit"] * 3
+    assert settings[0].message.startswith("L40S has 2.0 GiB and a step of one image of 1328x1328")
+    assert output.ui["qwen_l40s"][0].startswith(f"Does not fit: {settings[0].message}\n")
+
+
+def test_what_is_left_out_is_the_familys_own():
+    for family, side, steps, cfg in (
+        ("auto", 1328, 50, "two passes"),
+        ("qwen-image-edit-2511", 1328, 40, "two passes"),
+        ("qwen-image-2.1", 2048, 40, "off"),
+    ):
+        found = run(card="H200", family=family)[3]["settings"]
+        named = ("width", "height", "steps", "cfg")
+        assert [found[name] for name in named] == [side, side, steps, cfg]
 
 
 # --- what is refused before anything is loaded

@@ -198,7 +198,7 @@ def test_a_step_cache_is_told():
         assert any(words in note for note in wired.notes)
     words = ("cache 'faithful' contradicts the MODEL", "has 'fast'", "choose off, or disconnect")
     refused(*words, run=lambda: request(fast, cache="faithful"))
-    refused("steps must be at least 1", run=lambda: request(fast, steps=0))
+    refused("steps must be at least 1", run=lambda: request(fast, steps=-1))
 
 
 def test_other_models_are_refused():

@@ -81,11 +81,60 @@ def test_the_modulation_stays_where_it_is_asked_to(capsys):
     assert weights[1] - weights[0] == pytest.approx(12.66, abs=0.01)
 
 
-def test_what_does_not_fit_is_exit_code_1(capsys):
+def test_what_does_not_stay_on_the_card_is_exit_code_4(capsys):
     argv = ("--precision", "bf16", "--modulation", "on card", "--text-encoder-placement", "on card")
-    output = found(capsys, "--card", "L40S", *argv, code=1)
+    output = found(capsys, "--card", "L40S", *argv, code=4)
     assert output["fits"] is False
     assert output["headroom_gib"] < 0
+    main(["estimate", "--card", "L40S", *argv])
+    assert "Next: set modulation off card, which fits with " in capsys.readouterr().out
+    whole = ["--size", "2560x2560", "--precision", "bf16", "--tiles", "1"]
+    main(["estimate", "--card", "L40S", "--text-encoder-placement", "on card", *whole])
+    assert "Next: set tiles 0, which fits with " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("card", ["RTX 3060 12GB", "RTX 4070", "RTX 4060"])
+def test_a_card_on_which_weights_move_runs_slowly(capsys, card):
+    """It is no refusal, and the figures of its headline are those of its phases."""
+    output = found(capsys, "--card", card, code=4)
+    assert output["verdict"] == "runs slowly" and output["fits"] is False
+    moved, most = (
+        output["plan"][0]["moved_gib"],
+        max(phase["card_gib"] for phase in output["phases"].values()),
+    )
+    assert main(["estimate", "--card", card]) == 4
+    text = capsys.readouterr().out
+    first, *_, last = text.partition("\n\n")[0].splitlines()
+    assert first.startswith(f"Runs slowly: {moved:.1f} GiB move in every pass; {most:.1f} of ")
+    assert last.startswith("Next: load with these settings")
+    assert "oes not fit:" not in text
+
+
+def test_what_fits_is_called_so(capsys):
+    for card in ("H200", "L40S"):
+        assert found(capsys, "--card", card)["verdict"] == "fits"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--batch", "64", "--size", "2048x2048"],
+        ["--vram", "2"],
+        ["--size", "8192x8192", "--tiles", "1"],
+        ["--vram", "8", "--size", "4096x4096", "--family", "qwen-image-2.1"],
+    ],
+    ids=lambda argv: " ".join(argv),
+)
+def test_what_stops_is_exit_code_1(capsys, argv, tmp_path):
+    """No bad input: a step or the decoder takes more than the card even where weights move."""
+    output = found(capsys, "--card", "L40S", *argv, code=1)
+    assert (output["card"], output["verdict"], output["fits"]) == ("L40S", "does not fit", False)
+    path = tmp_path / "no.png"
+    assert main(["estimate", "--card", "L40S", *argv, "--plot", str(path)]) == 1
+    printed = capsys.readouterr()
+    text = " ".join(printed.out.split())
+    assert text.startswith(f"Does not fit: {output['reason']} L40S: qwen-image")
+    assert printed.err == "" and path.stat().st_size
 
 
 def test_the_text_begins_with_the_answer(capsys):
@@ -202,6 +251,14 @@ def test_the_options_make_the_request():
     assert request("--references", "1").family == "qwen-image-edit-2511"
 
 
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_what_is_left_out_is_the_familys_own(family):
+    own = request("--family", family.name)
+    assert (own.width, own.height, own.steps) == (family.side, family.side, family.steps)
+    assert own.passes == (2 if family.cfg > 1 else 1)
+    assert request("--family", family.name, "--steps", "7").steps == 7
+
+
 def test_flags_of_the_first_version_mean_what_they_meant(capsys):
     argv = shlex.split(
         "--tables on --text-encoder fp8 --text-encoder-place drop-after-encoding --loras 2 "
@@ -286,10 +343,8 @@ def test_bad_input_is_one_sentence_with_the_remedy(capsys, argv, words):
 
 def test_a_card_of_4_gb_is_answered(capsys):
     """Nothing that computes fits, which is an answer and no traceback."""
-    code = main(["estimate", "--card", "RTX 3090", "--vram", "4"])
-    output = capsys.readouterr()
-    assert code in (1, 2)
-    text = output.out if code == 1 else output.err
+    assert main(["estimate", "--card", "RTX 3090", "--vram", "4"]) == 4
+    text = capsys.readouterr().out
     assert "4.0 GiB" in text or "3.6 GiB" in text
     assert "Traceback" not in text
 

@@ -37,7 +37,8 @@ def card(name):
 
 
 KEYS = {
-    *("card", "family", "settings", "phases", "fits", "tight", "headroom_gib", "step_ms"),
+    *("card", "family", "settings", "phases", "fits", "tight", "verdict", "headroom_gib"),
+    "step_ms",
     *("step_bound_by", "step_cache"),
     *("image_seconds", "first_image_seconds", "cold_start_seconds", "usd_per_image"),
     *("loads", "loads_prequantized"),

@@ -9,9 +9,12 @@ import torch
 from diffusers import AutoencoderKLQwenImage21
 from safetensors import safe_open
 
+from qwen_l40s.cli import build_parser
+from qwen_l40s.cli.estimate import request_of
 from qwen_l40s.errors import CheckpointError, SettingError
 from qwen_l40s.hosts.diffusers.load import load_pipeline
-from qwen_l40s.hosts.diffusers.sample import generate
+from qwen_l40s.hosts.diffusers.sample import generate, settled
+from qwen_l40s.hosts.diffusers.settings import GenerateSettings
 from qwen_l40s.loaders.source import bundled_micro_folder
 from qwen_l40s.micro.judge import adherence
 from qwen_l40s.micro.scene import gallery_prompts, parse_prompt
@@ -110,6 +113,17 @@ def test_a_turbo_folder_runs_the_sigmas_that_it_is_trained_for(turbo):
         generate(ours, "a red star", **asked, steps=8, progress=False)
 
 
+def test_an_estimate_without_options_is_of_what_generate_makes(turbo):
+    """Of a Turbo folder and any other: as many steps, with guidance or without."""
+    for folder, steps in ((bundled_micro_folder(), 50), (FOLDER, 40), (turbo([1.0, 0.9, 0.4]), 3)):
+        pipeline = load_pipeline(folder, device="cpu")
+        made = settled(GenerateSettings(prompt="", width=64, height=64), pipeline)
+        options = ["estimate", "--model", str(folder)]
+        asked = request_of(build_parser(options).parse_args(options))
+        assert made.steps == asked.steps == steps
+        assert (made.cfg > 1) == (asked.passes == 2)
+
+
 @pytest.mark.parametrize(
     "sigmas", [[], 8, ["1"], [0.4, 0.9], [1.0, 0.0], [1.5, 0.5], [1.0, 1.0], [True]]
 )
@@ -125,7 +139,7 @@ def test_the_model_paints_what_it_is_told():
     results = []
     for seed, prompt in enumerate(gallery_prompts(10, seed=3)):
         painted = generate(
-            pipeline, prompt, width=256, height=256, cfg=4.0, seed=seed, progress=False
+            pipeline, prompt, width=256, height=256, steps=20, cfg=4.0, seed=seed, progress=False
         )
         results.append(adherence(painted.images[0], parse_prompt(prompt)))
     assert sum(result.score == 1 for result in results) >= 8

@@ -6,13 +6,12 @@ from itertools import product
 from pathlib import Path
 
 from qwen_l40s.charts.figures import duration, tenths, tenths_between, usd
-from qwen_l40s.charts.words import changes, usable_bytes
+from qwen_l40s.charts.words import changes, moves, usable_bytes
 from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.cards import find_card
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.rates import measured
 from qwen_l40s.planning.request import RunRequest
-from qwen_l40s.spec.formats import format_gib
 from qwen_l40s.step_cache import CHOICES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +87,7 @@ def spare(found):
     """Of what the card has to use; what is safer where it is tight."""
     option, usable = found.option, usable_bytes(found.card)
     if not found.fits:
-        return f"none: each pass moves {format_gib(option.moved_bytes)}"
+        return f"{found.verdict}: {moves(found)}"
     text = f"{tenths_between(option.peak_bytes, usable)} of {tenths(usable)} GiB"
     if not found.tight:
         return text

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from qwen_l40s import __version__
+from qwen_l40s.spec.families import find_family
 from qwen_l40s.tools.workflows import __main__ as builder
 from qwen_l40s.tools.workflows import definitions, thumbnails, ui_form, workflows
 from qwen_l40s.tools.workflows.graph import Workflow
@@ -321,6 +322,26 @@ def test_lightning_runs_as_it_was_trained():
         family = lora.partition("-Lightning")[0].lower().replace("-", "_")
         assert family in graph["load"]["inputs"]["model"]
         assert graph["negative"]["class_type"] == "ConditioningZeroOut"
+
+
+def test_others_take_the_steps_of_their_familys_model_card():
+    families = {
+        "qwen_image_2512": "qwen-image-2512",
+        "qwen_image_edit_2511": "qwen-image-edit-2511",
+        "qwen_image_layered": "qwen-image-layered",
+        "qwen_image_2.1": "qwen-image-2.1",
+    }
+    found = {}
+    for name in NAMES:
+        graph = api(name)
+        sampler = graph.get("sample", {"class_type": ""})
+        few = "Lightning" in graph.get("lora", {"inputs": {"lora": ""}})["inputs"]["lora"]
+        if sampler["class_type"] == "KSampler" and "micro" not in name and not few:
+            model = graph["load"]["inputs"]["model"]
+            [family] = [each for start, each in families.items() if model.startswith(start)]
+            found[name] = sampler["inputs"]["steps"], find_family(family).steps
+    assert all(steps == own for steps, own in found.values()), found
+    assert {own for _, own in found.values()} == {40, 50} and len(found) > 12
 
 
 def test_those_of_qwen_image_21_say_what_they_need_and_its_licence():

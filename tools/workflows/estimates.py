@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...loaders.source import MICRO_SIDE
+from ...loaders.source import MICRO_SIDE, MICRO_STEPS
 from ...planning.request import RunRequest
 from .graph import QWEN_2512, TEXT_ENCODER, VAE, Link, Workflow
 from .parts import (
@@ -25,7 +25,6 @@ from .text_to_image import (
     EXAMPLE,
     FAMILY,
     MICRO_PROMPT,
-    MICRO_STEPS,
     NEGATIVE,
     PROMPT_FIRST,
     SIDE,
@@ -53,7 +52,7 @@ def estimate() -> Workflow:
             "model and no card.",
             (
                 "`card`: `this card` is the card in this machine, or an L40S if there is none.",
-                "Size, batch, steps and references: the run you plan.",
+                "Size, batch, steps and references: the run you plan. 0 is the family's own.",
                 "Cards we have not measured get a range of times. `qwen-l40s bench --calibrate`, "
                 "run on the card, narrows it to one figure.",
             ),
@@ -84,7 +83,7 @@ def advise() -> Workflow:
             "Ranks rented cards by the cost of an image at your load. Needs no model and no card.",
             (
                 "`images_per_hour`: your load, around the clock.",
-                "Size, steps and references: the images you plan.",
+                "Size, steps and references: the images you plan. 0 is the family's own.",
                 "`prices`: your own prices in USD an hour, one card a line: `L40S = 0.79`.",
             ),
         ),

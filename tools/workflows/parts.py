@@ -203,9 +203,7 @@ def takes(request: RunRequest, also: Sequence[RunRequest] = ()) -> str:
     found = estimate(request, _l40s())
     option = found.option
     peak, usable = tenths(option.peak_bytes), format_gib(usable_bytes(found.card))
-    fits = "it fits" if found.fits else "it does not fit"
-    if found.tight:
-        fits = "tight, not measured"
+    fits = "tight, not measured" if found.tight else f"it {found.verdict}"
     sentences = [f"On an L40S, predicted: {peak} of {usable}: {fits}."]
     if found.safer:
         spare = format_gib(found.safer.headroom_bytes)

@@ -42,7 +42,7 @@ from .text_to_image import EXAMPLE, micro
 
 HOST = f"**Needs ComfyUI {COMFYUI_21} or newer.**"
 FAMILY = SINGLE_STREAM_FAMILY.name
-STEPS = 25  # of ComfyUI's own template; the model card takes 40
+STEPS = SINGLE_STREAM_FAMILY.steps
 SIDE = 1024
 MICRO = "micro 2.1 (bundled)"
 # The checkpoint's own, from its model_index.json.
@@ -51,7 +51,7 @@ TURBO_STEPS = TURBO.count(",")
 COLUMNS = ((MODELS,), (IMAGES, MODEL), (PROMPT,), (SAMPLING, IMAGE))
 PROMPT_FIRST = "The prompt. CFG is 1, so there is no negative prompt."
 SIZES = "**EmptySD3LatentImage**: any size in multiples of 32, up to 2048x2048."
-STEPS_LAST = f"**KSampler**: {STEPS} steps, as in ComfyUI's own template; the model card takes 40."
+STEPS_LAST = f"**KSampler**: the model card uses {STEPS} steps; ComfyUI's own template takes 25."
 COMBINE = "Put the object of <image2> into the scene of <image1>, in the light of that scene"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...loaders.source import MICRO_SIDE
+from ...loaders.source import MICRO_SIDE, MICRO_STEPS
 from ...planning.bytes import weight_bytes
 from ...planning.request import Loras, Parts, RunRequest
 from ...spec.families import find_family
@@ -62,7 +62,7 @@ NEGATIVE = (
     "低分辨率，低画质，肢体畸形，手指畸形，画面过饱和，蜡像感，人脸无细节，过度光滑，画面具有AI感。"
     "构图混乱。文字模糊，扭曲。"
 )
-MICRO, MICRO_STEPS = "micro (bundled)", 20
+MICRO = "micro (bundled)"
 MICRO_PROMPT = "a large green circle at the bottom right on a white background"
 SIZES = "**EmptySD3LatentImage**: 1328x1328, 1664x928, 1472x1104, 1584x1056, or portrait."
 PROMPT_FIRST = "The prompt. The negative prompt is the model card's, in Chinese."
