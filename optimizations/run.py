@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import permutations
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +20,8 @@ from .blocks.host import HostPass, PreparedModel
 from .blocks.passes import ForwardPass, WatchedError, is_finite
 from .cards.team import Known, Member, Team
 from .fallback import Fallback
+
+_Value = TypeVar("_Value")
 
 
 class Optimization:
@@ -79,15 +81,15 @@ class Optimization:
     def end_run(self) -> None:
         """Lets go of weights, and of buffers that no graph needs."""
         for prepared in self._all_prepared():
-            prepared.known(None)
+            prepared.let_go()
             prepared.split.unchecked = None
         for memory in self._all_memories():
             memory.free_buffers()
 
     def release(self, owner: Any) -> None:
         """Frees graphs and buffers of a model that leaves the card."""
-        for prepared in self._prepared.get(owner, {}).values():
-            prepared.known(None)
+        for prepared in list(self._prepared.get(owner, {}).values()):
+            prepared.let_go()
         for memory in self._memories.pop(owner, {}).values():
             memory.release()
         for memory in self._all_memories():  # graphs over this card and another
@@ -185,7 +187,7 @@ class Optimization:
         for peer in first.host.peers:
             with _current(peer.device):
                 prepared = self._prepare(peer)
-                fallback = _whole_pass_fallback(prepared, peer)
+                fallback = _whole_pass_fallback(prepared, peer) or prepared.code(peer).changed()
                 if fallback:
                     figures.refuse(f"{peer.device}: {fallback}")
                     return None
@@ -221,16 +223,16 @@ class Optimization:
     def _drop_graphs(self, owner: Any) -> bool:
         """Frees the graphs of a model and their buffers; whether there were any."""
         memories = self._memories.get(owner, {}).values()
-        found = [memory for memory in memories if memory.has_graphs and not memory.taken]
+        found = [it for it in list(memories) if it.has_graphs and not it.taken]
         for memory in found:
             memory.release()
         return bool(found)
 
     def _all_prepared(self) -> list[PreparedModel]:
-        return [prepared for known in self._prepared.values() for prepared in known.values()]
+        return _values(self._prepared)
 
     def _all_memories(self) -> list[PassMemory]:
-        return [memory for found in self._memories.values() for memory in found.values()]
+        return _values(self._memories)
 
     def _prepare(self, host: HostPass) -> PreparedModel:
         if host.owner not in self._prepared:
@@ -239,6 +241,13 @@ class Optimization:
         if host.state not in known:
             known[host.state] = PreparedModel(host, self.lossy_attention)
         return known[host.state]
+
+
+def _values(known: WeakKeyDictionary[Any, dict[Hashable, _Value]]) -> list[_Value]:
+    """All values, while threads of other cards add some."""
+    owners = [ref() for ref in known.keyrefs()]  # as dict.values() below, copied in one go
+    found = [known.get(owner, {}) for owner in owners if owner is not None]
+    return [value for each in found for value in list(each.values())]
 
 
 def _current(device: torch.device) -> AbstractContextManager:

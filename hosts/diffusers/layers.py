@@ -71,6 +71,9 @@ class DiffusersLayers:
     def low_rank(self, layer: torch.nn.Module) -> None:
         return None  # a layer of PEFT's runs itself
 
+    def any_foreign(self, layers: Sequence[torch.nn.Module]) -> bool:
+        return any(map(is_changed, layers))
+
     def rounds(self, layer: torch.nn.Module) -> bool:
         # A LoRA over a plain weight does not.
         if kind_of(layer) == DENSE:

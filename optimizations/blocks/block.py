@@ -84,6 +84,9 @@ class Layers(Protocol):
     def moving(self) -> Fallback | None:
         """Why the last `hold` gave None; None where it gave a token."""
 
+    def any_foreign(self, layers: Sequence[torch.nn.Module]) -> bool:
+        """Whether somebody has changed what one of these layers computes, of which `kind` knew."""
+
     def rounds(self, layer: torch.nn.Module) -> bool:
         """Whether a layer may round its activations to 8 bits: host and executor then differ by
         more than the order of their sums.

@@ -108,6 +108,18 @@ def token_layers(block: torch.nn.Module) -> list[torch.nn.Module]:
         return []
 
 
+def classes_of(block: torch.nn.Module) -> tuple[type, ...]:
+    """The classes of a block and of the modules that the executor reads instead of calling; only
+    the first of a block of another form.
+    """
+    try:
+        layout = layout_of(block)
+        names = *layout.norms, *layout.read, *layout.spec.head_norms
+        return type(block), *(type(part_of(block, name)) for name in names)
+    except AttributeError:
+        return (type(block),)
+
+
 def head_norms(block: torch.nn.Module) -> list[torch.nn.Module]:
     """The RMSNorms of a block that has token layers."""
     return [part_of(block, name) for name in layout_of(block).spec.head_norms]

@@ -15,10 +15,13 @@ from ..fallback import Fallback
 from ..fused import choose_ops
 from ..modulation import Entry
 from .block import KnownBlock, Layers, Step
-from .block_form import token_layers, unsupported_block
+from .block_form import classes_of, token_layers, unsupported_block
 from .graphs import GraphFigures
+from .own_code import OwnCode
 from .self_check import FirstBlockCheck, Streams
 from .workspace import Prefix
+
+OTHER_CLASSES = Fallback("another extension has replaced modules of it")
 
 
 class BlockInputs(NamedTuple):
@@ -185,8 +188,13 @@ class PreparedModel:
 
     def __init__(self, host: HostPass, lossy_attention: bool) -> None:
         self.ops = choose_ops(host.device)
+        forms = list(map(classes_of, host.blocks))
+        usual = Counter(forms).most_common(1)[0][0]
         self.unsupported = [
-            unsupported_block(block, host.dtype) or host.unsupported(block) for block in host.blocks
+            unsupported_block(block, host.dtype)
+            or host.unsupported(block)
+            or (None if form == usual else OTHER_CLASSES)
+            for block, form in zip(host.blocks, forms, strict=True)
         ]
         pairs = zip(host.blocks, self.unsupported, strict=True)
         read = [layer for block, reason in pairs if not reason for layer in token_layers(block)]
@@ -206,12 +214,31 @@ class PreparedModel:
         self.dropped = 0
         self._weights: Hashable = None
         self._known: dict[torch.nn.Module, KnownBlock] = {}
+        self._code: OwnCode | None = None
 
     def known(self, weights: Hashable | None) -> dict[torch.nn.Module, KnownBlock] | None:
         """What is known of blocks whose weights are where this token says."""
         if weights != self._weights:
             self._weights, self._known = weights, {}
         return None if weights is None else self._known
+
+    def code(self, host: HostPass) -> OwnCode:
+        """Watches the blocks that run fused, until `let_go`."""
+        if self._code is None:
+            blocks = {
+                index: block
+                for index, block in enumerate(host.blocks)
+                if not self.unsupported[index]
+            }
+            layers = (layer for block in blocks.values() for layer in token_layers(block))
+            multiplied = (layer for layer in layers if host.layers.kind(layer) is not None)
+            self._code = OwnCode(blocks, multiplied, host.layers.any_foreign)
+        return self._code
+
+    def let_go(self) -> None:
+        """Lets go of the model's modules and weights."""
+        self.known(None)
+        self._code = None
 
     def lines(self, host: str) -> list[str]:
         """What ran, a line each."""

@@ -56,25 +56,30 @@ class ForwardPass:
         self._memory = memory
         self._weights = weights
         self._executor = self._new_executor(self._attend, self._form)
+        self._code = prepared.code(host)
         self._asked: ChosenAttention | None = None
         self._chosen: Attention | None = None
         self._embedding: Any = None
         self._entry: Entry | None = None
         self._handed: tuple[Streams, Streams] | None = None
+        self._changed: Fallback | None = None  # what another extension has changed
         self._watch: _Watch | None = None
         self.fused = 0
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Puts the executor into the blocks, and takes it out again."""
+        bound = [_BoundForward(self, *it) for it in enumerate(self._host.blocks)]
         try:
-            for index, block in enumerate(self._host.blocks):
+            for block, forward in zip(self._host.blocks, bound, strict=True):
                 # Not through Module.__setattr__, which costs as much as a launch.
-                block.__dict__["forward"] = _BoundForward(self, index, block)
+                block.__dict__["forward"] = forward
             yield
         finally:
-            for block in self._host.blocks:
-                block.__dict__.pop("forward", None)
+            for block, forward in zip(self._host.blocks, bound, strict=True):
+                forward.leave()
+                if block.__dict__.get("forward") is forward:  # else another extension's
+                    del block.__dict__["forward"]
             del self._executor  # which holds this pass, and with it the model, in a circle
 
     def run(
@@ -88,7 +93,7 @@ class ForwardPass:
         if self._handed is not None:
             return host.output(self._hand_on(index, positional, arguments))
         check, unsupported = self._prepared.check, self._prepared.unsupported
-        refusal = unsupported[index] or check.failed
+        refusal = unsupported[index] or check.failed or self._look(index)
         inputs = refusal or host.inputs(block, positional, arguments)
         if inputs is None or isinstance(inputs, Fallback):
             if inputs is not None:
@@ -129,6 +134,15 @@ class ForwardPass:
         self.fused -= 1
         self._fall_back(check.failed, 1)
         return host.output(expected)
+
+    def _look(self, index: int) -> Fallback | None:
+        """Why the host's blocks run from this one on: another extension has changed a block."""
+        if self._changed is None:
+            code = self._code
+            self._changed = code.changed() if index == 0 else code.changed_in(index)
+            if self._changed is not None:
+                self._memory.release()  # graphs of the blocks as they were
+        return self._changed
 
     def _free_buffers(self) -> None:
         """The host's own block takes more than ours: the buffers make room for it."""
@@ -364,7 +378,8 @@ class ForwardPass:
         """What a block returns whose result a graph has computed."""
         (text, image), result = self._handed
         given = text, image, self._embedding
-        if not self._host.unchanged(index, positional, arguments, given):
+        unchanged = self._host.unchanged(index, positional, arguments, given)
+        if not unchanged or self._code.changed_in(index):
             raise WatchedError
         return result if index + 1 == len(self._host.blocks) else (text, image)
 
@@ -377,7 +392,7 @@ class ForwardPass:
 
 
 class WatchedError(Exception):
-    """Somebody exchanged what blocks are given, whose results a graph had computed already."""
+    """Somebody changed blocks, or what they are given, whose results a graph had computed."""
 
 
 class _Watch:
@@ -407,9 +422,16 @@ class _BoundForward:
     __slots__ = ("_block", "_index", "_pass")
 
     def __init__(self, forward_pass: ForwardPass, index: int, block: torch.nn.Module) -> None:
-        self._pass, self._index, self._block = forward_pass, index, block
+        self._pass: ForwardPass | None = forward_pass
+        self._index, self._block = index, block
+
+    def leave(self) -> None:
+        """Runs the host's own from here on, for an extension that has wrapped this one."""
+        self._pass = None
 
     def __call__(self, *positional: Any, **arguments: Any) -> Any:
+        if self._pass is None:
+            return type(self._block).forward(self._block, *positional, **arguments)
         return self._pass.run(self._index, self._block, positional, arguments)
 
 

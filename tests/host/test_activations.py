@@ -17,10 +17,17 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from tracked_allocations import Allocations
 
-from qwen_l40s.hosts.comfyui.lora.bypass import Beside, BypassForward, BypassLayers, Matrices
+from qwen_l40s.hosts.comfyui.lora.bypass import (
+    Beside,
+    BypassForward,
+    BypassLayers,
+    Matrices,
+    is_foreign,
+)
 from qwen_l40s.hosts.comfyui.sample import attention, forward
 from qwen_l40s.optimizations import linear, reference
 from qwen_l40s.optimizations.blocks import host as block_host
+from qwen_l40s.optimizations.blocks import own_code
 from qwen_l40s.optimizations.blocks.block import LayerTensors
 from qwen_l40s.optimizations.fused import TORCH
 from qwen_l40s.optimizations.modulation import compute_entry
@@ -106,6 +113,9 @@ class Int8Layers:
     def rounds(self, layer):
         return True
 
+    def any_foreign(self, layers):
+        return any(map(is_foreign, layers))
+
     def kind(self, layer):
         return None if self.beside.runs_itself(layer) else RowFormat("int8")
 
@@ -167,7 +177,9 @@ def stand_ins():
         mock.patch.object(attention, "optimized_attention_masked", host_attention),
         mock.patch.object(qwen, "apply_rope1", rotate),
     ):
+        own_code.called_by.cache_clear()  # as if ComfyUI had been imported with them
         yield
+    own_code.called_by.cache_clear()
 
 
 def given_bytes(request):

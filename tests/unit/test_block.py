@@ -13,7 +13,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from qwen_l40s.optimizations import reference
 from qwen_l40s.optimizations.blocks import self_check
 from qwen_l40s.optimizations.blocks.block import DENSE, BlockExecutor, LayerTensors, Step
-from qwen_l40s.optimizations.blocks.block_form import unsupported_block
+from qwen_l40s.optimizations.blocks.block_form import is_changed, unsupported_block
 from qwen_l40s.optimizations.blocks.products import PackedWeight
 from qwen_l40s.optimizations.blocks.workspace import Workspace
 from qwen_l40s.optimizations.fused import TORCH
@@ -208,6 +208,9 @@ class Layers:
     def kind(self, layer):
         kind = self.kinds.get(layer, DENSE)
         return None if kind == "opaque" else ROWS.get(kind, kind)
+
+    def any_foreign(self, layers):
+        return any(map(is_changed, layers))
 
     def tensors(self, layer, like):
         if self.kind(layer) is None:

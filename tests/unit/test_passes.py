@@ -4,6 +4,7 @@ by what it would have captured.
 
 import gc
 import itertools
+import timeit
 import weakref
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -13,13 +14,15 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from test_block import DIM, MIXES, Case, Layers, attend, new_block, random
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
+from test_block import DIM, LAYERS, MIXES, Case, Layers, attend, new_block, random
 
 from qwen_l40s.optimizations import fused, run
 from qwen_l40s.optimizations.attention import AttentionRequest, ChosenAttention
 from qwen_l40s.optimizations.attention_8bit import FORMS
-from qwen_l40s.optimizations.blocks import graphs, workspace
+from qwen_l40s.optimizations.blocks import graphs, own_code, workspace
 from qwen_l40s.optimizations.blocks.block import BlockExecutor
+from qwen_l40s.optimizations.blocks.block_form import is_changed, part_of
 from qwen_l40s.optimizations.blocks.graphs import (
     MOST_GRAPHS,
     GraphFigures,
@@ -28,6 +31,7 @@ from qwen_l40s.optimizations.blocks.graphs import (
     Work,
 )
 from qwen_l40s.optimizations.blocks.host import BlockInputs, DoubleStream
+from qwen_l40s.optimizations.blocks.own_code import OwnCode
 from qwen_l40s.optimizations.blocks.products import (
     Operand,
     Read,
@@ -724,3 +728,128 @@ def test_what_is_exchanged_between_two_blocks_is_heeded(graphs_here):
     passes(between=between)
     assert calls == [0, 1, 2]  # no graph from then on
     assert "something reads or changes the streams between two blocks" in passes.figures.reasons
+
+
+class OwnBlock(QwenImageTransformerBlock):
+    """A block whose own forward takes what these passes give, and heeds its `attn`."""
+
+    def forward(self, hidden_states, encoder_hidden_states, temb, step):
+        halves = compute_entry((self,), temb, len(hidden_states)).of(0)
+        executor = BlockExecutor(Layers(self), fused.TORCH, attend)
+        text, image = executor.run(self, encoder_hidden_states, hidden_states, step, halves)
+        return text, image + ("forward" in self.attn.__dict__)
+
+
+def changed_passes():
+    """Passes that replay a graph, and the `attn` of their second block."""
+    passes = Passes({}, {}, {})
+    for block in passes.model.blocks:
+        block.__class__ = OwnBlock
+    for _ in range(5):
+        passes()
+    assert passes.figures.replayed == 3
+    return passes, passes.model.blocks[1].attn
+
+
+def plainly(passes):
+    """The same pass, each block by its own forward."""
+    case = Case(SMALL)
+    text, image = case.text, random(*case.image.shape, seed=100)
+    for block in passes.model.blocks:
+        text, image = block(image, text, case.temb, case.step)
+    return text, image
+
+
+def test_a_replay_ends_where_another_extension_has_changed_a_block(graphs_here):
+    passes, attn = changed_passes()
+    unchanged = plainly(passes)
+    attn.forward = lambda *arguments: None
+    found = passes()
+    assert_same(found, plainly(passes))
+    assert not torch.equal(found[1], unchanged[1])
+    assert passes.figures.replayed == 3
+    lines = passes.optimization.report()
+    assert "own, 3 of 18: another extension has changed attn of block 1" in lines
+    del attn.forward
+    assert_same(passes(), unchanged)
+    assert passes.figures.captured == 2  # the first went with what it was captured of
+
+
+def test_a_block_that_is_changed_between_two_others_is_heeded(graphs_here):
+    passes, attn = changed_passes()
+    calls = []
+
+    def between(index, image):
+        calls.append(index)
+        if index == 1:
+            attn.forward = lambda *arguments: None
+        return image
+
+    found = passes(between=between)
+    assert calls == [0, 1, 0, 1, 2]
+    assert_same(found, plainly(passes))
+
+
+def test_a_wrapper_that_stays_on_a_block_outlives_the_pass_that_it_wrapped(graphs_here):
+    passes, _ = changed_passes()
+    block = passes.model.blocks[2]
+
+    def between(index, image):
+        if index == 1 and "theirs" not in block.__dict__:
+            own = block.forward
+            block.theirs = block.forward = lambda *given, **named: own(*given, **named)
+        return image
+
+    unchanged = plainly(passes)
+    assert_same(passes(between=between), unchanged)
+    assert block.forward is block.theirs
+    assert_same(passes(), unchanged)
+    assert "another extension has changed the blocks" in passes.optimization.report()
+
+
+def test_looking_at_all_blocks_takes_no_time():
+    blocks = dict(enumerate(new_block() for _ in range(60)))
+    layers = [part_of(block, name) for block in blocks.values() for name in LAYERS.values()]
+    code = OwnCode(blocks, layers, lambda layers: any(map(is_changed, layers)))
+    assert code.changed() is None and code.changed_in(7) is None
+    taken = min(timeit.repeat(code.changed, number=10, repeat=20)) / 10
+    assert taken < 1e-3  # 0.1 ms on an idle processor
+
+
+CHANGES = {
+    "attn": lambda block: setattr(block.attn, "forward", print),
+    "img_norm2": lambda block: block.img_norm2.register_forward_hook(print),
+    "attn.norm_added_k": lambda block: block.attn.norm_added_k.register_forward_pre_hook(print),
+    "img_mlp": lambda block: setattr(block.img_mlp, "forward", print),
+    "txt_mlp.net.0": lambda block: setattr(block.txt_mlp.net[0], "forward", print),
+    "img_mod": lambda block: block.img_mod.register_forward_hook(print),
+    "a linear layer": lambda block: setattr(block.attn.to_q, "forward", print),
+    "to_v": lambda block: setattr(block.attn, "to_v", torch.nn.Linear(1, 1)),
+    "attn ": lambda block: setattr(block, "attn", torch.nn.Linear(1, 1)),
+    "its hooks": lambda block: block.register_forward_hook(print),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_changed_in_a_block_is_named(name):
+    blocks = dict(enumerate(new_block() for _ in range(3)))
+    layers = [part_of(block, name) for block in blocks.values() for name in LAYERS.values()]
+    code = OwnCode(blocks, layers, lambda layers: any(map(is_changed, layers)))
+    assert code.changed() is None
+    CHANGES[name](blocks[1])
+    expected = f"another extension has changed {name.strip()} of block 1"
+    assert str(code.changed()) == str(code.changed_in(1)) == expected
+    assert code.changed_in(0) is code.changed_in(2) is None
+
+
+def test_a_function_of_a_class_that_is_replaced_is_named(monkeypatch):
+    blocks, kind = dict(enumerate(new_block() for _ in range(2))), type(new_block().attn)
+    code = OwnCode(blocks, (), lambda layers: False)
+    monkeypatch.setattr(kind, "forward", lambda self: None)
+    assert str(code.changed()) == f"another extension has changed {kind.__name__}.forward"
+    # So is one that was replaced before this package was imported.
+    own_code.functions_of.cache_clear()
+    assert OwnCode(blocks, (), lambda layers: False).changed()
+    monkeypatch.undo()
+    own_code.functions_of.cache_clear()
+    assert OwnCode(blocks, (), lambda layers: False).changed() is None

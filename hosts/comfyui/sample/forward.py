@@ -7,6 +7,7 @@ blocks or around one happens as ever.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from ....optimizations.blocks.block import Step
 from ....optimizations.blocks.block_form import blocks_of
 from ....optimizations.blocks.host import BlockInputs, DoubleStream
+from ....optimizations.blocks.own_code import called_by
 from ....optimizations.blocks.self_check import Streams
 from ....optimizations.blocks.workspace import Prefix
 from ....optimizations.fallback import Fallback
@@ -38,6 +40,10 @@ from .layers import ComfyLayers
 from .modulation import ModelModulation
 
 QWEN_IMAGE_21 = getattr(comfy.model_base, "QwenImage21", ())  # since ComfyUI 0.37
+# What the executor computes itself is that of ComfyUI as it is imported.
+called_by("comfy.ldm.qwen_image.model")
+if QWEN_IMAGE_21:
+    called_by("comfy.ldm.qwen_image21.model")
 ARGUMENTS, ARGUMENTS_21 = set(BLOCK_ARGUMENTS), set(SINGLE_STREAM_ARGUMENTS)
 SHARED = ("image_rotary_emb", "encoder_hidden_states_mask", "timestep_zero_index")
 OTHER_ARGUMENTS = Fallback("ComfyUI passes its blocks arguments that are unknown here")
@@ -156,6 +162,8 @@ class ComfyPass(DoubleStream):
         self, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
     ) -> BlockInputs | Fallback:
         """From what ComfyUI's loop calls a block with."""
+        if arguments.keys() < ARGUMENTS:  # another pack's loop may be older
+            arguments = {**_defaults(type(block)), **arguments}
         if positional or arguments.keys() != ARGUMENTS or arguments["image_rotary_emb"] is None:
             return OTHER_ARGUMENTS
         # A wrapper inside of the call may have added to them.
@@ -286,6 +294,13 @@ class SingleStreamPass(ComfyPass):
 PASSES: dict[type, type[ComfyPass]] = {comfy.model_base.QwenImage: ComfyPass}
 if QWEN_IMAGE_21:
     PASSES[QWEN_IMAGE_21] = SingleStreamPass
+
+
+@functools.cache
+def _defaults(block: type) -> dict[str, Any]:
+    """What a block's `forward` takes where one of the known arguments is left out."""
+    known = (inspect.signature(block.forward).parameters[name] for name in BLOCK_ARGUMENTS)
+    return {it.name: it.default for it in known if it.default is not it.empty}
 
 
 def _prefix_of(attend: Callable[..., torch.Tensor]) -> Prefix | None:

@@ -130,6 +130,9 @@ class ComfyLayers:
     def low_rank(self, layer: torch.nn.Module) -> LowRank | None:
         return self.beside.lows.get(layer)
 
+    def any_foreign(self, layers: Sequence[torch.nn.Module]) -> bool:
+        return any(map(is_foreign, layers))
+
     def rounds(self, layer: torch.nn.Module) -> bool:
         return isinstance(self.kind(layer), RowFormat)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import combinations
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -25,7 +25,7 @@ from ....optimizations.cards.split import LostCopyError
 from ....optimizations.run import Optimization
 from ..lora.bypass import bypassed
 from .attention import SLOT, FileAttention, SlotAttention
-from .call import control_of, idle_models, options_of
+from .call import control_of, idle_models, is_compiled, options_of
 from .forward import PASSES, QWEN_IMAGE_21
 from .held import HeldWeights, drop_row_scales
 from .modulation import Call, ModelModulation
@@ -166,6 +166,10 @@ class ComfyOptimization(Optimization):
                 for peer in idle:
                     stack.enter_context(bypassed(peer))
                 stack.enter_context(ModelModulation.of(model).during(Call(t, options, kwargs)))
+                if not is_compiled(options):  # which would trace what stands there
+                    run = functools.partial(self.run_pass, host)
+                    stack.enter_context(_inside(model.diffusion_model, run))
+                    return executor(x, t, *args, **kwargs)
                 return self.run_pass(host, lambda: executor(x, t, *args, **kwargs))
         finally:
             if own is not None:
@@ -179,6 +183,32 @@ class ComfyOptimization(Optimization):
         # Without room for them they wait in host memory, and the pass runs on one card.
         with cuda_device_context(host.device), suppress(torch.OutOfMemoryError):
             host.layers.bring(host.blocks, torch.empty(0, dtype=host.dtype, device=host.device))
+
+
+@contextmanager
+def _inside(
+    transformer: torch.nn.Module, run: Callable[[Callable[[], Any]], Any]
+) -> Iterator[None]:
+    """Has `run` make the calls of the transformer, inside of all wrappers: a pass that it makes
+    twice is one step to other packs.
+    """
+    own = transformer.__dict__
+    before, inner = own.get("_forward"), transformer._forward
+    going = True
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        call = functools.partial(inner, *args, **kwargs)
+        return run(call) if going else call()
+
+    own["_forward"] = forward
+    try:
+        yield
+    finally:
+        going = False  # for a pack that has wrapped it meanwhile
+        if own.get("_forward") is forward:
+            del own["_forward"]
+            if before is not None:
+                own["_forward"] = before
 
 
 def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,205 @@
+"""What other packs change while an optimized MODEL samples: it is heeded, and said."""
+
+import contextlib
+import gc
+from unittest import mock
+
+import comfy.ldm.qwen_image.model as qwen_image
+import comfy.sample
+import narrow_transformer as narrow
+import pytest
+import torch
+from comfy.patcher_extension import WrappersMP
+from comfyui_boot import MODE, folder
+
+from qwen_l40s.hosts.comfyui.load.transformer import load_model
+from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
+from qwen_l40s.optimizations.attention import Attention as ChosenBackend
+
+pytestmark = pytest.mark.each_device
+PATH = narrow.write(folder("other_packs") / "bf16.safetensors", narrow.weights())
+# ComfyUI computes this model in fp32 on a processor and in bf16 on a card.
+SAME = 2e-6 if MODE == "cpu" else 1e-2
+HOST_ATTENTION = OptimizeSettings(attention="comfyui")
+STEPS = 3
+
+
+def stock():
+    gc.collect()  # ComfyUI fails where a model disappears while it makes room for another one
+    return load_model(PATH, "bf16")[0]
+
+
+def sample(model, steps=2):
+    """Euler steps at 64 x 64 from fixed noise."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(1, 16, 1, 8, 8, generator=generator)
+    prompt = [[torch.randn(1, 20, narrow.SHAPE.joint_dim, generator=generator), {}]]
+    how = (steps, 1.0, "euler", "simple", prompt, prompt, torch.zeros_like(noise))
+    with torch.inference_mode():
+        return comfy.sample.sample(model, noise, *how, disable_pbar=True, seed=0).float()
+
+
+def difference(found, known):
+    return float((found - known).norm() / known.norm())
+
+
+def assert_same(known, found):
+    assert torch.isfinite(found).all()
+    assert difference(found, known) <= SAME, difference(found, known)
+
+
+def scaled(owner, name="forward"):
+    """Halves what a module's forward or a class's function gives, for a time."""
+    own = getattr(owner, name)
+
+    def changed(*given, **named):
+        found = own(*given, **named)
+        return tuple(part * 0.5 for part in found) if isinstance(found, tuple) else found * 0.5
+
+    return mock.patch.object(owner, name, changed)
+
+
+def hooked(module):
+    handle = module.register_forward_hook(lambda module, given, found: found * 0.5)
+    return contextlib.closing(mock.Mock(close=handle.remove))
+
+
+CHANGES = {
+    "attn of block 1": lambda blocks: scaled(blocks[1].attn),
+    "img_norm2 of block 1": lambda blocks: hooked(blocks[1].img_norm2),
+    "attn.norm_added_k of block 1": lambda blocks: scaled(blocks[1].attn.norm_added_k),
+    "img_mlp of block 1": lambda blocks: scaled(blocks[1].img_mlp),
+    "a linear layer of block 1": lambda blocks: scaled(blocks[1].attn.to_v),
+    "Attention.forward": lambda blocks: scaled(qwen_image.Attention),
+    "QwenImageTransformerBlock.forward": lambda blocks: scaled(
+        qwen_image.QwenImageTransformerBlock
+    ),
+    "QwenImageTransformerBlock._modulate": lambda blocks: mock.patch.object(
+        qwen_image.QwenImageTransformerBlock,
+        "_modulate",
+        lambda self, x, params, index=None: (x * 0.5, params.chunk(3, -1)[2].unsqueeze(1)),
+    ),
+    "qwen_image.model.optimized_attention_masked": lambda blocks: scaled(
+        qwen_image, "optimized_attention_masked"
+    ),
+}
+
+
+class LateChange:
+    """A pack that changes the model inside of its forward, from the second step on."""
+
+    def __init__(self, model, change):
+        self.stack, self.calls, self.change = contextlib.ExitStack(), 0, change
+        self.blocks = model.model.diffusion_model.transformer_blocks
+
+    def post_input(self, given):
+        self.calls += 1
+        if self.calls == 2:
+            self.stack.enter_context(self.change(self.blocks))
+        return given
+
+    def sample(self, model):
+        clone = model.clone()
+        clone.set_model_post_input_patch(self.post_input)
+        with self.stack:
+            return sample(clone, steps=STEPS), clone
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_late_change_of_a_block_is_heeded(name):
+    model = stock()
+    plain = sample(model, steps=STEPS)
+    known, _ = LateChange(model, CHANGES[name]).sample(model)
+    assert difference(known, plain) > 1e-4
+    found, clone = LateChange(model, CHANGES[name]).sample(optimize(model, HOST_ATTENTION))
+    assert_same(known, found)
+    report = report_of(clone)
+    assert f"another extension has changed {name}" in report.replace("comfy.ldm.", ""), report
+    assert "ComfyUI's own, 4 of 6" in report, report  # of 2 blocks and 3 steps
+
+
+def test_a_module_that_is_replaced_in_one_block_leaves_that_block_to_comfyui():
+    class Halved(qwen_image.Attention):
+        def forward(self, *given, **named):
+            return tuple(part * 0.5 for part in super().forward(*given, **named))
+
+    model = stock()
+    attn = model.model.diffusion_model.transformer_blocks[1].attn
+    plain, clone = sample(model), optimize(model, HOST_ATTENTION)
+    attn.__class__ = Halved
+    try:
+        known = sample(model)
+        assert_same(known, sample(clone))
+    finally:
+        attn.__class__ = qwen_image.Attention
+    assert "2 of 4: another extension has replaced modules of it" in report_of(clone)
+    assert difference(known, plain) > 1e-4
+
+
+@pytest.mark.parametrize("kind", [WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL])
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_pass_that_is_made_twice_is_one_step_to_another_pack(kind, before):
+    """A pack that counts steps, and changes what goes in; attention gives NaN in block 1."""
+    steps, calls, own = [], [], ChosenBackend.__call__
+
+    def count(executor, x, *given, **named):
+        steps.append(len(steps))
+        return executor(x * (1 + len(steps) / 10), *given, **named)
+
+    def nan(self, *given):
+        calls.append(1)
+        return own(self, *given) * (torch.nan if len(calls) == 2 else 1)
+
+    model = stock()
+    stepped = model.clone()
+    stepped.add_wrapper(kind, count)
+    known = sample(stepped, steps=STEPS)
+    assert len(steps) == STEPS and difference(known, sample(model, steps=STEPS)) > 1e-3
+    clone = optimize(stepped if before else model)
+    if not before:
+        clone.add_wrapper(kind, count)
+    steps.clear()
+    with mock.patch.object(ChosenBackend, "__call__", nan):
+        found = sample(clone, steps=STEPS)
+    assert " gave NaN" in report_of(clone)
+    assert len(steps) == STEPS
+    assert_same(known, found)
+
+
+def test_a_loop_that_leaves_out_what_has_a_default_runs_fused():
+    """As MagCache's copy of ComfyUI's `_forward`, which is older than `timestep_zero_index`."""
+
+    def older(self, *given, **named):
+        index = named.pop("timestep_zero_index", None)
+        assert index is None
+        return torch.nn.Module.__call__(self, *given, **named)
+
+    model = stock()
+    clone = optimize(model, HOST_ATTENTION)
+    kind = qwen_image.QwenImageTransformerBlock
+    with mock.patch.object(kind, "__call__", older, create=True):
+        found = sample(clone)
+    assert_same(sample(model), found)
+    assert report_of(clone).startswith("blocks: fused, 4 of 4"), report_of(clone)
+
+
+def test_a_forward_that_another_pack_leaves_on_the_transformer_stays():
+    model = stock()
+    transformer, clone = model.model.diffusion_model, optimize(model, HOST_ATTENTION)
+
+    def wrap(executor, *given, **named):
+        if "_forward" not in transformer.__dict__.get("theirs", ""):
+            own = transformer._forward
+            transformer.theirs = transformer._forward = lambda *a, **k: own(*a, **k) * 0.5
+        return executor(*given, **named)
+
+    plain = sample(model)
+    known = difference(plain * 0.5, plain)
+    clone.add_wrapper(WrappersMP.APPLY_MODEL, wrap)
+    try:
+        sample(clone, steps=1)
+        assert transformer._forward is transformer.theirs
+        assert difference(sample(model), plain) > known / 10
+    finally:
+        del transformer._forward
+    assert_same(plain, sample(optimize(model, HOST_ATTENTION)))
