@@ -36,7 +36,7 @@ LONGEST = 3_500  # characters: what is read in a narrow panel
 LISTS = {"model", "clip", "vae", "lora", "card"}
 HTML = {"br"}
 # What a node says is written here.
-SPEAKING = ("charts", "hosts", "loaders", "machine", "nodes", "optimizations", "planning")
+SPEAKING = ("charts", "hosts", "loaders", "spec", "machine", "nodes", "optimizations", "planning")
 
 
 def section(page: str, heading: str) -> str:
