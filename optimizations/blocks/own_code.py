@@ -181,12 +181,14 @@ def _parts(block: torch.nn.Module, multiplied: set[torch.nn.Module]) -> _Parts:
     layout, parts = layout_of(block), _Parts.none()
     names = *layout.norms, *layout.read, *layout.spec.head_norms, *layout.spec.modulation.values()
     layers = (name for name in layout.places if block.get_submodule(name) in multiplied)
-    for name in ("", *dict.fromkeys((*names, *layers))):
-        module = block
-        for parent, key, module in _path(block, name):
-            parts.parents.append(parent._modules)
-            parts.keys.append(key)
-            parts.children.append(module)
+    names = "", *dict.fromkeys((*names, *layers))
+    # One step of several paths is looked at once.
+    for parent, key, child in dict.fromkeys(chain(*(_path(block, name) for name in names))):
+        parts.parents.append(parent._modules)
+        parts.keys.append(key)
+        parts.children.append(child)
+    for name in names:
+        module = block.get_submodule(name)
         parts.modules.append(module)
         parts.names.append(name)
         parts.multiplied.append(module in multiplied)
@@ -198,7 +200,7 @@ def _parts(block: torch.nn.Module, multiplied: set[torch.nn.Module]) -> _Parts:
 def _path(
     block: torch.nn.Module, name: str
 ) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
-    """The last steps to a submodule: from a parent by a key to a child."""
+    """The steps to a submodule: from a parent by a key to a child."""
     for key in filter(None, name.split(".")):
         child = block.get_submodule(key)
         yield block, key, child

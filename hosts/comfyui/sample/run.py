@@ -206,8 +206,9 @@ def _inside(
     finally:
         going = False  # for a pack that has wrapped it meanwhile
         if own.get("_forward") is forward:
-            del own["_forward"]
-            if before is not None:
+            if before is None:
+                del own["_forward"]
+            else:
                 own["_forward"] = before
 
 
