@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from itertools import permutations
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -47,6 +48,7 @@ class Optimization:
         self._last: PreparedModel | None = None
         self._of_cards = Known({}, {})
         self._passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._failed: Fallback | None = None
         self._logged: set[str] = set()
 
     @property
@@ -138,7 +140,7 @@ class Optimization:
                 self._logged.add(fallback.reason)
                 fallback.log(f"{self.host} own blocks run")
 
-        fallback = _whole_pass_fallback(prepared, host)
+        fallback = self._failed or _whole_pass_fallback(prepared, host)
         if fallback:
             fall_back(fallback, len(host.blocks))
             return call()
@@ -151,6 +153,14 @@ class Optimization:
                 prepared.dropped += 1
             elif host.layers.moving or _holds(host):
                 raise
+        except RuntimeError as error:
+            self._failed = host.failed(error)
+            if self._failed is None:
+                raise
+            fall_back(self._failed, len(host.blocks))
+        host.clean_up()
+        if self._failed:
+            return call()
         return self._run_fused(prepared, host, fall_back, call)
 
     def _run_fused(
@@ -162,10 +172,16 @@ class Optimization:
     ) -> Any:
         with ExitStack() as stack:
             stack.enter_context(_current(host.device))
-            first = self._member(prepared, host, stack)
-            team = self._team(first, stack) if host.peers else None
-            memory, weights = first.memory, first.weights
-            forward_pass = ForwardPass(prepared, host, fall_back, memory, weights, team)
+            memory = stack.enter_context(self._memory(prepared, host))
+
+            @cache
+            def hold() -> Hashable | None:
+                return stack.enter_context(host.layers.hold(host.blocks))
+
+            team = None
+            if host.peers:
+                team = self._team(Member(host, prepared, memory, hold()), stack)
+            forward_pass = ForwardPass(prepared, host, fall_back, memory, hold, team)
             with forward_pass.installed():
                 output = call()
         prepared.fused += forward_pass.fused

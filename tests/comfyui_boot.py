@@ -50,6 +50,9 @@ def start(comfyui: Path, mode: str = "cpu") -> None:
 
     comfy.options.enable_args_parsing()
     import comfy.cli_args
+
+    if mode == "dynamic":
+        import cuda_malloc  # noqa: F401, by which torch takes the allocator that main.py chooses
     import folder_paths  # noqa: F401, by which the package knows that it is in ComfyUI
 
     sys.argv[1:] = arguments

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -49,6 +50,17 @@ class DoubleStream:
 
     names = ()
     prefixes = None
+
+    def lasting(self, capturing: bool = False) -> AbstractContextManager[None]:
+        """As of `HostPass`: a host may allocate as it likes."""
+        return nullcontext()
+
+    def failed(self, error: RuntimeError) -> Fallback | None:
+        """As of `HostPass`: no error is the host's."""
+        return None
+
+    def clean_up(self) -> None:
+        """As of `HostPass`: nothing is left open."""
 
     def unchanged(
         self,
@@ -128,6 +140,21 @@ class HostPass(Protocol):
         """What a block was called with, or why the executor cannot take it; None where the call is
         beside the pass and the host's own.
         """
+
+    def lasting(self, capturing: bool = False) -> AbstractContextManager[None]:
+        """Lets what is allocated meanwhile outlive the block that runs.
+
+        Args:
+            capturing: Whether a CUDA graph is captured.
+        """
+
+    def failed(self, error: RuntimeError) -> Fallback | None:
+        """Why the host's blocks run from here on, after an error of the host's memory that fused
+        blocks can cause; None for another.
+        """
+
+    def clean_up(self) -> None:
+        """Ends what a call of the transformer that raised has left open, before it is repeated."""
 
     def unchanged(
         self,

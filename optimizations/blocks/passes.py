@@ -23,7 +23,7 @@ from ..modulation import Entry, compute_entry
 from ..reference import Modulation
 from .block import Attend, BlockExecutor
 from .graphs import FIRST, LAST_PART, MOST_ROWS, Inputs, PassGraph, PassMemory, Seen, Work, key_of
-from .host import HostPass, PreparedModel
+from .host import BlockInputs, HostPass, PreparedModel
 from .self_check import TOKENS_AT_ONCE, Streams
 
 
@@ -33,7 +33,9 @@ class ForwardPass:
     Args:
         fall_back: Called for each block that the host runs, with the reason.
         memory: That no other pass uses meanwhile.
-        weights: Where they are, of `Layers.hold`; None where they may move.
+        hold: `Layers.hold`, for the rest of the pass: where the weights are, or None where they may
+            move. Called by the first block that runs fused: held weights make no room for what the
+            host allocates before, and ComfyUI logs a warning for each page of them.
         team: The cards that may share the rows; None for one card alone.
 
     Attributes:
@@ -46,7 +48,7 @@ class ForwardPass:
         host: HostPass,
         fall_back: Callable[[Fallback, int], None],
         memory: PassMemory,
-        weights: Hashable | None,
+        hold: Callable[[], Hashable | None],
         team: Team | None = None,
     ) -> None:
         self._prepared = prepared
@@ -54,8 +56,9 @@ class ForwardPass:
         self._host = host
         self._fall_back = fall_back
         self._memory = memory
-        self._weights = weights
-        self._executor = self._new_executor(self._attend, self._form)
+        self._hold = hold
+        self._weights: Hashable | None = None
+        self._executor: BlockExecutor | None = None
         self._code = prepared.code(host)
         self._asked: ChosenAttention | None = None
         self._chosen: Attention | None = None
@@ -92,14 +95,29 @@ class ForwardPass:
             positional = positional[len(host.names) :]
         if self._handed is not None:
             return host.output(self._hand_on(index, positional, arguments))
-        check, unsupported = self._prepared.check, self._prepared.unsupported
-        refusal = unsupported[index] or check.failed or self._look(index)
+        prepared = self._prepared
+        refusal = prepared.unsupported[index] or prepared.check.failed or self._look(index)
         inputs = refusal or host.inputs(block, positional, arguments)
         if inputs is None or isinstance(inputs, Fallback):
             if inputs is not None:
                 self._fall_back(inputs, 1)
             return type(block).forward(block, *positional, **arguments)
+        with host.lasting():
+            return host.output(self._run_fused(index, block, arguments, inputs))
+
+    def _run_fused(
+        self,
+        index: int,
+        block: torch.nn.Module,
+        arguments: dict[str, Any],
+        inputs: BlockInputs,
+    ) -> Streams:
+        """One block, or all of them where it is the first."""
         text, image, embedding, step, watched = inputs
+        check, unsupported = self._prepared.check, self._prepared.unsupported
+        if self._executor is None:
+            self._weights = self._hold()
+            self._executor = self._new_executor(self._attend, self._form)
         clear = not watched and not self._host.additions
         if self._entry is None:
             self._embedding, self._entry = embedding, self._host.entry(embedding, step.tokens.batch)
@@ -107,9 +125,9 @@ class ForwardPass:
         if index == 0 and embedding is self._embedding:
             given = text, image, step, self._entry
             if self._team and self._share(block, given, arguments, watched):
-                return host.output((text, image))
+                return text, image
             if self._replay(given, clear):
-                return host.output((text, image))
+                return text, image
         halves = self._halves(index, block, embedding, step.tokens.batch)
         following = None
         if clear and index + 1 < len(unsupported) and not unsupported[index + 1]:
@@ -119,7 +137,7 @@ class ForwardPass:
             result = self._executor.run(block, text, image, step, halves, following)
             if self._watch is not None:
                 self._watch.after(index)
-            return host.output(result)
+            return result
         self._free_buffers()
         expected = self._host.host_block(block, arguments)
         try:
@@ -130,10 +148,10 @@ class ForwardPass:
             check.fail(f"the fused block raised {first_line(error)}")
         else:
             if check.passes((text, image), result, expected, step):
-                return host.output(result)
+                return result
         self.fused -= 1
         self._fall_back(check.failed, 1)
-        return host.output(expected)
+        return expected
 
     def _look(self, index: int) -> Fallback | None:
         """Why the host's blocks run from this one on: another extension has changed a block."""
@@ -340,7 +358,8 @@ class ForwardPass:
             refusal = "some layers run themselves, as with a LoKr beside them"
         if not refusal:
             text, _, step, entry = given
-            graph = memory.capture(work, text, entry, step, figures)
+            with host.lasting(capturing=True):
+                graph = memory.capture(work, text, entry, step, figures)
             if isinstance(graph, PassGraph):
                 return graph
             refusal = graph

@@ -33,6 +33,7 @@ from ..contract import (
     unknown_attention_arguments,
 )
 from ..lora.bypass import bypass_models
+from . import compiler
 from .attention import SLOT, SlotAttention, file_choice, host_attention, without_choice
 from .call import COMPUTED_STEPS, is_compiled, several_work
 from .held import HeldWeights
@@ -147,6 +148,10 @@ class ComfyPass(DoubleStream):
             return "ComfyUI runs with --disable-cuda-graphs"
         return ""
 
+    lasting = staticmethod(compiler.unrecorded)
+    failed = staticmethod(compiler.failed)
+    clean_up = staticmethod(compiler.clean_up)
+
     def fallback(self) -> Fallback | None:
         """Options that a node has set for the whole pass."""
         if is_compiled(self._options):
@@ -176,7 +181,8 @@ class ComfyPass(DoubleStream):
         image, text = arguments["hidden_states"], arguments["encoder_hidden_states"]
         shared = self._shared
         if shared is None or not shared.holds(arguments, text, image):
-            shared = self._shared = _Shared(arguments, text, image)
+            with self.lasting():
+                shared = self._shared = _Shared(arguments, text, image)
         watched = patches.get("double_block") or options.get("patches_replace", {}).get("dit")
         comfy.ops.run_every_op()
         return BlockInputs(text, image, arguments["temb"], shared.step, bool(watched))
@@ -242,7 +248,8 @@ class SingleStreamPass(ComfyPass):
         self._options, self._block = options, block
         tokens = Tokens(len(x), 0, x.shape[1], x.shape[1])
         if self._turned is not pe or self._step.tokens != tokens:
-            self._turned, self._step = pe, Step(tokens, _rotary(pe.transpose(1, 2)), None)
+            with self.lasting():
+                self._turned, self._step = pe, Step(tokens, _rotary(pe.transpose(1, 2)), None)
         comfy.ops.run_every_op()
         return BlockInputs(x[:, :0], x, mod, self._step._replace(prefix=prefix), False)
 
