@@ -706,7 +706,7 @@ def test_each_timestep_goes_alone_through_every_layer():
             return torch.cat([self.part(row[None]) for row in x]) + self.changes * len(x)
 
     for changes, block in zip((0, 1e-3, 1e-3), blocks, strict=True):
-        block.img_mod = Batched(block.img_mod, changes)
+        block.img_mod[1] = Batched(block.img_mod[1], changes)
     schedule = embeddings(4, 1, torch.float32)
     table = ModulationTable(blocks)
     table.entry(schedule[0], 1, schedule=lambda: schedule)
