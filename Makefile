@@ -30,7 +30,7 @@ RUN = $(BIN)/pytest
 PYTEST = $(RUN) -n $(WORKERS) --dist $(DIST) --durations=15 --durations-min=5
 
 .PHONY: help install demo test test-all test-unit test-host test-server test-next-host test-next
-.PHONY: test-cuda lint micro-quality format clean rebuild
+.PHONY: test-cuda cuda-unit cuda-card cuda-dynamic lint micro-quality format clean rebuild
 
 help:
 	@echo "make demo           paint the default prompt with the bundled micro model into out/"
@@ -76,13 +76,17 @@ test-next-host: $(STAMP)
 test-next: $(STAMP)
 	@$(BIN)/python -m qwen_l40s.tools.newest $(ARGS)
 
-test-cuda: WORKERS = 6
-test-cuda: DIST = load
-test-cuda: RUN = $(if $(CUDA_PYTHON),"$(CUDA_PYTHON)" -m pytest,$(BIN)/pytest)
+# The three parts side by side, each printed when it is over.
 test-cuda: $(if $(CUDA_PYTHON),,$(STAMP))
+	@$(MAKE) --no-print-directory --output-sync --jobs 3 cuda-unit cuda-card cuda-dynamic
+
+cuda-unit cuda-card cuda-dynamic: RUN = $(if $(CUDA_PYTHON),"$(CUDA_PYTHON)" -m pytest,$(BIN)/pytest)
+cuda-unit: WORKERS = 6
+cuda-unit: DIST = load
+cuda-unit:
 	@$(PYTEST) tests/unit -m cuda $(ARGS)
-	@$(RUN) tests/host --mode card $(ARGS)
-	@$(RUN) tests/host --mode dynamic $(ARGS)
+cuda-card cuda-dynamic: cuda-%:
+	@$(RUN) tests/host --mode $* $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -150,10 +150,10 @@ def test_a_card_s_tests_run_in_the_python_that_is_named(tmp_path):
     python.write_text('#!/bin/sh\necho "$@"\n')
     python.chmod(0o755)
     environment = {name: text for name, text in os.environ.items() if name != "MAKEFLAGS"}
-    command = ["make", "test-cuda", f"CUDA_PYTHON={python}", "ARGS="]
+    command = ["make", "--no-print-directory", "test-cuda", f"CUDA_PYTHON={python}", "ARGS="]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
-    unit, *host = done.stdout.splitlines()
+    unit, *host = sorted(done.stdout.splitlines())
     assert unit.startswith("-m pytest -n ") and unit.endswith("tests/unit -m cuda")
     assert host == [f"-m pytest tests/host --mode {mode}" for mode in ("card", "dynamic")]
