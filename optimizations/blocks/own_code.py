@@ -43,27 +43,28 @@ class OwnCode:
         multiplied = set(layers)
         self._foreign = foreign
         self._parts = {index: _parts(block, multiplied) for index, block in blocks.items()}
-        every = zip(_Parts.none(), *self._parts.values(), strict=True)
-        self._all = _Parts(*(list(chain(*column)) for column in every))
         homes = {type(block).__module__ for block in blocks.values()}
-        found = (functions_of(kind) for kind in dict.fromkeys(map(type, self._all.modules)))
+        modules = chain(*(parts.modules for parts in self._parts.values()))
+        found = (functions_of(kind) for kind in dict.fromkeys(map(type, modules)))
         called = (called_by(home) for home in homes)
         self._functions = tuple(dict.fromkeys(chain(*found, *called)))
 
     def changed(self) -> Fallback | None:
         """What another extension has changed in any of the blocks; None for nothing.
 
-        Takes 0.1 ms of 60 blocks.
+        Takes 0.5 ms of 60 blocks, which have left the processor's caches since the last look.
         """
+        return self.replaced() or next(filter(None, map(self.changed_in, self._parts)), None)
+
+    def replaced(self) -> Fallback | None:
+        """Which function another extension has replaced; None for none."""
         for function in self._functions:
             if function.changed:
                 return Fallback(f"another extension has changed {function.label}")
-        if self._all.untouched:
-            return None
-        return next(filter(None, map(self.changed_in, self._parts)), None)
+        return None
 
     def changed_in(self, index: int) -> Fallback | None:
-        """The same of the modules of one block."""
+        """What another extension has changed in the modules of one block; None for nothing."""
         parts = self._parts.get(index)
         if parts is None or parts.untouched:
             return None

@@ -767,12 +767,13 @@ def test_a_replay_ends_where_another_extension_has_changed_a_block(graphs_here):
     found = passes()
     assert_same(found, plainly(passes))
     assert not torch.equal(found[1], unchanged[1])
-    assert passes.figures.replayed == 3
     lines = passes.optimization.report()
-    assert "own, 3 of 18: another extension has changed attn of block 1" in lines
+    assert "own, 2 of 18: another extension has changed attn of block 1" in lines
+    (memory,) = passes.optimization._all_memories()
+    assert not memory.has_graphs  # it was captured of the blocks as they were
     del attn.forward
     assert_same(passes(), unchanged)
-    assert passes.figures.captured == 2  # the first went with what it was captured of
+    assert passes.figures.captured == 1
 
 
 def test_a_block_that_is_changed_between_two_others_is_heeded(graphs_here):
@@ -807,13 +808,14 @@ def test_a_wrapper_that_stays_on_a_block_outlives_the_pass_that_it_wrapped(graph
     assert "another extension has changed the blocks" in passes.optimization.report()
 
 
-def test_looking_at_all_blocks_takes_no_time():
+def test_looking_at_a_block_takes_no_time():
     blocks = dict(enumerate(new_block() for _ in range(60)))
     layers = [part_of(block, name) for block in blocks.values() for name in LAYERS.values()]
     code = OwnCode(blocks, layers, lambda layers: any(map(is_changed, layers)))
     assert code.changed() is None and code.changed_in(7) is None
-    taken = min(timeit.repeat(code.changed, number=10, repeat=20)) / 10
-    assert taken < 1e-3  # 0.1 ms on an idle processor
+    look = lambda: code.replaced() or code.changed_in(7)  # noqa: E731
+    taken = min(timeit.repeat(look, number=10, repeat=20)) / 10
+    assert taken < 1e-4  # 0.01 ms on an idle processor
 
 
 CHANGES = {
