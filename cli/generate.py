@@ -187,16 +187,29 @@ def run(args: argparse.Namespace) -> int:
 def side_of(model: str | Path) -> int:
     """The side of the images that a model is trained for."""
     from ..loaders.checkpoint import PIPELINE_21, read_index
-    from ..loaders.source import MICRO_FOLDERS, bundled_micro_folder
 
     folder = Path(model)
-    if folder.resolve() in map(bundled_micro_folder, MICRO_FOLDERS):
+    if _is_micro(folder):
         return MICRO_SIDE
     try:
         _, pipeline = read_index(folder)
     except CheckpointError:  # the loader says what is wrong with it
         pipeline = ""
     return (SINGLE_STREAM_FAMILY if pipeline == PIPELINE_21 else TEXT_TO_IMAGE).side
+
+
+def _is_micro(folder: Path) -> bool:
+    """Also a copy of it, as in the clone from which the command was installed."""
+    from ..loaders.header import read_object
+    from ..loaders.source import MICRO_FOLDERS, bundled_micro_folder
+
+    def config(folder: Path) -> dict[str, Any]:
+        return read_object(folder / "transformer" / "config.json", "a transformer's sizes")
+
+    try:
+        return config(folder) in map(config, map(bundled_micro_folder, MICRO_FOLDERS))
+    except CheckpointError:  # as above; and the micro model of 2.1 need not be there
+        return False
 
 
 def load(folder: str | Path, args: argparse.Namespace) -> tuple[LoadedPipeline, float]:

@@ -136,8 +136,9 @@ class Worker:
             **environment,
         }
         nodes = folder / "custom_nodes"
-        nodes.mkdir()
-        (nodes / "comfyui-qwen-image-l40s").symlink_to(ROOT, target_is_directory=True)
+        if not nodes.exists():
+            nodes.mkdir()
+            (nodes / "comfyui-qwen-image-l40s").symlink_to(ROOT, target_is_directory=True)
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 ["bash", "start.sh", "--cpu", "--base-directory", str(folder), *arguments],
@@ -150,6 +151,10 @@ class Worker:
 
     def wait_for(self, done):
         until(done)
+
+    def wait_until_ready(self):
+        self.wait_for(lambda: self.ready.exists() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log.read_text()[-4000:]
 
     def stop(self):
         """Ends what is left of it, ComfyUI included."""
@@ -176,18 +181,20 @@ def worker(tmp_path):
 
 @pytest.mark.xdist_group("workers")
 def test_a_worker_is_ready_when_it_has_painted(worker):
+    """Also when its container starts again, whose files are those of the first time."""
     [dockerfile] = blocks("docs/serverless.md", "dockerfile")
     flags = re.search(r"^CMD (\[.*?\])", dockerfile.replace("\\\n", ""), re.M)
-    running = worker(*json.loads(flags[1]))
-    running.wait_for(lambda: running.ready.exists() or running.process.poll() is not None)
-    assert running.process.poll() is None, running.log.read_text()[-4000:]
-    [image] = running.log.parent.glob("output/*.png")
-    assert is_picture(image)
-    running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(SECONDS) == 143
-    assert not running.ready.exists()
-    with pytest.raises(ProcessLookupError):  # ComfyUI is gone, too
-        os.killpg(running.process.pid, 0)
+    port = str(free_port())
+    for starts in (1, 2):
+        running = worker(*json.loads(flags[1]), PORT=port)
+        running.wait_until_ready()
+        images = list(running.log.parent.glob("output/*.png"))
+        assert len(images) == starts and all(map(is_picture, images))
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(SECONDS) == 143
+        assert not running.ready.exists()
+        with pytest.raises(ProcessLookupError):  # ComfyUI is gone, too
+            os.killpg(running.process.pid, 0)
 
 
 @pytest.mark.xdist_group("workers")
