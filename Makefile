@@ -37,7 +37,7 @@ help:
 	@echo "make test           run the tests that need no ComfyUI and seconds each (CPU, 4 minutes)"
 	@echo "make test-all       run all tests, inside ComfyUI and against its server too (CPU, 15 minutes)"
 	@echo "make test-next      run them with the newest torch, ComfyUI packages and ComfyUI's code; print what broke"
-	@echo "make test-cuda      run the tests that need a card (CUDA_PYTHON= names a Python that has all)"
+	@echo "make test-cuda      run the tests that need a card (4 minutes; CUDA_PYTHON= names a Python that has all)"
 	@echo "make lint           check style"
 	@echo "make micro-quality  measure how well the micro model follows held-out prompts"
 	@echo "make format         correct style"

@@ -26,6 +26,7 @@ from ....optimizations.blocks.workspace import Prefix
 from ....optimizations.fallback import Fallback
 from ....optimizations.modulation import Entry, shared_entry
 from ....optimizations.reference import Rotary, Tokens
+from .. import compiler
 from ..contract import (
     BLOCK_ARGUMENTS,
     SINGLE_STREAM_ARGUMENTS,
@@ -33,7 +34,6 @@ from ..contract import (
     unknown_attention_arguments,
 )
 from ..lora.bypass import bypass_models
-from . import compiler
 from .attention import SLOT, SlotAttention, file_choice, host_attention, without_choice
 from .call import COMPUTED_STEPS, is_compiled, several_work
 from .held import HeldWeights

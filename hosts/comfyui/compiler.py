@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import comfy.model_prefetch
 
-from ....optimizations.fallback import Fallback
+from ...optimizations.fallback import Fallback
 
 FAILED = Fallback(
     "ComfyUI's compiler stopped with an aimdo memory compile error: --disable-comfy-compiler "
