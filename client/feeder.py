@@ -2,9 +2,9 @@
 restarts.
 
 What the server's queue and history say decides. A job in neither of them was taken out by someone,
-or forgotten by a process that ended. While no connection was lost since the job was last seen, the
-process is the same. After a lost connection it is the same where its history still has an entry
-that it had before, or where the fleet's file gives it the same boot id.
+or forgotten by a process that ended. While the websocket stays open, and no connection was lost
+since the job was last seen, the process is the same. Else it is the same where its history still
+has an entry that it had before, or where the fleet's file gives it the same boot id.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Feeder:
         takes, self.takes = self.takes, None
         takes = takes or await self._admission.admit(self.name, self.server)
         await self._recognize()
-        queue = await self.server.queue()
+        breaks, queue = self._breaks, await self.server.queue()
         strays = []
         for prompt_id, posted in list(self._posted.items()):
             entry = None if prompt_id in queue else await self.server.history(prompt_id)
@@ -223,7 +223,7 @@ class Feeder:
                 if posted.ran and posted.boot != self.boot:
                     self._died(posted)
             elif posted.job.status == WAITING and not posted.hung:
-                posted.breaks = self._breaks
+                posted.breaks = breaks
                 self._scheduler.hold(posted.job, self.name)
             elif posted.job.server != self.name or not posted.job.open:
                 strays.append(prompt_id)
@@ -279,7 +279,8 @@ class Feeder:
             await self._upload(job)
             graph = _renamed(job.graph, self._uploaded) if job.images else job.graph
             self._context.journal.queued(job.key, attempt)
-            posted = self._posted[attempt.prompt_id] = Posted(job, self.boot)
+            # Counted before: the process may end as soon as it has answered.
+            self._posted[attempt.prompt_id] = Posted(job, self.boot, self._breaks)
             job.prompt_id = attempt.prompt_id
             post = self.server.submit(graph, attempt.prompt_id, self.listener.client_id)
             self._posting = asyncio.create_task(post)
@@ -296,8 +297,6 @@ class Feeder:
         if left_out:
             await self._withdraw([attempt.prompt_id])
             self._refuse(job, attempt, {"node_errors": left_out})
-            return
-        posted.breaks = self._breaks
 
     async def _upload(self, job: Job) -> None:
         for name, path in job.images.items():
@@ -355,7 +354,8 @@ class Feeder:
                 self._collect(prompt_id, entry)
             elif entry is None and posted.job.status == QUEUED and posted.job.server == self.name:
                 # Counted now: the next process may have answered before the break was noticed.
-                known = self.listed.boot in ("", self.boot) and posted.breaks == self._breaks
+                unbroken = self.listener.connected and posted.breaks == self._breaks
+                known = self.listed.boot in ("", self.boot) and unbroken
                 if not known and not await self._same_process():
                     raise ServerError(f"{self.name} was restarted and has forgotten its jobs.")
                 message = "someone took it out of the server's queue."

@@ -19,7 +19,7 @@ from .blocks.block_form import is_changed
 from .blocks.graphs import PassMemory
 from .blocks.host import HostPass, PreparedModel
 from .blocks.passes import ForwardPass, WatchedError, is_finite
-from .cards.team import Known, Member, Team
+from .cards.team import Member, ShapeFigures, Team
 from .fallback import Fallback
 
 _Value = TypeVar("_Value")
@@ -46,7 +46,7 @@ class Optimization:
         self._prepared = WeakKeyDictionary()
         self._memories: WeakKeyDictionary[Any, dict[Hashable, PassMemory]] = WeakKeyDictionary()
         self._last: PreparedModel | None = None
-        self._of_cards = Known({}, {})
+        self._of_cards: dict[Hashable, ShapeFigures] = {}
         self._passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._failed: Fallback | None = None
         self._logged: set[str] = set()

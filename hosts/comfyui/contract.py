@@ -54,6 +54,7 @@ HOOKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     # What the executor runs in place of, and the attention that it hands over to.
     "comfy.ldm.qwen_image.model": {
+        "QwenImageTransformer2DModel._forward": (),
         "QwenImageTransformerBlock.forward": BLOCK_ARGUMENTS,
     },
     "comfy.ldm.modules.attention": {
@@ -200,8 +201,11 @@ def news_of_host() -> list[str]:
 
 @lru_cache(maxsize=1)
 def knows_single_stream() -> bool:
-    """Whether ComfyUI's block of Qwen-Image-2.1 is called as this package knows it."""
-    forward = _target("comfy.ldm.qwen_image21.model", "QwenImage21TransformerBlock.forward")
+    """Whether ComfyUI's Qwen-Image-2.1 and its block are called as this package knows it."""
+    module = "comfy.ldm.qwen_image21.model"
+    if _fault(module, "QwenImage21Transformer2DModel._forward", ()):
+        return False
+    forward = _target(module, "QwenImage21TransformerBlock.forward")
     return tuple(inspect.signature(forward).parameters)[1:] == SINGLE_STREAM_ARGUMENTS
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -22,9 +22,11 @@ from .block import BlockExecutor, Step
 from .capture import capture, pool_on
 from .workspace import Prefix, Workspace, streams_of
 
+_Kept = TypeVar("_Kept")
+
 # Graphs of one model on one card; with CFG a run has two shapes.
 MOST_GRAPHS = 3
-# Shapes whose passes are counted.
+# Shapes of which something is kept: each length of a prompt is one.
 MOST_SEEN = 64
 # So many replays repay a capture: where the card waits for the processor, which a replay spares it,
 # and where it does not, and gains what it computes of text and image side by side.
@@ -240,6 +242,15 @@ class GraphFigures:
         ]
 
 
+def recent(kept: dict[Hashable, _Kept], shape: Hashable, new: Callable[[], _Kept]) -> _Kept:
+    """What is kept of a shape; where it is one too many, the least recently used is dropped."""
+    found = kept.pop(shape, None) or new()
+    kept[shape] = found
+    for old in list(kept)[:-MOST_SEEN]:  # a copy: threads of other cards add some
+        kept.pop(old, None)
+    return found
+
+
 class PassMemory:
     """What the passes of one model on one card and stream use again: buffers, and graphs.
 
@@ -284,11 +295,7 @@ class PassMemory:
 
     def seen(self, key: Hashable) -> Seen:
         """The passes of a shape."""
-        found = self._seen.pop(key, None) or Seen()
-        self._seen[key] = found
-        while len(self._seen) > MOST_SEEN:
-            del self._seen[next(iter(self._seen))]
-        return found
+        return recent(self._seen, key, Seen)
 
     def graph(self, work: Work) -> PassGraph | None:
         """The graph of some work, where what it reads is where it was; others are dropped."""

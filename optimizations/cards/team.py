@@ -11,7 +11,7 @@ import torch
 from ...split_cost import KEYS, LEAST_GAIN, ROWS, BlockSeconds, Rows, SplitCost, row_bytes
 from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..blocks.block import BlockExecutor, Step
-from ..blocks.graphs import Inputs, Work
+from ..blocks.graphs import Inputs, Work, recent
 from ..blocks.self_check import FirstBlockCheck
 from ..blocks.shape import Share
 from ..blocks.workspace import PLACES
@@ -165,16 +165,17 @@ class SplitFigures:
         ]
 
 
-class Known(NamedTuple):
-    """What was found out of several cards, by shape, over the runs of a model.
+@dataclass
+class ShapeFigures:
+    """What was found out of several cards for passes of one shape.
 
     Attributes:
-        milliseconds: Of a block, measured.
-        plans: How a pass is split, or why it is not.
+        milliseconds: Of a block, measured, by the number of cards.
+        plans: How a pass is split, or why it is not, by that and by what can be sent.
     """
 
-    milliseconds: dict[Hashable, float]
-    plans: dict[Hashable, SplitPlan | str]
+    milliseconds: dict[int, float] = field(default_factory=dict)
+    plans: dict[Hashable, SplitPlan | str] = field(default_factory=dict)
 
 
 class Team:
@@ -184,7 +185,7 @@ class Team:
         members: The first is the one that the host has called.
         lanes: Of each pair, from the one to the other.
         gbps: What the slowest of them reaches.
-        known: Is added to.
+        known: Of the shapes of earlier passes, over the runs of a model; is added to.
 
     Attributes:
         refusal: Why they cannot share it, in one clause; empty where they can.
@@ -195,10 +196,10 @@ class Team:
         members: Sequence[Member],
         lanes: dict[tuple[int, int], CopyLane],
         gbps: float,
-        known: Known,
+        known: dict[Hashable, ShapeFigures],
     ) -> None:
         self._members, self._lanes, self._gbps, self._known = members, lanes, gbps, known
-        self._planned: Hashable = None
+        self._figures, self._planned = ShapeFigures(), None  # of the last plan
         self.refusal = next(filter(None, (member.refusal() for member in members)), "")
         changed = [it for it in members if it.prepared.kinds != members[0].prepared.kinds]
         if changed and not self.refusal:  # as a LoRA of another node that knows one model alone
@@ -223,12 +224,13 @@ class Team:
             sent = rows, all(it.form.layers[0].format is not None for it in known)
             first.prepared.split.sent = sent
         sends, quantized = sent
-        key = self._key(given, len(self._members)), sent
-        plan = self._known.plans.get(key)
+        figures = self._figures = recent(self._known, self._shape(given), ShapeFigures)
+        key = self._planned = len(self._members), sent
+        plan = figures.plans.get(key)
         if plan is None:
             width, tokens = text.shape[2], step.tokens
             rows = Rows(tokens.batch, tokens.text, tokens.image, width)
-            milliseconds = self._of_a_block(1, given, lambda: self._alone(executor, given))
+            milliseconds = self._of_a_block(1, lambda: self._alone(executor, given))
             block = BlockSeconds.shared(
                 milliseconds / 1000,
                 rows,
@@ -246,8 +248,7 @@ class Team:
             best, plan = cost.best, cost.words
             if cost.pays:
                 plan = SplitPlan(best.name, best.image_rows, best.early)
-            self._known.plans[key] = plan
-        self._planned = key
+            figures.plans[key] = plan
         return plan
 
     def split(self, plan: SplitPlan, step: Step) -> Split:
@@ -289,25 +290,24 @@ class Team:
         Args:
             given: Of the pass that `plan` has seen last.
         """
-        alone = self._known.milliseconds[self._key(given, 1)]
-        count = len(self._members)
-        gain = alone / self._of_a_block(count, given, lambda: self._together(split, given))
+        alone, count = self._figures.milliseconds[1], len(self._members)
+        gain = alone / self._of_a_block(count, lambda: self._together(split, given))
         if gain < LEAST_GAIN:
-            self._known.plans[self._planned] = (
+            self._figures.plans[self._planned] = (
                 f"several are {gain:.2f} times as fast as one, and {LEAST_GAIN} is needed"
             )
         return gain
 
-    def _of_a_block(self, cards: int, given: Given, measure: Callable[[], float]) -> float:
-        key, found = self._key(given, cards), self._known.milliseconds
-        if key not in found:
-            found[key] = measure()
-        return found[key]
+    def _of_a_block(self, cards: int, measure: Callable[[], float]) -> float:
+        found = self._figures.milliseconds
+        if cards not in found:
+            found[cards] = measure()
+        return found[cards]
 
-    def _key(self, given: Given, cards: int) -> Hashable:
+    def _shape(self, given: Given) -> Hashable:
         text, _, step, _ = given
         kinds = frozenset(self._members[0].prepared.kinds.items())
-        return step.tokens, step.mask is None, text.dtype, kinds, cards
+        return step.tokens, step.mask is None, text.dtype, kinds
 
     def _alone(self, executor: BlockExecutor, given: Given) -> float:
         """Milliseconds of a block on the first card."""

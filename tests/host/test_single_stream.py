@@ -7,6 +7,7 @@ import pytest
 import torch
 from narrow_21 import TEXT, model_21, random
 
+from qwen_l40s.hosts.comfyui.contract import knows_single_stream
 from qwen_l40s.hosts.comfyui.report.table import report_run
 from qwen_l40s.hosts.comfyui.sample import forward
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
@@ -90,6 +91,20 @@ def test_without_the_cache_comfyuis_blocks_run():
     optimized = optimize(model)
     assert torch.equal(sample(optimized), sample(model))
     assert "ComfyUI's prefix cache is off" in report_of(optimized)
+
+
+def test_a_comfyui_whose_model_has_no_inner_forward_runs_its_own_blocks(monkeypatch):
+    model = model_21()
+    kind = type(model.model.diffusion_model)
+    monkeypatch.setattr(kind, "forward", kind._forward)
+    monkeypatch.delattr(kind, "_forward")
+    knows_single_stream.cache_clear()
+    try:
+        optimized = optimize(model)
+        assert torch.equal(sample(optimized), sample(model))
+        assert forward.OTHER_MODEL.reason in report_of(optimized)
+    finally:
+        knows_single_stream.cache_clear()
 
 
 def test_a_report_says_what_ran():

@@ -159,6 +159,20 @@ def test_the_jobs_of_a_restarted_server_are_queued_again(tmp_path: Path):
     assert f"{fake.url} is back" in ran.log
 
 
+def test_so_are_those_of_one_that_restarted_between_two_looks_without_a_websocket(tmp_path: Path):
+    with fake_comfyui(paused=True, refuse_socket=True) as fake:
+
+        def restart() -> None:
+            until(lambda: len(fake.state.queue) == 2)
+            looked(fake)
+            fake.state.queue.clear()  # no request finds it away
+            fake.faults.paused = False
+
+        ran = start(fake, tmp_path, "a", "b", "c", meanwhile=restart)
+    assert ran.status == ["done"] * 3
+    assert "was restarted and has forgotten its jobs. Its jobs wait again: 2." in ran.log
+
+
 def test_a_job_that_takes_the_server_down_each_time_is_set_aside(tmp_path: Path):
     with fake_comfyui(away_seconds=0.02) as fake:
         ran = start(fake, tmp_path, "crash", "a")

@@ -15,6 +15,8 @@ import pytest
 from qwen_l40s.hosts.comfyui.contract import (
     HOOKS,
     KNOWN,
+    SINGLE_STREAM_ARGUMENTS,
+    knows_single_stream,
     news_of_host,
     unknown_attention_arguments,
     unsupported_host,
@@ -188,6 +190,21 @@ def test_it_is_looked_at_once(host):
     assert unsupported_host() is None
     host["comfyui_version"].__version__ = "0.1.0"
     assert unsupported_host() is None
+
+
+def test_what_is_replaced_in_the_model_and_called_in_a_block_of_qwen_image_21(monkeypatch):
+    module = ModuleType("comfy.ldm.qwen_image21.model")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    replaced = "QwenImage21Transformer2DModel._forward"
+    block = function("self", *SINGLE_STREAM_ARGUMENTS)
+    put(module, replaced, function())
+    put(module, "QwenImage21TransformerBlock.forward", block)
+    assert knows_single_stream.__wrapped__()
+    with monkeypatch.context() as patch:
+        patch.delattr(*owner_of(module, replaced))
+        assert not knows_single_stream.__wrapped__()
+    put(module, "QwenImage21TransformerBlock.forward", function("self", "x", "gate"))
+    assert not knows_single_stream.__wrapped__()
 
 
 def test_importing_it_imports_neither_comfyui_nor_torch():

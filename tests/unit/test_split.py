@@ -476,6 +476,26 @@ def test_a_small_gain_is_left_alone(monkeypatch):
     assert passes.reasons[0].startswith("the link between the cards has not been measured")
 
 
+def test_what_was_measured_is_kept_for_the_shapes_of_the_last_passes(monkeypatch):
+    passes, measured = Passes(monkeypatch), []
+    monkeypatch.setattr(blocks_graphs, "MOST_SEEN", 3)
+    monkeypatch.setattr(team.Team, "_alone", lambda *_: measured.append("alone") or 2.0)
+    monkeypatch.setattr(team.Team, "_together", lambda *_: measured.append("together") or 1.0)
+
+    def run(text):
+        del measured[:]
+        passes(PASS._replace(text=text))
+        return measured
+
+    assert run(text=3) == ["alone", "together"]
+    for text in (4, 5):
+        run(text)
+    assert run(text=3) == []  # and newer than 4 now
+    run(text=6)
+    assert run(text=3) == []
+    assert run(text=4) == ["alone", "together"]
+
+
 # --- two cards
 
 

@@ -48,6 +48,7 @@ if QWEN_IMAGE_21:
 ARGUMENTS, ARGUMENTS_21 = set(BLOCK_ARGUMENTS), set(SINGLE_STREAM_ARGUMENTS)
 SHARED = ("image_rotary_emb", "encoder_hidden_states_mask", "timestep_zero_index")
 OTHER_ARGUMENTS = Fallback("ComfyUI passes its blocks arguments that are unknown here")
+OTHER_MODEL = Fallback("this ComfyUI calls its Qwen-Image-2.1 in a way that is unknown here")
 COMPILED = Fallback("torch.compile runs the model; without it the fused blocks would")
 NO_PREFIX_CACHE = Fallback(
     "ComfyUI's prefix cache is off: a node switches it off, hooks into the blocks, or leaves it no "
@@ -222,7 +223,7 @@ class SingleStreamPass(ComfyPass):
 
     def fallback(self) -> Fallback | None:
         """As of 1.x, or another ComfyUI than is known here."""
-        return super().fallback() or (None if knows_single_stream() else OTHER_ARGUMENTS)
+        return super().fallback() or (None if knows_single_stream() else OTHER_MODEL)
 
     def no_graphs(self) -> str:
         """Where the cache is filled or moves, nobody knows what later blocks read."""

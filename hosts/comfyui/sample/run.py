@@ -166,7 +166,8 @@ class ComfyOptimization(Optimization):
                 for peer in idle:
                     stack.enter_context(bypassed(peer))
                 stack.enter_context(ModelModulation.of(model).during(Call(t, options, kwargs)))
-                if not is_compiled(options):  # which would trace what stands there
+                # Compiled, it would trace what stands there; 2.1's may be gone in a newer ComfyUI.
+                if not is_compiled(options) and hasattr(model.diffusion_model, "_forward"):
                     run = functools.partial(self.run_pass, host)
                     stack.enter_context(_inside(model.diffusion_model, run))
                     return executor(x, t, *args, **kwargs)
