@@ -142,10 +142,17 @@ class Journal:
             if file_state(Path(path)) not in (None, state)  # None: this is another machine
         }
 
-    def forget(self, key: str) -> None:
-        """Notes that a job runs again, whatever became of it; its files stay."""
-        if self.records.pop(key, None) is not None:
-            self._write("again", key=key)
+    def forget(self, key: str) -> list[Attempt]:
+        """Notes that a job runs again, whatever became of it; its files stay.
+
+        Returns:
+            Attempts that brought nothing yet, which servers may still have.
+        """
+        record = self.records.pop(key, None)
+        if record is None:
+            return []
+        self._write("again", key=key)
+        return record.open
 
     def begin(self, workflow: str, servers: list[str]) -> None:
         """Notes that a run begins."""
