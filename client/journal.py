@@ -73,7 +73,7 @@ class Journal:
         resume: there has to be one from an earlier run.
 
     Attributes:
-        records: {job key: what is known of it} from earlier runs.
+        records: {job key: what is known of it}, from earlier runs and this one.
 
     Raises:
         SettingError: nothing can be written in the folder, another run has the journal, a newer
@@ -148,7 +148,7 @@ class Journal:
         Returns:
             Attempts that brought nothing yet, which servers may still have.
         """
-        record = self.records.pop(key, None)
+        record = self.records.get(key)
         if record is None:
             return []
         self._write("again", key=key)
@@ -254,6 +254,7 @@ class Journal:
                 f"on ({self.path})."
             ) from error
         self._torn = False
+        self._take(line)
 
 
 def key_of(graph: Mapping[str, Any]) -> str:
