@@ -98,6 +98,7 @@ class Journal:
             ) from error
         self._part = f".{stem}."
         self._server, self._version = "", 1
+        self._loaded: dict[tuple[str, str], Any] = {}  # {(server, path): state}
         try:
             self._lock()
             self._read()
@@ -141,6 +142,13 @@ class Journal:
             for path, state in local.items()
             if file_state(Path(path)) not in (None, state)  # None: this is another machine
         }
+
+    def kept(self, server: str, local: Mapping[str, Any]) -> set[str]:
+        """The paths of these files of which the server, by its last job of them, has another
+        state.
+        """
+        loaded = self._loaded
+        return {path for path in local if loaded.get((server, path)) not in (None, local[path])}
 
     def forget(self, key: str) -> list[Attempt]:
         """Notes that a job runs again, whatever became of it; its files stay.
@@ -229,7 +237,9 @@ class Journal:
         prompt_id = str(entry["prompt_id"])
         if event == "queued":
             server, boot = entry.get("server", self._server), entry.get("boot", "")
-            record.open.append(Attempt(prompt_id, server, boot, dict(entry.get("local", {}))))
+            local = dict(entry.get("local", {}))
+            record.open.append(Attempt(prompt_id, server, boot, local))
+            self._loaded |= {(server, path): state for path, state in local.items()}
         else:
             ended = [each for each in record.open if each.prompt_id == prompt_id]
             record.open = [each for each in record.open if each.prompt_id != prompt_id]

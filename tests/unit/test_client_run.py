@@ -291,6 +291,25 @@ def test_what_a_run_left_on_a_server_is_withdrawn_where_its_jobs_run_again(
     assert set(queued) == {job.prompt_id for job in ran.jobs}
 
 
+@pytest.mark.parametrize(
+    ("kind", "drops"), [("UNETLoader", ["POST /free", "POST /prompt"]), ("QwenL40S_Load", [])]
+)
+def test_a_server_drops_what_its_own_loaders_keep_before_a_job_of_a_replaced_model(
+    tmp_path: Path, kind: str, drops: list[str]
+):
+    model = tmp_path / "models" / "base.safetensors"
+    model.parent.mkdir()
+    load = {"class_type": kind, "inputs": {"unet_name": model.name}}
+    with fake_comfyui(folders=(model.parent,), knows={kind: LOADER}) as fake:
+        for content, text, first in ((b"old", "a", []), (b"replaced", "b", drops), (b"", "c", [])):
+            if content:
+                model.write_bytes(content)
+            fake.requests.clear()
+            start(fake, tmp_path, text, f"{text} cat", nodes={"load": load})
+            posts = [each for each in fake.requests if each.startswith("POST")]
+            assert posts == [*first, "POST /prompt", "POST /prompt"]
+
+
 def test_a_further_run_skips_what_is_here_and_queues_what_failed_or_is_new(tmp_path: Path):
     with fake_comfyui() as fake:
         first = start(fake, tmp_path, "a", "fail", "c")
