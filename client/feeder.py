@@ -19,6 +19,7 @@ from typing import Any
 from ..errors import SettingError
 from .files import Fetched, fetch, place
 from .follow import Listener
+from .graph.check import OURS
 from .graph.workflow import Graph, with_inputs
 from .journal import Attempt, Journal
 from .scheduler import CANCELLED, COLLECTING, DONE, FAILED, QUEUED, WAITING, Job, Scheduler
@@ -277,6 +278,12 @@ class Feeder:
         attempt = Attempt(str(uuid.uuid4()), self.name, self.boot, local)
         try:
             await self._upload(job)
+            if kept := self._context.journal.kept(self.name, local):
+                # This package's loaders read it anew.
+                graph = job.graph.items()
+                others = {node: d for node, d in graph if not d["class_type"].startswith(OURS)}
+                if kept & self._admission.local_files(self.name, others).keys():
+                    await self.server.free()
             graph = _renamed(job.graph, self._uploaded) if job.images else job.graph
             self._context.journal.queued(job.key, attempt)
             # Counted before: the process may end as soon as it has answered.

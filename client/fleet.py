@@ -138,7 +138,8 @@ class Fleet:
                 raise RuntimeError(f"the fleet has ended: {self._reason}") from self._reason
             if self._closing:
                 raise RuntimeError("the fleet is closed: submit before that.")
-            if key not in self._futures:
+            known = self._futures.get(key)
+            if known is None or (known.done() and self._journal.changed(key)):
                 number = len(self._futures) + 1
                 job = Job(number, key, graph, label=f"job {number}", loads=loads)
                 self._futures[key] = Future()

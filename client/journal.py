@@ -73,7 +73,7 @@ class Journal:
         resume: there has to be one from an earlier run.
 
     Attributes:
-        records: {job key: what is known of it} from earlier runs.
+        records: {job key: what is known of it}, from earlier runs and this one.
 
     Raises:
         SettingError: nothing can be written in the folder, another run has the journal, a newer
@@ -98,6 +98,7 @@ class Journal:
             ) from error
         self._part = f".{stem}."
         self._server, self._version = "", 1
+        self._loaded: dict[tuple[str, str], Any] = {}  # {(server, path): state}
         try:
             self._lock()
             self._read()
@@ -142,10 +143,24 @@ class Journal:
             if file_state(Path(path)) not in (None, state)  # None: this is another machine
         }
 
-    def forget(self, key: str) -> None:
-        """Notes that a job runs again, whatever became of it; its files stay."""
-        if self.records.pop(key, None) is not None:
-            self._write("again", key=key)
+    def kept(self, server: str, local: Mapping[str, Any]) -> set[str]:
+        """The paths of these files of which the server, by its last job of them, has another
+        state.
+        """
+        loaded = self._loaded
+        return {path for path in local if loaded.get((server, path)) not in (None, local[path])}
+
+    def forget(self, key: str) -> list[Attempt]:
+        """Notes that a job runs again, whatever became of it; its files stay.
+
+        Returns:
+            Attempts that brought nothing yet, which servers may still have.
+        """
+        record = self.records.get(key)
+        if record is None:
+            return []
+        self._write("again", key=key)
+        return record.open
 
     def begin(self, workflow: str, servers: list[str]) -> None:
         """Notes that a run begins."""
@@ -222,7 +237,9 @@ class Journal:
         prompt_id = str(entry["prompt_id"])
         if event == "queued":
             server, boot = entry.get("server", self._server), entry.get("boot", "")
-            record.open.append(Attempt(prompt_id, server, boot, dict(entry.get("local", {}))))
+            local = dict(entry.get("local", {}))
+            record.open.append(Attempt(prompt_id, server, boot, local))
+            self._loaded |= {(server, path): state for path, state in local.items()}
         else:
             ended = [each for each in record.open if each.prompt_id == prompt_id]
             record.open = [each for each in record.open if each.prompt_id != prompt_id]
@@ -247,6 +264,7 @@ class Journal:
                 f"on ({self.path})."
             ) from error
         self._torn = False
+        self._take(line)
 
 
 def key_of(graph: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +15,7 @@ from .feeder import Context, Feeder
 from .graph.workflow import title
 from .journal import Attempt, Journal
 from .progress import Progress
-from .scheduler import DONE, FAILED, Job, Scheduler
+from .scheduler import CANCELLED, DONE, FAILED, Job, Scheduler
 from .servers import Admission, Listed, ServerList, Takes
 from .transport import GoneError, ServerError
 
@@ -87,7 +88,7 @@ class Run:
         self._context.journal = journal
         journal.begin(workflow, list(self.feeders))
         for job in jobs if again else ():
-            journal.forget(job.key)
+            self._forget(job)
         self.add(jobs)
         done = sum(job.status == DONE for job in jobs)
         there = sum(map(len, self._posted.values()))
@@ -113,7 +114,7 @@ class Run:
             self._counts["total"] += 1
             if changed := journal.changed(job.key):
                 replaced.update(changed)
-                journal.forget(job.key)
+                self._forget(job)
             record = journal.finished(job.key)
             if record is not None:
                 job.status, job.prompt_id, job.server = DONE, record.prompt_id, record.server
@@ -129,6 +130,11 @@ class Run:
         for name in self._posted.keys() & self._tasks.keys():
             self.feeders[name].follow(self._posted.pop(name))
         self.wake()
+
+    def _forget(self, job: Job) -> None:
+        for attempt in self._context.journal.forget(job.key):
+            stray = dataclasses.replace(job, status=CANCELLED)  # which its server withdraws
+            self._posted.setdefault(attempt.server, []).append((attempt, stray))
 
     async def reach(self, listed: list[Listed], wait: float) -> dict[str, Takes]:
         """Asks all servers what they are, until one answers.

@@ -159,11 +159,13 @@ class Admission:
         """
         found = {}
         for text in loaded_names(graph):
-            if (name, text) not in self._paths:  # on a network disk each look takes its time
-                paths = [folder / text for folder in self._folders[name]]
-                self._paths[name, text] = [path for path in paths if file_state(path)]
-            found |= {str(path): file_state(path) for path in self._paths[name, text]}
-        return {path: state for path, state in found.items() if state}
+            # On a network disk each look takes its time.
+            paths = self._paths.get((name, text)) or [f / text for f in self._folders[name]]
+            here = {path: state for path in paths if (state := file_state(path))}
+            if here:
+                self._paths.setdefault((name, text), list(here))
+            found |= {str(path): state for path, state in here.items()}
+        return found
 
     async def admit(self, name: str, server: Server) -> Takes:
         """What tells why a server cannot run a job; None where it can.

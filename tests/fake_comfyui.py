@@ -2,7 +2,7 @@
 
 Where each shape comes from, in ComfyUI:
     /ws, its first messages, and what closes it      server.py, websocket_handler
-    /prompt, /queue, /history, /interrupt            server.py, post_prompt ... get_queue
+    /prompt, /queue, /history, /interrupt, /free     server.py, post_prompt ... get_queue
     /upload/image, /view                             server.py, image_upload, view_image
     /experiment/models                               app/model_manager.py, get_model_folders
     queue items, history entries                     execution.py, PromptQueue
@@ -191,6 +191,7 @@ class FakeComfyUI:
                 web.get("/history/{prompt_id}", self._get_history),
                 web.post("/prompt", self._post_prompt),
                 web.post("/interrupt", self._post_interrupt),
+                web.post("/free", self._post_free),
                 web.post("/upload/image", self._upload),
                 web.get("/view", self._view),
             ]
@@ -319,6 +320,8 @@ class FakeComfyUI:
             return web.Response()
         body = await request.json()
         await asyncio.sleep(self.faults.slow_answer)
+        if "draw" not in body["prompt"]:  # it makes no image, and ends at once
+            return web.json_response({"prompt_id": body["prompt_id"], "node_errors": {}})
         text = body["prompt"]["draw"]["inputs"]["text"]
         error = {
             "type": "value_not_in_list",
@@ -355,6 +358,9 @@ class FakeComfyUI:
         self.interrupts.append(prompt_id)
         if self.state.running and self.state.running[1] == prompt_id:
             self.state.interrupted = True
+        return web.Response()
+
+    async def _post_free(self, request: web.Request) -> web.Response:
         return web.Response()
 
     async def _upload(self, request: web.Request) -> web.Response:

@@ -280,7 +280,16 @@ def test_the_server_is_killed_and_started_again_in_the_middle(
         server.stop()
 
 
-def test_a_lora_that_is_replaced_under_its_name_gives_new_images(server: Server, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("kind", "file", "strength"),
+    [
+        ("QwenL40S_LoadLora", "lora", "strength"),
+        ("LoraLoaderModelOnly", "lora_name", "strength_model"),
+    ],
+)
+def test_a_lora_that_is_replaced_under_its_name_gives_new_images(
+    server: Server, tmp_path: Path, kind: str, file: str, strength: str
+):
     micro = ROOT / "models" / "micro" / "transformer" / "diffusion_pytorch_model.safetensors"
     layer = "transformer_blocks.0.attn.to_q"
     rows, columns = load_file(micro)[f"{layer}.weight"].shape
@@ -293,8 +302,8 @@ def test_a_lora_that_is_replaced_under_its_name_gives_new_images(server: Server,
 
     graph = json.loads(MICRO.read_text())
     graph["lora"] = {
-        "class_type": "QwenL40S_LoadLora",
-        "inputs": {"model": ["load", 0], "lora": lora.name, "strength": 1.0},
+        "class_type": kind,
+        "inputs": {"model": ["load", 0], file: lora.name, strength: 1.0},
     }
     graph["sample"]["inputs"] |= {"model": ["lora", 0], "steps": 2}
     workflow = tmp_path / "lora.json"

@@ -422,6 +422,27 @@ def test_two_threads_that_submit_equal_graphs_get_one_job_and_the_fleet_goes_on(
         assert len(one.posted) == 2
 
 
+def test_a_fleet_runs_a_graph_again_once_its_lora_was_replaced(tmp_path: Path):
+    loader = {"input": {"required": {"lora_name": ["STRING", {}]}}, "output": ["MODEL"]}
+    lora = tmp_path / "loras" / "style.safetensors"
+    lora.parent.mkdir()
+    load = {"class_type": "LoraLoaderModelOnly", "inputs": {"lora_name": lora.name}}
+    faults = {"folders": (lora.parent,), "knows": {"LoraLoaderModelOnly": loader}}
+    with fake_comfyui(**faults) as one, Fleet(one.url, tmp_path / "out", log=None) as fleet:
+
+        def files(seed: int) -> list[Path]:
+            return fleet.submit({**graph(seed=seed), "lora": load}).result(30).files
+
+        files(0)  # while there is no such file
+        lora.write_bytes(b"first")
+        first = files(1)
+        assert files(1) == first
+        lora.write_bytes(b"replaced")
+        second = files(1)
+        assert files(1) == second != first
+        assert len(one.posted) == 3
+
+
 def test_a_fleet_that_a_full_disk_has_ended_says_so_to_the_next_graph(tmp_path: Path, monkeypatch):
     async def full(self: Server, image: Any, target: Path) -> None:
         raise OSError(28, "No space left on device")

@@ -7,8 +7,9 @@ import functools
 import io
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -23,6 +24,12 @@ from qwen_l40s.client.submit import SubmitOutcome, SubmitRequest, submit
 from qwen_l40s.client.transport import ServerError
 
 until = functools.partial(waiting.until, seconds=30)
+
+LOADER = {
+    "input": {"required": {"unet_name": ["STRING", {}]}},
+    "output": ["MODEL"],
+    "output_node": False,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +51,12 @@ def start(
     folder: Path,
     *texts: str,
     meanwhile: Callable[[], None] | None = None,
+    nodes: Mapping[str, Any] = MappingProxyType({}),
     **more: Any,
 ) -> Ran:
-    """Submits a job for each text."""
+    """Submits a job for each text, with these nodes more."""
     workflow = folder / "work.json"
-    workflow.write_text(json.dumps(graph()))
+    workflow.write_text(json.dumps({**graph(), **nodes}))
     prompts = folder / "prompts.txt"
     prompts.write_text("\n".join(texts) + "\n", encoding="utf-8")
     more.setdefault("settings", [f"prompt=@{prompts}"])
@@ -249,6 +257,57 @@ def test_a_server_that_stays_away_ends_the_run_and_resume_continues(tmp_path: Pa
         assert len(fake.posted) == 2
     assert again.status == ["done", "done"]
     assert "0 of 2 jobs are done, 2 may be on a server" in again.log
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_what_a_run_left_on_a_server_is_withdrawn_where_its_jobs_run_again(
+    tmp_path: Path, again: bool
+):
+    model = tmp_path / "models" / "base.safetensors"
+    model.parent.mkdir()
+    model.write_bytes(b"old")
+    load = {"class_type": "UNETLoader", "inputs": {"unet_name": model.name}}
+    faults = {"folders": (model.parent,), "knows": {"UNETLoader": LOADER}}
+    with fake_comfyui(paused=True, **faults) as fake:
+
+        def vanish() -> None:
+            until(lambda: len(fake.state.queue) == 2)
+            fake.call(fake.stop())
+
+        start(fake, tmp_path, "a", "b", meanwhile=vanish, wait=0.2, nodes={"load": load})
+        fake.call(fake.start())  # it kept its queue
+        if not again:
+            model.write_bytes(b"replaced")
+        queued = []
+
+        def go_on() -> None:
+            until(lambda: len(fake.posted) == 4)
+            queued.extend(item[1] for item in fake.state.queue)
+            fake.faults.paused = False
+
+        more = {"again": again, "meanwhile": go_on, "nodes": {"load": load}}
+        ran = start(fake, tmp_path, "a", "b", **more)
+    assert ran.status == ["done", "done"]
+    assert set(queued) == {job.prompt_id for job in ran.jobs}
+
+
+@pytest.mark.parametrize(
+    ("kind", "drops"), [("UNETLoader", ["POST /free", "POST /prompt"]), ("QwenL40S_Load", [])]
+)
+def test_a_server_drops_what_its_own_loaders_keep_before_a_job_of_a_replaced_model(
+    tmp_path: Path, kind: str, drops: list[str]
+):
+    model = tmp_path / "models" / "base.safetensors"
+    model.parent.mkdir()
+    load = {"class_type": kind, "inputs": {"unet_name": model.name}}
+    with fake_comfyui(folders=(model.parent,), knows={kind: LOADER}) as fake:
+        for content, text, first in ((b"old", "a", []), (b"replaced", "b", drops), (b"", "c", [])):
+            if content:
+                model.write_bytes(content)
+            fake.requests.clear()
+            start(fake, tmp_path, text, f"{text} cat", nodes={"load": load})
+            posts = [each for each in fake.requests if each.startswith("POST")]
+            assert posts == [*first, "POST /prompt", "POST /prompt"]
 
 
 def test_a_further_run_skips_what_is_here_and_queues_what_failed_or_is_new(tmp_path: Path):
