@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
-from torch.nn import functional
 
 from ..spec.formats import format_gib
 from .blocks.block_form import ModulationLayer, modulation_layers
@@ -219,14 +218,12 @@ def compute_entries(
             brings each to the embeddings once, while it is had from this iterator.
     """
     entries = [_empty_entry(blocks, embedding, batch) for embedding in embeddings]
-    # A layer is SiLU, which all blocks have in common, and a Linear. As the hosts do, a half of the
-    # rows is a tensor of its own only where there are two.
-    activated = [functional.silu(embedding) for embedding in embeddings]
-    rows = {"image": activated, "text": [each[:batch] for each in activated]}
+    # As the hosts do: a half of the rows is a tensor of its own only where there are two.
+    rows = {"image": list(embeddings), "text": [embedding[:batch] for embedding in embeddings]}
     with closing(layers or modulation_layers(blocks)) as walked:
         for index, stream, module in walked:
             for entry, part in zip(entries, rows[stream], strict=True):
-                getattr(entry, stream)[index].copy_(module[1](part))
+                getattr(entry, stream)[index].copy_(module(part))
     return entries
 
 

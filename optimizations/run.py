@@ -15,7 +15,7 @@ import torch
 
 from ..machine.lanes import lane_between
 from .attention import ChosenAttention
-from .blocks.block_form import is_changed
+from .blocks.block_form import UnknownForm, is_changed
 from .blocks.graphs import PassMemory
 from .blocks.host import HostPass, PreparedModel
 from .blocks.passes import ForwardPass, WatchedError, is_finite
@@ -23,6 +23,8 @@ from .cards.team import Member, ShapeFigures, Team
 from .fallback import Fallback
 
 _Value = TypeVar("_Value")
+
+PASSED_BY = Fallback("another extension runs the transformer its own way")
 
 
 class Optimization:
@@ -49,6 +51,7 @@ class Optimization:
         self._of_cards: dict[Hashable, ShapeFigures] = {}
         self._passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._failed: Fallback | None = None
+        self._passed_by = False
         self._logged: set[str] = set()
 
     @property
@@ -99,6 +102,7 @@ class Optimization:
 
     def run_pass(self, host: HostPass, call: Callable[[], Any]) -> Any:
         """One call of the transformer, which `call` makes; once more where attention gave NaN."""
+        self._passed_by = False
         passes = self._passes[host.owner] = self._passes.get(host.owner, 0) + 1
         output = self._run_once(host, call)
         attention = host.attention
@@ -110,10 +114,18 @@ class Optimization:
         attention.give_up()
         return self._run_once(host, call)
 
+    def pass_by(self, owner: Any) -> None:
+        """Says that the host called a model and no pass of this run has been made of it."""
+        if self._blocks and not self._passed_by and owner not in self._passes:
+            self._passed_by = True
+            PASSED_BY.log(f"{self.host} own blocks run")
+
     def report(self) -> str:
         """Which path every part took, a line each."""
         if not self._blocks:
             lines = [f"blocks: {self.host} own, as asked for"]
+        elif self._passed_by:
+            lines = [f"blocks: {self.host} own: {PASSED_BY}"]
         elif self._last is None:
             lines = [f"blocks: fused; the first step compares one with {self.host} own"]
         else:
@@ -254,9 +266,12 @@ class Optimization:
         if host.owner not in self._prepared:
             host.modulation.start_run()
         known = self._prepared.setdefault(host.owner, {})
-        if host.state not in known:
-            known[host.state] = PreparedModel(host, self.lossy_attention)
-        return known[host.state]
+        found = known.get(host.state)
+        if found is None or not found.is_of(host.blocks):
+            if found is not None:  # another extension has exchanged a block
+                self.release(host.owner)
+            found = known[host.state] = PreparedModel(host, self.lossy_attention)
+        return found
 
 
 def _values(known: WeakKeyDictionary[Any, dict[Hashable, _Value]]) -> list[_Value]:
@@ -289,6 +304,8 @@ def _whole_pass_fallback(prepared: PreparedModel, host: HostPass) -> Fallback | 
         )
     if found := host.fallback():
         return found
+    if other := next((it for it in prepared.unsupported if isinstance(it, UnknownForm)), None):
+        return other
     if any(map(is_changed, host.blocks)):
         return Fallback("another extension has changed the blocks, as offloading and caching do")
     return None

@@ -8,10 +8,11 @@ block ends is a rogue, and a block that allocates something else than the one be
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import comfy.model_prefetch
+import torch
 
 from ...optimizations.fallback import Fallback
 
@@ -46,11 +47,20 @@ def unrecorded(capturing: bool = False) -> Iterator[None]:
             pause().__enter__()
 
 
-def clean_up() -> None:
-    """Ends what a call of the transformer that raised has left open on this thread."""
+def clean_up(blocks: Collection[torch.nn.Module]) -> None:
+    """Ends what a loop over these blocks that raised has left open: what the compiler records in
+    this thread, and the pages of weights that ComfyUI has pinned for a block.
+    """
+    prefetch = comfy.model_prefetch
+    if hasattr(prefetch, "cleanup_malloc_graph"):
+        prefetch.cleanup_malloc_graph()
     # Not cleanup_prefetch_queues, which takes the queues of cards at work in other threads too.
-    if hasattr(comfy.model_prefetch, "cleanup_malloc_graph"):
-        comfy.model_prefetch.cleanup_malloc_graph()
+    for queue in prefetch.PREFETCH_QUEUES:
+        states = [entry[1] for entry in queue if isinstance(entry, tuple)]
+        if any(module in blocks for module, _ in states):
+            for module, layers in states:
+                prefetch.cleanup_prefetched_modules(module, layers or ())
+            queue.clear()
 
 
 def failed(error: RuntimeError) -> Fallback | None:

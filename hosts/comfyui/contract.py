@@ -100,6 +100,10 @@ HOOKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "unet_manual_cast": ("weight_dtype", "inference_device", "supported_dtypes"),
         "unload_model_and_clones": ("model", "all_devices"),
     },
+    "comfy.model_prefetch": {
+        "PREFETCH_QUEUES": (),
+        "cleanup_prefetched_modules": ("module", "comfy_modules"),
+    },
     "comfy.lora": {
         "calculate_weight": ("patches", "weight", "key"),
         "load_lora": ("lora", "to_load", "log_missing"),

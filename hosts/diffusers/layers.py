@@ -71,7 +71,8 @@ class DiffusersLayers:
     def low_rank(self, layer: torch.nn.Module) -> None:
         return None  # a layer of PEFT's runs itself
 
-    def any_foreign(self, layers: Sequence[torch.nn.Module]) -> bool:
+    @staticmethod
+    def any_foreign(layers: Sequence[torch.nn.Module]) -> bool:
         return any(map(is_changed, layers))
 
     def rounds(self, layer: torch.nn.Module) -> bool:

@@ -84,7 +84,8 @@ class Layers(Protocol):
     def moving(self) -> Fallback | None:
         """Why the last `hold` gave None; None where it gave a token."""
 
-    def any_foreign(self, layers: Sequence[torch.nn.Module]) -> bool:
+    @staticmethod
+    def any_foreign(layers: Sequence[torch.nn.Module]) -> bool:
         """Whether somebody has changed what one of these layers computes, of which `kind` knew."""
 
     def rounds(self, layer: torch.nn.Module) -> bool:

@@ -88,6 +88,10 @@ class ModulationLayer(NamedTuple):
     module: torch.nn.Module
 
 
+class UnknownForm(Fallback):
+    """A block has other parts: nothing is known of its modulation either."""
+
+
 def blocks_of(transformer: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
     """The blocks of a host's transformer, in order."""
     return tuple(transformer.transformer_blocks)
@@ -154,7 +158,7 @@ def unsupported_block(block: torch.nn.Module, dtype: torch.dtype) -> Fallback | 
         dim, heads = attn.to_q.out_features, attn.heads
         layers = [part_of(block, name) for name in layout.places]
     except AttributeError as error:
-        return Fallback(f"its form is unknown: {error}")
+        return UnknownForm(f"the form of a block is unknown: {error}")
     for name, module in modules.items():
         if is_changed(module):
             return Fallback(f"{name} has been changed by another extension")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -239,9 +240,15 @@ class PreparedModel:
         self.graphs = GraphFigures()
         self.exchanged = False
         self.dropped = 0
+        self._blocks = tuple(map(weakref.ref, host.blocks))
         self._weights: Hashable = None
         self._known: dict[torch.nn.Module, KnownBlock] = {}
         self._code: OwnCode | None = None
+
+    def is_of(self, blocks: Sequence[torch.nn.Module]) -> bool:
+        """Whether these are the blocks, none of them exchanged."""
+        same = (ref() is block for ref, block in zip(self._blocks, blocks, strict=False))
+        return len(blocks) == len(self._blocks) and all(same)
 
     def known(self, weights: Hashable | None) -> dict[torch.nn.Module, KnownBlock] | None:
         """What is known of blocks whose weights are where this token says."""

@@ -54,7 +54,8 @@ class OwnCode:
 
         Takes 0.5 ms of 60 blocks, which have left the processor's caches since the last look.
         """
-        return self.replaced() or next(filter(None, map(self.changed_in, self._parts)), None)
+        found = (self.changed_in(index, parts.modules[0]) for index, parts in self._parts.items())
+        return self.replaced() or next(filter(None, found), None)
 
     def replaced(self) -> Fallback | None:
         """Which function another extension has replaced; None for none."""
@@ -63,10 +64,18 @@ class OwnCode:
                 return Fallback(f"another extension has changed {function.label}")
         return None
 
-    def changed_in(self, index: int) -> Fallback | None:
-        """What another extension has changed in the modules of one block; None for nothing."""
+    def changed_in(self, index: int, block: torch.nn.Module) -> Fallback | None:
+        """What another extension has changed in the block with this index; None for nothing.
+
+        Args:
+            block: That is there now.
+        """
         parts = self._parts.get(index)
-        if parts is None or parts.untouched:
+        if parts is None:
+            return None
+        if parts.modules[0] is not block:
+            return Fallback(f"another extension has replaced block {index}")
+        if parts.untouched:
             return None
         name = parts.changed(self._foreign)
         return name and Fallback(f"another extension has changed {name} of block {index}")
@@ -101,28 +110,35 @@ def functions_of(kind: type) -> tuple[_Function, ...]:
     """The functions of a module's class."""
     found = []
     for base in kind.__mro__[: kind.__mro__.index(torch.nn.Module)]:
-        home = sys.modules[base.__module__].__file__
         for name, value in vars(base).items():
             if isinstance(value, FunctionType):
-                # A pack that was imported before this one may have replaced it; torch decorates.
-                file = value.__code__.co_filename
-                own = value if file == home or file.startswith(TORCH) else None
-                found.append(_Function(base, name, own))
+                found.append(_Function(base, name, _own(value, base.__module__)))
     return tuple(found)
 
 
 @cache
 def called_by(name: str) -> tuple[_Function, ...]:
-    """The functions of other modules that a host's module with this name calls.
+    """The functions that a host's module with this name calls by name, its own and others'.
 
-    What is there at the first call counts as the host's own: a host makes it when it is imported.
+    Of others, what is there at the first call counts as the host's: a host makes it when it is
+    imported.
     """
     home = sys.modules[name]
     return tuple(
-        _Function(home, name, value)
+        _Function(home, name, _own(value, name) if value.__module__ == home.__name__ else value)
         for name, value in vars(home).items()
-        if isinstance(value, FunctionType) and value.__module__ != home.__name__
+        if isinstance(value, FunctionType)
     )
+
+
+def _own(function: FunctionType, module: str) -> FunctionType | None:
+    """A function that a module has defined; None where a pack that was imported before this one has
+    replaced it.
+    """
+    home = getattr(sys.modules.get(module), "__file__", None)
+    file = function.__code__.co_filename
+    # torch decorates.
+    return function if home in (None, file) or file.startswith(TORCH) else None
 
 
 class _Parts(NamedTuple):
@@ -130,14 +146,17 @@ class _Parts(NamedTuple):
 
     Attributes:
         modules: Whose `forward` and hooks nobody may change.
+        classes: Theirs.
         names: Of these modules in their block.
         multiplied: Of each, whether it is a layer that the executor multiplies with.
         owns: Their `__dict__`s; of a block an empty one, since a pass replaces its `forward`.
         hooks: Theirs.
         parents, keys, children: `parents[i][keys[i]] is children[i]`.
+        paths: Of the children in their block.
     """
 
     modules: list[torch.nn.Module]
+    classes: list[type]
     names: list[str]
     multiplied: list[bool]
     owns: list[dict[str, Any]]
@@ -145,6 +164,7 @@ class _Parts(NamedTuple):
     parents: list[dict[str, torch.nn.Module]]
     keys: list[str]
     children: list[torch.nn.Module]
+    paths: list[str]
 
     @classmethod
     def none(cls) -> _Parts:
@@ -153,10 +173,11 @@ class _Parts(NamedTuple):
 
     @property
     def untouched(self) -> bool:
-        """Whether no module has hooks or a `forward` of its own, or is another one."""
+        """Whether no module has hooks, a `forward` of its own or another class, or is another."""
         return (
             not any(self.hooks)
             and not any(map(dict.__contains__, self.owns, repeat("forward")))
+            and all(map(is_, map(type, self.modules), self.classes))
             and all(map(is_, map(dict.get, self.parents, self.keys), self.children))
         )
 
@@ -165,9 +186,13 @@ class _Parts(NamedTuple):
 
         accelerate and LoRAs beside a layer leave a `forward` that changes nothing here.
         """
-        for parent, key, child in zip(self.parents, self.keys, self.children, strict=True):
+        steps = zip(self.parents, self.keys, self.children, self.paths, strict=True)
+        for parent, key, child, path in steps:
             if parent.get(key) is not child:
-                return key
+                return path
+        for module, kind, name in zip(self.modules, self.classes, self.names, strict=True):
+            if type(module) is not kind:
+                return name or "the class"
         layers = []
         found = zip(self.names, self.modules, self.multiplied, self.owns, strict=True)
         for name, module, multiplied, own in found:
@@ -180,17 +205,21 @@ class _Parts(NamedTuple):
 
 def _parts(block: torch.nn.Module, multiplied: set[torch.nn.Module]) -> _Parts:
     layout, parts = layout_of(block), _Parts.none()
-    names = *layout.norms, *layout.read, *layout.spec.head_norms, *layout.spec.modulation.values()
+    modulation = layout.spec.modulation.values()
+    names = *layout.norms, *layout.read, *layout.spec.head_norms, *modulation
+    names = *names, *(f"{name}.0" for name in modulation)  # SiLU, whose result the table holds
     layers = (name for name in layout.places if block.get_submodule(name) in multiplied)
     names = "", *dict.fromkeys((*names, *layers))
     # One step of several paths is looked at once.
-    for parent, key, child in dict.fromkeys(chain(*(_path(block, name) for name in names))):
+    for parent, key, child, path in dict.fromkeys(chain(*(_path(block, name) for name in names))):
         parts.parents.append(parent._modules)
         parts.keys.append(key)
         parts.children.append(child)
+        parts.paths.append(path)
     for name in names:
         module = block.get_submodule(name)
         parts.modules.append(module)
+        parts.classes.append(type(module))
         parts.names.append(name)
         parts.multiplied.append(module in multiplied)
         parts.owns.append(module.__dict__ if name else {})
@@ -200,9 +229,11 @@ def _parts(block: torch.nn.Module, multiplied: set[torch.nn.Module]) -> _Parts:
 
 def _path(
     block: torch.nn.Module, name: str
-) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
-    """The steps to a submodule: from a parent by a key to a child."""
+) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module, str]]:
+    """The steps to a submodule: from a parent by a key to a child, with the child's path."""
+    parent, path = block, ""
     for key in filter(None, name.split(".")):
-        child = block.get_submodule(key)
-        yield block, key, child
-        block = child
+        child = parent.get_submodule(key)
+        path = f"{path}.{key}" if path else key
+        yield parent, key, child, path
+        parent = child

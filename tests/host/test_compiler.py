@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections import Counter
 
 import comfy.model_prefetch
 import comfy.sample
@@ -13,6 +14,7 @@ from comfyui_boot import MODE, folder
 from narrow_21 import DIM, TEXT, random, weights_21
 from safetensors.torch import save_file
 
+from qwen_l40s.hosts.comfyui.compiler import clean_up
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
@@ -123,3 +125,39 @@ def test_after_the_compilers_error_comfyuis_blocks_run(models, monkeypatch, capl
     report = report_of(optimized)
     assert "--disable-comfy-compiler" in report and "blocks: fused" not in report
     assert sum("Qwen-Image L40S: ComfyUI's compiler" in line for line in caplog.messages) == 1
+
+
+class Pinned(torch.nn.Linear):
+    """A layer whose weights lie in a page of dynamic VRAM."""
+
+    def __init__(self, page):
+        super().__init__(2, 2)
+        self._v, self._v_signature, self._pin_state = page, b"", {"fast_disk": False}
+
+
+def test_a_loop_that_is_repeated_leaves_no_page_pinned(monkeypatch):
+    pins = Counter()
+    vbar, management = comfy.model_prefetch.comfy_aimdo.model_vbar, comfy.model_management
+    monkeypatch.setattr(vbar, "vbar_fault", lambda page: pins.update([page]) or b"")
+    monkeypatch.setattr(vbar, "vbar_unpin", lambda page: pins.subtract([page]))
+    monkeypatch.setattr(vbar, "vbar_signature_compare", lambda *both: True)
+    monkeypatch.setattr(management, "is_device_cpu", lambda device: False)
+    monkeypatch.setattr(management, "device_supports_non_blocking", lambda device: True)
+    monkeypatch.setattr(management, "NUM_STREAMS", 2)
+    for name in ("sync_stream", "ensure_pin_registerable"):
+        monkeypatch.setattr(management, name, lambda *given: None)
+    monkeypatch.setattr(comfy.memory_management, "vram_aligned_size", lambda *given: 0)
+    device, on = torch.device("cpu"), {"prefetch_dynamic_vbars": True}
+    blocks = tuple(torch.nn.Sequential(Pinned(page)) for page in range(4))
+
+    def loop(upto):
+        queue = comfy.model_prefetch.make_prefetch_queue(list(blocks), device, on)
+        for block in (*blocks, None)[:upto]:
+            comfy.model_prefetch.prefetch_queue_pop(queue, device, block, malloc_scope="block")
+
+    loop(upto=3)
+    assert pins[2] == 1
+    clean_up(blocks)
+    loop(upto=5)
+    comfy.model_prefetch.cleanup_prefetch_queues()
+    assert not +pins

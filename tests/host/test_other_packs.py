@@ -64,8 +64,45 @@ def hooked(module):
     return contextlib.closing(mock.Mock(close=handle.remove))
 
 
+@contextlib.contextmanager
+def of_another_class(module):
+    """A module whose class is one that halves what it gives, for a time."""
+    own = type(module)
+
+    def forward(self, *given, **named):
+        return tuple(part * 0.5 for part in own.forward(self, *given, **named))
+
+    module.__class__ = type("Halved", (own,), {"forward": forward})
+    try:
+        yield
+    finally:
+        module.__class__ = own
+
+
+@contextlib.contextmanager
+def exchanged(modules, index, other):
+    own, modules[index] = modules[index], other
+    try:
+        yield
+    finally:
+        modules[index] = own
+
+
+class Wrapped(torch.nn.Module):
+    """A block in a block, of which only `forward` is known."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.inner = block
+
+    def forward(self, *given, **named):
+        return tuple(part * 0.5 for part in self.inner(*given, **named))
+
+
 CHANGES = {
     "attn of block 1": lambda blocks: scaled(blocks[1].attn),
+    "img_mod.0 of block 1": lambda blocks: exchanged(blocks[1].img_mod, 0, torch.nn.ReLU()),
+    "the class of block 0": lambda blocks: of_another_class(blocks[0]),
     "img_norm2 of block 1": lambda blocks: hooked(blocks[1].img_norm2),
     "attn.norm_added_k of block 1": lambda blocks: scaled(blocks[1].attn.norm_added_k),
     "img_mlp of block 1": lambda blocks: scaled(blocks[1].img_mlp),
@@ -118,6 +155,56 @@ def test_a_late_change_of_a_block_is_heeded(name):
     # Of 2 blocks and 3 steps.
     own = 2 if name.endswith("of block 1") else 4
     assert f"ComfyUI's own, {own} of 6" in report, report
+
+
+def test_a_class_that_one_module_takes_late_is_heeded():
+    model = stock()
+    change = lambda blocks: of_another_class(blocks[1].attn)  # noqa: E731
+    known, _ = LateChange(model, change).sample(model)
+    found, clone = LateChange(model, change).sample(optimize(model, HOST_ATTENTION))
+    assert difference(known, sample(model, steps=STEPS)) > 1e-4
+    assert_same(known, found)
+    assert "own, 2 of 6: another extension has changed attn of block 1" in report_of(clone)
+
+
+def test_a_block_that_is_wrapped_late_is_heeded():
+    model = stock()
+    change = lambda blocks: exchanged(blocks, 0, Wrapped(blocks[0]))  # noqa: E731
+    known, _ = LateChange(model, change).sample(model)
+    found, clone = LateChange(model, change).sample(optimize(model, HOST_ATTENTION))
+    assert difference(known, sample(model, steps=STEPS)) > 1e-4
+    assert_same(known, found)
+    assert "the form of a block is unknown" in report_of(clone)
+
+
+def test_a_function_that_is_replaced_late_is_heeded_where_the_first_block_is_comfyuis():
+    model = stock()
+    blocks = model.model.diffusion_model.transformer_blocks
+    change = CHANGES["Attention.forward"]
+    with contextlib.closing(mock.Mock()) as closing:
+        closing.close = blocks[0].img_norm1.register_forward_hook(lambda *given: given[-1]).remove
+        known, _ = LateChange(model, change).sample(model)
+        found, clone = LateChange(model, change).sample(optimize(model, HOST_ATTENTION))
+    assert_same(known, found)
+    assert "own, 4 of 6: another extension has changed Attention.forward" in report_of(clone)
+
+
+def test_a_run_in_which_another_pack_runs_the_transformer_is_not_called_fused():
+    model = stock()
+    transformer = model.model.diffusion_model
+    own = transformer._forward
+
+    def theirs(executor, *given, **named):
+        with mock.patch.object(transformer, "_forward", own):
+            return executor(*given, **named)
+
+    clone = optimize(model, HOST_ATTENTION)
+    sample(clone)
+    assert "blocks: fused, 4 of 4" in report_of(clone)
+    clone.add_wrapper(WrappersMP.APPLY_MODEL, theirs)
+    assert_same(sample(model), sample(clone))
+    line = "blocks: ComfyUI's own: another extension runs the transformer its own way"
+    assert line in report_of(clone) and "fused" not in report_of(clone)
 
 
 def test_a_module_that_is_replaced_in_one_block_leaves_that_block_to_comfyui():

@@ -5,6 +5,7 @@ import comfy.sample
 import comfy.sd
 import pytest
 import torch
+from comfy.patcher_extension import WrappersMP
 from narrow_21 import TEXT, model_21, random
 
 from qwen_l40s.hosts.comfyui.contract import knows_single_stream
@@ -113,3 +114,31 @@ def test_a_report_says_what_ran():
     text = report_run(model, None, None).text
     assert "Sampled: 128x128, batch 1, 3 steps" in text
     assert "blocks: fused, 6 of 6 in 3 forward passes" in text
+
+
+def test_a_function_of_comfyuis_own_that_is_replaced_late_is_heeded(monkeypatch):
+    import comfy.ldm.qwen_image21.model as qwen_image21  # of a newer ComfyUI
+
+    model, steps = model_21(), []
+    own = qwen_image21._gated_residual
+
+    def wrap(executor, *given, **named):
+        steps.append(1)
+        if len(steps) > 1:
+            halved = lambda x, y, *rest: own(x, y * 0.5, *rest)  # noqa: E731
+            monkeypatch.setattr(qwen_image21, "_gated_residual", halved)
+        return executor(*given, **named)
+
+    def changed(model):
+        clone = model.clone()
+        clone.add_wrapper(WrappersMP.DIFFUSION_MODEL, wrap)
+        steps.clear()
+        found = sample(clone)
+        monkeypatch.undo()
+        return found, clone
+
+    known, _ = changed(model)
+    assert not close(known, sample(model))
+    found, clone = changed(optimize(model))
+    assert close(found, known)
+    assert "has changed comfy.ldm.qwen_image21.model._gated_residual" in report_of(clone)

@@ -639,9 +639,9 @@ def test_results_without_a_following_block_stay_as_they_are():
         (lambda block: setattr(block, "img_norm1", torch.nn.LayerNorm(DIM)), "have weights"),
         (lambda block: setattr(block.img_norm2, "eps", 1e-5), "differ in form"),
         (lambda block: setattr(block.txt_mlp.net[0], "approximate", "none"), "not the tanh form"),
-        (lambda block: setattr(block.attn, "norm_k", None), "its form is unknown"),
+        (lambda block: setattr(block.attn, "norm_k", None), "the form of a block is unknown"),
         (lambda block: setattr(block.attn, "heads", 3), "heads of 21, not 16"),
-        (lambda block: delattr(block, "txt_mlp"), "its form is unknown"),
+        (lambda block: delattr(block, "txt_mlp"), "the form of a block is unknown"),
     ],
 )
 def test_block_of_another_form_is_told(change, reason):
@@ -706,7 +706,7 @@ def test_each_timestep_goes_alone_through_every_layer():
             return torch.cat([self.part(row[None]) for row in x]) + self.changes * len(x)
 
     for changes, block in zip((0, 1e-3, 1e-3), blocks, strict=True):
-        block.img_mod[1] = Batched(block.img_mod[1], changes)
+        block.img_mod = Batched(block.img_mod, changes)
     schedule = embeddings(4, 1, torch.float32)
     table = ModulationTable(blocks)
     table.entry(schedule[0], 1, schedule=lambda: schedule)

@@ -151,7 +151,10 @@ class ComfyPass(DoubleStream):
 
     lasting = staticmethod(compiler.unrecorded)
     failed = staticmethod(compiler.failed)
-    clean_up = staticmethod(compiler.clean_up)
+
+    def clean_up(self) -> None:
+        """As of `HostPass`."""
+        compiler.clean_up(self.blocks)
 
     def fallback(self) -> Fallback | None:
         """Options that a node has set for the whole pass."""
@@ -220,6 +223,8 @@ class SingleStreamPass(ComfyPass):
         self._fills = False
         self._turned: torch.Tensor | None = None  # what the step's rotation was made of
         self._step: Step | None = None
+        self._slot: Any = None  # of the prefix cache
+        self._prefixes: Sequence[Prefix] | None = None
 
     def fallback(self) -> Fallback | None:
         """As of 1.x, or another ComfyUI than is known here."""
@@ -276,17 +281,21 @@ class SingleStreamPass(ComfyPass):
         """The image alone."""
         return streams[1]
 
-    @functools.cached_property
+    @property
     def prefixes(self) -> Sequence[Prefix] | None:
         """Of ComfyUI's prefix cache, where it lies on the card as it is read."""
         cache = self.owner.diffusion_model.prefix_cache
         try:
+            # A pack may call the transformer with several prompts, each of which has a slot.
+            if self._slot is cache.slot and self._prefixes is not None:
+                return self._prefixes
+            self._slot, self._prefixes = cache.slot, None
             blocks = cache.slot["blocks"]
-            if cache.dtype != "default" or cache.store_device != self.device:
-                return None
-            return [Prefix(*blocks[index].unbind(1)) for index in range(len(self.blocks))]
+            if cache.dtype == "default" and cache.store_device == self.device:
+                self._prefixes = [Prefix(*blocks[i].unbind(1)) for i in range(len(self.blocks))]
         except (AttributeError, KeyError, TypeError):  # it is off, or another
             return None
+        return self._prefixes
 
     def entry(self, embedding: Any, batch: int) -> Entry:
         """From the modulation of all blocks: (scale, tanh of the gate) twice, and a zero."""

@@ -36,6 +36,7 @@ FORMAT_BY_LAYOUT = {
 }
 # Made once: every layer is asked in every forward pass.
 _row_format = functools.cache(RowFormat)
+NOT_YET = Fallback("no fused block has asked for the weights")
 
 
 class ComfyLayers:
@@ -48,7 +49,7 @@ class ComfyLayers:
 
     Attributes:
         beside: The model's LoRAs as bypass.
-        moving: Why the pass holds no weights; None where it does.
+        moving: Why the pass holds no weights; None where it does, or did.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class ComfyLayers:
         shape: torch.Size,
         weights: MutableMapping[Any, HeldWeights] | None = None,
     ) -> None:
-        self.moving: Fallback | None = None
+        self.moving: Fallback | None = NOT_YET
         self._model, self._shape = model, shape
         weights = {} if weights is None else weights
         self._weights = weights.setdefault(model, HeldWeights())
@@ -130,7 +131,8 @@ class ComfyLayers:
     def low_rank(self, layer: torch.nn.Module) -> LowRank | None:
         return self.beside.lows.get(layer)
 
-    def any_foreign(self, layers: Sequence[torch.nn.Module]) -> bool:
+    @staticmethod
+    def any_foreign(layers: Sequence[torch.nn.Module]) -> bool:
         return any(map(is_foreign, layers))
 
     def rounds(self, layer: torch.nn.Module) -> bool:

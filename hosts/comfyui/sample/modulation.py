@@ -33,11 +33,13 @@ class Call(NamedTuple):
         t: Sigmas as APPLY_MODEL wrappers get them, (batch,).
         options: The transformer_options; ComfyUI's samplers put the schedule into them.
         extra: The further conditions of the forward pass.
+        blocks: The model's, as the call began; another extension may exchange one inside of it.
     """
 
     t: torch.Tensor
     options: dict[str, Any]
     extra: dict[str, Any]
+    blocks: Sequence[torch.nn.Module]
 
 
 class _Current(NamedTuple):
@@ -67,6 +69,7 @@ class ModelModulation:
     def __init__(self, model: Any) -> None:
         # Nothing here may hold the model or a part of it: its memory has to go when it goes.
         self._model = weakref.ref(model)
+        self._call: Call | None = None
         self._patcher: Callable[[], ModelPatcher | None] = lambda: None
         layers = off_card_layers(model)
         for layer in layers:
@@ -76,7 +79,6 @@ class ModelModulation:
         self.table = ModulationTable(self._blocks, compute=lambda *given: compute()(*given))
         weakref.finalize(model, self.table.drop).atexit = False
         self.figures, self.passes = TableFigures(), PassFigures()
-        self._call: Call | None = None
         self._current: _Current | None = None
 
     @classmethod
@@ -162,8 +164,9 @@ class ModelModulation:
         executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """APPLY_MODEL wrapper of a model with off-card layers: its own blocks use the table."""
-        call = Call(t, options_of(args, kwargs), kwargs)
-        with ModelModulation.of(executor.class_obj).during(call):
+        model = executor.class_obj
+        call = Call(t, options_of(args, kwargs), kwargs, blocks_of(model.diffusion_model))
+        with ModelModulation.of(model).during(call):
             return executor(x, t, *args, **kwargs)
 
     @staticmethod
@@ -198,7 +201,7 @@ class ModelModulation:
 
     @property
     def _blocks(self) -> Sequence[torch.nn.Module]:
-        return blocks_of(self._model().diffusion_model)
+        return self._call.blocks if self._call else blocks_of(self._model().diffusion_model)
 
     def _fallback(self) -> Fallback | None:
         """Why no table can stand in for the weights."""
@@ -231,7 +234,7 @@ class ModelModulation:
 
     def _schedule(self, embedding: torch.Tensor) -> list[torch.Tensor]:
         """The embeddings of the run's timesteps in order; none where ComfyUI does not tell."""
-        t, options, extra = self._call
+        t, options, extra, _ = self._call
         sigmas = options.get("sample_sigmas")
         if sigmas is None or len(sigmas) < 3:
             return []

@@ -25,7 +25,7 @@ from ....optimizations.cards.split import LostCopyError
 from ....optimizations.run import Optimization
 from ..lora.bypass import bypassed
 from .attention import SLOT, FileAttention, SlotAttention
-from .call import control_of, idle_models, is_compiled, options_of
+from .call import control_of, idle_models, is_compiled, is_skipped, options_of
 from .forward import PASSES, QWEN_IMAGE_21
 from .held import HeldWeights, drop_row_scales
 from .modulation import Call, ModelModulation
@@ -165,12 +165,17 @@ class ComfyOptimization(Optimization):
                     self._bring(each)
                 for peer in idle:
                     stack.enter_context(bypassed(peer))
-                stack.enter_context(ModelModulation.of(model).during(Call(t, options, kwargs)))
+                stack.enter_context(
+                    ModelModulation.of(model).during(Call(t, options, kwargs, host.blocks))
+                )
                 # Compiled, it would trace what stands there; 2.1's may be gone in a newer ComfyUI.
                 if not is_compiled(options) and hasattr(model.diffusion_model, "_forward"):
                     run = functools.partial(self.run_pass, host)
-                    stack.enter_context(_inside(model.diffusion_model, run))
-                    return executor(x, t, *args, **kwargs)
+                    runs = stack.enter_context(_inside(model.diffusion_model, run))
+                    output = executor(x, t, *args, **kwargs)
+                    if not (runs or is_skipped(options)):
+                        self.pass_by(model)
+                    return output
                 return self.run_pass(host, lambda: executor(x, t, *args, **kwargs))
         finally:
             if own is not None:
@@ -189,21 +194,24 @@ class ComfyOptimization(Optimization):
 @contextmanager
 def _inside(
     transformer: torch.nn.Module, run: Callable[[Callable[[], Any]], Any]
-) -> Iterator[None]:
+) -> Iterator[list[bool]]:
     """Has `run` make the calls of the transformer, inside of all wrappers: a pass that it makes
-    twice is one step to other packs.
+    twice is one step to other packs. Gives a list that has an item for each call.
     """
     own = transformer.__dict__
     before, inner = own.get("_forward"), transformer._forward
-    going = True
+    going, runs = True, []
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         call = functools.partial(inner, *args, **kwargs)
-        return run(call) if going else call()
+        if not going:
+            return call()
+        runs.append(True)
+        return run(call)
 
     own["_forward"] = forward
     try:
-        yield
+        yield runs
     finally:
         going = False  # for a pack that has wrapped it meanwhile
         if own.get("_forward") is forward:
