@@ -15,7 +15,7 @@ import torch
 
 from ..machine.lanes import lane_between
 from .attention import ChosenAttention
-from .blocks.block_form import UnknownForm, is_changed
+from .blocks.block_form import is_changed
 from .blocks.graphs import PassMemory
 from .blocks.host import HostPass, PreparedModel
 from .blocks.passes import ForwardPass, WatchedError, is_finite
@@ -304,8 +304,8 @@ def _whole_pass_fallback(prepared: PreparedModel, host: HostPass) -> Fallback | 
         )
     if found := host.fallback():
         return found
-    if other := next((it for it in prepared.unsupported if isinstance(it, UnknownForm)), None):
-        return other
+    if prepared.unknown:
+        return prepared.unknown
     if any(map(is_changed, host.blocks)):
         return Fallback("another extension has changed the blocks, as offloading and caching do")
     return None

@@ -88,10 +88,6 @@ class ModulationLayer(NamedTuple):
     module: torch.nn.Module
 
 
-class UnknownForm(Fallback):
-    """A block has other parts: nothing is known of its modulation either."""
-
-
 def blocks_of(transformer: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
     """The blocks of a host's transformer, in order."""
     return tuple(transformer.transformer_blocks)
@@ -144,6 +140,14 @@ def modulation_layers(blocks: Sequence[torch.nn.Module]) -> Iterator[ModulationL
             yield ModulationLayer(index, stream, getattr(block, name))
 
 
+def unknown_modulation(blocks: Sequence[torch.nn.Module]) -> Fallback | None:
+    """Why there is no modulation of all blocks; None where they agree."""
+    names = MODULATION.values()
+    if len({tuple(hasattr(block, name) for name in names) for block in blocks}) > 1:
+        return Fallback("another extension has put a block of another form among the others")
+    return None
+
+
 def unsupported_block(block: torch.nn.Module, dtype: torch.dtype) -> Fallback | None:
     """Why the executor does not compute a block; None when it does.
 
@@ -158,7 +162,7 @@ def unsupported_block(block: torch.nn.Module, dtype: torch.dtype) -> Fallback | 
         dim, heads = attn.to_q.out_features, attn.heads
         layers = [part_of(block, name) for name in layout.places]
     except AttributeError as error:
-        return UnknownForm(f"the form of a block is unknown: {error}")
+        return Fallback(f"its form is unknown: {error}")
     for name, module in modules.items():
         if is_changed(module):
             return Fallback(f"{name} has been changed by another extension")

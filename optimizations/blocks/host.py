@@ -17,7 +17,7 @@ from ..fallback import Fallback
 from ..fused import choose_ops
 from ..modulation import Entry
 from .block import KnownBlock, Layers, Step
-from .block_form import classes_of, token_layers, unsupported_block
+from .block_form import classes_of, token_layers, unknown_modulation, unsupported_block
 from .graphs import GraphFigures
 from .own_code import OwnCode
 from .self_check import FirstBlockCheck, Streams
@@ -205,6 +205,7 @@ class PreparedModel:
 
     Attributes:
         ops: The kernels; a `Fallback` where there are none.
+        unknown: Why there is no modulation of all blocks; None where there is.
         unsupported: Of each block, why the executor does not compute it.
         kinds: Of their layers, with how many.
         quantized: Whether any is.
@@ -218,6 +219,7 @@ class PreparedModel:
         self.ops = choose_ops(host.device)
         forms = list(map(classes_of, host.blocks))
         usual = Counter(forms).most_common(1)[0][0]
+        self.unknown = unknown_modulation(host.blocks)
         self.unsupported = [
             unsupported_block(block, host.dtype)
             or host.unsupported(block)

@@ -174,7 +174,7 @@ def test_a_block_that_is_wrapped_late_is_heeded():
     found, clone = LateChange(model, change).sample(optimize(model, HOST_ATTENTION))
     assert difference(known, sample(model, steps=STEPS)) > 1e-4
     assert_same(known, found)
-    assert "the form of a block is unknown" in report_of(clone)
+    assert "a block of another form among the others" in report_of(clone)
 
 
 def test_a_function_that_is_replaced_late_is_heeded_where_the_first_block_is_comfyuis():

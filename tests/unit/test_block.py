@@ -639,9 +639,9 @@ def test_results_without_a_following_block_stay_as_they_are():
         (lambda block: setattr(block, "img_norm1", torch.nn.LayerNorm(DIM)), "have weights"),
         (lambda block: setattr(block.img_norm2, "eps", 1e-5), "differ in form"),
         (lambda block: setattr(block.txt_mlp.net[0], "approximate", "none"), "not the tanh form"),
-        (lambda block: setattr(block.attn, "norm_k", None), "the form of a block is unknown"),
+        (lambda block: setattr(block.attn, "norm_k", None), "its form is unknown"),
         (lambda block: setattr(block.attn, "heads", 3), "heads of 21, not 16"),
-        (lambda block: delattr(block, "txt_mlp"), "the form of a block is unknown"),
+        (lambda block: delattr(block, "txt_mlp"), "its form is unknown"),
     ],
 )
 def test_block_of_another_form_is_told(change, reason):

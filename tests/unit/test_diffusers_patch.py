@@ -763,7 +763,7 @@ def test_modules_and_blocks_that_are_exchanged_between_runs(fused):
     assert "diffusers' own, 1 of 3: its LayerNorms have weights" in optimized.report()
     blocks[0].attn = Own()
     same(2)
-    assert "the form of a block is unknown" in optimized.report()
+    assert "its form is unknown" in optimized.report()
     other = new_model()
     for weight in other.parameters():
         weight.mul_(0.7)
