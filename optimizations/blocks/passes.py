@@ -95,9 +95,9 @@ class ForwardPass:
             arguments = {**dict(zip(host.names, positional, strict=False)), **arguments}
             positional = positional[len(host.names) :]
         if self._handed is not None:
-            return host.output(self._hand_on(index, block, positional, arguments))
+            return host.output(self._hand_on(index, positional, arguments))
         prepared = self._prepared
-        refusal = self._look(index, block) or prepared.unsupported[index] or prepared.check.failed
+        refusal = self._look(index) or prepared.unsupported[index] or prepared.check.failed
         inputs = refusal or host.inputs(block, positional, arguments)
         if inputs is None or isinstance(inputs, Fallback):
             if inputs is not None:
@@ -154,14 +154,14 @@ class ForwardPass:
         self._fall_back(check.failed, 1)
         return expected
 
-    def _look(self, index: int, block: torch.nn.Module) -> Fallback | None:
+    def _look(self, index: int) -> Fallback | None:
         """Why the host's blocks run from this one on: another extension has changed a block."""
         if self._changed is None:
             # Each block looks at its own, also where a graph has run it: before a replay, a look at
             # all of them would keep the card waiting for 0.5 ms.
             replaced = None if self._looked else self._code.replaced()
             self._looked = True
-            self._changed = replaced or self._code.changed_in(index, block)
+            self._changed = replaced or self._code.changed_in(index)
             if self._changed is not None:
                 self._prepared.exchanged = True
                 self._memory.release()  # graphs of the blocks as they were
@@ -398,14 +398,12 @@ class ForwardPass:
             return "some blocks do not run fused"
         return self._host.no_graphs()
 
-    def _hand_on(
-        self, index: int, block: torch.nn.Module, positional: tuple, arguments: dict[str, Any]
-    ) -> Streams:
+    def _hand_on(self, index: int, positional: tuple, arguments: dict[str, Any]) -> Streams:
         """What a block returns whose result a graph has computed."""
         (text, image), result = self._handed
         given = text, image, self._embedding
         unchanged = self._host.unchanged(index, positional, arguments, given)
-        if not unchanged or self._code.changed_in(index, block):
+        if not unchanged or self._code.changed_in(index):
             raise WatchedError
         return result if index + 1 == len(self._host.blocks) else (text, image)
 

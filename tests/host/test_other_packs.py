@@ -157,24 +157,24 @@ def test_a_late_change_of_a_block_is_heeded(name):
     assert f"ComfyUI's own, {own} of 6" in report, report
 
 
-def test_a_class_that_one_module_takes_late_is_heeded():
-    model = stock()
-    change = lambda blocks: of_another_class(blocks[1].attn)  # noqa: E731
-    known, _ = LateChange(model, change).sample(model)
-    found, clone = LateChange(model, change).sample(optimize(model, HOST_ATTENTION))
-    assert difference(known, sample(model, steps=STEPS)) > 1e-4
-    assert_same(known, found)
-    assert "own, 2 of 6: another extension has changed attn of block 1" in report_of(clone)
+EXCHANGES = {
+    "own, 2 of 6: another extension has changed attn of block 1": lambda blocks: of_another_class(
+        blocks[1].attn
+    ),
+    "a block of another form among the others": lambda blocks: exchanged(
+        blocks, 0, Wrapped(blocks[0])
+    ),
+}
 
 
-def test_a_block_that_is_wrapped_late_is_heeded():
+@pytest.mark.parametrize("said", EXCHANGES)
+def test_a_class_or_a_block_that_is_exchanged_late_is_heeded(said):
     model = stock()
-    change = lambda blocks: exchanged(blocks, 0, Wrapped(blocks[0]))  # noqa: E731
-    known, _ = LateChange(model, change).sample(model)
-    found, clone = LateChange(model, change).sample(optimize(model, HOST_ATTENTION))
+    known, _ = LateChange(model, EXCHANGES[said]).sample(model)
+    found, clone = LateChange(model, EXCHANGES[said]).sample(optimize(model, HOST_ATTENTION))
     assert difference(known, sample(model, steps=STEPS)) > 1e-4
     assert_same(known, found)
-    assert "a block of another form among the others" in report_of(clone)
+    assert said in report_of(clone)
 
 
 def test_a_function_that_is_replaced_late_is_heeded_where_the_first_block_is_comfyuis():
