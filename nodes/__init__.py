@@ -13,8 +13,8 @@ from .guidance import QwenL40SCFGNorm
 from .loaders import QwenL40SLoad, QwenL40SLoadModel, QwenL40SLoadTextEncoder, QwenL40SLoadVAE
 from .lora import QwenL40SLoadLora
 from .optimize import QwenL40SOptimize
-from .quantize import QwenL40SSaveQuantized
 from .report import QwenL40SReport
+from .save import QwenL40SSaveImage, QwenL40SSaveQuantized
 from .split_cards import QwenL40SSplitCards
 from .step_cache import QwenL40SStepCache
 from .vae import QwenL40SVAEDecode, QwenL40SVAEEncode
@@ -33,6 +33,7 @@ NODES: list[type[io.ComfyNode]] = [
     QwenL40SStepCache,
     QwenL40SVAEDecode,
     QwenL40SVAEEncode,
+    QwenL40SSaveImage,
     QwenL40SSaveQuantized,
     QwenL40SEstimateVRAM,
     QwenL40SAdviseGPU,

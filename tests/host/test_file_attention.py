@@ -19,7 +19,7 @@ from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
 from qwen_l40s.hosts.comfyui.sample.attention import SLOT
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of, restore
 from qwen_l40s.hosts.comfyui.sample.run import OPTIMIZATION_KEY
-from qwen_l40s.nodes.quantize import QwenL40SSaveQuantized
+from qwen_l40s.nodes.save import QwenL40SSaveQuantized
 
 __test__ = hasattr(attention, "ComfyAttention")  # 0.33 does not read it
 pytestmark = pytest.mark.usefixtures("inference_mode")

@@ -37,7 +37,7 @@ from qwen_l40s.nodes.loaders import (
 )
 from qwen_l40s.nodes.lora import QwenL40SLoadLora
 from qwen_l40s.nodes.optimize import QwenL40SOptimize
-from qwen_l40s.nodes.quantize import QwenL40SSaveQuantized
+from qwen_l40s.nodes.save import QwenL40SSaveQuantized
 from qwen_l40s.nodes.step_cache import QwenL40SStepCache
 from qwen_l40s.nodes.vae import QwenL40SVAEDecode, QwenL40SVAEEncode
 from qwen_l40s.spec.formats import CardFacts

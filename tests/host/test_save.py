@@ -24,7 +24,7 @@ from qwen_l40s.loaders.quantize import dequantize_rows, quantize_rows
 from qwen_l40s.loaders.source import open_source
 from qwen_l40s.loaders.stored import rotate
 from qwen_l40s.nodes.lora import QwenL40SLoadLora
-from qwen_l40s.nodes.quantize import QwenL40SSaveQuantized
+from qwen_l40s.nodes.save import QwenL40SSaveQuantized
 from qwen_l40s.spec.formats import QUANTIZED
 
 pytestmark = pytest.mark.usefixtures("inference_mode")

@@ -57,6 +57,7 @@ def test_the_pack_is_imported_under_a_name_with_a_dash_and_a_dot(server: Server)
         "QwenL40S_LoadVAE",
         "QwenL40S_Optimize",
         "QwenL40S_Report",
+        "QwenL40S_SaveImage",
         "QwenL40S_SaveQuantized",
         "QwenL40S_SplitCards",
         "QwenL40S_StepCache",

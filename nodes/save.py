@@ -1,0 +1,155 @@
+"""The nodes that write files: images, and a quantized model."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+import comfy.utils
+import folder_paths
+from comfy_api.latest import io
+
+from ..errors import SettingError
+from ..loaders.header import PICKLE_SUFFIXES
+from ..loaders.quantized_file import check_destination
+from .common import CATEGORY, require_host, with_report
+from .loaders import keep_input, keep_patterns
+
+OTHER_FORMATS = (*PICKLE_SUFFIXES, ".gguf", ".sft")
+
+
+def _destination(filename: str) -> Path:
+    """A path inside models/diffusion_models; a name cannot leave it."""
+    name = PurePosixPath(filename.strip())
+    outside = name.is_absolute() or ".." in name.parts or "\\" in filename or ":" in filename
+    if outside or name.name in ("", ".safetensors"):
+        raise SettingError(
+            f"filename {filename!r} is not a name inside models/diffusion_models: choose one such "
+            "as qwen_image_int8.safetensors."
+        )
+    if name.suffix.lower() in OTHER_FORMATS:
+        raise SettingError(
+            f"filename {filename!r} ends in {name.suffix}, but this node writes .safetensors "
+            f"files: name it {name.stem}.safetensors."
+        )
+    if name.suffix != ".safetensors":
+        name = name.with_name(f"{name.name}.safetensors")
+    folders = [Path(folder) for folder in folder_paths.get_folder_paths("diffusion_models")]
+    # ComfyUI lists its older models/unet first.
+    own = [folder for folder in folders if folder.name == "diffusion_models"]
+    return (own or folders)[0] / name
+
+
+class QwenL40SSaveQuantized(io.ComfyNode):
+    """Writes a MODEL in fp8 or int8."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="QwenL40S_SaveQuantized",
+            display_name="Save Quantized Qwen-Image",
+            category=CATEGORY,
+            description="Writes the model, with its merged LoRAs, to models/diffusion_models at "
+            "two thirds of its bf16 size. ComfyUI's own loader also reads the int8 files; the fp8 "
+            "files, with a scale for each row, need this pack.",
+            search_aliases=[
+                "quantize",
+                "save model",
+                "model save",
+                "checkpoint save",
+                "convert to fp8",
+                "convert to int8",
+                "merge lora into model",
+            ],
+            is_output_node=True,
+            inputs=[
+                io.Model.Input(
+                    "model", tooltip="Load it in bf16, so that each weight is rounded only once."
+                ),
+                io.Combo.Input(
+                    "precision",
+                    options=["int8", "fp8"],
+                    default="int8",
+                    tooltip="int8: closer to bf16, and ComfyUI's own loader reads it. fp8: fast on "
+                    "Ada cards and newer.",
+                ),
+                io.String.Input(
+                    "filename",
+                    default="qwen_image_int8.safetensors",
+                    tooltip="A name inside models/diffusion_models; it may include subfolders. "
+                    ".safetensors is added if it is missing.",
+                ),
+                io.Boolean.Input(
+                    "overwrite", default=False, tooltip="Replaces the file if it exists."
+                ),
+                keep_input(),
+            ],
+            outputs=[
+                io.String.Output("report", tooltip="What was written, and which loaders read it.")
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(cls, filename: str | None, overwrite: bool | None) -> bool:
+        # Raised, as in the loaders. A linked input is None; a folder is made when it runs.
+        if isinstance(filename, str) and (destination := _destination(filename)).exists():
+            check_destination(destination, overwrite=overwrite is not False)
+        return True
+
+    @classmethod
+    def execute(
+        cls,
+        model: io.Model.Type,
+        precision: str,
+        filename: str,
+        overwrite: bool,
+        keep_in_bf16: str = "",
+    ) -> io.NodeOutput:
+        require_host()
+        from ..hosts.comfyui.save import save_quantized
+
+        destination = _destination(filename)
+        bar = comfy.utils.ProgressBar(1)
+        saved = save_quantized(
+            model,
+            destination,
+            precision,
+            keep_patterns(keep_in_bf16),
+            overwrite=overwrite,
+            progress=lambda done, total: bar.update_absolute(done, total),
+        )
+        return with_report(report=saved.text())
+
+
+class QwenL40SSaveImage(io.ComfyNode):
+    """Images to PNG files."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="QwenL40S_SaveImage",
+            display_name="Save Image Qwen-Image",
+            category=CATEGORY,
+            description="Save Image in about a tenth of the time: PNG files with the same pixels, "
+            "names and workflow inside, a few percent larger. It replaces no file.",
+            search_aliases=["save", "save image", "export image", "write image", "png", "download"],
+            is_output_node=True,
+            inputs=[
+                io.Image.Input("images", tooltip="The images to save."),
+                io.String.Input(
+                    "filename_prefix",
+                    default="ComfyUI",
+                    tooltip="What the names begin with, as in Save Image: it may include folders, "
+                    "%date:yyyy-MM-dd%, %batch_num% or a value of a node, %KSampler.seed%.",
+                ),
+            ],
+            outputs=[io.Image.Output(display_name="images", tooltip="The images, unchanged.")],
+            hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
+        )
+
+    @classmethod
+    def execute(cls, images: io.Image.Type, filename_prefix: str) -> io.NodeOutput:
+        from ..hosts.comfyui.save_images import save_images
+
+        hidden = cls.hidden
+        saved = save_images(images, filename_prefix, hidden.prompt, hidden.extra_pnginfo)
+        return io.NodeOutput(images, ui={"images": saved})
