@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import filecmp
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..files import name_file
 from .graph.workflow import title
 from .journal import DiskError
 from .server import Server
@@ -134,18 +133,11 @@ def texts_of(entry: Mapping[str, Any], graph: Mapping[str, Any]) -> dict[str, li
 
 
 def _linked(part: Path, path: Path) -> bool:
-    """Whether the file has the name now, or had it; unlike a rename, a link replaces nothing."""
+    """Whether the file has the name now, or had it."""
     try:
-        os.link(part, path)
+        name_file(part, path)
     except FileExistsError:
         return filecmp.cmp(part, path, shallow=False)
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        # A file system without hard links.
-        if path.exists():
-            return filecmp.cmp(part, path, shallow=False)
-        part.rename(path)
     return True
 
 
