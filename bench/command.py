@@ -114,7 +114,7 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
             check_target(f"--{name}", getattr(args, name))
     if args.plot and not args.plot.lower().endswith(".png"):
         raise SettingError(f"--plot {args.plot!r} must end in .png.")
-    more = {"psutil": args.device == "cpu", "PIL": bool(args.plot)}
+    more = {"psutil": args.device == "cpu", "PIL": bool(args.plot), "numpy": bool(args.plot)}
     require_packages("bench", ["torch", *(name for name, wanted in more.items() if wanted)])
     from .forward import Repeats
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -60,13 +59,13 @@ def check_plot(path: str) -> None:
 
     Raises:
         SettingError: the name does not end in .png, or is a folder.
-        UnavailableError: PIL is missing, or the folder cannot be written.
+        UnavailableError: a package is missing, or the folder cannot be written.
     """
     if not path.lower().endswith(".png"):
         raise SettingError(f"--plot must end in .png, got {path!r}.")
-    if find_spec("PIL") is None:
+    if not (find_spec("PIL") and find_spec("numpy")):
         raise UnavailableError(
-            "--plot needs pillow, which is missing: run `pip install pillow`, or leave it out."
+            "--plot needs pillow and numpy: run `pip install pillow numpy`, or leave it out."
         )
     check_target("--plot", path)
 
@@ -142,15 +141,16 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def png_bytes(image: Image.Image, metadata: Mapping[str, Any] | None = None) -> bytes:
-    """Encodes a PNG that carries `metadata`, if any, as JSON in its text chunk `qwen_l40s`."""
+    """Encodes an RGB or RGBA image with `metadata`, if any, as JSON in a text chunk `qwen_l40s`."""
+    import numpy as np
     from PIL.PngImagePlugin import PngInfo
+
+    from ..png import encode
 
     text = PngInfo()
     if metadata is not None:
         text.add_text(METADATA_KEY, json.dumps(metadata))
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", pnginfo=text)
-    return buffer.getvalue()
+    return b"".join(encode(np.asarray(image), text))
 
 
 # A contact sheet: pixels between its images, and of its captions.

@@ -1,6 +1,7 @@
 """PNG files: the pixels that PIL reads, the bytes of the texts, the size beside PIL's."""
 
 import io
+import json
 import struct
 import tracemalloc
 import zlib
@@ -13,6 +14,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from qwen_l40s import png
+from qwen_l40s.cli.output import png_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = [
@@ -110,3 +112,14 @@ def test_a_large_image_takes_little_memory(deflater):
     finally:
         tracemalloc.stop()
     assert peak < 2**23
+
+
+def test_the_command_writes_its_images_with_it():
+    """Their settings are in them."""
+    image = Image.fromarray(np.random.default_rng(1).integers(0, 256, (48, 64, 3), np.uint8))
+    settings = {"prompt": "a 画", "seed": 3}
+    pixels = b"".join(png.encode(np.asarray(image)))
+    found = png_bytes(image, settings)
+    assert decoded(found).text == {"qwen_l40s": json.dumps(settings)}
+    kinds = {b"IHDR", b"IDAT", b"IEND"}
+    assert [each for each in chunks(found) if each[0] in kinds] == list(chunks(pixels))
