@@ -1,6 +1,7 @@
 /**
  * Shows on the nodes of this pack what they say: the summary after a run, and the reason when
- * ComfyUI refuses a prompt or a node fails. Nodes of other packs are left alone.
+ * ComfyUI refuses a prompt or a node fails. Fills in the names of what they save. Nodes of other
+ * packs are left alone.
  */
 
 import { api } from "../../scripts/api.js"
@@ -194,6 +195,14 @@ function renameValues(node) {
     }
 }
 
+/** Fills in %date:…% and %Node.widget%, which the page does for a list of ComfyUI's own nodes. */
+function fillInName(node) {
+    const widget = node.widgets?.find((widget) => widget.name === "filename_prefix")
+    if (!widget) return
+    const { applyTextReplacements } = window.comfyAPI.utils
+    widget.serializeValue = () => applyTextReplacements(app.graph, String(widget.value))
+}
+
 /** Runs an action for the page; its errors go to the console. */
 function safely(action) {
     try {
@@ -233,6 +242,10 @@ app.registerExtension({
             onExecuted?.apply(this, arguments)
             safely(() => ran(this, output))
         }
+    },
+
+    nodeCreated(node) {
+        if (isOurs(node)) safely(() => fillInName(node))
     },
 
     // The page opened another tab, and remembers what its nodes said.

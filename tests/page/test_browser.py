@@ -276,6 +276,36 @@ def test_a_step_cache_shows_settings_for_custom_alone(page: ComfyPage):
     assert page.nodes()[0]["widgets"] == inputs | {"cache.budget": 0.25}
 
 
+def test_a_name_is_filled_in_as_of_comfyuis_node(page: ComfyPage):
+    """The saved graph keeps it as it was typed; the date is that of Save Image beside it."""
+    typed = "%date:yyyy-MM-dd%/%Size.width%x%Size.height% %Save.nothing% %batch_num%"
+    page.empty()
+    page.page.evaluate(
+        """typed => {
+            for (const [type, title] of Object.entries({
+                EmptyLatentImage: "Size", SaveImage: "Theirs", QwenL40S_SaveImage: "Ours",
+            })) {
+                const node = window.LiteGraph.createNode(type)
+                node.title = title
+                window.app.graph.add(node)
+                for (const widget of node.widgets) {
+                    if (widget.name === "filename_prefix") widget.value = typed
+                    if (widget.name === "width") widget.value = 1328
+                }
+            }
+        }""",
+        typed,
+    )
+    page.draw()
+    nodes = by_title(page.prompt())
+    (ours, theirs) = (nodes[title][1]["filename_prefix"] for title in ("Ours", "Theirs"))
+    assert ours == theirs
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d/1328x512 %Save.nothing% %batch_num%", ours)
+    saved = page.page.evaluate("() => window.app.graph.serialize()")["nodes"]
+    values = {node["title"]: node["widgets_values"] for node in saved}
+    assert values["Ours"] == values["Theirs"] == [typed]
+
+
 def test_the_search_finds_each_node_by_its_aliases(page: ComfyPage):
     classes = page.server.client.get("/object_info").json()
     search = page.open_search()
