@@ -161,7 +161,7 @@ def test_run_shows_the_picture_and_the_picture_gives_the_graph_back(
     entry = classic.run()
     assert entry["status"]["status_str"] == "success", entry["status"]
     (image,) = next(o["images"] for o in entry["outputs"].values() if "images" in o)
-    source, drawn = classic.picture("Save Image")
+    source, drawn = classic.picture("Save Image Qwen-Image")
     assert f"filename={image['filename']}&" in source
     file = server.base / "output" / image["filename"]
     saved = Image.open(file)

@@ -162,7 +162,7 @@ def decode(workflow: Workflow, latent: Link, vae: Link, *, folded: bool = False)
 def save(workflow: Workflow, images: Link, prefix: str = "") -> Node:
     """Images to files that are called as the workflow is, or otherwise."""
     prefix = prefix or workflow.name
-    return workflow.add("save", "SaveImage", IMAGE, images=images, filename_prefix=prefix)
+    return workflow.add("save", "QwenL40S_SaveImage", IMAGE, images=images, filename_prefix=prefix)
 
 
 # The note in each workflow: what it does, which files, what it takes, what to change first.

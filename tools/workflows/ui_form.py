@@ -58,11 +58,12 @@ WIDER_NOTE = 140
 WIDGET_EDGE, WIDGET_LETTER = 90, 6.4
 # Of nodes that show a picture: how high that is at least.
 PICTURE = 220
-SHOWN = {"SaveImage": PICTURE, "LoadImage": PICTURE, "QwenL40S_EstimateVRAM": PICTURE}
+SHOWN = {"QwenL40S_SaveImage": PICTURE, "LoadImage": PICTURE, "QwenL40S_EstimateVRAM": PICTURE}
 SHOWN |= {"PreviewImage": PICTURE, "QwenL40S_AdviseGPU": PICTURE, "QwenL40S_Report": PICTURE}
 BADGED = {"FluxKontextMultiReferenceLatentMethod"}  # of ComfyUI's own: with the word BETA
 # How much a node grows when it says what it did, or below it what is wrong with it.
 SAYS, ISSUES = 148, 28
+SAYS_NOTHING = {"QwenL40S_SaveImage"}  # unless it fails
 READS_FILE = {"LoadImage", "ControlNetLoader"}  # of ComfyUI's own: a file may be missing
 # The page says in the upper right corner, over the last column, that files are missing.
 CORNER = 105
@@ -166,7 +167,7 @@ def room_below(node: Node) -> int:
     """What stays free below a node, into which it grows."""
     if node.folded:
         return 0
-    if node.definition.is_ours:
+    if node.definition.is_ours and node.definition.class_type not in SAYS_NOTHING:
         return SAYS
     return ISSUES if node.definition.class_type in READS_FILE else 0
 
