@@ -118,6 +118,7 @@ def diagnose(models: Path | None = None) -> Diagnosis:
         software.check_triton(cards),
         *_attention_checks(cards, torch_check),
         software.check_kitchen(torch),
+        software.check_isal(),
         comfyui_check,
         *(_model_checks(folders) if models else ()),
         resources.check_memory(),

@@ -13,7 +13,7 @@ import shutil
 import sys
 import sysconfig
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -78,6 +78,7 @@ FLASH_ATTENTION_3 = Package(
     other=Package("flash-attn-3", "flash_attn_interface", "", "flash_attn_func"),
 )
 SAGE_ATTENTION = Package("sageattention", "sageattention", "2.0")
+ISAL = Package("isal", "isal", "1.7")
 KITCHEN = Package("comfy-kitchen", "comfy_kitchen", "", "list_backends")
 
 
@@ -162,6 +163,15 @@ def check_triton(cards: InstalledCards) -> Capability:
                 "install Python's development headers (python3-dev)",
             )
     return capability
+
+
+def check_isal() -> Capability:
+    """isal, without which zlib writes PNG files."""
+    found, module = check_package(ISAL)
+    if module is not None:
+        return found
+    reason = f"{found.reason}: zlib writes PNG files, which takes about three times as long"
+    return replace(found, state=State.LIMITED, reason=reason)
 
 
 def check_kitchen(torch: ModuleType | None) -> Capability:

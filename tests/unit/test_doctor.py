@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,6 +103,20 @@ def test_a_models_folder_that_is_not_there_is_refused(tmp_path, capsys):
     message = capsys.readouterr().err
     assert str(tmp_path / "none") in message
     assert "Traceback" not in message
+
+
+@pytest.mark.parametrize("name", ["isal", "qwen-nowhere"])
+def test_what_writes_png_files_is_told(monkeypatch, capsys, tmp_path, name):
+    """zlib does where isal is missing, which stops nothing."""
+    package = software.Package(name, name.replace("-", "_"), "1.7")
+    installed = find_spec(package.module) is not None
+    monkeypatch.setattr(software, "ISAL", package)
+    main(["doctor", "--json", "--models", str(tmp_path)])
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert checks[name]["state"] == ("usable" if installed else "limited")
+    if not installed:
+        assert "zlib writes PNG files" in checks[name]["reason"]
+        assert checks[name]["remedy"] == f'pip install "{name}>=1.7"'
 
 
 # --- the verdict on ComfyUI's nodes
