@@ -4,12 +4,15 @@
 
 from __future__ import annotations
 
+import _thread
 import argparse
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .. import __version__
 from ..errors import QwenL40SError
@@ -81,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.error(f"unrecognized arguments: {' '.join(unknown)}")
     from .output import print_text
 
+    hook = sys.unraisablehook
+    sys.unraisablehook = partial(_interrupt_again, hook)
     try:
         return args.run(args)
     except QwenL40SError as error:
@@ -100,3 +105,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sentence = f"this path cannot be used: {error.strerror} ({error.filename})."
         print_text(f"qwen-l40s: error: {sentence}", sys.stderr)
         return 2
+    finally:
+        sys.unraisablehook = hook
+
+
+def _interrupt_again(hook: Callable[[Any], None], lost: Any) -> None:
+    """Repeats a Ctrl-C that Python dropped because it fell into a finalizer."""
+    if not issubclass(lost.exc_type, KeyboardInterrupt):
+        hook(lost)
+        return
+    # At once it would fall into this hook.
+    threading.Timer(0.05, _thread.interrupt_main).start()

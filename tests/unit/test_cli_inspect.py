@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,24 @@ def test_names_that_the_terminal_cannot_show(tmp_path, checkpoint):
     )
     assert result.returncode == 0, result.stderr
     assert rb"qwen-\u56fe\u50cf.safetensors" in result.stdout
+
+
+def test_ctrl_c_in_a_finalizer_stops_the_command(monkeypatch, capsys):
+    class Finalized:
+        def __del__(self):
+            raise KeyboardInterrupt  # which Python drops here
+
+    def run(args):
+        Finalized()
+        for _ in range(1000):
+            time.sleep(0.01)
+        return 0
+
+    monkeypatch.setattr("qwen_l40s.cli.inspect.run", run)
+    hook = sys.unraisablehook
+    assert main(["inspect", "a.safetensors"]) == 130
+    assert capsys.readouterr().err == "qwen-l40s: stopped\n"
+    assert sys.unraisablehook is hook
 
 
 def test_from_a_clone_and_without_importing_torch(checkpoint):
