@@ -340,11 +340,17 @@ def _lasting_refusal(backend: str, format: str, device: torch.device) -> str:
 
 def _trial(gemm: Gemm, device: torch.device) -> str:
     """Multiplies once: which builds of torch, compilers and drivers can is declared nowhere."""
+    # With columns and rotation of Qwen-Image, that nothing is compiled for this alone.
+    on_card = device.type == "cuda"
+    columns, rotation = 3072 if on_card else 64, 256 if on_card and gemm.format == "int8" else 0
     try:
-        x = torch.ones(32, 64, dtype=torch.bfloat16, device=device)
-        weight = torch.ones(32, 64, device=device).to(reference.STORAGE[gemm.format])
+        # Rotated, ones are ones. Of more than 64 an e4m3 sum may be rounded.
+        x = torch.ones(32, columns, dtype=torch.bfloat16, device=device)
+        weight = torch.zeros(32, columns, device=device)
+        weight[:, :64] = 1
+        weight = weight.to(reference.STORAGE[gemm.format])
         scale = torch.full((32, 1), 0.5, device=device)
-        right = bool((gemm.linear(x, weight, scale, x[0, :32]) == 33).all())
+        right = bool((gemm.linear(x, weight, scale, x[0, :32], rotation) == 33).all())
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # torch, Triton and C compilers raise anything

@@ -121,7 +121,10 @@ def choose_attention(request: AttentionRequest, name: str = "auto") -> Attention
         runs = [key for key in order if not refuse(key, request) and not BACKENDS[key].package]
         reason = "predicted: nothing is measured while torch compiles or captures a graph"
         return _attention(runs[0], reason, request)
-    refusals = {key: refusal(key, request) for key in order}
+    on_card, tried = sm is not None and request.device.type == "cuda", frozenset()
+    if on_card and (known := load_attention(measurement_key(request))):
+        tried = known.ms.keys() | {key for key in order if BACKENDS[key].whole_scores}
+    refusals = {key: refusal(key, request, key in tried) for key in order}
     runs = [key for key, reason in refusals.items() if not reason]
     not_here = [
         f"not {key}: {reason}"

@@ -52,11 +52,12 @@ def limits_of(backend: Backend, request: AttentionRequest) -> str:
     return limits.refusal(request, sm)
 
 
-def refusal(name: str, request: AttentionRequest) -> str:
+def refusal(name: str, request: AttentionRequest, tried: bool = False) -> str:
     """Why a backend cannot run a request, in one clause; empty when it can.
 
     The last thing asked is a trial against float64, once per card, dtype, head and mask: which
-    builds, compilers and drivers can, and which packages work, is declared nowhere.
+    builds, compilers and drivers can, and which packages work, is declared nowhere. None is needed
+    where backends were `tried` here for such a request before.
     """
     backend = BACKENDS[name]
     reason = limits_of(backend, request)
@@ -64,7 +65,7 @@ def refusal(name: str, request: AttentionRequest) -> str:
         reason = _missing(backend.package)
     if not reason and backend.further is not None:
         reason = backend.further(request)
-    if reason:
+    if reason or tried:
         return reason
     try:
         return _trial(name, request.device, request.dtype, request.head_dim, request.masked)

@@ -336,6 +336,8 @@ def _quantized(
 
         run_triton = _triton(prepare_scaled_gemm, x_scale, out, low)
         return lambda operand: run_triton(operand, xq)
+    if xq.is_meta:  # nothing is compiled, and torch cannot tell shapes of all that is called
+        return lambda operand: None
     aligned = x_scale.data_ptr() % ALIGNMENT == 0
     direct = gemm.backend in ("scaled_mm", FAST) and len(xq) > FEW_ROWS and aligned
     fast = gemm.backend == FAST

@@ -269,11 +269,11 @@ class Program:
             return operand
         decoder = self._decoders.get(place)
         if decoder is None:
-            values = self.shape.decoded(PLACES[place], *self._weights(place))
+            values = self.shape.decoded(PLACES[place], *self.weight_shape(place))
             decoder = self._decoders[place] = Decoder(self.shape.ops, values)
         return decoder.decoded(operand)
 
-    def _weights(self, place: int) -> tuple[int, int]:
+    def weight_shape(self, place: int) -> tuple[int, int]:
         """(N, K) of a place's weight."""
         shape = self.shape
         width, inner, first = shape.width, shape.inner, shape.first

@@ -63,15 +63,19 @@ class Launch:
     def prepared(self) -> PreparedLaunch:
         """Compiles the kernel; what is returned launches it on the current stream of this card.
 
-        The fixed tensors have to live as long as that.
+        The fixed tensors have to live as long as that. With tensors on the meta device it is
+        compiled for aligned ones on the current card, and never launched.
         """
         varying, self._varying = self._varying, ()  # which would live as long
         tensors = [x for x in (*varying, *self._fixed) if isinstance(x, torch.Tensor)]
-        if not_direct() or any(x.data_ptr() % ALIGNMENT for x in tensors):
+        meta = tensors[0].is_meta
+        if not meta and (not_direct() or any(x.data_ptr() % ALIGNMENT for x in tensors)):
             return self.once
         compiled = self._kernel.warmup(
             *varying, *self._fixed, grid=self._grid, **self._constants, **self._options
         )
+        if meta:
+            return lambda *varying: None
         if hasattr(compiled, "result"):  # compiled in another thread
             compiled = compiled.result()
         # Past `compiled[grid]`, which also calls the hooks of profilers.

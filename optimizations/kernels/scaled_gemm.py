@@ -264,7 +264,8 @@ def _launch(
             f"scaled_gemm takes t (M, R) and up (N, R), got {tuple(t.shape)} and {tuple(up.shape)}"
         )
     if tile is None:
-        tile = choose_tile(m, capability(a.get_device()), a.dtype)
+        card = torch.cuda.current_device() if a.is_meta else a.get_device()
+        tile = choose_tile(m, capability(card), a.dtype)
     # Rounded up; triton.cdiv takes 2 us of a launch for each of the two.
     tiles = -(-m // tile.m) * -(-n // tile.n)
     constants = {

@@ -1,5 +1,6 @@
 """Which attention backend is chosen, by what measurement, and what is remembered of it."""
 
+import functools
 import json
 import logging
 import os
@@ -52,7 +53,7 @@ def card(monkeypatch):
     def set_up(ms, sm=(8, 9), refused=None, name="NVIDIA L40S"):
         refused = refused or {}
 
-        def refuse(key, request):
+        def refuse(key, request, tried=False):
             declared = registry.limits_of(BACKENDS[key], request)
             return declared or ("" if key in ms else refused.get(key, "not installed"))
 
@@ -330,6 +331,32 @@ def test_a_measurement_is_made_once_in_a_process_and_once_on_a_machine(card, mon
     assert timed == []
     (key,) = kept()
     assert key == "NVIDIA L40S|bfloat16|1x512x2x64|unmasked"
+
+
+@pytest.mark.parametrize("driver", ["the same", "another"])
+def test_what_another_process_has_measured_needs_no_trial(card, monkeypatch, driver):
+    """Of any backend; those of another driver or torch are tried again."""
+    card(SDPA, name="NVIDIA L40S, the same driver")
+    asked, tried = replace(request(), device=CARD), []
+    key = choice.measurement_key(asked)
+    save_attention(key, AttentionTimings(400, {name: SDPA[name] for name in list(SDPA)[:3]}))
+    card(SDPA, name=f"NVIDIA L40S, {driver} driver")
+
+    @functools.cache
+    def trial(name, *_):
+        tried.append(name)
+        return "a trial failed"
+
+    monkeypatch.setattr(choice, "refusal", registry.refusal)
+    monkeypatch.setattr(registry, "_trial", trial)
+    monkeypatch.setattr(choice, "_may_launch", lambda *_: True)
+    if driver == "another":
+        with pytest.raises(UnavailableError, match="not sdpa_cudnn: a trial failed"):
+            choose_attention(asked)
+        assert tried[:3] == ["sdpa_flash", "sdpa_cudnn", "sdpa_efficient"]
+    else:
+        assert choose_attention(asked).name == "sdpa_cudnn"
+        assert tried == []
 
 
 def test_another_shape_is_measured_for_itself(card):

@@ -264,6 +264,14 @@ def test_a_launch_that_is_not_aligned_or_not_known_goes_through_triton(launcher,
     assert (len(kernel.called), kernel.compiled, kernel.launched) == (2, [], [])
 
 
+@pytest.mark.parametrize("direct", ["", "another launcher"])
+def test_on_the_meta_device_nothing_is_launched(launcher, monkeypatch, direct):
+    monkeypatch.setattr(launcher, "not_direct", lambda: direct)
+    kernel, x = Kernel(), torch.zeros(64, device="meta")
+    launcher.Launch(kernel, 5, (x,), (x,), {}).prepared()(x)
+    assert (kernel.called, len(kernel.compiled), kernel.launched) == ([], 1, [])
+
+
 def test_another_launcher_of_triton_is_named(monkeypatch):
     pytest.importorskip("triton")
     from qwen_l40s.optimizations.kernels import launch

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from ....errors import CheckpointError, UnavailableError
 from ....loaders.convert import is_finite, not_finite
 from ....loaders.quantized_file import MARKER_2511
 from ....loaders.source import MICRO_ADVICE, MICRO_TRANSFORMER, Source, open_source
-from ....optimizations.linear import choose_gemm
+from ....optimizations.linear import choose_gemm, known_gemm
+from ....optimizations.warm_up import warm_up
 from ....spec.formats import QUANTIZED, format_gib
 from ..messages import LoadReport
 from ..record.sampling import record_runs
@@ -70,6 +72,9 @@ def load_model(
             this ComfyUI is older than the model.
     """
     plan = plan_load(open_source(path, "transformer"), precision, keep, modulation)
+    if plan.precision in QUANTIZED:  # tried out while the weights are read
+        device = comfy.model_management.get_torch_device()
+        warm_up(device, partial(known_gemm, plan.precision, device))
     patcher, notes = _build(plan)
     if plan.place_reason:
         notes.append(f"{plan.place_reason[0].upper()}{plan.place_reason[1:]}.")

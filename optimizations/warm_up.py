@@ -1,0 +1,114 @@
+"""Compiles in the background what the blocks of a model launch, while its weights are read.
+
+A pass on the meta device goes through the executor that runs the others: it has no memory, and what
+it prepares is compiled. So these kernels are those of the first pass, whichever those are.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+import torch
+
+from ..spec.formats import RowFormat
+from . import kernels
+from .blocks.block import BlockExecutor, KnownBlock, Layers, Step
+from .blocks.block_form import GELU
+from .blocks.products import Operand
+from .blocks.shape import Share
+from .blocks.workspace import DENSE, Workspace
+from .fused import Ops, choose_ops
+from .modulation import Entry
+from .reference import QKNorm, QuantizedRows, Rotary, Tokens, storage_of
+
+# Tokens of text and image. A prompt of up to 64 has GEMMs of other tiles than one of up to 512; an
+# image from 736x736 on has more than 2048.
+TOKENS = ((200, 4096), (40, 4096))
+_rehearsed: set[tuple] = set()
+
+
+def warm_up(device: torch.device, work: Callable[[], object]) -> threading.Thread | None:
+    """Begins to compile what some work on a card launches or prepares.
+
+    Who needs one of these kernels meanwhile waits for it, or compiles it too (Triton 3.6). What
+    fails here fails again there, and is told there.
+
+    Args:
+        work: Called in the thread that is returned; None where nothing is compiled.
+    """
+    if device.type != "cuda" or kernels.interpreted() or kernels.missing():
+        return None
+
+    def run() -> None:
+        with suppress(Exception):  # compilers, drivers and packages raise anything
+            from triton import AsyncCompileMode  # since 3.5
+
+            with (
+                torch.cuda.device(device),
+                _Compilers(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool,
+                AsyncCompileMode(pool, ignore_errors=True),
+            ):
+                work()
+
+    thread = threading.Thread(target=run, name="qwen_l40s kernels", daemon=True)
+    thread.start()
+    return thread
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Compiles a kernel with its launcher, which older Tritons build with gcc."""
+
+    def submit(self, compile_kernel: Callable) -> Future:
+        from triton.runtime import driver
+
+        def run() -> object:
+            kernel = compile_kernel()
+            driver.active.launcher_cls(kernel.src, kernel.metadata)
+            return kernel
+
+        return super().submit(run)
+
+
+def rehearse(
+    layers: Layers, blocks: Sequence[torch.nn.Module], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Prepares all launches of a pass through a model, once for all models of its kind."""
+    ops, like = choose_ops(device), torch.empty(0, dtype=dtype, device=device)
+    if not isinstance(ops, Ops):
+        return
+    asked, width = BlockExecutor(layers, ops, None), blocks[0].attn.to_q.out_features
+    forms = tuple(asked.look(block, like).form for block in blocks)
+    if (device, dtype, width, forms) in _rehearsed:
+        return
+    _rehearsed.add((device, dtype, width, forms))
+    double, head = forms[0].activation == GELU, width // forms[0].heads
+
+    def meta(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def operand(kind: RowFormat | str, n: int, k: int) -> Operand:
+        bias = meta(n) if double else None
+        if kind == DENSE:
+            return Operand.of(meta(n, k), None, bias)
+        rows, weight = (meta(it, k, dtype=storage_of(kind)) for it in (1, n))
+        one, scale = (meta(it, 1, dtype=torch.float32) for it in (1, n))
+        # As the host's own layers do, with which the first block is compared.
+        ops.prepare_quantizer("row_quantize", meta(1, k), kind, QuantizedRows(rows, one, 1))
+        return Operand.of(weight, scale, bias)
+
+    for text, image in TOKENS:
+        tokens, workspace, known = Tokens(1, text * double, image, image), Workspace(ops), {}
+        x = meta(tokens.rows, width)
+        for form in forms:
+            shape_of = workspace.program(form, Share.all(tokens), x).weight_shape
+            operands = (operand(it.kind, *shape_of(i)) for i, it in enumerate(form.layers))
+            norms = QKNorm(*(meta(head) for _ in range(4)))
+            known[len(known)] = KnownBlock((), form, (), (), tuple(operands), norms)
+        step = Step(tokens, Rotary(*(meta(1, tokens.joint, head // 2) for _ in range(2))), None)
+        entry = Entry(*(meta(len(forms), 1, 6 * width) for _ in range(2)))
+        mix = lambda q, *_: torch.empty_like(q).flatten(2)  # noqa: E731
+        BlockExecutor(None, ops, mix, workspace, known).run_all(list(known), x, step, entry)

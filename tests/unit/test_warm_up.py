@@ -1,0 +1,199 @@
+"""What is compiled ahead: the kernels of the first pass, and no error of it shows before."""
+
+import itertools
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+pytest.importorskip("diffusers")
+
+from test_block import DIM, HEAD_DIM, LAYERS, Layers, attend, new_block
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from qwen_l40s.machine.packages import release
+from qwen_l40s.optimizations import fused, kernels, warm_up
+from qwen_l40s.optimizations.blocks.block import BlockExecutor, LayerTensors, Step
+from qwen_l40s.optimizations.kernels import scaled_gemm
+from qwen_l40s.optimizations.linear import Gemm, choose_gemm
+from qwen_l40s.optimizations.modulation import Entry
+from qwen_l40s.optimizations.reference import Rotary, Tokens
+
+pytestmark = [
+    pytest.mark.skipif(kernels.interpreted(), reason="TRITON_INTERPRET=1 compiles nothing"),
+    pytest.mark.skipif(not hasattr(triton, "AsyncCompileMode"), reason="needs Triton 3.5"),
+]
+
+CARD = torch.device("cuda", 0)
+BACKENDS = {"dense": None, "rotated": ("int8", "triton"), "fp8": ("fp8", "scaled_mm")}
+fresh = itertools.count(70)  # indices of cards for which nothing is compiled yet
+
+
+@pytest.fixture(autouse=True)
+def nothing_rehearsed(monkeypatch):
+    monkeypatch.setattr(warm_up, "_rehearsed", set())
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture
+def no_card(monkeypatch):
+    """An H100 that is not there; gives the names of the kernels that are compiled for it."""
+    index, compiled = next(fresh), []
+    active = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: index,
+        get_current_stream=lambda device: 0,
+        launcher_cls=lambda *_: None,
+    )
+    monkeypatch.setattr(driver, "_active", active)
+    kernel = SimpleNamespace(
+        run=lambda *_: None, function=0, packed_metadata=0, src=None, metadata=None
+    )
+
+    def compile_kernel(source, **_):
+        compiled.append(source.fn.__name__)
+        return kernel
+
+    monkeypatch.setattr("triton.compiler.compile", compile_kernel)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: index)
+    monkeypatch.setattr(scaled_gemm, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(warm_up, "choose_ops", lambda _: fused._triton())
+    return compiled
+
+
+class OnDevice(Layers):
+    """All layers of one kind, by a GEMM of the package."""
+
+    def __init__(self, block, kind, device, gemm):
+        super().__init__(block, dict.fromkeys(LAYERS, kind))
+        self.gemms = {gemm.format: gemm} if gemm else {}
+        self.weights = {
+            layer: tuple(part.to(device) for part in parts) for layer, parts in self.weights.items()
+        }
+        block.to(device)
+
+    def tensors(self, layer, like):
+        return nullcontext(LayerTensors(*self.weights.get(layer, (layer.weight, None)), layer.bias))
+
+
+class Chain:
+    """The layers of several blocks."""
+
+    def __init__(self, parts):
+        self._parts = {layer: part for part in parts for layer in part.kinds}
+        self.gemm = parts[0].gemm
+        self.norm_weight = parts[0].norm_weight
+
+    def __getattr__(self, name):
+        return lambda layer, *given: getattr(self._parts[layer], name)(layer, *given)
+
+
+def first_pass(layers, blocks, ops, device, text):
+    """Of a picture of 768x768."""
+    tokens = Tokens(1, text, 2304, 2304)
+
+    def empty(*shape):
+        return torch.zeros(shape, dtype=torch.bfloat16, device=device)
+
+    rotary = Rotary(*(empty(1, tokens.joint, HEAD_DIM // 2) for _ in range(2)))
+    entry = Entry(*(empty(len(blocks), 1, 6 * DIM) for _ in range(2)))
+    executor = BlockExecutor(layers, ops, attend, None, {})
+    executor.run_all(blocks, empty(tokens.rows, DIM), Step(tokens, rotary, None), entry)
+
+
+@pytest.mark.parametrize("text", [90, 20])
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_a_first_pass_compiles_nothing_that_is_not_compiled_ahead(no_card, monkeypatch, kind, text):
+    blocks, cpu = [new_block(0, torch.bfloat16), new_block(1, torch.bfloat16)], torch.device("cpu")
+    gemm = BACKENDS[kind] and Gemm(*BACKENDS[kind], "", "triton")
+    chain = Chain([OnDevice(block, kind, cpu, gemm) for block in blocks])
+    given = chain, blocks, torch.bfloat16, cpu
+    warm_up.warm_up(CARD, lambda: warm_up.rehearse(*given)).join()
+    ahead = sorted(no_card)
+    expected = ["_qk_norm_rope_kernel", *["_residual_norm_kernel"] * 3]
+    if kind != "dense":
+        expected += ["_gelu_quantize_kernel", *["_row_quantize_kernel"] * 2]
+    if kind == "rotated":  # two tiles of text and one of the image, of two widths
+        expected += ["_scaled_gemm_kernel"] * 6
+    assert ahead == sorted(expected)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *_, out, **__: out)
+    first_pass(chain, blocks, fused._triton(), cpu, text)
+    assert sorted(no_card) == ahead
+    warm_up.warm_up(CARD, lambda: warm_up.rehearse(*given)).join()
+    assert sorted(no_card) == ahead
+
+
+@pytest.fixture
+def launch(no_card):
+    """Gives what prepares one launch of a kernel for rows of so many columns."""
+    from qwen_l40s.optimizations.kernels.rows import prepare_row_quantize
+    from qwen_l40s.optimizations.reference import QuantizedRows
+    from qwen_l40s.spec.formats import RowFormat
+
+    def prepare(device):
+        x = torch.zeros(8, 512, dtype=torch.bfloat16, device=device)
+        out = QuantizedRows(x.to(torch.int8), x.new_empty(8, 1, dtype=torch.float32), 8)
+        return prepare_row_quantize(x, RowFormat("int8"), out)
+
+    return prepare
+
+
+@pytest.mark.skipif(release(triton.__version__) < (3, 8), reason="Triton knows it when it is done")
+def test_a_kernel_that_is_needed_meanwhile_is_compiled_once(launch, monkeypatch, no_card):
+    known, go_on, compile_kernel = threading.Event(), threading.Event(), triton.compiler.compile
+
+    def slowly(source, **how):
+        assert go_on.wait(60)
+        return compile_kernel(source, **how)
+
+    monkeypatch.setattr("triton.compiler.compile", slowly)
+    threads = [warm_up.warm_up(CARD, lambda: (launch("meta"), known.set()))]
+    assert known.wait(60)
+    threads.append(threading.Thread(target=launch, args=["cpu"]))
+    threads[1].start()
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert no_card == ["_row_quantize_kernel"]
+
+
+def test_an_error_of_the_compiler_shows_where_the_kernel_is_needed(launch, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("ptxas died")
+
+    monkeypatch.setattr("triton.compiler.compile", fails)
+    warm_up.warm_up(CARD, lambda: launch("meta")).join()
+    with pytest.raises(RuntimeError, match="ptxas died"):
+        launch("cpu")
+
+
+def test_nothing_is_compiled_without_a_card():
+    assert warm_up.warm_up(torch.device("cpu"), None) is None
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_a_card_compiles_nothing_in_its_first_pass(kind):
+    from triton import knobs
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    blocks = [new_block(0, torch.bfloat16), new_block(1, torch.bfloat16)]
+    gemm = BACKENDS[kind] and choose_gemm(BACKENDS[kind][0], device)
+    chain = Chain([OnDevice(block, kind, device, gemm) for block in blocks])
+    given = chain, blocks, torch.bfloat16, device
+    warm_up.warm_up(device, lambda: warm_up.rehearse(*given)).join()
+    compiled = []
+    knobs.runtime.jit_post_compile_hook = lambda **found: compiled.append(found["repr"])
+    try:
+        for text in (90, 20):
+            first_pass(chain, blocks, fused.choose_ops(device), device, text)
+        torch.cuda.synchronize()
+    finally:
+        knobs.runtime.jit_post_compile_hook = None
+    assert compiled == []
