@@ -1,10 +1,11 @@
-"""Files that get their name when they are whole, and take it from no other file."""
+"""Files that get their name when they are whole, and take it from no other file; locks on files."""
 
 from __future__ import annotations
 
 import errno
 import os
 from pathlib import Path
+from typing import BinaryIO
 
 # What systems say where their file system has no hard links; Windows the last.
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -26,3 +27,28 @@ def name_file(part: Path, path: Path) -> None:
         part.replace(path)
     else:
         part.unlink()
+
+
+def lock(file: BinaryIO) -> bool:
+    """Locks a file until its process ends, however it ends.
+
+    Returns:
+        Whether nobody else has it locked.
+
+    Raises:
+        OSError: its disk locks no files.
+    """
+    try:
+        try:
+            import fcntl
+        except ImportError:
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+            return False
+        raise
+    return True

@@ -13,9 +13,10 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ..errors import QwenL40SError, SettingError
+from ..files import lock
 from .scheduler import DONE
 
 SUFFIX = ".submit.jsonl"
@@ -281,28 +282,3 @@ def file_state(path: Path) -> list[int] | None:
     except (OSError, ValueError):  # ValueError: a zero byte in the name
         return None
     return [found.st_size, found.st_mtime_ns] if stat.S_ISREG(found.st_mode) else None
-
-
-def lock(file: BinaryIO) -> bool:
-    """Locks a file until its process ends, however it ends.
-
-    Returns:
-        Whether nobody else has it locked.
-
-    Raises:
-        OSError: its disk locks no files.
-    """
-    try:
-        try:
-            import fcntl
-        except ImportError:
-            import msvcrt
-
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
-            return False
-        raise
-    return True

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..client.journal import lock
 from ..errors import SettingError
+from ..files import lock
 
 VERSION = 1
 NAME, LOCK = "servers.json", "fleet.lock"

@@ -119,6 +119,18 @@ def keep_input() -> io.String.Input:
     )
 
 
+def _kept_input() -> io.Boolean.Input:
+    return io.Boolean.Input(
+        "keep_quantized",
+        default=False,
+        optional=True,
+        advanced=True,
+        tooltip="Writes weights that are quantized on load to a file beside the original, 25 GiB, "
+        "while the first images are made. The next start takes them from there: the same weights, "
+        "without quantizing. Needs 30 GB of free disk.",
+    )
+
+
 def _report_output() -> io.String.Output:
     return io.String.Output(
         "report", tooltip="What was loaded, from which file, in which precision, and why."
@@ -161,7 +173,13 @@ class QwenL40SLoadModel(io.ComfyNode):
                 *WEIGHT_WORDS,
             ],
             has_intermediate_output=True,
-            inputs=[_model_input(), _precision_input(), keep_input(), _modulation_input()],
+            inputs=[
+                _model_input(),
+                _precision_input(),
+                keep_input(),
+                _modulation_input(),
+                _kept_input(),
+            ],
             outputs=[_model_output(), _report_output()],
         )
 
@@ -178,13 +196,13 @@ class QwenL40SLoadModel(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, model: str, precision: str, keep_in_bf16: str = "", modulation: str = "auto"
+        cls, model: str, precision: str, keep_in_bf16: str = "", **settings: Any
     ) -> io.NodeOutput:
         require_host()
         from ..hosts.comfyui.load.transformer import load_model
 
         source = source_of(model, "transformer")
-        patcher, report = load_model(source, precision, keep_patterns(keep_in_bf16), modulation)
+        patcher, report = load_model(source, precision, keep_patterns(keep_in_bf16), **settings)
         return with_report(patcher, report=report.text(), summary=report.summary())
 
 
@@ -341,6 +359,7 @@ class QwenL40SLoad(io.ComfyNode):
                 keep_input(),
                 _modulation_input(),
                 _placement_input(advanced=True),
+                _kept_input(),
             ],
             outputs=[_model_output(), _clip_output(), _vae_output(), _report_output()],
         )
@@ -388,8 +407,8 @@ class QwenL40SLoad(io.ComfyNode):
         text_encoder: str,
         vae: str,
         keep_in_bf16: str = "",
-        modulation: str = "auto",
         placement: str = "auto",
+        **settings: Any,
     ) -> io.NodeOutput:
         require_host()
         from ..hosts.comfyui.load.text_encoder import load_text_encoder
@@ -401,7 +420,7 @@ class QwenL40SLoad(io.ComfyNode):
         decoder, vae_report = load_vae(decoder, "auto")
         clip, clip_report = load_text_encoder(encoder, "auto", placement)
         patcher, model_report = load_model(
-            transformer, precision, keep_patterns(keep_in_bf16), modulation
+            transformer, precision, keep_patterns(keep_in_bf16), **settings
         )
         reports = (model_report, clip_report, vae_report)
         summary = (

@@ -28,6 +28,7 @@ from ....planning.plan import check_tensor_cores
 from ....spec.formats import QUANTIZED, CardFacts, format_gib
 from ....spec.transformer import GATED, TransformerShape
 from ...loading import LOADER_PRECISIONS, LoadDecision, check_requested, decide_load
+from ..kept import KeptFile
 from .host_class import host_shape
 
 STORED = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
@@ -49,6 +50,7 @@ class LoadPlan:
         modulation_bytes: of the modulation weights in that precision.
         packed: why weights of 4 and 6 bits stay so, and are int8 for the length of a product; empty
             where they become int8 on load.
+        kept: where weights that are rounded on load are kept; None where none are.
     """
 
     source: Source
@@ -62,10 +64,15 @@ class LoadPlan:
     why: str
     modulation_bytes: int
     packed: str = ""
+    kept: KeptFile | None = None
 
 
 def plan_load(
-    source: Source, requested: str, keep: Sequence[str] = (), modulation: str = "auto"
+    source: Source,
+    requested: str,
+    keep: Sequence[str] = (),
+    modulation: str = "auto",
+    keep_quantized: bool = False,
 ) -> LoadPlan:
     """Decides on precision and place, and refuses what memory cannot hold.
 
@@ -73,6 +80,7 @@ def plan_load(
         requested: one of `hosts.loading.LOADER_PRECISIONS`.
         keep: shell patterns of layers that stay in bf16.
         modulation: one of `spec.transformer.PLACES`.
+        keep_quantized: whether what is rounded on load is kept in a file, and taken from there.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape.
@@ -98,6 +106,10 @@ def plan_load(
             decision = decide(sizes=sizes)
     name = decision.precision
     _check_card(source, decision, card)
+    kept = None
+    if name in QUANTIZED and name != stored:
+        kept = KeptFile(source, name, keep, keep_quantized)
+        needed = 0 if kept.open() else needed  # a mapped file
     check_host_memory(needed, f"{source.path.name} in {name}")
     return LoadPlan(
         source=source,
@@ -111,6 +123,7 @@ def plan_load(
         why=decision.why,
         modulation_bytes=sizes[name].modulation,
         packed=packed,
+        kept=kept,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ def load_model(
     precision: str = "auto",
     keep: Sequence[str] = (),
     modulation: str = "auto",
+    keep_quantized: bool = False,
 ) -> tuple[ModelPatcher, LoadReport]:
     """Loads the transformer behind `path`, with a report of what was done and why.
 
@@ -64,6 +66,7 @@ def load_model(
         precision: auto, bf16, fp8, int8 or "as stored".
         keep: shell patterns of layers that stay in bf16 when the others are quantized.
         modulation: where a third of the weights waits, one of `spec.transformer.PLACES`.
+        keep_quantized: whether what is rounded on load is kept in a file, and taken from there.
 
     Raises:
         CheckpointError: the file is not a Qwen-Image transformer, or is damaged.
@@ -71,7 +74,8 @@ def load_model(
         UnavailableError: the precision cannot be had on this card, memory does not suffice, or
             this ComfyUI is older than the model.
     """
-    plan = plan_load(open_source(path, "transformer"), precision, keep, modulation)
+    source = open_source(path, "transformer")
+    plan = plan_load(source, precision, keep, modulation, keep_quantized)
     if plan.precision in QUANTIZED:  # tried out while the weights are read
         device = comfy.model_management.get_torch_device()
         warm_up(device, partial(known_gemm, plan.precision, device))
@@ -118,10 +122,15 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
     load_device = comfy.model_management.get_torch_device()
     offload_device = comfy.model_management.unet_offload_device()
     source, quantized = plan.source, plan.precision in QUANTIZED
+    read = (plan.kept and plan.kept.open()) or source
     try:
-        tensors, notes, kept = transformer_tensors(plan, load_device)
+        tensors, notes, kept = transformer_tensors(replace(plan, source=read), load_device)
     except CheckpointError as error:
-        raise CheckpointError(error, source.path) from error
+        raise CheckpointError(error, read.path) from error
+    if read is not source:
+        notes.append(f"keep_quantized: weights from the kept file {read.path.name}.")
+    elif plan.kept:
+        notes.append(plan.kept.write(tensors))
     if source.config.get("zero_cond_t") is True:  # as ComfyUI's own files say it
         tensors.setdefault(MARKER_2511, torch.empty(0))
     model = _model_config(plan, tensors, load_device).get_model(tensors, "")
@@ -151,7 +160,7 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
     patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, PARTS_KEY, check_parts)
     if plan.off_card:
         _keep_off_card(patcher, quantized)
-    check_first_step(patcher, source.path)
+    check_first_step(patcher, read.path)
     patcher.cached_patcher_init = (load_patcher, (plan,))
     return patcher, notes
 

@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import comfy.memory_management
 import comfy.model_management
 import comfy.utils
 import torch
+from safetensors.torch import load_file
 
 from ....loaders.convert import not_finite
 from ....loaders.quantization import PACKED
@@ -23,6 +25,7 @@ from ....loaders.stored import PackedLayer, StoredLayer, canonical_tensors
 from ....optimizations.reference import decode_weight
 from ....spec.formats import QUANTIZED
 from ....spec.transformer import GATE_UP, GATED
+from ..kept import SUFFIX
 from .plan import STAGING_BYTES, LoadPlan
 
 
@@ -31,9 +34,20 @@ def map_tensors(source: Source) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     prefix = source.part.prefix
     for path in source.files:
-        for name, tensor in comfy.utils.load_torch_file(str(path)).items():
+        load = _load_kept if path.suffix == SUFFIX else comfy.utils.load_torch_file
+        for name, tensor in load(str(path)).items():
             if name.startswith(prefix):
                 tensors[name.removeprefix(prefix)] = tensor
+    return tensors
+
+
+def _load_kept(path: str) -> dict[str, torch.Tensor]:
+    """As `load_torch_file`, which takes a file of this name for a pickle."""
+    dynamic = comfy.memory_management.aimdo_enabled
+    tensors = comfy.utils.load_safetensors(path)[0] if dynamic else load_file(path)
+    annotate = getattr(getattr(comfy, "storage", None), "annotate_state_dict", None)
+    if annotate is not None:  # newer ComfyUI: by this it knows a fast disk
+        annotate(tensors, path)
     return tensors
 
 

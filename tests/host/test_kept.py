@@ -1,0 +1,498 @@
+"""The kept file: what a load has quantized, taken by the next load instead of quantizing again."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import namedtuple
+from pathlib import Path
+from unittest import mock
+
+import comfy.model_management
+import comfy.sample
+import comfy.utils
+import folder_paths
+import narrow_transformer as narrow
+import pytest
+import torch
+from comfyui_boot import BASE, ROOT
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from qwen_l40s.hosts.comfyui import kept
+from qwen_l40s.hosts.comfyui.load import choose, weights
+from qwen_l40s.hosts.comfyui.load import plan as load_plan
+from qwen_l40s.hosts.comfyui.lora.apply import apply_lora
+from qwen_l40s.loaders import writer
+from qwen_l40s.loaders.source import open_source
+from qwen_l40s.nodes.loaders import QwenL40SLoad, QwenL40SLoadModel
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
+WEIGHTS = narrow.weights()
+LAYER = narrow.LAYER
+KEEP = "*.img_mlp.net.2"
+TAKEN, BEING = "weights from the kept file", "is being written for the next load"
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    """A models/diffusion_models that is empty, and models/checkpoints in it."""
+    known = dict(folder_paths.folder_names_and_paths)
+    for name in ("diffusion_models", "checkpoints", "diffusers"):
+        (tmp_path / name).mkdir()
+        known[name] = ([str(tmp_path / name)], known[name][1])
+    monkeypatch.setattr(folder_paths, "folder_names_and_paths", known)
+    monkeypatch.setattr(folder_paths, "filename_list_cache", {})
+    return tmp_path / "diffusion_models"
+
+
+@pytest.fixture
+def original(models):
+    return narrow.write(models / "qwen.safetensors", WEIGHTS)
+
+
+def load(name="qwen.safetensors", precision="int8", keep_quantized=True, keep=""):
+    """What the node gives, when nothing is being written any more."""
+    values = {"model": name, "precision": precision, "keep_in_bf16": keep}
+    output = QwenL40SLoadModel.execute(**values, keep_quantized=keep_quantized)
+    written()
+    return output.args
+
+
+def written():
+    for thread in threading.enumerate():
+        if thread.name == "keep_quantized":
+            thread.join()
+
+
+@contextlib.contextmanager
+def nothing_is_quantized():
+    with mock.patch.object(weights, "quantize_shown", side_effect=AssertionError):
+        yield
+
+
+def taken(**settings):
+    """A load that quantizes nothing."""
+    with nothing_is_quantized():
+        model, report = load(**settings)
+    assert TAKEN in report
+    return model, report
+
+
+def bits(tensors):
+    return {
+        name: (tensor.dtype, tuple(tensor.shape), tensor.cpu().contiguous().view(torch.uint8))
+        for name, tensor in tensors.items()
+        if tensor.numel()
+    }
+
+
+def same(first, second):
+    first, second = bits(first), bits(second)
+    assert first.keys() == second.keys()
+    for name, (*form, values) in first.items():
+        assert form == [*second[name][:2]], name
+        assert torch.equal(values, second[name][2]), name
+
+
+def sample(model):
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(1, 16, 1, 8, 8, generator=generator)
+    prompts = (torch.randn(1, n, narrow.SHAPE.joint_dim, generator=generator) for n in (20, 7))
+    steps = (2, 2.0, "euler", "simple", *([[prompt, {}]] for prompt in prompts))
+    return comfy.sample.sample(model, noise, *steps, torch.zeros_like(noise), seed=0)
+
+
+def contents(folder):
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+def sharded(folder, config):
+    folder.mkdir(parents=True)
+    files = {name: f"{'ab'[i % 2]}.safetensors" for i, name in enumerate(sorted(WEIGHTS))}
+    for file in set(files.values()):
+        save_file({name: WEIGHTS[name] for name in files if files[name] == file}, folder / file)
+    index = folder / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    (folder / "config.json").write_text(json.dumps({"axes_dims_rope": narrow.AXES, **config}))
+
+
+def forms(models):
+    """{choice: (where its kept file is, `keep_in_bf16`)}"""
+    narrow.write(models / "qwen.safetensors", WEIGHTS)
+    whole = {f"model.diffusion_model.{name}": weight for name, weight in WEIGHTS.items()}
+    whole |= {"first_stage_model.decoder.conv1.weight": torch.ones(1)}
+    narrow.write(models.parent / "checkpoints" / "whole.safetensors", whole)
+    halves = {name: weight.half() for name, weight in WEIGHTS.items()}
+    narrow.write(models / "half.safetensors", halves)
+    sharded(models / "shards", {"zero_cond_t": True})
+    pipeline = models.parent / "diffusers" / "pipeline"
+    sharded(pipeline / "transformer", {})
+    (pipeline / "model_index.json").write_text('{"_class_name": "QwenImageEditPlusPipeline"}')
+    index = "diffusion_pytorch_model.safetensors.index.json"
+    return {
+        "qwen.safetensors": (models / "qwen.safetensors", KEEP),
+        "whole.safetensors": (models.parent / "checkpoints" / "whole.safetensors", ""),
+        "half.safetensors": (models / "half.safetensors", ""),
+        "shards/": (models / "shards" / index, ""),
+        "pipeline/": (pipeline / "transformer" / index, KEEP),
+    }
+
+
+@pytest.mark.each_device
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_weights_and_latents_are_those_of_quantizing_at_load(models, tmp_path, precision):
+    lora = {
+        f"{LAYER}.lora_A.weight": torch.randn(4, 128) / 10,
+        f"{LAYER}.lora_B.weight": torch.randn(128, 4) / 10,
+    }
+    save_file(lora, tmp_path / "lora.safetensors")
+    for name, (path, keep) in forms(models).items():
+        settings = {"name": name, "precision": precision, "keep": keep}
+        made, report = load(**settings, keep_quantized=False)
+        assert report.count("keep_quantized") == 1
+        file = path.with_name(f"{path.name}.{precision}.kept")
+        assert not file.exists()
+        _, report = load(**settings)
+        assert f"keep_quantized: {file.name} (" in report and BEING in report
+        found, report = taken(**settings)
+        assert f"{TAKEN} {file.name}." in report
+        source = open_source(choose.resolve(name, "transformer"), "transformer")
+        assert report.startswith(f"transformer: {source.part.family} from {source.path}\n")
+        same(made.model.diffusion_model.state_dict(), found.model.diffusion_model.state_dict())
+        assert made.model_size() == found.model_size()
+        assert torch.equal(sample(made), sample(found))
+        for mode in ("merge", "bypass"):
+            patched = [
+                apply_lora(model, tmp_path / "lora.safetensors", 1.0, how=mode)[0]
+                for model in (made, found)
+            ]
+            assert torch.equal(*map(sample, patched))
+
+
+def test_off_or_in_bf16_nothing_is_written_or_taken(models, original):
+    load(keep_quantized=True)
+    _, report = load(keep_quantized=False)
+    assert TAKEN not in report
+    before = contents(models)
+    _, report = load(precision="bf16")
+    assert "keep_quantized" not in report
+    narrow.write(models / "int8.safetensors", load_file(models / "qwen.safetensors.int8.kept"))
+    _, report = load("int8.safetensors")
+    assert "keep_quantized" not in report
+    assert contents(models) == sorted([*before, "int8.safetensors"])
+    for node in (QwenL40SLoad, QwenL40SLoadModel):
+        setting = node.GET_SCHEMA().inputs[-1]
+        assert (setting.id, setting.default, setting.optional) == ("keep_quantized", False, True)
+        assert setting.advanced
+
+
+def test_the_node_for_all_three_parts_has_it_too():
+    """On a copy of the micro model."""
+    folder = Path(folder_paths.models_dir) / "diffusers" / "copy"
+    shutil.copytree(ROOT / "models" / "micro", folder)
+    try:
+        for words in (BEING, TAKEN):
+            found = QwenL40SLoad.execute(
+                "copy/", "int8", "automatic", "automatic", "", keep_quantized=True
+            )
+            written()
+            assert words in found.args[-1]
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_no_list_of_models_has_it(models, original):
+    load()
+    load(precision="fp8")
+    names = ["qwen.safetensors", "qwen.safetensors.fp8.kept", "qwen.safetensors.int8.kept"]
+    assert contents(models) == names
+    # What a write has there meanwhile, or leaves when it is killed.
+    for name in (".qwen.safetensors.int8.kept.lock", ".qwen.safetensors.int8.kept.0f.part"):
+        (models / name).touch()
+    folder_paths.filename_list_cache.clear()
+    for kind in ("diffusion_models", "checkpoints"):
+        assert set(folder_paths.get_filename_list(kind)) <= {"qwen.safetensors"}
+    assert [name for name in choose.choices("transformer") if "qwen" in name] == names[:1]
+    assert open_source(models, "transformer").files == (original,)
+
+
+def test_it_is_a_quantized_file_like_others(models, original):
+    """Under another name it is a model; its header says how a head is split."""
+    made, _ = load()
+    (models / "qwen.safetensors.int8.kept").rename(models / "named.safetensors")
+    found, _ = load("named.safetensors", "as stored", keep_quantized=False)
+    same(made.model.diffusion_model.state_dict(), found.model.diffusion_model.state_dict())
+
+
+def rewritten(original):
+    narrow.write(original, {**WEIGHTS, f"{LAYER}.bias": WEIGHTS[f"{LAYER}.bias"] + 1})
+
+
+def touched(original):
+    state = original.stat()
+    os.utime(original, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+
+
+def another_header(original):
+    """Of the same size and time."""
+    state = original.stat()
+    data = original.read_bytes()
+    with original.open("r+b") as file:
+        at = data.index(b"img_mod.1.weight")
+        other = data.index(b"txt_mod.1.weight")
+        for place, name in ((at, b"txt_mod.1.weight"), (other, b"img_mod.1.weight")):
+            file.seek(place)
+            file.write(name)
+    os.utime(original, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert original.stat().st_size == state.st_size
+
+
+@pytest.mark.parametrize("change", [rewritten, touched, another_header])
+def test_another_original_is_quantized_anew(models, original, change):
+    load()
+    change(original)
+    made, report = load()
+    assert BEING in report
+    found, _ = taken()
+    same(made.model.diffusion_model.state_dict(), found.model.diffusion_model.state_dict())
+    assert len(contents(models)) == 2
+
+
+def test_other_settings_are_quantized_anew(models, original, monkeypatch):
+    load()
+    file = models / "qwen.safetensors.int8.kept"
+    before = file.stat().st_size
+    _, report = load(keep=KEEP)
+    assert BEING in report and file.stat().st_size > before
+    _, report = taken(keep=KEEP)
+    assert "layers kept in" in report
+    monkeypatch.setattr(kept, "FORMAT", kept.FORMAT + 1)
+    _, report = load(keep=KEEP)
+    assert BEING in report
+    _, report = load(precision="fp8")
+    assert BEING in report
+    assert len(contents(models)) == 3
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "foreign", "no metadata"])
+def test_a_damaged_file_is_quantized_anew(models, original, damage):
+    load()
+    file = models / "qwen.safetensors.int8.kept"
+    whole = file.read_bytes()
+    if damage == "no metadata":
+        save_file(load_file(file), file)
+    else:
+        file.write_bytes({"cut": whole[:-1], "empty": b"", "foreign": b"PK\x03\x04" * 9}[damage])
+    _, report = load()
+    assert BEING in report
+    assert file.read_bytes() == whole
+    taken()
+
+
+def refused(models, *words):
+    """A load that works, keeps nothing, leaves nothing and says why in one line."""
+    _, report = load()
+    (line,) = [line for line in report.splitlines() if "keep_quantized" in line]
+    assert "no file is kept" in line and all(word in line for word in words), line
+    assert contents(models) == ["qwen.safetensors"]
+
+
+def test_a_read_only_folder(models, original):
+    real = Path.open
+
+    def read_only(path, mode="r", *rest, **more):
+        if set(mode) & set("wax+"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real(path, mode, *rest, **more)
+
+    with mock.patch.object(Path, "open", read_only):
+        refused(models, "cannot write (Read-only file system)", str(models))
+
+
+def test_a_disk_with_too_little_room(models, original, monkeypatch):
+    load()
+    size = (models / "qwen.safetensors.int8.kept").stat().st_size
+    (models / "qwen.safetensors.int8.kept").unlink()
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, size * 11 // 10 - 1))
+    refused(models, "are free and", "needed: free disk space", str(models))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, size * 11 // 10 + 2))
+    load()
+    taken()
+
+
+@pytest.mark.parametrize("left", [1.0, 0.5])
+def test_a_disk_that_is_full_in_the_middle(models, original, caplog, left):
+    """By the limit of a file, which a write beyond it meets."""
+    load()
+    file = models / "qwen.safetensors.int8.kept"
+    size = file.stat().st_size
+    file.unlink()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(size * left) - 1, limit[1]))
+    try:
+        with caplog.at_level(logging.INFO, kept.__name__):
+            _, report = load()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert BEING in report
+    (line,) = [record.getMessage() for record in caplog.records if record.name == kept.__name__]
+    assert line.startswith(f"keep_quantized: {file.name} is not kept: cannot write (")
+    assert contents(models) == ["qwen.safetensors"]
+
+
+def test_an_original_that_changes_while_it_is_quantized(models, original, caplog):
+    quantize, write = weights.quantize_shown, writer.TensorFile.write
+
+    def quantized(*arguments, **more):
+        touched(original)
+        return quantize(*arguments, **more)
+
+    def touching(file, name, tensor):
+        touched(original)
+        write(file, name, tensor)
+
+    for change in (
+        mock.patch.object(weights, "quantize_shown", quantized),
+        mock.patch.object(writer.TensorFile, "write", touching),
+    ):
+        with change:
+            load()
+        assert "is not kept: the original has changed meanwhile" in caplog.messages[-1]
+        assert contents(models) == ["qwen.safetensors"]
+
+
+def test_an_original_that_is_removed_while_it_is_written(models, original, caplog):
+    write = writer.TensorFile.write
+
+    def removing(file, name, tensor):
+        original.unlink(missing_ok=True)
+        write(file, name, tensor)
+
+    with mock.patch.object(writer.TensorFile, "write", removing):
+        load()
+    assert "is not kept: " in caplog.messages[-1]
+    assert contents(models) == []
+
+
+def test_a_cancelled_load_writes_nothing(models, original):
+    stop = comfy.model_management.InterruptProcessingException
+    with (
+        mock.patch.object(comfy.utils.ProgressBar, "update", side_effect=stop),
+        pytest.raises(stop),
+    ):
+        load()
+    assert contents(models) == ["qwen.safetensors"]
+
+
+def test_host_memory_for_quantizing_is_not_asked_for(models, original):
+    load()
+    with mock.patch.object(load_plan, "available_memory", return_value=1000):
+        taken()
+
+
+@pytest.mark.host_has("comfy.storage.state_dict_fast_disk")
+def test_a_fast_disk_is_known(models, original):
+    with mock.patch("comfy.storage.fast_storage", return_value=True):
+        made, _ = load()
+        found, _ = taken()
+        again = found.cached_patcher_init[0](*found.cached_patcher_init[1])
+    assert (made.fast_disk, found.fast_disk, again.fast_disk) == (False, True, True)
+
+
+def test_two_loads_write_it_once(models, original):
+    write, going = writer.TensorFile.write, threading.Event()
+
+    def waiting(file, name, tensor):
+        assert going.wait(60)
+        write(file, name, tensor)
+
+    values = {"model": original.name, "precision": "int8", "keep_quantized": True}
+    with mock.patch.object(writer.TensorFile, "write", waiting):
+        _, first = QwenL40SLoadModel.execute(**values).args
+        _, second = QwenL40SLoadModel.execute(**values).args
+        going.set()
+        written()
+    assert BEING in first
+    assert "no file is kept: another load is writing one" in second
+    assert contents(models) == ["qwen.safetensors", "qwen.safetensors.int8.kept"]
+
+
+# Other processes. They need no ComfyUI to write.
+
+PROCESS = """
+import sys, threading
+import torch
+sys.path.insert(0, {tests!r})
+import comfyui_boot
+comfyui_boot.import_package()
+from qwen_l40s.hosts.comfyui.kept import KeptFile
+from qwen_l40s.loaders import writer
+from qwen_l40s.loaders.source import open_source
+write, slow = writer.TensorFile.write, threading.Event()
+def slowly(file, name, tensor):
+    write(file, name, tensor)
+    slow.wait(0.01)
+writer.TensorFile.write = slowly
+kept = KeptFile(open_source({path!r}, "transformer"), "int8", (), True)
+tensors = {{str(number): torch.zeros(9, 99) for number in range({count})}}
+print(kept.write(tensors), flush=True)
+{then}
+"""
+
+
+def process(original, count, then):
+    """A process that writes `count` tensors, and what it says first."""
+    values = {"tests": str(ROOT / "tests"), "path": str(original), "count": count, "then": then}
+    command = [sys.executable, "-c", PROCESS.format(**values)]
+    started = subprocess.Popen(command, cwd=BASE, stdout=subprocess.PIPE, text=True)
+    return started, started.stdout.readline()
+
+
+def test_of_two_processes_one_writes_and_what_a_killed_one_left_is_removed(models, original):
+    other, said = process(original, 3000, "slow.wait()")
+    try:
+        assert BEING in said
+        refusal = load()[1]
+        assert "no file is kept: another load is writing one" in refusal
+        assert any(name.endswith(".part") for name in contents(models))
+    finally:
+        other.kill()
+        other.communicate()
+    assert other.returncode == -signal.SIGKILL
+    left = contents(models)
+    assert [name.rpartition(".")[2] for name in left] == ["part", "lock", "safetensors"]
+    _, report = load()
+    assert BEING in report
+    assert contents(models) == ["qwen.safetensors", "qwen.safetensors.int8.kept"]
+    taken()
+
+
+@pytest.mark.parametrize("end", ["pass", "raise KeyboardInterrupt", "sys.exit(3)"])
+def test_a_process_that_ends_leaves_nothing(models, original, end):
+    other, said = process(original, 3000, end)
+    assert BEING in said
+    other.communicate(timeout=60)
+    assert contents(models) == ["qwen.safetensors"]
+
+
+def test_what_the_header_says(models, original):
+    load(keep=KEEP)
+    with safe_open(models / "qwen.safetensors.int8.kept", "pt") as file:
+        said = json.loads(file.metadata()[kept.MADE_FROM])
+    state = original.stat()
+    assert said["files"] == [[state.st_mtime_ns, state.st_size]]
+    with original.open("rb") as header:
+        length = 8 + int.from_bytes(header.read(8), "little")
+        digest = hashlib.sha256(original.read_bytes()[:length]).hexdigest()
+    assert said["headers"] == [digest]
+    assert (said["format"], said["precision"], said["keep"]) == (kept.FORMAT, "int8", [KEEP])
