@@ -18,13 +18,18 @@ from .attention import ChosenAttention
 from .blocks.block_form import is_changed
 from .blocks.graphs import PassMemory
 from .blocks.host import HostPass, PreparedModel
-from .blocks.passes import ForwardPass, WatchedError, is_finite
+from .blocks.passes import ForwardPass, WatchedError
 from .cards.team import Member, ShapeFigures, Team
 from .fallback import Fallback
+from .step_cache import Later
 
 _Value = TypeVar("_Value")
 
 PASSED_BY = Fallback("another extension runs the transformer its own way")
+
+
+class NotFiniteError(Exception):
+    """Attention gave NaN in an earlier pass; the run has to begin again, with the host's."""
 
 
 class Optimization:
@@ -32,7 +37,8 @@ class Optimization:
 
     What is known of a model is found out anew in each run, whose patches are in place by its first
     forward pass, and kept for each model and each set of patches: ComfyUI's clones can carry other
-    LoRAs, and with several cards each has a model of its own.
+    LoRAs, and with several cards each has a model of its own. What takes long is taken over from
+    the last run, where nothing has changed since.
 
     Args:
         attention: This package's, or None for the host's alone.
@@ -40,16 +46,19 @@ class Optimization:
     """
 
     host = "the host's"
+    begins_again = False  # whether a run does, after a `NotFiniteError`
 
     def __init__(self, attention: ChosenAttention | None, blocks: bool = True) -> None:
         self.attention = attention
         self._blocks = blocks
         self._prepared: WeakKeyDictionary[Any, dict[Hashable, PreparedModel]]
         self._prepared = WeakKeyDictionary()
+        self._earlier = self._prepared  # of the last run
         self._memories: WeakKeyDictionary[Any, dict[Hashable, PassMemory]] = WeakKeyDictionary()
         self._last: PreparedModel | None = None
         self._of_cards: dict[Hashable, ShapeFigures] = {}
         self._passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._doubts: WeakKeyDictionary[Any, dict[int, Later]] = WeakKeyDictionary()  # by pass
         self._failed: Fallback | None = None
         self._passed_by = False
         self._logged: set[str] = set()
@@ -63,9 +72,12 @@ class Optimization:
         """Forgets what was known in the last run; its report stays until the next pass.
 
         Raises:
-            LostCopyError: As of `confirm`, in a run that goes on around this one.
+            LostCopyError, NotFiniteError: As of `confirm`, in a run that goes on around this one.
         """
         self.confirm()
+        # What was compared with the host's attention says nothing of this package's.
+        gave_up = self.attention is not None and self.attention.fallback
+        self._earlier = WeakKeyDictionary() if gave_up else self._prepared
         self._prepared = WeakKeyDictionary()
         self._passes = WeakKeyDictionary()
         if self.attention is not None:
@@ -74,19 +86,23 @@ class Optimization:
             memory.start_run()
 
     def confirm(self) -> None:
-        """Waits for the copies between cards of the last pass; a host calls it at the end of a run.
+        """Waits for the copies between cards of the last pass, and for what tells NaN; a host calls
+        it at the end of a run.
 
         Raises:
             LostCopyError: One was lost: the run has to begin again, which it does on one card. So
                 does each pass but the first of a run.
+            NotFiniteError: As of `run_pass`.
         """
+        self._settle(_values(self._doubts))
         for prepared in self._all_prepared():
             prepared.split.confirm()
 
     def end_run(self) -> None:
         """Lets go of weights, and of buffers that no graph needs."""
+        self._doubts = WeakKeyDictionary()
         for prepared in self._all_prepared():
-            prepared.let_go()
+            prepared.known(None)
             prepared.split.unchecked = None
         for memory in self._all_memories():
             memory.free_buffers()
@@ -101,18 +117,38 @@ class Optimization:
             memory.drop_void()
 
     def run_pass(self, host: HostPass, call: Callable[[], Any]) -> Any:
-        """One call of the transformer, which `call` makes; once more where attention gave NaN."""
+        """One call of the transformer, which `call` makes.
+
+        Where attention gives NaN, the pass or the run is made once more, with the host's: waiting
+        for what each pass gives would leave the card without work.
+
+        Raises:
+            NotFiniteError: An earlier pass gave NaN, in a host that `begins_again`.
+        """
         self._passed_by = False
+        doubts = self._doubts.setdefault(host.owner, {})
+        self._settle([doubts.pop(it) for it in list(doubts) if doubts[it].ready])
         passes = self._passes[host.owner] = self._passes.get(host.owner, 0) + 1
         output = self._run_once(host, call)
         attention = host.attention
         if attention is None or not attention.used or not (passes == 1 or attention.lossy):
             return output
         found = output if isinstance(output, torch.Tensor) else output[0]
-        if is_finite(found) or not is_finite(host.latents):
+        doubt = Later(passes, host.latents.isfinite().all() & ~found.isfinite().all())
+        if self.begins_again and not doubt.ready:
+            doubts[passes] = doubt
+            return output
+        if not any(doubt.read()):
             return output
         attention.give_up()
         return self._run_once(host, call)
+
+    def _settle(self, doubts: list[Later]) -> None:
+        """Looks at what the card tells of earlier passes."""
+        if any(any(doubt.read()) for doubt in doubts):
+            self._doubts = WeakKeyDictionary()
+            self.attention.give_up()
+            raise NotFiniteError
 
     def pass_by(self, owner: Any) -> None:
         """Says that the host called a model and no pass of this run has been made of it."""
@@ -188,7 +224,7 @@ class Optimization:
 
             @cache
             def hold() -> Hashable | None:
-                return stack.enter_context(host.layers.hold(host.blocks))
+                return _hold(prepared, host, stack)
 
             team = None
             if host.peers:
@@ -202,8 +238,7 @@ class Optimization:
     def _member(self, prepared: PreparedModel, host: HostPass, stack: ExitStack) -> Member:
         """A card's part in a pass, for as long as the stack is open."""
         memory = stack.enter_context(self._memory(prepared, host))
-        weights = stack.enter_context(host.layers.hold(host.blocks))
-        return Member(host, prepared, memory, weights)
+        return Member(host, prepared, memory, _hold(prepared, host, stack))
 
     def _team(self, first: Member, stack: ExitStack) -> Team | None:
         """The cards that may share a pass; None where they may not."""
@@ -237,7 +272,7 @@ class Optimization:
             key = host.device, torch.cuda.current_stream(host.device).cuda_stream
         memories = self._memories.setdefault(host.owner, {})
         memory = memories.get(key)
-        if memory is None or memory.workspace.ops is not prepared.ops:
+        if memory is None or memory.workspace.ops != prepared.ops:
             memory = memories[key] = PassMemory(prepared.ops)
         if memory.taken:  # by another thread
             yield PassMemory(prepared.ops)
@@ -271,6 +306,9 @@ class Optimization:
             if found is not None:  # another extension has exchanged a block
                 self.release(host.owner)
             found = known[host.state] = PreparedModel(host, self.lossy_attention)
+            earlier = self._earlier.get(host.owner, {}).pop(host.state, None)
+            if earlier is not None:
+                found.take_over(earlier)
         return found
 
 
@@ -284,6 +322,12 @@ def _values(known: WeakKeyDictionary[Any, dict[Hashable, _Value]]) -> list[_Valu
 def _current(device: torch.device) -> AbstractContextManager:
     """Makes a card the current one: kernels are compiled for that one, and launch on it alone."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _hold(prepared: PreparedModel, host: HostPass, stack: ExitStack) -> Hashable | None:
+    """The token of held weights, which is another one where layers have another form."""
+    token = stack.enter_context(host.layers.hold(host.blocks))
+    return None if token is None else (token, *prepared.read)
 
 
 def _holds(host: HostPass) -> bool:

@@ -52,7 +52,7 @@ class Computed(NamedTuple):
     sigma: float
 
 
-class _Later:
+class Later:
     """Numbers that the card is still computing, copied to the host without waiting.
 
     Args:
@@ -70,6 +70,11 @@ class _Later:
             self._event = torch.cuda.current_stream(values.device).record_event()
         else:
             self._values = values.cpu()
+
+    @property
+    def ready(self) -> bool:
+        """Whether reading them takes no wait."""
+        return self._event is None or self._event.query()
 
     def read(self) -> list[float]:
         """The numbers, once the card has come that far."""
@@ -196,11 +201,11 @@ class CachedRun:
         self._spent = 0.0  # of the gate's threshold since the last computed step
         self._refusing = False
         self._expected: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._watched: list[_Later] = []
-        self._misses: list[tuple[_Later, float]] = []  # with the weight of their skipped steps
+        self._watched: list[Later] = []
+        self._misses: list[tuple[Later, float]] = []  # with the weight of their skipped steps
         self._unread = 0
-        self._audited: list[_Later] = []
-        self._final: _Later | None = None  # |the last latent|
+        self._audited: list[Later] = []
+        self._final: Later | None = None  # |the last latent|
         self._warm = 0.0
         self._ended = False
 
@@ -303,7 +308,7 @@ class CachedRun:
             expected, length = self._expected
             rounding = torch.finfo(x.dtype).eps * self._norm(x)
             astray = (self._norm(x.float() - expected) - rounding) / length.clamp(min=TINY)
-        self._watched.append(_Later(step, astray, found))
+        self._watched.append(Later(step, astray, found))
 
     def _astray(self) -> bool:
         """Whether a sampler goes elsewhere than the velocity leads, by what the card has told."""
@@ -381,10 +386,10 @@ class CachedRun:
         self._misses.append((self._miss(step, velocity), weight))
         self._since = []
 
-    def _miss(self, step: int, velocity: torch.Tensor) -> _Later:
+    def _miss(self, step: int, velocity: torch.Tensor) -> Later:
         """(|forecast - computed|, |computed|) of a step."""
         guess = self._extrapolated(self._sigmas[step])
-        return _Later(step, self._norm(guess.float() - velocity.float()), self._norm(velocity))
+        return Later(step, self._norm(guess.float() - velocity.float()), self._norm(velocity))
 
     def _expect(self, step: int, x: torch.Tensor, velocity: torch.Tensor) -> None:
         """Where the next call's latent is, if the sampler takes an Euler step."""
@@ -392,7 +397,7 @@ class CachedRun:
         there = x.float() + change
         self._expected = there, self._norm(change)
         if step + 1 == self.figures.steps:
-            self._final = _Later(step, self._norm(there))
+            self._final = Later(step, self._norm(there))
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
         """Of what the sampler follows, in float32."""

@@ -157,15 +157,15 @@ def unsupported_block(block: torch.nn.Module, dtype: torch.dtype) -> Fallback | 
     try:
         layout = layout_of(block)
         names = *layout.norms, *layout.read, *layout.spec.head_norms
-        modules = {name: block.get_submodule(name) for name in names}
+        modules = {name: part_of(block, name) for name in names}
         attn = modules["attn"]
         dim, heads = attn.to_q.out_features, attn.heads
         layers = [part_of(block, name) for name in layout.places]
+        changed = [name for name, module in modules.items() if is_changed(module)]
     except AttributeError as error:
         return Fallback(f"its form is unknown: {error}")
-    for name, module in modules.items():
-        if is_changed(module):
-            return Fallback(f"{name} has been changed by another extension")
+    if changed:
+        return Fallback(f"{changed[0]} has been changed by another extension")
     norms = [modules[name] for name in layout.norms]
     if any(norm.weight is not None for norm in norms):
         return Fallback("its LayerNorms have weights")
@@ -177,7 +177,7 @@ def unsupported_block(block: torch.nn.Module, dtype: torch.dtype) -> Fallback | 
     if len(eps) > 1 or len(head_eps) > 1 or len(widths) > 1:
         return Fallback("its streams differ in form")
     if layout.activation == GELU:
-        gelus = {block.get_submodule(f"{it}_mlp.net.0").approximate for it in ("img", "txt")}
+        gelus = {modules[f"{it}_mlp.net.0"].approximate for it in ("img", "txt")}
         if gelus != {"tanh"}:
             return Fallback("its GELU is not the tanh form")
     return unsupported_shape(dim, dim // heads, dtype)

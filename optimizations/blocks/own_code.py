@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..fallback import Fallback
-from .block_form import is_changed, layout_of
+from .block_form import is_changed, layout_of, part_of
 
 TORCH = str(Path(torch.__file__).parent)
 
@@ -199,7 +199,7 @@ def _parts(block: torch.nn.Module, multiplied: set[torch.nn.Module]) -> _Parts:
     modulation = layout.spec.modulation.values()
     names = *layout.norms, *layout.read, *layout.spec.head_norms, *modulation
     names = *names, *(f"{name}.0" for name in modulation)  # SiLU, whose result the table holds
-    layers = (name for name in layout.places if block.get_submodule(name) in multiplied)
+    layers = (name for name in layout.places if part_of(block, name) in multiplied)
     names = "", *dict.fromkeys((*names, *layers))
     # One step of several paths is looked at once.
     for parent, key, child, path in dict.fromkeys(chain(*(_path(block, name) for name in names))):
@@ -208,7 +208,7 @@ def _parts(block: torch.nn.Module, multiplied: set[torch.nn.Module]) -> _Parts:
         parts.children.append(child)
         parts.paths.append(path)
     for name in names:
-        module = block.get_submodule(name)
+        module = part_of(block, name) if name else block
         parts.modules.append(module)
         parts.classes.append(type(module))
         parts.names.append(name)
@@ -224,7 +224,7 @@ def _path(
     """The steps to a submodule: from a parent by a key to a child, with the child's path."""
     parent, path = block, ""
     for key in filter(None, name.split(".")):
-        child = parent.get_submodule(key)
+        child = part_of(parent, key)
         path = f"{path}.{key}" if path else key
         yield parent, key, child, path
         parent = child

@@ -96,6 +96,25 @@ def test_a_model_that_stays_is_held(form):
     assert passes() == token
 
 
+@pytest.mark.parametrize("form", ["bf16", "fp8", "int8"])
+def test_a_model_that_stays_from_run_to_run_is_looked_at_once(form):
+    _, model = loaded(form)
+    passes = Passes(model)
+    token = passes()
+    for weights in passes.run.values():
+        weights.start_run()
+    with mock.patch.object(held, "_look", None):
+        assert passes() == token
+    layer = passes.layers[-1]  # another extension exchanges one
+    layer.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+    for weights in passes.run.values():
+        weights.start_run()
+    assert passes() not in (token, None)
+    gone = weakref.ref(layer.weight)
+    layer.weight = None
+    assert gone() is None, "nothing keeps weights between two runs"
+
+
 @contextlib.contextmanager
 def copying(model):
     """As between a card and host memory: `Module.to` copies, except what is looked at cheaply."""
@@ -385,6 +404,32 @@ def test_pages_that_are_taken_away_between_two_passes(monkeypatch):
     assert model_vbar.vbar_fault(other)
     model_vbar.vbar_unpin(other)
     assert [dynamic(), dynamic()] == [held.PARTIAL.reason, token]
+
+
+def test_the_next_run_looks_at_what_was_read_anew(monkeypatch):
+    dynamic = Dynamic(monkeypatch)
+    token, layers = dynamic.held(), dynamic.passes.layers
+    looked, own = [], held._is_resident
+
+    def is_resident(layer):
+        looked.append(layer)
+        return own(layer)
+
+    monkeypatch.setattr(held, "_is_resident", is_resident)
+
+    def passes():
+        looked.clear()
+        for weights in dynamic.passes.run.values():
+            weights.start_run()
+        return dynamic(), dynamic(), len(looked)
+
+    assert passes() == (held.ROOM.reason, token, 0)
+    layers[3]._v_weight = layers[3]._v_weight.clone()  # as one that is cast again
+    first, second, count = passes()
+    assert (first, count) == (held.ROOM.reason, 1) and isinstance(second, int) and second != token
+    for layer in layers:  # as `load` does with another LoRA, which is read into the same pages
+        layer.weight_function, layer._v_signature = [], None
+    assert passes() == (held.ROOM.reason, token, len(layers))
 
 
 def test_a_pass_that_fails_leaves_no_pins(monkeypatch):

@@ -2,9 +2,11 @@
 
 import contextlib
 import gc
+from collections import Counter
 from unittest import mock
 
 import comfy.ldm.qwen_image.model as qwen_image
+import comfy.model_management
 import comfy.sample
 import narrow_transformer as narrow
 import pytest
@@ -12,12 +14,15 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from comfyui_boot import MODE, folder
 
+from qwen_l40s.errors import CheckpointError
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from qwen_l40s.optimizations.attention import Attention as ChosenBackend
+from qwen_l40s.optimizations.step_cache import Later
 
 pytestmark = pytest.mark.each_device
-PATH = narrow.write(folder("other_packs") / "bf16.safetensors", narrow.weights())
+FOLDER = folder("other_packs")
+PATH = narrow.write(FOLDER / "bf16.safetensors", narrow.weights())
 # ComfyUI computes this model in fp32 on a processor and in bf16 on a card.
 SAME = 2e-6 if MODE == "cpu" else 1e-2
 HOST_ATTENTION = OptimizeSettings(attention="comfyui")
@@ -29,11 +34,11 @@ def stock():
     return load_model(PATH, "bf16")[0]
 
 
-def sample(model, steps=2):
+def sample(model, steps=2, text=20):
     """Euler steps at 64 x 64 from fixed noise."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(1, 16, 1, 8, 8, generator=generator)
-    prompt = [[torch.randn(1, 20, narrow.SHAPE.joint_dim, generator=generator), {}]]
+    prompt = [[torch.randn(1, text, narrow.SHAPE.joint_dim, generator=generator), {}]]
     how = (steps, 1.0, "euler", "simple", prompt, prompt, torch.zeros_like(noise))
     with torch.inference_mode():
         return comfy.sample.sample(model, noise, *how, disable_pbar=True, seed=0).float()
@@ -292,3 +297,92 @@ def test_a_forward_that_another_pack_leaves_on_the_transformer_stays():
     finally:
         del transformer._forward
     assert_same(plain, sample(optimize(model, HOST_ATTENTION)))
+
+
+@pytest.mark.parametrize("name", [name for name in CHANGES if name != "img_mod.0 of block 1"])
+def test_a_change_between_two_runs_is_heeded(name):
+    """What is known of a model is taken over from the run before, except where it has changed."""
+    model = stock()
+    clone = optimize(model, HOST_ATTENTION)
+    plain = sample(clone)
+    with CHANGES[name](model.model.diffusion_model.transformer_blocks):
+        known = sample(model)
+        assert_same(known, sample(clone))
+        assert "ComfyUI's own" in report_of(clone)
+    assert difference(known, plain) > 1e-4
+    assert torch.equal(sample(clone), plain)
+    assert "blocks: fused, 4 of 4" in report_of(clone)
+
+
+def test_a_block_is_compared_once_for_each_prompt_length_until_something_changes():
+    model = stock()
+    clone = optimize(model, HOST_ATTENTION)
+
+    def compares(text=20, patcher=clone):
+        sample(patcher, text=text)
+        report = report_of(patcher)
+        assert "blocks: fused, 4 of 4" in report
+        assert ("largest difference" in report) != ("checked in an earlier run" in report)
+        return "largest difference" in report
+
+    assert [compares(), compares(), compares(21), compares(), compares(21)] == [1, 0, 1, 0, 0]
+    with scaled(model.model.diffusion_model.transformer_blocks[1].img_norm2):
+        sample(clone)
+    assert [compares(), compares()] == [1, 0]
+    patched = clone.clone()
+    key = "diffusion_model.transformer_blocks.1.attn.to_k.bias"
+    patched.add_patches({key: ("diff", (torch.ones(narrow.SHAPE.dim),))})
+    assert [compares(patcher=patched), compares(patcher=patched)] == [1, 0]
+    comfy.model_management.unload_all_models()
+    assert [compares(patcher=patched), compares(patcher=patched)] == [1, 0]
+
+
+@contextlib.contextmanager
+def told_late(after):
+    """What the card tells is there after it was asked for so many times without a wait."""
+    asked = Counter()
+
+    def ready(self):
+        asked[id(self)] += 1
+        return asked[id(self)] > after
+
+    with mock.patch.object(Later, "ready", property(ready)):
+        yield
+
+
+@pytest.mark.parametrize(("steps", "after", "passes"), [(1, 9, 2), (3, 9, 6), (3, 1, 5), (3, 2, 6)])
+def test_nan_that_the_card_tells_late_begins_the_run_again(steps, after, passes):
+    """Of the second block's attention: the first is compared with ComfyUI's before."""
+    calls, made, own = [], [], ChosenBackend.__call__
+
+    def nan(self, *given):
+        calls.append(1)
+        return own(self, *given) * (torch.nan if len(calls) % 2 == 0 else 1)
+
+    def count(executor, *given, **named):
+        made.append(1)
+        return executor(*given, **named)
+
+    model = stock()
+    clone = optimize(model)
+    clone.add_wrapper(WrappersMP.APPLY_MODEL, count)
+    with told_late(after), mock.patch.object(ChosenBackend, "__call__", nan):
+        found = sample(clone, steps=steps)
+        assert " gave NaN" in report_of(clone)
+    assert len(made) == passes
+    assert_same(sample(model, steps=steps), found)
+    assert_same(found, sample(clone, steps=steps))
+    assert "NaN" not in report_of(clone)
+
+
+@pytest.mark.parametrize("optimized", [False, True])
+@pytest.mark.parametrize("after", [0, 9])
+def test_a_weight_with_nan_is_named_at_the_end_of_the_first_run(optimized, after):
+    weights = narrow.weights()
+    name = "transformer_blocks.1.attn.to_k.weight"
+    weights[name] = weights[name].clone()
+    weights[name][1, 2] = torch.nan
+    model = load_model(narrow.write(FOLDER / "nan.safetensors", weights), "bf16")[0]
+    model = optimize(model) if optimized else model
+    with told_late(after), pytest.raises(CheckpointError, match=name):
+        sample(model)

@@ -41,7 +41,7 @@ def flow(seed=1, shape=SHAPE):
     return velocity
 
 
-class Card(step_cache._Later):
+class Card(step_cache.Later):
     """Numbers that a card far behind has only once a later call of the model has been queued."""
 
     queued = 0
@@ -57,7 +57,7 @@ class Card(step_cache._Later):
 
 @pytest.fixture(autouse=True)
 def card(monkeypatch):
-    monkeypatch.setattr(step_cache, "_Later", Card)
+    monkeypatch.setattr(step_cache, "Later", Card)
 
 
 def euler(x, sigma, following, velocity):

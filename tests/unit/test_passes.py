@@ -636,6 +636,18 @@ def test_a_graph_gives_what_launching_gives(graphs_here, mix):
     assert not any(graph.work for graph in Graph.made)
 
 
+def test_graphs_outlive_a_run_with_kernels_that_are_found_anew(graphs_here, monkeypatch):
+    again = lambda _: fused.TORCH._replace(prepared={})  # noqa: E731
+    monkeypatch.setattr("qwen_l40s.optimizations.blocks.host.choose_ops", again)
+    passes = Passes({}, {})
+    for _ in range(3):
+        passes()
+    passes.optimization.end_run()
+    passes.optimization.start_run()
+    assert_same(passes(), passes.expected())
+    assert (passes.figures.captured, passes.figures.replayed) == (0, 1)
+
+
 def test_a_pass_runs_with_the_models_card_as_the_current_one(graphs_here, monkeypatch):
     card, current, found = torch.device("cuda", 1), [torch.device("cuda", 0)], []
 

@@ -160,7 +160,7 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
     patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, PARTS_KEY, check_parts)
     if plan.off_card:
         _keep_off_card(patcher, quantized)
-    check_first_step(patcher, read.path)
+    check_first_run(patcher, read.path)
     patcher.cached_patcher_init = (load_patcher, (plan,))
     return patcher, notes
 
@@ -252,28 +252,30 @@ def _model_config(
     return config
 
 
-# Notices NaN and infinity at a model's first step, and names where they come from.
+# Notices NaN and infinity in a model's first run, and names where they come from.
 #
 # Reading 40 GB only to look for them would cost a load's time again, and under dynamic VRAM weights
-# are not read before they are used. One synchronization at the first step costs nothing.
+# are not read before they are used. A look at a step would keep the card waiting for the processor.
 
 FINITE_KEY = "qwen_l40s_finite"
 
 
-def check_first_step(patcher: ModelPatcher, path: Path) -> None:
+def check_first_run(patcher: ModelPatcher, path: Path) -> None:
     """Adds the check to a freshly loaded model; its clones share it, so it runs once a load."""
     checked = False
 
-    def wrapper(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def wrapper(
+        executor: Any, noise: torch.Tensor, latent: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         nonlocal checked
-        output = executor(x, *args, **kwargs)
-        if not checked and is_finite(x):
+        output = executor(noise, latent, *args, **kwargs)
+        if not checked and is_finite(noise) and is_finite(latent):
             if not is_finite(output):
-                _refuse(executor.class_obj.diffusion_model, path)
+                _refuse(executor.class_obj.model_patcher.model.diffusion_model, path)
             checked = True
         return output
 
-    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, FINITE_KEY, wrapper)
+    patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, FINITE_KEY, wrapper)
 
 
 def _refuse(module: torch.nn.Module, path: Path) -> None:
@@ -283,7 +285,7 @@ def _refuse(module: torch.nn.Module, path: Path) -> None:
         if not all(map(is_finite, stored)):
             raise not_finite(path, name)
     raise UnavailableError(
-        "The model gave NaN or infinity at its first step although its weights are finite: an "
+        "The model gave NaN or infinity in its first run although its weights are finite: an "
         "attention kernel, a LoRA or another node's patch is at fault, so run once without them.",
         path,
     )

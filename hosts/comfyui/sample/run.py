@@ -22,7 +22,7 @@ from ....machine.links import link_between
 from ....optimizations.blocks.block_form import blocks_of, token_layers
 from ....optimizations.blocks.host import HostPass
 from ....optimizations.cards.split import LostCopyError
-from ....optimizations.run import Optimization
+from ....optimizations.run import NotFiniteError, Optimization
 from ..lora.bypass import bypassed
 from .attention import SLOT, FileAttention, SlotAttention
 from .call import control_of, idle_models, is_compiled, is_skipped, options_of
@@ -44,13 +44,11 @@ class _Run:
 
     Attributes:
         files: What the files of its models say of attention, found out in the first pass.
-        weights: What is known of where their weights are.
         brought: Models on cards that share a pass, whose weights were asked for.
     """
 
     def __init__(self) -> None:
         self.files: WeakKeyDictionary[Any, FileAttention] = WeakKeyDictionary()
-        self.weights: WeakKeyDictionary[Any, HeldWeights] = WeakKeyDictionary()
         self.brought: WeakSet[Any] = WeakSet()
 
 
@@ -80,6 +78,7 @@ class ComfyOptimization(Optimization):
         self.file: FileAttention | None = None
         self._instead = ""  # whose attention ran in the last pass where none was chosen
         self._run: _Run | None = None  # that goes on
+        self._weights: WeakKeyDictionary[Any, HeldWeights] = WeakKeyDictionary()  # where they are
 
     @property
     def lossy_attention(self) -> bool:
@@ -110,11 +109,15 @@ class ComfyOptimization(Optimization):
         """OUTER_SAMPLE wrapper: one run."""
         self.start_run()
         before, self._run = self._run, _Run()
+        self.begins_again = True
+        for weights in self._weights.values():
+            weights.start_run()
         try:
             with flags_for_a_run(*self._flags):
                 output = self._sample(executor, noise, args, kwargs)
         finally:
             self._run = before
+            self.begins_again = before is not None
             if before is None:
                 self.end_run()
         logger.info("Qwen-Image L40S\n%s", self.report())
@@ -123,20 +126,24 @@ class ComfyOptimization(Optimization):
     def _sample(
         self, executor: Any, noise: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Once more from the first step, on one card, where a copy between cards was lost."""
+        """Once more from the first step where a copy between cards was lost, on one card, or where
+        attention gave NaN, with ComfyUI's own.
+        """
         guider = executor.class_obj
         prompts = {name: [dict(prompt) for prompt in it] for name, it in guider.conds.items()}
-        try:
-            output = executor(noise, *args, **kwargs)
-            self.confirm()
-        except LostCopyError:
-            logger.warning(
-                "Qwen-Image L40S, cards: a copy between two cards was lost. The run begins again, "
-                "on one card: see `qwen-l40s doctor`."
-            )
-            guider.conds = prompts
-            output = executor(noise, *args, **kwargs)
-        return output
+        while True:
+            try:
+                output = executor(noise, *args, **kwargs)
+                self.confirm()
+                return output
+            except LostCopyError:
+                logger.warning(
+                    "Qwen-Image L40S, cards: a copy between two cards was lost. The run begins "
+                    "again, on one card: see `qwen-l40s doctor`."
+                )
+            except NotFiniteError:
+                logger.warning("Qwen-Image L40S: the run begins again.")
+            guider.conds = {name: [dict(prompt) for prompt in it] for name, it in prompts.items()}
 
     def on_detach(self, patcher: Any, unpatch_all: bool) -> None:
         """ON_DETACH callback: what is kept for a model leaves the card with it."""
@@ -144,6 +151,7 @@ class ComfyOptimization(Optimization):
         if unpatch_all:
             drop_row_scales(blocks_of(patcher.model.diffusion_model))
             self.release(patcher.model)
+            self._weights.pop(patcher.model, None)
 
     def apply_model(
         self, executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
@@ -154,7 +162,7 @@ class ComfyOptimization(Optimization):
         others = not isinstance(options.get(SLOT), SlotAttention | None)
         self._instead = OTHER_NODES if others else "ComfyUI's own"
         own = options.pop(SLOT, None) if file is not None and file.runs else None
-        weights = None if self._run is None else self._run.weights
+        weights = None if self._run is None else self._weights
         control = control_of(args, kwargs)
         idle = idle_models(options, model) if self._blocks else ()
         pass_class = PASSES[type(model)]
