@@ -17,6 +17,7 @@ from .bytes import (
 )
 from .cards import Card, UnlistedCard, check_price, usd_per_image
 from .files import (
+    FIRST_PASS,
     USUAL_SOURCES,
     Disk,
     GuideFigure,
@@ -399,10 +400,11 @@ class Estimate:
 
     @property
     def first_image_seconds(self) -> Range | None:
-        """The first run, all of its images: files in memory, nothing on the card."""
+        """The first run of a server, all of its images: files in memory, kernels compiled."""
         if self.times is None:
             return None
-        return self._warm_seconds() + self.times.phases["load"] + self.times.phases["tables"]
+        phases = self.times.phases
+        return self._warm_seconds() + phases["load"] + phases["tables"] + FIRST_PASS
 
     def _warm_seconds(self) -> Range:
         seconds = self.times.phases

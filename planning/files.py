@@ -167,9 +167,10 @@ WHOLE_LOADS = (
     {"what": "bf16", "bytes": 40.9e9, "load_seconds": 2.0, "to_card_seconds": 5.2},
     {"what": "int8", "bytes": 27.3e9, "load_seconds": 0.3, "to_card_seconds": 4.2},
 )
-# Seconds more for a byte of bf16 that is quantized on load: 1.2 s to fp8 and 1.3 s to int8 for the
-# 27.2 GB of the same transformer's quantized layers.
-QUANTIZING = Range(1.2 / 27.2e9, 1.3 / 27.2e9)
+# What `first_prompts` of `measured.json` took besides: 27.2 GB of bf16 that were quantized on load,
+# to fp8 and to int8, and in the first pass of a process the choices, checks and kernels' loading.
+QUANTIZING = Range(10.5 / 27.2e9, 16.6 / 27.2e9)
+FIRST_PASS = Range(2.5, 3.5)
 # ComfyUI until it answers: interpreter, torch, its nodes and this package (eight starts on the
 # host of an H200, files in its page cache).
 START = Range(12.6, 17.4)

@@ -14,6 +14,7 @@ taken for every machine.
     times.HOST_BYTES_PER_SECOND                         copies that are not pinned
     times.TILE_STEP_SECONDS                             what a further tile launches and copies
     files.WHOLE_LOADS, files.QUANTIZING                 files from memory to the card
+    files.FIRST_PASS                                    the first pass of a process
     files.MAPPED, files.START                           files from a disk; ComfyUI's start
 
 Predicted and not measured are times.PROCESSOR_FLOPS, files.SOURCES, and in `rates` the shares of

@@ -17,9 +17,10 @@ from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.bytes import weight_bytes
 from qwen_l40s.planning.cards import find_card, with_memory
 from qwen_l40s.planning.estimate import TIGHT_BYTES, estimate
+from qwen_l40s.planning.files import FIRST_PASS
 from qwen_l40s.planning.phases import KEPT_FREE_BYTES, PHASES
 from qwen_l40s.planning.plan import plan
-from qwen_l40s.planning.rates import constants, rates_by, rates_of
+from qwen_l40s.planning.rates import constants, measured, rates_by, rates_of
 from qwen_l40s.planning.request import Loras, Parts, RunRequest, replays_graph
 from qwen_l40s.planning.times import forward_seconds
 from qwen_l40s.spec.families import FAMILIES
@@ -121,13 +122,24 @@ def test_the_sampling_peak_is_the_transformers_alone():
 # --- times ---
 
 
+@pytest.mark.parametrize("run", measured()["first_prompts"], ids=lambda run: run["what"])
+def test_the_first_image_of_a_server_is_predicted(run):
+    """4 steps at 1328x1328 without CFG, a prompt of 60 words, as main.py of ComfyUI ran them."""
+    whole = replace(USUAL, precision=run["what"], steps=4, cfg="off", text_tokens=64)
+    if run["file"] == run["what"] != "bf16":
+        sizes = weight_bytes(FULL_SIZE, run["what"])
+        whole = replace(whole, parts=Parts(transformer_bytes=sizes.total))
+    found = estimate(whole, card(measured()["conditions"]["card"]))
+    assert found.first_image_seconds.middle == pytest.approx(run["seconds"], rel=0.2)
+
+
 def test_times_add_up():
     found = estimate(replace(USUAL, batch=2), L40S)
     parts = {name: phase.seconds for name, phase in found.phases.items()}
     for end in (0, 1):
         warm = sum(parts[name][end] for name in ("text", "sampling", "decode"))
         assert found.image_seconds[end] == pytest.approx(warm / 2)
-        first = warm + parts["load"][end] + parts["tables"][end]
+        first = warm + parts["load"][end] + parts["tables"][end] + FIRST_PASS[end]
         assert found.first_image_seconds[end] == pytest.approx(first)
         assert found.step_seconds[end] == pytest.approx(parts["sampling"][end] / 20)
         rates = rates_of(L40S)[1 - end]
