@@ -18,7 +18,7 @@ from .bytes import (
 from .cards import Card, UnlistedCard, check_price, usd_per_image
 from .files import (
     FIRST_PASS,
-    USUAL_SOURCES,
+    SOURCES,
     Disk,
     GuideFigure,
     Load,
@@ -202,7 +202,7 @@ def run_times(option: PlanOption, slow: Rates, fast: Rates) -> RunTimes:
         return Range(seconds(load, fast, **source).low, seconds(load, slow, **source).high)
 
     def from_usual_sources(load: Load) -> dict[str, Range]:
-        return {source: loading(load, source=source) for source in USUAL_SOURCES}
+        return {source: loading(load, source=source) for source in SOURCES}
 
     graph, without = replays_graph(request, setting), replace(request, loras=Loras())
     how = {"moved_bytes": moved, "graph": graph, "packed": setting.packed}

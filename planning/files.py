@@ -13,7 +13,7 @@ from ..errors import SettingError
 from ..spec.formats import GB, QUANTIZED
 from .bytes import text_encoder_bytes, weight_bytes
 from .phases import Range, transformer_bytes, vae_bytes
-from .rates import Rates, measured
+from .rates import Rates
 from .request import TEXT_ENCODER, TRANSFORMER, VAE, RunRequest, Setting
 
 CARD_MEMORY = "card memory"
@@ -152,21 +152,18 @@ def _lora_files(request: RunRequest) -> int:
     return 2 * request.loras.count * request.loras.rank * sum(map(sum, layers))
 
 
-PAGE_CACHE, RAM_DISK, NVME, NETWORK = "page cache", "RAM disk", "NVMe", "network volume"
+PAGE_CACHE, NVME, NETWORK = "page cache", "NVMe", "network volume"
 # Bytes/s of what is read once; None where the file is in memory already. Predicted: what rented
 # machines' local disks and network volumes give one reader.
-SOURCES: dict[str, float | None] = {PAGE_CACHE: None, RAM_DISK: None, NVME: 3e9, NETWORK: 0.4e9}
-# Where files are before the first run on a rented machine: what estimates tell of.
-USUAL_SOURCES = (PAGE_CACHE, NVME, NETWORK)
+SOURCES: dict[str, float | None] = {PAGE_CACHE: None, NVME: 3e9, NETWORK: 0.4e9}
 # A mapped file that is not in memory is read in the order in which it is asked for: 1.04 times as
 # long as from end to end in bf16, 1.3 in int8 (a disk of 2.1 GB/s at an H200).
 MAPPED = 1.3
-# Whole transformers from a RAM disk onto an H200, besides the smaller files of `measured.json`.
-# Pages are mapped and copied one by one: the link is not what limits it.
-WHOLE_LOADS = (
-    {"what": "bf16", "bytes": 40.9e9, "load_seconds": 2.0, "to_card_seconds": 5.2},
-    {"what": "int8", "bytes": 27.3e9, "load_seconds": 0.3, "to_card_seconds": 4.2},
-)
+# Seconds a byte on the host of an H200, of whole files and of `loads` in `measured.json`: of a file
+# in memory in full precision, or quantized; and from there to the card, where pages are mapped and
+# copied one by one, so that the link is not what limits it.
+READ, READ_QUANTIZED = Range(2.0 / 40.9e9, 0.48 / 6.88e9), Range(0.3 / 27.3e9, 0.3 / 27.3e9)
+TO_CARD = Range(5.2 / 40.9e9, 4.2 / 27.3e9)
 # What `first_prompts` of `measured.json` took besides: 27.2 GB of bf16 that were quantized on load,
 # to fp8 and to int8, and in the first pass of a process the choices, checks and kernels' loading.
 QUANTIZING = Range(10.5 / 27.2e9, 16.6 / 27.2e9)
@@ -204,19 +201,14 @@ def load_seconds(load: Load, rates: Rates, source: str = PAGE_CACHE) -> Range:
 
     Raises:
         SettingError: the source is unknown.
-        UnavailableError: `measured.json` is damaged.
     """
     if source not in SOURCES:
         raise SettingError(
             f"the source {source!r} of the files is unknown: choose {', '.join(SOURCES)}."
         )
-    rows = _in_memory(source)
-    exact = [row for row in rows if row["what"] not in QUANTIZED]
-    ready = [row for row in rows if row["what"] in QUANTIZED]
-    memory = _per_byte(exact, "load_seconds").times(load.read)
-    memory += _per_byte(ready, "load_seconds").times(load.read_quantized)
+    memory = READ.times(load.read) + READ_QUANTIZED.times(load.read_quantized)
     memory += _linked(QUANTIZING, rates).times(load.quantized)
-    memory += _linked(_per_byte(rows, "to_card_seconds"), rates).times(load.to_card)
+    memory += _linked(TO_CARD, rates).times(load.to_card)
     rate = SOURCES[source]
     if source == NVME and rates.disk is not None:
         rate = rates.disk
@@ -233,19 +225,6 @@ def cold_start_seconds(load: Load, rates: Rates, source: str = NVME) -> Range:
     which takes some seconds more.
     """
     return load_seconds(load, rates, source) + START
-
-
-def _in_memory(source: str) -> list:
-    """The loads that were measured from memory: from a RAM disk, or for all else the page cache."""
-    wanted = RAM_DISK if source == RAM_DISK else PAGE_CACHE
-    found = measured().get("loads", ())
-    return [*WHOLE_LOADS, *(row for row in found if row["source"].lower() == wanted.lower())]
-
-
-def _per_byte(rows: list, what: str) -> Range:
-    """The shortest and the longest that a byte took."""
-    found = [row[what] / row["bytes"] for row in rows]
-    return Range(min(found), max(found))
 
 
 def _linked(per_byte: Range, rates: Rates) -> Range:

@@ -13,7 +13,7 @@ taken for every machine.
     times.TABLE_FACTOR, rates.MEASURED_LINK             what copies reach of the link
     times.HOST_BYTES_PER_SECOND                         copies that are not pinned
     times.TILE_STEP_SECONDS                             what a further tile launches and copies
-    files.WHOLE_LOADS, files.QUANTIZING                 files from memory to the card
+    files.READ, READ_QUANTIZED, TO_CARD, QUANTIZING     files from memory to the card
     files.FIRST_PASS                                    the first pass of a process
     files.MAPPED, files.START                           files from a disk; ComfyUI's start
 

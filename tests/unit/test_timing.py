@@ -328,7 +328,7 @@ def test_prompts_are_encoded_in_fp32_each_by_itself():
 def test_slower_sources_take_longer(count):
     load = Load(read=count, to_card=count)
     seconds = [load_seconds(load, H200, source) for source in SOURCES]
-    cache, _, nvme, network = seconds
+    cache, nvme, network = seconds
     for low, high in seconds:
         assert 0 < low <= high
     assert nvme.high > cache.high and network.low > nvme.high
@@ -345,7 +345,7 @@ def test_a_disk_that_was_measured_stands_in_for_the_usual_one():
 
 @pytest.mark.parametrize("load", measured()["loads"], ids=lambda load: f"{load['what']}")
 def test_measured_loads_are_within_the_range(load):
-    source = {"disk": "NVMe", "page cache": "page cache", "ram disk": "RAM disk"}[load["source"]]
+    source = {"disk": "NVMe", "page cache": "page cache"}[load["source"]]
     rates = replace(H200, disk=load.get("disk_bytes_per_second"))
     read = "read" if load["what"] == "bf16" else "read_quantized"
     low, high = load_seconds(
@@ -361,9 +361,9 @@ def test_measured_loads_are_within_the_range(load):
         (Load(read=0, read_quantized=EIGHT_BITS, to_card=EIGHT_BITS), 0.3 + 4.2),
     ],
 )
-def test_whole_files_from_a_ram_disk_are_within_the_range(load, seconds):
+def test_whole_files_are_within_the_range(load, seconds):
     """The README's, on the host of an H200."""
-    low, high = load_seconds(load, H200, "RAM disk")
+    low, high = load_seconds(load, H200)
     assert 0.9 * low <= seconds <= high
 
 
