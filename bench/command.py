@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,7 +34,7 @@ from .rows import BLOCK, COMFYUI, DIFFUSERS, FORWARD, IMAGE, BenchSetup, Row, se
 ROWS = {"forward": FORWARD, "block": BLOCK, "image": IMAGE, "ops": ()}
 # Of the published models; and enough that a block's share shows next to what is not in blocks.
 MOST_LAYERS, LAYERS_OF_BLOCK = 60, 9
-REPEATS = {"ops": 20, "block": 8, "forward": 8, "image": 2}
+REPEATS = {"ops": 20, "block": 8, "forward": 8, "image": 2, "prompt": 10}
 WARM_UP = {"ops": 3, "block": 2, "forward": 2, "image": 1}
 PACKAGES = ("triton", "comfy-kitchen", "diffusers")
 
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from .ops import measure_ceilings, op_cases
+    from .prompt import run_prompts
     from .report import Report
     from .rows import run_block, run_forward, run_image, run_ops
 
@@ -62,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
         if not rows:
             raise UnavailableError(f"nothing can be measured here: {by_reason(left_out)}")
         print(f"Left out: {by_reason(left_out)}.")
-    about = {"what": args.what, **conditions(setup.device, comfyui), **_asked(args, setup)}
+    what = "prompt" if args.models else args.what
+    about = {"what": what, **conditions(setup.device, comfyui), **_asked(args, setup)}
     with torch.inference_mode():
         about["ceilings"], about["no_ceilings"] = measure_ceilings(setup.device)
     about["left_out"] = left_out
@@ -72,8 +75,9 @@ def run(args: argparse.Namespace) -> int:
     if args.what == "ops":
         run_ops(setup, names, report.take)
     else:
-        measure = {"forward": run_forward, "block": run_block, "image": run_image}[args.what]
-        measure(setup, report.take)
+        measure = {"forward": run_forward, "block": run_block, "image": run_image}
+        measure |= {"prompt": partial(run_prompts, models=Path(args.models or ""))}
+        measure[what](setup, take=report.take)
     report.finish(Path(args.plot) if args.plot else None)
     return 1 if report.failed else 0
 
@@ -87,6 +91,8 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
     """
     check_width(args.width)
     least = 2 if args.what == "block" else 1
+    if args.models and (args.what != "image" or args.references):
+        raise SettingError("--models goes with `image` alone, and without --references.")
     layers = args.layers
     if layers is None:
         layers = LAYERS_OF_BLOCK if args.what == "block" else MOST_LAYERS
@@ -124,7 +130,9 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
         rows=rows,
         inputs=inputs,
         repeats=Repeats(
-            args.warm_up or WARM_UP[args.what], args.repeats or REPEATS[args.what], args.profile
+            args.warm_up or WARM_UP[args.what],
+            args.repeats or REPEATS["prompt" if args.models else args.what],
+            args.profile,
         ),
         steps=args.steps,
         debug=args.debug,

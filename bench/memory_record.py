@@ -51,7 +51,7 @@ PHASES = {
     "KSampler": "sample",
     "VAEDecode": "decode",
     "QwenL40S_VAEDecode": "decode",
-    "PreviewImage": "save",
+    **dict.fromkeys(("PreviewImage", "SaveImage", "QwenL40S_SaveImage"), "save"),
 }
 HIGHEST = ("max_allocated_gib", "max_reserved_gib", "aimdo_gib")
 

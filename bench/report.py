@@ -24,8 +24,12 @@ COLUMNS = (
     ("p10", "ms_p10", 3),
     ("p90", "ms_p90", 3),
     ("x stock", "x_stock", 3),
+    ("first", "first_ms", 0),
+    ("text", "encode_ms", 1),
     ("sampling", "sample_ms", 0),
     ("decoding", "decode_ms", 1),
+    ("file", "save_ms", 1),
+    ("rest", "rest_ms", 1),
     ("kernels", "kernel_ms", 3),
     ("/ kernels", "ms_over_kernels", 3),
     ("host", "host_ms", 3),
@@ -38,7 +42,8 @@ COLUMNS = (
 )
 OF_OPS = ("ms", "ms_p10", "ms_p90", "tflops", "gbs")
 OF_IMAGES = ("ms", "ms_p10", "ms_p90", "x_stock", "sample_ms", "decode_ms", "peak_gib", "rel_error")
-ONLY_IMAGES = ("sample_ms", "decode_ms")
+ONLY_IMAGES = ("first_ms", "encode_ms", "sample_ms", "decode_ms", "save_ms", "rest_ms")
+OF_PROMPTS = ("ms", "ms_p10", "ms_p90", "x_stock", *ONLY_IMAGES)
 STEPS = {row.name: row.step for row in FORWARD if row.step}
 
 # Of the chart, in pixels.
@@ -105,7 +110,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _columns(what: str) -> list[tuple[str, str, int]]:
-    chosen = {"ops": OF_OPS, "image": OF_IMAGES}.get(what)
+    chosen = {"ops": OF_OPS, "image": OF_IMAGES, "prompt": OF_PROMPTS}.get(what)
     return [
         column
         for column in COLUMNS

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..errors import UnavailableError
+
 ROOT = Path(__file__).resolve().parent.parent
 # A name with a dash and a dot, which an import path could not hold.
 PACK = "comfyui-qwen-image-l40s.main"
@@ -20,7 +22,7 @@ START_SECONDS = 600  # a guard against what hangs
 STOP_SECONDS = 20
 
 
-class ComfyUIServerError(RuntimeError):
+class ComfyUIServerError(UnavailableError):
     """The server did not start, stopped, refused a graph or took too long; has its last lines."""
 
 

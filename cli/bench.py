@@ -27,6 +27,7 @@ WHAT = {
 }
 # Options of WHAT, whose sizes --calibrate fixes.
 FOREIGN = ("size", "references", "layers", "only", "repeats", "warm_up", "profile", "plot")
+FOREIGN += ("models",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +87,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--steps", type=int, default=20, metavar="N", help="steps of `image`; default: 20"
+    )
+    parser.add_argument(
+        "--models",
+        metavar="FOLDER",
+        help="of `image`: prompt to file in ComfyUI servers instead, with random models of 58 GB "
+        "that are written here once; 10 repeats",
     )
     parser.add_argument(
         "--profile", action="store_true", help="list the longest kernels; not with `image`"

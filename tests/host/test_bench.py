@@ -25,6 +25,7 @@ RUNS = {
     "edit": "--size 32x32 --layers 1 --references 1 --repeats 1 --only *?bf16 *diffusers *eager",
     "block": "--size 32x32 --layers 3 --profile --only *?bf16",
     "image": "--size 32x32 --layers 1 --steps 1 --only *?bf16",
+    "prompt": "--size 256x256 --layers 1 --steps 11 --repeats 1 --models . --only *?bf16",
 }
 
 
@@ -38,7 +39,7 @@ def in_comfyui(chart):
     """{what is measured: (exit code, the command's last line)}"""
     results = {}
     for name, arguments in RUNS.items():
-        what = "forward" if name == "edit" else name
+        what = {"edit": "forward", "prompt": "image"}.get(name, name)
         more = ["--plot", str(chart)] if name == "forward" else []
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
@@ -127,6 +128,15 @@ def test_an_image_is_sampled_and_decoded(in_comfyui):
         assert row["ms"] == pytest.approx(row["sample_ms"] + row["decode_ms"], rel=1e-3)
         assert row["rel_error"] <= 0.05
     assert "fused" in rows["ours bf16"]["paths"]
+
+
+def test_a_prompt_is_followed_to_its_file_in_a_server(in_comfyui):
+    """Eleven steps, so with CFG and the step cache; stock ComfyUI cannot load the micro model."""
+    (row,) = rows_of(in_comfyui, "prompt").values()
+    parts = [row[f"{part}_ms"] for part in ("sample", "decode", "save", "rest")]
+    assert row["name"] == "ours bf16"
+    assert min(parts[:3]) > 0 and sum(parts) == pytest.approx(row["ms"], rel=1e-3)
+    assert row["first_ms"] > row["ms"] and row["encode_ms"] > 0
 
 
 def test_the_chart_is_a_picture(in_comfyui, chart):

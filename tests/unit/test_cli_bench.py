@@ -115,6 +115,7 @@ def test_a_row_that_fails_is_one_line_and_the_others_go_on(without_comfyui, caps
         (["--json", "."], "--json names a folder"),
         (["--plot", "chart.jpg"], "must end in .png"),
         (["--device", "tpu"], "device 'tpu' is unknown"),
+        (["--models", "models"], "--models goes with `image` alone"),
         (["--only", "comfyui bf16 cudnn"], "nothing can be measured here: comfyui bf16 cudnn ("),
     ],
 )
