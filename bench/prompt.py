@@ -55,7 +55,7 @@ def run_prompts(setup: BenchSetup, models: Path, take: RowSink) -> None:
     for (row, inputs), times in found.items():
         ends = {f"ms_p{end}": quantile(times["ms"], end / 100) for end in (10, 90)}
         medians = {name: quantile(values, 0.5) for name, values in times.items()}
-        # An error would make it comparable to stock's; it is not measured here.
+        # With an error, here one that is not measured, a row has its share of stock's time.
         take(row.name, inputs, {**medians, **ends, "rel_error": None, "samples_ms": times["ms"]})
 
 
