@@ -4,6 +4,7 @@ in the first step, what falls back and why, and the report. `blocks/passes.py` h
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
@@ -101,6 +102,9 @@ class Optimization:
     def end_run(self) -> None:
         """Lets go of weights, and of buffers that no graph needs."""
         self._doubts = WeakKeyDictionary()
+        if self._last is not None:  # the report outlives the model, whose modules the others hold
+            self._last = copy.copy(self._last)
+            self._last.let_go()
         for prepared in self._all_prepared():
             prepared.known(None)
             prepared.split.unchecked = None

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import weakref
 from collections import Counter
 from unittest import mock
 
@@ -17,8 +18,11 @@ from comfyui_boot import MODE, folder
 from qwen_l40s.errors import CheckpointError
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
+from qwen_l40s.hosts.comfyui.sample.run import OPTIMIZATION_KEY
+from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
 from qwen_l40s.optimizations.attention import Attention as ChosenBackend
 from qwen_l40s.optimizations.step_cache import Later
+from qwen_l40s.step_cache import cache_settings
 
 pytestmark = pytest.mark.each_device
 FOLDER = folder("other_packs")
@@ -337,6 +341,21 @@ def test_a_block_is_compared_once_for_each_prompt_length_until_something_changes
     assert [compares(patcher=patched), compares(patcher=patched)] == [1, 0]
 
 
+def test_a_model_goes_although_its_report_stays():
+    """An optimization outlives the models that it has run, as those that MultiGPU makes."""
+    model = stock()
+    clone = optimize(model, HOST_ATTENTION)
+    for _ in range(2):
+        sample(clone)
+    optimization = clone.get_attachment(OPTIMIZATION_KEY)
+    gone = weakref.ref(model.model.diffusion_model.transformer_blocks[1])
+    comfy.model_management.current_loaded_models.clear()  # nobody takes it off the card
+    del model, clone
+    gc.collect()
+    assert gone() is None
+    assert "blocks: fused, 4 of 4" in optimization.report()
+
+
 @contextlib.contextmanager
 def told_late(after):
     """What the card tells is there after it was asked for so many times without a wait."""
@@ -373,6 +392,24 @@ def test_nan_that_the_card_tells_late_begins_the_run_again(steps, after, passes)
     assert_same(sample(model, steps=steps), found)
     assert_same(found, sample(clone, steps=steps))
     assert "NaN" not in report_of(clone)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("after", [1, 2, 99])
+def test_a_step_cache_forecasts_nothing_from_a_run_that_begins_again(outside, after):
+    calls, own = [], ChosenBackend.__call__
+
+    def nan(self, *given):
+        calls.append(1)
+        return own(self, *given) * (torch.nan if len(calls) == 2 else 1)
+
+    model, steps = stock(), 14
+    cached = lambda model: cache_steps(model, cache_settings("balanced"))  # noqa: E731
+    clone = optimize(cached(model)) if outside else cached(optimize(model))
+    with told_late(after), mock.patch.object(ChosenBackend, "__call__", nan):
+        found = sample(clone, steps=steps)
+    assert " gave NaN" in report_of(clone)
+    assert_same(sample(model if outside else cached(model), steps=steps), found)
 
 
 @pytest.mark.parametrize("optimized", [False, True])
