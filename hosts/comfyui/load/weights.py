@@ -23,6 +23,7 @@ from ....loaders.stored import PackedLayer, StoredLayer, canonical_tensors
 from ....optimizations.reference import decode_weight
 from ....spec.formats import QUANTIZED
 from ....spec.transformer import GATE_UP, GATED
+from ...rounding import round_weight
 from .plan import STAGING_BYTES, LoadPlan
 
 
@@ -126,7 +127,8 @@ def quantize_shown(
         progress.update(1)  # raises when the user cancels the prompt
 
     refuse = functools.partial(not_finite, source.path)
-    quantize_layers(layers, weight_of, precision, device, take, refuse, per_row=per_row)
+    how = {"per_row": per_row, "rounding": round_weight}
+    quantize_layers(layers, weight_of, precision, device, take, refuse, **how)
     return tensors
 
 
