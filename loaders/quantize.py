@@ -8,28 +8,23 @@ stay small next to the weight, and in the processor's cache.
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
 import re
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import SettingError
-from ..spec.formats import LARGEST, QUANTIZED, RowFormat
+from ..spec.formats import LARGEST, MIB, QUANTIZED, SMALLEST_SCALE, RowFormat
 from ..spec.transformer import BLOCKS
 
 VALUE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 # What `.comfy_quant` calls them. Core ComfyUI has no fp8 with one scale a row: it refuses our name
 # instead of computing with one scale.
 COMFY_QUANT = {"fp8": "float8_e4m3fn_rowwise", "int8": "int8_tensorwise"}
-# Under it, values that are smaller than any weight of a model would make the scale subnormal.
-SMALLEST_SCALE = 1e-30
 # Values in a piece: small enough for a processor's cache, large enough to fill a card.
 PIECE = {"cpu": 2**19, "cuda": 2**24}
 
@@ -277,12 +272,13 @@ def _holds_nan(values: torch.Tensor) -> bool:
     return bool((signed == 0x7F) | (unsigned == 0xFF))
 
 
-# One thread spends its time reading the file and copying, so several keep a card's bus busy. On a
-# CPU torch's own threads share the work of one layer.
-WORKERS_OF_A_CARD = 8
-# Pinned memory, from which and to which a card copies 3 times as fast: so much for each worker and
-# each way. torch keeps these 128 MiB for its next pinned tensors.
-SLAB_BYTES = 8 * 2**20
+# Weights pass a card in slabs of so much, through pinned memory, which is copied 3 times as fast.
+# Torch's threads fill or empty one slab while the others are on their way or rounded. torch keeps
+# the 144 MiB for its next pinned tensors.
+SLAB_BYTES = 32 * MIB
+SLABS = 3
+
+Rounding = Callable[..., tuple[torch.Tensor, torch.Tensor]]  # as `quantize_rows`, without a seed
 
 
 class RoundedLayer(NamedTuple):
@@ -309,101 +305,111 @@ def quantize_layers(
     *,
     per_row: bool = True,
     measured: bool = False,
+    rounding: Rounding = quantize_rows,
 ) -> None:
-    """Rounds layers, several in work at a time, and hands out each as it is ready.
+    """Rounds layers and hands out each as it is ready, in the caller's thread.
 
     A mapped bf16 weight is read from its file, goes to a card in slabs of rows, is rounded there
     and comes back in half the bytes: host memory holds the results and the slabs, never the model.
 
     Args:
-        weight_of: returns a layer's weight [N, K] of any floating dtype; called in other threads.
+        weight_of: returns a layer's weight [N, K] of any floating dtype.
         format: fp8 or int8.
         device: where the rounding is computed.
-        take: called in the caller's thread, for one layer after another; what it raises ends the
-            work.
+        take: called for one layer after another; what it raises ends the work.
         refuse: makes the error for a tensor, by name, that holds NaN or infinity.
         per_row: False for one scale for the whole weight.
         measured: whether to compute the rounding errors.
+        rounding: what computes it, to the same bits as `quantize_rows`.
     """
-    workers = min(WORKERS_OF_A_CARD, os.cpu_count() or 1) if device.type == "cuda" else 1
-    staging = _Staging(device, format, per_row, measured)
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="quantize")
-    waiting = iter(layers)
-
-    def start(count: int) -> set[Future[RoundedLayer]]:
-        chosen = itertools.islice(waiting, count)
-        return {pool.submit(staging.round, layer, weight_of) for layer in chosen}
-
+    how = (_known(format), device, per_row, measured, rounding)
     try:
-        running = start(workers + 1)
-        while running:
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            running |= start(len(done))
-            for future in done:
-                rounded = future.result()
+        # A host's mode is that of its prompt, and the weights outlive it.
+        with torch.inference_mode(False):
+            for rounded in _rounded(layers, weight_of, *how):
                 if not rounded.scale.isfinite().all():
                     raise refuse(f"{rounded.layer}.weight")
                 take(rounded)
     finally:
-        pool.shutdown(cancel_futures=True)
         if device.type == "cuda":
-            # Each worker's stream holds memory that no other stream could use.
+            # Each slab's stream holds memory that no other stream could use.
             torch.cuda.empty_cache()
 
 
-class _Staging(threading.local):
-    """What each worker has for itself: a stream of the card, and pinned memory on both ways."""
+def _rounded(
+    layers: Iterable[str],
+    weight_of: Callable[[str], torch.Tensor],
+    format: str,
+    device: torch.device,
+    per_row: bool,
+    measured: bool,
+    rounding: Rounding,
+) -> Iterator[RoundedLayer]:
+    """Layers that are done; of up to `SLABS` later ones some rows are on their way."""
+    slabs: deque[_Slab] = deque()  # the first is the one that began first
+    for layer in layers:
+        weight, form, rows = weight_of(layer), RowFormat(format), 0
+        if per_row and _QUANTIZED.fullmatch(layer):
+            form = row_format(format, weight.shape[1])
+        if per_row and device.type == "cuda" and weight.is_cpu and weight.numel():
+            rows = SLAB_BYTES // (weight.shape[1] * max(weight.itemsize, 2))
+        if not rows:
+            there = weight.to(device) if per_row else weight.to(device).reshape(1, -1)
+            values, scale = rounding(there, format, rotation=form.rotation)
+            error = _ratio(_squares(there, values, scale, form.rotation)) if measured else None
+            scale = scale.cpu() if per_row else scale.cpu().reshape(())
+            yield RoundedLayer(layer, values.cpu().reshape(weight.shape), scale, form, error)
+            continue
+        slabs = slabs or deque(_Slab(device, rounding) for _ in range(SLABS))
+        values = torch.empty(weight.shape, dtype=VALUE_DTYPES[format])
+        squares = torch.zeros(2, dtype=torch.float64) if measured else None
+        rounded = RoundedLayer(layer, values, torch.empty((len(weight), 1)), form, None)
+        for first in range(0, len(weight), rows):
+            if done := slabs[0].finish():
+                yield done
+            slabs[0].begin(weight, (slice(first, first + rows), rounded, squares))
+            slabs.rotate(-1)
+    yield from filter(None, (slab.finish() for slab in slabs))
 
-    _stream: torch.cuda.Stream | None = None
 
-    def __init__(self, device: torch.device, format: str, per_row: bool, measured: bool) -> None:
-        self._device, self._format = device, format
-        self._per_row, self._measured = per_row, measured
+Target = tuple[slice, RoundedLayer, torch.Tensor | None]  # rows, and sums of squares
 
-    def round(self, layer: str, weight_of: Callable[[str], torch.Tensor]) -> RoundedLayer:
-        weight = weight_of(layer)
-        shape, form = weight.shape, RowFormat(self._format)
-        if self._per_row and _QUANTIZED.fullmatch(layer):
-            form = row_format(self._format, shape[1])
-        if not self._per_row:
-            weight = weight.reshape(1, -1)
-        rows = SLAB_BYTES // max(1, weight.shape[1] * weight.itemsize)
-        if self._device.type == "cuda" and weight.device.type == "cpu" and rows:
-            values, scale, squares = self._in_slabs(weight, rows, form.rotation)
-        else:
-            there = weight.to(self._device)
-            values, scale, squares = self._whole(there, form.rotation)
-        error = _ratio(squares) if self._measured else None
-        scale = scale if self._per_row else scale.reshape(())
-        return RoundedLayer(layer, values.reshape(shape), scale, form, error)
 
-    def _whole(
-        self, weight: torch.Tensor, rotation: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        values, scale = quantize_rows(weight, self._format, rotation=rotation)
-        squares = _squares(weight, values, scale, rotation) if self._measured else torch.zeros(2)
-        return values.cpu(), scale.cpu(), squares
+class _Slab:
+    """Some rows on their way over a card: a stream, and pinned memory on both ways."""
 
-    def _in_slabs(
-        self, weight: torch.Tensor, rows: int, rotation: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if self._stream is None:  # `__init__` also runs in the thread that hands out the work
-            self._stream = torch.cuda.Stream(self._device)
-            self._up = torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=True)
-            self._down = torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=True)
-        values = torch.empty(weight.shape, dtype=VALUE_DTYPES[self._format])
-        scale, squares = torch.empty((len(weight), 1)), torch.zeros(2, dtype=torch.float64)
-        slabs = zip(weight.split(rows), values.split(rows), scale.split(rows), strict=True)
+    def __init__(self, device: torch.device, rounding: Rounding) -> None:
+        self._device, self._rounding, self._stream = device, rounding, torch.cuda.Stream(device)
+        self._up = torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._down = torch.empty(SLAB_BYTES // 2, dtype=torch.uint8, pin_memory=True)
+        self._target: Target | None = None
+
+    def begin(self, weight: torch.Tensor, target: Target) -> None:
+        rows, rounded, squares = self._target = target
+        part, form = weight[rows], rounded.form
+        up = self._up[: part.nbytes].copy_(_bytes(part)).view(part.dtype).view(part.shape)
         with torch.cuda.stream(self._stream):
-            for slab, slab_values, slab_scale in slabs:
-                up = self._up[: slab.nbytes].view(slab.dtype).view(slab.shape).copy_(slab)
-                there = up.to(self._device, non_blocking=True)
-                rounded, found = quantize_rows(there, self._format, rotation=rotation)
-                down = self._down[: slab_values.nbytes].view(rounded.dtype).view(rounded.shape)
-                down.copy_(rounded, non_blocking=True)
-                if self._measured:
-                    squares += _squares(there, rounded, found, rotation).cpu()
-                slab_scale.copy_(found)  # waits for the stream
-                self._stream.synchronize()
-                slab_values.copy_(down)
-        return values, scale, squares
+            there = torch.empty(part.shape, dtype=part.dtype, device=self._device)
+            there.copy_(up, non_blocking=True)
+            values, self._scale = self._rounding(there, form.storage, rotation=form.rotation)
+            self._values = self._down[: values.nbytes].copy_(_bytes(values), non_blocking=True)
+            if squares is not None:
+                self._squares = _squares(there, values, self._scale, form.rotation)
+
+    def finish(self) -> RoundedLayer | None:
+        """The layer whose last rows these are."""
+        if self._target is None:
+            return None
+        (rows, rounded, squares), self._target = self._target, None
+        with torch.cuda.stream(self._stream):
+            rounded.scale[rows].copy_(self._scale)  # waits for the stream
+            if squares is not None:
+                squares += self._squares.cpu()
+        _bytes(rounded.values[rows]).copy_(self._values)
+        if rows.stop < len(rounded.values):
+            return None
+        return rounded if squares is None else rounded._replace(error=_ratio(squares))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

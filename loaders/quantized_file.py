@@ -29,7 +29,7 @@ from .quantize import (
     quantize_layers,
     row_format,
 )
-from .source import Source, open_source
+from .source import Source, check_unchanged, fingerprint, open_source
 from .stored import StoredLayer
 from .writer import SAFETENSORS_DTYPES, SafetensorsLayout, Specs, write_safetensors
 
@@ -252,11 +252,12 @@ def write_quantized(
     start = time.perf_counter()
     source, destination, device = plan.source, Path(destination), torch.device(device)
     check_destination(destination, overwrite=overwrite, sources=source.files)
-    done, errors = 0, {}
+    done, errors, files = 0, {}, fingerprint(source.files)
     with write_safetensors(destination, plan.layout) as file:
 
         def take(count: int, tensors: dict[str, torch.Tensor]) -> None:
             nonlocal done
+            check_unchanged(source, files)
             file.write_all(tensors)
             done += count
             progress(done, source.part.bytes)

@@ -6,6 +6,7 @@ diffusers folder with all of them. Only headers are read here.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -232,3 +233,15 @@ def fingerprint(source_files: tuple[Path, ...]) -> tuple[tuple[str, int, int], .
         stat = path.stat()
         found.append((str(path), stat.st_mtime_ns, stat.st_size))
     return tuple(found)
+
+
+def check_unchanged(source: Source, before: tuple[tuple[str, int, int], ...]) -> None:
+    """Raises CheckpointError where the files have another `fingerprint` than before."""
+    with contextlib.suppress(OSError):
+        if fingerprint(source.files) == before:
+            return
+    raise CheckpointError(
+        "This file changed while it was read, and all weights have to be of one file: load it "
+        "again once it is whole.",
+        source.path,
+    )

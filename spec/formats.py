@@ -21,6 +21,8 @@ MULTIPLIED = ("bf16", *QUANTIZED)  # the precisions that a transformer computes 
 BYTES_PER_SCALE = 4  # fp32, one for each output row
 # Largest magnitude of e4m3, and of int8 used symmetrically.
 LARGEST = {"fp8": 448.0, "int8": 127.0}
+# Of a row of weights: for less than any model has, the scale would be subnormal.
+SMALLEST_SCALE = 1e-30
 
 
 class RowFormat(NamedTuple):

@@ -8,12 +8,14 @@ import itertools
 
 import pytest
 import torch
+import weight_cases as weights
 
 from qwen_l40s import SettingError
 from qwen_l40s.optimizations import kernels, reference
 from qwen_l40s.optimizations.blocks import products
 from qwen_l40s.optimizations.blocks.products import Operand, Read, Rows, StreamSlice
 from qwen_l40s.optimizations.fused import choose_ops
+from qwen_l40s.optimizations.kernels import rows as row_kernels
 from qwen_l40s.optimizations.kernels.decode_weight import decode_weight
 from qwen_l40s.optimizations.kernels.low_rank import low_rank_rows
 from qwen_l40s.optimizations.kernels.rows import WIDEST_ROW, launch_shape, row_quantize
@@ -133,6 +135,28 @@ def test_row_quantize_of_rows_apart():
 def test_row_quantize_refuses_rows_that_it_cannot_hold():
     with pytest.raises(ValueError, match=str(WIDEST_ROW)):
         row_quantize(torch.zeros(1, WIDEST_ROW + 1), RowFormat("int8"))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, of inf - inf
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize(
+    "columns",
+    [
+        pytest.param(columns, marks=[pytest.mark.slow] if columns in (3584, 12288) else [])
+        for columns in weights.WIDTHS
+    ],
+)
+@pytest.mark.parametrize("format", FORMATS)
+def test_weights_are_rounded_to_the_bits_of_the_processor(format, columns):
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        kernel = row_kernels.quantize_weight
+        counted = lambda *about: calls.append(about) or kernel(*about)  # noqa: E731
+        patch.setattr(row_kernels, "quantize_weight", counted)
+        dtypes = weights.DTYPES if columns < 768 else (torch.bfloat16,)
+        for dtype in dtypes:
+            weights.check_rounding(columns, format, dtype, CPU)
+    assert len(calls) >= 2 * len(dtypes)  # the kernel and its trial
 
 
 SLOW = [pytest.param(size, marks=pytest.mark.slow) for size in (1024, 4096)]

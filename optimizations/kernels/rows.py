@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...spec.formats import RowFormat
+from ...spec.formats import SMALLEST_SCALE, RowFormat
 from ..reference import SMALLEST_ROW, QuantizedRows, check_rotation, largest_of, storage_of
 from . import on_card_of
 from .launch import Launch, PreparedLaunch
@@ -88,49 +88,61 @@ def quantize_row(
     rotation: tl.constexpr,
     part: tl.constexpr,
     parts: tl.constexpr,
+    exact: tl.constexpr = False,
 ):
     """scale = max(|x|) / largest, or 1 below smallest_row;  steps = round(x * (1 / scale)).
 
-    x is rotated before in groups of `rotation` columns, which divide a part; 0 for none.
+    x is rotated before in groups of `rotation` columns, which divide a part; 0 for none. `exact` is
+    for weights, to the bits that the processor writes into files: x is divided by the scale, which
+    is at least smallest_row, or 1 for zeros.
     """
     unit: tl.constexpr = 1.0 if rotation == 0 else rotation**-0.5  # a power of 2: exact anywhere
     if rotation > 0:
-        a = _rotate(a, part, rotation)
+        a = _rotate(a, part, rotation, exact)
         if parts == 3:
-            b = _rotate(b, part, rotation)
-            c = _rotate(c, part, rotation)
+            b = _rotate(b, part, rotation, exact)
+            c = _rotate(c, part, rotation, exact)
         else:
             b, c = a, a
     # Magnitudes sort like their bits, NaN above inf above all else; a float max drops NaN.
     bits = tl.maximum(tl.maximum(_magnitude_bits(a), _magnitude_bits(b)), _magnitude_bits(c))
     magnitude = tl.max(bits, axis=0).to(tl.float32, bitcast=True) * unit
-    scale = tl.where(magnitude < smallest_row, 1.0, tl.div_rn(magnitude, largest))
-    steps_in_one = tl.div_rn(1.0, scale) * unit
-    a = round_to_step(a * steps_in_one, largest, to_integer)
-    b = round_to_step(b * steps_in_one, largest, to_integer)
-    c = round_to_step(c * steps_in_one, largest, to_integer)
+    scale = tl.div_rn(magnitude, largest)
+    if exact:
+        scale = tl.where(scale < smallest_row, smallest_row, scale)  # NaN is not smaller
+        scale = tl.where(magnitude == 0.0, 1.0, scale)
+        a = tl.div_rn(a * unit, scale)
+        b = tl.div_rn(b * unit, scale)
+        c = tl.div_rn(c * unit, scale)
+    else:
+        scale = tl.where(magnitude < smallest_row, 1.0, scale)
+        steps_in_one = tl.div_rn(1.0, scale) * unit
+        a, b, c = a * steps_in_one, b * steps_in_one, c * steps_in_one
+    a = round_to_step(a, largest, to_integer, exact)
+    b = round_to_step(b, largest, to_integer, exact)
+    c = round_to_step(c, largest, to_integer, exact)
     return a, b, c, scale
 
 
 @triton.jit
-def _rotate(x, part: tl.constexpr, size: tl.constexpr):
+def _rotate(x, part: tl.constexpr, size: tl.constexpr, exact: tl.constexpr):
     """As `reference.rotate` of one part of a row, times sqrt(size)."""
     for digit in tl.static_range(7):
         if 4 << (2 * digit) <= size:
-            x = _rotate_digit(x, part, 1 << (2 * digit))
+            x = _rotate_digit(x, part, 1 << (2 * digit), exact)
     return x
 
 
 @triton.jit
-def _rotate_digit(x, part: tl.constexpr, low: tl.constexpr):
+def _rotate_digit(x, part: tl.constexpr, low: tl.constexpr, exact: tl.constexpr):
     """One factor of the matrix, over the digit of base 4 that is worth `low` columns: the sum of
     all four columns, less twice the one where both bits of the digit are turned.
     """
     x = tl.reshape(x, (part // (4 * low), 2, 2, low))
-    if low <= 4:  # a thread holds all four: the fewest additions
+    if low <= 4 and not exact:  # a thread holds all four: the fewest additions
         four = tl.sum(tl.sum(x, axis=2, keep_dims=True), axis=1, keep_dims=True)
         x = four - 2.0 * _neighbour(_neighbour(x, 2), 1)
-    else:  # other threads do: the fewest shuffles
+    else:  # other threads do: the fewest shuffles; and the sums in the order of files
         other = _neighbour(x, 2)
         x = (x + other) + _neighbour(x - other, 1)
     return tl.reshape(x, (part,))
@@ -155,7 +167,7 @@ def magnitude(x, axis: tl.constexpr):
 
 
 @triton.jit
-def round_to_step(x, largest: tl.constexpr, to_integer: tl.constexpr):
+def round_to_step(x, largest: tl.constexpr, to_integer: tl.constexpr, signed: tl.constexpr = False):
     """To even: an int32 whose low byte is the whole number, or fp32 that e4m3 holds.
 
     Adding 1.5 * 2**(23 + s) leaves no bits below 2**s; with s = 0 the number is in the low bits of
@@ -170,7 +182,11 @@ def round_to_step(x, largest: tl.constexpr, to_integer: tl.constexpr):
         # s is 3 below the exponent of the number, but never below that of e4m3's subnormals.
         exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, (127 - 6) << 23)
         shift = (exponent + ((20 << 23) | (1 << 22))).to(tl.float32, bitcast=True)
-        return (x + shift) - shift
+        rounded = (x + shift) - shift
+        if signed:  # zeros keep their sign, as torch's do
+            sign = x.to(tl.int32, bitcast=True) & -2147483648
+            rounded = (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        return rounded
 
 
 def quantization(format: RowFormat | None) -> dict[str, float | bool | None]:
@@ -188,7 +204,7 @@ def _quantizer(
     x: torch.Tensor,
     format: RowFormat,
     out: QuantizedRows,
-    **more: bool,
+    **more: float,
 ) -> Launch:
     """A kernel that quantizes each row by its own magnitude, one program a row.
 
@@ -219,7 +235,7 @@ def _quantizer(
 
 
 def _quantize(
-    kernel: triton.JITFunction, x: torch.Tensor, format: RowFormat, **more: bool
+    kernel: triton.JITFunction, x: torch.Tensor, format: RowFormat, **more: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q and scale, as of `reference.row_quantize`."""
     if x.stride(1) != 1:
@@ -249,23 +265,31 @@ def _row_quantize_kernel(
     rotation: tl.constexpr,
     part: tl.constexpr,
     parts: tl.constexpr,
+    exact: tl.constexpr,
 ):
     """As `quantize_row`, of a row in memory."""
     row = tl.program_id(0).to(tl.int64)
     a, b, c = load_row(x_ptr + row * x_stride, k, part, parts)
-    a, b, c, scale = quantize_row(a, b, c, largest, smallest_row, to_integer, rotation, part, parts)
+    a, b, c, scale = quantize_row(
+        a, b, c, largest, smallest_row, to_integer, rotation, part, parts, exact
+    )
     store_row(q_ptr + row * k, a, b, c, k, part, parts)
     tl.store(scale_ptr + row + tl.where(row >= cut, gap, 0), scale)
 
 
 def row_quantize(x: torch.Tensor, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """As `reference.row_quantize`; x (M, K) may have any row stride, K is at most `WIDEST_ROW`."""
-    return _quantize(_row_quantize_kernel, x, format)
+    return _quantize(_row_quantize_kernel, x, format, exact=False)
+
+
+def quantize_weight(x: torch.Tensor, format: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `loaders.quantize.quantize_rows`, bit for bit; x as of `row_quantize`, of rows."""
+    return _quantize(_row_quantize_kernel, x, format, exact=True, smallest_row=SMALLEST_SCALE)
 
 
 def prepare_row_quantize(x: torch.Tensor, format: RowFormat, out: QuantizedRows) -> PreparedLaunch:
     """`row_quantize` into `out`, of x or of tensors like it."""
-    return _quantizer(_row_quantize_kernel, x, format, out).prepared()
+    return _quantizer(_row_quantize_kernel, x, format, out, exact=False).prepared()
 
 
 # Triton: tanh GELU and per-row quantization in one pass over the rows.

@@ -318,6 +318,22 @@ def test_a_cancelled_load_leaves_nothing_behind():
     assert torch.equal(again, expected)
 
 
+def test_a_file_that_changes_while_it_is_quantized():
+    name = written("changing", WEIGHTS)
+    path = MODELS / name
+
+    def change(value, total, *_arguments, **_settings):
+        os.utime(path, ns=(0, value))  # as who writes it does, and no more: its pages are mapped
+
+    comfy.utils.set_progress_bar_global_hook(change)
+    try:
+        words = (str(path), "changed while it was read", "load it again once it is whole")
+        refused(CheckpointError, *words, run=lambda: load(name, "int8"))
+    finally:
+        comfy.utils.set_progress_bar_global_hook(None)
+    load(name, "int8")
+
+
 def test_nan_is_refused_and_the_next_load_works():
     broken = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
     broken[f"{narrow.LAYER}.weight"][3, 5] = torch.nan

@@ -1,6 +1,7 @@
 """`qwen-l40s quantize` as a command."""
 
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from qwen_l40s import __version__
 from qwen_l40s.cli import main
-from qwen_l40s.errors import SettingError
+from qwen_l40s.errors import CheckpointError, SettingError
 from qwen_l40s.loaders.checkpoint import inspect_checkpoint
 from qwen_l40s.loaders.header import DTYPE_BITS, read_header
 from qwen_l40s.loaders.quantize import (
@@ -354,6 +355,25 @@ def test_nothing_is_left_of_work_that_was_stopped(tmp_path, error):
         write_quantized(plan_quantized(MICRO, "int8"), path, overwrite=True, progress=stop)
     assert [file.name for file in tmp_path.iterdir()] == ["out.safetensors"]
     assert path.read_text() == "precious"
+
+
+def test_a_source_that_changes_meanwhile(tmp_path):
+    shutil.copytree(MICRO, tmp_path / "micro")
+    source = tmp_path / "micro" / WEIGHTS.relative_to(MICRO)
+    plan, path = plan_quantized(tmp_path / "micro", "int8"), tmp_path / "out.safetensors"
+
+    def change(done, total):
+        os.utime(source, ns=(0, done))
+
+    with pytest.raises(CheckpointError, match=r"changed while it was read.*load it again once"):
+        write_quantized(plan, path, progress=change)
+
+    def remove(done, total):
+        source.unlink(missing_ok=True)
+
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        write_quantized(plan, path, progress=remove)
+    assert [file.name for file in tmp_path.iterdir()] == ["micro"]
 
 
 def test_a_disk_that_fills_up(tmp_path):

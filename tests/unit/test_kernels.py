@@ -11,6 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import weight_cases as weights
+
 from qwen_l40s import SettingError
 from qwen_l40s.optimizations import kernels, reference
 from qwen_l40s.spec.formats import RowFormat
@@ -183,6 +185,18 @@ def test_row_quantize_on_the_card_is_its_twin(format):
         twin_q, twin_scale = reference.row_quantize(x, RowFormat(format))
         assert torch.equal(scale, twin_scale)
         assert torch.equal(q.float(), twin_q.float())
+
+
+@pytest.mark.cuda
+@with_triton
+@quiet
+@pytest.mark.parametrize("columns", weights.WIDTHS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_weights_are_rounded_on_the_card_to_the_bits_of_the_processor(format, columns, caplog):
+    runnable(format)
+    for dtype in weights.DTYPES:
+        weights.check_rounding(columns, format, dtype, torch.device("cuda"))
+    assert "trial" not in caplog.text
 
 
 @pytest.mark.cuda

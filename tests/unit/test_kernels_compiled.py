@@ -166,9 +166,13 @@ def test_quantization_holds_a_row_in_registers(compile_kernel, name, sm, format,
     constants = {"k": k, "part": part, "parts": parts, **rows.quantization(format)}
     kernel = getattr(rows, f"_{name}_kernel")
     numbers = {"x_stride": True, "cut": False, "gap": False}
-    for keep in ({"keep": False}, {"keep": True}) if name == "gelu_quantize" else ({},):
-        ptx = compile_kernel(kernel, sm, pointers, numbers, constants | keep, warps)
+    # `exact` is for weights.
+    form = "keep" if name == "gelu_quantize" else "exact"
+    for chosen in (False, True):
+        ptx = compile_kernel(kernel, sm, pointers, numbers, constants | {form: chosen}, warps)
         assert_wide(ptx, format, masked_at=None if part * parts == k else k)
+        if form == "exact" and chosen:
+            assert "div.full" not in ptx and "fma" not in ptx
 
 
 SWIGLU = [(89, None, 12288), (89, FP8, 12288), (89, ROTATED, 12288), (80, INT8, 12000)]

@@ -1,12 +1,16 @@
-"""Layers quantized in other threads: the same values, faults by name, and nothing left behind."""
+"""Layers quantized one after the other: the same values, faults by name, nothing left behind."""
 
+import gc
 import threading
 import time
+import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from qwen_l40s.errors import CheckpointError, SettingError
+from qwen_l40s.hosts.rounding import round_weight
 from qwen_l40s.loaders import quantize
 from qwen_l40s.loaders.quantize import quantize_layers, quantize_rows, relative_error, row_format
 from qwen_l40s.spec.formats import QUANTIZED, RowFormat
@@ -155,3 +159,86 @@ def test_errors_reach_the_caller():
         stream({"a": torch.ones(2, 2)}, "nvfp4")
     assert stream({}, "fp8", names=[]) == {}
     assert workers() == []
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("format", QUANTIZED)
+def test_a_card_s_kernel_gives_the_layers_of_the_processor(format, monkeypatch):
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"attn.to_q": (3072, 3072), "img_mlp.net.2": (300, 12288), "attn.to_out.0": (5, 192)}
+    weights = {
+        f"transformer_blocks.{block}.{end}": torch.randn(shape, generator=generator).bfloat16()
+        for block in range(4)
+        for end, shape in shapes.items()
+    }
+    weights |= layers()
+    expected = stream(weights, format)
+    for slab in (quantize.SLAB_BYTES, 2**20):
+        monkeypatch.setattr(quantize, "SLAB_BYTES", slab)
+        found = stream(weights, format, torch.device("cuda"), rounding=round_weight)
+        assert found.keys() == expected.keys()
+        for layer, one in found.items():
+            assert same(one[1:3], expected[layer][1:3]), (layer, slab)
+            assert one.values.device == one.scale.device == CPU
+
+
+# A card whose copies and kernels run at once, in host memory.
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """Weak references to what was pinned."""
+    empty, convert, pinned = torch.empty, torch.Tensor.to, []
+
+    def there(self, to):
+        return self if isinstance(to, torch.device) else convert(self, to)
+
+    def on_host(*shape, device=None, pin_memory=False, **about):
+        found = empty(*shape, **about)
+        if pin_memory:
+            pinned.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(torch, "empty", on_host)
+    monkeypatch.setattr(torch.Tensor, "to", there)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(quantize, "SLAB_BYTES", 1000)
+    return pinned
+
+
+@pytest.mark.parametrize("format", QUANTIZED)
+def test_slabs_that_are_used_again_lose_no_rows(format, simulated):
+    weights = {f"{number}": torch.randn(9 * number, 31).bfloat16() for number in range(12)}
+    weights |= layers()
+    expected = stream(weights, format, measured=True)
+    assert not simulated
+    found = stream(weights, format, torch.device("cuda"), measured=True)
+    assert len(simulated) == 2 * quantize.SLABS
+    assert found.keys() == expected.keys()
+    for layer, (_, values, scale, form, error) in found.items():
+        assert same((values, scale), expected[layer][1:3]) and form == expected[layer].form
+        assert error == pytest.approx(expected[layer].error, rel=1e-6)
+
+
+def test_a_cancel_leaves_nothing_pinned_and_no_thread(simulated):
+    before = threading.active_count()
+
+    def take(rounded):
+        raise Cancelled
+
+    with pytest.raises(Cancelled):
+        stream(layers(), "int8", torch.device("cuda"), take=take)
+    gc.collect()
+    assert simulated and not any(pinned() is not None for pinned in simulated)
+    assert threading.active_count() == before
+
+
+def test_results_outlive_the_mode_of_a_prompt():
+    with torch.inference_mode():
+        found = stream(layers(), "int8")
+        assert torch.is_inference_mode_enabled()
+    for rounded in found.values():
+        assert not rounded.values.is_inference() and not rounded.scale.is_inference()

@@ -20,11 +20,12 @@ from safetensors.torch import load_file
 from ....loaders.convert import not_finite
 from ....loaders.quantization import PACKED
 from ....loaders.quantize import RoundedLayer, layers_to_quantize, quantize_layers
-from ....loaders.source import Source
+from ....loaders.source import Source, check_unchanged, fingerprint
 from ....loaders.stored import PackedLayer, StoredLayer, canonical_tensors
 from ....optimizations.reference import decode_weight
 from ....spec.formats import QUANTIZED
 from ....spec.transformer import GATE_UP, GATED
+from ...rounding import round_weight
 from ..kept import SUFFIX
 from .plan import STAGING_BYTES, LoadPlan
 
@@ -130,17 +131,19 @@ def quantize_shown(
 ) -> dict[str, torch.Tensor]:
     """The tensors of rounded layers, with room made on the card and a progress bar in the page."""
     comfy.model_management.free_memory(STAGING_BYTES, device)
-    progress = comfy.utils.ProgressBar(len(layers))
+    progress, files = comfy.utils.ProgressBar(len(layers)), fingerprint(source.files)
     tensors: dict[str, torch.Tensor] = {}
 
     def take(rounded: RoundedLayer) -> None:
         nonlocal tensors
+        check_unchanged(source, files)
         layer, values, scale, form, _ = rounded
         tensors |= StoredLayer.rounded(values, scale, form).tensors(layer)
         progress.update(1)  # raises when the user cancels the prompt
 
     refuse = functools.partial(not_finite, source.path)
-    quantize_layers(layers, weight_of, precision, device, take, refuse, per_row=per_row)
+    how = {"per_row": per_row, "rounding": round_weight}
+    quantize_layers(layers, weight_of, precision, device, take, refuse, **how)
     return tensors
 
 
