@@ -34,6 +34,7 @@ from ....optimizations.warm_up import warm_up
 from ....spec.formats import QUANTIZED, format_gib
 from ..messages import LoadReport
 from ..record.sampling import record_runs
+from ..sample.layers import compile_ahead
 from ..sample.modulation import MODULATION_KEY, ModelModulation
 from ..sample.off_card import (
     OffCardDynamicPatcher,
@@ -80,6 +81,7 @@ def load_model(
         device = comfy.model_management.get_torch_device()
         warm_up(device, partial(known_gemm, plan.precision, device))
     patcher, notes = _build(plan)
+    compile_ahead(patcher)  # while the text is encoded, not while the host brings the weights
     if plan.place_reason:
         notes.append(f"{plan.place_reason[0].upper()}{plan.place_reason[1:]}.")
     licence = plan.source.part.licence or ""

@@ -14,13 +14,15 @@ from typing import Any
 
 import comfy.ops
 import torch
+from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
 
 from ....optimizations.blocks.block import DENSE, LayerTensors
-from ....optimizations.blocks.block_form import token_layers
+from ....optimizations.blocks.block_form import blocks_of, token_layers
 from ....optimizations.fallback import Fallback
 from ....optimizations.linear import Gemm, known_gemm
 from ....optimizations.reference import LowRank
+from ....optimizations.warm_up import rehearse, warm_up
 from ....spec.formats import RowFormat, is_rotation
 from ..load import linear as operations
 from ..lora.bypass import Beside, is_foreign
@@ -200,3 +202,11 @@ def _tensors(
         one = scale.reshape(1, 1).expand(rows, 1)
         scale = one.contiguous() if row_scale is None else row_scale
     return LayerTensors(weight._qdata, scale, bias)
+
+
+def compile_ahead(model: ModelPatcher) -> None:
+    """Begins to compile what the blocks of a model launch."""
+    inner, device = model.model, model.load_device
+    given = ComfyLayers(inner, torch.Size()), blocks_of(inner.diffusion_model)
+    work = functools.partial(rehearse, *given, inner.get_dtype_inference(), device)
+    warm_up(device, work)

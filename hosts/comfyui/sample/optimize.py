@@ -8,9 +8,7 @@ bit for bit.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
-import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
@@ -18,11 +16,10 @@ from ....errors import SettingError
 from ....optimizations.attention import MOST_ERROR, is_lossy
 from ....optimizations.blocks.block_form import blocks_of
 from ....optimizations.fallback import Fallback
-from ....optimizations.warm_up import rehearse, warm_up
 from ..record.sampling import record_runs
 from .attention import SLOT, SlotAttention
 from .forward import PASSES
-from .layers import ComfyLayers
+from .layers import compile_ahead
 from .run import OPTIMIZATION_KEY, PARTS_KEY, ComfyOptimization, check_parts
 
 # ComfyUI's own attention, and with it whatever another node has put into the slot.
@@ -98,9 +95,7 @@ def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> M
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, OPTIMIZATION_KEY, optimization.outer_sample)
     clone.add_callback_with_key(CallbacksMP.ON_DETACH, OPTIMIZATION_KEY, optimization.on_detach)
     if settings.blocks:
-        inner, device = model.model, model.load_device
-        given = ComfyLayers(inner, torch.Size()), blocks_of(inner.diffusion_model)
-        warm_up(device, partial(rehearse, *given, inner.get_dtype_inference(), device))
+        compile_ahead(model)
     return clone
 
 
