@@ -13,8 +13,8 @@ import torch
 from ....errors import SettingError
 from ....loaders.parts import LATENT_CHANNELS_21
 from ....loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_VAE
-from ....optimizations import vae as pieces
-from ....optimizations.vae import Progress
+from ....optimizations.vae import tiles as pieces
+from ....optimizations.vae.tiles import Progress
 from ....planning.vae import MOST_TOGETHER, VaePlan, plan_decode, plan_encode
 from ....spec.vae import PIXELS_PER_LATENT, VaeShape
 from ..record.record import Recording

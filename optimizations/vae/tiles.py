@@ -14,9 +14,9 @@ from itertools import product
 import torch
 import torch.nn.functional as F
 
-from ..errors import SettingError
-from ..planning.vae import VaePlan
-from ..spec.vae import (
+from ...errors import SettingError
+from ...planning.vae import VaePlan
+from ...spec.vae import (
     Interval,
     VaeLayer,
     VaeShape,
