@@ -23,6 +23,17 @@ def _tiles_input() -> io.Int.Input:
     )
 
 
+def _fused_input() -> io.Boolean.Input:
+    return io.Boolean.Input(
+        "fused",
+        default=True,
+        optional=True,
+        advanced=True,
+        tooltip="On: 2-D convolutions with fused kernels between them, in less than half the time "
+        "and memory, the same up to rounding. Off: ComfyUI's own layers, bit for bit.",
+    )
+
+
 def _report_output() -> io.String.Output:
     return io.String.Output(
         "report", tooltip="Whole or in how many tiles, why, and how much memory it took."
@@ -54,6 +65,7 @@ class QwenL40SVAEDecode(io.ComfyNode):
                 io.Latent.Input("samples", tooltip="The latents from the sampler."),
                 io.Vae.Input("vae", tooltip="From any loader."),
                 _tiles_input(),
+                _fused_input(),
             ],
             outputs=[
                 io.Image.Output(tooltip="To Save Image, as from ComfyUI's VAE Decode."),
@@ -62,11 +74,13 @@ class QwenL40SVAEDecode(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, samples: io.Latent.Type, vae: io.Vae.Type, tiles: int = 0) -> io.NodeOutput:
+    def execute(
+        cls, samples: io.Latent.Type, vae: io.Vae.Type, tiles: int = 0, fused: bool = True
+    ) -> io.NodeOutput:
         require_host()
         from ..hosts.comfyui.decode.decode import decode
 
-        images, report = decode(vae, samples["samples"], tiles)
+        images, report = decode(vae, samples["samples"], tiles, fused)
         return with_report(images, report=report)
 
 
@@ -99,6 +113,7 @@ class QwenL40SVAEEncode(io.ComfyNode):
                 ),
                 io.Vae.Input("vae", tooltip="From any loader."),
                 _tiles_input(),
+                _fused_input(),
             ],
             outputs=[
                 io.Latent.Output(
@@ -109,9 +124,11 @@ class QwenL40SVAEEncode(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, pixels: io.Image.Type, vae: io.Vae.Type, tiles: int = 0) -> io.NodeOutput:
+    def execute(
+        cls, pixels: io.Image.Type, vae: io.Vae.Type, tiles: int = 0, fused: bool = True
+    ) -> io.NodeOutput:
         require_host()
         from ..hosts.comfyui.decode.decode import encode
 
-        latents, report = encode(vae, pixels, tiles)
+        latents, report = encode(vae, pixels, tiles, fused)
         return with_report({"samples": latents}, report=report)

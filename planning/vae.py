@@ -15,12 +15,14 @@ from typing import Literal
 from ..errors import DoesNotFitError, SettingError, UnavailableError
 from ..spec.formats import GIB, MIB, format_gib
 from ..spec.vae import (
+    STRIP,
     StripVae,
     VaeLayer,
     VaeShape,
     after_middle,
     before_middle,
     down_steps,
+    fused,
     intervals,
     up_steps,
 )
@@ -155,7 +157,7 @@ def _plan(
     for name, value in named.items():
         if value < 1:
             raise SettingError(f"{name} must be at least 1, got {value}.")
-    least = tiles or 1
+    least = tiles or min(shape.least_tiles, height * width)
     if not 1 <= least <= height * width:
         raise SettingError(
             f"the number of tiles must be 0 (automatic) or at most the {height * width} latent "
@@ -195,8 +197,8 @@ def _plan(
     text = f"{count} exact tile{'s' * (count > 1)} of {wide}x{tall} latent pixels"
     if rows < height:
         text += f" with the middle in slices of {rows} rows"
-    because = "as requested"
-    if least == 1:
+    because = "as requested" if tiles else "for less memory"
+    if least == 1 or (not tiles and room is not None and whole > room):
         because = f"because the whole needs {format_gib(kept + whole)} and {free} is free"
     return VaePlan(direction, latent, grid, rows, 1, kept + bytes_of(grid), f"{text}, {because}")
 
@@ -238,15 +240,14 @@ def decode_plan(request: RunRequest, free: int | None, others: int = 0) -> VaePl
     Raises:
         UnavailableError: it does not fit `free` and `others` together.
     """
-    if isinstance(request.vae, StripVae):
-        return _in_strips(request, free, others)
+    vae = fused(request.vae)
     together = 1 if request.tiles == 1 else min(request.batch * request.frames, MOST_TOGETHER)
 
     def planner(budget: int | None) -> VaePlan:
         return plan_decode(
-            request.vae,
-            request.height // request.vae.pixels,
-            request.width // request.vae.pixels,
+            vae,
+            request.height // vae.pixels,
+            request.width // vae.pixels,
             batch=together,
             budget=None if request.tiles == 1 else budget,
             tiles=request.tiles,
@@ -257,29 +258,14 @@ def decode_plan(request: RunRequest, free: int | None, others: int = 0) -> VaePl
         return planner(None) if free is None else plan_in_room(planner, max(0, free), others)
     whole = planner(None)
     remedy = "set tiles to 0 (as few as fit), or choose a smaller size"
-    _check_room(request, "whole", whole.peak_bytes, free, others, remedy)
-    return whole
-
-
-def _in_strips(request: RunRequest, free: int | None, others: int) -> VaePlan:
-    """ComfyUI's own, which takes a batch one by one where it does not fit together."""
-    cost, pixels = request.vae.decode, request.width * request.height
-    peak = cost.fixed + cost.bytes * pixels
-    _check_room(request, "in strips", peak, free, others, "choose a smaller size")
-    latent = request.height // request.vae.pixels, request.width // request.vae.pixels
-    reason = f"in exact strips of ComfyUI's own, {format_gib(peak)}"
-    return VaePlan("decode", latent, (1, 1), latent[0], 1, peak, reason)
-
-
-def _check_room(
-    request: RunRequest, how: str, peak: int, free: int | None, others: int, remedy: str
-) -> None:
     most = None if free is None else max(0, free) + others
-    if most is not None and peak > most:
+    if most is not None and whole.peak_bytes > most:
         raise DoesNotFitError(
-            f"to decode {request.width}x{request.height} {how} takes {format_gib(peak)} and the "
-            f"card has {format_gib(most)} with all other models off it: {remedy}."
+            f"to decode {request.width}x{request.height} whole takes "
+            f"{format_gib(whole.peak_bytes)} and the card has {format_gib(most)} with all other "
+            f"models off it: {remedy}."
         )
+    return whole
 
 
 def plan_in_room(planner: Planner, free: int, others: int) -> VaePlan:
@@ -323,6 +309,11 @@ CONVOLUTION_WORKSPACE = 1.0
 # The attention's tensors of latent pixels x channels at its worst moment: input, norm, q, k and v
 # together and in copies, output, and the output in the order of an image.
 ATTENTION_STREAMS = 10
+# The same of ours: input, keys, values, norm, and q, k and v together. Of keys there are so many
+# together in memory.
+FUSED_STREAMS, SCORES_TOGETHER = 7, 8
+# Of a pixel, which torch needs to norm it.
+LENGTH = 1
 # PyTorch's memory-efficient attention adds up heads wider than 128 in fp32 next to a 16-bit output.
 ACCUMULATOR_BYTES = 4
 # Latent pixels that a slice of the middle takes at most. Enough queries for every processor of a
@@ -346,6 +337,8 @@ def layer_bytes(
     """
     if step.kind == "stage":
         return _stage_bytes(step, shape, itemsize, size, input_bytes)
+    if shape.fused:
+        return input_bytes + _fused_layer_numbers(step, *size) * itemsize
     rows, columns = size
     area = step.gives(0, rows)[1] * step.gives(0, columns)[1]
     i = rows * columns * step.channels_in * itemsize
@@ -379,6 +372,27 @@ def layer_bytes(
     return input_bytes + int(most)
 
 
+def _fused_layer_numbers(step: VaeLayer, rows: int, columns: int) -> int:
+    """The most numbers that our form of a layer (hosts/comfyui/decode/fused.py) holds besides its
+    input: its output, what a strip holds, and copies of weights.
+    """
+    given, made = step.channels_in, step.channels_out
+    out = step.gives(0, rows)[1] * step.gives(0, columns)[1] * made
+    most = max(given, 4 * made if step.kind == "up" else made)
+    if step.kind == "up":
+        # Four parts, and what torch takes of a shortcut for one of them; weights of 2x2, which are
+        # sums in fp32, of three by four and of four by four.
+        parts = 5 * made * min((rows + 1) * (columns + 1), STRIP // most + 3 * (columns + 1))
+        return max(out + parts, (9 + 2 * (12 + 16)) * given * made) + (16 * given + 1) * made
+    if step.kind == "residual":
+        whole = rows * columns * most <= STRIP
+        strip = min(rows * columns, STRIP // most + 4 * columns) * (most + made + LENGTH)
+        return (9 * given + 10 * made) * made + strip + (0 if whole else out)
+    # Its norm, or what precedes: a padded copy, or two of latents.
+    copies = (2 if step.kind == "convolution" else 1) * given + LENGTH
+    return 9 * given * made + (rows + 1) * (columns + 1) * copies + out
+
+
 def _stage_bytes(
     step: VaeLayer, shape: VaeShape, itemsize: int, size: Size, input_bytes: int
 ) -> int:
@@ -391,6 +405,8 @@ def _stage_bytes(
         rows, columns = inner.gives(0, rows)[1], inner.gives(0, columns)[1]
         made = rows * columns * inner.channels_out * itemsize
         kept = input_bytes + made
+    if shape.fused:  # what is averaged of the input; where it is repeated, the last step does it
+        return max(most, kept + (made if step.inner[-1].kind != "up" else 0))
     # The shortcut copies the larger of both twice, and averages the input into one more.
     spread = step.frames * max(given, made)
     return max(most, kept + max(2 * spread, spread + made))
@@ -461,10 +477,22 @@ def outside_middle_bytes(
     return hidden + most
 
 
-def attention_bytes(direction: str, shape: VaeShape, itemsize: int, pixels: int) -> int:
-    """The most that attention holds with `pixels` queries and as many keys, with its input."""
-    accumulator = ACCUMULATOR_BYTES if itemsize < ACCUMULATOR_BYTES else 0
+def attention_bytes(
+    direction: str, shape: VaeShape, itemsize: int, pixels: int, keys: int | None = None
+) -> int:
+    """The most that attention holds with `pixels` queries, with its input.
+
+    Args:
+        keys: of ours, whose scores are in memory; as many as queries by default.
+    """
     channels = shape.middle_channels(direction)
+    if shape.fused:
+        seen = keys or pixels
+        seen += -seen % SCORES_TOGETHER
+        scores = 2 * max(seen, min(pixels * seen, STRIP))
+        numbers = pixels * (FUSED_STREAMS * channels + LENGTH) + scores
+        return itemsize * (numbers + 3 * channels * (channels + 1))
+    accumulator = ACCUMULATOR_BYTES if itemsize < ACCUMULATOR_BYTES else 0
     return pixels * channels * (ATTENTION_STREAMS * itemsize + accumulator)
 
 
@@ -482,7 +510,8 @@ def middle_bytes(direction: str, shape: VaeShape, latent: Size, itemsize: int, r
         )
         for steps in (before_middle(shape, direction), after_middle(shape, direction))
     ]
-    attention = attention_bytes(direction, shape, itemsize, min(rows, latent[0]) * latent[1])
+    pixels = min(rows, latent[0]) * latent[1]
+    attention = attention_bytes(direction, shape, itemsize, pixels, latent[0] * latent[1])
     if whole:
         return max(*around, attention)
     # Slices are read from one whole tensor and written into another; the attention changes one in

@@ -1,7 +1,7 @@
 """Diffusers' VAE encoder in the pieces that a plan runs, of which the package has the decoder's."""
 
 from qwen_l40s.hosts.diffusers.decode import _head, _middle, vae_shape
-from qwen_l40s.optimizations.vae import EncoderStages, stage
+from qwen_l40s.optimizations.vae.tiles import EncoderStages, stage
 
 
 def _layer(block):

@@ -15,8 +15,8 @@ from PIL import Image
 
 from ...errors import SettingError
 from ...machine.device import available_bytes
-from ...optimizations import vae as planned
-from ...optimizations.vae import DecoderStages, Layer, Middle, stage
+from ...optimizations.vae import tiles as planned
+from ...optimizations.vae.tiles import DecoderStages, Layer, Middle, stage
 from ...planning.vae import plan_decode
 from ...spec.transformer import FAMILY_21
 from ...spec.vae import PUBLISHED_VAE, VAE_21, VaeShape

@@ -312,7 +312,7 @@ def test_a_wan_vae_that_is_not_qwen_image_s():
 
 def test_the_nodes():
     latents, pixels = random(1, 16, 1, 8, 8), random(1, 64, 64, 3).sigmoid()
-    output = QwenL40SVAEDecode.execute({"samples": latents}, VAES["micro"])
+    output = QwenL40SVAEDecode.execute({"samples": latents}, VAES["micro"], fused=False)
     images, report = output.args
     assert_same(images, core_decode(VAES["micro"], latents))
     assert output.ui["text"] == [report] and "whole" in report
@@ -323,8 +323,9 @@ def test_the_nodes():
     assert encoded["samples"].shape == (1, 16, 1, 8, 8)
     assert output.ui["text"] == [report] and "4 exact tiles" in report
     for node in (QwenL40SVAEDecode, QwenL40SVAEEncode):
-        tiles = node.GET_SCHEMA().inputs[-1]
+        tiles, fused = node.GET_SCHEMA().inputs[-2:]
         assert (tiles.id, tiles.default, tiles.optional) == ("tiles", 0, True)
+        assert (fused.id, fused.default, fused.optional) == ("fused", True, True)
 
 
 # ---------------------------------------------------------------------------------- tiles and room

@@ -15,7 +15,7 @@ from tracked_allocations import Allocations, fused_attention
 from qwen_l40s.errors import SettingError
 from qwen_l40s.hosts.comfyui.decode.stages import decoder_stages, encoder_stages, vae_shape
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
-from qwen_l40s.optimizations.vae import decode, encode, sliced
+from qwen_l40s.optimizations.vae.tiles import decode, encode, sliced
 from qwen_l40s.planning import vae as vae_bytes
 from qwen_l40s.planning.vae import VaeShape, plan_decode, plan_encode
 

@@ -306,7 +306,7 @@ ADVICE = {name: value for name, value in ESTIMATE.items() if name != "card"}
 @pytest.mark.parametrize(
     ("graph", "words"),
     [
-        (alone("EstimateVRAM", **ESTIMATE), ("Tight", "L40S", "1328x1328", "bf16")),
+        (alone("EstimateVRAM", **ESTIMATE), ("Fits", "L40S", "1328x1328", "bf16")),
         (alone("AdviseGPU", images_per_hour=100.0, **ADVICE), ("L40S", "H100", "cheaper")),
     ],
 )

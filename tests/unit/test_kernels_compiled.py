@@ -347,6 +347,39 @@ def assert_wide(ptx, format, masked_at=None):
     assert {*map(int, ends)} == ({masked_at} if masked_at else set())
 
 
+# Of 1.x in full and in half the image's size, and of 2.1.
+WIDTHS = [case(89, width, dtype) for width in (96, 192, 144) for dtype in ("bf16", "fp32")]
+WIDTHS += [case(sm, width, "bf16") for sm in (80, 90) for width in (96, 1152)]
+
+
+@pytest.mark.parametrize(("sm", "width", "dtype"), WIDTHS)
+def test_what_is_between_convolutions_moves_whole_pixels(compile_kernel, sm, width, dtype):
+    from qwen_l40s.optimizations.kernels import vae_pixels
+
+    block = 1 << (width - 1).bit_length()
+    sizes = dict.fromkeys(vae_pixels.SIZES, False)
+    shape = {"channels": width, "block": block, "each": vae_pixels.BLOCK // block}
+    alike = {"doubled": False, "shared": 4, "last": 0}
+    doubled = {"doubled": True, "shared": 4, "last": 1}
+    forms = [
+        (vae_pixels._norm_kernel, {"silu": True}, ("bias_ptr",)),
+        (vae_pixels._norm_kernel, {"silu": True}, ()),
+        (vae_pixels._sum_kernel, alike, ("other_ptr",)),
+        (vae_pixels._sum_kernel, doubled, ()),
+        (vae_pixels._sum_kernel, doubled, ("other_ptr",)),
+    ]
+    for kernel, constants, given in forms:
+        names = [name for name in kernel.arg_names if name.endswith("_ptr")]
+        left_out = {"bias_ptr", "other_ptr"} & {*names} - {*given}
+        left_out -= {"bias_ptr"} if kernel is vae_pixels._sum_kernel else set()
+        pointers = {name: dtype for name in names if name not in left_out}
+        numbers = {name: value for name, value in sizes.items() if name in kernel.arg_names}
+        constants = constants | shape | dict.fromkeys(left_out)
+        ptx = compile_kernel(kernel, sm, pointers, numbers, constants, vae_pixels.WARPS)
+        assert "ld.global.v4.b32" in ptx
+        assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32"}
+
+
 # Compute capability, form, head_dim, mask.
 ATTENTION = [(89, form, 128, mask) for form in ("int8", "int8_fp8") for mask in (False, True)]
 ATTENTION += [(89, "int8", 32, True), (89, "int8_fp8", 64, False), (80, "int8", 128, False)]

@@ -49,6 +49,7 @@ from qwen_l40s.planning.request import (
     Setting,
     replays_graph,
 )
+from qwen_l40s.planning.vae import plan_decode
 from qwen_l40s.spec.formats import GIB, MIB, QUANTIZED, CardFacts
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
@@ -178,6 +179,10 @@ def test_the_phases_are_what_a_server_allocated():
             count = phase.peak_bytes - phase.workspace + sum(phase.resident.values())
             if record["image"] == "first" and side == 1328 and name == "sampling":
                 count -= phase.resident["VAE"]  # which comes to the card with the first image
+            if name == "decode":  # which ComfyUI's own layers did when this was measured
+                sides = side // request.vae.pixels, side // request.vae.pixels
+                own = plan_decode(request.vae, *sides, budget=None, image_on_card=False)
+                count += own.peak_bytes - phase.activations
             allocated = record["phases"][measured]["max_allocated_gib"]
             assert count / GIB == pytest.approx(allocated, abs=0.15), (name, record["image"])
 
@@ -383,8 +388,8 @@ def test_the_decoder_plans_within_what_is_left():
     setting = Setting(modulation="off card")
     roomy = phases(RunRequest(), setting, CARD)["decode"]
     assert roomy.note.startswith("whole") and roomy.card_bytes <= CARD
-    tight = phases(RunRequest(), setting, CARD - 2 * GIB)["decode"]
-    assert "exact tiles" in tight.note and tight.card_bytes <= CARD - 2 * GIB
+    tight = phases(RunRequest(), setting, CARD - 5 * GIB // 2)["decode"]
+    assert "exact tiles" in tight.note and tight.card_bytes <= CARD - 5 * GIB // 2
     assert tight.activations < roomy.activations
     assert phases(RunRequest(tiles=4), setting, CARD)["decode"].note.startswith("4 exact tiles")
 
@@ -401,9 +406,8 @@ def test_the_decoder_has_others_moved_where_nothing_exact_fits():
 
 
 def test_whole_is_whole_whatever_is_free():
-    decode = phases(RunRequest(tiles=1, batch=3), Setting(modulation="off card"), CARD - 2 * GIB)[
-        "decode"
-    ]
+    request, setting = RunRequest(tiles=1, batch=3), Setting(modulation="off card")
+    decode = phases(request, setting, CARD - 5 * GIB // 2)["decode"]
     assert decode.note.startswith("whole")
     assert "moves" in decode.note
 

@@ -259,7 +259,7 @@ def held(vae, plan):
     from tracked_allocations import Allocations, fused_attention
 
     from qwen_l40s.hosts.diffusers.decode import decoder_stages
-    from qwen_l40s.optimizations.vae import decode, encode
+    from qwen_l40s.optimizations.vae.tiles import decode, encode
 
     shape = decoder_stages(vae).shape
     like = {"device": "meta", "dtype": vae.dtype}
@@ -326,7 +326,7 @@ def test_the_predicted_peak_of_the_middle(published, direction, rows):
     from tracked_allocations import Allocations, fused_attention
 
     from qwen_l40s.hosts.diffusers.decode import decoder_stages
-    from qwen_l40s.optimizations.vae import sliced
+    from qwen_l40s.optimizations.vae.tiles import sliced
 
     stages = (decoder_stages if direction == "decode" else encoder_stages)(published)
     latent, size = (200, 128), published.dtype.itemsize

@@ -17,7 +17,7 @@ import torch
 
 from ....errors import UnavailableError
 from ....machine.memory import available_memory
-from ....optimizations.vae import Progress
+from ....optimizations.vae.tiles import Progress
 from ....planning.vae import VaePlan, plan_in_room, plan_within
 from ....spec.formats import format_gib
 from ..record.record import Recording

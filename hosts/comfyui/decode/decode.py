@@ -1,7 +1,8 @@
 """Decodes and encodes images through ComfyUI's VAE in the memory that is free.
 
-What comes out is what the host's own VAEDecode and VAEEncode give: bit for bit where the plan is
-whole, and up to rounding in exact tiles. Other VAEs and videos go the host's own way.
+What comes out is what the host's own VAEDecode and VAEEncode give: up to rounding in our fused
+layers and in exact tiles, and bit for bit where neither runs. Other VAEs and videos go the host's
+own way.
 """
 
 from __future__ import annotations
@@ -13,64 +14,72 @@ import torch
 from ....errors import SettingError
 from ....loaders.parts import LATENT_CHANNELS_21
 from ....loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_VAE
-from ....optimizations import vae as pieces
-from ....optimizations.vae import Progress
+from ....optimizations.vae import tiles as pieces
+from ....optimizations.vae.tiles import Progress
 from ....planning.vae import MOST_TOGETHER, VaePlan, plan_decode, plan_encode
-from ....spec.vae import PIXELS_PER_LATENT, VaeShape
+from ....spec.vae import VaeShape
 from ..record.record import Recording
+from . import fused
 from .batch import WHOLE, VaeBatch
 from .stages import cuts_strips, decoder_stages, encoder_stages, vae_shape
 
 
-def decode(vae: comfy.sd.VAE, samples: torch.Tensor, tiles: int = 0) -> tuple[torch.Tensor, str]:
+def decode(
+    vae: comfy.sd.VAE, samples: torch.Tensor, tiles: int = 0, ours: bool = False
+) -> tuple[torch.Tensor, str]:
     """Decodes latents.
 
     Args:
-        samples: (B, 16, h, w) or (B, 16, 1, h, w), as a LATENT holds them; left as they are.
+        samples: (B, 16, h, w) or (B, 16, 1, h, w), of 2.1 64 channels, as a LATENT holds them; left
+            as they are.
         tiles: 0 takes the fewest that fit what is free, 1 none at all, more at least so many.
+        ours: whether our layers run where nobody has changed the host's.
 
     Returns:
-        Images (B, 8h, 8w, 3), or 4 channels of a Layered VAE, in ComfyUI's dtype for images, from 0
-        to 1; and the report.
+        Images (B, 8h, 8w, 3), or 4 channels of a Layered VAE, of 2.1 (B, 16h, 16w, 4), in
+        ComfyUI's dtype for images, from 0 to 1; and the report.
 
     Raises:
         SettingError: the latents are another model's, or `tiles` is out of range.
         UnavailableError: the card's or the host's memory cannot hold it, or ran out twice.
     """
     latents = samples.unbind()[0] if samples.is_nested else samples
-    other = _other_vae(vae)
+    other, why_own = _other_vae(vae, ours)
     if not other and latents.ndim == 5 and latents.shape[2] > 1:
         other = f"the latent has {latents.shape[2]} frames, as a video or layers have"
     if other:
         _check_channels(latents, getattr(vae, "latent_channels", None), other=True)
         images, report = _by_host(vae, "decode", latents, other)
     else:
-        images, report = _decode_images(vae, latents, tiles)
+        images, report = _decode_images(vae, latents, tiles, why_own)
     # As the host's node does with videos.
     return images.flatten(0, 1) if images.ndim == 5 else images, report
 
 
-def encode(vae: comfy.sd.VAE, pixels: torch.Tensor, tiles: int = 0) -> tuple[torch.Tensor, str]:
+def encode(
+    vae: comfy.sd.VAE, pixels: torch.Tensor, tiles: int = 0, ours: bool = False
+) -> tuple[torch.Tensor, str]:
     """Encodes images, each on its own: the host takes a batch as the frames of one video.
 
     Args:
-        pixels: (B, H, W, C) from 0 to 1, as an IMAGE holds them; sides are cut to multiples of 8
-            and channels added or dropped as the host does.
-        tiles: as in `decode`.
+        pixels: (B, H, W, C) from 0 to 1, as an IMAGE holds them; sides are cut to multiples of 8,
+            of 2.1 16, and channels added or dropped as the host does.
+        tiles, ours: as in `decode`.
 
     Returns:
-        Latents (B, 16, 1, H / 8, W / 8) in ComfyUI's dtype for latents; and the report.
+        Latents (B, 16, 1, H / 8, W / 8), of 2.1 (B, 64, H / 16, W / 16), in ComfyUI's dtype for
+        latents; and the report.
 
     Raises:
         SettingError: the images are no images, or `tiles` is out of range.
         UnavailableError: the card's or the host's memory cannot hold it, or ran out twice.
     """
-    other = _other_vae(vae)
+    other, why_own = _other_vae(vae, ours)
     if not other and pixels.ndim == 5:
         other = "the pixels are a video"
     if other:
         return _by_host(vae, "encode", pixels, other)
-    return _encode_images(vae, pixels, tiles)
+    return _encode_images(vae, pixels, tiles, why_own)
 
 
 def _by_host(
@@ -83,23 +92,28 @@ def _by_host(
         return getattr(vae, what)(source), report
 
 
-def _other_vae(vae: comfy.sd.VAE) -> str | None:
-    """Why a VAE goes the host's own way; None for Qwen-Image's."""
+def _other_vae(vae: comfy.sd.VAE, ours: bool) -> tuple[str, str | None]:
+    """Why a VAE goes the host's own way, empty for Qwen-Image's; and why at least its own layers
+    run, empty where nobody asked for ours, None where ours do.
+    """
     for name in ("decode", "encode"):
         if getattr(getattr(vae, name), "__func__", None) is not getattr(comfy.sd.VAE, name):
-            return f"the VAE, a {type(vae).__name__}, has its own way to {name}"
+            return f"the VAE, a {type(vae).__name__}, has its own way to {name}", ""
     model = vae.first_stage_model
-    if cuts_strips(model):
-        return "it cuts the images of Qwen-Image-2.1 into exact strips"
-    if type(model) is not comfy.ldm.wan.vae.WanVAE:
-        return f"the VAE is a {type(model).__name__} and not Qwen-Image's"
+    strips = cuts_strips(model)
+    if not strips and type(model) is not comfy.ldm.wan.vae.WanVAE:
+        return f"the VAE is a {type(model).__name__} and not Qwen-Image's", ""
+    why_own = fused.not_fused(model) if ours else ""
+    if strips and why_own is not None:
+        why = "it cuts the images of Qwen-Image-2.1 into exact strips"
+        return f"{why_own}, and {why}" if why_own else why, ""
     try:
-        channels = vae_shape(model).image_channels
+        channels = (fused.fused_shape if strips else vae_shape)(model).image_channels
     except SettingError:
-        return "the VAE is a WanVAE whose layers differ from Qwen-Image's"
+        return "the VAE is a WanVAE whose layers differ from Qwen-Image's", ""
     if channels != vae.output_channels:
-        return f"the VAE takes {vae.output_channels} channels and gives {channels}"
-    return None
+        return f"the VAE takes {vae.output_channels} channels and gives {channels}", ""
+    return "", why_own
 
 
 def _check_channels(latents: torch.Tensor, channels: int | None, *, other: bool = False) -> None:
@@ -119,12 +133,15 @@ def _check_channels(latents: torch.Tensor, channels: int | None, *, other: bool 
 
 
 def _decode_images(
-    vae: comfy.sd.VAE, latents: torch.Tensor, tiles: int
+    vae: comfy.sd.VAE, latents: torch.Tensor, tiles: int, why_own: str | None
 ) -> tuple[torch.Tensor, str]:
-    shape = vae_shape(vae.first_stage_model)
+    model = vae.first_stage_model
+    stages = (
+        decoder_stages(model) if why_own is not None else fused.decoder_stages(model, vae.device)
+    )
+    shape = stages.shape
     _check_channels(latents, shape.latent_channels)
     latents = latents.unsqueeze(2) if latents.ndim == 4 else latents
-    stages = decoder_stages(vae.first_stage_model)
     together = 1 if tiles == WHOLE else min(len(latents), MOST_TOGETHER)
 
     def plan(budget: int | None) -> VaePlan:
@@ -143,7 +160,7 @@ def _decode_images(
         pieces.decode(stages, part, plan, out=out, progress=progress)
         vae.process_output(out)
 
-    height, width = (PIXELS_PER_LATENT * side for side in latents.shape[-2:])
+    height, width = (shape.pixels * side for side in latents.shape[-2:])
     images, report = VaeBatch(
         vae=vae,
         what=f"decode {_count(len(latents))} of {width}x{height}",
@@ -154,11 +171,17 @@ def _decode_images(
     ).run()
     if shape.dim == MICRO_VAE and {height, width} != {MICRO_SIDE}:
         report = f"{report}\n{MICRO_ADVICE}"
-    return images.movedim(1, -1), report
+    return images.movedim(1, -1), _with_reason(report, why_own)
 
 
-def _encode_images(vae: comfy.sd.VAE, pixels: torch.Tensor, tiles: int) -> tuple[torch.Tensor, str]:
-    shape = vae_shape(vae.first_stage_model)
+def _encode_images(
+    vae: comfy.sd.VAE, pixels: torch.Tensor, tiles: int, why_own: str | None
+) -> tuple[torch.Tensor, str]:
+    model = vae.first_stage_model
+    stages = (
+        encoder_stages(model) if why_own is not None else fused.encoder_stages(model, vae.device)
+    )
+    shape = stages.shape
     if pixels.ndim != 4:
         raise SettingError(
             f"the pixels are {tuple(pixels.shape)} and images are (batch, height, width, channels):"
@@ -166,8 +189,7 @@ def _encode_images(vae: comfy.sd.VAE, pixels: torch.Tensor, tiles: int) -> tuple
         )
     pixels = vae.vae_encode_crop_pixels(pixels).movedim(-1, 1)
     height, width = pixels.shape[-2:]
-    latent = height // PIXELS_PER_LATENT, width // PIXELS_PER_LATENT
-    stages = encoder_stages(vae.first_stage_model)
+    latent = height // shape.pixels, width // shape.pixels
 
     def plan(budget: int | None) -> VaePlan:
         itemsize = vae.vae_dtype.itemsize
@@ -180,7 +202,7 @@ def _encode_images(vae: comfy.sd.VAE, pixels: torch.Tensor, tiles: int) -> tuple
             stages, image, plan, device=vae.device, dtype=vae.vae_dtype, progress=progress
         )
 
-    return VaeBatch(
+    latents, report = VaeBatch(
         vae=vae,
         what=f"encode {_count(len(pixels))} of {width}x{height}",
         size=(len(pixels), shape.latent_channels, 1, *latent),
@@ -189,6 +211,13 @@ def _encode_images(vae: comfy.sd.VAE, pixels: torch.Tensor, tiles: int) -> tuple
         compute=compute,
         host_bytes=2 * pixels[:1].nbytes,  # `process_input` copies twice
     ).run()
+    # Latents of 2.1 have no frames.
+    latents = latents.squeeze(2) if vae.latent_dim == 2 else latents
+    return latents, _with_reason(report, why_own)
+
+
+def _with_reason(report: str, why_own: str | None) -> str:
+    return f"{report}\nComfyUI's own layers, because {why_own}" if why_own else report
 
 
 def _count(images: int) -> str:

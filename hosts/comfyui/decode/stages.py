@@ -7,7 +7,7 @@ from comfy.ldm.wan import vae2_2
 from comfy.ldm.wan.vae import WanVAE
 
 from ....errors import SettingError
-from ....optimizations.vae import DecoderStages, EncoderStages, Middle
+from ....optimizations.vae.tiles import DecoderStages, EncoderStages, Middle
 from ....spec.vae import StripVae, VaeShape
 
 

@@ -14,9 +14,9 @@ from itertools import product
 import torch
 import torch.nn.functional as F
 
-from ..errors import SettingError
-from ..planning.vae import VaePlan
-from ..spec.vae import (
+from ...errors import SettingError
+from ...planning.vae import VaePlan
+from ...spec.vae import (
     Interval,
     VaeLayer,
     VaeShape,
@@ -90,24 +90,25 @@ class Middle:
     """A residual block, attention, and a residual block of a host.
 
     Args:
-        first, attention, last: the host's own, (B, C, 1, height, width) to the same.
+        first, attention, last: (B, C, 1, height, width) to the same; without an attention that of
+            the other arguments runs.
         qkv: the attention's norm and projection, (B, C, 1, height, width) to
             (B, 3 C, 1, height, width).
         project: the attention's last layer, (B, C, 1, height, width) to the same.
+        attend: query, keys and values, each (1, 1, pixels, C), to what is seen; None for torch's.
     """
 
     first: Layer
-    attention: Layer
+    attention: Layer | None
     last: Layer
     qkv: Layer
     project: Layer
+    attend: Callable[..., torch.Tensor] | None = None
 
-    def attend(
-        self, hidden: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
+    def see(self, hidden: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """The attention of some pixels, (1, C, 1, rows, columns), to (1, 1, pixels, C)."""
         query = self._split(hidden)[0].contiguous()
-        seen = F.scaled_dot_product_attention(query, keys, values)
+        seen = (self.attend or F.scaled_dot_product_attention)(query, keys, values)
         return self.project(seen.transpose(-1, -2).reshape(hidden.shape)) + hidden
 
     def put(self, hidden: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -148,14 +149,16 @@ def _in_strips(run: Run, rows: int, source: torch.Tensor) -> torch.Tensor:
 
 def _attend_in_strips(middle: Middle, rows: int, hidden: torch.Tensor) -> torch.Tensor:
     height, width = hidden.shape[-2:]
-    keys = hidden.new_empty((1, 1, height * width, hidden.shape[1]))
-    values = torch.empty_like(keys)
-    for low, high in _strips(height, rows):
-        pixels = slice(low * width, high * width)
-        middle.put(hidden[..., low:high, :], keys[:, :, pixels], values[:, :, pixels])
-    # A strip's queries come from its own pixels alone, so that the result takes their place.
-    for low, high in _strips(height, rows):
-        hidden[..., low:high, :] = middle.attend(hidden[..., low:high, :], keys, values)
+    for item in hidden.split(1):
+        keys = hidden.new_empty((1, 1, height * width, hidden.shape[1]))
+        values = torch.empty_like(keys)
+        for low, high in _strips(height, rows):
+            pixels = slice(low * width, high * width)
+            middle.put(item[..., low:high, :], keys[:, :, pixels], values[:, :, pixels])
+        # A strip's queries come from its own pixels alone, so that the result takes their place.
+        for low, high in _strips(height, rows):
+            item[..., low:high, :] = middle.see(item[..., low:high, :], keys, values)
+        del keys, values
     return hidden
 
 
@@ -334,7 +337,8 @@ def _middle_layers(stages: DecoderStages | EncoderStages, plan: VaePlan) -> tupl
     before, after = stages.around
     if plan.sliced:
         return sliced(stages.middle, before, after, plan.middle_rows)
-    return *before.layers, stages.middle.attention, *after.layers
+    ours = partial(_attend_in_strips, stages.middle, plan.latent[0])
+    return *before.layers, stages.middle.attention or ours, *after.layers
 
 
 def _tiles(plan: VaePlan, scale: int) -> Iterator[Tile]:

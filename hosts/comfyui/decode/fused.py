@@ -1,0 +1,192 @@
+"""ComfyUI's Qwen-Image VAEs, of 1.x and of 2.1: their weights through our layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import comfy.ops
+import torch
+import torch.nn.functional as F
+from comfy.ldm.wan import vae, vae2_2
+from torch import Tensor
+
+from ....optimizations.blocks.block_form import is_changed
+from ....optimizations.blocks.own_code import called_by, functions_of
+from ....optimizations.vae import flat
+from ....optimizations.vae.pixels import choose_pixel_ops
+from ....optimizations.vae.tiles import DecoderStages, EncoderStages, Layer, Middle
+from ....spec.vae import VAE_21, StripVae, VaeShape, fused
+from .stages import cuts_strips, vae_shape
+
+# Of the classes that our layers stand in for.
+HOMES, TORCH = {home.__name__ for home in (vae, vae2_2, comfy.ops)}, "torch.nn.modules."
+
+
+def fused_shape(model: torch.nn.Module) -> VaeShape:
+    """The sizes of a VAE of 1.x or 2.1, as the fused layers run it.
+
+    Raises:
+        SettingError: as `vae_shape`.
+    """
+    if not cuts_strips(model):
+        return fused(vae_shape(model))
+    head = model.decoder.head
+    sizes = {"dim": head[0].gamma.shape[0], "encoder_dim": model.dim}
+    return replace(fused(StripVae()), **sizes, image_channels=head[-1].out_channels)
+
+
+def not_fused(model: torch.nn.Module) -> str | None:
+    """Why a VAE's own layers run, in one clause; None where ours do."""
+    if cuts_strips(model):
+        known = list(model.dim_mult) == list(VAE_21.widths) and model.num_res_blocks == 2
+        if not known or model.attn_scales or model.patch_size != 1:
+            return "its layers differ from Qwen-Image-2.1's"
+    functions = called_by(type(model).__module__)
+    for name, module in model.named_modules():
+        kind, own = type(module), vars(module)
+        if kind.__module__ in HOMES:
+            functions += functions_of(kind)
+        elif not kind.__module__.startswith(TORCH):
+            return f"{name} is another extension's {kind.__name__}"
+        weights = (getattr(module, f"{part}_function", None) for part in ("weight", "bias"))
+        if is_changed(module) or any(weights) or {"decode", "encode"} & own.keys():
+            return f"another extension has changed {name or kind.__name__}"
+    for function in dict.fromkeys(functions):
+        if function.changed:
+            return f"another extension has changed {function.label}"
+    return None
+
+
+def decoder_stages(model: torch.nn.Module, device: torch.device) -> DecoderStages:
+    """The decoder through our layers, as `not_fused` allows."""
+    run, decoder, up = _Layers(device), model.decoder, []
+    for module in decoder.upsamples:
+        # The last stage of 2.1 has no shortcut.
+        up += [module] if getattr(module, "avg_shortcut", module) else module.upsamples
+    first, second = run.layer(model.conv2), run.layer(decoder.conv1)
+    return DecoderStages(
+        shape=fused_shape(model),
+        before=lambda latents: second(first(latents)),
+        middle=run.middle(*decoder.middle),
+        up=tuple(map(run.layer, (*up, decoder.head))),
+    )
+
+
+def encoder_stages(model: torch.nn.Module, device: torch.device) -> EncoderStages:
+    """The encoder through our layers, as `not_fused` allows."""
+    run, encoder = _Layers(device), model.encoder
+    head, last = run.layer(encoder.head), run.layer(model.conv1)
+    return EncoderStages(
+        shape=fused_shape(model),
+        down=tuple(map(run.layer, (encoder.conv1, *encoder.downsamples))),
+        middle=run.middle(*encoder.middle),
+        after=lambda hidden: last(head(hidden)).chunk(2, dim=1)[0],
+    )
+
+
+class _Layers:
+    """The host's modules, computed by ours. Weights are taken as the host casts them, each time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._ops = choose_pixel_ops(device)
+        self._kinds = {
+            torch.nn.Sequential: self._head,
+            vae.ResidualBlock: self._residual,
+            vae2_2.ResidualBlock: self._residual,
+            vae.Resample: self._resample,
+            vae2_2.Resample: self._resample,
+            getattr(vae2_2, "Up_ResidualBlock", None): self._up_stage,
+            getattr(vae2_2, "Down_ResidualBlock", None): self._down_stage,
+        }
+
+    def layer(self, module: torch.nn.Module) -> Layer:
+        """Of (B, C, 1, height, width)."""
+        run = self._kinds.get(type(module), self._convolve)
+        return lambda x: run(module, x.squeeze(2)).unsqueeze(2)
+
+    def middle(
+        self, first: torch.nn.Module, attention: torch.nn.Module, last: torch.nn.Module
+    ) -> Middle:
+        """The middle of a decoder or encoder."""
+
+        def qkv(x: Tensor) -> Tensor:
+            x = self._norm(attention.norm, x.squeeze(2), silu=False)
+            return self._convolve(attention.to_qkv, x).unsqueeze(2)
+
+        project = self.layer(attention.proj)
+        return Middle(self.layer(first), None, self.layer(last), qkv, project, flat.attend)
+
+    def _take(self, module: torch.nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies: what the host moved to the card goes, or is written over, with the context."""
+        comfy.ops.run_every_op()
+        with comfy.ops.CastBiasWeightContext(module, x, offloadable=True) as (weight, bias):
+            weight = weight[:, :, -1] if weight.ndim == 5 else weight
+            return weight.clone(memory_format=torch.channels_last), bias.clone()
+
+    def _norm(self, module: torch.nn.Module, x: Tensor, **how: bool) -> Tensor:
+        return self._ops.norm(flat.channels_last(x), module.gamma.to(x).flatten(), **how)
+
+    def _convolve(self, module: torch.nn.Module, x: Tensor, **how: int) -> Tensor:
+        weight, bias = self._take(module, x)
+        x = flat.convolve(x, weight, **how)
+        return self._ops.add(x, bias, None, x)
+
+    def _head(self, module: torch.nn.Sequential, x: Tensor) -> Tensor:
+        weight, bias = self._take(module[-1], x)
+        # Of four channels cuDNN makes each by itself, of eight together: 4.3 of 45 ms in 2.1.
+        more = -len(bias) % 8
+        weight = F.pad(weight, (0, 0, 0, 0, 0, 0, 0, more))
+        x = F.conv2d(self._norm(module[0], x), weight, F.pad(bias, (0, more)), padding=1)
+        return x[:, : len(bias)]
+
+    def _residual(self, module: torch.nn.Module, x: Tensor) -> Tensor:
+        first, _, convolution, second, _, _, last = module.residual
+        (weight, bias), (last_weight, last_bias) = (self._take(it, x) for it in (convolution, last))
+        gamma, x, out = second.gamma.to(x).flatten(), flat.channels_last(x), None
+        own = isinstance(module.shortcut, torch.nn.Identity)
+        for items, rows, read, within in flat.strips(x, len(bias), margin=2):
+            part = x[items, :, read]
+            h = flat.convolve(self._norm(first, part), weight)
+            h = flat.convolve(self._ops.norm(h, gamma, bias, out=h), last_weight)[:, :, within]
+            part = part[:, :, within]
+            part = part if own else self._convolve(module.shortcut, part)
+            if out is None:
+                whole = h.shape[::2] == x.shape[::2]
+                out = h if whole else flat.empty(x, len(bias), *x.shape[2:])
+            self._ops.add(h, last_bias, part, out[items, :, rows])
+            del h, part
+        return out
+
+    def _resample(
+        self, module: torch.nn.Module, x: Tensor, shortcut: Tensor | None = None, frames: int = 1
+    ) -> Tensor:
+        convolution, x = module.resample[1], flat.channels_last(x)
+        if module.mode.startswith("down"):
+            return self._convolve(convolution, F.pad(x, (0, 1, 0, 1)), stride=2, padding=0)
+        weight, bias = self._take(convolution, x)
+        weight, (height, width) = flat.doubled(weight), x.shape[2:]
+        out = flat.empty(x, len(bias), 2 * height, 2 * width)
+        for items, rows, read, within in flat.strips(x, len(weight), margin=1):
+            parts = flat.convolve(x[items, :, read], weight, padding=1)
+            parts = parts[:, :, within.start : within.stop + 1]
+            other = None if shortcut is None else shortcut[items, :, rows]
+            to = out[items, :, 2 * rows.start : 2 * rows.stop]
+            self._ops.add(parts, bias, other, to, frames)
+            del parts
+        return out
+
+    def _up_stage(self, module: torch.nn.Module, x: Tensor) -> Tensor:
+        *blocks, resample = module.upsamples
+        h = x = flat.channels_last(x)
+        for block in blocks:
+            h = self._residual(block, h)
+        return self._resample(resample, h, x, module.avg_shortcut.factor_t)
+
+    def _down_stage(self, module: torch.nn.Module, x: Tensor) -> Tensor:
+        h, around = x, module.avg_shortcut
+        for step in module.downsamples:
+            h = self._kinds[type(step)](step, h)
+        # Of its frames the last is the image, the others are zeros.
+        own = h[:, around.factor_t - 1 :: around.factor_t]
+        own += F.avg_pool2d(x, around.factor_s)
+        return h

@@ -1,0 +1,1 @@
+"""A VAE's image in tiles, and its layers in 2 dimensions."""

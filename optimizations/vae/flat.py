@@ -1,0 +1,90 @@
+"""Parts of a VAE's layers on one image, in 2 dimensions and with channels last.
+
+On one image a causal 3-D convolution is a 2-D one with the last frame of its kernel. cuDNN computes
+it as it lies in memory where channels come last. A layer goes through its input in strips of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...planning.vae import SCORES_TOGETHER
+from ...spec.vae import STRIP
+
+# Items, rows, the rows that they are computed from, and where among those they are.
+Strip = tuple[slice, slice, slice, slice]
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """x itself, which may be rows and columns of a whole, where its channels come last."""
+    if x.stride(1) == 1 and (x.shape[3] == 1 or x.stride(3) == x.shape[1]):
+        return x
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def empty(x: Tensor, channels: int, height: int, width: int) -> Tensor:
+    """Room for as many items as x has."""
+    shape, like = (len(x), channels, height, width), {"dtype": x.dtype, "device": x.device}
+    return torch.empty(shape, **like, memory_format=torch.channels_last)
+
+
+def strips(x: Tensor, channels: int, margin: int) -> Iterator[Strip]:
+    """All of x at once, or rows of one item after those of another, which read `margin` more."""
+    items, given, height, width = x.shape
+    most = max(given, channels)
+    if items * most * height * width <= STRIP:
+        whole = slice(0, height)
+        yield slice(None), whole, whole, whole
+        return
+    count = -(-height // max(1, STRIP // (most * width)))
+    rows = -(-height // count)  # of strips as high as one another
+    for item in range(items):
+        for low in range(0, height, rows):
+            high, start = min(height, low + rows), max(0, low - margin)
+            read = slice(start, min(height, high + margin))
+            yield slice(item, item + 1), slice(low, high), read, slice(low - start, high - start)
+
+
+def convolve(x: Tensor, weight: Tensor, stride: int = 1, padding: int | None = None) -> Tensor:
+    """A convolution without its bias, which keeps the size by default."""
+    padding = weight.shape[-1] // 2 if padding is None else padding
+    return channels_last(F.conv2d(channels_last(x), weight, None, stride, padding))
+
+
+def doubled(weight: Tensor) -> Tensor:
+    """The weight, (4 out, in, 2, 2), that gives from a pixel's neighbours what the weight, (out,
+    in, 3, 3), gives four times from their copies in an image of twice the size.
+    """
+    sums = weight.float()
+    for axis in (2, 3):
+        # Row 0 of an image of twice the size reads rows -1, 0 and 0; row 1 reads 0, 0 and 1.
+        first, middle, last = sums.split(1, axis)
+        sums = torch.cat((first, middle + last, first + middle, last), axis)
+    out = weight.new_empty((2, 2, len(weight), 2, 2, weight.shape[1]))
+    out.copy_(sums.unflatten(3, (2, 2)).unflatten(2, (2, 2)).permute(2, 4, 0, 3, 5, 1))
+    return out.view(-1, *out.shape[3:]).permute(0, 3, 1, 2)
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention of one head, (1, 1, pixels, channels) each, in slices.
+
+    Its head is as wide as the middle; cards' fused attention takes none of more than 256.
+    """
+    query, keys, values = (x[0, 0] for x in (query, keys, values))
+    out, count = torch.empty_like(query), len(keys)
+    # Rows of scores then begin at 16 bytes each, or tensor cores read them a number at a time.
+    if more := -count % SCORES_TOGETHER:
+        keys, values = (F.pad(x, (0, 0, 0, more)) for x in (keys, values))
+    rows = min(len(query), max(1, STRIP // len(keys)))
+    scores = query.new_empty(rows, len(keys))
+    for low in range(0, len(query), rows):
+        some = query[low : low + rows]
+        part = scores[: len(some)]
+        torch.addmm(part, some, keys.t(), beta=0, alpha=query.shape[1] ** -0.5, out=part)
+        part[:, count:] = -torch.inf
+        torch.mm(part.softmax(-1), values, out=out[low : low + rows])
+    return out[None, None]
