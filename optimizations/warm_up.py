@@ -49,7 +49,7 @@ def warm_up(device: torch.device, work: Callable[[], object]) -> threading.Threa
 
             with (
                 torch.cuda.device(device),
-                _Compilers(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool,
+                _Compilers(max(1, min(4, (os.cpu_count() or 1) // 2))) as pool,
                 AsyncCompileMode(pool, ignore_errors=True),
             ):
                 work()

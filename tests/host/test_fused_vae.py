@@ -20,6 +20,7 @@ from qwen_l40s.hosts.comfyui.decode import fused
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
 from qwen_l40s.nodes.vae import QwenL40SVAEDecode, QwenL40SVAEEncode
 from qwen_l40s.optimizations.vae import flat, tiles
+from qwen_l40s.optimizations.warm_up import warm_up
 from qwen_l40s.planning import vae as vae_bytes
 from qwen_l40s.planning.vae import plan_decode, plan_encode
 
@@ -253,6 +254,27 @@ def test_classes_that_another_extension_has_changed():
     images, report = decode(vae, latents, 0, True)
     assert torch.equal(images, core_decode(vae, latents))
     assert report.endswith("because decoder.conv1 is another extension's Conv"), report
+
+
+@pytest.mark.parametrize("build", [wan, pytest.param(wan_21, marks=newer)])
+def test_decoding_compiles_nothing_that_is_not_compiled_ahead(build, monkeypatch):
+    def wait(device, work):
+        thread = warm_up(device, work)
+        thread.join() if thread else work()  # without a card the pass has to go through as well
+
+    monkeypatch.setattr(fused, "warm_up", wait)
+    vae = host_vae(build, torch.bfloat16)
+    fused.compile_ahead(vae)
+    compiled = []
+    if DEVICE.type == "cuda":
+        from triton import knobs
+
+        record = lambda **found: compiled.append(found["repr"])  # noqa: E731
+        monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", record)
+    latents = random(1, vae.first_stage_model.z_dim, 1, 10, 12)
+    _, report = decode(vae, latents if build is wan else latents[:, :, 0], 0, True)
+    assert "own layers" not in report
+    assert compiled == []
 
 
 def test_the_nodes():

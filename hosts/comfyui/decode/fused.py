@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import comfy.ops
+import comfy.sd
 import torch
 import torch.nn.functional as F
 from comfy.ldm.wan import vae, vae2_2
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from ....optimizations.blocks.block_form import is_changed
 from ....optimizations.blocks.own_code import called_by, functions_of
-from ....optimizations.vae import flat
+from ....optimizations.vae import flat, tiles
 from ....optimizations.vae.pixels import choose_pixel_ops
 from ....optimizations.vae.tiles import DecoderStages, EncoderStages, Layer, Middle
+from ....optimizations.warm_up import warm_up
+from ....planning.vae import plan_decode
 from ....spec.vae import VAE_21, StripVae, VaeShape, fused
 from .stages import cuts_strips, vae_shape
 
@@ -84,6 +87,20 @@ def encoder_stages(model: torch.nn.Module, device: torch.device) -> EncoderStage
     )
 
 
+def compile_ahead(decoder: comfy.sd.VAE) -> None:
+    """Begins to compile what decoding an image launches: a pass on the meta device prepares it."""
+    model, device, dtype = decoder.first_stage_model, decoder.device, decoder.vae_dtype
+    latents = torch.empty((1, model.z_dim, 1, 8, 8), dtype=dtype, device="meta")
+
+    @torch.inference_mode()
+    def work() -> None:
+        if not not_fused(model):
+            stages = decoder_stages(model, device)
+            tiles.decode(stages, latents, plan_decode(stages.shape, 8, 8, budget=None))
+
+    warm_up(device, work)
+
+
 class _Layers:
     """The host's modules, computed by ours. Weights are taken as the host casts them, each time."""
 
@@ -118,6 +135,10 @@ class _Layers:
 
     def _take(self, module: torch.nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         """Copies: what the host moved to the card goes, or is written over, with the context."""
+        if x.is_meta:  # of `compile_ahead`
+            weight, bias = module.weight.to(x), module.bias.to(x)
+            weight = weight[:, :, -1] if weight.ndim == 5 else weight
+            return weight.to(memory_format=torch.channels_last), bias
         comfy.ops.run_every_op()
         with comfy.ops.CastBiasWeightContext(module, x, offloadable=True) as (weight, bias):
             weight = weight[:, :, -1] if weight.ndim == 5 else weight

@@ -22,6 +22,7 @@ from ....loaders.header import PLAIN_DTYPES
 from ....loaders.parts import LATENT_CHANNELS, LATENT_CHANNELS_21
 from ....loaders.source import Source, open_source
 from ....spec.transformer import FAMILY_21
+from ..decode.fused import compile_ahead
 from ..messages import LoadReport
 from .host_class import require_21
 from .weights import FLOAT_NAMES, map_tensors
@@ -61,6 +62,7 @@ def load_vae(
         check_finite(source.path, name, tensor)
     vae = comfy.sd.VAE(sd=tensors, dtype=VAE_DTYPES[precision])
     vae.throw_exception_if_invalid()
+    compile_ahead(vae)
     vae.patcher.cached_patcher_init = (load_vae_patcher, (source, precision))
     why = "as requested" if VAE_DTYPES[precision] else f"auto: ComfyUI's choice on {vae.device}"
     return vae, LoadReport(
