@@ -24,7 +24,11 @@ def name_file(part: Path, path: Path) -> None:
             raise
         # An empty file takes the name, then this one replaces it.
         path.open("xb").close()
-        part.replace(path)
+        try:
+            part.replace(path)
+        except OSError:
+            path.unlink()
+            raise
     else:
         part.unlink()
 

@@ -228,7 +228,8 @@ def _shape_alone(x: torch.Tensor, weight: torch.Tensor, *how: Any) -> torch.Tens
 _LIBRARY = torch.library.Library("qwen_l40s", "FRAGMENT")
 if not hasattr(torch.ops.qwen_l40s, "quantized_linear"):  # by a second import of this package
     _LIBRARY.define(
-        "quantized_linear" + torch.library.infer_schema(_quantized_linear, mutates_args=()),
+        "quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias, str format, "
+        "SymInt rotation=0) -> Tensor",
         tags=torch.Tag.pt2_compliant_tag,
     )
     _LIBRARY.impl("quantized_linear", _quantized_linear, "CompositeExplicitAutograd")

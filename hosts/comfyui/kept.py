@@ -67,6 +67,8 @@ class KeptFile:
         """
         if not self._made_from:
             return "keep_quantized would write what was quantized to a file for the next load."
+        if others := {it.dtype for it in tensors.values()} - DTYPE_NAMES.keys():
+            return f"keep_quantized: no file is kept: a tensor is {others.pop()}."
         specs = {name: (DTYPE_NAMES[it.dtype], tuple(it.shape)) for name, it in tensors.items()}
         about = file_metadata(self._precision, self._keep, self._source.config)
         about[MADE_FROM] = self._made_from

@@ -306,6 +306,13 @@ def refused(models, *words):
     assert contents(models) == ["qwen.safetensors"]
 
 
+def test_a_dtype_that_is_not_written(models):
+    """Of a tensor that ComfyUI passes over."""
+    foreign = {"__foreign": torch.zeros(2, dtype=torch.uint16)}
+    narrow.write(models / "qwen.safetensors", WEIGHTS | foreign)
+    refused(models, "a tensor is torch.uint16")
+
+
 def test_a_read_only_folder(models, original):
     real = Path.open
 

@@ -171,6 +171,14 @@ def test_a_full_disk_leaves_whole_images_and_nothing_else(output):
     assert len(list(output.iterdir())) == 1
 
 
+def test_a_rename_that_fails_leaves_no_empty_file(output, monkeypatch):
+    """Where links cannot be, an empty file has the name before."""
+    monkeypatch.setattr(files.os, "link", mock.Mock(side_effect=OSError(errno.EPERM, "no")))
+    monkeypatch.setattr(Path, "replace", mock.Mock(side_effect=OSError(errno.EIO, "it broke")))
+    refused(UnavailableError, "cannot write (it broke)", run=functools.partial(save, pictures()))
+    assert list(output.iterdir()) == []
+
+
 def test_a_cancel_in_the_middle_leaves_whole_images_and_nothing_else(output, monkeypatch):
     written = 0
     encode = png.encode

@@ -1,6 +1,8 @@
 """Quantized linear layers: the numbers of every backend, and which backend is chosen and why."""
 
 import pickle
+import subprocess
+import sys
 
 import pytest
 
@@ -248,6 +250,14 @@ def test_torch_compile_takes_it_whole(format, device):
     out = whole(x, weight, scale, bias, format)
     exact = choose_gemm(format, device).linear(x, weight, scale, bias)
     torch.testing.assert_close(out, exact, rtol=0, atol=0)
+
+
+def test_the_operator_is_registered_without_what_torch_2_4_lacks():
+    """With the schema of its Python function."""
+    said = str(linear.quantized_linear._schema)
+    assert said.endswith(torch.library.infer_schema(linear._quantized_linear, mutates_args=()))
+    code = "import torch; del torch.library.infer_schema; import qwen_l40s.optimizations.linear"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # ------------------------------------------------------------------------------------------- choice
