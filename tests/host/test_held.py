@@ -115,6 +115,32 @@ def test_a_model_that_stays_from_run_to_run_is_looked_at_once(form):
     assert gone() is None, "nothing keeps weights between two runs"
 
 
+def other_bias(layer, norm):
+    layer.bias = torch.nn.Parameter(layer.bias.detach().clone(), requires_grad=False)
+
+
+def other_norm(layer, norm):
+    norm.weight = torch.nn.Parameter(norm.weight.detach().clone(), requires_grad=False)
+
+
+def other_memory(layer, norm):
+    layer.weight.data = layer.weight.data.clone()
+
+
+@pytest.mark.parametrize("change", [other_bias, other_norm, other_memory])
+def test_what_another_extension_exchanges_between_two_runs_is_seen(change):
+    """CUDA graphs read addresses, and outlive a run."""
+    _, model = loaded()
+    passes = Passes(model)
+    token = passes()
+    change(passes.layers[-1], head_norms(passes.blocks[-1])[-1])
+    for weights in passes.run.values():
+        weights.start_run()
+    found = passes()
+    assert isinstance(found, int) and found != token
+    assert passes() == found
+
+
 @contextlib.contextmanager
 def copying(model):
     """As between a card and host memory: `Module.to` copies, except what is looked at cheaply."""
