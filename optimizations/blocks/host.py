@@ -234,7 +234,7 @@ class PreparedModel:
         self.kinds = Counter(self.read)
         self._formats = sorted(kind for kind in self.kinds if isinstance(kind, RowFormat))
         storages = dict.fromkeys(format.storage for format in self._formats)
-        self._gemms = [str(host.layers.gemm(storage, host.device)) for storage in storages]
+        self._gemms = [host.layers.gemm(storage, host.device) for storage in storages]
         others = (layer for layer, kind in zip(read, self.read, strict=True) if kind != DENSE)
         self.rounds = lossy_attention or any(map(host.layers.rounds, others))
         self.check = FirstBlockCheck(self.rounds)
@@ -250,15 +250,17 @@ class PreparedModel:
         self._weights: Hashable = None
         self._known: dict[torch.nn.Module, KnownBlock] = {}
         self._code: OwnCode | None = None
+        # What a comparison with the host's block speaks for.
+        compared = self.read, self.rounds, self.unsupported, self.ops, self._gemms
+        self._compared = *compared, host.attention is None
 
     def take_over(self, earlier: PreparedModel) -> None:
         """What was found in an earlier run with the same weights, where nothing has changed since:
         who watches the blocks, and which shapes were compared.
         """
         code, blocks = earlier._code, [block() for block in self._blocks]
-        found = self.read, self.rounds, self.unsupported
-        same = found == (earlier.read, earlier.rounds, earlier.unsupported)
-        if same and code and earlier.is_of(blocks) and not (earlier.check.failed or code.changed()):
+        same = self._compared == earlier._compared and earlier.is_of(blocks)
+        if same and code and not (earlier.check.failed or code.changed()):
             self._code, self.check, self.check.worst = code, earlier.check, None
 
     def is_of(self, blocks: Sequence[torch.nn.Module]) -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import weakref
 from collections import Counter
+from dataclasses import replace
 from unittest import mock
 
 import comfy.ldm.qwen_image.model as qwen_image
@@ -17,6 +18,8 @@ from comfyui_boot import MODE, folder
 
 from qwen_l40s.errors import CheckpointError
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
+from qwen_l40s.hosts.comfyui.sample import layers
+from qwen_l40s.hosts.comfyui.sample.attention import SLOT
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from qwen_l40s.hosts.comfyui.sample.run import OPTIMIZATION_KEY
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
@@ -339,6 +342,27 @@ def test_a_block_is_compared_once_for_each_prompt_length_until_something_changes
     assert [compares(patcher=patched), compares(patcher=patched)] == [1, 0]
     comfy.model_management.unload_all_models()
     assert [compares(patcher=patched), compares(patcher=patched)] == [1, 0]
+
+
+def test_a_comparison_speaks_for_no_other_attention_or_gemm():
+    def compares(patcher):
+        sample(patcher)
+        report = report_of(patcher)
+        assert "blocks: fused, 4 of 4" in report
+        return "largest difference" in report
+
+    def others(func, *given, **named):
+        return func(*given, **named)
+
+    clone = optimize(load_model(PATH, "int8")[0])
+    comfy.model_management.load_models_gpu([clone])
+    other = clone.clone()
+    other.model_options["transformer_options"][SLOT] = others
+    assert [compares(it) for it in (other, clone, clone, other, other)] == [1, 1, 0, 1, 0]
+    full = replace(layers.known_gemm("int8", clone.load_device), reason="the card was full")
+    with mock.patch.object(layers, "known_gemm", lambda *_: full):
+        assert compares(other)
+    assert [compares(other), compares(other)] == [1, 0]
 
 
 def test_a_model_goes_although_its_report_stays():
