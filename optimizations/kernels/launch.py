@@ -93,6 +93,7 @@ class Launch:
             stream = stream_of(device)
             run(programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *rest)
 
+        launch.kernel = compiled  # which Triton 3.8 unloads where nobody holds it
         return launch
 
 

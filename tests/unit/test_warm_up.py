@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -161,6 +162,38 @@ def test_a_kernel_that_is_needed_meanwhile_is_compiled_once(launch, monkeypatch,
     for thread in threads:
         thread.join()
     assert no_card == ["_row_quantize_kernel"]
+
+
+def test_a_kernel_that_two_threads_compile_stays_as_long_as_it_is_launched(launch, monkeypatch):
+    """Since 3.8 Triton unloads a kernel that nobody holds, and it holds the one that came last."""
+    begun, go_on, both = threading.Event(), threading.Event(), []
+
+    class Kernel:
+        run, function, packed_metadata, src, metadata = staticmethod(print), 0, 0, None, None
+
+    def compile_kernel(*_, **__):
+        kernel = Kernel()
+        both.append(weakref.ref(kernel))
+        if len(both) == 1:
+            begun.set()
+            assert go_on.wait(60)
+        return kernel
+
+    monkeypatch.setattr("triton.compiler.compile", compile_kernel)
+    prepared = []
+    needs = threading.Thread(target=lambda: prepared.append(launch("cpu")))
+    needs.start()
+    assert begun.wait(60)
+
+    def work():
+        launch("meta")
+        go_on.set()
+        needs.join()
+
+    warm_up.warm_up(CARD, work).join()
+    assert len(both) == 2 and both[0]() is not None
+    prepared.clear()
+    assert both[0]() is None
 
 
 def test_an_error_of_the_compiler_shows_where_the_kernel_is_needed(launch, monkeypatch):
