@@ -288,6 +288,6 @@ def _refuse(module: torch.nn.Module, path: Path) -> None:
             raise not_finite(path, name)
     raise UnavailableError(
         "The model gave NaN or infinity in its first run although its weights are finite: an "
-        "attention kernel, a LoRA or another node's patch is at fault, so run once without them.",
+        "attention kernel, a LoRA, the sampler or another node is at fault: run once without them.",
         path,
     )

@@ -365,9 +365,7 @@ def _address_of(block: torch.nn.Module) -> int:
     return _plain(layer._parameters["weight"]).data_ptr()
 
 
-def _places(
-    blocks: Sequence[torch.nn.Module], stores: list[dict[str, Any]], beside: Beside
-) -> int:
+def _places(blocks: Sequence[torch.nn.Module], stores: list[dict[str, Any]], beside: Beside) -> int:
     """Where all tensors are, a hash; takes 1 ms, so that only a run asks.
 
     Between two runs another extension may exchange any of them, which leaves no mark.
