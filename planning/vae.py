@@ -312,8 +312,8 @@ ATTENTION_STREAMS = 10
 # The same of ours: input, keys, values, norm, and q, k and v together. Of keys there are so many
 # together in memory.
 FUSED_STREAMS, SCORES_TOGETHER = 7, 8
-# Of a pixel, which torch needs to norm it.
-LENGTH = 1
+# Of a pixel, in fp32, which torch needs to norm it.
+LENGTH = 2
 # PyTorch's memory-efficient attention adds up heads wider than 128 in fp32 next to a 16-bit output.
 ACCUMULATOR_BYTES = 4
 # Latent pixels that a slice of the middle takes at most. Enough queries for every processor of a

@@ -44,9 +44,11 @@ def norm(
     """
     if bias is not None:
         x = x.add_(bias.view(-1, 1, 1))
-    length = torch.linalg.vector_norm(x, dim=1, keepdim=True)
-    out = torch.div(x, length.clamp_min_(max(1e-12, torch.finfo(x.dtype).tiny)), out=out)
-    out.mul_((gamma.float() * len(gamma) ** 0.5).to(x.dtype).view(-1, 1, 1))
+    out = torch.empty_like(x) if out is None else out
+    # In fp32, and rounded as they are written.
+    length = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32)
+    torch.div(x, length.clamp_min_(1e-12), out=out)
+    out.mul_((gamma.float() * len(gamma) ** 0.5).view(-1, 1, 1))
     return F.silu(out, inplace=True) if silu else out
 
 
