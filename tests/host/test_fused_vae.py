@@ -49,6 +49,14 @@ def strips(request, monkeypatch):
             monkeypatch.setattr(module, "STRIP", 3000)
 
 
+# On a card ComfyUI's attention refuses pixels that are no multiple of 4 in fp32.
+SHAPES = (
+    ((1, 16, 1, 9, 8), (3, 16, 6, 4))
+    if DEVICE.type == "cuda"
+    else ((1, 16, 1, 9, 7), (3, 16, 6, 4), (1, 16, 1, 1, 1))
+)
+
+
 def random(*shape, dtype=torch.float32):
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator).to(dtype)
@@ -117,7 +125,7 @@ def assert_close(found, known, decibels=80):
 @pytest.mark.parametrize("build", [wan, lambda: wan(4)], ids=["RGB", "RGBA"])
 def test_images_are_the_host_s(build):
     vae = host_vae(build)
-    for shape in ((1, 16, 1, 9, 7), (3, 16, 6, 4), (1, 16, 1, 1, 1)):
+    for shape in SHAPES:
         latents = random(*shape)
         known = core_decode(vae, latents if latents.ndim == 5 else latents.unsqueeze(2))
         for count in (0, 1, 4) if shape[-1] > 1 else (0,):

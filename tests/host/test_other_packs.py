@@ -16,7 +16,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from comfyui_boot import MODE, folder
 
-from qwen_l40s.errors import CheckpointError, UnavailableError
+from qwen_l40s.errors import CheckpointError
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.sample import layers
 from qwen_l40s.hosts.comfyui.sample.attention import SLOT
@@ -449,11 +449,10 @@ def test_a_weight_with_nan_is_named_at_the_end_of_the_first_run(optimized, after
         sample(model)
 
 
-def test_nan_that_only_the_sampler_gives_names_it_and_leaves_the_model_usable():
+def test_nan_that_only_the_sampler_gives_is_the_sampler_s():
     model = stock()
     clone = model.clone()
     wrapper = lambda executor, *given, **named: executor(*given, **named) * torch.nan  # noqa: E731
     clone.add_wrapper(WrappersMP.SAMPLER_SAMPLE, wrapper)
-    with pytest.raises(UnavailableError, match=r"weights are finite: .*the sampler"):
-        sample(clone)
+    assert sample(clone).isnan().all()
     assert torch.isfinite(sample(model)).all()

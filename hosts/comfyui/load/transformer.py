@@ -30,6 +30,7 @@ from ....loaders.convert import is_finite, not_finite
 from ....loaders.quantized_file import MARKER_2511
 from ....loaders.source import MICRO_ADVICE, MICRO_TRANSFORMER, Source, open_source
 from ....optimizations.linear import choose_gemm, known_gemm
+from ....optimizations.step_cache import Later
 from ....optimizations.warm_up import warm_up
 from ....spec.formats import QUANTIZED, format_gib
 from ..messages import LoadReport
@@ -257,27 +258,38 @@ def _model_config(
 # Notices NaN and infinity in a model's first run, and names where they come from.
 #
 # Reading 40 GB only to look for them would cost a load's time again, and under dynamic VRAM weights
-# are not read before they are used. A look at a step would keep the card waiting for the processor.
+# are not read before they are used. A look in a step would keep the card waiting for the processor:
+# what each pass gives is looked at when the run is over.
 
 FINITE_KEY = "qwen_l40s_finite"
 
 
 def check_first_run(patcher: ModelPatcher, path: Path) -> None:
-    """Adds the check to a freshly loaded model; its clones share it, so it runs once a load."""
-    checked = False
+    """Adds the check to a freshly loaded model; its clones share it, so it runs once a load.
 
-    def wrapper(
-        executor: Any, noise: torch.Tensor, latent: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        nonlocal checked
-        output = executor(noise, latent, *args, **kwargs)
-        if not checked and is_finite(noise) and is_finite(latent):
-            if not is_finite(output):
-                _refuse(executor.class_obj.model_patcher.model.diffusion_model, path)
-            checked = True
+    What a sampler or a guider makes of finite passes is theirs.
+    """
+    checked, looks = False, []
+
+    def apply_model(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        output = executor(x, *args, **kwargs)
+        if not checked:
+            looks.append(Later(0, x.isfinite().all(), output.isfinite().all()))
         return output
 
-    patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, FINITE_KEY, wrapper)
+    def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal checked
+        looks.clear()
+        output = executor(*args, **kwargs)
+        passes = [look.read() for look in looks]
+        # Of a run that was begun again the first passes do not count.
+        if [1.0, 0.0] in passes and not is_finite(output):
+            _refuse(executor.class_obj.model_patcher.model.diffusion_model, path)
+        checked = checked or [1.0, 1.0] in passes
+        return output
+
+    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, FINITE_KEY, apply_model)
+    patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, FINITE_KEY, outer_sample)
 
 
 def _refuse(module: torch.nn.Module, path: Path) -> None:
@@ -288,6 +300,6 @@ def _refuse(module: torch.nn.Module, path: Path) -> None:
             raise not_finite(path, name)
     raise UnavailableError(
         "The model gave NaN or infinity in its first run although its weights are finite: an "
-        "attention kernel, a LoRA, the sampler or another node is at fault: run once without them.",
+        "attention kernel, a LoRA or another node's patch is at fault, so run once without them.",
         path,
     )
