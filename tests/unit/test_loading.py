@@ -55,7 +55,7 @@ def on_card(found):
             *("auto", A100, "bf16", "bf16"),
             [
                 "38.1 GiB of weights stay on NVIDIA A100",
-                "the peak is 55.6 of 79.6 GiB, while decoding",
+                "the peak is 54.3 of 79.6 GiB, while decoding",
             ],
         ),
         ("auto", A100_40, "bf16", "bf16", ["25.4 GiB of weights stay on NVIDIA A100"]),
@@ -125,7 +125,7 @@ def test_precisions_and_reasons(requested, card, stored, name, reasons):
             "auto",
             L40S,
             "bf16",
-            "auto: the most exact that fits; 1.6 GiB to spare on NVIDIA L40S",
+            "auto: the most exact that fits; 3.0 GiB to spare on NVIDIA L40S",
         ),
         ("auto", RTX_4090, "bf16", "auto: bf16 does not fit; "),
         ("auto", RTX_3060, "bf16", "GiB moves to RTX 3060 in every pass"),
