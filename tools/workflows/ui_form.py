@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -70,7 +71,7 @@ CORNER = 105
 FOLDED_EDGE, FOLDED_LETTER, FOLDED = 60, 7.5, 225
 # Of a note in "Nodes 2.0", which draws it taller: the width of a letter, the height of a line, what
 # is between two paragraphs, and the rest. Measured, and a tenth more for other fonts.
-NOTE_LETTER, NOTE_LINE, NOTE_PARAGRAPH, NOTE_EDGE = 6.0, 14, 11, 56
+NOTE_LETTER, NOTE_LINE, NOTE_PARAGRAPH, NOTE_EDGE = 6.1, 14, 11, 56
 UNSEEN = re.compile(r"\]\([^)]*\)|[\[*`]")  # of a note: addresses and marks
 
 
@@ -218,7 +219,8 @@ def _note_height(text: str, width: int) -> int:
     # A file and its folder are one paragraph.
     seen = UNSEEN.sub("", text).replace("\n  in ", " in ")
     paragraphs = [line for line in seen.splitlines() if line]
-    lines = sum(math.ceil(len(line) * NOTE_LETTER / width) for line in paragraphs)
+    letters = int(width / NOTE_LETTER)
+    lines = sum(len(textwrap.wrap(line, letters)) for line in paragraphs)
     return NOTE_EDGE + NOTE_LINE * lines + NOTE_PARAGRAPH * len(paragraphs)
 
 
