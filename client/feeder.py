@@ -270,8 +270,6 @@ class Feeder:
                 took = await self._look()
                 usual = POLL_SECONDS if self.listener.connected else POLL_SECONDS_ALONE
                 next_look = time.monotonic() + max(usual, took / POLL_SHARE)
-        if self.fault is not None:
-            raise self.fault
 
     async def _post(self, job: Job) -> None:
         local = self._admission.local_files(self.name, job.graph)

@@ -190,7 +190,8 @@ class Run:
         """
         for name, feeder in self.feeders.items():
             self._feed(name, feeder)
-        while self.scheduler.open or more():
+        # A job counts once the journal has it: until then a full disk may still be told.
+        while self._counts["done"] < self._counts["total"] or more():
             for name, task in list(self._tasks.items()):
                 if task.done():
                     del self._tasks[name]
@@ -209,9 +210,9 @@ class Run:
             finally:
                 changed.cancel()
             self._changed.clear()
-        for feeder in self.feeders.values():
-            if feeder.fault is not None:  # of the last job
-                raise feeder.fault
+            for feeder in self.feeders.values():
+                if feeder.fault is not None:
+                    raise feeder.fault
 
     async def stop(self) -> bool:
         """Takes the open jobs off all servers.

@@ -17,6 +17,7 @@ import waiting
 from fake_comfyui import FakeComfyUI, fake_comfyui, graph, hurry
 
 from qwen_l40s.client import scheduler
+from qwen_l40s.client.follow import Listener
 from qwen_l40s.client.journal import DiskError, Journal
 from qwen_l40s.client.scheduler import Job
 from qwen_l40s.client.server import Server
@@ -399,6 +400,34 @@ def test_a_journal_on_a_full_disk_loses_no_job_and_runs_none_twice(
         assert len(fake.posted) == 3
     assert again.status == ["done"] * 3
     assert len(images(tmp_path)) == 3
+
+
+def test_a_last_line_that_the_journal_cannot_take_ends_the_run_so(tmp_path: Path, monkeypatch):
+    """Also where a server's task takes long to end: here its websocket does."""
+    write, listen = Journal._write, Listener.listen
+
+    def full(self: Journal, kind: str, **facts: Any) -> None:
+        if kind == "cancelled":
+            raise DiskError("the journal cannot be written (No space left on device)")
+        write(self, kind, **facts)
+
+    async def slow_to_close(self: Listener) -> None:
+        try:
+            await listen(self)
+        finally:
+            await asyncio.sleep(0.5)
+
+    monkeypatch.setattr(Journal, "_write", full)
+    monkeypatch.setattr(Listener, "listen", slow_to_close)
+    with fake_comfyui(paused=True) as fake:
+
+        def remove() -> None:
+            until(lambda: len(fake.state.queue) == 1)
+            looked(fake)
+            fake.remove([fake.state.queue[0][1]])
+
+        ran = start(fake, tmp_path, "a", meanwhile=remove)
+    assert ran.outcome.exit_code == 3
 
 
 def test_positions_count_the_prompts_of_others(tmp_path: Path):
