@@ -381,8 +381,11 @@ class _Slab:
 
     def __init__(self, device: torch.device, rounding: Rounding) -> None:
         self._device, self._rounding, self._stream = device, rounding, torch.cuda.Stream(device)
-        self._up = torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=True)
-        self._down = torch.empty(SLAB_BYTES // 2, dtype=torch.uint8, pin_memory=True)
+        sizes, kind = (SLAB_BYTES, SLAB_BYTES // 2), {"dtype": torch.uint8}
+        try:
+            self._up, self._down = (torch.empty(it, **kind, pin_memory=True) for it in sizes)
+        except RuntimeError:  # the system pins no more; torch waits for copies of other memory
+            self._up, self._down = (torch.empty(it, **kind) for it in sizes)
         self._target: Target | None = None
 
     def begin(self, weight: torch.Tensor, target: Target) -> None:

@@ -223,6 +223,21 @@ def test_slabs_that_are_used_again_lose_no_rows(format, simulated):
         assert error == pytest.approx(expected[layer].error, rel=1e-6)
 
 
+def test_without_pinned_memory_slabs_give_the_same(simulated, monkeypatch):
+    """As a system with a limit to it: some is given, then no more."""
+    expected, empty = stream(layers(), "int8"), torch.empty
+
+    def limited(*shape, pin_memory=False, **about):
+        if pin_memory and simulated:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*shape, pin_memory=pin_memory, **about)
+
+    monkeypatch.setattr(torch, "empty", limited)
+    found = stream(layers(), "int8", torch.device("cuda"))
+    assert len(simulated) == 1
+    assert all(same(found[it][1:3], expected[it][1:3]) for it in expected)
+
+
 def test_a_cancel_leaves_nothing_pinned_and_no_thread(simulated):
     before = threading.active_count()
 
