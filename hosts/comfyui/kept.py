@@ -92,6 +92,8 @@ class KeptFile:
 
     def _lock(self, held: ExitStack) -> int:
         """Keeps other loads from writing, removes what killed ones left, returns the free bytes."""
+        if self.path.is_dir():
+            raise UnavailableError("a folder has this name: rename it.", self.path)
         path = self.path.with_name(f".{self.path.name}.lock")
         if not lock(held.enter_context(path.open("ab"))):
             raise UnavailableError("another load is writing one.")

@@ -325,6 +325,12 @@ def test_a_read_only_folder(models, original):
         refused(models, "cannot write (Read-only file system)", str(models))
 
 
+def test_a_folder_of_its_name(models, original):
+    folder = models / "qwen.safetensors.int8.kept"
+    folder.mkdir()
+    refused(models, f"a folder has this name: rename it ({folder}).")
+
+
 def test_a_disk_with_too_little_room(models, original, monkeypatch):
     load()
     size = (models / "qwen.safetensors.int8.kept").stat().st_size
