@@ -6,7 +6,6 @@ dynamic scale per token; `dequantize` expands the weight instead and runs on any
 
 from __future__ import annotations
 
-import functools
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -274,6 +273,7 @@ def choose_gemm(format: str, device: torch.device, *, backend: str | None = None
 
 
 _known: dict[tuple[str, torch.device], Gemm] = {}
+_refusals: dict[tuple[str, str, torch.device], str] = {}
 
 
 def known_gemm(format: str, device: torch.device) -> Gemm:
@@ -314,15 +314,17 @@ def _gemm(
     return Gemm(format, backend, reason, quantizer, lasting and refusal != FULL)
 
 
-def _refusal(backend: str, format: str, device: torch.device) -> str:
+def _refusal(*asked: Any) -> str:
     """Says why a backend does not run on a device, in one clause; empty when it does."""
     try:
-        return _lasting_refusal(backend, format, device)
+        refusal = _refusals[asked] if asked in _refusals else _lasting_refusal(*asked)
     except torch.OutOfMemoryError:  # another time the card has room: nothing is remembered
         return FULL
+    if not refusal:  # which stays, though a trial in another thread may fail
+        _refusals[asked] = refusal
+    return _refusals.setdefault(asked, refusal)
 
 
-@functools.cache
 def _lasting_refusal(backend: str, format: str, device: torch.device) -> str:
     if backend == "dequantize":
         return ""

@@ -3,6 +3,8 @@
 import pickle
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -40,7 +42,7 @@ def nothing_remembered(monkeypatch):
 
 
 def forget():
-    linear._lasting_refusal.cache_clear()
+    linear._refusals.clear()
     linear._known.clear()
 
 
@@ -376,6 +378,25 @@ def test_a_trial_is_made_once(monkeypatch):
     for _ in range(3):
         choose_gemm("int8", CPU, backend="int_mm")
     assert len(calls) == 1
+
+
+def test_a_trial_that_fails_in_another_thread_leaves_a_success(monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def multiply(*args, multiply=torch._int_mm):
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            assert go_on.wait(60)
+            raise RuntimeError("not here")
+        return multiply(*args)
+
+    monkeypatch.setattr(torch, "_int_mm", multiply)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(choose_gemm, "int8", CPU, backend="int_mm")
+        assert begun.wait(60)
+        chosen = choose_gemm("int8", CPU, backend="int_mm")
+        go_on.set()
+    assert other.result() == chosen == choose_gemm("int8", CPU, backend="int_mm")
 
 
 def test_a_trial_that_goes_wrong_is_told(monkeypatch):

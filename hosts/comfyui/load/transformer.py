@@ -29,7 +29,7 @@ from ....errors import CheckpointError, UnavailableError
 from ....loaders.convert import is_finite, not_finite
 from ....loaders.quantized_file import MARKER_2511
 from ....loaders.source import MICRO_ADVICE, MICRO_TRANSFORMER, Source, open_source
-from ....optimizations.linear import choose_gemm, known_gemm
+from ....optimizations.linear import choose_gemm
 from ....optimizations.step_cache import Later
 from ....optimizations.warm_up import warm_up
 from ....spec.formats import QUANTIZED, format_gib
@@ -80,7 +80,7 @@ def load_model(
     plan = plan_load(source, precision, keep, modulation, keep_quantized)
     if plan.precision in QUANTIZED:  # tried out while the weights are read
         device = comfy.model_management.get_torch_device()
-        warm_up(device, partial(known_gemm, plan.precision, device))
+        warm_up(device, partial(choose_gemm, plan.precision, device))
     patcher, notes = _build(plan)
     compile_ahead(patcher)  # while the text is encoded, not while the host brings the weights
     if plan.place_reason:
