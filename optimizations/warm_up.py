@@ -6,11 +6,11 @@ it prepares is compiled. So these kernels are those of the first pass, whichever
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 
@@ -30,15 +30,18 @@ from .reference import QKNorm, QuantizedRows, Rotary, Tokens, storage_of
 TOKENS = ((200, 4096), (40, 4096))
 _rehearsed: set[tuple] = set()
 
+# No daemon threads: a process that ends while LLVM runs in one is aborted.
+_compilers, _passes = ThreadPoolExecutor(4), ThreadPoolExecutor(1)
 
-def warm_up(device: torch.device, work: Callable[[], object]) -> threading.Thread | None:
-    """Begins to compile what some work on a card launches or prepares.
+
+def warm_up(device: torch.device, work: Callable[[], object]) -> Future | None:
+    """Begins to compile what some work on a card launches or prepares, in the order of the calls.
 
     Who needs one of these kernels meanwhile waits for it, or compiles it too (Triton 3.6). What
     fails here fails again there, and is told there.
 
     Args:
-        work: Called in the thread that is returned; None where nothing is compiled.
+        work: Called in another thread; what is returned is done with it. None: nothing is compiled.
     """
     if device.type != "cuda" or kernels.interpreted() or kernels.missing():
         return None
@@ -47,30 +50,20 @@ def warm_up(device: torch.device, work: Callable[[], object]) -> threading.Threa
         with suppress(Exception):  # compilers, drivers and packages raise anything
             from triton import AsyncCompileMode  # since 3.5
 
-            with (
-                torch.cuda.device(device),
-                _Compilers(max(1, min(4, (os.cpu_count() or 1) // 2))) as pool,
-                AsyncCompileMode(pool, ignore_errors=True),
-            ):
+            pool = SimpleNamespace(submit=partial(_compilers.submit, _compile))
+            with torch.cuda.device(device), AsyncCompileMode(pool, ignore_errors=True):
                 work()
 
-    thread = threading.Thread(target=run, name="qwen_l40s kernels", daemon=True)
-    thread.start()
-    return thread
+    return _passes.submit(run)
 
 
-class _Compilers(ThreadPoolExecutor):
-    """Compiles a kernel with its launcher, which older Tritons build with gcc."""
+def _compile(compile_kernel: Callable) -> object:
+    from triton.runtime import driver
 
-    def submit(self, compile_kernel: Callable) -> Future:
-        from triton.runtime import driver
-
-        def run() -> object:
-            kernel = compile_kernel()
-            driver.active.launcher_cls(kernel.src, kernel.metadata)
-            return kernel
-
-        return super().submit(run)
+    _passes.submit(int)  # raises once the process ends, which waits for whatever is queued
+    kernel = compile_kernel()
+    driver.active.launcher_cls(kernel.src, kernel.metadata)  # older Tritons build it with gcc
+    return kernel
 
 
 def rehearse(

@@ -267,8 +267,8 @@ def test_classes_that_another_extension_has_changed():
 @pytest.mark.parametrize("build", [wan, pytest.param(wan_21, marks=newer)])
 def test_decoding_compiles_nothing_that_is_not_compiled_ahead(build, monkeypatch):
     def wait(device, work):
-        thread = warm_up(device, work)
-        thread.join() if thread else work()  # without a card the pass has to go through as well
+        begun = warm_up(device, work)
+        begun.result() if begun else work()  # without a card the pass has to go through as well
 
     monkeypatch.setattr(fused, "warm_up", wait)
     vae = host_vae(build, torch.bfloat16)

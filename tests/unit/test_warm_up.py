@@ -1,9 +1,12 @@
 """What is compiled ahead: the kernels of the first pass, and no error of it shows before."""
 
 import itertools
+import subprocess
+import sys
 import threading
 import weakref
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +46,10 @@ def nothing_rehearsed(monkeypatch):
 
 @pytest.fixture
 def no_card(monkeypatch):
+    return put_card(monkeypatch)
+
+
+def put_card(monkeypatch):
     """An H100 that is not there; gives the names of the kernels that are compiled for it."""
     index, compiled = next(fresh), []
     active = SimpleNamespace(
@@ -115,7 +122,7 @@ def test_a_first_pass_compiles_nothing_that_is_not_compiled_ahead(no_card, monke
     gemm = BACKENDS[kind] and Gemm(*BACKENDS[kind], "", "triton")
     chain = Chain([OnDevice(block, kind, cpu, gemm) for block in blocks])
     given = chain, blocks, torch.bfloat16, cpu
-    warm_up.warm_up(CARD, lambda: warm_up.rehearse(*given)).join()
+    warm_up.warm_up(CARD, lambda: warm_up.rehearse(*given)).result()
     ahead = sorted(no_card)
     expected = ["_qk_norm_rope_kernel", *["_residual_norm_kernel"] * 3]
     if kind != "dense":
@@ -126,23 +133,78 @@ def test_a_first_pass_compiles_nothing_that_is_not_compiled_ahead(no_card, monke
     monkeypatch.setattr(torch, "_scaled_mm", lambda *_, out, **__: out)
     first_pass(chain, blocks, fused._triton(), cpu, text)
     assert sorted(no_card) == ahead
-    warm_up.warm_up(CARD, lambda: warm_up.rehearse(*given)).join()
+    warm_up.warm_up(CARD, lambda: warm_up.rehearse(*given)).result()
     assert sorted(no_card) == ahead
 
 
 @pytest.fixture
 def launch(no_card):
-    """Gives what prepares one launch of a kernel for rows of so many columns."""
+    return prepare
+
+
+def prepare(device, columns=512):
+    """Prepares one launch of a kernel for rows of so many columns."""
     from qwen_l40s.optimizations.kernels.rows import prepare_row_quantize
     from qwen_l40s.optimizations.reference import QuantizedRows
     from qwen_l40s.spec.formats import RowFormat
 
-    def prepare(device):
-        x = torch.zeros(8, 512, dtype=torch.bfloat16, device=device)
-        out = QuantizedRows(x.to(torch.int8), x.new_empty(8, 1, dtype=torch.float32), 8)
-        return prepare_row_quantize(x, RowFormat("int8"), out)
+    x = torch.zeros(8, columns, dtype=torch.bfloat16, device=device)
+    out = QuantizedRows(x.to(torch.int8), x.new_empty(8, 1, dtype=torch.float32), 8)
+    return prepare_row_quantize(x, RowFormat("int8"), out)
 
-    return prepare
+
+def test_loads_compile_in_their_order_and_each_kernel_once(launch, monkeypatch):
+    go_on, compiled, compile_kernel = threading.Event(), [], triton.compiler.compile
+
+    def slowly(source, **how):
+        assert go_on.wait(60)
+        compiled.append(max(it for it in source.constants.values() if type(it) is int))
+        return compile_kernel(source, **how)
+
+    monkeypatch.setattr("triton.compiler.compile", slowly)
+    loads = [
+        warm_up.warm_up(CARD, lambda widths=widths: [launch("meta", it) for it in widths])
+        for widths in ((512, 1024, 2048), (1024, 4096), (512, 8192))
+    ]
+    go_on.set()
+    for load in loads:
+        load.result()
+    assert (sorted(compiled[:3]), compiled[3:]) == ([512, 1024, 2048], [4096, 8192])
+
+
+ENDS = """
+import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest, triton
+
+sys.path.insert(0, sys.argv[1])
+from test_warm_up import CARD, prepare, put_card
+from qwen_l40s.optimizations.warm_up import warm_up
+
+put_card(pytest.MonkeyPatch())
+probe, compiling, queued = ThreadPoolExecutor(1), threading.Event(), threading.Event()
+
+def until_the_end(*_, **__):
+    print("compiles", flush=True)
+    compiling.set()
+    while True:
+        probe.submit(int)  # raises once this process ends
+        time.sleep(0.01)
+
+triton.compiler.compile = until_the_end
+warm_up(CARD, lambda: ([prepare("meta", 256 * i) for i in range(1, 9)], queued.set()))
+warm_up(CARD, lambda: prepare("meta", 4096))
+assert queued.wait(60) and compiling.wait(60)
+print("ends")
+"""
+
+
+def test_a_process_that_ends_compiles_nothing_that_is_queued():
+    here = str(Path(__file__).parent)
+    done = subprocess.run([sys.executable, "-c", ENDS, here], capture_output=True, text=True)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert "ends" in done.stdout and done.stdout.count("compiles") <= 4
 
 
 @pytest.mark.skipif(release(triton.__version__) < (3, 8), reason="Triton knows it when it is done")
@@ -154,13 +216,13 @@ def test_a_kernel_that_is_needed_meanwhile_is_compiled_once(launch, monkeypatch,
         return compile_kernel(source, **how)
 
     monkeypatch.setattr("triton.compiler.compile", slowly)
-    threads = [warm_up.warm_up(CARD, lambda: (launch("meta"), known.set()))]
+    ahead = warm_up.warm_up(CARD, lambda: (launch("meta"), known.set()))
     assert known.wait(60)
-    threads.append(threading.Thread(target=launch, args=["cpu"]))
-    threads[1].start()
+    needs = threading.Thread(target=launch, args=["cpu"])
+    needs.start()
     go_on.set()
-    for thread in threads:
-        thread.join()
+    needs.join()
+    ahead.result()
     assert no_card == ["_row_quantize_kernel"]
 
 
@@ -190,7 +252,7 @@ def test_a_kernel_that_two_threads_compile_stays_as_long_as_it_is_launched(launc
         go_on.set()
         needs.join()
 
-    warm_up.warm_up(CARD, work).join()
+    warm_up.warm_up(CARD, work).result()
     assert len(both) == 2 and both[0]() is not None
     prepared.clear()
     assert both[0]() is None
@@ -201,7 +263,7 @@ def test_an_error_of_the_compiler_shows_where_the_kernel_is_needed(launch, monke
         raise RuntimeError("ptxas died")
 
     monkeypatch.setattr("triton.compiler.compile", fails)
-    warm_up.warm_up(CARD, lambda: launch("meta")).join()
+    warm_up.warm_up(CARD, lambda: launch("meta")).result()
     with pytest.raises(RuntimeError, match="ptxas died"):
         launch("cpu")
 
@@ -220,7 +282,7 @@ def test_a_card_compiles_nothing_in_its_first_pass(kind):
     gemm = BACKENDS[kind] and choose_gemm(BACKENDS[kind][0], device)
     chain = Chain([OnDevice(block, kind, device, gemm) for block in blocks])
     given = chain, blocks, torch.bfloat16, device
-    warm_up.warm_up(device, lambda: warm_up.rehearse(*given)).join()
+    warm_up.warm_up(device, lambda: warm_up.rehearse(*given)).result()
     compiled = []
     knobs.runtime.jit_post_compile_hook = lambda **found: compiled.append(found["repr"])
     try:
