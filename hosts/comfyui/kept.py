@@ -47,6 +47,7 @@ class KeptFile:
             wanted: whether there shall be one.
         """
         self._source, self._precision, self._keep = source, precision, list(keep)
+        self.damaged = False  # what `open` gives, as its reader found: `write` replaces it
         original = source.shards.index or source.files[0]
         self.path = original.with_name(f"{original.name}.{precision}{SUFFIX}")
         self._made_from = self._now() if wanted else ""
@@ -98,7 +99,7 @@ class KeptFile:
         if not lock(held.enter_context(path.open("ab"))):
             raise UnavailableError("another load is writing one.")
         held.callback(_remove, path)
-        if self.open():
+        if self.open() and not self.damaged:
             raise UnavailableError("another load has just written one.")
         for part in path.parent.glob(f".{glob.escape(self.path.name)}.*.part"):
             part.unlink()

@@ -298,6 +298,26 @@ def test_a_damaged_file_is_quantized_anew(models, original, damage):
     taken()
 
 
+@pytest.mark.parametrize("folder_is_read_only", [False, True])
+def test_a_file_of_damaged_scales_is_quantized_anew(models, original, folder_is_read_only):
+    made, _ = load()
+    file = models / "qwen.safetensors.int8.kept"
+    whole = file.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    begin, end = json.loads(whole[8:start])[f"{LAYER}.weight_scale"]["data_offsets"]
+    damaged = whole[: start + begin] + bytes(end - begin) + whole[start + end :]
+    file.write_bytes(damaged)
+    refuses = mock.patch.object(kept, "lock", side_effect=OSError(errno.EROFS, "Read-only"))
+    with refuses if folder_is_read_only else contextlib.nullcontext():
+        found, report = load()
+    same(made.model.diffusion_model.state_dict(), found.model.diffusion_model.state_dict())
+    if folder_is_read_only:
+        assert "no file is kept: cannot write (Read-only)" in report
+    else:
+        assert BEING in report and file.read_bytes() == whole
+        taken()
+
+
 def refused(models, *words):
     """A load that works, keeps nothing, leaves nothing and says why in one line."""
     _, report = load()

@@ -129,7 +129,10 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
     try:
         tensors, notes, kept = transformer_tensors(replace(plan, source=read), load_device)
     except CheckpointError as error:
-        raise CheckpointError(error, read.path) from error
+        if read is source:
+            raise CheckpointError(error, read.path) from error
+        plan.kept.damaged, read = True, source
+        tensors, notes, kept = transformer_tensors(plan, load_device)
     if read is not source:
         notes.append(f"keep_quantized: weights from the kept file {read.path.name}.")
     elif plan.kept:
