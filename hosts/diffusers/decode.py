@@ -74,6 +74,10 @@ def decoder_stages(vae: ModelMixin) -> DecoderStages:
     )
 
 
+def _middle(block: torch.nn.Module) -> Middle:
+    return Middle.of(block.resnets[0], *block.attentions, block.resnets[1])
+
+
 def _up_layers(block: torch.nn.Module) -> list[Layer]:
     shortcut = getattr(block, "avg_shortcut", None)
     if shortcut is None:
@@ -84,18 +88,6 @@ def _up_layers(block: torch.nn.Module) -> list[Layer]:
 
 def _head(coder: torch.nn.Module) -> torch.nn.Sequential:
     return torch.nn.Sequential(coder.norm_out, coder.nonlinearity, coder.conv_out)
-
-
-def _middle(block: torch.nn.Module) -> Middle:
-    (attention,) = block.attentions
-
-    def qkv(x: torch.Tensor) -> torch.Tensor:
-        return attention.to_qkv(attention.norm(x.squeeze(2))).unsqueeze(2)
-
-    def project(x: torch.Tensor) -> torch.Tensor:
-        return attention.proj(x.squeeze(2)).unsqueeze(2)
-
-    return Middle(block.resnets[0], attention, block.resnets[1], qkv, project)
 
 
 @torch.inference_mode()

@@ -90,26 +90,34 @@ class Middle:
     """A residual block, attention, and a residual block of a host.
 
     Args:
-        first, attention, last: (B, C, 1, height, width) to the same; without an attention that of
-            the other arguments runs.
-        qkv: the attention's norm and projection, (B, C, 1, height, width) to
-            (B, 3 C, 1, height, width).
-        project: the attention's last layer, (B, C, 1, height, width) to the same.
+        first, last: (B, C, 1, height, width) to the same.
+        norm, qkv, project: the attention's layers, (B, C, height, width) to as many channels, or to
+            3 C.
+        attention: the host's, as `first`; None where that of the other arguments runs.
         attend: query, keys and values, each (1, 1, pixels, C), to what is seen; None for torch's.
     """
 
     first: Layer
-    attention: Layer | None
     last: Layer
+    norm: Layer
     qkv: Layer
     project: Layer
+    attention: Layer | None = None
     attend: Callable[..., torch.Tensor] | None = None
+
+    @classmethod
+    def of(
+        cls, first: torch.nn.Module, attention: torch.nn.Module, last: torch.nn.Module
+    ) -> Middle:
+        """A host's own modules."""
+        return cls(first, last, attention.norm, attention.to_qkv, attention.proj, attention)
 
     def see(self, hidden: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """The attention of some pixels, (1, C, 1, rows, columns), to (1, 1, pixels, C)."""
         query = self._split(hidden)[0].contiguous()
         seen = (self.attend or F.scaled_dot_product_attention)(query, keys, values)
-        return self.project(seen.transpose(-1, -2).reshape(hidden.shape)) + hidden
+        seen = seen.transpose(-1, -2).reshape(hidden.shape)
+        return self.project(seen.squeeze(2)).unsqueeze(2) + hidden
 
     def put(self, hidden: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes the keys and values of some pixels, (1, C, 1, rows, columns)."""
@@ -118,7 +126,7 @@ class Middle:
         values.copy_(value)
 
     def _split(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        together = self.qkv(hidden).flatten(2).transpose(1, 2)
+        together = self.qkv(self.norm(hidden.squeeze(2))).flatten(2).transpose(1, 2)
         return together[:, None].chunk(3, dim=-1)
 
 

@@ -18,6 +18,8 @@ from tracked_allocations import Allocations
 import nodes as core
 from qwen_l40s.hosts.comfyui.decode import fused
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
+from qwen_l40s.hosts.comfyui.decode.fused import FusedLayers
+from qwen_l40s.hosts.comfyui.decode.stages import decoder_stages, encoder_stages
 from qwen_l40s.nodes.vae import QwenL40SVAEDecode, QwenL40SVAEEncode
 from qwen_l40s.optimizations.vae import flat, tiles
 from qwen_l40s.optimizations.warm_up import warm_up
@@ -172,10 +174,10 @@ def test_the_error_of_each_dtype_is_the_host_s(dtype, sliced):
     pixels, mean = exact.decode(latents), exact.encode(exact.decode(latents).clamp(-1, 1))
     shape, given = fused.fused_shape(model), latents.to(dtype)
     plan = plan_decode(shape, 12, 9, budget=None, tiles=2 if sliced else None)
-    image = tiles.decode(fused.decoder_stages(model, DEVICE), given, replace(plan, **sliced))
+    image = tiles.decode(decoder_stages(model, FusedLayers(DEVICE)), given, replace(plan, **sliced))
     plan = plan_encode(shape, 12, 9, budget=None, tiles=2 if sliced else None)
     given = pixels.clamp(-1, 1).to(dtype)
-    back = tiles.encode(fused.encoder_stages(model, DEVICE), given, replace(plan, **sliced))
+    back = tiles.encode(encoder_stages(model, FusedLayers(DEVICE)), given, replace(plan, **sliced))
     # The processor's own kernels add a convolution's bias before they round.
     most, least = 1.5 if MODE == "cpu" else 1.05, 1e-5
     for found, known, own in (
@@ -190,9 +192,11 @@ def test_weights_of_another_dtype_and_place_are_cast_as_the_host_casts_them():
     model = host_vae().first_stage_model.to("cpu", torch.float32)
     latents = random(1, 16, 1, 6, 5).to(DEVICE, torch.bfloat16)
     plan = plan_decode(fused.fused_shape(model), 6, 5, budget=None)
-    found = tiles.decode(fused.decoder_stages(model, DEVICE), latents, plan)
+    found = tiles.decode(decoder_stages(model, FusedLayers(DEVICE)), latents, plan)
     there = copy.deepcopy(model).to(DEVICE, torch.bfloat16)
-    assert torch.equal(found, tiles.decode(fused.decoder_stages(there, DEVICE), latents, plan))
+    assert torch.equal(
+        found, tiles.decode(decoder_stages(there, FusedLayers(DEVICE)), latents, plan)
+    )
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
 
 
@@ -313,9 +317,9 @@ def held(model, plan, channels):
     device, made = latents.device, Allocations(0)
     with made, mock.patch.object(flat.F, "conv2d", convolved):
         if plan.direction == "decode":
-            tiles.decode(fused.decoder_stages(model, device), latents, plan, out=pixels)
+            tiles.decode(decoder_stages(model, FusedLayers(device)), latents, plan, out=pixels)
         else:
-            tiles.encode(fused.encoder_stages(model, device), pixels, plan)
+            tiles.encode(encoder_stages(model, FusedLayers(device)), pixels, plan)
     inside = latents.nbytes if plan.direction == "encode" else 0
     return made.peak + latents.nbytes + pixels.nbytes - inside
 

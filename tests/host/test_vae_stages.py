@@ -13,7 +13,12 @@ from comfyui_boot import MODE, ROOT
 from tracked_allocations import Allocations, fused_attention
 
 from qwen_l40s.errors import SettingError
-from qwen_l40s.hosts.comfyui.decode.stages import decoder_stages, encoder_stages, vae_shape
+from qwen_l40s.hosts.comfyui.decode.stages import (
+    OwnLayers,
+    decoder_stages,
+    encoder_stages,
+    vae_shape,
+)
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
 from qwen_l40s.optimizations.vae.tiles import decode, encode, sliced
 from qwen_l40s.planning import vae as vae_bytes
@@ -23,6 +28,7 @@ pytestmark = pytest.mark.each_device
 DEVICE = comfy.model_management.get_torch_device()
 MICRO = ROOT / "models" / "micro"
 EXACT_DB = 80 if MODE == "cpu" else 60
+OWN = OwnLayers()
 MIDDLES = [{}, {"middle_rows": 3}]
 
 
@@ -71,10 +77,10 @@ def test_the_whole_is_the_hosts_own_bit_for_bit():
             latents = random(2, 16, 1, 9, 14, dtype=dtype)
             known = model.decode(latents)
             plan = plan_decode(shape, 9, 14, batch=2, budget=None)
-            assert torch.equal(decode(decoder_stages(model), latents, plan), known)
+            assert torch.equal(decode(decoder_stages(model, OWN), latents, plan), known)
             pixels = known.clamp(-1, 1)
             plan = plan_encode(shape, 9, 14, batch=2, budget=None)
-            mean = encode(encoder_stages(model), pixels, plan)
+            mean = encode(encoder_stages(model, OWN), pixels, plan)
             assert torch.equal(mean, model.encode(pixels))
 
 
@@ -89,11 +95,14 @@ def test_tiles_give_what_the_host_gives():
                 for way in MIDDLES:
                     plan = plan_decode(shape, height, width, batch=batch, budget=None, tiles=tiles)
                     out = torch.empty(image.shape, device="cpu")
-                    decode(decoder_stages(model), latents, replace(plan, **way), out=out)
+                    decode(decoder_stages(model, OWN), latents, replace(plan, **way), out=out)
                     assert decibels(out, image.cpu()) >= EXACT_DB, way
                     plan = plan_encode(shape, height, width, batch=batch, budget=None, tiles=tiles)
                     found = encode(
-                        encoder_stages(model), pixels.cpu(), replace(plan, **way), device=DEVICE
+                        encoder_stages(model, OWN),
+                        pixels.cpu(),
+                        replace(plan, **way),
+                        device=DEVICE,
                     )
                     assert found.device.type == DEVICE.type
                     assert decibels(found, mean) >= EXACT_DB, way
@@ -103,7 +112,7 @@ def test_the_shape():
     assert vae_shape(wan()) == VaeShape(dim=8)
     layered = VaeShape(dim=16, image_channels=4)
     assert vae_shape(wan(dim=16, channels=4)) == layered
-    assert decoder_stages(wan(dim=16, channels=4)).shape == layered
+    assert decoder_stages(wan(dim=16, channels=4), OWN).shape == layered
 
 
 def test_other_vaes_are_refused():
@@ -117,7 +126,7 @@ def test_other_vaes_are_refused():
     ]
     for model in others:
         try:
-            decoder_stages(model)
+            decoder_stages(model, OWN)
         except SettingError as error:
             assert str(error).endswith("load Qwen-Image's VAE."), error
         else:
@@ -141,9 +150,9 @@ def held(model, plan):
     made = Allocations(vae_bytes.CONVOLUTION_WORKSPACE)
     with fused_attention(), made:
         if plan.direction == "decode":
-            decode(decoder_stages(model), latents, plan, out=pixels)
+            decode(decoder_stages(model, OWN), latents, plan, out=pixels)
         else:
-            encode(encoder_stages(model), pixels, plan)
+            encode(encoder_stages(model, OWN), pixels, plan)
     # What encoding returns is made inside.
     inside = latents.nbytes if plan.direction == "encode" else 0
     return made.peak + latents.nbytes + pixels.nbytes - inside
@@ -180,8 +189,8 @@ def test_the_predicted_peak_of_the_middle():
     latent, size = (128, 120), 2
     model = published(torch.bfloat16)
     for direction, stages in (
-        ("decode", decoder_stages(model)),
-        ("encode", encoder_stages(model)),
+        ("decode", decoder_stages(model, OWN)),
+        ("encode", encoder_stages(model, OWN)),
     ):
         before, after = stages.around
         for rows in (128, 16):

@@ -21,7 +21,7 @@ from ....spec.vae import VaeShape
 from ..record.record import Recording
 from . import fused
 from .batch import WHOLE, VaeBatch
-from .stages import cuts_strips, decoder_stages, encoder_stages, vae_shape
+from .stages import OwnLayers, cuts_strips, decoder_stages, encoder_stages
 
 
 def decode(
@@ -108,12 +108,16 @@ def _other_vae(vae: comfy.sd.VAE, ours: bool) -> tuple[str, str | None]:
         why = "it cuts the images of Qwen-Image-2.1 into exact strips"
         return f"{why_own}, and {why}" if why_own else why, ""
     try:
-        channels = (fused.fused_shape if strips else vae_shape)(model).image_channels
+        channels = fused.fused_shape(model).image_channels
     except SettingError:
         return "the VAE is a WanVAE whose layers differ from Qwen-Image's", ""
     if channels != vae.output_channels:
         return f"the VAE takes {vae.output_channels} channels and gives {channels}", ""
     return "", why_own
+
+
+def _layers(vae: comfy.sd.VAE, why_own: str | None) -> OwnLayers:
+    return fused.FusedLayers(vae.device) if why_own is None else OwnLayers()
 
 
 def _check_channels(latents: torch.Tensor, channels: int | None, *, other: bool = False) -> None:
@@ -135,10 +139,7 @@ def _check_channels(latents: torch.Tensor, channels: int | None, *, other: bool 
 def _decode_images(
     vae: comfy.sd.VAE, latents: torch.Tensor, tiles: int, why_own: str | None
 ) -> tuple[torch.Tensor, str]:
-    model = vae.first_stage_model
-    stages = (
-        decoder_stages(model) if why_own is not None else fused.decoder_stages(model, vae.device)
-    )
+    stages = decoder_stages(vae.first_stage_model, _layers(vae, why_own))
     shape = stages.shape
     _check_channels(latents, shape.latent_channels)
     latents = latents.unsqueeze(2) if latents.ndim == 4 else latents
@@ -177,10 +178,7 @@ def _decode_images(
 def _encode_images(
     vae: comfy.sd.VAE, pixels: torch.Tensor, tiles: int, why_own: str | None
 ) -> tuple[torch.Tensor, str]:
-    model = vae.first_stage_model
-    stages = (
-        encoder_stages(model) if why_own is not None else fused.encoder_stages(model, vae.device)
-    )
+    stages = encoder_stages(vae.first_stage_model, _layers(vae, why_own))
     shape = stages.shape
     if pixels.ndim != 4:
         raise SettingError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import comfy.ops
 import comfy.sd
@@ -15,11 +16,11 @@ from ....optimizations.blocks.block_form import is_changed
 from ....optimizations.blocks.own_code import called_by, functions_of
 from ....optimizations.vae import flat, tiles
 from ....optimizations.vae.pixels import choose_pixel_ops
-from ....optimizations.vae.tiles import DecoderStages, EncoderStages, Layer, Middle
+from ....optimizations.vae.tiles import Layer, Middle
 from ....optimizations.warm_up import warm_up
 from ....planning.vae import plan_decode
 from ....spec.vae import VAE_21, StripVae, VaeShape, fused
-from .stages import cuts_strips, vae_shape
+from .stages import OwnLayers, cuts_strips, decoder_stages, vae_shape
 
 # Of the classes that our layers stand in for.
 HOMES, TORCH = {home.__name__ for home in (vae, vae2_2, comfy.ops)}, "torch.nn.modules."
@@ -60,33 +61,6 @@ def not_fused(model: torch.nn.Module) -> str | None:
     return None
 
 
-def decoder_stages(model: torch.nn.Module, device: torch.device) -> DecoderStages:
-    """The decoder through our layers, as `not_fused` allows."""
-    run, decoder, up = _Layers(device), model.decoder, []
-    for module in decoder.upsamples:
-        # The last stage of 2.1 has no shortcut.
-        up += [module] if getattr(module, "avg_shortcut", module) else module.upsamples
-    first, second = run.layer(model.conv2), run.layer(decoder.conv1)
-    return DecoderStages(
-        shape=fused_shape(model),
-        before=lambda latents: second(first(latents)),
-        middle=run.middle(*decoder.middle),
-        up=tuple(map(run.layer, (*up, decoder.head))),
-    )
-
-
-def encoder_stages(model: torch.nn.Module, device: torch.device) -> EncoderStages:
-    """The encoder through our layers, as `not_fused` allows."""
-    run, encoder = _Layers(device), model.encoder
-    head, last = run.layer(encoder.head), run.layer(model.conv1)
-    return EncoderStages(
-        shape=fused_shape(model),
-        down=tuple(map(run.layer, (encoder.conv1, *encoder.downsamples))),
-        middle=run.middle(*encoder.middle),
-        after=lambda hidden: last(head(hidden)).chunk(2, dim=1)[0],
-    )
-
-
 def compile_ahead(decoder: comfy.sd.VAE) -> None:
     """Begins to compile what decoding an image launches: a pass on the meta device prepares it."""
     model, device, dtype = decoder.first_stage_model, decoder.device, decoder.vae_dtype
@@ -95,14 +69,18 @@ def compile_ahead(decoder: comfy.sd.VAE) -> None:
     @torch.inference_mode()
     def work() -> None:
         if not not_fused(model):
-            stages = decoder_stages(model, device)
+            stages = decoder_stages(model, FusedLayers(device))
             tiles.decode(stages, latents, plan_decode(stages.shape, 8, 8, budget=None))
 
     warm_up(device, work)
 
 
-class _Layers:
-    """The host's modules, computed by ours. Weights are taken as the host casts them, each time."""
+class FusedLayers(OwnLayers):
+    """The host's modules, computed by ours, as `not_fused` allows. Weights are taken as the host
+    casts them, each time.
+    """
+
+    shape = staticmethod(fused_shape)
 
     def __init__(self, device: torch.device) -> None:
         self._ops = choose_pixel_ops(device)
@@ -125,13 +103,9 @@ class _Layers:
         self, first: torch.nn.Module, attention: torch.nn.Module, last: torch.nn.Module
     ) -> Middle:
         """The middle of a decoder or encoder."""
-
-        def qkv(x: Tensor) -> Tensor:
-            x = self._norm(attention.norm, x.squeeze(2), silu=False)
-            return self._convolve(attention.to_qkv, x).unsqueeze(2)
-
-        project = self.layer(attention.proj)
-        return Middle(self.layer(first), None, self.layer(last), qkv, project, flat.attend)
+        norm = partial(self._norm, attention.norm, silu=False)
+        qkv, project = (partial(self._convolve, it) for it in (attention.to_qkv, attention.proj))
+        return Middle(self.layer(first), self.layer(last), norm, qkv, project, attend=flat.attend)
 
     def _take(self, module: torch.nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         """Copies: what the host moved to the card goes, or is written over, with the context."""

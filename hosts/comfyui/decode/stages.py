@@ -7,7 +7,7 @@ from comfy.ldm.wan import vae2_2
 from comfy.ldm.wan.vae import WanVAE
 
 from ....errors import SettingError
-from ....optimizations.vae.tiles import DecoderStages, EncoderStages, Middle
+from ....optimizations.vae.tiles import DecoderStages, EncoderStages, Layer, Middle
 from ....spec.vae import StripVae, VaeShape
 
 
@@ -37,41 +37,52 @@ def cuts_strips(model: torch.nn.Module | None) -> bool:
     return isinstance(model, vae2_2.WanVAE) and model.z_dim == StripVae().latent_channels
 
 
-def decoder_stages(model: WanVAE) -> DecoderStages:
-    """The decoder's own modules.
+class OwnLayers:
+    """The host's modules as they are; its subclasses compute them otherwise."""
+
+    shape = staticmethod(vae_shape)
+
+    def layer(self, module: torch.nn.Module) -> Layer:
+        """Of (B, C, 1, height, width)."""
+        return module
+
+    def middle(
+        self, first: torch.nn.Module, attention: torch.nn.Module, last: torch.nn.Module
+    ) -> Middle:
+        """The middle of a decoder or encoder."""
+        return Middle.of(first, attention, last)
+
+
+def decoder_stages(model: WanVAE, layers: OwnLayers) -> DecoderStages:
+    """The decoder in layers.
 
     Raises:
         SettingError: as `vae_shape`.
     """
-    shape, decoder = vae_shape(model), model.decoder
+    shape, decoder, up = layers.shape(model), model.decoder, []
+    for module in decoder.upsamples:
+        # The last stage of 2.1 has no shortcut.
+        up += [module] if getattr(module, "avg_shortcut", module) else module.upsamples
+    first, second = layers.layer(model.conv2), layers.layer(decoder.conv1)
     return DecoderStages(
         shape=shape,
-        before=lambda latents: decoder.conv1(model.conv2(latents)),
-        middle=_middle(*decoder.middle),
-        up=(*decoder.upsamples, decoder.head),
+        before=lambda latents: second(first(latents)),
+        middle=layers.middle(*decoder.middle),
+        up=tuple(map(layers.layer, (*up, decoder.head))),
     )
 
 
-def encoder_stages(model: WanVAE) -> EncoderStages:
-    """The encoder's own modules.
+def encoder_stages(model: WanVAE, layers: OwnLayers) -> EncoderStages:
+    """The encoder in layers.
 
     Raises:
         SettingError: as `vae_shape`.
     """
-    shape, encoder = vae_shape(model), model.encoder
+    shape, encoder = layers.shape(model), model.encoder
+    head, last = layers.layer(encoder.head), layers.layer(model.conv1)
     return EncoderStages(
         shape=shape,
-        down=(encoder.conv1, *encoder.downsamples),
-        middle=_middle(*encoder.middle),
-        after=lambda hidden: model.conv1(encoder.head(hidden)).chunk(2, dim=1)[0],
+        down=tuple(map(layers.layer, (encoder.conv1, *encoder.downsamples))),
+        middle=layers.middle(*encoder.middle),
+        after=lambda hidden: last(head(hidden)).chunk(2, dim=1)[0],
     )
-
-
-def _middle(first: torch.nn.Module, attention: torch.nn.Module, last: torch.nn.Module) -> Middle:
-    def qkv(x: torch.Tensor) -> torch.Tensor:
-        return attention.to_qkv(attention.norm(x.squeeze(2))).unsqueeze(2)
-
-    def project(x: torch.Tensor) -> torch.Tensor:
-        return attention.proj(x.squeeze(2)).unsqueeze(2)
-
-    return Middle(first, attention, last, qkv, project)
