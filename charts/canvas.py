@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import unicodedata
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -65,14 +63,6 @@ def wrapped(text: str, size: int, width: float) -> list[str]:
     return lines
 
 
-def ticks(highest: float, most: int = 8) -> list[float]:
-    """Round values from 0 to at most `highest`: steps of 1, 2 or 5 times a power of ten."""
-    exponent = math.floor(math.log10(highest / most))
-    steps = (factor * 10.0**power for power in (exponent, exponent + 1) for factor in (1, 2, 5))
-    step = next(step for step in steps if highest / step <= most)
-    return [step * count for count in range(int(highest / step) + 1)]
-
-
 class Page:
     """Draws from top to bottom on as much height as it takes.
 
@@ -92,19 +82,6 @@ class Page:
         for line in wrapped(text, size, WIDTH - 2 * MARGIN - indent):
             self.draw.text((MARGIN + indent, self.y), line, fill=fill, font=font(size))
             self.y += round(size * LINE_HEIGHT)
-
-    def legend(self, entries: Iterable[tuple[str, str]]) -> None:
-        """Squares of (name, colour), in as many rows as they take."""
-        x, row = MARGIN, round(SMALL * LINE_HEIGHT) + 4
-        for name, colour in entries:
-            label = wrapped(name, SMALL, WIDTH - 2 * MARGIN - 28)[0]
-            width = 28 + round(text_width(label, SMALL))
-            if x > MARGIN and x + width > WIDTH - MARGIN:
-                x, self.y = MARGIN, self.y + row
-            self.draw.rectangle((x, self.y + 2, x + 17, self.y + 19), fill=colour)
-            self.text((x + 26, self.y + 11), label, anchor="lm", size=SMALL)
-            x += width + 26
-        self.y += row
 
     def text(
         self,
@@ -153,18 +130,3 @@ def dashed(
 def colours(count: int) -> list[str]:
     """So many colours; from the fifteenth on they repeat."""
     return [PALETTE[place % len(PALETTE)] for place in range(count)]
-
-
-def luminance(colour: str) -> float:
-    """From 0 for black to 1 for white (WCAG 2)."""
-    shares = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
-    linear = [
-        share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares
-    ]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
-    """From 1, the same, to 21; small text is read easily from 4.5 on (WCAG 2)."""
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)

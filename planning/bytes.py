@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..errors import CheckpointError, SettingError
+from ..errors import SettingError
 from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, MIB, QUANTIZED
 from ..spec.text_encoder import QWEN25_VL, TextEncoder
 from ..spec.transformer import REFERENCE_TOKENS, TransformerShape
@@ -92,38 +91,14 @@ def part_bytes(parameters: int, precision: str) -> int:
     """The bytes of a text encoder or VAE in one precision, scales of fp8 and int8 left out.
 
     Args:
-        parameters: as header inspection counts them (`CheckpointPart.parameters`); of a text
-            encoder without its vision tower, `language_model_parameters`. For a file that stays as
-            it is stored, `CheckpointPart.bytes` is exact.
+        parameters: as header inspection counts them (`CheckpointPart.parameters`). For a file that
+            stays as it is stored, `CheckpointPart.bytes` is exact.
 
     Raises:
         SettingError: the precision is unknown.
     """
     _check_precision(precision)
     return parameters * BYTES_PER_WEIGHT[precision]
-
-
-def language_model_parameters(dims: Mapping[str, int | str], layers: int) -> int:
-    """Counts Qwen2.5-VL's language model, without the vision tower and without lm_head.
-
-    Args:
-        dims: hidden, intermediate, q_dim, kv_dim and vocabulary, as header inspection finds them.
-        layers: a part's `blocks`.
-
-    Raises:
-        CheckpointError: the tensors leave one of them open.
-    """
-    names = ("hidden", "intermediate", "q_dim", "kv_dim", "vocabulary")
-    sizes = [value for value in map(dims.get, names) if isinstance(value, int)]
-    if len(sizes) < len(names):
-        raise CheckpointError(
-            f"the text encoder's tensors do not give its {', '.join(names)}, which set its size in "
-            "memory: get the file from the model's own source."
-        )
-    hidden, intermediate, query, key, vocabulary = sizes
-    attention = (hidden + 1) * (query + 2 * key) + query * hidden
-    layer = attention + 3 * hidden * intermediate + 2 * hidden
-    return layers * layer + vocabulary * hidden + hidden
 
 
 class _Parameters(NamedTuple):
