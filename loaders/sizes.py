@@ -14,7 +14,7 @@ from ..planning.request import TEXT_ENCODER, TRANSFORMER, VAE, Parts
 from ..spec.families import SINGLE_STREAM_FAMILY
 from ..spec.formats import QUANTIZED
 from ..spec.transformer import FAMILY_21, TransformerShape
-from ..spec.vae import StripVae, VaeShape
+from ..spec.vae import VAE_21, VaeShape
 from .checkpoint import CheckpointPart, inspect_checkpoint, read_index, sample_sigmas
 from .quantization import DECODING, PACKED, computed_precision, unpacked_shape
 from .source import PIPELINE_INDEX, Source, open_source
@@ -151,7 +151,7 @@ def stored_precision(part: CheckpointPart) -> str:
     return computed_precision(part.quantization.layers.values()) or "bf16"
 
 
-def vae_shape(part: CheckpointPart) -> VaeShape | StripVae:
+def vae_shape(part: CheckpointPart) -> VaeShape:
     """The sizes that fix a VAE's activations.
 
     Raises:
@@ -163,10 +163,8 @@ def vae_shape(part: CheckpointPart) -> VaeShape | StripVae:
         raise CheckpointError(
             "The tensors do not give the VAE's sizes: get it from the model's own source."
         )
-    found = StripVae()
-    if part.dims["latent_channels"] == found.latent_channels:
-        return found
-    return VaeShape(*numbers)
+    is_21 = part.dims["latent_channels"] == VAE_21.latent_channels
+    return VAE_21 if is_21 else VaeShape(*numbers)
 
 
 def _text_encoder(part: CheckpointPart, requested: str) -> tuple[str, int]:

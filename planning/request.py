@@ -16,7 +16,7 @@ from ..spec.transformer import (
     REFERENCE_TOKENS,
     TransformerShape,
 )
-from ..spec.vae import StripVae, VaeShape
+from ..spec.vae import VaeShape
 from ..step_cache import CHOICES, CUSTOM, OFF, computed_steps
 
 AUTO = "auto"
@@ -92,7 +92,7 @@ class Parts:
     transformer_bytes: int | None = None
     modulation_bytes: int | None = None
     text_encoder_bytes: int | None = None
-    vae: VaeShape | StripVae | None = None
+    vae: VaeShape | None = None
     vae_bytes: int | None = None
     packed: tuple[int, int] | None = None
     file_bytes: tuple[tuple[str, int], ...] = ()
@@ -205,7 +205,7 @@ class RunRequest:
         return self.parts.transformer or self.member.transformer
 
     @property
-    def vae(self) -> VaeShape | StripVae:
+    def vae(self) -> VaeShape:
         """The VAE's shape: the true one, or the published."""
         return self.parts.vae or self.member.vae
 

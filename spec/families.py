@@ -15,7 +15,7 @@ from .transformer import (
     SingleStreamShape,
     TransformerShape,
 )
-from .vae import PIXELS_PER_LATENT, PUBLISHED_VAE, StripVae, VaeShape
+from .vae import PIXELS_PER_LATENT, PUBLISHED_VAE, VAE_21, VaeShape
 
 APACHE = "Apache-2.0"
 LICENCE_21 = (
@@ -56,7 +56,7 @@ class Family:
     layers: bool = False
     vision_tokens: int = 0
     transformer: TransformerShape = FULL_SIZE
-    vae: VaeShape | StripVae = PUBLISHED_VAE
+    vae: VaeShape = PUBLISHED_VAE
     text_encoder: TextEncoder = QWEN25_VL
     vae_bytes: int = 2 * 126_892_531
     licence: str = APACHE
@@ -93,7 +93,7 @@ FAMILIES = {
             most_references=10,
             vision_tokens=1024,
             transformer=SHAPE_21,
-            vae=StripVae(),
+            vae=VAE_21,
             text_encoder=QWEN3_VL,
             vae_bytes=675_480_808,
             licence=LICENCE_21,

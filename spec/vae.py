@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 PIXELS_PER_LATENT = 8
@@ -25,7 +25,6 @@ class VaeShape:
         shortcut_frames: of each halving from full resolution, the frames that the shortcut around
             its stage spreads one image over; empty where no shortcut leads around a stage.
         fused: whether its layers run as `optimizations/vae/flat.py` computes them.
-        least_tiles: that an image is cut into where nobody asks for the whole.
     """
 
     dim: int = 96
@@ -36,12 +35,20 @@ class VaeShape:
     widths: tuple[int, ...] = (1, 2, 4, 4)
     shortcut_frames: tuple[int, ...] = ()
     fused: bool = False
-    least_tiles: int = 1
 
     @property
     def pixels(self) -> int:
         """Of a latent one's side."""
         return 2 ** (len(self.widths) - 1)
+
+    @property
+    def least_tiles(self) -> int:
+        """That an image is cut into where nobody asks for the whole.
+
+        The last layers of 2.1 hold so much at once that two tiles take half of what ComfyUI's
+        strips take, for 5 to 11 % more arithmetic to decode 2048x2048 and 1024x1024.
+        """
+        return 2 if self.fused and self.shortcut_frames else 1
 
     def channels(self, direction: str) -> tuple[int, ...]:
         """Of each stage, from full to latent resolution."""
@@ -54,60 +61,14 @@ class VaeShape:
 
 
 PUBLISHED_VAE = VaeShape()
-# In diffusers, where it is cut into tiles; `StripVae` is the same in ComfyUI.
 VAE_21 = VaeShape(
     dim=144,
     latent_channels=64,
     image_channels=4,
-    padded_frames=1,
     encoder_dim=96,
     widths=(1, 2, 4, 8, 8),
     shortcut_frames=(1, 2, 2, 2),
 )
-
-
-@dataclass(frozen=True)
-class StripCost:
-    """What a host's own VAE takes that cuts an image into exact strips.
-
-    Attributes:
-        fixed: Bytes at once, of an image of any size.
-        bytes: At once, for a pixel.
-        flops, moved: Operations of convolutions, and bytes read and written, for a pixel.
-    """
-
-    fixed: int
-    bytes: int
-    flops: int
-    moved: int
-
-
-@dataclass(frozen=True)
-class StripVae:
-    """The VAE of Qwen-Image-2.1. ComfyUI cuts each layer of one image into strips of rows that read
-    what they need of their neighbours, so that nothing is left to plan.
-
-    The costs are counted in bf16, on tensors without memory that went through ComfyUI's class at
-    512x512 to 2048x2048. An H200 took 4.68 GiB to decode 2048x2048 where 4.64 are counted. It took
-    3.41 to encode where tensors alone are 2.44: the bytes of a pixel are the measured ones.
-    """
-
-    latent_channels: int = 64
-    image_channels: int = 4
-    decode: StripCost = StripCost(137_600_000, 1_154, 17_700_000, 90_700)
-    encode: StripCost = StripCost(116_100_000, 845, 3_050_000, 29_900)
-    pixels = 16  # of a latent one's side
-
-
-def fused(vae: VaeShape | StripVae) -> VaeShape:
-    """A VAE of ComfyUI as our layers run it, of 2.1 in the published size.
-
-    The last layers of 2.1 hold so much at once that two tiles take half of what ComfyUI's strips
-    take, for 5 to 11 % more arithmetic to decode 2048x2048 and 1024x1024.
-    """
-    if isinstance(vae, StripVae):
-        vae = replace(VAE_21, padded_frames=0, least_tiles=2)
-    return replace(vae, fused=True)
 
 
 # The layers of Qwen-Image's VAE as tiles see them: how far each one reads.

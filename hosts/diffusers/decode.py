@@ -43,6 +43,7 @@ def vae_shape(vae: ModelMixin) -> VaeShape:
     if is_21:
         return replace(
             known,
+            padded_frames=1,
             dim=config.decoder_base_dim or config.base_dim,
             encoder_dim=config.base_dim,
             latent_channels=config.z_dim,

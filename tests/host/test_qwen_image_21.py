@@ -42,7 +42,7 @@ from qwen_l40s.loaders.quantized_file import plan_quantized, write_quantized
 from qwen_l40s.loaders.source import open_source
 from qwen_l40s.options import request_settings
 from qwen_l40s.spec.formats import QUANTIZED
-from qwen_l40s.spec.vae import StripVae
+from qwen_l40s.spec.vae import VAE_21
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 newer = pytest.mark.host_has("comfy.model_base.QwenImage21")
@@ -425,7 +425,7 @@ def test_an_estimate_reads_the_parts_of_21():
         found = other.model.diffusion_model.named_parameters()
         shape = request_from(settings, model=other).request.transformer
         assert shape.tensors() == {name: tuple(it.shape) for name, it in found}
-    assert request.vae == StripVae()
+    assert request.vae == VAE_21
     kind = pkgutil.resolve_name("comfy.text_encoders.qwen_image21.QwenImage21TEModel")
     encoder = kind.__new__(kind)
     torch.nn.Module.__init__(encoder)

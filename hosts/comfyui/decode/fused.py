@@ -19,7 +19,7 @@ from ....optimizations.vae.pixels import choose_pixel_ops
 from ....optimizations.vae.tiles import Layer, Middle
 from ....optimizations.warm_up import warm_up
 from ....planning.vae import plan_decode
-from ....spec.vae import VAE_21, StripVae, VaeShape, fused
+from ....spec.vae import VAE_21, VaeShape
 from .stages import OwnLayers, cuts_strips, decoder_stages, vae_shape
 
 # Of the classes that our layers stand in for.
@@ -33,10 +33,10 @@ def fused_shape(model: torch.nn.Module) -> VaeShape:
         SettingError: as `vae_shape`.
     """
     if not cuts_strips(model):
-        return fused(vae_shape(model))
+        return replace(vae_shape(model), fused=True)
     head = model.decoder.head
     sizes = {"dim": head[0].gamma.shape[0], "encoder_dim": model.dim}
-    return replace(fused(StripVae()), **sizes, image_channels=head[-1].out_channels)
+    return replace(VAE_21, **sizes, image_channels=head[-1].out_channels, fused=True)
 
 
 def not_fused(model: torch.nn.Module) -> str | None:

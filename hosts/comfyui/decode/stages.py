@@ -8,7 +8,7 @@ from comfy.ldm.wan.vae import WanVAE
 
 from ....errors import SettingError
 from ....optimizations.vae.tiles import DecoderStages, EncoderStages, Layer, Middle
-from ....spec.vae import StripVae, VaeShape
+from ....spec.vae import VAE_21, VaeShape
 
 
 def vae_shape(model: WanVAE) -> VaeShape:
@@ -34,7 +34,7 @@ def vae_shape(model: WanVAE) -> VaeShape:
 def cuts_strips(model: torch.nn.Module | None) -> bool:
     """Whether a VAE's `first_stage_model` is Qwen-Image-2.1's, which runs in exact strips."""
     # Of other models that have as many latent channels the class differs.
-    return isinstance(model, vae2_2.WanVAE) and model.z_dim == StripVae().latent_channels
+    return isinstance(model, vae2_2.WanVAE) and model.z_dim == VAE_21.latent_channels
 
 
 class OwnLayers:

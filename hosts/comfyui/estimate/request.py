@@ -11,7 +11,7 @@ from ....options import likely_family
 from ....planning.request import AUTO, EXACT, Parts, RunRequest
 from ....spec.families import FAMILIES, SINGLE_STREAM_FAMILY, TEXT_TO_IMAGE, Family, find_family
 from ....spec.transformer import SingleStreamShape
-from ....spec.vae import StripVae, VaeShape
+from ....spec.vae import VaeShape
 from ....step_cache import ADAPTIVE, OFF, CacheSettings, computed_with
 from .sizes import (
     TrueClip,
@@ -79,7 +79,7 @@ def request_from(
     return WiredRequest(request, tuple(notes), 1 if found is None else found.cards)
 
 
-def _check_parts(family: Family, clip: TrueClip | None, vae: VaeShape | StripVae | None) -> None:
+def _check_parts(family: Family, clip: TrueClip | None, vae: VaeShape | None) -> None:
     """Refuses a text encoder or a VAE of the other generation."""
     wanted = family.text_encoder.name
     if clip is not None and clip.name != wanted:

@@ -32,7 +32,7 @@ from ....spec.transformer import (
     TransformerShape,
     whole_pixels,
 )
-from ....spec.vae import StripVae, VaeShape
+from ....spec.vae import VAE_21, VaeShape
 from ....step_cache import CacheSettings
 from ..decode.stages import cuts_strips, vae_shape
 from ..load.linear import LOADED_FORMATS, PACKED_LAYOUT
@@ -103,7 +103,7 @@ class TrueClip:
 class TrueVae:
     """A VAE's shape, and its weights as they are stored, in bytes."""
 
-    shape: VaeShape | StripVae
+    shape: VaeShape
     bytes: int
 
 
@@ -223,7 +223,7 @@ def vae_sizes(vae: comfy.sd.VAE) -> TrueVae:
     """
     model = getattr(vae, "first_stage_model", None)
     if cuts_strips(model):
-        return TrueVae(StripVae(), comfy.model_management.module_size(model))
+        return TrueVae(VAE_21, comfy.model_management.module_size(model))
     try:
         shape = vae_shape(model)
     except SettingError as error:
@@ -241,7 +241,7 @@ def latent_sizes(latent: Mapping[str, Any]) -> TrueLatent:
         SettingError: it holds something that is no latent of Qwen-Image's.
     """
     samples = latent["samples"]
-    channels = VaeShape().latent_channels, StripVae().latent_channels
+    channels = VaeShape().latent_channels, VAE_21.latent_channels
     image = not samples.is_nested and samples.ndim in (4, 5)
     empty = image and not samples.count_nonzero()
     if not image or (samples.shape[1] not in channels and not empty):
