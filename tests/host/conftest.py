@@ -143,6 +143,17 @@ def inference_mode():
         yield
 
 
+@pytest.fixture
+def exact_convolutions():
+    """Without TF32, which rounds fp32 to ten bits on a card, and to others for another batch."""
+    import torch
+
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_models_left():
     """What a file has loaded is gone before the next one begins."""

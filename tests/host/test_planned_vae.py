@@ -1,12 +1,10 @@
 """Planned decoding and encoding against ComfyUI's own nodes."""
 
 import contextlib
-import math
 import weakref
 from types import SimpleNamespace
 from unittest import mock
 
-import comfy.ldm.wan.vae
 import comfy.model_management as management
 import comfy.nested_tensor
 import comfy.sd
@@ -15,8 +13,15 @@ import comfy.utils
 import pytest
 import torch
 from comfyui_boot import MODE, ROOT, refused
+from vae_cases import (
+    assert_close,
+    core_decode,
+    core_encode,
+    core_encode_each,
+    random,
+    random_vae,
+)
 
-import nodes as core
 from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui.decode import batch as vae_batch
 from qwen_l40s.hosts.comfyui.decode import decode as planned_vae
@@ -26,66 +31,21 @@ from qwen_l40s.loaders.source import MICRO_ADVICE
 from qwen_l40s.nodes.vae import QwenL40SVAEDecode, QwenL40SVAEEncode
 from qwen_l40s.spec.formats import GIB, MIB
 
-pytestmark = [pytest.mark.each_device, pytest.mark.usefixtures("exact_convolutions")]
+pytestmark = [
+    pytest.mark.each_device,
+    pytest.mark.usefixtures("exact_convolutions", "inference_mode"),
+]
 MICRO = ROOT / "models" / "micro"
 CARD = MODE != "cpu"
 
 
-@pytest.fixture
-def exact_convolutions():
-    """Else a card rounds fp32 convolutions to ten bits, and to others for another batch."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    with torch.no_grad():
-        yield
-    torch.backends.cudnn.allow_tf32 = before
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def random_vae(
-    channels: int = 3, dtype: torch.dtype | None = None, gives: int | None = None
-) -> comfy.sd.VAE:
-    """Qwen-Image's VAE 16 wide, or Layered's with 4 channels, or one that gives others."""
-    with torch.device("meta"):
-        model = comfy.ldm.wan.vae.WanVAE(
-            dim=16,
-            z_dim=16,
-            dim_mult=[1, 2, 4, 4],
-            num_res_blocks=2,
-            attn_scales=[],
-            temperal_downsample=[False, True, True],
-            image_channels=channels,
-            conv_out_channels=gives or channels,
-        )
-    tensors = {}
-    for seed, (name, tensor) in enumerate(model.state_dict().items()):
-        values = random(*tensor.shape, seed=seed)
-        if name.endswith("gamma"):
-            tensors[name] = 1 + 0.1 * values
-        elif name.endswith("bias"):
-            tensors[name] = 0.05 * values
-        else:
-            tensors[name] = values / math.sqrt(tensor[0].numel())
-    return comfy.sd.VAE(sd=tensors, dtype=dtype)
-
-
 VAES = {
     "micro": load_vae(MICRO)[0],
-    "random": random_vae(),
-    "layered": random_vae(channels=4),
+    "random": random_vae(dtype=None),
+    "layered": random_vae(dtype=None, channels=4),
+    "bf16": random_vae(dtype=torch.bfloat16),
 }
-EXACT = random_vae(dtype=torch.float32)
-
-
-def core_decode(vae, latents):
-    return core.VAEDecode().decode(vae, {"samples": latents})[0]
-
-
-def core_encode(vae, pixels):
-    return core.VAEEncode().encode(vae, pixels)[0]["samples"]
+EXACT = random_vae()
 
 
 def assert_same(found, known):
@@ -93,14 +53,6 @@ def assert_same(found, known):
     assert (found.dtype, found.device) == (known.dtype, known.device)
     assert torch.isfinite(found).all()
     assert torch.equal(found, known), (found - known).abs().max()
-
-
-def assert_close(found, known):
-    """80 dB of what the values span."""
-    assert found.shape == known.shape and torch.isfinite(found).all()
-    error = float((found - known).float().square().mean())
-    span = float(known.max() - known.min())
-    assert error == 0 or 10 * math.log10(span**2 / error) >= 80, error
 
 
 @contextlib.contextmanager
@@ -264,7 +216,7 @@ def test_each_image_of_a_batch_is_encoded_on_its_own():
     for vae in VAES.values():
         pixels = random(3, 40, 52, 3).sigmoid()
         latents, report = encode(vae, pixels)
-        assert_same(latents, torch.cat([core_encode(vae, image) for image in pixels.split(1)]))
+        assert_same(latents, core_encode_each(vae, pixels))
         assert latents.shape == (3, 16, 1, 5, 6)
         assert report.startswith("encode 3 images of 48x40: whole, ")
 
@@ -339,7 +291,7 @@ def test_tiles_on_request():
         assert_close(images, known)
         assert " exact tiles of " in report and "as requested" in report, report
         assert int(report.split(": ")[1].split()[0]) >= tiles, report
-    known = torch.cat([core_encode(EXACT, image) for image in pixels.split(1)])
+    known = core_encode_each(EXACT, pixels)
     latents, report = encode(EXACT, pixels, 6)
     assert_close(latents, known)
     assert "6 exact tiles of " in report and "as requested" in report
@@ -505,7 +457,7 @@ def test_out_of_memory_once_is_done_again_in_tiles():
     assert " exact tiles\n" in report, report
     warning.assert_called_once()
     pixels = random(2, 256, 192, 3).sigmoid()
-    known = torch.cat([core_encode(EXACT, image) for image in pixels.split(1)])
+    known = core_encode_each(EXACT, pixels)
     with out_of_memory([1], "encode"):
         encoded, report = encode(EXACT, pixels)
     assert_close(encoded, known)

@@ -9,7 +9,6 @@ from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
-import comfy.ldm.wan.vae2_2
 import comfy.lora
 import comfy.model_base
 import comfy.sample
@@ -24,6 +23,7 @@ from comfy.quant_ops import QuantizedTensor
 from comfyui_boot import ROOT, folder
 from narrow_21 import DIM, TEXT, model_21, random, weights_21
 from safetensors.torch import save_file
+from vae_cases import random_vae, random_weights, wan_21
 
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
@@ -52,24 +52,8 @@ PATH = narrow.write(FOLDER / "qwen_image.safetensors", narrow.weights())
 refused = partial(comfyui_boot.refused, SettingError)
 
 
-def vae_weights_21():
-    model = comfy.ldm.wan.vae2_2.WanVAE(
-        dim=8,
-        dec_dim=8,
-        z_dim=64,
-        dim_mult=[1, 2, 4, 8, 8],
-        num_res_blocks=2,
-        attn_scales=[],
-        temperal_downsample=[False, True, True, True],
-        image_channels=4,
-        patch_size=1,
-        temporal_kernel=1,
-    )
-    return {name: random(*weight.shape) for name, weight in model.state_dict().items()}
-
-
 def vae_21():
-    return comfy.sd.VAE(sd=vae_weights_21())
+    return random_vae(wan_21, None)
 
 
 def model_1():
@@ -509,7 +493,7 @@ def test_a_file_of_the_model_in_another_place(fused):
 
 def vae_file_21():
     path = FOLDER / "qwen_image_2.1_vae.safetensors"
-    save_file(vae_weights_21(), path)
+    save_file(random_weights(wan_21()), path)
     return path
 
 
@@ -522,7 +506,7 @@ def test_a_file_of_the_vae():
     assert torch.equal(vae.decode(latents), host.decode(latents))
     assert torch.equal(vae.encode(pixels), host.encode(pixels))
     assert (report.family, report.precision) == ("Qwen-Image-2.1 VAE", "fp32")
-    weights = vae_weights_21()
+    weights = random_weights(wan_21())
     del weights["decoder.middle.0.residual.2.weight"]
     save_file(weights, FOLDER / "lacking.safetensors")
     words = "lacks", "'decoder.middle.0.residual.2.weight'"

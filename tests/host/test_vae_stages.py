@@ -1,7 +1,9 @@
 """Its Qwen-Image VAE in pieces against its own decode and encode."""
 
-import math
+import itertools
 from dataclasses import replace
+from functools import partial
+from unittest import mock
 
 import comfy.ldm.wan.vae
 import comfy.ldm.wan.vae2_2
@@ -11,8 +13,10 @@ import torch
 from comfy.ldm.modules.diffusionmodules.model import pytorch_attention
 from comfyui_boot import MODE, ROOT
 from tracked_allocations import Allocations, fused_attention
+from vae_cases import decibels, held, random, random_weights, wan, wan_21
 
 from qwen_l40s.errors import SettingError
+from qwen_l40s.hosts.comfyui.decode.fused import FusedLayers
 from qwen_l40s.hosts.comfyui.decode.stages import (
     OwnLayers,
     decoder_stages,
@@ -20,10 +24,12 @@ from qwen_l40s.hosts.comfyui.decode.stages import (
     vae_shape,
 )
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
+from qwen_l40s.optimizations.vae import flat
 from qwen_l40s.optimizations.vae.tiles import decode, encode, sliced
 from qwen_l40s.planning import vae as vae_bytes
 from qwen_l40s.planning.vae import VaeShape, plan_decode, plan_encode
 
+newer = pytest.mark.host_has("comfy.model_base.QwenImage21")
 pytestmark = pytest.mark.each_device
 DEVICE = comfy.model_management.get_torch_device()
 MICRO = ROOT / "models" / "micro"
@@ -32,56 +38,15 @@ OWN = OwnLayers()
 MIDDLES = [{}, {"middle_rows": 3}]
 
 
-def wan(dim=8, channels=3, z_dim=16, **options):
-    options = {"dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_scales": [], **options}
-    return comfy.ldm.wan.vae.WanVAE(
-        dim=dim,
-        z_dim=z_dim,
-        temperal_downsample=[False, True, True],
-        image_channels=channels,
-        conv_out_channels=channels,
-        **options,
-    ).eval()
-
-
-def filled(model, dtype=torch.float32):
-    """ComfyUI leaves new weights as they lie in memory."""
-    generator = torch.Generator().manual_seed(0)
-    for name, weight in model.named_parameters():
-        scale = weight[0].numel() ** -0.5 if weight.ndim > 1 else 0.1
-        values = torch.randn(weight.shape, generator=generator) * scale
-        weight.data = values.abs() + 0.5 if "gamma" in name else values
-    return model.to(DEVICE, dtype)
+def filled(model):
+    model.load_state_dict(random_weights(model))
+    return model.to(DEVICE)
 
 
 def models():
     """The bundled VAE, a random one, and one with an alpha channel."""
     bundled = load_vae(MICRO, "fp32")[0].first_stage_model.to(DEVICE, torch.float32)
-    return [bundled, filled(wan(dim=16)), filled(wan(channels=4))]
-
-
-def random(*shape, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
-
-
-def decibels(found, known):
-    error = float((found.double() - known.double()).square().mean())
-    return 10 * math.log10(float(known.max() - known.min()) ** 2 / error) if error else math.inf
-
-
-def test_the_whole_is_the_hosts_own_bit_for_bit():
-    with torch.inference_mode():
-        for model in [*models(), filled(wan(dim=16), torch.bfloat16)]:
-            dtype, shape = model.conv2.weight.dtype, vae_shape(model)
-            latents = random(2, 16, 1, 9, 14, dtype=dtype)
-            known = model.decode(latents)
-            plan = plan_decode(shape, 9, 14, batch=2, budget=None)
-            assert torch.equal(decode(decoder_stages(model, OWN), latents, plan), known)
-            pixels = known.clamp(-1, 1)
-            plan = plan_encode(shape, 9, 14, batch=2, budget=None)
-            mean = encode(encoder_stages(model, OWN), pixels, plan)
-            assert torch.equal(mean, model.encode(pixels))
+    return [bundled, filled(wan()), filled(wan(dim=8, channels=4))]
 
 
 def test_tiles_give_what_the_host_gives():
@@ -89,8 +54,9 @@ def test_tiles_give_what_the_host_gives():
         for model in models():
             shape = vae_shape(model)
             for batch, height, width, tiles in ((1, 16, 12, 4), (2, 11, 9, 3), (1, 2, 3, 6)):
-                latents = random(batch, 16, 1, height, width)
-                pixels = random(batch, shape.image_channels, 1, 8 * height, 8 * width).tanh()
+                latents = random(batch, 16, 1, height, width).to(DEVICE)
+                pixels = random(batch, shape.image_channels, 1, 8 * height, 8 * width)
+                pixels = pixels.to(DEVICE).tanh()
                 image, mean = model.decode(latents), model.encode(pixels)
                 for way in MIDDLES:
                     plan = plan_decode(shape, height, width, batch=batch, budget=None, tiles=tiles)
@@ -109,7 +75,7 @@ def test_tiles_give_what_the_host_gives():
 
 
 def test_the_shape():
-    assert vae_shape(wan()) == VaeShape(dim=8)
+    assert vae_shape(wan(dim=8)) == VaeShape(dim=8)
     layered = VaeShape(dim=16, image_channels=4)
     assert vae_shape(wan(dim=16, channels=4)) == layered
     assert decoder_stages(wan(dim=16, channels=4), OWN).shape == layered
@@ -133,56 +99,53 @@ def test_other_vaes_are_refused():
             raise AssertionError(f"{type(model)} was taken")
 
 
-def published(dtype):
+def convolved(x, weight, bias=None, stride=1, padding=0):
+    """Channels last, as processors and cards give it, and tensors without memory do not."""
+    sides = ((side + 2 * padding - weight.shape[-1]) // stride + 1 for side in x.shape[2:])
+    return x.new_empty((len(x), *sides, len(weight))).permute(0, 3, 1, 2)
+
+
+def published(dtype, build=wan, **sizes):
     """The VAE of published size without memory behind it, with a card's attention."""
     with torch.device("meta"):
-        model = wan(dim=96).to(dtype)
+        model = build(**(sizes or {"dim": 96})).to(dtype)
     for part in (model.encoder, model.decoder):
         part.middle[1].optimized_attention = pytorch_attention
     return model
 
 
-def held(model, plan):
-    """Bytes that a plan holds at most, with latents and image."""
-    like = {"device": "meta", "dtype": model.conv2.weight.dtype}
-    latents = torch.empty(1, 16, 1, *plan.latent, **like)
-    pixels = torch.empty(1, 3, 1, *(8 * side for side in plan.latent), **like)
-    made = Allocations(vae_bytes.CONVOLUTION_WORKSPACE)
-    with fused_attention(), made:
-        if plan.direction == "decode":
-            decode(decoder_stages(model, OWN), latents, plan, out=pixels)
-        else:
-            encode(encoder_stages(model, OWN), pixels, plan)
-    # What encoding returns is made inside.
-    inside = latents.nbytes if plan.direction == "encode" else 0
-    return made.peak + latents.nbytes + pixels.nbytes - inside
+def predicted(shape, plan, itemsize):
+    """Bytes of a plan whose middle may be sliced otherwise than planned."""
+    sizes = (plan.direction, shape, plan.latent, itemsize)
+    kept = vae_bytes.latent_bytes(*sizes[1:]) + vae_bytes.image_bytes(*sizes[1:])
+    middle = vae_bytes.middle_bytes(*sizes, plan.middle_rows)
+    return kept + max(middle, vae_bytes.outside_middle_bytes(*sizes, plan.tile))
 
 
-def test_the_predicted_peak_of_the_whole():
-    for dtype in (torch.bfloat16, torch.float32):
-        model = published(dtype)
-        for latent in ((128, 128), (256, 256), (33, 70)):
-            for plan in (plan_decode, plan_encode):
-                found = plan(
-                    VaeShape(), *latent, itemsize=dtype.itemsize, budget=None, image_on_card=True
-                )
-                tracked = held(model, found)
-                assert tracked <= found.peak_bytes <= 1.25 * tracked, (found, tracked)
+PUBLISHED_21 = partial(published, build=wan_21, dim=96, decoder=144)
+# Latent pixels, tiles and rows of a slice of the middle.
+PLANS = [((128, 128), 1, 128), ((33, 70), 1, 33), ((96, 72), 12, 96), ((96, 72), 12, 8)]
 
 
-def test_the_predicted_peak_of_tiles():
-    latent, shape, size = (96, 72), VaeShape(), 2
-    model = published(torch.bfloat16)
-    for plan in (plan_decode, plan_encode):
-        found = plan(shape, *latent, itemsize=size, budget=None, tiles=12)
-        sizes = (found.direction, shape, latent, size)
-        kept = vae_bytes.latent_bytes(shape, latent, size)
-        kept += vae_bytes.image_bytes(shape, latent, size)
-        outside = vae_bytes.outside_middle_bytes(*sizes, found.tile)
-        for rows in (96, 8):
-            tracked = held(model, replace(found, middle_rows=rows))
-            predicted = kept + max(outside, vae_bytes.middle_bytes(*sizes, rows))
-            assert tracked <= predicted <= 1.25 * tracked, (found, rows, predicted / tracked)
+@pytest.mark.parametrize(
+    ("build", "ours"),
+    [(published, False), (published, True), pytest.param(PUBLISHED_21, True, marks=newer)],
+    ids=["1.x", "1.x fused", "2.1 fused"],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_predicted_peak(build, ours, dtype):
+    model, size = build(dtype), dtype.itemsize
+    layers = FusedLayers(torch.device("meta")) if ours else OWN
+    around = partial(mock.patch.object, flat.F, "conv2d", convolved) if ours else fused_attention
+    shape, workspace = layers.shape(model), 0 if ours else vae_bytes.CONVOLUTION_WORKSPACE
+    for (latent, count, rows), plan in itertools.product(PLANS, (plan_decode, plan_encode)):
+        made = plan(shape, *latent, itemsize=size, budget=None, tiles=count, image_on_card=True)
+        made, peak = replace(made, middle_rows=rows), made.peak_bytes
+        with around():
+            tracked = held(model, layers, made, Allocations(workspace))
+        assert predicted(shape, made, size) == peak or rows < latent[0]
+        peak = predicted(shape, made, size)
+        assert tracked <= peak <= 1.25 * tracked, (made, peak / tracked)
 
 
 def test_the_predicted_peak_of_the_middle():
