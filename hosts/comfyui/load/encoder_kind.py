@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import comfy.sd1_clip
@@ -69,8 +70,10 @@ def kind_of(source: Source) -> EncoderKind:
     return qwen3_vl()
 
 
-class TextOnlyQwen25(BaseLlama, torch.nn.Module):
-    """The language model as ComfyUI's `Qwen25_7BVLI` has it, without the vision tower."""
+class TextOnly:
+    """The language model as a class of ComfyUI's has it, without the vision tower."""
+
+    sizes: Callable[..., Any]
 
     def __init__(
         self,
@@ -79,8 +82,8 @@ class TextOnlyQwen25(BaseLlama, torch.nn.Module):
         device: torch.device | str | None,
         operations: Any,
     ) -> None:
-        super().__init__()
-        config = Qwen25_7BVLI_Config(**config_dict)
+        torch.nn.Module.__init__(self)
+        config = self.sizes(**config_dict)
         self.num_layers = config.num_hidden_layers
         self.model = Llama2_(config, device=device, dtype=dtype, ops=operations)
         self.dtype = dtype
@@ -90,27 +93,41 @@ class TextOnlyQwen25(BaseLlama, torch.nn.Module):
         refuse_images()
 
 
-def text_only_class(pad: int) -> type[comfy.sd1_clip.SDClipModel]:
-    """The class that replaces ComfyUI's `Qwen25_7BVLIModel`; `pad` is its tokenizer's padding."""
+class TextOnlyQwen25(TextOnly, BaseLlama, torch.nn.Module):
+    """Of `Qwen25_7BVLI`."""
 
-    class TextOnlyModel(comfy.sd1_clip.SDClipModel):
+    sizes = Qwen25_7BVLI_Config
+
+
+def text_only_class(
+    model: type[TextOnly],
+    pad: int,
+    base: type[comfy.sd1_clip.SDClipModel] = comfy.sd1_clip.SDClipModel,
+    **more: Any,
+) -> type[comfy.sd1_clip.SDClipModel]:
+    """The class that replaces ComfyUI's around a model; `pad` is its tokenizer's padding."""
+
+    class TextOnlyModel(base):
         def __init__(
             self,
             device: torch.device | str = "cpu",
             dtype: torch.dtype | None = None,
             model_options: Mapping[str, Any] | None = None,
         ) -> None:
-            super().__init__(
+            comfy.sd1_clip.SDClipModel.__init__(
+                self,
                 device=device,
                 textmodel_json_config={},
                 dtype=dtype,
                 special_tokens={"pad": pad},
                 layer_norm_hidden_state=False,
-                model_class=TextOnlyQwen25,
+                model_class=model,
                 enable_attention_masks=True,
                 return_attention_masks=True,
                 model_options=model_options or {},
+                **more,
             )
+            self.image_spans = []  # which Qwen3-VL's reads
 
     return TextOnlyModel
 
@@ -122,7 +139,7 @@ QWEN25 = EncoderKind(
     vision_width=1280,
     model=Qwen25_7BVLI,
     text_only=TextOnlyQwen25,
-    text_only_clip=text_only_class,
+    text_only_clip=partial(text_only_class, TextOnlyQwen25),
     te=comfy.text_encoders.qwen_image.te,
     tokenizer=QwenImageTokenizer,
     own_encoder=encoder_class,

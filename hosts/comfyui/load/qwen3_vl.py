@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import comfy.sd1_clip
-import torch
-from comfy.text_encoders.llama import Llama2_
 from comfy.text_encoders.qwen3vl import QWEN3VL_CONFIGS, QWEN3VL_VISION, Qwen3VL
 from comfy.text_encoders.qwen_image21 import (
     QwenImage21Qwen3VLClipModel,
@@ -16,60 +14,16 @@ from comfy.text_encoders.qwen_image21 import (
     te,
 )
 
-from .encoder_kind import EncoderKind
-from .tokenizer import FolderTokenizer, is_token, refuse_images
+from .encoder_kind import EncoderKind, TextOnly, text_only_class
+from .tokenizer import FolderTokenizer, is_token
 
 NAME = "qwen3vl_8b"
 
 
-class TextOnlyQwen3VL(Qwen3VL):
-    """The language model as ComfyUI's `Qwen3VL` has it, without the vision tower."""
+class TextOnlyQwen3VL(TextOnly, Qwen3VL):
+    """Of `Qwen3VL`."""
 
-    def __init__(
-        self,
-        config_dict: Mapping[str, Any],
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
-        operations: Any,
-    ) -> None:
-        torch.nn.Module.__init__(self)
-        config = QWEN3VL_CONFIGS[NAME](**config_dict)
-        self.num_layers = config.num_hidden_layers
-        self.model = Llama2_(config, device=device, dtype=dtype, ops=operations)
-        self.dtype = dtype
-
-    def preprocess_embed(self, embed: Mapping[str, Any], device: torch.device) -> None:
-        """Refuses images, which the host would leave out of the prompt without a word."""
-        refuse_images()
-
-
-def text_only_class(pad: int) -> type[comfy.sd1_clip.SDClipModel]:
-    """The class that replaces ComfyUI's around `TextOnlyQwen3VL`."""
-
-    class TextOnlyModel(QwenImage21Qwen3VLClipModel):
-        def __init__(
-            self,
-            device: torch.device | str = "cpu",
-            dtype: torch.dtype | None = None,
-            model_options: Mapping[str, Any] | None = None,
-        ) -> None:
-            comfy.sd1_clip.SDClipModel.__init__(
-                self,
-                device=device,
-                layer="hidden",
-                layer_idx=-1,
-                textmodel_json_config={},
-                dtype=dtype,
-                special_tokens={"pad": pad},
-                layer_norm_hidden_state=False,
-                model_class=TextOnlyQwen3VL,
-                enable_attention_masks=True,
-                return_attention_masks=True,
-                model_options=model_options or {},
-            )
-            self.image_spans = []
-
-    return TextOnlyModel
+    sizes = property(lambda self: QWEN3VL_CONFIGS[NAME])
 
 
 def own_encoder(
@@ -94,6 +48,7 @@ def own_encoder(
 
 def qwen3_vl() -> EncoderKind:
     """It, in the sizes that ComfyUI has."""
+    around = {"base": QwenImage21Qwen3VLClipModel, "layer": "hidden", "layer_idx": -1}
     return EncoderKind(
         name=NAME,
         title="Qwen3-VL 8B",
@@ -102,7 +57,7 @@ def qwen3_vl() -> EncoderKind:
         vision_width=QWEN3VL_VISION[NAME]["hidden_size"],
         model=Qwen3VL,
         text_only=TextOnlyQwen3VL,
-        text_only_clip=text_only_class,
+        text_only_clip=partial(text_only_class, TextOnlyQwen3VL, **around),
         te=te,
         tokenizer=QwenImage21Tokenizer,
         own_encoder=own_encoder,
