@@ -323,11 +323,39 @@ def quantize_layers(
         measured: whether to compute the rounding errors.
         rounding: what computes it, to the same bits as `quantize_rows`.
     """
-    how = (_known(format), device, per_row, measured, rounding)
+    _known(format)
+
+    def run() -> Iterator[RoundedLayer]:
+        """Layers that are done; of up to `SLABS` later ones some rows are on their way."""
+        slabs: deque[_Slab] = deque()  # the first is the one that began first
+        for layer in layers:
+            weight, form, rows = weight_of(layer), RowFormat(format), 0
+            if per_row and _QUANTIZED.fullmatch(layer):
+                form = row_format(format, weight.shape[1])
+            if per_row and device.type == "cuda" and weight.is_cpu and weight.numel():
+                rows = SLAB_BYTES // (weight.shape[1] * max(weight.itemsize, 2))
+            if not rows:
+                there = weight.to(device) if per_row else weight.to(device).reshape(1, -1)
+                values, scale = rounding(there, format, rotation=form.rotation)
+                error = _ratio(_squares(there, values, scale, form.rotation)) if measured else None
+                scale = scale.cpu() if per_row else scale.cpu().reshape(())
+                yield RoundedLayer(layer, values.cpu().reshape(weight.shape), scale, form, error)
+                continue
+            slabs = slabs or deque(_Slab(device, rounding) for _ in range(SLABS))
+            values = _new(weight.shape, VALUE_DTYPES[format])
+            squares = torch.zeros(2, dtype=torch.float64) if measured else None
+            rounded = RoundedLayer(layer, values, torch.empty((len(weight), 1)), form, None)
+            for first in range(0, len(weight), rows):
+                if done := slabs[0].finish():
+                    yield done
+                slabs[0].begin(weight, (slice(first, first + rows), rounded, squares))
+                slabs.rotate(-1)
+        yield from filter(None, (slab.finish() for slab in slabs))
+
     try:
         # A host's mode is that of its prompt, and the weights outlive it.
         with torch.inference_mode(False):
-            for rounded in _rounded(layers, weight_of, *how):
+            for rounded in run():
                 if not rounded.scale.isfinite().all():
                     raise refuse(f"{rounded.layer}.weight")
                 take(rounded)
@@ -335,42 +363,6 @@ def quantize_layers(
         if device.type == "cuda":
             # Each slab's stream holds memory that no other stream could use.
             torch.cuda.empty_cache()
-
-
-def _rounded(
-    layers: Iterable[str],
-    weight_of: Callable[[str], torch.Tensor],
-    format: str,
-    device: torch.device,
-    per_row: bool,
-    measured: bool,
-    rounding: Rounding,
-) -> Iterator[RoundedLayer]:
-    """Layers that are done; of up to `SLABS` later ones some rows are on their way."""
-    slabs: deque[_Slab] = deque()  # the first is the one that began first
-    for layer in layers:
-        weight, form, rows = weight_of(layer), RowFormat(format), 0
-        if per_row and _QUANTIZED.fullmatch(layer):
-            form = row_format(format, weight.shape[1])
-        if per_row and device.type == "cuda" and weight.is_cpu and weight.numel():
-            rows = SLAB_BYTES // (weight.shape[1] * max(weight.itemsize, 2))
-        if not rows:
-            there = weight.to(device) if per_row else weight.to(device).reshape(1, -1)
-            values, scale = rounding(there, format, rotation=form.rotation)
-            error = _ratio(_squares(there, values, scale, form.rotation)) if measured else None
-            scale = scale.cpu() if per_row else scale.cpu().reshape(())
-            yield RoundedLayer(layer, values.cpu().reshape(weight.shape), scale, form, error)
-            continue
-        slabs = slabs or deque(_Slab(device, rounding) for _ in range(SLABS))
-        values = _new(weight.shape, VALUE_DTYPES[format])
-        squares = torch.zeros(2, dtype=torch.float64) if measured else None
-        rounded = RoundedLayer(layer, values, torch.empty((len(weight), 1)), form, None)
-        for first in range(0, len(weight), rows):
-            if done := slabs[0].finish():
-                yield done
-            slabs[0].begin(weight, (slice(first, first + rows), rounded, squares))
-            slabs.rotate(-1)
-    yield from filter(None, (slab.finish() for slab in slabs))
 
 
 Target = tuple[slice, RoundedLayer, torch.Tensor | None]  # rows, and sums of squares
