@@ -1,7 +1,7 @@
 """Diffusers' VAE encoder in the pieces that a plan runs, of which the package has the decoder's."""
 
 from qwen_l40s.hosts.diffusers.decode import _head, _middle, vae_shape
-from qwen_l40s.optimizations.vae.tiles import EncoderStages, stage
+from qwen_l40s.optimizations.vae.tiles import Stages, stage
 
 
 def _layer(block):
@@ -15,9 +15,10 @@ def encoder_stages(vae):
     """The encoder's own modules."""
     encoder = vae.encoder
     head = _head(encoder)
-    return EncoderStages(
-        shape=vae_shape(vae),
-        down=(encoder.conv_in, *map(_layer, encoder.down_blocks)),
+    return Stages(
+        "encode",
+        vae_shape(vae),
+        end=lambda hidden: vae.quant_conv(head(hidden)).chunk(2, dim=1)[0],
         middle=_middle(encoder.mid_block),
-        after=lambda hidden: vae.quant_conv(head(hidden)).chunk(2, dim=1)[0],
+        outer=(encoder.conv_in, *map(_layer, encoder.down_blocks)),
     )

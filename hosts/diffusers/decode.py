@@ -16,7 +16,7 @@ from PIL import Image
 from ...errors import SettingError
 from ...machine.device import available_bytes
 from ...optimizations.vae import tiles as planned
-from ...optimizations.vae.tiles import DecoderStages, Layer, Middle, stage
+from ...optimizations.vae.tiles import Layer, Middle, Stages, stage
 from ...planning.vae import plan_decode
 from ...spec.transformer import FAMILY_21
 from ...spec.vae import PUBLISHED_VAE, VAE_21, VaeShape
@@ -57,7 +57,7 @@ def vae_shape(vae: ModelMixin) -> VaeShape:
     )
 
 
-def decoder_stages(vae: ModelMixin) -> DecoderStages:
+def decoder_stages(vae: ModelMixin) -> Stages:
     """The decoder's own modules; their image is not yet clamped to -1 ... 1.
 
     Raises:
@@ -67,11 +67,12 @@ def decoder_stages(vae: ModelMixin) -> DecoderStages:
     layers = []
     for block in decoder.up_blocks:
         layers += _up_layers(block)
-    return DecoderStages(
-        shape=shape,
-        before=lambda latents: decoder.conv_in(vae.post_quant_conv(latents)),
+    return Stages(
+        "decode",
+        shape,
+        end=lambda latents: decoder.conv_in(vae.post_quant_conv(latents)),
         middle=_middle(decoder.mid_block),
-        up=(*layers, _head(decoder)),
+        outer=(*layers, _head(decoder)),
     )
 
 

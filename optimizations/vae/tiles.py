@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import count, product
 
 import torch
 import torch.nn.functional as F
@@ -176,78 +176,52 @@ def _strips(height: int, rows: int) -> Iterator[Interval]:
 
 
 @dataclass(frozen=True)
-class DecoderStages:
-    """A host's decoder in pieces; tensors are (B, channels, 1, height, width).
+class Stages:
+    """A host's decoder or encoder in pieces; tensors are (B, channels, 1, height, width).
 
     Args:
-        before: latents to the middle's input; reads one latent pixel to each side.
-        up: one layer for each of `spec.vae.up_steps(shape)`.
+        direction: "decode" or "encode".
+        end: latents to the middle's input, or the middle's output to the mean; reads one latent
+            pixel to each side.
+        outer: one layer for each of `spec.vae.up_steps(shape)`, or of `down_steps`.
     """
 
+    direction: str
     shape: VaeShape
-    before: Layer
+    end: Layer
     middle: Middle
-    up: tuple[Layer, ...]
+    outer: tuple[Layer, ...]
 
     def __post_init__(self) -> None:
-        _check_layers("decoder", self.up, len(up_steps(self.shape)))
+        if len(self.outer) != (wanted := len(self.rest.steps)):
+            raise SettingError(
+                f"this VAE's {self.direction}r has {len(self.outer)} layers besides its middle and "
+                f"Qwen-Image's has {wanted}: use Qwen-Image's VAE."
+            )
 
     @property
     def around(self) -> tuple[Run, Run]:
         """What directly precedes and what directly follows the attention."""
+        before, after = (self.middle.first,), (self.middle.last,)
+        if self.direction == "decode":
+            before = self.end, *before
+        else:
+            after = *after, self.end
         return (
-            Run(before_middle(self.shape, "decode"), (self.before, self.middle.first)),
-            Run(after_middle(self.shape, "decode"), (self.middle.last,)),
+            Run(before_middle(self.shape, self.direction), before),
+            Run(after_middle(self.shape, self.direction), after),
         )
 
     @property
     def rest(self) -> Run:
-        """What follows the middle."""
-        return Run(up_steps(self.shape), self.up)
-
-
-@dataclass(frozen=True)
-class EncoderStages:
-    """A host's encoder in pieces; tensors are (B, channels, 1, height, width).
-
-    Args:
-        down: one layer for each of `spec.vae.down_steps(shape)`.
-        after: the middle's output to the mean; reads one latent pixel to each side.
-    """
-
-    shape: VaeShape
-    down: tuple[Layer, ...]
-    middle: Middle
-    after: Layer
-
-    def __post_init__(self) -> None:
-        _check_layers("encoder", self.down, len(down_steps(self.shape)))
-
-    @property
-    def around(self) -> tuple[Run, Run]:
-        """What directly precedes and what directly follows the attention."""
-        return (
-            Run(before_middle(self.shape, "encode"), (self.middle.first,)),
-            Run(after_middle(self.shape, "encode"), (self.middle.last, self.after)),
-        )
-
-    @property
-    def rest(self) -> Run:
-        """What precedes the middle."""
-        return Run(down_steps(self.shape), self.down)
-
-
-def _check_layers(what: str, layers: tuple[Layer, ...], wanted: int) -> None:
-    if len(layers) != wanted:
-        raise SettingError(
-            f"this VAE's {what} has {len(layers)} layers besides its middle and Qwen-Image's has "
-            f"{wanted}: use Qwen-Image's VAE."
-        )
+        """What follows the middle, or precedes it."""
+        steps = up_steps if self.direction == "decode" else down_steps
+        return Run(steps(self.shape), self.outer)
 
 
 @torch.no_grad()
 def decode(
-    stages: DecoderStages,
+    stages: Stages,
     latents: torch.Tensor,
     plan: VaePlan,
     *,
@@ -277,11 +251,11 @@ def decode(
     if out is not None and tuple(out.shape) != wanted:
         raise SettingError(f"the images are {wanted} and `out` is {tuple(out.shape)}.")
     if plan.whole:
-        layers = (*_middle_layers(stages, plan), *stages.up)
+        layers = (*_middle_layers(stages, plan), *stages.outer)
         return _in_batches(partial(_chain, layers), latents, plan, out, progress)
     if out is None:
         out = latents.new_empty(wanted)
-    report = _Counter(progress, len(latents) * plan.count)
+    report = _counter(progress, len(latents) * plan.count)
     for item, image in zip(latents.split(1), out.split(1), strict=True):
         hidden = _chain(_middle_layers(stages, plan), item)
         for tile in _tiles(plan, shape.pixels):
@@ -293,7 +267,7 @@ def decode(
 
 @torch.no_grad()
 def encode(
-    stages: EncoderStages,
+    stages: Stages,
     pixels: torch.Tensor,
     plan: VaePlan,
     *,
@@ -321,13 +295,13 @@ def encode(
     _check_plan(plan, "encode", pixels, shape.image_channels, shape.pixels)
     device, dtype = torch.device(device or pixels.device), dtype or pixels.dtype
     if plan.whole:
-        layers = (*stages.down, *_middle_layers(stages, plan))
+        layers = (*stages.outer, *_middle_layers(stages, plan))
         return _in_batches(
             lambda batch: _chain(layers, batch.to(device, dtype)), pixels, plan, None, progress
         )
     size = (len(pixels), shape.latent_channels, 1, *plan.latent)
     out = torch.empty(size, device=device, dtype=dtype)
-    report = _Counter(progress, len(pixels) * plan.count)
+    report = _counter(progress, len(pixels) * plan.count)
     for item, mean in zip(pixels.split(1), out.split(1), strict=True):
         hidden = mean.new_empty((1, shape.middle_channels("encode"), 1, *plan.latent))
         for tile in _tiles(plan, 1):
@@ -340,7 +314,7 @@ def encode(
     return out
 
 
-def _middle_layers(stages: DecoderStages | EncoderStages, plan: VaePlan) -> tuple[Layer, ...]:
+def _middle_layers(stages: Stages, plan: VaePlan) -> tuple[Layer, ...]:
     """The middle with what directly precedes and follows it."""
     before, after = stages.around
     if plan.sliced:
@@ -372,7 +346,7 @@ def _in_batches(
     progress: Progress | None,
 ) -> torch.Tensor:
     batches = source.split(plan.batch)
-    report = _Counter(progress, len(batches))
+    report = _counter(progress, len(batches))
     for index, batch in enumerate(batches):
         result = whole(batch)
         if out is None and len(batches) == 1:
@@ -386,16 +360,10 @@ def _in_batches(
     return out
 
 
-class _Counter:
+def _counter(progress: Progress | None, total: int) -> Callable[[], object]:
     """Tells `progress` of one more part."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._done, self._total = progress, 0, total
-
-    def __call__(self) -> None:
-        self._done += 1
-        if self._progress:
-            self._progress(self._done, self._total)
+    done = count(1)
+    return lambda: progress and progress(next(done), total)
 
 
 def _check_plan(

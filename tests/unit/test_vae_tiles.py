@@ -15,7 +15,7 @@ from diffusers_encoder import encoder_stages
 from qwen_l40s.hosts.diffusers import decode as host
 from qwen_l40s.hosts.diffusers.decode import decoder_stages, vae_shape
 from qwen_l40s.loaders.source import bundled_micro_folder
-from qwen_l40s.optimizations.vae.tiles import DecoderStages, decode, encode
+from qwen_l40s.optimizations.vae.tiles import decode, encode
 from qwen_l40s.planning.vae import plan_decode, plan_encode
 from qwen_l40s.spec.vae import VaeLayer
 
@@ -254,7 +254,7 @@ def test_what_is_refused(micro):
     with pytest.raises(SettingError, match="`out` is"):
         decode(stages, latents, plan, out=torch.empty(1, 3, 32, 40))
     with pytest.raises(SettingError, match="use Qwen-Image's VAE"):
-        DecoderStages(stages.shape, stages.before, stages.middle, stages.up[1:])
+        replace(stages, outer=stages.outer[1:])
     other = diffusers.AutoencoderKLQwenImage(base_dim=8, num_res_blocks=1)
     others = [{"num_res_blocks": 1}, {"is_residual": False}, {"patch_size": 2}]
     of_21 = [diffusers.AutoencoderKLQwenImage21(4, 8, **changed) for changed in others]

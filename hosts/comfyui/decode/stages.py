@@ -7,7 +7,7 @@ from comfy.ldm.wan import vae2_2
 from comfy.ldm.wan.vae import WanVAE
 
 from ....errors import SettingError
-from ....optimizations.vae.tiles import DecoderStages, EncoderStages, Layer, Middle
+from ....optimizations.vae.tiles import Layer, Middle, Stages
 from ....spec.vae import VAE_21, VaeShape
 
 
@@ -53,7 +53,7 @@ class OwnLayers:
         return Middle.of(first, attention, last)
 
 
-def decoder_stages(model: WanVAE, layers: OwnLayers) -> DecoderStages:
+def decoder_stages(model: WanVAE, layers: OwnLayers) -> Stages:
     """The decoder in layers.
 
     Raises:
@@ -64,15 +64,16 @@ def decoder_stages(model: WanVAE, layers: OwnLayers) -> DecoderStages:
         # The last stage of 2.1 has no shortcut.
         up += [module] if getattr(module, "avg_shortcut", module) else module.upsamples
     first, second = layers.layer(model.conv2), layers.layer(decoder.conv1)
-    return DecoderStages(
-        shape=shape,
-        before=lambda latents: second(first(latents)),
+    return Stages(
+        "decode",
+        shape,
+        end=lambda latents: second(first(latents)),
         middle=layers.middle(*decoder.middle),
-        up=tuple(map(layers.layer, (*up, decoder.head))),
+        outer=tuple(map(layers.layer, (*up, decoder.head))),
     )
 
 
-def encoder_stages(model: WanVAE, layers: OwnLayers) -> EncoderStages:
+def encoder_stages(model: WanVAE, layers: OwnLayers) -> Stages:
     """The encoder in layers.
 
     Raises:
@@ -80,9 +81,10 @@ def encoder_stages(model: WanVAE, layers: OwnLayers) -> EncoderStages:
     """
     shape, encoder = layers.shape(model), model.encoder
     head, last = layers.layer(encoder.head), layers.layer(model.conv1)
-    return EncoderStages(
-        shape=shape,
-        down=tuple(map(layers.layer, (encoder.conv1, *encoder.downsamples))),
+    return Stages(
+        "encode",
+        shape,
+        end=lambda hidden: last(head(hidden)).chunk(2, dim=1)[0],
         middle=layers.middle(*encoder.middle),
-        after=lambda hidden: last(head(hidden)).chunk(2, dim=1)[0],
+        outer=tuple(map(layers.layer, (encoder.conv1, *encoder.downsamples))),
     )
