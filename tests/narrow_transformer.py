@@ -62,6 +62,23 @@ def write(path: Path, tensors: Tensors, config: Mapping[str, Any] | None = None)
     return path
 
 
+def sharded(
+    folder: Path,
+    tensors: Tensors,
+    parts: tuple[str, ...] = ("a", "b"),
+    config: Mapping[str, Any] | None = None,
+) -> Path:
+    """Writes a diffusers folder of files of these names, and returns the path of its index."""
+    folder.mkdir(parents=True)
+    files = {key: f"{parts[i % len(parts)]}.safetensors" for i, key in enumerate(sorted(tensors))}
+    for file in set(files.values()):
+        save_file({key: tensors[key] for key in files if files[key] == file}, folder / file)
+    index = folder / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    (folder / "config.json").write_text(json.dumps({"axes_dims_rope": AXES, **(config or {})}))
+    return index
+
+
 def quantized(
     tensors: Tensors,
     change: Callable[[torch.Tensor], Tensors],

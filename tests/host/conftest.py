@@ -7,6 +7,7 @@ ComfyUI is imported once in a process, before the first test module is.
 import gc
 import os
 import pkgutil
+import resource
 import shutil
 import subprocess
 import sys
@@ -141,6 +142,14 @@ def inference_mode():
 
     with torch.inference_mode():
         yield
+
+
+@pytest.fixture
+def file_limit():
+    """Sets the most bytes of a file: a write beyond it fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda most: resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture

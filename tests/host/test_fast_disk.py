@@ -1,6 +1,5 @@
 """Which loaders tell ComfyUI that weights can be read from a fast disk again."""
 
-import json
 from unittest import mock
 
 import comfy.model_patcher
@@ -10,7 +9,6 @@ import narrow_transformer as narrow
 import pytest
 import torch
 from comfyui_boot import MODE, ROOT, folder
-from safetensors.torch import save_file
 
 from qwen_l40s.hosts.comfyui.load import transformer
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
@@ -35,15 +33,7 @@ def disks():
 
 def sharded(name: str, *parts: str):
     """A folder of the weights in files of these names."""
-    (FOLDER / name).mkdir()
-    files = {key: f"{parts[i % len(parts)]}.safetensors" for i, key in enumerate(sorted(WEIGHTS))}
-    for file in set(files.values()):
-        tensors = {key: WEIGHTS[key] for key in files if files[key] == file}
-        save_file(tensors, FOLDER / name / file)
-    index = FOLDER / name / "diffusion_pytorch_model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": files}))
-    (FOLDER / name / "config.json").write_text(json.dumps({"axes_dims_rope": narrow.AXES}))
-    return FOLDER / name
+    return narrow.sharded(FOLDER / name, WEIGHTS, parts).parent
 
 
 def by_row(precision: str) -> narrow.Tensors:

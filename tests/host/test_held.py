@@ -69,6 +69,10 @@ class Passes:
             assert self.known.setdefault(token, found) == found
             return token
 
+    def start_run(self):
+        for weights in self.run.values():
+            weights.start_run()
+
     def places(self, layers):
         norms = (norm for block in self.blocks for norm in head_norms(block))
         found = [layers.norm_weight(norm, self.like).data_ptr() for norm in norms]
@@ -101,14 +105,12 @@ def test_a_model_that_stays_from_run_to_run_is_looked_at_once(form):
     _, model = loaded(form)
     passes = Passes(model)
     token = passes()
-    for weights in passes.run.values():
-        weights.start_run()
+    passes.start_run()
     with mock.patch.object(held, "_look", None):
         assert passes() == token
     layer = passes.layers[-1]  # another extension exchanges one
     layer.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
-    for weights in passes.run.values():
-        weights.start_run()
+    passes.start_run()
     assert passes() not in (token, None)
     gone = weakref.ref(layer.weight)
     layer.weight = None
@@ -134,8 +136,7 @@ def test_what_another_extension_exchanges_between_two_runs_is_seen(change):
     passes = Passes(model)
     token = passes()
     change(passes.layers[-1], head_norms(passes.blocks[-1])[-1])
-    for weights in passes.run.values():
-        weights.start_run()
+    passes.start_run()
     found = passes()
     assert isinstance(found, int) and found != token
     assert passes() == found
@@ -445,8 +446,7 @@ def test_the_next_run_looks_at_what_was_read_anew(monkeypatch):
 
     def passes():
         looked.clear()
-        for weights in dynamic.passes.run.values():
-            weights.start_run()
+        dynamic.passes.start_run()
         return dynamic(), dynamic(), len(looked)
 
     assert passes() == (held.ROOM.reason, token, 0)

@@ -1,12 +1,10 @@
 """The kept file: what a load has quantized, taken by the next load instead of quantizing again."""
 
-import contextlib
 import errno
 import hashlib
 import json
 import logging
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -73,34 +71,25 @@ def written():
             thread.join()
 
 
-@contextlib.contextmanager
-def nothing_is_quantized():
-    with mock.patch.object(weights, "quantize_shown", side_effect=AssertionError):
-        yield
-
-
 def taken(**settings):
     """A load that quantizes nothing."""
-    with nothing_is_quantized():
+    with mock.patch.object(weights, "quantize_shown", side_effect=AssertionError):
         model, report = load(**settings)
     assert TAKEN in report
     return model, report
 
 
-def bits(tensors):
-    return {
-        name: (tensor.dtype, tuple(tensor.shape), tensor.cpu().contiguous().view(torch.uint8))
-        for name, tensor in tensors.items()
-        if tensor.numel()
-    }
-
-
-def same(first, second):
-    first, second = bits(first), bits(second)
+def same(*models):
+    """The same dtypes, shapes and bits."""
+    first, second = (
+        {name: it for name, it in model.model.diffusion_model.state_dict().items() if it.numel()}
+        for model in models
+    )
     assert first.keys() == second.keys()
-    for name, (*form, values) in first.items():
-        assert form == [*second[name][:2]], name
-        assert torch.equal(values, second[name][2]), name
+    for name, one in first.items():
+        other = second[name]
+        assert (one.dtype, one.shape) == (other.dtype, other.shape), name
+        assert torch.equal(*(it.contiguous().view(torch.uint8) for it in (one, other))), name
 
 
 def sample(model):
@@ -115,16 +104,6 @@ def contents(folder):
     return sorted(path.name for path in folder.rglob("*") if path.is_file())
 
 
-def sharded(folder, config):
-    folder.mkdir(parents=True)
-    files = {name: f"{'ab'[i % 2]}.safetensors" for i, name in enumerate(sorted(WEIGHTS))}
-    for file in set(files.values()):
-        save_file({name: WEIGHTS[name] for name in files if files[name] == file}, folder / file)
-    index = folder / "diffusion_pytorch_model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": files}))
-    (folder / "config.json").write_text(json.dumps({"axes_dims_rope": narrow.AXES, **config}))
-
-
 def forms(models):
     """{choice: (where its kept file is, `keep_in_bf16`)}"""
     narrow.write(models / "qwen.safetensors", WEIGHTS)
@@ -133,17 +112,16 @@ def forms(models):
     narrow.write(models.parent / "checkpoints" / "whole.safetensors", whole)
     halves = {name: weight.half() for name, weight in WEIGHTS.items()}
     narrow.write(models / "half.safetensors", halves)
-    sharded(models / "shards", {"zero_cond_t": True})
+    shards = narrow.sharded(models / "shards", WEIGHTS, config={"zero_cond_t": True})
     pipeline = models.parent / "diffusers" / "pipeline"
-    sharded(pipeline / "transformer", {})
+    part = narrow.sharded(pipeline / "transformer", WEIGHTS)
     (pipeline / "model_index.json").write_text('{"_class_name": "QwenImageEditPlusPipeline"}')
-    index = "diffusion_pytorch_model.safetensors.index.json"
     return {
         "qwen.safetensors": (models / "qwen.safetensors", KEEP),
         "whole.safetensors": (models.parent / "checkpoints" / "whole.safetensors", ""),
         "half.safetensors": (models / "half.safetensors", ""),
-        "shards/": (models / "shards" / index, ""),
-        "pipeline/": (pipeline / "transformer" / index, KEEP),
+        "shards/": (shards, ""),
+        "pipeline/": (part, KEEP),
     }
 
 
@@ -167,7 +145,7 @@ def test_weights_and_latents_are_those_of_quantizing_at_load(models, tmp_path, p
         assert f"{TAKEN} {file.name}." in report
         source = open_source(choose.resolve(name, "transformer"), "transformer")
         assert report.startswith(f"transformer: {source.part.family} from {source.path}\n")
-        same(made.model.diffusion_model.state_dict(), found.model.diffusion_model.state_dict())
+        same(made, found)
         assert made.model_size() == found.model_size()
         assert torch.equal(sample(made), sample(found))
         for mode in ("merge", "bypass"):
@@ -230,7 +208,7 @@ def test_it_is_a_quantized_file_like_others(models, original):
     made, _ = load()
     (models / "qwen.safetensors.int8.kept").rename(models / "named.safetensors")
     found, _ = load("named.safetensors", "as stored", keep_quantized=False)
-    same(made.model.diffusion_model.state_dict(), found.model.diffusion_model.state_dict())
+    same(made, found)
 
 
 def rewritten(original):
@@ -263,7 +241,7 @@ def test_another_original_is_quantized_anew(models, original, change):
     made, report = load()
     assert BEING in report
     found, _ = taken()
-    same(made.model.diffusion_model.state_dict(), found.model.diffusion_model.state_dict())
+    same(made, found)
     assert len(contents(models)) == 2
 
 
@@ -364,19 +342,14 @@ def test_a_disk_with_too_little_room(models, original, monkeypatch):
 
 
 @pytest.mark.parametrize("left", [1.0, 0.5])
-def test_a_disk_that_is_full_in_the_middle(models, original, caplog, left):
-    """By the limit of a file, which a write beyond it meets."""
+def test_a_disk_that_is_full_in_the_middle(models, original, caplog, file_limit, left):
     load()
     file = models / "qwen.safetensors.int8.kept"
     size = file.stat().st_size
     file.unlink()
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(size * left) - 1, limit[1]))
-    try:
-        with caplog.at_level(logging.INFO, kept.__name__):
-            _, report = load()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    file_limit(int(size * left) - 1)
+    with caplog.at_level(logging.INFO, kept.__name__):
+        _, report = load()
     assert BEING in report
     (line,) = [record.getMessage() for record in caplog.records if record.name == kept.__name__]
     assert line.startswith(f"keep_quantized: {file.name} is not kept: cannot write (")

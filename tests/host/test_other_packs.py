@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import weakref
 from collections import Counter
 from dataclasses import replace
@@ -321,36 +322,31 @@ def test_a_change_between_two_runs_is_heeded(name):
     assert "blocks: fused, 4 of 4" in report_of(clone)
 
 
+def compares(patcher, text=20):
+    """Whether a run compares a block with ComfyUI's, as the first run does."""
+    sample(patcher, text=text)
+    report = report_of(patcher)
+    assert "blocks: fused, 4 of 4" in report
+    assert ("largest difference" in report) != ("checked in an earlier run" in report)
+    return "largest difference" in report
+
+
 def test_a_block_is_compared_once_for_each_prompt_length_until_something_changes():
     model = stock()
     clone = optimize(model, HOST_ATTENTION)
-
-    def compares(text=20, patcher=clone):
-        sample(patcher, text=text)
-        report = report_of(patcher)
-        assert "blocks: fused, 4 of 4" in report
-        assert ("largest difference" in report) != ("checked in an earlier run" in report)
-        return "largest difference" in report
-
-    assert [compares(), compares(), compares(21), compares(), compares(21)] == [1, 0, 1, 0, 0]
+    assert [compares(clone, text) for text in (20, 20, 21, 20, 21)] == [1, 0, 1, 0, 0]
     with scaled(model.model.diffusion_model.transformer_blocks[1].img_norm2):
         sample(clone)
-    assert [compares(), compares()] == [1, 0]
+    assert [compares(clone), compares(clone)] == [1, 0]
     patched = clone.clone()
     key = "diffusion_model.transformer_blocks.1.attn.to_k.bias"
     patched.add_patches({key: ("diff", (torch.ones(narrow.SHAPE.dim),))})
-    assert [compares(patcher=patched), compares(patcher=patched)] == [1, 0]
+    assert [compares(patched), compares(patched)] == [1, 0]
     comfy.model_management.unload_all_models()
-    assert [compares(patcher=patched), compares(patcher=patched)] == [1, 0]
+    assert [compares(patched), compares(patched)] == [1, 0]
 
 
 def test_a_comparison_speaks_for_no_other_attention_or_gemm():
-    def compares(patcher):
-        sample(patcher)
-        report = report_of(patcher)
-        assert "blocks: fused, 4 of 4" in report
-        return "largest difference" in report
-
     def others(func, *given, **named):
         return func(*given, **named)
 
@@ -393,14 +389,19 @@ def told_late(after):
         yield
 
 
+@contextlib.contextmanager
+def nan(when):
+    """From attention in the calls, from 1, of which `when` is true."""
+    calls, own = itertools.count(1), ChosenBackend.__call__
+    call = lambda self, *given: own(self, *given) * (torch.nan if when(next(calls)) else 1)  # noqa: E731
+    with mock.patch.object(ChosenBackend, "__call__", call):
+        yield
+
+
 @pytest.mark.parametrize(("steps", "after", "passes"), [(1, 9, 2), (3, 9, 6), (3, 1, 5), (3, 2, 6)])
 def test_nan_that_the_card_tells_late_begins_the_run_again(steps, after, passes):
     """Of the second block's attention: the first is compared with ComfyUI's before."""
-    calls, made, own = [], [], ChosenBackend.__call__
-
-    def nan(self, *given):
-        calls.append(1)
-        return own(self, *given) * (torch.nan if len(calls) % 2 == 0 else 1)
+    made = []
 
     def count(executor, *given, **named):
         made.append(1)
@@ -409,7 +410,7 @@ def test_nan_that_the_card_tells_late_begins_the_run_again(steps, after, passes)
     model = stock()
     clone = optimize(model)
     clone.add_wrapper(WrappersMP.APPLY_MODEL, count)
-    with told_late(after), mock.patch.object(ChosenBackend, "__call__", nan):
+    with told_late(after), nan(lambda call: call % 2 == 0):
         found = sample(clone, steps=steps)
         assert " gave NaN" in report_of(clone)
     assert len(made) == passes
@@ -421,16 +422,10 @@ def test_nan_that_the_card_tells_late_begins_the_run_again(steps, after, passes)
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("after", [1, 2, 99])
 def test_a_step_cache_forecasts_nothing_from_a_run_that_begins_again(outside, after):
-    calls, own = [], ChosenBackend.__call__
-
-    def nan(self, *given):
-        calls.append(1)
-        return own(self, *given) * (torch.nan if len(calls) == 2 else 1)
-
     model, steps = stock(), 14
     cached = lambda model: cache_steps(model, cache_settings("balanced"))  # noqa: E731
     clone = optimize(cached(model)) if outside else cached(optimize(model))
-    with told_late(after), mock.patch.object(ChosenBackend, "__call__", nan):
+    with told_late(after), nan(lambda call: call == 2):
         found = sample(clone, steps=steps)
     assert " gave NaN" in report_of(clone)
     assert_same(sample(model if outside else cached(model), steps=steps), found)

@@ -4,9 +4,7 @@ import errno
 import functools
 import json
 import os
-import resource
 import threading
-import zlib
 from pathlib import Path
 from unittest import mock
 
@@ -41,6 +39,17 @@ def output(tmp_path, monkeypatch):
     """An empty output folder."""
     monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path))
     return tmp_path
+
+
+def without_links(monkeypatch):
+    monkeypatch.setattr(files.os, "link", mock.Mock(side_effect=OSError(errno.EPERM, "no")))
+
+
+@pytest.fixture(params=[True, False])
+def links(request, monkeypatch):
+    """Once where links cannot be."""
+    if not request.param:
+        without_links(monkeypatch)
 
 
 def save(images, prefix="ComfyUI", prompt=PROMPT, extra=EXTRA):
@@ -85,16 +94,12 @@ def test_files_are_those_of_comfyuis_node(output, monkeypatch, prefix, channels)
     assert [ours.ui for ours in results["ours"]] == [each["ui"] for each in results["core"]]
 
 
-def test_images_pass_through_and_halves_are_saved():
+def test_images_pass_through_and_halves_are_saved(output):
     images = pictures(dtype=torch.float16)
-    assert save(images).args == (images,)
-    saved = contents(Path(folder_paths.get_output_directory()))
+    assert save(images, "ours").args == (images,)
     save_by_core(images, "core")
-    assert [each[3] for each in saved.values()] == [
-        each[3]
-        for name, each in contents(Path(folder_paths.get_output_directory())).items()
-        if name.startswith("core")
-    ]
+    theirs, ours = np.split(np.array([each[3] for each in contents(output).values()]), 2)
+    assert (ours == theirs).all()
 
 
 def test_metadata_can_be_left_out(output, monkeypatch):
@@ -108,11 +113,9 @@ def test_metadata_can_be_left_out(output, monkeypatch):
     assert texts == [{}, {}, {key: json.dumps(value) for key, value in expected.items()}]
 
 
-@pytest.mark.parametrize("links", [True, False])
-def test_no_file_is_replaced(output, monkeypatch, links):
-    """Also with %batch_num%, whose numbers ComfyUI does not find, and where links cannot be."""
-    if not links:
-        monkeypatch.setattr(files.os, "link", mock.Mock(side_effect=OSError(errno.EPERM, "no")))
+@pytest.mark.usefixtures("links")
+def test_no_file_is_replaced(output):
+    """Also with %batch_num%, whose numbers ComfyUI does not find."""
     for prefix in ("n", "n%batch_num%"):
         for _ in range(3):
             save(pictures(2), prefix)
@@ -127,10 +130,8 @@ def test_no_file_is_replaced(output, monkeypatch, links):
     assert not list(output.glob(".*"))
 
 
-@pytest.mark.parametrize("links", [True, False])
-def test_two_that_save_at_once_share_no_name(output, monkeypatch, links):
-    if not links:
-        monkeypatch.setattr(files.os, "link", mock.Mock(side_effect=OSError(errno.EPERM, "no")))
+@pytest.mark.usefixtures("links")
+def test_two_that_save_at_once_share_no_name(output, monkeypatch):
     both = threading.Barrier(2)
 
     def meet(*_):
@@ -157,23 +158,19 @@ def test_a_read_only_folder_fails_in_one_sentence(output):
     assert list(output.iterdir()) == []
 
 
-def test_a_full_disk_leaves_whole_images_and_nothing_else(output):
+def test_a_full_disk_leaves_whole_images_and_nothing_else(output, file_limit):
     """The second image is cut: its pixels do not fit under the limit of a file."""
     images = torch.rand(2, 64, 64, 3)
     images[0] = 0
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
-    try:
-        refused(UnavailableError, "cannot write (", run=functools.partial(save, images))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    file_limit(4096)
+    refused(UnavailableError, "cannot write (", run=functools.partial(save, images))
     assert list(contents(output)) == ["ComfyUI_00001_.png"]
     assert len(list(output.iterdir())) == 1
 
 
 def test_a_rename_that_fails_leaves_no_empty_file(output, monkeypatch):
     """Where links cannot be, an empty file has the name before."""
-    monkeypatch.setattr(files.os, "link", mock.Mock(side_effect=OSError(errno.EPERM, "no")))
+    without_links(monkeypatch)
     monkeypatch.setattr(Path, "replace", mock.Mock(side_effect=OSError(errno.EIO, "it broke")))
     refused(UnavailableError, "cannot write (it broke)", run=functools.partial(save, pictures()))
     assert list(output.iterdir()) == []
@@ -196,11 +193,3 @@ def test_a_cancel_in_the_middle_leaves_whole_images_and_nothing_else(output, mon
         save(pictures())
     assert list(contents(output)) == ["ComfyUI_00001_.png"]
     assert len(list(output.iterdir())) == 1
-
-
-def test_without_isal_the_pixels_are_the_same(output, monkeypatch):
-    monkeypatch.setattr(png, "deflate", zlib)
-    save(pictures(1), "ours")
-    save_by_core(pictures(1), "core")
-    ours, theirs = reversed(contents(output).values())
-    assert ours == theirs

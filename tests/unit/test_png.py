@@ -63,15 +63,6 @@ def test_the_pixels_are_the_same(deflater, monkeypatch, channels, size):
         assert np.array_equal(np.asarray(image).reshape(pixels.shape), pixels)
 
 
-def test_floats_become_the_bytes_of_save_image(deflater):
-    random = np.random.default_rng(0)
-    for dtype in (np.float32, np.float16):
-        pixels = random.uniform(-0.1, 1.1, (64, 48, 3)).astype(dtype)
-        pixels[0] = np.linspace(0, 1, 48)[:, None]
-        expected = np.clip(255.0 * pixels, 0, 255).astype(np.uint8)
-        assert np.array_equal(decoded(b"".join(png.encode(pixels))), expected)
-
-
 def test_texts_are_the_bytes_of_pil(deflater):
     info = PngInfo()
     info.add_text("prompt", '{"1": "na\\u00efve"}')
