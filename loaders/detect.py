@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..spec.transformer import FAMILY_21
+from ..spec.transformer import COMFYUI_21, FAMILY_21
 from .header import TensorInfo
 from .parts import (
     LICENCE_21_OF_OTHERS,
@@ -21,7 +21,6 @@ from .parts import (
     Tensors,
     count_blocks,
     known,
-    left_to_comfyui,
     other_model,
     qwen3_vl,
     qwen_image_21,
@@ -116,7 +115,10 @@ def controlnet(tensors: Tensors) -> Identity | None:
             family=f"ControlNet for {FAMILY_21}",
             folder="model_patches",
             licence=LICENCE_21_OF_OTHERS,
-            cannot_run=(left_to_comfyui(f"ControlNets of {FAMILY_21}", "Load Model Patch"),),
+            cannot_run=(
+                f"This package does not run ControlNets of {FAMILY_21}: use ComfyUI's Load Model "
+                f"Patch (ComfyUI {COMFYUI_21} or newer).",
+            ),
         )
     return None
 

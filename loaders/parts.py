@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..spec.families import LICENCE_21
-from ..spec.transformer import COMFYUI_21, FAMILY_21, GATE_UP, GATED, SHAPE_21
+from ..spec.transformer import FAMILY_21, GATE_UP, GATED, SHAPE_21
 from ..spec.vae import PUBLISHED_VAE
 from .header import TensorInfo
 
@@ -206,16 +206,6 @@ QWEN3_VL = "Qwen3-VL"
 SIZES_OF_QWEN3_VL = {2048: "2B", 2560: "4B", 4096: "8B", 5120: "32B"}  # by their width
 # The gated MLP of its blocks: gate and up apart, or, in ComfyUI's files, in one weight.
 MLP_21 = ("img_mlp.proj", "img_mlp.gate_layer", GATE_UP, "img_mlp.out")
-
-
-def left_to_comfyui(what: str, node: str, *, instead: str = "") -> str:
-    """Says which node of ComfyUI loads what this package does not run.
-
-    Args:
-        instead: what to choose in this package, with the comma and "or" behind it.
-    """
-    since = f"(ComfyUI {COMFYUI_21} or newer)"
-    return f"This package does not run {what}: {instead}use ComfyUI's {node} {since}."
 
 
 def qwen_image_21(tensors: Tensors) -> Identity | None:

@@ -9,8 +9,8 @@ from .common import CATEGORY, require_host, with_report
 MOST_TILES = 4096
 
 
-def _tiles_input() -> io.Int.Input:
-    return io.Int.Input(
+def _settings() -> tuple[io.Int.Input, io.Boolean.Input]:
+    tiles = io.Int.Input(
         "tiles",
         default=0,
         min=0,
@@ -21,10 +21,7 @@ def _tiles_input() -> io.Int.Input:
         "always the whole image; ComfyUI may move other models off the card for it. More: at least "
         "that many tiles.",
     )
-
-
-def _fused_input() -> io.Boolean.Input:
-    return io.Boolean.Input(
+    fused = io.Boolean.Input(
         "fused",
         default=True,
         optional=True,
@@ -32,6 +29,7 @@ def _fused_input() -> io.Boolean.Input:
         tooltip="On: 2-D convolutions with fused kernels between them, in less than half the time "
         "and memory, the same up to rounding. Off: ComfyUI's own layers, bit for bit.",
     )
+    return tiles, fused
 
 
 def _report_output() -> io.String.Output:
@@ -64,8 +62,7 @@ class QwenL40SVAEDecode(io.ComfyNode):
             inputs=[
                 io.Latent.Input("samples", tooltip="The latents from the sampler."),
                 io.Vae.Input("vae", tooltip="From any loader."),
-                _tiles_input(),
-                _fused_input(),
+                *_settings(),
             ],
             outputs=[
                 io.Image.Output(tooltip="To Save Image, as from ComfyUI's VAE Decode."),
@@ -112,8 +109,7 @@ class QwenL40SVAEEncode(io.ComfyNode):
                     "VAE Encode takes a batch as the frames of one video.",
                 ),
                 io.Vae.Input("vae", tooltip="From any loader."),
-                _tiles_input(),
-                _fused_input(),
+                *_settings(),
             ],
             outputs=[
                 io.Latent.Output(

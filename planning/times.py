@@ -411,17 +411,16 @@ def decode_seconds(request: RunRequest, tiles: Size | int, rates: Rates) -> floa
     Args:
         tiles: (rows, columns), or how many; 1 is whole.
     """
-    return (
-        request.batch
-        * request.frames
-        * vae_seconds("decode", request.vae, _latent(request), tiles, rates, FUSED)
-    )
+    side = request.vae.pixels
+    latent = request.height // side, request.width // side
+    one = vae_seconds("decode", request.vae, latent, tiles, rates, FUSED)
+    return request.batch * request.frames * one
 
 
-def encode_image_seconds(request: RunRequest, rates: Rates, tiles: Size | int = 1) -> float:
+def encode_image_seconds(request: RunRequest, rates: Rates) -> float:
     """The reference images of a run, each of one megapixel; once for all of its prompts."""
     side = REFERENCE_SIDE // request.vae.pixels
-    return request.references * vae_seconds("encode", request.vae, (side, side), tiles, rates)
+    return request.references * vae_seconds("encode", request.vae, (side, side), 1, rates)
 
 
 def vae_seconds(
@@ -446,11 +445,6 @@ def vae_seconds(
         seconds = operations / rates.convolution + moved / rates.bandwidth
         return copied + share * rows * columns * seconds
     return copied + share * _seconds(direction, shape, latent, tiles, rates)
-
-
-def _latent(request: RunRequest) -> Size:
-    side = request.vae.pixels
-    return request.height // side, request.width // side
 
 
 def _seconds(
