@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import comfy.ldm.wan.vae
 import comfy.model_management
 import comfy.model_patcher
 import comfy.ops
@@ -30,10 +29,12 @@ from comfy.text_encoders.llama import Qwen25_7BVLI
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..hosts.comfyui.load.linear import quantized_operations
+from ..hosts.comfyui.load.vae import vae_shapes
 from ..hosts.comfyui.lora.bypass import Matrices, add_bypass
 from ..hosts.comfyui.sample.attention import SLOT
 from ..hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from ..hosts.comfyui.sample.run import OPTIMIZATION_KEY
+from ..loaders.convert import shapes_of
 from ..loaders.quantize import layers_to_quantize, quantize_rows, row_format
 from ..loaders.quantized_file import MARKER_2511
 from ..loaders.stored import StoredLayer
@@ -70,7 +71,6 @@ CFG = 4.0
 # A negative prompt is short, and so ComfyUI computes it in a pass of its own.
 NEGATIVE_TOKENS = 20
 PUBLISHED_DIM, SMALL_DIM = 96, 8
-LATENT_CHANNELS = 16
 Found = TypeVar("Found")
 # (BaseModel, model_options with the wrappers of the run) -> anything
 Body = Callable[[Any, dict[str, Any]], Found]
@@ -363,28 +363,10 @@ def random_vae(device: torch.device, *, small: bool) -> comfy.sd.VAE:
     return vae
 
 
-def vae_shapes(dim: int = PUBLISHED_DIM) -> Shapes:
-    """Of ComfyUI's class for Qwen-Image's VAE."""
-    with torch.device("meta"):
-        vae = comfy.ldm.wan.vae.WanVAE(
-            dim=dim,
-            z_dim=LATENT_CHANNELS,
-            dim_mult=[1, 2, 4, 4],
-            num_res_blocks=2,
-            attn_scales=[],
-            temperal_downsample=[False, True, True],
-        )
-    return _shapes_of(vae)
-
-
 def text_encoder_shapes() -> Shapes:
     """Of ComfyUI's class; the published file holds the language model's head too."""
     model = Qwen25_7BVLI({}, torch.bfloat16, "meta", torch.nn)
-    return _shapes_of(model) | {"lm_head.weight": (VOCABULARY, TEXT_WIDTH)}
-
-
-def _shapes_of(model: torch.nn.Module) -> Shapes:
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return shapes_of(model) | {"lm_head.weight": (VOCABULARY, TEXT_WIDTH)}
 
 
 def write_models(folder: Path, device: torch.device | None = None) -> None:
@@ -396,7 +378,7 @@ def write_models(folder: Path, device: torch.device | None = None) -> None:
     for path, shapes in (
         (folder / "diffusion_models" / TRANSFORMER, FULL_SIZE.tensors()),
         (folder / "text_encoders" / TEXT_ENCODER, text_encoder_shapes()),
-        (folder / "vae" / VAE, vae_shapes()),
+        (folder / "vae" / VAE, vae_shapes(PUBLISHED_DIM)),
     ):
         write_random(path, shapes, device or torch.device("cuda"))
 

@@ -54,7 +54,6 @@ class PlanOption:
         request: What runs, with the transformer's sizes in the setting's precision.
         setting: What the plan settles. Where it is not resident, the host moves what does not stay.
         reasons: {of what: why, with figures}, in order.
-        as_asked: Whether everything is kept that the request names.
         recommended: Whether it is the one of its plan to take.
     """
 
@@ -62,7 +61,6 @@ class PlanOption:
     request: RunRequest
     setting: Setting
     reasons: Mapping[str, str] = field(default_factory=dict, repr=False)
-    as_asked: bool = True
     recommended: bool = False
 
     @property
@@ -219,9 +217,7 @@ def plan(
         )
         for option in order
     ]
-    others = [
-        replace(option, as_asked=False, recommended=not index) for index, option in enumerate(stay)
-    ]
+    others = [replace(option, recommended=not index) for index, option in enumerate(stay)]
     return (*asked, *others)
 
 

@@ -159,7 +159,9 @@ def _plan(
     for name, value in named.items():
         if value < 1:
             raise SettingError(f"{name} must be at least 1, got {value}.")
-    least = tiles or min(shape.least_tiles, height * width)
+    # The last layers of 2.1 hold so much at once that two tiles take half of what ComfyUI's strips
+    # take, for 5 to 11 % more arithmetic to decode 2048x2048 and 1024x1024.
+    least = tiles or min(2 if shape.fused and shape.shortcut_frames else 1, height * width)
     if not 1 <= least <= height * width:
         raise SettingError(
             f"the number of tiles must be 0 (automatic) or at most the {height * width} latent "

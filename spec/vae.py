@@ -41,15 +41,6 @@ class VaeShape:
         """Of a latent one's side."""
         return 2 ** (len(self.widths) - 1)
 
-    @property
-    def least_tiles(self) -> int:
-        """That an image is cut into where nobody asks for the whole.
-
-        The last layers of 2.1 hold so much at once that two tiles take half of what ComfyUI's
-        strips take, for 5 to 11 % more arithmetic to decode 2048x2048 and 1024x1024.
-        """
-        return 2 if self.fused and self.shortcut_frames else 1
-
     def channels(self, direction: str) -> tuple[int, ...]:
         """Of each stage, from full to latent resolution."""
         dim = self.encoder_dim if direction == "encode" else None

@@ -158,9 +158,10 @@ def header_only(path, shapes):
 
 
 def test_the_random_weights_are_those_of_the_published_files(tmp_path):
-    from qwen_l40s.bench.comfyui import text_encoder_shapes, vae_shapes
+    from qwen_l40s.bench.comfyui import text_encoder_shapes
+    from qwen_l40s.hosts.comfyui.load.vae import vae_shapes
 
-    shapes = FULL_SIZE.tensors(), text_encoder_shapes(), vae_shapes()
+    shapes = FULL_SIZE.tensors(), text_encoder_shapes(), vae_shapes(96)
     roles = ("transformer", "text_encoder", "vae")
     files = [
         header_only(tmp_path / f"{role}.safetensors", found)

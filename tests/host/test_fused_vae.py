@@ -113,7 +113,7 @@ def test_the_error_of_each_dtype_is_the_host_s(dtype, sliced):
     model = copy.deepcopy(exact).to(dtype)
     latents = random(1, 16, 1, 12, 9).to(DEVICE)
     pixels, mean = exact.decode(latents), exact.encode(exact.decode(latents).clamp(-1, 1))
-    shape, given = fused.fused_shape(model), latents.to(dtype)
+    shape, given = FusedLayers.shape(model), latents.to(dtype)
     plan = plan_decode(shape, 12, 9, budget=None, tiles=2 if sliced else None)
     image = tiles.decode(decoder_stages(model, FusedLayers(DEVICE)), given, replace(plan, **sliced))
     plan = plan_encode(shape, 12, 9, budget=None, tiles=2 if sliced else None)
@@ -132,7 +132,7 @@ def test_the_error_of_each_dtype_is_the_host_s(dtype, sliced):
 def test_weights_of_another_dtype_and_place_are_cast_as_the_host_casts_them():
     model = random_vae().first_stage_model.to("cpu", torch.float32)
     latents = random(1, 16, 1, 6, 5).to(DEVICE, torch.bfloat16)
-    plan = plan_decode(fused.fused_shape(model), 6, 5, budget=None)
+    plan = plan_decode(FusedLayers.shape(model), 6, 5, budget=None)
     found = tiles.decode(decoder_stages(model, FusedLayers(DEVICE)), latents, plan)
     there = copy.deepcopy(model).to(DEVICE, torch.bfloat16)
     assert torch.equal(

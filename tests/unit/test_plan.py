@@ -269,13 +269,12 @@ def test_one_option_of_a_plan_is_recommended():
     for name in ("L40S", "4090", "8 GB"):
         options = plan(card(name), USUAL)
         assert [option.recommended for option in options] == [True] + [False] * (len(options) - 1)
-        assert all(option.as_asked for option in options)
     asked, *others = plan(card("4090"), replace(USUAL, precision="bf16"))
-    assert asked.as_asked and not asked.recommended and not asked.resident
+    assert asked.setting.precision == "bf16" and not asked.recommended and not asked.resident
     assert [option.recommended for option in others] == [True, False]
-    assert not any(option.as_asked for option in others)
+    assert "bf16" not in {option.setting.precision for option in others}
     (only,) = plan(card("4 GB"), replace(USUAL, precision="int8"))
-    assert only.recommended and only.as_asked
+    assert only.recommended and only.setting.precision == "int8"
 
 
 @pytest.mark.parametrize("name", ["8 GB", "4 GB"])

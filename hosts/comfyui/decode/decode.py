@@ -108,7 +108,7 @@ def _other_vae(vae: comfy.sd.VAE, ours: bool) -> tuple[str, str | None]:
         why = "it cuts the images of Qwen-Image-2.1 into exact strips"
         return f"{why_own}, and {why}" if why_own else why, ""
     try:
-        channels = fused.fused_shape(model).image_channels
+        channels = fused.FusedLayers.shape(model).image_channels
     except SettingError:
         return "the VAE is a WanVAE whose layers differ from Qwen-Image's", ""
     if channels != vae.output_channels:

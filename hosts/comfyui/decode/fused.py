@@ -26,19 +26,6 @@ from .stages import OwnLayers, cuts_strips, decoder_stages, vae_shape
 HOMES, TORCH = {home.__name__ for home in (vae, vae2_2, comfy.ops)}, "torch.nn.modules."
 
 
-def fused_shape(model: torch.nn.Module) -> VaeShape:
-    """The sizes of a VAE of 1.x or 2.1, as the fused layers run it.
-
-    Raises:
-        SettingError: as `vae_shape`.
-    """
-    if not cuts_strips(model):
-        return replace(vae_shape(model), fused=True)
-    head = model.decoder.head
-    sizes = {"dim": head[0].gamma.shape[0], "encoder_dim": model.dim}
-    return replace(VAE_21, **sizes, image_channels=head[-1].out_channels, fused=True)
-
-
 def not_fused(model: torch.nn.Module) -> str | None:
     """Why a VAE's own layers run, in one clause; None where ours do."""
     if cuts_strips(model):
@@ -80,7 +67,14 @@ class FusedLayers(OwnLayers):
     casts them, each time.
     """
 
-    shape = staticmethod(fused_shape)
+    @staticmethod
+    def shape(model: torch.nn.Module) -> VaeShape:
+        """The sizes of a VAE of 1.x or 2.1."""
+        if not cuts_strips(model):
+            return replace(vae_shape(model), fused=True)
+        head = model.decoder.head
+        sizes = {"dim": head[0].gamma.shape[0], "encoder_dim": model.dim}
+        return replace(VAE_21, **sizes, image_channels=head[-1].out_channels, fused=True)
 
     def __init__(self, device: torch.device) -> None:
         self._ops = choose_pixel_ops(device)

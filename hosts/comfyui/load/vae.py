@@ -140,19 +140,28 @@ def _check(source: Source, names: dict[str, str]) -> dict[str, tuple[int, ...]]:
         }
         check_names(source.path, found, shapes, f"the {FAMILY_21} VAE")
         return shapes
+    given, made = (
+        _channels(found, f"{name}.weight", axis)
+        for name, axis in (("encoder.conv1", 1), ("decoder.head.2", 0))
+    )
+    check_names(source.path, found, vae_shapes(int(dim), given, made), "the Qwen-Image VAE")
+    return found
+
+
+def vae_shapes(dim: int, given: int = 3, made: int = 3) -> dict[str, tuple[int, ...]]:
+    """Of ComfyUI's class for Qwen-Image's VAE, by name."""
     with torch.device("meta"):
-        expected = comfy.ldm.wan.vae.WanVAE(
-            dim=int(dim),
+        vae = comfy.ldm.wan.vae.WanVAE(
+            dim=dim,
             z_dim=LATENT_CHANNELS,
             dim_mult=[1, 2, 4, 4],
             num_res_blocks=2,
             attn_scales=[],
             temperal_downsample=[False, True, True],
-            image_channels=_channels(found, "encoder.conv1.weight", 1),
-            conv_out_channels=_channels(found, "decoder.head.2.weight", 0),
+            image_channels=given,
+            conv_out_channels=made,
         )
-    check_names(source.path, found, shapes_of(expected), "the Qwen-Image VAE")
-    return found
+    return shapes_of(vae)
 
 
 def _class_21(dim: int, decoder: int, found: dict[str, tuple[int, ...]]) -> torch.nn.Module:
