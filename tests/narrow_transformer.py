@@ -122,3 +122,15 @@ def load_patcher(path, form="bf16", off_card=False, disable_dynamic=False):
 
     plan = plan_load(open_source(path, "transformer"), form)
     return load_patcher(replace(plan, named=False, off_card=off_card), disable_dynamic)
+
+
+def sample(model, *prompts, steps=2, cfg=1.0, sampler="euler", noise=None, **more):
+    """A few of ComfyUI's steps, at 64 x 64 from fixed noise; one prompt stands for both."""
+    import comfy.sample
+
+    if noise is None:
+        noise = torch.randn(1, 16, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    prompts = prompts * 2 if len(prompts) == 1 else prompts
+    how = steps, cfg, sampler, "simple", *prompts, torch.zeros_like(noise)
+    with torch.inference_mode():
+        return comfy.sample.sample(model, noise, *how, disable_pbar=True, seed=0, **more).float()

@@ -196,6 +196,25 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("tiny") / "qwen-image")
 
 
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A toy transformer in bf16 in one file, read only."""
+    import torch
+    from diffusers import QwenImageTransformer2DModel
+    from safetensors.torch import save_file
+
+    model = QwenImageTransformer2DModel(
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=24,
+        axes_dims_rope=(4, 6, 6),
+    )
+    path = tmp_path_factory.mktemp("transformer") / "qwen_image_2512.safetensors"
+    save_file({name: t.to(torch.bfloat16) for name, t in model.state_dict().items()}, path)
+    return path
+
+
 @pytest.fixture
 def write_real_width_folder() -> Callable[[Path], Path]:
     """Writes a folder with one block of the real model's widths, bf16, sharded (about 1.6 GB)."""

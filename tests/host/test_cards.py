@@ -76,11 +76,7 @@ def sample(model: Patcher, cfg: float = 1.0, positive: list | None = None, **opt
     """Two Euler steps of 64 image tokens; prompts of different lengths never batch."""
     noise = torch.randn(1, 16, 1, 16, 16, generator=torch.Generator().manual_seed(0))
     positive = [prompt(20)] if positive is None else positive
-    steps = (2, cfg, "euler", "simple", positive, [prompt(7)])
-    latent = torch.zeros_like(noise)
-    return comfy.sample.sample(
-        model, noise, *steps, latent, disable_pbar=True, seed=0, **options
-    ).float()
+    return narrow.sample(model, positive, [prompt(7)], cfg=cfg, noise=noise, **options)
 
 
 @contextlib.contextmanager

@@ -513,9 +513,7 @@ def test_a_new_load_is_read_by_a_pass_first(monkeypatch):
 def sample(model):
     noise, text = torch.ones(LATENTS), torch.ones(1, 9, narrow.SHAPE.joint_dim)
     prompts = [[text, {}]], [[text[:, :5], {}]]
-    arguments = 3, 2.0, "euler", "simple", *prompts, torch.zeros(LATENTS)
-    with torch.inference_mode():
-        return comfy.sample.sample(model, noise, *arguments, disable_pbar=True, seed=0)
+    return narrow.sample(model, *prompts, steps=3, cfg=2.0, noise=noise)
 
 
 @pytest.fixture

@@ -152,19 +152,7 @@ def sample(model, width: int = ONE_BLOCK.joint_dim) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(1, 16, 1, 8, 8, generator=generator)
     positive, negative = torch.randn(2, 1, 6, width, generator=generator)
-    return comfy.sample.sample(
-        model,
-        noise,
-        2,
-        2.5,
-        "euler",
-        "simple",
-        [[positive, {}]],
-        [[negative, {}]],
-        torch.zeros_like(noise),
-        disable_pbar=True,
-        seed=0,
-    )
+    return narrow.sample(model, [[positive, {}]], [[negative, {}]], cfg=2.5, noise=noise)
 
 
 def loaded(name: str, precision: str = "auto", **settings) -> torch.Tensor:

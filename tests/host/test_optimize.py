@@ -89,24 +89,11 @@ def moved(value):
 
 def sample(model, cfg=1.0, steps=2, positive=20, **conditions) -> torch.Tensor:
     """Euler steps at 64 x 64 from fixed noise; prompts of different lengths never batch."""
-    noise = random(1, 16, 1, 8, 8)
     prompts = [
         [[random(1, length, narrow.SHAPE.joint_dim, seed=length), dict(conditions)]]
         for length in (positive, 7)
     ]
-    with torch.inference_mode():
-        return comfy.sample.sample(
-            model,
-            noise,
-            steps,
-            cfg,
-            "euler",
-            "simple",
-            *prompts,
-            torch.zeros_like(noise),
-            disable_pbar=True,
-            seed=0,
-        ).float()
+    return narrow.sample(model, *prompts, steps=steps, cfg=cfg)
 
 
 def difference(found, known) -> float:

@@ -88,19 +88,8 @@ def sample(
     noise = random(batch, 16, 1, size, size)
     texts = [random(1, length, narrow.SHAPE.joint_dim, seed=length) for length in texts]
     conds = [[[text, dict(condition)]] for text in texts]
-    with torch.inference_mode(), running(prompt):
-        return comfy.sample.sample(
-            model,
-            noise,
-            steps,
-            cfg,
-            sampler,
-            "simple",
-            *conds,
-            torch.zeros_like(noise),
-            disable_pbar=True,
-            seed=0,
-        ).float()
+    with running(prompt):
+        return narrow.sample(model, *conds, steps=steps, cfg=cfg, sampler=sampler, noise=noise)
 
 
 def running(prompt: str):

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import QwenImageTransformer2DModel
 from safetensors.torch import save_file
 
 from qwen_l40s.cli import build_parser, main
@@ -459,20 +458,6 @@ def test_without_a_card_it_is_about_an_l40s_and_says_so(capsys, monkeypatch):
     assert json.loads(output.out)["card"] == "L40S"
     assert "no NVIDIA driver answers" in output.err
     assert "L40S" in output.err
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    model = QwenImageTransformer2DModel(
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=24,
-        axes_dims_rope=(4, 6, 6),
-    )
-    path = tmp_path_factory.mktemp("estimate") / "transformer.safetensors"
-    save_file({name: t.to(torch.bfloat16) for name, t in model.state_dict().items()}, path)
-    return path
 
 
 def test_the_true_sizes_of_a_file(capsys, checkpoint):

@@ -6,28 +6,12 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 import torch
-from diffusers import QwenImageTransformer2DModel
 from safetensors.torch import save_file
 
 from qwen_l40s.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    model = QwenImageTransformer2DModel(
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=24,
-        axes_dims_rope=(4, 6, 6),
-    )
-    path = tmp_path_factory.mktemp("inspect") / "qwen_image_2512.safetensors"
-    save_file({name: t.to(torch.bfloat16) for name, t in model.state_dict().items()}, path)
-    return path
 
 
 def test_the_table(checkpoint, capsys):
