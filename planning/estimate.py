@@ -71,9 +71,7 @@ RING_BYTES = 128 * MIB
 IMAGE_COPIES = 2
 
 
-def host_memory(
-    request: RunRequest, setting: Setting, *, moved_bytes: int = 0, quantize_on_load: bool = True
-) -> dict[str, int]:
+def host_memory(request: RunRequest, setting: Setting, *, moved_bytes: int = 0) -> dict[str, int]:
     """{what it is for: bytes of host memory}.
 
     The weights themselves stay in their files, which ComfyUI maps: the system caches them where
@@ -82,14 +80,11 @@ def host_memory(
     Args:
         moved_bytes: of the transformer, what the plan's option brings to the card in each forward
             pass; it waits in host memory, where a copy that was quantized on load is already.
-        quantize_on_load: whether fp8 and int8 are made of a bf16 file on load. A file that is
-            quantized already, such as the node SaveQuantized writes, takes no copy; nor does what
-            `request.parts` says is at hand.
     """
     weights = transformer_bytes(request, setting)
     parts = {"ComfyUI, torch and CUDA": PROGRAM_BYTES}
     copied = 0
-    if quantize_on_load and made_on_load(request, setting):
+    if made_on_load(request, setting):
         counted = weight_bytes(request.transformer, setting.precision)
         copied = counted.gemm + counted.scales
         parts["transformer, quantized on load"] = copied
@@ -99,7 +94,7 @@ def host_memory(
         parts["pinned ring"] = RING_BYTES
     if setting.text_encoder_place != ON_CARD:
         parts["text encoder that waits"] = text_encoder_bytes(request, setting.text_encoder)
-    elif quantize_on_load and encoder_made_on_load(request, setting):
+    elif encoder_made_on_load(request, setting):
         parts["text encoder, quantized on load"] = request.member.text_encoder.quantized_bytes
     parts["transformer that is moved in each pass"] = max(0, moved_bytes - copied)
     pixels = request.batch * request.frames * request.width * request.height

@@ -430,6 +430,10 @@ def test_layers_are_decoded_as_images():
 # ------------------------------------------------------------------------------------- host memory
 
 
+# From a file that is quantized already.
+WRITTEN = RunRequest(parts=Parts(transformer_bytes=25 * GIB, modulation_bytes=12 * GIB))
+
+
 def test_host_memory_is_named_by_what_it_is_for():
     plain = host_memory(RunRequest(), Setting())
     assert set(plain) == {"ComfyUI, torch and CUDA", "images"}
@@ -438,7 +442,7 @@ def test_host_memory_is_named_by_what_it_is_for():
     assert quantized["modulation that waits"] / GIB == pytest.approx(12.66, abs=0.01)
     assert quantized["pinned ring"] == 128 * MIB
     assert quantized["text encoder that waits"] == text_encoder_bytes(RunRequest(), "bf16")
-    written = host_memory(RunRequest(), Setting("int8"), quantize_on_load=False)
+    written = host_memory(WRITTEN, Setting("int8"))
     assert not any("quantized" in name for name in written)
 
 
@@ -468,7 +472,7 @@ def test_what_is_moved_in_each_pass_waits_in_host_memory():
     setting = replace(setting, precision="int8", modulation="off card")
     name = "transformer that is moved in each pass"
     assert name not in host_memory(RunRequest(), setting, moved_bytes=6 * GIB)
-    written = host_memory(RunRequest(), setting, moved_bytes=6 * GIB, quantize_on_load=False)
+    written = host_memory(WRITTEN, setting, moved_bytes=6 * GIB)
     assert written[name] == 6 * GIB
 
 

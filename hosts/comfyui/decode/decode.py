@@ -12,12 +12,11 @@ import comfy.sd
 import torch
 
 from ....errors import SettingError
-from ....loaders.parts import LATENT_CHANNELS_21
 from ....loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_VAE
 from ....optimizations.vae import tiles as pieces
 from ....optimizations.vae.tiles import Progress
 from ....planning.vae import MOST_TOGETHER, VaePlan, plan_decode, plan_encode
-from ....spec.vae import VaeShape
+from ....spec.vae import VAE_21, VaeShape
 from ..record.record import Recording
 from . import fused
 from .batch import WHOLE, VaeBatch
@@ -127,7 +126,7 @@ def _check_channels(latents: torch.Tensor, channels: int | None, *, other: bool 
         other: of another VAE only what is sure: Qwen-Image's latents are no Qwen-Image-2.1's.
     """
     fits = latents.ndim in (4, 5) and latents.shape[1] == channels
-    known = {VaeShape().latent_channels, LATENT_CHANNELS_21}
+    known = {VaeShape().latent_channels, VAE_21.latent_channels}
     if fits or (other and {*latents.shape[1:2], channels} != known):
         return
     raise SettingError(
