@@ -17,6 +17,7 @@ from ..measure.keep import LayerCost, kind_of, propose_keep, summed_error
 from ..spec.formats import QUANTIZED
 from .generate import MAKING, PACKAGES, make, parse_size, side_of
 from .output import ImageTarget, check_writable, print_text, require_packages, write_sheet
+from .quantize import add_keep
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -57,14 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of every image; default: 0"
     )
-    parser.add_argument(
-        "--keep",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="PATTERN",
-        help="layers to keep in bf16, as in `qwen-l40s quantize`",
-    )
+    add_keep(parser, "as in `qwen-l40s quantize`")
     parser.add_argument(
         "--target",
         type=float,

@@ -27,18 +27,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("destination", metavar="DST", help="the .safetensors file to write")
     parser.add_argument("--precision", required=True, metavar="NAME", help="fp8 or int8")
-    parser.add_argument(
-        "--keep",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="PATTERN",
-        help="layers to keep in bf16, such as 'transformer_blocks.0.*' '*.img_mlp.net.2'",
-    )
+    add_keep(parser, "such as 'transformer_blocks.0.*' '*.img_mlp.net.2'")
     parser.add_argument(
         "--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
+
+
+def add_keep(parser: argparse.ArgumentParser, text: str) -> None:
+    """Adds --keep."""
+    how = {"nargs": "+", "action": "extend", "default": [], "metavar": "PATTERN"}
+    parser.add_argument("--keep", **how, help=f"layers to keep in bf16, {text}")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -301,3 +301,10 @@ def write_control(path: Path) -> None:
 
 
 SMALL = {"loras": write_lora, "controlnet": write_control}  # in every test
+
+
+def overlap(one, other):
+    """Whether two boxes share area."""
+    ends = ((box.x, box.x + box.width, box.y, box.y + box.height) for box in (one, other))
+    (left, right, top, bottom), (its_left, its_right, its_top, its_bottom) = ends
+    return left < its_right and its_left < right and top < its_bottom and its_top < bottom

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from browser_page import ComfyPage, put_files, take_files
 from comfyui_server import ROOT, Server
+from workflow_files import overlap
 
 from qwen_l40s.tools.workflows.ui_form import FEWEST_PIXELS, TITLE, Box
 
@@ -65,7 +66,7 @@ def overlapping(boxes: dict[str, list[float]]) -> list[tuple[str, str]]:
     return [
         (one, other)
         for one, other in combinations(found, 2)
-        if found[one]._replace(height=found[one].height - 2).overlaps(found[other].lower(2))
+        if overlap(found[one]._replace(height=found[one].height - 2), found[other].lower(2))
     ]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from workflow_files import overlap
 
 from qwen_l40s import __version__
 from qwen_l40s.spec.families import find_family
@@ -225,12 +226,12 @@ def test_nothing_overlaps_when_nodes_have_said_what_they_did(name: str):
         box = layout.nodes[node.id].with_title()
         nodes[node.title] = box._replace(height=box.height + room_below(node))
     for (first, box), (second, other) in combinations(nodes.items(), 2):
-        assert not box.overlaps(other), (first, second)
+        assert not overlap(box, other), (first, second)
     for (first, box), (second, other) in combinations(layout.frames.items(), 2):
-        assert not box.overlaps(other), (first, second)
+        assert not overlap(box, other), (first, second)
     for title, box in nodes.items():
         for frame in layout.frames.values():
-            if frame.overlaps(box):
+            if overlap(frame, box):
                 assert frame.x <= box.x and box.x + box.width <= frame.x + frame.width, title
                 assert frame.y <= box.y and box.y + box.height <= frame.y + frame.height, title
 

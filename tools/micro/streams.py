@@ -65,6 +65,7 @@ class DualStream:
         sigma: torch.Tensor,
         features: torch.Tensor,
         mask: torch.Tensor,
+        **more: torch.Tensor,
     ) -> torch.Tensor:
         side = math.isqrt(noisy.shape[1])
         return transformer(
@@ -74,6 +75,7 @@ class DualStream:
             timestep=sigma,
             img_shapes=[[(1, side, side)]] * len(noisy),
             return_dict=False,
+            **more,
         )[0]
 
 
@@ -152,16 +154,8 @@ class SingleStream:
         mask: torch.Tensor,
     ) -> torch.Tensor:
         tokens = noisy.shape[1]
-        side = math.isqrt(tokens)
         # One slot of the text encoder stands for 2 x 2 tokens.
-        slots = mask.new_ones(len(mask), tokens // 4)
+        slots = torch.cat([torch.zeros_like(mask), mask.new_ones(len(mask), tokens // 4)], 1)
         transformer.pos_embed.text_lengths = mask.sum(1)
-        return transformer(
-            hidden_states=noisy,
-            encoder_hidden_states=features,
-            encoder_hidden_states_mask=mask,
-            timestep=sigma,
-            img_shapes=[[(1, side, side)]] * len(noisy),
-            img_mask=torch.cat([torch.zeros_like(mask), slots], 1),
-            return_dict=False,
-        )[0][:, -tokens:]
+        given = transformer, noisy, sigma, features, mask
+        return DualStream.velocity(*given, img_mask=slots)[:, -tokens:]

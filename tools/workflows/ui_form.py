@@ -83,15 +83,6 @@ class Box(NamedTuple):
     width: int
     height: int
 
-    def overlaps(self, other: Box) -> bool:
-        """Whether two boxes share area."""
-        return (
-            self.x < other.x + other.width
-            and other.x < self.x + self.width
-            and self.y < other.y + other.height
-            and other.y < self.y + self.height
-        )
-
     def lower(self, by: int) -> Box:
         """The same box further down."""
         return self._replace(y=self.y + by)
