@@ -124,12 +124,20 @@ def load_patcher(path, form="bf16", off_card=False, disable_dynamic=False):
     return load_patcher(replace(plan, named=False, off_card=off_card), disable_dynamic)
 
 
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def difference(found: torch.Tensor, known: torch.Tensor) -> float:
+    return float((found - known).norm() / known.norm())
+
+
 def sample(model, *prompts, steps=2, cfg=1.0, sampler="euler", noise=None, **more):
     """A few of ComfyUI's steps, at 64 x 64 from fixed noise; one prompt stands for both."""
     import comfy.sample
 
     if noise is None:
-        noise = torch.randn(1, 16, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+        noise = random(1, 16, 1, 8, 8)
     prompts = prompts * 2 if len(prompts) == 1 else prompts
     how = steps, cfg, sampler, "simple", *prompts, torch.zeros_like(noise)
     with torch.inference_mode():

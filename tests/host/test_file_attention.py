@@ -12,6 +12,7 @@ import narrow_transformer as narrow
 import pytest
 import torch
 from comfyui_boot import BASE, folder
+from narrow_transformer import difference
 from safetensors.torch import load_file, save_file
 
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
@@ -91,10 +92,6 @@ def said_in_saved(patcher):
     QwenL40SSaveQuantized.execute(patcher, "int8", "said", True, "")
     entries = {name: t for name, t in load_file(SAVED).items() if "comfy_attention" in name}
     return {name: json.loads(bytes(t.tolist())) for name, t in entries.items()}
-
-
-def difference(found, known):
-    return float((found - known).norm() / known.norm())
 
 
 EXACT = functools.cache(lambda: forward(model(), []))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfyui_boot import MODE, folder
+from narrow_transformer import difference
 
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 
@@ -38,10 +39,6 @@ def sample(model: comfy.model_patcher.ModelPatcher, cfg: float = 1.0) -> torch.T
     generator = torch.Generator().manual_seed(1)
     prompts = (torch.randn(1, n, narrow.SHAPE.joint_dim, generator=generator) for n in (20, 7))
     return narrow.sample(model, *([[prompt, {}]] for prompt in prompts), cfg=cfg)
-
-
-def difference(found: torch.Tensor, known: torch.Tensor) -> float:
-    return float((found - known).norm() / known.norm())
 
 
 def with_lora(model: comfy.model_patcher.ModelPatcher) -> comfy.model_patcher.ModelPatcher:

@@ -19,6 +19,7 @@ from comfy_kitchen.backends.eager.w4a8_int8 import (
     quantize_w4a8_int8_weight,
 )
 from comfyui_boot import folder
+from narrow_transformer import difference
 from safetensors.torch import load_file, save_file
 
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
@@ -177,10 +178,6 @@ def edited(model, **settings) -> torch.Tensor:
         transformer_options={},
         **settings,
     )
-
-
-def difference(found: torch.Tensor, known: torch.Tensor) -> float:
-    return float((found - known).norm() / known.norm())
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfyui_boot import MODE, folder
+from narrow_transformer import difference, random
 
 from qwen_l40s.errors import SettingError
 from qwen_l40s.hosts.comfyui.load import plan as load_plan
@@ -51,10 +52,6 @@ def load(form="bf16", off_card=True, path=PATH, disable_dynamic=False):
         return narrow.load_patcher(path, form, off_card, disable_dynamic)
 
 
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def sample(model, cfg=1.0, steps=3, sampler="euler", positive=20, hooks=None, batch=1, **more):
     """A few steps at 64 x 64 from fixed noise; prompts of different lengths never batch."""
     noise = random(batch, 16, 1, 8, 8)
@@ -65,10 +62,6 @@ def sample(model, cfg=1.0, steps=3, sampler="euler", positive=20, hooks=None, ba
         conds[0][0][1]["hooks"] = hooks
     how = {"steps": steps, "cfg": cfg, "sampler": sampler, "noise": noise, **more}
     return narrow.sample(model, *conds, **how)
-
-
-def difference(found, known) -> float:
-    return float((found - known).norm() / known.norm())
 
 
 def figures(model) -> PassFigures:

@@ -22,6 +22,7 @@ import torch
 from comfy.ldm.qwen_image.model import Attention, QwenImageTransformerBlock
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfyui_boot import MODE, folder
+from narrow_transformer import difference, random
 
 from qwen_l40s.errors import CheckpointError, SettingError, UnavailableError
 from qwen_l40s.hosts.comfyui import contract
@@ -49,10 +50,6 @@ PATH = narrow.write(FOLDER / "bf16.safetensors", WEIGHTS)
 # ComfyUI computes this model in fp32 on a processor and in bf16 on a card.
 SAME = 2e-6 if MODE == "cpu" else 1e-2
 HOST_ATTENTION = OptimizeSettings(attention="comfyui")
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def stock(form: str = "bf16") -> comfy.model_patcher.ModelPatcher:
@@ -94,10 +91,6 @@ def sample(model, cfg=1.0, steps=2, positive=20, **conditions) -> torch.Tensor:
         for length in (positive, 7)
     ]
     return narrow.sample(model, *prompts, steps=steps, cfg=cfg)
-
-
-def difference(found, known) -> float:
-    return float((found - known).norm() / known.norm())
 
 
 def assert_same(known, found, most=SAME):

@@ -16,6 +16,7 @@ import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 from comfyui_boot import MODE, folder
+from narrow_transformer import difference
 
 from qwen_l40s.errors import CheckpointError
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
@@ -47,10 +48,6 @@ def sample(model, steps=2, text=20):
     generator = torch.Generator().manual_seed(1)
     prompt = [[torch.randn(1, text, narrow.SHAPE.joint_dim, generator=generator), {}]]
     return narrow.sample(model, prompt, steps=steps)
-
-
-def difference(found, known):
-    return float((found - known).norm() / known.norm())
 
 
 def assert_same(known, found):

@@ -23,6 +23,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy_execution.utils import CurrentNodeContext
 from comfy_extras.nodes_easycache import EasyCacheNode, LazyCacheNode
 from comfyui_boot import MODE, ROOT, folder
+from narrow_transformer import random
 
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
 from qwen_l40s.hosts.comfyui.estimate import cards as this_card
@@ -69,10 +70,6 @@ MICRO = ROOT / "models" / "micro"
 PATH = narrow.write(FOLDER / "bf16.safetensors", narrow.weights())
 HOST_ATTENTION = OptimizeSettings(attention="comfyui")
 L40S = CardFacts("NVIDIA L40S", 46068 * 2**20, (8, 9))
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def load(off_card: bool = False) -> comfy.model_patcher.ModelPatcher:

@@ -897,16 +897,16 @@ def write_folder(path, pipeline="QwenImagePipeline", config=None, hidden=24, **k
     return path
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "kwargs", "family"),
-    [
-        ("QwenImagePipeline", {}, "Qwen-Image or 2512"),
-        ("QwenImageEditPipeline", {}, "Qwen-Image-Edit"),
-        ("QwenImageEditPlusPipeline", {}, "Qwen-Image-Edit-2509"),
-        ("QwenImageEditPlusPipeline", {"zero_cond_t": True}, "Qwen-Image-Edit-2511"),
-        ("QwenImageLayeredPipeline", {"use_additional_t_cond": True}, "Qwen-Image-Layered"),
-    ],
-)
+PIPELINES = [
+    ("QwenImagePipeline", {}, "Qwen-Image or 2512"),
+    ("QwenImageEditPipeline", {}, "Qwen-Image-Edit"),
+    ("QwenImageEditPlusPipeline", {}, "Qwen-Image-Edit-2509"),
+    ("QwenImageEditPlusPipeline", {"zero_cond_t": True}, "Qwen-Image-Edit-2511"),
+    ("QwenImageLayeredPipeline", {"use_additional_t_cond": True}, "Qwen-Image-Layered"),
+]
+
+
+@pytest.mark.parametrize(("pipeline", "kwargs", "family"), PIPELINES)
 def test_a_diffusers_folder_tells_the_family_member(tmp_path, pipeline, kwargs, family):
     checkpoint = inspect_checkpoint(write_folder(tmp_path / "model", pipeline, **kwargs))
     assert (checkpoint.kind, checkpoint.pipeline) == ("diffusers folder", pipeline)

@@ -9,6 +9,7 @@ import os
 import pytest
 from test_checkpoint import (
     LORA_FORMS,
+    PIPELINES,
     comfy_quant,
     lora_specs,
     micro_transformer,
@@ -111,15 +112,7 @@ def test_a_component_folder_with_its_config(tmp_path, role):
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize(
-    ("pipeline", "kwargs", "family"),
-    [
-        ("QwenImagePipeline", {}, "Qwen-Image or 2512"),
-        ("QwenImageEditPipeline", {}, "Qwen-Image-Edit"),
-        ("QwenImageEditPlusPipeline", {}, "Qwen-Image-Edit-2509"),
-        ("QwenImageEditPlusPipeline", {"zero_cond_t": True}, "Qwen-Image-Edit-2511"),
-        ("QwenImageLayeredPipeline", {"use_additional_t_cond": True}, "Qwen-Image-Layered"),
-        ("SomebodysPipeline", {}, "Qwen-Image"),
-    ],
+    ("pipeline", "kwargs", "family"), [*PIPELINES, ("SomebodysPipeline", {}, "Qwen-Image")]
 )
 def test_a_diffusers_folder_names_the_family(tmp_path, role, pipeline, kwargs, family):
     folder = write_folder(tmp_path / "model", pipeline, **kwargs)
