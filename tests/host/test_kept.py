@@ -1,6 +1,8 @@
 """The kept file: what a load has quantized, taken by the next load instead of quantizing again."""
 
+import contextlib
 import errno
+import json
 import logging
 import os
 import shutil
