@@ -166,8 +166,8 @@ READ, READ_QUANTIZED = Range(2.0 / 40.9e9, 0.48 / 6.88e9), Range(0.3 / 27.3e9, 0
 TO_CARD = Range(5.2 / 40.9e9, 4.2 / 27.3e9)
 # What `first_prompts` of `measured.json` took besides: 27.2 GB of bf16 that were quantized on load,
 # to fp8 and to int8, and in the first pass of a process the choices, checks and kernels' loading.
-QUANTIZING = Range(10.5 / 27.2e9, 16.6 / 27.2e9)
-FIRST_PASS = Range(2.5, 3.5)
+QUANTIZING = Range(2.2 / 27.2e9, 2.8 / 27.2e9)
+FIRST_PASS = Range(0, 0)
 # ComfyUI until it answers: interpreter, torch, its nodes and this package (eight starts on the
 # host of an H200, files in its page cache).
 START = Range(12.6, 17.4)
