@@ -125,7 +125,7 @@ def test_precisions_and_reasons(requested, card, stored, name, reasons):
             "auto",
             L40S,
             "bf16",
-            "auto: the most exact that fits; 3.0 GiB to spare on NVIDIA L40S",
+            "auto: the most exact that fits; 2.9 GiB to spare on NVIDIA L40S",
         ),
         ("auto", RTX_4090, "bf16", "auto: bf16 does not fit; "),
         ("auto", RTX_3060, "bf16", "GiB moves to RTX 3060 in every pass"),
