@@ -198,7 +198,7 @@ def cache_case(draw: Draw, method: str = "schedule") -> Any:
     steps = draw("steps", (1, 8, 11, 14, 20, 30, 40, 50, 80))
     sigmas = usual_sigmas(steps, draw("tokens", (256, 4096, 9999)))
     it = plan_steps(sigmas, replace(settings, method=method), draw("kept", ((), (5, 9))))
-    return pick(it, "skipped allowed most")
+    return pick(it, "skipped")
 
 
 def together_case(draw: Draw) -> Any:
