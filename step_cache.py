@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from .errors import SettingError
 
 OFF, CUSTOM = "off", "custom"
+# The second, of older workflows, runs as the first.
 SCHEDULE, ADAPTIVE = "schedule", "adaptive"
 METHODS = (SCHEDULE, ADAPTIVE)
 # A run of fewer steps, such as one with a Lightning LoRA, has none to spare.
@@ -41,9 +42,8 @@ class CacheSettings:
         head, tail: Shares of all steps that are computed at the beginning and at the end.
         longest: Most steps that are skipped in a row.
         gain: Of the slope between the last two computed velocities; 0 holds the last.
-        method: `SCHEDULE` decides before the run, `ADAPTIVE` at each step by how much the first
-            block's input has changed.
-        threshold: Of `ADAPTIVE`: what those changes may add up to before a step is computed.
+        method: `ADAPTIVE`, which is gone, runs as `SCHEDULE`; the report says so.
+        threshold: Of `ADAPTIVE`; does nothing.
         audit: Whether skipped steps are computed as well, to log the true error of each forecast.
 
     Raises:
@@ -73,9 +73,7 @@ class CacheSettings:
                     f"The step cache's {name} is {value!r}: choose a {kind} from {least} to {most}."
                 )
         if self.method not in METHODS:
-            raise SettingError(
-                f"The step cache has no method {self.method!r}: choose {' or '.join(METHODS)}."
-            )
+            raise SettingError(f"The step cache has no method {self.method!r}: choose {SCHEDULE}.")
         if not isinstance(self.audit, bool):
             raise SettingError(f"The step cache's audit is {self.audit!r}: choose True or False.")
 
@@ -107,16 +105,12 @@ class StepPlan:
     """Which steps of a run are skipped.
 
     Attributes:
-        skipped: Of each step, whether it is; with `ADAPTIVE` none is before the run.
-        reason: Why none is, in one clause; empty where some are, or may be.
-        allowed: Of each step, whether it may be.
-        most: How many steps may be.
+        skipped: Of each step, whether it is.
+        reason: Why none may be, in one clause; empty where some may.
     """
 
     skipped: tuple[bool, ...]
     reason: str = ""
-    allowed: tuple[bool, ...] = ()
-    most: int = 0
 
     @property
     def steps(self) -> int:
@@ -151,11 +145,8 @@ def plan_steps(
     if settings.name != CUSTOM:
         most = min(most, steps - FEWEST_COMPUTED)
     most = max(0, most)
-    skipped = (False,) * steps
-    if settings.method == SCHEDULE:
-        skipped = _cheapest(tuple(sigmas), allowed, most, settings.longest)
-    reason = "" if most else f"of {steps} steps none may be skipped"
-    return StepPlan(skipped, reason, allowed, most)
+    skipped = _cheapest(tuple(sigmas), allowed, most, settings.longest)
+    return StepPlan(skipped, "" if most else f"of {steps} steps none may be skipped")
 
 
 def _unusable(sigmas: Sequence[float]) -> str:
@@ -188,9 +179,8 @@ def computed_steps(steps: int, name: str) -> int:
 
 
 def computed_with(steps: int, settings: CacheSettings) -> int:
-    """The same with any settings, as few as it may be with `ADAPTIVE`, which decides in the run."""
-    decided = replace(settings, method=SCHEDULE)
-    return plan_steps(usual_sigmas(steps), decided).computed
+    """The same with any settings."""
+    return plan_steps(usual_sigmas(steps), settings).computed
 
 
 def usual_sigmas(steps: int, tokens: int = 4096) -> list[float]:
@@ -254,101 +244,3 @@ def _cheapest(
     count = max(count for count, _ in ways)
     _, best = min(way for (skipped, _), way in ways.items() if skipped == count)
     return tuple(bool(best >> i & 1) for i in range(steps))
-
-
-# What the adaptive method goes by.
-
-
-@dataclass(frozen=True)
-class Curve:
-    """How far the transformer's answer moves in a step, by how far its first block's input does.
-
-    Both are relative L1 changes since the step before (`optimizations/change_gate`).
-
-    Attributes:
-        coefficients: Of a polynomial, the highest power first.
-        least, most: The changes that it was fitted on.
-        steps: Of the runs that it was fitted on.
-        precision: Of the weights.
-        source: What it is, in a few words for reports.
-    """
-
-    coefficients: tuple[float, ...]
-    least: float
-    most: float
-    steps: int
-    precision: str
-    source: str
-
-    def __call__(self, change: float) -> float:
-        """At least 0; of a change below `least` what that gives.
-
-        Above `most` the polynomial may fall or cross 0, so that the answer is infinite, as for NaN.
-        """
-        if not change <= self.most:
-            return math.inf
-        value = 0.0
-        for coefficient in self.coefficients:
-            value = value * max(change, self.least) + coefficient
-        return max(value, 0.0)
-
-
-# Signal A of IonDen/mlx-teacache (Apache-2.0), Qwen-Image in 4 bits, CFG 4, 7 prompts each:
-# scripts/_calibration_qwen.json for 20 steps at 512x512 (R2 0.946, on 3 other prompts 0.944),
-# src/mlx_teacache/variants/qwen_image/config.py for 50 steps at 768x768 (R2 0.849 and 0.845). For
-# 50 steps `least` is where the curve has the lowest value that docs/calibration.md gives, 0.067,
-# and `most` is where the curve still rises.
-PUBLISHED_CURVES = (
-    Curve(
-        (45.1442944188745, -52.91131412057809, 17.078368811436963, 0.10393043235768819, 0.0),
-        *(0.09283242676308609, 0.7861665809833119, 20, "q4"),
-        "the curve published for 20 steps of Qwen-Image",
-    ),
-    Curve(
-        (-12.954226906135869, 8.883805167578382, -0.9363839862290331, 1.4538816050570036, 0.0),
-        *(0.0466, 0.5, 50, "q4"),
-        "the curve published for 50 steps of Qwen-Image",
-    ),
-)
-
-
-def published_curve(steps: int) -> Curve:
-    """The published curve of a count of steps; for another count one made of both.
-
-    A step of N is N / 20 times shorter than one of 20, and so are the changes in it.
-    """
-    for curve in PUBLISHED_CURVES:
-        if curve.steps == steps:
-            return curve
-    few, many = (_scaled(curve, steps) for curve in PUBLISHED_CURVES)
-    ends = [1 / curve.steps for curve in PUBLISHED_CURVES]
-    share = min(max((ends[0] - 1 / steps) / (ends[0] - ends[1]), 0.0), 1.0)
-
-    def mixed(a: float, b: float) -> float:
-        return (1 - share) * a + share * b
-
-    return Curve(
-        tuple(map(mixed, few.coefficients, many.coefficients)),
-        mixed(few.least, many.least),
-        mixed(few.most, many.most),
-        steps,
-        few.precision,
-        f"a curve for {steps} steps made of those published for 20 and 50, uncalibrated",
-    )
-
-
-def _scaled(curve: Curve, steps: int) -> Curve:
-    """A curve for another count of steps, if changes are in proportion to a step's length."""
-    factor = steps / curve.steps
-    degree = len(curve.coefficients) - 1
-    coefficients = tuple(
-        coefficient * factor ** (degree - place - 1)
-        for place, coefficient in enumerate(curve.coefficients)
-    )
-    return replace(
-        curve,
-        coefficients=coefficients,
-        least=curve.least / factor,
-        most=curve.most / factor,
-        steps=steps,
-    )

@@ -28,9 +28,13 @@ COMMANDS = {
     "inspect": "say what a checkpoint is, from its header",
     "quantize": "write a transformer to an fp8 or int8 file",
     "audit": "measure the error of fp8 or int8 on your checkpoint",
-    "calibrate-cache": "fit the adaptive step cache to your checkpoint",
     "bench": "time this package against ComfyUI and diffusers",
     "doctor": "check card, packages, ComfyUI, model files and disks",
+}
+# {a command that is gone: why, and what does its work}
+GONE = {
+    "calibrate-cache": "calibrate-cache is gone, with the step cache's adaptive method that it was "
+    "for: choose --cache faithful, balanced or fast, which need no calibration."
 }
 EXIT_CODES = """\
 exit codes:
@@ -79,6 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         One of `EXIT_CODES`.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in GONE:
+        print(f"qwen-l40s: error: {GONE[argv[0]]}", file=sys.stderr)
+        return 2
     args, unknown = build_parser(argv).parse_known_args(argv)
     if unknown:
         args.error(f"unrecognized arguments: {' '.join(unknown)}")

@@ -16,12 +16,11 @@ from typing import Any
 from ..planning.cards import Card, name_key
 from ..planning.rates import LAUNCHES, Launches, Rates
 from ..spec.formats import MULTIPLIED
-from ..step_cache import Curve
 
 logger = logging.getLogger(__name__)
 
-CARDS, CALIBRATION, ATTENTION = "cards.json", "calibration.json", "attention.json"
-CURVES, LINKS = "step_cache.json", "links.json"
+CARDS, CALIBRATION = "cards.json", "calibration.json"
+ATTENTION, LINKS = "attention.json", "links.json"
 VERSION = 1
 FIGURES = ("attention", "bandwidth", "convolution", "encoder", "pcie")
 LAUNCH_SECONDS, GRAPH = "launch_seconds", "graph"
@@ -168,12 +167,8 @@ def _launches(measured: Any) -> Launches | None:
 
 
 def _is_rate(value: Any) -> bool:
-    return _is_number(value) and value > 0
-
-
-def _is_number(value: Any) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value)
+    return number and math.isfinite(value) and value > 0
 
 
 def _figure(value: float) -> float:
@@ -256,71 +251,6 @@ def _save(path: Path, key: str, entry: Mapping[str, Any]) -> None:
         _log(path, error.strerror or str(error))
 
 
-# What `qwen-l40s calibrate-cache` found out about the user's own checkpoints.
-
-CURVE_FIGURES = ("least", "most")
-
-
-def load_curve(checkpoint: str, precision: str, steps: int) -> Curve | None:
-    """The curve that was fitted on one checkpoint; None where there is none that can be used.
-
-    A file that is damaged counts as empty and is logged once.
-
-    Args:
-        checkpoint: Its `optimizations.change_gate.checkpoint_id`.
-        precision: Of its weights, such as "bf16".
-        steps: Of a run.
-    """
-    return _curves(cache_folder()).get((checkpoint, precision, steps))
-
-
-def with_curve(folder: Path, checkpoint: str, new: Curve) -> str:
-    """The text of the folder's file with a curve in the place of an older one of its kind."""
-    curves = {**_curves(folder), (checkpoint, new.precision, new.steps): new}
-    entries = [
-        {
-            "checkpoint": known,
-            "precision": curve.precision,
-            "steps": curve.steps,
-            "coefficients": list(curve.coefficients),
-            **{name: getattr(curve, name) for name in CURVE_FIGURES},
-        }
-        for (known, _, _), curve in curves.items()
-    ]
-    return json.dumps({"version": VERSION, "measured": entries}, indent=1) + "\n"
-
-
-def _curves(folder: Path) -> dict[tuple[str, str, int], Curve]:
-    path = folder / CURVES
-    entries = _measured(path)
-    curves = [_curve(entry) for entry in entries] if isinstance(entries, list) else []
-    if None in curves or (entries is not None and not isinstance(entries, list)):
-        _log(path, "an entry is damaged")
-    known = [found for found in curves if found is not None]
-    return {(name, curve.precision, curve.steps): curve for name, curve in known}
-
-
-def _curve(entry: Any) -> tuple[str, Curve] | None:
-    """(checkpoint, its curve) of the file's form; None where a part makes no sense."""
-    with contextlib.suppress(TypeError, KeyError, AttributeError):
-        checkpoint, precision, steps = (
-            entry[name] for name in ("checkpoint", "precision", "steps")
-        )
-        coefficients, least, most = (entry[name] for name in ("coefficients", *CURVE_FIGURES))
-        if (
-            isinstance(checkpoint, str)
-            and isinstance(precision, str)
-            and type(steps) is int
-            and coefficients
-            and all(map(_is_number, coefficients))
-            and all(map(_is_rate, (steps, least, most)))
-            and least <= most
-        ):
-            source = f"the curve that calibrate-cache fitted on this checkpoint in {precision}"
-            return checkpoint, Curve(tuple(coefficients), least, most, steps, precision, source)
-    return None
-
-
 def _measured(path: Path) -> Any:
     """What a file holds; None for a file that is not there or cannot be used."""
     try:
@@ -344,7 +274,6 @@ def _value(entry: tuple[str, float]) -> float:
 REMEDIES = {
     CALIBRATION: "`qwen-l40s bench --calibrate`",
     ATTENTION: "attention is measured again",
-    CURVES: "`qwen-l40s calibrate-cache`",
     LINKS: "links between cards are verified again",
 }
 

@@ -71,7 +71,7 @@ class QwenL40SStepCache(io.ComfyNode):
         if cache is None:  # ComfyUI drops a choice that it does not know
             choices = ", ".join((*CHOICES, CUSTOM))
             raise SettingError(f"cache is missing, or is no choice of this node: choose {choices}.")
-        given = dict(cache)
+        given = {name: value for name, value in cache.items() if value is not None}
         name = given.pop("cache")
         settings = CacheSettings(**given) if name == CUSTOM else cache_settings(name)
         return io.NodeOutput(cache_steps(model, settings))
@@ -102,13 +102,14 @@ def _custom_inputs() -> list[io.Input]:
             "How a forecast goes on from the last two computed steps: 0 repeats the last one, 1 "
             "continues their change in full.",
         ),
+        # Both are gone. A saved graph holds its values by place: there audit comes after them.
         io.Combo.Input(
             "method",
             options=list(METHODS),
             default=USUAL.method,
-            tooltip="schedule: which steps are skipped is decided before the run; the same "
-            "workflow always skips the same ones. adaptive: decided at each step, by how much the "
-            "first block's input has changed.",
+            optional=True,
+            tooltip="Of older workflows: adaptive runs as schedule, which decides before the run.",
+            extra_dict={"hidden": True},
         ),
         io.Float.Input(
             "threshold",
@@ -116,12 +117,14 @@ def _custom_inputs() -> list[io.Input]:
             min=0,
             max=10,
             step=0.01,
-            tooltip="For adaptive: how much change to allow before a step is computed. Higher "
-            "skips more.",
+            optional=True,
+            tooltip="Of older workflows: does nothing.",
+            extra_dict={"hidden": True},
         ),
         io.Boolean.Input(
             "audit",
             default=USUAL.audit,
+            optional=True,
             tooltip="Computes the skipped steps too and reports how far each forecast is off. "
             "Saves no time.",
         ),

@@ -12,11 +12,11 @@ import math
 import time
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from ..step_cache import CacheSettings, plan_steps
+from ..step_cache import ADAPTIVE, SCHEDULE, CacheSettings, plan_steps
 
 # A forecast that misses by more has the next ones refused. A first guess: the micro model's good
 # settings miss by 0.012 to 0.035, its poor ones by 0.05 to 0.14.
@@ -29,19 +29,8 @@ MOST_MISSED = 0.15
 MOST_ASTRAY = 1.5
 SAME_SIGMA = 1e-3  # relative; float32 rounds by 6e-8
 TINY = torch.finfo(torch.float32).tiny
-
-
-class Gate(Protocol):
-    """Says how much the first block's input has changed.
-
-    Attributes:
-        source: What it goes by, in a few words.
-    """
-
-    source: str
-
-    def change(self, x: torch.Tensor, sigma: float) -> float:
-        """Since the last call, on the scale of `CacheSettings.threshold`; 0 at the first."""
+# Of settings that ask for it.
+GONE = f"the method {ADAPTIVE} is gone: the steps are chosen before the run, by {SCHEDULE}"
 
 
 class Computed(NamedTuple):
@@ -90,7 +79,7 @@ class CacheFigures:
     Attributes:
         name: Of the settings.
         steps: Of the schedule.
-        source: Of the gate; empty without one.
+        method: Of the settings.
         skipped: The steps that were forecast, by index.
         missed: At each computed step after skipped ones, |forecast - computed| / |computed|; what
             is not finite is left out.
@@ -107,7 +96,7 @@ class CacheFigures:
 
     name: str
     steps: int
-    source: str = ""
+    method: str = SCHEDULE
     skipped: list[int] = field(default_factory=list)
     missed: list[float] = field(default_factory=list)
     audited: list[float] = field(default_factory=list)
@@ -126,10 +115,10 @@ class CacheFigures:
     def lines(self) -> list[str]:
         """Lines about the run."""
         changed = "size, type, device or CFG change during the run" if self.forgotten else ""
-        by = [f"step cache: chooses its steps by {self.source}"] if self.source else []
+        gone = [f"step cache: {GONE}"] if self.method == ADAPTIVE else []
         if not self.skipped:
             reason = self.reason or changed or "no step is skipped"
-            return [f"step cache: {self.name} has no effect: {reason}", *by]
+            return [f"step cache: {self.name} has no effect: {reason}", *gone]
         said = [f"{self.name} computes {self.computed} of {self.steps} steps"]
         if self.audited:
             said = [
@@ -158,7 +147,7 @@ class CacheFigures:
             said.append(f"starts over: {changed}")
         if self.reason:
             said.append(f"computes the rest of the run: {self.reason}")
-        return [*(f"step cache: {sentence}" for sentence in said), *by]
+        return [*(f"step cache: {sentence}" for sentence in said), *gone]
 
 
 class CachedRun:
@@ -174,7 +163,6 @@ class CachedRun:
         refusal: Why the host wants none skipped, in one clause.
         followed: Where the sampler follows the model's prediction, broadcastable to the latent;
             None for everywhere. Inpainting has a mask.
-        gate: For `ADAPTIVE`.
     """
 
     def __init__(
@@ -185,20 +173,17 @@ class CachedRun:
         kept: Collection[int] = (),
         refusal: str = "",
         followed: torch.Tensor | None = None,
-        gate: Gate | None = None,
     ) -> None:
         self.settings = settings
         self._sigmas = list(sigmas)
-        self._gate = gate
         self._plan = plan = plan_steps(self._sigmas, settings, kept)
-        self.figures = CacheFigures(settings.name, plan.steps, source=gate.source if gate else "")
+        self.figures = CacheFigures(settings.name, plan.steps, settings.method)
         self._followed = followed
         self._reason = refusal or plan.reason
         self._calls = 0
         self._key: Hashable = None
         self._history: list[Computed] = []  # the last two
         self._since: list[int] = []  # skipped since the last computed step
-        self._spent = 0.0  # of the gate's threshold since the last computed step
         self._refusing = False
         self._expected: tuple[torch.Tensor, torch.Tensor] | None = None
         self._watched: list[Later] = []
@@ -240,7 +225,7 @@ class CachedRun:
             return None
         self._forget_if_other((x.shape, x.dtype, x.device, key))
         self._watch(step, x, sigma)
-        if self._astray() or not self._skips(step, x):
+        if self._astray() or not self._skips(step):
             return None
         velocity = self._extrapolated(self._sigmas[step])
         self._since.append(step)
@@ -261,7 +246,6 @@ class CachedRun:
         if self._since:
             self._compare(step, velocity)
         self._history = [*self._history[-1:], Computed(velocity, step, self._sigmas[step])]
-        self._spent = 0.0
         self._expect(step, x, velocity)
 
     def audited(self, velocity: torch.Tensor) -> None:
@@ -289,7 +273,7 @@ class CachedRun:
             figures.seconds_saved = seconds * len(figures.skipped)
         figures.reason = self._reason
         self.stop(self._reason or "the run has ended")
-        self._followed = self._gate = None
+        self._followed = None
         return figures
 
     def _forget_if_other(self, key: Hashable) -> None:
@@ -334,27 +318,13 @@ class CachedRun:
                 return True
         return False
 
-    def _skips(self, step: int, x: torch.Tensor) -> bool:
-        wanted = self._plan.skipped[step] if self._gate is None else self._gated(step, x)
-        if not wanted or len(self._history) < 2:
+    def _skips(self, step: int) -> bool:
+        if not self._plan.skipped[step] or len(self._history) < 2:
             return False
         if not self._since and not (self._refusing and self._plan.skipped[step - 1]):
             self._refusing = self._missed_too_much()  # a row begins
         self.figures.refused += self._refusing
         return not self._refusing
-
-    def _gated(self, step: int, x: torch.Tensor) -> bool:
-        """Whether the gate would have a step skipped."""
-        plan = self._plan
-        # Nobody compares the input any more, or not yet.
-        if len(self.figures.skipped) >= plan.most or not any(plan.allowed[step : step + 2]):
-            return False
-        self._spent += self._gate.change(x, self._sigmas[step])
-        return (
-            plan.allowed[step]
-            and len(self._since) < self.settings.longest
-            and self._spent < self.settings.threshold
-        )
 
     def _missed_too_much(self) -> bool:
         """Whether a forecast that the card has compared since the last look missed by too much.

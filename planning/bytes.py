@@ -15,7 +15,7 @@ from ..errors import SettingError
 from ..spec.formats import BYTES_PER_SCALE, BYTES_PER_WEIGHT, MIB, QUANTIZED
 from ..spec.text_encoder import QWEN25_VL, TextEncoder
 from ..spec.transformer import REFERENCE_TOKENS, TransformerShape
-from ..step_cache import CUSTOM, OFF
+from ..step_cache import OFF
 from .request import EXACT, FAST, INT8_FP8, RunRequest, Setting, replays_graph
 
 BF16, FP32 = 2, 4
@@ -153,8 +153,7 @@ MEASURED_STREAMS = 3
 # is painted, the prediction of each prompt with its sum and weight, and a step's intermediate ones.
 SAMPLER_LATENTS = 10
 # And those of a step cache (optimizations/step_cache.py): the last two velocities, and where the
-# next latent is expected. Its temporaries are gone when the transformer runs. A custom one may be
-# adaptive, and then keeps the first block's input.
+# next latent is expected. Its temporaries are gone when the transformer runs.
 CACHE_LATENTS = 3
 # The entries of optimizations/modulation.py's table.
 MOST_TABLE_BYTES = 512 * 2**20
@@ -303,8 +302,6 @@ def _around(shape: TransformerShape, rows: TokenRows, request: RunRequest) -> in
     latents = SAMPLER_LATENTS + CACHE_LATENTS * (request.cache != OFF)
     sampled = request.batch * request.painted_tokens
     sampler = latents * FP32 * latent * sampled
-    if request.cache == CUSTOM:
-        sampler += BF16 * shape.dim * sampled
     text = request.items * request.prompt_tokens
     given = BF16 * latent * rows.image + BF16 * shape.joint_dim * text
     # ComfyUI's matrices of 2 x 2 for every pair of a head, and cosine and sine separately.

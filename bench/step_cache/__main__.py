@@ -35,7 +35,7 @@ from ...machine.device import choose_device
 from ...micro.scene import Scene
 from ...optimizations.step_cache import MOST_MISSED, CacheFigures
 from ...step_cache import PRESETS, computed_steps, plan_steps, usual_sigmas
-from .calibration import ADAPTIVE, Calibrated, Make, magcache
+from .calibration import Calibrated, Make, magcache
 from .field import TOKENS, Jury, Micro, Prompts, held_out, noise
 from .rules import HeldResidual, MeanCache, Ours, TaylorSeer, taylorseer_steps
 from .run import CFG, Field, Rule, Sampled, sample
@@ -80,7 +80,7 @@ OURS = "ours"
 OTHER_COUNT = 0.5  # steps
 GAINS = {"ours, gain 0": 0.0, "ours, gain 0.75": 0.75, "ours, gain 1": 1.0}
 RULES = (
-    *(OURS, *GAINS, ADAPTIVE, "fewer steps", "residual held", "EasyCache", "LazyCache"),
+    *(OURS, *GAINS, "fewer steps", "residual held", "EasyCache", "LazyCache"),
     *("MagCache", "TeaCache", "TaylorSeer 1", "TaylorSeer 2", "TaylorSeer 1, our steps"),
     *("TaylorSeer 2, our steps", "AdaCache", "MeanCache"),
 )
@@ -108,7 +108,7 @@ def wanted_row(name: str, steps: int, preset: str, calibrated: Calibrated) -> Wa
     if name == "MeanCache":
         fits = steps == MeanCache.STEPS and preset == "balanced"
         return Wanted(sigmas, MeanCache) if fits else None
-    make, threshold = calibrated.gated(name, sigmas, plan.computed, settings)
+    make, threshold = calibrated.gated(name, sigmas, plan.computed)
     return Wanted(sigmas, make, {"threshold": threshold})
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -13,14 +12,11 @@ import numpy as np
 import torch
 
 from ...micro.scene import SEEN_PAIRS, sample_prompts
-from ...step_cache import ADAPTIVE as METHOD
-from ...step_cache import CUSTOM, CacheSettings, Curve
 from .field import Micro, Prompts, noise
 from .rules import (
     AdaCache,
     EasyCache,
     LazyCache,
-    Ours,
     TeaCache,
     magcache_steps,
     relative_change,
@@ -28,7 +24,6 @@ from .rules import (
 from .run import Field, Rule, Run, guided, sample
 
 SEED = 2
-ADAPTIVE = "ours, adaptive"
 GATED = {"EasyCache": EasyCache, "LazyCache": LazyCache, "AdaCache": AdaCache}
 # Halvings of a threshold's range, and how near the number of computed steps has to come.
 HALVINGS, NEAR = 9, 0.15
@@ -44,11 +39,12 @@ class Calibration(NamedTuple):
 
     Attributes:
         ratios: Of each step, the residual's size over that of the step before; the first is 1.
-        curve: How far the prompt's velocity changes, by how far the first block's input does.
+        curve: How far the prompt's velocity changes, by how far the first block's input does: a
+            polynomial's coefficients, the highest power first.
     """
 
     ratios: list[float]
-    curve: Curve
+    curve: list[float]
 
 
 def calibrate(field: Field, sigmas: Sequence[float], x: torch.Tensor) -> Calibration:
@@ -66,9 +62,7 @@ def calibrate(field: Field, sigmas: Sequence[float], x: torch.Tensor) -> Calibra
         before = sizes, modulated, found.velocity[:, 0]
         x = x + (following - sigma) * guided(found.velocity)
     changes, moved = torch.cat(inputs).double(), torch.cat(outputs).double()
-    fit, steps = np.polyfit(changes, moved, 4), len(sigmas) - 1
-    fitted = changes.min().item(), changes.max().item()
-    return Calibration(ratios, Curve(tuple(fit.tolist()), *fitted, steps, "fp32", "fitted"))
+    return Calibration(ratios, np.polyfit(changes, moved, 4).tolist())
 
 
 class Calibrated:
@@ -87,20 +81,11 @@ class Calibrated:
             self._known[steps] = calibrate(self._field, sigmas, self._noise)
         return self._known[steps]
 
-    def gated(
-        self, name: str, sigmas: Sequence[float], wanted: int, preset: CacheSettings
-    ) -> tuple[Make, float]:
-        """A rule with the threshold at which it computes so many steps, or as near as it comes.
-
-        Args:
-            preset: Whose limits our adaptive method keeps.
-        """
+    def gated(self, name: str, sigmas: Sequence[float], wanted: int) -> tuple[Make, float]:
+        """A rule with the threshold at which it computes so many steps, or as near as it comes."""
         curve = self.of(sigmas).curve
 
         def make(threshold: float) -> Make:
-            if name == ADAPTIVE:
-                adaptive = {"name": CUSTOM, "method": METHOD, "threshold": threshold}
-                return partial(Ours, settings=replace(preset, **adaptive), curve=curve)
             if name == "TeaCache":
                 return partial(TeaCache, threshold=threshold, curve=curve)
             return partial(GATED[name], threshold=threshold)

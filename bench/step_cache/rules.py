@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from functools import partial
 
 import torch
 
-from ...optimizations.change_gate import ChangeGate
 from ...optimizations.step_cache import CachedRun, CacheFigures
-from ...step_cache import CacheSettings, Curve
+from ...step_cache import CacheSettings
 from .run import Found, Rule, Run, guided
 
 
@@ -34,18 +32,13 @@ def _mean(x: torch.Tensor) -> torch.Tensor:
 class Ours(Rule):
     """This package's step cache, one `CachedRun` an image, called as a host calls it."""
 
-    def __init__(self, run: Run, settings: CacheSettings, curve: Curve | None = None) -> None:
+    def __init__(self, run: Run, settings: CacheSettings) -> None:
         super().__init__(run)
-        self._curve = curve
-        self._inputs: torch.Tensor | None = None  # of the first block
-        gates = [curve and ChangeGate(partial(self._input, i), curve) for i in range(run.count)]
-        self._runs = [CachedRun(settings, run.sigmas, gate=gate) for gate in gates]
+        self._runs = [CachedRun(settings, run.sigmas) for _ in range(run.count)]
         self._found: list[torch.Tensor | None] = []
 
     def skips(self, step: int, x: torch.Tensor, sigma: float) -> torch.Tensor:
         at = torch.tensor([sigma], device=x.device)
-        if self._curve:
-            self._inputs = self.run.field.modulated(x, sigma)
         self._found = [run.forecast(x[i : i + 1], at) for i, run in enumerate(self._runs)]
         return torch.tensor([found is not None for found in self._found])
 
@@ -58,9 +51,6 @@ class Ours(Rule):
         velocity = guided(found.velocity)
         for place, i in enumerate(rows.tolist()):
             self._runs[i].computed(x[i : i + 1], velocity[place : place + 1])
-
-    def _input(self, image: int, _x: torch.Tensor, _sigma: float) -> torch.Tensor:
-        return self._inputs[image : image + 1]
 
     def figures(self) -> list[CacheFigures]:
         """Of each image, once the run is over."""
@@ -187,7 +177,7 @@ class TeaCache(HeldResidual):
     block's modulated input changes, adds up to less than a threshold; holds the residual.
     """
 
-    def __init__(self, run: Run, threshold: float, curve: Curve) -> None:
+    def __init__(self, run: Run, threshold: float, curve: Sequence[float]) -> None:
         super().__init__(run)
         self._threshold, self._curve = threshold, curve
         self._input: torch.Tensor | None = None
@@ -199,7 +189,7 @@ class TeaCache(HeldResidual):
             return False
         change = relative_change(self._input, before)
         total = self._total
-        for power, coefficient in enumerate(reversed(self._curve.coefficients)):
+        for power, coefficient in enumerate(reversed(self._curve)):
             total = total + coefficient * change**power
         skipped = total < self._threshold
         self._total = total * skipped

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import count
-from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
@@ -26,8 +23,6 @@ from .step_cache import cache_steps
 logger = logging.getLogger(__name__)
 
 StepCallback = Callable[[int, int, torch.Tensor], None]
-# (packed latents, guided velocity, the run's sigmas, the step's index), before each step is taken
-StepWatch = Callable[[torch.Tensor, torch.Tensor, list[float], int], None]
 
 
 @dataclass(frozen=True)
@@ -104,20 +99,16 @@ def sample(
     *,
     progress: bool = True,
     callback: StepCallback | None = None,
-    watch: StepWatch | None = None,
 ) -> torch.Tensor:
     """Denoises; arguments and errors as in `generate`.
 
     Noise comes from one CPU generator for each image, so that it depends neither on the device nor
     on the batch.
 
-    Args:
-        watch: called with what the scheduler gets.
-
     Returns:
         Packed latents (batch, height/16 * width/16, 64).
     """
-    return _sample(pipeline, settled(settings, pipeline), progress, callback, watch)[0]
+    return _sample(pipeline, settled(settings, pipeline), progress, callback)[0]
 
 
 def _sample(
@@ -125,11 +116,8 @@ def _sample(
     settings: GenerateSettings,
     progress: bool,
     callback: StepCallback | None,
-    watch: StepWatch | None = None,
 ) -> tuple[torch.Tensor, CacheFigures | None]:
     pipe = pipeline.to_diffusers(_scheduler(pipeline, settings.steps))
-    if watch is not None:
-        _watch_steps(pipe.scheduler, watch)
     pipe.set_progress_bar_config(disable=not progress)
     _check(pipeline, settings)
 
@@ -188,17 +176,6 @@ def _scheduler(pipeline: LoadedPipeline, steps: int) -> FlowMatchEulerDiscreteSc
     # image would be NaN.
     changes = {"shift_terminal": None} if steps == 1 else {}
     return FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config, **changes)
-
-
-def _watch_steps(scheduler: FlowMatchEulerDiscreteScheduler, watch: StepWatch) -> None:
-    host, places = scheduler.step, count()
-
-    @functools.wraps(host)
-    def step(velocity: torch.Tensor, time: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        watch(x, velocity, scheduler.sigmas.tolist(), next(places))
-        return host(velocity, time, x, *args, **kwargs)
-
-    scheduler.step = step
 
 
 def _check(pipeline: LoadedPipeline, settings: GenerateSettings) -> None:

@@ -16,19 +16,9 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
-from ...optimizations.change_gate import (
-    IDENTIFYING,
-    NOT_ADAPTIVE,
-    ChangeGate,
-    FirstBlock,
-    checkpoint_id,
-    curve_for,
-    is_adaptive,
-)
 from ...optimizations.step_cache import CachedRun, CacheFigures
-from ...step_cache import ADAPTIVE, OFF, CacheSettings, cache_settings
-from .load import PRECISION_DTYPES
-from .patch import Forward, unsupported_model
+from ...step_cache import OFF, CacheSettings, cache_settings
+from .patch import Forward
 
 
 @contextmanager
@@ -58,8 +48,7 @@ def cache_steps(pipeline: DiffusionPipeline, cache: str | CacheSettings) -> Iter
         return
     hung = [Forward(transformer, cached)]
     controlnet = getattr(pipeline, "controlnet", None)
-    # An adaptive run asks the first block, which need not be on the card in ControlNet's turn.
-    if controlnet is not None and settings.method != ADAPTIVE:
+    if controlnet is not None:
         hung.append(Forward(controlnet, _ControlNet(cached)))
     own, host = vars(scheduler), scheduler.step
     before = own.get("step")  # of another extension
@@ -162,13 +151,7 @@ class StepCache:
         refusal = ""
         if getattr(self._transformer, "is_cache_enabled", False):
             refusal = "a cache of diffusers is on the transformer"
-        gate = None
-        if self._settings.method == ADAPTIVE:
-            if unsupported_model(self._transformer) or not is_adaptive(self._transformer):
-                refusal = NOT_ADAPTIVE
-            else:
-                gate = functools.partial(_gate, self._transformer)
-        self.figures, self._run = None, _Run(self._scheduler, self._settings, refusal, gate)
+        self.figures, self._run = None, _Run(self._scheduler, self._settings, refusal)
 
 
 class _ControlNet:
@@ -194,21 +177,13 @@ class _Run:
         scheduler: Whose timesteps are set; it makes `sigmas` anew for each run.
         settings: What may be skipped.
         refusal: As `CachedRun` has it.
-        gate: Makes that of an adaptive run from its sigmas.
     """
 
-    def __init__(
-        self,
-        scheduler: Any,
-        settings: CacheSettings,
-        refusal: str,
-        gate: Callable[[list[float]], ChangeGate] | None = None,
-    ) -> None:
+    def __init__(self, scheduler: Any, settings: CacheSettings, refusal: str) -> None:
         self.sigmas = scheduler.sigmas
         self._scheduler = scheduler
         sigmas = self.sigmas[self._index() :].tolist()
-        made = None if gate is None else gate(sigmas)
-        self.cached = CachedRun(settings, sigmas, refusal=refusal, gate=made)
+        self.cached = CachedRun(settings, sigmas, refusal=refusal)
         self._steps = 0
         self._shape: torch.Size | None = None  # of the latent, once the scheduler has had it
         self._text: torch.Tensor | None = None
@@ -267,29 +242,3 @@ class _Run:
         """Of the scheduler's next step."""
         scheduler = self._scheduler
         return scheduler.begin_index or 0 if scheduler.step_index is None else scheduler.step_index
-
-
-def first_block(transformer: torch.nn.Module, sigmas: list[float]) -> FirstBlock:
-    """Of a transformer whose weights are on their device, for packed latents."""
-    dtype = transformer.dtype
-    return FirstBlock(
-        transformer,
-        sigmas,
-        lambda x: x.to(dtype),
-        lambda times: (1000 * times).to(dtype) / 1000,  # as the pipelines round them
-    )
-
-
-def checkpoint_of(transformer: torch.nn.Module) -> str:
-    """Its `checkpoint_id`; empty where its layers are wrapped or its weights elsewhere."""
-    named = dict(transformer.named_parameters())
-    weights = [named.get(name) for name in IDENTIFYING]
-    known = all(weight is not None and not weight.is_meta for weight in weights)
-    return checkpoint_id(weights) if known else ""
-
-
-def _gate(transformer: torch.nn.Module, sigmas: list[float]) -> ChangeGate:
-    names = {dtype: name for name, dtype in PRECISION_DTYPES.items()}
-    precision = names.get(transformer.dtype, "")
-    curve = curve_for(len(sigmas) - 1, checkpoint_of(transformer), precision)
-    return ChangeGate(first_block(transformer, sigmas), curve)

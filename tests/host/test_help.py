@@ -89,7 +89,13 @@ def test_a_page_names_every_input_that_a_choice_brings(node):
 def brought_by(settings: dict) -> dict[str, dict[str, list]]:
     """{choice: its own inputs} of an input whose choice brings inputs; of another none."""
     options = [option for option in settings.get("options", ()) if isinstance(option, dict)]
-    return {option["key"]: option["inputs"].get("required", {}) for option in options}
+    return {option["key"]: shown_of(option["inputs"]) for option in options}
+
+
+def shown_of(groups: dict[str, dict[str, list]]) -> dict[str, list]:
+    """Those that the page shows."""
+    inputs = {name: entry for group in groups.values() for name, entry in group.items()}
+    return {name: entry for name, entry in inputs.items() if not entry[1].get("hidden")}
 
 
 def is_list_of_files(node: dict, name: str) -> bool:

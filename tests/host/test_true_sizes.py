@@ -190,7 +190,7 @@ def test_a_step_cache_is_told():
     for settings, cache, computed, words in (
         (PRESETS["fast"], "fast", 20, ""),
         (custom, "custom", computed_with(50, custom), ""),
-        (replace(custom, method=ADAPTIVE), "custom", computed_with(50, custom), "fewer steps"),
+        (replace(custom, method=ADAPTIVE), "custom", computed_with(50, custom), ""),
         (replace(PRESETS["fast"], audit=True), "off", 50, "audit is on"),
     ):
         wired = request(cache_steps(model, settings), steps=50)

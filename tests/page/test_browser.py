@@ -271,9 +271,21 @@ def test_a_step_cache_shows_settings_for_custom_alone(page: ComfyPage):
     page.page.evaluate("() => { window.app.graph.nodes[0].widgets[1].value = 0.25 }")
     saved = page.page.evaluate("() => window.app.graph.serialize()")
     assert saved["nodes"][0]["widgets_values"] == ["custom", 0.25, *list(settings.values())[1:]]
+    # One of the adaptive method too, whose settings are gone from the node.
+    saved["nodes"][0]["widgets_values"][6:] = ["adaptive", 0.1, True]
     page.page.evaluate(LOAD, saved)
     page.draw()
-    assert page.nodes()[0]["widgets"] == inputs | {"cache.budget": 0.25}
+    older = {"cache.method": "adaptive", "cache.threshold": 0.1, "cache.audit": True}
+    opened = inputs | {"cache.budget": 0.25} | older
+    assert page.nodes()[0]["widgets"] == opened
+    assert [node["inputs"] for node in page.prompt().values()] == [opened]
+    for name in ("head", "audit", "method", "threshold"):
+        shown = page.page.evaluate(
+            "name => window.app.graph.nodes[0].isWidgetVisible("
+            "window.app.graph.nodes[0].widgets.find(w => w.name === name))",
+            f"cache.{name}",
+        )
+        assert shown == (name in ("head", "audit")), name
 
 
 def test_a_name_is_filled_in_as_of_comfyuis_node(page: ComfyPage):

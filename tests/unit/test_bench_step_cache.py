@@ -21,14 +21,14 @@ from qwen_l40s.bench.step_cache.rules import (
     taylorseer_steps,
 )
 from qwen_l40s.bench.step_cache.run import Found, Rule, sample
-from qwen_l40s.step_cache import ADAPTIVE, PRESETS, CacheSettings, Curve, plan_steps, usual_sigmas
+from qwen_l40s.step_cache import PRESETS, CacheSettings, plan_steps, usual_sigmas
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGMAS = usual_sigmas(50, 256)
 LATENT = (16, 16, 16)
-LINE = Curve((1.0, 0.0), 0.0, 10.0, 50, "fp32", "a line")
+LINE = (1.0, 0.0)
 
 
 class Toy:
@@ -68,7 +68,6 @@ GATED = {
     "tea": partial(TeaCache, threshold=0.1, curve=LINE),
     "ada": partial(AdaCache, threshold=1.0),
     "ours": partial(Ours, settings=PRESETS["fast"]),
-    "adaptive": partial(Ours, settings=CacheSettings(method=ADAPTIVE, threshold=0.1), curve=LINE),
 }
 
 

@@ -12,7 +12,7 @@ from ....planning.request import AUTO, EXACT, Parts, RunRequest
 from ....spec.families import FAMILIES, SINGLE_STREAM_FAMILY, TEXT_TO_IMAGE, Family, find_family
 from ....spec.transformer import SingleStreamShape
 from ....spec.vae import VaeShape
-from ....step_cache import ADAPTIVE, OFF, CacheSettings, computed_with
+from ....step_cache import OFF, CacheSettings, computed_with
 from .sizes import (
     TrueClip,
     TrueLatent,
@@ -121,11 +121,7 @@ def _with_cache(request: RunRequest, found: CacheSettings, notes: list[str]) -> 
     if found.audit:
         notes.append("The MODEL's step cache computes every step, because audit is on.")
         return replace(request, cache=OFF)
-    computed = request.computed
-    if not computed:
-        computed = computed_with(request.steps, found)
-        if found.method == ADAPTIVE:
-            notes.append("The adaptive step cache decides in the run: it may skip fewer steps.")
+    computed = request.computed or computed_with(request.steps, found)
     return replace(request, cache=cache, computed=computed)
 
 

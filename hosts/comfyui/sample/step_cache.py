@@ -14,30 +14,15 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.model_sampling import CONST
 from comfy.patcher_extension import WrappersMP
-from comfy.quant_ops import QuantizedTensor
 
-from ....optimizations.change_gate import (
-    IDENTIFYING,
-    NOT_ADAPTIVE,
-    ChangeGate,
-    FirstBlock,
-    checkpoint_id,
-    curve_for,
-    is_adaptive,
-)
 from ....optimizations.step_cache import CachedRun, CacheFigures
-from ....spec.formats import QUANTIZED
-from ....step_cache import ADAPTIVE, CacheSettings
-from ..estimate.sizes import stored_in
-from ..load.weights import FLOAT_NAMES
+from ....step_cache import CacheSettings
 from ..record.sampling import record_runs
 from .call import COMPUTED_STEPS
-from .optimize import unsupported_model
 from .run import STEP_CACHE_KEY
 
 logger = logging.getLogger(__name__)
@@ -138,17 +123,8 @@ class StepCache:
         refusal = _refusal(guider)
         if followed is not None and not followed.any():
             refusal = refusal or "the mask has no area that is repainted in full"
-        gate = None
-        if self.settings.method == ADAPTIVE and not refusal:
-            patcher = guider.model_patcher
-            if unsupported_model(patcher) or not is_adaptive(patcher.model.diffusion_model):
-                refusal = NOT_ADAPTIVE
-            else:
-                gate = _gate(guider.model_patcher, schedule)
         kept = _kept(guider, sigmas)
-        run = CachedRun(
-            self.settings, schedule, kept=kept, refusal=refusal, followed=followed, gate=gate
-        )
+        run = CachedRun(self.settings, schedule, kept=kept, refusal=refusal, followed=followed)
         if any(map(_overlap, guider.conds.values())):
             run.figures.not_estimated = COMBINED
         return run
@@ -266,30 +242,3 @@ def _percents(cond: Mapping[str, Any]) -> Iterator[float]:
     while control is not None:
         yield from control.timestep_percent_range
         control = control.previous_controlnet
-
-
-def _gate(patcher: ModelPatcher, schedule: list[float]) -> ChangeGate:
-    """What an adaptive run of Qwen-Image 1.x asks; its layers are called once ComfyUI has loaded
-    them.
-    """
-    model = patcher.model
-    transformer = model.diffusion_model
-    first_block = FirstBlock(
-        transformer,
-        schedule,
-        lambda x: transformer.process_img(x.to(model.get_dtype_inference()))[0],
-        lambda sigmas: model.model_sampling.timestep(sigmas).float(),
-    )
-    weights = [_weight(patcher, f"diffusion_model.{name}") for name in IDENTIFYING]
-    stored = stored_in(transformer)
-    # As diffusers' host calls it, which casts the weights of a file when it loads them.
-    precision = stored if stored in QUANTIZED else FLOAT_NAMES.get(model.get_dtype_inference(), "")
-    curve = curve_for(len(schedule) - 1, checkpoint_id(weights), precision)
-    return ChangeGate(first_block, curve)
-
-
-def _weight(patcher: ModelPatcher, key: str) -> torch.Tensor:
-    """As in the file, also where a LoRA is merged into it."""
-    kept = patcher.backup.get(key)
-    weight = comfy.utils.get_attr(patcher.model, key) if kept is None else kept.weight
-    return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
