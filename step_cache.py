@@ -88,7 +88,7 @@ CHOICES = (OFF, *PRESETS)
 
 
 def cache_settings(name: str) -> CacheSettings | None:
-    """A preset; None for `OFF`.
+    """Gives a preset; None for `OFF`.
 
     Raises:
         SettingError: There is none of that name.
@@ -114,7 +114,6 @@ class StepPlan:
 
     @property
     def steps(self) -> int:
-        """Of the run."""
         return len(self.skipped)
 
     @property
@@ -150,7 +149,7 @@ def plan_steps(
 
 
 def _unusable(sigmas: Sequence[float]) -> str:
-    """Why a run has to compute all steps, in one clause; empty where it has not."""
+    """Says why a run has to compute all steps, in one clause; empty where it has not."""
     steps = len(sigmas) - 1
     if steps < FEWEST_STEPS:
         return f"runs of {FEWEST_STEPS - 1} steps or fewer need every step"
@@ -173,13 +172,13 @@ def ends(steps: int, settings: CacheSettings) -> tuple[int, int]:
 
 
 def computed_steps(steps: int, name: str) -> int:
-    """How many of so many steps call the transformer, with diffusers' schedule for 1024x1024."""
+    """Counts the steps that call the transformer, with diffusers' schedule for 1024x1024."""
     settings = cache_settings(name)
     return steps if settings is None else computed_with(steps, settings)
 
 
 def computed_with(steps: int, settings: CacheSettings) -> int:
-    """The same with any settings."""
+    """Counts them with any settings."""
     return plan_steps(usual_sigmas(steps), settings).computed
 
 
@@ -216,7 +215,7 @@ def _trace() -> tuple[list[float], list[float]]:
 
 
 def _moved(sigma: float) -> float:
-    """How far the velocity moves from the beginning to a sigma, by the published trace."""
+    """Interpolates how far the velocity moves from the beginning, in the published trace."""
     sigmas, moved = _trace()
     i = min(max(bisect_right(sigmas, sigma) - 1, 0), len(sigmas) - 2)
     slope = (moved[i + 1] - moved[i]) / (sigmas[i + 1] - sigmas[i])
@@ -227,7 +226,7 @@ def _moved(sigma: float) -> float:
 def _cheapest(
     sigmas: tuple[float, ...], open_steps: tuple[bool, ...], most: int, longest: int
 ) -> tuple[bool, ...]:
-    """The cheapest set of at most so many steps, by dynamic programming over steps."""
+    """Finds the cheapest set of at most so many steps, by dynamic programming over steps."""
     steps = len(open_steps)
     moved = [_moved(sigma) for sigma in sigmas]
     # {(skipped so far, skipped in a row): (cost, the steps as bits)}, the cheapest ways to a step.

@@ -113,7 +113,7 @@ class CacheFigures:
         return self.steps - len(self.skipped)
 
     def lines(self) -> list[str]:
-        """Lines about the run."""
+        """Tells the run, a line each."""
         changed = "size, type, device or CFG change during the run" if self.forgotten else ""
         gone = [f"step cache: {GONE}"] if self.method == ADAPTIVE else []
         if not self.skipped:
@@ -340,7 +340,7 @@ class CachedRun:
         return found
 
     def _extrapolated(self, sigma: float) -> torch.Tensor:
-        """v1 + gain (v1 - v2) (s - s1) / (s1 - s2), the correction no longer than v1 - v2."""
+        """Gives v1 + gain (v1 - v2) (s - s1) / (s1 - s2), the correction no longer than v1 - v2."""
         before, last = self._history
         factor = self.settings.gain * (sigma - last.sigma) / (last.sigma - before.sigma)
         return torch.lerp(last.velocity, before.velocity, -min(factor, 1.0))
@@ -357,7 +357,7 @@ class CachedRun:
         self._since = []
 
     def _miss(self, step: int, velocity: torch.Tensor) -> Later:
-        """(|forecast - computed|, |computed|) of a step."""
+        """Has the card compute |forecast - computed| and |computed|."""
         guess = self._extrapolated(self._sigmas[step])
         return Later(step, self._norm(guess.float() - velocity.float()), self._norm(velocity))
 
@@ -370,12 +370,12 @@ class CachedRun:
             self._final = Later(step, self._norm(there))
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
-        """Of what the sampler follows, in float32."""
+        """Measures what the sampler follows, in float32."""
         return (x.float() if self._followed is None else x.float() * self._followed).norm()
 
 
 def _relative(misses: Iterable[Sequence[float]]) -> list[float]:
-    """Misses by their sizes, those that are finite."""
+    """Divides misses by their sizes, and drops what is not finite."""
     return [part for miss, size in misses if math.isfinite(part := miss / max(size, TINY))]
 
 

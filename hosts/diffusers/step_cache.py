@@ -91,7 +91,7 @@ class StepCache:
         self._run: _Run | None = None
 
     def report(self) -> str:
-        """Lines about the last run."""
+        """Tells the last run, a line each."""
         if self._settings is None:
             return f"step cache: {OFF}"
         if self.figures is None:
@@ -239,6 +239,5 @@ class _Run:
         return self.cached.forecast(x, self.sigmas[self._index()], key)
 
     def _index(self) -> int:
-        """Of the scheduler's next step."""
         scheduler = self._scheduler
         return scheduler.begin_index or 0 if scheduler.step_index is None else scheduler.step_index

@@ -159,7 +159,7 @@ def _take_latent(chosen: dict[str, Any], found: TrueLatent) -> None:
 
 
 def _agreed(name: str, asked: str, found: str | None, part: str, left: str = AUTO) -> str:
-    """What a part tells, else what was asked for; `left` leaves it to the part."""
+    """Takes what a part tells, else what was asked for; `left` leaves it to the part."""
     if found is None or asked == found:
         return asked
     if asked == left:
@@ -171,7 +171,7 @@ def _agreed(name: str, asked: str, found: str | None, part: str, left: str = AUT
 
 
 def _family(chosen: Mapping[str, Any], found: TrueModel | None, notes: list[str]) -> str:
-    """The family that was chosen, or else the one that the MODEL and the settings tell."""
+    """Takes the family that was chosen, else the one that the MODEL and the settings tell."""
     asked = chosen["family"]
     if asked == AUTO:
         return _likely_family(chosen, found, notes)

@@ -184,7 +184,7 @@ def _is_scheduled(cond: Mapping[str, Any]) -> bool:
 
 
 def _overlap(conds: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether two prompts are active in the same steps."""
+    """Tells whether two prompts are active in the same steps."""
     spans = sorted((it.get("start_percent", 0.0), it.get("end_percent", 1.0)) for it in conds)
     return any(after[0] < before[1] for before, after in pairwise(spans))
 
@@ -221,7 +221,7 @@ def _parts_of(thing: Any) -> Iterator[Any]:
 
 
 def _kept(guider: Any, sigmas: torch.Tensor) -> set[int]:
-    """The two steps after a prompt or a ControlNet begins or ends, which share no forecast."""
+    """Finds the two steps after a prompt or a ControlNet begins or ends: they share no forecast."""
     to_sigma = guider.model_patcher.get_model_object("model_sampling").percent_to_sigma
     kept = set()
     for percent in {p for cond in _conds(guider) for p in _percents(cond)}:
@@ -234,7 +234,7 @@ def _kept(guider: Any, sigmas: torch.Tensor) -> set[int]:
 
 
 def _percents(cond: Mapping[str, Any]) -> Iterator[float]:
-    """Where something of a prompt begins or ends, as a share of the schedule."""
+    """Finds where something of a prompt begins or ends, as a share of the schedule."""
     for name in ("start_percent", "end_percent"):
         if name in cond:
             yield cond[name]
