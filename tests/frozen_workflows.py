@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qwen_l40s.tools.workflows.definitions import OURS, Definition, Input, companions, parse
+from qwen_l40s.tools.workflows.definitions import (
+    OURS,
+    Definition,
+    Input,
+    companions,
+    parse,
+    widgets,
+)
 
 Nodes = Mapping[str, Mapping[str, Any]]
 Replacements = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -67,7 +74,7 @@ def file_changes(graph: Mapping[str, Any], today: Nodes) -> list[str]:
         saved = list(node.get("widgets_values_named", {}))
         assert len(saved) == len(node.get("widgets_values", [])), where
         older = _older_names(now[node["type"]])
-        landed = _widgets(now[node["type"]])[: len(saved)]
+        landed = list(widgets(now[node["type"]]))[: len(saved)]
         found += [
             f"{where}: the value of {name} lands on {other}"
             for name, other in zip(saved, landed + ["nothing"] * len(saved), strict=False)
@@ -139,8 +146,8 @@ def _replaced(old: Definition, new: Definition, rules: Mapping[str, Any]) -> lis
     """What a replacement loses; without a mapping of inputs it loses all of them."""
     found = []
     # The page finds a saved value by its place in this list.
-    if (rules["old_widget_ids"] or []) != _widgets(old):
-        found.append(f"old_widget_ids must be {_widgets(old)}")
+    if (rules["old_widget_ids"] or []) != list(widgets(old)):
+        found.append(f"old_widget_ids must be {list(widgets(old))}")
     mapping = rules["input_mapping"] or []
     taken = {each["old_id"]: each["new_id"] for each in mapping if "old_id" in each}
     known = {each.name: each for each in new.inputs}
@@ -168,10 +175,3 @@ def _older_names(node: Definition) -> dict[str, str]:
     """{older name: that of today} of the inputs that have been renamed."""
     older = {known.options.get("older_name"): known.name for known in node.inputs}
     return {name: today for name, today in older.items() if name}
-
-
-def _widgets(node: Definition) -> list[str]:
-    """Widgets in the page's order, with those that no input stands for."""
-    return [
-        name for known in node.inputs if known.widget for name in (known.name, *companions(known))
-    ]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import narrow_text_encoder
 import narrow_transformer
@@ -301,6 +301,20 @@ def write_control(path: Path) -> None:
 
 
 SMALL = {"loras": write_lora, "controlnet": write_control}  # in every test
+
+
+# Boxes of the page, in its units.
+
+TITLE = 30  # above a node's position, as the page draws it
+
+
+class Box(NamedTuple):
+    """A rectangle."""
+
+    x: int
+    y: int
+    width: int
+    height: int
 
 
 def overlap(one, other):

@@ -5,7 +5,7 @@
 
 import { app } from "../../scripts/app.js"
 
-/** What the page's bars cover, in pixels of the window, as tools/workflows/ui_form.py has it. */
+/** What the page's bars cover, in pixels of the window. */
 const LEFT = 66, TOP = 92, RIGHT = 8, BOTTOM = 8
 
 function fit() {

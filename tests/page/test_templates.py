@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 from browser_page import ComfyPage, put_files, take_files
 from comfyui_server import ROOT, Server
-from workflow_files import overlap
-
-from qwen_l40s.tools.workflows.ui_form import FEWEST_PIXELS, TITLE, Box
+from workflow_files import TITLE, Box, overlap
 
 FOLDER = ROOT / "workflows"
 TEMPLATES = sorted(FOLDER.glob("*.json"))
 NODES_2 = {"Comfy.VueNodes.Enabled": True}
 WINDOW, SMALL = (1600, 1000), (1440, 900)
+FEWEST_PIXELS = 9  # of a letter
 
 # Of the one note: how high its text is, and its own height, in the units of the graph.
 NOTE_HEIGHTS = """() => {
@@ -66,7 +65,10 @@ def overlapping(boxes: dict[str, list[float]]) -> list[tuple[str, str]]:
     return [
         (one, other)
         for one, other in combinations(found, 2)
-        if overlap(found[one]._replace(height=found[one].height - 2), found[other].lower(2))
+        if overlap(
+            found[one]._replace(height=found[one].height - 2),
+            found[other]._replace(y=found[other].y + 2),
+        )
     ]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from comfyui_server import ROOT, Server
 from PIL import Image
 
-from qwen_l40s.tools.workflows import definitions, ui_form
+from qwen_l40s.tools.workflows import definitions, forms
 
 FOLDER = ROOT / "workflows"
 
@@ -22,7 +22,7 @@ def test_the_nodes_are_those_of_the_real_host(server: Server):
         del kept["TextEncodeQwenImage21"]
     found = definitions.subset(info, kept)
     version = server.client.get("/system_stats").json()["system"]["comfyui_version"]
-    if version != ui_form.COMFYUI:  # another one may call its own nodes otherwise
+    if version != forms.COMFYUI:  # another one may call its own nodes otherwise
         for name in found.keys() - {name for name in info if name.startswith(definitions.OURS)}:
             found[name]["display_name"] = kept[name]["display_name"]
     assert kept == found, "tools/workflows/definitions.py says how"

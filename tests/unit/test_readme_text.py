@@ -9,16 +9,13 @@ from pathlib import Path
 import pytest
 
 from qwen_l40s.cli import COMMANDS
-from qwen_l40s.spec.formats import GB, format_gib
-from qwen_l40s.tools.workflows import graph as models
-from qwen_l40s.tools.workflows.graph import ModelFile
+from qwen_l40s.tools.workflows.notes import published
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-MARK = "<!-- made by tests/unit/test_readme_text.py -->"
 LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(?:#([^)\s]+))?\)")
-FILES_HEAD = "| no. | file | size | goes into |\n|---|---|---|---|"
+MODEL_FOLDERS = ("diffusion_models", "text_encoders", "vae", "loras", "controlnet")
 PACKAGE = {"charts", "cli", "client", "hosts", "loaders", "nodes", "optimizations", "planning"}
 
 
@@ -85,31 +82,29 @@ def test_the_table_of_commands_holds_each_command():
     assert set(named) == set(COMMANDS)
 
 
-def published():
-    """The files of models.py, as they stand there."""
-    return [file for file in vars(models).values() if isinstance(file, ModelFile)]
-
-
-def size(file):
-    return "not known" if file.gb is None else format_gib(file.gb * GB)
-
-
-def files_table():
-    lines = [
-        f"| {number} | [{file.name}]({file.url}) | {size(file)} | `models/{file.directory}` |"
-        for number, file in enumerate(published(), 1)
-    ]
-    return "\n".join((FILES_HEAD, *lines))
-
-
 def test_the_table_of_files_is_what_the_workflows_name():
-    table = files_table()
     text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    assert f"{MARK}\n\n{table}\n\n" in text, f"put this behind the mark:\n\n{table}\n"
+    table = [line for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
+    expected = [
+        f"| {number} | [{file.name}]({file.url}) | {file.size} | `models/{file.directory}` |"
+        for number, file in enumerate(published().values(), 1)
+    ]
+    assert table == expected
+    named = set()
+    for path in (ROOT / "workflows" / "api").glob("*.json"):
+        for node in json.loads(path.read_text(encoding="utf-8")).values():
+            named |= {link["name"] for link in node["_meta"].get("models", ())}
+    assert named == set(published())
+    for file in published().values():
+        assert file.url.startswith("https://huggingface.co/")
+        assert file.url.endswith(f"/{file.name}")
+        assert file.directory in MODEL_FOLDERS
+    sizes = {file.size for file in published().values()} - {"not known"}
+    assert all(re.fullmatch(r"\d+\.\d GiB", size) for size in sizes)
 
 
 def test_the_table_of_workflows_holds_each_with_its_files():
-    numbers = {file.name: number for number, file in enumerate(published(), 1)}
+    numbers = {name: number for number, name in enumerate(published(), 1)}
     needed = defaultdict(set)
     for path in (ROOT / "workflows" / "api").glob("*.json"):
         graph = json.loads(path.read_text(encoding="utf-8"))

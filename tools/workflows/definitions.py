@@ -1,6 +1,6 @@
-"""What the nodes of the workflows take and give, as GET /object_info of a ComfyUI says it.
+"""Reads what nodes take and give, as GET /object_info of a ComfyUI says it.
 
-A part of that answer lies in `definitions.json`, so that workflows are written without a ComfyUI:
+A part of that answer lies in `definitions.json`, so that workflows are checked without a ComfyUI:
 
     curl -s http://127.0.0.1:8188/object_info > object_info.json
     python -m qwen_l40s.tools.workflows --definitions object_info.json
@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 FILE = Path(__file__).with_name("definitions.json")
 OURS = "QwenL40S_"
@@ -25,22 +24,15 @@ DYNAMIC_COMBO = "COMFY_DYNAMICCOMBO_V3"
 # Sockets that the page adds as wires come; kept are those that workflows use, and one more.
 AUTOGROW, GROWN = "COMFY_AUTOGROW_V3", 3
 WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", DYNAMIC_COMBO}
-# What of an input's options changes how it is written. Tooltips may change at any time.
-KEPT_OPTIONS = (
-    *("default", "min", "max", "step", "multiline", "advanced"),
-    *("control_after_generate", "image_upload"),
-    *("older_name", "older"),
-)
+# What of an input's options changes which values and wires fit. Tooltips may change at any time.
+KEPT_OPTIONS = ("min", "max", "control_after_generate", "image_upload", "older_name", "older")
 # Choices that differ from machine to machine: files, and cards of the user's own list.
 OF_THE_MACHINE = {
-    *(("QwenL40S_Load", name) for name in ("text_encoder", "vae")),
-    *(("QwenL40S_LoadLora", "lora"), ("LoadImage", "image"), ("QwenL40S_EstimateVRAM", "card")),
+    *(("QwenL40S_Load", name) for name in ("model", "text_encoder", "vae")),
+    *(("QwenL40S_LoadModel", "model"), ("QwenL40S_LoadTextEncoder", "text_encoder")),
+    *(("QwenL40S_LoadVAE", "vae"), ("QwenL40S_LoadLora", "lora")),
+    *(("QwenL40S_EstimateVRAM", "card"), ("LoadImage", "image")),
     ("ControlNetLoader", "control_net_name"),
-}
-# Their defaults differ too: the first file that fits.
-FILES_FIRST = {
-    *(("QwenL40S_Load", "model"), ("QwenL40S_LoadModel", "model")),
-    *(("QwenL40S_LoadTextEncoder", "text_encoder"), ("QwenL40S_LoadVAE", "vae")),
 }
 # The page changes a seed after a run, so that the first run paints the picture that the file's seed
 # gives, and the next one another. With "fixed" a second press of Run would do nothing: ComfyUI runs
@@ -48,35 +40,30 @@ FILES_FIRST = {
 AFTER_A_RUN = "randomize"
 
 
-@dataclass(frozen=True)
-class Input:
-    """One input of a node.
+class Input(NamedTuple):
+    """An input of a node.
 
     Attributes:
         widget: Whether it has a widget in the page; other inputs are sockets.
         optional: Whether a graph may leave it out.
-        choices: Of a COMBO or `DYNAMIC_COMBO`; None where they differ from machine to machine.
         options: What else the node says of it, of `KEPT_OPTIONS`.
+        choices: Of a COMBO or `DYNAMIC_COMBO`; None where they differ from machine to machine.
     """
 
     name: str
     type: str
     widget: bool
     optional: bool
-    choices: tuple[str, ...] | None
     options: Mapping[str, Any]
+    choices: Sequence[str] | None = None
 
 
-@dataclass(frozen=True)
-class Output:
-    """One output of a node."""
-
+class Output(NamedTuple):
     name: str
     type: str
 
 
-@dataclass(frozen=True)
-class Definition:
+class Definition(NamedTuple):
     """A node: inputs and outputs in their order, which saved files depend on.
 
     Attributes:
@@ -85,30 +72,16 @@ class Definition:
 
     class_type: str
     title: str
-    inputs: tuple[Input, ...]
-    outputs: tuple[Output, ...]
+    inputs: Sequence[Input]
+    outputs: Sequence[Output]
 
     @property
     def is_ours(self) -> bool:
         return self.class_type.startswith(OURS)
 
-    def input(self, name: str) -> Input:
-        """The input of a name; KeyError where there is none."""
-        for found in self.inputs:
-            if found.name == name:
-                return found
-        raise KeyError(f"{self.class_type} has no input {name!r}")
-
-    def output_index(self, name: str) -> int:
-        """Where the output of a name stands; KeyError where there is none."""
-        for index, found in enumerate(self.outputs):
-            if found.name == name:
-                return index
-        raise KeyError(f"{self.class_type} has no output {name!r}")
-
 
 def companions(known: Input) -> dict[str, str]:
-    """The widget that the page adds behind an input's, by its name, with its value."""
+    """Returns the widget that the page adds behind an input's: {name: value}."""
     if known.options.get("control_after_generate"):
         return {"control_after_generate": AFTER_A_RUN}
     if known.options.get("image_upload"):
@@ -116,8 +89,17 @@ def companions(known: Input) -> dict[str, str]:
     return {}
 
 
+def widgets(node: Definition) -> dict[str, str]:
+    """Lists {name: type of its input} in the page's order; "" where no input stands for it."""
+    found = {}
+    for known in node.inputs:
+        if known.widget:
+            found |= {known.name: known.type, **dict.fromkeys(companions(known), "")}
+    return found
+
+
 def subset(object_info: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """What is kept of GET /object_info: for `names`, inputs and outputs in their order.
+    """Keeps of GET /object_info, for `names`, inputs and outputs in their order.
 
     Raises:
         KeyError: a node is missing there.
@@ -126,23 +108,13 @@ def subset(object_info: Mapping[str, Any], names: Iterable[str]) -> dict[str, An
 
 
 def parse(kept: Mapping[str, Any]) -> dict[str, Definition]:
-    """What `subset` gave, as definitions."""
+    """Makes definitions of what `subset` gave."""
     return {
         name: Definition(
             name,
             node.get("display_name") or name,
-            tuple(
-                Input(
-                    name=entry["name"],
-                    type=entry["type"],
-                    widget=entry["widget"],
-                    optional=entry["optional"],
-                    choices=None if (found := entry.get("choices")) is None else tuple(found),
-                    options=entry["options"],
-                )
-                for entry in node["inputs"]
-            ),
-            tuple(Output(**entry) for entry in node["outputs"]),
+            [Input(**entry) for entry in node["inputs"]],
+            [Output(**entry) for entry in node["outputs"]],
         )
         for name, node in kept.items()
     }
@@ -150,7 +122,7 @@ def parse(kept: Mapping[str, Any]) -> dict[str, Definition]:
 
 @functools.cache
 def definitions() -> dict[str, Definition]:
-    """Of `definitions.json`."""
+    """Reads `definitions.json`."""
     return parse(json.loads(FILE.read_text(encoding="utf-8")))
 
 
@@ -187,11 +159,9 @@ def _input(node: str, name: str, entry: list[Any], optional: bool) -> dict[str, 
         "widget": kind in WIDGET_TYPES and not options.get("forceInput", False),
         "optional": optional,
     }
-    if kind == "COMBO" and (node, name) not in OF_THE_MACHINE | FILES_FIRST:
+    if kind == "COMBO" and (node, name) not in OF_THE_MACHINE:
         found["choices"] = choices
     if kind == DYNAMIC_COMBO:
         found["choices"] = [option["key"] for option in choices]
     found["options"] = {key: options[key] for key in KEPT_OPTIONS if key in options}
-    if (node, name) in FILES_FIRST:
-        del found["options"]["default"]
     return found

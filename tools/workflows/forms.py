@@ -1,0 +1,173 @@
+"""Makes both forms of a workflow: the page's (graph version 0.4) and that of POST /prompt.
+
+What ComfyUI's page saves depends on who saves it. `tidy` leaves out names in their language and a
+socket for each widget, writes 1.0 where the page writes 1, and puts back titles and the mark of the
+first view, which the page leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ... import __version__
+from .definitions import Definition, definitions, widgets
+from .notes import published
+
+COMFYUI = "0.33.0"
+VERSION = 0.4
+PACK = "comfyui-qwen-image-l40s"
+NOTE = "MarkdownNote"
+# What is kept of nodes, sockets and frames, in the order of the files.
+NODE = ("id", "type", "pos", "size", "flags", "order", "mode", "inputs", "outputs", "title")
+NODE += ("properties", "widgets_values", "widgets_values_named", "color", "bgcolor")
+SOCKET = ("name", "label", "shape", "type", "widget", "link")
+VIEW = ("ds", "frontendVersion")
+FRAME = ("id", "title", "bounding", "color", "flags")
+
+Graph = dict[str, Any]
+
+
+def tidy(graph: Mapping[str, Any]) -> Graph:
+    """Makes the whole file of what a page saved.
+
+    Raises:
+        ValueError: it is no such graph, or has a node that is not in `definitions.json`.
+    """
+    if graph.get("version") != VERSION:
+        raise ValueError(f"it is no graph of version {VERSION}: export it from ComfyUI's page")
+    nodes = [_node(node) for node in graph["nodes"]]
+    slots = {socket["link"]: slot for node in nodes for slot, socket in enumerate(node["inputs"])}
+    links = [
+        [link, origin, output, target, slots.get(link, slot), kind]
+        for link, origin, output, target, slot, kind in sorted(graph["links"])
+    ]
+    return {
+        "id": graph["id"],
+        "revision": graph["revision"],
+        "last_node_id": max((node["id"] for node in nodes), default=0),
+        "last_link_id": max((link[0] for link in links), default=0),
+        "nodes": nodes,
+        "links": links,
+        "groups": [
+            _kept(frame, FRAME) | {"bounding": [round(each) for each in frame["bounding"]]}
+            for frame in graph["groups"]
+        ],
+        "config": {},
+        # web/templates.js brings all of the graph into view once, and takes this mark away.
+        "extra": {"qwen_l40s": {"fit": True}, **_kept(graph["extra"], VIEW)},
+        "version": VERSION,
+    }
+
+
+def nodes_that_run(graph: Graph) -> Iterator[tuple[Graph, Definition]]:
+    """Yields each node but the note, with what is known of it."""
+    for node in graph["nodes"]:
+        if node["type"] != NOTE:
+            yield node, definitions()[node["type"]]
+
+
+def note_of(graph: Graph) -> Graph:
+    """Finds the note of a graph.
+
+    Raises:
+        ValueError: there is none, or more than one.
+    """
+    notes = [node for node in graph["nodes"] if node["type"] == NOTE]
+    if len(notes) != 1:
+        raise ValueError(f"it has {len(notes)} notes: keep one {NOTE}")
+    return notes[0]
+
+
+def api_form(graph: Graph, older: Graph) -> Graph:
+    """Makes {node id: {class_type, inputs, _meta}} as the page's graphToPrompt, but for the ids.
+
+    Args:
+        graph: `tidy` gave it.
+        older: The API form so far, whose nodes keep their ids by their titles. A new node gets its
+            number, as in ComfyUI's own export.
+    """
+    kept = {node.get("_meta", {}).get("title"): id for id, node in older.items()}
+    known = sorted(nodes_that_run(graph), key=lambda pair: pair[0]["id"])
+    ids = {node["id"]: kept.get(node["title"], str(node["id"])) for node, _ in known}
+    origins = {link: [ids[origin], output] for link, origin, output, *_ in graph["links"]}
+    found = {}
+    for node, definition in known:
+        given = node.get("widgets_values_named", {}) | {
+            socket["name"]: origins[socket["link"]]
+            for socket in node["inputs"]
+            if socket["link"] is not None
+        }
+        found[ids[node["id"]]] = {
+            "class_type": node["type"],
+            "inputs": {
+                each.name: given[each.name] for each in definition.inputs if each.name in given
+            },
+            "_meta": _meta(node, definition),
+        }
+    return found
+
+
+def _meta(node: Graph, definition: Definition) -> Graph:
+    meta = {"title": node["title"]}
+    if definition.is_ours:
+        meta["version"] = __version__
+    if "models" in node["properties"]:
+        meta["models"] = node["properties"]["models"]
+    return meta
+
+
+def _kept(entry: Mapping[str, Any], keys: tuple[str, ...]) -> Graph:
+    return {key: entry[key] for key in keys if key in entry}
+
+
+def _node(node: Mapping[str, Any]) -> Graph:
+    if node["type"] == NOTE:
+        names, title = {"text": "STRING"}, NOTE
+    elif node["type"] in definitions():
+        definition = definitions()[node["type"]]
+        names, title = widgets(definition), definition.title
+    else:
+        raise ValueError(
+            f"{node['type']} is not in tools/workflows/definitions.json: definitions.py says how a "
+            "node gets there; subgraphs, reroutes and primitives do not"
+        )
+    written = {"title": title, **node}
+    for key in ("pos", "size"):
+        written[key] = [round(each) for each in node[key]]
+    sockets = [
+        _kept(each, SOCKET)
+        for each in node.get("inputs", ())
+        if "widget" not in each or each["link"] is not None
+    ]
+    written["inputs"] = sorted(sockets, key=lambda each: "widget" in each)
+    written["outputs"] = [
+        {"name": each["name"], "type": each["type"], "links": each["links"] or None}
+        for each in node.get("outputs", ())
+    ]
+    kinds = [*names.values(), *[""] * len(node.get("widgets_values", ()))]
+    values = [
+        float(value) if kind == "FLOAT" and type(value) is int else value
+        for value, kind in zip(node.get("widgets_values", ()), kinds, strict=False)
+    ]
+    if values:
+        written["widgets_values"] = values
+        written["widgets_values_named"] = dict(zip(names, values, strict=False))
+    else:
+        written.pop("widgets_values", None)
+        written.pop("widgets_values_named", None)
+    written["properties"] = {} if node["type"] == NOTE else _properties(node["type"], values)
+    return _kept(written, NODE)
+
+
+def _properties(class_type: str, values: list[Any]) -> Graph:
+    ours = definitions()[class_type].is_ours
+    properties: Graph = {
+        "cnr_id": PACK if ours else "comfy-core",
+        "ver": __version__ if ours else COMFYUI,
+        "Node name for S&R": class_type,
+    }
+    files = [published()[value] for value in values if value in published()]
+    if files:
+        properties["models"] = [file.link() for file in files]
+    return properties
