@@ -36,73 +36,60 @@ def cards_answer(
 
 def cards_lines(found: Together) -> Iterator[str]:
     """What several cards do for one image and for many, and what that rests on; all predicted."""
-    yield f"One image on {found.cards} cards: {_one_image(found)}."
+    yield f"One image on {found.cards} cards: {'; '.join(_one_image(found))}."
     servers, one = (between(each, significant) for each in found.per_hour)
     yield (
         f"Many images: start a server for each card, which makes {servers} an hour; one image "
         f"after the other on all cards makes {one}."
     )
     if found.each > 1:
-        yield _link(found)
+        low, likely, high = (f"{each / 1e9:.3g}" for each in found.links)
+        carries = f"{likely} GB/s each way, as given."
+        if found.assumed:
+            carries = (
+                f"assumed to carry {low} to {high} GB/s each way, likely {likely}, as PCIe does "
+                "without NVLink. `qwen-l40s doctor` measures yours; give it with --link."
+            )
+        yield f"Link between cards: {carries}"
     if found.splits or found.prompts > 1:
         yield (
-            f"Memory: {tenths(found.first_bytes)} GiB on the first card at its worst moment, "
+            f"Memory: at most {tenths(found.first_bytes)} GiB on the first card, "
             f"{tenths(found.other_bytes)} on each other one: all hold the whole transformer."
         )
 
 
-def _one_image(found: Together) -> str:
-    speed = (
-        f"{duration(found.together)}, {between(found.faster, '{:.2f}'.format)} times as fast as on "
-        "one (predicted)"
-    )
-    how = []
+def _one_image(found: Together) -> Iterator[str]:
+    gain = between(found.gain, "{:.2f}".format)
+    if found.splits or found.prompts > 1:
+        faster = between(found.faster, "{:.2f}".format)
+        yield f"{duration(found.together)}, {faster} times as fast as on one (predicted)"
     if found.prompts > 1:
-        idle = found.cards - found.each * found.prompts
-        how.append("ComfyUI's MultiGPU CFG Split computes both prompts at once")
-        how.append(f"{many(idle, 'card')} has nothing to do" if idle else "")
+        yield "ComfyUI's MultiGPU CFG Split computes both prompts at once"
+    if idle := found.cards % found.prompts:
+        yield f"{many(idle, 'card')} has nothing to do"
     if found.splits:
-        exchanged = EXCHANGED[found.likely[1].exchange]
-        how.append(f"{found.each} cards split the rows of a pass and exchange {exchanged}")
+        exchanged = EXCHANGED[found.likely.best.name]
+        yield f"{found.each} cards split the rows of a pass and exchange {exchanged}"
+    elif found.refusal:
+        yield f"one card computes a pass, as {found.refusal}"
     elif found.each > 1:
-        how.append(_aside(found))
-    if found.prompts == 1 and not found.splits:
-        return how[0]
-    return "; ".join(filter(None, [speed, *how]))
-
-
-def _aside(found: Together) -> str:
-    """Why one card computes a pass."""
-    if refusal := found.likely[0].refusal:
-        return f"one card computes a pass, as {refusal}"
-    return (
-        f"one card computes a pass, as {found.each} are predicted to be "
-        f"{between(found.gain, '{:.2f}'.format)} times as fast, and less than {LEAST_GAIN} does "
-        "not pay"
-    )
-
-
-def _link(found: Together) -> str:
-    low, likely, high = (f"{each / 1e9:.3g}" for each in found.links)
-    if not found.assumed:
-        return f"Link between cards: {likely} GB/s each way, as given."
-    return (
-        f"Link between cards: assumed to carry {low} to {high} GB/s each way, likely {likely}, as "
-        "PCIe does without NVLink. `qwen-l40s doctor` measures yours; give it with --link."
-    )
+        yield (
+            f"one card computes a pass, as {found.each} are predicted to be {gain} times as fast, "
+            f"and less than {LEAST_GAIN} does not pay"
+        )
 
 
 def cards_json(found: Together) -> dict[str, Any]:
     """Figures in the unit of their name, from the fastest to the slowest; all predicted."""
     servers, one = found.per_hour
-    likely = found.likely[1]
+    best = found.likely.best if found.splits else None
     return {
         "count": found.cards,
         "link_gbps": [figure(each / 1e9) for each in found.links],
         "link_assumed": found.assumed,
         "prompts_at_once": found.prompts,
-        "exchange": likely.exchange if found.splits else None,
-        "image_rows": list(likely.cost.best.image_rows) if found.splits else None,
+        "exchange": best and best.name,
+        "image_rows": best and list(best.image_rows),
         "pass_gain": [figure(each) for each in found.gain],
         "image_seconds": [figure(each) for each in found.together],
         "times_as_fast": [figure(each) for each in found.faster],

@@ -20,7 +20,7 @@ from ..planning.cards import DEFAULT_CARD
 from ..planning.request import AUTO, CFG_MODES, OtherModel, Parts, RunRequest
 from ..spec.families import SINGLE_STREAM_FAMILY, TEXT_TO_IMAGE
 from ..spec.formats import GIB, MULTIPLIED
-from ..split_cost import check_cards, check_link
+from ..split_cost import check_link
 from .output import check_plot, print_text, write_plot
 
 if TYPE_CHECKING:
@@ -188,7 +188,8 @@ def _count_and_file(given: Sequence[str]) -> tuple[int, Path | None]:
         if not number.is_integer():
             raise SettingError(f"--cards {text} must be a whole number of cards, or a file.")
         count = int(number)
-    check_cards(count)
+    if count < 1:
+        raise SettingError(f"cards must be at least 1, got {count}.")
     return count, file
 
 

@@ -12,18 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import SettingError, UnavailableError
 from ..spec.formats import QUANTIZED
-from ..split_cost import LEAST_GAIN, ROWS, Rows, SplitCost, check_link, row_bytes
-from .bytes import share_bytes
+from ..split_cost import LEAST_GAIN, Rows, SplitCost, check_link, row_bytes
 from .cards import SECONDS_PER_HOUR, Card, Price, check_positive, check_price
 from .estimate import Estimate, estimate, usd_range
-from .phases import GRAPHS, Range, figure
+from .phases import Range, figure
 from .plan import PlanOption
 from .rates import Rates, attending, rates_of
-from .request import Loras, RunRequest, replays_graph
+from .request import Loras, RunRequest
 from .times import Pass, block_seconds, forward_times
 
 # The card that this package is about, and those that it is most often compared with.
@@ -282,35 +281,6 @@ LINKS = (12e9, 17e9, 24e9)
 CFG_SPLIT = Range(1.78, 1.88)
 
 
-class SplitPass(NamedTuple):
-    """One pass on one card, and on several.
-
-    Attributes:
-        alone: Seconds on one card.
-        cost: On all; None where it has one card or is not split.
-        refusal: Why it is not, in one clause.
-    """
-
-    alone: float
-    cost: SplitCost | None = None
-    refusal: str = ""
-
-    @property
-    def gain(self) -> float:
-        """How many times as fast as one card all are."""
-        return 1.0 if self.cost is None else self.alone / self.cost.seconds
-
-    @property
-    def exchange(self) -> str | None:
-        """What cards exchange, `KEYS` or `ROWS`; None where there is no split."""
-        return self.cost and self.cost.best.name
-
-    @property
-    def seconds(self) -> float:
-        """What it takes: a split that gains too little steps aside."""
-        return self.alone / self.gain if self.gain >= LEAST_GAIN else self.alone
-
-
 @dataclass(frozen=True)
 class Together:
     """One image on several cards of one kind, and many images on as many servers.
@@ -320,7 +290,8 @@ class Together:
         links: Bytes a second each way: the least, the likely and the most.
         assumed: Whether nobody has given the link.
         prompts: How many are computed at once, each on its own cards: 2 with CFG.
-        likely: A pass at the likely link, at the fastest and at the slowest of each card.
+        refusal: Why one card computes a pass whatever it gains, in one clause; else empty.
+        likely: A pass at the likely link and the slowest of each card; None where one computes it.
         gain: How many times as fast as one card the cards of a pass are, over all links.
         alone: Seconds of an image on one card.
         together: On all of them.
@@ -331,7 +302,8 @@ class Together:
     links: tuple[float, float, float]
     assumed: bool
     prompts: int
-    likely: tuple[SplitPass, SplitPass]
+    refusal: str
+    likely: SplitCost | None
     gain: Range
     alone: Range
     together: Range
@@ -340,23 +312,23 @@ class Together:
 
     @property
     def each(self) -> int:
-        """Cards of one pass."""
+        """Counts the cards of one pass."""
         return self.cards // self.prompts
 
     @property
     def faster(self) -> Range:
-        """How many times as fast as on one card an image is."""
+        """Tells how many times as fast as on one card an image is."""
         ends = [one / all_cards for one, all_cards in zip(self.alone, self.together, strict=True)]
         return Range(min(ends), max(ends))
 
     @property
     def splits(self) -> bool:
-        """Whether the rows of a pass are split, at some of the rates at least."""
+        """Tells whether the rows of a pass are split, at some of the rates at least."""
         return self.gain.high >= LEAST_GAIN
 
     @property
     def per_hour(self) -> tuple[Range, Range]:
-        """Images an hour (on as many servers; one after the other on all cards)."""
+        """Counts images an hour (on as many servers; one after the other on all cards)."""
         servers, one = (
             Range(count * SECONDS_PER_HOUR / seconds.high, count * SECONDS_PER_HOUR / seconds.low)
             for count, seconds in ((self.cards, self.alone), (1, self.together))
@@ -365,7 +337,7 @@ class Together:
 
 
 def together(found: Estimate, cards: int, link: float | None = None) -> Together | None:
-    """An estimate's image on several such cards; None where no times are known.
+    """Estimates an image on several such cards; None where no times are known.
 
     Args:
         cards: at least 2; with CFG, half of them compute each prompt.
@@ -379,92 +351,71 @@ def together(found: Estimate, cards: int, link: float | None = None) -> Together
     check_link(links[0])
     if found.times is None:
         return None
-    option, form = found.option, found.option.setting.attention
-    request, prompts = option.request, 1 if option.request.cfg == "off" else 2
-    slow, fast = attending(found.card, form, *rates_of(found.card, found.calibration)[:2])
-    at_fast, at_slow = (
-        [_split_pass(option, rates, cards // prompts, each) for each in links]
-        for rates in (fast, slow)
-    )
-    # Both prompts take as long as one, but for what the host's split of prompts loses.
-    low, high = (2 / end if prompts == 2 else 1 for end in (CFG_SPLIT.high, CFG_SPLIT.low))
-    sampling = Range(at_fast[2].seconds * low, at_slow[0].seconds * high)
-    phases = found.times.phases
-    image = phases["text"] + phases["decode"] + sampling.times(request.computed_steps)
-    gains = [each.gain for each in (*at_fast, *at_slow)]
-    first, other = _held(found, at_slow[1])
+    option, phases = found.option, found.times.phases
+    prompts = 1 if option.request.cfg == "off" else 2
+    each = cards // prompts
+    refusal = _refusal(option, each)
+    likely, gain, low, high = None, Range(1.0, 1.0), 1.0, 1.0
+    if each > 1 and not refusal:
+        slow, fast = rates_of(found.card, found.calibration)[:2]
+        slow, fast = attending(found.card, option.setting.attention, slow, fast)
+        at_fast, at_slow = (
+            [_split_cost(option, rates, each, way) for way in links] for rates in (fast, slow)
+        )
+        gains = [cost.gain for cost in (*at_fast, *at_slow)]
+        likely, gain = at_slow[1], Range(min(gains), max(gains))
+        low, high = (cost.gain if cost.pays else 1.0 for cost in (at_fast[2], at_slow[0]))
+    if prompts == 2:
+        low, high = low * CFG_SPLIT.high, high * CFG_SPLIT.low
+    alone = phases["sampling"]
+    image = phases["text"] + phases["decode"] + Range(alone.low / low, alone.high / high)
+    # All hold the transformer; the encoders and what else stays is on the first.
+    sampling = found.phases["sampling"]
+    table = sampling.resident.get("modulation table", 0)
     return Together(
         cards=cards,
         links=links,
         assumed=link is None,
         prompts=prompts,
-        likely=(at_fast[1], at_slow[1]),
-        gain=Range(min(gains), max(gains)),
+        refusal=refusal,
+        likely=likely,
+        gain=gain,
         alone=found.image_seconds,
-        together=image.times(1 / request.batch),
-        first_bytes=first,
-        other_bytes=other,
+        together=image.times(1 / option.request.batch),
+        first_bytes=max(phase.card_bytes for phase in found.phases.values()),
+        other_bytes=sampling.peak_bytes + sampling.context + table,
     )
 
 
-def _split_pass(option: PlanOption, rates: Rates, cards: int, link: float) -> SplitPass:
-    """A pass of one prompt on so many cards; not split where weights move."""
-    request, setting = replace(option.request, cfg="off"), option.setting
-    precision, form = setting.precision, setting.attention
-    how = {"packed": setting.packed, "attention": form, "graph": replays_graph(request, setting)}
-    times = forward_times(request, precision, rates, moved_bytes=option.moved_bytes, **how)
+def _refusal(option: PlanOption, cards: int) -> str:
+    request = option.request
     if cards < 2:
-        return SplitPass(times.seconds)
+        return ""
     if not option.resident:
-        return SplitPass(times.seconds, refusal="its weights do not stay there")
+        return "its weights do not stay there"
     if request.member.cached_prefix:
-        return SplitPass(times.seconds, refusal=f"the rows of {request.family} are not shared")
-    if request.image_tokens < cards:
-        return SplitPass(times.seconds, refusal="it has fewer image tokens than cards")
+        return f"the rows of {request.family} are not shared"
+    return "it has fewer image tokens than cards" if request.image_tokens < cards else ""
+
+
+def _split_cost(option: PlanOption, rates: Rates, cards: int, link: float) -> SplitCost:
+    """Counts a pass of one prompt. LoRAs beside weights read plain rows, so that keys and values
+    are sent; their time shrinks as the products' does.
+    """
+    setting, request = option.setting, replace(option.request, cfg="off", loras=Loras())
+    precision, form = setting.precision, setting.attention
+    times = forward_times(request, precision, rates, packed=setting.packed, attention=form)
     work, blocks = Pass.of(request), request.transformer.blocks
     block = block_seconds(work, precision, rates, form)
-    plain = forward_times(replace(request, loras=Loras()), precision, rates, **how)
-    beside = (times.card - plain.card) / blocks
-    cost = SplitCost(
+    quantized = precision in QUANTIZED and not setting.weight_only
+    beside = option.request.loras.beside(precision)
+    return SplitCost(
         Rows(work.items, work.text, work.image, work.shape.dim),
-        replace(block, image=block.image + beside),
-        _row_bytes(option),
+        block,
+        None if beside else row_bytes(work.shape.dim, quantized=quantized),
         cards,
         link,
         blocks=blocks,
-        outside=plain.card - blocks * block.all,
+        outside=times.card - blocks * block.all,
         launch=rates.launches.block[precision],
     )
-    return SplitPass(times.seconds, cost)
-
-
-def _row_bytes(option: PlanOption) -> int | None:
-    """Of a normalized row that is sent; None with LoRAs beside weights, which read plain rows."""
-    request, setting = option.request, option.setting
-    if request.loras.beside(setting.precision):
-        return None
-    quantized = setting.precision in QUANTIZED and not setting.weight_only
-    return row_bytes(request.transformer.dim, quantized=quantized)
-
-
-def _held(found: Estimate, split: SplitPass) -> tuple[int, int]:
-    """(bytes of the first card, of each other one) at their worst moments.
-
-    All hold the transformer. The first tries a block alone before, so that it has the buffers of
-    one card; graphs are not captured of passes that are split.
-    """
-    phases = dict(found.phases)
-    sampling = phases.pop("sampling")
-    others = replace(
-        sampling, resident={"modulation table": sampling.resident.get("modulation table", 0)}
-    )
-    first = sampling.card_bytes
-    if split.cost is not None:
-        request, setting = replace(found.option.request, cfg="off"), found.option.setting
-        best, rows = split.cost.best, split.cost.rows
-        sent = split.cost.row_bytes if best.name == ROWS else None
-        own = rows.items * max(best.image_rows[1:])
-        others = replace(others, activations=share_bytes(request, setting, own, sent), resident={})
-        first += (rows.all - rows.items * (rows.text + best.image_rows[0])) * (sent or 0)
-        first -= sampling.resident.get(GRAPHS, 0)
-    return max(first, *(phase.card_bytes for phase in phases.values())), others.card_bytes

@@ -292,7 +292,6 @@ def lora_bytes(request: RunRequest, setting: Setting) -> int:
 
 
 def _ranks_beside(request: RunRequest, setting: Setting) -> int:
-    """The rank of all bypass LoRAs of a layer together."""
     return request.loras.beside(setting.precision) * request.loras.rank
 
 
@@ -329,32 +328,6 @@ def buffer_bytes(request: RunRequest, setting: Setting) -> int:
     # One weight of each stream is decoded at a time, which may be the MLP's.
     streams = 2 if block.text_layers else 1
     return count + (streams * block.hidden * dim * dim if setting.packed else 0)
-
-
-def share_bytes(request: RunRequest, setting: Setting, own: int, row_bytes: int | None) -> int:
-    """Activations of a card that is not the first of several that share a pass.
-
-    Counted as `optimizations/blocks/shape.py` takes them: q of the own rows with K and V of all,
-    or the MLP's hidden rows; the branch, quantized rows, and what came from the others; the own
-    rows, what attention gives, and cosine, sine and modulation from the first card.
-
-    Args:
-        own: rows of the card.
-        row_bytes: of a normalized row that is sent; None where keys and values are.
-    """
-    dim, whole = request.transformer.dim, TokenRows.of(request).all
-    hidden = request.transformer.block.hidden
-    count = max(own + 2 * whole, hidden * own) * dim * BF16 + own * dim * BF16
-    count += own * 3 * _ranks_beside(request, setting) * BF16
-    if setting.precision in QUANTIZED and not setting.weight_only:
-        count += own * (hidden * dim + BYTES_PER_SCALE)
-    count += heads_bytes(request, setting.attention) + (
-        2 * hidden * dim * dim if setting.packed else 0
-    )
-    streams = 2 if setting.attention == EXACT else 1
-    rotation = request.transformer.head_dim * BF16 * whole
-    count += streams * own * dim * BF16 + rotation + _timestep_bytes(request) // 2
-    return count + (whole - own) * (row_bytes or 0)
 
 
 def heads_bytes(request: RunRequest, attention: str) -> int:

@@ -12,7 +12,6 @@ from qwen_l40s.machine.card_list import known_cards
 from qwen_l40s.planning.advise import LINKS, together
 from qwen_l40s.planning.estimate import estimate
 from qwen_l40s.planning.request import Loras, RunRequest
-from qwen_l40s.spec.formats import GIB
 from qwen_l40s.split_cost import LEAST_GAIN
 
 CARDS = known_cards()
@@ -30,7 +29,7 @@ def test_what_two_l40s_are_expected_to_gain():
         for side, least, most in ((1024, 1.5, 1.82), (2048, 1.65, 1.92)):
             found = on_cards(2, LINKS[1], precision=precision, width=side, height=side)
             assert least < found.gain.low <= found.gain.high < most
-            assert found.likely[0].exchange == "rows"
+            assert found.likely.best.name == "rows"
             assert 1 < found.faster.low <= found.faster.high < found.gain.high
 
 
@@ -82,7 +81,7 @@ def test_loras_beside_weights_send_keys_and_values():
     plain, beside = (
         on_cards(precision="int8", loras=loras) for loras in (Loras(), Loras(1, 32, "bypass"))
     )
-    assert (plain.likely[1].exchange, beside.likely[1].exchange) == ("rows", "keys")
+    assert (plain.likely.best.name, beside.likely.best.name) == ("rows", "keys")
     assert beside.gain.high < plain.gain.high
 
 
@@ -98,14 +97,10 @@ def test_memory_of_each_card():
     """Every card holds the transformer; others than the first have nothing else of the models."""
     found = on_cards(precision="bf16", modulation="on card", name="H100 SXM")
     alone = estimate(RunRequest(**LIGHTNING, precision="bf16"), CARDS["H100 SXM"])
+    assert found.first_bytes == max(phase.card_bytes for phase in alone.phases.values())
     sampling = alone.phases["sampling"]
-    held = sampling.weights + sampling.context + sampling.workspace
-    # K and V of all rows; of half of them q, the branch, x, attention's result, and what comes.
-    streams = 4224 * 3072 * 2 / GIB
-    assert (found.other_bytes - held) / GIB == pytest.approx(4.5 * streams, abs=0.1)
-    assert found.first_bytes >= max(phase.card_bytes for phase in alone.phases.values()) * 0.99
-    four = on_cards(4, precision="bf16", modulation="on card", name="H100 SXM")
-    assert four.other_bytes < found.other_bytes
+    assert sampling.weights < found.other_bytes <= sampling.card_bytes
+    assert "VAE" in sampling.resident and found.other_bytes < found.first_bytes
 
 
 def printed(capsys, *argv):
@@ -137,6 +132,8 @@ def test_what_the_command_refuses(capsys):
         (["--cards", "2.5"], "--cards 2.5 must be a whole number of cards"),
         (["--cards", "nan"], "--cards nan must be a whole number of cards"),
         (["--cards", "2", "--link", "0"], "the link must be above 0 GB/s, got 0"),
+        (["--cards", "2", "--link", "-1"], "the link must be above 0 GB/s, got -1"),
+        (["--cards", "2", "--link", "nan"], "the link must be above 0 GB/s, got nan"),
         (["--cards", "2", "--link", "inf"], "the link must be above 0 GB/s, got inf"),
         (["--link", "17"], "--link is for several cards"),
     ):
