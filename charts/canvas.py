@@ -18,11 +18,6 @@ PAPER, FRAME = "#17202a", "#66768a"
 INK, FAINT, GRID = "#f2f5f8", "#aeb9c5", "#364452"
 DARK = "#10171f"  # text on a bright bar
 GOOD, WARN, BAD = "#2bc48a", "#ffb000", "#ff7043"
-# Distinct with red-green blindness too; the first belongs to what a picture is about.
-PALETTE = (
-    *(GOOD, "#f2a541", "#6ea8ff", "#c58be0", "#ff6f91", "#b5c45a", "#35c2d6"),
-    *("#c9a08e", "#e8d44d", "#a9c3de", "#ffb3c1", "#90a4ae", "#a6d06a", "#b39ddb"),
-)
 
 
 def font(size: int) -> ImageFont.FreeTypeFont:
@@ -95,21 +90,6 @@ class Page:
         """One line; the anchor is PIL's."""
         self.draw.text(place, plain(text), fill=fill, font=font(size), anchor=anchor)
 
-    def label(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        span: tuple[float, float],
-        *,
-        fill: str = INK,
-        size: int = SMALL,
-    ) -> None:
-        """One line centred on `x`, moved as far as it takes to stay between the ends of `span`."""
-        half = text_width(plain(text), size) / 2
-        x = max(span[0] + half, min(span[1] - half, x))
-        self.text((x, y), text, size=size, fill=fill, anchor="mm")
-
     def finish(self) -> Image.Image:
         """The picture, cut below what was drawn last, in its frame."""
         height = min(self.image.height, round(self.y) + MARGIN)
@@ -125,8 +105,3 @@ def dashed(
     while y < bottom:
         draw.line((x, y, x, min(y + 8, bottom)), fill=fill, width=width)
         y += 14
-
-
-def colours(count: int) -> list[str]:
-    """So many colours; from the fifteenth on they repeat."""
-    return [PALETTE[place % len(PALETTE)] for place in range(count)]

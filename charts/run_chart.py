@@ -1,8 +1,8 @@
 """A run as a picture that answers in three seconds: whether it fits, how long, how much.
 
 What is predicted and what was measured have the same layout: the answer, its figures, and a bar for
-each phase. A node shows the picture a third as wide as it is, so the type is large and there is
-little of it.
+each phase; what an image costs has a bar for each card. A node shows the picture a third as wide as
+it is, so the type is large and there is little of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ANSWER, FIGURE, LABEL, LEAST = 80, 48, 38, 34  # font sizes
 LINE = 46  # pixels from one line of the least size to the next
 SIDE = 40  # pixels of margin
-NAMES, SIZES, TIMES = 216, 160, 270  # pixels at both ends of the phases' bars
+NAMES, SIZES, TIMES = 216, 160, 270  # pixels at both ends of the bars, at the least
 BAR = 32
 SIGNS = {"good": GOOD, "tight": WARN, "bad": BAD, "plain": INK}
 HOST_MEMORY = "in host memory"
@@ -45,6 +45,7 @@ COLOURS = {
     "other": "#9aa5b1",
     HOST_MEMORY: WARN,
     "measured": "#56b4e9",
+    "USD an image": "#56b4e9",
 }
 
 
@@ -173,7 +174,6 @@ def _rule(page: Page) -> None:
 
 
 def _figures(page: Page, shown: RunPicture) -> None:
-    """Side by side: what it is, the figure in large type, and a line below."""
     width, gap = (WIDTH - 2 * SIDE) / 3, 30
     for place, figure in enumerate(shown.figures):
         left, room = SIDE + place * width, width - gap
@@ -203,7 +203,6 @@ def _peak(page: Page, shown: RunPicture, left: float, right: float, middle: floa
 
 
 def _mark(page: Page, x: float, middle: float, colour: str) -> None:
-    """A line across a bar."""
     for half, fill in ((5, PAPER), (2, colour)):
         box = (x - half, middle - BAR / 2 - 5, x + half, middle + BAR / 2 + 5)
         page.draw.rectangle(box, fill=fill)
@@ -212,7 +211,8 @@ def _mark(page: Page, x: float, middle: float, colour: str) -> None:
 def _phases(page: Page, shown: RunPicture) -> None:
     """Bars, with the limit of the card across all of them."""
     sizes = SIZES if any(bar.value for bar in shown.bars) else 0
-    left, right = SIDE + NAMES, WIDTH - SIDE - TIMES - sizes
+    names = max(NAMES, *(text_width(bar.name, LEAST) + 24 for bar in shown.bars))
+    left, right = SIDE + names, WIDTH - SIDE - TIMES - sizes
     sums = [sum(bar.parts.values()) for bar in shown.bars]
     longest = max(sums + [bar.expected for bar in shown.bars])
     if shown.limit is not None:

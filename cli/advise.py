@@ -13,9 +13,8 @@ from .estimate import CARDS_HELP, add_request_arguments, request_of
 from .output import check_plot, print_text, write_plot
 
 if TYPE_CHECKING:
-    from ..planning.advise import Advice, Comparison, Market
+    from ..planning.advise import Advice, Comparison, Offer
     from ..planning.cards import Card
-    from ..planning.request import RunRequest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rank only these cards and compare the first with the others; default: rank all, "
         "compare the L40S with the A100 and the H100",
     )
-    parser.add_argument("--plot", metavar="FILE", help="draw the cost at each load into a .png")
+    parser.add_argument("--plot", metavar="FILE", help="draw the cost at three loads into a .png")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_request_arguments(parser)
 
@@ -62,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from ..charts.advice import advise_text
     from ..machine.card_list import known_cards
     from ..machine.store import load_calibration
-    from ..planning.advise import advise, market
+    from ..planning.advise import advise
     from ..planning.cards import check_positive, read_prices
 
     check_positive("--images-per-hour", args.images_per_hour)
@@ -71,18 +70,15 @@ def run(args: argparse.Namespace) -> int:
     cards = known_cards(args.cards)
     prices = read_prices("\n".join(args.price), cards)
     chosen = _chosen(args.only, cards)
-    request = request_of(args)
-    found = market(request, chosen, prices, load_calibration)
-    advices = advise(args.images_per_hour, found.offers)
+    found = advise(args.images_per_hour, request_of(args), chosen, prices, load_calibration)
     comparisons = found.comparisons(*[[card.name for card in chosen]] if args.only else [])
-    fits = any(advice.offer.fits for advice in advices)
     if args.plot:
-        _plot(args.plot, advices, request)
+        _plot(args.plot, found)
     if args.json:
-        print(json.dumps(_as_dict(args.images_per_hour, found, advices, comparisons)))
+        print(json.dumps(_as_dict(found, comparisons)))
     else:
-        print_text(advise_text(found, advices, comparisons))
-    return 0 if fits else 1
+        print_text(advise_text(found, comparisons))
+    return 0 if found.fitting else 1
 
 
 def _chosen(only: Sequence[str] | None, cards: Mapping[str, Card]) -> list[Card]:
@@ -96,47 +92,62 @@ def _chosen(only: Sequence[str] | None, cards: Mapping[str, Card]) -> list[Card]
     )
 
 
-def _plot(path: str, advices: Sequence[Advice], request: RunRequest) -> None:
+def _plot(path: str, found: Advice) -> None:
     from ..charts.cost_chart import cost_chart
 
-    if not any(advice.offer.fits and advice.offer.usd_per_hour for advice in advices):
+    if not found.paid:
         raise SettingError(
             "--plot draws cards that it fits on at a price above 0, and there is none here: give "
             "prices with --price, or leave --plot out."
         )
-    write_plot(cost_chart(advices, request), path)
+    write_plot(cost_chart(found), path)
 
 
-def _as_dict(
-    load: float, found: Market, advices: Sequence[Advice], comparisons: Sequence[Comparison]
-) -> dict[str, Any]:
-    """For JSON."""
-    from ..charts.advice import comparison_text, price_source, setting_text, table_loads
+def _as_dict(found: Advice, comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    from ..charts.advice import comparison_text
 
-    loads = table_loads(load)
     return {
-        "images_per_hour": load,
-        "loads": list(loads),
-        "advices": [
-            {
-                **advice.as_dict(),
-                "usd_at_loads": [advice.offer.usd_for(each) for each in loads],
-                "note": setting_text(found, advice.offer.card.name),
-                "price_source": price_source(found.prices[advice.offer.card.name]),
-                "basis": found.estimates[advice.offer.card.name].basis.kind,
-            }
-            for advice in advices
-        ],
+        "images_per_hour": found.images_per_hour,
+        "loads": list(found.loads),
+        "advices": [_offer(offer, found) for offer in found.ranked],
         "comparisons": [
             {
-                "cards": [comparison.first.card.name, comparison.second.card.name],
+                "cards": [comparison.first.name, comparison.second.name],
                 "sentence": comparison_text(comparison),
                 "certain": comparison.certain,
-                "cheaper": comparison.cheaper and comparison.cheaper.card.name,
+                "cheaper": comparison.cheaper and comparison.cheaper.name,
                 "break_even_images_per_hour": comparison.break_even,
             }
             for comparison in comparisons
         ],
         "unpriced": list(found.unpriced),
         "refused": dict(found.refused),
+    }
+
+
+def _offer(offer: Offer, advice: Advice) -> dict[str, Any]:
+    from ..charts.advice import price_source, setting_text
+    from ..planning.phases import figure
+
+    load, seconds = advice.images_per_hour, offer.found.image_seconds
+    return {
+        "card": offer.name,
+        "usd_per_hour": offer.usd_per_hour,
+        "seconds_per_image": figure(seconds.middle),
+        "cards": offer.cards_for(load),
+        "usd_per_image": figure(offer.usd_for(load)),
+        "full_usd_per_image": figure(offer.busy_usd.middle),
+        "utilisation": figure(offer.utilisation(load)),
+        "fits": offer.found.fits,
+        "tight": offer.found.tight,
+        "ranges": {
+            "seconds_per_image": [figure(end) for end in seconds],
+            "cards": [offer.cards_for(load, end) for end in seconds],
+            "usd_per_image": [figure(offer.usd_for(load, end)) for end in seconds],
+            "full_usd_per_image": [figure(end) for end in offer.busy_usd],
+        },
+        "usd_at_loads": [offer.usd_for(each) for each in advice.loads],
+        "note": setting_text(offer),
+        "price_source": price_source(offer.price),
+        "basis": offer.found.basis.kind,
     }

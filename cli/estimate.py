@@ -194,7 +194,6 @@ def _count_and_file(given: Sequence[str]) -> tuple[int, Path | None]:
 
 
 def _others(given: Sequence[str]) -> tuple[OtherModel, ...]:
-    """The models of --with."""
     found = [OtherModel(*text.rpartition(":")[::2]) for text in given]
     for text, other in zip(given, found, strict=True):
         if not other.family or not other.precision:
@@ -205,7 +204,6 @@ def _others(given: Sequence[str]) -> tuple[OtherModel, ...]:
 
 
 def _link(gbps: float | None, cards: int) -> float | None:
-    """Bytes a second of --link."""
     if gbps is None:
         return None
     check_link(1e9 * gbps)
@@ -328,7 +326,6 @@ def request_of(args: argparse.Namespace) -> RunRequest:
 
 
 def _values(args: argparse.Namespace) -> dict[str, Any]:
-    """The options by their names, whichever flags gave them."""
     values = {"cfg": _cfg(args.cfg)}
     for option in OPTIONS:
         if option.name != "cfg" and option.flag is not None:

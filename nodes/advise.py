@@ -6,9 +6,10 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..errors import QwenL40SError
+from ..errors import QwenL40SError, UnavailableError
 from ..hosts.comfyui.estimate.cards import own_files_changed_at
 from ..machine.card_list import known_cards
+from ..machine.store import load_calibration
 from ..options import request_settings
 from ..planning.cards import EXAMPLE, read_prices
 from .common import (
@@ -67,12 +68,13 @@ class QwenL40SAdviseGPU(io.ComfyNode):
             outputs=[
                 io.Image.Output(
                     display_name="chart",
-                    tooltip="USD an image against load, for the six cheapest cards.",
+                    tooltip="The cheapest card at three loads, and USD an image on the six "
+                    "cheapest at yours.",
                 ),
                 io.String.Output(
                     display_name="report",
-                    tooltip="The ranking at your load, and the load at which an A100 or H100 "
-                    "becomes cheaper than an L40S.",
+                    tooltip="The ranking at your load, and roughly the load at which an A100 or "
+                    "H100 becomes cheaper than an L40S.",
                 ),
                 *setting_outputs(),
             ],
@@ -97,12 +99,20 @@ class QwenL40SAdviseGPU(io.ComfyNode):
         require_host()
         from ..charts.advice import advise_text, summary_lines
         from ..charts.cost_chart import cost_chart
-        from ..hosts.comfyui.estimate.estimate import advise_on
         from ..hosts.comfyui.estimate.request import request_from
+        from ..planning.advise import advise
 
         request = request_from(request_settings(**settings)).request
-        found = advise_on(request, images_per_hour, read_prices(prices, known_cards()))
-        report = advise_text(found.market, found.advices, found.comparisons)
-        chart = cost_chart(found.advices, request)
-        summary = "\n".join(summary_lines(found.market, found.advices))
-        return with_picture(cls, chart, summary, report, *loader_settings(found.best))
+        cards = known_cards()
+        own_prices = read_prices(prices, cards)
+        found = advise(images_per_hour, request, cards.values(), own_prices, load_calibration)
+        if not found.paid:
+            raise UnavailableError(
+                "this fits no card with a price above 0: choose a smaller size or batch, leave "
+                "settings on auto, or enter a price above 0."
+            )
+        chart = cost_chart(found)
+        summary = "\n".join(summary_lines(found))
+        settings = loader_settings(found.fitting[0].found)
+        report = advise_text(found, found.comparisons())
+        return with_picture(cls, chart, summary, report, *settings)

@@ -1,8 +1,7 @@
 """Which card paints a load of images for the least, where cards are rented by the hour all day.
 
-N images an hour at t seconds each need ceil(N t / 3600) cards, so the cost of an image is a
-sawtooth over the load: lowest where the cards are busy all the time. Where t is predicted as a
-range, its slow end counts, so that the cards carry the load in any case.
+N images an hour at t seconds each need ceil(N t / 3600) cards, idle or not. Where t is predicted as
+a range, its slow end counts, so that the cards carry the load in any case.
 
 And what several cards of a machine are for: one image sooner, or many images.
 """
@@ -11,15 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from ..errors import SettingError, UnavailableError
 from ..spec.formats import QUANTIZED
 from ..split_cost import LEAST_GAIN, Rows, SplitCost, check_link, row_bytes
-from .cards import SECONDS_PER_HOUR, Card, Price, check_positive, check_price
+from .cards import SECONDS_PER_HOUR, Card, Price, check_positive
 from .estimate import Estimate, estimate, usd_range
-from .phases import Range, figure
+from .phases import Range
 from .plan import PlanOption
 from .rates import Rates, attending, rates_of
 from .request import Loras, RunRequest
@@ -38,125 +37,41 @@ EQUAL = 0.001
 
 @dataclass(frozen=True)
 class Offer:
-    """A card at a price, and how fast it paints.
+    """A card at a price.
 
     Args:
-        seconds: for an image, from the shortest to the longest that is to be expected.
-        usd_per_hour: for one card.
-        fits: whether what is to run fits on it.
-        tight: whether it fits with little to spare, as `Estimate.tight` says.
-
-    Raises:
-        SettingError: the price is negative or no number, or a time is not above 0.
+        found: of the request on it.
+        price: the listed one; None where it is the user's own.
     """
 
-    card: Card
-    seconds: Range
+    found: Estimate
     usd_per_hour: float
-    fits: bool = True
-    tight: bool = False
-
-    def __post_init__(self) -> None:
-        check_price(self.usd_per_hour)
-        for seconds in self.seconds:
-            check_positive("seconds per image", seconds)
-        if self.seconds.low > self.seconds.high:
-            raise SettingError(
-                f"seconds per image are {self.seconds.low} to {self.seconds.high}: give the "
-                "shorter time first."
-            )
+    price: Price | None = None
 
     @property
-    def full_usd_per_image(self) -> Range:
-        """US dollars for an image where the card is busy all the time."""
-        return usd_range(self.usd_per_hour, self.seconds)
+    def name(self) -> str:
+        """Names the card."""
+        return self.found.card.name
+
+    @property
+    def busy_usd(self) -> Range:
+        """Gives US dollars for an image on a card that paints all the time."""
+        return usd_range(self.usd_per_hour, self.found.image_seconds)
 
     def cards_for(self, images_per_hour: float, seconds: float | None = None) -> int:
-        """How many cards a load needs at `seconds` an image, by default the longest."""
-        seconds = self.seconds.high if seconds is None else seconds
+        """Counts the cards that a load needs at `seconds` an image, by default the longest."""
+        seconds = self.found.image_seconds.high if seconds is None else seconds
         needed = images_per_hour * seconds / SECONDS_PER_HOUR
         return max(1, math.ceil(needed * (1 - ROUNDING)))
 
     def usd_for(self, images_per_hour: float, seconds: float | None = None) -> float:
-        """US dollars for an image at a load, on the cards for `seconds` an image."""
+        """Gives US dollars for an image at a load, idle time included, on those cards."""
         return self.cards_for(images_per_hour, seconds) * self.usd_per_hour / images_per_hour
 
-
-@dataclass(frozen=True)
-class Advice:
-    """What a load costs with one offer.
-
-    Attributes:
-        cards: how many are needed, at the shortest and the longest time.
-        usd_per_image: at this load, at the shortest and the longest time.
-    """
-
-    offer: Offer
-    images_per_hour: float
-    cards: tuple[int, int]
-    usd_per_image: Range
-
-    @property
-    def usd(self) -> float:
-        """US dollars for an image on cards that carry the load at the longest time: what the
-        ranking goes by, and what is printed.
-        """
-        return self.offer.usd_for(self.images_per_hour)
-
-    @property
-    def utilisation(self) -> float:
-        """The share of the rented hours in which these cards paint, at the longest time."""
-        busy = self.images_per_hour * self.offer.seconds.high / SECONDS_PER_HOUR
-        return min(1.0, busy / self.cards[1])
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        offer, full = self.offer, self.offer.full_usd_per_image
-        return {
-            "card": offer.card.name,
-            "usd_per_hour": offer.usd_per_hour,
-            "seconds_per_image": figure(offer.seconds.middle),
-            "cards": self.cards[1],
-            "usd_per_image": figure(self.usd),
-            "full_usd_per_image": figure(full.middle),
-            "utilisation": figure(self.utilisation),
-            "fits": offer.fits,
-            "tight": offer.tight,
-            "ranges": {
-                "seconds_per_image": [figure(end) for end in offer.seconds],
-                "cards": list(self.cards),
-                "usd_per_image": [figure(end) for end in self.usd_per_image],
-                "full_usd_per_image": [figure(end) for end in full],
-            },
-        }
-
-
-def advise(images_per_hour: float, offers: Iterable[Offer]) -> tuple[Advice, ...]:
-    """Ranks offers by the cost of an image at a load; what does not fit comes last.
-
-    Raises:
-        SettingError: the load is not a finite number above 0, or beyond `LOADS`.
-    """
-    check_positive("images per hour", images_per_hour)
-    least, most = LOADS
-    if not least <= images_per_hour <= most:
-        raise SettingError(
-            f"images per hour is {images_per_hour:g}: give {least:g} to {most:,} of them."
-        )
-    advices = []
-    for offer in offers:
-        cards, usd = (
-            [of(images_per_hour, end) for end in offer.seconds]
-            for of in (offer.cards_for, offer.usd_for)
-        )
-        advices.append(Advice(offer, images_per_hour, tuple(cards), Range(*usd)))
-    return tuple(sorted(advices, key=_rank))
-
-
-def _rank(advice: Advice) -> tuple:
-    offer = advice.offer
-    full = offer.full_usd_per_image.high
-    return (not offer.fits, round(advice.usd, 15), full, offer.card.name)
+    def utilisation(self, images_per_hour: float) -> float:
+        """Gives the share of the rented hours in which the cards paint, at the longest time."""
+        busy = images_per_hour * self.found.image_seconds.high / SECONDS_PER_HOUR
+        return min(1.0, busy / self.cards_for(images_per_hour))
 
 
 @dataclass(frozen=True)
@@ -165,8 +80,9 @@ class Comparison:
 
     Attributes:
         cheaper: the one that costs less where cards are always busy; None where both cost the same.
-        break_even: images an hour, above which it costs less or the same at every load; 0 where
-            that is so from the first image on.
+        break_even: images an hour at which one card of it costs as much as busy cards of the other
+            one; 0 where an hour of it costs no more. Whole cards shift it by up to a card's load.
+        at_every_load: whether it is the cheaper one however few cards carry the load.
         certain: whether the ranges of both costs at full use are disjoint.
     """
 
@@ -174,72 +90,92 @@ class Comparison:
     second: Offer
     cheaper: Offer | None
     break_even: float
+    at_every_load: bool
     certain: bool
 
 
 def compare(first: Offer, second: Offer) -> Comparison:
-    """Finds the load from which one of two offers is the cheaper one for good.
-
-    With price p and c images a card and hour, a load N costs p ceil(N / c) an hour: at least
-    N p / c and less than p above that. So from p / (difference of both p / c) on, p being that of
-    the cheaper one, it stays the cheaper one. Below, for each number of its cards, the other one
-    is the cheaper one while fewer dollars of it are needed.
-    """
-    full = [offer.full_usd_per_image for offer in (first, second)]
-    busy = [offer.usd_per_hour * offer.seconds.high for offer in (first, second)]
-    certain = full[0].high < full[1].low or full[1].high < full[0].low
-    if math.isclose(*busy, rel_tol=EQUAL):
-        return Comparison(first, second, None, 0.0, certain)
-    better, other = (first, second) if busy[0] < busy[1] else (second, first)
-    return Comparison(
-        first, second, better, _last_load(better, other, abs(busy[0] - busy[1])), certain
-    )
-
-
-def _last_load(better: Offer, other: Offer, difference: float) -> float:
-    """The highest load at which `other` is still the cheaper one; 0 where there is none."""
-    rate, other_rate = (SECONDS_PER_HOUR / offer.seconds.high for offer in (better, other))
-    ratio = better.usd_per_hour / other.usd_per_hour
-    settled = better.usd_per_hour * SECONDS_PER_HOUR / difference
-    for cards in range(math.floor(settled / rate) + 1, 0, -1):
-        fewer_dollars = math.ceil(cards * ratio * (1 - ROUNDING)) - 1
-        load = min(fewer_dollars * other_rate, cards * rate)
-        if load > (cards - 1) * rate * (1 + ROUNDING):
-            return load
-    return 0.0
+    """Finds the cheaper one of two offers, and about the load from which it is."""
+    better, other = sorted((first, second), key=lambda offer: offer.busy_usd.high)
+    certain = better.busy_usd.high < other.busy_usd.low
+    if math.isclose(better.busy_usd.high, other.busy_usd.high, rel_tol=EQUAL):
+        return Comparison(first, second, None, 0.0, False, certain)
+    load = 0.0
+    if better.usd_per_hour > other.usd_per_hour:
+        load = better.usd_per_hour / other.busy_usd.high
+    faster = better.found.image_seconds.high <= other.found.image_seconds.high
+    always = not load and (faster or not better.usd_per_hour)
+    return Comparison(first, second, better, load, always, certain)
 
 
 @dataclass(frozen=True)
-class Market:
-    """Offers of many cards for one request.
+class Advice:
+    """Cards for a load.
 
-    Attributes:
-        offers: Of the cards that have a price and run it.
-        estimates: Of all cards that run it, by name.
-        prices: {card's name: its listed price, or None where it is the user's own}.
-        unpriced: Names of cards that would run it and have no price.
+    Args:
+        offers: of the cards that have a price and run it.
+        unpriced: names of cards that would run it and have no price.
         refused: {name of a card that cannot run it: why}.
+
+    Raises:
+        SettingError: the load is not a finite number above 0, or beyond `LOADS`.
     """
 
-    offers: tuple[Offer, ...]
-    estimates: Mapping[str, Estimate]
-    prices: Mapping[str, Price | None]
-    unpriced: tuple[str, ...]
-    refused: Mapping[str, str]
+    images_per_hour: float
+    offers: Sequence[Offer]
+    unpriced: Sequence[str] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
 
-    def comparisons(self, names: Sequence[str] = (SUBJECT, *RIVALS)) -> tuple[Comparison, ...]:
-        """The first of the named cards on which the request fits, with each of the others."""
-        fitting = {offer.card.name: offer for offer in self.offers if offer.fits}
+    def __post_init__(self) -> None:
+        check_positive("images per hour", self.images_per_hour)
+        least, most = LOADS
+        if not least <= self.images_per_hour <= most:
+            raise SettingError(
+                f"images per hour is {self.images_per_hour:g}: give {least:g} to {most:,} of them."
+            )
+
+    @property
+    def loads(self) -> tuple[float, float, float]:
+        """Gives a tenth of the load that was asked for, itself, and ten times it."""
+        return self.images_per_hour / 10, self.images_per_hour, self.images_per_hour * 10
+
+    @cached_property
+    def ranked(self) -> list[Offer]:
+        """Sorts the offers by the cost of an image at the load; what does not fit comes last."""
+        return sorted(
+            self.offers,
+            key=lambda offer: (
+                not offer.found.fits,
+                round(offer.usd_for(self.images_per_hour), 15),
+                offer.busy_usd.high,
+                offer.name,
+            ),
+        )
+
+    @property
+    def fitting(self) -> list[Offer]:
+        """Selects the ranked offers of cards that hold all in every phase."""
+        return [offer for offer in self.ranked if offer.found.fits]
+
+    @property
+    def paid(self) -> list[Offer]:
+        """Selects those of them that cost something."""
+        return [offer for offer in self.fitting if offer.usd_per_hour]
+
+    def comparisons(self, names: Sequence[str] = (SUBJECT, *RIVALS)) -> list[Comparison]:
+        """Compares the first of the named cards on which the request fits with the others."""
+        fitting = {offer.name: offer for offer in self.fitting}
         offers = [fitting[name] for name in names if name in fitting]
-        return tuple(compare(offers[0], other) for other in offers[1:])
+        return [compare(offers[0], other) for other in offers[1:]]
 
 
-def market(
+def advise(
+    images_per_hour: float,
     request: RunRequest,
     cards: Iterable[Card],
     own_prices: Mapping[str, float] | None = None,
     calibration_of: Callable[[Card], Rates | None] = lambda card: None,
-) -> Market:
+) -> Advice:
     """Estimates a request on every card, each in the setting that its plan recommends.
 
     Args:
@@ -248,12 +184,10 @@ def market(
         calibration_of: gives what was measured on a card, or None.
 
     Raises:
-        SettingError: a price is negative or no number.
+        SettingError: a price is negative or no number, or the load is none.
     """
     own_prices = own_prices or {}
     offers, unpriced = [], []
-    estimates: dict[str, Estimate] = {}
-    prices: dict[str, Price | None] = {}
     refused: dict[str, str] = {}
     for card in cards:
         price = None if card.name in own_prices else card.price()
@@ -263,13 +197,11 @@ def market(
         except UnavailableError as error:
             refused[card.name] = str(error)
             continue
-        estimates[card.name] = found
         if usd is None:
             unpriced.append(card.name)
         else:
-            prices[card.name] = price
-            offers.append(Offer(card, found.image_seconds, usd, found.fits, found.tight))
-    return Market(tuple(offers), estimates, prices, tuple(unpriced), refused)
+            offers.append(Offer(found, usd, price))
+    return Advice(images_per_hour, offers, unpriced, refused)
 
 
 # From card to card over PCIe without NVLink, each way with both busy: the least, the likely and the

@@ -266,7 +266,6 @@ def table_bytes(request: RunRequest) -> int:
 
 
 def _timestep_bytes(request: RunRequest) -> int:
-    """The modulation of all blocks at one timestep."""
     shape = request.transformer
     rows = shape.block.modulation_rows * sum(embedding_rows(request))
     return shape.blocks * rows * shape.dim * BF16

@@ -41,13 +41,12 @@ def advise_picture():
     """What an image costs on the cards of the list, as the node draws it."""
     from qwen_l40s.charts.cost_chart import cost_chart
     from qwen_l40s.machine.card_list import BUNDLED, known_cards
-    from qwen_l40s.planning.advise import advise, market
+    from qwen_l40s.planning.advise import advise
     from qwen_l40s.planning.request import RunRequest
     from qwen_l40s.spec.families import find_family
 
     request = RunRequest(steps=find_family(FAMILY).steps)
-    found = market(request, known_cards(BUNDLED).values(), {}, lambda name: None)
-    return cost_chart(advise(LOAD, found.offers), request).reduce(2)
+    return cost_chart(advise(LOAD, request, known_cards(BUNDLED).values())).reduce(2)
 
 
 def forward_picture():

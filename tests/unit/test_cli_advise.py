@@ -43,6 +43,9 @@ def test_cards_are_ranked_by_what_an_image_costs(capsys):
     for advice in output["advices"]:
         low, high = advice["ranges"]["seconds_per_image"]
         assert low <= advice["seconds_per_image"] <= high
+        for name in ("cards", "usd_per_image"):  # what the slowest time takes
+            low, high = advice["ranges"][name]
+            assert low <= high == advice[name]
         assert advice["basis"] in ("measured", "predicted")
         assert advice["note"]
         assert advice["price_source"]
