@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from .. import errors
@@ -205,7 +206,7 @@ def together_case(draw: Draw) -> Any:
     """One image on several cards."""
     cards, link = draw("cards", (2, 3, 4, 8)), draw("link", (None, None, 5e9, 45e9))
     it = advise.together(draw.estimate(), cards, link)
-    return it and [pick(it, TOGETHER), *(pick(way, "seconds gain exchange") for way in it.likely)]
+    return it and [pick(it, TOGETHER), pick(it.likely, "seconds gain best")]
 
 
 def advise_case(draw: Draw) -> Any:
@@ -213,9 +214,12 @@ def advise_case(draw: Draw) -> Any:
     offers = []
     for card in list(known_cards().values())[:3]:
         low, wide, usd, fits = Draw(f"{draw.name}/{card.name}").all(OFFER).values()
-        offers.append(advise.Offer(card, advise.Range(low, low * wide), usd, fits))
-    ranks = advise.advise(draw("load", (0.5, 10, 300, 4321, 1e6)), offers)
-    found = [pick(it, "card=offer.card.name cards usd_per_image") for it in ranks]
+        seconds = advise.Range(low, low * wide)
+        offers.append(
+            advise.Offer(SimpleNamespace(card=card, image_seconds=seconds, fits=fits), usd)
+        )
+    it = advise.Advice(draw("load", (0.5, 10, 300, 4321, 1e6)), offers)
+    found = [[rank.name, *map(rank.usd_for, it.loads)] for rank in it.ranked]
     return [*found, pick(advise.compare(*offers[:2]), "break_even certain")]
 
 
