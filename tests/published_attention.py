@@ -1,8 +1,8 @@
 """Stands in for attention packages, which run on a card alone.
 
-Each function has the published signature and computes attention exactly, in fp32 on any device.
-What a published function takes as **kwargs it ignores: that is left out here, so that a misspelled
-name fails. `install` puts such a module where `import` finds it.
+Each computes attention exactly, in fp32 on any device. SageAttention's have the published
+signatures, but for what those take as **kwargs and ignore, so that a misspelled name fails.
+`install` puts such a module where `import` finds it.
 """
 
 import importlib.machinery
@@ -24,46 +24,10 @@ def exact(q, k, v, scale=None):
     return out.to(q.dtype).contiguous(), scores.logsumexp(-1)
 
 
-# Dao-AILab/flash-attention 2.8.4 (commit 0251105a, 2026-08-15), flash_attn/flash_attn_interface.py
-def flash_attn_func(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-):
-    assert not (dropout_p or causal or softcap or return_attn_probs)
-    return exact(q, k, v, softmax_scale)[0]
-
-
-# The same commit, hopper/flash_attn_interface.py; the same in fa3_fwd_interface.py of fa3-fwd 0.0.3
-def flash_attn_func_3(
-    q,
-    k,
-    v,
-    softmax_scale=None,
-    causal=False,
-    qv=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    window_size=(-1, -1),
-    attention_chunk=0,
-    softcap=0.0,
-    num_splits=1,
-    pack_gqa=None,
-    deterministic=False,
-    sm_margin=0,
-    return_attn_probs=False,
-):
-    assert not (causal or softcap or return_attn_probs)
-    return exact(q, k, v, softmax_scale)[0]
+# FlashAttention 2 (flash_attn) and 3 (fa3_fwd_interface, flash_attn_interface) take these first and
+# have defaults for the rest, in Dao-AILab/flash-attention at 0251105a (2026-08-15).
+def flash_attn_func(q, k, v):
+    return exact(q, k, v)[0]
 
 
 # thu-ml/SageAttention 2.2.0 (commit d1a57a5, 2026-01-17), sageattention/core.py; the fork
@@ -134,8 +98,7 @@ def never(*_, **__):
     raise AssertionError("paints black images")
 
 
-FLASH_2 = {"flash_attn_func": flash_attn_func}
-FLASH_3 = {"flash_attn_func": flash_attn_func_3}
+FLASH = {"flash_attn_func": flash_attn_func}
 SAGE = {
     "sageattn_qk_int8_pv_fp16_cuda": sageattn_qk_int8_pv_fp16_cuda,
     "sageattn_qk_int8_pv_fp8_cuda": sageattn_qk_int8_pv_fp8_cuda,
