@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -33,7 +33,7 @@ PORTS = 100
 
 
 class ServerActor:
-    """A server of the fleet on a machine of the cluster; runs as a Ray actor."""
+    """Runs a server of the fleet on a machine of the cluster, as a Ray actor."""
 
     def __init__(self, plan: ServerPlan, cpu: bool, ports: range, threads: str | None) -> None:
         import ray
@@ -43,22 +43,19 @@ class ServerActor:
         if threads:
             os.environ["OMP_NUM_THREADS"] = threads
         host = ray.util.get_node_ip_address()
-        port = _free_port(ports)
         # Ray shows the process its own card alone.
         listening = replace(plan, arguments=("--listen", host, *plan.arguments))
-        self._server = FleetServer(listening, port, "cpu" if cpu else "", host=host)
+        self._server = FleetServer(listening, _free_port(ports), "cpu" if cpu else "", host=host)
         if not cpu:
             self._server.state.card = ",".join(map(str, ray.get_gpu_ids()))
         self._server.start()
 
-    def state(self) -> dict[str, Any]:
-        return vars(self._server.state)
-
-    def drain(self) -> None:
-        self._server.stopping.set()
-
-    def ended(self) -> bool:
-        return self._server.join(0)
+    def report(self, drain: bool) -> tuple[dict[str, Any], bool]:
+        """Drains the server if asked to; tells its state, and whether it has ended for good."""
+        if drain:
+            self._server.stopping.set()
+        ended = self._server.join(0)
+        return vars(self._server.state), ended
 
 
 def run_ray_fleet(
@@ -96,22 +93,28 @@ def run_ray_fleet(
             f"the cluster has {cards} GPUs, and {count or 1} servers need one each: start Ray with "
             "--num-gpus on machines with cards, or name fewer with --cards."
         )
+    options = {"num_cpus": 1, "num_gpus": 0} if cpu else {"num_cpus": 0, "num_gpus": 1}
+    remote = ray.remote(**options, max_restarts=-1, scheduling_strategy="SPREAD")(ServerActor)
+    # Several may come to one machine at the same time: each has ports of its own.
+    ports = [range(port + number, port + PORTS * count, count) for number in range(count)]
+    threads = os.environ.get("OMP_NUM_THREADS")
     fleet = RayFleet(ray, StateFile(plan.folder), notify)
     stop = threading.Event()
     try:
-        with on_signals(stop.set), Heartbeat(fleet.lost) as heard:
-            fleet.start(plan, count, port, cpu=cpu)
-            while not (stop.is_set() or fleet.failed):
-                fleet.look()
-                heard.beat()
+        with on_signals(stop.set):
+            with fleet.unless_lost():
+                fleet.actors = [remote.remote(plan, cpu, own, threads) for own in ports]
+            while not (stop.is_set() or fleet.ended):
+                fleet.look(drain=False)
                 stop.wait(POLL_SECONDS)
-            while not fleet.drained():
-                heard.beat()
+            notify("draining the servers")
+            while not fleet.ended:
+                fleet.look(drain=True)
                 time.sleep(POLL_SECONDS)
     finally:
         fleet.file.close()
     ray.shutdown()
-    return int(fleet.failed)
+    return int(all(state.state == FAILED for state in fleet.states.values()))
 
 
 class RayFleet:
@@ -125,136 +128,81 @@ class RayFleet:
 
     def __init__(self, ray: Any, file: StateFile, notify: Callable[[str], None]) -> None:
         self.file = file
+        self.actors: list[Any] = []
+        self.states: dict[int, ServerState] = {}
+        self.ended = False
         self._ray, self._notify = ray, notify
         self._home = ray.get_runtime_context().get_node_id()
-        self._actors: list[Any] = []
-        self._states: dict[int, ServerState] = {}
         self._said: dict[int, str] = {}
-        self._give_up = 0.0
-        self._draining = False
-
-    def start(self, plan: ServerPlan, count: int, port: int, *, cpu: bool) -> None:
-        """Asks Ray for the actors."""
-        remote = self._ray.remote(
-            num_cpus=1 if cpu else 0,
-            num_gpus=0 if cpu else 1,
-            max_restarts=-1,
-            max_task_retries=0,
-            scheduling_strategy="SPREAD",
-        )(ServerActor)
-        # Several may come to one machine at the same time: each has ports of its own.
-        ports = [range(port + number, port + PORTS * count, count) for number in range(count)]
-        threads = os.environ.get("OMP_NUM_THREADS")
-        self._actors = [remote.remote(plan, cpu, own, threads) for own in ports]
         self._give_up = time.monotonic() + PLACE_SECONDS
 
-    @property
-    def failed(self) -> bool:
-        """Whether no server is started again."""
-        ended = [state for state in self._states.values() if state.state == FAILED]
-        return len(ended) == len(self._actors)
-
-    def look(self) -> None:
-        """Asks the actors how their servers fare.
+    def look(self, drain: bool) -> None:
+        """Asks the actors how their servers fare, or to end them after their jobs.
 
         Raises:
             UnavailableError: Ray starts none.
         """
-        nodes = self._ray.nodes()
-        if not any(node["Alive"] and node["NodeID"] == self._home for node in nodes):
-            self.lost()
-        asked = [actor.state.remote() for actor in self._actors]
-        self._ray.wait(asked, num_returns=len(asked), timeout=POLL_SECONDS)
-        for number, answer in enumerate(asked):
-            try:
-                self._states[number] = ServerState(**self._ray.get(answer, timeout=0))
-            except self._ray.exceptions.GetTimeoutError:
-                if number not in self._states and time.monotonic() > self._give_up:
-                    raise UnavailableError(
-                        f"Ray has not started server {number + 1} of {len(asked)} within "
-                        f"{PLACE_SECONDS:.0f} s: its resources are taken (`ray status` shows by "
-                        "whom), or name fewer with --cards."
-                    ) from None
-            except self._ray.exceptions.RayActorError as error:
-                if number not in self._states:
-                    raise UnavailableError(f"Ray cannot start a server: {error}") from error
-                # Ray starts it again, perhaps elsewhere.
-                reason = str(error).splitlines()[0]
-                self._set(number, RESTARTING, reason)
-        self._write()
-
-    def drained(self) -> bool:
-        """Lets the servers end their jobs; whether all have ended."""
-        if not self._draining:
-            self._notify("draining the servers")
-            self._draining = True
-        left = False
-        for number, actor in enumerate(self._actors):
-            try:
-                self._ray.get(actor.drain.remote(), timeout=POLL_SECONDS)
-                ended = self._ray.get(actor.ended.remote(), timeout=POLL_SECONDS)
-                found = self._ray.get(actor.state.remote(), timeout=POLL_SECONDS)
-                self._states[number] = ServerState(**found)
-            except self._ray.exceptions.RayActorError:
-                self._ray.kill(actor)  # or Ray would start it again
-                self._set(number, STOPPED, "")
-                ended = True
-            except self._ray.exceptions.GetTimeoutError:
-                ended = False
-            left = left or not ended
-        self._write()
-        return not left
-
-    def lost(self) -> NoReturn:
-        """Ends the process, for Ray's own end would wait for the cluster."""
-        for number in self._states:
-            self._set(number, STOPPED, "")
-        with contextlib.suppress(OSError):
-            self.file.write(list(self._states.values()))
-        self._notify(
-            "the Ray cluster is lost, and its servers with it: start it again, then the fleet. "
-            "Jobs go on with submit --resume."
-        )
-        os._exit(EXIT_LOST)
-
-    def _set(self, number: int, state: str, error: str) -> None:
-        if number in self._states:
-            self._states[number] = replace(self._states[number], state=state, error=error)
-
-    def _write(self) -> None:
-        self.file.write(list(self._states.values()))
-        for number, state in self._states.items():
+        with self.unless_lost():
+            nodes = self._ray.nodes()
+            if not any(node["Alive"] and node["NodeID"] == self._home for node in nodes):
+                self._lost()
+            asked = [actor.report.remote(drain) for actor in self.actors]
+            self._ray.wait(asked, num_returns=len(asked), timeout=POLL_SECONDS)
+            ended = [self._hear(number, answer, drain) for number, answer in enumerate(asked)]
+        self.ended = all(ended)
+        self.file.write(list(self.states.values()))
+        for number, state in self.states.items():
             words = f"{state.url} on {state.machine} (card {state.card}) {state.state}"
             words += f": {state.error}" if state.error else ""
             if self._said.get(number) != words:
                 self._said[number] = words
                 self._notify(words)
 
+    def _hear(self, number: int, answer: Any, drain: bool) -> bool:
+        """Takes an actor's report; whether its server has ended for good."""
+        try:
+            state, ended = self._ray.get(answer, timeout=0)
+            self.states[number] = ServerState(**state)
+            return ended
+        except self._ray.exceptions.GetTimeoutError:
+            if number not in self.states and time.monotonic() > self._give_up:
+                raise UnavailableError(
+                    f"Ray has not started server {number + 1} of {len(self.actors)} within "
+                    f"{PLACE_SECONDS:.0f} s: its resources are taken (`ray status` shows by "
+                    "whom), or name fewer with --cards."
+                ) from None
+        except self._ray.exceptions.RayActorError as error:
+            if drain:
+                self._ray.kill(self.actors[number])  # or Ray would start it again
+            elif number not in self.states:
+                raise UnavailableError(f"Ray cannot start a server: {error}") from error
+            if number in self.states:  # where Ray starts it again, perhaps on another machine
+                new, why = (STOPPED, "") if drain else (RESTARTING, str(error).splitlines()[0])
+                self.states[number] = replace(self.states[number], state=new, error=why)
+            return drain
+        return False
 
-class Heartbeat:
-    """Calls `lost` where nothing was heard of Ray for long: its calls then return to nobody. A
-    context manager.
-    """
+    @contextlib.contextmanager
+    def unless_lost(self) -> Iterator[None]:
+        """Ends the process where Ray's calls in the block do not return."""
+        timer = threading.Timer(LOST_SECONDS, self._lost)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
-    def __init__(self, lost: Callable[[], NoReturn]) -> None:
-        self.lost = lost
-        self._last = time.monotonic()
-        self._done = threading.Event()
-
-    def beat(self) -> None:
-        self._last = time.monotonic()
-
-    def __enter__(self) -> Heartbeat:
-        threading.Thread(target=self._watch, daemon=True).start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._done.set()
-
-    def _watch(self) -> None:
-        while not self._done.wait(1.0):
-            if time.monotonic() - self._last > LOST_SECONDS:
-                self.lost()
+    def _lost(self) -> NoReturn:
+        """Ends the process, for Ray's own end would wait for the cluster."""
+        with contextlib.suppress(OSError):
+            stopped = [replace(each, state=STOPPED, error="") for each in self.states.values()]
+            self.file.write(stopped)
+        self._notify(
+            "the Ray cluster is lost, and its servers with it: start it again, then the fleet. "
+            "Jobs go on with submit --resume."
+        )
+        os._exit(EXIT_LOST)
 
 
 def _connect(address: str) -> Any:
