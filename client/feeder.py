@@ -10,6 +10,7 @@ has an entry that it had before, or where the fleet's file gives it the same boo
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -40,6 +41,8 @@ HUNG_SECONDS, HUNG_TIMES = 1800.0, 20
 # A run that is stopped waits so long for the answer to a prompt on its way, and for prompts to end.
 ANSWER_SECONDS, LOOKS, LOOK_SECONDS = 5.0, 40, 0.25
 DOWNLOADS = 4
+# What a node raises where its machine is too small or too old, and another server's may not be.
+UNABLE = re.compile(r"OutOfMemory|\.(Unavailable|DoesNotFit)Error$")
 
 
 @dataclass
@@ -434,13 +437,15 @@ class Feeder:
             self._end(job, prompt_id, CANCELLED, failure("interrupted", message))
         elif error is None:
             self._end(job, prompt_id, DONE, None, fetched)
-        elif "OutOfMemory" not in error["type"]:
+        elif not UNABLE.search(error["type"]):
             self._end(job, prompt_id, FAILED, error, fetched)
         elif self._scheduler.refuse(job, self.name, error):
             self._ended(job, prompt_id)
         else:
             self._posted.pop(prompt_id, None)
-            self._context.said(f"{self.name} has too little memory for {job.label}")
+            small = f"{self.name} has too little memory for {job.label}"
+            why = f"{self.name} refuses {job.label}: {error['message']}"
+            self._context.said(small if "OutOfMemory" in error["type"] else why)
             self._context.wake()
 
     def _end(

@@ -13,7 +13,6 @@ from typing import Any
 
 from ..errors import SettingError
 from .graph.check import Checker
-from .graph.fits import misfit, too_old
 from .graph.loaders import loaded_names
 from .graph.workflow import Graph
 from .journal import file_state
@@ -191,9 +190,8 @@ class Admission:
             try:
                 checker.check(job.graph)
             except SettingError as error:
-                return failure("refused", too_old(job.graph, stats) or str(error))
-            reason = misfit(job.graph, stats)
-            return None if reason is None else failure("memory", reason)
+                return failure("refused", str(error))
+            return None
 
         return takes
 

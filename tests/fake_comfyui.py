@@ -123,6 +123,7 @@ class Faults:
     knows: dict[str, Any] = field(default_factory=dict)  # further node classes
     refuse: bool = False  # 400 to every prompt
     small: bool = False  # every prompt runs out of memory
+    old: bool = False  # every prompt needs a newer ComfyUI, as our loader finds
     frozen: bool = False  # takes connections and answers nothing
     job_seconds: float = 0.0
 
@@ -449,8 +450,11 @@ class FakeComfyUI:
         if self.state.interrupted:
             status = "error"
             await add("execution_interrupted", **where)
-        elif text == "fail" or self.faults.small:
+        elif text == "fail" or self.faults.small or self.faults.old:
             status = "error"
+            if self.faults.old:
+                broken["exception_type"] = "custom_nodes.qwen.errors.UnavailableError"
+                broken["exception_message"] = "this ComfyUI is older: update ComfyUI."
             if self.faults.small:
                 broken["exception_type"] = "torch.OutOfMemoryError"
             await add("execution_error", **broken)

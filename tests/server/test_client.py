@@ -1,12 +1,14 @@
 """What the client takes a ComfyUI server to say and do, held against a real one."""
 
 import io
+import re
 
 import pytest
 from server_nodes import limited, stored
 
 from qwen_l40s.client.graph.check import Checker
 from qwen_l40s.client.graph.images import IMAGE_FORMATS
+from qwen_l40s.client.server import of_validation
 from qwen_l40s.errors import SettingError
 
 
@@ -70,6 +72,14 @@ def with_node(kind, **inputs):
     return graph() | {"other": {"class_type": kind, "inputs": inputs}}
 
 
+def with_shown(kind, **inputs):
+    """The image through another node."""
+    return graph() | {
+        "other": {"class_type": kind, "inputs": {"image": ["image", 0], **inputs}},
+        "show": {"class_type": "PreviewImage", "inputs": {"images": ["other", 0]}},
+    }
+
+
 RIGHT = {
     "as it is": graph(),
     "a number as text": graph(resize_type__width="16"),
@@ -81,17 +91,21 @@ RIGHT = {
     "our node": with_node("QwenL40S_LoadVAE", vae="micro (bundled)", precision="auto"),
 }
 WRONG = {
-    "a number too large": graph(resize_type__width=99999),
-    "a number that is none": graph(resize_type__width="wide"),
-    "a choice that is not there": graph(scale_method="zebra"),
-    "an input that is missing": graph(input=None),
-    "an input of the chosen option that is missing": graph(resize_type__crop=None),
     "a link to nowhere": graph(input=["nowhere", 0]),
     "a link by number": graph(input=[5, 0]),
     "a link of one": graph(input=["image"]),
-    "a growing input that is missing": batched(),
     "a class that is not there": with_node("SomeoneElses"),
-    "no output": {"image": graph()["image"]},
+}
+LEFT = {  # to the server, which says what is wrong
+    "a number too large": (graph(resize_type__width=99999), "bigger than max of 16384", "width"),
+    "a number too small": (graph(resize_type__width=-1), "smaller than min of 0", "width"),
+    "a number that is none": (graph(resize_type__width="wide"), "convert", "wide"),
+    "a number in an object": (graph(resize_type__width={"a": 1}), "convert", "width"),
+    "a choice that is not there": (graph(scale_method="zebra"), "not in list", "zebra"),
+    "an input that is missing": (graph(input=None), "is missing", "input"),
+    "an input of the chosen option": (graph(resize_type__crop=None), "is missing", "crop"),
+    "a growing input": (batched(), "is missing", "image0"),
+    "no output": ({"image": graph()["image"]}, "no outputs", ""),
 }
 
 
@@ -108,6 +122,34 @@ def test_what_the_client_refuses_the_server_does_not_take(server, object_info, n
     with pytest.raises(SettingError):
         Checker(object_info).check(WRONG[name])
     assert server.post(WRONG[name]).status_code == 400
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_to_the_server_it_refuses_by_node_and_input(server, object_info, name):
+    wrong, *words = LEFT[name]
+    Checker(object_info).check(wrong)
+    answer = server.post(wrong)
+    assert answer.status_code == 400
+    message = of_validation(wrong, answer.json())["message"]
+    assert all(word in message for word in words), message
+    assert name == "no output" or re.match(r"(ResizeImageMask|BatchImages)Node \(id ", message)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (graph(resize_type="zebra"), "resize_type is 'zebra' and must be one of"),
+        (
+            with_shown("ImageScaleBy", scale_by="nan", upscale_method="area"),
+            "'scale_by' of ImageScaleBy",
+        ),
+    ],
+)
+def test_what_the_server_takes_although_no_node_can_run_it(server, object_info, wrong, says):
+    """Why `Checker` refuses it: the node would fail, or make a black image."""
+    assert server.post(wrong).status_code == 200
+    with pytest.raises(SettingError, match=says):
+        Checker(object_info).check(wrong)
 
 
 def test_the_server_ignores_what_is_unknown_of_ours(server, object_info):

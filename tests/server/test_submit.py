@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from waiting import SECONDS, until
 
 from qwen_l40s.bench import server as bench_server
+from qwen_l40s.client.feeder import UNABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 MICRO = ROOT / "workflows" / "api" / "micro_text_to_image.json"
@@ -178,6 +179,17 @@ def test_what_the_server_alone_refuses_is_told_by_node(server: Server, tmp_path:
     assert job["status"] == "failed"
     assert "Save" in job["error"]["message"]
     assert "mismatch" in job["error"]["message"]
+
+
+def test_a_model_that_the_server_is_too_old_for_is_left_to_other_servers(
+    server: Server, tmp_path: Path
+):
+    """By an error of the type that sends a job to the next server."""
+    if "QwenImage21" in (comfyui_folder() / "comfy" / "supported_models.py").read_text():
+        pytest.skip("this ComfyUI has Qwen-Image-2.1")
+    (job,) = submit(server, MICRO.with_name("micro_qwen_image_21.json"), tmp_path / "out", code=1)
+    assert UNABLE.search(job["error"]["type"]), job["error"]["type"]
+    assert "needs ComfyUI 0.37 or newer, and this one is older" in job["error"]["message"]
 
 
 def test_node_errors_in_a_good_answer_fail_the_job(server: Server, tmp_path: Path):

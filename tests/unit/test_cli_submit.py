@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from fake_comfyui import FakeComfyUI, fake_comfyui, graph
 from PIL import Image
-from server_nodes import stored
 from waiting import SECONDS, until
 
 from qwen_l40s.cli import build_parser, main
@@ -87,38 +86,6 @@ def test_bad_input_is_exit_code_2_and_nothing_is_queued(workflow: Path, capsys, 
     assert out == ""
     assert err.startswith("qwen-l40s: error: ")
     assert words in err
-
-
-@pytest.mark.parametrize("loader", ["ours", "ComfyUI's"])
-@pytest.mark.parametrize(
-    ("version", "says"),
-    [
-        (
-            "0.33.0",
-            "Qwen-Image-2.1 needs ComfyUI 0.37 or newer, and the server has 0.33.0: update ComfyUI "
-            "there.\n",
-        ),
-        ("0.37.1", "download it from https://"),
-        ("v1.0", "download it from https://"),
-        ("unknown", "download it from https://"),
-    ],
-)
-def test_a_server_that_is_older_than_the_model_is_told_before_its_files(
-    tmp_path: Path, capsys, loader, version, says
-):
-    path = ROOT / "workflows" / "api" / "qwen_image_21.json"
-    if loader != "ours":
-        name = "qwen_image_2.1_bf16.safetensors"
-        node = {"class_type": "UNETLoader", "inputs": {"unet_name": name}}
-        models = [{"name": name, "url": "https://example.org", "directory": "diffusion_models"}]
-        found = {**graph(), "load": {**node, "_meta": {"models": models}}}
-        found["draw"]["inputs"]["text"] = ["load", 0]
-        path = tmp_path / "work.json"
-        path.write_text(json.dumps(found))
-    with fake_comfyui(version=version, knows=stored()) as fake:
-        assert main(arguments(fake, path, "--dry-run", "--output", str(tmp_path))) == 2
-    error = capsys.readouterr().err.removeprefix("qwen-l40s: error: ")
-    assert error == says if says.endswith("\n") else says in error
 
 
 def test_a_set_that_is_no_setting_needs_no_server(workflow: Path, capsys):

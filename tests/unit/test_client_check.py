@@ -102,21 +102,12 @@ def test_a_graph_that_runs_passes():
 @pytest.mark.parametrize(
     ("graph", "says"),
     [
-        (
-            changed("sample", steps=0),
-            "'steps' of 'Sample' (KSampler, id sample) is 0 and must be from 1 to 10000.",
-        ),
-        (
-            changed("sample", cfg="high"),
-            "'cfg' of 'Sample' (KSampler, id sample) is 'high' and must be a number.",
-        ),
-        (
-            changed("sample", cfg=float("nan")),
-            "'cfg' of 'Sample' (KSampler, id sample) is nan and must be from 0.0 to 100.0.",
-        ),
-        (
-            changed("sample", steps={"a": 1}),
-            "'steps' of 'Sample' (KSampler, id sample) is \"{'a': 1}\" and must be a number.",
+        *(
+            (
+                changed("sample", cfg=value),
+                "'cfg' of 'Sample' (KSampler, id sample) is nan and must be a number.",
+            )
+            for value in (float("nan"), "nan")
         ),
         (
             changed("sample", latent_image=["nowhere", 0]),
@@ -127,10 +118,6 @@ def test_a_graph_that_runs_passes():
             changed("sample", latent_image=[5, 0]),
             "'latent_image' of 'Sample' (KSampler, id sample) is wired to a node that is not "
             "there ([5, 0]): wire it again.",
-        ),
-        (
-            changed("save", images=None),
-            "'Save' (SaveImage, id save) lacks its input 'images': wire it or give it a value.",
         ),
         (
             changed("decode", sharper=True),
@@ -150,10 +137,6 @@ def test_a_graph_that_runs_passes():
             "QwenL40S_Later (id 10) is missing on the server: update Qwen-Image L40S there (the "
             "workflow was made with 9).",
         ),
-        (
-            {"empty": GRAPH["empty"]},
-            "the workflow saves and shows nothing: add a node such as Save Image.",
-        ),
     ],
     ids=lambda value: value[:60] if isinstance(value, str) else "",
 )
@@ -161,13 +144,8 @@ def test_each_problem_is_one_sentence(graph, says):
     assert problems(graph) == [says]
 
 
-def test_a_value_that_is_not_in_the_list_names_the_nearest():
-    [says] = problems(changed("sample", sampler_name="dpm_2m"))
-    assert says.startswith("Sample.sampler_name is 'dpm_2m' and must be one of dpm")
-
-
 def test_all_problems_are_told_at_once():
-    graph = changed("sample", steps=0, scheduler="x")
+    graph = changed("sample", cfg=float("nan"), positive=["nowhere", 0])
     graph["decode"]["inputs"]["sharper"] = True
     assert len(problems(graph)) == 3
 
@@ -221,23 +199,29 @@ def test_a_released_workflow_is_not_called_newer(path):
 
 
 def test_a_node_that_leads_to_no_output_is_not_judged():
-    loose = {"class_type": "KSampler", "inputs": {"steps": 0}}
+    loose = {"class_type": "KSampler", "inputs": {"cfg": float("nan")}}
     check({**GRAPH, "loose": loose})
 
 
 def test_values_of_other_packs_are_left_to_the_server():
     info = stored()
     info["KSampler"]["python_module"] = "custom_nodes.faster"
-    check(changed("sample", steps=0, sampler_name="new", more=1), info)
-    assert len(problems(changed("sample", latent_image=None), info)) == 1
+    check(changed("sample", cfg=float("nan"), sampler_name="new", more=1), info)
+    assert len(problems(changed("sample", latent_image=["nowhere", 0]), info)) == 1
 
 
 def test_an_unknown_input_of_a_core_node_is_not_judged():
     check(changed("empty", control_after_generate="fixed"))
 
 
-def test_numbers_as_text_and_wrapped_values_pass():
-    check(changed("sample", steps="20", scheduler={"__value__": "simple"}))
+def test_what_the_server_refuses_by_name_is_left_to_it():
+    for inputs in ({"steps": 0}, {"cfg": "high"}, {"sampler_name": "dpm_2m"}, {"positive": None}):
+        check(changed("sample", **inputs))
+    check({"empty": GRAPH["empty"]})
+
+
+def test_wrapped_values_pass():
+    check(changed("sample", scheduler={"__value__": "simple"}))
 
 
 def test_a_circle_comes_to_an_end():
@@ -264,28 +248,24 @@ def resized(**inputs):
 
 def test_inputs_of_the_chosen_option_are_known():
     chosen = {"resize_type": "scale dimensions", "resize_type.width": 64}
-    rest = {"resize_type.height": 64, "resize_type.crop": "center"}
-    check(resized(**chosen, **rest))
-    [missing] = problems(resized(**chosen, **{"resize_type.height": 64}))
-    assert "lacks its input 'resize_type.crop'" in missing
-    [outside] = problems(resized(**chosen, **{**rest, "resize_type.height": 99999}))
-    assert "'resize_type.height' of ResizeImageMaskNode (id resize) is 99999" in outside
+    check(resized(**chosen))
+    [nowhere] = problems(resized(**chosen | {"resize_type.width": ["nowhere", 0]}))
+    assert "'resize_type.width' of ResizeImageMaskNode (id resize) is wired" in nowhere
     [unknown] = problems(resized(resize_type="scale"))
     assert "ResizeImageMaskNode.resize_type is 'scale' and must be one of scale" in unknown
 
 
 def test_a_checker_takes_each_job_for_itself():
     checker = Checker(stored())
-    chosen = {"resize_type": "scale dimensions", "resize_type.width": 64}
-    rest = {"resize_type.height": 64, "resize_type.crop": "center"}
-    checker.check(resized(**chosen, **rest))
-    checker.check(resized(resize_type="scale by multiplier", **{"resize_type.multiplier": 2.0}))
+    nowhere = {"resize_type.width": ["nowhere", 0]}
+    checker.check(resized(resize_type="scale dimensions", **{"resize_type.width": 64}))
+    checker.check(resized(resize_type="scale by multiplier", **nowhere))
     for _ in range(2):
-        with pytest.raises(SettingError, match=r"lacks its input 'resize_type.crop'"):
-            checker.check(resized(**chosen, **{"resize_type.height": 64}))
+        with pytest.raises(SettingError, match=r"'resize_type.width' of Resize"):
+            checker.check(resized(resize_type="scale dimensions", **nowhere))
         checker.check(changed("sample", seed=7))
-        with pytest.raises(SettingError, match="'steps' of 'Sample'"):
-            checker.check(changed("sample", steps=0))
+        with pytest.raises(SettingError, match="'cfg' of 'Sample'"):
+            checker.check(changed("sample", cfg=float("nan")))
 
 
 def test_inputs_that_grow_are_known():
@@ -295,8 +275,6 @@ def test_inputs_that_grow_are_known():
     check(graph)
     batch["inputs"]["images.image1"] = ["nowhere", 0]
     assert "'images.image1' of BatchImagesNode (id batch) is wired" in problems(graph)[0]
-    batch["inputs"].clear()
-    assert "lacks its input 'images.image0'" in problems(graph)[0]
 
 
 def test_inputs_that_grow_by_names_are_known():

@@ -144,19 +144,20 @@ def test_a_server_without_a_node_gets_nothing_and_says_why(tmp_path: Path):
     assert f"{one.url} gets none of these jobs: 'Prompt' (Draw, id draw) is missing" in log
 
 
-@pytest.mark.parametrize("fault", ["refuse", "small"])
-def test_what_one_server_refuses_or_has_no_memory_for_runs_on_another(tmp_path: Path, fault: str):
+@pytest.mark.parametrize("fault", ["refuse", "small", "old"])
+def test_what_one_server_refuses_or_cannot_run_runs_on_another(tmp_path: Path, fault: str):
     with fake_comfyui(**{fault: True}) as one, fake_comfyui(job_seconds=0.05) as two:
         outcome, log = start(tmp_path, one, two, jobs=12)
         tried = len(one.posted) + one.requests.count("POST /prompt") * (fault == "refuse")
     check(tmp_path, outcome.jobs)
     assert {job.server for job in outcome.jobs} == {two.url}
-    words = {"refuse": "refuses job", "small": "has too little memory for job"}
-    assert f"{one.url} {words[fault]}" in log
+    words = "has too little memory for job" if fault == "small" else "refuses job"
+    assert f"{one.url} {words}" in log
+    assert ("(Draw, id draw): this ComfyUI is older: update ComfyUI." in log) == (fault == "old")
     assert 1 <= tried <= 12
 
 
-@pytest.mark.parametrize("fault", ["refuse", "small"])
+@pytest.mark.parametrize("fault", ["refuse", "small", "old"])
 def test_what_every_server_refuses_fails(tmp_path: Path, fault: str):
     faults = {fault: True}
     with fake_comfyui(**faults) as one, fake_comfyui(**faults) as two:

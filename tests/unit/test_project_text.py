@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "planning": set(),
     "machine": {"planning"},
     "charts": {"planning"},
-    "client": {"planning"},
+    "client": set(),
     "fleet": {"client", "machine"},
     "micro": set(),
     "loaders": {"planning"},
