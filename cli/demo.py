@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if not folder.is_dir():
         raise CheckpointError(
             f"The micro model of {args.family} is not in this copy of the package: choose another "
-            "--family, or train it with `python -m qwen_l40s.tools.micro.train`.",
+            "--family, or install the package anew.",
             folder,
         )
     instead = ", or `make demo` there"

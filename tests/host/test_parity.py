@@ -131,8 +131,7 @@ def test_comfyui_recognizes_and_computes_the_micro_21(monkeypatch):
     from comfy.model_detection import detect_unet_config
     from comfy.text_encoders.llama import Qwen3VL_8BConfig
 
-    from qwen_l40s.tools.micro.families import QWEN_IMAGE_21
-    from qwen_l40s.tools.micro.model import build
+    from qwen_l40s.tools.micro.model import QWEN_IMAGE_21, build
 
     model, stream = build(0, QWEN_IMAGE_21), QWEN_IMAGE_21.stream
     for weight in model.transformer.parameters():
@@ -153,7 +152,7 @@ def test_comfyui_recognizes_and_computes_the_micro_21(monkeypatch):
         **dims, operations=comfy.ops.manual_cast, **FP32_ON_CPU
     )
     transformer.load_state_dict(weights)
-    text = {name: QWEN_IMAGE_21.text[name] for name in TEXT_DIMS}
+    text = {name: getattr(language.config, name) for name in TEXT_DIMS}
     text |= {"vocab_size": language.vocab_size, "lm_head": False}
     encoder = Llama2_(Qwen3VL_8BConfig(**text), ops=comfy.ops.manual_cast, **FP32_ON_CPU)
     encoder.load_state_dict(language.state_dict())

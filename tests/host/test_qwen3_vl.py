@@ -17,8 +17,7 @@ from qwen_l40s.errors import CheckpointError, UnavailableError
 from qwen_l40s.hosts.comfyui.load.text_encoder import load_text_encoder
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.loaders.source import open_source
-from qwen_l40s.tools.micro.families import QWEN_IMAGE_21, SYSTEM_21, USER
-from qwen_l40s.tools.micro.model import build
+from qwen_l40s.tools.micro.model import QWEN_IMAGE_21, SYSTEM_21, USER, build
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 newer = pytest.mark.host_has("comfy.model_base.QwenImage21")

@@ -85,8 +85,7 @@ def test_prompt_outside_the_grammar_has_no_adherence(toy_demo, capsys):
 def test_the_other_family_is_painted_by_its_own_pipeline(in_tmp, monkeypatch, capsys):
     """Untrained; pixel for pixel what diffusers' pipeline paints from the same noise."""
     from qwen_l40s.hosts.diffusers.load import load_pipeline
-    from qwen_l40s.tools.micro.families import QWEN_IMAGE_21
-    from qwen_l40s.tools.micro.model import build
+    from qwen_l40s.tools.micro.model import QWEN_IMAGE_21, build
 
     build(0, QWEN_IMAGE_21).save(in_tmp / "model")
     demo = demo_of(monkeypatch, in_tmp / "model")

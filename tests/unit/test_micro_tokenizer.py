@@ -1,4 +1,4 @@
-"""The tokenizer: it has the token counts that the hosts cut by, and the shipped one is its own."""
+"""The shipped tokenizers: they have the token counts that the hosts cut by, and the words."""
 
 import json
 from pathlib import Path
@@ -16,12 +16,6 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from qwen_l40s.micro.scene import BACKGROUNDS, COLOURS, PAIRS, SHAPES, sample_prompts
-from qwen_l40s.tools.micro.tokenizer import (
-    PREFIX_TOKENS,
-    SPECIAL_TOKENS,
-    save_tokenizer,
-    train_tokenizer,
-)
 
 SHIPPED = Path(__file__).resolve().parents[2] / "models" / "micro" / "tokenizer"
 PIPELINES = (
@@ -31,16 +25,11 @@ PIPELINES = (
     QwenImageEditPlusPipeline,
 )
 # In the order of the ids 151643 and on of Qwen2.5-VL.
-REAL_SPECIAL_TOKENS = [
+SPECIAL_TOKENS = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"),
     *("<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>"),
     *("<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
 ]
-
-
-@pytest.fixture(scope="module")
-def trained():
-    return train_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -61,35 +50,10 @@ def template_of(pipeline_class):
 def test_the_pipelines_cut_exactly_the_template_off(shipped, pipeline_class, prompt):
     template, cut = template_of(pipeline_class)
     prefix = template.partition("{}")[0].removesuffix("<|vision_start|><|image_pad|><|vision_end|>")
-    assert PREFIX_TOKENS[prefix] == cut == len(shipped(prefix).input_ids)
+    assert cut == len(shipped(prefix).input_ids) and cut in (34, 64)  # as of the real vocabulary
     ids = shipped(template.format(prompt)).input_ids
     assert shipped.decode(ids[:cut]) == prefix
     assert shipped.decode(ids[cut:]) == template.format(prompt).removeprefix(prefix)
-
-
-def test_the_counts_are_those_of_the_real_vocabulary():
-    assert sorted(PREFIX_TOKENS.values()) == [34, 64]
-
-
-def test_training_is_deterministic(trained):
-    again = train_tokenizer()
-    assert again.backend_tokenizer.to_str() == trained.backend_tokenizer.to_str()
-    other = train_tokenizer(seed=1)
-    assert {len(other(prefix).input_ids) for prefix in PREFIX_TOKENS} == {34, 64}
-
-
-def test_what_ships_is_what_it_trains(trained, tmp_path):
-    save_tokenizer(tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} == {file.name for file in SHIPPED.iterdir()}
-    for name in ("vocab.json", "merges.txt"):
-        assert (tmp_path / name).read_bytes() == (SHIPPED / name).read_bytes(), name
-    fast, stored = (
-        json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        for folder in (tmp_path, SHIPPED)
-    )
-    for key in ("model", "added_tokens", "normalizer", "pre_tokenizer"):
-        assert fast[key] == stored[key], key
-    assert json.loads(trained.backend_tokenizer.to_str())["model"] == stored["model"]
 
 
 def test_both_forms_of_the_files_are_the_same_vocabulary(shipped):
@@ -115,11 +79,10 @@ def test_the_folder_loads_as_the_real_one_does(shipped):
 
 
 def test_special_tokens_follow_the_words_in_their_real_order(shipped):
-    assert list(SPECIAL_TOKENS) == REAL_SPECIAL_TOKENS
     first = len(shipped) - len(SPECIAL_TOKENS)
-    ids = [shipped.convert_tokens_to_ids(token) for token in REAL_SPECIAL_TOKENS]
+    ids = [shipped.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS]
     assert ids == list(range(first, len(shipped)))
-    for token, index in zip(REAL_SPECIAL_TOKENS, ids, strict=True):
+    for token, index in zip(SPECIAL_TOKENS, ids, strict=True):
         assert shipped(f" star{token} ring").input_ids[1:-1] == [index]
     text = "<|im_start|>a red star<|im_end|>"
     assert shipped.decode(shipped(text).input_ids, skip_special_tokens=True) == "a red star"

@@ -39,8 +39,7 @@ from qwen_l40s.optimizations.linear import choose_gemm
 from qwen_l40s.spec.formats import QUANTIZED
 from qwen_l40s.spec.transformer import single_stream
 from qwen_l40s.tools.micro import quality
-from qwen_l40s.tools.micro.families import QWEN_IMAGE_21
-from qwen_l40s.tools.micro.model import build
+from qwen_l40s.tools.micro.model import QWEN_IMAGE_21, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -1,4 +1,4 @@
-"""How the bundled micro Qwen-Image is made and judged.
+"""How the bundled micro models are made and judged.
 
-Scenes and their words, the painter, the judge, the training.
+`train` makes one from the configs, words and classes of its folder in models/; `quality` judges it.
 """

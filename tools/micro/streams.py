@@ -6,6 +6,7 @@ arithmetic, since the compiler does not fuse complex numbers: train in a process
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -26,12 +27,28 @@ def rotate(x: torch.Tensor, freqs: torch.Tensor, use_real: bool = False) -> torc
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).type_as(x)
 
 
+@contextlib.contextmanager
+def half_timesteps(transformer: torch.nn.Module) -> Iterator[None]:
+    """Embeds timesteps as a bf16 run does: rounded, with rounded frequencies."""
+    time = transformer.time_text_embed.time_proj
+    stock, exact = time.forward, dict(time.named_buffers())
+    time.forward = lambda t: stock(t.bfloat16()).float()
+    for name, frequencies in exact.items():
+        setattr(time, name, frequencies.bfloat16().float())
+    try:
+        yield
+    finally:
+        time.forward = stock
+        for name, frequencies in exact.items():
+            setattr(time, name, frequencies)
+
+
 class DualStream:
     """Qwen-Image to 2512: text and image in streams of their own, modulated in each block."""
 
     @staticmethod
     def zero_at_start(transformer: torch.nn.Module) -> list[torch.nn.Linear]:
-        """The layers that start at zero, as adaLN-zero has it."""
+        """Names the layers that start at zero, as adaLN-zero has it."""
         blocks = transformer.transformer_blocks
         modulations = [layer for b in blocks for layer in (b.img_mod[1], b.txt_mod[1])]
         return [transformer.norm_out.linear, transformer.proj_out, *modulations]
@@ -45,12 +62,6 @@ class DualStream:
 
         transformer.pos_embed.forward = real
         transformer_qwenimage.apply_rotary_emb_qwen = rotate
-
-    @staticmethod
-    def mix_timestep_precision(transformer: torch.nn.Module, odd: Iterator[int]) -> None:
-        time_proj = transformer.time_text_embed.time_proj
-        stock = time_proj.forward
-        time_proj.forward = lambda t: stock(t.bfloat16() if next(odd) else t).float()
 
     @staticmethod
     def hidden_states(
@@ -96,40 +107,22 @@ class SingleStream:
 
         def real(shapes: list, image: torch.Tensor, device: torch.device) -> torch.Tensor:
             [(_, height, width)] = shapes
-            table.freqs = [freqs.to(device) for freqs in table.freqs]
-            ends = getattr(table, "text_lengths", None)  # without them: all rows before the image
-            if ends is None:
-                ends = image.numel() - image.sum()[None]
+            ends = table.text_lengths[:, None]
             text = torch.arange(image.numel() - height * width, device=device)
-            axes = (
-                ends[:, None].expand(-1, height * width),
-                torch.arange(height, device=device)
-                .sub(height - height // 2)
-                .repeat_interleave(width),
-                torch.arange(width, device=device).sub(width - width // 2).repeat(height),
-            )
-            rows = (
-                torch.cat([text.expand(len(ends), -1), axis.expand(len(ends), -1)], 1)
-                for axis in axes
-            )
+            down = torch.arange(height, device=device).sub(height - height // 2)
+            right = torch.arange(width, device=device).sub(width - width // 2)
+            places = (torch.zeros_like(image[-height * width :], dtype=torch.long) + ends,)
+            places += (down.repeat_interleave(width), right.repeat(height))
+            rows = [
+                torch.cat([axis.expand(len(ends), -1) for axis in (text, place)], 1)
+                for place in places
+            ]
+            table.freqs = [freqs.to(device) for freqs in table.freqs]
             freqs = torch.cat([f[row] for f, row in zip(table.freqs, rows, strict=True)], -1)
             return torch.view_as_real(freqs)
 
         table.forward = real
         transformer_qwenimage21.apply_rotary_emb_qwen = rotate
-
-    @staticmethod
-    def mix_timestep_precision(transformer: torch.nn.Module, odd: Iterator[int]) -> None:
-        time_proj = transformer.time_text_embed.time_proj
-        stock, exact = time_proj.forward, time_proj.freqs
-        rounded = exact.bfloat16().float()
-
-        def forward(t: torch.Tensor) -> torch.Tensor:
-            half = next(odd)
-            time_proj.freqs = rounded if half else exact
-            return stock(t.bfloat16() if half else t)
-
-        time_proj.forward = forward
 
     @staticmethod
     def hidden_states(
