@@ -65,7 +65,7 @@ class Muon(torch.optim.Optimizer):
         for shape, (weights, mean) in self._shapes.items():
             gradients = torch.stack([weight.grad for weight in weights])
             mean.lerp_(gradients, 1 - group["momentum"])
-            update = orthogonal(gradients.lerp(mean, group["momentum"])).to(gradients.dtype)
+            update = orthogonal(gradients.lerp(mean, group["momentum"])).float().contiguous()
             torch._foreach_mul_(weights, 1 - group["lr"] * group["decay"])
             rate = group["lr"] * 0.2 * math.sqrt(max(shape))
             torch._foreach_add_(weights, list(update.unbind()), alpha=-rate)
