@@ -1,0 +1,233 @@
+"""Plants each fault of tools/faults.txt in a copy of this checkout, and says which test catches it.
+
+A fault that none catches says that the tests have lost something. The checkout stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from ..machine.comfyui import check_comfyui, find_comfyui
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = Path(__file__).with_suffix(".txt")
+AT_ONCE = 2
+HOST = "tests/host"
+# pytest's lines.
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", re.MULTILINE)
+ENDED = re.compile(r"\d+ (passed|failed|errors?)\b.* in ")
+# Its input ends with this process, however that ends; then the tests of its group do, and the
+# copies go.
+CLEAN_UP = 'trap "" TERM; cat >/dev/null; kill -TERM 0; until rm -rf "$1"; do sleep 1; done'
+
+
+@dataclass
+class Fault:
+    """A fault, as it was in the product or could come.
+
+    Attributes:
+        name: what goes wrong.
+        file: from the root.
+        old: text that stands in the file once.
+        new: what takes its place.
+        tests: files or test ids, of one folder in tests/.
+    """
+
+    name: str
+    file: str
+    tests: tuple[str, ...]
+    old: str
+    new: str
+
+
+def read_faults(text: str) -> list[Fault]:
+    """Reads a table: "# name", "file: tests", then the old lines after "-", the new after "+"."""
+    found = []
+    for part in re.split(r"^# ", text, flags=re.MULTILINE)[1:]:
+        name, where, *lines = part.splitlines()
+        file, *tests = where.split()
+        old, new = ("\n".join(it[1:] for it in lines if it[:1] == sign) for sign in "-+")
+        found.append(Fault(name, file.removesuffix(":"), tuple(tests), old, new))
+    return found
+
+
+def main() -> int:
+    """Returns 1 where a fault is not caught, or its text is not there."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="*", help="faults whose name or file this pattern fits")
+    parser.add_argument("--list", action="store_true", help="print the faults and run nothing")
+    parser.add_argument("--sound", action="store_true", help="run their tests without a fault")
+    options = parser.parse_args()
+    faults = read_faults(TABLE.read_text(encoding="utf-8"))
+    chosen = [it for it in faults if any(fits(part, options.only) for part in (it.name, it.file))]
+    if options.list:
+        print(*(f"{it.file:40} {it.name}" for it in chosen), sep="\n")
+        return 0
+    found = check_comfyui(find_comfyui())
+    if not found.usable:
+        chosen = [it for it in chosen if not it.tests[0].startswith(HOST)]
+        print(f"faults that {HOST} catches: left out: ComfyUI: {found.reason}; {found.remedy}")
+    if options.sound:
+        return int(not are_sound(chosen))
+    began, missed = time.monotonic(), 0
+    for fault, caught, words in run_all(chosen):
+        missed += not caught
+        print(f"{fault.file:40} {fault.name}: {words}", flush=True)
+    minutes = (time.monotonic() - began) / 60
+    print(f"{len(chosen) - missed} of {len(chosen)} caught, in {minutes:.0f} minutes")
+    return int(bool(missed))
+
+
+def fits(text: str, pattern: str) -> bool:
+    """Whether a pattern fits a part of the text."""
+    return fnmatch.fnmatch(text, f"*{pattern}*")
+
+
+def run_all(faults: list[Fault]) -> Iterator[tuple[Fault, bool, str]]:
+    """Yields each fault as its tests are over, whether it is caught, and by what."""
+    with copies(AT_ONCE) as (free, group):
+        ended: SimpleQueue[tuple[Fault, bool, str]] = SimpleQueue()
+
+        def run(fault: Fault) -> None:
+            copy = free.get()
+            began = time.monotonic()
+            try:
+                caught, words = run_one(copy, fault, group)
+            except (OSError, subprocess.SubprocessError) as error:
+                caught, words = False, f"NOT CAUGHT: {error}"
+            ended.put((fault, caught, f"{words} ({time.monotonic() - began:.0f} s)"))
+            free.put(copy)
+
+        pool = ThreadPoolExecutor(AT_ONCE)
+        try:
+            for fault in faults:
+                pool.submit(run, fault)
+            for _ in faults:
+                yield ended.get()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def copies(count: int) -> Iterator[tuple[SimpleQueue[Path], int]]:
+    """Gives copies of the checkout in a temporary folder, and the process group of their tests."""
+    folder = tempfile.mkdtemp(prefix="qwen-l40s-faults-")
+    command = ["sh", "-c", CLEAN_UP, "sh", folder]
+    cleaner = subprocess.Popen(command, stdin=subprocess.PIPE, preexec_fn=os.setpgrp)
+    try:
+        free: SimpleQueue[Path] = SimpleQueue()
+        for number in range(count):
+            copy = Path(folder, str(number), "qwen_l40s")
+            copy_checkout(copy)
+            free.put(copy)
+        yield free, cleaner.pid
+    finally:
+        cleaner.stdin.close()
+        cleaner.wait()
+
+
+def copy_checkout(target: Path) -> None:
+    """Copies the files that git does not ignore."""
+    target.mkdir(parents=True)
+    (target.parent / "tmp").mkdir()
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+    for name in filter(None, os.fsdecode(names).split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target / name)
+
+
+def run_one(copy: Path, fault: Fault, group: int) -> tuple[bool, str]:
+    """Runs the tests of a fault; whether they catch it, and what to say of it."""
+    path = copy / fault.file
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if text.count(fault.old) != 1:
+        return False, f"TEXT NOT FOUND once, but {text.count(fault.old)} times"
+    try:
+        _put(path, text.replace(fault.old, fault.new))
+        code, output = run_tests(copy, ("-x", *fault.tests), group)
+    finally:
+        if path.is_file():
+            _put(path, text)
+    failed = FAILED.search(output)
+    if code != 1 or failed is None:  # what cannot be collected has another code
+        return False, f"NOT CAUGHT: {_last_line(output)}"
+    return True, f"caught by {failed[1]}"
+
+
+def are_sound(faults: list[Fault]) -> bool:
+    """Runs the tests of all faults without any, a folder at a time; whether all pass."""
+    folders: dict[str, set[str]] = {}
+    for fault in faults:
+        for test in fault.tests:
+            folders.setdefault(test[: test.index("_")], set()).add(test)
+    sound = True
+    with copies(1) as (free, group):
+        copy = free.get()
+        for tests in folders.values():
+            code, output = run_tests(copy, sorted(tests), group)
+            sound = sound and code == 0
+            print(*FAILED.findall(output), _last_line(output), sep="\n", flush=True)
+    return sound
+
+
+def run_tests(copy: Path, arguments: Sequence[str], group: int) -> tuple[int, str]:
+    """Runs pytest in a copy.
+
+    Returns:
+        Its exit code and output.
+    """
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(copy.parent),  # goes before an installed package, which is the checkout
+        "TMPDIR": str(copy.parent / "tmp"),
+    }
+    if (
+        "/interpreted_" in arguments[-1]
+    ):  # Triton's kernels, as tests/unit/test_kernels.py runs them
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(
+        command,
+        cwd=copy,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        preexec_fn=lambda: os.setpgid(0, group),
+    )
+    return done.returncode, done.stdout
+
+
+def _last_line(output: str) -> str:
+    lines = output.strip().splitlines() or ["no output"]
+    return (list(filter(ENDED.search, lines)) or lines)[-1].strip("= ")
+
+
+def _put(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    # Python takes what it has compiled of a file that has the same size in the same second.
+    for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
+        compiled.unlink()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
