@@ -1,4 +1,4 @@
-"""ComfyUI with random weights: its models, one forward pass, and whole images.
+"""ComfyUI with random weights: its models, one forward pass, and whole model files.
 
 Stock ComfyUI and this package go through the same code and differ in the patcher alone. A forward
 pass is called from inside a sampling run: a sampler of our own stands where `euler` would, so that
@@ -7,31 +7,24 @@ patches, wrappers and callbacks apply as they do in a workflow.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any
 
 import comfy.model_management
-import comfy.model_patcher
-import comfy.ops
 import comfy.patcher_extension
 import comfy.quant_ops
-import comfy.sample
 import comfy.samplers
 import comfy.sd
 import comfy.supported_models
 import comfy.utils
 import torch
-import torch.nn.functional as F
-from comfy.model_patcher import ModelPatcher
+from comfy.model_patcher import CoreModelPatcher, ModelPatcher
 from comfy.text_encoders.llama import Qwen25_7BVLI
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..hosts.comfyui.load.linear import quantized_operations
 from ..hosts.comfyui.load.vae import vae_shapes
 from ..hosts.comfyui.lora.bypass import Matrices, add_bypass
-from ..hosts.comfyui.sample.attention import SLOT
 from ..hosts.comfyui.sample.optimize import OptimizeSettings, optimize, report_of
 from ..hosts.comfyui.sample.run import OPTIMIZATION_KEY
 from ..loaders.convert import shapes_of
@@ -39,78 +32,54 @@ from ..loaders.quantize import layers_to_quantize, quantize_rows, row_format
 from ..loaders.quantized_file import MARKER_2511
 from ..loaders.stored import StoredLayer
 from ..loaders.writer import SafetensorsLayout, write_safetensors
-from ..optimizations.modulation import ModulationTable
 from ..spec.formats import LARGEST, RowFormat
 from ..spec.transformer import FULL_SIZE, TransformerShape
-from . import timing as measure
 from .forward import (
-    CHECKED,
-    ForwardOutput,
+    Body,
     ForwardProgram,
     InputTensors,
-    Repeats,
-    kernel_fields,
-    measure_forward,
+    Measured,
     quantizable_weights,
     random_tensor,
     random_tensors,
-    timing_fields,
 )
-from .inputs import rope_axes
-from .memory import TEXT_ENCODER, TEXT_WIDTH, TRANSFORMER, VAE
-from .timing import time_calls
-
-if TYPE_CHECKING:
-    from .rows import Row
+from .prompt import TEXT_ENCODER, TEXT_WIDTH, TRANSFORMER, VAE
+from .rows import Row, rope_axes
 
 LORA_RANK = 64
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
 VOCABULARY = 152_064
-CFG = 4.0
-# A negative prompt is short, and so ComfyUI computes it in a pass of its own.
-NEGATIVE_TOKENS = 20
-PUBLISHED_DIM, SMALL_DIM = 96, 8
-Found = TypeVar("Found")
-# (BaseModel, model_options with the wrappers of the run) -> anything
-Body = Callable[[Any, dict[str, Any]], Found]
+PUBLISHED_DIM = 96
 
 
 def bf16_model(
-    shape: TransformerShape, weights: Mapping[str, torch.Tensor], device: torch.device, edit: bool
-) -> comfy.model_patcher.ModelPatcher:
-    """ComfyUI's own model over tensors that are on the device already and are not copied.
-
-    Args:
-        edit: Whether it is an Edit-2511, which modulates references as at timestep zero.
-    """
+    weights: Mapping[str, torch.Tensor], shape: TransformerShape, device: torch.device, edit: bool
+) -> ModelPatcher:
+    """ComfyUI's own model over tensors that are on the device already and are not copied."""
     return _patcher(shape, dict(weights), device, edit, build_on="meta")
 
 
 @torch.inference_mode()  # as loader nodes run: quantized tensors cannot enter it later
 def quantized_model(
-    shape: TransformerShape,
-    precision: str,
-    device: torch.device,
-    edit: bool,
-    *,
-    stock: bool,
-    rotate: bool = True,
-) -> comfy.model_patcher.ModelPatcher:
+    weights: str, shape: TransformerShape, device: torch.device, edit: bool
+) -> ModelPatcher:
     """The same weights in fp8 or int8, made tensor by tensor.
 
     Args:
-        stock: As ComfyUI's own files and operations have it (fp8 with one scale a tensor, int8 as
-            ConvRot); else as this package's loader does (one scale a row).
-        rotate: Whether this package's int8 is rotated.
+        weights: "comfyui fp8" or "comfyui int8" as ComfyUI's own files and operations have it (fp8
+            with one scale a tensor, int8 as ConvRot); "ours fp8" or "ours int8" as this package's
+            loader does (one scale a row); with "plain" behind it, not rotated.
     """
+    program, precision, *plain = weights.split()
+    stock = program == "comfyui"
     chosen = quantizable_weights(shape)
     tensors: Tensors = {}
     for name, tensor in random_tensors(shape, device):
         if name not in chosen:
             tensors[name] = tensor
             continue
-        form = row_format(precision, tensor.shape[1]) if rotate else RowFormat(precision)
+        form = RowFormat(precision) if plain else row_format(precision, tensor.shape[1])
         quantize = _core_quantized if stock else _quantized
         tensors |= quantize(tensor, form).tensors(name.removesuffix(".weight"))
     operations = None if stock else quantized_operations(torch.bfloat16)
@@ -118,7 +87,7 @@ def quantized_model(
 
 
 def forget_models() -> None:
-    """Makes ComfyUI forget its models; without references of the caller's their memory is free."""
+    """Makes ComfyUI forget its models, whose memory is free once nobody refers to them."""
     comfy.model_management.unload_all_models()
 
 
@@ -148,22 +117,9 @@ def _patcher(
     *,
     build_on: torch.device | str,
     operations: type | None = None,
-) -> comfy.model_patcher.ModelPatcher:
+) -> ModelPatcher:
     """As `load_diffusion_model_state_dict` in comfy/sd.py, without its way over host memory."""
-    if edit:
-        tensors[MARKER_2511] = torch.empty(0)
-    config = comfy.supported_models.QwenImage(_unet_config(shape, edit))
-    config.quant_config = comfy.utils.detect_layer_quantization(tensors, "")
-    config.set_inference_dtype(torch.bfloat16, torch.bfloat16 if config.quant_config else None)
-    config.custom_operations = operations
-    model = config.get_model(tensors, "", device=build_on)
-    model.device = device
-    model.load_model_weights(tensors, "", assign=build_on == "meta")
-    return comfy.model_patcher.CoreModelPatcher(model, load_device=device, offload_device=device)
-
-
-def _unet_config(shape: TransformerShape, edit: bool) -> dict[str, Any]:
-    config: dict[str, Any] = {
+    about: dict[str, Any] = {
         "image_model": "qwen_image",
         "in_channels": shape.in_channels,
         "out_channels": shape.packed_out_channels // 4,
@@ -174,26 +130,26 @@ def _unet_config(shape: TransformerShape, edit: bool) -> dict[str, Any]:
         "axes_dims_rope": rope_axes(shape.head_dim),
     }
     if edit:
-        config["default_ref_method"] = "index_timestep_zero"
-    return config
+        about["default_ref_method"] = "index_timestep_zero"
+        tensors[MARKER_2511] = torch.empty(0)
+    config = comfy.supported_models.QwenImage(about)
+    config.quant_config = comfy.utils.detect_layer_quantization(tensors, "")
+    config.set_inference_dtype(torch.bfloat16, torch.bfloat16 if config.quant_config else None)
+    config.custom_operations = operations
+    model = config.get_model(tensors, "", device=build_on)
+    model.device = device
+    model.load_model_weights(tensors, "", assign=build_on == "meta")
+    return CoreModelPatcher(model, load_device=device, offload_device=device)
 
 
 def prepared(patcher: ModelPatcher, row: Row) -> ModelPatcher:
-    """A model as a row runs it; the model itself stays as it is.
-
-    Raises:
-        UnavailableError: The row's attention cannot run here.
-    """
-    if row.variant == "stock":
+    """A model as a row runs it; raises UnavailableError where its attention cannot run here."""
+    if not row.ours:
         return patcher
     clone = patcher.clone()
-    if row.variant == "stock_cudnn":  # through ComfyUI's own slot
-        clone.model_options["transformer_options"][SLOT] = _cudnn_attention
-        return clone
     for number in range(row.loras):
         add_bypass(clone, _random_lora(clone, number).items())
-    settings = OptimizeSettings(blocks=row.variant != "attention", attention=row.attention)
-    return optimize(clone, settings)
+    return optimize(clone, OptimizeSettings(attention=row.attention))
 
 
 def _random_lora(patcher: ModelPatcher, number: int) -> dict[str, Matrices]:
@@ -212,74 +168,21 @@ def _random_lora(patcher: ModelPatcher, number: int) -> dict[str, Matrices]:
     return changes
 
 
-def measure_pass(
-    patcher: ModelPatcher,
-    tensors: InputTensors,
-    repeats: Repeats,
-    device: torch.device,
-    *,
-    scheduled: bool = True,
-) -> tuple[dict[str, Any], ForwardOutput]:
-    """Times a patcher; arguments and result as of `forward.measure_forward`.
-
-    Args:
-        scheduled: Whether timesteps are those of the run's schedule; else each is a new one that
-            nobody has announced.
-    """
-
-    def body(model: Any, model_options: dict[str, Any]) -> tuple[dict[str, Any], ForwardOutput]:
-        program = _forward_program(patcher, model, model_options, tensors, scheduled)
-        sigmas = tensors.sigmas if scheduled else tensors.between
-        return measure_forward(program, sigmas, device, repeats, tensors.sigmas[CHECKED])
-
-    return in_sampling_run(patcher, tensors, body)
-
-
-def measure_table(
-    patcher: ModelPatcher, tensors: InputTensors, repeats: Repeats, device: torch.device
-) -> dict[str, Any]:
-    """Times the modulation table of one schedule, with its timesteps' embeddings."""
-    batch, edit = tensors.inputs.batch, bool(tensors.references)
-
-    def body(model: Any, _options: dict[str, Any]) -> dict[str, Any]:
-        transformer = model.diffusion_model
-
-        def build() -> None:
-            embeddings = []
-            for sigma in tensors.sigmas:
-                timestep = model.model_sampling.timestep(sigma).float()
-                if edit:
-                    timestep = torch.cat([timestep, timestep * 0])
-                embeddings.append(transformer.time_text_embed(timestep, tensors.text))
-            table = ModulationTable(transformer.transformer_blocks)
-            table.entry(embeddings[0], batch, schedule=lambda: embeddings)
-
-        for _ in range(repeats.warmup):
-            build()
-        fields = timing_fields(time_calls(build, device, repeats.repeats))
-        return {
-            **fields,
-            "steps": len(tensors.sigmas),
-            **kernel_fields(build, device, repeats.kernels),
-        }
-
-    return in_sampling_run(patcher, tensors, body)
-
-
-def paths_of(patcher: ModelPatcher) -> str:
-    """Which path every part of an optimized model took; empty of another model."""
-    return "" if patcher.get_attachment(OPTIMIZATION_KEY) is None else report_of(patcher)
-
-
 @torch.inference_mode()  # as execution.py runs every prompt
-def in_sampling_run(patcher: ModelPatcher, tensors: InputTensors, body: Body[Found]) -> Found:
-    """Calls `body` where a sampler would compute its steps, and returns what it returns."""
-    found: list[Found] = []
+def in_comfyui(patcher: ModelPatcher, tensors: InputTensors, body: Body) -> Measured:
+    """Calls `body` with the model's forward pass where a sampler would compute its steps."""
+    found: list[Measured] = []
+
+    def paths() -> str:
+        optimized = patcher.get_attachment(OPTIMIZATION_KEY) is not None
+        return report_of(patcher) if optimized else ""
 
     def sampler(
         model: Any, x: torch.Tensor, _sigmas: torch.Tensor, extra_args: dict[str, Any], **_: Any
     ) -> torch.Tensor:
-        found.append(body(model.inner_model.inner_model, extra_args["model_options"]))
+        inner = model.inner_model.inner_model
+        call = _forward_pass(inner, extra_args["model_options"], tensors)
+        found.append(body(ForwardProgram(call, inner.diffusion_model.norm_out, paths)))
         return x
 
     guider = comfy.samplers.CFGGuider(patcher)
@@ -295,14 +198,7 @@ def in_sampling_run(patcher: ModelPatcher, tensors: InputTensors, body: Body[Fou
     return found[0]
 
 
-def _forward_program(
-    patcher: ModelPatcher,
-    model: Any,
-    model_options: dict[str, Any],
-    tensors: InputTensors,
-    scheduled: bool,
-) -> ForwardProgram:
-    x, text = tensors.latents, tensors.text
+def _forward_pass(model: Any, model_options: dict[str, Any], tensors: InputTensors) -> Any:
     conditions: dict[str, Sequence[torch.Tensor]] = {}
     if tensors.references:
         conditions["ref_latents"] = list(tensors.references)
@@ -316,49 +212,21 @@ def _forward_program(
             copy_dict1=False,
         )
         options["cond_or_uncond"], options["uuids"], options["sigmas"] = [0], [0], sigma
-        if not scheduled:
-            del options["sample_sigmas"]
         return model.apply_model(
-            x, sigma, c_crossattn=text, transformer_options=options, **conditions
+            tensors.latents,
+            sigma,
+            c_crossattn=tensors.text,
+            transformer_options=options,
+            **conditions,
         )
 
-    def prediction(denoised: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-        return (x - denoised) / sigma.view(-1, 1, 1, 1, 1)
-
-    norm_out = model.diffusion_model.norm_out
-    return ForwardProgram(call, prediction, norm_out, lambda: paths_of(patcher))
+    return call
 
 
-def _cudnn_attention(
-    _default: Callable[..., torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    heads: int,
-    mask: torch.Tensor | None = None,
-    **_others: Any,
-) -> torch.Tensor:
-    """q, k, v: (batch, heads, tokens, head_dim), as Qwen-Image hands them over."""
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return out.transpose(1, 2).reshape(q.shape[0], -1, heads * q.shape[-1])
-
-
-class ImageTimes(NamedTuple):
-    """Milliseconds by the processor's clock, and the latents."""
-
-    sample: float
-    decode: float
-    latents: torch.Tensor
-
-
-def random_vae(device: torch.device, *, small: bool) -> comfy.sd.VAE:
-    """ComfyUI's VAE of Qwen-Image, or one with a twelfth of its channels."""
-    tensors = {
-        name: random_tensor(name, size, device).cpu()
-        for name, size in vae_shapes(SMALL_DIM if small else PUBLISHED_DIM).items()
-    }
-    vae = comfy.sd.VAE(sd=tensors)
+def random_vae(device: torch.device) -> comfy.sd.VAE:
+    """ComfyUI's VAE of Qwen-Image."""
+    shapes = vae_shapes(PUBLISHED_DIM).items()
+    vae = comfy.sd.VAE(sd={name: random_tensor(name, size, device).cpu() for name, size in shapes})
     vae.throw_exception_if_invalid()
     return vae
 
@@ -392,39 +260,3 @@ def write_random(path: Path, shapes: Shapes, device: torch.device) -> None:
     with write_safetensors(path, SafetensorsLayout(specs, {"format": "pt"})) as file:
         for name, shape in shapes.items():
             file.write(name, random_tensor(name, shape, device).cpu())
-
-
-@torch.inference_mode()  # as execution.py runs every prompt
-def paint(
-    patcher: ModelPatcher,
-    vae: comfy.sd.VAE,
-    tensors: InputTensors,
-    steps: int,
-    device: torch.device,
-) -> ImageTimes:
-    """KSampler with euler and simple at a guidance of 4, then VAE Decode."""
-    negative = tensors.text[:, : min(NEGATIVE_TOKENS, tensors.inputs.text)]
-    extra: dict[str, Any] = {}
-    if tensors.references:
-        extra["reference_latents"] = list(tensors.references)
-    measure.synchronize(device)
-    start = time.perf_counter()
-    latents = comfy.sample.sample(
-        patcher,
-        tensors.latents.cpu(),
-        steps,
-        CFG,
-        "euler",
-        "simple",
-        [[tensors.text, extra]],
-        [[negative, dict(extra)]],
-        torch.zeros_like(tensors.latents, device="cpu"),
-        disable_pbar=True,
-        seed=0,
-    )
-    measure.synchronize(device)
-    sampled = time.perf_counter()
-    vae.decode(latents)
-    measure.synchronize(device)
-    decoded = time.perf_counter()
-    return ImageTimes((sampled - start) * 1e3, (decoded - sampled) * 1e3, latents.cpu())

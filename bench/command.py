@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import json
+import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,59 +27,60 @@ from ..machine.comfyui import check_comfyui, find_comfyui
 from ..planning.bytes import step_bytes, weight_bytes
 from ..planning.request import NEWEST_EDIT, Parts, RunRequest, Setting
 from ..spec.formats import format_gib
-from ..spec.transformer import TransformerShape
-from .inputs import Inputs
-from .rows import BLOCK, COMFYUI, DIFFUSERS, FORWARD, IMAGE, BenchSetup, Row, select, select_names
+from .rows import COMFYUI, DIFFUSERS, FORWARD, IMAGE, BenchSetup, Inputs, Row, select
 
-ROWS = {"forward": FORWARD, "block": BLOCK, "image": IMAGE, "ops": ()}
-# Of the published models; and enough that a block's share shows next to what is not in blocks.
-MOST_LAYERS, LAYERS_OF_BLOCK = 60, 9
-REPEATS = {"ops": 20, "block": 8, "forward": 8, "image": 2, "prompt": 10}
-WARM_UP = {"ops": 3, "block": 2, "forward": 2, "image": 1}
+ROWS = {"forward": FORWARD, "image": IMAGE, "ops": ()}
+MOST_LAYERS = 60  # of the published models
+REPEATS = {"ops": 20, "forward": 8, "image": 10}
+WARM_UP = {"ops": 3, "forward": 2, "image": 1}
 PACKAGES = ("triton", "comfy-kitchen", "diffusers")
+ROOT = Path(__file__).resolve().parent.parent
+# How many times our blocks' activations other programs take: 1.1 GiB of ComfyUI's fp8 at 1024x1024
+# against 0.23 (H200).
+OTHERS = 5
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and prints.
-
-    Args:
-        args: of cli/bench.py's parser, with `what`.
-
-    Returns:
-        0, or 1 when a row failed.
-    """
+    """Measures and prints what cli/bench.py's parser took; 0, or 1 when a row failed."""
     setup = _setup(args)
-    import torch
+    from .measure import RowWriter
 
-    from .ops import measure_ceilings, op_cases
-    from .prompt import run_prompts
-    from .report import Report
-    from .rows import run_block, run_forward, run_image, run_ops
-
-    if args.what == "ops":
-        cases = op_cases(setup.shape, setup.inputs[0], setup.device)
-        names = select_names([case.name for case in cases], args.only)
-    rows, left_out, comfyui = runnable(setup.rows, setup.shape, setup.inputs, setup.device)
-    if left_out:
+    left_out, comfyui = {}, ""
+    if args.what != "ops":
+        rows, left_out, comfyui = runnable(setup)
         if not rows:
             raise UnavailableError(f"nothing can be measured here: {by_reason(left_out)}")
+        setup = replace(setup, rows=rows)
+    about = {
+        "what": args.what,
+        **conditions(setup.device, comfyui),
+        "layers": None if args.what == "ops" else setup.shape.blocks,
+        "dim": setup.shape.dim,
+        "text_tokens": args.text,
+        "references": args.references,
+        "steps": args.steps if args.what == "image" else None,
+        "free_gib": args.free_gib,
+        "warm_up": setup.warm_up,
+        "repeats": setup.repeats,
+        "weights": "random",
+        "left_out": left_out,
+    }
+    if left_out:
         print(f"Left out: {by_reason(left_out)}.")
-    what = "prompt" if args.models else args.what
-    about = {"what": what, **conditions(setup.device, comfyui), **_asked(args, setup)}
-    with torch.inference_mode():
-        about["ceilings"], about["no_ceilings"] = measure_ceilings(setup.device)
-    about["left_out"] = left_out
-    _print_conditions(about, setup)
-    report = Report(about, Path(args.json) if args.json else None, args.profile)
-    setup = replace(setup, rows=rows)
-    if args.what == "ops":
-        run_ops(setup, names, report.take)
+    software = ", ".join(f"{name} {found}" for name, found in about["software"].items())
+    print(f"{about['card']}; {software}")
+    if setup.device.type == "cpu":
+        print("These are CPU figures: they show that the command works, not what a card does.")
+    writer = RowWriter(about, Path(args.json) if args.json else None)
+    if args.what == "image":
+        from .prompt import run_prompts as measure
     else:
-        measure = {"forward": run_forward, "block": run_block, "image": run_image}
-        measure |= {"prompt": partial(run_prompts, models=Path(args.models or ""))}
-        measure[what](setup, take=report.take)
-    report.finish(Path(args.plot) if args.plot else None)
-    return 1 if report.failed else 0
+        from . import run as runs
+
+        measure = runs.run_ops if args.what == "ops" else runs.run_forward
+    measure(setup, writer.add)
+    print(json.dumps(writer.results()), flush=True)
+    return 1 if any("error" in row for row in writer.rows) else 0
 
 
 def _setup(args: argparse.Namespace) -> BenchSetup:
@@ -90,52 +91,63 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
         UnavailableError: a package or a card is missing, or a file cannot be written.
     """
     check_width(args.width)
-    least = 2 if args.what == "block" else 1
-    if args.models and (args.what != "image" or args.references):
-        raise SettingError("--models goes with `image` alone, and without --references.")
-    layers = args.layers
-    if layers is None:
-        layers = LAYERS_OF_BLOCK if args.what == "block" else MOST_LAYERS
-    if not least <= layers <= MOST_LAYERS:
+    image = args.what == "image"
+    if not image:
+        for option in ("models", "free_gib", "server_args"):
+            if getattr(args, option):
+                raise SettingError(f"--{option.replace('_', '-')} goes with `image` alone.")
+    elif args.references or args.profile:
+        option = "--references" if args.references else "--profile"
+        raise SettingError(f"{option} goes with `forward`, not with `image`.")
+    layers = MOST_LAYERS if args.layers is None else args.layers
+    if not 1 <= layers <= MOST_LAYERS:
         raise SettingError(
-            f"--layers must be {least} to {MOST_LAYERS}, which the published models have, got "
-            f"{layers}."
+            f"--layers must be 1 to {MOST_LAYERS}, which the published models have, got {layers}."
         )
     for name, lowest in (
         *(("batch", 1), ("text", 1), ("references", 0)),
-        *(("repeats", 1), ("warm_up", 1), ("steps", 1)),
+        *(("repeats", 1), ("warm_up", 1), ("steps", 1), ("free_gib", 1)),
     ):
         value = getattr(args, name)
-        if value is not None and value < lowest:
+        if value is not None and not value >= lowest:
             option = name.replace("_", "-")
             raise SettingError(f"--{option} must be at least {lowest}, got {value}.")
-    sizes = [_size(text) for text in args.size or ["1024x1024"]]
+    sizes = dict.fromkeys(_size(text) for text in args.size or ["1024x1024"])
+    rows = ROWS[args.what]
+    names = select([row.name for row in rows], args.only) if rows else ()
+    if args.json:
+        check_target("--json", args.json)
+    require_packages("bench", ["torch", *(["psutil"] if args.device == "cpu" else [])])
+    device = torch_device(args.device, "--device cpu --width small --layers 1")
+    if image and device.type == "cuda" and not args.models:
+        raise SettingError(
+            "bench image times prompts in ComfyUI servers: name a folder for random models of 58 "
+            "GB with --models."
+        )
+    if args.free_gib and device.type == "cpu":
+        raise SettingError("--free-gib is of a card's memory: leave it out on a CPU.")
+    shape = replace(SHAPES[args.width], blocks=layers)
     inputs = tuple(
-        Inputs(width, height, args.batch, args.text, args.references)
-        for width, height in dict.fromkeys(sizes)
+        Inputs(width, height, args.batch, args.text, args.references) for width, height in sizes
     )
-    rows = select(ROWS[args.what], args.only) if args.what != "ops" else ()
-    for name in ("json", "plot"):
-        if getattr(args, name):
-            check_target(f"--{name}", getattr(args, name))
-    if args.plot and not args.plot.lower().endswith(".png"):
-        raise SettingError(f"--plot {args.plot!r} must end in .png.")
-    more = {"psutil": args.device == "cpu", "PIL": bool(args.plot), "numpy": bool(args.plot)}
-    require_packages("bench", ["torch", *(name for name, wanted in more.items() if wanted)])
-    from .forward import Repeats
+    if not rows:
+        from .ops import op_cases
 
+        names = select([case.name for case in op_cases(shape, inputs[0], device)], args.only)
     return BenchSetup(
-        device=torch_device(args.device, "--device cpu --width small --layers 1"),
-        shape=replace(SHAPES[args.width], blocks=layers),
-        rows=rows,
+        device=device,
+        shape=shape,
+        rows=tuple(row for row in rows if row.name in names),
+        names=names,
         inputs=inputs,
-        repeats=Repeats(
-            args.warm_up or WARM_UP[args.what],
-            args.repeats or REPEATS["prompt" if args.models else args.what],
-            args.profile,
-        ),
+        warm_up=args.warm_up or WARM_UP[args.what],
+        repeats=args.repeats or REPEATS[args.what],
+        profile=args.profile,
         steps=args.steps,
         debug=args.debug,
+        models=Path(args.models) if args.models else None,
+        free_gib=args.free_gib,
+        server_args=tuple(args.server_args.split()),
     )
 
 
@@ -153,9 +165,7 @@ def _size(text: str) -> tuple[int, int]:
     raise SettingError(f"--size {text!r} must be WIDTHxHEIGHT in pixels, such as 1024x1024.")
 
 
-def runnable(
-    rows: Sequence[Row], shape: TransformerShape, inputs: Sequence[Inputs], device: Any
-) -> tuple[tuple[Row, ...], dict[str, str], str]:
+def runnable(setup: BenchSetup) -> tuple[tuple[Row, ...], dict[str, str], str]:
     """Sorts out what can run.
 
     Returns:
@@ -163,35 +173,30 @@ def runnable(
         {name: reason} of the others.
         ComfyUI's version, empty where it is not needed or not there.
     """
+    from ..machine.device import available_bytes
+
     left_out: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     comfyui = ""
-    reasons = {}
-    for host in {row.host for row in rows}:
+    for host in {row.host for row in setup.rows}:
         try:
-            found = _import_host(host, device)
+            found = _import_host(host, setup.device)
             comfyui = found if host == COMFYUI else comfyui
         except UnavailableError as error:
             reasons[host] = str(error)
-    from ..machine.device import available_bytes
-
-    free = available_bytes(str(device))
-    for row in rows:
-        needed = needed_bytes(row, shape, inputs)
+    free = available_bytes(str(setup.device))
+    for row in setup.rows:
+        needed = needed_bytes(row, setup)
         if row.host in reasons:
             left_out[row.name] = reasons[row.host]
-        elif row.needs_card and device.type != "cuda":
+        elif row.needs_card and setup.device.type != "cuda":
             left_out[row.name] = "needs an NVIDIA card"
         elif needed > free:
             left_out[row.name] = f"needs {format_gib(needed)} and {format_gib(free)} are free"
-    return tuple(row for row in rows if row.name not in left_out), left_out, comfyui
+    return tuple(row for row in setup.rows if row.name not in left_out), left_out, comfyui
 
 
-# How many times our blocks' activations other programs take: 1.1 GiB of ComfyUI's fp8 at 1024x1024
-# against 0.23 (H200).
-OTHERS = 5
-
-
-def needed_bytes(row: Row, shape: TransformerShape, inputs: Sequence[Inputs]) -> int:
+def needed_bytes(row: Row, setup: BenchSetup) -> int:
     """Weights and the activations of the largest forward pass."""
     activations = (
         step_bytes(
@@ -202,13 +207,13 @@ def needed_bytes(row: Row, shape: TransformerShape, inputs: Sequence[Inputs]) ->
                 batch=each.batch,
                 text_tokens=each.text,
                 references=each.references,
-                parts=Parts(transformer=shape),
+                parts=Parts(transformer=setup.shape),
             ),
             Setting(),
         ).most
-        for each in inputs
+        for each in setup.inputs
     )
-    return weight_bytes(shape, row.precision).total + OTHERS * max(activations)
+    return weight_bytes(setup.shape, row.precision).total + OTHERS * max(activations)
 
 
 def by_reason(left_out: dict[str, str]) -> str:
@@ -219,8 +224,8 @@ def by_reason(left_out: dict[str, str]) -> str:
     return "; ".join(f"{', '.join(each)} ({reason})" for reason, each in names.items())
 
 
-def conditions(device: Any, comfyui: str) -> dict[str, Any]:
-    """Card and software."""
+def conditions(device: Any, comfyui: str = "") -> dict[str, Any]:
+    """Card, software, and the commit of this clone."""
     import torch
 
     cards = read_cards(torch) if device.type == "cuda" else None
@@ -235,22 +240,22 @@ def conditions(device: Any, comfyui: str) -> dict[str, Any]:
             software[name] = version(name)
     if comfyui:
         software["ComfyUI"] = comfyui
+    commit = ""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+        commit = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
     return {
         "card": card.name if card else "CPU",
-        "sm": list(card.sm) if card else None,
         "driver": cards.driver if cards else "",
         "date": datetime.now(timezone.utc).date().isoformat(),
         "qwen_l40s": __version__,
+        "commit": commit,
         "software": software,
     }
 
 
 def _import_host(host: str, device: Any) -> str:
-    """Imports a host; ComfyUI's version, else an empty text.
-
-    Raises:
-        UnavailableError: it cannot be imported.
-    """
+    """Imports a host, or raises UnavailableError; ComfyUI's version, else an empty text."""
     # Packages greet on stdout when imported; the last line there has to be ours.
     with contextlib.redirect_stdout(sys.stderr):
         if host == COMFYUI:
@@ -270,7 +275,6 @@ def import_comfyui(*, cpu: bool, keep_on_card: bool = True) -> str:
     As a library it has no dynamic VRAM and reads no command line.
 
     Args:
-        cpu: Whether it runs on the processor.
         keep_on_card: Whether models stay where they are (its `--highvram`), which changes no
             computation.
 
@@ -282,7 +286,7 @@ def import_comfyui(*, cpu: bool, keep_on_card: bool = True) -> str:
     """
     started = "comfy.model_management" in sys.modules
     added = None
-    if not started and not _importable("comfy.model_management"):
+    if not started and find_spec("comfy") is None:
         folder = find_comfyui()
         found = check_comfyui(folder)
         if not found.usable:
@@ -304,32 +308,3 @@ def import_comfyui(*, cpu: bool, keep_on_card: bool = True) -> str:
     if fallback := unsupported_host():
         raise UnavailableError(fallback.reason)
     return found_version
-
-
-def _importable(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ImportError:
-        return False
-
-
-def _asked(args: argparse.Namespace, setup: BenchSetup) -> dict[str, Any]:
-    first, shape = setup.inputs[0], setup.shape
-    return {
-        "layers": None if args.what == "ops" else shape.blocks,
-        "dim": shape.dim,
-        "text_tokens": first.text,
-        "references": first.references,
-        "warm_up": setup.repeats.warmup,
-        "repeats": setup.repeats.repeats,
-        "weights": "random",
-    }
-
-
-def _print_conditions(about: dict[str, Any], setup: BenchSetup) -> None:
-    software = ", ".join(f"{name} {found}" for name, found in about["software"].items())
-    print(f"{about['card']}; {software}")
-    if setup.device.type == "cpu":
-        print("These are CPU figures: they show that the command works, not what a card does.")
-    figures = ", ".join(f"{name} {value:.3g}" for name, value in about["ceilings"].items())
-    print(f"ceilings measured here: {figures}")

@@ -29,7 +29,7 @@ from ..planning.request import RunRequest, Setting
 from ..planning.times import Pass, pass_times, prompt_seconds, vae_seconds
 from ..spec.families import find_family
 from ..spec.vae import PIXELS_PER_LATENT, PUBLISHED_VAE
-from .inputs import Inputs
+from .rows import Inputs
 
 MeasuredRun = Mapping[str, Any]
 FIT, TEST = "fit", "test"
@@ -42,7 +42,6 @@ DIGITS = 5
 
 
 def half(runs: Iterable[MeasuredRun], name: str, *kinds: str) -> list[MeasuredRun]:
-    """The runs of some kinds in one half."""
     return [run for run in runs if run["half"] == name and run["kind"] in kinds]
 
 
@@ -102,7 +101,6 @@ def counted_weights(run: MeasuredRun) -> int:
 
 
 def kernel_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The fused kernels in what `qwen-l40s bench ops --json` has written."""
     return [
         {"task": row["name"].removesuffix(OURS), "size": row["size"], "gb_s": row["gbs"]}
         for row in results["rows"]
@@ -111,10 +109,7 @@ def kernel_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def fit(found: Mapping[str, Any], card: Card) -> dict[str, float]:
-    """The constants, from the fit half: least squares of the relative errors.
-
-    Args:
-        found: the file's contents with its "kernels".
+    """The constants, from the file's fit half and "kernels": least squares of the relative errors.
 
     Raises:
         SettingError: a kind of run is not in the fit half.
@@ -183,7 +178,6 @@ def errors_of(found: Mapping[str, Any], constants: Mapping[str, float], card: Ca
 def _worst_and_mean(
     name: str, error: Callable[[MeasuredRun], float], runs: list[MeasuredRun]
 ) -> dict[str, float]:
-    """Of the errors' sizes; nothing where there are no runs."""
     sizes = [abs(error(run)) for run in runs]
     if not sizes:
         return {}

@@ -30,12 +30,10 @@ class ComfyUIServer:
     """Starts ComfyUI on a free port with this pack, and waits until it answers.
 
     Args:
-        comfyui: ComfyUI's folder.
-        python: that has its requirements.
+        python: that has ComfyUI's requirements.
         base: folder for custom_nodes, models, input, output and the log.
         arguments: more of ComfyUI's command line.
         pack: the folder name under which the pack is installed.
-        environment: of the process; None for this one's.
 
     Raises:
         ComfyUIServerError: it does not start.
@@ -81,7 +79,6 @@ class ComfyUIServer:
         self.stop()
 
     def stop(self) -> None:
-        """Ends the process."""
         self.process.terminate()
         try:
             self.process.wait(STOP_SECONDS)
@@ -97,7 +94,6 @@ class ComfyUIServer:
         return self._send(path, json.dumps(data).encode())
 
     def tail(self) -> str:
-        """The end of the log."""
         return self.log.read_text(errors="replace")[-4000:]
 
     def check_alive(self) -> None:

@@ -20,14 +20,19 @@ from .output import check_target, require_packages, write_whole
 BENCHMARKS = Path(__file__).resolve().parents[1] / "bench" / "__init__.py"
 SHAPES = {"full": FULL_SIZE, "small": SMALL}
 WHAT = {
-    "ops": "each operation of a block: ours, torch's and comfy-kitchen's",
-    "block": "what one block costs",
+    "ops": "each operation of a block, through everything that computes it",
     "forward": "one forward pass of the transformer",
-    "image": "a whole image: sampling and VAE",
+    "image": "from prompt to file in ComfyUI servers, with the card's memory",
 }
+# What went, and what to use instead.
+BLOCK_GONE = (
+    "bench block is gone: `bench forward --layers 1` and `--layers 2` differ by one block, and "
+    "`bench ops` times its operations."
+)
+PLOT_GONE = "--plot is gone: the table shows the figures, and --json FILE keeps every sample."
 # Options of WHAT, whose sizes --calibrate fixes.
-FOREIGN = ("size", "references", "layers", "only", "repeats", "warm_up", "profile", "plot")
-FOREIGN += ("models",)
+FOREIGN = ("size", "references", "layers", "only", "repeats", "warm_up", "profile", "models")
+FOREIGN += ("free_gib", "server_args")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=WHAT,
+        choices=(*WHAT, "block"),
         metavar="WHAT",
         help="; ".join(f"{name}: {text}" for name, text in WHAT.items()),
     )
@@ -67,9 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="reference images of 1024x1024, as in Edit-2511; default: 0",
     )
-    parser.add_argument(
-        "--layers", type=int, metavar="N", help="blocks; default: 60; for `block` 9"
-    )
+    parser.add_argument("--layers", type=int, metavar="N", help="blocks; default: 60")
     parser.add_argument(
         "--width", default="full", metavar="NAME", help="full (3072) or small (128, for a CPU)"
     )
@@ -91,8 +94,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--models",
         metavar="FOLDER",
-        help="of `image`: prompt to file in ComfyUI servers instead, with random models of 58 GB "
-        "that are written here once; 10 repeats",
+        help="of `image`: for random models of 58 GB that are written here once",
+    )
+    parser.add_argument(
+        "--free-gib",
+        type=float,
+        metavar="N",
+        help="of `image`: hold all but so much of the card, such as 44.4 as on an L40S",
+    )
+    parser.add_argument(
+        "--server-args",
+        default="",
+        metavar="'...'",
+        help="of `image`: more of ComfyUI's command line, such as --disable-dynamic-vram",
     )
     parser.add_argument(
         "--profile", action="store_true", help="list the longest kernels; not with `image`"
@@ -101,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N"
     )
     parser.add_argument("--json", metavar="FILE", help="also write the results as JSON")
-    parser.add_argument("--plot", metavar="FILE", help="draw the results into a .png")
+    parser.add_argument("--plot", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,6 +124,10 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0, or 1 when a row failed.
     """
+    if args.what == "block":
+        raise SettingError(BLOCK_GONE)
+    if args.plot:
+        raise SettingError(PLOT_GONE)
     if args.calibrate:
         return calibrate_card(args)
     if args.what is None:

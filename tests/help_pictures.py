@@ -2,26 +2,19 @@
 
     python tests/help_pictures.py
 
-writes them anew. The page shows a picture 370 pixels wide, where the small type of the forward
-pass could not be read at its own 1280 pixels.
+writes them anew, but for that of the forward pass, which nothing draws any more.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURES = ROOT / "web" / "docs" / "images"
-WIDTH = 720  # pixels
 LOAD = 100.0  # images an hour
 FAMILY = "qwen-image"  # with the steps that it is painted in
 COLOURS = 128  # of the palette; fewer make one of two that a legend tells apart
-ROWS = ("comfyui bf16", "ours bf16", "ours fp8", "ours int8", "diffusers bf16 compiled")
 
 
 def estimate_picture():
@@ -49,28 +42,7 @@ def advise_picture():
     return cost_chart(advise(LOAD, request, known_cards(BUNDLED).values())).reduce(2)
 
 
-def forward_picture():
-    """A forward pass beside stock ComfyUI, as `qwen-l40s bench forward --plot` draws it."""
-    from qwen_l40s.bench import report
-
-    results = ROOT / "bench" / "results" / "forward-h200.json"
-    found = json.loads(results.read_text(encoding="utf-8"))
-    rows = [row for row in found["rows"] if row["name"] in ROWS]
-    # One line stands under the title, and is not broken.
-    software = {"torch": found["conditions"]["software"]["torch"]}
-    with _narrow(), mock.patch.multiple(report, LABEL_WIDTH=260, VALUE_WIDTH=150):
-        return report.draw_chart(rows, {**found["conditions"], "software": software})
-
-
-DRAWN = {"estimate": estimate_picture, "advise": advise_picture, "forward": forward_picture}
-
-
-@contextmanager
-def _narrow() -> Iterator[None]:
-    from qwen_l40s.charts import canvas
-
-    with mock.patch.object(canvas, "WIDTH", WIDTH):
-        yield
+DRAWN = {"estimate": estimate_picture, "advise": advise_picture}
 
 
 def main() -> None:

@@ -1,145 +1,14 @@
-"""The rules that bench/step_cache compares, on a toy field of velocities; nothing is painted."""
+"""The step caches that bench/step_cache.py compares: its table in the docs, and what is refused."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
-from qwen_l40s.bench.step_cache.__main__ import table
-from qwen_l40s.bench.step_cache.calibration import calibrate, magcache
-from qwen_l40s.bench.step_cache.rules import (
-    AdaCache,
-    EasyCache,
-    HeldResidual,
-    LazyCache,
-    MeanCache,
-    Ours,
-    TaylorSeer,
-    TeaCache,
-    taylorseer_steps,
-)
-from qwen_l40s.bench.step_cache.run import Found, Rule, sample
-from qwen_l40s.step_cache import PRESETS, CacheSettings, plan_steps, usual_sigmas
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from qwen_l40s.bench.step_cache import main, table, threshold_for
+from qwen_l40s.optimizations.step_cache import MOST_ASTRAY
 
 ROOT = Path(__file__).resolve().parents[2]
-SIGMAS = usual_sigmas(50, 256)
-LATENT = (16, 16, 16)
-LINE = (1.0, 0.0)
-
-
-class Toy:
-    """Images whose velocities turn at different rates; the residual is what is added to x."""
-
-    def __init__(self, rates):
-        self.rates = torch.tensor(rates)
-        self.calls = 0
-
-    def compute(self, x, sigma, rows):
-        self.calls += 1
-        rates = self.rates[rows].view(-1, 1, 1, 1)
-        prompt = torch.tanh(x) * torch.cos(rates * sigma) + torch.sin(3 * rates * sigma)
-        velocity = torch.stack((prompt, 0.9 * prompt + 0.1 * x), 1)
-        residual = (velocity - x[:, None]).flatten(3)
-        return Found(velocity, residual, residual[:, 0].clone())
-
-    def finish(self, x, sigma, residual):
-        return x[:, None] + residual.unflatten(3, LATENT[1:])
-
-    def modulated(self, x, sigma):
-        return (x * (1 + sigma)).flatten(2)
-
-
-def noise(count):
-    return torch.randn(count, *LATENT, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture
-def field():
-    return Toy([0.5, 1.0, 4.0])
-
-
-GATED = {
-    "easy": partial(EasyCache, threshold=0.1),
-    "lazy": partial(LazyCache, threshold=0.1),
-    "tea": partial(TeaCache, threshold=0.1, curve=LINE),
-    "ada": partial(AdaCache, threshold=1.0),
-    "ours": partial(Ours, settings=PRESETS["fast"]),
-}
-
-
-def test_a_rule_that_skips_nothing_changes_nothing(field):
-    exact = sample(field, SIGMAS, noise(3), Rule)
-    calls = field.calls
-    for make in (
-        partial(Ours, settings=CacheSettings(budget=0)),
-        HeldResidual,
-        partial(EasyCache, threshold=0),
-        partial(LazyCache, threshold=0),
-        partial(TeaCache, threshold=0, curve=LINE),
-        partial(TaylorSeer, skipped=(), order=2),
-        partial(AdaCache, threshold=0),
-    ):
-        field.calls = 0
-        found = sample(field, SIGMAS, noise(3), make)
-        assert torch.equal(found.x, exact.x)
-        assert field.calls == calls == 50
-
-
-def test_each_image_skips_as_if_it_were_alone(field):
-    for name, make in GATED.items():
-        together = sample(field, SIGMAS, noise(3), make)
-        assert together.computed.max() < 50, name
-        for i, rate in enumerate(field.rates.tolist()):
-            alone = sample(Toy([rate]), SIGMAS, noise(3)[i : i + 1], make)
-            assert alone.computed == together.computed[i], name
-            torch.testing.assert_close(alone.x[0], together.x[i])
-        if name != "ours":
-            assert len(set(together.computed.tolist())) > 1, name
-
-
-def test_schedules_compute_what_they_are_asked_for(field):
-    ratios = calibrate(field, SIGMAS, noise(3)).ratios
-    assert len(ratios) == 50
-    for steps in (20, 50):
-        for settings in PRESETS.values():
-            computed = plan_steps(usual_sigmas(steps, 256), settings).computed
-            skipped = taylorseer_steps(steps, computed)
-            assert len(skipped) == steps - computed
-            assert min(skipped) >= 3
-            if steps == 50:
-                skipped, _ = magcache(ratios, computed)
-                assert abs(50 - len(skipped) - computed) <= 1
-                assert min(skipped) >= 10
-            found = sample(
-                Toy([1.0]), usual_sigmas(steps, 256), noise(1), partial(Ours, settings=settings)
-            )
-            assert found.computed == computed + found.rule.figures()[0].refused
-    assert sample(field, SIGMAS, noise(3), MeanCache).computed.tolist() == [25, 25, 25]
-
-
-def test_a_series_over_steps_is_exact_for_its_order():
-    class Polynomial(Toy):
-        def compute(self, x, sigma, rows):
-            step = round((1 - sigma) * 50)
-            residual = torch.full((len(x), 2, 16, 256), 0.1 + 0.02 * step + 1e-3 * step**2)
-            velocity = self.finish(x, sigma, residual)
-            return Found(velocity, residual, residual[:, 0].clone())
-
-    sigmas = [1 - i / 50 for i in range(51)]
-    exact = sample(Polynomial([1.0]), sigmas, noise(1), Rule).x
-    errors = [
-        (sample(Polynomial([1.0]), sigmas, noise(1), make).x - exact).norm() / exact.norm()
-        for make in (
-            partial(HeldResidual, skipped=taylorseer_steps(50, 26)),
-            partial(TaylorSeer, skipped=taylorseer_steps(50, 26), order=1),
-            partial(TaylorSeer, skipped=taylorseer_steps(50, 26), order=2),
-        )
-    ]
-    assert errors[0] > 5 * errors[1] > 5 * errors[2]
 
 
 def test_the_table_says_where_a_rule_computes_another_number_of_steps():
@@ -155,6 +24,23 @@ def test_the_table_says_where_a_rule_computes_another_number_of_steps():
         "| ours | 1.23 / 10.00 |",
         "| TeaCache | 1.23 / 10.00 (19.4) |",
     ]
+
+
+def test_a_threshold_is_found_by_halving():
+    assert threshold_for(lambda value: 50 / (1 + 10 * value), 20) == pytest.approx(0.15, rel=0.05)
+    assert threshold_for(lambda value: 50, 20) <= 3
+
+
+def test_rules_that_went_are_refused_by_name(capsys, tmp_path):
+    arguments = ["--output", str(tmp_path / "out.json"), "--only", "TeaCache"]
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "TeaCache" in told and "EasyCache" in told and "fewer steps" in told
+    with pytest.raises(SystemExit):
+        main([])
+    assert "--output FILE is needed" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -189,3 +75,39 @@ def test_the_presets_keep_the_latent_as_near_as_was_asked_for(results):
     for (steps, preset, rule), row in rows.items():
         if not rule.startswith("ours") and not rule.endswith("our steps"):
             assert rows[steps, preset, "ours"]["mean"] < row["mean"]
+
+
+def rows_of_samplers(rows):
+    """The rows of the page: what is read of each sampler, and its errors."""
+
+    def short(reading):
+        return f"{reading:.0f}" if reading >= 10 else f"{reading:.2g}"
+
+    for sampler in dict.fromkeys(row["sampler"] for row in rows if "readings" in row):
+        found = [row for row in rows if row["sampler"] == sampler and "readings" in row]
+        largest = {row["scheduler"]: max(row["readings"]) for row in found if row["steps"] == 20}
+        simple = largest.pop("simple")
+        spread = f"{short(min(largest.values()))} to {short(max(largest.values()))}"
+        cells = [f"`{sampler}`", "works" if simple <= MOST_ASTRAY else "steps aside"]
+        cells += [short(simple), spread]
+        for steps in (20, 50):
+            errors = [
+                f"{row['error']:.2g} / {row['error_of_fewer_steps']:.2g}"
+                for row in found
+                if (row["scheduler"], row["steps"]) == ("simple", steps) and "error" in row
+            ]
+            cells += errors or [""]
+        yield f"| {' | '.join(cells)} |"
+
+
+def test_the_page_holds_what_was_measured_of_samplers():
+    path = ROOT / "bench" / "results" / "step-cache-samplers.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    page = (ROOT / "docs" / "step_cache.md").read_text(encoding="utf-8")
+    section = page.partition("## Samplers and schedulers")[2].partition("\n## ")[0]
+    shown = [line for line in section.splitlines() if line.startswith("| `")]
+    assert shown == list(rows_of_samplers(rows))
+    for row in rows:
+        refused = row.get("refused")
+        assert refused is None or "_cfg_pp" in row["sampler"] or f"`{row['sampler']}`" in section
+        assert refused is None or ("branches" in refused) == ("_cfg_pp" in row["sampler"]), row

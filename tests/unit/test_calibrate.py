@@ -258,9 +258,7 @@ def test_without_a_card_it_says_how_to_try_it(capsys, monkeypatch):
 
 def test_bench_without_anything_names_what_there_is(capsys):
     assert main(["bench"]) == 2
-    assert (
-        "bench needs one of ops, block, forward, image, or --calibrate" in capsys.readouterr().err
-    )
+    assert "bench needs one of ops, forward, image, or --calibrate" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -445,7 +443,7 @@ def test_a_precision_that_the_card_does_not_multiply_is_left_out(module, monkeyp
 def test_every_product_of_a_block_is_measured_once(module):
     import torch
 
-    from qwen_l40s.bench.inputs import Inputs, forward_work
+    from qwen_l40s.bench.rows import Inputs, forward_work
     from qwen_l40s.spec.transformer import SMALL
 
     sizes = module.small_sizes(SMALL)

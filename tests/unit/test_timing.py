@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_l40s import SettingError
-from qwen_l40s.bench.inputs import Inputs, forward_work
+from qwen_l40s.bench.rows import Inputs, forward_work
 from qwen_l40s.planning.files import (
     QUANTIZING,
     SOURCES,
