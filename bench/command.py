@@ -21,13 +21,13 @@ from ..cli.output import check_target, require_packages
 from ..errors import SettingError, UnavailableError
 from ..hosts.comfyui.contract import unsupported_host
 from ..hosts.diffusers.settings import SIZE_STEP
-from ..machine import packages
 from ..machine.card import first_line, read_cards
 from ..machine.comfyui import check_comfyui, find_comfyui
+from ..machine.packages import STANDALONE, check_package
 from ..planning.bytes import step_bytes, weight_bytes
 from ..planning.request import NEWEST_EDIT, Parts, RunRequest, Setting
 from ..spec.formats import format_gib
-from .rows import COMFYUI, DIFFUSERS, FORWARD, IMAGE, BenchSetup, Inputs, Row, select
+from .rows import COMFYUI, FORWARD, IMAGE, BenchSetup, Inputs, Row, select
 
 ROWS = {"forward": FORWARD, "image": IMAGE, "ops": ()}
 MOST_LAYERS = 60  # of the published models
@@ -260,10 +260,9 @@ def _import_host(host: str, device: Any) -> str:
     with contextlib.redirect_stdout(sys.stderr):
         if host == COMFYUI:
             return import_comfyui(cpu=device.type == "cpu")
-        package = next(each for each in packages.STANDALONE if each.distribution == DIFFUSERS)
         # Not its pipelines, which import transformers too.
-        needed = replace(package, needs="QwenImageTransformer2DModel")
-        capability, _ = packages.check_package(needed)
+        needed = replace(STANDALONE[0], needs="QwenImageTransformer2DModel")
+        capability, _ = check_package(needed)
         if not capability.usable:
             raise UnavailableError(f"{capability.name} {capability.reason}")
         return ""

@@ -227,7 +227,6 @@ def in_diffusers(
     model: torch.nn.Module, tensors: InputTensors, body: Body, *, ours: bool
 ) -> Measured:
     """Calls `body` with the model's forward pass, as a pipeline or, where ours, `generate` does."""
-    torch._dynamo.reset()  # or a second size would be compiled for any size
     pictures = [tensors.latents.bfloat16(), *tensors.references]
     packed = torch.cat([_pack(picture) for picture in pictures], dim=1)
     sides = [(1, part.shape[-2] // PATCH, part.shape[-1] // PATCH) for part in pictures]

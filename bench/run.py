@@ -92,10 +92,11 @@ def run_forward(setup: BenchSetup, add: Add) -> None:
         built: dict[Any, Any] = {}
         rows = list(same)
         for inputs in setup.inputs:
+            torch._dynamo.reset()  # or a second size would be compiled for any size
             for row, fields in by_turns(rows, partial(one, built, inputs), setup):
                 add(finish(row, inputs, fields))
         built.clear()
-        torch._dynamo.reset()
+        torch._dynamo.reset()  # which keeps compiled models
         if COMFYUI in {row.host for row in rows}:
             from .comfyui import forget_models
 

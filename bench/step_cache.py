@@ -1,15 +1,14 @@
 """Compares our step cache with EasyCache and with fewer steps, at equal numbers of computed steps.
 
     python -m qwen_l40s.bench.step_cache --output FILE [--limit 540] [--prompts 40]
-        [--steps 50 20] [--presets faithful balanced fast] [--only RULE ...] [--device cpu]
+        [--steps 50 20] [--only RULE ...] [--device cpu]
     python -m qwen_l40s.bench.step_cache --table FILE
 
 Runs in the Python that runs ComfyUI: the nodes of this package and of ComfyUI sample held-out
-prompts with the bundled micro model in fp32 (euler, simple, CFG 4), one image at a time. The error
-is the relative L2 distance of the final latent from that of the same seed without a cache; `right`
-is the share of images whose shapes, colours and places are right. EasyCache's threshold comes from
-prompts of pairs that training showed. FILE is rewritten after each rule; --table prints it as
-Markdown.
+prompts with the bundled micro model (euler, simple, CFG 4; on a CPU in fp32), one image at a time.
+The error is the relative L2 distance of the final latent from that of the same seed without a
+cache; `right` is the share of images whose shapes, colours and places are right. FILE is rewritten
+after each rule; --table prints it as Markdown.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ import torch
 from ..loaders.source import bundled_micro_folder
 from ..machine.device import choose_device
 from ..micro.judge import adherence
-from ..micro.scene import SEEN_PAIRS, Scene, sample_prompts
+from ..micro.scene import Scene, sample_prompts
 from ..step_cache import PRESETS, computed_steps
 from .command import conditions, import_comfyui
 from .forward import relative_error
@@ -38,10 +38,12 @@ CFG, LATENT = 4.0, (1, 16, 1, 32, 32)
 OTHER_COUNT = 0.5  # steps
 OURS, EASYCACHE, FEWER = RULES = ("ours", "EasyCache", "fewer steps")
 EASYCACHE_SPAN = 0.15, 0.95  # of the run, the node's own
-# What EasyCache's threshold is found with: prompts, their seed, halvings of a range, and how near
-# the number of computed steps has to come.
-CALIBRATION, CALIBRATION_SEED, HALVINGS, NEAR = 4, 2, 9, 0.3
-THRESHOLDS = 1e-3, 3.0
+# EasyCache's thresholds at which prompts of pairs that training showed compute as many steps as the
+# preset: {steps: {preset: threshold}}, of bench/results/step-cache-micro.json.
+THRESHOLDS = {
+    50: {"faithful": 0.0079, "balanced": 0.0213, "fast": 0.0866},
+    20: {"faithful": 0.0149, "balanced": 0.0205},
+}
 
 
 class Painted(NamedTuple):
@@ -109,21 +111,6 @@ class Micro:
         return adherence((image * 255).round().byte().numpy(), scene).score == 1
 
 
-def threshold_for(count: Callable[[float], float], wanted: float) -> float:
-    """The threshold at which a rule computes so many steps, or as near as it comes."""
-    low, high = map(math.log, THRESHOLDS)
-    best, nearest = THRESHOLDS[0], math.inf
-    for _ in range(HALVINGS):
-        value = math.exp((low + high) / 2)
-        found = count(value)
-        if abs(found - wanted) < nearest:
-            best, nearest = value, abs(found - wanted)
-        if nearest <= NEAR:
-            break
-        low, high = (math.log(value), high) if found > wanted else (low, math.log(value))
-    return best
-
-
 def compare(args: argparse.Namespace) -> None:
     """Measures all rows that fit into the time."""
     deadline = time.perf_counter() + args.limit
@@ -145,39 +132,22 @@ def compare(args: argparse.Namespace) -> None:
         ]
         return found, 100 * fmean(right)
 
-    def easily(threshold: float) -> Any:
-        return EasyCacheNode.execute(micro.model, threshold, *EASYCACHE_SPAN, False).args[0]
-
-    def easycache(steps: int, computed: int) -> float:
-        seen = sample_prompts(CALIBRATION, CALIBRATION_SEED, SEEN_PAIRS)
-
-        def count(threshold: float) -> float:
-            model = easily(threshold)
-            return fmean(
-                micro.paint(model, prompt, i, steps).computed for i, (prompt, _) in enumerate(seen)
-            )
-
-        return threshold_for(count, computed)
-
     for steps in args.steps:
         exact, share = paint(micro.model, steps)
         writer.add({"rule": "none", "steps": steps, "right": share})
-        for preset in args.presets:
-            computed = computed_steps(steps, preset)
-            for rule in args.only:
-                if time.perf_counter() > deadline:
-                    print(f"stopped: {args.limit:g} s are over")
-                    return
-                row = {"rule": rule, "steps": steps, "preset": preset, "planned": computed}
-                model = micro.model
-                if rule == OURS:
-                    model = cache_steps(model, PRESETS[preset])
-                elif rule == EASYCACHE:
-                    row["threshold"] = easycache(steps, computed)
-                    model = easily(row["threshold"])
-                found, right = paint(model, computed if rule == FEWER else steps)
-                row |= errors(found, exact)
-                writer.add(row | {"right": right, "change": right - share})
+        for (preset, threshold), rule in product(THRESHOLDS[steps].items(), args.only):
+            if time.perf_counter() > deadline:
+                print(f"stopped: {args.limit:g} s are over")
+                return
+            computed, model = computed_steps(steps, preset), micro.model
+            if rule == OURS:
+                model = cache_steps(model, PRESETS[preset])
+            elif rule == EASYCACHE:
+                model = EasyCacheNode.execute(model, threshold, *EASYCACHE_SPAN, False).args[0]
+            found, right = paint(model, computed if rule == FEWER else steps)
+            about = {"rule": rule, "steps": steps, "preset": preset, "planned": computed}
+            about |= errors(found, exact)
+            writer.add(about | {"right": right, "change": right - share})
 
 
 def errors(found: Sequence[Painted], exact: Sequence[Painted]) -> Fields:
@@ -225,8 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--table", type=Path, help="print results as Markdown instead")
     add("--limit", type=float, default=540, help="seconds after which no row starts")
     add("--prompts", type=int, default=40)
-    add("--steps", type=int, nargs="+", default=[50, 20])
-    add("--presets", nargs="+", choices=PRESETS, default=list(PRESETS))
+    add("--steps", type=int, nargs="+", choices=THRESHOLDS, default=list(THRESHOLDS))
     add("--only", nargs="+", choices=RULES, default=RULES, metavar="RULE")
     add("--device", default="auto")
     args = parser.parse_args(arguments)

@@ -106,20 +106,20 @@ def test_a_prompt_is_followed_to_its_file_in_a_server(in_comfyui):
     assert "tiled" not in " ".join(row["log"])
 
 
-def test_step_caches_are_compared_by_the_nodes_themselves(tmp_path, monkeypatch):
+def test_step_caches_are_compared_by_the_nodes_themselves(tmp_path):
     from qwen_l40s.bench import step_cache
 
     file = tmp_path / "rules.json"
-    monkeypatch.setattr(step_cache, "CALIBRATION", 1)
-    arguments = ["--prompts", "1", "--steps", "14", "--presets", "fast", "--device", "cpu"]
-    step_cache.main([*arguments, "--output", str(file)])
-    rows = {row["rule"]: row for row in json.loads(file.read_text())["rows"]}
-    assert rows["none"]["right"] == 100
-    ours, easycache, fewer = (rows[name] for name in step_cache.RULES)
-    assert ours["computed"] < 14 and ours["planned"] == fewer["computed"]
-    assert abs(easycache["computed"] - ours["planned"]) <= 1
-    assert 0 < ours["mean"] < easycache["mean"] < 0.2
-    assert 0 < ours["estimate_by_error"]["median"] < 10
+    arguments = ["--prompts", "1", "--steps", "20", "--device", "cpu", "--output", str(file)]
+    step_cache.main(arguments)
+    none, *rows = json.loads(file.read_text())["rows"]
+    assert none["right"] == 100
+    for ours, easycache, fewer in (rows[:3], rows[3:]):
+        # A forecast after one that missed is refused.
+        assert ours["planned"] == fewer["computed"] <= ours["computed"] < 20
+        assert abs(easycache["computed"] - ours["planned"]) <= 1
+        assert 0 < ours["mean"] < easycache["mean"] < fewer["mean"] < 0.2
+        assert 0 < ours["estimate_by_error"]["median"] < 10
 
 
 # --- the random weights of whole files
