@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 
+import comfy.model_management
 import torch
 from aiohttp import web
 from server import PromptServer
@@ -21,7 +22,7 @@ send = PromptServer.instance.send_sync
 
 def peak_gib() -> float | None:
     """The most that torch's tensors held since the last call; None without a card."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+    if not (comfy.model_management.is_nvidia() and torch.cuda.is_initialized()):
         return None
     peak = torch.cuda.max_memory_allocated() / GIB
     torch.cuda.reset_peak_memory_stats()
