@@ -25,7 +25,7 @@ Fields = dict[str, Any]
 # How long triton.testing.do_bench times a call at least, in milliseconds.
 LEAST_MS = 25
 READ_SECONDS = 0.005
-KERNELS_SHOWN = 20
+KERNELS_SHOWN, NAME_WIDTH = 20, 88
 SIGNIFICANT = 5
 # {field that names a row: its width}
 COLUMNS = {"name": 34, "size": 11}
@@ -88,7 +88,9 @@ def kernel_fields(call: Callable[[], Any], device: torch.device, table: bool) ->
     fields: Fields = {"kernel_ms": total or None}
     if table:
         by = "self_device_time_total" if on_card else "self_cpu_time_total"
-        fields["kernels"] = events.table(sort_by=by, row_limit=KERNELS_SHOWN)
+        fields["kernels"] = events.table(
+            sort_by=by, row_limit=KERNELS_SHOWN, max_name_column_width=NAME_WIDTH
+        )
     return fields
 
 
