@@ -1,13 +1,14 @@
-"""What a run is recorded and reported as."""
+"""What a run is measured and reported as."""
 
 import copy
 import dataclasses
 import gc
+import itertools
 import json
 import math
-import statistics
 import threading
 import weakref
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
@@ -20,11 +21,14 @@ import narrow_transformer as narrow
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
+from comfy_execution.graph import DynamicPrompt
+from comfy_execution.progress import get_progress_state, reset_progress_state
 from comfy_execution.utils import CurrentNodeContext
 from comfy_extras.nodes_easycache import EasyCacheNode, LazyCacheNode
 from comfyui_boot import MODE, ROOT, folder
 from narrow_transformer import random
 
+from qwen_l40s.hosts.comfyui.decode.batch import VaeBatch
 from qwen_l40s.hosts.comfyui.decode.decode import decode, encode
 from qwen_l40s.hosts.comfyui.estimate import cards as this_card
 from qwen_l40s.hosts.comfyui.load.text_encoder import (
@@ -33,17 +37,16 @@ from qwen_l40s.hosts.comfyui.load.text_encoder import (
 )
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.load.vae import load_vae
-from qwen_l40s.hosts.comfyui.record import meter as measuring
-from qwen_l40s.hosts.comfyui.record import record as run_record
+from qwen_l40s.hosts.comfyui.record import phase as measuring
 from qwen_l40s.hosts.comfyui.record import sampling as sampling_record
-from qwen_l40s.hosts.comfyui.record.meter import Marks, Measured, Meter, typical
-from qwen_l40s.hosts.comfyui.record.record import Record, Recording, Records, recorded
+from qwen_l40s.hosts.comfyui.record.phase import MeasuredPhase, inner_phase, measured, phase
 from qwen_l40s.hosts.comfyui.report import predict as run_request
-from qwen_l40s.hosts.comfyui.report.rows import PhaseRow
+from qwen_l40s.hosts.comfyui.report.rows import Row
 from qwen_l40s.hosts.comfyui.report.table import (
     EARLIER,
     FAILED,
     NO_RUN,
+    NOT_MEASURED,
     UNWATCHED,
     report_run,
 )
@@ -79,31 +82,52 @@ def load(off_card: bool = False) -> comfy.model_patcher.ModelPatcher:
 
 
 def sample(
-    model, cfg=1.0, steps=3, sampler="euler", batch=1, size=8, prompt="", texts=(20, 7), **condition
+    model,
+    cfg=1.0,
+    steps=3,
+    sampler="euler",
+    batch=1,
+    size=8,
+    prompt=None,
+    texts=(20, 7),
+    report=True,
+    **condition,
 ):
     """Steps from fixed noise; ComfyUI batches prompts of one length alone."""
     noise = random(batch, 16, 1, size, size)
     texts = [random(1, length, narrow.SHAPE.joint_dim, seed=length) for length in texts]
     conds = [[[text, dict(condition)]] for text in texts]
-    with running(prompt):
+    with running(prompt, report):
         return narrow.sample(model, *conds, steps=steps, cfg=cfg, sampler=sampler, noise=noise)
 
 
-def running(prompt: str):
-    """As ComfyUI executes a node of a prompt."""
-    return CurrentNodeContext(prompt, "node")
+NUMBERS = itertools.count()
 
 
-def records(part) -> tuple[Record, ...]:
+@contextmanager
+def running(prompt: str | None = None, report: bool = True):
+    """As ComfyUI executes a node of a prompt, a new one if none is named, with a Report node."""
+    node = {"class_type": "QwenL40S_Report" if report else "KSampler", "inputs": {}}
+    name = prompt or f"prompt {next(NUMBERS)}"
+    reset_progress_state(name, DynamicPrompt({"node": node}))
+    with CurrentNodeContext(name, "node"):
+        yield
+
+
+def reported(model, *parts):
+    """As a Report node of the prompt that ran last."""
+    with CurrentNodeContext(get_progress_state().prompt_id, "node"):
+        return report_run(model, *parts)
+
+
+def phases(part) -> tuple[MeasuredPhase, ...]:
     """Of the last prompt of a MODEL, CLIP or VAE."""
-    names = ("cond_stage_model", "first_stage_model", "model")
-    found = recorded(next(getattr(part, name) for name in names if hasattr(part, name)))
-    return tuple(record for record in found if record.prompt == found[-1].prompt)
+    return measured(getattr(part, "patcher", part)) or ()
 
 
 def asked(model) -> dict:
-    (record,) = (record for record in records(model) if record.phase == "sampling")
-    return dict(record.asked)
+    (run,) = (run for run in phases(model) if run.name == "sampling")
+    return dict(run.asked)
 
 
 def row(report, name: str) -> str:
@@ -122,7 +146,7 @@ def guided(kind=comfy.samplers.CFGGuider, cfg=None, model=None, steps=3, conds=N
     noise = random(1, 16, 1, 8, 8)
     sampler = comfy.samplers.sampler_object("euler")
     sigmas = torch.linspace(1, 0, steps + 1)
-    with torch.inference_mode():
+    with torch.inference_mode(), running():
         guider.sample(noise, noise * 0, sampler, sigmas, disable_pbar=True, seed=0)
     return model
 
@@ -141,7 +165,7 @@ def as_on(facts: CardFacts | None):
 
 def predicted(model, facts=L40S, **parts):
     with as_on(facts)[0], as_on(facts)[1]:
-        return report_run(model, **parts)
+        return reported(model, parts.get("clip"), parts.get("vae"))
 
 
 # --------------------------------------------------------------------------------- what is recorded
@@ -185,28 +209,57 @@ def test_times_add_up():
     model = load()
     sample(model, steps=5)
     found = asked(model)
-    (record,) = records(model)
+    (run,) = phases(model)
     assert found["evaluations"] == 5
-    assert 0 < found["step_seconds"] < record.measured.seconds
-    assert record.measured.waited_seconds > 0 and found["first_step_seconds"] > 0
-    sample(model, steps=1)
+    assert 0 < found["step_seconds"] < run.seconds
+    assert run.waited_seconds > 0 and found["first_step_seconds"] > 0
+    sample(model, steps=1, prompt="another")
     assert asked(model)["step_seconds"] is None
 
 
-def test_the_picture_is_the_same_with_the_records_and_without():
+def test_without_a_report_node_there_is_one_wrapper_and_nothing_is_measured(monkeypatch):
     for model in (load(), optimize(load(), HOST_ATTENTION), load(off_card=True)):
-        without = model.clone()
-        for kind in (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.APPLY_MODEL):
-            for key, wrappers in without.wrappers.get(kind, {}).items():
-                without.wrappers[kind][key] = [
-                    wrapper
-                    for wrapper in wrappers
-                    if type(getattr(wrapper, "__self__", None)) is not sampling_record.Recorder
-                ]
-        known = sample(without, cfg=2.5)
-        assert not records(model)
-        assert torch.equal(sample(model, cfg=2.5), known)
-        assert records(model)
+        kinds = (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.APPLY_MODEL)
+        wrappers = [it for kind in kinds for it in model.get_all_wrappers(kind)]
+        ours = [it for it in wrappers if it.__module__ == sampling_record.__name__]
+        assert ours == [sampling_record.measure_sampling]
+        known = sample(model, cfg=2.5)
+        assert phases(model)
+        with monkeypatch.context() as patch:
+            for name in ("synchronize", "reset_peak_memory_stats"):
+                if name == "reset_peak_memory_stats" or not CARD:
+                    patch.setattr(torch.cuda, name, mock.Mock(side_effect=AssertionError))
+            patch.setattr(sampling_record, "_Counts", mock.Mock(side_effect=AssertionError))
+            assert torch.equal(sample(model, cfg=2.5, prompt="b", report=False), known)
+        # The figures of an earlier run are not taken for this one's.
+        assert not phases(model)
+        assert reported(model).text == NOT_MEASURED
+        sample(model, cfg=2.5, prompt="c")
+        assert "\nSampled: 64x64, " in reported(model).text
+        assert [it for kind in kinds for it in model.get_all_wrappers(kind)] == wrappers
+
+
+def test_a_decode_without_a_report_node_tells_its_memory_where_torch_s_peak_rose():
+    card, vae, said = Card(), load_vae(MICRO)[0], []
+    own = VaeBatch._attempt
+
+    def attempt(self, plan, run):
+        run.device, run.counted = torch.device("cuda"), True
+        done = own(self, plan, run)
+        card.hold(500 * 2**20), card.hold(10)
+        return done
+
+    never = mock.Mock(side_effect=AssertionError)
+    with (
+        card.installed(reset_peak_memory_stats=never, synchronize=never),
+        mock.patch.object(VaeBatch, "_attempt", attempt),
+        running(report=False),
+    ):
+        for _ in range(2):
+            said.append(decode(vae, random(1, 16, 1, 8, 8))[1])
+    assert "predicted, 0.5 GiB measured" in said[0], said
+    assert "predicted" in said[1] and "measured" not in said[1], said
+    assert not phases(vae)
 
 
 def test_clones_share_the_records():
@@ -214,11 +267,11 @@ def test_clones_share_the_records():
     clone = optimize(model.clone(), HOST_ATTENTION)
     sample(clone, steps=2)
     assert asked(model)["evaluations"] == 2
-    path = records(model)[0].path
+    path = phases(model)[0].path
     assert path == tuple(report_of(clone).splitlines()) and path[0].startswith("blocks: fused, ")
     sample(model, steps=4)
     assert asked(clone)["evaluations"] == 4
-    assert records(clone)[0].path[0].startswith("blocks: ComfyUI's own")
+    assert phases(clone)[0].path[0].startswith("blocks: ComfyUI's own")
 
 
 def of_another_loader() -> comfy.model_patcher.ModelPatcher:
@@ -231,21 +284,18 @@ def of_another_loader() -> comfy.model_patcher.ModelPatcher:
 def test_models_of_other_loaders_are_recorded_through_optimize():
     model = of_another_loader()
     sample(model)
-    assert not records(model) and report_run(model).text == UNWATCHED
+    assert not phases(model) and reported(model).text == UNWATCHED
     clone = optimize(optimize(model, HOST_ATTENTION), HOST_ATTENTION)
-    assert report_run(clone).text == NO_RUN
+    assert reported(clone).text == NO_RUN
     sample(clone)
     assert (asked(model)["passes"], asked(model)["evaluations"]) == (3, 3)
-    assert "\nSampled: 64x64, " in report_run(model).text
+    assert "\nSampled: 64x64, " in reported(model).text
     plain = restore(clone)
     assert not any(plain.get_all_wrappers(kind) for kind in plain.wrappers)
     assert plain.get_attachment(OPTIMIZATION) is None
 
 
 CACHE = CacheSettings(budget=0.6, longest=1)
-NUMBERED = mock.patch.object(
-    Marks, "seconds", lambda self: [float(i) for i in range(len(self) - 1)]
-)
 
 
 def cached(model):
@@ -257,30 +307,26 @@ def optimized(model):
 
 
 def test_steps_that_were_skipped_count_nowhere_whoever_wraps_the_others():
-    for seen, made, *nodes in (
-        (True, load, cached),
-        (True, load, optimized, cached),
-        (True, load, cached, optimized),
-        (True, of_another_loader, cached),
-        (True, of_another_loader, cached, optimized, cached),
-        (True, of_another_loader, optimized, cached),
-        (False, of_another_loader, optimized, cached, optimized),
+    for made, *nodes in (
+        (load, cached),
+        (load, optimized, cached),
+        (load, cached, optimized),
+        (of_another_loader, cached),
+        (of_another_loader, cached, optimized, cached),
+        (of_another_loader, optimized, cached),
+        (of_another_loader, cached, optimized),
     ):
         model = made()
         for node in nodes:
             model = node(model)
-        with NUMBERED:
-            sample(model, cfg=2.5, steps=20)
+        sample(model, cfg=2.5, steps=20)
         found, figures = asked(model), model.get_attachment(STEP_CACHE).figures()
         assert figures.computed == computed_with(20, CACHE) < 20
         assert (found["steps"], found["evaluations"]) == (20, figures.computed), nodes
-        assert found["passes"] == 2 * figures.computed
-        computed = [i for i in range(20) if i not in figures.skipped]
-        numbers = computed if seen else range(figures.computed)
-        assert found["step_seconds"] == statistics.median(numbers[1:])
-        lines = [line for line in records(model)[-1].path if line.startswith("step cache: ")]
+        assert found["passes"] == 2 * figures.computed and found["step_seconds"] > 0
+        lines = [line for line in phases(model)[-1].path if line.startswith("step cache: ")]
         assert lines == figures.lines() and "of 20 steps" in lines[0], lines
-        assert f"20 steps, {figures.computed} evaluations, " in report_run(model).text
+        assert f"20 steps, {figures.computed} evaluations, " in reported(model).text
 
 
 def test_a_pass_knows_how_many_steps_call_the_model():
@@ -331,103 +377,87 @@ def test_a_run_that_fails_is_not_recorded():
 
 
 def test_forward_passes_of_several_threads_are_all_counted():
-    with Recording(torch.nn.Linear(1, 1), "sampling", DEVICE) as recording:
-        run = sampling_record.SamplingRun(recording, DEVICE)
-    arguments = (None, random(1, 7, 4), None, {"cond_or_uncond": [0]})
+    """As the cards that share a step call the model."""
+    model = load()
 
-    def passes():
-        for _ in range(500):
-            run.count_pass(random(1, 16, 1, 2, 2), arguments, {})
+    def several(executor, *args, **kwargs):
+        calls = [threading.Thread(target=executor, args=args, kwargs=kwargs) for _ in range(8)]
+        with mock.patch.object(type(model.model), "_apply_model", lambda self, x, *_, **__: x):
+            for call in calls:
+                call.start()
+            for call in calls:
+                call.join()
+        return executor(*args, **kwargs)
 
-    threads = [threading.Thread(target=passes) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert run.asked()["passes"] == 2000
+    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "several", several)
+    sample(model)
+    assert (asked(model)["passes"], asked(model)["evaluations"]) == (27, 3)
 
 
 def test_tables_are_a_phase_of_their_own():
     model = load(off_card=True)
     sample(model)
-    if not CARD:
-        assert [record.phase for record in records(model)] == ["tables", "sampling"]
-    tables, sampling = (record.measured for record in records(model))
+    tables, sampling = phases(model)
+    assert (tables.name, sampling.name) == ("tables", "sampling")
     assert tables.seconds > 0 and sampling.seconds > 0
-    assert records(model)[0].asked == {"timesteps": 3}
-    sample(model)
-    # The table is there: nothing was computed, and outside of a queue the record before stays.
-    assert len(records(model)) == 2
-    sample(model, prompt="a")
-    assert [record.phase for record in records(model)] == ["sampling"]
-    assert row(report_run(model), "sampling")
+    assert tables.asked == {"timesteps": 3}
+    sample(model)  # the table is there
+    assert [run.name for run in phases(model)] == ["sampling"]
+    assert row(reported(model), "sampling")
 
 
 def test_nothing_is_kept_alive():
     model = optimize(load(off_card=True), HOST_ATTENTION)
     sample(model, cfg=2.5)
-    report_run(model)
-    known = Records.of(model.model)
-    assert known.open is None
+    reported(model)
+    kept, owner = phases(model), model.clone_base_uuid
     inner = weakref.ref(model.model)
     weight = weakref.ref(next(model.model.parameters()))
-    kept = known.all
     comfy.model_management.unload_all_models()
     del model
     gc.collect()
     comfy.model_management.cleanup_models_gc()
     gc.collect()
     assert inner() is None and weight() is None
-    assert len(kept) == 2
-    for record in kept:
-        json.dumps(dict(record.asked))  # numbers and words
+    assert measured(SimpleNamespace(clone_base_uuid=owner)) == kept and len(kept) == 2
+    for run in kept:
+        json.dumps(run.asked)  # numbers and words
 
 
-def test_only_the_last_prompt_s_records_are_kept():
-    found = Records()
+def test_only_the_last_prompt_s_phases_and_the_last_models_are_kept():
+    cpu, part = torch.device("cpu"), SimpleNamespace(clone_base_uuid="part")
     for number in range(3):
         with running(f"p{number}"):
-            found.add(Record("text", None), Record("decode", None))
-    assert [record.prompt for record in found.all] == ["p2", "p2"]
-    for _ in range(1000):
-        found.add(Record("decode", None, prompt="c"))
-    assert len(found.all) == 256
-    found = Records()
-    for phase in ("text", "text", "decode"):
-        found.add(Record(phase, None))
-    assert [record.phase for record in found.all] == ["text", "decode"]
+            for name in ("text", "decode"):
+                with phase(name, part, cpu):
+                    pass
+    assert [run.prompt for run in measured(part)] == ["p2", "p2"]
+    with running():
+        for _ in range(300):
+            with phase("decode", part, cpu):
+                pass
+        assert len(measured(part)) == 256
+        for number in range(100):
+            with phase("decode", SimpleNamespace(clone_base_uuid=number), cpu):
+                pass
+    assert measured(part) is None and measured(SimpleNamespace(clone_base_uuid=99))
 
 
-def test_what_fails_inside_of_a_recording_is_not_recorded():
-    holder = torch.nn.Linear(1, 1)
-    try:
-        with Recording(holder, "decode", torch.device("cpu")):
-            raise RuntimeError
-    except RuntimeError:
-        pass
-    assert recorded(holder) == () and Records.of(holder).open is None
-
-
-def test_nothing_is_hung_on_what_only_is_read():
-    holder = torch.nn.Linear(1, 1)
-    assert recorded(holder) == () and run_record.running(holder).off
-    assert recorded(None) == recorded(SimpleNamespace()) == ()
-    assert not hasattr(holder, run_record.RECORD_KEY)
-
-
-def test_copies_of_a_vae_and_clones_of_a_clip_share_the_records():
+def test_copies_of_a_vae_and_clones_of_a_clip_share_the_phases():
     vae, clip = load_vae(MICRO)[0], load_text_encoder(MICRO)[0]
-    decode(copy.copy(vae), random(1, 16, 1, 8, 8))
-    assert [record.phase for record in records(vae)] == ["decode"]
-    with torch.inference_mode():
+    with running(), torch.inference_mode():
+        decode(copy.copy(vae), random(1, 16, 1, 8, 8))
         clip.clone().encode_from_tokens_scheduled(clip.tokenize("a star"))
-    assert [record.phase for record in records(clip)] == ["text"]
+    assert [run.name for run in phases(vae)] == ["decode"]
+    assert [run.name for run in phases(clip)] == ["text"]
+    # What is of another kind has none.
+    assert measured(None) is measured(SimpleNamespace()) is None
 
 
 def test_a_run_that_is_interrupted_leaves_the_records_of_the_last():
     model = load(off_card=True)
     sample(model, prompt="a")
-    kept = recorded(model.model)
+    kept = phases(model)
 
     def interrupt(*args):
         raise comfy.model_management.InterruptProcessingException
@@ -439,7 +469,7 @@ def test_a_run_that_is_interrupted_leaves_the_records_of_the_last():
             pass
         else:
             raise AssertionError("it was not interrupted")
-    assert recorded(model.model) == kept and Records.of(model.model).open is None
+    assert phases(model) == kept and not measuring._open
     # And when its tables are there.
     noise, text = random(1, 16, 1, 8, 8), [[random(1, 20, narrow.SHAPE.joint_dim), {}]]
     try:
@@ -448,8 +478,8 @@ def test_a_run_that_is_interrupted_leaves_the_records_of_the_last():
             comfy.sample.sample(model, noise, *given, disable_pbar=True, seed=0, callback=interrupt)
     except comfy.model_management.InterruptProcessingException:
         pass
-    assert recorded(model.model) == kept
-    assert "\nSampled: 64x64, batch 1, 3 steps" in report_run(model).text
+    assert phases(model) == kept
+    assert "\nSampled: 64x64, batch 1, 3 steps" in reported(model).text
 
 
 # --------------------------------------------------------------------- what measures breaks nothing
@@ -482,24 +512,21 @@ def test_measuring_that_fails_changes_no_run():
         (sampling_record, "context_of"),
         (sampling_record, "path_of"),
         (sampling_record, "cfg_of"),
-        (sampling_record, "Marks"),
-        (Marks, "mark"),
-        (Marks, "seconds"),
-        (Meter, "look"),
-        (Meter, "begin"),
-        (Meter, "finish"),
-        (Meter, "pause"),
-        (Records, "add"),
-        (run_record, "Meter"),
+        (sampling_record, "add_wrapper_with_key"),
+        (sampling_record._Counts, "asked"),
+        (MeasuredPhase, "_fold"),
+        (measuring, "_wait"),
+        (measuring, "_keep"),
+        (measuring, "reported_prompt"),
     ):
         model = load(off_card=True)
         measuring._logged.clear()
         with breaking(target, name), mock.patch.object(measuring.logger, "warning") as told:
             known = sample(model, cfg=2.5)
         assert torch.equal(known, plain), name
-        assert not recorded(model.model) and told.call_count == 1, (name, told.mock_calls)
-        assert Records.of(model.model).open is None
-        assert report_run(model).text == NO_RUN
+        assert not phases(model) and told.call_count == 1, (name, told.mock_calls)
+        assert not measuring._open
+        assert reported(model).text in (NO_RUN, NOT_MEASURED)
         sample(model, cfg=2.5)
         assert asked(model)["passes"] == 6, name
 
@@ -508,13 +535,11 @@ def test_measuring_that_fails_changes_no_encoding_and_no_decoding():
     clip, vae = load_text_encoder(MICRO)[0], load_vae(MICRO)[0]
     latents = random(1, 16, 1, 8, 8)
     images = decode(vae, latents)[0]
-    for target, name in ((run_record, "Meter"), (Meter, "finish"), (Records, "add")):
-        before = len(recorded(vae.first_stage_model))
-        with breaking(target, name), torch.inference_mode():
+    for target, name in ((MeasuredPhase, "_fold"), (measuring, "_wait"), (measuring, "_keep")):
+        with breaking(target, name), torch.inference_mode(), running():
             assert torch.equal(decode(vae, latents)[0], images)
             assert clip.encode_from_tokens_scheduled(clip.tokenize("a star"))
-        assert len(recorded(vae.first_stage_model)) == before
-        assert not any(record.measured for record in recorded(clip.cond_stage_model))
+        assert not phases(vae) and not phases(clip)
 
 
 def test_a_report_that_fails_says_so():
@@ -539,12 +564,12 @@ def test_the_cfg_of_a_guider():
 
     for cfg in ([4.0, 3.0], torch.tensor(4.0), torch.tensor([4.0, 3.0]), "auto", 4.0):
         model = guided(Scheduled, cfg)
-        report = report_run(model)
+        report = reported(model)
         assert "CFG" not in row(report, "Sampled") and report.json(), cfg
-        for record in recorded(model.model):
-            json.dumps(dict(record.asked))
-    assert ", CFG 2.5, " in report_run(guided(cfg=2.5)).text
-    assert ", CFG 2, " in report_run(guided(cfg=2)).text
+        for run in phases(model):
+            json.dumps(run.asked)
+    assert ", CFG 2.5, " in reported(guided(cfg=2.5)).text
+    assert ", CFG 2, " in reported(guided(cfg=2)).text
     for cfg in (math.nan, math.inf, True):
         guider = SimpleNamespace(cfg=cfg)
         kind = type("Guider_PerpNeg", (), {"cfg": cfg})
@@ -552,90 +577,58 @@ def test_the_cfg_of_a_guider():
     from comfy_extras.nodes_custom_sampler import Guider_Basic, Guider_DualCFG
     from comfy_extras.nodes_perpneg import Guider_PerpNeg
 
-    assert ", CFG" not in report_run(guided(Guider_DualCFG, (4.0, 3.0), conds=3)).text
-    assert ", CFG 3, " in report_run(guided(Guider_PerpNeg, (3.0, 1.0), conds=3)).text
-    assert ", CFG 1, " in report_run(guided(Guider_Basic, conds=1)).text
+    assert ", CFG" not in reported(guided(Guider_DualCFG, (4.0, 3.0), conds=3)).text
+    assert ", CFG 3, " in reported(guided(Guider_PerpNeg, (3.0, 1.0), conds=3)).text
+    assert ", CFG 1, " in reported(guided(Guider_Basic, conds=1)).text
 
 
 # -------------------------------------------------------------------------------- what measures
 
 
-class Clock:
-    """What `time` tells, which stands still but where a test moves it."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def perf_counter(self):
-        return self.now
-
-
-def test_a_meter_leaves_out_an_inner_phase():
-    clock = Clock()
-    with mock.patch.object(measuring, "time", clock):
-        meter = Meter(torch.device("cpu"))
-        clock.now += 1
-        inner = meter.pause()
-        clock.now += 20
-        assert inner.finish().seconds == 20
-        meter.resume(inner)
-        clock.now += 2
-        measured = meter.finish()
-    assert (measured.seconds, measured.counted, measured.waited_seconds) == (3, False, None)
-    assert (measured.card_bytes, measured.allocated_bytes, measured.working_bytes) == (0, 0, 0)
-
-
-def test_a_meter_tells_waiting_from_work():
-    clock = Clock()
-    with mock.patch.object(measuring, "time", clock):
-        meter = Meter(torch.device("cpu"))
-        clock.now += 20
-        meter.begin()
-        clock.now += 10
-        meter.begin()  # once more in less room: its work has long begun
-        measured = meter.finish()
-    assert (measured.waited_seconds, measured.seconds) == (20, 10)
+def test_an_inner_phase_and_the_wait_for_weights_are_left_out():
+    clock, cpu = SimpleNamespace(now=100.0), torch.device("cpu")
+    part = SimpleNamespace(clone_base_uuid="clock", load_device=cpu)
+    told = SimpleNamespace(perf_counter=lambda: clock.now)
+    with mock.patch.object(measuring, "time", told), running():
+        with phase("sampling", part, cpu) as outer:
+            clock.now += 5
+            outer.begin()
+            clock.now += 1
+            with inner_phase("tables", part, timesteps=3) as inner:
+                clock.now += 20
+            outer.begin()  # once more in less room: its work has long begun
+            clock.now += 2
+        clock.now += 100
+    assert measured(part) == (inner, outer) and inner.asked == {"timesteps": 3}
+    assert (inner.seconds, outer.seconds, outer.waited_seconds) == (20, 3, 5)
+    assert (outer.counted, outer.card_bytes, outer.allocated_bytes) == (False, 0, 0)
 
 
 def test_devices_that_do_not_tell_when_they_are_done_have_no_times():
+    def took(name):
+        with running(), phase("decode", SimpleNamespace(clone_base_uuid=name), device) as run:
+            pass
+        return run.seconds, run.counted
+
     for name in ("mps", "xpu", "privateuseone"):
-        if str(torch.accelerator.current_accelerator()) == name:
-            continue
         device = torch.device(name)
-        measured = Meter(device).finish()
-        assert (measured.seconds, measured.counted, measured.device) == (None, False, name)
-        marks = Marks(device)
-        marks.mark(), marks.mark()
-        assert len(marks) == 2 and marks.seconds() == []
-    waits = mock.Mock()
-    accelerator = {
-        "current_accelerator": lambda: torch.device("mps"),
-        "synchronize": waits,
-    }
+        if str(torch.accelerator.current_accelerator()) != name:
+            assert took(name) == (None, False)
+    device, waits = torch.device("mps"), mock.Mock()
+    accelerator = {"current_accelerator": lambda: device, "synchronize": waits}
     with mock.patch.multiple(torch.accelerator, **accelerator):
-        assert Meter(torch.device("mps")).finish().seconds > 0
-    waits.assert_called_once_with(torch.device("mps"))
+        assert took("mps")[0] > 0
+    waits.assert_called_once_with(device)
     model = load()
     sample(model)
-    known = Records.of(model.model)
-    (record,) = known.all
-    asked = {**record.asked, "step_seconds": None}
-    known.all = (Record("sampling", Measured(None, "mps"), record.path, asked),)
-    report = report_run(model)
+    (run,) = phases(model)
+    run.device, run.seconds, run.counted = device, None, False
+    run.asked["step_seconds"] = None
+    report = reported(model)
     # Where the card is one whose times are predicted, they follow in brackets.
     assert row(report, "sampling").split()[1:3] == ["not", "timed"], report.text
     assert report.text.startswith("Not timed on mps.") and "this ran on mps" in report.text
     assert "a step" not in report.text.split("Note:")[0] and json.loads(report.json())
-
-
-def test_marks_and_the_typical_step():
-    assert typical([]) is None and typical([3.0]) is None
-    assert typical([100.0, 1.0, 2.0, 9.0]) == 2.0
-    marks = Marks(torch.device("cpu"))
-    assert marks.seconds() == []
-    for _ in range(3):
-        marks.mark()
-    assert len(marks.seconds()) == 2 and min(marks.seconds()) >= 0
 
 
 class Card:
@@ -648,7 +641,7 @@ class Card:
     def hold(self, held, used=100):
         self.held, self.most, self.used = held, max(self.most, held), used
 
-    def installed(self):
+    def installed(self, **others):
         functions = {
             "memory_allocated": lambda device: self.held,
             "max_memory_allocated": lambda device: self.most,
@@ -657,36 +650,33 @@ class Card:
             "synchronize": lambda device=None: setattr(self, "waits", self.waits + 1),
             "empty_cache": lambda: setattr(self, "used", 100),
         }
-        return mock.patch.multiple(torch.cuda, **functions)
+        return mock.patch.multiple(torch.cuda, **(functions | others))
 
 
 def test_what_is_read_of_a_card():
-    card = Card()
+    card, cuda = Card(), torch.device("cuda")
+    part = SimpleNamespace(clone_base_uuid="card", load_device=cuda)
     card.hold(900), card.hold(10)
-    with card.installed():
-        meter = Meter(torch.device("cuda"))
+    with card.installed(), running(), phase("sampling", part, cuda) as outer:
         card.hold(70), card.hold(50, used=200)
-        meter.begin()
+        outer.begin()
         card.hold(60, used=400), card.hold(50)
-        inner = meter.pause()
-        inner.begin()
-        card.hold(90), card.hold(55, used=700)
-        part = inner.finish()
-        meter.resume(inner)
+        with inner_phase("tables", part) as inner:
+            card.hold(90), card.hold(55, used=700)
         card.hold(62, used=300)
-        meter.look()
-        measured = meter.finish()
+        outer.look()
     # What was there before the phase, and what came while nobody read it, is not in its figures.
-    assert (part.allocated_bytes, part.working_bytes, part.card_bytes) == (90, 40, 700), part
-    assert (measured.allocated_bytes, measured.working_bytes) == (70, 12), measured
-    assert (measured.card_bytes, measured.counted, card.waits) == (300, True, 2), measured
-    assert measured.loaded_bytes == 200
+    found = inner.allocated_bytes, inner.working_bytes, inner.card_bytes
+    assert found == (90, 40, 700), found
+    assert (outer.allocated_bytes, outer.working_bytes) == (70, 12)
+    assert (outer.card_bytes, outer.counted, card.waits) == (300, True, 2)
+    assert outer.loaded_bytes == 200
 
 
 def test_the_card_is_read_before_the_text_encoder_leaves_it():
     card, clip = Card(), load_text_encoder(MICRO)[0].clone()
     clip.placement = DROPPED
-    own, meter, left = comfy.sd.CLIP.load_model, Meter, []
+    own, left = comfy.sd.CLIP.load_model, []
 
     def load_model(self, *args, **kwargs):
         patcher = own(self, *args, **kwargs)
@@ -694,22 +684,24 @@ def test_the_card_is_read_before_the_text_encoder_leaves_it():
         return patcher
 
     def leave(self):
-        left.append(recorded(self.cond_stage_model))
+        left.append(phases(self))
         card.hold(10)
 
     with (
         card.installed(),
         mock.patch.object(comfy.sd.CLIP, "load_model", load_model),
         mock.patch.object(PlacedClip, "_leave_card", leave),
-        mock.patch.object(run_record, "Meter", lambda device: meter(torch.device("cuda"))),
+        mock.patch.object(
+            MeasuredPhase, "counted", property(lambda _: True, mock.Mock()), create=True
+        ),
         torch.inference_mode(),
+        running(),
     ):
         clip.encode_from_tokens_scheduled(clip.tokenize("a star"))
-    (record,) = records(clip)
-    assert left[0] == (record,)  # leaving is not timed either
-    measured = record.measured
-    assert (measured.card_bytes, measured.loaded_bytes) == (5200, 5200), measured
-    assert measured.allocated_bytes == 5000 and measured.waited_seconds > 0
+    (run,) = phases(clip)
+    assert left[0] == (run,)  # leaving is not timed either
+    assert (run.card_bytes, run.loaded_bytes) == (5200, 5200)
+    assert run.allocated_bytes == 5000 and run.waited_seconds > 0
 
 
 def test_the_card_is_read_before_the_table_s_cache_is_emptied():
@@ -730,9 +722,11 @@ def test_the_card_is_read_before_the_table_s_cache_is_emptied():
         card.installed(),
         mock.patch.object(off_card_pass, "compute_entries", compute),
         mock.patch.object(off_card_pass, "WeightStream", lambda *_, **__: stream),
+        running(),
     ):
-        outer = Recording(torch.nn.Linear(1, 1), "sampling", torch.device("cuda"))
-        with outer, run_record.inner_phase(outer._holder, "tables", timesteps=3) as part:
+        cuda = torch.device("cuda")
+        model = SimpleNamespace(clone_base_uuid="model", load_device=cuda)
+        with phase("sampling", model, cuda), inner_phase("tables", model, timesteps=3) as part:
             off_card_pass.compute_off_card(
                 blocks,
                 [torch.zeros(1).as_subclass(OnCard)],
@@ -741,25 +735,24 @@ def test_the_card_is_read_before_the_table_s_cache_is_emptied():
                 off_card_pass.PassFigures(),
                 part.look,
             )
-        seen = [record.measured.card_bytes for record in recorded(outer._holder)]
+    seen = [run.card_bytes for run in measured(model)]
     assert seen == [1200, 100], seen
 
 
 def test_what_a_card_counts():
     if not CARD:
         return
-    meter = Meter(DEVICE)
-    held = torch.zeros(64, 2**20, device=DEVICE)
-    meter.begin()
-    passing = torch.zeros(32, 2**20, device=DEVICE)
-    del passing
-    inner = meter.pause()
-    torch.zeros(512, 2**20, device=DEVICE)
-    meter.resume(inner)
-    measured = meter.finish()
-    assert measured.counted and measured.working_bytes == 128 * 2**20
-    assert measured.allocated_bytes >= 384 * 2**20
-    assert measured.card_bytes >= measured.allocated_bytes
+    part = SimpleNamespace(clone_base_uuid="part", load_device=DEVICE)
+    with running(), phase("sampling", part, DEVICE) as run:
+        held = torch.zeros(64, 2**20, device=DEVICE)
+        run.begin()
+        passing = torch.zeros(32, 2**20, device=DEVICE)
+        del passing
+        with inner_phase("tables", part):
+            torch.zeros(512, 2**20, device=DEVICE)
+    assert run.counted and run.working_bytes == 128 * 2**20
+    assert run.allocated_bytes >= 384 * 2**20
+    assert run.card_bytes >= run.allocated_bytes
     del held
 
 
@@ -768,13 +761,12 @@ def test_a_card_s_run_is_counted():
         return
     model = optimize(load(), HOST_ATTENTION)
     sample(model, cfg=2.5, steps=6, size=64)
-    (record,) = records(model)
-    measured = record.measured
-    assert measured.counted and measured.card_bytes > measured.allocated_bytes > 0
-    assert 0 < measured.working_bytes < measured.allocated_bytes
-    assert (measured.paged_bytes > 0) == (MODE == "dynamic")
-    assert 0 < record.asked["step_seconds"] < 6
-    report = report_run(model)
+    (run,) = phases(model)
+    assert run.counted and run.card_bytes > run.allocated_bytes > 0
+    assert 0 < run.working_bytes < run.allocated_bytes
+    assert (run.paged_bytes > 0) == (MODE == "dynamic")
+    assert 0 < run.asked["step_seconds"] < 6
+    report = reported(model)
     assert report.data["phases"]["sampling"]["measured"]["card_gib"] > 0
     assert "Memory is not measured" not in report.text
 
@@ -808,20 +800,15 @@ def test_all_phases_of_a_run():
         assert text.startswith(f"Took {total}, without a prediction."), text
     assert max(map(len, text.splitlines()[6:])) <= 100
     assert MICRO_ADVICE in text
-    phases = json.loads(data)["phases"]
-    assert list(phases) == ["load", "text", "encode", "sampling", "decode"]
-    waits = [
-        record.measured.waited_seconds
-        for part in (model, clip, vae)
-        for record in records(part)
-        if record.measured is not None
-    ]
+    found = json.loads(data)["phases"]
+    assert list(found) == ["load", "text", "encode", "sampling", "decode"]
+    waits = [run.waited_seconds for part in (model, clip, vae) for run in phases(part)]
     assert len(waits) == 6 and all(waited > 0 for waited in waits)
-    assert math.isclose(phases["load"]["measured"]["seconds"], sum(waits), rel_tol=0.01)
+    assert math.isclose(found["load"]["measured"]["seconds"], sum(waits), rel_tol=0.01)
     assert "\ntext encode (3 times) " in text and "\nload " in text, text
-    assert phases["text"]["times"] == 3
-    assert phases["decode"]["path"][0].startswith("decode 1 image of 64x64: 2 exact tiles")
-    assert all(phase["measured"]["seconds"] > 0 for phase in phases.values())
+    assert found["text"]["times"] == 3
+    assert found["decode"]["path"][0].startswith("decode 1 image of 64x64: 2 exact tiles")
+    assert all(phase["measured"]["seconds"] > 0 for phase in found.values())
     assert json.loads(data)["this_run"] and json.loads(data)["step_ms"]["measured"] > 0
     for line in ("text encode: on ", "blocks: ", "decode 1 image", "encode 1 image", "  a step "):
         assert f"\n{line}" in text, text
@@ -843,7 +830,7 @@ def test_a_run_that_comfyui_kept_says_so():
 
 def test_what_nothing_was_recorded_of():
     model = load()
-    report = report_run(model)
+    report = reported(model)
     assert report.text == NO_RUN and json.loads(report.json()) == {"note": NO_RUN}
     vae = load_vae(MICRO)[0]
     clip = load_text_encoder(MICRO)[0]
@@ -872,13 +859,13 @@ def test_a_run_that_only_decodes_again():
     with running("b"):
         decode(vae, latents, tiles=2)
         report = report_run(model, clip, vae)
-    phases = report.data["phases"]
+    found = report.data["phases"]
     assert not report.data["this_run"] and EARLIER in report.data["notes"]
-    runs = {name: phase["run"] for name, phase in phases.items()}
+    runs = {name: phase["run"] for name, phase in found.items()}
     earlier = dict.fromkeys(("load", "text", "sampling"), "an earlier run")
     assert runs == {**earlier, "decode": "this run"}, runs
-    assert phases["decode"]["path"][0].startswith("decode 1 image of 64x64: 2 exact tiles")
-    assert phases["decode"]["times"] == 1
+    assert found["decode"]["path"][0].startswith("decode 1 image of 64x64: 2 exact tiles")
+    assert found["decode"]["times"] == 1
     assert row(report, "VAE decode").startswith("VAE decode (this run) "), report.text
     assert row(report, "sampling").startswith("sampling (an earlier run) ")
     assert "No VAE decode" not in report.text and "No text encode" not in report.text
@@ -890,7 +877,8 @@ def test_several_samplings_of_a_prompt():
     model = load()
     for steps in (2, 3):
         sample(model, steps=steps, prompt="a")
-    report = report_run(model)
+    with running("b"):
+        report = report_run(model)
     assert "2 samplings ran" in report.text and "3 steps" in row(report, "Sampled")
     assert row(report, "sampling").startswith("sampling (2 times, an earlier run) ")
     assert report.data["phases"]["sampling"]["times"] == 2
@@ -913,10 +901,10 @@ def test_predicted_beside_measured():
     assert report.data["predicted_seconds"][0] > low / 1000
     lines = report.text.splitlines()
     assert " predicted (" in lines[0] and lines[4].startswith("Cost: $"), lines
-    assert row(report, "time").split() == ["time", "measured", "predicted"]
+    assert row(report, "time and GiB").split()[3:5] == ["time", "predicted"]
     for name in ("sampling", "  a step", "total"):
         assert " ms" in row(report, name) or " s" in row(report, name), lines
-    assert any(line.startswith("GiB") for line in lines) == CARD
+    assert ("card" in row(report, "time and GiB")) == CARD
     assert phase["predicted"]["parts"]["resident"], phase
     assert "onnect clip and vae" not in report.text
     model.set_additional_models("multigpu", [model.clone()])
@@ -924,50 +912,49 @@ def test_predicted_beside_measured():
     assert "The MODEL ran on 2 cards; the prediction is for one." in text, text
 
 
-def told(*rows, prediction=None, last=None):
+def ran_in(seconds, name="sampling", **asked):
+    """A phase that was made up."""
+    run = MeasuredPhase(name, None, torch.device("cuda:0"), **asked)
+    run.seconds = seconds
+    return run
+
+
+def told(*rows, prediction=None):
     """A report of rows that were made up."""
     asked = {"latent": [1, 16, 1, 8, 8], "step_seconds": 0.5, "steps": 4, "evaluations": 4}
     asked |= {"passes": 4, "cfg": None, "text_tokens": 9, "references": []}
-    record = Record("sampling", last or Measured(2.0, "cuda:0", True), asked=asked)
-    ran = SimpleNamespace(last=record, this_run=True)
+    ran = SimpleNamespace(last=ran_in(2.0, **asked), this_run=True)
     return RunFacts(ran, rows, prediction or run_request.Prediction(), [])
 
 
 def test_the_words_of_a_phase():
-    found = Measured(2.0, "cuda:0", True, 41 * GIB, 40 * GIB, 0, GIB // 2)
+    run = ran_in(2.0)
+    run.card_bytes, run.working_bytes = 41 * GIB, GIB // 2
     phase = Phase("sampling", 38 * GIB, GIB // 4, 0, GIB, seconds=Range(1.5, 1.5))
-    record = Record("sampling", found)
-
-    def lines(row):
-        """Of the tables: of the time, and of the memory."""
-        text = report_text(told(row))
-        return [line.split("  ") for line in text.splitlines() if line.startswith(row.title + "  ")]
 
     def cells(row):
-        return [[cell.strip() for cell in line if cell][1:] for line in lines(row)]
+        lines = report_text(told(row)).splitlines()
+        (line,) = (line for line in lines if line.startswith(row.title + "  "))
+        return [cell.strip() for cell in line.split("  ") if cell][1:]
 
-    row = PhaseRow("sampling", (record,), (phase,), whole=True)
-    assert cells(row) == [["2.0 s", "1.5 s"], ["41.00", "39.25", "0.50", "0.25"]]
+    whole = Row.of("sampling", (run,), (phase,), whole=True)
+    assert cells(whole) == ["2.0 s", "1.5 s", "41.00", "39.25", "0.50", "0.25"]
     # Without the whole card's parts nothing is predicted of it.
-    alone = PhaseRow("sampling", (record,), (phase,))
-    assert cells(alone)[1] == ["41.00", "0.50", "0.25"]
+    alone = Row.of("sampling", (run,), (phase,))
+    assert cells(alone) == ["2.0 s", "1.5 s", "41.00", "0.50", "0.25"]
     assert alone.as_dict()["predicted"]["card_gib"] is None
-    twice = PhaseRow("sampling", (record, record), (phase, phase), True, "this run")
+    twice = Row.of("sampling", (run, run), (phase, phase), True, "this run")
     assert twice.title == "sampling (2 times, this run)"
-    assert cells(twice)[0] == ["4.0 s", "3.0 s"]
+    assert cells(twice)[:2] == ["4.0 s", "3.0 s"]
     # One without an answer leaves no sum.
-    half = PhaseRow("sampling", (record, record), (phase,), True)
-    assert cells(half)[0] == ["4.0 s"]
-    assert PhaseRow("text", (Record("text", None),)).time() == "did not run"
+    half = Row.of("sampling", (run, run), (phase,), True)
+    assert cells(half)[:2] == ["4.0 s", "41.00"]
 
 
 def test_a_report_says_first_how_a_run_compares():
     def first(seconds):
-        row = PhaseRow(
-            "sampling",
-            (Record("sampling", Measured(seconds)),),
-            (Phase("sampling", 1, 0, 0, 0, seconds=Range(1.5, 2.5)),),
-        )
+        phase = Phase("sampling", 1, 0, 0, 0, seconds=Range(1.5, 2.5))
+        row = Row.of("sampling", (ran_in(seconds),), (phase,))
         return report_text(told(row)).splitlines()[0]
 
     assert first(2.0) == "Took 2.0 s, as predicted (1.5 to 2.5 s)."
@@ -978,7 +965,7 @@ def test_a_report_says_first_how_a_run_compares():
 def test_as_many_are_predicted_as_ran():
     model, vae = optimize(load(), HOST_ATTENTION), load_vae(MICRO)[0]
 
-    def run(prompt, samplings=1, sizes=((1, 8),)):
+    def times(prompt, samplings=1, sizes=((1, 8),)):
         for _ in range(samplings):
             sample(model, prompt=prompt)
         with running(prompt):
@@ -992,13 +979,13 @@ def test_as_many_are_predicted_as_ran():
     def alike(found, known):
         assert all(abs(one / two - 1) < 2e-3 for one, two in zip(found, known, strict=True))
 
-    once = run("one")
-    twice = run("two", 2, ((1, 8), (1, 8)))
+    once = times("one")
+    twice = times("two", 2, ((1, 8), (1, 8)))
     for name in ("sampling", "decode"):
         alike(ends(twice, name), [2 * end for end in ends(once, name)])
         assert twice[name]["times"] == 2
-    mixed = ends(run("three", 1, ((1, 8), (2, 16))), "decode")
-    other = ends(run("four", 1, ((2, 16),)), "decode")
+    mixed = ends(times("three", 1, ((1, 8), (2, 16))), "decode")
+    other = ends(times("four", 1, ((2, 16),)), "decode")
     alike(mixed, [one + more for one, more in zip(ends(once, "decode"), other, strict=True)])
     assert other[0] > 2 * ends(once, "decode")[0]
 
@@ -1039,7 +1026,7 @@ def test_a_guider_that_asks_for_the_negative_prompt_on_its_own():
     prediction = _prediction(model)
     assert prediction.request.cfg == "two passes"
     assert not any("forward passes" in note for note in prediction.notes)
-    assert ", CFG 4, " in report_run(model).text
+    assert ", CFG 4, " in reported(model).text
 
 
 def test_the_card_of_a_run_is_the_one_that_sampled():
@@ -1052,8 +1039,8 @@ def test_the_card_of_a_run_is_the_one_that_sampled():
         mock.patch.object(run_request, "card_facts", facts),
         mock.patch.object(this_card, "card_facts", facts),
     ):
-        record = records(model)[0]
-        prediction = run_request.predict(record.asked, record.path, model, None, None, 0)
+        run = phases(model)[0]
+        prediction = run_request.predict(run.asked, run.path, model, None, None, 0)
     assert "A100" in prediction.basis and "L40S" not in prediction.basis, prediction.basis
 
 
@@ -1088,13 +1075,13 @@ def test_attention_is_predicted_as_it_ran():
         ("int8_fp8", "int8_fp8"),
     ):
         prediction = _run_attention(base, name)
-        assert prediction.request.attention == counted, (name, records(base)[0].path)
+        assert prediction.request.attention == counted, (name, phases(base)[0].path)
         said = [note for note in prediction.notes if note.startswith("Attention ")]
         assert len(said) == (counted != "exact"), prediction.notes
     # On the CPU errors are measured too, and exact attention then stays.
     prediction = _run_attention(base, "fast")
-    assert prediction.request.attention == "exact", records(base)[0].path
-    path = (*records(base)[0].path, "attention: int8: fastest; fast: int8 error 0.01")
+    assert prediction.request.attention == "exact", phases(base)[0].path
+    path = (*phases(base)[0].path, "attention: int8: fastest; fast: int8 error 0.01")
     assert run_request._attention(path, L40S) == "fast"
     assert run_request._attention([path[-1].replace("int8:", "int8_fp8:")], L40S) == "int8_fp8"
 
@@ -1160,6 +1147,6 @@ def _asked(model) -> dict:
 
 
 def _prediction(model, found=None):
-    record = next(record for record in records(model) if record.phase == "sampling")
+    run = next(run for run in phases(model) if run.name == "sampling")
     with as_on(L40S)[0], as_on(L40S)[1]:
-        return run_request.predict(found or record.asked, record.path, model, None, None, 0)
+        return run_request.predict(found or run.asked, run.path, model, None, None, 0)

@@ -20,7 +20,7 @@ from ....machine.memory import available_memory
 from ....optimizations.vae.tiles import Progress
 from ....planning.vae import VaePlan, plan_in_room, plan_within
 from ....spec.formats import format_gib
-from ..record.record import Recording
+from ..record.phase import MeasuredPhase, phase
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +73,10 @@ class VaeBatch:
         if on_processor(self.vae):
             check_host_memory(f"{self.what} {_form(plan)}", plan.peak_bytes + self._kept)
         lines = [f"{self.what}: {_how(plan, free, others)}"]
-        phase = self.what.partition(" ")[0]
-        with Recording(self.vae.first_stage_model, phase, self.vae.device) as recording:
+        name = self.what.partition(" ")[0]
+        with phase(name, self.vae.patcher, self.vae.device) as run:
             with comfy.model_management.cuda_device_context(self.vae.device):
-                if not self._attempt(plan, recording):
+                if not self._attempt(plan, run):
                     # Only here, where the exception with all its tensors is gone.
                     plan = self._smaller(plan)
                     lines.append(
@@ -84,18 +84,18 @@ class VaeBatch:
                         f"{_form(plan)}"
                     )
                     logger.warning("%s: %s", self.what, lines[-1])
-                    if not self._attempt(plan, recording):
+                    if not self._attempt(plan, run):
                         raise self._out_of_memory(plan)
             lines.append(f"working memory: {format_gib(plan.peak_bytes + self._kept)} predicted")
-            measured = recording.stop()
-            if measured is not None and measured.working_bytes:
-                lines[-1] += f", {format_gib(measured.working_bytes)} measured"
+            run.stop()
+            if run.working_bytes:
+                lines[-1] += f", {format_gib(run.working_bytes)} measured"
             if (moved := others - others_bytes(self.vae)) > 0:
                 lines.append(f"ComfyUI moved {format_gib(moved)} of other models off the card")
             if self._cleared:
                 lines.append("torch's cache was cleared to free memory")
-            recording.path = tuple(lines)
-            recording.asked |= {
+            run.path = tuple(lines)
+            run.asked |= {
                 "size": list(self.size),
                 "tiles": plan.count,
                 "plan_bytes": plan.peak_bytes,
@@ -115,7 +115,7 @@ class VaeBatch:
     def _planner(self, budget: int) -> VaePlan:
         return self.plan(None if self.tiles == WHOLE else budget)
 
-    def _attempt(self, plan: VaePlan, recording: Recording) -> bool:
+    def _attempt(self, plan: VaePlan, run: MeasuredPhase) -> bool:
         """Whether the items that are left could be computed in the memory that there is."""
         left = -(-(self.size[0] - self._done) // plan.batch)
         bar = comfy.utils.ProgressBar(left * plan.count)
@@ -125,7 +125,7 @@ class VaeBatch:
 
         try:
             self._cleared |= make_room(self.vae, plan.peak_bytes + self._kept)
-            recording.begin()
+            run.begin()
             if self._result is None:
                 self._result = torch.empty(
                     self.size, device=self.vae.output_device, dtype=self.vae.vae_output_dtype()

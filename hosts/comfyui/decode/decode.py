@@ -17,7 +17,7 @@ from ....optimizations.vae import tiles as pieces
 from ....optimizations.vae.tiles import Progress
 from ....planning.vae import MOST_TOGETHER, VaePlan, plan_decode, plan_encode
 from ....spec.vae import VAE_21, VaeShape
-from ..record.record import Recording
+from ..record.phase import phase
 from . import fused
 from .batch import WHOLE, VaeBatch
 from .stages import OwnLayers, cuts_strips, decoder_stages, encoder_stages
@@ -86,8 +86,8 @@ def _by_host(
 ) -> tuple[torch.Tensor, str]:
     report = f"{what}: ComfyUI's own, because {why}"
     # Another pack's VAE may be of any class.
-    model, device = (getattr(vae, name, None) for name in ("first_stage_model", "device"))
-    with Recording(model, what, device, (report,)):
+    patcher, device = (getattr(vae, name, None) for name in ("patcher", "device"))
+    with phase(what, patcher, device, (report,)):
         return getattr(vae, what)(source), report
 
 

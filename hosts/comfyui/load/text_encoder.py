@@ -27,8 +27,7 @@ from ....planning.request import DROPPED, ON_PROCESSOR
 from ....spec.transformer import ON_CARD
 from ...loading import AS_STORED, LOADER_PRECISIONS
 from ..messages import LoadReport
-from ..record.meter import harmless
-from ..record.record import Recording, Records, running
+from ..record.phase import MeasuredPhase, harmless, phase, running
 from .encoder_kind import EncoderKind
 from .plan import STAGING_BYTES, check_host_memory
 from .text_encoder_file import (
@@ -81,22 +80,18 @@ class PlacedClip(comfy.sd.CLIP):
         return placed
 
     def clone(self, disable_dynamic: bool = False) -> PlacedClip:
-        placed = self.over(super().clone(disable_dynamic=disable_dynamic), self.placement)
-        if placed.cond_stage_model is not self.cond_stage_model:
-            with harmless():
-                Records.share(placed.cond_stage_model, Records.of(self.cond_stage_model))
-        return placed
+        return self.over(super().clone(disable_dynamic=disable_dynamic), self.placement)
 
     def encode_from_tokens(
         self, tokens: Any, return_pooled: bool | str = False, return_dict: bool = False
     ) -> Any:
         try:
             # Leaving the card is no part of it.
-            with self._recording() as recording:
+            with self._phase() as run:
                 result = super().encode_from_tokens(tokens, return_pooled, return_dict)
                 with harmless():
                     cond = result["cond"] if return_dict else result[0] if return_pooled else result
-                    recording.asked["tokens"] = cond.shape[1]
+                    run.asked["tokens"] = cond.shape[1]
                 return result
         finally:
             self._leave_card()
@@ -105,7 +100,7 @@ class PlacedClip(comfy.sd.CLIP):
         # With scheduled hooks it encodes without `encode_from_tokens`.
         scheduled = self.patcher.forced_hooks is not None and self.use_clip_schedule
         try:
-            with self._recording() if scheduled else nullcontext():
+            with self._phase() if scheduled else nullcontext():
                 return super().encode_from_tokens_scheduled(*args, **kwargs)
         finally:
             self._leave_card()
@@ -118,13 +113,15 @@ class PlacedClip(comfy.sd.CLIP):
 
     def load_model(self, *args: Any, **kwargs: Any) -> ModelPatcher:
         patcher = super().load_model(*args, **kwargs)
-        running(self.cond_stage_model).begin()
+        run = running(self.patcher)
+        if run is not None:
+            run.begin()
         return patcher
 
-    def _recording(self) -> Recording:
+    def _phase(self) -> MeasuredPhase:
         device = self.patcher.load_device
         path = (f"on {device}, placement {self.placement}",)
-        return Recording(self.cond_stage_model, "text", device, path)
+        return phase("text", self.patcher, device, path)
 
     def _leave_card(self) -> None:
         if self.placement != DROPPED:

@@ -1,16 +1,17 @@
-"""Measures the sampling runs of a MODEL through three wrappers, which change nothing of it."""
+"""Measures the sampling runs of a MODEL through one wrapper, which changes nothing of it."""
 
 from __future__ import annotations
 
 import logging
 import math
-import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP
+from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 from comfy.samplers import CFGGuider
 
 from ....loaders.source import MICRO_ADVICE, MICRO_SIDE, MICRO_TRANSFORMER
@@ -21,167 +22,154 @@ from ..sample.run import CARDS_KEY as CARDS
 from ..sample.run import OPTIMIZATION_KEY as OPTIMIZATION
 from ..sample.run import STEP_CACHE_KEY as STEP_CACHE
 from ..sample.run import unsafe_copies
-from .meter import Marks, only_measures, typical
-from .record import Recording, Records
+from .phase import MeasuredPhase, forget, harmless, phase
 
 logger = logging.getLogger(__name__)
 
 SAMPLING_KEY = "qwen_l40s_record"
-WRAPPERS = (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.APPLY_MODEL)
 # ComfyUI's guiders that go another way than CFGGuider's own and still guide by its `cfg`.
 GUIDED_BY_CFG = ("Guider_PerpNeg", "Guider_DualModel")
 
 
 def record_runs(patcher: ModelPatcher, key: str = SAMPLING_KEY) -> None:
-    """Records the runs of a patcher and of its clones; a second call changes nothing."""
-    if is_recorded(patcher):
-        return
-    recorder = Recorder(Records.of(patcher.model))
-    wrappers = (recorder.outer_sample, recorder.predict_noise, recorder.apply_model)
-    for kind, wrapper in zip(WRAPPERS, wrappers, strict=True):
-        patcher.add_wrapper_with_key(kind, key, wrapper)
+    """Measures the runs of a patcher and of its clones; a second call changes nothing."""
+    if not is_recorded(patcher):
+        patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, key, measure_sampling)
 
 
 def is_recorded(patcher: ModelPatcher) -> bool:
-    """Whether something records the runs of a patcher."""
-    wrappers = patcher.get_all_wrappers(WrappersMP.OUTER_SAMPLE)
-    return any(isinstance(getattr(wrapper, "__self__", None), Recorder) for wrapper in wrappers)
+    """Whether the runs of a patcher are measured where a Report node asks."""
+    return measure_sampling in patcher.get_all_wrappers(WrappersMP.OUTER_SAMPLE)
 
 
-class Recorder:
-    """Writes the records of one MODEL."""
-
-    def __init__(self, records: Records) -> None:
-        self._records = records
-        self._run: SamplingRun | None = None
-
-    def outer_sample(self, executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """OUTER_SAMPLE wrapper: one run."""
-        guider = executor.class_obj
-        patcher = getattr(guider, "model_patcher", None)
-        # With hooks and dynamic VRAM ComfyUI samples with another model than the MODEL's.
-        model, device = (getattr(patcher, name, None) for name in ("model", "load_device"))
-        recording = Recording(model, "sampling", device, records=self._records)
-        before, self._run = self._run, SamplingRun(recording, device)
-        run = self._run
-        try:
-            with recording:
-                output = executor(noise, *args, **kwargs)
-                run.finish(guider, noise)
-        finally:
-            self._run = before
+def measure_sampling(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """OUTER_SAMPLE wrapper: one run."""
+    guider = executor.class_obj
+    patcher = getattr(guider, "model_patcher", None)
+    run = phase("sampling", patcher, getattr(patcher, "load_device", None))
+    if run.off:
+        output = executor(noise, *args, **kwargs)
+        with harmless():
+            forget(patcher)
+            _size_lines(patcher, noise)
         return output
+    with run:
+        counts = _Counts(run)
+        with harmless(run):
+            # The guider's copy of the MODEL's, for this run.
+            options = guider.model_options
+            add_wrapper_with_key(
+                WrappersMP.PREDICT_NOISE, SAMPLING_KEY, counts.evaluate, options, True
+            )
+            add_wrapper_with_key(
+                WrappersMP.APPLY_MODEL, SAMPLING_KEY, counts.apply_model, options, True
+            )
+        output = executor(noise, *args, **kwargs)
+        run.stop()
+        with harmless(run):
+            if not run.off:
+                run.asked |= {"latent": list(noise.shape), "cfg": cfg_of(guider), **counts.asked()}
+                run.path = (*_size_lines(patcher, noise), *path_of(patcher))
+    return output
 
-    def predict_noise(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+
+class _Pass(NamedTuple):
+    """What a forward pass was called with."""
+
+    items: int
+    text_tokens: int
+    prompts: Sequence[int]
+    references: list[list[int]]
+    controlled: bool
+    steps: int | None
+
+
+class _Counts:
+    """Counts a run's evaluations and forward passes, inside of all other wrappers.
+
+    An evaluation without a forward pass is a skipped step, whoever skipped it. It counts nowhere.
+    """
+
+    def __init__(self, run: MeasuredPhase) -> None:
+        self._run = run
+        self._evaluations: list[tuple[Any, Any]] = []  # when they began and ended
+        self._passes: list[_Pass] = []  # appended to by the threads of all cards
+
+    def evaluate(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """PREDICT_NOISE wrapper: one evaluation of a sampler, with all its prompts."""
-        run = self._run
-        if run is not None:
-            run.begin_evaluation()
+        if self._run.off:
+            return executor(*args, **kwargs)
+        if not self._evaluations:  # ComfyUI has loaded the model and prepared its conditions
+            self._run.begin()
+        begin, passes = self._now(), len(self._passes)
         output = executor(*args, **kwargs)
-        if run is not None:
-            run.recording.look()
+        end = self._now()
+        if len(self._passes) > passes:
+            self._evaluations.append((begin, end))
+        self._run.look()
         return output
 
     def apply_model(
         self, executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """APPLY_MODEL wrapper: one forward pass, on any of the cards that share a step."""
-        run = self._run
         output = executor(x, t, *args, **kwargs)
-        if run is not None:
-            run.count_pass(x, args, kwargs)
+        with harmless(self._run):
+            options = options_of(args, kwargs)
+            if not (self._run.off or is_skipped(options)):
+                context, sigmas = context_of(args, kwargs), options.get("sample_sigmas")
+                self._passes.append(
+                    _Pass(
+                        len(x),
+                        0 if context is None else context.shape[1],
+                        options.get("cond_or_uncond", ()),
+                        [list(latent.shape[-2:]) for latent in kwargs.get("ref_latents") or ()],
+                        control_of(args, kwargs) is not None,
+                        None if sigmas is None else len(sigmas) - 1,
+                    )
+                )
         return output
 
+    def _now(self) -> Any:
+        if self._run.device.type != "cuda":
+            return time.perf_counter()
+        with harmless(self._run):
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._run.device))
+            return event
 
-class SamplingRun:
-    """Counts and settings of one run while it lasts.
-
-    An evaluation without a forward pass is a skipped step, whoever skipped it. It counts nowhere:
-    a cache that wraps the recorder hides its skipped steps, one inside shows them.
-    """
-
-    def __init__(self, recording: Recording, device: torch.device | None) -> None:
-        self.recording = recording
-        self._device = device
-        self._marks: Marks | None = None
-        self._lock = threading.Lock()
-        self._called: list[bool] = []  # in each evaluation, whether the model was
-        self._passes = self._computed = self._items = self._text = self._prompts = 0
-        self._guided = self._controlled = False
-        self._references: list[list[int]] = []
-        self._schedule: int | None = None
-
-    @property
-    def off(self) -> bool:
-        """Whether the recording is off."""
-        return self.recording.off
-
-    @off.setter
-    def off(self, value: bool) -> None:
-        self.recording.off = value
-
-    @only_measures
-    def begin_evaluation(self) -> None:
-        """At the first, ComfyUI has loaded the model and prepared its conditions."""
-        if self._marks is None:
-            self.recording.begin()
-            self._marks = Marks(self._device)
-        self._marks.mark()
-        self._called.append(False)
-
-    @only_measures
-    def count_pass(self, x: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Notes a forward pass that is over, with what APPLY_MODEL was called with."""
-        context, options = context_of(args, kwargs), options_of(args, kwargs)
-        if is_skipped(options):
-            return
-        prompts = options.get("cond_or_uncond", ())
-        references = [list(latent.shape[-2:]) for latent in kwargs.get("ref_latents") or ()]
-        sigmas = options.get("sample_sigmas")
-        with self._lock:
-            self._passes += 1
-            if self._called:
-                self._called[-1] = True
-            self._computed += len(x)
-            self._items = max(self._items, len(x))
-            self._text = max(self._text, 0 if context is None else context.shape[1])
-            self._prompts = max(self._prompts, len(prompts))
-            self._guided |= 1 in prompts
-            self._controlled |= control_of(args, kwargs) is not None
-            self._references = max(self._references, references, key=len)
-            self._schedule = None if sigmas is None else len(sigmas) - 1
-
-    @only_measures
-    def finish(self, guider: Any, noise: torch.Tensor) -> None:
-        """Writes what was run into the recording, whose time ends here."""
-        if self._marks is not None:
-            self._marks.mark()
-        self.recording.stop()
-        asked = {"latent": list(noise.shape), "cfg": cfg_of(guider), **self.asked()}
-        self.recording.asked |= asked
-        self.recording.path = path_of(guider.model_patcher)
-        if advice := size_advice(guider.model_patcher.model, noise.shape):
-            logger.warning("%s.", advice)
-            self.recording.path = (f"size: {advice}", *self.recording.path)
+    def _seconds(self) -> list[float]:
+        """Of each evaluation, once the device is done; empty on devices without a clock."""
+        kind = self._run.device.type
+        if kind == "cuda":
+            return [begin.elapsed_time(end) / 1e3 for begin, end in self._evaluations]
+        return [end - begin for begin, end in self._evaluations] if kind == "cpu" else []
 
     def asked(self) -> dict[str, Any]:
-        """The settings and counts of the run, once the device is done."""
-        every = [] if self._marks is None else self._marks.seconds()
-        seconds = [took for took, called in zip(every, self._called, strict=False) if called]
+        """The settings and counts of the run."""
+        seconds, passes = self._seconds(), self._passes
         return {
-            "steps": self._schedule,
-            "evaluations": sum(self._called),
-            "step_seconds": typical(seconds),
+            "steps": passes[-1].steps if passes else None,
+            "evaluations": len(self._evaluations),
+            # The first also compiles and fills tables.
+            "step_seconds": statistics.median(seconds[1:]) if len(seconds) > 1 else None,
             "first_step_seconds": seconds[0] if seconds else None,
-            "passes": self._passes,
-            "items": self._items,
-            "computed": self._computed,
-            "prompts": self._prompts,
-            "guided": self._guided,
-            "text_tokens": self._text,
-            "references": self._references,
-            "controlnet": self._controlled,
+            "passes": len(passes),
+            "items": max((each.items for each in passes), default=0),
+            "computed": sum(each.items for each in passes),
+            "prompts": max((len(each.prompts) for each in passes), default=0),
+            "guided": any(1 in each.prompts for each in passes),
+            "text_tokens": max((each.text_tokens for each in passes), default=0),
+            "references": max((each.references for each in passes), key=len, default=[]),
+            "controlnet": any(each.controlled for each in passes),
         }
+
+
+def _size_lines(patcher: Any, noise: torch.Tensor) -> tuple[str, ...]:
+    advice = size_advice(patcher.model, noise.shape)
+    if advice:
+        logger.warning("%s.", advice)
+    return (f"size: {advice}",) if advice else ()
 
 
 def cfg_of(guider: Any) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ....charts.figures import tenths, usd
 from ....charts.run_chart import Bar, Figure, Limit, RunPicture
 from ....planning.phases import Range
-from .rows import ROW_NAMES, PhaseRow, seconds_text
+from .rows import ROW_NAMES, Row, seconds_text
 from .words import RunFacts, answer, compared, heading, range_text
 
 SIGNS = {"as predicted": "good", "faster than predicted": "good", "slower than predicted": "tight"}
@@ -27,7 +27,7 @@ def report_picture(facts: RunFacts) -> RunPicture:
         lines=[f"{_where(facts)} {step}".strip()],
         about=heading(facts.ran.last.asked),
         figures=_figures(facts),
-        bars=[_bar(row, counted=bool(peak)) for row in facts.rows if row.measured],
+        bars=[_bar(row, counted=bool(peak)) for row in facts.rows],
         limit=limit,
     )
 
@@ -57,19 +57,18 @@ def _brackets(seconds: Range | None) -> str:
 
 
 def _where(facts: RunFacts) -> str:
-    card, device = facts.prediction.card, facts.ran.last.measured.device
+    card, device = facts.prediction.card, facts.ran.last.device
     earlier = "" if facts.ran.this_run else ", in an earlier run"
     if card is None:
         return f"On {device}{earlier}, where nothing is predicted."
     return f"On {card.card.name}{earlier}."
 
 
-def _bar(row: PhaseRow, *, counted: bool) -> Bar:
+def _bar(row: Row, *, counted: bool) -> Bar:
     """Of memory where it is counted, else of time."""
     name, time = ROW_NAMES[row.name], row.time()
     if counted:
-        count = row.most("card_bytes")
-        return Bar(name, {"measured": count}, f"{tenths(count)} GiB", time, row.predicted_card())
-    predicted = row.predicted_seconds()
-    expected = predicted.middle if predicted else 0
-    return Bar(name, {"measured": row.total_seconds() or 0.0}, "", time, expected)
+        count, expected = row.card
+        return Bar(name, {"measured": count}, f"{tenths(count)} GiB", time, expected)
+    expected = row.predicted_seconds.middle if row.predicted_seconds else 0
+    return Bar(name, {"measured": row.seconds or 0.0}, "", time, expected)

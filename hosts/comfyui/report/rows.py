@@ -15,28 +15,27 @@ from ....charts.figures import duration
 from ....charts.words import PHASE_NAMES
 from ....planning.phases import Phase, Range, figure, gib
 from ....spec.transformer import whole_pixels
-from ..record.meter import Measured
-from ..record.record import Record, prompt_id, recorded
+from ..record.phase import MeasuredPhase, measured, prompt_id
 from .predict import Prediction
 
 ROW_NAMES = {**PHASE_NAMES, "encode": "VAE encode", "decode": "VAE decode"}
-ORDER = ("load", "text", "encode", "tables", "sampling", "decode")
+ORDER = ("text", "encode", "tables", "sampling", "decode")
 
 
 @dataclass(frozen=True)
 class LastRun:
-    """The records of a report: the MODEL's last run, with what CLIP and VAE did for it or now.
+    """What a report is of: the MODEL's last run, with what CLIP and VAE did for it or now.
 
     Attributes:
-        records: In order.
+        phases: In order.
         now: The id of the prompt that ComfyUI executes.
     """
 
-    records: tuple[Record, ...]
+    phases: tuple[MeasuredPhase, ...]
     now: str
 
     @property
-    def last(self) -> Record:
+    def last(self) -> MeasuredPhase:
         """The last sampling."""
         return self.of("sampling")[-1]
 
@@ -45,120 +44,123 @@ class LastRun:
         """Whether this prompt sampled."""
         return self.last.prompt == self.now
 
-    def of(self, phase: str) -> tuple[Record, ...]:
-        """The records of one phase."""
-        return tuple(record for record in self.records if record.phase == phase)
+    def of(self, name: str) -> tuple[MeasuredPhase, ...]:
+        """The phases of one name."""
+        return tuple(phase for phase in self.phases if phase.name == name)
 
 
 def last_run(model: ModelPatcher, clip: Any, vae: Any) -> LastRun | None:
-    """Collects the records of the parts; None where nothing was sampled."""
-    own = recorded(model.model)
-    sampled = [record for record in own if record.phase == "sampling"]
+    """Collects the phases of the parts; None where no sampling was measured."""
+    own = measured(model) or ()
+    sampled = [phase for phase in own if phase.name == "sampling"]
     if not sampled:
         return None
     prompts = (sampled[-1].prompt, prompt_id())
-    parts = (getattr(clip, "cond_stage_model", None), getattr(vae, "first_stage_model", None))
-    others = [record for part in parts for record in recorded(part) if record.prompt in prompts]
+    parts = (getattr(part, "patcher", None) for part in (clip, vae))
+    others = [it for part in parts for it in measured(part) or () if it.prompt in prompts]
     return LastRun((*own, *others), prompts[1])
 
 
 @dataclass(frozen=True)
-class PhaseRow:
-    """One phase that ran, once or several times.
+class Row:
+    """One phase that ran, once or several times: measured beside predicted.
 
     Attributes:
-        records: In order.
+        title: `text encode (2 times)`.
+        phases: Measured, in order.
         predicted: The estimate of each that ran; fewer where there is none.
-        whole: Whether the estimate of the whole card holds.
         run: Which run it is of, in words; empty where all are of one.
+        seconds: Of all; None where one was not timed.
+        predicted_seconds: None where one has no prediction.
+        card, working: Bytes at the peak, measured and predicted; 0 where unknown.
     """
 
     name: str
-    records: Sequence[Record]
-    predicted: Sequence[Phase] = ()
-    whole: bool = False
-    run: str = ""
+    title: str
+    phases: Sequence[MeasuredPhase]
+    predicted: Sequence[Phase]
+    run: str
+    seconds: float | None
+    predicted_seconds: Range | None
+    card: tuple[int, int]
+    working: tuple[int, int]
 
-    @property
-    def measured(self) -> list[Measured]:
-        """Measurements of the records that had to run."""
-        return [record.measured for record in self.records if record.measured is not None]
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        phases: Sequence[MeasuredPhase],
+        predicted: Sequence[Phase] = (),
+        whole: bool = False,
+        run: str = "",
+    ) -> Row:
+        """Adds up times and takes the maxima of memory.
 
-    def most(self, name: str) -> int:
-        """The maximum of a figure; 0 where the device is not counted."""
-        return max((getattr(measured, name) for measured in self.measured), default=0)
-
-    def total_seconds(self) -> float | None:
-        """Seconds of all records; None where nothing ran, or nothing recorded its end."""
-        seconds = [measured.seconds for measured in self.measured]
-        return sum(seconds) if seconds and None not in seconds else None
-
-    def predicted_seconds(self) -> Range | None:
-        """Predicted seconds of as many as ran; None where one has no prediction."""
-        seconds = [phase.seconds for phase in self.predicted]
-        if not seconds or None in seconds or len(seconds) < len(self.measured):
-            return None
-        return reduce(add, seconds)
-
-    def predicted_card(self) -> int:
-        """Predicted peak of the card in bytes; 0 without a prediction."""
-        return max((phase.card_bytes for phase in self.predicted), default=0) * self.whole
-
-    def predicted_working(self) -> int:
-        """Activations and workspace; of the tables also the weights, which pass the card once."""
-        return max(
-            (
-                phase.activations + phase.workspace + phase.weights * (self.name == "tables")
-                for phase in self.predicted
-            ),
-            default=0,
+        Args:
+            whole: Whether the estimate of the whole card holds.
+        """
+        count = f"{len(phases)} times" if len(phases) > 1 else ""
+        which = ", ".join(filter(None, (count, run)))
+        seconds = [phase.seconds for phase in phases]
+        expected = [phase.seconds for phase in predicted]
+        known = expected and None not in expected and len(expected) == len(phases)
+        # The tables' weights pass the card once.
+        working = [
+            phase.activations + phase.workspace + phase.weights * (name == "tables")
+            for phase in predicted
+        ]
+        card = max((phase.card_bytes for phase in predicted), default=0) * whole
+        return cls(
+            name,
+            f"{ROW_NAMES[name]} ({which})" if which else ROW_NAMES[name],
+            phases,
+            predicted,
+            run,
+            None if None in seconds else sum(seconds),
+            reduce(add, expected) if known else None,
+            (_most(phases, "card_bytes"), card),
+            (_most(phases, "working_bytes"), max(working, default=0)),
         )
-
-    @property
-    def title(self) -> str:
-        """`text encode (2 times)`."""
-        count = f"{len(self.measured)} times" if len(self.measured) > 1 else ""
-        which = ", ".join(filter(None, (count, self.run)))
-        return f"{ROW_NAMES[self.name]} ({which})" if which else ROW_NAMES[self.name]
 
     def time(self) -> str:
         """What was measured, in words."""
-        if not self.measured:
-            return "did not run"
-        took = self.total_seconds()
-        return "not timed" if took is None else seconds_text(took)
+        return "not timed" if self.seconds is None else seconds_text(self.seconds)
+
+    def path(self) -> list[str]:
+        """How it ran, each line once."""
+        return list(dict.fromkeys(line for phase in self.phases for line in phase.path))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, in seconds and GiB."""
-        measured = predicted = None
-        if self.measured:
-            took = self.total_seconds()
-            measured = {"seconds": None if took is None else figure(took)}
-            if any(found.counted for found in self.measured):
-                working = self.most("working_bytes")
-                measured |= {
-                    "card_gib": gib(self.most("card_bytes")),
-                    "allocated_gib": gib(self.most("allocated_bytes")),
-                    "paged_weights_gib": gib(self.most("paged_bytes")),
-                    "working_gib": gib(working) if working else None,
-                }
+        found = {"seconds": None if self.seconds is None else figure(self.seconds)}
+        if any(phase.counted for phase in self.phases):
+            found |= {
+                "card_gib": gib(self.card[0]),
+                "allocated_gib": gib(_most(self.phases, "allocated_bytes")),
+                "paged_weights_gib": gib(_most(self.phases, "paged_bytes")),
+                "working_gib": gib(self.working[0]) if self.working[0] else None,
+            }
+        predicted = None
         if self.predicted:
             most = max(self.predicted, key=lambda phase: phase.card_bytes)
-            predicted = phase_json(most) | {"seconds": ends(self.predicted_seconds())}
-            if not self.whole:
+            predicted = phase_json(most) | {"seconds": ends(self.predicted_seconds)}
+            if not self.card[1]:
                 predicted["card_gib"] = predicted["parts"]["resident"] = None
         return {
             "run": self.run or None,
             "predicted": predicted,
-            "measured": measured,
-            "times": len(self.records),
-            "remembered": len(self.records) - len(self.measured),
-            "path": list(dict.fromkeys(line for each in self.records for line in each.path)),
-            "asked": [dict(record.asked) for record in self.records],
+            "measured": found,
+            "times": len(self.phases),
+            "path": self.path(),
+            "asked": [dict(phase.asked) for phase in self.phases],
         }
 
 
-def rows_of(ran: LastRun, predictions: Sequence[Prediction]) -> list[PhaseRow]:
+def _most(phases: Sequence[MeasuredPhase], name: str) -> int:
+    return max(getattr(phase, name) for phase in phases)
+
+
+def rows_of(ran: LastRun, predictions: Sequence[Prediction]) -> list[Row]:
     """The phases that ran, in the order in which a first run has them.
 
     Args:
@@ -168,62 +170,60 @@ def rows_of(ran: LastRun, predictions: Sequence[Prediction]) -> list[PhaseRow]:
     prompts = 1 if last.request is None or last.request.cfg == "off" else 2
 
     @cache
-    def phases(*settings: tuple[str, int]) -> Mapping[str, Phase]:
+    def estimates(*settings: tuple[str, int]) -> Mapping[str, Phase]:
         return last.changed(**dict(settings))
 
-    def predicted(record: Record) -> Phase | None:
-        phase = phases(*_settings(record)).get(record.phase)
-        if phase is not None and record.phase == "text" and phase.seconds is not None:
-            return replace(phase, seconds=phase.seconds.times(1 / prompts))
-        return phase
+    def predicted(phase: MeasuredPhase) -> Phase | None:
+        found = estimates(*_settings(phase)).get(phase.name)
+        if found is not None and phase.name == "text" and found.seconds is not None:
+            return replace(found, seconds=found.seconds.times(1 / prompts))
+        return found
+
+    def row(name: str, phases: Sequence[MeasuredPhase], found: Sequence[Phase | None]) -> Row:
+        run = ""
+        if not ran.this_run:
+            run = "this run" if phases[-1].prompt == ran.now else "an earlier run"
+        return Row.of(name, phases, [it for it in found if it is not None], last.whole, run)
 
     rows = []
+    if load := _load(ran):
+        rows.append(row("load", load, [last.phases.get("load") if last.whole else None]))
     for name in ORDER:
-        records = _load(ran) if name == "load" else ran.of(name)
-        if not records:
+        if not (phases := ran.of(name)):
             continue
-        if name == "load":
-            found = [last.phases.get(name) if last.whole else None]
-        elif name == "sampling":
+        if name == "sampling":
             found = [each.phases.get(name) for each in predictions]
         else:
-            found = [predicted(record) for record in records if record.measured is not None]
-        known = [phase for phase in found if phase is not None]
-        rows.append(PhaseRow(name, records, known, last.whole, _run(ran, records)))
+            found = list(map(predicted, phases))
+        rows.append(row(name, phases, found))
     return rows
 
 
-def _run(ran: LastRun, records: Sequence[Record]) -> str:
-    if ran.this_run:
-        return ""
-    return "this run" if records[-1].prompt == ran.now else "an earlier run"
-
-
-def _load(ran: LastRun) -> tuple[Record, ...]:
-    """One record of all waits for weights, if phases recorded their end."""
+def _load(ran: LastRun) -> list[MeasuredPhase]:
+    """All waits for weights as one phase; none where nothing waited."""
     found = [
-        record.measured
-        for record in ran.records
-        if record.phase != "tables" and record.prompt == ran.last.prompt
-        if record.measured is not None and record.measured.waited_seconds is not None
+        phase
+        for phase in ran.phases
+        if phase.name != "tables" and phase.prompt == ran.last.prompt
+        if phase.waited_seconds is not None
     ]
     if not found:
-        return ()
-    most = max(found, key=lambda each: each.loaded_bytes)
-    waited = sum(each.waited_seconds for each in found)
-    measured = Measured(waited, most.device, most.counted, most.loaded_bytes)
-    return (Record("load", measured, prompt=ran.last.prompt),)
+        return []
+    load = MeasuredPhase("load", None, found[0].device, prompt=ran.last.prompt)
+    load.seconds = sum(phase.waited_seconds for phase in found)
+    load.card_bytes = _most(found, "loaded_bytes")
+    return [load]
 
 
-def _settings(record: Record) -> tuple[tuple[str, int], ...]:
-    """What a record was asked for where that can differ from the sampling's, of a `RunRequest`."""
+def _settings(phase: MeasuredPhase) -> tuple[tuple[str, int], ...]:
+    """What was asked for where that can differ from the sampling's, of a `RunRequest`."""
     asked: dict[str, int] = {}
-    if record.phase == "decode" and "size" in record.asked:
-        images, *_, height, width = record.asked["size"]
+    if phase.name == "decode" and "size" in phase.asked:
+        images, *_, height, width = phase.asked["size"]
         asked = {name: whole_pixels(side) for name, side in (("width", width), ("height", height))}
-        asked |= {"batch": images, "layers": 0, "tiles": record.asked["tiles"]}
-    elif record.phase == "tables":
-        asked = dict.fromkeys(("steps", "computed"), record.asked["timesteps"])
+        asked |= {"batch": images, "layers": 0, "tiles": phase.asked["tiles"]}
+    elif phase.name == "tables":
+        asked = dict.fromkeys(("steps", "computed"), phase.asked["timesteps"])
     return tuple(asked.items())
 
 

@@ -11,18 +11,21 @@ from comfy.model_patcher import ModelPatcher
 
 from ....charts.run_chart import RunPicture
 from ....planning.phases import figure
-from ..record.meter import harmless
-from ..record.record import Record
+from ..record.phase import MeasuredPhase, harmless, measured
 from ..record.sampling import is_recorded
 from ..sample.optimize import unsupported_model
 from .picture import nothing_to_draw, report_picture
-from .predict import Prediction, predict
+from .predict import predict
 from .rows import LastRun, ends, last_run, rows_of, seconds_text
 from .words import FIRST_RUN, RunFacts, report_text, summary_lines
 
 NO_RUN = (
     "Nothing was sampled with this MODEL since it was loaded: connect the MODEL that goes into the "
     "sampler."
+)
+NOT_MEASURED = (
+    "This MODEL's last run was not measured, because this node was not there: change the seed and "
+    "run again."
 )
 EARLIER = (
     "Nothing was sampled in this run, because ComfyUI reused an earlier result. These figures are "
@@ -77,9 +80,12 @@ def _report(model: ModelPatcher, clip: Any, vae: Any) -> RunReport:
         )
     ran = last_run(model, clip, vae)
     if ran is None:
+        if measured(model) is not None:
+            return _sentence(NOT_MEASURED)
         return _sentence(NO_RUN if is_recorded(model) else UNWATCHED)
     sampled = ran.of("sampling")
-    predictions = _predictions(sampled, model, clip, vae, _tiles(ran))
+    tiles = max((decode.asked.get("tiles", 0) for decode in ran.of("decode")), default=0)
+    predictions = [predict(run.asked, run.path, model, clip, vae, tiles) for run in sampled]
     rows = rows_of(ran, predictions)
     notes = [] if ran.this_run else [EARLIER]
     notes += [*_missing(clip, vae, ran), *predictions[-1].notes]
@@ -97,38 +103,15 @@ def _report(model: ModelPatcher, clip: Any, vae: Any) -> RunReport:
     )
 
 
-def _predictions(
-    sampled: Sequence[Record], model: ModelPatcher, clip: Any, vae: Any, tiles: int
-) -> list[Prediction]:
-    """Predictions for each sampling; equal ones are computed once."""
-
-    kinds = {_kind(record): record for record in sampled}
-    found = {
-        kind: predict(record.asked, record.path, model, clip, vae, tiles)
-        for kind, record in kinds.items()
-    }
-    return [found[_kind(record)] for record in sampled]
-
-
-def _kind(record: Record) -> str:
-    """The same for runs that were asked for the same."""
-    asked = {name: value for name, value in record.asked.items() if "seconds" not in name}
-    return json.dumps([asked, record.path], sort_keys=True)
-
-
-def _tiles(ran: LastRun) -> int:
-    return max((record.asked.get("tiles", 0) for record in ran.of("decode")), default=0)
-
-
-def _beyond_steps(sampled: Sequence[Record]) -> float:
+def _beyond_steps(sampled: Sequence[MeasuredPhase]) -> float:
     """Seconds where sampling took far longer than its steps; else 0."""
     total = steps = 0.0
-    for record in sampled:
-        measured, step = record.measured, record.asked["step_seconds"]
-        if measured is None or measured.seconds is None or step is None:
+    for run in sampled:
+        step = run.asked["step_seconds"]
+        if run.seconds is None or step is None:
             return 0.0
-        total += measured.seconds
-        steps += record.asked["evaluations"] * step
+        total += run.seconds
+        steps += run.asked["evaluations"] * step
     return total - steps if total - steps >= max(LONG_SECONDS, LONG_SHARE * steps) else 0.0
 
 
@@ -147,21 +130,20 @@ def _missing(clip: Any, vae: Any, ran: LastRun) -> list[str]:
     return notes
 
 
-def _about_memory(last: Record) -> list[str]:
-    measured = last.measured
-    if measured.counted:
+def _about_memory(last: MeasuredPhase) -> list[str]:
+    if last.counted:
         return [
             "Predictions assume that all models are loaded; the one for load, that none is.",
             "Card memory is what the driver reports: all programs, and torch's reserve.",
         ]
-    if measured.device == "cpu":
+    if last.device.type == "cpu":
         return ["Memory is not measured on the CPU."]
-    return [f"Memory and steps are measured on CUDA cards only; this ran on {measured.device}."]
+    return [f"Memory and steps are measured on CUDA cards only; this ran on {last.device}."]
 
 
 def _data(facts: RunFacts) -> dict[str, Any]:
     step, prediction = facts.step, facts.prediction
-    times = [time for row in facts.rows if (time := row.total_seconds()) is not None]
+    times = [row.seconds for row in facts.rows if row.seconds is not None]
     return {
         "this_run": facts.ran.this_run,
         "phases": {row.name: row.as_dict() for row in facts.rows},

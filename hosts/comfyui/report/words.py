@@ -17,7 +17,7 @@ from ....planning.phases import Range
 from ....spec.families import pixels_of
 from ....spec.formats import GIB
 from .predict import PARTS_MISSING, Prediction
-from .rows import ROW_NAMES, LastRun, PhaseRow, seconds_text
+from .rows import ROW_NAMES, LastRun, Row, seconds_text
 
 # A run that takes so much more or less than predicted is called slower or faster.
 LIKE_THE_PREDICTION = 0.15
@@ -33,7 +33,7 @@ class RunFacts:
     """
 
     ran: LastRun
-    rows: Sequence[PhaseRow]
+    rows: Sequence[Row]
     prediction: Prediction
     notes: Sequence[str]
     beyond: float = 0.0
@@ -41,13 +41,13 @@ class RunFacts:
     @property
     def seconds(self) -> float | None:
         """How long all phases took; None where one was not timed."""
-        times = [row.total_seconds() for row in self.rows if row.measured]
+        times = [row.seconds for row in self.rows]
         return None if None in times else sum(times)
 
     @property
     def predicted(self) -> Range | None:
         """How long they take as predicted; None where a phase has no prediction."""
-        times = [row.predicted_seconds() for row in self.rows if row.measured]
+        times = [row.predicted_seconds for row in self.rows]
         return None if None in times or not times else reduce(add, times)
 
     @property
@@ -68,8 +68,8 @@ class RunFacts:
 
     def most(self) -> tuple[int, int]:
         """(measured, predicted) bytes of the card in its fullest phase; 0 where unknown."""
-        measured = max((row.most("card_bytes") for row in self.rows), default=0)
-        return measured, max((row.predicted_card() for row in self.rows), default=0)
+        measured, predicted = zip(*(row.card for row in self.rows), strict=True)
+        return max(measured), max(predicted)
 
     def cost(self, seconds: Range | None) -> Range | None:
         """USD for an image; None without a price."""
@@ -95,7 +95,7 @@ def summary_lines(facts: RunFacts) -> list[str]:
 def answer(facts: RunFacts) -> str:
     """How long it took, and whether that was predicted."""
     if facts.seconds is None:
-        return f"Not timed on {facts.ran.last.measured.device}"
+        return f"Not timed on {facts.ran.last.device}"
     took = f"{'' if facts.ran.this_run else 'An earlier run '}took {seconds_text(facts.seconds)}"
     took = took[0].upper() + took[1:]
     if facts.predicted is None:
@@ -125,7 +125,7 @@ def _times(facts: RunFacts) -> str:
 def _memory(facts: RunFacts) -> str:
     measured, predicted = facts.most()
     if not measured:
-        return f"not counted on {facts.ran.last.measured.device}, only on CUDA cards"
+        return f"not counted on {facts.ran.last.device}, only on CUDA cards"
     of = f" of {tenths(facts.usable)}" if facts.usable else ""
     known = f", {tenths(predicted)} predicted" if predicted else ""
     return f"{tenths(measured)}{of} GiB of the card at the peak{known}"
@@ -154,13 +154,12 @@ def report_text(facts: RunFacts) -> str:
     paths = [
         f"{ROW_NAMES[row.name]}: {line}" if row.name in ("text", "tables") else line
         for row in facts.rows
-        for line in row.as_dict()["path"]
+        for line in row.path()
     ]
     basis = [f"Times: {facts.prediction.basis}"] if facts.prediction.basis else []
     blocks = [
         summary_lines(facts),
-        _time_table(facts),
-        _memory_table(facts),
+        _table(facts),
         [line for path in paths for line in folded(path, "")],
         [
             line
@@ -171,31 +170,19 @@ def report_text(facts: RunFacts) -> str:
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
-def _time_table(facts: RunFacts) -> list[str]:
-    rows = [["time", "measured", "predicted"]]
+def _table(facts: RunFacts) -> list[str]:
+    """Measured beside predicted, without the columns of which nothing is known."""
+    rows = [["time and GiB", "time", "predicted", "card", "predicted", "working", "predicted"]]
     for row in facts.rows:
-        rows.append(
-            [row.title, row.time(), range_text(row.predicted_seconds() if row.measured else None)]
-        )
+        memory = (*row.card, *row.working) if row.card[0] else (0, 0, 0, 0)
+        rows.append([row.title, row.time(), range_text(row.predicted_seconds), *map(_gib, memory)])
         if row.name == "sampling" and facts.step is not None:
-            rows.append(["  a step", seconds_text(facts.step), range_text(facts.prediction.step)])
+            step = [seconds_text(facts.step), range_text(facts.prediction.step)]
+            rows.append(["  a step", *step, *[""] * 4])
     total = "not timed" if facts.seconds is None else seconds_text(facts.seconds)
-    rows.append(["total", total, range_text(facts.predicted)])
-    if not any(row[2] for row in rows[1:]):
-        rows = [row[:2] for row in rows]
-    return table(rows, right=(1, 2))
-
-
-def _memory_table(facts: RunFacts) -> list[str]:
-    rows = [["GiB", "card", "predicted", "working", "predicted"]]
-    for row in facts.rows:
-        if row.most("card_bytes"):
-            pairs = (
-                (row.most("card_bytes"), row.predicted_card()),
-                (row.most("working_bytes"), row.predicted_working()),
-            )
-            rows.append([row.title, *(_gib(count) for pair in pairs for count in pair)])
-    return table(rows, right=range(1, 5)) if len(rows) > 1 else []
+    rows.append(["total", total, range_text(facts.predicted), *[""] * 4])
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    return table(list(zip(*columns, strict=True)), right=range(1, 7))
 
 
 def range_text(seconds: Range | None) -> str:

@@ -19,7 +19,7 @@ from ....optimizations.fallback import Fallback
 from ....optimizations.modulation import Entry, ModulationTable, TableFigures, compute_entries
 from ....spec.formats import format_gib
 from ..lora.bypass import bypass_models, is_foreign, is_of_comfyui
-from ..record.record import inner_phase
+from ..record.phase import inner_phase
 from .call import options_of
 from .off_card import (
     OffCardLinear,
@@ -261,9 +261,9 @@ class ModelModulation:
 
     def _compute(self, embeddings: Sequence[torch.Tensor], batch: int) -> list[Entry]:
         if self._off_card_bytes:
-            with inner_phase(self._model(), "tables", timesteps=len(embeddings)) as recording:
+            with inner_phase("tables", self.patcher, timesteps=len(embeddings)) as run:
                 return compute_off_card(
-                    self._blocks, embeddings, batch, self.patcher, self.passes, recording.look
+                    self._blocks, embeddings, batch, self.patcher, self.passes, run.look
                 )
         if self.table.passes < PAST_HOST and not self.figures.fallback:
             found = compute_past_host(self._blocks, embeddings, batch)

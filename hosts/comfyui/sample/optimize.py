@@ -102,7 +102,7 @@ def optimize(model: ModelPatcher, settings: OptimizeSettings | None = None) -> M
 def restore(model: ModelPatcher) -> ModelPatcher:
     """Returns a clone without anything that `optimize` has added."""
     clone = model.clone()
-    for kind in (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.APPLY_MODEL):
+    for kind in (WrappersMP.OUTER_SAMPLE, WrappersMP.APPLY_MODEL):
         clone.remove_wrappers_with_key(kind, OPTIMIZATION_KEY)
     clone.remove_callbacks_with_key(CallbacksMP.ON_DETACH, OPTIMIZATION_KEY)
     clone.remove_attachments(OPTIMIZATION_KEY)

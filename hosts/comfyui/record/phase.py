@@ -1,0 +1,261 @@
+"""Measures the phases of a prompt that has a Report node: `with phase("decode", vae.patcher, ...)`.
+
+In other prompts nothing waits for the device, no counter is reset and nothing is kept. torch has
+one peak for a process, so in a prompt with a Report node each phase starts it again: a profiler
+that reads `max_memory_allocated` over such a prompt finds the last phase's.
+What fails in here never fails the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from comfy_execution.progress import get_progress_state
+from comfy_execution.utils import get_executing_context
+
+logger = logging.getLogger(__name__)
+
+REPORT_NODE = "QwenL40S_Report"
+MOST_MODELS, MOST_PHASES = 64, 256
+
+# {a patcher's `clone_base_uuid`: its model's phases in the last prompt}; () where the last sampling
+# was not measured.
+_measured: dict[Any, tuple[MeasuredPhase, ...]] = {}
+_open: list[MeasuredPhase] = []  # the innermost last
+_logged: set[str] = set()
+
+
+@contextmanager
+def harmless(measuring: MeasuredPhase | None = None) -> Iterator[None]:
+    """Logs what fails inside, once for each kind of failure, and goes on without its figures."""
+    try:
+        yield
+    except Exception as error:
+        if measuring is not None:
+            measuring.off = True
+        kind = f"{type(error).__name__}: {error}"
+        if kind not in _logged:
+            _logged.add(kind)
+            logger.warning(
+                "Qwen-Image L40S: a run could not be measured or reported and continues: %s.",
+                kind,
+                exc_info=True,
+            )
+
+
+class MeasuredPhase:
+    """Measures a phase as a context manager, and holds its figures if no exception ends it.
+
+    It keeps no model and no tensor alive. Bytes are 0 where the device is not counted.
+
+    Attributes:
+        name: "text", "tables", "sampling", "decode" or "encode".
+        prompt: The id of ComfyUI's prompt.
+        asked: {setting: a number, a word or a list of them}.
+        path: How it ran, in lines.
+        off: Whether nothing is measured: no Report node asks, or measuring failed.
+        counted: Whether the device's memory is counted: on CUDA only.
+        seconds: From `begin` to the end, without phases inside; None where the device does not tell
+            when it is done.
+        waited_seconds: From the start to `begin`, while weights load; None where nothing began.
+        loaded_bytes: The card's reading at `begin`.
+        card_bytes: Highest reading of the card's memory in use, by every program.
+        allocated_bytes: Peak of torch's tensors.
+        working_bytes: The same over those at `begin`: activations and workspace.
+        paged_bytes: Highest reading of the weights that dynamic VRAM keeps outside torch.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        owner: Any,
+        device: torch.device | None,
+        path: tuple[str, ...] = (),
+        prompt: str | None = None,
+        **asked: Any,
+    ) -> None:
+        self.name, self.prompt, self.device = name, prompt, device
+        self.asked, self.path = asked, path
+        self.off = owner is None or device is None or prompt is None
+        self.counted = device is not None and device.type == "cuda"
+        self.seconds: float | None = None
+        self.waited_seconds: float | None = None
+        self.loaded_bytes = self.card_bytes = self.paged_bytes = 0
+        self.allocated_bytes = self.working_bytes = 0
+        self._owner = owner
+        self._base = 0
+        self._known: int | None = None  # torch's peak at `begin`
+        self._start = self._excluded = 0.0
+        self._done = False
+        self._parts: tuple[MeasuredPhase, ...] = ()
+
+    def __enter__(self) -> MeasuredPhase:
+        if not self.off:
+            outer = _open[-1] if _open else None
+            _open.append(self)
+            self._start = time.perf_counter()
+            with harmless(self):
+                same = outer is not None and outer.device == self.device
+                self._fold(outer if same else None)
+                self.look()
+                if outer is not None:
+                    self.begin()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> None:
+        if self not in _open:
+            return
+        if kind is None:
+            self.stop()
+        _open.remove(self)
+        outer = _open[-1] if _open else None
+        if outer is not None:
+            outer._excluded += time.perf_counter() - self._start
+            outer.off |= self.off  # its time would count as the outer phase's
+        if kind is None and not self.off:
+            phases, self._parts = (*self._parts, self), ()
+            if outer is None:
+                with harmless(self):
+                    _keep(self._owner, phases)
+            else:
+                outer._parts += phases
+
+    def begin(self) -> None:
+        """Marks the weights as loaded: what torch allocates from here on is working memory."""
+        with harmless(self):
+            if not self.off:
+                if self.waited_seconds is None:
+                    self.waited_seconds = time.perf_counter() - self._start - self._excluded
+                self._fold(self)
+                self.look()
+                self.loaded_bytes = self.card_bytes
+            self.working_bytes = 0
+            if self.counted:
+                self._base = torch.cuda.memory_allocated(self.device)
+                self._known = torch.cuda.max_memory_allocated(self.device)
+
+    def look(self) -> None:
+        """Reads the card; due before torch frees what it has reserved, and at each step."""
+        if self.counted and not self.off:
+            with harmless(self):
+                free, total = torch.cuda.mem_get_info(self.device)
+                self.card_bytes = max(self.card_bytes, total - free)
+                self.paged_bytes = max(self.paged_bytes, paged_bytes())
+
+    def stop(self) -> None:
+        """Measures up to here. Where nothing resets torch's peak, it tells only if it has risen."""
+        if self._done:
+            return
+        self._done = True
+        with harmless(self):
+            if not self.off:
+                done = _wait(self.device)
+                seconds = time.perf_counter() - self._start - self._excluded
+                self.seconds = seconds - (self.waited_seconds or 0.0) if done else None
+                self.look()
+                self._fold(self)
+            elif self._known is not None:
+                most = torch.cuda.max_memory_allocated(self.device)
+                self.working_bytes = most - self._base if most > self._known else 0
+
+    def _fold(self, whose: MeasuredPhase | None) -> None:
+        """Counts torch's peak as a phase's and starts it again."""
+        if self.counted:
+            if whose is not None:
+                most = torch.cuda.max_memory_allocated(self.device)
+                whose.allocated_bytes = max(whose.allocated_bytes, most)
+                if whose.waited_seconds is not None:
+                    whose.working_bytes = max(whose.working_bytes, most - whose._base)
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def phase(
+    name: str, patcher: Any, device: torch.device | None, path: tuple[str, ...] = ()
+) -> MeasuredPhase:
+    """A phase of the prompt that ComfyUI executes; off where it has no Report node.
+
+    Args:
+        patcher: of the MODEL, CLIP or VAE that computes; one of another kind measures nothing.
+        device: that computes.
+    """
+    prompt = None
+    with harmless():
+        prompt = reported_prompt()
+    return MeasuredPhase(name, getattr(patcher, "clone_base_uuid", None), device, path, prompt)
+
+
+def running(patcher: Any) -> MeasuredPhase | None:
+    """The phase that a patcher's model runs now on its device; None where none is measured."""
+    owner, device = (getattr(patcher, name, None) for name in ("clone_base_uuid", "load_device"))
+    return next((it for it in reversed(_open) if (it._owner, it.device) == (owner, device)), None)
+
+
+def inner_phase(name: str, patcher: Any, **asked: Any) -> MeasuredPhase:
+    """A phase inside the one that a patcher's model runs now; off where none is measured."""
+    outer = running(patcher)
+    if outer is None or outer.off:
+        return MeasuredPhase(name, None, None)
+    return MeasuredPhase(name, outer._owner, outer.device, (), outer.prompt, **asked)
+
+
+def prompt_id() -> str:
+    """The id of the prompt that ComfyUI executes; empty where it executes none."""
+    context = get_executing_context()
+    return "" if context is None else context.prompt_id
+
+
+def reported_prompt() -> str | None:
+    """The id of the prompt that ComfyUI executes, if it has a Report node."""
+    prompt, state = prompt_id(), get_progress_state()
+    if not prompt or state.prompt_id != prompt:
+        return None
+    nodes = map(state.dynprompt.get_node, state.dynprompt.all_node_ids())
+    return prompt if any(node.get("class_type") == REPORT_NODE for node in nodes) else None
+
+
+def measured(patcher: Any) -> tuple[MeasuredPhase, ...] | None:
+    """The phases of a patcher's model in its last prompt, () where its last sampling was not
+    measured; None where it has not run.
+    """
+    return _measured.get(getattr(patcher, "clone_base_uuid", None))
+
+
+def forget(patcher: Any) -> None:
+    """Drops the phases of a model that has sampled without being measured."""
+    _keep(getattr(patcher, "clone_base_uuid", None), ())
+
+
+def _keep(owner: Any, phases: tuple[MeasuredPhase, ...]) -> None:
+    before = _measured.pop(owner, ())
+    same = [it for it in before if phases and it.prompt == phases[-1].prompt]
+    # Replaced as a whole: another thread may be reading.
+    _measured[owner] = (*same, *phases)[-MOST_PHASES:]
+    if len(_measured) > MOST_MODELS:
+        del _measured[next(iter(_measured))]
+
+
+def paged_bytes() -> int:
+    """The weights that dynamic VRAM holds on all cards, which torch does not count."""
+    try:
+        from comfy_aimdo import control
+    except ImportError:
+        return 0
+    return 0 if control.lib is None else control.get_total_vram_usage()
+
+
+def _wait(device: torch.device) -> bool:
+    """Whether the device is done: DirectML, for one, does not tell."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type != "cpu":
+        accelerator = getattr(torch, "accelerator", None)  # of torch 2.6
+        current = None if accelerator is None else accelerator.current_accelerator()
+        if current is None or current.type != device.type:
+            return False
+        accelerator.synchronize(device)
+    return True
