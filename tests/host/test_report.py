@@ -726,14 +726,13 @@ def test_the_card_is_read_before_the_table_s_cache_is_emptied():
     ):
         cuda = torch.device("cuda")
         model = SimpleNamespace(clone_base_uuid="model", load_device=cuda)
-        with phase("sampling", model, cuda), inner_phase("tables", model, timesteps=3) as part:
+        with phase("sampling", model, cuda), inner_phase("tables", model, timesteps=3):
             off_card_pass.compute_off_card(
                 blocks,
                 [torch.zeros(1).as_subclass(OnCard)],
                 1,
-                None,
+                model,
                 off_card_pass.PassFigures(),
-                part.look,
             )
     seen = [run.card_bytes for run in measured(model)]
     assert seen == [1200, 100], seen

@@ -54,7 +54,7 @@ def test_the_report_follows_each_run_of_a_server(server: Server):
     assert server.image(runs["first"], "save")
 
 
-def test_a_report_that_is_added_after_the_run_says_whose_figures_it_has(server: Server):
+def test_a_report_that_is_added_after_the_run_asks_for_another(server: Server):
     nodes = graph(7)
     del nodes["report"]
     nodes["save"]["inputs"]["images"] = ["decode", 0]
@@ -62,8 +62,8 @@ def test_a_report_that_is_added_after_the_run_says_whose_figures_it_has(server: 
     nodes["report"] = graph(7)["report"]
     run = server.run(nodes)
     assert run.executed == ["report"]
-    assert "Nothing was sampled in this run" in run.text("report")
-    assert "Sampled: 64x64" in run.text("report")
+    assert "was not measured, because this node was not there" in run.text("report")
+    assert "Sampled: 64x64" in server.run(graph(9)).text("report")
 
 
 def test_a_run_that_only_decodes_again_reports_its_decode(server: Server):

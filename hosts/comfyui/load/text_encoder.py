@@ -113,8 +113,7 @@ class PlacedClip(comfy.sd.CLIP):
 
     def load_model(self, *args: Any, **kwargs: Any) -> ModelPatcher:
         patcher = super().load_model(*args, **kwargs)
-        run = running(self.patcher)
-        if run is not None:
+        if run := running(self.patcher):
             run.begin()
         return patcher
 

@@ -231,6 +231,8 @@ def forget(patcher: Any) -> None:
 
 
 def _keep(owner: Any, phases: tuple[MeasuredPhase, ...]) -> None:
+    if owner is None:
+        return
     before = _measured.pop(owner, ())
     same = [it for it in before if phases and it.prompt == phases[-1].prompt]
     # Replaced as a whole: another thread may be reading.

@@ -261,10 +261,8 @@ class ModelModulation:
 
     def _compute(self, embeddings: Sequence[torch.Tensor], batch: int) -> list[Entry]:
         if self._off_card_bytes:
-            with inner_phase("tables", self.patcher, timesteps=len(embeddings)) as run:
-                return compute_off_card(
-                    self._blocks, embeddings, batch, self.patcher, self.passes, run.look
-                )
+            with inner_phase("tables", self.patcher, timesteps=len(embeddings)):
+                return compute_off_card(self._blocks, embeddings, batch, self.patcher, self.passes)
         if self.table.passes < PAST_HOST and not self.figures.fallback:
             found = compute_past_host(self._blocks, embeddings, batch)
             if found is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -31,6 +31,7 @@ from ....optimizations.modulation import Entry, compute_entries
 from ....optimizations.stream import WeightStream
 from ....planning.phases import LAYERS_ON_CARD
 from ....spec.formats import format_gib
+from ..record.phase import running
 
 TENSORS = ("weight", "bias")
 
@@ -277,7 +278,6 @@ def compute_off_card(
     batch: int,
     patcher: ModelPatcher | None,
     figures: PassFigures,
-    look: Callable[[], None] = lambda: None,
 ) -> list[Entry]:
     """`compute_entries` of blocks whose modulation is of OffCardLinear layers.
 
@@ -287,13 +287,12 @@ def compute_off_card(
     Args:
         patcher: Whose patches are on the weights; None for none.
         figures: Is added to.
-        look: Reads the card while all that a pass took is still there.
     """
     figures.passes += 1
     layers = [layer.module[1] for layer in modulation_layers(blocks)]
     device = embeddings[0].device
     try:
-        return _streamed(blocks, layers, embeddings, batch, patcher, figures, look)
+        return _streamed(blocks, layers, embeddings, batch, patcher, figures)
     except torch.OutOfMemoryError:
         pass  # outside of the clause, where the exception holds what is to be freed
     needed = LAYERS_ON_CARD * max(layer.nbytes for layer in layers)
@@ -303,7 +302,7 @@ def compute_off_card(
         "other models off it first"
     )
     try:
-        return _streamed(blocks, layers, embeddings, batch, patcher, figures, look)
+        return _streamed(blocks, layers, embeddings, batch, patcher, figures)
     except torch.OutOfMemoryError:
         pass
     figures.note(
@@ -312,7 +311,7 @@ def compute_off_card(
     )
     figures.inexact = True
     on_cpu = [embedding.cpu() for embedding in embeddings]
-    entries = _streamed(blocks, layers, on_cpu, batch, patcher, figures, look)
+    entries = _streamed(blocks, layers, on_cpu, batch, patcher, figures)
     return [Entry(entry.image.to(device), entry.text.to(device)) for entry in entries]
 
 
@@ -323,14 +322,14 @@ def _streamed(
     batch: int,
     patcher: ModelPatcher | None,
     figures: PassFigures,
-    look: Callable[[], None],
 ) -> list[Entry]:
     start, device = time.perf_counter(), embeddings[0].device
     stream = WeightStream([layer.parts() for layer in layers], device)
     entries = compute_entries(blocks, embeddings, batch, _walk(blocks, stream, patcher))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        look()
+        if run := running(patcher):
+            run.look()
         # A step has no use for blocks of a layer's size, and would allocate others as well.
         torch.cuda.empty_cache()
     seconds = time.perf_counter() - start
