@@ -177,7 +177,7 @@ class MeasuredPhase:
 def phase(
     name: str, patcher: Any, device: torch.device | None, path: tuple[str, ...] = ()
 ) -> MeasuredPhase:
-    """A phase of the prompt that ComfyUI executes; off where it has no Report node.
+    """Measures a phase of the prompt that ComfyUI executes; off where it has no Report node.
 
     Args:
         patcher: of the MODEL, CLIP or VAE that computes; one of another kind measures nothing.
@@ -190,13 +190,13 @@ def phase(
 
 
 def running(patcher: Any) -> MeasuredPhase | None:
-    """The phase that a patcher's model runs now on its device; None where none is measured."""
+    """Finds the phase that a patcher's model runs now on its device; None where none is."""
     owner, device = (getattr(patcher, name, None) for name in ("clone_base_uuid", "load_device"))
     return next((it for it in reversed(_open) if (it._owner, it.device) == (owner, device)), None)
 
 
 def inner_phase(name: str, patcher: Any, **asked: Any) -> MeasuredPhase:
-    """A phase inside the one that a patcher's model runs now; off where none is measured."""
+    """Measures a phase inside the one that a patcher's model runs; off where none is measured."""
     outer = running(patcher)
     if outer is None or outer.off:
         return MeasuredPhase(name, None, None)
@@ -204,13 +204,13 @@ def inner_phase(name: str, patcher: Any, **asked: Any) -> MeasuredPhase:
 
 
 def prompt_id() -> str:
-    """The id of the prompt that ComfyUI executes; empty where it executes none."""
+    """Returns the id of the prompt that ComfyUI executes; empty where it executes none."""
     context = get_executing_context()
     return "" if context is None else context.prompt_id
 
 
 def reported_prompt() -> str | None:
-    """The id of the prompt that ComfyUI executes, if it has a Report node."""
+    """Returns the id of the prompt that ComfyUI executes, if it has a Report node."""
     prompt, state = prompt_id(), get_progress_state()
     if not prompt or state.prompt_id != prompt:
         return None
@@ -219,8 +219,8 @@ def reported_prompt() -> str | None:
 
 
 def measured(patcher: Any) -> tuple[MeasuredPhase, ...] | None:
-    """The phases of a patcher's model in its last prompt, () where its last sampling was not
-    measured; None where it has not run.
+    """Returns the phases of a patcher's model in its last prompt: () where its last sampling was
+    not measured, None where it has not run.
     """
     return _measured.get(getattr(patcher, "clone_base_uuid", None))
 
@@ -242,7 +242,7 @@ def _keep(owner: Any, phases: tuple[MeasuredPhase, ...]) -> None:
 
 
 def paged_bytes() -> int:
-    """The weights that dynamic VRAM holds on all cards, which torch does not count."""
+    """Counts the weights that dynamic VRAM holds on all cards, which torch does not."""
     try:
         from comfy_aimdo import control
     except ImportError:
@@ -251,7 +251,7 @@ def paged_bytes() -> int:
 
 
 def _wait(device: torch.device) -> bool:
-    """Whether the device is done: DirectML, for one, does not tell."""
+    """Returns False where the device does not tell when it is done, as DirectML."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type != "cpu":

@@ -139,14 +139,14 @@ class _Counts:
             return event
 
     def _seconds(self) -> list[float]:
-        """Of each evaluation, once the device is done; empty on devices without a clock."""
+        """Times each evaluation, once the device is done; empty on devices without a clock."""
         kind = self._run.device.type
         if kind == "cuda":
             return [begin.elapsed_time(end) / 1e3 for begin, end in self._evaluations]
         return [end - begin for begin, end in self._evaluations] if kind == "cpu" else []
 
     def asked(self) -> dict[str, Any]:
-        """The settings and counts of the run."""
+        """Gives the settings and counts of the run."""
         seconds, passes = self._seconds(), self._passes
         return {
             "steps": passes[-1].steps if passes else None,
@@ -173,7 +173,7 @@ def _size_lines(patcher: Any, noise: torch.Tensor) -> tuple[str, ...]:
 
 
 def cfg_of(guider: Any) -> float | None:
-    """A guider's CFG scale; None where it has none, or more than one."""
+    """Finds a guider's CFG scale; None where it has none, or more than one."""
     kind = type(guider)
     own = getattr(kind, "predict_noise", None) is CFGGuider.predict_noise
     if not own and kind.__name__ not in GUIDED_BY_CFG:
@@ -185,7 +185,7 @@ def cfg_of(guider: Any) -> float | None:
 
 
 def size_advice(model: Any, latent: Sequence[int]) -> str:
-    """What to say of a size that the model was not trained at; empty for all but micro."""
+    """Advises on a size that the model was not trained at; empty for all but micro."""
     transformer = model.diffusion_model
     if not hasattr(transformer, "txt_norm"):  # Qwen-Image-2.1
         return ""
@@ -195,7 +195,7 @@ def size_advice(model: Any, latent: Sequence[int]) -> str:
 
 
 def path_of(patcher: ModelPatcher) -> tuple[str, ...]:
-    """Which path every part took in the run, a line each."""
+    """Says which path every part took in the run, a line each."""
     cache = patcher.get_attachment(STEP_CACHE)
     others = () if cache is None else cache.lines()
     others = (*others, *(patcher.get_attachment(CARDS) or ()), *unsafe_copies(patcher))

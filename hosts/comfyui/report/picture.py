@@ -12,7 +12,7 @@ SIGNS = {"as predicted": "good", "faster than predicted": "good", "slower than p
 
 
 def report_picture(facts: RunFacts) -> RunPicture:
-    """What was measured, with what was predicted in brackets and as a mark on each bar."""
+    """Draws what was measured, with what was predicted in brackets and as a mark on each bar."""
     peak, known = facts.most()
     limit = None
     if peak and facts.usable:
@@ -33,7 +33,7 @@ def report_picture(facts: RunFacts) -> RunPicture:
 
 
 def nothing_to_draw(text: str) -> RunPicture:
-    """The picture of a report that has no run."""
+    """Draws a sentence where there is no run."""
     return RunPicture("plain", "No run to report", lines=[text])
 
 
@@ -65,7 +65,6 @@ def _where(facts: RunFacts) -> str:
 
 
 def _bar(row: Row, *, counted: bool) -> Bar:
-    """Of memory where it is counted, else of time."""
     name, time = ROW_NAMES[row.name], row.time()
     if counted:
         count, expected = row.card

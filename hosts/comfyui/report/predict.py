@@ -31,17 +31,17 @@ ATTENTION, MEASURED_ERRORS = "attention: ", "; fast: "
 
 
 def passes_of(asked: Mapping[str, Any]) -> float:
-    """Mean forward passes of one evaluation of the sampler."""
+    """Averages the forward passes of one evaluation of the sampler."""
     return asked["passes"] / max(1, asked["evaluations"])
 
 
 def prompts_of(asked: Mapping[str, Any]) -> float:
-    """Mean prompts that one evaluation computed for each image."""
+    """Averages the prompts that one evaluation computed for each image."""
     return asked["computed"] / (max(1, asked["evaluations"]) * asked["latent"][0])
 
 
 def mismatches(asked: Mapping[str, Any], path: Sequence[str], request: RunRequest) -> list[str]:
-    """Sentences on what ran otherwise than the prediction assumes."""
+    """Says what ran otherwise than the prediction assumes."""
     notes = []
     if not any(line.startswith(FUSED) for line in path):
         notes.append("The predicted times assume fused blocks, which did not run.")
@@ -96,7 +96,7 @@ class Prediction:
     card: ChosenCard | None = None
 
     def changed(self, **settings: Any) -> Mapping[str, Phase]:
-        """The phases of the same run with other settings; empty where they are not possible."""
+        """Predicts the phases with other settings; empty where they are not possible."""
         if self.request is None:
             return {}
         try:
@@ -152,7 +152,7 @@ def predict(
 
 
 def _settings(asked: Mapping[str, Any], tiles: int) -> dict[str, Any]:
-    """Arguments of `RunRequest`; the parts that ran give the rest."""
+    """Gives the arguments of `RunRequest` that the parts that ran do not."""
     batch, channels, *frames, height, width = asked["latent"]
     side = pixels_of(channels)
     references = len(asked["references"])
@@ -174,7 +174,7 @@ def _settings(asked: Mapping[str, Any], tiles: int) -> dict[str, Any]:
 
 
 def _attention(path: Sequence[str], card: CardFacts) -> str:
-    """The attention that ran: "fast" where it chose what is predicted of it."""
+    """Names the attention that ran: "fast" where it chose what is predicted of it."""
     lines = [line for line in path if line.startswith(ATTENTION)]
     names = {line.removeprefix(ATTENTION).partition(":")[0] for line in lines}
     ran = next((form for form in EIGHT_BIT if form in names), EXACT)
@@ -190,7 +190,7 @@ def _with_tokens(request: RunRequest, tokens: int) -> RunRequest:
 
 
 def _cfg(asked: Mapping[str, Any]) -> str:
-    """From what was computed: a guider may ask for the negative prompt in a call of its own."""
+    """Tells by what was computed: a guider may ask for the negative prompt in its own call."""
     if prompts_of(asked) < 1.5:
         return "off"
     # ComfyUI computes prompts of one length in one pass.

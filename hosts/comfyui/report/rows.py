@@ -45,7 +45,7 @@ class LastRun:
         return self.last.prompt == self.now
 
     def of(self, name: str) -> tuple[MeasuredPhase, ...]:
-        """The phases of one name."""
+        """Finds the phases of one name."""
         return tuple(phase for phase in self.phases if phase.name == name)
 
 
@@ -123,15 +123,15 @@ class Row:
         )
 
     def time(self) -> str:
-        """What was measured, in words."""
+        """Formats the measured time."""
         return "not timed" if self.seconds is None else seconds_text(self.seconds)
 
     def path(self) -> list[str]:
-        """How it ran, each line once."""
+        """Lists how it ran, each line once."""
         return list(dict.fromkeys(line for phase in self.phases for line in phase.path))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, in seconds and GiB."""
+        """Gives the figures for JSON, in seconds and GiB."""
         found = {"seconds": None if self.seconds is None else figure(self.seconds)}
         if any(phase.counted for phase in self.phases):
             found |= {
@@ -161,7 +161,7 @@ def _most(phases: Sequence[MeasuredPhase], name: str) -> int:
 
 
 def rows_of(ran: LastRun, predictions: Sequence[Prediction]) -> list[Row]:
-    """The phases that ran, in the order in which a first run has them.
+    """Sorts the phases that ran as a first run has them, with the estimate of each.
 
     Args:
         predictions: of each sampling; the last is of the one that gave the images.
@@ -200,7 +200,7 @@ def rows_of(ran: LastRun, predictions: Sequence[Prediction]) -> list[Row]:
 
 
 def _load(ran: LastRun) -> list[MeasuredPhase]:
-    """All waits for weights as one phase; none where nothing waited."""
+    """Sums the waits for weights as one phase; none where nothing waited."""
     found = [
         phase
         for phase in ran.phases
@@ -216,7 +216,7 @@ def _load(ran: LastRun) -> list[MeasuredPhase]:
 
 
 def _settings(phase: MeasuredPhase) -> tuple[tuple[str, int], ...]:
-    """What was asked for where that can differ from the sampling's, of a `RunRequest`."""
+    """Names the fields of a `RunRequest` in which a phase can differ from the sampling."""
     asked: dict[str, int] = {}
     if phase.name == "decode" and "size" in phase.asked:
         images, *_, height, width = phase.asked["size"]
@@ -228,7 +228,7 @@ def _settings(phase: MeasuredPhase) -> tuple[tuple[str, int], ...]:
 
 
 def ends(seconds: Range | None) -> list[float] | None:
-    """For JSON."""
+    """Gives a range's ends, for JSON."""
     return None if seconds is None else [figure(seconds.low), figure(seconds.high)]
 
 

@@ -50,7 +50,7 @@ class RunReport:
     data: dict[str, Any] = field(default_factory=dict)
 
     def json(self) -> str:
-        """One object."""
+        """Writes one object."""
         return json.dumps(self.data)
 
 
@@ -104,7 +104,7 @@ def _report(model: ModelPatcher, clip: Any, vae: Any) -> RunReport:
 
 
 def _beyond_steps(sampled: Sequence[MeasuredPhase]) -> float:
-    """Seconds where sampling took far longer than its steps; else 0."""
+    """Counts the seconds that were no steps, where they are many; else 0."""
     total = steps = 0.0
     for run in sampled:
         step = run.asked["step_seconds"]
@@ -116,7 +116,7 @@ def _beyond_steps(sampled: Sequence[MeasuredPhase]) -> float:
 
 
 def _missing(clip: Any, vae: Any, ran: LastRun) -> list[str]:
-    """Why a connected part has no line."""
+    """Says why a connected part has no line."""
     notes = []
     if clip is not None and not ran.of("text"):
         notes.append(

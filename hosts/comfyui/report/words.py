@@ -56,11 +56,6 @@ class RunFacts:
         return self.ran.last.asked["step_seconds"]
 
     @property
-    def images(self) -> int:
-        """How many the last sampling made."""
-        return self.ran.last.asked["latent"][0]
-
-    @property
     def usable(self) -> int:
         """Bytes of the card that a run may use; 0 where the card is not known."""
         card = self.prediction.card
@@ -77,11 +72,12 @@ class RunFacts:
         price = card and card.price()
         if not price or seconds is None:
             return None
-        return usd_range(price.usd_per_hour, seconds.times(1 / self.images))
+        images = self.ran.last.asked["latent"][0]
+        return usd_range(price.usd_per_hour, seconds.times(1 / images))
 
 
 def summary_lines(facts: RunFacts) -> list[str]:
-    """The answer, what ran, times, memory, cost, and what to do next."""
+    """Says the answer, what ran, times, memory, cost, and what to do next."""
     return [
         answer(facts) + ".",
         heading(facts.ran.last.asked),
@@ -93,7 +89,7 @@ def summary_lines(facts: RunFacts) -> list[str]:
 
 
 def answer(facts: RunFacts) -> str:
-    """How long it took, and whether that was predicted."""
+    """Says how long it took, and whether that was predicted."""
     if facts.seconds is None:
         return f"Not timed on {facts.ran.last.device}"
     took = f"{'' if facts.ran.this_run else 'An earlier run '}took {seconds_text(facts.seconds)}"
@@ -104,7 +100,7 @@ def answer(facts: RunFacts) -> str:
 
 
 def compared(facts: RunFacts) -> str:
-    """How the time of a run is against its prediction; empty without either."""
+    """Compares the time of a run with its prediction; empty without either."""
     if facts.seconds is None or facts.predicted is None:
         return ""
     low, high = facts.predicted
@@ -150,7 +146,7 @@ def _next(facts: RunFacts) -> str:
 
 
 def report_text(facts: RunFacts) -> str:
-    """The six lines, then all figures, the path of each part, and notes."""
+    """Writes the six lines, then all figures, the path of each part, and notes."""
     paths = [
         f"{ROW_NAMES[row.name]}: {line}" if row.name in ("text", "tables") else line
         for row in facts.rows
@@ -171,7 +167,7 @@ def report_text(facts: RunFacts) -> str:
 
 
 def _table(facts: RunFacts) -> list[str]:
-    """Measured beside predicted, without the columns of which nothing is known."""
+    """Leaves out the columns of which nothing is known."""
     rows = [["time and GiB", "time", "predicted", "card", "predicted", "working", "predicted"]]
     for row in facts.rows:
         memory = (*row.card, *row.working) if row.card[0] else (0, 0, 0, 0)
@@ -186,7 +182,7 @@ def _table(facts: RunFacts) -> list[str]:
 
 
 def range_text(seconds: Range | None) -> str:
-    """Empty for None."""
+    """Formats predicted seconds; empty for None."""
     return "" if seconds is None else duration(seconds)
 
 
@@ -195,7 +191,7 @@ def _gib(count: int) -> str:
 
 
 def heading(asked: Mapping[str, Any]) -> str:
-    """What was sampled, in one line."""
+    """Names what was sampled, in one line."""
     batch, channels, *frames, height, width = asked["latent"]
     side = pixels_of(channels)
     words = [f"{side * width}x{side * height}", f"batch {batch}"]
