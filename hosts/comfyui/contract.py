@@ -42,6 +42,9 @@ HOOKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "WrappersMP.CALC_COND_BATCH": (),
         "WrappersMP.APPLY_MODEL": (),
         "CallbacksMP.ON_DETACH": (),
+        "add_wrapper_with_key": (
+            *("wrapper_type", "key", "wrapper", "transformer_options", "is_model_options"),
+        ),
     },
     "comfy.model_base": {
         "BaseModel.apply_model": (
