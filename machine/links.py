@@ -21,7 +21,6 @@ from ..spec.formats import MIB
 from . import copies
 from .card import Capability, InstalledCards, State, first_line
 from .copies import Route
-from .slots import places_of
 from .store import load_link, save_link
 
 SIZES = tuple(1024 * 4**step for step in range(10))  # bytes: 1 KB to 256 MB
@@ -124,10 +123,9 @@ def check_links(cards: InstalledCards) -> list[Capability]:
         except RuntimeError as error:  # a card that has failed
             found.append(Capability(name, State.NOT_USABLE, first_line(error)))
             continue
-        uuids = [cards.usable[index].uuid for index in (first, second)]
-        parts = [_way(link), *_rates(link, back), str(places_of(*uuids))]
+        parts = [_way(link), *_rates(link, back)]
         state = State.USABLE if link.peer else State.LIMITED
-        found.append(Capability(name, state, "; ".join(filter(None, parts)), _remedy(link)))
+        found.append(Capability(name, state, "; ".join(parts), _remedy(link)))
     return found
 
 
