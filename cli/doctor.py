@@ -144,7 +144,7 @@ def _card_checks(cards: InstalledCards) -> tuple[Capability, ...]:
 
 
 def _link_checks(cards: InstalledCards) -> Iterable[Capability]:
-    """One line for each pair of cards; takes about a second for each, once a boot."""
+    """One line for each pair of cards; takes about half a second for each."""
     if len(cards.usable) < 2:
         return ()
     from ..machine.links import check_links

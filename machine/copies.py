@@ -72,100 +72,6 @@ class CardOperations:
         for one, other in ((source, target), (target, source)):
             torch.empty(1, device=one).copy_(torch.zeros(1, device=other))
 
-    def free(self, device: torch.device) -> int:
-        """About how many bytes can be allocated on a card; torch keeps some of them."""
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + kept
-
-    def load(self, device: torch.device) -> Load:
-        """Matrix products that keep a card busy."""
-        return Load(device)
-
-
-class Load:
-    """Matrix products on a stream of their own."""
-
-    SIZE = 2048
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            self._x, self._y = torch.ones(
-                2, self.SIZE, self.SIZE, device=device, dtype=torch.float16
-            )
-            self._out = torch.empty_like(self._x)
-        self.queue(1)  # which takes cuBLAS's memory
-
-    def queue(self, count: int) -> None:
-        with torch.cuda.stream(self._stream):
-            for _ in range(count):
-                torch.mm(self._x, self._y, out=self._out)
-
-    def finish(self) -> None:
-        self._stream.synchronize()
-
-
-class CpuOperations:
-    """The same where source and target are host memory: a copy is done when it returns."""
-
-    def current(self, device: torch.device) -> Any:
-        return _NOW
-
-    def stream(self, device: torch.device) -> Any:
-        return _NOW
-
-    def event(self, timed: bool = False) -> Any:
-        return _NOW
-
-    def pinned(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8)
-
-    def copy(self, target: int, source: int, size: int, stream: Any) -> None:
-        ctypes.memmove(target, source, size)
-
-    def can_access(self, source: torch.device, target: torch.device) -> bool:
-        return True
-
-    def allow(self, source: torch.device, target: torch.device) -> None:
-        pass
-
-    def free(self, device: torch.device) -> int:
-        return 80 * MIB
-
-    def load(self, device: torch.device) -> Any:
-        return _NOW
-
-
-class _Now:
-    """A stream, an event and a load that are never waited for."""
-
-    def record(self, stream: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: Any) -> float:
-        return 1.0
-
-    def queue(self, count: int) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
-_NOW = _Now()
-
-
-def operations_on(device: torch.device) -> CardOperations | CpuOperations:
-    """Those of a device."""
-    return CpuOperations() if device.type == "cpu" else CardOperations()
-
 
 class Route:
     """Copies from one card to another, in order.
@@ -173,13 +79,13 @@ class Route:
     Whoever copies keeps the tensors alive until both cards have waited for the copy.
 
     Args:
-        source, target: Cards, or the CPU for both.
+        source, target: Cards.
         peer: Whether they go from card to card; else through pinned host memory, whose pieces
             overlap both ways.
-        operations: Of the source by default.
+        operations: What CUDA does; tests replace it.
 
     Attributes:
-        out, into: Its streams on the source and on the target.
+        out, into: Its streams on the source and on the target, or one where it needs no more.
         landed: The event of the last copy.
 
     Raises:
@@ -190,8 +96,9 @@ class Route:
         self, source: torch.device, target: torch.device, peer: bool, operations: Any = None
     ) -> None:
         self.source, self.target, self.peer = source, target, peer
-        self._operations = operations = operations or operations_on(source)
-        self.out, self.into = operations.stream(source), operations.stream(target)
+        self._operations = operations = operations or CardOperations()
+        self.out = operations.stream(source)
+        self.into = self.out if peer else operations.stream(target)
         self._turn = 0
         self._buffers = []
         if peer:
@@ -211,7 +118,20 @@ class Route:
         Raises:
             ValueError: A pair differs in bytes.
         """
-        self._copy(_moves(pairs))
+        moves = _moves(pairs)
+        current = self._operations.current
+        self._ready.record(current(self.source))
+        self.out.wait_event(self._ready)
+        self._free.record(current(self.target))
+        if self.peer:
+            self.out.wait_event(self._free)
+            for target, source, size in moves:
+                self._operations.copy(target, source, size, self.out)
+        else:
+            self.into.wait_event(self._free)
+            self._copy_through_host(moves)
+            self.landed.record(self.into)
+        self._left.record(self.out)
 
     def arrive(self) -> None:
         """The target's current stream waits for the last copy."""
@@ -226,27 +146,23 @@ class Route:
         for stream in (self.out, self.into):
             stream.synchronize()
 
+    @functools.cached_property
+    def captured(self) -> Route:
+        """Another one between the same cards, for CUDA graphs alone."""
+        return Route(self.source, self.target, self.peer, self._operations)
+
+    def begin_capture(self) -> None:
+        """Copies from here on are part of a graph, which the current streams of both cards capture,
+        and which may not wait for an event of before. It has to wait for the last one.
+        """
+        self._make_events()
+
     def _make_events(self) -> None:
         event = self._operations.event
         self._ready, self._free, self._left = (event() for _ in range(3))
         self.landed = self._left if self.peer else event()
         for buffer in self._buffers:
             buffer.filled, buffer.read = event(), event()
-
-    def _copy(self, moves: Sequence[Move]) -> None:
-        current = self._operations.current
-        self._ready.record(current(self.source))
-        self.out.wait_event(self._ready)
-        self._free.record(current(self.target))
-        if self.peer:
-            self.out.wait_event(self._free)
-            for target, source, size in moves:
-                self._operations.copy(target, source, size, self.out)
-        else:
-            self.into.wait_event(self._free)
-            self._copy_through_host(moves)
-            self.landed.record(self.into)
-        self._left.record(self.out)
 
     def _copy_through_host(self, moves: Sequence[Move]) -> None:
         copy, out, into = self._operations.copy, self.out, self.into

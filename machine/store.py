@@ -19,8 +19,7 @@ from ..spec.formats import MULTIPLIED
 
 logger = logging.getLogger(__name__)
 
-CARDS, CALIBRATION = "cards.json", "calibration.json"
-ATTENTION, LINKS = "attention.json", "links.json"
+CARDS, CALIBRATION, ATTENTION = "cards.json", "calibration.json", "attention.json"
 VERSION = 1
 FIGURES = ("attention", "bandwidth", "convolution", "encoder", "pcie")
 LAUNCH_SECONDS, GRAPH = "launch_seconds", "graph"
@@ -215,20 +214,6 @@ def save_attention(key: str, timings: AttentionTimings) -> None:
     _save(cache_folder() / ATTENTION, key, {"tokens": timings.tokens, "ms": ms})
 
 
-# What joins two cards, in this boot.
-
-
-def load_link(key: str) -> Any:
-    """What was kept of a pair of cards; None where nothing that can be read."""
-    entries = _measured(cache_folder() / LINKS)
-    return entries.get(key) if isinstance(entries, dict) else None
-
-
-def save_link(key: str, entry: Mapping[str, Any]) -> None:
-    """Adds or replaces what is kept of a pair of cards."""
-    _save(cache_folder() / LINKS, key, entry)
-
-
 def _save(path: Path, key: str, entry: Mapping[str, Any]) -> None:
     """Adds or replaces one entry of a file, in one step: no reader sees half a file.
 
@@ -274,7 +259,6 @@ def _value(entry: tuple[str, float]) -> float:
 REMEDIES = {
     CALIBRATION: "`qwen-l40s bench --calibrate`",
     ATTENTION: "attention is measured again",
-    LINKS: "links between cards are verified again",
 }
 
 

@@ -8,13 +8,15 @@ import copy
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
-from itertools import permutations
+from itertools import combinations
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
-from ..machine.lanes import lane_between
+from ..errors import UnavailableError
+from ..machine.card import first_line
+from ..machine.links import link_between
 from .attention import ChosenAttention
 from .blocks.block_form import is_changed
 from .blocks.graphs import PassMemory
@@ -73,7 +75,7 @@ class Optimization:
         """Forgets what was known in the last run; its report stays until the next pass.
 
         Raises:
-            LostCopyError, NotFiniteError: As of `confirm`, in a run that goes on around this one.
+            NotFiniteError: As of `confirm`, in a run that goes on around this one.
         """
         self.confirm()
         # What was compared with the host's attention says nothing of this package's.
@@ -87,17 +89,12 @@ class Optimization:
             memory.start_run()
 
     def confirm(self) -> None:
-        """Waits for the copies between cards of the last pass, and for what tells NaN; a host calls
-        it at the end of a run.
+        """Waits for what tells NaN; a host calls it at the end of a run.
 
         Raises:
-            LostCopyError: One was lost: the run has to begin again, which it does on one card. So
-                does each pass but the first of a run.
             NotFiniteError: As of `run_pass`.
         """
         self._settle(_values(self._doubts))
-        for prepared in self._all_prepared():
-            prepared.split.confirm()
 
     def end_run(self) -> None:
         """Lets go of weights, and of buffers that no graph needs."""
@@ -107,7 +104,6 @@ class Optimization:
             self._last.let_go()
         for prepared in self._all_prepared():
             prepared.known(None)
-            prepared.split.unchecked = None
         for memory in self._all_memories():
             memory.free_buffers()
 
@@ -259,12 +255,16 @@ class Optimization:
                     figures.refuse(f"{peer.device}: {fallback}")
                     return None
                 members.append(self._member(prepared, peer, stack))
-        lanes = {
-            (source, target): lane_between(members[source].host.device, members[target].host.device)
-            for source, target in permutations(range(len(members)), 2)
-        }
-        gbps = min(lane.gbps for lane in lanes.values())
-        return Team(members, lanes, gbps, self._of_cards)
+        devices = [member.host.device for member in members]
+        try:
+            links = {
+                (one, other): link_between(devices[one], devices[other])
+                for one, other in combinations(range(len(members)), 2)
+            }
+            return Team(members, links, self._of_cards)
+        except UnavailableError as error:
+            figures.refuse(first_line(error), final=True)
+            return None
 
     @contextmanager
     def _memory(self, prepared: PreparedModel, host: HostPass) -> Iterator[PassMemory]:

@@ -1,8 +1,54 @@
-"""Copies that go wrong without an error, as between two cards with an IOMMU or ACS."""
+"""Copies where cards are the processor, and some that go wrong without an error, as between two
+cards with an IOMMU or ACS.
+"""
 
 import ctypes
 
-from qwen_l40s.machine.copies import CpuOperations
+import torch
+
+
+class Now:
+    """A stream and an event that are never waited for."""
+
+    def record(self, stream):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return 1.0
+
+
+class CpuOperations:
+    """As `copies.CardOperations`, in host memory: a copy is done when it returns."""
+
+    def current(self, device):
+        return NOW
+
+    def stream(self, device):
+        return NOW
+
+    def event(self, timed=False):
+        return NOW
+
+    def pinned(self, size):
+        return torch.empty(size, dtype=torch.uint8)
+
+    def copy(self, target, source, size, stream):
+        ctypes.memmove(target, source, size)
+
+    def can_access(self, source, target):
+        return True
+
+    def allow(self, source, target):
+        pass
+
+
+NOW = Now()
 
 
 class Vanishing(CpuOperations):
@@ -46,3 +92,22 @@ class Late(Vanishing):
 
 
 FAULTS = Vanishing, Partial, Late
+
+
+def between_cards(fault):
+    """With copies through pinned host memory that lose nothing."""
+
+    class Faulty(fault):
+        pins = False
+
+        def pinned(self, size):
+            self.pins = True
+            return super().pinned(size)
+
+        def copy(self, target, source, size, stream):
+            if self.pins:
+                CpuOperations.copy(self, target, source, size, stream)
+            else:
+                super().copy(target, source, size, stream)
+
+    return Faulty

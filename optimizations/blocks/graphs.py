@@ -76,8 +76,7 @@ class Work(NamedTuple):
         parts: What launches blocks of which model.
         beside: Whether text and image are computed side by side.
         launch: Is called before a capture. What it returns launches the work in place of the
-            inputs' `x`, with another stream on their card; and that returns whether a replay that
-            is over has gone wrong, or None.
+            inputs' `x`, with another stream on their card.
         cards: Others that take part, each with its memory.
         borrowed: The host's tensors that it reads where they are, until the run ends.
     """
@@ -86,7 +85,7 @@ class Work(NamedTuple):
     weights: Hashable
     parts: Sequence[tuple[BlockExecutor, Sequence[torch.nn.Module]]]
     beside: bool
-    launch: Callable[[], Callable[[Inputs, torch.cuda.Stream], Callable[[], bool] | None]]
+    launch: Callable[[], Callable[[Inputs, torch.cuda.Stream], None]]
     cards: Sequence[tuple[torch.device, PassMemory]] = ()
     borrowed: Sequence[Prefix] | None = None
 
@@ -110,7 +109,6 @@ class PassGraph:
         inputs: What it reads.
         weights: The token of where the weights are.
         workspaces: Whose buffers it uses.
-        wrong: Of a replay, as `Work.launch` gives it.
         borrowed: Of the work.
 
     Attributes:
@@ -124,10 +122,9 @@ class PassGraph:
         inputs: Inputs,
         weights: Hashable,
         workspaces: Sequence[Workspace],
-        wrong: Callable[[], bool] | None,
         borrowed: Sequence[Prefix] | None = None,
     ) -> None:
-        self._graph, self._inputs, self._wrong = graph, inputs, wrong
+        self._graph, self._inputs = graph, inputs
         self.pool, self.weights = pool, weights
         self.borrowed = borrowed
         self.issued = 0.0
@@ -146,20 +143,6 @@ class PassGraph:
         self._graph.replay()
         self.issued = time.perf_counter()
         return streams_of(self._inputs.x.clone(), step.tokens)
-
-    def check(self) -> Callable[[], bool]:
-        """What waits until the last replay is over, and says whether it has gone wrong."""
-        over, wrong = None, self._wrong
-        if self._inputs.x.is_cuda:
-            over = torch.cuda.Event()
-            over.record()
-
-        def look() -> bool:
-            if over is not None:
-                over.synchronize()
-            return wrong is not None and wrong()
-
-        return look
 
     def reset(self) -> None:
         """Frees what it holds."""
@@ -323,11 +306,10 @@ class PassMemory:
             memory._make_room()
         spaces = [memory.workspace for memory in memories]
         changes = [space.changes for space in spaces]
-        wrong: list[Callable[[], bool] | None] = []
         try:
             inputs, pool, launch = self._inputs(text, entry, step), self._own_pool(), work.launch()
             graph = capture(
-                lambda stream: wrong.append(launch(inputs, stream)),
+                lambda stream: launch(inputs, stream),
                 text.device,
                 pool,
                 {card: memory._pool_of(card) for card, memory in work.cards},
@@ -339,7 +321,7 @@ class PassMemory:
         if [space.changes for space in spaces] != changes:
             graph.reset()
             return FIRST
-        found = PassGraph(graph, pool, inputs, work.weights, spaces, wrong[0], work.borrowed)
+        found = PassGraph(graph, pool, inputs, work.weights, spaces, work.borrowed)
         for memory in memories:  # each keeps the buffers as long as the graph is there
             memory._graphs[work.key] = found
         figures.captured += 1

@@ -16,7 +16,6 @@ import torch
 
 from ...machine.card import first_line
 from ..attention import Attention, AttentionRequest, ChosenAttention
-from ..cards.split import LostCopyError
 from ..cards.team import Given, SplitPlan, Team
 from ..fallback import Fallback
 from ..modulation import Entry, compute_entry
@@ -227,7 +226,6 @@ class ForwardPass:
     ) -> bool:
         """Has several cards compute all blocks; whether they did."""
         figures, host = self._prepared.split, self._host
-        figures.confirm()
         refusal = self._no_split(watched)
         if refusal:
             figures.refuse(refusal)
@@ -253,19 +251,16 @@ class ForwardPass:
                 result = graph.replay(*given)
             else:
                 result = split.run(*given, 0, len(host.blocks), self._watch and self._watch.after)
-        except LostCopyError:
-            figures.refuse("a copy between two cards was lost", final=True)
         except torch.OutOfMemoryError:
             self._team.release()
             figures.refuse("a card ran out of memory", final=True)
         except Exception as error:  # compilers, drivers and packages raise anything
-            figures.refuse(f"several cards raised {first_line(error)}", final=True)
+            self._end_sharing(f"several cards raised {first_line(error)}")
         else:
             figures.seconds += (graph or split).issued - start
             figures.blocks += len(host.blocks)
             figures.passes += 1
             figures.plan = plan
-            figures.unchecked = (graph or split).check()
             self._hand(given, result, graph)
             return True
         self._watch = None
@@ -280,12 +275,14 @@ class ForwardPass:
         expected = self._host.host_block(block, arguments)
         split = self._team.split(plan, step)
         result = split.run(*given, 0, 1)
-        if split.check()():
-            raise LostCopyError
         if figures.check.passes((text, image), result, expected, step):
             return True
-        figures.refuse(str(figures.check.failed), final=True)
+        self._end_sharing(str(figures.check.failed))
         return False
+
+    def _end_sharing(self, error: str) -> None:
+        """Has the rest of the run computed on one card, and says whether a link was to blame."""
+        self._prepared.split.refuse(self._team.find_damage() or error, final=True)
 
     def _no_split(self, watched: bool) -> str:
         """Why this pass runs on one card."""

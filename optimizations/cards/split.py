@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ... import split_cost
-from ...errors import UnavailableError
+from ...machine.copies import Route
 from ..blocks.block import Step
 from ..blocks.self_check import Streams
 from ..blocks.shape import Share
@@ -31,33 +31,6 @@ from ..reference import Rotary, Tokens
 from .parts import KEYS, QUERIES, VALUES, Card, Pairs, Part
 
 CONTIGUOUS = torch.contiguous_format
-Missed = Callable[[], bool]
-
-
-class CopyLane(Protocol):
-    """Copies from one card to another, in order: `lanes.Lane`."""
-
-    def copy(self, pairs: Pairs) -> None: ...
-
-    def arrive(self) -> None: ...
-
-    def departed(self) -> None: ...
-
-    def missed(self) -> bool: ...
-
-    def begin_capture(self) -> None: ...
-
-    def end_capture(self) -> Missed: ...
-
-
-class LostCopyError(UnavailableError):
-    """What one card sent has not come to another; the pass has to run again, or its run."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "a copy between two cards was lost, and what is made of it is wrong: run once more, "
-            "on one card if it happens again, and see `qwen-l40s doctor`."
-        )
 
 
 class Timed:
@@ -120,7 +93,7 @@ class Split:
     Args:
         cards: The first has the inputs, and gets the result.
         shares: Of each card.
-        lanes: Of each pair of cards, from the one to the other.
+        routes: Of each pair of cards, from the one to the other.
         additions: What the host adds to the image's rows after each block, (batch or 1, tokens, D)
             on the first card, or None; empty where it adds nothing.
         early: Whether normalized rows leave in two pieces, the first while the MLP goes on; of one
@@ -135,12 +108,12 @@ class Split:
         self,
         cards: Sequence[Card],
         shares: Sequence[Share],
-        lanes: dict[tuple[int, int], CopyLane],
+        routes: dict[tuple[int, int], Route],
         additions: Sequence[torch.Tensor | None] = (),
         early: bool = False,
     ) -> None:
         self._early = early and shares[0].whole.batch == 1 and bool(shares[0].received)
-        self._cards, self._shares, self._lanes = cards, shares, lanes
+        self._cards, self._shares, self._routes = cards, shares, routes
         self._additions = additions
         self._kept: list[Pairs] = []  # that copies read
         self._sent: dict[Hashable, Pairs] = {}  # in blocks
@@ -182,34 +155,25 @@ class Split:
             result = self._gather(parts, torch.empty_like(image, memory_format=CONTIGUOUS))
             self.issued = time.perf_counter()
         except BaseException:  # nobody copies from or to what is freed next
-            self.check()()
+            for route in self._routes.values():
+                route.finish()
             raise
         return result
 
-    def check(self) -> Missed:
-        """What waits until the copies of the last run are over, and says whether one is lost."""
-        lanes = list(self._lanes.values())
-        return lambda: any([lane.missed() for lane in lanes])  # noqa: C419 of each, to the end
-
-    def capture(self, x: torch.Tensor, step: Step, entry: Entry) -> Missed:
+    def capture(self, x: torch.Tensor, step: Step, entry: Entry) -> None:
         """All blocks, in place, while the current streams of all cards capture a CUDA graph.
 
         Args:
             x: Both streams in stream order, (rows, D), on the first card.
-
-        Returns:
-            Whether a copy did not come to its card in a replay; asked when that is over.
         """
-        for lane in self._lanes.values():
-            lane.begin_capture()
+        for route in self._routes.values():
+            route.begin_capture()
         text, image = streams_of(x, step.tokens)
         blocks = len(self._cards[0].blocks)
         parts = self._begin(text, image, step, entry, 0, blocks)
         self._run(parts, 0, blocks, None)
         own, _ = self._gather(parts, image)
         text.copy_(own)
-        missed = [lane.end_capture() for lane in self._lanes.values()]
-        return lambda: any(found() for found in missed)
 
     def _run(
         self, parts: Sequence[Part], first: int, last: int, after: Callable[[int], None] | None
@@ -288,7 +252,7 @@ class Split:
             mask = None if step.mask is None else sent("mask", step.mask.contiguous())
             modulation = sent("modulation", entry.image.contiguous())
         self._copy(0, here, pairs)
-        self._lanes[0, here].arrive()
+        self._routes[0, here].arrive()
         # The text's modulation has no rows here to change.
         own = Entry(modulation, modulation[:, : entry.text.shape[1]])
         return Part(card, share, x, Step(share.tokens, rotary, mask), own)
@@ -312,14 +276,14 @@ class Split:
     def _exchange(
         self, parts: Sequence[Part], sent: Callable[[Part, Part, Any], Pairs], what: int | None
     ) -> None:
-        for (source, target), lane in self._lanes.items():
+        for (source, target), route in self._routes.items():
             here, there = parts[source], parts[target]
             # Found once: views made anew for each block cost the processor as much as its launches.
             key = source, target, id(here.program), id(there.program), what
             pairs = self._sent.get(key)
             if pairs is None:
                 pairs = self._sent[key] = sent(here, there, what)
-            lane.copy(pairs)
+            route.copy(pairs)
 
     def _leaves_early(self, index: int, last: int) -> bool:
         """Whether the rows of the block after this one are sent in two pieces."""
@@ -328,11 +292,11 @@ class Split:
 
     def _arrive(self, here: int) -> None:
         """This card waits for what it gets, and for what it sends, which it then overwrites."""
-        for (source, target), lane in self._lanes.items():
+        for (source, target), route in self._routes.items():
             if target == here:
-                lane.arrive()
+                route.arrive()
             elif source == here:
-                lane.departed()
+                route.departed()
 
     def _added(self, index: int, here: int) -> torch.Tensor | None:
         """What the host adds after a block, on this card."""
@@ -343,24 +307,24 @@ class Split:
             return added
         there = _place(self._cards[here], "added", added)
         self._copy(0, here, [(added.contiguous(), there)])
-        self._lanes[0, here].arrive()
+        self._routes[0, here].arrive()
         return there
 
     def _copy(self, source: int, target: int, pairs: Pairs) -> None:
         self._kept.append(pairs)
-        self._lanes[source, target].copy(pairs)
+        self._routes[source, target].copy(pairs)
 
     def _gather(self, parts: Sequence[Part], result: torch.Tensor) -> Streams:
         """The text, and the image of all cards in `result`."""
         text, own = streams_of(parts[0].x, parts[0].share.tokens)
         result[:, : own.shape[1]].copy_(own)
         for here, part in enumerate(parts[1:], 1):
-            lane, share = self._lanes[here, 0], part.share
+            route, share = self._routes[here, 0], part.share
             there = result[:, share.start : share.stop]
             _, own = streams_of(part.x, share.tokens)
-            lane.copy(list(zip(own.unbind(), there.unbind(), strict=True)))
-            with parts[0].card.current():
-                lane.arrive()
+            route.copy(list(zip(own.unbind(), there.unbind(), strict=True)))
+            route.arrive()
+            route.departed()  # before the next pass writes there
         return text, result
 
 

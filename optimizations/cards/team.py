@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ...machine.copies import Route
+from ...machine.links import Link
 from ...split_cost import KEYS, LEAST_GAIN, ROWS, BlockSeconds, Rows, SplitCost, row_bytes
 from ..attention import Attention, AttentionRequest, ChosenAttention
 from ..blocks.block import BlockExecutor, Step
@@ -17,7 +20,7 @@ from ..blocks.shape import Share
 from ..blocks.workspace import PLACES
 from ..modulation import Entry
 from .parts import Card
-from .split import CopyLane, LostCopyError, Missed, Split, Timed, shares_of
+from .split import Split, Timed, shares_of
 
 if TYPE_CHECKING:
     from ..blocks.graphs import PassMemory
@@ -112,7 +115,6 @@ class SplitFigures:
         refusal: Why the passes that come run on one card.
         reasons: Why others did, with how many.
         sent: Whether normalized rows can be, and whether in 8 bits; None before anybody looked.
-        unchecked: Waits for the copies of the last pass; whether one was lost.
     """
 
     check: FirstBlockCheck
@@ -124,21 +126,6 @@ class SplitFigures:
     refusal: str = ""
     reasons: dict[str, int] = field(default_factory=dict)
     sent: tuple[bool, bool] | None = None
-    unchecked: Missed | None = None
-
-    def confirm(self) -> None:
-        """Waits for the copies of the last pass, which the next one does anyway.
-
-        To wait within the pass instead would leave both cards idle while the processor goes from
-        the last block to the next step's first one: 8 to 10 ms (H100, a ComfyUI step).
-
-        Raises:
-            LostCopyError: One was lost; from here on all runs on one card.
-        """
-        unchecked, self.unchecked = self.unchecked, None
-        if unchecked is not None and unchecked():
-            self.refuse("a copy between two cards was lost; the run began again", final=True)
-            raise LostCopyError
 
     def refuse(self, reason: str, final: bool = False) -> None:
         """Counts a pass on one card, and the rest of the run where that is final."""
@@ -183,22 +170,29 @@ class Team:
 
     Args:
         members: The first is the one that the host has called.
-        lanes: Of each pair, from the one to the other.
-        gbps: What the slowest of them reaches.
+        links: Of each pair, by their places here.
         known: Of the shapes of earlier passes, over the runs of a model; is added to.
 
     Attributes:
         refusal: Why they cannot share it, in one clause; empty where they can.
+
+    Raises:
+        UnavailableError: Copies have to go through host memory, and none can be pinned.
     """
 
     def __init__(
         self,
         members: Sequence[Member],
-        lanes: dict[tuple[int, int], CopyLane],
-        gbps: float,
+        links: dict[tuple[int, int], Link],
         known: dict[Hashable, ShapeFigures],
     ) -> None:
-        self._members, self._lanes, self._gbps, self._known = members, lanes, gbps, known
+        self._members, self._links, self._known = members, links, known
+        self._gbps = min(link.gbps for link in links.values())
+        self._routes = {
+            (source, target): link.route(members[source].host.device)
+            for pair, link in links.items()
+            for source, target in (pair, pair[::-1])
+        }
         self._figures, self._planned = ShapeFigures(), None  # of the last plan
         self.refusal = next(filter(None, (member.refusal() for member in members)), "")
         changed = [it for it in members if it.prepared.kinds != members[0].prepared.kinds]
@@ -253,7 +247,7 @@ class Team:
 
     def split(self, plan: SplitPlan, step: Step) -> Split:
         """The pass itself."""
-        return self._split(plan, step, self._lanes)
+        return self._split(plan, step, self._routes)
 
     def work(self, plan: SplitPlan, key: tuple[Hashable, ...]) -> Work:
         """The pass as a CUDA graph over all cards computes it.
@@ -262,25 +256,35 @@ class Team:
             key: Of the pass.
         """
 
-        def launch() -> Callable[[Inputs, torch.cuda.Stream], Missed]:
-            lanes = {pair: lane.captured for pair, lane in self._lanes.items()}
-            return lambda inputs, _: self._split(plan, inputs.step, lanes).capture(
+        def launch() -> Callable[[Inputs, torch.cuda.Stream], None]:
+            routes = {pair: route.captured for pair, route in self._routes.items()}
+            return lambda inputs, _: self._split(plan, inputs.step, routes).capture(
                 inputs.x, inputs.step, inputs.entry
             )
 
         weights = tuple(member.weights for member in self._members)
         others = [(member.host.device, member.memory) for member in self._members[1:]]
         parts = [(card.executor, card.blocks) for card in self._cards()]
-        return Work((plan, *key), weights, parts, False, launch, others)
+        peer = tuple(route.peer for route in self._routes.values())
+        return Work((plan, peer, *key), weights, parts, False, launch, others)
 
     def _cards(self) -> list[Card]:
         attention = self._members[0].host.attention
         return [member.card(attention) for member in self._members]
 
-    def _split(self, plan: SplitPlan, step: Step, lanes: dict[tuple[int, int], CopyLane]) -> Split:
+    def _split(self, plan: SplitPlan, step: Step, routes: dict[tuple[int, int], Route]) -> Split:
         shares = shares_of(step.tokens, plan.images, plan.exchange)
         additions = self._members[0].host.additions
-        return Split(self._cards(), shares, lanes, additions, plan.early)
+        return Split(self._cards(), shares, routes, additions, plan.early)
+
+    def find_damage(self) -> str:
+        """Verifies the links after an error; which of them lose data, empty where none does."""
+        links = self._links.values()
+        with suppress(RuntimeError):  # of a card that has failed, as its own error says
+            for link in links:
+                link.verify()
+        pairs = ["{} and {}".format(*link.cards) for link in links if link.damaged]
+        return f"copies between {', '.join(pairs)} lose data" if pairs else ""
 
     def gain(self, split: Split, given: Given) -> float:
         """How many times as fast as one card they are, by a few blocks both ways; once for a shape.
@@ -307,7 +311,7 @@ class Team:
     def _shape(self, given: Given) -> Hashable:
         text, _, step, _ = given
         kinds = frozenset(self._members[0].prepared.kinds.items())
-        return step.tokens, step.mask is None, text.dtype, kinds
+        return step.tokens, step.mask is None, text.dtype, kinds, self._gbps
 
     def _alone(self, executor: BlockExecutor, given: Given) -> float:
         """Milliseconds of a block on the first card."""
@@ -352,8 +356,6 @@ class Team:
         for _ in range(2):
             self._get_ahead(self._members)
             split.run(*given, 0, blocks)
-            if split.check()():
-                raise LostCopyError
         return split.timed.milliseconds / blocks
 
     def _get_ahead(self, members: Sequence[Member]) -> None:

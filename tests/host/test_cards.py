@@ -19,6 +19,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_extras.nodes_model_advanced import ModelSamplingAuraFlow
 from comfyui_boot import MODE, folder
+from faulty_copies import CpuOperations
 from safetensors.torch import save_file
 
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
@@ -33,9 +34,8 @@ from qwen_l40s.hosts.comfyui.sample.layers import ComfyLayers
 from qwen_l40s.hosts.comfyui.sample.optimize import optimize
 from qwen_l40s.hosts.comfyui.sample.run import ComfyOptimization
 from qwen_l40s.hosts.comfyui.sample.step_cache import cache_steps
-from qwen_l40s.machine.lanes import Lane
+from qwen_l40s.machine import copies, links
 from qwen_l40s.nodes.split_cards import QwenL40SSplitCards
-from qwen_l40s.optimizations import run as shared_run
 from qwen_l40s.optimizations.blocks.block_form import blocks_of, token_layers
 from qwen_l40s.optimizations.cards import team
 from qwen_l40s.step_cache import cache_settings
@@ -63,6 +63,9 @@ def machine(monkeypatch: pytest.MonkeyPatch):
 
     if MODE == "cpu":
         visible(4)
+        monkeypatch.setattr(copies, "CardOperations", CpuOperations)
+        monkeypatch.setattr(links, "_links", {})
+        monkeypatch.setattr(links, "MEASURED_BYTES", 4096)
     yield visible
     comfy.model_management.unload_all_models()
 
@@ -141,14 +144,8 @@ def pays(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(team.Team, "_alone", lambda *_: 100.0)
     monkeypatch.setattr(team.Team, "_of_text", lambda *_: 5.0)
     monkeypatch.setattr(team.Team, "_together", lambda *_: 50.0)
-
-    def lane_between(source, target):
-        lane = Lane(source, target, True)
-        lane.gbps = 50.0
-        return lane
-
     if MODE == "cpu":
-        monkeypatch.setattr(shared_run, "lane_between", lane_between)
+        monkeypatch.setattr(links.Link, "gbps", 50.0)
 
 
 def report(model: Patcher) -> str:
@@ -455,20 +452,24 @@ def test_copies_that_lose_data_are_told():
     own, others = torch.device("cuda", 0), [torch.device("cuda", 1), torch.device("cuda", 2)]
     asked = []
 
-    def link(*pair):
-        asked.append(pair)
-        return SimpleNamespace(warning="Peer copies lose data." if pair == (own, others[1]) else "")
+    def link(first, second, again):
+        asked.append((first, second, again))
+        lost = (first, second) == (own, others[1])
+        return SimpleNamespace(warning="Peer copies lose data." if lost else "")
 
-    copies = [SimpleNamespace(load_device=device) for device in others]
-    run.link_warning.cache_clear()
+    clones = [SimpleNamespace(load_device=device) for device in others]
+    pairs = [(own, others[0]), (own, others[1]), tuple(others)]
     with mock.patch.object(run, "link_between", link):
         assert run.unsafe_copies(model) == []
-        model.load_device, model.additional_models["multigpu"] = own, copies
+        model.load_device, model.additional_models["multigpu"] = own, clones
         assert run.unsafe_copies(model) == ["cards: Peer copies lose data."]
-        assert asked == [(own, others[0]), (own, others[1]), tuple(others)]
+        assert asked == [(*pair, False) for pair in pairs]
         assert "cards: Peer copies lose data." in path_of(model)
-    assert len(asked) == 3
-    run.link_warning.cache_clear()
+        asked.clear()
+        assert run.unsafe_copies(model, again=True) == ["cards: Peer copies lose data."]
+        assert asked == [(*pair, True) for pair in pairs]
+    intel = torch.device("xpu", 0), torch.device("xpu", 1)
+    assert run.link_warning(*intel) == ""
 
 
 def test_where_copies_lose_data_prompts_stay_on_one_card(pays):
@@ -486,7 +487,6 @@ def test_where_copies_lose_data_prompts_stay_on_one_card(pays):
     with mock.patch.object(run, "link_between", side_effect=RuntimeError("CUDA error: 1\nmore")):
         pair = torch.device("cuda", 0), torch.device("cuda", 1)
         assert run.link_warning(*pair).endswith("is not verified: CUDA error: 1")
-    run.link_warning.cache_clear()
 
 
 def test_weights_that_nobody_uses_are_brought_once_a_run():

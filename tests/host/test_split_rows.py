@@ -9,15 +9,16 @@ import narrow_transformer as narrow
 import pytest
 import torch
 from comfyui_boot import folder
+from faulty_copies import CpuOperations, Vanishing, between_cards
 
 from qwen_l40s.hosts.comfyui.load.transformer import load_model
 from qwen_l40s.hosts.comfyui.record.sampling import path_of
+from qwen_l40s.hosts.comfyui.sample import run
 from qwen_l40s.hosts.comfyui.sample.cards import split_cards
 from qwen_l40s.hosts.comfyui.sample.optimize import OptimizeSettings, optimize
-from qwen_l40s.machine.copies import CpuOperations
-from qwen_l40s.machine.lanes import Lane
-from qwen_l40s.optimizations import run
+from qwen_l40s.machine import copies, links
 from qwen_l40s.optimizations.cards import team
+from qwen_l40s.optimizations.run import NotFiniteError, Optimization
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 FOLDER, WEIGHTS = folder("split"), narrow.weights()
@@ -38,16 +39,15 @@ def machine(monkeypatch):
     monkeypatch.setattr(team.Team, "_together", lambda *_: 50.0)
     monkeypatch.setattr(team.SplitCost, "pays", True)
 
-    def links(gbps):
-        def lane_between(source, target):
-            lane = Lane(source, target, True)
-            lane.gbps = gbps
-            return lane
+    def set_gbps(gbps):
+        monkeypatch.setattr(links.Link, "gbps", gbps)
 
-        monkeypatch.setattr(run, "lane_between", lane_between)
-
-    links(50.0)
-    yield links
+    set_gbps(50.0)
+    monkeypatch.setattr(copies, "CardOperations", CpuOperations)
+    monkeypatch.setattr(links, "_links", {})
+    monkeypatch.setattr(links, "MEASURED_BYTES", 4096)
+    monkeypatch.setattr(run, "VERIFIED", {"cpu"})
+    yield set_gbps
     comfy.model_management.unload_all_models()
 
 
@@ -114,41 +114,61 @@ def test_what_does_not_share_says_why(machine):
     assert "something reads or changes the streams between two blocks" in report(split)
 
 
-class Losing(CpuOperations):
-    """Copies nothing while it loses."""
+@pytest.fixture
+def operations(monkeypatch):
+    """Those of the cards, whose copies are lost once they have `start`ed."""
+    made = between_cards(Vanishing)(10**9)
+    monkeypatch.setattr(copies, "CardOperations", lambda: made)
+    run._log.cache_clear()
+    yield made
+    run._log.cache_clear()
 
-    loses = False
 
-    def copy(self, target, source, size, stream):
-        if not Losing.loses:
-            super().copy(target, source, size, stream)
-
-
-@pytest.mark.parametrize("step", [0, 1])  # after which copies are lost: of the second, of the last
-def test_a_lost_copy_begins_the_run_again_on_one_card(machine, monkeypatch, caplog, step):
-    def lane_between(source, target):
-        lane = Lane(source, target, True, Losing())
-        lane.gbps = 50.0
-        return lane
-
-    monkeypatch.setattr(run, "lane_between", lane_between)
-    monkeypatch.setattr(Losing, "loses", False)
+def test_a_link_that_loses_copies_is_found_at_the_start_of_a_run(machine, operations, caplog):
     model = optimize(load_model(PATH, "int8")[0])
     split = split_cards(model, 2)[0]
+    expected = {cfg: sample(model, cfg) for cfg in (1.0, 4.0)}
+
+    def same(cfg, passes):
+        apart = (sample(split, cfg) - expected[cfg]).norm() / expected[cfg].norm()
+        assert apart < 0.004, (cfg, apart)
+        return f"cards: 2 share {passes} forward passes" in report(split)
+
+    assert same(1.0, 3)
+    assert not same(4.0, 6)  # a prompt each
+    operations.start = operations.copies
+    for _ in range(2):  # through host memory, where each prompt would be copied by ComfyUI
+        assert same(1.0, 3) and same(4.0, 6)
+    lost = "Copies between cpu and cpu:1 lose data on this machine (IOMMU or ACS)"
+    assert caplog.text.count(lost) == 1
+    assert f"cards: {lost}" in report(split)
+
+
+def test_a_link_is_verified_at_the_start_of_each_run_and_after_an_error(
+    machine, operations, monkeypatch, caplog
+):
+    verified, verify, confirm = [], links.Link.verify, Optimization.confirm
+    monkeypatch.setattr(
+        links.Link, "verify", lambda self: verified.append(self.cards) or verify(self)
+    )
+    split = split_cards(optimize(load_model(PATH, "int8")[0]), 3)[0]
+    pairs = [(CARDS[0], CARDS[1]), (CARDS[0], CARDS[2]), (CARDS[1], CARDS[2])]
+    for runs in (1, 2):
+        sample(split)
+        assert verified == runs * pairs
+    verified.clear()
     steps = []
 
-    def lose(index, *_):
-        steps.append(index)
-        Losing.loses |= index == step
+    def not_finite(self):
+        confirm(self)
+        if len(steps) == 3:  # at the end of the run
+            operations.start = operations.copies
+            raise NotFiniteError
 
-    expected, found = sample(model, cfg=1.0), sample(split, callback=lose)
-    assert torch.equal(found, expected)
-    assert steps == [*range(step + 2), *range(3)]
-    assert "The run begins again, on one card" in caplog.text
-    assert "cards: one in 4 forward passes: a copy between two cards was lost" in report(split)
-    Losing.loses = False
-    assert (sample(split) - expected).norm() / expected.norm() < 0.004
-    assert "cards: 2 share 3 forward passes" in report(split)
+    monkeypatch.setattr(Optimization, "confirm", not_finite)
+    sample(split, callback=lambda index, *_: steps.append(index))
+    assert steps == 2 * [0, 1, 2] and verified == 2 * pairs
+    assert "lose data on this machine" in caplog.text
 
 
 def test_an_interrupt_in_the_middle_leaves_nothing_behind(machine):

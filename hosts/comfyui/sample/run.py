@@ -21,7 +21,6 @@ from ....machine.flags import flags_for_a_run
 from ....machine.links import link_between
 from ....optimizations.blocks.block_form import blocks_of, token_layers
 from ....optimizations.blocks.host import HostPass
-from ....optimizations.cards.split import LostCopyError
 from ....optimizations.run import NotFiniteError, Optimization
 from ..lora.bypass import bypassed
 from .attention import SLOT, FileAttention, SlotAttention
@@ -36,6 +35,7 @@ OPTIMIZATION_KEY = "qwen_l40s_optimize"
 PARTS_KEY = "qwen_l40s_parts"
 STEP_CACHE_KEY = "qwen_l40s_steps"
 CARDS_KEY = "qwen_l40s_cards"
+VERIFIED = {"cuda"}  # kinds of cards whose links are
 OTHER_NODES = "another node's, set after Optimize Qwen-Image"
 
 
@@ -126,9 +126,7 @@ class ComfyOptimization(Optimization):
     def _sample(
         self, executor: Any, noise: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Once more from the first step where a copy between cards was lost, on one card, or where
-        attention gave NaN, with ComfyUI's own.
-        """
+        """Once more from the first step where attention gave NaN, with ComfyUI's own."""
         guider = executor.class_obj
         prompts = {name: [dict(prompt) for prompt in it] for name, it in guider.conds.items()}
         while True:
@@ -136,13 +134,9 @@ class ComfyOptimization(Optimization):
                 output = executor(noise, *args, **kwargs)
                 self.confirm()
                 return output
-            except LostCopyError:
-                logger.warning(
-                    "Qwen-Image L40S, cards: a copy between two cards was lost. The run begins "
-                    "again, on one card: see `qwen-l40s doctor`."
-                )
             except NotFiniteError:
                 logger.warning("Qwen-Image L40S: the run begins again.")
+                unsafe_copies(guider.model_patcher, again=True)  # lost ones may give NaN, too
             guider.conds = {name: [dict(prompt) for prompt in it] for name, it in prompts.items()}
 
     def on_detach(self, patcher: Any, unpatch_all: bool) -> None:
@@ -241,7 +235,7 @@ def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -
     """
     guider = executor.class_obj
     patcher = guider.model_patcher
-    unsafe_copies(patcher)
+    unsafe_copies(patcher, again=True)
     transformer = patcher.model.diffusion_model
     if type(patcher.model) in PASSES:  # else another node's
         _check_parts(patcher.model, guider, noise)
@@ -254,29 +248,39 @@ def check_parts(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -
     return executor(noise, *args, **kwargs)
 
 
-def unsafe_copies(patcher: Any) -> list[str]:
+def unsafe_copies(patcher: Any, again: bool = False) -> list[str]:
     """A line for each pair of a MODEL's cards whose copies lose data, ComfyUI's own too.
 
-    The first call for a pair of cards verifies their link, and tells at once.
+    Args:
+        again: Whether to verify all pairs, as at the start of a run; else those that never were.
     """
     clones = patcher.get_additional_models_with_key("multigpu")
     pairs = combinations([it.load_device for it in (patcher, *clones)], 2)
-    return [f"cards: {warning}" for warning in (link_warning(*pair) for pair in pairs) if warning]
+    warnings = [link_warning(*pair, again) for pair in pairs]
+    return [f"cards: {warning}" for warning in warnings if warning]
 
 
-# Once a process: after a run the cards may have no room for what verifies a link.
-@functools.cache
-def link_warning(source: torch.device, target: torch.device) -> str:
-    """What to say of two cards whose copies lose data; empty where they arrive."""
-    if source.type != "cuda" or target.type != "cuda":
+def link_warning(first: torch.device, second: torch.device, again: bool = False) -> str:
+    """What to say of two cards whose copies lose data; empty where they arrive.
+
+    Args:
+        again: As of `link_between`.
+    """
+    if not {first.type, second.type} <= VERIFIED:
         return ""
     try:
-        warning = link_between(source, target).warning
+        warning = link_between(first, second, again).warning
     except RuntimeError as error:  # of a driver, which says nothing of the run
-        warning = f"The link between {source} and {target} is not verified: {first_line(error)}"
+        warning = f"The link between {first} and {second} is not verified: {first_line(error)}"
     if warning:
-        logger.warning("Qwen-Image L40S: %s", warning)
+        _log(warning)
     return warning
+
+
+@functools.cache
+def _log(warning: str) -> None:
+    """Logs it once a process."""
+    logger.warning("Qwen-Image L40S: %s", warning)
 
 
 def _is_quantized(transformer: torch.nn.Module) -> bool:
