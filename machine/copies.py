@@ -31,18 +31,18 @@ class CardOperations:
     """What CUDA does for copies; tests replace it. Streams and events are torch's."""
 
     def current(self, device: torch.device) -> Any:
-        """The current stream of a card."""
+        """Returns the current stream of a card."""
         return torch.cuda.current_stream(device)
 
     def stream(self, device: torch.device) -> Any:
-        """A stream beside those of the computation."""
+        """Makes a stream beside those of the computation."""
         return torch.cuda.Stream(device, priority=-1)
 
     def event(self, timed: bool = False) -> Any:
         return torch.cuda.Event(enable_timing=timed)
 
     def pinned(self, size: int) -> torch.Tensor:
-        """Host memory that every card copies to and from.
+        """Allocates host memory that every card copies to and from.
 
         Raises:
             UnavailableError: It cannot be had.
@@ -62,7 +62,7 @@ class CardOperations:
             raise RuntimeError(f"a copy between two cards failed: CUDA error {code}")
 
     def can_access(self, source: torch.device, target: torch.device) -> bool:
-        """Whether the driver lets each of two cards reach the other's memory."""
+        """Says whether the driver lets each of two cards reach the other's memory."""
         one, other = source.index, target.index
         access = torch.cuda.can_device_access_peer
         return access(one, other) and access(other, one)
@@ -134,11 +134,11 @@ class Route:
         self._left.record(self.out)
 
     def arrive(self) -> None:
-        """The target's current stream waits for the last copy."""
+        """Has the target's current stream wait for the last copy."""
         self._operations.current(self.target).wait_event(self.landed)
 
     def departed(self) -> None:
-        """The source's current stream waits until the last copy has read its sources."""
+        """Has the source's current stream wait until the last copy has read its sources."""
         self._operations.current(self.source).wait_event(self._left)
 
     def finish(self) -> None:
@@ -152,8 +152,8 @@ class Route:
         return Route(self.source, self.target, self.peer, self._operations)
 
     def begin_capture(self) -> None:
-        """Copies from here on are part of a graph, which the current streams of both cards capture,
-        and which may not wait for an event of before. It has to wait for the last one.
+        """Makes the copies from here on part of a graph, which the current streams of both cards
+        capture. It may not wait for an event of before, and has to wait for the last copy.
         """
         self._make_events()
 
@@ -205,7 +205,7 @@ def _moves(pairs: Iterable[Pair]) -> list[Move]:
 
 
 def _pieces(moves: Iterable[Move], size: int) -> Iterator[list[Move]]:
-    """The moves, joined and cut into pieces of so many bytes; the last may be smaller."""
+    """Joins the moves and cuts them into pieces of so many bytes; the last may be smaller."""
     piece: list[Move] = []
     room = size
     for target, source, left in moves:

@@ -82,7 +82,7 @@ class Link:
         )
 
     def route(self, source: torch.device) -> Route:
-        """What copies from one of the cards to the other.
+        """Returns what copies from one of the cards to the other.
 
         Raises:
             UnavailableError: No host memory can be pinned, or no driver answers.
@@ -107,7 +107,7 @@ class Link:
 
     @torch.inference_mode()
     def measure(self, peer: bool) -> Speeds | None:
-        """What copies reach; None where memory is short, after which the next call tries again.
+        """Measures both ways once; None where memory is short, and the next call tries again.
 
         Args:
             peer: Whether from card to card; else through pinned host memory.
@@ -158,7 +158,7 @@ _links: dict[tuple[torch.device, torch.device], Link] = {}
 
 
 def link_between(first: torch.device, second: torch.device, again: bool = False) -> Link:
-    """The link of two cards in either order, which this process has one of.
+    """Returns the one link that this process has of two cards, in either order.
 
     Args:
         again: Whether to verify it also where that was done before.
@@ -206,7 +206,6 @@ def _remedy(link: Link) -> str:
 
 
 def _rates(link: Link) -> Iterator[str]:
-    """GB/s of both ways, alone and at once."""
     first, second = (card.index for card in link.cards)
     for name, peer in (("peer", True), ("through host memory", False)):
         if peer and not link.peer:
@@ -218,13 +217,13 @@ def _rates(link: Link) -> Iterator[str]:
 
 
 def _pattern(card: torch.device) -> torch.Tensor:
-    """Numbers of which neighbours differ in every byte, most of the time."""
+    """Makes numbers of which neighbours differ in every byte, most of the time."""
     numbers = torch.arange(PATTERN_BYTES // 4, dtype=torch.int32, device=card)
     return numbers.mul_(-1640531527)
 
 
 def _gbps(ways: Sequence[tuple[Route, Pair]], operations: Any) -> list[float]:
-    """GB/s of each way while all of them copy."""
+    """Measures GB/s of each way while all of them copy."""
     for route, pair in ways:  # once before, so that the links are awake
         route.copy([pair])
     begins, ends = ([operations.event(timed=True) for _ in ways] for _ in range(2))

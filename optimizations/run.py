@@ -236,12 +236,10 @@ class Optimization:
         return output
 
     def _member(self, prepared: PreparedModel, host: HostPass, stack: ExitStack) -> Member:
-        """A card's part in a pass, for as long as the stack is open."""
         memory = stack.enter_context(self._memory(prepared, host))
         return Member(host, prepared, memory, _hold(prepared, host, stack))
 
     def _team(self, first: Member, stack: ExitStack) -> Team | None:
-        """The cards that may share a pass; None where they may not."""
         figures = first.prepared.split
         if figures.refusal:
             figures.refuse(figures.refusal)

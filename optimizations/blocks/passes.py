@@ -206,7 +206,6 @@ class ForwardPass:
         return out
 
     def _form(self, k: torch.Tensor, mask: torch.Tensor | None) -> str | None:
-        """The form of the 8-bit attention that was chosen for keys like these, or None."""
         attention = self._host.attention
         if attention is None:
             return None
@@ -285,7 +284,6 @@ class ForwardPass:
         self._prepared.split.refuse(self._team.find_damage() or error, final=True)
 
     def _no_split(self, watched: bool) -> str:
-        """Why this pass runs on one card."""
         attention = self._host.attention
         if watched or self._prepared.exchanged:
             return "something reads or changes the streams between two blocks"
@@ -376,14 +374,12 @@ class ForwardPass:
         return None
 
     def _hand(self, given: Given, result: Streams, graph: PassGraph | None) -> None:
-        """Keeps what the last block will return."""
         text, image, *_ = given
         self._handed = (text, image), result
         self.fused += len(self._host.blocks)
         self._prepared.graphs.replayed += graph is not None
 
     def _no_graphs(self, clear: bool, attention: ChosenAttention | None) -> str:
-        """Why this pass launches kernel by kernel."""
         if self._weights is None:
             return str(self._host.layers.moving)
         if not clear or self._prepared.exchanged:

@@ -34,7 +34,7 @@ CONTIGUOUS = torch.contiguous_format
 
 
 class Timed:
-    """The time of a card between two points of its current stream; of the processor on the CPU."""
+    """Measures the time of a card between two points of its current stream; of the CPU, there."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: list[torch.cuda.Event] = []
@@ -64,7 +64,7 @@ class Timed:
 
 
 def shares_of(tokens: Tokens, images: Sequence[int], exchange: str) -> list[Share]:
-    """The shares of a pass.
+    """Cuts a pass into shares.
 
     Args:
         images: Image tokens of an item for each card; the first has the text as well.
@@ -130,7 +130,7 @@ class Split:
         last: int,
         after: Callable[[int], None] | None = None,
     ) -> Streams:
-        """Blocks from `first` on, without `last`.
+        """Runs the blocks from `first` on, without `last`.
 
         Args:
             text: (batch, text tokens, D), on the first card.
@@ -161,7 +161,7 @@ class Split:
         return result
 
     def capture(self, x: torch.Tensor, step: Step, entry: Entry) -> None:
-        """All blocks, in place, while the current streams of all cards capture a CUDA graph.
+        """Runs all blocks in place, while the current streams of all cards capture a CUDA graph.
 
         Args:
             x: Both streams in stream order, (rows, D), on the first card.
@@ -235,7 +235,6 @@ class Split:
         step: Step,
         entry: Entry,
     ) -> Part:
-        """What another card than the first needs for its share."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def sent(name: str, tensor: torch.Tensor, rows: bool = False) -> torch.Tensor:
@@ -286,12 +285,11 @@ class Split:
             route.copy(pairs)
 
     def _leaves_early(self, index: int, last: int) -> bool:
-        """Whether the rows of the block after this one are sent in two pieces."""
         added = index < len(self._additions) and self._additions[index] is not None
         return self._early and not added and index + 1 < last
 
     def _arrive(self, here: int) -> None:
-        """This card waits for what it gets, and for what it sends, which it then overwrites."""
+        """Has a card wait for what it gets, and for what it sends, which it then overwrites."""
         for (source, target), route in self._routes.items():
             if target == here:
                 route.arrive()
@@ -299,7 +297,6 @@ class Split:
                 route.departed()
 
     def _added(self, index: int, here: int) -> torch.Tensor | None:
-        """What the host adds after a block, on this card."""
         if index >= len(self._additions) or self._additions[index] is None:
             return None
         added = self._additions[index]
@@ -315,7 +312,6 @@ class Split:
         self._routes[source, target].copy(pairs)
 
     def _gather(self, parts: Sequence[Part], result: torch.Tensor) -> Streams:
-        """The text, and the image of all cards in `result`."""
         text, own = streams_of(parts[0].x, parts[0].share.tokens)
         result[:, : own.shape[1]].copy_(own)
         for here, part in enumerate(parts[1:], 1):

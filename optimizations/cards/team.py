@@ -200,7 +200,7 @@ class Team:
             self.refusal = f"{changed[0].host.device}: its layers are not those of the first card"
 
     def plan(self, executor: BlockExecutor, given: Given) -> SplitPlan | str:
-        """How a pass is split, or why it is not; measures some blocks on one card, once.
+        """Says how a pass is split, or why it is not; measures some blocks on one card, once.
 
         Args:
             executor: Of the first card alone.
@@ -246,11 +246,11 @@ class Team:
         return plan
 
     def split(self, plan: SplitPlan, step: Step) -> Split:
-        """The pass itself."""
+        """Makes the pass itself."""
         return self._split(plan, step, self._routes)
 
     def work(self, plan: SplitPlan, key: tuple[Hashable, ...]) -> Work:
-        """The pass as a CUDA graph over all cards computes it.
+        """Says what a CUDA graph over all cards computes of a pass.
 
         Args:
             key: Of the pass.
@@ -287,7 +287,7 @@ class Team:
         return f"copies between {', '.join(pairs)} lose data" if pairs else ""
 
     def gain(self, split: Split, given: Given) -> float:
-        """How many times as fast as one card they are, by a few blocks both ways; once for a shape.
+        """Measures how many times as fast as one card they are, by a few blocks; once for a shape.
 
         Where that is too little, `plan` says so from then on.
 
@@ -314,7 +314,6 @@ class Team:
         return step.tokens, step.mask is None, text.dtype, kinds, self._gbps
 
     def _alone(self, executor: BlockExecutor, given: Given) -> float:
-        """Milliseconds of a block on the first card."""
         text, image, step, entry = given
         first = self._members[:1]
         blocks = first[0].host.blocks[:TRIED]
@@ -328,7 +327,7 @@ class Team:
         return timed.milliseconds / len(blocks)
 
     def _of_text(self, executor: BlockExecutor, given: Given) -> float:
-        """Milliseconds of the text's products in one of these blocks, of whatever is in buffers.
+        """Measures the text's products in one of these blocks, of whatever is in buffers, in ms.
 
         Few rows take longer than their operations say: in int8 about 270 us of a block of 1,700 us
         with 200 rows of 4,296, by operations 72 us (H100, a profile).
@@ -351,7 +350,6 @@ class Team:
         return timed.milliseconds / len(blocks)
 
     def _together(self, split: Split, given: Given) -> float:
-        """The same on all cards."""
         blocks = min(TRIED, len(self._members[0].host.blocks))
         for _ in range(2):
             self._get_ahead(self._members)

@@ -119,9 +119,9 @@ def operations(monkeypatch):
     """Those of the cards, whose copies are lost once they have `start`ed."""
     made = between_cards(Vanishing)(10**9)
     monkeypatch.setattr(copies, "CardOperations", lambda: made)
-    run._log.cache_clear()
+    run._log_once.cache_clear()
     yield made
-    run._log.cache_clear()
+    run._log_once.cache_clear()
 
 
 def test_a_link_that_loses_copies_is_found_at_the_start_of_a_run(machine, operations, caplog):

@@ -126,7 +126,7 @@ class ComfyOptimization(Optimization):
     def _sample(
         self, executor: Any, noise: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Once more from the first step where attention gave NaN, with ComfyUI's own."""
+        """Samples once more from the first step where attention gave NaN, with ComfyUI's own."""
         guider = executor.class_obj
         prompts = {name: [dict(prompt) for prompt in it] for name, it in guider.conds.items()}
         while True:
@@ -273,13 +273,12 @@ def link_warning(first: torch.device, second: torch.device, again: bool = False)
     except RuntimeError as error:  # of a driver, which says nothing of the run
         warning = f"The link between {first} and {second} is not verified: {first_line(error)}"
     if warning:
-        _log(warning)
+        _log_once(warning)
     return warning
 
 
 @functools.cache
-def _log(warning: str) -> None:
-    """Logs it once a process."""
+def _log_once(warning: str) -> None:
     logger.warning("Qwen-Image L40S: %s", warning)
 
 
