@@ -120,21 +120,30 @@ def load_patcher(plan: LoadPlan, disable_dynamic: bool = False) -> ModelPatcher:
     return _build(plan, disable_dynamic)[0]
 
 
+def _read(
+    plan: LoadPlan, source: Source, device: torch.device
+) -> tuple[dict[str, torch.Tensor], list[str], frozenset[str]]:
+    try:
+        return transformer_tensors(replace(plan, source=source), device)
+    except CheckpointError as error:
+        raise CheckpointError(error, source.path) from error
+
+
 def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher, list[str]]:
     """Returns the MODEL of a plan, and sentences about what was changed in the weights."""
     load_device = comfy.model_management.get_torch_device()
     offload_device = comfy.model_management.unet_offload_device()
     source, quantized = plan.source, plan.precision in QUANTIZED
-    read = (plan.kept and plan.kept.open()) or source
+    taken = plan.kept and plan.kept.open()
     try:
-        tensors, notes, kept = transformer_tensors(replace(plan, source=read), load_device)
-    except CheckpointError as error:
-        if read is source:
-            raise CheckpointError(error, read.path) from error
-        plan.kept.damaged, read = True, source
-        tensors, notes, kept = transformer_tensors(plan, load_device)
-    if read is not source:
-        notes.append(f"keep_quantized: weights from the kept file {read.path.name}.")
+        tensors, notes, kept = _read(plan, taken or source, load_device)
+    except CheckpointError:
+        if not taken:
+            raise
+        plan.kept.damaged, taken = True, None
+        tensors, notes, kept = _read(plan, source, load_device)
+    if taken:
+        notes.append(f"keep_quantized: weights from the kept file {taken.path.name}.")
     elif plan.kept:
         notes.append(plan.kept.write(tensors))
     if source.config.get("zero_cond_t") is True:  # as ComfyUI's own files say it
@@ -166,7 +175,7 @@ def _build(plan: LoadPlan, disable_dynamic: bool = False) -> tuple[ModelPatcher,
     patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, PARTS_KEY, check_parts)
     if plan.off_card:
         _keep_off_card(patcher, quantized)
-    check_first_run(patcher, read.path)
+    check_first_run(patcher, (taken or source).path)
     patcher.cached_patcher_init = (load_patcher, (plan,))
     return patcher, notes
 
