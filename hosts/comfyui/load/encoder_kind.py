@@ -94,7 +94,7 @@ class TextOnly:
 
 
 class TextOnlyQwen25(TextOnly, BaseLlama, torch.nn.Module):
-    """Of `Qwen25_7BVLI`."""
+    """Stands in for ComfyUI's `Qwen25_7BVLI`."""
 
     sizes = Qwen25_7BVLI_Config
 

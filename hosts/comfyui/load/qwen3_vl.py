@@ -21,7 +21,7 @@ NAME = "qwen3vl_8b"
 
 
 class TextOnlyQwen3VL(TextOnly, Qwen3VL):
-    """Of `Qwen3VL`."""
+    """Stands in for ComfyUI's `Qwen3VL`."""
 
     sizes = property(lambda self: QWEN3VL_CONFIGS[NAME])
 

@@ -399,8 +399,9 @@ def _past_host(blocks: Sequence[torch.nn.Module], stream: WeightStream) -> Itera
             yield layer._replace(module=run)
 
 
-def _linear_of(activation: torch.nn.Module, *parts: torch.Tensor) -> torch.Tensor:
-    weight, bias, x = parts
+def _linear_of(
+    activation: torch.nn.Module, weight: torch.Tensor, bias: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
     return F.linear(activation(x), weight, bias)
 
 
