@@ -57,6 +57,13 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("normal")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """A test draws the same numbers whichever ran before it in this process."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
 def has_card() -> bool:
     """Whether torch sees a CUDA card."""
     try:
