@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..charts.figures import file_size
 from ..errors import CheckpointError, SettingError, UnavailableError
 from ..hosts.diffusers.settings import GenerateSettings
 from ..loaders.source import MICRO_SIDE
-from ..measure.keep import LayerCost, kind_of, propose_keep, summed_error
 from ..spec.formats import QUANTIZED
 from .generate import MAKING, PACKAGES, make, parse_size, side_of
 from .output import ImageTarget, check_writable, print_text, require_packages, write_sheet
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
 
     from ..hosts.diffusers.load import LoadedPipeline
     from ..loaders.source import Source
-    from ..measure.layer_errors import LayerError
+    from ..measure.fidelity import LayerError
 
 Progress = Callable[[int, int], None]
 
 MICRO_PROMPTS = 4
+SHOWN_LAYERS, WIDTH = 20, 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,8 +97,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report))
     else:
-        from ..charts.audit import audit_text
-
         print_text(audit_text(report))
         print(json.dumps(report))
     return 0
@@ -199,7 +199,7 @@ def _checked_source(model: Path, keep: Sequence[str]) -> Source:
 def audit_layers(source: Source, args: argparse.Namespace) -> tuple[dict, list[LayerError]]:
     """Reads the weights one by one; returns the head of the report, and the layers."""
     from ..machine.device import choose_device
-    from ..measure.layer_errors import file_errors
+    from ..measure.fidelity import file_errors
 
     device = choose_device(args.device)
     layers = file_errors(
@@ -219,7 +219,7 @@ def audit_images(
     from ..hosts.diffusers.load import load_pipeline
     from ..hosts.diffusers.quantized import quantize_transformer
     from ..hosts.diffusers.sample import settled
-    from ..measure import layer_errors
+    from ..measure.fidelity import measured_layers
 
     try:
         pipeline = load_pipeline(model, precision="bf16", device=args.device)
@@ -228,23 +228,13 @@ def audit_images(
             f"{str(error).rstrip('.')}; `audit --layers-only` needs one weight at a time."
         ) from error
     runs = [settled(run, pipeline) for run in runs]
-    transformer = pipeline.transformer
-    with layer_errors.measured_layers(transformer, args.precision, args.keep) as sums:
-        with layer_errors.recorded_probes(transformer) as probes:
-            exact = _paint(pipeline, runs[:1], "bf16")
-        exact += _paint(pipeline, runs[1:], "bf16")
-    together = layer_errors.effects(
-        transformer, probes, args.precision, args.keep, _progress("effect of layer")
-    )
-    alone, all_layers = together or (None, None)
-    layers = layer_errors.sampled_errors(transformer, sums, args.precision, alone)
-    quantize_transformer(transformer, args.precision, args.keep)
+    with measured_layers(pipeline.transformer, args.precision, args.keep) as layers:
+        exact = _paint(pipeline, runs, "bf16")
+    quantize_transformer(pipeline.transformer, args.precision, args.keep)
     found = _paint(pipeline, runs, args.precision)
     report = _head(model, pipeline.device, "sampled", args)
-    settings = {name: value for name, value in vars(runs[0]).items() if name != "prompt"}
-    report |= {"settings": settings, "effect_of_all": _short(all_layers)}
-    report |= _compare(runs, exact, found, args)
-    return report, layers
+    report["settings"] = {name: value for name, value in vars(runs[0]).items() if name != "prompt"}
+    return report | _compare(runs, exact, found, args), layers
 
 
 def _head(model: Path, device: str, activations: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -308,30 +298,14 @@ def _compare(
 
 
 def summarize(layers: Sequence[LayerError], target: float) -> dict[str, Any]:
-    """Layers worst first, the same by kind, and what to keep."""
-    by = "effect" if layers[0].effect is not None else "error"
-    costs = [LayerCost(layer.layer, getattr(layer, by), layer.bytes) for layer in layers]
-    total = summed_error(cost.error for cost in costs)
-    keep = propose_keep(costs, target * total)
-    kinds: dict[str, list[LayerError]] = {}
-    for layer in layers:
-        kinds.setdefault(kind_of(layer.layer), []).append(layer)
-    rows = [
-        {
-            "kind": kind,
-            "layers": len(members),
-            "error": _short(sum(layer.error for layer in members) / len(members)),
-            "worst": _short(max(layer.error for layer in members)),
-            "summed": _short(summed_error(getattr(layer, by) for layer in members)),
-            "bytes": sum(layer.bytes for layer in members),
-        }
-        for kind, members in kinds.items()
-    ]
-    ordered = sorted(layers, key=lambda layer: -getattr(layer, by))
+    """Layers worst first, and which of them to keep."""
+    from ..measure.fidelity import propose_keep, summed_error
+
+    total = summed_error(layer.error for layer in layers)
+    keep = propose_keep(layers, target * total)
+    ordered = sorted(layers, key=lambda layer: -layer.error)
     return {
-        "chosen_by": by,
         "layers": [{name: _short(x) for name, x in asdict(layer).items()} for layer in ordered],
-        "kinds": sorted(rows, key=lambda row: -row["summed"]),
         "summed_error": _short(total),
         "bytes_of_all": sum(layer.bytes for layer in layers),
         "keep": {**asdict(keep), "target": target, "error": _short(keep.error)},
@@ -348,3 +322,64 @@ def _progress(what: str) -> Progress | None:
         print(f"\raudit: {what} {done} of {total}", end=end, file=sys.stderr, flush=True)
 
     return show if sys.stderr.isatty() else None
+
+
+def audit_text(report: Mapping[str, Any]) -> str:
+    """The report as tables for people."""
+    lines = [
+        f"{report['model']}: {report['precision']} against bf16 on {report['device']}",
+        f"products   {report['products']}",
+    ]
+    if report["activations"] == "Gaussian":
+        lines.append("activations are Gaussian, so outliers of real ones do not show: name the")
+        lines.append("diffusers folder and prompts to measure with them")
+    if "images" in report:
+        lines += _image_lines(report)
+    return "\n".join([*lines, *_layer_lines(report), *_keep_lines(report)])
+
+
+def _image_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    settings = report["settings"]
+    yield (
+        f"sampled    {settings['width']}x{settings['height']}, {settings['steps']} steps, guidance "
+        f"{settings['cfg']:g}, seed {settings['seed']}"
+    )
+    yield f"\n{'PSNR dB':>8}{'LPIPS':>8}  prompt"
+    for image in report["images"]:
+        measured = f"{_cell(image['psnr'], '8.2f', 'equal')}{_cell(image['lpips'], '8.4f')}"
+        prompt = textwrap.shorten(image["prompt"], WIDTH - 18, placeholder="...")
+        yield f"{measured}  {prompt}"
+    how = "by" if report["images"][0]["lpips"] is not None else "was"
+    yield f"LPIPS {how} {report['lpips_by']}"
+
+
+def _layer_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    layers: Sequence[Mapping[str, Any]] = report["layers"]
+    yield f"\n{'worst layers':44}{'error':>9}{'outlier':>9}{'in bf16':>12}"
+    for layer in layers[:SHOWN_LAYERS]:
+        errors = f"{layer['error']:9.4f}{_cell(layer['outlier'], '9.1f')}"
+        yield f"{layer['layer']:44}{errors}{file_size(layer['bytes']):>12}"
+    if len(layers) > SHOWN_LAYERS:
+        yield f"... and {len(layers) - SHOWN_LAYERS} more in the JSON"
+    yield f"{'all':44}{report['summed_error']:9.4f}{file_size(report['bytes_of_all']):>21}"
+    yield "error: of a layer's output, summed in squares; outlier: its largest activation, in root"
+    yield "mean squares"
+
+
+def _keep_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    keep = report["keep"]
+    share = keep["bytes"] / report["bytes_of_all"]
+    yield (
+        f"\nto bring the summed error from {report['summed_error']:.4f} to {keep['error']:.4f}, "
+        f"keep {len(keep['layers'])} of {len(report['layers'])} layers"
+    )
+    more = file_size(keep["bytes"])
+    yield f"in bf16, which takes {more} more ({share:.0%} of all layers in bf16):"
+    patterns = " ".join(f"'{pattern}'" for pattern in keep["patterns"])
+    for line in textwrap.wrap(f"--keep {patterns}", WIDTH, break_long_words=False):
+        yield f"  {line}"
+
+
+def _cell(value: float | None, form: str, missing: str = "-") -> str:
+    width = int(form.partition(".")[0])
+    return f"{missing:>{width}}" if value is None else f"{value:{form}}"

@@ -30,8 +30,15 @@ from ..planning.times import Pass, norm_bytes, step_work
 from ..spec.formats import MULTIPLIED, OLDEST_CAPABILITY, QUANTIZED, RowFormat, format_gib, sm
 from ..spec.transformer import BLOCK_GEMMS, TransformerShape
 from ..spec.vae import VaeLayer
-from .launches import Launched, LaunchedBlocks, launches_of, time_launches
-from .mix import MixPart, MixSum, run_mix
+from .timing import (
+    Launched,
+    LaunchedBlocks,
+    MixPart,
+    MixSum,
+    launches_of,
+    run_mix,
+    time_launches,
+)
 
 # Of each precision's mix, of the VAE's layers and of fp32 products.
 SECONDS = 5.0

@@ -1,36 +1,81 @@
-"""Measures of what a lossy setting loses: relative errors, PSNR and LPIPS."""
+"""What quantizing loses: at each layer's output and in images, and which layers to keep in bf16.
+
+Errors of layers are measured while the model really samples, on every activation that passes; of a
+single file, which no host runs here, on Gaussian activations. They are taken as independent, so
+that they add in squares. Measured on the micro model: the noise prediction is off by 0.0940 with
+all 72 layers in fp8 and by 0.0346 in int8, and the roots of the summed squares of what each layer
+does alone are 0.0942 and 0.0349.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlparse
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from safetensors import safe_open
 
+from ..errors import CheckpointError
+from ..hosts.diffusers.quantized import chosen_layers, quantizable, tensor_core_product
+from ..loaders.convert import is_finite
+from ..loaders.quantize import quantize_rows, row_format
+from ..loaders.source import Source
 from ..machine.card import first_line
+from ..spec.formats import BYTES_PER_SCALE
+
+GAUSSIAN_ROWS = 256
+
+# (found, exact), uint8 [H, W, 3] each, to 0 for equal images and about 1 for unlike ones.
+Distance = Callable[[np.ndarray, np.ndarray], float]
 
 
-class ErrorSum:
-    """Relative error over many pieces: |found - exact| / |exact| in Frobenius norms of them all.
+@dataclass(frozen=True)
+class LayerError:
+    """What quantizing one layer loses.
+
+    Attributes:
+        layer: its name, such as `transformer_blocks.0.attn.to_q`.
+        error: relative error of its output.
+        outlier: its largest activation, in root mean squares of the same pass; None of Gaussian
+            ones.
+        bytes: what the layer takes more when it stays in bf16.
+    """
+
+    layer: str
+    error: float
+    outlier: float | None
+    bytes: int
+
+
+class LayerSum:
+    """A layer's error over many passes, |found - exact| / |exact| in Frobenius norms of them all.
 
     The sums stay on the device, so that adding to them does not wait for a card.
     """
 
     def __init__(self) -> None:
         self._sums: torch.Tensor | None = None  # float64 [2]: squares of what is lost, of all
+        self._outlier: torch.Tensor | None = None
 
-    def add(self, found: torch.Tensor, exact: torch.Tensor, weight: float = 1.0) -> None:
-        """Adds a piece of any shape, whose norms count `weight` times."""
+    def add(self, found: torch.Tensor, exact: torch.Tensor, x: torch.Tensor | None = None) -> None:
+        """Adds a piece of any shape; `x` are the activations that it was made from."""
         lost = torch.linalg.vector_norm(found.float() - exact.float())
-        sums = torch.stack((lost, torch.linalg.vector_norm(exact.float()))).double()
-        sums = (sums * weight).square_()
+        sums = torch.stack((lost, torch.linalg.vector_norm(exact.float()))).double().square_()
         self._sums = sums if self._sums is None else self._sums.add_(sums)
+        if x is not None:
+            outlier = x.abs().amax() / x.float().square().mean().sqrt()
+            seen = self._outlier
+            self._outlier = outlier if seen is None else torch.maximum(seen, outlier)
 
     @property
     def error(self) -> float:
@@ -42,12 +87,192 @@ class ErrorSum:
             return 0.0 if lost == 0 else math.inf
         return math.sqrt(lost / whole)
 
+    @property
+    def outlier(self) -> float | None:
+        return None if self._outlier is None else float(self._outlier)
+
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
     """|found - exact| / |exact| in Frobenius norms."""
-    total = ErrorSum()
+    total = LayerSum()
     total.add(found, exact)
     return total.error
+
+
+@contextmanager
+def measured_layers(
+    transformer: torch.nn.Module, precision: str, keep: Sequence[str] = ()
+) -> Iterator[list[LayerError]]:
+    """Inside it, every activation of every layer is multiplied in the format too, and compared.
+
+    Yields:
+        A list that holds the layers afterwards. Weights are rounded anew in each pass, which takes
+        time and no memory.
+    """
+    sums = {name: LayerSum() for name in quantizable(transformer, keep)}
+    handles, found = [], []
+    for name, total in sums.items():
+        layer = transformer.get_submodule(name)
+        product = tensor_core_product(precision, layer.weight.device)
+
+        def compare(layer, inputs, output, total=total, product=product):
+            rotation = row_format(precision, layer.in_features).rotation
+            values, scale = quantize_rows(layer.weight, precision, rotation=rotation)
+            out = product.linear(inputs[0], values, scale, layer.bias, rotation)
+            total.add(out, output, inputs[0])
+
+        handles.append(layer.register_forward_hook(compare))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, total in sums.items():
+        size = bytes_to_keep(*transformer.get_submodule(name).weight.shape)
+        found.append(LayerError(name, total.error, total.outlier, size))
+
+
+def file_errors(
+    source: Source,
+    precision: str,
+    keep: Sequence[str] = (),
+    *,
+    device: str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+) -> list[LayerError]:
+    """Measures the layers of a file one by one, on Gaussian activations: they have no outliers.
+
+    Args:
+        source: a transformer that is not quantized.
+        device: where it is computed; one weight at a time is there.
+
+    Raises:
+        SettingError: a pattern matches no layer, or the patterns leave none.
+        CheckpointError: a weight holds NaN or infinity.
+    """
+    where = torch.device(device)
+    product = tensor_core_product(precision, where)
+    generator = torch.Generator().manual_seed(0)
+    names = {source.part.prefix + name: name for name in source.tensors if name.endswith(".weight")}
+    layers = {stored: name.removesuffix(".weight") for stored, name in names.items()}
+    chosen = chosen_layers(layers.values(), keep)
+    found = []
+    counter = itertools.count(1)
+    for header in source.shards.headers:
+        with safe_open(header.path, framework="pt") as file:
+            for stored in header.tensors:
+                layer = layers.get(stored)
+                if layer not in chosen:
+                    continue
+                weight = file.get_tensor(stored).to(where).bfloat16()
+                if not is_finite(weight):
+                    raise CheckpointError(
+                        f"This file holds NaN or infinity in the tensor {stored!r}: download it "
+                        "again.",
+                        header.path,
+                    )
+                x = torch.randn(GAUSSIAN_ROWS, weight.shape[1], generator=generator)
+                x = x.to(where, torch.bfloat16)
+                rotation = row_format(precision, weight.shape[1]).rotation
+                values, scale = quantize_rows(weight, precision, rotation=rotation)
+                out = product.linear(x, values, scale, rotation=rotation)
+                error = relative_error(out, F.linear(x, weight))
+                found.append(LayerError(layer, error, None, bytes_to_keep(*weight.shape)))
+                if progress is not None:
+                    progress(next(counter), len(chosen))
+    return found
+
+
+# Which layers to keep in bf16.
+
+
+@dataclass(frozen=True)
+class KeepList:
+    """Layers that stay in bf16.
+
+    Attributes:
+        layers: their names.
+        patterns: shell patterns that match these of all layers and no other, as `--keep` takes
+            them.
+        bytes: what they take more than quantized.
+        error: summed error of all other layers.
+    """
+
+    layers: tuple[str, ...]
+    patterns: tuple[str, ...]
+    bytes: int
+    error: float
+
+
+def bytes_to_keep(rows: int, columns: int) -> int:
+    """How much more a weight [rows, columns] takes in bf16 than in 8 bits with a scale a row."""
+    return rows * columns - rows * BYTES_PER_SCALE
+
+
+def summed_error(errors: Iterable[float]) -> float:
+    """The root of the sum of squares."""
+    return math.sqrt(sum(error * error for error in errors))
+
+
+def propose_keep(layers: Sequence[LayerError], target: float) -> KeepList:
+    """Keeps layers until the others' summed error is at most `target`.
+
+    Greedy: the most squared error for a byte first; then whatever is not needed any more is given
+    back, the largest first. That is the smallest set of layers of one size, and close to it for
+    the two sizes that there are.
+    """
+    kept: list[LayerError] = []
+    rest = sum(layer.error**2 for layer in layers)
+    for layer in sorted(layers, key=lambda layer: -(layer.error**2) / max(1, layer.bytes)):
+        if rest <= target**2:
+            break
+        kept.append(layer)
+        rest -= layer.error**2
+    for layer in sorted(kept, key=lambda layer: -layer.bytes):
+        if rest + layer.error**2 <= target**2:
+            kept.remove(layer)
+            rest += layer.error**2
+    names = tuple(sorted((layer.layer for layer in kept), key=_place))
+    return KeepList(
+        names,
+        keep_patterns(names, [layer.layer for layer in layers]),
+        sum(layer.bytes for layer in kept),
+        summed_error(layer.error for layer in layers if layer.layer not in names),
+    )
+
+
+def keep_patterns(kept: Collection[str], layers: Collection[str]) -> tuple[str, ...]:
+    """The patterns for `--keep` that match `kept` and no other of `layers`.
+
+    A kind of layer that is kept in every block is one pattern, and so is a whole block.
+    """
+    wanted = frozenset(kept)
+    found: list[str] = []
+    left = set(wanted)
+    for pattern_of in (_of_kind, _of_block):
+        groups: dict[str, set[str]] = {}
+        for layer in layers:
+            groups.setdefault(pattern_of(layer), set()).add(layer)
+        for pattern, members in groups.items():
+            if members <= wanted and len(members) > 1 and members & left:
+                found.append(pattern)
+                left -= members
+    return (*found, *sorted(left, key=_place))
+
+
+def _of_kind(layer: str) -> str:
+    return f"*.{layer.split('.', 2)[2]}"
+
+
+def _of_block(layer: str) -> str:
+    return f"{layer.split('.', 2)[0]}.{layer.split('.', 2)[1]}.*"
+
+
+def _place(layer: str) -> tuple[int, str]:
+    return int(layer.split(".", 2)[1]), layer
+
+
+# Images.
 
 
 def psnr(found: np.ndarray, exact: np.ndarray) -> float:
@@ -64,58 +289,38 @@ def psnr(found: np.ndarray, exact: np.ndarray) -> float:
     return 10 * math.log10(255**2 / mean) if mean else math.inf
 
 
-# LPIPS (Zhang et al., "The Unreasonable Effectiveness of Deep Features as a Perceptual Metric",
-# 2018) with the AlexNet backbone, which published comparisons use. Both packages for it download
-# that backbone: they are asked only where its file is here already.
-
-# (found, exact), uint8 [H, W, 3] each, to 0 for equal images and about 1 for unlike ones.
-Distance = Callable[[np.ndarray, np.ndarray], float]
-
-
 def load_lpips() -> tuple[Distance | None, str]:
-    """Returns the measure and the package that computes it, or None and what is missing."""
-    package = next((name for name in ("lpips", "torchmetrics") if find_spec(name)), None)
-    if package is None or not find_spec("torchvision"):
+    """Returns LPIPS (Zhang et al., "The Unreasonable Effectiveness of Deep Features as a Perceptual
+    Metric", 2018) with the AlexNet backbone and what computes it, or None and what is missing.
+
+    The package downloads the backbone: it is asked only where that file is here already.
+    """
+    if not (find_spec("lpips") and find_spec("torchvision")):
         return None, "not measured: run `pip install lpips torchvision`"
     try:
-        backbone = _backbone()
+        from lpips import LPIPS
+        from torchvision.models import AlexNet_Weights
+
+        name = Path(urlparse(AlexNet_Weights.IMAGENET1K_V1.url).path).name
+        backbone = os.path.join(torch.hub.get_dir(), "checkpoints", name)
         if not os.path.isfile(backbone):
             return None, (
-                f"not measured: put {os.path.basename(backbone)}, torchvision's AlexNet weights "
-                f"(nothing here downloads them), into {os.path.dirname(backbone)}"
+                f"not measured: put {name}, torchvision's AlexNet weights (nothing here downloads "
+                f"them), into {os.path.dirname(backbone)}"
             )
         with warnings.catch_warnings():  # of arguments that torchvision has renamed since
             warnings.simplefilter("ignore")
-            network = _network(package).eval().requires_grad_(False)
-    except Exception as error:  # packages of other torch versions raise anything
-        return None, f"not measured: {package} fails: {first_line(error)}"
+            network = LPIPS(net="alex", verbose=False).eval().requires_grad_(False)
+    except Exception as error:  # a package of another torch version raises anything
+        return None, f"not measured: lpips fails: {first_line(error)}"
 
     @torch.inference_mode()
     def distance(found: np.ndarray, exact: np.ndarray) -> float:
-        # [1, 3, H, W] in 0..1; both packages bring it to -1..1 with `normalize`.
+        # [1, 3, H, W] in 0..1, which `normalize` brings to -1..1.
         pair = (
             torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 255
             for image in (found, exact)
         )
-        options = {"normalize": True} if package == "lpips" else {}
-        return float(network(*pair, **options))
+        return float(network(*pair, normalize=True))
 
-    return distance, f"{package}, AlexNet"
-
-
-def _backbone() -> str:
-    """Where both packages look before they download."""
-    from torchvision.models import AlexNet_Weights
-
-    name = Path(urlparse(AlexNet_Weights.IMAGENET1K_V1.url).path).name
-    return os.path.join(torch.hub.get_dir(), "checkpoints", name)
-
-
-def _network(package: str) -> torch.nn.Module:
-    if package == "lpips":
-        from lpips import LPIPS
-
-        return LPIPS(net="alex", verbose=False)
-    from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity
-
-    return LearnedPerceptualImagePatchSimilarity(net_type="alex", normalize=True)
+    return distance, "lpips, AlexNet"

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .mix import MixPart, run_mix
+from .timing import MixPart, run_mix
 
 # {format: (products in a sum of the instruction, its operands)}
 INSTRUCTIONS = {"int8": (32, "s8"), "int4": (64, "s4")}

@@ -354,10 +354,10 @@ def module():
 def test_rates_are_work_over_the_time_behind_the_settling(module, monkeypatch):
     import torch
 
-    from qwen_l40s.measure import mix as timed_mix
+    from qwen_l40s.measure import timing
 
     clock, calls = [0.0], []
-    monkeypatch.setattr(timed_mix.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
 
     def call(name, seconds):
         # A card that is cold runs at double speed.
@@ -365,11 +365,11 @@ def test_rates_are_work_over_the_time_behind_the_settling(module, monkeypatch):
         calls.append(name)
 
     parts = [
-        timed_mix.MixPart("a", lambda: call("a", 0.1), 10),
-        timed_mix.MixPart("b", lambda: call("b", 0.3), 60),
-        timed_mix.MixPart("a", lambda: call("a", 0.1), 30),
+        timing.MixPart("a", lambda: call("a", 0.1), 10),
+        timing.MixPart("b", lambda: call("b", 0.3), 60),
+        timing.MixPart("a", lambda: call("a", 0.1), 30),
     ]
-    sums = timed_mix.run_mix(parts, torch.device("cpu"), 10)
+    sums = timing.run_mix(parts, torch.device("cpu"), 10)
     assert sums["a"].rate == pytest.approx(200)
     assert sums["b"].rate == pytest.approx(200)
     assert calls[:6] == ["a", "b", "a", "a", "b", "a"]
@@ -380,7 +380,7 @@ def test_a_card_is_timed_by_its_events_and_never_far_behind(module, monkeypatch)
     """A card that runs what is launched one after another; launching takes no time."""
     import torch
 
-    from qwen_l40s.measure import mix as timed_mix
+    from qwen_l40s.measure import timing
 
     card, processor, ahead = [0.0], [0.0], []
 
@@ -401,14 +401,14 @@ def test_a_card_is_timed_by_its_events_and_never_far_behind(module, monkeypatch)
     def call(seconds):
         card[0] = max(card[0], processor[0]) + seconds
 
-    monkeypatch.setattr(timed_mix.time, "perf_counter", lambda: processor[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: processor[0])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     parts = [
-        timed_mix.MixPart("a", lambda: call(0.001), 5),
-        timed_mix.MixPart("b", lambda: call(0.003), 6),
+        timing.MixPart("a", lambda: call(0.001), 5),
+        timing.MixPart("b", lambda: call(0.003), 6),
     ]
-    sums = timed_mix.run_mix(parts, torch.device("cuda", 0), 2)
+    sums = timing.run_mix(parts, torch.device("cuda", 0), 2)
     assert sums["a"].rate == pytest.approx(5000, rel=0.01)
     assert sums["b"].rate == pytest.approx(2000, rel=0.01)
     # What came before the settling, 0.3 of the time, is not among it.
@@ -462,20 +462,20 @@ def test_what_is_launched_is_the_executors_blocks(module, monkeypatch, precision
     """As many as are asked for, each announced to the one before it."""
     import torch
 
-    from qwen_l40s.measure import launches
+    from qwen_l40s.measure import timing
     from qwen_l40s.spec.transformer import SMALL
 
     sizes, cpu, seen = module.small_sizes(SMALL), torch.device("cpu"), []
 
-    class Executor(launches.BlockExecutor):
+    class Executor(timing.BlockExecutor):
         def run(self, block, text, image, step, halves, following=None):
             seen.append((block, following and following[0]))
             return super().run(block, text, image, step, halves, following)
 
-    monkeypatch.setattr(launches, "BlockExecutor", Executor)
+    monkeypatch.setattr(timing, "BlockExecutor", Executor)
     operands = module._ops(cpu), module._attention(sizes.work, cpu), cpu
     with torch.inference_mode():
-        blocks = launches.LaunchedBlocks(SMALL, precision, *operands)
+        blocks = timing.LaunchedBlocks(SMALL, precision, *operands)
         text, image = blocks.run(3)
     assert (text.shape, image.shape) == ((1, 8, SMALL.dim), (1, 64, SMALL.dim))
     assert text.isfinite().all() and image.isfinite().all()
@@ -486,7 +486,7 @@ def test_what_is_launched_is_the_executors_blocks(module, monkeypatch, precision
 def test_launches_are_timed_on_a_card_that_is_idle(module, monkeypatch):
     import torch
 
-    from qwen_l40s.measure import launches
+    from qwen_l40s.measure import timing
 
     clock, waited = [0.0], []
 
@@ -500,13 +500,13 @@ def test_launches_are_timed_on_a_card_that_is_idle(module, monkeypatch):
         clock[0] += 10
 
     calls = []
-    monkeypatch.setattr(launches.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
-    assert launches._median_seconds(call, torch.device("cuda", 0)) == 0.5
+    assert timing._median_seconds(call, torch.device("cuda", 0)) == 0.5
 
 
 def test_a_graph_counts_as_its_slowest_and_what_was_not_timed_as_elsewhere(module):
-    from qwen_l40s.measure.launches import Launched, launches_of
+    from qwen_l40s.measure.timing import Launched, launches_of
 
     found = launches_of({"bf16": Launched(1e-4, 5e-4), "int8": Launched(2e-4, "no graph")})
     block = {"bf16": 1e-4, "int8": 2e-4, "fp8": LAUNCHES.block["fp8"]}

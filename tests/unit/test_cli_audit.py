@@ -63,15 +63,12 @@ def test_every_layer_is_reported_worst_first(report, layers):
     assert (found["precision"], found["device"]) == ("fp8", "cpu")
     assert found["activations"] == "sampled"
     assert {entry["layer"] for entry in found["layers"]} == layers
-    effects = [entry["effect"] for entry in found["layers"]]
-    assert effects == sorted(effects, reverse=True)
-    assert all(0.015 < entry["error"] < 0.1 for entry in found["layers"])
+    errors = [entry["error"] for entry in found["layers"]]
+    assert errors == sorted(errors, reverse=True)
+    assert 0.015 < min(errors) <= max(errors) < 0.1
+    assert all(entry["outlier"] > 1 for entry in found["layers"])
     assert found["bytes_of_all"] == sum(entry["bytes"] for entry in found["layers"])
-    assert found["summed_error"] == pytest.approx(sum(e * e for e in effects) ** 0.5, rel=1e-3)
-    assert found["effect_of_all"] == pytest.approx(found["summed_error"], rel=0.3)
-    assert len(found["kinds"]) == 12
-    assert sum(kind["layers"] for kind in found["kinds"]) == 72
-    assert sum(kind["bytes"] for kind in found["kinds"]) == found["bytes_of_all"]
+    assert found["summed_error"] == pytest.approx(sum(e * e for e in errors) ** 0.5, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -83,7 +80,8 @@ def test_the_proposal_halves_the_error_and_its_patterns_say_so(report, layers):
     assert layers_to_quantize(layers, keep["patterns"]) == layers - set(keep["layers"])
     sizes = {entry["layer"]: entry["bytes"] for entry in found["layers"]}
     assert keep["bytes"] == sum(sizes[layer] for layer in keep["layers"])
-    assert keep["bytes"] < 0.5 * found["bytes_of_all"]
+    # Of layers with equal errors it would take three quarters.
+    assert keep["bytes"] < 0.6 * found["bytes_of_all"]
 
 
 @pytest.mark.slow
@@ -128,7 +126,7 @@ def test_the_table_says_what_the_json_says(report):
     assert "fp8 against bf16 on cpu" in table
     assert "fp8 in plain torch" in table
     worst = found["layers"][0]
-    assert f"{worst['layer']:44}{worst['error']:9.4f}" in table
+    assert f"{worst['layer']:44}{worst['error']:9.4f}{worst['outlier']:9.1f}" in table
     assert "... and 52 more in the JSON" in table
     assert f"keep {len(found['keep']['layers'])} of 72 layers" in table
     for pattern in found["keep"]["patterns"]:
@@ -141,8 +139,8 @@ def test_what_is_kept_is_bf16_and_not_reported(capsys):
     assert audit("--keep", *keep, "--prompt", PROMPT, "--json", "--precision", "int8", *QUICK) == 0
     found = json.loads(printed(capsys))
     assert found["kept"] == keep
-    assert [kind["kind"] for kind in found["kinds"]] == ["attn.add_v_proj"]
     assert len(found["layers"]) == 6
+    assert all(entry["layer"].endswith("attn.add_v_proj") for entry in found["layers"])
     assert found["images"][0]["psnr"] is None or found["images"][0]["psnr"] > 30
     assert "image" not in found["images"][0]
     assert found["model"] == str(MICRO)
@@ -157,7 +155,6 @@ def test_layers_only_reads_folders_and_files(capsys, layers, model):
     *table, line = printed(capsys).splitlines()
     found = json.loads(line)
     assert found["activations"] == "Gaussian"
-    assert found["chosen_by"] == "error"
     assert "activations are Gaussian" in "\n".join(table)
     assert {entry["layer"] for entry in found["layers"]} == layers
     errors = [entry["error"] for entry in found["layers"]]
