@@ -74,10 +74,10 @@ def run(args: argparse.Namespace) -> int:
     writer = RowWriter(about, Path(args.json) if args.json else None)
     if args.what == "image":
         from .prompt import run_prompts as measure
+    elif args.what == "ops":
+        from .ops import run_ops as measure
     else:
-        from . import run as runs
-
-        measure = runs.run_ops if args.what == "ops" else runs.run_forward
+        from .forward import run_forward as measure
     measure(setup, writer.add)
     print(json.dumps(writer.results()), flush=True)
     return 1 if any("error" in row for row in writer.rows) else 0
@@ -96,9 +96,8 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
         for option in ("models", "free_gib", "server_args"):
             if getattr(args, option):
                 raise SettingError(f"--{option.replace('_', '-')} goes with `image` alone.")
-    elif args.references or args.profile:
-        option = "--references" if args.references else "--profile"
-        raise SettingError(f"{option} goes with `forward`, not with `image`.")
+    elif args.references:
+        raise SettingError("--references goes with `forward`, not with `image`.")
     layers = MOST_LAYERS if args.layers is None else args.layers
     if not 1 <= layers <= MOST_LAYERS:
         raise SettingError(
@@ -142,7 +141,6 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
         inputs=inputs,
         warm_up=args.warm_up or WARM_UP[args.what],
         repeats=args.repeats or REPEATS[args.what],
-        profile=args.profile,
         steps=args.steps,
         debug=args.debug,
         models=Path(args.models) if args.models else None,

@@ -1,26 +1,30 @@
 """One forward pass of a transformer: its inputs and random weights, what is measured of it
-whichever program computes it, and the pass through diffusers.
+whichever program computes it, the pass through diffusers, and the rows of `bench forward`.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import UnavailableError
 from ..loaders.quantize import layers_to_quantize
+from ..spec.formats import GIB
 from ..spec.transformer import REFERENCE_SIDE, TransformerShape
 from . import measure
-from .rows import BenchSetup, Inputs, rope_axes
+from .measure import Fields, achieved, by_turns
+from .rows import BASELINE, COMFYUI, BenchSetup, Inputs, Row, forward_work, rope_axes
 
+DENSE = "bf16"
 STEPS = 20
 SHIFT = 1.15  # of ComfyUI's Qwen-Image
 # The timestep at which outputs are compared, one of the schedule's.
@@ -58,7 +62,7 @@ class ForwardProgram(NamedTuple):
 
 
 # What a row of results has, and the image stream after the last block (batch, tokens, D).
-Measured = tuple[measure.Fields, torch.Tensor | None]
+Measured = tuple[Fields, torch.Tensor | None]
 Body = Callable[[ForwardProgram], Measured]
 
 
@@ -109,29 +113,30 @@ def measure_forward(
         UnavailableError: The stream holds NaN or infinity.
     """
     device, sigmas = setup.device, itertools.cycle(tensors.sigmas)
+    on_card = device.type == "cuda"
 
     def call() -> None:
         program.call(next(sigmas))
 
     gc.collect()
-    resting = measure.allocated_gib(device)
-    measure.reset_peaks(device)
+    resting = torch.cuda.memory_allocated(device) if on_card else 0
     start = time.perf_counter()
     call()
-    measure.synchronize(device)
-    row: measure.Fields = {"first_ms": (time.perf_counter() - start) * 1e3}
+    if on_card:
+        torch.cuda.synchronize(device)
+    row: Fields = {"first_ms": (time.perf_counter() - start) * 1e3}
     for _ in range(setup.warm_up - 1):
         call()
-    warm = measure.peak_gib(device)
     row["samples_ms"] = measure.times_ms(call, device, repeats)
     if again:
         return row, None
-    measure.reset_peaks(device)  # without the memory by which do_bench empties the cache
-    call()
-    if warm is not None:
-        peak = measure.peak_gib(device)
-        row |= {"peak_gib": peak, "extra_gib": peak - resting, "warmup_extra_gib": warm - resting}
-    row |= measure.kernel_fields(call, device, setup.profile)
+    if on_card:
+        torch.cuda.empty_cache()  # the memory by which do_bench empties the card's cache
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        peak = torch.cuda.max_memory_allocated(device)
+        row |= {"peak_gib": peak / GIB, "extra_gib": (peak - resting) / GIB}
+        row["kernel_ms"] = measure.kernel_ms(call, device)
     seen: list[torch.Tensor] = []
 
     def look(_module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -151,7 +156,7 @@ def relative_error(found: torch.Tensor, known: torch.Tensor | None) -> float | N
     """|found - known| / |known|, the norms in fp64."""
     if known is None:
         return None
-    norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float64)
+    norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
     return float(norm(found - known) / norm(known))
 
 
@@ -255,3 +260,78 @@ def _pack(latents: torch.Tensor) -> torch.Tensor:
     batch, channels, _, height, width = latents.shape
     patches = latents.view(batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
     return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * PATCH**2)
+
+
+# --- rows
+
+
+def measure_row(
+    row: Row, setup: BenchSetup, tensors: InputTensors, built: dict[Any, Any], body: Body
+) -> Measured:
+    """Calls `body` with a row's forward pass; `built` is what rows of the same weights share."""
+    key = row.host, row.needs_card
+    if row.weights == DENSE and DENSE not in built:
+        built[DENSE] = dict(random_tensors(setup.shape, setup.device))
+    if row.host != COMFYUI:
+        if key not in built:
+            about = setup.shape, setup.edit
+            built[key] = build_transformer(built[DENSE], *about, compiled=row.needs_card)
+        return in_diffusers(built[key], tensors, body, ours=row.ours)
+    from .comfyui import bf16_model, in_comfyui, prepared, quantized_model
+
+    if key not in built:
+        weights, build = row.weights, quantized_model
+        if weights == DENSE:
+            weights, build = built[DENSE], bf16_model
+        built[key] = build(weights, setup.shape, setup.device, setup.edit)
+    return in_comfyui(prepared(built[key], row), tensors, body)
+
+
+def run_forward(setup: BenchSetup, add: Callable[[Fields], None]) -> None:
+    """Whole forward passes; the error with LoRAs is that of the same LoRAs beside bf16."""
+    known: dict[tuple[Inputs, int], torch.Tensor] = {}
+    stock: dict[Inputs, float] = {}
+    tensors = {inputs: input_tensors(setup.shape, inputs, setup.device) for inputs in setup.inputs}
+
+    def one(built: dict[Any, Any], inputs: Inputs, row: Row, repeats: int, again: bool) -> Fields:
+        body = partial(
+            measure_forward, setup=setup, tensors=tensors[inputs], repeats=repeats, again=again
+        )
+        fields, stream = measure_row(row, setup, tensors[inputs], built, body)
+        if stream is None:
+            return {"samples_ms": fields["samples_ms"]}
+        if row.name == BASELINE or (row.loras and row.precision == DENSE):
+            known[inputs, row.loras] = stream
+        error = relative_error(stream, known.get((inputs, row.loras)))
+        return fields | {"rel_error_blocks": error}
+
+    def finish(row: Row, inputs: Inputs, fields: Fields) -> Fields:
+        about = {"name": row.name, "size": inputs.size, "batch": inputs.batch}
+        if "error" in fields:
+            return about | fields
+        if row.name == BASELINE:
+            stock[inputs] = fields["ms"]
+        if inputs in stock:
+            about["x_stock"] = fields["ms"] / stock[inputs]
+        work = forward_work(setup.shape, inputs, row.precision)
+        return about | fields | achieved(work, fields["ms"])
+
+    gc.collect()
+    gc.freeze()  # going through what the hosts have imported takes half a second
+    for _, same in groupby(setup.rows, key=lambda row: row.weights):
+        built: dict[Any, Any] = {}
+        rows = list(same)
+        for inputs in setup.inputs:
+            torch._dynamo.reset()  # or a second size would be compiled for any size
+            for row, fields in by_turns(rows, partial(one, built, inputs), setup):
+                add(finish(row, inputs, fields))
+        built.clear()
+        torch._dynamo.reset()  # which keeps compiled models
+        if COMFYUI in {row.host for row in rows}:
+            from .comfyui import forget_models
+
+            forget_models()
+        gc.collect()
+        if setup.device.type == "cuda":
+            torch.cuda.empty_cache()
+    gc.unfreeze()

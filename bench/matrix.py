@@ -1,7 +1,6 @@
 """Measures what the estimator predicts: weights, peaks and times of many settings on one card.
 
-    python -m qwen_l40s.bench.matrix --models FOLDER --json FILE [--kinds vae,text,sampling]
-        [--seconds 500] [--precisions bf16,fp8]
+    python -m qwen_l40s.bench.matrix --models FOLDER --json FILE [--precisions bf16,fp8]
 
 Runs in the Python that runs ComfyUI. FOLDER gets random weights of the published sizes, 58 GB,
 unless they are there. Each model is loaded by this package's loader and optimized by its node; then
@@ -52,10 +51,8 @@ WARM_UP, REPEATS = 2, 5
 SPREAD = 1.25
 NEGATIVE_TOKENS = 20
 CFG = 4.0
-NEW_MODEL_SECONDS = 30
 # Steps in the first seconds after a load took a seventh longer where the processor is the limit.
 WARM_SECONDS = 10
-KINDS = ("vae", "text", "sampling")
 
 
 def cases(precision: str, place: str) -> list[Fields]:
@@ -111,7 +108,7 @@ class Matrix(RowWriter):
         super().add(row)
 
     def has(self, case: Fields) -> bool:
-        """Whether a sampling run was measured before."""
+        """Whether a run was measured before."""
         return any(case.items() <= run.items() for run in self.rows)
 
 
@@ -187,13 +184,9 @@ def sample(patcher: Any, case: Fields, used: Callable[[], int]) -> Fields:
 
 @torch.inference_mode()  # as execution.py runs every prompt
 def measure_sampling(
-    folder: Path,
-    precisions: Sequence[str],
-    matrix: Matrix,
-    used: Callable[[], int],
-    left: Callable[[], float],
+    folder: Path, precisions: Sequence[str], matrix: Matrix, used: Callable[[], int]
 ) -> None:
-    """Every case of every model that there is time for."""
+    """Measures every case of every model."""
     import comfy.model_management
 
     from ..hosts.comfyui.load.transformer import load_model
@@ -201,7 +194,7 @@ def measure_sampling(
 
     for precision, place in itertools.product(precisions, PLACES):
         wanted = [case for case in cases(precision, place) if not matrix.has(case)]
-        if not wanted or left() < NEW_MODEL_SECONDS:
+        if not wanted:
             continue
         patcher, _ = load_model(folder / "diffusion_models" / TRANSFORMER, precision, (), place)
         optimized = optimize(patcher, OptimizeSettings())
@@ -210,8 +203,6 @@ def measure_sampling(
         while time.perf_counter() < warm_until:
             sample(optimized, wanted[0], used)
         for case in wanted:
-            if left() < 0:
-                break
             found = sample(optimized, case, used)
             again = 0
             while max(found["samples_ms"]) > SPREAD * min(found["samples_ms"]) and again < REPEATS:
@@ -245,13 +236,15 @@ def measure_vae(matrix: Matrix, used: Callable[[], int]) -> None:
     vae = random_vae(CARD)
     comfy.model_management.load_models_gpu([vae.patcher])
     for direction, (width, height), tiles in itertools.product(("decode", "encode"), SIZES, TILES):
+        about = {"kind": direction, "width": width, "height": height, "batch": 1, "tiles": tiles}
+        if matrix.has(about):
+            continue
         given = torch.rand(1, height, width, 3)
         if direction == "decode":
             given = torch.randn(1, 16, 1, height // 8, width // 8)
         call = partial(getattr(planned_vae, direction), vae, given, tiles)
         for _ in range(WARM_UP):
             call()
-        about = {"kind": direction, "width": width, "height": height, "batch": 1, "tiles": tiles}
         matrix.add(about | measured(call, used))
     comfy.model_management.unload_all_models()
 
@@ -265,15 +258,19 @@ def measure_text(folder: Path, matrix: Matrix, used: Callable[[], int]) -> None:
     from ..hosts.comfyui.load.text_encoder import load_text_encoder
 
     for precision in ("bf16", "fp8"):
+        each = [{"kind": "text", "precision": precision, "references": it} for it in (0, 1, 3)]
+        wanted = [about for about in each if not matrix.has(about)]
+        if not wanted:
+            continue
         clip, _ = load_text_encoder(folder / "text_encoders" / TEXT_ENCODER, precision, "auto")
         comfy.model_management.load_models_gpu([clip.patcher])
-        for references in (0, 1, 3):
+        for about in wanted:
+            references = about["references"]
             images = [torch.rand(1, 384, 384, 3) for _ in range(references)]
             marks = "<|vision_start|><|image_pad|><|vision_end|>" * references
             tokens = clip.tokenize(marks + PROMPT, images=images)
             # Not the loader's own, which remembers.
             call = partial(comfy.sd.CLIP.encode_from_tokens, clip, tokens)
-            about = {"kind": "text", "precision": precision, "references": references}
             about["text_tokens"] = call().shape[1]
             matrix.add(about | measured(call, used))
         comfy.model_management.unload_all_models()
@@ -285,11 +282,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--seconds", type=float, default=500, help="after which no run starts")
     parser.add_argument("--precisions", default=",".join(PRECISIONS))
     args = parser.parse_args()
-    end = time.perf_counter() + args.seconds
     driver = NvmlCard()
     before = driver.used()  # asked before CUDA is
 
@@ -308,17 +302,13 @@ def main() -> None:
         "sampler": "euler, simple; median of the steps behind the first",
         "context_bytes": used() - torch.cuda.memory_reserved(),
     }
-    matrix, kinds = Matrix(args.json, about), args.kinds.split(",")
     from .comfyui import write_models
 
     write_models(args.models)
-    if "vae" in kinds:
-        measure_vae(matrix, used)
-    if "text" in kinds:
-        measure_text(args.models, matrix, used)
-    if "sampling" in kinds:
-        precisions = args.precisions.split(",")
-        measure_sampling(args.models, precisions, matrix, used, lambda: end - time.perf_counter())
+    matrix = Matrix(args.json, about)
+    measure_vae(matrix, used)
+    measure_text(args.models, matrix, used)
+    measure_sampling(args.models, args.precisions.split(","), matrix, used)
 
 
 if __name__ == "__main__":

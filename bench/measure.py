@@ -1,6 +1,4 @@
-"""Times, kernels and memory of a call on a card or, to try things out, on a CPU; and the writer of
-the rows that they make.
-"""
+"""Times and kernels of a call, a card's memory as the driver has it, and the writer of rows."""
 
 from __future__ import annotations
 
@@ -8,9 +6,9 @@ import json
 import threading
 import time
 import timeit
+import traceback
 import warnings
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,16 @@ import torch
 
 from ..cli.output import write_whole
 from ..errors import UnavailableError
+from ..machine.card import first_line
 from ..spec.formats import GIB
+from .rows import BenchSetup
 
 Fields = dict[str, Any]
 # How long triton.testing.do_bench times a call at least, in milliseconds.
 LEAST_MS = 25
+# Every row of a model or an operation is measured once before any is measured again.
+TURNS = 2
 READ_SECONDS = 0.005
-KERNELS_SHOWN, NAME_WIDTH = 20, 88
 SIGNIFICANT = 5
 # {field that names a row: its width}
 COLUMNS = {"name": 34, "size": 11}
@@ -59,54 +60,61 @@ def time_fields(samples: Sequence[float]) -> Fields:
     return dict(zip(("ms", "ms_p10", "ms_p90"), found, strict=True)) | {"samples_ms": list(samples)}
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def kernel_fields(call: Callable[[], Any], device: torch.device, table: bool) -> Fields:
-    """Runs a call under torch's profiler: the milliseconds of all its kernels.
-
-    Args:
-        table: Whether a table of what took longest is wanted, too; on a CPU, of torch's operators.
-    """
+def kernel_ms(call: Callable[[], Any], device: torch.device) -> float | None:
+    """Returns what all kernels of a call take under torch's profiler; None where it sees none."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    on_card = device.type == "cuda"
-    if not (on_card or table):
-        return {}
+    if device.type != "cuda":
+        return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about cycles, of which there is one
-        with profile(activities=[ProfilerActivity.CUDA if on_card else ProfilerActivity.CPU]) as of:
+        with profile(activities=[ProfilerActivity.CUDA]) as of:
             call()
-            synchronize(device)
-    events = of.key_averages()
-    kernels = [event for event in events if event.device_type == DeviceType.CUDA]
+            torch.cuda.synchronize(device)
+    kernels = [event for event in of.key_averages() if event.device_type == DeviceType.CUDA]
     # A driver that lets nobody look at its counters shows no kernels.
-    total = sum(event.self_device_time_total for event in kernels) / 1e3
-    fields: Fields = {"kernel_ms": total or None}
-    if table:
-        by = "self_device_time_total" if on_card else "self_cpu_time_total"
-        fields["kernels"] = events.table(
-            sort_by=by, row_limit=KERNELS_SHOWN, max_name_column_width=NAME_WIDTH
-        )
-    return fields
+    return sum(event.self_device_time_total for event in kernels) / 1e3 or None
 
 
-def reset_peaks(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+def achieved(work: Any, ms: float) -> dict[str, float | None]:
+    """TFLOP/s and GB/s of counted work (`flops` and `bytes`); None of what is not computed."""
+    found = {"tflops": work.flops / 1e9, "gbs": work.bytes / 1e6}
+    return {name: amount / ms if amount and ms > 0 else None for name, amount in found.items()}
 
 
-def peak_gib(device: torch.device) -> float | None:
-    """The most that tensors held since `reset_peaks`; None on a CPU, where torch does not count."""
-    return torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
+def by_turns(
+    things: Sequence[Any], one: Callable[[Any, int, bool], Fields], setup: BenchSetup
+) -> Iterator[tuple[Any, Fields]]:
+    """Measures every thing, then every thing again, so that a card that slows down slows all.
 
+    Args:
+        one: Measures a thing so many times, the first time with all that is wanted of it. What it
+            raises is the thing's "error".
 
-def allocated_gib(device: torch.device) -> float:
-    return torch.cuda.memory_allocated(device) / GIB if device.type == "cuda" else 0.0
+    Yields:
+        Each thing and its fields, with median and spread of the samples of all turns.
+    """
+    found: list[Fields] = [{"samples_ms": []} for _ in things]
+    turns = min(TURNS, setup.repeats)
+    for turn in range(turns):
+        for fields, thing in zip(found, things, strict=True):
+            if "error" in fields or "left_out" in fields:
+                continue
+            try:
+                more = one(thing, (setup.repeats + turn) // turns, turn > 0)
+            except Exception as error:  # hosts, kernels, compilers and torch raise anything
+                if setup.debug:
+                    traceback.print_exc()
+                fields["error"] = f"{type(error).__name__}: {first_line(error)}"
+                continue
+            fields |= more | {"samples_ms": [*fields["samples_ms"], *more.get("samples_ms", ())]}
+    for fields, thing in zip(found, things, strict=True):
+        samples = fields.pop("samples_ms")
+        if "error" in fields:
+            yield thing, {"error": fields["error"]}
+        else:
+            yield thing, (time_fields(samples) if samples else {}) | fields
 
 
 class NvmlCard:
@@ -130,51 +138,30 @@ class NvmlCard:
         except pynvml.NVMLError as error:
             raise UnavailableError(f"the driver does not answer: {error}.") from error
         self._card = pynvml.nvmlDeviceGetHandleByIndex(0)
-        self._count: int | None = None
-        self._received = 0
 
     def used(self) -> int:
         return self._nvml.nvmlDeviceGetMemoryInfo(self._card).used
 
-    def received(self) -> int | None:
-        """Bytes that came over PCIe since the first call; None of drivers older than 550.
 
-        It has to be called more often than the counter wraps: one of 32 bits takes 4 GiB, which
-        PCIe 5 moves in 70 ms.
-        """
-        field = self._nvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES
-        (value,) = self._nvml.nvmlDeviceGetFieldValues(self._card, [field])
-        if value.nvmlReturn:
-            return None
-        count = value.value.ullVal
-        before = count if self._count is None else self._count
-        self._received += (count - before) % 2 ** (32 if max(before, count) < 2**32 else 64)
-        self._count = count
-        return self._received
-
-
-class CardReader(threading.Thread):
-    """Reads a card's memory in use and bytes over PCIe every 5 ms, with `time.monotonic()`."""
+class PeakReader(threading.Thread):
+    """Reads every 5 ms how much of a card is in use, more than at the beginning."""
 
     def __init__(self, card: NvmlCard) -> None:
         super().__init__(daemon=True)
-        self.card, self._failure = card, ""
-        self._times = [time.monotonic()]
-        self._values = [(card.used(), card.received())]
+        self._card, self._baseline = card, card.used()
+        self._seen, self._failure = [self._baseline], ""
         self.start()
 
     def run(self) -> None:
         while not self._failure:
             time.sleep(READ_SECONDS)
             try:
-                # In this order: whoever finds a time finds its value.
-                self._values.append((self.card.used(), self.card.received()))
-                self._times.append(time.monotonic())
+                self._seen.append(self._card.used())
             except Exception as error:  # what NVML raises once the driver is gone
                 self._failure = str(error)
 
-    def between(self, start: float, end: float, baseline: int) -> dict[str, float | None]:
-        """The peak over a baseline in bytes, and what the card received.
+    def peak_gib(self) -> float:
+        """Returns the peak over the baseline since this was asked last.
 
         Raises:
             UnavailableError: the driver stopped answering.
@@ -182,12 +169,8 @@ class CardReader(threading.Thread):
         time.sleep(2 * READ_SECONDS)
         if self._failure:
             raise UnavailableError(f"the driver stopped answering: {self._failure}.")
-        first, last = (max(0, bisect_right(self._times, at) - 1) for at in (start, end))
-        values = self._values[first : last + 1]
-        (_, before), (_, after) = values[0], values[-1]
-        received = None if after is None or before is None else (after - before) / 1e9
-        peak = max(used for used, _ in values) - baseline
-        return {"peak_gib": peak / GIB, "received_gb": received}
+        seen, self._seen = self._seen, [self._baseline]
+        return (max(seen) - self._baseline) / GIB
 
 
 class RowWriter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ from ..optimizations.linear import choose_gemm
 from ..optimizations.reference import Modulation, QKNorm, Rotary, Tokens
 from ..spec.formats import RowFormat
 from ..spec.transformer import TransformerShape
-from .rows import Inputs
+from .measure import Fields, achieved, by_turns, times_ms
+from .rows import BenchSetup, Inputs
 
 EPS = 1e-6
 COPIED_BYTES, COPIED_BYTES_CPU = 2**31, 2**20
@@ -166,3 +168,31 @@ def _weight(n: int, k: int, device: torch.device) -> torch.Tensor:
 
 def _normal(*size: int, on: torch.device) -> torch.Tensor:
     return torch.randn(size, device=on, dtype=torch.bfloat16)
+
+
+def run_ops(setup: BenchSetup, add: Callable[[Fields], None]) -> None:
+    """Measures the chosen cases, those of one task by turns."""
+    for inputs in setup.inputs:
+        cases = op_cases(setup.shape, inputs, setup.device)
+        chosen = [case for case in cases if case.name in setup.names]
+        for _, same in groupby(chosen, key=lambda case: case.task):
+            for case, fields in by_turns(list(same), partial(_time_op, setup, {}), setup):
+                if "ms" in fields:
+                    fields |= achieved(case, fields["ms"])
+                    del fields["samples_ms"]  # of short calls there are hundreds
+                add({"name": case.name, "size": inputs.size, "batch": inputs.batch} | fields)
+
+
+@torch.inference_mode()
+def _time_op(
+    setup: BenchSetup, made: dict[str, Call], case: OpCase, repeats: int, again: bool
+) -> Fields:
+    if not again:
+        try:
+            made[case.name] = case.make()
+        except UnavailableError as error:
+            # Without the advice what to use instead.
+            return {"left_out": str(error).partition("; use ")[0]}
+    for _ in range(setup.warm_up):
+        made[case.name]()
+    return {"samples_ms": times_ms(made[case.name], setup.device, repeats)}

@@ -1,21 +1,19 @@
-"""From a prompt to its file in a real ComfyUI server, stock nodes beside ours, part by part.
+"""From a prompt to its file in a real ComfyUI server, stock nodes beside ours.
 
 `bench image --models FOLDER` gives each row a fresh server in each of `TURNS`, one at a time: its
 first prompt, prompts of the same text, and a new text. Up to `FEW` steps run without CFG, as with
-Lightning LoRAs; more with it, and ours with the step cache `CACHE`. With a card, NVML tells every
-5 ms how much of it is in use: peaks are above what was in use before the first server began, so
-they count its CUDA context too.
+Lightning LoRAs; more with it, and ours with the step cache `CACHE`. Peaks are the driver's, above
+what was in use before the first server began, so they count its CUDA context too.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 import tempfile
 import time
 import urllib.error
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count, cycle, islice, product
 from pathlib import Path
 from statistics import median
@@ -26,16 +24,13 @@ import torch
 from ..errors import UnavailableError
 from ..machine.comfyui import find_comfyui
 from ..spec.formats import GIB
-from .measure import CardReader, Fields, NvmlCard, time_fields
+from .measure import Fields, NvmlCard, PeakReader, time_fields
 from .rows import BASELINE, BenchSetup, Inputs, Row
-from .run import Add
 from .server import ComfyUIServer, ComfyUIServerError
 
 ApiGraph = dict[str, dict[str, Any]]
 TURNS, FEW, CACHE = 3, 10, "balanced"
 SECONDS, POLL_SECONDS = 600, 0.02
-LONGEST = 200  # characters of a line of the log
-PROBE = "probe"
 # What `comfyui.write_models` writes, and what a CPU runs instead.
 TRANSFORMER = "qwen_image_random_bf16.safetensors"
 TEXT_ENCODER = "qwen_2.5_vl_7b_random_bf16.safetensors"
@@ -49,18 +44,9 @@ PROMPT = (
     'reads "NORTH POINT 1871" in white letters. Oil painting, thick strokes, warm lamp light '
     "against cold blue water, fine detail in rope, stone and cloth."
 )
-# Lines of the server's log about weights that left the card, tiles, or a lack of memory.
-TOLD = re.compile(r"unload|offload|loaded partially|tiled|out of memory|\bOOM\b", re.IGNORECASE)
-# {part: the graph's nodes that it is}
-PARTS = {
-    "encode": ("positive", "negative"),
-    "sample": ("sample",),
-    "decode": ("decode",),
-    "save": ("save",),
-}
 
 
-def run_prompts(setup: BenchSetup, add: Add) -> None:
+def run_prompts(setup: BenchSetup, add: Callable[[Fields], None]) -> None:
     """Measures stock ComfyUI in bf16 and our rows.
 
     On a card `setup.models` gets random models of the published sizes, unless they are there. On a
@@ -75,9 +61,8 @@ def run_prompts(setup: BenchSetup, add: Add) -> None:
         write_models(setup.models)
         torch.cuda.empty_cache()
         held = hold_all_but(setup.free_gib)
-        reader = CardReader(NvmlCard())
-    baseline = reader.card.used() if reader else 0
-    found: dict[tuple[Row, Inputs], dict[str, list[Any]]]
+        reader = PeakReader(NvmlCard())
+    found: dict[tuple[Row, Inputs], dict[str, list[float]]]
     found = {key: defaultdict(list) for key in product(rows, setup.inputs)}
     failed: dict[Row, str] = {}
     turns = min(TURNS, setup.repeats)
@@ -86,22 +71,26 @@ def run_prompts(setup: BenchSetup, add: Add) -> None:
             continue
         try:
             repeats = (setup.repeats + turn) // turns
-            for inputs, fields in _prompts(setup, row, repeats, reader, baseline):
-                for name, value in fields.items():
-                    if value is not None:
-                        found[row, inputs][name].append(value)
+            for inputs, name, ms in _prompts(setup, row, repeats):
+                found[row, inputs][name].append(ms)
+                if reader:
+                    found[row, inputs]["peak_gib"].append(reader.peak_gib())
         except (ComfyUIServerError, OSError) as error:
             failed[row] = " ".join(str(error).split())
     del held
     stock: dict[Inputs, float] = {}
     for (row, inputs), values in found.items():
-        about: Fields = {"name": row.name, "size": inputs.size, "batch": inputs.batch}
+        fields: Fields = {"name": row.name, "size": inputs.size, "batch": inputs.batch}
         if row in failed:
-            add(about | {"error": failed[row]})
+            add(fields | {"error": failed[row]})
             continue
         if row.name == BASELINE:
             stock[inputs] = median(values["ms"])
-        add(about | _merged(values, stock.get(inputs)))
+        fields |= time_fields(values.pop("ms"))
+        fields["x_stock"] = fields["ms"] / stock[inputs] if inputs in stock else None
+        for name, each in values.items():
+            fields[name] = max(each) if name == "peak_gib" else median(each)
+        add(fields)
 
 
 def hold_all_but(free_gib: float | None) -> torch.Tensor | None:
@@ -118,95 +107,55 @@ def hold_all_but(free_gib: float | None) -> torch.Tensor | None:
     return torch.empty(int((free - free_gib) * GIB), dtype=torch.uint8, device="cuda")
 
 
-def _merged(values: dict[str, list[Any]], stock_ms: float | None) -> Fields:
-    """Medians, and the highest peaks."""
-    fields = time_fields(values.pop("ms"))
-    fields |= {"x_stock": stock_ms and fields["ms"] / stock_ms}
-    fields |= {"log": sorted({line for lines in values.pop("log") for line in lines})}
-    for name, each in values.items():
-        fields[name] = max(each) if name.endswith("peak_gib") else median(each)
-    return fields
-
-
-def _prompts(
-    setup: BenchSetup, row: Row, repeats: int, reader: CardReader | None, baseline: int
-) -> Iterator[tuple[Inputs, Fields]]:
-    """Yields what prompts in a fresh server took: "first_" of its first, "resized_" of the first of
-    another size, "text_" of a new text.
+def _prompts(setup: BenchSetup, row: Row, repeats: int) -> Iterator[tuple[Inputs, str, float]]:
+    """Yields what prompts in a fresh server took: "first_ms" of its first, "resized_ms" of the
+    first of another size, "text_ms" of a new text, "ms" of the others.
     """
-    on_card, seeds = reader is not None, count(1)
+    on_card, seeds = setup.device.type == "cuda", count(1)
     with tempfile.TemporaryDirectory() as folder:
-        links = {f"custom_nodes/{PROBE}": Path(__file__).with_name(PROBE)}
         if on_card:
-            links["models"] = setup.models.resolve()
-        for name, target in links.items():
-            Path(folder, name).parent.mkdir(exist_ok=True)
-            Path(folder, name).symlink_to(target, target_is_directory=True)
+            Path(folder, "models").symlink_to(setup.models.resolve(), target_is_directory=True)
         more = (*(() if on_card else ("--cpu",)), *setup.server_args)
         with ComfyUIServer(find_comfyui(), sys.executable, Path(folder), *more) as server:
             known = server.get_json("/object_info")
 
-            def run(inputs: Inputs, shift: int = 0) -> Fields:
-                graph = fill(graph_of(setup, row, inputs, next(seeds), shift), known)
-                start = time.monotonic()
-                fields = run_graph(server, graph)
-                card = reader.between(start, time.monotonic(), baseline) if reader else {}
-                return fields | card
+            def run(inputs: Inputs, shift: int = 0) -> float:
+                return run_graph(
+                    server, fill(graph_of(setup, row, inputs, next(seeds), shift), known)
+                )
 
             for number, inputs in enumerate(setup.inputs):
-                yield inputs, renamed(run(inputs), "first_" if not number else "resized_")
+                yield inputs, "resized_ms" if number else "first_ms", run(inputs)
                 for _ in range(setup.warm_up):
                     run(inputs)
                 for _ in range(repeats):
-                    yield inputs, run(inputs)
-                new = run(inputs, number + 1)
-                yield inputs, renamed(new, "text_") | {"encode_ms": new["encode_ms"]}
-                lines = server.log.read_text(errors="replace").splitlines()
-                yield inputs, {"log": [line[:LONGEST] for line in lines if TOLD.search(line)]}
+                    yield inputs, "ms", run(inputs)
+                yield inputs, "text_ms", run(inputs, number + 1)
 
 
-def renamed(fields: Fields, prefix: str) -> Fields:
-    """What is told of a prompt that is not one of the repeated ones, and its peak."""
-    found = {f"{prefix}{name}": fields.get(name) for name in ("ms", "received_gb")}
-    return found | {"peak_gib": fields.get("peak_gib")}
-
-
-def run_graph(server: ComfyUIServer, graph: ApiGraph) -> Fields:
-    """Posts a graph and waits for its end; milliseconds of all and each part, and torch's peaks.
+def run_graph(server: ComfyUIServer, graph: ApiGraph) -> float:
+    """Posts a graph, waits for its end, and returns the milliseconds that the server says.
 
     Raises:
         ComfyUIServerError: the graph is refused or fails, the server ends, or it takes too long.
     """
     deadline = time.monotonic() + SECONDS
     try:
-        # The server names the node that runs to clients only, and so the probe.
-        posted = server.post_json("/prompt", {"prompt": graph, "client_id": "bench"})
+        posted = server.post_json("/prompt", {"prompt": graph})
     except urllib.error.HTTPError as error:
         raise ComfyUIServerError(
             f"ComfyUI refuses the graph: {error.read().decode()[:2000]}"
         ) from None
     prompt = posted["prompt_id"]
-    while True:
+    while not (entry := server.get_json(f"/history/{prompt}").get(prompt)):
         server.check_alive()
-        if entry := server.get_json(f"/history/{prompt}").get(prompt):
-            break
         if time.monotonic() > deadline:
             raise ComfyUIServerError(f"no answer in {SECONDS} s:\n{server.tail()}")
         time.sleep(POLL_SECONDS)
     told = dict(entry["status"]["messages"])
     if failure := told.get("execution_error"):
         raise ComfyUIServerError(f"{failure['node_type']}: {failure['exception_message']}")
-    nodes = {node["node"]: node for node in server.get_json(f"/l40s_{PROBE}")}
-    ms = float(told["execution_success"]["timestamp"] - told["execution_start"]["timestamp"])
-    fields: Fields = {"ms": ms}
-    for part, names in PARTS.items():
-        seconds = [nodes[name]["seconds"] for name in names if name in nodes]
-        if seconds:
-            fields[f"{part}_ms"] = 1e3 * sum(seconds)
-    fields["rest_ms"] = ms - sum(value for name, value in fields.items() if name != "ms")
-    for part in ("sample", "decode"):
-        fields[f"{part}_torch_peak_gib"] = nodes[part]["torch_peak_gib"]
-    return fields
+    return float(told["execution_success"]["timestamp"] - told["execution_start"]["timestamp"])
 
 
 def graph_of(setup: BenchSetup, row: Row, inputs: Inputs, seed: int, shift: int = 0) -> ApiGraph:

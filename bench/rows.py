@@ -190,7 +190,6 @@ class BenchSetup:
     inputs: tuple[Inputs, ...]
     warm_up: int
     repeats: int
-    profile: bool
     steps: int
     debug: bool
     models: Path | None

@@ -29,9 +29,12 @@ BLOCK_GONE = (
     "bench block is gone: `bench forward --layers 1` and `--layers 2` differ by one block, and "
     "`bench ops` times its operations."
 )
-PLOT_GONE = "--plot is gone: the table shows the figures, and --json FILE keeps every sample."
+GONE = {
+    "plot": "--plot is gone: the table shows the figures, and --json FILE keeps every sample.",
+    "profile": "--profile is gone: `kernel_ms` sums the kernels up, and `nsys profile` lists them.",
+}
 # Options of WHAT, whose sizes --calibrate fixes.
-FOREIGN = ("size", "references", "layers", "only", "repeats", "warm_up", "profile", "models")
+FOREIGN = ("size", "references", "layers", "only", "repeats", "warm_up", "models")
 FOREIGN += ("free_gib", "server_args")
 
 
@@ -109,13 +112,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of `image`: more of ComfyUI's command line, such as --disable-dynamic-vram",
     )
     parser.add_argument(
-        "--profile", action="store_true", help="list the longest kernels; not with `image`"
-    )
-    parser.add_argument(
         "--device", default="auto", metavar="NAME", help="auto (default), cpu, cuda or cuda:N"
     )
     parser.add_argument("--json", metavar="FILE", help="also write the results as JSON")
     parser.add_argument("--plot", help=argparse.SUPPRESS)
+    parser.add_argument("--profile", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -126,8 +127,9 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.what == "block":
         raise SettingError(BLOCK_GONE)
-    if args.plot:
-        raise SettingError(PLOT_GONE)
+    for option, sentence in GONE.items():
+        if getattr(args, option):
+            raise SettingError(sentence)
     if args.calibrate:
         return calibrate_card(args)
     if args.what is None:

@@ -20,7 +20,7 @@ from qwen_l40s.spec.transformer import FULL_SIZE
 SMALL = ["--device", "cpu", "--width", "small", "--text", "5", "--repeats", "2", "--warm-up", "1"]
 RUNS = {
     "forward": "forward --size 64x32 --layers 2 --batch 2",
-    "edit": "forward --size 32x32 --layers 1 --references 1 --repeats 1 --profile --only *?bf16 "
+    "edit": "forward --size 32x32 --layers 1 --references 1 --repeats 1 --only *?bf16 "
     "*diffusers *eager",
     "image": "image --size 256x256 --layers 1 --steps 11 --repeats 1 --only *?bf16",
 }
@@ -78,8 +78,8 @@ def test_ours_ran_fused_with_tables(in_comfyui):
         if not name.startswith("ours"):
             assert "paths" not in row
         elif "diffusers" not in name:
-            # The first call, a repetition, and those whose memory and output are read.
-            assert "blocks: fused, 8 of 8 in 4 forward passes" in row["paths"]
+            # The first call, a repetition, and the one whose output is read.
+            assert "blocks: fused, 6 of 6 in 3 forward passes" in row["paths"]
     assert "modulation: 20 timesteps" in rows["ours bf16 in diffusers"]["paths"]
     assert "attention: int8_fp8" in rows["ours int8, attention int8_fp8"]["paths"]
     table = r"modulation: (\d+) timesteps in a table .*, (\d+) computed in this run"
@@ -93,17 +93,13 @@ def test_references_are_modulated_as_at_timestep_zero_in_both_hosts(in_comfyui):
     assert set(rows) == hosts
     for row in rows.values():
         assert row["rel_error_blocks"] <= 0.01
-        assert "aten::" in row["kernels"]
 
 
 def test_a_prompt_is_followed_to_its_file_in_a_server(in_comfyui):
     """Eleven steps, so with CFG and the step cache; stock ComfyUI cannot load the micro model."""
     (row,) = rows_of(in_comfyui, "image").values()
-    parts = [row[f"{part}_ms"] for part in ("sample", "decode", "save", "rest")]
     assert row["name"] == "ours bf16"
-    assert min(parts[:3]) > 0 and sum(parts) == pytest.approx(row["ms"], rel=1e-3)
-    assert row["first_ms"] > row["ms"] and row["text_ms"] > row["encode_ms"] > 0
-    assert "tiled" not in " ".join(row["log"])
+    assert row["first_ms"] > row["ms"] > 0 and row["text_ms"] > 0
 
 
 def test_step_caches_are_compared_by_the_nodes_themselves(tmp_path):
