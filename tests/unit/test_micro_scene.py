@@ -128,7 +128,7 @@ def test_no_seen_scene_has_a_held_out_pair():
 
 
 def test_the_training_set_never_shows_or_says_a_held_out_pair():
-    make_scenes = pytest.importorskip("qwen_l40s.tools.micro.transformer").make_scenes
+    make_scenes = pytest.importorskip("qwen_l40s.tools.micro.train").make_scenes
     codes, prompts = make_scenes(3000, seed=4)
     assert codes.shape == (3000, 9) and len(prompts) % 3000 == 0
     wordings = len(prompts) // 3000

@@ -1,4 +1,5 @@
-"""The micro models: parts of the configs in their bundled folders, with weights to train.
+"""The micro models: parts of the configs in their bundled folders, with weights to train, and how
+training runs the transformer of each family: diffusers' own forward, in few kernels.
 
 The real classes at the smallest dims that both hosts accept.
 
@@ -10,13 +11,19 @@ format holds those as constants.
 2.1: ComfyUI reads the transformer's dims from its shapes, but fixes the RoPE axes at 16 + 56 + 56,
 so that a head has 128 channels. The text encoder's heads have 128 too, with the rotation of 24 + 20
 + 20. Of the VAE it fixes the multipliers, the 64 latent channels and their statistics.
+
+`real_rotation` replaces diffusers' rotary embedding for the whole process by the same rotation in
+real arithmetic, since the compiler does not fuse complex numbers: train in a process of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import math
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,16 +31,155 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ModelMixin
+from diffusers.models.transformers import transformer_qwenimage, transformer_qwenimage21
 from transformers import PreTrainedModel, Qwen2TokenizerFast
 
 from ...loaders.source import TEMPLATE_PREFIX, bundled_micro_folder
-from .streams import DualStream, SingleStream
 
 INDEX = "model_index.json"
-WEIGHTED = ("transformer", "vae", "text_encoder")
+TRAINED = ("transformer", "text_encoder")
 USER = "<|im_start|>user\n"
 SYSTEM_21 = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
+
+
+def rotate(x: torch.Tensor, freqs: torch.Tensor, use_real: bool = False) -> torch.Tensor:
+    """Rotates the pairs of the last dim.
+
+    Args:
+        x: (B, N, heads, D).
+        freqs: cosine and sine, (N, D / 2, 2), or (B, N, D / 2, 2) where samples differ.
+    """
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = freqs.unsqueeze(-3).unbind(-1)
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).type_as(x)
+
+
+@contextlib.contextmanager
+def half_timesteps(transformer: torch.nn.Module) -> Iterator[None]:
+    """Embeds timesteps as a bf16 run does: rounded, with rounded frequencies."""
+    time = transformer.time_text_embed.time_proj
+    stock, exact = time.forward, dict(time.named_buffers())
+    time.forward = lambda t: stock(t.bfloat16()).float()
+    for name, frequencies in exact.items():
+        setattr(time, name, frequencies.bfloat16().float())
+    try:
+        yield
+    finally:
+        time.forward = stock
+        for name, frequencies in exact.items():
+            setattr(time, name, frequencies)
+
+
+class DualStream:
+    """Qwen-Image to 2512: text and image in streams of their own, modulated in each block."""
+
+    @staticmethod
+    def zero_at_start(transformer: torch.nn.Module) -> list[torch.nn.Linear]:
+        """Names the layers that start at zero, as adaLN-zero has it."""
+        blocks = transformer.transformer_blocks
+        modulations = [layer for b in blocks for layer in (b.img_mod[1], b.txt_mod[1])]
+        return [transformer.norm_out.linear, transformer.proj_out, *modulations]
+
+    @staticmethod
+    def real_rotation(transformer: torch.nn.Module) -> None:
+        stock = transformer.pos_embed.forward
+
+        def real(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+            return tuple(torch.view_as_real(freqs) for freqs in stock(*args, **kwargs))
+
+        transformer.pos_embed.forward = real
+        transformer_qwenimage.apply_rotary_emb_qwen = rotate
+
+    @staticmethod
+    def hidden_states(
+        language_model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        return language_model(input_ids=ids, attention_mask=mask).last_hidden_state
+
+    @staticmethod
+    def velocity(
+        transformer: torch.nn.Module,
+        noisy: torch.Tensor,
+        sigma: torch.Tensor,
+        features: torch.Tensor,
+        mask: torch.Tensor,
+        **more: torch.Tensor,
+    ) -> torch.Tensor:
+        side = math.isqrt(noisy.shape[1])
+        return transformer(
+            hidden_states=noisy,
+            encoder_hidden_states=features,
+            encoder_hidden_states_mask=mask,
+            timestep=sigma,
+            img_shapes=[[(1, side, side)]] * len(noisy),
+            return_dict=False,
+            **more,
+        )[0]
+
+
+class SingleStream:
+    """Qwen-Image-2.1: one sequence of text and image, one modulation for all blocks.
+
+    A batch has prompts of many lengths, padded behind. Each image stands where its own text ends,
+    as in a pipeline of one prompt.
+    """
+
+    @staticmethod
+    def zero_at_start(transformer: torch.nn.Module) -> list[torch.nn.Linear]:
+        return [transformer.norm_out.linear, transformer.proj_out, transformer.modulation[1]]
+
+    @staticmethod
+    def real_rotation(transformer: torch.nn.Module) -> None:
+        table = transformer.pos_embed
+
+        def real(shapes: list, image: torch.Tensor, device: torch.device) -> torch.Tensor:
+            [(_, height, width)] = shapes
+            ends = table.text_lengths[:, None]
+            text = torch.arange(image.numel() - height * width, device=device)
+            down = torch.arange(height, device=device).sub(height - height // 2)
+            right = torch.arange(width, device=device).sub(width - width // 2)
+            places = (torch.zeros_like(image[-height * width :], dtype=torch.long) + ends,)
+            places += (down.repeat_interleave(width), right.repeat(height))
+            rows = [
+                torch.cat([axis.expand(len(ends), -1) for axis in (text, place)], 1)
+                for place in places
+            ]
+            table.freqs = [freqs.to(device) for freqs in table.freqs]
+            freqs = torch.cat([f[row] for f, row in zip(table.freqs, rows, strict=True)], -1)
+            return torch.view_as_real(freqs)
+
+        table.forward = real
+        transformer_qwenimage21.apply_rotary_emb_qwen = rotate
+
+    @staticmethod
+    def hidden_states(
+        language_model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Before the last norm, which the pipeline takes out too.
+
+        Padding stands behind and attention is causal: no mask is needed.
+        """
+        handle = language_model.norm.register_forward_hook(lambda _, args, __: args[0])
+        try:
+            return language_model(input_ids=ids).last_hidden_state
+        finally:
+            handle.remove()
+
+    @staticmethod
+    def velocity(
+        transformer: torch.nn.Module,
+        noisy: torch.Tensor,
+        sigma: torch.Tensor,
+        features: torch.Tensor,
+        mask: torch.Tensor,
+    ) -> torch.Tensor:
+        tokens = noisy.shape[1]
+        # One slot of the text encoder stands for 2 x 2 tokens.
+        slots = torch.cat([torch.zeros_like(mask), mask.new_ones(len(mask), tokens // 4)], 1)
+        transformer.pos_embed.text_lengths = mask.sum(1)
+        given = transformer, noisy, sigma, features, mask
+        return DualStream.velocity(*given, img_mask=slots)[:, -tokens:]
 
 
 @dataclass(frozen=True)
@@ -45,14 +191,12 @@ class Family:
         stream: how training runs the transformer.
         dropped: the start of a prompt in its template, which is cut off after encoding.
         prefix: what of the template follows up to the prompt.
-        latent_noise: the largest deviation of the noise on which the decoder is trained last.
     """
 
     name: str
     stream: type[DualStream] | type[SingleStream]
     dropped: str
     prefix: str
-    latent_noise: float
 
     @property
     def folder(self) -> Path:
@@ -74,64 +218,54 @@ class Family:
         return getattr(importlib.import_module(library), name)
 
 
-QWEN_IMAGE = Family("1.x", DualStream, TEMPLATE_PREFIX, "", latent_noise=0.0)
-QWEN_IMAGE_21 = Family("2.1", SingleStream, SYSTEM_21, USER, latent_noise=0.4)
+QWEN_IMAGE = Family("1.x", DualStream, TEMPLATE_PREFIX, "")
+QWEN_IMAGE_21 = Family("2.1", SingleStream, SYSTEM_21, USER)
 FAMILIES = {family.name: family for family in (QWEN_IMAGE, QWEN_IMAGE_21)}
 
 
 @dataclass
 class MicroModel:
-    """The parts of a pipeline that training reads or changes."""
+    """The parts of a pipeline that training reads or changes; the VAE is the bundled one."""
 
     family: Family
     transformer: ModelMixin
-    vae: ModelMixin
     text_encoder: PreTrainedModel
+    vae: ModelMixin
     tokenizer: Qwen2TokenizerFast
     scheduler: FlowMatchEulerDiscreteScheduler
 
     def save(self, folder: Path) -> None:
-        """Writes a diffusers folder: bf16 weights, and all else as in the bundled one."""
-        copy = build(family=self.family)  # what is trained stays in fp32
-        for name in WEIGHTED:
+        """Writes a diffusers folder: what is trained in bf16, all else as in the bundled one."""
+        copy = build(family=self.family)  # what is trained stays in fp32, and may be compiled
+        for name in TRAINED:
             part = getattr(copy, name)
             part.load_state_dict(getattr(self, name).state_dict())
             part.bfloat16().save_pretrained(folder / name)
-        others = shutil.ignore_patterns("*.safetensors", "*.md")
-        shutil.copytree(self.family.folder, folder, ignore=others, dirs_exist_ok=True)
+        for part in self.family.folder.iterdir():
+            if part.is_dir():
+                others = shutil.ignore_patterns(*["*.safetensors"] * (part.name in TRAINED))
+                shutil.copytree(part, folder / part.name, ignore=others, dirs_exist_ok=True)
+        shutil.copy(self.family.folder / INDEX, folder)
 
 
 def build(seed: int = 0, family: Family = QWEN_IMAGE) -> MicroModel:
-    """Builds untrained parts in fp32 on the CPU, the same for the same seed."""
-    parts = {}
+    """Builds a model in fp32 on the CPU, untrained but for its VAE, the same for the same seed."""
+    parts: dict[str, Any] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for name in WEIGHTED:
+        for name in TRAINED:
             kind, folder = family.part_class(name), family.folder / name
             if issubclass(kind, PreTrainedModel):
                 config = kind.config_class.from_pretrained(folder, local_files_only=True)
                 parts[name] = kind(config).float()
             else:
                 parts[name] = kind.from_config(kind.load_config(folder, local_files_only=True))
-    return _model(family, parts)
-
-
-def load(folder: Path) -> MicroModel:
-    """Reads a folder that `MicroModel.save` wrote, in fp32, to train on."""
-    found = json.loads((folder / INDEX).read_text(encoding="utf-8"))["_class_name"]
-    [family] = (each for each in FAMILIES.values() if each.index["_class_name"] == found)
-    parts = {
-        name: family.part_class(name).from_pretrained(folder / name, local_files_only=True).float()
-        for name in WEIGHTED
-    }
-    return _model(family, parts)
-
-
-def _model(family: Family, parts: dict[str, Any]) -> MicroModel:
+    vae = family.part_class("vae").from_pretrained(family.folder / "vae", local_files_only=True)
     words = family.folder / ("tokenizer" if "tokenizer" in family.index else "processor")
     return MicroModel(
         family,
         **parts,
+        vae=vae.float().requires_grad_(False),
         tokenizer=Qwen2TokenizerFast.from_pretrained(words, local_files_only=True),
         scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(
             family.folder / "scheduler", local_files_only=True

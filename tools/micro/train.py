@@ -1,41 +1,42 @@
 """Trains a micro model on a CUDA GPU and writes it as a diffusers folder.
 
-    python -m qwen_l40s.tools.micro.train --folder out/micro --seconds 500
-    python -m qwen_l40s.tools.micro.train --folder out/micro --seconds 200 --stages decoder
+    python -m qwen_l40s.tools.micro.train --folder out/micro --seconds 500 [--family 2.1]
 
-The first makes a new model; the second goes on from the weights that the folder holds. `vae` moves
-the latents, so the transformer starts anew after it; `decoder` leaves the latents alone. The folder
-is written after each stage, and during one every `--save-every` seconds: what a time limit ends is
-whole. `--family 2.1` names the family of a new folder.
+Flow matching on painted scenes, in the latents of the bundled VAE: x_sigma = (1 - sigma) x_0 +
+sigma noise, and the transformer learns noise - x_0, as `FlowMatchEulerDiscreteScheduler` integrates
+it. Sigmas are drawn through the scheduler's own exponential shift for this image size.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
 import itertools
 import logging
 import math
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import cycle
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 
-from ...micro.scene import SEEN_PAIRS, sample_prompts
-from .model import FAMILIES, INDEX, QWEN_IMAGE, MicroModel, build, load
+from ...micro.scene import SEEN_PAIRS, describe, random_scene
+from .model import FAMILIES, QWEN_IMAGE, SUFFIX, MicroModel, build, half_timesteps
 from .painter import encode_scenes, paint
-from .transformer import prepare_for_training, trained_weights, transformer_loss
-from .vae import fit_statistics, image_convolutions, initialize, to_images, vae_loss
 
 logger = logging.getLogger(__name__)
 
-# The stages in their order, and the share of the time that each gets.
-STAGES = {"vae": 0.22, "transformer": 0.68, "decoder": 0.1}
-LEARNING_RATES = {"vae": 1.5e-3, "transformer": 2e-3, "decoder": 1.5e-3}
-BATCHES = {"vae": 64, "transformer": 384, "decoder": 64}
-WARM_UP = 0.025  # of a stage
+LEARNING_RATE = 2e-3
+WARM_UP = 0.025  # of the training
 LOG_SECONDS = 10.0
+# Negative prompts people use; each stands for 5 % of the training prompts.
+UNCONDITIONAL = (" ", "")
+DROPOUT = 0.1
+WORDINGS = 3
 
 
 class Muon(torch.optim.Optimizer):
@@ -97,28 +98,23 @@ def progress(seconds: float, steps: int | None = None) -> Iterator[float]:
 
 
 def fit(
-    name: str,
-    loss: Callable[[float], torch.Tensor],
+    loss: Callable[[], torch.Tensor],
     optimizers: list[torch.optim.Optimizer],
     done_before: Iterable[float],
-    save: Callable[[], None],
-    save_every: float,
 ) -> None:
     """Trains in place and ends with the exponential moving average of the weights.
 
     Args:
-        loss: of a step, by how much is done.
         optimizers: with their largest rates, which fall to 0 as a cosine after the warm-up.
         done_before: see `progress`.
-        save: called every `save_every` seconds, with the averages in place of the weights.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     weights = [weight for group in groups for weight in group["params"]]
     average, rates = [weight.detach().clone() for weight in weights], [g["lr"] for g in groups]
-    start = logged = saved = time.monotonic()
+    start = logged = time.monotonic()
     total, count = torch.zeros((), device=weights[0].device), 0
     for step, done in enumerate(done_before):
-        value = loss(done)
+        value = loss()
         for weight in weights:
             weight.grad = None
         value.backward()
@@ -132,65 +128,167 @@ def fit(
         total, count, now = total + value.detach(), count + 1, time.monotonic()
         if now - logged > LOG_SECONDS or step == 0:
             mean = total.item() / count  # waits for the device, so that its time is counted
-            logger.info("%s step %d: loss %.4f, %.0f s", name, step + 1, mean, now - start)
+            logger.info("step %d: loss %.4f, %.0f s", step + 1, mean, now - start)
             total, count, logged = torch.zeros_like(total), 0, time.monotonic()
-        if now - saved > save_every:
-            current = [weight.detach().clone() for weight in weights]
-            _assign(weights, average)
-            save()
-            _assign(weights, current)
-            saved = time.monotonic()
-    _assign(weights, average)
-    logger.info("%s ends after %d steps, %.0f s", name, step + 1, time.monotonic() - start)
+    with torch.no_grad():
+        torch._foreach_copy_(weights, average)
+    logger.info("%d steps, %.0f s", step + 1, time.monotonic() - start)
+
+
+def make_scenes(count: int, seed: int) -> tuple[torch.Tensor, list[str]]:
+    """Scenes of the seen pairs: their encoding (count, 9) and, scene by scene, WORDINGS prompts."""
+    rng = random.Random(seed)
+    scenes = [random_scene(rng, SEEN_PAIRS) for _ in range(count)]
+    prompts = [describe(scene, rng) for scene in scenes for _ in range(WORDINGS)]
+    return encode_scenes(scenes), prompts
+
+
+def padded_prompts(
+    model: MicroModel, texts: list[str], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask of prompts in the template, (N, length), then of the unconditional ones."""
+    before = model.family.dropped + model.family.prefix
+    texts = [before + text + SUFFIX for text in (*texts, *UNCONDITIONAL)]
+    encoded = model.tokenizer(texts, padding=True, pad_to_multiple_of=8, return_tensors="pt")
+    return encoded.input_ids.to(device), encoded.attention_mask.to(device)
+
+
+def draw_prompts(count: int, scenes: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A row of `count` prompts for each scene: one of its wordings, or an unconditional one."""
+
+    def rand(high: int) -> torch.Tensor:
+        return torch.randint(high, scenes.shape, device=scenes.device, generator=generator)
+
+    dropped = torch.rand(scenes.shape, device=scenes.device, generator=generator) < DROPOUT
+    unconditional = count - 1 - rand(len(UNCONDITIONAL))
+    return torch.where(dropped, unconditional, scenes * WORDINGS + rand(WORDINGS))
+
+
+@contextlib.contextmanager
+def image_convolutions() -> Iterator[None]:
+    """Runs every causal 3-D convolution as the 2-D convolution that it is for one frame."""
+    stock = QwenImageCausalConv3d.forward
+
+    def forward(
+        self: QwenImageCausalConv3d, x: torch.Tensor, cache_x: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if x.shape[2] != 1 or cache_x is not None:
+            return stock(self, x, cache_x)
+        padding = (self._padding[2], self._padding[0])
+        weight, stride = self.weight[:, :, -1], self.stride[1:]
+        return F.conv2d(x[:, :, 0], weight, self.bias, stride, padding)[:, :, None]
+
+    QwenImageCausalConv3d.forward = forward
+    try:
+        yield
+    finally:
+        QwenImageCausalConv3d.forward = stock
 
 
 @torch.no_grad()
-def _assign(weights: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    torch._foreach_copy_(weights, values)
+def encode_dataset(
+    model: MicroModel, codes: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
+    """Paints and encodes scenes on the generator's device.
 
-
-def train(
-    model: MicroModel, stage: str, args: argparse.Namespace, *, until: float, fresh: bool
-) -> None:
-    """Runs a stage, in place, and saves.
-
-    Args:
-        until: when it ends (time.monotonic), unless `--steps` says when.
-        fresh: whether the transformer starts from nothing.
+    Returns:
+        Packed normalized latents (N, 256, 64), bf16.
     """
-    device, rate = torch.device(args.device), LEARNING_RATES[stage]
-    generator = torch.Generator(device).manual_seed(args.seed)
-    batch = args.batch or BATCHES[stage]
-    vae = model.vae.to(device)
-    if stage == "transformer":
-        model.transformer.to(device).train()
-        model.text_encoder.to(device).train()
-        prepare_for_training(model, fresh=fresh, compile_blocks=args.compile)
-        loss = transformer_loss(model, args.scenes, batch, generator)
-        matrices, rest = trained_weights(model)
-        adam = torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-        optimizers = [Muon(matrices, rate), adam]
-    else:
-        alone = {"decoder_only": True, "latent_noise": model.family.latent_noise}
-        loss = vae_loss(
-            vae, batch, generator, crop=args.crop, **alone if stage == "decoder" else {}
-        )
-        parts = (vae.decoder, vae.post_quant_conv) if stage == "decoder" else (vae,)
-        weights = [weight for part in parts for weight in part.parameters()]
-        optimizers = [
-            torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.99), weight_decay=1e-4, fused=True)
-        ]
-    done = progress(until - time.monotonic(), args.steps)
-    save = functools.partial(model.save, args.folder)
-    with image_convolutions():
-        fit(stage, loss, optimizers, done, save, args.save_every)
-        if stage == "vae":
-            scenes = encode_scenes(
-                [scene for _, scene in sample_prompts(16 * batch, args.seed, SEEN_PAIRS)]
-            )
-            fit_statistics(vae, to_images(vae, paint(scenes, generator=generator)))
-    save()
-    logger.info("saved %s", args.folder)
+    vae, packed, pack = model.vae, [], model.family.pipeline._pack_latents
+    # Mean and deviation that both hosts assume, each (1, z, 1, 1, 1).
+    both = torch.tensor([vae.config.latents_mean, vae.config.latents_std], device=generator.device)
+    mean, std = both.view(2, 1, -1, 1, 1, 1)
+    with image_convolutions(), torch.autocast(generator.device.type, torch.bfloat16):
+        for chunk in codes.split(256):
+            images = paint(chunk, generator=generator) / 127.5 - 1
+            channels = vae.encoder.conv_in.in_channels - 3  # a fourth one is opaque
+            opaque = images.new_ones(1).expand(len(images), channels, *images.shape[2:])
+            moments = vae.quant_conv(vae.encoder(torch.cat([images, opaque], 1)[:, :, None]))
+            latents = ((moments.float().chunk(2, dim=1)[0] - mean) / std).bfloat16()
+            side = latents.shape[-1]
+            packed.append(pack(latents[:, :, 0], *latents.shape[:2], side, side))
+    return torch.cat(packed)
+
+
+def text_features(
+    model: MicroModel, ids: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the pipeline's encode_prompt gives: hidden states after the prefix, and their mask."""
+    language_model = model.text_encoder.model.language_model
+    hidden = model.family.stream.hidden_states(language_model, ids, mask)
+    start = len(model.tokenizer(model.family.dropped).input_ids)
+    return hidden[:, start:].float(), mask[:, start:].bool()
+
+
+def prepare_for_training(model: MicroModel, *, compile_blocks: bool) -> None:
+    """Starts as adaLN-zero; runs the blocks in bf16 autocast, compiled where asked.
+
+    The residual stream stays fp32. Patches diffusers' rotary embedding for the whole process, so
+    train in a process of its own.
+    """
+    transformer, stream = model.transformer, model.family.stream
+    for layer in stream.zero_at_start(transformer):
+        for weight in layer.parameters():
+            torch.nn.init.zeros_(weight)
+    stream.real_rotation(transformer)
+    if compile_blocks:
+        transformer.compile_repeated_blocks(fullgraph=True)
+    device = transformer.device.type
+    for block in transformer.transformer_blocks:
+        block.forward = torch.autocast(device, torch.bfloat16)(block.forward)
+
+
+def trained_weights(model: MicroModel) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The matrices of the blocks, for Muon, and the rest."""
+    language_model = model.text_encoder.model.language_model
+    layers = (*model.transformer.transformer_blocks, *language_model.layers)
+    matrices = {weight: None for part in layers for weight in part.parameters() if weight.ndim == 2}
+    weights = (*model.transformer.parameters(), *language_model.parameters())
+    return list(matrices), [weight for weight in weights if weight not in matrices]
+
+
+def transformer_loss(
+    model: MicroModel, scenes: int, batch: int, generator: torch.Generator
+) -> Callable[[], torch.Tensor]:
+    """The loss of a step; paints, describes and encodes the scenes first.
+
+    Every second step embeds timesteps as a bf16 run does, so that the model works in both
+    precisions.
+    """
+    codes, texts = make_scenes(scenes, generator.initial_seed())
+    ids, mask = padded_prompts(model, texts, generator.device)
+    latents, odd = encode_dataset(model, codes, generator), cycle((False, True))
+
+    def loss() -> torch.Tensor:
+        rows = torch.randint(scenes, (batch,), device=generator.device, generator=generator)
+        prompts = draw_prompts(len(ids), rows, generator)
+        half = half_timesteps(model.transformer) if next(odd) else contextlib.nullcontext()
+        with half:
+            given = latents[rows].float(), (ids[prompts], mask[prompts])
+            return flow_loss(model, *given, generator)
+
+    return loss
+
+
+def flow_loss(
+    model: MicroModel,
+    clean: torch.Tensor,
+    prompt: tuple[torch.Tensor, torch.Tensor],
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """The mean squared error of the velocity of latents (B, 256, 64) at sigmas of all sizes."""
+    device, batch = clean.device, len(clean)
+    noise = torch.randn(clean.shape, device=device, generator=generator)
+    # Stratified over the batch: the loss differs far more between sigmas than between scenes.
+    places = torch.arange(batch, device=device)
+    uniform = (places + torch.rand(batch, device=device, generator=generator)) / batch
+    shift = math.exp(model.scheduler.config.base_shift)
+    sigma = shift * uniform / (1 + (shift - 1) * uniform)
+    noisy = torch.lerp(clean, noise, sigma[:, None, None])
+    with torch.autocast(device.type, torch.bfloat16):
+        features, mask = text_features(model, *prompt)
+    predicted = model.family.stream.velocity(model.transformer, noisy, sigma, features, mask)
+    return F.mse_loss(predicted.float(), noise - clean)
 
 
 def main() -> None:
@@ -198,42 +296,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--family", choices=FAMILIES, default=QWEN_IMAGE.name)
-    parser.add_argument(
-        "--folder", type=Path, required=True, help="the diffusers folder to go on from and to write"
-    )
-    parser.add_argument("--seconds", type=float, default=500, help="for all stages together")
-    parser.add_argument("--steps", type=int, help="of each stage, whatever time they take")
-    parser.add_argument("--batch", type=int, help="images a step (default: 64, transformer: 384)")
-    parser.add_argument("--crop", type=int, default=128, help="side of most images of a VAE stage")
-    parser.add_argument(
-        "--scenes", type=int, default=150_000, help="painted scenes to train the transformer on"
-    )
-    parser.add_argument("--save-every", type=float, default=60, metavar="SECONDS")
+    parser.add_argument("--folder", type=Path, required=True, help="to write")
+    parser.add_argument("--seconds", type=float, default=500)
+    parser.add_argument("--steps", type=int, help="whatever time they take")
+    parser.add_argument("--batch", type=int, default=384, help="images a step")
+    parser.add_argument("--scenes", type=int, default=150_000, help="painted scenes")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_float32_matmul_precision("high")
-    exists = (args.folder / INDEX).exists()
-    model = load(args.folder) if exists else build(args.seed, FAMILIES[args.family])
-    if model.family.name != args.family:
-        parser.error(
-            f"{args.folder} holds a {model.family.name}: give --family {model.family.name}."
-        )
-    if not exists:
-        initialize(model.vae)
-    stages = [stage for stage in STAGES if stage in args.stages]
-    fresh = not exists or "vae" in stages  # whose latents the transformer does not know
-    if fresh:
-        untrained = build(args.seed, model.family)
-        model.transformer, model.text_encoder = untrained.transformer, untrained.text_encoder
-    until = start
-    for stage in stages:
-        until += args.seconds * STAGES[stage] / sum(STAGES[each] for each in stages)
-        train(model, stage, args, until=until, fresh=fresh)
+    model = build(args.seed, FAMILIES[args.family])
+    for part in (model.transformer.train(), model.text_encoder.train(), model.vae):
+        part.to(args.device)
+    prepare_for_training(model, compile_blocks=args.compile)
+    generator = torch.Generator(args.device).manual_seed(args.seed)
+    loss = transformer_loss(model, args.scenes, args.batch, generator)
+    matrices, rest = trained_weights(model)
+    adam = torch.optim.AdamW(
+        rest, lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+    )
+    left = args.seconds - (time.monotonic() - start)
+    fit(loss, [Muon(matrices, LEARNING_RATE), adam], progress(left, args.steps))
+    model.save(args.folder)
+    logger.info("saved %s", args.folder)
 
 
 if __name__ == "__main__":
