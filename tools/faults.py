@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,9 +29,6 @@ HOST = "tests/host"
 # pytest's lines.
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", re.MULTILINE)
 ENDED = re.compile(r"\d+ (passed|failed|errors?)\b.* in ")
-# Its input ends with this process, however that ends; then the tests of its group do, and the
-# copies go.
-CLEAN_UP = 'trap "" TERM; cat >/dev/null; kill -TERM 0; until rm -rf "$1"; do sleep 1; done'
 
 
 @dataclass
@@ -70,7 +66,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="*", help="faults whose name or file this pattern fits")
     parser.add_argument("--list", action="store_true", help="print the faults and run nothing")
-    parser.add_argument("--sound", action="store_true", help="run their tests without a fault")
     options = parser.parse_args()
     faults = read_faults(TABLE.read_text(encoding="utf-8"))
     chosen = [it for it in faults if any(fits(part, options.only) for part in (it.name, it.file))]
@@ -81,8 +76,6 @@ def main() -> int:
     if not found.usable:
         chosen = [it for it in chosen if not it.tests[0].startswith(HOST)]
         print(f"faults that {HOST} catches: left out: ComfyUI: {found.reason}; {found.remedy}")
-    if options.sound:
-        return int(not are_sound(chosen))
     began, missed = time.monotonic(), 0
     for fault, caught, words in run_all(chosen):
         missed += not caught
@@ -98,46 +91,27 @@ def fits(text: str, pattern: str) -> bool:
 
 
 def run_all(faults: list[Fault]) -> Iterator[tuple[Fault, bool, str]]:
-    """Yields each fault as its tests are over, whether it is caught, and by what."""
-    with copies(AT_ONCE) as (free, group):
-        ended: SimpleQueue[tuple[Fault, bool, str]] = SimpleQueue()
-
-        def run(fault: Fault) -> None:
-            copy = free.get()
-            began = time.monotonic()
-            try:
-                caught, words = run_one(copy, fault, group)
-            except (OSError, subprocess.SubprocessError) as error:
-                caught, words = False, f"NOT CAUGHT: {error}"
-            ended.put((fault, caught, f"{words} ({time.monotonic() - began:.0f} s)"))
-            free.put(copy)
-
-        pool = ThreadPoolExecutor(AT_ONCE)
-        try:
-            for fault in faults:
-                pool.submit(run, fault)
-            for _ in faults:
-                yield ended.get()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-@contextmanager
-def copies(count: int) -> Iterator[tuple[SimpleQueue[Path], int]]:
-    """Gives copies of the checkout in a temporary folder, and the process group of their tests."""
-    folder = tempfile.mkdtemp(prefix="qwen-l40s-faults-")
-    command = ["sh", "-c", CLEAN_UP, "sh", folder]
-    cleaner = subprocess.Popen(command, stdin=subprocess.PIPE, preexec_fn=os.setpgrp)
-    try:
+    """Yields each fault in turn, whether it is caught, and by what."""
+    with (
+        tempfile.TemporaryDirectory(prefix="qwen-l40s-faults-") as folder,
+        ThreadPoolExecutor(AT_ONCE) as pool,
+    ):
         free: SimpleQueue[Path] = SimpleQueue()
-        for number in range(count):
+        for number in range(AT_ONCE):
             copy = Path(folder, str(number), "qwen_l40s")
             copy_checkout(copy)
             free.put(copy)
-        yield free, cleaner.pid
-    finally:
-        cleaner.stdin.close()
-        cleaner.wait()
+
+        def run(fault: Fault) -> tuple[Fault, bool, str]:
+            copy = free.get()
+            began = time.monotonic()
+            try:
+                caught, words = run_one(copy, fault)
+            finally:
+                free.put(copy)
+            return fault, caught, f"{words} ({time.monotonic() - began:.0f} s)"
+
+        yield from pool.map(run, faults)
 
 
 def copy_checkout(target: Path) -> None:
@@ -152,7 +126,7 @@ def copy_checkout(target: Path) -> None:
             shutil.copy(ROOT / name, target / name)
 
 
-def run_one(copy: Path, fault: Fault, group: int) -> tuple[bool, str]:
+def run_one(copy: Path, fault: Fault) -> tuple[bool, str]:
     """Runs the tests of a fault; whether they catch it, and what to say of it."""
     path = copy / fault.file
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
@@ -160,7 +134,7 @@ def run_one(copy: Path, fault: Fault, group: int) -> tuple[bool, str]:
         return False, f"TEXT NOT FOUND once, but {text.count(fault.old)} times"
     try:
         _put(path, text.replace(fault.old, fault.new))
-        code, output = run_tests(copy, ("-x", *fault.tests), group)
+        code, output = run_tests(copy, ("-x", *fault.tests))
     finally:
         if path.is_file():
             _put(path, text)
@@ -170,37 +144,15 @@ def run_one(copy: Path, fault: Fault, group: int) -> tuple[bool, str]:
     return True, f"caught by {failed[1]}"
 
 
-def are_sound(faults: list[Fault]) -> bool:
-    """Runs the tests of all faults without any, a folder at a time; whether all pass."""
-    folders: dict[str, set[str]] = {}
-    for fault in faults:
-        for test in fault.tests:
-            folders.setdefault(test[: test.index("_")], set()).add(test)
-    sound = True
-    with copies(1) as (free, group):
-        copy = free.get()
-        for tests in folders.values():
-            code, output = run_tests(copy, sorted(tests), group)
-            sound = sound and code == 0
-            print(*FAILED.findall(output), _last_line(output), sep="\n", flush=True)
-    return sound
-
-
-def run_tests(copy: Path, arguments: Sequence[str], group: int) -> tuple[int, str]:
-    """Runs pytest in a copy.
-
-    Returns:
-        Its exit code and output.
-    """
+def run_tests(copy: Path, arguments: Sequence[str]) -> tuple[int, str]:
+    """Runs pytest in a copy; returns its exit code and output."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(copy.parent),  # goes before an installed package, which is the checkout
         "TMPDIR": str(copy.parent / "tmp"),
     }
-    if (
-        "/interpreted_" in arguments[-1]
-    ):  # Triton's kernels, as tests/unit/test_kernels.py runs them
+    if "/interpreted_" in arguments[-1]:  # as tests/unit/test_kernels.py runs Triton's kernels
         environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(
@@ -212,7 +164,6 @@ def run_tests(copy: Path, arguments: Sequence[str], group: int) -> tuple[int, st
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        preexec_fn=lambda: os.setpgid(0, group),
     )
     return done.returncode, done.stdout
 

@@ -1,12 +1,9 @@
 """The table of planted faults, and the runner without the tests that it runs."""
 
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import waiting
 
 from qwen_l40s.tools import faults
 from qwen_l40s.tools.faults import Fault
@@ -41,15 +38,15 @@ def test_a_fault_of_the_table(fault):
     ],
 )
 def test_what_pytest_says(tmp_path, monkeypatch, code, output, expected):
-    def run_tests(copy, arguments, group):
-        assert (copy, arguments, group) == (tmp_path, ("-x", *FAULT.tests), 7)
+    def run_tests(copy, arguments):
+        assert (copy, arguments) == (tmp_path, ("-x", *FAULT.tests))
         assert path.read_text() == "one = 2\ntwo = 2\n"
         return code, output
 
     path = tmp_path / FAULT.file
     path.write_text(TEXT)
     monkeypatch.setattr(faults, "run_tests", run_tests)
-    caught, words = faults.run_one(tmp_path, FAULT, 7)
+    caught, words = faults.run_one(tmp_path, FAULT)
     assert caught == (code == 1) and words.startswith(expected)
     assert path.read_text() == TEXT
 
@@ -58,7 +55,7 @@ def test_what_pytest_says(tmp_path, monkeypatch, code, output, expected):
 def test_a_text_that_is_not_there_once(tmp_path, text):
     if text is not None:
         (tmp_path / FAULT.file).write_text(text)
-    assert faults.run_one(tmp_path, FAULT, 7)[1].startswith("TEXT NOT FOUND")
+    assert faults.run_one(tmp_path, FAULT)[1].startswith("TEXT NOT FOUND")
 
 
 @pytest.mark.parametrize("caught", [True, False])
@@ -70,23 +67,3 @@ def test_each_fault_has_a_line_and_the_answer_is_the_exit_code(monkeypatch, caps
     monkeypatch.setattr(sys, "argv", ["faults", "--only", FAULTS[0].name])
     assert faults.main() == (not caught)
     assert f"{FAULTS[0].name}: words\n{int(caught)} of 1 caught" in capsys.readouterr().out
-
-
-CODE = """
-import sys
-from qwen_l40s.tools import faults
-
-faults.copy_checkout = lambda target: target.mkdir(parents=True)
-with faults.copies(1) as (free, group):
-    print(free.get(), flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_a_killed_run_leaves_nothing():
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", CODE], **pipes) as run:
-        folder = Path(run.stdout.readline().strip()).parents[1]
-        assert folder.is_dir()
-        run.kill()
-    waiting.until(lambda: not folder.exists(), seconds=30)

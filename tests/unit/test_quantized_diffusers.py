@@ -197,7 +197,7 @@ def test_the_micro_model_paints_the_same_in_fp8_and_int8(bf16):
     least = {}
     for format in QUANTIZED:
         pipeline = replace(bf16, transformer=copy.deepcopy(bf16.transformer))
-        found = quality.compare(pipeline, prompts, format, [], steps=10)
+        found = quality.compare(pipeline, prompts, format)
         least[format] = found["psnr"]["least"]
         assert found["all"] == found["bf16"]["all"] == 1
         assert quality.passes(found)
@@ -217,7 +217,7 @@ def test_psnr_of_equal_images_is_none_and_not_infinite():
     image = np.zeros((4, 4, 3), np.uint8)
     assert quality.psnr_summary([image], [image])["mean"] is None
     found = quality.psnr_summary([image, image + 1, image + 4], [image, image, image])
-    assert json.loads(json.dumps(found)) == {"mean": 42.11, "median": 48.13, "least": 36.09}
+    assert json.loads(json.dumps(found)) == {"mean": 42.11, "least": 36.09}
 
 
 # --- errors of layers
