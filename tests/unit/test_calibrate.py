@@ -236,7 +236,7 @@ def calibrate(*arguments):
         (["--size", "512x512"], "--size does not go with --calibrate"),
         (["--warm-up", "3"], "--warm-up does not go"),
         (["--only", "ours *"], "--only does not go"),
-        (["--profile"], "--profile does not go"),
+        (["--models", "models"], "--models does not go"),
         (["--width", "wide"], "--width 'wide' is unknown"),
         (["--device", "tpu"], "device 'tpu' is unknown"),
         (["--device", "cpu"], "add --width small"),

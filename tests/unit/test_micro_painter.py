@@ -38,10 +38,6 @@ def grid(side=521, reach=1.3):
 # --- outlines
 
 
-def test_every_shape_has_an_outline():
-    assert set(OUTLINES) == set(SHAPES)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_outline_is_negative_inside_and_positive_outside(shape):
     outline = OUTLINES[shape]
@@ -70,12 +66,6 @@ def test_an_outline_is_nowhere_steeper_than_a_distance(shape):
     assert gradient.norm(dim=0)[values.abs() < 0.01].median() == pytest.approx(1, abs=0.01)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_outlines_are_symmetric_left_and_right(shape):
-    x, y = grid(101)
-    assert torch.allclose(OUTLINES[shape](x, y), OUTLINES[shape](-x, y), atol=1e-6)
-
-
 # --- images
 
 
@@ -86,11 +76,6 @@ def test_the_generator_decides_everything():
     assert torch.equal(first, paint(scenes, generator=generator(1)))
     assert torch.equal(first, paint(encode_scenes(scenes), generator=generator(1)))
     assert not torch.equal(first, paint(scenes, generator=generator(2)))
-
-
-def test_the_same_scene_is_never_painted_twice_the_same():
-    first, second = paint([scene(), scene()], generator=generator())
-    assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -145,14 +130,6 @@ def test_places_and_sizes_are_the_tables_within_the_jitter():
     assert abs(found[:, 2] / sizes - 1).max() > STRETCH / 2
 
 
-def test_large_objects_stay_inside_the_image():
-    scenes = [scene(shape, "black", place, "large") for shape in SHAPES for place in POSITIONS]
-    for image in paint(scenes * 3, generator=generator(5)):
-        border = torch.cat([image[:, 0], image[:, -1], image[:, :, 0], image[:, :, -1]], dim=1)
-        # The tips of a large diamond or star may touch the border when it shifts that way.
-        assert (border < 200).float().mean() < 0.02
-
-
 def test_a_scene_with_one_object_gets_no_second_one():
     two = Scene((SceneObject("circle", "black", "left"), SceneObject("star", "red", "right")))
     codes = encode_scenes([scene("circle", "black", "left"), two])
@@ -161,10 +138,3 @@ def test_a_scene_with_one_object_gets_no_second_one():
     right = slice(IMAGE_SIDE // 2, None)
     assert single[:, :, right].std() < TINT
     assert double[:, :, right].std() > 20
-
-
-def test_other_sides_show_the_same_scene():
-    small, large = (
-        box(paint([scene()], generator=generator(7), side=side)[0]) for side in (128, 512)
-    )
-    assert abs(small - large).max() < 1 / 128

@@ -51,11 +51,6 @@ def same(parsed, scene):
 # --- scenes
 
 
-def test_the_model_has_enough_to_say():
-    assert len(SHAPES) >= 6 and len(COLOURS) >= 8 and len(POSITIONS) >= 5 and len(SIZES) >= 2
-    assert len({tuple(rgb) for rgb in COLOURS.values()}) == len(COLOURS)
-
-
 @pytest.mark.parametrize(
     ("scene", "problem"),
     [
@@ -68,12 +63,6 @@ def test_the_model_has_enough_to_say():
 )
 def test_a_scene_that_no_painter_could_show_says_why(scene, problem):
     assert problem in scene.problem()
-
-
-def test_a_scene_without_a_problem():
-    scene = Scene((SceneObject("star", "red", "left"), SceneObject("star", "red", "right")), "blue")
-    assert scene.problem() is None
-    assert Scene((RED_STAR,)).problem() is None
 
 
 def test_far_apart_is_two_grid_steps_in_x_or_y():
@@ -166,12 +155,6 @@ def test_the_gallery_shows_only_held_out_pairs():
 def test_every_wording_of_a_scene_reads_back_as_the_scene(pairs):
     for prompt, scene in sample_prompts(6000, 7, pairs):
         assert same(parse_prompt(prompt), scene), prompt
-
-
-def test_a_scene_has_many_wordings():
-    rng = random.Random(8)
-    scene = Scene((SceneObject("star", "cyan", "top left", "small"),), "gray")
-    assert len({describe(scene, rng) for _ in range(400)}) > 100
 
 
 def test_every_place_phrase_is_read_as_its_place():
@@ -268,9 +251,3 @@ def test_any_text_gives_a_scene_that_can_be_painted_or_none(prompt):
     if scene is not None:
         assert scene.problem() is None
         assert same(parse_prompt(describe(scene, random.Random(prompt))), scene)
-
-
-def test_samples_are_the_seeds_own():
-    assert sample_prompts(50, 1) == sample_prompts(50, 1)
-    assert sample_prompts(50, 1) != sample_prompts(50, 2)
-    assert sample_prompts(10, 1, SEEN_PAIRS) != sample_prompts(10, 1, HELD_OUT_PAIRS)
