@@ -72,9 +72,21 @@ test-next-host: $(STAMP)
 		COMFYUI_PATH="$$COMFYUI_NEXT_PATH" $(MAKE) --no-print-directory test-host test-server; \
 	else echo "tests/host, tests/server, tests/page: not run in a newer ComfyUI: name one with COMFYUI_NEXT_PATH"; fi
 
-# With the newest package of everything, in an environment of its own; a table of what broke.
-test-next: $(STAMP)
-	@$(BIN)/python -m qwen_l40s.tools.newest $(ARGS)
+# With the newest package of everything, in an environment of its own, and ComfyUI's without their versions. Each part
+# runs, whatever broke before.
+NEWEST := .venv-newest
+NEXT_HOST := $(or $(COMFYUI_NEXT_PATH),$(COMFYUI_PATH),$(HOME)/ComfyUI)
+test-next: export COMFYUI_PATH = $(NEXT_HOST)
+test-next: export COMFYUI_PYTHON = $(CURDIR)/$(NEWEST)/bin/python
+test-next: export OMP_NUM_THREADS = 1
+test-next: RUN = $(NEWEST)/bin/python -m pytest -q -rfE
+test-next:
+	@$(PYTHON) -m venv $(NEWEST)
+	@$(NEWEST)/bin/python -m pip install --quiet --upgrade torch torchvision torchaudio --editable '.[dev]' \
+		$$(sed -nE 's/^([A-Za-z][A-Za-z0-9_.-]*) *([=<>~!;].*)?$$/\1/p' $(NEXT_HOST)/requirements.txt)
+	@code=0; for part in "tests/unit -m 'not slow'" tests/host tests/server tests/page; do \
+		eval $(RUN) -n $(WORKERS) --dist loadgroup $$part $(ARGS) || code=1; \
+	done; exit $$code
 
 # The three parts side by side, each printed when it is over.
 test-cuda: $(if $(CUDA_PYTHON),,$(STAMP))

@@ -56,7 +56,7 @@ PUBLISHED_DIM = 96
 def bf16_model(
     weights: Mapping[str, torch.Tensor], shape: TransformerShape, device: torch.device, edit: bool
 ) -> ModelPatcher:
-    """ComfyUI's own model over tensors that are on the device already and are not copied."""
+    """Builds ComfyUI's own model over tensors that are on the device already, without a copy."""
     return _patcher(shape, dict(weights), device, edit, build_on="meta")
 
 
@@ -64,7 +64,7 @@ def bf16_model(
 def quantized_model(
     weights: str, shape: TransformerShape, device: torch.device, edit: bool
 ) -> ModelPatcher:
-    """The same weights in fp8 or int8, made tensor by tensor.
+    """Makes the same weights in fp8 or int8, tensor by tensor.
 
     Args:
         weights: "comfyui fp8" or "comfyui int8" as ComfyUI's own files and operations have it (fp8
@@ -118,7 +118,7 @@ def _patcher(
     build_on: torch.device | str,
     operations: type | None = None,
 ) -> ModelPatcher:
-    """As `load_diffusion_model_state_dict` in comfy/sd.py, without its way over host memory."""
+    """Does as `load_diffusion_model_state_dict` in comfy/sd.py, but not over host memory."""
     about: dict[str, Any] = {
         "image_model": "qwen_image",
         "in_channels": shape.in_channels,
@@ -143,7 +143,7 @@ def _patcher(
 
 
 def prepared(patcher: ModelPatcher, row: Row) -> ModelPatcher:
-    """A model as a row runs it; raises UnavailableError where its attention cannot run here."""
+    """Optimizes a model for a row; raises UnavailableError where its attention cannot run."""
     if not row.ours:
         return patcher
     clone = patcher.clone()
@@ -153,7 +153,7 @@ def prepared(patcher: ModelPatcher, row: Row) -> ModelPatcher:
 
 
 def _random_lora(patcher: ModelPatcher, number: int) -> dict[str, Matrices]:
-    """Beside each layer of attention and MLP, a twentieth as large as what the layer gives."""
+    """Makes matrices beside each layer of attention and MLP that give a twentieth of its output."""
     changes = {}
     transformer = patcher.model.diffusion_model
     names = (name for name, part in transformer.named_modules() if hasattr(part, "in_features"))
@@ -224,7 +224,6 @@ def _forward_pass(model: Any, model_options: dict[str, Any], tensors: InputTenso
 
 
 def random_vae(device: torch.device) -> comfy.sd.VAE:
-    """ComfyUI's VAE of Qwen-Image."""
     shapes = vae_shapes(PUBLISHED_DIM).items()
     vae = comfy.sd.VAE(sd={name: random_tensor(name, size, device).cpu() for name, size in shapes})
     vae.throw_exception_if_invalid()
@@ -232,7 +231,7 @@ def random_vae(device: torch.device) -> comfy.sd.VAE:
 
 
 def text_encoder_shapes() -> Shapes:
-    """Of ComfyUI's class; the published file holds the language model's head too."""
+    """Reads ComfyUI's class; the published file holds the language model's head too."""
     model = Qwen25_7BVLI({}, torch.bfloat16, "meta", torch.nn)
     return shapes_of(model) | {"lm_head.weight": (VOCABULARY, TEXT_WIDTH)}
 

@@ -195,7 +195,7 @@ def runnable(setup: BenchSetup) -> tuple[tuple[Row, ...], dict[str, str], str]:
 
 
 def needed_bytes(row: Row, setup: BenchSetup) -> int:
-    """Weights and the activations of the largest forward pass."""
+    """Adds up weights and the activations of the largest forward pass."""
     activations = (
         step_bytes(
             RunRequest(
@@ -215,7 +215,7 @@ def needed_bytes(row: Row, setup: BenchSetup) -> int:
 
 
 def by_reason(left_out: dict[str, str]) -> str:
-    """One line: the rows that are left out, by reason."""
+    """Lists the rows that are left out by reason, in one line."""
     names: dict[str, list[str]] = {}
     for name, reason in left_out.items():
         names.setdefault(reason, []).append(name)
@@ -223,7 +223,7 @@ def by_reason(left_out: dict[str, str]) -> str:
 
 
 def conditions(device: Any, comfyui: str = "") -> dict[str, Any]:
-    """Card, software, and the commit of this clone."""
+    """Names card, software, and the commit of this clone."""
     import torch
 
     cards = read_cards(torch) if device.type == "cuda" else None
@@ -253,7 +253,6 @@ def conditions(device: Any, comfyui: str = "") -> dict[str, Any]:
 
 
 def _import_host(host: str, device: Any) -> str:
-    """Imports a host, or raises UnavailableError; ComfyUI's version, else an empty text."""
     # Packages greet on stdout when imported; the last line there has to be ours.
     with contextlib.redirect_stdout(sys.stderr):
         if host == COMFYUI:

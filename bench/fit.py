@@ -46,7 +46,6 @@ def half(runs: Iterable[MeasuredRun], name: str, *kinds: str) -> list[MeasuredRu
 
 
 def passes_of(run: MeasuredRun) -> list[Pass]:
-    """The forward passes of one step."""
     family = find_family(run["family"])
     inputs = Inputs(run["width"], run["height"], references=run["references"])
     texts = [run["text_tokens"]]
@@ -56,7 +55,7 @@ def passes_of(run: MeasuredRun) -> list[Pass]:
 
 
 def seconds_of(run: MeasuredRun, rates: Rates) -> float:
-    """What a run is predicted to take: a step, an image through the VAE, or a prompt."""
+    """Predicts what a run takes: a step, an image through the VAE, or a prompt."""
     if run["kind"] == "sampling":
         return sum(pass_times(work, run["precision"], rates).seconds for work in passes_of(run))
     if run["kind"] == "text":
@@ -73,7 +72,7 @@ def measured_seconds(run: MeasuredRun) -> float:
 
 
 def request_of(run: MeasuredRun) -> RunRequest:
-    """The request that a sampling run was; `text_tokens` of the run hold those of references."""
+    """Makes the request of a sampling run, whose `text_tokens` hold those of references."""
     vision = run["references"] * find_family(run["family"]).vision_tokens
     return RunRequest(
         family=run["family"],
@@ -88,14 +87,14 @@ def request_of(run: MeasuredRun) -> RunRequest:
 
 
 def counted_bytes(run: MeasuredRun) -> int:
-    """The activation memory of a sampling run, without its workspace."""
+    """Counts the activation memory of a sampling run, without its workspace."""
     request = request_of(run)
     setting = Setting(run["precision"], run["modulation"])
     return step_bytes(request, setting).most + table_bytes(request)
 
 
 def counted_weights(run: MeasuredRun) -> int:
-    """Bytes of the transformer that stay on the card."""
+    """Counts the bytes of the transformer that stay on the card."""
     found = weight_bytes(find_family(run["family"]).transformer, run["precision"])
     return found.total - (found.modulation if run["modulation"] == "off card" else 0)
 
@@ -109,7 +108,7 @@ def kernel_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def fit(found: Mapping[str, Any], card: Card) -> dict[str, float]:
-    """The constants, from the file's fit half and "kernels": least squares of the relative errors.
+    """Finds the constants from the fit half and "kernels": least squares of relative errors.
 
     Raises:
         SettingError: a kind of run is not in the fit half.
@@ -137,7 +136,7 @@ def fit(found: Mapping[str, Any], card: Card) -> dict[str, float]:
 
 
 def _workspace(runs: list[MeasuredRun]) -> float:
-    """The constant that leaves the least relative errors of peaks less weights; never negative."""
+    """Finds what leaves the least relative errors of peaks less weights; never negative."""
     pairs = [(run["allocated_bytes"] - run["weights_bytes"], counted_bytes(run)) for run in runs]
     over = sum((allocated - counted) / allocated**2 for allocated, counted in pairs)
     return max(0.0, over / sum(1 / allocated**2 for allocated, _ in pairs))
@@ -148,7 +147,7 @@ def _context(runs: list[MeasuredRun]) -> float:
 
 
 def errors_of(found: Mapping[str, Any], constants: Mapping[str, float], card: Card) -> dict:
-    """{half: {"step", "decode", "encode", "text": relative errors of times, worst and mean;
+    """Returns {half: {"step", "decode", "encode", "text": errors of times, worst and mean;
     "activations": of peaks less weights, with the worst in bytes; "weights": of weights}}.
     """
     rates = rates_by(Constants(**constants), card)

@@ -35,7 +35,7 @@ THETA, TIMESTEPS, PATCH = 10000, 1000, 2
 
 
 class InputTensors(NamedTuple):
-    """What is handed to a program, on its device.
+    """Holds what is handed to a program, on its device.
 
     Attributes:
         latents: (batch, channels, 1, height / 8, width / 8), fp32.
@@ -52,7 +52,7 @@ class InputTensors(NamedTuple):
 
 
 class ForwardProgram(NamedTuple):
-    """The forward pass at a timestep (batch,); the module that reads the image stream after the
+    """Holds the pass at a timestep (batch,); the module that reads the image stream after the
     last block; and what says afterwards which code ran.
     """
 
@@ -67,7 +67,7 @@ Body = Callable[[ForwardProgram], Measured]
 
 
 def schedule(steps: int = STEPS) -> list[float]:
-    """Timesteps from 1 down to above 0 as ComfyUI's `simple` scheduler has them.
+    """Lists timesteps from 1 down to above 0 as ComfyUI's `simple` scheduler has them.
 
     Rounded to bf16, in which diffusers takes its timestep, so that every program gets the same.
     """
@@ -78,7 +78,7 @@ def schedule(steps: int = STEPS) -> list[float]:
 
 
 def input_tensors(shape: TransformerShape, inputs: Inputs, device: torch.device) -> InputTensors:
-    """The same random values in every run on one kind of device."""
+    """Draws the same random values in every run on one kind of device."""
     generator = torch.Generator(device).manual_seed(1)
     channels = shape.in_channels // 4
 
@@ -153,7 +153,7 @@ def measure_forward(
 
 
 def relative_error(found: torch.Tensor, known: torch.Tensor | None) -> float | None:
-    """|found - known| / |known|, the norms in fp64."""
+    """Returns |found - known| / |known|, the norms in fp64."""
     if known is None:
         return None
     norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
@@ -171,7 +171,7 @@ def random_tensors(
 
 
 def random_tensor(name: str, size: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """bf16: deviation 0.5 / sqrt(K) for a weight [N, K, ...], 0.02 for a bias; a norm's is ones."""
+    """Draws bf16: deviation 0.5 / sqrt(K) for weights [N, K, ...], 0.02 for biases; norms are 1."""
     tensor = torch.empty(size, dtype=torch.bfloat16, device=device)
     fan_in = math.prod(size[1:])
     if name.endswith("bias"):
@@ -185,7 +185,7 @@ def random_tensor(name: str, size: tuple[int, ...], device: torch.device) -> tor
 
 
 def quantizable_weights(shape: TransformerShape) -> frozenset[str]:
-    """Names of the weights that fp8 and int8 models hold quantized."""
+    """Names the weights that fp8 and int8 models hold quantized."""
     weights = (name for name in shape.tensors() if name.endswith(".weight"))
     layers = layers_to_quantize(name.removesuffix(".weight") for name in weights)
     return frozenset(f"{layer}.weight" for layer in layers)
@@ -197,7 +197,7 @@ def quantizable_weights(shape: TransformerShape) -> frozenset[str]:
 def build_transformer(
     weights: Mapping[str, torch.Tensor], shape: TransformerShape, edit: bool, *, compiled: bool
 ) -> torch.nn.Module:
-    """diffusers' own model over bf16 tensors that are on the device already and are not copied.
+    """Builds diffusers' own model over bf16 tensors that are on the device, without a copy.
 
     Args:
         compiled: Whether it has cuDNN's attention and compiled blocks, the fastest that diffusers
@@ -256,7 +256,7 @@ def in_diffusers(
 
 
 def _pack(latents: torch.Tensor) -> torch.Tensor:
-    """(batch, channels, 1, height, width) to (batch, tokens, 4 channels), as the pipelines do."""
+    """Makes (batch, tokens, 4 channels) of (batch, channels, 1, height, width), as pipelines do."""
     batch, channels, _, height, width = latents.shape
     patches = latents.view(batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
     return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * PATCH**2)
@@ -288,7 +288,7 @@ def measure_row(
 
 
 def run_forward(setup: BenchSetup, add: Callable[[Fields], None]) -> None:
-    """Whole forward passes; the error with LoRAs is that of the same LoRAs beside bf16."""
+    """Measures whole passes; the error with LoRAs is that of the same LoRAs beside bf16."""
     known: dict[tuple[Inputs, int], torch.Tensor] = {}
     stock: dict[Inputs, float] = {}
     tensors = {inputs: input_tensors(setup.shape, inputs, setup.device) for inputs in setup.inputs}

@@ -56,7 +56,7 @@ WARM_SECONDS = 10
 
 
 def cases(precision: str, place: str) -> list[Fields]:
-    """The sampling runs of one model, in the form of the file, the fewest tokens first."""
+    """Lists the sampling runs of one model, in the form of the file, the fewest tokens first."""
 
     def case(
         size: tuple[int, int], batch: int, references: int, *, guided: bool = False, text: int = 0
@@ -83,12 +83,12 @@ def cases(precision: str, place: str) -> list[Fields]:
 
 
 def tokens_of(case: Fields) -> int:
-    """Of one item, image and references."""
+    """Counts those of one item, image and references."""
     return case["width"] // 16 * (case["height"] // 16) + case["references"] * 4096
 
 
 class Matrix(RowWriter):
-    """The runs so far, those of each kind shared out to the halves."""
+    """Holds the runs so far, and shares those of each kind out to the halves."""
 
     def __init__(self, path: Path, about: Fields) -> None:
         before: list[Fields] = []
@@ -108,12 +108,11 @@ class Matrix(RowWriter):
         super().add(row)
 
     def has(self, case: Fields) -> bool:
-        """Whether a run was measured before."""
         return any(case.items() <= run.items() for run in self.rows)
 
 
 def halves(count: int) -> list[str]:
-    """ "fit" or "test" for each of so many runs, as many of one as of the other."""
+    """Draws "fit" or "test" for each of so many runs, as many of one as of the other."""
     names = (["fit", "test"] * (count // 2 + 1))[:count]
     random.Random(SEED).shuffle(names)
     return names
@@ -129,7 +128,7 @@ def start_run() -> int:
 
 
 def peaks(used: Callable[[], int]) -> Fields:
-    """Since `start_run`: reserved blocks are not given back, so that the driver shows the most."""
+    """Reads those since `start_run`; reserved blocks stay, so that the driver shows the most."""
     return {
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
@@ -138,7 +137,7 @@ def peaks(used: Callable[[], int]) -> Fields:
 
 
 def sample(patcher: Any, case: Fields, used: Callable[[], int]) -> Fields:
-    """One sampling run: peaks of all of it, and the steps behind the first."""
+    """Runs one sampling: peaks of all of it, and the steps behind the first."""
     import comfy.sample
 
     from ..hosts.comfyui.sample.modulation import ModelModulation
@@ -215,7 +214,7 @@ def measure_sampling(
 
 
 def measured(call: Callable[[], Any], used: Callable[[], int]) -> Fields:
-    """Peaks of one call, and the median of more, as a node waits for it."""
+    """Measures the peaks of one call, and the median of more, as a node waits for it."""
     from torch.utils.benchmark import timer  # which waits for the card
 
     weights_bytes = start_run()
@@ -227,7 +226,7 @@ def measured(call: Callable[[], Any], used: Callable[[], int]) -> Fields:
 
 @torch.inference_mode()
 def measure_vae(matrix: Matrix, used: Callable[[], int]) -> None:
-    """Decoding and encoding, from and to host memory as the nodes do."""
+    """Decodes and encodes, from and to host memory as the nodes do."""
     import comfy.model_management
 
     from ..hosts.comfyui.decode import decode as planned_vae
@@ -251,7 +250,7 @@ def measure_vae(matrix: Matrix, used: Callable[[], int]) -> None:
 
 @torch.inference_mode()
 def measure_text(folder: Path, matrix: Matrix, used: Callable[[], int]) -> None:
-    """Encoding prompts, alone and with reference images as Edit-2509 and 2511 hand them over."""
+    """Encodes prompts, alone and with reference images as Edit-2509 and 2511 hand them over."""
     import comfy.model_management
     import comfy.sd
 

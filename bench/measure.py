@@ -54,7 +54,6 @@ def times_ms(call: Callable[[], Any], device: torch.device, repeats: int) -> lis
 
 
 def time_fields(samples: Sequence[float]) -> Fields:
-    """Median and spread of milliseconds, with the samples."""
     parts = torch.tensor((0.5, 0.1, 0.9), dtype=torch.float64)
     found = torch.tensor(samples, dtype=torch.float64).quantile(parts).tolist()
     return dict(zip(("ms", "ms_p10", "ms_p90"), found, strict=True)) | {"samples_ms": list(samples)}
@@ -78,7 +77,7 @@ def kernel_ms(call: Callable[[], Any], device: torch.device) -> float | None:
 
 
 def achieved(work: Any, ms: float) -> dict[str, float | None]:
-    """TFLOP/s and GB/s of counted work (`flops` and `bytes`); None of what is not computed."""
+    """Returns TFLOP/s and GB/s of counted work (`flops`, `bytes`); None of what is not computed."""
     found = {"tflops": work.flops / 1e9, "gbs": work.bytes / 1e6}
     return {name: amount / ms if amount and ms > 0 else None for name, amount in found.items()}
 
@@ -118,7 +117,7 @@ def by_turns(
 
 
 class NvmlCard:
-    """What NVIDIA's driver says of the first card, of all processes together.
+    """Asks NVIDIA's driver about the first card, of all processes together.
 
     Raises:
         UnavailableError: nvidia-ml-py is not installed, or there is no driver.
@@ -166,11 +165,10 @@ class PeakReader(threading.Thread):
         Raises:
             UnavailableError: the driver stopped answering.
         """
-        time.sleep(2 * READ_SECONDS)
         if self._failure:
             raise UnavailableError(f"the driver stopped answering: {self._failure}.")
         seen, self._seen = self._seen, [self._baseline]
-        return (max(seen) - self._baseline) / GIB
+        return (max(*seen, self._card.used()) - self._baseline) / GIB
 
 
 class RowWriter:
@@ -194,12 +192,12 @@ class RowWriter:
             write_whole(self._path, json.dumps(self.results(), indent=1).encode() + b"\n")
 
     def results(self) -> Fields:
-        """The file's contents, floats with five digits."""
+        """Returns the file's contents, floats with five digits."""
         return rounded({"conditions": self.conditions, self._key: self.rows})
 
 
 def line(row: Fields) -> str:
-    """A row's name and figures; those of one kind of row stand in the same columns."""
+    """Formats a row's name and figures; those of one kind of row stand in the same columns."""
     shown = [f"{row[name]:{width}}" for name, width in COLUMNS.items() if name in row]
     texts = []
     for name, value in row.items():

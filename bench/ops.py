@@ -30,7 +30,7 @@ Call = Callable[[], Any]
 
 
 class OpCase(NamedTuple):
-    """One operation through one program; cases of one task stand together.
+    """Describes an operation through one program; cases of one task stand together.
 
     Attributes:
         make: Makes the inputs and gives the call; raises UnavailableError where it cannot run.
@@ -50,7 +50,7 @@ class OpCase(NamedTuple):
 
 
 def op_cases(shape: TransformerShape, inputs: Inputs, device: torch.device) -> list[OpCase]:
-    """Every case for the tokens of one forward pass, nothing of it made yet."""
+    """Lists every case for the tokens of one forward pass, nothing of it made yet."""
     with_flops = [*_gemms(shape, inputs, device), *_attentions(shape, inputs, device)]
     kernels = [
         OpCase(task, program, partial(make, of), 0, moved)
@@ -61,7 +61,7 @@ def op_cases(shape: TransformerShape, inputs: Inputs, device: torch.device) -> l
 
 
 def _gemms(shape: TransformerShape, inputs: Inputs, device: torch.device) -> Iterator[OpCase]:
-    """The block's three shapes of products, from bf16 rows to bf16 rows, quantizing included."""
+    """Lists the block's three shapes of products, from bf16 rows to bf16, quantizing included."""
     dim, m = shape.dim, inputs.batch * (inputs.text + inputs.stream_tokens)
 
     def dense(k: int, n: int) -> Call:
@@ -100,7 +100,7 @@ def _attentions(shape: TransformerShape, inputs: Inputs, device: torch.device) -
 def _kernels(
     shape: TransformerShape, inputs: Inputs, device: torch.device
 ) -> Iterator[tuple[str, Callable[[Ops | None], Call], int]]:
-    """(task, what makes the call of some Ops, bytes); None are those that run on the device."""
+    """Yields (task, what makes the call of some Ops, bytes); None are those of the device."""
     tokens = Tokens(inputs.batch, inputs.text, inputs.stream_tokens, inputs.stream_tokens)
     dim, rows, width = shape.dim, tokens.rows, 4 * shape.dim
 
@@ -125,7 +125,7 @@ def _kernels(
         return lambda: getattr(ops, kernel)(x, format)
 
     def decode(of: Ops | None) -> Call:
-        """A weight in 4 bits, with a scale for 16 of them."""
+        """Decodes a weight in 4 bits, with a scale for 16 of them."""
         ops = of or _triton(device)
         codes = torch.randint(-128, 128, (width, dim // 2), dtype=torch.int8, device=device)
         scale = torch.rand(width, dim // 16, device=device).to(torch.float8_e4m3fn)

@@ -94,7 +94,7 @@ def run_prompts(setup: BenchSetup, add: Callable[[Fields], None]) -> None:
 
 
 def hold_all_but(free_gib: float | None) -> torch.Tensor | None:
-    """Memory that this process holds of a large card; UnavailableError where less is free."""
+    """Takes memory of a large card; raises UnavailableError where less is free."""
     if free_gib is None:
         return None
     torch.cuda.init()
@@ -159,7 +159,7 @@ def run_graph(server: ComfyUIServer, graph: ApiGraph) -> float:
 
 
 def graph_of(setup: BenchSetup, row: Row, inputs: Inputs, seed: int, shift: int = 0) -> ApiGraph:
-    """The graph of one prompt, as /prompt takes it; `shift` words later the text begins."""
+    """Makes the graph of one prompt; `shift` words later the text begins."""
     nodes: ApiGraph = {}
 
     def add(name: str, kind: str, **given: object) -> list[Any]:

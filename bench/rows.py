@@ -26,7 +26,7 @@ COMFYUI, DIFFUSERS = "ComfyUI", "diffusers"
 
 @dataclass(frozen=True)
 class Row:
-    """One program in one precision.
+    """Describes a program in one precision.
 
     Args:
         name: as results call it; program and precision are its first words.
@@ -93,7 +93,7 @@ IMAGE = tuple(
 
 
 def select(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
-    """The names that any pattern matches; all without patterns.
+    """Picks the names that any pattern matches; all without patterns.
 
     Raises:
         SettingError: A pattern matches none.
@@ -113,7 +113,7 @@ def select(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a forward pass is asked for.
+    """Describes what a forward pass is asked for.
 
     Args:
         width: pixels, as `height` divisible by 16.
@@ -135,17 +135,16 @@ class Inputs:
 
     @property
     def image_tokens(self) -> int:
-        """Tokens of one image that is painted."""
         return self.width // PIXELS_PER_TOKEN_SIDE * (self.height // PIXELS_PER_TOKEN_SIDE)
 
     @property
     def stream_tokens(self) -> int:
-        """Tokens of one item's image stream, with those of its references."""
+        """Counts one item's image stream, with the tokens of its references."""
         return self.image_tokens + self.references * REFERENCE_TOKENS
 
 
 def rope_axes(head_dim: int) -> tuple[int, int, int]:
-    """How a head splits into frame, height and width: 16, 56 and 56 of the published 128."""
+    """Splits a head into frame, height and width: 16, 56 and 56 of the published 128."""
     frame = head_dim // 8
     side = (head_dim - frame) // 2
     return frame, side, side
@@ -176,7 +175,7 @@ def forward_work(shape: TransformerShape, inputs: Inputs, precision: str = "bf16
 
 @dataclass(frozen=True)
 class BenchSetup:
-    """What a run measures, as the options of `bench` name it.
+    """Holds what a run measures, as the options of `bench` name it.
 
     Args:
         rows: the programs, in the order of `FORWARD`; none of `ops`.
@@ -198,5 +197,4 @@ class BenchSetup:
 
     @property
     def edit(self) -> bool:
-        """Whether there are reference images, and with them Edit-2511's timestep zero."""
         return self.inputs[0].references > 0

@@ -1,7 +1,7 @@
 """Compares our step cache with EasyCache and with fewer steps, at equal numbers of computed steps.
 
-    python -m qwen_l40s.bench.step_cache --output FILE [--limit 540] [--prompts 40]
-        [--steps 50 20] [--only RULE ...] [--device cpu]
+    python -m qwen_l40s.bench.step_cache --output FILE [--prompts 40] [--steps 50 20]
+        [--only RULE ...] [--device cpu]
     python -m qwen_l40s.bench.step_cache --table FILE
 
 Runs in the Python that runs ComfyUI: the nodes of this package and of ComfyUI sample held-out
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import time
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -47,7 +46,7 @@ THRESHOLDS = {
 
 
 class Painted(NamedTuple):
-    """What one run gave.
+    """Holds what one run gave.
 
     Attributes:
         latent: The final one.
@@ -61,7 +60,7 @@ class Painted(NamedTuple):
 
 
 class Micro:
-    """The bundled model in ComfyUI; counts the calls of its transformer."""
+    """Runs the bundled model in ComfyUI, and counts the calls of its transformer."""
 
     def __init__(self) -> None:
         from comfy.patcher_extension import WrappersMP
@@ -85,7 +84,7 @@ class Micro:
         self._calls += 1
 
     def paint(self, model: Any, prompt: str, seed: int, steps: int) -> Painted:
-        """One image's latent; both prompts take a call of their own in each computed step."""
+        """Samples one image's latent; each prompt takes a call of its own in a computed step."""
         import comfy.sample
 
         from ..hosts.comfyui.sample.step_cache import STEP_CACHE_KEY
@@ -112,8 +111,6 @@ class Micro:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Measures all rows that fit into the time."""
-    deadline = time.perf_counter() + args.limit
     device = torch.device(choose_device(args.device))
     version = import_comfyui(cpu=device.type == "cpu")
     from comfy_extras.nodes_easycache import EasyCacheNode
@@ -136,9 +133,6 @@ def compare(args: argparse.Namespace) -> None:
         exact, share = paint(micro.model, steps)
         writer.add({"rule": "none", "steps": steps, "right": share})
         for (preset, threshold), rule in product(THRESHOLDS[steps].items(), args.only):
-            if time.perf_counter() > deadline:
-                print(f"stopped: {args.limit:g} s are over")
-                return
             computed, model = computed_steps(steps, preset), micro.model
             if rule == OURS:
                 model = cache_steps(model, PRESETS[preset])
@@ -151,7 +145,7 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def errors(found: Sequence[Painted], exact: Sequence[Painted]) -> Fields:
-    """How far latents are from those of no cache, and how far ours says that they are."""
+    """Measures how far latents are from those of no cache, and how far ours says they are."""
     each = [
         relative_error(one.latent, known.latent) for one, known in zip(found, exact, strict=True)
     ]
@@ -168,7 +162,7 @@ def errors(found: Sequence[Painted], exact: Sequence[Painted]) -> Fields:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results as Markdown: each rule's error, mean / worst decile, in percent.
+    """Formats the results as Markdown: each rule's error, mean / worst decile, in percent.
 
     In brackets the computed steps, where they are others than the preset's.
     """
@@ -193,7 +187,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--output", type=Path, help="the results, as JSON")
     add("--table", type=Path, help="print results as Markdown instead")
-    add("--limit", type=float, default=540, help="seconds after which no row starts")
     add("--prompts", type=int, default=40)
     add("--steps", type=int, nargs="+", choices=THRESHOLDS, default=list(THRESHOLDS))
     add("--only", nargs="+", choices=RULES, default=RULES, metavar="RULE")

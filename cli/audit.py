@@ -118,7 +118,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 
 def _settings(args: argparse.Namespace) -> list[GenerateSettings]:
-    """One for each prompt, checked before anything is loaded."""
+    """Makes one for each prompt, checked before anything is loaded."""
     prompts = [*args.prompt, *(_read_prompts(Path(args.prompts)) if args.prompts else ())]
     if not prompts and args.model is None:
         from ..micro.scene import gallery_prompts
@@ -174,7 +174,7 @@ def _model(args: argparse.Namespace) -> Path:
 
 
 def _checked_source(model: Path, keep: Sequence[str]) -> Source:
-    """The transformer, from headers alone: complete, not quantized, and with layers to audit."""
+    """Reads headers alone: the transformer is complete, not quantized, and has layers to audit."""
     from ..hosts.diffusers.quantized import chosen_layers
     from ..loaders.convert import check_complete
     from ..loaders.source import open_source
@@ -298,7 +298,7 @@ def _compare(
 
 
 def summarize(layers: Sequence[LayerError], target: float) -> dict[str, Any]:
-    """Layers worst first, and which of them to keep."""
+    """Sorts the layers, worst first, and proposes which of them to keep."""
     from ..measure.fidelity import propose_keep, summed_error
 
     total = summed_error(layer.error for layer in layers)
@@ -325,7 +325,7 @@ def _progress(what: str) -> Progress | None:
 
 
 def audit_text(report: Mapping[str, Any]) -> str:
-    """The report as tables for people."""
+    """Formats the report as tables for people."""
     lines = [
         f"{report['model']}: {report['precision']} against bf16 on {report['device']}",
         f"products   {report['products']}",

@@ -150,7 +150,7 @@ def check_width(name: str) -> None:
 
 
 def torch_device(name: str, small: str) -> Any:
-    """The torch.device of `--device`.
+    """Makes the torch.device of `--device`.
 
     Args:
         small: arguments that try the command on a CPU.
@@ -228,7 +228,7 @@ def calibrate_card(args: argparse.Namespace) -> int:
 
 
 def table(found: Calibration, card: Card | None) -> list[str]:
-    """One line for each rate, with its share of the card's dense peak where that is known, and for
+    """Makes a line for each rate, with its share of the card's dense peak if known, and for
     what the processor needs to launch a block and to replay all as a graph. Of int4 the peak is
     int8's, which data sheets of Ada name for both.
     """

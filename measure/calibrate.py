@@ -54,7 +54,7 @@ WITHOUT_INT4 = (9, 0)
 
 
 class CalibrationSizes(NamedTuple):
-    """What is measured; smaller on a CPU, to try it.
+    """Describes what is measured; smaller on a CPU, to try it.
 
     Attributes:
         work: Tokens of one forward pass.
@@ -72,12 +72,12 @@ class CalibrationSizes(NamedTuple):
 
 
 def full_sizes(shape: TransformerShape) -> CalibrationSizes:
-    """Those of the published model at 1024x1024."""
+    """Returns those of the published model at 1024x1024."""
     return CalibrationSizes(Pass(shape, 1, TEXT_TOKENS, IMAGE_TOKENS))
 
 
 def small_sizes(shape: TransformerShape) -> CalibrationSizes:
-    """Those that only show that it runs."""
+    """Returns those that only show that it runs."""
     return CalibrationSizes(Pass(shape, 1, 8, 64), ((16, 16),), (8, 64, 128), 2**20, 0.05)
 
 
@@ -154,7 +154,7 @@ def _calibrate(
 
 
 def _products(work: Pass, precision: str, device: torch.device) -> list[MixPart] | str:
-    """Every product of one block; or why the card does not multiply the precision."""
+    """Lists every product of a block, or says why the card does not multiply the precision."""
     gemm = None
     if precision in QUANTIZED:
         gemm = choose_gemm(precision, device)
@@ -197,7 +197,6 @@ def _ops(device: torch.device) -> Ops:
 def _between(
     work: Pass, precision: str, attend: Attention, ops: Ops, device: torch.device
 ) -> list[MixPart]:
-    """The block's attention and its two norms."""
     shape = work.shape
     q, k, v = _random(3, work.items, work.joint, shape.heads, shape.head_dim, on=device)
     tokens = Tokens(work.items, work.text, work.image, work.image)
@@ -213,7 +212,7 @@ def _between(
 
 
 def _convolution(sizes: CalibrationSizes, device: torch.device, bandwidth: float) -> float:
-    """The rate of convolutions that explains what residual blocks of the VAE take besides their
+    """Finds the rate of convolutions that explains what residual blocks take besides their
     traffic; at least a fifth of the time is theirs.
     """
     parts, flops, moved = [], 0, 0
@@ -231,7 +230,7 @@ def _convolution(sizes: CalibrationSizes, device: torch.device, bandwidth: float
 
 
 def _residual(x: torch.Tensor, weights: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
-    """A residual block as ComfyUI computes it (comfy/ldm/wan/vae.py), of one frame."""
+    """Computes a residual block as ComfyUI does (comfy/ldm/wan/vae.py), of one frame."""
     y = x
     for weight in weights:
         y = F.silu(F.normalize(y, dim=1) * y.shape[1] ** 0.5 * gamma)
@@ -253,7 +252,7 @@ def _encoder(sizes: tuple[int, int, int], device: torch.device) -> list[MixPart]
 
 
 def _link(size: int, device: torch.device) -> float:
-    """Bytes per second that reach the device from pinned memory, the best of five."""
+    """Measures bytes per second from pinned memory to the device, the best of five."""
     if device.type == "cuda":
         try:
             source = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -279,7 +278,6 @@ def _link(size: int, device: torch.device) -> float:
 
 
 def _instructions(device: torch.device, seconds: float) -> dict[str, float] | str:
-    """As `instruction_rates`; or why there are none."""
     if device.type != "cuda" or torch.version.hip is not None:
         return "needs an NVIDIA card"
     if kernels.missing():

@@ -41,7 +41,7 @@ Distance = Callable[[np.ndarray, np.ndarray], float]
 
 @dataclass(frozen=True)
 class LayerError:
-    """What quantizing one layer loses.
+    """Says what quantizing one layer loses.
 
     Attributes:
         layer: its name, such as `transformer_blocks.0.attn.to_q`.
@@ -58,7 +58,7 @@ class LayerError:
 
 
 class LayerSum:
-    """A layer's error over many passes, |found - exact| / |exact| in Frobenius norms of them all.
+    """Adds up a layer's error, |found - exact| / |exact| in Frobenius norms of all passes.
 
     The sums stay on the device, so that adding to them does not wait for a card.
     """
@@ -93,7 +93,7 @@ class LayerSum:
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """|found - exact| / |exact| in Frobenius norms."""
+    """Returns |found - exact| / |exact| in Frobenius norms."""
     total = LayerSum()
     total.add(found, exact)
     return total.error
@@ -188,7 +188,7 @@ def file_errors(
 
 @dataclass(frozen=True)
 class KeepList:
-    """Layers that stay in bf16.
+    """Names layers that stay in bf16.
 
     Attributes:
         layers: their names.
@@ -205,12 +205,12 @@ class KeepList:
 
 
 def bytes_to_keep(rows: int, columns: int) -> int:
-    """How much more a weight [rows, columns] takes in bf16 than in 8 bits with a scale a row."""
+    """Counts how much more a weight [rows, columns] takes in bf16 than in 8 bits by rows."""
     return rows * columns - rows * BYTES_PER_SCALE
 
 
 def summed_error(errors: Iterable[float]) -> float:
-    """The root of the sum of squares."""
+    """Returns the root of the sum of squares."""
     return math.sqrt(sum(error * error for error in errors))
 
 
@@ -242,7 +242,7 @@ def propose_keep(layers: Sequence[LayerError], target: float) -> KeepList:
 
 
 def keep_patterns(kept: Collection[str], layers: Collection[str]) -> tuple[str, ...]:
-    """The patterns for `--keep` that match `kept` and no other of `layers`.
+    """Finds patterns for `--keep` that match `kept` and no other of `layers`.
 
     A kind of layer that is kept in every block is one pattern, and so is a whole block.
     """
@@ -276,7 +276,7 @@ def _place(layer: str) -> tuple[int, str]:
 
 
 def psnr(found: np.ndarray, exact: np.ndarray) -> float:
-    """Peak signal-to-noise ratio of 8-bit images, 10 log10(255^2 / mean squared error), in dB.
+    """Returns the peak signal-to-noise ratio of 8-bit images, 10 log10(255^2 / MSE), in dB.
 
     Args:
         found, exact: uint8, of one shape.

@@ -24,7 +24,7 @@ SUMS, WARPS, PROGRAMS_EACH, ROUNDS = 8, 4, 4, 4096
 
 @triton.jit(do_not_specialize=["rounds"])
 def _mma_kernel(out_ptr, rounds, instruction: tl.constexpr, size: tl.constexpr):
-    """One instruction for each of a thread's elements, again and again."""
+    """Runs one instruction for each of a thread's elements, again and again."""
     place = tl.arange(0, size)
     x, y = place * 0x01020408, place * 0x10305070
     a, b, c, d = place, place, place, place
@@ -41,7 +41,7 @@ def _mma_kernel(out_ptr, rounds, instruction: tl.constexpr, size: tl.constexpr):
 
 
 def instruction_of(name: str) -> str:
-    """The PTX of a key of `INSTRUCTIONS`, with the operands of `_mma_kernel`."""
+    """Writes the PTX of a key of `INSTRUCTIONS`, with the operands of `_mma_kernel`."""
     depth, operand = INSTRUCTIONS[name]
     shape = f"m{ROWS}n{COLUMNS}k{depth}"
     return (
@@ -51,7 +51,7 @@ def instruction_of(name: str) -> str:
 
 
 def instruction_rates(device: torch.device, seconds: float) -> dict[str, float]:
-    """{"int8", "int4": operations a second that a card of sm_80 or newer runs of them}"""
+    """Measures {"int8", "int4": operations a second} of a card of sm_80 or newer."""
     programs = PROGRAMS_EACH * torch.cuda.get_device_properties(device).multi_processor_count
     size = 32 * WARPS * SUMS
     out = torch.empty(programs * size, dtype=torch.int32, device=device)

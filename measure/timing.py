@@ -43,7 +43,7 @@ EPS = 1e-6
 
 
 class MixPart(NamedTuple):
-    """One call of a mix.
+    """Describes one call of a mix.
 
     Attributes:
         name: What its figure is called.
@@ -57,7 +57,7 @@ class MixPart(NamedTuple):
 
 
 class MixSum:
-    """Work and the seconds it took."""
+    """Adds up work and the seconds it took."""
 
     def __init__(self) -> None:
         self.work = self.seconds = 0.0
@@ -68,7 +68,6 @@ class MixSum:
 
     @property
     def rate(self) -> float:
-        """Work in a second."""
         return self.work / self.seconds
 
 
@@ -96,7 +95,7 @@ def run_mix(parts: Sequence[MixPart], device: torch.device, seconds: float) -> d
 
 
 def _round(parts: Sequence[MixPart], device: torch.device) -> Iterable[tuple[MixPart, float]]:
-    """Each part with the seconds of each of its runs in one round."""
+    """Runs each part in turn; returns each run's seconds."""
     end = time.perf_counter() + ROUND_SECONDS
     if device.type != "cuda":
         return list(_on_processor(parts))
@@ -122,7 +121,7 @@ def _on_processor(parts: Sequence[MixPart]) -> Iterator[tuple[MixPart, float]]:
 
 
 class LaunchedBlocks:
-    """Blocks that the executor runs as those of a model.
+    """Holds blocks that the executor runs as those of a model.
 
     Args:
         shape: Of the transformer; its width is taken, its number of blocks is not.
@@ -162,7 +161,7 @@ class LaunchedBlocks:
         self._text, self._image = random(1, TOKENS.text, dim), random(1, TOKENS.image, dim)
 
     def run(self, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """One pass through the first `count` blocks, or through all."""
+        """Passes through the first `count` blocks, or through all."""
         blocks = self._blocks[:count]
         executor = BlockExecutor(
             self._layers, self._ops, self._attend, self._workspace, self._known
@@ -175,7 +174,7 @@ class LaunchedBlocks:
 
 
 class Launched(NamedTuple):
-    """Seconds that the processor needed.
+    """Holds the seconds that the processor needed.
 
     Attributes:
         block: To launch one block kernel by kernel.
@@ -193,7 +192,7 @@ def time_launches(blocks: LaunchedBlocks, device: torch.device) -> Launched:
 
 
 def launches_of(launched: Mapping[str, Launched]) -> Launches:
-    """What was timed in each precision, with `LAUNCHES` for the rest."""
+    """Joins what was timed in each precision with `LAUNCHES` for the rest."""
     block = {precision: found.block for precision, found in launched.items()}
     graphs = [found.graph for found in launched.values() if not isinstance(found.graph, str)]
     return replace(
@@ -216,7 +215,7 @@ def _replay_seconds(blocks: LaunchedBlocks, device: torch.device) -> float | str
 
 
 def _median_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Of the processor alone: the card starts idle, and is not waited for."""
+    """Times the processor alone: the card starts idle, and is not waited for."""
     seconds = []
     for _ in range(WARM_UP + REPEATS):
         if device.type == "cuda":
@@ -261,7 +260,7 @@ class _Layers:
 
 
 def _block(shape: TransformerShape, layers: dict[str, Linear], weight: torch.Tensor) -> Module:
-    """What the executor reads of a host's block."""
+    """Makes what the executor reads of a host's block."""
     block, norm = Module(), Module()
     norm.weight, norm.eps = weight, EPS
     block.img_norm1 = norm

@@ -39,7 +39,7 @@ ASPECT_TOLERANCE = 1.2
 
 @dataclass(frozen=True)
 class Adherence:
-    """What of a scene an image shows.
+    """Says what of a scene an image shows.
 
     Attributes:
         shape: every object has its shape.
@@ -55,7 +55,7 @@ class Adherence:
 
     @property
     def score(self) -> float:
-        """Share of the three checks that hold: 1.0 is a fully right image."""
+        """Returns the share of the three checks that hold: 1.0 is a fully right image."""
         return (self.shape + self.colours + self.position) / 3
 
     def as_dict(self) -> dict[str, bool | float]:
@@ -113,7 +113,7 @@ def _size(blob: _Blob, shape: str) -> str:
 
 
 def _analyse(pixels: np.ndarray) -> tuple[str, list[_Blob]]:
-    """The background's colour and the blobs on it, of an image (H, W, 3)."""
+    """Finds the background's colour and the blobs on it, of an image (H, W, 3)."""
     height, width, _ = pixels.shape
     edge = max(1, round(0.02 * min(height, width)))
     border = np.ones((height, width), bool)
@@ -144,7 +144,7 @@ def _analyse(pixels: np.ndarray) -> tuple[str, list[_Blob]]:
 def _halfway(
     pixels: np.ndarray, rough: np.ndarray, level: np.ndarray, colour: np.ndarray
 ) -> tuple[np.ndarray, tuple[slice, slice]]:
-    """The blob's mask cut where background and colour mix half and half, and its box in `rough`.
+    """Cuts the mask where background and colour mix half and half; returns its box in `rough`.
 
     A soft edge widens the rough mask.
     """
@@ -159,7 +159,7 @@ def _palette_name(rgb: np.ndarray) -> str:
 
 
 def _shape(mask: np.ndarray) -> str | None:
-    """The shape that a blob's mask follows best, or None when it follows none well enough."""
+    """Finds the shape that a blob's mask follows best, or None when none well enough."""
     for tilts in ((0,), TILTS):  # upright first: it is what most are, and a fifth of the work
         deviations = {shape: _edge_deviation(mask, shape, tilts) for shape in OUTLINES}
         name = min(deviations, key=deviations.__getitem__)
@@ -169,7 +169,7 @@ def _shape(mask: np.ndarray) -> str | None:
 
 
 def _edge_deviation(mask: np.ndarray, shape: str, tilts: Sequence[int]) -> float:
-    """How far the mask's edge is from the shape's on average, in radii, at the best of the tilts.
+    """Measures how far the mask's edge is from the shape's on average, in radii, at the best tilt.
 
     An edge that is off by d over the length P costs d P of the area A, so the overlap falls to
     about 1 - d P / A: thin shapes lose more by the same d.
@@ -179,7 +179,7 @@ def _edge_deviation(mask: np.ndarray, shape: str, tilts: Sequence[int]) -> float
 
 
 def _tilted_overlap(mask: np.ndarray, shape: str, tilt: int) -> float:
-    """Intersection over union with the tilted shape; 0 where the boxes' proportions differ."""
+    """Returns intersection over union with the tilted shape; 0 where boxes' proportions differ."""
     height, width = mask.shape
     left, top, right, bottom = _outline_box(shape, tilt)
     aspect = (width / height) / ((right - left) / (bottom - top))
@@ -192,7 +192,7 @@ def _tilted_overlap(mask: np.ndarray, shape: str, tilt: int) -> float:
 
 
 def _inside(shape: str, tilt: int, x: torch.Tensor, y: torch.Tensor) -> np.ndarray:
-    """Which points of the grid, x right and y down in radii, lie in the tilted shape."""
+    """Tells which points of the grid, x right and y down in radii, lie in the tilted shape."""
     x, y = torch.meshgrid(x, y, indexing="xy")
     cos, sin = math.cos(math.radians(tilt)), math.sin(math.radians(tilt))
     return (OUTLINES[shape](cos * x + sin * y, cos * y - sin * x) < 0).numpy()
@@ -200,7 +200,7 @@ def _inside(shape: str, tilt: int, x: torch.Tensor, y: torch.Tensor) -> np.ndarr
 
 @lru_cache(maxsize=len(OUTLINES))
 def _edge_per_area(shape: str) -> float:
-    """Length of the outline over the area inside, in 1 / radius; a circle has 2."""
+    """Returns the outline's length over the area inside, in 1 / radius; a circle has 2."""
     axis, band = torch.linspace(-1.6, 1.6, 801), 0.01
     distance = OUTLINES[shape](*torch.meshgrid(axis, axis, indexing="xy"))
     return float((distance.abs() < band).sum() / (2 * band) / (distance < 0).sum())
@@ -208,7 +208,7 @@ def _edge_per_area(shape: str) -> float:
 
 @lru_cache(maxsize=len(OUTLINES) * len(TILTS))
 def _outline_box(shape: str, tilt: int = 0) -> tuple[float, float, float, float]:
-    """Left, top, right, bottom of a tilted shape in units of its radius."""
+    """Returns left, top, right, bottom of a tilted shape in units of its radius."""
     axis = torch.linspace(-1.3, 1.3, 521)
     inside = _inside(shape, tilt, axis, axis)
     rows, columns = inside.any(axis=1).nonzero()[0], inside.any(axis=0).nonzero()[0]

@@ -57,7 +57,7 @@ HELD_OUT_MODULUS = 5
 
 @dataclass(frozen=True)
 class SceneObject:
-    """One object; each field is a key of the table of that name."""
+    """Describes one object; each field is a key of the table of that name."""
 
     shape: str
     colour: str
@@ -67,13 +67,13 @@ class SceneObject:
 
 @dataclass(frozen=True)
 class Scene:
-    """One or two objects on a background; the order of the objects carries no meaning."""
+    """Holds one or two objects on a background; their order carries no meaning."""
 
     objects: tuple[SceneObject, ...]
     background: str = "white"
 
     def problem(self) -> str | None:
-        """Why no painter could show this scene clearly, or None."""
+        """Says why no painter could show this scene clearly; None where one could."""
         if not 1 <= len(self.objects) <= 2:
             return f"a scene has one or two objects, not {len(self.objects)}"
         for thing in self.objects:
@@ -160,7 +160,7 @@ _PLACE_WORDS = {"top", "bottom", "left", "right", "center"}
 
 
 def place_phrases(position: str) -> tuple[str, ...]:
-    """The ways to say a place, each complete with its preposition."""
+    """Lists the ways to say a place, each complete with its preposition."""
     if position == "center":
         return ("in the center", "at the center", "in the middle", "in the centre")
     if " " in position:
@@ -257,7 +257,7 @@ def parse_prompt(prompt: str) -> Scene | None:
 
 
 def _take_background(words: list[str]) -> tuple[str | None, list[str]]:
-    """The background's colour and the other words.
+    """Separates the background's colour from the other words.
 
     The colour is white when none is named, and None when it is not one of ours.
     """
@@ -270,7 +270,7 @@ def _take_background(words: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _position(words: set[str]) -> str | None:
-    """The place that a set of place words names; "top center" is the top."""
+    """Finds the place that a set of place words names; "top center" is the top."""
     if len(words) > 1:
         words = words - {"center"}
     if not words:
@@ -288,5 +288,5 @@ def sample_prompts(
 
 
 def gallery_prompts(count: int, seed: int = 0) -> list[str]:
-    """Different prompts of unseen pairs, for a contact sheet."""
+    """Draws different prompts of unseen pairs, for a contact sheet."""
     return [prompt for prompt, _ in sample_prompts(count, seed)]

@@ -32,8 +32,6 @@ from ..step_cache import CHOICES, PRESETS, CacheSettings, plan_steps, usual_sigm
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 import stand_ins
 
-# {item of the issue: groups of cases that it may change or delete, named before it began}
-MAY_CHANGE = {"4, adaptive step cache": ["adaptive"], "7, several cards": ["advise", "together"]}
 STORED = Path(__file__).with_suffix(".txt")  # a line for each group, with the hashes of its cases
 _folder = tempfile.TemporaryDirectory(prefix="qwen-l40s-grid-")
 
@@ -288,8 +286,7 @@ def main() -> int:
         command = [sys.executable, "-m", "qwen_l40s.tools.grid", "--answer", *different]
         there = json.loads(subprocess.check_output(command, cwd=_folder.name))
     for name in different:
-        item = [item for item, groups in MAY_CHANGE.items() if name.rpartition("-")[0] in groups]
-        print(name, *(f"(which item {it} may change)" for it in item))
+        print(name)
         both = name in there and name in found
         old, new = (flat(there[name]), flat(answer(name))) if both else ({}, {})
         for place in sorted({*old, *new}):

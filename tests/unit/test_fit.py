@@ -127,24 +127,6 @@ def test_the_bundled_constants_are_those_of_the_bundled_runs(bundled):
         assert errors[half] == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
-def test_the_matrix_is_as_large_as_it_has_to_be(bundled):
-    sampled = [run for run in bundled["runs"] if run["kind"] == "sampling"]
-    assert len(sampled) >= 32
-    for name, wanted in (
-        ("precision", {"bf16", "fp8", "int8"}),
-        ("batch", {1, 2}),
-        ("references", {0, 1, 3}),
-        ("modulation", {"on card", "off card"}),
-        ("width", {1024, 1328, 1664, 2048}),
-    ):
-        assert {run[name] for run in sampled} >= wanted
-    for kind in ("decode", "encode"):
-        tiles = {run["tiles"] for run in bundled["runs"] if run["kind"] == kind}
-        assert 1 in tiles and len(tiles) > 1
-    halves = [run["half"] for run in sampled]
-    assert abs(halves.count("fit") - halves.count("test")) <= 1
-
-
 def within_the_promised_errors(run, constants, card):
     """Whether a sampling run's step, weights and memory beside them are as predicted."""
     rates = rates_by(Constants(**constants), card)

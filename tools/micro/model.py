@@ -72,7 +72,7 @@ def half_timesteps(transformer: torch.nn.Module) -> Iterator[None]:
 
 
 class DualStream:
-    """Qwen-Image to 2512: text and image in streams of their own, modulated in each block."""
+    """Runs Qwen-Image to 2512: text and image in streams of their own, modulated in each block."""
 
     @staticmethod
     def zero_at_start(transformer: torch.nn.Module) -> list[torch.nn.Linear]:
@@ -119,7 +119,7 @@ class DualStream:
 
 
 class SingleStream:
-    """Qwen-Image-2.1: one sequence of text and image, one modulation for all blocks.
+    """Runs Qwen-Image-2.1: one sequence of text and image, one modulation for all blocks.
 
     A batch has prompts of many lengths, padded behind. Each image stands where its own text ends,
     as in a pipeline of one prompt.
@@ -156,7 +156,7 @@ class SingleStream:
     def hidden_states(
         language_model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Before the last norm, which the pipeline takes out too.
+        """Returns those before the last norm, which the pipeline takes out too.
 
         Padding stands behind and attention is causal: no mask is needed.
         """
@@ -184,7 +184,7 @@ class SingleStream:
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of micro model.
+    """Describes one kind of micro model.
 
     Attributes:
         name: a key of `MICRO_FOLDERS`.
@@ -200,12 +200,11 @@ class Family:
 
     @property
     def folder(self) -> Path:
-        """The bundled model."""
         return bundled_micro_folder(self.name)
 
     @property
     def index(self) -> dict[str, Any]:
-        """{part: [library, class]}, and `_class_name` of the pipeline."""
+        """Reads {part: [library, class]}, and `_class_name` of the pipeline."""
         return json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
 
     @property
@@ -213,7 +212,6 @@ class Family:
         return getattr(diffusers, self.index["_class_name"])
 
     def part_class(self, part: str) -> type[ModelMixin] | type[PreTrainedModel]:
-        """The class of a part, as a host builds it."""
         library, name = self.index[part]
         return getattr(importlib.import_module(library), name)
 
@@ -225,7 +223,7 @@ FAMILIES = {family.name: family for family in (QWEN_IMAGE, QWEN_IMAGE_21)}
 
 @dataclass
 class MicroModel:
-    """The parts of a pipeline that training reads or changes; the VAE is the bundled one."""
+    """Holds the parts of a pipeline that training reads or changes; the VAE is the bundled one."""
 
     family: Family
     transformer: ModelMixin

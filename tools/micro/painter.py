@@ -20,7 +20,7 @@ _FIELDS = 4  # shape, colour, position, size of one encoded object
 
 
 def encode_scenes(scenes: Sequence[Scene]) -> torch.Tensor:
-    """Scenes as int64 table indices (N, 1 + 2 x 4): the background, then each object.
+    """Encodes scenes as int64 table indices (N, 1 + 2 x 4): the background, then each object.
 
     -1 stands where there is no second object.
     """
@@ -75,7 +75,7 @@ def paint(
 
 
 def _distance(shape: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Distance to the outline of each scene's shape, (N, H, W) as `x` and `y`.
+    """Measures how far each scene's outline is, (N, H, W) as `x` and `y`.
 
     All are in units of the radius; x points right, y down.
     """

@@ -43,7 +43,7 @@ Prompts = Sequence[tuple[str, Scene]]
 
 
 def summarize(results: list[Adherence]) -> dict[str, float]:
-    """Shares of images in which each check, and all of them, hold."""
+    """Returns the shares of images in which each check, and all of them, hold."""
 
     def share(check: Callable[[Adherence], bool]) -> float:
         return round(sum(map(check, results)) / len(results), 4)
@@ -74,7 +74,7 @@ def paint(pipeline: LoadedPipeline, prompts: Prompts) -> list[Image.Image]:
 
 
 def judge(images: Sequence[Image.Image], prompts: Prompts) -> dict[str, float]:
-    """Shares as `summarize` gives them; images that are not fully right are listed on stderr."""
+    """Returns shares as `summarize` does; lists images that are not fully right on stderr."""
     results = []
     for index, (image, (prompt, scene)) in enumerate(zip(images, prompts, strict=True)):
         results.append(adherence(image, scene))
@@ -86,7 +86,7 @@ def judge(images: Sequence[Image.Image], prompts: Prompts) -> dict[str, float]:
 def psnr_summary(
     images: Sequence[Image.Image], exact: Sequence[Image.Image]
 ) -> dict[str, float | None]:
-    """Mean and least PSNR in dB of the pairs that differ; None where all are equal."""
+    """Returns mean and least PSNR in dB of the pairs that differ; None where all are equal."""
     pairs = zip(images, exact, strict=True)
     values = [psnr(np.asarray(found), np.asarray(plain)) for found, plain in pairs]
     finite = [value for value in values if math.isfinite(value)]
@@ -122,7 +122,7 @@ def compare(
 
 
 def passes(quality: dict) -> bool:
-    """Whether the bar is reached, and nothing falls too far below bf16 where that was measured."""
+    """Checks the bar, and that nothing falls too far below bf16 where that was measured."""
     plain = quality.get("bf16", {})
     return (
         quality["colours_and_position"] >= COLOURS_AND_POSITION_BAR

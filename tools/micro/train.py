@@ -73,7 +73,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
-    """About the nearest orthogonal matrices of (N, rows, columns): Newton and Schulz in bf16."""
+    """Finds about the nearest orthogonal matrices of (N, rows, columns): Newton-Schulz in bf16."""
     x = matrices.bfloat16()
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
@@ -136,7 +136,7 @@ def fit(
 
 
 def make_scenes(count: int, seed: int) -> tuple[torch.Tensor, list[str]]:
-    """Scenes of the seen pairs: their encoding (count, 9) and, scene by scene, WORDINGS prompts."""
+    """Draws scenes of the seen pairs: their encoding (count, 9) and, by scene, WORDINGS prompts."""
     rng = random.Random(seed)
     scenes = [random_scene(rng, SEEN_PAIRS) for _ in range(count)]
     prompts = [describe(scene, rng) for scene in scenes for _ in range(WORDINGS)]
@@ -146,7 +146,7 @@ def make_scenes(count: int, seed: int) -> tuple[torch.Tensor, list[str]]:
 def padded_prompts(
     model: MicroModel, texts: list[str], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask of prompts in the template, (N, length), then of the unconditional ones."""
+    """Returns ids and mask of prompts in the template, (N, length), then of the unconditional."""
     before = model.family.dropped + model.family.prefix
     texts = [before + text + SUFFIX for text in (*texts, *UNCONDITIONAL)]
     encoded = model.tokenizer(texts, padding=True, pad_to_multiple_of=8, return_tensors="pt")
@@ -154,7 +154,7 @@ def padded_prompts(
 
 
 def draw_prompts(count: int, scenes: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A row of `count` prompts for each scene: one of its wordings, or an unconditional one."""
+    """Draws a row of prompts for each scene: one of its wordings, or an unconditional one."""
 
     def rand(high: int) -> torch.Tensor:
         return torch.randint(high, scenes.shape, device=scenes.device, generator=generator)
@@ -213,7 +213,7 @@ def encode_dataset(
 def text_features(
     model: MicroModel, ids: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the pipeline's encode_prompt gives: hidden states after the prefix, and their mask."""
+    """Returns what encode_prompt gives: hidden states after the prefix, and their mask."""
     language_model = model.text_encoder.model.language_model
     hidden = model.family.stream.hidden_states(language_model, ids, mask)
     start = len(model.tokenizer(model.family.dropped).input_ids)
@@ -239,7 +239,7 @@ def prepare_for_training(model: MicroModel, *, compile_blocks: bool) -> None:
 
 
 def trained_weights(model: MicroModel) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The matrices of the blocks, for Muon, and the rest."""
+    """Separates the matrices of the blocks, for Muon, from the rest."""
     language_model = model.text_encoder.model.language_model
     layers = (*model.transformer.transformer_blocks, *language_model.layers)
     matrices = {weight: None for part in layers for weight in part.parameters() if weight.ndim == 2}
@@ -250,7 +250,7 @@ def trained_weights(model: MicroModel) -> tuple[list[torch.Tensor], list[torch.T
 def transformer_loss(
     model: MicroModel, scenes: int, batch: int, generator: torch.Generator
 ) -> Callable[[], torch.Tensor]:
-    """The loss of a step; paints, describes and encodes the scenes first.
+    """Returns the loss of a step; paints, describes and encodes the scenes first.
 
     Every second step embeds timesteps as a bf16 run does, so that the model works in both
     precisions.
@@ -276,7 +276,7 @@ def flow_loss(
     prompt: tuple[torch.Tensor, torch.Tensor],
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """The mean squared error of the velocity of latents (B, 256, 64) at sigmas of all sizes."""
+    """Returns the mean squared error of the velocity of latents (B, 256, 64) at all sigmas."""
     device, batch = clean.device, len(clean)
     noise = torch.randn(clean.shape, device=device, generator=generator)
     # Stratified over the batch: the loss differs far more between sigmas than between scenes.

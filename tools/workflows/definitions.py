@@ -41,7 +41,7 @@ AFTER_A_RUN = "randomize"
 
 
 class Input(NamedTuple):
-    """An input of a node.
+    """Describes an input of a node.
 
     Attributes:
         widget: Whether it has a widget in the page; other inputs are sockets.
@@ -64,7 +64,7 @@ class Output(NamedTuple):
 
 
 class Definition(NamedTuple):
-    """A node: inputs and outputs in their order, which saved files depend on.
+    """Describes a node: inputs and outputs in their order, which saved files depend on.
 
     Attributes:
         title: What the page's search and its library call it.
@@ -122,7 +122,6 @@ def parse(kept: Mapping[str, Any]) -> dict[str, Definition]:
 
 @functools.cache
 def definitions() -> dict[str, Definition]:
-    """Reads `definitions.json`."""
     return parse(json.loads(FILE.read_text(encoding="utf-8")))
 
 

@@ -37,7 +37,7 @@ Graph = Mapping[str, Mapping[str, Any]]
 
 
 class ModelFile(NamedTuple):
-    """A published file.
+    """Describes a published file.
 
     Attributes:
         size: As the table says it.
