@@ -24,8 +24,7 @@ from ..hosts.diffusers.settings import SIZE_STEP
 from ..machine.card import first_line, read_cards
 from ..machine.comfyui import check_comfyui, find_comfyui
 from ..machine.packages import STANDALONE, check_package
-from ..planning.bytes import step_bytes, weight_bytes
-from ..planning.request import NEWEST_EDIT, Parts, RunRequest, Setting
+from ..planning.bytes import weight_bytes
 from ..spec.formats import format_gib
 from .rows import COMFYUI, FORWARD, IMAGE, BenchSetup, Inputs, Row, select
 
@@ -35,9 +34,6 @@ REPEATS = {"ops": 20, "forward": 8, "image": 10}
 WARM_UP = {"ops": 3, "forward": 2, "image": 1}
 PACKAGES = ("triton", "comfy-kitchen", "diffusers")
 ROOT = Path(__file__).resolve().parent.parent
-# How many times our blocks' activations other programs take: 1.1 GiB of ComfyUI's fp8 at 1024x1024
-# against 0.23 (H200).
-OTHERS = 5
 
 
 def run(args: argparse.Namespace) -> int:
@@ -111,7 +107,9 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
         if value is not None and not value >= lowest:
             option = name.replace("_", "-")
             raise SettingError(f"--{option} must be at least {lowest}, got {value}.")
-    sizes = dict.fromkeys(_size(text) for text in args.size or ["1024x1024"])
+    sizes = dict.fromkeys(args.size or [(1024, 1024)])
+    for size in sizes:
+        _check_size(*size)
     rows = ROWS[args.what]
     names = select([row.name for row in rows], args.only) if rows else ()
     if args.json:
@@ -149,18 +147,13 @@ def _setup(args: argparse.Namespace) -> BenchSetup:
     )
 
 
-def _size(text: str) -> tuple[int, int]:
-    width, cross, height = text.lower().partition("x")
-    if cross and width.isdecimal() and height.isdecimal():
-        sides = int(width), int(height)
-        if all(side >= SIZE_STEP and side % SIZE_STEP == 0 for side in sides):
-            return sides
-        nearest = (max(SIZE_STEP, SIZE_STEP * round(side / SIZE_STEP)) for side in sides)
+def _check_size(width: int, height: int) -> None:
+    nearest = [max(SIZE_STEP, SIZE_STEP * round(side / SIZE_STEP)) for side in (width, height)]
+    if nearest != [width, height]:
         raise SettingError(
-            f"--size {text}: both sides must be divisible by {SIZE_STEP}: use "
+            f"--size {width}x{height}: both sides must be divisible by {SIZE_STEP}: use "
             f"{'x'.join(map(str, nearest))}."
         )
-    raise SettingError(f"--size {text!r} must be WIDTHxHEIGHT in pixels, such as 1024x1024.")
 
 
 def runnable(setup: BenchSetup) -> tuple[tuple[Row, ...], dict[str, str], str]:
@@ -184,7 +177,7 @@ def runnable(setup: BenchSetup) -> tuple[tuple[Row, ...], dict[str, str], str]:
             reasons[host] = str(error)
     free = available_bytes(str(setup.device))
     for row in setup.rows:
-        needed = needed_bytes(row, setup)
+        needed = weight_bytes(setup.shape, row.precision).total
         if row.host in reasons:
             left_out[row.name] = reasons[row.host]
         elif row.needs_card and setup.device.type != "cuda":
@@ -192,26 +185,6 @@ def runnable(setup: BenchSetup) -> tuple[tuple[Row, ...], dict[str, str], str]:
         elif needed > free:
             left_out[row.name] = f"needs {format_gib(needed)} and {format_gib(free)} are free"
     return tuple(row for row in setup.rows if row.name not in left_out), left_out, comfyui
-
-
-def needed_bytes(row: Row, setup: BenchSetup) -> int:
-    """Adds up weights and the activations of the largest forward pass."""
-    activations = (
-        step_bytes(
-            RunRequest(
-                family=NEWEST_EDIT,
-                width=each.width,
-                height=each.height,
-                batch=each.batch,
-                text_tokens=each.text,
-                references=each.references,
-                parts=Parts(transformer=setup.shape),
-            ),
-            Setting(),
-        ).most
-        for each in setup.inputs
-    )
-    return weight_bytes(setup.shape, row.precision).total + OTHERS * max(activations)
 
 
 def by_reason(left_out: dict[str, str]) -> str:

@@ -14,6 +14,7 @@ from ..machine.store import CALIBRATION, Calibration, cache_folder, with_calibra
 from ..planning.cards import Card, find_card
 from ..spec.formats import MULTIPLIED
 from ..spec.transformer import FULL_SIZE, SMALL
+from .generate import parse_size
 from .output import check_target, require_packages, write_whole
 
 # Not by its import name: an editable install beside a wheel would find its own.
@@ -58,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--size",
+        type=parse_size,
         action="append",
         metavar="WxH",
         help="pixels; repeat it for more; default: 1024x1024",

@@ -13,7 +13,7 @@ from diffusers import (
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
-from transformers import AutoTokenizer, Qwen2Tokenizer
+from transformers import Qwen2Tokenizer
 
 from qwen_l40s.micro.scene import BACKGROUNDS, COLOURS, PAIRS, SHAPES, sample_prompts
 
@@ -67,17 +67,6 @@ def test_both_forms_of_the_files_are_the_same_vocabulary(shipped):
     assert listed == {token: shipped.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
 
 
-def test_the_folder_loads_as_the_real_one_does(shipped):
-    auto = AutoTokenizer.from_pretrained(SHIPPED, local_files_only=True)
-    assert isinstance(auto, Qwen2Tokenizer)
-    assert auto.get_vocab() == shipped.get_vocab()
-    assert (shipped.eos_token, shipped.pad_token) == ("<|im_end|>", "<|endoftext|>")
-    assert shipped.bos_token is None and shipped.padding_side == "right"
-    batch = shipped(["a red star", "a small red star at the top"], padding=True)
-    assert [len(ids) for ids in batch.input_ids] == [7, 7]
-    assert batch.attention_mask[0] == [1, 1, 1, 0, 0, 0, 0]
-
-
 def test_special_tokens_follow_the_words_in_their_real_order(shipped):
     first = len(shipped) - len(SPECIAL_TOKENS)
     ids = [shipped.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS]
@@ -86,12 +75,6 @@ def test_special_tokens_follow_the_words_in_their_real_order(shipped):
         assert shipped(f" star{token} ring").input_ids[1:-1] == [index]
     text = "<|im_start|>a red star<|im_end|>"
     assert shipped.decode(shipped(text).input_ids, skip_special_tokens=True) == "a red star"
-
-
-def test_the_vocabulary_is_small(shipped):
-    assert 256 + len(SPECIAL_TOKENS) < len(shipped) < 1024
-    # Every byte has its token, so that no text is out of the vocabulary.
-    assert sum(len(token) == 1 for token in shipped.get_vocab()) >= 256
 
 
 def test_every_word_of_the_grammar_is_one_token(shipped):
@@ -111,7 +94,3 @@ def test_any_text_survives_a_round_trip(shipped, text):
     normal = shipped.backend_tokenizer.normalizer.normalize_str(text)
     ids = shipped(text).input_ids
     assert shipped.decode(ids, clean_up_tokenization_spaces=False) == normal
-
-
-def test_text_is_normalized_to_nfc(shipped):
-    assert shipped("e\u0301").input_ids == shipped("\u00e9").input_ids
