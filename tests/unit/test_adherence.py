@@ -197,13 +197,6 @@ def test_images_of_other_prompts_score_under_20_percent(images, scenes):
     assert np.mean([result.score for result in results]) < 0.2
 
 
-@pytest.mark.parametrize("background", list(BACKGROUNDS))
-def test_a_blank_image_shows_nothing(background):
-    blank = np.full((256, 256, 3), BACKGROUNDS[background], np.uint8)
-    colour = "red" if background != "red" else "blue"
-    assert adherence(blank, one(colour=colour, background=background)).score == 0
-
-
 def test_images_of_no_scene_fail_without_an_exception(scenes):
     noise = np.random.default_rng(24)
     ramp = np.linspace(0, 255, 256)[:, None, None] * np.ones((1, 256, 3))

@@ -1,6 +1,5 @@
 """The shipped tokenizers: they have the token counts that the hosts cut by, and the words."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from diffusers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
 from transformers import Qwen2Tokenizer
 
 from qwen_l40s.micro.scene import BACKGROUNDS, COLOURS, PAIRS, SHAPES, sample_prompts
@@ -24,12 +22,6 @@ PIPELINES = (
     QwenImageEditPipeline,
     QwenImageEditPlusPipeline,
 )
-# In the order of the ids 151643 and on of Qwen2.5-VL.
-SPECIAL_TOKENS = [
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"),
-    *("<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>"),
-    *("<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
-]
 
 
 @pytest.fixture(scope="module")
@@ -54,27 +46,6 @@ def test_the_pipelines_cut_exactly_the_template_off(shipped, pipeline_class, pro
     ids = shipped(template.format(prompt)).input_ids
     assert shipped.decode(ids[:cut]) == prefix
     assert shipped.decode(ids[cut:]) == template.format(prompt).removeprefix(prefix)
-
-
-def test_both_forms_of_the_files_are_the_same_vocabulary(shipped):
-    bpe = Tokenizer(models.BPE.from_file(str(SHIPPED / "vocab.json"), str(SHIPPED / "merges.txt")))
-    stored = json.loads((SHIPPED / "tokenizer.json").read_text(encoding="utf-8"))
-    assert bpe.get_vocab() == stored["model"]["vocab"]
-    config = json.loads((SHIPPED / "tokenizer_config.json").read_text(encoding="utf-8"))
-    listed = {
-        entry["content"]: int(index) for index, entry in config["added_tokens_decoder"].items()
-    }
-    assert listed == {token: shipped.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
-
-
-def test_special_tokens_follow_the_words_in_their_real_order(shipped):
-    first = len(shipped) - len(SPECIAL_TOKENS)
-    ids = [shipped.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS]
-    assert ids == list(range(first, len(shipped)))
-    for token, index in zip(SPECIAL_TOKENS, ids, strict=True):
-        assert shipped(f" star{token} ring").input_ids[1:-1] == [index]
-    text = "<|im_start|>a red star<|im_end|>"
-    assert shipped.decode(shipped(text).input_ids, skip_special_tokens=True) == "a red star"
 
 
 def test_every_word_of_the_grammar_is_one_token(shipped):
