@@ -90,7 +90,6 @@ def test_a_row_that_fails_is_one_line_and_the_others_go_on(without_comfyui, caps
     ("arguments", "sentence"),
     [
         (["--size", "1000x1024"], "--size 1000x1024: both sides must be divisible by 16: use 992x"),
-        (["--size", "big"], "must be WIDTHxHEIGHT in pixels"),
         (["--size", "0x16"], "divisible by 16"),
         (["--layers", "0"], "--layers must be 1 to 60, which the published models have, got 0"),
         (["--layers", "61"], "got 61"),
@@ -119,6 +118,14 @@ def test_bad_input_is_one_sentence(
     assert output.out == ""
     assert sentence in output.err
     assert len(output.err.splitlines()) == 1
+
+
+def test_a_size_without_two_sides_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        bench("forward", "--size", "big")
+    error = capsys.readouterr().err
+    assert (ended.value.code, len(error.splitlines())) == (2, 1)
+    assert "must be WIDTHxHEIGHT in pixels" in error
 
 
 @pytest.mark.parametrize(
