@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..errors import QwenL40SError
-from .graph.loaders import loaders_key
-from .graph.workflow import read_workflow
+from .graph.workflow import loaders_key, read_workflow
 from .journal import Journal, key_of
 from .progress import Progress
 from .run import WAIT_SECONDS, Run

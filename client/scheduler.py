@@ -43,7 +43,7 @@ class Job:
         settings: what --set chose, by key.
         label: for people, with the settings in which the jobs differ: "job 3 (seed=3)".
         images: {what the graph calls it: its file here}, for each server to get first.
-        loads: equal for jobs that share loaded models; see `graph.loaders_key`.
+        loads: equal for jobs that share loaded models; see `graph.workflow.loaders_key`.
         prompt_id: of the attempt that brought the result, or of the last one.
         server: that attempt's.
         seconds: that the server ran it.

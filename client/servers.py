@@ -13,8 +13,7 @@ from typing import Any
 
 from ..errors import SettingError
 from .graph.check import Checker
-from .graph.loaders import loaded_names
-from .graph.workflow import Graph
+from .graph.workflow import Graph, loaded_names
 from .journal import file_state
 from .scheduler import Job
 from .server import Server, failure

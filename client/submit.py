@@ -10,9 +10,8 @@ from typing import Any, TextIO
 
 from ..errors import QwenL40SError
 from .graph.images import image_inputs, local_images, server_name, with_uploaded
-from .graph.loaders import loaders_key
 from .graph.settings import InputSetting, parse_settings, variations
-from .graph.workflow import Graph, read_workflow
+from .graph.workflow import Graph, loaders_key, read_workflow
 from .journal import DiskError, Journal, key_of
 from .progress import Progress, cancelled_by_signals
 from .run import WAIT_SECONDS, Run, check_jobs

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from qwen_l40s.client.graph.loaders import loaders_key
+from qwen_l40s.client.graph.workflow import loaders_key
 
 GRAPH = {
     "1": {"class_type": "UNETLoader", "inputs": {"unet_name": "a", "weight_dtype": "default"}},

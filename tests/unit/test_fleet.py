@@ -21,8 +21,15 @@ from qwen_l40s.errors import SettingError, UnavailableError
 from qwen_l40s.fleet import server as module
 from qwen_l40s.fleet import supervisor
 from qwen_l40s.fleet.server import FleetServer, ServerPlan
-from qwen_l40s.fleet.state import ServerState, StateFile, read_states
-from qwen_l40s.fleet.status import ServerStatus, ask_all, rate, table
+from qwen_l40s.fleet.state import (
+    ServerState,
+    ServerStatus,
+    StateFile,
+    ask_all,
+    rate,
+    read_states,
+    table,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 until = functools.partial(waiting.until, seconds=20)

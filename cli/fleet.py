@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from ...errors import SettingError
-from ..output import print_text
+from ..errors import SettingError
+from .output import print_text
 
 PORT = 8188
 REFRESH_SECONDS = 5.0
@@ -106,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
         raise SettingError(f"{args.rest[0]!r} is neither `status` nor an argument of ComfyUI.")
     if args.comfyui is None:
         raise SettingError("--comfyui names ComfyUI's folder: give one.")
-    from ...fleet.server import ServerPlan
-    from ...fleet.supervisor import check_plan, find_cards, run_fleet
+    from ..fleet.server import ServerPlan
+    from ..fleet.supervisor import check_plan, find_cards, run_fleet
 
     comfyui = args.comfyui.expanduser().resolve()
     plan = ServerPlan(
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.ray is None:
         return run_fleet(plan, find_cards(args.cards), args.port, _say)
-    from ...fleet.ray import run_ray_fleet
+    from ..fleet.ray import run_ray_fleet
 
     check_plan(plan)
     cpu = args.cards.startswith("cpu")
@@ -141,8 +141,7 @@ def _python_of(comfyui: Path) -> Path:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from ...fleet.state import NAME, is_running, read_states
-    from ...fleet.status import ask_all, table
+    from ..fleet.state import NAME, ask_all, is_running, read_states, table
 
     path = args.folder / NAME
     while True:
